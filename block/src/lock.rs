@@ -1,0 +1,383 @@
+//! Image locks: two writers of one image are refused, whichever program they are.
+//!
+//! QEMU's tools mark an open image with locks on single bytes of the file (bytes 100 and up say
+//! what an opener *does*, bytes 200 and up what it *cannot bear others to do*). The locks here
+//! are the same ones, so `qemu-img` refuses an image we write, and we refuse one QEMU writes.
+//!
+//! What must stay true:
+//!
+//! - Locks are **taken first and checked second**. Two openers that race may both be refused;
+//!   they are never both let in.
+//! - All locks are shared (`F_RDLCK`) locks of the open file description, so closing another
+//!   descriptor of the same file does not lose them, as it would with plain POSIX locks.
+//! - Nothing is written: locking byte 100 does not touch byte 100.
+//!
+//! With [`LockGranularity::Full`] the whole file is locked instead, for file systems which
+//! cannot lock ranges. Such a lock keeps out QEMU's tools too, readers included.
+#![expect(
+    unsafe_code,
+    reason = "fcntl has no safe wrapper for locks of an open file description"
+)]
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// First byte of the "what I do" locks; a permission's bit number is added.
+const PERMISSION_BASE: i64 = 100;
+/// First byte of the "what others must not do" locks; a permission's bit number is added.
+const UNSHARED_BASE: i64 = 200;
+
+/// Bit number: reads that must be consistent.
+const CONSISTENT_READ: i64 = 0;
+/// Bit number: writes.
+const WRITE: i64 = 1;
+/// Bit number: changes of size.
+const RESIZE: i64 = 3;
+
+/// What the holder of a lock will do with the image.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum LockMode {
+    /// Read, write and resize; nobody else may write, others may not even read consistently.
+    Write,
+    /// Read only, as for a backing file; other readers are welcome, writers are not.
+    Read,
+}
+
+/// How much of the file the locks cover.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum LockGranularity {
+    /// Single bytes, understood by QEMU's tools.
+    #[default]
+    ByteRange,
+    /// The whole file, for file systems that cannot lock ranges.
+    Full,
+}
+
+/// The process found to hold a conflicting lock.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Holder {
+    /// Its process id, in our namespace.
+    pub pid: u32,
+    /// Its command name, at most 15 bytes as the kernel keeps it.
+    pub name: String,
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} (process {})", self.name, self.pid)
+    }
+}
+
+/// Why an image could not be locked.
+#[derive(Debug, thiserror::Error)]
+pub enum LockError {
+    /// Another opener's lock conflicts with ours.
+    #[error(
+        "{} is locked: {} is {}",
+        path.display(),
+        holder.as_ref().map_or_else(|| "another process".to_owned(), Holder::to_string),
+        match other { LockMode::Write => "writing to it", LockMode::Read => "reading it and needs it unchanged" }
+    )]
+    Held {
+        /// The image.
+        path: PathBuf,
+        /// What the other opener does, as far as its locks say.
+        other: LockMode,
+        /// Who it is, if that could be found out.
+        holder: Option<Holder>,
+    },
+    /// The system refused to lock at all.
+    #[error("cannot lock {}", path.display())]
+    Os {
+        /// The image.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A held image lock; dropping it releases it.
+///
+/// The lock belongs to the open file description it was taken on: descriptors duplicated from it
+/// share the lock, and the lock ends when this value is dropped, even if they live on. Taking two
+/// locks on one description is not detected as a conflict.
+#[derive(Debug)]
+pub struct ImageLock {
+    fd: OwnedFd,
+    held: Vec<ByteLock>,
+}
+
+/// One range and how it is locked. A length of zero means "to the end, however far it grows".
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct ByteLock {
+    start: i64,
+    len: i64,
+    exclusive: bool,
+}
+
+impl ByteLock {
+    fn byte(at: i64) -> Self {
+        Self {
+            start: at,
+            len: 1,
+            exclusive: false,
+        }
+    }
+
+    fn whole_file(exclusive: bool) -> Self {
+        Self {
+            start: 0,
+            len: 0,
+            exclusive,
+        }
+    }
+
+    /// Whether a lock reported as `first..=last` (`last` absent: to the end) touches this range.
+    fn overlaps(&self, first: i64, last: Option<i64>) -> bool {
+        let ends_before = self.len != 0 && self.start + self.len <= first;
+        let starts_after = last.is_some_and(|last| self.start > last);
+        !ends_before && !starts_after
+    }
+}
+
+/// The locks a mode takes, and the bytes on which nobody else may then hold any.
+struct Plan {
+    take: Vec<ByteLock>,
+    /// Bytes to test, each with what a foreign lock on it means.
+    test: Vec<(ByteLock, LockMode)>,
+}
+
+impl Plan {
+    fn new(mode: LockMode, granularity: LockGranularity) -> Self {
+        let permissions: &[i64] = match mode {
+            LockMode::Write => &[CONSISTENT_READ, WRITE, RESIZE],
+            LockMode::Read => &[CONSISTENT_READ],
+        };
+        // Nobody, reader or writer, lets others write or resize.
+        let unshared = [WRITE, RESIZE];
+        match granularity {
+            LockGranularity::Full => Self {
+                take: vec![ByteLock::whole_file(mode == LockMode::Write)],
+                test: Vec::new(),
+            },
+            LockGranularity::ByteRange => Self {
+                take: permissions
+                    .iter()
+                    .map(|bit| ByteLock::byte(PERMISSION_BASE + bit))
+                    .chain(unshared.iter().map(|bit| ByteLock::byte(UNSHARED_BASE + bit)))
+                    .collect(),
+                // Someone who writes is named as a writer, so their bytes are tested first.
+                test: unshared
+                    .iter()
+                    .map(|bit| (ByteLock::byte(PERMISSION_BASE + bit), LockMode::Write))
+                    .chain(
+                        permissions
+                            .iter()
+                            .map(|bit| (ByteLock::byte(UNSHARED_BASE + bit), LockMode::Read)),
+                    )
+                    .collect(),
+            },
+        }
+    }
+}
+
+impl ImageLock {
+    /// Locks the image behind `fd`, or says who has it. Never waits.
+    ///
+    /// `fd` must be open for reading, and for writing too if `mode` is [`LockMode::Write`] and
+    /// `granularity` is [`LockGranularity::Full`]. `path` is only for messages.
+    ///
+    /// # Errors
+    ///
+    /// [`LockError::Held`] if another open file description holds a conflicting lock, and
+    /// [`LockError::Os`] if the file system cannot lock or `fd` is of the wrong kind. No lock
+    /// stays behind.
+    pub fn acquire(
+        fd: BorrowedFd<'_>,
+        path: &Path,
+        mode: LockMode,
+        granularity: LockGranularity,
+    ) -> Result<Self, LockError> {
+        let os = |source| LockError::Os {
+            path: path.to_owned(),
+            source,
+        };
+        let plan = Plan::new(mode, granularity);
+        let mut lock = Self {
+            fd: fd.try_clone_to_owned().map_err(os)?,
+            held: Vec::new(),
+        };
+
+        for &range in &plan.take {
+            match set(lock.fd.as_raw_fd(), range) {
+                Ok(()) => lock.held.push(range),
+                Err(error) if is_conflict(&error) => {
+                    return Err(lock.held_by_other(path, range, LockMode::Write));
+                }
+                Err(error) => return Err(os(error)),
+            }
+        }
+        for &(range, other) in &plan.test {
+            if conflicts(lock.fd.as_raw_fd(), range).map_err(os)?.is_some() {
+                return Err(lock.held_by_other(path, range, other));
+            }
+        }
+        Ok(lock)
+    }
+
+    /// Gives back every range held.
+    fn release(&mut self) {
+        for range in self.held.drain(..) {
+            if let Err(error) = unset(self.fd.as_raw_fd(), range) {
+                tracing::warn!(%error, start = range.start, "could not release an image lock");
+            }
+        }
+    }
+
+    /// The error for a conflict on `range`, with the holder if it can be found.
+    ///
+    /// Gives back what was already taken first, so that the search does not find ourselves.
+    fn held_by_other(mut self, path: &Path, range: ByteLock, other: LockMode) -> LockError {
+        self.release();
+        let probe = ByteLock {
+            exclusive: true,
+            ..range
+        };
+        let named = match conflicts(self.fd.as_raw_fd(), probe) {
+            Ok(Some(pid)) if pid > 0 => u32::try_from(pid).ok(),
+            _ => None,
+        };
+        let holder = named.map(|pid| Holder {
+            pid,
+            name: process_name(pid),
+        });
+        LockError::Held {
+            path: path.to_owned(),
+            other,
+            holder: holder.or_else(|| self.search_holder(range)),
+        }
+    }
+
+    /// Looks through `/proc` for a process holding a lock on `range` of this file.
+    ///
+    /// The kernel reports no process id for locks of an open file description; only the
+    /// descriptor's own `fdinfo` tells, and only to those who may look into the process.
+    fn search_holder(&self, range: ByteLock) -> Option<Holder> {
+        let ours = fs::metadata(format!("/proc/self/fd/{}", self.fd.as_raw_fd())).ok()?;
+        for process in fs::read_dir("/proc").ok()?.flatten() {
+            let Some(pid) = process
+                .file_name()
+                .to_str()
+                .and_then(|name| name.parse::<u32>().ok())
+            else {
+                continue;
+            };
+            let Ok(descriptors) = fs::read_dir(process.path().join("fd")) else {
+                continue;
+            };
+            for descriptor in descriptors.flatten() {
+                let name = descriptor.file_name();
+                let same_file = fs::metadata(descriptor.path())
+                    .is_ok_and(|found| found.dev() == ours.dev() && found.ino() == ours.ino());
+                if !same_file {
+                    continue;
+                }
+                let Ok(info) = fs::read_to_string(process.path().join("fdinfo").join(&name)) else {
+                    continue;
+                };
+                if fdinfo_locks(&info).any(|(first, last)| range.overlaps(first, last)) {
+                    return Some(Holder {
+                        pid,
+                        name: process_name(pid),
+                    });
+                }
+            }
+        }
+        None
+    }
+}
+
+impl Drop for ImageLock {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// The ranges of the `lock:` lines of a `/proc/<pid>/fdinfo/<fd>` file; an absent end is "EOF".
+fn fdinfo_locks(info: &str) -> impl Iterator<Item = (i64, Option<i64>)> + '_ {
+    info.lines().filter_map(|line| {
+        let mut words = line.strip_prefix("lock:")?.split_whitespace().rev();
+        let last = words.next()?;
+        let first = words.next()?.parse().ok()?;
+        match last {
+            "EOF" => Some((first, None)),
+            number => Some((first, Some(number.parse().ok()?))),
+        }
+    })
+}
+
+/// The command name of a process, or `unknown` if it has gone.
+fn process_name(pid: u32) -> String {
+    match fs::read_to_string(format!("/proc/{pid}/comm")) {
+        Ok(name) => name.trim_end().to_owned(),
+        Err(_) => "unknown".to_owned(),
+    }
+}
+
+/// Whether a failed lock call means "someone else has it".
+fn is_conflict(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES))
+}
+
+/// Takes a lock, failing at once with `EAGAIN` if a foreign one is in the way.
+fn set(fd: RawFd, range: ByteLock) -> io::Result<()> {
+    let kind = if range.exclusive {
+        libc::F_WRLCK
+    } else {
+        libc::F_RDLCK
+    };
+    call(fd, libc::F_OFD_SETLK, range, kind).map(drop)
+}
+
+/// Gives a lock back.
+fn unset(fd: RawFd, range: ByteLock) -> io::Result<()> {
+    call(fd, libc::F_OFD_SETLK, range, libc::F_UNLCK).map(drop)
+}
+
+/// Whether any foreign lock touches `range`: its process id as the kernel tells it, which
+/// is -1 for a lock of an open file description.
+fn conflicts(fd: RawFd, range: ByteLock) -> io::Result<Option<i32>> {
+    let found = call(fd, libc::F_OFD_GETLK, range, libc::F_WRLCK)?;
+    Ok((i32::from(found.l_type) != libc::F_UNLCK).then_some(found.l_pid))
+}
+
+/// One `fcntl` lock call; the structure comes back as the kernel left it.
+fn call(fd: RawFd, command: libc::c_int, range: ByteLock, kind: libc::c_int) -> io::Result<libc::flock> {
+    // The kernel's lock kinds are 0, 1 and 2: they fit the narrower field.
+    let l_type = i16::try_from(kind).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
+    let whence = i16::try_from(libc::SEEK_SET).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
+    let mut lock = libc::flock {
+        l_type,
+        l_whence: whence,
+        l_start: range.start,
+        l_len: range.len,
+        l_pid: 0,
+    };
+    // SAFETY: both commands used here read, and GETLK also writes, one `struct flock` through the
+    // pointer, which is to a live, exclusively borrowed local of that type, and only during the
+    // call. `fd` is a plain number to the kernel: a bad one is an error, not misuse of memory.
+    let result = unsafe { libc::fcntl(fd, command, &raw mut lock) };
+    if result == -1 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(lock)
+    }
+}
+
+#[cfg(test)]
+mod tests;
