@@ -1,1 +1,5 @@
 //! Placeholder while the crate is being laid out.
+
+#![forbid(unsafe_code)]
+
+pub mod format;

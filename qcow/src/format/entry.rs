@@ -1,0 +1,44 @@
+//! What can be wrong with one table entry, whichever table it is in.
+//!
+//! The entry's place (which table, which index) is the caller's knowledge; it adds that.
+
+/// A table entry breaks the format's rules. The cluster it describes must not be touched.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum EntryError {
+    /// Bits that the format reserves are set.
+    #[error("{structure} {entry:#018x} has reserved bits set: {bits:#x}")]
+    ReservedBits {
+        /// Which kind of entry.
+        structure: &'static str,
+        /// The entry as read.
+        entry: u64,
+        /// The reserved bits that are set.
+        bits: u64,
+    },
+    /// The offset is not a multiple of the cluster size.
+    #[error(
+        "{structure} {entry:#018x} points to {offset:#x}, which is not a multiple of {cluster_size} bytes"
+    )]
+    Unaligned {
+        /// Which kind of entry.
+        structure: &'static str,
+        /// The entry as read.
+        entry: u64,
+        /// The offset it holds, in bytes.
+        offset: u64,
+        /// The image's cluster size, in bytes.
+        cluster_size: u64,
+    },
+    /// An L2 entry of a version 2 image has the all-zeros flag, which came with version 3.
+    #[error("L2 entry {entry:#018x} has the all-zeros flag, which a version 2 image cannot have")]
+    ZeroFlagInVersion2 {
+        /// The entry as read.
+        entry: u64,
+    },
+    /// A compressed cluster claims to be the only user of its bytes.
+    #[error("L2 entry {entry:#018x} is compressed and has the COPIED flag, which excludes it")]
+    CompressedCopied {
+        /// The entry as read.
+        entry: u64,
+    },
+}

@@ -1,0 +1,161 @@
+//! L1 table entries: where an L2 table is. Spec: "Cluster mapping", "L1 table entry".
+
+use super::{EntryError, Geometry, HostOffset};
+
+/// Bytes in an L1 entry.
+pub const L1_ENTRY_SIZE: u64 = 8;
+
+/// QEMU's limit on the size of an L1 table, in bytes, and ours.
+pub const L1_TABLE_MAX_BYTES: u64 = 32 << 20;
+
+pub(crate) const COPIED: u64 = 1 << 63;
+pub(crate) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+const RESERVED: u64 = !(COPIED | OFFSET_MASK);
+
+/// An L1 entry as it is on disk, in native byte order.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(transparent)]
+pub struct L1Entry(u64);
+
+/// An L2 table that an L1 entry points to.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct L2Table {
+    /// Where the table starts; a multiple of the cluster size, never 0.
+    pub host: HostOffset,
+    /// The table's refcount is exactly one: it may be changed in place. Only the active L1
+    /// table can be trusted on this.
+    pub copied: bool,
+}
+
+impl L1Entry {
+    /// No L2 table: everything it would describe is unallocated.
+    pub const UNALLOCATED: Self = Self(0);
+
+    /// An entry from its 64 bits.
+    #[inline]
+    pub const fn from_raw(raw: u64) -> Self {
+        Self(raw)
+    }
+
+    /// The entry's 64 bits.
+    #[inline]
+    pub const fn raw(self) -> u64 {
+        self.0
+    }
+
+    /// The entry that points to `table`.
+    #[inline]
+    pub const fn encode(table: L2Table) -> Self {
+        Self((table.host.bytes() & OFFSET_MASK) | if table.copied { COPIED } else { 0 })
+    }
+
+    /// The same entry with the COPIED flag set or cleared.
+    #[inline]
+    #[must_use]
+    pub const fn with_copied(self, copied: bool) -> Self {
+        Self(if copied { self.0 | COPIED } else { self.0 & !COPIED })
+    }
+
+    /// What the entry says: an L2 table, or none. COPIED without an offset is none, as in QEMU.
+    ///
+    /// # Errors
+    ///
+    /// [`EntryError`] if reserved bits are set or the offset is not cluster-aligned.
+    #[inline]
+    pub const fn decode(self, geometry: &Geometry) -> Result<Option<L2Table>, EntryError> {
+        if self.0 & RESERVED != 0 {
+            let bits = self.0 & RESERVED;
+            return Err(EntryError::ReservedBits {
+                structure: "L1 entry",
+                entry: self.0,
+                bits,
+            });
+        }
+        let offset = self.0 & OFFSET_MASK;
+        if geometry.offset_in_cluster(offset) != 0 {
+            let cluster_size = geometry.cluster_size();
+            return Err(EntryError::Unaligned {
+                structure: "L1 entry",
+                entry: self.0,
+                offset,
+                cluster_size,
+            });
+        }
+        if offset == 0 {
+            return Ok(None);
+        }
+        Ok(Some(L2Table {
+            host: HostOffset::new(offset),
+            copied: self.0 & COPIED != 0,
+        }))
+    }
+}
+
+const _: () = assert!(size_of::<L1Entry>() as u64 == L1_ENTRY_SIZE);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::{ClusterBits, RefcountOrder, Version};
+    use proptest::prelude::*;
+
+    fn geometry(bits: u32) -> Geometry {
+        Geometry::new(
+            Version::V3,
+            ClusterBits::parse(bits).unwrap(),
+            RefcountOrder::DEFAULT,
+            1 << 30,
+        )
+    }
+
+    #[test]
+    fn an_entry_without_offset_means_no_table_with_or_without_copied() {
+        assert_eq!(L1Entry::from_raw(0).decode(&geometry(16)), Ok(None));
+        assert_eq!(L1Entry::from_raw(1 << 63).decode(&geometry(16)), Ok(None));
+    }
+
+    #[test]
+    fn each_reserved_bit_is_an_error_that_names_it() {
+        for bit in (0..9).chain(56..63) {
+            let entry = 0x10_0000 | 1 << bit;
+            let expected = EntryError::ReservedBits {
+                structure: "L1 entry",
+                entry,
+                bits: 1 << bit,
+            };
+            assert_eq!(L1Entry::from_raw(entry).decode(&geometry(16)), Err(expected));
+        }
+    }
+
+    #[test]
+    fn an_unaligned_table_is_an_error() {
+        assert!(matches!(
+            L1Entry::from_raw(0x10_0200).decode(&geometry(16)),
+            Err(EntryError::Unaligned {
+                offset: 0x10_0200,
+                cluster_size: 0x1_0000,
+                ..
+            })
+        ));
+        assert!(L1Entry::from_raw(0x10_0200).decode(&geometry(9)).is_ok());
+    }
+
+    proptest! {
+        #[test]
+        fn decoding_then_encoding_gives_the_entry_back(raw in any::<u64>(), bits in 9u32..=21) {
+            if let Ok(Some(table)) = L1Entry::from_raw(raw).decode(&geometry(bits)) {
+                prop_assert_eq!(L1Entry::encode(table).raw(), raw);
+            }
+        }
+
+        #[test]
+        fn encoding_then_decoding_gives_the_table_back(
+            cluster in 1u64..(1 << 35), copied: bool, bits in 9u32..=21,
+        ) {
+            let table = L2Table { host: HostOffset::new(cluster << bits & OFFSET_MASK), copied };
+            if table.host.bytes() != 0 {
+                prop_assert_eq!(L1Entry::encode(table).decode(&geometry(bits)), Ok(Some(table)));
+            }
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! What a QCOW2 image holds on disk: parse and encode, pure functions over bytes.
+//!
+//! One file per on-disk structure, each named after its section in the format's specification
+//! (`docs/interop/qcow2` of QEMU). What must stay true here:
+//!
+//! - nothing does I/O, and nothing keeps state;
+//! - every input is untrusted: no function panics, overflows or allocates more than its input's
+//!   length, whatever the bytes say;
+//! - what is not understood is kept, so that parse and encode together change nothing else;
+//! - all integers on disk are big-endian.
+//!
+//! Whether an image is *usable* is decided in three steps, so that tools which only describe an
+//! image can stop early: [`Header::decode`] (the bytes have the format's shape),
+//! [`Header::validate`] (the values keep the format's rules and QEMU's limits), and
+//! [`Header::require_supported`] (this crate can serve it).
+
+#![cfg_attr(not(test), warn(clippy::arithmetic_side_effects, clippy::indexing_slicing))]
+
+mod bytes;
+mod entry;
+pub mod extension;
+mod features;
+pub mod geometry;
+pub mod header;
+pub mod l1;
+pub mod l2;
+pub mod refcount;
+pub mod validate;
+
+pub use entry::EntryError;
+pub use extension::{Extension, FeatureKind, FeatureName};
+pub use geometry::{
+    ClusterBits, Geometry, GuestCluster, GuestOffset, HostCluster, HostOffset, RefcountOrder, Version,
+};
+pub use header::{
+    Autoclear, Compatible, CompressionType, CryptMethod, Header, HeaderError, Incompatible, Unsupported,
+};
+pub use l1::{L1Entry, L2Table};
+pub use l2::{CompressedExtent, L2Entry, L2Mapping};
+pub use refcount::RefcountTableEntry;
