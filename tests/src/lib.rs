@@ -1,1 +1,30 @@
-//! Placeholder while the crate is being laid out.
+//! The lab: real kernels in virtual machines, on disks somebody serves over vhost-user-blk.
+//!
+//! A whole-system test asks for the lab with [`require`], makes images in a [`Scratch`] folder with
+//! [`image`], starts a [`Server`], boots a [`Guest`] on it, and reads what the guest's script said.
+//!
+//! What must stay true:
+//!
+//! - Nothing is skipped in silence. A missing tool, guest or binary is an [`Error`] that names it and
+//!   the command that brings it.
+//! - Tests share only what is read-only (the kernel, the base image). Everything else lives in a folder
+//!   of the test's own, so any number of tests, and of checkouts, run at once.
+//! - No process outlives the test that started it: each is killed when its handle is dropped, and by the
+//!   kernel if the test itself is killed.
+//!
+//! The guest is emulated (TCG): no `/dev/kvm` is needed, and absolute speeds mean nothing.
+
+mod error;
+mod guest;
+pub mod image;
+mod initramfs;
+mod prepare;
+mod process;
+mod scratch;
+mod server;
+
+pub use error::Error;
+pub use guest::{Guest, Outcome, RunningGuest};
+pub use prepare::{Lab, require};
+pub use scratch::Scratch;
+pub use server::Server;

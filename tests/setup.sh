@@ -1,0 +1,243 @@
+#!/usr/bin/env bash
+# Prepares the lab: the tools on this machine, and what a guest is made of.
+#
+#   tests/setup.sh            install and build what is missing (root, Debian 12); else return at once
+#   tests/setup.sh --where    print the folder of the prepared guest; fail if there is none
+#
+# The guest is one folder in the cache, named after a hash of its recipe (this file and tests/guest/):
+#
+#   vmlinuz         Debian's cloud kernel, drawn from a newer suite and never installed here
+#   initramfs.cpio  busybox and virtio_blk: finds the root disk, switches to it
+#   base.qcow2      the root file system, read-only: guests write to overlays of it
+#   kernel-version  the version of the above
+#
+# The folder is built aside and renamed when complete, under a lock: two users at once are safe, a
+# build that was interrupted leaves nothing that looks finished. Remove the cache to draw a newer kernel.
+# RINGDISK_LAB_CACHE moves the cache; the default is ~/.cache/ringdisk-lab.
+set -euo pipefail
+
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+CACHE=${RINGDISK_LAB_CACHE:-${HOME:?HOME is not set; set RINGDISK_LAB_CACHE}/.cache/ringdisk-lab}
+ROOT_SUITE=bookworm
+KERNEL_SUITE=trixie
+ROOT_PACKAGES=busybox-static,e2fsprogs,fio,kmod,util-linux
+ROOT_BYTES=2G
+QEMU_MAJOR=10
+PATH=$PATH:/usr/sbin:/sbin
+
+say() { echo "setup: $*" >&2; }
+die() {
+    say "$*"
+    exit 1
+}
+
+recipe_hash() {
+    cat "$HERE/setup.sh" "$HERE/guest/init" "$HERE/guest/lab-init" | sha256sum | cut -c1-16
+}
+
+guest_folder() { echo "$CACHE/guest-$(recipe_hash)"; }
+
+# --- the tools of this machine --------------------------------------------------------------------
+
+has() { command -v "$1" >/dev/null; }
+
+qemu_is_new_enough() {
+    local tool version
+    for tool in qemu-system-x86_64 qemu-img qemu-io qemu-storage-daemon; do
+        has "$tool" || return 1
+    done
+    for tool in qemu-system-x86_64 qemu-img; do
+        version=$("$tool" --version | sed -nE '1s/.* version ([0-9]+)\..*/\1/p')
+        [ "${version:-0}" -ge "$QEMU_MAJOR" ] || return 1
+    done
+}
+
+missing_packages() {
+    local pair
+    busybox_is_static || echo busybox-static
+    for pair in fio:fio debootstrap:debootstrap mke2fs:e2fsprogs cpio:cpio xz:xz-utils depmod:kmod gcc:gcc \
+        dpkg-deb:dpkg setpriv:util-linux; do
+        has "${pair%%:*}" || echo "${pair##*:}"
+    done
+}
+
+busybox_is_static() { has busybox && ! ldd "$(command -v busybox)" >/dev/null 2>&1; }
+
+apt() { apt-get -q -y -o DPkg::Lock::Timeout=600 "$@" >&2; }
+
+# Prints `URI KEYRING` of the mirror this machine already uses for $ROOT_SUITE (KEYRING may be empty).
+mirror() {
+    local file found
+    for file in /etc/apt/sources.list.d/*.sources; do
+        [ -e "$file" ] || continue
+        found=$(awk -v suite="$ROOT_SUITE" -v RS= '
+            {
+                uri = key = suites = ""
+                count = split($0, line, "\n")
+                for (i = 1; i <= count; i++) {
+                    split(line[i], word, /[ \t]+/)
+                    if (word[1] == "URIs:") uri = word[2]
+                    if (word[1] == "Signed-By:") key = word[2]
+                    if (word[1] == "Suites:") suites = substr(line[i], 8) " "
+                }
+                if (uri != "" && index(suites, " " suite " ")) { print uri, key; exit }
+            }' "$file")
+        [ -z "$found" ] || { echo "$found"; return; }
+    done
+    for file in /etc/apt/sources.list /etc/apt/sources.list.d/*.list; do
+        [ -e "$file" ] || continue
+        found=$(sed -nE "s/^deb[ \t]+(\[[^]]*\][ \t]+)?([^ \t]+)[ \t]+$ROOT_SUITE[ \t].*/\2/p" "$file" | head -n 1)
+        [ -z "$found" ] || { echo "$found"; return; }
+    done
+    die "no apt source offers the suite $ROOT_SUITE; the lab needs Debian 12's"
+}
+
+# Writes a source for one suite of the machine's own mirror: write_source FILE SUITE
+write_source() {
+    local uri keyring
+    read -r uri keyring <<<"$(mirror)"
+    {
+        echo "Types: deb"
+        echo "URIs: $uri"
+        echo "Suites: $2"
+        echo "Components: main"
+        [ -z "$keyring" ] || echo "Signed-By: $keyring"
+    } >"$1"
+}
+
+install_tools() {
+    local missing
+    missing=$(missing_packages)
+    if [ -z "$missing" ] && qemu_is_new_enough; then return; fi
+    [ "$(id -u)" = 0 ] || die "missing: ${missing:-} qemu $QEMU_MAJOR; run tests/setup.sh as root to install them"
+    has apt-get || die "missing: ${missing:-} qemu $QEMU_MAJOR; this machine has no apt-get, install them by hand"
+    export DEBIAN_FRONTEND=noninteractive
+    exec 8>/run/lock/ringdisk-lab-apt.lock
+    flock 8
+    if ! qemu_is_new_enough; then
+        if ! apt-cache policy | grep -q "n=$ROOT_SUITE-backports"; then
+            write_source /etc/apt/sources.list.d/ringdisk-lab.sources "$ROOT_SUITE-backports"
+            printf 'Package: *\nPin: release n=%s-backports\nPin-Priority: 100\n' "$ROOT_SUITE" \
+                >/etc/apt/preferences.d/ringdisk-lab
+        fi
+        say "installing QEMU from $ROOT_SUITE-backports"
+        apt update
+        apt install --no-install-recommends -t "$ROOT_SUITE-backports" qemu-system-x86 qemu-system-common qemu-utils
+        missing=$(missing_packages)
+    fi
+    if [ -n "$missing" ]; then
+        say "installing" $missing
+        apt update
+        apt install --no-install-recommends $missing
+    fi
+    qemu_is_new_enough || die "QEMU is still older than $QEMU_MAJOR, or a tool of it is missing"
+    missing=$(missing_packages)
+    [ -z "$missing" ] || die "still missing after installing:" $missing
+    exec 8>&-
+}
+
+# --- the guest ------------------------------------------------------------------------------------
+
+# Unpacks the kernel of the meta package into $1/kernel. Its suite is known only to an apt state of its
+# own, inside $1: nothing else on this machine can ever be drawn from there.
+fetch_kernel() {
+    local work=$1 package
+    local state=$work/apt
+    mkdir -p "$state/lists/partial" "$state/cache/archives/partial" "$work/kernel"
+    write_source "$state/kernel.sources" "$KERNEL_SUITE"
+    local options=(-o "Dir::Etc::sourcelist=$state/kernel.sources" -o Dir::Etc::sourceparts=/dev/null
+        -o Dir::Etc::preferencesparts=/dev/null -o "Dir::State::lists=$state/lists" -o "Dir::Cache=$state/cache"
+        -o Dir::State::status=/dev/null -o APT::Sandbox::User=root -o APT::Get::List-Cleanup=0)
+    apt-get -q "${options[@]}" update >&2
+    package=$(apt-cache "${options[@]}" show linux-image-cloud-amd64 |
+        sed -nE 's/^Depends:.*(linux-image-[0-9][^ ,]*).*/\1/p' | head -n 1)
+    [ -n "$package" ] || die "$KERNEL_SUITE has no linux-image-cloud-amd64 that names a kernel"
+    say "unpacking $package of $KERNEL_SUITE"
+    (cd "$work" && apt-get -q "${options[@]}" download "$package" >&2)
+    dpkg-deb -x "$work/$package"_*.deb "$work/kernel"
+    # An unmerged /lib in the package, a merged one in the guest.
+    if [ -d "$work/kernel/lib/modules" ]; then
+        mkdir -p "$work/kernel/usr/lib"
+        mv "$work/kernel/lib/modules" "$work/kernel/usr/lib/modules"
+    fi
+}
+
+# Prints the files of a module and of all it needs, in the order to load them: module_files TREE VERSION NAME
+module_files() { modprobe -d "$1" -S "$2" --show-depends --ignore-install "$3" | awk '$1 == "insmod" { print $2 }'; }
+
+build_initramfs() {
+    local work=$1 version=$2 out=$3 file plain
+    local tree=$work/initramfs
+    mkdir -p "$tree"/{bin,dev,proc,sys,run,newroot,modules}
+    cp "$(command -v busybox)" "$tree/bin/busybox"
+    cp "$HERE/guest/init" "$tree/init"
+    chmod 755 "$tree/init" "$tree/bin/busybox"
+    for file in $(module_files "$work/root" "$version" virtio_blk); do
+        plain=$(basename "$file" .xz)
+        case $file in
+        *.xz) xz -dc "$file" >"$tree/modules/$plain" ;;
+        *) cp "$file" "$tree/modules/$plain" ;;
+        esac
+        echo "$plain" >>"$tree/modules/order"
+    done
+    [ -s "$tree/modules/order" ] || die "the kernel $version has no module virtio_blk"
+    (cd "$tree" && find . | LC_ALL=C sort | cpio -o -H newc --quiet) >"$out"
+}
+
+build_guest() {
+    local target=$1 version uri keyring
+    local work=$CACHE/building
+    rm -rf "$work"
+    mkdir -p "$work/out"
+    fetch_kernel "$work"
+    version=$(ls "$work/kernel/usr/lib/modules")
+    cp "$work/kernel/boot/vmlinuz-$version" "$work/out/vmlinuz"
+    echo "$version" >"$work/out/kernel-version"
+
+    read -r uri keyring <<<"$(mirror)"
+    say "building the root file system (a minute or two)"
+    debootstrap ${keyring:+--keyring="$keyring"} --variant=minbase --include="$ROOT_PACKAGES" \
+        "$ROOT_SUITE" "$work/root" "$uri" >"$work/debootstrap.log" 2>&1 ||
+        { tail -n 20 "$work/debootstrap.log" >&2; die "debootstrap failed; its log is $work/debootstrap.log"; }
+    rm -rf "$work/root"/var/cache/apt/* "$work/root"/var/lib/apt/lists/* "$work/root"/usr/share/{doc,man,locale}/*
+    mkdir -p "$work/root/usr/lib/modules"
+    cp -r "$work/kernel/usr/lib/modules/$version" "$work/root/usr/lib/modules/"
+    depmod -b "$work/root" "$version"
+    install -m 755 "$HERE/guest/lab-init" "$work/root/sbin/lab-init"
+    echo lab >"$work/root/etc/hostname"
+    : >"$work/root/etc/fstab"
+
+    build_initramfs "$work" "$version" "$work/out/initramfs.cpio"
+    mke2fs -q -t ext4 -L lab-root -d "$work/root" "$work/root.ext4" "$ROOT_BYTES" >&2
+    qemu-img convert -f raw -O qcow2 "$work/root.ext4" "$work/out/base.qcow2"
+    qemu-img check -q "$work/out/base.qcow2"
+    chmod 444 "$work/out"/*
+    mv -T "$work/out" "$target"
+    rm -rf "$work"
+    say "the guest is ready: $target (kernel $version)"
+}
+
+prepare_guest() {
+    local target
+    target=$(guest_folder)
+    [ -d "$target" ] && return
+    [ "$(id -u)" = 0 ] || die "the lab's guest is not built; run tests/setup.sh as root (RINGDISK_LAB_CACHE=$CACHE)"
+    mkdir -p "$CACHE"
+    exec 9>"$CACHE/lock"
+    flock 9
+    [ -d "$target" ] || build_guest "$target"
+    exec 9>&-
+}
+
+case ${1:-} in
+"")
+    install_tools
+    prepare_guest
+    ;;
+--where)
+    folder=$(guest_folder)
+    [ -d "$folder" ] || die "the lab's guest is not built ($folder); run tests/setup.sh as root"
+    echo "$folder"
+    ;;
+*) die "usage: tests/setup.sh [--where]" ;;
+esac

@@ -1,0 +1,99 @@
+//! What can go wrong in the lab, each with what a person needs to act on it.
+
+use std::path::PathBuf;
+
+/// Anything that keeps the lab from doing what a test asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A program the lab runs is not on this machine.
+    #[error("the lab needs `{tool}` (Debian package {package}); run `make setup` as root")]
+    MissingTool {
+        /// The program.
+        tool: &'static str,
+        /// The Debian package that has it.
+        package: &'static str,
+    },
+    /// The kernel and the root file system of the guests were not built.
+    #[error("the lab's guest is not ready; run `make setup` as root: {message}")]
+    GuestNotBuilt {
+        /// What `tests/setup.sh --where` said.
+        message: String,
+    },
+    /// The `ringdisk` binary was not found.
+    #[error("no `ringdisk` binary in {looked}; run `cargo build --release -p ringdisk`, or set RINGDISK_BIN")]
+    RingdiskNotBuilt {
+        /// The places searched.
+        looked: String,
+    },
+    /// A program could not be started.
+    #[error("cannot start `{command}`")]
+    Spawn {
+        /// The command line.
+        command: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A file of the lab could not be read or written.
+    #[error("cannot {action} {}", path.display())]
+    File {
+        /// What was tried, as a verb.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A tool ran and did not succeed.
+    #[error("`{command}` ended with {status}:\n{output}")]
+    Tool {
+        /// The command line.
+        command: String,
+        /// Its exit status.
+        status: String,
+        /// What it printed.
+        output: String,
+    },
+    /// `qemu-img check` found more than the test allows.
+    #[error("qemu-img check of {} found {found}:\n{report}", path.display())]
+    Unsound {
+        /// The image.
+        path: PathBuf,
+        /// `leaks` or `errors`.
+        found: &'static str,
+        /// The report of `qemu-img`.
+        report: String,
+    },
+    /// Something did not happen in time.
+    #[error("{what} did not happen within {seconds} s; the log ends:\n{log}")]
+    Timeout {
+        /// What was waited for.
+        what: String,
+        /// How long, in seconds.
+        seconds: u64,
+        /// The end of the log of who should have done it.
+        log: String,
+    },
+    /// A process ended when it should not have, or not as it should have.
+    #[error("`{command}` ended with {status}, {expected}; its log ends:\n{log}")]
+    Ended {
+        /// The command line.
+        command: String,
+        /// Its exit status.
+        status: String,
+        /// What was expected instead.
+        expected: &'static str,
+        /// The end of its log.
+        log: String,
+    },
+    /// A guest panicked, stopped early, or its script failed.
+    #[error("the guest {what}; its script said:\n{lines}\nits console ends:\n{console}")]
+    Guest {
+        /// What happened.
+        what: String,
+        /// The end of the script's output.
+        lines: String,
+        /// The end of the kernel's console.
+        console: String,
+    },
+}

@@ -1,0 +1,415 @@
+//! A guest: a stock Debian kernel under QEMU, on disks served over vhost-user-blk.
+//!
+//! The guest boots from its first disk, runs one shell script as root, and stops. What the script prints
+//! comes back line by line through a serial port of its own; the kernel's console is kept apart from it.
+//!
+//! In the script, `set -eu` holds, the disk added as `NAME` is `/dev/lab/NAME`, and `lab-reboot` makes the
+//! machine restart after the script has ended well, so that the script runs again (it can tell by a file
+//! it left on a disk). In the end every file system is unmounted and the root made read-only.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::process::{GLANCE, Process, read_lossy, tail};
+use crate::{Error, Lab, Scratch, initramfs};
+
+/// The PCI slot of the first disk; the next ones follow. Below are QEMU's own devices.
+const FIRST_SLOT: usize = 5;
+/// How long a guest may run unless told otherwise: emulated, on a machine busy with other things.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// What the kernel's console must not show after a good run.
+const COMPLAINTS: [&str; 8] = [
+    "I/O error",
+    "EXT4-fs error",
+    "EXT4-fs warning",
+    "BUG:",
+    "WARNING:",
+    "Oops",
+    "blocked for more than",
+    "rcu_sched detected stalls",
+];
+
+/// A guest to be started: what it has, and what it runs.
+#[derive(Debug, Clone)]
+#[must_use = "a guest does nothing before it is started"]
+pub struct Guest<'lab> {
+    lab: &'lab Lab,
+    cpus: u16,
+    memory_mib: u32,
+    disks: Vec<Disk>,
+    script: String,
+    patience: Duration,
+}
+
+#[derive(Debug, Clone)]
+struct Disk {
+    name: String,
+    socket: PathBuf,
+    queues: u16,
+}
+
+impl<'lab> Guest<'lab> {
+    /// A guest with two CPUs, 512 MiB of shared memory, no disk and an empty script.
+    pub fn new(lab: &'lab Lab) -> Self {
+        Self {
+            lab,
+            cpus: 2,
+            memory_mib: 512,
+            disks: Vec::new(),
+            script: String::new(),
+            patience: PATIENCE,
+        }
+    }
+
+    /// Sets the number of CPUs.
+    pub fn cpus(mut self, cpus: u16) -> Self {
+        self.cpus = cpus;
+        self
+    }
+
+    /// Sets the size of the memory, in MiB.
+    pub fn memory_mib(mut self, memory_mib: u32) -> Self {
+        self.memory_mib = memory_mib;
+        self
+    }
+
+    /// Adds a vhost-user-blk disk that a server offers at `socket`. The first one is the root.
+    pub fn disk(mut self, name: &str, socket: &Path, queues: u16) -> Self {
+        self.disks.push(Disk {
+            name: name.to_owned(),
+            socket: socket.to_owned(),
+            queues,
+        });
+        self
+    }
+
+    /// Sets the shell script the guest runs.
+    pub fn script(mut self, script: &str) -> Self {
+        script.clone_into(&mut self.script);
+        self
+    }
+
+    /// Sets how long the guest may run, from start to power-off. The default is five minutes.
+    pub fn patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+
+    /// Starts QEMU, with its logs and the initramfs in `scratch` under names that begin with `name`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`] or [`Error::Spawn`]. What happens later shows in the methods of [`RunningGuest`].
+    pub fn start(&self, scratch: &Scratch, name: &str) -> Result<RunningGuest, Error> {
+        let initrd = scratch.file(&format!("{name}.initramfs"));
+        initramfs::with_script(self.lab.initramfs(), &self.script, &initrd)?;
+        let console = scratch.file(&format!("{name}.console"));
+        let results = scratch.file(&format!("{name}.results"));
+        let command = self.command(&initrd, &console, &results);
+        let process = Process::start(command, scratch.file(&format!("{name}.qemu")))?;
+        Ok(RunningGuest {
+            process,
+            console,
+            results,
+            deadline: Instant::now() + self.patience,
+            patience: self.patience,
+        })
+    }
+
+    /// Starts the guest and waits for its good end: [`start`](Self::start), then [`RunningGuest::finish`].
+    ///
+    /// # Errors
+    ///
+    /// As those two.
+    pub fn run(&self, scratch: &Scratch, name: &str) -> Result<Outcome, Error> {
+        self.start(scratch, name)?.finish()
+    }
+
+    fn command(&self, initrd: &Path, console: &Path, results: &Path) -> Command {
+        let memory = self.memory_mib;
+        let mut line = String::from("console=ttyS0 loglevel=5 lab.results=ttyS1 lab.root=");
+        line.push_str(&pci_address(0));
+        for (index, disk) in self.disks.iter().enumerate() {
+            line.push_str(&format!(" lab.disk={}@{}", disk.name, pci_address(index)));
+        }
+        let mut command = Command::new("qemu-system-x86_64");
+        command.args(["-nodefaults", "-no-user-config", "-display", "none"]);
+        command.args([
+            "-machine",
+            "q35,memory-backend=mem",
+            "-accel",
+            "tcg,thread=multi",
+            "-cpu",
+            "max",
+        ]);
+        command.args(["-smp", &self.cpus.to_string(), "-m", &format!("{memory}M")]);
+        command.args([
+            "-object",
+            &format!("memory-backend-memfd,id=mem,size={memory}M,share=on"),
+        ]);
+        command.arg("-serial").arg(prefixed("file:", console));
+        command.arg("-serial").arg(prefixed("file:", results));
+        command
+            .arg("-kernel")
+            .arg(self.lab.kernel())
+            .arg("-initrd")
+            .arg(initrd)
+            .args(["-append", &line]);
+        for (index, disk) in self.disks.iter().enumerate() {
+            command
+                .arg("-chardev")
+                .arg(prefixed(&format!("socket,id=chardev{index},path="), &disk.socket));
+            command.arg("-device").arg(format!(
+                "vhost-user-blk-pci,chardev=chardev{index},num-queues={},addr={:#x}",
+                disk.queues,
+                FIRST_SLOT + index
+            ));
+        }
+        command
+    }
+}
+
+/// A guest whose QEMU has been started. Dropping it kills it.
+#[derive(Debug)]
+pub struct RunningGuest {
+    process: Process,
+    console: PathBuf,
+    results: PathBuf,
+    deadline: Instant,
+    patience: Duration,
+}
+
+/// What a guest said whose script ended well, at every boot.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    boots: Vec<Vec<String>>,
+    console: String,
+}
+
+impl RunningGuest {
+    /// The complete lines the script has printed so far, over all boots.
+    #[must_use]
+    pub fn lines(&self) -> Vec<String> {
+        let said = read_lossy(&self.results);
+        let complete = said.rfind('\n').map_or("", |end| &said[..end]);
+        complete
+            .lines()
+            .filter(|line| !line.starts_with("@@"))
+            .map(str::to_owned)
+            .collect()
+    }
+
+    /// Waits until the script has printed a line for which `wanted` holds, and gives it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Guest`] if the guest ends, fails or panics first; [`Error::Timeout`].
+    pub fn wait_for(&mut self, wanted: impl Fn(&str) -> bool) -> Result<String, Error> {
+        loop {
+            let ended = self.process.ended();
+            if let Some(line) = self.lines().into_iter().find(|line| wanted(line)) {
+                return Ok(line);
+            }
+            if let Some(status) = ended {
+                return Err(self.failed(&format!("stopped early (QEMU ended with {status})")));
+            }
+            self.check_alive()?;
+            thread::sleep(GLANCE);
+        }
+    }
+
+    /// Waits for the power-off, and checks that the script ended with 0 at every boot.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Guest`] if the kernel panicked, the script failed or the guest stopped without saying so;
+    /// [`Error::Ended`] if QEMU failed; [`Error::Timeout`].
+    pub fn finish(mut self) -> Result<Outcome, Error> {
+        let status = loop {
+            if let Some(status) = self.process.ended() {
+                break status;
+            }
+            self.check_alive()?;
+            thread::sleep(GLANCE);
+        };
+        if !status.success() {
+            return Err(Error::Ended {
+                command: self.process.command().to_owned(),
+                status: status.to_string(),
+                expected: "not 0",
+                log: self.process.log_tail(),
+            });
+        }
+        let boots = boots(&read_lossy(&self.results)).map_err(|what| self.failed(&what))?;
+        Ok(Outcome {
+            boots,
+            console: read_lossy(&self.console),
+        })
+    }
+
+    /// Kills QEMU as a crash would (SIGKILL), and gives what the script had printed.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Guest`] if it had ended before the blow.
+    pub fn kill(mut self) -> Result<Vec<String>, Error> {
+        if let Some(status) = self.process.ended() {
+            return Err(self.failed(&format!(
+                "had stopped before it was killed (QEMU ended with {status})"
+            )));
+        }
+        self.process.kill();
+        Ok(self.lines())
+    }
+
+    /// The process id of QEMU.
+    #[must_use]
+    pub fn id(&self) -> u32 {
+        self.process.id()
+    }
+
+    fn check_alive(&self) -> Result<(), Error> {
+        if read_lossy(&self.console).contains("Kernel panic") {
+            return Err(self.failed("panicked"));
+        }
+        if Instant::now() < self.deadline {
+            return Ok(());
+        }
+        let log = format!(
+            "{}\n--- console:\n{}\n--- script:\n{}",
+            self.process.log_tail(),
+            tail(&read_lossy(&self.console)),
+            tail(&read_lossy(&self.results)),
+        );
+        Err(Error::Timeout {
+            what: "what the guest had to do".to_owned(),
+            seconds: self.patience.as_secs(),
+            log,
+        })
+    }
+
+    fn failed(&self, what: &str) -> Error {
+        Error::Guest {
+            what: what.to_owned(),
+            lines: tail(&read_lossy(&self.results)),
+            console: tail(&format!("{}{}", self.process.log(), read_lossy(&self.console))),
+        }
+    }
+}
+
+impl Outcome {
+    /// How often the guest booted: 1, and 1 more for each `lab-reboot`.
+    #[must_use]
+    pub fn boots(&self) -> usize {
+        self.boots.len()
+    }
+
+    /// The lines the script printed, boot after boot.
+    pub fn lines(&self) -> impl Iterator<Item = &str> {
+        self.boots.iter().flatten().map(String::as_str)
+    }
+
+    /// What follows `key` in the last line that starts with it: `value("sum ")` of `sum 1234` is `1234`.
+    #[must_use]
+    pub fn value(&self, key: &str) -> Option<&str> {
+        self.lines().filter_map(|line| line.strip_prefix(key)).last()
+    }
+
+    /// The kernel's console over all boots.
+    #[must_use]
+    pub fn console(&self) -> &str {
+        &self.console
+    }
+
+    /// The lines of the console in which the kernel complains of a disk, a file system or itself.
+    #[must_use]
+    pub fn complaints(&self) -> Vec<&str> {
+        self.console
+            .lines()
+            .filter(|line| COMPLAINTS.iter().any(|complaint| line.contains(complaint)))
+            .collect()
+    }
+}
+
+/// Splits the results by the markers of the guest's init; the last boot must have ended well.
+fn boots(results: &str) -> Result<Vec<Vec<String>>, String> {
+    let mut boots = Vec::<Vec<String>>::new();
+    let mut stopped = true;
+    for line in results.lines() {
+        let Some(marker) = line.strip_prefix("@@") else {
+            boots
+                .last_mut()
+                .ok_or("spoke before it began")?
+                .push(line.to_owned());
+            continue;
+        };
+        let (word, rest) = marker.split_once(' ').unwrap_or((marker, ""));
+        match word {
+            "begin" if stopped => {
+                boots.push(Vec::new());
+                stopped = false;
+            }
+            "begin" => return Err("restarted by itself".to_owned()),
+            "exit" if rest == "0" => {}
+            "exit" => return Err(format!("script ended with {rest}")),
+            "stop" => stopped = true,
+            _ => return Err(format!("failed: {rest}")),
+        }
+    }
+    if boots.is_empty() {
+        return Err("never reached its script".to_owned());
+    }
+    if stopped {
+        Ok(boots)
+    } else {
+        Err("stopped before its script ended".to_owned())
+    }
+}
+
+/// The PCI address of the disk number `index`.
+fn pci_address(index: usize) -> String {
+    format!("0000:00:{:02x}.0", FIRST_SLOT + index)
+}
+
+/// A QEMU option that ends with a path.
+fn prefixed(prefix: &str, path: &Path) -> OsString {
+    let mut option = OsString::from(prefix);
+    option.push(path);
+    option
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_are_split_by_boot() {
+        let results = "@@begin\none\ntwo\n@@exit 0\n@@stop\n@@begin\nthree\n@@exit 0\n@@stop\n";
+        assert_eq!(boots(results).unwrap(), [vec!["one", "two"], vec!["three"]]);
+    }
+
+    #[test]
+    fn a_script_that_fails_or_is_cut_short_is_told() {
+        assert!(boots("@@begin\n@@exit 7\n@@stop\n").unwrap_err().contains('7'));
+        assert!(
+            boots("@@begin\nwork\n")
+                .unwrap_err()
+                .contains("before its script ended")
+        );
+        assert!(
+            boots("@@begin\nwork\n@@begin\n")
+                .unwrap_err()
+                .contains("by itself")
+        );
+        assert!(
+            boots("@@failed no disk appeared\n")
+                .unwrap_err()
+                .contains("no disk appeared")
+        );
+        assert!(boots("").unwrap_err().contains("never reached"));
+    }
+}

@@ -1,0 +1,55 @@
+//! The lab proves itself on somebody else's server, so that a failure elsewhere is not its own.
+
+use lab::{Guest, Scratch, Server, image};
+
+/// A guest writes, restarts, finds its file, and powers off; the image is flawless.
+#[test]
+fn a_guest_boots_and_reboots_on_qemus_storage_daemon() -> Result<(), lab::Error> {
+    let lab = lab::require();
+    let scratch = Scratch::new()?;
+    let root = scratch.file("root.qcow2");
+    image::overlay(&root, lab.base())?;
+    let server = Server::storage_daemon(&scratch.file("root.sock"), &root, 2)?;
+
+    let outcome = Guest::new(&lab)
+        .disk("root", server.socket(), 2)
+        .script(
+            "uname -r
+             test -b /dev/lab/root
+             ls /sys/block/$(basename $(readlink /dev/lab/root))/mq | wc -l | sed 's/^/queues /'
+             if [ -e /root/greeting ]; then cat /root/greeting; exit; fi
+             echo hello from the first boot >/root/greeting
+             lab-reboot",
+        )
+        .run(&scratch, "guest")?;
+
+    assert_eq!(outcome.boots(), 2);
+    assert_eq!(outcome.lines().next(), Some(lab.kernel_version()));
+    assert_eq!(outcome.value("queues "), Some("2"));
+    assert_eq!(outcome.value("hello "), Some("from the first boot"));
+    assert_eq!(outcome.complaints(), Vec::<&str>::new(), "{}", outcome.console());
+    server.stop()?;
+    image::check_flawless(&root)
+}
+
+/// A test must be able to fail: the script's status, the line it waits for, and an early end all come back.
+#[test]
+fn a_script_that_fails_is_an_error_with_its_output() -> Result<(), lab::Error> {
+    let lab = lab::require();
+    let scratch = Scratch::new()?;
+    let root = scratch.file("root.qcow2");
+    image::overlay(&root, lab.base())?;
+    let server = Server::storage_daemon(&scratch.file("root.sock"), &root, 1)?;
+
+    let mut guest = Guest::new(&lab)
+        .disk("root", server.socket(), 1)
+        .script("echo half done\ncat /no/such/file\necho not reached")
+        .start(&scratch, "guest")?;
+    guest.wait_for(|line| line == "half done")?;
+    let message = guest.finish().expect_err("the script failed").to_string();
+
+    assert!(message.contains("script ended with 1"), "{message}");
+    assert!(message.contains("/no/such/file"), "{message}");
+    assert!(!message.contains("not reached"), "{message}");
+    server.stop()
+}
