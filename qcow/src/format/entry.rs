@@ -41,4 +41,12 @@ pub enum EntryError {
         /// The entry as read.
         entry: u64,
     },
+    /// The entry claims a refcount of one for nothing.
+    #[error("{structure} {entry:#018x} has the COPIED flag but no offset")]
+    CopiedWithoutOffset {
+        /// Which kind of entry.
+        structure: &'static str,
+        /// The entry as read.
+        entry: u64,
+    },
 }

@@ -56,11 +56,12 @@ impl L1Entry {
         Self(if copied { self.0 | COPIED } else { self.0 & !COPIED })
     }
 
-    /// What the entry says: an L2 table, or none. COPIED without an offset is none, as in QEMU.
+    /// What the entry says: an L2 table, or none.
     ///
     /// # Errors
     ///
-    /// [`EntryError`] if reserved bits are set or the offset is not cluster-aligned.
+    /// [`EntryError`] if reserved bits are set, the offset is not cluster-aligned, or there is a
+    /// COPIED flag without an offset (which QEMU takes for a table in the header).
     #[inline]
     pub const fn decode(self, geometry: &Geometry) -> Result<Option<L2Table>, EntryError> {
         if self.0 & RESERVED != 0 {
@@ -81,13 +82,17 @@ impl L1Entry {
                 cluster_size,
             });
         }
-        if offset == 0 {
-            return Ok(None);
+        match (offset, self.0 & COPIED != 0) {
+            (0, false) => Ok(None),
+            (0, true) => Err(EntryError::CopiedWithoutOffset {
+                structure: "L1 entry",
+                entry: self.0,
+            }),
+            (_, copied) => Ok(Some(L2Table {
+                host: HostOffset::new(offset),
+                copied,
+            })),
         }
-        Ok(Some(L2Table {
-            host: HostOffset::new(offset),
-            copied: self.0 & COPIED != 0,
-        }))
     }
 }
 
@@ -109,9 +114,14 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_without_offset_means_no_table_with_or_without_copied() {
-        assert_eq!(L1Entry::from_raw(0).decode(&geometry(16)), Ok(None));
-        assert_eq!(L1Entry::from_raw(1 << 63).decode(&geometry(16)), Ok(None));
+    fn an_entry_without_offset_means_no_table_unless_it_claims_a_refcount() {
+        assert_eq!(L1Entry::UNALLOCATED.decode(&geometry(16)), Ok(None));
+        let entry = 1 << 63;
+        let expected = EntryError::CopiedWithoutOffset {
+            structure: "L1 entry",
+            entry,
+        };
+        assert_eq!(L1Entry::from_raw(entry).decode(&geometry(16)), Err(expected));
     }
 
     #[test]

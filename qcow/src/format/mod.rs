@@ -16,19 +16,24 @@
 
 #![cfg_attr(not(test), warn(clippy::arithmetic_side_effects, clippy::indexing_slicing))]
 
+pub mod bitmap;
 mod bytes;
 mod entry;
 pub mod extension;
 mod features;
 pub mod geometry;
 pub mod header;
+#[cfg(test)]
+mod header_tests;
 pub mod l1;
 pub mod l2;
 pub mod refcount;
+pub mod snapshot;
 pub mod validate;
 
+pub use bitmap::{BitmapCluster, BitmapDirectoryEntry, BitmapFlags, BitmapTableEntry};
 pub use entry::EntryError;
-pub use extension::{Extension, FeatureKind, FeatureName};
+pub use extension::{BitmapsExtension, Extension, ExtensionError, FeatureKind, FeatureName};
 pub use geometry::{
     ClusterBits, Geometry, GuestCluster, GuestOffset, HostCluster, HostOffset, RefcountOrder, Version,
 };
@@ -37,4 +42,5 @@ pub use header::{
 };
 pub use l1::{L1Entry, L2Table};
 pub use l2::{CompressedExtent, L2Entry, L2Mapping};
-pub use refcount::RefcountTableEntry;
+pub use refcount::{RefcountTableEntry, SetRefcountError};
+pub use snapshot::SnapshotEntry;

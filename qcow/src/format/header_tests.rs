@@ -1,0 +1,393 @@
+//! Headers of every malformed class, and round trips.
+
+use super::header::at;
+use super::validate::SNAPSHOTS_MAX;
+use super::*;
+use proptest::prelude::*;
+
+/// A header as `qemu-img create` lays it out: a 1 GiB disk with 64 KiB clusters.
+fn plain(version: Version) -> Header {
+    Header {
+        version,
+        cluster_bits: ClusterBits::DEFAULT,
+        virtual_size: 1 << 30,
+        crypt_method: CryptMethod::None,
+        l1_entries: 2,
+        l1_offset: HostOffset::new(0x3_0000),
+        refcount_table_offset: HostOffset::new(0x1_0000),
+        refcount_table_clusters: 1,
+        snapshot_count: 0,
+        snapshot_table_offset: HostOffset::new(0),
+        incompatible: Incompatible::empty(),
+        compatible: Compatible::empty(),
+        autoclear: Autoclear::empty(),
+        refcount_order: RefcountOrder::DEFAULT,
+        header_length: if version == Version::V3 { 112 } else { 72 },
+        compression: CompressionType::Deflate,
+        unknown_fields: if version == Version::V3 {
+            vec![0; 7]
+        } else {
+            vec![]
+        },
+        extensions: vec![Extension::BackingFormat(b"qcow2".to_vec())],
+        backing_name: Some(b"base.qcow2".to_vec()),
+    }
+}
+
+/// A plain version 3 header's cluster with some bytes replaced.
+fn patched(patches: &[(usize, &[u8])]) -> Vec<u8> {
+    let mut bytes = plain(Version::V3).encode().unwrap();
+    bytes.resize(0x1_0000, 0);
+    for &(at, patch) in patches {
+        bytes[at..at + patch.len()].copy_from_slice(patch);
+    }
+    bytes
+}
+
+/// The error a header gives when one of its `u32` fields is replaced.
+fn error_u32(at: usize, value: u32) -> String {
+    Header::parse(&patched(&[(at, &value.to_be_bytes())]))
+        .unwrap_err()
+        .to_string()
+}
+
+/// The error a header gives when one of its `u64` fields is replaced.
+fn error_u64(at: usize, value: u64) -> String {
+    Header::parse(&patched(&[(at, &value.to_be_bytes())]))
+        .unwrap_err()
+        .to_string()
+}
+
+#[track_caller]
+fn assert_names(error: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(error.contains(part), "{error:?} does not say {part:?}");
+    }
+}
+
+#[test]
+fn both_versions_survive_encoding() {
+    for version in [Version::V2, Version::V3] {
+        let header = plain(version);
+        let bytes = header.encode().unwrap();
+        assert_eq!(Header::parse(&bytes).unwrap(), header);
+    }
+}
+
+#[test]
+fn something_else_is_not_an_image() {
+    assert_names(
+        &Header::parse(b"<xml>").unwrap_err().to_string(),
+        &["not a QCOW2 image", "QFI"],
+    );
+    assert!(matches!(
+        Header::parse(b""),
+        Err(HeaderError::Truncated {
+            needed: 72,
+            available: 0,
+            ..
+        })
+    ));
+}
+
+#[test]
+fn a_header_cut_anywhere_is_an_error() {
+    for version in [Version::V2, Version::V3] {
+        let bytes = plain(version).encode().unwrap();
+        for len in 0..bytes.len() {
+            let error = Header::parse(&bytes[..len]).unwrap_err();
+            assert!(matches!(error, HeaderError::Truncated { .. }), "{len}: {error}");
+        }
+    }
+}
+
+#[test]
+fn unknown_versions_are_refused() {
+    for version in [0, 1, 4, u32::MAX] {
+        assert_names(&error_u32(at::VERSION, version), &["version", "byte 4", "2 or 3"]);
+    }
+}
+
+#[test]
+fn cluster_sizes_out_of_range_are_refused() {
+    for bits in [0, 8, 22, 63, u32::MAX] {
+        assert_names(
+            &error_u32(at::CLUSTER_BITS, bits),
+            &["cluster_bits", "9 to 21", "byte 20"],
+        );
+    }
+}
+
+#[test]
+fn a_disk_larger_than_a_file_can_be_is_refused() {
+    for size in [1 << 63, u64::MAX] {
+        assert_names(&error_u64(at::SIZE, size), &["size", "byte 24"]);
+    }
+}
+
+#[test]
+fn a_disk_of_odd_size_is_cut_to_whole_sectors() {
+    let header = Header::parse(&patched(&[(at::SIZE, &1_000_001_u64.to_be_bytes())])).unwrap();
+    assert_eq!(header.geometry().virtual_size(), 1_000_001 / 512 * 512);
+    assert_eq!(header.virtual_size, 1_000_001);
+}
+
+#[test]
+fn l1_tables_too_small_too_large_or_misplaced_are_refused() {
+    for entries in [0, 1] {
+        assert_names(
+            &error_u32(at::L1_SIZE, entries),
+            &["l1_size", "byte 36", "at least 2"],
+        );
+    }
+    for entries in [(32 << 20) / 8 + 1, u32::MAX] {
+        assert_names(
+            &error_u32(at::L1_SIZE, entries),
+            &["l1_size", "byte 36", "32 MiB"],
+        );
+    }
+    for offset in [0, 0x200, 0x3_0008, u64::MAX, 1 << 63] {
+        assert_names(
+            &error_u64(at::L1_TABLE_OFFSET, offset),
+            &["l1_table_offset", "byte 40"],
+        );
+    }
+}
+
+#[test]
+fn refcount_tables_missing_too_large_or_misplaced_are_refused() {
+    for clusters in [0, 129, u32::MAX] {
+        let parts = ["refcount_table_clusters", "byte 56", "1 to 128"];
+        assert_names(&error_u32(at::REFCOUNT_TABLE_CLUSTERS, clusters), &parts);
+    }
+    for offset in [0, 0x200, 0x1_0008, u64::MAX, 1 << 63] {
+        let parts = ["refcount_table_offset", "byte 48"];
+        assert_names(&error_u64(at::REFCOUNT_TABLE_OFFSET, offset), &parts);
+    }
+}
+
+#[test]
+fn snapshot_tables_too_large_or_misplaced_are_refused() {
+    for count in [SNAPSHOTS_MAX + 1, u32::MAX] {
+        assert_names(
+            &error_u32(at::NB_SNAPSHOTS, count),
+            &["nb_snapshots", "byte 60", "65536"],
+        );
+    }
+    for offset in [0, 0x200, 1 << 63] {
+        let bytes = patched(&[
+            (at::NB_SNAPSHOTS, &[0, 0, 0, 1]),
+            (at::SNAPSHOTS_OFFSET, &u64::to_be_bytes(offset)),
+        ]);
+        let error = Header::parse(&bytes).unwrap_err().to_string();
+        assert_names(&error, &["snapshots_offset", "byte 64"]);
+    }
+}
+
+#[test]
+fn refcount_widths_out_of_range_are_refused() {
+    for order in [7, u32::MAX] {
+        assert_names(
+            &error_u32(at::REFCOUNT_ORDER, order),
+            &["refcount_order", "0 to 6", "byte 96"],
+        );
+    }
+}
+
+#[test]
+fn header_lengths_out_of_range_or_odd_are_refused() {
+    for length in [0, 72, 103, 105, 0x1_0001, 0x1_0008, u32::MAX] {
+        assert_names(
+            &error_u32(at::HEADER_LENGTH, length),
+            &["header_length", "byte 100"],
+        );
+    }
+}
+
+#[test]
+fn extensions_that_run_out_of_the_cluster_are_refused() {
+    for length in [1_u32 << 31, u32::MAX] {
+        let error = error_u32(112 + 4, length);
+        assert_names(&error, &["0xe2792aca", "byte 112"]);
+    }
+}
+
+#[test]
+fn backing_names_outside_the_first_cluster_are_refused() {
+    for offset in [1, 71, 111, 0x1_0001, u64::MAX] {
+        assert_names(
+            &error_u64(at::BACKING_FILE_OFFSET, offset),
+            &["backing_file_offset", "byte 8"],
+        );
+    }
+    for size in [1024, u32::MAX] {
+        assert_names(
+            &error_u32(at::BACKING_FILE_SIZE, size),
+            &["backing_file_size", "byte 16", "1023"],
+        );
+    }
+    assert_names(
+        &error_u64(at::BACKING_FILE_OFFSET, 0xffff),
+        &["backing_file_size", "byte 16", "at most 1"],
+    );
+}
+
+#[test]
+fn an_image_without_backing_offset_has_no_backing_file_whatever_its_size_field_says() {
+    let bytes = patched(&[
+        (at::BACKING_FILE_OFFSET, &[0; 8]),
+        (at::BACKING_FILE_SIZE, &[0xff; 4]),
+    ]);
+    assert_eq!(Header::parse(&bytes).unwrap().backing_name, None);
+}
+
+#[test]
+fn compression_type_and_its_bit_must_agree() {
+    let bit = Incompatible::COMPRESSION_TYPE.bits().to_be_bytes();
+    let without_type = patched(&[(at::INCOMPATIBLE_FEATURES, &bit)]);
+    let without_bit = patched(&[(at::COMPRESSION_TYPE, &[1])]);
+    for bytes in [without_type, without_bit] {
+        assert_names(
+            &Header::parse(&bytes).unwrap_err().to_string(),
+            &["compression_type", "byte 104"],
+        );
+    }
+    let both = patched(&[(at::INCOMPATIBLE_FEATURES, &bit), (at::COMPRESSION_TYPE, &[1])]);
+    assert_eq!(Header::parse(&both).unwrap().compression, CompressionType::Zstd);
+    let unknown = patched(&[(at::INCOMPATIBLE_FEATURES, &bit), (at::COMPRESSION_TYPE, &[2])]);
+    assert_names(
+        &Header::parse(&unknown).unwrap_err().to_string(),
+        &["compression_type", "0x2"],
+    );
+}
+
+#[test]
+fn extended_l2_entries_need_clusters_of_16_kib() {
+    let bit = Incompatible::EXTENDED_L2.bits().to_be_bytes();
+    let patches: [(usize, &[u8]); 2] = [
+        (at::INCOMPATIBLE_FEATURES, &bit),
+        (at::CLUSTER_BITS, &13_u32.to_be_bytes()),
+    ];
+    let mut bytes = patched(&patches);
+    bytes[at::L1_SIZE..at::L1_SIZE + 4].copy_from_slice(&4096_u32.to_be_bytes());
+    let error = Header::parse(&bytes).unwrap_err().to_string();
+    assert_names(&error, &["cluster_bits", "at least 14"]);
+}
+
+#[test]
+fn what_is_not_supported_is_refused_by_name() {
+    let unsupported = |header: Header| header.require_supported().unwrap_err().to_string();
+    let with = |incompatible| Header {
+        incompatible,
+        ..plain(Version::V3)
+    };
+    assert_names(&unsupported(with(Incompatible::EXTENDED_L2)), &["extended L2"]);
+
+    let mut external = with(Incompatible::EXTERNAL_DATA);
+    assert_names(&unsupported(external.clone()), &["external file"]);
+    external.extensions.push(Extension::DataFile(b"json:{}".to_vec()));
+    assert_names(&unsupported(external), &["external file", "json:{}"]);
+
+    for (crypt_method, name) in [(CryptMethod::Aes, "aes"), (CryptMethod::Luks, "luks")] {
+        let error = unsupported(Header {
+            crypt_method,
+            ..plain(Version::V3)
+        });
+        assert_names(&error, &["encrypted", name, "byte 32"]);
+    }
+
+    let mut newer = with(Incompatible::from_bits_retain(1 << 7 | 1 << 63));
+    let name = FeatureName::new(FeatureKind::Incompatible, 7, "quantum clusters");
+    newer.extensions.push(Extension::FeatureNames(vec![name]));
+    assert_names(&unsupported(newer), &["quantum clusters", "bit 63"]);
+
+    assert_eq!(plain(Version::V3).require_supported(), Ok(()));
+}
+
+#[test]
+fn an_unknown_encryption_method_is_refused() {
+    assert_names(&error_u32(at::CRYPT_METHOD, 3), &["crypt_method", "byte 32"]);
+}
+
+#[test]
+fn tables_past_the_end_of_the_file_are_errors() {
+    let header = plain(Version::V3);
+    assert_eq!(header.validate_within(0x3_0010), Ok(()));
+    let error = header.validate_within(0x3_000f).unwrap_err().to_string();
+    assert_names(&error, &["L1 table", "196624", "196623"]);
+    assert_names(
+        &header.validate_within(0x1_0000).unwrap_err().to_string(),
+        &["refcount table"],
+    );
+}
+
+#[test]
+fn a_header_too_large_for_its_cluster_is_not_encoded() {
+    let header = Header {
+        cluster_bits: ClusterBits::parse(9).unwrap(),
+        backing_name: Some(vec![b'b'; 600]),
+        ..plain(Version::V3)
+    };
+    assert!(matches!(
+        header.encode(),
+        Err(HeaderError::TooLarge { room: 512, .. })
+    ));
+}
+
+#[test]
+fn version_2_has_no_place_for_features_or_other_refcount_widths() {
+    let lazy = Header {
+        compatible: Compatible::LAZY_REFCOUNTS,
+        ..plain(Version::V2)
+    };
+    assert!(lazy.encode().is_err());
+    let narrow = Header {
+        refcount_order: RefcountOrder::parse(0).unwrap(),
+        ..plain(Version::V2)
+    };
+    assert!(narrow.encode().is_err());
+}
+
+proptest! {
+    #[test]
+    fn no_bytes_make_the_parser_panic(
+        patches in prop::collection::vec((0usize..160, any::<[u8; 4]>()), 0..12),
+        len in 0usize..0x2_0000,
+    ) {
+        let mut bytes = patched(&[]);
+        for (at, patch) in patches {
+            bytes[at..at + 4].copy_from_slice(&patch);
+        }
+        bytes.truncate(len);
+        if let Ok(header) = Header::parse(&bytes) {
+            prop_assert!(header.l1_bytes() <= 32 << 20);
+            prop_assert!(header.refcount_table_bytes() <= 8 << 20);
+            let _supported = header.require_supported();
+            if let Ok(again) = header.encode() {
+                prop_assert_eq!(Header::parse(&again).unwrap(), header);
+            }
+        }
+    }
+
+    #[test]
+    fn unknown_fields_and_extensions_are_kept(
+        fields in prop::collection::vec(any::<u8>(), 0..64),
+        kind in 1u32..0x1000_0000,
+        data in prop::collection::vec(any::<u8>(), 0..200),
+        bits in any::<(u64, u64)>(),
+    ) {
+        prop_assume!(kind != 0x0537_be77);
+        let mut unknown_fields = fields;
+        unknown_fields.resize((unknown_fields.len() + 1).next_multiple_of(8) - 1, 0xee);
+        let header = Header {
+            header_length: 105 + unknown_fields.len() as u32,
+            unknown_fields,
+            compatible: Compatible::from_bits_retain(bits.0),
+            autoclear: Autoclear::from_bits_retain(bits.1),
+            extensions: vec![Extension::Unknown { kind, data }],
+            ..plain(Version::V3)
+        };
+        let bytes = header.encode().unwrap();
+        prop_assert_eq!(Header::parse(&bytes).unwrap(), header);
+    }
+}
