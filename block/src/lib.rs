@@ -1,1 +1,29 @@
-//! Placeholder while the crate is being laid out.
+//! Asynchronous block I/O for virtual disks.
+//!
+//! This crate knows no image format and no guest. It owns what both lean on: memory that an I/O may
+//! touch ([`buffer`]), one request and its must-complete token ([`request`]), the disk traits
+//! ([`disk`]), the only code that talks to the kernel about I/O ([`ring`]), the per-worker executor
+//! ([`task`]), the worker thread ([`worker`]), files with their alignment rules ([`file`]), the raw
+//! format ([`raw`]), grace periods ([`epoch`]) and image locks ([`lock`]).
+//!
+//! What must stay true: an op owns its buffers until its completion is reaped, every request is
+//! answered exactly once, and a short result is never success.
+
+pub mod buffer;
+pub mod disk;
+pub mod epoch;
+pub mod error;
+pub mod file;
+
+pub mod lock;
+pub mod raw;
+pub mod request;
+pub mod ring;
+pub mod task;
+pub mod worker;
+
+pub use buffer::{AlignedBuf, Buffer};
+pub use disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
+pub use error::IoError;
+pub use request::{CompletionSink, Done, Op, Request};
+pub use task::Context;

@@ -1,0 +1,602 @@
+//! Memory that an I/O may touch, owned until the I/O has ended.
+//!
+//! A [`Buffer`] is either memory of our own ([`AlignedBuf`]) or slices of a guest's memory together with
+//! a hold on the mapping they live in. It never shows a reference to guest memory: a guest may write
+//! it at any time, so its bytes are only ever copied, through raw pointers.
+//!
+//! What must stay true: as long as a `Buffer` (or an op that shares it) lives, every address it names is
+//! mapped and is not freed.
+
+#![expect(
+    unsafe_code,
+    reason = "guest memory is reached through raw pointers, and aligned memory is allocated by hand"
+)]
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::any::Any;
+use std::cell::RefCell;
+use std::fmt;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+use smallvec::SmallVec;
+
+/// The alignment of every [`AlignedBuf`], in bytes: enough for direct I/O on any block device.
+pub const BUFFER_ALIGN: usize = 4096;
+
+/// Zeroed memory of our own, aligned for direct I/O.
+pub struct AlignedBuf {
+    ptr: NonNull<u8>,
+    len: usize,
+    capacity: usize,
+}
+
+// SAFETY: `AlignedBuf` owns its allocation alone, like a `Vec<u8>`; nothing in it is tied to a thread.
+unsafe impl Send for AlignedBuf {}
+// SAFETY: shared access is only through `&[u8]`; there is no interior mutability.
+unsafe impl Sync for AlignedBuf {}
+
+impl AlignedBuf {
+    /// `len` zero bytes.
+    ///
+    /// # Panics
+    ///
+    /// If `len` is larger than `isize::MAX` minus the alignment.
+    #[must_use]
+    pub fn zeroed(len: usize) -> Self {
+        let capacity = len.next_multiple_of(BUFFER_ALIGN).max(BUFFER_ALIGN);
+        let layout = Self::layout(capacity);
+        // SAFETY: `layout` has a non-zero size: `capacity` is at least BUFFER_ALIGN.
+        let ptr = unsafe { alloc_zeroed(layout) };
+        let Some(ptr) = NonNull::new(ptr) else {
+            handle_alloc_error(layout)
+        };
+        Self { ptr, len, capacity }
+    }
+
+    /// A copy of `bytes`.
+    #[must_use]
+    pub fn from_slice(bytes: &[u8]) -> Self {
+        let mut buf = Self::zeroed(bytes.len());
+        buf.copy_from_slice(bytes);
+        buf
+    }
+
+    fn layout(capacity: usize) -> Layout {
+        Layout::from_size_align(capacity, BUFFER_ALIGN)
+            .expect("a buffer is far smaller than the address space")
+    }
+
+    /// Shortens the buffer to `len` bytes, or lengthens it up to its capacity (a multiple of
+    /// [`BUFFER_ALIGN`]); bytes that come back hold what they last held.
+    ///
+    /// # Panics
+    ///
+    /// If `len` is larger than the capacity.
+    pub fn set_len(&mut self, len: usize) {
+        assert!(
+            len <= self.capacity,
+            "a buffer of {} bytes cannot hold {len}",
+            self.capacity
+        );
+        self.len = len;
+    }
+
+    /// The bytes allocated.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+}
+
+impl Drop for AlignedBuf {
+    fn drop(&mut self) {
+        // SAFETY: `ptr` came from `alloc_zeroed` with this very layout, and is freed only here.
+        unsafe { dealloc(self.ptr.as_ptr(), Self::layout(self.capacity)) }
+    }
+}
+
+impl std::ops::Deref for AlignedBuf {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `len <= capacity` bytes from `ptr` are allocated and initialised (zeroed at first),
+        // and borrowed through `&self`.
+        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl std::ops::DerefMut for AlignedBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as for `deref`, and `&mut self` makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl fmt::Debug for AlignedBuf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "AlignedBuf({} bytes)", self.len)
+    }
+}
+
+/// One stretch of memory: an address and a length in bytes.
+///
+/// Laid out as the kernel's `struct iovec`, so that a list of them can be handed to it.
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub struct IoSlice(libc::iovec);
+
+impl IoSlice {
+    pub(crate) fn new(ptr: *mut u8, len: usize) -> Self {
+        Self(libc::iovec {
+            iov_base: ptr.cast(),
+            iov_len: len,
+        })
+    }
+
+    /// The length in bytes.
+    #[must_use]
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.0.iov_len
+    }
+
+    /// Whether there is nothing in it.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.iov_len == 0
+    }
+
+    #[inline]
+    pub(crate) fn ptr(&self) -> *mut u8 {
+        self.0.iov_base.cast()
+    }
+
+    /// What is left after `bytes` of it.
+    pub(crate) fn skip(&self, bytes: usize) -> Self {
+        Self::new(self.ptr().wrapping_add(bytes), self.len().saturating_sub(bytes))
+    }
+}
+
+impl fmt::Debug for IoSlice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:p}+{}", self.0.iov_base, self.0.iov_len)
+    }
+}
+
+/// The list of stretches an op reads into or writes from.
+pub(crate) type IoSlices = SmallVec<[IoSlice; 4]>;
+
+/// What keeps a guest's memory mapped. Cloned per buffer, so it is counted without atomics: make one per
+/// worker and memory map.
+pub type MemoryHold = Rc<dyn Any>;
+
+#[derive(Default)]
+enum Repr {
+    #[default]
+    Empty,
+    Owned(AlignedBuf),
+    Guest {
+        slices: SmallVec<[IoSlice; 2]>,
+        len: usize,
+        _hold: MemoryHold,
+    },
+}
+
+/// The memory of one request.
+#[derive(Default)]
+pub struct Buffer {
+    repr: Repr,
+}
+
+impl Buffer {
+    /// Starts a buffer over guest memory that `hold` keeps mapped; add to it with
+    /// [`GuestBufferBuilder::push`].
+    #[must_use]
+    pub fn guest(hold: MemoryHold) -> GuestBufferBuilder {
+        GuestBufferBuilder {
+            slices: SmallVec::new(),
+            len: 0,
+            hold,
+        }
+    }
+
+    /// The length in bytes.
+    #[must_use]
+    #[inline]
+    pub fn len(&self) -> usize {
+        match &self.repr {
+            Repr::Empty => 0,
+            Repr::Owned(buf) => buf.len,
+            Repr::Guest { len, .. } => *len,
+        }
+    }
+
+    /// Whether it holds no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The bytes, if they are our own and not a guest's.
+    #[must_use]
+    pub fn as_owned(&self) -> Option<&AlignedBuf> {
+        match &self.repr {
+            Repr::Owned(buf) => Some(buf),
+            _ => None,
+        }
+    }
+
+    /// The bytes to change, if they are our own and not a guest's.
+    #[must_use]
+    pub fn as_owned_mut(&mut self) -> Option<&mut AlignedBuf> {
+        match &mut self.repr {
+            Repr::Owned(buf) => Some(buf),
+            _ => None,
+        }
+    }
+
+    /// The memory itself, if it is our own and not a guest's.
+    #[must_use]
+    pub fn into_owned(self) -> Option<AlignedBuf> {
+        match self.repr {
+            Repr::Owned(buf) => Some(buf),
+            _ => None,
+        }
+    }
+
+    /// Calls `f` with each stretch of bytes `offset..offset + len`.
+    ///
+    /// # Panics
+    ///
+    /// If the range is not inside the buffer.
+    fn for_each(&self, offset: usize, len: usize, mut f: impl FnMut(IoSlice)) {
+        let end = offset
+            .checked_add(len)
+            .expect("a range inside a buffer does not wrap");
+        assert!(
+            end <= self.len(),
+            "bytes {offset}..{end} of a buffer of {}",
+            self.len()
+        );
+        if len == 0 {
+            return;
+        }
+        match &self.repr {
+            Repr::Empty => {}
+            // The pointer is the allocation's own, good for all of it.
+            Repr::Owned(buf) => f(IoSlice::new(buf.ptr.as_ptr().wrapping_add(offset), len)),
+            Repr::Guest { slices, .. } => {
+                let (mut skip, mut left) = (offset, len);
+                for slice in slices {
+                    if skip >= slice.len() {
+                        skip -= slice.len();
+                        continue;
+                    }
+                    let part = left.min(slice.len() - skip);
+                    f(IoSlice::new(slice.ptr().wrapping_add(skip), part));
+                    skip = 0;
+                    left -= part;
+                    if left == 0 {
+                        break;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds the stretches of bytes `offset..offset + len` to `out`.
+    #[inline]
+    pub(crate) fn append_slices(&self, offset: usize, len: usize, out: &mut IoSlices) {
+        self.for_each(offset, len, |slice| out.push(slice));
+    }
+
+    /// Whether every stretch starts at a multiple of `address_align` and is a multiple of `len_align`
+    /// bytes long (powers of two).
+    #[must_use]
+    #[inline]
+    pub fn is_aligned(&self, address_align: usize, len_align: usize) -> bool {
+        let fits = |slice: &IoSlice| {
+            slice.ptr().addr() & (address_align - 1) == 0 && slice.len() & (len_align - 1) == 0
+        };
+        match &self.repr {
+            Repr::Empty => true,
+            Repr::Owned(buf) => address_align <= BUFFER_ALIGN && buf.len & (len_align - 1) == 0,
+            Repr::Guest { slices, .. } => slices.iter().all(fits),
+        }
+    }
+
+    /// Fills bytes `offset..offset + len` with `byte`.
+    ///
+    /// # Panics
+    ///
+    /// If the range is not inside the buffer.
+    pub fn fill(&self, offset: usize, len: usize, byte: u8) {
+        // SAFETY: `for_each` names only memory this buffer owns or holds mapped, of that length.
+        // Owned memory is reached through `&self` here only by ops and by this module's copies, which
+        // make no reference to it; guest memory is shared with the guest by nature.
+        self.for_each(offset, len, |slice| unsafe {
+            std::ptr::write_bytes(slice.ptr(), byte, slice.len());
+        });
+    }
+
+    /// Copies `bytes` into the buffer, from `offset` on.
+    ///
+    /// # Panics
+    ///
+    /// If they do not fit.
+    pub fn write(&self, offset: usize, bytes: &[u8]) {
+        let mut at = 0;
+        self.for_each(offset, bytes.len(), |slice| {
+            let from = bytes.as_ptr().wrapping_add(at);
+            // SAFETY: source: `at + slice.len() <= bytes.len()`, as the stretches add up to it.
+            // Destination: as in `fill`. They do not overlap unless the guest maps our own memory,
+            // which it cannot.
+            unsafe { std::ptr::copy_nonoverlapping(from, slice.ptr(), slice.len()) };
+            at += slice.len();
+        });
+    }
+
+    /// Copies bytes of the buffer, from `offset` on, into all of `out`.
+    ///
+    /// # Panics
+    ///
+    /// If the buffer has not that many.
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        let (base, len, mut at) = (out.as_mut_ptr(), out.len(), 0);
+        self.for_each(offset, len, |slice| {
+            // SAFETY: destination: `at + slice.len() <= len`. Source: as in `fill`.
+            unsafe { std::ptr::copy_nonoverlapping(slice.ptr(), base.wrapping_add(at), slice.len()) };
+            at += slice.len();
+        });
+    }
+}
+
+impl From<AlignedBuf> for Buffer {
+    fn from(buf: AlignedBuf) -> Self {
+        Self {
+            repr: Repr::Owned(buf),
+        }
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.repr {
+            Repr::Empty => "empty",
+            Repr::Owned(_) => "owned",
+            Repr::Guest { .. } => "guest",
+        };
+        write!(f, "Buffer({kind}, {} bytes)", self.len())
+    }
+}
+
+/// Gathers the guest memory of one request.
+#[derive(Debug)]
+pub struct GuestBufferBuilder {
+    slices: SmallVec<[IoSlice; 2]>,
+    len: usize,
+    hold: MemoryHold,
+}
+
+impl GuestBufferBuilder {
+    /// Adds `len` bytes at `ptr`. Neighbours are joined.
+    ///
+    /// # Safety
+    ///
+    /// `ptr..ptr + len` must be memory that stays mapped, readable and writable (readable alone, if
+    /// the request only reads from it), for as long as the builder's hold lives, and that no Rust
+    /// reference covers.
+    pub unsafe fn push(&mut self, ptr: *mut u8, len: usize) {
+        if len == 0 {
+            return;
+        }
+        self.len += len;
+        if let Some(last) = self.slices.last_mut()
+            && last.ptr().wrapping_add(last.len()) == ptr
+        {
+            *last = IoSlice::new(last.ptr(), last.len() + len);
+            return;
+        }
+        self.slices.push(IoSlice::new(ptr, len));
+    }
+
+    /// The bytes gathered so far.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether nothing was gathered.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The finished buffer.
+    #[must_use]
+    pub fn build(self) -> Buffer {
+        Buffer {
+            repr: Repr::Guest {
+                slices: self.slices,
+                len: self.len,
+                _hold: self.hold,
+            },
+        }
+    }
+}
+
+/// A part of what a vectored op reads or writes: some bytes of a shared buffer, or zeros.
+#[derive(Clone, Debug)]
+pub enum Piece {
+    /// `len` bytes of `buffer` from `offset` on.
+    Bytes {
+        /// The memory; the op keeps it until it has ended.
+        buffer: Rc<Buffer>,
+        /// The first byte.
+        offset: usize,
+        /// How many bytes.
+        len: usize,
+    },
+    /// So many zero bytes. Only to be written.
+    Zeros(usize),
+}
+
+impl Piece {
+    /// A whole buffer.
+    #[must_use]
+    pub fn whole(buffer: &Rc<Buffer>) -> Self {
+        Self::Bytes {
+            buffer: Rc::clone(buffer),
+            offset: 0,
+            len: buffer.len(),
+        }
+    }
+
+    /// The length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Bytes { len, .. } => *len,
+            Self::Zeros(len) => *len,
+        }
+    }
+
+    /// Whether there is nothing in it.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A read-only stretch of zeros for ops to write from.
+const ZERO_BLOCK_BYTES: usize = 64 * 1024;
+
+#[repr(align(4096))]
+struct ZeroBlock([u8; ZERO_BLOCK_BYTES]);
+
+static ZERO_BLOCK: ZeroBlock = ZeroBlock([0; ZERO_BLOCK_BYTES]);
+
+/// Adds `len` zero bytes, to be written from, to `out`.
+pub(crate) fn append_zeros(mut len: usize, out: &mut IoSlices) {
+    while len > 0 {
+        let part = len.min(ZERO_BLOCK_BYTES);
+        // Never written through: pieces of zeros are refused for reads.
+        out.push(IoSlice::new(ZERO_BLOCK.0.as_ptr().cast_mut(), part));
+        len -= part;
+    }
+}
+
+/// Fills the stretches of an op that has ended, and still owns their memory, with zeros.
+pub(crate) fn zero_slices(slices: &[IoSlice]) {
+    for slice in slices {
+        // SAFETY: called by the slot that holds the op's memory, before it lets go of it: the stretch
+        // is mapped and writable, as the read it belonged to required.
+        unsafe { std::ptr::write_bytes(slice.ptr(), 0, slice.len()) };
+    }
+}
+
+/// Buffers of one worker, kept to be used again.
+///
+/// They come out with whatever they last held.
+#[derive(Debug, Default)]
+pub struct BufferPool {
+    free: RefCell<Vec<AlignedBuf>>,
+}
+
+/// At most this many buffers wait in a pool, none larger than [`POOLED_BYTES_MAX`].
+const POOLED_BUFFERS_MAX: usize = 32;
+/// The largest buffer a pool keeps.
+const POOLED_BYTES_MAX: usize = 256 * 1024;
+
+impl BufferPool {
+    /// A buffer of `len` bytes; their contents are arbitrary.
+    #[must_use]
+    pub fn take(&self, len: usize) -> AlignedBuf {
+        let mut free = self.free.borrow_mut();
+        let fits = |buf: &AlignedBuf| buf.capacity >= len && buf.capacity / 4 <= len.max(BUFFER_ALIGN);
+        if let Some(index) = free.iter().rposition(fits) {
+            let mut buf = free.swap_remove(index);
+            buf.set_len(len);
+            return buf;
+        }
+        drop(free);
+        AlignedBuf::zeroed(len)
+    }
+
+    /// Gives a buffer back.
+    pub fn put(&self, buf: AlignedBuf) {
+        let mut free = self.free.borrow_mut();
+        if buf.capacity <= POOLED_BYTES_MAX && free.len() < POOLED_BUFFERS_MAX {
+            free.push(buf);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guest(parts: &mut [Vec<u8>]) -> Buffer {
+        let mut builder = Buffer::guest(Rc::new(()));
+        for part in parts {
+            // SAFETY: the test keeps the vectors alive, and reads them only after the buffer's use.
+            unsafe { builder.push(part.as_mut_ptr(), part.len()) };
+        }
+        builder.build()
+    }
+
+    #[test]
+    fn bytes_go_to_and_come_from_every_slice() {
+        let mut parts = [vec![0u8; 5], vec![0u8; 7], vec![0u8; 3]];
+        let buffer = guest(&mut parts);
+        assert_eq!(buffer.len(), 15);
+        buffer.write(3, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+        let mut out = [0; 8];
+        buffer.read(4, &mut out);
+        assert_eq!(out, [2, 3, 4, 5, 6, 7, 8, 9]);
+        buffer.fill(0, 4, 0xff);
+        assert_eq!(parts[0], [0xff, 0xff, 0xff, 0xff, 2]);
+        assert_eq!(parts[2], [10, 0, 0]);
+    }
+
+    #[test]
+    fn neighbouring_slices_become_one() {
+        let mut memory = vec![0u8; 64];
+        let mut builder = Buffer::guest(Rc::new(()));
+        // SAFETY: `memory` outlives the buffer and is not used meanwhile.
+        unsafe { builder.push(memory.as_mut_ptr(), 32) };
+        // SAFETY: as above.
+        unsafe { builder.push(memory.as_mut_ptr().wrapping_add(32), 32) };
+        let mut slices = IoSlices::new();
+        builder.build().append_slices(0, 64, &mut slices);
+        assert_eq!(slices.len(), 1);
+    }
+
+    #[test]
+    fn alignment_is_checked_for_address_and_length_apart() {
+        let mut memory = AlignedBuf::zeroed(8192);
+        let base = memory.as_mut_ptr();
+        for (offset, len, address_ok, len_ok) in [
+            (0, 4096, true, true),
+            (512, 4096, false, true),
+            (0, 1000, true, false),
+        ] {
+            let mut builder = Buffer::guest(Rc::new(()));
+            // SAFETY: inside `memory`, which outlives the buffer.
+            unsafe { builder.push(base.wrapping_add(offset), len) };
+            let buffer = builder.build();
+            assert_eq!(buffer.is_aligned(4096, 1), address_ok);
+            assert_eq!(buffer.is_aligned(1, 512), len_ok);
+        }
+    }
+
+    #[test]
+    fn a_pool_gives_back_what_fits() {
+        let pool = BufferPool::default();
+        let mut buf = pool.take(4096);
+        buf[0] = 9;
+        pool.put(buf);
+        assert_eq!(pool.take(100)[0], 9);
+        assert_eq!(pool.take(65536).len(), 65536);
+    }
+}

@@ -1,0 +1,787 @@
+//! Files that hold images: one opened file shared by all workers, and each worker's view of it.
+//!
+//! An [`ImageFile`] is opened once. Every worker makes a [`FileView`] with a descriptor of its own,
+//! registered with its ring. A view hides what direct I/O demands: offset, length and address alignment
+//! are three separate conditions, found with `statx(2)` (`STATX_DIOALIGN`), and only what breaks one of
+//! them is bounced through a buffer of ours.
+//!
+//! What must stay true: only positional I/O (duplicates share an offset), and a read-modify-write of a
+//! block excludes every other write to that block until it has ended.
+
+#![expect(unsafe_code, reason = "statx and open flags")]
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Poll, Waker};
+
+use parking_lot::Mutex;
+use smallvec::smallvec;
+
+use crate::buffer::{AlignedBuf, BUFFER_ALIGN, Buffer, IoSlices, Piece};
+use crate::error::IoError;
+use crate::request::{Op, Request};
+use crate::ring::{FileHandle, Pieces};
+use crate::task::Context;
+
+/// How to open an [`ImageFile`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct FileOptions {
+    /// Open for writing too.
+    pub write: bool,
+    /// Bypass the host's page cache (`O_DIRECT`).
+    pub direct: bool,
+}
+
+/// Why a file could not be opened as an image.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenFileError {
+    /// The kernel refused.
+    #[error("cannot open {}", path.display())]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Neither a regular file nor a block device.
+    #[error("{} is neither a regular file nor a block device", path.display())]
+    WrongKind {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Direct I/O was asked for where there is none.
+    #[error("{} is on a file system without direct I/O; use direct=off", path.display())]
+    NoDirectIo {
+        /// The file.
+        path: PathBuf,
+    },
+}
+
+/// What I/O on a file must be aligned to, in bytes (powers of two).
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Alignment {
+    /// Addresses of memory.
+    pub memory: usize,
+    /// Offsets and lengths, of the whole op and of each stretch of memory.
+    pub offset: u64,
+}
+
+impl Alignment {
+    /// No condition: I/O through the page cache.
+    pub const NONE: Self = Self { memory: 1, offset: 1 };
+}
+
+/// An opened file that holds an image or a part of one. Shared by all workers.
+#[derive(Debug)]
+pub struct ImageFile {
+    path: PathBuf,
+    fd: OwnedFd,
+    writable: bool,
+    alignment: Alignment,
+    block_device: bool,
+    ranges: RangeLocks,
+    no_punch: AtomicBool,
+    no_zero_range: AtomicBool,
+}
+
+impl ImageFile {
+    /// Opens the file at `path`.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenFileError`], naming the path.
+    pub fn open(path: &Path, options: FileOptions) -> Result<Arc<Self>, OpenFileError> {
+        let open = |source| OpenFileError::Open {
+            path: path.to_owned(),
+            source,
+        };
+        let mut flags = libc::O_CLOEXEC;
+        if options.direct {
+            flags |= libc::O_DIRECT;
+        }
+        let opened = OpenOptions::new()
+            .read(true)
+            .write(options.write)
+            .custom_flags(flags | libc::O_NONBLOCK)
+            .open(path);
+        let file = match opened {
+            Ok(file) => file,
+            Err(error) if options.direct && error.raw_os_error() == Some(libc::EINVAL) => {
+                return Err(OpenFileError::NoDirectIo {
+                    path: path.to_owned(),
+                });
+            }
+            Err(error) => return Err(open(error)),
+        };
+        let kind = file.metadata().map_err(open)?.file_type();
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(OpenFileError::WrongKind {
+                path: path.to_owned(),
+            });
+        }
+        // Opened without waiting (a FIFO would hang); regular I/O must not fail with EAGAIN for it.
+        clear_nonblocking(&file).map_err(open)?;
+        Ok(Arc::new(Self::from_file(
+            path.to_owned(),
+            file,
+            options,
+            kind.is_block_device(),
+        )))
+    }
+
+    /// Wraps a file that is already open. `path` is for messages; `options` says how it was opened.
+    #[must_use]
+    pub fn from_fd(path: &Path, file: File, options: FileOptions) -> Arc<Self> {
+        let block_device = file
+            .metadata()
+            .is_ok_and(|meta| meta.file_type().is_block_device());
+        Arc::new(Self::from_file(path.to_owned(), file, options, block_device))
+    }
+
+    fn from_file(path: PathBuf, file: File, options: FileOptions, block_device: bool) -> Self {
+        let alignment = if options.direct {
+            direct_alignment(&file)
+        } else {
+            Alignment::NONE
+        };
+        Self {
+            path,
+            fd: file.into(),
+            writable: options.write,
+            alignment,
+            block_device,
+            ranges: RangeLocks::default(),
+            no_punch: AtomicBool::new(false),
+            no_zero_range: AtomicBool::new(false),
+        }
+    }
+
+    /// The path it was opened by.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether it can be written.
+    #[must_use]
+    pub fn is_writable(&self) -> bool {
+        self.writable
+    }
+
+    /// Whether it is a block device, which does not grow.
+    #[must_use]
+    pub fn is_block_device(&self) -> bool {
+        self.block_device
+    }
+
+    /// What I/O on it must be aligned to.
+    #[must_use]
+    pub fn alignment(&self) -> Alignment {
+        self.alignment
+    }
+
+    /// A worker's view, with a descriptor of its own.
+    ///
+    /// # Errors
+    ///
+    /// If the process or the ring has no room for another descriptor.
+    pub fn view(self: &Arc<Self>, cx: &Context) -> io::Result<FileView> {
+        let handle = cx.ring().register(self.fd.try_clone()?)?;
+        Ok(FileView {
+            cx: cx.clone(),
+            handle,
+            file: Arc::clone(self),
+        })
+    }
+}
+
+impl AsFd for ImageFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+fn clear_nonblocking(file: &File) -> io::Result<()> {
+    let fd = file.as_raw_fd();
+    // SAFETY: no memory is passed.
+    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+    if flags < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: no memory is passed.
+    if unsafe { libc::fcntl(fd, libc::F_SETFL, flags & !libc::O_NONBLOCK) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// What direct I/O on `file` must be aligned to; 4096 where the kernel does not say.
+fn direct_alignment(file: &File) -> Alignment {
+    let careful = Alignment {
+        memory: BUFFER_ALIGN,
+        offset: BUFFER_ALIGN as u64,
+    };
+    // SAFETY: an all-zero `statx` is a valid value of that plain C struct.
+    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: the path is an empty C string and `stat` lives across the call.
+    let result = unsafe {
+        libc::statx(
+            file.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            libc::STATX_DIOALIGN,
+            &raw mut stat,
+        )
+    };
+    if result != 0 || stat.stx_mask & libc::STATX_DIOALIGN == 0 {
+        return careful;
+    }
+    let (memory, offset) = (stat.stx_dio_mem_align, stat.stx_dio_offset_align);
+    if !memory.is_power_of_two() || !offset.is_power_of_two() || memory as usize > BUFFER_ALIGN {
+        return careful;
+    }
+    Alignment {
+        memory: memory as usize,
+        offset: u64::from(offset),
+    }
+}
+
+/// One worker's view of an [`ImageFile`]. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct FileView {
+    cx: Context,
+    handle: FileHandle,
+    file: Arc<ImageFile>,
+}
+
+impl FileView {
+    /// The shared file.
+    #[must_use]
+    pub fn file(&self) -> &Arc<ImageFile> {
+        &self.file
+    }
+
+    /// The worker's context.
+    #[must_use]
+    pub fn context(&self) -> &Context {
+        &self.cx
+    }
+
+    /// The length in bytes now.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel does not tell.
+    pub fn len(&self) -> Result<u64, IoError> {
+        Ok(self.cx.ring().file_len(&self.handle)?)
+    }
+
+    /// Whether the file is empty.
+    ///
+    /// # Errors
+    ///
+    /// As for [`FileView::len`].
+    pub fn is_empty(&self) -> Result<bool, IoError> {
+        Ok(self.len()? == 0)
+    }
+
+    /// Starts a read, write or flush request as one op at `host_offset`, if it needs no bouncing.
+    ///
+    /// # Errors
+    ///
+    /// Gives the request back if the ring is full or the alignment is wrong; then
+    /// [`FileView::read`] or [`FileView::write`] from a task do it.
+    #[inline]
+    pub fn submit(&self, host_offset: u64, request: Request) -> Result<(), Request> {
+        let align = self.file.alignment;
+        if align.offset > 1 && request.op != Op::Flush {
+            // Blocks larger than a sector: writes are tracked, see `RangeLocks`.
+            let tracked = align.offset > 512 && request.op != Op::Read;
+            let misaligned = (host_offset | request.len) & (align.offset - 1) != 0;
+            let len_align = usize::try_from(align.offset).unwrap_or(usize::MAX);
+            if tracked || misaligned || !request.buffer.is_aligned(align.memory, len_align) {
+                return Err(request);
+            }
+        }
+        self.cx.ring().submit_request(&self.handle, host_offset, request)
+    }
+
+    /// Reads into the pieces from `offset` on. Past the end of the file there are zeros.
+    ///
+    /// # Errors
+    ///
+    /// What the host answers.
+    ///
+    /// # Panics
+    ///
+    /// If a piece is [`Piece::Zeros`].
+    pub async fn read(&self, offset: u64, pieces: Pieces) -> Result<(), IoError> {
+        if self.is_aligned(offset, &pieces) {
+            return self.cx.ring().read(&self.handle, offset, pieces).await;
+        }
+        let len = total(&pieces);
+        let (start, end) = self.widen(offset, len)?;
+        let bounce = self.take_buffer(end - start)?;
+        let result = self
+            .cx
+            .ring()
+            .read(&self.handle, start, smallvec![Piece::whole(&bounce)])
+            .await;
+        if result.is_ok() {
+            copy_out(&bounce, to_usize(offset - start)?, &pieces);
+        }
+        self.put_buffer(bounce);
+        result
+    }
+
+    /// Writes the pieces from `offset` on; with `dsync`, durably.
+    ///
+    /// # Errors
+    ///
+    /// What the host answers. After an error any part of the range may have been written.
+    pub async fn write(&self, offset: u64, pieces: Pieces, dsync: bool) -> Result<(), IoError> {
+        let align = self.file.alignment.offset;
+        if align <= 512 && self.is_aligned(offset, &pieces) {
+            return self.cx.ring().write(&self.handle, offset, pieces, dsync).await;
+        }
+        let len = total(&pieces);
+        let (start, end) = self.widen(offset, len)?;
+        let _lock = self.file.ranges.lock(start, end).await;
+        if self.is_aligned(offset, &pieces) {
+            return self.cx.ring().write(&self.handle, offset, pieces, dsync).await;
+        }
+        let bounce = self.take_buffer(end - start)?;
+        let result = self
+            .write_bounced(offset, len, start, end, &pieces, &bounce, dsync)
+            .await;
+        self.put_buffer(bounce);
+        result
+    }
+
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one step of `write`, apart only so that the buffer returns"
+    )]
+    async fn write_bounced(
+        &self,
+        offset: u64,
+        len: u64,
+        start: u64,
+        end: u64,
+        pieces: &Pieces,
+        bounce: &Rc<Buffer>,
+        dsync: bool,
+    ) -> Result<(), IoError> {
+        let align = self.file.alignment.offset;
+        let block = to_usize(align)?;
+        let ring = self.cx.ring();
+        let edge = |at: u64| -> Result<Pieces, IoError> {
+            Ok(smallvec![Piece::Bytes {
+                buffer: Rc::clone(bounce),
+                offset: to_usize(at - start)?,
+                len: block
+            }])
+        };
+        if offset != start {
+            ring.read(&self.handle, start, edge(start)?).await?;
+        }
+        if offset + len != end && (end - align != start || offset == start) {
+            ring.read(&self.handle, end - align, edge(end - align)?).await?;
+        }
+        copy_in(bounce, to_usize(offset - start)?, pieces);
+        ring.write(&self.handle, start, smallvec![Piece::whole(bounce)], dsync)
+            .await
+    }
+
+    /// Reads `len` bytes into memory of our own.
+    ///
+    /// # Errors
+    ///
+    /// What the host answers.
+    pub async fn read_at(&self, offset: u64, len: usize) -> Result<AlignedBuf, IoError> {
+        let buffer = Rc::new(Buffer::from(AlignedBuf::zeroed(len)));
+        self.read(offset, smallvec![Piece::whole(&buffer)]).await?;
+        // The op has ended and let go of its clone.
+        Rc::try_unwrap(buffer)
+            .ok()
+            .and_then(Buffer::into_owned)
+            .ok_or(IoError::Dropped)
+    }
+
+    /// Writes memory of our own.
+    ///
+    /// # Errors
+    ///
+    /// What the host answers.
+    pub async fn write_at(&self, offset: u64, bytes: AlignedBuf) -> Result<(), IoError> {
+        let buffer = Rc::new(Buffer::from(bytes));
+        self.write(offset, smallvec![Piece::whole(&buffer)], false).await
+    }
+
+    /// Makes every completed write, on any view, durable (`fdatasync(2)`).
+    ///
+    /// # Errors
+    ///
+    /// What the host answers. After an error nothing is known about what is durable.
+    pub async fn sync(&self) -> Result<(), IoError> {
+        self.cx.ring().sync(&self.handle).await
+    }
+
+    /// Sets the file's length.
+    ///
+    /// # Errors
+    ///
+    /// What the host answers.
+    pub async fn set_len(&self, len: u64) -> Result<(), IoError> {
+        self.cx.ring().truncate(&self.handle, len).await
+    }
+
+    /// Reserves space for a range and makes the file at least that long; new bytes read as zeros.
+    ///
+    /// # Errors
+    ///
+    /// What the host answers; [`IoError::is_no_space`] if there is none.
+    pub async fn preallocate(&self, offset: u64, len: u64) -> Result<(), IoError> {
+        self.cx.ring().allocate(&self.handle, 0, offset, len).await
+    }
+
+    /// Gives the space of a range back to the host; the range reads as zeros. `Ok(false)` if the host
+    /// cannot, and the range is as it was.
+    ///
+    /// # Errors
+    ///
+    /// What the host answers.
+    pub async fn punch(&self, offset: u64, len: u64) -> Result<bool, IoError> {
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        self.optional_allocate(&self.file.no_punch, mode, offset, len)
+            .await
+    }
+
+    /// Makes a range read as zeros, by the cheapest means the host has.
+    ///
+    /// # Errors
+    ///
+    /// What the host answers.
+    pub async fn zero(&self, offset: u64, len: u64) -> Result<(), IoError> {
+        let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+        if self
+            .optional_allocate(&self.file.no_zero_range, mode, offset, len)
+            .await?
+        {
+            return Ok(());
+        }
+        const PART: u64 = 1 << 20;
+        let mut done = 0;
+        while done < len {
+            let part = PART.min(len - done);
+            self.write(offset + done, smallvec![Piece::Zeros(to_usize(part)?)], false)
+                .await?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    async fn optional_allocate(
+        &self,
+        unsupported: &AtomicBool,
+        mode: i32,
+        offset: u64,
+        len: u64,
+    ) -> Result<bool, IoError> {
+        if len == 0 {
+            return Ok(true);
+        }
+        if unsupported.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        match self.cx.ring().allocate(&self.handle, mode, offset, len).await {
+            Ok(()) => Ok(true),
+            Err(IoError::Host { errno })
+                if [libc::EOPNOTSUPP, libc::ENOSYS, libc::ENODEV].contains(&errno) =>
+            {
+                unsupported.store(true, Ordering::Relaxed);
+                Ok(false)
+            }
+            // A block device refuses ranges finer than its blocks.
+            Err(IoError::Host { errno }) if errno == libc::EINVAL && self.file.block_device => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn is_aligned(&self, offset: u64, pieces: &Pieces) -> bool {
+        let align = self.file.alignment;
+        if align.offset <= 1 && align.memory <= 1 {
+            return true;
+        }
+        if offset & (align.offset - 1) != 0 {
+            return false;
+        }
+        let mut slices = IoSlices::new();
+        for piece in pieces {
+            match piece {
+                Piece::Bytes { buffer, offset, len } => buffer.append_slices(*offset, *len, &mut slices),
+                Piece::Zeros(len) => crate::buffer::append_zeros(*len, &mut slices),
+            }
+        }
+        slices.iter().all(|slice| {
+            slice.ptr().addr() & (align.memory - 1) == 0 && slice.len() as u64 & (align.offset - 1) == 0
+        })
+    }
+
+    /// The aligned range around `offset..offset + len`.
+    fn widen(&self, offset: u64, len: u64) -> Result<(u64, u64), IoError> {
+        let align = self.file.alignment.offset;
+        let end = offset.checked_add(len).ok_or(IoError::OutOfRange)?;
+        let end = end.checked_next_multiple_of(align).ok_or(IoError::OutOfRange)?;
+        Ok((offset & !(align - 1), end))
+    }
+
+    fn take_buffer(&self, len: u64) -> Result<Rc<Buffer>, IoError> {
+        Ok(Rc::new(Buffer::from(self.cx.pool().take(to_usize(len)?))))
+    }
+
+    fn put_buffer(&self, buffer: Rc<Buffer>) {
+        if let Some(buf) = Rc::try_unwrap(buffer).ok().and_then(Buffer::into_owned) {
+            self.cx.pool().put(buf);
+        }
+    }
+}
+
+fn to_usize(value: u64) -> Result<usize, IoError> {
+    usize::try_from(value).map_err(|_| IoError::OutOfRange)
+}
+
+fn total(pieces: &Pieces) -> u64 {
+    pieces.iter().map(|piece| piece.len() as u64).sum()
+}
+
+/// Copies between two buffers in small steps, as neither may be borrowed as a slice.
+fn copy_between(from: &Buffer, from_offset: usize, to: &Buffer, to_offset: usize, len: usize) {
+    let mut chunk = [0u8; 4096];
+    let mut done = 0;
+    while done < len {
+        let part = chunk.len().min(len - done);
+        from.read(from_offset + done, &mut chunk[..part]);
+        to.write(to_offset + done, &chunk[..part]);
+        done += part;
+    }
+}
+
+fn copy_out(bounce: &Buffer, mut at: usize, pieces: &Pieces) {
+    for piece in pieces {
+        if let Piece::Bytes { buffer, offset, len } = piece {
+            copy_between(bounce, at, buffer, *offset, *len);
+        }
+        at += piece.len();
+    }
+}
+
+fn copy_in(bounce: &Buffer, mut at: usize, pieces: &Pieces) {
+    for piece in pieces {
+        match piece {
+            Piece::Bytes { buffer, offset, len } => copy_between(buffer, *offset, bounce, at, *len),
+            Piece::Zeros(len) => bounce.fill(at, *len, 0),
+        }
+        at += piece.len();
+    }
+}
+
+/// Ranges of a file that a read-modify-write is working on.
+///
+/// Where the host's block is larger than a guest's sector, two writes to different sectors may share a
+/// block. Then every write takes its blocks first, on whichever worker.
+#[derive(Debug, Default)]
+struct RangeLocks {
+    state: Mutex<RangeState>,
+}
+
+#[derive(Debug, Default)]
+struct RangeState {
+    held: Vec<(u64, u64)>,
+    waiters: Vec<Waker>,
+}
+
+struct RangeGuard<'a> {
+    locks: &'a RangeLocks,
+    range: (u64, u64),
+}
+
+impl RangeLocks {
+    async fn lock(&self, start: u64, end: u64) -> RangeGuard<'_> {
+        std::future::poll_fn(|cx| {
+            let mut state = self.state.lock();
+            if state.held.iter().any(|&(from, to)| start < to && from < end) {
+                state.waiters.push(cx.waker().clone());
+                return Poll::Pending;
+            }
+            state.held.push((start, end));
+            Poll::Ready(())
+        })
+        .await;
+        RangeGuard {
+            locks: self,
+            range: (start, end),
+        }
+    }
+}
+
+impl Drop for RangeGuard<'_> {
+    fn drop(&mut self) {
+        let mut state = self.locks.state.lock();
+        if let Some(index) = state.held.iter().position(|range| *range == self.range) {
+            state.held.swap_remove(index);
+        }
+        let waiters = std::mem::take(&mut state.waiters);
+        drop(state);
+        waiters.into_iter().for_each(Waker::wake);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    fn view(alignment: Alignment, contents: &[u8]) -> (Context, FileView) {
+        let cx = Context::syscalls();
+        let mut file = tempfile::tempfile().expect("a temporary file");
+        file.write_all(contents).expect("its contents");
+        let mut image = ImageFile::from_file(
+            "test".into(),
+            file,
+            FileOptions {
+                write: true,
+                direct: false,
+            },
+            false,
+        );
+        image.alignment = alignment;
+        let view = Arc::new(image).view(&cx).expect("a view");
+        (cx, view)
+    }
+
+    fn pieces(bytes: &[u8]) -> Pieces {
+        smallvec![Piece::whole(&Rc::new(Buffer::from(AlignedBuf::from_slice(
+            bytes
+        ))))]
+    }
+
+    #[test]
+    fn misaligned_writes_leave_their_neighbours_alone() {
+        for (offset, len) in [
+            (1, 1),
+            (0, 100),
+            (4000, 200),
+            (4095, 4098),
+            (100, 3996),
+            (512, 8192),
+            (5000, 1),
+        ] {
+            let before: Vec<u8> = (0..16384u32).map(|i| (i % 251) as u8).collect();
+            let (cx, view) = view(
+                Alignment {
+                    memory: 512,
+                    offset: 4096,
+                },
+                &before,
+            );
+            let mut expected = before.clone();
+            expected[offset..offset + len].fill(0xEE);
+            cx.block_on(view.write(offset as u64, pieces(&vec![0xEE; len]), false))
+                .expect("the ring turns")
+                .expect("a write");
+            let found = cx
+                .block_on(view.read_at(0, 16384))
+                .expect("the ring turns")
+                .expect("a read");
+            assert_eq!(&found[..], &expected[..], "write of {len} at {offset}");
+            let part = cx
+                .block_on(view.read_at(offset as u64, len))
+                .expect("the ring turns")
+                .expect("a read");
+            assert_eq!(&part[..], &expected[offset..offset + len]);
+        }
+    }
+
+    #[test]
+    fn two_writes_to_one_block_both_land() {
+        let (cx, view) = view(
+            Alignment {
+                memory: 512,
+                offset: 4096,
+            },
+            &[0; 8192],
+        );
+        let other = view.clone();
+        cx.spawn(async move { other.write(512, pieces(&[2; 512]), false).await.expect("a write") });
+        cx.block_on(view.write(0, pieces(&[1; 512]), false))
+            .expect("the ring turns")
+            .expect("a write");
+        let found = cx
+            .block_on(async {
+                while cx.tasks() > 0 {
+                    view.sync().await.expect("a sync");
+                }
+                view.read_at(0, 1024).await
+            })
+            .expect("the ring turns")
+            .expect("a read");
+        assert!(found[..512].iter().all(|&byte| byte == 1) && found[512..].iter().all(|&byte| byte == 2));
+    }
+
+    #[test]
+    fn direct_io_tells_its_alignment_and_reads_what_was_written() {
+        let path = tempfile::NamedTempFile::new_in("/var/tmp").expect("a temporary file");
+        let options = FileOptions {
+            write: true,
+            direct: true,
+        };
+        let file = ImageFile::open(path.path(), options).expect("direct I/O in /var/tmp");
+        assert!(file.alignment().offset >= 512);
+        let cx = Context::syscalls();
+        let view = file.view(&cx).expect("a view");
+        cx.block_on(async {
+            view.write(3, pieces(&[5; 10_000]), false).await?;
+            let found = view.read_at(0, 10_003).await?;
+            assert_eq!(found[..3], [0; 3]);
+            assert!(found[3..].iter().all(|&byte| byte == 5));
+            Ok::<(), IoError>(())
+        })
+        .expect("the ring turns")
+        .expect("I/O");
+    }
+
+    #[test]
+    fn a_directory_is_not_an_image() {
+        let error = ImageFile::open(Path::new("/tmp"), FileOptions::default()).expect_err("a directory");
+        assert!(matches!(error, OpenFileError::WrongKind { .. }), "{error}");
+    }
+
+    #[test]
+    fn zeroing_and_punching_give_zeros() {
+        let (cx, view) = view(Alignment::NONE, &[9; 65536]);
+        cx.block_on(async {
+            view.zero(4096, 8192).await?;
+            view.punch(20_480, 4096).await?;
+            view.file.no_zero_range.store(true, Ordering::Relaxed);
+            view.zero(40_000, 100).await?;
+            let found = view.read_at(0, 65536).await?;
+            for (at, &byte) in found.iter().enumerate() {
+                let zeroed = (4096..12288).contains(&at)
+                    || (20480..24576).contains(&at)
+                    || (40000..40100).contains(&at);
+                assert_eq!(byte, if zeroed { 0 } else { 9 }, "byte {at}");
+            }
+            Ok::<(), IoError>(())
+        })
+        .expect("the ring turns")
+        .expect("I/O");
+    }
+}

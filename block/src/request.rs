@@ -1,0 +1,279 @@
+//! One disk request, and the token that makes sure it is answered exactly once.
+//!
+//! A frontend makes a [`Request`] and gives it away; whoever ends up with it calls [`Request::finish`].
+//! A request that is dropped unanswered answers [`IoError::Dropped`], so a forgotten path costs an
+//! error and never a hung guest. The answer carries the buffer back, so that an embedder can use it again.
+
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+use crate::buffer::Buffer;
+use crate::epoch::EpochGuard;
+use crate::error::IoError;
+
+/// What a request asks for.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Op {
+    /// Fill the buffer from the disk.
+    Read,
+    /// Store the buffer on the disk; with `fua`, durably before the answer.
+    Write {
+        /// Force unit access: the data, and the metadata that reaches it, are durable when answered.
+        fua: bool,
+    },
+    /// Make every write that was answered before this request was submitted durable.
+    Flush,
+    /// The range's contents are no longer needed; what it reads as is up to the disk.
+    Discard,
+    /// The range reads as zeros afterwards.
+    WriteZeroes {
+        /// The disk may give the space back.
+        unmap: bool,
+        /// As for a write.
+        fua: bool,
+    },
+}
+
+impl Op {
+    /// Whether the operation changes the disk.
+    #[must_use]
+    pub fn is_write(self) -> bool {
+        !matches!(self, Self::Read | Self::Flush)
+    }
+}
+
+/// The answer to a request.
+#[derive(Debug)]
+pub struct Done {
+    /// The tag the frontend gave the request.
+    pub tag: u64,
+    /// How it ended. `Ok` means the whole length.
+    pub result: Result<(), IoError>,
+    /// The request's buffer, for its owner to use again.
+    pub buffer: Buffer,
+}
+
+/// Where the answers of one frontend's requests gather until it publishes them.
+///
+/// One per virtqueue: answers of a round are taken out together.
+#[derive(Debug, Default)]
+pub struct CompletionSink {
+    done: RefCell<Vec<Done>>,
+}
+
+impl CompletionSink {
+    /// An empty sink.
+    #[must_use]
+    pub fn new() -> Rc<Self> {
+        Rc::new(Self::default())
+    }
+
+    /// Whether an answer is waiting.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.done.borrow().is_empty()
+    }
+
+    /// Moves all waiting answers to the end of `out`, in the order they were given.
+    pub fn drain_into(&self, out: &mut Vec<Done>) {
+        out.append(&mut self.done.borrow_mut());
+    }
+}
+
+#[derive(Debug)]
+enum Target {
+    Answered,
+    Sink(Rc<CompletionSink>, u64),
+    Local(Rc<LocalCell>),
+}
+
+#[derive(Debug, Default)]
+struct LocalCell {
+    done: RefCell<Option<Done>>,
+    waker: RefCell<Option<Waker>>,
+    finished: Cell<bool>,
+}
+
+/// One request to a disk queue: bytes `offset..offset + len` of the guest's disk.
+///
+/// Not `Send`: a request lives and is answered on the worker it was made on.
+#[derive(Debug)]
+pub struct Request {
+    /// What to do.
+    pub op: Op,
+    /// The first byte, in bytes from the start of the guest's disk; a multiple of 512.
+    pub offset: u64,
+    /// How many bytes; a multiple of 512. Zero for a flush.
+    pub len: u64,
+    /// The memory to read into or write from; empty for operations without data.
+    pub buffer: Buffer,
+    /// Held until the request is answered: keeps the host clusters it may have seen from being reused.
+    pub guard: Option<EpochGuard>,
+    target: Target,
+}
+
+impl Request {
+    /// A request answered into `sink` under `tag`.
+    #[must_use]
+    pub fn new(op: Op, offset: u64, len: u64, buffer: Buffer, sink: &Rc<CompletionSink>, tag: u64) -> Self {
+        Self {
+            op,
+            offset,
+            len,
+            buffer,
+            guard: None,
+            target: Target::Sink(Rc::clone(sink), tag),
+        }
+    }
+
+    /// A request answered to a future on the same worker.
+    pub fn local(op: Op, offset: u64, len: u64, buffer: Buffer) -> (Self, LocalAnswer) {
+        let cell = Rc::new(LocalCell::default());
+        let request = Self {
+            op,
+            offset,
+            len,
+            buffer,
+            guard: None,
+            target: Target::Local(Rc::clone(&cell)),
+        };
+        (request, LocalAnswer { cell })
+    }
+
+    /// Answers the request.
+    pub fn finish(mut self, result: Result<(), IoError>) {
+        self.answer(result);
+    }
+
+    /// Takes the buffer out, for parts of the request to share. Give it back with
+    /// [`Request::finish_with`], or the answer carries an empty one.
+    #[must_use]
+    pub fn take_buffer(&mut self) -> Buffer {
+        std::mem::take(&mut self.buffer)
+    }
+
+    /// Puts `buffer` back and answers.
+    pub fn finish_with(mut self, buffer: Buffer, result: Result<(), IoError>) {
+        self.buffer = buffer;
+        self.answer(result);
+    }
+
+    /// Checks what every disk checks: the range lies inside `disk_bytes`, is made of whole sectors, the
+    /// buffer is as long as the request, and a read-only disk is not written.
+    ///
+    /// # Errors
+    ///
+    /// The [`IoError`] that the request should be answered with.
+    #[inline]
+    pub fn check(&self, disk_bytes: u64, read_only: bool) -> Result<(), IoError> {
+        if self.op == Op::Flush {
+            return Ok(());
+        }
+        if read_only && self.op.is_write() {
+            return Err(IoError::ReadOnly);
+        }
+        if (self.offset | self.len) & 511 != 0 {
+            return Err(IoError::Misaligned);
+        }
+        if self
+            .offset
+            .checked_add(self.len)
+            .is_none_or(|end| end > disk_bytes)
+        {
+            return Err(IoError::OutOfRange);
+        }
+        if matches!(self.op, Op::Read | Op::Write { .. }) && self.buffer.len() as u64 != self.len {
+            return Err(IoError::BufferLength);
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn answer(&mut self, result: Result<(), IoError>) {
+        // What protects the request's clusters and memory goes before the answer: the answer's
+        // receiver may free both.
+        self.guard = None;
+        let buffer = std::mem::take(&mut self.buffer);
+        match std::mem::replace(&mut self.target, Target::Answered) {
+            Target::Answered => {}
+            Target::Sink(sink, tag) => sink.done.borrow_mut().push(Done { tag, result, buffer }),
+            Target::Local(cell) => {
+                *cell.done.borrow_mut() = Some(Done {
+                    tag: 0,
+                    result,
+                    buffer,
+                });
+                cell.finished.set(true);
+                let waker = cell.waker.borrow_mut().take();
+                if let Some(waker) = waker {
+                    waker.wake();
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        if !matches!(self.target, Target::Answered) {
+            self.answer(Err(IoError::Dropped));
+        }
+    }
+}
+
+/// The answer to a [`Request::local`], as a future.
+#[derive(Debug)]
+#[must_use = "an answer nobody awaits is an error nobody sees"]
+pub struct LocalAnswer {
+    cell: Rc<LocalCell>,
+}
+
+impl Future for LocalAnswer {
+    type Output = Done;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Done> {
+        let done = self.cell.done.borrow_mut().take();
+        match done {
+            Some(done) => Poll::Ready(done),
+            None => {
+                *self.cell.waker.borrow_mut() = Some(cx.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dropped_request_answers_with_an_error_exactly_once() {
+        let sink = CompletionSink::new();
+        drop(Request::new(Op::Flush, 0, 0, Buffer::default(), &sink, 7));
+        let mut done = Vec::new();
+        sink.drain_into(&mut done);
+        assert_eq!(done.len(), 1);
+        assert_eq!((done[0].tag, done[0].result), (7, Err(IoError::Dropped)));
+    }
+
+    #[test]
+    fn an_answered_request_is_not_answered_again_when_dropped() {
+        let sink = CompletionSink::new();
+        Request::new(Op::Flush, 0, 0, Buffer::default(), &sink, 1).finish(Ok(()));
+        let mut done = Vec::new();
+        sink.drain_into(&mut done);
+        assert_eq!(done.len(), 1);
+        assert_eq!(done[0].result, Ok(()));
+    }
+
+    #[test]
+    fn a_range_that_wraps_around_is_out_of_range() {
+        let sink = CompletionSink::new();
+        let request = Request::new(Op::Discard, !511, 1024, Buffer::default(), &sink, 0);
+        assert_eq!(request.check(1 << 40, false), Err(IoError::OutOfRange));
+    }
+}

@@ -1,0 +1,102 @@
+//! What a ring asks of whatever carries out its ops.
+//!
+//! The three rings of the design differ only behind this trait: io_uring, plain system calls, and (in
+//! tests) worlds of their own. Short results, retries, ownership and waking are the ring's business and
+//! the same for all; a driver only starts ops and tells how they ended.
+
+use std::fmt;
+use std::io;
+use std::os::fd::RawFd;
+
+use crate::buffer::IoSlice;
+
+/// A file as a driver knows it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct FileSlot {
+    /// The descriptor, open as long as the slot is registered.
+    pub(crate) fd: RawFd,
+    /// Its index among the driver's registered files, if it has one.
+    pub(crate) fixed: Option<u32>,
+}
+
+/// What an op does.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Kind {
+    /// Read into the slices.
+    Read,
+    /// Write from the slices; `dsync` makes this write durable before it completes.
+    Write { dsync: bool },
+    /// Make all completed writes of the file, and the metadata needed to read them back, durable.
+    DataSync,
+    /// `fallocate(2)` with these mode bits on `offset..offset + len`.
+    Allocate { mode: i32 },
+    /// Set the file's length to `len` bytes.
+    Truncate,
+    /// Report every time the descriptor becomes readable.
+    Watch,
+}
+
+/// One op for a driver to start.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KernelOp {
+    pub(crate) kind: Kind,
+    pub(crate) file: FileSlot,
+    /// Byte offset in the file.
+    pub(crate) offset: u64,
+    /// Length in bytes, for [`Kind::Allocate`] and [`Kind::Truncate`].
+    pub(crate) len: u64,
+    /// The memory of a read or write: `slice_count` stretches at `slices`.
+    pub(crate) slices: *const IoSlice,
+    pub(crate) slice_count: usize,
+}
+
+/// How an op, or one report of a watch, ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Completion {
+    /// What was given to [`Driver::push`].
+    pub(crate) user_data: u64,
+    /// A byte count, or minus the errno.
+    pub(crate) result: i32,
+    /// More completions follow for this op (watches only).
+    pub(crate) more: bool,
+}
+
+/// The submission queue is full: enter, and push again.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QueueFull;
+
+/// Something that carries out ops.
+pub(crate) trait Driver: fmt::Debug {
+    /// A name for logs.
+    fn name(&self) -> &'static str;
+
+    /// Makes a descriptor known. The caller keeps it open until [`Driver::unregister_file`].
+    fn register_file(&mut self, fd: RawFd) -> io::Result<FileSlot>;
+
+    /// Forgets a descriptor no op uses any more.
+    fn unregister_file(&mut self, file: FileSlot);
+
+    /// Queues an op; it starts at the next [`Driver::enter`] or earlier.
+    ///
+    /// # Safety
+    ///
+    /// - The list at `op.slices` must stay valid until the op's completion has been reaped, and so must
+    ///   the memory its entries name; for reads that memory must be writable.
+    /// - `op.file` must be registered until then.
+    unsafe fn push(&mut self, op: &KernelOp, user_data: u64) -> Result<(), QueueFull>;
+
+    /// Asks for the op `user_data` to be cancelled. Its completion still comes.
+    fn cancel(&mut self, user_data: u64) -> Result<(), QueueFull>;
+
+    /// Starts what was pushed; with `wait`, returns only when a completion is there or a signal came.
+    fn enter(&mut self, wait: bool) -> io::Result<()>;
+
+    /// Whether ops were pushed that no [`Driver::enter`] has started yet.
+    fn has_unstarted(&self) -> bool;
+
+    /// The length of a file, or the size of a block device, in bytes.
+    fn file_len(&self, file: FileSlot) -> io::Result<u64>;
+
+    /// Moves all completions that are there to the end of `out`.
+    fn reap(&mut self, out: &mut Vec<Completion>);
+}

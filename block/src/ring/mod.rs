@@ -1,0 +1,674 @@
+//! The only code that talks to the kernel about I/O.
+//!
+//! A [`Ring`] belongs to one worker. Ops are started on it either for a whole [`Request`] (the fast path:
+//! no task, no allocation; the request is answered when the op ends) or as a future. Either way the op
+//! owns its memory through its slot until its completion has been reaped: dropping a future frees
+//! nothing early, and dropping the ring cancels and drains first.
+//!
+//! What must stay true:
+//! - memory named by a started op is held by its slot;
+//! - a short transfer is continued, a read past the end of the file is completed with zeros, and only
+//!   then is an op successful;
+//! - the ring never calls out while its state is borrowed: answers and wake-ups only queue work.
+
+#![expect(unsafe_code, reason = "starts ops whose memory the slots own")]
+
+mod driver;
+mod null;
+mod slots;
+mod sys;
+mod syscall;
+mod uring;
+
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::future::Future;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::pin::Pin;
+use std::rc::{Rc, Weak};
+use std::task::{Context, Poll};
+
+use smallvec::SmallVec;
+
+use crate::buffer::{Piece, append_zeros};
+use crate::error::IoError;
+use crate::request::{Op, Request};
+use driver::{Completion, Driver, FileSlot, Kind};
+use slots::{Owner, Slots, Step, user_data};
+
+pub(crate) use sys::signal_event;
+
+/// Which driver carries out a ring's ops.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum RingKind {
+    /// io_uring if the kernel allows it, plain system calls otherwise.
+    #[default]
+    Auto,
+    /// io_uring or an error.
+    IoUring,
+    /// Plain system calls, one op at a time.
+    Syscalls,
+    /// Ops that succeed at once and do nothing, for measuring.
+    Null,
+}
+
+/// Why there is no ring.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "io_uring is refused here (is kernel.io_uring_disabled set, or a seccomp filter in force?); use the \
+     system-call driver"
+)]
+pub struct RingError {
+    #[source]
+    source: io::Error,
+}
+
+/// What a watch reports under.
+pub type EventToken = u64;
+
+/// A worker's ring. Cheap to clone; all clones are the same ring.
+#[derive(Clone)]
+pub struct Ring {
+    inner: Rc<Inner>,
+}
+
+struct Inner {
+    driver: RefCell<Box<dyn Driver>>,
+    slots: RefCell<Slots>,
+    reaped: RefCell<Vec<Completion>>,
+    events: RefCell<Vec<EventToken>>,
+    /// Slots whose op the submission queue had no room for.
+    unpushed: RefCell<Vec<u32>>,
+    /// Ops in flight, watches not counted.
+    in_flight: Cell<usize>,
+}
+
+impl fmt::Debug for Ring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ring")
+            .field("driver", &self.driver_name())
+            .field("in_flight", &self.inner.in_flight.get())
+            .finish()
+    }
+}
+
+struct Registered {
+    fd: Rc<OwnedFd>,
+    slot: FileSlot,
+    ring: Weak<Inner>,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        if let Some(ring) = self.ring.upgrade()
+            && let Ok(mut driver) = ring.driver.try_borrow_mut()
+        {
+            driver.unregister_file(self.slot);
+        }
+    }
+}
+
+/// A file that ops of one ring can use. It stays open and registered while a clone or an op holds it.
+#[derive(Clone)]
+pub struct FileHandle {
+    registered: Rc<Registered>,
+}
+
+impl FileHandle {
+    #[inline]
+    fn slot(&self) -> FileSlot {
+        self.registered.slot
+    }
+
+    /// The descriptor, for calls that are not ops.
+    #[must_use]
+    pub fn fd(&self) -> &OwnedFd {
+        &self.registered.fd
+    }
+}
+
+impl fmt::Debug for FileHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FileHandle({:?})", self.registered.slot)
+    }
+}
+
+impl Ring {
+    /// A ring with room for `depth` ops in flight (at least 16).
+    ///
+    /// # Errors
+    ///
+    /// If io_uring was asked for and is refused.
+    pub fn new(kind: RingKind, depth: u32) -> Result<Self, RingError> {
+        let depth = depth.clamp(16, 16384);
+        let entries = depth.next_power_of_two();
+        let driver: Box<dyn Driver> = match kind {
+            RingKind::IoUring => {
+                Box::new(uring::UringDriver::new(entries).map_err(|source| RingError { source })?)
+            }
+            RingKind::Auto => match uring::UringDriver::new(entries) {
+                Ok(driver) => Box::new(driver),
+                Err(error) => {
+                    tracing::warn!(%error, "io_uring is refused here; using plain system calls");
+                    Box::new(syscall::SyscallDriver::default())
+                }
+            },
+            RingKind::Syscalls => Box::new(syscall::SyscallDriver::default()),
+            RingKind::Null => Box::new(null::NullDriver::default()),
+        };
+        Ok(Self::with_driver(driver, depth))
+    }
+
+    fn with_driver(driver: Box<dyn Driver>, depth: u32) -> Self {
+        Self {
+            inner: Rc::new(Inner {
+                driver: RefCell::new(driver),
+                slots: RefCell::new(Slots::new(depth)),
+                reaped: RefCell::default(),
+                events: RefCell::default(),
+                unpushed: RefCell::default(),
+                in_flight: Cell::new(0),
+            }),
+        }
+    }
+
+    /// What carries out the ops: `"io_uring"`, `"syscalls"` or `"null"`.
+    #[must_use]
+    pub fn driver_name(&self) -> &'static str {
+        self.inner.driver.borrow().name()
+    }
+
+    /// Ops in flight, watches not counted.
+    #[must_use]
+    #[inline]
+    pub fn in_flight(&self) -> usize {
+        self.inner.in_flight.get()
+    }
+
+    /// Makes a file known to the ring.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel refuses to register it.
+    pub fn register(&self, fd: OwnedFd) -> io::Result<FileHandle> {
+        let slot = self.inner.driver.borrow_mut().register_file(fd.as_raw_fd())?;
+        let registered = Registered {
+            fd: Rc::new(fd),
+            slot,
+            ring: Rc::downgrade(&self.inner),
+        };
+        Ok(FileHandle {
+            registered: Rc::new(registered),
+        })
+    }
+
+    /// Starts the one op that carries out a read or write request in full, at `host_offset` of `file`;
+    /// for a flush request, a sync of `file`. The request is answered when it ends.
+    ///
+    /// # Errors
+    ///
+    /// Gives the request back if no slot is free, or if it asks for something else.
+    #[inline]
+    pub fn submit_request(
+        &self,
+        file: &FileHandle,
+        host_offset: u64,
+        request: Request,
+    ) -> Result<(), Request> {
+        let kind = match request.op {
+            Op::Read => Kind::Read,
+            Op::Write { fua } => Kind::Write { dsync: fua },
+            Op::Flush => Kind::DataSync,
+            _ => return Err(request),
+        };
+        let mut slots = self.inner.slots.borrow_mut();
+        let Some(index) = slots.take() else {
+            return Err(request);
+        };
+        let Some(slot) = slots.get_mut(index) else {
+            return Err(request);
+        };
+        slot.kind = kind;
+        slot.file = Some(file.clone());
+        slot.offset = host_offset;
+        slot.left = request.len;
+        request
+            .buffer
+            .append_slices(0, request.buffer.len(), &mut slot.slices);
+        // The slot owns the request, and the request its memory.
+        slot.owner = Owner::Request(request);
+        drop(slots);
+        self.inner.start(index);
+        Ok(())
+    }
+
+    fn op(&self, file: &FileHandle, kind: Kind, offset: u64, len: u64, pieces: Pieces) -> OpFuture {
+        let pending = PendingOp {
+            kind,
+            file: file.clone(),
+            offset,
+            len,
+            pieces,
+        };
+        OpFuture {
+            ring: self.clone(),
+            state: self.try_start(pending),
+        }
+    }
+
+    fn try_start(&self, pending: PendingOp) -> OpState {
+        let mut slots = self.inner.slots.borrow_mut();
+        let Some(index) = slots.take() else {
+            return OpState::Pending(Some(pending));
+        };
+        let Some(slot) = slots.get_mut(index) else {
+            return OpState::Gone;
+        };
+        slot.kind = pending.kind;
+        slot.file = Some(pending.file);
+        slot.offset = pending.offset;
+        slot.left = pending.len;
+        for piece in pending.pieces {
+            match piece {
+                Piece::Bytes { buffer, offset, len } => {
+                    buffer.append_slices(offset, len, &mut slot.slices);
+                    slot.keep.push(buffer);
+                }
+                Piece::Zeros(len) => append_zeros(len, &mut slot.slices),
+            }
+        }
+        slot.owner = Owner::Waiting(None);
+        let generation = slot.generation;
+        drop(slots);
+        self.inner.start(index);
+        OpState::Started(index, generation)
+    }
+
+    /// Reads into the pieces. Past the end of the file there are zeros.
+    ///
+    /// # Panics
+    ///
+    /// If a piece is [`Piece::Zeros`], which cannot be read into.
+    pub fn read(&self, file: &FileHandle, offset: u64, pieces: Pieces) -> OpFuture {
+        assert!(
+            pieces.iter().all(|piece| matches!(piece, Piece::Bytes { .. })),
+            "only bytes of a buffer can be read into"
+        );
+        let len = pieces_len(&pieces);
+        self.op(file, Kind::Read, offset, len, pieces)
+    }
+
+    /// Writes the pieces; with `dsync`, durably before it ends.
+    pub fn write(&self, file: &FileHandle, offset: u64, pieces: Pieces, dsync: bool) -> OpFuture {
+        let len = pieces_len(&pieces);
+        self.op(file, Kind::Write { dsync }, offset, len, pieces)
+    }
+
+    /// `fdatasync(2)`.
+    pub fn sync(&self, file: &FileHandle) -> OpFuture {
+        self.op(file, Kind::DataSync, 0, 0, Pieces::new())
+    }
+
+    /// `fallocate(2)` with mode bits `mode`.
+    pub fn allocate(&self, file: &FileHandle, mode: i32, offset: u64, len: u64) -> OpFuture {
+        self.op(file, Kind::Allocate { mode }, offset, len, Pieces::new())
+    }
+
+    /// Sets the length of a file.
+    pub fn truncate(&self, file: &FileHandle, len: u64) -> OpFuture {
+        self.op(file, Kind::Truncate, 0, len, Pieces::new())
+    }
+
+    /// The length of a file, or the size of a block device, in bytes.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel does not tell.
+    pub fn file_len(&self, file: &FileHandle) -> io::Result<u64> {
+        self.inner.driver.borrow().file_len(file.slot())
+    }
+
+    /// Reports `token` from [`Ring::take_events`] whenever `fd` (an eventfd) is signalled, until the
+    /// returned watch is dropped.
+    ///
+    /// # Errors
+    ///
+    /// If every slot is taken, or the file cannot be registered.
+    pub fn watch(&self, fd: OwnedFd, token: EventToken) -> io::Result<Watch> {
+        let file = self.register(fd)?;
+        let mut slots = self.inner.slots.borrow_mut();
+        let Some(index) = slots.take_for_watch() else {
+            return Err(io::ErrorKind::WouldBlock.into());
+        };
+        let Some(slot) = slots.get_mut(index) else {
+            return Err(io::ErrorKind::WouldBlock.into());
+        };
+        slot.kind = Kind::Watch;
+        slot.file = Some(file);
+        slot.owner = Owner::Watch(token);
+        let generation = slot.generation;
+        drop(slots);
+        self.inner.push(index);
+        Ok(Watch {
+            ring: Rc::downgrade(&self.inner),
+            index,
+            generation,
+        })
+    }
+
+    /// Moves the tokens of watches that fired to the end of `out`.
+    pub fn take_events(&self, out: &mut Vec<EventToken>) {
+        out.append(&mut self.inner.events.borrow_mut());
+    }
+
+    /// Starts what was submitted and takes in what has ended: answers requests, wakes futures, notes
+    /// events. With `wait`, returns only when something ended, or a signal came. Returns how many
+    /// completions there were.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel refuses to go on at all.
+    pub fn turn(&self, wait: bool) -> io::Result<usize> {
+        self.inner.turn(wait)
+    }
+
+    /// Like [`Ring::turn`] without waiting, but free of system calls when nothing is to be done.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Ring::turn`].
+    pub fn poll(&self) -> io::Result<usize> {
+        // Completions of ops in flight are delivered only to a system call that asks for them.
+        let inner = &self.inner;
+        if inner.in_flight.get() > 0
+            || inner.driver.borrow().has_unstarted()
+            || !inner.unpushed.borrow().is_empty()
+        {
+            return self.inner.turn(false);
+        }
+        Ok(self.inner.reap())
+    }
+
+    /// Asks for every op in flight to be cancelled. Their ends still come.
+    pub fn cancel_all(&self) {
+        self.inner.cancel_all();
+    }
+}
+
+impl Inner {
+    fn start(&self, index: u32) {
+        self.in_flight.set(self.in_flight.get() + 1);
+        self.push(index);
+    }
+
+    fn push(&self, index: u32) {
+        if !self.try_push(index) {
+            self.unpushed.borrow_mut().push(index);
+        }
+    }
+
+    fn try_push(&self, index: u32) -> bool {
+        let slots = self.slots.borrow();
+        let Some(slot) = slots.get(index) else { return true };
+        let Some(op) = slot.kernel_op() else { return true };
+        let user_data = user_data(index, slot.generation);
+        let mut driver = self.driver.borrow_mut();
+        // SAFETY: `op` points into the slot, which does not move and is released only once its
+        // completion was reaped (`reap`); until then the slot also holds the memory named by the
+        // slices (its owner's request or `keep`) and the registered file.
+        if unsafe { driver.push(&op, user_data) }.is_ok() {
+            return true;
+        }
+        if driver.enter(false).is_err() {
+            return false;
+        }
+        // SAFETY: as above.
+        unsafe { driver.push(&op, user_data) }.is_ok()
+    }
+
+    fn turn(&self, wait: bool) -> io::Result<usize> {
+        let unpushed = std::mem::take(&mut *self.unpushed.borrow_mut());
+        for index in unpushed {
+            self.push(index);
+        }
+        self.driver.borrow_mut().enter(wait)?;
+        Ok(self.reap())
+    }
+
+    fn reap(&self) -> usize {
+        let mut reaped = self.reaped.take();
+        self.driver.borrow_mut().reap(&mut reaped);
+        let count = reaped.len();
+        for completion in reaped.drain(..) {
+            self.complete(completion);
+        }
+        self.reaped.replace(reaped);
+        count
+    }
+
+    fn complete(&self, completion: Completion) {
+        let (index, generation) = (
+            (completion.user_data & 0xffff_ffff) as u32,
+            completion.user_data >> 32,
+        );
+        let mut slots = self.slots.borrow_mut();
+        let Some(slot) = slots.get_mut(index) else { return };
+        if u64::from(slot.generation) != generation {
+            tracing::error!(index, "a completion for a slot that has ended");
+            return;
+        }
+        if slot.kind == Kind::Watch {
+            let token = match slot.owner {
+                Owner::Watch(token) => Some(token),
+                _ => None,
+            };
+            if let Some(token) = token
+                && completion.result >= 0
+            {
+                self.events.borrow_mut().push(token);
+            }
+            if !completion.more {
+                let again = token.is_some() && completion.result >= 0;
+                if again {
+                    drop(slots);
+                    self.push(index);
+                } else {
+                    let ended = slots.release(index);
+                    drop(slots);
+                    drop(ended);
+                }
+            }
+            return;
+        }
+        match slot.advance(completion.result) {
+            Step::Again => {
+                drop(slots);
+                self.push(index);
+            }
+            Step::End(result) => {
+                self.in_flight.set(self.in_flight.get() - 1);
+                if let Owner::Waiting(waker) = &mut slot.owner {
+                    let waker = waker.take();
+                    slot.owner = Owner::Finished(result);
+                    drop(slots);
+                    if let Some(waker) = waker {
+                        waker.wake();
+                    }
+                    return;
+                }
+                let owner = slots.release(index);
+                drop(slots);
+                if let Owner::Request(request) = owner {
+                    request.finish(result);
+                }
+            }
+        }
+    }
+
+    fn cancel_all(&self) {
+        let slots = self.slots.borrow();
+        let mut driver = self.driver.borrow_mut();
+        for (index, slot) in slots.busy().filter(|(_, slot)| slot.kind != Kind::Watch) {
+            let user_data = user_data(index, slot.generation);
+            if driver.cancel(user_data).is_err() && driver.enter(false).is_ok() {
+                // A second refusal only means that this op is waited for.
+                driver.cancel(user_data).unwrap_or_default();
+            }
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.in_flight.get() == 0 {
+            return;
+        }
+        self.cancel_all();
+        while self.in_flight.get() > 0 {
+            if let Err(error) = self.turn(true) {
+                tracing::error!(%error, ops = self.in_flight.get(), "a ring cannot drain; leaking its memory");
+                let slots = std::mem::replace(&mut *self.slots.borrow_mut(), Slots::new(0));
+                // The kernel may still write there: leaking is the only safe end.
+                Box::leak(Box::new(slots));
+                return;
+            }
+        }
+    }
+}
+
+/// The parts of a vectored op.
+pub type Pieces = SmallVec<[Piece; 3]>;
+
+fn pieces_len(pieces: &Pieces) -> u64 {
+    pieces.iter().map(|piece| piece.len() as u64).sum()
+}
+
+#[derive(Debug)]
+struct PendingOp {
+    kind: Kind,
+    file: FileHandle,
+    offset: u64,
+    len: u64,
+    pieces: Pieces,
+}
+
+#[derive(Debug)]
+enum OpState {
+    /// Waits for a free slot.
+    Pending(Option<PendingOp>),
+    Started(u32, u32),
+    Gone,
+}
+
+/// An op in flight. It was started when it was made, unless every slot was taken; dropping it neither
+/// stops the op nor frees its memory early.
+#[derive(Debug)]
+#[must_use = "the result of an op says whether it happened"]
+pub struct OpFuture {
+    ring: Ring,
+    state: OpState,
+}
+
+impl Future for OpFuture {
+    type Output = Result<(), IoError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if let OpState::Pending(pending) = &mut self.state {
+            let Some(pending) = pending.take() else {
+                return Poll::Ready(Err(IoError::Dropped));
+            };
+            let ring = self.ring.clone();
+            self.state = ring.try_start(pending);
+            if matches!(self.state, OpState::Pending(_)) {
+                ring.inner.slots.borrow_mut().waiters.push(cx.waker().clone());
+                return Poll::Pending;
+            }
+        }
+        let OpState::Started(index, _) = self.state else {
+            return Poll::Ready(Err(IoError::Dropped));
+        };
+        let inner = Rc::clone(&self.ring.inner);
+        let mut slots = inner.slots.borrow_mut();
+        let Some(slot) = slots.get_mut(index) else {
+            return Poll::Ready(Err(IoError::Dropped));
+        };
+        if let Owner::Finished(result) = slot.owner {
+            let ended = slots.release(index);
+            drop(slots);
+            drop(ended);
+            self.state = OpState::Gone;
+            return Poll::Ready(result);
+        }
+        slot.owner = Owner::Waiting(Some(cx.waker().clone()));
+        Poll::Pending
+    }
+}
+
+impl Drop for OpFuture {
+    fn drop(&mut self) {
+        match self.state {
+            OpState::Started(index, generation) => {
+                let mut slots = self.ring.inner.slots.borrow_mut();
+                let Some(slot) = slots.get_mut(index) else { return };
+                if slot.generation != generation {
+                    return;
+                }
+                if matches!(slot.owner, Owner::Finished(_)) {
+                    let ended = slots.release(index);
+                    drop(slots);
+                    drop(ended);
+                } else {
+                    slot.owner = Owner::Orphan;
+                }
+            }
+            OpState::Pending(_) => {
+                // It may have used up a wake-up that another waiter needs.
+                let mut slots = self.ring.inner.slots.borrow_mut();
+                if slots.has_free()
+                    && let Some(waker) = slots.waiters.pop()
+                {
+                    waker.wake();
+                }
+            }
+            OpState::Gone => {}
+        }
+    }
+}
+
+/// A watched descriptor; dropped, it is watched no more.
+pub struct Watch {
+    ring: Weak<Inner>,
+    index: u32,
+    generation: u32,
+}
+
+impl fmt::Debug for Watch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Watch(slot {})", self.index)
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let Some(ring) = self.ring.upgrade() else { return };
+        let mut slots = ring.slots.borrow_mut();
+        let Some(slot) = slots.get_mut(self.index) else {
+            return;
+        };
+        if slot.generation != self.generation {
+            return;
+        }
+        slot.owner = Owner::Orphan;
+        drop(slots);
+        let mut driver = ring.driver.borrow_mut();
+        let user_data = user_data(self.index, self.generation);
+        if driver.cancel(user_data).is_err() && driver.enter(false).is_ok() {
+            // Refused twice: the watch ends with the ring instead.
+            driver.cancel(user_data).unwrap_or_default();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,112 @@
+//! The few system calls and limits the drivers share.
+
+#![expect(unsafe_code, reason = "system calls on memory named by an op")]
+
+use std::io;
+use std::os::fd::RawFd;
+
+use super::driver::{KernelOp, Kind};
+
+/// The most slices one vectored call takes (`UIO_MAXIOV`). A longer op continues like a short one.
+pub(crate) const IOV_MAX: u32 = 1024;
+
+/// The most bytes one op is started with; a longer one continues like a short one.
+pub(crate) const TRANSFER_BYTES_MAX: u32 = 1 << 30;
+
+/// `POLLIN` as the kernel's poll ops want it.
+pub(crate) const POLL_IN: u32 = libc::POLLIN as u32;
+
+/// Carries out a read, write, sync or allocation now: a byte count, or minus the errno.
+///
+/// # Safety
+///
+/// As for [`super::driver::Driver::push`], until this returns.
+pub(crate) unsafe fn carry_out(op: &KernelOp) -> i32 {
+    let fd = op.file.fd;
+    let count = i32::try_from(op.slice_count)
+        .unwrap_or(i32::MAX)
+        .min(IOV_MAX.cast_signed());
+    let Ok(offset) = libc::off_t::try_from(op.offset) else {
+        return -libc::EINVAL;
+    };
+    let result = match op.kind {
+        Kind::Read => {
+            // SAFETY: `IoSlice` is laid out as `iovec`; the caller vouches for list and memory.
+            unsafe { libc::preadv(fd, op.slices.cast(), count, offset) }
+        }
+        Kind::Write { dsync } => {
+            let flags = if dsync { libc::RWF_DSYNC } else { 0 };
+            // SAFETY: as for the read.
+            unsafe { libc::pwritev2(fd, op.slices.cast(), count, offset, flags) }
+        }
+        Kind::DataSync => {
+            // SAFETY: no memory is passed.
+            unsafe { libc::fdatasync(fd) as isize }
+        }
+        Kind::Allocate { mode } => {
+            let Ok(len) = libc::off_t::try_from(op.len) else {
+                return -libc::EINVAL;
+            };
+            // SAFETY: no memory is passed.
+            unsafe { libc::fallocate(fd, mode, offset, len) as isize }
+        }
+        Kind::Truncate => {
+            let Ok(len) = libc::off_t::try_from(op.len) else {
+                return -libc::EINVAL;
+            };
+            // SAFETY: no memory is passed.
+            unsafe { libc::ftruncate(fd, len) as isize }
+        }
+        Kind::Watch => return -libc::EINVAL,
+    };
+    if result < 0 {
+        return -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+    }
+    i32::try_from(result).unwrap_or(i32::MAX)
+}
+
+/// The length of a file, or the size of a block device, in bytes.
+pub(crate) fn file_len(fd: RawFd) -> io::Result<u64> {
+    // SAFETY: no memory is passed. Positional I/O only: nobody leans on the offset this moves.
+    let end = unsafe { libc::lseek(fd, 0, libc::SEEK_END) };
+    u64::try_from(end).map_err(|_| io::Error::last_os_error())
+}
+
+/// Waits until one of `fds` is readable, or not at all; tells which are. An interrupted wait finds none.
+pub(crate) fn poll_readable(fds: &[RawFd], wait: bool) -> io::Result<Vec<bool>> {
+    let mut list: Vec<libc::pollfd> = fds
+        .iter()
+        .map(|&fd| libc::pollfd {
+            fd,
+            events: libc::POLLIN,
+            revents: 0,
+        })
+        .collect();
+    let count = libc::nfds_t::try_from(list.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: `list` has `count` entries and lives across the call.
+    let ready = unsafe { libc::poll(list.as_mut_ptr(), count, if wait { -1 } else { 0 }) };
+    if ready < 0 {
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+        return Ok(vec![false; fds.len()]);
+    }
+    Ok(list.iter().map(|entry| entry.revents != 0).collect())
+}
+
+/// Takes the count out of an eventfd that `poll` said is readable.
+pub(crate) fn take_event(fd: RawFd) {
+    let mut count = [0u8; 8];
+    // SAFETY: the buffer has the eight bytes an eventfd read needs. A failure leaves the event set,
+    // and it is reported again.
+    let _read = unsafe { libc::read(fd, count.as_mut_ptr().cast(), count.len()) };
+}
+
+/// Adds one to an eventfd.
+pub(crate) fn signal_event(fd: RawFd) {
+    let one = 1u64.to_ne_bytes();
+    // SAFETY: the buffer has the eight bytes an eventfd write needs. It fails only when the count is
+    // at its ceiling, and then the reader is being woken anyway.
+    let _written = unsafe { libc::write(fd, one.as_ptr().cast(), one.len()) };
+}

@@ -1,0 +1,91 @@
+//! The plain-syscalls driver: where io_uring is refused, and for image tools.
+//!
+//! Every op is carried out while it is pushed and its completion waits to be reaped, so the code above
+//! runs as on io_uring, only one op at a time. Watches are polled when there is nothing else to do.
+
+#![expect(unsafe_code, reason = "passes on the memory contract of Driver::push")]
+
+use std::io;
+use std::os::fd::RawFd;
+
+use super::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull};
+use super::sys;
+
+#[derive(Debug, Default)]
+pub(crate) struct SyscallDriver {
+    done: Vec<Completion>,
+    watches: Vec<(RawFd, u64)>,
+}
+
+impl Driver for SyscallDriver {
+    fn name(&self) -> &'static str {
+        "syscalls"
+    }
+
+    fn register_file(&mut self, fd: RawFd) -> io::Result<FileSlot> {
+        Ok(FileSlot { fd, fixed: None })
+    }
+
+    fn unregister_file(&mut self, _file: FileSlot) {}
+
+    unsafe fn push(&mut self, op: &KernelOp, user_data: u64) -> Result<(), QueueFull> {
+        if op.kind == Kind::Watch {
+            self.watches.push((op.file.fd, user_data));
+            return Ok(());
+        }
+        // SAFETY: the caller's contract is the same and lasts longer.
+        let result = unsafe { sys::carry_out(op) };
+        self.done.push(Completion {
+            user_data,
+            result,
+            more: false,
+        });
+        Ok(())
+    }
+
+    fn cancel(&mut self, user_data: u64) -> Result<(), QueueFull> {
+        if let Some(index) = self.watches.iter().position(|&(_, watch)| watch == user_data) {
+            self.watches.swap_remove(index);
+            self.done.push(Completion {
+                user_data,
+                result: -libc::ECANCELED,
+                more: false,
+            });
+        }
+        Ok(())
+    }
+
+    fn enter(&mut self, wait: bool) -> io::Result<()> {
+        if !self.done.is_empty() || self.watches.is_empty() {
+            return Ok(());
+        }
+        let fds: Vec<RawFd> = self.watches.iter().map(|&(fd, _)| fd).collect();
+        let readable = sys::poll_readable(&fds, wait)?;
+        for (&(fd, user_data), _) in self
+            .watches
+            .iter()
+            .zip(readable)
+            .filter(|(_, readable)| *readable)
+        {
+            sys::take_event(fd);
+            self.done.push(Completion {
+                user_data,
+                result: libc::POLLIN.into(),
+                more: true,
+            });
+        }
+        Ok(())
+    }
+
+    fn has_unstarted(&self) -> bool {
+        false
+    }
+
+    fn file_len(&self, file: FileSlot) -> io::Result<u64> {
+        sys::file_len(file.fd)
+    }
+
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        out.append(&mut self.done);
+    }
+}

@@ -1,0 +1,182 @@
+//! The ring on its drivers: ownership, short transfers, waiting, dropping.
+
+use std::cell::RefCell;
+use std::io::{Seek, Write};
+use std::rc::Rc;
+
+use smallvec::smallvec;
+
+use super::*;
+use crate::buffer::{AlignedBuf, Buffer};
+use crate::request::CompletionSink;
+use crate::task;
+
+fn rings() -> Vec<Ring> {
+    let uring =
+        Ring::new(RingKind::IoUring, 16).expect("these tests need io_uring: kernel.io_uring_disabled=0");
+    vec![
+        uring,
+        Ring::new(RingKind::Syscalls, 16).expect("no kernel support is needed"),
+    ]
+}
+
+fn file_with(bytes: &[u8]) -> std::fs::File {
+    let mut file = tempfile::tempfile().expect("a temporary file");
+    file.write_all(bytes).expect("its contents");
+    file.rewind().expect("a seek");
+    file
+}
+
+fn bytes(buffer: &Rc<Buffer>) -> Vec<u8> {
+    let mut out = vec![0; buffer.len()];
+    buffer.read(0, &mut out);
+    out
+}
+
+fn run<T>(ring: &Ring, future: impl Future<Output = T>) -> T {
+    task::Context::on(ring.clone())
+        .block_on(future)
+        .expect("the ring turns")
+}
+
+#[test]
+fn what_is_written_is_read_back_on_every_driver() {
+    for ring in rings() {
+        let file = ring.register(file_with(&[]).into()).expect("a registered file");
+        let data = Rc::new(Buffer::from(AlignedBuf::from_slice(&[7; 3000])));
+        let pieces = smallvec![Piece::Zeros(100), Piece::whole(&data), Piece::Zeros(70_000)];
+        run(&ring, ring.write(&file, 5, pieces, false)).expect("a write");
+        run(&ring, ring.sync(&file)).expect("a sync");
+        let back = Rc::new(Buffer::from(AlignedBuf::from_slice(&[1; 4000])));
+        run(&ring, ring.read(&file, 0, smallvec![Piece::whole(&back)])).expect("a read");
+        let back = bytes(&back);
+        assert!(
+            back[..105].iter().all(|&byte| byte == 0),
+            "{}",
+            ring.driver_name()
+        );
+        assert!(
+            back[105..3105].iter().all(|&byte| byte == 7),
+            "{}",
+            ring.driver_name()
+        );
+        assert!(
+            back[3105..].iter().all(|&byte| byte == 0),
+            "{}",
+            ring.driver_name()
+        );
+    }
+}
+
+#[test]
+fn a_read_past_the_end_of_the_file_gives_zeros() {
+    for ring in rings() {
+        let file = ring
+            .register(file_with(&[3; 600]).into())
+            .expect("a registered file");
+        let sink = CompletionSink::new();
+        let buffer = Buffer::from(AlignedBuf::from_slice(&[9; 1024]));
+        let request = Request::new(Op::Read, 0, 1024, buffer, &sink, 1);
+        ring.submit_request(&file, 0, request).expect("a free slot");
+        while sink.is_empty() {
+            ring.turn(true).expect("a turn");
+        }
+        let mut done = Vec::new();
+        sink.drain_into(&mut done);
+        assert_eq!(done[0].result, Ok(()));
+        let mut out = [0; 1024];
+        done[0].buffer.read(0, &mut out);
+        assert!(out[..600].iter().all(|&byte| byte == 3));
+        assert!(out[600..].iter().all(|&byte| byte == 0));
+    }
+}
+
+#[test]
+fn a_full_ring_gives_the_request_back_and_futures_wait_their_turn() {
+    for ring in rings() {
+        let file = ring
+            .register(file_with(&[1; 4096]).into())
+            .expect("a registered file");
+        let sink = CompletionSink::new();
+        let mut refused = 0;
+        for tag in 0..20 {
+            let buffer = Buffer::from(AlignedBuf::zeroed(512));
+            let request = Request::new(Op::Read, 0, 512, buffer, &sink, tag);
+            if let Err(request) = ring.submit_request(&file, 0, request) {
+                refused += 1;
+                request.finish(Err(IoError::Cancelled));
+            }
+        }
+        assert_eq!(refused, 4, "sixteen slots take sixteen of twenty");
+        let late = ring.sync(&file);
+        run(&ring, late).expect("the op starts once a slot is free");
+        while ring.in_flight() > 0 {
+            ring.turn(true).expect("a turn");
+        }
+        let mut done = Vec::new();
+        sink.drain_into(&mut done);
+        assert_eq!(done.len(), 20);
+        assert_eq!(done.iter().filter(|done| done.result.is_ok()).count(), 16);
+    }
+}
+
+#[test]
+fn a_dropped_future_keeps_its_memory_until_the_op_has_ended() {
+    for ring in rings() {
+        let (read_end, write_end) = pipe();
+        let file = ring.register(read_end.into()).expect("a registered file");
+        let buffer = Rc::new(Buffer::from(AlignedBuf::zeroed(8)));
+        if ring.driver_name() == "syscalls" {
+            continue; // ops have ended before a future can be dropped
+        }
+        // An offset of -1 reads from the current position, as a pipe wants.
+        let op = ring.op(&file, Kind::Read, u64::MAX, 8, smallvec![Piece::whole(&buffer)]);
+        ring.turn(false).expect("a turn");
+        drop(op);
+        assert_eq!(Rc::strong_count(&buffer), 2, "the slot holds the buffer");
+        drop(write_end);
+        while Rc::strong_count(&buffer) > 1 {
+            ring.turn(true).expect("a turn");
+        }
+    }
+}
+
+fn pipe() -> (std::io::PipeReader, std::io::PipeWriter) {
+    std::io::pipe().expect("a pipe")
+}
+
+#[test]
+fn a_watch_reports_every_signal_until_it_is_dropped() {
+    for ring in rings() {
+        let event = task::eventfd().expect("an eventfd");
+        let watch = ring
+            .watch(event.try_clone().expect("a duplicate"), 42)
+            .expect("a watch");
+        let seen = RefCell::new(Vec::new());
+        for _ in 0..3 {
+            signal_event(event.as_raw_fd());
+            ring.turn(true).expect("a turn");
+            ring.take_events(&mut seen.borrow_mut());
+        }
+        assert_eq!(*seen.borrow(), vec![42, 42, 42], "{}", ring.driver_name());
+        drop(watch);
+        ring.turn(false).expect("a turn");
+        signal_event(event.as_raw_fd());
+        ring.turn(false).expect("a turn");
+        ring.turn(false).expect("a turn");
+        ring.take_events(&mut seen.borrow_mut());
+        assert_eq!(seen.borrow().len(), 3, "{}", ring.driver_name());
+    }
+}
+
+#[test]
+fn an_error_of_the_kernel_reaches_the_request() {
+    for ring in rings() {
+        let path = tempfile::NamedTempFile::new().expect("a temporary file");
+        let read_only = std::fs::File::open(path.path()).expect("a file opened to read");
+        let file = ring.register(read_only.into()).expect("a registered file");
+        let data = Rc::new(Buffer::from(AlignedBuf::zeroed(512)));
+        let result = run(&ring, ring.write(&file, 0, smallvec![Piece::whole(&data)], false));
+        assert_eq!(result, Err(IoError::Host { errno: libc::EBADF }));
+    }
+}

@@ -1,0 +1,349 @@
+//! The executor of one worker, and what a worker's code needs at hand.
+//!
+//! Straight-line `async` code runs here next to the ring. Tasks stay on their worker; a wake-up may come
+//! from any thread, and then reaches a sleeping worker through an eventfd that its ring watches.
+//!
+//! What must stay true: a wake-up is never lost. The worker says that it sleeps *before* it looks at the
+//! queue a last time; a waker queues *before* it looks whether the worker sleeps.
+
+#![expect(unsafe_code, reason = "creates an eventfd, pins threads to CPUs")]
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::fmt;
+use std::future::Future;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use std::task::{Poll, Wake, Waker};
+
+use async_task::Runnable;
+use parking_lot::Mutex;
+
+use crate::buffer::BufferPool;
+use crate::ring::{Ring, RingError, RingKind, signal_event};
+
+/// A new eventfd, blocking, close-on-exec.
+///
+/// # Errors
+///
+/// If the process has no descriptor left.
+pub fn eventfd() -> io::Result<OwnedFd> {
+    // SAFETY: no memory is passed.
+    let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: `fd` was just made and nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Lets the calling thread run on these CPUs only.
+pub(crate) fn pin_to(cpus: &[usize]) -> io::Result<()> {
+    // SAFETY: an all-zero `cpu_set_t` is the empty set of that plain C struct.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    let bits = 8 * size_of::<libc::cpu_set_t>();
+    for &cpu in cpus {
+        if cpu >= bits {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // SAFETY: `cpu` was just checked to lie inside the set.
+        unsafe { libc::CPU_SET(cpu, &mut set) };
+    }
+    // SAFETY: `set` lives across the call and its size is given.
+    if unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// The tasks that are ready, and how to wake the worker that runs them.
+pub(crate) struct RunQueue {
+    ready: Mutex<VecDeque<Runnable>>,
+    len: AtomicUsize,
+    sleeping: AtomicBool,
+    wake: OwnedFd,
+}
+
+impl fmt::Debug for RunQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RunQueue")
+            .field("ready", &self.len)
+            .finish_non_exhaustive()
+    }
+}
+
+impl RunQueue {
+    fn schedule(&self, runnable: Runnable) {
+        {
+            let mut ready = self.ready.lock();
+            ready.push_back(runnable);
+            self.len.store(ready.len(), Ordering::SeqCst);
+        }
+        self.wake();
+    }
+
+    /// Wakes the worker if it sleeps or is about to.
+    pub(crate) fn wake(&self) {
+        fence(Ordering::SeqCst);
+        if self.sleeping.load(Ordering::SeqCst) && self.sleeping.swap(false, Ordering::SeqCst) {
+            signal_event(self.wake.as_raw_fd());
+        }
+    }
+
+    /// Says that the worker is about to sleep. `false` if a task is ready after all.
+    pub(crate) fn prepare_sleep(&self) -> bool {
+        self.sleeping.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if self.len.load(Ordering::SeqCst) != 0 {
+            self.sleeping.store(false, Ordering::SeqCst);
+            return false;
+        }
+        true
+    }
+
+    /// Says that the worker is awake.
+    pub(crate) fn end_sleep(&self) {
+        self.sleeping.store(false, Ordering::SeqCst);
+    }
+
+    pub(crate) fn wake_fd(&self) -> io::Result<OwnedFd> {
+        self.wake.try_clone()
+    }
+}
+
+struct Inner {
+    ring: Ring,
+    queue: Arc<RunQueue>,
+    tasks: Cell<usize>,
+    pool: BufferPool,
+    /// Spare list, so that running tasks does not hold the lock.
+    batch: RefCell<VecDeque<Runnable>>,
+}
+
+/// What code on a worker has at hand: the ring, the executor, the buffer pool. Cheap to clone.
+#[derive(Clone)]
+pub struct Context {
+    inner: Rc<Inner>,
+}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Context")
+            .field("ring", &self.inner.ring)
+            .field("tasks", &self.inner.tasks.get())
+            .finish()
+    }
+}
+
+impl Context {
+    /// A context with a ring of its own.
+    ///
+    /// # Errors
+    ///
+    /// If the ring cannot be made.
+    pub fn new(kind: RingKind, depth: u32) -> Result<Self, RingError> {
+        Ok(Self::on(Ring::new(kind, depth)?))
+    }
+
+    /// A context on plain system calls: what image tools use.
+    ///
+    /// # Panics
+    ///
+    /// If the process has no file descriptor left.
+    #[must_use]
+    pub fn syscalls() -> Self {
+        Self::new(RingKind::Syscalls, 64).expect("the system-call driver needs nothing of the kernel")
+    }
+
+    /// A context on an existing ring.
+    ///
+    /// # Panics
+    ///
+    /// If the process has no file descriptor left.
+    #[must_use]
+    pub fn on(ring: Ring) -> Self {
+        let queue = RunQueue {
+            ready: Mutex::new(VecDeque::new()),
+            len: AtomicUsize::new(0),
+            sleeping: AtomicBool::new(false),
+            wake: eventfd().expect("a descriptor for the worker's wake-up"),
+        };
+        Self {
+            inner: Rc::new(Inner {
+                ring,
+                queue: Arc::new(queue),
+                tasks: Cell::new(0),
+                pool: BufferPool::default(),
+                batch: RefCell::default(),
+            }),
+        }
+    }
+
+    /// The worker's ring.
+    #[must_use]
+    #[inline]
+    pub fn ring(&self) -> &Ring {
+        &self.inner.ring
+    }
+
+    /// The worker's spare buffers.
+    #[must_use]
+    pub fn pool(&self) -> &BufferPool {
+        &self.inner.pool
+    }
+
+    /// Tasks that have not ended.
+    #[must_use]
+    pub fn tasks(&self) -> usize {
+        self.inner.tasks.get()
+    }
+
+    pub(crate) fn run_queue(&self) -> &Arc<RunQueue> {
+        &self.inner.queue
+    }
+
+    /// Starts a task. It runs when the worker next runs tasks, and to its end.
+    pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
+        struct Counted(Rc<Inner>);
+        impl Drop for Counted {
+            fn drop(&mut self) {
+                self.0.tasks.set(self.0.tasks.get() - 1);
+            }
+        }
+        self.inner.tasks.set(self.inner.tasks.get() + 1);
+        let counted = Counted(Rc::clone(&self.inner));
+        let queue = Arc::clone(&self.inner.queue);
+        let future = async move {
+            let _counted = counted;
+            future.await;
+        };
+        let (runnable, task) = async_task::spawn_local(future, move |runnable| queue.schedule(runnable));
+        task.detach();
+        runnable.schedule();
+    }
+
+    /// Runs every task that is ready, those included that become ready meanwhile, up to a bound.
+    /// Returns whether there were any.
+    pub fn run_ready(&self) -> bool {
+        let mut any = false;
+        for _ in 0..16 {
+            if self.inner.queue.len.load(Ordering::SeqCst) == 0 {
+                break;
+            }
+            any = true;
+            let mut batch = self.inner.batch.take();
+            {
+                let mut ready = self.inner.queue.ready.lock();
+                std::mem::swap(&mut batch, &mut ready);
+                self.inner.queue.len.store(0, Ordering::SeqCst);
+            }
+            for runnable in batch.drain(..) {
+                runnable.run();
+            }
+            self.inner.batch.replace(batch);
+        }
+        any
+    }
+
+    /// Whether a task is ready to run.
+    #[must_use]
+    pub fn has_ready(&self) -> bool {
+        self.inner.queue.len.load(Ordering::SeqCst) != 0
+    }
+
+    /// Runs `future`, and every task of this context meanwhile, until `future` has its output.
+    ///
+    /// # Errors
+    ///
+    /// If the ring cannot go on.
+    pub fn block_on<T>(&self, future: impl Future<Output = T>) -> io::Result<T> {
+        struct Flag {
+            woken: AtomicBool,
+            queue: Arc<RunQueue>,
+        }
+        impl Wake for Flag {
+            fn wake(self: Arc<Self>) {
+                self.woken.store(true, Ordering::SeqCst);
+                self.queue.wake();
+            }
+        }
+        let flag = Arc::new(Flag {
+            woken: AtomicBool::new(true),
+            queue: Arc::clone(&self.inner.queue),
+        });
+        let waker = Waker::from(Arc::clone(&flag));
+        let _watch = self.ring().watch(self.inner.queue.wake_fd()?, u64::MAX)?;
+        let mut events = Vec::new();
+        let mut future = pin!(future);
+        loop {
+            if flag.woken.swap(false, Ordering::SeqCst)
+                && let Poll::Ready(output) = future.as_mut().poll(&mut std::task::Context::from_waker(&waker))
+            {
+                return Ok(output);
+            }
+            let ran = self.run_ready();
+            let idle = !ran && !flag.woken.load(Ordering::SeqCst);
+            let sleep = idle && self.inner.queue.prepare_sleep() && !flag.woken.load(Ordering::SeqCst);
+            self.ring().turn(sleep)?;
+            self.inner.queue.end_sleep();
+            self.ring().take_events(&mut events);
+            events.clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wake_up_from_another_thread_reaches_a_sleeping_worker() {
+        for kind in [RingKind::Auto, RingKind::Syscalls] {
+            let cx = Context::new(kind, 16).expect("a ring");
+            let shared = Arc::new((AtomicBool::new(false), Mutex::new(None::<Waker>)));
+            let other = Arc::clone(&shared);
+            let thread = std::thread::spawn(move || {
+                loop {
+                    let waker = other.1.lock().take();
+                    if let Some(waker) = waker {
+                        other.0.store(true, Ordering::SeqCst);
+                        waker.wake();
+                        return;
+                    }
+                    std::thread::yield_now();
+                }
+            });
+            let done = Rc::new(Cell::new(false));
+            let (flag, seen) = (Arc::clone(&shared), Rc::clone(&done));
+            cx.spawn(async move {
+                std::future::poll_fn(|cx| {
+                    if flag.0.load(Ordering::SeqCst) {
+                        return Poll::Ready(());
+                    }
+                    *flag.1.lock() = Some(cx.waker().clone());
+                    Poll::Pending
+                })
+                .await;
+                seen.set(true);
+            });
+            let waited = Rc::clone(&done);
+            let inner = cx.clone();
+            cx.block_on(std::future::poll_fn(move |cx| {
+                if waited.get() {
+                    return Poll::Ready(());
+                }
+                let waker = cx.waker().clone();
+                inner.spawn(async move { waker.wake() });
+                Poll::Pending
+            }))
+            .expect("the ring turns");
+            thread.join().expect("the other thread");
+            assert!(done.get());
+            assert_eq!(cx.tasks(), 0);
+        }
+    }
+}

@@ -1,0 +1,657 @@
+//! The worker: one thread, one ring, one executor, and the frontends it serves.
+//!
+//! Everything a worker waits for comes through its ring: kicks and wake-ups are watched eventfds, I/O
+//! ends as completions. One system call both starts and waits. When there is nothing to do the worker
+//! first polls for a bounded time, which grows while polling finds work and shrinks to nothing on an idle
+//! disk, and only then asks its guests for notifications and sleeps.
+//!
+//! What must stay true: between asking for notifications and sleeping every queue is looked at once
+//! more; and a frontend is removed only when each of its requests has been answered and published.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::disk::LocalBoxFuture;
+use crate::ring::{EventToken, RingError, RingKind, Watch};
+use crate::task::{Context, RunQueue};
+
+/// Something that brings a worker requests and takes the answers: a virtqueue, a ublk queue.
+///
+/// Called by its worker only. None of these may block.
+pub trait Frontend {
+    /// Takes all requests that are there and submits them. Returns whether there were any.
+    fn poll(&mut self) -> bool;
+
+    /// Publishes all answers that are there, with at most one notification. Returns whether there were any.
+    fn publish(&mut self) -> bool;
+
+    /// Asks for a notification when a request comes, because the worker is about to sleep. Returns
+    /// `true` if one is there already: then the worker does not sleep.
+    fn prepare_sleep(&mut self) -> bool;
+
+    /// The worker polls again; notifications are a waste.
+    fn end_sleep(&mut self);
+
+    /// Requests taken and not yet published.
+    fn in_flight(&self) -> usize;
+
+    /// Called once, after removal was asked for and [`Frontend::in_flight`] has reached zero; the frontend
+    /// is dropped next. From the asking until then [`Frontend::poll`] is not called any more.
+    fn removed(&mut self) {}
+}
+
+/// A frontend of a worker.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct FrontendId(u64);
+
+/// How a worker is set up.
+#[derive(Clone, Debug)]
+pub struct WorkerConfig {
+    /// The thread's name.
+    pub name: String,
+    /// The ring's driver.
+    pub ring: RingKind,
+    /// How many ops may be in flight.
+    pub depth: u32,
+    /// The CPUs to run on; empty for all.
+    pub cpus: Vec<usize>,
+    /// The longest time to poll before sleeping; zero never polls.
+    pub poll_max: Duration,
+}
+
+impl Default for WorkerConfig {
+    fn default() -> Self {
+        Self {
+            name: "ringdisk".to_owned(),
+            ring: RingKind::Auto,
+            depth: 256,
+            cpus: Vec::new(),
+            poll_max: Duration::from_micros(50),
+        }
+    }
+}
+
+/// Why a worker could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartWorkerError {
+    /// The thread could not be made.
+    #[error("cannot start a worker thread")]
+    Thread(#[source] io::Error),
+    /// The ring could not be made.
+    #[error(transparent)]
+    Ring(#[from] RingError),
+    /// The wake-up could not be watched.
+    #[error("cannot set up the worker's wake-up")]
+    Wake(#[source] io::Error),
+    /// The CPUs cannot be used.
+    #[error("cannot run a worker on CPUs {cpus:?}")]
+    Affinity {
+        /// The CPUs asked for.
+        cpus: Vec<usize>,
+        /// The reason.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// The worker has ended: it was stopped, or it failed.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("the worker has ended")]
+pub struct WorkerGone;
+
+type Command = Box<dyn FnOnce(&mut Worker) + Send>;
+
+#[derive(Default)]
+struct Commands {
+    list: Mutex<Vec<Command>>,
+    waiting: AtomicBool,
+    stop: AtomicBool,
+    ended: AtomicBool,
+}
+
+/// What runs on the worker's thread. Reached through [`WorkerHandle::run`].
+pub struct Worker {
+    cx: Context,
+    frontends: Vec<Entry>,
+    next_id: u64,
+    commands: Arc<Commands>,
+    poll: PollTime,
+}
+
+struct Entry {
+    id: FrontendId,
+    frontend: Box<dyn Frontend>,
+    watches: Vec<Watch>,
+    /// Set once removal was asked for: who wants to know when it is done.
+    removal: Vec<mpsc::Sender<()>>,
+}
+
+impl fmt::Debug for Worker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Worker")
+            .field("cx", &self.cx)
+            .field("frontends", &self.frontends.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The wake-up's token; frontends' watches all share the other. Events only end a sleep: what happened is
+/// found by looking.
+const WAKE: EventToken = 0;
+const KICK: EventToken = 1;
+
+impl Worker {
+    /// The worker's ring, executor and pool.
+    #[must_use]
+    pub fn context(&self) -> &Context {
+        &self.cx
+    }
+
+    /// Adds a frontend, which is woken by the eventfds in `kicks`.
+    ///
+    /// # Errors
+    ///
+    /// If a kick cannot be watched.
+    pub fn add(
+        &mut self,
+        frontend: Box<dyn Frontend>,
+        kicks: Vec<std::os::fd::OwnedFd>,
+    ) -> io::Result<FrontendId> {
+        let watches = kicks
+            .into_iter()
+            .map(|fd| self.cx.ring().watch(fd, KICK))
+            .collect::<io::Result<Vec<_>>>()?;
+        let id = FrontendId(self.next_id);
+        self.next_id += 1;
+        self.frontends.push(Entry {
+            id,
+            frontend,
+            watches,
+            removal: Vec::new(),
+        });
+        Ok(id)
+    }
+
+    /// Asks for a frontend's removal; `done` hears when it has drained and is gone. An unknown frontend
+    /// is gone already.
+    fn remove(&mut self, id: FrontendId, done: mpsc::Sender<()>) {
+        if let Some(entry) = self.frontends.iter_mut().find(|entry| entry.id == id) {
+            entry.watches.clear();
+            entry.removal.push(done);
+        }
+    }
+
+    fn run_commands(&mut self) -> bool {
+        if !self.commands.waiting.load(Ordering::Acquire) {
+            return false;
+        }
+        let list = {
+            let mut list = self.commands.list.lock();
+            self.commands.waiting.store(false, Ordering::Release);
+            std::mem::take(&mut *list)
+        };
+        for command in list {
+            command(self);
+        }
+        true
+    }
+
+    /// One round: new requests, tasks, the ring, answers. Returns whether anything happened.
+    fn round(&mut self) -> io::Result<bool> {
+        let mut worked = self.run_commands();
+        for entry in &mut self.frontends {
+            if entry.removal.is_empty() {
+                worked |= entry.frontend.poll();
+            }
+        }
+        worked |= self.cx.run_ready();
+        if self.cx.ring().poll()? > 0 {
+            worked = true;
+            self.cx.run_ready();
+        }
+        for entry in &mut self.frontends {
+            worked |= entry.frontend.publish();
+        }
+        self.frontends.retain_mut(|entry| {
+            let gone = !entry.removal.is_empty() && entry.frontend.in_flight() == 0;
+            if gone {
+                entry.frontend.removed();
+            }
+            !gone
+        });
+        Ok(worked)
+    }
+
+    fn drained(&self) -> bool {
+        self.commands.stop.load(Ordering::Acquire)
+            && self.frontends.is_empty()
+            && self.cx.tasks() == 0
+            && self.cx.ring().in_flight() == 0
+            && !self.commands.waiting.load(Ordering::Acquire)
+    }
+
+    /// Sleeps until something happens, unless something has.
+    fn sleep(&mut self) -> io::Result<()> {
+        let mut stay = false;
+        for entry in &mut self.frontends {
+            if entry.removal.is_empty() {
+                stay |= entry.frontend.prepare_sleep();
+            }
+        }
+        let queue = Arc::clone(self.cx.run_queue());
+        if !stay && queue.prepare_sleep() {
+            let commanded = self.commands.waiting.load(Ordering::SeqCst);
+            let stopped = self.commands.stop.load(Ordering::SeqCst) && self.drained();
+            self.cx.ring().turn(!commanded && !stopped)?;
+        }
+        queue.end_sleep();
+        for entry in &mut self.frontends {
+            entry.frontend.end_sleep();
+        }
+        Ok(())
+    }
+
+    fn serve(&mut self) -> io::Result<()> {
+        let mut events = Vec::new();
+        let mut idle_since: Option<Instant> = None;
+        loop {
+            let worked = self.round()?;
+            self.cx.ring().take_events(&mut events);
+            events.clear();
+            if worked {
+                if let Some(since) = idle_since.take() {
+                    self.poll.found(since.elapsed());
+                }
+                continue;
+            }
+            if self.drained() {
+                return Ok(());
+            }
+            // While I/O is in flight the kernel's wake-up is as quick as polling, and free.
+            if self.cx.ring().in_flight() == 0 && !self.poll.window.is_zero() {
+                let since = *idle_since.get_or_insert_with(Instant::now);
+                if since.elapsed() < self.poll.window {
+                    std::hint::spin_loop();
+                    continue;
+                }
+            }
+            let since = idle_since.take();
+            let before = since.unwrap_or_else(Instant::now);
+            let waits_for_io = self.cx.ring().in_flight() > 0;
+            self.sleep()?;
+            if !waits_for_io {
+                self.poll.slept(before.elapsed());
+            }
+        }
+    }
+}
+
+/// How long to poll before sleeping.
+#[derive(Debug)]
+struct PollTime {
+    window: Duration,
+    max: Duration,
+}
+
+impl PollTime {
+    const FIRST: Duration = Duration::from_micros(8);
+
+    /// Polling found work after `waited`.
+    fn found(&mut self, waited: Duration) {
+        if waited * 2 > self.window {
+            self.grow();
+        }
+    }
+
+    /// It slept: had it polled a little longer, would it have been spared?
+    fn slept(&mut self, total: Duration) {
+        if total < self.max {
+            self.grow();
+        } else {
+            self.window /= 2;
+            if self.window < Duration::from_micros(2) {
+                self.window = Duration::ZERO;
+            }
+        }
+    }
+
+    fn grow(&mut self) {
+        self.window = (self.window * 2)
+            .clamp(Self::FIRST, self.max.max(Self::FIRST))
+            .min(self.max);
+    }
+}
+
+/// A running worker. Dropping the handle stops it and waits until it has drained.
+pub struct WorkerHandle {
+    commands: Arc<Commands>,
+    queue: Arc<RunQueue>,
+    driver: &'static str,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl fmt::Debug for WorkerHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WorkerHandle")
+            .field("driver", &self.driver)
+            .finish_non_exhaustive()
+    }
+}
+
+impl WorkerHandle {
+    /// Starts a worker.
+    ///
+    /// # Errors
+    ///
+    /// If its thread or ring cannot be made.
+    pub fn spawn(config: WorkerConfig) -> Result<Self, StartWorkerError> {
+        let commands = Arc::new(Commands::default());
+        let (report, started) = mpsc::channel();
+        let shared = Arc::clone(&commands);
+        let thread = std::thread::Builder::new()
+            .name(config.name.clone())
+            .spawn(move || {
+                let ended = Arc::clone(&shared);
+                match set_up(&config, shared) {
+                    Ok((mut worker, _watch)) => {
+                        let facts = (Arc::clone(worker.cx.run_queue()), worker.cx.ring().driver_name());
+                        if report.send(Ok(facts)).is_ok()
+                            && let Err(error) = worker.serve()
+                        {
+                            tracing::error!(%error, "a worker's ring has failed; its requests fail");
+                        }
+                    }
+                    // The receiver is waiting below; if it is gone there is nobody to tell.
+                    Err(error) => report.send(Err(error)).unwrap_or_default(),
+                }
+                ended.ended.store(true, Ordering::SeqCst);
+                // Commands that come too late are dropped, and with them their answers' senders.
+                ended.list.lock().clear();
+            })
+            .map_err(StartWorkerError::Thread)?;
+        let gone = || StartWorkerError::Thread(io::ErrorKind::BrokenPipe.into());
+        let (queue, driver) = started.recv().map_err(|_| gone())??;
+        Ok(Self {
+            commands,
+            queue,
+            driver,
+            thread: Some(thread),
+        })
+    }
+
+    /// What carries out the ring's ops.
+    #[must_use]
+    pub fn driver_name(&self) -> &'static str {
+        self.driver
+    }
+
+    fn command(&self, command: Command) {
+        let mut list = self.commands.list.lock();
+        if self.commands.ended.load(Ordering::SeqCst) {
+            return;
+        }
+        list.push(command);
+        self.commands.waiting.store(true, Ordering::SeqCst);
+        drop(list);
+        self.queue.wake();
+    }
+
+    /// Runs `f` on the worker's thread, between two rounds, and returns what it returns.
+    ///
+    /// # Errors
+    ///
+    /// If the worker has ended.
+    pub fn run<T: Send + 'static>(
+        &self,
+        f: impl FnOnce(&mut Worker) -> T + Send + 'static,
+    ) -> Result<T, WorkerGone> {
+        let (answer, answered) = mpsc::channel();
+        // An answer nobody waits for any more may be dropped.
+        self.command(Box::new(move |worker| answer.send(f(worker)).unwrap_or_default()));
+        answered.recv().map_err(|_| WorkerGone)
+    }
+
+    /// Runs the future that `f` makes on the worker, and returns its output.
+    ///
+    /// # Errors
+    ///
+    /// If the worker has ended.
+    pub fn block_on<T: Send + 'static>(
+        &self,
+        f: impl FnOnce(&Context) -> LocalBoxFuture<'static, T> + Send + 'static,
+    ) -> Result<T, WorkerGone> {
+        let (answer, answered) = mpsc::channel();
+        self.command(Box::new(move |worker| {
+            let future = f(&worker.cx);
+            worker
+                .cx
+                .spawn(async move { answer.send(future.await).unwrap_or_default() });
+        }));
+        answered.recv().map_err(|_| WorkerGone)
+    }
+
+    /// Removes a frontend: no more requests are taken from it, and this returns when those taken have
+    /// been answered and published and the frontend has been dropped.
+    ///
+    /// # Errors
+    ///
+    /// If the worker has ended.
+    pub fn remove(&self, id: FrontendId) -> Result<(), WorkerGone> {
+        let (done, gone) = mpsc::channel();
+        self.run(move |worker| worker.remove(id, done))?;
+        // The sender goes with the frontend, so the channel's end is the answer.
+        if gone.recv().is_err() && self.commands.ended.load(Ordering::SeqCst) {
+            return Err(WorkerGone);
+        }
+        Ok(())
+    }
+
+    /// Removes every frontend, lets tasks and I/O end, and ends the thread.
+    pub fn stop(mut self) {
+        self.shut_down();
+    }
+
+    fn shut_down(&mut self) {
+        self.commands.stop.store(true, Ordering::SeqCst);
+        self.command(Box::new(|worker| {
+            let (done, _) = mpsc::channel();
+            let ids: Vec<_> = worker.frontends.iter().map(|entry| entry.id).collect();
+            ids.into_iter().for_each(|id| worker.remove(id, done.clone()));
+        }));
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("a worker panicked");
+        }
+    }
+}
+
+impl Drop for WorkerHandle {
+    fn drop(&mut self) {
+        if self.thread.is_some() {
+            self.shut_down();
+        }
+    }
+}
+
+fn set_up(config: &WorkerConfig, commands: Arc<Commands>) -> Result<(Worker, Watch), StartWorkerError> {
+    if !config.cpus.is_empty() {
+        crate::task::pin_to(&config.cpus).map_err(|source| StartWorkerError::Affinity {
+            cpus: config.cpus.clone(),
+            source,
+        })?;
+    }
+    let cx = Context::new(config.ring, config.depth)?;
+    let wake = cx.run_queue().wake_fd().map_err(StartWorkerError::Wake)?;
+    let watch = cx.ring().watch(wake, WAKE).map_err(StartWorkerError::Wake)?;
+    let poll = PollTime {
+        window: Duration::ZERO,
+        max: config.poll_max,
+    };
+    Ok((
+        Worker {
+            cx,
+            frontends: Vec::new(),
+            next_id: 0,
+            commands,
+            poll,
+        },
+        watch,
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::buffer::{AlignedBuf, Buffer};
+    use crate::disk::{Disk, DiskQueue};
+    use crate::file::{FileOptions, ImageFile};
+    use crate::raw::RawDisk;
+    use crate::request::{CompletionSink, Done, Op, Request};
+    use std::os::fd::AsRawFd;
+    use std::rc::Rc;
+
+    /// A frontend fed through a channel, like a guest with a very simple queue.
+    struct Channel {
+        queue: Box<dyn DiskQueue>,
+        requests: mpsc::Receiver<(Op, u64)>,
+        answers: mpsc::Sender<Done2>,
+        sink: Rc<CompletionSink>,
+        in_flight: usize,
+    }
+    type Done2 = (u64, bool);
+
+    impl Frontend for Channel {
+        fn poll(&mut self) -> bool {
+            let mut any = false;
+            while let Ok((op, offset)) = self.requests.try_recv() {
+                let buffer = if op == Op::Flush {
+                    Buffer::default()
+                } else {
+                    AlignedBuf::zeroed(4096).into()
+                };
+                let len = buffer.len() as u64;
+                self.in_flight += 1;
+                self.queue
+                    .submit(Request::new(op, offset, len, buffer, &self.sink, offset));
+                any = true;
+            }
+            any
+        }
+        fn publish(&mut self) -> bool {
+            let mut done: Vec<Done> = Vec::new();
+            self.sink.drain_into(&mut done);
+            self.in_flight -= done.len();
+            let any = !done.is_empty();
+            for done in done {
+                self.answers
+                    .send((done.tag, done.result.is_ok()))
+                    .expect("the test waits");
+            }
+            any
+        }
+        fn prepare_sleep(&mut self) -> bool {
+            self.poll()
+        }
+        fn end_sleep(&mut self) {}
+        fn in_flight(&self) -> usize {
+            self.in_flight
+        }
+    }
+
+    #[test]
+    fn requests_are_served_until_the_worker_is_stopped_and_none_is_left_behind() {
+        for ring in [RingKind::IoUring, RingKind::Syscalls] {
+            let file = tempfile::tempfile().expect("a temporary file");
+            file.set_len(1 << 20).expect("its length");
+            let options = FileOptions {
+                write: true,
+                direct: false,
+            };
+            let disk = RawDisk::new(ImageFile::from_fd("test".as_ref(), file, options), 1 << 20, true);
+            let config = WorkerConfig {
+                ring,
+                poll_max: Duration::from_micros(20),
+                ..WorkerConfig::default()
+            };
+            let worker = WorkerHandle::spawn(config).expect("a worker");
+            let (send, requests) = mpsc::channel();
+            let (answers, answered) = mpsc::channel();
+            let kick = crate::task::eventfd().expect("an eventfd");
+            let kicked = kick.try_clone().expect("a duplicate");
+            let id = worker
+                .run(move |worker| {
+                    let queue = disk.open_queue(worker.context()).expect("a queue");
+                    let channel = Channel {
+                        queue,
+                        requests,
+                        answers,
+                        sink: CompletionSink::new(),
+                        in_flight: 0,
+                    };
+                    worker.add(Box::new(channel), vec![kicked]).expect("a frontend")
+                })
+                .expect("the worker runs");
+            for round in 0..50 {
+                for n in 0..8 {
+                    let op = if n == 7 {
+                        Op::Flush
+                    } else {
+                        Op::Write { fua: false }
+                    };
+                    send.send((op, n * 4096)).expect("the frontend listens");
+                }
+                crate::ring::signal_event(kick.as_raw_fd());
+                if round % 10 == 0 {
+                    std::thread::yield_now();
+                }
+                for _ in 0..8 {
+                    assert!(
+                        answered
+                            .recv_timeout(Duration::from_secs(10))
+                            .expect("an answer")
+                            .1
+                    );
+                }
+            }
+            worker.remove(id).expect("the worker runs");
+            assert!(send.send((Op::Flush, 0)).is_err(), "the frontend is gone");
+            worker.stop();
+        }
+    }
+
+    #[test]
+    fn a_future_runs_on_the_worker_and_its_output_comes_back() {
+        let worker = WorkerHandle::spawn(WorkerConfig::default()).expect("a worker");
+        let here = std::thread::current().id();
+        let there = worker
+            .block_on(|_cx| Box::pin(async { std::thread::current().id() }))
+            .expect("the worker runs");
+        assert_ne!(here, there);
+    }
+
+    #[test]
+    fn polling_grows_while_it_pays_and_stops_on_an_idle_disk() {
+        let mut poll = PollTime {
+            window: Duration::ZERO,
+            max: Duration::from_micros(50),
+        };
+        poll.slept(Duration::from_micros(20));
+        assert_eq!(poll.window, PollTime::FIRST);
+        for _ in 0..5 {
+            poll.found(poll.window);
+        }
+        assert_eq!(poll.window, poll.max);
+        for _ in 0..10 {
+            poll.slept(Duration::from_millis(5));
+        }
+        assert_eq!(poll.window, Duration::ZERO);
+    }
+}
