@@ -1,9 +1,13 @@
 //! What can go wrong in the lab, each with what a person needs to act on it.
 
+use std::error::Error as _;
+use std::fmt;
 use std::path::PathBuf;
 
 /// Anything that keeps the lab from doing what a test asked.
-#[derive(Debug, thiserror::Error)]
+///
+/// Its `Debug` is its message and the chain of causes: that is what a test that returns it shows.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A program the lab runs is not on this machine.
@@ -96,4 +100,34 @@ pub enum Error {
         /// The end of the kernel's console.
         console: String,
     },
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")?;
+        let mut cause = self.source();
+        while let Some(error) = cause {
+            write!(f, ": {error}")?;
+            cause = error.source();
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failing_test_shows_the_message_and_its_cause() {
+        let source = std::io::Error::from(std::io::ErrorKind::PermissionDenied);
+        let error = Error::Spawn {
+            command: "qemu-img check".to_owned(),
+            source,
+        };
+        assert_eq!(
+            format!("{error:?}"),
+            "cannot start `qemu-img check`: permission denied"
+        );
+    }
 }
