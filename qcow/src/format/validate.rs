@@ -33,6 +33,28 @@ impl Header {
         self.validate_features()
     }
 
+    /// As [`Self::validate`], but the refcount table may be missing, so that tools can rebuild it.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::validate`].
+    pub fn validate_except_missing_refcount_table(&self) -> Result<(), HeaderError> {
+        match self.refcount_table_clusters {
+            0 => Self {
+                refcount_table_clusters: 1,
+                refcount_table_offset: self.any_aligned_offset(),
+                ..self.clone()
+            }
+            .validate(),
+            _ => self.validate(),
+        }
+    }
+
+    /// Some place for a table that is valid.
+    fn any_aligned_offset(&self) -> HostOffset {
+        HostOffset::new(self.cluster_bits.size())
+    }
+
     /// Checks that the tables lie inside a file of `file_len` bytes. QEMU writes a table's last
     /// cluster whole, but only the entries the header counts have to be there.
     ///

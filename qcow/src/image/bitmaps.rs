@@ -1,0 +1,161 @@
+//! Persistent bitmaps: listing them, and telling others that they can no longer be trusted.
+//!
+//! This crate does not keep bitmaps in step with the disk. Before it first writes, it marks each
+//! one as in use, which is what a crashed QEMU leaves behind: everybody then knows that the bitmap
+//! is out of date, and its clusters stay accounted for.
+
+use block::AlignedBuf;
+use block::file::FileView;
+
+use super::read::{ReadError, read};
+use crate::format::bitmap::{BITMAP_DIRECTORY_MAX_BYTES, BITMAP_FLAGS_AT, BITMAPS_MAX, BitmapError};
+use crate::format::{Autoclear, BitmapDirectoryEntry, BitmapFlags, BitmapsExtension, Header, Version};
+
+/// The bitmap directory cannot be used.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum BitmapDirectoryError {
+    /// It could not be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// It could not be written.
+    #[error("cannot write the bitmap directory at {offset:#x}")]
+    Write {
+        /// Where, in bytes.
+        offset: u64,
+        /// Why.
+        #[source]
+        source: block::IoError,
+    },
+    /// The header extension that leads to it has a value the format or QEMU's limits rule out.
+    #[error("the bitmaps extension's {field} is {found:#x}; expected {expected}")]
+    Extension {
+        /// The specification's name of the field.
+        field: &'static str,
+        /// What it holds.
+        found: u64,
+        /// What it may hold.
+        expected: &'static str,
+    },
+    /// One of its entries is malformed.
+    #[error("bitmap {index}: {source}")]
+    Entry {
+        /// The entry's number, from zero.
+        index: u32,
+        /// What is wrong.
+        #[source]
+        source: BitmapError,
+    },
+}
+
+/// Where the bitmaps are, if the image has some that are consistent with its metadata.
+pub fn consistent_bitmaps(header: &Header) -> Option<BitmapsExtension> {
+    let valid = header.version == Version::V3 && header.autoclear.contains(Autoclear::BITMAPS);
+    header.bitmaps().filter(|_| valid)
+}
+
+fn check_extension(
+    header: &Header,
+    extension: &BitmapsExtension,
+    file_len: u64,
+) -> Result<(), BitmapDirectoryError> {
+    let wrong = |field, found, expected| {
+        Err(BitmapDirectoryError::Extension {
+            field,
+            found,
+            expected,
+        })
+    };
+    let (offset, size) = (extension.directory_offset, extension.directory_size);
+    if extension.count == 0 || extension.count > BITMAPS_MAX {
+        return wrong("nb_bitmaps", u64::from(extension.count), "1 to 65535");
+    }
+    if extension.reserved != 0 {
+        return wrong("reserved field", u64::from(extension.reserved), "0");
+    }
+    if offset.bytes() == 0 || !offset.is_aligned_to(header.cluster_bits.size()) {
+        return wrong(
+            "bitmap_directory_offset",
+            offset.bytes(),
+            "a multiple of the cluster size, not 0",
+        );
+    }
+    if size > BITMAP_DIRECTORY_MAX_BYTES {
+        return wrong(
+            "bitmap_directory_size",
+            size,
+            "at most 65535 entries of 1048 bytes",
+        );
+    }
+    if offset.checked_add(size).is_none_or(|end| end.bytes() > file_len) {
+        return wrong("bitmap_directory_size", size, "a directory that ends in the file");
+    }
+    Ok(())
+}
+
+/// Reads the bitmap directory that `extension` describes: each entry and its place in bytes.
+///
+/// # Errors
+///
+/// [`BitmapDirectoryError`] if it cannot be read or is malformed.
+pub async fn read_directory(
+    file: &FileView,
+    header: &Header,
+    extension: &BitmapsExtension,
+    file_len: u64,
+) -> Result<Vec<(u64, BitmapDirectoryEntry)>, BitmapDirectoryError> {
+    check_extension(header, extension, file_len)?;
+    let start = extension.directory_offset.bytes();
+    let len = usize::try_from(extension.directory_size).unwrap_or_default();
+    let directory = read(file, "the bitmap directory", start, len).await?;
+    let mut entries = Vec::new();
+    let mut at = 0;
+    for index in 0..extension.count {
+        let rest = directory.get(at..).unwrap_or_default();
+        let entry = BitmapDirectoryEntry::parse(rest);
+        let entry = entry.map_err(|source| BitmapDirectoryError::Entry { index, source })?;
+        let len = BitmapDirectoryEntry::peek_len(rest);
+        let len = len.map_err(|source| BitmapDirectoryError::Entry { index, source })?;
+        entries.push((start + at as u64, entry));
+        at += len;
+    }
+    if at != directory.len() {
+        let (field, found) = ("bitmap_directory_size", extension.directory_size);
+        return Err(BitmapDirectoryError::Extension {
+            field,
+            found,
+            expected: "the sum of the entries' sizes",
+        });
+    }
+    Ok(entries)
+}
+
+/// Marks every bitmap as in use, durably, so that nobody trusts it after the disk changed.
+///
+/// # Errors
+///
+/// [`BitmapDirectoryError`]; the caller may then clear [`Autoclear::BITMAPS`] instead, which
+/// leaves the bitmaps' clusters as leaks.
+pub async fn invalidate(file: &FileView, header: &Header) -> Result<(), BitmapDirectoryError> {
+    let Some(extension) = consistent_bitmaps(header) else {
+        return Ok(());
+    };
+    let file_len = file.len().map_err(ReadError::io("the file's length", 0))?;
+    let mut changed = false;
+    for (at, entry) in read_directory(file, header, &extension, file_len).await? {
+        if entry.flags.contains(BitmapFlags::IN_USE) {
+            continue;
+        }
+        let offset = at + BITMAP_FLAGS_AT as u64;
+        let flags = (entry.flags | BitmapFlags::IN_USE).bits().to_be_bytes();
+        let write = file.write_at(offset, AlignedBuf::from_slice(&flags)).await;
+        write.map_err(|source| BitmapDirectoryError::Write { offset, source })?;
+        changed = true;
+    }
+    if changed {
+        let offset = extension.directory_offset.bytes();
+        file.sync()
+            .await
+            .map_err(|source| BitmapDirectoryError::Write { offset, source })?;
+    }
+    Ok(())
+}

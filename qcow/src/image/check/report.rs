@@ -1,0 +1,195 @@
+//! What a check found: exact counts, and the first findings in words.
+
+use serde::Serialize;
+
+/// The most findings a report spells out; the counts go on.
+const FINDINGS_MAX: usize = 1000;
+
+/// How bad a finding is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Severity {
+    /// Data may be lost or was lost.
+    Corruption,
+    /// Space is lost.
+    Leak,
+    /// The check could not look.
+    Error,
+}
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Finding {
+    /// How bad it is.
+    pub severity: Severity,
+    /// The structure it is in.
+    pub structure: &'static str,
+    /// Where in the file, in bytes.
+    pub offset: u64,
+    /// What is wrong.
+    pub message: String,
+}
+
+/// The outcome of a check in one word.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Verdict {
+    /// Nothing is wrong.
+    Clean,
+    /// Something is corrupt.
+    Corrupt,
+    /// Nothing but space is lost.
+    Leaks,
+    /// Parts could not be read.
+    Incomplete,
+}
+
+impl Verdict {
+    /// The exit code `qemu-img check` has for it.
+    pub const fn exit_code(self) -> u8 {
+        match self {
+            Self::Clean => 0,
+            Self::Incomplete => 1,
+            Self::Corrupt => 2,
+            Self::Leaks => 3,
+        }
+    }
+}
+
+/// What a check found. Names as in `qemu-img check --output=json`, where it has them.
+#[derive(Clone, Debug, Default, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct CheckReport {
+    /// The image.
+    pub filename: String,
+    /// Always `qcow2`.
+    pub format: &'static str,
+    /// How many things are corrupt.
+    pub corruptions: u64,
+    /// How many clusters are lost.
+    pub leaks: u64,
+    /// How many structures could not be read.
+    pub check_errors: u64,
+    /// The header says that refcounts may be wrong.
+    pub dirty: bool,
+    /// The header says that the image is corrupt.
+    pub marked_corrupt: bool,
+    /// Where the last used cluster ends, in bytes.
+    pub image_end_offset: u64,
+    /// How many clusters the guest's disk has.
+    pub total_clusters: u64,
+    /// How many of them are in this image.
+    pub allocated_clusters: u64,
+    /// How many of those are compressed.
+    pub compressed_clusters: u64,
+    /// How many do not follow their predecessor in the file.
+    pub fragmented_clusters: u64,
+    /// The first findings.
+    pub findings: Vec<Finding>,
+}
+
+impl CheckReport {
+    /// The outcome in one word.
+    pub fn verdict(&self) -> Verdict {
+        match (self.check_errors, self.corruptions, self.leaks) {
+            (0, 0, 0) => Verdict::Clean,
+            (0, 0, _) => Verdict::Leaks,
+            (_, 0, _) => Verdict::Incomplete,
+            _ => Verdict::Corrupt,
+        }
+    }
+}
+
+/// Whether new refcounts make a finding go away.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Remedy {
+    /// They do.
+    Rebuild,
+    /// They do not: something refers to where it must not.
+    None,
+}
+
+/// Findings while they come in.
+#[derive(Debug, Default)]
+pub(crate) struct Findings {
+    corruptions: u64,
+    leaks: u64,
+    check_errors: u64,
+    list: Vec<Finding>,
+    /// The first finding that new refcounts would not mend.
+    blocker: Option<Finding>,
+}
+
+impl Findings {
+    /// Records a corruption.
+    pub(crate) fn corruption(
+        &mut self,
+        structure: &'static str,
+        offset: u64,
+        remedy: Remedy,
+        message: impl FnOnce() -> String,
+    ) {
+        self.corruptions += 1;
+        self.push(Severity::Corruption, structure, offset, remedy, message);
+    }
+
+    /// Records a leaked cluster.
+    pub(crate) fn leak(&mut self, structure: &'static str, offset: u64, message: impl FnOnce() -> String) {
+        self.leaks += 1;
+        self.push(Severity::Leak, structure, offset, Remedy::Rebuild, message);
+    }
+
+    /// Records a structure that could not be read.
+    pub(crate) fn error(
+        &mut self,
+        structure: &'static str,
+        offset: u64,
+        remedy: Remedy,
+        message: impl FnOnce() -> String,
+    ) {
+        self.check_errors += 1;
+        self.push(Severity::Error, structure, offset, remedy, message);
+    }
+
+    fn push(
+        &mut self,
+        severity: Severity,
+        structure: &'static str,
+        offset: u64,
+        remedy: Remedy,
+        message: impl FnOnce() -> String,
+    ) {
+        let blocks = remedy == Remedy::None && self.blocker.is_none();
+        if !blocks && self.list.len() >= FINDINGS_MAX {
+            return;
+        }
+        let finding = Finding {
+            severity,
+            structure,
+            offset,
+            message: message(),
+        };
+        if blocks {
+            self.blocker = Some(finding.clone());
+        }
+        if self.list.len() < FINDINGS_MAX {
+            self.list.push(finding);
+        }
+    }
+
+    /// The first finding that new refcounts would not mend.
+    pub(crate) fn blocker(&self) -> Option<&Finding> {
+        self.blocker.as_ref()
+    }
+
+    /// The report, but for what is not about findings.
+    pub(crate) fn into_report(self) -> CheckReport {
+        CheckReport {
+            corruptions: self.corruptions,
+            leaks: self.leaks,
+            check_errors: self.check_errors,
+            findings: self.list,
+            ..CheckReport::default()
+        }
+    }
+}

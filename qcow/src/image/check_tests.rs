@@ -1,0 +1,357 @@
+//! Verdicts on damaged images, compared with `qemu-img check`'s.
+
+use std::fmt::Write as _;
+
+use super::testing::World;
+use super::*;
+use crate::format::header::at;
+use crate::format::l1::OFFSET_MASK;
+use crate::format::{Header, Version};
+
+/// A kind of image to damage.
+#[derive(Clone, Copy, Debug)]
+struct Kind {
+    version: Version,
+    cluster_bits: u32,
+    refcount_bits: u32,
+}
+
+const KINDS: [Kind; 5] = [
+    Kind {
+        version: Version::V3,
+        cluster_bits: 16,
+        refcount_bits: 16,
+    },
+    Kind {
+        version: Version::V3,
+        cluster_bits: 12,
+        refcount_bits: 8,
+    },
+    Kind {
+        version: Version::V3,
+        cluster_bits: 9,
+        refcount_bits: 64,
+    },
+    Kind {
+        version: Version::V3,
+        cluster_bits: 12,
+        refcount_bits: 2,
+    },
+    Kind {
+        version: Version::V2,
+        cluster_bits: 12,
+        refcount_bits: 16,
+    },
+];
+
+/// An image with data, zeros, a hole, compressed clusters, two snapshots and (version 3) bitmaps.
+fn build(world: &World, kind: Kind) {
+    let Kind {
+        version,
+        cluster_bits,
+        refcount_bits,
+    } = kind;
+    let cluster = 1u64 << cluster_bits;
+    let options = format!(
+        "compat={},cluster_size={cluster},refcount_bits={refcount_bits}",
+        version.compat(),
+    );
+    let size = (cluster * 200).max(1 << 20).to_string();
+    world.qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, "good.qcow2", &size]);
+    let at =
+        |command: &str, first: u64, count: u64| format!("{command} {} {}", first * cluster, count * cluster);
+    let io = |commands: &[String]| {
+        world.qemu_io(
+            "good.qcow2",
+            &commands.iter().map(String::as_str).collect::<Vec<_>>(),
+        );
+    };
+    io(&[
+        at("write -P 1", 0, 12),
+        at("write -P 2", 40, 3),
+        at("write -P 9", 100, 2),
+    ]);
+    io(&[
+        at("write -c -P 3", 20, 1),
+        at("write -c -P 4", 21, 1),
+        at("write -c -P 5", 22, 1),
+    ]);
+    world.qemu_img(&["snapshot", "-c", "first", "good.qcow2"]);
+    io(&[at("write -P 6", 2, 2), at("write -z", 5, 1), at("discard", 41, 1)]);
+    if refcount_bits > 2 {
+        world.qemu_img(&["snapshot", "-c", "second", "good.qcow2"]);
+        io(&[at("write -P 7", 0, 1)]);
+    }
+    if version == Version::V3 {
+        world.qemu_img(&["bitmap", "--add", "-g", "64k", "good.qcow2", "nightly"]);
+        io(&[at("write -P 8", 7, 1)]);
+    }
+    world.assert_flawless("good.qcow2");
+}
+
+fn header_of(world: &World, name: &str) -> Header {
+    world.on(name, async |file| read_header(&file).await.unwrap().header)
+}
+
+/// The places of 8-byte entries worth damaging: refcount table, L1, the L2 tables, a snapshot's L1.
+fn entries(world: &World, name: &str) -> Vec<(&'static str, u64)> {
+    let header = header_of(world, name);
+    let mut places = Vec::new();
+    let table = header.refcount_table_offset.bytes();
+    places.extend([("refcount table", table), ("refcount table", table + 8)]);
+    let block = world.u64_at(name, table);
+    places.extend((0..8).map(|i| ("refcount block", block + i * 8)));
+    let l1 = header.l1_offset.bytes();
+    let snapshot_l1 = world.u64_at(name, header.snapshot_table_offset.bytes());
+    for (what, l1) in [("L1", l1), ("snapshot L1", snapshot_l1)] {
+        for i in 0..u64::from(header.l1_entries).min(3) {
+            places.push((what, l1 + i * 8));
+            let l2 = world.u64_at(name, l1 + i * 8) & OFFSET_MASK;
+            let entries = [0, 1, 2, 5, 20, 21, 22, 30, 40, 41];
+            let inside = entries
+                .iter()
+                .filter(|&&entry| l2 != 0 && entry < header.geometry().l2_entries());
+            places.extend(inside.map(|&entry| ("L2", l2 + entry as u64 * 8)));
+        }
+    }
+    let snapshots = header.snapshot_table_offset.bytes();
+    places.extend([
+        ("snapshot offset", snapshots),
+        ("snapshot L1 size", snapshots + 8),
+    ]);
+    if let Some(bitmaps) = header.bitmaps() {
+        let directory = bitmaps.directory_offset.bytes();
+        places.extend([
+            ("bitmap table offset", directory),
+            ("bitmap table size", directory + 8),
+        ]);
+        places.extend([("bitmap type", directory + 16)]);
+        places.extend([("bitmap table", world.u64_at(name, directory))]);
+    }
+    places
+}
+
+/// A small generator, so that a seed replays.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
+        (self.next() >> 16) % limit
+    }
+}
+
+fn verdict(world: &World, name: &str) -> (Option<Verdict>, String) {
+    match world.on(name, async |file| check(&file).await) {
+        Ok(report) => (Some(report.verdict()), format!("{:#?}", report.findings)),
+        Err(error) => (None, error.to_string()),
+    }
+}
+
+/// Compares the verdicts on `name`. QEMU's "could not check" is anything but clean to us, and what
+/// we refuse to look into must not be clean to QEMU.
+fn disagreement(world: &World, name: &str) -> Option<String> {
+    let (ours, our_text) = verdict(world, name);
+    let (theirs, their_text) = world.qemu_check(name);
+    let agree = match (ours, theirs) {
+        (Some(verdict), 0 | 2 | 3) => i32::from(verdict.exit_code()) == theirs,
+        (Some(verdict), _) => verdict != Verdict::Clean,
+        (None, code) => code != 0 && code != 3,
+    };
+    let text = || format!("ours {ours:?}: {our_text}\ntheirs {theirs}: {their_text}");
+    (!agree).then(text)
+}
+
+#[test]
+fn a_sound_image_is_clean_and_its_numbers_are_qemus() {
+    for kind in KINDS {
+        let world = World::new();
+        build(&world, kind);
+        let ours = world.on("good.qcow2", async |file| check(&file).await.unwrap());
+        assert_eq!(ours.verdict(), Verdict::Clean, "{kind:?}: {:?}", ours.findings);
+        let theirs = world.qemu_img(&["check", "--output=json", "good.qcow2"]);
+        let theirs: serde_json::Value = serde_json::from_str(&theirs).unwrap();
+        let numbers = [
+            ("image-end-offset", ours.image_end_offset),
+            ("total-clusters", ours.total_clusters),
+            ("allocated-clusters", ours.allocated_clusters),
+            ("compressed-clusters", ours.compressed_clusters),
+            ("fragmented-clusters", ours.fragmented_clusters),
+        ];
+        for (name, ours) in numbers {
+            assert_eq!(ours, theirs[name].as_u64().unwrap_or(0), "{kind:?}: {name}");
+        }
+    }
+}
+
+/// Method: change one entry of a sound image to each of a list of bad values, and compare.
+#[test]
+fn each_kind_of_damage_to_each_table_gets_qemus_verdict() {
+    let mut failures = String::new();
+    for kind in KINDS {
+        let world = World::new();
+        build(&world, kind);
+        let file_len = std::fs::metadata(world.path("good.qcow2")).unwrap().len();
+        let header = header_of(&world, "good.qcow2");
+        let cluster = header.cluster_bits.size();
+        for (what, place) in entries(&world, "good.qcow2") {
+            let value = world.u64_at("good.qcow2", place);
+            let bad = [
+                0,
+                value ^ 1 << 63,
+                value | 1 << 56,
+                value | 1 << 3,
+                value ^ 1 << 62,
+                value ^ 512,
+                1 << 63 | header.l1_offset.bytes(),
+                header.refcount_table_offset.bytes(),
+                (file_len.next_multiple_of(cluster) + cluster) & OFFSET_MASK,
+                1 << 63 | (OFFSET_MASK & !(cluster - 1)),
+                u64::MAX,
+            ];
+            for (i, bad) in bad.into_iter().enumerate() {
+                std::fs::copy(world.path("good.qcow2"), world.path("bad.qcow2")).unwrap();
+                world.patch("bad.qcow2", place, &bad.to_be_bytes());
+                if let Some(text) = disagreement(&world, "bad.qcow2") {
+                    writeln!(
+                        failures,
+                        "{kind:?} {what} at {place:#x}: {value:#x} -> {bad:#x} ({i})\n{text}"
+                    )
+                    .unwrap();
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{failures}");
+}
+
+/// Method: several random changes to a sound image's metadata at once; every failure names its seed.
+#[test]
+fn random_damage_gets_qemus_verdict() {
+    let mut failures = String::new();
+    for kind in KINDS {
+        let world = World::new();
+        build(&world, kind);
+        let places = entries(&world, "good.qcow2");
+        for seed in 1..=40 {
+            let mut random = Random(seed * 0x9e37_79b9);
+            std::fs::copy(world.path("good.qcow2"), world.path("bad.qcow2")).unwrap();
+            for _ in 0..=random.below(3) {
+                let (_, place) = places[random.below(places.len() as u64) as usize];
+                let (_, other) = places[random.below(places.len() as u64) as usize];
+                let value = world.u64_at("good.qcow2", place);
+                let bad = match random.below(4) {
+                    0 => world.u64_at("good.qcow2", other),
+                    1 => random.next(),
+                    _ => value ^ 1 << random.below(64),
+                };
+                world.patch("bad.qcow2", place, &bad.to_be_bytes());
+            }
+            if let Some(text) = disagreement(&world, "bad.qcow2") {
+                writeln!(failures, "{kind:?} seed {seed}:\n{text}").unwrap();
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{failures}");
+}
+
+#[test]
+fn an_image_cut_short_anywhere_gets_qemus_verdict() {
+    let mut failures = String::new();
+    for kind in KINDS {
+        let world = World::new();
+        build(&world, kind);
+        let file_len = std::fs::metadata(world.path("good.qcow2")).unwrap().len();
+        let lengths = (0..24)
+            .map(|i| file_len * i / 24)
+            .chain([1, 71, 72, 104, 512, file_len - 1]);
+        for len in lengths {
+            std::fs::copy(world.path("good.qcow2"), world.path("bad.qcow2")).unwrap();
+            let file = std::fs::OpenOptions::new()
+                .write(true)
+                .open(world.path("bad.qcow2"))
+                .unwrap();
+            file.set_len(len).unwrap();
+            if let Some(text) = disagreement(&world, "bad.qcow2") {
+                writeln!(failures, "{kind:?} cut at {len:#x} of {file_len:#x}\n{text}").unwrap();
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{failures}");
+}
+
+#[test]
+fn a_missing_refcount_table_is_corruption_as_for_qemu() {
+    let world = World::new();
+    build(&world, KINDS[0]);
+    std::fs::copy(world.path("good.qcow2"), world.path("bad.qcow2")).unwrap();
+    world.patch("bad.qcow2", at::REFCOUNT_TABLE_CLUSTERS as u64, &[0; 4]);
+    assert_eq!(disagreement(&world, "bad.qcow2"), None);
+    assert_eq!(verdict(&world, "bad.qcow2").0, Some(Verdict::Corrupt));
+}
+
+/// Two guest clusters in one host cluster whose refcount says so are legal; metadata is not.
+#[test]
+fn guest_data_in_metadata_is_corruption_even_if_the_refcounts_agree() {
+    let world = World::new();
+    world.qemu_img(&["create", "-q", "-f", "qcow2", "bad.qcow2", "1M"]);
+    world.qemu_io("bad.qcow2", &["write 0 64k"]);
+    let header = header_of(&world, "bad.qcow2");
+    let l1 = header.l1_offset.bytes();
+    let l2 = world.u64_at("bad.qcow2", l1) & OFFSET_MASK;
+    world.patch("bad.qcow2", l2 + 8, &l1.to_be_bytes());
+    let block = world.u64_at("bad.qcow2", header.refcount_table_offset.bytes());
+    world.patch("bad.qcow2", block + l1 / 65536 * 2, &2u16.to_be_bytes());
+    world.assert_flawless("bad.qcow2");
+    let report = world.on("bad.qcow2", async |file| check(&file).await.unwrap());
+    assert_eq!(report.verdict(), Verdict::Corrupt);
+    assert_eq!(report.findings[0].structure, "L1 table");
+    assert!(report.findings[0].message.contains("guest data"));
+}
+
+#[test]
+fn findings_name_structure_and_place() {
+    let world = World::new();
+    world.qemu_img(&["create", "-q", "-f", "qcow2", "bad.qcow2", "1M"]);
+    world.qemu_io("bad.qcow2", &["write 0 128k"]);
+    let l2 = world.u64_at("bad.qcow2", header_of(&world, "bad.qcow2").l1_offset.bytes()) & OFFSET_MASK;
+    world.patch("bad.qcow2", l2 + 8, &0x7fff_0000_0000_u64.to_be_bytes());
+    let report = world.on("bad.qcow2", async |file| check(&file).await.unwrap());
+    let found = &report.findings[0];
+    assert_eq!(
+        (found.severity, found.structure, found.offset),
+        (Severity::Corruption, "L2 table", l2 + 8)
+    );
+    assert!(found.message.contains("0x7fff00000000"), "{}", found.message);
+    assert_eq!(report.leaks, 1);
+}
+
+#[test]
+fn a_table_that_is_referred_to_everywhere_is_read_once() {
+    let world = World::new();
+    world.qemu_img(&[
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-o",
+        "cluster_size=2M",
+        "bad.qcow2",
+        "1E",
+    ]);
+    world.qemu_io("bad.qcow2", &["write 0 2M"]);
+    let header = header_of(&world, "bad.qcow2");
+    let entry = world.u64_at("bad.qcow2", header.l1_offset.bytes());
+    let table = entry.to_be_bytes().repeat(header.l1_entries as usize);
+    world.patch("bad.qcow2", header.l1_offset.bytes(), &table);
+    // A million references to one table of 262,144 entries: hours, if each were followed.
+    let report = world.on("bad.qcow2", async |file| check(&file).await.unwrap());
+    assert_eq!(report.verdict(), Verdict::Corrupt);
+    assert!(report.findings.len() <= 1000);
+}

@@ -1,0 +1,258 @@
+//! Describing an image, also one that cannot be served: encrypted, with external data, or with
+//! features nobody here knows. Names follow `qemu-img info --output=json`. Nothing is written, and
+//! no other file is opened.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+
+use block::file::FileView;
+use serde::Serialize;
+
+use super::bitmaps::{consistent_bitmaps, read_directory};
+use super::read::{ReadError, read_header, read_snapshots};
+use crate::format::{
+    Autoclear, BitmapFlags, Compatible, CryptMethod, Header, Incompatible, SnapshotEntry, Version,
+};
+
+/// What an image is.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ImageInfo {
+    /// The image's path.
+    pub filename: String,
+    /// Always `qcow2`.
+    pub format: &'static str,
+    /// The guest disk's size in bytes.
+    pub virtual_size: u64,
+    /// The cluster size in bytes.
+    pub cluster_size: u64,
+    /// How many bytes the file takes on the host, where that can be known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub actual_size: Option<u64>,
+    /// The image was not closed properly.
+    pub dirty_flag: bool,
+    /// Guest data is encrypted.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub encrypted: bool,
+    /// The backing file's name, as written.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backing_filename: Option<String>,
+    /// The backing file's path, relative names resolved against the image's folder.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub full_backing_filename: Option<String>,
+    /// The backing file's format.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backing_filename_format: Option<String>,
+    /// The internal snapshots.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub snapshots: Vec<SnapshotInfo>,
+    /// What only this format has.
+    pub format_specific: FormatSpecific,
+    /// Why this crate would not serve the image, if it would not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unsupported: Option<String>,
+}
+
+/// The part of [`ImageInfo`] that only this format has.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+pub struct FormatSpecific {
+    /// Always `qcow2`.
+    #[serde(rename = "type")]
+    pub kind: &'static str,
+    /// The facts.
+    pub data: QcowInfo,
+}
+
+/// Facts about a QCOW2 image.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct QcowInfo {
+    /// The edition of the format: `0.10` or `1.1`.
+    pub compat: &'static str,
+    /// How compressed clusters are compressed.
+    pub compression_type: &'static str,
+    /// Refcount updates may be postponed. Version 3 only, as what follows.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lazy_refcounts: Option<bool>,
+    /// The refcount width.
+    pub refcount_bits: u32,
+    /// The image is marked as corrupt.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub corrupt: Option<bool>,
+    /// L2 entries describe sub-clusters.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub extended_l2: Option<bool>,
+    /// The external data file's name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data_file: Option<String>,
+    /// The external data file reads as a raw image.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data_file_raw: Option<bool>,
+    /// How guest data is encrypted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub encrypt: Option<EncryptInfo>,
+    /// The persistent bitmaps.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub bitmaps: Vec<BitmapInfo>,
+}
+
+/// How guest data is encrypted.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+pub struct EncryptInfo {
+    /// `aes` or `luks`.
+    pub format: &'static str,
+}
+
+/// An internal snapshot.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct SnapshotInfo {
+    /// The unique ID.
+    pub id: String,
+    /// The name.
+    pub name: String,
+    /// The VM state's size in bytes.
+    pub vm_state_size: u64,
+    /// When it was taken, in seconds since the epoch.
+    pub date_sec: u32,
+    /// The part of a second beyond that, in nanoseconds.
+    pub date_nsec: u32,
+    /// How long the guest had run, in seconds.
+    pub vm_clock_sec: u64,
+    /// The part of a second beyond that, in nanoseconds.
+    pub vm_clock_nsec: u64,
+    /// How many instructions the guest had executed, where they were counted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub icount: Option<u64>,
+}
+
+/// A persistent bitmap.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+pub struct BitmapInfo {
+    /// The name.
+    pub name: String,
+    /// How many guest bytes one bit stands for.
+    pub granularity: u64,
+    /// `in-use`, `auto`.
+    pub flags: Vec<&'static str>,
+}
+
+/// Describes the image in `file`.
+///
+/// # Errors
+///
+/// [`ReadError`] if the file cannot be read or holds no image. Snapshots and bitmaps that cannot
+/// be read are left out.
+pub async fn info(file: &FileView) -> Result<ImageInfo, ReadError> {
+    let located = read_header(file).await?;
+    let (header, file_len) = (&located.header, located.file_len);
+    header.validate_except_missing_refcount_table()?;
+    let backing = header.backing_name.as_deref().map(lossy);
+    let snapshots = read_snapshots(file, header, file_len)
+        .await
+        .map(|table| table.entries);
+    let snapshots = snapshots
+        .unwrap_or_default()
+        .iter()
+        .map(SnapshotInfo::new)
+        .collect();
+    let mut data = QcowInfo::new(header);
+    data.bitmaps = bitmaps(file, header, file_len).await;
+    Ok(ImageInfo {
+        filename: file.file().path().display().to_string(),
+        format: "qcow2",
+        virtual_size: header.geometry().virtual_size(),
+        cluster_size: header.cluster_bits.size(),
+        actual_size: actual_size(file),
+        dirty_flag: header.incompatible.contains(Incompatible::DIRTY),
+        encrypted: header.crypt_method != CryptMethod::None,
+        full_backing_filename: backing.as_deref().map(|name| full_backing_name(file, name)),
+        backing_filename: backing,
+        backing_filename_format: header.backing_format().map(lossy),
+        snapshots,
+        format_specific: FormatSpecific { kind: "qcow2", data },
+        unsupported: header.require_supported().err().map(|error| error.to_string()),
+    })
+}
+
+fn lossy(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn actual_size(file: &FileView) -> Option<u64> {
+    let fd = file.file().as_fd().try_clone_to_owned().ok()?;
+    let metadata = File::from(fd).metadata().ok()?;
+    Some(metadata.blocks().saturating_mul(512))
+}
+
+/// The backing file's path. Names with a protocol, such as `json:`, are not paths.
+fn full_backing_name(file: &FileView, name: &str) -> String {
+    let protocol = name
+        .split_once(':')
+        .is_some_and(|(protocol, _)| !protocol.contains('/'));
+    match file.file().path().parent() {
+        Some(folder) if !protocol => folder.join(name).display().to_string(),
+        _ => name.to_owned(),
+    }
+}
+
+async fn bitmaps(file: &FileView, header: &Header, file_len: u64) -> Vec<BitmapInfo> {
+    let Some(extension) = consistent_bitmaps(header) else {
+        return Vec::new();
+    };
+    let Ok(entries) = read_directory(file, header, &extension, file_len).await else {
+        return Vec::new();
+    };
+    let describe = |(_, entry): (u64, crate::format::BitmapDirectoryEntry)| {
+        let names = [(BitmapFlags::IN_USE, "in-use"), (BitmapFlags::AUTO, "auto")];
+        let set = names.into_iter().filter(|(flag, _)| entry.flags.contains(*flag));
+        BitmapInfo {
+            name: lossy(&entry.name),
+            granularity: entry.granularity(),
+            flags: set.map(|(_, name)| name).collect(),
+        }
+    };
+    entries.into_iter().map(describe).collect()
+}
+
+impl QcowInfo {
+    fn new(header: &Header) -> Self {
+        let v3 = header.version == Version::V3;
+        let external = header.incompatible.contains(Incompatible::EXTERNAL_DATA);
+        let has = |feature| v3.then(|| header.incompatible.contains(feature));
+        Self {
+            compat: header.version.compat(),
+            compression_type: header.compression.name(),
+            lazy_refcounts: v3.then(|| header.compatible.contains(Compatible::LAZY_REFCOUNTS)),
+            refcount_bits: header.refcount_order.bits(),
+            corrupt: has(Incompatible::CORRUPT),
+            extended_l2: has(Incompatible::EXTENDED_L2),
+            data_file: header.data_file().map(lossy),
+            data_file_raw: external.then(|| header.autoclear.contains(Autoclear::RAW_EXTERNAL_DATA)),
+            encrypt: match header.crypt_method {
+                CryptMethod::None => None,
+                method => Some(EncryptInfo {
+                    format: method.name(),
+                }),
+            },
+            bitmaps: Vec::new(),
+        }
+    }
+}
+
+impl SnapshotInfo {
+    fn new(entry: &SnapshotEntry) -> Self {
+        const NANOSECONDS: u64 = 1_000_000_000;
+        Self {
+            id: lossy(&entry.id),
+            name: lossy(&entry.name),
+            vm_state_size: entry.vm_state_size(),
+            date_sec: entry.date_seconds,
+            date_nsec: entry.date_nanoseconds,
+            vm_clock_sec: entry.guest_clock_ns / NANOSECONDS,
+            vm_clock_nsec: entry.guest_clock_ns % NANOSECONDS,
+            icount: entry.icount(),
+        }
+    }
+}

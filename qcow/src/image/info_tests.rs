@@ -1,0 +1,110 @@
+//! Descriptions, compared with `qemu-img info`'s.
+
+use serde_json::Value;
+
+use super::testing::World;
+use super::*;
+
+fn ours(world: &World, name: &str) -> Value {
+    let info = world.on(name, async |file| info(&file).await.unwrap());
+    serde_json::to_value(info).unwrap()
+}
+
+/// Compares everything QEMU tells about the image (not about the file it is in) with ours.
+fn assert_agrees(world: &World, name: &str) {
+    let theirs = world.qemu_img(&["info", "--output=json", name]);
+    let theirs: Value = serde_json::from_str(&theirs).unwrap();
+    let ours = ours(world, name);
+    for (key, theirs) in theirs.as_object().unwrap() {
+        let ours = &ours[key];
+        match key.as_str() {
+            "children" => {}
+            "filename" | "full-backing-filename" => {
+                assert!(
+                    ours.as_str().unwrap().ends_with(theirs.as_str().unwrap()),
+                    "{key}"
+                );
+            }
+            // QEMU adds what it found inside the encryption header.
+            "format-specific" if theirs["data"]["encrypt"].is_object() => {
+                let format = &theirs["data"]["encrypt"]["format"];
+                assert_eq!(&ours["data"]["encrypt"]["format"], format);
+            }
+            _ => assert_eq!(ours, theirs, "{key}"),
+        }
+    }
+}
+
+#[test]
+fn images_are_described_as_qemu_does() {
+    let world = World::new();
+    let create = |name: &str, options: &str| {
+        world.qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, name, "16M"]);
+        assert_agrees(&world, name);
+    };
+    create("plain.qcow2", "cluster_size=64k");
+    create("old.qcow2", "compat=0.10");
+    create("lazy.qcow2", "lazy_refcounts=on,refcount_bits=1,cluster_size=512");
+    create("zstd.qcow2", "compression_type=zstd");
+    create("extended.qcow2", "extended_l2=on");
+    create("over.qcow2", "backing_file=plain.qcow2,backing_fmt=qcow2");
+    create("external.qcow2", "data_file=data.raw,data_file_raw=on");
+}
+
+#[test]
+fn snapshots_and_bitmaps_are_listed_as_qemu_does() {
+    let world = World::new();
+    world.qemu_img(&["create", "-q", "-f", "qcow2", "disk.qcow2", "16M"]);
+    for name in ["first", "the second"] {
+        world.qemu_io("disk.qcow2", &["write 0 1M"]);
+        world.qemu_img(&["snapshot", "-c", name, "disk.qcow2"]);
+        world.qemu_img(&["bitmap", "--add", "disk.qcow2", name]);
+    }
+    assert_agrees(&world, "disk.qcow2");
+    world.on("disk.qcow2", async |file| {
+        let header = read_header(&file).await.unwrap().header;
+        bitmaps::invalidate(&file, &header).await.unwrap();
+    });
+    world.assert_flawless("disk.qcow2");
+    assert_agrees(&world, "disk.qcow2");
+    let told = ours(&world, "disk.qcow2");
+    let bitmaps = told["format-specific"]["data"]["bitmaps"].as_array().unwrap();
+    assert_eq!(bitmaps.len(), 2);
+    assert!(
+        bitmaps.iter().all(|bitmap| bitmap["flags"][0] == "in-use"),
+        "{bitmaps:?}"
+    );
+}
+
+#[test]
+fn an_encrypted_image_is_described_and_said_to_be_unsupported() {
+    let world = World::new();
+    let secret = "secret,id=key,data=hunter2";
+    let options = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10";
+    world.qemu_img(&[
+        "create",
+        "-q",
+        "--object",
+        secret,
+        "-f",
+        "qcow2",
+        "-o",
+        options,
+        "luks.qcow2",
+        "16M",
+    ]);
+    assert_agrees(&world, "luks.qcow2");
+    let told = ours(&world, "luks.qcow2");
+    assert_eq!(told["encrypted"], true);
+    assert!(told["unsupported"].as_str().unwrap().contains("luks"));
+    let report = world.on("luks.qcow2", async |file| check(&file).await.unwrap());
+    assert_eq!(report.verdict(), Verdict::Clean, "{:?}", report.findings);
+}
+
+#[test]
+fn what_is_not_an_image_is_said_to_be_none() {
+    let world = World::new();
+    std::fs::write(world.path("text"), "hello, this is no image").unwrap();
+    let error = world.on("text", async |file| info(&file).await.unwrap_err());
+    assert!(error.to_string().contains("not a QCOW2 image"), "{error}");
+}

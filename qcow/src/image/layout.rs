@@ -1,0 +1,118 @@
+//! Where a new refcount structure goes, and how large it must be: it counts itself.
+
+use std::collections::BTreeSet;
+
+use super::counts::CountMap;
+use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
+use crate::format::{Geometry, HostCluster, HostOffset};
+
+/// A refcount structure to be written into clusters nobody uses: blocks first, then the table.
+#[derive(Debug, Eq, PartialEq)]
+pub(crate) struct RefcountLayout {
+    /// The first cluster of the structure.
+    pub(crate) start: HostCluster,
+    /// The refcount table entries that have a block; block number `i` counts from zero in here.
+    pub(crate) blocks: Vec<u64>,
+    /// How many clusters the table fills.
+    pub(crate) table_clusters: u64,
+}
+
+impl RefcountLayout {
+    /// A structure that starts at `start`, behind everything that is counted, and holds the
+    /// counts and itself. `None` if the table would be larger than QEMU accepts.
+    pub(crate) fn plan(counts: &CountMap, start: HostCluster, geometry: &Geometry) -> Option<Self> {
+        let index = |cluster| geometry.refcount_table_index(HostCluster::new(cluster)) as u64;
+        let mut blocks: BTreeSet<u64> = counts.nonzero().map(|(cluster, _)| index(cluster)).collect();
+        let mut table_clusters = 0;
+        loop {
+            let end = start.index() + blocks.len() as u64 + table_clusters;
+            blocks.extend(index(start.index())..=index(end.saturating_sub(1).max(start.index())));
+            let entries = blocks.last().map_or(0, |last| last + 1);
+            let needed = geometry.clusters_for(entries * 8).max(1);
+            if needed * geometry.cluster_size() > REFCOUNT_TABLE_MAX_BYTES {
+                return None;
+            }
+            let new_end = start.index() + blocks.len() as u64 + needed;
+            table_clusters = needed;
+            if new_end == end {
+                break;
+            }
+        }
+        Some(Self {
+            start,
+            blocks: blocks.into_iter().collect(),
+            table_clusters,
+        })
+    }
+
+    /// All clusters of the structure.
+    pub(crate) fn clusters(&self) -> std::ops::Range<u64> {
+        let start = self.start.index();
+        start..start + self.blocks.len() as u64 + self.table_clusters
+    }
+
+    /// Where block number `i` of [`Self::blocks`] goes.
+    pub(crate) fn block_at(&self, i: u64, geometry: &Geometry) -> HostOffset {
+        geometry.host_offset(HostCluster::new(self.start.index() + i))
+    }
+
+    /// Where the table goes.
+    pub(crate) fn table_at(&self, geometry: &Geometry) -> HostOffset {
+        self.block_at(self.blocks.len() as u64, geometry)
+    }
+
+    /// The table's bytes, whole clusters.
+    pub(crate) fn table_bytes(&self, geometry: &Geometry) -> Vec<u8> {
+        let mut table = vec![0; (self.table_clusters * geometry.cluster_size()) as usize];
+        for (i, &index) in (0..).zip(&self.blocks) {
+            let entry = self.block_at(i, geometry).bytes().to_be_bytes();
+            table[index as usize * 8..][..8].copy_from_slice(&entry);
+        }
+        table
+    }
+
+    /// Block number `i`'s bytes, from the counts.
+    pub(crate) fn block_bytes(&self, i: usize, counts: &CountMap, geometry: &Geometry) -> Vec<u8> {
+        let mut block = vec![0; geometry.cluster_size() as usize];
+        let first = self.blocks[i] << geometry.refcount_block_bits();
+        for at in 0..geometry.refcount_block_entries() {
+            let count = counts.get(first + at as u64);
+            if count != 0 {
+                let written = geometry.refcount_order().write(&mut block, at, count);
+                assert_eq!(written, Ok(()), "counts are kept within the refcount width");
+            }
+        }
+        block
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::{ClusterBits, RefcountOrder, Version};
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_plan_counts_every_used_cluster_and_itself(
+            bits in 9u32..=16, order in 0u32..=6, used in prop::collection::btree_set(0u64..200_000, 0..50),
+        ) {
+            let geometry = Geometry::new(
+                Version::V3,
+                ClusterBits::parse(bits).unwrap(),
+                RefcountOrder::parse(order).unwrap(),
+                0,
+            );
+            let mut counts = CountMap::default();
+            used.iter().for_each(|&cluster| counts.set(cluster, 1));
+            let start = HostCluster::new(used.last().map_or(0, |last| last + 1));
+            let plan = RefcountLayout::plan(&counts, start, &geometry).unwrap();
+            for cluster in used.iter().copied().chain(plan.clusters()) {
+                let index = geometry.refcount_table_index(HostCluster::new(cluster)) as u64;
+                prop_assert!(plan.blocks.contains(&index));
+                prop_assert!(index * 8 < plan.table_clusters * geometry.cluster_size());
+            }
+            prop_assert!(plan.blocks.is_sorted_by(|a, b| a < b));
+        }
+    }
+}

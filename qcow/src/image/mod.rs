@@ -1,0 +1,32 @@
+//! What happens to an image as a whole: create, describe, check and repair it.
+//!
+//! Everything runs over a [`FileView`](block::file::FileView), so the same code serves tools (on
+//! plain system calls), the open path of a running disk, and a simulated disk. What must stay
+//! true: an image is untrusted, so memory and time are bounded by the file's length, never by a
+//! number in it; and only `create` and `repair` write.
+
+pub mod bitmaps;
+pub mod check;
+mod counts;
+pub mod create;
+pub mod info;
+mod layout;
+pub mod read;
+pub mod repair;
+
+pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check};
+pub use create::{CreateError, CreateOptions, Preallocation, create};
+pub use info::{ImageInfo, info};
+pub use read::{Located, ReadError, read_header};
+pub use repair::{RebuildError, RepairReport, rebuild_refcounts, repair};
+
+#[cfg(test)]
+mod check_tests;
+#[cfg(test)]
+mod create_tests;
+#[cfg(test)]
+mod info_tests;
+#[cfg(test)]
+mod repair_tests;
+#[cfg(test)]
+mod testing;

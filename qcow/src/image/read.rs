@@ -1,0 +1,177 @@
+//! Reading an image's structures: the header, tables of 8-byte entries, the snapshot table.
+//!
+//! Reads are cut into parts of bounded size. Nothing here decides whether what it read is right,
+//! beyond what is needed to read on.
+
+use block::IoError;
+use block::file::FileView;
+
+use crate::format::snapshot::{SNAPSHOT_EXTRA_MAX, SNAPSHOT_FIXED_SIZE, SnapshotError};
+use crate::format::validate::SNAPSHOT_TABLE_MAX_BYTES;
+use crate::format::{Header, HeaderError, HostOffset, SnapshotEntry};
+
+/// How much of a table is read at once, in bytes.
+const PART: u64 = 256 << 10;
+
+/// A structure of an image could not be read.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum ReadError {
+    /// The host failed the read.
+    #[error("cannot read {what} at {offset:#x}")]
+    Io {
+        /// The structure.
+        what: &'static str,
+        /// Where, in bytes.
+        offset: u64,
+        /// Why.
+        #[source]
+        source: IoError,
+    },
+    /// The header is not one.
+    #[error(transparent)]
+    Header(#[from] HeaderError),
+}
+
+impl ReadError {
+    pub(crate) fn io(what: &'static str, offset: u64) -> impl FnOnce(IoError) -> Self {
+        move |source| Self::Io { what, offset, source }
+    }
+}
+
+/// A header, and the length of the file it was found in.
+#[derive(Clone, Debug)]
+pub struct Located {
+    /// The header, decoded but not validated.
+    pub header: Header,
+    /// The file's length in bytes.
+    pub file_len: u64,
+}
+
+/// Reads and decodes the header, without validating it.
+///
+/// # Errors
+///
+/// [`ReadError`] if the file cannot be read or holds no header.
+pub async fn read_header(file: &FileView) -> Result<Located, ReadError> {
+    let file_len = file.len().map_err(ReadError::io("the file's length", 0))?;
+    let prologue_len = usize::try_from(file_len.min(512)).unwrap_or(512);
+    let prologue = read(file, "the header", 0, prologue_len).await?;
+    let cluster_size = Header::peek_cluster_size(&prologue)?;
+    let cluster_len = usize::try_from(file_len.min(cluster_size)).unwrap_or(prologue_len);
+    let header = Header::decode(&read(file, "the header", 0, cluster_len).await?)?;
+    Ok(Located { header, file_len })
+}
+
+/// Reads `len` bytes of the structure called `what`.
+pub(crate) async fn read(
+    file: &FileView,
+    what: &'static str,
+    offset: u64,
+    len: usize,
+) -> Result<block::AlignedBuf, ReadError> {
+    file.read_at(offset, len)
+        .await
+        .map_err(ReadError::io(what, offset))
+}
+
+/// Calls `each(index, raw entry)` for the `count` 8-byte entries of the table at `offset`.
+pub(crate) async fn for_each_entry(
+    file: &FileView,
+    what: &'static str,
+    offset: HostOffset,
+    count: u64,
+    mut each: impl FnMut(u64, u64),
+) -> Result<(), ReadError> {
+    let mut index = 0;
+    while index < count {
+        let entries = (count - index).min(PART / 8);
+        let at = offset.bytes().saturating_add(index * 8);
+        let bytes = read(file, what, at, usize::try_from(entries * 8).unwrap_or_default()).await?;
+        for (entry, raw) in (index..).zip(bytes.as_chunks::<8>().0) {
+            each(entry, u64::from_be_bytes(*raw));
+        }
+        index += entries;
+    }
+    Ok(())
+}
+
+/// What went wrong with the snapshot table.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum SnapshotTableError {
+    /// It could not be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// One of its entries is malformed.
+    #[error("snapshot {index}, at {offset:#x}: {source}")]
+    Entry {
+        /// The entry's number, from zero.
+        index: u32,
+        /// Where it starts, in bytes.
+        offset: u64,
+        /// What is wrong.
+        #[source]
+        source: SnapshotError,
+    },
+    /// It is larger than QEMU accepts, or reaches past the end of the file.
+    #[error("the snapshot table reaches {end:#x} with snapshot {index}; it must end by {limit:#x}")]
+    TooLong {
+        /// The entry's number, from zero.
+        index: u32,
+        /// Where the entry would end, in bytes.
+        end: u64,
+        /// Where the table must end, in bytes.
+        limit: u64,
+    },
+}
+
+/// The snapshot table, as far as it could be read.
+#[derive(Debug, Default)]
+pub(crate) struct SnapshotTable {
+    /// The entries.
+    pub(crate) entries: Vec<SnapshotEntry>,
+    /// The bytes they take together.
+    pub(crate) len: u64,
+}
+
+/// Reads the snapshot table. The last entry may lack its padding at the end of the file.
+pub(crate) async fn read_snapshots(
+    file: &FileView,
+    header: &Header,
+    file_len: u64,
+) -> Result<SnapshotTable, SnapshotTableError> {
+    let mut table = SnapshotTable::default();
+    let start = header.snapshot_table_offset.bytes();
+    let limit = start.saturating_add(SNAPSHOT_TABLE_MAX_BYTES).min(file_len);
+    // One part holds at least one entry of the largest kind.
+    const ENTRY_MAX: usize = SNAPSHOT_FIXED_SIZE + SNAPSHOT_EXTRA_MAX as usize + 2 * u16::MAX as usize + 8;
+    const _: () = assert!(PART as usize >= ENTRY_MAX);
+    let (mut part, mut part_at) = (block::AlignedBuf::zeroed(0), 0);
+    for index in 0..header.snapshot_count {
+        let offset = start.saturating_add(table.len);
+        let malformed = |source| SnapshotTableError::Entry {
+            index,
+            offset,
+            source,
+        };
+        let ends_in_part = |part: &[u8], at: usize| {
+            let rest = part.get(at..).unwrap_or_default();
+            SnapshotEntry::peek_len(rest).is_ok_and(|len| len <= rest.len())
+        };
+        let mut at = usize::try_from(offset.saturating_sub(part_at)).unwrap_or(usize::MAX);
+        if !ends_in_part(&part, at) {
+            let len = usize::try_from(limit.saturating_sub(offset).min(PART)).unwrap_or_default();
+            part = read(file, "the snapshot table", offset, len).await?;
+            (part_at, at) = (offset, 0);
+        }
+        let rest = part.get(at..).unwrap_or_default();
+        let len = SnapshotEntry::peek_len(rest).map_err(malformed)? as u64;
+        let entry = SnapshotEntry::parse(rest).map_err(malformed)?;
+        let end = offset.saturating_add(len);
+        if end > limit.saturating_add(7) {
+            return Err(SnapshotTableError::TooLong { index, end, limit });
+        }
+        table.entries.push(entry);
+        table.len += len;
+    }
+    Ok(table)
+}
