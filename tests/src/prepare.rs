@@ -10,7 +10,7 @@ use crate::{Error, process};
 /// The programs the lab runs, each with the Debian package that brings it.
 const TOOLS: [(&str, &str); 7] = [
     ("qemu-system-x86_64", "qemu-system-x86"),
-    ("qemu-storage-daemon", "qemu-system-common"),
+    ("qemu-storage-daemon", "qemu-utils"),
     ("qemu-img", "qemu-utils"),
     ("qemu-io", "qemu-utils"),
     ("e2fsck", "e2fsprogs"),
