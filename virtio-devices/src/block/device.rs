@@ -1,0 +1,195 @@
+//! What the queues of one device share: the disk, the features and the configuration space.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use block::Disk;
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH,
+    VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES,
+    VIRTIO_BLK_ID_BYTES,
+};
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+
+use super::config::{self, CONFIG_BYTES, WRITEBACK_OFFSET};
+
+/// The longest serial number, in bytes.
+pub const SERIAL_BYTES: usize = VIRTIO_BLK_ID_BYTES as usize;
+
+/// A serial number of more than [`SERIAL_BYTES`] bytes.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("serial `{serial}` has {} bytes; at most {SERIAL_BYTES} fit", serial.len())]
+pub struct SerialTooLong {
+    /// The serial number.
+    pub serial: String,
+}
+
+/// A driver wrote to the configuration space where it may not.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum ConfigWriteError {
+    /// Only one byte can be written, and only if its feature was negotiated.
+    #[error("{len} bytes at {offset} of the configuration space are read-only")]
+    ReadOnly {
+        /// The first byte.
+        offset: u64,
+        /// How many bytes.
+        len: usize,
+    },
+    /// The cache mode is 0 or 1.
+    #[error("writeback is {value}; expected 0 or 1")]
+    Writeback {
+        /// What was written.
+        value: u8,
+    },
+}
+
+/// How a device shows a disk.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct BlockDeviceConfig<'a> {
+    /// How many queues it offers.
+    pub num_queues: u16,
+    /// The entries a queue is expected to have; says how many segments a request may have.
+    pub queue_size: u16,
+    /// What the guest reads as the serial number: at most [`SERIAL_BYTES`] bytes.
+    pub serial: &'a str,
+}
+
+/// One virtio-blk device.
+pub struct BlockDevice {
+    disk: Arc<dyn Disk>,
+    num_queues: u16,
+    queue_size: u16,
+    serial: [u8; SERIAL_BYTES],
+    /// The driver's choice of cache mode.
+    writeback: AtomicBool,
+}
+
+impl fmt::Debug for BlockDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BlockDevice")
+            .field("disk", &self.disk)
+            .field("num_queues", &self.num_queues)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Whether `features` has bit number `bit`.
+pub(super) fn has(features: u64, bit: u32) -> bool {
+    features & 1 << bit != 0
+}
+
+impl BlockDevice {
+    /// A device that shows `disk`.
+    ///
+    /// # Errors
+    ///
+    /// [`SerialTooLong`].
+    pub fn new(disk: Arc<dyn Disk>, config: &BlockDeviceConfig<'_>) -> Result<Self, SerialTooLong> {
+        let mut serial = [0; SERIAL_BYTES];
+        let bytes = config.serial.as_bytes();
+        let place = serial.get_mut(..bytes.len()).ok_or_else(|| SerialTooLong {
+            serial: config.serial.to_owned(),
+        })?;
+        place.copy_from_slice(bytes);
+        Ok(Self {
+            disk,
+            num_queues: config.num_queues,
+            queue_size: config.queue_size,
+            serial,
+            writeback: AtomicBool::new(true),
+        })
+    }
+
+    /// The disk.
+    #[must_use]
+    pub fn disk(&self) -> &Arc<dyn Disk> {
+        &self.disk
+    }
+
+    pub(super) fn serial(&self) -> &[u8; SERIAL_BYTES] {
+        &self.serial
+    }
+
+    /// The feature bits offered.
+    #[must_use]
+    pub fn features(&self) -> u64 {
+        let info = self.disk.info();
+        let always = [
+            VIRTIO_F_VERSION_1,
+            VIRTIO_RING_F_EVENT_IDX,
+            VIRTIO_RING_F_INDIRECT_DESC,
+            VIRTIO_BLK_F_SEG_MAX,
+            VIRTIO_BLK_F_BLK_SIZE,
+            VIRTIO_BLK_F_TOPOLOGY,
+            VIRTIO_BLK_F_FLUSH,
+            VIRTIO_BLK_F_CONFIG_WCE,
+        ];
+        let sometimes = [
+            (VIRTIO_BLK_F_MQ, self.num_queues > 1),
+            (VIRTIO_BLK_F_RO, info.read_only),
+            (VIRTIO_BLK_F_DISCARD, info.discard && !info.read_only),
+            (VIRTIO_BLK_F_WRITE_ZEROES, info.write_zeroes && !info.read_only),
+        ];
+        let offered = sometimes
+            .into_iter()
+            .filter_map(|(bit, offered)| offered.then_some(bit));
+        always
+            .into_iter()
+            .chain(offered)
+            .fold(0, |set, bit| set | 1 << bit)
+    }
+
+    /// The configuration space from `offset` on; zeros past its end.
+    #[must_use]
+    pub fn read_config(&self, offset: u64, len: usize) -> Vec<u8> {
+        let writeback = self.writeback.load(Ordering::Relaxed);
+        let bytes = config::layout(&self.disk.info(), self.num_queues, self.queue_size, writeback);
+        let offset = usize::try_from(offset).unwrap_or(CONFIG_BYTES).min(CONFIG_BYTES);
+        let mut out: Vec<u8> = bytes[offset..].iter().copied().take(len).collect();
+        out.resize(len, 0);
+        out
+    }
+
+    /// Writes to the configuration space. Returns whether the cache mode went from writeback to
+    /// writethrough, so that what was written before has yet to be flushed.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigWriteError`] for anything but the cache mode, or if `features` (the negotiated ones) do
+    /// not let the driver choose it.
+    pub fn write_config(&self, offset: u64, bytes: &[u8], features: u64) -> Result<bool, ConfigWriteError> {
+        let (WRITEBACK_OFFSET_U64, [value]) = (offset, bytes) else {
+            return Err(ConfigWriteError::ReadOnly {
+                offset,
+                len: bytes.len(),
+            });
+        };
+        if !has(features, VIRTIO_BLK_F_CONFIG_WCE) {
+            return Err(ConfigWriteError::ReadOnly { offset, len: 1 });
+        }
+        let value = *value;
+        if value > 1 {
+            return Err(ConfigWriteError::Writeback { value });
+        }
+        Ok(self.writeback.swap(value == 1, Ordering::SeqCst) && value == 0)
+    }
+
+    /// Back to how a new driver expects the device.
+    pub fn reset(&self) {
+        self.writeback.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether a driver that negotiated `features` takes a write that was answered for durable.
+    #[inline]
+    pub(super) fn is_writethrough(&self, features: u64) -> bool {
+        if has(features, VIRTIO_BLK_F_CONFIG_WCE) {
+            !self.writeback.load(Ordering::Relaxed)
+        } else {
+            !has(features, VIRTIO_BLK_F_FLUSH)
+        }
+    }
+}
+
+const WRITEBACK_OFFSET_U64: u64 = WRITEBACK_OFFSET as u64;

@@ -1,0 +1,17 @@
+//! The virtio-blk device, whoever carries its queues to us.
+//!
+//! [`BlockDevice`] is what all queues share: the disk, the features, the configuration space. A
+//! [`BlockQueue`] serves one virtqueue as a frontend of a worker. Spec: virtio 1.2, 5.2.
+//!
+//! What must stay true: every chain that was taken gets its status written exactly once and is given back
+//! exactly once, unless the queue is broken; nothing a guest sends reaches the disk unchecked.
+
+mod config;
+mod device;
+mod queue;
+mod request;
+#[cfg(test)]
+mod tests;
+
+pub use device::{BlockDevice, BlockDeviceConfig, ConfigWriteError, SERIAL_BYTES, SerialTooLong};
+pub use queue::{BlockQueue, BlockQueueConfig, Notify, QueueReport, StartQueueError};

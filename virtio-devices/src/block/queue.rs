@@ -1,0 +1,394 @@
+//! One virtqueue of the device, served as a frontend of a worker.
+//!
+//! A round takes every chain that waits, submits what they ask, and publishes what has been answered. A
+//! chain in flight is remembered under the number of its first descriptor, so the table has as many
+//! entries as the queue and a guest cannot make it grow.
+//!
+//! What must stay true: a slot is busy from the taking of its chain to the last answer of its parts, and
+//! then its status is written once. A broken queue takes nothing more, but gives back what is in flight.
+
+use std::fmt;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+
+use block::worker::Frontend;
+use block::{Buffer, CompletionSink, Context, DiskQueue, Done, Op, OpenQueueError, Request};
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES};
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use vm_memory::GuestMemoryMmap;
+
+use super::device::{BlockDevice, SERIAL_BYTES, has};
+use super::request::{self, Kind, Range, Status};
+use crate::virtqueue::{Chain, QueueError, QueueSetup, RingAddresses, SetupError, Slice, Virtqueue};
+
+/// Tells a guest what happened in its queue.
+pub trait Notify {
+    /// Chains were given back, and the guest wants to know.
+    fn used(&self);
+
+    /// The guest broke the queue, which has stopped. Called once at most.
+    fn broken(&self);
+}
+
+/// What a queue leaves behind when it has ended, for whoever starts it again.
+#[derive(Debug, Default)]
+pub struct QueueReport {
+    next_available: AtomicU16,
+    broken: AtomicBool,
+}
+
+impl QueueReport {
+    /// The available index of the first chain that was not taken. Valid once the queue was removed.
+    #[must_use]
+    pub fn next_available(&self) -> u16 {
+        self.next_available.load(Ordering::Acquire)
+    }
+
+    /// Whether the guest broke the queue.
+    #[must_use]
+    pub fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Acquire)
+    }
+}
+
+/// Why a queue could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartQueueError {
+    /// The rings cannot be used.
+    #[error(transparent)]
+    Setup(#[from] SetupError),
+    /// The disk cannot be used on this worker.
+    #[error(transparent)]
+    Open(#[from] OpenQueueError),
+}
+
+/// A chain in flight.
+#[derive(Clone, Copy)]
+struct Slot {
+    /// Where the status goes; `None` if the slot is free.
+    place: Option<Slice>,
+    /// Answers still to come.
+    parts: u32,
+    /// How many bytes will have been written if all goes well.
+    len: u32,
+    status: Status,
+}
+
+impl Slot {
+    const FREE: Self = Self {
+        place: None,
+        parts: 0,
+        len: 0,
+        status: Status::OK,
+    };
+}
+
+/// One queue of a [`BlockDevice`].
+pub struct BlockQueue {
+    device: Arc<BlockDevice>,
+    ring: Virtqueue,
+    disk: Box<dyn DiskQueue>,
+    features: u64,
+    notify: Box<dyn Notify>,
+    /// Whether the guest does not tell when it makes chains available.
+    polled: bool,
+    report: Arc<QueueReport>,
+    broken: bool,
+    slots: Box<[Slot]>,
+    in_flight: usize,
+    sink: Rc<CompletionSink>,
+    /// Kept to be filled again.
+    chain: Chain,
+    done: Vec<Done>,
+    ranges: Vec<Range>,
+}
+
+impl fmt::Debug for BlockQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BlockQueue")
+            .field("ring", &self.ring)
+            .field("in_flight", &self.in_flight)
+            .field("broken", &self.broken)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What to start a [`BlockQueue`] with.
+pub struct BlockQueueConfig {
+    /// The guest's memory; the queue and each of its requests keep it mapped.
+    pub memory: GuestMemoryMmap,
+    /// The entries: a power of two up to 32768.
+    pub size: u16,
+    /// Where the rings are, as guest addresses.
+    pub addresses: RingAddresses,
+    /// The available index of the first chain to take.
+    pub next_available: u16,
+    /// The feature bits the driver accepted.
+    pub features: u64,
+    /// How the guest is told.
+    pub notify: Box<dyn Notify>,
+    /// Whether the guest does not tell when it makes chains available, so that the worker never sleeps.
+    pub polled: bool,
+    /// Where the queue leaves its state when it ends.
+    pub report: Arc<QueueReport>,
+}
+
+impl fmt::Debug for BlockQueueConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BlockQueueConfig")
+            .field("size", &self.size)
+            .field("addresses", &self.addresses)
+            .field("next_available", &self.next_available)
+            .field("features", &format_args!("{:#x}", self.features))
+            .finish_non_exhaustive()
+    }
+}
+
+impl BlockQueue {
+    /// Starts a queue on the worker that `cx` belongs to.
+    ///
+    /// # Errors
+    ///
+    /// [`StartQueueError`].
+    pub fn start(
+        device: Arc<BlockDevice>,
+        cx: &Context,
+        config: BlockQueueConfig,
+    ) -> Result<Self, StartQueueError> {
+        let setup = QueueSetup {
+            size: config.size,
+            addresses: config.addresses,
+            next_available: config.next_available,
+            event_idx: has(config.features, VIRTIO_RING_F_EVENT_IDX),
+            indirect: has(config.features, VIRTIO_RING_F_INDIRECT_DESC),
+        };
+        let ring = Virtqueue::new(config.memory, &setup)?;
+        let disk = Arc::clone(device.disk()).open_queue(cx)?;
+        Ok(Self {
+            device,
+            slots: vec![Slot::FREE; usize::from(ring.size())].into_boxed_slice(),
+            ring,
+            disk,
+            features: config.features,
+            notify: config.notify,
+            polled: config.polled,
+            report: config.report,
+            broken: false,
+            in_flight: 0,
+            sink: CompletionSink::new(),
+            chain: Chain::default(),
+            done: Vec::new(),
+            ranges: Vec::new(),
+        })
+    }
+
+    /// As many chains as there may be in flight.
+    #[inline]
+    fn room(&self) -> usize {
+        self.slots.len() - self.in_flight
+    }
+
+    #[cold]
+    fn fail(&mut self, error: QueueError) {
+        tracing::warn!(%error, "a guest broke its queue; the queue stops");
+        self.broken = true;
+        self.report.broken.store(true, Ordering::Release);
+        self.notify.broken();
+    }
+
+    #[inline]
+    fn take_all(&mut self) -> Result<bool, QueueError> {
+        let count = usize::from(self.ring.available()?).min(self.room());
+        for _ in 0..count {
+            self.take()?;
+        }
+        Ok(count > 0)
+    }
+
+    /// Takes one chain and submits what it asks, or answers it.
+    #[inline]
+    fn take(&mut self) -> Result<(), QueueError> {
+        let head = self.ring.take(&mut self.chain)?;
+        let Some(status) = self.chain.take_status() else {
+            let defect = self.chain.defect();
+            return Err(QueueError::NoStatus { head, defect });
+        };
+        // The head is a position in the descriptor table, so it has a slot.
+        if self.slots[usize::from(head)].place.is_some() {
+            return Err(QueueError::HeadInFlight { head });
+        }
+        match request::parse(&mut self.chain, self.ring.memory()) {
+            Ok(Kind::Read { offset }) => {
+                let buffer = self.ring.memory().buffer(self.chain.writable());
+                self.submit_data(head, status, Op::Read, offset, buffer, true);
+            }
+            Ok(Kind::Write { offset }) => {
+                let fua = self.device.is_writethrough(self.features);
+                let buffer = self.ring.memory().buffer(self.chain.readable());
+                self.submit_data(head, status, Op::Write { fua }, offset, buffer, false);
+            }
+            Ok(Kind::Flush) => self.submit_data(head, status, Op::Flush, 0, Buffer::default(), false),
+            Ok(Kind::Id) => self.identify(head, status),
+            Ok(Kind::Discard) => self.submit_ranges(head, status, VIRTIO_BLK_F_DISCARD),
+            Ok(Kind::WriteZeroes) => self.submit_ranges(head, status, VIRTIO_BLK_F_WRITE_ZEROES),
+            Err(error) => self.answer(head, status, error, 1),
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn occupy(&mut self, head: u16, place: Slice, parts: u32, len: u32) {
+        self.slots[usize::from(head)] = Slot {
+            place: Some(place),
+            parts,
+            len,
+            status: Status::OK,
+        };
+        self.in_flight += 1;
+    }
+
+    /// Submits a request that is one request to the disk too. `fills`: it writes to the guest's buffers.
+    #[inline]
+    fn submit_data(&mut self, head: u16, status: Slice, op: Op, offset: u64, buffer: Buffer, fills: bool) {
+        let len = buffer.len();
+        // Data is limited to 1 GiB, so this fits.
+        let written = if fills { len as u32 + 1 } else { 1 };
+        self.occupy(head, status, 1, written);
+        let tag = u64::from(head);
+        self.disk
+            .submit(Request::new(op, offset, len as u64, buffer, &self.sink, tag));
+    }
+
+    /// Submits each segment of a discard or write-zeroes request. The chain is given back when all have
+    /// been answered.
+    fn submit_ranges(&mut self, head: u16, status: Slice, feature: u32) {
+        if !has(self.features, feature) {
+            return self.answer(head, status, Status::UNSUPPORTED, 1);
+        }
+        let zero = feature == VIRTIO_BLK_F_WRITE_ZEROES;
+        let disk_bytes = self.device.disk().info().size_bytes;
+        let memory = self.ring.memory();
+        if let Err(error) = request::ranges(&self.chain, memory, zero, disk_bytes, &mut self.ranges) {
+            return self.answer(head, status, error, 1);
+        }
+        if self.ranges.is_empty() {
+            return self.answer(head, status, Status::OK, 1);
+        }
+        self.occupy(head, status, self.ranges.len() as u32, 1);
+        let fua = self.device.is_writethrough(self.features);
+        for range in &self.ranges {
+            let op = if zero {
+                Op::WriteZeroes {
+                    unmap: range.unmap,
+                    fua,
+                }
+            } else {
+                Op::Discard
+            };
+            let (buffer, tag) = (Buffer::default(), u64::from(head));
+            self.disk
+                .submit(Request::new(op, range.offset, range.len, buffer, &self.sink, tag));
+        }
+    }
+
+    fn identify(&mut self, head: u16, status: Slice) {
+        let written = self
+            .ring
+            .memory()
+            .write_across(self.chain.writable(), self.device.serial());
+        debug_assert!(written <= SERIAL_BYTES);
+        match written {
+            0 => self.answer(head, status, Status::IO_ERROR, 1),
+            _ => self.answer(head, status, Status::OK, written as u32 + 1),
+        }
+    }
+
+    /// Writes the status and gives the chain back.
+    #[inline]
+    fn answer(&mut self, head: u16, place: Slice, status: Status, len: u32) {
+        self.ring.memory().write_byte(place, status.0);
+        self.ring.give_back(head, len);
+    }
+
+    /// Takes in one answer of the disk.
+    #[inline]
+    fn finish(&mut self, done: &Done) {
+        // Tags are heads of chains in flight, as `submit_data` and `submit_ranges` gave them.
+        let head = done.tag as u16;
+        let slot = &mut self.slots[usize::from(head)];
+        if let Err(error) = done.result {
+            tracing::debug!(%error, head, "a request failed");
+            slot.status = error.into();
+        }
+        slot.parts = slot.parts.saturating_sub(1);
+        if slot.parts > 0 {
+            return;
+        }
+        let (status, len) = (slot.status, slot.len);
+        if let Some(place) = slot.place.take() {
+            self.in_flight -= 1;
+            let len = if status == Status::OK { len } else { 1 };
+            self.answer(head, place, status, len);
+        }
+    }
+}
+
+impl Frontend for BlockQueue {
+    #[inline]
+    fn poll(&mut self) -> bool {
+        if self.broken {
+            return false;
+        }
+        self.take_all().unwrap_or_else(|error| {
+            self.fail(error);
+            true
+        })
+    }
+
+    #[inline]
+    fn publish(&mut self) -> bool {
+        if !self.sink.is_empty() {
+            let mut done = std::mem::take(&mut self.done);
+            self.sink.drain_into(&mut done);
+            for done in done.drain(..) {
+                self.finish(&done);
+            }
+            self.done = done;
+        }
+        if self.ring.unpublished() == 0 {
+            return false;
+        }
+        if self.ring.publish() {
+            self.notify.used();
+        }
+        true
+    }
+
+    fn prepare_sleep(&mut self) -> bool {
+        if self.broken {
+            return false;
+        }
+        match self.ring.enable_notifications() {
+            Ok(waiting) => waiting && self.room() > 0 || self.polled,
+            Err(error) => {
+                self.fail(error);
+                true
+            }
+        }
+    }
+
+    fn end_sleep(&mut self) {
+        self.ring.disable_notifications();
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight + usize::from(self.ring.unpublished())
+    }
+
+    fn removed(&mut self) {
+        self.report
+            .next_available
+            .store(self.ring.next_available(), Ordering::Release);
+    }
+}

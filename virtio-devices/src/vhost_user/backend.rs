@@ -1,0 +1,385 @@
+//! What each vhost-user message does, for one client.
+//!
+//! The `vhost` crate checks a message's form and answers it; here its content is checked and carried out.
+//! What can be refused with an answer is a [`MessageError::ReqHandlerError`]; where the message's answer
+//! has no room for a refusal the error is another, and the client is disconnected.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+
+use block::worker::{WorkerGone, WorkerHandle};
+use block::{Buffer, IoError, Op, Request};
+use vhost::VhostUserMemoryRegionBase;
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
+    VhostUserLog, VhostUserMemoryRegion, VhostUserShMemConfig, VhostUserSharedMsg,
+    VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{
+    Error as MessageError, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures,
+    VhostUserVirtioFeatures,
+};
+
+use super::memory::{ClientMemory, REGIONS_MAX, RegionInfo};
+use super::vring::{Vring, VringError};
+use crate::block::BlockDevice;
+use crate::virtqueue::{RingAddresses, SetupError};
+
+/// One client's device.
+pub(super) struct Backend {
+    device: Arc<BlockDevice>,
+    workers: Arc<[WorkerHandle]>,
+    /// As many as there are workers.
+    vrings: Vec<Vring>,
+    memory: ClientMemory,
+    features: u64,
+    protocol: VhostUserProtocolFeatures,
+    worker_gone: bool,
+}
+
+/// Refuses what a message asks, with an answer.
+fn refuse(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> MessageError {
+    MessageError::ReqHandlerError(io::Error::other(error))
+}
+
+fn region_info(region: &VhostUserMemoryRegion) -> RegionInfo {
+    RegionInfo {
+        guest: region.guest_phys_addr,
+        size: region.memory_size,
+        user: region.user_addr,
+        file_offset: region.mmap_offset,
+    }
+}
+
+const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+
+impl Backend {
+    pub(super) fn new(device: Arc<BlockDevice>, workers: Arc<[WorkerHandle]>) -> Self {
+        device.reset();
+        Self {
+            vrings: workers.iter().map(|_| Vring::new()).collect(),
+            device,
+            workers,
+            memory: ClientMemory::default(),
+            features: 0,
+            protocol: VhostUserProtocolFeatures::empty(),
+            worker_gone: false,
+        }
+    }
+
+    /// Whether the client is told when a message is refused.
+    pub(super) fn answers_errors(&self) -> bool {
+        self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
+    }
+
+    /// Whether a worker was found to have ended.
+    pub(super) fn worker_gone(&self) -> bool {
+        self.worker_gone
+    }
+
+    /// Drains all queues. Each is stopped even if another's worker has ended.
+    pub(super) fn disconnect(&mut self) -> std::result::Result<(), WorkerGone> {
+        let stopped = self.stop_all();
+        self.memory = ClientMemory::default();
+        if self.worker_gone {
+            return Err(WorkerGone);
+        }
+        stopped
+    }
+
+    fn offered(&self) -> u64 {
+        self.device.features() | PROTOCOL_FEATURES
+    }
+
+    fn stop_all(&mut self) -> std::result::Result<(), WorkerGone> {
+        let mut result = Ok(());
+        for (vring, worker) in self.vrings.iter_mut().zip(&*self.workers) {
+            result = result.and(vring.stop(worker));
+        }
+        self.worker_gone |= result.is_err();
+        result
+    }
+
+    /// Starts every queue that should run. Those that cannot, for now, are only told about.
+    fn start_all(&mut self) -> Result<()> {
+        for index in 0..self.vrings.len() {
+            if let Err(error) = self.start(index) {
+                if self.worker_gone {
+                    return Err(error);
+                }
+                tracing::warn!(queue = index, %error, "a queue cannot run with the client's memory");
+            }
+        }
+        Ok(())
+    }
+
+    fn start(&mut self, index: usize) -> Result<()> {
+        let (Some(vring), Some(worker)) = (self.vrings.get_mut(index), self.workers.get(index)) else {
+            return Err(refuse(format!("there is no queue {index}")));
+        };
+        let started = vring.start(worker, &self.device, &self.memory, self.features);
+        started.map_err(|error| {
+            self.worker_gone |= matches!(error, VringError::Worker(_));
+            refuse(error)
+        })
+    }
+
+    fn stop(&mut self, index: usize) -> Result<&mut Vring> {
+        let (Some(vring), Some(worker)) = (self.vrings.get_mut(index), self.workers.get(index)) else {
+            return Err(refuse(format!("there is no queue {index}")));
+        };
+        if let Err(error) = vring.stop(worker) {
+            self.worker_gone = true;
+            return Err(refuse(error));
+        }
+        Ok(vring)
+    }
+
+    /// Changes a queue while it does not run.
+    fn change(&mut self, index: u32, change: impl FnOnce(&mut Vring)) -> Result<()> {
+        let index = index as usize;
+        change(self.stop(index)?);
+        self.start(index)
+    }
+
+    fn vring(&self, index: u8) -> Result<&Vring> {
+        let vring = self.vrings.get(usize::from(index));
+        vring.ok_or_else(|| refuse(format!("there is no queue {index}")))
+    }
+
+    /// Exchanges the memory while no queue runs: when this returns, nothing touches the old one.
+    fn set_memory(&mut self, memory: ClientMemory) -> Result<()> {
+        self.stop_all().map_err(refuse)?;
+        self.memory = memory;
+        self.start_all()
+    }
+
+    /// Makes durable what was answered before.
+    fn flush(&mut self) -> Result<()> {
+        let Some(worker) = self.workers.first() else {
+            return Ok(());
+        };
+        let disk = Arc::clone(self.device.disk());
+        let flushed = worker.block_on(move |cx| {
+            let queue = disk.open_queue(cx);
+            Box::pin(async move {
+                let queue = queue.map_err(|error| IoError::from(error.source))?;
+                let (request, answer) = Request::local(Op::Flush, 0, 0, Buffer::default());
+                queue.submit(request);
+                answer.await.result
+            })
+        });
+        match flushed {
+            Ok(result) => result.map_err(refuse),
+            Err(error) => {
+                self.worker_gone = true;
+                Err(refuse(error))
+            }
+        }
+    }
+}
+
+impl VhostUserBackendReqHandlerMut for Backend {
+    fn set_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    // Not used any more; the specification lets it be ignored.
+    fn reset_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reset_device(&mut self) -> Result<()> {
+        self.stop_all().map_err(refuse)?;
+        self.vrings.iter_mut().for_each(|vring| *vring = Vring::new());
+        self.features = 0;
+        self.device.reset();
+        Ok(())
+    }
+
+    fn get_features(&mut self) -> Result<u64> {
+        Ok(self.offered())
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<()> {
+        let unknown = features & !self.offered();
+        if unknown != 0 {
+            return Err(refuse(format!("feature bits {unknown:#x} were not offered")));
+        }
+        if features == self.features {
+            return Ok(());
+        }
+        self.stop_all().map_err(refuse)?;
+        self.features = features;
+        if features & PROTOCOL_FEATURES == 0 {
+            // Without the message that enables queues they all are.
+            self.vrings.iter_mut().for_each(|vring| vring.set_enabled(true));
+        }
+        self.start_all()
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy_listening: Option<bool>,
+    ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
+        let regions = regions.iter().map(region_info).zip(files).collect();
+        self.set_memory(ClientMemory::new(regions).map_err(refuse)?)?;
+        Ok(None)
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
+        let size = u16::try_from(num).ok().filter(|size| size.is_power_of_two());
+        let size = size.ok_or_else(|| refuse(SetupError::Size { size: num }))?;
+        self.change(index, |vring| vring.set_size(size))
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        _flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        _log: u64,
+    ) -> Result<()> {
+        let addresses = RingAddresses {
+            descriptors: descriptor,
+            available,
+            used,
+        };
+        self.change(index, |vring| vring.set_addresses(addresses))
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        let refusal = || refuse(format!("the base {base} of queue {index} is larger than 65535"));
+        let base = u16::try_from(base).map_err(|_| refusal())?;
+        self.change(index, |vring| vring.set_base(base))
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        // The answer has no room for a refusal.
+        let vring = self
+            .stop(index as usize)
+            .map_err(|_| MessageError::InvalidParam)?;
+        vring.forget_kick();
+        Ok(VhostUserVringState::new(index, vring.base().into()))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        self.change(index.into(), |vring| vring.set_kick(fd))
+    }
+
+    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        self.vring(index)?.set_call(fd);
+        Ok(())
+    }
+
+    fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        self.vring(index)?.set_error(fd);
+        Ok(())
+    }
+
+    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        Ok(VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::RESET_DEVICE)
+    }
+
+    fn set_protocol_features(&mut self, features: u64) -> Result<()> {
+        let offered = self.get_protocol_features()?;
+        let unknown = features & !offered.bits();
+        if unknown != 0 {
+            return Err(refuse(format!(
+                "protocol feature bits {unknown:#x} were not offered"
+            )));
+        }
+        self.protocol = VhostUserProtocolFeatures::from_bits_truncate(features);
+        Ok(())
+    }
+
+    fn get_queue_num(&mut self) -> Result<u64> {
+        Ok(self.vrings.len() as u64)
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
+        self.change(index, |vring| vring.set_enabled(enable))
+    }
+
+    fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        Ok(self.device.read_config(offset.into(), size as usize))
+    }
+
+    fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
+        let written = self.device.write_config(offset.into(), bytes, self.features);
+        if written.map_err(refuse)? {
+            self.flush()?;
+        }
+        Ok(())
+    }
+
+    fn set_gpu_socket(&mut self, _backend: GpuBackend) -> Result<()> {
+        Err(refuse("a disk has no GPU socket"))
+    }
+
+    fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Result<File> {
+        Err(MessageError::InvalidOperation("a disk has no shared objects"))
+    }
+
+    fn get_inflight_fd(&mut self, _inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        Err(MessageError::InvalidOperation(
+            "inflight tracking was not offered",
+        ))
+    }
+
+    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
+        Err(refuse("inflight tracking was not offered"))
+    }
+
+    fn get_max_mem_slots(&mut self) -> Result<u64> {
+        Ok(REGIONS_MAX as u64)
+    }
+
+    fn add_mem_region(
+        &mut self,
+        region: &VhostUserSingleMemoryRegion,
+        file: File,
+        _postcopy_listening: Option<bool>,
+    ) -> Result<Option<VhostUserMemoryRegionBase>> {
+        let memory = self.memory.with(region_info(region), file).map_err(refuse)?;
+        self.set_memory(memory)?;
+        Ok(None)
+    }
+
+    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
+        let memory = self.memory.without(region_info(region)).map_err(refuse)?;
+        self.set_memory(memory)
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _direction: VhostTransferStateDirection,
+        _phase: VhostTransferStatePhase,
+        _file: File,
+    ) -> Result<Option<File>> {
+        Err(refuse("a disk has no state to transfer"))
+    }
+
+    fn check_device_state(&mut self) -> Result<()> {
+        Err(refuse("a disk has no state to transfer"))
+    }
+
+    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
+        Err(MessageError::InvalidOperation(
+            "a disk has no shared memory of its own",
+        ))
+    }
+
+    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
+        Err(MessageError::InvalidOperation("dirty logging was not offered"))
+    }
+}

@@ -1,0 +1,140 @@
+//! Waiting for descriptors, and signalling eventfds that a client gave us.
+
+#![expect(unsafe_code, reason = "poll(2) and fcntl(2) have no safe wrapper at hand")]
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use parking_lot::Mutex;
+
+/// Waits until one of two descriptors can be read from; says which can. A hang-up counts as readable.
+pub(super) fn wait_readable(first: BorrowedFd<'_>, second: BorrowedFd<'_>) -> io::Result<(bool, bool)> {
+    let entry = |fd: BorrowedFd<'_>| libc::pollfd {
+        fd: fd.as_raw_fd(),
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    let mut entries = [entry(first), entry(second)];
+    // SAFETY: the kernel reads and writes two entries, which are live and exclusive.
+    let ready = unsafe { libc::poll(entries.as_mut_ptr(), 2, -1) };
+    if ready < 0 {
+        let error = io::Error::last_os_error();
+        if error.kind() == io::ErrorKind::Interrupted {
+            return Ok((false, false));
+        }
+        return Err(error);
+    }
+    Ok((entries[0].revents != 0, entries[1].revents != 0))
+}
+
+/// Whether a write to `fd` would not block.
+fn is_writable(fd: BorrowedFd<'_>) -> bool {
+    let mut entry = libc::pollfd {
+        fd: fd.as_raw_fd(),
+        events: libc::POLLOUT,
+        revents: 0,
+    };
+    // SAFETY: the kernel reads and writes one entry, which is live and exclusive.
+    let ready = unsafe { libc::poll(&raw mut entry, 1, 0) };
+    ready == 1 && entry.revents & libc::POLLOUT != 0
+}
+
+/// Whether a write to `fd` returns at once because its description says so.
+fn is_nonblocking(fd: BorrowedFd<'_>) -> bool {
+    // SAFETY: F_GETFL takes no argument and touches no memory of ours.
+    let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) };
+    flags >= 0 && flags & libc::O_NONBLOCK != 0
+}
+
+/// An eventfd of the client's to be signalled, which the client may exchange at any time. Signalling never
+/// blocks, whatever the client did to it.
+#[derive(Debug, Default)]
+pub(super) struct ClientEvent {
+    target: Mutex<Option<Target>>,
+}
+
+#[derive(Debug)]
+struct Target {
+    file: File,
+    nonblocking: bool,
+}
+
+impl ClientEvent {
+    /// From now on signals go to `file`, or nowhere.
+    pub(super) fn set(&self, file: Option<File>) {
+        let target = file.map(|file| Target {
+            nonblocking: is_nonblocking(file.as_fd()),
+            file,
+        });
+        let old = std::mem::replace(&mut *self.target.lock(), target);
+        drop(old);
+    }
+
+    /// Adds one to the client's counter.
+    pub(super) fn signal(&self) {
+        let target = self.target.lock();
+        let Some(Target { file, nonblocking }) = &*target else {
+            return;
+        };
+        if !nonblocking && !is_writable(file.as_fd()) {
+            return;
+        }
+        let mut file: &File = file;
+        // A counter that is full says all there is to say; any other error is the client's loss.
+        if let Err(error) = file.write(&1u64.to_ne_bytes())
+            && error.kind() != io::ErrorKind::WouldBlock
+        {
+            tracing::debug!(%error, "a client's eventfd cannot be signalled");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+
+    #[test]
+    fn a_full_eventfd_neither_blocks_nor_fails_the_signal() {
+        let eventfd = block::task::eventfd().expect("an eventfd");
+        let mut client = File::from(eventfd.try_clone().expect("a duplicate"));
+        client
+            .write_all(&(u64::MAX - 1).to_ne_bytes())
+            .expect("fill the counter");
+        let event = ClientEvent::default();
+        event.set(Some(eventfd.into()));
+        event.signal();
+        let mut count = [0; 8];
+        client.read_exact(&mut count).expect("the counter");
+        assert_eq!(u64::from_ne_bytes(count), u64::MAX - 1);
+        event.signal();
+        client.read_exact(&mut count).expect("the counter");
+        assert_eq!(u64::from_ne_bytes(count), 1);
+    }
+
+    #[test]
+    fn an_event_that_was_exchanged_is_signalled_in_the_new_place_only() {
+        let pair = || {
+            let fd = block::task::eventfd().expect("an eventfd");
+            (File::from(fd.try_clone().expect("a duplicate")), File::from(fd))
+        };
+        let ((old_ours, old), (new_ours, mut new)) = (pair(), pair());
+        let event = ClientEvent::default();
+        event.signal();
+        event.set(Some(old_ours));
+        event.set(Some(new_ours));
+        event.signal();
+        let mut count = [0; 8];
+        new.read_exact(&mut count).expect("the counter");
+        let empty = block::task::eventfd().expect("an eventfd");
+        assert!(!wait_ready(old.as_fd(), empty.as_fd()));
+    }
+
+    fn wait_ready(fd: BorrowedFd<'_>, other: BorrowedFd<'_>) -> bool {
+        // `other` is never ready; make it so, in order not to wait for ever.
+        let mut file = File::from(other.try_clone_to_owned().expect("a duplicate"));
+        file.write_all(&1u64.to_ne_bytes()).expect("signal");
+        wait_readable(fd, other).expect("poll").0
+    }
+}

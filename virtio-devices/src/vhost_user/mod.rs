@@ -1,0 +1,278 @@
+//! A disk for another process's virtual machine, over a vhost-user socket.
+//!
+//! The messages are the `vhost` crate's; the queues run on our own workers, one thread per queue, which
+//! live as long as the server and serve one client after another. The caller owns the listening socket
+//! and the disk.
+//!
+//! ```text
+//! client ──messages──▶ serve() (caller's thread) ──start, stop──▶ worker 0: queue 0
+//!    └────────────────── memory, kicks, calls ──────────────────▶ worker 1: queue 1
+//! ```
+//!
+//! What must stay true: a queue is changed only while it does not run. It stops by draining, so when a
+//! message that takes memory or a queue away has been answered, nothing touches either any more.
+
+mod backend;
+mod event;
+mod memory;
+mod stop;
+#[cfg(test)]
+mod tests;
+mod vring;
+
+use std::fmt;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use block::ring::RingKind;
+use block::worker::{StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
+use block::{Disk, IoError};
+use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
+
+use crate::block::{BlockDevice, BlockDeviceConfig, SerialTooLong};
+use backend::Backend;
+pub use stop::StopToken;
+
+/// The most queues a vhost-user device can have: what its messages can number.
+pub const QUEUES_MAX: u16 = 256;
+
+/// How a server offers its disk.
+#[derive(Clone, Debug)]
+pub struct VhostUserConfig {
+    /// The name of the disk, for logs and threads.
+    pub name: String,
+    /// How many queues are offered, 1 to [`QUEUES_MAX`], each with a worker thread of its own.
+    pub num_queues: u16,
+    /// The entries a queue is expected to have: tells the guest how many segments a request may have.
+    /// A client that sets up longer or shorter queues is served as well.
+    pub queue_size: u16,
+    /// What the guest reads as the serial number: at most 20 bytes.
+    pub serial: String,
+    /// The CPUs that the worker of each queue may run on, by queue; all CPUs where a queue has no entry or
+    /// an empty one.
+    pub queue_affinity: Vec<Vec<usize>>,
+    /// The longest a worker polls before it sleeps; it polls less where that does not pay.
+    pub poll_max: Duration,
+    /// What carries out I/O.
+    pub ring: RingKind,
+}
+
+impl Default for VhostUserConfig {
+    fn default() -> Self {
+        Self {
+            name: "disk".to_owned(),
+            num_queues: 1,
+            queue_size: 128,
+            serial: String::new(),
+            queue_affinity: Vec::new(),
+            poll_max: WorkerConfig::default().poll_max,
+            ring: RingKind::Auto,
+        }
+    }
+}
+
+/// Why a server could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The number of queues is out of range.
+    #[error("{found} queues asked for; expected 1 to {QUEUES_MAX}")]
+    Queues {
+        /// The number asked for.
+        found: u16,
+    },
+    /// The serial number is too long.
+    #[error(transparent)]
+    Serial(#[from] SerialTooLong),
+    /// A worker could not be started.
+    #[error("cannot start the worker of queue {queue}")]
+    Worker {
+        /// The queue.
+        queue: u16,
+        /// The reason.
+        #[source]
+        source: StartWorkerError,
+    },
+}
+
+/// Why a server stopped serving without having been asked to.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The listening socket failed.
+    #[error("cannot accept vhost-user connections")]
+    Accept(#[source] io::Error),
+    /// A worker has ended, after its ring failed.
+    #[error("a worker has ended")]
+    Worker(#[from] WorkerGone),
+}
+
+/// Why a disk was not closed cleanly.
+#[derive(Debug, thiserror::Error)]
+pub enum CloseError {
+    /// The worker that should have closed it has ended.
+    #[error(transparent)]
+    Worker(#[from] WorkerGone),
+    /// The disk says so.
+    #[error("cannot close the disk cleanly")]
+    Disk(#[from] IoError),
+}
+
+/// Offers one disk to one client after another. Dropping it stops its workers; no client is connected
+/// then, because [`VhostUserServer::serve`] borrows it.
+pub struct VhostUserServer {
+    name: String,
+    device: Arc<BlockDevice>,
+    workers: Arc<[WorkerHandle]>,
+}
+
+impl fmt::Debug for VhostUserServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("VhostUserServer")
+            .field("name", &self.name)
+            .field("device", &self.device)
+            .field("workers", &self.workers.len())
+            .finish()
+    }
+}
+
+impl VhostUserServer {
+    /// Starts the workers that will serve `disk`.
+    ///
+    /// # Errors
+    ///
+    /// [`StartError`]: a value of `config` is out of range, or a worker cannot be started.
+    pub fn start(disk: Arc<dyn Disk>, config: &VhostUserConfig) -> Result<Self, StartError> {
+        let found = config.num_queues;
+        if found == 0 || found > QUEUES_MAX {
+            return Err(StartError::Queues { found });
+        }
+        let shown = BlockDeviceConfig {
+            num_queues: config.num_queues,
+            queue_size: config.queue_size,
+            serial: &config.serial,
+        };
+        let device = Arc::new(BlockDevice::new(disk, &shown)?);
+        let workers = (0..config.num_queues)
+            .map(|queue| {
+                let cpus = config.queue_affinity.get(usize::from(queue));
+                let worker = WorkerConfig {
+                    name: format!("queue {queue}"),
+                    ring: config.ring,
+                    // Requests beyond this wait for a free slot.
+                    depth: u32::from(config.queue_size).clamp(128, 1024) * 2,
+                    cpus: cpus.cloned().unwrap_or_default(),
+                    poll_max: config.poll_max,
+                };
+                WorkerHandle::spawn(worker).map_err(|source| StartError::Worker { queue, source })
+            })
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            name: config.name.clone(),
+            device,
+            workers,
+        })
+    }
+
+    /// What carries out the I/O: `"io_uring"`, `"syscalls"` or `"null"`.
+    #[must_use]
+    pub fn driver_name(&self) -> &'static str {
+        self.workers.first().map_or("none", WorkerHandle::driver_name)
+    }
+
+    /// Serves the clients that connect to `listener`, one after another, until `stop` is asked to stop.
+    /// What a client asked for before it went, or before the stop, has been answered and published when
+    /// this returns. A client's mistakes end its connection, not the server.
+    ///
+    /// # Errors
+    ///
+    /// [`ServeError`]: the listener or a worker failed.
+    pub fn serve(&self, listener: &UnixListener, stop: &StopToken) -> Result<(), ServeError> {
+        while !stop.is_stopped() {
+            let (connecting, _) =
+                event::wait_readable(listener.as_fd(), stop.event()).map_err(ServeError::Accept)?;
+            if stop.is_stopped() || !connecting {
+                continue;
+            }
+            match listener.accept() {
+                Ok((stream, _)) => self.serve_client(stream, stop)?,
+                Err(error) if is_passing(&error) => {
+                    tracing::warn!(disk = %self.name, %error, "cannot accept a connection now");
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+                Err(error) => return Err(ServeError::Accept(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Serves one client until it goes, errs or `stop` is asked to stop.
+    fn serve_client(&self, stream: UnixStream, stop: &StopToken) -> Result<(), ServeError> {
+        // An accepted socket may have inherited this from a listener that polls.
+        if let Err(error) = stream.set_nonblocking(false) {
+            tracing::warn!(disk = %self.name, %error, "cannot serve a client");
+            return Ok(());
+        }
+        tracing::info!(disk = %self.name, "a client has connected");
+        let backend = Arc::new(Mutex::new(Backend::new(
+            Arc::clone(&self.device),
+            Arc::clone(&self.workers),
+        )));
+        let mut messages = BackendReqHandler::from_stream(stream, Arc::clone(&backend));
+        let _guard = match messages.try_clone_connection() {
+            Ok(connection) => stop.watch(connection),
+            Err(error) => {
+                tracing::warn!(disk = %self.name, %error, "cannot serve a client");
+                return Ok(());
+            }
+        };
+        let result = loop {
+            match messages.handle_request() {
+                Ok(()) | Err(MessageError::SocketRetry(_)) => {}
+                // The backend refused something and the client was told, if it wanted to know.
+                Err(MessageError::ReqHandlerError(error)) if lock(&backend).answers_errors() => {
+                    tracing::warn!(disk = %self.name, %error, "refused what a client asked for");
+                }
+                Err(error) => break error,
+            }
+            if lock(&backend).worker_gone() {
+                break MessageError::BackendInternalError;
+            }
+        };
+        match result {
+            _ if stop.is_stopped() => tracing::info!(disk = %self.name, "disconnecting the client"),
+            MessageError::Disconnected => tracing::info!(disk = %self.name, "the client has gone"),
+            error => tracing::warn!(disk = %self.name, %error, "disconnecting the client"),
+        }
+        let mut backend = lock(&backend);
+        backend.disconnect()?;
+        Ok(())
+    }
+
+    /// Closes the disk as a clean shutdown should, on a worker, and ends the workers.
+    ///
+    /// # Errors
+    ///
+    /// [`CloseError`]: the image may need repair on its next open, as after a power cut.
+    pub fn close(self) -> Result<(), CloseError> {
+        let disk = Arc::clone(self.device.disk());
+        if let Some(worker) = self.workers.first() {
+            worker.block_on(move |cx| disk.close(cx))??;
+        }
+        Ok(())
+    }
+}
+
+/// Whether accepting may work later.
+fn is_passing(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::ECONNABORTED | libc::EINTR | libc::EAGAIN | libc::EMFILE | libc::ENFILE | libc::ENOMEM)
+    )
+}
+
+/// The backend, also if a message's handler panicked: then it is only torn down.
+fn lock(backend: &Mutex<Backend>) -> MutexGuard<'_, Backend> {
+    backend.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,100 @@
+//! Asking a server to stop, from another thread.
+
+use std::io::{self, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+#[derive(Debug)]
+struct Inner {
+    event: OwnedFd,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    stopped: bool,
+    next_id: u64,
+    connections: Vec<(u64, UnixStream)>,
+}
+
+/// Stops the servers it was given to. Clones are the same token; several servers may share one.
+#[derive(Clone, Debug)]
+pub struct StopToken {
+    inner: Arc<Inner>,
+}
+
+impl StopToken {
+    /// A token nobody has used yet.
+    ///
+    /// # Errors
+    ///
+    /// If the process has no descriptor left.
+    pub fn new() -> io::Result<Self> {
+        let inner = Inner {
+            event: block::task::eventfd()?,
+            state: Mutex::default(),
+        };
+        Ok(Self {
+            inner: Arc::new(inner),
+        })
+    }
+
+    /// Asks to stop: clients are disconnected, what they asked for is finished and published, and
+    /// [`serve`](super::VhostUserServer::serve) returns. Does not wait for that.
+    pub fn stop(&self) {
+        let mut state = self.inner.state.lock();
+        state.stopped = true;
+        for (_, connection) in &state.connections {
+            // A connection that is gone already needs no shutdown.
+            connection.shutdown(Shutdown::Both).unwrap_or_default();
+        }
+        let signalled = self
+            .inner
+            .event
+            .try_clone()
+            .and_then(|event| std::fs::File::from(event).write_all(&1u64.to_ne_bytes()));
+        if let Err(error) = signalled {
+            tracing::error!(%error, "cannot wake a server that should stop");
+        }
+    }
+
+    /// Whether it was asked to stop.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        self.inner.state.lock().stopped
+    }
+
+    /// Readable once it was asked to stop.
+    pub(super) fn event(&self) -> BorrowedFd<'_> {
+        self.inner.event.as_fd()
+    }
+
+    /// Shuts `connection` down when asked to stop, until the guard is dropped.
+    pub(super) fn watch(&self, connection: UnixStream) -> ConnectionGuard<'_> {
+        let mut state = self.inner.state.lock();
+        if state.stopped {
+            connection.shutdown(Shutdown::Both).unwrap_or_default();
+        }
+        let id = state.next_id;
+        state.next_id += 1;
+        state.connections.push((id, connection));
+        ConnectionGuard { token: self, id }
+    }
+}
+
+/// A connection that a token would shut down.
+pub(super) struct ConnectionGuard<'a> {
+    token: &'a StopToken,
+    id: u64,
+}
+
+impl Drop for ConnectionGuard<'_> {
+    fn drop(&mut self) {
+        let mut state = self.token.inner.state.lock();
+        state.connections.retain(|(id, _)| *id != self.id);
+    }
+}

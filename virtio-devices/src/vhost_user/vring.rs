@@ -1,0 +1,200 @@
+//! One queue as the client sets it up, message by message, and its run on a worker.
+//!
+//! The protocol has a queue *started* (by its kick descriptor, until its base is asked for) and *enabled*
+//! (by a message). It runs on its worker exactly while both hold and its rings and memory are known:
+//!
+//! ```text
+//!              SET_VRING_KICK, enabled, size, addresses, memory
+//!   stopped ────────────────────────────────────────────────────▶ running
+//!           ◀────────────────────────────────────────────────────
+//!     GET_VRING_BASE, disabled, any change: drained, next index kept
+//! ```
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use block::worker::{FrontendId, WorkerGone, WorkerHandle};
+
+use super::event::ClientEvent;
+use super::memory::ClientMemory;
+use crate::block::{BlockDevice, BlockQueue, BlockQueueConfig, Notify, QueueReport, StartQueueError};
+use crate::virtqueue::RingAddresses;
+
+/// Why a queue that should run does not.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum VringError {
+    #[error("the {part} at the client's address {address:#x} is in none of its memory regions")]
+    OutsideMemory { part: &'static str, address: u64 },
+    #[error(transparent)]
+    Start(#[from] StartQueueError),
+    #[error("cannot watch the kick descriptor")]
+    Kick(#[source] std::io::Error),
+    #[error(transparent)]
+    Worker(#[from] WorkerGone),
+}
+
+/// How the client says that it made chains available.
+#[derive(Debug)]
+enum Kick {
+    /// It has not told yet: the queue is not started.
+    Unknown,
+    /// By this eventfd.
+    Event(File),
+    /// Not at all.
+    Polled,
+}
+
+#[derive(Debug)]
+struct Running {
+    id: FrontendId,
+    report: Arc<QueueReport>,
+}
+
+/// The client's side of a queue.
+#[derive(Debug)]
+pub(super) struct Vring {
+    size: u16,
+    /// As addresses of the client's.
+    addresses: Option<RingAddresses>,
+    next_available: u16,
+    kick: Kick,
+    call: Arc<ClientEvent>,
+    error: Arc<ClientEvent>,
+    enabled: bool,
+    running: Option<Running>,
+}
+
+/// Signals the client's eventfds.
+struct Events {
+    call: Arc<ClientEvent>,
+    error: Arc<ClientEvent>,
+}
+
+impl Notify for Events {
+    fn used(&self) {
+        self.call.signal();
+    }
+
+    fn broken(&self) {
+        self.error.signal();
+    }
+}
+
+impl Vring {
+    pub(super) fn new() -> Self {
+        Self {
+            size: 0,
+            addresses: None,
+            next_available: 0,
+            kick: Kick::Unknown,
+            call: Arc::default(),
+            error: Arc::default(),
+            enabled: false,
+            running: None,
+        }
+    }
+
+    pub(super) fn set_size(&mut self, size: u16) {
+        self.size = size;
+    }
+
+    pub(super) fn set_addresses(&mut self, addresses: RingAddresses) {
+        self.addresses = Some(addresses);
+    }
+
+    pub(super) fn set_base(&mut self, next_available: u16) {
+        self.next_available = next_available;
+    }
+
+    pub(super) fn base(&self) -> u16 {
+        self.next_available
+    }
+
+    /// Starts the queue: from now on the client kicks `kick`, or not at all.
+    pub(super) fn set_kick(&mut self, kick: Option<File>) {
+        self.kick = kick.map_or(Kick::Polled, Kick::Event);
+    }
+
+    /// The queue is not started any more.
+    pub(super) fn forget_kick(&mut self) {
+        self.kick = Kick::Unknown;
+    }
+
+    /// Where to notify; may change while the queue runs.
+    pub(super) fn set_call(&self, call: Option<File>) {
+        self.call.set(call);
+    }
+
+    /// Where to tell that the queue is broken; may change while the queue runs.
+    pub(super) fn set_error(&self, error: Option<File>) {
+        self.error.set(error);
+    }
+
+    pub(super) fn set_enabled(&mut self, enabled: bool) {
+        self.enabled = enabled;
+    }
+
+    /// Stops the queue, if it runs, by draining it. A broken queue needs a new kick to start again.
+    pub(super) fn stop(&mut self, worker: &WorkerHandle) -> Result<(), WorkerGone> {
+        if let Some(Running { id, report }) = self.running.take() {
+            worker.remove(id)?;
+            self.next_available = report.next_available();
+            if report.is_broken() {
+                self.forget_kick();
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs the queue, if it should run and does not.
+    pub(super) fn start(
+        &mut self,
+        worker: &WorkerHandle,
+        device: &Arc<BlockDevice>,
+        memory: &ClientMemory,
+        features: u64,
+    ) -> Result<(), VringError> {
+        let (None, Some(user)) = (&self.running, self.addresses) else {
+            return Ok(());
+        };
+        if !self.enabled || self.size == 0 {
+            return Ok(());
+        }
+        let kick = match &self.kick {
+            Kick::Unknown => return Ok(()),
+            Kick::Event(file) => Some(OwnedFd::from(file.try_clone().map_err(VringError::Kick)?)),
+            Kick::Polled => None,
+        };
+        let guest = |part, address| {
+            let outside = VringError::OutsideMemory { part, address };
+            memory.guest_address(address).ok_or(outside)
+        };
+        let addresses = RingAddresses {
+            descriptors: guest("descriptor table", user.descriptors)?,
+            available: guest("available ring", user.available)?,
+            used: guest("used ring", user.used)?,
+        };
+        let report = Arc::new(QueueReport::default());
+        let (size, next_available) = (self.size, self.next_available);
+        let (memory, device, reported) = (memory.map(), Arc::clone(device), Arc::clone(&report));
+        let (call, error) = (Arc::clone(&self.call), Arc::clone(&self.error));
+        let id = worker.run(move |worker| -> Result<FrontendId, VringError> {
+            let config = BlockQueueConfig {
+                memory,
+                size,
+                addresses,
+                next_available,
+                features,
+                notify: Box::new(Events { call, error }),
+                polled: kick.is_none(),
+                report: reported,
+            };
+            let queue = BlockQueue::start(device, worker.context(), config)?;
+            let kicks = kick.into_iter().collect();
+            worker.add(Box::new(queue), kicks).map_err(VringError::Kick)
+        })??;
+        self.running = Some(Running { id, report });
+        Ok(())
+    }
+}

@@ -1,0 +1,314 @@
+//! Guest memory as one queue sees it: checked handles instead of pointers.
+//!
+//! A [`Slice`] names bytes of one region by region number, offset and length. Every access goes through
+//! [`QueueMemory`], which checks the handle against its own table again, so a wrong handle is a panic in
+//! this process and never an access outside the map. The table remembers the region it found last.
+//!
+//! What must stay true: the mapping lives at least as long as this table and every buffer made from it;
+//! both hold it. No reference to guest memory is ever made.
+
+#![expect(unsafe_code, reason = "guest memory is reached through raw pointers")]
+
+use std::cell::Cell;
+use std::fmt;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+use block::Buffer;
+use block::buffer::MemoryHold;
+use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+
+use super::ChainDefect;
+
+/// Bytes inside one region of guest memory. Only [`QueueMemory`] makes them.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Slice {
+    region: u32,
+    len: u32,
+    offset: u64,
+}
+
+impl Slice {
+    /// The length in bytes.
+    #[inline]
+    pub(crate) fn len(self) -> u32 {
+        self.len
+    }
+
+    /// All but the first `bytes`.
+    pub(crate) fn skip(self, bytes: u32) -> Self {
+        let bytes = bytes.min(self.len);
+        Self {
+            region: self.region,
+            len: self.len - bytes,
+            offset: self.offset + u64::from(bytes),
+        }
+    }
+
+    /// The last byte and what comes before it; `None` if there is no byte.
+    #[inline]
+    pub(crate) fn split_last(self) -> Option<(Self, Self)> {
+        let rest = self.len.checked_sub(1)?;
+        Some((Self { len: rest, ..self }, self.skip(rest)))
+    }
+}
+
+/// One descriptor, as it was when it was read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Descriptor {
+    pub(crate) address: u64,
+    pub(crate) len: u32,
+    pub(crate) flags: u16,
+    pub(crate) next: u16,
+}
+
+/// The size of a descriptor, in bytes.
+pub(crate) const DESCRIPTOR_BYTES: u32 = 16;
+
+#[derive(Clone, Copy)]
+struct Region {
+    guest: u64,
+    len: u64,
+    host: *mut u8,
+}
+
+/// The memory map of one queue.
+pub(crate) struct QueueMemory {
+    /// Sorted by guest address, not overlapping.
+    regions: Box<[Region]>,
+    last: Cell<usize>,
+    hold: MemoryHold,
+}
+
+impl fmt::Debug for QueueMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "QueueMemory({} regions)", self.regions.len())
+    }
+}
+
+impl QueueMemory {
+    /// A view of `memory`, which it keeps mapped.
+    pub(crate) fn new(memory: GuestMemoryMmap) -> Self {
+        let mut regions: Vec<Region> = memory
+            .iter()
+            .map(|region| Region {
+                guest: region.start_addr().0,
+                len: region.len(),
+                host: region.as_ptr(),
+            })
+            .collect();
+        regions.sort_by_key(|region| region.guest);
+        Self {
+            regions: regions.into_boxed_slice(),
+            last: Cell::new(0),
+            hold: Rc::new(memory),
+        }
+    }
+
+    /// The number of the region that `address` is in.
+    #[inline]
+    fn find(&self, address: u64) -> Option<usize> {
+        let last = self.last.get();
+        let region = self.regions.get(last)?;
+        if address.wrapping_sub(region.guest) < region.len {
+            return Some(last);
+        }
+        self.search(address)
+    }
+
+    #[cold]
+    fn search(&self, address: u64) -> Option<usize> {
+        let after = self.regions.partition_point(|region| region.guest <= address);
+        let index = after.checked_sub(1)?;
+        let region = self.regions.get(index)?;
+        if address - region.guest < region.len {
+            self.last.set(index);
+            return Some(index);
+        }
+        None
+    }
+
+    /// Turns a guest range into slices, several if it lies in several adjacent regions.
+    #[inline]
+    pub(crate) fn translate(
+        &self,
+        address: u64,
+        len: u32,
+        mut out: impl FnMut(Slice),
+    ) -> Result<(), ChainDefect> {
+        match self.contiguous(address, len) {
+            Some(slice) => {
+                out(slice);
+                Ok(())
+            }
+            None => self.translate_parts(address, len, out),
+        }
+    }
+
+    #[cold]
+    fn translate_parts(&self, address: u64, len: u32, mut out: impl FnMut(Slice)) -> Result<(), ChainDefect> {
+        let outside = ChainDefect::OutsideMemory { address, len };
+        let (mut at, mut left) = (address, len);
+        while left > 0 {
+            let index = self.find(at).ok_or(outside)?;
+            let region = &self.regions[index];
+            let offset = at - region.guest;
+            let part = u64::from(left).min(region.len - offset) as u32;
+            out(Slice {
+                region: index as u32,
+                len: part,
+                offset,
+            });
+            left -= part;
+            if left > 0 {
+                at = at.checked_add(u64::from(part)).ok_or(outside)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A guest range that lies in one region.
+    #[inline]
+    pub(crate) fn contiguous(&self, address: u64, len: u32) -> Option<Slice> {
+        let index = self.find(address)?;
+        let region = &self.regions[index];
+        let offset = address - region.guest;
+        (u64::from(len) <= region.len - offset).then_some(Slice {
+            region: index as u32,
+            len,
+            offset,
+        })
+    }
+
+    /// Where bytes `at..at + len` of `slice` are. They are mapped, and in one piece, while `self` lives.
+    ///
+    /// # Panics
+    ///
+    /// If they are not inside the slice, or the slice is not of this memory.
+    #[inline]
+    pub(crate) fn pointer(&self, slice: Slice, at: u32, len: u32) -> NonNull<u8> {
+        let region = &self.regions[slice.region as usize];
+        let inside = u64::from(at) + u64::from(len) <= u64::from(slice.len)
+            && slice.offset + u64::from(slice.len) <= region.len;
+        assert!(inside, "bytes {at}+{len} of {slice:?}");
+        let pointer = region.host.wrapping_add((slice.offset + u64::from(at)) as usize);
+        NonNull::new(pointer).expect("no mapping contains the null address")
+    }
+
+    /// Sixteen bytes from `at` on, each read once, as two little-endian words.
+    #[inline]
+    fn load_16(&self, slice: Slice, at: u32) -> [u64; 2] {
+        let pointer = self.pointer(slice, at, 16);
+        if pointer.addr().get() & 7 == 0 {
+            let words = pointer.cast::<u64>();
+            // SAFETY: `pointer` names 16 mapped bytes (`QueueMemory::pointer`) and is a multiple of 8.
+            // The guest may write them meanwhile; every value is a valid u64.
+            return unsafe {
+                [
+                    u64::from_le(words.read_volatile()),
+                    u64::from_le(words.add(1).read_volatile()),
+                ]
+            };
+        }
+        let mut bytes = [0; 16];
+        self.read(slice, at, &mut bytes);
+        let word = |range: std::ops::Range<usize>| {
+            bytes[range]
+                .iter()
+                .rev()
+                .fold(0, |word, &byte| word << 8 | u64::from(byte))
+        };
+        [word(0..8), word(8..16)]
+    }
+
+    /// Descriptor `index` of a table.
+    #[inline]
+    pub(crate) fn descriptor(&self, table: Slice, index: u16) -> Descriptor {
+        let [address, rest] = self.load_16(table, u32::from(index) * DESCRIPTOR_BYTES);
+        Descriptor {
+            address,
+            len: rest as u32,
+            flags: (rest >> 32) as u16,
+            next: (rest >> 48) as u16,
+        }
+    }
+
+    /// Fills `out` with bytes of `slice` from `at` on, each read once.
+    fn read(&self, slice: Slice, at: u32, out: &mut [u8]) {
+        let pointer = self.pointer(slice, at, out.len() as u32);
+        for (index, byte) in out.iter_mut().enumerate() {
+            // SAFETY: `index < out.len()`, and that many bytes are mapped from `pointer` on.
+            *byte = unsafe { pointer.add(index).read_volatile() };
+        }
+    }
+
+    /// Sixteen bytes of the concatenated `slices` from `at` on, as two little-endian words; `None` if
+    /// there are fewer.
+    #[inline]
+    pub(crate) fn load_16_across(&self, slices: &[Slice], at: u64) -> Option<[u64; 2]> {
+        if let Some(first) = slices.first()
+            && at + 16 <= u64::from(first.len)
+        {
+            return Some(self.load_16(*first, at as u32));
+        }
+        let mut bytes = [0; 16];
+        let (mut skip, mut filled) = (at, 0);
+        for slice in slices {
+            if skip >= u64::from(slice.len) {
+                skip -= u64::from(slice.len);
+                continue;
+            }
+            let part = ((u64::from(slice.len) - skip) as usize).min(16 - filled);
+            self.read(*slice, skip as u32, &mut bytes[filled..filled + part]);
+            filled += part;
+            skip = 0;
+            if filled == 16 {
+                let (low, high) = bytes.split_at(8);
+                let word = |half: &[u8]| {
+                    half.iter()
+                        .rev()
+                        .fold(0, |word, &byte| word << 8 | u64::from(byte))
+                };
+                return Some([word(low), word(high)]);
+            }
+        }
+        None
+    }
+
+    /// Writes `bytes` to the start of the concatenated `slices`, as far as they go, and returns how many
+    /// were written.
+    pub(crate) fn write_across(&self, slices: &[Slice], bytes: &[u8]) -> usize {
+        let mut left = bytes;
+        for slice in slices {
+            let (now, later) = left.split_at(left.len().min(slice.len as usize));
+            let pointer = self.pointer(*slice, 0, now.len() as u32);
+            for (index, byte) in now.iter().enumerate() {
+                // SAFETY: `index < now.len()`, and that many bytes are mapped from `pointer` on.
+                unsafe { pointer.add(index).write_volatile(*byte) };
+            }
+            left = later;
+        }
+        bytes.len() - left.len()
+    }
+
+    /// Writes the first byte of `slice`.
+    #[inline]
+    pub(crate) fn write_byte(&self, slice: Slice, value: u8) {
+        // SAFETY: `pointer` names one mapped byte, which only the guest shares.
+        unsafe { self.pointer(slice, 0, 1).write_volatile(value) };
+    }
+
+    /// The slices as the buffer of a request. The buffer holds the mapping.
+    #[inline]
+    pub(crate) fn buffer(&self, slices: &[Slice]) -> Buffer {
+        let mut builder = Buffer::guest(Rc::clone(&self.hold));
+        for slice in slices {
+            let pointer = self.pointer(*slice, 0, slice.len);
+            // SAFETY: `pointer` names `slice.len` bytes, mapped readable and writable as long as the
+            // mapping lives; the builder was given a hold on that mapping. No reference covers guest
+            // memory anywhere (module rule).
+            unsafe { builder.push(pointer.as_ptr(), slice.len as usize) };
+        }
+        builder.build()
+    }
+}

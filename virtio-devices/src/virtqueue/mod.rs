@@ -1,0 +1,158 @@
+//! The split virtqueue, made for speed and for hostile guests.
+//!
+//! Ring addresses are checked and translated once, when the queue starts; descriptors are read once,
+//! checked, and turned into slices of guest memory; used entries of a round are published together with
+//! at most one notification. Nothing is allocated per request. Spec: virtio 1.2, 2.7.
+//!
+//! What must stay true:
+//! - each word a guest could change is read once, and only the copy is used;
+//! - no access leaves the memory map the queue was started with, which the queue holds;
+//! - after asking for notifications the available ring is looked at once more.
+
+mod chain;
+mod memory;
+mod ring;
+#[cfg(test)]
+pub(crate) mod tests;
+
+pub(crate) use chain::Chain;
+pub(crate) use memory::{QueueMemory, Slice};
+pub(crate) use ring::Virtqueue;
+pub use ring::{QueueSetup, RingAddresses};
+
+/// The longest chain that is followed, in descriptors: no I/O takes more memory ranges at once, and it is
+/// QEMU's limit too.
+pub const CHAIN_MAX: u16 = 1024;
+
+/// Why a queue cannot be started.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum SetupError {
+    /// The number of entries cannot be a split queue's.
+    #[error("queue size is {size}; expected a power of two up to 32768")]
+    Size {
+        /// The size asked for.
+        size: u32,
+    },
+    /// A part of the queue is not where it may be.
+    #[error("the {part} at {address:#x} is not a multiple of {align} bytes")]
+    Misaligned {
+        /// Which part.
+        part: &'static str,
+        /// Its guest address.
+        address: u64,
+        /// The alignment it needs, in bytes.
+        align: u64,
+    },
+    /// A part of the queue is not inside one region of guest memory.
+    #[error("the {part} at {address:#x}, {len} bytes, is not inside guest memory")]
+    OutsideMemory {
+        /// Which part.
+        part: &'static str,
+        /// Its guest address.
+        address: u64,
+        /// Its length in bytes.
+        len: u64,
+    },
+}
+
+/// How a guest broke its queue: it cannot go on, because what comes next cannot be known or answered.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum QueueError {
+    /// The available index moved by more entries than the queue has.
+    #[error("the available index jumped from {expected} to {found} in a queue of {size}")]
+    AvailableIndex {
+        /// The index in the ring.
+        found: u16,
+        /// The next entry to be taken.
+        expected: u16,
+        /// The queue's entries.
+        size: u16,
+    },
+    /// A descriptor number is not in its table.
+    #[error("descriptor {index} is not in a table of {size}")]
+    DescriptorIndex {
+        /// The number.
+        index: u16,
+        /// The table's entries.
+        size: u32,
+    },
+    /// A chain is longer than it may be, perhaps endless.
+    #[error("the chain at {head} has more than {limit} descriptors")]
+    TooLong {
+        /// The first descriptor.
+        head: u16,
+        /// The most it may have.
+        limit: u16,
+    },
+    /// An indirect table although the feature was not negotiated.
+    #[error("the chain at {head} uses an indirect table, which was not negotiated")]
+    IndirectNotNegotiated {
+        /// The first descriptor.
+        head: u16,
+    },
+    /// An indirect table in an indirect table.
+    #[error("the chain at {head} has an indirect table in an indirect table")]
+    IndirectNested {
+        /// The first descriptor.
+        head: u16,
+    },
+    /// An indirect descriptor that has a successor.
+    #[error("the chain at {head} goes on after an indirect table")]
+    IndirectHasNext {
+        /// The first descriptor.
+        head: u16,
+    },
+    /// An indirect table that is empty or holds part of a descriptor.
+    #[error("the chain at {head} has an indirect table of {len} bytes")]
+    IndirectLength {
+        /// The first descriptor.
+        head: u16,
+        /// The table's length in bytes.
+        len: u32,
+    },
+    /// An indirect table outside memory.
+    #[error("the chain at {head} has an indirect table at {address:#x}, outside guest memory")]
+    IndirectOutsideMemory {
+        /// The first descriptor.
+        head: u16,
+        /// The table's address.
+        address: u64,
+    },
+    /// There is nowhere to put an answer.
+    #[error("the chain at {head} has no byte that a status can be written to ({})", reason(*defect))]
+    NoStatus {
+        /// The first descriptor.
+        head: u16,
+        /// What else is wrong with the chain.
+        defect: Option<ChainDefect>,
+    },
+    /// A chain was made available again before it was used.
+    #[error("the chain at {head} was made available while it is in flight")]
+    HeadInFlight {
+        /// The first descriptor.
+        head: u16,
+    },
+}
+
+/// What is wrong with a chain whose end is known, so that it may still be answered with an error.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum ChainDefect {
+    /// A buffer outside memory.
+    #[error("{len} bytes at {address:#x} are outside guest memory")]
+    OutsideMemory {
+        /// The guest address.
+        address: u64,
+        /// The length in bytes.
+        len: u32,
+    },
+    /// A buffer of no bytes.
+    #[error("a buffer has no bytes")]
+    ZeroLength,
+    /// A buffer to read from after one to write to.
+    #[error("a readable buffer follows a writable one")]
+    ReadableAfterWritable,
+}
+
+fn reason(defect: Option<ChainDefect>) -> String {
+    defect.map_or_else(|| "it is not writable".to_owned(), |defect| defect.to_string())
+}
