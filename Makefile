@@ -39,6 +39,8 @@ bench: setup build
 fuzz:
 	rustup run nightly rustc --version >/dev/null 2>&1 || rustup toolchain install nightly --profile minimal
 	command -v cargo-fuzz >/dev/null || cargo install --locked cargo-fuzz
-	for target in $$(cargo +nightly fuzz list --fuzz-dir fuzz); do \
+	targets=$$(cargo +nightly fuzz list --fuzz-dir fuzz); \
+	[ -n "$$targets" ] || { echo "fuzz/ has no target" >&2; exit 1; }; \
+	for target in $$targets; do \
 	    cargo +nightly fuzz run --fuzz-dir fuzz "$$target" -- -max_total_time=$(SECONDS); \
 	done
