@@ -1,0 +1,36 @@
+//! What the measured images hold: bytes that anybody can compute from their offset.
+//!
+//! Half of each block is noise and half is one byte repeated, so that compressed images shrink to about
+//! a half, as real ones do.
+
+/// The unit the content is made in, in bytes.
+pub(crate) const BLOCK_BYTES: usize = 4096;
+
+/// Writes the content of block `index` (offset `index * BLOCK_BYTES`) to `out`.
+pub(crate) fn fill(index: u64, out: &mut [u8]) {
+    let half = out.len() / 2;
+    let (noise, flat) = out.split_at_mut(half);
+    let mut state = (index + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    for word in noise.chunks_mut(8) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        word.copy_from_slice(&state.to_le_bytes()[..word.len()]);
+    }
+    flat.fill((index % 255) as u8 + 1);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_blocks_differ_and_none_has_zeros_only() {
+        let (mut one, mut two) = (vec![0; BLOCK_BYTES], vec![0; BLOCK_BYTES]);
+        fill(0, &mut one);
+        fill(255, &mut two);
+        assert_ne!(one, two);
+        assert!(one[..2048].iter().any(|&byte| byte != 0));
+        assert!(one[2048..].iter().all(|&byte| byte == 1));
+    }
+}

@@ -1,0 +1,93 @@
+//! fio on the raw file: what this machine can do when nothing is in between.
+
+use std::io;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::client::drive::Timing;
+use crate::process;
+use crate::workload::{Pattern, Sample, Workload};
+
+/// Runs `workload` with fio's io_uring engine on the raw file at `path`.
+///
+/// # Errors
+///
+/// If fio is missing, fails or prints something else than its JSON.
+pub(crate) fn run(path: &Path, direct: bool, workload: &Workload, timing: Timing) -> io::Result<Sample> {
+    let rw = match workload.pattern {
+        Pattern::RandomRead => "randread",
+        Pattern::RandomWrite | Pattern::OncePerCluster | Pattern::WriteFlush => "randwrite",
+        Pattern::SequentialRead => "read",
+    };
+    let mut fio = Command::new("fio");
+    fio.args([
+        "--name=limit",
+        "--ioengine=io_uring",
+        "--thread",
+        "--output-format=json",
+    ]);
+    fio.args([
+        "--time_based",
+        "--norandommap",
+        "--randrepeat=0",
+        "--invalidate=0",
+        "--allow_file_create=0",
+    ]);
+    fio.arg(format!("--rw={rw}"));
+    fio.arg(format!("--bs={}", workload.block_bytes));
+    fio.arg(format!("--iodepth={}", workload.depth));
+    fio.arg(format!("--direct={}", u8::from(direct)));
+    fio.arg(format!("--size={}", workload.disk_bytes));
+    fio.arg(format!("--runtime={}ms", timing.measure.as_millis()));
+    fio.arg(format!("--ramp_time={}ms", timing.warm_up.as_millis()));
+    if workload.pattern == Pattern::WriteFlush {
+        fio.arg("--fdatasync=1");
+    }
+    fio.arg(format!("--filename={}", path.display()));
+    let text = process::output(fio, timing.measure * 3 + Duration::from_secs(60))?;
+    parse(&text, workload.pattern.writes())
+        .ok_or_else(|| io::Error::other(format!("fio printed no result: {}", text.trim())))
+}
+
+/// Reads the one job of fio's JSON.
+fn parse(text: &str, writes: bool) -> Option<Sample> {
+    // Notes may precede the JSON.
+    let json: Value = serde_json::from_str(text.get(text.find('{')?..)?).ok()?;
+    let job = json.get("jobs")?.get(0)?;
+    let side = job.get(if writes { "write" } else { "read" })?;
+    let ops = side.get("total_ios")?.as_u64()?;
+    let iops = side.get("iops")?.as_f64()?;
+    let latency = side.get("clat_ns")?;
+    let runtime = side.get("runtime")?.as_f64()? / 1000.0;
+    let cpu = job.get("usr_cpu")?.as_f64()? + job.get("sys_cpu")?.as_f64()?;
+    let seconds = if iops > 0.0 { ops as f64 / iops } else { runtime };
+    Some(Sample {
+        ops,
+        seconds,
+        mean_us: latency.get("mean")?.as_f64()? / 1000.0,
+        p99_us: latency.get("percentile")?.get("99.000000")?.as_f64()? / 1000.0,
+        cpu_seconds: cpu / 100.0 * seconds,
+        resident_mib: 0.0,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_is_read_from_behind_a_note() {
+        let text = r#"note: something
+            {"jobs": [{"usr_cpu": 10.0, "sys_cpu": 40.0, "read": {"total_ios": 2000, "iops": 1000.0,
+             "runtime": 2000, "clat_ns": {"mean": 5000.0, "percentile": {"99.000000": 9000}}}}]}"#;
+        let sample = parse(text, false).unwrap_or_default();
+        assert_eq!(sample.ops, 2000);
+        assert!((sample.iops() - 1000.0).abs() < 1e-6);
+        assert!((sample.mean_us - 5.0).abs() < 1e-9);
+        assert!((sample.cpu_seconds - 1.0).abs() < 1e-9);
+        assert_eq!(parse("fio: failed", false), None);
+    }
+}

@@ -1,0 +1,256 @@
+//! Results: one entry per figure, written as JSON, printed as a table.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+/// One figure beside its peer's.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(crate) struct Entry {
+    /// What was measured: place/kind/figure.
+    pub(crate) row: String,
+    /// Our figure.
+    pub(crate) ours: f64,
+    /// The peer's, or the bound that was promised.
+    pub(crate) peer: Option<f64>,
+    /// Who the peer is.
+    pub(crate) peer_name: Option<String>,
+    /// The unit of both.
+    pub(crate) unit: String,
+    /// Ours against the peer's, so that larger is better.
+    pub(crate) ratio: Option<f64>,
+    /// What the ratio must reach.
+    pub(crate) target: Option<f64>,
+    /// Whether it does.
+    pub(crate) met: Option<bool>,
+}
+
+/// Which figures are good.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Better {
+    /// Large ones: operations per second.
+    Higher,
+    /// Small ones: latency, CPU time, memory.
+    Lower,
+}
+
+impl Entry {
+    /// Compares `ours` with a peer's figure.
+    #[must_use]
+    pub(crate) fn new(row: String, unit: &str, better: Better, ours: f64, peer: (&str, f64)) -> Self {
+        let (peer_name, peer) = peer;
+        let (above, below) = match better {
+            Better::Higher => (ours, peer),
+            Better::Lower => (peer, ours),
+        };
+        let ratio = (below > 0.0 && above > 0.0).then(|| above / below);
+        Self {
+            row,
+            ours,
+            peer: Some(peer),
+            peer_name: Some(peer_name.to_owned()),
+            unit: unit.to_owned(),
+            ratio,
+            target: None,
+            met: None,
+        }
+    }
+
+    /// With what the ratio must reach, if anything.
+    #[must_use]
+    pub(crate) fn target(mut self, target: Option<f64>) -> Self {
+        self.target = target;
+        self.met = target.map(|target| self.ratio.is_some_and(|ratio| ratio >= target));
+        self
+    }
+}
+
+/// The middle of some figures; of an even number the lower of the two.
+#[must_use]
+pub(crate) fn median(figures: impl IntoIterator<Item = f64>) -> f64 {
+    let mut figures: Vec<f64> = figures.into_iter().collect();
+    figures.sort_by(f64::total_cmp);
+    figures
+        .get(figures.len().saturating_sub(1) / 2)
+        .copied()
+        .unwrap_or_default()
+}
+
+/// A figure with as many digits as it deserves, thousands apart.
+#[must_use]
+pub(crate) fn figure(value: f64) -> String {
+    let decimals = match value.abs() {
+        v if v >= 100.0 => 0,
+        v if v >= 10.0 => 1,
+        _ => 2,
+    };
+    let text = format!("{value:.decimals$}");
+    let (whole, fraction) = text.split_once('.').unwrap_or((&text, ""));
+    let mut grouped = String::new();
+    for (index, digit) in whole.chars().enumerate() {
+        if index > 0 && (whole.len() - index) % 3 == 0 && !grouped.ends_with('-') {
+            grouped.push(',');
+        }
+        grouped.push(digit);
+    }
+    if fraction.is_empty() {
+        grouped
+    } else {
+        format!("{grouped}.{fraction}")
+    }
+}
+
+const HEADS: [&str; 7] = ["row", "ours", "peer", "unit", "ratio", "target", "met"];
+
+fn cells(entry: &Entry) -> [String; 7] {
+    let peer = match (entry.peer, &entry.peer_name) {
+        (Some(peer), Some(name)) => format!("{} ({name})", figure(peer)),
+        (Some(peer), None) => figure(peer),
+        (None, _) => "–".to_owned(),
+    };
+    let times = |ratio: Option<f64>| ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.2}×"));
+    let met = match entry.met {
+        Some(true) => "yes",
+        Some(false) => "NO",
+        None => "",
+    };
+    let target = entry
+        .target
+        .map_or(String::new(), |target| format!("≥ {target:.2}×"));
+    let ratio = times(entry.ratio);
+    [
+        entry.row.clone(),
+        figure(entry.ours),
+        peer,
+        entry.unit.clone(),
+        ratio,
+        target,
+        met.to_owned(),
+    ]
+}
+
+/// The entries as an aligned table.
+#[must_use]
+pub(crate) fn table(entries: &[Entry]) -> String {
+    let rows: Vec<[String; 7]> = entries.iter().map(cells).collect();
+    let widths: Vec<usize> = HEADS
+        .iter()
+        .enumerate()
+        .map(|(column, head)| {
+            let widest = rows
+                .iter()
+                .map(|row| row[column].chars().count())
+                .max()
+                .unwrap_or(0);
+            widest.max(head.chars().count())
+        })
+        .collect();
+    let line = |row: &[String; 7]| {
+        let padded: Vec<String> = row
+            .iter()
+            .zip(&widths)
+            .enumerate()
+            .map(|(column, (cell, &width))| match column {
+                0 | 2 | 3 | 6 => format!("{cell:<width$}"),
+                _ => format!("{cell:>width$}"),
+            })
+            .collect();
+        padded.join("  ").trim_end().to_owned()
+    };
+    let mut lines = vec![line(&HEADS.map(str::to_owned))];
+    lines.extend(rows.iter().map(line));
+    lines.join("\n")
+}
+
+/// The entries as a Markdown table.
+#[must_use]
+pub(crate) fn markdown(entries: &[Entry]) -> String {
+    let mut lines = vec![
+        format!("| {} |", HEADS.join(" | ")),
+        "|---|--:|---|---|--:|--:|---|".to_owned(),
+    ];
+    lines.extend(entries.iter().map(|entry| {
+        let mut cells = cells(entry);
+        cells[0] = format!("`{}`", cells[0]);
+        if cells[6] == "NO" {
+            cells[6] = "**no**".to_owned();
+        }
+        format!("| {} |", cells.join(" | "))
+    }));
+    lines.join("\n")
+}
+
+/// Writes the entries to `path` as a JSON list; whoever reads it meanwhile sees the old or the new one.
+///
+/// # Errors
+///
+/// If the file cannot be written.
+pub(crate) fn write(path: &Path, entries: &[Entry]) -> io::Result<()> {
+    write_json(path, &entries)
+}
+
+/// Writes anything as JSON, in one step.
+///
+/// # Errors
+///
+/// If the file cannot be written.
+pub(crate) fn write_json(path: &Path, what: &impl Serialize) -> io::Result<()> {
+    let partial = path.with_extension("json.part");
+    fs::write(&partial, serde_json::to_string_pretty(what)? + "\n")?;
+    fs::rename(partial, path)
+}
+
+/// Reads what [`write`] has written.
+///
+/// # Errors
+///
+/// If there is no such file, or it holds something else.
+pub(crate) fn read(path: &Path) -> io::Result<Vec<Entry>> {
+    Ok(serde_json::from_str(&fs::read_to_string(path)?)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_larger_ratio_is_better_whichever_way_the_figure_goes() {
+        let faster = Entry::new("a".into(), "IOPS", Better::Higher, 300.0, ("x", 100.0)).target(Some(3.0));
+        assert_eq!((faster.ratio, faster.met), (Some(3.0), Some(true)));
+        let leaner = Entry::new("b".into(), "MiB", Better::Lower, 20.0, ("x", 10.0)).target(Some(1.0));
+        assert_eq!((leaner.ratio, leaner.met), (Some(0.5), Some(false)));
+        let plain = Entry::new("c".into(), "µs", Better::Lower, 20.0, ("x", 10.0)).target(None);
+        assert_eq!((plain.target, plain.met), (None, None));
+    }
+
+    #[test]
+    fn a_figure_of_nothing_meets_no_target() {
+        let none = Entry::new("a".into(), "IOPS", Better::Higher, 0.0, ("x", 100.0)).target(Some(0.1));
+        assert_eq!((none.ratio, none.met), (None, Some(false)));
+    }
+
+    #[test]
+    fn the_json_has_the_promised_keys_and_null_where_no_target_is_set() {
+        let entry = Entry::new("a".into(), "IOPS", Better::Higher, 2.0, ("x", 1.0));
+        let json = serde_json::to_string(&entry).unwrap_or_default();
+        let keys = r#"{"row":"a","ours":2.0,"peer":1.0,"peer_name":"x","unit":"IOPS","ratio":2.0,"target":null,"met":null}"#;
+        assert_eq!(json, keys);
+    }
+
+    #[test]
+    fn the_median_is_the_middle_of_what_was_measured() {
+        assert!((median([3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
+        assert!((median([4.0, 1.0]) - 1.0).abs() < 1e-9);
+        assert!(median([]).abs() < 1e-9);
+    }
+
+    #[test]
+    fn figures_are_grouped_and_short() {
+        assert_eq!(figure(1_234_567.8), "1,234,568");
+        assert_eq!(figure(999.6), "1,000");
+        assert_eq!(figure(12.345), "12.3");
+        assert_eq!(figure(0.1234), "0.12");
+    }
+}

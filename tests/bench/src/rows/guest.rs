@@ -1,0 +1,299 @@
+//! Over vhost-user, one queue: ours beside `qemu-storage-daemon` on the same image, driven by the same
+//! client; fio on a raw file of the same content as the limit.
+
+use std::io;
+
+use super::{Bench, Figures, Row, Served, measure_served, medians, workload};
+use crate::client::drive::Wait;
+use crate::images::Source;
+use crate::report::{Better, Entry};
+use crate::workload::Pattern;
+use crate::{cache, fio};
+
+/// What a row compares, besides its name.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    served: Served,
+    /// The IOPS must be so many times the peer's.
+    target: Option<f64>,
+    /// fio runs too, and the IOPS must be this share of its.
+    limit: Limit,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Limit {
+    None,
+    Shown,
+    Target(f64),
+}
+
+const K4: u32 = 4 << 10;
+const K128: u32 = 128 << 10;
+
+/// The rows of this part.
+#[must_use]
+pub(crate) fn rows() -> Vec<Row> {
+    use Limit::{None as NoLimit, Shown, Target};
+    use Pattern::{OncePerCluster, RandomRead, RandomWrite, SequentialRead, WriteFlush};
+    use Source::{Data, Deflate, Fresh, Overlay, Scratch, Zstd};
+    let rows: [(_, _, _, _, _, _, _, _); 17] = [
+        (
+            "vhost/cached/read-4k-d64",
+            Data,
+            false,
+            RandomRead,
+            K4,
+            64,
+            Some(3.0),
+            Shown,
+        ),
+        (
+            "vhost/cached/read-4k-d1",
+            Data,
+            false,
+            RandomRead,
+            K4,
+            1,
+            Some(1.5),
+            Shown,
+        ),
+        (
+            "vhost/cached/read-128k-sequential-d16",
+            Data,
+            false,
+            SequentialRead,
+            K128,
+            16,
+            Some(1.3),
+            Shown,
+        ),
+        (
+            "vhost/cached/read-4k-backing-d64",
+            Overlay,
+            false,
+            RandomRead,
+            K4,
+            64,
+            Some(3.0),
+            NoLimit,
+        ),
+        (
+            "vhost/cached/read-4k-zstd-d16",
+            Zstd,
+            false,
+            RandomRead,
+            K4,
+            16,
+            Some(2.0),
+            NoLimit,
+        ),
+        (
+            "vhost/cached/read-4k-zlib-d16",
+            Deflate,
+            false,
+            RandomRead,
+            K4,
+            16,
+            Some(2.0),
+            NoLimit,
+        ),
+        (
+            "vhost/disk/read-4k-d64",
+            Data,
+            true,
+            RandomRead,
+            K4,
+            64,
+            Some(1.25),
+            Target(0.95),
+        ),
+        (
+            "vhost/disk/read-4k-d1",
+            Data,
+            true,
+            RandomRead,
+            K4,
+            1,
+            None,
+            Shown,
+        ),
+        (
+            "vhost/disk/read-128k-sequential-d16",
+            Data,
+            true,
+            SequentialRead,
+            K128,
+            16,
+            None,
+            Shown,
+        ),
+        (
+            "vhost/cached/write-4k-d64",
+            Scratch,
+            false,
+            RandomWrite,
+            K4,
+            64,
+            None,
+            NoLimit,
+        ),
+        (
+            "vhost/cached/write-4k-d1",
+            Scratch,
+            false,
+            RandomWrite,
+            K4,
+            1,
+            None,
+            NoLimit,
+        ),
+        (
+            "vhost/disk/write-4k-d64",
+            Scratch,
+            true,
+            RandomWrite,
+            K4,
+            64,
+            Some(1.25),
+            Shown,
+        ),
+        (
+            "vhost/disk/write-4k-d1",
+            Scratch,
+            true,
+            RandomWrite,
+            K4,
+            1,
+            None,
+            Shown,
+        ),
+        (
+            "vhost/disk/write-flush-4k-d1",
+            Scratch,
+            true,
+            WriteFlush,
+            K4,
+            1,
+            Some(1.3),
+            Shown,
+        ),
+        (
+            "vhost/disk/allocate-4k-d64",
+            Fresh,
+            true,
+            OncePerCluster,
+            K4,
+            64,
+            Some(3.0),
+            NoLimit,
+        ),
+        (
+            "vhost/cached/allocate-4k-d64",
+            Fresh,
+            false,
+            OncePerCluster,
+            K4,
+            64,
+            None,
+            NoLimit,
+        ),
+        (
+            "vhost/disk/copy-on-write-4k-d64",
+            Overlay,
+            true,
+            OncePerCluster,
+            K4,
+            64,
+            None,
+            NoLimit,
+        ),
+    ];
+    rows.into_iter()
+        .map(|(name, source, direct, pattern, block, depth, target, limit)| {
+            // Whoever inflates with two threads needs the CPU that a polling client would take.
+            let wait = if matches!(source, Zstd | Deflate) {
+                Wait::Sleep
+            } else {
+                Wait::Poll
+            };
+            let workload = workload(source, pattern, block, depth);
+            let served = Served {
+                source,
+                direct,
+                queues: 1,
+                workload,
+                wait,
+            };
+            let plan = Plan {
+                served,
+                target,
+                limit,
+            };
+            Row {
+                name,
+                run: Box::new(move |row, bench| run(row, bench, &plan)),
+            }
+        })
+        .collect()
+}
+
+fn run(row: &Row, bench: &mut Bench, plan: &Plan) -> io::Result<Vec<Entry>> {
+    let (mut ours, mut peers, mut limits) = (Vec::new(), Vec::new(), Vec::new());
+    let (our_program, peer_program) = (bench.ours.clone(), bench.peer.clone());
+    for _ in 0..bench.pairs {
+        ours.push(measure_served(bench, &our_program, &plan.served)?);
+        peers.push(measure_served(bench, &peer_program, &plan.served)?);
+        if !matches!(plan.limit, Limit::None) {
+            let writes = plan.served.workload.pattern.writes();
+            let raw = bench
+                .images
+                .image(if writes { Source::RawScratch } else { Source::Raw })?;
+            cache::prepare(&raw, !plan.served.direct)?;
+            limits.push(fio::run(
+                &raw.path,
+                plan.served.direct,
+                &plan.served.workload,
+                bench.timing,
+            )?);
+        }
+    }
+    let (ours, peer) = (medians(&ours), medians(&peers));
+    let mut entries = compare(row, &ours, &peer, peer_program.name(), plan.target);
+    let target = match plan.limit {
+        Limit::Target(target) => Some(target),
+        _ => None,
+    };
+    if !limits.is_empty() {
+        let limit = medians(&limits);
+        entries.push(
+            row.entry(
+                "limit",
+                "IOPS",
+                Better::Higher,
+                ours.iops,
+                ("fio raw", limit.iops),
+            )
+            .target(target),
+        );
+    }
+    Ok(entries)
+}
+
+/// The figures of two servers side by side.
+fn compare(row: &Row, ours: &Figures, peer: &Figures, name: &str, target: Option<f64>) -> Vec<Entry> {
+    use Better::{Higher, Lower};
+    vec![
+        row.entry("iops", "IOPS", Higher, ours.iops, (name, peer.iops))
+            .target(target),
+        row.entry("latency-mean", "µs", Lower, ours.mean_us, (name, peer.mean_us)),
+        row.entry("latency-p99", "µs", Lower, ours.p99_us, (name, peer.p99_us)),
+        row.entry("server-cpu", "CPU s/M", Lower, ours.cpu, (name, peer.cpu)),
+        row.entry(
+            "resident",
+            "MiB",
+            Lower,
+            ours.resident_mib,
+            (name, peer.resident_mib),
+        ),
+    ]
+}

@@ -1,0 +1,83 @@
+//! What a server of a one-tebibyte image holds in memory: when a client has just come, and after random
+//! reads all over the disk have been through every L2 table.
+
+use std::io;
+use std::time::Duration;
+
+use super::{Bench, Row, explained, workload};
+use crate::client::Connection;
+use crate::client::drive::{self, Timing, Wait};
+use crate::images::Source;
+use crate::report::{Better, Entry};
+use crate::server::{Program, Serve, Server};
+use crate::workload::Pattern;
+
+/// What a server may hold besides its table cache, in MiB.
+const BASE_MIB: f64 = 16.0;
+/// The table cache that both are given, in MiB; the tables of the image are four times that.
+const CACHE_MIB: u32 = 32;
+
+/// The rows of this part.
+#[must_use]
+pub(crate) fn rows() -> Vec<Row> {
+    vec![Row {
+        name: "vhost/memory-1tib",
+        run: Box::new(run),
+    }]
+}
+
+fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
+    let (ours, peer) = (bench.ours.clone(), bench.peer.clone());
+    let (our_idle, our_busy) = resident(bench, &ours)?;
+    let (peer_idle, peer_busy) = resident(bench, &peer)?;
+    let full = BASE_MIB + f64::from(CACHE_MIB);
+    Ok(vec![
+        row.entry("idle", "MiB", Better::Lower, our_idle, ("bound", BASE_MIB))
+            .target(Some(1.0)),
+        row.entry("after-reads", "MiB", Better::Lower, our_busy, ("bound", full))
+            .target(Some(1.0)),
+        row.entry(
+            "idle-beside",
+            "MiB",
+            Better::Lower,
+            our_idle,
+            (peer.name(), peer_idle),
+        ),
+        row.entry(
+            "after-reads-beside",
+            "MiB",
+            Better::Lower,
+            our_busy,
+            (peer.name(), peer_busy),
+        ),
+    ])
+}
+
+/// Resident memory idle and after reads, in MiB.
+fn resident(bench: &mut Bench, program: &Program) -> io::Result<(f64, f64)> {
+    let image = bench.images.image(Source::Huge)?;
+    let serve = Serve {
+        image: &image,
+        direct: false,
+        queues: 1,
+        l2_cache_mib: Some(CACHE_MIB),
+    };
+    let server = Server::start(program, &serve, bench.images.directory())?;
+    let measured = (|| {
+        let connection = Connection::open(server.socket(), 1, 4 << 10)?;
+        std::thread::sleep(Duration::from_millis(300));
+        let idle = server.resident_mib()?;
+        let reads = workload(Source::Huge, Pattern::RandomRead, 4 << 10, 64);
+        // Enough reads to meet each of the 2,048 tables' slices.
+        let timing = Timing {
+            measure: bench.timing.measure.max(Duration::from_secs(2)),
+            ..bench.timing
+        };
+        drive::run(connection, &reads, Wait::Poll, timing, &|| server.cpu_seconds())?;
+        Ok((idle, server.resident_mib()?))
+    })();
+    let measured =
+        measured.map_err(|error: io::Error| explained(program.name(), &error, &server.last_words()))?;
+    server.stop()?;
+    Ok(measured)
+}

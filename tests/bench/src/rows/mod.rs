@@ -1,0 +1,175 @@
+//! The rows of the benchmark: what each measures, beside whom, and what it must reach.
+
+pub(crate) mod client;
+pub(crate) mod engine;
+pub(crate) mod guest;
+pub(crate) mod memory;
+pub(crate) mod micro;
+pub(crate) mod queues;
+
+use std::io;
+
+use crate::client::Connection;
+use crate::client::drive::{self, Timing, Wait};
+use crate::images::{self, Image, Images, Source};
+use crate::report::{Better, Entry, median};
+use crate::server::{Program, Serve, Server};
+use crate::workload::{Pattern, Sample, Workload};
+use crate::{cache, content};
+
+/// What every row needs.
+#[derive(Debug)]
+pub(crate) struct Bench {
+    /// The images.
+    pub(crate) images: Images,
+    /// Our server, or what stands for it.
+    pub(crate) ours: Program,
+    /// The server it is compared with.
+    pub(crate) peer: Program,
+    /// How often each side is measured; the sides take turns.
+    pub(crate) pairs: u32,
+    /// How long one measurement takes.
+    pub(crate) timing: Timing,
+}
+
+/// Measures a row.
+type Measure = dyn Fn(&Row, &mut Bench) -> io::Result<Vec<Entry>>;
+
+/// A row: its name, and how to measure it.
+pub(crate) struct Row {
+    /// place/kind, as given on the command line and printed.
+    pub(crate) name: &'static str,
+    run: Box<Measure>,
+}
+
+impl std::fmt::Debug for Row {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Row")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Row {
+    /// Measures the row.
+    ///
+    /// # Errors
+    ///
+    /// If anything that takes part fails.
+    pub(crate) fn measure(&self, bench: &mut Bench) -> io::Result<Vec<Entry>> {
+        (self.run)(self, bench)
+    }
+
+    fn entry(&self, what: &str, unit: &str, better: Better, ours: f64, peer: (&str, f64)) -> Entry {
+        Entry::new(format!("{}/{what}", self.name), unit, better, ours, peer)
+    }
+}
+
+/// All rows, in the order they run: those on the same image together.
+#[must_use]
+pub(crate) fn all() -> Vec<Row> {
+    let mut rows = client::rows();
+    rows.extend(guest::rows());
+    rows.extend(queues::rows());
+    rows.extend(engine::rows());
+    rows.extend(memory::rows());
+    rows.extend(micro::rows());
+    rows
+}
+
+/// How to measure one side over vhost-user.
+#[derive(Clone, Copy, Debug)]
+struct Served {
+    source: Source,
+    direct: bool,
+    queues: u16,
+    workload: Workload,
+    wait: Wait,
+}
+
+/// Starts `program`, runs the workload against it, stops it, and has the image checked if it was written.
+fn measure_served(bench: &mut Bench, program: &Program, served: &Served) -> io::Result<Sample> {
+    let image = bench.images.image(served.source)?;
+    cache::prepare(&image, !served.direct)?;
+    let serve = Serve {
+        image: &image,
+        direct: served.direct,
+        queues: served.queues,
+        l2_cache_mib: None,
+    };
+    let server = Server::start(program, &serve, bench.images.directory())?;
+    let sample = drive_server(bench, &server, served)
+        .map_err(|error| explained(program.name(), &error, &server.last_words()))?;
+    server.stop()?;
+    if served.workload.pattern.writes() {
+        images::check(&image).map_err(|error| spoiled(program.name(), &image, &error))?;
+    }
+    Ok(sample)
+}
+
+fn drive_server(bench: &Bench, server: &Server, served: &Served) -> io::Result<Sample> {
+    let block_bytes = served.workload.block_bytes;
+    let mut connection = Connection::open(server.socket(), served.queues, block_bytes)?;
+    if connection.disk_bytes != served.workload.disk_bytes {
+        let (found, expected) = (connection.disk_bytes, served.workload.disk_bytes);
+        return Err(io::Error::other(format!(
+            "the disk has {found} bytes, {expected} were served"
+        )));
+    }
+    if served.source.has_content() && block_bytes as usize >= content::BLOCK_BYTES {
+        drive::verify(&mut connection, served.workload.disk_bytes, 64)?;
+    }
+    let mut sample = drive::run(connection, &served.workload, served.wait, bench.timing, &|| {
+        server.cpu_seconds()
+    })?;
+    sample.resident_mib = server.resident_mib()?;
+    Ok(sample)
+}
+
+fn explained(name: &str, error: &io::Error, words: &str) -> io::Error {
+    let said = if words.is_empty() {
+        String::new()
+    } else {
+        format!("; it printed: {words}")
+    };
+    io::Error::new(error.kind(), format!("{name}: {error}{said}"))
+}
+
+fn spoiled(name: &str, image: &Image, error: &io::Error) -> io::Error {
+    io::Error::other(format!(
+        "{name} left {} with errors: {error}",
+        image.path.display()
+    ))
+}
+
+/// Medians of what several measurements found, each figure for itself.
+fn medians(samples: &[Sample]) -> Figures {
+    let of = |figure: fn(&Sample) -> f64| median(samples.iter().map(figure));
+    Figures {
+        iops: of(Sample::iops),
+        mean_us: of(|sample| sample.mean_us),
+        p99_us: of(|sample| sample.p99_us),
+        cpu: of(Sample::cpu_per_million),
+        resident_mib: of(|sample| sample.resident_mib),
+    }
+}
+
+/// The medians.
+#[derive(Clone, Copy, Debug)]
+struct Figures {
+    iops: f64,
+    mean_us: f64,
+    p99_us: f64,
+    cpu: f64,
+    resident_mib: f64,
+}
+
+/// A workload on all of an image.
+fn workload(source: Source, pattern: Pattern, block_bytes: u32, depth: u16) -> Workload {
+    Workload {
+        pattern,
+        block_bytes,
+        depth,
+        disk_bytes: source.disk_bytes(),
+    }
+}

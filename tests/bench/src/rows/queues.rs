@@ -1,0 +1,46 @@
+//! Two queues with a client each beside one queue with one: what a request costs must not grow.
+//!
+//! The clients sleep instead of polling: two that poll would leave the server's two threads no CPU.
+
+use std::io;
+
+use super::{Bench, Row, Served, measure_served, medians, workload};
+use crate::client::drive::Wait;
+use crate::images::Source;
+use crate::report::{Better, Entry};
+use crate::workload::Pattern;
+
+/// The CPU time of a request may grow to 1.1 of what it is with one queue.
+const TARGET: f64 = 1.0 / 1.1;
+
+/// The rows of this part.
+#[must_use]
+pub(crate) fn rows() -> Vec<Row> {
+    vec![Row {
+        name: "vhost/cached/two-queues-read-4k-d64",
+        run: Box::new(run),
+    }]
+}
+
+fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
+    let served = |queues| Served {
+        source: Source::Data,
+        direct: false,
+        queues,
+        workload: workload(Source::Data, Pattern::RandomRead, 4 << 10, 64),
+        wait: Wait::Sleep,
+    };
+    let program = bench.ours.clone();
+    let (mut one, mut two) = (Vec::new(), Vec::new());
+    for _ in 0..bench.pairs {
+        two.push(measure_served(bench, &program, &served(2))?);
+        one.push(measure_served(bench, &program, &served(1))?);
+    }
+    let (one, two) = (medians(&one), medians(&two));
+    let name = format!("{}, one queue", program.name());
+    Ok(vec![
+        row.entry("server-cpu", "CPU s/M", Better::Lower, two.cpu, (&name, one.cpu))
+            .target(Some(TARGET)),
+        row.entry("iops", "IOPS", Better::Higher, two.iops, (&name, one.iops)),
+    ])
+}

@@ -1,0 +1,220 @@
+//! The servers that are compared: each serves one image on a vhost-user socket until it is stopped.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::images::{Format, Image};
+use crate::process::{self, Process};
+
+/// How long a server has until it listens.
+const START: Duration = Duration::from_secs(20);
+
+/// Which server.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Program {
+    /// `ringdisk vhost-user`, the binary at this path.
+    Ringdisk(PathBuf),
+    /// QEMU's storage daemon, found on the path.
+    StorageDaemon,
+}
+
+impl Program {
+    /// The name to print.
+    #[must_use]
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Ringdisk(_) => "ringdisk",
+            Self::StorageDaemon => "qemu-storage-daemon",
+        }
+    }
+}
+
+/// How to serve an image.
+#[derive(Clone, Debug)]
+pub(crate) struct Serve<'a> {
+    /// The image.
+    pub(crate) image: &'a Image,
+    /// Past the page cache (`O_DIRECT`), or through it.
+    pub(crate) direct: bool,
+    /// How many queues to offer.
+    pub(crate) queues: u16,
+    /// The budget of the L2 table cache in MiB, if not the server's own choice.
+    pub l2_cache_mib: Option<u32>,
+}
+
+/// A server that listens.
+#[derive(Debug)]
+pub(crate) struct Server {
+    process: Process,
+    socket: PathBuf,
+}
+
+impl Server {
+    /// Starts `program` and waits until it listens on a socket in `directory`.
+    ///
+    /// # Errors
+    ///
+    /// If it does not start, ends, or does not listen in time; with what it printed.
+    pub(crate) fn start(program: &Program, serve: &Serve<'_>, directory: &Path) -> io::Result<Self> {
+        let socket = directory.join("bench.sock");
+        match std::fs::remove_file(&socket) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let command = match program {
+            Program::Ringdisk(binary) => ringdisk(binary, serve, &socket),
+            Program::StorageDaemon => storage_daemon(serve, &socket),
+        };
+        let mut process = Process::start(command, &directory.join("server.log"))?;
+        let since = Instant::now();
+        // Asking by connecting would cost the server a client; it listens once the socket is bound.
+        while !is_listening(&socket) {
+            process.still_runs()?;
+            if since.elapsed() > START {
+                let words = process.last_words();
+                return Err(io::Error::other(format!(
+                    "{} does not listen: {words}",
+                    program.name()
+                )));
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(Self { process, socket })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub(crate) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// The CPU time it has used, in seconds.
+    ///
+    /// # Errors
+    ///
+    /// If it is gone.
+    pub(crate) fn cpu_seconds(&self) -> io::Result<f64> {
+        process::cpu_seconds(self.process.id())
+    }
+
+    /// Its own resident memory, in MiB.
+    ///
+    /// # Errors
+    ///
+    /// If it is gone.
+    pub(crate) fn resident_mib(&self) -> io::Result<f64> {
+        process::resident_mib(self.process.id())
+    }
+
+    /// What it printed, for an error that it may explain.
+    #[must_use]
+    pub(crate) fn last_words(&self) -> String {
+        self.process.last_words()
+    }
+
+    /// Ends it cleanly.
+    ///
+    /// # Errors
+    ///
+    /// If it does not end, or ends with an error.
+    pub(crate) fn stop(self) -> io::Result<()> {
+        self.process.stop()
+    }
+}
+
+/// Whether `/proc/net/unix` knows a listening socket of that path (the flag `SO_ACCEPTCON`).
+fn is_listening(socket: &Path) -> bool {
+    let Ok(absolute) = std::path::absolute(socket) else {
+        return false;
+    };
+    let Ok(table) = std::fs::read_to_string("/proc/net/unix") else {
+        return UnixStream::connect(socket).is_ok();
+    };
+    let (absolute, given) = (absolute.to_string_lossy(), socket.to_string_lossy());
+    table.lines().any(|line| {
+        let mut fields = line.split_ascii_whitespace();
+        let flags = fields.nth(3);
+        let path = fields.nth(3);
+        flags == Some("00010000") && (path == Some(&absolute) || path == Some(&given))
+    })
+}
+
+fn on_off(on: bool) -> &'static str {
+    if on { "on" } else { "off" }
+}
+
+fn ringdisk(binary: &Path, serve: &Serve<'_>, socket: &Path) -> Command {
+    let mut disk = OsString::from("path=");
+    disk.push(&serve.image.path);
+    disk.push(format!(
+        ",image_type={},direct={},num_queues={},queue_size={},backing_files={}",
+        serve.image.format.name(),
+        on_off(serve.direct),
+        serve.queues,
+        crate::client::ring::QUEUE_SIZE,
+        on_off(serve.image.backing.is_some()),
+    ));
+    if let Some(mib) = serve.l2_cache_mib {
+        disk.push(format!(",l2_cache={mib}M"));
+    }
+    let mut command = Command::new(binary);
+    command
+        .arg("vhost-user")
+        .arg("--socket")
+        .arg(socket)
+        .arg("--disk")
+        .arg(disk);
+    command
+}
+
+/// As fast as it can be made: io_uring for every file, one I/O thread.
+fn storage_daemon(serve: &Serve<'_>, socket: &Path) -> Command {
+    let mut command = Command::new("qemu-storage-daemon");
+    command.args(["--object", "iothread,id=io0"]);
+    let mut top = String::new();
+    let chain = serve.image.backing.iter().map(|base| (&base.path, base.format));
+    let chain = chain.chain([(&serve.image.path, serve.image.format)]);
+    for (depth, (path, format)) in chain.enumerate() {
+        let is_top = depth == usize::from(serve.image.backing.is_some());
+        let mut file = OsString::from(format!("driver=file,node-name=f{depth},aio=io_uring,"));
+        file.push(format!(
+            "cache.direct={},read-only={},",
+            on_off(serve.direct),
+            on_off(!is_top)
+        ));
+        file.push("filename=");
+        file.push(path);
+        command.arg("--blockdev").arg(file);
+        let mut node = format!(
+            "driver={},node-name=n{depth},file=f{depth},cache.direct={},read-only={}",
+            format.name(),
+            on_off(serve.direct),
+            on_off(!is_top),
+        );
+        if is_top {
+            node.push_str(",discard=unmap");
+        }
+        if format == Format::Qcow2 {
+            if let Some(mib) = serve.l2_cache_mib {
+                node.push_str(&format!(",l2-cache-size={mib}M"));
+            }
+            if !top.is_empty() {
+                node.push_str(&format!(",backing={top}"));
+            }
+        }
+        command.arg("--blockdev").arg(node);
+        top = format!("n{depth}");
+    }
+    let mut export = OsString::from(format!("type=vhost-user-blk,id=e,node-name={top},"));
+    export.push(format!(
+        "writable=on,num-queues={},iothread=io0,addr.type=unix,addr.path=",
+        serve.queues
+    ));
+    export.push(socket);
+    command.arg("--export").arg(export);
+    command
+}
