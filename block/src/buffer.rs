@@ -200,6 +200,24 @@ impl Buffer {
         }
     }
 
+    /// A buffer over `len` bytes of another from `offset` on, which it keeps alive.
+    ///
+    /// # Panics
+    ///
+    /// If the range is not inside the buffer.
+    #[must_use]
+    pub fn part(whole: &Rc<Self>, offset: usize, len: usize) -> Self {
+        let mut slices = SmallVec::new();
+        whole.for_each(offset, len, |slice| slices.push(slice));
+        Self {
+            repr: Repr::Guest {
+                slices,
+                len,
+                _hold: Rc::clone(whole) as MemoryHold,
+            },
+        }
+    }
+
     /// The length in bytes.
     #[must_use]
     #[inline]

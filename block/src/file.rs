@@ -11,10 +11,12 @@
 #![expect(unsafe_code, reason = "statx and open flags")]
 
 use std::fs::{File, OpenOptions};
+use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,9 +26,10 @@ use parking_lot::Mutex;
 use smallvec::smallvec;
 
 use crate::buffer::{AlignedBuf, BUFFER_ALIGN, Buffer, IoSlices, Piece};
+use crate::disk::LocalBoxFuture;
 use crate::error::IoError;
 use crate::request::{Op, Request};
-use crate::ring::{FileHandle, Pieces};
+use crate::ring::{FileHandle, OpFuture, Pieces};
 use crate::task::Context;
 
 /// How to open an [`ImageFile`].
@@ -313,6 +316,28 @@ impl FileView {
         self.cx.ring().submit_request(&self.handle, host_offset, request)
     }
 
+    /// Like [`FileView::read`], but the op is started at once where it can be.
+    ///
+    /// # Panics
+    ///
+    /// If a piece is [`Piece::Zeros`].
+    pub fn start_read(&self, offset: u64, pieces: Pieces) -> IoFuture {
+        if self.is_aligned(offset, &pieces) {
+            return IoFuture::Op(self.cx.ring().read(&self.handle, offset, pieces));
+        }
+        let view = self.clone();
+        IoFuture::Task(Box::pin(async move { view.read(offset, pieces).await }))
+    }
+
+    /// Like [`FileView::write`], but the op is started at once where it can be.
+    pub fn start_write(&self, offset: u64, pieces: Pieces) -> IoFuture {
+        if self.file.alignment.offset <= 512 && self.is_aligned(offset, &pieces) {
+            return IoFuture::Op(self.cx.ring().write(&self.handle, offset, pieces, false));
+        }
+        let view = self.clone();
+        IoFuture::Task(Box::pin(async move { view.write(offset, pieces, false).await }))
+    }
+
     /// Reads into the pieces from `offset` on. Past the end of the file there are zeros.
     ///
     /// # Errors
@@ -550,6 +575,35 @@ impl FileView {
     fn put_buffer(&self, buffer: Rc<Buffer>) {
         if let Some(buf) = Rc::try_unwrap(buffer).ok().and_then(Buffer::into_owned) {
             self.cx.pool().put(buf);
+        }
+    }
+}
+
+/// A read or write under way.
+#[must_use = "the result of an op says whether it happened"]
+pub enum IoFuture {
+    /// One op on the ring.
+    Op(OpFuture),
+    /// Several, because something had to be bounced.
+    Task(LocalBoxFuture<'static, Result<(), IoError>>),
+}
+
+impl std::fmt::Debug for IoFuture {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Op(_) => "IoFuture::Op",
+            Self::Task(_) => "IoFuture::Task",
+        })
+    }
+}
+
+impl Future for IoFuture {
+    type Output = Result<(), IoError>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut std::task::Context<'_>) -> Poll<Self::Output> {
+        match self.get_mut() {
+            Self::Op(op) => Pin::new(op).poll(cx),
+            Self::Task(task) => task.as_mut().poll(cx),
         }
     }
 }

@@ -11,12 +11,14 @@ mod counts;
 pub mod create;
 pub mod info;
 mod layout;
+pub mod open;
 pub mod read;
 pub mod repair;
 
 pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check};
 pub use create::{CreateError, CreateOptions, Preallocation, create};
 pub use info::{ImageInfo, info};
+pub use open::{ImageError, OpenError, OpenOptions};
 pub use read::{Located, ReadError, read_header};
 pub use repair::{RebuildError, RepairReport, rebuild_refcounts, repair};
 

@@ -1,0 +1,360 @@
+//! Compressed clusters: read, inflated on a few threads shared by all queues, and kept for a moment.
+//!
+//! Neighbouring reads of one compressed cluster inflate it once: those that come while it is being
+//! inflated wait for it, those that come soon after find it. Compressed bytes are immutable as long as an
+//! L2 entry refers to them, so what was inflated stays true.
+//!
+//! What must stay true: output is bounded by the cluster size, whatever the compressed bytes say, and a
+//! cluster that inflates to less is an error.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::task::{Poll, Waker};
+use std::thread::JoinHandle;
+
+use block::{AlignedBuf, Buffer, IoError};
+use flate2::{Decompress, FlushDecompress};
+use parking_lot::Mutex;
+use rustc_hash::FxHashMap;
+use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
+
+use super::Queue;
+use crate::format::{CompressedExtent, CompressionType};
+
+/// How many bytes of inflated clusters a queue keeps.
+const KEPT_BYTES: usize = 4 << 20;
+/// Clusters up to this size are inflated on the worker: handing them over costs as much.
+const INLINE_BYTES: usize = 4096;
+/// The largest window a zstd frame may ask for, as its logarithm: four times the largest cluster.
+const ZSTD_WINDOW_LOG_MAX: u32 = 23;
+
+/// The clusters a queue inflated lately, by where their compressed bytes are.
+#[derive(Debug, Default)]
+pub(crate) struct InflatedClusters {
+    kept: VecDeque<(u64, Rc<Buffer>)>,
+    pending: FxHashMap<u64, Vec<Waker>>,
+}
+
+impl InflatedClusters {
+    fn find(&mut self, host: u64) -> Option<Rc<Buffer>> {
+        let index = self.kept.iter().position(|(key, _)| *key == host)?;
+        let found = self.kept.remove(index)?;
+        let cluster = Rc::clone(&found.1);
+        self.kept.push_back(found);
+        Some(cluster)
+    }
+
+    fn keep(&mut self, host: u64, cluster: Rc<Buffer>) {
+        let most = (KEPT_BYTES / cluster.len().max(1)).max(1);
+        while self.kept.len() >= most {
+            self.kept.pop_front();
+        }
+        self.kept.push_back((host, cluster));
+    }
+}
+
+/// Ends an inflation, however its task ends, and wakes those who wait for it.
+struct PendingGuard<'a>(&'a Queue, u64);
+
+impl Drop for PendingGuard<'_> {
+    fn drop(&mut self) {
+        let waiters = self.0.inflated.borrow_mut().pending.remove(&self.1);
+        waiters.into_iter().flatten().for_each(Waker::wake);
+    }
+}
+
+/// The contents of a compressed cluster.
+pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<Rc<Buffer>, IoError> {
+    let host = extent.host.bytes();
+    let found = poll_fn(|cx| {
+        let mut inflated = queue.inflated.borrow_mut();
+        if let Some(cluster) = inflated.find(host) {
+            return Poll::Ready(Some(cluster));
+        }
+        if let Some(waiters) = inflated.pending.get_mut(&host) {
+            waiters.push(cx.waker().clone());
+            return Poll::Pending;
+        }
+        inflated.pending.insert(host, Vec::new());
+        Poll::Ready(None)
+    })
+    .await;
+    if let Some(cluster) = found {
+        return Ok(cluster);
+    }
+    let guard = PendingGuard(queue, host);
+    let shared = &queue.shared;
+    let image = shared.file.path().display();
+    if host
+        >= shared
+            .read()?
+            .refcounts
+            .end()
+            .saturating_mul(shared.geometry.cluster_size())
+    {
+        tracing::error!(%image, host, "a compressed cluster lies past the end of the file");
+        return Err(IoError::Corrupt);
+    }
+    let input = queue.file.read_at(host, extent.len_max as usize).await?;
+    let out_bytes = usize::try_from(shared.geometry.cluster_size()).map_err(|_| IoError::OutOfRange)?;
+    let output = if out_bytes <= INLINE_BYTES {
+        Inflate::new()?.inflate(shared.compression, &input, out_bytes)
+    } else {
+        shared
+            .inflater
+            .inflate(shared.compression, input, out_bytes)
+            .await
+    };
+    let output = output.inspect_err(|error| {
+        tracing::error!(%image, host, %error, "a compressed cluster cannot be inflated");
+    })?;
+    let cluster = Rc::new(Buffer::from(output));
+    queue.inflated.borrow_mut().keep(host, Rc::clone(&cluster));
+    drop(guard);
+    Ok(cluster)
+}
+
+/// One thread's decompressors.
+struct Inflate {
+    zlib: Decompress,
+    zstd: Decoder<'static>,
+}
+
+impl Inflate {
+    fn new() -> Result<Self, IoError> {
+        let mut zstd = Decoder::new()?;
+        zstd.set_parameter(DParameter::WindowLogMax(ZSTD_WINDOW_LOG_MAX))?;
+        // QCOW2's deflate streams have no zlib header.
+        Ok(Self {
+            zlib: Decompress::new(false),
+            zstd,
+        })
+    }
+
+    /// Inflates exactly `out_bytes`; what follows in the input is none of it.
+    fn inflate(
+        &mut self,
+        kind: CompressionType,
+        input: &[u8],
+        out_bytes: usize,
+    ) -> Result<AlignedBuf, IoError> {
+        let mut output = AlignedBuf::zeroed(out_bytes);
+        let written = match kind {
+            CompressionType::Deflate => {
+                self.zlib.reset(false);
+                // A stream error shows in how much came out.
+                let ended = self.zlib.decompress(input, &mut output, FlushDecompress::Finish);
+                if ended.is_err() {
+                    return Err(IoError::Corrupt);
+                }
+                usize::try_from(self.zlib.total_out()).unwrap_or(usize::MAX)
+            }
+            CompressionType::Zstd => {
+                self.zstd.reinit()?;
+                let mut from = InBuffer::around(input);
+                let mut to = OutBuffer::around(&mut output[..]);
+                while to.pos() < out_bytes {
+                    let before = (from.pos(), to.pos());
+                    if self.zstd.run(&mut from, &mut to).is_err() || (from.pos(), to.pos()) == before {
+                        return Err(IoError::Corrupt);
+                    }
+                }
+                to.pos()
+            }
+        };
+        if written == out_bytes {
+            Ok(output)
+        } else {
+            Err(IoError::Corrupt)
+        }
+    }
+}
+
+type Answer = Arc<Mutex<(Option<Result<AlignedBuf, IoError>>, Option<Waker>)>>;
+
+struct Job {
+    kind: CompressionType,
+    input: AlignedBuf,
+    out_bytes: usize,
+    answer: Answer,
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        // A job that dies with its thread is answered too.
+        answer(&self.answer, Err(IoError::Dropped));
+    }
+}
+
+fn answer(to: &Answer, result: Result<AlignedBuf, IoError>) {
+    let mut slot = to.lock();
+    if slot.0.is_none() {
+        slot.0 = Some(result);
+    }
+    let waker = slot.1.take();
+    drop(slot);
+    if let Some(waker) = waker {
+        waker.wake();
+    }
+}
+
+/// Where jobs go, and the threads they go to.
+type Running = (Sender<Job>, Vec<JoinHandle<()>>);
+
+/// The threads that inflate. They start with the first job.
+pub(crate) struct Inflater {
+    threads: usize,
+    running: Mutex<Option<Running>>,
+}
+
+impl fmt::Debug for Inflater {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Inflater")
+            .field("threads", &self.threads)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Inflater {
+    pub(crate) fn new(threads: usize) -> Self {
+        Self {
+            threads: threads.max(1),
+            running: Mutex::new(None),
+        }
+    }
+
+    fn start(&self) -> Result<Running, IoError> {
+        let (send, receive) = channel::<Job>();
+        let receive = Arc::new(Mutex::new(receive));
+        let mut handles = Vec::new();
+        for _ in 0..self.threads {
+            let receive = Arc::clone(&receive);
+            let thread = std::thread::Builder::new().name("ringdisk-inflate".to_owned());
+            handles.push(thread.spawn(move || serve(&receive))?);
+        }
+        Ok((send, handles))
+    }
+
+    async fn inflate(
+        &self,
+        kind: CompressionType,
+        input: AlignedBuf,
+        out_bytes: usize,
+    ) -> Result<AlignedBuf, IoError> {
+        let slot: Answer = Arc::default();
+        {
+            let mut running = self.running.lock();
+            if running.is_none() {
+                *running = Some(self.start()?);
+            }
+            let job = Job {
+                kind,
+                input,
+                out_bytes,
+                answer: Arc::clone(&slot),
+            };
+            if let Some((send, _)) = &*running {
+                send.send(job).map_err(|_| IoError::Dropped)?;
+            }
+        }
+        poll_fn(|cx| {
+            let mut slot = slot.lock();
+            match slot.0.take() {
+                Some(result) => Poll::Ready(result),
+                None => {
+                    slot.1 = Some(cx.waker().clone());
+                    Poll::Pending
+                }
+            }
+        })
+        .await
+    }
+}
+
+impl Drop for Inflater {
+    fn drop(&mut self) {
+        if let Some((send, handles)) = self.running.lock().take() {
+            drop(send);
+            for handle in handles {
+                if handle.join().is_err() {
+                    tracing::error!("an inflating thread panicked");
+                }
+            }
+        }
+    }
+}
+
+fn serve(jobs: &Mutex<Receiver<Job>>) {
+    let Ok(mut inflate) = Inflate::new() else { return };
+    loop {
+        let job = jobs.lock().recv();
+        let Ok(job) = job else { return };
+        let result = inflate.inflate(job.kind, &job.input, job.out_bytes);
+        answer(&job.answer, result);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    fn deflated(bytes: &[u8]) -> Vec<u8> {
+        let mut encoder = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::default());
+        encoder.write_all(bytes).expect("in memory");
+        encoder.finish().expect("in memory")
+    }
+
+    #[test]
+    fn what_was_compressed_comes_back_and_what_follows_is_ignored() {
+        let plain: Vec<u8> = (0..65536u32).map(|i| (i * 7 % 253) as u8).collect();
+        let mut inflate = Inflate::new().expect("decompressors");
+        let mut zlib = deflated(&plain);
+        zlib.extend_from_slice(&[0xAA; 300]);
+        let mut zstd = zstd::bulk::compress(&plain, 3).expect("in memory");
+        zstd.extend_from_slice(&[0; 300]);
+        for _ in 0..2 {
+            let out = inflate
+                .inflate(CompressionType::Deflate, &zlib, 65536)
+                .expect("zlib");
+            assert_eq!(&out[..], &plain[..]);
+            let out = inflate
+                .inflate(CompressionType::Zstd, &zstd, 65536)
+                .expect("zstd");
+            assert_eq!(&out[..], &plain[..]);
+        }
+    }
+
+    #[test]
+    fn too_little_and_garbage_are_errors_and_too_much_is_cut() {
+        let mut inflate = Inflate::new().expect("decompressors");
+        let short = deflated(&[1; 100]);
+        assert!(inflate.inflate(CompressionType::Deflate, &short, 512).is_err());
+        assert!(
+            inflate
+                .inflate(CompressionType::Deflate, &[0xff; 600], 512)
+                .is_err()
+        );
+        assert!(inflate.inflate(CompressionType::Zstd, &[0xff; 600], 512).is_err());
+        let bomb = deflated(&vec![0; 1 << 20]);
+        assert_eq!(
+            inflate
+                .inflate(CompressionType::Deflate, &bomb, 512)
+                .expect("one cluster")
+                .len(),
+            512
+        );
+        let bomb = zstd::bulk::compress(&vec![0; 1 << 20], 3).expect("in memory");
+        assert_eq!(
+            inflate
+                .inflate(CompressionType::Zstd, &bomb, 512)
+                .expect("one cluster")
+                .len(),
+            512
+        );
+    }
+}

@@ -1,0 +1,255 @@
+//! FLUSH: two syncs, whatever is dirty; one if no metadata is.
+//!
+//! A round takes a snapshot of the dirty metadata and then, without the lock, writes refcounts and new L2
+//! tables and syncs (A), and writes the slices of reachable L2 tables and the L1 entries and syncs (B).
+//! An L2 entry enters memory only after its data completed and B writes only what the snapshot held, so
+//! no entry becomes durable before its data and refcount. New refcount blocks, or a refcount table that
+//! has moved, go before A with a sync of their own: once per gigabytes.
+//!
+//! One round runs at a time; all who asked while it ran share the next one.
+//!
+//! What must stay true: a FLUSH is answered only by a round that began after it was asked for, and after
+//! a failed sync no round succeeds any more: what the kernel forgot cannot be known.
+
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::sync::atomic::Ordering;
+use std::task::{Poll, Waker};
+
+use block::{AlignedBuf, IoError};
+
+use super::read::{Part, finish};
+use super::{Queue, Shared, load, reclaim};
+use crate::format::header;
+use crate::metadata::snapshot::{Place, Snapshot};
+
+/// The rounds of an image.
+#[derive(Debug, Default)]
+pub(super) struct Rounds {
+    running: bool,
+    /// How many rounds have begun.
+    begun: u64,
+    /// How many have ended, and how the last one did.
+    ended: u64,
+    result: Option<IoError>,
+    waiters: Vec<Waker>,
+}
+
+/// Ends a round, however its task ends.
+struct RoundGuard<'a> {
+    shared: &'a Shared,
+    result: Result<(), IoError>,
+}
+
+impl Drop for RoundGuard<'_> {
+    fn drop(&mut self) {
+        let mut rounds = self.shared.rounds.lock();
+        rounds.running = false;
+        rounds.ended = rounds.begun;
+        rounds.result = self.result.err();
+        let waiters = std::mem::take(&mut rounds.waiters);
+        drop(rounds);
+        waiters.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// Makes every write answered before this call, on any queue, durable.
+pub(super) async fn flush(queue: &Rc<Queue>) -> Result<(), IoError> {
+    let shared = &queue.shared;
+    if shared.policy.read_only {
+        return Ok(());
+    }
+    // A round that is running may have taken its snapshot already; only the next one covers us.
+    let need = shared.rounds.lock().begun + 1;
+    let lead = poll_fn(|cx| {
+        let mut rounds = shared.rounds.lock();
+        if rounds.ended >= need {
+            return Poll::Ready(Err(rounds.result));
+        }
+        if rounds.running {
+            rounds.waiters.push(cx.waker().clone());
+            return Poll::Pending;
+        }
+        rounds.running = true;
+        rounds.begun += 1;
+        Poll::Ready(Ok(()))
+    })
+    .await;
+    match lead {
+        Err(None) => Ok(()),
+        Err(Some(error)) => Err(error),
+        Ok(()) => {
+            let mut guard = RoundGuard {
+                shared,
+                result: Err(IoError::Dropped),
+            };
+            let result = round(queue).await;
+            guard.result = result;
+            drop(guard);
+            result
+        }
+    }
+}
+
+/// Starts a round that nobody waits for, unless one is running: keeps dirt and pending frees bounded.
+pub(super) fn in_background(queue: &Rc<Queue>) {
+    if queue.shared.rounds.lock().running {
+        return;
+    }
+    let queue = Rc::clone(queue);
+    queue.cx.clone().spawn(async move {
+        if let Err(error) = flush(&queue).await {
+            let image = queue.shared.file.path().display();
+            tracing::warn!(%image, %error, "metadata could not be written back; it stays in memory");
+        }
+    });
+}
+
+async fn round(queue: &Rc<Queue>) -> Result<(), IoError> {
+    let shared = &queue.shared;
+    failed_before(shared)?;
+    let snapshot = loop {
+        let settled = {
+            let mut metadata = shared.write()?;
+            metadata.refcounts.settle_table().map(|()| metadata.snapshot())
+        };
+        match settled {
+            Ok(snapshot) => break snapshot,
+            Err(stuck) => load::unstick(queue, stuck).await?,
+        }
+    };
+    let freeing = !snapshot.drops.is_empty();
+    let mut snapshot = SnapshotGuard {
+        shared,
+        snapshot: Some(snapshot),
+    };
+    let result = write_back(queue, snapshot.get()).await;
+    let drops = snapshot.settle(result.is_ok())?;
+    result?;
+    if !drops.is_empty() {
+        shared.freeing.lock().push(shared.epochs.now(), drops);
+    }
+    if freeing || !shared.freeing.lock().is_empty() {
+        reclaim::in_background(queue);
+    }
+    Ok(())
+}
+
+/// A snapshot that is settled as not written unless it is settled otherwise.
+struct SnapshotGuard<'a> {
+    shared: &'a Shared,
+    snapshot: Option<Snapshot>,
+}
+
+impl SnapshotGuard<'_> {
+    fn get(&mut self) -> &mut Snapshot {
+        self.snapshot.get_or_insert_default()
+    }
+
+    fn settle(&mut self, written: bool) -> Result<Vec<crate::metadata::Drop>, IoError> {
+        let Some(snapshot) = self.snapshot.take() else {
+            return Ok(Vec::new());
+        };
+        Ok(self.shared.write()?.settle(snapshot, written))
+    }
+}
+
+impl Drop for SnapshotGuard<'_> {
+    fn drop(&mut self) {
+        // Only a task that was dropped half-way gets here with a snapshot; a poisoned lock needs none.
+        self.settle(false).unwrap_or_default();
+    }
+}
+
+async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), IoError> {
+    if snapshot.is_empty() {
+        return sync(queue).await;
+    }
+    if !snapshot.new_blocks.is_empty() || snapshot.moved_table.is_some() {
+        let mut places = std::mem::take(&mut snapshot.new_blocks);
+        let moved = snapshot.moved_table.take();
+        if let Some((place, bytes)) = &moved {
+            places.push((place.offset, bytes.clone()));
+        }
+        write_places(queue, places).await?;
+        sync(queue).await?;
+        if let Some((place, _)) = moved {
+            write_table_place(queue, place.offset, place.clusters).await?;
+            sync(queue).await?;
+        }
+    }
+    let mut first = std::mem::take(&mut snapshot.refcounts);
+    first.append(&mut snapshot.new_tables);
+    let mut second = std::mem::take(&mut snapshot.l2);
+    second.append(&mut snapshot.l1);
+    write_places(queue, first).await?;
+    sync(queue).await?;
+    if !second.is_empty() {
+        write_places(queue, second).await?;
+        sync(queue).await?;
+    }
+    Ok(())
+}
+
+fn failed_before(shared: &Shared) -> Result<(), IoError> {
+    match shared.failed_sync.load(Ordering::SeqCst) {
+        0 => Ok(()),
+        errno => Err(IoError::Host { errno }),
+    }
+}
+
+async fn sync(queue: &Queue) -> Result<(), IoError> {
+    let shared = &queue.shared;
+    failed_before(shared)?;
+    queue.file.sync().await.inspect_err(|error| {
+        shared.failed_sync.store(error.errno(), Ordering::SeqCst);
+        let image = shared.file.path().display();
+        tracing::error!(%image, %error, "a sync failed; no FLUSH succeeds until the image is reopened");
+    })
+}
+
+/// The largest write that neighbours are joined into, in bytes.
+const JOINED_BYTES_MAX: usize = 1 << 20;
+/// How many writes are under way at once.
+const WRITES_MAX: usize = 128;
+
+async fn write_places(queue: &Rc<Queue>, mut places: Vec<Place>) -> Result<(), IoError> {
+    places.sort_unstable_by_key(|place| place.0);
+    let mut joined: Vec<(u64, Vec<u8>)> = Vec::new();
+    for (offset, bytes) in places {
+        match joined.last_mut() {
+            Some((at, list))
+                if *at + list.len() as u64 == offset && list.len() + bytes.len() <= JOINED_BYTES_MAX =>
+            {
+                list.extend_from_slice(&bytes);
+            }
+            _ => joined.push((offset, bytes.into_vec())),
+        }
+    }
+    let mut parts = Vec::new();
+    for (offset, bytes) in joined {
+        let buffer = Rc::new(AlignedBuf::from_slice(&bytes).into());
+        let piece = block::buffer::Piece::whole(&buffer);
+        parts.push(Part::Io(
+            queue.file.start_write(offset, smallvec::smallvec![piece]),
+        ));
+        if parts.len() == WRITES_MAX {
+            finish(std::mem::take(&mut parts)).await?;
+        }
+    }
+    finish(parts).await
+}
+
+/// Points the header at the refcount table's new place: one write of one sector.
+async fn write_table_place(queue: &Queue, offset: u64, clusters: u64) -> Result<(), IoError> {
+    let clusters = u32::try_from(clusters).map_err(|_| IoError::OutOfRange)?;
+    let bytes = {
+        let mut bytes = queue.shared.header.lock();
+        let at = header::at::REFCOUNT_TABLE_OFFSET;
+        let field = bytes.get_mut(at..at + 12).ok_or(IoError::Corrupt)?;
+        field[..8].copy_from_slice(&offset.to_be_bytes());
+        field[8..].copy_from_slice(&clusters.to_be_bytes());
+        AlignedBuf::from_slice(&bytes)
+    };
+    queue.file.write_at(0, bytes).await
+}

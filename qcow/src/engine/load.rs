@@ -1,0 +1,212 @@
+//! Loading table slices: once, whoever asks, with no lock held during the read.
+
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+
+use block::IoError;
+
+use super::{Queue, Shared};
+use crate::metadata::Blocked;
+use crate::metadata::refcounts::Stuck;
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    L2,
+    Refcounts,
+}
+
+/// Takes a load back when its task ends, however it ends, and wakes those who wait for it.
+struct LoadGuard {
+    shared: Arc<Shared>,
+    kind: Kind,
+    slice: u64,
+}
+
+impl Drop for LoadGuard {
+    fn drop(&mut self) {
+        let Ok(mut metadata) = self.shared.write() else {
+            return;
+        };
+        let waiters = match self.kind {
+            Kind::L2 => metadata.l2.end_load(self.slice),
+            Kind::Refcounts => metadata.refcounts.slices.end_load(self.slice),
+        };
+        drop(metadata);
+        waiters.into_iter().for_each(std::task::Waker::wake);
+    }
+}
+
+/// Brings an L2 slice into the cache.
+pub(super) async fn load_l2(queue: &Queue, slice: u64) -> Result<(), IoError> {
+    load(queue, Kind::L2, slice).await
+}
+
+/// Brings a refcount slice into the cache.
+pub(super) async fn load_refcounts(queue: &Queue, slice: u64) -> Result<(), IoError> {
+    load(queue, Kind::Refcounts, slice).await
+}
+
+/// Does what an allocation that is stuck needs.
+pub(super) async fn unstick(queue: &Queue, stuck: Stuck) -> Result<(), IoError> {
+    match stuck {
+        Stuck::Load(slice) => load_refcounts(queue, slice).await,
+        Stuck::Failed(error) => Err(error),
+    }
+}
+
+async fn load(queue: &Queue, kind: Kind, slice: u64) -> Result<(), IoError> {
+    let shared = &queue.shared;
+    // `None`: it is there. `Some(offset)`: this task loads it.
+    let place = poll_fn(|cx| {
+        let mut metadata = match shared.write() {
+            Ok(metadata) => metadata,
+            Err(error) => return Poll::Ready(Err(error)),
+        };
+        let (cached, offset) = match kind {
+            Kind::L2 => match metadata.slice_offset(slice) {
+                Ok(offset) => (metadata.l2.contains(slice), offset),
+                Err(error) => {
+                    tracing::error!(%error, "the mapping is corrupt");
+                    return Poll::Ready(Err(IoError::Corrupt));
+                }
+            },
+            Kind::Refcounts => match metadata.refcounts.slice_offset(slice) {
+                Ok(offset) => (metadata.refcounts.slices.contains(slice), offset),
+                Err(error) => return Poll::Ready(Err(error)),
+            },
+        };
+        // Without a place the table is gone, and whoever asked finds out by asking again.
+        let (false, Some(offset)) = (cached, offset) else {
+            return Poll::Ready(Ok(None));
+        };
+        if offset
+            >= metadata
+                .refcounts
+                .end()
+                .saturating_mul(shared.geometry.cluster_size())
+        {
+            let image = shared.file.path().display();
+            tracing::error!(%image, ?kind, offset, "a table lies past the end of the file");
+            return Poll::Ready(Err(IoError::Corrupt));
+        }
+        let mine = match kind {
+            Kind::L2 => metadata.l2.begin_load(slice, cx.waker()),
+            Kind::Refcounts => metadata.refcounts.slices.begin_load(slice, cx.waker()),
+        };
+        if mine {
+            Poll::Ready(Ok(Some(offset)))
+        } else {
+            Poll::Pending
+        }
+    })
+    .await?;
+    let Some(offset) = place else { return Ok(()) };
+    let guard = LoadGuard {
+        shared: Arc::clone(shared),
+        kind,
+        slice,
+    };
+    let len = shared.geometry.cluster_size().min(4096) as usize;
+    let bytes = queue.file.read_at(offset, len).await?;
+    let mut metadata = shared.write()?;
+    match kind {
+        Kind::L2 => {
+            // The table may have been replaced meanwhile; then these bytes are somebody else's.
+            if metadata.slice_offset(slice) == Ok(Some(offset)) {
+                metadata.l2.insert(slice, (*bytes).into(), false);
+            }
+        }
+        Kind::Refcounts => {
+            if metadata.refcounts.slice_offset(slice) == Ok(Some(offset)) {
+                metadata.refcounts.slices.insert(slice, (*bytes).into(), false);
+            }
+        }
+    }
+    drop(metadata);
+    drop(guard);
+    Ok(())
+}
+
+/// Replaces an L2 table that is shared with a snapshot by a copy of our own.
+async fn copy_table(queue: &Queue, l1_index: usize) -> Result<(), IoError> {
+    struct CopyGuard(Arc<Shared>, usize);
+    impl Drop for CopyGuard {
+        fn drop(&mut self) {
+            let Ok(mut metadata) = self.0.write() else { return };
+            let waiters = metadata.end_copy(self.1);
+            drop(metadata);
+            waiters.into_iter().for_each(std::task::Waker::wake);
+        }
+    }
+    let shared = &queue.shared;
+    let mut waited = false;
+    let mine = poll_fn(|cx| {
+        if waited {
+            return Poll::Ready(Ok(false));
+        }
+        match shared.write() {
+            Ok(mut metadata) => {
+                if metadata.begin_copy(l1_index, cx.waker()) {
+                    return Poll::Ready(Ok(true));
+                }
+                waited = true;
+                Poll::Pending
+            }
+            Err(error) => Poll::Ready(Err(error)),
+        }
+    })
+    .await?;
+    if !mine {
+        return Ok(());
+    }
+    let guard = CopyGuard(Arc::clone(shared), l1_index);
+    let from = shared
+        .read()?
+        .table_offset(l1_index)
+        .map_err(|_| IoError::Corrupt)?;
+    if let Some(from) = from {
+        let len = usize::try_from(shared.geometry.cluster_size()).map_err(|_| IoError::OutOfRange)?;
+        let table = queue.file.read_at(from, len).await?;
+        loop {
+            let adopted = shared.write()?.adopt_table(l1_index, from, &table);
+            match adopted {
+                Ok(_) => break,
+                Err(Blocked::LoadRefcounts(slice)) => load_refcounts(queue, slice).await?,
+                Err(Blocked::Failed(error)) => return Err(error),
+                Err(_) => return Err(IoError::Corrupt),
+            }
+        }
+    }
+    drop(guard);
+    Ok(())
+}
+
+/// Waits for, or does, what blocks a change of the mapping. Then the change is planned anew.
+pub(super) async fn unblock(queue: &Rc<Queue>, blocked: Blocked) -> Result<(), IoError> {
+    match blocked {
+        Blocked::LoadL2(slice) => load_l2(queue, slice).await,
+        Blocked::LoadRefcounts(slice) => load_refcounts(queue, slice).await,
+        Blocked::CopyTable(l1_index) => copy_table(queue, l1_index).await,
+        Blocked::InFlight(cluster) => {
+            poll_fn(|cx| match queue.shared.write() {
+                Ok(mut metadata) => {
+                    if metadata.wait_in_flight(cluster, cx.waker()) {
+                        Poll::Pending
+                    } else {
+                        Poll::Ready(Ok(()))
+                    }
+                }
+                Err(error) => Poll::Ready(Err(error)),
+            })
+            .await
+        }
+        Blocked::Failed(error) => {
+            if error == IoError::Corrupt {
+                super::corrupt::mark(queue);
+            }
+            Err(error)
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! What happens to a request: the one QCOW2 engine, straight-line `async` code over the worker's ring.
+//!
+//! [`QcowDisk`] is the opened image, shared by all workers; each worker has a queue with its own
+//! descriptor. A request whose mapping is cached and in one piece goes straight into the ring, without a
+//! task; everything else becomes a task on the worker.
+//!
+//! What must stay true: the metadata lock is never held across an await or an I/O, and a request holds
+//! its epoch guard from before it looks at the mapping until it is answered.
+
+mod compressed;
+mod corrupt;
+mod flush;
+mod load;
+mod queue;
+mod read;
+mod reclaim;
+mod write;
+mod zero;
+
+use std::fmt;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+
+use block::epoch::Epochs;
+use block::file::ImageFile;
+use block::lock::ImageLock;
+use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, OpenQueueError};
+use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
+use parking_lot::Mutex;
+
+use crate::format::{CompressionType, Geometry, Version};
+use crate::metadata::Metadata;
+pub(crate) use compressed::Inflater;
+use flush::Rounds;
+pub(crate) use queue::Queue;
+use reclaim::Freeing;
+
+/// The image below this one.
+#[derive(Debug)]
+pub(crate) struct Backing {
+    pub(crate) disk: Arc<dyn Disk>,
+    /// Its size in bytes; past it this image reads zeros.
+    pub(crate) size: u64,
+}
+
+/// How the engine treats an image; fixed while it is open.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Policy {
+    pub(crate) read_only: bool,
+    /// Give space back on discard and unmapping write-zeroes.
+    pub(crate) sparse: bool,
+    /// Keep the host clusters of discarded guest clusters.
+    pub(crate) discard_no_unref: bool,
+}
+
+/// What all queues of an image share.
+pub(crate) struct Shared {
+    pub(crate) file: Arc<ImageFile>,
+    pub(crate) geometry: Geometry,
+    pub(crate) policy: Policy,
+    pub(crate) compression: CompressionType,
+    pub(crate) backing: Option<Backing>,
+    pub(crate) epochs: Arc<Epochs>,
+    metadata: ShardedLock<Metadata>,
+    rounds: Mutex<Rounds>,
+    freeing: Mutex<Freeing>,
+    /// The first 512 bytes of the file, as they are on disk.
+    header: Mutex<Vec<u8>>,
+    /// The errno of the first sync that failed; no FLUSH succeeds after it.
+    failed_sync: AtomicI32,
+    /// Metadata was found corrupt: the image is not written any more.
+    corrupt: AtomicBool,
+    pub(crate) inflater: Inflater,
+    _lock: Option<ImageLock>,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared")
+            .field("path", &self.file.path())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What [`QcowDisk`] is made of, once an image has been opened.
+pub(crate) struct Parts {
+    pub(crate) file: Arc<ImageFile>,
+    pub(crate) policy: Policy,
+    pub(crate) compression: CompressionType,
+    pub(crate) backing: Option<Backing>,
+    pub(crate) metadata: Metadata,
+    pub(crate) header: Vec<u8>,
+    pub(crate) inflate_threads: usize,
+    pub(crate) lock: Option<ImageLock>,
+}
+
+impl Shared {
+    /// The metadata, to read. `None` if somebody is changing it: the hot path does not wait.
+    #[inline]
+    fn try_read(&self) -> Option<ShardedLockReadGuard<'_, Metadata>> {
+        self.metadata.try_read().ok()
+    }
+
+    /// The metadata, to read. Never keep the guard across an await.
+    pub(crate) fn read(&self) -> Result<ShardedLockReadGuard<'_, Metadata>, IoError> {
+        // Poisoned: a panic left it half-changed, and nothing in it can be trusted.
+        self.metadata.read().map_err(|_| IoError::Corrupt)
+    }
+
+    /// The metadata, to change. Never keep the guard across an await.
+    pub(crate) fn write(&self) -> Result<ShardedLockWriteGuard<'_, Metadata>, IoError> {
+        self.metadata.write().map_err(|_| IoError::Corrupt)
+    }
+
+    /// Notes that the image is corrupt: it is not written any more. `true` the first time.
+    fn mark_corrupt(&self) -> bool {
+        let first = !self.corrupt.swap(true, Ordering::SeqCst);
+        if first {
+            let image = self.file.path().display();
+            tracing::error!(%image, "the image is corrupt; it is not written any more");
+        }
+        first
+    }
+
+    fn is_corrupt(&self) -> bool {
+        self.corrupt.load(Ordering::Relaxed)
+    }
+
+    /// Whether bytes that this image does not have may be other than zeros.
+    fn backing_covers(&self, offset: u64) -> bool {
+        self.backing.as_ref().is_some_and(|backing| offset < backing.size)
+    }
+}
+
+/// An opened QCOW2 image.
+#[derive(Debug)]
+pub struct QcowDisk {
+    pub(crate) shared: Arc<Shared>,
+}
+
+impl QcowDisk {
+    pub(crate) fn from_parts(parts: Parts) -> Arc<Self> {
+        let shared = Shared {
+            geometry: *parts.metadata.geometry(),
+            file: parts.file,
+            policy: parts.policy,
+            compression: parts.compression,
+            backing: parts.backing,
+            epochs: Epochs::new(),
+            metadata: ShardedLock::new(parts.metadata),
+            rounds: Mutex::default(),
+            freeing: Mutex::default(),
+            header: Mutex::new(parts.header),
+            failed_sync: AtomicI32::new(0),
+            corrupt: AtomicBool::new(false),
+            inflater: Inflater::new(parts.inflate_threads),
+            _lock: parts.lock,
+        };
+        Arc::new(Self {
+            shared: Arc::new(shared),
+        })
+    }
+
+    /// The sizes the image is made of.
+    #[must_use]
+    pub fn geometry(&self) -> Geometry {
+        self.shared.geometry
+    }
+
+    fn queue(&self, cx: &Context) -> Result<Rc<Queue>, OpenQueueError> {
+        Queue::open(&self.shared, cx)
+    }
+}
+
+impl Disk for QcowDisk {
+    fn info(&self) -> DiskInfo {
+        let shared = &self.shared;
+        let writable = !shared.policy.read_only;
+        let cluster = u32::try_from(shared.geometry.cluster_size()).unwrap_or(u32::MAX);
+        // Version 2 cannot hide the backing file's bytes but by writing zeros over them.
+        let can_hide = shared.geometry.version() == Version::V3 || shared.backing.is_none();
+        DiskInfo {
+            size_bytes: shared.geometry.virtual_size() & !511,
+            read_only: !writable,
+            preferred_io_bytes: cluster,
+            physical_block_bytes: u32::try_from(shared.file.alignment().offset)
+                .unwrap_or(512)
+                .max(512),
+            discard: writable && shared.policy.sparse && can_hide,
+            discard_granularity_bytes: cluster,
+            write_zeroes: writable,
+        }
+    }
+
+    fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {
+        Ok(Box::new(queue::QcowQueue(self.queue(cx)?)))
+    }
+
+    fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>> {
+        let queue = self.queue(cx);
+        Box::pin(async move {
+            let queue = queue.map_err(|error| IoError::from(error.source))?;
+            if queue.shared.policy.read_only {
+                return Ok(());
+            }
+            flush::flush(&queue).await?;
+            // The queues are gone, so every drop is past grace; what it freed is counted down and written.
+            reclaim::reclaim(&queue).await?;
+            flush::flush(&queue).await
+        })
+    }
+}

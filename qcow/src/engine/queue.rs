@@ -1,0 +1,181 @@
+//! One queue's view of an image, and the path of a request that needs no task.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use block::epoch::EpochQueue;
+use block::file::FileView;
+use block::{Context, DiskQueue, IoError, Op, OpenQueueError, Request};
+
+use super::compressed::InflatedClusters;
+use super::{Shared, flush, read, write, zero};
+use crate::metadata::{Extent, Lookup};
+
+/// What a worker has of an image.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) cx: Context,
+    pub(crate) file: FileView,
+    /// The backing image's queue on this worker, and its size in bytes.
+    pub(crate) backing: Option<(Box<dyn DiskQueue>, u64)>,
+    epoch: EpochQueue,
+    /// Clusters inflated a moment ago.
+    pub(crate) inflated: RefCell<InflatedClusters>,
+}
+
+impl Queue {
+    pub(super) fn open(shared: &Arc<Shared>, cx: &Context) -> Result<Rc<Self>, OpenQueueError> {
+        let backing = match &shared.backing {
+            Some(backing) => Some((Arc::clone(&backing.disk).open_queue(cx)?, backing.size)),
+            None => None,
+        };
+        let file = shared.file.view(cx).map_err(|source| OpenQueueError {
+            disk: shared.file.path().display().to_string(),
+            source,
+        })?;
+        Ok(Rc::new(Self {
+            shared: Arc::clone(shared),
+            cx: cx.clone(),
+            file,
+            backing,
+            epoch: shared.epochs.register(),
+            inflated: RefCell::default(),
+        }))
+    }
+}
+
+/// The queue as frontends see it.
+#[derive(Debug)]
+pub(super) struct QcowQueue(pub(super) Rc<Queue>);
+
+impl DiskQueue for QcowQueue {
+    #[inline]
+    fn submit(&self, mut request: Request) {
+        let queue = &*self.0;
+        let policy = queue.shared.policy;
+        let size = queue.shared.geometry.virtual_size() & !511;
+        if let Err(error) = request.check(size, policy.read_only) {
+            return request.finish(Err(error));
+        }
+        if request.len == 0 && request.op != Op::Flush {
+            return request.finish(Ok(()));
+        }
+        // A read-only image frees nothing, and keeps the guard of an image above it.
+        if !policy.read_only {
+            request.guard = Some(queue.epoch.enter());
+        }
+        let request = match request.op {
+            Op::Read => queue.read_now(request),
+            Op::Write { fua } => queue.write_now(request, fua),
+            _ => Some(request),
+        };
+        if let Some(request) = request {
+            self.0.cx.spawn(carry_out(Rc::clone(&self.0), request));
+        }
+    }
+}
+
+impl Queue {
+    /// Starts a read whose mapping is cached and in one piece. Gives back any other.
+    #[inline]
+    fn read_now(&self, request: Request) -> Option<Request> {
+        let found = match self.shared.try_read() {
+            Some(metadata) => metadata.lookup(request.offset, request.len),
+            None => return Some(request),
+        };
+        let Lookup::Found { extent, len } = found else {
+            return Some(request);
+        };
+        if len != request.len {
+            return Some(request);
+        }
+        match extent {
+            Extent::Data { host, .. } => self.file.submit(host, request).err(),
+            Extent::Zero => {
+                request.buffer.fill(0, request.buffer.len(), 0);
+                request.finish(Ok(()));
+                None
+            }
+            Extent::Unallocated => match &self.backing {
+                Some((backing, size)) if request.offset + request.len <= *size => {
+                    backing.submit(request);
+                    None
+                }
+                Some((_, size)) if request.offset < *size => Some(request),
+                _ => {
+                    request.buffer.fill(0, request.buffer.len(), 0);
+                    request.finish(Ok(()));
+                    None
+                }
+            },
+            Extent::Compressed(_) => Some(request),
+        }
+    }
+
+    /// Starts an overwrite of host bytes that are this guest's alone. Gives back any other write.
+    #[inline]
+    fn write_now(&self, request: Request, fua: bool) -> Option<Request> {
+        let found = match self.shared.try_read() {
+            // A forced write must find the mapping durable already; then its own sync is enough.
+            Some(metadata) if !fua || metadata.is_clean() => {
+                if metadata.is_in_flight(request.offset, request.len) {
+                    return Some(request);
+                }
+                metadata.lookup(request.offset, request.len)
+            }
+            _ => return Some(request),
+        };
+        match found {
+            Lookup::Found {
+                extent: Extent::Data { host, owned: true },
+                len,
+            } if len == request.len && !self.shared.is_corrupt() => self.file.submit(host, request).err(),
+            _ => Some(request),
+        }
+    }
+}
+
+/// Answers a request from a task.
+async fn carry_out(queue: Rc<Queue>, mut request: Request) {
+    let (offset, len) = (request.offset, request.len);
+    if request.op.is_write() && queue.shared.is_corrupt() {
+        return request.finish(Err(IoError::Corrupt));
+    }
+    match request.op {
+        Op::Read => {
+            let buffer = Rc::new(request.take_buffer());
+            let result = read::read(&queue, &buffer, 0, offset, len).await;
+            request.finish_with(Rc::try_unwrap(buffer).unwrap_or_default(), result);
+        }
+        Op::Write { fua } => {
+            let buffer = Rc::new(request.take_buffer());
+            let source = write::Source::Buffer {
+                buffer: Rc::clone(&buffer),
+                guest: offset,
+            };
+            let mut result = write::write(&queue, &source, offset, len).await;
+            if fua && result.is_ok() {
+                result = flush::flush(&queue).await;
+            }
+            drop(source);
+            request.finish_with(Rc::try_unwrap(buffer).unwrap_or_default(), result);
+        }
+        Op::Flush => {
+            let result = flush::flush(&queue).await;
+            request.finish(result);
+        }
+        Op::Discard => {
+            let result = zero::discard(&queue, offset, len).await;
+            request.finish(result);
+        }
+        Op::WriteZeroes { unmap, fua } => {
+            let mut result = zero::write_zeroes(&queue, offset, len, unmap).await;
+            if fua && result.is_ok() {
+                result = flush::flush(&queue).await;
+            }
+            request.finish(result);
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! Reading what is not in one known piece: several extents, compressed clusters, tables to load.
+//!
+//! Everything that can start is started before anything is waited for, and everything that was started
+//! is waited for before the request is answered, also after an error: its memory is the guest's.
+
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::Poll;
+
+use block::buffer::Piece;
+use block::file::IoFuture;
+use block::{Buffer, IoError, LocalBoxFuture, Op, Request};
+use smallvec::{SmallVec, smallvec};
+
+use super::{Queue, compressed, corrupt, load};
+use crate::format::CompressedExtent;
+use crate::metadata::{Extent, Lookup};
+
+/// Something under way for a request.
+pub(super) enum Part {
+    Io(IoFuture),
+    Task(LocalBoxFuture<'static, Result<(), IoError>>),
+}
+
+/// Waits until every part has ended; the first error, if any.
+pub(super) async fn finish(parts: Vec<Part>) -> Result<(), IoError> {
+    let mut parts: Vec<Option<Part>> = parts.into_iter().map(Some).collect();
+    let mut result = Ok(());
+    poll_fn(|cx| {
+        let mut pending = false;
+        for place in &mut parts {
+            let poll = match place {
+                Some(Part::Io(io)) => Pin::new(io).poll(cx),
+                Some(Part::Task(task)) => task.as_mut().poll(cx),
+                None => continue,
+            };
+            match poll {
+                Poll::Ready(ended) => {
+                    *place = None;
+                    if result.is_ok() {
+                        result = ended;
+                    }
+                }
+                Poll::Pending => pending = true,
+            }
+        }
+        if pending { Poll::Pending } else { Poll::Ready(()) }
+    })
+    .await;
+    result
+}
+
+/// How many extents are started before tables are loaded for more.
+const EXTENTS_MAX: usize = 64;
+
+/// Fills `buffer` from `at` on with `len` guest bytes from `offset` on.
+pub(super) async fn read(
+    queue: &Rc<Queue>,
+    buffer: &Rc<Buffer>,
+    at: usize,
+    offset: u64,
+    len: u64,
+) -> Result<(), IoError> {
+    let end = offset + len;
+    let mut here = offset;
+    let mut parts = Vec::new();
+    let mut result = Ok(());
+    while here < end && result.is_ok() {
+        let mut extents: SmallVec<[(u64, u64, Extent); 8]> = SmallVec::new();
+        let mut miss = None;
+        let mut wrong = None;
+        {
+            let metadata = queue.shared.read()?;
+            while here < end && extents.len() < EXTENTS_MAX {
+                match metadata.lookup(here, end - here) {
+                    Lookup::Found { extent, len } => {
+                        extents.push((here, len, extent));
+                        here += len;
+                    }
+                    Lookup::Miss(slice) => {
+                        miss = Some(slice);
+                        break;
+                    }
+                    lookup => {
+                        wrong = Some(lookup);
+                        break;
+                    }
+                }
+            }
+        }
+        for (from, len, extent) in extents {
+            let place = at + (from - offset) as usize;
+            start(queue, buffer, place, from, len as usize, extent, &mut parts);
+        }
+        if let Some(lookup) = wrong {
+            result = Err(corrupt::found(queue, lookup, here));
+        }
+        if let Some(slice) = miss {
+            result = load::load_l2(queue, slice).await;
+        }
+    }
+    let ended = finish(parts).await;
+    result.and(ended)
+}
+
+/// Starts the read of one extent.
+fn start(
+    queue: &Rc<Queue>,
+    buffer: &Rc<Buffer>,
+    at: usize,
+    offset: u64,
+    len: usize,
+    extent: Extent,
+    parts: &mut Vec<Part>,
+) {
+    match extent {
+        Extent::Data { host, .. } => {
+            let piece = Piece::Bytes {
+                buffer: Rc::clone(buffer),
+                offset: at,
+                len,
+            };
+            parts.push(Part::Io(queue.file.start_read(host, smallvec![piece])));
+        }
+        Extent::Zero => buffer.fill(at, len, 0),
+        Extent::Unallocated => start_backing(queue, buffer, at, offset, len, parts),
+        Extent::Compressed(extent) => {
+            let within = (offset & (queue.shared.geometry.cluster_size() - 1)) as usize;
+            let task = copy_compressed(Rc::clone(queue), extent, within, Rc::clone(buffer), at, len);
+            parts.push(Part::Task(Box::pin(task)));
+        }
+    }
+}
+
+/// Starts the read of bytes this image does not have: the backing file's, zeros past its end.
+pub(super) fn start_backing(
+    queue: &Rc<Queue>,
+    buffer: &Rc<Buffer>,
+    at: usize,
+    offset: u64,
+    len: usize,
+    parts: &mut Vec<Part>,
+) {
+    let below = match &queue.backing {
+        Some((backing, size)) if offset < *size => {
+            let below = len.min(usize::try_from(*size - offset).unwrap_or(usize::MAX));
+            let part = Buffer::part(buffer, at, below);
+            let (request, answer) = Request::local(Op::Read, offset, below as u64, part);
+            backing.submit(request);
+            parts.push(Part::Task(Box::pin(async move { answer.await.result })));
+            below
+        }
+        _ => 0,
+    };
+    buffer.fill(at + below, len - below, 0);
+}
+
+async fn copy_compressed(
+    queue: Rc<Queue>,
+    extent: CompressedExtent,
+    within: usize,
+    buffer: Rc<Buffer>,
+    at: usize,
+    len: usize,
+) -> Result<(), IoError> {
+    let cluster = compressed::cluster(&queue, extent).await?;
+    let bytes = cluster
+        .as_owned()
+        .and_then(|bytes| bytes.get(within..within + len));
+    buffer.write(at, bytes.ok_or(IoError::Corrupt)?);
+    Ok(())
+}

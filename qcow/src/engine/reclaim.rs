@@ -1,0 +1,165 @@
+//! Freeing: what left the mapping for good becomes usable again.
+//!
+//! A dropped cluster comes here once a FLUSH has made the drop durable. Then, in this order: every request
+//! that could have seen the old mapping has ended (epochs), the host's space is punched and the punch has
+//! completed, the count goes down, and only with that the allocator may find the cluster.
+//!
+//! What must stay true: one pass runs at a time, so that two drops of one cluster (compressed clusters
+//! share host clusters) are counted one after the other.
+
+use std::collections::VecDeque;
+use std::rc::Rc;
+
+use block::IoError;
+use rustc_hash::FxHashMap;
+
+use super::read::{Part, finish};
+use super::{Queue, Shared, load};
+use crate::metadata::Drop as Dropped;
+use crate::metadata::extents::runs_of;
+
+/// What waits to be freed.
+#[derive(Debug, Default)]
+pub(super) struct Freeing {
+    /// By the epoch in which the drop became durable.
+    batches: VecDeque<(u64, Vec<Dropped>)>,
+    running: bool,
+}
+
+impl Freeing {
+    pub(super) fn push(&mut self, epoch: u64, drops: Vec<Dropped>) {
+        self.batches.push_back((epoch, drops));
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.batches.is_empty()
+    }
+}
+
+struct PassGuard<'a>(&'a Shared);
+
+impl Drop for PassGuard<'_> {
+    fn drop(&mut self) {
+        self.0.freeing.lock().running = false;
+    }
+}
+
+/// Starts a pass that nobody waits for.
+pub(super) fn in_background(queue: &Rc<Queue>) {
+    let queue = Rc::clone(queue);
+    queue.cx.clone().spawn(async move {
+        if let Err(error) = reclaim(&queue).await {
+            let image = queue.shared.file.path().display();
+            tracing::warn!(%image, %error, "freed clusters could not be reclaimed; they are leaked");
+        }
+    });
+}
+
+/// Frees what is past grace. What is not stays for the next pass.
+pub(super) async fn reclaim(queue: &Rc<Queue>) -> Result<(), IoError> {
+    let shared = &queue.shared;
+    {
+        let mut freeing = shared.freeing.lock();
+        if freeing.running || freeing.batches.is_empty() {
+            return Ok(());
+        }
+        freeing.running = true;
+    }
+    let _pass = PassGuard(shared);
+    loop {
+        let now = shared.epochs.advance();
+        let batch = {
+            let mut freeing = shared.freeing.lock();
+            match freeing.batches.front() {
+                Some((epoch, _)) if epoch + 2 <= now => freeing.batches.pop_front(),
+                _ => None,
+            }
+        };
+        let Some((_, drops)) = batch else { return Ok(()) };
+        free(queue, drops).await?;
+    }
+}
+
+/// How many clusters are counted down under the lock at a time.
+const CLUSTERS_PER_LOCK: usize = 256;
+
+async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
+    let mut references: FxHashMap<u64, u64> = FxHashMap::default();
+    for (first, count) in drops {
+        for cluster in first..first + count {
+            *references.entry(cluster).or_default() += 1;
+        }
+    }
+    let mut references: Vec<(u64, u64)> = references.into_iter().collect();
+    references.sort_unstable();
+
+    // What the counts will be. Nobody else changes them: the allocator only touches counts of zero.
+    let mut left = Vec::with_capacity(references.len());
+    for &(cluster, dropped) in &references {
+        let count = count_of(queue, cluster).await?;
+        if count < dropped {
+            let image = queue.shared.file.path().display();
+            tracing::error!(%image, cluster, count, dropped, "a cluster has fewer references than were dropped");
+            super::corrupt::mark(queue);
+            return Err(IoError::Corrupt);
+        }
+        left.push((cluster, count - dropped));
+    }
+    let unused = left
+        .iter()
+        .filter(|(_, count)| *count == 0)
+        .map(|(cluster, _)| *cluster)
+        .collect();
+    let runs = runs_of(unused);
+    let zero = punch(queue, &runs).await;
+
+    for chunk in left.chunks(CLUSTERS_PER_LOCK) {
+        let mut rest = chunk;
+        while let [(cluster, count), tail @ ..] = rest {
+            let set = queue.shared.write()?.refcounts.set(*cluster, *count);
+            match set {
+                Ok(()) => rest = tail,
+                Err(stuck) => load::unstick(queue, stuck).await?,
+            }
+        }
+    }
+    let mut metadata = queue.shared.write()?;
+    for (first, count) in runs {
+        metadata.refcounts.release(first, count, zero);
+    }
+    Ok(())
+}
+
+async fn count_of(queue: &Rc<Queue>, cluster: u64) -> Result<u64, IoError> {
+    loop {
+        let count = queue.shared.write()?.refcounts.get(cluster);
+        match count {
+            Ok(count) => return Ok(count),
+            Err(stuck) => load::unstick(queue, stuck).await?,
+        }
+    }
+}
+
+/// How many punches are under way at once.
+const PUNCHES_MAX: usize = 32;
+
+/// Gives the space of these runs back to the host. Whether all of them read as zeros now.
+async fn punch(queue: &Rc<Queue>, runs: &[(u64, u64)]) -> bool {
+    let size = queue.shared.geometry.cluster_size();
+    let mut zero = true;
+    for some in runs.chunks(PUNCHES_MAX) {
+        let parts = some.iter().map(|&(first, count)| {
+            let file = queue.file.clone();
+            Part::Task(Box::pin(async move {
+                match file.punch(first * size, count * size).await {
+                    Ok(true) => Ok(()),
+                    Ok(false) => Err(IoError::Unsupported),
+                    Err(error) => Err(error),
+                }
+            }))
+        });
+        // A cluster that could not be punched is as free as one that could; it is only not zero.
+        zero &= finish(parts.collect()).await.is_ok();
+    }
+    zero
+}

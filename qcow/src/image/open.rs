@@ -1,0 +1,492 @@
+//! Opening an image: lock, header, tables, backing chain; then, if it is to be written, what QEMU does
+//! before the first write.
+//!
+//! What must stay true: nothing is probed (a format is given or recorded), backing files are opened only
+//! when allowed, a chain is finite (no image twice, a bounded depth), and a failed open leaves every byte
+//! as it was.
+
+use std::fs::Metadata as FileMetadata;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use block::file::{FileOptions, FileView, ImageFile, OpenFileError};
+use block::lock::{ImageLock, LockError, LockGranularity, LockMode};
+use block::raw::RawDisk;
+use block::{AlignedBuf, Context, Disk, IoError};
+
+use super::read::{ReadError, for_each_entry, read, read_header};
+use super::{RebuildError, bitmaps, rebuild_refcounts};
+use crate::engine::{Backing, Parts, Policy, QcowDisk};
+use crate::format::{
+    Autoclear, Geometry, Header, HeaderError, Incompatible, L1Entry, RefcountTableEntry, Unsupported,
+    Version, header,
+};
+use crate::metadata::Metadata;
+use crate::metadata::refcounts::{Refcounts, TablePlace};
+
+/// The most images a chain may have.
+pub const CHAIN_DEPTH_MAX: usize = 64;
+
+/// The table cache that is used unless another is asked for, at most: it maps 256 GiB at 64 KiB clusters.
+pub const L2_CACHE_DEFAULT_MAX_BYTES: u64 = 32 << 20;
+
+/// How to open an image.
+#[derive(Clone, Debug)]
+pub struct OpenOptions {
+    /// Refuse writes, and lock the image as a reader.
+    pub read_only: bool,
+    /// Bypass the host's page cache.
+    pub direct: bool,
+    /// Open the backing file the image names. Without it such an image is refused.
+    pub backing_files: bool,
+    /// Give space back on discard; otherwise clusters stay allocated.
+    pub sparse: bool,
+    /// Keep a discarded cluster's place in the file, and give back only its space.
+    pub discard_no_unref: bool,
+    /// The budget of the L2 table cache in bytes; by default what maps the whole disk, at most
+    /// [`L2_CACHE_DEFAULT_MAX_BYTES`]. The refcount cache gets a quarter of it on top.
+    pub l2_cache_bytes: Option<u64>,
+    /// How many threads inflate compressed clusters.
+    pub inflate_threads: usize,
+    /// Lock images as QEMU does; `None` locks nothing.
+    pub lock: Option<LockGranularity>,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        Self {
+            read_only: false,
+            direct: false,
+            backing_files: false,
+            sparse: true,
+            discard_no_unref: false,
+            l2_cache_bytes: None,
+            inflate_threads: 2,
+            lock: Some(LockGranularity::ByteRange),
+        }
+    }
+}
+
+/// Why an image could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// Its file could not be opened.
+    #[error(transparent)]
+    File(#[from] OpenFileError),
+    /// Somebody else has it.
+    #[error(transparent)]
+    Lock(#[from] LockError),
+    /// Its header or a table cannot be used.
+    #[error("{}", path.display())]
+    Image {
+        /// The image.
+        path: PathBuf,
+        /// What is wrong.
+        #[source]
+        source: ImageError,
+    },
+    /// The image below could not be opened.
+    #[error("backing file of {}", path.display())]
+    Backing {
+        /// The image that names it.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: Box<OpenError>,
+    },
+}
+
+/// What is wrong with an image.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// It could not be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// A header field is malformed, or asks for what this crate does not do.
+    #[error(transparent)]
+    Header(#[from] HeaderError),
+    /// It uses a feature this crate does not do.
+    #[error(transparent)]
+    Unsupported(#[from] Unsupported),
+    /// The host failed an operation.
+    #[error("cannot {what}")]
+    Io {
+        /// The operation.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: IoError,
+    },
+    /// It names a backing file and none is allowed.
+    #[error("it has the backing file {name:?}, and backing files are not allowed; use backing_files=on")]
+    BackingNotAllowed {
+        /// The name, as recorded.
+        name: String,
+    },
+    /// It does not say what format its backing file has.
+    #[error(
+        "it does not record the format of its backing file {name:?}, and formats are not guessed; record it \
+         with `qemu-img rebase -u -b {name} -F FORMAT`"
+    )]
+    BackingFormatMissing {
+        /// The name, as recorded.
+        name: String,
+    },
+    /// Its backing file has a format this crate does not know.
+    #[error("its backing file has format {format:?}; expected \"qcow2\" or \"raw\"")]
+    BackingFormat {
+        /// The format, as recorded.
+        format: String,
+    },
+    /// Its backing file is not a path.
+    #[error("its backing file {name:?} is not a path of a local file")]
+    BackingName {
+        /// The name, as recorded.
+        name: String,
+    },
+    /// An image comes up twice in its own chain.
+    #[error("its backing chain comes back to {}", path.display())]
+    Cycle {
+        /// The image that comes up twice.
+        path: PathBuf,
+    },
+    /// The chain is too long.
+    #[error("its backing chain has more than {CHAIN_DEPTH_MAX} images")]
+    TooDeep,
+    /// It is marked corrupt and may only be read.
+    #[error("it is marked corrupt and may only be opened read-only; repair it with `qemu-img check -r all`")]
+    MarkedCorrupt,
+    /// Its refcounts had to be rebuilt and could not.
+    #[error("it was not closed cleanly and its refcounts cannot be rebuilt")]
+    Rebuild(#[from] RebuildError),
+}
+
+/// What the images of a chain have in common while it is opened.
+struct Chain<'a> {
+    cx: &'a Context,
+    options: &'a OpenOptions,
+    /// Device and inode of each image so far.
+    seen: Vec<(u64, u64)>,
+}
+
+impl QcowDisk {
+    /// Opens the image at `path`, and its backing chain if that is allowed.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenError`]. No byte of any image has been changed then, unless the refcounts of an image that
+    /// was not closed cleanly were being rebuilt.
+    pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<Self>, OpenError> {
+        // Opening is not worth a ring: it is a few reads.
+        let cx = Context::syscalls();
+        let mut chain = Chain {
+            cx: &cx,
+            options,
+            seen: Vec::new(),
+        };
+        chain.open(path, !options.read_only)
+    }
+}
+
+fn identity(file: &ImageFile) -> Option<(u64, u64)> {
+    use std::os::fd::AsFd;
+    let file = std::fs::File::from(file.as_fd().try_clone_to_owned().ok()?);
+    file.metadata()
+        .ok()
+        .map(|meta: FileMetadata| (meta.dev(), meta.ino()))
+}
+
+impl Chain<'_> {
+    fn run<T>(&self, future: impl Future<Output = Result<T, ImageError>>) -> Result<T, ImageError> {
+        match self.cx.block_on(future) {
+            Ok(result) => result,
+            Err(error) => Err(ImageError::Io {
+                what: "wait for I/O",
+                source: error.into(),
+            }),
+        }
+    }
+
+    fn open_file(
+        &mut self,
+        path: &Path,
+        write: bool,
+    ) -> Result<(Arc<ImageFile>, Option<ImageLock>), OpenError> {
+        use std::os::fd::AsFd;
+        let options = FileOptions {
+            write,
+            direct: self.options.direct,
+        };
+        let file = ImageFile::open(path, options)?;
+        if let Some(identity) = identity(&file) {
+            if self.seen.contains(&identity) {
+                let source = ImageError::Cycle {
+                    path: path.to_owned(),
+                };
+                return Err(OpenError::Image {
+                    path: path.to_owned(),
+                    source,
+                });
+            }
+            self.seen.push(identity);
+        }
+        let mode = if write { LockMode::Write } else { LockMode::Read };
+        let lock = match self.options.lock {
+            Some(granularity) => Some(ImageLock::acquire(file.as_fd(), path, mode, granularity)?),
+            None => None,
+        };
+        Ok((file, lock))
+    }
+
+    fn open(&mut self, path: &Path, write: bool) -> Result<Arc<QcowDisk>, OpenError> {
+        let image = |source: ImageError| OpenError::Image {
+            path: path.to_owned(),
+            source,
+        };
+        if self.seen.len() >= CHAIN_DEPTH_MAX {
+            return Err(image(ImageError::TooDeep));
+        }
+        let (file, lock) = self.open_file(path, write)?;
+        let view = file.view(self.cx).map_err(|error| {
+            image(ImageError::Io {
+                what: "duplicate a descriptor",
+                source: error.into(),
+            })
+        })?;
+        let header = self.run(check_header(&view, write)).map_err(image)?;
+        let backing = self.open_backing(path, &header)?;
+        // Nothing has been written so far, and from here on only what a rebuild needs.
+        let header = self.run(prepare(&view, header, write)).map_err(image)?;
+        let metadata = self
+            .run(load(&view, &header, self.options.l2_cache_bytes))
+            .map_err(image)?;
+        let first_sector = self
+            .run(async {
+                if write {
+                    announce_writes(&view, &header).await?;
+                }
+                Ok(read(&view, "the header", 0, 512).await?.to_vec())
+            })
+            .map_err(image)?;
+        Ok(QcowDisk::from_parts(Parts {
+            file,
+            policy: Policy {
+                read_only: !write,
+                sparse: self.options.sparse,
+                discard_no_unref: self.options.discard_no_unref,
+            },
+            compression: header.compression,
+            backing,
+            metadata,
+            header: first_sector,
+            inflate_threads: self.options.inflate_threads,
+            lock,
+        }))
+    }
+
+    fn open_backing(&mut self, path: &Path, header: &Header) -> Result<Option<Backing>, OpenError> {
+        let Some(name) = &header.backing_name else {
+            return Ok(None);
+        };
+        let image = |source| OpenError::Image {
+            path: path.to_owned(),
+            source,
+        };
+        let text = String::from_utf8_lossy(name).into_owned();
+        if !self.options.backing_files {
+            return Err(image(ImageError::BackingNotAllowed { name: text }));
+        }
+        let Some(format) = header.backing_format() else {
+            return Err(image(ImageError::BackingFormatMissing { name: text }));
+        };
+        let below = resolve(path, name).ok_or_else(|| image(ImageError::BackingName { name: text }))?;
+        let disk = match format {
+            b"qcow2" => self.open(&below, false).map(|disk| disk as Arc<dyn Disk>),
+            b"raw" => self.open_raw(&below),
+            other => {
+                let format = String::from_utf8_lossy(other).into_owned();
+                return Err(image(ImageError::BackingFormat { format }));
+            }
+        };
+        let disk = disk.map_err(|error| OpenError::Backing {
+            path: path.to_owned(),
+            source: Box::new(error),
+        })?;
+        let size = disk.info().size_bytes;
+        Ok(Some(Backing { disk, size }))
+    }
+
+    fn open_raw(&mut self, path: &Path) -> Result<Arc<dyn Disk>, OpenError> {
+        let (file, lock) = self.open_file(path, false)?;
+        let size = file
+            .view(self.cx)
+            .map_err(IoError::from)
+            .and_then(|view| view.len());
+        let size = size.map_err(|source| OpenError::Image {
+            path: path.to_owned(),
+            source: ImageError::Io {
+                what: "find the length of the file",
+                source,
+            },
+        })?;
+        Ok(Locked::wrap(RawDisk::new(file, size, false), lock))
+    }
+}
+
+/// A disk that keeps its image locked.
+#[derive(Debug)]
+struct Locked {
+    disk: Arc<dyn Disk>,
+    _lock: Option<ImageLock>,
+}
+
+impl Locked {
+    fn wrap(disk: Arc<dyn Disk>, lock: Option<ImageLock>) -> Arc<dyn Disk> {
+        Arc::new(Self { disk, _lock: lock })
+    }
+}
+
+impl Disk for Locked {
+    fn info(&self) -> block::DiskInfo {
+        self.disk.info()
+    }
+
+    fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn block::DiskQueue>, block::OpenQueueError> {
+        Arc::clone(&self.disk).open_queue(cx)
+    }
+
+    fn close(self: Arc<Self>, cx: &Context) -> block::LocalBoxFuture<'static, Result<(), IoError>> {
+        Arc::clone(&self.disk).close(cx)
+    }
+}
+
+/// Where the backing file is: relative names count from the image's folder. `None` if the name is not a
+/// path: QEMU would take `PROTOCOL:…` for something else.
+fn resolve(image: &Path, name: &[u8]) -> Option<PathBuf> {
+    let name = name.strip_prefix(b"file:").unwrap_or(name);
+    if name.is_empty() || name.contains(&0) {
+        return None;
+    }
+    let before_slash = name.split(|&byte| byte == b'/').next().unwrap_or_default();
+    if before_slash.contains(&b':') {
+        return None;
+    }
+    let path = Path::new(std::ffi::OsStr::from_bytes(name));
+    Some(match image.parent() {
+        Some(folder) if path.is_relative() => folder.join(path),
+        _ => path.to_owned(),
+    })
+}
+
+async fn check_header(view: &FileView, write: bool) -> Result<Header, ImageError> {
+    let located = read_header(view).await?;
+    let header = located.header;
+    header.validate()?;
+    header.validate_within(located.file_len)?;
+    header.require_supported()?;
+    if write && header.incompatible.contains(Incompatible::CORRUPT) {
+        return Err(ImageError::MarkedCorrupt);
+    }
+    Ok(header)
+}
+
+/// Rebuilds the refcounts of an image that was not closed cleanly.
+async fn prepare(view: &FileView, header: Header, write: bool) -> Result<Header, ImageError> {
+    if write && header.incompatible.contains(Incompatible::DIRTY) {
+        tracing::warn!(
+            image = %view.file().path().display(),
+            "the image was not closed cleanly; rebuilding its refcounts"
+        );
+        return Ok(rebuild_refcounts(view).await?);
+    }
+    Ok(header)
+}
+
+/// Tells others, before the first write, what this crate does not keep up to date.
+async fn announce_writes(view: &FileView, header: &Header) -> Result<(), ImageError> {
+    if header.version == Version::V2 || header.autoclear.is_empty() {
+        return Ok(());
+    }
+    let mut keep = Autoclear::empty();
+    if header.autoclear.contains(Autoclear::BITMAPS) {
+        // Bitmaps that say themselves that they are out of date are consistent with the image.
+        match bitmaps::invalidate(view, header).await {
+            Ok(()) => keep = Autoclear::BITMAPS,
+            Err(error) => {
+                tracing::warn!(%error, "the image's bitmaps are malformed; they are disowned");
+            }
+        }
+    }
+    if keep == header.autoclear {
+        return Ok(());
+    }
+    let io = |source| ImageError::Io {
+        what: "write the header",
+        source,
+    };
+    let bytes = AlignedBuf::from_slice(&keep.bits().to_be_bytes());
+    view.write_at(header::at::AUTOCLEAR_FEATURES as u64, bytes)
+        .await
+        .map_err(io)?;
+    view.sync().await.map_err(io)
+}
+
+/// Reads the L1 and refcount tables.
+async fn load(view: &FileView, header: &Header, l2_cache_bytes: Option<u64>) -> Result<Metadata, ImageError> {
+    let geometry = header.geometry();
+    let io = |source| ImageError::Io {
+        what: "find the length of the file",
+        source,
+    };
+    let file_len = view.len().map_err(io)?;
+    let block_device = view.file().is_block_device();
+
+    let mut l1 = vec![L1Entry::default(); header.l1_entries as usize];
+    for_each_entry(
+        view,
+        "the L1 table",
+        header.l1_offset,
+        u64::from(header.l1_entries),
+        |index, raw| {
+            if let Some(place) = l1.get_mut(index as usize) {
+                *place = L1Entry::from_raw(raw);
+            }
+        },
+    )
+    .await?;
+    let entries = header.refcount_table_bytes() / 8;
+    let mut table = vec![RefcountTableEntry::UNALLOCATED; entries as usize];
+    for_each_entry(
+        view,
+        "the refcount table",
+        header.refcount_table_offset,
+        entries,
+        |index, raw| {
+            if let Some(place) = table.get_mut(index as usize) {
+                *place = RefcountTableEntry::from_raw(raw);
+            }
+        },
+    )
+    .await?;
+
+    let cache = l2_cache_bytes.unwrap_or_else(|| default_cache(&geometry));
+    let place = TablePlace {
+        offset: header.refcount_table_offset.bytes(),
+        clusters: u64::from(header.refcount_table_clusters),
+    };
+    let end = geometry.clusters_for(file_len);
+    let limit = if block_device {
+        file_len / geometry.cluster_size()
+    } else {
+        u64::MAX
+    };
+    let refcounts = Refcounts::new(geometry, table, place, end, limit, (cache / 4).max(256 << 10));
+    Ok(Metadata::new(geometry, l1, header.l1_offset, refcounts, cache))
+}
+
+fn default_cache(geometry: &Geometry) -> u64 {
+    let whole = geometry.guest_clusters().saturating_mul(8);
+    whole.clamp(1 << 20, L2_CACHE_DEFAULT_MAX_BYTES)
+}

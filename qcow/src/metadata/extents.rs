@@ -1,0 +1,105 @@
+//! Sets of host clusters kept as runs: what was freed and may be used again.
+
+use std::collections::BTreeMap;
+
+/// Free runs of host clusters. Each run remembers whether it is known to read as zeros.
+#[derive(Debug, Default)]
+pub(crate) struct FreeRuns {
+    /// First cluster → (how many, known to be zero).
+    runs: BTreeMap<u64, (u64, bool)>,
+    total: u64,
+}
+
+impl FreeRuns {
+    /// How many clusters are in the set.
+    #[cfg(test)]
+    pub(crate) fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// Adds `count` clusters from `first` on, which are not in the set.
+    pub(crate) fn insert(&mut self, first: u64, count: u64, zero: bool) {
+        if count == 0 {
+            return;
+        }
+        self.total += count;
+        let (mut first, mut count) = (first, count);
+        if let Some((&before, &(len, kind))) = self.runs.range(..first).next_back() {
+            debug_assert!(before + len <= first, "a cluster is freed twice");
+            if before + len == first && kind == zero {
+                self.runs.remove(&before);
+                first = before;
+                count += len;
+            }
+        }
+        if let Some(&(len, kind)) = self.runs.get(&(first + count))
+            && kind == zero
+        {
+            self.runs.remove(&(first + count));
+            count += len;
+        }
+        self.runs.insert(first, (count, zero));
+    }
+
+    /// Takes at most `count` neighbouring clusters: the first cluster, how many, and whether they are
+    /// known to be zero. A run that is long enough is preferred among the first few.
+    pub(crate) fn take(&mut self, count: u64) -> Option<(u64, u64, bool)> {
+        let fits = self.runs.iter().take(32).find(|(_, run)| run.0 >= count);
+        let (&first, &(len, zero)) = fits.or_else(|| self.runs.iter().next())?;
+        self.runs.remove(&first);
+        let taken = len.min(count);
+        if taken < len {
+            self.runs.insert(first + taken, (len - taken, zero));
+        }
+        self.total -= taken;
+        Some((first, taken, zero))
+    }
+}
+
+/// Gathers clusters into runs: sorted, neighbours joined.
+pub(crate) fn runs_of(mut clusters: Vec<u64>) -> Vec<(u64, u64)> {
+    clusters.sort_unstable();
+    clusters.dedup();
+    let mut runs: Vec<(u64, u64)> = Vec::new();
+    for cluster in clusters {
+        match runs.last_mut() {
+            Some((first, count)) if *first + *count == cluster => *count += 1,
+            _ => runs.push((cluster, 1)),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_join_if_they_are_alike() {
+        let mut free = FreeRuns::default();
+        free.insert(10, 2, true);
+        free.insert(14, 2, true);
+        free.insert(12, 2, true);
+        assert_eq!(free.take(6), Some((10, 6, true)));
+        free.insert(10, 2, true);
+        free.insert(12, 2, false);
+        assert_eq!(free.take(4), Some((10, 2, true)));
+        assert_eq!(free.total(), 2);
+    }
+
+    #[test]
+    fn a_run_long_enough_is_preferred() {
+        let mut free = FreeRuns::default();
+        free.insert(10, 1, true);
+        free.insert(20, 8, true);
+        assert_eq!(free.take(4), Some((20, 4, true)));
+        assert_eq!(free.take(9), Some((10, 1, true)));
+        assert_eq!(free.take(9), Some((24, 4, true)));
+        assert_eq!(free.take(1), None);
+    }
+
+    #[test]
+    fn scattered_clusters_become_sorted_runs() {
+        assert_eq!(runs_of(vec![5, 3, 4, 9, 3]), vec![(3, 3), (9, 1)]);
+    }
+}

@@ -1,0 +1,415 @@
+//! Reference counts in memory: the refcount table, cached slices of its blocks, and the allocator.
+//!
+//! The allocator hands out host clusters in three ways, in this order: runs that were freed and
+//! have passed every stage of freeing; clusters below the end of the file that a forward scan finds with a
+//! count of zero; and new clusters past the end. The scan's cursor never goes back, so that a cluster is
+//! found by one of the three only.
+//!
+//! What must stay true: a count goes from 0 to 1 here before anything can point at the cluster, and the
+//! count is durable before that pointer is (see `engine::flush`). A new refcount block counts
+//! itself, and is durable before the refcount table points at it.
+
+use block::IoError;
+use rustc_hash::FxHashSet;
+
+use super::extents::FreeRuns;
+use super::slices::SliceCache;
+use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
+use crate::format::{Geometry, HostCluster, RefcountTableEntry};
+
+/// Why the allocator cannot go on under the lock.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Stuck {
+    /// This refcount slice must be loaded first.
+    Load(u64),
+    /// It failed.
+    Failed(IoError),
+}
+
+impl From<IoError> for Stuck {
+    fn from(error: IoError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// Host clusters handed out.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Run {
+    /// The first cluster's number.
+    pub(crate) first: u64,
+    /// How many.
+    pub(crate) count: u64,
+    /// They are known to read as zeros.
+    pub(crate) zero: bool,
+}
+
+/// Where the refcount table was before it moved, until the header says so on disk.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct TablePlace {
+    /// Host offset in bytes.
+    pub(crate) offset: u64,
+    /// Length in clusters.
+    pub(crate) clusters: u64,
+}
+
+/// Counts, table and allocator.
+#[derive(Debug)]
+pub(crate) struct Refcounts {
+    geometry: Geometry,
+    table: Vec<RefcountTableEntry>,
+    pub(crate) place: TablePlace,
+    /// The table has moved and the header does not know it yet; what was left behind.
+    pub(crate) moved_from: Vec<TablePlace>,
+    /// 512-byte parts of the table that differ from the disk.
+    pub(crate) dirty_parts: FxHashSet<usize>,
+    /// Blocks the table on disk does not point at yet, by table index.
+    pub(crate) fresh: FxHashSet<usize>,
+    pub(crate) slices: SliceCache,
+    /// Logarithm of the counts per slice.
+    slice_bits: u32,
+    cursor: u64,
+    /// From here on no byte was ever written: clusters read as zeros.
+    virgin: u64,
+    /// The first cluster there is no room for; `u64::MAX` for a file that grows.
+    limit: u64,
+    free: FreeRuns,
+    /// The cluster after the last one ever handed out or counted.
+    end: u64,
+}
+
+/// Table entries in a 512-byte part.
+pub(crate) const PART_ENTRIES: usize = 64;
+
+impl Refcounts {
+    /// Takes over the refcount table as it is on disk. `file_end` is the first cluster wholly past the
+    /// end of the file; `limit` the first there is no room for.
+    pub(crate) fn new(
+        geometry: Geometry,
+        table: Vec<RefcountTableEntry>,
+        place: TablePlace,
+        file_end: u64,
+        limit: u64,
+        cache_bytes: u64,
+    ) -> Self {
+        let slice_bytes = geometry.cluster_size().min(4096) as usize;
+        let slice_bits = (slice_bytes as u64 * 8 / u64::from(geometry.refcount_bits())).trailing_zeros();
+        Self {
+            geometry,
+            table,
+            place,
+            moved_from: Vec::new(),
+            dirty_parts: FxHashSet::default(),
+            fresh: FxHashSet::default(),
+            slices: SliceCache::new(slice_bytes, cache_bytes),
+            slice_bits,
+            cursor: 0,
+            virgin: if limit == u64::MAX { file_end } else { u64::MAX },
+            limit,
+            free: FreeRuns::default(),
+            end: file_end,
+        }
+    }
+
+    fn block_index(&self, cluster: u64) -> usize {
+        self.geometry.refcount_table_index(HostCluster::new(cluster))
+    }
+
+    /// The slice that holds a cluster's count.
+    pub(crate) fn slice_of(&self, cluster: u64) -> u64 {
+        cluster >> self.slice_bits
+    }
+
+    /// Where a slice is on disk, in bytes; `None` if its block does not exist.
+    pub(crate) fn slice_offset(&self, slice: u64) -> Result<Option<u64>, IoError> {
+        let index = self.block_index(slice << self.slice_bits);
+        let Some(block) = self.block_offset(index)? else {
+            return Ok(None);
+        };
+        let slices_per_block = self.geometry.cluster_size() / self.slices.slice_bytes() as u64;
+        Ok(Some(
+            block + (slice & (slices_per_block - 1)) * self.slices.slice_bytes() as u64,
+        ))
+    }
+
+    /// Where block `index` of the table is on disk, in bytes.
+    pub(crate) fn block_offset(&self, index: usize) -> Result<Option<u64>, IoError> {
+        let Some(entry) = self.table.get(index) else {
+            return Ok(None);
+        };
+        match entry.decode(&self.geometry) {
+            Ok(host) => Ok(host.map(|host| host.bytes())),
+            Err(error) => {
+                tracing::error!(%error, index, "the refcount table is corrupt");
+                Err(IoError::Corrupt)
+            }
+        }
+    }
+
+    /// The slices of block `index`.
+    pub(crate) fn block_slices(&self, index: usize) -> std::ops::Range<u64> {
+        let per_block = self.geometry.cluster_size() / self.slices.slice_bytes() as u64;
+        let first = index as u64 * per_block;
+        first..first + per_block
+    }
+
+    /// Whether the block that a slice belongs to is not reachable on disk yet.
+    pub(crate) fn is_fresh(&self, slice: u64) -> bool {
+        self.fresh.contains(&self.block_index(slice << self.slice_bits))
+    }
+
+    /// The cluster after the last one in use or in the file.
+    pub(crate) fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// The table's entries in 512-byte part `part`, as they are on disk.
+    pub(crate) fn table_part(&self, part: usize) -> Vec<u8> {
+        let entries = self.table.iter().skip(part * PART_ENTRIES).take(PART_ENTRIES);
+        let mut bytes: Vec<u8> = entries.flat_map(|entry| entry.raw().to_be_bytes()).collect();
+        bytes.resize(PART_ENTRIES * 8, 0);
+        bytes
+    }
+
+    /// How many 512-byte parts the table has.
+    pub(crate) fn table_parts(&self) -> usize {
+        self.table.len().div_ceil(PART_ENTRIES)
+    }
+
+    /// A cluster's count.
+    pub(crate) fn get(&mut self, cluster: u64) -> Result<u64, Stuck> {
+        let slice = self.slice_of(cluster);
+        if !self.slices.contains(slice) {
+            let index = self.block_index(cluster);
+            if self.block_offset(index)?.is_none() {
+                return Ok(0);
+            }
+            if !self.fresh.contains(&index) {
+                return Err(Stuck::Load(slice));
+            }
+            return Ok(0);
+        }
+        let index = (cluster & ((1 << self.slice_bits) - 1)) as usize;
+        let order = self.geometry.refcount_order();
+        let count = self.slices.get(slice).and_then(|bytes| order.read(bytes, index));
+        count.ok_or(Stuck::Failed(IoError::Corrupt))
+    }
+
+    /// Sets a cluster's count. Its block exists.
+    pub(crate) fn set(&mut self, cluster: u64, count: u64) -> Result<(), Stuck> {
+        let slice = self.slice_of(cluster);
+        if !self.slices.contains(slice) {
+            if !self.is_fresh(slice) {
+                return Err(Stuck::Load(slice));
+            }
+            // A fresh block's slices are zeros until something is counted in them.
+            self.slices
+                .insert(slice, vec![0; self.slices.slice_bytes()].into(), true);
+        }
+        let index = (cluster & ((1 << self.slice_bits) - 1)) as usize;
+        let order = self.geometry.refcount_order();
+        let bytes = self.slices.get_mut(slice).ok_or(IoError::Corrupt)?;
+        order.write(bytes, index, count).map_err(|error| {
+            tracing::error!(%error, cluster, "a reference count cannot be changed");
+            Stuck::Failed(IoError::Corrupt)
+        })
+    }
+
+    /// Hands out at most `count` neighbouring clusters, each with a count of one.
+    pub(crate) fn allocate(&mut self, count: u64) -> Result<Run, Stuck> {
+        if let Some((first, found, zero)) = self.free.take(count) {
+            return self.claim_freed(first, found, zero);
+        }
+        loop {
+            self.settle_table()?;
+            if self.cursor >= self.limit {
+                return Err(no_space());
+            }
+            let block = self.block_index(self.cursor);
+            if block >= self.table.len() {
+                self.lengthen_table(block)?;
+                continue;
+            }
+            if self.block_offset(block)?.is_none() {
+                self.new_block_at(block, self.cursor)?;
+                continue;
+            }
+            let Some((first, found)) = self.scan(count)? else {
+                continue;
+            };
+            for cluster in first..first + found {
+                self.set(cluster, 1)?;
+            }
+            self.cursor = first + found;
+            self.end = self.end.max(self.cursor);
+            return Ok(Run {
+                first,
+                count: found,
+                zero: first >= self.virgin,
+            });
+        }
+    }
+
+    /// Looks for free clusters from the cursor to the end of its slice, at most `count` neighbours.
+    /// Without any, moves the cursor past the slice.
+    fn scan(&mut self, count: u64) -> Result<Option<(u64, u64)>, Stuck> {
+        let slice = self.slice_of(self.cursor);
+        let entries = 1u64 << self.slice_bits;
+        if !self.slices.contains(slice) {
+            if !self.is_fresh(slice) {
+                return Err(Stuck::Load(slice));
+            }
+            self.slices
+                .insert(slice, vec![0; self.slices.slice_bytes()].into(), true);
+        }
+        let order = self.geometry.refcount_order();
+        let bytes = self.slices.get(slice).ok_or(IoError::Corrupt)?;
+        let free = |index: &u64| order.read(bytes, *index as usize) == Some(0);
+        let from = self.cursor & (entries - 1);
+        let Some(start) = (from..entries).find(free) else {
+            self.cursor = (slice + 1) << self.slice_bits;
+            return Ok(None);
+        };
+        let first = (slice << self.slice_bits) + start;
+        let most = count.min(entries - start).min(self.limit.saturating_sub(first));
+        if most == 0 {
+            return Err(no_space());
+        }
+        let found = (start..start + most).take_while(free).count() as u64;
+        Ok(Some((first, found)))
+    }
+
+    /// Counts clusters that were free; gives them back if their slice must be loaded first.
+    fn claim_freed(&mut self, first: u64, count: u64, zero: bool) -> Result<Run, Stuck> {
+        for cluster in first..first + count {
+            let claimed = match self.get(cluster) {
+                Ok(0) => self.set(cluster, 1),
+                Ok(found) => {
+                    tracing::error!(cluster, found, "a freed cluster is in use");
+                    return Err(Stuck::Failed(IoError::Corrupt));
+                }
+                Err(stuck) => Err(stuck),
+            };
+            if let Err(stuck) = claimed {
+                // What was claimed so far is handed out; the rest goes back.
+                self.free.insert(cluster, first + count - cluster, zero);
+                if cluster == first {
+                    return Err(stuck);
+                }
+                return Ok(Run {
+                    first,
+                    count: cluster - first,
+                    zero,
+                });
+            }
+        }
+        Ok(Run { first, count, zero })
+    }
+
+    /// Makes `count` neighbouring new clusters past every cluster in use, for a table.
+    pub(crate) fn allocate_run_at_end(&mut self, count: u64) -> Result<u64, Stuck> {
+        self.cursor = self.cursor.max(self.end);
+        'again: loop {
+            let first = self.cursor;
+            if first.saturating_add(count) > self.limit {
+                return Err(no_space());
+            }
+            for cluster in first..first + count {
+                let block = self.block_index(cluster);
+                if block >= self.table.len() {
+                    // Only in memory; `settle_table` makes the room for it on disk.
+                    self.lengthen_table(block)?;
+                }
+                if self.block_offset(block)?.is_none() {
+                    self.new_block_at(block, first)?;
+                    continue 'again;
+                }
+                if self.get(cluster)? != 0 {
+                    self.cursor = cluster + 1;
+                    continue 'again;
+                }
+            }
+            for cluster in first..first + count {
+                self.set(cluster, 1)?;
+            }
+            self.cursor = first + count;
+            self.end = self.end.max(self.cursor);
+            return Ok(first);
+        }
+    }
+
+    /// Makes the refcount block of table entry `index`, in a free cluster.
+    fn new_block_at(&mut self, index: usize, cluster: u64) -> Result<(), Stuck> {
+        // The block's own cluster is counted by another block unless it lies in the range it counts.
+        let own = self.block_index(cluster);
+        if own != index && self.get(cluster)? != 0 {
+            self.cursor = self.cursor.max(cluster + 1);
+            return Ok(());
+        }
+        let host = self.geometry.host_offset(HostCluster::new(cluster));
+        let entry = self.table.get_mut(index).ok_or(IoError::Corrupt)?;
+        *entry = RefcountTableEntry::encode(host);
+        self.fresh.insert(index);
+        self.dirty_parts.insert(index / PART_ENTRIES);
+        self.set(cluster, 1)?;
+        self.cursor = self.cursor.max(cluster + 1);
+        self.end = self.end.max(cluster + 1);
+        Ok(())
+    }
+
+    /// Lengthens the refcount table, in memory, to have entry `index` and some more.
+    fn lengthen_table(&mut self, index: usize) -> Result<(), Stuck> {
+        let max = (REFCOUNT_TABLE_MAX_BYTES / 8) as usize;
+        if index >= max {
+            tracing::error!("the refcount table has reached its largest size");
+            return Err(no_space());
+        }
+        let wanted = (index + 1).max(self.table.len() + self.table.len() / 2) + 8;
+        let len = wanted
+            .next_multiple_of(self.geometry.table_entries_per_cluster())
+            .min(max);
+        self.table.resize(len, RefcountTableEntry::UNALLOCATED);
+        Ok(())
+    }
+
+    /// Whether the table's place on disk has room for all its entries.
+    fn table_fits(&self) -> bool {
+        self.table.len() as u64 * 8 <= self.place.clusters * self.geometry.cluster_size()
+    }
+
+    /// Finds the table a place that has room for it, if the one it has is too small.
+    ///
+    /// # Errors
+    ///
+    /// [`Stuck`], with the table as large as before and its place too small; call again.
+    pub(crate) fn settle_table(&mut self) -> Result<(), Stuck> {
+        while !self.table_fits() {
+            let clusters = (self.table.len() as u64 * 8).div_ceil(self.geometry.cluster_size());
+            let first = self.allocate_run_at_end(clusters)?;
+            self.moved_from.push(self.place);
+            self.place = TablePlace {
+                offset: self.geometry.host_offset(HostCluster::new(first)).bytes(),
+                clusters,
+            };
+        }
+        Ok(())
+    }
+
+    /// Takes back a cluster that nothing ever pointed at.
+    pub(crate) fn give_back(&mut self, cluster: u64) -> Result<(), Stuck> {
+        self.set(cluster, 0)?;
+        self.release(cluster, 1, false);
+        Ok(())
+    }
+
+    /// Makes clusters whose count is zero, and which are past every stage of freeing, usable again.
+    pub(crate) fn release(&mut self, first: u64, count: u64, zero: bool) {
+        // Those the cursor has yet to pass it will find by itself.
+        let below = count.min(self.cursor.saturating_sub(first));
+        self.free.insert(first, below, zero);
+    }
+}
+
+fn no_space() -> Stuck {
+    const ENOSPC: i32 = 28;
+    Stuck::Failed(IoError::Host { errno: ENOSPC })
+}

@@ -1,0 +1,302 @@
+//! Cached slices of on-disk tables: L2 tables and refcount blocks, a few KiB at a time.
+//!
+//! A slice is known by its number: which stretch of guest clusters (L2) or host clusters (refcounts) it
+//! describes. It holds the bytes as they are on disk. The cache has a budget; past it, slices that
+//! nobody needs are dropped, least recently used first (by a clock's hand).
+//!
+//! What must stay true: a slice that is dirty, being written back or pinned is never dropped.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Waker;
+
+use rustc_hash::{FxHashMap, FxHashSet};
+
+/// One cached slice.
+#[derive(Debug)]
+pub(crate) struct Slice {
+    key: u64,
+    data: Box<[u8]>,
+    dirty: bool,
+    /// Part of a write-back that has not ended.
+    flushing: bool,
+    /// Changes to come that count on the slice being here.
+    pins: u32,
+    used: AtomicBool,
+}
+
+/// The slices of one kind of table.
+#[derive(Debug)]
+pub(crate) struct SliceCache {
+    index: FxHashMap<u64, u32>,
+    slots: Vec<Option<Slice>>,
+    free: Vec<u32>,
+    hand: usize,
+    slice_bytes: usize,
+    budget: usize,
+    dirty: FxHashSet<u64>,
+    loading: FxHashMap<u64, Vec<Waker>>,
+}
+
+impl SliceCache {
+    /// An empty cache for slices of `slice_bytes`, which keeps about `budget_bytes` of them.
+    pub(crate) fn new(slice_bytes: usize, budget_bytes: u64) -> Self {
+        let budget = usize::try_from(budget_bytes).unwrap_or(usize::MAX) / slice_bytes;
+        Self {
+            index: FxHashMap::default(),
+            slots: Vec::new(),
+            free: Vec::new(),
+            hand: 0,
+            slice_bytes,
+            budget: budget.max(16),
+            dirty: FxHashSet::default(),
+            loading: FxHashMap::default(),
+        }
+    }
+
+    pub(crate) fn slice_bytes(&self) -> usize {
+        self.slice_bytes
+    }
+
+    /// The bytes of a slice, if it is cached.
+    #[inline]
+    pub(crate) fn get(&self, key: u64) -> Option<&[u8]> {
+        let slice = self.slot(key)?;
+        if !slice.used.load(Ordering::Relaxed) {
+            slice.used.store(true, Ordering::Relaxed);
+        }
+        Some(&slice.data)
+    }
+
+    #[inline]
+    fn slot(&self, key: u64) -> Option<&Slice> {
+        let slot = *self.index.get(&key)?;
+        self.slots.get(slot as usize)?.as_ref()
+    }
+
+    fn slot_mut(&mut self, key: u64) -> Option<&mut Slice> {
+        let slot = *self.index.get(&key)?;
+        self.slots.get_mut(slot as usize)?.as_mut()
+    }
+
+    pub(crate) fn contains(&self, key: u64) -> bool {
+        self.index.contains_key(&key)
+    }
+
+    /// The bytes of a cached slice to change; it becomes dirty.
+    pub(crate) fn get_mut(&mut self, key: u64) -> Option<&mut [u8]> {
+        let slot = *self.index.get(&key)?;
+        let slice = self.slots.get_mut(slot as usize)?.as_mut()?;
+        slice.used.store(true, Ordering::Relaxed);
+        if !slice.dirty {
+            slice.dirty = true;
+            self.dirty.insert(key);
+        }
+        Some(&mut slice.data)
+    }
+
+    /// Puts a slice in, clean or dirty, unless it is there already; makes room first if it can.
+    pub(crate) fn insert(&mut self, key: u64, data: Box<[u8]>, dirty: bool) {
+        debug_assert_eq!(data.len(), self.slice_bytes);
+        if self.contains(key) {
+            return;
+        }
+        while self.index.len() >= self.budget && self.evict_one() {}
+        let slice = Slice {
+            key,
+            data,
+            dirty,
+            flushing: false,
+            pins: 0,
+            used: AtomicBool::new(true),
+        };
+        if dirty {
+            self.dirty.insert(key);
+        }
+        let slot = match self.free.pop() {
+            Some(slot) => slot,
+            None => {
+                self.slots.push(None);
+                (self.slots.len() - 1) as u32
+            }
+        };
+        if let Some(place) = self.slots.get_mut(slot as usize) {
+            *place = Some(slice);
+            self.index.insert(key, slot);
+        }
+    }
+
+    /// Drops one slice that may be dropped; `false` if there is none.
+    fn evict_one(&mut self) -> bool {
+        let count = self.slots.len();
+        for _ in 0..count * 2 {
+            let hand = self.hand;
+            self.hand = (hand + 1) % count;
+            let Some(place) = self.slots.get_mut(hand) else {
+                continue;
+            };
+            let Some(slice) = place else { continue };
+            if slice.dirty || slice.flushing || slice.pins > 0 {
+                continue;
+            }
+            if slice.used.swap(false, Ordering::Relaxed) {
+                continue;
+            }
+            let key = slice.key;
+            *place = None;
+            self.index.remove(&key);
+            self.free.push(hand as u32);
+            return true;
+        }
+        false
+    }
+
+    /// Drops a slice whatever its state: its table is no more.
+    pub(crate) fn discard(&mut self, key: u64) {
+        if let Some(slot) = self.index.remove(&key) {
+            if let Some(place) = self.slots.get_mut(slot as usize) {
+                *place = None;
+            }
+            self.free.push(slot);
+            self.dirty.remove(&key);
+        }
+    }
+
+    /// Keeps a cached slice in the cache until [`SliceCache::unpin`].
+    pub(crate) fn pin(&mut self, key: u64) {
+        if let Some(slice) = self.slot_mut(key) {
+            slice.pins += 1;
+        }
+    }
+
+    /// Takes back one [`SliceCache::pin`].
+    pub(crate) fn unpin(&mut self, key: u64) {
+        if let Some(slice) = self.slot_mut(key) {
+            slice.pins = slice.pins.saturating_sub(1);
+        }
+    }
+
+    pub(crate) fn dirty_count(&self) -> usize {
+        self.dirty.len()
+    }
+
+    /// Whether so much is dirty that eviction will soon find nothing to drop.
+    pub(crate) fn is_dirty_past_budget(&self) -> bool {
+        self.dirty.len() > self.budget / 2
+    }
+
+    /// Takes copies of all dirty slices, in order of their numbers, and marks them as being written.
+    pub(crate) fn snapshot_dirty(&mut self) -> Vec<(u64, Box<[u8]>)> {
+        let mut keys: Vec<u64> = self.dirty.drain().collect();
+        keys.sort_unstable();
+        let mut copies = Vec::with_capacity(keys.len());
+        for key in keys {
+            if let Some(slice) = self.slot_mut(key) {
+                slice.dirty = false;
+                slice.flushing = true;
+                copies.push((key, slice.data.clone()));
+            }
+        }
+        copies
+    }
+
+    /// The write-back of these slices has ended. If it failed they are dirty again.
+    pub(crate) fn end_flush(&mut self, keys: impl Iterator<Item = u64>, written: bool) {
+        for key in keys {
+            let Some(slice) = self.slot_mut(key) else { continue };
+            slice.flushing = false;
+            if !written && !slice.dirty {
+                slice.dirty = true;
+                self.dirty.insert(key);
+            }
+        }
+    }
+
+    /// Whether the caller is to load the slice. If somebody else is loading it, `waker` is woken at the end.
+    pub(crate) fn begin_load(&mut self, key: u64, waker: &Waker) -> bool {
+        match self.loading.get_mut(&key) {
+            Some(waiters) => {
+                waiters.push(waker.clone());
+                false
+            }
+            None => {
+                self.loading.insert(key, Vec::new());
+                true
+            }
+        }
+    }
+
+    /// A load has ended, well or not. Returns whom to wake, without the lock.
+    pub(crate) fn end_load(&mut self, key: u64) -> Vec<Waker> {
+        self.loading.remove(&key).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slice(byte: u8) -> Box<[u8]> {
+        vec![byte; 512].into_boxed_slice()
+    }
+
+    #[test]
+    fn the_budget_is_kept_by_dropping_clean_slices_only() {
+        let mut cache = SliceCache::new(512, 16 * 512);
+        for key in 0..8 {
+            cache.insert(key, slice(1), true);
+        }
+        cache.insert(8, slice(2), false);
+        cache.pin(8);
+        for key in 100..200 {
+            cache.insert(key, slice(3), false);
+        }
+        assert!(cache.index.len() <= 16);
+        assert!(
+            (0..=8).all(|key| cache.contains(key)),
+            "dirty and pinned slices stay"
+        );
+        cache.unpin(8);
+        let copies = cache.snapshot_dirty();
+        assert_eq!(copies.len(), 8);
+        for key in 200..300 {
+            cache.insert(key, slice(4), false);
+        }
+        assert!((0..8).all(|key| cache.contains(key)), "slices being written stay");
+        cache.end_flush(copies.iter().map(|copy| copy.0), true);
+        for key in 300..400 {
+            cache.insert(key, slice(5), false);
+        }
+        assert!((0..=8).all(|key| !cache.contains(key)));
+    }
+
+    #[test]
+    fn a_failed_write_back_leaves_everything_dirty() {
+        let mut cache = SliceCache::new(512, 1 << 20);
+        cache.insert(1, slice(1), true);
+        cache.insert(2, slice(1), true);
+        let copies = cache.snapshot_dirty();
+        cache.get_mut(1).expect("cached")[0] = 9;
+        cache.end_flush(copies.iter().map(|copy| copy.0), false);
+        assert_eq!(cache.snapshot_dirty().len(), 2);
+    }
+
+    #[test]
+    fn a_slice_changed_while_it_is_written_is_dirty_afterwards() {
+        let mut cache = SliceCache::new(512, 1 << 20);
+        cache.insert(1, slice(1), true);
+        let copies = cache.snapshot_dirty();
+        cache.get_mut(1).expect("cached")[0] = 9;
+        cache.end_flush(copies.iter().map(|copy| copy.0), true);
+        assert_eq!(copies[0].1[0], 1);
+        assert_eq!(cache.snapshot_dirty()[0].1[0], 9);
+    }
+
+    #[test]
+    fn the_second_to_ask_for_a_load_waits_for_the_first() {
+        let mut cache = SliceCache::new(512, 1 << 20);
+        assert!(cache.begin_load(1, Waker::noop()));
+        assert!(!cache.begin_load(1, Waker::noop()));
+        assert_eq!(cache.end_load(1).len(), 1);
+        assert!(cache.begin_load(1, Waker::noop()));
+    }
+}

@@ -1,0 +1,191 @@
+//! What a FLUSH writes: copies of everything dirty, as it was at one instant.
+//!
+//! Taken under the lock and written without it. What changes meanwhile is dirty for the next FLUSH.
+
+use super::Drop;
+use super::Metadata;
+use super::refcounts::{Refcounts, TablePlace};
+
+/// Bytes and where they go on the host, in bytes.
+pub(crate) type Place = (u64, Box<[u8]>);
+
+/// Everything that was dirty.
+#[derive(Debug, Default)]
+pub(crate) struct Snapshot {
+    /// Refcount blocks that the table on disk does not point at, whole.
+    pub(crate) new_blocks: Vec<Place>,
+    /// The whole refcount table, if it has moved, and its new place.
+    pub(crate) moved_table: Option<(TablePlace, Box<[u8]>)>,
+    /// Slices of refcount blocks, and parts of the refcount table.
+    pub(crate) refcounts: Vec<Place>,
+    /// L2 tables that the L1 table on disk does not point at, whole.
+    pub(crate) new_tables: Vec<Place>,
+    /// Slices of L2 tables.
+    pub(crate) l2: Vec<Place>,
+    /// Parts of the L1 table.
+    pub(crate) l1: Vec<Place>,
+    /// What left the mapping.
+    pub(crate) drops: Vec<Drop>,
+    keys: Keys,
+}
+
+/// What the copies were made of, to settle it afterwards.
+#[derive(Debug, Default)]
+struct Keys {
+    l2_slices: Vec<u64>,
+    refcount_slices: Vec<u64>,
+    fresh_tables: Vec<usize>,
+    fresh_blocks: Vec<usize>,
+    l1_parts: Vec<usize>,
+    table_parts: Vec<usize>,
+    places_left: usize,
+}
+
+impl Snapshot {
+    /// Whether there is nothing to write.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.new_blocks.is_empty()
+            && self.moved_table.is_none()
+            && self.refcounts.is_empty()
+            && self.new_tables.is_empty()
+            && self.l2.is_empty()
+            && self.l1.is_empty()
+            && self.drops.is_empty()
+    }
+}
+
+fn sorted<T: Ord + Copy>(set: impl Iterator<Item = T>) -> Vec<T> {
+    let mut list: Vec<T> = set.collect();
+    list.sort_unstable();
+    list
+}
+
+/// Gathers the slices of one table into the whole table; slices that are not there are zeros.
+fn whole(cluster_size: usize, first: u64, slices: &[(u64, Box<[u8]>)]) -> Box<[u8]> {
+    let mut bytes = vec![0; cluster_size].into_boxed_slice();
+    for (key, slice) in slices {
+        let at = (key - first) as usize * slice.len();
+        if let Some(place) = bytes.get_mut(at..at + slice.len()) {
+            place.copy_from_slice(slice);
+        }
+    }
+    bytes
+}
+
+/// The part of sorted `copies` whose keys lie in `range`.
+fn within(copies: &[(u64, Box<[u8]>)], range: std::ops::Range<u64>) -> &[(u64, Box<[u8]>)] {
+    let start = copies.partition_point(|copy| copy.0 < range.start);
+    let end = copies.partition_point(|copy| copy.0 < range.end);
+    copies.get(start..end).unwrap_or_default()
+}
+
+impl Metadata {
+    /// Copies everything dirty; it counts as clean from here on, and `settle` says how that went.
+    pub(crate) fn snapshot(&mut self) -> Snapshot {
+        let cluster_size = self.geometry().cluster_size() as usize;
+        let mut snapshot = Snapshot {
+            drops: std::mem::take(&mut self.drops),
+            ..Snapshot::default()
+        };
+        self.flushing = true;
+
+        let copies = self.l2.snapshot_dirty();
+        let fresh = sorted(self.fresh_tables.iter().copied());
+        for &l1_index in &fresh {
+            // A table that is fresh was just given its place: the entry decodes.
+            let Ok(Some(offset)) = self.table_offset(l1_index) else {
+                continue;
+            };
+            let range = self.table_slices(l1_index);
+            let bytes = whole(cluster_size, range.start, within(&copies, range));
+            snapshot.new_tables.push((offset, bytes));
+        }
+        snapshot.keys.l2_slices = copies.iter().map(|copy| copy.0).collect();
+        for (slice, bytes) in copies {
+            if self.fresh_tables.contains(&self.table_of(slice)) {
+                continue;
+            }
+            if let Ok(Some(offset)) = self.slice_offset(slice) {
+                snapshot.l2.push((offset, bytes));
+            }
+        }
+        snapshot.keys.fresh_tables = fresh;
+        snapshot.keys.l1_parts = sorted(self.l1_dirty_parts.drain());
+        for &part in &snapshot.keys.l1_parts {
+            snapshot
+                .l1
+                .push((self.l1_offset + part as u64 * 512, self.l1_part(part).into()));
+        }
+        self.refcounts.snapshot(&mut snapshot, cluster_size);
+        snapshot
+    }
+
+    /// The snapshot is durable, or it could not be written and everything in it is dirty again.
+    /// Returns what left the mapping for good.
+    pub(crate) fn settle(&mut self, snapshot: Snapshot, written: bool) -> Vec<Drop> {
+        self.flushing = false;
+        let Snapshot { keys, mut drops, .. } = snapshot;
+        self.l2.end_flush(keys.l2_slices.into_iter(), written);
+        self.refcounts
+            .slices
+            .end_flush(keys.refcount_slices.into_iter(), written);
+        if !written {
+            self.l1_dirty_parts.extend(keys.l1_parts);
+            self.refcounts.dirty_parts.extend(keys.table_parts);
+            drops.append(&mut self.drops);
+            self.drops = drops;
+            return Vec::new();
+        }
+        for l1_index in keys.fresh_tables {
+            self.fresh_tables.remove(&l1_index);
+        }
+        for index in keys.fresh_blocks {
+            self.refcounts.fresh.remove(&index);
+        }
+        let size = self.geometry().cluster_size();
+        for place in self.refcounts.moved_from.drain(..keys.places_left) {
+            drops.push((place.offset / size, place.clusters));
+        }
+        drops
+    }
+}
+
+impl Refcounts {
+    fn snapshot(&mut self, snapshot: &mut Snapshot, cluster_size: usize) {
+        let copies = self.slices.snapshot_dirty();
+        let fresh = sorted(self.fresh.iter().copied());
+        for &index in &fresh {
+            let Ok(Some(offset)) = self.block_offset(index) else {
+                continue;
+            };
+            let range = self.block_slices(index);
+            snapshot
+                .new_blocks
+                .push((offset, whole(cluster_size, range.start, within(&copies, range))));
+        }
+        snapshot.keys.refcount_slices = copies.iter().map(|copy| copy.0).collect();
+        for (slice, bytes) in copies {
+            if self.is_fresh(slice) {
+                continue;
+            }
+            if let Ok(Some(offset)) = self.slice_offset(slice) {
+                snapshot.refcounts.push((offset, bytes));
+            }
+        }
+        snapshot.keys.fresh_blocks = fresh;
+        snapshot.keys.table_parts = sorted(self.dirty_parts.drain());
+        snapshot.keys.places_left = self.moved_from.len();
+        if self.moved_from.is_empty() {
+            for &part in &snapshot.keys.table_parts {
+                let offset = self.place.offset + part as u64 * 512;
+                snapshot.refcounts.push((offset, self.table_part(part).into()));
+            }
+        } else {
+            let mut bytes: Vec<u8> = (0..self.table_parts())
+                .flat_map(|part| self.table_part(part))
+                .collect();
+            bytes.resize(self.place.clusters as usize * cluster_size, 0);
+            snapshot.moved_table = Some((self.place, bytes.into()));
+        }
+    }
+}

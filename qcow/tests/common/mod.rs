@@ -1,0 +1,180 @@
+//! What the engine's tests share: images made by QEMU's tools, queues driven by hand, and a small
+//! seeded random source.
+
+#![allow(dead_code, reason = "each test uses its part of this module")]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use block::ring::RingKind;
+use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, Op, Request};
+use qcow::{OpenOptions, QcowDisk};
+
+/// A folder for images, gone with the test. On a real file system, so that direct I/O works there.
+pub struct Folder(tempfile::TempDir);
+
+impl Folder {
+    pub fn new() -> Self {
+        Self(tempfile::tempdir_in("/var/tmp").expect("a folder in /var/tmp"))
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// Runs one of QEMU's tools here, which must succeed; returns what it printed.
+    pub fn run(&self, tool: &str, args: &[&str]) -> String {
+        let output = Command::new(tool).args(args).current_dir(self.0.path()).output();
+        let output = output
+            .unwrap_or_else(|error| panic!("cannot run {tool} ({error}): install the package qemu-utils"));
+        let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{tool} {args:?}: {stdout}{stderr}");
+        stdout
+    }
+
+    pub fn qemu_img(&self, args: &[&str]) -> String {
+        self.run("qemu-img", args)
+    }
+
+    /// `qemu-img check` finds no error and, unless `leaks` are allowed, no leak.
+    #[track_caller]
+    pub fn assert_flawless(&self, name: &str, leaks: bool) {
+        let output = Command::new("qemu-img")
+            .args(["check", "-f", "qcow2", name])
+            .current_dir(self.0.path())
+            .output()
+            .expect("qemu-img was found before");
+        let code = output.status.code();
+        let text =
+            String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        assert!(
+            code == Some(0) || (leaks && code == Some(3)),
+            "qemu-img check {name}: {code:?}\n{text}"
+        );
+    }
+
+    /// What QEMU reads from the image: `len` bytes from the start.
+    pub fn qemu_reads(&self, name: &str) -> Vec<u8> {
+        self.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", name, "as-raw.img"]);
+        std::fs::read(self.path("as-raw.img")).expect("what qemu-img wrote")
+    }
+}
+
+/// xorshift64*: the same seed gives the same run.
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        (self.next() >> 11) % n
+    }
+
+    pub fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len() as u64) as usize]
+    }
+}
+
+/// A queue on a ring of its own, turned by hand: several of them interleave in one thread.
+pub struct Lane {
+    pub cx: Context,
+    pub queue: Box<dyn DiskQueue>,
+    pub sink: std::rc::Rc<CompletionSink>,
+}
+
+impl Lane {
+    pub fn new(disk: &Arc<QcowDisk>, ring: RingKind) -> Self {
+        let cx = Context::new(ring, 64).expect("these tests need io_uring: kernel.io_uring_disabled=0");
+        let queue = Arc::clone(disk).open_queue(&cx).expect("a queue");
+        Self {
+            cx,
+            queue,
+            sink: CompletionSink::new(),
+        }
+    }
+
+    pub fn submit(&self, op: Op, offset: u64, len: u64, buffer: Buffer, tag: u64) {
+        self.queue
+            .submit(Request::new(op, offset, len, buffer, &self.sink, tag));
+    }
+
+    pub fn turn(&self, done: &mut Vec<Done>) {
+        self.cx.run_ready();
+        self.cx.ring().poll().expect("the ring turns");
+        self.cx.run_ready();
+        self.sink.drain_into(done);
+    }
+
+    /// Submits one request and turns until it is answered.
+    pub fn ask(&self, op: Op, offset: u64, len: u64, buffer: Buffer) -> Done {
+        self.submit(op, offset, len, buffer, 0);
+        let mut done = Vec::new();
+        while done.is_empty() {
+            self.turn(&mut done);
+        }
+        done.remove(0)
+    }
+
+    pub fn read(&self, offset: u64, len: u64) -> Vec<u8> {
+        let done = self.ask(
+            Op::Read,
+            offset,
+            len,
+            AlignedBuf::from_slice(&vec![0xCC; len as usize]).into(),
+        );
+        done.result
+            .unwrap_or_else(|error| panic!("read of {len} at {offset}: {error}"));
+        done.buffer.into_owned().expect("our own buffer").to_vec()
+    }
+
+    pub fn write(&self, offset: u64, bytes: &[u8]) {
+        let done = self.ask(
+            Op::Write { fua: false },
+            offset,
+            bytes.len() as u64,
+            AlignedBuf::from_slice(bytes).into(),
+        );
+        done.result
+            .unwrap_or_else(|error| panic!("write of {} at {offset}: {error}", bytes.len()));
+    }
+
+    pub fn flush(&self) {
+        let done = self.ask(Op::Flush, 0, 0, Buffer::default());
+        done.result.unwrap_or_else(|error| panic!("flush: {error}"));
+    }
+}
+
+pub fn open(path: &Path, options: &OpenOptions) -> Arc<QcowDisk> {
+    QcowDisk::open(path, options).unwrap_or_else(|error| {
+        let mut text = error.to_string();
+        let mut source = std::error::Error::source(&error);
+        while let Some(error) = source {
+            text = format!("{text}: {error}");
+            source = error.source();
+        }
+        panic!("{text}")
+    })
+}
+
+/// Closes a disk whose lanes are gone.
+pub fn close(disk: Arc<QcowDisk>) {
+    let cx = Context::syscalls();
+    cx.block_on(Arc::clone(&disk).close(&cx))
+        .expect("the ring turns")
+        .expect("a clean close");
+}

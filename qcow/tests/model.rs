@@ -1,0 +1,396 @@
+//! Random operations against a plain array of bytes, several queues at once, reopened and checked.
+//!
+//! Requests that are in flight together never share a sector but often share a cluster, which is where
+//! an engine goes wrong. Each failure names its seed; `MODEL_SEED=n` runs that seed alone, and
+//! `MODEL_SEEDS=n` so many.
+
+mod common;
+
+use block::ring::RingKind;
+use block::{AlignedBuf, Buffer, Done, Op};
+use common::{Folder, Lane, Random, close, open};
+use qcow::OpenOptions;
+
+const DISK: u64 = 3 << 20;
+
+/// What the image under test is like.
+#[derive(Clone, Debug)]
+struct Shape {
+    cluster_bits: u64,
+    refcount_bits: u64,
+    v2: bool,
+    backing: Option<&'static str>,
+    backing_bytes: u64,
+    compressed: Option<&'static str>,
+    snapshot: bool,
+    sparse: bool,
+    no_unref: bool,
+    direct: bool,
+    ring: RingKind,
+    lanes: u64,
+}
+
+impl Shape {
+    fn draw(random: &mut Random) -> Self {
+        let v2 = random.one_in(5);
+        Self {
+            cluster_bits: random.pick(&[9, 10, 12, 14, 16, 16, 16, 18, 21]),
+            refcount_bits: if v2 {
+                16
+            } else {
+                random.pick(&[1, 2, 4, 8, 16, 16, 32, 64])
+            },
+            v2,
+            backing: random.pick(&[None, Some("raw"), Some("qcow2")]),
+            backing_bytes: random.pick(&[DISK, DISK / 2 + 512 * 7, DISK + (1 << 20), 512]),
+            compressed: random.pick(&[None, None, Some("zlib"), if v2 { None } else { Some("zstd") }]),
+            snapshot: random.one_in(3),
+            sparse: !random.one_in(4),
+            no_unref: random.one_in(4),
+            direct: random.one_in(3),
+            ring: random.pick(&[RingKind::IoUring, RingKind::IoUring, RingKind::Syscalls]),
+            lanes: 1 + random.below(4),
+        }
+    }
+
+    /// Snapshots raise refcounts to 2, compressed clusters share host clusters.
+    fn sane(mut self) -> Self {
+        if self.refcount_bits < 16 && self.compressed.is_some() {
+            self.compressed = None;
+        }
+        if self.refcount_bits == 1 {
+            self.snapshot = false;
+        }
+        if self.compressed.is_some() {
+            // `qemu-img convert -c` makes an image without a backing file.
+            self.backing = None;
+        }
+        self
+    }
+}
+
+fn pattern(random: &mut Random, bytes: u64) -> Vec<u8> {
+    // Compressible, but no two sectors alike.
+    let base = random.next();
+    (0..bytes)
+        .map(|i| ((base >> (8 * (i / 512 % 8))) as u8).wrapping_add((i / 512) as u8))
+        .collect()
+}
+
+/// Makes the image and returns what the guest should see in it.
+fn make(folder: &Folder, shape: &Shape, random: &mut Random) -> Vec<u8> {
+    let mut model = vec![0u8; DISK as usize];
+    let options = format!(
+        "cluster_size={},compat={}{}{}",
+        1 << shape.cluster_bits,
+        if shape.v2 { "0.10" } else { "1.1" },
+        if shape.v2 {
+            String::new()
+        } else {
+            format!(",refcount_bits={}", shape.refcount_bits)
+        },
+        shape
+            .compressed
+            .filter(|_| !shape.v2)
+            .map_or(String::new(), |kind| format!(",compression_type={kind}")),
+    );
+    let size = DISK.to_string();
+    if let Some(format) = shape.backing {
+        let bytes = pattern(random, shape.backing_bytes);
+        std::fs::write(folder.path("base.raw"), &bytes).expect("a base image");
+        let base = if format == "raw" { "base.raw" } else { "base.qcow2" };
+        if format == "qcow2" {
+            folder.qemu_img(&["convert", "-f", "raw", "-O", "qcow2", "base.raw", "base.qcow2"]);
+        }
+        let common = DISK.min(shape.backing_bytes) as usize;
+        model[..common].copy_from_slice(&bytes[..common]);
+        folder.qemu_img(&[
+            "create",
+            "-f",
+            "qcow2",
+            "-o",
+            &options,
+            "-b",
+            base,
+            "-F",
+            format,
+            "disk.qcow2",
+            &size,
+        ]);
+    } else if shape.compressed.is_some() {
+        model = pattern(random, DISK);
+        std::fs::write(folder.path("plain.raw"), &model).expect("a plain image");
+        folder.qemu_img(&[
+            "convert",
+            "-c",
+            "-f",
+            "raw",
+            "-O",
+            "qcow2",
+            "-o",
+            &options,
+            "plain.raw",
+            "disk.qcow2",
+        ]);
+    } else {
+        folder.qemu_img(&["create", "-f", "qcow2", "-o", &options, "disk.qcow2", &size]);
+    }
+    // Some clusters written by QEMU, so that there is something to share with a snapshot.
+    let first = pattern(random, 200 << 10);
+    std::fs::write(folder.path("piece"), &first).expect("a piece");
+    let command = format!("write -s piece 300k {}", first.len());
+    folder.run("qemu-io", &["-f", "qcow2", "-c", &command, "disk.qcow2"]);
+    model[300 << 10..(300 << 10) + first.len()].copy_from_slice(&first);
+    if shape.snapshot {
+        folder.qemu_img(&["snapshot", "-c", "before", "disk.qcow2"]);
+    }
+    model
+}
+
+/// One request under way, and what its range holds once it is answered.
+struct Under {
+    first: u64,
+    end: u64,
+    read: bool,
+    fill: Vec<u8>,
+}
+
+struct Run<'a> {
+    lanes: Vec<Lane>,
+    under: Vec<Option<Under>>,
+    model: &'a mut Vec<u8>,
+    seed: u64,
+    shape: &'a Shape,
+}
+
+impl Run<'_> {
+    fn free(&self, first: u64, end: u64) -> bool {
+        self.under
+            .iter()
+            .flatten()
+            .all(|other| end <= other.first || other.end <= first)
+    }
+
+    fn step(&mut self, random: &mut Random, tag: usize) {
+        let lane = random.below(self.lanes.len() as u64) as usize;
+        let sectors = DISK / 512;
+        let most = random.pick(&[1, 8, 8, 128, 700]);
+        let first = random.below(sectors);
+        // Stay in a small part now and then, to meet others.
+        let first = if random.one_in(2) { first % 512 } else { first };
+        let count = 1 + random.below(most).min(sectors - first - 1);
+        let (first, end) = (first * 512, (first + count) * 512);
+        let len = end - first;
+        let range = first as usize..end as usize;
+        let (op, buffer, under) = match random.below(20) {
+            0..=6 => {
+                let fill = self.model[range].to_vec();
+                let buffer = AlignedBuf::from_slice(&vec![0xCC; len as usize]).into();
+                (
+                    Op::Read,
+                    buffer,
+                    Under {
+                        first,
+                        end,
+                        read: true,
+                        fill,
+                    },
+                )
+            }
+            7..=14 => {
+                let fill = pattern(random, len);
+                let op = Op::Write {
+                    fua: random.one_in(10),
+                };
+                (
+                    op,
+                    AlignedBuf::from_slice(&fill).into(),
+                    Under {
+                        first,
+                        end,
+                        read: false,
+                        fill,
+                    },
+                )
+            }
+            15..=16 => {
+                let op = Op::WriteZeroes {
+                    unmap: random.one_in(2),
+                    fua: random.one_in(10),
+                };
+                (
+                    op,
+                    Buffer::default(),
+                    Under {
+                        first,
+                        end,
+                        read: false,
+                        fill: vec![0; len as usize],
+                    },
+                )
+            }
+            17..=18 => (Op::Discard, Buffer::default(), self.discard(first, end)),
+            _ => {
+                let under = Under {
+                    first: 0,
+                    end: 0,
+                    read: false,
+                    fill: Vec::new(),
+                };
+                self.under[tag] = Some(under);
+                return self.lanes[lane].submit(Op::Flush, 0, 0, Buffer::default(), tag as u64);
+            }
+        };
+        // A discard may clear whole clusters only, but never more than its range.
+        if !self.free(first, end) {
+            return;
+        }
+        self.under[tag] = Some(under);
+        self.lanes[lane].submit(op, first, len, buffer, tag as u64);
+    }
+
+    /// What a discard leaves: zeros in whole clusters where the engine promises them, the rest as it was.
+    fn discard(&self, first: u64, end: u64) -> Under {
+        let size = 1u64 << self.shape.cluster_bits;
+        let mut fill = self.model[first as usize..end as usize].to_vec();
+        let uncovers = self.shape.v2 && self.shape.backing.is_some();
+        if self.shape.sparse && !uncovers {
+            let (from, mut to) = (first.next_multiple_of(size), end / size * size);
+            if end == DISK {
+                to = end;
+            }
+            if from < to {
+                fill[(from - first) as usize..(to - first) as usize].fill(0);
+            }
+        }
+        Under {
+            first,
+            end,
+            read: false,
+            fill,
+        }
+    }
+
+    fn take(&mut self, done: Done) {
+        let tag = done.tag as usize;
+        let under = self.under[tag].take().expect("one answer for each request");
+        let (seed, shape) = (self.seed, self.shape);
+        assert_eq!(
+            done.result,
+            Ok(()),
+            "seed {seed}: {}..{} {shape:?}",
+            under.first,
+            under.end
+        );
+        if under.read {
+            let bytes = done.buffer.into_owned().expect("our own buffer");
+            if let Some(at) = (0..bytes.len()).find(|&at| bytes[at] != under.fill[at]) {
+                panic!(
+                    "seed {seed}: byte {:#x} is {:#04x}, expected {:#04x}; read {:#x}..{:#x} {shape:?}",
+                    under.first as usize + at,
+                    bytes[at],
+                    under.fill[at],
+                    under.first,
+                    under.end
+                );
+            }
+        } else {
+            self.model[under.first as usize..under.end as usize].copy_from_slice(&under.fill);
+        }
+    }
+}
+
+fn run(seed: u64) {
+    let mut random = Random::new(seed);
+    let shape = Shape::draw(&mut random).sane();
+    let folder = Folder::new();
+    let mut model = make(&folder, &shape, &mut random);
+    let before = shape.snapshot.then(|| snapshot(&folder));
+    let options = OpenOptions {
+        direct: shape.direct,
+        backing_files: shape.backing.is_some(),
+        sparse: shape.sparse,
+        discard_no_unref: shape.no_unref,
+        // So small that slices are evicted all the time.
+        l2_cache_bytes: Some(random.pick(&[4096, 64 << 10, 8 << 20])),
+        ..OpenOptions::default()
+    };
+    for _ in 0..2 {
+        let disk = open(&folder.path("disk.qcow2"), &options);
+        let lanes: Vec<Lane> = (0..shape.lanes).map(|_| Lane::new(&disk, shape.ring)).collect();
+        let tags = 12;
+        let under = (0..tags).map(|_| None).collect();
+        let mut run = Run {
+            lanes,
+            under,
+            model: &mut model,
+            seed,
+            shape: &shape,
+        };
+        let mut done = Vec::new();
+        for _ in 0..600 {
+            let tag = random.below(tags) as usize;
+            if run.under[tag].is_none() {
+                run.step(&mut random, tag);
+            }
+            let lane = random.below(run.lanes.len() as u64) as usize;
+            run.lanes[lane].turn(&mut done);
+            done.drain(..).for_each(|done| run.take(done));
+        }
+        while run.under.iter().any(Option::is_some) {
+            for lane in &run.lanes {
+                lane.turn(&mut done);
+            }
+            done.drain(..).for_each(|done| run.take(done));
+        }
+        while run.lanes.iter().any(|lane| lane.cx.tasks() > 0) {
+            run.lanes.iter().for_each(|lane| lane.turn(&mut done));
+        }
+        let all = run.lanes[0].read(0, DISK);
+        assert!(all == *run.model, "seed {seed}: the whole disk differs {shape:?}");
+        drop(run);
+        close(disk);
+        folder.assert_flawless("disk.qcow2", false);
+        let qemu = folder.qemu_reads("disk.qcow2");
+        assert!(qemu == model, "seed {seed}: QEMU reads something else {shape:?}");
+    }
+    if let Some(before) = before {
+        assert!(
+            snapshot(&folder) == before,
+            "seed {seed}: the snapshot has changed {shape:?}"
+        );
+    }
+}
+
+fn snapshot(folder: &Folder) -> Vec<u8> {
+    folder.qemu_img(&[
+        "convert",
+        "-l",
+        "before",
+        "-f",
+        "qcow2",
+        "-O",
+        "raw",
+        "disk.qcow2",
+        "snapshot.img",
+    ]);
+    std::fs::read(folder.path("snapshot.img")).expect("what qemu-img wrote")
+}
+
+/// Method: draw an image and a run from each seed; compare every read, the whole disk after, QEMU's reading
+/// of the closed image, its check of it, and the snapshot.
+#[test]
+fn random_operations_on_several_queues_agree_with_a_plain_array() {
+    let number = |name: &str| {
+        std::env::var(name)
+            .ok()
+            .and_then(|value| value.parse::<u64>().ok())
+    };
+    if let Some(seed) = number("MODEL_SEED") {
+        return run(seed);
+    }
+    for seed in 0..number("MODEL_SEEDS").unwrap_or(60) {
+        println!("seed {seed}");
+        run(seed);
+    }
+}
