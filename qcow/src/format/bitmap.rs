@@ -182,9 +182,11 @@ impl BitmapDirectoryEntry {
         if self.name.is_empty() || self.name.len() > BITMAP_NAME_MAX {
             return wrong("name_size", self.name.len() as u64, "1 to 1023");
         }
-        let covered = data_bytes.saturating_mul(8).saturating_mul(self.granularity());
-        if !self.flags.contains(BitmapFlags::IN_USE) && covered < geometry.virtual_size() {
-            return wrong("bitmap_table_size", entries, "enough to cover the disk");
+        // One bit per granule, eight to a byte, in whole clusters.
+        let granules = geometry.virtual_size().div_ceil(self.granularity().max(1));
+        let needed = geometry.clusters_for(granules.div_ceil(8));
+        if !self.flags.contains(BitmapFlags::IN_USE) && entries != needed {
+            return wrong("bitmap_table_size", entries, "as many as the disk's size needs");
         }
         Ok(())
     }
@@ -336,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bitmap_in_use_need_not_cover_the_disk() {
+    fn a_bitmap_in_use_need_not_fit_the_disk() {
         let big = GEOMETRY.with_virtual_size(1 << 50);
         assert!(valid().validate(&big).is_err());
         assert_eq!(

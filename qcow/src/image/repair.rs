@@ -176,16 +176,20 @@ async fn fix_copied_flags(walk: &Walk<'_>) -> Result<(), RebuildError> {
             .raw(),
         _ => raw,
     };
-    let fix_l2 = |raw: u64| {
+    // Other tables' flags mean nothing, but for the one that compressed clusters must not have.
+    let fix_compressed = |raw: u64| {
         let entry = L2Entry::from_raw(raw);
-        let fixed = match entry.decode(&geometry) {
-            Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => {
-                entry.with_copied(is_single(host.bytes()))
-            }
-            _ if entry.is_compressed() => entry.with_copied(false),
-            _ => entry,
-        };
-        fixed.raw()
+        if entry.is_compressed() {
+            entry.with_copied(false).raw()
+        } else {
+            raw
+        }
+    };
+    let fix_l2 = |raw: u64| match L2Entry::from_raw(raw).decode(&geometry) {
+        Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => {
+            L2Entry::from_raw(raw).with_copied(is_single(host.bytes())).raw()
+        }
+        _ => fix_compressed(raw),
     };
     const PART: u64 = 256 << 10;
     let (l1_at, l1_bytes) = (header.l1_offset.bytes(), header.l1_bytes());
@@ -196,8 +200,11 @@ async fn fix_copied_flags(walk: &Walk<'_>) -> Result<(), RebuildError> {
         done += len;
     }
     for (&table_at, references) in &walk.l2_tables {
+        let (what, len) = ("an L2 table", geometry.cluster_size());
         if references.active > 0 {
-            fix_entries(file, "an L2 table", table_at, geometry.cluster_size(), fix_l2).await?;
+            fix_entries(file, what, table_at, len, fix_l2).await?;
+        } else {
+            fix_entries(file, what, table_at, len, fix_compressed).await?;
         }
     }
     Ok(())

@@ -47,7 +47,7 @@ const LAYOUTS: [&str; 5] = [
     "cluster_size=64k",
     "cluster_size=512",
     "cluster_size=4k,refcount_bits=64",
-    "cluster_size=64k,refcount_bits=2",
+    "cluster_size=64k,refcount_bits=4",
     "cluster_size=64k,compat=0.10",
 ];
 
