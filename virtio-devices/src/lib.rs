@@ -10,3 +10,6 @@
 pub mod block;
 pub mod vhost_user;
 pub mod virtqueue;
+
+#[cfg(test)]
+mod testing;

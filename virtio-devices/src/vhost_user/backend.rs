@@ -136,11 +136,18 @@ impl Backend {
         Ok(vring)
     }
 
-    /// Changes a queue while it does not run.
+    /// Changes a queue while it does not run. If it then cannot run it needs a new kick, so that the
+    /// messages that put it right are not refused for what they have yet to change.
     fn change(&mut self, index: u32, change: impl FnOnce(&mut Vring)) -> Result<()> {
         let index = index as usize;
         change(self.stop(index)?);
-        self.start(index)
+        let started = self.start(index);
+        if started.is_err()
+            && let Some(vring) = self.vrings.get_mut(index)
+        {
+            vring.forget_kick();
+        }
+        started
     }
 
     fn vring(&self, index: u8) -> Result<&Vring> {

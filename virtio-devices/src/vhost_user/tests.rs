@@ -1,1 +1,766 @@
+//! The server against clients over a real socket, with real workers.
 
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, RawFd};
+use std::path::PathBuf;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use block::file::{FileOptions, ImageFile};
+use block::raw::RawDisk;
+use block::{IoError, Op};
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+use super::*;
+use crate::testing::{BASE, DATA, DISK_BYTES, Driver, MemDisk, REGION_BYTES, RING_FEATURES, guest_memory};
+use crate::virtqueue::tests::Random;
+
+const IN: u32 = 0;
+const OUT: u32 = 1;
+const FLUSH: u32 = 4;
+const GET_ID: u32 = 8;
+const DISCARD: u32 = 11;
+const WRITE_ZEROES: u32 = 13;
+
+const OK: u8 = 0;
+const IOERR: u8 = 1;
+
+const PROTOCOL_FEATURES: u64 = 1 << 30;
+const F_CONFIG_WCE: u64 = 1 << 11;
+/// Where the second region begins.
+const SECOND: u64 = BASE + REGION_BYTES;
+
+/// Waits until `true` comes.
+fn wait(what: &str, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(
+            start.elapsed() < Duration::from_secs(20),
+            "still waiting for {what}"
+        );
+        std::thread::sleep(Duration::from_micros(50));
+    }
+}
+
+/// A server in a thread of its own.
+struct World {
+    _directory: tempfile::TempDir,
+    path: PathBuf,
+    stop: StopToken,
+    thread: Option<JoinHandle<Result<(), ServeError>>>,
+}
+
+impl World {
+    fn new(disk: Arc<dyn Disk>, num_queues: u16) -> Self {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("socket");
+        let listener = UnixListener::bind(&path).expect("a socket");
+        let stop = StopToken::new().expect("a token");
+        let token = stop.clone();
+        let config = VhostUserConfig {
+            num_queues,
+            serial: "serial-2".to_owned(),
+            ..VhostUserConfig::default()
+        };
+        let server = VhostUserServer::start(disk, &config).expect("a server");
+        let thread = std::thread::spawn(move || {
+            server.serve(&listener, &token)?;
+            server.close().expect("a clean close");
+            Ok(())
+        });
+        Self {
+            _directory: directory,
+            path,
+            stop,
+            thread: Some(thread),
+        }
+    }
+
+    fn client(&self, queues: u64) -> Client {
+        Client::connect(&self.path, queues)
+    }
+
+    fn stop(mut self) {
+        self.stop.stop();
+        let thread = self.thread.take().expect("a thread");
+        thread.join().expect("no panic").expect("no failure");
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            self.stop.stop();
+            let result = thread.join();
+            if !std::thread::panicking() {
+                result.expect("no panic").expect("no failure");
+            }
+        }
+    }
+}
+
+fn memory_file() -> File {
+    let file = tempfile::tempfile().expect("a file");
+    file.set_len(2 * REGION_BYTES).expect("its length");
+    file
+}
+
+/// The client's address of a guest address.
+fn user(memory: &GuestMemoryMmap, guest: u64) -> u64 {
+    let region = memory
+        .find_region(GuestAddress(guest))
+        .expect("inside guest memory");
+    region.as_ptr() as u64 + (guest - region.start_addr().0)
+}
+
+/// Region `index` of `memory`, backed by `file`.
+fn region(memory: &GuestMemoryMmap, file: &File, index: u64) -> VhostUserMemoryRegionInfo {
+    let guest = BASE + index * REGION_BYTES;
+    VhostUserMemoryRegionInfo {
+        guest_phys_addr: guest,
+        memory_size: REGION_BYTES,
+        userspace_addr: user(memory, guest),
+        mmap_offset: index * REGION_BYTES,
+        mmap_handle: file.as_raw_fd(),
+    }
+}
+
+/// A connected client with its queues running.
+struct Client {
+    frontend: Frontend,
+    memory: GuestMemoryMmap,
+    file: File,
+    drivers: Vec<Driver>,
+    kicks: Vec<EventFd>,
+    calls: Vec<EventFd>,
+}
+
+impl Client {
+    fn connect(path: &std::path::Path, queues: u64) -> Self {
+        let mut frontend = Frontend::connect(path, queues).expect("a connection");
+        frontend.set_owner().expect("SET_OWNER");
+        let features = frontend.get_features().expect("GET_FEATURES");
+        frontend
+            .set_features(features & !(1 << 12) | PROTOCOL_FEATURES)
+            .expect("SET_FEATURES");
+        let protocol = frontend.get_protocol_features().expect("GET_PROTOCOL_FEATURES");
+        frontend
+            .set_protocol_features(protocol)
+            .expect("SET_PROTOCOL_FEATURES");
+        frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+        let file = memory_file();
+        let memory = guest_memory(Some(&file));
+        let regions = [region(&memory, &file, 0), region(&memory, &file, 1)];
+        frontend.set_mem_table(&regions).expect("SET_MEM_TABLE");
+        let event = || EventFd::new(EFD_NONBLOCK).expect("an eventfd");
+        let mut client = Self {
+            frontend,
+            drivers: (0..queues)
+                .map(|index| Driver::new(memory.clone(), index, 64))
+                .collect(),
+            kicks: (0..queues).map(|_| event()).collect(),
+            calls: (0..queues).map(|_| event()).collect(),
+            memory,
+            file,
+        };
+        for index in 0..queues as usize {
+            client.start(index, 0);
+            client
+                .frontend
+                .set_vring_enable(index, true)
+                .expect("SET_VRING_ENABLE");
+        }
+        client
+    }
+
+    fn start(&mut self, index: usize, base: u16) {
+        let driver = &self.drivers[index];
+        let frontend = &self.frontend;
+        frontend.set_vring_num(index, driver.size).expect("SET_VRING_NUM");
+        frontend.set_vring_base(index, base).expect("SET_VRING_BASE");
+        let config = VringConfigData {
+            queue_max_size: driver.size,
+            queue_size: driver.size,
+            flags: 0,
+            desc_table_addr: user(&self.memory, driver.addresses.descriptors),
+            used_ring_addr: user(&self.memory, driver.addresses.used),
+            avail_ring_addr: user(&self.memory, driver.addresses.available),
+            log_addr: None,
+        };
+        frontend.set_vring_addr(index, &config).expect("SET_VRING_ADDR");
+        frontend
+            .set_vring_kick(index, &self.kicks[index])
+            .expect("SET_VRING_KICK");
+        frontend
+            .set_vring_call(index, &self.calls[index])
+            .expect("SET_VRING_CALL");
+    }
+
+    fn kick(&self, queue: usize) {
+        self.drivers[queue].publish();
+        self.kicks[queue].write(1).expect("a kick");
+    }
+
+    fn submit(&mut self, queue: usize, kind: u32, sector: u64, data: &[(u64, u32, bool)]) -> u16 {
+        let head = self.drivers[queue].request(kind, sector, data);
+        self.kick(queue);
+        head
+    }
+
+    fn answer(&mut self, queue: usize) -> (u32, u32) {
+        let mut answer = None;
+        wait("an answer", || {
+            answer = self.drivers[queue].take_used();
+            answer.is_some()
+        });
+        answer.expect("an answer")
+    }
+
+    /// Runs one request on a queue and returns its status.
+    fn ask(&mut self, queue: usize, kind: u32, sector: u64, data: &[(u64, u32, bool)]) -> u8 {
+        let head = self.submit(queue, kind, sector, data);
+        assert_eq!(self.answer(queue).0, u32::from(head));
+        self.drivers[queue].status(head)
+    }
+}
+
+#[test]
+fn every_request_is_served_on_both_queues_of_a_raw_disk() {
+    let file = tempfile::tempfile().expect("a file");
+    file.set_len(DISK_BYTES).expect("its length");
+    let options = FileOptions {
+        write: true,
+        direct: false,
+    };
+    let raw = RawDisk::new(
+        ImageFile::from_fd("raw".as_ref(), file, options),
+        DISK_BYTES,
+        true,
+    );
+    let world = World::new(raw, 2);
+    let mut client = world.client(2);
+    assert_eq!(client.frontend.get_queue_num().expect("GET_QUEUE_NUM"), 2);
+    let (_, config) = client
+        .frontend
+        .get_config(0, 60, VhostUserConfigFlags::WRITABLE, &[0; 60])
+        .expect("GET_CONFIG");
+    assert_eq!(config[..8], (DISK_BYTES / 512).to_le_bytes());
+    for queue in 0..2 {
+        let other = 1 - queue;
+        let at = DATA + 0x1_0000 * queue as u64;
+        client.drivers[0].write(at, &[queue as u8 + 5; 4096]);
+        assert_eq!(client.ask(queue, OUT, 8, &[(at, 4096, false)]), OK);
+        assert_eq!(client.ask(queue, FLUSH, 0, &[]), OK);
+        assert_eq!(client.ask(other, IN, 8, &[(at + 8192, 4096, true)]), OK);
+        assert_eq!(client.drivers[0].read(at + 8192, 4096), [queue as u8 + 5; 4096]);
+        let mut segment = 8u64.to_le_bytes().to_vec();
+        segment.extend([4, 0, 0, 0, 0, 0, 0, 0]);
+        client.drivers[0].write(at, &segment);
+        assert_eq!(client.ask(queue, WRITE_ZEROES, 0, &[(at, 16, false)]), OK);
+        assert_eq!(client.ask(other, IN, 8, &[(at + 8192, 4096, true)]), OK);
+        let read = client.drivers[0].read(at + 8192, 4096);
+        assert_eq!(
+            (&read[..2048], &read[2048..]),
+            (&[0; 2048][..], &[queue as u8 + 5; 2048][..])
+        );
+        assert_eq!(client.ask(queue, DISCARD, 0, &[(at, 16, false)]), OK);
+        assert_eq!(client.ask(queue, GET_ID, 0, &[(at, 20, true)]), OK);
+        assert_eq!(client.drivers[0].read(at, 8), b"serial-2");
+    }
+    drop(client);
+    world.stop();
+}
+
+#[test]
+fn many_requests_at_once_are_all_answered_and_the_client_is_called() {
+    let disk = MemDisk::new();
+    let world = World::new(disk.disk(), 1);
+    let mut client = world.client(1);
+    for round in 0..200u64 {
+        // The next call is wanted when the last answer of this round has come.
+        client.drivers[0].set_used_event(client.drivers[0].used.wrapping_add(19));
+        for request in 0..20 {
+            client.drivers[0].request(IN, (round + request) % 2048, &[(DATA, 512, true)]);
+        }
+        client.kick(0);
+        wait("the call", || client.calls[0].read().is_ok());
+        for _ in 0..20 {
+            assert_eq!(client.answer(0).1, 513, "round {round}");
+        }
+    }
+}
+
+#[test]
+fn a_client_that_vanishes_with_requests_in_flight_is_drained_and_the_next_one_served() {
+    let disk = MemDisk::new();
+    let world = World::new(disk.disk(), 1);
+    disk.set_bytes(0, &[3; 512]);
+    for round in 0..5 {
+        let mut client = world.client(1);
+        disk.hold();
+        for _ in 0..10 {
+            client.submit(0, IN, 0, &[(DATA, 512, true)]);
+        }
+        wait("the requests", || disk.held() == 10);
+        // The next client knocks while the disk still works for this one.
+        let Client {
+            frontend,
+            mut drivers,
+            ..
+        } = client;
+        drop(frontend);
+        let path = world.path.clone();
+        let next = std::thread::spawn(move || {
+            let mut client = Client::connect(&path, 1);
+            assert_eq!(client.ask(0, IN, 0, &[(DATA, 512, true)]), OK);
+            assert_eq!(client.drivers[0].read(DATA, 512), [3; 512]);
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(
+            drivers[0].used_index(),
+            0,
+            "round {round}: nothing can have been answered"
+        );
+        assert!(!next.is_finished(), "round {round}: one client after another");
+        disk.release();
+        next.join().expect("the next client is served");
+        assert_eq!(
+            drivers[0].used_index(),
+            10,
+            "round {round}: the first one's requests have ended"
+        );
+        assert_eq!(drivers[0].take_used().map(|(_, len)| len), Some(513));
+    }
+}
+
+#[test]
+fn memory_that_is_removed_with_requests_in_flight_is_let_go_after_they_ended() {
+    let disk = MemDisk::new();
+    disk.set_bytes(0, &[4; 512]);
+    let world = World::new(disk.disk(), 1);
+    let mut client = world.client(1);
+    disk.hold();
+    client.submit(0, IN, 0, &[(SECOND, 512, true)]);
+    wait("the request", || disk.held() == 1);
+
+    // The removal is answered only when nothing can touch the region any more.
+    let second = region(&client.memory, &client.file, 1);
+    let mut frontend = client.frontend.clone();
+    let removal = std::thread::spawn(move || frontend.remove_mem_region(&second));
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(!removal.is_finished());
+    disk.release();
+    removal.join().expect("no panic").expect("REM_MEM_REG");
+    assert_eq!(client.drivers[0].used_index(), 1);
+    client.answer(0);
+    assert_eq!(client.drivers[0].read(SECOND, 512), [4; 512]);
+
+    // Gone is gone, the rest works, and what is added again works again.
+    assert_eq!(client.ask(0, IN, 0, &[(SECOND, 512, true)]), IOERR);
+    assert_eq!(client.ask(0, IN, 0, &[(DATA, 512, true)]), OK);
+    let second = region(&client.memory, &client.file, 1);
+    assert!(
+        client.frontend.remove_mem_region(&second).is_err(),
+        "it is not there"
+    );
+    client.frontend.add_mem_region(&second).expect("ADD_MEM_REG");
+    assert!(client.frontend.add_mem_region(&second).is_err(), "it is there");
+    assert_eq!(client.ask(0, IN, 0, &[(SECOND, 512, true)]), OK);
+}
+
+#[test]
+fn a_new_memory_table_takes_effect_for_new_requests_and_old_ones_end_in_the_old() {
+    let disk = MemDisk::new();
+    disk.set_bytes(0, &[6; 512]);
+    let world = World::new(disk.disk(), 2);
+    let mut client = world.client(2);
+    for round in 0..10u64 {
+        disk.hold();
+        client.submit(0, IN, 0, &[(SECOND, 512, true)]);
+        wait("the request", || disk.held() == 1);
+        let old_second = client.memory.clone();
+        // The second region moves to another file; the first, with the rings, stays.
+        let other = memory_file();
+        let other_memory = guest_memory(Some(&other));
+        let regions = [
+            region(&client.memory, &client.file, 0),
+            region(&other_memory, &other, 1),
+        ];
+        let frontend = client.frontend.clone();
+        let table = std::thread::spawn(move || frontend.set_mem_table(&regions).map(|_| ()));
+        std::thread::sleep(Duration::from_millis(5));
+        disk.release();
+        table.join().expect("no panic").expect("SET_MEM_TABLE");
+        client.answer(0);
+        assert_eq!(
+            client.ask(1, IN, 0, &[(SECOND + 4096, 512, true)]),
+            OK,
+            "round {round}"
+        );
+        assert_eq!(
+            client.ask(0, IN, 0, &[(SECOND + 4096, 512, true)]),
+            OK,
+            "round {round}"
+        );
+        let mut bytes = [0; 512];
+        let read = |file: &File, offset, bytes: &mut [u8]| {
+            std::os::unix::fs::FileExt::read_exact_at(file, bytes, offset).expect("the file")
+        };
+        read(&other, REGION_BYTES + 4096, &mut bytes);
+        assert_eq!(bytes, [6; 512], "round {round}: in the new file");
+        read(&other, REGION_BYTES, &mut bytes);
+        assert_eq!(
+            bytes, [0; 512],
+            "round {round}: the old request went to the old file"
+        );
+        read(&client.file, REGION_BYTES, &mut bytes);
+        assert_eq!(bytes, [6; 512], "round {round}");
+        drop(old_second);
+    }
+}
+
+#[test]
+fn asking_for_the_base_drains_the_queue_and_it_goes_on_from_there() {
+    let disk = MemDisk::new();
+    let world = World::new(disk.disk(), 2);
+    let mut client = world.client(2);
+    for _ in 0..3 {
+        assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+    }
+    disk.hold();
+    client.submit(0, FLUSH, 0, &[]);
+    wait("the request", || disk.held() == 1);
+    let frontend = client.frontend.clone();
+    let base = std::thread::spawn(move || frontend.get_vring_base(0));
+    std::thread::sleep(Duration::from_millis(10));
+    assert!(!base.is_finished(), "it waits for the request");
+    disk.release();
+    assert_eq!(base.join().expect("no panic").expect("GET_VRING_BASE"), 4);
+    assert_eq!(client.drivers[0].used_index(), 4);
+    client.answer(0);
+
+    // Stopped: nothing is taken, whatever is kicked; the other queue runs on.
+    client.submit(0, FLUSH, 0, &[]);
+    assert_eq!(client.ask(1, FLUSH, 0, &[]), OK);
+    std::thread::sleep(Duration::from_millis(10));
+    assert_eq!(client.drivers[0].used_index(), 4);
+    client.start(0, 4);
+    client.answer(0);
+    assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+}
+
+#[test]
+fn a_disabled_queue_rests_until_it_is_enabled() {
+    let disk = MemDisk::new();
+    let world = World::new(disk.disk(), 1);
+    let mut client = world.client(1);
+    client
+        .frontend
+        .set_vring_enable(0, false)
+        .expect("SET_VRING_ENABLE");
+    client.submit(0, FLUSH, 0, &[]);
+    std::thread::sleep(Duration::from_millis(10));
+    assert_eq!(disk.log(), []);
+    client
+        .frontend
+        .set_vring_enable(0, true)
+        .expect("SET_VRING_ENABLE");
+    client.answer(0);
+}
+
+#[test]
+fn a_reset_device_starts_over() {
+    let disk = MemDisk::new();
+    let world = World::new(disk.disk(), 1);
+    let mut client = world.client(1);
+    assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+    client.frontend.reset_device().expect("RESET_DEVICE");
+    client.submit(0, FLUSH, 0, &[]);
+    std::thread::sleep(Duration::from_millis(10));
+    assert_eq!(disk.log().len(), 1);
+    client
+        .frontend
+        .set_features(RING_FEATURES | PROTOCOL_FEATURES)
+        .expect("SET_FEATURES");
+    client.start(0, 1);
+    client
+        .frontend
+        .set_vring_enable(0, true)
+        .expect("SET_VRING_ENABLE");
+    client.answer(0);
+    assert_eq!(disk.log().len(), 2);
+}
+
+#[test]
+fn choosing_writethrough_flushes_and_makes_writes_durable() {
+    let disk = MemDisk::new();
+    let world = World::new(disk.disk(), 1);
+    let mut client = world.client(1);
+    let data = [(DATA, 512, false)];
+    assert_eq!(client.ask(0, OUT, 0, &data), OK);
+    let flags = VhostUserConfigFlags::empty();
+    client.frontend.set_config(32, flags, &[0]).expect("SET_CONFIG");
+    assert_eq!(client.ask(0, OUT, 0, &data), OK);
+    assert!(
+        client.frontend.set_config(0, flags, &[0; 8]).is_err(),
+        "read-only"
+    );
+    let write = |fua| (Op::Write { fua }, 0, 512);
+    assert_eq!(disk.log(), [write(false), (Op::Flush, 0, 0), write(true)]);
+    disk.fail(Some(IoError::Host { errno: libc::EIO }));
+    client.frontend.set_config(32, flags, &[1]).expect("SET_CONFIG");
+    assert!(
+        client.frontend.set_config(32, flags, &[0]).is_err(),
+        "the flush failed"
+    );
+    disk.fail(None);
+    // A new client begins with writeback.
+    drop(client);
+    let mut client = world.client(1);
+    assert_eq!(client.ask(0, OUT, 0, &data), OK);
+    assert_eq!(disk.log().last(), Some(&write(false)));
+}
+
+#[test]
+fn a_guest_that_breaks_its_queue_is_told_and_the_other_queue_runs_on() {
+    let disk = MemDisk::new();
+    let world = World::new(disk.disk(), 2);
+    let mut client = world.client(2);
+    let error = EventFd::new(EFD_NONBLOCK).expect("an eventfd");
+    client.frontend.set_vring_err(0, &error).expect("SET_VRING_ERR");
+    client.drivers[0].available = 5000;
+    client.kick(0);
+    wait("the error", || error.read().is_ok());
+    assert_eq!(client.ask(1, FLUSH, 0, &[]), OK);
+    // Nothing but a new start helps: neither enabling it again nor new memory.
+    client
+        .frontend
+        .set_vring_enable(0, true)
+        .expect("SET_VRING_ENABLE");
+    let regions = [
+        region(&client.memory, &client.file, 0),
+        region(&client.memory, &client.file, 1),
+    ];
+    client.frontend.set_mem_table(&regions).expect("SET_MEM_TABLE");
+    assert_eq!(client.ask(1, FLUSH, 0, &[]), OK);
+    assert!(error.read().is_err());
+    client.drivers[0].available = 0;
+    client.drivers[0].publish();
+    client.start(0, 0);
+    assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+}
+
+#[test]
+fn what_cannot_be_meant_is_refused_and_the_client_may_go_on() {
+    let disk = MemDisk::new();
+    let world = World::new(disk.disk(), 1);
+    let mut client = world.client(1);
+    let frontend = &client.frontend;
+    assert!(frontend.set_vring_num(0, 3).is_err(), "not a power of two");
+    frontend.set_vring_num(0, 64).expect("SET_VRING_NUM");
+    assert!(frontend.set_features(1 << 60 | PROTOCOL_FEATURES).is_err());
+    let mut addresses = VringConfigData {
+        queue_max_size: 64,
+        queue_size: 64,
+        flags: 0,
+        desc_table_addr: 0x1000,
+        used_ring_addr: 0x2000,
+        avail_ring_addr: 0x3000,
+        log_addr: None,
+    };
+    assert!(
+        frontend.set_vring_addr(0, &addresses).is_err(),
+        "not the client's memory"
+    );
+    // The descriptor table would end behind its region.
+    addresses.desc_table_addr = user(&client.memory, SECOND + REGION_BYTES - 16);
+    addresses.used_ring_addr = user(&client.memory, BASE);
+    addresses.avail_ring_addr = user(&client.memory, BASE);
+    frontend
+        .set_vring_addr(0, &addresses)
+        .expect("the queue is not started any more");
+    assert!(frontend.set_vring_kick(0, &client.kicks[0]).is_err());
+    client.start(0, 0);
+    // A region beyond its file's end; one that wraps around; one over another.
+    let mut bad = region(&client.memory, &client.file, 1);
+    bad.guest_phys_addr = 1 << 40;
+    bad.mmap_offset = 2 * REGION_BYTES - 4096;
+    assert!(client.frontend.add_mem_region(&bad).is_err());
+    bad.mmap_offset = 0;
+    bad.guest_phys_addr = u64::MAX - 4095;
+    assert!(client.frontend.add_mem_region(&bad).is_err());
+    bad.guest_phys_addr = BASE + 4096;
+    assert!(client.frontend.add_mem_region(&bad).is_err());
+    assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+}
+
+#[test]
+fn stopping_finishes_what_is_in_flight_and_disconnects() {
+    let disk = MemDisk::new();
+    let world = World::new(disk.disk(), 1);
+    let mut client = world.client(1);
+    disk.hold();
+    client.submit(0, FLUSH, 0, &[]);
+    wait("the request", || disk.held() == 1);
+    world.stop.stop();
+    std::thread::sleep(Duration::from_millis(10));
+    assert!(!world.thread.as_ref().expect("a thread").is_finished());
+    disk.release();
+    world.stop();
+    assert_eq!(client.drivers[0].used_index(), 1);
+    assert!(client.frontend.get_features().is_err(), "disconnected");
+}
+
+#[test]
+fn a_stopped_server_serves_nobody_and_an_idle_one_stops_at_once() {
+    World::new(MemDisk::new().disk(), 3).stop();
+    let world = World::new(MemDisk::new().disk(), 1);
+    // A client that connects and says nothing, or half a message, does not hold the server up.
+    let silent = UnixStream::connect(&world.path).expect("a connection");
+    (&silent).write_all(&[1, 0, 0]).expect("half a header");
+    std::thread::sleep(Duration::from_millis(10));
+    world.stop();
+    let mut rest = Vec::new();
+    (&silent).read_to_end(&mut rest).unwrap_or_default();
+    assert!(rest.is_empty());
+}
+
+/// A message as bytes: code, flags (version 1, and whether an answer is wanted), size, body.
+fn message(code: u32, body: &[u8]) -> Vec<u8> {
+    let mut bytes = code.to_ne_bytes().to_vec();
+    bytes.extend(0x9u32.to_ne_bytes());
+    bytes.extend((body.len() as u32).to_ne_bytes());
+    bytes.extend(body);
+    bytes
+}
+
+/// Sends what may be the last message: the server may have hung up.
+fn send(stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> bool {
+    let (header, body) = bytes.split_at(bytes.len().min(12));
+    stream.send_with_fds(&[header], fds).is_ok() && (&*stream).write_all(body).is_ok()
+}
+
+#[test]
+fn garbage_messages_cost_their_sender_the_connection_at_most() {
+    let disk = MemDisk::new();
+    let world = World::new(disk.disk(), 2);
+    for seed in 1..=150 {
+        let mut random = Random(seed * 7919);
+        let stream = UnixStream::connect(&world.path).expect("a connection");
+        stream
+            .set_nonblocking(true)
+            .expect("a socket that does not block");
+        let file = memory_file();
+        // Begin as a client should, so that the rest gets somewhere.
+        send(&stream, &message(3, &[]), &[]);
+        send(&stream, &message(1, &[]), &[]);
+        send(
+            &stream,
+            &message(2, &(RING_FEATURES | PROTOCOL_FEATURES).to_ne_bytes()),
+            &[],
+        );
+        send(
+            &stream,
+            &message(16, &(1u64 << 0 | 1 << 3 | 1 << 9 | 1 << 15).to_ne_bytes()),
+            &[],
+        );
+        for _ in 0..30 {
+            let code = random.below(46) as u32;
+            let body: Vec<u8> = match random.below(4) {
+                0 => Vec::new(),
+                1 => (0..random.below(300)).map(|_| random.next() as u8).collect(),
+                _ => {
+                    let words = random.pick(&[1, 1, 2, 2, 5, 5, 9]);
+                    let word =
+                        |random: &mut Random| random.pick(&[0, 1, 2, 64, 0x100, 0x1000, BASE, u64::MAX]);
+                    (0..words).flat_map(|_| word(&mut random).to_ne_bytes()).collect()
+                }
+            };
+            let mut bytes = message(code, &body);
+            if random.below(16) == 0 {
+                let at = random.below(12) as usize;
+                bytes[at] = random.next() as u8;
+            }
+            let fds = vec![file.as_raw_fd(); random.pick(&[0, 0, 0, 1, 2])];
+            if !send(&stream, &bytes, &fds) {
+                break;
+            }
+        }
+    }
+    let mut client = world.client(2);
+    assert_eq!(client.ask(1, FLUSH, 0, &[]), OK);
+}
+
+#[test]
+fn a_client_without_kicks_and_without_replies_is_polled() {
+    let disk = MemDisk::new();
+    let world = World::new(disk.disk(), 1);
+    let stream = UnixStream::connect(&world.path).expect("a connection");
+    let file = memory_file();
+    let memory = guest_memory(Some(&file));
+    let mut driver = Driver::new(memory.clone(), 0, 64);
+    // Without PROTOCOL_FEATURES queues are enabled from the start.
+    send(&stream, &message(3, &[]), &[]);
+    send(
+        &stream,
+        &message(2, &(RING_FEATURES | F_CONFIG_WCE).to_ne_bytes()),
+        &[],
+    );
+    let mut body = [1u32.to_ne_bytes(), [0; 4]].concat();
+    for word in [BASE, REGION_BYTES, user(&memory, BASE), 0] {
+        body.extend(word.to_ne_bytes());
+    }
+    send(&stream, &message(5, &body), &[file.as_raw_fd()]);
+    send(
+        &stream,
+        &message(8, &[0u32, 64].map(u32::to_ne_bytes).concat()),
+        &[],
+    );
+    let mut body = [0u32, 0].map(u32::to_ne_bytes).concat();
+    for address in [
+        driver.addresses.descriptors,
+        driver.addresses.used,
+        driver.addresses.available,
+    ] {
+        body.extend(user(&memory, address).to_ne_bytes());
+    }
+    body.extend([0; 8]);
+    send(&stream, &message(9, &body), &[]);
+    // Neither a kick descriptor nor one to call.
+    send(&stream, &message(12, &0x100u64.to_ne_bytes()), &[]);
+    send(&stream, &message(13, &0x100u64.to_ne_bytes()), &[]);
+    for _ in 0..3 {
+        let head = driver.request(FLUSH, 0, &[]);
+        driver.publish();
+        wait("an answer without a kick", || driver.take_used().is_some());
+        assert_eq!(driver.status(head), OK);
+    }
+}
+
+#[test]
+fn a_server_that_cannot_be_started_says_why() {
+    let start = |change: fn(&mut VhostUserConfig)| {
+        let mut config = VhostUserConfig::default();
+        change(&mut config);
+        let error = VhostUserServer::start(MemDisk::new().disk(), &config).map(|_| ());
+        error.expect_err("refused").to_string()
+    };
+    assert_eq!(
+        start(|config| config.num_queues = 0),
+        "0 queues asked for; expected 1 to 256"
+    );
+    assert_eq!(
+        start(|config| config.serial = "x".repeat(21)),
+        format!("serial `{}` has 21 bytes; at most 20 fit", "x".repeat(21))
+    );
+    assert_eq!(
+        start(|config| config.queue_affinity = vec![vec![1000]]),
+        "cannot start the worker of queue 0"
+    );
+}
