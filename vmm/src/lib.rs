@@ -1,1 +1,21 @@
-//! Placeholder while the crate is being laid out.
+//! The `ringdisk` command: QCOW2 disks for virtual machines, and tools for their images.
+//!
+//! This crate is where formats and frontends meet. It turns the command line into opened disks
+//! ([`disk_config`], [`mod@open`]) and hands them to what serves them: virtual machines over vhost-user
+//! ([`vhost_user`]), or the command line itself ([`io`]). Image tools are in [`image`].
+//!
+//! What must stay true: whatever the command line asks and cannot be had is refused, by name, before
+//! anything is written; and a command that ends has told how in its exit code.
+
+pub mod cli;
+pub mod disk_config;
+pub mod error;
+pub mod image;
+pub mod io;
+pub mod key_value;
+pub mod logging;
+pub mod open;
+pub mod signals;
+pub mod size;
+pub mod socket;
+pub mod vhost_user;

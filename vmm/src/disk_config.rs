@@ -1,0 +1,349 @@
+//! What `--disk key=value,…` says, typed and checked.
+//!
+//! The keys and their meaning are the ones users of other virtual machine monitors know, plus a few
+//! of ours; [`KEYS`] lists them all, and the help text is made from it. Parsing looks at the text
+//! alone and opens nothing.
+//!
+//! What must stay true: whatever is not understood is refused and named. A key that exists but has
+//! no meaning for the command at hand is refused too, with where it belongs, because an option that
+//! is silently ignored is a promise broken later.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use crate::key_value::{self, SyntaxError};
+
+mod keys;
+
+pub use keys::{KEYS, Key, Scope, keys_help};
+
+/// The format of an image.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum ImageType {
+    /// The file is the disk, byte by byte.
+    Raw,
+    /// A QCOW2 image.
+    Qcow2,
+}
+
+impl fmt::Display for ImageType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        })
+    }
+}
+
+/// The host CPUs one queue's worker may run on.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct QueueAffinity {
+    /// The queue, counted from zero.
+    pub queue: u16,
+    /// The CPUs by the kernel's numbers; never empty.
+    pub cpus: Vec<usize>,
+}
+
+/// One `--disk`, checked. [`DiskConfig::parse`] makes it.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct DiskConfig {
+    /// The image file.
+    pub path: PathBuf,
+    /// The image's format. `None`: QCOW2 if the file starts with its magic, refused otherwise,
+    /// because what a guest wrote into a raw disk must not choose its format.
+    pub image_type: Option<ImageType>,
+    /// Whether the guest may only read.
+    pub readonly: bool,
+    /// Whether the page cache is bypassed (`O_DIRECT`).
+    pub direct: bool,
+    /// How many queues the device has, 1 to [`MAX_QUEUES`]. Each is served by a worker of its own.
+    pub num_queues: u16,
+    /// Entries of each queue: a power of two, 4 to 32,768.
+    pub queue_size: u16,
+    /// The name of the disk in logs and messages; the path if absent.
+    pub id: Option<String>,
+    /// What the guest reads as the disk's serial number: at most 20 bytes of ASCII.
+    pub serial: Option<String>,
+    /// Where queues' workers run; queues without an entry run anywhere. One entry per queue at most.
+    pub queue_affinity: Vec<QueueAffinity>,
+    /// Whether the files an image names as its backing may be opened.
+    pub backing_files: bool,
+    /// Whether discarded space is given back to the host's file system.
+    pub sparse: bool,
+    /// How much of the file the image lock covers.
+    pub lock_granularity: block::lock::LockGranularity,
+    /// Memory for the cache of mapping tables, in bytes; sized by the disk if absent.
+    pub l2_cache_bytes: Option<u64>,
+    /// Whether discarded clusters stay reserved in the image, so that it does not fragment.
+    pub discard_no_unref: bool,
+    /// How long an idle worker polls before it sleeps, at most, in microseconds; adaptive if absent.
+    pub poll_us: Option<u32>,
+}
+
+/// The most queues a disk can have: what a vhost-user message can number.
+pub const MAX_QUEUES: u16 = 256;
+/// The longest serial number, in bytes, that virtio-blk can carry.
+pub const MAX_SERIAL_BYTES: usize = 20;
+/// The longest an idle worker may be told to poll, in microseconds.
+pub const MAX_POLL_US: u32 = 10_000;
+/// The smallest table cache that can be asked for, in bytes.
+pub const MIN_L2_CACHE_BYTES: u64 = 64 << 10;
+/// One more than the largest CPU number the kernel's affinity call takes.
+const CPU_LIMIT: usize = 1024;
+
+/// Why a `--disk` was refused.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum DiskConfigError {
+    /// An item is not `key=value`, or a quote or bracket is not closed.
+    #[error("--disk: {0}")]
+    Syntax(SyntaxError),
+    /// No such key.
+    #[error("--disk: unknown key `{key}`{}; the keys are {}", did_you_mean(*nearest), keys::names())]
+    UnknownKey {
+        /// The key.
+        key: String,
+        /// A key it resembles.
+        nearest: Option<&'static str>,
+    },
+    /// The key exists, but not for this command.
+    #[error("--disk: `{key}` does not apply here: {place}")]
+    NotHere {
+        /// The key.
+        key: &'static str,
+        /// Where it does apply.
+        place: &'static str,
+    },
+    /// The key is there twice.
+    #[error("--disk: `{key}` is given more than once")]
+    Duplicate {
+        /// The key.
+        key: &'static str,
+    },
+    /// The value is not one the key takes.
+    #[error("--disk: `{key}={value}`: {key} takes {takes}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// The value, as given.
+        value: String,
+        /// What it takes.
+        takes: &'static str,
+    },
+    /// Two keys contradict each other.
+    #[error("--disk: `{key}` contradicts `{other}`: {why}")]
+    Contradiction {
+        /// One key.
+        key: &'static str,
+        /// The other, with its value.
+        other: String,
+        /// Why they cannot both be meant.
+        why: &'static str,
+    },
+    /// There is no path.
+    #[error("--disk: `path` is missing; it takes {takes}")]
+    NoPath {
+        /// What it takes.
+        takes: &'static str,
+    },
+}
+
+fn did_you_mean(nearest: Option<&'static str>) -> String {
+    nearest.map_or_else(String::new, |key| format!(" (did you mean `{key}`?)"))
+}
+
+impl DiskConfig {
+    /// A disk at `path` with every option at its default.
+    #[must_use]
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            image_type: None,
+            readonly: false,
+            direct: false,
+            num_queues: 1,
+            queue_size: 128,
+            id: None,
+            serial: None,
+            queue_affinity: Vec::new(),
+            backing_files: false,
+            sparse: true,
+            lock_granularity: block::lock::LockGranularity::ByteRange,
+            l2_cache_bytes: None,
+            discard_no_unref: false,
+            poll_us: None,
+        }
+    }
+
+    /// Parses the value of one `--disk`: `key=value` items separated by commas.
+    ///
+    /// A value in double quotes may contain commas; one that starts with `[` reaches to the matching `]`.
+    ///
+    /// # Errors
+    ///
+    /// [`DiskConfigError`], naming the key and what it takes.
+    pub fn parse(text: &str) -> Result<Self, DiskConfigError> {
+        let mut config = Self::new(PathBuf::new());
+        let mut seen: Vec<&'static str> = Vec::new();
+        for (name, value) in key_value::items(text).map_err(DiskConfigError::Syntax)? {
+            let key = keys::find(name)?;
+            if let Scope::Elsewhere(place) = key.scope {
+                return Err(DiskConfigError::NotHere { key: key.name, place });
+            }
+            if seen.contains(&key.name) {
+                return Err(DiskConfigError::Duplicate { key: key.name });
+            }
+            seen.push(key.name);
+            config.set(key, value)?;
+        }
+        if !seen.contains(&"path") {
+            return Err(DiskConfigError::NoPath {
+                takes: keys::find("path")?.takes,
+            });
+        }
+        config.check_contradictions()?;
+        Ok(config)
+    }
+
+    /// The name to use in logs: the id, or else the path.
+    #[must_use]
+    pub fn name(&self) -> String {
+        self.id.clone().unwrap_or_else(|| self.path.display().to_string())
+    }
+
+    /// The CPUs of `queue`, if its worker is pinned.
+    #[must_use]
+    pub fn cpus_of(&self, queue: u16) -> Option<&[usize]> {
+        let entry = self.queue_affinity.iter().find(|entry| entry.queue == queue)?;
+        Some(&entry.cpus)
+    }
+
+    fn set(&mut self, key: &Key, value: &str) -> Result<(), DiskConfigError> {
+        self.try_set(key.name, value)
+            .ok_or_else(|| DiskConfigError::Value {
+                key: key.name,
+                value: value.to_owned(),
+                takes: key.takes,
+            })
+    }
+
+    /// Stores one value; `None` if the key does not take it.
+    fn try_set(&mut self, key: &str, value: &str) -> Option<()> {
+        use block::lock::LockGranularity;
+        match key {
+            "path" => self.path = non_empty(value)?.into(),
+            "image_type" => {
+                self.image_type = Some(match value {
+                    "raw" => ImageType::Raw,
+                    "qcow2" => ImageType::Qcow2,
+                    _ => return None,
+                });
+            }
+            "readonly" => self.readonly = on_off(value)?,
+            "direct" => self.direct = on_off(value)?,
+            "num_queues" => self.num_queues = number(value, 1, MAX_QUEUES.into())?.try_into().ok()?,
+            "queue_size" => {
+                let size = number(value, 4, 32_768)?;
+                self.queue_size = size.is_power_of_two().then_some(size)?.try_into().ok()?;
+            }
+            "id" => self.id = Some(non_empty(value)?.to_owned()),
+            "serial" => {
+                let fits =
+                    value.len() <= MAX_SERIAL_BYTES && value.bytes().all(|byte| matches!(byte, 0x20..0x7f));
+                self.serial = Some(fits.then_some(value).and_then(non_empty)?.to_owned());
+            }
+            "queue_affinity" => self.queue_affinity = affinity(value)?,
+            "backing_files" => self.backing_files = on_off(value)?,
+            "sparse" => self.sparse = on_off(value)?,
+            "lock_granularity" => {
+                self.lock_granularity = match value {
+                    "byte-range" => LockGranularity::ByteRange,
+                    "full" => LockGranularity::Full,
+                    _ => return None,
+                };
+            }
+            "l2_cache" => {
+                let bytes = crate::size::parse_bytes(value).ok()?;
+                self.l2_cache_bytes = Some((bytes >= MIN_L2_CACHE_BYTES).then_some(bytes)?);
+            }
+            "discard_no_unref" => self.discard_no_unref = on_off(value)?,
+            "poll_us" => self.poll_us = Some(number(value, 0, MAX_POLL_US)?),
+            _ => return None,
+        }
+        Some(())
+    }
+
+    fn check_contradictions(&self) -> Result<(), DiskConfigError> {
+        let contradiction = |key, other: String, why| Err(DiskConfigError::Contradiction { key, other, why });
+        if self.image_type == Some(ImageType::Raw) {
+            let raw = || "image_type=raw".to_owned();
+            if self.backing_files {
+                return contradiction("backing_files=on", raw(), "a raw disk has no backing file");
+            }
+            if self.l2_cache_bytes.is_some() {
+                return contradiction("l2_cache", raw(), "a raw disk has no tables to cache");
+            }
+            if self.discard_no_unref {
+                return contradiction("discard_no_unref=on", raw(), "a raw disk has no clusters to keep");
+            }
+        }
+        if self
+            .queue_affinity
+            .iter()
+            .any(|entry| entry.queue >= self.num_queues)
+        {
+            let other = format!("num_queues={}", self.num_queues);
+            return contradiction("queue_affinity", other, "it names a queue the disk does not have");
+        }
+        Ok(())
+    }
+}
+
+fn non_empty(value: &str) -> Option<&str> {
+    (!value.is_empty()).then_some(value)
+}
+
+fn on_off(value: &str) -> Option<bool> {
+    match value {
+        "on" | "true" => Some(true),
+        "off" | "false" => Some(false),
+        _ => None,
+    }
+}
+
+/// Plain decimal digits in `min..=max`.
+fn number(value: &str, min: u32, max: u32) -> Option<u32> {
+    let plain = value.bytes().all(|byte| byte.is_ascii_digit());
+    value
+        .parse()
+        .ok()
+        .filter(|number| plain && (min..=max).contains(number))
+}
+
+/// `[0@[1,3],1@[2-5]]`: each queue once, each with at least one CPU.
+fn affinity(value: &str) -> Option<Vec<QueueAffinity>> {
+    let mut queues: Vec<QueueAffinity> = Vec::new();
+    for entry in key_value::list(value)? {
+        let (queue, cpus) = entry.split_once('@')?;
+        let queue = number(queue, 0, u32::from(MAX_QUEUES) - 1)?.try_into().ok()?;
+        let mut numbers = Vec::new();
+        for item in key_value::list(cpus)? {
+            let (first, last) = item.split_once('-').unwrap_or((item, item));
+            let cpu = |text| number(text, 0, CPU_LIMIT as u32 - 1);
+            let (first, last) = (cpu(first)?, cpu(last)?);
+            if first > last {
+                return None;
+            }
+            numbers.extend((first..=last).map(|cpu| cpu as usize));
+        }
+        numbers.sort_unstable();
+        numbers.dedup();
+        if queues.iter().any(|known| known.queue == queue) {
+            return None;
+        }
+        queues.push(QueueAffinity { queue, cpus: numbers });
+    }
+    Some(queues)
+}
+
+#[cfg(test)]
+mod tests;

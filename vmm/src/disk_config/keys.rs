@@ -1,0 +1,203 @@
+//! The table of `--disk` keys: what exists, what it takes, what it means, where it applies.
+
+use super::DiskConfigError;
+
+/// Where a key has a meaning.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Scope {
+    /// Wherever a disk is opened.
+    Here,
+    /// Only somewhere else; the text says where.
+    Elsewhere(&'static str),
+}
+
+/// One key of the full `--disk` syntax.
+#[derive(Clone, Copy, Debug)]
+pub struct Key {
+    /// Its name.
+    pub name: &'static str,
+    /// What it takes, as the end of a sentence: "takes on or off".
+    pub takes: &'static str,
+    /// The value it has when it is not given, as a person would say it.
+    pub default: &'static str,
+    /// What it is for.
+    pub about: &'static str,
+    /// Where it applies.
+    pub scope: Scope,
+}
+
+const ON_OFF: &str = "on or off";
+const OUR_VM: &str = "it applies to disks of a virtual machine that Ringdisk runs itself; \
+                      here the program that attaches the disk sets it";
+const LIMITS: &str = "rate limits apply to disks of a virtual machine that Ringdisk runs itself";
+const CLIENT: &str = "it tells a virtual machine where its disk's server is; \
+                      a server takes its socket from --socket";
+const CREATE: &str = "it applies to images that are created";
+
+const fn here(name: &'static str, takes: &'static str, default: &'static str, about: &'static str) -> Key {
+    Key {
+        name,
+        takes,
+        default,
+        about,
+        scope: Scope::Here,
+    }
+}
+
+const fn elsewhere(name: &'static str, place: &'static str) -> Key {
+    Key {
+        name,
+        takes: "",
+        default: "",
+        about: "",
+        scope: Scope::Elsewhere(place),
+    }
+}
+
+/// Every key of the full syntax, those that apply here first.
+pub static KEYS: &[Key] = &[
+    here("path", "the name of an image file", "required", "the image"),
+    here(
+        "image_type",
+        "raw or qcow2",
+        "qcow2 if the file starts with its magic",
+        "the image's format; a file that does not look like QCOW2 needs image_type=raw",
+    ),
+    here("readonly", ON_OFF, "off", "the guest may only read"),
+    here("direct", ON_OFF, "off", "bypass the host's page cache (O_DIRECT)"),
+    here(
+        "num_queues",
+        "a number from 1 to 256",
+        "1",
+        "queues of the device, each with a worker thread",
+    ),
+    here(
+        "queue_size",
+        "a power of two from 4 to 32768",
+        "128",
+        "entries of each queue",
+    ),
+    here(
+        "serial",
+        "1 to 20 printable ASCII characters",
+        "none",
+        "the serial number the guest sees",
+    ),
+    here("id", "a name", "the path", "the disk's name in logs"),
+    here(
+        "queue_affinity",
+        "a list of queue@[cpus], each queue once, such as [0@[1,3],1@[4-7]]",
+        "none",
+        "the host CPUs each queue's worker may run on",
+    ),
+    here(
+        "backing_files",
+        ON_OFF,
+        "off",
+        "allow opening the files the image names as its backing",
+    ),
+    here("sparse", ON_OFF, "on", "give discarded space back to the host"),
+    here(
+        "lock_granularity",
+        "byte-range or full",
+        "byte-range",
+        "what the image lock covers; full for file systems that cannot lock ranges",
+    ),
+    here(
+        "l2_cache",
+        "bytes from 64K up, such as 4M",
+        "by the disk's size",
+        "memory for the mapping's tables",
+    ),
+    here(
+        "discard_no_unref",
+        ON_OFF,
+        "off",
+        "keep discarded clusters reserved, so that the image does not fragment",
+    ),
+    here(
+        "poll_us",
+        "microseconds from 0 to 10000",
+        "adaptive",
+        "how long an idle worker polls before it sleeps",
+    ),
+    elsewhere("iommu", OUR_VM),
+    elsewhere("pci_segment", OUR_VM),
+    elsewhere("pci_device_id", OUR_VM),
+    elsewhere("bw_size", LIMITS),
+    elsewhere("bw_one_time_burst", LIMITS),
+    elsewhere("bw_refill_time", LIMITS),
+    elsewhere("ops_size", LIMITS),
+    elsewhere("ops_one_time_burst", LIMITS),
+    elsewhere("ops_refill_time", LIMITS),
+    elsewhere("rate_limit_group", LIMITS),
+    elsewhere("vhost_user", CLIENT),
+    elsewhere("socket", CLIENT),
+    elsewhere("cow", CREATE),
+    elsewhere("compression", CREATE),
+];
+
+/// The keys that apply here, in the table's order.
+fn applicable() -> impl Iterator<Item = &'static Key> {
+    KEYS.iter().filter(|key| key.scope == Scope::Here)
+}
+
+/// The names of the keys that apply, as a list for a sentence.
+pub(super) fn names() -> String {
+    applicable().map(|key| key.name).collect::<Vec<_>>().join(", ")
+}
+
+/// The key called `name`.
+pub(super) fn find(name: &str) -> Result<&'static Key, DiskConfigError> {
+    KEYS.iter()
+        .find(|key| key.name == name)
+        .ok_or_else(|| DiskConfigError::UnknownKey {
+            key: name.to_owned(),
+            nearest: nearest(name),
+        })
+}
+
+/// The table of keys for `--help`: one key a line.
+#[must_use]
+pub fn keys_help() -> String {
+    let mut text = String::from("Keys of --disk (key=value, separated by commas):\n");
+    for key in applicable() {
+        let Key {
+            name,
+            takes,
+            default,
+            about,
+            ..
+        } = key;
+        text += &format!("  {name:<17} {about}; takes {takes} [default: {default}]\n");
+    }
+    text
+}
+
+/// The applicable key that a misspelt name most resembles: at most two letters away.
+fn nearest(name: &str) -> Option<&'static str> {
+    // No key is this long, and the distance below is quadratic.
+    if name.len() > 32 {
+        return None;
+    }
+    applicable()
+        .map(|key| (letters_apart(name.as_bytes(), key.name.as_bytes()), key.name))
+        .filter(|(distance, key)| *distance <= 2 && *distance < key.len() / 2 + 1)
+        .min()
+        .map(|(_, key)| key)
+}
+
+/// How many letters must be inserted, deleted or replaced to get from `a` to `b`.
+fn letters_apart(a: &[u8], b: &[u8]) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, left) in a.iter().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, right) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(left != right);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(row[j + 1] + 1);
+        }
+    }
+    row[b.len()]
+}

@@ -1,0 +1,352 @@
+//! Every key, every kind of refusal, and the messages a person reads.
+
+use super::*;
+use block::lock::LockGranularity;
+
+fn parse(text: &str) -> DiskConfig {
+    DiskConfig::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"))
+}
+
+fn refused(text: &str) -> String {
+    match DiskConfig::parse(text) {
+        Ok(config) => panic!("{text}: accepted as {config:?}"),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn a_path_alone_gets_the_documented_defaults() {
+    let config = parse("path=/a/disk.qcow2");
+    assert_eq!(config, DiskConfig::new("/a/disk.qcow2"));
+    assert_eq!((config.num_queues, config.queue_size), (1, 128));
+    assert!(config.sparse && !config.backing_files && !config.readonly && !config.direct);
+    assert_eq!(
+        (config.image_type, config.l2_cache_bytes, config.poll_us),
+        (None, None, None)
+    );
+    assert_eq!(config.lock_granularity, LockGranularity::ByteRange);
+    assert_eq!(config.name(), "/a/disk.qcow2");
+}
+
+#[test]
+fn every_key_reaches_its_field() {
+    let config = parse(
+        "queue_affinity=[0@[1,3],1@[4-6,5]],path=d,image_type=qcow2,readonly=on,direct=on,num_queues=2,\
+         queue_size=256,serial=root disk,id=d0,backing_files=on,sparse=off,lock_granularity=full,\
+         l2_cache=4M,discard_no_unref=on,poll_us=50",
+    );
+    let expected = DiskConfig {
+        path: "d".into(),
+        image_type: Some(ImageType::Qcow2),
+        readonly: true,
+        direct: true,
+        num_queues: 2,
+        queue_size: 256,
+        id: Some("d0".to_owned()),
+        serial: Some("root disk".to_owned()),
+        queue_affinity: vec![
+            QueueAffinity {
+                queue: 0,
+                cpus: vec![1, 3],
+            },
+            QueueAffinity {
+                queue: 1,
+                cpus: vec![4, 5, 6],
+            },
+        ],
+        backing_files: true,
+        sparse: false,
+        lock_granularity: LockGranularity::Full,
+        l2_cache_bytes: Some(4 << 20),
+        discard_no_unref: true,
+        poll_us: Some(50),
+    };
+    assert_eq!(config, expected);
+    assert_eq!(config.name(), "d0");
+    assert_eq!((config.cpus_of(0), config.cpus_of(2)), (Some(&[1, 3][..]), None));
+}
+
+#[test]
+fn the_table_of_keys_and_the_parser_know_the_same_keys() {
+    for key in KEYS {
+        let text = format!("path=d,{}=\u{1}", key.name);
+        let error = DiskConfig::parse(&text).err();
+        match key.scope {
+            Scope::Elsewhere(place) => {
+                assert_eq!(error, Some(DiskConfigError::NotHere { key: key.name, place }));
+            }
+            // A path or id may be any text; `path` is there twice.
+            Scope::Here if key.name == "path" => {
+                assert_eq!(error, Some(DiskConfigError::Duplicate { key: "path" }));
+            }
+            Scope::Here if key.name == "id" => assert_eq!(error, None),
+            Scope::Here => {
+                let value = "\u{1}".to_owned();
+                assert_eq!(
+                    error,
+                    Some(DiskConfigError::Value {
+                        key: key.name,
+                        value,
+                        takes: key.takes
+                    })
+                );
+                assert!(
+                    keys_help().contains(&format!("  {} ", key.name)),
+                    "{} is not in the help",
+                    key.name
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn values_may_be_quoted_and_file_names_may_hold_brackets_and_equals_signs() {
+    assert_eq!(
+        parse("path=\"a,b=c.img\",readonly=on").path,
+        PathBuf::from("a,b=c.img")
+    );
+    assert_eq!(parse("path=a=b").path, PathBuf::from("a=b"));
+    assert_eq!(parse("path=a[1].img,readonly=on").path, PathBuf::from("a[1].img"));
+    assert_eq!(parse("path=a\"b").path, PathBuf::from("a\"b"));
+    assert_eq!(parse("path=é,id=ü").path, PathBuf::from("é"));
+}
+
+#[test]
+fn text_that_is_not_items_is_refused_with_the_item() {
+    for (text, message) in [
+        ("", "--disk: ``: expected key=value, found nothing"),
+        ("disk.qcow2", "--disk: `disk.qcow2`: expected key=value"),
+        ("path=a,", "--disk: ``: expected key=value, found nothing"),
+        (
+            "path=a,,readonly=on",
+            "--disk: ``: expected key=value, found nothing",
+        ),
+        ("path=a,readonly", "--disk: `readonly`: expected key=value"),
+        ("path=\"a", "--disk: `path=\"a`: the quote is not closed"),
+        (
+            "path=\"a\"b",
+            "--disk: `path=\"a\"b`: expected a comma after the closing quote or bracket",
+        ),
+        (
+            "path=a,queue_affinity=[0@[1]",
+            "--disk: `queue_affinity=[0@[1]`: the bracket is not closed",
+        ),
+    ] {
+        assert_eq!(refused(text), message);
+    }
+}
+
+#[test]
+fn an_unknown_key_is_named_with_the_one_it_resembles_and_all_there_are() {
+    let message = refused("path=a,sprase=on");
+    assert!(
+        message.starts_with("--disk: unknown key `sprase` (did you mean `sparse`?); the keys are path, "),
+        "{message}"
+    );
+    for key in KEYS.iter().filter(|key| key.scope == Scope::Here) {
+        assert!(message.contains(key.name), "{message}");
+    }
+    assert!(refused("path=a,frobnicate=on").starts_with("--disk: unknown key `frobnicate`; the keys are"));
+    assert!(refused("path=a,PATH=b").starts_with("--disk: unknown key `PATH`"));
+    assert!(refused("path=a,=b").starts_with("--disk: unknown key ``"));
+    let long = "x".repeat(1 << 20);
+    assert!(refused(&format!("{long}=1")).contains("unknown key"));
+}
+
+#[test]
+fn keys_of_the_full_syntax_are_refused_with_where_they_apply() {
+    for key in [
+        "bw_size",
+        "ops_refill_time",
+        "rate_limit_group",
+        "iommu",
+        "pci_segment",
+        "pci_device_id",
+    ] {
+        let message = refused(&format!("path=a,{key}=1"));
+        assert!(
+            message.starts_with(&format!("--disk: `{key}` does not apply here: ")),
+            "{message}"
+        );
+        assert!(
+            message.contains("virtual machine that Ringdisk runs itself"),
+            "{message}"
+        );
+    }
+    assert!(refused("path=a,socket=/s").contains("--socket"));
+    assert!(refused("path=a,vhost_user=on").contains("--socket"));
+    assert!(refused("path=a,cow=on").contains("images that are created"));
+}
+
+#[test]
+fn a_key_given_twice_is_refused_even_with_the_same_value() {
+    assert_eq!(
+        refused("path=a,readonly=on,readonly=on"),
+        "--disk: `readonly` is given more than once"
+    );
+    assert_eq!(refused("path=a,path=a"), "--disk: `path` is given more than once");
+}
+
+#[test]
+fn a_missing_or_empty_path_is_refused() {
+    assert_eq!(
+        refused("readonly=on"),
+        "--disk: `path` is missing; it takes the name of an image file"
+    );
+    assert_eq!(
+        refused("path="),
+        "--disk: `path=`: path takes the name of an image file"
+    );
+    assert_eq!(
+        refused("path=\"\""),
+        "--disk: `path=`: path takes the name of an image file"
+    );
+}
+
+#[test]
+fn wrong_values_name_the_key_and_what_it_takes() {
+    for (item, takes) in [
+        ("image_type=vmdk", "raw or qcow2"),
+        ("image_type=QCOW2", "raw or qcow2"),
+        ("readonly=yes", "on or off"),
+        ("direct=1", "on or off"),
+        ("backing_files=", "on or off"),
+        ("sparse=ON", "on or off"),
+        ("discard_no_unref=maybe", "on or off"),
+        ("num_queues=0", "a number from 1 to 256"),
+        ("num_queues=257", "a number from 1 to 256"),
+        ("num_queues=-1", "a number from 1 to 256"),
+        ("num_queues=+1", "a number from 1 to 256"),
+        ("num_queues=99999999999999999999", "a number from 1 to 256"),
+        ("queue_size=2", "a power of two from 4 to 32768"),
+        ("queue_size=0", "a power of two from 4 to 32768"),
+        ("queue_size=100", "a power of two from 4 to 32768"),
+        ("queue_size=65536", "a power of two from 4 to 32768"),
+        ("serial=", "1 to 20 printable ASCII characters"),
+        (
+            "serial=123456789012345678901",
+            "1 to 20 printable ASCII characters",
+        ),
+        ("serial=é", "1 to 20 printable ASCII characters"),
+        ("id=", "a name"),
+        ("lock_granularity=none", "byte-range or full"),
+        ("l2_cache=0", "bytes from 64K up, such as 4M"),
+        ("l2_cache=63K", "bytes from 64K up, such as 4M"),
+        ("l2_cache=4MB", "bytes from 64K up, such as 4M"),
+        ("l2_cache=-4M", "bytes from 64K up, such as 4M"),
+        ("l2_cache=99E", "bytes from 64K up, such as 4M"),
+        ("poll_us=10001", "microseconds from 0 to 10000"),
+        ("poll_us=1ms", "microseconds from 0 to 10000"),
+    ] {
+        let key = item.split('=').next().expect("a key");
+        assert_eq!(
+            refused(&format!("path=a,{item}")),
+            format!("--disk: `{item}`: {key} takes {takes}")
+        );
+    }
+}
+
+#[test]
+fn limits_themselves_are_accepted() {
+    assert_eq!(parse("path=a,num_queues=256").num_queues, 256);
+    assert_eq!(parse("path=a,queue_size=4").queue_size, 4);
+    assert_eq!(parse("path=a,queue_size=32768").queue_size, 32768);
+    assert_eq!(
+        parse("path=a,serial=12345678901234567890").serial.as_deref(),
+        Some("12345678901234567890")
+    );
+    assert_eq!(parse("path=a,l2_cache=64K").l2_cache_bytes, Some(65536));
+    assert_eq!(parse("path=a,l2_cache=1G").l2_cache_bytes, Some(1 << 30));
+    assert_eq!(parse("path=a,poll_us=0").poll_us, Some(0));
+    assert_eq!(parse("path=a,poll_us=10000").poll_us, Some(10_000));
+    assert_eq!(
+        parse("path=a,queue_affinity=[0@[1023]]").cpus_of(0),
+        Some(&[1023][..])
+    );
+    assert!(!parse("path=a,readonly=true,sparse=false").sparse);
+}
+
+#[test]
+fn a_malformed_affinity_is_refused() {
+    for value in [
+        "0@[1]",
+        "[]",
+        "[0]",
+        "[0@1]",
+        "[0@[]]",
+        "[0@[1],]",
+        "[@[1]]",
+        "[0@[1],0@[2]]",
+        "[0@[a]]",
+        "[0@[-1]]",
+        "[0@[3-1]]",
+        "[0@[1024]]",
+        "[0@[0-1024]]",
+        "[256@[0]]",
+        "[0@[1]x]",
+        "[0@[[1]]]",
+        "[0@[1]]]",
+        "[0@[1],,1@[2]]",
+        "[0@[1-2-3]]",
+    ] {
+        let message = refused(&format!("path=a,num_queues=256,queue_affinity={value}"));
+        assert!(
+            message.starts_with("--disk: `queue_affinity="),
+            "{value}: {message}"
+        );
+    }
+}
+
+#[test]
+fn contradictions_name_both_keys() {
+    for (text, message) in [
+        (
+            "path=a,image_type=raw,backing_files=on",
+            "--disk: `backing_files=on` contradicts `image_type=raw`: a raw disk has no backing file",
+        ),
+        (
+            "path=a,l2_cache=1M,image_type=raw",
+            "--disk: `l2_cache` contradicts `image_type=raw`: a raw disk has no tables to cache",
+        ),
+        (
+            "path=a,discard_no_unref=on,image_type=raw",
+            "--disk: `discard_no_unref=on` contradicts `image_type=raw`: a raw disk has no clusters to keep",
+        ),
+        (
+            "path=a,num_queues=2,queue_affinity=[2@[0]]",
+            "--disk: `queue_affinity` contradicts `num_queues=2`: it names a queue the disk does not have",
+        ),
+    ] {
+        assert_eq!(refused(text), message);
+    }
+    parse("path=a,image_type=raw,backing_files=off,discard_no_unref=off");
+}
+
+#[test]
+fn no_text_makes_the_parser_panic() {
+    // Every string of up to five characters over the ones with a meaning, multi-byte included.
+    let alphabet = [
+        "path",
+        "queue_affinity",
+        "=",
+        ",",
+        "[",
+        "]",
+        "\"",
+        "@",
+        "0",
+        "-",
+        "é",
+    ];
+    let mut texts = vec![String::new()];
+    for _ in 0..5 {
+        texts = texts
+            .iter()
+            .flat_map(|text| alphabet.iter().map(move |piece| format!("{text}{piece}")))
+            .collect();
+        for text in &texts {
+            drop(DiskConfig::parse(text));
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! `ringdisk image create`: makes an image, or leaves everything as it was.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use block::Context;
+use block::file::{FileOptions, ImageFile};
+use block::lock::{ImageLock, LockGranularity, LockMode};
+use qcow::image::{self as tools, CreateError, CreateOptions};
+
+use super::{CreateArguments, create_options, on_image, open_to_read, write_json};
+use crate::error::{CommandFailure, EXIT_OK};
+use crate::size::parse_bytes;
+
+/// Makes the image and says what it made.
+pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8, CommandFailure> {
+    let usage = |error: &dyn std::fmt::Display| CommandFailure::Usage(error.to_string());
+    let mut options =
+        create_options::parse(arguments.options.iter().map(String::as_str)).map_err(|error| usage(&error))?;
+    let size = match &arguments.size {
+        None => None,
+        Some(text) => Some(parse_bytes(text).map_err(|error| usage(&format!("size `{text}`: {error}")))?),
+    };
+    let backing_size = backing_disk_size(&arguments.path, &options)?;
+    options.size = size.or(backing_size).ok_or_else(|| {
+        CommandFailure::Usage("a size is missing; it can be left out only with -o backing_file=…".to_owned())
+    })?;
+
+    let created = NewFile::open(&arguments.path)?;
+    let cx = Context::syscalls();
+    let file_options = FileOptions {
+        write: true,
+        direct: false,
+    };
+    let file = ImageFile::open(&arguments.path, file_options)
+        .map_err(|error| CommandFailure::Failed(error.into()))?;
+    let lock = ImageLock::acquire(
+        file.as_fd(),
+        &arguments.path,
+        LockMode::Write,
+        LockGranularity::ByteRange,
+    );
+    let _lock = lock.map_err(|error| CommandFailure::Failed(error.into()))?;
+    let made = on_image(&file, &cx, async |view| tools::create(&view, &options).await)?;
+    if let Err(error) = made {
+        return Err(match error {
+            CreateError::Option { .. } => CommandFailure::Usage(error.to_string()),
+            error => CommandFailure::about(format!("cannot create {}", arguments.path.display()), error),
+        });
+    }
+    created.keep();
+
+    if arguments.json {
+        let info = on_image(&file, &cx, async |view| tools::info(&view).await)?
+            .map_err(|error| CommandFailure::about(arguments.path.display(), error))?;
+        write_json(out, &info)?;
+    } else {
+        writeln!(out, "{}", describe(&arguments.path, &options))?;
+    }
+    Ok(EXIT_OK)
+}
+
+/// The size of the disk in the backing file, if there is to be one. Finding it out shows that the file is
+/// there, is of the format it is said to be, and is not being written.
+fn backing_disk_size(path: &Path, options: &CreateOptions) -> Result<Option<u64>, CommandFailure> {
+    let (Some(name), Some(format)) = (&options.backing_file, &options.backing_format) else {
+        // That one is missing without the other is told when the image is made.
+        return Ok(options.backing_file.as_ref().map(|_| 0));
+    };
+    let backing = resolve(path, name);
+    let about = |error| CommandFailure::about(format!("backing file {}", backing.display()), error);
+    let same_file = |a: &Path, b: &Path| match (fs::metadata(a), fs::metadata(b)) {
+        (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
+        _ => false,
+    };
+    if same_file(path, &backing) {
+        let error = io::Error::new(io::ErrorKind::InvalidInput, "it is the image itself");
+        return Err(about(error.into()));
+    }
+    let cx = Context::syscalls();
+    let (file, _lock) = open_to_read(&backing, false).map_err(about)?;
+    let size = if format == "qcow2" {
+        on_image(&file, &cx, async |view| tools::info(&view).await)?
+            .map_err(|error| about(error.into()))?
+            .virtual_size
+    } else {
+        on_image(&file, &cx, async |view| view.len())?.map_err(|error| about(error.into()))?
+    };
+    Ok(Some(size))
+}
+
+/// A backing file's name as the image's user will resolve it: relative to the image's folder.
+fn resolve(image: &Path, name: &str) -> PathBuf {
+    image
+        .parent()
+        .map_or_else(|| PathBuf::from(name), |folder| folder.join(name))
+}
+
+/// A file that is removed again unless it is kept, if it was not there before.
+struct NewFile {
+    made: Option<PathBuf>,
+}
+
+impl NewFile {
+    /// Makes an empty file if there is none.
+    fn open(path: &Path) -> Result<Self, CommandFailure> {
+        match OpenOptions::new().write(true).create_new(true).open(path) {
+            Ok(_) => Ok(Self {
+                made: Some(path.to_owned()),
+            }),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(Self { made: None }),
+            Err(error) => Err(CommandFailure::about(
+                format!("cannot create {}", path.display()),
+                error,
+            )),
+        }
+    }
+
+    fn keep(mut self) {
+        self.made = None;
+    }
+}
+
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        if let Some(path) = &self.made
+            && let Err(error) = fs::remove_file(path)
+        {
+            tracing::warn!(path = %path.display(), %error, "could not remove a file that was not finished");
+        }
+    }
+}
+
+/// The line that `qemu-img create` prints.
+fn describe(path: &Path, options: &CreateOptions) -> String {
+    let mut line = format!(
+        "Formatting '{}', fmt=qcow2 cluster_size={}",
+        path.display(),
+        options.cluster_size
+    );
+    let mut add = |name: &str, value: &dyn std::fmt::Display| line.push_str(&format!(" {name}={value}"));
+    add("compression_type", &options.compression.name());
+    add("size", &options.size);
+    if let Some(file) = &options.backing_file {
+        add("backing_file", file);
+    }
+    if let Some(format) = &options.backing_format {
+        add("backing_fmt", format);
+    }
+    add("compat", &options.version.compat());
+    add(
+        "lazy_refcounts",
+        &if options.lazy_refcounts { "on" } else { "off" },
+    );
+    add("refcount_bits", &options.refcount_bits);
+    line
+}

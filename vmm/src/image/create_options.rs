@@ -1,0 +1,213 @@
+//! What `image create -o opt=val,…` says, as values.
+//!
+//! The options are those of `qemu-img create -f qcow2`. This reads each value; whether they go together
+//! and make an image is for [`qcow::image::create()`] to say, before it writes anything.
+
+use qcow::format::{CompressionType, Version};
+use qcow::image::{CreateOptions, Preallocation};
+
+use crate::key_value::{self, SyntaxError};
+use crate::size::parse_bytes;
+
+/// Why options were refused.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum CreateOptionsError {
+    /// Not `option=value`.
+    #[error("-o: {0}")]
+    Syntax(SyntaxError),
+    /// No such option.
+    #[error("-o: unknown option `{option}`; the options are {}", names())]
+    Unknown {
+        /// The option.
+        option: String,
+    },
+    /// The option exists in QCOW2, but is not supported.
+    #[error("-o: `{option}` is not supported")]
+    Unsupported {
+        /// The option.
+        option: String,
+    },
+    /// The option is there twice.
+    #[error("-o: `{option}` is given more than once")]
+    Duplicate {
+        /// The option.
+        option: &'static str,
+    },
+    /// The value is not one the option takes.
+    #[error("-o: `{option}={value}`: {option} takes {takes}")]
+    Value {
+        /// The option.
+        option: &'static str,
+        /// The value.
+        value: String,
+        /// What it takes.
+        takes: &'static str,
+    },
+}
+
+/// The options and what they take.
+const OPTIONS: [(&str, &str); 8] = [
+    ("cluster_size", "a power of two from 512 to 2M"),
+    ("compat", "0.10 (version 2) or 1.1 (version 3)"),
+    ("refcount_bits", "1, 2, 4, 8, 16, 32 or 64"),
+    ("backing_file", "the name of a file"),
+    ("backing_fmt", "raw or qcow2"),
+    ("lazy_refcounts", "on or off"),
+    ("preallocation", "off, metadata, falloc or full"),
+    ("compression_type", "zlib or zstd"),
+];
+
+/// Options of `qemu-img` that are refused as such rather than as unknown.
+const UNSUPPORTED: [&str; 6] = [
+    "data_file",
+    "data_file_raw",
+    "extended_l2",
+    "encryption",
+    "encrypt.format",
+    "encrypt.key-secret",
+];
+
+fn names() -> String {
+    OPTIONS.map(|(name, _)| name).join(", ")
+}
+
+/// The table of options for `--help`.
+#[must_use]
+pub fn options_help() -> String {
+    let lines: String = OPTIONS
+        .iter()
+        .map(|(name, takes)| format!("  {name:<17} {takes}\n"))
+        .collect();
+    format!("Options of -o (opt=val, separated by commas):\n{lines}")
+}
+
+/// Parses the values of all `-o` onto the defaults. The size is left at zero.
+///
+/// # Errors
+///
+/// [`CreateOptionsError`], naming the option and what it takes.
+pub fn parse<'a>(texts: impl IntoIterator<Item = &'a str>) -> Result<CreateOptions, CreateOptionsError> {
+    let mut options = CreateOptions::new(0);
+    let mut seen: Vec<&'static str> = Vec::new();
+    for text in texts {
+        for (name, value) in key_value::items(text).map_err(CreateOptionsError::Syntax)? {
+            let Some(&(option, takes)) = OPTIONS.iter().find(|(known, _)| *known == name) else {
+                let option = name.to_owned();
+                return Err(if UNSUPPORTED.contains(&name) {
+                    CreateOptionsError::Unsupported { option }
+                } else {
+                    CreateOptionsError::Unknown { option }
+                });
+            };
+            if seen.contains(&option) {
+                return Err(CreateOptionsError::Duplicate { option });
+            }
+            seen.push(option);
+            let wrong = || CreateOptionsError::Value {
+                option,
+                value: value.to_owned(),
+                takes,
+            };
+            set(&mut options, option, value).ok_or_else(wrong)?;
+        }
+    }
+    Ok(options)
+}
+
+/// Stores one value; `None` if the option does not take it.
+fn set(options: &mut CreateOptions, option: &str, value: &str) -> Option<()> {
+    match option {
+        "cluster_size" => options.cluster_size = parse_bytes(value).ok()?,
+        "compat" => {
+            options.version = match value {
+                "0.10" | "v2" => Version::V2,
+                "1.1" | "v3" => Version::V3,
+                _ => return None,
+            };
+        }
+        "refcount_bits" => options.refcount_bits = value.parse().ok()?,
+        "backing_file" => options.backing_file = Some(value.to_owned()),
+        "backing_fmt" => {
+            let known = matches!(value, "raw" | "qcow2");
+            options.backing_format = Some(known.then(|| value.to_owned())?);
+        }
+        "lazy_refcounts" => {
+            options.lazy_refcounts = match value {
+                "on" | "true" => true,
+                "off" | "false" => false,
+                _ => return None,
+            };
+        }
+        "preallocation" => options.preallocation = Preallocation::from_name(value)?,
+        "compression_type" => {
+            options.compression = match value {
+                "zlib" => CompressionType::Deflate,
+                "zstd" => CompressionType::Zstd,
+                _ => return None,
+            };
+        }
+        _ => return None,
+    }
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(text: &str) -> String {
+        parse([text]).map_or_else(|error| error.to_string(), |found| panic!("{text}: {found:?}"))
+    }
+
+    #[test]
+    fn every_option_reaches_its_field_from_one_or_several_texts() {
+        let options = parse([
+            "cluster_size=4k,compat=0.10,refcount_bits=1",
+            "backing_file=\"a,b.img\",backing_fmt=raw,lazy_refcounts=on,preallocation=falloc,compression_type=zstd",
+        ])
+        .expect("values");
+        assert_eq!(
+            (options.cluster_size, options.version, options.refcount_bits),
+            (4096, Version::V2, 1)
+        );
+        assert_eq!(options.backing_file.as_deref(), Some("a,b.img"));
+        assert_eq!(options.backing_format.as_deref(), Some("raw"));
+        assert!(options.lazy_refcounts);
+        assert_eq!(options.preallocation, Preallocation::Falloc);
+        assert_eq!(options.compression, CompressionType::Zstd);
+    }
+
+    #[test]
+    fn wrong_values_name_the_option_and_what_it_takes() {
+        for (item, takes) in [
+            ("cluster_size=x", "a power of two from 512 to 2M"),
+            ("compat=2", "0.10 (version 2) or 1.1 (version 3)"),
+            ("refcount_bits=a", "1, 2, 4, 8, 16, 32 or 64"),
+            ("backing_fmt=vmdk", "raw or qcow2"),
+            ("lazy_refcounts=maybe", "on or off"),
+            ("preallocation=some", "off, metadata, falloc or full"),
+            ("compression_type=lz4", "zlib or zstd"),
+        ] {
+            let option = item.split('=').next().expect("an option");
+            assert_eq!(refused(item), format!("-o: `{item}`: {option} takes {takes}"));
+        }
+    }
+
+    #[test]
+    fn unknown_unsupported_and_repeated_options_are_told_apart() {
+        assert!(
+            refused("foo=1").starts_with("-o: unknown option `foo`; the options are cluster_size, compat,")
+        );
+        assert_eq!(refused("extended_l2=on"), "-o: `extended_l2` is not supported");
+        assert_eq!(
+            refused("compat=1.1,compat=1.1"),
+            "-o: `compat` is given more than once"
+        );
+        let twice = parse(["compat=1.1", "compat=0.10"]).expect_err("twice");
+        assert_eq!(twice, CreateOptionsError::Duplicate { option: "compat" });
+        assert_eq!(refused("compat"), "-o: `compat`: expected key=value");
+        for (option, _) in OPTIONS {
+            assert!(options_help().contains(option), "{option} is not in the help");
+        }
+    }
+}

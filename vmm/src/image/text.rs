@@ -1,0 +1,230 @@
+//! What `image info` and `image check` say to people: the words of `qemu-img`.
+
+use qcow::image::{CheckReport, ImageInfo, Severity};
+
+use crate::size::human_short;
+
+/// What `image info` prints.
+#[must_use]
+pub fn info(info: &ImageInfo) -> String {
+    let mut text = String::new();
+    let mut line = |line: String| {
+        text.push_str(&line);
+        text.push('\n');
+    };
+    let on_off = |value: bool| if value { "true" } else { "false" };
+    line(format!("image: {}", info.filename));
+    line(format!("file format: {}", info.format));
+    line(format!(
+        "virtual size: {} ({} bytes)",
+        human_short(info.virtual_size),
+        info.virtual_size
+    ));
+    if let Some(bytes) = info.actual_size {
+        line(format!("disk size: {}", human_short(bytes)));
+    }
+    if info.encrypted {
+        line("encrypted: yes".to_owned());
+    }
+    line(format!("cluster_size: {}", info.cluster_size));
+    if info.dirty_flag {
+        line("cleanly shut down: no".to_owned());
+    }
+    if let Some(name) = &info.backing_filename {
+        let path = info.full_backing_filename.as_ref().filter(|path| *path != name);
+        let path = path.map_or_else(String::new, |path| format!(" (actual path: {path})"));
+        line(format!("backing file: {name}{path}"));
+    }
+    if let Some(format) = &info.backing_filename_format {
+        line(format!("backing file format: {format}"));
+    }
+    if !info.snapshots.is_empty() {
+        line("Snapshot list:".to_owned());
+        for snapshot in &info.snapshots {
+            let state = human_short(snapshot.vm_state_size);
+            line(format!(
+                "    {}: {} (VM state {state})",
+                snapshot.id, snapshot.name
+            ));
+        }
+    }
+    let data = &info.format_specific.data;
+    line("Format specific information:".to_owned());
+    line(format!("    compat: {}", data.compat));
+    line(format!("    compression type: {}", data.compression_type));
+    if let Some(value) = data.lazy_refcounts {
+        line(format!("    lazy refcounts: {}", on_off(value)));
+    }
+    line(format!("    refcount bits: {}", data.refcount_bits));
+    if let Some(value) = data.corrupt {
+        line(format!("    corrupt: {}", on_off(value)));
+    }
+    if let Some(value) = data.extended_l2 {
+        line(format!("    extended l2: {}", on_off(value)));
+    }
+    if let Some(file) = &data.data_file {
+        line(format!("    data file: {file}"));
+    }
+    if let Some(value) = data.data_file_raw {
+        line(format!("    data file raw: {}", on_off(value)));
+    }
+    if let Some(encrypt) = &data.encrypt {
+        line(format!("    encrypt format: {}", encrypt.format));
+    }
+    for bitmap in &data.bitmaps {
+        let flags = bitmap.flags.join(", ");
+        line(format!(
+            "    bitmap: {} (granularity {}; {flags})",
+            bitmap.name, bitmap.granularity
+        ));
+    }
+    if let Some(reason) = &info.unsupported {
+        line(format!("Ringdisk cannot serve this image: {reason}"));
+    }
+    text
+}
+
+/// What `image check` prints.
+#[must_use]
+pub fn check(report: &CheckReport) -> String {
+    let mut text = String::new();
+    for finding in &report.findings {
+        let kind = match finding.severity {
+            Severity::Corruption => "ERROR",
+            Severity::Leak => "Leaked",
+            Severity::Error => "Could not check",
+        };
+        let (structure, offset, message) = (finding.structure, finding.offset, &finding.message);
+        push(
+            &mut text,
+            format_args!("{kind} {structure} at {offset:#x}: {message}"),
+        );
+    }
+    let told = report.findings.len() as u64;
+    let found = report.corruptions + report.leaks + report.check_errors;
+    if found > told {
+        push(&mut text, format_args!("… and {} more", found - told));
+    }
+    if report.marked_corrupt {
+        push(
+            &mut text,
+            format_args!("The image is marked as corrupt; it can be read, not written."),
+        );
+    }
+    if report.dirty {
+        push(
+            &mut text,
+            format_args!("The image was not closed cleanly; refcounts are rebuilt when it is opened."),
+        );
+    }
+    if found == 0 {
+        push(&mut text, format_args!("No errors were found on the image."));
+    }
+    if report.corruptions > 0 {
+        let count = report.corruptions;
+        push(
+            &mut text,
+            format_args!("\n{count} errors were found on the image."),
+        );
+        push(
+            &mut text,
+            format_args!("Data may be corrupted, or further writes to the image may corrupt it."),
+        );
+    }
+    if report.leaks > 0 {
+        push(
+            &mut text,
+            format_args!("\n{} leaked clusters were found on the image.", report.leaks),
+        );
+        push(
+            &mut text,
+            format_args!("This means waste of disk space, but no harm to data."),
+        );
+    }
+    if report.check_errors > 0 {
+        push(
+            &mut text,
+            format_args!(
+                "\n{} parts of the image could not be checked.",
+                report.check_errors
+            ),
+        );
+    }
+    if report.total_clusters > 0 && report.allocated_clusters > 0 {
+        let percent = |part: u64, whole: u64| part as f64 * 100.0 / whole as f64;
+        let (allocated, total) = (report.allocated_clusters, report.total_clusters);
+        push(
+            &mut text,
+            format_args!(
+                "{allocated}/{total} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters",
+                percent(allocated, total),
+                percent(report.fragmented_clusters, allocated),
+                percent(report.compressed_clusters, allocated),
+            ),
+        );
+    }
+    push(
+        &mut text,
+        format_args!("Image end offset: {}", report.image_end_offset),
+    );
+    text
+}
+
+fn push(text: &mut String, line: std::fmt::Arguments<'_>) {
+    text.push_str(&line.to_string());
+    text.push('\n');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use qcow::image::Finding;
+
+    #[test]
+    fn a_clean_image_is_said_to_be_clean_with_its_statistics() {
+        let report = CheckReport {
+            total_clusters: 16,
+            allocated_clusters: 4,
+            fragmented_clusters: 1,
+            image_end_offset: 262_144,
+            ..CheckReport::default()
+        };
+        assert_eq!(
+            check(&report),
+            "No errors were found on the image.\n\
+             4/16 = 25.00% allocated, 25.00% fragmented, 0.00% compressed clusters\n\
+             Image end offset: 262144\n"
+        );
+    }
+
+    #[test]
+    fn findings_are_listed_counted_and_explained() {
+        let finding = |severity| Finding {
+            severity,
+            structure: "cluster",
+            offset: 0x1_0000,
+            message: "is lost".to_owned(),
+        };
+        let report = CheckReport {
+            corruptions: 2,
+            leaks: 1,
+            check_errors: 1,
+            marked_corrupt: true,
+            dirty: true,
+            findings: vec![finding(Severity::Corruption), finding(Severity::Leak)],
+            ..CheckReport::default()
+        };
+        let text = check(&report);
+        for part in [
+            "ERROR cluster at 0x10000: is lost\nLeaked cluster at 0x10000: is lost\n… and 2 more\n",
+            "marked as corrupt",
+            "not closed cleanly",
+            "2 errors were found on the image.\nData may be corrupted",
+            "1 leaked clusters were found on the image.\nThis means waste",
+            "1 parts of the image could not be checked.",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in:\n{text}");
+        }
+        assert!(!text.contains("No errors"));
+    }
+}

@@ -1,0 +1,101 @@
+//! `ringdisk io`: requests to a disk from the command line, through the engine that guests use.
+//!
+//! It understands the language of `qemu-io`, as far as it is about data, and answers in its words, so
+//! that one script can ask both. Background requests go over several queues, each on a worker of its
+//! own, as a guest's would.
+
+use std::io::{BufRead, Write};
+
+use crate::disk_config::{DiskConfig, MAX_QUEUES};
+use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
+use crate::open;
+
+pub mod command;
+mod lane;
+pub mod output;
+mod session;
+mod transfer;
+
+pub use lane::LaneError;
+pub use session::SessionError;
+
+use command::Command;
+use session::Session;
+
+/// Opens the disk, carries out `commands` (or the lines of standard input, if there are none), and closes it.
+///
+/// Returns 0, or 1 if any command failed. Commands given as arguments are all parsed before the
+/// disk is opened.
+///
+/// # Errors
+///
+/// A usage failure for a command that is none or contradictory options; a failure if the disk cannot be
+/// opened, served or closed.
+pub fn run(config: DiskConfig, queues: Option<u16>, commands: &[String]) -> Result<u8, CommandFailure> {
+    let queues = queue_count(&config, queues)?;
+    let parsed = commands
+        .iter()
+        .map(|line| Command::parse(line).map_err(|error| CommandFailure::Usage(error.to_string())))
+        .collect::<Result<Vec<_>, _>>()?;
+    let opened = open::open(&config).map_err(|error| CommandFailure::Failed(error.into()))?;
+    let workers = (0..queues)
+        .map(|queue| open::worker_config(&config, queue))
+        .collect();
+
+    let mut out = std::io::stdout().lock();
+    let mut session = Session::open(opened.disk(), workers, &mut out).map_err(about(&config))?;
+    if commands.is_empty() {
+        run_lines(&mut session, std::io::stdin().lock(), &config)?;
+    } else {
+        for command in parsed.into_iter().flatten() {
+            if !session.run(command).map_err(about(&config))? {
+                break;
+            }
+        }
+    }
+    let failures = session.close().map_err(about(&config))?;
+    out.flush()?;
+    Ok(if failures == 0 { EXIT_OK } else { EXIT_FAILURE })
+}
+
+/// How many queues: `--queues`, or else what the disk says.
+fn queue_count(config: &DiskConfig, queues: Option<u16>) -> Result<u16, CommandFailure> {
+    match queues {
+        None => Ok(config.num_queues),
+        Some(count) if (1..=MAX_QUEUES).contains(&count) => Ok(count),
+        Some(count) => Err(CommandFailure::Usage(format!(
+            "--queues {count}: it takes a number from 1 to {MAX_QUEUES}"
+        ))),
+    }
+}
+
+/// Carries out standard input, line by line. A line that is no command is told and counts as failed.
+fn run_lines(
+    session: &mut Session<'_>,
+    lines: impl BufRead,
+    config: &DiskConfig,
+) -> Result<(), CommandFailure> {
+    for line in lines.lines() {
+        let line = line.map_err(|error| CommandFailure::about("cannot read standard input", error))?;
+        let go_on = match Command::parse(&line) {
+            Ok(None) => true,
+            Ok(Some(command)) => session.run(command).map_err(about(config))?,
+            Err(error) => {
+                session.fail(&format!("{error}\n")).map_err(about(config))?;
+                true
+            }
+        };
+        if !go_on {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// A session's error with the disk's name; a closed output stays one.
+fn about(config: &DiskConfig) -> impl Fn(SessionError) -> CommandFailure + '_ {
+    |error| match error {
+        SessionError::Output(error) => error.into(),
+        error => CommandFailure::about(config.name(), error),
+    }
+}

@@ -1,0 +1,716 @@
+//! The command language of `ringdisk io`: what `qemu-io` understands, as far as it is about data.
+//!
+//! A line is a command, flags and arguments separated by spaces: `write -P 0xaa 0 64k`. Parsing knows
+//! nothing of the disk; whether a range lies inside it is for the engine to say.
+
+use crate::size::{SizeError, parse_bytes};
+
+/// The most bytes a command may move through memory, as in `qemu-io`.
+pub const MAX_BUFFER_BYTES: u64 = (1 << 31) - 512;
+/// The byte that `write` fills with when no `-P` is given.
+pub const DEFAULT_PATTERN: u8 = 0xcd;
+
+/// Bytes `offset..offset + len` of the disk. The end does not overflow.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Range {
+    /// The first byte.
+    pub offset: u64,
+    /// How many bytes.
+    pub len: u64,
+}
+
+/// A part of what was read, and the byte it must consist of.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Check {
+    /// The byte.
+    pub pattern: u8,
+    /// Where in the buffer the part starts.
+    pub start: u64,
+    /// How long it is.
+    pub len: u64,
+}
+
+/// What a write puts on the disk.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Content {
+    /// This byte, over and over.
+    Pattern(u8),
+    /// Zeros, without sending them.
+    Zeroes {
+        /// The disk may give the space back.
+        unmap: bool,
+    },
+}
+
+/// What a command asks of the disk.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Transfer {
+    /// Read, and perhaps verify and show.
+    Read {
+        /// What must be found.
+        check: Option<Check>,
+        /// Show the bytes.
+        dump: bool,
+    },
+    /// Write.
+    Write {
+        /// What.
+        content: Content,
+        /// Durable when answered.
+        fua: bool,
+    },
+    /// Tell the disk that the contents do not matter any more.
+    Discard,
+}
+
+/// One parsed line.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Command {
+    /// Something about a range.
+    Transfer {
+        /// What.
+        transfer: Transfer,
+        /// Where.
+        range: Range,
+        /// Without the statistics, and without showing what was read.
+        quiet: bool,
+        /// Started, and not waited for.
+        background: bool,
+    },
+    /// Makes what was written durable.
+    Flush,
+    /// Waits for everything started in the background.
+    AioFlush,
+    /// Shows the size of the disk.
+    Length,
+    /// Lists the commands.
+    Help,
+    /// Ends the session.
+    Quit,
+}
+
+/// Why a line is not a command.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum CommandError {
+    /// No such command.
+    #[error("command \"{name}\" not found; `help` lists the commands")]
+    Unknown {
+        /// What was asked for.
+        name: String,
+    },
+    /// A flag the command does not have.
+    #[error("{command}: unknown flag -{flag}; usage: {usage}")]
+    Flag {
+        /// The command.
+        command: &'static str,
+        /// The flag.
+        flag: char,
+        /// How it is used.
+        usage: &'static str,
+    },
+    /// A flag without its value.
+    #[error("{command}: -{flag} needs a value; usage: {usage}")]
+    FlagValue {
+        /// The command.
+        command: &'static str,
+        /// The flag.
+        flag: char,
+        /// How it is used.
+        usage: &'static str,
+    },
+    /// Too few or too many arguments.
+    #[error("{command}: bad argument count {count}; usage: {usage}")]
+    Arguments {
+        /// The command.
+        command: &'static str,
+        /// How many there were.
+        count: usize,
+        /// How it is used.
+        usage: &'static str,
+    },
+    /// An offset or length that is none.
+    #[error("{command}: {what} `{text}`: {source}")]
+    Number {
+        /// The command.
+        command: &'static str,
+        /// Which argument.
+        what: &'static str,
+        /// Its text.
+        text: String,
+        /// What is wrong with it.
+        source: SizeError,
+    },
+    /// A pattern that is no byte.
+    #[error("{command}: `{text}` is not a valid pattern byte; -P takes 0 to 255 or 0x0 to 0xff")]
+    Pattern {
+        /// The command.
+        command: &'static str,
+        /// Its text.
+        text: String,
+    },
+    /// The range is longer than may be, or its end overflows.
+    #[error("{command}: length cannot exceed {max}, given {len}")]
+    TooLong {
+        /// The command.
+        command: &'static str,
+        /// The limit in bytes.
+        max: u64,
+        /// The length in bytes.
+        len: u128,
+    },
+    /// Flags that exclude or need each other.
+    #[error("{command}: {rule}")]
+    Combination {
+        /// The command.
+        command: &'static str,
+        /// The rule that was broken.
+        rule: &'static str,
+    },
+}
+
+/// What a command is called, which flags it has and how it is used.
+struct Spec {
+    name: &'static str,
+    /// Flags without a value.
+    switches: &'static str,
+    /// Flags with one.
+    valued: &'static str,
+    /// Arguments: at least, and at most.
+    arguments: (usize, usize),
+    usage: &'static str,
+    about: &'static str,
+}
+
+/// As many lengths as anybody would type; bounds what a line can make us keep.
+const MANY: usize = 1024;
+
+static SPECS: &[Spec] = &[
+    Spec {
+        name: "read",
+        switches: "qv",
+        valued: "Psl",
+        arguments: (2, 2),
+        usage: "read [-qv] [-P pattern [-s off] [-l len]] off len",
+        about: "reads bytes; -P verifies them, -s and -l only a part, -v shows them",
+    },
+    Spec {
+        name: "readv",
+        switches: "qv",
+        valued: "P",
+        arguments: (2, MANY),
+        usage: "readv [-qv] [-P pattern] off len [len..]",
+        about: "reads bytes, the lengths added up",
+    },
+    Spec {
+        name: "aio_read",
+        switches: "qv",
+        valued: "P",
+        arguments: (2, MANY),
+        usage: "aio_read [-qv] [-P pattern] off len [len..]",
+        about: "starts a read and does not wait",
+    },
+    Spec {
+        name: "write",
+        switches: "fquz",
+        valued: "P",
+        arguments: (2, 2),
+        usage: "write [-fquz] [-P pattern] off len",
+        about: "writes a pattern (0xcd) or, with -z, zeros; -u lets zeros free space, -f is durable at once",
+    },
+    Spec {
+        name: "writev",
+        switches: "fq",
+        valued: "P",
+        arguments: (2, MANY),
+        usage: "writev [-fq] [-P pattern] off len [len..]",
+        about: "writes a pattern, the lengths added up",
+    },
+    Spec {
+        name: "aio_write",
+        switches: "fquz",
+        valued: "P",
+        arguments: (2, MANY),
+        usage: "aio_write [-fquz] [-P pattern] off len [len..]",
+        about: "starts a write and does not wait",
+    },
+    Spec {
+        name: "aio_flush",
+        switches: "",
+        valued: "",
+        arguments: (0, 0),
+        usage: "aio_flush",
+        about: "waits for every aio_read and aio_write",
+    },
+    Spec {
+        name: "discard",
+        switches: "q",
+        valued: "",
+        arguments: (2, 2),
+        usage: "discard [-q] off len",
+        about: "says that the contents do not matter any more",
+    },
+    Spec {
+        name: "flush",
+        switches: "",
+        valued: "",
+        arguments: (0, 0),
+        usage: "flush",
+        about: "makes every finished write durable",
+    },
+    Spec {
+        name: "length",
+        switches: "",
+        valued: "",
+        arguments: (0, 0),
+        usage: "length",
+        about: "shows the size of the disk",
+    },
+    Spec {
+        name: "help",
+        switches: "",
+        valued: "",
+        arguments: (0, MANY),
+        usage: "help",
+        about: "lists the commands",
+    },
+    Spec {
+        name: "quit",
+        switches: "",
+        valued: "",
+        arguments: (0, 0),
+        usage: "quit",
+        about: "waits for what was started and ends",
+    },
+];
+
+/// The list that `help` shows: one command a line.
+#[must_use]
+pub fn help() -> String {
+    SPECS
+        .iter()
+        .map(|spec| format!("{} -- {}\n", spec.usage, spec.about))
+        .collect()
+}
+
+impl Command {
+    /// Parses one line; `None` if it is empty.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`], naming the command, the argument and what it takes.
+    pub fn parse(line: &str) -> Result<Option<Self>, CommandError> {
+        let mut words = line.split_whitespace();
+        let Some(name) = words.next() else { return Ok(None) };
+        let name = if name == "q" { "quit" } else { name };
+        let spec = SPECS
+            .iter()
+            .find(|spec| spec.name == name)
+            .ok_or_else(|| CommandError::Unknown {
+                name: name.to_owned(),
+            })?;
+        let words = Words::sort(spec, words)?;
+        match spec.name {
+            "flush" => Ok(Some(Self::Flush)),
+            "aio_flush" => Ok(Some(Self::AioFlush)),
+            "length" => Ok(Some(Self::Length)),
+            "help" => Ok(Some(Self::Help)),
+            "quit" => Ok(Some(Self::Quit)),
+            _ => words.transfer().map(Some),
+        }
+    }
+}
+
+/// A line's words, sorted into switches, values and arguments.
+struct Words<'a> {
+    spec: &'static Spec,
+    switches: Vec<char>,
+    values: Vec<(char, &'a str)>,
+    arguments: Vec<&'a str>,
+}
+
+impl<'a> Words<'a> {
+    /// Flags may be joined (`-zu`), a value may follow its flag at once (`-P0xaa`), and flags may come
+    /// after arguments.
+    fn sort(spec: &'static Spec, mut words: impl Iterator<Item = &'a str>) -> Result<Self, CommandError> {
+        let mut sorted = Self {
+            spec,
+            switches: Vec::new(),
+            values: Vec::new(),
+            arguments: Vec::new(),
+        };
+        while let Some(word) = words.next() {
+            let Some(flags) = word.strip_prefix('-').filter(|flags| !flags.is_empty()) else {
+                sorted.arguments.push(word);
+                continue;
+            };
+            for (at, flag) in flags.char_indices() {
+                if spec.switches.contains(flag) {
+                    sorted.switches.push(flag);
+                } else if spec.valued.contains(flag) {
+                    let rest = &flags[at + flag.len_utf8()..];
+                    let value = if rest.is_empty() { words.next() } else { Some(rest) };
+                    let missing = CommandError::FlagValue {
+                        command: spec.name,
+                        flag,
+                        usage: spec.usage,
+                    };
+                    sorted.values.push((flag, value.ok_or(missing)?));
+                    break;
+                } else {
+                    return Err(CommandError::Flag {
+                        command: spec.name,
+                        flag,
+                        usage: spec.usage,
+                    });
+                }
+            }
+        }
+        let count = sorted.arguments.len();
+        if !(spec.arguments.0..=spec.arguments.1).contains(&count) {
+            return Err(CommandError::Arguments {
+                command: spec.name,
+                count,
+                usage: spec.usage,
+            });
+        }
+        Ok(sorted)
+    }
+
+    fn has(&self, switch: char) -> bool {
+        self.switches.contains(&switch)
+    }
+
+    /// The value of a flag; the last one counts.
+    fn value(&self, flag: char) -> Option<&'a str> {
+        self.values
+            .iter()
+            .rev()
+            .find(|(name, _)| *name == flag)
+            .map(|(_, value)| *value)
+    }
+
+    fn number(&self, what: &'static str, text: &str) -> Result<u64, CommandError> {
+        parse_bytes(text).map_err(|source| CommandError::Number {
+            command: self.spec.name,
+            what,
+            text: text.to_owned(),
+            source,
+        })
+    }
+
+    fn pattern(&self) -> Result<Option<u8>, CommandError> {
+        let Some(text) = self.value('P') else {
+            return Ok(None);
+        };
+        parse_bytes(text)
+            .ok()
+            .filter(|_| !text.ends_with(|last: char| last.is_ascii_alphabetic()) || text.starts_with("0x"))
+            .and_then(|number| u8::try_from(number).ok())
+            .map(Some)
+            .ok_or_else(|| CommandError::Pattern {
+                command: self.spec.name,
+                text: text.to_owned(),
+            })
+    }
+
+    fn combination<T>(&self, rule: &'static str) -> Result<T, CommandError> {
+        Err(CommandError::Combination {
+            command: self.spec.name,
+            rule,
+        })
+    }
+
+    /// The offset and the lengths, added up.
+    fn range(&self, has_buffer: bool) -> Result<Range, CommandError> {
+        let offset = self.number("offset", self.arguments[0])?;
+        let mut len = 0_u128;
+        for text in &self.arguments[1..] {
+            len += u128::from(self.number("length", text)?);
+        }
+        // Sizes are below 2^63, so the end of the range cannot overflow.
+        let max = if has_buffer {
+            MAX_BUFFER_BYTES
+        } else {
+            i64::MAX as u64
+        };
+        match u64::try_from(len) {
+            Ok(len) if len <= max => Ok(Range { offset, len }),
+            _ => Err(CommandError::TooLong {
+                command: self.spec.name,
+                max,
+                len,
+            }),
+        }
+    }
+
+    fn transfer(&self) -> Result<Command, CommandError> {
+        let background = self.spec.name.starts_with("aio_");
+        let pattern = self.pattern()?;
+        let (transfer, range) = match self.spec.name {
+            "discard" => (Transfer::Discard, self.range(false)?),
+            "read" | "readv" | "aio_read" => {
+                let range = self.range(true)?;
+                (
+                    Transfer::Read {
+                        check: self.check(pattern, range)?,
+                        dump: self.has('v'),
+                    },
+                    range,
+                )
+            }
+            _ => {
+                let content = match (self.has('z'), self.has('u'), pattern) {
+                    (true, _, Some(_)) => {
+                        return self.combination("-z and -P cannot be specified at the same time");
+                    }
+                    (false, true, _) => return self.combination("-u requires -z to be specified"),
+                    (true, unmap, None) => Content::Zeroes { unmap },
+                    (false, false, pattern) => Content::Pattern(pattern.unwrap_or(DEFAULT_PATTERN)),
+                };
+                let range = self.range(matches!(content, Content::Pattern(_)))?;
+                (
+                    Transfer::Write {
+                        content,
+                        fua: self.has('f'),
+                    },
+                    range,
+                )
+            }
+        };
+        Ok(Command::Transfer {
+            transfer,
+            range,
+            quiet: self.has('q'),
+            background,
+        })
+    }
+
+    /// What `-P`, `-s` and `-l` say must be found in what is read.
+    fn check(&self, pattern: Option<u8>, range: Range) -> Result<Option<Check>, CommandError> {
+        let (start, len) = (self.value('s'), self.value('l'));
+        let Some(pattern) = pattern else {
+            if start.is_some() || len.is_some() {
+                return self.combination("-s and -l are only for use with -P");
+            }
+            return Ok(None);
+        };
+        let start = start.map_or(Ok(0), |text| self.number("-s", text))?;
+        let rest = range.len.checked_sub(start);
+        let len = match len {
+            Some(text) => self.number("-l", text)?,
+            None => rest.unwrap_or(0),
+        };
+        if rest.is_none_or(|rest| len > rest) {
+            return self.combination("the range to verify lies outside what is read");
+        }
+        Ok(Some(Check { pattern, start, len }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Command {
+        Command::parse(line)
+            .unwrap_or_else(|error| panic!("{line}: {error}"))
+            .expect("a command")
+    }
+
+    fn refused(line: &str) -> String {
+        Command::parse(line).map_or_else(|error| error.to_string(), |found| panic!("{line}: {found:?}"))
+    }
+
+    fn transfer(transfer: Transfer, offset: u64, len: u64) -> Command {
+        Command::Transfer {
+            transfer,
+            range: Range { offset, len },
+            quiet: false,
+            background: false,
+        }
+    }
+
+    const READ: Transfer = Transfer::Read {
+        check: None,
+        dump: false,
+    };
+    const PATTERN: Transfer = Transfer::Write {
+        content: Content::Pattern(DEFAULT_PATTERN),
+        fua: false,
+    };
+
+    #[test]
+    fn plain_commands_are_read_as_typed() {
+        assert_eq!(parse("read 0 64k"), transfer(READ, 0, 65536));
+        assert_eq!(parse("  write\t0x200   1.5k "), transfer(PATTERN, 512, 1536));
+        assert_eq!(
+            parse("discard 1M 2G"),
+            transfer(Transfer::Discard, 1 << 20, 2 << 30)
+        );
+        assert_eq!(parse("readv 1 2 3 4"), transfer(READ, 1, 9));
+        assert_eq!(parse("flush"), Command::Flush);
+        assert_eq!(parse("aio_flush"), Command::AioFlush);
+        assert_eq!(parse("length"), Command::Length);
+        assert_eq!(parse("help read"), Command::Help);
+        assert_eq!((parse("quit"), parse("q")), (Command::Quit, Command::Quit));
+        assert_eq!(Command::parse("  "), Ok(None));
+    }
+
+    #[test]
+    fn flags_may_be_joined_hold_their_value_and_follow_arguments() {
+        let expected = Command::Transfer {
+            transfer: Transfer::Write {
+                content: Content::Zeroes { unmap: true },
+                fua: true,
+            },
+            range: Range { offset: 0, len: 512 },
+            quiet: true,
+            background: false,
+        };
+        for line in [
+            "write -z -u -f -q 0 512",
+            "write -zufq 0 512",
+            "write 0 -zq 512 -uf",
+        ] {
+            assert_eq!(parse(line), expected, "{line}");
+        }
+        let pattern = Transfer::Write {
+            content: Content::Pattern(0xaa),
+            fua: false,
+        };
+        for line in [
+            "write -P 0xaa 0 4",
+            "write -P0xaa 0 4",
+            "write -P 170 0 4",
+            "write 0 4 -P 1 -P 0xAA",
+        ] {
+            assert_eq!(parse(line), transfer(pattern, 0, 4), "{line}");
+        }
+    }
+
+    #[test]
+    fn background_commands_take_the_flags_of_the_ones_they_are_named_after() {
+        let expected = |transfer| Command::Transfer {
+            transfer,
+            range: Range { offset: 8, len: 3 },
+            quiet: true,
+            background: true,
+        };
+        let check = Some(Check {
+            pattern: 5,
+            start: 0,
+            len: 3,
+        });
+        assert_eq!(
+            parse("aio_read -qv -P 5 8 1 2"),
+            expected(Transfer::Read { check, dump: true })
+        );
+        let zeroes = Transfer::Write {
+            content: Content::Zeroes { unmap: false },
+            fua: true,
+        };
+        assert_eq!(parse("aio_write -qzf 8 3"), expected(zeroes));
+    }
+
+    #[test]
+    fn a_read_may_verify_a_part_of_what_it_reads() {
+        let check = |start, len| {
+            Some(Check {
+                pattern: 1,
+                start,
+                len,
+            })
+        };
+        let read = |check| transfer(Transfer::Read { check, dump: false }, 0, 100);
+        assert_eq!(parse("read -P 1 0 100"), read(check(0, 100)));
+        assert_eq!(parse("read -P 1 -s 10 0 100"), read(check(10, 90)));
+        assert_eq!(parse("read -P 1 -s 10 -l 20 0 100"), read(check(10, 20)));
+        assert_eq!(parse("read -P 1 -s 100 0 100"), read(check(100, 0)));
+        for line in [
+            "read -P 1 -s 101 0 100",
+            "read -P 1 -s 10 -l 91 0 100",
+            "read -P 1 -l 101 0 100",
+        ] {
+            assert_eq!(
+                refused(line),
+                "read: the range to verify lies outside what is read",
+                "{line}"
+            );
+        }
+        assert_eq!(
+            refused("read -s 1 0 100"),
+            "read: -s and -l are only for use with -P"
+        );
+    }
+
+    #[test]
+    fn what_is_no_command_says_what_would_be() {
+        for (line, message) in [
+            ("frob 1", "command \"frob\" not found; `help` lists the commands"),
+            (
+                "read",
+                "read: bad argument count 0; usage: read [-qv] [-P pattern [-s off] [-l len]] off len",
+            ),
+            ("flush 1", "flush: bad argument count 1; usage: flush"),
+            (
+                "discard 1 2 3",
+                "discard: bad argument count 3; usage: discard [-q] off len",
+            ),
+            (
+                "writev -z 0 1",
+                "writev: unknown flag -z; usage: writev [-fq] [-P pattern] off len [len..]",
+            ),
+            (
+                "discard -é 0 1",
+                "discard: unknown flag -é; usage: discard [-q] off len",
+            ),
+            (
+                "write 0 1 -P",
+                "write: -P needs a value; usage: write [-fquz] [-P pattern] off len",
+            ),
+            (
+                "discard -1 5",
+                "discard: unknown flag -1; usage: discard [-q] off len",
+            ),
+            (
+                "discard x 5",
+                "discard: offset `x`: not a number of bytes with an optional K, M, G, T, P or E",
+            ),
+            (
+                "discard 5 0.3",
+                "discard: length `0.3`: not a whole number of bytes",
+            ),
+            (
+                "write -z -P 1 0 1",
+                "write: -z and -P cannot be specified at the same time",
+            ),
+            ("write -u 0 1", "write: -u requires -z to be specified"),
+            (
+                "aio_read 0 2G",
+                "aio_read: length cannot exceed 2147483136, given 2147483648",
+            ),
+        ] {
+            assert_eq!(refused(line), message);
+        }
+        for pattern in ["256", "0x100", "-1", "1k", "x", "0.5", "1b"] {
+            let message =
+                format!("read: `{pattern}` is not a valid pattern byte; -P takes 0 to 255 or 0x0 to 0xff");
+            assert_eq!(refused(&format!("read -P {pattern} 0 1")), message);
+        }
+    }
+
+    #[test]
+    fn lengths_that_add_up_to_more_than_fits_are_refused() {
+        assert!(refused("discard 7E 9E").contains("more bytes than a file can hold"));
+        assert!(refused("aio_write -z 0 7E 7E 7E").contains("length cannot exceed"));
+        // Zeros and discards are not held in memory.
+        assert_eq!(parse("discard 0 4G"), transfer(Transfer::Discard, 0, 4 << 30));
+    }
+
+    #[test]
+    fn help_lists_every_command() {
+        for spec in SPECS {
+            assert!(help().contains(&format!("{} -- ", spec.usage)), "{}", spec.name);
+        }
+    }
+}

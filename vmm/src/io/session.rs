@@ -1,0 +1,222 @@
+//! A session of `ringdisk io`: commands in, requests to the lanes, lines out.
+//!
+//! What must stay true: a foreground command is finished when the next one starts; one that writes a
+//! part of a sector runs with nothing else under way; and when the session ends, every job has ended and
+//! been told about.
+
+use std::collections::HashMap;
+use std::io::{self, Write};
+use std::sync::Arc;
+use std::sync::mpsc;
+
+use block::worker::{WorkerConfig, WorkerGone};
+use block::{Disk, IoError};
+
+use super::command::{Command, Content, Range, Transfer, help};
+use super::lane::{Job, Lane, LaneError, Outcome, Work};
+use super::{output, transfer};
+use crate::size::human;
+
+/// The most background jobs at a time; the next one waits. Bounds the buffers a script can hold.
+const BACKGROUND_MAX: usize = 1024;
+
+/// Why a session cannot go on. A request that the disk refuses is not among these: it is told, counted, and the
+/// session goes on.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionError {
+    /// A queue could not be set up.
+    #[error(transparent)]
+    Lane(#[from] LaneError),
+    /// A worker has ended before its time.
+    #[error(transparent)]
+    Worker(#[from] WorkerGone),
+    /// The disk could not be closed cleanly.
+    #[error("the disk could not be closed cleanly")]
+    Close(#[source] IoError),
+    /// The output cannot be written.
+    #[error("cannot write the output")]
+    Output(#[source] io::Error),
+}
+
+/// What to tell when a job ends.
+struct Pending {
+    work: Work,
+    quiet: bool,
+}
+
+/// An open disk, its lanes, and the jobs under way.
+pub(super) struct Session<'a> {
+    disk: Arc<dyn Disk>,
+    lanes: Vec<Lane>,
+    outcomes: mpsc::Receiver<Outcome>,
+    pending: HashMap<u64, Pending>,
+    next_job: u64,
+    next_lane: usize,
+    failures: u64,
+    out: &'a mut dyn Write,
+}
+
+impl<'a> Session<'a> {
+    /// Starts one worker for each configuration, each with a queue of `disk`.
+    pub(super) fn open(
+        disk: Arc<dyn Disk>,
+        workers: Vec<WorkerConfig>,
+        out: &'a mut dyn Write,
+    ) -> Result<Self, SessionError> {
+        let (sender, outcomes) = mpsc::channel();
+        let lanes = workers
+            .into_iter()
+            .map(|config| Lane::open(&disk, config, sender.clone()))
+            .collect::<Result<_, _>>()?;
+        let pending = HashMap::new();
+        Ok(Self {
+            disk,
+            lanes,
+            outcomes,
+            pending,
+            next_job: 0,
+            next_lane: 0,
+            failures: 0,
+            out,
+        })
+    }
+
+    /// Carries out one command. `false` if it ends the session.
+    pub(super) fn run(&mut self, command: Command) -> Result<bool, SessionError> {
+        match command {
+            Command::Transfer {
+                transfer,
+                range,
+                quiet,
+                background,
+            } => {
+                let work = Work::Transfer(transfer, range);
+                if !background {
+                    self.run_alone_or_beside(work, quiet)?;
+                } else if transfer::touches_edges(transfer, range) {
+                    self.wait_all()?;
+                    self.run_alone_or_beside(work, quiet)?;
+                } else {
+                    if self.pending.len() >= BACKGROUND_MAX {
+                        self.wait_one()?;
+                    }
+                    let lane = self.next_lane % self.lanes.len();
+                    self.next_lane = lane + 1;
+                    self.start(lane, work, quiet)?;
+                }
+            }
+            Command::Flush => self.run_alone_or_beside(Work::Flush, false)?,
+            Command::AioFlush => self.wait_all()?,
+            Command::Length => self.print(&format!("{}\n", human(self.disk.info().size_bytes)))?,
+            Command::Help => self.print(&help())?,
+            Command::Quit => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// Counts and tells a line that is not a command.
+    pub(super) fn fail(&mut self, line: &str) -> Result<(), SessionError> {
+        self.failures += 1;
+        self.print(line)
+    }
+
+    /// Waits for what is under way, closes the disk cleanly, and returns how many commands failed.
+    pub(super) fn close(mut self) -> Result<u64, SessionError> {
+        self.wait_all()?;
+        let workers = self
+            .lanes
+            .drain(..)
+            .map(Lane::close)
+            .collect::<Result<Vec<_>, _>>()?;
+        if let Some(worker) = workers.first() {
+            let disk = Arc::clone(&self.disk);
+            worker
+                .block_on(move |cx| disk.close(cx))?
+                .map_err(SessionError::Close)?;
+        }
+        Ok(self.failures)
+    }
+
+    /// A foreground job: on the first lane, and waited for. Jobs in the background go on, unless a part of
+    /// a sector is written.
+    fn run_alone_or_beside(&mut self, work: Work, quiet: bool) -> Result<(), SessionError> {
+        if let Work::Transfer(transfer, range) = work
+            && transfer::touches_edges(transfer, range)
+        {
+            self.wait_all()?;
+        }
+        let number = self.start(0, work, quiet)?;
+        while self.pending.contains_key(&number) {
+            self.wait_one()?;
+        }
+        Ok(())
+    }
+
+    fn start(&mut self, lane: usize, work: Work, quiet: bool) -> Result<u64, SessionError> {
+        let number = self.next_job;
+        self.next_job += 1;
+        self.lanes[lane].start(Job { number, work })?;
+        self.pending.insert(number, Pending { work, quiet });
+        Ok(number)
+    }
+
+    fn wait_all(&mut self) -> Result<(), SessionError> {
+        while !self.pending.is_empty() {
+            self.wait_one()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for one job to end, whichever it is, and tells about it.
+    fn wait_one(&mut self) -> Result<(), SessionError> {
+        let outcome = self.outcomes.recv().map_err(|_| WorkerGone)?;
+        if let Some(pending) = self.pending.remove(&outcome.number) {
+            self.tell(&pending, &outcome)?;
+        }
+        Ok(())
+    }
+
+    fn tell(&mut self, pending: &Pending, outcome: &Outcome) -> Result<(), SessionError> {
+        let (name, verb) = names(pending.work);
+        let data = match &outcome.result {
+            Ok(data) => data,
+            Err(error) => return self.fail(&format!("{name} failed: {error}\n")),
+        };
+        let Work::Transfer(transfer, range) = pending.work else {
+            return Ok(());
+        };
+        if let Transfer::Read { check, dump } = transfer {
+            if let Some(line) = check.and_then(|check| output::verify(data, range, check).err()) {
+                self.fail(&line)?;
+            }
+            if dump && !pending.quiet {
+                self.print(&output::dump(data, range.offset))?;
+            }
+        }
+        if pending.quiet {
+            return Ok(());
+        }
+        self.print(&output::report(verb, range, outcome.took))
+    }
+
+    fn print(&mut self, text: &str) -> Result<(), SessionError> {
+        self.out.write_all(text.as_bytes()).map_err(SessionError::Output)
+    }
+}
+
+/// What a piece of work is called when it fails, and when it is done.
+fn names(work: Work) -> (&'static str, &'static str) {
+    match work {
+        Work::Flush => ("flush", "flushed"),
+        Work::Transfer(Transfer::Read { .. }, _) => ("read", "read"),
+        Work::Transfer(
+            Transfer::Write {
+                content: Content::Zeroes { .. },
+                ..
+            },
+            _,
+        ) => ("write zeroes", "wrote"),
+        Work::Transfer(Transfer::Write { .. }, _) => ("write", "wrote"),
+        Work::Transfer(Transfer::Discard, Range { .. }) => ("discard", "discard"),
+    }
+}

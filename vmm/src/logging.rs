@@ -1,0 +1,42 @@
+//! Logs: to standard error, warnings only unless asked for more.
+
+use std::io::IsTerminal;
+
+use tracing_subscriber::EnvFilter;
+
+use crate::error::CommandFailure;
+
+/// The variable that sets the filter when `--log` does not.
+pub const LOG_VARIABLE: &str = "RINGDISK_LOG";
+/// The filter when nothing sets it.
+const DEFAULT_FILTER: &str = "warn";
+
+/// Starts logging with the filter of `--log`, of `RINGDISK_LOG`, or the default.
+///
+/// # Errors
+///
+/// A usage failure if the filter is not one.
+pub fn start(option: Option<&str>) -> Result<(), CommandFailure> {
+    let variable = std::env::var(LOG_VARIABLE).ok().filter(|text| !text.is_empty());
+    let (name, text) = match (option, &variable) {
+        (Some(option), _) => ("--log", option),
+        (None, Some(variable)) => (LOG_VARIABLE, variable.as_str()),
+        (None, None) => ("", DEFAULT_FILTER),
+    };
+    let filter = EnvFilter::try_new(text).map_err(|error| {
+        CommandFailure::Usage(format!(
+            "{name}: `{text}` is not a log filter ({error}); \
+             it takes a level (error, warn, info, debug, trace) or module=level pairs"
+        ))
+    })?;
+    // A second start, as in tests, keeps the first one's filter.
+    let started = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .try_init();
+    if started.is_err() {
+        tracing::debug!("logging was already started");
+    }
+    Ok(())
+}

@@ -1,0 +1,157 @@
+//! From a [`DiskConfig`] to an opened, locked disk.
+//!
+//! Nothing is written before the image, and every image below it, is open, locked and found sound. A format is never guessed beyond one question: a file that starts with QCOW2's magic is QCOW2
+//! unless it is said to be raw. Whatever else it may look like, it must be said to be raw, because a guest
+//! can write any magic into a raw disk.
+
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use block::file::{FileOptions, ImageFile, OpenFileError};
+use block::lock::{ImageLock, LockError, LockMode};
+use block::raw::RawDisk;
+use block::worker::WorkerConfig;
+use block::{Context, Disk, IoError, OpenQueueError};
+use qcow::{OpenOptions, QcowDisk};
+
+use crate::disk_config::{DiskConfig, ImageType};
+
+/// The first bytes of every QCOW2 image.
+const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
+
+/// Why a disk could not be opened. Nothing was written.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The file could not be opened.
+    #[error(transparent)]
+    File(#[from] OpenFileError),
+    /// Another program has the image.
+    #[error(transparent)]
+    Lock(#[from] LockError),
+    /// The file could not be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: IoError,
+    },
+    /// Neither the file nor the user says what it is.
+    #[error(
+        "{} does not start like a QCOW2 image; if it is a raw disk, say so with image_type=raw (formats are not guessed)",
+        path.display()
+    )]
+    FormatNotGiven {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The raw disk refused.
+    #[error(transparent)]
+    Raw(#[from] OpenQueueError),
+    /// The QCOW2 image, or one below it, cannot be used.
+    #[error(transparent)]
+    Qcow(#[from] qcow::OpenError),
+}
+
+/// An opened disk, locked until this and all its sharers are dropped.
+#[derive(Debug)]
+pub struct OpenedDisk {
+    // Dropped in this order: nobody is let in while the disk still lives here.
+    disk: Arc<dyn Disk>,
+    /// The lock of a raw disk; a QCOW2 disk holds those of its whole chain itself.
+    _lock: Option<ImageLock>,
+}
+
+impl OpenedDisk {
+    /// The disk, to share with those who serve it.
+    #[must_use]
+    pub fn disk(&self) -> Arc<dyn Disk> {
+        Arc::clone(&self.disk)
+    }
+}
+
+/// Opens and locks the disk that `config` describes.
+///
+/// # Errors
+///
+/// [`OpenError`], naming the file. Nothing has been written to it then.
+pub fn open(config: &DiskConfig) -> Result<OpenedDisk, OpenError> {
+    let cx = Context::syscalls();
+    match image_type(config, &cx)? {
+        ImageType::Raw => {
+            let options = FileOptions {
+                write: !config.readonly,
+                direct: config.direct,
+            };
+            let file = ImageFile::open(&config.path, options)?;
+            let mode = if config.readonly {
+                LockMode::Read
+            } else {
+                LockMode::Write
+            };
+            let lock = ImageLock::acquire(file.as_fd(), &config.path, mode, config.lock_granularity)?;
+            Ok(OpenedDisk {
+                disk: RawDisk::open(file, config.sparse, &cx)?,
+                _lock: Some(lock),
+            })
+        }
+        ImageType::Qcow2 => {
+            let options = OpenOptions {
+                read_only: config.readonly,
+                direct: config.direct,
+                backing_files: config.backing_files,
+                sparse: config.sparse,
+                discard_no_unref: config.discard_no_unref,
+                l2_cache_bytes: config.l2_cache_bytes,
+                lock: Some(config.lock_granularity),
+                ..OpenOptions::default()
+            };
+            Ok(OpenedDisk {
+                disk: QcowDisk::open(&config.path, &options)?,
+                _lock: None,
+            })
+        }
+    }
+}
+
+/// The format that was given, or QCOW2 if the file says so itself.
+fn image_type(config: &DiskConfig, cx: &Context) -> Result<ImageType, OpenError> {
+    if let Some(given) = config.image_type {
+        return Ok(given);
+    }
+    let file = ImageFile::open(&config.path, FileOptions::default())?;
+    let read = |source| OpenError::Read {
+        path: config.path.clone(),
+        source,
+    };
+    let view = file.view(cx).map_err(|error| read(error.into()))?;
+    let start = cx
+        .block_on(view.read_at(0, QCOW2_MAGIC.len()))
+        .map_err(|error| read(error.into()))?
+        .map_err(read)?;
+    if start[..] == QCOW2_MAGIC {
+        Ok(ImageType::Qcow2)
+    } else {
+        Err(OpenError::FormatNotGiven {
+            path: config.path.clone(),
+        })
+    }
+}
+
+/// How the worker of one queue is set up.
+#[must_use]
+pub fn worker_config(config: &DiskConfig, queue: u16) -> WorkerConfig {
+    let mut worker = WorkerConfig {
+        // The kernel keeps 15 bytes of a thread's name.
+        name: format!("disk-q{queue}"),
+        cpus: config.cpus_of(queue).map(<[usize]>::to_vec).unwrap_or_default(),
+        ..WorkerConfig::default()
+    };
+    if let Some(poll_us) = config.poll_us {
+        worker.poll_max = Duration::from_micros(poll_us.into());
+    }
+    worker
+}

@@ -1,0 +1,376 @@
+//! The Unix socket a vhost-user client connects to: made private, and never taken from a live server.
+//!
+//! Whoever may connect to the socket may read and write the disk, so it exists with mode 0600 from
+//! its first instant. A socket file left behind by a server that is gone is replaced; one that a
+//! server listens on, or a file that is no socket, is refused and left as it is.
+#![expect(
+    unsafe_code,
+    reason = "binding with a mode, and connecting without waiting, need raw socket calls"
+)]
+
+use std::fs::{self, File, Permissions};
+use std::io;
+use std::mem;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+/// Connections that may wait to be accepted. One is served at a time.
+const BACKLOG: libc::c_int = 16;
+
+/// Why a socket could not be listened on.
+#[derive(Debug, thiserror::Error)]
+pub enum SocketError {
+    /// A live server listens there.
+    #[error(
+        "socket {} is in use by {}; stop it or choose another path",
+        path.display(),
+        holder.as_deref().unwrap_or("another process")
+    )]
+    InUse {
+        /// The socket.
+        path: PathBuf,
+        /// The server, by name and process id, if it can be known.
+        holder: Option<String>,
+    },
+    /// Something that is no socket has the name.
+    #[error("{} exists and is not a socket; choose another path", path.display())]
+    NotASocket {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The path does not fit into a socket address.
+    #[error("socket path {} is longer than {max} bytes; choose a shorter one", path.display())]
+    TooLong {
+        /// The path.
+        path: PathBuf,
+        /// The most that fits.
+        max: usize,
+    },
+    /// A system call failed.
+    #[error("cannot {action} socket {}", path.display())]
+    Os {
+        /// What was tried.
+        action: &'static str,
+        /// The socket.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A listening socket; dropping it removes the file, if it is still ours.
+#[derive(Debug)]
+pub struct Socket {
+    listener: UnixListener,
+    path: PathBuf,
+    /// Device and inode of the file as we made it.
+    identity: (u64, u64),
+}
+
+impl Socket {
+    /// Listens at `path` with mode 0600, replacing the leftover of a server that is gone.
+    ///
+    /// # Errors
+    ///
+    /// [`SocketError`], naming the path and, if a server lives there, the server.
+    pub fn listen(path: &Path) -> Result<Self, SocketError> {
+        let os = |action| {
+            move |source| SocketError::Os {
+                action,
+                path: path.to_owned(),
+                source,
+            }
+        };
+        let address = Address::new(path)?;
+        match fs::symlink_metadata(path) {
+            Ok(found) if !found.file_type().is_socket() => {
+                return Err(SocketError::NotASocket {
+                    path: path.to_owned(),
+                });
+            }
+            Ok(_) => remove_stale(path, &address)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(os("look at")(error)),
+        }
+
+        // The file gets the mode that the unbound socket has.
+        let unbound = File::from(stream_socket(0).map_err(os("create"))?);
+        unbound
+            .set_permissions(Permissions::from_mode(0o600))
+            .map_err(os("restrict"))?;
+        address.bind(&unbound).map_err(os("bind"))?;
+        let made = fs::symlink_metadata(path).map_err(os("look at"))?;
+        let listener = UnixListener::from(OwnedFd::from(unbound));
+        let socket = Self {
+            listener,
+            path: path.to_owned(),
+            identity: (made.dev(), made.ino()),
+        };
+        // SAFETY: `listen` takes a descriptor and a number and touches no memory of ours.
+        if unsafe { libc::listen(socket.listener.as_raw_fd(), BACKLOG) } == -1 {
+            return Err(os("listen on")(io::Error::last_os_error()));
+        }
+        Ok(socket)
+    }
+
+    /// The listening socket itself.
+    #[must_use]
+    pub fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let still_ours =
+            fs::symlink_metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == self.identity);
+        if still_ours && let Err(error) = fs::remove_file(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "could not remove the socket");
+        }
+    }
+}
+
+/// Removes a socket file nobody listens on, and refuses one that somebody does.
+fn remove_stale(path: &Path, address: &Address) -> Result<(), SocketError> {
+    let os = |action| {
+        move |source| SocketError::Os {
+            action,
+            path: path.to_owned(),
+            source,
+        }
+    };
+    let probe = stream_socket(libc::SOCK_NONBLOCK).map_err(os("create"))?;
+    match address.connect(&probe) {
+        Ok(()) => Err(SocketError::InUse {
+            path: path.to_owned(),
+            holder: peer(&probe),
+        }),
+        Err(error) => match error.raw_os_error() {
+            Some(libc::ECONNREFUSED) => {
+                tracing::info!(path = %path.display(), "replacing a socket whose server is gone");
+                fs::remove_file(path).map_err(os("replace"))
+            }
+            Some(libc::ENOENT) => Ok(()),
+            // The server's queue of connections is full: it is alive.
+            Some(libc::EAGAIN) => Err(SocketError::InUse {
+                path: path.to_owned(),
+                holder: None,
+            }),
+            _ => Err(os("connect to")(error)),
+        },
+    }
+}
+
+/// A new Unix stream socket.
+fn stream_socket(flags: libc::c_int) -> io::Result<OwnedFd> {
+    // SAFETY: `socket` takes numbers and touches no memory of ours.
+    let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC | flags, 0) };
+    if fd == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: `fd` was just made, is open, and belongs to nobody else.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The process at the other end of a connection, by name and number.
+fn peer(connection: &OwnedFd) -> Option<String> {
+    let mut credentials = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
+    let mut len = libc::socklen_t::try_from(mem::size_of::<libc::ucred>()).ok()?;
+    // SAFETY: the kernel writes at most `len` bytes through the first pointer and one number through
+    // the second. Both are live, exclusive locals; `len` is the size of the first.
+    let result = unsafe {
+        libc::getsockopt(
+            connection.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut credentials).cast(),
+            &raw mut len,
+        )
+    };
+    if result == -1 || credentials.pid <= 0 {
+        return None;
+    }
+    let pid = credentials.pid;
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_else(|_| "a process".to_owned());
+    Some(format!("{} (process {pid})", name.trim_end()))
+}
+
+/// A socket address made from a path, and how much of it counts.
+struct Address {
+    raw: libc::sockaddr_un,
+    len: libc::socklen_t,
+}
+
+impl Address {
+    fn new(path: &Path) -> Result<Self, SocketError> {
+        let mut raw = libc::sockaddr_un {
+            sun_family: libc::AF_UNIX as libc::sa_family_t,
+            sun_path: [0; 108],
+        };
+        let bytes = path.as_os_str().as_bytes();
+        // The name ends with a zero byte, so one byte stays free; an empty or abstract name is no file.
+        let max = raw.sun_path.len() - 1;
+        if bytes.len() > max {
+            return Err(SocketError::TooLong {
+                path: path.to_owned(),
+                max,
+            });
+        }
+        if bytes.is_empty() || bytes.contains(&0) {
+            let source = io::Error::from(io::ErrorKind::InvalidInput);
+            return Err(SocketError::Os {
+                action: "bind",
+                path: path.to_owned(),
+                source,
+            });
+        }
+        for (to, from) in raw.sun_path.iter_mut().zip(bytes) {
+            *to = libc::c_char::from_ne_bytes([*from]);
+        }
+        let used = mem::offset_of!(libc::sockaddr_un, sun_path) + bytes.len() + 1;
+        let len = libc::socklen_t::try_from(used).map_err(|_| SocketError::TooLong {
+            path: path.to_owned(),
+            max,
+        })?;
+        Ok(Self { raw, len })
+    }
+
+    fn bind(&self, socket: &impl AsRawFd) -> io::Result<()> {
+        // SAFETY: the kernel reads `len` bytes of the address, which is a live value at least that
+        // long (`new` bounds the path by the field's length).
+        let result = unsafe { libc::bind(socket.as_raw_fd(), (&raw const self.raw).cast(), self.len) };
+        if result == -1 {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(())
+        }
+    }
+
+    fn connect(&self, socket: &impl AsRawFd) -> io::Result<()> {
+        // SAFETY: as in `bind`.
+        let result = unsafe { libc::connect(socket.as_raw_fd(), (&raw const self.raw).cast(), self.len) };
+        if result == -1 {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+
+    fn directory() -> tempfile::TempDir {
+        tempfile::tempdir().expect("a temporary directory")
+    }
+
+    #[test]
+    fn a_socket_is_private_accepts_connections_and_goes_away_with_its_server() {
+        let directory = directory();
+        let path = directory.path().join("s");
+        let socket = Socket::listen(&path).expect("listen");
+        assert_eq!(
+            fs::metadata(&path).expect("stat").permissions().mode() & 0o777,
+            0o600
+        );
+        let _client = UnixStream::connect(&path).expect("connect");
+        socket.listener().accept().expect("accept");
+        drop(socket);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_live_server_is_refused_by_name_and_left_alone() {
+        let directory = directory();
+        let path = directory.path().join("s");
+        let _server = UnixListener::bind(&path).expect("bind");
+        let refused = Socket::listen(&path).expect_err("in use").to_string();
+        assert!(
+            refused.contains(&format!("{} is in use by ", path.display())),
+            "{refused}"
+        );
+        assert!(
+            refused.contains(&format!("(process {})", std::process::id())),
+            "{refused}"
+        );
+        UnixStream::connect(&path).expect("the live server still answers");
+    }
+
+    #[test]
+    fn a_live_server_with_a_full_backlog_is_refused_without_waiting() {
+        let directory = directory();
+        let path = directory.path().join("s");
+        let _server = Socket::listen(&path).expect("listen");
+        let address = Address::new(&path).expect("an address");
+        let mut clients = Vec::new();
+        loop {
+            let client = stream_socket(libc::SOCK_NONBLOCK).expect("socket");
+            if address.connect(&client).is_err() {
+                break;
+            }
+            clients.push(client);
+            assert!(clients.len() < 10_000, "the backlog never fills");
+        }
+        let refused = Socket::listen(&path).expect_err("in use");
+        assert!(matches!(refused, SocketError::InUse { .. }), "{refused}");
+    }
+
+    #[test]
+    fn a_stale_socket_is_replaced() {
+        let directory = directory();
+        let path = directory.path().join("s");
+        drop(UnixListener::bind(&path).expect("bind"));
+        assert!(path.exists(), "the standard library leaves the file");
+        let socket = Socket::listen(&path).expect("replace");
+        UnixStream::connect(socket.path()).expect("connect");
+    }
+
+    #[test]
+    fn a_file_that_is_no_socket_is_refused_and_kept() {
+        let directory = directory();
+        let path = directory.path().join("s");
+        fs::write(&path, "precious").expect("write");
+        let refused = Socket::listen(&path).expect_err("not a socket").to_string();
+        assert!(refused.contains("exists and is not a socket"), "{refused}");
+        assert_eq!(fs::read(&path).expect("read"), b"precious");
+    }
+
+    #[test]
+    fn a_successor_s_socket_is_not_removed() {
+        let directory = directory();
+        let path = directory.path().join("s");
+        let old = Socket::listen(&path).expect("listen");
+        fs::remove_file(&path).expect("remove");
+        let _new = Socket::listen(&path).expect("listen again");
+        drop(old);
+        assert!(path.exists());
+    }
+
+    #[test]
+    fn a_path_that_does_not_fit_or_cannot_be_made_says_so() {
+        let long = Path::new("/tmp").join("x".repeat(200));
+        let refused = Socket::listen(&long).expect_err("too long").to_string();
+        assert!(refused.contains("longer than 107 bytes"), "{refused}");
+        let refused = Socket::listen(Path::new("/nonexistent/s"))
+            .expect_err("no directory")
+            .to_string();
+        assert_eq!(refused, "cannot bind socket /nonexistent/s");
+        Socket::listen(Path::new("")).expect_err("empty");
+    }
+}

@@ -1,0 +1,161 @@
+//! `ringdisk vhost-user`: serves disks to other programs' virtual machines until told to stop.
+//!
+//! Every disk has a socket and a thread that speaks with its client; the queues run on workers of their own.
+//! Nothing is served before every socket is made and every disk is open and locked.
+//!
+//! What must stay true: after a stop signal no request that was taken is lost. Clients are disconnected,
+//! their requests drained, and each image is closed cleanly, whatever became of the others.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use virtio_devices::vhost_user::{ServeError, StopToken, VhostUserConfig, VhostUserServer};
+
+use crate::disk_config::DiskConfig;
+use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
+use crate::open::{self, OpenedDisk};
+use crate::signals::StopSignals;
+use crate::socket::Socket;
+
+/// One disk being served. Dropped in this order: the image's lock goes last.
+struct Served {
+    name: String,
+    server: VhostUserServer,
+    socket: Socket,
+    opened: OpenedDisk,
+}
+
+/// Serves each disk on its socket until a stop signal, then closes all of them cleanly.
+///
+/// # Errors
+///
+/// A failure that names the socket or disk it is about: the first one, if there are several. Disks that
+/// could be closed cleanly have been.
+pub fn run(disks: Vec<(PathBuf, DiskConfig)>) -> Result<u8, CommandFailure> {
+    let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
+    let signals = StopSignals::block().map_err(start)?;
+    let stop = StopToken::new().map_err(start)?;
+
+    let mut waiting = Vec::new();
+    for (path, config) in disks {
+        let socket = Socket::listen(&path).map_err(|error| CommandFailure::Failed(error.into()))?;
+        waiting.push((socket, config));
+    }
+    let served = waiting
+        .into_iter()
+        .map(|(socket, config)| serve(socket, &config))
+        .collect::<Result<Vec<_>, _>>()?;
+
+    stop_on_signal(signals, stop.clone()).map_err(start)?;
+    let mut first_failure = serve_all(&served, &stop).err();
+    for disk in served {
+        if let Err(failure) = close(disk) {
+            first_failure.get_or_insert(failure);
+        }
+    }
+    first_failure.map_or(Ok(EXIT_OK), Err)
+}
+
+/// Opens one disk and starts its workers.
+fn serve(socket: Socket, config: &DiskConfig) -> Result<Served, CommandFailure> {
+    let name = config.name();
+    let opened = open::open(config).map_err(|error| CommandFailure::Failed(error.into()))?;
+    let server = VhostUserServer::start(opened.disk(), &server_config(config))
+        .map_err(|error| CommandFailure::about(&name, error))?;
+    let (path, driver) = (socket.path().display(), server.driver_name());
+    tracing::info!(disk = %name, socket = %path, driver, "waiting for a client");
+    Ok(Served {
+        name,
+        server,
+        socket,
+        opened,
+    })
+}
+
+/// What the server needs to know of the disk's configuration.
+fn server_config(config: &DiskConfig) -> VhostUserConfig {
+    let mut server = VhostUserConfig {
+        name: config.name(),
+        num_queues: config.num_queues,
+        queue_size: config.queue_size,
+        serial: config.serial.clone().unwrap_or_default(),
+        queue_affinity: (0..config.num_queues)
+            .map(|queue| config.cpus_of(queue).map(<[usize]>::to_vec).unwrap_or_default())
+            .collect(),
+        ..VhostUserConfig::default()
+    };
+    if let Some(poll_us) = config.poll_us {
+        server.poll_max = Duration::from_micros(poll_us.into());
+    }
+    server
+}
+
+/// Serves until stopped. A server that fails stops the others, so that the failure is seen.
+fn serve_all(served: &[Served], stop: &StopToken) -> Result<(), CommandFailure> {
+    let results: Vec<Result<(), ServeError>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = served
+            .iter()
+            .map(|disk| {
+                scope.spawn(|| {
+                    let result = disk.server.serve(disk.socket.listener(), stop);
+                    if result.is_err() {
+                        stop.stop();
+                    }
+                    result
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
+            .collect()
+    });
+    for (disk, result) in served.iter().zip(results) {
+        result.map_err(|error| CommandFailure::about(&disk.name, error))?;
+    }
+    Ok(())
+}
+
+/// Drains and flushes one disk and closes its image; then others may have it.
+fn close(disk: Served) -> Result<(), CommandFailure> {
+    let Served {
+        name,
+        server,
+        socket,
+        opened,
+    } = disk;
+    drop(socket);
+    let closed = server.close();
+    drop(opened);
+    match &closed {
+        Ok(()) => tracing::info!(disk = %name, "closed cleanly"),
+        Err(error) => tracing::error!(disk = %name, %error, "not closed cleanly"),
+    }
+    closed.map_err(|error| CommandFailure::about(name, error))
+}
+
+/// Starts the thread that turns the first stop signal into a stop, and the second into the end.
+fn stop_on_signal(signals: StopSignals, stop: StopToken) -> std::io::Result<()> {
+    let wait_and_stop = move || {
+        let signal = signals.wait()?;
+        tracing::info!(signal, "stopping");
+        stop.stop();
+        let signal = signals.wait()?;
+        tracing::error!(signal, "giving up before everything was drained");
+        std::process::exit(EXIT_FAILURE.into());
+    };
+    let report = move || {
+        let result: std::io::Result<()> = wait_and_stop();
+        if let Err(error) = result {
+            tracing::error!(%error, "cannot wait for signals");
+        }
+    };
+    std::thread::Builder::new()
+        .name("signals".to_owned())
+        .spawn(report)?;
+    Ok(())
+}

@@ -1,0 +1,201 @@
+//! `ringdisk image` beside `qemu-img`.
+
+use serde_json::Value;
+
+use crate::world::{World, be_u64};
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error} in {text}"))
+}
+
+#[test]
+fn created_images_are_flawless_and_what_was_asked_for() {
+    let world = World::new();
+    world.sparse_file("base.img", 3 << 20);
+    for (options, size) in [
+        ("", "64M"),
+        ("cluster_size=512,refcount_bits=1", "4M"),
+        ("cluster_size=2M,refcount_bits=64", "1T"),
+        ("compat=0.10", "0"),
+        ("lazy_refcounts=on,compression_type=zstd", "1.5M"),
+        ("preallocation=metadata", "10M"),
+        ("preallocation=falloc,cluster_size=4k", "1M"),
+        ("preallocation=full,refcount_bits=8", "1M"),
+        ("backing_file=base.img,backing_fmt=raw", "5M"),
+    ] {
+        let created = match options {
+            "" => world.ringdisk(&["image", "create", "a.qcow2", size]),
+            options => world.ringdisk(&["image", "create", "-o", options, "a.qcow2", size]),
+        };
+        assert!(
+            created
+                .success()
+                .starts_with("Formatting 'a.qcow2', fmt=qcow2 cluster_size=")
+        );
+        world.assert_flawless("a.qcow2");
+        world.ringdisk(&["image", "check", "a.qcow2"]).success();
+        let theirs = world
+            .qemu("qemu-img", &["info", "--output=json", "a.qcow2"])
+            .success();
+        let ours = world.ringdisk(&["image", "info", "--json", "a.qcow2"]).success();
+        assert_same_facts(&json(&ours), &json(&theirs), options);
+        world
+            .qemu("qemu-img", &["compare", "-f", "qcow2", "a.qcow2", "a.qcow2"])
+            .success();
+    }
+}
+
+/// Everything `qemu-img info` says, we say with the same words; ours may say more.
+fn assert_same_facts(ours: &Value, theirs: &Value, about: &str) {
+    let (Value::Object(ours), Value::Object(theirs)) = (ours, theirs) else {
+        return assert_eq!(ours, theirs, "{about}");
+    };
+    for (key, value) in theirs {
+        match key.as_str() {
+            // The node below is QEMU's own affair.
+            "children" => {}
+            "data" | "format-specific" => {
+                assert_same_facts(ours.get(key).unwrap_or(&Value::Null), value, about);
+            }
+            _ => assert_eq!(ours.get(key), Some(value), "{about}: {key}"),
+        }
+    }
+}
+
+#[test]
+fn an_overlay_without_a_size_gets_its_backing_disk_s() {
+    let world = World::new();
+    world.qemu_create("base.qcow2", "compat=1.1", "7M");
+    std::fs::create_dir(world.path("sub")).expect("a folder");
+    // The name is relative to the image's folder, not to ours.
+    let options = "backing_file=../base.qcow2,backing_fmt=qcow2";
+    let made = world
+        .ringdisk(&["image", "create", "--json", "-o", options, "sub/top.qcow2"])
+        .success();
+    let made = json(&made);
+    assert_eq!(made["virtual-size"], 7 << 20);
+    assert_eq!(made["backing-filename"], "../base.qcow2");
+    world
+        .qemu_io(&["-f", "qcow2", "base.qcow2"], &["write -P 3 0 1M"])
+        .success();
+    world
+        .qemu_io(&["-f", "qcow2", "sub/top.qcow2"], &["read -P 3 0 1M"])
+        .success();
+    world
+        .io(
+            "path=sub/top.qcow2,backing_files=on",
+            &["read -P 3 0 1M", "read -P 0 1M 6M"],
+        )
+        .success();
+}
+
+#[test]
+fn an_image_is_never_made_its_own_backing_file() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    let before = world.bytes("a.qcow2");
+    let options = "backing_file=./a.qcow2,backing_fmt=qcow2";
+    let line = world
+        .ringdisk(&["image", "create", "-o", options, "a.qcow2", "1M"])
+        .refused(1);
+    assert!(line.contains("it is the image itself"), "{line}");
+    assert!(world.bytes("a.qcow2") == before, "the image was changed");
+}
+
+#[test]
+fn info_speaks_the_words_of_qemu_img() {
+    let world = World::new();
+    world.qemu_create("base.qcow2", "compat=1.1", "1M");
+    world.qemu_create(
+        "a.qcow2",
+        "backing_file=base.qcow2,backing_fmt=qcow2,lazy_refcounts=on",
+        "20M",
+    );
+    world
+        .qemu("qemu-img", &["snapshot", "-c", "before", "a.qcow2"])
+        .success();
+    let ours = world.ringdisk(&["image", "info", "a.qcow2"]).success();
+    let theirs = world.qemu("qemu-img", &["info", "a.qcow2"]).success();
+    for line in theirs.lines().take_while(|line| !line.starts_with("Child node")) {
+        // The list of snapshots is a table there.
+        if !line.contains("VM_SIZE") && !line.contains("before") {
+            assert!(
+                ours.lines().any(|found| found == line),
+                "{line:?} is not in:\n{ours}"
+            );
+        }
+    }
+    assert!(ours.contains("    1: before (VM state 0 B)\n"), "{ours}");
+}
+
+/// The offset of the refcount of host cluster `cluster` in an image with 64 KiB clusters and 16 bits.
+fn refcount_offset(image: &[u8], cluster: u64) -> u64 {
+    let table = be_u64(image, 48) as usize;
+    be_u64(image, table) + cluster * 2
+}
+
+#[test]
+fn check_tells_clean_leaking_corrupt_and_unreadable_images_apart() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "16M");
+    world
+        .qemu_io(&["-f", "qcow2", "a.qcow2"], &["write 0 1M"])
+        .success();
+    let clean = world.ringdisk(&["image", "check", "a.qcow2"]).success();
+    let theirs = world.qemu("qemu-img", &["check", "a.qcow2"]).success();
+    assert_eq!(clean, theirs);
+
+    let image = world.bytes("a.qcow2");
+    let clusters = image.len() as u64 / 65536;
+    // One more cluster in the file, with a refcount and no reference: a leak.
+    world.patch("a.qcow2", clusters * 65536, &[0; 65536]);
+    world.patch("a.qcow2", refcount_offset(&image, clusters), &1_u16.to_be_bytes());
+    let leaking = world.ringdisk(&["image", "check", "a.qcow2"]);
+    assert_eq!(leaking.code, Some(3), "{leaking:?}");
+    assert!(
+        leaking
+            .stdout
+            .contains("1 leaked clusters were found on the image."),
+        "{leaking:?}"
+    );
+    assert_eq!(world.qemu("qemu-img", &["check", "a.qcow2"]).code, Some(3));
+
+    // A data cluster that counts as free: corrupt.
+    world.patch(
+        "a.qcow2",
+        refcount_offset(&image, clusters - 1),
+        &0_u16.to_be_bytes(),
+    );
+    let corrupt = world.ringdisk(&["image", "check", "--json", "a.qcow2"]);
+    assert_eq!(corrupt.code, Some(2), "{corrupt:?}");
+    let theirs = world.qemu("qemu-img", &["check", "--output=json", "a.qcow2"]);
+    assert_eq!(theirs.code, Some(2));
+    let (ours, theirs) = (json(&corrupt.stdout), json(&theirs.stdout));
+    for count in [
+        "corruptions",
+        "leaks",
+        "check-errors",
+        "total-clusters",
+        "allocated-clusters",
+    ] {
+        assert_eq!(ours[count], theirs[count], "{count}");
+    }
+
+    assert_eq!(world.ringdisk(&["image", "check", "none"]).code, Some(1));
+}
+
+#[test]
+fn looking_at_an_image_changes_nothing() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "lazy_refcounts=on", "16M");
+    // The dirty bit: a writable open would rebuild refcounts.
+    world.patch("a.qcow2", 72, &1_u64.to_be_bytes());
+    let before = world.bytes("a.qcow2");
+    world.ringdisk(&["image", "check", "a.qcow2"]);
+    let info = world.ringdisk(&["image", "info", "a.qcow2"]).success();
+    assert!(info.contains("cleanly shut down: no"), "{info}");
+    world
+        .io("path=a.qcow2,readonly=on", &["read -P 0 0 1M"])
+        .success();
+    assert!(world.bytes("a.qcow2") == before, "the image was changed");
+}

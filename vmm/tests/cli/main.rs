@@ -1,0 +1,8 @@
+//! The `ringdisk` binary as a person or a script meets it: what it prints, how it exits, and whether QEMU's
+//! tools agree with what it did.
+
+mod image_tools;
+mod io_language;
+mod usage;
+mod vhost_user;
+mod world;

@@ -1,0 +1,198 @@
+//! Command lines that make no sense, files that are not there, and what is said about them.
+
+use crate::world::{World, exists};
+
+#[test]
+fn help_and_version_are_no_failure() {
+    let world = World::new();
+    assert!(world.ringdisk(&["--version"]).success().starts_with("ringdisk "));
+    for command in [
+        &["--help"][..],
+        &["vhost-user", "--help"],
+        &["io", "--help"],
+        &["image", "create", "--help"],
+    ] {
+        assert!(
+            world.ringdisk(command).success().contains("Usage: ringdisk"),
+            "{command:?}"
+        );
+    }
+    let help = world.ringdisk(&["vhost-user", "--help"]).success();
+    for key in ["path", "queue_affinity", "l2_cache", "lock_granularity"] {
+        assert!(help.contains(&format!("\n  {key} ")), "{key} is not in the help");
+    }
+}
+
+#[test]
+fn a_command_line_that_makes_no_sense_is_one_line_and_exit_code_2() {
+    let world = World::new();
+    for (arguments, said) in [
+        (&[][..], "a command is missing"),
+        (&["frobnicate"], "frobnicate"),
+        (&["io"], "--disk"),
+        (&["io", "--dsk", "path=x"], "--disk"),
+        (
+            &["io", "--disk", "path=x,sprase=on"],
+            "unknown key `sprase` (did you mean `sparse`?)",
+        ),
+        (
+            &["io", "--disk", "path=x,num_queues=0"],
+            "num_queues takes a number from 1 to 256",
+        ),
+        (
+            &["io", "--disk", "path=x,bw_size=1"],
+            "`bw_size` does not apply here",
+        ),
+        (&["io", "--disk", "readonly=on"], "`path` is missing"),
+        (&["io", "--disk", "path=x", "--queues", "0"], "--queues"),
+        (
+            &["io", "--disk", "path=x", "-c", "frob 0 1"],
+            "command \"frob\" not found",
+        ),
+        (
+            &["io", "--disk", "path=x", "-c", "length", "-c", "read 0"],
+            "bad argument count 1",
+        ),
+        (&["--log", "x=y", "io", "--disk", "path=x"], "not a log filter"),
+        (
+            &[
+                "vhost-user",
+                "--socket",
+                "s",
+                "--disk",
+                "path=a",
+                "--disk",
+                "path=b",
+            ],
+            "1 --socket for 2 --disk",
+        ),
+        (&["vhost-user", "--disk", "path=a"], "--socket"),
+        (&["image"], "missing"),
+        (&["image", "create", "x.qcow2"], "a size is missing"),
+        (&["image", "create", "x.qcow2", "1MB"], "size `1MB`"),
+        (
+            &["image", "create", "-o", "foo=1", "x.qcow2", "1M"],
+            "unknown option `foo`",
+        ),
+        (
+            &["image", "create", "-o", "cluster_size=3", "x.qcow2", "1M"],
+            "cluster_size=3",
+        ),
+        (
+            &[
+                "image",
+                "create",
+                "-o",
+                "compat=0.10,refcount_bits=8",
+                "x.qcow2",
+                "1M",
+            ],
+            "refcount_bits",
+        ),
+        (
+            &["image", "create", "-o", "backing_file=b", "x.qcow2", "1M"],
+            "backing_fmt",
+        ),
+        (&["image", "check"], "<PATH>"),
+    ] {
+        let line = world.ringdisk(arguments).refused(2);
+        assert!(line.contains(said), "{arguments:?}: {line}");
+    }
+    assert!(!exists(&world.path("x.qcow2")), "a refused command left a file");
+}
+
+#[test]
+fn what_cannot_be_opened_is_named_and_exit_code_1() {
+    let world = World::new();
+    world.sparse_file("raw.img", 1 << 20);
+    std::fs::create_dir(world.path("folder")).expect("a folder");
+    for (arguments, said) in [
+        (
+            &["io", "--disk", "path=none"][..],
+            "cannot open none: No such file",
+        ),
+        (
+            &["io", "--disk", "path=none,image_type=raw"],
+            "cannot open none: No such file",
+        ),
+        (&["io", "--disk", "path=folder"], "folder"),
+        (&["io", "--disk", "path=raw.img"], "image_type=raw"),
+        (&["io", "--disk", "path=raw.img,image_type=qcow2"], "raw.img"),
+        (&["image", "info", "none"], "cannot open none: No such file"),
+        (&["image", "info", "raw.img"], "not a QCOW2 image"),
+        (&["image", "check", "raw.img"], "cannot check raw.img"),
+        (
+            &["image", "create", "nowhere/x.qcow2", "1M"],
+            "cannot create nowhere/x.qcow2: No such file",
+        ),
+        (
+            &[
+                "image",
+                "create",
+                "-o",
+                "backing_file=none,backing_fmt=raw",
+                "x",
+                "1M",
+            ],
+            "backing file none",
+        ),
+        (
+            &["vhost-user", "--socket", "nowhere/s", "--disk", "path=none"],
+            "cannot bind socket nowhere/s",
+        ),
+        (
+            &["vhost-user", "--socket", "raw.img", "--disk", "path=none"],
+            "raw.img exists and is not a socket",
+        ),
+        (
+            &["vhost-user", "--socket", "s", "--disk", "path=none"],
+            "cannot open none: No such file",
+        ),
+    ] {
+        let line = world.ringdisk(arguments).refused(1);
+        assert!(line.contains(said), "{arguments:?}: {line}");
+    }
+    assert!(
+        !exists(&world.path("x")) && !exists(&world.path("s")),
+        "a failed command left something"
+    );
+}
+
+#[test]
+fn a_device_and_a_pipe_are_no_images() {
+    let world = World::new();
+    let line = world
+        .ringdisk(&["io", "--disk", "path=/dev/null,image_type=raw"])
+        .refused(1);
+    assert!(
+        line.contains("/dev/null is neither a regular file nor a block device"),
+        "{line}"
+    );
+}
+
+#[test]
+fn an_image_that_names_a_backing_file_is_refused_unless_that_is_allowed() {
+    let world = World::new();
+    world.qemu_create("base.qcow2", "compat=1.1", "1M");
+    world.qemu_create("top.qcow2", "backing_file=base.qcow2,backing_fmt=qcow2", "1M");
+    let line = world.ringdisk(&["io", "--disk", "path=top.qcow2"]).refused(1);
+    assert!(
+        line.contains("top.qcow2") && line.contains("backing_files=on"),
+        "{line}"
+    );
+    world
+        .io("path=top.qcow2,backing_files=on", &["read -P 0 0 1M"])
+        .success();
+}
+
+#[test]
+fn a_failed_open_changes_nothing() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    // An incompatible feature bit that nobody has defined.
+    world.patch("a.qcow2", 72, &(1_u64 << 40).to_be_bytes());
+    let before = world.bytes("a.qcow2");
+    let line = world.ringdisk(&["io", "--disk", "path=a.qcow2"]).refused(1);
+    assert!(line.contains("a.qcow2") && line.contains("40"), "{line}");
+    assert!(world.bytes("a.qcow2") == before, "the image was changed");
+}

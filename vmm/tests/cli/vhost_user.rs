@@ -1,0 +1,222 @@
+//! The life of a server: its socket, its lock, and how it stops.
+
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::world::{Ended, World, exists};
+
+/// A running `ringdisk vhost-user`; killed when dropped.
+struct Server {
+    child: Option<Child>,
+}
+
+impl Server {
+    /// Starts a server and waits until its last socket can be connected to.
+    fn start(world: &World, pairs: &[(&str, &str)]) -> Self {
+        let mut command = world.ringdisk_command();
+        command.arg("vhost-user");
+        for (socket, disk) in pairs {
+            command.args(["--socket", socket, "--disk", disk]);
+        }
+        let child = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("run ringdisk");
+        let mut server = Self { child: Some(child) };
+        for (socket, _) in pairs {
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while UnixStream::connect(world.path(socket)).is_err() {
+                assert!(Instant::now() < deadline, "no socket within 20 s");
+                assert!(server.is_running(), "the server ended: {:?}", server.wait());
+                std::thread::yield_now();
+            }
+        }
+        server
+    }
+
+    fn is_running(&mut self) -> bool {
+        self.child
+            .as_mut()
+            .expect("a child")
+            .try_wait()
+            .expect("wait")
+            .is_none()
+    }
+
+    fn pid(&self) -> u32 {
+        self.child.as_ref().expect("a child").id()
+    }
+
+    fn signal(&self, name: &str) {
+        let sent = Command::new("kill")
+            .args([&format!("-{name}"), &self.pid().to_string()])
+            .status();
+        assert!(sent.expect("run kill").success());
+    }
+
+    fn wait(&mut self) -> Ended {
+        self.child
+            .take()
+            .expect("a child")
+            .wait_with_output()
+            .expect("its output")
+            .into()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            child.kill().expect("kill the server");
+            child.wait().expect("reap the server");
+        }
+    }
+}
+
+#[test]
+fn a_stop_signal_ends_the_server_cleanly_silently_and_without_leftovers() {
+    for signal in ["TERM", "INT", "HUP"] {
+        let world = World::new();
+        world.qemu_create("a.qcow2", "compat=1.1", "1M");
+        let mut server = Server::start(&world, &[("s", "path=a.qcow2,num_queues=2")]);
+        let mode = world.path("s").metadata().expect("stat").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "the socket is open to others");
+        // A client that is connected and says nothing must not hold the stop up.
+        let _client = UnixStream::connect(world.path("s")).expect("connect");
+        server.signal(signal);
+        let ended = server.wait();
+        assert_eq!(
+            (ended.code, ended.stdout.as_str(), ended.stderr.as_str()),
+            (Some(0), "", ""),
+            "{signal}"
+        );
+        assert!(!exists(&world.path("s")), "the socket was left behind");
+        world.assert_flawless("a.qcow2");
+    }
+}
+
+#[test]
+fn one_client_after_another_is_served() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    let mut server = Server::start(&world, &[("s", "path=a.qcow2")]);
+    for _ in 0..20 {
+        drop(UnixStream::connect(world.path("s")).expect("connect"));
+    }
+    assert!(server.is_running());
+    server.signal("TERM");
+    assert_eq!(server.wait().code, Some(0));
+}
+
+#[test]
+fn several_disks_have_a_socket_each_in_order() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    world.sparse_file("b.img", 1 << 20);
+    let disks = [
+        ("sa", "path=a.qcow2"),
+        ("sb", "path=b.img,image_type=raw,serial=second"),
+    ];
+    let mut server = Server::start(&world, &disks);
+    server.signal("TERM");
+    assert_eq!(server.wait().code, Some(0));
+    assert!(!exists(&world.path("sa")) && !exists(&world.path("sb")));
+}
+
+#[test]
+fn a_socket_in_use_is_refused_by_name_and_one_whose_server_died_is_replaced() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    world.qemu_create("b.qcow2", "compat=1.1", "1M");
+    let server = Server::start(&world, &[("s", "path=a.qcow2")]);
+    let line = world
+        .ringdisk(&["vhost-user", "--socket", "s", "--disk", "path=b.qcow2"])
+        .refused(1);
+    let who = format!("ringdisk (process {})", server.pid());
+    assert!(
+        line.contains("socket s is in use by") && line.contains(&who),
+        "{line}"
+    );
+
+    drop(server);
+    assert!(
+        exists(&world.path("s")),
+        "a killed server cannot remove its socket"
+    );
+    let mut server = Server::start(&world, &[("s", "path=b.qcow2")]);
+    server.signal("TERM");
+    assert_eq!(server.wait().code, Some(0));
+}
+
+#[test]
+fn a_served_image_is_locked_against_everybody_until_the_server_ends() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    let mut server = Server::start(&world, &[("s", "path=a.qcow2")]);
+    let who = format!("ringdisk (process {})", server.pid());
+    let line = world.ringdisk(&["io", "--disk", "path=a.qcow2"]).refused(1);
+    assert!(
+        line.contains("a.qcow2 is locked") && line.contains(&who),
+        "{line}"
+    );
+    let theirs = world.qemu("qemu-img", &["check", "a.qcow2"]);
+    assert!(
+        theirs.code != Some(0) && theirs.stderr.contains("lock"),
+        "{theirs:?}"
+    );
+
+    server.signal("TERM");
+    assert_eq!(server.wait().code, Some(0));
+    world.assert_flawless("a.qcow2");
+}
+
+#[test]
+fn a_read_only_disk_is_shared_with_other_readers() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    let _server = Server::start(&world, &[("s", "path=a.qcow2,readonly=on")]);
+    world
+        .io("path=a.qcow2,readonly=on", &["read -P 0 0 1M"])
+        .success();
+    world.ringdisk(&["image", "check", "a.qcow2"]).success();
+    let line = world.ringdisk(&["io", "--disk", "path=a.qcow2"]).refused(1);
+    assert!(line.contains("is reading it and needs it unchanged"), "{line}");
+}
+
+#[test]
+fn the_same_image_twice_is_refused_and_nothing_stays_behind() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    let pairs = [
+        "--socket",
+        "s",
+        "--disk",
+        "path=a.qcow2",
+        "--socket",
+        "t",
+        "--disk",
+        "path=a.qcow2",
+    ];
+    let line = world.ringdisk(&[&["vhost-user"][..], &pairs].concat()).refused(1);
+    assert!(line.contains("a.qcow2 is locked"), "{line}");
+    assert!(!exists(&world.path("s")) && !exists(&world.path("t")));
+}
+
+#[test]
+fn logs_are_written_when_asked_for() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    let ended: Ended = world
+        .ringdisk_command()
+        .args(["io", "--disk", "path=a.qcow2", "-c", "length"])
+        .env("RINGDISK_LOG", "debug")
+        .output()
+        .expect("run ringdisk")
+        .into();
+    assert_eq!(ended.code, Some(0));
+    assert!(ended.stderr.contains("DEBUG"), "{ended:?}");
+    assert!(!ended.stderr.contains('\u{1b}'), "colours in a file: {ended:?}");
+}
