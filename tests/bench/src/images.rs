@@ -24,6 +24,9 @@ pub(crate) const FRESH_BYTES: u64 = 8 << 30;
 /// The size of the image whose memory needs are measured, in bytes.
 pub(crate) const HUGE_BYTES: u64 = 1 << 40;
 
+/// Where images lie below the directory that is given.
+const OWN_DIRECTORY: &str = "ringdisk-bench";
+
 /// How long one image may take to make.
 const LIMIT: Duration = Duration::from_secs(300);
 
@@ -88,6 +91,28 @@ impl Source {
         }
     }
 
+    /// What it is.
+    pub(crate) fn format(self) -> Format {
+        match self {
+            Self::Raw | Self::RawScratch => Format::Raw,
+            _ => Format::Qcow2,
+        }
+    }
+
+    fn file_name(self) -> &'static str {
+        match self {
+            Self::Raw => "base.raw",
+            Self::RawScratch => "scratch.raw",
+            Self::Data => "data.qcow2",
+            Self::Scratch => "scratch.qcow2",
+            Self::Deflate => "deflate.qcow2",
+            Self::Zstd => "zstd.qcow2",
+            Self::Overlay => "overlay.qcow2",
+            Self::Fresh => "fresh.qcow2",
+            Self::Huge => "huge.qcow2",
+        }
+    }
+
     /// Whether its blocks hold what [`content`] says.
     #[must_use]
     pub(crate) fn has_content(self) -> bool {
@@ -117,21 +142,27 @@ pub(crate) struct Images {
 }
 
 impl Images {
-    /// Uses `directory`, which is made if need be.
+    /// Uses a directory of our own below `directory`. With `keep`, images that a run before left there are
+    /// used again; otherwise they go.
     ///
     /// # Errors
     ///
     /// If it cannot be made, or is on no file system that can tell a disk from its cache.
-    pub(crate) fn new(directory: &Path) -> io::Result<Self> {
-        fs::create_dir_all(directory)?;
+    pub(crate) fn new(directory: &Path, keep: bool) -> io::Result<Self> {
+        // Ours alone: it is removed with all in it.
+        let directory = directory.join(OWN_DIRECTORY);
+        if !keep && directory.exists() {
+            fs::remove_dir_all(&directory)?;
+        }
+        fs::create_dir_all(&directory)?;
         let directory = directory.canonicalize()?;
         let mut stat = Command::new("stat");
         stat.args(["-f", "-c", "%T"]).arg(&directory);
         let kind = process::output(stat, Duration::from_secs(10))?;
         if matches!(kind.trim(), "tmpfs" | "ramfs" | "overlayfs") {
+            let shown = directory.display();
             return Err(io::Error::other(format!(
-                "{} is on {}; set RINGDISK_BENCH_DIR to a directory on ext4",
-                directory.display(),
+                "{shown} is on {}; set RINGDISK_BENCH_DIR to a directory on ext4",
                 kind.trim()
             )));
         }
@@ -164,85 +195,60 @@ impl Images {
     }
 
     fn make(&mut self, source: Source) -> io::Result<Image> {
-        let at = |name: &str| self.directory.join(name);
-        let qcow2 = |path: PathBuf| Image {
-            path,
-            format: Format::Qcow2,
-            backing: None,
+        let path = self.directory.join(source.file_name());
+        let backing = match source {
+            Source::Overlay => Some(Box::new(self.image(Source::Data)?)),
+            _ => None,
         };
-        Ok(match source {
-            Source::Raw | Source::RawScratch => {
-                let path = at(if source == Source::Raw {
-                    "base.raw"
-                } else {
-                    "scratch.raw"
-                });
-                write_content(&path, DATA_BYTES)?;
-                Image {
-                    path,
-                    format: Format::Raw,
-                    backing: None,
-                }
-            }
-            Source::Data | Source::Scratch | Source::Deflate | Source::Zstd => {
-                let raw = self.image(Source::Raw)?.path;
-                let (name, options) = match source {
-                    Source::Data => ("data.qcow2", "cluster_size=64k"),
-                    Source::Scratch => ("scratch.qcow2", "cluster_size=64k"),
-                    Source::Deflate => ("deflate.qcow2", "cluster_size=64k,compression_type=zlib"),
-                    _ => ("zstd.qcow2", "cluster_size=64k,compression_type=zstd"),
-                };
-                let path = self.directory.join(name);
-                // Of a raw file, the driver cuts the part that is wanted.
-                let mut part = OsString::from(format!(
-                    "driver=raw,size={},file.driver=file,",
-                    source.disk_bytes()
-                ));
-                part.push("file.filename=");
-                part.push(&raw);
-                let mut arguments = vec!["convert".into(), "--image-opts".into()];
-                if matches!(source, Source::Deflate | Source::Zstd) {
-                    arguments.push("-c".into());
-                }
-                arguments.extend(["-W", "-m", "4", "-O", "qcow2", "-o", options].map(OsString::from));
-                arguments.extend([part, path.clone().into()]);
-                qemu_img(&arguments)?;
-                qcow2(path)
-            }
-            Source::Overlay => {
-                let base = self.image(Source::Data)?;
-                let path = self.directory.join("overlay.qcow2");
-                let create = [
-                    "create",
-                    "-q",
-                    "-f",
-                    "qcow2",
-                    "-F",
-                    "qcow2",
-                    "-o",
-                    "cluster_size=64k",
-                    "-b",
-                ];
-                let mut arguments: Vec<OsString> = create.map(OsString::from).to_vec();
-                arguments.extend([base.path.clone().into(), path.clone().into()]);
-                qemu_img(&arguments)?;
-                Image {
-                    path,
-                    format: Format::Qcow2,
-                    backing: Some(Box::new(base)),
-                }
-            }
-            Source::Fresh => {
-                let path = at("fresh.qcow2");
-                create(&path, "cluster_size=64k", FRESH_BYTES)?;
-                qcow2(path)
-            }
-            Source::Huge => {
-                let path = at("huge.qcow2");
-                create(&path, "cluster_size=64k,preallocation=metadata", HUGE_BYTES)?;
-                qcow2(path)
-            }
+        if source.used_up_by_writing() || !path.exists() {
+            // Under its own name only when complete: whoever finds it there may use it.
+            let partial = path.with_extension("part");
+            self.write(source, &partial)?;
+            fs::rename(&partial, &path)?;
+        }
+        Ok(Image {
+            path,
+            format: source.format(),
+            backing,
         })
+    }
+
+    fn write(&mut self, source: Source, path: &Path) -> io::Result<()> {
+        let size = source.disk_bytes();
+        match source {
+            Source::Raw | Source::RawScratch => write_content(path, size),
+            Source::Data | Source::Scratch => self.convert(size, &["-o", "cluster_size=64k"], path),
+            Source::Deflate => self.convert(
+                size,
+                &["-c", "-W", "-o", "cluster_size=64k,compression_type=zlib"],
+                path,
+            ),
+            Source::Zstd => self.convert(
+                size,
+                &["-c", "-W", "-o", "cluster_size=64k,compression_type=zstd"],
+                path,
+            ),
+            Source::Overlay => {
+                let base = self.image(Source::Data)?.path;
+                let options = ["-o", "cluster_size=64k", "-F", "qcow2", "-b"].map(OsStr::new);
+                create(&[&options[..], &[base.as_os_str(), path.as_os_str()]].concat())
+            }
+            Source::Fresh => create_empty("cluster_size=64k", path, size),
+            Source::Huge => create_empty("cluster_size=64k,preallocation=metadata", path, size),
+        }
+    }
+
+    /// Converts the first `bytes` of the raw image.
+    fn convert(&mut self, bytes: u64, options: &[&str], path: &Path) -> io::Result<()> {
+        let raw = self.image(Source::Raw)?.path;
+        let mut part = OsString::from(format!("driver=raw,size={bytes},file.driver=file,file.filename="));
+        part.push(&raw);
+        let mut arguments: Vec<OsString> = ["convert", "--image-opts", "-m", "4", "-O", "qcow2"]
+            .map(OsString::from)
+            .to_vec();
+        arguments.extend(options.iter().map(OsString::from));
+        arguments.extend([part, path.into()]);
+        qemu_img(&arguments)
     }
 
     /// Removes the directory and all in it.
@@ -255,10 +261,18 @@ impl Images {
     }
 }
 
-fn create(path: &Path, options: &str, bytes: u64) -> io::Result<()> {
+fn create(arguments: &[&OsStr]) -> io::Result<()> {
+    qemu_img(&[&["create", "-q", "-f", "qcow2"].map(OsStr::new)[..], arguments].concat())
+}
+
+fn create_empty(options: &str, path: &Path, bytes: u64) -> io::Result<()> {
     let size = bytes.to_string();
-    let head = ["create", "-q", "-f", "qcow2", "-o", options].map(OsStr::new);
-    qemu_img(&[&head[..], &[path.as_os_str(), OsStr::new(&size)]].concat())
+    create(&[
+        OsStr::new("-o"),
+        OsStr::new(options),
+        path.as_os_str(),
+        OsStr::new(&size),
+    ])
 }
 
 fn qemu_img(arguments: &[impl AsRef<OsStr>]) -> io::Result<()> {

@@ -60,7 +60,7 @@ pub(crate) struct RunArguments {
     /// Print the last run's figures as Markdown and end.
     #[arg(long)]
     markdown: bool,
-    /// Leave the images for the next run.
+    /// Leave the images for the next run, and use those of the last.
     #[arg(long)]
     keep_images: bool,
     /// How often each side of a row is measured.

@@ -75,7 +75,7 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
     let mut bench = Bench {
         ours: our_program(arguments)?,
         peer: Program::StorageDaemon,
-        images: Images::new(&arguments.images)?,
+        images: Images::new(&arguments.images, arguments.keep_images)?,
         pairs: arguments.pairs,
         timing: Timing {
             warm_up: Duration::from_secs_f64((arguments.seconds / 5.0).clamp(0.1, 1.0)),

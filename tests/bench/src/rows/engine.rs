@@ -61,51 +61,19 @@ pub(crate) fn rows() -> Vec<Row> {
         qemu: Some(10.0),
         ..plan
     };
+    #[rustfmt::skip]
     let rows = [
-        (
-            "engine/cached/read-4k-d64",
-            raw(better(1.1, plan(Data, false, RandomRead, K4, 64))),
-        ),
-        (
-            "engine/cached/read-128k-sequential-d16",
-            raw(plan(Data, false, SequentialRead, K128, 16)),
-        ),
-        (
-            "engine/cached/read-4k-backing-d64",
-            better(1.1, plan(Overlay, false, RandomRead, K4, 64)),
-        ),
-        (
-            "engine/cached/read-4k-zstd-d16",
-            plan(Zstd, false, RandomRead, K4, 16),
-        ),
-        (
-            "engine/cached/read-4k-zlib-d16",
-            plan(Deflate, false, RandomRead, K4, 16),
-        ),
-        (
-            "engine/disk/read-4k-d64",
-            limit(raw(plan(Data, true, RandomRead, K4, 64))),
-        ),
-        (
-            "engine/disk/write-4k-d64",
-            limit(raw(plan(Scratch, true, RandomWrite, K4, 64))),
-        ),
-        (
-            "engine/disk/write-flush-4k-d1",
-            raw(plan(Scratch, true, WriteFlush, K4, 1)),
-        ),
-        (
-            "engine/disk/allocate-4k-d64",
-            allocating(plan(Fresh, true, OncePerCluster, K4, 64)),
-        ),
-        (
-            "engine/cached/allocate-4k-d64",
-            allocating(plan(Fresh, false, OncePerCluster, K4, 64)),
-        ),
-        (
-            "engine/disk/copy-on-write-4k-d64",
-            better(2.0, plan(Overlay, true, OncePerCluster, K4, 64)),
-        ),
+        ("engine/cached/read-4k-d64", raw(better(1.1, plan(Data, false, RandomRead, K4, 64)))),
+        ("engine/cached/read-128k-sequential-d16", raw(plan(Data, false, SequentialRead, K128, 16))),
+        ("engine/cached/read-4k-backing-d64", better(1.1, plan(Overlay, false, RandomRead, K4, 64))),
+        ("engine/cached/read-4k-zstd-d16", plan(Zstd, false, RandomRead, K4, 16)),
+        ("engine/cached/read-4k-zlib-d16", plan(Deflate, false, RandomRead, K4, 16)),
+        ("engine/cached/allocate-4k-d64", allocating(plan(Fresh, false, OncePerCluster, K4, 64))),
+        ("engine/disk/read-4k-d64", limit(raw(plan(Data, true, RandomRead, K4, 64)))),
+        ("engine/disk/write-4k-d64", limit(raw(plan(Scratch, true, RandomWrite, K4, 64)))),
+        ("engine/disk/write-flush-4k-d1", raw(plan(Scratch, true, WriteFlush, K4, 1))),
+        ("engine/disk/allocate-4k-d64", allocating(plan(Fresh, true, OncePerCluster, K4, 64))),
+        ("engine/disk/copy-on-write-4k-d64", better(2.0, plan(Overlay, true, OncePerCluster, K4, 64))),
     ];
     rows.into_iter()
         .map(|(name, plan)| Row {
