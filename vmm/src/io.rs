@@ -44,16 +44,15 @@ pub fn run(config: DiskConfig, queues: Option<u16>, commands: &[String]) -> Resu
 
     let mut out = std::io::stdout().lock();
     let mut session = Session::open(opened.disk(), workers, &mut out).map_err(about(&config))?;
-    if commands.is_empty() {
-        run_lines(&mut session, std::io::stdin().lock(), &config)?;
+    let done = if commands.is_empty() {
+        run_lines(&mut session, std::io::stdin().lock(), &config)
     } else {
-        for command in parsed.into_iter().flatten() {
-            if !session.run(command).map_err(about(&config))? {
-                break;
-            }
-        }
-    }
-    let failures = session.close().map_err(about(&config))?;
+        run_all(&mut session, parsed.into_iter().flatten(), &config)
+    };
+    // Whatever happened, what was written must not be lost.
+    let closed = session.close().map_err(about(&config));
+    done?;
+    let failures = closed?;
     out.flush()?;
     Ok(if failures == 0 { EXIT_OK } else { EXIT_FAILURE })
 }
@@ -67,6 +66,20 @@ fn queue_count(config: &DiskConfig, queues: Option<u16>) -> Result<u16, CommandF
             "--queues {count}: it takes a number from 1 to {MAX_QUEUES}"
         ))),
     }
+}
+
+/// Carries out parsed commands, up to one that ends the session.
+fn run_all(
+    session: &mut Session<'_>,
+    commands: impl Iterator<Item = Command>,
+    config: &DiskConfig,
+) -> Result<(), CommandFailure> {
+    for command in commands {
+        if !session.run(command).map_err(about(config))? {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// Carries out standard input, line by line. A line that is no command is told and counts as failed.

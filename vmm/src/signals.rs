@@ -1,9 +1,11 @@
 //! SIGTERM, SIGINT and SIGHUP as values to wait for, instead of handlers that interrupt.
 //!
 //! The signals are blocked before the first thread starts, so every thread inherits the block and
-//! only [`StopSignals::wait`] ever sees one.
+//! only [`StopSignals::wait`] ever sees one. A signal that we were started to ignore, as `nohup` has it,
+//! stays ignored: a blocked one would not be.
 #![expect(unsafe_code, reason = "waiting for a blocked signal has no safe wrapper")]
 
+use std::fmt;
 use std::io;
 use std::mem::MaybeUninit;
 
@@ -11,21 +13,35 @@ use std::mem::MaybeUninit;
 const STOP: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
 /// The stop signals, blocked in the thread that made this and all it starts later.
-#[derive(Clone, Copy, Debug)]
-pub struct StopSignals(());
+#[derive(Clone, Copy)]
+pub struct StopSignals {
+    set: libc::sigset_t,
+}
+
+impl fmt::Debug for StopSignals {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StopSignals").finish_non_exhaustive()
+    }
+}
 
 impl StopSignals {
-    /// Blocks the stop signals. Call it before any thread is started.
+    /// Blocks the stop signals that are not ignored. Call it before any thread is started.
     ///
     /// # Errors
     ///
     /// What the system said; it has no reason to refuse.
     pub fn block() -> io::Result<Self> {
-        let set = stop_set();
+        let mut signals = Vec::new();
+        for signal in STOP {
+            if !is_ignored(signal)? {
+                signals.push(signal);
+            }
+        }
+        let set = set_of(&signals);
         // SAFETY: the set is a live, initialised value that is only read; a null old set is allowed.
         let errno = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()) };
         if errno == 0 {
-            Ok(Self(()))
+            Ok(Self { set })
         } else {
             Err(io::Error::from_raw_os_error(errno))
         }
@@ -37,10 +53,9 @@ impl StopSignals {
     ///
     /// What the system said; it has no reason to refuse.
     pub fn wait(self) -> io::Result<&'static str> {
-        let set = stop_set();
         let mut signal = 0;
         // SAFETY: the set is live and initialised and only read; the number is an exclusive local.
-        let errno = unsafe { libc::sigwait(&raw const set, &raw mut signal) };
+        let errno = unsafe { libc::sigwait(&raw const self.set, &raw mut signal) };
         if errno != 0 {
             return Err(io::Error::from_raw_os_error(errno));
         }
@@ -52,14 +67,25 @@ impl StopSignals {
     }
 }
 
-fn stop_set() -> libc::sigset_t {
+/// Whether a signal is ignored, by whoever started us.
+fn is_ignored(signal: libc::c_int) -> io::Result<bool> {
+    let mut action = MaybeUninit::<libc::sigaction>::uninit();
+    // SAFETY: a null new action only asks; the old one is written to a live local of its type.
+    if unsafe { libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) } == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call succeeded, so the action is written.
+    Ok(unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN)
+}
+
+fn set_of(signals: &[libc::c_int]) -> libc::sigset_t {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: `sigemptyset` initialises the whole set it is given a valid pointer to, and
     // `sigaddset` changes an initialised set; all numbers are valid signals. So the set is
     // initialised when it is taken out.
     unsafe {
         libc::sigemptyset(set.as_mut_ptr());
-        for signal in STOP {
+        for &signal in signals {
             libc::sigaddset(set.as_mut_ptr(), signal);
         }
         set.assume_init()

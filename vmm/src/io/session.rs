@@ -121,8 +121,10 @@ impl<'a> Session<'a> {
     }
 
     /// Waits for what is under way, closes the disk cleanly, and returns how many commands failed.
+    ///
+    /// The disk is closed even if the outcome of a job cannot be told any more.
     pub(super) fn close(mut self) -> Result<u64, SessionError> {
-        self.wait_all()?;
+        let told = self.wait_all();
         let workers = self
             .lanes
             .drain(..)
@@ -134,7 +136,7 @@ impl<'a> Session<'a> {
                 .block_on(move |cx| disk.close(cx))?
                 .map_err(SessionError::Close)?;
         }
-        Ok(self.failures)
+        told.map(|()| self.failures)
     }
 
     /// A foreground job: on the first lane, and waited for. Jobs in the background go on, unless a part of

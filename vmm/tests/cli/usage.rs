@@ -196,3 +196,19 @@ fn a_failed_open_changes_nothing() {
     assert!(line.contains("a.qcow2") && line.contains("40"), "{line}");
     assert!(world.bytes("a.qcow2") == before, "the image was changed");
 }
+
+#[test]
+fn the_readme_lists_every_key_and_is_short() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md");
+    let readme = std::fs::read_to_string(path).expect("the README");
+    assert!(readme.lines().count() <= 120);
+    for key in ringdisk::disk_config::KEYS {
+        if key.scope == ringdisk::disk_config::Scope::Here {
+            assert!(
+                readme.contains(&format!("`{}`", key.name)),
+                "{} is not in the README",
+                key.name
+            );
+        }
+    }
+}

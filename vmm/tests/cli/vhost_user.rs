@@ -15,8 +15,22 @@ struct Server {
 impl Server {
     /// Starts a server and waits until its last socket can be connected to.
     fn start(world: &World, pairs: &[(&str, &str)]) -> Self {
-        let mut command = world.ringdisk_command();
-        command.arg("vhost-user");
+        Self::start_with(&["--default-signal"], world, pairs)
+    }
+
+    /// As [`Server::start`], with options of `env` about signals and variables: we ourselves may have been
+    /// started to ignore some signals.
+    fn start_with(environment: &[&str], world: &World, pairs: &[(&str, &str)]) -> Self {
+        let ringdisk = world.ringdisk_command();
+        let mut command = Command::new("env");
+        command
+            .args(environment)
+            .arg(ringdisk.get_program())
+            .arg("vhost-user");
+        command
+            .current_dir(world.path(""))
+            .env_remove("RINGDISK_LOG")
+            .stdin(Stdio::null());
         for (socket, disk) in pairs {
             command.args(["--socket", socket, "--disk", disk]);
         }
@@ -96,6 +110,22 @@ fn a_stop_signal_ends_the_server_cleanly_silently_and_without_leftovers() {
         assert!(!exists(&world.path("s")), "the socket was left behind");
         world.assert_flawless("a.qcow2");
     }
+}
+
+#[test]
+fn a_signal_that_is_ignored_when_the_server_starts_stays_ignored() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    let environment = ["--ignore-signal=HUP", "RINGDISK_LOG=info"];
+    let mut server = Server::start_with(&environment, &world, &[("s", "path=a.qcow2")]);
+    server.signal("HUP");
+    server.signal("TERM");
+    let ended = server.wait();
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    assert!(
+        ended.stderr.contains("SIGTERM") && !ended.stderr.contains("SIGHUP"),
+        "{ended:?}"
+    );
 }
 
 #[test]
