@@ -1,6 +1,6 @@
 //! Repair: count every reference anew, write the counts, and set each COPIED flag to agree.
 //!
-//! The new refcount structure goes behind the end of the file and is durable before the one write
+//! The new refcount structure goes behind all that is in use and is durable before the one write
 //! of the header's first sector that switches to it and clears the dirty bit. A cut before that
 //! write leaves the image as it was (COPIED flags only become truer), a cut after it leaves it
 //! repaired. What the old structure and leaks occupied is free afterwards.
@@ -13,9 +13,11 @@ use serde::Serialize;
 
 use super::check::{CheckError, CheckReport, Finding, Subject, Verdict, Walk, check};
 use super::layout::RefcountLayout;
-use super::read::{ReadError, read, read_header};
+use super::read::{ReadError, for_each_entry, read, read_header};
 use crate::format::header::at;
-use crate::format::{Header, HeaderError, HostCluster, Incompatible, L1Entry, L2Entry, L2Mapping, Version};
+use crate::format::{
+    Header, HeaderError, HostCluster, Incompatible, L1Entry, L2Entry, L2Mapping, RefcountTableEntry, Version,
+};
 
 /// An image's refcounts could not be rebuilt. Until the header is switched, it is as it was.
 #[derive(Debug, thiserror::Error)]
@@ -105,7 +107,7 @@ async fn rebuild(file: &FileView, withdraw: Incompatible) -> Result<Header, Rebu
     let geometry = subject.geometry;
     let counts = &mut walk.expected;
     let used_end = counts.last().map_or(1, |last| last + 1);
-    let start = HostCluster::new(used_end.max(subject.file_clusters()));
+    let start = HostCluster::new(used_end.max(old_structure_end(&subject).await?));
     let layout = RefcountLayout::plan(counts, start, &geometry).ok_or(RebuildError::TableTooLarge)?;
     for cluster in layout.clusters() {
         counts.set(cluster, 1);
@@ -137,6 +139,32 @@ async fn rebuild(file: &FileView, withdraw: Incompatible) -> Result<Header, Rebu
     header.validate()?;
     switch_header(file, &header).await?;
     Ok(header)
+}
+
+/// The cluster behind the refcount structure as it is on disk, as far as that lies in the file.
+/// The new structure goes behind it, so that the old one is whole until the header switches.
+async fn old_structure_end(subject: &Subject<'_>) -> Result<u64, ReadError> {
+    let geometry = subject.geometry;
+    let table_at = subject.header.refcount_table_offset;
+    let table_bytes = subject.header.refcount_table_bytes();
+    let file_clusters = subject.file_clusters();
+    let mut end = geometry
+        .clusters_for(table_at.bytes().saturating_add(table_bytes))
+        .min(file_clusters);
+    for_each_entry(
+        subject.file,
+        "the refcount table",
+        table_at,
+        table_bytes / 8,
+        |_, raw| {
+            if let Ok(Some(block)) = RefcountTableEntry::from_raw(raw).decode(&geometry) {
+                let block_end = geometry.host_cluster(block).index() + 1;
+                end = end.max(if block_end <= file_clusters { block_end } else { 0 });
+            }
+        },
+    )
+    .await?;
+    Ok(end)
 }
 
 /// Writes the header fields that a rebuild changes, in one sector, durably.

@@ -1,0 +1,4 @@
+//! The header and its extensions, from arbitrary bytes.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ringdisk_fuzz::parse::header(bytes));

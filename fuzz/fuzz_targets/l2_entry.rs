@@ -1,0 +1,4 @@
+//! Table entries of every kind, from arbitrary bytes.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ringdisk_fuzz::parse::entries(bytes));
