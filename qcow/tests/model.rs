@@ -4,6 +4,8 @@
 //! an engine goes wrong. Each failure names its seed; `MODEL_SEED=n` runs that seed alone, and
 //! `MODEL_SEEDS=n` so many.
 
+#![expect(clippy::print_stderr, reason = "a hang must name its seed too")]
+
 mod common;
 
 use block::ring::RingKind;
@@ -301,6 +303,7 @@ impl Run<'_> {
 }
 
 fn run(seed: u64) {
+    eprintln!("seed {seed}");
     let mut random = Random::new(seed);
     let shape = Shape::draw(&mut random).sane();
     let folder = Folder::new();
@@ -390,7 +393,6 @@ fn random_operations_on_several_queues_agree_with_a_plain_array() {
         return run(seed);
     }
     for seed in 0..number("MODEL_SEEDS").unwrap_or(60) {
-        println!("seed {seed}");
         run(seed);
     }
 }

@@ -581,7 +581,7 @@ impl Future for OpFuture {
             let ring = self.ring.clone();
             self.state = ring.try_start(pending);
             if matches!(self.state, OpState::Pending(_)) {
-                ring.inner.slots.borrow_mut().waiters.push(cx.waker().clone());
+                ring.inner.slots.borrow_mut().wait(cx.waker());
                 return Poll::Pending;
             }
         }
@@ -622,16 +622,7 @@ impl Drop for OpFuture {
                     slot.owner = Owner::Orphan;
                 }
             }
-            OpState::Pending(_) => {
-                // It may have used up a wake-up that another waiter needs.
-                let mut slots = self.ring.inner.slots.borrow_mut();
-                if slots.has_free()
-                    && let Some(waker) = slots.waiters.pop()
-                {
-                    waker.wake();
-                }
-            }
-            OpState::Gone => {}
+            OpState::Pending(_) | OpState::Gone => {}
         }
     }
 }

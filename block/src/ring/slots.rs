@@ -145,7 +145,7 @@ pub(super) struct Slots {
     list: Vec<Slot>,
     free: Vec<u32>,
     /// Futures that wait for a free slot.
-    pub(super) waiters: Vec<Waker>,
+    waiters: Vec<Waker>,
 }
 
 impl Slots {
@@ -181,6 +181,14 @@ impl Slots {
         self.list.get_mut(index as usize)
     }
 
+    /// Wakes `waker` when a slot becomes free.
+    pub(super) fn wait(&mut self, waker: &Waker) {
+        // One task often waits with several ops.
+        if !self.waiters.last().is_some_and(|last| last.will_wake(waker)) {
+            self.waiters.push(waker.clone());
+        }
+    }
+
     /// Frees a slot and whatever it held.
     pub(super) fn release(&mut self, index: u32) -> Owner {
         let Some(slot) = self.list.get_mut(index as usize) else {
@@ -194,7 +202,9 @@ impl Slots {
         slot.retries = 0;
         slot.keep.clear();
         self.free.push(index);
-        if let Some(waker) = self.waiters.pop() {
+        // All of them: a waker on the list may belong to a task that has what it wanted, and one of
+        // the others would then sleep for ever.
+        for waker in self.waiters.drain(..) {
             waker.wake();
         }
         owner

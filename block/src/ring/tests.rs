@@ -120,6 +120,52 @@ fn a_full_ring_gives_the_request_back_and_futures_wait_their_turn() {
     }
 }
 
+/// A task that gave up must not use up the wake-up of one that still waits.
+#[test]
+fn a_free_slot_wakes_who_still_waits() {
+    for ring in rings() {
+        let cx = task::Context::on(ring.clone());
+        let file = ring
+            .register(file_with(&[1; 4096]).into())
+            .expect("a registered file");
+        let mut busy: Vec<_> = (0..16).map(|_| Box::pin(ring.sync(&file))).collect();
+        let mut patient = Box::pin(ring.sync(&file));
+        let mut hasty = Box::pin(ring.sync(&file));
+        let woken = std::sync::Arc::new(Flag::default());
+        let waker = std::task::Waker::from(std::sync::Arc::clone(&woken));
+        assert!(
+            patient
+                .as_mut()
+                .poll(&mut Context::from_waker(&waker))
+                .is_pending()
+        );
+        assert!(
+            hasty
+                .as_mut()
+                .poll(&mut Context::from_waker(std::task::Waker::noop()))
+                .is_pending()
+        );
+        drop(hasty);
+        cx.block_on(busy.remove(0))
+            .expect("the ring turns")
+            .expect("a sync");
+        assert!(
+            woken.0.load(std::sync::atomic::Ordering::SeqCst),
+            "{}",
+            ring.driver_name()
+        );
+    }
+}
+
+#[derive(Default)]
+struct Flag(std::sync::atomic::AtomicBool);
+
+impl std::task::Wake for Flag {
+    fn wake(self: std::sync::Arc<Self>) {
+        self.0.store(true, std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
 #[test]
 fn a_dropped_future_keeps_its_memory_until_the_op_has_ended() {
     for ring in rings() {

@@ -51,7 +51,7 @@ pub(super) async fn finish(parts: Vec<Part>) -> Result<(), IoError> {
     result
 }
 
-/// How many extents are started before tables are loaded for more.
+/// How many extents of one request are under way at once.
 const EXTENTS_MAX: usize = 64;
 
 /// Fills `buffer` from `at` on with `len` guest bytes from `offset` on.
@@ -93,11 +93,14 @@ pub(super) async fn read(
             let place = at + (from - offset) as usize;
             start(queue, buffer, place, from, len as usize, extent, &mut parts);
         }
+        if parts.len() >= EXTENTS_MAX {
+            result = finish(std::mem::take(&mut parts)).await;
+        }
         if let Some(lookup) = wrong {
             result = Err(corrupt::found(queue, lookup, here));
         }
         if let Some(slice) = miss {
-            result = load::load_l2(queue, slice).await;
+            result = result.and(load::load_l2(queue, slice).await);
         }
     }
     let ended = finish(parts).await;

@@ -1,7 +1,7 @@
 //! What the engine's tests share: images made by QEMU's tools, queues driven by hand, and a small
 //! seeded random source.
 
-#![allow(dead_code, reason = "each test uses its part of this module")]
+#![allow(dead_code, unreachable_pub, reason = "each test uses its part of this module")]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
