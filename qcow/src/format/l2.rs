@@ -214,11 +214,8 @@ impl L2Entry {
 
     const fn decode_compressed(self, geometry: &Geometry) -> Result<L2Mapping, EntryError> {
         let entry = self.0;
-        if entry & COPIED != 0 {
-            return Err(EntryError::CompressedCopied { entry });
-        }
         let shift = compressed_shift(geometry);
-        let descriptor = entry & !COMPRESSED;
+        let descriptor = entry & !(COMPRESSED | COPIED);
         let offset = descriptor & 1u64.wrapping_shl(shift).wrapping_sub(1);
         if offset.wrapping_shr(OFFSET_BITS) != 0 {
             let bits = offset & u64::MAX.wrapping_shl(OFFSET_BITS);
@@ -227,6 +224,9 @@ impl L2Entry {
                 entry,
                 bits,
             });
+        }
+        if entry & COPIED != 0 {
+            return Err(EntryError::CompressedCopied { entry });
         }
         let sectors = descriptor.wrapping_shr(shift).saturating_add(1);
         // At most (2^13 sectors of 512 bytes): fits 32 bits with room.
@@ -323,6 +323,18 @@ mod tests {
             .compressed_extent(&geometry(Version::V3, 16))
             .unwrap();
         assert_eq!(extent.host, HostOffset::new(0x5_0123));
+    }
+
+    #[test]
+    fn reserved_bits_are_worse_than_copied_in_a_compressed_entry() {
+        let entry = 3 << 62 | 1 << 56;
+        let entry = L2Entry::from_raw(entry);
+        let geometry = geometry(Version::V3, 9);
+        assert!(matches!(
+            entry.decode(&geometry),
+            Err(EntryError::ReservedBits { .. })
+        ));
+        assert_eq!(entry.compressed_extent(&geometry), None);
     }
 
     #[test]
