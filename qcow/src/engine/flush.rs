@@ -188,6 +188,15 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
         write_places(queue, second).await?;
         sync(queue).await?;
     }
+    if let Some(change) = snapshot.header {
+        write_header(queue, |bytes| {
+            bytes[header::at::SIZE..][..8].copy_from_slice(&change.size_bytes.to_be_bytes());
+            bytes[header::at::L1_SIZE..][..4].copy_from_slice(&change.l1_entries.to_be_bytes());
+            bytes[header::at::L1_TABLE_OFFSET..][..8].copy_from_slice(&change.l1_offset.to_be_bytes());
+        })
+        .await?;
+        sync(queue).await?;
+    }
     Ok(())
 }
 
@@ -240,16 +249,22 @@ async fn write_places(queue: &Rc<Queue>, mut places: Vec<Place>) -> Result<(), I
     finish(parts).await
 }
 
-/// Points the header at the refcount table's new place: one write of one sector.
+/// Points the header at the refcount table's new place.
 async fn write_table_place(queue: &Queue, offset: u64, clusters: u64) -> Result<(), IoError> {
     let clusters = u32::try_from(clusters).map_err(|_| IoError::OutOfRange)?;
+    write_header(queue, |bytes| {
+        bytes[header::at::REFCOUNT_TABLE_OFFSET..][..8].copy_from_slice(&offset.to_be_bytes());
+        bytes[header::at::REFCOUNT_TABLE_CLUSTERS..][..4].copy_from_slice(&clusters.to_be_bytes());
+    })
+    .await
+}
+
+/// Changes the header: one write of its first sector, which holds every field that ever changes.
+async fn write_header(queue: &Queue, change: impl FnOnce(&mut [u8; 512])) -> Result<(), IoError> {
     let bytes = {
-        let mut bytes = queue.shared.header.lock();
-        let at = header::at::REFCOUNT_TABLE_OFFSET;
-        let field = bytes.get_mut(at..at + 12).ok_or(IoError::Corrupt)?;
-        field[..8].copy_from_slice(&offset.to_be_bytes());
-        field[8..].copy_from_slice(&clusters.to_be_bytes());
-        AlignedBuf::from_slice(&bytes)
+        let mut header = queue.shared.header.lock();
+        change(header.first_chunk_mut().ok_or(IoError::Corrupt)?);
+        AlignedBuf::from_slice(&header)
     };
     queue.file.write_at(0, bytes).await
 }

@@ -10,6 +10,7 @@
 mod compressed;
 mod corrupt;
 mod flush;
+mod grow;
 mod load;
 mod queue;
 mod read;
@@ -20,7 +21,7 @@ mod zero;
 use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
 use block::epoch::Epochs;
 use block::file::ImageFile;
@@ -61,6 +62,8 @@ pub(crate) struct Shared {
     pub(crate) policy: Policy,
     pub(crate) compression: CompressionType,
     pub(crate) backing: Option<Backing>,
+    /// The guest disk's size in bytes: what requests are checked against.
+    size_bytes: AtomicU64,
     pub(crate) epochs: Arc<Epochs>,
     metadata: ShardedLock<Metadata>,
     rounds: Mutex<Rounds>,
@@ -123,6 +126,12 @@ impl Shared {
         first
     }
 
+    /// The guest disk's size in bytes, whole sectors.
+    #[inline]
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Ordering::Acquire)
+    }
+
     fn is_corrupt(&self) -> bool {
         self.corrupt.load(Ordering::Relaxed)
     }
@@ -147,6 +156,7 @@ impl QcowDisk {
             policy: parts.policy,
             compression: parts.compression,
             backing: parts.backing,
+            size_bytes: AtomicU64::new(parts.metadata.size_bytes & !511),
             epochs: Epochs::new(),
             metadata: ShardedLock::new(parts.metadata),
             rounds: Mutex::default(),
@@ -168,6 +178,19 @@ impl QcowDisk {
         self.shared.geometry
     }
 
+    /// Makes the disk larger: `size_bytes` is rounded down to whole sectors. The new part reads as zeros,
+    /// also where the backing file is longer than the disk was. Durable when it returns. Frontends tell
+    /// their guests; queues that are open see the new size at once.
+    ///
+    /// # Errors
+    ///
+    /// [`IoError::OutOfRange`] for a smaller size or one past what an L1 table can hold,
+    /// [`IoError::ReadOnly`], or what the host answers; then the disk has its old size.
+    pub async fn grow(&self, cx: &Context, size_bytes: u64) -> Result<(), IoError> {
+        let queue = self.queue(cx).map_err(|error| IoError::from(error.source))?;
+        grow::grow(&queue, size_bytes & !511).await
+    }
+
     fn queue(&self, cx: &Context) -> Result<Rc<Queue>, OpenQueueError> {
         Queue::open(&self.shared, cx)
     }
@@ -181,7 +204,7 @@ impl Disk for QcowDisk {
         // Version 2 cannot hide the backing file's bytes but by writing zeros over them.
         let can_hide = shared.geometry.version() == Version::V3 || shared.backing.is_none();
         DiskInfo {
-            size_bytes: shared.geometry.virtual_size() & !511,
+            size_bytes: shared.size_bytes(),
             read_only: !writable,
             preferred_io_bytes: cluster,
             physical_block_bytes: u32::try_from(shared.file.alignment().offset)

@@ -55,8 +55,7 @@ impl DiskQueue for QcowQueue {
     fn submit(&self, mut request: Request) {
         let queue = &*self.0;
         let policy = queue.shared.policy;
-        let size = queue.shared.geometry.virtual_size() & !511;
-        if let Err(error) = request.check(size, policy.read_only) {
+        if let Err(error) = request.check(queue.shared.size_bytes(), policy.read_only) {
             return request.finish(Err(error));
         }
         if request.len == 0 && request.op != Op::Flush {

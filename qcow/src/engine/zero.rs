@@ -68,7 +68,7 @@ fn whole_clusters(queue: &Queue, offset: u64, len: u64) -> (u64, u64) {
     let size = geometry.cluster_size();
     let end = offset + len;
     let first = offset.div_ceil(size);
-    let last = if end >= geometry.virtual_size() & !511 {
+    let last = if end >= queue.shared.size_bytes() {
         end.div_ceil(size)
     } else {
         end / size

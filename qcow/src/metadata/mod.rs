@@ -19,10 +19,11 @@ use std::task::Waker;
 use block::IoError;
 use rustc_hash::{FxHashMap, FxHashSet};
 
+use crate::format::l1::L1_TABLE_MAX_BYTES;
 use crate::format::{
     CompressedExtent, EntryError, Geometry, HostCluster, HostOffset, L1Entry, L2Entry, L2Mapping, L2Table,
 };
-use refcounts::{Refcounts, Stuck};
+use refcounts::{Refcounts, Stuck, TablePlace};
 use slices::SliceCache;
 
 /// What a stretch of the guest's disk is backed by.
@@ -120,7 +121,13 @@ pub(crate) type Drop = (u64, u64);
 pub(crate) struct Metadata {
     geometry: Geometry,
     l1: Vec<L1Entry>,
-    pub(crate) l1_offset: u64,
+    pub(crate) l1_place: TablePlace,
+    /// The L1 table has moved and the header does not know it yet; what was left behind.
+    pub(crate) l1_moved_from: Vec<TablePlace>,
+    /// The header's size and L1 fields are to be written.
+    pub(crate) header_dirty: bool,
+    /// The disk's size as the header has it, or is to have it, in bytes.
+    pub(crate) size_bytes: u64,
     pub(crate) l1_dirty_parts: FxHashSet<usize>,
     /// L1 entries whose tables are not reachable on disk yet: written whole at the next FLUSH.
     pub(crate) fresh_tables: FxHashSet<usize>,
@@ -147,10 +154,17 @@ impl Metadata {
         l2_cache_bytes: u64,
     ) -> Self {
         let slice_bytes = geometry.cluster_size().min(4096) as usize;
+        let clusters = geometry.clusters_for(l1.len() as u64 * 8);
         Self {
             geometry,
             l1,
-            l1_offset: l1_offset.bytes(),
+            l1_place: TablePlace {
+                offset: l1_offset.bytes(),
+                clusters,
+            },
+            l1_moved_from: Vec::new(),
+            header_dirty: false,
+            size_bytes: geometry.virtual_size(),
             l1_dirty_parts: FxHashSet::default(),
             fresh_tables: FxHashSet::default(),
             l2: SliceCache::new(slice_bytes, l2_cache_bytes),
@@ -206,6 +220,40 @@ impl Metadata {
         let mut bytes: Vec<u8> = entries.flat_map(|entry| entry.raw().to_be_bytes()).collect();
         bytes.resize(PART_ENTRIES * 8, 0);
         bytes
+    }
+
+    /// How many entries the L1 table has.
+    pub(crate) fn l1_entries(&self) -> usize {
+        self.l1.len()
+    }
+
+    /// Makes room in the L1 table for a disk of `size_bytes`; in a new place if it has outgrown its own.
+    ///
+    /// # Errors
+    ///
+    /// [`Stuck`], with nothing changed.
+    pub(crate) fn grow_l1(&mut self, size_bytes: u64) -> Result<(), Stuck> {
+        let needed = self.geometry.l1_entries_needed(size_bytes);
+        if needed <= self.l1.len() as u64 {
+            return Ok(());
+        }
+        if needed > L1_TABLE_MAX_BYTES / 8 {
+            return Err(Stuck::Failed(IoError::OutOfRange));
+        }
+        let clusters = self.geometry.clusters_for(needed * 8);
+        if clusters > self.l1_place.clusters {
+            let first = self.refcounts.allocate_run_at_end(clusters)?;
+            let offset = self.geometry.host_offset(HostCluster::new(first)).bytes();
+            self.l1_moved_from.push(self.l1_place);
+            self.l1_place = TablePlace { offset, clusters };
+        }
+        let old = self.l1.len();
+        self.l1.resize(needed as usize, L1Entry::UNALLOCATED);
+        // What lies behind the old end on disk was never part of the table.
+        self.l1_dirty_parts
+            .extend(old / PART_ENTRIES..self.l1.len().div_ceil(PART_ENTRIES));
+        self.header_dirty = true;
+        Ok(())
     }
 
     /// What the guest bytes from `offset` on are backed by: as far as `len` bytes, the L2 slice, and
@@ -603,6 +651,7 @@ impl Metadata {
             && self.refcounts.moved_from.is_empty()
             && self.l1_dirty_parts.is_empty()
             && self.fresh_tables.is_empty()
+            && !self.header_dirty
             && self.refcounts.fresh.is_empty()
             && self.drops.is_empty()
     }

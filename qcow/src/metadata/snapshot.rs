@@ -24,9 +24,22 @@ pub(crate) struct Snapshot {
     pub(crate) l2: Vec<Place>,
     /// Parts of the L1 table.
     pub(crate) l1: Vec<Place>,
+    /// What the header is to say, if it changes, once all else is durable.
+    pub(crate) header: Option<HeaderChange>,
     /// What left the mapping.
     pub(crate) drops: Vec<Drop>,
     keys: Keys,
+}
+
+/// The header fields that change when a disk grows.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct HeaderChange {
+    /// The disk's size in bytes.
+    pub(crate) size_bytes: u64,
+    /// How many entries the L1 table has.
+    pub(crate) l1_entries: u32,
+    /// Where it is, in bytes.
+    pub(crate) l1_offset: u64,
 }
 
 /// What the copies were made of, to settle it afterwards.
@@ -39,6 +52,7 @@ struct Keys {
     l1_parts: Vec<usize>,
     table_parts: Vec<usize>,
     places_left: usize,
+    l1_places_left: usize,
 }
 
 impl Snapshot {
@@ -50,6 +64,7 @@ impl Snapshot {
             && self.new_tables.is_empty()
             && self.l2.is_empty()
             && self.l1.is_empty()
+            && self.header.is_none()
             && self.drops.is_empty()
     }
 }
@@ -111,10 +126,23 @@ impl Metadata {
         }
         snapshot.keys.fresh_tables = fresh;
         snapshot.keys.l1_parts = sorted(self.l1_dirty_parts.drain());
-        for &part in &snapshot.keys.l1_parts {
-            snapshot
-                .l1
-                .push((self.l1_offset + part as u64 * 512, self.l1_part(part).into()));
+        snapshot.keys.l1_places_left = self.l1_moved_from.len();
+        let parts = if self.l1_moved_from.is_empty() {
+            snapshot.keys.l1_parts.clone()
+        } else {
+            // Nothing of the table is in its new place yet.
+            (0..self.l1_entries().div_ceil(64)).collect()
+        };
+        for part in parts {
+            let offset = self.l1_place.offset + part as u64 * 512;
+            snapshot.l1.push((offset, self.l1_part(part).into()));
+        }
+        if std::mem::take(&mut self.header_dirty) {
+            snapshot.header = Some(HeaderChange {
+                size_bytes: self.size_bytes,
+                l1_entries: self.l1_entries() as u32,
+                l1_offset: self.l1_place.offset,
+            });
         }
         self.refcounts.snapshot(&mut snapshot, cluster_size);
         snapshot
@@ -124,7 +152,12 @@ impl Metadata {
     /// Returns what left the mapping for good.
     pub(crate) fn settle(&mut self, snapshot: Snapshot, written: bool) -> Vec<Drop> {
         self.flushing = false;
-        let Snapshot { keys, mut drops, .. } = snapshot;
+        let Snapshot {
+            keys,
+            mut drops,
+            header,
+            ..
+        } = snapshot;
         self.l2.end_flush(keys.l2_slices.into_iter(), written);
         self.refcounts
             .slices
@@ -132,6 +165,7 @@ impl Metadata {
         if !written {
             self.l1_dirty_parts.extend(keys.l1_parts);
             self.refcounts.dirty_parts.extend(keys.table_parts);
+            self.header_dirty |= header.is_some();
             drops.append(&mut self.drops);
             self.drops = drops;
             return Vec::new();
@@ -143,7 +177,8 @@ impl Metadata {
             self.refcounts.fresh.remove(&index);
         }
         let size = self.geometry().cluster_size();
-        for place in self.refcounts.moved_from.drain(..keys.places_left) {
+        let left = self.refcounts.moved_from.drain(..keys.places_left);
+        for place in left.chain(self.l1_moved_from.drain(..keys.l1_places_left)) {
             drops.push((place.offset / size, place.clusters));
         }
         drops

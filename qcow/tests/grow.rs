@@ -1,0 +1,109 @@
+//! Growing a disk: the L1 table moves, the refcount structure grows, nothing shows that was not there.
+
+mod common;
+
+use block::ring::RingKind;
+use block::{Context, Disk, IoError};
+use common::{Folder, Lane, close, open};
+use qcow::OpenOptions;
+
+/// Method: 512-byte clusters make an L1 table outgrow its cluster at 2 MiB, and a refcount table at 8 MiB of
+/// file; the disk is written before, between and after.
+#[test]
+fn a_disk_that_grows_keeps_its_bytes_and_moves_its_tables() {
+    for version in ["0.10", "1.1"] {
+        let folder = Folder::new();
+        let options = format!("cluster_size=512,compat={version}");
+        folder.qemu_img(&["create", "-f", "qcow2", "-o", &options, "disk.qcow2", "1M"]);
+        let disk = open(&folder.path("disk.qcow2"), &OpenOptions::default());
+        let lane = Lane::new(&disk, RingKind::IoUring);
+        let mut model = vec![0u8; 1 << 20];
+        for (round, size) in [3u64 << 20, (7 << 20) + 512, 24 << 20].into_iter().enumerate() {
+            let byte = round as u8 + 1;
+            let fill = vec![byte; model.len() / 1024 * 512];
+            lane.write(4096, &fill);
+            model[4096..4096 + fill.len()].copy_from_slice(&fill);
+            let cx = Context::syscalls();
+            cx.block_on(disk.grow(&cx, size))
+                .expect("the ring turns")
+                .expect("growth");
+            assert_eq!(disk.info().size_bytes, size);
+            model.resize(size as usize, 0);
+            let tail = model.len() - 4096;
+            lane.write(tail as u64, &[byte; 4096]);
+            model[tail..].fill(byte);
+            assert!(lane.read(0, size) == model, "after growing to {size}");
+        }
+        drop(lane);
+        close(disk);
+        folder.assert_flawless("disk.qcow2", false);
+        assert!(folder.qemu_reads("disk.qcow2") == model);
+    }
+}
+
+#[test]
+fn growth_does_not_uncover_a_longer_backing_file() {
+    for (version, bits) in [("0.10", 16), ("1.1", 16), ("1.1", 9)] {
+        let folder = Folder::new();
+        std::fs::write(folder.path("base.raw"), vec![0xBB; 4 << 20]).expect("a base image");
+        let options = format!("cluster_size={},compat={version}", 1 << bits);
+        let create = [
+            "create",
+            "-f",
+            "qcow2",
+            "-o",
+            &options,
+            "-b",
+            "base.raw",
+            "-F",
+            "raw",
+            "disk.qcow2",
+            "1049088",
+        ];
+        folder.qemu_img(&create);
+        let options = OpenOptions {
+            backing_files: true,
+            ..OpenOptions::default()
+        };
+        let disk = open(&folder.path("disk.qcow2"), &options);
+        let cx = Context::syscalls();
+        cx.block_on(disk.grow(&cx, 6 << 20))
+            .expect("the ring turns")
+            .expect("growth");
+        let lane = Lane::new(&disk, RingKind::IoUring);
+        let mut model = vec![0; 6 << 20];
+        model[..1_049_088].fill(0xBB);
+        assert!(
+            lane.read(0, 6 << 20) == model,
+            "compat {version}, clusters of {}",
+            1 << bits
+        );
+        drop(lane);
+        close(disk);
+        folder.assert_flawless("disk.qcow2", false);
+        assert!(folder.qemu_reads("disk.qcow2") == model);
+    }
+}
+
+#[test]
+fn a_disk_does_not_shrink_or_grow_past_what_a_table_holds() {
+    let folder = Folder::new();
+    folder.qemu_img(&[
+        "create",
+        "-f",
+        "qcow2",
+        "-o",
+        "cluster_size=512",
+        "disk.qcow2",
+        "1M",
+    ]);
+    let disk = open(&folder.path("disk.qcow2"), &OpenOptions::default());
+    let cx = Context::syscalls();
+    for size in [1 << 19, 1 << 50, u64::MAX] {
+        let grown = cx.block_on(disk.grow(&cx, size)).expect("the ring turns");
+        assert_eq!(grown, Err(IoError::OutOfRange), "{size}");
+    }
+    assert_eq!(disk.info().size_bytes, 1 << 20);
+    close(disk);
+    folder.assert_flawless("disk.qcow2", false);
+}
