@@ -1,7 +1,7 @@
 //! One virtqueue of the device, served as a frontend of a worker.
 //!
-//! A round takes every chain that waits, submits what they ask, and publishes what has been answered. A
-//! chain in flight is remembered under the number of its first descriptor, so the table has as many
+//! A round takes the chains that wait, up to a bound, submits what they ask, and publishes what has been
+//! answered. A chain in flight is remembered under the number of its first descriptor, so the table has as many
 //! entries as the queue and a guest cannot make it grow.
 //!
 //! What must stay true: a slot is busy from the taking of its chain to the last answer of its parts, and
@@ -21,6 +21,10 @@ use vm_memory::GuestMemoryMmap;
 use super::device::{BlockDevice, SERIAL_BYTES, has};
 use super::request::{self, Kind, Range, Status};
 use crate::virtqueue::{Chain, QueueError, QueueSetup, RingAddresses, SetupError, Slice, Virtqueue};
+
+/// The most chains taken in one round. A guest works on the answers of one round while the next is under
+/// way; taking all it can have at once would make the two wait for each other.
+const BATCH_MAX: u16 = 32;
 
 /// Tells a guest what happened in its queue.
 pub trait Notify {
@@ -198,9 +202,11 @@ impl BlockQueue {
     }
 
     #[inline]
-    fn take_all(&mut self) -> Result<bool, QueueError> {
-        let count = usize::from(self.ring.available()?).min(self.room());
-        for _ in 0..count {
+    fn take_some(&mut self) -> Result<bool, QueueError> {
+        let waiting = self.ring.available()?;
+        let count = usize::from(waiting.min(BATCH_MAX)).min(self.room());
+        for taken in 0..count {
+            self.ring.prefetch(waiting - taken as u16);
             self.take()?;
         }
         Ok(count > 0)
@@ -340,7 +346,7 @@ impl Frontend for BlockQueue {
         if self.broken {
             return false;
         }
-        self.take_all().unwrap_or_else(|error| {
+        self.take_some().unwrap_or_else(|error| {
             self.fail(error);
             true
         })
