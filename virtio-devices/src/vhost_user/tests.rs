@@ -58,6 +58,10 @@ struct World {
 
 impl World {
     fn new(disk: Arc<dyn Disk>, num_queues: u16) -> Self {
+        Self::on(RingKind::Auto, disk, num_queues)
+    }
+
+    fn on(ring: RingKind, disk: Arc<dyn Disk>, num_queues: u16) -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("socket");
         let listener = UnixListener::bind(&path).expect("a socket");
@@ -66,6 +70,7 @@ impl World {
         let config = VhostUserConfig {
             num_queues,
             serial: "serial-2".to_owned(),
+            ring,
             ..VhostUserConfig::default()
         };
         let server = VhostUserServer::start(disk, &config).expect("a server");
@@ -231,7 +236,13 @@ impl Client {
 }
 
 #[test]
-fn every_request_is_served_on_both_queues_of_a_raw_disk() {
+fn every_request_is_served_on_both_queues_of_a_raw_disk_with_both_drivers() {
+    for ring in [RingKind::IoUring, RingKind::Syscalls] {
+        serve_every_request(ring);
+    }
+}
+
+fn serve_every_request(ring: RingKind) {
     let file = tempfile::tempfile().expect("a file");
     file.set_len(DISK_BYTES).expect("its length");
     let options = FileOptions {
@@ -243,7 +254,7 @@ fn every_request_is_served_on_both_queues_of_a_raw_disk() {
         DISK_BYTES,
         true,
     );
-    let world = World::new(raw, 2);
+    let world = World::on(ring, raw, 2);
     let mut client = world.client(2);
     assert_eq!(client.frontend.get_queue_num().expect("GET_QUEUE_NUM"), 2);
     let (_, config) = client
