@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
+use block::file::{FileOptions, ImageFile};
 use block::ring::RingKind;
-use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, Op, Request};
+use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
 use qcow::{OpenOptions, QcowDisk};
 
 /// A folder for images, gone with the test. On a real file system, so that direct I/O works there.
@@ -55,7 +56,17 @@ impl Folder {
         );
     }
 
-    /// What QEMU reads from the image: `len` bytes from the start.
+    /// Runs commands in `qemu-io` on an image of some format; each must succeed.
+    #[track_caller]
+    pub fn qemu_io(&self, format: &str, name: &str, commands: &[&str]) {
+        let mut args = vec!["-f", format, name];
+        commands.iter().for_each(|command| args.extend(["-c", command]));
+        let said = self.run("qemu-io", &args);
+        let wrong = said.contains("failed") || said.contains("rror");
+        assert!(!wrong, "qemu-io {name} {commands:?}: {said}");
+    }
+
+    /// What QEMU reads from the image: the whole disk.
     pub fn qemu_reads(&self, name: &str) -> Vec<u8> {
         self.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", name, "as-raw.img"]);
         std::fs::read(self.path("as-raw.img")).expect("what qemu-img wrote")
@@ -153,6 +164,40 @@ impl Lane {
             .unwrap_or_else(|error| panic!("write of {} at {offset}: {error}", bytes.len()));
     }
 
+    /// As [`Self::read`], but an error is an answer too.
+    pub fn try_read(&self, offset: u64, len: u64) -> Result<Vec<u8>, IoError> {
+        let buffer = AlignedBuf::from_slice(&vec![0xCC; len as usize]).into();
+        let done = self.ask(Op::Read, offset, len, buffer);
+        done.result
+            .map(|()| done.buffer.into_owned().expect("our own buffer").to_vec())
+    }
+
+    pub fn discard(&self, offset: u64, len: u64) {
+        let done = self.ask(Op::Discard, offset, len, Buffer::default());
+        done.result
+            .unwrap_or_else(|error| panic!("discard of {len} at {offset}: {error}"));
+    }
+
+    pub fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) {
+        let done = self.ask(
+            Op::WriteZeroes { unmap, fua: false },
+            offset,
+            len,
+            Buffer::default(),
+        );
+        done.result
+            .unwrap_or_else(|error| panic!("zeroes of {len} at {offset}: {error}"));
+    }
+
+    /// Turns until nothing is left to do on this queue.
+    pub fn settle(&self) {
+        let mut done = Vec::new();
+        while self.cx.tasks() > 0 || self.cx.ring().in_flight() > 0 {
+            self.turn(&mut done);
+        }
+        assert!(done.is_empty(), "an answer nobody expected");
+    }
+
     pub fn flush(&self) {
         let done = self.ask(Op::Flush, 0, 0, Buffer::default());
         done.result.unwrap_or_else(|error| panic!("flush: {error}"));
@@ -160,15 +205,68 @@ impl Lane {
 }
 
 pub fn open(path: &Path, options: &OpenOptions) -> Arc<QcowDisk> {
-    QcowDisk::open(path, options).unwrap_or_else(|error| {
-        let mut text = error.to_string();
-        let mut source = std::error::Error::source(&error);
-        while let Some(error) = source {
-            text = format!("{text}: {error}");
-            source = error.source();
-        }
-        panic!("{text}")
-    })
+    QcowDisk::open(path, options).unwrap_or_else(|error| panic!("{}", chain(&error)))
+}
+
+/// An error and what it came from, in one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
+}
+
+/// Creates an image with this crate, in place of whatever is there.
+pub fn create(path: &Path, options: &qcow::image::CreateOptions) {
+    std::fs::write(path, b"").expect("an empty file");
+    let cx = Context::syscalls();
+    let write = FileOptions {
+        write: true,
+        direct: false,
+    };
+    let file = ImageFile::open(path, write).unwrap_or_else(|error| panic!("{}", chain(&error)));
+    let view = file.view(&cx).expect("a descriptor");
+    let made = cx.block_on(qcow::image::create(&view, options));
+    made.expect("the ring turns")
+        .unwrap_or_else(|error| panic!("{options:?}: {}", chain(&error)));
+}
+
+/// Compares two disks and names the first byte that differs.
+#[track_caller]
+pub fn assert_same(found: &[u8], expected: &[u8], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}: the length");
+    if let Some(at) = (0..found.len()).find(|&at| found[at] != expected[at]) {
+        let differing = found.iter().zip(expected).filter(|(a, b)| a != b).count();
+        panic!(
+            "{what}: byte {at:#x} is {:#04x}, expected {:#04x}; {differing} bytes differ",
+            found[at], expected[at]
+        );
+    }
+}
+
+/// Puts bytes into a file.
+pub fn patch(path: &Path, at: u64, bytes: &[u8]) {
+    use std::os::unix::fs::FileExt;
+    let file = std::fs::OpenOptions::new().write(true).open(path);
+    let file = file.expect("an image");
+    file.write_all_at(bytes, at).expect("a patched image");
+}
+
+/// The big-endian number at a place of a file.
+pub fn u64_at(path: &Path, at: u64) -> u64 {
+    use std::os::unix::fs::FileExt;
+    let mut bytes = [0; 8];
+    let file = std::fs::File::open(path).expect("an image");
+    file.read_exact_at(&mut bytes, at).expect("eight bytes");
+    u64::from_be_bytes(bytes)
+}
+
+/// The big-endian number at a place of a file.
+pub fn u32_at(path: &Path, at: u64) -> u32 {
+    (u64_at(path, at) >> 32) as u32
 }
 
 /// Closes a disk whose lanes are gone.
