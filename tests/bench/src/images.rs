@@ -13,14 +13,15 @@ use std::time::Duration;
 
 use crate::content;
 use crate::process;
+use crate::space;
 use crate::workload::CLUSTER_BYTES;
 
 /// The size of the images with data, in bytes.
 pub(crate) const DATA_BYTES: u64 = 2 << 30;
 /// The size of the compressed images, in bytes.
 pub(crate) const COMPRESSED_BYTES: u64 = 1 << 30;
-/// The size of the empty images, in bytes: 131,072 clusters to allocate.
-pub(crate) const FRESH_BYTES: u64 = 8 << 30;
+/// The size of the empty images, in bytes: 32,768 clusters to allocate.
+pub(crate) const FRESH_BYTES: u64 = 2 << 30;
 /// The size of the image whose memory needs are measured, in bytes.
 pub(crate) const HUGE_BYTES: u64 = 1 << 40;
 
@@ -152,7 +153,7 @@ impl Images {
         // Ours alone: it is removed with all in it.
         let directory = directory.join(OWN_DIRECTORY);
         if !keep && directory.exists() {
-            fs::remove_dir_all(&directory)?;
+            remove_directory(&directory)?;
         }
         fs::create_dir_all(&directory)?;
         let directory = directory.canonicalize()?;
@@ -203,6 +204,7 @@ impl Images {
         if source.used_up_by_writing() || !path.exists() {
             // Under its own name only when complete: whoever finds it there may use it.
             let partial = path.with_extension("part");
+            space::remove(&path)?;
             self.write(source, &partial)?;
             fs::rename(&partial, &path)?;
         }
@@ -257,7 +259,7 @@ impl Images {
     ///
     /// If that fails.
     pub(crate) fn remove_all(self) -> io::Result<()> {
-        fs::remove_dir_all(&self.directory)
+        remove_directory(&self.directory)
     }
 }
 
@@ -273,6 +275,16 @@ fn create_empty(options: &str, path: &Path, bytes: u64) -> io::Result<()> {
         path.as_os_str(),
         OsStr::new(&size),
     ])
+}
+
+fn remove_directory(directory: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        if entry.file_type()?.is_file() {
+            space::remove(&entry.path())?;
+        }
+    }
+    fs::remove_dir_all(directory)
 }
 
 fn qemu_img(arguments: &[impl AsRef<OsStr>]) -> io::Result<()> {

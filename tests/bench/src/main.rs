@@ -17,6 +17,7 @@ mod rows;
 mod run;
 mod server;
 mod signals;
+mod space;
 mod workload;
 
 use std::path::PathBuf;
