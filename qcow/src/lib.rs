@@ -1,6 +1,6 @@
 //! QCOW2 images: an asynchronous, crash-safe, multi-queue engine.
 //!
-//! [`format`] is what is on disk, pure functions over bytes; `metadata` is what is in memory; `engine` is
+//! [`mod@format`] is what is on disk, pure functions over bytes; `metadata` is what is in memory; `engine` is
 //! what happens to a request; [`image`] is what happens to an image. To serve an image, open it with
 //! [`QcowDisk::open`] and use it as a [`block::Disk`].
 //!

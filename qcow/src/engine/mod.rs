@@ -31,7 +31,7 @@ use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteG
 use parking_lot::Mutex;
 
 use crate::format::{CompressionType, Geometry, Version};
-use crate::metadata::Metadata;
+use crate::metadata::{Extent, Lookup, Metadata};
 pub(crate) use compressed::Inflater;
 use flush::Rounds;
 pub(crate) use queue::Queue;
@@ -176,6 +176,20 @@ impl QcowDisk {
     #[must_use]
     pub fn geometry(&self) -> Geometry {
         self.shared.geometry
+    }
+
+    /// Where a guest byte is in the image file, in bytes, if the mapping of that place is cached and it has
+    /// a host cluster. Never waits and does no I/O: the lookup of the fast path.
+    #[must_use]
+    #[inline]
+    pub fn cached_host_offset(&self, guest_offset: u64) -> Option<u64> {
+        match self.shared.try_read()?.lookup(guest_offset, 512) {
+            Lookup::Found {
+                extent: Extent::Data { host, .. },
+                ..
+            } => Some(host),
+            _ => None,
+        }
     }
 
     /// Makes the disk larger: `size_bytes` is rounded down to whole sectors. The new part reads as zeros,
