@@ -1,0 +1,387 @@
+//! Real threads on one disk: workers that sleep and wake, whose requests share clusters but never sectors.
+//!
+//! On each worker run several actors, one request at a time each. An actor owns every n-th sector of the shared half of
+//! the disk, so that every cluster there is everybody's, and whole clusters of its own in the other half,
+//! where it also discards. It checks what it reads against what it last wrote. At the end the whole disk is
+//! compared, by us and by QEMU, and the image must be flawless. A failure names its seed; the threads'
+//! interleaving is the machine's, so a seed repeats the requests and not their timing.
+
+#![expect(clippy::print_stderr, reason = "a hang must name its seed too")]
+
+mod common;
+
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use block::ring::RingKind;
+use block::worker::{WorkerConfig, WorkerHandle};
+use block::{AlignedBuf, Buffer, Disk, DiskQueue, IoError, Op, Request};
+use common::{Folder, Lane, Random, assert_same, close, open};
+use qcow::{OpenOptions, QcowDisk};
+
+const DISK: u64 = 8 << 20;
+const SECTOR: u64 = 512;
+const WORKERS: u64 = 3;
+const ACTORS_PER_WORKER: u64 = 4;
+const ACTORS: u64 = WORKERS * ACTORS_PER_WORKER;
+
+/// How one variant's image is made and opened.
+#[derive(Clone, Debug)]
+struct Variant {
+    name: &'static str,
+    cluster: u64,
+    backing: bool,
+    compressed: bool,
+    ring: RingKind,
+    options: OpenOptions,
+}
+
+impl Variant {
+    fn new(name: &'static str, cluster: u64) -> Self {
+        Self {
+            name,
+            cluster,
+            backing: false,
+            compressed: false,
+            ring: RingKind::IoUring,
+            options: OpenOptions::default(),
+        }
+    }
+}
+
+/// The sectors one actor writes, and what it believes is in them.
+struct Actor {
+    random: Random,
+    cluster: u64,
+    sparse: bool,
+    /// The first sector of the shared half that is this actor's; the others follow at distance [`ACTORS`].
+    first: u64,
+    /// Its part of the other half: first sector and how many.
+    own: (u64, u64),
+    model: Vec<u8>,
+    /// How many requests it has made.
+    requests: u64,
+}
+
+async fn ask(
+    queue: &dyn DiskQueue,
+    op: Op,
+    sector: u64,
+    count: u64,
+    buffer: Buffer,
+) -> Result<Buffer, IoError> {
+    let (request, answer) = Request::local(op, sector * SECTOR, count * SECTOR, buffer);
+    queue.submit(request);
+    let done = answer.await;
+    done.result.map(|()| done.buffer)
+}
+
+impl Actor {
+    fn new(index: u64, seed: u64, variant: &Variant, disk: &[u8]) -> Self {
+        let half = DISK / SECTOR / 2;
+        let share = half / ACTORS * SECTOR / variant.cluster * variant.cluster / SECTOR;
+        Self {
+            random: Random::new(seed * 1000 + index),
+            cluster: variant.cluster / SECTOR,
+            sparse: variant.options.sparse,
+            first: index,
+            own: (half + index * share, share),
+            model: disk.to_vec(),
+            requests: 0,
+        }
+    }
+
+    /// The bytes of some sectors in the model.
+    fn bytes(&mut self, sector: u64, count: u64) -> &mut [u8] {
+        &mut self.model[(sector * SECTOR) as usize..((sector + count) * SECTOR) as usize]
+    }
+
+    fn shared_sector(&mut self) -> u64 {
+        let most = (DISK / SECTOR / 2 - self.first).div_ceil(ACTORS);
+        // Often among few clusters, to meet the others there.
+        let most = if self.random.one_in(2) { most.min(24) } else { most };
+        self.first + self.random.below(most) * ACTORS
+    }
+
+    fn own_range(&mut self) -> (u64, u64) {
+        let (first, len) = self.own;
+        let start = self.random.below(len);
+        let most = self.random.pick(&[1, 8, 16, 200]).min(len - start);
+        (first + start, 1 + self.random.below(most))
+    }
+
+    async fn run(mut self, queue: Rc<dyn DiskQueue>, until: Instant) -> Result<Self, String> {
+        while Instant::now() < until {
+            self.requests += 1;
+            let (sector, count) = if self.random.one_in(2) {
+                (self.shared_sector(), 1)
+            } else {
+                self.own_range()
+            };
+            let what = self.random.below(20);
+            let failed = |error| format!("request {what} of {count} sectors at {sector}: {error}");
+            match what {
+                0..=5 => {
+                    let buffer = AlignedBuf::from_slice(&vec![0xCC; (count * SECTOR) as usize]);
+                    let read = ask(&*queue, Op::Read, sector, count, buffer.into()).await;
+                    let read = read.map_err(failed)?.into_owned().ok_or("no buffer")?;
+                    if *self.bytes(sector, count) != *read {
+                        return Err(format!("a read of {count} sectors at {sector} differs"));
+                    }
+                }
+                6..=14 => {
+                    let fill = content(&mut self.random, self.requests, count);
+                    let fua = what == 6 && self.random.one_in(8);
+                    let buffer = AlignedBuf::from_slice(&fill).into();
+                    let written = ask(&*queue, Op::Write { fua }, sector, count, buffer).await;
+                    written.map_err(failed)?;
+                    self.bytes(sector, count).copy_from_slice(&fill);
+                }
+                15..=16 => {
+                    let op = Op::WriteZeroes {
+                        unmap: what == 15,
+                        fua: false,
+                    };
+                    let zeroed = ask(&*queue, op, sector, count, Buffer::default()).await;
+                    zeroed.map_err(failed)?;
+                    self.bytes(sector, count).fill(0);
+                }
+                17..=18 => {
+                    let (first, len) = self.own;
+                    let cluster = self.cluster;
+                    let start = first + self.random.below(len / cluster) * cluster;
+                    let count = cluster * (1 + self.random.below(((first + len - start) / cluster).min(8)));
+                    let discarded = ask(&*queue, Op::Discard, start, count, Buffer::default()).await;
+                    discarded.map_err(failed)?;
+                    if self.sparse {
+                        self.bytes(start, count).fill(0);
+                    }
+                }
+                _ => {
+                    let flushed = ask(&*queue, Op::Flush, 0, 0, Buffer::default()).await;
+                    flushed.map_err(failed)?;
+                }
+            }
+        }
+        Ok(self)
+    }
+}
+
+/// Sectors no two of which are alike.
+fn content(random: &mut Random, version: u64, count: u64) -> Vec<u8> {
+    let mut bytes = vec![random.next() as u8; (count * SECTOR) as usize];
+    for sector in bytes.chunks_exact_mut(SECTOR as usize) {
+        sector[..8].copy_from_slice(&random.next().to_le_bytes());
+        sector[504..].copy_from_slice(&version.to_le_bytes());
+    }
+    bytes
+}
+
+/// Waits for all of some futures.
+async fn join<T>(futures: Vec<impl Future<Output = T> + 'static>) -> Vec<T> {
+    type Running<T> = Pin<Box<dyn Future<Output = T>>>;
+    let mut running: Vec<(Option<Running<T>>, Option<T>)> = futures
+        .into_iter()
+        .map(|future| (Some(Box::pin(future) as Running<T>), None))
+        .collect();
+    poll_fn(|cx| {
+        for (future, output) in &mut running {
+            if let Some(Poll::Ready(value)) = future.as_mut().map(|future| future.as_mut().poll(cx)) {
+                (*future, *output) = (None, Some(value));
+            }
+        }
+        let pending = running.iter().any(|(future, _)| future.is_some());
+        if pending { Poll::Pending } else { Poll::Ready(()) }
+    })
+    .await;
+    running.into_iter().filter_map(|(_, output)| output).collect()
+}
+
+/// Makes the image; returns what is in it.
+fn make(folder: &Folder, variant: &Variant, random: &mut Random) -> Vec<u8> {
+    let options = format!("cluster_size={}", variant.cluster);
+    let size = DISK.to_string();
+    if !variant.backing && !variant.compressed {
+        folder.qemu_img(&["create", "-f", "qcow2", "-o", &options, "disk.qcow2", &size]);
+        return vec![0; DISK as usize];
+    }
+    let model = content(random, 0, DISK / SECTOR);
+    std::fs::write(folder.path("plain.raw"), &model).expect("a plain image");
+    let name = if variant.backing {
+        "base.qcow2"
+    } else {
+        "disk.qcow2"
+    };
+    let mut args = vec![
+        "convert",
+        "-f",
+        "raw",
+        "-O",
+        "qcow2",
+        "-o",
+        &options,
+        "plain.raw",
+        name,
+    ];
+    if variant.compressed {
+        args.insert(1, "-c");
+    }
+    folder.qemu_img(&args);
+    if variant.backing {
+        let args = ["-b", "base.qcow2", "-F", "qcow2", "disk.qcow2", &size];
+        folder.qemu_img(&[&["create", "-f", "qcow2", "-o", &options], &args[..]].concat());
+    }
+    model
+}
+
+fn start(
+    disk: &Arc<QcowDisk>,
+    worker: &WorkerHandle,
+    actors: Vec<Actor>,
+    until: Instant,
+) -> Vec<Result<Actor, String>> {
+    let disk = Arc::clone(disk);
+    let ran = worker.block_on(move |cx| {
+        let queue: Rc<dyn DiskQueue> = Rc::from(disk.open_queue(cx).expect("a queue"));
+        let running = actors
+            .into_iter()
+            .map(|actor| actor.run(Rc::clone(&queue), until))
+            .collect();
+        Box::pin(join(running))
+    });
+    ran.expect("the worker lives")
+}
+
+/// Works one image with all threads for a while, and checks all of it.
+fn stress(variant: Variant) {
+    let seed = std::env::var("STRESS_SEED")
+        .ok()
+        .and_then(|seed| seed.parse().ok());
+    let seed: u64 = seed.unwrap_or_else(|| {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        now.map_or(0, |now| u64::from(now.subsec_nanos()))
+    });
+    eprintln!("{}: STRESS_SEED={seed}", variant.name);
+    let folder = Folder::new();
+    let mut model = make(&folder, &variant, &mut Random::new(seed));
+    let options = OpenOptions {
+        backing_files: variant.backing,
+        ..variant.options.clone()
+    };
+    let disk = open(&folder.path("disk.qcow2"), &options);
+    let until = Instant::now() + Duration::from_millis(1200);
+    let workers: Vec<WorkerHandle> = (0..WORKERS)
+        .map(|_| {
+            let config = WorkerConfig {
+                ring: variant.ring,
+                ..WorkerConfig::default()
+            };
+            WorkerHandle::spawn(config).expect("a worker")
+        })
+        .collect();
+    let ended: Vec<Result<Actor, String>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..WORKERS)
+            .map(|index| {
+                let first = index * ACTORS_PER_WORKER;
+                let actors = (first..first + ACTORS_PER_WORKER)
+                    .map(|actor| Actor::new(actor, seed, &variant, &model))
+                    .collect();
+                let (disk, worker) = (&disk, &workers[index as usize]);
+                scope.spawn(move || start(disk, worker, actors, until))
+            })
+            .collect();
+        let ended = threads.into_iter().map(|thread| thread.join().expect("a thread"));
+        ended.flatten().collect()
+    });
+    let mut requests = 0;
+    for actor in ended {
+        let mut actor = actor.unwrap_or_else(|error| panic!("{variant:?}, STRESS_SEED={seed}: {error}"));
+        requests += actor.requests;
+        let (own, len) = actor.own;
+        for (sector, count) in (actor.first..DISK / SECTOR / 2)
+            .step_by(ACTORS as usize)
+            .map(|sector| (sector, 1))
+            .chain([(own, len)])
+        {
+            let range = (sector * SECTOR) as usize..((sector + count) * SECTOR) as usize;
+            model[range].copy_from_slice(actor.bytes(sector, count));
+        }
+    }
+    workers.into_iter().for_each(WorkerHandle::stop);
+    let what = format!("{}, STRESS_SEED={seed}, {requests} requests", variant.name);
+    assert!(requests > 500, "{what}: too few to mean anything");
+    eprintln!("{what}");
+    let lane = Lane::new(&disk, RingKind::IoUring);
+    assert_same(&lane.read(0, DISK), &model, &what);
+    lane.settle();
+    drop(lane);
+    close(disk);
+    folder.assert_flawless("disk.qcow2", false);
+    assert_same(&folder.qemu_reads("disk.qcow2"), &model, &what);
+}
+
+#[test]
+fn threads_that_share_every_cluster_of_a_plain_image_agree() {
+    stress(Variant::new("plain", 65536));
+}
+
+#[test]
+fn threads_that_copy_the_same_clusters_from_a_backing_image_agree() {
+    stress(Variant {
+        backing: true,
+        ..Variant::new("backing", 65536)
+    });
+}
+
+#[test]
+fn threads_that_overwrite_parts_of_the_same_compressed_clusters_agree() {
+    stress(Variant {
+        compressed: true,
+        ..Variant::new("compressed", 16384)
+    });
+}
+
+#[test]
+fn threads_on_direct_io_agree() {
+    let mut variant = Variant {
+        backing: true,
+        ..Variant::new("direct", 4096)
+    };
+    variant.options.direct = true;
+    stress(variant);
+}
+
+#[test]
+fn threads_that_evict_each_others_tables_agree() {
+    let mut variant = Variant::new("tiny cache", 512);
+    variant.options.l2_cache_bytes = Some(4096);
+    stress(variant);
+}
+
+#[test]
+fn threads_on_a_disk_that_keeps_its_space_agree() {
+    let mut variant = Variant::new("not sparse", 65536);
+    variant.options.sparse = false;
+    stress(variant);
+}
+
+#[test]
+fn threads_that_discard_but_keep_their_places_agree() {
+    let mut variant = Variant::new("discard, no unref", 4096);
+    variant.options.discard_no_unref = true;
+    stress(variant);
+}
+
+#[test]
+fn threads_on_plain_system_calls_agree() {
+    stress(Variant {
+        ring: RingKind::Syscalls,
+        compressed: true,
+        backing: true,
+        ..Variant::new("system calls", 4096)
+    });
+}
