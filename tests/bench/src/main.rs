@@ -58,7 +58,7 @@ pub(crate) struct RunArguments {
     /// Keep the rows that the last run with the same settings has measured.
     #[arg(long)]
     resume: bool,
-    /// Print the last run's figures as Markdown and end.
+    /// Print what is promised beside the last run's figures as Markdown, and end.
     #[arg(long)]
     markdown: bool,
     /// Leave the images for the next run, and use those of the last.

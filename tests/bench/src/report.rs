@@ -164,21 +164,32 @@ pub(crate) fn table(entries: &[Entry]) -> String {
     lines.join("\n")
 }
 
-/// The entries as a Markdown table.
+/// What was promised and what was measured of it, then all other figures, as Markdown. `promises` are the
+/// names of figures and the ratios they must reach; those without a figure are marked.
 #[must_use]
-pub(crate) fn markdown(entries: &[Entry]) -> String {
+pub(crate) fn markdown(promises: &[(String, f64)], entries: &[Entry]) -> String {
     let mut lines = vec![
-        format!("| {} |", HEADS.join(" | ")),
-        "|---|--:|---|---|--:|--:|---|".to_owned(),
+        "| figure | promise | measured | ours | beside | kept |".to_owned(),
+        "|---|--:|--:|--:|---|---|".to_owned(),
     ];
-    lines.extend(entries.iter().map(|entry| {
-        let mut cells = cells(entry);
-        cells[0] = format!("`{}`", cells[0]);
-        if cells[6] == "NO" {
-            cells[6] = "**no**".to_owned();
-        }
-        format!("| {} |", cells.join(" | "))
-    }));
+    for (name, ratio) in promises {
+        let promise = format!("≥ {ratio:.2}×");
+        lines.push(match entries.iter().find(|entry| entry.row == *name) {
+            Some(entry) => {
+                let [_, ours, peer, unit, measured, _, _] = cells(entry);
+                let kept = if entry.met == Some(true) { "yes" } else { "**no**" };
+                format!("| `{name}` | {promise} | {measured} | {ours} {unit} | {peer} | {kept} |")
+            }
+            None => format!("| `{name}` | {promise} | – | – | – | *unproven* |"),
+        });
+    }
+    lines.push(String::new());
+    lines.push("| figure | ours | beside | unit | ratio |".to_owned());
+    lines.push("|---|--:|---|---|--:|".to_owned());
+    for entry in entries.iter().filter(|entry| entry.target.is_none()) {
+        let [row, ours, peer, unit, ratio, _, _] = cells(entry);
+        lines.push(format!("| `{row}` | {ours} | {peer} | {unit} | {ratio} |"));
+    }
     lines.join("\n")
 }
 
@@ -244,6 +255,20 @@ mod tests {
         assert!((median([3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
         assert!((median([4.0, 1.0]) - 1.0).abs() < 1e-9);
         assert!(median([]).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_promise_without_a_figure_is_marked_unproven() {
+        let kept = Entry::new("a/iops".into(), "IOPS", Better::Higher, 3.0, ("x", 1.0)).target(Some(2.0));
+        let text = markdown(&[("a/iops".into(), 2.0), ("b/iops".into(), 1.5)], &[kept]);
+        let promised = |name: &str| {
+            text.lines()
+                .find(|line| line.contains(name))
+                .unwrap_or_default()
+                .to_owned()
+        };
+        assert!(promised("a/iops").ends_with("| yes |"));
+        assert!(promised("b/iops").ends_with("| *unproven* |"));
     }
 
     #[test]

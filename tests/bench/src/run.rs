@@ -44,7 +44,19 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
     }
     let summary = arguments.out.join("summary.json");
     if arguments.markdown {
-        println!("{}", report::markdown(&report::read(&summary)?));
+        let promises: Vec<_> = all
+            .iter()
+            .flat_map(|row| {
+                row.promises
+                    .iter()
+                    .map(|(what, ratio)| (format!("{}/{what}", row.name), *ratio))
+            })
+            .collect();
+        let entries = match report::read(&summary) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+            entries => entries?,
+        };
+        println!("{}", report::markdown(&promises, &entries));
         return Ok(ExitCode::SUCCESS);
     }
     let wanted = |row: &&Row| {

@@ -200,7 +200,7 @@ fn storage_daemon(serve: &Serve<'_>, socket: &Path) -> Command {
         }
         if format == Format::Qcow2 {
             if let Some(mib) = serve.l2_cache_mib {
-                node.push_str(&format!(",l2-cache-size={mib}M"));
+                node.push_str(&format!(",l2-cache-size={}", u64::from(mib) << 20));
             }
             if !top.is_empty() {
                 node.push_str(&format!(",backing={top}"));

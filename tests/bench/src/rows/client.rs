@@ -13,6 +13,7 @@ use crate::workload::{Pattern, Workload};
 pub(crate) fn rows() -> Vec<Row> {
     vec![Row {
         name: "client/null-device-4k-d64",
+        promises: Vec::new(),
         run: Box::new(run),
     }]
 }
@@ -35,10 +36,10 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
             &|| Ok(0.0),
         )?);
     }
-    let entry = row.entry("iops", "IOPS", Better::Higher, medians(&samples).iops, ("", 0.0));
-    Ok(vec![Entry {
-        peer: None,
-        peer_name: None,
-        ..entry
-    }])
+    Ok(vec![row.alone(
+        "iops",
+        "IOPS",
+        Better::Higher,
+        medians(&samples).iops,
+    )])
 }

@@ -9,76 +9,56 @@ use crate::report::{Better, Entry};
 use crate::workload::{Pattern, Sample, Workload};
 use crate::{cache, fio};
 
-/// One row: a workload, and what it must reach beside whom.
+/// One row: a workload, and who runs it besides ours.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     source: Source,
     direct: bool,
     workload: Workload,
-    /// Times the better of imago and qcow2-rs.
-    better_of_both: Option<f64>,
-    /// Times imago.
-    imago: Option<f64>,
-    /// Times `qemu-img bench`, which runs if this is set.
-    qemu: Option<f64>,
-    /// Times our own raw disk, which runs if this is set.
-    raw: Option<f64>,
-    /// Times fio on the raw file, and the CPU time per request of qcow2-rs; fio runs with our raw disk.
-    limit: Option<(f64, f64)>,
 }
 
 const K4: u32 = 4 << 10;
 const K128: u32 = 128 << 10;
 /// What QCOW2 must keep of our raw disk's rate.
-const RAW: Option<f64> = Some(0.92);
+const RAW: f64 = 0.92;
 
 /// The rows of this part.
 #[must_use]
 pub(crate) fn rows() -> Vec<Row> {
     use Pattern::{OncePerCluster, RandomRead, RandomWrite, SequentialRead, WriteFlush};
     use Source::{Data, Deflate, Fresh, Overlay, Scratch, Zstd};
-    let plan = |source, direct, pattern, block, depth| Plan {
-        source,
-        direct,
-        workload: workload(source, pattern, block, depth),
-        better_of_both: None,
-        imago: None,
-        qemu: None,
-        raw: None,
-        limit: None,
-    };
-    let better = |times, plan: Plan| Plan {
-        better_of_both: Some(times),
-        ..plan
-    };
-    let raw = |plan: Plan| Plan { raw: RAW, ..plan };
-    let limit = |plan: Plan| Plan {
-        limit: Some((0.97, 1.0)),
-        ..plan
-    };
-    let allocating = |plan: Plan| Plan {
-        imago: Some(1.0),
-        qemu: Some(10.0),
-        ..plan
-    };
+    const BETTER: &str = "better-of-both";
+    let raw = ("raw", RAW);
+    let limit = [raw, ("limit", 0.97), ("cpu", 1.0)];
+    let allocating = [("imago", 1.0), ("qemu", 10.0)];
+    // Name, image, past the page cache?, pattern, bytes, depth, what must reach which ratio.
     #[rustfmt::skip]
-    let rows = [
-        ("engine/cached/read-4k-d64", raw(better(1.1, plan(Data, false, RandomRead, K4, 64)))),
-        ("engine/cached/read-128k-sequential-d16", raw(plan(Data, false, SequentialRead, K128, 16))),
-        ("engine/cached/read-4k-backing-d64", better(1.1, plan(Overlay, false, RandomRead, K4, 64))),
-        ("engine/cached/read-4k-zstd-d16", plan(Zstd, false, RandomRead, K4, 16)),
-        ("engine/cached/read-4k-zlib-d16", plan(Deflate, false, RandomRead, K4, 16)),
-        ("engine/cached/allocate-4k-d64", allocating(plan(Fresh, false, OncePerCluster, K4, 64))),
-        ("engine/disk/read-4k-d64", limit(raw(plan(Data, true, RandomRead, K4, 64)))),
-        ("engine/disk/write-4k-d64", limit(raw(plan(Scratch, true, RandomWrite, K4, 64)))),
-        ("engine/disk/write-flush-4k-d1", raw(plan(Scratch, true, WriteFlush, K4, 1))),
-        ("engine/disk/allocate-4k-d64", allocating(plan(Fresh, true, OncePerCluster, K4, 64))),
-        ("engine/disk/copy-on-write-4k-d64", better(2.0, plan(Overlay, true, OncePerCluster, K4, 64))),
+    let rows: [(_, _, _, _, _, _, &[_]); 11] = [
+        ("engine/cached/read-4k-d64", Data, false, RandomRead, K4, 64, &[(BETTER, 1.1), raw]),
+        ("engine/cached/read-128k-sequential-d16", Data, false, SequentialRead, K128, 16, &[raw]),
+        ("engine/cached/read-4k-backing-d64", Overlay, false, RandomRead, K4, 64, &[(BETTER, 1.1)]),
+        ("engine/cached/read-4k-zstd-d16", Zstd, false, RandomRead, K4, 16, &[]),
+        ("engine/cached/read-4k-zlib-d16", Deflate, false, RandomRead, K4, 16, &[]),
+        ("engine/cached/allocate-4k-d64", Fresh, false, OncePerCluster, K4, 64, &allocating),
+        ("engine/disk/read-4k-d64", Data, true, RandomRead, K4, 64, &limit),
+        ("engine/disk/write-4k-d64", Scratch, true, RandomWrite, K4, 64, &limit),
+        ("engine/disk/write-flush-4k-d1", Scratch, true, WriteFlush, K4, 1, &[raw]),
+        ("engine/disk/allocate-4k-d64", Fresh, true, OncePerCluster, K4, 64, &allocating),
+        ("engine/disk/copy-on-write-4k-d64", Overlay, true, OncePerCluster, K4, 64, &[(BETTER, 2.0)]),
     ];
     rows.into_iter()
-        .map(|(name, plan)| Row {
-            name,
-            run: Box::new(move |row, bench| run(row, bench, &plan)),
+        .map(|(name, source, direct, pattern, block, depth, promises)| {
+            let plan = Plan {
+                source,
+                direct,
+                workload: workload(source, pattern, block, depth),
+            };
+            let run = Box::new(move |row: &Row, bench: &mut Bench| run(row, bench, &plan));
+            Row {
+                name,
+                promises: promises.to_vec(),
+                run,
+            }
         })
         .collect()
 }
@@ -99,11 +79,11 @@ impl Plan {
             // Neither of the two reads zstd.
             sides.truncate(1);
         }
-        if self.raw.is_some() {
-            sides.extend([Side::Raw, Side::Fio]);
-        }
-        if self.qemu.is_some() {
-            sides.push(Side::Peer(Engine::QemuImg));
+        match self.source {
+            // Where every cluster is allocated, our raw disk and fio do the same.
+            Source::Data | Source::Scratch => sides.extend([Side::Raw, Side::Fio]),
+            Source::Fresh => sides.push(Side::Peer(Engine::QemuImg)),
+            _ => {}
         }
         sides
     }
@@ -142,10 +122,10 @@ fn run(row: &Row, bench: &mut Bench, plan: &Plan) -> io::Result<Vec<Entry>> {
         .into_iter()
         .zip(samples.iter().map(|samples| medians(samples)))
         .collect();
-    Ok(entries(row, plan, &found))
+    Ok(entries(row, &found))
 }
 
-fn entries(row: &Row, plan: &Plan, found: &[(Side, Figures)]) -> Vec<Entry> {
+fn entries(row: &Row, found: &[(Side, Figures)]) -> Vec<Entry> {
     use Better::{Higher, Lower};
     let of = |wanted: Side| {
         found
@@ -156,49 +136,33 @@ fn entries(row: &Row, plan: &Plan, found: &[(Side, Figures)]) -> Vec<Entry> {
     let Some(ours) = of(Side::Ours) else {
         return Vec::new();
     };
+    let iops = |what: &str, name: &str, peer: f64| row.entry(what, "IOPS", Higher, ours.iops, (name, peer));
     let mut entries = Vec::new();
-    let mut iops = |what: &str, name: &str, peer: f64, target: Option<f64>| {
-        entries.push(
-            row.entry(what, "IOPS", Higher, ours.iops, (name, peer))
-                .target(target),
-        );
-    };
     let (imago, qcow2_rs) = (of(Side::Peer(Engine::Imago)), of(Side::Peer(Engine::Qcow2Rs)));
-    if let (Some(imago), Some(qcow2_rs)) = (imago, qcow2_rs) {
-        if plan.better_of_both.is_some() {
-            let (name, peer) = match imago.iops >= qcow2_rs.iops {
-                true => (Engine::Imago.name(), imago.iops),
-                false => (Engine::Qcow2Rs.name(), qcow2_rs.iops),
+    match (imago, qcow2_rs) {
+        (Some(imago), Some(qcow2_rs)) => {
+            let names = (Engine::Imago.name(), Engine::Qcow2Rs.name());
+            let better = if imago.iops >= qcow2_rs.iops {
+                (names.0, imago.iops)
+            } else {
+                (names.1, qcow2_rs.iops)
             };
-            iops("better-of-both", name, peer, plan.better_of_both);
+            entries.push(iops("better-of-both", better.0, better.1));
+            entries.push(iops("imago", names.0, imago.iops));
+            entries.push(iops("qcow2-rs", names.1, qcow2_rs.iops));
+            entries.push(row.entry("cpu", "CPU s/M", Lower, ours.cpu, (names.1, qcow2_rs.cpu)));
         }
-        iops("imago", Engine::Imago.name(), imago.iops, plan.imago);
-        iops("qcow2-rs", Engine::Qcow2Rs.name(), qcow2_rs.iops, None);
+        _ => entries.push(row.alone("iops", "IOPS", Higher, ours.iops)),
     }
     if let Some(qemu) = of(Side::Peer(Engine::QemuImg)) {
-        iops("qemu", Engine::QemuImg.name(), qemu.iops, plan.qemu);
+        entries.push(iops("qemu", Engine::QemuImg.name(), qemu.iops));
     }
     if let Some(raw) = of(Side::Raw) {
-        iops("raw", "our raw disk", raw.iops, plan.raw);
+        entries.push(iops("raw", "our raw disk", raw.iops));
+        entries.push(row.entry("raw-cpu", "CPU s/M", Lower, ours.cpu, ("our raw disk", raw.cpu)));
     }
     if let Some(fio) = of(Side::Fio) {
-        iops("limit", "fio raw", fio.iops, plan.limit.map(|(share, _)| share));
-    }
-    if imago.is_none() {
-        // Nobody to compare with: the figure stands for itself.
-        let alone = row.entry("alone", "IOPS", Higher, ours.iops, ("", 0.0));
-        entries.push(Entry {
-            peer: None,
-            peer_name: None,
-            ..alone
-        });
-    }
-    if let Some(peer) = qcow2_rs {
-        let target = plan.limit.map(|(_, cpu)| cpu);
-        entries.push(
-            row.entry("cpu", "CPU s/M", Lower, ours.cpu, ("qcow2-rs", peer.cpu))
-                .target(target),
-        );
+        entries.push(iops("limit", "fio raw", fio.iops));
     }
     entries
 }

@@ -10,16 +10,7 @@ use crate::report::{Better, Entry};
 use crate::workload::Pattern;
 use crate::{cache, fio};
 
-/// What a row compares, besides its name.
-#[derive(Clone, Copy, Debug)]
-struct Plan {
-    served: Served,
-    /// The IOPS must be so many times the peer's.
-    target: Option<f64>,
-    /// fio runs too, and the IOPS must be this share of its.
-    limit: Limit,
-}
-
+/// Whether fio runs beside a row, and which share of its IOPS must be reached.
 #[derive(Clone, Copy, Debug)]
 enum Limit {
     None,
@@ -73,67 +64,54 @@ pub(crate) fn rows() -> Vec<Row> {
                 workload,
                 wait,
             };
-            let plan = Plan {
-                served,
-                target,
-                limit,
-            };
+            let mut promises: Vec<_> = target.map(|target| ("iops", target)).into_iter().collect();
+            if let Target(share) = limit {
+                promises.push(("limit", share));
+            }
+            let with_fio = !matches!(limit, NoLimit);
             Row {
                 name,
-                run: Box::new(move |row, bench| run(row, bench, &plan)),
+                promises,
+                run: Box::new(move |row, bench| run(row, bench, &served, with_fio)),
             }
         })
         .collect()
 }
 
-fn run(row: &Row, bench: &mut Bench, plan: &Plan) -> io::Result<Vec<Entry>> {
+fn run(row: &Row, bench: &mut Bench, served: &Served, with_fio: bool) -> io::Result<Vec<Entry>> {
     let (mut ours, mut peers, mut limits) = (Vec::new(), Vec::new(), Vec::new());
     let (our_program, peer_program) = (bench.ours.clone(), bench.peer.clone());
     for _ in 0..bench.pairs {
-        ours.push(measure_served(bench, &our_program, &plan.served)?);
-        peers.push(measure_served(bench, &peer_program, &plan.served)?);
-        if !matches!(plan.limit, Limit::None) {
-            let writes = plan.served.workload.pattern.writes();
+        ours.push(measure_served(bench, &our_program, served)?);
+        peers.push(measure_served(bench, &peer_program, served)?);
+        if with_fio {
+            let writes = served.workload.pattern.writes();
             let raw = bench
                 .images
                 .image(if writes { Source::RawScratch } else { Source::Raw })?;
-            cache::prepare(&raw, !plan.served.direct)?;
+            cache::prepare(&raw, !served.direct)?;
             limits.push(fio::run(
                 &raw.path,
-                plan.served.direct,
-                &plan.served.workload,
+                served.direct,
+                &served.workload,
                 bench.timing,
             )?);
         }
     }
     let (ours, peer) = (medians(&ours), medians(&peers));
-    let mut entries = compare(row, &ours, &peer, peer_program.name(), plan.target);
-    let target = match plan.limit {
-        Limit::Target(target) => Some(target),
-        _ => None,
-    };
-    if !limits.is_empty() {
-        let limit = medians(&limits);
-        entries.push(
-            row.entry(
-                "limit",
-                "IOPS",
-                Better::Higher,
-                ours.iops,
-                ("fio raw", limit.iops),
-            )
-            .target(target),
-        );
+    let mut entries = compare(row, &ours, &peer, peer_program.name());
+    if with_fio {
+        let limit = ("fio raw", medians(&limits).iops);
+        entries.push(row.entry("limit", "IOPS", Better::Higher, ours.iops, limit));
     }
     Ok(entries)
 }
 
 /// The figures of two servers side by side.
-fn compare(row: &Row, ours: &Figures, peer: &Figures, name: &str, target: Option<f64>) -> Vec<Entry> {
+fn compare(row: &Row, ours: &Figures, peer: &Figures, name: &str) -> Vec<Entry> {
     use Better::{Higher, Lower};
     vec![
-        row.entry("iops", "IOPS", Higher, ours.iops, (name, peer.iops))
-            .target(target),
+        row.entry("iops", "IOPS", Higher, ours.iops, (name, peer.iops)),
         row.entry("latency-mean", "µs", Lower, ours.mean_us, (name, peer.mean_us)),
         row.entry("latency-p99", "µs", Lower, ours.p99_us, (name, peer.p99_us)),
         row.entry("server-cpu", "CPU s/M", Lower, ours.cpu, (name, peer.cpu)),

@@ -31,19 +31,19 @@ pub(crate) struct Figure {
 /// The rows of this part.
 #[must_use]
 pub(crate) fn rows() -> Vec<Row> {
+    let listed = |name, package, bench| Row {
+        name,
+        promises: Vec::new(),
+        run: Box::new(move |row, _| listed(row, package, bench)),
+    };
     vec![
         Row {
             name: "micro/mapping",
+            promises: vec![("lookup-hit", 1.0), ("lookup-two-threads", 1.8)],
             run: Box::new(mapping),
         },
-        Row {
-            name: "micro/allocation",
-            run: Box::new(|row, _| listed(row, "ringdisk-qcow", "allocation")),
-        },
-        Row {
-            name: "micro/round-trip",
-            run: Box::new(|row, _| listed(row, "ringdisk-block", "round_trip")),
-        },
+        listed("micro/allocation", "ringdisk-qcow", "allocation"),
+        listed("micro/round-trip", "ringdisk-block", "round_trip"),
     ]
 }
 
@@ -61,16 +61,14 @@ fn mapping(row: &Row, _: &mut Bench) -> io::Result<Vec<Entry>> {
     let (one, two) = (of("lookup_hit_1_thread")?, of("lookup_hit_2_threads")?);
     let rate = |threads: f64, ns: f64| threads * 1000.0 / ns;
     Ok(vec![
-        row.entry("lookup-hit", "ns", Better::Lower, one, ("bound", 60.0))
-            .target(Some(1.0)),
+        row.entry("lookup-hit", "ns", Better::Lower, one, ("bound", 60.0)),
         row.entry(
             "lookup-two-threads",
             "M/s",
             Better::Higher,
             rate(2.0, two),
             ("one thread", rate(1.0, one)),
-        )
-        .target(Some(1.8)),
+        ),
     ])
 }
 
@@ -79,14 +77,7 @@ fn listed(row: &Row, package: &str, bench: &str) -> io::Result<Vec<Entry>> {
     let figures = run(package, bench)?;
     Ok(figures
         .into_iter()
-        .map(|figure| {
-            let entry = row.entry(&figure.name, &figure.unit, Better::Lower, figure.value, ("", 0.0));
-            Entry {
-                peer: None,
-                peer_name: None,
-                ..entry
-            }
-        })
+        .map(|figure| row.alone(&figure.name, &figure.unit, Better::Lower, figure.value))
         .collect())
 }
 

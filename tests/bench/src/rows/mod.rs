@@ -39,6 +39,8 @@ type Measure = dyn Fn(&Row, &mut Bench) -> io::Result<Vec<Entry>>;
 pub(crate) struct Row {
     /// place/kind, as given on the command line and printed.
     pub(crate) name: &'static str,
+    /// Which of its figures must reach which ratio.
+    pub(crate) promises: Vec<(&'static str, f64)>,
     run: Box<Measure>,
 }
 
@@ -61,7 +63,19 @@ impl Row {
     }
 
     fn entry(&self, what: &str, unit: &str, better: Better, ours: f64, peer: (&str, f64)) -> Entry {
+        let promised = self.promises.iter().find(|(figure, _)| *figure == what);
         Entry::new(format!("{}/{what}", self.name), unit, better, ours, peer)
+            .target(promised.map(|(_, ratio)| *ratio))
+    }
+
+    /// A figure that nobody else has.
+    fn alone(&self, what: &str, unit: &str, better: Better, ours: f64) -> Entry {
+        let entry = self.entry(what, unit, better, ours, ("", 0.0));
+        Entry {
+            peer: None,
+            peer_name: None,
+            ..entry
+        }
     }
 }
 
