@@ -244,7 +244,16 @@ impl Disk for QcowDisk {
             flush::flush(&queue).await?;
             // The queues are gone, so every drop is past grace; what it freed is counted down and written.
             reclaim::reclaim(&queue).await?;
-            flush::flush(&queue).await
+            flush::flush(&queue).await?;
+            // Space that was reserved and not used goes back.
+            let end = queue.shared.read()?.refcounts.unused_reserve();
+            if let Some(end) = end {
+                queue
+                    .file
+                    .set_len(end * queue.shared.geometry.cluster_size())
+                    .await?;
+            }
+            Ok(())
         })
     }
 }

@@ -48,10 +48,13 @@ const STEPS_MAX: usize = 64;
 pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: u64) -> Result<(), IoError> {
     let end = offset + len;
     let mut here = offset;
+    // Through the page cache the host's file system allocates late and in one go by itself.
+    let reserves = queue.shared.file.alignment().offset > 1;
     while here < end {
         let mut steps: SmallVec<[(u64, u64, WriteStep); 4]> = SmallVec::new();
         let mut blocked = None;
         let mut pressed = false;
+        let mut ahead = None;
         {
             let mut metadata = queue.shared.write()?;
             while here < end && steps.len() < STEPS_MAX {
@@ -67,6 +70,9 @@ pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: 
                     }
                 }
             }
+            if reserves {
+                ahead = metadata.refcounts.reserve_ahead();
+            }
             if metadata.l2.is_dirty_past_budget() || metadata.refcounts.slices.is_dirty_past_budget() {
                 pressed = true;
             }
@@ -74,12 +80,31 @@ pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: 
         if pressed {
             flush::in_background(queue);
         }
+        if let Some((from, count)) = ahead {
+            queue.cx.spawn(reserve(Rc::clone(queue), from, count));
+        }
         carry_out(queue, source, steps).await?;
         if let Some(blocked) = blocked {
             load::unblock(queue, blocked).await?;
         }
     }
     Ok(())
+}
+
+/// Reserves host space for clusters to come. Direct writes that make a file longer wait for each other in
+/// the host's file system; inside its length they do not.
+async fn reserve(queue: Rc<Queue>, from: u64, count: u64) {
+    let size = queue.shared.geometry.cluster_size();
+    let result = queue.file.preallocate(from * size, count * size).await;
+    if let Err(error) = result {
+        // Not an error of any request: whoever needs the space hears it from its own write.
+        tracing::debug!(%error, "no space could be reserved ahead");
+    }
+    if let Ok(mut metadata) = queue.shared.write() {
+        metadata
+            .refcounts
+            .reserved(result.is_ok().then_some(from + count));
+    }
 }
 
 fn step_len(shared: &Shared, step: &WriteStep, here: u64, end: u64) -> u64 {

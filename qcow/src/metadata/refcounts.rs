@@ -75,7 +75,15 @@ pub(crate) struct Refcounts {
     free: FreeRuns,
     /// The cluster after the last one ever handed out or counted.
     end: u64,
+    /// Up to here the host has space reserved past `end`.
+    reserved: u64,
+    /// Somebody is reserving more, or it was found to be of no use.
+    reserving: bool,
 }
+
+/// The least and the most that is reserved at once, in bytes.
+const RESERVE_BYTES_MIN: u64 = 4 << 20;
+const RESERVE_BYTES_MAX: u64 = 64 << 20;
 
 /// Table entries in a 512-byte part.
 pub(crate) const PART_ENTRIES: usize = 64;
@@ -107,6 +115,8 @@ impl Refcounts {
             limit,
             free: FreeRuns::default(),
             end: file_end,
+            reserved: file_end,
+            reserving: limit != u64::MAX,
         }
     }
 
@@ -160,6 +170,33 @@ impl Refcounts {
     /// The cluster after the last one in use or in the file.
     pub(crate) fn end(&self) -> u64 {
         self.end
+    }
+
+    /// Whether more space should be reserved past the end: from which cluster, and how many. The caller
+    /// does it and reports to [`Refcounts::reserved`].
+    pub(crate) fn reserve_ahead(&mut self) -> Option<(u64, u64)> {
+        let size = self.geometry.cluster_size();
+        // An eighth of the file, within bounds: as much is left over after a crash.
+        let step = (self.end * size / 8).clamp(RESERVE_BYTES_MIN, RESERVE_BYTES_MAX) / size;
+        if self.reserving || self.end + step / 2 <= self.reserved {
+            return None;
+        }
+        self.reserving = true;
+        let from = self.reserved.max(self.end);
+        Some((from, step.max(1)))
+    }
+
+    /// Where the file ends if what was reserved and not used is cut off; `None` if nothing is.
+    pub(crate) fn unused_reserve(&self) -> Option<u64> {
+        (self.limit == u64::MAX && self.reserved > self.end).then_some(self.end)
+    }
+
+    /// Space is reserved up to cluster `end`; `None` if it cannot be had, and is not asked for again.
+    pub(crate) fn reserved(&mut self, end: Option<u64>) {
+        if let Some(end) = end {
+            self.reserved = self.reserved.max(end);
+            self.reserving = false;
+        }
     }
 
     /// The table's entries in 512-byte part `part`, as they are on disk.
