@@ -25,6 +25,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
+use client::drive::Wait;
 pub(crate) use signals::interrupted;
 
 /// Measures Ringdisk beside its peers.
@@ -82,6 +83,9 @@ pub(crate) struct RunArguments {
     /// Our server's binary; built if not given.
     #[arg(long, env = "RINGDISK_BIN")]
     ringdisk: Option<PathBuf>,
+    /// How clients over vhost-user wait for answers, instead of as each row has it.
+    #[arg(long, value_enum)]
+    wait: Option<Wait>,
     /// Who takes our side over vhost-user. With the peer on both sides every ratio should be near 1.
     #[arg(long, value_enum, default_value_t = Ours::Ringdisk)]
     ours: Ours,

@@ -89,6 +89,7 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
         peer: Program::StorageDaemon,
         images: Images::new(&arguments.images, arguments.keep_images)?,
         pairs: arguments.pairs,
+        wait: arguments.wait,
         timing: Timing {
             warm_up: Duration::from_secs_f64((arguments.seconds / 5.0).clamp(0.1, 1.0)),
             measure: Duration::from_secs_f64(arguments.seconds),
@@ -199,10 +200,14 @@ fn run_id(arguments: &RunArguments) -> String {
     } else {
         commit.trim()
     };
-    format!(
-        "{commit}, {} x {} s, {:?}",
-        arguments.pairs, arguments.seconds, arguments.ours
-    )
+    let RunArguments {
+        pairs,
+        seconds,
+        ours,
+        wait,
+        ..
+    } = arguments;
+    format!("{commit}, {pairs} x {seconds} s, {ours:?}, {wait:?}")
 }
 
 /// Our side: the binary given, or the one built now beside this program.

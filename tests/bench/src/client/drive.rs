@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use clap::ValueEnum;
+
 use super::Connection;
 use super::ring::{Kind, Ring, SLOTS_MAX};
 use crate::content;
@@ -23,7 +25,7 @@ const MEASURING: u8 = 1;
 const STOPPING: u8 = 2;
 
 /// How a client waits for answers.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(crate) enum Wait {
     /// It looks at the ring without pause: the lowest latency, and one CPU gone.
     Poll,

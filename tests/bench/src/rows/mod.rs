@@ -28,6 +28,8 @@ pub(crate) struct Bench {
     pub(crate) peer: Program,
     /// How often each side is measured; the sides take turns.
     pub(crate) pairs: u32,
+    /// How clients wait, if not as each row has it.
+    pub(crate) wait: Option<Wait>,
     /// How long one measurement takes.
     pub(crate) timing: Timing,
 }
@@ -133,7 +135,8 @@ fn drive_server(bench: &Bench, server: &Server, served: &Served) -> io::Result<S
     if served.source.has_content() && block_bytes as usize >= content::BLOCK_BYTES {
         drive::verify(&mut connection, served.workload.disk_bytes, 64)?;
     }
-    let mut sample = drive::run(connection, &served.workload, served.wait, bench.timing, &|| {
+    let wait = bench.wait.unwrap_or(served.wait);
+    let mut sample = drive::run(connection, &served.workload, wait, bench.timing, &|| {
         server.cpu_seconds()
     })?;
     sample.resident_mib = server.resident_mib()?;
