@@ -41,7 +41,7 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Runs one workload on one engine in this process (used by the runner itself).
-    #[command(hide = true)]
+    #[command(hide = true, name = "engine-task")]
     Engine {
         /// The task, as JSON.
         task: String,

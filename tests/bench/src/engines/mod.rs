@@ -104,7 +104,7 @@ pub(crate) fn measure(
         return qemu_img::run(&task);
     }
     let mut child = Command::new(std::env::current_exe()?);
-    child.arg("engine").arg(serde_json::to_string(&task)?);
+    child.arg("engine-task").arg(serde_json::to_string(&task)?);
     let text = process::output(child, timing.measure * 3 + Duration::from_secs(60))?;
     let line = text.lines().last().unwrap_or_default();
     serde_json::from_str(line)
