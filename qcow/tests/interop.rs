@@ -42,22 +42,30 @@ const COMPRESSIONS: [Option<&str>; 3] = [None, Some("zlib"), Some("zstd")];
 
 /// Every image the format allows, as indices into the lists above.
 fn every_shape() -> Vec<[usize; 5]> {
-    let mut all = Vec::new();
-    for cluster in 0..CLUSTERS.len() {
-        for width in 0..WIDTHS.len() {
-            for version in 0..2 {
-                for backing in 0..BACKINGS.len() {
-                    for compression in 0..COMPRESSIONS.len() {
-                        let v2 = version == 1;
-                        // Version 2 has 16-bit refcounts and deflate only.
-                        if !(v2 && (WIDTHS[width] != 16 || COMPRESSIONS[compression] == Some("zstd"))) {
-                            all.push([cluster, width, version, backing, compression]);
-                        }
-                    }
-                }
-            }
-        }
+    let mut all = vec![[0; 5]];
+    for (field, values) in [
+        CLUSTERS.len(),
+        WIDTHS.len(),
+        2,
+        BACKINGS.len(),
+        COMPRESSIONS.len(),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let more = |of: [usize; 5]| {
+            (0..values).map(move |value| {
+                let mut next = of;
+                next[field] = value;
+                next
+            })
+        };
+        all = all.into_iter().flat_map(more).collect();
     }
+    // Version 2 has 16-bit refcounts and deflate only.
+    all.retain(|&[_, width, version, _, compression]| {
+        version == 0 || (WIDTHS[width] == 16 && COMPRESSIONS[compression] != Some("zstd"))
+    });
     all
 }
 
@@ -94,7 +102,7 @@ fn shapes() -> Vec<Shape> {
 /// Bytes that compress, and of which no two sectors are alike.
 fn pattern(seed: usize, len: usize) -> Vec<u8> {
     (0..len)
-        .map(|at| ((at / 512 * 31 + seed * 7) as u8) ^ ((at / 512 >> 8) as u8))
+        .map(|at| ((at / 512 * 31 + seed * 7) as u8) ^ ((at / (512 << 8)) as u8))
         .collect()
 }
 

@@ -16,7 +16,7 @@ use qcow::{OpenOptions, QcowDisk};
 /// Bytes of which no two sectors are alike.
 fn pattern(seed: usize, len: usize) -> Vec<u8> {
     (0..len)
-        .map(|at| ((at / 512 + seed) as u8) ^ ((at / 512 >> 8) as u8))
+        .map(|at| ((at / 512 + seed) as u8) ^ ((at / (512 << 8)) as u8))
         .collect()
 }
 
@@ -568,7 +568,7 @@ fn after_a_flush_the_file_holds_what_was_acknowledged_on_every_queue() {
     let mut model = vec![0; 2 << 20];
     for round in 0..6 {
         for (index, lane) in lanes.iter().enumerate() {
-            let at = (round * 3 + index) * 96 << 10;
+            let at = (round * 3 + index) * (96 << 10);
             let bytes = pattern(round + index, 5 << 10);
             lane.write(at as u64, &bytes);
             model[at..at + bytes.len()].copy_from_slice(&bytes);

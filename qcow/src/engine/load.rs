@@ -8,8 +8,8 @@ use std::task::Poll;
 use block::IoError;
 
 use super::{Queue, Shared};
-use crate::metadata::Blocked;
 use crate::metadata::refcounts::Stuck;
+use crate::metadata::{Blocked, Metadata};
 
 #[derive(Clone, Copy, Debug)]
 enum Kind {
@@ -39,24 +39,24 @@ impl Drop for LoadGuard {
 }
 
 /// Brings an L2 slice into the cache.
-pub(super) async fn load_l2(queue: &Queue, slice: u64) -> Result<(), IoError> {
+pub(super) async fn load_l2(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError> {
     load(queue, Kind::L2, slice).await
 }
 
 /// Brings a refcount slice into the cache.
-pub(super) async fn load_refcounts(queue: &Queue, slice: u64) -> Result<(), IoError> {
+pub(super) async fn load_refcounts(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError> {
     load(queue, Kind::Refcounts, slice).await
 }
 
 /// Does what an allocation that is stuck needs.
-pub(super) async fn unstick(queue: &Queue, stuck: Stuck) -> Result<(), IoError> {
+pub(super) async fn unstick(queue: &Rc<Queue>, stuck: Stuck) -> Result<(), IoError> {
     match stuck {
         Stuck::Load(slice) => load_refcounts(queue, slice).await,
         Stuck::Failed(error) => Err(error),
     }
 }
 
-async fn load(queue: &Queue, kind: Kind, slice: u64) -> Result<(), IoError> {
+async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> {
     let shared = &queue.shared;
     // `None`: it is there. `Some(offset)`: this task loads it.
     let place = poll_fn(|cx| {
@@ -115,11 +115,13 @@ async fn load(queue: &Queue, kind: Kind, slice: u64) -> Result<(), IoError> {
         Kind::L2 => {
             // The table may have been replaced meanwhile; then these bytes are somebody else's.
             if metadata.slice_offset(slice) == Ok(Some(offset)) {
+                check_table(queue, &metadata, offset, &bytes)?;
                 metadata.l2.insert(slice, (*bytes).into(), false);
             }
         }
         Kind::Refcounts => {
             if metadata.refcounts.slice_offset(slice) == Ok(Some(offset)) {
+                check_counts(queue, &metadata, slice, &bytes)?;
                 metadata.refcounts.slices.insert(slice, (*bytes).into(), false);
             }
         }
@@ -129,8 +131,37 @@ async fn load(queue: &Queue, kind: Kind, slice: u64) -> Result<(), IoError> {
     Ok(())
 }
 
+/// Checks that no entry of a table leads a guest to the image's own structures.
+fn check_table(queue: &Rc<Queue>, metadata: &Metadata, offset: u64, bytes: &[u8]) -> Result<(), IoError> {
+    let Some((index, host, structure)) = metadata.structures.exposed(metadata.geometry(), bytes) else {
+        return Ok(());
+    };
+    let image = queue.shared.file.path().display();
+    let entry = offset + index as u64 * 8;
+    tracing::error!(%image, entry, host, "an L2 entry leads to {}", structure.name());
+    super::corrupt::mark(queue);
+    Err(IoError::Corrupt)
+}
+
+/// Checks that none of the image's structures counts zero, or the allocator would hand it out.
+fn check_counts(queue: &Rc<Queue>, metadata: &Metadata, slice: u64, bytes: &[u8]) -> Result<(), IoError> {
+    let order = metadata.geometry().refcount_order();
+    let counts = bytes.len() * 8 / order.bits() as usize;
+    let first = slice * counts as u64;
+    for index in (0..counts).filter(|&index| order.read(bytes, index) == Some(0)) {
+        let cluster = first + index as u64;
+        if let Some(structure) = metadata.structures.find(cluster) {
+            let image = queue.shared.file.path().display();
+            tracing::error!(%image, cluster, "{} has a reference count of zero", structure.name());
+            super::corrupt::mark(queue);
+            return Err(IoError::Corrupt);
+        }
+    }
+    Ok(())
+}
+
 /// Replaces an L2 table that is shared with a snapshot by a copy of our own.
-async fn copy_table(queue: &Queue, l1_index: usize) -> Result<(), IoError> {
+async fn copy_table(queue: &Rc<Queue>, l1_index: usize) -> Result<(), IoError> {
     struct CopyGuard(Arc<Shared>, usize);
     impl Drop for CopyGuard {
         fn drop(&mut self) {
@@ -169,6 +200,7 @@ async fn copy_table(queue: &Queue, l1_index: usize) -> Result<(), IoError> {
     if let Some(from) = from {
         let len = usize::try_from(shared.geometry.cluster_size()).map_err(|_| IoError::OutOfRange)?;
         let table = queue.file.read_at(from, len).await?;
+        check_table(queue, &*shared.read()?, from, &table)?;
         loop {
             let adopted = shared.write()?.adopt_table(l1_index, from, &table);
             match adopted {

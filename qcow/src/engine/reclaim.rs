@@ -116,7 +116,13 @@ async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
     for chunk in left.chunks(CLUSTERS_PER_LOCK) {
         let mut rest = chunk;
         while let [(cluster, count), tail @ ..] = rest {
-            let set = queue.shared.write()?.refcounts.set(*cluster, *count);
+            let set = {
+                let mut metadata = queue.shared.write()?;
+                if *count == 0 {
+                    metadata.structures.freed(*cluster);
+                }
+                metadata.refcounts.set(*cluster, *count)
+            };
             match set {
                 Ok(()) => rest = tail,
                 Err(stuck) => load::unstick(queue, stuck).await?,

@@ -18,7 +18,7 @@ pub mod repair;
 pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check};
 pub use create::{CreateError, CreateOptions, Preallocation, create};
 pub use info::{ImageInfo, info};
-pub use open::{ImageError, OpenError, OpenOptions};
+pub use open::{ImageError, OpenError, OpenOptions, StructureError};
 pub use read::{Located, ReadError, read_header};
 pub use repair::{RebuildError, RepairReport, rebuild_refcounts, repair};
 

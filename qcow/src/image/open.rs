@@ -25,6 +25,8 @@ use crate::format::{
 };
 use crate::metadata::Metadata;
 use crate::metadata::refcounts::{Refcounts, TablePlace};
+pub use crate::metadata::structures::StructureError;
+use crate::metadata::structures::Structures;
 
 /// The most images a chain may have.
 pub const CHAIN_DEPTH_MAX: usize = 64;
@@ -110,6 +112,12 @@ pub enum ImageError {
     /// It uses a feature this crate does not do.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
+    /// Its structures contradict each other, and it may only be read.
+    #[error(
+        "its structures contradict each other and it may only be opened read-only; repair it with `qemu-img \
+         check -r all`"
+    )]
+    Structures(#[from] StructureError),
     /// The host failed an operation.
     #[error("cannot {what}")]
     Io {
@@ -260,7 +268,7 @@ impl Chain<'_> {
         // Nothing has been written so far, and from here on only what a rebuild needs.
         let header = self.run(prepare(&view, header, write)).map_err(image)?;
         let metadata = self
-            .run(load(&view, &header, self.options.l2_cache_bytes))
+            .run(load(&view, &header, self.options.l2_cache_bytes, write))
             .map_err(image)?;
         let first_sector = self
             .run(async {
@@ -434,7 +442,12 @@ async fn announce_writes(view: &FileView, header: &Header) -> Result<(), ImageEr
 }
 
 /// Reads the L1 and refcount tables.
-async fn load(view: &FileView, header: &Header, l2_cache_bytes: Option<u64>) -> Result<Metadata, ImageError> {
+async fn load(
+    view: &FileView,
+    header: &Header,
+    l2_cache_bytes: Option<u64>,
+    write: bool,
+) -> Result<Metadata, ImageError> {
     let geometry = header.geometry();
     let io = |source| ImageError::Io {
         what: "find the length of the file",
@@ -471,6 +484,11 @@ async fn load(view: &FileView, header: &Header, l2_cache_bytes: Option<u64>) -> 
     )
     .await?;
 
+    let structures = if write {
+        Structures::gather(header, &l1, &table)?
+    } else {
+        Structures::default()
+    };
     let cache = l2_cache_bytes.unwrap_or_else(|| default_cache(&geometry));
     let place = TablePlace {
         offset: header.refcount_table_offset.bytes(),
@@ -483,7 +501,9 @@ async fn load(view: &FileView, header: &Header, l2_cache_bytes: Option<u64>) -> 
         u64::MAX
     };
     let refcounts = Refcounts::new(geometry, table, place, end, limit, (cache / 4).max(256 << 10));
-    Ok(Metadata::new(geometry, l1, header.l1_offset, refcounts, cache))
+    let mut metadata = Metadata::new(geometry, l1, header.l1_offset, refcounts, cache);
+    metadata.structures = structures;
+    Ok(metadata)
 }
 
 fn default_cache(geometry: &Geometry) -> u64 {

@@ -13,6 +13,7 @@ pub(crate) mod extents;
 pub(crate) mod refcounts;
 pub(crate) mod slices;
 pub(crate) mod snapshot;
+pub(crate) mod structures;
 
 use std::task::Waker;
 
@@ -25,6 +26,7 @@ use crate::format::{
 };
 use refcounts::{Refcounts, Stuck, TablePlace};
 use slices::SliceCache;
+use structures::Structures;
 
 /// What a stretch of the guest's disk is backed by.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -133,6 +135,8 @@ pub(crate) struct Metadata {
     pub(crate) fresh_tables: FxHashSet<usize>,
     pub(crate) l2: SliceCache,
     pub(crate) refcounts: Refcounts,
+    /// Where a guest may not be led; empty unless the image is written.
+    pub(crate) structures: Structures,
     /// Logarithm of the entries per L2 slice.
     slice_bits: u32,
     in_flight: Vec<InFlight>,
@@ -169,6 +173,7 @@ impl Metadata {
             fresh_tables: FxHashSet::default(),
             l2: SliceCache::new(slice_bytes, l2_cache_bytes),
             refcounts,
+            structures: Structures::default(),
             slice_bits: (slice_bytes / 8).trailing_zeros(),
             in_flight: Vec::new(),
             copying: FxHashMap::default(),

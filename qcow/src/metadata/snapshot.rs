@@ -5,6 +5,8 @@
 use super::Drop;
 use super::Metadata;
 use super::refcounts::{Refcounts, TablePlace};
+use super::structures::Structure;
+use crate::format::HostOffset;
 
 /// Bytes and where they go on the host, in bytes.
 pub(crate) type Place = (u64, Box<[u8]>);
@@ -111,6 +113,8 @@ impl Metadata {
             let Ok(Some(offset)) = self.table_offset(l1_index) else {
                 continue;
             };
+            let cluster = self.geometry().host_cluster(HostOffset::new(offset)).index();
+            self.structures.made(Structure::L2Table, cluster);
             let range = self.table_slices(l1_index);
             let bytes = whole(cluster_size, range.start, within(&copies, range));
             snapshot.new_tables.push((offset, bytes));
