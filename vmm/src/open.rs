@@ -1,8 +1,9 @@
 //! From a [`DiskConfig`] to an opened, locked disk.
 //!
-//! Nothing is written before the image, and every image below it, is open, locked and found sound. A format is never guessed beyond one question: a file that starts with QCOW2's magic is QCOW2
-//! unless it is said to be raw. Whatever else it may look like, it must be said to be raw, because a guest
-//! can write any magic into a raw disk.
+//! Nothing is written before the image, and every image below it, is open, locked and found sound. A format
+//! is never guessed beyond one question: a file that starts with QCOW2's magic is QCOW2 unless it is said
+//! to be raw. Whatever else it may look like, it must be said to be raw, because a guest can write any
+//! magic into a raw disk.
 
 use std::os::fd::AsFd;
 use std::path::PathBuf;

@@ -1,0 +1,158 @@
+//! The house rules that a machine can check, over the files that git tracks.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Files that may contain `unsafe` code; each says why at its top.
+const UNSAFE: [&str; 24] = [
+    "block/src/buffer.rs",
+    "block/src/file.rs",
+    "block/src/lock.rs",
+    "block/src/ring/driver.rs",
+    "block/src/ring/mod.rs",
+    "block/src/ring/null.rs",
+    "block/src/ring/sys.rs",
+    "block/src/ring/syscall.rs",
+    "block/src/ring/uring.rs",
+    "block/src/task.rs",
+    "tests/bench/src/cache.rs",
+    "tests/bench/src/client/memory.rs",
+    "tests/bench/src/client/mod.rs",
+    "tests/bench/src/client/null_device.rs",
+    "tests/bench/src/client/ring.rs",
+    "tests/bench/src/process.rs",
+    "tests/bench/src/signals.rs",
+    "tests/bench/src/space.rs",
+    "tests/src/process.rs",
+    "virtio-devices/src/vhost_user/event.rs",
+    "virtio-devices/src/virtqueue/memory.rs",
+    "virtio-devices/src/virtqueue/ring.rs",
+    "vmm/src/signals.rs",
+    "vmm/src/socket.rs",
+];
+
+const LINES_MAX: usize = 1000;
+const COLUMNS_MAX: usize = 140;
+const BYTES_MAX: u64 = 100 << 10;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// The tracked files that exist, relative to the root, whose names end in one of `endings`.
+fn tracked(endings: &[&str]) -> Vec<String> {
+    let output = Command::new("git")
+        .args(["ls-files"])
+        .current_dir(root())
+        .output();
+    let output = output.unwrap_or_else(|error| panic!("cannot run git ({error}): install the package git"));
+    assert!(
+        output.status.success(),
+        "git ls-files: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let files: Vec<String> = String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .filter(|file| endings.iter().any(|ending| file.ends_with(ending)))
+        .filter(|file| root().join(file).exists())
+        .map(str::to_owned)
+        .collect();
+    assert!(!files.is_empty(), "git tracks no file that ends in {endings:?}");
+    files
+}
+
+fn read(file: &str) -> String {
+    std::fs::read_to_string(root().join(file)).unwrap_or_else(|error| panic!("{file}: {error}"))
+}
+
+#[test]
+fn no_source_file_is_too_long_to_review_whole() {
+    for file in tracked(&[".rs"]) {
+        let text = read(&file);
+        let lines = text.lines().count();
+        assert!(lines <= LINES_MAX, "{file} has {lines} lines; split it");
+        for (number, line) in (1..).zip(text.lines()) {
+            let columns = line.chars().count();
+            assert!(columns <= COLUMNS_MAX, "{file}:{number} has {columns} columns");
+        }
+    }
+}
+
+#[test]
+fn unsafe_code_stays_in_the_files_that_are_known_for_it() {
+    for file in tracked(&[".rs"]) {
+        let found = read(&file).lines().any(|line| {
+            let code = line.split("//").next().unwrap_or_default();
+            ["unsafe {", "unsafe fn", "unsafe impl", "unsafe trait"]
+                .iter()
+                .any(|word| code.contains(word))
+        });
+        if file != "tests/tests/tidy.rs" {
+            assert!(
+                !found || UNSAFE.contains(&file.as_str()),
+                "{file} has unsafe code and is not on the list"
+            );
+        }
+    }
+}
+
+#[test]
+fn nothing_is_left_for_later_in_the_code() {
+    let marks = [
+        ["FIX", "ME"].concat(),
+        ["TO", "DO"].concat(),
+        ["todo", "!("].concat(),
+        ["#[", "ignore"].concat(),
+    ];
+    for file in tracked(&[".rs", ".sh", "Makefile", ".toml"]) {
+        let text = read(&file);
+        for mark in &marks {
+            assert!(!text.contains(mark.as_str()), "{file} contains {mark}");
+        }
+    }
+}
+
+#[test]
+fn every_source_file_is_reached_and_says_what_it_is_for() {
+    for file in tracked(&[".rs"]) {
+        let text = read(&file);
+        assert!(
+            text.starts_with("//!") || text.starts_with("#!["),
+            "{file} does not open with why it exists"
+        );
+        let path = Path::new(&file);
+        let stem = path
+            .file_stem()
+            .and_then(|stem| stem.to_str())
+            .unwrap_or_default();
+        let own = ["lib", "main", "mod", "build"].contains(&stem);
+        let apart = ["/tests/", "/benches/", "/bin/", "/examples/", "fuzz_targets/"];
+        if own || apart.iter().any(|part| file.contains(part)) {
+            continue;
+        }
+        // A module is named by its parent: `mod.rs`, `lib.rs`, `main.rs` beside it, or `folder.rs` above.
+        let folder = path.parent().unwrap_or(Path::new(""));
+        let mut parents = vec![folder.with_extension("rs")];
+        parents.extend(["mod.rs", "lib.rs", "main.rs"].map(|name| folder.join(name)));
+        let named = parents
+            .iter()
+            .filter(|parent| root().join(parent).exists())
+            .any(|parent| {
+                read(&parent.to_string_lossy())
+                    .lines()
+                    .any(|line| line.trim_end().ends_with(&format!("mod {stem};")))
+            });
+        assert!(named, "{file} is no module of anything");
+    }
+}
+
+#[test]
+fn no_large_file_is_tracked() {
+    for file in tracked(&[""]) {
+        let bytes = std::fs::metadata(root().join(&file)).map_or(0, |meta| meta.len());
+        assert!(
+            bytes <= BYTES_MAX || file.ends_with("Cargo.lock"),
+            "{file} has {bytes} bytes"
+        );
+    }
+}
