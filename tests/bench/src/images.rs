@@ -161,6 +161,7 @@ impl Images {
         stat.args(["-f", "-c", "%T"]).arg(&directory);
         let kind = process::output(stat, Duration::from_secs(10))?;
         if matches!(kind.trim(), "tmpfs" | "ramfs" | "overlayfs") {
+            fs::remove_dir(&directory)?;
             let shown = directory.display();
             return Err(io::Error::other(format!(
                 "{shown} is on {}; set RINGDISK_BENCH_DIR to a directory on ext4",

@@ -213,7 +213,7 @@ pub(crate) fn write_json(path: &Path, what: &impl Serialize) -> io::Result<()> {
     fs::rename(partial, path)
 }
 
-/// Reads what [`write`] has written.
+/// Reads what [`write()`] has written.
 ///
 /// # Errors
 ///

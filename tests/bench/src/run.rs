@@ -137,6 +137,8 @@ fn measure(
 ) -> io::Result<Vec<String>> {
     let begun = Instant::now();
     let all = rows::all();
+    // From here on the file tells of this run only.
+    report::write(summary, &in_order(&all, progress))?;
     let mut problems = Vec::new();
     for (index, row) in selected.iter().enumerate() {
         if progress.rows.contains_key(row.name) {
