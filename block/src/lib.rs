@@ -3,7 +3,7 @@
 //! This crate knows no image format and no guest. It owns what both lean on: memory that an I/O may
 //! touch ([`buffer`]), one request and its must-complete token ([`request`]), the disk traits
 //! ([`disk`]), the only code that talks to the kernel about I/O ([`ring`]), the per-worker executor
-//! ([`task`]), the worker thread ([`worker`]), files with their alignment rules ([`file`]), the raw
+//! ([`task`]), the worker thread ([`worker`]), files with their alignment rules ([`mod@file`]), the raw
 //! format ([`raw`]), grace periods ([`epoch`]) and image locks ([`lock`]).
 //!
 //! What must stay true: an op owns its buffers until its completion is reaped, every request is

@@ -70,7 +70,8 @@ pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: 
                     }
                 }
             }
-            if reserves {
+            let fresh = |step: &(u64, u64, WriteStep)| matches!(step.2, WriteStep::Allocated(allocation) if !allocation.kept);
+            if reserves && steps.iter().any(fresh) {
                 ahead = metadata.refcounts.reserve_ahead();
             }
             if metadata.l2.is_dirty_past_budget() || metadata.refcounts.slices.is_dirty_past_budget() {
