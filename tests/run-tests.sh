@@ -13,7 +13,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 status=0
-cargo test --workspace --no-fail-fast -- --show-output 2>&1 | tee "$log" || status=$?
+# A script's background jobs and `nohup` start with signals ignored, which servers under test would inherit.
+env --default-signal=HUP,INT,QUIT,TERM cargo test --workspace --no-fail-fast -- --show-output 2>&1 | tee "$log" || status=$?
 
 total() { awk -v word="$1" '/^test result:/ { for (i = 2; i <= NF; i++) if ($i ~ "^" word) sum += $(i - 1) } END { print sum + 0 }' "$log"; }
 
