@@ -25,6 +25,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// First byte of the "what I do" locks; a permission's bit number is added.
 const PERMISSION_BASE: i64 = 100;
@@ -37,6 +38,10 @@ const CONSISTENT_READ: i64 = 0;
 const WRITE: i64 = 1;
 /// Bit number: changes of size.
 const RESIZE: i64 = 3;
+
+/// How long the lock of a process that is gone is waited for, and how often it is looked at.
+const LINGER_MAX: Duration = Duration::from_secs(1);
+const LINGER_STEP: Duration = Duration::from_millis(5);
 
 /// What the holder of a lock will do with the image.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -187,7 +192,11 @@ impl Plan {
 }
 
 impl ImageLock {
-    /// Locks the image behind `fd`, or says who has it. Never waits.
+    /// Locks the image behind `fd`, or says who has it.
+    ///
+    /// Waits only for the dead, and for a second at most: when a process is killed, the kernel ends its
+    /// io_uring, and with it the I/O in flight and the lock on the image, a moment later. That lock is
+    /// respected, because the I/O may still land; it has no holder that could be named.
     ///
     /// `fd` must be open for reading, and for writing too if `mode` is [`LockMode::Write`] and
     /// `granularity` is [`LockGranularity::Full`]. `path` is only for messages.
@@ -198,6 +207,23 @@ impl ImageLock {
     /// [`LockError::Os`] if the file system cannot lock or `fd` is of the wrong kind. No lock
     /// stays behind.
     pub fn acquire(
+        fd: BorrowedFd<'_>,
+        path: &Path,
+        mode: LockMode,
+        granularity: LockGranularity,
+    ) -> Result<Self, LockError> {
+        let begin = Instant::now();
+        loop {
+            match Self::acquire_now(fd, path, mode, granularity) {
+                Err(LockError::Held { holder: None, .. }) if begin.elapsed() < LINGER_MAX => {
+                    std::thread::sleep(LINGER_STEP);
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn acquire_now(
         fd: BorrowedFd<'_>,
         path: &Path,
         mode: LockMode,

@@ -46,16 +46,28 @@ pub fn overlay(path: &Path, backing: &Path) -> Result<(), Error> {
     run_ok(command).map(drop)
 }
 
+/// How often a check meets a lock before it gives up: the kernel ends a killed server's ring, and with it the
+/// lock, a moment after the process.
+const LOCKED_MAX: u32 = 100;
+
 /// What `qemu-img check` says of the QCOW2 image at `path`.
 ///
 /// # Errors
 ///
 /// [`Error::Tool`] if it could not be checked at all.
 pub fn check(path: &Path) -> Result<Verdict, Error> {
-    let mut command = qemu_img(&["check", "-f", "qcow2"]);
-    command.arg(path);
-    let text = describe(&command);
-    let (status, output) = run(command)?;
+    let mut tries = 0;
+    let (text, status, output) = loop {
+        let mut command = qemu_img(&["check", "-f", "qcow2"]);
+        command.arg(path);
+        let text = describe(&command);
+        let (status, output) = run(command)?;
+        tries += 1;
+        if tries == LOCKED_MAX || !output.contains("Failed to get") {
+            break (text, status, output);
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    };
     match status.code() {
         Some(0) => Ok(Verdict::Clean),
         Some(2) => Ok(Verdict::Errors(output)),
