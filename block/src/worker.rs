@@ -212,7 +212,7 @@ impl Worker {
             }
         }
         worked |= self.cx.run_ready();
-        if self.cx.ring().poll()? > 0 {
+        if self.cx.ring().turn(false)? > 0 {
             worked = true;
             self.cx.run_ready();
         }
@@ -274,19 +274,19 @@ impl Worker {
             if self.drained() {
                 return Ok(());
             }
-            // While I/O is in flight the kernel's wake-up is as quick as polling, and free.
-            if self.cx.ring().in_flight() == 0 && !self.poll.window.is_zero() {
+            // Polling is for guests. What is under way wakes the worker: from the kernel that is as quick, and a
+            // task without I/O waits for another thread, which may need this CPU.
+            let waits_for_guests = self.cx.ring().in_flight() == 0 && self.cx.tasks() == 0;
+            if waits_for_guests && !self.poll.window.is_zero() {
                 let since = *idle_since.get_or_insert_with(Instant::now);
                 if since.elapsed() < self.poll.window {
                     std::hint::spin_loop();
                     continue;
                 }
             }
-            let since = idle_since.take();
-            let before = since.unwrap_or_else(Instant::now);
-            let waits_for_io = self.cx.ring().in_flight() > 0;
+            let before = idle_since.take().unwrap_or_else(Instant::now);
             self.sleep()?;
-            if !waits_for_io {
+            if waits_for_guests {
                 self.poll.slept(before.elapsed());
             }
         }

@@ -89,10 +89,8 @@ pub(crate) trait Driver: fmt::Debug {
     fn cancel(&mut self, user_data: u64) -> Result<(), QueueFull>;
 
     /// Starts what was pushed; with `wait`, returns only when a completion is there or a signal came.
+    /// Without, it costs nothing where nothing was pushed and nothing has ended: workers poll with it.
     fn enter(&mut self, wait: bool) -> io::Result<()>;
-
-    /// Whether ops were pushed that no [`Driver::enter`] has started yet.
-    fn has_unstarted(&self) -> bool;
 
     /// The length of a file, or the size of a block device, in bytes.
     fn file_len(&self, file: FileSlot) -> io::Result<u64>;

@@ -363,31 +363,14 @@ impl Ring {
     }
 
     /// Starts what was submitted and takes in what has ended: answers requests, wakes futures, notes
-    /// events. With `wait`, returns only when something ended, or a signal came. Returns how many
-    /// completions there were.
+    /// events. With `wait`, returns only when something ended, or a signal came; without, there is no
+    /// system call unless something is to be started or has ended. Returns how many completions there were.
     ///
     /// # Errors
     ///
     /// If the kernel refuses to go on at all.
     pub fn turn(&self, wait: bool) -> io::Result<usize> {
         self.inner.turn(wait)
-    }
-
-    /// Like [`Ring::turn`] without waiting, but free of system calls when nothing is to be done.
-    ///
-    /// # Errors
-    ///
-    /// As for [`Ring::turn`].
-    pub fn poll(&self) -> io::Result<usize> {
-        // Completions of ops in flight are delivered only to a system call that asks for them.
-        let inner = &self.inner;
-        if inner.in_flight.get() > 0
-            || inner.driver.borrow().has_unstarted()
-            || !inner.unpushed.borrow().is_empty()
-        {
-            return self.inner.turn(false);
-        }
-        Ok(self.inner.reap())
     }
 
     /// Asks for every op in flight to be cancelled. Their ends still come.

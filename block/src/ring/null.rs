@@ -52,10 +52,6 @@ impl Driver for NullDriver {
         Ok(())
     }
 
-    fn has_unstarted(&self) -> bool {
-        false
-    }
-
     fn file_len(&self, file: FileSlot) -> io::Result<u64> {
         super::sys::file_len(file.fd)
     }

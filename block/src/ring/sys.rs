@@ -72,6 +72,13 @@ pub(crate) fn file_len(fd: RawFd) -> io::Result<u64> {
     u64::try_from(end).map_err(|_| io::Error::last_os_error())
 }
 
+/// Whether a file was opened with `O_DIRECT`; not, if the kernel does not say.
+pub(crate) fn is_direct(fd: RawFd) -> bool {
+    // SAFETY: no memory is passed.
+    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+    flags >= 0 && flags & libc::O_DIRECT != 0
+}
+
 /// Waits until one of `fds` is readable, or not at all; tells which are. An interrupted wait finds none.
 pub(crate) fn poll_readable(fds: &[RawFd], wait: bool) -> io::Result<Vec<bool>> {
     let mut list: Vec<libc::pollfd> = fds

@@ -77,10 +77,6 @@ impl Driver for SyscallDriver {
         Ok(())
     }
 
-    fn has_unstarted(&self) -> bool {
-        false
-    }
-
     fn file_len(&self, file: FileSlot) -> io::Result<u64> {
         sys::file_len(file.fd)
     }

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::io::{Seek, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::rc::Rc;
 
 use smallvec::smallvec;
@@ -37,6 +38,53 @@ fn run<T>(ring: &Ring, future: impl Future<Output = T>) -> T {
     task::Context::on(ring.clone())
         .block_on(future)
         .expect("the ring turns")
+}
+
+#[test]
+fn ops_that_start_while_more_are_pushed_all_end() {
+    for ring in rings() {
+        let file = file_with(&[9; 4096]);
+        // Where direct I/O is impossible, these reads are as any others.
+        let direct = std::fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+            .unwrap_or(file);
+        let file = ring.register(direct.into()).expect("a registered file");
+        for count in [1, 7, 8, 9, 16] {
+            let buffers: Vec<_> = (0..count)
+                .map(|_| Rc::new(Buffer::from(AlignedBuf::zeroed(4096))))
+                .collect();
+            let reads: Vec<_> = buffers
+                .iter()
+                .map(|buffer| ring.read(&file, 0, smallvec![Piece::whole(buffer)]))
+                .collect();
+            run(&ring, async {
+                for read in reads {
+                    read.await.expect("a read");
+                }
+            });
+            assert_eq!(ring.in_flight(), 0);
+            assert!(buffers.iter().all(|buffer| bytes(buffer) == [9; 4096]));
+        }
+    }
+}
+
+#[test]
+fn a_turn_without_waiting_finds_what_the_kernel_has_deferred() {
+    let ring =
+        Ring::new(RingKind::IoUring, 16).expect("these tests need io_uring: kernel.io_uring_disabled=0");
+    let event = task::eventfd().expect("an eventfd");
+    let signal = event.try_clone().expect("a duplicate");
+    let _watch = ring.watch(event, 5).expect("a watch");
+    ring.turn(false).expect("the watch starts");
+    let mut events = Vec::new();
+    ring.take_events(&mut events);
+    assert!(events.is_empty());
+    signal_event(signal.as_raw_fd());
+    ring.turn(false).expect("the ring turns");
+    ring.take_events(&mut events);
+    assert_eq!(events, [5]);
 }
 
 #[test]

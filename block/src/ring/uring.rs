@@ -23,31 +23,36 @@ use super::sys;
 /// How many files a ring can have registered; past that, plain descriptors are used.
 const FIXED_FILES: u32 = 128;
 
+/// How many ops on files with direct I/O are started together. A disk that is given all ops of a round at
+/// once idles while they are prepared and, when they have ended together, again: that costs it a tenth of
+/// its throughput. I/O through the page cache mostly ends where it starts, and gains by larger batches.
+const DIRECT_START_MAX: usize = 8;
+
 /// Completions of cancel requests themselves carry this.
 const CANCEL_USER_DATA: u64 = u64::MAX;
 
 pub(crate) struct UringDriver {
     ring: IoUring,
-    deferred: bool,
     fixed_free: Vec<u32>,
-    /// Pushed since the last enter.
+    /// Which registered files bypass the page cache, by index.
+    direct: [bool; FIXED_FILES as usize],
+    /// Pushed since the last enter, and how many of them on files that bypass the page cache.
     unstarted: usize,
+    unstarted_direct: usize,
     /// Ops that were carried out while they were pushed.
     done: Vec<Completion>,
 }
 
 impl fmt::Debug for UringDriver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("UringDriver")
-            .field("deferred", &self.deferred)
-            .finish_non_exhaustive()
+        f.debug_struct("UringDriver").finish_non_exhaustive()
     }
 }
 
 impl UringDriver {
     /// A ring with `entries` submission and four times as many completion entries.
     pub(crate) fn new(entries: u32) -> io::Result<Self> {
-        let (ring, deferred) = Self::build(entries)?;
+        let ring = Self::build(entries)?;
         let mut probe = io_uring::Probe::new();
         ring.submitter().register_probe(&mut probe)?;
         let needed = [
@@ -74,23 +79,25 @@ impl UringDriver {
         };
         Ok(Self {
             ring,
-            deferred,
             fixed_free,
+            direct: [false; FIXED_FILES as usize],
             unstarted: 0,
+            unstarted_direct: 0,
             done: Vec::new(),
         })
     }
 
-    fn build(entries: u32) -> io::Result<(IoUring, bool)> {
+    fn build(entries: u32) -> io::Result<IoUring> {
         let completions = entries.saturating_mul(4);
         let mut newest = IoUring::builder();
         newest
             .setup_cqsize(completions)
             .setup_single_issuer()
             .setup_defer_taskrun()
+            .setup_taskrun_flag()
             .setup_submit_all();
         match newest.build(entries) {
-            Ok(ring) => return Ok((ring, true)),
+            Ok(ring) => return Ok(ring),
             Err(error) if error.raw_os_error() != Some(libc::EINVAL) => return Err(error),
             Err(_) => {}
         }
@@ -100,13 +107,13 @@ impl UringDriver {
             .setup_coop_taskrun()
             .setup_taskrun_flag();
         match older.build(entries) {
-            Ok(ring) => return Ok((ring, false)),
+            Ok(ring) => return Ok(ring),
             Err(error) if error.raw_os_error() != Some(libc::EINVAL) => return Err(error),
             Err(_) => {}
         }
         let mut oldest = IoUring::builder();
         oldest.setup_cqsize(completions);
-        Ok((oldest.build(entries)?, false))
+        oldest.build(entries)
     }
 
     fn entry(op: &KernelOp) -> squeue::Entry {
@@ -173,6 +180,27 @@ impl UringDriver {
         self.unstarted += 1;
         Ok(())
     }
+
+    /// Submits what is queued; waits for `wait_for` completions if `flags` ask for events.
+    fn start(&mut self, wait_for: u32, flags: u32) -> io::Result<()> {
+        let to_submit = u32::try_from(self.ring.submission().len()).unwrap_or(u32::MAX);
+        // SAFETY: without an extended argument nothing is passed to the kernel but numbers.
+        let entered = unsafe {
+            self.ring
+                .submitter()
+                .enter::<libc::sigset_t>(to_submit, wait_for, flags, None)
+        };
+        self.unstarted = self.ring.submission().len();
+        self.unstarted_direct = self.unstarted_direct.min(self.unstarted);
+        entered.map(drop)
+    }
+
+    /// Whether completions wait in the kernel for an enter that asks for them. Where it defers none, it
+    /// never says so.
+    fn has_deferred(&mut self) -> bool {
+        let submission = self.ring.submission();
+        submission.taskrun() || submission.cq_overflow()
+    }
 }
 
 fn rw_flags(dsync: bool) -> i32 {
@@ -189,10 +217,15 @@ impl Driver for UringDriver {
             return Ok(FileSlot { fd, fixed: None });
         };
         match self.ring.submitter().register_files_update(index, &[fd]) {
-            Ok(_) => Ok(FileSlot {
-                fd,
-                fixed: Some(index),
-            }),
+            Ok(_) => {
+                if let Some(direct) = self.direct.get_mut(index as usize) {
+                    *direct = sys::is_direct(fd);
+                }
+                Ok(FileSlot {
+                    fd,
+                    fixed: Some(index),
+                })
+            }
             Err(error) => {
                 self.fixed_free.push(index);
                 Err(error)
@@ -220,7 +253,16 @@ impl Driver for UringDriver {
             });
             return Ok(());
         }
-        self.push_entry(Self::entry(op).user_data(user_data))
+        self.push_entry(Self::entry(op).user_data(user_data))?;
+        let direct = op.file.fixed.and_then(|index| self.direct.get(index as usize));
+        if direct == Some(&true) {
+            self.unstarted_direct += 1;
+            if self.unstarted_direct >= DIRECT_START_MAX {
+                // What cannot be started now stays queued, and the next `Driver::enter` reports why.
+                self.start(0, 0).unwrap_or_default();
+            }
+        }
+        Ok(())
     }
 
     fn cancel(&mut self, user_data: u64) -> Result<(), QueueFull> {
@@ -233,18 +275,12 @@ impl Driver for UringDriver {
 
     fn enter(&mut self, wait: bool) -> io::Result<()> {
         let wait = wait && self.done.is_empty();
-        let to_submit = u32::try_from(self.ring.submission().len()).unwrap_or(u32::MAX);
+        if !wait && self.unstarted == 0 && !self.has_deferred() {
+            return Ok(());
+        }
         // With DEFER_TASKRUN completions are only delivered to an enter that asks for events.
-        let flags = io_uring::EnterFlags::GETEVENTS.bits();
-        // SAFETY: without an extended argument nothing is passed to the kernel but numbers.
-        let entered = unsafe {
-            self.ring
-                .submitter()
-                .enter::<libc::sigset_t>(to_submit, u32::from(wait), flags, None)
-        };
-        self.unstarted = self.ring.submission().len();
-        match entered {
-            Ok(_) => Ok(()),
+        match self.start(u32::from(wait), io_uring::EnterFlags::GETEVENTS.bits()) {
+            Ok(()) => Ok(()),
             // A signal came, or the completion queue wants reaping first: the caller does that next.
             Err(error)
                 if matches!(
@@ -256,10 +292,6 @@ impl Driver for UringDriver {
             }
             Err(error) => Err(error),
         }
-    }
-
-    fn has_unstarted(&self) -> bool {
-        self.unstarted != 0
     }
 
     fn file_len(&self, file: FileSlot) -> io::Result<u64> {

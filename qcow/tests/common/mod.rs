@@ -126,7 +126,7 @@ impl Lane {
 
     pub fn turn(&self, done: &mut Vec<Done>) {
         self.cx.run_ready();
-        self.cx.ring().poll().expect("the ring turns");
+        self.cx.ring().turn(false).expect("the ring turns");
         self.cx.run_ready();
         self.sink.drain_into(done);
     }

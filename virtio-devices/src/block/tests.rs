@@ -101,7 +101,7 @@ impl World {
     fn round(&mut self) -> bool {
         let taken = self.queue.poll();
         self.cx.run_ready();
-        self.cx.ring().poll().expect("the ring turns");
+        self.cx.ring().turn(false).expect("the ring turns");
         self.queue.publish() || taken
     }
 
