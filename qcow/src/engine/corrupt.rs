@@ -1,15 +1,18 @@
 //! What happens when the metadata turns out to be corrupt.
 //!
-//! As QEMU does: the image is marked corrupt in its header, so that nobody writes it before it has been
-//! repaired, and this process writes it no more. Reads of what is still sound go on.
+//! As QEMU does: the image is marked corrupt in its header, durably, so that nobody writes it before it has been
+//! repaired, and this process takes no more writes for it. Reads of what is still sound go on. What was
+//! acknowledged before can still be flushed: what is written then lies where it belongs, which is checked.
 
 use std::rc::Rc;
 
-use block::{AlignedBuf, IoError};
+use block::IoError;
 
-use super::Queue;
+use super::{Queue, flush, header as sector};
 use crate::format::{Incompatible, Version, header};
 use crate::metadata::Lookup;
+use crate::metadata::snapshot::Misplaced;
+use crate::metadata::structures::{Exposed, InUse};
 
 /// Logs what a lookup at a guest offset found wrong and marks the image; the answer to give.
 pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: u64) -> IoError {
@@ -21,35 +24,134 @@ pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: u64) -> IoError {
         Lookup::PastEnd(host) => {
             tracing::error!(%image, guest_offset = offset, host, "the mapping leads past the end of the file");
         }
-        Lookup::Found { .. } | Lookup::Miss(_) => {}
+        // A refused entry was told about when it was loaded.
+        Lookup::Found { .. } | Lookup::Miss(_) | Lookup::Refused => {}
     }
     mark(queue);
     IoError::Corrupt
 }
 
-/// Marks the image corrupt, once.
+/// Logs which entries of the table bytes at `offset` lead where none may, and marks the image.
+pub(super) fn exposed(queue: &Rc<Queue>, offset: u64, entries: &[Exposed]) -> IoError {
+    if let Some(first) = entries.first() {
+        let image = queue.shared.file.path().display();
+        let (entry, host) = (offset + first.index as u64 * 8, first.host);
+        let others = entries.len() - 1;
+        tracing::error!(%image, entry, host, others, "an L2 entry leads to {}", first.what);
+    }
+    mark(queue);
+    IoError::Corrupt
+}
+
+/// Logs that a cluster counts zero and is in use, and marks the image; the answer to give.
+pub(super) fn in_use(queue: &Rc<Queue>, found: InUse) -> IoError {
+    let image = queue.shared.file.path().display();
+    let offset = found.cluster * queue.shared.geometry.cluster_size();
+    tracing::error!(%image, offset, "a cluster has a reference count of zero and is in use by {}", found.by);
+    mark(queue);
+    IoError::Corrupt
+}
+
+/// Logs that a table was about to be written where it does not belong, and marks the image; the answer to give.
+pub(super) fn misplaced(queue: &Rc<Queue>, found: Misplaced) -> IoError {
+    let image = queue.shared.file.path().display();
+    let (offset, what, there) = (found.offset, found.what, found.there);
+    tracing::error!(%image, offset, what, there, "metadata was about to be written where it does not belong");
+    mark(queue);
+    IoError::Corrupt
+}
+
+/// Marks the image corrupt, once. The caller holds no lock.
 pub(super) fn mark(queue: &Rc<Queue>) {
     let shared = &queue.shared;
+    if let Ok(mut metadata) = shared.write() {
+        metadata.corrupt = true;
+    }
     if !shared.mark_corrupt() || shared.policy.read_only || shared.geometry.version() == Version::V2 {
         return;
     }
-    let bytes = {
-        let mut bytes = shared.header.lock();
-        let at = header::at::INCOMPATIBLE_FEATURES;
-        let Some(field) = bytes.get_mut(at..at + 8) else {
-            return;
-        };
-        let mut features = [0; 8];
-        features.copy_from_slice(field);
-        let features = u64::from_be_bytes(features) | Incompatible::CORRUPT.bits();
-        field.copy_from_slice(&features.to_be_bytes());
-        AlignedBuf::from_slice(&bytes)
-    };
     let queue = Rc::clone(queue);
     queue.cx.clone().spawn(async move {
-        if let Err(error) = queue.file.write_at(0, bytes).await {
+        let written = sector::change(&queue, |bytes| {
+            let field = &mut bytes[header::at::INCOMPATIBLE_FEATURES..][..8];
+            let mut features = [0; 8];
+            features.copy_from_slice(field);
+            let features = u64::from_be_bytes(features) | Incompatible::CORRUPT.bits();
+            field.copy_from_slice(&features.to_be_bytes());
+        });
+        let marked = match written.await {
+            Ok(()) => flush::sync(&queue).await,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = marked {
             let image = queue.shared.file.path().display();
             tracing::error!(%image, %error, "the image cannot be marked corrupt");
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use block::ring::RingKind;
+    use block::{AlignedBuf, Buffer, Context, Disk, IoError, Op, Request};
+
+    use crate::image::testing::World;
+    use crate::metadata::structures::Structure;
+    use crate::{OpenOptions, QcowDisk};
+
+    async fn ask(queue: &dyn block::DiskQueue, op: Op, buffer: Buffer) -> Result<(), IoError> {
+        let (request, answer) = Request::local(op, 0, buffer.len() as u64, buffer);
+        queue.submit(request);
+        answer.await.result
+    }
+
+    /// As a mistake of ours would have it: a table is about to be written where another kind of table, or
+    /// nothing at all, is known to be.
+    #[test]
+    fn a_table_is_not_written_where_it_does_not_belong() {
+        for there in [None, Some(Structure::RefcountBlock)] {
+            let world = World::new();
+            world.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "1M"]);
+            world.qemu_io("a.qcow2", &["write -P 1 0 64k"]);
+            let before = std::fs::read(world.path("a.qcow2")).unwrap();
+            let disk = QcowDisk::open(&world.path("a.qcow2"), &OpenOptions::default()).unwrap();
+            let cx = Context::new(RingKind::Syscalls, 64).unwrap();
+            let queue = std::sync::Arc::clone(&disk).open_queue(&cx).unwrap();
+            let asked = async {
+                let zeros = Op::WriteZeroes {
+                    unmap: false,
+                    fua: false,
+                };
+                let (request, answer) = Request::local(zeros, 0, 65536, Buffer::default());
+                queue.submit(request);
+                assert_eq!(answer.await.result, Ok(()));
+                {
+                    let mut metadata = disk.shared.write().unwrap();
+                    let table = metadata.table_offset(0).unwrap().unwrap() / 65536;
+                    metadata.refcounts.structures.freed(table);
+                    if let Some(structure) = there {
+                        metadata.refcounts.structures.made(structure, table, 1);
+                    }
+                }
+                assert_eq!(
+                    ask(&*queue, Op::Flush, Buffer::default()).await,
+                    Err(IoError::Corrupt)
+                );
+                let data = AlignedBuf::from_slice(&[7; 4096]).into();
+                let written = ask(&*queue, Op::Write { fua: false }, data).await;
+                assert_eq!(written, Err(IoError::Corrupt));
+                let read = AlignedBuf::zeroed(512).into();
+                assert_eq!(ask(&*queue, Op::Read, read).await, Ok(()));
+            };
+            cx.block_on(asked).unwrap();
+            while cx.tasks() > 0 {
+                cx.run_ready();
+                cx.ring().turn(false).unwrap();
+            }
+            let mut after = std::fs::read(world.path("a.qcow2")).unwrap();
+            assert_eq!(after[79] & 2, 2, "it is not marked");
+            after[79] &= !2;
+            assert!(after == before, "more than the mark has changed");
+        }
+    }
 }

@@ -19,7 +19,7 @@ use std::task::{Poll, Waker};
 use block::{AlignedBuf, IoError};
 
 use super::read::{Part, finish};
-use super::{Queue, Shared, load, reclaim};
+use super::{Queue, Shared, corrupt, header as sector, load, reclaim};
 use crate::format::header;
 use crate::metadata::snapshot::{Place, Snapshot};
 
@@ -123,7 +123,10 @@ async fn round(queue: &Rc<Queue>) -> Result<(), IoError> {
         shared,
         snapshot: Some(snapshot),
     };
-    let result = write_back(queue, snapshot.get()).await;
+    let result = match snapshot.get().misplaced {
+        None => write_back(queue, snapshot.get()).await,
+        Some(found) => Err(corrupt::misplaced(queue, found)),
+    };
     let drops = snapshot.settle(result.is_ok())?;
     result?;
     if !drops.is_empty() {
@@ -189,7 +192,7 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
         sync(queue).await?;
     }
     if let Some(change) = snapshot.header {
-        write_header(queue, |bytes| {
+        sector::change(queue, |bytes| {
             bytes[header::at::SIZE..][..8].copy_from_slice(&change.size_bytes.to_be_bytes());
             bytes[header::at::L1_SIZE..][..4].copy_from_slice(&change.l1_entries.to_be_bytes());
             bytes[header::at::L1_TABLE_OFFSET..][..8].copy_from_slice(&change.l1_offset.to_be_bytes());
@@ -207,7 +210,8 @@ fn failed_before(shared: &Shared) -> Result<(), IoError> {
     }
 }
 
-async fn sync(queue: &Queue) -> Result<(), IoError> {
+/// Makes what was written so far durable.
+pub(super) async fn sync(queue: &Queue) -> Result<(), IoError> {
     let shared = &queue.shared;
     failed_before(shared)?;
     queue.file.sync().await.inspect_err(|error| {
@@ -252,19 +256,9 @@ async fn write_places(queue: &Rc<Queue>, mut places: Vec<Place>) -> Result<(), I
 /// Points the header at the refcount table's new place.
 async fn write_table_place(queue: &Queue, offset: u64, clusters: u64) -> Result<(), IoError> {
     let clusters = u32::try_from(clusters).map_err(|_| IoError::OutOfRange)?;
-    write_header(queue, |bytes| {
+    sector::change(queue, |bytes| {
         bytes[header::at::REFCOUNT_TABLE_OFFSET..][..8].copy_from_slice(&offset.to_be_bytes());
         bytes[header::at::REFCOUNT_TABLE_CLUSTERS..][..4].copy_from_slice(&clusters.to_be_bytes());
     })
     .await
-}
-
-/// Changes the header: one write of its first sector, which holds every field that ever changes.
-async fn write_header(queue: &Queue, change: impl FnOnce(&mut [u8; 512])) -> Result<(), IoError> {
-    let bytes = {
-        let mut header = queue.shared.header.lock();
-        change(header.first_chunk_mut().ok_or(IoError::Corrupt)?);
-        AlignedBuf::from_slice(&header)
-    };
-    queue.file.write_at(0, bytes).await
 }

@@ -7,9 +7,9 @@ use std::task::Poll;
 
 use block::IoError;
 
-use super::{Queue, Shared};
+use super::{Queue, Shared, corrupt};
+use crate::metadata::Blocked;
 use crate::metadata::refcounts::Stuck;
-use crate::metadata::{Blocked, Metadata};
 
 #[derive(Clone, Copy, Debug)]
 enum Kind {
@@ -48,11 +48,20 @@ pub(super) async fn load_refcounts(queue: &Rc<Queue>, slice: u64) -> Result<(), 
     load(queue, Kind::Refcounts, slice).await
 }
 
+/// An error that ends a change; corruption marks the image.
+fn failed(queue: &Rc<Queue>, error: IoError) -> IoError {
+    if error == IoError::Corrupt {
+        corrupt::mark(queue);
+    }
+    error
+}
+
 /// Does what an allocation that is stuck needs.
 pub(super) async fn unstick(queue: &Rc<Queue>, stuck: Stuck) -> Result<(), IoError> {
     match stuck {
         Stuck::Load(slice) => load_refcounts(queue, slice).await,
-        Stuck::Failed(error) => Err(error),
+        Stuck::InUse(cluster) => Err(corrupt::in_use(queue, cluster)),
+        Stuck::Failed(error) => Err(failed(queue, error)),
     }
 }
 
@@ -101,7 +110,8 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
             Poll::Pending
         }
     })
-    .await?;
+    .await
+    .map_err(|error| failed(queue, error))?;
     let Some(offset) = place else { return Ok(()) };
     let guard = LoadGuard {
         shared: Arc::clone(shared),
@@ -110,52 +120,24 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
     };
     let len = shared.geometry.cluster_size().min(4096) as usize;
     let bytes = queue.file.read_at(offset, len).await?;
-    let mut metadata = shared.write()?;
-    match kind {
-        Kind::L2 => {
+    let exposed = {
+        let mut metadata = shared.write()?;
+        match kind {
             // The table may have been replaced meanwhile; then these bytes are somebody else's.
-            if metadata.slice_offset(slice) == Ok(Some(offset)) {
-                check_table(queue, &metadata, offset, &bytes)?;
-                metadata.l2.insert(slice, (*bytes).into(), false);
+            Kind::L2 if metadata.slice_offset(slice) == Ok(Some(offset)) => {
+                metadata.adopt_slice(slice, (*bytes).into())
             }
-        }
-        Kind::Refcounts => {
-            if metadata.refcounts.slice_offset(slice) == Ok(Some(offset)) {
-                check_counts(queue, &metadata, slice, &bytes)?;
+            Kind::Refcounts if metadata.refcounts.slice_offset(slice) == Ok(Some(offset)) => {
                 metadata.refcounts.slices.insert(slice, (*bytes).into(), false);
+                Vec::new()
             }
+            _ => Vec::new(),
         }
-    }
-    drop(metadata);
-    drop(guard);
-    Ok(())
-}
-
-/// Checks that no entry of a table leads a guest to the image's own structures.
-fn check_table(queue: &Rc<Queue>, metadata: &Metadata, offset: u64, bytes: &[u8]) -> Result<(), IoError> {
-    let Some((index, host, structure)) = metadata.structures.exposed(metadata.geometry(), bytes) else {
-        return Ok(());
     };
-    let image = queue.shared.file.path().display();
-    let entry = offset + index as u64 * 8;
-    tracing::error!(%image, entry, host, "an L2 entry leads to {}", structure.name());
-    super::corrupt::mark(queue);
-    Err(IoError::Corrupt)
-}
-
-/// Checks that none of the image's structures counts zero, or the allocator would hand it out.
-fn check_counts(queue: &Rc<Queue>, metadata: &Metadata, slice: u64, bytes: &[u8]) -> Result<(), IoError> {
-    let order = metadata.geometry().refcount_order();
-    let counts = bytes.len() * 8 / order.bits() as usize;
-    let first = slice * counts as u64;
-    for index in (0..counts).filter(|&index| order.read(bytes, index) == Some(0)) {
-        let cluster = first + index as u64;
-        if let Some(structure) = metadata.structures.find(cluster) {
-            let image = queue.shared.file.path().display();
-            tracing::error!(%image, cluster, "{} has a reference count of zero", structure.name());
-            super::corrupt::mark(queue);
-            return Err(IoError::Corrupt);
-        }
+    drop(guard);
+    if !exposed.is_empty() {
+        // Whoever asked may mean another entry, which is as good as ever.
+        corrupt::exposed(queue, offset, &exposed);
     }
     Ok(())
 }
@@ -200,13 +182,17 @@ async fn copy_table(queue: &Rc<Queue>, l1_index: usize) -> Result<(), IoError> {
     if let Some(from) = from {
         let len = usize::try_from(shared.geometry.cluster_size()).map_err(|_| IoError::OutOfRange)?;
         let table = queue.file.read_at(from, len).await?;
-        check_table(queue, &*shared.read()?, from, &table)?;
+        let exposed = shared.write()?.inspect_table(l1_index, &table);
+        if let Some(exposed) = exposed {
+            return Err(corrupt::exposed(queue, from, &[exposed]));
+        }
         loop {
             let adopted = shared.write()?.adopt_table(l1_index, from, &table);
             match adopted {
                 Ok(_) => break,
                 Err(Blocked::LoadRefcounts(slice)) => load_refcounts(queue, slice).await?,
-                Err(Blocked::Failed(error)) => return Err(error),
+                Err(Blocked::InUse(cluster)) => return Err(corrupt::in_use(queue, cluster)),
+                Err(Blocked::Failed(error)) => return Err(failed(queue, error)),
                 Err(_) => return Err(IoError::Corrupt),
             }
         }
@@ -234,11 +220,7 @@ pub(super) async fn unblock(queue: &Rc<Queue>, blocked: Blocked) -> Result<(), I
             })
             .await
         }
-        Blocked::Failed(error) => {
-            if error == IoError::Corrupt {
-                super::corrupt::mark(queue);
-            }
-            Err(error)
-        }
+        Blocked::InUse(cluster) => Err(corrupt::in_use(queue, cluster)),
+        Blocked::Failed(error) => Err(failed(queue, error)),
     }
 }

@@ -11,6 +11,7 @@ mod compressed;
 mod corrupt;
 mod flush;
 mod grow;
+mod header;
 mod load;
 mod queue;
 mod read;
@@ -68,8 +69,7 @@ pub(crate) struct Shared {
     metadata: ShardedLock<Metadata>,
     rounds: Mutex<Rounds>,
     freeing: Mutex<Freeing>,
-    /// The first 512 bytes of the file, as they are on disk.
-    header: Mutex<Vec<u8>>,
+    header: Mutex<header::Sector>,
     /// The errno of the first sync that failed; no FLUSH succeeds after it.
     failed_sync: AtomicI32,
     /// Metadata was found corrupt: the image is not written any more.
@@ -161,7 +161,7 @@ impl QcowDisk {
             metadata: ShardedLock::new(parts.metadata),
             rounds: Mutex::default(),
             freeing: Mutex::default(),
-            header: Mutex::new(parts.header),
+            header: Mutex::new(header::Sector::new(parts.header)),
             failed_sync: AtomicI32::new(0),
             corrupt: AtomicBool::new(false),
             inflater: Inflater::new(parts.inflate_threads),

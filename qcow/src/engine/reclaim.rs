@@ -58,6 +58,10 @@ pub(super) fn in_background(queue: &Rc<Queue>) {
 /// Frees what is past grace. What is not stays for the next pass.
 pub(super) async fn reclaim(queue: &Rc<Queue>) -> Result<(), IoError> {
     let shared = &queue.shared;
+    if shared.is_corrupt() {
+        // A count that says that nobody needs a cluster may be the wrong one.
+        return Ok(());
+    }
     {
         let mut freeing = shared.freeing.lock();
         if freeing.running || freeing.batches.is_empty() {
@@ -116,13 +120,7 @@ async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
     for chunk in left.chunks(CLUSTERS_PER_LOCK) {
         let mut rest = chunk;
         while let [(cluster, count), tail @ ..] = rest {
-            let set = {
-                let mut metadata = queue.shared.write()?;
-                if *count == 0 {
-                    metadata.structures.freed(*cluster);
-                }
-                metadata.refcounts.set(*cluster, *count)
-            };
+            let set = { queue.shared.write()?.refcounts.set(*cluster, *count) };
             match set {
                 Ok(()) => rest = tail,
                 Err(stuck) => load::unstick(queue, stuck).await?,

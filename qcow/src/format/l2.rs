@@ -69,6 +69,9 @@ impl L2Entry {
     pub const UNALLOCATED: Self = Self(0);
     /// The guest cluster reads as zeros and keeps no host cluster. Version 3 only.
     pub const ZERO_PLAIN: Self = Self(ZERO);
+    /// No entry: what stands in memory, and never on disk, for one that leads where none may. It decodes to an
+    /// error, as every reserved bit is set.
+    pub const REFUSED: Self = Self(RESERVED);
 
     /// An entry from its 64 bits.
     #[inline]

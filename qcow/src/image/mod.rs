@@ -9,6 +9,7 @@ pub mod bitmaps;
 pub mod check;
 mod counts;
 pub mod create;
+mod extras;
 pub mod info;
 mod layout;
 pub mod open;
@@ -31,4 +32,4 @@ mod info_tests;
 #[cfg(test)]
 mod repair_tests;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;

@@ -16,6 +16,7 @@ use block::lock::{ImageLock, LockError, LockGranularity, LockMode};
 use block::raw::RawDisk;
 use block::{AlignedBuf, Context, Disk, IoError};
 
+use super::extras::extras;
 use super::read::{ReadError, for_each_entry, read, read_header};
 use super::{RebuildError, bitmaps, rebuild_refcounts};
 use crate::engine::{Backing, Parts, Policy, QcowDisk};
@@ -484,12 +485,13 @@ async fn load(
     )
     .await?;
 
+    let cache = l2_cache_bytes.unwrap_or_else(|| default_cache(&geometry));
     let structures = if write {
-        Structures::gather(header, &l1, &table)?
+        let extras = extras(view, header, file_len).await;
+        Structures::gather(header, &l1, &table, &extras, cache)?
     } else {
         Structures::default()
     };
-    let cache = l2_cache_bytes.unwrap_or_else(|| default_cache(&geometry));
     let place = TablePlace {
         offset: header.refcount_table_offset.bytes(),
         clusters: u64::from(header.refcount_table_clusters),
@@ -500,10 +502,9 @@ async fn load(
     } else {
         u64::MAX
     };
-    let refcounts = Refcounts::new(geometry, table, place, end, limit, (cache / 4).max(256 << 10));
-    let mut metadata = Metadata::new(geometry, l1, header.l1_offset, refcounts, cache);
-    metadata.structures = structures;
-    Ok(metadata)
+    let mut refcounts = Refcounts::new(geometry, table, place, end, limit, (cache / 4).max(256 << 10));
+    refcounts.structures = structures;
+    Ok(Metadata::new(geometry, l1, header.l1_offset, refcounts, cache))
 }
 
 fn default_cache(geometry: &Geometry) -> u64 {

@@ -8,23 +8,23 @@ use block::Context;
 use block::file::{FileOptions, FileView, ImageFile};
 
 /// A folder of images that goes away with the test.
-pub(super) struct World {
+pub(crate) struct World {
     folder: tempfile::TempDir,
 }
 
 impl World {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             folder: tempfile::tempdir().unwrap(),
         }
     }
 
-    pub(super) fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
     /// Runs one of QEMU's tools in the folder.
-    pub(super) fn tool(&self, tool: &str, args: &[&str]) -> Output {
+    pub(crate) fn tool(&self, tool: &str, args: &[&str]) -> Output {
         let output = Command::new(tool)
             .args(args)
             .current_dir(self.folder.path())
@@ -33,7 +33,7 @@ impl World {
     }
 
     /// Runs `qemu-img`, which must succeed; returns what it printed.
-    pub(super) fn qemu_img(&self, args: &[&str]) -> String {
+    pub(crate) fn qemu_img(&self, args: &[&str]) -> String {
         let output = self.tool("qemu-img", args);
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "qemu-img {args:?}: {stderr}");
@@ -41,7 +41,7 @@ impl World {
     }
 
     /// Runs commands in `qemu-io` on an image; they must succeed.
-    pub(super) fn qemu_io(&self, image: &str, commands: &[&str]) {
+    pub(crate) fn qemu_io(&self, image: &str, commands: &[&str]) {
         let mut args = vec!["-f", "qcow2", image];
         commands.iter().for_each(|command| args.extend(["-c", command]));
         let output = self.tool("qemu-io", &args);
@@ -55,7 +55,7 @@ impl World {
     }
 
     /// `qemu-img check`'s exit code, and what it printed.
-    pub(super) fn qemu_check(&self, image: &str) -> (i32, String) {
+    pub(crate) fn qemu_check(&self, image: &str) -> (i32, String) {
         let output = self.tool("qemu-img", &["check", "-f", "qcow2", image]);
         let text = [output.stdout, output.stderr].concat();
         (
@@ -65,13 +65,13 @@ impl World {
     }
 
     #[track_caller]
-    pub(super) fn assert_flawless(&self, image: &str) {
+    pub(crate) fn assert_flawless(&self, image: &str) {
         let (code, text) = self.qemu_check(image);
         assert_eq!(code, 0, "{text}");
     }
 
     /// Runs `work` on a file of the folder, which is made if it is missing.
-    pub(super) fn on<T, F: Future<Output = T>>(&self, name: &str, work: impl FnOnce(FileView) -> F) -> T {
+    pub(crate) fn on<T, F: Future<Output = T>>(&self, name: &str, work: impl FnOnce(FileView) -> F) -> T {
         let path = self.path(name);
         if !path.exists() {
             std::fs::write(&path, b"").unwrap();
@@ -80,7 +80,7 @@ impl World {
     }
 
     /// Replaces bytes of a file.
-    pub(super) fn patch(&self, name: &str, at: u64, bytes: &[u8]) {
+    pub(crate) fn patch(&self, name: &str, at: u64, bytes: &[u8]) {
         use std::os::unix::fs::FileExt;
         let file = std::fs::OpenOptions::new()
             .write(true)
@@ -90,7 +90,7 @@ impl World {
     }
 
     /// The big-endian 64 bits at a place of a file.
-    pub(super) fn u64_at(&self, name: &str, at: u64) -> u64 {
+    pub(crate) fn u64_at(&self, name: &str, at: u64) -> u64 {
         use std::os::unix::fs::FileExt;
         let mut bytes = [0; 8];
         let file = std::fs::File::open(self.path(name)).unwrap();
@@ -100,7 +100,7 @@ impl World {
 }
 
 /// Runs `work` on the file at `path`, on plain system calls.
-pub(super) fn on_path<T, F: Future<Output = T>>(path: &Path, work: impl FnOnce(FileView) -> F) -> T {
+pub(crate) fn on_path<T, F: Future<Output = T>>(path: &Path, work: impl FnOnce(FileView) -> F) -> T {
     let cx = Context::syscalls();
     let file = ImageFile::open(
         path,

@@ -6,7 +6,9 @@
 //! What must stay true:
 //! - an L2 entry is set only once the data it exposes is written;
 //! - a guest cluster in the in-flight table is changed only by who entered it;
-//! - a cluster that left the mapping is in `drops` until a FLUSH has made that durable.
+//! - a cluster that left the mapping is in `drops` until a FLUSH has made that durable;
+//! - once the metadata was found corrupt no change of the mapping is planned any more, and a slice with an entry
+//!   that nobody may go by ([`L2Entry::REFUSED`]) is never written.
 
 pub(crate) mod clear;
 pub(crate) mod extents;
@@ -26,7 +28,7 @@ use crate::format::{
 };
 use refcounts::{Refcounts, Stuck, TablePlace};
 use slices::SliceCache;
-use structures::Structures;
+use structures::{Exposed, InUse, Structure};
 
 /// What a stretch of the guest's disk is backed by.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -52,6 +54,8 @@ pub(crate) enum Lookup {
     Corrupt(EntryError),
     /// The mapping leads to this host offset, past the end of the file.
     PastEnd(u64),
+    /// The mapping was found to lead where none may when it was loaded.
+    Refused,
 }
 
 /// Guest clusters some request is about to remap.
@@ -73,6 +77,8 @@ pub(crate) enum Blocked {
     CopyTable(usize),
     /// Another request is remapping this guest cluster.
     InFlight(u64),
+    /// A count is wrong: the image is corrupt.
+    InUse(InUse),
     /// It cannot be done.
     Failed(IoError),
 }
@@ -81,6 +87,7 @@ impl From<Stuck> for Blocked {
     fn from(stuck: Stuck) -> Self {
         match stuck {
             Stuck::Load(slice) => Self::LoadRefcounts(slice),
+            Stuck::InUse(cluster) => Self::InUse(cluster),
             Stuck::Failed(error) => Self::Failed(error),
         }
     }
@@ -135,8 +142,8 @@ pub(crate) struct Metadata {
     pub(crate) fresh_tables: FxHashSet<usize>,
     pub(crate) l2: SliceCache,
     pub(crate) refcounts: Refcounts,
-    /// Where a guest may not be led; empty unless the image is written.
-    pub(crate) structures: Structures,
+    /// Something is corrupt: no change is planned any more.
+    pub(crate) corrupt: bool,
     /// Logarithm of the entries per L2 slice.
     slice_bits: u32,
     in_flight: Vec<InFlight>,
@@ -173,7 +180,7 @@ impl Metadata {
             fresh_tables: FxHashSet::default(),
             l2: SliceCache::new(slice_bytes, l2_cache_bytes),
             refcounts,
-            structures: Structures::default(),
+            corrupt: false,
             slice_bits: (slice_bytes / 8).trailing_zeros(),
             in_flight: Vec::new(),
             copying: FxHashMap::default(),
@@ -249,6 +256,9 @@ impl Metadata {
         if clusters > self.l1_place.clusters {
             let first = self.refcounts.allocate_run_at_end(clusters)?;
             let offset = self.geometry.host_offset(HostCluster::new(first)).bytes();
+            self.refcounts
+                .structures
+                .made(Structure::L1Table, first, clusters);
             self.l1_moved_from.push(self.l1_place);
             self.l1_place = TablePlace { offset, clusters };
         }
@@ -295,8 +305,10 @@ impl Metadata {
         let size = self.geometry.cluster_size();
         let within = offset & (size - 1);
         let first = (cluster & mask) as usize;
-        let mapping = match entry_at(bytes, first).decode(&self.geometry) {
+        let entry = entry_at(bytes, first);
+        let mapping = match entry.decode(&self.geometry) {
             Ok(mapping) => mapping,
+            Err(_) if entry == L2Entry::REFUSED => return Lookup::Refused,
             Err(error) => return Lookup::Corrupt(error),
         };
         let extent = match mapping {
@@ -415,6 +427,9 @@ impl Metadata {
     pub(crate) fn own_slice(&mut self, cluster: u64) -> Result<u64, Blocked> {
         let slice = cluster >> self.slice_bits;
         let l1_index = self.table_of(slice);
+        if self.corrupt {
+            return Err(Blocked::Failed(IoError::Corrupt));
+        }
         match self.l1_entry(l1_index) {
             Ok(Some(table)) if !table.copied => return Err(Blocked::CopyTable(l1_index)),
             Ok(Some(_)) => {}
@@ -426,6 +441,7 @@ impl Metadata {
                 return Err(Blocked::LoadL2(slice));
             }
             self.l2.insert(slice, vec![0; self.l2.slice_bytes()].into(), true);
+            self.refcounts.structures.saw_slice(slice);
         }
         Ok(slice)
     }
@@ -435,17 +451,15 @@ impl Metadata {
             return Err(Blocked::Failed(IoError::OutOfRange));
         }
         let run = self.refcounts.allocate(1)?;
-        self.set_table(
-            l1_index,
-            self.geometry.host_offset(HostCluster::new(run.first)).bytes(),
-        );
+        self.set_table(l1_index, run.first);
         Ok(())
     }
 
-    /// Hangs a table that is not on disk yet on an L1 entry.
-    fn set_table(&mut self, l1_index: usize, host: u64) {
+    /// Hangs a table that is not on disk yet, in host cluster `cluster`, on an L1 entry.
+    fn set_table(&mut self, l1_index: usize, cluster: u64) {
+        self.refcounts.structures.made(Structure::L2Table, cluster, 1);
         let entry = L1Entry::encode(L2Table {
-            host: HostOffset::new(host),
+            host: self.geometry.host_offset(HostCluster::new(cluster)),
             copied: true,
         });
         if let Some(place) = self.l1.get_mut(l1_index) {
@@ -461,16 +475,16 @@ impl Metadata {
     ///
     /// [`Blocked`], with nothing changed. `Ok(false)` if the entry is no longer what it was.
     pub(crate) fn adopt_table(&mut self, l1_index: usize, from: u64, table: &[u8]) -> Result<bool, Blocked> {
+        if self.corrupt {
+            return Err(Blocked::Failed(IoError::Corrupt));
+        }
         match self.l1_entry(l1_index) {
             Ok(Some(old)) if !old.copied && old.host.bytes() == from => {}
             Ok(_) => return Ok(false),
             Err(error) => return Err(corrupt(error)),
         }
         let run = self.refcounts.allocate(1)?;
-        self.set_table(
-            l1_index,
-            self.geometry.host_offset(HostCluster::new(run.first)).bytes(),
-        );
+        self.set_table(l1_index, run.first);
         for (slice, bytes) in self
             .table_slices(l1_index)
             .zip(table.chunks_exact(self.l2.slice_bytes()))
@@ -481,6 +495,40 @@ impl Metadata {
         self.drops
             .push((self.geometry.host_cluster(HostOffset::new(from)).index(), 1));
         Ok(true)
+    }
+
+    /// Puts a slice that was read in the cache. Entries that lead where none may answer with an error from then
+    /// on, the others are as usable as before, and nothing is changed any more.
+    pub(crate) fn adopt_slice(&mut self, slice: u64, mut bytes: Box<[u8]>) -> Vec<Exposed> {
+        let exposed = self.refcounts.structures.admit(&self.geometry, slice, &bytes);
+        for entry in &exposed {
+            self.corrupt = true;
+            if !entry.readable
+                && let Some(place) = bytes.get_mut(entry.index * 8..entry.index * 8 + 8)
+            {
+                place.copy_from_slice(&L2Entry::REFUSED.raw().to_be_bytes());
+            }
+        }
+        self.l2.insert(slice, bytes, false);
+        exposed
+    }
+
+    /// Looks at all entries of a table that is to be adopted. Returns the first one that leads where none may,
+    /// its index counted from the table's start.
+    pub(crate) fn inspect_table(&mut self, l1_index: usize, table: &[u8]) -> Option<Exposed> {
+        let slices = self.table_slices(l1_index);
+        let parts = table.chunks_exact(self.l2.slice_bytes());
+        for (slice, (at, part)) in slices.zip(parts.enumerate()) {
+            let exposed = self.refcounts.structures.admit(&self.geometry, slice, part);
+            if let Some(first) = exposed.first() {
+                self.corrupt = true;
+                return Some(Exposed {
+                    index: at * part.len() / 8 + first.index,
+                    ..*first
+                });
+            }
+        }
+        None
     }
 
     fn entry(&self, slice: u64, cluster: u64) -> Result<L2Entry, Blocked> {

@@ -7,13 +7,15 @@
 //!
 //! What must stay true: a count goes from 0 to 1 here before anything can point at the cluster, and the
 //! count is durable before that pointer is (see `engine::flush`). A new refcount block counts
-//! itself, and is durable before the refcount table points at it.
+//! itself, and is durable before the refcount table points at it. A cluster that counts zero and is known to be
+//! in use all the same is never handed out: it fails whoever asked ([`Stuck::InUse`]).
 
 use block::IoError;
 use rustc_hash::FxHashSet;
 
 use super::extents::FreeRuns;
 use super::slices::SliceCache;
+use super::structures::{InUse, Structure, Structures};
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use crate::format::{Geometry, HostCluster, RefcountTableEntry};
 
@@ -22,8 +24,16 @@ use crate::format::{Geometry, HostCluster, RefcountTableEntry};
 pub(crate) enum Stuck {
     /// This refcount slice must be loaded first.
     Load(u64),
+    /// A count is wrong: the image is corrupt.
+    InUse(InUse),
     /// It failed.
     Failed(IoError),
+}
+
+impl From<InUse> for Stuck {
+    fn from(cluster: InUse) -> Self {
+        Self::InUse(cluster)
+    }
 }
 
 impl From<IoError> for Stuck {
@@ -55,7 +65,7 @@ pub(crate) struct TablePlace {
 /// Counts, table and allocator.
 #[derive(Debug)]
 pub(crate) struct Refcounts {
-    geometry: Geometry,
+    pub(super) geometry: Geometry,
     table: Vec<RefcountTableEntry>,
     pub(crate) place: TablePlace,
     /// The table has moved and the header does not know it yet; what was left behind.
@@ -65,6 +75,8 @@ pub(crate) struct Refcounts {
     /// Blocks the table on disk does not point at yet, by table index.
     pub(crate) fresh: FxHashSet<usize>,
     pub(crate) slices: SliceCache,
+    /// What clusters are known to be used for, whatever they count; empty unless the image is written.
+    pub(crate) structures: Structures,
     /// Logarithm of the counts per slice.
     slice_bits: u32,
     cursor: u64,
@@ -109,6 +121,7 @@ impl Refcounts {
             dirty_parts: FxHashSet::default(),
             fresh: FxHashSet::default(),
             slices: SliceCache::new(slice_bytes, cache_bytes),
+            structures: Structures::default(),
             slice_bits,
             cursor: 0,
             virgin: if limit == u64::MAX { file_end } else { u64::MAX },
@@ -248,7 +261,23 @@ impl Refcounts {
         order.write(bytes, index, count).map_err(|error| {
             tracing::error!(%error, cluster, "a reference count cannot be changed");
             Stuck::Failed(IoError::Corrupt)
-        })
+        })?;
+        if count == 0 {
+            self.structures.freed(cluster);
+        }
+        Ok(())
+    }
+
+    /// Counts a cluster that counts zero, for whoever gets it.
+    ///
+    /// # Errors
+    ///
+    /// [`Stuck`]; [`Stuck::InUse`] if it is not free, whatever it counts.
+    fn claim(&mut self, cluster: u64) -> Result<(), Stuck> {
+        self.structures.check_free(cluster)?;
+        self.set(cluster, 1)?;
+        self.structures.given(cluster);
+        Ok(())
     }
 
     /// Hands out at most `count` neighbouring clusters, each with a count of one.
@@ -273,14 +302,20 @@ impl Refcounts {
             let Some((first, found)) = self.scan(count)? else {
                 continue;
             };
+            let mut claimed = 0;
             for cluster in first..first + found {
-                self.set(cluster, 1)?;
+                match self.claim(cluster) {
+                    Ok(()) => claimed += 1,
+                    // What was claimed so far is handed out; whoever asks next hears of the rest.
+                    Err(_) if claimed > 0 => break,
+                    Err(stuck) => return Err(stuck),
+                }
             }
-            self.cursor = first + found;
+            self.cursor = first + claimed;
             self.end = self.end.max(self.cursor);
             return Ok(Run {
                 first,
-                count: found,
+                count: claimed,
                 zero: first >= self.virgin,
             });
         }
@@ -319,7 +354,7 @@ impl Refcounts {
     fn claim_freed(&mut self, first: u64, count: u64, zero: bool) -> Result<Run, Stuck> {
         for cluster in first..first + count {
             let claimed = match self.get(cluster) {
-                Ok(0) => self.set(cluster, 1),
+                Ok(0) => self.claim(cluster),
                 Ok(found) => {
                     tracing::error!(cluster, found, "a freed cluster is in use");
                     return Err(Stuck::Failed(IoError::Corrupt));
@@ -364,9 +399,10 @@ impl Refcounts {
                     self.cursor = cluster + 1;
                     continue 'again;
                 }
+                self.structures.check_free(cluster)?;
             }
             for cluster in first..first + count {
-                self.set(cluster, 1)?;
+                self.claim(cluster)?;
             }
             self.cursor = first + count;
             self.end = self.end.max(self.cursor);
@@ -382,12 +418,14 @@ impl Refcounts {
             self.cursor = self.cursor.max(cluster + 1);
             return Ok(());
         }
+        self.structures.check_free(cluster)?;
         let host = self.geometry.host_offset(HostCluster::new(cluster));
         let entry = self.table.get_mut(index).ok_or(IoError::Corrupt)?;
         *entry = RefcountTableEntry::encode(host);
         self.fresh.insert(index);
         self.dirty_parts.insert(index / PART_ENTRIES);
-        self.set(cluster, 1)?;
+        self.claim(cluster)?;
+        self.structures.made(Structure::RefcountBlock, cluster, 1);
         self.cursor = self.cursor.max(cluster + 1);
         self.end = self.end.max(cluster + 1);
         Ok(())
@@ -423,6 +461,7 @@ impl Refcounts {
             let clusters = (self.table.len() as u64 * 8).div_ceil(self.geometry.cluster_size());
             let first = self.allocate_run_at_end(clusters)?;
             self.moved_from.push(self.place);
+            self.structures.made(Structure::RefcountTable, first, clusters);
             self.place = TablePlace {
                 offset: self.geometry.host_offset(HostCluster::new(first)).bytes(),
                 clusters,

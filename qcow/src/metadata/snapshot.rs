@@ -5,8 +5,8 @@
 use super::Drop;
 use super::Metadata;
 use super::refcounts::{Refcounts, TablePlace};
-use super::structures::Structure;
-use crate::format::HostOffset;
+use super::structures::{Structure, Structures};
+use crate::format::{Geometry, HostOffset};
 
 /// Bytes and where they go on the host, in bytes.
 pub(crate) type Place = (u64, Box<[u8]>);
@@ -30,7 +30,20 @@ pub(crate) struct Snapshot {
     pub(crate) header: Option<HeaderChange>,
     /// What left the mapping.
     pub(crate) drops: Vec<Drop>,
+    /// Something here would be written where no table of its kind is known to be: nothing may be written.
+    pub(crate) misplaced: Option<Misplaced>,
     keys: Keys,
+}
+
+/// Metadata that was about to be written where it does not belong.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Misplaced {
+    /// Where, in bytes.
+    pub(crate) offset: u64,
+    /// What was to be written.
+    pub(crate) what: &'static str,
+    /// What is known to be there.
+    pub(crate) there: &'static str,
 }
 
 /// The header fields that change when a disk grows.
@@ -58,6 +71,18 @@ struct Keys {
 }
 
 impl Snapshot {
+    /// Notes the first table that does not lie where tables of its kind are known to be.
+    fn expect(&mut self, structures: &Structures, geometry: &Geometry, structure: Structure, offset: u64) {
+        let cluster = geometry.host_cluster(HostOffset::new(offset)).index();
+        if !structures.is_place_of(structure, cluster) {
+            self.misplaced.get_or_insert(Misplaced {
+                offset,
+                what: structure.name(),
+                there: structures.find(cluster).map_or("nothing known", Structure::name),
+            });
+        }
+    }
+
     /// Whether there is nothing to write.
     pub(crate) fn is_empty(&self) -> bool {
         self.new_blocks.is_empty()
@@ -99,7 +124,8 @@ fn within(copies: &[(u64, Box<[u8]>)], range: std::ops::Range<u64>) -> &[(u64, B
 impl Metadata {
     /// Copies everything dirty; it counts as clean from here on, and `settle` says how that went.
     pub(crate) fn snapshot(&mut self) -> Snapshot {
-        let cluster_size = self.geometry().cluster_size() as usize;
+        let geometry = *self.geometry();
+        let cluster_size = geometry.cluster_size() as usize;
         let mut snapshot = Snapshot {
             drops: std::mem::take(&mut self.drops),
             ..Snapshot::default()
@@ -113,8 +139,7 @@ impl Metadata {
             let Ok(Some(offset)) = self.table_offset(l1_index) else {
                 continue;
             };
-            let cluster = self.geometry().host_cluster(HostOffset::new(offset)).index();
-            self.structures.made(Structure::L2Table, cluster);
+            snapshot.expect(&self.refcounts.structures, &geometry, Structure::L2Table, offset);
             let range = self.table_slices(l1_index);
             let bytes = whole(cluster_size, range.start, within(&copies, range));
             snapshot.new_tables.push((offset, bytes));
@@ -125,6 +150,7 @@ impl Metadata {
                 continue;
             }
             if let Ok(Some(offset)) = self.slice_offset(slice) {
+                snapshot.expect(&self.refcounts.structures, &geometry, Structure::L2Table, offset);
                 snapshot.l2.push((offset, bytes));
             }
         }
@@ -139,6 +165,7 @@ impl Metadata {
         };
         for part in parts {
             let offset = self.l1_place.offset + part as u64 * 512;
+            snapshot.expect(&self.refcounts.structures, &geometry, Structure::L1Table, offset);
             snapshot.l1.push((offset, self.l1_part(part).into()));
         }
         if std::mem::take(&mut self.header_dirty) {
@@ -197,6 +224,7 @@ impl Refcounts {
             let Ok(Some(offset)) = self.block_offset(index) else {
                 continue;
             };
+            snapshot.expect(&self.structures, &self.geometry, Structure::RefcountBlock, offset);
             let range = self.block_slices(index);
             snapshot
                 .new_blocks
@@ -208,6 +236,7 @@ impl Refcounts {
                 continue;
             }
             if let Ok(Some(offset)) = self.slice_offset(slice) {
+                snapshot.expect(&self.structures, &self.geometry, Structure::RefcountBlock, offset);
                 snapshot.refcounts.push((offset, bytes));
             }
         }
@@ -215,8 +244,9 @@ impl Refcounts {
         snapshot.keys.table_parts = sorted(self.dirty_parts.drain());
         snapshot.keys.places_left = self.moved_from.len();
         if self.moved_from.is_empty() {
-            for &part in &snapshot.keys.table_parts {
+            for part in snapshot.keys.table_parts.clone() {
                 let offset = self.place.offset + part as u64 * 512;
+                snapshot.expect(&self.structures, &self.geometry, Structure::RefcountTable, offset);
                 snapshot.refcounts.push((offset, self.table_part(part).into()));
             }
         } else {
@@ -224,6 +254,10 @@ impl Refcounts {
                 .flat_map(|part| self.table_part(part))
                 .collect();
             bytes.resize(self.place.clusters as usize * cluster_size, 0);
+            for cluster in 0..self.place.clusters {
+                let offset = self.place.offset + cluster * cluster_size as u64;
+                snapshot.expect(&self.structures, &self.geometry, Structure::RefcountTable, offset);
+            }
             snapshot.moved_table = Some((self.place, bytes.into()));
         }
     }

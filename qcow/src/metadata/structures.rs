@@ -1,11 +1,22 @@
-//! Which host clusters the image's own structures lie in, so that no damaged entry leads a guest there.
+//! What each host cluster is known to be used for, so that no damaged count or entry leads anybody where
+//! they must not write.
 //!
-//! Gathered when an image is opened for writing: the header, the L1 table, its L2 tables, the refcount
-//! table and its blocks, the snapshot table. No two of them may lie over each other. Whenever a slice of a table is
-//! loaded later, a guest's cluster in it may not be one of them, and none of them may count zero: the
-//! allocator would hand it out.
+//! Two things are kept. The *structures*: the header, the tables, what snapshots and bitmaps have of their
+//! own; gathered when an image is opened for writing, and kept up as tables are made and freed. And a few bits
+//! for each host cluster that was *seen in the mapping* or *handed out* since. Each place a write can go is
+//! checked once, when it becomes known:
 //!
-//! What must stay true: a cluster leaves the set before it can be handed out again.
+//! | a write | is checked |
+//! |---|---|
+//! | over a guest's own cluster | when the slice that maps it is loaded ([`Structures::admit`]) |
+//! | to a fresh cluster | when the allocator takes it ([`Structures::check_free`]) |
+//! | of a table, at FLUSH | when it is copied for writing ([`Structures::find`]) |
+//!
+//! So the hot path pays nothing, a load one look for each 64 neighbouring clusters, an allocation one look.
+//!
+//! What must stay true: a bit of a cluster is cleared when its count becomes zero and no sooner, or a sound
+//! image would be called corrupt; and it is cleared before the cluster can be handed out again, for the same
+//! reason. [`Refcounts::set`](super::refcounts::Refcounts::set) is the one place for that.
 
 use rustc_hash::FxHashMap;
 
@@ -23,6 +34,10 @@ pub(crate) enum Structure {
     L1Table,
     L2Table,
     SnapshotTable,
+    SnapshotL1Table,
+    SnapshotL2Table,
+    BitmapDirectory,
+    BitmapTable,
 }
 
 impl Structure {
@@ -35,7 +50,20 @@ impl Structure {
             Self::L1Table => "the L1 table",
             Self::L2Table => "an L2 table",
             Self::SnapshotTable => "the snapshot table",
+            Self::SnapshotL1Table => "a snapshot's L1 table",
+            Self::SnapshotL2Table => "a snapshot's L2 table",
+            Self::BitmapDirectory => "the bitmap directory",
+            Self::BitmapTable => "a bitmap's table",
         }
+    }
+
+    /// Whether several may lead to the same one: snapshots share their tables with each other and the disk.
+    fn is_shared_with(self, other: Self) -> bool {
+        matches!(
+            (self, other),
+            (Self::SnapshotL1Table, Self::SnapshotL1Table)
+                | (Self::SnapshotL2Table, Self::SnapshotL2Table | Self::L2Table)
+        )
     }
 }
 
@@ -64,14 +92,76 @@ pub enum StructureError {
     },
 }
 
-/// The clusters of the image's structures.
+/// A place that snapshots or bitmaps have of their own.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Extra {
+    pub(crate) structure: Structure,
+    pub(crate) offset: HostOffset,
+    pub(crate) bytes: u64,
+}
+
+/// A cluster that counts zero and is in use all the same.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct InUse {
+    /// The cluster's number.
+    pub(crate) cluster: u64,
+    /// What uses it.
+    pub(crate) by: &'static str,
+}
+
+/// An entry that leads where no entry may.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Exposed {
+    /// Its index in the bytes that were looked at.
+    pub(crate) index: usize,
+    /// Where it leads, in bytes.
+    pub(crate) host: u64,
+    /// What is there.
+    pub(crate) what: &'static str,
+    /// It may be read through all the same: another entry leads there too.
+    pub(crate) readable: bool,
+}
+
+/// What is known of 64 neighbouring host clusters, a bit for each.
+#[derive(Clone, Copy, Debug, Default)]
+struct Word {
+    structure: u64,
+    /// An entry that was loaded refers to it.
+    mapped: u64,
+    /// The allocator handed it out since the image was opened.
+    given: u64,
+}
+
+impl Word {
+    fn is_empty(self) -> bool {
+        self.structure | self.mapped | self.given == 0
+    }
+}
+
+/// How many words there may always be: a MiB of them.
+const WORDS_MIN: usize = 32 << 10;
+
+/// What is known of the host clusters of an image that is written.
 #[derive(Debug, Default)]
 pub(crate) struct Structures {
+    /// Whether the image is written at all; otherwise nothing is kept and everything is admitted.
+    watching: bool,
     clusters: FxHashMap<u64, Structure>,
+    /// By cluster / 64.
+    words: FxHashMap<u64, Word>,
+    /// Past so many, clusters of the mapping are no longer noted; structures always are.
+    words_max: usize,
+    /// L2 slices that were loaded or made since the image was opened, by slice / 64.
+    seen: FxHashMap<u64, u64>,
+}
+
+fn place(index: u64) -> (u64, u64) {
+    (index / 64, 1 << (index % 64))
 }
 
 impl Structures {
-    /// Gathers the structures of an image as it is on disk. Entries that do not decode lead nowhere.
+    /// Gathers the structures of an image as it is on disk. Entries that do not decode lead nowhere. Notes on
+    /// the mapping may take about `memory` bytes.
     ///
     /// # Errors
     ///
@@ -80,9 +170,16 @@ impl Structures {
         header: &Header,
         l1: &[L1Entry],
         table: &[RefcountTableEntry],
+        extras: &[Extra],
+        memory: u64,
     ) -> Result<Self, StructureError> {
         let geometry = header.geometry();
-        let mut structures = Self::default();
+        let words_max = usize::try_from(memory).unwrap_or(usize::MAX) / size_of::<(u64, Word)>();
+        let mut structures = Self {
+            watching: true,
+            words_max: words_max.max(WORDS_MIN),
+            ..Self::default()
+        };
         structures.add(&geometry, Structure::Header, HostOffset::new(0), 1)?;
         let at = header.refcount_table_offset;
         structures.add(
@@ -92,15 +189,14 @@ impl Structures {
             header.refcount_table_bytes(),
         )?;
         structures.add(&geometry, Structure::L1Table, header.l1_offset, header.l1_bytes())?;
-        if header.snapshot_count > 0 {
-            let at = header.snapshot_table_offset;
-            structures.add(&geometry, Structure::SnapshotTable, at, 1)?;
-        }
         for block in table.iter().filter_map(|entry| entry.decode(&geometry).ok()?) {
             structures.add(&geometry, Structure::RefcountBlock, block, 1)?;
         }
         for table in l1.iter().filter_map(|entry| entry.decode(&geometry).ok()?) {
             structures.add(&geometry, Structure::L2Table, table.host, 1)?;
+        }
+        for extra in extras {
+            structures.add(&geometry, extra.structure, extra.offset, extra.bytes)?;
         }
         for (&cluster, structure) in &structures.clusters {
             let index = (cluster >> geometry.refcount_block_bits()) as usize;
@@ -127,25 +223,48 @@ impl Structures {
     ) -> Result<(), StructureError> {
         let first = geometry.host_cluster(offset).index();
         for cluster in first..first + geometry.clusters_for(bytes) {
-            if let Some(other) = self.clusters.insert(cluster, structure) {
-                return Err(StructureError::Overlap {
-                    structure: structure.name(),
-                    offset: offset.bytes(),
-                    other: other.name(),
-                });
+            match self.find(cluster) {
+                Some(other) if structure.is_shared_with(other) => {}
+                Some(other) => {
+                    return Err(StructureError::Overlap {
+                        structure: structure.name(),
+                        offset: offset.bytes(),
+                        other: other.name(),
+                    });
+                }
+                None => self.made(structure, cluster, 1),
             }
         }
         Ok(())
     }
 
-    /// A structure has been made in a cluster that was free.
-    pub(crate) fn made(&mut self, structure: Structure, cluster: u64) {
-        self.clusters.insert(cluster, structure);
+    /// A structure is made in clusters that were handed out for it.
+    pub(crate) fn made(&mut self, structure: Structure, first: u64, count: u64) {
+        if !self.watching {
+            return;
+        }
+        for cluster in first..first + count {
+            self.clusters.insert(cluster, structure);
+            let (key, bit) = place(cluster);
+            self.words.entry(key).or_default().structure |= bit;
+        }
     }
 
-    /// A cluster is about to be free.
+    /// A cluster counts zero now: whatever it was, it is nothing.
     pub(crate) fn freed(&mut self, cluster: u64) {
-        self.clusters.remove(&cluster);
+        let (key, bit) = place(cluster);
+        let Some(word) = self.words.get_mut(&key) else {
+            return;
+        };
+        if word.structure & bit != 0 {
+            self.clusters.remove(&cluster);
+        }
+        word.structure &= !bit;
+        word.mapped &= !bit;
+        word.given &= !bit;
+        if word.is_empty() {
+            self.words.remove(&key);
+        }
     }
 
     /// What a cluster is part of.
@@ -153,31 +272,129 @@ impl Structures {
         self.clusters.get(&cluster).copied()
     }
 
-    /// The first entry of an L2 table's bytes that leads to one of the image's structures, where, and what is there.
-    pub(crate) fn exposed(&self, geometry: &Geometry, bytes: &[u8]) -> Option<(usize, u64, Structure)> {
-        if self.clusters.is_empty() {
-            return None;
+    /// Whether a table that is about to be written lies where tables of its kind are known to be.
+    pub(crate) fn is_place_of(&self, structure: Structure, cluster: u64) -> bool {
+        !self.watching || self.find(cluster) == Some(structure)
+    }
+
+    /// Checks that a cluster whose count is zero is what that says.
+    ///
+    /// # Errors
+    ///
+    /// [`InUse`]: the count is wrong, and the cluster must not be handed out.
+    pub(crate) fn check_free(&self, cluster: u64) -> Result<(), InUse> {
+        let (key, bit) = place(cluster);
+        let Some(word) = self.words.get(&key) else {
+            return Ok(());
+        };
+        if (word.structure | word.mapped | word.given) & bit == 0 {
+            return Ok(());
         }
-        bytes
-            .as_chunks::<8>()
-            .0
-            .iter()
-            .enumerate()
-            .find_map(|(index, raw)| {
-                let (first, last) = match L2Entry::from_raw(u64::from_be_bytes(*raw)).decode(geometry) {
-                    Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => {
-                        (host, host)
-                    }
-                    Ok(L2Mapping::Compressed(extent)) => (extent.host, last_of(extent)),
-                    _ => return None,
+        let by = self.find(cluster).map_or("the mapping", Structure::name);
+        Err(InUse { cluster, by })
+    }
+
+    /// Notes that the allocator has handed out a cluster.
+    pub(crate) fn given(&mut self, cluster: u64) {
+        self.note(cluster, |word, bit| word.given |= bit);
+    }
+
+    fn note(&mut self, cluster: u64, set: impl FnOnce(&mut Word, u64)) {
+        let (key, bit) = place(cluster);
+        if !self.watching {
+        } else if self.words.len() < self.words_max {
+            set(self.words.entry(key).or_default(), bit);
+        } else if let Some(word) = self.words.get_mut(&key) {
+            set(word, bit);
+        }
+    }
+
+    /// Notes that an L2 slice is in memory. Returns whether it was before.
+    pub(crate) fn saw_slice(&mut self, slice: u64) -> bool {
+        if !self.watching {
+            return true;
+        }
+        let (key, bit) = place(slice);
+        let word = self.seen.entry(key).or_default();
+        let before = *word & bit != 0;
+        *word |= bit;
+        before
+    }
+
+    /// Looks at the entries of an L2 slice that has been read, before anybody goes by them. Returns those that
+    /// lead to one of the image's structures and, if the slice was not in memory since the image was opened, those
+    /// that lead to a cluster that was handed out meanwhile, or claim one for themselves that another entry
+    /// leads to as well. All the others are in use from now on.
+    pub(crate) fn admit(&mut self, geometry: &Geometry, slice: u64, bytes: &[u8]) -> Vec<Exposed> {
+        let mut exposed = Vec::new();
+        if !self.watching {
+            return exposed;
+        }
+        // What was handed out since is in entries of slices in memory only, so an older one cannot mean it.
+        let is_old = !self.saw_slice(slice);
+        let mut current = (u64::MAX, Word::default());
+        for (index, raw) in bytes.as_chunks::<8>().0.iter().enumerate() {
+            let raw = u64::from_be_bytes(*raw);
+            if raw == 0 {
+                continue;
+            }
+            let entry = L2Entry::from_raw(raw);
+            let Some((first, last)) = targets(entry, geometry) else {
+                continue;
+            };
+            for cluster in
+                geometry.host_cluster(first).index()..=geometry.host_cluster(HostOffset::new(last)).index()
+            {
+                let (key, bit) = place(cluster);
+                if current.0 != key {
+                    self.put_mapped(current);
+                    current = (key, self.words.get(&key).copied().unwrap_or_default());
+                }
+                let word = &mut current.1;
+                let (what, readable) = if word.structure & bit != 0 {
+                    (self.find(cluster).map_or("a structure", Structure::name), false)
+                } else if is_old && word.given & bit != 0 {
+                    ("a cluster that counted zero and is somebody else's now", false)
+                } else if is_old && word.mapped & bit != 0 && entry.is_copied() {
+                    ("a cluster that another entry leads to as well", true)
+                } else {
+                    word.mapped |= bit;
+                    continue;
                 };
-                let clusters = geometry.host_cluster(first).index()..=geometry.host_cluster(last).index();
-                let name = clusters.into_iter().find_map(|cluster| self.find(cluster))?;
-                Some((index, first.bytes(), name))
-            })
+                exposed.push(Exposed {
+                    index,
+                    host: first.bytes(),
+                    what,
+                    readable,
+                });
+                break;
+            }
+        }
+        self.put_mapped(current);
+        exposed
+    }
+
+    fn put_mapped(&mut self, (key, word): (u64, Word)) {
+        if word.mapped == 0 {
+        } else if self.words.len() < self.words_max {
+            self.words.insert(key, word);
+        } else if let Some(place) = self.words.get_mut(&key) {
+            *place = word;
+        }
     }
 }
 
-fn last_of(extent: CompressedExtent) -> HostOffset {
-    HostOffset::new(extent.end() - 1)
+/// The first and the last host byte an entry means, if it means any.
+fn targets(entry: L2Entry, geometry: &Geometry) -> Option<(HostOffset, u64)> {
+    match entry.decode(geometry) {
+        Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => {
+            Some((host, host.bytes()))
+        }
+        Ok(L2Mapping::Compressed(extent)) => Some((extent.host, last_of(extent))),
+        _ => None,
+    }
+}
+
+fn last_of(extent: CompressedExtent) -> u64 {
+    extent.end() - 1
 }

@@ -1,0 +1,152 @@
+//! What an image has besides the disk's own tables, and no guest may be led to: what belongs to its snapshots
+//! and its bitmaps.
+//!
+//! What of it is malformed is passed over, with a warning: it is not needed to serve the disk, and `check` says
+//! more. What is gathered is bounded, whatever the image claims.
+
+use block::file::FileView;
+
+use super::bitmaps::read_directory;
+use super::read::{for_each_entry, read_snapshots};
+use crate::format::l1::L1_TABLE_MAX_BYTES;
+use crate::format::{Header, L1Entry};
+use crate::metadata::structures::{Extra, Structure};
+
+/// The most entries of snapshots' L1 tables that are read: 8 MiB of them.
+const ENTRIES_MAX: u64 = 1 << 20;
+/// The most clusters that are gathered besides.
+const CLUSTERS_MAX: u64 = 1 << 20;
+
+/// The places of snapshots' tables and bitmaps' tables.
+pub(super) async fn extras(file: &FileView, header: &Header, file_len: u64) -> Vec<Extra> {
+    let mut found = Found {
+        file,
+        header,
+        extras: Vec::new(),
+        clusters: 0,
+        entries: 0,
+        left_out: false,
+    };
+    if header.snapshot_count > 0 {
+        found.snapshots(file_len).await;
+    }
+    found.bitmaps(file_len).await;
+    if found.left_out {
+        let image = file.file().path().display();
+        tracing::warn!(%image, "it has so many snapshots' tables that not all of them are guarded against damage");
+    }
+    found.extras
+}
+
+struct Found<'a> {
+    file: &'a FileView,
+    header: &'a Header,
+    extras: Vec<Extra>,
+    clusters: u64,
+    entries: u64,
+    left_out: bool,
+}
+
+impl Found<'_> {
+    fn add(&mut self, extra: Extra) {
+        let clusters = self.header.geometry().clusters_for(extra.bytes);
+        if self.clusters + clusters > CLUSTERS_MAX {
+            self.left_out = true;
+            return;
+        }
+        self.clusters += clusters;
+        self.extras.push(extra);
+    }
+
+    async fn snapshots(&mut self, file_len: u64) {
+        let image = self.file.file().path().display();
+        let offset = self.header.snapshot_table_offset;
+        let table = match read_snapshots(self.file, self.header, file_len).await {
+            Ok(table) => table,
+            Err(error) => {
+                tracing::warn!(%image, %error, "the snapshot table is malformed; what it leads to is not guarded");
+                self.add(Extra {
+                    structure: Structure::SnapshotTable,
+                    offset,
+                    bytes: 1,
+                });
+                return;
+            }
+        };
+        self.add(Extra {
+            structure: Structure::SnapshotTable,
+            offset,
+            bytes: table.len,
+        });
+        let geometry = self.header.geometry();
+        let mut tables: Vec<_> = table
+            .entries
+            .iter()
+            .map(|snapshot| (snapshot.l1_offset, u64::from(snapshot.l1_entries)))
+            .filter(|(offset, entries)| {
+                offset.bytes() != 0
+                    && offset.is_aligned_to(geometry.cluster_size())
+                    && *entries > 0
+                    && entries * 8 <= L1_TABLE_MAX_BYTES
+                    && offset.bytes() < file_len
+            })
+            .collect();
+        tables.sort_unstable();
+        tables.dedup();
+        for (offset, entries) in tables {
+            self.add(Extra {
+                structure: Structure::SnapshotL1Table,
+                offset,
+                bytes: entries * 8,
+            });
+            if self.entries + entries > ENTRIES_MAX {
+                self.left_out = true;
+                continue;
+            }
+            self.entries += entries;
+            let mut hosts = Vec::new();
+            let read = for_each_entry(self.file, "a snapshot's L1 table", offset, entries, |_, raw| {
+                if let Ok(Some(table)) = L1Entry::from_raw(raw).decode(&geometry)
+                    && table.host.bytes() < file_len
+                {
+                    hosts.push(table.host);
+                }
+            });
+            if let Err(error) = read.await {
+                tracing::warn!(%image, %error, "a snapshot's tables are not guarded");
+            }
+            for offset in hosts {
+                self.add(Extra {
+                    structure: Structure::SnapshotL2Table,
+                    offset,
+                    bytes: 1,
+                });
+            }
+        }
+    }
+
+    async fn bitmaps(&mut self, file_len: u64) {
+        let Some(extension) = super::bitmaps::consistent_bitmaps(self.header) else {
+            return;
+        };
+        // A malformed directory is disowned before the first write.
+        let Ok(directory) = read_directory(self.file, self.header, &extension, file_len).await else {
+            return;
+        };
+        self.add(Extra {
+            structure: Structure::BitmapDirectory,
+            offset: extension.directory_offset,
+            bytes: extension.directory_size,
+        });
+        let cluster = self.header.cluster_bits.size();
+        for (_, bitmap) in directory {
+            if bitmap.table_offset.is_aligned_to(cluster) && bitmap.table_offset.bytes() < file_len {
+                self.add(Extra {
+                    structure: Structure::BitmapTable,
+                    offset: bitmap.table_offset,
+                    bytes: u64::from(bitmap.table_entries) * 8,
+                });
+            }
+        }
+    }
+}
