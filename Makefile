@@ -4,6 +4,9 @@
 #   make test    everything that must hold: setup, lint, doc, and all tests; says what could not run here
 #   make demo    boot a stock Linux guest on a QCOW2 overlay served by Ringdisk, and check the image
 #   make bench   Ringdisk beside its peers; writes target/bench/summary.json
+#   make models  what threads share, under the model checkers loom and shuttle; RUNS times as many random orders
+#   make asan    the suites of all crates under AddressSanitizer
+#   make coverage  how much of the format engine the suite reaches, and the lines it does not
 #   make fuzz    each fuzz target for SECONDS seconds (default 60)
 #   make doc     the documentation of all crates, without warnings
 #   make lint    rustfmt and clippy, without warnings
@@ -12,9 +15,11 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 SECONDS ?= 60
 
-.PHONY: test setup lint doc build demo bench fuzz
+RUNS ?= 1
 
-test: setup lint doc build
+.PHONY: test setup lint doc build models asan coverage demo bench fuzz
+
+test: setup lint doc build models
 	tests/run-tests.sh
 
 setup:
@@ -29,6 +34,24 @@ doc:
 
 build:
 	cargo build --release -p ringdisk
+
+# Each checker wants the crates built its way, hence the target directories.
+models:
+	RUSTFLAGS="--cfg loom" cargo test --target-dir target/loom -p ringdisk-block --lib model::
+	THREADS_RUNS=$(RUNS) RUSTFLAGS="--cfg shuttle" cargo test --target-dir target/shuttle \
+	    -p ringdisk-block -p ringdisk-virtio-devices --lib model::
+	THREADS_RUNS=$(RUNS) RUSTFLAGS="--cfg shuttle" cargo test --target-dir target/shuttle -p ringdisk-qcow --test threads
+
+# The sanitizer's runtime comes with rustc, the switch is not stable yet; --target leaves build scripts alone. C code is
+# instrumented too; libdeflate compiles one template into two units, whose tables then look like one defined twice.
+asan:
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" \
+	ASAN_OPTIONS=detect_stack_use_after_return=1:detect_odr_violation=0:quarantine_size_mb=64 \
+	env --default-signal=HUP,INT,QUIT,TERM cargo test --target x86_64-unknown-linux-gnu --target-dir target/asan \
+	    -p ringdisk-block -p ringdisk-qcow -p ringdisk-virtio-devices -p ringdisk --no-fail-fast
+
+coverage:
+	tests/coverage.sh
 
 demo: setup build
 	cargo run --release -p ringdisk-tests --bin demo

@@ -6,14 +6,16 @@
 //! the cell that the new epoch will use has emptied. Something dropped in epoch `e` is past grace in `e + 2`.
 //!
 //! What must stay true: a request takes its guard *before* it looks at the mapping, and the mapping's
-//! lock orders that against the drop. Then whoever advances the epoch after the drop sees the count.
+//! lock orders that against the drop. Then whoever advances the epoch after the drop sees the count. The drop's
+//! epoch is read under the lock in which epochs advance: an advance that has looked at the counts before the drop
+//! must not move on after it.
 
 use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::Mutex;
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// The two counts of one queue, written by its worker only.
 #[derive(Debug, Default)]
@@ -35,10 +37,11 @@ impl Epochs {
         Arc::new(Self::default())
     }
 
-    /// The current epoch.
+    /// The current epoch, to tag a drop with. Waits for an advance that is under way.
     #[must_use]
     pub fn now(&self) -> u64 {
-        self.now.load(Ordering::Acquire)
+        let _queues = self.queues.lock();
+        self.now.load(Ordering::Relaxed)
     }
 
     /// Moves on as far as the requests in flight allow, at most two epochs, and returns the epoch now.
@@ -135,6 +138,9 @@ impl Drop for EpochGuard {
         cell.store(cell.load(Ordering::Relaxed) - 1, Ordering::Release);
     }
 }
+
+#[cfg(all(test, loom))]
+mod model;
 
 #[cfg(test)]
 mod tests {

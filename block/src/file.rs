@@ -19,10 +19,8 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Waker};
 
-use parking_lot::Mutex;
 use smallvec::smallvec;
 
 use crate::buffer::{AlignedBuf, BUFFER_ALIGN, Buffer, IoSlices, Piece};
@@ -30,6 +28,8 @@ use crate::disk::LocalBoxFuture;
 use crate::error::IoError;
 use crate::request::{Op, Request};
 use crate::ring::{FileHandle, OpFuture, Pieces};
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::task::Context;
 
 /// How to open an [`ImageFile`].
@@ -697,6 +697,9 @@ impl Drop for RangeGuard<'_> {
         waiters.into_iter().for_each(Waker::wake);
     }
 }
+
+#[cfg(all(test, shuttle))]
+mod model;
 
 #[cfg(test)]
 mod tests {

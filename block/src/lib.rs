@@ -4,7 +4,8 @@
 //! touch ([`buffer`]), one request and its must-complete token ([`request`]), the disk traits
 //! ([`disk`]), the only code that talks to the kernel about I/O ([`ring`]), the per-worker executor
 //! ([`task`]), the worker thread ([`worker`]), files with their alignment rules ([`mod@file`]), the raw
-//! format ([`raw`]), grace periods ([`epoch`]) and image locks ([`lock`]).
+//! format ([`raw`]), grace periods ([`epoch`]), image locks ([`lock`]), and what threads share by names that
+//! a model checker can replace ([`sync`]).
 //!
 //! What must stay true: an op owns its buffers until its completion is reaped, every request is
 //! answered exactly once, and a short result is never success.
@@ -19,6 +20,7 @@ pub mod lock;
 pub mod raw;
 pub mod request;
 pub mod ring;
+pub mod sync;
 pub mod task;
 pub mod worker;
 

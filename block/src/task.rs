@@ -17,14 +17,14 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::task::{Poll, Wake, Waker};
 
 use async_task::Runnable;
-use parking_lot::Mutex;
 
 use crate::buffer::BufferPool;
 use crate::ring::{Ring, RingError, RingKind, signal_event};
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 
 /// A new eventfd, blocking, close-on-exec.
 ///
@@ -96,10 +96,10 @@ impl RunQueue {
 
     /// Says that the worker is about to sleep. `false` if a task is ready after all.
     pub(crate) fn prepare_sleep(&self) -> bool {
-        self.sleeping.store(true, Ordering::SeqCst);
+        self.set_sleeping(true);
         fence(Ordering::SeqCst);
         if self.len.load(Ordering::SeqCst) != 0 {
-            self.sleeping.store(false, Ordering::SeqCst);
+            self.set_sleeping(false);
             return false;
         }
         true
@@ -107,7 +107,12 @@ impl RunQueue {
 
     /// Says that the worker is awake.
     pub(crate) fn end_sleep(&self) {
-        self.sleeping.store(false, Ordering::SeqCst);
+        self.set_sleeping(false);
+    }
+
+    fn set_sleeping(&self, sleeping: bool) {
+        // An exchange costs what this store would, and puts all changes of the flag in one order that loom knows too.
+        self.sleeping.swap(sleeping, Ordering::SeqCst);
     }
 
     pub(crate) fn wake_fd(&self) -> io::Result<OwnedFd> {
@@ -295,6 +300,9 @@ impl Context {
         }
     }
 }
+
+#[cfg(all(test, loom))]
+mod model;
 
 #[cfg(test)]
 mod tests {

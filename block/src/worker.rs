@@ -11,15 +11,13 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-
-use parking_lot::Mutex;
 
 use crate::disk::LocalBoxFuture;
 use crate::ring::{EventToken, RingError, RingKind, Watch};
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Mutex, mpsc};
 use crate::task::{Context, RunQueue};
 
 /// Something that brings a worker requests and takes the answers: a virtqueue, a ublk queue.
@@ -355,7 +353,7 @@ impl WorkerHandle {
         let commands = Arc::new(Commands::default());
         let (report, started) = mpsc::channel();
         let shared = Arc::clone(&commands);
-        let thread = std::thread::Builder::new()
+        let thread = thread::Builder::new()
             .name(config.name.clone())
             .spawn(move || {
                 let ended = Arc::clone(&shared);
@@ -506,6 +504,12 @@ fn set_up(config: &WorkerConfig, commands: Arc<Commands>) -> Result<(Worker, Wat
         watch,
     ))
 }
+
+#[cfg(all(test, loom))]
+mod model;
+
+#[cfg(all(test, shuttle))]
+mod guest_model;
 
 #[cfg(test)]
 mod tests {

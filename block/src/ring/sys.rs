@@ -81,6 +81,16 @@ pub(crate) fn is_direct(fd: RawFd) -> bool {
 
 /// Waits until one of `fds` is readable, or not at all; tells which are. An interrupted wait finds none.
 pub(crate) fn poll_readable(fds: &[RawFd], wait: bool) -> io::Result<Vec<bool>> {
+    #[cfg(any(loom, shuttle))]
+    return crate::sync::park::until(|| match poll_now(fds, false) {
+        Ok(readable) if wait && !readable.contains(&true) => None,
+        result => Some(result),
+    });
+    #[cfg(not(any(loom, shuttle)))]
+    poll_now(fds, wait)
+}
+
+fn poll_now(fds: &[RawFd], wait: bool) -> io::Result<Vec<bool>> {
     let mut list: Vec<libc::pollfd> = fds
         .iter()
         .map(|&fd| libc::pollfd {
@@ -104,6 +114,15 @@ pub(crate) fn poll_readable(fds: &[RawFd], wait: bool) -> io::Result<Vec<bool>> 
 
 /// Takes the count out of an eventfd that `poll` said is readable.
 pub(crate) fn take_event(fd: RawFd) {
+    // What is taken here happened before what follows, which the model checker only knows from its own lock.
+    #[cfg(any(loom, shuttle))]
+    crate::sync::park::until(|| Some(take_count(fd)));
+    #[cfg(not(any(loom, shuttle)))]
+    take_count(fd);
+}
+
+#[inline]
+fn take_count(fd: RawFd) {
     let mut count = [0u8; 8];
     // SAFETY: the buffer has the eight bytes an eventfd read needs. A failure leaves the event set,
     // and it is reported again.
@@ -112,6 +131,14 @@ pub(crate) fn take_event(fd: RawFd) {
 
 /// Adds one to an eventfd.
 pub(crate) fn signal_event(fd: RawFd) {
+    #[cfg(any(loom, shuttle))]
+    crate::sync::park::signal(|| add_one(fd));
+    #[cfg(not(any(loom, shuttle)))]
+    add_one(fd);
+}
+
+#[inline]
+fn add_one(fd: RawFd) {
     let one = 1u64.to_ne_bytes();
     // SAFETY: the buffer has the eight bytes an eventfd write needs. It fails only when the count is
     // at its ceiling, and then the reader is being woken anyway.

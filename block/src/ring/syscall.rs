@@ -2,6 +2,9 @@
 //!
 //! Every op is carried out while it is pushed and its completion waits to be reaped, so the code above
 //! runs as on io_uring, only one op at a time. Watches are polled when there is nothing else to do.
+//!
+//! For the model checker shuttle an op is carried out some time after it was pushed and in any order, so that
+//! other threads find it in flight.
 
 #![expect(unsafe_code, reason = "passes on the memory contract of Driver::push")]
 
@@ -14,7 +17,39 @@ use super::sys;
 #[derive(Debug, Default)]
 pub(crate) struct SyscallDriver {
     done: Vec<Completion>,
+    #[cfg(shuttle)]
+    pending: Vec<(KernelOp, u64)>,
     watches: Vec<(RawFd, u64)>,
+}
+
+impl SyscallDriver {
+    /// Does the op and notes how it ended.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Driver::push`].
+    unsafe fn carry_out(&mut self, op: &KernelOp, user_data: u64) {
+        // SAFETY: the caller's contract is the same and lasts longer.
+        let result = unsafe { sys::carry_out(op) };
+        self.done.push(Completion {
+            user_data,
+            result,
+            more: false,
+        });
+    }
+
+    /// Carries out some of the ops that were pushed, at least one to `wait` for; other threads run before each.
+    #[cfg(shuttle)]
+    fn carry_out_some(&mut self, wait: bool) {
+        use shuttle::rand::{Rng, thread_rng};
+        while !self.pending.is_empty() && ((wait && self.done.is_empty()) || thread_rng().r#gen()) {
+            crate::sync::thread::yield_now();
+            let index = thread_rng().gen_range(0..self.pending.len());
+            let (op, user_data) = self.pending.swap_remove(index);
+            // SAFETY: the op has not been reaped, so the contract of `push` still holds.
+            unsafe { self.carry_out(&op, user_data) };
+        }
+    }
 }
 
 impl Driver for SyscallDriver {
@@ -33,13 +68,13 @@ impl Driver for SyscallDriver {
             self.watches.push((op.file.fd, user_data));
             return Ok(());
         }
+        #[cfg(shuttle)]
+        self.pending.push((*op, user_data));
         // SAFETY: the caller's contract is the same and lasts longer.
-        let result = unsafe { sys::carry_out(op) };
-        self.done.push(Completion {
-            user_data,
-            result,
-            more: false,
-        });
+        #[cfg(not(shuttle))]
+        unsafe {
+            self.carry_out(op, user_data);
+        }
         Ok(())
     }
 
@@ -56,6 +91,8 @@ impl Driver for SyscallDriver {
     }
 
     fn enter(&mut self, wait: bool) -> io::Result<()> {
+        #[cfg(shuttle)]
+        self.carry_out_some(wait);
         if !self.done.is_empty() || self.watches.is_empty() {
             return Ok(());
         }

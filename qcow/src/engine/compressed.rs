@@ -15,15 +15,15 @@ use std::fmt;
 use std::future::poll_fn;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::task::{Poll, Waker};
-use std::thread::JoinHandle;
 
 use block::buffer::Piece;
+use block::sync::Mutex;
+use block::sync::mpsc::{Receiver, Sender, channel};
+use block::sync::thread::{self, JoinHandle};
 use block::{AlignedBuf, Buffer, IoError};
 use flate2::{Decompress, FlushDecompress};
 use libdeflater::Decompressor;
-use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
@@ -274,7 +274,7 @@ impl Inflater {
         let mut handles = Vec::new();
         for _ in 0..self.threads {
             let receive = Arc::clone(&receive);
-            let thread = std::thread::Builder::new().name("ringdisk-inflate".to_owned());
+            let thread = thread::Builder::new().name("ringdisk-inflate".to_owned());
             handles.push(thread.spawn(move || serve(&receive))?);
         }
         Ok((send, handles))

@@ -13,9 +13,9 @@
 
 use std::future::poll_fn;
 use std::rc::Rc;
-use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
 
+use block::sync::atomic::Ordering;
 use block::{AlignedBuf, IoError};
 
 use super::read::{Part, finish};

@@ -22,14 +22,19 @@ mod zero;
 use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
 use block::epoch::Epochs;
 use block::file::ImageFile;
 use block::lock::ImageLock;
+use block::sync::Mutex;
+use block::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+#[cfg(shuttle)]
+use block::sync::{
+    RwLock as ShardedLock, RwLockReadGuard as ShardedLockReadGuard, RwLockWriteGuard as ShardedLockWriteGuard,
+};
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, OpenQueueError};
+#[cfg(not(shuttle))]
 use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
-use parking_lot::Mutex;
 
 use crate::format::{CompressionType, Geometry, Version};
 use crate::metadata::{Extent, Lookup, Metadata};

@@ -6,9 +6,9 @@
 //!
 //! What must stay true: a slice that is dirty, being written back or pinned is never dropped.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 
+use block::sync::atomic::{AtomicBool, Ordering};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 /// One cached slice.

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use block::sync::Mutex;
 
 #[derive(Debug)]
 struct Inner {
@@ -96,5 +96,38 @@ impl Drop for ConnectionGuard<'_> {
     fn drop(&mut self) {
         let mut state = self.token.inner.state.lock();
         state.connections.retain(|(id, _)| *id != self.id);
+    }
+}
+
+#[cfg(all(test, shuttle))]
+mod model {
+    use super::*;
+    use block::sync::thread;
+    use std::io::Read;
+
+    /// Fails if a connection that comes while the token stops is not looked at by either side.
+    #[test]
+    fn a_connection_made_while_stopping_is_shut_down() {
+        let run = || {
+            let token = StopToken::new().unwrap();
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            theirs.set_nonblocking(true).unwrap();
+            let server = token.clone();
+            let serving = thread::spawn(move || {
+                let watched = server.watch(ours.try_clone().unwrap());
+                // The connection is served until it is shut down.
+                while !server.is_stopped() {
+                    thread::yield_now();
+                }
+                drop(watched);
+                ours
+            });
+            token.stop();
+            let ours = serving.join().unwrap();
+            assert_eq!(theirs.read(&mut [0]).unwrap(), 0, "the client sees the end");
+            drop(ours);
+        };
+        shuttle::check_random(run, 1000);
+        shuttle::check_pct(run, 1000, 3);
     }
 }

@@ -1,0 +1,115 @@
+//! Every order in which a request can begin, a mapping be dropped, and the epochs move on.
+
+use loom::cell::UnsafeCell;
+use loom::thread;
+
+use super::*;
+
+/// The host cluster, the mapping that leads to it, and the list of what waits to be freed.
+struct World {
+    epochs: Arc<Epochs>,
+    /// Used by requests that saw the mapping; changed by who reuses it. Loom sees when both can happen at once.
+    cluster: UnsafeCell<u32>,
+    mapped: Mutex<bool>,
+    freeing: Mutex<Option<u64>>,
+}
+
+// SAFETY: whether threads share the cell as they may is what these tests are about; loom checks each access.
+#[expect(unsafe_code, reason = "loom's cell is not Sync, and is checked instead")]
+unsafe impl Sync for World {}
+
+impl World {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            epochs: Epochs::new(),
+            cluster: UnsafeCell::new(0),
+            mapped: Mutex::new(true),
+            freeing: Mutex::new(None),
+        })
+    }
+
+    /// A request, as a queue serves it.
+    fn request(&self, queue: &EpochQueue) {
+        let guard = queue.enter();
+        let mapped = *self.mapped.lock();
+        if mapped {
+            self.cluster.with(|_| ());
+        }
+        drop(guard);
+    }
+
+    /// A discard and the FLUSH that makes it durable.
+    fn discard(&self) {
+        *self.mapped.lock() = false;
+        let mut freeing = self.freeing.lock();
+        *freeing = Some(self.epochs.now());
+    }
+
+    /// One look of a reclaiming pass.
+    fn reclaim(&self) {
+        let now = self.epochs.advance();
+        let mut freeing = self.freeing.lock();
+        if freeing.is_some_and(|epoch| epoch + 2 <= now) {
+            *freeing = None;
+            self.cluster.with_mut(|_| ());
+        }
+    }
+}
+
+fn check(model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(5);
+    builder.check(model);
+}
+
+/// Fails if a request looks at the mapping before it is counted, if the epoch moves on without looking at
+/// the counts, and if a drop's epoch is read while somebody is moving on ([`Epochs::now`] without the lock).
+#[test]
+fn a_cluster_is_reused_only_when_no_request_that_saw_it_is_in_flight() {
+    check(|| {
+        let world = World::new();
+        let requests = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || world.request(&world.epochs.register()))
+        };
+        let discards = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || world.discard())
+        };
+        world.reclaim();
+        world.reclaim();
+        requests.join().unwrap();
+        discards.join().unwrap();
+        // Nobody is left to hold it back.
+        world.reclaim();
+        world.reclaim();
+        assert_eq!(*world.freeing.lock(), None);
+    });
+}
+
+/// Fails if a queue that goes takes a count with it that is not zero, or leaves one behind.
+#[test]
+fn queues_that_come_and_go_hold_back_what_they_saw_and_nothing_else() {
+    check(|| {
+        let world = World::new();
+        let requests = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let queue = world.epochs.register();
+                let guard = queue.enter();
+                drop(queue);
+                let mapped = *world.mapped.lock();
+                if mapped {
+                    world.cluster.with(|_| ());
+                }
+                drop(guard);
+            })
+        };
+        world.discard();
+        world.reclaim();
+        requests.join().unwrap();
+        world.reclaim();
+        assert_eq!(*world.freeing.lock(), None);
+        assert!(world.epochs.queues.lock().is_empty());
+    });
+}

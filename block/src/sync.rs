@@ -1,0 +1,106 @@
+//! What threads share is made of these: locks, atomics, channels, and sleeping until a descriptor is ready.
+//!
+//! In production they are parking_lot's and the standard library's own types, by other names. Under
+//! `--cfg loom` or `--cfg shuttle` they are those of the model checker, which then decides at each use which
+//! thread goes on: loom tries every order, as far as memory orderings allow, of small parts; shuttle tries many
+//! random orders of whole workers. The tests are the `model` modules and `qcow/tests/threads.rs`; `make models`
+//! runs them.
+//!
+//! What must stay true: whatever two threads use at once comes from here, or the checkers do not see it.
+//! Reference counts ([`std::sync::Arc`]) and wakers need not.
+
+#[cfg(not(any(loom, shuttle)))]
+mod real {
+    pub use parking_lot::{Mutex, MutexGuard};
+    pub use std::sync::{atomic, mpsc};
+    pub use std::thread;
+}
+
+#[cfg(loom)]
+mod real {
+    pub use loom::sync::atomic;
+    pub use std::sync::mpsc;
+    pub use std::thread;
+
+    pub use super::modelled::Mutex;
+    pub(super) use loom::lazy_static;
+    pub(super) use loom::sync::Condvar;
+    pub use loom::sync::{Mutex as Checked, MutexGuard};
+}
+
+#[cfg(shuttle)]
+mod real {
+    pub use shuttle::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard, atomic, mpsc};
+    pub use shuttle::thread;
+
+    pub use super::modelled::Mutex;
+    pub(super) use shuttle::lazy_static;
+    pub(super) use shuttle::sync::Condvar;
+    pub use shuttle::sync::{Mutex as Checked, MutexGuard};
+}
+
+pub use real::*;
+
+#[cfg(any(loom, shuttle))]
+mod modelled {
+    use super::{Checked, MutexGuard};
+
+    /// The model checker's mutex with the face of parking_lot's.
+    #[derive(Debug, Default)]
+    pub struct Mutex<T>(Checked<T>);
+
+    impl<T> Mutex<T> {
+        /// A mutex nobody holds.
+        pub fn new(value: T) -> Self {
+            Self(Checked::new(value))
+        }
+
+        /// Waits for the mutex and takes it.
+        pub fn lock(&self) -> MutexGuard<'_, T> {
+            self.0
+                .lock()
+                .unwrap_or_else(|_| panic!("a thread panicked with the lock held"))
+        }
+    }
+}
+
+/// Sleeping on descriptors, so that a model checker knows who sleeps and what wakes.
+#[cfg(any(loom, shuttle))]
+pub(crate) mod park {
+    use super::{Checked, Condvar};
+
+    #[derive(Debug)]
+    struct Signals {
+        lock: Checked<()>,
+        changed: Condvar,
+    }
+
+    super::lazy_static! {
+        static ref SIGNALS: Signals = Signals { lock: Checked::new(()), changed: Condvar::new() };
+    }
+
+    /// Makes some descriptor ready, and wakes who waits for that.
+    pub(crate) fn signal(make_ready: impl FnOnce()) {
+        let guard = SIGNALS
+            .lock
+            .lock()
+            .unwrap_or_else(|_| panic!("a signal panicked"));
+        make_ready();
+        SIGNALS.changed.notify_all();
+        drop(guard);
+    }
+
+    /// Sleeps until `look`, which is tried after every signal, returns something.
+    pub(crate) fn until<T>(mut look: impl FnMut() -> Option<T>) -> T {
+        let mut guard = SIGNALS
+            .lock
+            .lock()
+            .unwrap_or_else(|_| panic!("a signal panicked"));
+        loop {
+            if let Some(found) = look() {
+                return found;
+            }
+            guard = (SIGNALS.changed.wait(guard)).unwrap_or_else(|_| panic!("a signal panicked"));
+        }
+    }
+}
