@@ -50,6 +50,11 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// What the disk is like now.
     fn info(&self) -> DiskInfo;
 
+    /// The files the disk is made of, its own first and then those below it.
+    fn files(&self) -> Vec<std::path::PathBuf> {
+        Vec::new()
+    }
+
     /// One queue's view of the disk, on the worker that `cx` belongs to.
     ///
     /// # Errors

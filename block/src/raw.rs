@@ -62,6 +62,10 @@ impl Disk for RawDisk {
         self.info
     }
 
+    fn files(&self) -> Vec<std::path::PathBuf> {
+        vec![self.file.path().to_owned()]
+    }
+
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {
         let view = self.file.view(cx).map_err(|source| OpenQueueError {
             disk: self.file.path().display().to_string(),

@@ -49,6 +49,23 @@ pub trait Frontend {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct FrontendId(u64);
 
+/// What a worker's thread does last before it serves, such as giving up rights that only setting up needs.
+#[derive(Clone)]
+pub struct StartHook(Arc<dyn Fn() -> io::Result<()> + Send + Sync>);
+
+impl StartHook {
+    /// A hook that calls `f` once on each worker's thread.
+    pub fn new(f: impl Fn() -> io::Result<()> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(f))
+    }
+}
+
+impl fmt::Debug for StartHook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("StartHook")
+    }
+}
+
 /// How a worker is set up.
 #[derive(Clone, Debug)]
 pub struct WorkerConfig {
@@ -62,6 +79,8 @@ pub struct WorkerConfig {
     pub cpus: Vec<usize>,
     /// The longest time to poll before sleeping; zero never polls.
     pub poll_max: Duration,
+    /// What the thread does last before it serves.
+    pub on_start: Option<StartHook>,
 }
 
 impl Default for WorkerConfig {
@@ -72,6 +91,7 @@ impl Default for WorkerConfig {
             depth: 256,
             cpus: Vec::new(),
             poll_max: Duration::from_micros(50),
+            on_start: None,
         }
     }
 }
@@ -88,6 +108,9 @@ pub enum StartWorkerError {
     /// The wake-up could not be watched.
     #[error("cannot set up the worker's wake-up")]
     Wake(#[source] io::Error),
+    /// The worker's hook failed.
+    #[error("cannot prepare the worker's thread")]
+    Hook(#[source] io::Error),
     /// The CPUs cannot be used.
     #[error("cannot run a worker on CPUs {cpus:?}")]
     Affinity {
@@ -493,6 +516,9 @@ fn set_up(config: &WorkerConfig, commands: Arc<Commands>) -> Result<(Worker, Wat
         window: Duration::ZERO,
         max: config.poll_max,
     };
+    if let Some(StartHook(hook)) = &config.on_start {
+        hook().map_err(StartWorkerError::Hook)?;
+    }
     Ok((
         Worker {
             cx,

@@ -2,7 +2,8 @@
 //!
 //! One ring per worker thread, made by that thread and used by it alone (`SINGLE_ISSUER`), with
 //! completions delivered only when it asks (`DEFER_TASKRUN`) where the kernel has these; older kernels
-//! fall back to `COOP_TASKRUN` or to none. Files are registered. Sources: `io_uring_setup(2)`,
+//! fall back to `COOP_TASKRUN` or to none. Files are registered. Before it is used a ring is restricted to the
+//! ops of disk I/O, so that whoever gets hold of it cannot open or connect anything through it. Sources: `io_uring_setup(2)`,
 //! `io_uring_enter(2)`, `linux/io_uring.h`.
 
 #![expect(
@@ -14,6 +15,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::RawFd;
 
+use io_uring::register::Restriction;
 use io_uring::types::{Fd, Fixed, FsyncFlags};
 use io_uring::{IoUring, opcode, squeue};
 
@@ -27,6 +29,21 @@ const FIXED_FILES: u32 = 128;
 /// once idles while they are prepared and, when they have ended together, again: that costs it a tenth of
 /// its throughput. I/O through the page cache mostly ends where it starts, and gains by larger batches.
 const DIRECT_START_MAX: usize = 8;
+
+/// The ops a ring carries out, and no others.
+const OPS: [u8; 8] = [
+    opcode::Read::CODE,
+    opcode::Write::CODE,
+    opcode::Readv::CODE,
+    opcode::Writev::CODE,
+    opcode::Fsync::CODE,
+    opcode::Fallocate::CODE,
+    opcode::PollAdd::CODE,
+    opcode::AsyncCancel::CODE,
+];
+
+/// `IORING_REGISTER_FILES_UPDATE` of `linux/io_uring.h`: what is registered while a ring is in use.
+const REGISTER_FILES_UPDATE: u8 = 6;
 
 /// Completions of cancel requests themselves carry this.
 const CANCEL_USER_DATA: u64 = u64::MAX;
@@ -55,23 +72,14 @@ impl UringDriver {
         let ring = Self::build(entries)?;
         let mut probe = io_uring::Probe::new();
         ring.submitter().register_probe(&mut probe)?;
-        let needed = [
-            opcode::Read::CODE,
-            opcode::Write::CODE,
-            opcode::Readv::CODE,
-            opcode::Writev::CODE,
-            opcode::Fsync::CODE,
-            opcode::Fallocate::CODE,
-            opcode::PollAdd::CODE,
-            opcode::AsyncCancel::CODE,
-        ];
-        if needed.iter().any(|&code| !probe.is_supported(code)) {
+        if OPS.iter().any(|&code| !probe.is_supported(code)) {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
                 "this kernel's io_uring is too old",
             ));
         }
         let fixed = ring.submitter().register_files_sparse(FIXED_FILES).is_ok();
+        restrict(&ring)?;
         let fixed_free = if fixed {
             (0..FIXED_FILES).rev().collect()
         } else {
@@ -95,7 +103,8 @@ impl UringDriver {
             .setup_single_issuer()
             .setup_defer_taskrun()
             .setup_taskrun_flag()
-            .setup_submit_all();
+            .setup_submit_all()
+            .setup_r_disabled();
         match newest.build(entries) {
             Ok(ring) => return Ok(ring),
             Err(error) if error.raw_os_error() != Some(libc::EINVAL) => return Err(error),
@@ -105,14 +114,15 @@ impl UringDriver {
         older
             .setup_cqsize(completions)
             .setup_coop_taskrun()
-            .setup_taskrun_flag();
+            .setup_taskrun_flag()
+            .setup_r_disabled();
         match older.build(entries) {
             Ok(ring) => return Ok(ring),
             Err(error) if error.raw_os_error() != Some(libc::EINVAL) => return Err(error),
             Err(_) => {}
         }
         let mut oldest = IoUring::builder();
-        oldest.setup_cqsize(completions);
+        oldest.setup_cqsize(completions).setup_r_disabled();
         oldest.build(entries)
     }
 
@@ -201,6 +211,15 @@ impl UringDriver {
         let submission = self.ring.submission();
         submission.taskrun() || submission.cq_overflow()
     }
+}
+
+/// Allows `OPS` only, on registered files or others, and lets the ring begin (Linux 5.10).
+fn restrict(ring: &IoUring) -> io::Result<()> {
+    let mut allowed: Vec<Restriction> = OPS.into_iter().map(Restriction::sqe_op).collect();
+    allowed.push(Restriction::register_op(REGISTER_FILES_UPDATE));
+    allowed.push(Restriction::sqe_flags_allowed(squeue::Flags::FIXED_FILE.bits()));
+    ring.submitter().register_restrictions(&mut allowed)?;
+    ring.submitter().register_enable_rings()
 }
 
 fn rw_flags(dsync: bool) -> i32 {
@@ -309,5 +328,47 @@ impl Driver for UringDriver {
                 });
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn result_of(driver: &mut UringDriver, entry: squeue::Entry) -> i32 {
+        driver.push_entry(entry.user_data(7)).expect("room");
+        let mut done = Vec::new();
+        while done.is_empty() {
+            driver.enter(true).expect("the ring turns");
+            driver.reap(&mut done);
+        }
+        done[0].result
+    }
+
+    #[test]
+    fn a_ring_opens_connects_and_sends_nothing_and_registers_only_files() {
+        let mut driver = UringDriver::new(8).expect("these tests need io_uring");
+        let here = Fd(libc::AT_FDCWD);
+        let address = libc::sockaddr_un {
+            sun_family: libc::AF_UNIX as libc::sa_family_t,
+            sun_path: [0; 108],
+        };
+        let forbidden = [
+            opcode::OpenAt::new(here, c"/etc/passwd".as_ptr()).build(),
+            opcode::UnlinkAt::new(here, c"/nonexistent".as_ptr()).build(),
+            opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build(),
+            opcode::Connect::new(Fd(0), (&raw const address).cast(), 2).build(),
+            opcode::Send::new(Fd(0), c"x".as_ptr().cast(), 1).build(),
+            opcode::Nop::new().build(),
+            opcode::Read::new(Fd(0), std::ptr::null_mut(), 0)
+                .build()
+                .flags(squeue::Flags::IO_LINK),
+        ];
+        for entry in forbidden {
+            assert_eq!(result_of(&mut driver, entry), -libc::EACCES);
+        }
+        let registered = driver.ring.submitter().register_eventfd(0);
+        let error = registered.expect_err("not on the list").raw_os_error();
+        assert_eq!(error, Some(libc::EACCES));
     }
 }
