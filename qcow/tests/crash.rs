@@ -1,4 +1,5 @@
-//! A process that is killed loses nothing that a FLUSH has acknowledged.
+//! A process that is killed loses nothing that a FLUSH has acknowledged; and, if it was opened to persist
+//! mappings, nothing that was answered at all.
 //!
 //! The test runs itself as a child that writes, zeroes, discards and flushes on two queues as fast as it can, and
 //! notes in a log each change before it asks for it and each FLUSH after it was acknowledged. The child is
@@ -63,17 +64,27 @@ fn owner(sector: u64) -> u64 {
     }
 }
 
-fn options(direct: bool) -> OpenOptions {
+/// How the image under test is used.
+#[derive(Clone, Copy, Default)]
+struct Mode {
+    backing: bool,
+    direct: bool,
+    /// Mappings are persisted: the child sends no FLUSH, and what was answered counts as flushed.
+    persist: bool,
+}
+
+fn options(mode: Mode) -> OpenOptions {
     OpenOptions {
         backing_files: true,
-        direct,
+        direct: mode.direct,
+        persist_mappings: mode.persist,
         l2_cache_bytes: Some(64 << 10),
         ..OpenOptions::default()
     }
 }
 
 /// One queue of the child: batches of changes, and a FLUSH after most of them.
-fn work(lane: &Lane, queue: u64, mut random: Random, mut version: u64, log: &File) {
+fn work(lane: &Lane, queue: u64, mut random: Random, mut version: u64, persist: bool, log: &File) {
     let mut done: Vec<Done> = Vec::new();
     let answer = |count: usize, done: &mut Vec<Done>| {
         while done.len() < count {
@@ -130,7 +141,9 @@ fn work(lane: &Lane, queue: u64, mut random: Random, mut version: u64, log: &Fil
             lane.submit(op, first * SECTOR, count * SECTOR, buffer, 0);
         }
         answer(asked, &mut done);
-        if !random.one_in(3) {
+        if persist {
+            (&*log).write_all(&note(queue, 0, FLUSHED)).expect("the log");
+        } else if !random.one_in(3) {
             lane.submit(Op::Flush, 0, 0, Buffer::default(), 0);
             answer(1, &mut done);
             (&*log).write_all(&note(queue, 0, FLUSHED)).expect("the log");
@@ -139,8 +152,8 @@ fn work(lane: &Lane, queue: u64, mut random: Random, mut version: u64, log: &Fil
 }
 
 /// What the child does until it is killed.
-fn child(folder: &Path, round: u64, direct: bool) {
-    let disk = open(&folder.join("disk.qcow2"), &options(direct));
+fn child(folder: &Path, round: u64, mode: Mode) {
+    let disk = open(&folder.join("disk.qcow2"), &options(mode));
     let log = File::options()
         .append(true)
         .open(folder.join("log"))
@@ -151,7 +164,8 @@ fn child(folder: &Path, round: u64, direct: bool) {
             let (disk, log) = (Arc::clone(&disk), Arc::clone(&log));
             scope.spawn(move || {
                 let lane = Lane::new(&disk, RingKind::IoUring);
-                work(&lane, queue, Random::new(round * 2 + queue), round << 32, &log);
+                let random = Random::new(round * 2 + queue);
+                work(&lane, queue, random, round << 32, mode.persist, &log);
             });
         }
     });
@@ -204,16 +218,16 @@ fn judge(found: &[u8], candidates: &mut Candidates, what: &str) {
 }
 
 /// Runs `rounds` children on one image, one after the other.
-fn kill_and_look(test: &str, rounds: u64, backing: bool, direct: bool) {
+fn kill_and_look(test: &str, rounds: u64, mode: Mode) {
     if let Ok(folder) = std::env::var("CRASH_FOLDER") {
         let round = std::env::var("CRASH_ROUND").expect("the round");
-        return child(folder.as_ref(), round.parse().expect("a number"), direct);
+        return child(folder.as_ref(), round.parse().expect("a number"), mode);
     }
     let folder = Folder::new();
     let size = DISK.to_string();
     let mut args = vec!["create", "-f", "qcow2", "-o", "cluster_size=4096"];
-    let first = if backing { FIRST } else { ZERO };
-    if backing {
+    let first = if mode.backing { FIRST } else { ZERO };
+    if mode.backing {
         let bytes: Vec<u8> = (0..SECTORS).flat_map(|sector| content(sector, FIRST)).collect();
         std::fs::write(folder.path("base.raw"), bytes).expect("a base");
         args.extend(["-b", "base.raw", "-F", "raw"]);
@@ -252,7 +266,7 @@ fn kill_and_look(test: &str, rounds: u64, backing: bool, direct: bool) {
         folder.assert_flawless("disk.qcow2", true);
         let reader = OpenOptions {
             read_only: true,
-            ..options(false)
+            ..options(Mode::default())
         };
         let disk = open(&folder.path("disk.qcow2"), &reader);
         let found = Lane::new(&disk, RingKind::Syscalls).read(0, DISK);
@@ -271,7 +285,7 @@ fn kill_and_look(test: &str, rounds: u64, backing: bool, direct: bool) {
 fn wait_for_lock(path: &Path) {
     let reader = OpenOptions {
         read_only: true,
-        ..options(false)
+        ..options(Mode::default())
     };
     if let Err(OpenError::Lock(error)) = QcowDisk::open(path, &reader) {
         panic!("the lock of a dead process was not waited for: {error}");
@@ -280,17 +294,38 @@ fn wait_for_lock(path: &Path) {
 
 #[test]
 fn a_killed_process_loses_nothing_flushed() {
-    kill_and_look("a_killed_process_loses_nothing_flushed", 8, false, false);
+    let name = "a_killed_process_loses_nothing_flushed";
+    kill_and_look(name, 8, Mode::default());
 }
 
 #[test]
 fn a_killed_process_over_a_backing_file_loses_nothing_flushed() {
     let name = "a_killed_process_over_a_backing_file_loses_nothing_flushed";
-    kill_and_look(name, 8, true, false);
+    let mode = Mode {
+        backing: true,
+        ..Mode::default()
+    };
+    kill_and_look(name, 8, mode);
 }
 
 #[test]
 fn a_killed_process_on_direct_io_loses_nothing_flushed() {
     let name = "a_killed_process_on_direct_io_loses_nothing_flushed";
-    kill_and_look(name, 6, true, true);
+    let mode = Mode {
+        backing: true,
+        direct: true,
+        ..Mode::default()
+    };
+    kill_and_look(name, 6, mode);
+}
+
+#[test]
+fn a_killed_process_that_persists_mappings_loses_nothing_answered() {
+    let name = "a_killed_process_that_persists_mappings_loses_nothing_answered";
+    let mode = Mode {
+        backing: true,
+        persist: true,
+        ..Mode::default()
+    };
+    kill_and_look(name, 10, mode);
 }

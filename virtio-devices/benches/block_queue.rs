@@ -112,6 +112,7 @@ fn round_trips(criterion: &mut Criterion) {
                 used: 0x4000,
             },
             next_available: 0,
+            inflight: None,
             features: device.features(),
             notify: Box::new(Silent),
             polled: false,

@@ -78,6 +78,14 @@ impl Driver {
         }
     }
 
+    /// The same driver on a copy of its memory.
+    pub(crate) fn in_memory(&self, memory: &GuestMemoryMmap) -> Self {
+        Self {
+            memory: memory.clone(),
+            ..*self
+        }
+    }
+
     pub(crate) fn write(&self, address: u64, bytes: &[u8]) {
         self.memory
             .write_slice(bytes, GuestAddress(address))

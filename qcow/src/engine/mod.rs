@@ -59,6 +59,8 @@ pub(crate) struct Policy {
     pub(crate) sparse: bool,
     /// Keep the host clusters of discarded guest clusters.
     pub(crate) discard_no_unref: bool,
+    /// Answer a change only when the mapping that reaches it is in the file.
+    pub(crate) persist_mappings: bool,
 }
 
 /// What all queues of an image share.
@@ -233,6 +235,17 @@ impl Disk for QcowDisk {
             discard_granularity_bytes: cluster,
             write_zeroes: writable,
         }
+    }
+
+    fn files(&self) -> Vec<std::path::PathBuf> {
+        let below = self
+            .shared
+            .backing
+            .iter()
+            .flat_map(|backing| backing.disk.files());
+        std::iter::once(self.shared.file.path().to_owned())
+            .chain(below)
+            .collect()
     }
 
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {

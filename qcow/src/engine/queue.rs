@@ -117,8 +117,9 @@ impl Queue {
     #[inline]
     fn write_now(&self, request: Request, fua: bool) -> Option<Request> {
         let found = match self.shared.try_read() {
-            // A forced write must find the mapping durable already; then its own sync is enough.
-            Some(metadata) if !fua || metadata.is_clean() => {
+            // A forced write must find the mapping durable already; then its own sync is enough. So must one
+            // that has to outlive this process, and needs no sync then.
+            Some(metadata) if !(fua || self.shared.policy.persist_mappings) || metadata.is_clean() => {
                 if metadata.is_in_flight(request.offset, request.len) {
                     return Some(request);
                 }
@@ -134,6 +135,15 @@ impl Queue {
             _ => Some(request),
         }
     }
+}
+
+/// Makes durable what a change needs to be, before it is answered.
+async fn settle(queue: &Rc<Queue>, fua: bool) -> Result<(), IoError> {
+    let persists = queue.shared.policy.persist_mappings;
+    if fua || persists && !queue.shared.read()?.is_clean() {
+        return flush::flush(queue).await;
+    }
+    Ok(())
 }
 
 /// Answers a request from a task.
@@ -155,8 +165,8 @@ async fn carry_out(queue: Rc<Queue>, mut request: Request) {
                 guest: offset,
             };
             let mut result = write::write(&queue, &source, offset, len).await;
-            if fua && result.is_ok() {
-                result = flush::flush(&queue).await;
+            if result.is_ok() {
+                result = settle(&queue, fua).await;
             }
             drop(source);
             request.finish_with(Rc::try_unwrap(buffer).unwrap_or_default(), result);
@@ -166,13 +176,16 @@ async fn carry_out(queue: Rc<Queue>, mut request: Request) {
             request.finish(result);
         }
         Op::Discard => {
-            let result = zero::discard(&queue, offset, len).await;
+            let mut result = zero::discard(&queue, offset, len).await;
+            if result.is_ok() {
+                result = settle(&queue, false).await;
+            }
             request.finish(result);
         }
         Op::WriteZeroes { unmap, fua } => {
             let mut result = zero::write_zeroes(&queue, offset, len, unmap).await;
-            if fua && result.is_ok() {
-                result = flush::flush(&queue).await;
+            if result.is_ok() {
+                result = settle(&queue, fua).await;
             }
             request.finish(result);
         }

@@ -48,6 +48,10 @@ pub struct OpenOptions {
     pub sparse: bool,
     /// Keep a discarded cluster's place in the file, and give back only its space.
     pub discard_no_unref: bool,
+    /// Answer a change only when the mapping that reaches it is in the file, so that all that was answered
+    /// outlives this process, flushed or not. Costs a flush for each round of changes that allocate; without it,
+    /// a process that is killed forgets, as a power cut does, what was not flushed.
+    pub persist_mappings: bool,
     /// The budget of the L2 table cache in bytes; by default what maps the whole disk, at most
     /// [`L2_CACHE_DEFAULT_MAX_BYTES`]. The refcount cache gets a quarter of it on top.
     pub l2_cache_bytes: Option<u64>,
@@ -65,6 +69,7 @@ impl Default for OpenOptions {
             backing_files: false,
             sparse: true,
             discard_no_unref: false,
+            persist_mappings: false,
             l2_cache_bytes: None,
             inflate_threads: 2,
             lock: Some(LockGranularity::ByteRange),
@@ -285,6 +290,7 @@ impl Chain<'_> {
                 read_only: !write,
                 sparse: self.options.sparse,
                 discard_no_unref: self.options.discard_no_unref,
+                persist_mappings: self.options.persist_mappings,
             },
             compression: header.compression,
             backing,

@@ -20,7 +20,10 @@ use vm_memory::GuestMemoryMmap;
 
 use super::device::{BlockDevice, SERIAL_BYTES, has};
 use super::request::{self, Kind, Range, Status};
-use crate::virtqueue::{Chain, QueueError, QueueSetup, RingAddresses, SetupError, Slice, Virtqueue};
+use crate::virtqueue::{
+    Chain, InflightError, InflightQueue, InflightRegion, QueueError, QueueSetup, RingAddresses, SetupError,
+    Slice, Virtqueue,
+};
 
 /// The most chains taken in one round. A guest works on the answers of one round while the next is under
 /// way; taking all it can have at once would make the two wait for each other.
@@ -65,6 +68,9 @@ pub enum StartQueueError {
     /// The disk cannot be used on this worker.
     #[error(transparent)]
     Open(#[from] OpenQueueError),
+    /// What a killed server is said to have left cannot be.
+    #[error(transparent)]
+    Inflight(#[from] InflightError),
 }
 
 /// A chain in flight.
@@ -101,6 +107,10 @@ pub struct BlockQueue {
     broken: bool,
     slots: Box<[Slot]>,
     in_flight: usize,
+    /// Where chains in flight are marked for the next server, if this one is killed.
+    inflight: Option<InflightQueue>,
+    /// What a killed server had taken and not given back, the oldest last.
+    again: Vec<u16>,
     sink: Rc<CompletionSink>,
     /// Kept to be filled again.
     chain: Chain,
@@ -126,8 +136,10 @@ pub struct BlockQueueConfig {
     pub size: u16,
     /// Where the rings are, as guest addresses.
     pub addresses: RingAddresses,
-    /// The available index of the first chain to take.
+    /// The available index of the first chain to take, unless `inflight` knows better.
     pub next_available: u16,
+    /// Where chains in flight are marked, and perhaps what a killed server left marked there.
+    pub inflight: Option<InflightRegion>,
     /// The feature bits the driver accepted.
     pub features: u64,
     /// How the guest is told.
@@ -167,7 +179,19 @@ impl BlockQueue {
             event_idx: has(config.features, VIRTIO_RING_F_EVENT_IDX),
             indirect: has(config.features, VIRTIO_RING_F_INDIRECT_DESC),
         };
-        let ring = Virtqueue::new(config.memory, &setup)?;
+        let mut ring = Virtqueue::new(config.memory, &setup)?;
+        let (mut inflight, mut again) = (None, Vec::new());
+        if let Some(region) = &config.inflight {
+            let (queue, found) = InflightQueue::open(region, ring.size(), ring.used_index())?;
+            inflight = Some(queue);
+            if let Some(found) = found {
+                ring.set_next_available(found.next_available);
+                again = found.heads;
+                again.reverse();
+                // The killed server may have published without telling.
+                config.notify.used();
+            }
+        }
         let disk = Arc::clone(device.disk()).open_queue(cx)?;
         Ok(Self {
             device,
@@ -180,6 +204,8 @@ impl BlockQueue {
             report: config.report,
             broken: false,
             in_flight: 0,
+            inflight,
+            again,
             sink: CompletionSink::new(),
             chain: Chain::default(),
             done: Vec::new(),
@@ -203,6 +229,9 @@ impl BlockQueue {
 
     #[inline]
     fn take_some(&mut self) -> Result<bool, QueueError> {
+        if !self.again.is_empty() {
+            self.take_again()?;
+        }
         let waiting = self.ring.available()?;
         let count = usize::from(waiting.min(BATCH_MAX)).min(self.room());
         for taken in 0..count {
@@ -212,10 +241,28 @@ impl BlockQueue {
         Ok(count > 0)
     }
 
+    /// Submits again what a killed server had taken and not given back, in the order it was taken. The
+    /// specification has these before all new ones.
+    #[cold]
+    fn take_again(&mut self) -> Result<(), QueueError> {
+        tracing::info!(chains = self.again.len(), "submitting again what was in flight");
+        while let Some(head) = self.again.pop() {
+            self.ring.take_again(head, &mut self.chain)?;
+            self.submit(head, true)?;
+        }
+        Ok(())
+    }
+
     /// Takes one chain and submits what it asks, or answers it.
     #[inline]
     fn take(&mut self) -> Result<(), QueueError> {
         let head = self.ring.take(&mut self.chain)?;
+        self.submit(head, false)
+    }
+
+    /// Submits what the chain that was just followed asks, or answers it. `marked`: it is marked already.
+    #[inline]
+    fn submit(&mut self, head: u16, marked: bool) -> Result<(), QueueError> {
         let Some(status) = self.chain.take_status() else {
             let defect = self.chain.defect();
             return Err(QueueError::NoStatus { head, defect });
@@ -223,6 +270,11 @@ impl BlockQueue {
         // The head is a position in the descriptor table, so it has a slot.
         if self.slots[usize::from(head)].place.is_some() {
             return Err(QueueError::HeadInFlight { head });
+        }
+        if let Some(inflight) = &mut self.inflight
+            && !marked
+        {
+            inflight.take(head);
         }
         match request::parse(&mut self.chain, self.ring.memory()) {
             Ok(Kind::Read { offset }) => {
@@ -314,6 +366,9 @@ impl BlockQueue {
     #[inline]
     fn answer(&mut self, head: u16, place: Slice, status: Status, len: u32) {
         self.ring.memory().write_byte(place, status.0);
+        if let Some(inflight) = &mut self.inflight {
+            inflight.give_back(head);
+        }
         self.ring.give_back(head, len);
     }
 
@@ -365,7 +420,11 @@ impl Frontend for BlockQueue {
         if self.ring.unpublished() == 0 {
             return false;
         }
-        if self.ring.publish() {
+        let wanted = self.ring.publish();
+        if let Some(inflight) = &mut self.inflight {
+            inflight.published(self.ring.used_index());
+        }
+        if wanted {
             self.notify.used();
         }
         true
@@ -376,7 +435,7 @@ impl Frontend for BlockQueue {
             return false;
         }
         match self.ring.enable_notifications() {
-            Ok(waiting) => waiting && self.room() > 0 || self.polled,
+            Ok(waiting) => waiting && self.room() > 0 || self.polled || !self.again.is_empty(),
             Err(error) => {
                 self.fail(error);
                 true

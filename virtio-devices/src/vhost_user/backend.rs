@@ -21,6 +21,7 @@ use vhost::vhost_user::{
     VhostUserVirtioFeatures,
 };
 
+use super::inflight::{self, InflightMemory};
 use super::memory::{ClientMemory, REGIONS_MAX, RegionInfo};
 use super::vring::{Vring, VringError};
 use crate::block::BlockDevice;
@@ -33,6 +34,9 @@ pub(super) struct Backend {
     /// As many as there are workers.
     vrings: Vec<Vring>,
     memory: ClientMemory,
+    /// Whether inflight tracking is offered.
+    restartable: bool,
+    inflight: Option<InflightMemory>,
     features: u64,
     protocol: VhostUserProtocolFeatures,
     worker_gone: bool,
@@ -55,13 +59,15 @@ fn region_info(region: &VhostUserMemoryRegion) -> RegionInfo {
 const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
 
 impl Backend {
-    pub(super) fn new(device: Arc<BlockDevice>, workers: Arc<[WorkerHandle]>) -> Self {
+    pub(super) fn new(device: Arc<BlockDevice>, workers: Arc<[WorkerHandle]>, restartable: bool) -> Self {
         device.reset();
         Self {
             vrings: workers.iter().map(|_| Vring::new()).collect(),
             device,
             workers,
             memory: ClientMemory::default(),
+            restartable,
+            inflight: None,
             features: 0,
             protocol: VhostUserProtocolFeatures::empty(),
             worker_gone: false,
@@ -118,7 +124,9 @@ impl Backend {
         let (Some(vring), Some(worker)) = (self.vrings.get_mut(index), self.workers.get(index)) else {
             return Err(refuse(format!("there is no queue {index}")));
         };
-        let started = vring.start(worker, &self.device, &self.memory, self.features);
+        let inflight = self.inflight.as_ref();
+        let region = inflight.and_then(|memory| memory.region(index, vring.is_to_recover()));
+        let started = vring.start(worker, &self.device, &self.memory, region, self.features);
         started.map_err(|error| {
             self.worker_gone |= matches!(error, VringError::Worker(_));
             refuse(error)
@@ -200,6 +208,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
     fn reset_device(&mut self) -> Result<()> {
         self.stop_all().map_err(refuse)?;
         self.vrings.iter_mut().for_each(|vring| *vring = Vring::new());
+        self.inflight = None;
         self.features = 0;
         self.device.reset();
         Ok(())
@@ -290,11 +299,13 @@ impl VhostUserBackendReqHandlerMut for Backend {
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
-        Ok(VhostUserProtocolFeatures::MQ
+        let mut offered = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
-            | VhostUserProtocolFeatures::RESET_DEVICE)
+            | VhostUserProtocolFeatures::RESET_DEVICE;
+        offered.set(VhostUserProtocolFeatures::INFLIGHT_SHMFD, self.restartable);
+        Ok(offered)
     }
 
     fn set_protocol_features(&mut self, features: u64) -> Result<()> {
@@ -337,14 +348,20 @@ impl VhostUserBackendReqHandlerMut for Backend {
         Err(MessageError::InvalidOperation("a disk has no shared objects"))
     }
 
-    fn get_inflight_fd(&mut self, _inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        Err(MessageError::InvalidOperation(
-            "inflight tracking was not offered",
-        ))
+    fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        inflight::make(asked, self.vrings.len()).map_err(|error| {
+            tracing::warn!(%error, "cannot give a client inflight memory");
+            // The answer has no room for a refusal.
+            MessageError::InvalidParam
+        })
     }
 
-    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
-        Err(refuse("inflight tracking was not offered"))
+    fn set_inflight_fd(&mut self, shape: &VhostUserInflight, file: File) -> Result<()> {
+        let memory = InflightMemory::map(shape, file, self.vrings.len()).map_err(refuse)?;
+        self.stop_all().map_err(refuse)?;
+        self.inflight = Some(memory);
+        self.vrings.iter_mut().for_each(Vring::recover);
+        self.start_all()
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {

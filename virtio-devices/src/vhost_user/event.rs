@@ -5,11 +5,22 @@
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 /// Waits until one of two descriptors can be read from; says which can. A hang-up counts as readable.
 pub(super) fn wait_readable(first: BorrowedFd<'_>, second: BorrowedFd<'_>) -> io::Result<(bool, bool)> {
+    poll(first, second, -1)
+}
+
+/// Waits until a descriptor can be read from, or for so long.
+pub(super) fn wait_readable_for(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<bool> {
+    let ms = libc::c_int::try_from(timeout.as_millis()).unwrap_or(libc::c_int::MAX);
+    Ok(poll(fd, fd, ms)?.0)
+}
+
+fn poll(first: BorrowedFd<'_>, second: BorrowedFd<'_>, timeout_ms: libc::c_int) -> io::Result<(bool, bool)> {
     let entry = |fd: BorrowedFd<'_>| libc::pollfd {
         fd: fd.as_raw_fd(),
         events: libc::POLLIN,
@@ -17,7 +28,7 @@ pub(super) fn wait_readable(first: BorrowedFd<'_>, second: BorrowedFd<'_>) -> io
     };
     let mut entries = [entry(first), entry(second)];
     // SAFETY: the kernel reads and writes two entries, which are live and exclusive.
-    let ready = unsafe { libc::poll(entries.as_mut_ptr(), 2, -1) };
+    let ready = unsafe { libc::poll(entries.as_mut_ptr(), 2, timeout_ms) };
     if ready < 0 {
         let error = io::Error::last_os_error();
         if error.kind() == io::ErrorKind::Interrupted {

@@ -14,7 +14,10 @@
 
 mod backend;
 mod event;
+mod inflight;
 mod memory;
+#[cfg(test)]
+mod restart_tests;
 mod stop;
 #[cfg(test)]
 mod tests;
@@ -28,7 +31,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use block::ring::RingKind;
-use block::worker::{StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
+use block::worker::{StartHook, StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
 use block::{Disk, IoError};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
@@ -58,6 +61,11 @@ pub struct VhostUserConfig {
     pub poll_max: Duration,
     /// What carries out I/O.
     pub ring: RingKind,
+    /// What the worker of each queue does before it looks at the first byte of a guest.
+    pub worker_hook: Option<StartHook>,
+    /// Offer inflight tracking, so that a client can connect to a new server after this one was killed. Only
+    /// right if what the disk has answered survives that: see [`VhostUserServer::start`].
+    pub restartable: bool,
 }
 
 impl Default for VhostUserConfig {
@@ -70,6 +78,8 @@ impl Default for VhostUserConfig {
             queue_affinity: Vec::new(),
             poll_max: WorkerConfig::default().poll_max,
             ring: RingKind::Auto,
+            worker_hook: None,
+            restartable: false,
         }
     }
 }
@@ -125,6 +135,7 @@ pub struct VhostUserServer {
     name: String,
     device: Arc<BlockDevice>,
     workers: Arc<[WorkerHandle]>,
+    restartable: bool,
 }
 
 impl fmt::Debug for VhostUserServer {
@@ -139,6 +150,10 @@ impl fmt::Debug for VhostUserServer {
 
 impl VhostUserServer {
     /// Starts the workers that will serve `disk`.
+    ///
+    /// If `config` says that clients outlive this server, a write that `disk` has answered must be there when
+    /// the image is opened again after this process was killed: a guest that goes on running would notice.
+    /// A disk that keeps mappings in memory until the next flush does not do.
     ///
     /// # Errors
     ///
@@ -164,6 +179,7 @@ impl VhostUserServer {
                     depth: u32::from(config.queue_size).clamp(128, 1024) * 2,
                     cpus: cpus.cloned().unwrap_or_default(),
                     poll_max: config.poll_max,
+                    on_start: config.worker_hook.clone(),
                 };
                 WorkerHandle::spawn(worker).map_err(|source| StartError::Worker { queue, source })
             })
@@ -172,6 +188,7 @@ impl VhostUserServer {
             name: config.name.clone(),
             device,
             workers,
+            restartable: config.restartable,
         })
     }
 
@@ -189,6 +206,7 @@ impl VhostUserServer {
     ///
     /// [`ServeError`]: the listener or a worker failed.
     pub fn serve(&self, listener: &UnixListener, stop: &StopToken) -> Result<(), ServeError> {
+        let mut short = false;
         while !stop.is_stopped() {
             let (connecting, _) =
                 event::wait_readable(listener.as_fd(), stop.event()).map_err(ServeError::Accept)?;
@@ -196,10 +214,19 @@ impl VhostUserServer {
                 continue;
             }
             match listener.accept() {
-                Ok((stream, _)) => self.serve_client(stream, stop)?,
+                Ok((stream, _)) => {
+                    short = false;
+                    self.serve_client(stream, stop)?;
+                }
+                Err(error) if is_short(&error) => {
+                    if !std::mem::replace(&mut short, true) {
+                        tracing::warn!(disk = %self.name, %error, "cannot accept a connection now");
+                    }
+                    // The client goes on waiting; a stop does not.
+                    event::wait_readable_for(stop.event(), SHORTAGE).map_err(ServeError::Accept)?;
+                }
                 Err(error) if is_passing(&error) => {
-                    tracing::warn!(disk = %self.name, %error, "cannot accept a connection now");
-                    std::thread::sleep(Duration::from_millis(100));
+                    tracing::debug!(disk = %self.name, %error, "a connection has gone");
                 }
                 Err(error) => return Err(ServeError::Accept(error)),
             }
@@ -218,6 +245,7 @@ impl VhostUserServer {
         let backend = Arc::new(Mutex::new(Backend::new(
             Arc::clone(&self.device),
             Arc::clone(&self.workers),
+            self.restartable,
         )));
         let mut messages = BackendReqHandler::from_stream(stream, Arc::clone(&backend));
         let _guard = match messages.try_clone_connection() {
@@ -264,11 +292,22 @@ impl VhostUserServer {
     }
 }
 
-/// Whether accepting may work later.
+/// How long to leave a client waiting that there are no descriptors or memory for.
+const SHORTAGE: Duration = Duration::from_millis(100);
+
+/// Whether accepting may work later, when there is room.
+fn is_short(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS)
+    )
+}
+
+/// Whether another connection may well be accepted.
 fn is_passing(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),
-        Some(libc::ECONNABORTED | libc::EINTR | libc::EAGAIN | libc::EMFILE | libc::ENFILE | libc::ENOMEM)
+        Some(libc::ECONNABORTED | libc::EINTR | libc::EAGAIN)
     )
 }
 

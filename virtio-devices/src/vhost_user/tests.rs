@@ -10,7 +10,7 @@ use std::time::Instant;
 use block::file::{FileOptions, ImageFile};
 use block::raw::RawDisk;
 use block::{IoError, Op};
-use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag};
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
@@ -37,7 +37,7 @@ const F_CONFIG_WCE: u64 = 1 << 11;
 const SECOND: u64 = BASE + REGION_BYTES;
 
 /// Waits until `true` comes.
-fn wait(what: &str, mut condition: impl FnMut() -> bool) {
+pub(super) fn wait(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
         assert!(
@@ -49,7 +49,7 @@ fn wait(what: &str, mut condition: impl FnMut() -> bool) {
 }
 
 /// A server in a thread of its own.
-struct World {
+pub(super) struct World {
     _directory: tempfile::TempDir,
     path: PathBuf,
     stop: StopToken,
@@ -57,11 +57,15 @@ struct World {
 }
 
 impl World {
-    fn new(disk: Arc<dyn Disk>, num_queues: u16) -> Self {
-        Self::on(RingKind::Auto, disk, num_queues)
+    pub(super) fn new(disk: Arc<dyn Disk>, num_queues: u16) -> Self {
+        Self::on(RingKind::Auto, disk, num_queues, false)
     }
 
-    fn on(ring: RingKind, disk: Arc<dyn Disk>, num_queues: u16) -> Self {
+    pub(super) fn restartable(disk: Arc<dyn Disk>, num_queues: u16) -> Self {
+        Self::on(RingKind::Auto, disk, num_queues, true)
+    }
+
+    fn on(ring: RingKind, disk: Arc<dyn Disk>, num_queues: u16, restartable: bool) -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("socket");
         let listener = UnixListener::bind(&path).expect("a socket");
@@ -71,6 +75,7 @@ impl World {
             num_queues,
             serial: "serial-2".to_owned(),
             ring,
+            restartable,
             ..VhostUserConfig::default()
         };
         let server = VhostUserServer::start(disk, &config).expect("a server");
@@ -87,7 +92,7 @@ impl World {
         }
     }
 
-    fn client(&self, queues: u64) -> Client {
+    pub(super) fn client(&self, queues: u64) -> Client {
         Client::connect(&self.path, queues)
     }
 
@@ -137,17 +142,36 @@ fn region(memory: &GuestMemoryMmap, file: &File, index: u64) -> VhostUserMemoryR
 }
 
 /// A connected client with its queues running.
-struct Client {
-    frontend: Frontend,
+pub(super) struct Client {
+    pub(super) frontend: Frontend,
     memory: GuestMemoryMmap,
     file: File,
-    drivers: Vec<Driver>,
+    pub(super) drivers: Vec<Driver>,
     kicks: Vec<EventFd>,
-    calls: Vec<EventFd>,
+    pub(super) calls: Vec<EventFd>,
 }
 
 impl Client {
     fn connect(path: &std::path::Path, queues: u64) -> Self {
+        let file = memory_file();
+        let memory = guest_memory(Some(&file));
+        let event = || EventFd::new(EFD_NONBLOCK).expect("an eventfd");
+        let mut client = Self {
+            frontend: Self::negotiate(path, queues),
+            drivers: (0..queues)
+                .map(|index| Driver::new(memory.clone(), index, 64))
+                .collect(),
+            kicks: (0..queues).map(|_| event()).collect(),
+            calls: (0..queues).map(|_| event()).collect(),
+            memory,
+            file,
+        };
+        assert!(client.set_up(&vec![0; queues as usize]), "SET_VRING_ENABLE");
+        client
+    }
+
+    /// A connection on which the features have been agreed upon.
+    fn negotiate(path: &std::path::Path, queues: u64) -> Frontend {
         let mut frontend = Frontend::connect(path, queues).expect("a connection");
         frontend.set_owner().expect("SET_OWNER");
         let features = frontend.get_features().expect("GET_FEATURES");
@@ -159,32 +183,67 @@ impl Client {
             .set_protocol_features(protocol)
             .expect("SET_PROTOCOL_FEATURES");
         frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
-        let file = memory_file();
-        let memory = guest_memory(Some(&file));
-        let regions = [region(&memory, &file, 0), region(&memory, &file, 1)];
-        frontend.set_mem_table(&regions).expect("SET_MEM_TABLE");
-        let event = || EventFd::new(EFD_NONBLOCK).expect("an eventfd");
-        let mut client = Self {
-            frontend,
-            drivers: (0..queues)
-                .map(|index| Driver::new(memory.clone(), index, 64))
-                .collect(),
-            kicks: (0..queues).map(|_| event()).collect(),
-            calls: (0..queues).map(|_| event()).collect(),
-            memory,
-            file,
-        };
-        for index in 0..queues as usize {
-            client.start(index, 0);
-            client
-                .frontend
-                .set_vring_enable(index, true)
-                .expect("SET_VRING_ENABLE");
-        }
-        client
+        frontend
     }
 
-    fn start(&mut self, index: usize, base: u16) {
+    /// Gives the memory, and starts each queue at its base. `false` if one was refused.
+    fn set_up(&mut self, bases: &[u16]) -> bool {
+        let regions = [
+            region(&self.memory, &self.file, 0),
+            region(&self.memory, &self.file, 1),
+        ];
+        self.frontend.set_mem_table(&regions).expect("SET_MEM_TABLE");
+        let mut enabled = true;
+        for (index, base) in bases.iter().enumerate() {
+            self.start(index, *base);
+            enabled &= self.frontend.set_vring_enable(index, true).is_ok();
+        }
+        enabled
+    }
+
+    /// This client with a copy of its memory, as it is now; still connected to the same server.
+    pub(super) fn copied(&self) -> Self {
+        use std::os::unix::fs::FileExt;
+        let mut bytes = vec![0; 2 * REGION_BYTES as usize];
+        self.file.read_exact_at(&mut bytes, 0).expect("the memory");
+        let file = memory_file();
+        file.write_all_at(&bytes, 0).expect("a copy");
+        let memory = guest_memory(Some(&file));
+        let event = || EventFd::new(EFD_NONBLOCK).expect("an eventfd");
+        Self {
+            frontend: self.frontend.clone(),
+            drivers: self
+                .drivers
+                .iter()
+                .map(|driver| driver.in_memory(&memory))
+                .collect(),
+            kicks: self.drivers.iter().map(|_| event()).collect(),
+            calls: self.drivers.iter().map(|_| event()).collect(),
+            memory,
+            file,
+        }
+    }
+
+    /// Connects to another server, with what an earlier one left in flight, as QEMU does it. `false` if the
+    /// server refuses to go on with that.
+    pub(super) fn reconnect(&mut self, world: &World, inflight: Option<(&VhostUserInflight, &File)>) -> bool {
+        self.frontend = Self::negotiate(&world.path, self.drivers.len() as u64);
+        if let Some((shape, file)) = inflight {
+            self.frontend
+                .set_inflight_fd(shape, file.as_raw_fd())
+                .expect("SET_INFLIGHT_FD");
+        }
+        let bases: Vec<u16> = self.drivers.iter().map(Driver::used_index).collect();
+        self.set_up(&bases)
+    }
+
+    /// Makes a request available of which no server is told.
+    pub(super) fn frozen_submit(&mut self, queue: usize, kind: u32, sector: u64, data: &[(u64, u32, bool)]) {
+        self.drivers[queue].request(kind, sector, data);
+        self.drivers[queue].publish();
+    }
+
+    pub(super) fn start(&mut self, index: usize, base: u16) {
         let driver = &self.drivers[index];
         let frontend = &self.frontend;
         frontend.set_vring_num(index, driver.size).expect("SET_VRING_NUM");
@@ -212,13 +271,13 @@ impl Client {
         self.kicks[queue].write(1).expect("a kick");
     }
 
-    fn submit(&mut self, queue: usize, kind: u32, sector: u64, data: &[(u64, u32, bool)]) -> u16 {
+    pub(super) fn submit(&mut self, queue: usize, kind: u32, sector: u64, data: &[(u64, u32, bool)]) -> u16 {
         let head = self.drivers[queue].request(kind, sector, data);
         self.kick(queue);
         head
     }
 
-    fn answer(&mut self, queue: usize) -> (u32, u32) {
+    pub(super) fn answer(&mut self, queue: usize) -> (u32, u32) {
         let mut answer = None;
         wait("an answer", || {
             answer = self.drivers[queue].take_used();
@@ -228,7 +287,7 @@ impl Client {
     }
 
     /// Runs one request on a queue and returns its status.
-    fn ask(&mut self, queue: usize, kind: u32, sector: u64, data: &[(u64, u32, bool)]) -> u8 {
+    pub(super) fn ask(&mut self, queue: usize, kind: u32, sector: u64, data: &[(u64, u32, bool)]) -> u8 {
         let head = self.submit(queue, kind, sector, data);
         assert_eq!(self.answer(queue).0, u32::from(head));
         self.drivers[queue].status(head)
@@ -254,7 +313,7 @@ fn serve_every_request(ring: RingKind) {
         DISK_BYTES,
         true,
     );
-    let world = World::on(ring, raw, 2);
+    let world = World::on(ring, raw, 2, false);
     let mut client = world.client(2);
     assert_eq!(client.frontend.get_queue_num().expect("GET_QUEUE_NUM"), 2);
     let (_, config) = client

@@ -19,7 +19,7 @@ use block::worker::{FrontendId, WorkerGone, WorkerHandle};
 use super::event::ClientEvent;
 use super::memory::ClientMemory;
 use crate::block::{BlockDevice, BlockQueue, BlockQueueConfig, Notify, QueueReport, StartQueueError};
-use crate::virtqueue::RingAddresses;
+use crate::virtqueue::{InflightRegion, RingAddresses};
 
 /// Why a queue that should run does not.
 #[derive(Debug, thiserror::Error)]
@@ -62,6 +62,9 @@ pub(super) struct Vring {
     call: Arc<ClientEvent>,
     error: Arc<ClientEvent>,
     enabled: bool,
+    /// Whether the marks in the inflight memory are a killed server's, or perhaps: no queue of ours has
+    /// run on it yet.
+    recover: bool,
     running: Option<Running>,
 }
 
@@ -91,6 +94,7 @@ impl Vring {
             call: Arc::default(),
             error: Arc::default(),
             enabled: false,
+            recover: false,
             running: None,
         }
     }
@@ -124,6 +128,18 @@ impl Vring {
     /// Where to notify; may change while the queue runs.
     pub(super) fn set_call(&self, call: Option<File>) {
         self.call.set(call);
+        // What was signalled at the old place, also by a server that was killed, may not have arrived.
+        self.call.signal();
+    }
+
+    /// The client has given inflight memory: the next start looks what is marked there.
+    pub(super) fn recover(&mut self) {
+        self.recover = true;
+    }
+
+    /// Whether the next start believes what is marked in the inflight memory.
+    pub(super) fn is_to_recover(&self) -> bool {
+        self.recover
     }
 
     /// Where to tell that the queue is broken; may change while the queue runs.
@@ -153,6 +169,7 @@ impl Vring {
         worker: &WorkerHandle,
         device: &Arc<BlockDevice>,
         memory: &ClientMemory,
+        inflight: Option<InflightRegion>,
         features: u64,
     ) -> Result<(), VringError> {
         let (None, Some(user)) = (&self.running, self.addresses) else {
@@ -185,6 +202,7 @@ impl Vring {
                 size,
                 addresses,
                 next_available,
+                inflight,
                 features,
                 notify: Box::new(Events { call, error }),
                 polled: kick.is_none(),
@@ -195,6 +213,7 @@ impl Vring {
             worker.add(Box::new(queue), kicks).map_err(VringError::Kick)
         })??;
         self.running = Some(Running { id, report });
+        self.recover = false;
         Ok(())
     }
 }

@@ -10,12 +10,15 @@
 //! - after asking for notifications the available ring is looked at once more.
 
 mod chain;
+mod inflight;
 mod memory;
 mod ring;
 #[cfg(test)]
 pub(crate) mod tests;
 
 pub(crate) use chain::Chain;
+pub(crate) use inflight::InflightQueue;
+pub use inflight::{InflightError, InflightRegion};
 pub(crate) use memory::{QueueMemory, Slice};
 pub(crate) use ring::Virtqueue;
 pub use ring::{QueueSetup, RingAddresses};

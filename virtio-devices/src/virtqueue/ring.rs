@@ -190,6 +190,17 @@ impl Virtqueue {
         self.next_available
     }
 
+    /// The used index as the guest sees it.
+    #[inline]
+    pub(crate) fn used_index(&self) -> u16 {
+        self.published
+    }
+
+    /// From now on chains are taken from this available index on.
+    pub(crate) fn set_next_available(&mut self, index: u16) {
+        self.next_available = index;
+    }
+
     /// How many chains wait to be taken.
     ///
     /// # Errors
@@ -253,6 +264,15 @@ impl Virtqueue {
         chain.follow(&self.memory, self.table, head)?;
         self.next_available = self.next_available.wrapping_add(1);
         Ok(head)
+    }
+
+    /// Follows a chain again that was taken before, perhaps by another process.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Virtqueue::take`].
+    pub(crate) fn take_again(&self, head: u16, chain: &mut Chain) -> Result<(), QueueError> {
+        chain.follow(&self.memory, self.table, head)
     }
 
     /// Gives a chain back, with `len` bytes written to it. The guest sees it at the next

@@ -1,0 +1,153 @@
+//! The memory in which a client keeps, for our successor, what is in flight.
+//!
+//! Made here when the client asks for it, kept by the client, and given back by it to whichever server it
+//! is connected to. What is written there is `virtqueue`'s business. Spec: vhost-user,
+//! `VHOST_USER_GET_INFLIGHT_FD` and `VHOST_USER_SET_INFLIGHT_FD`.
+//!
+//! What must stay true: memory that could shrink under us, and then kill this process at a touch, is not
+//! taken: it must be a memfd sealed against that, as ours are and those that QEMU makes.
+
+#![expect(
+    unsafe_code,
+    reason = "memfd_create(2) and file seals have no safe wrapper at hand"
+)]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::sync::Arc;
+
+use vhost::vhost_user::message::VhostUserInflight;
+use vm_memory::mmap::MmapRegionError;
+use vm_memory::{FileOffset, MmapRegion};
+
+use crate::virtqueue::InflightRegion;
+
+/// The most entries a split queue has.
+const ENTRIES_MAX: u16 = 1 << 15;
+
+/// Why inflight memory was refused.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum InflightMemoryError {
+    #[error(
+        "inflight memory for {queues} queues of {entries} was asked for; expected 1 to {queues_max} queues of 1 to \
+         {ENTRIES_MAX}"
+    )]
+    Shape {
+        queues: u16,
+        entries: u16,
+        queues_max: usize,
+    },
+    #[error(
+        "inflight memory of {bytes} bytes at {offset} is not inside its file of {len}, or smaller than {needed}"
+    )]
+    Size {
+        bytes: u64,
+        offset: u64,
+        len: u64,
+        needed: u64,
+    },
+    #[error("inflight memory is not a memfd sealed against shrinking")]
+    NotSealed,
+    #[error("cannot {action} inflight memory")]
+    Os {
+        action: &'static str,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot map inflight memory: {0}")]
+    Map(MmapRegionError),
+}
+
+/// Mapped inflight memory.
+#[derive(Debug)]
+pub(super) struct InflightMemory {
+    map: Arc<MmapRegion>,
+    queues: u16,
+    entries: u16,
+}
+
+fn needed(queues: u16, entries: u16, queues_max: usize) -> Result<u64, InflightMemoryError> {
+    let fits = (1..=queues_max).contains(&usize::from(queues)) && (1..=ENTRIES_MAX).contains(&entries);
+    if !fits {
+        return Err(InflightMemoryError::Shape {
+            queues,
+            entries,
+            queues_max,
+        });
+    }
+    Ok(u64::from(queues) * InflightRegion::bytes(entries) as u64)
+}
+
+/// Makes inflight memory for what `asked` names, all zeros: no queue has used it. At most `queues_max`
+/// queues.
+pub(super) fn make(
+    asked: &VhostUserInflight,
+    queues_max: usize,
+) -> Result<(VhostUserInflight, File), InflightMemoryError> {
+    let (queues, entries) = (asked.num_queues, asked.queue_size);
+    let bytes = needed(queues, entries, queues_max)?;
+    let os = |action| move |source| InflightMemoryError::Os { action, source };
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+    // SAFETY: the name is a C string that lives across the call.
+    let fd = unsafe { libc::memfd_create(c"ringdisk-inflight".as_ptr(), flags) };
+    if fd < 0 {
+        return Err(os("make")(io::Error::last_os_error()));
+    }
+    // SAFETY: `fd` was just made and nobody else owns it.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(bytes).map_err(os("size"))?;
+    let seals = libc::F_SEAL_GROW | libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
+    // SAFETY: no memory is passed.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } < 0 {
+        return Err(os("seal")(io::Error::last_os_error()));
+    }
+    Ok((VhostUserInflight::new(bytes, 0, queues, entries), file))
+}
+
+impl InflightMemory {
+    /// Maps what a client gave back: at most `queues_max` queues.
+    pub(super) fn map(
+        shape: &VhostUserInflight,
+        file: File,
+        queues_max: usize,
+    ) -> Result<Self, InflightMemoryError> {
+        let needed = needed(shape.num_queues, shape.queue_size, queues_max)?;
+        // SAFETY: no memory is passed.
+        let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
+        if seals < 0 || seals & libc::F_SEAL_SHRINK == 0 {
+            return Err(InflightMemoryError::NotSealed);
+        }
+        let stat = file.metadata().map_err(|source| InflightMemoryError::Os {
+            action: "look at",
+            source,
+        })?;
+        let (bytes, offset, len) = (shape.mmap_size, shape.mmap_offset, stat.len());
+        let inside = offset.checked_add(bytes).is_some_and(|end| end <= len);
+        let size = || InflightMemoryError::Size {
+            bytes,
+            offset,
+            len,
+            needed,
+        };
+        if !inside || bytes < needed {
+            return Err(size());
+        }
+        let length = usize::try_from(needed).map_err(|_| size())?;
+        let map =
+            MmapRegion::from_file(FileOffset::new(file, offset), length).map_err(InflightMemoryError::Map)?;
+        Ok(Self {
+            map: Arc::new(map),
+            queues: shape.num_queues,
+            entries: shape.queue_size,
+        })
+    }
+
+    /// The region of queue `index`, if there is one. With `recover`, what is marked there is believed.
+    pub(super) fn region(&self, index: usize, recover: bool) -> Option<InflightRegion> {
+        if index >= usize::from(self.queues) {
+            return None;
+        }
+        InflightRegion::new(&self.map, index, self.entries, recover)
+    }
+}

@@ -1,0 +1,202 @@
+//! Inflight tracking: a server that finds what another left, and clients that lie about it.
+//!
+//! A kill is played by copying all shared memory while the disk holds requests up: the copy is what a killed
+//! server would have left, and a second server goes on with it.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+
+use block::Op;
+use vhost::VhostBackend;
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::VhostUserInflight;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::tests::{Client, World, wait};
+use crate::testing::{DATA, MemDisk};
+use crate::virtqueue::tests::Random;
+
+const IN: u32 = 0;
+const OUT: u32 = 1;
+const FLUSH: u32 = 4;
+const OK: u8 = 0;
+
+const SIZE: u16 = 64;
+
+/// A memfd of the same contents, sealed as ours are.
+fn copy(shape: &VhostUserInflight, file: &File) -> File {
+    let (_, copy) = super::inflight::make(shape, 2).expect("inflight memory");
+    let mut bytes = vec![0; shape.mmap_size as usize];
+    file.read_exact_at(&mut bytes, 0).expect("the contents");
+    copy.write_all_at(&bytes, 0).expect("a copy");
+    copy
+}
+
+fn inflight(client: &mut Client) -> (VhostUserInflight, File) {
+    let asked = VhostUserInflight::new(0, 0, 2, SIZE);
+    let (shape, file) = client.frontend.get_inflight_fd(&asked).expect("GET_INFLIGHT_FD");
+    client
+        .frontend
+        .set_inflight_fd(&shape, file.as_raw_fd())
+        .expect("SET_INFLIGHT_FD");
+    (shape, file)
+}
+
+/// Method: several answers before the kill, so that indices have moved; requests on both queues in flight;
+/// one made available and never seen by the first server.
+#[test]
+fn a_new_server_answers_what_a_killed_one_had_in_flight_first_and_in_order() {
+    let disk = MemDisk::new();
+    let world = World::restartable(disk.disk(), 2);
+    let mut client = world.client(2);
+    let (shape, file) = inflight(&mut client);
+    for _ in 0..70 {
+        assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+    }
+    disk.hold();
+    // Descriptors are taken in turn, so heads are not in the order of the table.
+    let sectors: Vec<u64> = (0..15).map(|n| 40 - n).collect();
+    for &sector in &sectors {
+        client.submit(0, OUT, sector, &[(DATA, 512, false)]);
+    }
+    client.submit(1, OUT, 100, &[(DATA, 512, false)]);
+    wait("the requests", || disk.held() == 16);
+
+    let left = copy(&shape, &file);
+    let mut next = client.copied();
+    next.frozen_submit(0, OUT, 7, &[(DATA, 512, false)]);
+    let second_disk = MemDisk::new();
+    let second = World::restartable(second_disk.disk(), 2);
+    assert!(next.reconnect(&second, Some((&shape, &left))));
+    for _ in 0..16 {
+        assert_eq!(next.answer(0).1, 1);
+    }
+    next.answer(1);
+    assert_eq!(next.drivers[0].take_used(), None, "an answer too many");
+    let offsets: Vec<u64> = second_disk
+        .log()
+        .into_iter()
+        .filter(|(op, offset, _)| matches!(op, Op::Write { .. }) && *offset != 100 * 512)
+        .map(|(_, offset, _)| offset / 512)
+        .collect();
+    let expected: Vec<u64> = sectors.into_iter().chain([7]).collect();
+    assert_eq!(offsets, expected);
+    // The client is called even if the killed server had published and not told.
+    assert!(next.calls[0].read().is_ok());
+    assert_eq!(next.ask(0, FLUSH, 0, &[]), OK);
+    disk.release();
+}
+
+#[test]
+fn a_queue_that_is_stopped_and_started_again_goes_on_from_its_base() {
+    let disk = MemDisk::new();
+    let world = World::restartable(disk.disk(), 2);
+    let mut client = world.client(2);
+    inflight(&mut client);
+    for round in 0..5 {
+        for _ in 0..30 {
+            assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+        }
+        let base = client.frontend.get_vring_base(0).expect("GET_VRING_BASE");
+        assert_eq!(base, 30 * (round + 1));
+        client.start(0, base as u16);
+    }
+    assert_eq!(disk.log().len(), 150);
+}
+
+/// The client's lies cost its own queue at most: it runs on what is said, or not at all.
+#[test]
+fn whatever_inflight_memory_holds_harms_nobody_else() {
+    let disk = MemDisk::new();
+    let world = World::restartable(disk.disk(), 2);
+    for seed in 1..=60 {
+        let mut random = Random(seed * 7919);
+        let mut client = world.client(2);
+        let (shape, file) = inflight(&mut client);
+        for _ in 0..random.below(4) {
+            client.ask(0, IN, 0, &[(DATA, 512, true)]);
+        }
+        let left = copy(&shape, &file);
+        for _ in 0..random.below(40) {
+            // The header more often than the rest.
+            let at = if random.below(2) == 0 {
+                random.below(16)
+            } else {
+                random.below(shape.mmap_size)
+            };
+            let value = random.pick(&[0, 1, 2, 63, 64, 0xff]);
+            left.write_all_at(&[value], at).expect("a lie");
+        }
+        let mut next = client.copied();
+        let second = World::restartable(disk.disk(), 2);
+        // A lie is refused or believed.
+        next.reconnect(&second, Some((&shape, &left)));
+        drop(next);
+        let mut other = second.client(2);
+        assert_eq!(other.ask(1, FLUSH, 0, &[]), OK, "seed {seed}");
+    }
+}
+
+#[test]
+fn inflight_memory_that_cannot_be_used_is_refused() {
+    let world = World::restartable(MemDisk::new().disk(), 2);
+    let mut client = world.client(2);
+    let asked = VhostUserInflight::new(0, 0, 2, SIZE);
+    let (shape, file) = client.frontend.get_inflight_fd(&asked).expect("GET_INFLIGHT_FD");
+    assert_eq!(
+        (shape.num_queues, shape.queue_size, shape.mmap_offset),
+        (2, SIZE, 0)
+    );
+    assert!(file.set_len(0).is_err(), "sealed");
+    let refused = |client: &mut Client, shape: VhostUserInflight, file: &File| {
+        let result = client.frontend.set_inflight_fd(&shape, file.as_raw_fd());
+        assert!(result.is_err(), "accepted");
+        assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+    };
+    let bytes = shape.mmap_size;
+    refused(&mut client, VhostUserInflight::new(bytes, 0, 3, SIZE), &file);
+    refused(&mut client, VhostUserInflight::new(bytes, 0, 2, 0x8001), &file);
+    refused(&mut client, VhostUserInflight::new(bytes, 0, 2, 2 * SIZE), &file);
+    refused(&mut client, VhostUserInflight::new(bytes - 1, 0, 2, SIZE), &file);
+    refused(&mut client, VhostUserInflight::new(bytes, 4096, 2, SIZE), &file);
+    refused(
+        &mut client,
+        VhostUserInflight::new(bytes, u64::MAX, 2, SIZE),
+        &file,
+    );
+    let plain = tempfile::tempfile().expect("a file");
+    plain.set_len(bytes).expect("its length");
+    refused(&mut client, VhostUserInflight::new(bytes, 0, 2, SIZE), &plain);
+    let eventfd = EventFd::new(EFD_NONBLOCK).expect("an eventfd");
+    let result = client.frontend.set_inflight_fd(&shape, eventfd.as_raw_fd());
+    assert!(result.is_err(), "no file at all");
+
+    // A question for too much has no refusal but a hang-up.
+    let asked = VhostUserInflight::new(0, 0, 2, u16::MAX);
+    assert!(client.frontend.get_inflight_fd(&asked).is_err());
+    let mut client = world.client(2);
+    assert!(
+        client
+            .frontend
+            .get_inflight_fd(&VhostUserInflight::new(0, 0, 3, SIZE))
+            .is_err()
+    );
+    let mut client = world.client(2);
+    assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+}
+
+#[test]
+fn a_server_that_is_not_restartable_does_not_offer_it() {
+    use vhost::vhost_user::message::VhostUserProtocolFeatures as Features;
+    let offers = |world: World| {
+        let mut client = world.client(1);
+        let offered = client
+            .frontend
+            .get_protocol_features()
+            .expect("GET_PROTOCOL_FEATURES");
+        offered.contains(Features::INFLIGHT_SHMFD)
+    };
+    assert!(!offers(World::new(MemDisk::new().disk(), 1)));
+    assert!(offers(World::restartable(MemDisk::new().disk(), 1)));
+}
