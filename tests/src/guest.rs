@@ -43,6 +43,7 @@ pub struct Guest<'lab> {
     disks: Vec<Disk>,
     script: String,
     patience: Duration,
+    reconnects: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -62,7 +63,14 @@ impl<'lab> Guest<'lab> {
             disks: Vec::new(),
             script: String::new(),
             patience: PATIENCE,
+            reconnects: false,
         }
+    }
+
+    /// Has QEMU connect again, and again, to a server that has gone.
+    pub fn reconnects(mut self) -> Self {
+        self.reconnects = true;
+        self
     }
 
     /// Sets the number of CPUs.
@@ -160,9 +168,11 @@ impl<'lab> Guest<'lab> {
             .arg(initrd)
             .args(["-append", &line]);
         for (index, disk) in self.disks.iter().enumerate() {
-            command
-                .arg("-chardev")
-                .arg(prefixed(&format!("socket,id=chardev{index},path="), &disk.socket));
+            let again = if self.reconnects { "reconnect-ms=50," } else { "" };
+            command.arg("-chardev").arg(prefixed(
+                &format!("socket,id=chardev{index},{again}path="),
+                &disk.socket,
+            ));
             command.arg("-device").arg(format!(
                 "vhost-user-blk-pci,chardev=chardev{index},num-queues={},addr={:#x}",
                 disk.queues,

@@ -29,9 +29,19 @@ impl Server {
     ///
     /// [`Error::RingdiskNotBuilt`]; [`Error::Ended`] with its log if it gives up; [`Error::Timeout`].
     pub fn ringdisk(socket: &Path, disk: &str) -> Result<Self, Error> {
+        Self::ringdisk_with(&[], socket, disk)
+    }
+
+    /// As [`Server::ringdisk`], with further arguments.
+    ///
+    /// # Errors
+    ///
+    /// As [`Server::ringdisk`].
+    pub fn ringdisk_with(arguments: &[&str], socket: &Path, disk: &str) -> Result<Self, Error> {
         let mut command = Command::new(prepare::ringdisk_binary()?);
         command
             .arg("vhost-user")
+            .args(arguments)
             .arg("--socket")
             .arg(socket)
             .arg("--disk")

@@ -50,6 +50,16 @@ struct VhostUserArguments {
     /// A disk: path=FILE and other key=value pairs
     #[arg(long, required = true, num_args = 1.., value_name = "KEY=VALUE,...")]
     disk: Vec<String>,
+    /// Let guests go on with a new server if this one is killed
+    ///
+    /// Clients that can reconnect keep track of what is in flight, and a change is answered only when the
+    /// mapping that reaches it is in the image. Costs a flush where writes allocate; overwrites and reads
+    /// cost nothing.
+    #[arg(long)]
+    restartable: bool,
+    /// Whether to give up every right that serving does not take, before the first client is looked at
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
+    sandbox: String,
 }
 
 #[derive(Args, Debug)]
@@ -87,7 +97,12 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
 fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
     logging::start(arguments.log.as_deref())?;
     match arguments.command {
-        Command::VhostUser(VhostUserArguments { socket, disk }) => {
+        Command::VhostUser(VhostUserArguments {
+            socket,
+            disk,
+            restartable,
+            sandbox,
+        }) => {
             let disks = disk
                 .iter()
                 .map(|text| DiskConfig::parse(text))
@@ -99,7 +114,13 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
                     disks.len()
                 )));
             }
-            vhost_user::run(socket.into_iter().zip(disks).collect())
+            vhost_user::run(
+                socket.into_iter().zip(disks).collect(),
+                vhost_user::Options {
+                    restartable,
+                    sandbox: sandbox == "on",
+                },
+            )
         }
         Command::Io(IoArguments {
             disk,

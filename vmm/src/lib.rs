@@ -15,6 +15,7 @@ pub mod io;
 pub mod key_value;
 pub mod logging;
 pub mod open;
+pub mod sandbox;
 pub mod signals;
 pub mod size;
 pub mod socket;

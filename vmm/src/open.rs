@@ -80,6 +80,15 @@ impl OpenedDisk {
 ///
 /// [`OpenError`], naming the file. Nothing has been written to it then.
 pub fn open(config: &DiskConfig) -> Result<OpenedDisk, OpenError> {
+    open_as(config, false)
+}
+
+/// As [`open`]. With `persist_mappings`, what the disk has answered outlives this process, flushed or not.
+///
+/// # Errors
+///
+/// As [`open`].
+pub fn open_as(config: &DiskConfig, persist_mappings: bool) -> Result<OpenedDisk, OpenError> {
     let cx = Context::syscalls();
     match image_type(config, &cx)? {
         ImageType::Raw => {
@@ -106,6 +115,7 @@ pub fn open(config: &DiskConfig) -> Result<OpenedDisk, OpenError> {
                 backing_files: config.backing_files,
                 sparse: config.sparse,
                 discard_no_unref: config.discard_no_unref,
+                persist_mappings,
                 l2_cache_bytes: config.l2_cache_bytes,
                 lock: Some(config.lock_granularity),
                 ..OpenOptions::default()

@@ -6,16 +6,27 @@
 //! What must stay true: after a stop signal no request that was taken is lost. Clients are disconnected,
 //! their requests drained, and each image is closed cleanly, whatever became of the others.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use virtio_devices::vhost_user::{ServeError, StopToken, VhostUserConfig, VhostUserServer};
+use block::worker::StartHook;
+use virtio_devices::vhost_user::{StopToken, VhostUserConfig, VhostUserServer};
 
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::open::{self, OpenedDisk};
+use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
 use crate::signals::StopSignals;
 use crate::socket::Socket;
+
+/// How disks are served.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// Guests can go on with a new server when this one is killed.
+    pub restartable: bool,
+    /// Give up, before the first client is looked at, every right that serving does not take.
+    pub sandbox: bool,
+}
 
 /// One disk being served. Dropped in this order: the image's lock goes last.
 struct Served {
@@ -31,7 +42,7 @@ struct Served {
 ///
 /// A failure that names the socket or disk it is about: the first one, if there are several. Disks that
 /// could be closed cleanly have been.
-pub fn run(disks: Vec<(PathBuf, DiskConfig)>) -> Result<u8, CommandFailure> {
+pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, CommandFailure> {
     let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
     let signals = StopSignals::block().map_err(start)?;
     let stop = StopToken::new().map_err(start)?;
@@ -41,13 +52,27 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>) -> Result<u8, CommandFailure> {
         let socket = Socket::listen(&path).map_err(|error| CommandFailure::Failed(error.into()))?;
         waiting.push((socket, config));
     }
-    let served = waiting
+    let mut opened = Vec::new();
+    for (socket, config) in waiting {
+        let disk = open::open_as(&config, options.restartable);
+        opened.push((
+            socket,
+            config,
+            disk.map_err(|error| CommandFailure::Failed(error.into()))?,
+        ));
+    }
+    let fence = |error: SandboxError| CommandFailure::Failed(error.into());
+    if options.sandbox {
+        // Threads that are started later are inside.
+        sandbox::restrict_files(&allowed(&opened)).map_err(fence)?;
+    }
+    let served = opened
         .into_iter()
-        .map(|(socket, config)| serve(socket, &config))
+        .map(|(socket, config, disk)| serve(socket, &config, disk, options))
         .collect::<Result<Vec<_>, _>>()?;
 
-    stop_on_signal(signals, stop.clone()).map_err(start)?;
-    let mut first_failure = serve_all(&served, &stop).err();
+    stop_on_signal(signals, stop.clone(), options).map_err(start)?;
+    let mut first_failure = serve_all(&served, &stop, options).err();
     for disk in served {
         if let Err(failure) = close(disk) {
             first_failure.get_or_insert(failure);
@@ -56,11 +81,46 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>) -> Result<u8, CommandFailure> {
     first_failure.map_or(Ok(EXIT_OK), Err)
 }
 
-/// Opens one disk and starts its workers.
-fn serve(socket: Socket, config: &DiskConfig) -> Result<Served, CommandFailure> {
+/// What has to stay accessible: the images, and the sockets to be removed in the end.
+fn allowed(opened: &[(Socket, DiskConfig, OpenedDisk)]) -> AllowedFiles {
+    let mut allowed = AllowedFiles::default();
+    for (socket, config, disk) in opened {
+        let mut files = disk.disk().files().into_iter();
+        let own = files.next();
+        if config.readonly {
+            allowed.readable.extend(own);
+        } else {
+            allowed.writable.extend(own);
+        }
+        allowed.readable.extend(files);
+        let folder = socket
+            .path()
+            .parent()
+            .filter(|folder| !folder.as_os_str().is_empty());
+        allowed
+            .removable_in
+            .push(folder.unwrap_or(Path::new(".")).to_owned());
+    }
+    allowed
+}
+
+/// Gives up what threads of `task` do not need.
+fn confine(task: Task, options: Options) -> Result<(), SandboxError> {
+    if options.sandbox {
+        sandbox::restrict_calls(task)?;
+    }
+    Ok(())
+}
+
+/// Starts the workers of one disk.
+fn serve(
+    socket: Socket,
+    config: &DiskConfig,
+    opened: OpenedDisk,
+    options: Options,
+) -> Result<Served, CommandFailure> {
     let name = config.name();
-    let opened = open::open(config).map_err(|error| CommandFailure::Failed(error.into()))?;
-    let server = VhostUserServer::start(opened.disk(), &server_config(config))
+    let server = VhostUserServer::start(opened.disk(), &server_config(config, options))
         .map_err(|error| CommandFailure::about(&name, error))?;
     let (path, driver) = (socket.path().display(), server.driver_name());
     tracing::info!(disk = %name, socket = %path, driver, "waiting for a client");
@@ -73,7 +133,7 @@ fn serve(socket: Socket, config: &DiskConfig) -> Result<Served, CommandFailure> 
 }
 
 /// What the server needs to know of the disk's configuration.
-fn server_config(config: &DiskConfig) -> VhostUserConfig {
+fn server_config(config: &DiskConfig, options: Options) -> VhostUserConfig {
     let mut server = VhostUserConfig {
         name: config.name(),
         num_queues: config.num_queues,
@@ -82,6 +142,8 @@ fn server_config(config: &DiskConfig) -> VhostUserConfig {
         queue_affinity: (0..config.num_queues)
             .map(|queue| config.cpus_of(queue).map(<[usize]>::to_vec).unwrap_or_default())
             .collect(),
+        restartable: options.restartable,
+        worker_hook: Some(StartHook::new(move || Ok(confine(Task::Queue, options)?))),
         ..VhostUserConfig::default()
     };
     if let Some(poll_us) = config.poll_us {
@@ -91,13 +153,20 @@ fn server_config(config: &DiskConfig) -> VhostUserConfig {
 }
 
 /// Serves until stopped. A server that fails stops the others, so that the failure is seen.
-fn serve_all(served: &[Served], stop: &StopToken) -> Result<(), CommandFailure> {
-    let results: Vec<Result<(), ServeError>> = std::thread::scope(|scope| {
+fn serve_all(served: &[Served], stop: &StopToken, options: Options) -> Result<(), CommandFailure> {
+    let serve = |disk: &Served| -> Result<(), CommandFailure> {
+        let about =
+            |error: Box<dyn std::error::Error + Send + Sync>| CommandFailure::about(&disk.name, error);
+        confine(Task::Control, options).map_err(|error| about(error.into()))?;
+        let served = disk.server.serve(disk.socket.listener(), stop);
+        served.map_err(|error| about(error.into()))
+    };
+    let results: Vec<Result<(), CommandFailure>> = std::thread::scope(|scope| {
         let threads: Vec<_> = served
             .iter()
             .map(|disk| {
-                scope.spawn(|| {
-                    let result = disk.server.serve(disk.socket.listener(), stop);
+                scope.spawn(move || {
+                    let result = serve(disk);
                     if result.is_err() {
                         stop.stop();
                     }
@@ -105,6 +174,10 @@ fn serve_all(served: &[Served], stop: &StopToken) -> Result<(), CommandFailure> 
                 })
             })
             .collect();
+        if let Err(error) = confine(Task::Control, options) {
+            stop.stop();
+            return vec![Err(CommandFailure::Failed(error.into()))];
+        }
         threads
             .into_iter()
             .map(|thread| {
@@ -114,10 +187,7 @@ fn serve_all(served: &[Served], stop: &StopToken) -> Result<(), CommandFailure> 
             })
             .collect()
     });
-    for (disk, result) in served.iter().zip(results) {
-        result.map_err(|error| CommandFailure::about(&disk.name, error))?;
-    }
-    Ok(())
+    results.into_iter().collect()
 }
 
 /// Drains and flushes one disk and closes its image; then others may have it.
@@ -139,8 +209,9 @@ fn close(disk: Served) -> Result<(), CommandFailure> {
 }
 
 /// Starts the thread that turns the first stop signal into a stop, and the second into the end.
-fn stop_on_signal(signals: StopSignals, stop: StopToken) -> std::io::Result<()> {
+fn stop_on_signal(signals: StopSignals, stop: StopToken, options: Options) -> std::io::Result<()> {
     let wait_and_stop = move || {
+        confine(Task::Control, options)?;
         let signal = signals.wait()?;
         tracing::info!(signal, "stopping");
         stop.stop();

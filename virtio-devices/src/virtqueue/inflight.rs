@@ -430,14 +430,12 @@ mod tests {
                     queue.give_back(head);
                     batch.push(head);
                 }
-                3 if !batch.is_empty() => {
-                    // The used index is a store too.
-                    if may_store() {
-                        guest.used_index = guest.used_index.wrapping_add(batch.len() as u16);
-                        in_flight.retain(|head| !batch.contains(head));
-                        guest.free.append(&mut batch);
-                        queue.published(guest.used_index);
-                    }
+                // The used index is a store too.
+                3 if !batch.is_empty() && may_store() => {
+                    guest.used_index = guest.used_index.wrapping_add(batch.len() as u16);
+                    in_flight.retain(|head| !batch.contains(head));
+                    guest.free.append(&mut batch);
+                    queue.published(guest.used_index);
                 }
                 _ => {}
             }

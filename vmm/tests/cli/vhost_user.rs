@@ -15,18 +15,28 @@ struct Server {
 impl Server {
     /// Starts a server and waits until its last socket can be connected to.
     fn start(world: &World, pairs: &[(&str, &str)]) -> Self {
-        Self::start_with(&["--default-signal"], world, pairs)
+        Self::start_as(&[], world, pairs)
+    }
+
+    /// As [`Server::start`], with further arguments.
+    fn start_as(arguments: &[&str], world: &World, pairs: &[(&str, &str)]) -> Self {
+        Self::run(&["--default-signal"], arguments, world, pairs)
     }
 
     /// As [`Server::start`], with options of `env` about signals and variables: we ourselves may have been
     /// started to ignore some signals.
     fn start_with(environment: &[&str], world: &World, pairs: &[(&str, &str)]) -> Self {
+        Self::run(environment, &[], world, pairs)
+    }
+
+    fn run(environment: &[&str], arguments: &[&str], world: &World, pairs: &[(&str, &str)]) -> Self {
         let ringdisk = world.ringdisk_command();
         let mut command = Command::new("env");
         command
             .args(environment)
             .arg(ringdisk.get_program())
-            .arg("vhost-user");
+            .arg("vhost-user")
+            .args(arguments);
         command
             .current_dir(world.path(""))
             .env_remove("RINGDISK_LOG")
@@ -249,4 +259,81 @@ fn logs_are_written_when_asked_for() {
     assert_eq!(ended.code, Some(0));
     assert!(ended.stderr.contains("DEBUG"), "{ended:?}");
     assert!(!ended.stderr.contains('\u{1b}'), "colours in a file: {ended:?}");
+}
+
+/// Every thread of the process `pid`: its name, and the words of these lines of its status.
+fn threads(pid: u32, lines: &[&str]) -> Vec<(String, Vec<String>)> {
+    let folder = std::fs::read_dir(format!("/proc/{pid}/task")).expect("a process");
+    folder
+        .filter_map(|entry| {
+            // One that has ended meanwhile has none.
+            let status = std::fs::read_to_string(entry.ok()?.path().join("status")).ok()?;
+            let line = |name: &str| {
+                let line = status
+                    .lines()
+                    .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+                line.map(|value| value.trim().to_owned()).unwrap_or_default()
+            };
+            Some((line("Name"), lines.iter().map(|name| line(name)).collect()))
+        })
+        .collect()
+}
+
+#[test]
+fn every_thread_of_a_server_is_in_the_sandbox_unless_it_is_off() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    for (option, expected) in [("on", ["1", "2"]), ("off", ["0", "0"])] {
+        let mut server = Server::start_as(
+            &["--sandbox", option],
+            &world,
+            &[("s", "path=a.qcow2,num_queues=2")],
+        );
+        let _client = UnixStream::connect(world.path("s")).expect("connect");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            let found = threads(server.pid(), &["NoNewPrivs", "Seccomp"]);
+            if found.len() >= 5 && found.iter().all(|(_, values)| *values == expected) {
+                break;
+            }
+            assert!(Instant::now() < deadline, "--sandbox {option}: {found:?}");
+            std::thread::yield_now();
+        }
+        server.signal("TERM");
+        let ended = server.wait();
+        assert_eq!((ended.code, ended.stderr.as_str()), (Some(0), ""));
+        assert!(!exists(&world.path("s")), "the socket was left behind");
+        world.assert_flawless("a.qcow2");
+    }
+}
+
+#[test]
+fn an_image_can_be_a_descriptor_that_the_server_inherits() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    let ringdisk = world.ringdisk_command();
+    let script = "exec 7<>a.qcow2; mv a.qcow2 b.qcow2; \
+                  exec env --default-signal \"$0\" vhost-user --socket s --disk path=/dev/fd/7";
+    let child = Command::new("sh")
+        .args(["-c", script])
+        .arg(ringdisk.get_program())
+        .current_dir(world.path(""))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("run ringdisk");
+    let mut server = Server { child: Some(child) };
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while UnixStream::connect(world.path("s")).is_err() {
+        assert!(server.is_running(), "the server ended: {:?}", server.wait());
+        assert!(Instant::now() < deadline, "no socket within 20 s");
+        std::thread::yield_now();
+    }
+    let line = world.ringdisk(&["io", "--disk", "path=b.qcow2"]).refused(1);
+    assert!(line.contains("b.qcow2 is locked"), "{line}");
+    server.signal("TERM");
+    let ended = server.wait();
+    assert_eq!((ended.code, ended.stderr.as_str()), (Some(0), ""), "{ended:?}");
+    world.assert_flawless("b.qcow2");
 }

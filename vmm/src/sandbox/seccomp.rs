@@ -1,0 +1,212 @@
+//! System calls: each thread has those of its task.
+//!
+//! A call that is not on the list fails with EPERM and is not carried out. It does not kill the process: a call
+//! that this list should have had would then take every guest's disk away, and an attacker gains nothing by
+//! being told.
+//!
+//! Lists are by what is done, and arguments are looked at where a call can do more than is needed: memory is
+//! never made executable, signals go to this process only, descriptors are duplicated, locked and sealed but not
+//! otherwise controlled, and a new task is a thread of this process.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use seccompiler::{
+    BpfProgram, Error, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule, TargetArch,
+};
+
+use super::SandboxError;
+
+/// What a thread is for.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Task {
+    /// Serves queues: disk I/O, through a ring or without.
+    Queue,
+    /// Speaks with clients, starts and stops: what a queue does, and opening files, and messages.
+    Control,
+}
+
+type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+
+/// Memory, time, threads, waiting: what every thread of a Rust program may need.
+const EVERY: &[libc::c_long] = &[
+    libc::SYS_brk,
+    libc::SYS_munmap,
+    libc::SYS_mremap,
+    libc::SYS_madvise,
+    libc::SYS_membarrier,
+    libc::SYS_futex,
+    libc::SYS_set_robust_list,
+    libc::SYS_rseq,
+    libc::SYS_sched_yield,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_gettid,
+    libc::SYS_getpid,
+    libc::SYS_getrandom,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_nanosleep,
+    libc::SYS_restart_syscall,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sigaltstack,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_clone3,
+    libc::SYS_close,
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_writev,
+    libc::SYS_ppoll,
+    libc::SYS_eventfd2,
+];
+
+/// Disk I/O.
+const QUEUE: &[libc::c_long] = &[
+    libc::SYS_io_uring_enter,
+    // Only files can be registered: the ring's own restrictions see to that.
+    libc::SYS_io_uring_register,
+    libc::SYS_pread64,
+    libc::SYS_pwrite64,
+    libc::SYS_preadv,
+    libc::SYS_pwritev,
+    libc::SYS_preadv2,
+    libc::SYS_pwritev2,
+    libc::SYS_fdatasync,
+    libc::SYS_fsync,
+    libc::SYS_fallocate,
+    libc::SYS_ftruncate,
+    libc::SYS_lseek,
+    libc::SYS_fstat,
+    libc::SYS_statx,
+];
+
+/// Clients: accepting them, their messages, their memory; and opening an image again, which Landlock limits.
+const CONTROL: &[libc::c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_recvmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_recvfrom,
+    libc::SYS_sendto,
+    libc::SYS_shutdown,
+    libc::SYS_getsockopt,
+    libc::SYS_memfd_create,
+    libc::SYS_openat,
+    libc::SYS_newfstatat,
+    libc::SYS_unlinkat,
+    libc::SYS_rt_sigtimedwait,
+];
+
+/// What newer system calls replace, and older C libraries still call.
+#[cfg(target_arch = "x86_64")]
+const OLD_EVERY: &[libc::c_long] = &[libc::SYS_poll];
+#[cfg(target_arch = "x86_64")]
+const OLD_CONTROL: &[libc::c_long] = &[libc::SYS_unlink];
+#[cfg(not(target_arch = "x86_64"))]
+const OLD_EVERY: &[libc::c_long] = &[];
+#[cfg(not(target_arch = "x86_64"))]
+const OLD_CONTROL: &[libc::c_long] = &[];
+
+/// What `fcntl` is good for here.
+const FCNTL: [libc::c_int; 9] = [
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GETFD,
+    libc::F_GETFL,
+    libc::F_SETFL,
+    libc::F_OFD_SETLK,
+    libc::F_OFD_GETLK,
+    libc::F_GET_SEALS,
+    libc::F_ADD_SEALS,
+    libc::F_SETFD,
+];
+
+fn rule(argument: u8, op: SeccompCmpOp, value: u64) -> Result<SeccompRule, Error> {
+    let condition =
+        SeccompCondition::new(argument, SeccompCmpArgLen::Dword, op, value).map_err(Error::from)?;
+    SeccompRule::new(vec![condition]).map_err(Error::from)
+}
+
+fn number(value: libc::c_int) -> u64 {
+    u64::from(value.cast_unsigned())
+}
+
+/// The calls of `task`, by number, with what their arguments may be.
+fn rules(task: Task) -> Result<Rules, Error> {
+    let mut rules = Rules::new();
+    let mut allow =
+        |list: &[libc::c_long]| list.iter().for_each(|&call| drop(rules.insert(call, Vec::new())));
+    allow(EVERY);
+    allow(OLD_EVERY);
+    allow(QUEUE);
+    if task == Task::Control {
+        allow(CONTROL);
+        allow(OLD_CONTROL);
+    }
+    let no_exec = || rule(2, SeccompCmpOp::MaskedEq(number(libc::PROT_EXEC)), 0);
+    rules.insert(libc::SYS_mmap, vec![no_exec()?]);
+    rules.insert(libc::SYS_mprotect, vec![no_exec()?]);
+    let commands = FCNTL
+        .iter()
+        .map(|&command| rule(1, SeccompCmpOp::Eq, number(command)));
+    rules.insert(libc::SYS_fcntl, commands.collect::<Result<_, _>>()?);
+    if task == Task::Control {
+        let nonblocking = rule(1, SeccompCmpOp::Eq, libc::FIONBIO)?;
+        rules.insert(libc::SYS_ioctl, vec![nonblocking]);
+    }
+    rules.insert(
+        libc::SYS_prctl,
+        vec![rule(0, SeccompCmpOp::Eq, number(libc::PR_SET_NAME))?],
+    );
+    let ours = u64::from(std::process::id());
+    rules.insert(libc::SYS_tgkill, vec![rule(0, SeccompCmpOp::Eq, ours)?]);
+    let thread = number(libc::CLONE_THREAD | libc::CLONE_VM | libc::CLONE_SIGHAND);
+    rules.insert(
+        libc::SYS_clone,
+        vec![rule(0, SeccompCmpOp::MaskedEq(thread), thread)?],
+    );
+    Ok(rules)
+}
+
+/// The kernel's errno for an action, which has 16 bits for it.
+fn errno(value: libc::c_int) -> SeccompAction {
+    SeccompAction::Errno(value.cast_unsigned())
+}
+
+/// Both filters of a task. A call has to pass both.
+fn programs(task: Task) -> Result<[BpfProgram; 2], Error> {
+    let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(Error::from)?;
+    let listed = SeccompFilter::new(rules(task)?, errno(libc::EPERM), SeccompAction::Allow, arch);
+    // What clone3 is to do lies in memory, where no filter can look. Told that there is no such call, the C
+    // library uses clone, whose flags the other filter sees.
+    let unknown: Rules = [(libc::SYS_clone3, Vec::new())].into();
+    let without = SeccompFilter::new(unknown, SeccompAction::Allow, errno(libc::ENOSYS), arch);
+    let compile = |filter: Result<SeccompFilter, seccompiler::BackendError>| {
+        filter.and_then(BpfProgram::try_from).map_err(Error::from)
+    };
+    Ok([compile(listed)?, compile(without)?])
+}
+
+pub(super) fn restrict(task: Task) -> Result<(), SandboxError> {
+    static TOLD: AtomicBool = AtomicBool::new(false);
+    // The second goes in first: the first does not allow a further one.
+    let [listed, without] = programs(task)?;
+    for program in [without, listed] {
+        match seccompiler::apply_filter(&program) {
+            Ok(()) => {}
+            Err(Error::Seccomp(error))
+                if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL)) =>
+            {
+                if !TOLD.swap(true, Ordering::Relaxed) {
+                    tracing::warn!(
+                        "this kernel has no seccomp filters: system calls are not restricted; the rest of the \
+                         sandbox is on"
+                    );
+                }
+                return Ok(());
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,131 @@
+//! A `ringdisk vhost-user` process and the folder it works in.
+
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+
+/// A folder with one image, `disk.qcow2`, and one socket, `socket`.
+pub(crate) struct World {
+    directory: tempfile::TempDir,
+}
+
+impl World {
+    /// With an image of `bytes` and these options of `qemu-img`.
+    pub(crate) fn new(options: &str, bytes: usize) -> Self {
+        let world = Self {
+            directory: tempfile::tempdir().expect("a folder"),
+        };
+        let bytes = bytes.to_string();
+        world.qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, "disk.qcow2", &bytes]);
+        world
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Runs `qemu-img`, which must succeed.
+    pub(crate) fn qemu_img(&self, arguments: &[&str]) {
+        let output = self.try_qemu_img(arguments);
+        assert!(output.status.success(), "qemu-img {arguments:?}: {output:?}");
+    }
+
+    fn try_qemu_img(&self, arguments: &[&str]) -> Output {
+        Command::new("qemu-img")
+            .args(arguments)
+            .current_dir(self.directory.path())
+            .output()
+            .expect("qemu-img is needed by this test (apt-get install qemu-utils)")
+    }
+
+    /// Fails the test if `qemu-img check` finds errors. Leaks, which a kill may leave, are mended first if
+    /// `leaks` says that there may be some.
+    pub(crate) fn assert_sound(&self, leaks: bool) {
+        let mut arguments = vec!["check", "-q", "-f", "qcow2"];
+        if leaks {
+            arguments.extend(["-r", "leaks"]);
+        }
+        arguments.push("disk.qcow2");
+        let output = self.try_qemu_img(&arguments);
+        assert_eq!(output.status.code(), Some(0), "{output:?}");
+    }
+
+    /// The disk's contents as QEMU reads them.
+    pub(crate) fn contents(&self) -> Vec<u8> {
+        self.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", "disk.qcow2", "disk.raw"]);
+        std::fs::read(self.path("disk.raw")).expect("the contents")
+    }
+
+    /// Starts a server of the image with these further arguments; does not wait for it.
+    pub(crate) fn serve(&self, arguments: &[&str]) -> Server {
+        let log = std::fs::File::options()
+            .append(true)
+            .create(true)
+            .open(self.path("log"))
+            .expect("a log");
+        let child = Command::new("env")
+            .args(["--default-signal", env!("CARGO_BIN_EXE_ringdisk"), "vhost-user"])
+            .args(["--socket", "socket", "--disk", "path=disk.qcow2,poll_us=0"])
+            .args(arguments)
+            .current_dir(self.directory.path())
+            .env_remove("RINGDISK_LOG")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .expect("run ringdisk");
+        Server { child }
+    }
+
+    /// What all servers said so far.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.path("log")).unwrap_or_default()
+    }
+}
+
+/// A running server; killed when dropped.
+pub(crate) struct Server {
+    child: Child,
+}
+
+impl Server {
+    pub(crate) fn kill(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        // Either fails only if it has ended already.
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Waits for it to end by itself; its exit code.
+    pub(crate) fn wait(mut self) -> Option<i32> {
+        self.child.wait().expect("a child").code()
+    }
+
+    pub(crate) fn is_running(&mut self) -> bool {
+        self.child.try_wait().expect("a child").is_none()
+    }
+
+    pub(crate) fn signal(&self, name: &str) {
+        let arguments = [format!("-{name}"), self.pid().to_string()];
+        let sent = Command::new("kill").args(arguments).status();
+        assert!(sent.expect("run kill").success());
+    }
+
+    /// Asks it to stop; its exit code.
+    pub(crate) fn stop(self) -> Option<i32> {
+        self.signal("TERM");
+        self.wait()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.end();
+    }
+}

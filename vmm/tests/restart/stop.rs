@@ -1,0 +1,65 @@
+//! A server that cannot drain: the second stop signal ends it all the same.
+//!
+//! A debugger's stop holds up one thread, the queue's, as a disk that hangs would.
+#![expect(unsafe_code, reason = "ptrace(2) has no safe wrapper at hand")]
+
+use std::time::{Duration, Instant};
+
+use crate::client::{BLOCK, Client, Random};
+use crate::server::World;
+
+/// The thread of `pid` with this name.
+fn thread(pid: u32, name: &str) -> libc::pid_t {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("a process");
+    let mut tids = tasks.filter_map(|task| {
+        let task = task.expect("a thread");
+        let found = std::fs::read_to_string(task.path().join("comm")).expect("its name");
+        (found.trim() == name).then(|| task.file_name().to_string_lossy().parse().expect("a number"))
+    });
+    tids.next().expect("a thread of that name")
+}
+
+/// Stops a thread until the process ends.
+fn hold_up(tid: libc::pid_t) {
+    for request in [libc::PTRACE_SEIZE, libc::PTRACE_INTERRUPT] {
+        // SAFETY: neither request passes memory.
+        let result = unsafe { libc::ptrace(request, tid, 0, 0) };
+        assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+    }
+    reap(tid);
+}
+
+/// Waits for a thread that is traced to stop or end.
+fn reap(tid: libc::pid_t) {
+    // SAFETY: no memory is passed.
+    unsafe { libc::waitpid(tid, std::ptr::null_mut(), libc::__WALL) };
+}
+
+#[test]
+fn a_second_stop_signal_ends_a_server_that_cannot_drain() {
+    let world = World::new("cluster_size=65536", 64 * BLOCK);
+    let mut server = world.serve(&[]);
+    let mut client = Client::new(64, false);
+    client.connect(&world.path("socket"));
+    client.work(&mut Random(9), Duration::from_millis(5));
+    let queue = thread(server.pid(), "queue 0");
+    hold_up(queue);
+    server.signal("TERM");
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(
+        server.is_running(),
+        "it drains, and says nothing: {}",
+        world.log()
+    );
+    let second = Instant::now();
+    server.signal("TERM");
+    reap(queue);
+    assert_eq!(server.wait(), Some(1));
+    assert!(
+        second.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        second.elapsed()
+    );
+    let log = world.log();
+    assert!(log.contains("giving up before everything was drained"), "{log}");
+}
