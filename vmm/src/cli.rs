@@ -57,6 +57,10 @@ struct VhostUserArguments {
     /// cost nothing.
     #[arg(long)]
     restartable: bool,
+    /// Take over from the server that serves exactly these sockets: it closes its images and ends, and its
+    /// clients find this one when they connect again
+    #[arg(long)]
+    takeover: bool,
     /// Whether to give up every right that serving does not take, before the first client is looked at
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
     sandbox: String,
@@ -101,6 +105,7 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
             socket,
             disk,
             restartable,
+            takeover,
             sandbox,
         }) => {
             let disks = disk
@@ -118,6 +123,7 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
                 socket.into_iter().zip(disks).collect(),
                 vhost_user::Options {
                     restartable,
+                    takeover,
                     sandbox: sandbox == "on",
                 },
             )

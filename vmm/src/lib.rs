@@ -19,4 +19,5 @@ pub mod sandbox;
 pub mod signals;
 pub mod size;
 pub mod socket;
+pub mod takeover;
 pub mod vhost_user;

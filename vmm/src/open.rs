@@ -128,6 +128,32 @@ pub fn open_as(config: &DiskConfig, persist_mappings: bool) -> Result<OpenedDisk
     }
 }
 
+/// Finds out what would keep a disk from being opened, but for others who have it open: nothing is locked,
+/// and nothing written.
+///
+/// # Errors
+///
+/// [`OpenError`], naming the file.
+pub fn rehearse(config: &DiskConfig) -> Result<(), OpenError> {
+    let cx = Context::syscalls();
+    let options = FileOptions {
+        write: !config.readonly,
+        direct: config.direct,
+    };
+    ImageFile::open(&config.path, options)?;
+    if image_type(config, &cx)? == ImageType::Qcow2 {
+        let options = OpenOptions {
+            read_only: true,
+            direct: config.direct,
+            backing_files: config.backing_files,
+            lock: None,
+            ..OpenOptions::default()
+        };
+        QcowDisk::open(&config.path, &options)?;
+    }
+    Ok(())
+}
+
 /// The format that was given, or QCOW2 if the file says so itself.
 fn image_type(config: &DiskConfig, cx: &Context) -> Result<ImageType, OpenError> {
     if let Some(given) = config.image_type {

@@ -67,8 +67,8 @@ pub enum SocketError {
 pub struct Socket {
     listener: UnixListener,
     path: PathBuf,
-    /// Device and inode of the file as we made it.
-    identity: (u64, u64),
+    /// Device and inode of the file as it was made, unless it is another process's now.
+    identity: Option<(u64, u64)>,
 }
 
 impl Socket {
@@ -108,13 +108,41 @@ impl Socket {
         let socket = Self {
             listener,
             path: path.to_owned(),
-            identity: (made.dev(), made.ino()),
+            identity: Some((made.dev(), made.ino())),
         };
         // SAFETY: `listen` takes a descriptor and a number and touches no memory of ours.
         if unsafe { libc::listen(socket.listener.as_raw_fd(), BACKLOG) } == -1 {
             return Err(os("listen on")(io::Error::last_os_error()));
         }
         Ok(socket)
+    }
+
+    /// Continues to listen on a socket that another process made at `path` and handed over.
+    ///
+    /// # Errors
+    ///
+    /// [`SocketError`] if there is nothing at `path` any more.
+    pub fn adopt(listener: UnixListener, path: &Path) -> Result<Self, SocketError> {
+        let made = fs::symlink_metadata(path).map_err(|source| SocketError::Os {
+            action: "look at",
+            path: path.to_owned(),
+            source,
+        })?;
+        Ok(Self {
+            listener,
+            path: path.to_owned(),
+            identity: Some((made.dev(), made.ino())),
+        })
+    }
+
+    /// The listening socket, to be handed over; its file stays.
+    ///
+    /// # Errors
+    ///
+    /// If the process has no descriptor left; then the file stays too.
+    pub fn give_up(mut self) -> io::Result<UnixListener> {
+        self.identity = None;
+        self.listener.try_clone()
     }
 
     /// The listening socket itself.
@@ -132,8 +160,8 @@ impl Socket {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        let still_ours =
-            fs::symlink_metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == self.identity);
+        let still_ours = fs::symlink_metadata(&self.path)
+            .is_ok_and(|found| Some((found.dev(), found.ino())) == self.identity);
         if still_ours && let Err(error) = fs::remove_file(&self.path) {
             tracing::warn!(path = %self.path.display(), %error, "could not remove the socket");
         }
@@ -182,8 +210,23 @@ fn stream_socket(flags: libc::c_int) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// Whether the process at the other end of a connection runs as the same user as this one.
+#[must_use]
+pub fn is_same_user(connection: &impl AsRawFd) -> bool {
+    // SAFETY: takes nothing and cannot fail.
+    let ours = unsafe { libc::geteuid() };
+    credentials(connection).is_some_and(|peer| peer.uid == ours)
+}
+
 /// The process at the other end of a connection, by name and number.
 fn peer(connection: &OwnedFd) -> Option<String> {
+    let pid = credentials(connection)?.pid;
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_else(|_| "a process".to_owned());
+    Some(format!("{} (process {pid})", name.trim_end()))
+}
+
+/// Who is at the other end of a connection.
+fn credentials(connection: &impl AsRawFd) -> Option<libc::ucred> {
     let mut credentials = libc::ucred {
         pid: 0,
         uid: 0,
@@ -201,12 +244,7 @@ fn peer(connection: &OwnedFd) -> Option<String> {
             &raw mut len,
         )
     };
-    if result == -1 || credentials.pid <= 0 {
-        return None;
-    }
-    let pid = credentials.pid;
-    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_else(|_| "a process".to_owned());
-    Some(format!("{} (process {pid})", name.trim_end()))
+    (result == 0 && credentials.pid > 0).then_some(credentials)
 }
 
 /// A socket address made from a path, and how much of it counts.

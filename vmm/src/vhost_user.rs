@@ -6,8 +6,11 @@
 //! What must stay true: after a stop signal no request that was taken is lost. Clients are disconnected,
 //! their requests drained, and each image is closed cleanly, whatever became of the others.
 
+use std::io::Write;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use block::worker::StartHook;
 use virtio_devices::vhost_user::{StopToken, VhostUserConfig, VhostUserServer};
@@ -18,12 +21,15 @@ use crate::open::{self, OpenedDisk};
 use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
 use crate::signals::StopSignals;
 use crate::socket::Socket;
+use crate::takeover::{self, Door, Keeper, Successor};
 
 /// How disks are served.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     /// Guests can go on with a new server when this one is killed.
     pub restartable: bool,
+    /// Take over from the server that serves these sockets.
+    pub takeover: bool,
     /// Give up, before the first client is looked at, every right that serving does not take.
     pub sandbox: bool,
 }
@@ -47,11 +53,24 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     let signals = StopSignals::block().map_err(start)?;
     let stop = StopToken::new().map_err(start)?;
 
-    let mut waiting = Vec::new();
-    for (path, config) in disks {
-        let socket = Socket::listen(&path).map_err(|error| CommandFailure::Failed(error.into()))?;
-        waiting.push((socket, config));
-    }
+    let failed = CommandFailure::Failed;
+    let (paths, configs): (Vec<PathBuf>, Vec<DiskConfig>) = disks.into_iter().unzip();
+    let (began, sockets) = if options.takeover {
+        // The old server closes its images before these can be locked. What else could be wrong shows now.
+        for config in &configs {
+            open::rehearse(config).map_err(|error| failed(error.into()))?;
+        }
+        let began = Instant::now();
+        let listeners = takeover::take_over(&paths).map_err(|error| failed(error.into()))?;
+        let adopted = listeners.into_iter().zip(&paths);
+        let sockets = adopted.map(|(listener, path)| Socket::adopt(listener, path));
+        (Some(began), sockets.collect::<Result<Vec<_>, _>>())
+    } else {
+        (None, paths.iter().map(|path| Socket::listen(path)).collect())
+    };
+    let sockets = sockets.map_err(|error| failed(error.into()))?;
+    let door = open_door(&paths);
+    let waiting = sockets.into_iter().zip(configs);
     let mut opened = Vec::new();
     for (socket, config) in waiting {
         let disk = open::open_as(&config, options.restartable);
@@ -72,13 +91,44 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
         .collect::<Result<Vec<_>, _>>()?;
 
     stop_on_signal(signals, stop.clone(), options).map_err(start)?;
+    let successor = Arc::new(Mutex::new(None));
+    if let Some(door) = &door {
+        let keeper = door.keeper().map_err(start)?;
+        stop_on_takeover(keeper, stop.clone(), Arc::clone(&successor), options).map_err(start)?;
+    }
+    if let Some(began) = began {
+        let (count, ms) = (served.len(), began.elapsed().as_secs_f64() * 1000.0);
+        writeln!(std::io::stdout(), "took over {count} disks in {ms:.1} ms")?;
+    }
     let mut first_failure = serve_all(&served, &stop, options).err();
+    drop(door);
+    let successor = successor.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let mut listeners = Vec::new();
     for disk in served {
-        if let Err(failure) = close(disk) {
-            first_failure.get_or_insert(failure);
+        match close(disk, successor.is_some()) {
+            Ok(listener) => listeners.extend(listener),
+            Err(failure) => {
+                first_failure.get_or_insert(failure);
+            }
         }
     }
+    if let Some(successor) = successor {
+        if let Some(failure) = first_failure {
+            successor.refuse("it has failed, and its images may need repair");
+            return Err(failure);
+        }
+        successor
+            .hand_over(&listeners)
+            .map_err(|error| CommandFailure::about("cannot hand over to the new server", error))?;
+    }
     first_failure.map_or(Ok(EXIT_OK), Err)
+}
+
+/// The door for a takeover; without one, where the socket's name is too long for it, only that is missing.
+fn open_door(sockets: &[PathBuf]) -> Option<Door> {
+    Door::open(sockets)
+        .inspect_err(|error| tracing::warn!(%error, "this server cannot be taken over from"))
+        .ok()
 }
 
 /// What has to stay accessible: the images, and the sockets to be removed in the end.
@@ -190,22 +240,56 @@ fn serve_all(served: &[Served], stop: &StopToken, options: Options) -> Result<()
     results.into_iter().collect()
 }
 
-/// Drains and flushes one disk and closes its image; then others may have it.
-fn close(disk: Served) -> Result<(), CommandFailure> {
+/// Drains and flushes one disk and closes its image; then others may have it. With `hand_over`, gives its
+/// listening socket, on which clients may wait.
+fn close(disk: Served, hand_over: bool) -> Result<Option<UnixListener>, CommandFailure> {
     let Served {
         name,
         server,
         socket,
         opened,
     } = disk;
-    drop(socket);
+    let listener = if hand_over {
+        let given = socket.give_up();
+        Some(given.map_err(|error| CommandFailure::about(&name, error))?)
+    } else {
+        drop(socket);
+        None
+    };
     let closed = server.close();
     drop(opened);
     match &closed {
         Ok(()) => tracing::info!(disk = %name, "closed cleanly"),
         Err(error) => tracing::error!(disk = %name, %error, "not closed cleanly"),
     }
-    closed.map_err(|error| CommandFailure::about(name, error))
+    closed.map_err(|error| CommandFailure::about(name, error))?;
+    Ok(listener)
+}
+
+/// Starts the thread that stops the server when a new one wants to take over.
+fn stop_on_takeover(
+    keeper: Keeper,
+    stop: StopToken,
+    successor: Arc<Mutex<Option<Successor>>>,
+    options: Options,
+) -> std::io::Result<()> {
+    let wait_and_stop = move || -> std::io::Result<()> {
+        confine(Task::Control, options)?;
+        let new = keeper.wait()?;
+        tracing::info!("handing over to a new server");
+        *successor.lock().unwrap_or_else(PoisonError::into_inner) = Some(new);
+        stop.stop();
+        Ok(())
+    };
+    let report = move || {
+        if let Err(error) = wait_and_stop() {
+            tracing::error!(%error, "cannot wait for a takeover");
+        }
+    };
+    std::thread::Builder::new()
+        .name("takeover".to_owned())
+        .spawn(report)?;
+    Ok(())
 }
 
 /// Starts the thread that turns the first stop signal into a stop, and the second into the end.

@@ -91,6 +91,7 @@ const CONTROL: &[libc::c_long] = &[
     libc::SYS_sendto,
     libc::SYS_shutdown,
     libc::SYS_getsockopt,
+    libc::SYS_geteuid,
     libc::SYS_memfd_create,
     libc::SYS_openat,
     libc::SYS_newfstatat,
@@ -153,6 +154,8 @@ fn rules(task: Task) -> Result<Rules, Error> {
     if task == Task::Control {
         let nonblocking = rule(1, SeccompCmpOp::Eq, libc::FIONBIO)?;
         rules.insert(libc::SYS_ioctl, vec![nonblocking]);
+        let timeout = rule(2, SeccompCmpOp::Eq, number(libc::SO_RCVTIMEO))?;
+        rules.insert(libc::SYS_setsockopt, vec![timeout]);
     }
     rules.insert(
         libc::SYS_prctl,

@@ -5,3 +5,4 @@ mod client;
 mod kill;
 mod server;
 mod stop;
+mod takeover;
