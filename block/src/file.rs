@@ -67,6 +67,26 @@ pub enum OpenFileError {
     },
 }
 
+/// Where image files come from: the host's file system, or a simulated one.
+pub trait OpenFiles {
+    /// Opens the file at `path`.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenFileError`], naming the path.
+    fn open(&self, path: &Path, options: FileOptions) -> Result<Arc<ImageFile>, OpenFileError>;
+}
+
+/// The host's file system.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostFiles;
+
+impl OpenFiles for HostFiles {
+    fn open(&self, path: &Path, options: FileOptions) -> Result<Arc<ImageFile>, OpenFileError> {
+        ImageFile::open(path, options)
+    }
+}
+
 /// What I/O on a file must be aligned to, in bytes (powers of two).
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Alignment {
@@ -154,10 +174,21 @@ impl ImageFile {
         } else {
             Alignment::NONE
         };
+        Self::with_alignment(path, file, options.write, block_device, alignment)
+    }
+
+    /// Wraps a file whose I/O must be aligned like this, whatever the kernel says of its descriptor.
+    pub(crate) fn with_alignment(
+        path: PathBuf,
+        file: File,
+        writable: bool,
+        block_device: bool,
+        alignment: Alignment,
+    ) -> Self {
         Self {
             path,
             fd: file.into(),
-            writable: options.write,
+            writable,
             alignment,
             block_device,
             ranges: RangeLocks::default(),

@@ -4,13 +4,15 @@
 //! touch ([`buffer`]), one request and its must-complete token ([`request`]), the disk traits
 //! ([`disk`]), the only code that talks to the kernel about I/O ([`ring`]), the per-worker executor
 //! ([`task`]), the worker thread ([`worker`]), files with their alignment rules ([`mod@file`]), the raw
-//! format ([`raw`]), grace periods ([`epoch`]), image locks ([`lock`]), and what threads share by names that
-//! a model checker can replace ([`sync`]).
+//! format ([`raw`]), grace periods ([`epoch`]), image locks ([`lock`]), what threads share by names that a
+//! model checker can replace ([`sync`]), and a simulated world to try all of it in ([`sim`]).
 //!
 //! What must stay true: an op owns its buffers until its completion is reaped, every request is
 //! answered exactly once, and a short result is never success.
 
 pub mod buffer;
+#[doc(hidden)]
+pub mod canary;
 pub mod disk;
 pub mod epoch;
 pub mod error;
@@ -20,6 +22,7 @@ pub mod lock;
 pub mod raw;
 pub mod request;
 pub mod ring;
+pub mod sim;
 pub mod sync;
 pub mod task;
 pub mod worker;

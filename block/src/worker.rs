@@ -137,7 +137,7 @@ struct Commands {
     ended: AtomicBool,
 }
 
-/// What runs on the worker's thread. Reached through [`WorkerHandle::run`].
+/// What runs on the worker's thread. Reached through [`WorkerHandle::run`], or made [by hand](Worker::by_hand).
 pub struct Worker {
     cx: Context,
     frontends: Vec<Entry>,
@@ -169,6 +169,27 @@ const WAKE: EventToken = 0;
 const KICK: EventToken = 1;
 
 impl Worker {
+    /// A worker without a thread: its owner calls [`Worker::round`], and several of them interleave in one
+    /// thread as their owner likes.
+    #[must_use]
+    pub fn by_hand(cx: Context) -> Self {
+        let poll = PollTime {
+            window: Duration::ZERO,
+            max: Duration::ZERO,
+        };
+        Self::new(cx, Arc::default(), poll)
+    }
+
+    fn new(cx: Context, commands: Arc<Commands>, poll: PollTime) -> Self {
+        Self {
+            cx,
+            frontends: Vec::new(),
+            next_id: 0,
+            commands,
+            poll,
+        }
+    }
+
     /// The worker's ring, executor and pool.
     #[must_use]
     pub fn context(&self) -> &Context {
@@ -202,7 +223,7 @@ impl Worker {
 
     /// Asks for a frontend's removal; `done` hears when it has drained and is gone. An unknown frontend
     /// is gone already.
-    fn remove(&mut self, id: FrontendId, done: mpsc::Sender<()>) {
+    pub fn remove(&mut self, id: FrontendId, done: mpsc::Sender<()>) {
         if let Some(entry) = self.frontends.iter_mut().find(|entry| entry.id == id) {
             entry.watches.clear();
             entry.removal.push(done);
@@ -224,8 +245,12 @@ impl Worker {
         true
     }
 
-    /// One round: new requests, tasks, the ring, answers. Returns whether anything happened.
-    fn round(&mut self) -> io::Result<bool> {
+    /// One round: new requests, tasks, the ring, answers. Never waits. Returns whether anything happened.
+    ///
+    /// # Errors
+    ///
+    /// If the ring cannot go on.
+    pub fn round(&mut self) -> io::Result<bool> {
         let mut worked = self.run_commands();
         for entry in &mut self.frontends {
             if entry.removal.is_empty() {
@@ -519,16 +544,7 @@ fn set_up(config: &WorkerConfig, commands: Arc<Commands>) -> Result<(Worker, Wat
     if let Some(StartHook(hook)) = &config.on_start {
         hook().map_err(StartWorkerError::Hook)?;
     }
-    Ok((
-        Worker {
-            cx,
-            frontends: Vec::new(),
-            next_id: 0,
-            commands,
-            poll,
-        },
-        watch,
-    ))
+    Ok((Worker::new(cx, commands, poll), watch))
 }
 
 #[cfg(all(test, loom))]

@@ -1,7 +1,7 @@
 //! What a ring asks of whatever carries out its ops.
 //!
-//! The three rings of the design differ only behind this trait: io_uring, plain system calls, and (in
-//! tests) worlds of their own. Short results, retries, ownership and waking are the ring's business and
+//! The three rings of the design differ only behind this trait: io_uring, plain system calls, and the
+//! [simulated world](crate::sim). Short results, retries, ownership and waking are the ring's business and
 //! the same for all; a driver only starts ops and tells how they ended.
 
 use std::fmt;

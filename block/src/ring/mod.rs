@@ -13,7 +13,7 @@
 
 #![expect(unsafe_code, reason = "starts ops whose memory the slots own")]
 
-mod driver;
+pub(crate) mod driver;
 mod null;
 mod slots;
 mod sys;
@@ -32,6 +32,7 @@ use std::task::{Context, Poll};
 use smallvec::SmallVec;
 
 use crate::buffer::{Piece, append_zeros};
+use crate::canary::{Rule, broken, strikes};
 use crate::error::IoError;
 use crate::request::{Op, Request};
 use driver::{Completion, Driver, FileSlot, Kind};
@@ -160,7 +161,7 @@ impl Ring {
         Ok(Self::with_driver(driver, depth))
     }
 
-    fn with_driver(driver: Box<dyn Driver>, depth: u32) -> Self {
+    pub(crate) fn with_driver(driver: Box<dyn Driver>, depth: u32) -> Self {
         Self {
             inner: Rc::new(Inner {
                 driver: RefCell::new(driver),
@@ -173,7 +174,7 @@ impl Ring {
         }
     }
 
-    /// What carries out the ops: `"io_uring"`, `"syscalls"` or `"null"`.
+    /// What carries out the ops: `"io_uring"`, `"syscalls"`, `"null"` or `"sim"`.
     #[must_use]
     pub fn driver_name(&self) -> &'static str {
         self.inner.driver.borrow().name()
@@ -273,7 +274,9 @@ impl Ring {
             match piece {
                 Piece::Bytes { buffer, offset, len } => {
                     buffer.append_slices(offset, len, &mut slot.slices);
-                    slot.keep.push(buffer);
+                    if !broken(Rule::MemoryFreedEarly) {
+                        slot.keep.push(buffer);
+                    }
                 }
                 Piece::Zeros(len) => append_zeros(len, &mut slot.slices),
             }
@@ -469,6 +472,7 @@ impl Inner {
                 drop(slots);
                 self.push(index);
             }
+            Step::End(_) if strikes(Rule::LostCompletion, 50) => {}
             Step::End(result) => {
                 self.in_flight.set(self.in_flight.get() - 1);
                 if let Owner::Waiting(waker) = &mut slot.owner {

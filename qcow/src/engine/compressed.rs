@@ -124,7 +124,7 @@ pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<R
     let out_bytes = usize::try_from(shared.geometry.cluster_size()).map_err(|_| IoError::OutOfRange)?;
     let evicted = queue.inflated.borrow_mut().evict(out_bytes);
     let output = evicted.unwrap_or_else(|| AlignedBuf::zeroed(out_bytes));
-    let (input, output) = if out_bytes <= INLINE_BYTES {
+    let (input, output) = if out_bytes <= INLINE_BYTES || shared.inflater.threads == 0 {
         let mut output = output;
         let mut inflated = queue.inflated.borrow_mut();
         if inflated.inline.is_none() {
@@ -261,9 +261,10 @@ impl fmt::Debug for Inflater {
 }
 
 impl Inflater {
+    /// So many threads; without any, each queue's worker inflates for itself.
     pub(crate) fn new(threads: usize) -> Self {
         Self {
-            threads: threads.max(1),
+            threads,
             running: Mutex::new(None),
         }
     }

@@ -15,6 +15,7 @@ use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 
+use block::canary::{Rule, broken};
 use block::sync::atomic::Ordering;
 use block::{AlignedBuf, IoError};
 
@@ -60,7 +61,11 @@ pub(super) async fn flush(queue: &Rc<Queue>) -> Result<(), IoError> {
         return Ok(());
     }
     // A round that is running may have taken its snapshot already; only the next one covers us.
-    let need = shared.rounds.lock().begun + 1;
+    let need = {
+        let rounds = shared.rounds.lock();
+        let joins = rounds.running && broken(Rule::FlushMissesQueue);
+        rounds.begun + u64::from(!joins)
+    };
     let lead = poll_fn(|cx| {
         let mut rounds = shared.rounds.lock();
         if rounds.ended >= need {
@@ -185,6 +190,11 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
     first.append(&mut snapshot.new_tables);
     let mut second = std::mem::take(&mut snapshot.l2);
     second.append(&mut snapshot.l1);
+    if broken(Rule::L2BeforeRefcount) {
+        std::mem::swap(&mut first, &mut second);
+    } else if broken(Rule::L1BeforeTable) {
+        first.append(&mut second);
+    }
     write_places(queue, first).await?;
     sync(queue).await?;
     if !second.is_empty() {
@@ -215,7 +225,9 @@ pub(super) async fn sync(queue: &Queue) -> Result<(), IoError> {
     let shared = &queue.shared;
     failed_before(shared)?;
     queue.file.sync().await.inspect_err(|error| {
-        shared.failed_sync.store(error.errno(), Ordering::SeqCst);
+        if !broken(Rule::FailedSyncForgotten) {
+            shared.failed_sync.store(error.errno(), Ordering::SeqCst);
+        }
         let image = shared.file.path().display();
         tracing::error!(%image, %error, "a sync failed; no FLUSH succeeds until the image is reopened");
     })

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use block::IoError;
+#[cfg(feature = "canary")]
+use block::canary::{Rule, broken};
 
 use super::{Queue, Shared, corrupt};
 use crate::metadata::Blocked;
@@ -119,7 +121,11 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
         slice,
     };
     let len = shared.geometry.cluster_size().min(4096) as usize;
-    let bytes = queue.file.read_at(offset, len).await?;
+    let bytes = {
+        #[cfg(feature = "canary")]
+        let _held = broken(Rule::LockAcrossAwait).then(|| shared.read());
+        queue.file.read_at(offset, len).await?
+    };
     let exposed = {
         let mut metadata = shared.write()?;
         match kind {

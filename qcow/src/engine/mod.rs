@@ -212,6 +212,14 @@ impl QcowDisk {
         grow::grow(&queue, size_bytes & !511).await
     }
 
+    /// Whether nobody holds the metadata's lock: what must hold whenever no worker is in the middle of a
+    /// round.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn is_unlocked(&self) -> bool {
+        self.shared.metadata.try_write().is_ok()
+    }
+
     fn queue(&self, cx: &Context) -> Result<Rc<Queue>, OpenQueueError> {
         Queue::open(&self.shared, cx)
     }

@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use block::IoError;
+use block::canary::{Rule, broken};
 use rustc_hash::FxHashMap;
 
 use super::read::{Part, finish};
@@ -75,7 +76,9 @@ pub(super) async fn reclaim(queue: &Rc<Queue>) -> Result<(), IoError> {
         let batch = {
             let mut freeing = shared.freeing.lock();
             match freeing.batches.front() {
-                Some((epoch, _)) if epoch + 2 <= now => freeing.batches.pop_front(),
+                Some((epoch, _)) if epoch + 2 <= now || broken(Rule::ReuseInFlight) => {
+                    freeing.batches.pop_front()
+                }
                 _ => None,
             }
         };
@@ -115,7 +118,8 @@ async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
         .map(|(cluster, _)| *cluster)
         .collect();
     let runs = runs_of(unused);
-    let zero = punch(queue, &runs).await;
+    let punches_late = broken(Rule::ReuseBeforePunch);
+    let zero = !punches_late && punch(queue, &runs).await;
 
     for chunk in left.chunks(CLUSTERS_PER_LOCK) {
         let mut rest = chunk;
@@ -127,9 +131,14 @@ async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
             }
         }
     }
-    let mut metadata = queue.shared.write()?;
-    for (first, count) in runs {
-        metadata.refcounts.release(first, count, zero);
+    {
+        let mut metadata = queue.shared.write()?;
+        for &(first, count) in &runs {
+            metadata.refcounts.release(first, count, zero);
+        }
+    }
+    if punches_late {
+        punch(queue, &runs).await;
     }
     Ok(())
 }

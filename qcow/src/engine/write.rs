@@ -10,6 +10,7 @@
 use std::rc::Rc;
 
 use block::buffer::Piece;
+use block::canary::{Rule, broken};
 use block::ring::Pieces;
 use block::{AlignedBuf, Buffer, IoError};
 use smallvec::{SmallVec, smallvec};
@@ -158,6 +159,10 @@ async fn allocated(
         allocation,
         done: false,
     };
+    if broken(Rule::L2BeforeData) {
+        guard.publish()?;
+        return fill(queue, allocation, piece, offset, len).await;
+    }
     fill(queue, allocation, piece, offset, len).await?;
     guard.publish()
 }
@@ -262,6 +267,7 @@ fn edge(old: Option<&Rc<Buffer>>, offset: u64, len: u64) -> Piece {
 /// Whether a guest cluster that was mapped like this may hold anything but zeros.
 fn has_bytes(queue: &Queue, old: L2Mapping, guest: u64) -> bool {
     match old {
+        _ if broken(Rule::NeighbourDropped) => false,
         L2Mapping::Zero { .. } => false,
         L2Mapping::Unallocated => queue.shared.backing_covers(guest),
         L2Mapping::Data { .. } | L2Mapping::Compressed(_) => true,

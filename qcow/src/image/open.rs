@@ -11,10 +11,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use block::file::{FileOptions, FileView, ImageFile, OpenFileError};
+use block::file::{FileOptions, FileView, HostFiles, ImageFile, OpenFileError, OpenFiles};
 use block::lock::{ImageLock, LockError, LockGranularity, LockMode};
 use block::raw::RawDisk;
-use block::{AlignedBuf, Context, Disk, IoError};
+use block::{AlignedBuf, Context, Disk, IoError, LocalBoxFuture};
 
 use super::extras::extras;
 use super::read::{ReadError, for_each_entry, read, read_header};
@@ -55,7 +55,7 @@ pub struct OpenOptions {
     /// The budget of the L2 table cache in bytes; by default what maps the whole disk, at most
     /// [`L2_CACHE_DEFAULT_MAX_BYTES`]. The refcount cache gets a quarter of it on top.
     pub l2_cache_bytes: Option<u64>,
-    /// How many threads inflate compressed clusters.
+    /// How many threads inflate compressed clusters; with none the queues' workers do it themselves.
     pub inflate_threads: usize,
     /// Lock images as QEMU does; `None` locks nothing.
     pub lock: Option<LockGranularity>,
@@ -180,6 +180,7 @@ pub enum ImageError {
 /// What the images of a chain have in common while it is opened.
 struct Chain<'a> {
     cx: &'a Context,
+    files: &'a dyn OpenFiles,
     options: &'a OpenOptions,
     /// Device and inode of each image so far.
     seen: Vec<(u64, u64)>,
@@ -195,12 +196,36 @@ impl QcowDisk {
     pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<Self>, OpenError> {
         // Opening is not worth a ring: it is a few reads.
         let cx = Context::syscalls();
+        match cx.block_on(Self::open_on(&cx, &HostFiles, path, options)) {
+            Ok(result) => result,
+            Err(error) => Err(OpenError::Image {
+                path: path.to_owned(),
+                source: ImageError::Io {
+                    what: "wait for I/O",
+                    source: error.into(),
+                },
+            }),
+        }
+    }
+
+    /// As [`QcowDisk::open`], with the images taken from `files` and the I/O done by `cx`.
+    ///
+    /// # Errors
+    ///
+    /// As for [`QcowDisk::open`].
+    pub async fn open_on(
+        cx: &Context,
+        files: &dyn OpenFiles,
+        path: &Path,
+        options: &OpenOptions,
+    ) -> Result<Arc<Self>, OpenError> {
         let mut chain = Chain {
-            cx: &cx,
+            cx,
+            files,
             options,
             seen: Vec::new(),
         };
-        chain.open(path, !options.read_only)
+        chain.open(path.to_owned(), !options.read_only).await
     }
 }
 
@@ -213,16 +238,6 @@ fn identity(file: &ImageFile) -> Option<(u64, u64)> {
 }
 
 impl Chain<'_> {
-    fn run<T>(&self, future: impl Future<Output = Result<T, ImageError>>) -> Result<T, ImageError> {
-        match self.cx.block_on(future) {
-            Ok(result) => result,
-            Err(error) => Err(ImageError::Io {
-                what: "wait for I/O",
-                source: error.into(),
-            }),
-        }
-    }
-
     fn open_file(
         &mut self,
         path: &Path,
@@ -233,7 +248,7 @@ impl Chain<'_> {
             write,
             direct: self.options.direct,
         };
-        let file = ImageFile::open(path, options)?;
+        let file = self.files.open(path, options)?;
         if let Some(identity) = identity(&file) {
             if self.seen.contains(&identity) {
                 let source = ImageError::Cycle {
@@ -254,54 +269,55 @@ impl Chain<'_> {
         Ok((file, lock))
     }
 
-    fn open(&mut self, path: &Path, write: bool) -> Result<Arc<QcowDisk>, OpenError> {
-        let image = |source: ImageError| OpenError::Image {
-            path: path.to_owned(),
-            source,
-        };
-        if self.seen.len() >= CHAIN_DEPTH_MAX {
-            return Err(image(ImageError::TooDeep));
-        }
-        let (file, lock) = self.open_file(path, write)?;
-        let view = file.view(self.cx).map_err(|error| {
-            image(ImageError::Io {
-                what: "duplicate a descriptor",
-                source: error.into(),
-            })
-        })?;
-        let header = self.run(check_header(&view, write)).map_err(image)?;
-        let backing = self.open_backing(path, &header)?;
-        // Nothing has been written so far, and from here on only what a rebuild needs.
-        let header = self.run(prepare(&view, header, write)).map_err(image)?;
-        let metadata = self
-            .run(load(&view, &header, self.options.l2_cache_bytes, write))
-            .map_err(image)?;
-        let first_sector = self
-            .run(async {
-                if write {
-                    announce_writes(&view, &header).await?;
-                }
-                Ok(read(&view, "the header", 0, 512).await?.to_vec())
-            })
-            .map_err(image)?;
-        Ok(QcowDisk::from_parts(Parts {
-            file,
-            policy: Policy {
-                read_only: !write,
-                sparse: self.options.sparse,
-                discard_no_unref: self.options.discard_no_unref,
-                persist_mappings: self.options.persist_mappings,
-            },
-            compression: header.compression,
-            backing,
-            metadata,
-            header: first_sector,
-            inflate_threads: self.options.inflate_threads,
-            lock,
-        }))
+    /// Boxed, as an image below is opened the same way.
+    fn open(&mut self, path: PathBuf, write: bool) -> LocalBoxFuture<'_, Result<Arc<QcowDisk>, OpenError>> {
+        Box::pin(async move {
+            let image = |source: ImageError| OpenError::Image {
+                path: path.clone(),
+                source,
+            };
+            if self.seen.len() >= CHAIN_DEPTH_MAX {
+                return Err(image(ImageError::TooDeep));
+            }
+            let (file, lock) = self.open_file(&path, write)?;
+            let view = file.view(self.cx).map_err(|error| {
+                image(ImageError::Io {
+                    what: "duplicate a descriptor",
+                    source: error.into(),
+                })
+            })?;
+            let header = check_header(&view, write).await.map_err(image)?;
+            let backing = self.open_backing(&path, &header).await?;
+            // Nothing has been written so far, and from here on only what a rebuild needs.
+            let header = prepare(&view, header, write).await.map_err(image)?;
+            let metadata = load(&view, &header, self.options.l2_cache_bytes, write)
+                .await
+                .map_err(image)?;
+            if write {
+                announce_writes(&view, &header).await.map_err(image)?;
+            }
+            let first_sector = read(&view, "the header", 0, 512)
+                .await
+                .map_err(|error| image(error.into()))?;
+            Ok(QcowDisk::from_parts(Parts {
+                file,
+                policy: Policy {
+                    read_only: !write,
+                    sparse: self.options.sparse,
+                    discard_no_unref: self.options.discard_no_unref,
+                    persist_mappings: self.options.persist_mappings,
+                },
+                compression: header.compression,
+                backing,
+                metadata,
+                header: first_sector.to_vec(),
+                inflate_threads: self.options.inflate_threads,
+                lock,
+            }))
+        })
     }
 
-    fn open_backing(&mut self, path: &Path, header: &Header) -> Result<Option<Backing>, OpenError> {
+    async fn open_backing(&mut self, path: &Path, header: &Header) -> Result<Option<Backing>, OpenError> {
         let Some(name) = &header.backing_name else {
             return Ok(None);
         };
@@ -318,7 +334,7 @@ impl Chain<'_> {
         };
         let below = resolve(path, name).ok_or_else(|| image(ImageError::BackingName { name: text }))?;
         let disk = match format {
-            b"qcow2" => self.open(&below, false).map(|disk| disk as Arc<dyn Disk>),
+            b"qcow2" => self.open(below, false).await.map(|disk| disk as Arc<dyn Disk>),
             b"raw" => self.open_raw(&below),
             other => {
                 let format = String::from_utf8_lossy(other).into_owned();

@@ -20,6 +20,7 @@ pub(crate) mod structures;
 use std::task::Waker;
 
 use block::IoError;
+use block::canary::{Rule, broken};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::format::l1::L1_TABLE_MAX_BYTES;
@@ -364,7 +365,7 @@ impl Metadata {
     /// Whether a request is remapping a guest cluster that the bytes touch.
     #[inline]
     pub(crate) fn is_in_flight(&self, offset: u64, len: u64) -> bool {
-        if self.in_flight.is_empty() {
+        if self.in_flight.is_empty() || broken(Rule::SecondWriterRuns) {
             return false;
         }
         let bits = self.geometry.cluster_bits().get();
@@ -563,7 +564,9 @@ impl Metadata {
             tracing::error!(guest = offset, %host, "the mapping leads past the end of the file");
             return Err(Blocked::Failed(IoError::Corrupt));
         }
-        if let L2Mapping::Data { host, copied: true } = first {
+        if let L2Mapping::Data { host, copied } = first
+            && (copied || broken(Rule::InPlaceShared))
+        {
             let host = host.bytes() + (offset & (size - 1));
             let mut len = (size - (offset & (size - 1))).min(end - offset);
             while offset + len < end && (offset + len) >> (bits + self.slice_bits) == slice {

@@ -1,0 +1,117 @@
+//! Rules that a special build can break on purpose, to prove that the simulator sees it.
+//!
+//! Without the feature `canary` nothing is ever broken: [`broken`] is a constant, and so is every branch on it.
+//! Only the explorer's own build, with a target folder of its own, has the feature.
+
+/// A rule of the architecture, as the canary that breaks it is called.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[expect(missing_docs, reason = "`name` says it")]
+pub enum Rule {
+    L2BeforeRefcount,
+    L2BeforeData,
+    L1BeforeTable,
+    ReuseBeforePunch,
+    ReuseInFlight,
+    FlushMissesQueue,
+    NeighbourDropped,
+    InPlaceShared,
+    SecondWriterRuns,
+    ShortReadIsSuccess,
+    LostCompletion,
+    DoubleCompletion,
+    LockAcrossAwait,
+    FailedSyncForgotten,
+    ForcedWriteIsNot,
+    MemoryFreedEarly,
+}
+
+impl Rule {
+    /// Every rule that can be broken.
+    pub const ALL: [Self; 16] = [
+        Self::L2BeforeRefcount,
+        Self::L2BeforeData,
+        Self::L1BeforeTable,
+        Self::ReuseBeforePunch,
+        Self::ReuseInFlight,
+        Self::FlushMissesQueue,
+        Self::NeighbourDropped,
+        Self::InPlaceShared,
+        Self::SecondWriterRuns,
+        Self::ShortReadIsSuccess,
+        Self::LostCompletion,
+        Self::DoubleCompletion,
+        Self::LockAcrossAwait,
+        Self::FailedSyncForgotten,
+        Self::ForcedWriteIsNot,
+        Self::MemoryFreedEarly,
+    ];
+
+    /// What is broken, in a word.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::L2BeforeRefcount => "l2-before-refcount",
+            Self::L2BeforeData => "l2-before-data",
+            Self::L1BeforeTable => "l1-before-table",
+            Self::ReuseBeforePunch => "reuse-before-punch",
+            Self::ReuseInFlight => "reuse-with-io-in-flight",
+            Self::FlushMissesQueue => "flush-misses-another-queue",
+            Self::NeighbourDropped => "copy-on-write-drops-neighbour",
+            Self::InPlaceShared => "in-place-write-to-shared",
+            Self::SecondWriterRuns => "second-writer-does-not-wait",
+            Self::ShortReadIsSuccess => "short-read-is-success",
+            Self::LostCompletion => "lost-completion",
+            Self::DoubleCompletion => "double-completion",
+            Self::LockAcrossAwait => "lock-held-across-await",
+            Self::FailedSyncForgotten => "failed-sync-forgotten",
+            Self::ForcedWriteIsNot => "forced-write-is-not-durable",
+            Self::MemoryFreedEarly => "memory-freed-early",
+        }
+    }
+}
+
+#[cfg(feature = "canary")]
+thread_local! {
+    static BROKEN: std::cell::Cell<(Option<Rule>, u64)> = const { std::cell::Cell::new((None, 0)) };
+}
+
+/// Breaks a rule on this thread, or none.
+#[cfg(feature = "canary")]
+pub fn set(rule: Option<Rule>) {
+    BROKEN.set((rule, 0));
+}
+
+/// Whether `rule` is broken on this thread.
+#[cfg(feature = "canary")]
+#[must_use]
+pub fn broken(rule: Rule) -> bool {
+    BROKEN.get().0 == Some(rule)
+}
+
+/// Whether `rule` is broken this time: each `every`th.
+#[cfg(feature = "canary")]
+#[must_use]
+pub fn strikes(rule: Rule, every: u64) -> bool {
+    let (set, count) = BROKEN.get();
+    if set != Some(rule) {
+        return false;
+    }
+    BROKEN.set((set, count + 1));
+    (count + 1).is_multiple_of(every)
+}
+
+/// Whether `rule` is broken: never.
+#[cfg(not(feature = "canary"))]
+#[must_use]
+#[inline(always)]
+pub const fn broken(_rule: Rule) -> bool {
+    false
+}
+
+/// Whether `rule` is broken this time: never.
+#[cfg(not(feature = "canary"))]
+#[must_use]
+#[inline(always)]
+pub const fn strikes(_rule: Rule, _every: u64) -> bool {
+    false
+}

@@ -1,0 +1,97 @@
+//! One worker's end of a simulated world: what a ring sees of it.
+
+#![expect(unsafe_code, reason = "implements Driver::push")]
+
+use std::cell::RefCell;
+use std::io;
+use std::os::fd::RawFd;
+use std::rc::Rc;
+
+use super::world::World;
+use crate::ring::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull};
+
+/// The driver of one ring.
+#[derive(Debug)]
+pub(super) struct SimDriver {
+    world: Rc<RefCell<World>>,
+    ring: u32,
+    /// Descriptors that never become readable: in a simulation nobody sleeps.
+    watches: Vec<u64>,
+    cancelled_watches: Vec<u64>,
+}
+
+impl SimDriver {
+    pub(super) fn new(world: Rc<RefCell<World>>) -> Self {
+        let ring = world.borrow_mut().add_ring();
+        Self {
+            world,
+            ring,
+            watches: Vec::new(),
+            cancelled_watches: Vec::new(),
+        }
+    }
+}
+
+impl Driver for SimDriver {
+    fn name(&self) -> &'static str {
+        "sim"
+    }
+
+    fn register_file(&mut self, fd: RawFd) -> io::Result<FileSlot> {
+        // An eventfd is none of the world's files, and only watched.
+        let fixed = self.world.borrow().find(fd)?;
+        Ok(FileSlot { fd, fixed })
+    }
+
+    fn unregister_file(&mut self, _file: FileSlot) {}
+
+    unsafe fn push(&mut self, op: &KernelOp, user_data: u64) -> Result<(), QueueFull> {
+        if op.kind == Kind::Watch {
+            self.watches.push(user_data);
+            return Ok(());
+        }
+        // SAFETY: the caller's contract is the same: list and memory stay until the completion is reaped,
+        // which `World` does not hand out twice.
+        unsafe { self.world.borrow_mut().submit(self.ring, op, user_data) };
+        Ok(())
+    }
+
+    fn cancel(&mut self, user_data: u64) -> Result<(), QueueFull> {
+        if let Some(index) = self.watches.iter().position(|&watch| watch == user_data) {
+            self.watches.swap_remove(index);
+            self.cancelled_watches.push(user_data);
+        } else {
+            self.world.borrow_mut().cancel(self.ring, user_data);
+        }
+        Ok(())
+    }
+
+    fn enter(&mut self, wait: bool) -> io::Result<()> {
+        let mut world = self.world.borrow_mut();
+        while wait && self.cancelled_watches.is_empty() && !world.has_completion(self.ring) {
+            if !world.step() {
+                return Err(io::Error::other(
+                    "nothing is in flight in the simulated world: a worker would sleep for ever",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn file_len(&self, file: FileSlot) -> io::Result<u64> {
+        match file.fixed {
+            Some(index) => Ok(self.world.borrow_mut().contents(index as usize).now.len()),
+            None => Err(io::ErrorKind::InvalidInput.into()),
+        }
+    }
+
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        let ended = self.cancelled_watches.drain(..).map(|user_data| Completion {
+            user_data,
+            result: -libc::ECANCELED,
+            more: false,
+        });
+        out.extend(ended);
+        self.world.borrow_mut().reap(self.ring, out);
+    }
+}

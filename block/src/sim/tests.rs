@@ -1,0 +1,438 @@
+//! The simulated disk does what it says, and nothing a real one could not do.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
+use std::rc::Rc;
+
+use smallvec::smallvec;
+
+use super::memory::GuardAlloc;
+use super::*;
+use crate::buffer::{AlignedBuf, Buffer, Piece};
+use crate::disk::{Disk, DiskQueue};
+use crate::error::IoError;
+use crate::file::FileView;
+use crate::raw::RawDisk;
+use crate::request::{CompletionSink, Done, Op, Request};
+use crate::worker::{Frontend, Worker};
+
+#[global_allocator]
+static ALLOCATOR: GuardAlloc<std::alloc::System> = GuardAlloc(std::alloc::System);
+
+const A: u8 = 0xAA;
+const B: u8 = 0xBB;
+
+fn world(profile: Profile) -> (SimWorld, FileView) {
+    let world = SimWorld::new(7, profile);
+    let view = world.file("disk", true).view(&world.context(64)).expect("a view");
+    (world, view)
+}
+
+/// Runs a future to its end; the world moves whenever nothing else does.
+fn run<T>(view: &FileView, future: impl Future<Output = T>) -> T {
+    view.context()
+        .block_on(future)
+        .expect("something is always in flight")
+}
+
+fn write(view: &FileView, sector: u64, bytes: &[u8]) -> Result<(), IoError> {
+    run(
+        view,
+        view.write_at(sector * SECTOR as u64, AlignedBuf::from_slice(bytes)),
+    )
+}
+
+/// Every distinct image a cut can leave.
+fn crashes(world: &SimWorld) -> Vec<SimImage> {
+    let space = world.crash_space("disk");
+    let count = space.count();
+    assert!(count <= 4096, "{count} combinations are too many for a test");
+    let mut seen = BTreeSet::new();
+    (0..count)
+        .map(|number| space.nth(number))
+        .filter(|image| seen.insert(image.fingerprint()))
+        .collect()
+}
+
+fn sector(image: &SimImage, index: u64) -> u8 {
+    let mut bytes = [0; SECTOR];
+    image.read(index * SECTOR as u64, &mut bytes);
+    assert!(
+        bytes.iter().all(|&byte| byte == bytes[0]),
+        "a sector is never torn"
+    );
+    bytes[0]
+}
+
+#[test]
+fn a_cut_leaves_any_subset_of_what_was_not_synced_and_all_that_was() {
+    let (world, view) = world(Profile::default());
+    write(&view, 0, &[A; 4 * SECTOR]).expect("a write");
+    run(&view, view.sync()).expect("a sync");
+    assert_eq!(crashes(&world).len(), 1);
+    write(&view, 1, &[B; 3 * SECTOR]).expect("a write");
+    let found: BTreeSet<Vec<u8>> = crashes(&world)
+        .iter()
+        .map(|image| (0..4).map(|index| sector(image, index)).collect())
+        .collect();
+    let expected: BTreeSet<Vec<u8>> = (0..8u8)
+        .map(|bits| {
+            let later = (0..3).map(|bit| if bits >> bit & 1 == 0 { A } else { B });
+            std::iter::once(A).chain(later).collect()
+        })
+        .collect();
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn each_version_since_the_last_sync_may_be_the_one_that_survives() {
+    let (world, view) = world(Profile::default());
+    for version in 1..=5 {
+        write(&view, 0, &[version; SECTOR]).expect("a write");
+    }
+    let found: BTreeSet<u8> = crashes(&world).iter().map(|image| sector(image, 0)).collect();
+    assert_eq!(found, (0..=5).collect());
+    let random = &mut Random::new(3);
+    let space = world.crash_space("disk");
+    let drawn: BTreeSet<u8> = (0..2000).map(|_| sector(&space.draw(random), 0)).collect();
+    assert_eq!(drawn, found, "chance finds what counting finds");
+}
+
+/// The sync is submitted while the write is in flight, and completes after it.
+#[test]
+fn a_sync_covers_only_what_had_completed_when_it_was_submitted() {
+    let (world, view) = world(Profile::default());
+    write(&view, 0, &[A; SECTOR]).expect("a write");
+    run(&view, view.sync()).expect("a sync");
+    let bytes = Rc::new(Buffer::from(AlignedBuf::from_slice(&[B; SECTOR])));
+    let late = view.start_write(0, smallvec![Piece::whole(&bytes)]);
+    let (request, answer) = Request::local(Op::Flush, 0, 0, Buffer::default());
+    view.submit(0, request).expect("room");
+    run(&view, async {
+        answer.await.result.expect("a sync");
+        late.await.expect("a write");
+    });
+    let found: Vec<u8> = crashes(&world).iter().map(|image| sector(image, 0)).collect();
+    assert_eq!(found, [A, B]);
+    run(&view, view.sync()).expect("a sync");
+    let found: Vec<u8> = crashes(&world).iter().map(|image| sector(image, 0)).collect();
+    assert_eq!(found, [B]);
+}
+
+#[test]
+fn a_forced_write_is_durable_with_the_length_it_needs_and_nothing_else_is() {
+    let (world, view) = world(Profile::default());
+    write(&view, 0, &[A; SECTOR]).expect("a write");
+    let bytes = Rc::new(Buffer::from(AlignedBuf::from_slice(&[B; SECTOR])));
+    let forced = view.write(4 * SECTOR as u64, smallvec![Piece::whole(&bytes)], true);
+    run(&view, forced).expect("a forced write");
+    let found = crashes(&world);
+    assert!(found.iter().all(|image| sector(image, 4) == B));
+    let firsts: BTreeSet<u8> = found.iter().map(|image| sector(image, 0)).collect();
+    assert_eq!(firsts, [0, A].into());
+}
+
+/// The write that made the file longer is in flight; another one, inside that length, is synced.
+#[test]
+fn synced_data_is_not_cut_off_by_the_length_of_another_write_in_flight() {
+    let (world, view) = world(Profile::default());
+    let bytes = Rc::new(Buffer::from(AlignedBuf::from_slice(&[A; SECTOR])));
+    let far = view.start_write(7 * SECTOR as u64, smallvec![Piece::whole(&bytes)]);
+    world.set_profile(Profile {
+        linger: 1000,
+        late: 1000,
+        ..Profile::default()
+    });
+    world.step();
+    world.set_profile(Profile::default());
+    let near = view.write_at(SECTOR as u64, AlignedBuf::from_slice(&[B; SECTOR]));
+    run(&view, near).expect("a write");
+    run(&view, view.sync()).expect("a sync");
+    assert_eq!(world.in_flight(), 1, "the other write has not completed");
+    let found = crashes(&world);
+    assert!(found.iter().all(|image| sector(image, 1) == B));
+    run(&view, far).expect("a write");
+}
+
+/// Linux: pages that could not be written back are clean afterwards. A later sync succeeds and has
+/// written nothing of them.
+#[test]
+fn what_a_failed_sync_lost_stays_lost_though_readers_see_it() {
+    let (world, view) = world(Profile::default());
+    write(&view, 0, &[A; 2 * SECTOR]).expect("a write");
+    run(&view, view.sync()).expect("a sync");
+    write(&view, 0, &[B; 2 * SECTOR]).expect("a write");
+    world.set_profile(Profile {
+        sync_error: 1000,
+        ..Profile::default()
+    });
+    let mut lost = false;
+    for _ in 0..8 {
+        write(&view, 0, &[B; 2 * SECTOR]).expect("a write");
+        run(&view, view.sync()).expect_err("a failed sync");
+    }
+    world.set_profile(Profile::default());
+    run(&view, view.sync()).expect("a sync");
+    let seen = run(&view, view.read_at(0, 2 * SECTOR)).expect("a read");
+    assert_eq!(&seen[..], &[B; 2 * SECTOR]);
+    lost |= crashes(&world).len() > 1;
+    assert!(lost, "eight failed syncs forgot something");
+    // Written anew, it is as durable as anything.
+    write(&view, 0, &[B; 2 * SECTOR]).expect("a write");
+    run(&view, view.sync()).expect("a sync");
+    assert!(crashes(&world).iter().all(|image| sector(image, 1) == B));
+}
+
+#[test]
+fn lengths_and_holes_are_as_volatile_as_data() {
+    let (world, view) = world(Profile::default());
+    write(&view, 0, &[A; 4 * SECTOR]).expect("a write");
+    run(&view, view.sync()).expect("a sync");
+    assert!(run(&view, view.punch(SECTOR as u64, SECTOR as u64)).expect("a punch"));
+    assert_eq!(
+        crashes(&world)
+            .iter()
+            .map(|image| sector(image, 1))
+            .collect::<Vec<_>>(),
+        [A, 0]
+    );
+    run(&view, view.sync()).expect("a sync");
+    run(&view, view.set_len(2 * SECTOR as u64)).expect("a cut");
+    run(&view, view.set_len(4 * SECTOR as u64)).expect("room");
+    run(&view, view.preallocate(0, 6 * SECTOR as u64)).expect("room");
+    let seen = run(&view, view.read_at(0, 6 * SECTOR)).expect("a read");
+    assert!(seen[2 * SECTOR..].iter().all(|&byte| byte == 0));
+    let found = crashes(&world);
+    let lens: BTreeSet<u64> = found.iter().map(|image| image.len() / SECTOR as u64).collect();
+    assert_eq!(lens, [2, 4, 6].into());
+    assert!(found.iter().any(|image| sector(image, 3) == A));
+    run(&view, view.sync()).expect("a sync");
+    let [image] = &crashes(&world)[..] else {
+        panic!("all of it is durable")
+    };
+    assert_eq!((image.len(), sector(image, 3)), (6 * SECTOR as u64, 0));
+}
+
+#[test]
+fn the_ring_hides_short_results_and_requests_to_repeat() {
+    let profile = Profile {
+        short: 700,
+        again: 300,
+        piecewise: 500,
+        linger: 500,
+        reorder: true,
+        ..Profile::default()
+    };
+    let (_world, view) = world(profile);
+    let bytes: Vec<u8> = (0..16 * SECTOR).map(|at| (at / 100) as u8).collect();
+    write(&view, 3, &bytes).expect("a write");
+    let seen = run(&view, view.read_at(0, 25 * SECTOR)).expect("a read");
+    assert_eq!(seen[3 * SECTOR..19 * SECTOR], bytes[..]);
+    assert!(seen[19 * SECTOR..].iter().all(|&byte| byte == 0));
+}
+
+#[test]
+fn every_fault_comes_and_space_returns() {
+    let profile = Profile {
+        cancel: 50,
+        read_error: 50,
+        write_error: 50,
+        sync_error: 50,
+        allocate_error: 50,
+        no_space: 5,
+        ..Profile::default()
+    };
+    let (_world, view) = world(profile);
+    let mut found = BTreeSet::new();
+    let mut spaces = Vec::new();
+    for round in 0..3000 {
+        let wrote = write(&view, round, &[A; SECTOR]);
+        spaces.push(wrote.is_err_and(IoError::is_no_space));
+        let read = run(&view, view.read_at(0, SECTOR)).map(drop);
+        let others = [
+            wrote,
+            read,
+            run(&view, view.sync()),
+            run(&view, view.zero(0, 512)),
+        ];
+        found.extend(others.into_iter().filter_map(Result::err).map(IoError::errno));
+    }
+    assert_eq!(found, [libc::EIO, libc::ENOSPC, libc::ECANCELED].into());
+    let returns = spaces.windows(2).filter(|pair| pair[0] && !pair[1]).count();
+    assert!(returns > 3, "space came back {returns} times");
+}
+
+#[test]
+fn a_host_without_holes_says_so() {
+    let (_world, view) = world(Profile {
+        no_punch: true,
+        no_zero_range: true,
+        ..Profile::default()
+    });
+    write(&view, 0, &[A; SECTOR]).expect("a write");
+    assert!(!run(&view, view.punch(0, 512)).expect("an answer"));
+    run(&view, view.zero(0, 512)).expect("zeros all the same");
+    assert_eq!(run(&view, view.read_at(0, 512)).expect("a read")[..], [0; 512]);
+}
+
+#[test]
+fn what_is_not_aligned_is_refused_as_direct_io_refuses_it() {
+    let world = SimWorld::new(1, Profile::default());
+    let align = Alignment {
+        memory: 512,
+        offset: 512,
+    };
+    world.set_alignment("disk", align);
+    let view = world.file("disk", true).view(&world.context(16)).expect("a view");
+    // The view bounces what is misaligned; the ring alone does not.
+    write(&view, 0, &[A; 700]).expect("a bounced write");
+    assert_eq!(
+        run(&view, view.read_at(0, 700)).expect("a bounced read")[..],
+        [A; 700]
+    );
+    let other = SimWorld::new(1, Profile::default());
+    other.set_alignment("disk", align);
+    let file = ImageFile::with_alignment(
+        "disk".into(),
+        {
+            let mut inner = other.world.borrow_mut();
+            let index = inner.find_or_make("disk".as_ref());
+            inner.descriptor(index).0
+        },
+        true,
+        false,
+        Alignment::NONE,
+    );
+    let view = Arc::new(file).view(&other.context(16)).expect("a view");
+    let refused = write(&view, 0, &[A; 700]).expect_err("refused");
+    assert_eq!(refused.errno(), libc::EINVAL);
+}
+
+/// A frontend fed by hand.
+struct Lane {
+    queue: Box<dyn DiskQueue>,
+    todo: Rc<RefCell<Vec<(Op, u64)>>>,
+    sink: Rc<CompletionSink>,
+    in_flight: usize,
+    answered: Rc<Cell<usize>>,
+}
+
+impl Frontend for Lane {
+    fn poll(&mut self) -> bool {
+        let todo = std::mem::take(&mut *self.todo.borrow_mut());
+        for &(op, offset) in &todo {
+            let buffer = match op {
+                Op::Flush => Buffer::default(),
+                _ => AlignedBuf::from_slice(&[offset as u8; 1024]).into(),
+            };
+            let len = buffer.len() as u64;
+            self.in_flight += 1;
+            self.queue
+                .submit(Request::new(op, offset, len, buffer, &self.sink, 0));
+        }
+        !todo.is_empty()
+    }
+    fn publish(&mut self) -> bool {
+        let mut done: Vec<Done> = Vec::new();
+        self.sink.drain_into(&mut done);
+        self.in_flight -= done.len();
+        self.answered.set(self.answered.get() + done.len());
+        !done.is_empty()
+    }
+    fn prepare_sleep(&mut self) -> bool {
+        unreachable!("a worker driven by hand never sleeps")
+    }
+    fn end_sleep(&mut self) {}
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+}
+
+/// Three workers on one disk, in one thread, until all is answered. Returns the trace's hash and length.
+fn interleave(seed: u64) -> (u64, usize) {
+    let profile = Profile {
+        reorder: true,
+        piecewise: 300,
+        linger: 300,
+        late: 50,
+        short: 100,
+        again: 50,
+        write_error: 20,
+        ..Profile::default()
+    };
+    let world = SimWorld::new(seed, profile);
+    world.record();
+    let disk = RawDisk::new(world.file("disk", true), 1 << 20, true);
+    let answered = Rc::new(Cell::new(0));
+    let mut chance = Random::new(seed);
+    let mut asked = 0;
+    let mut lanes: Vec<_> = (0..3)
+        .map(|_| {
+            let mut worker = Worker::by_hand(world.context(16));
+            let todo = Rc::new(RefCell::new(Vec::new()));
+            let lane = Lane {
+                queue: Arc::clone(&disk).open_queue(worker.context()).expect("a queue"),
+                todo: Rc::clone(&todo),
+                sink: CompletionSink::new(),
+                in_flight: 0,
+                answered: Rc::clone(&answered),
+            };
+            worker.add(Box::new(lane), Vec::new()).expect("a frontend");
+            (worker, todo)
+        })
+        .collect();
+    while answered.get() < 300 {
+        let turn = chance.below(3) as usize;
+        let (worker, todo) = &mut lanes[turn];
+        if asked < 300 {
+            let op = chance.pick(&[
+                Op::Read,
+                Op::Write { fua: false },
+                Op::Write { fua: true },
+                Op::Flush,
+            ]);
+            todo.borrow_mut().push((op, 512 * chance.below(2000)));
+            asked += 1;
+        }
+        worker.round().expect("a round");
+        world.step();
+    }
+    (world.trace_hash(), world.trace().len())
+}
+
+#[test]
+fn the_same_seed_gives_the_same_trace_and_another_another() {
+    let (first, len) = interleave(5);
+    // Memory is elsewhere the second time, and must not matter.
+    let _shift: Vec<Vec<u8>> = (1..50).map(|n| vec![0; n * 100]).collect();
+    assert_eq!(interleave(5), (first, len));
+    assert!(len > 900, "{len} events");
+    assert_ne!(interleave(6).0, first);
+}
+
+#[test]
+fn a_worker_that_would_sleep_for_ever_is_told() {
+    let (_world, view) = world(Profile::default());
+    let error = view.context().block_on(std::future::pending::<()>());
+    error.expect_err("nothing will ever come");
+}
+
+#[test]
+fn after_a_cut_nothing_takes_effect() {
+    let (world, view) = world(Profile::default());
+    let bytes = Rc::new(Buffer::from(AlignedBuf::from_slice(&[A; SECTOR])));
+    let late = view.start_write(0, smallvec![Piece::whole(&bytes)]);
+    world.cut_power();
+    assert_eq!(run(&view, late).expect_err("no power").errno(), libc::EIO);
+    assert_eq!(world.contents("disk").len(), 0);
+}
+
+#[test]
+fn opening_a_file_that_is_not_there_is_an_error() {
+    let (world, _view) = world(Profile::default());
+    world
+        .open("disk".as_ref(), FileOptions::default())
+        .expect("a file");
+    let error = world.open("other".as_ref(), FileOptions::default());
+    assert!(matches!(error, Err(OpenFileError::Open { .. })));
+}

@@ -1,0 +1,113 @@
+//! What happened in a world, in few words: the same seed must give the same words.
+
+use std::fmt;
+
+use crate::ring::driver::Kind;
+
+/// One thing that happened.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Event {
+    /// When: counted in steps and submissions.
+    pub time: u64,
+    /// On which worker's ring, in the order they were made.
+    pub ring: u32,
+    /// The op, in the order they were submitted.
+    pub op: u64,
+    /// The file, in the order they were made.
+    pub file: u32,
+    pub(super) kind: Kind,
+    /// Where, in bytes.
+    pub offset: u64,
+    /// How many bytes.
+    pub len: u64,
+    pub(super) what: What,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum What {
+    Submitted,
+    /// These bytes of it took effect.
+    Effect,
+    /// It completed with this result.
+    Completed(i32),
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.kind {
+            Kind::Read => "read",
+            Kind::Write { dsync: false } => "write",
+            Kind::Write { dsync: true } => "write-dsync",
+            Kind::DataSync => "sync",
+            Kind::Allocate { mode } if mode & libc::FALLOC_FL_PUNCH_HOLE != 0 => "punch",
+            Kind::Allocate { mode } if mode & libc::FALLOC_FL_ZERO_RANGE != 0 => "zero-range",
+            Kind::Allocate { .. } => "allocate",
+            Kind::Truncate => "truncate",
+            Kind::Watch => "watch",
+        };
+        let Self { time, ring, op, .. } = self;
+        write!(f, "{time:>6} ring {ring} op {op}: {kind}")?;
+        if self.kind != Kind::DataSync {
+            write!(f, " file {} at {:#x}+{:#x}", self.file, self.offset, self.len)?;
+        }
+        match self.what {
+            What::Submitted => f.write_str(", submitted"),
+            What::Effect => f.write_str(", takes effect"),
+            What::Completed(result) if result < 0 => {
+                write!(f, ", fails with errno {}", result.saturating_neg())
+            }
+            What::Completed(result) => write!(f, ", completes with {result}"),
+        }
+    }
+}
+
+/// The events of a world: always hashed, kept if asked.
+#[derive(Debug, Default)]
+pub(super) struct Trace {
+    hash: u64,
+    kept: Option<Vec<Event>>,
+}
+
+impl Trace {
+    pub(super) fn record(&mut self) {
+        self.kept.get_or_insert_default();
+    }
+
+    pub(super) fn events(&self) -> &[Event] {
+        self.kept.as_deref().unwrap_or_default()
+    }
+
+    pub(super) fn hash(&self) -> u64 {
+        self.hash
+    }
+
+    pub(super) fn note(&mut self, event: Event) {
+        let kind = match event.kind {
+            Kind::Read => 1,
+            Kind::Write { dsync } => 2 + u64::from(dsync),
+            Kind::DataSync => 4,
+            Kind::Allocate { mode } => 16 + u64::from(mode.unsigned_abs()),
+            Kind::Truncate => 5,
+            Kind::Watch => 6,
+        };
+        let what = match event.what {
+            What::Submitted => 1,
+            What::Effect => 2,
+            What::Completed(result) => 3 << 32 | u64::from(result.cast_unsigned()),
+        };
+        for word in [
+            event.time,
+            u64::from(event.ring) << 32 | u64::from(event.file),
+            event.op,
+            kind,
+            event.offset,
+            event.len,
+            what,
+        ] {
+            self.hash = (self.hash.rotate_left(19) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        }
+        if let Some(kept) = &mut self.kept {
+            kept.push(event);
+        }
+    }
+}

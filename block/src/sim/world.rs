@@ -1,0 +1,577 @@
+//! Files, ops in flight, and what happens to them next.
+//!
+//! An op's life: submitted, taking effect (at once or in pieces), done, completed. What is left to chance is
+//! drawn when an op's turn comes, from the world's one source.
+//!
+//! What must stay true: the memory of an op is touched only between its submission and its completion,
+//! and nothing here iterates over anything whose order is not that of submission.
+
+#![expect(unsafe_code, reason = "touches the memory of ops, as a kernel would")]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{FromRawFd, RawFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::file::Contents;
+use super::image::{SECTOR, SimImage, Store};
+use super::random::Random;
+use super::trace::{Event, Trace, What};
+use super::{Profile, memory};
+use crate::buffer::IoSlice;
+use crate::file::Alignment;
+use crate::ring::driver::{Completion, KernelOp, Kind};
+
+/// A file of the world. A memfd stands for it outside, and is told by its inode.
+#[derive(Debug)]
+struct SimFile {
+    name: PathBuf,
+    descriptor: File,
+    identity: (u64, u64),
+    alignment: Alignment,
+    contents: Contents,
+}
+
+/// What will become of an op.
+#[derive(Clone, Copy, Debug)]
+struct Fate {
+    /// How many bytes take effect.
+    bytes: u64,
+    /// The result, unless it is what took effect.
+    errno: Option<i32>,
+}
+
+#[derive(Debug)]
+struct SimOp {
+    id: u64,
+    ring: u32,
+    user_data: u64,
+    kind: Kind,
+    file: usize,
+    offset: u64,
+    /// The bytes it is about.
+    len: u64,
+    slices: *const IoSlice,
+    slice_count: usize,
+    submitted: u64,
+    not_before: u64,
+    fate: Option<Fate>,
+    /// How much has taken effect.
+    done: u64,
+    /// Its effect is over; the completion is to come.
+    result: Option<i32>,
+    cancelled: bool,
+}
+
+/// Everything there is.
+#[derive(Debug)]
+pub(super) struct World {
+    random: Random,
+    pub(super) profile: Profile,
+    store: Store,
+    files: Vec<SimFile>,
+    ops: Vec<SimOp>,
+    completions: Vec<Vec<Completion>>,
+    time: u64,
+    next_op: u64,
+    /// Until when there is no space.
+    full_until: u64,
+    dead: bool,
+    pub(super) changes: u64,
+    pub(super) trace: Trace,
+}
+
+impl World {
+    pub(super) fn new(seed: u64, profile: Profile, store: Store) -> Self {
+        Self {
+            random: Random::new(seed),
+            profile,
+            store,
+            files: Vec::new(),
+            ops: Vec::new(),
+            completions: Vec::new(),
+            time: 0,
+            next_op: 0,
+            full_until: 0,
+            dead: false,
+            changes: 0,
+            trace: Trace::default(),
+        }
+    }
+
+    pub(super) fn store(&self) -> &Store {
+        &self.store
+    }
+
+    pub(super) fn time(&self) -> u64 {
+        self.time
+    }
+
+    pub(super) fn add_ring(&mut self) -> u32 {
+        self.completions.push(Vec::new());
+        (self.completions.len() - 1) as u32
+    }
+
+    pub(super) fn exists(&self, name: &Path) -> bool {
+        self.files.iter().any(|file| file.name == name)
+    }
+
+    pub(super) fn find_or_make(&mut self, name: &Path) -> usize {
+        if let Some(index) = self.files.iter().position(|file| file.name == name) {
+            return index;
+        }
+        // SAFETY: the name is a C string, and no other memory is passed.
+        let fd = unsafe { libc::memfd_create(c"simulated".as_ptr(), libc::MFD_CLOEXEC) };
+        assert!(
+            fd >= 0,
+            "a descriptor for a simulated file: {}",
+            io::Error::last_os_error()
+        );
+        // SAFETY: `fd` was just made and nobody else owns it.
+        let descriptor = unsafe { File::from_raw_fd(fd) };
+        let meta = descriptor.metadata().expect("a memfd has an inode");
+        self.files.push(SimFile {
+            name: name.to_owned(),
+            identity: (meta.dev(), meta.ino()),
+            descriptor,
+            alignment: Alignment::NONE,
+            contents: Contents::new(SimImage::new(&self.store)),
+        });
+        self.files.len() - 1
+    }
+
+    /// The file that a descriptor stands for.
+    pub(super) fn find(&self, fd: RawFd) -> io::Result<Option<u32>> {
+        // SAFETY: an all-zero `stat` is a valid value of that plain C struct.
+        let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+        // SAFETY: `stat` lives across the call.
+        if unsafe { libc::fstat(fd, &raw mut stat) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let identity = (stat.st_dev, stat.st_ino);
+        let index = self.files.iter().position(|file| file.identity == identity);
+        Ok(index.map(|index| index as u32))
+    }
+
+    pub(super) fn descriptor(&self, file: usize) -> (File, Alignment) {
+        let file = &self.files[file];
+        let descriptor = file.descriptor.try_clone();
+        (
+            descriptor.expect("a descriptor for a simulated file"),
+            file.alignment,
+        )
+    }
+
+    pub(super) fn set_alignment(&mut self, file: usize, alignment: Alignment) {
+        self.files[file].alignment = alignment;
+    }
+
+    pub(super) fn contents(&mut self, file: usize) -> &Contents {
+        &self.files[file].contents
+    }
+
+    pub(super) fn set_contents(&mut self, file: usize, image: SimImage) {
+        self.files[file].contents = Contents::new(image);
+        self.changes += 1;
+    }
+
+    pub(super) fn settle(&mut self) {
+        for file in &mut self.files {
+            file.contents.make_durable();
+        }
+        self.changes += 1;
+    }
+
+    pub(super) fn cut_power(&mut self) {
+        self.dead = true;
+    }
+
+    pub(super) fn in_flight(&self) -> usize {
+        self.ops.len() + self.completions.iter().map(Vec::len).sum::<usize>()
+    }
+
+    pub(super) fn has_completion(&self, ring: u32) -> bool {
+        !self.completions[ring as usize].is_empty()
+    }
+
+    pub(super) fn reap(&mut self, ring: u32, out: &mut Vec<Completion>) {
+        out.append(&mut self.completions[ring as usize]);
+    }
+
+    pub(super) fn cancel(&mut self, ring: u32, user_data: u64) {
+        let same = |op: &&mut SimOp| op.ring == ring && op.user_data == user_data;
+        if let Some(op) = self.ops.iter_mut().find(same) {
+            op.cancelled = true;
+        }
+    }
+
+    /// Takes an op in.
+    ///
+    /// # Safety
+    ///
+    /// As for [`crate::ring::driver::Driver::push`].
+    pub(super) unsafe fn submit(&mut self, ring: u32, op: &KernelOp, user_data: u64) {
+        self.time += 1;
+        let id = self.next_op;
+        self.next_op += 1;
+        let slices: &[IoSlice] = if op.slice_count == 0 {
+            &[]
+        } else {
+            // SAFETY: `slices` points at `slice_count` valid entries (contract of `push`).
+            unsafe { std::slice::from_raw_parts(op.slices, op.slice_count) }
+        };
+        let transfer = matches!(op.kind, Kind::Read | Kind::Write { .. });
+        let len = if transfer {
+            slices.iter().map(|slice| slice.len() as u64).sum()
+        } else {
+            op.len
+        };
+        let Some(file) = op.file.fixed else {
+            self.push_completion(ring, user_data, -libc::EBADF);
+            return;
+        };
+        let align = self.files[file as usize].alignment;
+        let aligned = |slice: &IoSlice| {
+            slice.ptr().addr().is_multiple_of(align.memory)
+                && (slice.len() as u64).is_multiple_of(align.offset)
+        };
+        // As in Linux, a read past the end is answered before its alignment is looked at.
+        let past_end = op.kind == Kind::Read && op.offset >= self.files[file as usize].contents.now.len();
+        if transfer && !past_end && !(op.offset.is_multiple_of(align.offset) && slices.iter().all(aligned)) {
+            self.push_completion(ring, user_data, -libc::EINVAL);
+            return;
+        }
+        for slice in slices {
+            let start = slice.ptr().addr();
+            memory::hold(id, start..start + slice.len(), op.kind == Kind::Read);
+        }
+        let mut op = SimOp {
+            id,
+            ring,
+            user_data,
+            kind: op.kind,
+            file: file as usize,
+            offset: op.offset,
+            len,
+            slices: op.slices,
+            slice_count: op.slice_count,
+            submitted: self.time,
+            not_before: self.time,
+            fate: None,
+            done: 0,
+            result: None,
+            cancelled: false,
+        };
+        self.note(&op, What::Submitted);
+        if self.profile.immediate {
+            op.fate = Some(Fate {
+                bytes: op.len,
+                errno: None,
+            });
+            self.take_effect(&mut op, u64::MAX);
+            self.complete(op);
+            return;
+        }
+        if self.random.chance(self.profile.late) {
+            op.not_before += 20 + self.random.below(400);
+        }
+        self.ops.push(op);
+    }
+
+    fn push_completion(&mut self, ring: u32, user_data: u64, result: i32) {
+        self.completions[ring as usize].push(Completion {
+            user_data,
+            result,
+            more: false,
+        });
+    }
+
+    fn note(&mut self, op: &SimOp, what: What) {
+        self.trace.note(Event {
+            time: self.time,
+            ring: op.ring,
+            op: op.id,
+            file: op.file as u32,
+            kind: op.kind,
+            offset: op.offset,
+            len: op.len,
+            what,
+        });
+    }
+
+    /// Lets one thing happen. `false` if no op is in flight.
+    pub(super) fn step(&mut self) -> bool {
+        if self.ops.is_empty() {
+            return false;
+        }
+        self.time += 1;
+        if self.dead {
+            let op = self.ops.remove(0);
+            self.answer(&op, -libc::EIO);
+            return true;
+        }
+        if self.full_until < self.time && self.random.chance(self.profile.no_space) {
+            self.full_until = self.time + self.random.below(300);
+        }
+        let index = self.choose();
+        let mut op = self.ops.remove(index);
+        if op.result.is_some() {
+            self.complete(op);
+            return true;
+        }
+        if op.fate.is_none() {
+            op.fate = Some(self.fate(&op));
+        }
+        let most = if self.random.chance(self.profile.piecewise) {
+            SECTOR as u64 * (1 + self.random.below(op.len / SECTOR as u64 + 1))
+        } else {
+            u64::MAX
+        };
+        self.take_effect(&mut op, most);
+        if op.result.is_none() || self.random.chance(self.profile.linger) {
+            if self.random.chance(self.profile.late) {
+                op.not_before = self.time + self.random.below(200);
+            }
+            self.ops.insert(index, op);
+        } else {
+            self.complete(op);
+        }
+        true
+    }
+
+    /// The op whose turn it is.
+    fn choose(&mut self) -> usize {
+        let ready = self.ops.iter().filter(|op| op.not_before <= self.time).count() as u64;
+        if ready == 0 {
+            // All are late: time passes.
+            let next = self.ops.iter().enumerate().min_by_key(|(_, op)| op.not_before);
+            let (index, time) = next.map_or((0, 0), |(index, op)| (index, op.not_before));
+            self.time = self.time.max(time);
+            return index;
+        }
+        let turn = if self.profile.reorder {
+            self.random.below(ready)
+        } else {
+            0
+        };
+        let mut ready = self
+            .ops
+            .iter()
+            .enumerate()
+            .filter(|(_, op)| op.not_before <= self.time);
+        ready.nth(turn as usize).map_or(0, |(index, _)| index)
+    }
+
+    /// Draws what will become of an op.
+    fn fate(&mut self, op: &SimOp) -> Fate {
+        let profile = self.profile;
+        let fail = |errno| Fate {
+            bytes: 0,
+            errno: Some(errno),
+        };
+        if op.cancelled && self.random.one_in(2) {
+            return fail(libc::ECANCELED);
+        }
+        if self.random.chance(profile.again) {
+            return fail(self.random.pick(&[libc::EAGAIN, libc::EINTR]));
+        }
+        let part = |random: &mut Random| random.below(op.len / SECTOR as u64 + 1) * SECTOR as u64;
+        if self.random.chance(profile.cancel) {
+            let bytes = part(&mut self.random);
+            return Fate {
+                bytes,
+                errno: Some(libc::ECANCELED),
+            };
+        }
+        let mode = match op.kind {
+            Kind::Allocate { mode } => mode,
+            _ => 0,
+        };
+        if mode & libc::FALLOC_FL_PUNCH_HOLE != 0 && profile.no_punch
+            || mode & libc::FALLOC_FL_ZERO_RANGE != 0 && profile.no_zero_range
+        {
+            return fail(libc::EOPNOTSUPP);
+        }
+        let error = match op.kind {
+            Kind::Read => profile.read_error,
+            Kind::Write { .. } => profile.write_error,
+            Kind::DataSync => profile.sync_error,
+            _ => profile.allocate_error,
+        };
+        if self.random.chance(error) {
+            let bytes = part(&mut self.random);
+            return Fate {
+                bytes,
+                errno: Some(libc::EIO),
+            };
+        }
+        let needs_space = matches!(op.kind, Kind::Write { .. })
+            || matches!(op.kind, Kind::Allocate { .. }) && mode & libc::FALLOC_FL_PUNCH_HOLE == 0;
+        if needs_space
+            && profile.no_space > 0
+            && self.time < self.full_until
+            && !self.files[op.file].contents.has_space(op.offset, op.len)
+        {
+            return fail(libc::ENOSPC);
+        }
+        let mut bytes = op.len;
+        let transfer = matches!(op.kind, Kind::Read | Kind::Write { .. });
+        if transfer && op.len > SECTOR as u64 && self.random.chance(profile.short) {
+            let unit = self.files[op.file].alignment.offset.max(SECTOR as u64);
+            bytes = (unit * (1 + self.random.below(op.len / unit))).min(op.len);
+        }
+        Fate { bytes, errno: None }
+    }
+
+    /// Lets at most `most` more bytes of an op take effect; sets its result if that was all.
+    fn take_effect(&mut self, op: &mut SimOp, most: u64) {
+        let fate = op.fate.unwrap_or(Fate {
+            bytes: op.len,
+            errno: None,
+        });
+        // For whom versions are kept; in an immediate world for nobody.
+        let owner = (!self.profile.immediate).then_some(op.id);
+        let contents = &mut self.files[op.file].contents;
+        let failed = fate.errno.map(|errno| -errno);
+        match op.kind {
+            Kind::Read => {
+                let there = contents.now.len().saturating_sub(op.offset).min(fate.bytes);
+                let part = most.min(there.saturating_sub(op.done));
+                let mut bytes = vec![0; part as usize];
+                contents.now.read(op.offset + op.done, &mut bytes);
+                op.copy(
+                    |memory, at| memory.copy_from_slice(&bytes[at..at + memory.len()]),
+                    part,
+                );
+                op.done += part;
+                if op.done >= there {
+                    op.result = Some(failed.unwrap_or(op.done as i32));
+                }
+            }
+            Kind::Write { .. } => {
+                let part = most.min(fate.bytes - op.done);
+                let mut bytes = vec![0; part as usize];
+                op.copy(
+                    |memory, at| bytes[at..at + memory.len()].copy_from_slice(memory),
+                    part,
+                );
+                contents.write(owner, op.offset + op.done, &bytes);
+                op.done += part;
+                self.changes += u64::from(part > 0);
+                if op.done == fate.bytes {
+                    op.result = Some(failed.unwrap_or(op.done as i32));
+                }
+            }
+            Kind::DataSync => op.result = Some(failed.unwrap_or(0)),
+            Kind::Allocate { mode } => {
+                let keep_size = mode & libc::FALLOC_FL_KEEP_SIZE != 0;
+                if failed.is_none() {
+                    if mode & libc::FALLOC_FL_PUNCH_HOLE != 0 {
+                        contents.zero(owner, op.offset, op.len, false);
+                    } else if mode & libc::FALLOC_FL_ZERO_RANGE != 0 {
+                        contents.zero(owner, op.offset, op.len, true);
+                    } else {
+                        contents.preallocate(owner, op.offset, op.len, keep_size);
+                    }
+                    self.changes += 1;
+                }
+                op.result = Some(failed.unwrap_or(0));
+            }
+            Kind::Truncate => {
+                if failed.is_none() {
+                    contents.truncate(owner, op.len);
+                    self.changes += 1;
+                }
+                op.result = Some(failed.unwrap_or(0));
+            }
+            Kind::Watch => op.result = Some(-libc::EINVAL),
+        }
+        let (kind, submitted) = (op.kind, op.submitted);
+        if kind != Kind::DataSync {
+            self.note(op, What::Effect);
+        } else if failed == Some(-libc::EIO) && !self.profile.immediate {
+            let random = &mut self.random;
+            let lost = random.pick(&[200, 500, 900, 1000]);
+            self.files[op.file]
+                .contents
+                .fail_sync(submitted, || random.chance(lost));
+            self.changes += 1;
+        }
+    }
+
+    /// The completion of an op whose effect is over.
+    fn complete(&mut self, op: SimOp) {
+        let result = op.result.unwrap_or(-libc::EIO);
+        if !self.profile.immediate && result >= 0 {
+            let contents = &mut self.files[op.file].contents;
+            match op.kind {
+                Kind::DataSync => {
+                    contents.sync(op.submitted);
+                    self.changes += 1;
+                }
+                Kind::Read | Kind::Watch => {}
+                Kind::Write { dsync } => {
+                    contents.complete(op.id, op.offset, op.done, self.time);
+                    if dsync && op.done > 0 {
+                        contents.force(op.id, op.offset, op.done);
+                        self.changes += 1;
+                    }
+                }
+                Kind::Allocate { .. } => contents.complete(op.id, op.offset, op.len, self.time),
+                // What it cut off lies past its length, however far.
+                Kind::Truncate => contents.complete(op.id, op.len, u64::MAX / 2, self.time),
+            }
+        }
+        self.answer(&op, result);
+    }
+
+    fn answer(&mut self, op: &SimOp, result: i32) {
+        self.note(op, What::Completed(result));
+        memory::let_go(op.id);
+        self.push_completion(op.ring, op.user_data, result);
+    }
+}
+
+impl SimOp {
+    /// Calls `f` with each stretch of the next `len` bytes of the op's memory, and how far into those bytes
+    /// it begins.
+    fn copy(&self, mut f: impl FnMut(&mut [u8], usize), len: u64) {
+        if self.slice_count == 0 || len == 0 {
+            return;
+        }
+        // SAFETY: the op has not completed, so the list is there (contract of `submit`).
+        let slices = unsafe { std::slice::from_raw_parts(self.slices, self.slice_count) };
+        let mut skip = self.done as usize;
+        let (mut at, mut left) = (0, len as usize);
+        for slice in slices {
+            if skip >= slice.len() {
+                skip -= slice.len();
+                continue;
+            }
+            let part = left.min(slice.len() - skip);
+            let start = slice.ptr().wrapping_add(skip);
+            if self.kind == Kind::Read {
+                // SAFETY: the op has not completed, so its memory is there and writable, and nobody else
+                // has a reference to it (contract of `submit`); this thread is the only one.
+                f(unsafe { std::slice::from_raw_parts_mut(start, part) }, at);
+            } else {
+                // SAFETY: as above, for reading; a copy, as the memory may be read-only.
+                let mut copy = unsafe { std::slice::from_raw_parts(start, part) }.to_vec();
+                f(&mut copy, at);
+            }
+            skip = 0;
+            at += part;
+            left -= part;
+            if left == 0 {
+                break;
+            }
+        }
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.ops.iter().for_each(|op| memory::let_go(op.id));
+    }
+}
