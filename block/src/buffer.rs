@@ -151,6 +151,11 @@ impl IoSlice {
         self.0.iov_base.cast()
     }
 
+    /// What it was before `bytes` of it were skipped.
+    pub(crate) fn unskip(&self, bytes: usize) -> Self {
+        Self::new(self.ptr().wrapping_sub(bytes), self.len() + bytes)
+    }
+
     /// What is left after `bytes` of it.
     pub(crate) fn skip(&self, bytes: usize) -> Self {
         Self::new(self.ptr().wrapping_add(bytes), self.len().saturating_sub(bytes))

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use super::driver::{KernelOp, Kind};
 use super::{EventToken, FileHandle};
-use crate::buffer::{Buffer, IoSlices};
+use crate::buffer::{BUFFER_ALIGN, Buffer, IoSlices};
 use crate::canary::{Rule, broken};
 use crate::error::IoError;
 use crate::request::Request;
@@ -47,6 +47,10 @@ pub(super) struct Slot {
     pub(super) slices: IoSlices,
     /// The first slice that is not done; its start and length are what is left of it.
     pub(super) first_slice: usize,
+    /// How much of that slice is done.
+    within_slice: usize,
+    /// How many bytes are done.
+    done: u64,
     pub(super) retries: u8,
     /// Keeps the memory of `slices`, where the owner does not.
     pub(super) keep: SmallVec<[Rc<Buffer>; 2]>,
@@ -75,6 +79,8 @@ impl Slot {
             left: 0,
             slices: IoSlices::new(),
             first_slice: 0,
+            within_slice: 0,
+            done: 0,
             retries: 0,
             keep: SmallVec::new(),
         }
@@ -102,6 +108,10 @@ impl Slot {
                 self.retries += 1;
                 return Step::Again;
             }
+            if errno == libc::EINVAL && self.step_back() {
+                self.retries += 1;
+                return Step::Again;
+            }
             return Step::End(Err(IoError::from_errno(errno)));
         }
         let moved = u64::from(result.unsigned_abs());
@@ -124,16 +134,54 @@ impl Slot {
             return Step::End(Ok(()));
         }
         self.offset += moved;
+        self.done += moved;
         let mut skip = usize::try_from(moved).unwrap_or(usize::MAX);
         while let Some(slice) = self.slices.get_mut(self.first_slice) {
             if skip < slice.len() {
                 *slice = slice.skip(skip);
+                self.within_slice += skip;
                 break;
             }
             skip -= slice.len();
+            // Whole again, so that `step_back` finds all of it.
+            *slice = slice.unskip(self.within_slice);
+            self.within_slice = 0;
             self.first_slice += 1;
         }
         Step::Again
+    }
+
+    /// Goes back to the start of a block, or of the op. Direct I/O ends short in the middle of a block only
+    /// where the file does; if the file has grown meanwhile, going on from there is refused. `false` if
+    /// there is nowhere to go back to.
+    fn step_back(&mut self) -> bool {
+        let back = (self.offset % BUFFER_ALIGN as u64).min(self.done);
+        if self.kind != Kind::Read || back == 0 || self.retries >= RETRIES_MAX {
+            return false;
+        }
+        self.offset -= back;
+        self.done -= back;
+        self.left += back;
+        let mut back = usize::try_from(back).unwrap_or_default();
+        while back > 0 {
+            let part = back.min(self.within_slice);
+            if let Some(slice) = self.slices.get_mut(self.first_slice) {
+                *slice = slice.unskip(part);
+            }
+            self.within_slice -= part;
+            back -= part;
+            if back > 0 {
+                // All of the slice before is done.
+                self.first_slice -= 1;
+                let before = self.slices.get_mut(self.first_slice);
+                self.within_slice = before.map_or(0, |slice| {
+                    let len = slice.len();
+                    *slice = slice.skip(len);
+                    len
+                });
+            }
+        }
+        true
     }
 }
 
@@ -200,6 +248,8 @@ impl Slots {
         slot.file = None;
         slot.slices.clear();
         slot.first_slice = 0;
+        slot.within_slice = 0;
+        slot.done = 0;
         slot.retries = 0;
         slot.keep.clear();
         self.free.push(index);
@@ -269,6 +319,28 @@ mod tests {
             slot.advance(0),
             Step::End(Err(IoError::Host { errno: libc::EIO }))
         );
+    }
+
+    /// The end of the file was in the middle of a block, and is further on now: from there direct I/O does
+    /// not go on.
+    #[test]
+    fn a_read_that_may_not_go_on_inside_a_block_goes_back_to_its_start() {
+        let mut memory = vec![1u8; 9000];
+        let start = memory.as_ptr();
+        let mut slot = transfer(Kind::Read, &[4000, 100, 4092], &mut memory);
+        assert_eq!(slot.advance(4096 + 500), Step::Again);
+        assert_eq!((slot.offset, slot.left, slot.first_slice), (4596, 3596, 2));
+        assert_eq!(slot.advance(-libc::EINVAL), Step::Again);
+        assert_eq!((slot.offset, slot.left, slot.first_slice), (4096, 4096, 1));
+        assert_eq!(slot.slices[1].len(), 4);
+        assert_eq!(slot.slices[1].ptr().addr() - start.addr(), 4096);
+        assert_eq!(slot.slices[2].len(), 4092);
+        assert_eq!(slot.slices[2].ptr().addr() - start.addr(), 4100);
+        assert_eq!(slot.advance(4096), Step::End(Ok(())));
+        // Refused where it began, it is refused.
+        let mut slot = transfer(Kind::Read, &[4096], &mut memory);
+        let refused = Step::End(Err(IoError::Host { errno: libc::EINVAL }));
+        assert_eq!(slot.advance(-libc::EINVAL), refused);
     }
 
     #[test]

@@ -308,6 +308,38 @@ fn what_is_not_aligned_is_refused_as_direct_io_refuses_it() {
     assert_eq!(refused.errno(), libc::EINVAL);
 }
 
+/// A block of the host is larger than a sector, and the file ends inside one. While the end is read the file
+/// grows, and direct I/O does not go on from where it stopped.
+#[test]
+fn the_end_of_a_file_that_grows_can_be_read_with_direct_io() {
+    let world = SimWorld::new(1, Profile::default());
+    let align = Alignment {
+        memory: 512,
+        offset: 4096,
+    };
+    let bytes = [A; 4096 + 1024];
+    world.set_contents("disk", SimImage::from_bytes(&world.store(), &bytes));
+    world.set_alignment("disk", align);
+    let view = world.file("disk", true).view(&world.context(16)).expect("a view");
+    let memory = Rc::new(Buffer::from(AlignedBuf::from_slice(&[B; 8192])));
+    let read = view.start_read(0, smallvec![Piece::whole(&memory)]);
+    // The read has stopped at the end, and is not told before the file has grown.
+    world.set_profile(Profile {
+        linger: 1000,
+        late: 1000,
+        ..Profile::default()
+    });
+    world.step();
+    world.set_profile(Profile::default());
+    run(&view, view.preallocate(4096 + 1024, 1 << 20)).expect("room");
+    assert_eq!(world.in_flight(), 1, "the read has not completed");
+    run(&view, read).expect("a read");
+    let mut seen = [B; 8192];
+    memory.read(0, &mut seen);
+    assert_eq!(seen[..5120], bytes);
+    assert_eq!(seen[5120..], [0; 3072]);
+}
+
 /// A frontend fed by hand.
 struct Lane {
     queue: Box<dyn DiskQueue>,
