@@ -93,7 +93,9 @@ pub(super) async fn read(
             let place = at + (from - offset) as usize;
             start(queue, buffer, place, from, len as usize, extent, &mut parts);
         }
-        if parts.len() >= EXTENTS_MAX {
+        // Pieces that have ended keep their slots of the ring until they are looked at, and loading a table
+        // needs one.
+        if parts.len() >= EXTENTS_MAX || miss.is_some() {
             result = finish(std::mem::take(&mut parts)).await;
         }
         if let Some(lookup) = wrong {
