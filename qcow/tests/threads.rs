@@ -356,7 +356,7 @@ fn workers_that_write_parts_of_the_same_clusters_agree() {
     check(2000, case());
 }
 
-/// Fails if a cluster is reused before its grace has passed, and if two reclaiming passes run at once.
+/// Fails if two reclaiming passes run at once.
 #[test]
 fn workers_that_free_and_reuse_clusters_agree() {
     check(
@@ -372,8 +372,7 @@ fn workers_that_free_and_reuse_clusters_agree() {
     );
 }
 
-/// Fails if a slice is dropped that is dirty, being written or counted on, and if a load puts an old slice in
-/// place of a new one.
+/// Fails if a slice is dropped that is dirty or being written, and if a load's waiters are not woken.
 #[test]
 fn workers_that_evict_each_others_tables_agree() {
     let mut case = Case {
