@@ -317,6 +317,13 @@ impl FileView {
         Ok(self.cx.ring().file_len(&self.handle)?)
     }
 
+    /// The first place at or behind `offset` where the file may hold data, in bytes; what is before it reads as
+    /// zeros. `None` if all the rest does. A file that cannot tell is all data.
+    #[must_use]
+    pub fn next_data(&self, offset: u64) -> Option<u64> {
+        self.cx.ring().next_data(&self.handle, offset)
+    }
+
     /// Whether the file is empty.
     ///
     /// # Errors

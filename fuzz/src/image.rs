@@ -7,7 +7,7 @@ use std::path::Path;
 
 use block::Context;
 use block::file::{FileOptions, FileView, ImageFile};
-use qcow::image::{Verdict, check, info, repair};
+use qcow::image::{Extent, Verdict, check, info, repair};
 
 /// Files larger than this teach nothing new and take long.
 const FILE_MAX: usize = 1 << 20;
@@ -74,7 +74,7 @@ pub fn image(bytes: &[u8]) {
             assert!(described.is_ok(), "checked, but not described: {described:?}");
             assert!(report.findings.len() <= 1000);
         }
-        match cx.block_on(repair(view)).expect("the ring turns") {
+        match cx.block_on(repair(view, Extent::All)).expect("the ring turns") {
             Ok(report) => {
                 assert_eq!(report.after.verdict(), Verdict::Clean, "{report:#?}");
                 if report.before.verdict() == Verdict::Clean {

@@ -1,7 +1,7 @@
 //! `ringdisk image`: makes images and looks after them.
 //!
 //! The work is done by [`qcow::image`], on plain system calls; here are the command line, the image locks and
-//! the words. Looking never writes: `info` and `check` open the image read-only.
+//! the words. Looking never writes: `info`, and `check` unless told to repair, open the image read-only.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -17,6 +17,7 @@ use serde::Serialize;
 
 use crate::error::{CommandFailure, EXIT_OK};
 
+mod check;
 mod create;
 pub mod create_options;
 pub mod text;
@@ -29,8 +30,8 @@ pub enum ImageCommand {
     Create(CreateArguments),
     /// Say what an image is
     Info(InfoArguments),
-    /// Look for errors: exits 0 if there are none, 2 if the image is corrupt, 3 if it only leaks, 1 if it could
-    /// not be checked
+    /// Look for errors, and mend them if asked to: exits 0 if there are none (left), 2 if the image is corrupt, 3 if
+    /// it only leaks, 1 if it could not be checked
     Check(CheckArguments),
 }
 
@@ -68,6 +69,11 @@ pub struct CheckArguments {
     /// Answer in JSON, with the names of `qemu-img check`
     #[arg(long)]
     json: bool,
+    /// Mend what is wrong: clusters that are lost to nobody's use, or everything that refcounts can mend
+    ///
+    /// Nothing is written to an image with damage of another kind: what it should refer to would look lost.
+    #[arg(short = 'r', long, value_name = "WHAT")]
+    repair: Option<check::Repair>,
     /// The image
     path: PathBuf,
 }
@@ -83,7 +89,7 @@ pub fn run(command: ImageCommand) -> Result<u8, CommandFailure> {
     let code = match command {
         ImageCommand::Create(arguments) => create::run(&arguments, &mut out)?,
         ImageCommand::Info(arguments) => info(&arguments, &mut out)?,
-        ImageCommand::Check(arguments) => check(&arguments, &mut out)?,
+        ImageCommand::Check(arguments) => check::run(&arguments, &mut out)?,
     };
     out.flush()?;
     Ok(code)
@@ -100,20 +106,6 @@ fn info(arguments: &InfoArguments, out: &mut dyn Write) -> Result<u8, CommandFai
         out.write_all(text::info(&found).as_bytes())?;
     }
     Ok(EXIT_OK)
-}
-
-fn check(arguments: &CheckArguments, out: &mut dyn Write) -> Result<u8, CommandFailure> {
-    let (file, _lock) = open_to_read(&arguments.path, false).map_err(CommandFailure::Failed)?;
-    let report = on_image(&file, &Context::syscalls(), async |view| {
-        tools::check(&view).await
-    })?
-    .map_err(|error| CommandFailure::about(format!("cannot check {}", arguments.path.display()), error))?;
-    if arguments.json {
-        write_json(out, &report)?;
-    } else {
-        out.write_all(text::check(&report).as_bytes())?;
-    }
-    Ok(report.verdict().exit_code())
 }
 
 /// Opens an image read-only and, unless `force_share`, locks it against writers.

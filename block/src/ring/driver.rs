@@ -95,6 +95,12 @@ pub(crate) trait Driver: fmt::Debug {
     /// The length of a file, or the size of a block device, in bytes.
     fn file_len(&self, file: FileSlot) -> io::Result<u64>;
 
+    /// The first place at or behind `offset` where a file may hold data; what is before it reads as zeros. `None`
+    /// if all the rest does. A driver that cannot tell says `offset`.
+    fn next_data(&self, _file: FileSlot, offset: u64) -> Option<u64> {
+        Some(offset)
+    }
+
     /// Moves all completions that are there to the end of `out`.
     fn reap(&mut self, out: &mut Vec<Completion>);
 }

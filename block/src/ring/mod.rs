@@ -332,6 +332,13 @@ impl Ring {
         self.inner.driver.borrow().file_len(file.slot())
     }
 
+    /// The first place at or behind `offset` where a file may hold data, in bytes; what is before it reads as zeros.
+    /// `None` if all the rest does.
+    #[must_use]
+    pub fn next_data(&self, file: &FileHandle, offset: u64) -> Option<u64> {
+        self.inner.driver.borrow().next_data(file.slot(), offset)
+    }
+
     /// Reports `token` from [`Ring::take_events`] whenever `fd` (an eventfd) is signalled, until the
     /// returned watch is dropped.
     ///

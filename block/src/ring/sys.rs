@@ -79,6 +79,21 @@ pub(crate) fn is_direct(fd: RawFd) -> bool {
     flags >= 0 && flags & libc::O_DIRECT != 0
 }
 
+/// The first place at or behind `offset` where the file may hold data; `None` if it is a hole from there on.
+pub(crate) fn next_data(fd: RawFd, offset: u64) -> Option<u64> {
+    let Ok(start) = libc::off_t::try_from(offset) else {
+        return Some(offset);
+    };
+    // SAFETY: no memory is passed. Positional I/O only: nobody leans on the offset this moves.
+    let found = unsafe { libc::lseek(fd, start, libc::SEEK_DATA) };
+    match u64::try_from(found) {
+        Ok(found) => Some(found),
+        Err(_) if io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO) => None,
+        // Not every file can tell, and then it is all data.
+        Err(_) => Some(offset),
+    }
+}
+
 /// Waits until one of `fds` is readable, or not at all; tells which are. An interrupted wait finds none.
 pub(crate) fn poll_readable(fds: &[RawFd], wait: bool) -> io::Result<Vec<bool>> {
     #[cfg(any(loom, shuttle))]

@@ -118,6 +118,10 @@ impl Driver for SyscallDriver {
         sys::file_len(file.fd)
     }
 
+    fn next_data(&self, file: FileSlot, offset: u64) -> Option<u64> {
+        sys::next_data(file.fd, offset)
+    }
+
     fn reap(&mut self, out: &mut Vec<Completion>) {
         out.append(&mut self.done);
     }

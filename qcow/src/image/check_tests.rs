@@ -295,7 +295,7 @@ fn random_damage_is_repaired_or_left_alone() {
                 world.patch("bad.qcow2", place, &bad.to_be_bytes());
             }
             let before = std::fs::read(world.path("bad.qcow2")).unwrap();
-            match world.on("bad.qcow2", async |file| repair(&file).await) {
+            match world.on("bad.qcow2", async |file| repair(&file, Extent::All).await) {
                 Ok(report) => {
                     assert_eq!(
                         report.after.verdict(),
@@ -469,4 +469,100 @@ fn a_table_that_is_referred_to_everywhere_is_read_once() {
     let report = world.on("bad.qcow2", async |file| check(&file).await.unwrap());
     assert_eq!(report.verdict(), Verdict::Corrupt);
     assert!(report.findings.len() <= 1000);
+}
+
+/// Method: damaged images, in one pass and in as many as next to no memory makes necessary.
+#[test]
+fn little_memory_changes_the_order_of_findings_and_nothing_else() {
+    for kind in KINDS {
+        let world = World::new();
+        build(&world, kind);
+        let places = entries(&world, "good.qcow2");
+        // Clusters far away, so that there is more than one window.
+        let file_len = std::fs::metadata(world.path("good.qcow2")).unwrap().len();
+        let cluster = 1_u64 << kind.cluster_bits;
+        for seed in 0..12 {
+            let mut random = Random(seed * 0x9e37_79b9 + 1);
+            std::fs::copy(world.path("good.qcow2"), world.path("bad.qcow2")).unwrap();
+            let file = std::fs::OpenOptions::new()
+                .write(true)
+                .open(world.path("bad.qcow2"))
+                .unwrap();
+            file.set_len(file_len.next_multiple_of(cluster) + 20_000 * cluster)
+                .unwrap();
+            for i in 0..random.below(6) {
+                let (_, place) = places[random.below(places.len() as u64) as usize];
+                let far = file_len.next_multiple_of(cluster) + random.below(20_000) * cluster;
+                let bad = if i % 2 == 0 { far | 1 << 63 } else { random.next() };
+                world.patch("bad.qcow2", place, &bad.to_be_bytes());
+            }
+            let [mut one, mut many] = [usize::MAX, 8 << 10].map(|memory| {
+                world.on("bad.qcow2", async |file| {
+                    check_within(&file, memory).await.unwrap()
+                })
+            });
+            if one.findings.len() < 1000 {
+                for report in [&mut one, &mut many] {
+                    report
+                        .findings
+                        .sort_by(|a, b| (a.offset, &a.message).cmp(&(b.offset, &b.message)));
+                }
+            } else {
+                one.findings.clear();
+                many.findings.clear();
+            }
+            assert_eq!(one, many, "{kind:?} seed {seed}");
+        }
+    }
+}
+
+/// Method: a file with as many clusters as may be, and references all over it: a few hundred KiB on the host. The
+/// process may not need a tenth of what a byte per cluster would take.
+#[test]
+fn a_sparse_file_of_two_thousand_million_clusters_takes_little_memory() {
+    let world = World::new();
+    world.qemu_img(&[
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-o",
+        "cluster_size=512,refcount_bits=1",
+        "bad.qcow2",
+        "1G",
+    ]);
+    let header = header_of(&world, "bad.qcow2");
+    let file = std::fs::OpenOptions::new()
+        .write(true)
+        .open(world.path("bad.qcow2"))
+        .unwrap();
+    let clusters = (1_u64 << 31) - 8;
+    file.set_len(clusters * 512).unwrap();
+    // L2 tables next to each other, whose entries have a few thousand clusters between them.
+    let (l1, first_table) = (header.l1_offset.bytes(), 1 << 20);
+    let tables = u64::from(header.l1_entries);
+    let mut entry = 0;
+    for table in 0..tables {
+        world.patch(
+            "bad.qcow2",
+            l1 + table * 8,
+            &(1 << 63 | (first_table + table * 512)).to_be_bytes(),
+        );
+        let mut bytes = Vec::new();
+        for _ in 0..64 {
+            entry += 1;
+            let host = (entry * 1009 + (1 << 14)) % clusters * 512;
+            bytes.extend((1_u64 << 63 | host).to_be_bytes());
+        }
+        world.patch("bad.qcow2", first_table + table * 512, &bytes);
+    }
+    let report = world.on("bad.qcow2", async |file| {
+        check_within(&file, 16 << 20).await.unwrap()
+    });
+    assert_eq!(report.verdict(), Verdict::Corrupt);
+    assert_eq!(report.allocated_clusters, tables * 64);
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let peak = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
+    let peak: u64 = peak.split_whitespace().nth(1).unwrap().parse().unwrap();
+    assert!(peak < 400 << 10, "{peak} KiB");
 }

@@ -1,70 +1,213 @@
-//! A reference count for every cluster of a file, in little memory.
+//! A reference count for every cluster of a window of a file, in little memory.
 //!
-//! One byte per cluster, in chunks that exist only where something was counted; the few counts
-//! that need more are kept aside. So the size follows what is referenced, and is bounded by the
-//! file's length.
+//! Counts come in chunks that exist only where something was counted, each in the smallest of four shapes: all the
+//! same, a few, a byte each, or eight bytes each. An image that is full and one that is nearly empty both take next
+//! to nothing; what a map takes is known at any time ([`CountMap::memory_bytes`]), so that whoever fills it can stop.
 
-use std::collections::BTreeMap;
+use std::ops::Range;
 
-/// How many clusters one chunk counts.
-const CHUNK: usize = 4096;
-/// The byte that says: look in `large`.
-const LARGE: u8 = u8::MAX;
+/// How many clusters one chunk counts; windows begin at a multiple of it.
+pub(crate) const CHUNK: u64 = 4096;
+const CHUNK_LEN: usize = CHUNK as usize;
+/// How many counts a chunk of few has room for.
+const FEW: usize = 24;
 
-/// Reference counts by cluster number.
-#[derive(Debug, Default)]
-pub(crate) struct CountMap {
-    chunks: BTreeMap<u64, Box<[u8; CHUNK]>>,
-    large: BTreeMap<u64, u64>,
+/// The counts of a few clusters; the others have none.
+#[derive(Clone, Debug)]
+struct Few {
+    len: usize,
+    at: [u16; FEW],
+    counts: [u8; FEW],
 }
 
-fn place(cluster: u64) -> (u64, usize) {
-    (cluster / CHUNK as u64, (cluster % CHUNK as u64) as usize)
+/// A byte for each cluster.
+#[derive(Clone, Debug)]
+struct Bytes {
+    counts: [u8; CHUNK_LEN],
+    /// How many of them are 1: when all are, the chunk shrinks.
+    ones: usize,
+}
+
+/// One chunk's counts.
+#[derive(Clone, Debug, Default)]
+enum Chunk {
+    #[default]
+    None,
+    All(u8),
+    Few(Box<Few>),
+    Bytes(Box<Bytes>),
+    Wide(Box<[u64; CHUNK_LEN]>),
+}
+
+impl Chunk {
+    fn get(&self, at: usize) -> u64 {
+        match self {
+            Self::None => 0,
+            Self::All(count) => u64::from(*count),
+            Self::Few(few) => {
+                let place = few
+                    .at
+                    .iter()
+                    .take(few.len)
+                    .position(|&other| usize::from(other) == at);
+                place.map_or(0, |place| u64::from(few.counts[place]))
+            }
+            Self::Bytes(bytes) => u64::from(bytes.counts[at]),
+            Self::Wide(counts) => counts[at],
+        }
+    }
+
+    fn set(&mut self, at: usize, count: u64) {
+        if self.get(at) == count {
+            return;
+        }
+        let Ok(small) = u8::try_from(count) else {
+            self.widen();
+            if let Self::Wide(counts) = self {
+                counts[at] = count;
+            }
+            return;
+        };
+        if matches!(self, Self::None) {
+            *self = Self::Few(Box::new(Few {
+                len: 0,
+                at: [0; FEW],
+                counts: [0; FEW],
+            }));
+        }
+        if let Self::Few(few) = self {
+            let known = few
+                .at
+                .iter()
+                .take(few.len)
+                .position(|&other| usize::from(other) == at);
+            let place = known.or((few.len < FEW).then_some(few.len));
+            if let Some(place) = place {
+                few.len = few.len.max(place + 1);
+                few.at[place] = at as u16;
+                few.counts[place] = small;
+                return;
+            }
+        }
+        if matches!(self, Self::All(_) | Self::Few(_)) {
+            self.spread();
+        }
+        match self {
+            Self::Bytes(bytes) => {
+                bytes.ones -= usize::from(bytes.counts[at] == 1);
+                bytes.ones += usize::from(small == 1);
+                bytes.counts[at] = small;
+                if bytes.ones == CHUNK_LEN {
+                    *self = Self::All(1);
+                }
+            }
+            Self::Wide(counts) => counts[at] = count,
+            Self::None | Self::All(_) | Self::Few(_) => {}
+        }
+    }
+
+    /// A byte for each cluster, of what was none, all or few.
+    fn spread(&mut self) {
+        let mut counts = [0; CHUNK_LEN];
+        match self {
+            Self::All(count) => counts = [*count; CHUNK_LEN],
+            Self::Few(few) => {
+                for (&at, &count) in few.at.iter().zip(&few.counts).take(few.len) {
+                    counts[usize::from(at)] = count;
+                }
+            }
+            Self::None | Self::Bytes(_) | Self::Wide(_) => {}
+        }
+        let ones = counts.iter().filter(|&&count| count == 1).count();
+        *self = Self::Bytes(Box::new(Bytes { counts, ones }));
+    }
+
+    fn widen(&mut self) {
+        if matches!(self, Self::Wide(_)) {
+            return;
+        }
+        let mut counts = Box::new([0; CHUNK_LEN]);
+        for (at, count) in counts.iter_mut().enumerate() {
+            *count = self.get(at);
+        }
+        *self = Self::Wide(counts);
+    }
+
+    /// What is on the heap.
+    fn heap_bytes(&self) -> usize {
+        match self {
+            Self::None | Self::All(_) => 0,
+            Self::Few(_) => size_of::<Few>(),
+            Self::Bytes(_) => size_of::<Bytes>(),
+            Self::Wide(_) => size_of::<[u64; CHUNK_LEN]>(),
+        }
+    }
+
+    fn is_same(&self, other: &Self) -> bool {
+        matches!((self, other), (Self::None, Self::None))
+            || matches!((self, other), (Self::All(a), Self::All(b)) if a == b)
+    }
+}
+
+/// Reference counts by cluster number, of the clusters of a window. Others have no count, and get none.
+#[derive(Clone, Debug)]
+pub(crate) struct CountMap {
+    window: Range<u64>,
+    chunks: Vec<Chunk>,
+    heap_bytes: usize,
 }
 
 impl CountMap {
-    /// The count of a cluster; 0 unless something was counted.
-    pub(crate) fn get(&self, cluster: u64) -> u64 {
-        let (chunk, at) = place(cluster);
-        match self.chunks.get(&chunk).map_or(0, |counts| counts[at]) {
-            LARGE => self.large.get(&cluster).copied().unwrap_or_default(),
-            count => u64::from(count),
+    /// No counts, of the clusters in `window`, which begins at a multiple of [`CHUNK`].
+    pub(crate) fn new(window: Range<u64>) -> Self {
+        Self {
+            window,
+            chunks: Vec::new(),
+            heap_bytes: 0,
         }
     }
 
-    /// Sets the count of a cluster.
+    /// The memory it takes.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        self.heap_bytes + self.chunks.capacity() * size_of::<Chunk>()
+    }
+
+    fn place(&self, cluster: u64) -> Option<(usize, usize)> {
+        let index = cluster.checked_sub(self.window.start)?;
+        let inside = self.window.contains(&cluster);
+        inside.then_some(((index / CHUNK) as usize, (index % CHUNK) as usize))
+    }
+
+    /// The count of a cluster; 0 unless something was counted.
+    pub(crate) fn get(&self, cluster: u64) -> u64 {
+        let place = self.place(cluster);
+        place.map_or(0, |(chunk, at)| {
+            self.chunks.get(chunk).map_or(0, |chunk| chunk.get(at))
+        })
+    }
+
+    /// Sets the count of a cluster, if it is in the window.
     pub(crate) fn set(&mut self, cluster: u64, count: u64) {
-        let (chunk, at) = place(cluster);
-        if count == 0 && !self.chunks.contains_key(&chunk) {
+        let Some((index, at)) = self.place(cluster) else {
             return;
-        }
-        let counts = self.chunks.entry(chunk).or_insert_with(|| Box::new([0; CHUNK]));
-        let small = match u8::try_from(count) {
-            Ok(small) if small < LARGE => small,
-            _ => LARGE,
         };
-        if counts[at] == LARGE && small != LARGE {
-            self.large.remove(&cluster);
+        if index >= self.chunks.len() {
+            if count == 0 {
+                return;
+            }
+            self.chunks.resize_with(index + 1, Chunk::default);
         }
-        counts[at] = small;
-        if small == LARGE {
-            self.large.insert(cluster, count);
-        }
+        let chunk = &mut self.chunks[index];
+        let before = chunk.heap_bytes();
+        chunk.set(at, count);
+        self.heap_bytes = self.heap_bytes + chunk.heap_bytes() - before;
     }
 
     /// Adds `more` to a cluster's count. `false`, and the count stays at `max`, if that would
-    /// take it beyond.
+    /// take it beyond. Clusters outside the window are nobody's business here.
     #[must_use]
     pub(crate) fn add(&mut self, cluster: u64, more: u64, max: u64) -> bool {
-        let (chunk, at) = place(cluster);
-        let counts = self.chunks.entry(chunk).or_insert_with(|| Box::new([0; CHUNK]));
-        let small = &mut counts[at];
-        // The common case, without a second look-up.
-        if let Some(sum) = u8::try_from(more).ok().and_then(|more| small.checked_add(more))
-            && sum < LARGE
-            && u64::from(sum) <= max
-        {
-            *small = sum;
+        if self.place(cluster).is_none() {
             return true;
         }
         let sum = self.get(cluster).saturating_add(more);
@@ -74,35 +217,41 @@ impl CountMap {
 
     /// The clusters with a count, in order.
     pub(crate) fn nonzero(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
-        self.chunks.iter().flat_map(move |(&chunk, counts)| {
-            let first = chunk * CHUNK as u64;
-            let used = (first..).zip(counts.iter()).filter(|&(_, &count)| count != 0);
-            used.map(move |(cluster, &count)| match count {
-                LARGE => (cluster, self.large.get(&cluster).copied().unwrap_or_default()),
-                count => (cluster, u64::from(count)),
-            })
+        let starts = (self.window.start..).step_by(CHUNK_LEN);
+        let used = starts
+            .zip(&self.chunks)
+            .filter(|(_, chunk)| !matches!(chunk, Chunk::None));
+        used.flat_map(|(first, chunk)| {
+            let counts = (0..CHUNK_LEN).map(move |at| (first + at as u64, chunk.get(at)));
+            counts.filter(|&(_, count)| count != 0)
         })
     }
 
     /// The last cluster with a count.
     pub(crate) fn last(&self) -> Option<u64> {
-        self.chunks.iter().rev().find_map(|(&chunk, counts)| {
-            let at = counts.iter().rposition(|&count| count != 0)?;
-            Some(chunk * CHUNK as u64 + at as u64)
-        })
+        let chunks = self.chunks.iter().enumerate().rev();
+        chunks
+            .filter(|(_, chunk)| !matches!(chunk, Chunk::None))
+            .find_map(|(index, chunk)| {
+                let at = (0..CHUNK_LEN).rev().find(|&at| chunk.get(at) != 0)?;
+                Some(self.window.start + index as u64 * CHUNK + at as u64)
+            })
     }
 
-    /// Calls `each(cluster, ours, theirs)` wherever two maps have a count, in order.
-    pub(crate) fn for_each_pair(&self, other: &Self, mut each: impl FnMut(u64, u64, u64)) {
-        let mut chunks: Vec<u64> = self.chunks.keys().chain(other.chunks.keys()).copied().collect();
-        chunks.sort_unstable();
-        chunks.dedup();
-        for chunk in chunks {
-            let first = chunk * CHUNK as u64;
-            for cluster in first..first + CHUNK as u64 {
-                let (ours, theirs) = (self.get(cluster), other.get(cluster));
-                if ours != 0 || theirs != 0 {
-                    each(cluster, ours, theirs);
+    /// Calls `each(cluster, ours, theirs)` wherever two maps of one window differ, in order.
+    pub(crate) fn for_each_difference(&self, other: &Self, mut each: impl FnMut(u64, u64, u64)) {
+        const NONE: Chunk = Chunk::None;
+        for index in 0..self.chunks.len().max(other.chunks.len()) {
+            let ours = self.chunks.get(index).unwrap_or(&NONE);
+            let theirs = other.chunks.get(index).unwrap_or(&NONE);
+            if ours.is_same(theirs) {
+                continue;
+            }
+            let first = self.window.start + index as u64 * CHUNK;
+            for at in 0..CHUNK_LEN {
+                let (a, b) = (ours.get(at), theirs.get(at));
+                if a != b {
+                    each(first + at as u64, a, b);
                 }
             }
         }
@@ -111,6 +260,8 @@ impl CountMap {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
     use proptest::prelude::*;
 
@@ -118,11 +269,28 @@ mod tests {
         #[test]
         fn it_counts_like_a_plain_map(
             ops in prop::collection::vec((0u64..20_000, 0u64..400, any::<bool>()), 0..300),
+            runs in prop::collection::vec((0u64..5, 0u64..3), 0..4),
             max in 1u64..1000,
+            window in 0u64..3,
         ) {
-            let mut map = CountMap::default();
+            let window = window * CHUNK..20_000 - window;
+            let mut map = CountMap::new(window.clone());
             let mut model = BTreeMap::new();
+            for (chunk, count) in runs {
+                for cluster in chunk * CHUNK..(chunk + 1) * CHUNK {
+                    map.set(cluster, count.min(max));
+                    if window.contains(&cluster) {
+                        model.insert(cluster, count.min(max));
+                    }
+                }
+            }
             for (cluster, count, add) in ops {
+                if !window.contains(&cluster) {
+                    map.set(cluster, count);
+                    prop_assert!(map.add(cluster, count, max));
+                    prop_assert_eq!(map.get(cluster), 0);
+                    continue;
+                }
                 let entry = model.entry(cluster).or_insert(0u64);
                 if add {
                     prop_assert_eq!(map.add(cluster, count, max), *entry + count <= max);
@@ -136,18 +304,34 @@ mod tests {
             model.retain(|_, count| *count != 0);
             prop_assert_eq!(map.last(), model.last_key_value().map(|(&cluster, _)| cluster));
             prop_assert_eq!(map.nonzero().collect::<Vec<_>>(), model.into_iter().collect::<Vec<_>>());
+            let heap: usize = map.chunks.iter().map(Chunk::heap_bytes).sum();
+            prop_assert_eq!(map.heap_bytes, heap);
         }
     }
 
     #[test]
-    fn pairs_come_from_either_map_in_order() {
-        let (mut ours, mut theirs) = (CountMap::default(), CountMap::default());
+    fn differences_come_from_either_map_in_order() {
+        let (mut ours, mut theirs) = (CountMap::new(0..u64::MAX), CountMap::new(0..u64::MAX));
         ours.set(5, 1);
+        ours.set(6, 1);
         ours.set(9000, 300);
         theirs.set(5, 2);
+        theirs.set(6, 1);
         theirs.set(70_000, 1);
         let mut pairs = Vec::new();
-        ours.for_each_pair(&theirs, |cluster, a, b| pairs.push((cluster, a, b)));
+        ours.for_each_difference(&theirs, |cluster, a, b| pairs.push((cluster, a, b)));
         assert_eq!(pairs, [(5, 1, 2), (9000, 300, 0), (70_000, 0, 1)]);
+    }
+
+    /// A full terabyte at 64 KiB is sixteen million clusters.
+    #[test]
+    fn what_is_full_and_what_is_nearly_empty_take_little() {
+        let mut full = CountMap::new(0..u64::MAX);
+        (0..1 << 24).for_each(|cluster| full.set(cluster, 1));
+        assert!(full.memory_bytes() < 256 << 10, "{}", full.memory_bytes());
+        let mut sparse = CountMap::new(0..u64::MAX);
+        (0..1 << 10).for_each(|i| sparse.set(i << 20, 1));
+        assert!(sparse.memory_bytes() < 8 << 20, "{}", sparse.memory_bytes());
+        assert_eq!((full.get(77), sparse.get(3 << 20), sparse.get(77)), (1, 1, 0));
     }
 }

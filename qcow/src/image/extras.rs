@@ -7,7 +7,7 @@
 use block::file::FileView;
 
 use super::bitmaps::read_directory;
-use super::read::{for_each_entry, read_snapshots};
+use super::read::{for_each_entry, for_each_snapshot};
 use crate::format::l1::L1_TABLE_MAX_BYTES;
 use crate::format::{Header, L1Entry};
 use crate::metadata::structures::{Extra, Structure};
@@ -61,8 +61,12 @@ impl Found<'_> {
     async fn snapshots(&mut self, file_len: u64) {
         let image = self.file.file().path().display();
         let offset = self.header.snapshot_table_offset;
-        let table = match read_snapshots(self.file, self.header, file_len).await {
-            Ok(table) => table,
+        let mut listed = Vec::new();
+        let each = |_, snapshot: crate::format::SnapshotEntry| {
+            listed.push((snapshot.l1_offset, u64::from(snapshot.l1_entries)));
+        };
+        let bytes = match for_each_snapshot(self.file, self.header, file_len, each).await {
+            Ok(bytes) => bytes,
             Err(error) => {
                 tracing::warn!(%image, %error, "the snapshot table is malformed; what it leads to is not guarded");
                 self.add(Extra {
@@ -76,13 +80,11 @@ impl Found<'_> {
         self.add(Extra {
             structure: Structure::SnapshotTable,
             offset,
-            bytes: table.len,
+            bytes,
         });
         let geometry = self.header.geometry();
-        let mut tables: Vec<_> = table
-            .entries
-            .iter()
-            .map(|snapshot| (snapshot.l1_offset, u64::from(snapshot.l1_entries)))
+        let mut tables: Vec<_> = listed
+            .into_iter()
             .filter(|(offset, entries)| {
                 offset.bytes() != 0
                     && offset.is_aligned_to(geometry.cluster_size())

@@ -10,7 +10,7 @@ use block::file::FileView;
 use serde::Serialize;
 
 use super::bitmaps::{consistent_bitmaps, read_directory};
-use super::read::{ReadError, read_header, read_snapshots};
+use super::read::{ReadError, for_each_snapshot, read_header};
 use crate::format::{
     Autoclear, BitmapFlags, Compatible, CryptMethod, Header, Incompatible, SnapshotEntry, Version,
 };
@@ -149,14 +149,13 @@ pub async fn info(file: &FileView) -> Result<ImageInfo, ReadError> {
     let (header, file_len) = (&located.header, located.file_len);
     header.validate_except_missing_refcount_table()?;
     let backing = header.backing_name.as_deref().map(lossy);
-    let snapshots = read_snapshots(file, header, file_len)
-        .await
-        .map(|table| table.entries);
-    let snapshots = snapshots
-        .unwrap_or_default()
-        .iter()
-        .map(SnapshotInfo::new)
-        .collect();
+    let mut snapshots = Vec::new();
+    let read = for_each_snapshot(file, header, file_len, |_, entry| {
+        snapshots.push(SnapshotInfo::new(&entry))
+    });
+    if read.await.is_err() {
+        snapshots.clear();
+    }
     let mut data = QcowInfo::new(header);
     data.bitmaps = bitmaps(file, header, file_len).await;
     Ok(ImageInfo {
@@ -241,12 +240,18 @@ impl QcowInfo {
     }
 }
 
+/// As much of a snapshot's name as QEMU keeps. What is longer is no name, and there may be thousands.
+fn start(name: &[u8]) -> &[u8] {
+    const NAME_MAX: usize = 255;
+    name.get(..NAME_MAX).unwrap_or(name)
+}
+
 impl SnapshotInfo {
     fn new(entry: &SnapshotEntry) -> Self {
         const NANOSECONDS: u64 = 1_000_000_000;
         Self {
-            id: lossy(&entry.id),
-            name: lossy(&entry.name),
+            id: lossy(start(&entry.id)),
+            name: lossy(start(&entry.name)),
             vm_state_size: entry.vm_state_size(),
             date_sec: entry.date_seconds,
             date_nsec: entry.date_nanoseconds,

@@ -1,6 +1,7 @@
 //! Where a new refcount structure goes, and how large it must be: it counts itself.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use super::counts::CountMap;
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
@@ -19,10 +20,9 @@ pub(crate) struct RefcountLayout {
 
 impl RefcountLayout {
     /// A structure that starts at `start`, behind everything that is counted, and holds the
-    /// counts and itself. `None` if the table would be larger than QEMU accepts.
-    pub(crate) fn plan(counts: &CountMap, start: HostCluster, geometry: &Geometry) -> Option<Self> {
+    /// counts, which need the table entries `blocks`, and itself. `None` if the table would be larger than QEMU accepts.
+    pub(crate) fn plan(mut blocks: BTreeSet<u64>, start: HostCluster, geometry: &Geometry) -> Option<Self> {
         let index = |cluster| geometry.refcount_table_index(HostCluster::new(cluster)) as u64;
-        let mut blocks: BTreeSet<u64> = counts.nonzero().map(|(cluster, _)| index(cluster)).collect();
         let mut table_clusters = 0;
         loop {
             let end = start.index() + blocks.len() as u64 + table_clusters;
@@ -71,18 +71,31 @@ impl RefcountLayout {
         table
     }
 
-    /// Block number `i`'s bytes, from the counts.
-    pub(crate) fn block_bytes(&self, i: usize, counts: &CountMap, geometry: &Geometry) -> Vec<u8> {
-        let mut block = vec![0; geometry.cluster_size() as usize];
+    /// The part of block number `i` that counts clusters of `window`: where it starts in the block, and its bytes.
+    /// `None` if none of it does. A window begins and ends at a chunk, so a part is whole sectors.
+    pub(crate) fn block_part(
+        &self,
+        i: usize,
+        counts: &CountMap,
+        window: &Range<u64>,
+        geometry: &Geometry,
+    ) -> Option<(u64, Vec<u8>)> {
+        let per_block = geometry.refcount_block_entries() as u64;
         let first = self.blocks[i] << geometry.refcount_block_bits();
-        for at in 0..geometry.refcount_block_entries() {
-            let count = counts.get(first + at as u64);
+        let (from, to) = (window.start.max(first), window.end.min(first + per_block));
+        if from >= to {
+            return None;
+        }
+        let bytes_of = |entries: u64| entries * u64::from(geometry.refcount_bits()) / 8;
+        let mut part = vec![0; bytes_of(to - from) as usize];
+        for at in 0..to - from {
+            let count = counts.get(from + at);
             if count != 0 {
-                let written = geometry.refcount_order().write(&mut block, at, count);
+                let written = geometry.refcount_order().write(&mut part, at as usize, count);
                 assert_eq!(written, Ok(()), "counts are kept within the refcount width");
             }
         }
-        block
+        Some((bytes_of(from - first), part))
     }
 }
 
@@ -103,10 +116,9 @@ mod tests {
                 RefcountOrder::parse(order).unwrap(),
                 0,
             );
-            let mut counts = CountMap::default();
-            used.iter().for_each(|&cluster| counts.set(cluster, 1));
+            let blocks = used.iter().map(|&used| geometry.refcount_table_index(HostCluster::new(used)) as u64);
             let start = HostCluster::new(used.last().map_or(0, |last| last + 1));
-            let plan = RefcountLayout::plan(&counts, start, &geometry).unwrap();
+            let plan = RefcountLayout::plan(blocks.collect(), start, &geometry).unwrap();
             for cluster in used.iter().copied().chain(plan.clusters()) {
                 let index = geometry.refcount_table_index(HostCluster::new(cluster)) as u64;
                 prop_assert!(plan.blocks.contains(&index));

@@ -16,12 +16,12 @@ pub mod open;
 pub mod read;
 pub mod repair;
 
-pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check};
+pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check, check_within};
 pub use create::{CreateError, CreateOptions, Preallocation, create};
 pub use info::{ImageInfo, info};
 pub use open::{ImageError, OpenError, OpenOptions, StructureError};
 pub use read::{Located, ReadError, read_header};
-pub use repair::{RebuildError, RepairReport, rebuild_refcounts, repair};
+pub use repair::{Extent, RepairError, RepairReport, rebuild_refcounts, repair};
 
 #[cfg(test)]
 mod check_tests;

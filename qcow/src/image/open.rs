@@ -18,7 +18,7 @@ use block::{AlignedBuf, Context, Disk, IoError, LocalBoxFuture};
 
 use super::extras::extras;
 use super::read::{ReadError, for_each_entry, read, read_header};
-use super::{RebuildError, bitmaps, rebuild_refcounts};
+use super::{RepairError, bitmaps, rebuild_refcounts};
 use crate::engine::{Backing, Parts, Policy, QcowDisk};
 use crate::format::{
     Autoclear, Geometry, Header, HeaderError, Incompatible, L1Entry, RefcountTableEntry, Unsupported,
@@ -120,8 +120,8 @@ pub enum ImageError {
     Unsupported(#[from] Unsupported),
     /// Its structures contradict each other, and it may only be read.
     #[error(
-        "its structures contradict each other and it may only be opened read-only; repair it with `qemu-img \
-         check -r all`"
+        "its structures contradict each other and it may only be opened read-only; repair it with `ringdisk \
+         image check --repair all`"
     )]
     Structures(#[from] StructureError),
     /// The host failed an operation.
@@ -170,11 +170,13 @@ pub enum ImageError {
     #[error("its backing chain has more than {CHAIN_DEPTH_MAX} images")]
     TooDeep,
     /// It is marked corrupt and may only be read.
-    #[error("it is marked corrupt and may only be opened read-only; repair it with `qemu-img check -r all`")]
+    #[error(
+        "it is marked corrupt and may only be opened read-only; repair it with `ringdisk image check --repair all`"
+    )]
     MarkedCorrupt,
     /// Its refcounts had to be rebuilt and could not.
     #[error("it was not closed cleanly and its refcounts cannot be rebuilt")]
-    Rebuild(#[from] RebuildError),
+    Rebuild(#[from] RepairError),
 }
 
 /// What the images of a chain have in common while it is opened.

@@ -74,7 +74,8 @@ pub(crate) async fn read(
         .map_err(ReadError::io(what, offset))
 }
 
-/// Calls `each(index, raw entry)` for the `count` 8-byte entries of the table at `offset`.
+/// Calls `each(index, raw entry)` for the `count` 8-byte entries of the table at `offset`. Entries in holes of the
+/// file, which are zero, may be left out.
 pub(crate) async fn for_each_entry(
     file: &FileView,
     what: &'static str,
@@ -84,8 +85,14 @@ pub(crate) async fn for_each_entry(
 ) -> Result<(), ReadError> {
     let mut index = 0;
     while index < count {
-        let entries = (count - index).min(PART / 8);
         let at = offset.bytes().saturating_add(index * 8);
+        let Some(data) = file.next_data(at) else { break };
+        let hole = (data.saturating_sub(at) / 8).min(count - index);
+        if hole > 0 {
+            index += hole;
+            continue;
+        }
+        let entries = (count - index).min(PART / 8);
         let bytes = read(file, what, at, usize::try_from(entries * 8).unwrap_or_default()).await?;
         for (entry, raw) in (index..).zip(bytes.as_chunks::<8>().0) {
             each(entry, u64::from_be_bytes(*raw));
@@ -124,22 +131,15 @@ pub enum SnapshotTableError {
     },
 }
 
-/// The snapshot table, as far as it could be read.
-#[derive(Debug, Default)]
-pub(crate) struct SnapshotTable {
-    /// The entries.
-    pub(crate) entries: Vec<SnapshotEntry>,
-    /// The bytes they take together.
-    pub(crate) len: u64,
-}
-
-/// Reads the snapshot table. The last entry may lack its padding at the end of the file.
-pub(crate) async fn read_snapshots(
+/// Reads the snapshot table and calls `each(index, entry)`; returns the bytes the entries take together. The last
+/// entry may lack its padding at the end of the file.
+pub(crate) async fn for_each_snapshot(
     file: &FileView,
     header: &Header,
     file_len: u64,
-) -> Result<SnapshotTable, SnapshotTableError> {
-    let mut table = SnapshotTable::default();
+    mut each: impl FnMut(u32, SnapshotEntry),
+) -> Result<u64, SnapshotTableError> {
+    let mut table_len = 0;
     let start = header.snapshot_table_offset.bytes();
     let limit = start.saturating_add(SNAPSHOT_TABLE_MAX_BYTES).min(file_len);
     // One part holds at least one entry of the largest kind.
@@ -147,7 +147,7 @@ pub(crate) async fn read_snapshots(
     const _: () = assert!(PART as usize >= ENTRY_MAX);
     let (mut part, mut part_at) = (block::AlignedBuf::zeroed(0), 0);
     for index in 0..header.snapshot_count {
-        let offset = start.saturating_add(table.len);
+        let offset = start.saturating_add(table_len);
         let malformed = |source| SnapshotTableError::Entry {
             index,
             offset,
@@ -170,8 +170,8 @@ pub(crate) async fn read_snapshots(
         if end > limit.saturating_add(7) {
             return Err(SnapshotTableError::TooLong { index, end, limit });
         }
-        table.entries.push(entry);
-        table.len += len;
+        each(index, entry);
+        table_len += len;
     }
-    Ok(table)
+    Ok(table_len)
 }

@@ -170,6 +170,18 @@ pub fn check(report: &CheckReport) -> String {
     text
 }
 
+/// What comes before the words of [`check`] if something was mended.
+#[must_use]
+pub fn repaired(leaks: u64, corruptions: u64) -> String {
+    if leaks + corruptions == 0 {
+        return String::new();
+    }
+    format!(
+        "The following inconsistencies were found and repaired:\n\n    {leaks} leaked clusters\n    {corruptions} \
+         corruptions\n\nDouble checking the fixed image now...\n"
+    )
+}
+
 fn push(text: &mut String, line: std::fmt::Arguments<'_>) {
     text.push_str(&line.to_string());
     text.push('\n');

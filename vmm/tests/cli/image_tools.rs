@@ -199,3 +199,80 @@ fn looking_at_an_image_changes_nothing() {
         .success();
     assert!(world.bytes("a.qcow2") == before, "the image was changed");
 }
+
+/// An image with a leaked cluster and, if `corrupt`, a data cluster that counts as free.
+fn damaged(world: &World, corrupt: bool) {
+    world.qemu_create("a.qcow2", "compat=1.1", "16M");
+    world
+        .qemu_io(&["-f", "qcow2", "a.qcow2"], &["write -P 7 0 1M"])
+        .success();
+    let image = world.bytes("a.qcow2");
+    let clusters = image.len() as u64 / 65536;
+    world.patch("a.qcow2", clusters * 65536, &[0; 65536]);
+    world.patch("a.qcow2", refcount_offset(&image, clusters), &1_u16.to_be_bytes());
+    if corrupt {
+        let last = refcount_offset(&image, clusters - 1);
+        world.patch("a.qcow2", last, &0_u16.to_be_bytes());
+    }
+}
+
+#[test]
+fn repair_mends_what_it_was_asked_to_and_says_so_as_qemu_img_does() {
+    for (corrupt, what, code, leaks, corruptions) in [
+        (false, "leaks", 0, 1, 0),
+        (false, "all", 0, 1, 0),
+        (true, "leaks", 2, 1, 0),
+        (true, "all", 0, 1, 2),
+    ] {
+        let world = World::new();
+        damaged(&world, corrupt);
+        std::fs::copy(world.path("a.qcow2"), world.path("b.qcow2")).expect("a copy");
+        let ours = world.ringdisk(&["image", "check", "-r", what, "--json", "a.qcow2"]);
+        assert_eq!(ours.code, Some(code), "{ours:?}");
+        let ours = json(&ours.stdout);
+        for (key, value) in [("leaks-fixed", leaks), ("corruptions-fixed", corruptions)] {
+            assert_eq!(ours[key], value, "{what}: {key}");
+        }
+        let theirs = world.qemu("qemu-img", &["check", "-r", what, "--output=json", "b.qcow2"]);
+        if corrupt {
+            // QEMU mends no leaks where it would have to rebuild, and rebuilds where we mend in place.
+            let code = if what == "all" { 0 } else { 1 };
+            assert_eq!(theirs.code, Some(code), "{theirs:?}");
+        } else {
+            assert_eq!(theirs.code, Some(code), "{theirs:?}");
+            assert_eq!(json(&theirs.stdout)["leaks-fixed"], leaks, "{what}");
+        }
+        assert_eq!(world.qemu("qemu-img", &["check", "a.qcow2"]).code, Some(code));
+        world
+            .qemu_io(&["-f", "qcow2", "a.qcow2"], &["read -P 7 0 1M"])
+            .success();
+    }
+    let world = World::new();
+    damaged(&world, false);
+    let said = world
+        .ringdisk(&["image", "check", "--repair", "leaks", "a.qcow2"])
+        .success();
+    let expected = "The following inconsistencies were found and repaired:\n\n    1 leaked clusters\n    0 corruptions\n";
+    assert!(said.starts_with(expected), "{said}");
+    assert!(said.contains("No errors were found on the image."), "{said}");
+}
+
+#[test]
+fn what_refcounts_do_not_mend_is_not_touched_and_the_reason_is_told() {
+    let world = World::new();
+    damaged(&world, true);
+    let image = world.bytes("a.qcow2");
+    let l2 = be_u64(&image, be_u64(&image, 40) as usize) & 0x00ff_ffff_ffff_fe00;
+    world.patch("a.qcow2", l2 + 8, &(1_u64 << 40).to_be_bytes());
+    let before = world.bytes("a.qcow2");
+    for what in ["leaks", "all"] {
+        let said = world.ringdisk(&["image", "check", "-r", what, "a.qcow2"]);
+        assert_eq!(said.code, Some(2), "{said:?}");
+        assert!(
+            said.stdout
+                .starts_with("Nothing was repaired: the image is damaged: L2 table at "),
+            "{said:?}"
+        );
+        assert!(world.bytes("a.qcow2") == before, "the image was changed");
+    }
+}

@@ -5,22 +5,23 @@
 //! that anything else also refers to is corrupt even if the refcounts agree, and so is the
 //! all-zeros flag in a version 2 image, which our reads refuse. Nothing is written.
 //!
-//! Every L1 and L2 table is read once, however often it is referred to, so time is linear in the
-//! file's length. Memory is two bytes per cluster of the file, and a bounded list of findings.
+//! Every L1 and L2 table is read once in a pass, however often it is referred to, so time is linear in the
+//! file's length. Memory is bounded whatever the image says: see [`survey`].
 
 mod refblocks;
 mod report;
+pub(crate) mod survey;
 mod walk;
 
 use block::IoError;
 use block::file::FileView;
 
-use super::counts::CountMap;
 use super::read::{Located, ReadError, read_header};
 use crate::format::{Geometry, Header, HeaderError, Incompatible, Unsupported};
 
 pub use report::{CheckReport, Finding, Severity, Verdict};
 pub(crate) use report::{Findings, Remedy};
+pub(crate) use survey::Survey;
 pub(crate) use walk::Walk;
 
 /// The most clusters a file may have to be checked, as in QEMU.
@@ -94,44 +95,56 @@ impl<'a> Subject<'a> {
 /// [`CheckError`] if the image cannot be checked; what is wrong with an image that can be is in
 /// the report.
 pub async fn check(file: &FileView) -> Result<CheckReport, CheckError> {
+    check_within(file, survey::MEMORY_MAX_BYTES).await
+}
+
+/// As [`check`], in about this much memory. The less it is, the more often the tables are read.
+///
+/// # Errors
+///
+/// As for [`check`].
+pub async fn check_within(file: &FileView, memory_max_bytes: usize) -> Result<CheckReport, CheckError> {
     let located = read_header(file).await?;
     let subject = Subject::new(file, &located)?;
-    let mut walk = Walk::new(&subject);
-    let on_disk = refblocks::load(&mut walk).await?;
-    walk.run(Some(&on_disk)).await?;
-    let image_end_offset = compare(&mut walk, &on_disk);
+    let mut survey = Survey::new(&subject, true, memory_max_bytes);
+    let mut used_end = 1;
+    while let Some(mut walk) = survey.next().await {
+        used_end = used_end.max(compare(&mut walk));
+        survey.done(walk);
+    }
     let header = &located.header;
+    let stats = survey.stats;
     Ok(CheckReport {
         filename: file.file().path().display().to_string(),
         format: "qcow2",
         dirty: header.incompatible.contains(Incompatible::DIRTY),
         marked_corrupt: header.incompatible.contains(Incompatible::CORRUPT),
-        image_end_offset,
+        image_end_offset: used_end * subject.geometry.cluster_size(),
         total_clusters: subject.geometry.guest_clusters(),
-        allocated_clusters: walk.stats.allocated,
-        compressed_clusters: walk.stats.compressed,
-        fragmented_clusters: walk.stats.fragmented,
-        ..walk.findings.into_report()
+        allocated_clusters: stats.allocated,
+        compressed_clusters: stats.compressed,
+        fragmented_clusters: stats.fragmented,
+        ..survey.findings.into_report()
     })
 }
 
-/// Compares the counts found with those on disk; returns where the last used cluster ends.
-fn compare(walk: &mut Walk<'_>, on_disk: &CountMap) -> u64 {
-    let geometry = walk.subject.geometry;
-    let mut used_end = 1;
+/// Compares the counts found with those on disk; returns the cluster behind the last used one.
+fn compare(walk: &mut Walk<'_>) -> u64 {
+    let cluster_size = walk.subject.geometry.cluster_size();
     let findings = &mut walk.findings;
-    walk.expected.for_each_pair(on_disk, |cluster, expected, found| {
-        used_end = used_end.max(cluster + 1);
-        let offset = cluster * geometry.cluster_size();
-        if found < expected {
-            findings.corruption("cluster", offset, Remedy::Rebuild, || {
-                format!("refcount is {found}, but there are {expected} references")
-            });
-        } else if found > expected {
-            findings.leak("cluster", offset, || {
-                format!("refcount is {found}, but there are only {expected} references")
-            });
-        }
-    });
-    used_end * geometry.cluster_size()
+    walk.expected
+        .for_each_difference(&walk.on_disk, |cluster, expected, found| {
+            let offset = cluster * cluster_size;
+            if found < expected {
+                findings.corruption("cluster", offset, Remedy::Rebuild, || {
+                    format!("refcount is {found}, but there are {expected} references")
+                });
+            } else {
+                findings.leak("cluster", offset, || {
+                    format!("refcount is {found}, but there are only {expected} references")
+                });
+            }
+        });
+    let last = walk.expected.last().max(walk.on_disk.last());
+    last.map_or(0, |last| last + 1)
 }

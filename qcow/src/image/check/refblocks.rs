@@ -1,23 +1,22 @@
 //! The refcounts as they are on disk: refcount table and refcount blocks.
 
-use super::super::counts::CountMap;
 use super::super::read::{for_each_entry, read};
-use super::{CheckError, Remedy, Walk};
-use crate::format::{HostCluster, RefcountTableEntry};
+use super::{Remedy, Walk};
+use crate::format::{HostOffset, RefcountTableEntry};
 
-/// Loads the refcounts of the file's clusters, and claims the clusters that hold them. Counts of
+/// Loads the refcounts of the window's clusters, and claims the clusters that hold refcounts. Counts of
 /// clusters behind the end of the file are left out, as QEMU does: nothing is lost there.
-pub(super) async fn load(walk: &mut Walk<'_>) -> Result<CountMap, CheckError> {
+pub(super) async fn load(walk: &mut Walk<'_>) {
     let subject = walk.subject;
     let geometry = subject.geometry;
     let table_at = subject.header.refcount_table_offset;
     let table_bytes = subject.header.refcount_table_bytes();
-    let mut counts = CountMap::default();
     if table_bytes == 0 {
-        walk.findings.corruption("header", 56, Remedy::Rebuild, || {
+        walk.refcounts_damaged = true;
+        walk.note("header", 56, Remedy::Rebuild, || {
             "there is no refcount table".into()
         });
-        return Ok(counts);
+        return;
     }
     if !walk.claim(
         "refcount table",
@@ -26,60 +25,97 @@ pub(super) async fn load(walk: &mut Walk<'_>) -> Result<CountMap, CheckError> {
         1,
         Remedy::Rebuild,
     ) {
-        return Ok(counts);
+        walk.refcounts_damaged = true;
+        return;
     }
-    let mut blocks = Vec::new();
-    let findings = &mut walk.findings;
-    let entries = table_bytes / 8;
-    let each = |index: u64, raw: u64| {
-        let entry_at = table_at.bytes() + index * 8;
-        match RefcountTableEntry::from_raw(raw).decode(&geometry) {
-            Ok(None) => {}
-            Ok(Some(block)) if geometry.host_cluster(block).index() >= subject.file_clusters() => {
-                findings.corruption("refcount table", entry_at, Remedy::Rebuild, || {
-                    format!("refcount block {block} is outside the file")
-                });
-            }
-            Ok(Some(block)) => blocks.push((index, block)),
-            Err(error) => {
-                findings.corruption("refcount table", entry_at, Remedy::Rebuild, || error.to_string());
-            }
-        }
-    };
-    let table = for_each_entry(subject.file, "the refcount table", table_at, entries, each).await;
-    if let Err(error) = table {
-        walk.findings
-            .error("refcount table", table_at.bytes(), Remedy::Rebuild, || {
-                error.to_string()
-            });
-    }
-    for (index, block_at) in blocks {
+    let blocks = list_blocks(walk, table_at, table_bytes / 8).await;
+    for &(index, block_at) in &blocks {
+        let cluster_size = geometry.cluster_size();
         walk.claim(
             "refcount block",
             block_at.bytes(),
-            geometry.cluster_size(),
+            cluster_size,
             1,
             Remedy::Rebuild,
         );
-        let block_len = geometry.cluster_size() as usize;
-        let block = match read(subject.file, "a refcount block", block_at.bytes(), block_len).await {
-            Ok(block) => block,
-            Err(error) => {
-                let message = || error.to_string();
-                walk.findings
-                    .error("refcount block", block_at.bytes(), Remedy::Rebuild, message);
-                continue;
-            }
-        };
         let first = index << geometry.refcount_block_bits();
-        for at in 0..geometry.refcount_block_entries() {
-            let cluster = HostCluster::new(first + at as u64).index();
-            if cluster >= subject.file_clusters() {
-                break;
+        let end = first
+            .saturating_add(geometry.refcount_block_entries() as u64)
+            .min(subject.file_clusters());
+        let counted = first.max(walk.window.start)..end.min(walk.window.end);
+        let skipped = counted.is_empty() || walk.is_over_budget();
+        if skipped || walk.is_in_hole(block_at.bytes(), cluster_size) {
+            continue;
+        }
+        let block = read(
+            subject.file,
+            "a refcount block",
+            block_at.bytes(),
+            cluster_size as usize,
+        )
+        .await;
+        match block {
+            Ok(block) if block.iter().all(|&byte| byte == 0) => {}
+            Ok(block) => {
+                for cluster in counted {
+                    let at = (cluster - first) as usize;
+                    let count = geometry.refcount_order().read(&block, at).unwrap_or_default();
+                    walk.on_disk.set(cluster, count);
+                }
             }
-            let count = geometry.refcount_order().read(&block, at).unwrap_or_default();
-            counts.set(cluster, count);
+            Err(error) => {
+                walk.refcounts_damaged = true;
+                // A block is read in every pass that counts some of its clusters; it fails once.
+                if walk.window.contains(&first) {
+                    let (at, message) = (block_at.bytes(), || error.to_string());
+                    walk.findings
+                        .error("refcount block", at, Remedy::Rebuild, message);
+                }
+            }
         }
     }
-    Ok(counts)
+    walk.blocks = blocks;
+}
+
+/// The blocks that the refcount table leads to, by table entry. A block that two entries lead to counts for the
+/// first alone.
+async fn list_blocks(walk: &mut Walk<'_>, table_at: HostOffset, entries: u64) -> Vec<(u64, HostOffset)> {
+    let subject = walk.subject;
+    let geometry = subject.geometry;
+    let mut blocks = Vec::new();
+    let each = |index: u64, raw: u64| {
+        let entry_at = table_at.bytes() + index * 8;
+        let problem = match RefcountTableEntry::from_raw(raw).decode(&geometry) {
+            Ok(None) => return,
+            Ok(Some(block)) if geometry.host_cluster(block).index() >= subject.file_clusters() => {
+                format!("refcount block {block} is outside the file")
+            }
+            Ok(Some(block)) => return blocks.push((index, block)),
+            Err(error) => error.to_string(),
+        };
+        walk.refcounts_damaged = true;
+        walk.note("refcount table", entry_at, Remedy::Rebuild, || problem);
+    };
+    let table = for_each_entry(subject.file, "the refcount table", table_at, entries, each).await;
+    if let Err(error) = table {
+        walk.refcounts_damaged = true;
+        walk.note_error("refcount table", table_at.bytes(), Remedy::Rebuild, || {
+            error.to_string()
+        });
+    }
+    let listed = blocks.len();
+    blocks.sort_unstable_by_key(|&(index, block)| (block, index));
+    blocks.dedup_by_key(|&mut (_, block)| block);
+    if blocks.len() < listed {
+        walk.refcounts_damaged = true;
+        let message = || {
+            format!(
+                "{} entries lead to the block of another entry",
+                listed - blocks.len()
+            )
+        };
+        walk.note("refcount table", table_at.bytes(), Remedy::Rebuild, message);
+    }
+    blocks.sort_unstable();
+    blocks
 }

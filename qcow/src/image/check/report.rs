@@ -109,6 +109,16 @@ pub(crate) enum Remedy {
     None,
 }
 
+/// A point in time of [`Findings`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mark {
+    corruptions: u64,
+    leaks: u64,
+    check_errors: u64,
+    listed: usize,
+    blocked: bool,
+}
+
 /// Findings while they come in.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
@@ -151,6 +161,16 @@ impl Findings {
         self.push(Severity::Error, structure, offset, remedy, message);
     }
 
+    /// Notes what is no fault by itself, and that nothing may be repaired while it is so.
+    pub(crate) fn block(&mut self, structure: &'static str, offset: u64, message: impl FnOnce() -> String) {
+        self.blocker.get_or_insert_with(|| Finding {
+            severity: Severity::Corruption,
+            structure,
+            offset,
+            message: message(),
+        });
+    }
+
     fn push(
         &mut self,
         severity: Severity,
@@ -174,6 +194,28 @@ impl Findings {
         }
         if self.list.len() < FINDINGS_MAX {
             self.list.push(finding);
+        }
+    }
+
+    /// How much has been found so far.
+    pub(crate) fn mark(&self) -> Mark {
+        Mark {
+            corruptions: self.corruptions,
+            leaks: self.leaks,
+            check_errors: self.check_errors,
+            listed: self.list.len(),
+            blocked: self.blocker.is_some(),
+        }
+    }
+
+    /// Forgets what has been found since `mark`.
+    pub(crate) fn rewind(&mut self, mark: Mark) {
+        self.corruptions = mark.corruptions;
+        self.leaks = mark.leaks;
+        self.check_errors = mark.check_errors;
+        self.list.truncate(mark.listed);
+        if !mark.blocked {
+            self.blocker = None;
         }
     }
 

@@ -1,17 +1,20 @@
-//! The walk over everything that refers to clusters: header, L1 and L2 tables of the disk and of
+//! One pass over everything that refers to clusters: header, L1 and L2 tables of the disk and of
 //! its snapshots, the snapshot table, bitmaps, the encryption header.
 //!
-//! It counts references, and notices what must not be whatever the refcounts say: entries that do
-//! not decode, references behind the end of the file, metadata that something else also refers to.
+//! It counts the references to the clusters of its window, and notices what must not be whatever the refcounts say:
+//! entries that do not decode, references behind the end of the file, metadata that something else also refers to.
+//!
+//! What must stay true: what a pass holds is bounded. Maps are watched ([`Walk::is_over_budget`]), L2 tables are
+//! listed a bounded number at a time, and all other tables are read in parts. A table that is read whole is read once:
+//! L1 tables and bitmap tables that lie over each other would multiply the file.
 
 use std::collections::BTreeMap;
-
-use rustc_hash::FxHashMap;
+use std::ops::Range;
 
 use super::super::bitmaps::{consistent_bitmaps, read_directory};
 use super::super::counts::CountMap;
-use super::super::read::{SnapshotTableError, for_each_entry, read, read_snapshots};
-use super::{CheckError, Findings, Remedy, Subject};
+use super::super::read::{SnapshotTableError, for_each_entry, for_each_snapshot, read};
+use super::{Findings, Remedy, Subject, refblocks};
 use crate::format::l1::{L1_TABLE_MAX_BYTES, OFFSET_MASK};
 use crate::format::{BitmapCluster, BitmapTableEntry, EntryError, HostOffset, L1Entry, L2Entry, L2Mapping};
 
@@ -32,76 +35,190 @@ pub(crate) struct Stats {
     pub(crate) fragmented: u64,
 }
 
-/// Who uses a cluster of metadata, and how often that may be.
+/// An L1 table.
 #[derive(Clone, Copy, Debug)]
-struct Claim {
+struct L1Table {
     structure: &'static str,
-    count: u64,
+    offset: u64,
+    entries: u64,
+    references: References,
+    /// Its bytes are another L1 table's too.
+    overlaps: bool,
 }
 
-/// The state of a walk.
+/// What metadata is called, by the number it has in [`Walk::kinds`], from one.
+const STRUCTURES: [&str; 12] = [
+    "header",
+    "refcount table",
+    "refcount block",
+    "L1 table",
+    "snapshot's L1 table",
+    "L2 table",
+    "snapshot table",
+    "encryption header",
+    "bitmap directory",
+    "bitmap table",
+    "bitmap data",
+    "structure",
+];
+
+fn kind_of(structure: &str) -> u64 {
+    let place = STRUCTURES.iter().position(|&other| other == structure);
+    place.map_or(STRUCTURES.len(), |place| place + 1) as u64
+}
+
+fn structure_of(kind: u64) -> &'static str {
+    let place = usize::try_from(kind).unwrap_or_default();
+    STRUCTURES
+        .get(place.wrapping_sub(1))
+        .copied()
+        .unwrap_or("structure")
+}
+
+/// Whether it is the refcounts that something else is too: then they can be written somewhere else.
+fn is_refcounts(kind: u64) -> bool {
+    kind == kind_of("refcount table") || kind == kind_of("refcount block")
+}
+
+/// The most L2 tables that are listed at once.
+const TABLES_MAX: usize = 1 << 18;
+/// The most entries of a bitmap table that are looked at together.
+const BITMAP_PART: u64 = 1 << 15;
+
+/// The state of a pass.
 #[derive(Debug)]
 pub(crate) struct Walk<'a> {
     pub(crate) subject: &'a Subject<'a>,
+    /// The clusters that are counted.
+    pub(crate) window: Range<u64>,
     /// How many references each cluster has.
     pub(crate) expected: CountMap,
+    /// How many it has by the refcounts on disk, if they were looked at.
+    pub(crate) on_disk: CountMap,
+    /// The refcount blocks by table entry, if they were looked at.
+    pub(crate) blocks: Vec<(u64, HostOffset)>,
+    /// Whether the refcounts themselves are out of place, so that mending counts in place is not enough.
+    pub(crate) refcounts_damaged: bool,
     pub(crate) findings: Findings,
     pub(crate) stats: Stats,
-    /// The L2 tables, by where they start. Filled by [`Self::run`].
-    pub(crate) l2_tables: BTreeMap<u64, References>,
-    claims: FxHashMap<u64, Claim>,
+    pub(super) memory_max_bytes: usize,
+    /// How often metadata refers to each cluster, and which.
+    claimed: CountMap,
+    kinds: CountMap,
+    with_on_disk: bool,
+    /// Whether this is the first pass, which tells what is not about a cluster.
+    first: bool,
+    l1_tables: Vec<L1Table>,
+    /// A part of the file that is known to be a hole.
+    hole: Range<u64>,
 }
 
 impl<'a> Walk<'a> {
-    pub(crate) fn new(subject: &'a Subject<'a>) -> Self {
-        let mut walk = Self {
+    pub(super) fn new(subject: &'a Subject<'a>, window: Range<u64>, first: bool, findings: Findings) -> Self {
+        let map = || CountMap::new(window.clone());
+        Self {
             subject,
-            expected: CountMap::default(),
-            findings: Findings::default(),
+            expected: map(),
+            on_disk: map(),
+            claimed: map(),
+            kinds: map(),
+            blocks: Vec::new(),
+            refcounts_damaged: false,
+            findings,
             stats: Stats::default(),
-            l2_tables: BTreeMap::new(),
-            claims: FxHashMap::default(),
-        };
-        walk.claim("header", 0, subject.geometry.cluster_size(), 1, Remedy::None);
-        walk
+            memory_max_bytes: usize::MAX,
+            with_on_disk: false,
+            first,
+            l1_tables: Vec::new(),
+            hole: 0..0,
+            window,
+        }
     }
 
-    /// Walks everything but the refcount structures. With `on_disk`, the refcounts as they are on
-    /// disk, COPIED flags are checked against them.
-    pub(crate) async fn run(&mut self, on_disk: Option<&CountMap>) -> Result<(), CheckError> {
-        let l1_tables = self.list_l1_tables().await?;
-        for ((offset, entries), references) in l1_tables {
-            let structure = if references.active > 0 {
-                "L1 table"
-            } else {
-                "snapshot's L1 table"
-            };
-            if self.claim(structure, offset, entries * 8, references.all, Remedy::None) {
-                self.walk_l1(structure, HostOffset::new(offset), entries, references, on_disk)
-                    .await;
-            }
+    /// Whether the window is the whole file.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.window == (0..u64::MAX)
+    }
+
+    /// Whether the maps have outgrown what they may take; then nothing in them is to be believed.
+    pub(super) fn is_over_budget(&self) -> bool {
+        let maps = [&self.expected, &self.on_disk, &self.claimed, &self.kinds];
+        maps.iter().map(|map| map.memory_bytes()).sum::<usize>() > self.memory_max_bytes
+    }
+
+    /// Records a corruption that is not about a cluster's count.
+    pub(super) fn note(
+        &mut self,
+        structure: &'static str,
+        offset: u64,
+        remedy: Remedy,
+        message: impl FnOnce() -> String,
+    ) {
+        if self.first {
+            self.findings.corruption(structure, offset, remedy, message);
         }
-        for (offset, references) in self.l2_tables.clone() {
-            if self.claim(
-                "L2 table",
-                offset,
-                self.subject.geometry.cluster_size(),
-                references.all,
+    }
+
+    /// Records that a structure could not be read.
+    pub(super) fn note_error(
+        &mut self,
+        structure: &'static str,
+        offset: u64,
+        remedy: Remedy,
+        message: impl FnOnce() -> String,
+    ) {
+        if self.first {
+            self.findings.error(structure, offset, remedy, message);
+        }
+    }
+
+    /// Walks everything. With the refcounts as they are on disk, COPIED flags are checked against them.
+    pub(super) async fn run(&mut self, with_on_disk: bool) {
+        self.with_on_disk = with_on_disk;
+        let Subject { header, geometry, .. } = *self.subject;
+        self.claim("header", 0, geometry.cluster_size(), 1, Remedy::None);
+        if with_on_disk {
+            refblocks::load(self).await;
+        }
+        self.list_l1_tables().await;
+        for table in self.l1_tables.clone() {
+            self.claim(
+                table.structure,
+                table.offset,
+                table.entries * 8,
+                table.references.all,
                 Remedy::None,
-            ) {
-                self.walk_l2(offset, references, on_disk).await;
-            }
+            );
         }
-        if let Some((offset, len)) = self.subject.header.crypto_header() {
+        let mut tables = self.tables_behind(None).await;
+        while let Some((&last, _)) = tables.last_key_value() {
+            for (&offset, &references) in &tables {
+                self.claim(
+                    "L2 table",
+                    offset,
+                    geometry.cluster_size(),
+                    references.all,
+                    Remedy::None,
+                );
+                self.walk_l2(offset, references).await;
+                if self.is_over_budget() {
+                    return;
+                }
+            }
+            if tables.len() < TABLES_MAX {
+                break;
+            }
+            tables = self.tables_behind(Some(last)).await;
+        }
+        if let Some((offset, len)) = header.crypto_header() {
             self.claim("encryption header", offset.bytes(), len, 1, Remedy::None);
         }
-        self.walk_bitmaps().await?;
+        self.walk_bitmaps().await;
         self.find_shared_metadata();
-        Ok(())
     }
 
-    /// Every L1 table by place and entries, with how often it is referred to.
-    async fn list_l1_tables(&mut self) -> Result<BTreeMap<(u64, u64), References>, CheckError> {
+    /// Finds every L1 table, with how often it is referred to.
+    async fn list_l1_tables(&mut self) {
         let Subject {
             file,
             header,
@@ -109,66 +226,88 @@ impl<'a> Walk<'a> {
             file_len,
         } = *self.subject;
         let mut tables: BTreeMap<(u64, u64), References> = BTreeMap::new();
-        if header.l1_entries > 0 {
-            let key = (header.l1_offset.bytes(), u64::from(header.l1_entries));
-            tables.insert(key, References { all: 1, active: 1 });
-        }
-        if header.snapshot_count == 0 {
-            return Ok(tables);
+        let active = (header.l1_offset.bytes(), u64::from(header.l1_entries));
+        if active.1 > 0 {
+            tables.insert(active, References { all: 1, active: 1 });
         }
         let table_at = header.snapshot_table_offset.bytes();
-        let snapshots = match read_snapshots(file, header, file_len).await {
-            Ok(snapshots) => snapshots,
-            Err(SnapshotTableError::Read(error)) => {
-                self.findings
-                    .error("snapshot table", table_at, Remedy::None, || error.to_string());
-                return Ok(tables);
-            }
-            Err(error) => {
-                self.findings
-                    .corruption("snapshot table", table_at, Remedy::None, || error.to_string());
-                return Ok(tables);
-            }
-        };
-        self.claim("snapshot table", table_at, snapshots.len, 1, Remedy::None);
-        for (index, snapshot) in snapshots.entries.iter().enumerate() {
-            let (offset, entries) = (snapshot.l1_offset, u64::from(snapshot.l1_entries));
-            let problem = if !offset.is_aligned_to(geometry.cluster_size()) {
-                Some(format!("its L1 table, at {offset}, is not cluster-aligned"))
-            } else if entries * 8 > L1_TABLE_MAX_BYTES {
-                Some(format!(
-                    "its L1 table has {entries} entries; expected at most 32 MiB"
-                ))
-            } else {
-                None
-            };
-            if !snapshot.is_complete(header.version) {
-                let extra = snapshot.extra.len();
-                self.findings
-                    .corruption("snapshot table", table_at, Remedy::None, || {
+        if header.snapshot_count > 0 {
+            let each = |index: u32, snapshot: crate::format::SnapshotEntry| {
+                let (offset, entries) = (snapshot.l1_offset, u64::from(snapshot.l1_entries));
+                let problem = if !offset.is_aligned_to(geometry.cluster_size()) {
+                    Some(format!("its L1 table, at {offset}, is not cluster-aligned"))
+                } else if entries * 8 > L1_TABLE_MAX_BYTES {
+                    Some(format!(
+                        "its L1 table has {entries} entries; expected at most 32 MiB"
+                    ))
+                } else {
+                    None
+                };
+                if !snapshot.is_complete(header.version) {
+                    let extra = snapshot.extra.len();
+                    self.note("snapshot table", table_at, Remedy::None, || {
                         format!("snapshot {index} has {extra} bytes of extra data; expected at least 16")
                     });
-            }
-            if let Some(problem) = problem {
-                let message = || format!("snapshot {index}: {problem}");
-                self.findings
-                    .corruption("snapshot table", table_at, Remedy::None, message);
-            } else if entries > 0 {
-                tables.entry((offset.bytes(), entries)).or_default().all += 1;
+                }
+                if let Some(problem) = problem {
+                    let message = || format!("snapshot {index}: {problem}");
+                    self.note("snapshot table", table_at, Remedy::None, message);
+                } else if entries > 0 {
+                    tables.entry((offset.bytes(), entries)).or_default().all += 1;
+                }
+            };
+            match for_each_snapshot(file, header, file_len, each).await {
+                Ok(len) => {
+                    self.claim("snapshot table", table_at, len, 1, Remedy::None);
+                }
+                Err(error) => {
+                    let message = || error.to_string();
+                    match error {
+                        SnapshotTableError::Read(_) => {
+                            self.note_error("snapshot table", table_at, Remedy::None, message);
+                        }
+                        _ => self.note("snapshot table", table_at, Remedy::None, message),
+                    }
+                    // What comes before the damage proves nothing about what comes behind it.
+                    tables.retain(|&key, _| key == active);
+                }
             }
         }
-        Ok(tables)
+        self.l1_tables = lay_out(&tables, active);
     }
 
-    async fn walk_l1(
-        &mut self,
-        structure: &'static str,
-        table_at: HostOffset,
-        entries: u64,
-        references: References,
-        on_disk: Option<&CountMap>,
-    ) {
+    /// Has nothing more to tell: what is wrong is known, and somebody mends it.
+    pub(crate) fn hush(&mut self) {
+        self.first = false;
+        self.with_on_disk = false;
+    }
+
+    /// The first L2 tables, by where they are, behind `after`; fewer than [`TABLES_MAX`] if these are the last.
+    /// What is wrong with L1 tables is told when listing begins.
+    pub(crate) async fn tables_behind(&mut self, after: Option<u64>) -> BTreeMap<u64, References> {
+        let mut tables = BTreeMap::new();
+        for table in self.l1_tables.clone() {
+            if !table.overlaps {
+                self.walk_l1(table, after, &mut tables).await;
+            }
+        }
+        tables
+    }
+
+    async fn walk_l1(&mut self, l1: L1Table, after: Option<u64>, tables: &mut BTreeMap<u64, References>) {
         let Subject { file, geometry, .. } = *self.subject;
+        let structure = l1.structure;
+        let (tell, table_at) = (after.is_none(), HostOffset::new(l1.offset));
+        // Its clusters were claimed; what is not in the file has been told.
+        if !self.ends_in_file(l1.offset, l1.entries * 8) {
+            return;
+        }
+        self.find_missing_part(structure, l1.offset, l1.entries * 8);
+        // The last table there is room for; those behind it are for the next time.
+        let mut largest = u64::MAX;
+        if tables.len() == TABLES_MAX {
+            largest = tables.last_key_value().map_or(u64::MAX, |(&last, _)| last);
+        }
         let each = |index: u64, raw: u64| {
             if raw == 0 {
                 return;
@@ -176,9 +315,8 @@ impl<'a> Walk<'a> {
             let entry_at = table_at.bytes() + index * 8;
             let entry = L1Entry::from_raw(raw);
             let table = entry.decode(&geometry);
-            if let Err(error) = table {
-                self.findings
-                    .corruption(structure, entry_at, Remedy::None, || error.to_string());
+            if let (Err(error), true) = (&table, tell) {
+                self.note(structure, entry_at, Remedy::None, || error.to_string());
             }
             let offset = match table {
                 Ok(Some(table)) => table.host.bytes(),
@@ -188,35 +326,42 @@ impl<'a> Walk<'a> {
             if offset == 0 || geometry.offset_in_cluster(offset) != 0 {
                 return;
             }
-            if !self.is_inside(structure, entry_at, offset, geometry.cluster_size()) {
+            if !self.is_inside(structure, entry_at, offset, geometry.cluster_size(), tell) {
                 return;
             }
-            if let (Some(counts), 1..) = (on_disk, references.active) {
-                self.check_copied(
-                    structure,
-                    entry_at,
-                    raw,
-                    counts.get(offset / geometry.cluster_size()),
-                );
+            if l1.references.active > 0 && tell {
+                self.check_copied(structure, entry_at, raw, offset);
             }
-            let known = self.l2_tables.entry(offset).or_default();
-            known.all = known.all.saturating_add(references.all);
-            known.active += references.active;
+            let full = tables.len() >= TABLES_MAX;
+            if after.is_some_and(|after| offset <= after) || (full && offset > largest) {
+                return;
+            }
+            let known: &mut References = tables.entry(offset).or_default();
+            known.all = known.all.saturating_add(l1.references.all);
+            known.active += l1.references.active;
+            if tables.len() > TABLES_MAX {
+                tables.pop_last();
+            }
+            if tables.len() == TABLES_MAX {
+                largest = tables.last_key_value().map_or(u64::MAX, |(&last, _)| last);
+            }
         };
-        let walked = for_each_entry(file, "an L1 table", table_at, entries, each).await;
-        if let Err(error) = walked {
-            self.findings
-                .error(structure, table_at.bytes(), Remedy::None, || error.to_string());
+        let walked = for_each_entry(file, "an L1 table", table_at, l1.entries, each).await;
+        if let (Err(error), true) = (walked, tell) {
+            self.note_error(structure, table_at.bytes(), Remedy::None, || error.to_string());
         }
     }
 
-    async fn walk_l2(&mut self, table_at: u64, references: References, on_disk: Option<&CountMap>) {
+    async fn walk_l2(&mut self, table_at: u64, references: References) {
         let Subject { file, geometry, .. } = *self.subject;
+        self.find_missing_part("L2 table", table_at, geometry.cluster_size());
+        if self.is_in_hole(table_at, geometry.cluster_size()) {
+            return;
+        }
         let table = match read(file, "an L2 table", table_at, geometry.cluster_size() as usize).await {
             Ok(table) => table,
             Err(error) => {
-                self.findings
-                    .error("L2 table", table_at, Remedy::None, || error.to_string());
+                self.note_error("L2 table", table_at, Remedy::None, || error.to_string());
                 return;
             }
         };
@@ -233,8 +378,7 @@ impl<'a> Walk<'a> {
                     EntryError::CompressedCopied { .. } => Remedy::Rebuild,
                     _ => Remedy::None,
                 };
-                self.findings
-                    .corruption("L2 table", entry_at, remedy, || error.to_string());
+                self.note("L2 table", entry_at, remedy, || error.to_string());
             }
             if let Some(extent) = entry.compressed_extent(&geometry) {
                 let (start, len) = (extent.host.bytes(), u64::from(extent.len_max));
@@ -262,18 +406,19 @@ impl<'a> Walk<'a> {
             }
             next_contiguous = host.checked_add(geometry.cluster_size());
             let inside = self.count(entry_at, host, geometry.cluster_size(), references.all);
-            if let (true, Some(counts), 1..) = (inside, on_disk, references.active) {
-                self.check_copied(
-                    "L2 table",
-                    entry_at,
-                    raw,
-                    counts.get(host / geometry.cluster_size()),
-                );
+            if inside && references.active > 0 {
+                self.check_copied("L2 table", entry_at, raw, host);
             }
         }
     }
 
-    fn check_copied(&mut self, structure: &'static str, entry_at: u64, raw: u64, refcount: u64) {
+    /// Checks an entry's COPIED flag against the refcount of its cluster, if that is in the window.
+    fn check_copied(&mut self, structure: &'static str, entry_at: u64, raw: u64, host: u64) {
+        let cluster = host / self.subject.geometry.cluster_size();
+        if !self.with_on_disk || !self.window.contains(&cluster) {
+            return;
+        }
+        let refcount = self.on_disk.get(cluster);
         let copied = L2Entry::from_raw(raw).is_copied();
         if copied != (refcount == 1) {
             self.findings
@@ -284,7 +429,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    async fn walk_bitmaps(&mut self) -> Result<(), CheckError> {
+    async fn walk_bitmaps(&mut self) {
         let Subject {
             file,
             header,
@@ -292,89 +437,120 @@ impl<'a> Walk<'a> {
             file_len,
         } = *self.subject;
         let Some(extension) = consistent_bitmaps(header) else {
-            return Ok(());
+            return;
         };
         let directory_at = extension.directory_offset.bytes();
         let entries = match read_directory(file, header, &extension, file_len).await {
             Ok(entries) => entries,
             Err(error) => {
-                self.findings
-                    .corruption("bitmap directory", directory_at, Remedy::None, || {
-                        error.to_string()
-                    });
-                return Ok(());
+                self.note("bitmap directory", directory_at, Remedy::None, || {
+                    error.to_string()
+                });
+                return;
             }
         };
-        self.claim(
-            "bitmap directory",
-            directory_at,
-            extension.directory_size,
-            1,
-            Remedy::None,
-        );
+        let len = extension.directory_size;
+        self.claim("bitmap directory", directory_at, len, 1, Remedy::None);
+        let mut tables = Vec::new();
         for (entry_at, entry) in entries {
-            if let Err(error) = entry.validate(&geometry) {
-                self.findings
-                    .corruption("bitmap directory", entry_at, Remedy::None, || error.to_string());
-                continue;
-            }
-            let (table_at, count) = (entry.table_offset, u64::from(entry.table_entries));
-            if !self.claim("bitmap table", table_at.bytes(), count * 8, 1, Remedy::None) {
-                continue;
-            }
-            let mut data = Vec::new();
-            let findings = &mut self.findings;
-            let each = |index: u64, raw: u64| {
-                let at = table_at.bytes() + index * 8;
-                match BitmapTableEntry::from_raw(raw).decode(&geometry) {
-                    Ok(BitmapCluster::Data(host)) => data.push((at, host)),
-                    Ok(BitmapCluster::Zeros | BitmapCluster::Ones) => {}
-                    Err(error) => {
-                        findings.corruption("bitmap table", at, Remedy::None, || error.to_string());
-                    }
-                }
-            };
-            let walked = for_each_entry(file, "a bitmap table", table_at, count, each).await;
-            if let Err(error) = walked {
-                self.findings
-                    .error("bitmap table", table_at.bytes(), Remedy::None, || {
-                        error.to_string()
-                    });
-            }
-            for (at, host) in data {
-                if self.is_inside("bitmap table", at, host.bytes(), geometry.cluster_size()) {
-                    self.claim(
-                        "bitmap data",
-                        host.bytes(),
-                        geometry.cluster_size(),
-                        1,
-                        Remedy::None,
-                    );
-                }
+            match entry.validate(&geometry) {
+                Ok(()) => tables.push((entry.table_offset, u64::from(entry.table_entries))),
+                Err(error) => self.note("bitmap directory", entry_at, Remedy::None, || error.to_string()),
             }
         }
-        Ok(())
+        tables.sort_unstable();
+        let mut read_until = 0;
+        for (table_at, count) in tables {
+            let inside = self.claim("bitmap table", table_at.bytes(), count * 8, 1, Remedy::None);
+            if !inside || table_at.bytes() < read_until {
+                continue;
+            }
+            read_until = table_at.bytes() + count * 8;
+            for first in (0..count).step_by(BITMAP_PART as usize) {
+                let part_at = HostOffset::new(table_at.bytes() + first * 8);
+                self.walk_bitmap_part(part_at, (count - first).min(BITMAP_PART))
+                    .await;
+            }
+        }
     }
 
-    /// Whether `len` bytes at `offset` are in the file. Like QEMU, allows the last cluster of the
-    /// file to be there only in part.
-    fn is_inside(&mut self, structure: &'static str, entry_at: u64, offset: u64, len: u64) -> bool {
-        let Subject {
-            geometry, file_len, ..
-        } = *self.subject;
+    async fn walk_bitmap_part(&mut self, part_at: HostOffset, count: u64) {
+        let Subject { file, geometry, .. } = *self.subject;
+        let cluster_size = geometry.cluster_size();
+        let each = |index: u64, raw: u64| {
+            let at = part_at.bytes() + index * 8;
+            match BitmapTableEntry::from_raw(raw).decode(&geometry) {
+                Ok(BitmapCluster::Data(host)) => {
+                    if self.is_inside("bitmap table", at, host.bytes(), cluster_size, true) {
+                        self.claim("bitmap data", host.bytes(), cluster_size, 1, Remedy::None);
+                    }
+                }
+                Ok(BitmapCluster::Zeros | BitmapCluster::Ones) => {}
+                Err(error) => self.note("bitmap table", at, Remedy::None, || error.to_string()),
+            }
+        };
+        let walked = for_each_entry(file, "a bitmap table", part_at, count, each).await;
+        if let Err(error) = walked {
+            self.note_error("bitmap table", part_at.bytes(), Remedy::None, || {
+                error.to_string()
+            });
+        }
+    }
+
+    /// Whether a range ends in the file. Like QEMU, allows the last cluster of the file to be there only in part.
+    fn ends_in_file(&self, offset: u64, len: u64) -> bool {
         let end = offset.saturating_add(len);
-        if end.saturating_sub(file_len) < geometry.cluster_size() {
+        end.saturating_sub(self.subject.file_len) < self.subject.geometry.cluster_size()
+    }
+
+    /// Whether `len` bytes at `offset` are in a hole, and so zeros that need no reading: what costs nothing to put
+    /// into a file costs nothing to check. To find a hole's end takes long where it is far: it is found once.
+    pub(crate) fn is_in_hole(&mut self, offset: u64, len: u64) -> bool {
+        let end = offset.saturating_add(len);
+        if self.hole.start <= offset && end <= self.hole.end {
             return true;
         }
-        self.findings.corruption(structure, entry_at, Remedy::None, || {
-            format!("refers to {offset:#x} and {len:#x} bytes on; the file ends at {file_len:#x}")
-        });
-        false
+        let data = self.subject.file.next_data(offset).unwrap_or(u64::MAX);
+        if data < end {
+            return false;
+        }
+        self.hole = offset..data;
+        true
+    }
+
+    /// Notices a table that the file ends in. It reads as zeros from there on, and QEMU finds no fault; but what it
+    /// referred to would look lost, so nothing may be repaired.
+    fn find_missing_part(&mut self, structure: &'static str, offset: u64, len: u64) {
+        let file_len = self.subject.file_len;
+        if offset.saturating_add(len) > file_len {
+            self.findings.block(structure, offset, || {
+                format!("has {len:#x} bytes; the file ends at {file_len:#x}")
+            });
+        }
+    }
+
+    /// Whether `len` bytes at `offset` are in the file; tells if they are not.
+    fn is_inside(
+        &mut self,
+        structure: &'static str,
+        entry_at: u64,
+        offset: u64,
+        len: u64,
+        tell: bool,
+    ) -> bool {
+        let inside = self.ends_in_file(offset, len);
+        if !inside && tell {
+            let file_len = self.subject.file_len;
+            self.note(structure, entry_at, Remedy::None, || {
+                format!("refers to {offset:#x} and {len:#x} bytes on; the file ends at {file_len:#x}")
+            });
+        }
+        inside
     }
 
     /// Counts references from an L2 entry to a range of the file. `false` if it is not there.
     fn count(&mut self, entry_at: u64, offset: u64, len: u64, references: u64) -> bool {
-        if !self.is_inside("L2 table", entry_at, offset, len) {
+        if !self.is_inside("L2 table", entry_at, offset, len, true) {
             return false;
         }
         let geometry = self.subject.geometry;
@@ -391,9 +567,8 @@ impl<'a> Walk<'a> {
         true
     }
 
-    /// Counts a range as metadata that nothing else may refer to. `false` if it is not in the
-    /// file, or something else claimed part of it before.
-    pub(crate) fn claim(
+    /// Counts a range as metadata that nothing else may refer to. `false` if it is not in the file.
+    pub(super) fn claim(
         &mut self,
         structure: &'static str,
         offset: u64,
@@ -405,58 +580,91 @@ impl<'a> Walk<'a> {
             return false;
         }
         let geometry = self.subject.geometry;
-        let (end, file_len) = (offset.saturating_add(len), self.subject.file_len);
-        if end.saturating_sub(file_len) >= geometry.cluster_size() {
-            self.findings.corruption(structure, offset, remedy, || {
+        if !self.ends_in_file(offset, len) {
+            let file_len = self.subject.file_len;
+            self.note(structure, offset, remedy, || {
                 format!("has {len:#x} bytes; the file ends at {file_len:#x}")
             });
             return false;
         }
-        let mut alone = true;
-        for cluster in offset / geometry.cluster_size()..end.div_ceil(geometry.cluster_size()) {
+        let (first, end) = (
+            offset / geometry.cluster_size(),
+            (offset + len).div_ceil(geometry.cluster_size()),
+        );
+        let max = geometry.refcount_max();
+        for cluster in first.max(self.window.start)..end.min(self.window.end) {
             let at = cluster * geometry.cluster_size();
-            if !self.expected.add(cluster, references, geometry.refcount_max()) {
+            if !self.expected.add(cluster, references, max) {
                 self.findings.corruption(structure, at, Remedy::None, || {
-                    format!(
-                        "has more references than a refcount can hold, {}",
-                        geometry.refcount_max()
-                    )
+                    format!("has more references than a refcount can hold, {max}")
                 });
             }
-            match self.claims.get_mut(&cluster) {
-                None => {
-                    self.claims.insert(
-                        cluster,
-                        Claim {
-                            structure,
-                            count: references,
-                        },
-                    );
-                }
-                Some(claim) => {
-                    let other = claim.structure;
-                    claim.count = claim.count.saturating_add(references);
-                    alone = false;
-                    self.findings
-                        .corruption(structure, at, remedy, || format!("is also the {other}"));
-                }
+            let other = self.kinds.get(cluster);
+            if other == 0 {
+                self.kinds.set(cluster, kind_of(structure));
+            } else {
+                let remedy = if is_refcounts(other) {
+                    Remedy::Rebuild
+                } else {
+                    remedy
+                };
+                self.refcounts_damaged |= remedy == Remedy::Rebuild;
+                self.findings.corruption(structure, at, remedy, || {
+                    format!("is also the {}", structure_of(other))
+                });
             }
+            // It stops at the largest number: then guest data cannot have more.
+            let _fits = self.claimed.add(cluster, references, u64::MAX);
         }
-        alone
+        true
     }
 
     /// Finds metadata that guest data also refers to.
     fn find_shared_metadata(&mut self) {
-        let geometry = self.subject.geometry;
-        let mut shared: Vec<_> = (self.claims.iter())
-            .filter(|&(&cluster, claim)| self.expected.get(cluster) > claim.count)
-            .map(|(&cluster, claim)| (cluster * geometry.cluster_size(), claim.structure))
-            .collect();
-        shared.sort_unstable();
-        for (offset, structure) in shared {
-            self.findings.corruption(structure, offset, Remedy::None, || {
-                "guest data also refers to it".into()
-            });
+        let cluster_size = self.subject.geometry.cluster_size();
+        for (cluster, claimed) in self.claimed.nonzero() {
+            if self.expected.get(cluster) > claimed {
+                let kind = self.kinds.get(cluster);
+                let (structure, offset) = (structure_of(kind), cluster * cluster_size);
+                let remedy = if is_refcounts(kind) {
+                    Remedy::Rebuild
+                } else {
+                    Remedy::None
+                };
+                self.refcounts_damaged |= remedy == Remedy::Rebuild;
+                self.findings.corruption(structure, offset, remedy, || {
+                    "guest data also refers to it".into()
+                });
+            }
         }
     }
+}
+
+/// The L1 tables in order, the active one's first. Those that lie over one before them are marked.
+fn lay_out(tables: &BTreeMap<(u64, u64), References>, active: (u64, u64)) -> Vec<L1Table> {
+    let end = |(offset, entries): (u64, u64)| offset.saturating_add(entries * 8);
+    let mut read_until = 0;
+    let mut list = Vec::new();
+    for (&key, &references) in tables {
+        let is_active = references.active > 0;
+        let over_active = key.0 < end(active) && active.0 < end(key);
+        let overlaps = !is_active && (key.0 < read_until || over_active);
+        if !overlaps {
+            read_until = read_until.max(end(key));
+        }
+        let structure = if is_active {
+            "L1 table"
+        } else {
+            "snapshot's L1 table"
+        };
+        list.push(L1Table {
+            structure,
+            offset: key.0,
+            entries: key.1,
+            references,
+            overlaps,
+        });
+    }
+    list.sort_by_key(|table| table.references.active == 0);
+    list
 }

@@ -1,0 +1,98 @@
+//! COPIED flags, made to agree with the references that were counted.
+//!
+//! Flags only become truer here, one sector at a time, whatever the refcounts on disk still say.
+
+use block::file::FileView;
+
+use super::RepairError;
+use super::pen::write;
+use crate::format::{L1Entry, L2Entry, L2Mapping};
+use crate::image::check::{Subject, Walk};
+use crate::image::read::read;
+
+/// Sets each COPIED flag that is reached through the active L1 table to agree with the counts.
+pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>) -> Result<(), RepairError> {
+    let Subject {
+        file,
+        header,
+        geometry,
+        ..
+    } = *walk.subject;
+    walk.hush();
+    let mut tables = walk.tables_behind(None).await;
+    let (expected, window) = (walk.expected.clone(), walk.window.clone());
+    // Whether the cluster has one reference, if this pass knows.
+    let is_single = |host: u64| {
+        let cluster = host / geometry.cluster_size();
+        window.contains(&cluster).then(|| expected.get(cluster) == 1)
+    };
+    let fix_l1 = |raw: u64| {
+        let entry = L1Entry::from_raw(raw);
+        let known = entry.decode(&geometry).ok().flatten();
+        let single = known.and_then(|table| is_single(table.host.bytes()));
+        single.map_or(raw, |single| entry.with_copied(single).raw())
+    };
+    // Other tables' flags mean nothing, but for the one that compressed clusters must not have.
+    let fix_compressed = |raw: u64| {
+        let entry = L2Entry::from_raw(raw);
+        if entry.is_compressed() {
+            entry.with_copied(false).raw()
+        } else {
+            raw
+        }
+    };
+    let fix_l2 = |raw: u64| match L2Entry::from_raw(raw).decode(&geometry) {
+        Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => {
+            let single = is_single(host.bytes());
+            single.map_or(raw, |single| L2Entry::from_raw(raw).with_copied(single).raw())
+        }
+        _ => fix_compressed(raw),
+    };
+    const PART: u64 = 256 << 10;
+    let (l1_at, l1_bytes) = (header.l1_offset.bytes(), header.l1_bytes());
+    let mut done = 0;
+    while done < l1_bytes {
+        let len = (l1_bytes - done).min(PART);
+        fix_entries(file, "the L1 table", l1_at + done, len, fix_l1).await?;
+        done += len;
+    }
+    while let Some((&last, _)) = tables.last_key_value() {
+        for (&table_at, references) in &tables {
+            let (what, len) = ("an L2 table", geometry.cluster_size());
+            if walk.is_in_hole(table_at, len) {
+                continue;
+            }
+            if references.active > 0 {
+                fix_entries(file, what, table_at, len, fix_l2).await?;
+            } else {
+                fix_entries(file, what, table_at, len, fix_compressed).await?;
+            }
+        }
+        tables = walk.tables_behind(Some(last)).await;
+    }
+    Ok(())
+}
+
+/// Replaces each entry of a table by `fix` of it, and writes the table if that changed any.
+async fn fix_entries(
+    file: &FileView,
+    what: &'static str,
+    offset: u64,
+    len: u64,
+    fix: impl Fn(u64) -> u64,
+) -> Result<(), RepairError> {
+    let mut table = read(file, what, offset, len as usize).await?;
+    let mut changed = false;
+    for entry in table.as_chunks_mut::<8>().0 {
+        let raw = u64::from_be_bytes(*entry);
+        let fixed = fix(raw);
+        if fixed != raw {
+            *entry = fixed.to_be_bytes();
+            changed = true;
+        }
+    }
+    if changed {
+        write(file, what, offset, &table).await?;
+    }
+    Ok(())
+}

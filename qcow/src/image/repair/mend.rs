@@ -1,0 +1,141 @@
+//! Refcounts mended where they are, for images whose refcount structure itself is in place.
+//!
+//! In this order, each step durable before the next: counts that are too low are raised, COPIED flags are made to
+//! agree, counts that are too high are lowered, the header's warnings are withdrawn. A count or flag never changes
+//! but to the right value, each in one sector; so a cut anywhere leaves an image with fewer errors of the same
+//! kinds, and nothing is free that something refers to.
+
+use std::collections::BTreeSet;
+
+use block::file::FileView;
+
+use super::flags::fix_copied_flags;
+use super::pen::{switch_header, sync, write};
+use super::{Extent, RepairError};
+use crate::format::geometry::SECTOR_SIZE;
+use crate::format::{HostCluster, Incompatible};
+use crate::image::check::{Subject, Survey, Walk};
+use crate::image::read::{read, read_header};
+
+/// What is done in one go over the image.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Phase {
+    Raise,
+    Flags,
+    Lower,
+}
+
+/// Mends counts in place. `false`, and nothing is written, if the refcount structure is damaged itself.
+pub(super) async fn mend(
+    file: &FileView,
+    extent: Extent,
+    memory_max_bytes: usize,
+) -> Result<bool, RepairError> {
+    let located = read_header(file).await?;
+    let subject = Subject::new(file, &located)?;
+    let mut survey = Survey::new(&subject, true, memory_max_bytes);
+    let mut whole = None;
+    let mut in_place = true;
+    while let Some(walk) = survey.next().await {
+        in_place &= !walk.refcounts_damaged && misplaced(&walk).is_none();
+        if let Some(blocker) = walk.findings.blocker() {
+            return Err(RepairError::Damaged(blocker.clone()));
+        }
+        if walk.is_whole() {
+            whole = Some(walk);
+            break;
+        }
+        survey.done(walk);
+    }
+    if !in_place {
+        return Ok(false);
+    }
+
+    let phases: &[Phase] = match extent {
+        Extent::Leaks => &[Phase::Flags, Phase::Lower],
+        Extent::All => &[Phase::Raise, Phase::Flags, Phase::Lower],
+    };
+    for &phase in phases {
+        if let Some(walk) = &mut whole {
+            carry_out(walk, phase).await?;
+        } else {
+            let mut survey = Survey::new(&subject, true, memory_max_bytes);
+            while let Some(mut walk) = survey.next().await {
+                carry_out(&mut walk, phase).await?;
+                survey.done(walk);
+            }
+        }
+        sync(file).await?;
+    }
+
+    let mut header = located.header.clone();
+    let warnings = Incompatible::DIRTY | Incompatible::CORRUPT;
+    if extent == Extent::All && header.incompatible.intersects(warnings) {
+        header.incompatible.remove(warnings);
+        switch_header(file, &header).await?;
+    }
+    Ok(true)
+}
+
+/// A cluster that is used and that no refcount block counts.
+fn misplaced(walk: &Walk<'_>) -> Option<u64> {
+    let geometry = walk.subject.geometry;
+    let mut found = None;
+    walk.expected
+        .for_each_difference(&walk.on_disk, |cluster, expected, _| {
+            let index = geometry.refcount_table_index(HostCluster::new(cluster)) as u64;
+            let counted = || {
+                let block = walk.blocks.binary_search_by_key(&index, |&(index, _)| index);
+                block.is_ok()
+            };
+            if expected > 0 && found.is_none() && !counted() {
+                found = Some(cluster);
+            }
+        });
+    found
+}
+
+async fn carry_out(walk: &mut Walk<'_>, phase: Phase) -> Result<(), RepairError> {
+    match phase {
+        Phase::Raise => write_counts(walk, |expected, found| expected > found).await,
+        Phase::Flags => fix_copied_flags(walk).await,
+        Phase::Lower => write_counts(walk, |expected, found| expected < found).await,
+    }
+}
+
+/// Writes the right count wherever `wanted(right, found)`.
+async fn write_counts(walk: &Walk<'_>, wanted: impl Fn(u64, u64) -> bool) -> Result<(), RepairError> {
+    let Subject { file, geometry, .. } = *walk.subject;
+    let mut indices = BTreeSet::new();
+    walk.expected
+        .for_each_difference(&walk.on_disk, |cluster, expected, found| {
+            if wanted(expected, found) {
+                indices.insert(geometry.refcount_table_index(HostCluster::new(cluster)) as u64);
+            }
+        });
+    let order = geometry.refcount_order();
+    for &(index, block_at) in walk.blocks.iter().filter(|(index, _)| indices.contains(index)) {
+        let len = geometry.cluster_size() as usize;
+        let mut block = read(file, "a refcount block", block_at.bytes(), len).await?;
+        let first = index << geometry.refcount_block_bits();
+        let end = first + geometry.refcount_block_entries() as u64;
+        let mut changed: Option<(u64, u64)> = None;
+        for cluster in first.max(walk.window.start)..end.min(walk.window.end) {
+            let (expected, found) = (walk.expected.get(cluster), walk.on_disk.get(cluster));
+            if expected == found || !wanted(expected, found) {
+                continue;
+            }
+            let at = cluster - first;
+            let written = order.write(&mut block, at as usize, expected);
+            assert_eq!(written, Ok(()), "counts are kept within the refcount width");
+            let sector = at * u64::from(order.bits()) / 8 / SECTOR_SIZE;
+            changed = Some(changed.map_or((sector, sector), |(first, _)| (first, sector)));
+        }
+        if let Some((first, last)) = changed {
+            let bytes = &block[(first * SECTOR_SIZE) as usize..((last + 1) * SECTOR_SIZE) as usize];
+            let offset = block_at.bytes() + first * SECTOR_SIZE;
+            write(file, "a refcount block", offset, bytes).await?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,81 @@
+//! The writes and syncs of a repair, in one place: tests cut a repair after each of them.
+
+use block::AlignedBuf;
+use block::file::FileView;
+
+use super::RepairError;
+use crate::format::header::at;
+use crate::format::{Header, Version};
+use crate::image::read::read;
+
+pub(super) async fn write(
+    file: &FileView,
+    what: &'static str,
+    offset: u64,
+    bytes: &[u8],
+) -> Result<(), RepairError> {
+    #[cfg(test)]
+    record::push(record::Step::Write(offset, bytes.to_vec()));
+    let written = file.write_at(offset, AlignedBuf::from_slice(bytes)).await;
+    written.map_err(|source| RepairError::Write { what, offset, source })
+}
+
+pub(super) async fn sync(file: &FileView) -> Result<(), RepairError> {
+    let synced = file.sync().await;
+    synced.map_err(|source| RepairError::Write {
+        what: "everything (sync)",
+        offset: 0,
+        source,
+    })?;
+    #[cfg(test)]
+    record::push(record::Step::Sync);
+    Ok(())
+}
+
+/// Writes the header fields that a repair changes, in one sector, durably.
+pub(super) async fn switch_header(file: &FileView, header: &Header) -> Result<(), RepairError> {
+    let mut sector = read(file, "the header", 0, 512).await?;
+    let mut put = |at: usize, bytes: &[u8]| sector[at..at + bytes.len()].copy_from_slice(bytes);
+    put(
+        at::REFCOUNT_TABLE_OFFSET,
+        &header.refcount_table_offset.bytes().to_be_bytes(),
+    );
+    put(
+        at::REFCOUNT_TABLE_CLUSTERS,
+        &header.refcount_table_clusters.to_be_bytes(),
+    );
+    if header.version == Version::V3 {
+        put(
+            at::INCOMPATIBLE_FEATURES,
+            &header.incompatible.bits().to_be_bytes(),
+        );
+    }
+    write(file, "the header", 0, &sector).await?;
+    sync(file).await
+}
+
+/// What a repair wrote, in order.
+#[cfg(test)]
+pub(crate) mod record {
+    use std::cell::RefCell;
+
+    /// One step of a repair.
+    #[derive(Clone, Debug)]
+    pub(crate) enum Step {
+        Write(u64, Vec<u8>),
+        Sync,
+    }
+
+    thread_local! {
+        static STEPS: RefCell<Vec<Step>> = const { RefCell::new(Vec::new()) };
+    }
+
+    pub(super) fn push(step: Step) {
+        STEPS.with_borrow_mut(|steps| steps.push(step));
+    }
+
+    /// The steps that this thread's repairs made since the last call.
+    pub(crate) fn take() -> Vec<Step> {
+        STEPS.take()
+    }
+}

@@ -1,0 +1,118 @@
+//! A refcount structure written anew, for images whose own is missing, out of place, or not to be believed.
+//!
+//! The new structure goes behind all that is in use and is durable before the one write of the header's first
+//! sector that switches to it. A cut before that write leaves the image as it was (COPIED flags only become truer), a
+//! cut after it leaves it repaired. What the old structure and leaks occupied is free afterwards.
+
+use std::collections::BTreeSet;
+
+use block::file::FileView;
+
+use super::RepairError;
+use super::flags::fix_copied_flags;
+use super::pen::{switch_header, sync, write};
+use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
+use crate::format::{Header, HostCluster, Incompatible, RefcountTableEntry};
+use crate::image::check::{Subject, Survey, Walk};
+use crate::image::layout::RefcountLayout;
+use crate::image::read::{ReadError, for_each_entry, read_header};
+
+/// Rebuilds all refcounts, and withdraws header warnings. Returns the header as it is now.
+pub(super) async fn rebuild(
+    file: &FileView,
+    withdraw: Incompatible,
+    memory_max_bytes: usize,
+) -> Result<Header, RepairError> {
+    let located = read_header(file).await?;
+    let subject = Subject::new(file, &located)?;
+    let geometry = subject.geometry;
+
+    let mut survey = Survey::new(&subject, false, memory_max_bytes);
+    let mut blocks = BTreeSet::new();
+    let mut used_end = 1;
+    let mut whole = None;
+    while let Some(walk) = survey.next().await {
+        for (cluster, _) in walk.expected.nonzero() {
+            let index = geometry.refcount_table_index(HostCluster::new(cluster)) as u64;
+            if index >= REFCOUNT_TABLE_MAX_BYTES / 8 {
+                return Err(RepairError::TableTooLarge);
+            }
+            blocks.insert(index);
+            used_end = cluster + 1;
+        }
+        if let Some(blocker) = walk.findings.blocker() {
+            return Err(RepairError::Damaged(blocker.clone()));
+        }
+        if walk.is_whole() {
+            whole = Some(walk);
+            break;
+        }
+        survey.done(walk);
+    }
+
+    let start = HostCluster::new(used_end.max(old_structure_end(&subject).await?));
+    let layout = RefcountLayout::plan(blocks, start, &geometry).ok_or(RepairError::TableTooLarge)?;
+    if let Some(mut walk) = whole {
+        write_pass(&mut walk, &layout).await?;
+    } else {
+        let mut survey = Survey::new(&subject, false, memory_max_bytes);
+        while let Some(mut walk) = survey.next().await {
+            write_pass(&mut walk, &layout).await?;
+            survey.done(walk);
+        }
+    }
+    let table_at = layout.table_at(&geometry);
+    let table = layout.table_bytes(&geometry);
+    write(file, "the refcount table", table_at.bytes(), &table).await?;
+    sync(file).await?;
+
+    let mut header = located.header.clone();
+    header.refcount_table_offset = table_at;
+    header.refcount_table_clusters = layout.table_clusters as u32;
+    header.incompatible.remove(withdraw);
+    header.validate()?;
+    switch_header(file, &header).await?;
+    Ok(header)
+}
+
+/// Writes the flags and the counts that one pass knows.
+async fn write_pass(walk: &mut Walk<'_>, layout: &RefcountLayout) -> Result<(), RepairError> {
+    fix_copied_flags(walk).await?;
+    let Subject { file, geometry, .. } = *walk.subject;
+    for cluster in layout.clusters() {
+        walk.expected.set(cluster, 1);
+    }
+    for i in 0..layout.blocks.len() {
+        if let Some((skip, part)) = layout.block_part(i, &walk.expected, &walk.window, &geometry) {
+            let offset = layout.block_at(i as u64, &geometry).bytes() + skip;
+            write(file, "a refcount block", offset, &part).await?;
+        }
+    }
+    Ok(())
+}
+
+/// The cluster behind the refcount structure as it is on disk, as far as that lies in the file.
+/// The new structure goes behind it, so that the old one is whole until the header switches.
+async fn old_structure_end(subject: &Subject<'_>) -> Result<u64, ReadError> {
+    let geometry = subject.geometry;
+    let table_at = subject.header.refcount_table_offset;
+    let table_bytes = subject.header.refcount_table_bytes();
+    let file_clusters = subject.file_clusters();
+    let mut end = geometry
+        .clusters_for(table_at.bytes().saturating_add(table_bytes))
+        .min(file_clusters);
+    for_each_entry(
+        subject.file,
+        "the refcount table",
+        table_at,
+        table_bytes / 8,
+        |_, raw| {
+            if let Ok(Some(block)) = RefcountTableEntry::from_raw(raw).decode(&geometry) {
+                let block_end = geometry.host_cluster(block).index() + 1;
+                end = end.max(if block_end <= file_clusters { block_end } else { 0 });
+            }
+        },
+    )
+    .await?;
+    Ok(end)
+}

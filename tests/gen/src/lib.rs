@@ -1,0 +1,46 @@
+//! What tests throw at Ringdisk: QCOW2 images, sound and malformed.
+//!
+//! Nothing here but [`watch`] does I/O, and nothing knows Ringdisk's crates: images are written from the
+//! specification alone, so a mistake in our own encoder is not repeated in what tests it.
+
+pub mod image;
+pub mod malformed;
+pub mod watch;
+
+pub use image::{Content, Image, ImageSpec, Place, Snapshot, Structure};
+
+/// xorshift64*: the same seed gives the same run.
+#[derive(Clone, Debug)]
+pub struct Random(u64);
+
+impl Random {
+    /// A generator of its own for each seed.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    /// The next number.
+    pub fn draw(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    /// A number below `limit`, which is not 0.
+    pub fn below(&mut self, limit: u64) -> u64 {
+        (self.draw() >> 11) % limit
+    }
+}
+
+/// Random bytes, always the same for a seed: what a fuzzer would have thought of.
+#[must_use]
+pub fn bytes_of_seed(seed: u64, len: usize) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    let mut bytes: Vec<u8> = (0..len.div_ceil(8))
+        .flat_map(|_| random.draw().to_le_bytes())
+        .collect();
+    bytes.truncate(len);
+    bytes
+}

@@ -1,0 +1,113 @@
+//! `ringdisk image check`: looks, mends if asked to, and tells both.
+
+use std::error::Error;
+use std::io::Write;
+use std::os::fd::AsFd;
+
+use block::Context;
+use block::file::{FileOptions, ImageFile};
+use block::lock::{ImageLock, LockGranularity, LockMode};
+use clap::ValueEnum;
+use qcow::image::{self as tools, CheckReport, Extent, RepairError};
+use serde::Serialize;
+
+use super::{CheckArguments, on_image, open_to_read, text, write_json};
+use crate::error::{CommandFailure, chain};
+
+/// What to mend.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(super) enum Repair {
+    /// Clusters that count as used and are not
+    Leaks,
+    /// Leaks, refcounts that are wrong or gone, and the marks that say so
+    All,
+}
+
+impl From<Repair> for Extent {
+    fn from(repair: Repair) -> Self {
+        match repair {
+            Repair::Leaks => Self::Leaks,
+            Repair::All => Self::All,
+        }
+    }
+}
+
+/// What a check with repair says in JSON: `qemu-img`'s names, and why nothing was repaired.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Repaired {
+    #[serde(flatten)]
+    report: CheckReport,
+    leaks_fixed: u64,
+    corruptions_fixed: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    repair_refused: Option<String>,
+}
+
+pub(super) fn run(arguments: &CheckArguments, out: &mut dyn Write) -> Result<u8, CommandFailure> {
+    if let Some(what) = arguments.repair {
+        return repair(arguments, what.into(), out);
+    }
+    let (file, _lock) = open_to_read(&arguments.path, false).map_err(CommandFailure::Failed)?;
+    let report = on_image(&file, &Context::syscalls(), async |view| {
+        tools::check(&view).await
+    })?;
+    let report = report.map_err(|error| cannot("check", arguments, error))?;
+    if arguments.json {
+        write_json(out, &report)?;
+    } else {
+        out.write_all(text::check(&report).as_bytes())?;
+    }
+    Ok(report.verdict().exit_code())
+}
+
+fn cannot(
+    what: &str,
+    arguments: &CheckArguments,
+    error: impl Error + Send + Sync + 'static,
+) -> CommandFailure {
+    CommandFailure::about(format!("cannot {what} {}", arguments.path.display()), error)
+}
+
+fn repair(arguments: &CheckArguments, extent: Extent, out: &mut dyn Write) -> Result<u8, CommandFailure> {
+    let path = &arguments.path;
+    let options = FileOptions {
+        write: true,
+        direct: false,
+    };
+    let file = ImageFile::open(path, options).map_err(|error| CommandFailure::Failed(error.into()))?;
+    let _lock = ImageLock::acquire(file.as_fd(), path, LockMode::Write, LockGranularity::ByteRange)
+        .map_err(|error| CommandFailure::Failed(error.into()))?;
+    let cx = Context::syscalls();
+    let repaired = on_image(&file, &cx, async |view| tools::repair(&view, extent).await)?;
+    let answer = match repaired {
+        Ok(done) => Repaired {
+            leaks_fixed: done.leaks_fixed(),
+            corruptions_fixed: done.corruptions_fixed(),
+            repair_refused: None,
+            report: done.after,
+        },
+        Err(
+            error @ (RepairError::Damaged(_) | RepairError::RefcountsDamaged | RepairError::TableTooLarge),
+        ) => {
+            let report = on_image(&file, &cx, async |view| tools::check(&view).await)?;
+            Repaired {
+                report: report.map_err(|error| cannot("check", arguments, error))?,
+                leaks_fixed: 0,
+                corruptions_fixed: 0,
+                repair_refused: Some(chain(&error)),
+            }
+        }
+        Err(error) => return Err(cannot("repair", arguments, error)),
+    };
+    if arguments.json {
+        write_json(out, &answer)?;
+    } else {
+        if let Some(reason) = &answer.repair_refused {
+            writeln!(out, "Nothing was repaired: {reason}.")?;
+        }
+        out.write_all(text::repaired(answer.leaks_fixed, answer.corruptions_fixed).as_bytes())?;
+        out.write_all(text::check(&answer.report).as_bytes())?;
+    }
+    Ok(answer.report.verdict().exit_code())
+}
