@@ -5,8 +5,10 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
+use super::fault::FaultGuard;
 use vm_memory::mmap::FromRangesError;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionCollectionError, GuestRegionMmap};
 
@@ -56,6 +58,8 @@ pub(super) struct RegionInfo {
 #[derive(Clone, Debug)]
 struct Region {
     info: RegionInfo,
+    // Dropped before the mapping. Queues, which hold the mapping too, do not run any more then.
+    _guard: Arc<FaultGuard>,
     mapping: Arc<GuestRegionMmap>,
 }
 
@@ -85,8 +89,14 @@ impl Region {
         let file = FileOffset::new(file, file_offset);
         let mapping = GuestRegionMmap::from_range(GuestAddress(guest), bytes, Some(file))
             .map_err(|source| MemoryError::Map { guest, source })?;
+        let page = usize::try_from(stat.blksize())
+            .unwrap_or(0)
+            .next_power_of_two()
+            .max(4096);
+        let guard = FaultGuard::new(mapping.as_ptr() as usize, bytes, page).ok_or(MemoryError::TooMany)?;
         Ok(Self {
             info,
+            _guard: Arc::new(guard),
             mapping: Arc::new(mapping),
         })
     }

@@ -14,6 +14,7 @@
 
 mod backend;
 mod event;
+mod fault;
 mod inflight;
 mod memory;
 #[cfg(test)]
@@ -159,6 +160,7 @@ impl VhostUserServer {
     ///
     /// [`StartError`]: a value of `config` is out of range, or a worker cannot be started.
     pub fn start(disk: Arc<dyn Disk>, config: &VhostUserConfig) -> Result<Self, StartError> {
+        fault::prepare();
         let found = config.num_queues;
         if found == 0 || found > QUEUES_MAX {
             return Err(StartError::Queues { found });

@@ -200,3 +200,24 @@ fn a_server_that_is_not_restartable_does_not_offer_it() {
     assert!(!offers(World::new(MemDisk::new().disk(), 1)));
     assert!(offers(World::restartable(MemDisk::new().disk(), 1)));
 }
+
+/// A client can take back, at any moment, what lies behind the memory it gave. Touching that would end this
+/// process, if nobody saw to it, and the other client's server with it.
+#[test]
+fn a_client_that_shrinks_its_memory_harms_only_itself() {
+    let disk = MemDisk::new();
+    let (world, other) = (World::new(disk.disk(), 1), World::new(disk.disk(), 1));
+    let mut neighbour = other.client(1);
+    for _ in 0..3 {
+        let mut client = world.client(1);
+        assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+        client.file.set_len(0).expect("a shorter file");
+        for _ in 0..3 {
+            client.kicks[0].write(1).expect("a kick");
+            assert_eq!(neighbour.ask(0, IN, 0, &[(DATA, 512, true)]), OK);
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
+    }
+    let mut client = world.client(1);
+    assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+}

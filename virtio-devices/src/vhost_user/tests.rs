@@ -145,9 +145,9 @@ fn region(memory: &GuestMemoryMmap, file: &File, index: u64) -> VhostUserMemoryR
 pub(super) struct Client {
     pub(super) frontend: Frontend,
     memory: GuestMemoryMmap,
-    file: File,
+    pub(super) file: File,
     pub(super) drivers: Vec<Driver>,
-    kicks: Vec<EventFd>,
+    pub(super) kicks: Vec<EventFd>,
     pub(super) calls: Vec<EventFd>,
 }
 
