@@ -174,14 +174,13 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
         return sync(queue).await;
     }
     if !snapshot.new_blocks.is_empty() || snapshot.moved_table.is_some() {
-        let mut places = std::mem::take(&mut snapshot.new_blocks);
-        let moved = snapshot.moved_table.take();
-        if let Some((place, bytes)) = &moved {
-            places.push((place.offset, bytes.clone()));
-        }
-        write_places(queue, places).await?;
+        write_places(queue, std::mem::take(&mut snapshot.new_blocks)).await?;
         sync(queue).await?;
-        if let Some((place, _)) = moved {
+        snapshot.blocks_complete = true;
+        if let Some((place, bytes)) = snapshot.moved_table.take() {
+            // Not with the blocks: a round that failed may have pointed the header here already.
+            write_places(queue, vec![(place.offset, bytes)]).await?;
+            sync(queue).await?;
             write_table_place(queue, place.offset, place.clusters).await?;
             sync(queue).await?;
         }
@@ -197,6 +196,7 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
     }
     write_places(queue, first).await?;
     sync(queue).await?;
+    snapshot.tables_complete = true;
     if !second.is_empty() {
         write_places(queue, second).await?;
         sync(queue).await?;

@@ -32,6 +32,10 @@ pub(crate) struct Snapshot {
     pub(crate) drops: Vec<Drop>,
     /// Something here would be written where no table of its kind is known to be: nothing may be written.
     pub(crate) misplaced: Option<Misplaced>,
+    /// The new blocks are durable as a whole. What fails from here on may have made them reachable.
+    pub(crate) blocks_complete: bool,
+    /// The new tables are durable as a whole. What fails from here on may have made them reachable.
+    pub(crate) tables_complete: bool,
     keys: Keys,
 }
 
@@ -187,12 +191,26 @@ impl Metadata {
             keys,
             mut drops,
             header,
+            blocks_complete,
+            tables_complete,
             ..
         } = snapshot;
         self.l2.end_flush(keys.l2_slices.into_iter(), written);
         self.refcounts
             .slices
             .end_flush(keys.refcount_slices.into_iter(), written);
+        // A write that failed may have taken effect: what an L1 entry or a table entry may point at is not
+        // fresh any more, or the next round would write it before the counts it needs.
+        if written || tables_complete {
+            for l1_index in keys.fresh_tables {
+                self.fresh_tables.remove(&l1_index);
+            }
+        }
+        if written || blocks_complete {
+            for index in keys.fresh_blocks {
+                self.refcounts.fresh.remove(&index);
+            }
+        }
         if !written {
             self.l1_dirty_parts.extend(keys.l1_parts);
             self.refcounts.dirty_parts.extend(keys.table_parts);
@@ -200,12 +218,6 @@ impl Metadata {
             drops.append(&mut self.drops);
             self.drops = drops;
             return Vec::new();
-        }
-        for l1_index in keys.fresh_tables {
-            self.fresh_tables.remove(&l1_index);
-        }
-        for index in keys.fresh_blocks {
-            self.refcounts.fresh.remove(&index);
         }
         let size = self.geometry().cluster_size();
         let left = self.refcounts.moved_from.drain(..keys.places_left);
@@ -259,6 +271,43 @@ impl Refcounts {
                 snapshot.expect(&self.structures, &self.geometry, Structure::RefcountTable, offset);
             }
             snapshot.moved_table = Some((self.place, bytes.into()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use block::ring::RingKind;
+    use block::{AlignedBuf, Context, Disk, Op, Request};
+
+    use crate::image::testing::World;
+    use crate::{OpenOptions, QcowDisk};
+
+    /// The round failed when it wrote L1 entries, and one of them may be on disk: its table is reachable, and
+    /// must not be written together with the counts that its new entries need.
+    #[test]
+    fn a_table_that_a_failed_round_may_have_made_reachable_is_not_fresh() {
+        for complete in [false, true] {
+            let world = World::new();
+            world.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "1M"]);
+            let disk = QcowDisk::open(&world.path("a.qcow2"), &OpenOptions::default()).unwrap();
+            let cx = Context::new(RingKind::Syscalls, 64).unwrap();
+            let queue = std::sync::Arc::clone(&disk).open_queue(&cx).unwrap();
+            let data = AlignedBuf::from_slice(&[7; 4096]).into();
+            let (request, answer) = Request::local(Op::Write { fua: false }, 0, 4096, data);
+            queue.submit(request);
+            assert_eq!(cx.block_on(answer).unwrap().result, Ok(()));
+
+            let mut metadata = disk.shared.write().unwrap();
+            let mut first = metadata.snapshot();
+            assert_eq!((first.new_tables.len(), first.l1.len()), (1, 1));
+            first.tables_complete = complete;
+            metadata.settle(first, false);
+            let second = metadata.snapshot();
+            assert_eq!(second.new_tables.is_empty(), complete);
+            assert_eq!(second.l2.is_empty(), !complete);
+            assert_eq!(second.l1.len(), 1);
+            metadata.settle(second, false);
         }
     }
 }
