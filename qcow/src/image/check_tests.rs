@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use super::check::{Subject, Survey};
 use super::testing::World;
 use super::*;
 use crate::format::header::at;
@@ -561,6 +562,19 @@ fn a_sparse_file_of_two_thousand_million_clusters_takes_little_memory() {
     });
     assert_eq!(report.verdict(), Verdict::Corrupt);
     assert_eq!(report.allocated_clusters, tables * 64);
+    // One pass would take more than it was allowed.
+    let passes = world.on("bad.qcow2", async |file| {
+        let located = read_header(&file).await.unwrap();
+        let subject = Subject::new(&file, &located).unwrap();
+        let mut survey = Survey::new(&subject, true, 16 << 20);
+        let mut passes = 0;
+        while let Some(walk) = survey.next().await {
+            passes += 1;
+            survey.done(walk);
+        }
+        passes
+    });
+    assert!(passes > 1);
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let peak = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
     let peak: u64 = peak.split_whitespace().nth(1).unwrap().parse().unwrap();
