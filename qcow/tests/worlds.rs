@@ -1,12 +1,14 @@
 //! What the simulated world found, each made small: one thread, no kernel, and a worker that would wait for ever
 //! is an error.
 
+use std::cell::Cell;
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::Arc;
 
-use block::sim::{Profile, SimWorld};
+use block::sim::{Profile, SimImage, SimWorld};
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op, Request};
-use qcow::image::{CreateOptions, create};
+use qcow::image::{CreateOptions, check, create};
 use qcow::{OpenOptions, QcowDisk};
 
 const DISK: &str = "disk";
@@ -74,4 +76,118 @@ fn a_read_of_many_pieces_leaves_the_ring_room_to_load_a_table() {
         let expected = if at % 2 == 0 { (at / 2) as u8 } else { 0 };
         assert!(cluster.iter().all(|&byte| byte == expected), "cluster {at}");
     }
+}
+
+/// Steps until `done`, and calls `look` before each step of the disk.
+fn drive(world: &SimWorld, cx: &Context, done: &Cell<bool>, mut look: impl FnMut()) {
+    while !done.get() {
+        cx.run_ready();
+        cx.ring().turn(false).expect("the ring turns");
+        cx.run_ready();
+        look();
+        world.step();
+    }
+}
+
+/// A FLUSH, and how it ended.
+fn flush(queue: &Rc<Box<dyn DiskQueue>>, cx: &Context) -> (Rc<Cell<bool>>, Rc<Cell<bool>>) {
+    let (done, well) = (Rc::new(Cell::new(false)), Rc::new(Cell::new(false)));
+    let (queue, set_done, set_well) = (Rc::clone(queue), Rc::clone(&done), Rc::clone(&well));
+    cx.spawn(async move {
+        set_well.set(ask(&**queue, Op::Flush, 0, Buffer::default()).await.is_ok());
+        set_done.set(true);
+    });
+    (done, well)
+}
+
+/// What fails may have had its effect. The write of an L1 entry is reported as failed: from then on its L2
+/// table may be reachable, and the next FLUSH must not write it before the refcounts it needs are durable.
+#[test]
+fn a_table_whose_l1_entry_could_not_be_written_counts_as_reachable() {
+    let image = world(32 << 10).contents(DISK).to_bytes();
+    let mut header = [0; 8];
+    header.copy_from_slice(&image[40..48]);
+    let l1 = u64::from_be_bytes(header);
+    let mut effects = 0;
+    for seed in 0..16 {
+        let world = SimWorld::new(seed, Profile::IMMEDIATE);
+        world.set_contents(DISK, SimImage::from_bytes(&world.store(), &image));
+        let cx = world.context(64);
+        let judge = SimWorld::with_store(0, Profile::IMMEDIATE, &world.store());
+        let judge_cx = judge.context(64);
+        let write = |at: u64| (Op::Write { fua: false }, at, AlignedBuf::zeroed(512).into());
+        let (disk, queue) = cx.block_on(open(&world, &cx)).expect("nothing waits for ever");
+        let queue = Rc::new(queue);
+        world.set_profile(Profile::default());
+        world.record();
+        let (op, at, bytes) = write(0);
+        cx.block_on(ask(&**queue, op, at, bytes))
+            .expect("it turns")
+            .expect("a write");
+
+        let (done, well) = flush(&queue, &cx);
+        drive(&world, &cx, &done, || {
+            let trace = world.trace();
+            let to_l1 = trace
+                .last()
+                .is_some_and(|event| event.offset == l1 && event.len == 512);
+            world.set_profile(Profile {
+                write_error: if to_l1 { 1000 } else { 0 },
+                ..Profile::default()
+            });
+        });
+        assert!(!well.get(), "the L1 entry was not written");
+        world.set_profile(Profile::default());
+        effects += usize::from(world.contents(DISK).to_bytes()[l1 as usize..][..8] != [0; 8]);
+
+        let (op, at, bytes) = write(1024);
+        cx.block_on(ask(&**queue, op, at, bytes))
+            .expect("it turns")
+            .expect("a write");
+        let (done, well) = flush(&queue, &cx);
+        drive(&world, &cx, &done, || {
+            let space = world.crash_space(DISK);
+            for number in 0..space.count().min(256) {
+                judge.set_contents(DISK, space.nth(number));
+                let view = judge.file(DISK, false).view(&judge_cx).expect("a view");
+                let report = judge_cx
+                    .block_on(check(&view))
+                    .expect("it turns")
+                    .expect("a check");
+                assert_eq!(report.corruptions, 0, "seed {seed}: {:?}", report.findings);
+            }
+        });
+        assert!(well.get());
+        drop((disk, queue));
+    }
+    assert!(effects > 0, "the write never had an effect");
+}
+
+/// Of two that make a disk larger at once, the one that wants less does not cut it back.
+#[test]
+fn a_disk_that_two_make_larger_ends_up_with_the_larger_size() {
+    let world = world(32 << 10);
+    world.set_profile(Profile::default());
+    let cx = world.context(64);
+    let (disk, queue) = cx.block_on(open(&world, &cx)).expect("nothing waits for ever");
+    drop(queue);
+    let left = Rc::new(Cell::new(2));
+    for bytes in [96 << 10, 64 << 10] {
+        let (disk, cx, left) = (Arc::clone(&disk), cx.clone(), Rc::clone(&left));
+        cx.clone().spawn(async move {
+            match disk.grow(&cx, bytes).await {
+                Ok(()) | Err(IoError::OutOfRange) => left.set(left.get() - 1),
+                Err(error) => panic!("{error}"),
+            }
+        });
+    }
+    while left.get() > 0 {
+        cx.run_ready();
+        cx.ring().turn(false).expect("the ring turns");
+        world.step();
+    }
+    assert_eq!(disk.info().size_bytes, 96 << 10);
+    let mut size = [0; 8];
+    world.contents(DISK).read(24, &mut size);
+    assert_eq!(u64::from_be_bytes(size), 96 << 10);
 }

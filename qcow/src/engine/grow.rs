@@ -1,7 +1,8 @@
 //! Making a disk larger while it is served.
 //!
 //! What must stay true: the header's size changes last, when everything the larger disk needs is durable;
-//! and bytes of a backing file that is longer than the disk was never show.
+//! bytes of a backing file that is longer than the disk was never show; and of two that grow it at once, the
+//! one that asks for less never makes it smaller again.
 
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
@@ -41,15 +42,23 @@ pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoErr
         zero::write_zeroes(queue, old, covered - old, true).await?;
     }
     flush::flush(queue).await?;
+    let before;
     {
         let mut metadata = shared.write()?;
-        metadata.size_bytes = size_bytes;
+        if size_bytes <= metadata.size_bytes && metadata.size_bytes > old.next_multiple_of(512) {
+            // Somebody else has made the disk larger meanwhile, or is about to.
+            return Err(IoError::OutOfRange);
+        }
+        before = std::mem::replace(&mut metadata.size_bytes, size_bytes);
         metadata.header_dirty = true;
     }
     if let Err(error) = flush::flush(queue).await {
-        shared.write()?.size_bytes = old;
+        let mut metadata = shared.write()?;
+        if metadata.size_bytes == size_bytes {
+            metadata.size_bytes = before;
+        }
         return Err(error);
     }
-    shared.size_bytes.store(size_bytes, Ordering::Release);
+    shared.size_bytes.fetch_max(size_bytes, Ordering::AcqRel);
     Ok(())
 }
