@@ -6,7 +6,7 @@
 //! all-zeros flag in a version 2 image, which our reads refuse. Nothing is written.
 //!
 //! Every L1 and L2 table is read once in a pass, however often it is referred to, so time is linear in the
-//! file's length. Memory is bounded whatever the image says: see [`survey`].
+//! file's length. Memory is bounded whatever the image says: see `survey`.
 
 mod refblocks;
 mod report;

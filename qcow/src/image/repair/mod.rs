@@ -1,7 +1,7 @@
 //! Repair: count every reference anew, and make refcounts and COPIED flags agree.
 //!
-//! There are two ways. Counts are mended where they are ([`mend`]) if the refcount structure is in place; otherwise a
-//! new one is written ([`rebuild`]). Either can be cut at any write: what is left has no errors it did not have
+//! There are two ways. Counts are mended where they are (`mend`) if the refcount structure is in place; otherwise a
+//! new one is written (`rebuild`). Either can be cut at any write: what is left has no errors it did not have
 //! before, reads the same, and can be repaired.
 //!
 //! References that lead nowhere sensible are not repaired, as that would be to invent data. And as long as there are
