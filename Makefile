@@ -7,6 +7,7 @@
 #   make models  what threads share, under the model checkers loom and shuttle; RUNS times as many random orders
 #   make asan    the suites of all crates under AddressSanitizer
 #   make coverage  how much of the format engine the suite reaches, and the lines it does not
+#   make soak    crash exploration of new seeds for SECONDS seconds (default 60); remembers where it was
 #   make fuzz    each fuzz target for SECONDS seconds (default 60)
 #   make doc     the documentation of all crates, without warnings
 #   make lint    rustfmt and clippy, without warnings
@@ -17,10 +18,17 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: test setup lint doc build models asan coverage demo bench fuzz
+.PHONY: test setup lint doc build models explore canaries asan coverage demo bench soak fuzz
 
-test: setup lint doc build models
+test: setup lint doc build models explore canaries
 	tests/run-tests.sh
+
+explore:
+	cargo run --release -p ringdisk-sim -- explore --states 200000 --seeds 200
+
+# A build of its own: no other build can break rules.
+canaries:
+	cargo run --release --target-dir target/canary -p ringdisk-sim --features canary -- canaries
 
 setup:
 	tests/setup.sh
@@ -58,6 +66,9 @@ demo: setup build
 
 bench: setup build
 	cargo run --release -p ringdisk-bench
+
+soak:
+	cargo run --release -p ringdisk-sim -- soak --seconds $(SECONDS)
 
 fuzz:
 	rustup run nightly rustc --version >/dev/null 2>&1 || rustup toolchain install nightly --profile minimal

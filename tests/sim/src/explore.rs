@@ -1,0 +1,190 @@
+//! Many runs: every scenario in several orders, then seeds, on as many threads as there are CPUs.
+
+use std::fmt;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::judge::Tally;
+use crate::plan::Case;
+use crate::run::{Failure, run};
+use crate::scenario::{Scenario, all};
+use crate::watchdog::Watchdog;
+
+/// In how many orders each scenario is run; the first is the order in which things were asked for.
+pub const ORDERS: u64 = 4;
+
+/// When to stop.
+#[derive(Clone, Copy, Debug)]
+pub struct Goal {
+    /// As soon as so many distinct crash states were judged, this exploration's scenarios included.
+    pub states: u64,
+    /// But not before so many seeds have run.
+    pub seeds: u64,
+    /// And at the latest after this long.
+    pub time: Duration,
+}
+
+/// A run that failed.
+#[derive(Clone, Debug)]
+pub struct Failed {
+    /// Which.
+    pub what: Source,
+    /// The run.
+    pub case: Case,
+    /// How.
+    pub failure: Failure,
+}
+
+/// Where a run came from.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Source {
+    /// A scenario, in this order.
+    Scenario(&'static str, u64),
+    /// A seed.
+    Seed(u64),
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Scenario(name, order) => write!(f, "scenario {name:?}, order {order}"),
+            Self::Seed(seed) => write!(f, "seed {seed}"),
+        }
+    }
+}
+
+/// What an exploration came to.
+#[derive(Debug, Default)]
+pub struct Explored {
+    /// What was looked at.
+    pub tally: Tally,
+    /// Seeds that were run to their end.
+    pub seeds: u64,
+    /// The first seed that was not run.
+    pub next_seed: u64,
+    /// The first failure by source, if any.
+    pub failed: Option<Failed>,
+    /// CPU seconds: time that threads spent.
+    pub busy: Duration,
+    /// Requests answered, and FLUSHes among them.
+    pub answered: u64,
+    /// FLUSHes answered well.
+    pub flushes: u64,
+}
+
+/// Runs one scenario in one order; tells about it on one line.
+pub fn explore_scenario(
+    scenario: &Scenario,
+    order: u64,
+    tally: &mut Tally,
+    say: &mut dyn FnMut(&str),
+) -> Option<Failed> {
+    let case = scenario.case(order);
+    let before = tally.images.len();
+    let outcome = run(&case, false, tally);
+    let new = tally.images.len() - before;
+    if order == 0 || outcome.failure.is_some() {
+        let bound = if outcome.sampled > 0 {
+            format!(
+                "; {} of them had more than {}: so many by chance",
+                outcome.sampled, scenario.all_up_to
+            )
+        } else {
+            ", all of each".to_owned()
+        };
+        say(&format!(
+            "{:<45} {:>4} cuts, {:>6} states{bound}; at most {} at once",
+            scenario.name, outcome.cuts, new, outcome.widest
+        ));
+    }
+    outcome.failure.map(|failure| Failed {
+        what: Source::Scenario(scenario.name, order),
+        case,
+        failure,
+    })
+}
+
+/// Runs every scenario, then seeds from `first_seed` on, until the goal is reached or something fails.
+pub fn explore(
+    first_seed: u64,
+    goal: Goal,
+    scenarios: bool,
+    threads: usize,
+    qemu_every: u64,
+    say: &(dyn Fn(&str) + Sync),
+) -> Explored {
+    let jobs: Vec<(Scenario, u64)> = if scenarios {
+        let list = all();
+        (0..ORDERS)
+            .flat_map(|order| list.iter().map(move |scenario| (scenario.clone(), order)))
+            .collect()
+    } else {
+        Vec::new()
+    };
+    let next_job = AtomicU64::new(0);
+    let next_seed = AtomicU64::new(first_seed);
+    let states = AtomicU64::new(0);
+    let stop = AtomicBool::new(false);
+    let end = Instant::now() + goal.time;
+    let total = Mutex::new(Explored::default());
+    let watchdog = Watchdog::start();
+    let work = || {
+        let begun = Instant::now();
+        let mut own = Explored::default();
+        own.tally.qemu_every = qemu_every;
+        while !stop.load(Ordering::Relaxed) {
+            let before = own.tally.images.len();
+            let job = next_job.fetch_add(1, Ordering::Relaxed);
+            let failed = if let Some((scenario, order)) = jobs.get(job as usize) {
+                watchdog.beat(|| format!("scenario {:?}, order {order}", scenario.name));
+                explore_scenario(scenario, *order, &mut own.tally, &mut |line| say(line))
+            } else {
+                let seeds = next_seed.load(Ordering::Relaxed) - first_seed;
+                let reached = states.load(Ordering::Relaxed) >= goal.states && seeds >= goal.seeds;
+                if reached || Instant::now() >= end {
+                    break;
+                }
+                let seed = next_seed.fetch_add(1, Ordering::Relaxed);
+                watchdog.beat(|| format!("seed {seed}"));
+                let case = Case::draw(seed);
+                let outcome = run(&case, false, &mut own.tally);
+                own.seeds += 1;
+                own.answered += outcome.answered;
+                own.flushes += outcome.flushes;
+                outcome.failure.map(|failure| Failed {
+                    what: Source::Seed(seed),
+                    case,
+                    failure,
+                })
+            };
+            let new = own.tally.images.len() - before;
+            states.fetch_add(new as u64, Ordering::Relaxed);
+            if failed.is_some() {
+                own.failed = failed;
+                stop.store(true, Ordering::Relaxed);
+            }
+        }
+        watchdog.done();
+        own.busy = begun.elapsed();
+        let mut total = total.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        total.tally.add(own.tally);
+        total.seeds += own.seeds;
+        total.busy += own.busy;
+        total.answered += own.answered;
+        total.flushes += own.flushes;
+        if total.failed.is_none() {
+            total.failed = own.failed;
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..threads.max(1) {
+            scope.spawn(work);
+        }
+    });
+    let mut explored = total
+        .into_inner()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    explored.next_seed = next_seed.into_inner();
+    explored
+}

@@ -1,0 +1,367 @@
+//! Looks at what a power cut left: our own open, our own check, every guest sector, and now and then QEMU.
+
+use std::cell::Cell;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use block::sim::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
+use block::{AlignedBuf, Buffer, Context, Disk, Op};
+use qcow::format::header::at;
+use qcow::format::{Incompatible, Version};
+use qcow::image::{CheckReport, Verdict, check};
+use qcow::{OpenOptions, QcowDisk};
+use rustc_hash::FxHashSet;
+
+use crate::content::{word, word_of};
+use crate::oracle::Oracle;
+use crate::shape::{BASE, Beginning, Below, DISK, ask, chain, u64_at, write_words};
+
+/// What has been looked at, over many runs.
+#[derive(Debug, Default)]
+pub struct Tally {
+    /// Fingerprints of all images looked at.
+    pub images: FxHashSet<u64>,
+    /// How often an image was judged: the same one is judged anew when more was promised of it.
+    pub judged: u64,
+    /// How many images were written to again after the cut.
+    pub resumed: u64,
+    /// How many images QEMU was asked about.
+    pub asked_qemu: u64,
+    /// Of every so many images QEMU is asked about one; 0 for none.
+    pub qemu_every: u64,
+}
+
+impl Tally {
+    /// Takes over what another has counted.
+    pub fn add(&mut self, other: Self) {
+        self.images.extend(other.images);
+        self.judged += other.judged;
+        self.resumed += other.resumed;
+        self.asked_qemu += other.asked_qemu;
+    }
+}
+
+/// What is demanded of an image beside what every one must have.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Demand {
+    /// It is what a cut left: leaks are allowed.
+    Sound,
+    /// It was closed cleanly: not even leaks.
+    Flawless,
+}
+
+/// Looks at the images of one run.
+#[derive(Debug)]
+pub struct Judge {
+    world: SimWorld,
+    cx: Context,
+    beginning: Rc<Beginning>,
+    options: OpenOptions,
+    /// Kept for the next look.
+    buffer: Option<AlignedBuf>,
+    random: Random,
+    /// Images judged with so many promises.
+    done: FxHashSet<(u64, u64)>,
+}
+
+impl Judge {
+    /// A judge of a run that began with `beginning`, in a world of `store`.
+    #[must_use]
+    pub fn new(beginning: &Rc<Beginning>, store: &Store, seed: u64) -> Self {
+        let world = SimWorld::with_store(seed, Profile::IMMEDIATE, store);
+        beginning.install(&world);
+        Self {
+            cx: world.context(64),
+            world,
+            options: beginning.shape.options(),
+            beginning: Rc::clone(beginning),
+            buffer: None,
+            random: Random::new(!seed),
+            done: FxHashSet::default(),
+        }
+    }
+
+    /// Judges an image unless that was done. The words that its sectors hold, if it was.
+    ///
+    /// # Errors
+    ///
+    /// Says what is wrong with it.
+    pub fn judge(
+        &mut self,
+        image: &SimImage,
+        oracle: &Oracle,
+        demand: Demand,
+        tally: &mut Tally,
+    ) -> Result<(), String> {
+        let fingerprint = image.fingerprint();
+        if !self.done.insert((
+            fingerprint,
+            oracle.promises() << 1 | u64::from(demand == Demand::Flawless),
+        )) {
+            return Ok(());
+        }
+        tally.judged += 1;
+        let new = tally.images.insert(fingerprint);
+        let words = self.look(image, oracle, demand)?;
+        if new && self.random.one_in(24) {
+            tally.resumed += 1;
+            self.resume(image, words.clone())?;
+        }
+        if new && tally.qemu_every > 0 && (tally.images.len() as u64).is_multiple_of(tally.qemu_every) {
+            tally.asked_qemu += 1;
+            self.ask_qemu(image, &words)?;
+        }
+        Ok(())
+    }
+
+    /// What an image holds, after all that must hold of it does.
+    fn look(&mut self, image: &SimImage, oracle: &Oracle, demand: Demand) -> Result<Vec<u64>, String> {
+        self.world.set_contents(DISK, image.clone());
+        let mut buffer = self.buffer.take();
+        let (world, cx, options) = (&self.world, &self.cx, &self.options);
+        let result = cx.block_on(async {
+            let view = world
+                .file(DISK, true)
+                .view(cx)
+                .map_err(|error| error.to_string())?;
+            let dirty = is_dirty(image);
+            if !dirty {
+                demand_check(&view, demand, "as the cut left it").await?;
+            }
+            let disk = open(world, cx, options).await?;
+            let found = read_all(&disk, cx, &mut buffer).await?;
+            oracle.judge(found.iter().copied())?;
+            drop(disk);
+            if dirty {
+                // Opening it has mended it.
+                demand_check(&view, Demand::Flawless, "after its refcounts were rebuilt").await?;
+            }
+            Ok::<_, String>(found.into_iter().flatten().collect::<Vec<u64>>())
+        });
+        self.buffer = buffer;
+        let words = result.map_err(|error| format!("looking at it hangs: {error}"))??;
+        self.drain()?;
+        self.look_at_snapshot(image)?;
+        Ok(words)
+    }
+
+    /// Lets tasks end that nobody waits for, before the image under them is another.
+    fn drain(&self) -> Result<(), String> {
+        for _ in 0..10_000 {
+            if self.cx.tasks() == 0 && self.cx.ring().in_flight() == 0 {
+                return Ok(());
+            }
+            self.cx.run_ready();
+            self.cx.ring().turn(false).map_err(|error| error.to_string())?;
+        }
+        Err(format!("{} tasks do not end", self.cx.tasks()))
+    }
+
+    /// The snapshot holds what it held when it was taken: read through an image whose active table is the
+    /// snapshot's.
+    fn look_at_snapshot(&mut self, image: &SimImage) -> Result<(), String> {
+        let Some(expected) = &self.beginning.snapshot else {
+            return Ok(());
+        };
+        let mut patched = image.clone();
+        let mut header = [0; 512];
+        image.read(0, &mut header);
+        let mut entry = [0; 64];
+        image.read(u64_at(&header, at::SNAPSHOTS_OFFSET), &mut entry);
+        patched.patch(at::L1_TABLE_OFFSET as u64, &entry[..8]);
+        patched.patch(at::L1_SIZE as u64, &entry[8..12]);
+        let bytes = (expected.len() * SECTOR) as u64;
+        patched.patch(at::SIZE as u64, &bytes.to_be_bytes());
+        self.world.set_contents(DISK, patched);
+        let options = OpenOptions {
+            read_only: true,
+            ..self.options.clone()
+        };
+        let (world, cx) = (&self.world, &self.cx);
+        let result = cx.block_on(async {
+            let disk = open(world, cx, &options).await?;
+            let found = read_all(&disk, cx, &mut None).await?;
+            match (0..)
+                .zip(&found)
+                .find(|(at, word)| expected.get(*at) != word.as_ref())
+            {
+                None => Ok(()),
+                Some((sector, word)) => Err(format!(
+                    "sector {sector} of the snapshot holds {word:x?}, expected {:x?}",
+                    expected.get(sector)
+                )),
+            }
+        });
+        result.map_err(|error| format!("looking at the snapshot hangs: {error}"))?
+    }
+
+    /// Goes on with an image after the cut: what is written then must not harm what is there.
+    fn resume(&mut self, image: &SimImage, mut words: Vec<u64>) -> Result<(), String> {
+        self.world.set_contents(DISK, image.clone());
+        let mut changes = Vec::new();
+        for version in 0..6 {
+            let count = 1 + self.random.below(12.min(words.len() as u64));
+            let first = self.random.below(words.len() as u64 - count + 1);
+            let new: Vec<u64> = (first..first + count)
+                .map(|sector| word(1 << 60, version, sector))
+                .collect();
+            words[first as usize..(first + count) as usize].copy_from_slice(&new);
+            changes.push((first, new));
+        }
+        let (world, cx, options) = (&self.world, &self.cx, &self.options);
+        let phase = Cell::new("opening");
+        let result = cx.block_on(async {
+            let disk = open(world, cx, options).await?;
+            let queue = Arc::clone(&disk).open_queue(cx).map_err(|error| chain(&error))?;
+            for (first, new) in changes {
+                phase.set("a write");
+                let wrote = write_words(&*queue, first, &new).await;
+                wrote.map_err(|error| format!("a write after the cut fails: {error}"))?;
+                phase.set("a FLUSH");
+                let flushed = ask(&*queue, Op::Flush, 0, 0, Buffer::default()).await;
+                flushed.map_err(|error| format!("a FLUSH after the cut fails: {error}"))?;
+            }
+            drop(queue);
+            phase.set("closing");
+            let closed = Arc::clone(&disk).close(cx).await;
+            closed.map_err(|error| format!("closing after the cut fails: {error}"))?;
+            drop(disk);
+            phase.set("looking at it again");
+            let view = world
+                .file(DISK, true)
+                .view(cx)
+                .map_err(|error| error.to_string())?;
+            demand_check(&view, Demand::Sound, "written to and closed after the cut").await?;
+            let disk = open(world, cx, options).await?;
+            let found = read_all(&disk, cx, &mut None).await?;
+            let differs = (0..)
+                .zip(&found)
+                .find(|(at, word)| words.get(*at) != word.as_ref());
+            match differs {
+                None => Ok(()),
+                Some((sector, word)) => Err(format!(
+                    "written to after the cut, sector {sector} holds {word:x?}, expected {:x?}",
+                    words.get(sector)
+                )),
+            }
+        });
+        result.map_err(|error| format!("after the cut {} hangs: {error}", phase.get()))??;
+        self.drain()?;
+        if self.beginning.snapshot.is_some() {
+            let image = self.world.contents(DISK);
+            self.look_at_snapshot(&image)?;
+        }
+        Ok(())
+    }
+
+    /// QEMU's tools come to the same verdict and read the same bytes.
+    fn ask_qemu(&mut self, image: &SimImage, words: &[u64]) -> Result<(), String> {
+        if is_dirty(image) {
+            // QEMU's check would count what only a rebuild makes right.
+            return Ok(());
+        }
+        let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
+        let path = folder.path().join(DISK);
+        let write =
+            |path: &Path, bytes: &[u8]| std::fs::write(path, bytes).map_err(|error| error.to_string());
+        write(&path, &image.to_bytes())?;
+        if self.beginning.shape.below != Below::Nothing {
+            write(&folder.path().join(BASE), &self.beginning.base)?;
+        }
+        self.world.set_contents(DISK, image.clone());
+        let (world, cx) = (&self.world, &self.cx);
+        let ours = cx.block_on(async {
+            let view = world.file(DISK, false).view(cx)?;
+            check(&view).await.map_err(std::io::Error::other)
+        });
+        let ours = ours
+            .and_then(|result| result)
+            .map_err(|error| error.to_string())?;
+        let theirs = lab::image::check(&path).map_err(|error| error.to_string())?;
+        let agree = matches!(
+            (&theirs, ours.verdict()),
+            (lab::image::Verdict::Clean, Verdict::Clean) | (lab::image::Verdict::Leaks(_), Verdict::Leaks)
+        );
+        if !agree {
+            return Err(format!("qemu-img check says {theirs:?}, ours {ours:?}"));
+        }
+        let raw = folder.path().join("raw");
+        lab::image::convert(&path, &raw, "raw").map_err(|error| error.to_string())?;
+        let read = std::fs::read(&raw).map_err(|error| error.to_string())?;
+        let differs = read
+            .chunks(SECTOR)
+            .zip(words)
+            .position(|(sector, &word)| word_of(sector) != Some(word));
+        match differs {
+            None => Ok(()),
+            Some(sector) => Err(format!(
+                "qemu-img reads other bytes than we do in sector {sector}"
+            )),
+        }
+    }
+}
+
+fn is_dirty(image: &SimImage) -> bool {
+    let mut header = [0; 512];
+    image.read(0, &mut header);
+    let v3 = header[at::VERSION..][..4] == Version::V3.number().to_be_bytes();
+    let features = u64_at(&header, at::INCOMPATIBLE_FEATURES);
+    v3 && features & Incompatible::DIRTY.bits() != 0
+}
+
+async fn demand_check(view: &block::file::FileView, demand: Demand, when: &str) -> Result<(), String> {
+    let report = check(view)
+        .await
+        .map_err(|error| format!("check fails {when}: {}", chain(&error)))?;
+    let fine = match report.verdict() {
+        Verdict::Clean => true,
+        Verdict::Leaks => demand == Demand::Sound,
+        Verdict::Corrupt | Verdict::Incomplete => false,
+    };
+    if fine && !report.marked_corrupt {
+        return Ok(());
+    }
+    Err(format!("the image is not sound {when}: {}", describe(&report)))
+}
+
+fn describe(report: &CheckReport) -> String {
+    let mut text = format!(
+        "{} corruptions, {} leaks, {} errors",
+        report.corruptions, report.leaks, report.check_errors
+    );
+    for finding in report.findings.iter().take(4) {
+        text += &format!(
+            "; {} at {:#x}: {}",
+            finding.structure, finding.offset, finding.message
+        );
+    }
+    text
+}
+
+async fn open(world: &SimWorld, cx: &Context, options: &OpenOptions) -> Result<Arc<QcowDisk>, String> {
+    QcowDisk::open_on(cx, world, Path::new(DISK), options)
+        .await
+        .map_err(|error| format!("the image cannot be opened after the cut: {}", chain(&error)))
+}
+
+/// The words of all sectors of a disk.
+async fn read_all(
+    disk: &Arc<QcowDisk>,
+    cx: &Context,
+    buffer: &mut Option<AlignedBuf>,
+) -> Result<Vec<Option<u64>>, String> {
+    let bytes = disk.info().size_bytes;
+    let queue = Arc::clone(disk).open_queue(cx).map_err(|error| chain(&error))?;
+    let len = bytes as usize;
+    let memory = match buffer.take() {
+        Some(memory) if memory.len() == len => memory,
+        _ => AlignedBuf::zeroed(len),
+    };
+    let read = ask(&*queue, Op::Read, 0, bytes, memory.into()).await;
+    let read = read.map_err(|error| format!("the disk cannot be read after the cut: {error}"))?;
+    let memory = read.into_owned().ok_or("the buffer did not come back")?;
+    let words = memory.chunks(SECTOR).map(word_of).collect();
+    *buffer = Some(memory);
+    Ok(words)
+}

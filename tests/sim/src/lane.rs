@@ -1,0 +1,344 @@
+//! One guest queue: asks what is planned, notes every answer, and compares what it reads.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use block::sim::memory::GuestRegion;
+use block::sim::{Random, SECTOR};
+use block::worker::Frontend;
+use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
+use qcow::QcowDisk;
+
+use crate::content::{ZERO, bytes_of, word, word_of};
+use crate::oracle::{Asked, Expected, Oracle};
+use crate::plan::{Ask, Planned};
+use crate::shape::Shape;
+
+/// What all queues of a run note down.
+#[derive(Debug)]
+pub struct Record {
+    /// What was promised.
+    pub oracle: Oracle,
+    /// What went wrong first.
+    pub problem: Option<String>,
+    /// The disk's size that guests know, in sectors.
+    pub sectors: u64,
+    /// How many times the disk is to grow.
+    pub grows: usize,
+    /// Requests that have not ended yet, asked for or not.
+    pub left: usize,
+    /// Requests answered.
+    pub answered: u64,
+    /// FLUSHes answered well.
+    pub flushes: u64,
+    /// A request failed.
+    pub failures: u64,
+    /// Requests may fail.
+    pub may_fail: bool,
+    version: u64,
+    salt: u64,
+}
+
+impl Record {
+    /// Nothing has happened yet.
+    #[must_use]
+    pub fn new(oracle: Oracle, sectors: u64, may_fail: bool, salt: u64) -> Self {
+        Self {
+            oracle,
+            problem: None,
+            sectors,
+            grows: 0,
+            left: 0,
+            answered: 0,
+            flushes: 0,
+            failures: 0,
+            may_fail,
+            version: 3,
+            salt,
+        }
+    }
+
+    /// Notes what went wrong, if it is the first thing.
+    pub fn problem(&mut self, text: impl FnOnce() -> String) {
+        if self.problem.is_none() {
+            self.problem = Some(text());
+        }
+    }
+
+    /// Notes how a request ended; complains if it must not end so.
+    fn ended(&mut self, planned: &Planned, result: Result<(), IoError>) {
+        self.answered += 1;
+        self.left -= 1;
+        let Err(error) = result else { return };
+        self.failures += 1;
+        let excused = matches!(error, IoError::Host { .. } | IoError::Cancelled);
+        if !(excused && self.may_fail) {
+            self.problem(|| format!("{planned} fails: {error}"));
+        }
+    }
+}
+
+/// A request in flight.
+#[derive(Debug)]
+struct Slot {
+    planned: Planned,
+    kind: SlotKind,
+    answered: bool,
+}
+
+#[derive(Debug)]
+enum SlotKind {
+    Read(Expected),
+    Change(Asked, bool),
+    Flush(Asked),
+}
+
+/// A disk being made larger.
+type Growth = (Planned, Result<(), IoError>);
+
+/// A guest's queue.
+#[derive(Debug)]
+pub struct Lane {
+    cx: Context,
+    disk: Arc<QcowDisk>,
+    queue: Box<dyn DiskQueue>,
+    shape: Shape,
+    plan: VecDeque<Planned>,
+    record: Rc<RefCell<Record>>,
+    sink: Rc<CompletionSink>,
+    slots: Vec<Slot>,
+    depth: usize,
+    in_flight: usize,
+    grown: Rc<RefCell<Vec<Growth>>>,
+    random: Random,
+    done: Vec<Done>,
+}
+
+impl Lane {
+    /// A queue of `disk` on the worker of `cx` that asks for `plan`.
+    ///
+    /// # Panics
+    ///
+    /// If the process has no file descriptor left.
+    #[must_use]
+    pub fn new(
+        cx: &Context,
+        disk: &Arc<QcowDisk>,
+        shape: Shape,
+        plan: VecDeque<Planned>,
+        depth: usize,
+        record: &Rc<RefCell<Record>>,
+        seed: u64,
+    ) -> Self {
+        record.borrow_mut().left += plan.len();
+        record.borrow_mut().grows += plan
+            .iter()
+            .filter(|planned| matches!(planned.ask, Ask::Grow(_)))
+            .count();
+        Self {
+            cx: cx.clone(),
+            queue: Arc::clone(disk)
+                .open_queue(cx)
+                .unwrap_or_else(|error| panic!("{error}")),
+            disk: Arc::clone(disk),
+            shape,
+            plan,
+            record: Rc::clone(record),
+            sink: CompletionSink::new(),
+            slots: Vec::new(),
+            depth,
+            in_flight: 0,
+            grown: Rc::default(),
+            random: Random::new(seed),
+            done: Vec::new(),
+        }
+    }
+
+    fn grow(&mut self, planned: Planned, bytes: u64) {
+        let (disk, cx, grown) = (Arc::clone(&self.disk), self.cx.clone(), Rc::clone(&self.grown));
+        self.cx.spawn(async move {
+            let result = disk.grow(&cx, bytes).await;
+            grown.borrow_mut().push((planned, result));
+        });
+    }
+
+    /// The sectors a request changes, and what they hold afterwards.
+    fn change(&self, record: &mut Record, planned: &Planned) -> (u64, Vec<u64>) {
+        let Planned { first, count, .. } = *planned;
+        match planned.ask {
+            Ask::Write { .. } => {
+                record.version += 1;
+                let (salt, version) = (record.salt, record.version);
+                let words = (first..first + count).map(|sector| word(salt, version, sector));
+                (first, words.collect())
+            }
+            Ask::Discard => {
+                // Whole clusters, and the last one if it is reached: as the engine documents it.
+                let per_cluster = self.shape.cluster() / SECTOR as u64;
+                let from = first.div_ceil(per_cluster) * per_cluster;
+                let mut end = (first + count) / per_cluster * per_cluster;
+                if first + count >= record.sectors {
+                    end = first + count;
+                }
+                if !self.shape.discards() || from >= end {
+                    return (first, Vec::new());
+                }
+                (from, vec![ZERO; (end - from) as usize])
+            }
+            _ => (first, vec![ZERO; count as usize]),
+        }
+    }
+
+    /// The memory of a request: ours or, as often, a guest's, which then nobody but the buffer keeps mapped.
+    fn memory(&mut self, planned: &Planned, words: &[u64]) -> Buffer {
+        let len = planned.count as usize * SECTOR;
+        let reads = planned.ask == Ask::Read;
+        if !reads && !matches!(planned.ask, Ask::Write { .. }) {
+            return Buffer::default();
+        }
+        let bytes = if reads { vec![0xCC; len] } else { bytes_of(words) };
+        if self.random.one_in(2) {
+            return AlignedBuf::from_slice(&bytes).into();
+        }
+        let region = GuestRegion::new(len + 4096);
+        // Two stretches with a gap, the second not aligned to more than a sector.
+        let cut = self.random.below(planned.count) as usize * SECTOR;
+        region.write(0, &bytes[..cut]);
+        region.write(cut + 512, &bytes[cut..]);
+        region.buffer(&[(0, cut), (cut + 512, len - cut)])
+    }
+
+    fn ask(&mut self, planned: Planned) {
+        let Planned { first, count, .. } = planned;
+        if let Ask::Grow(bytes) = planned.ask {
+            self.in_flight += 1;
+            return self.grow(planned, bytes);
+        }
+        let shared = Rc::clone(&self.record);
+        let mut record = shared.borrow_mut();
+        if first + count > record.sectors {
+            // Planned for a disk that has grown, which this one has not.
+            record.left -= 1;
+            return;
+        }
+        let (op, kind, words) = match planned.ask {
+            Ask::Read => (
+                Op::Read,
+                SlotKind::Read(record.oracle.ask_read(first, count)),
+                Vec::new(),
+            ),
+            Ask::Flush => (Op::Flush, SlotKind::Flush(record.oracle.ask_flush()), Vec::new()),
+            ask => {
+                let (from, words) = self.change(&mut record, &planned);
+                let asked = record.oracle.ask_change(from, words.iter().copied());
+                let (op, fua) = match ask {
+                    Ask::Write { fua } => (Op::Write { fua }, fua),
+                    Ask::Zeroes { unmap, fua } => (Op::WriteZeroes { unmap, fua }, fua),
+                    _ => (Op::Discard, false),
+                };
+                (op, SlotKind::Change(asked, fua), words)
+            }
+        };
+        drop(record);
+        let buffer = self.memory(&planned, &words);
+        let tag = self.slots.len() as u64;
+        self.slots.push(Slot {
+            planned,
+            kind,
+            answered: false,
+        });
+        self.in_flight += 1;
+        let (offset, len) = match op {
+            Op::Flush => (0, 0),
+            _ => (first * SECTOR as u64, count * SECTOR as u64),
+        };
+        self.queue
+            .submit(Request::new(op, offset, len, buffer, &self.sink, tag));
+    }
+
+    fn answer(&mut self, done: Done) {
+        let mut record = self.record.borrow_mut();
+        let Some(slot) = self.slots.get_mut(done.tag as usize) else {
+            return record.problem(|| "a request nobody made was answered".to_owned());
+        };
+        let planned = slot.planned;
+        if std::mem::replace(&mut slot.answered, true) {
+            return record.problem(|| format!("{planned} was answered twice"));
+        }
+        self.in_flight -= 1;
+        let well = done.result.is_ok();
+        record.ended(&planned, done.result);
+        match &slot.kind {
+            SlotKind::Read(_) if !well => record.oracle.end_read(),
+            SlotKind::Read(expected) => {
+                let len = planned.count as usize * SECTOR;
+                let mut bytes = vec![0; len];
+                if done.buffer.len() == len {
+                    done.buffer.read(0, &mut bytes);
+                } else {
+                    record.problem(|| format!("{planned}: its buffer did not come back"));
+                }
+                let words: Vec<Option<u64>> = bytes.chunks(SECTOR).map(word_of).collect();
+                if let Err(text) = record.oracle.answer_read(expected, &words) {
+                    record.problem(|| format!("{planned}: {text}"));
+                }
+            }
+            SlotKind::Change(asked, forced) => record.oracle.answer_change(asked, well, *forced),
+            SlotKind::Flush(asked) if well => {
+                record.flushes += 1;
+                record.oracle.answer_flush(asked);
+            }
+            SlotKind::Flush(_) => {}
+        }
+    }
+}
+
+impl Frontend for Lane {
+    fn poll(&mut self) -> bool {
+        let mut any = false;
+        while let Some(&next) = self.plan.front() {
+            let alone = next.alone && self.in_flight > 0;
+            if alone || self.in_flight >= self.depth || (any && self.random.one_in(2)) {
+                break;
+            }
+            self.plan.pop_front();
+            self.ask(next);
+            any = true;
+        }
+        any
+    }
+
+    fn publish(&mut self) -> bool {
+        let grown = std::mem::take(&mut *self.grown.borrow_mut());
+        let mut done = std::mem::take(&mut self.done);
+        self.sink.drain_into(&mut done);
+        let any = !done.is_empty() || !grown.is_empty();
+        for (planned, result) in grown {
+            self.in_flight -= 1;
+            let mut record = self.record.borrow_mut();
+            // Another queue may have made it larger than this one wants it.
+            let smaller = result == Err(IoError::OutOfRange) && record.grows > 1;
+            record.ended(&planned, if smaller { Ok(()) } else { result });
+            if let (Ask::Grow(bytes), Ok(())) = (planned.ask, result) {
+                record.sectors = record.sectors.max(bytes / SECTOR as u64);
+            }
+        }
+        for done in done.drain(..) {
+            self.answer(done);
+        }
+        self.done = done;
+        any
+    }
+
+    fn prepare_sleep(&mut self) -> bool {
+        true
+    }
+
+    fn end_sleep(&mut self) {}
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+}

@@ -1,0 +1,399 @@
+//! The command line of the explorer: see `ringdisk-sim --help`.
+
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command line program")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
+
+use clap::{Parser, Subcommand};
+use ringdisk_sim::explore::{Explored, Failed, Goal, Source, explore};
+use ringdisk_sim::judge::Tally;
+use ringdisk_sim::plan::Case;
+use ringdisk_sim::run::{Failure, run};
+use ringdisk_sim::shrink::shrink;
+use ringdisk_sim::watchdog::Watchdog;
+use ringdisk_sim::{kept_lines, replay, scenario};
+
+/// Explores what faults and power cuts can do to images, in a simulated world.
+#[derive(Debug, Parser)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Task,
+}
+
+#[derive(Debug, Subcommand)]
+enum Task {
+    /// Runs kept lines, every scenario, and seeds until enough distinct crash states were judged.
+    Explore {
+        /// How many distinct crash states.
+        #[arg(long, default_value_t = 200_000)]
+        states: u64,
+        /// How many seeds at least.
+        #[arg(long, default_value_t = 200)]
+        seeds: u64,
+        /// The first seed.
+        #[arg(long, default_value_t = 1)]
+        from: u64,
+        /// The most seconds.
+        #[arg(long, default_value_t = 600)]
+        seconds: u64,
+        /// How many threads; as many as there are CPUs by default.
+        #[arg(long)]
+        threads: Option<usize>,
+        /// Fail unless so many states were judged per second and thread.
+        #[arg(long)]
+        rate: Option<u64>,
+    },
+    /// Runs seeds and lists every one that fails, without looking for shorter runs.
+    Survey {
+        /// The first seed.
+        #[arg(long, default_value_t = 1)]
+        from: u64,
+        /// How many.
+        #[arg(long, default_value_t = 1000)]
+        seeds: u64,
+    },
+    /// Goes on from the seed after the last that was ever run.
+    Soak {
+        /// For how long.
+        #[arg(long, default_value_t = 60)]
+        seconds: u64,
+        /// Where the next seed is kept.
+        #[arg(long, default_value = "target/soak/next-seed")]
+        state: PathBuf,
+        /// How many threads; as many as there are CPUs by default.
+        #[arg(long)]
+        threads: Option<usize>,
+    },
+    /// Runs one line again and tells what happens.
+    Replay {
+        /// `seed N …` or `scenario NAME order N …`, as a failure prints it.
+        #[arg(required = true)]
+        line: Vec<String>,
+        /// Print what happens on the disk.
+        #[arg(long)]
+        trace: bool,
+        /// Do not look for a shorter failing run.
+        #[arg(long)]
+        as_is: bool,
+    },
+    /// Breaks each rule on purpose and demands that it is seen (a build with the feature `canary`).
+    Canaries {
+        /// How many seeds each rule may take.
+        #[arg(long, default_value_t = 400)]
+        seeds: u64,
+    },
+    /// Breaks one rule in this process.
+    #[command(hide = true)]
+    Canary {
+        /// Which.
+        rule: String,
+        /// How many seeds it may take.
+        #[arg(long)]
+        seeds: u64,
+    },
+}
+
+fn main() -> ExitCode {
+    let done = match Arguments::parse().command {
+        Task::Explore {
+            states,
+            seeds,
+            from,
+            seconds,
+            threads,
+            rate,
+        } => {
+            let goal = Goal {
+                states,
+                seeds,
+                time: Duration::from_secs(seconds),
+            };
+            run_kept() && explore_once(from, goal, threads, rate)
+        }
+        Task::Survey { from, seeds } => survey(from, seeds),
+        Task::Soak {
+            seconds,
+            state,
+            threads,
+        } => soak(Duration::from_secs(seconds), &state, threads),
+        Task::Replay { line, trace, as_is } => replay_line(&line.join(" "), trace, as_is),
+        Task::Canaries { seeds } => canaries(seeds),
+        Task::Canary { rule, seeds } => canary(&rule, seeds),
+    };
+    if done {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+fn cpus(threads: Option<usize>) -> usize {
+    threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+}
+
+/// The commit of the working folder.
+fn commit() -> String {
+    let output = Command::new("git")
+        .args(["describe", "--always", "--dirty", "--abbrev=12"])
+        .output();
+    output.ok().map_or_else(
+        || "unknown".to_owned(),
+        |output| String::from_utf8_lossy(&output.stdout).trim().to_owned(),
+    )
+}
+
+fn run_kept() -> bool {
+    let mut count = 0;
+    for line in kept_lines() {
+        match replay::parse(line) {
+            Err(error) => {
+                eprintln!("FAILED: {error}");
+                return false;
+            }
+            Ok((source, case)) => {
+                count += 1;
+                if let Some(failure) = run(&case, false, &mut Tally::default()).failure {
+                    report(&Failed {
+                        what: source,
+                        case,
+                        failure,
+                    });
+                    return false;
+                }
+            }
+        }
+    }
+    println!("kept: {count} runs that failed once do not fail");
+    true
+}
+
+fn survey(from: u64, seeds: u64) -> bool {
+    let watchdog = Watchdog::start();
+    let mut failed = 0;
+    for seed in from..from + seeds {
+        watchdog.beat(|| format!("seed {seed}"));
+        if let Some(failure) = run(&Case::draw(seed), false, &mut Tally::default()).failure {
+            failed += 1;
+            println!("seed {seed}: {failure}");
+        }
+    }
+    println!("{failed} of {seeds} seeds fail");
+    failed == 0
+}
+
+fn explore_once(from: u64, goal: Goal, threads: Option<usize>, rate: Option<u64>) -> bool {
+    let threads = cpus(threads);
+    println!(
+        "scenarios: every cut, every subset up to {} states (then so many by chance), {} orders each",
+        scenario::ALL_UP_TO,
+        ringdisk_sim::explore::ORDERS
+    );
+    let begun = Instant::now();
+    let explored = explore(from, goal, true, threads, 2003, &|line| println!("  {line}"));
+    let took = begun.elapsed();
+    summary(&explored, from, took);
+    if let Some(failed) = &explored.failed {
+        report(failed);
+        return false;
+    }
+    let states = explored.tally.images.len() as u64;
+    if states < goal.states {
+        eprintln!(
+            "FAILED: {states} distinct crash states in {took:.0?}, expected {}",
+            goal.states
+        );
+        return false;
+    }
+    let reached = per_second(&explored);
+    if rate.is_some_and(|rate| reached < rate) {
+        eprintln!("FAILED: {reached} crash states per second and thread, expected {rate:?}");
+        return false;
+    }
+    true
+}
+
+fn per_second(explored: &Explored) -> u64 {
+    (explored.tally.judged as f64 / explored.busy.as_secs_f64().max(1e-9)) as u64
+}
+
+fn summary(explored: &Explored, from: u64, took: Duration) {
+    println!(
+        "explored: {} distinct crash states (judged {} times), seeds {from}..{}, {} requests, {} FLUSHes, in {took:.1?}",
+        explored.tally.images.len(),
+        explored.tally.judged,
+        explored.next_seed,
+        explored.answered,
+        explored.flushes,
+    );
+    println!(
+        "explored: {} per second and thread; {} images written to again after the cut, {} held against qemu-img",
+        per_second(explored),
+        explored.tally.resumed,
+        explored.tally.asked_qemu,
+    );
+}
+
+/// Tells about a failure: the shortest run that still fails, and how to see it again.
+fn report(failed: &Failed) {
+    eprintln!("FAILED: {} {}", failed.what, failed.failure);
+    eprintln!("  commit:  {}", commit());
+    eprintln!(
+        "  again:   cargo run --release -p ringdisk-sim -- replay {}",
+        replay::line_of(&failed.what, &failed.case)
+    );
+    eprintln!("  looking for a shorter one...");
+    let (case, failure) = shrink(&failed.case, &failed.failure, Duration::from_secs(60));
+    tell(&failed.what, &case, &failure);
+}
+
+fn tell(source: &Source, case: &Case, failure: &Failure) {
+    let line = replay::line_of(source, case);
+    eprintln!("SHORTEST: {failure}");
+    eprintln!("  {:?}", case.shape);
+    eprintln!("  {:?}", case.profile);
+    for planned in &case.plan {
+        eprintln!("    {planned}");
+    }
+    let outcome = run(case, true, &mut Tally::default());
+    let skip = outcome.trace.len().saturating_sub(120);
+    if skip > 0 {
+        eprintln!("  ({skip} events before)");
+    }
+    for event in &outcome.trace[skip..] {
+        eprintln!("  {event}");
+    }
+    eprintln!("  again:   cargo run --release -p ringdisk-sim -- replay --as-is {line}");
+    eprintln!("  keep it: add this line to tests/sim/seeds.txt: {line}");
+}
+
+fn replay_line(line: &str, trace: bool, as_is: bool) -> bool {
+    let (source, case) = match replay::parse(line) {
+        Ok(parsed) => parsed,
+        Err(error) => {
+            eprintln!("{error}");
+            return false;
+        }
+    };
+    let mut tally = Tally::default();
+    let outcome = run(&case, trace, &mut tally);
+    if trace {
+        for event in &outcome.trace {
+            println!("{event}");
+        }
+    }
+    println!(
+        "{source}: {} cuts, {} crash states, {} requests, trace {:016x}",
+        outcome.cuts,
+        tally.images.len(),
+        outcome.answered,
+        outcome.trace_hash
+    );
+    match outcome.failure {
+        None => println!("it does not fail"),
+        Some(failure) if as_is => tell(&source, &case, &failure),
+        Some(failure) => {
+            report(&Failed {
+                what: source,
+                case,
+                failure,
+            });
+            return false;
+        }
+    }
+    true
+}
+
+fn soak(time: Duration, state: &Path, threads: Option<usize>) -> bool {
+    // Seeds below are those of `explore`.
+    const FIRST: u64 = 1_000_000;
+    let from = std::fs::read_to_string(state)
+        .ok()
+        .and_then(|text| text.trim().parse().ok());
+    let from = from.unwrap_or(FIRST);
+    let goal = Goal {
+        states: u64::MAX,
+        seeds: 0,
+        time,
+    };
+    let begun = Instant::now();
+    let explored = explore(from, goal, false, cpus(threads), 20_011, &|line| {
+        println!("  {line}")
+    });
+    summary(&explored, from, begun.elapsed());
+    if let Some(failed) = &explored.failed {
+        report(failed);
+        return false;
+    }
+    let folder = state.parent().map_or(Ok(()), std::fs::create_dir_all);
+    if let Err(error) = folder.and_then(|()| std::fs::write(state, explored.next_seed.to_string())) {
+        eprintln!("cannot keep the next seed in {}: {error}", state.display());
+        return false;
+    }
+    true
+}
+
+#[cfg(feature = "canary")]
+fn canary(rule: &str, seeds: u64) -> bool {
+    let Some(rule) = ringdisk_sim::canaries::find(rule) else {
+        eprintln!("there is no rule {rule:?}");
+        return false;
+    };
+    match ringdisk_sim::canaries::hunt(rule, seeds) {
+        Some((seed, what)) => {
+            println!("{seed} {what}");
+            true
+        }
+        None => false,
+    }
+}
+
+#[cfg(not(feature = "canary"))]
+fn canary(_rule: &str, _seeds: u64) -> bool {
+    eprintln!("this build cannot break rules; build with --features canary");
+    false
+}
+
+/// Breaks each rule in a process of its own.
+fn canaries(seeds: u64) -> bool {
+    use block::canary::Rule;
+    let Ok(own) = std::env::current_exe() else {
+        eprintln!("cannot find this program");
+        return false;
+    };
+    let mut seen = 0;
+    for rule in Rule::ALL {
+        let output = Command::new(&own)
+            .args(["canary", rule.name(), "--seeds", &seeds.to_string()])
+            .env("RINGDISK_SIM_PATIENCE", "20")
+            .output();
+        let output = match output {
+            Ok(output) => output,
+            Err(error) => {
+                eprintln!("cannot start this program again: {error}");
+                return false;
+            }
+        };
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let complained = String::from_utf8_lossy(&output.stderr).into_owned();
+        if output.status.code() == Some(0) {
+            let (seed, what) = said.trim().split_once(' ').unwrap_or(("?", ""));
+            println!("canary {:<28} seen in {seed} seeds: {what}", rule.name());
+            seen += 1;
+        } else if output.status.code() == Some(ringdisk_sim::watchdog::STUCK) {
+            println!("canary {:<28} seen: {}", rule.name(), complained.trim());
+            seen += 1;
+        } else {
+            eprintln!(
+                "FAILED: canary {} NOT seen in {seeds} seeds {complained}",
+                rule.name()
+            );
+        }
+    }
+    println!(
+        "canaries: {seen} of {} rules broken on purpose were seen",
+        Rule::ALL.len()
+    );
+    seen == Rule::ALL.len()
+}

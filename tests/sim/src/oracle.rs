@@ -1,0 +1,409 @@
+//! What a reader may see, at once and after a crash.
+//!
+//! Every change a guest asks for is remembered for each sector it touches, with when it was asked for
+//! and when it was answered. A change is *over* when it was answered, well or not. One change *follows*
+//! another if it was asked for when the other was over.
+//!
+//! - A read sees, per sector, any change asked for before the read ended, but none that was followed by one
+//!   that was answered well before the read was asked for.
+//! - A power cut leaves, per sector, any change asked for before it, but none that was followed by one that
+//!   is *promised*: answered well before a FLUSH was asked for that was answered well before the cut, or
+//!   itself forced and answered well.
+//!
+//! This is the rule "what a reader may see after a crash" of the design, word for word: the last value
+//! acknowledged before the last completed FLUSH, or any write acknowledged or in flight since.
+
+use smallvec::SmallVec;
+
+use crate::content::ZERO;
+
+/// One value a sector was given.
+#[derive(Clone, Copy, Debug)]
+struct Change {
+    word: u64,
+    asked: u64,
+    /// When it was answered, and whether well.
+    answered: Option<(u64, bool)>,
+    /// It can survive no cut any more.
+    gone: bool,
+}
+
+type Changes = SmallVec<[Change; 2]>;
+
+/// What was promised of a disk.
+#[derive(Clone, Debug)]
+pub struct Oracle {
+    sectors: Vec<Changes>,
+    time: u64,
+    /// Grows with every promise: crash states judged before are judged anew.
+    promises: u64,
+    reads: usize,
+}
+
+/// A change, FLUSH or read under way.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    time: u64,
+    first: u64,
+    count: u64,
+}
+
+/// What a read may see: for each of its sectors, any of these words.
+#[derive(Clone, Debug)]
+pub struct Expected {
+    asked: Asked,
+    words: Vec<SmallVec<[u64; 4]>>,
+}
+
+impl Oracle {
+    /// A disk that holds these words, durably.
+    #[must_use]
+    pub fn new(words: &[u64]) -> Self {
+        let durable = |&word: &u64| {
+            Changes::from_slice(&[Change {
+                word,
+                asked: 0,
+                answered: Some((0, true)),
+                gone: false,
+            }])
+        };
+        Self {
+            sectors: words.iter().map(durable).collect(),
+            time: 1,
+            promises: 0,
+            reads: 0,
+        }
+    }
+
+    /// How many sectors the disk has, at most.
+    #[must_use]
+    pub fn sectors(&self) -> u64 {
+        self.sectors.len() as u64
+    }
+
+    /// How many promises were made so far.
+    #[must_use]
+    pub fn promises(&self) -> u64 {
+        self.promises
+    }
+
+    fn tick(&mut self) -> u64 {
+        self.time += 1;
+        self.time
+    }
+
+    /// A change of sectors from `first` on to these words is asked for.
+    pub fn ask_change(&mut self, first: u64, words: impl Iterator<Item = u64>) -> Asked {
+        let time = self.tick();
+        let mut count = 0;
+        for word in words {
+            if let Some(changes) = self.sectors.get_mut((first + count) as usize) {
+                changes.push(Change {
+                    word,
+                    asked: time,
+                    answered: None,
+                    gone: false,
+                });
+            }
+            count += 1;
+        }
+        Asked { time, first, count }
+    }
+
+    /// A change was answered; with `forced`, durably.
+    pub fn answer_change(&mut self, asked: &Asked, well: bool, forced: bool) {
+        let time = self.tick();
+        for sector in asked.first..asked.first + asked.count {
+            let Some(changes) = self.sectors.get_mut(sector as usize) else {
+                continue;
+            };
+            if let Some(own) = changes.iter_mut().find(|change| change.asked == asked.time) {
+                own.answered = Some((time, well));
+            }
+            if forced && well {
+                promise(changes, asked.time, self.reads == 0);
+            }
+        }
+        self.promises += u64::from(forced && well);
+    }
+
+    /// A FLUSH is asked for.
+    pub fn ask_flush(&mut self) -> Asked {
+        Asked {
+            time: self.tick(),
+            first: 0,
+            count: 0,
+        }
+    }
+
+    /// A FLUSH was answered well.
+    pub fn answer_flush(&mut self, asked: &Asked) {
+        let forget = self.reads == 0;
+        for changes in &mut self.sectors {
+            if changes.len() == 1 {
+                continue;
+            }
+            let promised = changes
+                .iter()
+                .filter(|change| is_before(change, asked.time))
+                .map(|change| change.asked)
+                .max();
+            if let Some(promised) = promised {
+                promise(changes, promised, forget);
+            }
+        }
+        self.promises += 1;
+    }
+
+    /// A read is asked for.
+    pub fn ask_read(&mut self, first: u64, count: u64) -> Expected {
+        self.reads += 1;
+        let time = self.tick();
+        let words = (first..first + count).map(|sector| self.seen_at(sector, time));
+        let words = words.collect();
+        Expected {
+            asked: Asked { time, first, count },
+            words,
+        }
+    }
+
+    /// The words that a read asked for at `time` may see of what was asked for until now.
+    fn seen_at(&self, sector: u64, time: u64) -> SmallVec<[u64; 4]> {
+        let Some(changes) = self.sectors.get(sector as usize) else {
+            return SmallVec::from_slice(&[ZERO]);
+        };
+        let last = changes
+            .iter()
+            .filter(|change| is_before(change, time))
+            .map(|change| change.asked)
+            .max()
+            .unwrap_or(0);
+        let visible = changes.iter().filter(|change| !is_over_before(change, last));
+        visible.map(|change| change.word).collect()
+    }
+
+    /// A read was answered well with these words (`None` for a sector that is none of ours).
+    ///
+    /// # Errors
+    ///
+    /// Says what is wrong with it.
+    pub fn answer_read(&mut self, expected: &Expected, found: &[Option<u64>]) -> Result<(), String> {
+        let Asked { time, first, count } = expected.asked;
+        let mut result = Ok(());
+        for (at, sector) in (first..first + count).enumerate() {
+            let found = found.get(at).copied().flatten();
+            let known = found.is_some_and(|word| {
+                expected.words[at].contains(&word)
+                    || self.sectors.get(sector as usize).is_some_and(|changes| {
+                        changes
+                            .iter()
+                            .any(|change| change.asked > time && change.word == word)
+                    })
+            });
+            if !known && result.is_ok() {
+                result = Err(format!(
+                    "a read sees {} in sector {sector}, expected {}",
+                    self.describe(found),
+                    self.list(sector, &expected.words[at]),
+                ));
+            }
+        }
+        self.end_read();
+        result
+    }
+
+    /// A read was answered, however.
+    pub fn end_read(&mut self) {
+        self.reads -= 1;
+    }
+
+    /// Whether a disk with this word in `sector` is one that a cut now may leave.
+    #[must_use]
+    pub fn survives(&self, sector: u64, word: u64) -> bool {
+        self.sectors
+            .get(sector as usize)
+            .is_some_and(|changes| changes.iter().any(|change| !change.gone && change.word == word))
+    }
+
+    /// Checks the words of a whole disk after a cut.
+    ///
+    /// # Errors
+    ///
+    /// Says which sector holds what it must not.
+    pub fn judge(&self, words: impl Iterator<Item = Option<u64>>) -> Result<(), String> {
+        for (sector, word) in (0..).zip(words) {
+            if !word.is_some_and(|word| self.survives(sector, word)) {
+                let changes = &self.sectors[sector as usize];
+                let may: Vec<u64> = changes.iter().filter(|c| !c.gone).map(|c| c.word).collect();
+                return Err(format!(
+                    "after the cut sector {sector} holds {}, expected {}",
+                    self.describe(word),
+                    self.list(sector, &may),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Everything answered well is durable now: a disk that was closed cleanly.
+    pub fn close(&mut self) {
+        let asked = self.ask_flush();
+        self.answer_flush(&asked);
+    }
+
+    /// The one word each sector holds, if there is no doubt.
+    #[must_use]
+    pub fn settled(&self) -> Option<Vec<u64>> {
+        let one = |changes: &Changes| {
+            let mut left = changes.iter().filter(|change| !change.gone);
+            let word = left.next()?.word;
+            left.next().is_none().then_some(word)
+        };
+        self.sectors.iter().map(one).collect()
+    }
+
+    fn list(&self, sector: u64, words: &[u64]) -> String {
+        let mut text: Vec<String> = words
+            .iter()
+            .map(|&word| {
+                self.describe_in(sector, word)
+                    .unwrap_or_else(|| format!("{word:#x}"))
+            })
+            .collect();
+        text.dedup();
+        text.join(" or ")
+    }
+
+    fn describe_in(&self, sector: u64, word: u64) -> Option<String> {
+        if word == ZERO {
+            return Some("zeros".to_owned());
+        }
+        let changes = self.sectors.get(sector as usize)?;
+        let change = changes.iter().find(|change| change.word == word)?;
+        Some(match change.asked {
+            0 => "its first value".to_owned(),
+            asked => format!("the value asked for at {asked}"),
+        })
+    }
+
+    fn describe(&self, word: Option<u64>) -> String {
+        let Some(word) = word else {
+            return "bytes that no guest wrote".to_owned();
+        };
+        let known =
+            (0..self.sectors.len() as u64).find_map(|sector| Some((sector, self.describe_in(sector, word)?)));
+        match known {
+            Some((_, text)) if word == ZERO => text,
+            Some((sector, text)) => format!("{text} (of sector {sector})"),
+            None => format!("{word:#x}, which is no value of any sector"),
+        }
+    }
+}
+
+/// Whether a change was answered well before `time`.
+fn is_before(change: &Change, time: u64) -> bool {
+    matches!(change.answered, Some((answered, true)) if answered < time)
+}
+
+/// Whether a change was over when the change asked for at `time` came.
+fn is_over_before(change: &Change, time: u64) -> bool {
+    matches!(change.answered, Some((answered, _)) if answered < time)
+}
+
+/// The change asked for at `promised` is durable: what it follows is gone.
+fn promise(changes: &mut Changes, promised: u64, forget: bool) {
+    for change in changes.iter_mut() {
+        change.gone |= is_over_before(change, promised);
+    }
+    if forget {
+        changes.retain(|change| !change.gone);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn change(oracle: &mut Oracle, word: u64) -> Asked {
+        oracle.ask_change(0, [word].into_iter())
+    }
+
+    fn survivors(oracle: &Oracle) -> Vec<u64> {
+        (0..10).filter(|&word| oracle.survives(0, word)).collect()
+    }
+
+    #[test]
+    fn a_flush_promises_what_was_answered_before_it_was_asked_for() {
+        let mut oracle = Oracle::new(&[1]);
+        let second = change(&mut oracle, 2);
+        oracle.answer_change(&second, true, false);
+        assert_eq!(survivors(&oracle), [1, 2]);
+        let flush = oracle.ask_flush();
+        let third = change(&mut oracle, 3);
+        oracle.answer_change(&third, true, false);
+        oracle.answer_flush(&flush);
+        assert_eq!(survivors(&oracle), [2, 3]);
+        oracle.judge([Some(1)].into_iter()).expect_err("it is gone");
+        oracle.judge([Some(2)].into_iter()).expect("promised");
+        oracle.judge([None].into_iter()).expect_err("never written");
+    }
+
+    #[test]
+    fn a_change_in_flight_may_win_over_one_that_was_flushed() {
+        let mut oracle = Oracle::new(&[1]);
+        let late = change(&mut oracle, 2);
+        let second = change(&mut oracle, 3);
+        oracle.answer_change(&second, true, false);
+        let flush = oracle.ask_flush();
+        oracle.answer_flush(&flush);
+        assert_eq!(survivors(&oracle), [2, 3]);
+        oracle.answer_change(&late, true, false);
+        let flush = oracle.ask_flush();
+        oracle.answer_flush(&flush);
+        // Neither follows the other: nobody said which is the last.
+        assert_eq!(survivors(&oracle), [2, 3]);
+    }
+
+    #[test]
+    fn a_failed_change_may_show_until_something_follows_it() {
+        let mut oracle = Oracle::new(&[1]);
+        let failed = change(&mut oracle, 2);
+        oracle.answer_change(&failed, false, false);
+        oracle.close();
+        assert_eq!(survivors(&oracle), [1, 2]);
+        let third = change(&mut oracle, 3);
+        oracle.answer_change(&third, true, true);
+        assert_eq!(survivors(&oracle), [3]);
+    }
+
+    #[test]
+    fn a_read_sees_the_last_answer_or_what_is_in_flight() {
+        let mut oracle = Oracle::new(&[1]);
+        let second = change(&mut oracle, 2);
+        oracle.answer_change(&second, true, false);
+        let stale = oracle.ask_read(0, 1);
+        oracle.answer_read(&stale, &[Some(1)]).expect_err("overwritten");
+        let read = oracle.ask_read(0, 1);
+        let third = change(&mut oracle, 3);
+        let again = oracle.ask_read(0, 1);
+        oracle
+            .answer_read(&read, &[Some(3)])
+            .expect("in flight meanwhile");
+        oracle.answer_read(&again, &[Some(2)]).expect("not answered yet");
+        oracle.answer_change(&third, true, false);
+        let last = oracle.ask_read(0, 1);
+        oracle.answer_read(&last, &[Some(2)]).expect_err("overwritten");
+    }
+
+    /// A promise made while a read is under way does not take from it what it may see.
+    #[test]
+    fn a_read_that_began_before_a_flush_may_see_what_the_flush_outdates() {
+        let mut oracle = Oracle::new(&[1]);
+        let read = oracle.ask_read(0, 1);
+        let second = change(&mut oracle, 2);
+        oracle.answer_change(&second, true, false);
+        oracle.close();
+        oracle.answer_read(&read, &[Some(1)]).expect("begun before");
+        assert_eq!(survivors(&oracle), [2]);
+    }
+}

@@ -1,0 +1,261 @@
+//! What guests ask for in a run: drawn from the seed before it begins, so that a failing plan can be shortened.
+
+use std::fmt;
+
+use block::sim::{Profile, Random, SECTOR};
+
+use crate::shape::Shape;
+
+/// One request.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Ask {
+    /// Read sectors.
+    Read,
+    /// Write sectors.
+    Write {
+        /// Durably.
+        fua: bool,
+    },
+    /// Make all writes durable.
+    Flush,
+    /// Forget sectors.
+    Discard,
+    /// Make sectors read as zeros.
+    Zeroes {
+        /// Their space may go.
+        unmap: bool,
+        /// Durably.
+        fua: bool,
+    },
+    /// Make the disk this many bytes long.
+    Grow(u64),
+}
+
+/// A request of one queue.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Planned {
+    /// Whose it is.
+    pub lane: usize,
+    /// What is asked.
+    pub ask: Ask,
+    /// The first sector.
+    pub first: u64,
+    /// How many sectors.
+    pub count: u64,
+    /// It is not asked before everything this queue asked is answered.
+    pub alone: bool,
+}
+
+impl Planned {
+    /// A request of the first queue, asked when those before it have been answered.
+    #[must_use]
+    pub fn new(ask: Ask, first: u64, count: u64) -> Self {
+        Self {
+            lane: 0,
+            ask,
+            first,
+            count,
+            alone: true,
+        }
+    }
+}
+
+impl fmt::Display for Planned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            lane, first, count, ..
+        } = self;
+        let when = if self.alone { ", alone" } else { "" };
+        match self.ask {
+            Ask::Flush => write!(f, "queue {lane}: flush{when}"),
+            Ask::Grow(bytes) => write!(f, "queue {lane}: grow to {bytes} bytes{when}"),
+            ask => {
+                let what = match ask {
+                    Ask::Read => "read",
+                    Ask::Write { fua: false } => "write",
+                    Ask::Write { fua: true } => "write-fua",
+                    Ask::Discard => "discard",
+                    Ask::Zeroes { unmap: false, .. } => "write-zeroes",
+                    _ => "write-zeroes-unmap",
+                };
+                write!(f, "queue {lane}: {what} sectors {first}..{}{when}", first + count)
+            }
+        }
+    }
+}
+
+/// Which crash states of a step are looked at.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Explore {
+    /// All of them, if there are no more than this.
+    pub all_up_to: u128,
+    /// So many by chance otherwise.
+    pub draws: u64,
+}
+
+/// Everything that determines a run.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// The seed it was drawn from.
+    pub seed: u64,
+    /// What the order of things is drawn from.
+    pub schedule: u64,
+    /// The image it begins with.
+    pub shape: Shape,
+    /// What is done before anything can go wrong.
+    pub before: Vec<Planned>,
+    /// How the disk behaves.
+    pub profile: Profile,
+    /// How many queues there are, each on a worker of its own.
+    pub lanes: usize,
+    /// How many requests of a queue are in flight at most.
+    pub depth: usize,
+    /// How many of a thousand turns are a worker's; the others are the disk's.
+    pub worker_turns: u32,
+    /// What is asked, each queue's in this order.
+    pub plan: Vec<Planned>,
+    /// Which crash states are looked at.
+    pub explore: Explore,
+}
+
+/// Faults and habits of a disk by chance; each is on in some runs and off in others.
+fn draw_profile(random: &mut Random) -> Profile {
+    let calm = random.one_in(2);
+    let some = |random: &mut Random, most: u64| {
+        if random.one_in(3) {
+            1 + random.below(most) as u32
+        } else {
+            0
+        }
+    };
+    let error = |random: &mut Random, most: u64| {
+        if calm { 0 } else { some(random, most) }
+    };
+    Profile {
+        immediate: false,
+        reorder: !random.one_in(8),
+        piecewise: some(random, 800),
+        linger: some(random, 900),
+        late: some(random, 200),
+        short: some(random, 500),
+        again: some(random, 200),
+        cancel: error(random, 60),
+        read_error: error(random, 60),
+        write_error: error(random, 80),
+        sync_error: error(random, 150),
+        allocate_error: error(random, 150),
+        no_space: error(random, 20),
+        no_punch: random.one_in(8),
+        no_zero_range: random.one_in(8),
+    }
+}
+
+impl Case {
+    /// The run of a seed.
+    #[must_use]
+    pub fn draw(seed: u64) -> Self {
+        let random = &mut Random::new(seed);
+        let shape = Shape::draw(random);
+        let profile = draw_profile(random);
+        let lanes = 1 + random.below(4) as usize;
+        let plan = draw_plan(random, &shape, lanes);
+        Self {
+            seed,
+            schedule: random.draw(),
+            shape,
+            before: Vec::new(),
+            profile,
+            lanes,
+            depth: random.pick(&[1, 2, 4, 16]),
+            worker_turns: random.pick(&[100, 300, 500, 700]),
+            plan,
+            explore: Explore {
+                all_up_to: 4,
+                draws: 3,
+            },
+        }
+    }
+
+    /// How many sectors the disk has at its largest.
+    #[must_use]
+    pub fn sectors(&self) -> u64 {
+        let grown = self
+            .before
+            .iter()
+            .chain(&self.plan)
+            .filter_map(|planned| match planned.ask {
+                Ask::Grow(bytes) => Some(bytes),
+                _ => None,
+            });
+        grown.fold(self.shape.bytes, u64::max) / SECTOR as u64
+    }
+}
+
+/// Requests by chance. They meet often: half of them begin in one of a few places.
+fn draw_plan(random: &mut Random, shape: &Shape, lanes: usize) -> Vec<Planned> {
+    let mut bytes = shape.bytes;
+    let count = 20 + random.below(100);
+    let places: Vec<u64> = (0..4).map(|_| random.below(bytes / SECTOR as u64)).collect();
+    // What this run does much of, and what it leaves alone.
+    let weights: Vec<u64> = [20, 60, 10, 30, 20, 20, 2, 4]
+        .into_iter()
+        .map(|most| {
+            if random.one_in(4) {
+                0
+            } else {
+                random.below(most) + 1
+            }
+        })
+        .collect();
+    let grows = weights[6] > 0 && random.one_in(3);
+    let largest = random.pick(&[1, 4, 8, 24, 64]);
+    let mut plan = Vec::new();
+    for _ in 0..count {
+        let total: u64 = weights.iter().sum::<u64>() + 8;
+        let mut turn = random.below(total);
+        let kind = weights.iter().position(|&weight| {
+            let found = turn < weight;
+            turn = turn.saturating_sub(weight);
+            found
+        });
+        let sectors = bytes / SECTOR as u64;
+        let ask = match kind {
+            Some(0) => Ask::Read,
+            Some(1) | None => Ask::Write { fua: false },
+            Some(2) => Ask::Write { fua: true },
+            Some(3) => Ask::Flush,
+            Some(4) => Ask::Discard,
+            Some(5) => Ask::Zeroes {
+                unmap: random.one_in(2),
+                fua: random.one_in(8),
+            },
+            Some(6) if grows => {
+                bytes += shape.cluster() * (1 + random.below(64));
+                Ask::Grow(bytes)
+            }
+            Some(_) => Ask::Flush,
+        };
+        let near = random.pick(&places).saturating_sub(random.below(9)) + random.below(9);
+        let first = if random.one_in(2) {
+            near
+        } else {
+            random.below(sectors)
+        }
+        .min(sectors - 1);
+        let cluster = shape.cluster() / SECTOR as u64;
+        let (mut first, mut length) = (first, 1 + random.below(largest));
+        if random.one_in(3) {
+            // Whole clusters.
+            first -= first % cluster;
+            length = cluster * (1 + length / cluster);
+        }
+        plan.push(Planned {
+            lane: random.below(lanes as u64) as usize,
+            ask,
+            first,
+            count: length.min(sectors - first),
+            alone: random.one_in(8),
+        });
+    }
+    plan
+}

@@ -1,0 +1,279 @@
+//! A run as a line of text, to be run again: what a failure prints, and what the file of kept seeds holds.
+//!
+//! `seed N` is the run of that seed. `seed N schedule S plan A,B,C` is what is left of it after shrinking:
+//! only those requests of the plan (by number, from zero), with things in the order of `S`. A shortened run
+//! may also have `lanes N`, `calm NAME,NAME` (faults that are off), `sectors A:N` (request `A` is about `N`
+//! sectors) and `look ALL,DRAWS` (which crash states are looked at). `scenario NAME order N` is a scenario.
+
+use std::fmt::Write as _;
+
+use block::sim::Profile;
+
+use crate::explore::Source;
+use crate::plan::{Case, Explore};
+use crate::scenario;
+
+/// A line that is not one of ours.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{line:?}: {problem}")]
+pub struct BadLine {
+    line: String,
+    problem: String,
+}
+
+/// A habit of disks by name, and how to switch it off.
+type Fault = (&'static str, fn(&mut Profile));
+
+/// Everything that can be switched off.
+pub(crate) const FAULTS: [Fault; 14] = [
+    ("reorder", |profile| profile.reorder = false),
+    ("piecewise", |profile| profile.piecewise = 0),
+    ("linger", |profile| profile.linger = 0),
+    ("late", |profile| profile.late = 0),
+    ("short", |profile| profile.short = 0),
+    ("again", |profile| profile.again = 0),
+    ("cancel", |profile| profile.cancel = 0),
+    ("read_error", |profile| profile.read_error = 0),
+    ("write_error", |profile| profile.write_error = 0),
+    ("sync_error", |profile| profile.sync_error = 0),
+    ("allocate_error", |profile| profile.allocate_error = 0),
+    ("no_space", |profile| profile.no_space = 0),
+    ("no_punch", |profile| profile.no_punch = false),
+    ("no_zero_range", |profile| profile.no_zero_range = false),
+];
+
+/// The full run that a source names.
+fn original(source: &Source) -> Option<Case> {
+    match source {
+        Source::Seed(seed) => Some(Case::draw(*seed)),
+        Source::Scenario(name, order) => {
+            let found = scenario::all()
+                .into_iter()
+                .find(|scenario| scenario.name == *name)?;
+            Some(found.case(*order))
+        }
+    }
+}
+
+fn source_line(source: &Source) -> String {
+    match source {
+        Source::Seed(seed) => format!("seed {seed}"),
+        Source::Scenario(name, order) => format!("scenario {} order {order}", name.replace(' ', "_")),
+    }
+}
+
+/// The line of a run that came from `source` and may have been shortened.
+#[must_use]
+pub fn line_of(source: &Source, case: &Case) -> String {
+    let mut line = source_line(source);
+    let Some(original) = original(source) else {
+        return line;
+    };
+    let mut put = |text: std::fmt::Arguments<'_>| line.write_fmt(text).unwrap_or_default();
+    // Shrinking takes requests out and keeps the order of the others.
+    let mut numbers: Vec<usize> = Vec::new();
+    let mut sectors: Vec<String> = Vec::new();
+    let mut from = 0;
+    for planned in &case.plan {
+        let same = |(_, other): &(usize, &crate::plan::Planned)| {
+            other.ask == planned.ask
+                && other.first == planned.first
+                && other.count >= planned.count
+                && other.alone == planned.alone
+                && other.lane.min(case.lanes - 1) == planned.lane
+        };
+        let found = original.plan.iter().enumerate().skip(from).find(same);
+        let Some((index, other)) = found else { continue };
+        if other.count != planned.count {
+            sectors.push(format!("{}:{}", numbers.len(), planned.count));
+        }
+        numbers.push(index);
+        from = index + 1;
+    }
+    if case.schedule != original.schedule {
+        put(format_args!(" schedule {}", case.schedule));
+    }
+    if numbers.len() != original.plan.len() {
+        let list: Vec<String> = numbers.iter().map(usize::to_string).collect();
+        put(format_args!(" plan {}", list.join(",")));
+    }
+    if !sectors.is_empty() {
+        put(format_args!(" sectors {}", sectors.join(",")));
+    }
+    if case.lanes != original.lanes {
+        put(format_args!(" lanes {}", case.lanes));
+    }
+    let calm: Vec<&str> = FAULTS
+        .iter()
+        .filter(|(_, change)| {
+            let mut calmer = original.profile;
+            change(&mut calmer);
+            let off = |profile: Profile| {
+                let mut again = profile;
+                change(&mut again);
+                format!("{again:?}") == format!("{profile:?}")
+            };
+            off(case.profile) && !off(original.profile)
+        })
+        .map(|fault| fault.0)
+        .collect();
+    if !calm.is_empty() {
+        put(format_args!(" calm {}", calm.join(",")));
+    }
+    if case.explore != original.explore {
+        let Explore { all_up_to, draws } = case.explore;
+        put(format_args!(" look {all_up_to},{draws}"));
+    }
+    line
+}
+
+/// The run that a line names.
+///
+/// # Errors
+///
+/// [`BadLine`].
+pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
+    let bad = |problem: String| BadLine {
+        line: line.to_owned(),
+        problem,
+    };
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let number = |text: &str| {
+        text.parse::<u64>()
+            .map_err(|error| bad(format!("{text:?} is no number: {error}")))
+    };
+    let list = |text: &str| text.split(',').map(number).collect::<Result<Vec<u64>, _>>();
+    let mut source = None;
+    let mut case: Option<Case> = None;
+    let mut pairs = words.chunks_exact(2);
+    for pair in &mut pairs {
+        let (key, value) = (pair[0], pair[1]);
+        match (key, &mut case) {
+            ("seed", None) => {
+                let seed = number(value)?;
+                source = Some(Source::Seed(seed));
+                case = Some(Case::draw(seed));
+            }
+            ("scenario", None) => {
+                let name = value.replace('_', " ");
+                let found = scenario::all().into_iter().find(|scenario| scenario.name == name);
+                let found = found.ok_or_else(|| bad(format!("there is no scenario {name:?}")))?;
+                source = Some(Source::Scenario(found.name, 0));
+                case = Some(found.case(0));
+            }
+            ("order", Some(case)) => {
+                let order = number(value)?;
+                if let Some(Source::Scenario(name, _)) = source {
+                    source = Some(Source::Scenario(name, order));
+                }
+                let again = source.as_ref().and_then(original);
+                *case = again.ok_or_else(|| bad("only scenarios have an order".to_owned()))?;
+            }
+            ("schedule", Some(case)) => case.schedule = number(value)?,
+            ("lanes", Some(case)) => {
+                case.lanes = (number(value)? as usize).clamp(1, 16);
+                let last = case.lanes - 1;
+                case.plan
+                    .iter_mut()
+                    .for_each(|planned| planned.lane = planned.lane.min(last));
+            }
+            ("plan", Some(case)) => {
+                let all = case.plan.clone();
+                let numbers = list(value)?;
+                case.plan = numbers
+                    .iter()
+                    .filter_map(|&index| all.get(index as usize).copied())
+                    .collect();
+            }
+            ("sectors", Some(case)) => {
+                for item in value.split(',') {
+                    let (index, count) = item
+                        .split_once(':')
+                        .ok_or_else(|| bad(format!("{item:?} is not REQUEST:SECTORS")))?;
+                    let index = number(index)? as usize;
+                    if let Some(planned) = case.plan.get_mut(index) {
+                        planned.count = number(count)?;
+                    }
+                }
+            }
+            ("calm", Some(case)) => {
+                for name in value.split(',') {
+                    let fault = FAULTS.iter().find(|fault| fault.0 == name);
+                    let fault = fault.ok_or_else(|| bad(format!("there is no fault {name:?}")))?;
+                    fault.1(&mut case.profile);
+                }
+            }
+            ("look", Some(case)) => {
+                let numbers = list(value)?;
+                if let [all_up_to, draws] = numbers[..] {
+                    case.explore = Explore {
+                        all_up_to: u128::from(all_up_to),
+                        draws,
+                    };
+                }
+            }
+            _ => return Err(bad(format!("{key:?} is not expected here"))),
+        }
+    }
+    match (source, case) {
+        (Some(source), Some(case)) if pairs.remainder().is_empty() => Ok((source, case)),
+        _ => Err(bad(
+            "expected pairs of a name and a value, `seed N` first".to_owned()
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shortened_run_comes_back_from_its_line() {
+        for seed in 0..50 {
+            let source = Source::Seed(seed);
+            let mut case = Case::draw(seed);
+            assert_eq!(line_of(&source, &case), format!("seed {seed}"));
+            let mut index = 0;
+            case.plan.retain(|_| {
+                index += 1;
+                index % 3 == 0
+            });
+            case.schedule = 99;
+            case.profile.short = 0;
+            case.profile.reorder = false;
+            case.explore.draws = 40;
+            if let Some(planned) = case.plan.iter_mut().find(|planned| planned.count > 3) {
+                planned.count = 3;
+            }
+            let line = line_of(&source, &case);
+            let (again, parsed) = parse(&line).unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!(again, source);
+            assert_eq!(format!("{parsed:?}"), format!("{case:?}"), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_scenario_comes_back_from_its_line() {
+        let scenario = &scenario::all()[3];
+        let source = Source::Scenario(scenario.name, 2);
+        let line = line_of(&source, &scenario.case(2));
+        let (again, case) = parse(&line).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(again, source);
+        assert_eq!(format!("{case:?}"), format!("{:?}", scenario.case(2)));
+    }
+
+    #[test]
+    fn what_is_no_line_is_refused() {
+        for line in [
+            "",
+            "seed",
+            "seed x",
+            "plan 1",
+            "seed 1 wonder 2",
+            "scenario none",
+            "seed 1 calm x",
+        ] {
+            parse(line).expect_err(line);
+        }
+    }
+}

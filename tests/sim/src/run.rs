@@ -1,0 +1,385 @@
+//! One run: workers and disk take turns, and after each turn of the disk the power could have gone.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::fmt;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::mpsc;
+
+use block::file::Alignment;
+use block::sim::{Event, Profile, Random, SimWorld, Store, memory};
+use block::worker::{FrontendId, Worker};
+use block::{Context, Disk, IoError};
+use qcow::{OpenError, QcowDisk};
+use rustc_hash::FxHashSet;
+
+use crate::judge::{Demand, Judge, Tally};
+use crate::lane::{Lane, Record};
+use crate::oracle::Oracle;
+use crate::plan::{Case, Explore, Planned};
+use crate::shape::{Beginning, DISK, beginning, chain};
+
+/// The most turns a run takes; a run that takes more hangs.
+const TURNS_MAX: u64 = 4_000_000;
+
+/// What a run came to.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// What went wrong, if something did.
+    pub failure: Option<Failure>,
+    /// A hash of all that happened.
+    pub trace_hash: u64,
+    /// What happened on the disk, if it was recorded.
+    pub trace: Vec<Event>,
+    /// Instants at which the power could have gone and that differ from the one before.
+    pub cuts: u64,
+    /// Instants whose states were too many to be looked at all.
+    pub sampled: u64,
+    /// The most states of one instant.
+    pub widest: u128,
+    /// Requests answered.
+    pub answered: u64,
+    /// FLUSHes answered well.
+    pub flushes: u64,
+}
+
+/// What went wrong, and when.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// In the world's steps.
+    pub time: u64,
+    /// In words.
+    pub what: String,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at step {}: {}", self.time, self.what)
+    }
+}
+
+/// Runs a case. What was looked at is added to `tally`.
+#[must_use]
+pub fn run(case: &Case, record_trace: bool, tally: &mut Tally) -> Outcome {
+    let beginning = beginning(case.shape);
+    // What an earlier run left behind is not this one's fault.
+    let _stale = memory::take_faults();
+    let mut outcome = Outcome::default();
+    let mut run = Run::new(case, &beginning, tally);
+    if record_trace {
+        run.world.record();
+    }
+    let result = run.all();
+    outcome.failure = result.err().map(|what| Failure {
+        time: run.world.time(),
+        what,
+    });
+    outcome.trace_hash = run.world.trace_hash();
+    outcome.trace = run.world.trace();
+    let seen = &run.seen;
+    (outcome.cuts, outcome.sampled, outcome.widest) = (seen.cuts, seen.sampled, seen.widest);
+    let record = run.record.borrow();
+    (outcome.answered, outcome.flushes) = (record.answered, record.flushes);
+    drop(record);
+    // After a failure ops may be in flight: they end without effect, and let go of their memory.
+    run.world.cut_power();
+    while run.world.step() {}
+    outcome
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    cuts: u64,
+    sampled: u64,
+    widest: u128,
+    /// Crash spaces, each with what was promised then.
+    spaces: FxHashSet<(u64, u64)>,
+}
+
+struct Run<'a> {
+    case: &'a Case,
+    world: SimWorld,
+    record: Rc<RefCell<Record>>,
+    judge: Judge,
+    tally: &'a mut Tally,
+    schedule: Random,
+    chance: Random,
+    seen: Seen,
+    changes: u64,
+    turns: u64,
+    workers: Vec<Worker>,
+    disk: Option<Arc<QcowDisk>>,
+}
+
+type Slot<T> = Rc<RefCell<Option<T>>>;
+
+impl<'a> Run<'a> {
+    fn new(case: &'a Case, beginning: &Rc<Beginning>, tally: &'a mut Tally) -> Self {
+        let store = Store::default();
+        let world = SimWorld::with_store(case.schedule, Profile::IMMEDIATE, &store);
+        beginning.install(&world);
+        if case.shape.alignment > 1 {
+            let alignment = Alignment {
+                memory: 512,
+                offset: case.shape.alignment,
+            };
+            world.set_alignment(DISK, alignment);
+        }
+        let mut words = beginning.words.clone();
+        words.resize(case.sectors() as usize, 0);
+        let record = Record::new(
+            Oracle::new(&words),
+            case.shape.bytes / 512,
+            false,
+            case.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1,
+        );
+        Self {
+            judge: Judge::new(beginning, &store, case.seed),
+            record: Rc::new(RefCell::new(record)),
+            schedule: Random::new(case.schedule),
+            chance: Random::new(case.schedule ^ 0xC4A5),
+            workers: (0..case.lanes)
+                .map(|_| Worker::by_hand(world.context(32)))
+                .collect(),
+            seen: Seen::default(),
+            changes: world.changes(),
+            turns: 0,
+            disk: None,
+            world,
+            case,
+            tally,
+        }
+    }
+
+    fn all(&mut self) -> Result<(), String> {
+        if !self.case.before.is_empty() {
+            self.before()?;
+        }
+        // Opening must not fail for what the host does to it meanwhile, but the power may go.
+        self.world.set_profile(without_errors(self.case.profile));
+        self.changes = self.world.changes();
+        self.open()?;
+        self.record.borrow_mut().may_fail = self.case.profile.has_errors();
+        self.world.set_profile(self.case.profile);
+        let lanes = self.start_lanes(&self.case.plan, self.case.depth)?;
+        self.drive(|run| run.record.borrow().left == 0)?;
+        self.world.set_profile(without_errors(self.case.profile));
+        self.end_lanes(lanes)?;
+        self.close()
+    }
+
+    /// What is done before anything can go wrong.
+    fn before(&mut self) -> Result<(), String> {
+        self.open()?;
+        let lanes = self.start_lanes(&self.case.before, 1)?;
+        self.drive(|run| run.record.borrow().left == 0)?;
+        self.end_lanes(lanes)?;
+        let disk = self.disk.take().ok_or("no disk")?;
+        let cx = self.context(0);
+        let closed = cx.block_on(Arc::clone(&disk).close(&cx));
+        closed
+            .map_err(|error| error.to_string())?
+            .map_err(|error| error.to_string())?;
+        drop(disk);
+        self.world.settle();
+        self.record.borrow_mut().oracle.close();
+        Ok(())
+    }
+
+    fn context(&self, worker: usize) -> Context {
+        self.workers[worker].context().clone()
+    }
+
+    fn open(&mut self) -> Result<(), String> {
+        let slot: Slot<Result<Arc<QcowDisk>, OpenError>> = Rc::default();
+        let (cx, world, place) = (self.context(0), self.world.clone(), Rc::clone(&slot));
+        let options = self.case.shape.options();
+        let task_cx = cx.clone();
+        cx.spawn(async move {
+            let opened = QcowDisk::open_on(&task_cx, &world, Path::new(DISK), &options).await;
+            *place.borrow_mut() = Some(opened);
+        });
+        let opened = self.wait_for(&slot)?;
+        let disk = opened.map_err(|error| format!("the image cannot be opened: {}", chain(&error)))?;
+        self.disk = Some(disk);
+        Ok(())
+    }
+
+    fn wait_for<T>(&mut self, slot: &Slot<T>) -> Result<T, String> {
+        let waited = Rc::clone(slot);
+        self.drive(move |_| waited.borrow().is_some())?;
+        slot.borrow_mut()
+            .take()
+            .ok_or_else(|| "a task ended without a result".to_owned())
+    }
+
+    fn start_lanes(&mut self, plan: &[Planned], depth: usize) -> Result<Vec<FrontendId>, String> {
+        let disk = self.disk.clone().ok_or("no disk")?;
+        let mut ids = Vec::new();
+        for (index, worker) in self.workers.iter_mut().enumerate() {
+            let own: VecDeque<Planned> = plan
+                .iter()
+                .filter(|planned| planned.lane == index)
+                .copied()
+                .collect();
+            let seed = self.case.schedule.wrapping_add(index as u64);
+            let lane = Lane::new(
+                worker.context(),
+                &disk,
+                self.case.shape,
+                own,
+                depth,
+                &self.record,
+                seed,
+            );
+            ids.push(
+                worker
+                    .add(Box::new(lane), Vec::new())
+                    .map_err(|error| error.to_string())?,
+            );
+        }
+        Ok(ids)
+    }
+
+    fn end_lanes(&mut self, lanes: Vec<FrontendId>) -> Result<(), String> {
+        let (done, gone) = mpsc::channel();
+        for (worker, id) in self.workers.iter_mut().zip(lanes) {
+            worker.remove(id, done.clone());
+        }
+        drop(done);
+        self.drive(move |_| matches!(gone.try_recv(), Err(mpsc::TryRecvError::Disconnected)))?;
+        // Write-back and reclaiming that nobody waits for.
+        self.drive(|run| run.workers.iter().all(|worker| worker.context().tasks() == 0))
+    }
+
+    fn close(&mut self) -> Result<(), String> {
+        let slot: Slot<Result<(), IoError>> = Rc::default();
+        let (cx, place) = (self.context(0), Rc::clone(&slot));
+        let disk = self.disk.clone().ok_or("no disk")?;
+        let task_cx = cx.clone();
+        cx.spawn(async move {
+            let closed = disk.close(&task_cx).await;
+            *place.borrow_mut() = Some(closed);
+        });
+        let closed = self.wait_for(&slot)?;
+        self.disk = None;
+        match closed {
+            Ok(()) => {}
+            // A sync failed in this run: nothing can be promised any more.
+            Err(_) if self.case.profile.sync_error > 0 || self.case.profile.cancel > 0 => {
+                return self.cut(true);
+            }
+            Err(error) => return Err(format!("closing fails: {error}")),
+        }
+        let mut record = self.record.borrow_mut();
+        record.oracle.close();
+        // Where something failed, space may be lost.
+        let demand = if self.case.profile.has_errors() {
+            Demand::Sound
+        } else {
+            Demand::Flawless
+        };
+        let image = self.world.contents(DISK);
+        self.judge.judge(&image, &record.oracle, demand, self.tally)?;
+        let space = self.world.crash_space(DISK);
+        for number in 0..space.count().min(16) {
+            self.judge
+                .judge(&space.nth(number), &record.oracle, demand, self.tally)?;
+        }
+        Ok(())
+    }
+
+    /// Workers and disk take turns until `done`.
+    fn drive(&mut self, done: impl Fn(&Self) -> bool) -> Result<(), String> {
+        let mut idle = 0;
+        while !done(self) {
+            self.turns += 1;
+            if self.turns > TURNS_MAX {
+                return Err(format!("no end after {TURNS_MAX} turns"));
+            }
+            let in_flight = self.world.in_flight() > 0;
+            if !in_flight || self.schedule.chance(self.case.worker_turns) {
+                let turn = self.schedule.below(self.workers.len() as u64) as usize;
+                let worked = self.workers[turn].round().map_err(|error| error.to_string())?;
+                idle = if worked || in_flight { 0 } else { idle + 1 };
+                self.after_round()?;
+                if idle > 64 * self.workers.len() {
+                    let left = self.record.borrow().left;
+                    return Err(format!(
+                        "it hangs: {left} requests have no answer, and nothing is in flight"
+                    ));
+                }
+                continue;
+            }
+            idle = 0;
+            self.world.step();
+            if self.world.changes() != self.changes {
+                self.changes = self.world.changes();
+                self.cut(false)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What must hold between two turns of workers.
+    fn after_round(&mut self) -> Result<(), String> {
+        if let Some(problem) = self.record.borrow_mut().problem.take() {
+            return Err(problem);
+        }
+        if let Some(fault) = memory::take_faults().first() {
+            return Err(fault.to_string());
+        }
+        if self.disk.as_ref().is_some_and(|disk| !disk.is_unlocked()) {
+            return Err("the metadata is locked between two rounds: across an await".to_owned());
+        }
+        Ok(())
+    }
+
+    /// The power goes: looks at what is left, or at some of it.
+    fn cut(&mut self, last: bool) -> Result<(), String> {
+        let Explore { all_up_to, draws } = self.case.explore;
+        let record = self.record.borrow();
+        let space = self.world.crash_space(DISK);
+        if !self
+            .seen
+            .spaces
+            .insert((space.fingerprint(), record.oracle.promises()))
+            && !last
+        {
+            return Ok(());
+        }
+        let count = space.count();
+        self.seen.cuts += 1;
+        self.seen.widest = self.seen.widest.max(count);
+        if count <= all_up_to {
+            for number in 0..count {
+                let image = space.nth(number);
+                self.judge
+                    .judge(&image, &record.oracle, Demand::Sound, self.tally)?;
+            }
+            return Ok(());
+        }
+        self.seen.sampled += 1;
+        for _ in 0..draws {
+            let image = space.draw(&mut self.chance);
+            self.judge
+                .judge(&image, &record.oracle, Demand::Sound, self.tally)?;
+        }
+        Ok(())
+    }
+}
+
+/// The same disk, if nothing on it failed.
+fn without_errors(profile: Profile) -> Profile {
+    Profile {
+        cancel: 0,
+        read_error: 0,
+        write_error: 0,
+        sync_error: 0,
+        allocate_error: 0,
+        no_space: 0,
+        ..profile
+    }
+}

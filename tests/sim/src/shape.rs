@@ -1,0 +1,474 @@
+//! The images that scenarios and random runs begin with.
+//!
+//! An image is made by our own engine in a world where everything happens at once; snapshots and compressed
+//! clusters, which our engine only reads, are put in by `qemu-img`. Beginnings that need it are kept, so
+//! that a thousand runs start it a few times.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use block::file::OpenFiles;
+use block::sim::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
+use block::{AlignedBuf, Buffer, Context, Disk, IoError, Op, Request};
+use qcow::format::header::at;
+use qcow::format::{CompressionType, Incompatible, Version};
+use qcow::image::{CreateOptions, create};
+use qcow::{OpenOptions, QcowDisk};
+
+use crate::content::{ZERO, bytes_of, word};
+
+/// The file that the image under test is in.
+pub const DISK: &str = "disk";
+/// The file below it.
+pub const BASE: &str = "base";
+
+/// What lies below the image.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub enum Below {
+    /// Nothing.
+    Nothing,
+    /// A raw image of so many bytes.
+    Raw(u64),
+    /// A QCOW2 image of so many bytes.
+    Qcow(u64),
+}
+
+impl Below {
+    fn bytes(self) -> u64 {
+        match self {
+            Self::Nothing => 0,
+            Self::Raw(bytes) | Self::Qcow(bytes) => bytes,
+        }
+    }
+}
+
+/// What an image is like.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub struct Shape {
+    /// The cluster size is two to this.
+    pub cluster_bits: u32,
+    /// The refcount width.
+    pub refcount_bits: u32,
+    /// Version 2 of the format.
+    pub v2: bool,
+    /// The disk's size in bytes.
+    pub bytes: u64,
+    /// What lies below.
+    pub below: Below,
+    /// How its clusters are compressed, all of them.
+    pub compressed: Option<CompressionType>,
+    /// There is a snapshot, taken when `filled` of it was written.
+    pub snapshot: bool,
+    /// Refcounts may be postponed.
+    pub lazy: bool,
+    /// It was not closed cleanly, and its refcounts are wrong.
+    pub dirty: bool,
+    /// How many of a thousand clusters hold data.
+    pub filled: u32,
+    /// What I/O on its file must be aligned to, in bytes; 1 for buffered I/O.
+    pub alignment: u64,
+    /// Discards give space back.
+    pub sparse: bool,
+    /// Discarded clusters keep their place.
+    pub no_unref: bool,
+    /// The table cache in bytes.
+    pub cache: u64,
+}
+
+impl Shape {
+    /// An empty disk of 32 KiB with clusters of 512 bytes.
+    pub const PLAIN: Self = Self {
+        cluster_bits: 9,
+        refcount_bits: 16,
+        v2: false,
+        bytes: 32 << 10,
+        below: Below::Nothing,
+        compressed: None,
+        snapshot: false,
+        lazy: false,
+        dirty: false,
+        filled: 0,
+        alignment: 1,
+        sparse: true,
+        no_unref: false,
+        cache: 1 << 20,
+    };
+
+    /// A shape by chance.
+    pub fn draw(random: &mut Random) -> Self {
+        let cluster_bits = random.pick(&[9, 9, 9, 10, 12]);
+        let v2 = random.one_in(6);
+        let bytes = random.pick(&[16 << 10, 32 << 10, 48 << 10, 96 << 10, 128 << 10]);
+        let kind = random.below(8);
+        let mut shape = Self {
+            cluster_bits,
+            refcount_bits: if v2 {
+                16
+            } else {
+                random.pick(&[1, 2, 8, 16, 16, 32, 64, 64])
+            },
+            v2,
+            bytes,
+            below: match kind {
+                0 => Below::Raw(random.pick(&[bytes, bytes / 2 + 512, bytes + 8192])),
+                1 => Below::Qcow(random.pick(&[bytes, bytes / 2 + 512, bytes + 8192])),
+                _ => Below::Nothing,
+            },
+            compressed: None,
+            snapshot: kind == 2,
+            lazy: !v2 && random.one_in(8),
+            dirty: !v2 && random.one_in(10),
+            filled: random.pick(&[0, 200, 500, 1000]),
+            alignment: random.pick(&[1, 1, 512, 4096]),
+            sparse: !random.one_in(5),
+            no_unref: random.one_in(4),
+            cache: random.pick(&[1 << 20, 1 << 20, 8 << 10]),
+        };
+        if kind == 3 {
+            let zstd = !v2 && random.one_in(3);
+            shape.compressed = Some(if zstd {
+                CompressionType::Zstd
+            } else {
+                CompressionType::Deflate
+            });
+            // Compressed clusters share host clusters.
+            shape.refcount_bits = shape.refcount_bits.max(16);
+        }
+        if shape.snapshot {
+            shape.refcount_bits = shape.refcount_bits.max(2);
+        }
+        shape
+    }
+
+    /// The cluster size in bytes.
+    #[must_use]
+    pub fn cluster(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// How the image is opened.
+    #[must_use]
+    pub fn options(&self) -> OpenOptions {
+        OpenOptions {
+            backing_files: true,
+            sparse: self.sparse,
+            discard_no_unref: self.no_unref,
+            l2_cache_bytes: Some(self.cache),
+            inflate_threads: 0,
+            lock: None,
+            ..OpenOptions::default()
+        }
+    }
+
+    /// Whether a discard of whole clusters makes them read as zeros.
+    #[must_use]
+    pub fn discards(&self) -> bool {
+        self.sparse && !(self.v2 && self.below != Below::Nothing)
+    }
+
+    fn create_options(&self) -> CreateOptions {
+        let mut options = CreateOptions::new(self.bytes);
+        options.cluster_size = self.cluster();
+        options.version = if self.v2 { Version::V2 } else { Version::V3 };
+        options.refcount_bits = self.refcount_bits;
+        options.lazy_refcounts = self.lazy;
+        options.compression = self.compressed.unwrap_or(CompressionType::Deflate);
+        let format = match self.below {
+            Below::Nothing => return options,
+            Below::Raw(_) => "raw",
+            Below::Qcow(_) => "qcow2",
+        };
+        options.backing_file = Some(BASE.to_owned());
+        options.backing_format = Some(format.to_owned());
+        options
+    }
+}
+
+/// An image to begin with, and what it holds.
+#[derive(Clone, Debug)]
+pub struct Beginning {
+    /// The shape it has.
+    pub shape: Shape,
+    /// The image file.
+    pub image: Vec<u8>,
+    /// The file below.
+    pub base: Vec<u8>,
+    /// The guest's sectors.
+    pub words: Vec<u64>,
+    /// The snapshot's sectors, if there is one.
+    pub snapshot: Option<Vec<u64>>,
+}
+
+impl Beginning {
+    /// Puts the files into a world.
+    pub fn install(&self, world: &SimWorld) {
+        let store = world.store();
+        world.set_contents(DISK, SimImage::from_bytes(&store, &self.image));
+        if self.shape.below != Below::Nothing {
+            world.set_contents(BASE, SimImage::from_bytes(&store, &self.base));
+        }
+    }
+}
+
+/// A request answered on a world where everything happens at once.
+///
+/// # Errors
+///
+/// How the request ended.
+pub async fn ask(
+    queue: &dyn block::DiskQueue,
+    op: Op,
+    offset: u64,
+    len: u64,
+    buffer: Buffer,
+) -> Result<Buffer, IoError> {
+    let (request, answer) = Request::local(op, offset, len, buffer);
+    queue.submit(request);
+    let done = answer.await;
+    done.result.map(|()| done.buffer)
+}
+
+/// Writes these words from the disk's first sector on.
+///
+/// # Errors
+///
+/// How the request ended.
+pub async fn write_words(queue: &dyn block::DiskQueue, first: u64, words: &[u64]) -> Result<(), IoError> {
+    let buffer = AlignedBuf::from_slice(&bytes_of(words)).into();
+    let (offset, len) = (first * SECTOR as u64, (words.len() * SECTOR) as u64);
+    ask(queue, Op::Write { fua: false }, offset, len, buffer)
+        .await
+        .map(drop)
+}
+
+thread_local! {
+    static KEPT: RefCell<HashMap<Shape, Rc<Beginning>>> = RefCell::default();
+}
+
+/// The image that every run of this shape begins with.
+///
+/// # Panics
+///
+/// If it cannot be made, which no fault excuses here.
+#[must_use]
+pub fn beginning(shape: Shape) -> Rc<Beginning> {
+    // How an image is opened and aligned makes no other image.
+    let key = Shape {
+        alignment: 1,
+        sparse: true,
+        no_unref: false,
+        cache: 1 << 20,
+        ..shape
+    };
+    let kept = KEPT.with_borrow(|kept| kept.get(&key).cloned());
+    let found = kept.unwrap_or_else(|| {
+        let made = Rc::new(make(key));
+        KEPT.with_borrow_mut(|kept| {
+            if kept.len() > 400 {
+                kept.clear();
+            }
+            kept.insert(key, Rc::clone(&made));
+        });
+        made
+    });
+    if shape == key {
+        return found;
+    }
+    Rc::new(Beginning {
+        shape,
+        ..(*found).clone()
+    })
+}
+
+fn make(shape: Shape) -> Beginning {
+    let world = SimWorld::with_store(0, Profile::IMMEDIATE, &Store::default());
+    let cx = world.context(64);
+    let sectors = shape.bytes / SECTOR as u64;
+    let mut words = vec![ZERO; sectors as usize];
+
+    let below: Vec<u64> = (0..shape.below.bytes() / SECTOR as u64)
+        .map(|sector| word(0, 2, sector))
+        .collect();
+    match shape.below {
+        Below::Nothing => {}
+        Below::Raw(_) => world.set_contents(BASE, SimImage::from_bytes(&world.store(), &bytes_of(&below))),
+        Below::Qcow(bytes) => {
+            let plain = Shape {
+                bytes,
+                ..Shape::PLAIN
+            };
+            build(&world, &cx, BASE, &plain, &below, |_| true);
+        }
+    }
+    for (word, below) in words.iter_mut().zip(&below) {
+        *word = *below;
+    }
+
+    let mut random = Random::new(u64::from(shape.filled) << 8 | 1);
+    let clusters = shape.bytes.div_ceil(shape.cluster());
+    let filled: Vec<bool> = (0..clusters)
+        .map(|_| shape.compressed.is_some() || random.chance(shape.filled))
+        .collect();
+    let per_cluster = shape.cluster() / SECTOR as u64;
+    for (sector, place) in (0..sectors).zip(&mut words) {
+        if filled[(sector / per_cluster) as usize] {
+            *place = word(0, 1, sector);
+        }
+    }
+    let is_filled = |sector: u64| filled[(sector / per_cluster) as usize];
+    if let Some(kind) = shape.compressed {
+        let image = compress(&shape, kind, &words);
+        world.set_contents(DISK, SimImage::from_bytes(&world.store(), &image));
+    } else {
+        build(&world, &cx, DISK, &shape, &words, is_filled);
+    }
+    let mut snapshot = None;
+    if shape.snapshot {
+        snapshot = Some(words.clone());
+        let image = take_snapshot(&world.contents(DISK).to_bytes());
+        world.set_contents(DISK, SimImage::from_bytes(&world.store(), &image));
+    }
+    let mut image = world.contents(DISK).to_bytes();
+    if shape.dirty {
+        spoil(&mut image);
+    }
+    let base = match shape.below {
+        Below::Nothing => Vec::new(),
+        _ => world.contents(BASE).to_bytes(),
+    };
+    Beginning {
+        shape,
+        image,
+        base,
+        words,
+        snapshot,
+    }
+}
+
+/// Makes an image with our own engine and writes the sectors that `filled` names.
+fn build(
+    world: &SimWorld,
+    cx: &Context,
+    name: &str,
+    shape: &Shape,
+    words: &[u64],
+    filled: impl Fn(u64) -> bool,
+) {
+    let done = cx.block_on(async {
+        let view = world.file(name, true).view(cx)?;
+        create(&view, &shape.create_options())
+            .await
+            .unwrap_or_else(|error| panic!("{shape:?}: {error}"));
+        let disk = open(cx, world, name, &shape.options()).await;
+        let queue = Arc::clone(&disk).open_queue(cx).map_err(|error| error.source)?;
+        let mut sector = 0;
+        while sector < words.len() as u64 {
+            let end = (sector + 128).min(words.len() as u64);
+            let run = (sector..end)
+                .take_while(|&at| filled(at) == filled(sector))
+                .count() as u64;
+            if filled(sector) {
+                write_words(&*queue, sector, &words[sector as usize..(sector + run) as usize]).await?;
+            }
+            sector += run;
+        }
+        drop(queue);
+        disk.close(cx).await?;
+        Ok::<(), std::io::Error>(())
+    });
+    done.and_then(|result| result)
+        .unwrap_or_else(|error| panic!("{shape:?}: {error}"));
+}
+
+async fn open(cx: &Context, world: &SimWorld, name: &str, options: &OpenOptions) -> Arc<QcowDisk> {
+    let files: &dyn OpenFiles = world;
+    let opened = QcowDisk::open_on(cx, files, Path::new(name), options).await;
+    opened.unwrap_or_else(|error| panic!("{name}: {}", chain(&error)))
+}
+
+/// An error and what it came from, in one line.
+#[must_use]
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
+}
+
+fn qemu_img(folder: &Path, args: &[&str]) {
+    let output = std::process::Command::new("qemu-img")
+        .args(args)
+        .current_dir(folder)
+        .output()
+        .unwrap_or_else(|error| panic!("cannot run qemu-img ({error}): run `make setup`"));
+    assert!(
+        output.status.success(),
+        "qemu-img {args:?}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+fn in_folder(work: impl FnOnce(&Path) -> PathBuf) -> Vec<u8> {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = work(folder.path());
+    std::fs::read(path).expect("what qemu-img wrote")
+}
+
+fn compress(shape: &Shape, kind: CompressionType, words: &[u64]) -> Vec<u8> {
+    in_folder(|folder| {
+        std::fs::write(folder.join("plain"), bytes_of(words)).expect("a temporary file");
+        let mut options = format!(
+            "cluster_size={},compat={}",
+            shape.cluster(),
+            if shape.v2 { "0.10" } else { "1.1" }
+        );
+        if !shape.v2 {
+            options += &format!(
+                ",refcount_bits={},compression_type={},lazy_refcounts={}",
+                shape.refcount_bits,
+                kind.name(),
+                if shape.lazy { "on" } else { "off" },
+            );
+        }
+        let args = [
+            "convert", "-c", "-f", "raw", "-O", "qcow2", "-o", &options, "plain", "image",
+        ];
+        qemu_img(folder, &args);
+        folder.join("image")
+    })
+}
+
+fn take_snapshot(image: &[u8]) -> Vec<u8> {
+    let mut image = in_folder(|folder| {
+        std::fs::write(folder.join("image"), image).expect("a temporary file");
+        qemu_img(folder, &["snapshot", "-c", "before", "image"]);
+        folder.join("image")
+    });
+    // The one thing in it that is different each time: when it was taken.
+    let table = u64_at(&image, at::SNAPSHOTS_OFFSET) as usize;
+    image[table + 16..table + 24].fill(0);
+    image
+}
+
+/// The big-endian number at a place.
+#[must_use]
+pub fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    bytes[at..]
+        .first_chunk()
+        .map_or(0, |bytes| u64::from_be_bytes(*bytes))
+}
+
+/// Sets the dirty bit, and makes the counts of the file's second half wrong as lazy refcounts would.
+fn spoil(image: &mut [u8]) {
+    let features = u64_at(image, at::INCOMPATIBLE_FEATURES) | Incompatible::DIRTY.bits();
+    image[at::INCOMPATIBLE_FEATURES..][..8].copy_from_slice(&features.to_be_bytes());
+    let table = u64_at(image, at::REFCOUNT_TABLE_OFFSET) as usize;
+    let block = u64_at(image, table) as usize;
+    image[block + 64..block + 256].fill(0);
+}
