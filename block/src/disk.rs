@@ -8,6 +8,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use crate::error::IoError;
+use crate::hold::HoldOff;
 use crate::request::Request;
 use crate::task::Context;
 
@@ -64,7 +65,15 @@ pub trait Disk: Send + Sync + fmt::Debug {
 
     /// Makes everything durable and leaves the image as a clean shutdown should. Call it when the queues
     /// have drained and are dropped; a disk dropped without it is as safe as after a power cut.
+    ///
+    /// Nothing waits for the host's space any more from here on.
     fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>>;
+
+    /// Ends every wait for the host's space, and lets none begin while the answer lives: whoever drains a queue
+    /// holds one meanwhile, as a request that waits may wait for ever. `None` from a disk that never waits.
+    fn hold_off(&self) -> Option<HoldOff> {
+        None
+    }
 }
 
 /// One queue's view of a disk, on one worker.

@@ -5,8 +5,12 @@
 //! are three separate conditions, found with `statx(2)` (`STATX_DIOALIGN`), and only what breaks one of
 //! them is bounced through a buffer of ours.
 //!
-//! What must stay true: only positional I/O (duplicates share an offset), and a read-modify-write of a
-//! block excludes every other write to that block until it has ended.
+//! What must stay true: only positional I/O (duplicates share an offset); a read-modify-write of a
+//! block excludes every other write to that block until it has ended; and once a sync has failed, on whichever
+//! view, none succeeds any more (`durable`).
+//!
+//! A forced write through the page cache is a write and then a sync, so that it is known which of the two failed:
+//! a write for which there was no space has lost nothing, a sync may have.
 
 #![expect(unsafe_code, reason = "statx and open flags")]
 
@@ -25,12 +29,16 @@ use smallvec::smallvec;
 
 use crate::buffer::{AlignedBuf, BUFFER_ALIGN, Buffer, IoSlices, Piece};
 use crate::disk::LocalBoxFuture;
+use crate::durable::Syncs;
 use crate::error::IoError;
+use crate::hold::{HoldOff, Holds, WAIT_MAX, WAIT_MIN};
+use crate::report::{Action, Reports};
 use crate::request::{Op, Request};
-use crate::ring::{FileHandle, OpFuture, Pieces};
+use crate::ring::{FileHandle, Observer, OpFuture, OpKind, Pieces};
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::task::Context;
+use crate::timer::Timers;
 
 /// How to open an [`ImageFile`].
 #[derive(Clone, Copy, Debug, Default)]
@@ -112,6 +120,9 @@ pub struct ImageFile {
     ranges: RangeLocks,
     no_punch: AtomicBool,
     no_zero_range: AtomicBool,
+    syncs: Syncs,
+    holds: Holds,
+    reports: Reports,
 }
 
 impl ImageFile {
@@ -194,7 +205,40 @@ impl ImageFile {
             ranges: RangeLocks::default(),
             no_punch: AtomicBool::new(false),
             no_zero_range: AtomicBool::new(false),
+            syncs: Syncs::default(),
+            holds: Holds::default(),
+            reports: Reports::default(),
         }
+    }
+
+    /// From now on a write that the host has no space for waits until it has: see [`crate::hold`].
+    pub fn wait_for_space(&self) {
+        self.holds.want();
+    }
+
+    /// Ends all waits for space, and lets none begin while the answer lives.
+    pub fn hold_off(self: &Arc<Self>) -> HoldOff {
+        HoldOff::new(Arc::clone(self))
+    }
+
+    pub(crate) fn holds(&self) -> &Holds {
+        &self.holds
+    }
+
+    /// The messages about this image.
+    #[must_use]
+    pub fn reports(&self) -> &Reports {
+        &self.reports
+    }
+
+    /// Whether every sync so far has succeeded.
+    ///
+    /// # Errors
+    ///
+    /// That of the first which did not. What was written before may be lost, and no sync succeeds until the
+    /// file is opened again.
+    pub fn check_syncs(&self) -> Result<(), IoError> {
+        self.syncs.check()
     }
 
     /// The path it was opened by.
@@ -221,13 +265,26 @@ impl ImageFile {
         self.alignment
     }
 
+    /// Whether an allocation failed only because the host does not do that kind.
+    fn is_refusal(&self, error: IoError) -> bool {
+        let errno = error.errno();
+        [libc::EOPNOTSUPP, libc::ENOSYS, libc::ENODEV].contains(&errno)
+            // A block device refuses ranges finer than its blocks.
+            || errno == libc::EINVAL && self.block_device
+    }
+
     /// A worker's view, with a descriptor of its own.
     ///
     /// # Errors
     ///
     /// If the process or the ring has no room for another descriptor.
     pub fn view(self: &Arc<Self>, cx: &Context) -> io::Result<FileView> {
-        let handle = cx.ring().register(self.fd.try_clone()?)?;
+        let observer = ViewObserver {
+            file: Arc::clone(self),
+            timers: Rc::clone(cx.timers()),
+        };
+        let fd = self.fd.try_clone()?;
+        let handle = cx.ring().register_observed(fd, Some(Rc::new(observer)))?;
         Ok(FileView {
             cx: cx.clone(),
             handle,
@@ -239,6 +296,43 @@ impl ImageFile {
 impl AsFd for ImageFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
+    }
+}
+
+/// Takes note of what fails on one worker.
+struct ViewObserver {
+    file: Arc<ImageFile>,
+    timers: Rc<Timers>,
+}
+
+impl Observer for ViewObserver {
+    fn failed(&self, kind: OpKind, offset: u64, error: IoError) {
+        let file = &*self.file;
+        let action = match kind {
+            OpKind::Read => Action::Read,
+            OpKind::Write { .. } => Action::Write,
+            OpKind::DataSync => Action::Sync,
+            OpKind::Allocate { .. } => Action::Allocate,
+            OpKind::Truncate => Action::SetLength,
+            OpKind::Watch => return,
+        };
+        if error == IoError::Cancelled || action == Action::Allocate && file.is_refusal(error) {
+            return;
+        }
+        let forced = matches!(kind, OpKind::Write { dsync: true }) && !error.is_no_space();
+        let consequence = if kind == OpKind::DataSync || forced {
+            file.syncs.fail(error.errno());
+            "no FLUSH succeeds until the image is reopened"
+        } else if error.is_no_space() && file.holds.is_wanted() {
+            "writes wait until there is space"
+        } else if error.is_no_space() {
+            "writes that need space fail"
+        } else {
+            "what needed it fails"
+        };
+        let now = self.timers.now();
+        file.reports
+            .host_error(&file.path, action, offset, error, consequence, now);
     }
 }
 
@@ -333,7 +427,8 @@ impl FileView {
         Ok(self.len()? == 0)
     }
 
-    /// Starts a read, write or flush request as one op at `host_offset`, if it needs no bouncing.
+    /// Starts a read, write or flush request at `host_offset`, if it needs no bouncing. Reads and writes are one
+    /// op; what may have to wait for its turn or for space is a task.
     ///
     /// # Errors
     ///
@@ -342,7 +437,16 @@ impl FileView {
     #[inline]
     pub fn submit(&self, host_offset: u64, request: Request) -> Result<(), Request> {
         let align = self.file.alignment;
-        if align.offset > 1 && request.op != Op::Flush {
+        match request.op {
+            Op::Read => {}
+            Op::Write { fua: false } if !self.file.holds.is_wanted() => {}
+            Op::Write { .. } | Op::Flush => {
+                self.cx.spawn(carry_out(self.clone(), host_offset, request));
+                return Ok(());
+            }
+            _ => return Err(request),
+        }
+        if align.offset > 1 {
             // Blocks larger than a sector: writes are tracked, see `RangeLocks`.
             let tracked = align.offset > 512 && request.op != Op::Read;
             let misaligned = (host_offset | request.len) & (align.offset - 1) != 0;
@@ -369,7 +473,8 @@ impl FileView {
 
     /// Like [`FileView::write`], but the op is started at once where it can be.
     pub fn start_write(&self, offset: u64, pieces: Pieces) -> IoFuture {
-        if self.file.alignment.offset <= 512 && self.is_aligned(offset, &pieces) {
+        let waits = self.file.holds.is_wanted();
+        if !waits && self.file.alignment.offset <= 512 && self.is_aligned(offset, &pieces) {
             return IoFuture::Op(self.cx.ring().write(&self.handle, offset, pieces, false));
         }
         let view = self.clone();
@@ -410,6 +515,40 @@ impl FileView {
     ///
     /// What the host answers. After an error any part of the range may have been written.
     pub async fn write(&self, offset: u64, pieces: Pieces, dsync: bool) -> Result<(), IoError> {
+        let forced = dsync && self.file.alignment.offset > 1;
+        if dsync {
+            self.file.check_syncs()?;
+        }
+        if self.file.holds.is_wanted() {
+            self.with_space(async || self.write_once(offset, pieces.clone(), forced).await)
+                .await?;
+        } else {
+            self.write_once(offset, pieces, forced).await?;
+        }
+        match (dsync, forced) {
+            (false, _) => Ok(()),
+            (true, true) => self.file.check_syncs(),
+            (true, false) => self.sync().await,
+        }
+    }
+
+    /// Does something until there is space for it, or nobody is to wait for that any more.
+    async fn with_space(&self, mut work: impl AsyncFnMut() -> Result<(), IoError>) -> Result<(), IoError> {
+        let mut time = WAIT_MIN;
+        loop {
+            match work().await {
+                Err(error) if error.is_no_space() => {
+                    if !self.file.holds.wait(&self.cx, time).await {
+                        return Err(error);
+                    }
+                    time = (time * 2).min(WAIT_MAX);
+                }
+                result => return result,
+            }
+        }
+    }
+
+    async fn write_once(&self, offset: u64, pieces: Pieces, dsync: bool) -> Result<(), IoError> {
         let align = self.file.alignment.offset;
         if align <= 512 && self.is_aligned(offset, &pieces) {
             return self.cx.ring().write(&self.handle, offset, pieces, dsync).await;
@@ -492,9 +631,16 @@ impl FileView {
     ///
     /// # Errors
     ///
-    /// What the host answers. After an error nothing is known about what is durable.
+    /// What the host answers, or has answered to any sync of the file before. After an error nothing is known
+    /// about what is durable.
     pub async fn sync(&self) -> Result<(), IoError> {
-        self.cx.ring().sync(&self.handle).await
+        let sync = || self.cx.ring().sync(&self.handle);
+        self.file.syncs.run(sync).await
+    }
+
+    /// Waits a moment for the host's space, if that was asked for. Whether to try again.
+    pub async fn wait_for_space(&self) -> bool {
+        self.file.holds.wait(&self.cx, WAIT_MAX / 4).await
     }
 
     /// Sets the file's length.
@@ -533,6 +679,10 @@ impl FileView {
     ///
     /// What the host answers.
     pub async fn zero(&self, offset: u64, len: u64) -> Result<(), IoError> {
+        self.with_space(async || self.zero_once(offset, len).await).await
+    }
+
+    async fn zero_once(&self, offset: u64, len: u64) -> Result<(), IoError> {
         let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
         if self
             .optional_allocate(&self.file.no_zero_range, mode, offset, len)
@@ -544,7 +694,7 @@ impl FileView {
         let mut done = 0;
         while done < len {
             let part = PART.min(len - done);
-            self.write(offset + done, smallvec![Piece::Zeros(to_usize(part)?)], false)
+            self.write_once(offset + done, smallvec![Piece::Zeros(to_usize(part)?)], false)
                 .await?;
             done += part;
         }
@@ -566,14 +716,12 @@ impl FileView {
         }
         match self.cx.ring().allocate(&self.handle, mode, offset, len).await {
             Ok(()) => Ok(true),
-            Err(IoError::Host { errno })
-                if [libc::EOPNOTSUPP, libc::ENOSYS, libc::ENODEV].contains(&errno) =>
-            {
-                unsupported.store(true, Ordering::Relaxed);
+            Err(error) if self.file.is_refusal(error) => {
+                if error.errno() != libc::EINVAL {
+                    unsupported.store(true, Ordering::Relaxed);
+                }
                 Ok(false)
             }
-            // A block device refuses ranges finer than its blocks.
-            Err(IoError::Host { errno }) if errno == libc::EINVAL && self.file.block_device => Ok(false),
             Err(error) => Err(error),
         }
     }
@@ -615,6 +763,17 @@ impl FileView {
             self.cx.pool().put(buf);
         }
     }
+}
+
+/// Answers a write or flush request from a task.
+async fn carry_out(view: FileView, offset: u64, mut request: Request) {
+    let Op::Write { fua } = request.op else {
+        let result = view.sync().await;
+        return request.finish(result);
+    };
+    let buffer = Rc::new(request.take_buffer());
+    let result = view.write(offset, smallvec![Piece::whole(&buffer)], fua).await;
+    request.finish_with(Rc::try_unwrap(buffer).unwrap_or_default(), result);
 }
 
 /// A read or write under way.
@@ -740,143 +899,4 @@ impl Drop for RangeGuard<'_> {
 mod model;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::io::Write;
-
-    fn view(alignment: Alignment, contents: &[u8]) -> (Context, FileView) {
-        let cx = Context::syscalls();
-        let mut file = tempfile::tempfile().expect("a temporary file");
-        file.write_all(contents).expect("its contents");
-        let mut image = ImageFile::from_file(
-            "test".into(),
-            file,
-            FileOptions {
-                write: true,
-                direct: false,
-            },
-            false,
-        );
-        image.alignment = alignment;
-        let view = Arc::new(image).view(&cx).expect("a view");
-        (cx, view)
-    }
-
-    fn pieces(bytes: &[u8]) -> Pieces {
-        smallvec![Piece::whole(&Rc::new(Buffer::from(AlignedBuf::from_slice(
-            bytes
-        ))))]
-    }
-
-    #[test]
-    fn misaligned_writes_leave_their_neighbours_alone() {
-        for (offset, len) in [
-            (1, 1),
-            (0, 100),
-            (4000, 200),
-            (4095, 4098),
-            (100, 3996),
-            (512, 8192),
-            (5000, 1),
-        ] {
-            let before: Vec<u8> = (0..16384u32).map(|i| (i % 251) as u8).collect();
-            let (cx, view) = view(
-                Alignment {
-                    memory: 512,
-                    offset: 4096,
-                },
-                &before,
-            );
-            let mut expected = before.clone();
-            expected[offset..offset + len].fill(0xEE);
-            cx.block_on(view.write(offset as u64, pieces(&vec![0xEE; len]), false))
-                .expect("the ring turns")
-                .expect("a write");
-            let found = cx
-                .block_on(view.read_at(0, 16384))
-                .expect("the ring turns")
-                .expect("a read");
-            assert_eq!(&found[..], &expected[..], "write of {len} at {offset}");
-            let part = cx
-                .block_on(view.read_at(offset as u64, len))
-                .expect("the ring turns")
-                .expect("a read");
-            assert_eq!(&part[..], &expected[offset..offset + len]);
-        }
-    }
-
-    #[test]
-    fn two_writes_to_one_block_both_land() {
-        let (cx, view) = view(
-            Alignment {
-                memory: 512,
-                offset: 4096,
-            },
-            &[0; 8192],
-        );
-        let other = view.clone();
-        cx.spawn(async move { other.write(512, pieces(&[2; 512]), false).await.expect("a write") });
-        cx.block_on(view.write(0, pieces(&[1; 512]), false))
-            .expect("the ring turns")
-            .expect("a write");
-        let found = cx
-            .block_on(async {
-                while cx.tasks() > 0 {
-                    view.sync().await.expect("a sync");
-                }
-                view.read_at(0, 1024).await
-            })
-            .expect("the ring turns")
-            .expect("a read");
-        assert!(found[..512].iter().all(|&byte| byte == 1) && found[512..].iter().all(|&byte| byte == 2));
-    }
-
-    #[test]
-    fn direct_io_tells_its_alignment_and_reads_what_was_written() {
-        let path = tempfile::NamedTempFile::new_in("/var/tmp").expect("a temporary file");
-        let options = FileOptions {
-            write: true,
-            direct: true,
-        };
-        let file = ImageFile::open(path.path(), options).expect("direct I/O in /var/tmp");
-        assert!(file.alignment().offset >= 512);
-        let cx = Context::syscalls();
-        let view = file.view(&cx).expect("a view");
-        cx.block_on(async {
-            view.write(3, pieces(&[5; 10_000]), false).await?;
-            let found = view.read_at(0, 10_003).await?;
-            assert_eq!(found[..3], [0; 3]);
-            assert!(found[3..].iter().all(|&byte| byte == 5));
-            Ok::<(), IoError>(())
-        })
-        .expect("the ring turns")
-        .expect("I/O");
-    }
-
-    #[test]
-    fn a_directory_is_not_an_image() {
-        let error = ImageFile::open(Path::new("/tmp"), FileOptions::default()).expect_err("a directory");
-        assert!(matches!(error, OpenFileError::WrongKind { .. }), "{error}");
-    }
-
-    #[test]
-    fn zeroing_and_punching_give_zeros() {
-        let (cx, view) = view(Alignment::NONE, &[9; 65536]);
-        cx.block_on(async {
-            view.zero(4096, 8192).await?;
-            view.punch(20_480, 4096).await?;
-            view.file.no_zero_range.store(true, Ordering::Relaxed);
-            view.zero(40_000, 100).await?;
-            let found = view.read_at(0, 65536).await?;
-            for (at, &byte) in found.iter().enumerate() {
-                let zeroed = (4096..12288).contains(&at)
-                    || (20480..24576).contains(&at)
-                    || (40000..40100).contains(&at);
-                assert_eq!(byte, if zeroed { 0 } else { 9 }, "byte {at}");
-            }
-            Ok::<(), IoError>(())
-        })
-        .expect("the ring turns")
-        .expect("I/O");
-    }
-}
+mod tests;

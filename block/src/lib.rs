@@ -4,7 +4,8 @@
 //! touch ([`buffer`]), one request and its must-complete token ([`request`]), the disk traits
 //! ([`disk`]), the only code that talks to the kernel about I/O ([`ring`]), the per-worker executor
 //! ([`task`]), the worker thread ([`worker`]), files with their alignment rules ([`mod@file`]), the raw
-//! format ([`raw`]), grace periods ([`epoch`]), image locks ([`lock`]), what threads share by names that a
+//! format ([`raw`]), grace periods ([`epoch`]), image locks ([`lock`]), time ([`timer`]), what is told of an
+//! image's troubles ([`report`]), waiting for the host's space ([`hold`]), what threads share by names that a
 //! model checker can replace ([`sync`]), and a simulated world to try all of it in ([`sim`]).
 //!
 //! What must stay true: an op owns its buffers until its completion is reaped, every request is
@@ -14,17 +15,20 @@ pub mod buffer;
 #[doc(hidden)]
 pub mod canary;
 pub mod disk;
+mod durable;
 pub mod epoch;
 pub mod error;
 pub mod file;
-
+pub mod hold;
 pub mod lock;
 pub mod raw;
+pub mod report;
 pub mod request;
 pub mod ring;
 pub mod sim;
 pub mod sync;
 pub mod task;
+pub mod timer;
 pub mod worker;
 
 pub use buffer::{AlignedBuf, Buffer};

@@ -11,6 +11,7 @@ use crate::buffer::Piece;
 use crate::disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
 use crate::error::IoError;
 use crate::file::{FileView, ImageFile};
+use crate::hold::HoldOff;
 use crate::request::{Op, Request};
 use crate::task::Context;
 
@@ -78,9 +79,14 @@ impl Disk for RawDisk {
     }
 
     fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>> {
+        self.file.hold_off().for_good();
         let view = self.file.view(cx);
         let read_only = self.info.read_only;
         Box::pin(async move { if read_only { Ok(()) } else { view?.sync().await } })
+    }
+
+    fn hold_off(&self) -> Option<HoldOff> {
+        Some(self.file.hold_off())
     }
 }
 
@@ -96,6 +102,10 @@ impl DiskQueue for RawQueue {
             return request.finish(Err(error));
         }
         if request.len == 0 && request.op != Op::Flush {
+            return request.finish(Ok(()));
+        }
+        // A disk that cannot be written has nothing to lose.
+        if request.op == Op::Flush && self.info.read_only {
             return request.finish(Ok(()));
         }
         match self.view.submit(request.offset, request) {

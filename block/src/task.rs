@@ -18,6 +18,7 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Poll, Wake, Waker};
+use std::time::Duration;
 
 use async_task::Runnable;
 
@@ -25,6 +26,7 @@ use crate::buffer::BufferPool;
 use crate::ring::{Ring, RingError, RingKind, signal_event};
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use crate::timer::{Clock, HostClock, Sleep, Timers};
 
 /// A new eventfd, blocking, close-on-exec.
 ///
@@ -122,6 +124,7 @@ impl RunQueue {
 
 struct Inner {
     ring: Ring,
+    timers: Rc<Timers>,
     queue: Arc<RunQueue>,
     tasks: Cell<usize>,
     pool: BufferPool,
@@ -171,6 +174,16 @@ impl Context {
     /// If the process has no file descriptor left.
     #[must_use]
     pub fn on(ring: Ring) -> Self {
+        Self::with_clock(ring, Rc::new(HostClock::default()))
+    }
+
+    /// A context on an existing ring, with a time of its own.
+    ///
+    /// # Panics
+    ///
+    /// If the process has no file descriptor left.
+    #[must_use]
+    pub fn with_clock(ring: Ring, clock: Rc<dyn Clock>) -> Self {
         let queue = RunQueue {
             ready: Mutex::new(VecDeque::new()),
             len: AtomicUsize::new(0),
@@ -180,6 +193,7 @@ impl Context {
         Self {
             inner: Rc::new(Inner {
                 ring,
+                timers: Timers::new(clock),
                 queue: Arc::new(queue),
                 tasks: Cell::new(0),
                 pool: BufferPool::default(),
@@ -205,6 +219,21 @@ impl Context {
     #[must_use]
     pub fn tasks(&self) -> usize {
         self.inner.tasks.get()
+    }
+
+    /// The time, since some moment that is the same for all workers of the process.
+    #[must_use]
+    pub fn now(&self) -> Duration {
+        self.inner.timers.now()
+    }
+
+    /// Ends after `time`, on this worker.
+    pub fn sleep(&self, time: Duration) -> Sleep {
+        Sleep::new(&self.inner.timers, &self.inner.ring, time)
+    }
+
+    pub(crate) fn timers(&self) -> &Rc<Timers> {
+        &self.inner.timers
     }
 
     pub(crate) fn run_queue(&self) -> &Arc<RunQueue> {
@@ -234,6 +263,7 @@ impl Context {
     /// Runs every task that is ready, those included that become ready meanwhile, up to a bound.
     /// Returns whether there were any.
     pub fn run_ready(&self) -> bool {
+        self.inner.timers.fire(&self.inner.ring);
         let mut any = false;
         for _ in 0..16 {
             if self.inner.queue.len.load(Ordering::SeqCst) == 0 {

@@ -35,6 +35,16 @@ impl fmt::Display for ImageType {
     }
 }
 
+/// What becomes of a write that the host has no space for.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum WriteErrors {
+    /// It fails.
+    #[default]
+    Report,
+    /// It waits until there is space; every other error still fails it.
+    Wait,
+}
+
 /// The host CPUs one queue's worker may run on.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct QueueAffinity {
@@ -76,6 +86,8 @@ pub struct DiskConfig {
     pub l2_cache_bytes: Option<u64>,
     /// Whether discarded clusters stay reserved in the image, so that it does not fragment.
     pub discard_no_unref: bool,
+    /// What becomes of a write that the host has no space for.
+    pub werror: WriteErrors,
     /// How long an idle worker polls before it sleeps, at most, in microseconds; adaptive if absent.
     pub poll_us: Option<u32>,
 }
@@ -170,6 +182,7 @@ impl DiskConfig {
             lock_granularity: block::lock::LockGranularity::ByteRange,
             l2_cache_bytes: None,
             discard_no_unref: false,
+            werror: WriteErrors::Report,
             poll_us: None,
         }
     }
@@ -266,6 +279,13 @@ impl DiskConfig {
                 self.l2_cache_bytes = Some((bytes >= MIN_L2_CACHE_BYTES).then_some(bytes)?);
             }
             "discard_no_unref" => self.discard_no_unref = on_off(value)?,
+            "werror" => {
+                self.werror = match value {
+                    "report" => WriteErrors::Report,
+                    "wait" => WriteErrors::Wait,
+                    _ => return None,
+                };
+            }
             "poll_us" => self.poll_us = Some(number(value, 0, MAX_POLL_US)?),
             _ => return None,
         }
@@ -285,6 +305,9 @@ impl DiskConfig {
             if self.discard_no_unref {
                 return contradiction("discard_no_unref=on", raw(), "a raw disk has no clusters to keep");
             }
+        }
+        if self.readonly && self.werror == WriteErrors::Wait {
+            return contradiction("werror=wait", "readonly=on".to_owned(), "nothing is written");
         }
         if self
             .queue_affinity

@@ -17,7 +17,7 @@ use block::worker::WorkerConfig;
 use block::{Context, Disk, IoError, OpenQueueError};
 use qcow::{OpenOptions, QcowDisk};
 
-use crate::disk_config::{DiskConfig, ImageType};
+use crate::disk_config::{DiskConfig, ImageType, WriteErrors};
 
 /// The first bytes of every QCOW2 image.
 const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
@@ -103,6 +103,9 @@ pub fn open_as(config: &DiskConfig, persist_mappings: bool) -> Result<OpenedDisk
                 LockMode::Write
             };
             let lock = ImageLock::acquire(file.as_fd(), &config.path, mode, config.lock_granularity)?;
+            if config.werror == WriteErrors::Wait {
+                file.wait_for_space();
+            }
             Ok(OpenedDisk {
                 disk: RawDisk::open(file, config.sparse, &cx)?,
                 _lock: Some(lock),
@@ -117,6 +120,7 @@ pub fn open_as(config: &DiskConfig, persist_mappings: bool) -> Result<OpenedDisk
                 discard_no_unref: config.discard_no_unref,
                 persist_mappings,
                 l2_cache_bytes: config.l2_cache_bytes,
+                wait_for_space: config.werror == WriteErrors::Wait,
                 lock: Some(config.lock_granularity),
                 ..OpenOptions::default()
             };

@@ -20,7 +20,7 @@ mod sys;
 mod syscall;
 mod uring;
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, RefCell, RefMut};
 use std::fmt;
 use std::future::Future;
 use std::io;
@@ -38,7 +38,8 @@ use crate::request::{Op, Request};
 use driver::{Completion, Driver, FileSlot, Kind};
 use slots::{Owner, Slots, Step, user_data};
 
-pub(crate) use sys::signal_event;
+pub(crate) use driver::Kind as OpKind;
+pub(crate) use sys::{set_timer, signal_event, timer};
 
 /// Which driver carries out a ring's ops.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -94,7 +95,14 @@ impl fmt::Debug for Ring {
     }
 }
 
+/// Who is told when the host fails an op on a file, whoever asked for it.
+pub(crate) trait Observer {
+    /// An op of this kind has failed at this byte of the file.
+    fn failed(&self, kind: OpKind, offset: u64, error: IoError);
+}
+
 struct Registered {
+    observer: Option<Rc<dyn Observer>>,
     fd: Rc<OwnedFd>,
     slot: FileSlot,
     ring: Weak<Inner>,
@@ -193,8 +201,18 @@ impl Ring {
     ///
     /// If the kernel refuses to register it.
     pub fn register(&self, fd: OwnedFd) -> io::Result<FileHandle> {
+        self.register_observed(fd, None)
+    }
+
+    /// Makes a file known to the ring; `observer` is told of every op on it that fails.
+    pub(crate) fn register_observed(
+        &self,
+        fd: OwnedFd,
+        observer: Option<Rc<dyn Observer>>,
+    ) -> io::Result<FileHandle> {
         let slot = self.inner.driver.borrow_mut().register_file(fd.as_raw_fd())?;
         let registered = Registered {
+            observer,
             fd: Rc::new(fd),
             slot,
             ring: Rc::downgrade(&self.inner),
@@ -482,6 +500,10 @@ impl Inner {
             Step::End(_) if strikes(Rule::LostCompletion, 50) => {}
             Step::End(result) => {
                 self.in_flight.set(self.in_flight.get() - 1);
+                if let Err(error) = result {
+                    slots = self.tell(slots, index, error);
+                }
+                let Some(slot) = slots.get_mut(index) else { return };
                 if let Owner::Waiting(waker) = &mut slot.owner {
                     let waker = waker.take();
                     slot.owner = Owner::Finished(result);
@@ -498,6 +520,20 @@ impl Inner {
                 }
             }
         }
+    }
+
+    /// Tells the observer of a failed op's file, without the slots in hand.
+    #[cold]
+    fn tell<'a>(&'a self, slots: RefMut<'a, Slots>, index: u32, error: IoError) -> RefMut<'a, Slots> {
+        let failed = slots.get(index).and_then(|slot| {
+            let observer = slot.file.as_ref()?.registered.observer.clone()?;
+            Some((observer, slot.kind, slot.offset))
+        });
+        drop(slots);
+        if let Some((observer, kind, offset)) = failed {
+            observer.failed(kind, offset, error);
+        }
+        self.slots.borrow_mut()
     }
 
     fn cancel_all(&self) {

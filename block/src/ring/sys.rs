@@ -3,7 +3,8 @@
 #![expect(unsafe_code, reason = "system calls on memory named by an op")]
 
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::time::Duration;
 
 use super::driver::{KernelOp, Kind};
 
@@ -158,4 +159,36 @@ fn add_one(fd: RawFd) {
     // SAFETY: the buffer has the eight bytes an eventfd write needs. It fails only when the count is
     // at its ceiling, and then the reader is being woken anyway.
     let _written = unsafe { libc::write(fd, one.as_ptr().cast(), one.len()) };
+}
+
+/// A timer that becomes readable when its time has come.
+pub(crate) fn timer() -> io::Result<OwnedFd> {
+    // SAFETY: no memory is passed.
+    let fd = unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, libc::TFD_CLOEXEC | libc::TFD_NONBLOCK) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: `fd` was just made and nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Sets a timer to go off once, `left` from now; not zero.
+pub(crate) fn set_timer(fd: RawFd, left: Duration) -> io::Result<()> {
+    let seconds = libc::time_t::try_from(left.as_secs()).unwrap_or(libc::time_t::MAX);
+    let zero = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    let value = libc::itimerspec {
+        it_interval: zero,
+        it_value: libc::timespec {
+            tv_sec: seconds,
+            tv_nsec: left.subsec_nanos().into(),
+        },
+    };
+    // SAFETY: the new value lives across the call and is only read; a null old one is allowed.
+    if unsafe { libc::timerfd_settime(fd, 0, &raw const value, std::ptr::null_mut()) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }

@@ -7,6 +7,7 @@
 use std::rc::Rc;
 
 use block::IoError;
+use block::report::Kind;
 
 use super::{Queue, flush, header as sector};
 use crate::format::{Incompatible, Version, header};
@@ -19,10 +20,15 @@ pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: u64) -> IoError {
     let image = queue.shared.file.path().display();
     match lookup {
         Lookup::Corrupt(error) => {
-            tracing::error!(%image, guest_offset = offset, %error, "the mapping is corrupt");
+            if let Some(held_back) = admit(queue, "the mapping") {
+                tracing::error!(%image, guest_offset = offset, %error, held_back, "the mapping is corrupt");
+            }
         }
         Lookup::PastEnd(host) => {
-            tracing::error!(%image, guest_offset = offset, host, "the mapping leads past the end of the file");
+            if let Some(held_back) = admit(queue, "past the end") {
+                let guest_offset = offset;
+                tracing::error!(%image, guest_offset, host, held_back, "the mapping leads past the end of the file");
+            }
         }
         // A refused entry was told about when it was loaded.
         Lookup::Found { .. } | Lookup::Miss(_) | Lookup::Refused => {}
@@ -33,7 +39,7 @@ pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: u64) -> IoError {
 
 /// Logs which entries of the table bytes at `offset` lead where none may, and marks the image.
 pub(super) fn exposed(queue: &Rc<Queue>, offset: u64, entries: &[Exposed]) -> IoError {
-    if let Some(first) = entries.first() {
+    if let (Some(first), Some(_)) = (entries.first(), admit(queue, "an entry")) {
         let image = queue.shared.file.path().display();
         let (entry, host) = (offset + first.index as u64 * 8, first.host);
         let others = entries.len() - 1;
@@ -45,9 +51,11 @@ pub(super) fn exposed(queue: &Rc<Queue>, offset: u64, entries: &[Exposed]) -> Io
 
 /// Logs that a cluster counts zero and is in use, and marks the image; the answer to give.
 pub(super) fn in_use(queue: &Rc<Queue>, found: InUse) -> IoError {
-    let image = queue.shared.file.path().display();
-    let offset = found.cluster * queue.shared.geometry.cluster_size();
-    tracing::error!(%image, offset, "a cluster has a reference count of zero and is in use by {}", found.by);
+    if admit(queue, "a count").is_some() {
+        let image = queue.shared.file.path().display();
+        let offset = found.cluster * queue.shared.geometry.cluster_size();
+        tracing::error!(%image, offset, "a cluster has a reference count of zero and is in use by {}", found.by);
+    }
     mark(queue);
     IoError::Corrupt
 }
@@ -59,6 +67,12 @@ pub(super) fn misplaced(queue: &Rc<Queue>, found: Misplaced) -> IoError {
     tracing::error!(%image, offset, what, there, "metadata was about to be written where it does not belong");
     mark(queue);
     IoError::Corrupt
+}
+
+/// Whether to tell that this is corrupt, and how often it was not told.
+fn admit(queue: &Queue, what: &'static str) -> Option<u64> {
+    let kind = Kind::Corrupt(what);
+    queue.shared.file.reports().admit(kind, queue.cx.now())
 }
 
 /// Marks the image corrupt, once. The caller holds no lock.

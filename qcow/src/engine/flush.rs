@@ -9,14 +9,14 @@
 //! One round runs at a time; all who asked while it ran share the next one.
 //!
 //! What must stay true: a FLUSH is answered only by a round that began after it was asked for, and after
-//! a failed sync no round succeeds any more: what the kernel forgot cannot be known.
+//! a failed sync no round succeeds any more: what the kernel forgot cannot be known. The file remembers that
+//! ([`ImageFile::check_syncs`](block::file::ImageFile::check_syncs)).
 
 use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 
 use block::canary::{Rule, broken};
-use block::sync::atomic::Ordering;
 use block::{AlignedBuf, IoError};
 
 use super::read::{Part, finish};
@@ -112,7 +112,7 @@ pub(super) fn in_background(queue: &Rc<Queue>) {
 
 async fn round(queue: &Rc<Queue>) -> Result<(), IoError> {
     let shared = &queue.shared;
-    failed_before(shared)?;
+    shared.file.check_syncs()?;
     let snapshot = loop {
         let settled = {
             let mut metadata = shared.write()?;
@@ -213,24 +213,9 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
     Ok(())
 }
 
-fn failed_before(shared: &Shared) -> Result<(), IoError> {
-    match shared.failed_sync.load(Ordering::SeqCst) {
-        0 => Ok(()),
-        errno => Err(IoError::Host { errno }),
-    }
-}
-
 /// Makes what was written so far durable.
 pub(super) async fn sync(queue: &Queue) -> Result<(), IoError> {
-    let shared = &queue.shared;
-    failed_before(shared)?;
-    queue.file.sync().await.inspect_err(|error| {
-        if !broken(Rule::FailedSyncForgotten) {
-            shared.failed_sync.store(error.errno(), Ordering::SeqCst);
-        }
-        let image = shared.file.path().display();
-        tracing::error!(%image, %error, "a sync failed; no FLUSH succeeds until the image is reopened");
-    })
+    queue.file.sync().await
 }
 
 /// The largest write that neighbours are joined into, in bytes.

@@ -25,9 +25,10 @@ use std::sync::Arc;
 
 use block::epoch::Epochs;
 use block::file::ImageFile;
+use block::hold::HoldOff;
 use block::lock::ImageLock;
 use block::sync::Mutex;
-use block::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use block::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 #[cfg(shuttle)]
 use block::sync::{
     RwLock as ShardedLock, RwLockReadGuard as ShardedLockReadGuard, RwLockWriteGuard as ShardedLockWriteGuard,
@@ -77,8 +78,6 @@ pub(crate) struct Shared {
     rounds: Mutex<Rounds>,
     freeing: Mutex<Freeing>,
     header: Mutex<header::Sector>,
-    /// The errno of the first sync that failed; no FLUSH succeeds after it.
-    failed_sync: AtomicI32,
     /// Metadata was found corrupt: the image is not written any more.
     corrupt: AtomicBool,
     pub(crate) inflater: Inflater,
@@ -169,7 +168,6 @@ impl QcowDisk {
             rounds: Mutex::default(),
             freeing: Mutex::default(),
             header: Mutex::new(header::Sector::new(parts.header)),
-            failed_sync: AtomicI32::new(0),
             corrupt: AtomicBool::new(false),
             inflater: Inflater::new(parts.inflate_threads),
             _lock: parts.lock,
@@ -261,6 +259,7 @@ impl Disk for QcowDisk {
     }
 
     fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>> {
+        self.shared.file.hold_off().for_good();
         let queue = self.queue(cx);
         Box::pin(async move {
             let queue = queue.map_err(|error| IoError::from(error.source))?;
@@ -281,5 +280,9 @@ impl Disk for QcowDisk {
             }
             Ok(())
         })
+    }
+
+    fn hold_off(&self) -> Option<HoldOff> {
+        Some(self.shared.file.hold_off())
     }
 }

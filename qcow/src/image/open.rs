@@ -57,6 +57,8 @@ pub struct OpenOptions {
     pub l2_cache_bytes: Option<u64>,
     /// How many threads inflate compressed clusters; with none the queues' workers do it themselves.
     pub inflate_threads: usize,
+    /// Hold a write that the host has no space for until there is some, instead of failing it.
+    pub wait_for_space: bool,
     /// Lock images as QEMU does; `None` locks nothing.
     pub lock: Option<LockGranularity>,
 }
@@ -72,6 +74,7 @@ impl Default for OpenOptions {
             persist_mappings: false,
             l2_cache_bytes: None,
             inflate_threads: 2,
+            wait_for_space: false,
             lock: Some(LockGranularity::ByteRange),
         }
     }
@@ -301,6 +304,10 @@ impl Chain<'_> {
             let first_sector = read(&view, "the header", 0, 512)
                 .await
                 .map_err(|error| image(error.into()))?;
+            // Not sooner: whoever opens an image wants to hear that there is no space.
+            if write && self.options.wait_for_space {
+                file.wait_for_space();
+            }
             Ok(QcowDisk::from_parts(Parts {
                 file,
                 policy: Policy {
@@ -392,6 +399,10 @@ impl Disk for Locked {
 
     fn close(self: Arc<Self>, cx: &Context) -> block::LocalBoxFuture<'static, Result<(), IoError>> {
         Arc::clone(&self.disk).close(cx)
+    }
+
+    fn hold_off(&self) -> Option<block::hold::HoldOff> {
+        self.disk.hold_off()
     }
 }
 

@@ -212,6 +212,15 @@ impl Refcounts {
         }
     }
 
+    /// The block device that holds the image has room for so many clusters now. `true` if that is more.
+    pub(crate) fn extend(&mut self, clusters: u64) -> bool {
+        let more = self.limit != u64::MAX && clusters > self.limit;
+        if more {
+            self.limit = clusters;
+        }
+        more
+    }
+
     /// The table's entries in 512-byte part `part`, as they are on disk.
     pub(crate) fn table_part(&self, part: usize) -> Vec<u8> {
         let entries = self.table.iter().skip(part * PART_ENTRIES).take(PART_ENTRIES);
@@ -435,8 +444,9 @@ impl Refcounts {
     fn lengthen_table(&mut self, index: usize) -> Result<(), Stuck> {
         let max = (REFCOUNT_TABLE_MAX_BYTES / 8) as usize;
         if index >= max {
+            // No space on the host would help.
             tracing::error!("the refcount table has reached its largest size");
-            return Err(no_space());
+            return Err(Stuck::Failed(IoError::OutOfRange));
         }
         let wanted = (index + 1).max(self.table.len() + self.table.len() / 2) + 8;
         let len = wanted

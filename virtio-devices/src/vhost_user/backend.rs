@@ -101,7 +101,7 @@ impl Backend {
     fn stop_all(&mut self) -> std::result::Result<(), WorkerGone> {
         let mut result = Ok(());
         for (vring, worker) in self.vrings.iter_mut().zip(&*self.workers) {
-            result = result.and(vring.stop(worker));
+            result = result.and(vring.stop(worker, &**self.device.disk()));
         }
         self.worker_gone |= result.is_err();
         result
@@ -137,7 +137,7 @@ impl Backend {
         let (Some(vring), Some(worker)) = (self.vrings.get_mut(index), self.workers.get(index)) else {
             return Err(refuse(format!("there is no queue {index}")));
         };
-        if let Err(error) = vring.stop(worker) {
+        if let Err(error) = vring.stop(worker, &**self.device.disk()) {
             self.worker_gone = true;
             return Err(refuse(error));
         }

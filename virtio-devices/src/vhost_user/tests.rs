@@ -834,3 +834,83 @@ fn a_server_that_cannot_be_started_says_why() {
         "cannot start the worker of queue 0"
     );
 }
+
+/// A disk whose host never has space, and that waits for it.
+#[derive(Debug)]
+struct Full(Arc<RawDisk>);
+
+impl Full {
+    fn disk() -> Arc<dyn Disk> {
+        let file = File::options().read(true).write(true).open("/dev/full");
+        let options = FileOptions {
+            write: true,
+            direct: false,
+        };
+        let image = ImageFile::from_fd("full".as_ref(), file.expect("/dev/full"), options);
+        image.wait_for_space();
+        Arc::new(Self(RawDisk::new(image, DISK_BYTES, true)))
+    }
+}
+
+impl Disk for Full {
+    fn info(&self) -> block::DiskInfo {
+        self.0.info()
+    }
+
+    fn open_queue(
+        self: Arc<Self>,
+        cx: &block::Context,
+    ) -> std::result::Result<Box<dyn block::DiskQueue>, block::OpenQueueError> {
+        Arc::clone(&self.0).open_queue(cx)
+    }
+
+    // The device cannot be synced, and nothing was written.
+    fn close(
+        self: Arc<Self>,
+        _cx: &block::Context,
+    ) -> block::LocalBoxFuture<'static, std::result::Result<(), IoError>> {
+        Box::pin(async { Ok(()) })
+    }
+
+    fn hold_off(&self) -> Option<block::hold::HoldOff> {
+        self.0.hold_off()
+    }
+}
+
+#[test]
+fn a_queue_whose_writes_wait_for_space_drains_when_it_is_stopped() {
+    for ring in [RingKind::IoUring, RingKind::Syscalls] {
+        let world = World::on(ring, Full::disk(), 2, false);
+        let mut client = world.client(2);
+        let held: Vec<u16> = (0..2)
+            .map(|queue| client.submit(queue, OUT, 8, &[(DATA, 4096, false)]))
+            .collect();
+        std::thread::sleep(Duration::from_millis(200));
+        for queue in 0..2 {
+            assert_eq!(
+                client.ask(queue, IN, 8, &[(DATA, 4096, true)]),
+                OK,
+                "a read waits"
+            );
+            assert_eq!(client.drivers[queue].take_used(), None, "the write did not wait");
+        }
+        // Stopping one queue ends the waits of both, as one may wait for the other; the other goes on.
+        let begin = Instant::now();
+        assert_eq!(client.frontend.get_vring_base(0).expect("GET_VRING_BASE"), 2);
+        assert!(begin.elapsed() < Duration::from_secs(5));
+        for (queue, head) in held.into_iter().enumerate() {
+            assert_eq!(client.answer(queue).0, u32::from(head));
+            assert_eq!(client.drivers[queue].status(head), IOERR);
+        }
+        client.submit(1, OUT, 8, &[(DATA, 4096, false)]);
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(client.drivers[1].take_used(), None, "it did not wait again");
+        let begin = Instant::now();
+        world.stop();
+        assert!(
+            begin.elapsed() < Duration::from_secs(5),
+            "the stop waits for space"
+        );
+        assert!(client.drivers[1].take_used().is_some());
+    }
+}

@@ -14,6 +14,7 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use block::Disk;
 use block::worker::{FrontendId, WorkerGone, WorkerHandle};
 
 use super::event::ClientEvent;
@@ -152,8 +153,10 @@ impl Vring {
     }
 
     /// Stops the queue, if it runs, by draining it. A broken queue needs a new kick to start again.
-    pub(super) fn stop(&mut self, worker: &WorkerHandle) -> Result<(), WorkerGone> {
+    pub(super) fn stop(&mut self, worker: &WorkerHandle, disk: &dyn Disk) -> Result<(), WorkerGone> {
         if let Some(Running { id, report }) = self.running.take() {
+            // What waits for space, on whichever queue, would hold the drain up for as long as there is none.
+            let _off = disk.hold_off();
             worker.remove(id)?;
             self.next_available = report.next_available();
             if report.is_broken() {

@@ -116,6 +116,12 @@ pub static KEYS: &[Key] = &[
         "keep discarded clusters reserved, so that the image does not fragment",
     ),
     here(
+        "werror",
+        "report or wait",
+        "report",
+        "what becomes of a write that the host has no space for: it fails, or waits until there is space",
+    ),
+    here(
         "poll_us",
         "microseconds from 0 to 10000",
         "adaptive",

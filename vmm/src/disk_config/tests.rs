@@ -59,11 +59,30 @@ fn every_key_reaches_its_field() {
         lock_granularity: LockGranularity::Full,
         l2_cache_bytes: Some(4 << 20),
         discard_no_unref: true,
+        werror: WriteErrors::Report,
         poll_us: Some(50),
     };
     assert_eq!(config, expected);
     assert_eq!(config.name(), "d0");
     assert_eq!((config.cpus_of(0), config.cpus_of(2)), (Some(&[1, 3][..]), None));
+}
+
+#[test]
+fn writes_without_space_fail_unless_they_are_to_wait() {
+    assert_eq!(parse("path=d").werror, WriteErrors::Report);
+    assert_eq!(parse("path=d,werror=report").werror, WriteErrors::Report);
+    assert_eq!(
+        parse("path=d,image_type=raw,werror=wait").werror,
+        WriteErrors::Wait
+    );
+    assert_eq!(
+        refused("path=d,werror=stop"),
+        "--disk: `werror=stop`: werror takes report or wait"
+    );
+    assert_eq!(
+        refused("path=d,werror=wait,readonly=on"),
+        "--disk: `werror=wait` contradicts `readonly=on`: nothing is written"
+    );
 }
 
 #[test]

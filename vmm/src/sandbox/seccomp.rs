@@ -80,6 +80,9 @@ const QUEUE: &[libc::c_long] = &[
     libc::SYS_lseek,
     libc::SYS_fstat,
     libc::SYS_statx,
+    // A worker's alarm, for writes that wait for space.
+    libc::SYS_timerfd_create,
+    libc::SYS_timerfd_settime,
 ];
 
 /// Clients: accepting them, their messages, their memory; and opening an image again, which Landlock limits.

@@ -1,0 +1,139 @@
+//! Alignment, bouncing, zeroing: what a view does that a plain descriptor does not.
+
+use super::*;
+use std::io::Write;
+
+fn view(alignment: Alignment, contents: &[u8]) -> (Context, FileView) {
+    let cx = Context::syscalls();
+    let mut file = tempfile::tempfile().expect("a temporary file");
+    file.write_all(contents).expect("its contents");
+    let mut image = ImageFile::from_file(
+        "test".into(),
+        file,
+        FileOptions {
+            write: true,
+            direct: false,
+        },
+        false,
+    );
+    image.alignment = alignment;
+    let view = Arc::new(image).view(&cx).expect("a view");
+    (cx, view)
+}
+
+fn pieces(bytes: &[u8]) -> Pieces {
+    smallvec![Piece::whole(&Rc::new(Buffer::from(AlignedBuf::from_slice(
+        bytes
+    ))))]
+}
+
+#[test]
+fn misaligned_writes_leave_their_neighbours_alone() {
+    for (offset, len) in [
+        (1, 1),
+        (0, 100),
+        (4000, 200),
+        (4095, 4098),
+        (100, 3996),
+        (512, 8192),
+        (5000, 1),
+    ] {
+        let before: Vec<u8> = (0..16384u32).map(|i| (i % 251) as u8).collect();
+        let (cx, view) = view(
+            Alignment {
+                memory: 512,
+                offset: 4096,
+            },
+            &before,
+        );
+        let mut expected = before.clone();
+        expected[offset..offset + len].fill(0xEE);
+        cx.block_on(view.write(offset as u64, pieces(&vec![0xEE; len]), false))
+            .expect("the ring turns")
+            .expect("a write");
+        let found = cx
+            .block_on(view.read_at(0, 16384))
+            .expect("the ring turns")
+            .expect("a read");
+        assert_eq!(&found[..], &expected[..], "write of {len} at {offset}");
+        let part = cx
+            .block_on(view.read_at(offset as u64, len))
+            .expect("the ring turns")
+            .expect("a read");
+        assert_eq!(&part[..], &expected[offset..offset + len]);
+    }
+}
+
+#[test]
+fn two_writes_to_one_block_both_land() {
+    let (cx, view) = view(
+        Alignment {
+            memory: 512,
+            offset: 4096,
+        },
+        &[0; 8192],
+    );
+    let other = view.clone();
+    cx.spawn(async move { other.write(512, pieces(&[2; 512]), false).await.expect("a write") });
+    cx.block_on(view.write(0, pieces(&[1; 512]), false))
+        .expect("the ring turns")
+        .expect("a write");
+    let found = cx
+        .block_on(async {
+            while cx.tasks() > 0 {
+                view.sync().await.expect("a sync");
+            }
+            view.read_at(0, 1024).await
+        })
+        .expect("the ring turns")
+        .expect("a read");
+    assert!(found[..512].iter().all(|&byte| byte == 1) && found[512..].iter().all(|&byte| byte == 2));
+}
+
+#[test]
+fn direct_io_tells_its_alignment_and_reads_what_was_written() {
+    let path = tempfile::NamedTempFile::new_in("/var/tmp").expect("a temporary file");
+    let options = FileOptions {
+        write: true,
+        direct: true,
+    };
+    let file = ImageFile::open(path.path(), options).expect("direct I/O in /var/tmp");
+    assert!(file.alignment().offset >= 512);
+    let cx = Context::syscalls();
+    let view = file.view(&cx).expect("a view");
+    cx.block_on(async {
+        view.write(3, pieces(&[5; 10_000]), false).await?;
+        let found = view.read_at(0, 10_003).await?;
+        assert_eq!(found[..3], [0; 3]);
+        assert!(found[3..].iter().all(|&byte| byte == 5));
+        Ok::<(), IoError>(())
+    })
+    .expect("the ring turns")
+    .expect("I/O");
+}
+
+#[test]
+fn a_directory_is_not_an_image() {
+    let error = ImageFile::open(Path::new("/tmp"), FileOptions::default()).expect_err("a directory");
+    assert!(matches!(error, OpenFileError::WrongKind { .. }), "{error}");
+}
+
+#[test]
+fn zeroing_and_punching_give_zeros() {
+    let (cx, view) = view(Alignment::NONE, &[9; 65536]);
+    cx.block_on(async {
+        view.zero(4096, 8192).await?;
+        view.punch(20_480, 4096).await?;
+        view.file.no_zero_range.store(true, Ordering::Relaxed);
+        view.zero(40_000, 100).await?;
+        let found = view.read_at(0, 65536).await?;
+        for (at, &byte) in found.iter().enumerate() {
+            let zeroed =
+                (4096..12288).contains(&at) || (20480..24576).contains(&at) || (40000..40100).contains(&at);
+            assert_eq!(byte, if zeroed { 0 } else { 9 }, "byte {at}");
+        }
+        Ok::<(), IoError>(())
+    })
+    .expect("the ring turns")
+    .expect("I/O");
+}

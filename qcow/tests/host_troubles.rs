@@ -1,0 +1,492 @@
+//! What becomes of requests, and of what was acknowledged, when the host runs out of space or a sync fails.
+//!
+//! Method: real ones. A test runs itself again in a mount namespace of its own, where a small tmpfs can be filled
+//! to the last page and emptied again, or where a file system lies on a loop device whose own file is in that tmpfs:
+//! its writes are taken, and fail when they are to be made durable.
+
+#![expect(
+    clippy::print_stdout,
+    reason = "what cannot run here is counted by what it prints"
+)]
+
+mod common;
+
+use std::cell::RefCell;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use block::file::{FileOptions, ImageFile};
+use block::raw::RawDisk;
+use block::ring::RingKind;
+use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
+use common::create;
+use qcow::image::CreateOptions;
+use qcow::{OpenOptions, QcowDisk};
+
+const CLUSTER: u64 = 65536;
+const DISK: u64 = 32 << 20;
+const NO_SPACE: Result<(), IoError> = Err(IoError::Host { errno: libc_enospc() });
+
+const fn libc_enospc() -> i32 {
+    28
+}
+
+/// Where a test is while it runs in its own namespace.
+const PLACE: &str = "RINGDISK_TEST_PLACE";
+
+/// Whether this is the test in its namespace: then the folder that was mounted for it. Otherwise runs it there,
+/// after `mounts`.
+fn place(test: &str, mounts: &str) -> Option<PathBuf> {
+    if let Some(place) = std::env::var_os(PLACE) {
+        return Some(place.into());
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let script = format!("{{ {mounts} ; }} || exit 77; exec \"$0\" \"$@\"");
+    let output = Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "bash", "-c", &script])
+        .arg(std::env::current_exe().expect("this test"))
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .env(PLACE, folder.path())
+        .output()
+        .expect("unshare, of the package util-linux");
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    match output.status.code() {
+        Some(0) => assert!(said.contains("1 passed"), "{test} did not run: {said}"),
+        Some(77) | Some(1) if !said.contains("running 1 test") => {
+            println!("cannot run here: {test}, because nothing can be mounted: {said}");
+        }
+        _ => panic!("{test}: {said}"),
+    }
+    None
+}
+
+const SMALL: &str = "mount -t tmpfs -o size=8m,huge=never none \"$RINGDISK_TEST_PLACE\"";
+
+/// A file system without a journal, so that a failed write leaves it as it is, on a file in a tmpfs.
+const FAULTY: &str = "mount -t tmpfs -o size=16m,huge=never none \"$RINGDISK_TEST_PLACE\" && cd \"$RINGDISK_TEST_PLACE\" && \
+    truncate -s 64M backing && mkfs.ext4 -q -O ^has_journal -E lazy_itable_init=0 backing && mkdir fs && \
+    mount -o loop backing fs";
+
+/// Takes all the space there is in a folder, and what comes free a moment later: a ring that ends lets go of its
+/// files by and by.
+fn fill(folder: &Path) {
+    let mut file = std::fs::File::create(folder.join("filler")).expect("a file");
+    let mut quiet = 0;
+    while quiet < 5 {
+        let mut taken = false;
+        for size in [4096, 1] {
+            while file.write_all(&vec![1; size]).is_ok() {
+                taken = true;
+            }
+        }
+        quiet = if taken { 0 } else { quiet + 1 };
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn empty(folder: &Path) {
+    std::fs::remove_file(folder.join("filler")).expect("the filler");
+}
+
+/// A queue of any disk, turned by hand.
+struct Lane {
+    cx: Context,
+    queue: Box<dyn DiskQueue>,
+    sink: std::rc::Rc<CompletionSink>,
+    /// Answers that came together with one that was waited for.
+    more: RefCell<Vec<Done>>,
+}
+
+impl Lane {
+    fn new(disk: &Arc<dyn Disk>, ring: RingKind) -> Self {
+        let cx = Context::new(ring, 64).expect("these tests need io_uring");
+        let queue = Arc::clone(disk).open_queue(&cx).expect("a queue");
+        Self {
+            cx,
+            queue,
+            sink: CompletionSink::new(),
+            more: RefCell::default(),
+        }
+    }
+
+    fn submit(&self, op: Op, offset: u64, len: u64, byte: u8) {
+        let buffer: Buffer = match op {
+            Op::Read | Op::Write { .. } => AlignedBuf::from_slice(&vec![byte; len as usize]).into(),
+            _ => Buffer::default(),
+        };
+        self.queue
+            .submit(Request::new(op, offset, len, buffer, &self.sink, 0));
+    }
+
+    fn turn(&self, done: &mut Vec<Done>) {
+        self.cx.run_ready();
+        self.cx.ring().turn(false).expect("the ring turns");
+        self.cx.run_ready();
+        self.sink.drain_into(done);
+    }
+
+    fn answer(&self) -> Done {
+        let mut done = self.more.borrow_mut();
+        let begin = Instant::now();
+        while done.is_empty() {
+            assert!(begin.elapsed() < Duration::from_secs(30), "no answer");
+            self.turn(&mut done);
+        }
+        done.remove(0)
+    }
+
+    /// Turns for a while in which no answer may come.
+    fn assert_waits(&self) {
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_millis(300) {
+            let mut done = Vec::new();
+            self.turn(&mut done);
+            assert!(done.is_empty(), "it did not wait: {done:?}");
+        }
+    }
+
+    fn ask(&self, op: Op, offset: u64, len: u64, byte: u8) -> Result<(), IoError> {
+        self.submit(op, offset, len, byte);
+        self.answer().result
+    }
+
+    fn write(&self, offset: u64, len: u64, byte: u8) -> Result<(), IoError> {
+        self.ask(Op::Write { fua: false }, offset, len, byte)
+    }
+
+    fn flush(&self) -> Result<(), IoError> {
+        self.ask(Op::Flush, 0, 0, 0)
+    }
+
+    #[track_caller]
+    fn assert_reads(&self, offset: u64, len: u64, byte: u8) {
+        self.submit(Op::Read, offset, len, 0xCC);
+        let done = self.answer();
+        assert_eq!(done.result, Ok(()));
+        let bytes = done.buffer.into_owned().expect("our own buffer");
+        assert!(bytes.iter().all(|&found| found == byte), "at {offset:#x}");
+    }
+
+    fn settle(&self) {
+        let mut done = Vec::new();
+        while self.cx.tasks() > 0 {
+            self.turn(&mut done);
+        }
+        assert!(done.is_empty());
+    }
+}
+
+fn close(disk: Arc<dyn Disk>) -> Result<(), IoError> {
+    let cx = Context::syscalls();
+    cx.block_on(disk.close(&cx)).expect("the ring turns")
+}
+
+fn qcow(folder: &Path, wait: bool) -> Arc<dyn Disk> {
+    let path = folder.join("disk.qcow2");
+    create(&path, &CreateOptions::new(DISK));
+    reopen(folder, wait)
+}
+
+fn reopen(folder: &Path, wait: bool) -> Arc<dyn Disk> {
+    let options = OpenOptions {
+        wait_for_space: wait,
+        backing_files: true,
+        ..OpenOptions::default()
+    };
+    QcowDisk::open(&folder.join("disk.qcow2"), &options).expect("the image opens")
+}
+
+fn raw(folder: &Path, wait: bool, direct: bool) -> Arc<dyn Disk> {
+    let path = folder.join("disk.raw");
+    if !path.exists() {
+        let file = std::fs::File::create(&path).expect("a file");
+        file.set_len(DISK).expect("its length");
+    }
+    let file = ImageFile::open(&path, FileOptions { write: true, direct }).expect("the file");
+    if wait {
+        file.wait_for_space();
+    }
+    RawDisk::new(file, DISK, true)
+}
+
+#[track_caller]
+fn assert_flawless(folder: &Path) {
+    let output = Command::new("qemu-img")
+        .args(["check", "-f", "qcow2"])
+        .arg(folder.join("disk.qcow2"))
+        .output()
+        .expect("qemu-img, of the package qemu-utils");
+    let text = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&text));
+}
+
+const RINGS: [RingKind; 2] = [RingKind::IoUring, RingKind::Syscalls];
+
+#[test]
+fn without_space_a_write_fails_and_nothing_acknowledged_is_lost() {
+    let test = "without_space_a_write_fails_and_nothing_acknowledged_is_lost";
+    let Some(folder) = place(test, SMALL) else { return };
+    for ring in RINGS {
+        let disk = qcow(&folder, false);
+        let lane = Lane::new(&disk, ring);
+        assert_eq!(lane.write(0, CLUSTER, 1), Ok(()));
+        fill(&folder);
+        // New clusters; a FLUSH, whose tables have no place; and again with space.
+        assert_eq!(lane.write(CLUSTER, 3 * CLUSTER, 2), NO_SPACE);
+        assert_eq!(lane.flush(), NO_SPACE);
+        assert_eq!(lane.write(0, CLUSTER, 3), Ok(()), "an overwrite needs no space");
+        empty(&folder);
+        assert_eq!(
+            lane.flush(),
+            Ok(()),
+            "a write that found no space has lost nothing"
+        );
+        assert_eq!(lane.write(CLUSTER, 3 * CLUSTER, 4), Ok(()));
+        assert_eq!(lane.flush(), Ok(()));
+        lane.assert_reads(0, CLUSTER, 3);
+        lane.assert_reads(CLUSTER, 3 * CLUSTER, 4);
+        lane.settle();
+        drop(lane);
+        assert_eq!(close(disk), Ok(()));
+        assert_flawless(&folder);
+
+        let disk = raw(&folder, false, false);
+        let lane = Lane::new(&disk, ring);
+        fill(&folder);
+        assert_eq!(lane.write(0, CLUSTER, 1), NO_SPACE);
+        assert_eq!(lane.ask(Op::Write { fua: true }, 0, CLUSTER, 1), NO_SPACE);
+        empty(&folder);
+        assert_eq!(lane.ask(Op::Write { fua: true }, 0, CLUSTER, 1), Ok(()));
+        assert_eq!(lane.flush(), Ok(()));
+        drop(lane);
+        assert_eq!(close(disk), Ok(()));
+        std::fs::remove_file(folder.join("disk.raw")).expect("the disk");
+    }
+}
+
+#[test]
+fn a_write_that_waits_for_space_is_answered_when_there_is_some() {
+    let test = "a_write_that_waits_for_space_is_answered_when_there_is_some";
+    let Some(folder) = place(test, SMALL) else { return };
+    for ring in RINGS {
+        for fua in [false, true] {
+            for disk in [qcow(&folder, true), raw(&folder, true, false)] {
+                let lane = Lane::new(&disk, ring);
+                fill(&folder);
+                lane.submit(Op::Write { fua }, CLUSTER, 3 * CLUSTER, 7);
+                lane.submit(Op::Write { fua }, 8 * CLUSTER + 4096, 8192, 8);
+                lane.assert_waits();
+                lane.submit(Op::Read, 0, 4096, 0xCC);
+                assert_eq!(lane.answer().result, Ok(()), "reads do not wait");
+                empty(&folder);
+                assert_eq!(lane.answer().result, Ok(()));
+                assert_eq!(lane.answer().result, Ok(()));
+                assert_eq!(lane.flush(), Ok(()));
+                lane.assert_reads(CLUSTER, 3 * CLUSTER, 7);
+                lane.assert_reads(8 * CLUSTER, 4096, 0);
+                lane.assert_reads(8 * CLUSTER + 4096, 8192, 8);
+                lane.settle();
+                drop(lane);
+                assert_eq!(close(disk), Ok(()));
+            }
+            assert_flawless(&folder);
+            std::fs::remove_file(folder.join("disk.raw")).expect("the disk");
+        }
+    }
+}
+
+#[test]
+fn a_flush_that_waits_for_space_loses_nothing() {
+    let test = "a_flush_that_waits_for_space_loses_nothing";
+    let Some(folder) = place(test, SMALL) else { return };
+    for ring in RINGS {
+        let disk = qcow(&folder, true);
+        let (lane, other) = (Lane::new(&disk, ring), Lane::new(&disk, ring));
+        assert_eq!(lane.write(5 * CLUSTER, 2 * CLUSTER, 5), Ok(()));
+        fill(&folder);
+        // The L2 table is new: its place in the file has no space yet.
+        lane.submit(Op::Flush, 0, 0, 0);
+        lane.assert_waits();
+        other.submit(Op::Flush, 0, 0, 0);
+        other.assert_waits();
+        lane.assert_waits();
+        empty(&folder);
+        assert_eq!(lane.answer().result, Ok(()));
+        assert_eq!(other.answer().result, Ok(()));
+        // A cut now: what was flushed is there.
+        let copy = folder.join("copy.qcow2");
+        std::fs::copy(folder.join("disk.qcow2"), &copy).expect("a copy");
+        let read_only = OpenOptions {
+            read_only: true,
+            ..OpenOptions::default()
+        };
+        let after: Arc<dyn Disk> = QcowDisk::open(&copy, &read_only).expect("the copy opens");
+        Lane::new(&after, ring).assert_reads(5 * CLUSTER, 2 * CLUSTER, 5);
+        std::fs::remove_file(&copy).expect("the copy");
+        for lane in [lane, other] {
+            lane.settle();
+        }
+        assert_eq!(close(disk), Ok(()));
+        assert_flawless(&folder);
+    }
+}
+
+#[test]
+fn a_wait_ends_when_a_queue_is_to_drain_and_none_begins_until_it_has() {
+    let test = "a_wait_ends_when_a_queue_is_to_drain_and_none_begins_until_it_has";
+    let Some(folder) = place(test, SMALL) else { return };
+    for ring in RINGS {
+        for disk in [qcow(&folder, true), raw(&folder, true, false)] {
+            let (lane, other) = (Lane::new(&disk, ring), Lane::new(&disk, ring));
+            assert_eq!(lane.write(0, CLUSTER, 1), Ok(()));
+            fill(&folder);
+            lane.submit(Op::Write { fua: false }, CLUSTER, CLUSTER, 2);
+            other.submit(Op::Write { fua: false }, 2 * CLUSTER, CLUSTER, 2);
+            lane.assert_waits();
+            other.assert_waits();
+            let off = disk.hold_off().expect("a disk that waits");
+            assert_eq!(lane.answer().result, NO_SPACE);
+            assert_eq!(other.answer().result, NO_SPACE);
+            assert_eq!(lane.write(3 * CLUSTER, CLUSTER, 2), NO_SPACE, "it began to wait");
+            drop(off);
+            lane.submit(Op::Write { fua: false }, 4 * CLUSTER, CLUSTER, 2);
+            lane.assert_waits();
+            empty(&folder);
+            assert_eq!(lane.answer().result, Ok(()));
+            fill(&folder);
+            lane.submit(Op::Write { fua: false }, 5 * CLUSTER, CLUSTER, 2);
+            lane.assert_waits();
+            // A close ends waits for good, also where it cannot write what it should.
+            let begin = Instant::now();
+            let _closed = close(Arc::clone(&disk));
+            assert!(
+                begin.elapsed() < Duration::from_secs(5),
+                "the close waits for space"
+            );
+            assert_eq!(lane.answer().result, NO_SPACE);
+            empty(&folder);
+            lane.settle();
+        }
+        std::fs::remove_file(folder.join("disk.raw")).expect("the disk");
+    }
+}
+
+/// The host's own sync would succeed the second time: the kernel tells of a failure once.
+#[test]
+fn after_a_failed_sync_nothing_is_called_durable_until_the_image_is_reopened() {
+    let test = "after_a_failed_sync_nothing_is_called_durable_until_the_image_is_reopened";
+    let Some(folder) = place(test, FAULTY) else { return };
+    let images = folder.join("fs");
+    let fua = Op::Write { fua: true };
+    for ring in RINGS {
+        let base = images.join("base.qcow2");
+        create(&base, &CreateOptions::new(DISK));
+        for kind in ["qcow2", "overlay", "raw"] {
+            let open = |first: bool| match kind {
+                "raw" => raw(&images, false, false),
+                "overlay" if first => {
+                    let output = Command::new("qemu-img")
+                        .args([
+                            "create",
+                            "-q",
+                            "-f",
+                            "qcow2",
+                            "-b",
+                            "base.qcow2",
+                            "-F",
+                            "qcow2",
+                            "disk.qcow2",
+                        ])
+                        .current_dir(&images)
+                        .output();
+                    assert!(
+                        output
+                            .expect("qemu-img, of the package qemu-utils")
+                            .status
+                            .success()
+                    );
+                    reopen(&images, false)
+                }
+                _ if first => qcow(&images, false),
+                _ => reopen(&images, false),
+            };
+            let disk = open(true);
+            let lane = Lane::new(&disk, ring);
+            let other = Lane::new(&disk, ring);
+            assert_eq!(lane.write(0, CLUSTER, 1), Ok(()), "{kind}");
+            assert_eq!(lane.flush(), Ok(()), "{kind}");
+            fill(&folder);
+            assert_eq!(
+                lane.write(CLUSTER, 128 * CLUSTER, 2),
+                Ok(()),
+                "{kind}: it is only cached"
+            );
+            let lost = lane.flush();
+            assert!(
+                matches!(lost, Err(IoError::Host { .. })),
+                "{kind}: the sync did not fail: {lost:?}"
+            );
+            empty(&folder);
+            for lane in [&lane, &other] {
+                for _ in 0..2 {
+                    assert_eq!(lane.flush(), lost, "{kind}: a FLUSH succeeds");
+                }
+                assert_eq!(lane.ask(fua, 0, 4096, 3), lost, "{kind}: a forced write succeeds");
+                assert_eq!(
+                    lane.write(0, 4096, 3),
+                    Ok(()),
+                    "{kind}: what promises nothing goes on"
+                );
+                lane.assert_reads(0, 4096, 3);
+            }
+            lane.settle();
+            other.settle();
+            drop((lane, other));
+            assert_eq!(close(disk), lost, "{kind}: a close succeeds");
+            // Opened anew: what was flushed before is there, and all goes on.
+            let disk = open(false);
+            let lane = Lane::new(&disk, ring);
+            assert_eq!(lane.write(0, CLUSTER, 9), Ok(()));
+            assert_eq!(lane.flush(), Ok(()), "{kind}: after reopening");
+            lane.assert_reads(0, CLUSTER, 9);
+            lane.settle();
+            drop(lane);
+            assert_eq!(close(disk), Ok(()), "{kind}: after reopening");
+            for name in ["disk.qcow2", "disk.raw"] {
+                let _gone = std::fs::remove_file(images.join(name));
+            }
+        }
+    }
+}
+
+/// A forced write is its own sync: what it finds out counts for the FLUSHes of all queues.
+#[test]
+fn a_forced_write_that_fails_is_a_failed_sync() {
+    let test = "a_forced_write_that_fails_is_a_failed_sync";
+    let Some(folder) = place(test, FAULTY) else { return };
+    let images = folder.join("fs");
+    for ring in RINGS {
+        let disk = raw(&images, false, false);
+        let (lane, other) = (Lane::new(&disk, ring), Lane::new(&disk, ring));
+        assert_eq!(lane.write(0, CLUSTER, 1), Ok(()));
+        assert_eq!(lane.flush(), Ok(()));
+        fill(&folder);
+        assert_eq!(
+            other.write(CLUSTER, 128 * CLUSTER, 2),
+            Ok(()),
+            "it is only cached"
+        );
+        let lost = lane.ask(Op::Write { fua: true }, 0, 4096, 3);
+        assert!(lost.is_err(), "the forced write did not fail");
+        empty(&folder);
+        assert_eq!(other.flush(), lost);
+        assert_eq!(lane.flush(), lost);
+        drop((lane, other));
+        assert_eq!(close(disk), lost);
+        std::fs::remove_file(images.join("disk.raw")).expect("the disk");
+    }
+}
