@@ -2,7 +2,7 @@
 //!
 //! Both come from a [`Clock`], so that a simulated world can have its own. The host's is the monotonic clock, and
 //! a timer descriptor that the worker's ring watches like any other event: an alarm ends the ring's wait, and
-//! [`Timers::fire`], which the executor calls before it looks for tasks, wakes who has slept enough.
+//! `Timers::fire`, which the executor calls before it looks for tasks, wakes who has slept enough.
 //!
 //! What must stay true: while somebody sleeps, the alarm is set for the first of them or earlier.
 
