@@ -35,6 +35,8 @@ pub struct Record {
     pub flushes: u64,
     /// A request failed.
     pub failures: u64,
+    /// A forced write failed, and with it perhaps the sync that it is.
+    pub forced_failed: bool,
     /// Requests may fail.
     pub may_fail: bool,
     version: u64,
@@ -53,6 +55,7 @@ impl Record {
             left: 0,
             answered: 0,
             flushes: 0,
+            forced_failed: false,
             failures: 0,
             may_fail,
             version: 3,
@@ -285,7 +288,10 @@ impl Lane {
                     record.problem(|| format!("{planned}: {text}"));
                 }
             }
-            SlotKind::Change(asked, forced) => record.oracle.answer_change(asked, well, *forced),
+            SlotKind::Change(asked, forced) => {
+                record.forced_failed |= *forced && !well;
+                record.oracle.answer_change(asked, well, *forced);
+            }
             SlotKind::Flush(asked) if well => {
                 record.flushes += 1;
                 record.oracle.answer_flush(asked);

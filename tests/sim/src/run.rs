@@ -267,8 +267,12 @@ impl<'a> Run<'a> {
         self.disk = None;
         match closed {
             Ok(()) => {}
-            // A sync failed in this run: nothing can be promised any more.
-            Err(_) if self.case.profile.sync_error > 0 || self.case.profile.cancel > 0 => {
+            // A sync failed in this run, be it that of a forced write: nothing can be promised any more.
+            Err(_)
+                if self.case.profile.sync_error > 0
+                    || self.case.profile.cancel > 0
+                    || self.record.borrow().forced_failed =>
+            {
                 return self.cut(true);
             }
             Err(error) => return Err(format!("closing fails: {error}")),
