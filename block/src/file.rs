@@ -6,7 +6,7 @@
 //! them is bounced through a buffer of ours.
 //!
 //! What must stay true: only positional I/O (duplicates share an offset); a read-modify-write of a
-//! block excludes every other write to that block until it has ended; and once a sync has failed, on whichever
+//! block excludes every other write, punch and zeroing in that block until it has ended; and once a sync has failed, on whichever
 //! view, none succeeds any more (`durable`).
 //!
 //! A forced write through the page cache is a write and then a sync, so that it is known which of the two failed:
@@ -714,6 +714,13 @@ impl FileView {
         if unsupported.load(Ordering::Relaxed) {
             return Ok(false);
         }
+        // A read-modify-write of a block that the range ends in would bring back what was there.
+        let _lock = if self.file.alignment.offset > 512 {
+            let (start, end) = self.widen(offset, len)?;
+            Some(self.file.ranges.lock(start, end).await)
+        } else {
+            None
+        };
         match self.cx.ring().allocate(&self.handle, mode, offset, len).await {
             Ok(()) => Ok(true),
             Err(error) if self.file.is_refusal(error) => {
@@ -847,7 +854,7 @@ fn copy_in(bounce: &Buffer, mut at: usize, pieces: &Pieces) {
 /// Ranges of a file that a read-modify-write is working on.
 ///
 /// Where the host's block is larger than a guest's sector, two writes to different sectors may share a
-/// block. Then every write takes its blocks first, on whichever worker.
+/// block. Then every write, punch and zeroing takes its blocks first, on whichever worker.
 #[derive(Debug, Default)]
 struct RangeLocks {
     state: Mutex<RangeState>,

@@ -119,6 +119,47 @@ fn a_sync_covers_only_what_had_completed_when_it_was_submitted() {
     assert_eq!(found, [B]);
 }
 
+/// A write of one sector reads and writes its whole block: what was punched or zeroed beside it stays zero.
+#[test]
+fn zeros_beside_a_write_of_the_same_block_stay() {
+    let block = Alignment {
+        memory: 512,
+        offset: 4096,
+    };
+    let profile = Profile {
+        reorder: true,
+        ..Profile::default()
+    };
+    for seed in 0..200 {
+        let world = SimWorld::new(seed, profile);
+        world.set_alignment("disk", block);
+        let view = world.file("disk", true).view(&world.context(64)).expect("a view");
+        write(&view, 0, &[A; 16 * SECTOR]).expect("a write");
+        let at = |sector: u64| sector * SECTOR as u64;
+        let other = view.clone();
+        view.context().spawn(async move {
+            let buffer = Rc::new(Buffer::from(AlignedBuf::from_slice(&[B; SECTOR])));
+            other
+                .write(at(3), smallvec![Piece::whole(&buffer)], false)
+                .await
+                .expect("a write");
+        });
+        run(&view, async {
+            if seed % 2 == 0 {
+                assert!(view.punch(at(4), at(2)).await.expect("a punch"));
+            } else {
+                view.zero(at(4), at(2)).await.expect("zeros");
+            }
+            while view.context().tasks() > 0 {
+                view.sync().await.expect("a sync");
+            }
+            let found = view.read_at(0, 8 * SECTOR).await.expect("a read");
+            let found: Vec<u8> = found.chunks(SECTOR).map(|bytes| bytes[0]).collect();
+            assert_eq!(found, [A, A, A, B, 0, 0, A, A], "seed {seed}");
+        });
+    }
+}
+
 #[test]
 fn a_forced_write_is_durable_with_the_length_it_needs_and_nothing_else_is() {
     // With direct I/O: through the page cache a forced write is a write and a sync of everything.
