@@ -127,6 +127,7 @@ struct Inner {
     timers: Rc<Timers>,
     queue: Arc<RunQueue>,
     tasks: Cell<usize>,
+    chores: Cell<usize>,
     pool: BufferPool,
     /// Spare list, so that running tasks does not hold the lock.
     batch: RefCell<VecDeque<Runnable>>,
@@ -196,6 +197,7 @@ impl Context {
                 timers: Timers::new(clock),
                 queue: Arc::new(queue),
                 tasks: Cell::new(0),
+                chores: Cell::new(0),
                 pool: BufferPool::default(),
                 batch: RefCell::default(),
             }),
@@ -260,6 +262,23 @@ impl Context {
         runnable.schedule();
     }
 
+    /// Starts a task that nobody waits for, but that must not be left half-way: [`Context::block_on`] does not end
+    /// before it.
+    pub fn spawn_chore(&self, future: impl Future<Output = ()> + 'static) {
+        struct Counted(Rc<Inner>);
+        impl Drop for Counted {
+            fn drop(&mut self) {
+                self.0.chores.set(self.0.chores.get() - 1);
+            }
+        }
+        self.inner.chores.set(self.inner.chores.get() + 1);
+        let counted = Counted(Rc::clone(&self.inner));
+        self.spawn(async move {
+            let _counted = counted;
+            future.await;
+        });
+    }
+
     /// Runs every task that is ready, those included that become ready meanwhile, up to a bound.
     /// Returns whether there were any.
     pub fn run_ready(&self) -> bool {
@@ -290,7 +309,8 @@ impl Context {
         self.inner.queue.len.load(Ordering::SeqCst) != 0
     }
 
-    /// Runs `future`, and every task of this context meanwhile, until `future` has its output.
+    /// Runs `future`, and every task of this context meanwhile, until `future` has its output and no chore is
+    /// left: the context may be dropped then.
     ///
     /// # Errors
     ///
@@ -314,9 +334,17 @@ impl Context {
         let _watch = self.ring().watch(self.inner.queue.wake_fd()?, u64::MAX)?;
         let mut events = Vec::new();
         let mut future = pin!(future);
+        let mut output = None;
         loop {
-            if flag.woken.swap(false, Ordering::SeqCst)
-                && let Poll::Ready(output) = future.as_mut().poll(&mut std::task::Context::from_waker(&waker))
+            let woken = flag.woken.swap(false, Ordering::SeqCst);
+            if woken
+                && output.is_none()
+                && let Poll::Ready(ready) = future.as_mut().poll(&mut std::task::Context::from_waker(&waker))
+            {
+                output = Some(ready);
+            }
+            if self.inner.chores.get() == 0
+                && let Some(output) = output.take()
             {
                 return Ok(output);
             }

@@ -191,3 +191,85 @@ fn a_disk_that_two_make_larger_ends_up_with_the_larger_size() {
     world.contents(DISK).read(24, &mut size);
     assert_eq!(u64::from_be_bytes(size), 96 << 10);
 }
+
+/// The disk, with its first `clusters` written.
+async fn filled(world: &SimWorld, cx: &Context, clusters: u64) -> (Arc<QcowDisk>, Box<dyn DiskQueue>) {
+    let (disk, queue) = open(world, cx).await;
+    for cluster in 0..clusters {
+        let bytes = AlignedBuf::from_slice(&[7; 512]);
+        let write = Op::Write { fua: false };
+        ask(&*queue, write, cluster * 512, bytes.into())
+            .await
+            .expect("a write");
+    }
+    (disk, queue)
+}
+
+async fn discard(queue: &dyn DiskQueue, len: u64) {
+    let (request, answer) = Request::local(Op::Discard, 0, len, Buffer::default());
+    queue.submit(request);
+    answer.await.result.expect("a discard");
+}
+
+/// A FLUSH leaves freeing to the background. Closing right behind it must wait for that: what would be counted
+/// down after the last write-back is leaked.
+#[test]
+fn closing_behind_a_flush_leaves_nothing_leaked() {
+    for seed in 0..50 {
+        let image = world(64 << 10).contents(DISK).to_bytes();
+        let slow = Profile {
+            reorder: true,
+            linger: 500,
+            late: 100,
+            ..Profile::default()
+        };
+        let world = SimWorld::new(seed, slow);
+        world.set_contents(DISK, SimImage::from_bytes(&world.store(), &image));
+        let cx = world.context(64);
+        cx.block_on(async {
+            let (disk, queue) = filled(&world, &cx, 40).await;
+            discard(&*queue, 40 * 512).await;
+            ask(&*queue, Op::Flush, 0, Buffer::default())
+                .await
+                .expect("a flush");
+            drop(queue);
+            disk.close(&cx).await.expect("a clean close");
+        })
+        .expect("nothing waits for ever");
+        world.settle();
+        let judge = SimWorld::with_store(0, Profile::IMMEDIATE, &world.store());
+        judge.set_contents(DISK, world.contents(DISK));
+        let judge_cx = judge.context(64);
+        let view = judge.file(DISK, false).view(&judge_cx).expect("a view");
+        let report = judge_cx
+            .block_on(check(&view))
+            .expect("it turns")
+            .expect("a check");
+        assert!(report.findings.is_empty(), "seed {seed}: {:?}", report.findings);
+    }
+}
+
+/// A worker that did one thing and went away leaves no pass half-way: whoever closes would wait for it for ever.
+#[test]
+fn a_worker_that_did_one_thing_leaves_nothing_behind() {
+    let world = world(64 << 10);
+    world.set_profile(Profile::default());
+    let cx = world.context(64);
+    // What is not answered yet when the block ends is still with the host.
+    let disk = cx
+        .block_on(async {
+            let (disk, queue) = filled(&world, &cx, 40).await;
+            discard(&*queue, 40 * 512).await;
+            ask(&*queue, Op::Flush, 0, Buffer::default())
+                .await
+                .expect("a flush");
+            disk
+        })
+        .expect("nothing waits for ever");
+    assert_eq!(cx.tasks(), 0, "something was left under way");
+    drop(cx);
+    let cx = world.context(64);
+    cx.block_on(disk.close(&cx))
+        .expect("nothing waits for ever")
+        .expect("a clean close");
+}

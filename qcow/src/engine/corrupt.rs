@@ -9,7 +9,7 @@ use std::rc::Rc;
 use block::IoError;
 use block::report::Kind;
 
-use super::{Queue, flush, header as sector};
+use super::{Queue, chores, flush, header as sector};
 use crate::format::{Incompatible, Version, header};
 use crate::metadata::Lookup;
 use crate::metadata::snapshot::Misplaced;
@@ -84,8 +84,7 @@ pub(super) fn mark(queue: &Rc<Queue>) {
     if !shared.mark_corrupt() || shared.policy.read_only || shared.geometry.version() == Version::V2 {
         return;
     }
-    let queue = Rc::clone(queue);
-    queue.cx.clone().spawn(async move {
+    chores::start(queue, async |queue: Rc<Queue>| {
         let written = sector::change(&queue, |bytes| {
             let field = &mut bytes[header::at::INCOMPATIBLE_FEATURES..][..8];
             let mut features = [0; 8];

@@ -20,7 +20,7 @@ use block::canary::{Rule, broken};
 use block::{AlignedBuf, IoError};
 
 use super::read::{Part, finish};
-use super::{Queue, Shared, corrupt, header as sector, load, reclaim};
+use super::{Queue, Shared, chores, corrupt, header as sector, load, reclaim};
 use crate::format::header;
 use crate::metadata::snapshot::{Place, Snapshot};
 
@@ -101,8 +101,7 @@ pub(super) fn in_background(queue: &Rc<Queue>) {
     if queue.shared.rounds.lock().running {
         return;
     }
-    let queue = Rc::clone(queue);
-    queue.cx.clone().spawn(async move {
+    chores::start(queue, async |queue: Rc<Queue>| {
         if let Err(error) = flush(&queue).await {
             let image = queue.shared.file.path().display();
             tracing::warn!(%image, %error, "metadata could not be written back; it stays in memory");

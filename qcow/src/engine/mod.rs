@@ -7,6 +7,7 @@
 //! What must stay true: the metadata lock is never held across an await or an I/O, and a request holds
 //! its epoch guard from before it looks at the mapping until it is answered.
 
+mod chores;
 mod compressed;
 mod corrupt;
 mod flush;
@@ -39,6 +40,7 @@ use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteG
 
 use crate::format::{CompressionType, Geometry, Version};
 use crate::metadata::{Extent, Lookup, Metadata};
+use chores::Chores;
 pub(crate) use compressed::Inflater;
 use flush::Rounds;
 pub(crate) use queue::Queue;
@@ -77,6 +79,7 @@ pub(crate) struct Shared {
     metadata: ShardedLock<Metadata>,
     rounds: Mutex<Rounds>,
     freeing: Mutex<Freeing>,
+    chores: Mutex<Chores>,
     header: Mutex<header::Sector>,
     /// Metadata was found corrupt: the image is not written any more.
     corrupt: AtomicBool,
@@ -167,6 +170,7 @@ impl QcowDisk {
             metadata: ShardedLock::new(parts.metadata),
             rounds: Mutex::default(),
             freeing: Mutex::default(),
+            chores: Mutex::default(),
             header: Mutex::new(header::Sector::new(parts.header)),
             corrupt: AtomicBool::new(false),
             inflater: Inflater::new(parts.inflate_threads),
@@ -266,10 +270,14 @@ impl Disk for QcowDisk {
             if queue.shared.policy.read_only {
                 return Ok(());
             }
-            flush::flush(&queue).await?;
+            let flushed = flush::flush(&queue).await;
+            // A pass that frees, above all: what it counts down is to be written yet.
+            chores::ended(&queue.shared).await;
+            flushed?;
             // The queues are gone, so every drop is past grace; what it freed is counted down and written.
             reclaim::reclaim(&queue).await?;
             flush::flush(&queue).await?;
+            chores::ended(&queue.shared).await;
             // Space that was reserved and not used goes back.
             let end = queue.shared.read()?.refcounts.unused_reserve();
             if let Some(end) = end {

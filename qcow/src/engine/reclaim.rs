@@ -15,7 +15,7 @@ use block::canary::{Rule, broken};
 use rustc_hash::FxHashMap;
 
 use super::read::{Part, finish};
-use super::{Queue, Shared, load};
+use super::{Queue, Shared, chores, load};
 use crate::metadata::Drop as Dropped;
 use crate::metadata::extents::runs_of;
 
@@ -47,8 +47,7 @@ impl Drop for PassGuard<'_> {
 
 /// Starts a pass that nobody waits for.
 pub(super) fn in_background(queue: &Rc<Queue>) {
-    let queue = Rc::clone(queue);
-    queue.cx.clone().spawn(async move {
+    chores::start(queue, async |queue: Rc<Queue>| {
         if let Err(error) = reclaim(&queue).await {
             let image = queue.shared.file.path().display();
             tracing::warn!(%image, %error, "freed clusters could not be reclaimed; they are leaked");

@@ -16,7 +16,7 @@ use block::{AlignedBuf, Buffer, IoError};
 use smallvec::{SmallVec, smallvec};
 
 use super::read::{Part, finish, start_backing};
-use super::{Queue, Shared, compressed, flush, load};
+use super::{Queue, Shared, chores, compressed, flush, load};
 use crate::format::L2Mapping;
 use crate::metadata::{Allocation, Blocked, WriteStep};
 
@@ -83,7 +83,9 @@ pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: 
             flush::in_background(queue);
         }
         if let Some((from, count)) = ahead {
-            queue.cx.spawn(reserve(Rc::clone(queue), from, count));
+            chores::start(queue, async move |queue: Rc<Queue>| {
+                reserve(&queue, from, count).await
+            });
         }
         carry_out(queue, source, steps).await?;
         if let Some(blocked) = blocked {
@@ -95,7 +97,7 @@ pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: 
 
 /// Reserves host space for clusters to come. Direct writes that make a file longer wait for each other in
 /// the host's file system; inside its length they do not.
-async fn reserve(queue: Rc<Queue>, from: u64, count: u64) {
+async fn reserve(queue: &Queue, from: u64, count: u64) {
     let size = queue.shared.geometry.cluster_size();
     let result = queue.file.preallocate(from * size, count * size).await;
     if let Err(error) = result {

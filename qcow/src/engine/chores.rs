@@ -1,0 +1,61 @@
+//! Work that no request waits for: write-back of what piles up, freeing, space reserved ahead, the corrupt mark.
+//!
+//! What must stay true: an image is not closed while a chore is under way on any worker, or what it was to write
+//! would be lost; and a worker that only did one thing ([`Context::block_on`](block::Context::block_on)) goes away
+//! after its chores.
+
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Poll, Waker};
+
+use super::{Queue, Shared};
+
+/// The chores of an image, on all workers.
+#[derive(Debug, Default)]
+pub(super) struct Chores {
+    under_way: usize,
+    waiters: Vec<Waker>,
+}
+
+/// One chore, until it has ended or was dropped.
+struct Chore(Arc<Shared>);
+
+impl Drop for Chore {
+    fn drop(&mut self) {
+        let mut chores = self.0.chores.lock();
+        chores.under_way -= 1;
+        let none_left = chores.under_way == 0;
+        let waiters = if none_left {
+            std::mem::take(&mut chores.waiters)
+        } else {
+            Vec::new()
+        };
+        drop(chores);
+        waiters.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// Starts a chore on the queue's worker.
+pub(super) fn start(queue: &Rc<Queue>, work: impl AsyncFnOnce(Rc<Queue>) + 'static) {
+    queue.shared.chores.lock().under_way += 1;
+    let chore = Chore(Arc::clone(&queue.shared));
+    let worker = Rc::clone(queue);
+    queue.cx.spawn_chore(async move {
+        let _chore = chore;
+        work(worker).await;
+    });
+}
+
+/// Ends when no chore is under way on any worker.
+pub(super) async fn ended(shared: &Shared) {
+    poll_fn(|cx| {
+        let mut chores = shared.chores.lock();
+        if chores.under_way == 0 {
+            return Poll::Ready(());
+        }
+        chores.waiters.push(cx.waker().clone());
+        Poll::Pending
+    })
+    .await;
+}
