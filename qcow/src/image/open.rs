@@ -196,8 +196,8 @@ impl QcowDisk {
     ///
     /// # Errors
     ///
-    /// [`OpenError`]. No byte of any image has been changed then, unless the refcounts of an image that
-    /// was not closed cleanly were being rebuilt.
+    /// [`OpenError`]. No byte of any image has been changed then, unless the host failed while the refcounts of an
+    /// image that was not closed cleanly were being rebuilt.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<Self>, OpenError> {
         // Opening is not worth a ring: it is a few reads.
         let cx = Context::syscalls();
@@ -443,6 +443,10 @@ async fn prepare(view: &FileView, header: Header, write: bool) -> Result<Header,
             image = %view.file().path().display(),
             "the image was not closed cleanly; rebuilding its refcounts"
         );
+        // What would be refused afterwards is refused before the first write.
+        let file_len = view.len().map_err(io_length)?;
+        let l1 = read_l1(view, &header).await?;
+        Structures::compare(&header, &l1, &extras(view, &header, file_len).await)?;
         return Ok(rebuild_refcounts(view).await?);
     }
     Ok(header)
@@ -485,26 +489,10 @@ async fn load(
     write: bool,
 ) -> Result<Metadata, ImageError> {
     let geometry = header.geometry();
-    let io = |source| ImageError::Io {
-        what: "find the length of the file",
-        source,
-    };
-    let file_len = view.len().map_err(io)?;
+    let file_len = view.len().map_err(io_length)?;
     let block_device = view.file().is_block_device();
 
-    let mut l1 = vec![L1Entry::default(); header.l1_entries as usize];
-    for_each_entry(
-        view,
-        "the L1 table",
-        header.l1_offset,
-        u64::from(header.l1_entries),
-        |index, raw| {
-            if let Some(place) = l1.get_mut(index as usize) {
-                *place = L1Entry::from_raw(raw);
-            }
-        },
-    )
-    .await?;
+    let l1 = read_l1(view, header).await?;
     let entries = header.refcount_table_bytes() / 8;
     let mut table = vec![RefcountTableEntry::UNALLOCATED; entries as usize];
     for_each_entry(
@@ -540,6 +528,23 @@ async fn load(
     let mut refcounts = Refcounts::new(geometry, table, place, end, limit, (cache / 4).max(256 << 10));
     refcounts.structures = structures;
     Ok(Metadata::new(geometry, l1, header.l1_offset, refcounts, cache))
+}
+
+fn io_length(source: IoError) -> ImageError {
+    let what = "find the length of the file";
+    ImageError::Io { what, source }
+}
+
+async fn read_l1(view: &FileView, header: &Header) -> Result<Vec<L1Entry>, ImageError> {
+    let mut l1 = vec![L1Entry::default(); header.l1_entries as usize];
+    let entries = u64::from(header.l1_entries);
+    for_each_entry(view, "the L1 table", header.l1_offset, entries, |index, raw| {
+        if let Some(place) = l1.get_mut(index as usize) {
+            *place = L1Entry::from_raw(raw);
+        }
+    })
+    .await?;
+    Ok(l1)
 }
 
 fn default_cache(geometry: &Geometry) -> u64 {

@@ -180,23 +180,12 @@ impl Structures {
             words_max: words_max.max(WORDS_MIN),
             ..Self::default()
         };
-        structures.add(&geometry, Structure::Header, HostOffset::new(0), 1)?;
+        structures.add_all(header, l1, extras)?;
         let at = header.refcount_table_offset;
-        structures.add(
-            &geometry,
-            Structure::RefcountTable,
-            at,
-            header.refcount_table_bytes(),
-        )?;
-        structures.add(&geometry, Structure::L1Table, header.l1_offset, header.l1_bytes())?;
+        let bytes = header.refcount_table_bytes();
+        structures.add(&geometry, Structure::RefcountTable, at, bytes)?;
         for block in table.iter().filter_map(|entry| entry.decode(&geometry).ok()?) {
             structures.add(&geometry, Structure::RefcountBlock, block, 1)?;
-        }
-        for table in l1.iter().filter_map(|entry| entry.decode(&geometry).ok()?) {
-            structures.add(&geometry, Structure::L2Table, table.host, 1)?;
-        }
-        for extra in extras {
-            structures.add(&geometry, extra.structure, extra.offset, extra.bytes)?;
         }
         for (&cluster, structure) in &structures.clusters {
             let index = (cluster >> geometry.refcount_block_bits()) as usize;
@@ -212,6 +201,33 @@ impl Structures {
             }
         }
         Ok(structures)
+    }
+
+    /// Looks for structures over each other before the refcounts are rebuilt: what counts them is left out.
+    ///
+    /// # Errors
+    ///
+    /// [`StructureError::Overlap`].
+    pub(crate) fn compare(header: &Header, l1: &[L1Entry], extras: &[Extra]) -> Result<(), StructureError> {
+        let mut structures = Self {
+            watching: true,
+            ..Self::default()
+        };
+        structures.add_all(header, l1, extras)
+    }
+
+    /// All but the refcount structure.
+    fn add_all(&mut self, header: &Header, l1: &[L1Entry], extras: &[Extra]) -> Result<(), StructureError> {
+        let geometry = header.geometry();
+        self.add(&geometry, Structure::Header, HostOffset::new(0), 1)?;
+        self.add(&geometry, Structure::L1Table, header.l1_offset, header.l1_bytes())?;
+        for table in l1.iter().filter_map(|entry| entry.decode(&geometry).ok()?) {
+            self.add(&geometry, Structure::L2Table, table.host, 1)?;
+        }
+        for extra in extras {
+            self.add(&geometry, extra.structure, extra.offset, extra.bytes)?;
+        }
+        Ok(())
     }
 
     fn add(
