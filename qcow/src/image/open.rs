@@ -123,8 +123,8 @@ pub enum ImageError {
     Unsupported(#[from] Unsupported),
     /// Its structures contradict each other, and it may only be read.
     #[error(
-        "its structures contradict each other and it may only be opened read-only; repair it with `ringdisk \
-         image check --repair all`"
+        "its structures contradict each other and it may only be opened read-only; `ringdisk image check --repair \
+         all` mends wrong counts, but where two structures share a cluster only what it reads as can be copied"
     )]
     Structures(#[from] StructureError),
     /// The host failed an operation.
