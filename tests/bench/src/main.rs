@@ -83,6 +83,9 @@ pub(crate) struct RunArguments {
     /// Our server's binary; built if not given.
     #[arg(long, env = "RINGDISK_BIN")]
     ringdisk: Option<PathBuf>,
+    /// Compare with an older build, instead of with peers: the directory of its `ringdisk` and `ringdisk-bench`.
+    #[arg(long, value_name = "DIR")]
+    before: Option<PathBuf>,
     /// How clients over vhost-user wait for answers, instead of as each row has it.
     #[arg(long, value_enum)]
     wait: Option<Wait>,

@@ -37,7 +37,7 @@ struct Progress {
 ///
 /// If the run cannot begin; rows that fail are reported and make the run end with failure.
 pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
-    let all = rows::all();
+    let all = rows::all(arguments.before.is_some());
     if arguments.list {
         all.iter().for_each(|row| println!("{}", row.name));
         return Ok(ExitCode::SUCCESS);
@@ -88,6 +88,7 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
         ours: our_program(arguments)?,
         peer: Program::StorageDaemon,
         images: Images::new(&arguments.images, arguments.keep_images)?,
+        before: arguments.before.clone(),
         pairs: arguments.pairs,
         wait: arguments.wait,
         timing: Timing {
@@ -136,7 +137,7 @@ fn measure(
     summary: &Path,
 ) -> io::Result<Vec<String>> {
     let begun = Instant::now();
-    let all = rows::all();
+    let all = rows::all(arguments.before.is_some());
     // From here on the file tells of this run only.
     report::write(summary, &in_order(&all, progress))?;
     let mut problems = Vec::new();
@@ -207,9 +208,10 @@ fn run_id(arguments: &RunArguments) -> String {
         seconds,
         ours,
         wait,
+        before,
         ..
     } = arguments;
-    format!("{commit}, {pairs} x {seconds} s, {ours:?}, {wait:?}")
+    format!("{commit}, {pairs} x {seconds} s, {ours:?}, {wait:?}, {before:?}")
 }
 
 /// Our side: the binary given, or the one built now beside this program.

@@ -42,8 +42,8 @@ pub(crate) struct Serve<'a> {
     pub(crate) direct: bool,
     /// How many queues to offer.
     pub(crate) queues: u16,
-    /// The budget of the L2 table cache in MiB, if not the server's own choice.
-    pub l2_cache_mib: Option<u32>,
+    /// The budget of the L2 table cache in KiB, if not the server's own choice.
+    pub l2_cache_kib: Option<u32>,
 }
 
 /// A server that listens.
@@ -158,8 +158,8 @@ fn ringdisk(binary: &Path, serve: &Serve<'_>, socket: &Path) -> Command {
         crate::client::ring::QUEUE_SIZE,
         on_off(serve.image.backing.is_some()),
     ));
-    if let Some(mib) = serve.l2_cache_mib {
-        disk.push(format!(",l2_cache={mib}M"));
+    if let Some(kib) = serve.l2_cache_kib {
+        disk.push(format!(",l2_cache={kib}K"));
     }
     let mut command = Command::new(binary);
     command
@@ -199,8 +199,8 @@ fn storage_daemon(serve: &Serve<'_>, socket: &Path) -> Command {
             node.push_str(",discard=unmap");
         }
         if format == Format::Qcow2 {
-            if let Some(mib) = serve.l2_cache_mib {
-                node.push_str(&format!(",l2-cache-size={}", u64::from(mib) << 20));
+            if let Some(kib) = serve.l2_cache_kib {
+                node.push_str(&format!(",l2-cache-size={}", u64::from(kib) << 10));
             }
             if !top.is_empty() {
                 node.push_str(&format!(",backing={top}"));

@@ -11,7 +11,7 @@ mod qemu_img;
 mod ringdisk;
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -87,6 +87,22 @@ pub(crate) fn measure(
     workload: &Workload,
     timing: Timing,
 ) -> io::Result<Sample> {
+    measure_with(&std::env::current_exe()?, engine, image, direct, workload, timing)
+}
+
+/// As [`measure`], with the engine as `program` has it: this program, or an older build of it.
+///
+/// # Errors
+///
+/// As for [`measure`].
+pub(crate) fn measure_with(
+    program: &Path,
+    engine: Engine,
+    image: &Image,
+    direct: bool,
+    workload: &Workload,
+    timing: Timing,
+) -> io::Result<Sample> {
     let task = Task {
         engine,
         path: image.path.clone(),
@@ -103,7 +119,7 @@ pub(crate) fn measure(
     if engine == Engine::QemuImg {
         return qemu_img::run(&task);
     }
-    let mut child = Command::new(std::env::current_exe()?);
+    let mut child = Command::new(program);
     child.arg("engine-task").arg(serde_json::to_string(&task)?);
     let text = process::output(child, timing.measure * 3 + Duration::from_secs(60))?;
     let line = text.lines().last().unwrap_or_default();

@@ -63,6 +63,7 @@ pub(crate) fn rows() -> Vec<Row> {
                 queues: 1,
                 workload,
                 wait,
+                cache_kib: None,
             };
             let mut promises: Vec<_> = target.map(|target| ("iops", target)).into_iter().collect();
             if let Target(share) = limit {

@@ -59,7 +59,7 @@ fn resident(bench: &mut Bench, program: &Program) -> io::Result<(f64, f64)> {
         image: &image,
         direct: false,
         queues: 1,
-        l2_cache_mib: Some(CACHE_MIB),
+        l2_cache_kib: Some(CACHE_MIB << 10),
     };
     let server = Server::start(program, &serve, bench.images.directory())?;
     let measured = (|| {

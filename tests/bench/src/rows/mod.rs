@@ -1,5 +1,6 @@
 //! The rows of the benchmark: what each measures, beside whom, and what it must reach.
 
+pub(crate) mod before;
 pub(crate) mod client;
 pub(crate) mod engine;
 pub(crate) mod guest;
@@ -8,6 +9,7 @@ pub(crate) mod micro;
 pub(crate) mod queues;
 
 use std::io;
+use std::path::PathBuf;
 
 use crate::client::Connection;
 use crate::client::drive::{self, Timing, Wait};
@@ -26,6 +28,8 @@ pub(crate) struct Bench {
     pub(crate) ours: Program,
     /// The server it is compared with.
     pub(crate) peer: Program,
+    /// Where an older build's programs are.
+    pub(crate) before: Option<PathBuf>,
     /// How often each side is measured; the sides take turns.
     pub(crate) pairs: u32,
     /// How clients wait, if not as each row has it.
@@ -81,9 +85,13 @@ impl Row {
     }
 }
 
-/// All rows, in the order they run: those on the same image together.
+/// All rows, in the order they run: those on the same image together. With `before`, only those that compare with
+/// an older build.
 #[must_use]
-pub(crate) fn all() -> Vec<Row> {
+pub(crate) fn all(before: bool) -> Vec<Row> {
+    if before {
+        return before::rows();
+    }
     let mut rows = client::rows();
     rows.extend(guest::rows());
     rows.extend(queues::rows());
@@ -101,6 +109,8 @@ struct Served {
     queues: u16,
     workload: Workload,
     wait: Wait,
+    /// The budget of the L2 table cache in KiB, if not the server's own choice.
+    cache_kib: Option<u32>,
 }
 
 /// Starts `program`, runs the workload against it, stops it, and has the image checked if it was written.
@@ -111,7 +121,7 @@ fn measure_served(bench: &mut Bench, program: &Program, served: &Served) -> io::
         image: &image,
         direct: served.direct,
         queues: served.queues,
-        l2_cache_mib: None,
+        l2_cache_kib: served.cache_kib,
     };
     let server = Server::start(program, &serve, bench.images.directory())?;
     let sample = drive_server(bench, &server, served)

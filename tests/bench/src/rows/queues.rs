@@ -30,6 +30,7 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
         queues,
         workload: workload(Source::Data, Pattern::RandomRead, 4 << 10, 64),
         wait: Wait::Sleep,
+        cache_kib: None,
     };
     let program = bench.ours.clone();
     let (mut one, mut two) = (Vec::new(), Vec::new());
