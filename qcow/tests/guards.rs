@@ -512,3 +512,53 @@ fn an_entry_past_the_end_is_not_caught_up_with() {
     assert_eq!(lane.try_read(DATA, CLUSTER), Err(IoError::Corrupt));
     finish(disk, lane);
 }
+
+/// A slice that was looked at and then dropped from the cache comes back from the disk. Whatever became of it
+/// there: no write goes through an entry that leads to a structure.
+#[test]
+fn an_entry_that_changed_while_its_slice_was_not_cached_is_not_written_through() {
+    let folder = Folder::new();
+    folder.qemu_img(&[
+        "create",
+        "-f",
+        "qcow2",
+        "-o",
+        "cluster_size=4096",
+        "case.qcow2",
+        "64M",
+    ]);
+    let slices: Vec<u64> = (0..32).map(|slice| slice << 21).collect();
+    let writes: Vec<String> = slices.iter().map(|at| format!("write -P 7 {at} 8k")).collect();
+    folder.qemu_io(
+        "qcow2",
+        "case.qcow2",
+        &writes.iter().map(String::as_str).collect::<Vec<_>>(),
+    );
+    let path = folder.path("case.qcow2");
+    let options = OpenOptions {
+        l2_cache_bytes: Some(CLUSTER),
+        ..OpenOptions::default()
+    };
+    let disk = open(&path, &options);
+    let lane = Lane::new(&disk, RingKind::IoUring);
+    // More slices than the smallest cache holds, twice: none of the first is there any more.
+    for at in slices.iter().chain(&slices[1..]) {
+        assert_eq!(lane.read(*at, CLUSTER), vec![7; CLUSTER as usize]);
+    }
+    let l1 = u64_at(&path, 40);
+    let before = cluster_of(&path, l1);
+    set_entry(&path, 0, l1 | COPIED);
+    // Reading brings the slice back; what lies beside may be read until somebody looks.
+    assert_eq!(lane.read(CLUSTER, CLUSTER), vec![7; CLUSTER as usize]);
+    assert_eq!(try_write(&lane, 0, CLUSTER), Err(IoError::Corrupt));
+    lane.settle();
+    assert_eq!(cluster_of(&path, l1), before, "the L1 table was written over");
+    assert!(is_marked(&path));
+    assert_eq!(lane.try_read(0, CLUSTER), Err(IoError::Corrupt));
+    assert_eq!(
+        lane.read(CLUSTER, CLUSTER),
+        vec![7; CLUSTER as usize],
+        "its neighbour"
+    );
+    finish(disk, lane);
+}

@@ -46,6 +46,19 @@ pub(super) async fn load_l2(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError
     load(queue, Kind::L2, slice).await
 }
 
+/// Looks at a slice that came back to the cache, before anything is written through it.
+fn check_l2(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError> {
+    let (offset, exposed) = {
+        let mut metadata = queue.shared.write()?;
+        let offset = metadata.slice_offset(slice).map_err(|_| IoError::Corrupt)?;
+        (offset.unwrap_or_default(), metadata.check_slice(slice))
+    };
+    if exposed.is_empty() {
+        return Ok(());
+    }
+    Err(corrupt::exposed(queue, offset, &exposed))
+}
+
 /// Brings a refcount slice into the cache.
 pub(super) async fn load_refcounts(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError> {
     load(queue, Kind::Refcounts, slice).await
@@ -239,6 +252,7 @@ async fn copy_table(queue: &Rc<Queue>, l1_index: usize) -> Result<(), IoError> {
 pub(super) async fn unblock(queue: &Rc<Queue>, blocked: Blocked) -> Result<(), IoError> {
     match blocked {
         Blocked::LoadL2(slice) => load_l2(queue, slice).await,
+        Blocked::CheckL2(slice) => check_l2(queue, slice),
         Blocked::LoadRefcounts(slice) => load_refcounts(queue, slice).await,
         Blocked::CopyTable(l1_index) => copy_table(queue, l1_index).await,
         Blocked::InFlight(cluster) => {

@@ -72,6 +72,8 @@ struct InFlight {
 pub(crate) enum Blocked {
     /// This L2 slice must be loaded.
     LoadL2(u64),
+    /// This cached L2 slice must be looked at before anything is written through it.
+    CheckL2(u64),
     /// This refcount slice must be loaded.
     LoadRefcounts(u64),
     /// The L2 table of this L1 entry is shared with a snapshot and must be copied.
@@ -291,7 +293,7 @@ impl Metadata {
             }
             Err(error) => return Lookup::Corrupt(error),
         };
-        let Some(bytes) = self.l2.get(slice) else {
+        let Some((bytes, checked)) = self.l2.get_with_state(slice) else {
             // A fresh table's slices are zeros until something is mapped there.
             if self.fresh_tables.contains(&l1_index) {
                 let end = (slice + 1) << (self.slice_bits + bits);
@@ -321,7 +323,7 @@ impl Metadata {
                 }
                 Extent::Data {
                     host: host.bytes() + within,
-                    owned: copied && table.copied,
+                    owned: copied && table.copied && checked,
                 }
             }
             L2Mapping::Compressed(compressed) => Extent::Compressed(compressed),
@@ -343,7 +345,7 @@ impl Metadata {
                 }
                 (Extent::Data { host, owned }, L2Mapping::Data { host: next, copied }) => {
                     next.bytes() == host + found
-                        && owned == (copied && table.copied)
+                        && owned == (copied && table.copied && checked)
                         && next.bytes() >> bits < self.refcounts.end()
                 }
                 _ => false,
@@ -437,13 +439,16 @@ impl Metadata {
             Ok(None) => self.new_table(l1_index)?,
             Err(error) => return Err(corrupt(error)),
         }
-        if !self.l2.contains(slice) {
-            if !self.fresh_tables.contains(&l1_index) {
-                return Err(Blocked::LoadL2(slice));
-            }
-            self.l2.insert(slice, vec![0; self.l2.slice_bytes()].into(), true);
-            self.refcounts.structures.saw_slice(slice);
+        match self.l2.get_with_state(slice) {
+            Some((_, true)) => return Ok(slice),
+            Some((_, false)) => return Err(Blocked::CheckL2(slice)),
+            None => {}
         }
+        if !self.fresh_tables.contains(&l1_index) {
+            return Err(Blocked::LoadL2(slice));
+        }
+        self.l2.insert(slice, vec![0; self.l2.slice_bytes()].into(), true);
+        self.refcounts.structures.saw_slice(slice);
         Ok(slice)
     }
 
@@ -500,17 +505,27 @@ impl Metadata {
 
     /// Puts a slice that was read in the cache. Entries that lead where none may answer with an error from then
     /// on, the others are as usable as before, and nothing is changed any more.
+    ///
+    /// A slice that comes back, in an image that is sound so far, is what it was when it was looked at: reading goes
+    /// by it at once, and [`Metadata::check_slice`] looks at it again before anything is written through it.
     pub(crate) fn adopt_slice(&mut self, slice: u64, mut bytes: Box<[u8]>) -> Vec<Exposed> {
-        let exposed = self.refcounts.structures.admit(&self.geometry, slice, &bytes);
-        for entry in &exposed {
-            self.corrupt = true;
-            if !entry.readable
-                && let Some(place) = bytes.get_mut(entry.index * 8..entry.index * 8 + 8)
-            {
-                place.copy_from_slice(&L2Entry::REFUSED.raw().to_be_bytes());
-            }
+        if !self.corrupt && self.refcounts.structures.has_seen(slice) {
+            self.l2.insert_unchecked(slice, bytes);
+            return Vec::new();
         }
+        let exposed = self.refcounts.structures.admit(&self.geometry, slice, &bytes);
+        self.corrupt |= refuse(&mut bytes, &exposed);
         self.l2.insert(slice, bytes, false);
+        exposed
+    }
+
+    /// Looks at a cached slice, if that has yet to be done, as [`Metadata::adopt_slice`] does.
+    pub(crate) fn check_slice(&mut self, slice: u64) -> Vec<Exposed> {
+        let Some(bytes) = self.l2.take_unchecked(slice) else {
+            return Vec::new();
+        };
+        let exposed = self.refcounts.structures.admit(&self.geometry, slice, bytes);
+        self.corrupt |= refuse(bytes, &exposed);
         exposed
     }
 
@@ -711,6 +726,16 @@ impl Metadata {
             && self.refcounts.fresh.is_empty()
             && self.drops.is_empty()
     }
+}
+
+/// Makes entries that lead where none may answer with an error. Whether there are any.
+fn refuse(bytes: &mut [u8], exposed: &[Exposed]) -> bool {
+    for entry in exposed.iter().filter(|entry| !entry.readable) {
+        if let Some(place) = bytes.get_mut(entry.index * 8..entry.index * 8 + 8) {
+            place.copy_from_slice(&L2Entry::REFUSED.raw().to_be_bytes());
+        }
+    }
+    !exposed.is_empty()
 }
 
 fn host_of(mapping: &L2Mapping) -> Option<HostOffset> {

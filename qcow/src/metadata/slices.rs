@@ -22,6 +22,8 @@ pub(crate) struct Slice {
     /// Changes to come that count on the slice being here.
     pins: u32,
     used: AtomicBool,
+    /// Whether its entries may be changed and written through; else they are looked at first.
+    checked: bool,
 }
 
 /// The slices of one kind of table.
@@ -60,11 +62,27 @@ impl SliceCache {
     /// The bytes of a slice, if it is cached.
     #[inline]
     pub(crate) fn get(&self, key: u64) -> Option<&[u8]> {
+        Some(self.get_with_state(key)?.0)
+    }
+
+    /// The bytes of a slice, if it is cached, and whether it may be written through.
+    #[inline]
+    pub(crate) fn get_with_state(&self, key: u64) -> Option<(&[u8], bool)> {
         let slice = self.slot(key)?;
         if !slice.used.load(Ordering::Relaxed) {
             slice.used.store(true, Ordering::Relaxed);
         }
-        Some(&slice.data)
+        Some((&slice.data, slice.checked))
+    }
+
+    /// The bytes of a cached slice that is yet to be looked at. From now on it counts as looked at, and whoever
+    /// calls does so.
+    pub(crate) fn take_unchecked(&mut self, key: u64) -> Option<&mut [u8]> {
+        let slice = self.slot_mut(key)?;
+        if std::mem::replace(&mut slice.checked, true) {
+            return None;
+        }
+        Some(&mut slice.data)
     }
 
     #[inline]
@@ -86,6 +104,7 @@ impl SliceCache {
     pub(crate) fn get_mut(&mut self, key: u64) -> Option<&mut [u8]> {
         let slot = *self.index.get(&key)?;
         let slice = self.slots.get_mut(slot as usize)?.as_mut()?;
+        debug_assert!(slice.checked);
         slice.used.store(true, Ordering::Relaxed);
         if !slice.dirty {
             slice.dirty = true;
@@ -96,6 +115,15 @@ impl SliceCache {
 
     /// Puts a slice in, clean or dirty, unless it is there already; makes room first if it can.
     pub(crate) fn insert(&mut self, key: u64, data: Box<[u8]>, dirty: bool) {
+        self.put(key, data, dirty, true);
+    }
+
+    /// As [`SliceCache::insert`], clean and yet to be looked at.
+    pub(crate) fn insert_unchecked(&mut self, key: u64, data: Box<[u8]>) {
+        self.put(key, data, false, false);
+    }
+
+    fn put(&mut self, key: u64, data: Box<[u8]>, dirty: bool, checked: bool) {
         debug_assert_eq!(data.len(), self.slice_bytes);
         if self.contains(key) {
             return;
@@ -108,6 +136,7 @@ impl SliceCache {
             flushing: false,
             pins: 0,
             used: AtomicBool::new(true),
+            checked,
         };
         if dirty {
             self.dirty.insert(key);

@@ -8,7 +8,7 @@
 //!
 //! | a write | is checked |
 //! |---|---|
-//! | over a guest's own cluster | when the slice that maps it is loaded ([`Structures::admit`]) |
+//! | over a guest's own cluster | when the slice that maps it is loaded for the first time, and later before the first write through it ([`Structures::admit`]) |
 //! | to a fresh cluster | when the allocator takes it ([`Structures::check_free`]) |
 //! | of a table, at FLUSH | when it is copied for writing ([`Structures::find`]) |
 //!
@@ -323,6 +323,12 @@ impl Structures {
         } else if let Some(word) = self.words.get_mut(&key) {
             set(word, bit);
         }
+    }
+
+    /// Whether an L2 slice was in memory before, and what led where none may was looked for then.
+    pub(crate) fn has_seen(&self, slice: u64) -> bool {
+        let (key, bit) = place(slice);
+        self.seen.get(&key).is_some_and(|word| word & bit != 0)
     }
 
     /// Notes that an L2 slice is in memory. Returns whether it was before.
