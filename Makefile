@@ -70,11 +70,16 @@ bench: setup build
 soak:
 	cargo run --release -p ringdisk-sim -- soak --seconds $(SECONDS)
 
+# What is found goes to fuzz/corpus, which git ignores: the next run goes on from there.
+FUZZ_LIMITS := -max_len=65536 -timeout=30 -rss_limit_mb=2048 -malloc_limit_mb=256 -print_final_stats=1
+
 fuzz:
 	rustup run nightly rustc --version >/dev/null 2>&1 || rustup toolchain install nightly --profile minimal
 	command -v cargo-fuzz >/dev/null || cargo install --locked cargo-fuzz
+	cd fuzz && cargo run --quiet --example seeds
 	targets=$$(cargo +nightly fuzz list --fuzz-dir fuzz); \
 	[ -n "$$targets" ] || { echo "fuzz/ has no target" >&2; exit 1; }; \
 	for target in $$targets; do \
-	    cargo +nightly fuzz run --fuzz-dir fuzz "$$target" -- -max_total_time=$(SECONDS); \
+	    echo "=== $$target"; \
+	    cargo +nightly fuzz run --fuzz-dir fuzz "$$target" -- -max_total_time=$(SECONDS) $(FUZZ_LIMITS); \
 	done

@@ -1,20 +1,15 @@
-//! Fills `corpus/` with small sound inputs: `cargo run --example seeds` in this folder.
+//! Fills `corpus/` with inputs to start from: `cargo run --example seeds` in this folder. What a fuzzer found before
+//! stays.
 
 use std::io;
 use std::path::Path;
 
-use ringdisk_fuzz::seeds;
-
 fn main() -> io::Result<()> {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
-    for (target, seeds) in [
-        ("header", seeds::images()),
-        ("check", seeds::images()),
-        ("l2_entry", seeds::entries()),
-    ] {
-        let folder = corpus.join(target);
+    for body in bodies::BODIES {
+        let folder = corpus.join(body.name);
         std::fs::create_dir_all(&folder)?;
-        for (name, bytes) in seeds {
+        for (name, bytes) in (body.seeds)() {
             std::fs::write(folder.join(name), bytes)?;
         }
     }

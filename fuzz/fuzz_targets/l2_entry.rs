@@ -1,4 +1,6 @@
 //! Table entries of every kind, from arbitrary bytes.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ringdisk_fuzz::parse::entries(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    bodies::entries::body(bytes);
+});

@@ -1,0 +1,224 @@
+//! What a hostile guest lays out in its memory, and the disk it reaches with it.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::Mutex;
+
+use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Request};
+
+use crate::cursor::Cursor;
+use crate::memory::{BASE, END, REGION_BYTES};
+
+/// The disk's size in bytes.
+pub const DISK_BYTES: u64 = 1 << 20;
+/// Where descriptors, the available and the used ring are, unless a guest wants them elsewhere.
+pub const DESCRIPTORS: u64 = BASE;
+/// See [`DESCRIPTORS`].
+pub const AVAILABLE: u64 = BASE + 0x2000;
+/// See [`DESCRIPTORS`].
+pub const USED: u64 = BASE + 0x3000;
+const TABLE: u64 = BASE + 0x4000;
+const HEADERS: u64 = BASE + 0x5000;
+const DATA: u64 = BASE + 0x8000;
+
+/// A disk in memory. Requests are answered at once, or held until their thread lets them go.
+#[derive(Debug)]
+pub struct MemoryDisk {
+    bytes: Mutex<Vec<u8>>,
+}
+
+thread_local! {
+    static HOLDS: RefCell<Option<Vec<Request>>> = const { RefCell::new(None) };
+}
+
+impl MemoryDisk {
+    /// A disk of zeros.
+    #[must_use]
+    pub fn new() -> Arc<Self> {
+        let bytes = Mutex::new(vec![0; DISK_BYTES as usize]);
+        Arc::new(Self { bytes })
+    }
+
+    /// From now on requests of this thread wait.
+    pub fn hold() {
+        HOLDS.with_borrow_mut(|held| {
+            held.get_or_insert_default();
+        });
+    }
+
+    /// Answers those that wait, and from now on all at once.
+    pub fn release(&self) {
+        let held = HOLDS.take().unwrap_or_default();
+        held.into_iter().for_each(|request| self.carry_out(request));
+    }
+
+    fn carry_out(&self, request: Request) {
+        if let Err(error) = request.check(DISK_BYTES, false) {
+            return request.finish(Err(error));
+        }
+        let range = request.offset as usize..(request.offset + request.len) as usize;
+        let mut bytes = self.bytes.lock().expect("nobody panics");
+        match request.op {
+            Op::Read => request.buffer.write(0, &bytes[range]),
+            Op::Write { .. } => request.buffer.read(0, &mut bytes[range]),
+            Op::Flush => {}
+            Op::Discard | Op::WriteZeroes { .. } => bytes[range].fill(0),
+        }
+        drop(bytes);
+        request.finish(Ok(()));
+    }
+}
+
+impl Disk for MemoryDisk {
+    fn info(&self) -> DiskInfo {
+        DiskInfo {
+            size_bytes: DISK_BYTES,
+            read_only: false,
+            preferred_io_bytes: 4096,
+            physical_block_bytes: 512,
+            discard: true,
+            discard_granularity_bytes: 4096,
+            write_zeroes: true,
+        }
+    }
+
+    fn open_queue(self: Arc<Self>, _cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {
+        Ok(Box::new(MemoryQueue(self)))
+    }
+
+    fn close(self: Arc<Self>, _cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>> {
+        Box::pin(async { Ok(()) })
+    }
+}
+
+#[derive(Debug)]
+struct MemoryQueue(Arc<MemoryDisk>);
+
+impl DiskQueue for MemoryQueue {
+    fn submit(&self, request: Request) {
+        let mut request = Some(request);
+        HOLDS.with_borrow_mut(|held| {
+            if let Some(held) = held {
+                held.extend(request.take());
+            }
+        });
+        if let Some(request) = request {
+            self.0.carry_out(request);
+        }
+    }
+}
+
+/// A guest address: often one that is right.
+fn address(cursor: &mut Cursor<'_>) -> u64 {
+    let edge = BASE + REGION_BYTES;
+    match cursor.below(8) {
+        0 => cursor.u64(),
+        1 => cursor.pick(&[0, BASE - 1, BASE, edge - 3, edge, END - 1, END, u64::MAX]),
+        2 => TABLE + 16 * cursor.below(8),
+        3 => HEADERS + 16 * cursor.below(8),
+        4 => cursor.pick(&[DESCRIPTORS, AVAILABLE, USED]) + cursor.below(64),
+        _ => DATA + cursor.below(0x8000),
+    }
+}
+
+/// Lays out one thing in guest memory: a descriptor, a header, an entry of the available ring, or bytes anywhere.
+pub fn lay_out(cursor: &mut Cursor<'_>, size: u16, write: &mut dyn FnMut(u64, &[u8])) {
+    match cursor.below(10) {
+        0..=2 => {
+            let table = cursor.pick(&[DESCRIPTORS, DESCRIPTORS, TABLE]);
+            let index = cursor.below(u64::from(size.clamp(1, 16)));
+            let len = match cursor.below(6) {
+                0 => cursor.u32(),
+                1 => cursor.pick(&[0, 1, 15, 17, u32::MAX]),
+                2 => 16 * cursor.below(8) as u32,
+                3 => 512 * cursor.below(64) as u32,
+                _ => cursor.pick(&[16, 1, 512, 4096]),
+            };
+            let flags = match cursor.below(8) {
+                0 => cursor.u32() as u16,
+                1 => 4,
+                _ => cursor.pick(&[0, 1, 1, 2, 3]),
+            };
+            let next = match cursor.below(8) {
+                0 => cursor.u32() as u16,
+                _ => cursor.below(u64::from(size.clamp(1, 16))) as u16,
+            };
+            let mut bytes = address(cursor).to_le_bytes().to_vec();
+            bytes.extend(len.to_le_bytes());
+            bytes.extend(flags.to_le_bytes());
+            bytes.extend(next.to_le_bytes());
+            write(table + 16 * index, &bytes);
+        }
+        7..=9 => whole_request(cursor, size, write),
+        3 => {
+            let kind = cursor.pick(&[0_u32, 1, 4, 8, 11, 13, 99]);
+            let sector = cursor.pick(&[0, 1, 2047, 2048, u64::MAX]);
+            let mut bytes = kind.to_le_bytes().to_vec();
+            bytes.extend([0; 4]);
+            bytes.extend(sector.to_le_bytes());
+            write(HEADERS + 16 * cursor.below(8), &bytes);
+        }
+        4 => {
+            let place = cursor.below(u64::from(size.max(1)));
+            let head = cursor.below(u64::from(size) + 2) as u16;
+            write(AVAILABLE + 4 + 2 * place, &head.to_le_bytes());
+        }
+        5 => {
+            let at = address(cursor);
+            let len = 1 + cursor.below(32) as usize;
+            write(at, cursor.bytes(len));
+        }
+        // Flags, the index, or the event the guest waits for.
+        _ => {
+            let at = cursor.pick(&[0, 2, 2, 4 + 2 * u64::from(size)]);
+            let value = if cursor.one_in(4) {
+                cursor.u32() as u16
+            } else {
+                cursor.below(8) as u16
+            };
+            write(AVAILABLE + at, &value.to_le_bytes());
+        }
+    }
+}
+
+/// A request as it should be, or nearly: header, data, status in three descriptors of a table.
+fn whole_request(cursor: &mut Cursor<'_>, size: u16, write: &mut dyn FnMut(u64, &[u8])) {
+    let kind = cursor.pick(&[0_u32, 1, 4, 8, 11, 13]);
+    let slot = cursor.below(u64::from(size.clamp(3, 18) / 3));
+    let header = HEADERS + 16 * slot;
+    let mut bytes = kind.to_le_bytes().to_vec();
+    bytes.extend([0; 4]);
+    bytes.extend(cursor.below(2100).to_le_bytes());
+    write(header, &bytes);
+    let range = [
+        cursor.below(2100).to_le_bytes(),
+        cursor.below(1 << 33).to_le_bytes(),
+    ]
+    .concat();
+    let data = DATA + 4096 * slot;
+    write(data, &range);
+    let writes: u16 = if matches!(kind, 0 | 8) { 2 } else { 0 };
+    let len = if kind > 8 {
+        16
+    } else {
+        512 * (1 + cursor.below(8) as u32)
+    };
+    let parts = [
+        (header, 16, 1_u16),
+        (data, len, 1 | writes),
+        (data + 0x7000, 1, 2),
+    ];
+    for (index, (address, len, flags)) in (3 * slot..).zip(parts) {
+        let mut bytes = address.to_le_bytes().to_vec();
+        bytes.extend(len.to_le_bytes());
+        bytes.extend(flags.to_le_bytes());
+        bytes.extend((index as u16 + 1).to_le_bytes());
+        write(DESCRIPTORS + 16 * index, &bytes);
+    }
+    // Mostly in the first places of the ring, and then one more is there.
+    let place = cursor.below(u64::from(size.clamp(1, 8)));
+    write(AVAILABLE + 4 + 2 * place, &(3 * slot as u16).to_le_bytes());
+    if !cursor.one_in(4) {
+        write(AVAILABLE + 2, &(place as u16 + 1).to_le_bytes());
+    }
+}

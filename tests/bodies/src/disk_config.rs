@@ -1,0 +1,112 @@
+//! The text of a `--disk`: nothing panics, what is accepted is within what is documented, and survives being printed
+//! and parsed again.
+
+use std::fmt::Write;
+
+use block::lock::LockGranularity;
+use vmm::disk_config::{
+    DiskConfig, ImageType, MAX_POLL_US, MAX_QUEUES, MAX_SERIAL_BYTES, MIN_L2_CACHE_BYTES, WriteErrors,
+};
+
+/// Parses the bytes as text; those that are no UTF-8 as what they resemble.
+///
+/// # Panics
+///
+/// If that does not hold.
+pub fn body(bytes: &[u8]) -> &'static str {
+    let text = String::from_utf8_lossy(bytes);
+    let config = match DiskConfig::parse(&text) {
+        Ok(config) => config,
+        Err(error) => {
+            assert!(error.to_string().starts_with("--disk"), "{error}");
+            return "refused";
+        }
+    };
+    assert_within_limits(&config);
+    let Some(printed) = print(&config) else {
+        return "accepted";
+    };
+    let again = DiskConfig::parse(&printed);
+    assert_eq!(again.as_ref(), Ok(&config), "{printed:?}");
+    "printed"
+}
+
+fn assert_within_limits(config: &DiskConfig) {
+    assert!(!config.path.as_os_str().is_empty());
+    assert!((1..=MAX_QUEUES).contains(&config.num_queues));
+    assert!(config.queue_size.is_power_of_two() && config.queue_size >= 4);
+    assert!(!config.name().is_empty());
+    if let Some(serial) = &config.serial {
+        assert!(!serial.is_empty() && serial.len() <= MAX_SERIAL_BYTES && serial.is_ascii());
+    }
+    let queues: Vec<u16> = config.queue_affinity.iter().map(|entry| entry.queue).collect();
+    for entry in &config.queue_affinity {
+        assert!(entry.queue < config.num_queues && !entry.cpus.is_empty());
+        assert!(entry.cpus.iter().all(|&cpu| cpu < 1024));
+        assert!(config.cpus_of(entry.queue).is_some());
+        let same = queues.iter().filter(|&&queue| queue == entry.queue);
+        assert_eq!(same.count(), 1);
+    }
+    assert!(
+        config
+            .l2_cache_bytes
+            .is_none_or(|bytes| bytes >= MIN_L2_CACHE_BYTES)
+    );
+    assert!(config.poll_us.is_none_or(|time| time <= MAX_POLL_US));
+    assert!(!(config.readonly && config.werror == WriteErrors::Wait));
+}
+
+/// A text that means `config`; `None` if there is none, as nothing quotes a quote.
+fn print(config: &DiskConfig) -> Option<String> {
+    let path = config.path.to_str()?;
+    let names = [Some(path), config.id.as_deref(), config.serial.as_deref()];
+    if names.iter().flatten().any(|name| name.contains('"')) {
+        return None;
+    }
+    let on_off = |on| if on { "on" } else { "off" };
+    let mut text = format!(
+        "path=\"{path}\",readonly={},direct={},num_queues={},queue_size={},sparse={}",
+        on_off(config.readonly),
+        on_off(config.direct),
+        config.num_queues,
+        config.queue_size,
+        on_off(config.sparse),
+    );
+    let mut add = |key: &str, value: Option<String>| {
+        if let Some(value) = value {
+            write!(text, ",{key}={value}").expect("memory");
+        }
+    };
+    add("image_type", config.image_type.map(|kind| kind.to_string()));
+    add("id", config.id.as_ref().map(|id| format!("\"{id}\"")));
+    add(
+        "serial",
+        config.serial.as_ref().map(|serial| format!("\"{serial}\"")),
+    );
+    let granularity = match config.lock_granularity {
+        LockGranularity::ByteRange => "byte-range",
+        LockGranularity::Full => "full",
+    };
+    add("lock_granularity", Some(granularity.to_owned()));
+    let wait = config.werror == WriteErrors::Wait;
+    add("werror", Some(if wait { "wait" } else { "report" }.to_owned()));
+    add("poll_us", config.poll_us.map(|time| time.to_string()));
+    if config.image_type != Some(ImageType::Raw) {
+        add("backing_files", Some(on_off(config.backing_files).to_owned()));
+        add(
+            "discard_no_unref",
+            Some(on_off(config.discard_no_unref).to_owned()),
+        );
+        add("l2_cache", config.l2_cache_bytes.map(|bytes| bytes.to_string()));
+    }
+    let affinity = config.queue_affinity.iter().map(|entry| {
+        let cpus: Vec<String> = entry.cpus.iter().map(ToString::to_string).collect();
+        format!("{}@[{}]", entry.queue, cpus.join(","))
+    });
+    let affinity: Vec<String> = affinity.collect();
+    add(
+        "queue_affinity",
+        (!affinity.is_empty()).then(|| format!("[{}]", affinity.join(","))),
+    );
+    Some(text)
+}

@@ -1,0 +1,155 @@
+//! What must hold for every input a stranger can send, one body for each kind of input.
+//!
+//! A body takes bytes, makes of them what it needs, and panics only if something is wrong with Ringdisk. It is
+//! deterministic as far as the kernel's scheduler lets it be. Fuzz targets (`fuzz/`) feed bodies what they evolve;
+//! `tests/smoke.rs` feeds each some thousands of cases of fixed seeds, so that a body that has stopped to reach
+//! anything, or a rule that was broken, is noticed by `make test`.
+//!
+//! What must stay true: a body allocates and runs in bounds that its input cannot move, and touches no file but
+//! those it made.
+
+pub mod cursor;
+pub mod device;
+pub mod differential;
+pub mod disk_config;
+pub mod entries;
+pub mod guest;
+pub mod header;
+pub mod host;
+pub mod inputs;
+pub mod memory;
+pub mod model;
+pub mod mutate;
+pub mod mutated;
+pub mod seeds;
+pub mod tools;
+pub mod vhost_user;
+pub mod virtqueue;
+pub mod whole;
+
+/// An input to start from: a file name, and bytes.
+pub type Seed = (String, Vec<u8>);
+
+/// A body, and how to feed it.
+#[derive(Clone, Copy, Debug)]
+pub struct Body {
+    /// The name of its fuzz target.
+    pub name: &'static str,
+    /// Runs one input, and says how far it came. Panics if something is wrong.
+    pub run: fn(&[u8]) -> &'static str,
+    /// Longer inputs teach nothing new.
+    pub bytes_max: usize,
+    /// How many cases `make test` runs.
+    pub cases: u64,
+    /// What those cases must come to, each at least once; otherwise the body tests less than it says.
+    pub reaches: &'static [&'static str],
+    /// Inputs to start from.
+    pub seeds: fn() -> Vec<Seed>,
+    /// Whether any bytes do as well as those a fuzzer evolves, so that fresh random ones are the better test.
+    pub takes_any: bool,
+}
+
+/// Every body there is.
+pub const BODIES: &[Body] = &[
+    Body {
+        name: "header",
+        run: header::body,
+        bytes_max: 64 << 10,
+        cases: 50_000,
+        reaches: &["no header", "refused", "understood"],
+        seeds: seeds::headers,
+        takes_any: false,
+    },
+    Body {
+        name: "l2_entry",
+        run: entries::body,
+        bytes_max: 4 << 10,
+        cases: 50_000,
+        reaches: &["short", "entry", "snapshot", "bitmap"],
+        seeds: seeds::entries,
+        takes_any: false,
+    },
+    Body {
+        name: "check",
+        run: tools::body,
+        bytes_max: 256 << 10,
+        cases: 5_000,
+        reaches: &["no image", "not repaired", "repaired", "clean"],
+        seeds: seeds::images,
+        takes_any: false,
+    },
+    Body {
+        name: "whole",
+        run: whole::body,
+        bytes_max: 256 << 10,
+        cases: 20_000,
+        reaches: &["refused", "read", "written"],
+        seeds: seeds::images,
+        takes_any: false,
+    },
+    Body {
+        name: "mutated",
+        run: mutated::body,
+        bytes_max: 4 << 10,
+        cases: 8_000,
+        reaches: &["refused", "only read", "written", "written, sound"],
+        seeds: seeds::random,
+        takes_any: true,
+    },
+    Body {
+        name: "model",
+        run: model::body,
+        bytes_max: 4 << 10,
+        cases: 10_000,
+        reaches: &["answered"],
+        seeds: seeds::random,
+        takes_any: true,
+    },
+    Body {
+        name: "virtqueue",
+        run: virtqueue::body,
+        bytes_max: 4 << 10,
+        cases: 100_000,
+        reaches: &["refused", "silent", "served", "broken"],
+        seeds: seeds::random,
+        takes_any: true,
+    },
+    Body {
+        name: "vhost_user",
+        run: vhost_user::body,
+        bytes_max: 4 << 10,
+        cases: 20_000,
+        reaches: &["stranger", "introduced", "set up", "served", "hung up on"],
+        seeds: seeds::random,
+        takes_any: true,
+    },
+    Body {
+        name: "differential",
+        run: differential::body,
+        bytes_max: 4 << 10,
+        cases: 600,
+        reaches: &["we refuse", "only QEMU reads all", "only we read all", "equal"],
+        seeds: seeds::random,
+        takes_any: true,
+    },
+    Body {
+        name: "disk_config",
+        run: disk_config::body,
+        bytes_max: 4 << 10,
+        cases: 50_000,
+        reaches: &["refused", "accepted", "printed"],
+        seeds: seeds::disk_configs,
+        takes_any: false,
+    },
+];
+
+/// The body of this name.
+///
+/// # Panics
+///
+/// If there is none.
+#[must_use]
+pub fn body(name: &str) -> &'static Body {
+    let body = BODIES.iter().find(|body| body.name == name);
+    body.unwrap_or_else(|| panic!("there is no body {name:?}"))
+}

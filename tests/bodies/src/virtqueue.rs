@@ -1,0 +1,145 @@
+//! A virtqueue in memory that a hostile guest writes: the device neither panics nor leaves guest memory, each of its
+//! rounds ends, and everything it took it gives back.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use block::worker::Frontend;
+use block::{Context, Disk};
+use virtio_devices::block::{
+    BlockDevice, BlockDeviceConfig, BlockQueue, BlockQueueConfig, Notify, QueueReport,
+};
+use virtio_devices::virtqueue::RingAddresses;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+use crate::cursor::Cursor;
+use crate::device::{AVAILABLE, DESCRIPTORS, MemoryDisk, USED, lay_out};
+use crate::memory::GuardedMemory;
+
+/// The most steps of a case.
+const STEPS_MAX: u32 = 300;
+const RING_FEATURES: u64 = 1 << 28 | 1 << 29 | 1 << 32;
+
+thread_local! {
+    static MEMORY: GuardedMemory = GuardedMemory::new();
+}
+
+/// How often the guest was told.
+#[derive(Clone, Debug, Default)]
+struct Told {
+    used: Rc<Cell<u64>>,
+    broken: Rc<Cell<u64>>,
+}
+
+impl Notify for Told {
+    fn used(&self) {
+        self.used.set(self.used.get() + 1);
+    }
+
+    fn broken(&self) {
+        self.broken.set(self.broken.get() + 1);
+    }
+}
+
+/// Lays out memory and lets the device work, in turn.
+///
+/// # Panics
+///
+/// If that does not hold.
+pub fn body(data: &[u8]) -> &'static str {
+    let mut cursor = Cursor::new(data);
+    let memory = MEMORY.with(|memory| memory.zeroed());
+    let disk = MemoryDisk::new();
+    let shown = BlockDeviceConfig {
+        num_queues: 1,
+        queue_size: 256,
+        serial: "serial",
+    };
+    let device = BlockDevice::new(Arc::clone(&disk) as Arc<dyn Disk>, &shown).expect("a device");
+    let device = Arc::new(device);
+    let size = cursor.pick(&[16, 16, 16, 16, 64, 64, 256, 1, 2, 3, 0, 32768]);
+    let elsewhere = cursor.one_in(16);
+    let mut place = |usual: u64| {
+        if elsewhere {
+            cursor.u64() >> cursor.below(64)
+        } else {
+            usual
+        }
+    };
+    let addresses = RingAddresses {
+        descriptors: place(DESCRIPTORS),
+        available: place(AVAILABLE),
+        used: place(USED),
+    };
+    let told = Told::default();
+    let report = Arc::new(QueueReport::default());
+    let offered = device.features() | RING_FEATURES;
+    let config = BlockQueueConfig {
+        memory: memory.clone(),
+        size,
+        addresses,
+        next_available: if cursor.one_in(8) { cursor.u32() as u16 } else { 0 },
+        inflight: None,
+        features: if cursor.one_in(4) {
+            offered & cursor.u64()
+        } else {
+            offered
+        },
+        notify: Box::new(told.clone()),
+        polled: cursor.one_in(8),
+        report: Arc::clone(&report),
+    };
+    let cx = Context::syscalls();
+    let Ok(mut queue) = BlockQueue::start(device, &cx, config) else {
+        return "refused";
+    };
+    for _ in 0..STEPS_MAX {
+        if cursor.is_empty() {
+            break;
+        }
+        step(&mut cursor, &mut queue, &disk, &memory, size);
+    }
+    disk.release();
+    // What was taken is given back; what still waits may go on for ever, as the guest may write its own indices
+    // with what it reads.
+    queue.publish();
+    assert_eq!(queue.in_flight(), 0, "{queue:?}");
+    queue.removed();
+    assert!(told.broken.get() <= 1);
+    assert_eq!(told.broken.get() == 1, report.is_broken());
+    match (report.is_broken(), told.used.get()) {
+        (true, _) => "broken",
+        (false, 0) => "silent",
+        (false, _) => "served",
+    }
+}
+
+fn step(
+    cursor: &mut Cursor<'_>,
+    queue: &mut BlockQueue,
+    disk: &MemoryDisk,
+    memory: &GuestMemoryMmap,
+    size: u16,
+) {
+    match cursor.below(8) {
+        0 => {
+            queue.poll();
+            assert!(queue.in_flight() <= 2 * usize::from(size), "{queue:?}");
+        }
+        1 => {
+            queue.publish();
+        }
+        2 => {
+            if queue.prepare_sleep() {
+                queue.end_sleep();
+            }
+        }
+        3 if cursor.one_in(2) => MemoryDisk::hold(),
+        3 => disk.release(),
+        _ => lay_out(cursor, size, &mut |address, bytes| {
+            // A guest has no other memory.
+            let _any = memory.write(bytes, GuestAddress(address));
+        }),
+    }
+}
