@@ -8,7 +8,7 @@
 //!
 //! | a write | is checked |
 //! |---|---|
-//! | over a guest's own cluster | when the slice that maps it is loaded first, and before the first write through it later ([`Structures::admit`]) |
+//! | over a guest's own cluster | when its slice is loaded first, and before the first write through it later ([`Structures::admit`]) |
 //! | to a fresh cluster | when the allocator takes it ([`Structures::check_free`]) |
 //! | of a table, at FLUSH | when it is copied for writing ([`Structures::find`]) |
 //!
