@@ -489,6 +489,23 @@ impl Piece {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// Its first `at` bytes, and the rest. All of it and nothing, if it is not longer.
+    #[must_use]
+    pub fn split_at(&self, at: usize) -> (Self, Self) {
+        let at = at.min(self.len());
+        match self {
+            Self::Bytes { buffer, offset, len } => {
+                let part = |offset, len| Self::Bytes {
+                    buffer: Rc::clone(buffer),
+                    offset,
+                    len,
+                };
+                (part(*offset, at), part(offset + at, len - at))
+            }
+            Self::Zeros(len) => (Self::Zeros(at), Self::Zeros(len - at)),
+        }
+    }
 }
 
 /// A read-only stretch of zeros for ops to write from.

@@ -109,6 +109,10 @@ impl Alignment {
     pub const NONE: Self = Self { memory: 1, offset: 1 };
 }
 
+/// The most that is bounced at a time, in bytes: a power of two. What a request costs in memory of ours, then, does
+/// not depend on how large a guest makes it.
+const BOUNCE_BYTES_MAX: u64 = 256 << 10;
+
 /// An opened file that holds an image or a part of one. Shared by all workers.
 #[derive(Debug)]
 pub struct ImageFile {
@@ -494,19 +498,21 @@ impl FileView {
         if self.is_aligned(offset, &pieces) {
             return self.cx.ring().read(&self.handle, offset, pieces).await;
         }
-        let len = total(&pieces);
-        let (start, end) = self.widen(offset, len)?;
-        let bounce = self.take_buffer(end - start)?;
-        let result = self
-            .cx
-            .ring()
-            .read(&self.handle, start, smallvec![Piece::whole(&bounce)])
-            .await;
-        if result.is_ok() {
-            copy_out(&bounce, to_usize(offset - start)?, &pieces);
+        for (offset, part) in self.bounced_parts(offset, &pieces) {
+            let (start, end) = self.widen(offset, total(&part))?;
+            let bounce = self.take_buffer(end - start)?;
+            let result = self
+                .cx
+                .ring()
+                .read(&self.handle, start, smallvec![Piece::whole(&bounce)])
+                .await;
+            if result.is_ok() {
+                copy_out(&bounce, to_usize(offset - start)?, &part);
+            }
+            self.put_buffer(bounce);
+            result?;
         }
-        self.put_buffer(bounce);
-        result
+        Ok(())
     }
 
     /// Writes the pieces from `offset` on; with `dsync`, durably.
@@ -553,18 +559,39 @@ impl FileView {
         if align <= 512 && self.is_aligned(offset, &pieces) {
             return self.cx.ring().write(&self.handle, offset, pieces, dsync).await;
         }
-        let len = total(&pieces);
-        let (start, end) = self.widen(offset, len)?;
-        let _lock = self.file.ranges.lock(start, end).await;
         if self.is_aligned(offset, &pieces) {
+            let (start, end) = self.widen(offset, total(&pieces))?;
+            let _lock = self.file.ranges.lock(start, end).await;
             return self.cx.ring().write(&self.handle, offset, pieces, dsync).await;
         }
-        let bounce = self.take_buffer(end - start)?;
-        let result = self
-            .write_bounced(offset, len, start, end, &pieces, &bounce, dsync)
-            .await;
-        self.put_buffer(bounce);
-        result
+        for (offset, part) in self.bounced_parts(offset, &pieces) {
+            let len = total(&part);
+            let (start, end) = self.widen(offset, len)?;
+            let _lock = self.file.ranges.lock(start, end).await;
+            let bounce = self.take_buffer(end - start)?;
+            let result = self
+                .write_bounced(offset, len, start, end, &part, &bounce, dsync)
+                .await;
+            self.put_buffer(bounce);
+            result?;
+        }
+        Ok(())
+    }
+
+    /// What is bounced at a time, and where: a guest's requests may be large and many, and it is our memory.
+    fn bounced_parts(&self, offset: u64, pieces: &Pieces) -> Vec<(u64, Pieces)> {
+        let part_max = BOUNCE_BYTES_MAX.max(self.file.alignment.offset);
+        let mut parts = Vec::new();
+        let (mut at, mut rest) = (offset, pieces.clone());
+        while !rest.is_empty() {
+            // Parts meet where blocks do, so that no block is written twice.
+            let room = part_max - (at & (part_max - 1));
+            let behind = split_off(&mut rest, usize::try_from(room).unwrap_or(usize::MAX));
+            let next = at.saturating_add(total(&rest));
+            parts.push((at, std::mem::replace(&mut rest, behind)));
+            at = next;
+        }
+        parts
     }
 
     #[expect(
@@ -830,6 +857,25 @@ fn copy_between(from: &Buffer, from_offset: usize, to: &Buffer, to_offset: usize
         to.write(to_offset + done, &chunk[..part]);
         done += part;
     }
+}
+
+/// Shortens `pieces` to their first `len` bytes, and gives the rest.
+fn split_off(pieces: &mut Pieces, len: usize) -> Pieces {
+    let mut room = len;
+    for index in 0..pieces.len() {
+        let bytes = pieces[index].len();
+        if bytes > room {
+            let mut rest: Pieces = pieces.drain(index..).collect();
+            let (first, second) = rest[0].split_at(room);
+            rest[0] = second;
+            if !first.is_empty() {
+                pieces.push(first);
+            }
+            return rest;
+        }
+        room -= bytes;
+    }
+    Pieces::new()
 }
 
 fn copy_out(bounce: &Buffer, mut at: usize, pieces: &Pieces) {

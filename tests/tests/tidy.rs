@@ -35,6 +35,7 @@ const UNSAFE: [&str; 34] = [
     "virtio-devices/src/virtqueue/inflight.rs",
     "virtio-devices/src/virtqueue/memory.rs",
     "virtio-devices/src/virtqueue/ring.rs",
+    "vmm/src/limits.rs",
     "vmm/src/signals.rs",
     "vmm/src/socket.rs",
     "vmm/tests/restart/stop.rs",

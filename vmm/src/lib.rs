@@ -13,6 +13,7 @@ pub mod error;
 pub mod image;
 pub mod io;
 pub mod key_value;
+pub mod limits;
 pub mod logging;
 pub mod open;
 pub mod sandbox;

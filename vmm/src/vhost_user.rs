@@ -13,10 +13,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use block::worker::StartHook;
-use virtio_devices::vhost_user::{StopToken, VhostUserConfig, VhostUserServer};
+use virtio_devices::vhost_user::{StopToken, VhostUserConfig, VhostUserServer, descriptors_max};
 
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
+use crate::limits;
 use crate::open::{self, OpenedDisk};
 use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
 use crate::signals::StopSignals;
@@ -54,6 +55,7 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     let stop = StopToken::new().map_err(start)?;
 
     let failed = CommandFailure::Failed;
+    limits::prepare_descriptors(disks.iter().map(|(_, config)| descriptors(config)).sum());
     let (paths, configs): (Vec<PathBuf>, Vec<DiskConfig>) = disks.into_iter().unzip();
     let (began, sockets) = if options.takeover {
         // The old server closes its images before these can be locked. What else could be wrong shows now.
@@ -122,6 +124,13 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
             .map_err(|error| CommandFailure::about("cannot hand over to the new server", error))?;
     }
     first_failure.map_or(Ok(EXIT_OK), Err)
+}
+
+/// How many descriptors serving one disk may take: its clients', and for each queue the files of a chain that is not
+/// too long.
+fn descriptors(config: &DiskConfig) -> u64 {
+    const FILES: u64 = 8;
+    descriptors_max(config.num_queues) + FILES * (1 + u64::from(config.num_queues))
 }
 
 /// The door for a takeover; without one, where the socket's name is too long for it, only that is missing.

@@ -64,6 +64,54 @@ fn misaligned_writes_leave_their_neighbours_alone() {
     }
 }
 
+/// A guest chooses how large its requests are and where its buffers lie.
+#[test]
+fn a_large_misaligned_request_is_bounced_in_parts_of_bounded_size() {
+    let alignment = Alignment {
+        memory: 512,
+        offset: 4096,
+    };
+    let part = to_usize(BOUNCE_BYTES_MAX).expect("a size");
+    for (offset, len) in [
+        (1, 3 * part),
+        (part - 7, part + 14),
+        (4096, 2 * part + 1),
+        (part, part - 1),
+    ] {
+        let before: Vec<u8> = (0..5 * part).map(|i| (i % 251) as u8).collect();
+        let (cx, view) = view(alignment, &before);
+        let bytes: Vec<u8> = (0..len).map(|i| (i % 239) as u8 | 1).collect();
+        let mut expected = before.clone();
+        expected[offset..offset + len].copy_from_slice(&bytes);
+        // Several pieces, zeros among them, cut anywhere.
+        let mut asked = pieces(&bytes[..len / 3]);
+        asked.push(Piece::Zeros(5));
+        asked.extend(pieces(&bytes[len / 3 + 5..]));
+        expected[offset + len / 3..][..5].fill(0);
+        let parts = view.bounced_parts(offset as u64, &asked);
+        assert!(
+            parts.iter().all(|(_, part)| total(part) <= BOUNCE_BYTES_MAX),
+            "{len} at {offset}"
+        );
+        cx.block_on(view.write(offset as u64, asked, false))
+            .expect("the ring turns")
+            .expect("a write");
+        let found = cx
+            .block_on(view.read_at(0, 5 * part))
+            .expect("the ring turns")
+            .expect("a read");
+        assert!(found[..] == expected[..], "write of {len} at {offset}");
+        let found = cx
+            .block_on(view.read_at(offset as u64, len))
+            .expect("the ring turns")
+            .expect("a read");
+        assert!(
+            found[..] == expected[offset..offset + len],
+            "read of {len} at {offset}"
+        );
+    }
+}
+
 #[test]
 fn two_writes_to_one_block_both_land() {
     let (cx, view) = view(

@@ -14,6 +14,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use super::config::{self, CONFIG_BYTES, WRITEBACK_OFFSET};
+use super::told::Told;
 
 /// The longest serial number, in bytes.
 pub const SERIAL_BYTES: usize = VIRTIO_BLK_ID_BYTES as usize;
@@ -64,6 +65,7 @@ pub struct BlockDevice {
     serial: [u8; SERIAL_BYTES],
     /// The driver's choice of cache mode.
     writeback: AtomicBool,
+    told: Told,
 }
 
 impl fmt::Debug for BlockDevice {
@@ -99,7 +101,13 @@ impl BlockDevice {
             queue_size: config.queue_size,
             serial,
             writeback: AtomicBool::new(true),
+            told: Told::default(),
         })
+    }
+
+    /// How much may be said about its client's and guest's mistakes.
+    pub(crate) fn told(&self) -> &Told {
+        &self.told
     }
 
     /// The disk.

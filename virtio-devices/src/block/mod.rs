@@ -12,6 +12,8 @@ mod queue;
 mod request;
 #[cfg(test)]
 mod tests;
+mod told;
 
 pub use device::{BlockDevice, BlockDeviceConfig, ConfigWriteError, SERIAL_BYTES, SerialTooLong};
-pub use queue::{BlockQueue, BlockQueueConfig, Notify, QueueReport, StartQueueError};
+pub use queue::{BlockQueue, BlockQueueConfig, IN_FLIGHT_MAX, Notify, QueueReport, StartQueueError};
+pub(crate) use told::Told;

@@ -29,6 +29,10 @@ use crate::virtqueue::{
 /// way; taking all it can have at once would make the two wait for each other.
 const BATCH_MAX: u16 = 32;
 
+/// The most chains of a queue in flight, however long the guest makes the queue: each costs memory of ours while
+/// it is served. Those beyond wait in the queue.
+pub const IN_FLIGHT_MAX: usize = 1024;
+
 /// Tells a guest what happened in its queue.
 pub trait Notify {
     /// Chains were given back, and the guest wants to know.
@@ -216,12 +220,14 @@ impl BlockQueue {
     /// As many chains as there may be in flight.
     #[inline]
     fn room(&self) -> usize {
-        self.slots.len() - self.in_flight
+        self.slots.len().min(IN_FLIGHT_MAX).saturating_sub(self.in_flight)
     }
 
     #[cold]
     fn fail(&mut self, error: QueueError) {
-        tracing::warn!(%error, "a guest broke its queue; the queue stops");
+        if let Some(held_back) = self.device.told().admit() {
+            tracing::warn!(%error, held_back, "a guest broke its queue; the queue stops");
+        }
         self.broken = true;
         self.report.broken.store(true, Ordering::Release);
         self.notify.broken();
@@ -231,6 +237,9 @@ impl BlockQueue {
     fn take_some(&mut self) -> Result<bool, QueueError> {
         if !self.again.is_empty() {
             self.take_again()?;
+        }
+        if !self.again.is_empty() {
+            return Ok(false);
         }
         let waiting = self.ring.available()?;
         let count = usize::from(waiting.min(BATCH_MAX)).min(self.room());
@@ -246,7 +255,9 @@ impl BlockQueue {
     #[cold]
     fn take_again(&mut self) -> Result<(), QueueError> {
         tracing::info!(chains = self.again.len(), "submitting again what was in flight");
-        while let Some(head) = self.again.pop() {
+        while self.room() > 0
+            && let Some(head) = self.again.pop()
+        {
             self.ring.take_again(head, &mut self.chain)?;
             self.submit(head, true)?;
         }
@@ -435,7 +446,7 @@ impl Frontend for BlockQueue {
             return false;
         }
         match self.ring.enable_notifications() {
-            Ok(waiting) => waiting && self.room() > 0 || self.polled || !self.again.is_empty(),
+            Ok(waiting) => (waiting || !self.again.is_empty()) && self.room() > 0 || self.polled,
             Err(error) => {
                 self.fail(error);
                 true

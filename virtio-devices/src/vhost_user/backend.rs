@@ -114,7 +114,9 @@ impl Backend {
                 if self.worker_gone {
                     return Err(error);
                 }
-                tracing::warn!(queue = index, %error, "a queue cannot run with the client's memory");
+                if let Some(held_back) = self.device.told().admit() {
+                    tracing::warn!(queue = index, %error, held_back, "a queue cannot run with the client's memory");
+                }
             }
         }
         Ok(())
@@ -350,7 +352,9 @@ impl VhostUserBackendReqHandlerMut for Backend {
 
     fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
         inflight::make(asked, self.vrings.len()).map_err(|error| {
-            tracing::warn!(%error, "cannot give a client inflight memory");
+            if let Some(held_back) = self.device.told().admit() {
+                tracing::warn!(%error, held_back, "cannot give a client inflight memory");
+            }
             // The answer has no room for a refusal.
             MessageError::InvalidParam
         })

@@ -5,57 +5,110 @@
 //! thread goes on. What the client's queue does then is its own loss. A fault anywhere else ends the process as ever.
 //!
 //! What must stay true: the handler does nothing that a signal handler may not: it reads atomics and calls
-//! mmap(2). A region leaves the table before it is unmapped.
+//! mmap(2). A region leaves the table before it is unmapped. The table grows with the regions that clients have at one
+//! time, whose number each device bounds, and never shrinks.
 
 #![expect(unsafe_code, reason = "a signal handler, and the mapping it makes")]
 
 use std::io;
 use std::mem;
+use std::ptr;
 use std::sync::Once;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
-/// Regions that all clients of a process can have together.
-const SLOTS: usize = 4096;
+/// Regions in one part of the table.
+const SLOTS: usize = 512;
 
 /// A region's first address and length in bytes, and its page size. Free while the length is zero; being
 /// changed while the page size is.
+#[derive(Debug)]
 struct Slot {
     start: AtomicUsize,
     len: AtomicUsize,
     page: AtomicUsize,
 }
 
-static TABLE: [Slot; SLOTS] = [const {
-    Slot {
-        start: AtomicUsize::new(0),
-        len: AtomicUsize::new(0),
-        page: AtomicUsize::new(0),
+/// A part of the table, and where the next one is.
+struct Part {
+    slots: [Slot; SLOTS],
+    next: AtomicPtr<Part>,
+}
+
+impl Part {
+    const fn new() -> Self {
+        Self {
+            slots: [const {
+                Slot {
+                    start: AtomicUsize::new(0),
+                    len: AtomicUsize::new(0),
+                    page: AtomicUsize::new(0),
+                }
+            }; SLOTS],
+            next: AtomicPtr::new(ptr::null_mut()),
+        }
     }
-}; SLOTS];
+
+    fn next(&self) -> Option<&'static Self> {
+        // SAFETY: the pointer is null or that of a box that `extend` leaked, so it stays valid, and nothing changes it
+        // but through atomics.
+        unsafe { self.next.load(Ordering::SeqCst).as_ref() }
+    }
+
+    /// The part behind this one, which is the last or was a moment ago.
+    fn extend(&self) -> &'static Self {
+        let new = Box::into_raw(Box::new(Self::new()));
+        let none = ptr::null_mut();
+        match self
+            .next
+            .compare_exchange(none, new, Ordering::SeqCst, Ordering::SeqCst)
+        {
+            // SAFETY: it was just leaked, for good.
+            Ok(_) => unsafe { &*new },
+            Err(other) => {
+                // SAFETY: `new` came from a box and was given to nobody.
+                drop(unsafe { Box::from_raw(new) });
+                // SAFETY: as in `next`; what is there is not null, or the exchange would have been made.
+                unsafe { &*other }
+            }
+        }
+    }
+}
+
+static TABLE: Part = Part::new();
+
+/// All parts there are.
+fn parts() -> impl Iterator<Item = &'static Part> {
+    std::iter::successors(Some(&TABLE), |part| part.next())
+}
 
 /// A region whose pages may go away. Drop it before the region is unmapped.
 #[derive(Debug)]
-pub(super) struct FaultGuard(usize);
+pub(super) struct FaultGuard(&'static Slot);
 
 impl FaultGuard {
-    /// Guards `len` bytes at `start`, in pages of `page` bytes (a power of two). `None` if there are too many
-    /// regions already.
-    pub(super) fn new(start: usize, len: usize, page: usize) -> Option<Self> {
-        let free = |slot: &Slot| {
+    /// Guards `len` bytes at `start`, in pages of `page` bytes (a power of two).
+    pub(super) fn new(start: usize, len: usize, page: usize) -> Self {
+        let free = |slot: &&Slot| {
             slot.len
                 .compare_exchange(0, len, Ordering::SeqCst, Ordering::SeqCst)
                 .is_ok()
         };
-        let index = TABLE.iter().position(free)?;
-        TABLE[index].start.store(start, Ordering::SeqCst);
-        TABLE[index].page.store(page, Ordering::SeqCst);
-        Some(Self(index))
+        let mut part = &TABLE;
+        let slot = loop {
+            if let Some(slot) = part.slots.iter().find(free) {
+                break slot;
+            }
+            part = part.next().unwrap_or_else(|| part.extend());
+        };
+        slot.start.store(start, Ordering::SeqCst);
+        slot.page.store(page, Ordering::SeqCst);
+        Self(slot)
     }
 }
 
 impl Drop for FaultGuard {
     fn drop(&mut self) {
-        let slot = &TABLE[self.0];
+        let slot = self.0;
         slot.page.store(0, Ordering::SeqCst);
         slot.len.store(0, Ordering::SeqCst);
     }
@@ -87,7 +140,7 @@ fn handle() -> io::Result<()> {
 
 /// The first address and the size of what lies in one page with `address`, if it is a client's.
 fn guarded(address: usize) -> Option<(usize, usize)> {
-    TABLE.iter().find_map(|slot| {
+    parts().flat_map(|part| &part.slots).find_map(|slot| {
         let page = slot.page.load(Ordering::SeqCst);
         let (start, len) = (slot.start.load(Ordering::SeqCst), slot.len.load(Ordering::SeqCst));
         let inside = address.checked_sub(start).is_some_and(|offset| offset < len);
@@ -115,4 +168,26 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, _context
     }
     // SAFETY: the default action; the access that faulted is tried again and ends the process.
     unsafe { libc::signal(signal, libc::SIG_DFL) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One client must not use up what another one's memory needs.
+    #[test]
+    fn the_table_grows_and_finds_every_region() {
+        // Addresses that nothing has mapped: they are looked up, not touched.
+        let base = 1usize << 60;
+        let guards: Vec<FaultGuard> = (0..3 * SLOTS)
+            .map(|index| FaultGuard::new(base + index * 0x4000, 0x3000, 0x1000))
+            .collect();
+        for index in 0..guards.len() {
+            let start = base + index * 0x4000;
+            assert_eq!(guarded(start + 0x2345), Some((start + 0x2000, 0x1000)), "{index}");
+            assert_eq!(guarded(start + 0x3000), None, "{index}");
+        }
+        drop(guards);
+        assert_eq!(guarded(base), None);
+    }
 }

@@ -14,6 +14,9 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionCollection
 
 /// The most regions a client may have: as many as KVM has slots, less a few, as QEMU does.
 pub(super) const REGIONS_MAX: usize = 509;
+/// The most memory a client may show us, in bytes: more than the largest guests have, and little enough that
+/// several clients fit into one address space of 128 TiB.
+pub(super) const BYTES_MAX: u64 = 1 << 44;
 
 /// Why a region was refused.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +41,8 @@ pub(super) enum MemoryError {
     Overlap(#[from] GuestRegionCollectionError),
     #[error("more than {REGIONS_MAX} regions")]
     TooMany,
+    #[error("regions of {bytes} bytes together; expected at most {BYTES_MAX}")]
+    TooLarge { bytes: u64 },
     #[error("there is no region at guest address {guest:#x} of {size} bytes")]
     Unknown { guest: u64, size: u64 },
 }
@@ -93,7 +98,7 @@ impl Region {
             .unwrap_or(0)
             .next_power_of_two()
             .max(4096);
-        let guard = FaultGuard::new(mapping.as_ptr() as usize, bytes, page).ok_or(MemoryError::TooMany)?;
+        let guard = FaultGuard::new(mapping.as_ptr() as usize, bytes, page);
         Ok(Self {
             info,
             _guard: Arc::new(guard),
@@ -111,9 +116,6 @@ pub(super) struct ClientMemory {
 
 impl ClientMemory {
     fn from_regions(mut regions: Vec<Region>) -> Result<Self, MemoryError> {
-        if regions.len() > REGIONS_MAX {
-            return Err(MemoryError::TooMany);
-        }
         if regions.is_empty() {
             return Ok(Self::default());
         }
@@ -123,14 +125,32 @@ impl ClientMemory {
         Ok(Self { regions, map })
     }
 
+    /// Checks, before anything is mapped, that these regions are neither too many nor too large.
+    fn check(regions: impl Iterator<Item = RegionInfo>) -> Result<(), MemoryError> {
+        let (mut count, mut bytes) = (0, 0u64);
+        for region in regions {
+            count += 1;
+            bytes = bytes.saturating_add(region.size);
+        }
+        if count > REGIONS_MAX {
+            return Err(MemoryError::TooMany);
+        }
+        if bytes > BYTES_MAX {
+            return Err(MemoryError::TooLarge { bytes });
+        }
+        Ok(())
+    }
+
     /// A memory of these regions.
     pub(super) fn new(regions: Vec<(RegionInfo, File)>) -> Result<Self, MemoryError> {
+        Self::check(regions.iter().map(|(info, _)| *info))?;
         let regions = regions.into_iter().map(|(info, file)| Region::map(info, file));
         Self::from_regions(regions.collect::<Result<_, _>>()?)
     }
 
     /// This memory and one more region.
     pub(super) fn with(&self, info: RegionInfo, file: File) -> Result<Self, MemoryError> {
+        Self::check(self.regions.iter().map(|region| region.info).chain([info]))?;
         let mut regions = self.regions.clone();
         regions.push(Region::map(info, file)?);
         Self::from_regions(regions)

@@ -16,6 +16,8 @@ mod backend;
 mod event;
 mod fault;
 mod inflight;
+#[cfg(test)]
+mod limits_tests;
 mod memory;
 #[cfg(test)]
 mod restart_tests;
@@ -36,12 +38,23 @@ use block::worker::{StartHook, StartWorkerError, WorkerConfig, WorkerGone, Worke
 use block::{Disk, IoError};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
-use crate::block::{BlockDevice, BlockDeviceConfig, SerialTooLong};
+use crate::block::{BlockDevice, BlockDeviceConfig, SerialTooLong, Told};
 use backend::Backend;
 pub use stop::StopToken;
 
 /// The most queues a vhost-user device can have: what its messages can number.
 pub const QUEUES_MAX: u16 = 256;
+
+/// The most descriptors that a server of `num_queues` queues and its client can make this process hold, those of
+/// image files not counted: the client's memory, the events, inflight memory and those of one message, and what a
+/// worker has.
+#[must_use]
+pub const fn descriptors_max(num_queues: u16) -> u64 {
+    const MESSAGE: u64 = 32;
+    const SERVER: u64 = 8;
+    const QUEUE: u64 = 10;
+    memory::REGIONS_MAX as u64 + MESSAGE + SERVER + QUEUE * num_queues as u64
+}
 
 /// How a server offers its disk.
 #[derive(Clone, Debug)]
@@ -137,6 +150,8 @@ pub struct VhostUserServer {
     device: Arc<BlockDevice>,
     workers: Arc<[WorkerHandle]>,
     restartable: bool,
+    /// How much may be said about clients that come and go.
+    told: Told,
 }
 
 impl fmt::Debug for VhostUserServer {
@@ -191,6 +206,7 @@ impl VhostUserServer {
             device,
             workers,
             restartable: config.restartable,
+            told: Told::default(),
         })
     }
 
@@ -243,7 +259,9 @@ impl VhostUserServer {
             tracing::warn!(disk = %self.name, %error, "cannot serve a client");
             return Ok(());
         }
-        tracing::info!(disk = %self.name, "a client has connected");
+        if let Some(held_back) = self.told.admit() {
+            tracing::info!(disk = %self.name, held_back, "a client has connected");
+        }
         let backend = Arc::new(Mutex::new(Backend::new(
             Arc::clone(&self.device),
             Arc::clone(&self.workers),
@@ -262,7 +280,9 @@ impl VhostUserServer {
                 Ok(()) | Err(MessageError::SocketRetry(_)) => {}
                 // The backend refused something and the client was told, if it wanted to know.
                 Err(MessageError::ReqHandlerError(error)) if lock(&backend).answers_errors() => {
-                    tracing::warn!(disk = %self.name, %error, "refused what a client asked for");
+                    if let Some(held_back) = self.device.told().admit() {
+                        tracing::warn!(disk = %self.name, %error, held_back, "refused what a client asked for");
+                    }
                 }
                 Err(error) => break error,
             }
@@ -272,8 +292,16 @@ impl VhostUserServer {
         };
         match result {
             _ if stop.is_stopped() => tracing::info!(disk = %self.name, "disconnecting the client"),
-            MessageError::Disconnected => tracing::info!(disk = %self.name, "the client has gone"),
-            error => tracing::warn!(disk = %self.name, %error, "disconnecting the client"),
+            MessageError::Disconnected => {
+                if let Some(held_back) = self.told.admit() {
+                    tracing::info!(disk = %self.name, held_back, "the client has gone");
+                }
+            }
+            error => {
+                if let Some(held_back) = self.device.told().admit() {
+                    tracing::warn!(disk = %self.name, %error, held_back, "disconnecting the client");
+                }
+            }
         }
         let mut backend = lock(&backend);
         backend.disconnect()?;

@@ -51,7 +51,7 @@ pub(super) fn wait(what: &str, mut condition: impl FnMut() -> bool) {
 /// A server in a thread of its own.
 pub(super) struct World {
     _directory: tempfile::TempDir,
-    path: PathBuf,
+    pub(super) path: PathBuf,
     stop: StopToken,
     thread: Option<JoinHandle<Result<(), ServeError>>>,
 }
@@ -702,7 +702,7 @@ fn a_stopped_server_serves_nobody_and_an_idle_one_stops_at_once() {
 }
 
 /// A message as bytes: code, flags (version 1, and whether an answer is wanted), size, body.
-fn message(code: u32, body: &[u8]) -> Vec<u8> {
+pub(super) fn message(code: u32, body: &[u8]) -> Vec<u8> {
     let mut bytes = code.to_ne_bytes().to_vec();
     bytes.extend(0x9u32.to_ne_bytes());
     bytes.extend((body.len() as u32).to_ne_bytes());
@@ -711,7 +711,7 @@ fn message(code: u32, body: &[u8]) -> Vec<u8> {
 }
 
 /// Sends what may be the last message: the server may have hung up.
-fn send(stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> bool {
+pub(super) fn send(stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> bool {
     let (header, body) = bytes.split_at(bytes.len().min(12));
     stream.send_with_fds(&[header], fds).is_ok() && (&*stream).write_all(body).is_ok()
 }

@@ -1,8 +1,9 @@
-//! A guest's view of a server that is killed or replaced: the `ringdisk` program against a vhost-user
-//! client of our own that outlives it.
+//! A guest's view of a server that is killed or replaced, or that serves others who mean ill: the `ringdisk` program
+//! against a vhost-user client of our own.
 
 mod client;
 mod kill;
+mod peers;
 mod server;
 mod stop;
 mod takeover;

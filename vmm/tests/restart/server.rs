@@ -57,13 +57,19 @@ impl World {
 
     /// Starts a server of the image with these further arguments; does not wait for it.
     pub(crate) fn serve(&self, arguments: &[&str]) -> Server {
+        self.serve_in(&["env", "--default-signal"], arguments)
+    }
+
+    /// As [`World::serve`], by way of a program that starts another.
+    pub(crate) fn serve_in(&self, wrapper: &[&str], arguments: &[&str]) -> Server {
         let log = std::fs::File::options()
             .append(true)
             .create(true)
             .open(self.path("log"))
             .expect("a log");
-        let child = Command::new("env")
-            .args(["--default-signal", env!("CARGO_BIN_EXE_ringdisk"), "vhost-user"])
+        let child = Command::new(wrapper[0])
+            .args(&wrapper[1..])
+            .args([env!("CARGO_BIN_EXE_ringdisk"), "vhost-user"])
             .args(["--socket", "socket", "--disk", "path=disk.qcow2,poll_us=0"])
             .args(arguments)
             .current_dir(self.directory.path())

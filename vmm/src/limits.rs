@@ -1,0 +1,43 @@
+//! What the system lets this process have: enough descriptors for every client at its limit.
+//!
+//! Clients hand us descriptors for their memory and events, and the process has one table for those of all. If it can
+//! be full, a client that fills it keeps others from connecting.
+#![expect(unsafe_code, reason = "resource limits have no safe wrapper at hand")]
+
+use std::io;
+
+/// Raises this process's own limit of descriptors as far as it may. Returns how many there can be.
+///
+/// # Errors
+///
+/// What the system said.
+pub fn raise_descriptors() -> io::Result<u64> {
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: the kernel writes one `rlimit`, which is live and exclusive.
+    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    limit.rlim_cur = limit.rlim_max;
+    // SAFETY: the kernel reads one `rlimit`, which is live.
+    if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(limit.rlim_max)
+}
+
+/// Raises the limit of descriptors, and says so if `needed` are more than it allows.
+pub fn prepare_descriptors(needed: u64) {
+    match raise_descriptors() {
+        Ok(limit) if limit >= needed => {}
+        Ok(limit) => tracing::warn!(
+            limit,
+            needed,
+            "this process may open few files: a client that uses up what is left keeps others from connecting \
+             (LimitNOFILE= of systemd, ulimit -n)"
+        ),
+        Err(error) => tracing::warn!(%error, "cannot find out how many files this process may open"),
+    }
+}

@@ -1,0 +1,317 @@
+//! Peers that mean ill harm the disk that they are connected to, and nothing else: another disk of the same server
+//! goes on under load meanwhile, and the server stops cleanly whatever they do.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use vhost::vhost_user::message::VhostUserHeaderFlag;
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+use crate::client::{Ask, BLOCK, Client, Random};
+use crate::server::{Server, World};
+
+const BLOCKS: usize = 1024;
+/// How often the log may mention one disk's peers, whatever they do.
+const LINES_MAX: usize = 60;
+
+/// A header: the code, version 1, the size of the body.
+fn header(code: u32, size: u32) -> Vec<u8> {
+    [code, 1, size]
+        .iter()
+        .flat_map(|word| word.to_ne_bytes())
+        .collect()
+}
+
+fn moment() {
+    std::thread::sleep(Duration::from_millis(20));
+}
+
+fn connect(path: &Path) -> UnixStream {
+    UnixStream::connect(path).expect("a connection")
+}
+
+/// Sends without minding whether anybody listens any more.
+fn say(mut stream: &UnixStream, bytes: &[u8]) {
+    stream.write_all(bytes).unwrap_or_default();
+}
+
+fn silence(path: &Path) {
+    let _peer = connect(path);
+    moment();
+}
+
+fn half_a_message(path: &Path) {
+    for bytes in [
+        &header(5, 8)[..5],
+        &header(5, 8)[..],
+        &[header(8, 8), vec![0; 3]].concat(),
+    ] {
+        let peer = connect(path);
+        say(&peer, bytes);
+        moment();
+    }
+}
+
+fn garbage(path: &Path) {
+    let mut random = Random(0x6a5b);
+    for _ in 0..50 {
+        let bytes: Vec<u8> = (0..4096).map(|_| random.below(256) as u8).collect();
+        say(&connect(path), &bytes);
+    }
+}
+
+fn connections(path: &Path) {
+    for _ in 0..200 {
+        drop(connect(path));
+    }
+    let waiting: Vec<UnixStream> = (0..10).map(|_| connect(path)).collect();
+    moment();
+    drop(waiting);
+}
+
+fn descriptors(path: &Path) {
+    let file = tempfile::tempfile().expect("a file");
+    for code in [1, 5, 8, 12, 37] {
+        let peer = connect(path);
+        let fds = vec![file.as_raw_fd(); 253];
+        // The server may be gone by the second.
+        peer.send_with_fds(&[&header(code, 0)[..]], &fds).ok();
+        peer.send_with_fds(&[&header(code, 0)[..]], &fds).ok();
+    }
+}
+
+/// Asks and asks, and reads no answer, until the server cannot answer any more.
+fn deaf(path: &Path) -> UnixStream {
+    let peer = connect(path);
+    peer.set_nonblocking(true).expect("a socket that does not block");
+    let questions = header(1, 0).repeat(100);
+    let full = Instant::now() + Duration::from_millis(300);
+    while Instant::now() < full {
+        match (&peer).write(&questions) {
+            Err(error) if error.kind() == ErrorKind::WouldBlock => moment(),
+            other => drop(other.expect("the server listens")),
+        }
+    }
+    peer
+}
+
+/// Adds small regions of memory until that is refused; how many were added. It stays connected.
+fn fill_memory(path: &Path, max: usize) -> (Frontend, usize) {
+    let mut frontend = Frontend::connect(path, 1).expect("a connection");
+    frontend.set_owner().expect("SET_OWNER");
+    let features = frontend.get_features().expect("GET_FEATURES");
+    frontend.set_features(features | 1 << 30).expect("SET_FEATURES");
+    let protocol = frontend.get_protocol_features().expect("GET_PROTOCOL_FEATURES");
+    frontend
+        .set_protocol_features(protocol)
+        .expect("SET_PROTOCOL_FEATURES");
+    frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+    let file = tempfile::tempfile().expect("a file");
+    file.set_len(4096).expect("its length");
+    let mut count = 0;
+    while count < max {
+        let at = count as u64 * 0x1_0000;
+        let region = VhostUserMemoryRegionInfo {
+            guest_phys_addr: at,
+            memory_size: 4096,
+            userspace_addr: at,
+            mmap_offset: 0,
+            mmap_handle: file.as_raw_fd(),
+        };
+        if frontend.add_mem_region(&region).is_err() {
+            break;
+        }
+        count += 1;
+    }
+    (frontend, count)
+}
+
+fn regions(path: &Path) {
+    let (_frontend, count) = fill_memory(path, 600);
+    assert_eq!(count, 509);
+}
+
+/// A line of `/proc/PID/status`, in KiB.
+fn status(server: &Server, key: &str) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("a process");
+    let line = text.lines().find(|line| line.starts_with(key)).expect("the line");
+    let number = line.split_whitespace().nth(1).and_then(|word| word.parse().ok());
+    number.expect("a number")
+}
+
+fn descriptors_of(server: &Server) -> usize {
+    let folder = format!("/proc/{}/fd", server.pid());
+    std::fs::read_dir(folder).expect("a process").count()
+}
+
+/// Clock ticks (10 ms) that it has run.
+fn ticks(server: &Server) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{}/stat", server.pid())).expect("a process");
+    let behind = text.rsplit(')').next().expect("the name ends");
+    let fields: Vec<&str> = behind.split_whitespace().collect();
+    [11, 12]
+        .iter()
+        .map(|&at| fields[at].parse::<u64>().expect("a number"))
+        .sum()
+}
+
+fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !condition() {
+        assert!(Instant::now() < deadline, "still waiting for {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn work_a_little(path: &Path) {
+    let mut client = Client::new(16, false);
+    client.connect(path);
+    for _ in 0..20 {
+        assert!(client.submit(Ask::Flush, 0));
+    }
+    client.drain();
+}
+
+#[test]
+fn peers_that_mean_ill_harm_their_own_disk_only() {
+    type Attack = fn(&Path);
+    const ATTACKS: [(&str, Attack); 7] = [
+        // First, while the log has room for it.
+        ("regions", regions),
+        ("silence", silence),
+        ("half a message", half_a_message),
+        ("garbage", garbage),
+        ("connections", connections),
+        ("descriptors", descriptors),
+        ("questions without end", |path| drop(deaf(path))),
+    ];
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    world.qemu_img(&["create", "-q", "-f", "qcow2", "other.qcow2", "1M"]);
+    let mut server = world.serve(&["--socket", "other", "--disk", "path=other.qcow2,poll_us=0"]);
+    let mut client = Client::new(BLOCKS, false);
+    let mut random = Random(0x9ee2);
+    client.connect(&world.path("socket"));
+    client.work(&mut random, Duration::from_millis(50));
+    client.drain();
+    let other = world.path("other");
+    work_a_little(&other);
+    wait_for("the first peer to go", || world.log().is_empty());
+    moment();
+    let (open, resident) = (descriptors_of(&server), status(&server, "VmRSS:"));
+    for (name, attack) in ATTACKS {
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let peer = scope.spawn(|| {
+                while !over.load(Ordering::SeqCst) {
+                    attack(&other);
+                }
+            });
+            let before = client.answered;
+            client.work(&mut random, Duration::from_millis(400));
+            client.drain();
+            assert!(
+                client.answered > before + 100,
+                "{name}: the other disk stands still"
+            );
+            over.store(true, Ordering::SeqCst);
+            peer.join().expect("the peer");
+        });
+        assert!(server.is_running(), "{name}: {}", world.log());
+        work_a_little(&other);
+        wait_for(name, || descriptors_of(&server) <= open);
+    }
+    let grown = status(&server, "VmRSS:").saturating_sub(resident);
+    assert!(grown < 64 << 10, "{grown} KiB more than before");
+    let log = world.log();
+    assert!(log.contains("refused what a client asked for"), "{log}");
+    assert!(log.contains("more than 509 regions"), "{log}");
+    assert!(log.contains("disconnecting the client"), "{log}");
+    assert!(log.lines().count() <= LINES_MAX, "{} lines", log.lines().count());
+
+    // Neither a client that says nothing nor one that does not listen holds a stop up.
+    let deaf = deaf(&other);
+    let begun = Instant::now();
+    assert_eq!(server.stop(), Some(0), "{}", world.log());
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    drop(deaf);
+    world.assert_sound(false);
+    client.assert_contents(&world.contents());
+}
+
+/// One client holds every descriptor that the server may have. The others' disks go on; who wants to connect waits,
+/// and costs nothing until there is room.
+#[test]
+fn a_server_out_of_descriptors_goes_on_and_waits_without_spinning() {
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    for name in ["hog.qcow2", "late.qcow2"] {
+        world.qemu_img(&["create", "-q", "-f", "qcow2", name, "1M"]);
+    }
+    let more = [
+        ["--socket", "hog", "--disk", "path=hog.qcow2,poll_us=0"],
+        ["--socket", "late", "--disk", "path=late.qcow2,poll_us=0"],
+    ]
+    .concat();
+    let server = world.serve_in(
+        &[
+            "sh",
+            "-c",
+            "ulimit -n 120; exec env --default-signal \"$0\" \"$@\"",
+        ],
+        &more,
+    );
+    let mut client = Client::new(BLOCKS, false);
+    let mut random = Random(0xf11e);
+    client.connect(&world.path("socket"));
+    client.work(&mut random, Duration::from_millis(20));
+    client.drain();
+    assert!(
+        world.log().contains("this process may open few files"),
+        "{}",
+        world.log()
+    );
+    let (hog, late) = (world.path("hog"), world.path("late"));
+    work_a_little(&hog);
+    work_a_little(&late);
+    moment();
+    let open = descriptors_of(&server);
+    // What it gets before it asks for too much and loses all; then just that.
+    let (frontend, count) = fill_memory(&hog, 600);
+    assert!((10..500).contains(&count), "{count}");
+    drop(frontend);
+    wait_for("the descriptors", || descriptors_of(&server) == open);
+    let (frontend, again) = fill_memory(&hog, count);
+    assert_eq!(again, count);
+
+    let mut newcomer = connect(&late);
+    wait_for("the warning", || {
+        world.log().contains("cannot accept a connection now")
+    });
+    let before = ticks(&server);
+    std::thread::sleep(Duration::from_millis(1500));
+    let spent = ticks(&server) - before;
+    assert!(spent < 30, "{spent} ticks of CPU for waiting");
+    let answered = client.answered;
+    client.work(&mut random, Duration::from_millis(200));
+    client.drain();
+    assert!(client.answered > answered + 100, "the other disk stands still");
+    let warnings = world.log().matches("cannot accept a connection now").count();
+    assert_eq!(warnings, 1, "{}", world.log());
+
+    drop(frontend);
+    say(&newcomer, &header(1, 0));
+    let mut answer = [0; 20];
+    newcomer
+        .set_read_timeout(Some(Duration::from_secs(20)))
+        .expect("a timeout");
+    newcomer.read_exact(&mut answer).expect("it is served now");
+    drop(newcomer);
+    work_a_little(&late);
+    assert_eq!(server.stop(), Some(0), "{}", world.log());
+    world.assert_sound(false);
+}
