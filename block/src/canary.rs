@@ -1,6 +1,7 @@
 //! Rules that a special build can break on purpose, to prove that the simulator sees it.
 //!
 //! Without the feature `canary` nothing is ever broken: [`broken`] is a constant, and so is every branch on it.
+//! The same build can also kill the process it plays between two stores to a guest's memory ([`may_store`]).
 //! Only the explorer's own build, with a target folder of its own, has the feature.
 
 /// A rule of the architecture, as the canary that breaks it is called.
@@ -23,11 +24,19 @@ pub enum Rule {
     FailedSyncForgotten,
     ForcedWriteIsNot,
     MemoryFreedEarly,
+    VirtqueueLostUsed,
+    VirtqueueDoubleUsed,
+    FlushAnsweredEarly,
+    InflightClearedEarly,
+    AnswerNotNotified,
+    SleepWithoutLook,
+    RemovedInFlight,
+    BufferBackEarly,
 }
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 24] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -44,6 +53,14 @@ impl Rule {
         Self::FailedSyncForgotten,
         Self::ForcedWriteIsNot,
         Self::MemoryFreedEarly,
+        Self::VirtqueueLostUsed,
+        Self::VirtqueueDoubleUsed,
+        Self::FlushAnsweredEarly,
+        Self::InflightClearedEarly,
+        Self::AnswerNotNotified,
+        Self::SleepWithoutLook,
+        Self::RemovedInFlight,
+        Self::BufferBackEarly,
     ];
 
     /// What is broken, in a word.
@@ -66,6 +83,14 @@ impl Rule {
             Self::FailedSyncForgotten => "failed-sync-forgotten",
             Self::ForcedWriteIsNot => "forced-write-is-not-durable",
             Self::MemoryFreedEarly => "memory-freed-early",
+            Self::VirtqueueLostUsed => "used-entry-lost",
+            Self::VirtqueueDoubleUsed => "used-entry-doubled",
+            Self::FlushAnsweredEarly => "flush-answered-early",
+            Self::InflightClearedEarly => "inflight-cleared-early",
+            Self::AnswerNotNotified => "answer-not-notified",
+            Self::SleepWithoutLook => "sleep-without-last-look",
+            Self::RemovedInFlight => "queue-removed-in-flight",
+            Self::BufferBackEarly => "guest-buffer-back-early",
         }
     }
 }
@@ -73,6 +98,47 @@ impl Rule {
 #[cfg(feature = "canary")]
 thread_local! {
     static BROKEN: std::cell::Cell<(Option<Rule>, u64)> = const { std::cell::Cell::new((None, 0)) };
+}
+
+#[cfg(feature = "canary")]
+thread_local! {
+    static STORES: std::cell::Cell<u64> = const { std::cell::Cell::new(u64::MAX) };
+}
+
+/// Lets the process that this thread plays make so many more stores that outlive it; `None` for as many as it likes.
+#[cfg(feature = "canary")]
+pub fn kill_after(stores: Option<u64>) {
+    STORES.set(stores.unwrap_or(u64::MAX));
+}
+
+/// Whether the process that this thread plays has been killed.
+#[cfg(feature = "canary")]
+#[must_use]
+pub fn is_killed() -> bool {
+    STORES.get() == 0
+}
+
+/// Whether the process is still alive, asked before each store that outlives it and that a guest or a
+/// successor goes by.
+#[cfg(feature = "canary")]
+#[must_use]
+pub fn may_store() -> bool {
+    match STORES.get() {
+        0 => false,
+        u64::MAX => true,
+        left => {
+            STORES.set(left - 1);
+            true
+        }
+    }
+}
+
+/// Whether the process is still alive: it is.
+#[cfg(not(feature = "canary"))]
+#[must_use]
+#[inline(always)]
+pub const fn may_store() -> bool {
+    true
 }
 
 /// Breaks a rule on this thread, or none.

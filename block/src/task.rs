@@ -107,6 +107,11 @@ impl RunQueue {
         true
     }
 
+    /// Whether the worker sleeps, or is about to, and nobody has woken it.
+    pub(crate) fn is_sleeping(&self) -> bool {
+        self.sleeping.load(Ordering::SeqCst)
+    }
+
     /// Says that the worker is awake.
     pub(crate) fn end_sleep(&self) {
         self.set_sleeping(false);

@@ -283,24 +283,40 @@ impl Worker {
             && !self.commands.waiting.load(Ordering::Acquire)
     }
 
-    /// Sleeps until something happens, unless something has.
-    fn sleep(&mut self) -> io::Result<()> {
+    /// Asks everybody who may have work for this worker to wake it, and looks once more. `false` if there is
+    /// something to do already. [`Worker::end_sleep`] comes next, if only after the sleep.
+    pub fn prepare_sleep(&mut self) -> bool {
         let mut stay = false;
         for entry in &mut self.frontends {
             if entry.removal.is_empty() {
                 stay |= entry.frontend.prepare_sleep();
             }
         }
-        let queue = Arc::clone(self.cx.run_queue());
-        if !stay && queue.prepare_sleep() {
+        !stay && self.cx.run_queue().prepare_sleep()
+    }
+
+    /// Whether another worker or a task has woken this one since [`Worker::prepare_sleep`].
+    #[must_use]
+    pub fn is_woken(&self) -> bool {
+        !self.cx.run_queue().is_sleeping()
+    }
+
+    /// Nobody needs to wake this worker any more.
+    pub fn end_sleep(&mut self) {
+        self.cx.run_queue().end_sleep();
+        for entry in &mut self.frontends {
+            entry.frontend.end_sleep();
+        }
+    }
+
+    /// Sleeps until something happens, unless something has.
+    fn sleep(&mut self) -> io::Result<()> {
+        if self.prepare_sleep() {
             let commanded = self.commands.waiting.load(Ordering::SeqCst);
             let stopped = self.commands.stop.load(Ordering::SeqCst) && self.drained();
             self.cx.ring().turn(!commanded && !stopped)?;
         }
-        queue.end_sleep();
-        for entry in &mut self.frontends {
-            entry.frontend.end_sleep();
-        }
+        self.end_sleep();
         Ok(())
     }
 

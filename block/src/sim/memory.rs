@@ -117,8 +117,9 @@ pub(super) fn let_go(op: u64) {
     });
 }
 
-/// The op that holds some of `range`, if one does.
-fn holder(range: Range<usize>) -> Option<u64> {
+/// The op of this thread's worlds that holds some of the memory at these addresses, if one does.
+#[must_use]
+pub fn holder(range: Range<usize>) -> Option<u64> {
     // Outside a simulation, and for nearly all memory, this is all.
     let (low, high) = SPAN.try_with(Cell::get).unwrap_or((usize::MAX, 0));
     if range.end <= low || high <= range.start {

@@ -232,6 +232,19 @@ impl SimWorld {
         self.world.borrow().time()
     }
 
+    /// The process dies that all contexts so far belong to, while the host goes on: what these submit from here
+    /// on has no effect and ends with `ECANCELED`; what is in flight the host carries out, or gives up before it
+    /// begins. What readers of files see stays.
+    pub fn kill_process(&self) {
+        self.world.borrow_mut().kill_process();
+    }
+
+    /// Whether a context has completions to reap. Contexts are numbered from zero as they are made.
+    #[must_use]
+    pub fn has_completion(&self, context: u32) -> bool {
+        self.world.borrow().has_completion(context)
+    }
+
     /// From here on no op has an effect and each ends with `EIO`: for letting go of workers after a cut.
     pub fn cut_power(&self) {
         self.world.borrow_mut().cut_power();

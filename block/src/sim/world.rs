@@ -78,6 +78,8 @@ pub(super) struct World {
     /// Until when there is no space.
     full_until: u64,
     dead: bool,
+    /// Rings before this one are those of processes that were killed.
+    first_alive: u32,
     pub(super) changes: u64,
     pub(super) trace: Trace,
 }
@@ -95,6 +97,7 @@ impl World {
             next_op: 0,
             full_until: 0,
             dead: false,
+            first_alive: 0,
             changes: 0,
             trace: Trace::default(),
         }
@@ -187,6 +190,11 @@ impl World {
         self.dead = true;
     }
 
+    pub(super) fn kill_process(&mut self) {
+        self.first_alive = self.completions.len() as u32;
+        self.ops.iter_mut().for_each(|op| op.cancelled = true);
+    }
+
     pub(super) fn in_flight(&self) -> usize {
         self.ops.len() + self.completions.iter().map(Vec::len).sum::<usize>()
     }
@@ -227,6 +235,10 @@ impl World {
         } else {
             op.len
         };
+        if ring < self.first_alive {
+            self.push_completion(ring, user_data, -libc::ECANCELED);
+            return;
+        }
         let Some(file) = op.file.fixed else {
             self.push_completion(ring, user_data, -libc::EBADF);
             return;

@@ -11,20 +11,21 @@ pub fn find(name: &str) -> Option<Rule> {
     Rule::ALL.into_iter().find(|rule| rule.name() == name)
 }
 
-/// Runs seeds from 1 on with a rule broken until one fails: how many that took, and how it failed.
+/// Runs seeds from 1 on with a rule broken, or with none, until one fails: how many that took, and how it failed.
 #[cfg(feature = "canary")]
 #[must_use]
-pub fn hunt(rule: Rule, seeds_max: u64) -> Option<(u64, String)> {
+pub fn hunt(rule: Option<Rule>, seeds_max: u64) -> Option<(u64, String)> {
+    use crate::explore::Source;
     use crate::judge::Tally;
-    use crate::plan::Case;
     use crate::run::run;
     use crate::watchdog::Watchdog;
 
     let watchdog = Watchdog::start();
-    block::canary::set(Some(rule));
+    block::canary::set(rule);
     let found = (1..=seeds_max).find_map(|seed| {
-        watchdog.beat(|| format!("seed {seed} with {} broken", rule.name()));
-        let outcome = run(&Case::draw(seed), false, &mut Tally::default());
+        let source = Source::of_number(seed);
+        watchdog.beat(|| format!("{source} with {} broken", rule.map_or("nothing", Rule::name)));
+        let outcome = run(&source.case()?, false, &mut Tally::default());
         Some((seed, outcome.failure?.to_string()))
     });
     block::canary::set(None);

@@ -41,8 +41,35 @@ pub struct Failed {
 pub enum Source {
     /// A scenario, in this order.
     Scenario(&'static str, u64),
-    /// A seed.
+    /// A seed whose queues ask the disk itself.
     Seed(u64),
+    /// A seed whose queues are a guest's virtqueues.
+    Guest(u64),
+}
+
+impl Source {
+    /// What is run for each of the numbers that are counted through: one in two is a guest's.
+    #[must_use]
+    pub fn of_number(number: u64) -> Self {
+        if number.is_multiple_of(2) {
+            Self::Guest(number)
+        } else {
+            Self::Seed(number)
+        }
+    }
+
+    /// The run it names; `None` for a scenario that does not exist.
+    #[must_use]
+    pub fn case(&self) -> Option<Case> {
+        match self {
+            Self::Scenario(name, order) => {
+                let found = all().into_iter().find(|scenario| scenario.name == *name)?;
+                Some(found.case(*order))
+            }
+            Self::Seed(seed) => Some(Case::draw(*seed)),
+            Self::Guest(seed) => Some(Case::draw_guest(*seed)),
+        }
+    }
 }
 
 impl fmt::Display for Source {
@@ -50,6 +77,7 @@ impl fmt::Display for Source {
         match self {
             Self::Scenario(name, order) => write!(f, "scenario {name:?}, order {order}"),
             Self::Seed(seed) => write!(f, "seed {seed}"),
+            Self::Guest(seed) => write!(f, "guest {seed}"),
         }
     }
 }
@@ -146,17 +174,14 @@ pub fn explore(
                     break;
                 }
                 let seed = next_seed.fetch_add(1, Ordering::Relaxed);
-                watchdog.beat(|| format!("seed {seed}"));
-                let case = Case::draw(seed);
+                let what = Source::of_number(seed);
+                watchdog.beat(|| what.to_string());
+                let case = what.case().unwrap_or_else(|| Case::draw(seed));
                 let outcome = run(&case, false, &mut own.tally);
                 own.seeds += 1;
                 own.answered += outcome.answered;
                 own.flushes += outcome.flushes;
-                outcome.failure.map(|failure| Failed {
-                    what: Source::Seed(seed),
-                    case,
-                    failure,
-                })
+                outcome.failure.map(|failure| Failed { what, case, failure })
             };
             let new = own.tally.images.len() - before;
             states.fetch_add(new as u64, Ordering::Relaxed);

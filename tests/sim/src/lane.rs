@@ -1,4 +1,7 @@
 //! One guest queue: asks what is planned, notes every answer, and compares what it reads.
+//!
+//! A [`Lane`] asks the disk itself, as a frontend would; a [`Guest`](crate::guest::Guest) asks through a virtqueue.
+//! What was asked and answered is noted in the [`Book`] of either.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -99,72 +102,43 @@ enum SlotKind {
 }
 
 /// A disk being made larger.
-type Growth = (Planned, Result<(), IoError>);
+pub(crate) type Growth = (Planned, Result<(), IoError>);
 
-/// A guest's queue.
+/// What one queue has asked for, and what it was answered.
 #[derive(Debug)]
-pub struct Lane {
-    cx: Context,
-    disk: Arc<QcowDisk>,
-    queue: Box<dyn DiskQueue>,
+pub(crate) struct Book {
     shape: Shape,
-    plan: VecDeque<Planned>,
-    record: Rc<RefCell<Record>>,
-    sink: Rc<CompletionSink>,
+    pub(crate) record: Rc<RefCell<Record>>,
     slots: Vec<Slot>,
-    depth: usize,
-    in_flight: usize,
+    pub(crate) in_flight: usize,
     grown: Rc<RefCell<Vec<Growth>>>,
-    random: Random,
-    done: Vec<Done>,
 }
 
-impl Lane {
-    /// A queue of `disk` on the worker of `cx` that asks for `plan`.
-    ///
-    /// # Panics
-    ///
-    /// If the process has no file descriptor left.
-    #[must_use]
-    pub fn new(
-        cx: &Context,
-        disk: &Arc<QcowDisk>,
-        shape: Shape,
-        plan: VecDeque<Planned>,
-        depth: usize,
-        record: &Rc<RefCell<Record>>,
-        seed: u64,
-    ) -> Self {
+/// A request as the disk is to get it.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    /// Its place in the book.
+    pub(crate) tag: usize,
+    pub(crate) op: Op,
+    /// What a write writes.
+    pub(crate) words: Vec<u64>,
+}
+
+impl Book {
+    /// The book of a queue that asks for `plan`.
+    pub(crate) fn new(shape: Shape, plan: &VecDeque<Planned>, record: &Rc<RefCell<Record>>) -> Self {
         record.borrow_mut().left += plan.len();
         record.borrow_mut().grows += plan
             .iter()
             .filter(|planned| matches!(planned.ask, Ask::Grow(_)))
             .count();
         Self {
-            cx: cx.clone(),
-            queue: Arc::clone(disk)
-                .open_queue(cx)
-                .unwrap_or_else(|error| panic!("{error}")),
-            disk: Arc::clone(disk),
             shape,
-            plan,
             record: Rc::clone(record),
-            sink: CompletionSink::new(),
             slots: Vec::new(),
-            depth,
             in_flight: 0,
             grown: Rc::default(),
-            random: Random::new(seed),
-            done: Vec::new(),
         }
-    }
-
-    fn grow(&mut self, planned: Planned, bytes: u64) {
-        let (disk, cx, grown) = (Arc::clone(&self.disk), self.cx.clone(), Rc::clone(&self.grown));
-        self.cx.spawn(async move {
-            let result = disk.grow(&cx, bytes).await;
-            grown.borrow_mut().push((planned, result));
-        });
     }
 
     /// The sectors a request changes, and what they hold afterwards.
@@ -194,6 +168,168 @@ impl Lane {
         }
     }
 
+    /// Notes what is about to be asked; `None` if it cannot be.
+    pub(crate) fn ask(&mut self, planned: Planned) -> Option<Entry> {
+        let Planned { first, count, .. } = planned;
+        let shared = Rc::clone(&self.record);
+        let mut record = shared.borrow_mut();
+        if first + count > record.sectors {
+            // Planned for a disk that has grown, which this one has not.
+            record.left -= 1;
+            return None;
+        }
+        let (op, kind, words) = match planned.ask {
+            Ask::Read => (
+                Op::Read,
+                SlotKind::Read(record.oracle.ask_read(first, count)),
+                Vec::new(),
+            ),
+            Ask::Flush => (Op::Flush, SlotKind::Flush(record.oracle.ask_flush()), Vec::new()),
+            ask => {
+                let (from, words) = self.change(&mut record, &planned);
+                let asked = record.oracle.ask_change(from, words.iter().copied());
+                let (op, fua) = match ask {
+                    Ask::Write { fua } => (Op::Write { fua }, fua),
+                    Ask::Zeroes { unmap, fua } => (Op::WriteZeroes { unmap, fua }, fua),
+                    _ => (Op::Discard, false),
+                };
+                (op, SlotKind::Change(asked, fua), words)
+            }
+        };
+        let tag = self.slots.len();
+        self.slots.push(Slot {
+            planned,
+            kind,
+            answered: false,
+        });
+        self.in_flight += 1;
+        Some(Entry { tag, op, words })
+    }
+
+    /// What is planned next is not asked after all.
+    pub(crate) fn skip(&mut self) {
+        self.record.borrow_mut().left -= 1;
+    }
+
+    /// Notes an answer. `read` copies what was read, if it is as long as what was asked for.
+    pub(crate) fn answer(
+        &mut self,
+        tag: usize,
+        result: Result<(), IoError>,
+        read: impl FnOnce(&mut [u8]) -> bool,
+    ) {
+        let mut record = self.record.borrow_mut();
+        let Some(slot) = self.slots.get_mut(tag) else {
+            return record.problem(|| "a request nobody made was answered".to_owned());
+        };
+        let planned = slot.planned;
+        if std::mem::replace(&mut slot.answered, true) {
+            return record.problem(|| format!("{planned} was answered twice"));
+        }
+        self.in_flight -= 1;
+        let well = result.is_ok();
+        record.ended(&planned, result);
+        match &slot.kind {
+            SlotKind::Read(_) if !well => record.oracle.end_read(),
+            SlotKind::Read(expected) => {
+                let mut bytes = vec![0; planned.count as usize * SECTOR];
+                if !read(&mut bytes) {
+                    record.problem(|| format!("{planned}: its buffer did not come back"));
+                }
+                let words: Vec<Option<u64>> = bytes.chunks(SECTOR).map(word_of).collect();
+                if let Err(text) = record.oracle.answer_read(expected, &words) {
+                    record.problem(|| format!("{planned}: {text}"));
+                }
+            }
+            SlotKind::Change(asked, forced) => {
+                record.forced_failed |= *forced && !well;
+                record.oracle.answer_change(asked, well, *forced);
+            }
+            SlotKind::Flush(asked) if well => {
+                record.flushes += 1;
+                record.oracle.answer_flush(asked);
+            }
+            SlotKind::Flush(_) => {}
+        }
+    }
+
+    /// Makes the disk larger, beside the queue.
+    pub(crate) fn grow(&mut self, cx: &Context, disk: &Arc<QcowDisk>, planned: Planned, bytes: u64) {
+        self.in_flight += 1;
+        let (disk, task_cx, grown) = (Arc::clone(disk), cx.clone(), Rc::clone(&self.grown));
+        cx.spawn(async move {
+            let result = disk.grow(&task_cx, bytes).await;
+            grown.borrow_mut().push((planned, result));
+        });
+    }
+
+    /// Notes disks that were made larger. Returns whether there were any.
+    pub(crate) fn note_growth(&mut self, grown: Vec<Growth>) -> bool {
+        let any = !grown.is_empty();
+        for (planned, result) in grown {
+            self.in_flight -= 1;
+            let mut record = self.record.borrow_mut();
+            // Another queue may have made it larger than this one wants it.
+            let smaller = result == Err(IoError::OutOfRange) && record.grows > 1;
+            record.ended(&planned, if smaller { Ok(()) } else { result });
+            if let (Ask::Grow(bytes), Ok(())) = (planned.ask, result) {
+                record.sectors = record.sectors.max(bytes / SECTOR as u64);
+            }
+        }
+        any
+    }
+
+    /// Disks that were made larger and not noted yet.
+    pub(crate) fn take_growth(&self) -> Vec<Growth> {
+        std::mem::take(&mut *self.grown.borrow_mut())
+    }
+}
+
+/// A guest's queue.
+#[derive(Debug)]
+pub struct Lane {
+    cx: Context,
+    disk: Arc<QcowDisk>,
+    queue: Box<dyn DiskQueue>,
+    book: Book,
+    plan: VecDeque<Planned>,
+    sink: Rc<CompletionSink>,
+    depth: usize,
+    random: Random,
+    done: Vec<Done>,
+}
+
+impl Lane {
+    /// A queue of `disk` on the worker of `cx` that asks for `plan`.
+    ///
+    /// # Panics
+    ///
+    /// If the process has no file descriptor left.
+    #[must_use]
+    pub fn new(
+        cx: &Context,
+        disk: &Arc<QcowDisk>,
+        shape: Shape,
+        plan: VecDeque<Planned>,
+        depth: usize,
+        record: &Rc<RefCell<Record>>,
+        seed: u64,
+    ) -> Self {
+        Self {
+            cx: cx.clone(),
+            queue: Arc::clone(disk)
+                .open_queue(cx)
+                .unwrap_or_else(|error| panic!("{error}")),
+            disk: Arc::clone(disk),
+            book: Book::new(shape, &plan, record),
+            plan,
+            sink: CompletionSink::new(),
+            depth,
+            random: Random::new(seed),
+            done: Vec::new(),
+        }
+    }
+
     /// The memory of a request: ours or, as often, a guest's, which then nobody but the buffer keeps mapped.
     fn memory(&mut self, planned: &Planned, words: &[u64]) -> Buffer {
         let len = planned.count as usize * SECTOR;
@@ -214,90 +350,19 @@ impl Lane {
     }
 
     fn ask(&mut self, planned: Planned) {
-        let Planned { first, count, .. } = planned;
         if let Ask::Grow(bytes) = planned.ask {
-            self.in_flight += 1;
-            return self.grow(planned, bytes);
+            return self.book.grow(&self.cx, &self.disk, planned, bytes);
         }
-        let shared = Rc::clone(&self.record);
-        let mut record = shared.borrow_mut();
-        if first + count > record.sectors {
-            // Planned for a disk that has grown, which this one has not.
-            record.left -= 1;
+        let Some(Entry { tag, op, words }) = self.book.ask(planned) else {
             return;
-        }
-        let (op, kind, words) = match planned.ask {
-            Ask::Read => (
-                Op::Read,
-                SlotKind::Read(record.oracle.ask_read(first, count)),
-                Vec::new(),
-            ),
-            Ask::Flush => (Op::Flush, SlotKind::Flush(record.oracle.ask_flush()), Vec::new()),
-            ask => {
-                let (from, words) = self.change(&mut record, &planned);
-                let asked = record.oracle.ask_change(from, words.iter().copied());
-                let (op, fua) = match ask {
-                    Ask::Write { fua } => (Op::Write { fua }, fua),
-                    Ask::Zeroes { unmap, fua } => (Op::WriteZeroes { unmap, fua }, fua),
-                    _ => (Op::Discard, false),
-                };
-                (op, SlotKind::Change(asked, fua), words)
-            }
         };
-        drop(record);
         let buffer = self.memory(&planned, &words);
-        let tag = self.slots.len() as u64;
-        self.slots.push(Slot {
-            planned,
-            kind,
-            answered: false,
-        });
-        self.in_flight += 1;
         let (offset, len) = match op {
             Op::Flush => (0, 0),
-            _ => (first * SECTOR as u64, count * SECTOR as u64),
+            _ => (planned.first * SECTOR as u64, planned.count * SECTOR as u64),
         };
         self.queue
-            .submit(Request::new(op, offset, len, buffer, &self.sink, tag));
-    }
-
-    fn answer(&mut self, done: Done) {
-        let mut record = self.record.borrow_mut();
-        let Some(slot) = self.slots.get_mut(done.tag as usize) else {
-            return record.problem(|| "a request nobody made was answered".to_owned());
-        };
-        let planned = slot.planned;
-        if std::mem::replace(&mut slot.answered, true) {
-            return record.problem(|| format!("{planned} was answered twice"));
-        }
-        self.in_flight -= 1;
-        let well = done.result.is_ok();
-        record.ended(&planned, done.result);
-        match &slot.kind {
-            SlotKind::Read(_) if !well => record.oracle.end_read(),
-            SlotKind::Read(expected) => {
-                let len = planned.count as usize * SECTOR;
-                let mut bytes = vec![0; len];
-                if done.buffer.len() == len {
-                    done.buffer.read(0, &mut bytes);
-                } else {
-                    record.problem(|| format!("{planned}: its buffer did not come back"));
-                }
-                let words: Vec<Option<u64>> = bytes.chunks(SECTOR).map(word_of).collect();
-                if let Err(text) = record.oracle.answer_read(expected, &words) {
-                    record.problem(|| format!("{planned}: {text}"));
-                }
-            }
-            SlotKind::Change(asked, forced) => {
-                record.forced_failed |= *forced && !well;
-                record.oracle.answer_change(asked, well, *forced);
-            }
-            SlotKind::Flush(asked) if well => {
-                record.flushes += 1;
-                record.oracle.answer_flush(asked);
-            }
-            SlotKind::Flush(_) => {}
-        }
+            .submit(Request::new(op, offset, len, buffer, &self.sink, tag as u64));
     }
 }
 
@@ -305,8 +370,8 @@ impl Frontend for Lane {
     fn poll(&mut self) -> bool {
         let mut any = false;
         while let Some(&next) = self.plan.front() {
-            let alone = next.alone && self.in_flight > 0;
-            if alone || self.in_flight >= self.depth || (any && self.random.one_in(2)) {
+            let alone = next.alone && self.book.in_flight > 0;
+            if alone || self.book.in_flight >= self.depth || (any && self.random.one_in(2)) {
                 break;
             }
             self.plan.pop_front();
@@ -317,22 +382,19 @@ impl Frontend for Lane {
     }
 
     fn publish(&mut self) -> bool {
-        let grown = std::mem::take(&mut *self.grown.borrow_mut());
+        let grown = self.book.take_growth();
         let mut done = std::mem::take(&mut self.done);
         self.sink.drain_into(&mut done);
-        let any = !done.is_empty() || !grown.is_empty();
-        for (planned, result) in grown {
-            self.in_flight -= 1;
-            let mut record = self.record.borrow_mut();
-            // Another queue may have made it larger than this one wants it.
-            let smaller = result == Err(IoError::OutOfRange) && record.grows > 1;
-            record.ended(&planned, if smaller { Ok(()) } else { result });
-            if let (Ask::Grow(bytes), Ok(())) = (planned.ask, result) {
-                record.sectors = record.sectors.max(bytes / SECTOR as u64);
-            }
-        }
-        for done in done.drain(..) {
-            self.answer(done);
+        let mut any = !done.is_empty();
+        any |= self.book.note_growth(grown);
+        for Done { tag, result, buffer } in done.drain(..) {
+            self.book.answer(tag as usize, result, |bytes| {
+                let whole = buffer.len() == bytes.len();
+                if whole {
+                    buffer.read(0, bytes);
+                }
+                whole
+            });
         }
         self.done = done;
         any
@@ -345,6 +407,6 @@ impl Frontend for Lane {
     fn end_sleep(&mut self) {}
 
     fn in_flight(&self) -> usize {
-        self.in_flight
+        self.book.in_flight
     }
 }

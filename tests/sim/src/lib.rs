@@ -1,7 +1,8 @@
 //! Explores what faults and power cuts can do to an image, in the simulated world of `block::sim`.
 //!
 //! A [case](plan::Case) is an image of some [shape](shape::Shape), a disk with some habits and faults, and what a
-//! few guest queues ask for. A [run](run::run) lets the production engine and its workers serve them, turn by
+//! few guest queues ask for: [of the disk itself](lane), or as drivers of [virtqueues](guest) whose server may be
+//! killed and started again. A [run](run::run) lets the production engine and its workers serve them, turn by
 //! turn; after each turn of the disk a [judge](judge::Judge) looks at what a power cut would leave and holds it
 //! against the [oracle](oracle::Oracle), which knows what was promised. [Scenarios](scenario) are small and
 //! looked at whole; [seeds](explore) are drawn without end. What fails is [shortened](shrink) and printed as
@@ -9,9 +10,11 @@
 //!
 //! What must stay true: a line and a commit determine a run, to the last byte of its trace.
 
+pub mod arena;
 pub mod canaries;
 pub mod content;
 pub mod explore;
+pub mod guest;
 pub mod judge;
 pub mod lane;
 pub mod oracle;
@@ -19,6 +22,7 @@ pub mod plan;
 pub mod replay;
 pub mod run;
 pub mod scenario;
+pub mod serve;
 pub mod shape;
 pub mod shrink;
 pub mod watchdog;

@@ -93,6 +93,39 @@ pub struct Explore {
     pub draws: u64,
 }
 
+/// Virtqueues between the guest and the disk, and what happens to who serves them.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Virtio {
+    /// The entries of each queue.
+    pub size: u16,
+    /// Where the indices of the rings begin.
+    pub start: u16,
+    /// Both sides say from which index on they want to be told.
+    pub event_idx: bool,
+    /// Chains may have tables of their own.
+    pub indirect: bool,
+    /// The driver has switched the write cache off.
+    pub writethrough: bool,
+    /// How many times the server is killed, and another goes on with what it left.
+    pub kills: u32,
+    /// How many times a queue is stopped, and started again on another mapping of the guest's memory.
+    pub stops: u32,
+}
+
+impl Virtio {
+    fn draw(random: &mut Random) -> Self {
+        Self {
+            size: random.pick(&[4, 8, 16, 128]),
+            start: random.pick(&[0, 0, 65_530]),
+            event_idx: random.one_in(2),
+            indirect: random.one_in(2),
+            writethrough: random.one_in(5),
+            kills: random.pick(&[0, 0, 1, 2]),
+            stops: random.pick(&[0, 0, 1, 3]),
+        }
+    }
+}
+
 /// Everything that determines a run.
 #[derive(Clone, Debug)]
 pub struct Case {
@@ -112,6 +145,8 @@ pub struct Case {
     pub depth: usize,
     /// How many of a thousand turns are a worker's; the others are the disk's.
     pub worker_turns: u32,
+    /// What lies between the queues and the disk, if anything does.
+    pub virtio: Option<Virtio>,
     /// What is asked, each queue's in this order.
     pub plan: Vec<Planned>,
     /// Which crash states are looked at.
@@ -168,12 +203,31 @@ impl Case {
             lanes,
             depth: random.pick(&[1, 2, 4, 16]),
             worker_turns: random.pick(&[100, 300, 500, 700]),
+            virtio: None,
             plan,
             explore: Explore {
                 all_up_to: 4,
                 draws: 3,
             },
         }
+    }
+
+    /// The run of a seed whose queues are a guest's virtqueues.
+    #[must_use]
+    pub fn draw_guest(seed: u64) -> Self {
+        let mut case = Self::draw(seed);
+        let virtio = Virtio::draw(&mut Random::new(!seed));
+        if virtio.kills > 0 {
+            // Whether a disk that a killed server was making larger has grown, nobody could tell the guest. And what
+            // the host forgot at a failed sync is known to the process that was told, and to no other.
+            case.plan.retain(|planned| !matches!(planned.ask, Ask::Grow(_)));
+            case.profile.sync_error = 0;
+        }
+        case.virtio = Some(virtio);
+        let sectors = case.shape.bytes / SECTOR as u64;
+        case.plan
+            .retain(|planned| virtio.kills == 0 || planned.first + planned.count <= sectors);
+        case
     }
 
     /// How many sectors the disk has at its largest.

@@ -1,16 +1,17 @@
 //! A run as a line of text, to be run again: what a failure prints, and what the file of kept seeds holds.
 //!
-//! `seed N` is the run of that seed. `seed N schedule S plan A,B,C` is what is left of it after shrinking:
-//! only those requests of the plan (by number, from zero), with things in the order of `S`. A shortened run
-//! may also have `lanes N`, `calm NAME,NAME` (faults that are off), `sectors A:N` (request `A` is about `N`
-//! sectors) and `look ALL,DRAWS` (which crash states are looked at). `scenario NAME order N` is a scenario.
+//! `seed N` is the run of that seed, `guest N` one whose queues are a guest's virtqueues. `seed N schedule S
+//! plan A,B,C` is what is left of it after shrinking: only those requests of the plan (by number, from zero),
+//! with things in the order of `S`. A shortened run may also have `lanes N`, `plain NAME,NAME` (what a guest
+//! does without), `calm NAME,NAME` (faults that are off), `sectors A:N` (request `A` is about `N` sectors)
+//! and `look ALL,DRAWS` (which crash states are looked at). `scenario NAME order N` is a scenario.
 
 use std::fmt::Write as _;
 
 use block::sim::Profile;
 
 use crate::explore::Source;
-use crate::plan::{Case, Explore};
+use crate::plan::{Case, Explore, Virtio};
 use crate::scenario;
 
 /// A line that is not one of ours.
@@ -42,22 +43,23 @@ pub(crate) const FAULTS: [Fault; 14] = [
     ("no_zero_range", |profile| profile.no_zero_range = false),
 ];
 
-/// The full run that a source names.
-fn original(source: &Source) -> Option<Case> {
-    match source {
-        Source::Seed(seed) => Some(Case::draw(*seed)),
-        Source::Scenario(name, order) => {
-            let found = scenario::all()
-                .into_iter()
-                .find(|scenario| scenario.name == *name)?;
-            Some(found.case(*order))
-        }
-    }
-}
+/// Something a guest may do, by name, and how to leave it.
+type Habit = (&'static str, fn(&mut Virtio));
+
+/// Everything a guest can do without.
+pub(crate) const HABITS: [Habit; 6] = [
+    ("kills", |virtio| virtio.kills = 0),
+    ("stops", |virtio| virtio.stops = 0),
+    ("event_idx", |virtio| virtio.event_idx = false),
+    ("indirect", |virtio| virtio.indirect = false),
+    ("writethrough", |virtio| virtio.writethrough = false),
+    ("start", |virtio| virtio.start = 0),
+];
 
 fn source_line(source: &Source) -> String {
     match source {
         Source::Seed(seed) => format!("seed {seed}"),
+        Source::Guest(seed) => format!("guest {seed}"),
         Source::Scenario(name, order) => format!("scenario {} order {order}", name.replace(' ', "_")),
     }
 }
@@ -66,7 +68,7 @@ fn source_line(source: &Source) -> String {
 #[must_use]
 pub fn line_of(source: &Source, case: &Case) -> String {
     let mut line = source_line(source);
-    let Some(original) = original(source) else {
+    let Some(original) = source.case() else {
         return line;
     };
     let mut put = |text: std::fmt::Arguments<'_>| line.write_fmt(text).unwrap_or_default();
@@ -120,6 +122,20 @@ pub fn line_of(source: &Source, case: &Case) -> String {
     if !calm.is_empty() {
         put(format_args!(" calm {}", calm.join(",")));
     }
+    if let (Some(virtio), Some(before)) = (case.virtio, original.virtio) {
+        let plain = |(_, leave): &&Habit| {
+            let off = |mut virtio: Virtio| {
+                let was = virtio;
+                leave(&mut virtio);
+                virtio == was
+            };
+            off(virtio) && !off(before)
+        };
+        let plain: Vec<&str> = HABITS.iter().filter(plain).map(|habit| habit.0).collect();
+        if !plain.is_empty() {
+            put(format_args!(" plain {}", plain.join(",")));
+        }
+    }
     if case.explore != original.explore {
         let Explore { all_up_to, draws } = case.explore;
         put(format_args!(" look {all_up_to},{draws}"));
@@ -154,6 +170,11 @@ pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
                 source = Some(Source::Seed(seed));
                 case = Some(Case::draw(seed));
             }
+            ("guest", None) => {
+                let seed = number(value)?;
+                source = Some(Source::Guest(seed));
+                case = Some(Case::draw_guest(seed));
+            }
             ("scenario", None) => {
                 let name = value.replace('_', " ");
                 let found = scenario::all().into_iter().find(|scenario| scenario.name == name);
@@ -166,7 +187,7 @@ pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
                 if let Some(Source::Scenario(name, _)) = source {
                     source = Some(Source::Scenario(name, order));
                 }
-                let again = source.as_ref().and_then(original);
+                let again = source.as_ref().and_then(Source::case);
                 *case = again.ok_or_else(|| bad("only scenarios have an order".to_owned()))?;
             }
             ("schedule", Some(case)) => case.schedule = number(value)?,
@@ -201,6 +222,15 @@ pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
                     let fault = FAULTS.iter().find(|fault| fault.0 == name);
                     let fault = fault.ok_or_else(|| bad(format!("there is no fault {name:?}")))?;
                     fault.1(&mut case.profile);
+                }
+            }
+            ("plain", Some(case)) => {
+                let virtio = case.virtio.as_mut();
+                let virtio = virtio.ok_or_else(|| bad("only a guest can do without something".to_owned()))?;
+                for name in value.split(',') {
+                    let habit = HABITS.iter().find(|habit| habit.0 == name);
+                    let habit = habit.ok_or_else(|| bad(format!("a guest has no habit {name:?}")))?;
+                    habit.1(virtio);
                 }
             }
             ("look", Some(case)) => {
@@ -253,6 +283,24 @@ mod tests {
     }
 
     #[test]
+    fn a_guest_comes_back_from_its_line_without_its_habits() {
+        for seed in 0..50 {
+            let source = Source::Guest(seed);
+            let mut case = Case::draw_guest(seed);
+            assert_eq!(line_of(&source, &case), format!("guest {seed}"));
+            for (at, (_, leave)) in (0..).zip(HABITS) {
+                if seed >> at & 1 == 1 {
+                    case.virtio.as_mut().map(leave);
+                }
+            }
+            let line = line_of(&source, &case);
+            let (again, parsed) = parse(&line).unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!(again, source);
+            assert_eq!(format!("{parsed:?}"), format!("{case:?}"), "{line}");
+        }
+    }
+
+    #[test]
     fn a_scenario_comes_back_from_its_line() {
         let scenario = &scenario::all()[3];
         let source = Source::Scenario(scenario.name, 2);
@@ -272,6 +320,8 @@ mod tests {
             "seed 1 wonder 2",
             "scenario none",
             "seed 1 calm x",
+            "seed 1 plain kills",
+            "guest 1 plain x",
         ] {
             parse(line).expect_err(line);
         }

@@ -12,13 +12,14 @@ use block::file::Alignment;
 use block::sim::{Event, Profile, Random, SimWorld, Store, memory};
 use block::worker::{FrontendId, Worker};
 use block::{Context, Disk, IoError};
-use qcow::{OpenError, QcowDisk};
+use qcow::{OpenError, OpenOptions, QcowDisk};
 use rustc_hash::FxHashSet;
 
 use crate::judge::{Demand, Judge, Tally};
 use crate::lane::{Lane, Record};
 use crate::oracle::Oracle;
 use crate::plan::{Case, Explore, Planned};
+use crate::serve::Serving;
 use crate::shape::{Beginning, DISK, beginning, chain};
 
 /// The most turns a run takes; a run that takes more hangs.
@@ -98,19 +99,20 @@ struct Seen {
     spaces: FxHashSet<(u64, u64)>,
 }
 
-struct Run<'a> {
-    case: &'a Case,
-    world: SimWorld,
-    record: Rc<RefCell<Record>>,
+pub(crate) struct Run<'a> {
+    pub(crate) case: &'a Case,
+    pub(crate) world: SimWorld,
+    pub(crate) record: Rc<RefCell<Record>>,
     judge: Judge,
     tally: &'a mut Tally,
-    schedule: Random,
+    pub(crate) schedule: Random,
     chance: Random,
     seen: Seen,
     changes: u64,
     turns: u64,
-    workers: Vec<Worker>,
-    disk: Option<Arc<QcowDisk>>,
+    pub(crate) workers: Vec<Worker>,
+    pub(crate) disk: Option<Arc<QcowDisk>>,
+    pub(crate) serving: Option<Serving>,
 }
 
 type Slot<T> = Rc<RefCell<Option<T>>>;
@@ -147,6 +149,7 @@ impl<'a> Run<'a> {
             changes: world.changes(),
             turns: 0,
             disk: None,
+            serving: None,
             world,
             case,
             tally,
@@ -163,9 +166,16 @@ impl<'a> Run<'a> {
         self.open()?;
         self.record.borrow_mut().may_fail = self.case.profile.has_errors();
         self.world.set_profile(self.case.profile);
-        let lanes = self.start_lanes(&self.case.plan, self.case.depth)?;
+        let lanes = match self.case.virtio {
+            None => self.start_lanes(&self.case.plan, self.case.depth)?,
+            Some(virtio) => {
+                self.start_guests(virtio)?;
+                Vec::new()
+            }
+        };
         self.drive(|run| run.record.borrow().left == 0)?;
         self.world.set_profile(without_errors(self.case.profile));
+        self.end_guests()?;
         self.end_lanes(lanes)?;
         self.close()
     }
@@ -192,10 +202,13 @@ impl<'a> Run<'a> {
         self.workers[worker].context().clone()
     }
 
-    fn open(&mut self) -> Result<(), String> {
+    pub(crate) fn open(&mut self) -> Result<(), String> {
         let slot: Slot<Result<Arc<QcowDisk>, OpenError>> = Rc::default();
         let (cx, world, place) = (self.context(0), self.world.clone(), Rc::clone(&slot));
-        let options = self.case.shape.options();
+        let options = OpenOptions {
+            persist_mappings: self.case.virtio.is_some_and(|virtio| virtio.kills > 0),
+            ..self.case.shape.options()
+        };
         let task_cx = cx.clone();
         cx.spawn(async move {
             let opened = QcowDisk::open_on(&task_cx, &world, Path::new(DISK), &options).await;
@@ -279,8 +292,9 @@ impl<'a> Run<'a> {
         }
         let mut record = self.record.borrow_mut();
         record.oracle.close();
-        // Where something failed, space may be lost.
-        let demand = if self.case.profile.has_errors() {
+        // Where something failed or a server was killed, space may be lost.
+        let killed = self.case.virtio.is_some_and(|virtio| virtio.kills > 0);
+        let demand = if self.case.profile.has_errors() || killed {
             Demand::Sound
         } else {
             Demand::Flawless
@@ -296,7 +310,7 @@ impl<'a> Run<'a> {
     }
 
     /// Workers and disk take turns until `done`.
-    fn drive(&mut self, done: impl Fn(&Self) -> bool) -> Result<(), String> {
+    pub(crate) fn drive(&mut self, done: impl Fn(&Self) -> bool) -> Result<(), String> {
         let mut idle = 0;
         while !done(self) {
             self.turns += 1;
@@ -305,30 +319,40 @@ impl<'a> Run<'a> {
             }
             let in_flight = self.world.in_flight() > 0;
             if !in_flight || self.schedule.chance(self.case.worker_turns) {
-                let turn = self.schedule.below(self.workers.len() as u64) as usize;
-                let worked = self.workers[turn].round().map_err(|error| error.to_string())?;
+                let actors = self.actors();
+                let turn = self.schedule.below(actors as u64) as usize;
+                let worked = self.take_turn(turn)?;
                 idle = if worked || in_flight { 0 } else { idle + 1 };
                 self.after_round()?;
-                if idle > 64 * self.workers.len() {
+                self.disturb()?;
+                if idle > 64 * actors {
                     let left = self.record.borrow().left;
                     return Err(format!(
-                        "it hangs: {left} requests have no answer, and nothing is in flight"
+                        "it hangs: {left} requests have no answer, and nothing is in flight{}",
+                        self.describe_guests()
                     ));
                 }
                 continue;
             }
             idle = 0;
             self.world.step();
-            if self.world.changes() != self.changes {
-                self.changes = self.world.changes();
-                self.cut(false)?;
-            }
+            self.cut_if_changed()?;
         }
         Ok(())
     }
 
+    /// Looks at what a power cut leaves, if that may be something new.
+    pub(crate) fn cut_if_changed(&mut self) -> Result<(), String> {
+        if self.world.changes() == self.changes {
+            return Ok(());
+        }
+        self.changes = self.world.changes();
+        self.cut(false)
+    }
+
     /// What must hold between two turns of workers.
     fn after_round(&mut self) -> Result<(), String> {
+        self.look_at_guests()?;
         if let Some(problem) = self.record.borrow_mut().problem.take() {
             return Err(problem);
         }
@@ -376,7 +400,7 @@ impl<'a> Run<'a> {
 }
 
 /// The same disk, if nothing on it failed.
-fn without_errors(profile: Profile) -> Profile {
+pub(crate) fn without_errors(profile: Profile) -> Profile {
     Profile {
         cancel: 0,
         read_error: 0,

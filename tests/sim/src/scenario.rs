@@ -87,6 +87,7 @@ impl Scenario {
             lanes: 1,
             depth: 4,
             worker_turns: if orderly { 900 } else { 400 },
+            virtio: None,
             plan,
             explore: Explore {
                 all_up_to: self.all_up_to,

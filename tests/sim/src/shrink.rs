@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::judge::Tally;
 use crate::plan::{Case, Explore};
-use crate::replay::FAULTS;
+use crate::replay::{FAULTS, HABITS};
 use crate::run::{Failure, run};
 
 /// In how many orders an attempt is made.
@@ -86,6 +86,15 @@ fn simpler(case: &Case) -> Vec<Case> {
         change(&mut calmer.profile);
         if format!("{:?}", calmer.profile) != format!("{:?}", case.profile) {
             list.push(calmer);
+        }
+    }
+    for (_, leave) in HABITS {
+        let mut plainer = case.clone();
+        if let Some(virtio) = &mut plainer.virtio {
+            leave(virtio);
+        }
+        if plainer.virtio != case.virtio {
+            list.push(plainer);
         }
     }
     for index in 0..case.plan.len() {

@@ -12,6 +12,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
+use block::canary::{Rule, broken, strikes};
 use block::worker::Frontend;
 use block::{Buffer, CompletionSink, Context, DiskQueue, Done, Op, OpenQueueError, Request};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES};
@@ -197,7 +198,7 @@ impl BlockQueue {
             }
         }
         let disk = Arc::clone(device.disk()).open_queue(cx)?;
-        Ok(Self {
+        let mut queue = Self {
             device,
             slots: vec![Slot::FREE; usize::from(ring.size())].into_boxed_slice(),
             ring,
@@ -214,7 +215,11 @@ impl BlockQueue {
             chain: Chain::default(),
             done: Vec::new(),
             ranges: Vec::new(),
-        })
+        };
+        // At once: a queue may be stopped before its worker has come to its first round, and what is marked must
+        // have been answered then.
+        queue.take_again();
+        Ok(queue)
     }
 
     /// As many chains as there may be in flight.
@@ -229,15 +234,13 @@ impl BlockQueue {
             tracing::warn!(%error, held_back, "a guest broke its queue; the queue stops");
         }
         self.broken = true;
+        self.again.clear();
         self.report.broken.store(true, Ordering::Release);
         self.notify.broken();
     }
 
     #[inline]
     fn take_some(&mut self) -> Result<bool, QueueError> {
-        if !self.again.is_empty() {
-            self.take_again()?;
-        }
         if !self.again.is_empty() {
             return Ok(false);
         }
@@ -253,15 +256,18 @@ impl BlockQueue {
     /// Submits again what a killed server had taken and not given back, in the order it was taken. The
     /// specification has these before all new ones.
     #[cold]
-    fn take_again(&mut self) -> Result<(), QueueError> {
-        tracing::info!(chains = self.again.len(), "submitting again what was in flight");
+    fn take_again(&mut self) {
+        if !self.again.is_empty() {
+            tracing::info!(chains = self.again.len(), "submitting again what was in flight");
+        }
         while self.room() > 0
             && let Some(head) = self.again.pop()
         {
-            self.ring.take_again(head, &mut self.chain)?;
-            self.submit(head, true)?;
+            let taken = self.ring.take_again(head, &mut self.chain);
+            if let Err(error) = taken.and_then(|()| self.submit(head, true)) {
+                return self.fail(error);
+            }
         }
-        Ok(())
     }
 
     /// Takes one chain and submits what it asks, or answers it.
@@ -297,6 +303,7 @@ impl BlockQueue {
                 let buffer = self.ring.memory().buffer(self.chain.readable());
                 self.submit_data(head, status, Op::Write { fua }, offset, buffer, false);
             }
+            Ok(Kind::Flush) if broken(Rule::FlushAnsweredEarly) => self.answer(head, status, Status::OK, 1),
             Ok(Kind::Flush) => self.submit_data(head, status, Op::Flush, 0, Buffer::default(), false),
             Ok(Kind::Id) => self.identify(head, status),
             Ok(Kind::Discard) => self.submit_ranges(head, status, VIRTIO_BLK_F_DISCARD),
@@ -327,6 +334,13 @@ impl BlockQueue {
         let tag = u64::from(head);
         self.disk
             .submit(Request::new(op, offset, len as u64, buffer, &self.sink, tag));
+        if fills && strikes(Rule::BufferBackEarly, 5) {
+            self.finish(&Done {
+                tag,
+                result: Ok(()),
+                buffer: Buffer::default(),
+            });
+        }
     }
 
     /// Submits each segment of a discard or write-zeroes request. The chain is given back when all have
@@ -427,15 +441,25 @@ impl Frontend for BlockQueue {
                 self.finish(&done);
             }
             self.done = done;
+            // Here and not in `poll`, which is not called any more when the queue is to be removed.
+            if !self.again.is_empty() {
+                self.take_again();
+            }
         }
         if self.ring.unpublished() == 0 {
             return false;
+        }
+        if let Some(inflight) = &mut self.inflight
+            && broken(Rule::InflightClearedEarly)
+        {
+            let used = self.ring.used_index().wrapping_add(self.ring.unpublished());
+            inflight.published(used);
         }
         let wanted = self.ring.publish();
         if let Some(inflight) = &mut self.inflight {
             inflight.published(self.ring.used_index());
         }
-        if wanted {
+        if wanted && !strikes(Rule::AnswerNotNotified, 4) {
             self.notify.used();
         }
         true
@@ -446,6 +470,7 @@ impl Frontend for BlockQueue {
             return false;
         }
         match self.ring.enable_notifications() {
+            Ok(_) if broken(Rule::SleepWithoutLook) => false,
             Ok(waiting) => (waiting || !self.again.is_empty()) && self.room() > 0 || self.polled,
             Err(error) => {
                 self.fail(error);
@@ -459,7 +484,10 @@ impl Frontend for BlockQueue {
     }
 
     fn in_flight(&self) -> usize {
-        self.in_flight + usize::from(self.ring.unpublished())
+        if broken(Rule::RemovedInFlight) {
+            return 0;
+        }
+        self.in_flight + self.again.len() + usize::from(self.ring.unpublished())
     }
 
     fn removed(&mut self) {

@@ -9,12 +9,14 @@ use block::raw::RawDisk;
 use block::ring::RingKind;
 use block::worker::Frontend;
 use block::{Context, Disk, IoError, Op};
+use vm_memory::MmapRegion;
 
 use super::*;
 use crate::testing::{
     BASE, DATA, DISK_BYTES, Desc, Driver, END, INDIRECT, MemDisk, NEXT, RING_FEATURES, TABLE, WRITE,
     guest_memory,
 };
+use crate::virtqueue::InflightRegion;
 use crate::virtqueue::tests::Random;
 
 const IN: u32 = 0;
@@ -66,6 +68,13 @@ impl World {
     }
 
     fn with(disk: Arc<dyn Disk>, features: u64, size: u16) -> Self {
+        let driver = Driver::new(guest_memory(None), 0, size);
+        driver.set_used_event(0);
+        Self::start(disk, features, driver, None)
+    }
+
+    fn start(disk: Arc<dyn Disk>, features: u64, driver: Driver, inflight: Option<InflightRegion>) -> Self {
+        let size = driver.size;
         let cx = Context::new(RingKind::Auto, 64).expect("a ring");
         let config = BlockDeviceConfig {
             num_queues: 1,
@@ -73,15 +82,13 @@ impl World {
             serial: "serial-1",
         };
         let device = Arc::new(BlockDevice::new(disk, &config).expect("a device"));
-        let driver = Driver::new(guest_memory(None), 0, size);
-        driver.set_used_event(0);
         let (seen, report) = (Seen::default(), Arc::new(QueueReport::default()));
         let config = BlockQueueConfig {
             memory: driver.memory.clone(),
             size,
             addresses: driver.addresses,
             next_available: 0,
-            inflight: None,
+            inflight,
             features,
             notify: Box::new(seen.clone()),
             polled: false,
@@ -589,4 +596,37 @@ fn random_requests_are_answered_or_break_the_queue() {
         assert_eq!(world.queue.in_flight(), 0, "seed {seed}");
         world.driver.read(BASE, 16);
     }
+}
+
+/// Removal is asked for before the worker's first round, from which on it polls the queue no more: what a killed
+/// server left would never be answered, and the marks would be gone with the next start.
+#[test]
+fn a_queue_that_is_stopped_before_its_first_round_answers_what_a_killed_server_left() {
+    const SIZE: u16 = 16;
+    let map = Arc::new(MmapRegion::new(InflightRegion::bytes(SIZE)).expect("memory"));
+    let marks = |recover| InflightRegion::new(&map, 0, SIZE, recover);
+    let disk = MemDisk::new();
+    let driver = Driver::new(guest_memory(None), 0, SIZE);
+    let mut first = World::start(disk.disk(), ALL, driver, marks(false));
+    disk.hold();
+    let head = first.driver.request(OUT, 3, &[(DATA, 512, false)]);
+    first.driver.publish();
+    assert!(first.round());
+    let memory = first.driver.memory.clone();
+    let driver = first.driver.in_memory(&memory);
+    // Killed: nothing that it does from here on counts.
+    disk.release();
+
+    let mut second = World::start(MemDisk::new().disk(), ALL, driver, marks(true));
+    assert_eq!(second.queue.in_flight(), 1, "removal waits for it");
+    for _ in 0..10 {
+        second.cx.run_ready();
+        second.cx.ring().turn(false).expect("the ring turns");
+        second.queue.publish();
+    }
+    assert_eq!(second.queue.in_flight(), 0);
+    assert_eq!(second.driver.take_used(), Some((u32::from(head), 1)));
+    assert_eq!(second.driver.status(head), OK);
+    second.queue.removed();
+    assert_eq!(second.report.next_available(), 1);
 }

@@ -108,13 +108,15 @@ impl fmt::Debug for InflightRegion {
 
 impl InflightRegion {
     /// The size of the region of a queue of `entries`, in bytes.
-    pub(crate) fn bytes(entries: u16) -> usize {
+    #[must_use]
+    pub fn bytes(entries: u16) -> usize {
         (HEADER_BYTES + ENTRY_BYTES * usize::from(entries)).next_multiple_of(REGION_ALIGN)
     }
 
     /// The region of queue `index` in `map`, all of whose queues have `entries`; `None` if the map ends
     /// before it. With `recover`, marks that are there are believed; otherwise nothing is in flight.
-    pub(crate) fn new(map: &Arc<MmapRegion>, index: usize, entries: u16, recover: bool) -> Option<Self> {
+    #[must_use]
+    pub fn new(map: &Arc<MmapRegion>, index: usize, entries: u16, recover: bool) -> Option<Self> {
         let offset = index.checked_mul(Self::bytes(entries))?;
         let end = offset.checked_add(Self::bytes(entries))?;
         (end <= map.size()).then(|| Self {
@@ -332,12 +334,8 @@ fn store_u16(word: &AtomicU16, value: u16) {
     }
 }
 
-/// Whether the process is still alive, in the tests that kill it between two stores.
 #[cfg(not(test))]
-#[inline(always)]
-const fn may_store() -> bool {
-    true
-}
+use block::canary::may_store;
 
 #[cfg(test)]
 use tests::may_store;

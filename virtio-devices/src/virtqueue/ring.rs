@@ -13,6 +13,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU16, Ordering, fence};
 
+use block::canary::{Rule, may_store, strikes};
 use virtio_bindings::virtio_ring::{VRING_AVAIL_F_NO_INTERRUPT, VRING_USED_F_NO_NOTIFY};
 use vm_memory::GuestMemoryMmap;
 
@@ -279,6 +280,17 @@ impl Virtqueue {
     /// [`Virtqueue::publish`].
     #[inline]
     pub(crate) fn give_back(&mut self, head: u16, len: u32) {
+        if strikes(Rule::VirtqueueLostUsed, 20) {
+            return;
+        }
+        self.put_used(head, len);
+        if strikes(Rule::VirtqueueDoubleUsed, 20) {
+            self.put_used(head, len);
+        }
+    }
+
+    #[inline]
+    fn put_used(&mut self, head: u16, len: u32) {
         let position = usize::from(self.next_used & self.mask);
         let entry = (u64::from(len) << 32 | u64::from(head)).to_le();
         // SAFETY: `position` is below `size`, so the entry's 8 bytes are inside the used ring that `new`
@@ -307,7 +319,9 @@ impl Virtqueue {
             return false;
         }
         // Release: status bytes and entries are visible before the index.
-        self.used_word(INDEX).store(new.to_le(), Ordering::Release);
+        if may_store() {
+            self.used_word(INDEX).store(new.to_le(), Ordering::Release);
+        }
         self.published = new;
         // The guest writes what it wants and then looks at the index; we write the index and then look
         // at what it wants. One of the two sees the other.

@@ -1,0 +1,639 @@
+//! A guest's driver of one virtqueue: lays out chains, kicks, and takes answers, as the specification has it.
+//!
+//! The device is the production one, served by a worker as any frontend is; what lies between it and the guest is
+//! memory and a [`Wire`]. The guest works in turns of its own and, when it has nothing to do, sleeps until it
+//! is interrupted. What the used ring says counts at once, whether the guest is awake or not: it could look.
+//!
+//! What must stay true: a guest touches the memory of a chain only before it makes the chain available and
+//! after it has found it used, and then it overwrites all of it.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use block::canary::may_store;
+use block::sim::{Random, SECTOR};
+use block::worker::Frontend;
+use block::{Context, IoError, Op};
+use qcow::QcowDisk;
+use virtio_devices::block::{BlockQueue, Notify};
+use virtio_devices::virtqueue::RingAddresses;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+use crate::arena::{Arena, DATA_BYTES_MAX, PLACES, Words};
+use crate::content::bytes_of;
+use crate::lane::{Book, Entry};
+use crate::plan::{Ask, Planned, Virtio};
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+const NO_INTERRUPT: u16 = 1;
+const NO_NOTIFY: u16 = 1;
+/// Where an indirect table and the status are in the first page of a place, if they have their own.
+const TABLE_AT: u64 = 0x100;
+const STATUS_AT: u64 = 0x800;
+/// What a status byte holds until the device has written it.
+const NO_STATUS: u8 = 0xEE;
+/// What the memory of a chain that was used is filled with.
+const SCRUB: u8 = 0xA5;
+
+/// Kicks and interrupts between a guest and its server.
+#[derive(Debug, Default)]
+pub struct Wire {
+    /// The guest has kicked since the server last looked.
+    pub kicked: Cell<bool>,
+    /// The server has interrupted since the guest last looked.
+    pub interrupted: Cell<bool>,
+    /// The device says that the guest has broken its queue.
+    pub broken: Cell<bool>,
+    /// The server was killed.
+    pub dead: Cell<bool>,
+}
+
+/// The device's end of a [`Wire`].
+#[derive(Debug)]
+pub struct Interrupt(pub Rc<Wire>);
+
+impl Notify for Interrupt {
+    fn used(&self) {
+        if may_store() {
+            self.0.interrupted.set(true);
+        }
+    }
+
+    fn broken(&self) {
+        self.0.broken.set(true);
+    }
+}
+
+/// A queue of the production device, until its process is killed.
+#[derive(Debug)]
+pub struct Served {
+    /// The queue.
+    pub queue: BlockQueue,
+    /// Its wire.
+    pub wire: Rc<Wire>,
+}
+
+impl Frontend for Served {
+    fn poll(&mut self) -> bool {
+        !self.wire.dead.get() && self.queue.poll()
+    }
+
+    fn publish(&mut self) -> bool {
+        !self.wire.dead.get() && self.queue.publish()
+    }
+
+    fn prepare_sleep(&mut self) -> bool {
+        !self.wire.dead.get() && self.queue.prepare_sleep()
+    }
+
+    fn end_sleep(&mut self) {
+        if !self.wire.dead.get() {
+            self.queue.end_sleep();
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        if self.wire.dead.get() {
+            return 0;
+        }
+        self.queue.in_flight()
+    }
+
+    fn removed(&mut self) {
+        if !self.wire.dead.get() {
+            self.queue.removed();
+        }
+    }
+}
+
+/// A chain that the device has, or had.
+#[derive(Debug)]
+struct Chain {
+    tag: usize,
+    descriptors: Vec<u16>,
+    place: usize,
+    data: Vec<(u64, u32)>,
+    status: u64,
+    /// How many bytes the device writes if all goes well.
+    written: u32,
+}
+
+/// A descriptor to be: address, length, writable.
+type Part = (u64, u32, bool);
+
+/// The driver of one queue.
+#[derive(Debug)]
+pub struct Guest {
+    number: usize,
+    memory: GuestMemoryMmap,
+    arena: Rc<RefCell<Arena>>,
+    rings: RingAddresses,
+    virtio: Virtio,
+    wire: Rc<Wire>,
+    /// What the device offered and this driver accepted.
+    features: u64,
+    host: Option<(Context, Arc<QcowDisk>)>,
+    book: Book,
+    plan: VecDeque<Planned>,
+    depth: usize,
+    free: Vec<u16>,
+    places: Vec<usize>,
+    chains: BTreeMap<u16, Chain>,
+    available: u16,
+    /// Used entries that were looked at.
+    seen: u16,
+    /// Chains that are used and whose memory was not taken back yet.
+    used: Vec<Chain>,
+    asleep: bool,
+    random: Random,
+}
+
+impl Guest {
+    /// The driver of queue `number` of `arena`, which asks what `book` was made for.
+    #[must_use]
+    pub(crate) fn new(
+        number: usize,
+        arena: &Rc<RefCell<Arena>>,
+        virtio: Virtio,
+        book: Book,
+        plan: VecDeque<Planned>,
+        depth: usize,
+        seed: u64,
+    ) -> Self {
+        let rings = Arena::rings(number);
+        let memory = arena.borrow().guest();
+        memory.put_u16(rings.available + 2, virtio.start);
+        memory.put_u16(rings.used + 2, virtio.start);
+        Self {
+            number,
+            memory,
+            arena: Rc::clone(arena),
+            rings,
+            virtio,
+            wire: Rc::default(),
+            features: 0,
+            host: None,
+            book,
+            plan,
+            depth: depth.min(PLACES),
+            free: (0..virtio.size).rev().collect(),
+            places: (0..PLACES).rev().collect(),
+            chains: BTreeMap::new(),
+            available: virtio.start,
+            seen: virtio.start,
+            used: Vec::new(),
+            asleep: false,
+            random: Random::new(seed),
+        }
+    }
+
+    /// The wire to the server that is there now.
+    #[must_use]
+    pub fn wire(&self) -> &Rc<Wire> {
+        &self.wire
+    }
+
+    /// There is a server, with this end of a new wire; a kick that the last one missed is still there.
+    pub fn connect(&mut self, cx: &Context, disk: &Arc<QcowDisk>, features: u64) -> Rc<Wire> {
+        self.host = Some((cx.clone(), Arc::clone(disk)));
+        self.features = features;
+        let wire = Wire::default();
+        wire.kicked.set(self.wire.kicked.get());
+        wire.interrupted.set(self.wire.interrupted.get());
+        self.wire = Rc::new(wire);
+        Rc::clone(&self.wire)
+    }
+
+    /// There is no server any more.
+    pub fn disconnect(&mut self) {
+        self.host = None;
+    }
+
+    /// The available index of the next chain.
+    #[must_use]
+    pub fn available(&self) -> u16 {
+        self.available
+    }
+
+    /// Looks what the device has used since the last time.
+    ///
+    /// # Errors
+    ///
+    /// Says what the device did that it must not do.
+    pub fn observe(&mut self) -> Result<(), String> {
+        if self.wire.broken.get() {
+            return Err(format!(
+                "queue {}: the device says that its guest broke it",
+                self.number
+            ));
+        }
+        let index = self.memory.u16_at(self.rings.used + 2);
+        let count = usize::from(index.wrapping_sub(self.seen));
+        if count > self.chains.len() {
+            return Err(format!(
+                "queue {}: {count} chains were used at once while {} are in flight: one was answered twice",
+                self.number,
+                self.chains.len()
+            ));
+        }
+        while self.seen != index {
+            let entry = self.rings.used + 4 + 8 * u64::from(self.seen % self.virtio.size);
+            self.seen = self.seen.wrapping_add(1);
+            let (head, len) = (self.memory.u32_at(entry), self.memory.u32_at(entry + 4));
+            let chain = u16::try_from(head)
+                .ok()
+                .and_then(|head| self.chains.remove(&head));
+            let Some(chain) = chain else {
+                return Err(format!(
+                    "queue {}: the chain at {head} was used, but is not in flight: it was answered twice",
+                    self.number
+                ));
+            };
+            self.answer(chain, len)?;
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, chain: Chain, len: u32) -> Result<(), String> {
+        let [status] = self.memory.take(chain.status);
+        let result = match status {
+            0 => Ok(()),
+            1 => Err(IoError::Host { errno: libc_eio() }),
+            2 => Err(IoError::Unsupported),
+            other => return Err(format!("queue {}: a status is {other:#x}", self.number)),
+        };
+        let expected = if status == 0 { chain.written } else { 1 };
+        if len != expected {
+            return Err(format!(
+                "queue {}: {len} bytes were written to a chain, expected {expected}",
+                self.number
+            ));
+        }
+        let arena = self.arena.borrow();
+        let mut held = chain.data.iter().filter_map(|&(at, len)| arena.holder(at, len));
+        if let Some(op) = held.next() {
+            return Err(format!(
+                "queue {}: a chain was used while op {op} is in flight on its memory",
+                self.number
+            ));
+        }
+        drop(arena);
+        let (memory, data) = (&self.memory, &chain.data);
+        self.book.answer(chain.tag, result, |bytes| {
+            let mut at = 0;
+            for &(address, len) in data {
+                let part = &mut bytes[at..at + len as usize];
+                at += part.len();
+                if memory.read_slice(part, GuestAddress(address)).is_err() {
+                    return false;
+                }
+            }
+            at == bytes.len()
+        });
+        self.used.push(chain);
+        Ok(())
+    }
+
+    /// The guest's turn. Returns whether it did anything.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Guest::observe`].
+    pub fn turn(&mut self) -> Result<bool, String> {
+        let grown = self.book.take_growth();
+        let mut any = self.book.note_growth(grown);
+        if self.asleep {
+            if !self.wire.interrupted.get() && !any {
+                return Ok(false);
+            }
+            self.asleep = false;
+            any = true;
+        }
+        self.wire.interrupted.set(false);
+        self.observe()?;
+        self.take_back(&mut any);
+        let mut added = 0;
+        while let Some(&next) = self.plan.front() {
+            let alone = next.alone && self.book.in_flight > 0;
+            let full = self.book.in_flight >= self.depth;
+            if alone || full || (any && self.random.one_in(2)) || !self.ask(next, &mut added) {
+                break;
+            }
+            self.plan.pop_front();
+            any = true;
+        }
+        if added > 0 {
+            self.publish(added);
+        }
+        if any {
+            if !self.virtio.event_idx {
+                self.memory.put_u16(self.rings.available, NO_INTERRUPT);
+            }
+            return Ok(true);
+        }
+        self.go_to_sleep()
+    }
+
+    /// Asks for an interrupt, and sleeps unless the answer is there already.
+    fn go_to_sleep(&mut self) -> Result<bool, String> {
+        if self.virtio.event_idx {
+            let place = self.rings.available + 4 + 2 * u64::from(self.virtio.size);
+            self.memory.put_u16(place, self.seen);
+        } else {
+            self.memory.put_u16(self.rings.available, 0);
+        }
+        let before = self.seen;
+        self.observe()?;
+        self.asleep = self.seen == before;
+        Ok(!self.asleep)
+    }
+
+    /// Takes the memory of used chains back, and makes sure that nobody can still want what was in it.
+    fn take_back(&mut self, any: &mut bool) {
+        while let Some(chain) = self.used.pop() {
+            *any = true;
+            let (start, _) = self.arena.borrow().place(self.number, chain.place);
+            self.memory.put(start, &[SCRUB; 0x1000]);
+            for &(address, len) in &chain.data {
+                self.memory.put(address, &vec![SCRUB; len as usize]);
+            }
+            for &index in &chain.descriptors {
+                self.memory
+                    .put(self.rings.descriptors + 16 * u64::from(index), &[SCRUB; 16]);
+            }
+            self.free.extend(chain.descriptors);
+            self.places.push(chain.place);
+            if self.random.one_in(4) {
+                return;
+            }
+        }
+    }
+
+    /// Shows the device `added` more chains, and kicks it if it wants that.
+    fn publish(&mut self, added: u16) {
+        let old = self.available;
+        self.available = old.wrapping_add(added);
+        self.memory.put_u16(self.rings.available + 2, self.available);
+        let wanted = if self.virtio.event_idx {
+            let event = self
+                .memory
+                .u16_at(self.rings.used + 4 + 8 * u64::from(self.virtio.size));
+            self.available.wrapping_sub(event).wrapping_sub(1) < added
+        } else {
+            self.memory.u16_at(self.rings.used) & NO_NOTIFY == 0
+        };
+        if wanted {
+            self.wire.kicked.set(true);
+        }
+    }
+
+    /// Lays out what is planned as a chain. `false` if there is no room for it now.
+    fn ask(&mut self, mut planned: Planned, added: &mut u16) -> bool {
+        if let Ask::Grow(bytes) = planned.ask {
+            if let Some((cx, disk)) = &self.host {
+                self.book.grow(cx, disk, planned, bytes);
+            }
+            return self.host.is_some();
+        }
+        const DISCARD: u32 = 13;
+        const WRITE_ZEROES: u32 = 14;
+        let forced = self.virtio.writethrough;
+        let needed = match &mut planned.ask {
+            Ask::Write { fua } => {
+                *fua = forced;
+                None
+            }
+            Ask::Zeroes { fua, .. } => {
+                *fua = forced;
+                Some(WRITE_ZEROES)
+            }
+            Ask::Discard => Some(DISCARD),
+            _ => None,
+        };
+        if needed.is_some_and(|bit| self.features & 1 << bit == 0) {
+            // A driver asks for nothing that the device does not offer.
+            self.book.skip();
+            return true;
+        }
+        let indirect = self.virtio.indirect && self.random.one_in(2);
+        let mut shape = Layout::draw(&mut self.random, &planned, indirect);
+        if shape.descriptors() > self.free.len() {
+            shape = Layout::PLAIN;
+        }
+        if shape.descriptors() > self.free.len() || self.places.is_empty() {
+            return false;
+        }
+        let Some(entry) = self.book.ask(planned) else {
+            return true;
+        };
+        self.lay_out(&planned, &entry, &shape, *added);
+        *added += 1;
+        true
+    }
+
+    fn lay_out(&mut self, planned: &Planned, entry: &Entry, layout: &Layout, added: u16) {
+        let place = self.places.pop().unwrap_or_default();
+        let (start, data_at) = self.arena.borrow().place(self.number, place);
+        let (kind, data, reads) = match entry.op {
+            Op::Read => (0_u32, vec![0xCC; planned.count as usize * SECTOR], true),
+            Op::Write { .. } => (1, bytes_of(&entry.words), false),
+            Op::Flush => (4, Vec::new(), false),
+            Op::Discard => (11, layout.segments(planned, 0), false),
+            Op::WriteZeroes { unmap, .. } => (13, layout.segments(planned, u32::from(unmap)), false),
+        };
+        let transfer = matches!(entry.op, Op::Read | Op::Write { .. });
+        let sector = if transfer { planned.first } else { 0 };
+        let header = [kind.to_le_bytes(), [0; 4]].concat();
+        self.memory
+            .put(start, &[&header[..], &sector.to_le_bytes()].concat());
+
+        let mut parts: Vec<Part> = match layout.header_cut {
+            0 => vec![(start, 16, false)],
+            cut => vec![(start, cut, false), (start + u64::from(cut), 16 - cut, false)],
+        };
+        let mut pieces = Vec::new();
+        let (mut at, mut done) = (data_at + layout.offset, 0);
+        while done < data.len() {
+            let left = data.len() - done;
+            let len = layout.piece.map_or(left, |piece| piece.min(left));
+            // The last one has all that is left.
+            let len = if pieces.len() + 1 == layout.pieces {
+                left
+            } else {
+                len
+            };
+            self.memory.put(at, &data[done..done + len]);
+            pieces.push((at, len as u32));
+            parts.push((at, len as u32, reads));
+            done += len;
+            at += len as u64 + layout.gap;
+        }
+        assert!(
+            at <= data_at + DATA_BYTES_MAX,
+            "{planned} fits its place in guest memory"
+        );
+        let status = match (pieces.last(), reads && layout.status_with_data) {
+            (Some(&(at, len)), true) => {
+                if let Some(last) = parts.last_mut() {
+                    last.1 += 1;
+                }
+                at + u64::from(len)
+            }
+            _ => {
+                parts.push((start + STATUS_AT, 1, true));
+                start + STATUS_AT
+            }
+        };
+        self.memory.put(status, &[NO_STATUS]);
+        let descriptors = self.link(&parts, layout.indirect.then_some(start + TABLE_AT));
+        let head = descriptors[0];
+        let position = self.available.wrapping_add(added) % self.virtio.size;
+        self.memory
+            .put_u16(self.rings.available + 4 + 2 * u64::from(position), head);
+        let chain = Chain {
+            tag: entry.tag,
+            descriptors,
+            place,
+            status,
+            written: if reads { data.len() as u32 + 1 } else { 1 },
+            data: if transfer { pieces } else { Vec::new() },
+        };
+        self.chains.insert(head, chain);
+    }
+
+    /// Writes descriptors for `parts`, in a table of their own if there is to be one. Returns those of the
+    /// queue's table, the head first.
+    fn link(&mut self, parts: &[Part], table: Option<u64>) -> Vec<u16> {
+        let own = if table.is_some() { 1 } else { parts.len() };
+        let indices: Vec<u16> = self.free.split_off(self.free.len() - own);
+        let put = |at: u64, (address, len, writable): Part, next: Option<u16>, more: u16| {
+            let flags = if writable { WRITE } else { 0 } | if next.is_some() { NEXT } else { 0 } | more;
+            let mut bytes = address.to_le_bytes().to_vec();
+            bytes.extend(len.to_le_bytes());
+            bytes.extend(flags.to_le_bytes());
+            bytes.extend(next.unwrap_or(0).to_le_bytes());
+            self.memory.put(at, &bytes);
+        };
+        let in_queue = |index: u16| self.rings.descriptors + 16 * u64::from(index);
+        match table {
+            Some(table) => {
+                for (at, &part) in (0_u16..).zip(parts) {
+                    let next = (usize::from(at) + 1 < parts.len()).then_some(at + 1);
+                    put(table + 16 * u64::from(at), part, next, 0);
+                }
+                let bytes = 16 * parts.len() as u32;
+                put(in_queue(indices[0]), (table, bytes, false), None, INDIRECT);
+            }
+            None => {
+                for (at, &part) in parts.iter().enumerate() {
+                    put(in_queue(indices[at]), part, indices.get(at + 1).copied(), 0);
+                }
+            }
+        }
+        indices
+    }
+}
+
+impl fmt::Display for Guest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = if self.asleep { "asleep" } else { "awake" };
+        write!(
+            f,
+            "queue {} {state}, {} planned, {} in flight, available {}, used {}",
+            self.number,
+            self.plan.len(),
+            self.chains.len(),
+            self.available,
+            self.seen
+        )
+    }
+}
+
+fn libc_eio() -> i32 {
+    rustix::io::Errno::IO.raw_os_error()
+}
+
+/// How a request is cut into buffers.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    indirect: bool,
+    /// Where the header is cut, if it is.
+    header_cut: u32,
+    /// How long pieces of data are, but for the last; and how many there are at most.
+    piece: Option<usize>,
+    pieces: usize,
+    /// Bytes before the data and between its pieces.
+    offset: u64,
+    gap: u64,
+    /// The status is the byte after the data.
+    status_with_data: bool,
+    /// The first sector of a second segment, of requests that have several.
+    second: Option<u64>,
+}
+
+impl Layout {
+    const PLAIN: Self = Self {
+        indirect: false,
+        header_cut: 0,
+        piece: None,
+        pieces: 1,
+        offset: 0,
+        gap: 0,
+        status_with_data: false,
+        second: None,
+    };
+
+    fn draw(random: &mut Random, planned: &Planned, indirect: bool) -> Self {
+        let bytes = planned.count as usize * SECTOR;
+        // Whole sectors, or anything: the specification leaves it to the driver.
+        let unit = random.pick(&[SECTOR, SECTOR, SECTOR, 1]);
+        let pieces = random.pick(&[1, 1, 2, 4]);
+        let piece = unit * (1 + random.below((bytes / unit) as u64) as usize);
+        // Where one of two segments ends: only where no cluster is cut, or a discard would keep it.
+        let second = planned.first + random.below(planned.count.max(1));
+        Self {
+            indirect,
+            header_cut: if random.one_in(8) {
+                1 + random.below(15) as u32
+            } else {
+                0
+            },
+            piece: (pieces > 1).then_some(piece),
+            pieces,
+            offset: random.pick(&[0, 0, 512, 16, 1]),
+            gap: random.pick(&[0, 512, 3]),
+            status_with_data: random.one_in(8),
+            second: (random.one_in(3) && matches!(planned.ask, Ask::Zeroes { .. })).then_some(second),
+        }
+    }
+
+    /// How many descriptors of the queue's table it takes at most.
+    fn descriptors(&self) -> usize {
+        if self.indirect {
+            return 1;
+        }
+        2 + self.pieces + usize::from(self.header_cut > 0)
+    }
+
+    /// The segments of a discard or write-zeroes request.
+    fn segments(&self, planned: &Planned, flags: u32) -> Vec<u8> {
+        let (first, end) = (planned.first, planned.first + planned.count);
+        let cut = self.second.unwrap_or(end);
+        let mut bytes = Vec::new();
+        for (from, to) in [(first, cut), (cut, end)] {
+            // A segment of no sectors is allowed, and means nothing.
+            if from == to && from == end {
+                continue;
+            }
+            bytes.extend(from.to_le_bytes());
+            bytes.extend(((to - from) as u32).to_le_bytes());
+            bytes.extend(flags.to_le_bytes());
+        }
+        bytes
+    }
+}
