@@ -159,7 +159,11 @@ impl Ring {
             RingKind::Auto => match uring::UringDriver::new(entries) {
                 Ok(driver) => Box::new(driver),
                 Err(error) => {
-                    tracing::warn!(%error, "io_uring is refused here; using plain system calls");
+                    // Every worker finds this out anew; it is one fact.
+                    static TOLD: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+                    if !TOLD.swap(true, std::sync::atomic::Ordering::Relaxed) {
+                        tracing::warn!(%error, "io_uring is refused here; using plain system calls");
+                    }
                     Box::new(syscall::SyscallDriver::default())
                 }
             },

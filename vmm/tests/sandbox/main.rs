@@ -6,6 +6,8 @@
 #![expect(unsafe_code, reason = "tries to break out by raw system calls")]
 #![expect(clippy::print_stderr, reason = "a child tells its parent what failed")]
 
+mod missing;
+
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::AsRawFd;
@@ -18,6 +20,11 @@ const INSIDE: &str = "RINGDISK_TEST_INSIDE";
 
 /// Runs the test `name` again, as a child inside the sandbox, in a folder with an image and a secret.
 fn inside(name: &str, task: Task, attempts: fn(&Path)) {
+    inside_after(name, || {}, task, attempts);
+}
+
+/// As [`inside`], but `before` prepares the child. What it said.
+fn inside_after(name: &str, before: fn(), task: Task, attempts: fn(&Path)) -> String {
     if let Some(folder) = std::env::var_os(INSIDE) {
         let folder = PathBuf::from(folder);
         let allowed = AllowedFiles {
@@ -25,9 +32,11 @@ fn inside(name: &str, task: Task, attempts: fn(&Path)) {
             readable: vec![folder.join("base")],
             removable_in: vec![folder.join("sockets")],
         };
+        before();
         sandbox::restrict_files(&allowed).expect("file restrictions");
         sandbox::restrict_calls(task).expect("call restrictions");
-        return attempts(&folder);
+        attempts(&folder);
+        return String::new();
     }
     let folder = tempfile::tempdir().expect("a folder");
     for file in ["image", "base", "secret"] {
@@ -46,6 +55,7 @@ fn inside(name: &str, task: Task, attempts: fn(&Path)) {
         String::from_utf8_lossy(&output.stderr)
     );
     assert!(folder.path().join("secret").exists());
+    String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 /// Makes a system call, which must fail with one of these errors.
