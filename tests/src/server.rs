@@ -131,6 +131,19 @@ impl Server {
         }
     }
 
+    /// Waits until it has ended by itself, with 0: another one has taken over.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Ended`] if it ends with another status; [`Error::Timeout`] if it does not end within a minute.
+    pub fn succeeded(mut self) -> Result<(), Error> {
+        match self.process.wait_until(Instant::now() + STOP) {
+            Some(status) if status.success() => Ok(()),
+            Some(status) => Err(self.wrong_end(&status.to_string(), "not 0, after a takeover")),
+            None => Err(self.too_slow("exit after a takeover", STOP)),
+        }
+    }
+
     /// Kills it as a crash would (SIGKILL): nothing is drained, flushed or closed.
     ///
     /// # Errors

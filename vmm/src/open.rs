@@ -57,6 +57,22 @@ pub enum OpenError {
     Qcow(#[from] qcow::OpenError),
 }
 
+impl OpenError {
+    /// Whether another program has an image that is needed.
+    #[must_use]
+    pub fn is_locked(&self) -> bool {
+        let mut error = match self {
+            Self::Lock(error) => return matches!(error, LockError::Held { .. }),
+            Self::Qcow(error) => error,
+            _ => return false,
+        };
+        while let qcow::OpenError::Backing { source, .. } = error {
+            error = source;
+        }
+        matches!(error, qcow::OpenError::Lock(LockError::Held { .. }))
+    }
+}
+
 /// An opened disk, locked until this and all its sharers are dropped.
 #[derive(Debug)]
 pub struct OpenedDisk {

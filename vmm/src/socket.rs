@@ -117,32 +117,44 @@ impl Socket {
         Ok(socket)
     }
 
-    /// Continues to listen on a socket that another process made at `path` and handed over.
+    /// Continues to listen on a socket that another process made at `path` and handed over. Its file stays that one's
+    /// until [`Socket::keep`].
     ///
     /// # Errors
     ///
     /// [`SocketError`] if there is nothing at `path` any more.
     pub fn adopt(listener: UnixListener, path: &Path) -> Result<Self, SocketError> {
-        let made = fs::symlink_metadata(path).map_err(|source| SocketError::Os {
-            action: "look at",
-            path: path.to_owned(),
-            source,
-        })?;
-        Ok(Self {
+        let socket = Self {
             listener,
             path: path.to_owned(),
-            identity: Some((made.dev(), made.ino())),
-        })
+            identity: None,
+        };
+        socket.found()?;
+        Ok(socket)
     }
 
-    /// The listening socket, to be handed over; its file stays.
+    /// The file is this process's from now on.
     ///
     /// # Errors
     ///
-    /// If the process has no descriptor left; then the file stays too.
-    pub fn give_up(mut self) -> io::Result<UnixListener> {
+    /// [`SocketError`] if there is nothing at its path any more.
+    pub fn keep(&mut self) -> Result<(), SocketError> {
+        self.identity = Some(self.found()?);
+        Ok(())
+    }
+
+    fn found(&self) -> Result<(u64, u64), SocketError> {
+        let made = fs::symlink_metadata(&self.path).map_err(|source| SocketError::Os {
+            action: "look at",
+            path: self.path.clone(),
+            source,
+        })?;
+        Ok((made.dev(), made.ino()))
+    }
+
+    /// Leaves the socket to whoever it was handed over to: its file stays.
+    pub fn give_up(mut self) {
         self.identity = None;
-        self.listener.try_clone()
     }
 
     /// The listening socket itself.

@@ -2,40 +2,46 @@
 //!
 //! A running server has, beside its first socket, a *door*: a socket of the same name with `.takeover` behind
 //! it, mode 0600, that listens to processes of the same user only. A new server comes to the door and says which
-//! sockets it wants to serve. The old one disconnects its clients after their last answer, closes its images
-//! cleanly, gives their locks back, and hands the listening sockets over. So a client that connects again, as it does
-//! when a server goes, finds its socket at any moment, and nothing in flight was lost.
+//! sockets it wants to serve. The old one drains its clients' queues, closes its images cleanly, gives their locks back,
+//! and hands over all sockets: those it listens on, and those its clients are connected by, with what is known of each
+//! client. The clients do not notice; nothing in flight was lost, because nothing was in flight.
 //!
 //! ```text
-//! new ── greeting, paths, end ──▶ old:  drain, flush, close
-//! new ◀── 'o', and a byte with a descriptor for each path, in order ── old: ends
-//!     ◀── 'n', and why not ──────────────────────────────────────── old: goes on
+//! new ── greeting, paths ──▶ old: drains, flushes, closes
+//! new ◀── 'o', the door; for each disk its socket, its client and what is known of it ── old
+//! new: opens and locks the images, takes the clients in
+//! new ── 'c': nothing can fail any more ──▶ old
+//! new ◀── 'a' ── old: ends
+//! new: serves
 //! ```
 //!
-//! What must stay true: the old server refuses before it has stopped anything, or hands over all; and it keeps
-//! no image open once it has handed over.
+//! What must stay true: the old server never serves after 'a', and the new one not before; whatever goes wrong until
+//! then, the old one opens its images again and goes on with the same clients. An image is always locked by the one
+//! that has it open.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Read, Write};
-use std::net::Shutdown;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use virtio_devices::vhost_user::{ClientState, Message};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::socket::{Socket, SocketError, is_same_user};
 
 /// What a new server says first.
-const GREETING: &[u8] = b"ringdisk takeover 1";
-/// The longest request that is listened to, in bytes.
-const REQUEST_BYTES_MAX: u64 = 1 << 16;
+const GREETING: &[u8] = b"ringdisk takeover 2";
+/// The longest request or message that is listened to, in bytes.
+const BYTES_MAX: u32 = 1 << 16;
 /// How long a visitor may take to say what it wants.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// How long the old server may take to drain and close. It goes on if it is asked and the new one has given up.
 const DRAIN_MAX: Duration = Duration::from_secs(60);
+/// How long the new server may take to open the images, before the old one wants them back.
+const OPEN_MAX: Duration = Duration::from_secs(20);
 
 /// Why a takeover did not happen.
 #[derive(Debug, thiserror::Error)]
@@ -83,45 +89,135 @@ fn request(sockets: &[PathBuf]) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Takes the sockets at `sockets` over from the server that serves exactly these. Returns when it has closed its
+/// Sends bytes of a known length, with descriptors: the length, how many descriptors, each with a byte of its own, the
+/// bytes.
+fn send(mut stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> io::Result<()> {
+    let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
+    let len = u32::try_from(bytes.len()).ok().filter(|len| *len <= BYTES_MAX);
+    let count = u8::try_from(fds.len()).map_err(|_| invalid())?;
+    stream.write_all(&len.ok_or_else(invalid)?.to_ne_bytes())?;
+    stream.write_all(&[count])?;
+    for fd in fds {
+        stream.send_with_fd(&b"d"[..], *fd).map_err(io::Error::from)?;
+    }
+    stream.write_all(bytes)
+}
+
+/// Receives what [`send`] sent.
+fn receive(mut stream: &UnixStream) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    let (mut len, mut count) = ([0; 4], [0]);
+    stream.read_exact(&mut len)?;
+    stream.read_exact(&mut count)?;
+    let len = u32::from_ne_bytes(len);
+    if len > BYTES_MAX {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let fds = (0..count[0]).map(|_| match stream.recv_with_fd(&mut [0]) {
+        Ok((1, Some(file))) => Ok(OwnedFd::from(file)),
+        Ok(_) => Err(io::ErrorKind::UnexpectedEof.into()),
+        Err(error) => Err(error.into()),
+    });
+    let fds = fds.collect::<io::Result<_>>()?;
+    let mut bytes = vec![0; len as usize];
+    stream.read_exact(&mut bytes)?;
+    Ok((bytes, fds))
+}
+
+/// Receives a message that has exactly one descriptor.
+fn receive_one(stream: &UnixStream) -> io::Result<OwnedFd> {
+    let (_, fds) = receive(stream)?;
+    let [fd] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| io::ErrorKind::InvalidData)?;
+    Ok(fd)
+}
+
+/// What an old server hands over for one disk.
+#[derive(Debug)]
+pub struct Handed {
+    /// The socket that clients connect to.
+    pub listener: UnixListener,
+    /// The client that is connected, if one is.
+    pub client: Option<ClientState>,
+}
+
+/// What an old server offers. Unless it is accepted, the old one goes on.
+#[derive(Debug)]
+pub struct Offer {
+    connection: UnixStream,
+    /// The door, which stays open all the time.
+    pub door: UnixListener,
+    /// By disk, in the order that was asked for.
+    pub disks: Vec<Handed>,
+}
+
+/// Asks the server that serves exactly the sockets at `sockets` for them. When this returns it has closed its
 /// images.
 ///
 /// # Errors
 ///
-/// [`TakeoverError`]. Unless it broke off, the old server goes on as if nothing had been asked.
-pub fn take_over(sockets: &[PathBuf]) -> Result<Vec<UnixListener>, TakeoverError> {
+/// [`TakeoverError`]. The old server goes on as if nothing had been asked.
+pub fn take_over(sockets: &[PathBuf]) -> Result<Offer, TakeoverError> {
     let path = door_path(sockets.first().map_or(Path::new(""), PathBuf::as_path));
     let nobody = |source| TakeoverError::Nobody {
         path: path.clone(),
         source,
     };
-    let mut door = UnixStream::connect(&path).map_err(nobody)?;
-    if !is_same_user(&door) {
+    let connection = UnixStream::connect(&path).map_err(nobody)?;
+    if !is_same_user(&connection) {
         return Err(TakeoverError::Stranger { path });
     }
     let broken = TakeoverError::BrokenOff;
-    door.set_read_timeout(Some(DRAIN_MAX)).map_err(broken)?;
+    connection.set_read_timeout(Some(DRAIN_MAX)).map_err(broken)?;
     let asked = request(sockets).map_err(broken)?;
-    door.write_all(&asked).map_err(broken)?;
-    door.shutdown(Shutdown::Write).map_err(broken)?;
+    send(&connection, &asked, &[]).map_err(broken)?;
 
-    let mut verdict = [0];
-    door.read_exact(&mut verdict).map_err(broken)?;
-    if verdict != *b"o" {
-        let mut reason = String::new();
-        door.take(REQUEST_BYTES_MAX)
-            .read_to_string(&mut reason)
-            .map_err(broken)?;
+    let (verdict, fds) = receive(&connection).map_err(broken)?;
+    if verdict != b"o" {
+        let reason = verdict.strip_prefix(b"n").unwrap_or(&verdict);
+        let reason = String::from_utf8_lossy(reason).into_owned();
         return Err(TakeoverError::Refused { reason });
     }
-    sockets
-        .iter()
-        .map(|_| match door.recv_with_fd(&mut [0]) {
-            Ok((1, Some(file))) => Ok(UnixListener::from(std::os::fd::OwnedFd::from(file))),
-            Ok(_) => Err(broken(io::ErrorKind::UnexpectedEof.into())),
-            Err(error) => Err(broken(error.into())),
-        })
-        .collect()
+    let door = fds.into_iter().next().ok_or(io::ErrorKind::InvalidData.into());
+    let door = door.map_err(broken)?;
+    let disks = sockets.iter().map(|_| receive_disk(&connection));
+    let disks = disks.collect::<io::Result<_>>().map_err(broken)?;
+    Ok(Offer {
+        connection,
+        door: door.into(),
+        disks,
+    })
+}
+
+fn receive_disk(connection: &UnixStream) -> io::Result<Handed> {
+    let listener = UnixListener::from(receive_one(connection)?);
+    let (count, mut fds) = receive(connection)?;
+    let client = match fds.pop() {
+        None => None,
+        Some(client) => {
+            let count: [u8; 4] = count[..].try_into().map_err(|_| io::ErrorKind::InvalidData)?;
+            let messages = (0..u32::from_ne_bytes(count)).map(|_| {
+                let (bytes, fds) = receive(connection)?;
+                Ok(Message { bytes, fds })
+            });
+            Some(ClientState {
+                connection: client.into(),
+                messages: messages.collect::<io::Result<_>>()?,
+            })
+        }
+    };
+    Ok(Handed { listener, client })
+}
+
+impl Offer {
+    /// Takes what was offered, for good: the old server ends. Call it when nothing can fail any more.
+    ///
+    /// # Errors
+    ///
+    /// If the old server does not hear that in time; it goes on then, or has died.
+    pub fn accept(self) -> Result<(), TakeoverError> {
+        let broken = TakeoverError::BrokenOff;
+        (&self.connection).write_all(b"c").map_err(broken)?;
+        (&self.connection).read_exact(&mut [0]).map_err(broken)
+    }
 }
 
 /// A server's door. Dropping it removes the socket.
@@ -131,12 +227,6 @@ pub struct Door {
     request: Vec<u8>,
 }
 
-/// A new server that waits for the sockets.
-#[derive(Debug)]
-pub struct Successor {
-    connection: UnixStream,
-}
-
 impl Door {
     /// Opens the door of a server of `sockets`.
     ///
@@ -144,6 +234,22 @@ impl Door {
     ///
     /// [`SocketError`], if its socket cannot be made.
     pub fn open(sockets: &[PathBuf]) -> Result<Self, SocketError> {
+        Self::at(sockets, Socket::listen)
+    }
+
+    /// As [`Door::open`], with a door that was handed over.
+    ///
+    /// # Errors
+    ///
+    /// [`SocketError`], if it is gone.
+    pub fn adopt(listener: UnixListener, sockets: &[PathBuf]) -> Result<Self, SocketError> {
+        Self::at(sockets, |path| Socket::adopt(listener, path))
+    }
+
+    fn at(
+        sockets: &[PathBuf],
+        make: impl FnOnce(&Path) -> Result<Socket, SocketError>,
+    ) -> Result<Self, SocketError> {
         let path = door_path(sockets.first().map_or(Path::new(""), PathBuf::as_path));
         let request = request(sockets).map_err(|source| SocketError::Os {
             action: "name",
@@ -151,9 +257,29 @@ impl Door {
             source,
         })?;
         Ok(Self {
-            socket: Socket::listen(&path)?,
+            socket: make(&path)?,
             request,
         })
+    }
+
+    /// The socket, to be handed over.
+    #[must_use]
+    pub fn listener(&self) -> &UnixListener {
+        self.socket.listener()
+    }
+
+    /// The door is this process's from now on.
+    ///
+    /// # Errors
+    ///
+    /// [`SocketError`] if it is gone.
+    pub fn keep(&mut self) -> Result<(), SocketError> {
+        self.socket.keep()
+    }
+
+    /// Leaves the door to the new server.
+    pub fn give_up(self) {
+        self.socket.give_up();
     }
 
     /// What waits at the door, for a thread of its own.
@@ -185,14 +311,12 @@ impl Keeper {
     pub fn wait(&self) -> io::Result<Successor> {
         loop {
             let (connection, _) = self.listener.accept()?;
-            match self.hear(&connection) {
-                Ok(None) => return Ok(Successor { connection }),
+            let new = Successor { connection };
+            match self.hear(&new.connection) {
+                Ok(None) => return Ok(new),
                 Ok(Some(reason)) => {
                     tracing::warn!(reason, "a takeover was refused");
-                    // Whoever does not listen to the reason goes without.
-                    (&connection)
-                        .write_all(format!("n{reason}").as_bytes())
-                        .unwrap_or_default();
+                    new.refuse(&reason);
                 }
                 Err(error) => tracing::warn!(%error, "a takeover was not understood"),
             }
@@ -205,8 +329,7 @@ impl Keeper {
             return Ok(Some("it is another user's".to_owned()));
         }
         connection.set_read_timeout(Some(PATIENCE))?;
-        let mut asked = Vec::new();
-        connection.take(REQUEST_BYTES_MAX).read_to_end(&mut asked)?;
+        let (asked, _) = receive(connection)?;
         if asked == self.request {
             return Ok(None);
         }
@@ -227,27 +350,52 @@ impl Keeper {
     }
 }
 
+/// A new server that waits for the sockets.
+#[derive(Debug)]
+pub struct Successor {
+    connection: UnixStream,
+}
+
 impl Successor {
-    /// Hands the sockets over, whose images are closed.
+    /// Offers the sockets of disks whose images are closed, and their clients. Returns when the new server has taken
+    /// them, for good.
     ///
     /// # Errors
     ///
-    /// If the new server has gone.
-    pub fn hand_over(self, listeners: &[UnixListener]) -> io::Result<()> {
-        (&self.connection).write_all(b"o")?;
-        for listener in listeners {
-            self.connection
-                .send_with_fd(&b"l"[..], listener.as_raw_fd())
-                .map_err(io::Error::from)?;
+    /// If the new server has gone, or takes too long. Nothing is handed over then.
+    pub fn hand_over<'a>(
+        self,
+        door: &UnixListener,
+        disks: impl Iterator<Item = (&'a UnixListener, Option<ClientState>)>,
+    ) -> io::Result<()> {
+        let connection = &self.connection;
+        connection.set_read_timeout(Some(OPEN_MAX))?;
+        send(connection, b"o", &[door.as_raw_fd()])?;
+        for (listener, client) in disks {
+            send(connection, b"l", &[listener.as_raw_fd()])?;
+            let Some(ClientState {
+                connection: client,
+                messages,
+            }) = client
+            else {
+                send(connection, b"", &[])?;
+                continue;
+            };
+            let count = u32::try_from(messages.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+            send(connection, &count.to_ne_bytes(), &[client.as_raw_fd()])?;
+            for Message { bytes, fds } in &messages {
+                let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+                send(connection, bytes, &raw)?;
+            }
         }
-        Ok(())
+        let mut stream = connection;
+        stream.read_exact(&mut [0])?;
+        stream.write_all(b"a")
     }
 
     /// Tells the new server that it gets nothing.
     pub fn refuse(self, reason: &str) {
         // One that has gone need not be told.
-        (&self.connection)
-            .write_all(format!("n{reason}").as_bytes())
-            .unwrap_or_default();
+        send(&self.connection, format!("n{reason}").as_bytes(), &[]).unwrap_or_default();
     }
 }

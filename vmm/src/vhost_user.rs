@@ -7,13 +7,14 @@
 //! their requests drained, and each image is closed cleanly, whatever became of the others.
 
 use std::io::Write;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use block::worker::StartHook;
-use virtio_devices::vhost_user::{StopToken, VhostUserConfig, VhostUserServer, descriptors_max};
+use virtio_devices::vhost_user::{
+    PausedClient, StopToken, VhostUserConfig, VhostUserServer, descriptors_max,
+};
 
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
@@ -21,8 +22,8 @@ use crate::limits;
 use crate::open::{self, OpenedDisk};
 use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
 use crate::signals::StopSignals;
-use crate::socket::Socket;
-use crate::takeover::{self, Door, Keeper, Successor};
+use crate::socket::{Socket, SocketError};
+use crate::takeover::{self, Door, Offer, Successor};
 
 /// How disks are served.
 #[derive(Clone, Copy, Debug, Default)]
@@ -35,12 +36,29 @@ pub struct Options {
     pub sandbox: bool,
 }
 
+/// How long a client may take to end a message that it has begun, when a new server takes over.
+const MESSAGE_MAX: Duration = Duration::from_millis(50);
+/// How long the images' locks are waited for when a takeover has failed: the new server may just be ending.
+const REOPEN_MAX: Duration = Duration::from_secs(20);
+
 /// One disk being served. Dropped in this order: the image's lock goes last.
 struct Served {
     name: String,
+    config: DiskConfig,
+    /// The client that is connected, while the server is not serving.
+    client: Option<PausedClient>,
     server: VhostUserServer,
     socket: Socket,
-    opened: OpenedDisk,
+    /// `None` while the image is closed, in a takeover.
+    opened: Option<OpenedDisk>,
+}
+
+/// What wakes a server from serving, besides signals: a new server.
+struct Takeover {
+    door: Door,
+    successor: Arc<Mutex<Option<Successor>>>,
+    /// Has the door kept again, after a takeover that failed.
+    again: mpsc::Sender<()>,
 }
 
 /// Serves each disk on its socket until a stop signal, then closes all of them cleanly.
@@ -57,21 +75,24 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     let failed = CommandFailure::Failed;
     limits::prepare_descriptors(disks.iter().map(|(_, config)| descriptors(config)).sum());
     let (paths, configs): (Vec<PathBuf>, Vec<DiskConfig>) = disks.into_iter().unzip();
-    let (began, sockets) = if options.takeover {
+    let mut offer = None;
+    let began = Instant::now();
+    let sockets = if options.takeover {
         // The old server closes its images before these can be locked. What else could be wrong shows now.
         for config in &configs {
             open::rehearse(config).map_err(|error| failed(error.into()))?;
         }
-        let began = Instant::now();
-        let listeners = takeover::take_over(&paths).map_err(|error| failed(error.into()))?;
-        let adopted = listeners.into_iter().zip(&paths);
-        let sockets = adopted.map(|(listener, path)| Socket::adopt(listener, path));
-        (Some(began), sockets.collect::<Result<Vec<_>, _>>())
+        let offered = takeover::take_over(&paths).map_err(|error| failed(error.into()))?;
+        adopt_sockets(&paths, offer.insert(offered))
     } else {
-        (None, paths.iter().map(|path| Socket::listen(path)).collect())
+        paths.iter().map(|path| Socket::listen(path)).collect()
     };
+    // As long as this server may still fail, the sockets are the old one's.
     let sockets = sockets.map_err(|error| failed(error.into()))?;
-    let door = open_door(&paths);
+    let door = match &offer {
+        Some(offer) => Door::adopt(offer.door.try_clone().map_err(start)?, &paths).ok(),
+        None => open_door(&paths),
+    };
     let waiting = sockets.into_iter().zip(configs);
     let mut opened = Vec::new();
     for (socket, config) in waiting {
@@ -87,43 +108,170 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
         // Threads that are started later are inside.
         sandbox::restrict_files(&allowed(&opened)).map_err(fence)?;
     }
-    let served = opened
+    let mut served = opened
         .into_iter()
-        .map(|(socket, config, disk)| serve(socket, &config, disk, options))
+        .map(|(socket, config, disk)| serve(socket, config, disk, options))
         .collect::<Result<Vec<_>, _>>()?;
 
-    stop_on_signal(signals, stop.clone(), options).map_err(start)?;
-    let successor = Arc::new(Mutex::new(None));
-    if let Some(door) = &door {
-        let keeper = door.keeper().map_err(start)?;
-        stop_on_takeover(keeper, stop.clone(), Arc::clone(&successor), options).map_err(start)?;
-    }
-    if let Some(began) = began {
+    if let Some(offer) = offer {
+        if let Err(failure) = accept(offer, &mut served) {
+            // As they were found; the old server wants them back.
+            for disk in served {
+                close(disk).unwrap_or_default();
+            }
+            return Err(failure);
+        }
         let (count, ms) = (served.len(), began.elapsed().as_secs_f64() * 1000.0);
         writeln!(std::io::stdout(), "took over {count} disks in {ms:.1} ms")?;
     }
-    let mut first_failure = serve_all(&served, &stop, options).err();
-    drop(door);
-    let successor = successor.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let mut listeners = Vec::new();
-    for disk in served {
-        match close(disk, successor.is_some()) {
-            Ok(listener) => listeners.extend(listener),
-            Err(failure) => {
-                first_failure.get_or_insert(failure);
+    for disk in &mut served {
+        disk.socket.keep().map_err(|error| failed(error.into()))?;
+    }
+    stop_on_signal(signals, stop.clone(), options).map_err(start)?;
+    let mut takeover = None;
+    if let Some(mut door) = door {
+        door.keep().map_err(|error| failed(error.into()))?;
+        takeover = Some(stop_on_takeover(door, stop.clone(), options).map_err(start)?);
+    }
+    serve_until_stopped(served, &stop, takeover, options)
+}
+
+/// The sockets that an old server offers, in order.
+fn adopt_sockets(paths: &[PathBuf], offer: &mut Offer) -> Result<Vec<Socket>, SocketError> {
+    let listeners = offer.disks.iter().zip(paths);
+    let adopted = listeners.map(|(disk, path)| {
+        let listener = disk.listener.try_clone().map_err(|source| SocketError::Os {
+            action: "take over",
+            path: path.clone(),
+            source,
+        })?;
+        Socket::adopt(listener, path)
+    });
+    adopted.collect()
+}
+
+/// Takes the clients of an old server in. Until it has heard that nothing failed, it can go on with them.
+fn accept(mut offer: Offer, served: &mut [Served]) -> Result<(), CommandFailure> {
+    for (disk, handed) in served.iter_mut().zip(std::mem::take(&mut offer.disks)) {
+        let client = handed.client.map(|state| disk.server.adopt(state)).transpose();
+        disk.client = client.map_err(|error| CommandFailure::about(&disk.name, error))?;
+    }
+    offer
+        .accept()
+        .map_err(|error| CommandFailure::Failed(error.into()))
+}
+
+/// Serves until a stop, or until a new server has taken over, and closes what is open then.
+fn serve_until_stopped(
+    mut served: Vec<Served>,
+    stop: &StopToken,
+    takeover: Option<Takeover>,
+    options: Options,
+) -> Result<u8, CommandFailure> {
+    let mut takeover = takeover;
+    // Threads that are started from here on are inside.
+    let confined = confine(Task::Control, options);
+    let confined = confined.map_err(|error| CommandFailure::Failed(error.into()));
+    let mut unconfined = confined.err();
+    let mut first_failure = loop {
+        if unconfined.is_some() {
+            break unconfined.take();
+        }
+        let failure = serve_all(&mut served, stop).err();
+        let Some(wanted) = &takeover else {
+            break failure;
+        };
+        let successor = wanted
+            .successor
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        let Some(successor) = successor else {
+            break failure;
+        };
+        if failure.is_some() || stop.is_stopped() {
+            successor.refuse("it is ending, and its images may need repair");
+            break failure;
+        }
+        match hand_over(&mut served, &wanted.door, successor) {
+            Ok(()) => {
+                served.into_iter().for_each(|disk| disk.socket.give_up());
+                if let Some(Takeover { door, .. }) = takeover.take() {
+                    door.give_up();
+                }
+                return Ok(EXIT_OK);
+            }
+            Err(HandOverFailure::Close(failure)) => break Some(failure),
+            Err(HandOverFailure::NotTaken(error)) => {
+                tracing::warn!(%error, "the new server has not taken over; going on");
+                if let Err(failure) = reopen(&mut served, options) {
+                    break Some(failure);
+                }
+                stop.resume();
+                // The thread at the door ends with the process only.
+                wanted.again.send(()).unwrap_or_default();
             }
         }
-    }
-    if let Some(successor) = successor {
-        if let Some(failure) = first_failure {
-            successor.refuse("it has failed, and its images may need repair");
-            return Err(failure);
+    };
+    drop(takeover);
+    for disk in served {
+        if let Err(failure) = close(disk) {
+            first_failure.get_or_insert(failure);
         }
-        successor
-            .hand_over(&listeners)
-            .map_err(|error| CommandFailure::about("cannot hand over to the new server", error))?;
     }
     first_failure.map_or(Ok(EXIT_OK), Err)
+}
+
+/// Why a hand-over came to nothing.
+enum HandOverFailure {
+    /// An image was not closed cleanly: nobody should go on with it without a look.
+    Close(CommandFailure),
+    /// The new server has gone, or refused. The images are as they should be, and nobody's.
+    NotTaken(std::io::Error),
+}
+
+/// Closes the images and offers everything to a new server.
+fn hand_over(served: &mut [Served], door: &Door, successor: Successor) -> Result<(), HandOverFailure> {
+    let mut failed = None;
+    for disk in served.iter_mut() {
+        let closed = disk.server.close_disk(disk.client.as_ref());
+        disk.opened = None;
+        if let Err(error) = closed {
+            tracing::error!(disk = %disk.name, %error, "not closed cleanly");
+            failed.get_or_insert(CommandFailure::about(&disk.name, error));
+        }
+    }
+    if let Some(failure) = failed {
+        successor.refuse("it has failed, and its images may need repair");
+        return Err(HandOverFailure::Close(failure));
+    }
+    let states = served
+        .iter()
+        .map(|disk| disk.client.as_ref().map(PausedClient::state).transpose());
+    let states = states
+        .collect::<std::io::Result<Vec<_>>>()
+        .map_err(HandOverFailure::NotTaken)?;
+    let listeners = served.iter().map(|disk| disk.socket.listener());
+    let handed = successor.hand_over(door.listener(), listeners.zip(states));
+    handed.map_err(HandOverFailure::NotTaken)
+}
+
+/// Opens the images again that were closed for a new server, which did not take them.
+fn reopen(served: &mut [Served], options: Options) -> Result<(), CommandFailure> {
+    let deadline = Instant::now() + REOPEN_MAX;
+    for disk in served {
+        let opened = loop {
+            match open::open_as(&disk.config, options.restartable) {
+                Err(error) if error.is_locked() && Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                opened => break opened.map_err(|error| CommandFailure::Failed(error.into()))?,
+            }
+        };
+        disk.server.reopen(opened.disk(), disk.client.as_ref());
+        disk.opened = Some(opened);
+    }
+    Ok(())
 }
 
 /// How many descriptors serving one disk may take: its clients', and for each queue the files of a chain that is not
@@ -174,20 +322,22 @@ fn confine(task: Task, options: Options) -> Result<(), SandboxError> {
 /// Starts the workers of one disk.
 fn serve(
     socket: Socket,
-    config: &DiskConfig,
+    config: DiskConfig,
     opened: OpenedDisk,
     options: Options,
 ) -> Result<Served, CommandFailure> {
     let name = config.name();
-    let server = VhostUserServer::start(opened.disk(), &server_config(config, options))
+    let server = VhostUserServer::start(opened.disk(), &server_config(&config, options))
         .map_err(|error| CommandFailure::about(&name, error))?;
     let (path, driver) = (socket.path().display(), server.driver_name());
     tracing::info!(disk = %name, socket = %path, driver, "waiting for a client");
     Ok(Served {
         name,
+        config,
+        client: None,
         server,
         socket,
-        opened,
+        opened: Some(opened),
     })
 }
 
@@ -211,18 +361,19 @@ fn server_config(config: &DiskConfig, options: Options) -> VhostUserConfig {
     server
 }
 
-/// Serves until stopped. A server that fails stops the others, so that the failure is seen.
-fn serve_all(served: &[Served], stop: &StopToken, options: Options) -> Result<(), CommandFailure> {
-    let serve = |disk: &Served| -> Result<(), CommandFailure> {
+/// Serves until stopped or paused. A server that fails stops the others, so that the failure is seen.
+fn serve_all(served: &mut [Served], stop: &StopToken) -> Result<(), CommandFailure> {
+    let serve = |disk: &mut Served| -> Result<(), CommandFailure> {
         let about =
             |error: Box<dyn std::error::Error + Send + Sync>| CommandFailure::about(&disk.name, error);
-        confine(Task::Control, options).map_err(|error| about(error.into()))?;
-        let served = disk.server.serve(disk.socket.listener(), stop);
-        served.map_err(|error| about(error.into()))
+        let client = disk.client.take();
+        let served = disk.server.serve_on(disk.socket.listener(), stop, client);
+        disk.client = served.map_err(|error| about(error.into()))?;
+        Ok(())
     };
     let results: Vec<Result<(), CommandFailure>> = std::thread::scope(|scope| {
         let threads: Vec<_> = served
-            .iter()
+            .iter_mut()
             .map(|disk| {
                 scope.spawn(move || {
                     let result = serve(disk);
@@ -233,10 +384,6 @@ fn serve_all(served: &[Served], stop: &StopToken, options: Options) -> Result<()
                 })
             })
             .collect();
-        if let Err(error) = confine(Task::Control, options) {
-            stop.stop();
-            return vec![Err(CommandFailure::Failed(error.into()))];
-        }
         threads
             .into_iter()
             .map(|thread| {
@@ -249,56 +396,57 @@ fn serve_all(served: &[Served], stop: &StopToken, options: Options) -> Result<()
     results.into_iter().collect()
 }
 
-/// Drains and flushes one disk and closes its image; then others may have it. With `hand_over`, gives its
-/// listening socket, on which clients may wait.
-fn close(disk: Served, hand_over: bool) -> Result<Option<UnixListener>, CommandFailure> {
+/// Drains and flushes one disk and closes its image; then others may have it.
+fn close(disk: Served) -> Result<(), CommandFailure> {
     let Served {
         name,
+        client,
         server,
         socket,
         opened,
+        ..
     } = disk;
-    let listener = if hand_over {
-        let given = socket.give_up();
-        Some(given.map_err(|error| CommandFailure::about(&name, error))?)
-    } else {
-        drop(socket);
-        None
-    };
+    drop((client, socket));
     let closed = server.close();
     drop(opened);
     match &closed {
         Ok(()) => tracing::info!(disk = %name, "closed cleanly"),
         Err(error) => tracing::error!(disk = %name, %error, "not closed cleanly"),
     }
-    closed.map_err(|error| CommandFailure::about(name, error))?;
-    Ok(listener)
+    closed.map_err(|error| CommandFailure::about(name, error))
 }
 
-/// Starts the thread that stops the server when a new one wants to take over.
-fn stop_on_takeover(
-    keeper: Keeper,
-    stop: StopToken,
-    successor: Arc<Mutex<Option<Successor>>>,
-    options: Options,
-) -> std::io::Result<()> {
-    let wait_and_stop = move || -> std::io::Result<()> {
+/// Starts the thread that pauses the server when a new one wants to take over.
+fn stop_on_takeover(door: Door, stop: StopToken, options: Options) -> std::io::Result<Takeover> {
+    let keeper = door.keeper()?;
+    let successor = Arc::new(Mutex::new(None));
+    let shared = Arc::clone(&successor);
+    let (again, resumed) = mpsc::channel();
+    let wait_and_pause = move || -> std::io::Result<()> {
         confine(Task::Control, options)?;
-        let new = keeper.wait()?;
-        tracing::info!("handing over to a new server");
-        *successor.lock().unwrap_or_else(PoisonError::into_inner) = Some(new);
-        stop.stop();
-        Ok(())
+        loop {
+            let new = keeper.wait()?;
+            tracing::info!("handing over to a new server");
+            *shared.lock().unwrap_or_else(PoisonError::into_inner) = Some(new);
+            stop.pause(MESSAGE_MAX);
+            if resumed.recv().is_err() {
+                return Ok(());
+            }
+        }
     };
     let report = move || {
-        if let Err(error) = wait_and_stop() {
+        if let Err(error) = wait_and_pause() {
             tracing::error!(%error, "cannot wait for a takeover");
         }
     };
     std::thread::Builder::new()
         .name("takeover".to_owned())
         .spawn(report)?;
-    Ok(())
+    Ok(Takeover {
+        door,
+        successor,
+        again,
+    })
 }
 
 /// Starts the thread that turns the first stop signal into a stop, and the second into the end.

@@ -5,7 +5,7 @@ use block::DiskInfo;
 /// The bytes of `struct virtio_blk_config` up to and with `max_write_zeroes_seg` and what follows it.
 pub(super) const CONFIG_BYTES: usize = 60;
 /// Where `writeback` is.
-pub(super) const WRITEBACK_OFFSET: usize = 32;
+pub(crate) const WRITEBACK_OFFSET: usize = 32;
 
 /// The size of a sector, in bytes: the unit of every sector number in virtio-blk.
 pub(super) const SECTOR_BYTES: u32 = 512;

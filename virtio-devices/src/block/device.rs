@@ -105,6 +105,23 @@ impl BlockDevice {
         })
     }
 
+    /// The same device with another disk.
+    pub(crate) fn with_disk(&self, disk: Arc<dyn Disk>) -> Self {
+        Self {
+            disk,
+            num_queues: self.num_queues,
+            queue_size: self.queue_size,
+            serial: self.serial,
+            writeback: AtomicBool::new(self.is_writeback()),
+            told: Told::default(),
+        }
+    }
+
+    /// The driver's choice of cache mode, or what it begins with.
+    pub(crate) fn is_writeback(&self) -> bool {
+        self.writeback.load(Ordering::SeqCst)
+    }
+
     /// How much may be said about its client's and guest's mistakes.
     pub(crate) fn told(&self) -> &Told {
         &self.told

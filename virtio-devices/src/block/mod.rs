@@ -14,6 +14,7 @@ mod request;
 mod tests;
 mod told;
 
+pub(crate) use config::WRITEBACK_OFFSET;
 pub use device::{BlockDevice, BlockDeviceConfig, ConfigWriteError, SERIAL_BYTES, SerialTooLong};
 pub use queue::{BlockQueue, BlockQueueConfig, IN_FLIGHT_MAX, Notify, QueueReport, StartQueueError};
 pub(crate) use told::Told;

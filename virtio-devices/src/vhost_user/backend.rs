@@ -29,16 +29,16 @@ use crate::virtqueue::{RingAddresses, SetupError};
 
 /// One client's device.
 pub(super) struct Backend {
-    device: Arc<BlockDevice>,
+    pub(super) device: Arc<BlockDevice>,
     workers: Arc<[WorkerHandle]>,
     /// As many as there are workers.
-    vrings: Vec<Vring>,
-    memory: ClientMemory,
+    pub(super) vrings: Vec<Vring>,
+    pub(super) memory: ClientMemory,
     /// Whether inflight tracking is offered.
     restartable: bool,
-    inflight: Option<InflightMemory>,
-    features: u64,
-    protocol: VhostUserProtocolFeatures,
+    pub(super) inflight: Option<InflightMemory>,
+    pub(super) features: u64,
+    pub(super) protocol: VhostUserProtocolFeatures,
     worker_gone: bool,
 }
 
@@ -56,7 +56,7 @@ fn region_info(region: &VhostUserMemoryRegion) -> RegionInfo {
     }
 }
 
-const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+pub(super) const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
 
 impl Backend {
     pub(super) fn new(device: Arc<BlockDevice>, workers: Arc<[WorkerHandle]>, restartable: bool) -> Self {
@@ -98,7 +98,8 @@ impl Backend {
         self.device.features() | PROTOCOL_FEATURES
     }
 
-    fn stop_all(&mut self) -> std::result::Result<(), WorkerGone> {
+    /// Drains all queues; they keep their places.
+    pub(super) fn stop_all(&mut self) -> std::result::Result<(), WorkerGone> {
         let mut result = Ok(());
         for (vring, worker) in self.vrings.iter_mut().zip(&*self.workers) {
             result = result.and(vring.stop(worker, &**self.device.disk()));
@@ -108,7 +109,7 @@ impl Backend {
     }
 
     /// Starts every queue that should run. Those that cannot, for now, are only told about.
-    fn start_all(&mut self) -> Result<()> {
+    pub(super) fn start_all(&mut self) -> Result<()> {
         for index in 0..self.vrings.len() {
             if let Err(error) = self.start(index) {
                 if self.worker_gone {

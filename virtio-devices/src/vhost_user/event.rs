@@ -4,7 +4,7 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -37,6 +37,15 @@ fn poll(first: BorrowedFd<'_>, second: BorrowedFd<'_>, timeout_ms: libc::c_int) 
         return Err(error);
     }
     Ok((entries[0].revents != 0, entries[1].revents != 0))
+}
+
+/// Makes `fd` mean what `by` means, and lets go of what it meant.
+pub(super) fn replace(fd: RawFd, by: BorrowedFd<'_>) -> io::Result<()> {
+    // SAFETY: numbers only. Whoever owns `fd` goes on owning it, and is its only user.
+    if unsafe { libc::dup3(by.as_raw_fd(), fd, libc::O_CLOEXEC) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }
 
 /// Whether a write to `fd` would not block.
@@ -80,6 +89,15 @@ impl ClientEvent {
         });
         let old = std::mem::replace(&mut *self.target.lock(), target);
         drop(old);
+    }
+
+    /// What is signalled, for another server.
+    pub(super) fn file(&self) -> io::Result<Option<OwnedFd>> {
+        let target = self.target.lock();
+        target
+            .as_ref()
+            .map(|target| Ok(target.file.try_clone()?.into()))
+            .transpose()
     }
 
     /// Adds one to the client's counter.

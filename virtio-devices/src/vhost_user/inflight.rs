@@ -14,7 +14,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 use vhost::vhost_user::message::VhostUserInflight;
@@ -63,6 +63,8 @@ pub(super) enum InflightMemoryError {
 #[derive(Debug)]
 pub(super) struct InflightMemory {
     map: Arc<MmapRegion>,
+    /// How much the client gave, in bytes: no less than is mapped.
+    bytes: u64,
     queues: u16,
     entries: u16,
 }
@@ -138,9 +140,17 @@ impl InflightMemory {
             MmapRegion::from_file(FileOffset::new(file, offset), length).map_err(InflightMemoryError::Map)?;
         Ok(Self {
             map: Arc::new(map),
+            bytes,
             queues: shape.num_queues,
             entries: shape.queue_size,
         })
+    }
+
+    /// Its shape and its file, for another server.
+    pub(super) fn describe(&self) -> io::Result<(VhostUserInflight, OwnedFd)> {
+        let offset = self.map.file_offset().ok_or(io::ErrorKind::NotFound)?;
+        let shape = VhostUserInflight::new(self.bytes, offset.start(), self.queues, self.entries);
+        Ok((shape, offset.file().try_clone()?.into()))
     }
 
     /// The region of queue `index`, if there is one. With `recover`, what is marked there is believed.

@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
@@ -170,6 +171,15 @@ impl ClientMemory {
             return Err(MemoryError::Unknown { guest, size });
         }
         Self::from_regions(regions)
+    }
+
+    /// Each region with its file, for another server.
+    pub(super) fn describe(&self) -> io::Result<Vec<(RegionInfo, OwnedFd)>> {
+        let described = self.regions.iter().map(|region| {
+            let file = region.mapping.file_offset().ok_or(io::ErrorKind::NotFound)?;
+            Ok((region.info, file.file().try_clone()?.into()))
+        });
+        described.collect()
     }
 
     /// The map, to be held by whoever uses it.

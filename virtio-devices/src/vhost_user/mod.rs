@@ -13,8 +13,10 @@
 //! message that takes memory or a queue away has been answered, nothing touches either any more.
 
 mod backend;
+mod closed;
 mod event;
 mod fault;
+mod handover;
 mod inflight;
 #[cfg(test)]
 mod limits_tests;
@@ -40,6 +42,7 @@ use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
 use crate::block::{BlockDevice, BlockDeviceConfig, SerialTooLong, Told};
 use backend::Backend;
+pub use handover::{ClientState, HandOverError, Message, PausedClient};
 pub use stop::StopToken;
 
 /// The most queues a vhost-user device can have: what its messages can number.
@@ -224,17 +227,48 @@ impl VhostUserServer {
     ///
     /// [`ServeError`]: the listener or a worker failed.
     pub fn serve(&self, listener: &UnixListener, stop: &StopToken) -> Result<(), ServeError> {
+        self.serve_on(listener, stop, None).map(drop)
+    }
+
+    /// As [`VhostUserServer::serve`], beginning with a client that is connected already, if there is one. Returns
+    /// also when `stop` is asked to pause, with the client that is connected then; its queues have drained and kept
+    /// their places, and it has not noticed.
+    ///
+    /// # Errors
+    ///
+    /// [`ServeError`]: the listener or a worker failed.
+    pub fn serve_on(
+        &self,
+        listener: &UnixListener,
+        stop: &StopToken,
+        client: Option<PausedClient>,
+    ) -> Result<Option<PausedClient>, ServeError> {
         let mut short = false;
-        while !stop.is_stopped() {
+        if let Some(client) = client
+            && let Some(paused) = self.serve_client(self.go_on(client)?, stop)?
+        {
+            return Ok(Some(paused));
+        }
+        while !stop.is_called() {
             let (connecting, _) =
                 event::wait_readable(listener.as_fd(), stop.event()).map_err(ServeError::Accept)?;
-            if stop.is_stopped() || !connecting {
+            if stop.is_called() || !connecting {
                 continue;
             }
             match listener.accept() {
                 Ok((stream, _)) => {
                     short = false;
-                    self.serve_client(stream, stop)?;
+                    // An accepted socket may have inherited this from a listener that polls.
+                    if let Err(error) = stream.set_nonblocking(false) {
+                        tracing::warn!(disk = %self.name, %error, "cannot serve a client");
+                        continue;
+                    }
+                    if let Some(held_back) = self.told.admit() {
+                        tracing::info!(disk = %self.name, held_back, "a client has connected");
+                    }
+                    if let Some(paused) = self.serve_client(self.receive(stream), stop)? {
+                        return Ok(Some(paused));
+                    }
                 }
                 Err(error) if is_short(&error) => {
                     if !std::mem::replace(&mut short, true) {
@@ -249,33 +283,57 @@ impl VhostUserServer {
                 Err(error) => return Err(ServeError::Accept(error)),
             }
         }
-        Ok(())
+        Ok(None)
     }
 
-    /// Serves one client until it goes, errs or `stop` is asked to stop.
-    fn serve_client(&self, stream: UnixStream, stop: &StopToken) -> Result<(), ServeError> {
-        // An accepted socket may have inherited this from a listener that polls.
-        if let Err(error) = stream.set_nonblocking(false) {
-            tracing::warn!(disk = %self.name, %error, "cannot serve a client");
-            return Ok(());
-        }
-        if let Some(held_back) = self.told.admit() {
-            tracing::info!(disk = %self.name, held_back, "a client has connected");
-        }
+    /// A client of whom nothing is known yet.
+    fn receive(&self, stream: UnixStream) -> PausedClient {
         let backend = Arc::new(Mutex::new(Backend::new(
             Arc::clone(&self.device),
             Arc::clone(&self.workers),
             self.restartable,
         )));
-        let mut messages = BackendReqHandler::from_stream(stream, Arc::clone(&backend));
-        let _guard = match messages.try_clone_connection() {
-            Ok(connection) => stop.watch(connection),
+        PausedClient::new(
+            BackendReqHandler::from_stream(stream, Arc::clone(&backend)),
+            backend,
+        )
+    }
+
+    /// Serves one client until it goes, errs or `stop` is asked to stop; or to pause, and then gives it back.
+    fn serve_client(
+        &self,
+        client: PausedClient,
+        stop: &StopToken,
+    ) -> Result<Option<PausedClient>, ServeError> {
+        let PausedClient {
+            mut messages,
+            backend,
+            ..
+        } = client;
+        let (guard, connection) = match messages
+            .try_clone_connection()
+            .and_then(|connection| Ok((stop.watch(connection.try_clone()?), connection)))
+        {
+            Ok(watched) => watched,
             Err(error) => {
                 tracing::warn!(disk = %self.name, %error, "cannot serve a client");
-                return Ok(());
+                lock(&backend).disconnect()?;
+                return Ok(None);
             }
         };
         let result = loop {
+            // A pause comes between two messages, and what was not read is for whoever goes on.
+            match event::wait_readable(connection.as_fd(), stop.event()) {
+                Ok(_) if stop.is_paused() => {
+                    drop(guard);
+                    lock(&backend).stop_all()?;
+                    return Ok(Some(PausedClient::new(messages, backend)));
+                }
+                Ok((true, _)) => {}
+                Ok((false, _)) if stop.is_stopped() => break MessageError::Disconnected,
+                Ok((false, _)) => continue,
+                Err(error) => break MessageError::SocketError(error),
+            }
             match messages.handle_request() {
                 Ok(()) | Err(MessageError::SocketRetry(_)) => {}
                 // The backend refused something and the client was told, if it wanted to know.
@@ -305,7 +363,7 @@ impl VhostUserServer {
         }
         let mut backend = lock(&backend);
         backend.disconnect()?;
-        Ok(())
+        Ok(None)
     }
 
     /// Closes the disk as a clean shutdown should, on a worker, and ends the workers.
@@ -314,6 +372,10 @@ impl VhostUserServer {
     ///
     /// [`CloseError`]: the image may need repair on its next open, as after a power cut.
     pub fn close(self) -> Result<(), CloseError> {
+        self.close_on_worker()
+    }
+
+    fn close_on_worker(&self) -> Result<(), CloseError> {
         let disk = Arc::clone(self.device.disk());
         if let Some(worker) = self.workers.first() {
             worker.block_on(move |cx| disk.close(cx))??;

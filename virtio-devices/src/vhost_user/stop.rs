@@ -1,10 +1,12 @@
-//! Asking a server to stop, from another thread.
+//! Asking a server to stop, or to pause, from another thread.
 
-use std::io::{self, Write};
+use std::fs::File;
+use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use block::sync::Mutex;
 
@@ -17,6 +19,7 @@ struct Inner {
 #[derive(Debug, Default)]
 struct State {
     stopped: bool,
+    paused: bool,
     next_id: u64,
     connections: Vec<(u64, UnixStream)>,
 }
@@ -52,14 +55,53 @@ impl StopToken {
             // A connection that is gone already needs no shutdown.
             connection.shutdown(Shutdown::Both).unwrap_or_default();
         }
-        let signalled = self
-            .inner
-            .event
-            .try_clone()
-            .and_then(|event| std::fs::File::from(event).write_all(&1u64.to_ne_bytes()));
-        if let Err(error) = signalled {
+        self.signal();
+    }
+
+    /// Makes the event readable.
+    fn signal(&self) {
+        let event = self.inner.event.try_clone();
+        if let Err(error) = event.and_then(|event| File::from(event).write_all(&1u64.to_ne_bytes())) {
             tracing::error!(%error, "cannot wake a server that should stop");
         }
+    }
+
+    /// Asks to pause: servers drain their queues, and [`serve_on`](super::VhostUserServer::serve_on) returns with
+    /// the connected clients, who notice nothing. One that is in the middle of a message may end it within `patience`,
+    /// and is disconnected otherwise. Returns when no connection is waited for any more.
+    pub fn pause(&self, patience: Duration) {
+        self.inner.state.lock().paused = true;
+        self.signal();
+        let deadline = Instant::now() + patience;
+        while !self.inner.state.lock().connections.is_empty() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        for (_, connection) in &self.inner.state.lock().connections {
+            connection.shutdown(Shutdown::Both).unwrap_or_default();
+        }
+    }
+
+    /// Ends a pause, when all servers have returned and before they serve again. A stop that came meanwhile
+    /// stays.
+    pub fn resume(&self) {
+        let mut state = self.inner.state.lock();
+        if std::mem::take(&mut state.paused) && !state.stopped {
+            let event = self.inner.event.try_clone();
+            // The pause has made it readable, or will at once.
+            event.and_then(|event| File::from(event).read(&mut [0; 8])).ok();
+        }
+    }
+
+    /// Whether it was asked to pause, and not to stop.
+    pub(super) fn is_paused(&self) -> bool {
+        let state = self.inner.state.lock();
+        state.paused && !state.stopped
+    }
+
+    /// Whether it was asked to stop or to pause.
+    pub(super) fn is_called(&self) -> bool {
+        let state = self.inner.state.lock();
+        state.paused || state.stopped
     }
 
     /// Whether it was asked to stop.

@@ -37,7 +37,7 @@ pub(super) enum VringError {
 
 /// How the client says that it made chains available.
 #[derive(Debug)]
-enum Kick {
+pub(super) enum Kick {
     /// It has not told yet: the queue is not started.
     Unknown,
     /// By this eventfd.
@@ -55,14 +55,14 @@ struct Running {
 /// The client's side of a queue.
 #[derive(Debug)]
 pub(super) struct Vring {
-    size: u16,
+    pub(super) size: u16,
     /// As addresses of the client's.
-    addresses: Option<RingAddresses>,
-    next_available: u16,
-    kick: Kick,
-    call: Arc<ClientEvent>,
-    error: Arc<ClientEvent>,
-    enabled: bool,
+    pub(super) addresses: Option<RingAddresses>,
+    pub(super) next_available: u16,
+    pub(super) kick: Kick,
+    pub(super) call: Arc<ClientEvent>,
+    pub(super) error: Arc<ClientEvent>,
+    pub(super) enabled: bool,
     /// Whether the marks in the inflight memory are a killed server's, or perhaps: no queue of ours has
     /// run on it yet.
     recover: bool,

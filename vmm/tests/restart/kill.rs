@@ -1,6 +1,6 @@
 //! `kill -9` of the server under load: the client goes on with a new one as if nothing had happened.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::client::{Ask, BLOCK, Client, Random};
 use crate::server::World;
@@ -21,6 +21,11 @@ fn goes_on(clusters: usize, blocks: usize, seed: u64) {
         let how_long = Duration::from_micros(10_000 + random.below(150_000));
         let before = client.answered;
         client.work(&mut random, how_long);
+        // A busy machine may take longer to begin.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while client.answered == before && Instant::now() < deadline {
+            client.work(&mut random, Duration::from_millis(1));
+        }
         server.kill();
         // What it published before it died counts.
         client.take_answers();

@@ -1,4 +1,5 @@
-//! A planned takeover: the client connects again at once and finds nothing lost and little time gone by.
+//! A planned takeover: the client keeps its connection, and finds nothing lost and little time gone by; a takeover that
+//! fails, wherever it does, leaves the old server serving.
 #![expect(clippy::print_stdout, reason = "a number that was measured is worth a line")]
 
 use std::time::{Duration, Instant};
@@ -9,8 +10,25 @@ use crate::server::World;
 /// What the slowest takeover may take, on a machine that does other things too.
 const INTERRUPTION_MAX: Duration = Duration::from_millis(100);
 
+/// Keeps the disk busy until `over`; the longest time without an answer.
+fn work_until(client: &mut Client, random: &mut Random, mut over: impl FnMut() -> bool) -> Duration {
+    let mut longest = Duration::ZERO;
+    let mut last = Instant::now();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !over() {
+        let answered = client.answered;
+        client.work(random, Duration::from_micros(200));
+        if client.answered != answered {
+            longest = longest.max(last.elapsed());
+            last = Instant::now();
+        }
+        assert!(Instant::now() < deadline, "it does not end");
+    }
+    longest
+}
+
 #[test]
-fn a_new_server_takes_over_under_load_without_an_error_and_quickly() {
+fn a_new_server_takes_over_under_load_without_the_client_noticing() {
     const BLOCKS: usize = 4096;
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     let mut random = Random(0x7a4e);
@@ -21,20 +39,16 @@ fn a_new_server_takes_over_under_load_without_an_error_and_quickly() {
     for round in 0..10 {
         client.work(&mut random, Duration::from_millis(100));
         let new = world.serve(&["--takeover"]);
-        // The guest goes on until its server hangs up, and is connected again as QEMU does it.
-        while client.is_connected() {
-            client.work(&mut random, Duration::from_millis(1));
-        }
-        let gone = Instant::now();
-        client.take_answers();
-        client.connect(&world.path("socket"));
-        let answered = client.answered;
-        while client.answered == answered {
-            client.work(&mut random, Duration::from_micros(100));
-        }
-        interruptions.push(gone.elapsed());
-        client.drain();
+        let longest = work_until(&mut client, &mut random, || !old.is_running());
         assert_eq!(old.wait(), Some(0), "round {round}: {}", world.log());
+        let after = work_until(&mut client, &mut random, {
+            let end = Instant::now() + Duration::from_millis(50);
+            move || Instant::now() > end
+        });
+        interruptions.push(longest.max(after));
+        client.drain();
+        // The same connection: nothing was set up again.
+        assert!(client.is_connected(), "round {round}: {}", world.log());
         old = new;
     }
     interruptions.sort();
@@ -46,6 +60,92 @@ fn a_new_server_takes_over_under_load_without_an_error_and_quickly() {
     assert_eq!(old.stop(), Some(0), "{}", world.log());
     assert!(!world.path("socket").exists() && !world.path("socket.takeover").exists());
     world.assert_sound(false);
+    client.assert_contents(&world.contents());
+}
+
+/// Between two servers that mark what is in flight, and to one that does not: that one is refused what the client uses.
+#[test]
+fn a_takeover_by_a_server_that_can_do_less_leaves_the_old_one_serving() {
+    const BLOCKS: usize = 1024;
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    let mut random = Random(0x1e55);
+    let mut client = Client::new(BLOCKS, false);
+    let mut old = world.serve(&["--restartable"]);
+    client.connect(&world.path("socket"));
+    for round in 0..3 {
+        let mut less = world.serve(&["--takeover"]);
+        work_until(&mut client, &mut random, || !less.is_running());
+        assert_eq!(less.wait(), Some(1), "round {round}");
+        assert!(old.is_running(), "round {round}: {}", world.log());
+        client.drain();
+        assert!(client.is_connected());
+        let new = world.serve(&["--takeover", "--restartable"]);
+        work_until(&mut client, &mut random, || !old.is_running());
+        assert_eq!(old.wait(), Some(0), "round {round}: {}", world.log());
+        old = new;
+    }
+    assert!(
+        world.log().contains("has not taken over; going on"),
+        "{}",
+        world.log()
+    );
+    client.drain();
+    assert!(client.is_connected());
+    assert_eq!(old.stop(), Some(0), "{}", world.log());
+    world.assert_sound(false);
+    client.assert_contents(&world.contents());
+}
+
+/// The new server is killed at any moment. Whoever serves then serves everything; if nobody does, because it was killed
+/// after it had taken over, a third one finds all that was answered and flushed.
+#[test]
+fn a_new_server_killed_at_any_moment_leaves_the_old_one_serving_or_has_taken_over() {
+    const BLOCKS: usize = 1024;
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    let mut random = Random(0xdead);
+    let mut client = Client::new(BLOCKS, false);
+    // What was answered outlives a kill.
+    let mut old = world.serve(&["--restartable"]);
+    client.connect(&world.path("socket"));
+    let (mut stayed, mut went) = (0, 0);
+    for round in 0..24u64 {
+        client.work(&mut random, Duration::from_millis(10));
+        let new = world.serve(&["--takeover", "--restartable"]);
+        client.work(&mut random, Duration::from_micros(500 + round * 1500));
+        new.kill();
+        // What the new one published before it died; from here on only the old one can answer.
+        client.take_answers();
+        let (before, deadline) = (client.answered, Instant::now() + Duration::from_secs(20));
+        let serves = loop {
+            client.work(&mut random, Duration::from_millis(1));
+            if client.answered > before {
+                break true;
+            }
+            if !old.is_running() {
+                break false;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "round {round}: it neither serves nor ends: {}",
+                world.log()
+            );
+        };
+        if serves {
+            stayed += 1;
+        } else {
+            assert_eq!(old.wait(), Some(0), "round {round}: {}", world.log());
+            went += 1;
+            client.take_answers();
+            old = world.serve(&["--restartable"]);
+            client.connect(&world.path("socket"));
+        }
+        client.drain();
+        assert!(client.is_connected(), "round {round}: {}", world.log());
+    }
+    println!("killed before they had taken over: {stayed}; after: {went}");
+    assert!(stayed > 0, "every kill came too late");
+    assert_eq!(old.stop(), Some(0), "{}", world.log());
+    world.assert_sound(true);
     client.assert_contents(&world.contents());
 }
 

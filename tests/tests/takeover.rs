@@ -1,0 +1,98 @@
+//! A stock Linux guest goes on while the servers of its disks are replaced on purpose, and QEMU does not notice: it
+//! keeps its connections, and was not told to connect again.
+#![expect(clippy::print_stdout, reason = "a number that was measured is worth a line")]
+
+use std::thread;
+use std::time::Duration;
+
+use lab::{Error, Guest, Scratch, Server, image};
+
+const MIB: u64 = 1 << 20;
+/// How often each server is replaced.
+const TAKEOVERS: u64 = 8;
+/// The longest that any request of the guest may take, in milliseconds, on an emulated CPU under load.
+const LATENCY_MAX_MS: f64 = 1000.0;
+
+const WORK: &str = r#"
+echo ready
+fio --name=verified --filename=/dev/lab/data --size=64m --rw=randrw --bsrange=4k-32k --ioengine=libaio \
+    --iodepth=8 --direct=1 --verify=crc32c --verify_fatal=1 --verify_backlog=64 --verify_dump=0 --randseed=5 \
+    --time_based --runtime=RUNTIME --eta=never --output=/dev/shm/fio || { cat /dev/shm/fio; exit 1; }
+grep -E '^ +lat \([num]sec\)' /dev/shm/fio | sed 's/^ */latency /'
+dd if=/dev/urandom of=/root/after bs=64k count=16 conv=fsync status=none
+sha256sum /dev/lab/data | sed 's/^/data /'
+"#;
+
+/// The longest latency that fio tells of, in milliseconds.
+fn longest_ms(line: &str) -> Option<f64> {
+    let unit = match line.split(['(', ')']).nth(1)? {
+        "nsec" => 1e-6,
+        "usec" => 1e-3,
+        "msec" => 1.0,
+        _ => return None,
+    };
+    let max = line.split("max=").nth(1)?.split(',').next()?.trim();
+    let (digits, factor) = max
+        .strip_suffix('k')
+        .map_or((max, 1.0), |digits| (digits, 1000.0));
+    Some(digits.parse::<f64>().ok()? * factor * unit)
+}
+
+#[test]
+fn a_guest_does_not_notice_that_its_servers_are_replaced() -> Result<(), Error> {
+    let lab = lab::require();
+    let scratch = Scratch::new()?;
+    let (root, data) = (scratch.file("root.qcow2"), scratch.file("data.qcow2"));
+    image::overlay(&root, lab.base())?;
+    image::create(&data, "qcow2", "cluster_size=16k", 256 * MIB)?;
+    let root_disk = format!("path={},backing_files=on", root.display());
+    let data_disk = format!("path={},num_queues=2", data.display());
+    let (root_socket, data_socket) = (scratch.file("root.sock"), scratch.file("data.sock"));
+    let mut root_server = Server::ringdisk(&root_socket, &root_disk)?;
+    let mut data_server = Server::ringdisk(&data_socket, &data_disk)?;
+
+    let mut guest = Guest::new(&lab)
+        .cpus(2)
+        .disk("root", &root_socket, 1)
+        .disk("data", &data_socket, 2)
+        .script(&WORK.replace("RUNTIME", &(TAKEOVERS * 2 + 6).to_string()))
+        .start(&scratch, "guest")?;
+    guest.wait_for(|line| line == "ready")?;
+    thread::sleep(Duration::from_secs(3));
+    for _ in 0..TAKEOVERS {
+        let replace = |old: Server, socket, disk: &str| -> Result<Server, Error> {
+            let new = Server::ringdisk_with(&["--takeover"], socket, disk)?;
+            old.succeeded()?;
+            Ok(new)
+        };
+        data_server = replace(data_server, &data_socket, &data_disk)?;
+        root_server = replace(root_server, &root_socket, &root_disk)?;
+        thread::sleep(Duration::from_secs(1));
+    }
+    assert_eq!(guest.lines(), ["ready"], "the work outlasts the takeovers");
+    let outcome = guest.finish()?;
+    root_server.stop()?;
+    data_server.stop()?;
+
+    assert_eq!(outcome.complaints(), Vec::<&str>::new(), "{}", outcome.console());
+    let latencies: Vec<f64> = outcome
+        .lines()
+        .filter(|line| line.starts_with("latency "))
+        .filter_map(longest_ms)
+        .collect();
+    println!("longest latencies of the guest's reads and writes, in ms: {latencies:?}");
+    assert!(!latencies.is_empty(), "fio told of no latency");
+    assert!(latencies.iter().all(|ms| *ms <= LATENCY_MAX_MS), "{latencies:?}");
+    for path in [&root, &data] {
+        image::check_flawless(path)?;
+    }
+    let raw = data.with_extension("raw");
+    image::convert(&data, &raw, "raw")?;
+    let guests = outcome.value("data ").and_then(|line| line.split(' ').next());
+    assert_eq!(
+        guests,
+        Some(image::sha256(&raw)?.as_str()),
+        "QEMU reads what the guest read"
+    );
+    Ok(())
+}
