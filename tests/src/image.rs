@@ -221,6 +221,27 @@ pub fn read_file(raw: &Path, file: &str) -> Result<String, Error> {
         .fold(String::new(), |all, line| all + line + "\n"))
 }
 
+/// Copies a file out of the ext4 file system in a raw image.
+///
+/// # Errors
+///
+/// [`Error::Tool`] if `debugfs` fails, or finds no such file.
+pub fn extract(raw: &Path, file: &str, target: &Path) -> Result<(), Error> {
+    let mut command = sbin("debugfs");
+    command.arg("-R");
+    command.arg(format!("dump {file} {}", target.display())).arg(raw);
+    let text = describe(&command);
+    let output = run_ok(command)?;
+    if !target.exists() {
+        return Err(Error::Tool {
+            command: text,
+            status: "no such file".to_owned(),
+            output,
+        });
+    }
+    Ok(())
+}
+
 /// The SHA-256 of a file, in hexadecimal.
 ///
 /// # Errors

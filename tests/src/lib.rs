@@ -18,6 +18,7 @@ mod error;
 mod guest;
 pub mod image;
 mod initramfs;
+pub mod nested;
 mod prepare;
 mod process;
 mod scratch;

@@ -8,6 +8,7 @@
 //! disk, never this process, its memory or its other clients.
 
 pub mod block;
+pub mod transport;
 pub mod vhost_user;
 pub mod virtqueue;
 

@@ -8,7 +8,8 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::disk_config::{DiskConfig, keys_help};
 use crate::error::{CommandFailure, EXIT_OK};
-use crate::{image, io, logging, vhost_user};
+use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
+use crate::{image, io, logging, run as machine_run, size, vhost_user};
 
 /// Fast and safe QCOW2 disks for virtual machines and the host.
 #[derive(Debug, Parser)]
@@ -32,6 +33,13 @@ enum Command {
     /// and exit with 0; a second one gives up waiting.
     #[command(after_help = keys_help())]
     VhostUser(VhostUserArguments),
+    /// Run a virtual machine of our own on KVM, with these disks
+    ///
+    /// On a terminal every key goes to the guest; ^A x ends the machine. The guest's power-off, SIGTERM, SIGINT,
+    /// SIGHUP and ^A x finish what is under way, flush, close the images cleanly and exit with 0; a second
+    /// signal gives up waiting. When the guest restarts, so does the machine.
+    #[command(after_help = keys_help())]
+    Run(RunArguments),
     /// Send requests to a disk from the command line, in the language of qemu-io
     ///
     /// Commands are read from standard input if there is no -c. Exits with 1 if any failed.
@@ -64,6 +72,31 @@ struct VhostUserArguments {
     /// Whether to give up every right that serving does not take, before the first client is looked at
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
     sandbox: String,
+}
+
+#[derive(Args, Debug)]
+struct RunArguments {
+    /// The kernel: a bzImage, or an ELF file with a PVH note
+    #[arg(long, value_name = "FILE")]
+    kernel: std::path::PathBuf,
+    /// What the kernel unpacks as its first root
+    #[arg(long, value_name = "FILE")]
+    initramfs: Option<std::path::PathBuf>,
+    /// The kernel's command line
+    #[arg(long, value_name = "TEXT", default_value = "console=ttyS0")]
+    cmdline: String,
+    /// How many CPUs, 1 to 32
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    cpus: u16,
+    /// The memory: SIZE, or size=SIZE with hugepages=on|off, hugepage_size=SIZE and host_numa_node=N
+    #[arg(long, value_name = "SIZE", default_value = "512M")]
+    memory: String,
+    /// A disk: path=FILE and other key=value pairs; can be repeated
+    #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
+    disk: Vec<String>,
+    /// Where the serial console is: tty, off, file=PATH or socket=PATH
+    #[arg(long, value_name = "PLACE", default_value = "tty")]
+    serial: String,
 }
 
 #[derive(Args, Debug)]
@@ -128,6 +161,7 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
                 },
             )
         }
+        Command::Run(arguments) => machine_run::run(&run_config(arguments)?),
         Command::Io(IoArguments {
             disk,
             queues,
@@ -135,6 +169,86 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
         }) => io::run(DiskConfig::parse(&disk)?, queues, &commands),
         Command::Image(command) => image::run(command),
     }
+}
+
+fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, CommandFailure> {
+    let disks = arguments.disk.iter().map(|text| DiskConfig::parse(text));
+    let disks = disks.collect::<Result<Vec<_>, _>>()?;
+    if let Some(disk) = disks.iter().find(|disk| disk.num_queues > arguments.cpus) {
+        return Err(CommandFailure::Usage(format!(
+            "disk {} has num_queues={} for {} CPUs; a disk has at most as many queues as there are CPUs",
+            disk.name(),
+            disk.num_queues,
+            arguments.cpus
+        )));
+    }
+    let console = match arguments.serial.split_once('=') {
+        None if arguments.serial == "tty" => ConsoleConfig::Terminal,
+        None if arguments.serial == "off" => ConsoleConfig::Off,
+        Some(("file", path)) if !path.is_empty() => ConsoleConfig::File(path.into()),
+        Some(("socket", path)) if !path.is_empty() => ConsoleConfig::Socket(path.into()),
+        _ => {
+            let found = &arguments.serial;
+            return Err(CommandFailure::Usage(format!(
+                "--serial {found}: expected tty, off, file=PATH or socket=PATH"
+            )));
+        }
+    };
+    Ok(machine_run::RunConfig {
+        machine: MachineConfig {
+            payload: Payload {
+                kernel: arguments.kernel,
+                initramfs: arguments.initramfs,
+                command_line: arguments.cmdline,
+            },
+            cpus: arguments.cpus,
+            memory: memory_config(&arguments.memory)?,
+        },
+        disks,
+        console,
+    })
+}
+
+/// What `--memory` says.
+fn memory_config(text: &str) -> Result<MemoryConfig, CommandFailure> {
+    let wrong = |what: String| CommandFailure::Usage(format!("--memory {text}: {what}"));
+    let mut config = MemoryConfig {
+        bytes: 0,
+        hugepage_bytes: None,
+        host_node: None,
+    };
+    let (mut huge, mut page) = (false, None);
+    for item in text.split(',') {
+        let (key, value) = item.split_once('=').unwrap_or(("size", item));
+        let bytes = || size::parse_bytes(value).map_err(|error| wrong(error.to_string()));
+        match (key, value) {
+            ("size", _) => config.bytes = bytes()?,
+            ("hugepages", "on") => huge = true,
+            ("hugepages", "off") => huge = false,
+            ("hugepage_size", _) => page = Some(bytes()?),
+            ("host_numa_node", _) => {
+                let node = value
+                    .parse()
+                    .map_err(|_| wrong(format!("`{value}` is no NUMA node's number")))?;
+                config.host_node = Some(node);
+            }
+            _ => {
+                return Err(wrong(format!(
+                    "`{item}`: expected SIZE, or size=SIZE, hugepages=on|off, hugepage_size=SIZE, host_numa_node=N"
+                )));
+            }
+        }
+    }
+    match page {
+        Some(_) if !huge => return Err(wrong("hugepage_size goes with hugepages=on".to_owned())),
+        Some(bytes) if !bytes.is_power_of_two() => {
+            return Err(wrong(format!(
+                "hugepage_size is {bytes} bytes; expected a power of two"
+            )));
+        }
+        _ => config.hugepage_bytes = huge.then(|| page.unwrap_or(2 << 20)),
+    }
+    Ok(config)
 }
 
 /// Help and version go out as they are; a mistake becomes one line.

@@ -2,7 +2,7 @@
 //!
 //! This crate is where formats and frontends meet. It turns the command line into opened disks
 //! ([`disk_config`], [`mod@open`]) and hands them to what serves them: virtual machines over vhost-user
-//! ([`vhost_user`]), or the command line itself ([`io`]). Image tools are in [`image`].
+//! ([`vhost_user`]), a machine of our own ([`run`], [`machine`]), or the command line itself ([`io`]). Image tools are in [`image`].
 //!
 //! What must stay true: whatever the command line asks and cannot be had is refused, by name, before
 //! anything is written; and a command that ends has told how in its exit code.
@@ -15,7 +15,9 @@ pub mod io;
 pub mod key_value;
 pub mod limits;
 pub mod logging;
+pub mod machine;
 pub mod open;
+pub mod run;
 pub mod sandbox;
 pub mod signals;
 pub mod size;

@@ -1,7 +1,7 @@
 //! One guest queue: asks what is planned, notes every answer, and compares what it reads.
 //!
 //! A [`Lane`] asks the disk itself, as a frontend would; a [`Guest`](crate::guest::Guest) asks through a virtqueue.
-//! What was asked and answered is noted in the [`Book`] of either.
+//! What was asked and answered is noted in the book of either.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;

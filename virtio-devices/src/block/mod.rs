@@ -10,6 +10,7 @@ mod config;
 mod device;
 mod queue;
 mod request;
+mod run;
 #[cfg(test)]
 mod tests;
 mod told;
@@ -17,4 +18,5 @@ mod told;
 pub(crate) use config::WRITEBACK_OFFSET;
 pub use device::{BlockDevice, BlockDeviceConfig, ConfigWriteError, SERIAL_BYTES, SerialTooLong};
 pub use queue::{BlockQueue, BlockQueueConfig, IN_FLIGHT_MAX, Notify, QueueReport, StartQueueError};
+pub(crate) use run::{FlushError, flush};
 pub(crate) use told::Told;

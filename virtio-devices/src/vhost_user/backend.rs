@@ -9,7 +9,6 @@ use std::io;
 use std::sync::Arc;
 
 use block::worker::{WorkerGone, WorkerHandle};
-use block::{Buffer, IoError, Op, Request};
 use vhost::VhostUserMemoryRegionBase;
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
@@ -24,7 +23,7 @@ use vhost::vhost_user::{
 use super::inflight::{self, InflightMemory};
 use super::memory::{ClientMemory, REGIONS_MAX, RegionInfo};
 use super::vring::{Vring, VringError};
-use crate::block::BlockDevice;
+use crate::block::{BlockDevice, FlushError};
 use crate::virtqueue::{RingAddresses, SetupError};
 
 /// One client's device.
@@ -178,23 +177,10 @@ impl Backend {
         let Some(worker) = self.workers.first() else {
             return Ok(());
         };
-        let disk = Arc::clone(self.device.disk());
-        let flushed = worker.block_on(move |cx| {
-            let queue = disk.open_queue(cx);
-            Box::pin(async move {
-                let queue = queue.map_err(|error| IoError::from(error.source))?;
-                let (request, answer) = Request::local(Op::Flush, 0, 0, Buffer::default());
-                queue.submit(request);
-                answer.await.result
-            })
-        });
-        match flushed {
-            Ok(result) => result.map_err(refuse),
-            Err(error) => {
-                self.worker_gone = true;
-                Err(refuse(error))
-            }
-        }
+        crate::block::flush(worker, Arc::clone(self.device.disk())).map_err(|error| {
+            self.worker_gone |= matches!(error, FlushError::Worker(_));
+            refuse(error)
+        })
     }
 }
 

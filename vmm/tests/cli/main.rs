@@ -3,6 +3,7 @@
 
 mod image_tools;
 mod io_language;
+mod run;
 mod usage;
 mod vhost_user;
 mod world;

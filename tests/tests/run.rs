@@ -1,0 +1,231 @@
+//! `ringdisk run` where KVM is real: in an emulated guest whose processor has AMD's extensions. The machine it runs
+//! boots the lab's Linux from an overlay through our own virtio-pci; QEMU's tools judge what is left.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use lab::nested::{MEMORY_MIB, Toolbox};
+use lab::{Error, Guest, Lab, Outcome, Scratch, Server, image};
+
+const MIB: u64 = 1 << 20;
+
+/// What every outer script begins with. `run SCRIPT ARGUMENTS…` runs a machine whose console goes to `SCRIPT.log`.
+const OUTER: &str = r#"
+modprobe kvm-amd
+mount /dev/lab/tools /mnt
+cd /mnt
+./ringdisk image create -o backing_file=/dev/lab/base,backing_fmt=raw root.qcow2 >/dev/null
+./ringdisk image create -o cluster_size=16k data.qcow2 192M >/dev/null
+run() {
+    script=$1
+    shift
+    ./ringdisk --log info run --kernel vmlinuz --initramfs "$script" --cpus 2 --memory 512M --serial "file=$script.log" \
+        --cmdline "console=ttyS0 loglevel=5 panic=1 lab.root=0000:00:01.0 lab.disk=data@0000:00:02.0 lab.disk=frozen@0000:00:03.0" \
+        --disk path=root.qcow2,num_queues=2,backing_files=on --disk path=data.qcow2,num_queues=2,serial=DATA "$@" 2>"$script.err"
+}
+told() {
+    tr -d '\r' <"$1.log" | sed 's/^/inner /'
+    sed 's/\x1b\[[0-9;]*m//g; s/^/err /' "$1.err"
+}
+"#;
+
+/// Runs `script` in the outer guest, with `inner` to be run by machines. Gives what was said, and the outer guest's
+/// disk as a raw image with an ext4 file system.
+fn nested(
+    lab: &Lab,
+    scratch: &Scratch,
+    inner: &[(&str, &str)],
+    script: &str,
+) -> Result<(Outcome, PathBuf), Error> {
+    let mut toolbox = Toolbox::new(lab, scratch)?;
+    for (name, script) in inner {
+        toolbox = toolbox.script(lab, name, script)?;
+    }
+    let tools = toolbox.make(512 * MIB)?;
+    let root = scratch.file("outer.qcow2");
+    image::overlay(&root, lab.base())?;
+    let disks = [
+        ("root", format!("path={},backing_files=on", root.display())),
+        ("tools", format!("path={},image_type=raw", tools.display())),
+        ("base", format!("path={},readonly=on", lab.base().display())),
+    ];
+    let mut guest = Guest::new(lab)
+        .cpus(2)
+        .memory_mib(MEMORY_MIB)
+        .patience(Duration::from_secs(600))
+        .script(&format!("{OUTER}{script}"));
+    let mut servers = Vec::new();
+    for (name, disk) in disks {
+        let socket = scratch.file(&format!("{name}.sock"));
+        servers.push(Server::ringdisk(&socket, &disk)?);
+        guest = guest.disk(name, &socket, 1);
+    }
+    let outcome = guest.run(scratch, "outer")?;
+    for server in servers {
+        server.stop()?;
+    }
+    Ok((outcome, tools))
+}
+
+/// Takes a file out of the outer guest's disk.
+fn take(scratch: &Scratch, tools: &Path, name: &str) -> Result<PathBuf, Error> {
+    let target = scratch.file(name);
+    image::extract(tools, &format!("/{name}"), &target)?;
+    Ok(target)
+}
+
+/// What the inner guest said on its console.
+fn inner(outcome: &Outcome) -> Vec<&str> {
+    outcome
+        .lines()
+        .filter_map(|line| line.strip_prefix("inner "))
+        .collect()
+}
+
+const WORK: &str = r#"
+for disk in data frozen; do
+    name=$(basename "$(readlink /dev/lab/$disk)")
+    echo "disk $disk $(cat /sys/block/$name/size) ro=$(cat /sys/block/$name/ro) serial=$(cat /sys/block/$name/serial)"
+done
+if [ ! -e /root/sums ]; then
+    head -c 4096 /dev/lab/frozen | sha256sum | sed 's/^/frozen /'
+    dd if=/dev/zero of=/dev/lab/frozen bs=4k count=1 2>/dev/null && echo "a read-only disk was written"
+    mkfs.ext4 -q /dev/lab/data
+    mount /dev/lab/data /mnt
+    fio --name=verified --directory=/mnt --size=8m --numjobs=2 --cpus_allowed=0,1 --cpus_allowed_policy=split \
+        --rw=randwrite --bsrange=4k-64k --ioengine=libaio --iodepth=16 --direct=1 --fsync=64 --fallocate=none \
+        --verify=crc32c --verify_fatal=1 --do_verify=1 --randseed=7 --eta=never --output=/tmp/fio || { cat /tmp/fio; exit 1; }
+    dd if=/dev/urandom of=/srv/kept bs=64k count=16 conv=fsync status=none
+    sha256sum /mnt/verified* /srv/kept >/root/sums
+    sync
+    fstrim -v /mnt | sed 's/^/trimmed /'
+    umount /mnt
+    lab-reboot
+    exit
+fi
+mount /dev/lab/data /mnt
+sha256sum -c /root/sums
+umount /mnt
+e2fsck -fn /dev/lab/data
+name=$(basename "$(readlink -f "/sys/block/$(basename "$(readlink /dev/lab/data)")/device")")
+for queue in 0 1; do
+    awk -v queue="$name-req.$queue" '$NF == queue { print "interrupts", $2 + $3 }' /proc/interrupts
+done
+sha256sum /dev/lab/data | sed 's/^/data /'
+"#;
+
+#[test]
+fn a_machine_boots_from_an_overlay_works_restarts_and_switches_itself_off() -> Result<(), Error> {
+    let lab = lab::require();
+    let scratch = Scratch::new()?;
+    let script = r#"
+./ringdisk image create frozen.qcow2 16M >/dev/null
+./ringdisk io --disk path=frozen.qcow2 -c "write -P 7 0 1M" >/dev/null
+run work --disk path=frozen.qcow2,readonly=on && echo "ended 0" || echo "ended $?"
+told work
+"#;
+    let (outcome, tools) = nested(&lab, &scratch, &[("work", WORK)], script)?;
+    let said = inner(&outcome);
+    let all = said.join("\n");
+    let count = |wanted: &str| said.iter().filter(|line| line.contains(wanted)).count();
+    assert_eq!(outcome.value("ended "), Some("0"), "{all}");
+    assert_eq!(
+        count("@@exit 0"),
+        2,
+        "it worked, and again after its restart: {all}"
+    );
+    assert_eq!(count("disk data 393216 ro=0 serial=DATA"), 2, "{all}");
+    assert_eq!(count("disk frozen 32768 ro=1 serial="), 2, "{all}");
+    let sevens = scratch.file("sevens");
+    std::fs::write(&sevens, [7; 4096]).map_err(|source| Error::File {
+        action: "write",
+        path: sevens.clone(),
+        source,
+    })?;
+    assert_eq!(count(&format!("frozen {}", image::sha256(&sevens)?)), 1, "{all}");
+    assert_eq!(count("a read-only disk was written"), 0, "{all}");
+    assert_eq!(count(": OK"), 3, "{all}");
+    assert_eq!(count("trimmed "), 1, "{all}");
+    let busy = said
+        .iter()
+        .filter_map(|line| line.strip_prefix("interrupts ")?.parse::<u64>().ok());
+    assert_eq!(
+        busy.filter(|&count| count > 0).count(),
+        2,
+        "both queues were at work: {all}"
+    );
+
+    // Kicks and interrupts go past the machine: what comes to it is set-up, however much the disks did.
+    let exits: Vec<u64> = outcome
+        .lines()
+        .filter_map(|line| line.split("memory: ").nth(1)?.split(',').next()?.parse().ok())
+        .collect();
+    assert_eq!(exits.len(), 2, "{:?}", outcome.lines().collect::<Vec<_>>());
+    assert!(
+        exits.iter().all(|&count| count < 1000),
+        "{exits:?} accesses to registers"
+    );
+
+    let data = take(&scratch, &tools, "data.qcow2")?;
+    image::check_flawless(&data)?;
+    let raw = data.with_extension("raw");
+    image::convert(&data, &raw, "raw")?;
+    let guests = said
+        .iter()
+        .find_map(|line| line.strip_prefix("data ")?.split(' ').next());
+    assert_eq!(
+        guests,
+        Some(image::sha256(&raw)?.as_str()),
+        "QEMU reads what the guest read"
+    );
+    Ok(())
+}
+
+const LOAD: &str = r#"
+mount -o noatime /dev/lab/data /mnt 2>/dev/null || { mkfs.ext4 -q /dev/lab/data; mount /dev/lab/data /mnt; }
+if [ -e /mnt/kept ]; then
+    sha256sum -c /mnt/sums
+    umount /mnt
+    e2fsck -fn /dev/lab/data
+    exit
+fi
+dd if=/dev/urandom of=/mnt/kept bs=64k count=16 conv=fsync status=none
+(cd / && sha256sum /mnt/kept >/mnt/sums)
+sync
+echo ready
+fio --name=load --directory=/mnt --size=32m --rw=randrw --bsrange=4k-64k --ioengine=libaio --iodepth=16 --direct=1 \
+    --fsync=16 --time_based --runtime=60 --eta=never --output=/tmp/fio
+"#;
+
+#[test]
+fn a_machine_that_is_killed_under_load_leaves_images_that_boot_again() -> Result<(), Error> {
+    let lab = lab::require();
+    let scratch = Scratch::new()?;
+    let script = r#"
+run load & machine=$!
+tries=0
+until grep -q ready load.log 2>/dev/null; do
+    tries=$((tries + 1)); [ $tries -lt 600 ] || { told load; exit 1; }
+    sleep 0.2
+done
+sleep 3
+for process in /proc/[0-9]*; do
+    [ "$(readlink $process/exe)" != /mnt/ringdisk ] || kill -9 "${process#/proc/}"
+done
+wait $machine || true
+./ringdisk image check data.qcow2 | sed 's/^/check /' || true
+run load && echo "ended 0" || echo "ended $?"
+told load
+"#;
+    let (outcome, tools) = nested(&lab, &scratch, &[("load", LOAD)], script)?;
+    let all = inner(&outcome).join("\n");
+    assert_eq!(outcome.value("ended "), Some("0"), "{all}");
+    assert!(all.contains("/mnt/kept: OK") && all.contains("@@exit 0"), "{all}");
+    let errors: Vec<_> = outcome
+        .lines()
+        .filter(|line| line.starts_with("check ") && line.contains("ERROR"))
+        .collect();
+    assert!(errors.is_empty(), "{errors:?}");
+    image::check_sound(&take(&scratch, &tools, "data.qcow2")?)?;
+    Ok(())
+}

@@ -1,0 +1,97 @@
+//! A device on the PCI bus of a machine in the same process.
+//!
+//! [`VirtioPciBlock`] is a whole PCI function: configuration space, MSI-X and the virtio registers, for a disk
+//! whose queues run on workers of its own. What it needs of the machine is a [`Machine`]: somebody who turns a
+//! guest's write into an event and an event into an interrupt. Spec: virtio 1.2, 4.1; PCI 3.0, 6.
+//!
+//! ```text
+//! guest ──kick──▶ ioeventfd ──▶ worker ──▶ disk
+//!       ◀──MSI──── irqfd ◀──────┘
+//! ```
+//!
+//! What must stay true: registers are touched by one thread at a time; kicks and interrupts by none: they go
+//! between guest and worker without a step through the machine.
+
+mod config_space;
+mod msix;
+mod pci;
+mod queue;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::io;
+use std::os::fd::BorrowedFd;
+
+pub use pci::{BAR_BYTES, PciDiskConfig, PlugError, VirtioPciBlock};
+
+/// A message that raises an interrupt when it is written: what MSI-X puts in a table entry.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct MsiMessage {
+    /// Where it is written, as a guest physical address.
+    pub address: u64,
+    /// What is written.
+    pub data: u32,
+}
+
+/// One interrupt of a machine.
+pub trait Interrupt: Send + Sync + fmt::Debug {
+    /// The eventfd whose signal raises it. What is signalled while it is not connected is raised when it is.
+    fn event(&self) -> BorrowedFd<'_>;
+
+    /// From now on it is raised as `message`.
+    ///
+    /// # Errors
+    ///
+    /// What the machine's host answers.
+    fn connect(&self, message: MsiMessage) -> io::Result<()>;
+
+    /// From now on it is not raised.
+    ///
+    /// # Errors
+    ///
+    /// What the machine's host answers.
+    fn disconnect(&self) -> io::Result<()>;
+}
+
+/// What a device needs of the machine it is plugged into.
+pub trait Machine: Send + Sync + fmt::Debug {
+    /// From now on a guest's write to `address` signals the eventfd `kick` and does nothing else.
+    ///
+    /// # Errors
+    ///
+    /// What the machine's host answers.
+    fn watch(&self, address: u64, kick: BorrowedFd<'_>) -> io::Result<()>;
+
+    /// Ends [`Machine::watch`] for the same address and eventfd.
+    ///
+    /// # Errors
+    ///
+    /// What the machine's host answers.
+    fn unwatch(&self, address: u64, kick: BorrowedFd<'_>) -> io::Result<()>;
+
+    /// A new interrupt, not connected.
+    ///
+    /// # Errors
+    ///
+    /// If the machine has no more of them.
+    fn interrupt(&self) -> io::Result<Box<dyn Interrupt>>;
+}
+
+/// A function on a PCI bus, as the bus sees it.
+pub trait PciFunction: Send + fmt::Debug {
+    /// Reads the configuration space: 1, 2 or 4 bytes, not across a multiple of 4.
+    fn read_config(&mut self, offset: u16, data: &mut [u8]);
+
+    /// Writes to the configuration space: 1, 2 or 4 bytes, not across a multiple of 4.
+    fn write_config(&mut self, offset: u16, data: &[u8]);
+
+    /// The guest addresses at which the function answers now, if it does.
+    fn window(&self) -> Option<std::ops::Range<u64>>;
+
+    /// Reads at `offset` of the window.
+    fn read(&mut self, offset: u64, data: &mut [u8]);
+
+    /// Writes at `offset` of the window.
+    fn write(&mut self, offset: u64, data: &[u8]);
+}

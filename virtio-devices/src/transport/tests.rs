@@ -1,0 +1,459 @@
+//! The function as a driver finds it: through its configuration space, registers, kicks and interrupts.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use block::worker::WorkerConfig;
+use parking_lot::Mutex;
+
+use super::*;
+use crate::testing::{DATA, Driver, MemDisk, guest_memory};
+
+const WINDOW: u32 = 0xC000_8000;
+const VERSION_1: u64 = 1 << 32;
+
+/// A machine that notes what is asked of it.
+#[derive(Debug, Default)]
+struct Bench {
+    watched: Mutex<BTreeMap<u64, OwnedFd>>,
+    connected: Arc<Mutex<BTreeMap<usize, MsiMessage>>>,
+    interrupts: Mutex<Vec<OwnedFd>>,
+}
+
+#[derive(Debug)]
+struct BenchInterrupt {
+    index: usize,
+    event: OwnedFd,
+    connected: Arc<Mutex<BTreeMap<usize, MsiMessage>>>,
+}
+
+impl Interrupt for BenchInterrupt {
+    fn event(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+
+    fn connect(&self, message: MsiMessage) -> io::Result<()> {
+        self.connected.lock().insert(self.index, message);
+        Ok(())
+    }
+
+    fn disconnect(&self) -> io::Result<()> {
+        self.connected.lock().remove(&self.index);
+        Ok(())
+    }
+}
+
+impl Machine for Bench {
+    fn watch(&self, address: u64, kick: BorrowedFd<'_>) -> io::Result<()> {
+        let other = self.watched.lock().insert(address, kick.try_clone_to_owned()?);
+        assert!(other.is_none(), "{address:#x} is watched twice");
+        Ok(())
+    }
+
+    fn unwatch(&self, address: u64, _: BorrowedFd<'_>) -> io::Result<()> {
+        assert!(self.watched.lock().remove(&address).is_some());
+        Ok(())
+    }
+
+    fn interrupt(&self) -> io::Result<Box<dyn Interrupt>> {
+        let event = block::task::eventfd()?;
+        let mut interrupts = self.interrupts.lock();
+        interrupts.push(event.try_clone()?);
+        Ok(Box::new(BenchInterrupt {
+            index: interrupts.len() - 1,
+            event,
+            connected: Arc::clone(&self.connected),
+        }))
+    }
+}
+
+impl Bench {
+    /// Whether an interrupt was signalled within a moment; it is not any more.
+    fn was_raised(&self, index: usize) -> bool {
+        let event = self.interrupts.lock()[index].try_clone().expect("a descriptor");
+        let until = Instant::now() + Duration::from_secs(5);
+        while Instant::now() < until {
+            if super::msix::is_signalled(event.as_fd()) {
+                rustix::io::read(&event, &mut [0; 8]).expect("a signal");
+                return true;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        false
+    }
+}
+
+struct Board {
+    bench: Arc<Bench>,
+    disk: MemDisk,
+    function: VirtioPciBlock,
+    memory: vm_memory::GuestMemoryMmap,
+}
+
+impl Board {
+    fn new(queues: u16) -> Self {
+        let bench = Arc::new(Bench::default());
+        let disk = MemDisk::new();
+        let memory = guest_memory(None);
+        let config = PciDiskConfig {
+            name: "disk".to_owned(),
+            num_queues: queues,
+            queue_size: 64,
+            serial: "S1".to_owned(),
+            workers: (0..queues).map(|_| WorkerConfig::default()).collect(),
+        };
+        let machine = Arc::clone(&bench) as Arc<dyn Machine>;
+        let function =
+            VirtioPciBlock::new(disk.disk(), memory.clone(), machine, WINDOW, config).expect("a function");
+        Self {
+            bench,
+            disk,
+            function,
+            memory,
+        }
+    }
+
+    fn config<const N: usize>(&mut self, offset: u16) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.function.read_config(offset, &mut bytes);
+        bytes
+    }
+
+    fn config_u32(&mut self, offset: u16) -> u32 {
+        u32::from_le_bytes(self.config(offset))
+    }
+
+    fn get(&mut self, offset: u64, len: usize) -> u64 {
+        let mut bytes = [0; 8];
+        self.function.read(offset, &mut bytes[..len]);
+        u64::from_le_bytes(bytes)
+    }
+
+    fn set(&mut self, offset: u64, len: usize, value: u64) {
+        self.function.write(offset, &value.to_le_bytes()[..len]);
+    }
+
+    /// The capabilities by where they are: identifier and, for virtio's, kind.
+    fn capabilities(&mut self) -> Vec<(u16, u8, u8)> {
+        let mut found = Vec::new();
+        let [mut at] = self.config(0x34);
+        while at != 0 {
+            let [id, next, _, kind] = self.config(u16::from(at));
+            found.push((u16::from(at), id, kind));
+            at = next;
+        }
+        found
+    }
+
+    fn capability(&mut self, id: u8, kind: u8) -> u16 {
+        let found = self.capabilities();
+        let wanted = |capability: &&(u16, u8, u8)| capability.1 == id && (id != 9 || capability.2 == kind);
+        found.iter().find(wanted).expect("the capability").0
+    }
+
+    /// What a driver does before it uses queues: memory on, MSI-X on, features, a vector for each queue.
+    fn negotiate(&mut self, features: u64) {
+        self.function.write_config(4, &6u16.to_le_bytes());
+        let msix = self.capability(0x11, 0);
+        self.function.write_config(msix + 2, &0x8000u16.to_le_bytes());
+        self.set(20, 1, 0);
+        self.set(20, 1, 3);
+        for half in 0..2 {
+            self.set(8, 4, half);
+            self.set(12, 4, features >> (32 * half) & 0xFFFF_FFFF);
+        }
+        self.set(20, 1, 11);
+    }
+
+    /// Sets a queue up at the driver's place, with vector `index + 1`, and enables it.
+    fn enable(&mut self, index: u16) -> Driver {
+        let driver = Driver::new(self.memory.clone(), index.into(), 64);
+        self.set(22, 2, index.into());
+        self.set(24, 2, 64);
+        let vector = u64::from(index) + 1;
+        self.set(26, 2, vector);
+        assert_eq!(self.get(26, 2), vector);
+        // Address, data, not masked.
+        self.set(0x4000 + vector * 16, 4, 0xFEE0_0000);
+        self.set(0x4000 + vector * 16 + 8, 4, 0x40 + vector);
+        self.set(0x4000 + vector * 16 + 12, 4, 0);
+        self.set(32, 8, driver.addresses.descriptors);
+        self.set(40, 4, driver.addresses.available & 0xFFFF_FFFF);
+        self.set(44, 4, driver.addresses.available >> 32);
+        self.set(48, 8, driver.addresses.used);
+        self.set(28, 2, 1);
+        driver
+    }
+
+    /// Signals the eventfd that the machine would signal for a write to the queue's place.
+    fn kick(&mut self, index: u64) {
+        let watched = self.bench.watched.lock();
+        let kick = &watched[&(u64::from(WINDOW) + 0x3000 + index * 4)];
+        rustix::io::write(kick, &1u64.to_ne_bytes()).expect("a kick");
+    }
+}
+
+fn wait_used(driver: &mut Driver) -> (u32, u32) {
+    let until = Instant::now() + Duration::from_secs(5);
+    loop {
+        if let Some(used) = driver.take_used() {
+            return used;
+        }
+        assert!(Instant::now() < until, "no answer");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A write of one sector of `fill` to sector 2; its status.
+fn write(driver: &mut Driver, fill: u8) -> u16 {
+    driver.write(DATA, &[fill; 512]);
+    let head = driver.request(1, 2, &[(DATA, 512, false)]);
+    driver.publish();
+    head
+}
+
+#[test]
+fn the_configuration_space_says_what_the_function_is() {
+    let mut board = Board::new(2);
+    assert_eq!(board.config_u32(0), 0x1042_1AF4);
+    assert_eq!(board.config_u32(8) >> 8, 0x01_80_00);
+    // The window's size is what cannot be written.
+    assert_eq!(board.config_u32(0x10), WINDOW);
+    board.function.write_config(0x10, &[0xFF; 4]);
+    assert_eq!(board.config_u32(0x10), !(BAR_BYTES - 1));
+    // No vendor has written to itself.
+    board.function.write_config(0, &[0; 4]);
+    assert_eq!(board.config_u32(0), 0x1042_1AF4);
+    let kinds: Vec<_> = board
+        .capabilities()
+        .iter()
+        .map(|found| (found.1, found.2))
+        .collect();
+    let virtio: Vec<u8> = kinds
+        .iter()
+        .filter(|kind| kind.0 == 9)
+        .map(|kind| kind.1)
+        .collect();
+    assert_eq!(virtio, [1, 3, 4, 2, 5]);
+    let msix = board.capability(0x11, 0);
+    assert_eq!(u16::from_le_bytes(board.config(msix + 2)), 2, "three vectors");
+    for (at, id, _) in board.capabilities() {
+        assert!(at % 4 == 0 && (id == 9 || id == 0x11), "{at:#x}");
+    }
+}
+
+#[test]
+fn a_driver_negotiates_writes_and_is_interrupted() {
+    let mut board = Board::new(2);
+    board.negotiate(VERSION_1);
+    assert_eq!(board.get(20, 1), 11, "the features are good");
+    let mut drivers = [board.enable(0), board.enable(1)];
+    let connected = board.bench.connected.lock().clone();
+    assert_eq!(connected.len(), 2);
+    assert_eq!(
+        connected[&2],
+        MsiMessage {
+            address: 0xFEE0_0000,
+            data: 0x42
+        }
+    );
+    board.set(20, 1, 15);
+    for (index, driver) in drivers.iter_mut().enumerate() {
+        let head = write(driver, 0x50 + index as u8);
+        board.kick(index as u64);
+        assert_eq!(wait_used(driver).0, u32::from(head));
+        assert_eq!(driver.status(head), 0);
+        assert!(board.bench.was_raised(index + 1));
+        assert_eq!(board.disk.bytes(1024, 512), vec![0x50 + index as u8; 512]);
+    }
+    // A machine that watches nothing brings the write here.
+    let head = write(&mut drivers[0], 0x77);
+    board.set(0x3000, 2, 0);
+    assert_eq!(wait_used(&mut drivers[0]).0, u32::from(head));
+}
+
+#[test]
+fn features_that_were_not_offered_are_not_accepted() {
+    for features in [0, VERSION_1 | 1 << 60] {
+        let mut board = Board::new(1);
+        board.negotiate(features);
+        assert_eq!(board.get(20, 1), 3, "{features:#x}");
+    }
+    let mut board = Board::new(1);
+    board.set(0, 4, 1);
+    assert_eq!(board.get(4, 4) & 1, 1, "VERSION_1 is offered");
+    board.set(0, 4, 2);
+    assert_eq!(board.get(4, 4), 0);
+}
+
+#[test]
+fn nothing_runs_before_the_driver_is_ready_after_a_reset_or_while_paused() {
+    let mut board = Board::new(1);
+    board.negotiate(VERSION_1);
+    let mut driver = board.enable(0);
+    let head = write(&mut driver, 1);
+    board.kick(0);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(driver.take_used(), None, "not ready");
+    board.set(20, 1, 15);
+    assert_eq!(wait_used(&mut driver).0, u32::from(head));
+
+    board.function.pause().expect("a flush");
+    let head = write(&mut driver, 2);
+    board.kick(0);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(driver.take_used(), None, "paused");
+    let flushed = board.disk.log().last().map(|entry| entry.0);
+    assert_eq!(
+        flushed,
+        Some(block::Op::Flush),
+        "a pause makes durable what was answered"
+    );
+    board.function.resume();
+    assert_eq!(
+        wait_used(&mut driver).0,
+        u32::from(head),
+        "what waited is not forgotten"
+    );
+
+    board.set(20, 1, 0);
+    assert_eq!(board.get(20, 1), 0);
+    write(&mut driver, 3);
+    board.kick(0);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(driver.take_used(), None, "reset");
+    assert_eq!(board.get(28, 2), 0, "the queue is not enabled any more");
+}
+
+#[test]
+fn a_reset_returns_when_nothing_is_in_flight_any_more() {
+    let mut board = Board::new(1);
+    board.negotiate(VERSION_1);
+    let mut driver = board.enable(0);
+    board.set(20, 1, 15);
+    board.disk.hold();
+    let head = write(&mut driver, 9);
+    board.kick(0);
+    let until = Instant::now() + Duration::from_secs(5);
+    while board.disk.held() == 0 {
+        assert!(Instant::now() < until, "the request does not arrive");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::scope(|scope| {
+        let disk = &board.disk;
+        scope.spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            disk.release();
+        });
+        board.function.write(20, &[0]);
+    });
+    assert_eq!(driver.take_used().map(|used| used.0), Some(u32::from(head)));
+}
+
+#[test]
+fn a_masked_interrupt_waits_and_its_pending_bit_says_so() {
+    let mut board = Board::new(1);
+    board.negotiate(VERSION_1);
+    let mut driver = board.enable(0);
+    board.set(20, 1, 15);
+    board.set(0x4000 + 16 + 12, 4, 1);
+    assert!(board.bench.connected.lock().is_empty(), "masked");
+    assert_eq!(board.get(0x6000, 8), 0);
+    write(&mut driver, 1);
+    board.kick(0);
+    wait_used(&mut driver);
+    let until = Instant::now() + Duration::from_secs(5);
+    while board.get(0x6000, 8) != 2 {
+        assert!(Instant::now() < until, "the pending bit is not set");
+    }
+    board.set(0x4000 + 16 + 12, 4, 0);
+    assert!(board.bench.connected.lock().contains_key(&1));
+    assert!(board.bench.was_raised(1), "the signal was kept");
+    // The function's own mask is over them all.
+    let msix = board.capability(0x11, 0);
+    board.function.write_config(msix + 2, &0xC000u16.to_le_bytes());
+    assert!(board.bench.connected.lock().is_empty());
+}
+
+#[test]
+fn kicks_follow_the_window() {
+    let mut board = Board::new(1);
+    assert!(board.bench.watched.lock().is_empty(), "memory accesses are off");
+    board.function.write_config(4, &2u16.to_le_bytes());
+    let places = |board: &Board| board.bench.watched.lock().keys().copied().collect::<Vec<_>>();
+    assert_eq!(places(&board), [u64::from(WINDOW) + 0x3000]);
+    board.function.write_config(0x10, &0xD000_0000u32.to_le_bytes());
+    assert_eq!(places(&board), [0xD000_3000]);
+    assert_eq!(board.function.window(), Some(0xD000_0000..0xD000_8000));
+    board.function.write_config(4, &0u16.to_le_bytes());
+    assert!(places(&board).is_empty() && board.function.window().is_none());
+}
+
+#[test]
+fn a_queue_that_cannot_run_asks_for_a_reset_and_tells() {
+    let mut board = Board::new(1);
+    board.negotiate(VERSION_1);
+    board.set(16, 2, 0);
+    board.set(22, 2, 0);
+    board.set(32, 8, u64::MAX - 15);
+    board.set(28, 2, 1);
+    board.set(20, 1, 15);
+    assert_eq!(board.get(20, 1), 15 | 64);
+    assert!(board.bench.was_raised(0), "the configuration's interrupt");
+    assert_eq!(board.get(0x1000, 1), 2, "the reason");
+    assert_eq!(board.get(0x1000, 1), 0, "reading takes it away");
+    board.set(20, 1, 0);
+    assert_eq!(board.get(20, 1), 0);
+}
+
+#[test]
+fn the_access_capability_reaches_the_window() {
+    let mut board = Board::new(3);
+    let access = board.capability(9, 5);
+    board.function.write_config(access + 8, &18u32.to_le_bytes());
+    board.function.write_config(access + 12, &2u32.to_le_bytes());
+    assert_eq!(u16::from_le_bytes(board.config(access + 16)), 3, "queues");
+    board.function.write_config(access + 8, &22u32.to_le_bytes());
+    board.function.write_config(access + 16, &2u16.to_le_bytes());
+    assert_eq!(board.get(22, 2), 2, "the selected queue");
+    // Nonsense reaches nothing.
+    board.function.write_config(access + 12, &3u32.to_le_bytes());
+    board.function.write_config(access + 16, &[0xFF; 4]);
+    assert_eq!(board.get(22, 2), 2);
+}
+
+/// Whatever a guest writes wherever: no panic, and the function still says what it is.
+#[test]
+fn nonsense_is_survived() {
+    let mut board = Board::new(2);
+    let mut random = crate::virtqueue::tests::Random(11);
+    for _ in 0..20_000 {
+        let len = random.pick(&[1usize, 2, 4, 8]);
+        let value = if random.below(2) == 0 {
+            random.below(16)
+        } else {
+            random.next()
+        };
+        let bytes = &value.to_le_bytes()[..len];
+        match random.below(8) {
+            0 => board
+                .function
+                .write_config((random.below(64) * 4) as u16, &bytes[..len.min(4)]),
+            1 => {
+                board.get(random.below(u64::from(BAR_BYTES) - 8), len);
+            }
+            2 => board
+                .function
+                .write(random.below(u64::from(BAR_BYTES) - 8), bytes),
+            3 => board.function.write(0x4000 + random.below(80) * 4, bytes),
+            _ => board.function.write(random.below(0x40), bytes),
+        }
+    }
+    assert_eq!(board.config_u32(0), 0x1042_1AF4);
+    board.function.unplug().expect("workers that live");
+    assert!(board.bench.watched.lock().is_empty() && board.bench.connected.lock().is_empty());
+    assert!(board.bench.interrupts.lock()[0].as_raw_fd() >= 0);
+}

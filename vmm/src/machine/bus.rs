@@ -1,0 +1,166 @@
+//! What a guest's accesses reach: ports, and the PCI functions' windows. Configuration mechanism #1.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use virtio_devices::transport::PciFunction;
+
+/// A device that answers a range of ports.
+pub(super) trait Ports: Send + fmt::Debug {
+    /// Reads `data` from `offset` of the range.
+    fn read(&mut self, offset: u16, data: &mut [u8]);
+    /// Writes `data` to `offset` of the range.
+    fn write(&mut self, offset: u16, data: &[u8]);
+}
+
+type Shared<T> = Arc<Mutex<T>>;
+
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A function that is plugged in; shared with the device manager.
+pub(super) type Function = Shared<dyn PciFunction>;
+
+/// The slots of the one PCI bus; slot 0 is the host bridge.
+pub const SLOTS: usize = 32;
+const CONFIG_ADDRESS: u16 = 0xCF8;
+const CONFIG_DATA: u16 = 0xCFC;
+/// The host bridge: nobody's, and with nothing to set.
+const BRIDGE: [u32; 3] = [0x0D57_8086, 0, 0x0600_0000];
+
+/// A device, and the ports at which it answers.
+#[derive(Debug)]
+struct PortRange {
+    first: u16,
+    count: u16,
+    device: Mutex<Box<dyn Ports>>,
+}
+
+/// All that answers.
+#[derive(Debug, Default)]
+pub(super) struct Bus {
+    ports: Vec<PortRange>,
+    slots: Mutex<[Option<Function>; SLOTS]>,
+    address: Mutex<u32>,
+}
+
+impl Bus {
+    /// Adds a device at `count` ports from `first` on.
+    pub(super) fn add_ports(&mut self, first: u16, count: u16, device: Box<dyn Ports>) {
+        let device = Mutex::new(device);
+        self.ports.push(PortRange { first, count, device });
+    }
+
+    /// Plugs a function into a slot, or takes out what is there. Returns what was there.
+    pub(super) fn set_slot(&self, slot: usize, function: Option<Function>) -> Option<Function> {
+        let mut slots = lock(&self.slots);
+        std::mem::replace(slots.get_mut(slot)?, function)
+    }
+
+    /// The lowest slot that is free.
+    pub(super) fn free_slot(&self) -> Option<usize> {
+        lock(&self.slots)
+            .iter()
+            .skip(1)
+            .position(Option::is_none)
+            .map(|slot| slot + 1)
+    }
+
+    fn function(&self, slot: usize) -> Option<Function> {
+        lock(&self.slots).get(slot)?.clone()
+    }
+
+    /// A guest reads from a port. Where nothing is there are ones.
+    pub(super) fn read_port(&self, port: u16, data: &mut [u8]) {
+        data.fill(0xFF);
+        match port {
+            CONFIG_ADDRESS if data.len() == 4 => data.copy_from_slice(&lock(&self.address).to_le_bytes()),
+            CONFIG_DATA..=0xCFF => self.read_config(port - CONFIG_DATA, data),
+            _ => {
+                if let Some((first, device)) = self.port(port) {
+                    lock(device).read(port - first, data);
+                }
+            }
+        }
+    }
+
+    /// A guest writes to a port.
+    pub(super) fn write_port(&self, port: u16, data: &[u8]) {
+        match port {
+            CONFIG_ADDRESS => {
+                if let Some(bytes) = data.first_chunk::<4>() {
+                    *lock(&self.address) = u32::from_le_bytes(*bytes);
+                }
+            }
+            CONFIG_DATA..=0xCFF => self.write_config(port - CONFIG_DATA, data),
+            _ => {
+                if let Some((first, device)) = self.port(port) {
+                    lock(device).write(port - first, data);
+                }
+            }
+        }
+    }
+
+    fn port(&self, port: u16) -> Option<(u16, &Mutex<Box<dyn Ports>>)> {
+        let holds = |range: &&PortRange| (range.first..range.first + range.count).contains(&port);
+        let range = self.ports.iter().find(holds)?;
+        Some((range.first, &range.device))
+    }
+
+    /// The slot and the register that the address register selects, if it selects any.
+    fn selected(&self) -> Option<(usize, u16)> {
+        let address = *lock(&self.address);
+        let enabled = address & 1 << 31 != 0;
+        let (bus, slot, function) = (address >> 16 & 0xFF, address >> 11 & 0x1F, address >> 8 & 7);
+        (enabled && bus == 0 && function == 0).then_some((slot as usize, (address & 0xFC) as u16))
+    }
+
+    fn read_config(&self, within: u16, data: &mut [u8]) {
+        let Some((slot, register)) = self.selected() else {
+            return;
+        };
+        if slot == 0 {
+            let word = BRIDGE.get(usize::from(register / 4)).copied().unwrap_or_default();
+            for (byte, value) in data.iter_mut().zip(word.to_le_bytes().iter().skip(within.into())) {
+                *byte = *value;
+            }
+        } else if let Some(function) = self.function(slot) {
+            lock(&*function).read_config(register + within, data);
+        }
+    }
+
+    fn write_config(&self, within: u16, data: &[u8]) {
+        if let Some((slot, register)) = self.selected()
+            && let Some(function) = self.function(slot)
+        {
+            lock(&*function).write_config(register + within, data);
+        }
+    }
+
+    /// The function whose window an address is in, and where in it.
+    fn at(&self, address: u64) -> Option<(Function, u64)> {
+        let functions: Vec<Function> = lock(&self.slots).iter().flatten().cloned().collect();
+        functions.into_iter().find_map(|function| {
+            let window = lock(&*function).window()?;
+            window
+                .contains(&address)
+                .then(|| (function, address - window.start))
+        })
+    }
+
+    /// A guest reads where no memory is. Where nothing is there are ones.
+    pub(super) fn read_memory(&self, address: u64, data: &mut [u8]) {
+        data.fill(0xFF);
+        if let Some((function, offset)) = self.at(address) {
+            lock(&*function).read(offset, data);
+        }
+    }
+
+    /// A guest writes where no memory is.
+    pub(super) fn write_memory(&self, address: u64, data: &[u8]) {
+        if let Some((function, offset)) = self.at(address) {
+            lock(&*function).write(offset, data);
+        }
+    }
+}

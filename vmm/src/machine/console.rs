@@ -1,0 +1,365 @@
+//! The guest's serial port: a 16550 at the first port, connected to the terminal, a file, a socket or nothing.
+//!
+//! On a terminal every key goes to the guest, ^C too; ^A x ends the machine and ^A ^A is a ^A.
+//!
+//! What must stay true: the terminal is as it was found when the program ends, however it ends.
+
+use std::fs::File;
+use std::io::{self, IsTerminal, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
+use vm_superio::serial::{Error as SerialError, NoEvents};
+use vm_superio::{Serial, Trigger};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::bus::Ports;
+use super::{Reason, Stop};
+
+/// Where the console is.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub enum ConsoleConfig {
+    /// Standard input and output.
+    #[default]
+    Terminal,
+    /// What the guest prints goes to a file, which is made or emptied; it reads nothing.
+    File(PathBuf),
+    /// One client after another on a Unix socket, which is made.
+    Socket(PathBuf),
+    /// Nowhere.
+    Off,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How the terminal was found; put back by whoever ends the program.
+static FOUND: Mutex<Option<Termios>> = Mutex::new(None);
+
+/// Puts the terminal back as it was found. May be called at any time, and more than once.
+pub fn restore_terminal() {
+    if let Some(found) = lock(&FOUND).take() {
+        tcsetattr(io::stdin(), OptionalActions::Now, &found).unwrap_or_default();
+    }
+}
+
+/// The terminal in raw mode, until it is dropped.
+#[derive(Debug)]
+struct RawTerminal;
+
+impl RawTerminal {
+    fn new() -> io::Result<Self> {
+        let found = tcgetattr(io::stdin())?;
+        let mut raw = found.clone();
+        raw.make_raw();
+        // What we and the log print still ends its lines as usual.
+        raw.output_modes = found.output_modes;
+        *lock(&FOUND) = Some(found);
+        tcsetattr(io::stdin(), OptionalActions::Now, &raw)?;
+        Ok(Self)
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        restore_terminal();
+    }
+}
+
+/// Where bytes from the guest go.
+#[derive(Clone, Debug)]
+enum Sink {
+    Stdout,
+    File(Arc<File>),
+    /// The client of the moment.
+    Client(Arc<Mutex<Option<UnixStream>>>),
+    Nowhere,
+}
+
+impl Write for Sink {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Stdout => {
+                let mut out = io::stdout().lock();
+                // Nobody reads any more: the guest goes on.
+                out.write_all(bytes)
+                    .and_then(|()| out.flush())
+                    .unwrap_or_default();
+            }
+            Self::File(file) => (&**file).write_all(bytes).unwrap_or_default(),
+            Self::Client(client) => {
+                let mut client = lock(client);
+                if let Some(stream) = &mut *client
+                    && let Err(error) = stream.write_all(bytes)
+                    && error.kind() != io::ErrorKind::WouldBlock
+                {
+                    *client = None;
+                }
+            }
+            Self::Nowhere => {}
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The interrupt line.
+#[derive(Debug)]
+struct Line(EventFd);
+
+impl Trigger for Line {
+    type E = io::Error;
+
+    fn trigger(&self) -> io::Result<()> {
+        self.0.write(1)
+    }
+}
+
+type Uart = Serial<Line, NoEvents, Sink>;
+
+/// The serial port as the bus and the input thread share it.
+#[derive(Clone)]
+pub(super) struct SerialPort(Arc<Mutex<Uart>>);
+
+impl std::fmt::Debug for SerialPort {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("SerialPort")
+    }
+}
+
+impl Ports for SerialPort {
+    fn read(&mut self, offset: u16, data: &mut [u8]) {
+        if let Some(byte) = data.first_mut() {
+            *byte = lock(&self.0).read(offset as u8);
+        }
+    }
+
+    fn write(&mut self, offset: u16, data: &[u8]) {
+        if let Some(byte) = data.first()
+            && let Err(error) = lock(&self.0).write(offset as u8, *byte)
+        {
+            tracing::debug!(?error, "the serial port");
+        }
+    }
+}
+
+/// The console of one run of the program; machines come and go behind it as the guest restarts.
+#[derive(Debug)]
+pub struct Console {
+    sink: Sink,
+    port: Arc<Mutex<Option<SerialPort>>>,
+    /// Wakes the input thread for its end.
+    end: Option<(OwnedFd, std::thread::JoinHandle<()>)>,
+    _raw: Option<RawTerminal>,
+    socket: Option<PathBuf>,
+}
+
+/// Why there is no console.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot set up the console at {place}")]
+pub struct ConsoleError {
+    place: String,
+    #[source]
+    source: io::Error,
+}
+
+/// Where bytes for the guest come from.
+enum Source {
+    Stdin,
+    Clients(UnixListener, Arc<Mutex<Option<UnixStream>>>),
+}
+
+impl Console {
+    /// Opens the console. Keys that end the machine go to `stop`.
+    ///
+    /// # Errors
+    ///
+    /// [`ConsoleError`], naming the place.
+    pub fn open(config: &ConsoleConfig, stop: &Arc<Stop>) -> Result<Self, ConsoleError> {
+        let at = |place: &std::path::Path| {
+            let place = place.display().to_string();
+            move |source| ConsoleError { place, source }
+        };
+        let port = Arc::new(Mutex::new(None));
+        let (sink, source, raw, socket) = match config {
+            ConsoleConfig::Terminal => {
+                let raw = io::stdin().is_terminal().then(RawTerminal::new).transpose();
+                let raw = raw.map_err(at("the terminal".as_ref()))?;
+                (Sink::Stdout, Some(Source::Stdin), raw, None)
+            }
+            ConsoleConfig::File(path) => {
+                let file = File::create(path).map_err(at(path))?;
+                (Sink::File(Arc::new(file)), None, None, None)
+            }
+            ConsoleConfig::Socket(path) => {
+                let listener = UnixListener::bind(path).map_err(at(path))?;
+                let client = Arc::default();
+                let source = Source::Clients(listener, Arc::clone(&client));
+                (Sink::Client(client), Some(source), None, Some(path.clone()))
+            }
+            ConsoleConfig::Off => (Sink::Nowhere, None, None, None),
+        };
+        let end = match source {
+            Some(source) => {
+                let event = block::task::eventfd().map_err(at("its events".as_ref()))?;
+                let end = event.try_clone().map_err(at("its events".as_ref()))?;
+                let input = Input {
+                    end,
+                    port: Arc::clone(&port),
+                    stop: Arc::clone(stop),
+                    escaped: false,
+                    raw: raw.is_some(),
+                };
+                let thread = std::thread::Builder::new()
+                    .name("console".to_owned())
+                    .spawn(move || input.run(source))
+                    .map_err(at("its thread".as_ref()))?;
+                Some((event, thread))
+            }
+            None => None,
+        };
+        Ok(Self {
+            sink,
+            port,
+            end,
+            _raw: raw,
+            socket,
+        })
+    }
+
+    /// A serial port for a new machine, whose interrupt is `line`.
+    pub(super) fn attach(&self, line: EventFd) -> SerialPort {
+        let serial = SerialPort(Arc::new(Mutex::new(Serial::new(Line(line), self.sink.clone()))));
+        *lock(&self.port) = Some(serial.clone());
+        serial
+    }
+}
+
+impl Drop for Console {
+    fn drop(&mut self) {
+        if let Some((event, thread)) = self.end.take() {
+            rustix::io::write(&event, &1u64.to_ne_bytes()).unwrap_or_default();
+            thread.join().unwrap_or_default();
+        }
+        if let Some(path) = &self.socket {
+            std::fs::remove_file(path).unwrap_or_default();
+        }
+    }
+}
+
+/// The thread that brings keys to the guest.
+struct Input {
+    end: OwnedFd,
+    port: Arc<Mutex<Option<SerialPort>>>,
+    stop: Arc<Stop>,
+    /// The last key was ^A.
+    escaped: bool,
+    raw: bool,
+}
+
+const ESCAPE: u8 = 1;
+
+impl Input {
+    fn run(mut self, source: Source) {
+        let ended = match source {
+            Source::Stdin => self.copy(&io::stdin().as_fd().try_clone_to_owned()),
+            Source::Clients(listener, client) => self.serve(&listener, &client),
+        };
+        if let Err(error) = ended {
+            tracing::warn!(%error, "the console takes no more input");
+        }
+    }
+
+    /// Waits until something can be read. `false`: it is time to end.
+    fn wait(&self, from: impl AsFd) -> io::Result<bool> {
+        loop {
+            let mut events = [
+                PollFd::new(&self.end, PollFlags::IN),
+                PollFd::new(&from, PollFlags::IN),
+            ];
+            match poll(&mut events, None) {
+                Ok(_) => {
+                    let [end, _] = &events;
+                    return Ok(end.revents().is_empty());
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn serve(&mut self, listener: &UnixListener, client: &Mutex<Option<UnixStream>>) -> io::Result<()> {
+        while self.wait(listener)? {
+            let (stream, _) = listener.accept()?;
+            let output = stream.try_clone()?;
+            // A client that does not read loses what the guest prints, and does not stop the guest.
+            output.set_write_timeout(Some(Duration::from_millis(100)))?;
+            *lock(client) = Some(output);
+            let input = Ok(OwnedFd::from(stream));
+            if let Err(error) = self.copy(&input) {
+                tracing::debug!(%error, "a console's client has gone");
+            }
+            *lock(client) = None;
+        }
+        Ok(())
+    }
+
+    fn copy(&mut self, from: &io::Result<OwnedFd>) -> io::Result<()> {
+        let fd = from.as_ref().map_err(|error| io::Error::from(error.kind()))?;
+        let mut file = File::from(fd.try_clone()?);
+        let mut bytes = [0; 256];
+        while self.wait(fd)? {
+            let count = file.read(&mut bytes)?;
+            let Some(read @ [_, ..]) = bytes.get(..count) else {
+                return Ok(());
+            };
+            let keys: Vec<u8> = read.iter().filter_map(|&byte| self.key(byte)).collect();
+            self.give(&keys);
+        }
+        Ok(())
+    }
+
+    /// What the guest gets for a key.
+    fn key(&mut self, byte: u8) -> Option<u8> {
+        if !self.raw {
+            return Some(byte);
+        }
+        if std::mem::take(&mut self.escaped) {
+            if byte == b'x' {
+                self.stop.ask(Reason::Signal("^A x"));
+                return None;
+            }
+            return Some(byte);
+        }
+        self.escaped = byte == ESCAPE;
+        (!self.escaped).then_some(byte)
+    }
+
+    /// Gives the guest bytes, as fast as it takes them.
+    fn give(&self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let Some(port) = lock(&self.port).clone() else {
+                return;
+            };
+            let given = lock(&port.0).enqueue_raw_bytes(bytes);
+            match given {
+                Ok(count) => bytes = bytes.get(count..).unwrap_or_default(),
+                Err(SerialError::FullFifo) => {}
+                Err(_) => return,
+            }
+            if bytes.is_empty() || self.stop.is_asked() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}

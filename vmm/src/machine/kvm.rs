@@ -1,0 +1,281 @@
+//! A machine of the host's KVM: memory, interrupt controllers, events. What is x86 of it is in [`super::x86_64`].
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvm_bindings::{KVM_IRQ_ROUTING_MSI, KvmIrqRouting, kvm_irq_routing_entry};
+use kvm_ioctls::{Cap, IoEventAddress, Kvm, NoDatamatch, VmFd};
+use virtio_devices::transport::{Interrupt, Machine, MsiMessage};
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::{MachineError, memory, x86_64 as arch};
+
+/// Why KVM cannot be used at all.
+#[derive(Debug, thiserror::Error)]
+pub enum KvmError {
+    /// There is no KVM.
+    #[error(
+        "/dev/kvm is missing: load the module kvm-intel or kvm-amd, and enable virtualization in the firmware \
+         or, inside a virtual machine, nesting"
+    )]
+    Missing,
+    /// This user may not use it.
+    #[error("/dev/kvm cannot be opened by this user: join the group kvm, or run as root")]
+    Forbidden,
+    /// It is too old.
+    #[error("this kernel's KVM does not do {what}")]
+    Lacks {
+        /// What is missing.
+        what: &'static str,
+    },
+    /// It refuses something.
+    #[error("KVM refuses: {what}")]
+    Refuses {
+        /// The step.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// An error for a step that KVM refused.
+pub(super) fn refuses(what: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> MachineError {
+    move |error| {
+        let source = io::Error::from_raw_os_error(error.errno());
+        KvmError::Refuses { what, source }.into()
+    }
+}
+
+/// The first interrupt number that is no pin of a controller.
+const FIRST_MSI: u32 = arch::PINS;
+/// The most interrupts KVM routes.
+const ROUTES_MAX: u32 = 1024;
+
+/// One virtual machine.
+#[derive(Debug)]
+pub struct KvmMachine {
+    pub(super) kvm: Kvm,
+    vm: VmFd,
+    memory: GuestMemoryMmap,
+    routes: Mutex<Routes>,
+}
+
+/// What interrupt numbers beyond the pins mean.
+#[derive(Debug, Default)]
+struct Routes {
+    messages: Vec<Option<MsiMessage>>,
+    free: Vec<u32>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn open() -> Result<Kvm, KvmError> {
+    Kvm::new().map_err(|error| match error.errno() {
+        libc::ENOENT | libc::ENXIO | libc::ENODEV => KvmError::Missing,
+        libc::EACCES | libc::EPERM => KvmError::Forbidden,
+        errno => KvmError::Refuses {
+            what: "opening /dev/kvm",
+            source: io::Error::from_raw_os_error(errno),
+        },
+    })
+}
+
+impl KvmMachine {
+    /// A machine with this memory and interrupt controllers, and no CPU yet.
+    ///
+    /// # Errors
+    ///
+    /// [`MachineError`].
+    pub fn new(memory: GuestMemoryMmap) -> Result<Arc<Self>, MachineError> {
+        let kvm = open()?;
+        let needed = [
+            (Cap::UserMemory, "user memory"),
+            (Cap::Irqchip, "interrupt controllers in the kernel"),
+            (Cap::Irqfd, "irqfd"),
+            (Cap::Ioeventfd, "ioeventfd"),
+            (Cap::ImmediateExit, "immediate exits"),
+        ];
+        for (cap, what) in needed {
+            if !kvm.check_extension(cap) {
+                return Err(KvmError::Lacks { what }.into());
+            }
+        }
+        let vm = kvm.create_vm().map_err(refuses("creating a machine"))?;
+        arch::before_cpus(&vm)?;
+        memory::plug(&vm, &memory).map_err(refuses("the guest's memory"))?;
+        let machine = Self {
+            kvm,
+            vm,
+            memory,
+            routes: Mutex::default(),
+        };
+        machine
+            .apply(&lock(&machine.routes))
+            .map_err(|source| KvmError::Refuses {
+                what: "interrupt routing",
+                source,
+            })?;
+        Ok(Arc::new(machine))
+    }
+
+    pub(super) fn vm(&self) -> &VmFd {
+        &self.vm
+    }
+
+    /// The guest's memory.
+    #[must_use]
+    pub fn memory(&self) -> &GuestMemoryMmap {
+        &self.memory
+    }
+
+    /// An event that raises a pin of the interrupt controllers, edge by edge.
+    pub(super) fn pin(&self, pin: u32) -> Result<EventFd, MachineError> {
+        let event = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(MachineError::Events)?;
+        let refused = refuses("an interrupt line");
+        self.vm.register_irqfd(&event, pin).map_err(refused)?;
+        Ok(event)
+    }
+
+    /// Gives KVM the whole table: it cannot be changed in part.
+    fn apply(&self, routes: &Routes) -> io::Result<()> {
+        let mut entries = arch::pin_routes();
+        for (message, gsi) in routes.messages.iter().zip(FIRST_MSI..) {
+            let Some(message) = message else { continue };
+            let mut entry = kvm_irq_routing_entry {
+                gsi,
+                type_: KVM_IRQ_ROUTING_MSI,
+                ..Default::default()
+            };
+            entry.u.msi.address_lo = message.address as u32;
+            entry.u.msi.address_hi = (message.address >> 32) as u32;
+            entry.u.msi.data = message.data;
+            entries.push(entry);
+        }
+        let table = KvmIrqRouting::from_entries(&entries).map_err(io::Error::other)?;
+        self.vm
+            .set_gsi_routing(&table)
+            .map_err(|error| io::Error::from_raw_os_error(error.errno()))
+    }
+}
+
+/// An interrupt beyond the pins.
+#[derive(Debug)]
+struct Message {
+    machine: Arc<KvmMachine>,
+    gsi: u32,
+    /// The same eventfd twice: as devices signal it, and as KVM is told of it.
+    fd: OwnedFd,
+    event: EventFd,
+    connected: Mutex<bool>,
+}
+
+impl Interrupt for Message {
+    fn event(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    fn connect(&self, message: MsiMessage) -> io::Result<()> {
+        let mut connected = lock(&self.connected);
+        {
+            let mut routes = lock(&self.machine.routes);
+            if let Some(place) = routes.messages.get_mut((self.gsi - FIRST_MSI) as usize) {
+                *place = Some(message);
+            }
+            self.machine.apply(&routes)?;
+        }
+        if !*connected {
+            let done = self.machine.vm.register_irqfd(&self.event, self.gsi);
+            done.map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
+            *connected = true;
+        }
+        Ok(())
+    }
+
+    fn disconnect(&self) -> io::Result<()> {
+        let mut connected = lock(&self.connected);
+        if *connected {
+            let done = self.machine.vm.unregister_irqfd(&self.event, self.gsi);
+            done.map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
+            *connected = false;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Message {
+    fn drop(&mut self) {
+        self.disconnect().unwrap_or_default();
+        let mut routes = lock(&self.machine.routes);
+        if let Some(place) = routes.messages.get_mut((self.gsi - FIRST_MSI) as usize) {
+            *place = None;
+        }
+        routes.free.push(self.gsi);
+    }
+}
+
+/// The eventfd behind a borrowed descriptor, as `kvm-ioctls` wants it.
+fn as_event(event: BorrowedFd<'_>) -> io::Result<EventFd> {
+    let raw = event.try_clone_to_owned()?.into_raw_fd();
+    #[expect(
+        unsafe_code,
+        reason = "the only way to make an EventFd of an owned descriptor"
+    )]
+    // SAFETY: the descriptor was owned, and is the new value's alone.
+    let event = unsafe { EventFd::from_raw_fd(raw) };
+    Ok(event)
+}
+
+/// What implements [`Machine`] for devices: the machine itself, shared.
+#[derive(Clone, Debug)]
+pub struct KvmBus(pub Arc<KvmMachine>);
+
+impl Machine for KvmBus {
+    fn watch(&self, address: u64, kick: BorrowedFd<'_>) -> io::Result<()> {
+        let event = as_event(kick)?;
+        let done = self
+            .0
+            .vm
+            .register_ioevent(&event, &IoEventAddress::Mmio(address), NoDatamatch);
+        done.map_err(|error| io::Error::from_raw_os_error(error.errno()))
+    }
+
+    fn unwatch(&self, address: u64, kick: BorrowedFd<'_>) -> io::Result<()> {
+        let event = as_event(kick)?;
+        let done = self
+            .0
+            .vm
+            .unregister_ioevent(&event, &IoEventAddress::Mmio(address), NoDatamatch);
+        done.map_err(|error| io::Error::from_raw_os_error(error.errno()))
+    }
+
+    fn interrupt(&self) -> io::Result<Box<dyn Interrupt>> {
+        let fd = block::task::eventfd()?;
+        let event = as_event(fd.as_fd())?;
+        let mut routes = lock(&self.0.routes);
+        let gsi = match routes.free.pop() {
+            Some(gsi) => gsi,
+            None => {
+                let gsi = FIRST_MSI + routes.messages.len() as u32;
+                if gsi >= ROUTES_MAX {
+                    return Err(io::Error::other(
+                        "a machine has 1000 interrupts, and all are in use",
+                    ));
+                }
+                routes.messages.push(None);
+                gsi
+            }
+        };
+        Ok(Box::new(Message {
+            machine: Arc::clone(&self.0),
+            gsi,
+            fd,
+            event,
+            connected: Mutex::new(false),
+        }))
+    }
+}

@@ -1,0 +1,164 @@
+//! The guest's memory: one memfd, mapped once, in as many pieces as the machine's holes ask for.
+//!
+//! A memfd, so that a vhost-user backend can map it too. Nothing is written to it, so its pages come as the
+//! guest touches them.
+
+#![expect(unsafe_code, reason = "memfd_create, mbind and KVM's memory slots")]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::FromRawFd;
+
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::VmFd;
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+
+/// What the memory is like.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct MemoryConfig {
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// The size of its pages, if they are to be huge ones.
+    pub hugepage_bytes: Option<u64>,
+    /// The host's NUMA node that it is to come from.
+    pub host_node: Option<u32>,
+}
+
+/// Why there is no memory for a guest.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// The size makes no sense.
+    #[error("a guest's memory of {bytes} bytes; expected a multiple of {unit} bytes from {min} on")]
+    Size {
+        /// What was asked for.
+        bytes: u64,
+        /// What it must be a multiple of.
+        unit: u64,
+        /// The least.
+        min: u64,
+    },
+    /// The host refuses.
+    #[error("cannot get {bytes} bytes of memory for the guest ({what})")]
+    Host {
+        /// What was asked for.
+        bytes: u64,
+        /// The step that failed.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// The least memory that a kernel boots in.
+const MIN_BYTES: u64 = 32 << 20;
+const PAGE_BYTES: u64 = 4096;
+
+fn os(bytes: u64, what: &'static str) -> MemoryError {
+    let source = io::Error::last_os_error();
+    MemoryError::Host { bytes, what, source }
+}
+
+/// Makes the memory, in the pieces that `layout` answers for its size: guest address and length of each.
+///
+/// # Errors
+///
+/// [`MemoryError`].
+pub(super) fn make(
+    config: &MemoryConfig,
+    layout: impl FnOnce(u64) -> Vec<(u64, u64)>,
+) -> Result<GuestMemoryMmap, MemoryError> {
+    let bytes = config.bytes;
+    let unit = config.hugepage_bytes.unwrap_or(PAGE_BYTES);
+    if bytes < MIN_BYTES || !bytes.is_multiple_of(unit) {
+        let min = MIN_BYTES;
+        return Err(MemoryError::Size { bytes, unit, min });
+    }
+    let mut flags = libc::MFD_CLOEXEC;
+    if let Some(huge) = config.hugepage_bytes {
+        flags |= libc::MFD_HUGETLB | huge.trailing_zeros() << libc::MFD_HUGE_SHIFT;
+    }
+    // SAFETY: the name is a C string, and no other memory is passed.
+    let fd = unsafe { libc::memfd_create(c"guest memory".as_ptr(), flags) };
+    if fd < 0 {
+        return Err(os(bytes, "memfd_create"));
+    }
+    // SAFETY: `fd` was just made and nobody else owns it.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(bytes).map_err(|source| MemoryError::Host {
+        bytes,
+        what: "its size",
+        source,
+    })?;
+    let mut ranges = Vec::new();
+    let mut at = 0;
+    for (start, len) in layout(bytes) {
+        let clone = file.try_clone().map_err(|source| MemoryError::Host {
+            bytes,
+            what: "a descriptor",
+            source,
+        })?;
+        let len_usize = usize::try_from(len).unwrap_or(usize::MAX);
+        ranges.push((GuestAddress(start), len_usize, Some(FileOffset::new(clone, at))));
+        at += len;
+    }
+    let memory = GuestMemoryMmap::from_ranges_with_files(ranges).map_err(|error| MemoryError::Host {
+        bytes,
+        what: "mapping it",
+        source: io::Error::other(error),
+    })?;
+    if let Some(node) = config.host_node {
+        bind(&memory, node, bytes)?;
+    }
+    Ok(memory)
+}
+
+/// Takes all pages from one node of the host.
+fn bind(memory: &GuestMemoryMmap, node: u32, bytes: u64) -> Result<(), MemoryError> {
+    const MPOL_BIND: libc::c_ulong = 2;
+    let mut mask = [0u64; 16];
+    let Some(word) = mask.get_mut(node as usize / 64) else {
+        let source = io::Error::from_raw_os_error(libc::EINVAL);
+        let what = "its NUMA node";
+        return Err(MemoryError::Host { bytes, what, source });
+    };
+    *word = 1 << (node % 64);
+    for region in memory.iter() {
+        // SAFETY: the range is one mapping of ours, which stays; `mask` lives across the call and holds 1024 bits.
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_mbind,
+                region.as_ptr(),
+                region.len(),
+                MPOL_BIND,
+                mask.as_ptr(),
+                1024,
+                0,
+            )
+        };
+        if result != 0 {
+            return Err(os(bytes, "its NUMA node"));
+        }
+    }
+    Ok(())
+}
+
+/// Gives the memory to a KVM machine, which must not outlive it.
+///
+/// # Errors
+///
+/// What KVM answers.
+pub(super) fn plug(vm: &VmFd, memory: &GuestMemoryMmap) -> Result<(), kvm_ioctls::Error> {
+    for (slot, region) in (0..).zip(memory.iter()) {
+        let region = kvm_userspace_memory_region {
+            slot,
+            guest_phys_addr: region.start_addr().0,
+            memory_size: region.len(),
+            userspace_addr: region.as_ptr().addr() as u64,
+            flags: 0,
+        };
+        // SAFETY: the range is mapped, and `KvmMachine` keeps it so for as long as the machine lives.
+        unsafe { vm.set_user_memory_region(region)? };
+    }
+    Ok(())
+}

@@ -1,0 +1,291 @@
+//! A machine of our own on KVM: CPUs, memory, a serial port, and disks on a PCI bus.
+//!
+//! ```text
+//! Machine ── KvmMachine (memory, interrupts)
+//!    ├────── Cpus (a thread each) ──exits──▶ Bus ──▶ serial port, power, PCI configuration
+//!    └────── disks: VirtioPciBlock, whose workers hear kicks from KVM itself
+//! ```
+//!
+//! What is x86 is in `x86_64`, behind the functions that its page lists.
+//!
+//! What must stay true: memory outlives every CPU and every worker; a pause has stopped the CPUs before it drains
+//! the disks, so that what the guest believes done is in the image when it returns.
+
+mod bus;
+mod console;
+mod kvm;
+mod memory;
+mod vcpu;
+mod x86_64;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use block::Disk;
+use virtio_devices::transport::{BAR_BYTES, PciDiskConfig, PlugError, VirtioPciBlock};
+
+pub use bus::SLOTS;
+pub use console::{Console, ConsoleConfig, ConsoleError, restore_terminal};
+pub use kvm::{KvmBus, KvmError, KvmMachine};
+pub use memory::{MemoryConfig, MemoryError};
+pub use vcpu::Exits;
+pub use x86_64::BootError;
+
+use bus::{Bus, Function};
+use vcpu::Cpus;
+use x86_64 as arch;
+
+/// The most CPUs of a machine.
+pub const CPUS_MAX: u16 = arch::CPUS_MAX;
+
+/// What the first CPU runs.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Payload {
+    /// A bzImage, or an ELF file with a PVH note.
+    pub kernel: PathBuf,
+    /// What the kernel unpacks as its first root.
+    pub initramfs: Option<PathBuf>,
+    /// The kernel's command line.
+    pub command_line: String,
+}
+
+impl Payload {
+    /// Whether there is something to start, as far as can be told without a machine.
+    ///
+    /// # Errors
+    ///
+    /// [`BootError`], naming the file.
+    pub fn check(&self) -> Result<(), BootError> {
+        arch::check(self)
+    }
+}
+
+/// A machine.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct MachineConfig {
+    /// What it runs.
+    pub payload: Payload,
+    /// How many CPUs: 1 to [`CPUS_MAX`].
+    pub cpus: u16,
+    /// Its memory.
+    pub memory: MemoryConfig,
+}
+
+/// Why there is no machine.
+#[derive(Debug, thiserror::Error)]
+pub enum MachineError {
+    /// KVM cannot be used.
+    #[error(transparent)]
+    Kvm(#[from] KvmError),
+    /// There is no memory for it.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// Nothing to run.
+    #[error(transparent)]
+    Boot(#[from] BootError),
+    /// A disk cannot be plugged in.
+    #[error(transparent)]
+    Plug(#[from] PlugError),
+    /// There is no slot for a disk.
+    #[error("all {} slots of the PCI bus are taken", SLOTS - 1)]
+    NoSlot,
+    /// The number of CPUs is out of range.
+    #[error("{found} CPUs asked for; expected 1 to {CPUS_MAX}")]
+    Cpus {
+        /// The number asked for.
+        found: u16,
+    },
+    /// The host has no more threads.
+    #[error("cannot start a CPU's thread")]
+    Threads(#[source] io::Error),
+    /// The host has no more descriptors.
+    #[error("cannot make an eventfd")]
+    Events(#[source] io::Error),
+}
+
+/// Why a machine is to end.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Reason {
+    /// The guest has switched itself off.
+    PowerOff,
+    /// The guest wants to start again.
+    Reset,
+    /// Somebody outside wants it to: a signal or a key, by name.
+    Signal(&'static str),
+    /// It cannot go on.
+    Failed(String),
+}
+
+/// Where a machine is asked to end, by whoever: the first one counts, but a wish to end outranks a restart.
+#[derive(Debug, Default)]
+pub struct Stop {
+    reason: Mutex<Option<Reason>>,
+    asked: Condvar,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Stop {
+    /// Asks the machine to end.
+    pub fn ask(&self, reason: Reason) {
+        let mut place = lock(&self.reason);
+        if matches!(*place, None | Some(Reason::Reset)) {
+            *place = Some(reason);
+        }
+        self.asked.notify_all();
+    }
+
+    fn fail(&self, told: String) {
+        self.ask(Reason::Failed(told));
+    }
+
+    /// Whether it was asked.
+    pub fn is_asked(&self) -> bool {
+        lock(&self.reason).is_some()
+    }
+
+    /// Waits until it is asked, and for what.
+    pub fn wait(&self) -> Reason {
+        let mut reason = lock(&self.reason);
+        loop {
+            if let Some(reason) = &*reason {
+                return reason.clone();
+            }
+            reason = self.asked.wait(reason).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// A restart has been carried out. `false`: meanwhile it is to end.
+    pub fn restarted(&self) -> bool {
+        let mut reason = lock(&self.reason);
+        let again = *reason == Some(Reason::Reset);
+        if again {
+            *reason = None;
+        }
+        again
+    }
+}
+
+/// A disk in its slot.
+type Plugged = Arc<Mutex<VirtioPciBlock>>;
+
+/// A machine, from its first instruction to its end.
+#[derive(Debug)]
+pub struct Machine {
+    kvm: Arc<KvmMachine>,
+    bus: Arc<Bus>,
+    cpus: Cpus,
+    disks: Mutex<BTreeMap<usize, Plugged>>,
+}
+
+impl Machine {
+    /// A machine that is ready to run, paused.
+    ///
+    /// # Errors
+    ///
+    /// [`MachineError`].
+    pub fn new(config: &MachineConfig, console: &Console, stop: &Arc<Stop>) -> Result<Self, MachineError> {
+        let found = config.cpus;
+        if found == 0 || found > CPUS_MAX {
+            return Err(MachineError::Cpus { found });
+        }
+        let memory = memory::make(&config.memory, arch::memory_layout)?;
+        let kvm = KvmMachine::new(memory)?;
+        let mut bus = Bus::default();
+        let serial = console.attach(kvm.pin(arch::SERIAL_PIN)?);
+        bus.add_ports(arch::SERIAL_PORT, arch::SERIAL_PORTS, Box::new(serial));
+        bus.add_ports(
+            arch::SLEEP_PORT,
+            arch::POWER_PORTS,
+            Box::new(arch::Power(Arc::clone(stop))),
+        );
+        bus.add_ports(
+            arch::KEYBOARD_PORT,
+            arch::KEYBOARD_PORTS,
+            Box::new(arch::Keyboard(Arc::clone(stop))),
+        );
+        let bus = Arc::new(bus);
+        let entry = arch::load(kvm.memory(), &config.payload, config.cpus)?;
+        let cpus = arch::make_cpus(&kvm, config.cpus, &entry)?;
+        let cpus = Cpus::start(cpus, &bus, stop)?;
+        Ok(Self {
+            kvm,
+            bus,
+            cpus,
+            disks: Mutex::default(),
+        })
+    }
+
+    /// Plugs a disk into `slot`, or the lowest free one. Answers which.
+    ///
+    /// # Errors
+    ///
+    /// [`MachineError`].
+    pub fn plug(
+        &self,
+        slot: Option<usize>,
+        disk: Arc<dyn Disk>,
+        config: PciDiskConfig,
+    ) -> Result<usize, MachineError> {
+        let mut disks = lock(&self.disks);
+        let slot = slot
+            .or_else(|| self.bus.free_slot())
+            .ok_or(MachineError::NoSlot)?;
+        if slot == 0 || slot >= SLOTS || disks.contains_key(&slot) {
+            return Err(MachineError::NoSlot);
+        }
+        let window = arch::WINDOWS.start as u32 + slot as u32 * BAR_BYTES;
+        let bus = Arc::new(KvmBus(Arc::clone(&self.kvm)));
+        let function = VirtioPciBlock::new(disk, self.kvm.memory().clone(), bus, window, config)?;
+        let function = Arc::new(Mutex::new(function));
+        self.bus.set_slot(slot, Some(Arc::clone(&function) as Function));
+        disks.insert(slot, function);
+        Ok(slot)
+    }
+
+    /// Lets the guest run.
+    pub fn resume(&self) {
+        lock(&self.disks).values().for_each(|disk| lock(disk).resume());
+        self.cpus.resume();
+    }
+
+    /// Stops the guest, and makes durable what its disks have answered. When this returns the images hold every
+    /// write that the guest believes done.
+    ///
+    /// # Errors
+    ///
+    /// The first disk's that cannot make its writes durable; the guest is paused all the same.
+    pub fn pause(&self) -> io::Result<()> {
+        self.cpus.pause();
+        let mut result = Ok(());
+        for disk in lock(&self.disks).values() {
+            result = result.and(lock(disk).pause());
+        }
+        result
+    }
+
+    /// Whether the guest is paused.
+    pub fn is_paused(&self) -> bool {
+        self.cpus.is_paused()
+    }
+
+    /// How often CPUs have left the guest for this program.
+    pub fn exits(&self) -> Exits {
+        self.cpus.exits()
+    }
+
+    /// Ends the machine: no CPU runs any more, and every disk's requests are answered. The disks stay open.
+    pub fn end(self) {
+        self.cpus.end();
+        for (slot, disk) in std::mem::take(&mut *lock(&self.disks)) {
+            self.bus.set_slot(slot, None);
+            if let Err(error) = lock(&disk).unplug() {
+                tracing::error!(slot, %error, "a disk's queues cannot be drained");
+            }
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! The threads that run a guest's CPUs.
+//!
+//! What must stay true: when a pause or a stop returns, no CPU runs guest code; a CPU is woken from the guest by a
+//! signal that is sent until it has answered, so none is lost between a look at the wish and the entry.
+
+#![expect(unsafe_code, reason = "a signal handler, and signals to threads")]
+
+use std::io;
+use std::os::unix::thread::JoinHandleExt;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kvm_ioctls::{VcpuExit, VcpuFd};
+
+use super::bus::Bus;
+use super::{MachineError, Stop};
+
+/// What CPUs are wanted to do.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Wish {
+    Run,
+    Pause,
+    End,
+}
+
+#[derive(Debug)]
+struct State {
+    wish: Mutex<Wish>,
+    changed: Condvar,
+    /// How many CPUs do not run guest code, and will not until they are told.
+    still: AtomicUsize,
+    /// Exits to this program, by kind: ports, memory, others.
+    exits: [AtomicU64; 3],
+}
+
+/// All CPUs of a machine.
+#[derive(Debug)]
+pub(super) struct Cpus {
+    state: Arc<State>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// How often CPUs have left the guest for this program.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, serde::Serialize)]
+pub struct Exits {
+    /// For ports.
+    pub ports: u64,
+    /// For memory where no RAM is.
+    pub memory: u64,
+    /// For anything else, signals included.
+    pub others: u64,
+}
+
+fn lock(state: &State) -> MutexGuard<'_, Wish> {
+    state.wish.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn kick_signal() -> libc::c_int {
+    libc::SIGRTMIN() + 1
+}
+
+/// Makes the kick's signal interrupt a system call and do nothing else.
+fn prepare_signal() -> io::Result<()> {
+    extern "C" fn nothing(_: libc::c_int) {}
+    // SAFETY: an all-zero `sigaction` is a valid value of that plain C struct.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = nothing as *const () as usize;
+    // SAFETY: `action` lives across the call, and its handler is async-signal-safe: it does nothing.
+    if unsafe { libc::sigaction(kick_signal(), &raw const action, std::ptr::null_mut()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+impl Cpus {
+    /// Starts a thread for each CPU, all paused.
+    pub(super) fn start(cpus: Vec<VcpuFd>, bus: &Arc<Bus>, stop: &Arc<Stop>) -> Result<Self, MachineError> {
+        prepare_signal().map_err(MachineError::Threads)?;
+        let state = Arc::new(State {
+            wish: Mutex::new(Wish::Pause),
+            changed: Condvar::new(),
+            still: AtomicUsize::new(0),
+            exits: Default::default(),
+        });
+        let mut started = Self {
+            state,
+            threads: Vec::new(),
+        };
+        for (index, cpu) in cpus.into_iter().enumerate() {
+            let (state, bus, stop) = (Arc::clone(&started.state), Arc::clone(bus), Arc::clone(stop));
+            let thread = std::thread::Builder::new()
+                .name(format!("cpu {index}"))
+                .spawn(move || run(cpu, index, &state, &bus, &stop))
+                .map_err(MachineError::Threads)?;
+            started.threads.push(thread);
+        }
+        Ok(started)
+    }
+
+    fn wish(&self, wish: Wish) {
+        *lock(&self.state) = wish;
+        self.state.changed.notify_all();
+    }
+
+    /// Lets all CPUs run.
+    pub(super) fn resume(&self) {
+        self.wish(Wish::Run);
+    }
+
+    /// Has no CPU run guest code, from when this returns until [`Cpus::resume`].
+    pub(super) fn pause(&self) {
+        self.wish(Wish::Pause);
+        self.wait_still();
+    }
+
+    /// Whether CPUs are paused.
+    pub(super) fn is_paused(&self) -> bool {
+        *lock(&self.state) == Wish::Pause
+    }
+
+    fn wait_still(&self) {
+        while self.state.still.load(Ordering::SeqCst) < self.threads.len() {
+            self.kick();
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    fn kick(&self) {
+        for thread in self.threads.iter().filter(|thread| !thread.is_finished()) {
+            // SAFETY: the thread has not been joined, so its handle is valid; the signal's handler does nothing.
+            unsafe { libc::pthread_kill(thread.as_pthread_t(), kick_signal()) };
+        }
+    }
+
+    /// How often CPUs have left the guest.
+    pub(super) fn exits(&self) -> Exits {
+        let [ports, memory, others] = self
+            .state
+            .exits
+            .each_ref()
+            .map(|count| count.load(Ordering::Relaxed));
+        Exits {
+            ports,
+            memory,
+            others,
+        }
+    }
+
+    /// Ends all CPUs.
+    pub(super) fn end(mut self) {
+        self.wish(Wish::End);
+        self.wait_still();
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a CPU's thread has panicked");
+            }
+        }
+    }
+}
+
+fn run(mut cpu: VcpuFd, index: usize, state: &State, bus: &Bus, stop: &Stop) {
+    loop {
+        {
+            let mut wish = lock(state);
+            if *wish != Wish::Run {
+                state.still.fetch_add(1, Ordering::SeqCst);
+                while *wish == Wish::Pause {
+                    wish = state.changed.wait(wish).unwrap_or_else(PoisonError::into_inner);
+                }
+                if *wish == Wish::End {
+                    // It stays still for good.
+                    return;
+                }
+                state.still.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
+        let kind = match cpu.run() {
+            Ok(VcpuExit::IoIn(port, data)) => {
+                bus.read_port(port, data);
+                0
+            }
+            Ok(VcpuExit::IoOut(port, data)) => {
+                bus.write_port(port, data);
+                0
+            }
+            Ok(VcpuExit::MmioRead(address, data)) => {
+                bus.read_memory(address, data);
+                1
+            }
+            Ok(VcpuExit::MmioWrite(address, data)) => {
+                bus.write_memory(address, data);
+                1
+            }
+            Ok(VcpuExit::Shutdown | VcpuExit::SystemEvent(..)) => {
+                // A triple fault is how a kernel restarts when all else fails.
+                stop.ask(super::Reason::Reset);
+                park(state);
+                2
+            }
+            Ok(VcpuExit::Hlt | VcpuExit::Intr) => 2,
+            Ok(other) => {
+                let told = format!("{other:?}");
+                stop.fail(format!("KVM stopped CPU {index}: {told}"));
+                park(state);
+                2
+            }
+            Err(error) if [libc::EINTR, libc::EAGAIN].contains(&error.errno()) => 2,
+            Err(error) => {
+                let source = io::Error::from_raw_os_error(error.errno());
+                stop.fail(format!("KVM cannot run CPU {index}: {source}"));
+                park(state);
+                2
+            }
+        };
+        state.exits[kind].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Waits until something else is wanted than to run: this CPU cannot.
+fn park(state: &State) {
+    let mut wish = lock(state);
+    while *wish == Wish::Run {
+        wish = state.changed.wait(wish).unwrap_or_else(PoisonError::into_inner);
+    }
+}

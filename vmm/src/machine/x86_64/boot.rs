@@ -1,0 +1,321 @@
+//! Kernel, initramfs and command line in the guest's memory: Linux's 64-bit boot protocol for a bzImage, PVH for an
+//! ELF file.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use linux_loader::loader::bootparam::{boot_e820_entry, boot_params};
+use linux_loader::loader::bzimage::BzImage;
+use linux_loader::loader::elf::{Elf, PvhBootCapability};
+use linux_loader::loader::start_info::{hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info};
+use linux_loader::loader::{KernelLoader, KernelLoaderResult};
+use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+
+use super::{FOUR_GIB, HOLE, RESET_PORT, RESET_VALUE, acpi};
+use crate::machine::Payload;
+
+/// Where things are in low memory.
+const START_INFO: u64 = 0x6000;
+const MODULES: u64 = 0x6040;
+const MEMORY_MAP: u64 = 0x6100;
+const ZERO_PAGE: u64 = 0x7000;
+const COMMAND_LINE: u64 = 0x2_0000;
+const COMMAND_LINE_MAX: usize = 4096;
+/// Where low memory ends: what is above belongs to firmware on other machines, here to the ACPI tables.
+const LOW_END: u64 = 0xA_0000;
+const HIGH_MEMORY: u64 = 0x10_0000;
+/// The first instruction of a machine with firmware.
+const RESET_VECTOR: u64 = 0xF_FFF0;
+
+const E820_RAM: u32 = 1;
+const E820_RESERVED: u32 = 2;
+/// The 64-bit entry is this far into the kernel.
+const ENTRY_64: u64 = 0x200;
+const XLF_KERNEL_64: u16 = 1;
+const PVH_MAGIC: u32 = 0x336E_C578;
+
+/// How the first CPU begins.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Mode {
+    /// 64 bits, the first GiBs mapped where they are.
+    Long,
+    /// 32 bits, not mapped.
+    Protected,
+}
+
+/// Where the first CPU begins, and where its parameters are.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::machine) struct Entry {
+    pub(super) mode: Mode,
+    pub(super) address: u64,
+    pub(super) parameters: u64,
+}
+
+/// Why a kernel cannot be started.
+#[derive(Debug, thiserror::Error)]
+pub enum BootError {
+    /// A file cannot be read.
+    #[error("cannot read the {what} {}", path.display())]
+    Read {
+        /// What it is.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The file is no kernel that can be started.
+    #[error(
+        "{} is not a kernel that can be started: {why}; expected a bzImage with a 64-bit entry, or an ELF file with \
+         a PVH note",
+        path.display()
+    )]
+    Kernel {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// It does not fit.
+    #[error("the {what} of {bytes} bytes does not fit the guest's memory")]
+    NoRoom {
+        /// What does not.
+        what: &'static str,
+        /// Its size.
+        bytes: u64,
+    },
+    /// The command line is too long.
+    #[error("the kernel's command line has {bytes} bytes; at most {} fit", COMMAND_LINE_MAX - 1)]
+    CommandLine {
+        /// Its length.
+        bytes: usize,
+    },
+}
+
+fn open(what: &'static str, path: &Path) -> Result<File, BootError> {
+    File::open(path)
+        .and_then(|file| {
+            if file.metadata()?.is_file() {
+                return Ok(file);
+            }
+            Err(io::Error::other("it is not a regular file"))
+        })
+        .map_err(|source| BootError::Read {
+            what,
+            path: path.to_owned(),
+            source,
+        })
+}
+
+/// The RAM of the first piece above 1 MiB ends here.
+fn low_end(memory: &GuestMemoryMmap) -> u64 {
+    memory.iter().next().map_or(0, |region| region.len().min(HOLE))
+}
+
+/// Whether there is something to start, as far as can be told without a machine.
+pub(in crate::machine) fn check(payload: &Payload) -> Result<(), BootError> {
+    let bytes = payload.command_line.len();
+    if bytes >= COMMAND_LINE_MAX {
+        return Err(BootError::CommandLine { bytes });
+    }
+    open("kernel", &payload.kernel)?;
+    match &payload.initramfs {
+        Some(path) => open("initramfs", path).map(drop),
+        None => Ok(()),
+    }
+}
+
+/// Puts all in memory.
+pub(in crate::machine) fn load(
+    memory: &GuestMemoryMmap,
+    payload: &Payload,
+    cpus: u16,
+) -> Result<Entry, BootError> {
+    check(payload)?;
+    let mut file = open("kernel", &payload.kernel)?;
+    let kernel = |why: String| BootError::Kernel {
+        path: payload.kernel.clone(),
+        why,
+    };
+    let read = |source| BootError::Read {
+        what: "kernel",
+        path: payload.kernel.clone(),
+        source,
+    };
+    let mut magic = [0; 4];
+    file.read_exact(&mut magic).map_err(read)?;
+    file.seek(SeekFrom::Start(0)).map_err(read)?;
+    let is_elf = magic == *b"\x7fELF";
+    let high = Some(GuestAddress(HIGH_MEMORY));
+    let loaded = if is_elf {
+        Elf::load(memory, None, &mut file, high)
+    } else {
+        BzImage::load(memory, None, &mut file, high)
+    }
+    .map_err(|error| kernel(error.to_string()))?;
+
+    let line = payload.command_line.as_bytes();
+    put(memory, "command line", &[line, &[0]].concat(), COMMAND_LINE)?;
+    let initramfs = match &payload.initramfs {
+        Some(path) => Some(load_initramfs(memory, path, loaded.kernel_end)?),
+        None => None,
+    };
+    let tables = acpi::write(memory, cpus)?;
+    put(memory, "reset vector", &reset_code(), RESET_VECTOR)?;
+    if is_elf {
+        let PvhBootCapability::PvhEntryPresent(entry) = loaded.pvh_boot_cap else {
+            return Err(kernel("it has no PVH note".to_owned()));
+        };
+        write_start_info(memory, initramfs, tables)?;
+        return Ok(Entry {
+            mode: Mode::Protected,
+            address: entry.0,
+            parameters: START_INFO,
+        });
+    }
+    write_zero_page(memory, &loaded, line.len(), initramfs, tables).ok_or_else(|| {
+        kernel("it is older than the boot protocol 2.12, or has no 64-bit entry".to_owned())
+    })??;
+    Ok(Entry {
+        mode: Mode::Long,
+        address: loaded.kernel_load.0 + ENTRY_64,
+        parameters: ZERO_PAGE,
+    })
+}
+
+/// What a restart in real mode runs: Linux jumps to the firmware's first instruction when a machine says that it is
+/// hardware-reduced and has no EFI.
+fn reset_code() -> [u8; 9] {
+    const MOV_DX: u8 = 0xBA;
+    const MOV_AL: u8 = 0xB0;
+    const OUT_DX_AL: u8 = 0xEE;
+    const HLT: u8 = 0xF4;
+    const JMP: u8 = 0xEB;
+    let [low, high] = RESET_PORT.to_le_bytes();
+    // Back to the HLT, should anybody wake it.
+    [MOV_DX, low, high, MOV_AL, RESET_VALUE, OUT_DX_AL, HLT, JMP, 0xFD]
+}
+
+fn put(memory: &GuestMemoryMmap, what: &'static str, bytes: &[u8], at: u64) -> Result<(), BootError> {
+    memory
+        .write_slice(bytes, GuestAddress(at))
+        .map_err(|_| BootError::NoRoom {
+            what,
+            bytes: bytes.len() as u64,
+        })
+}
+
+/// Loads the initramfs as high as it may be: where it is and its length.
+fn load_initramfs(memory: &GuestMemoryMmap, path: &Path, kernel_end: u64) -> Result<(u64, u64), BootError> {
+    let what = "initramfs";
+    let mut file = open(what, path)?;
+    let read = |source| BootError::Read {
+        what,
+        path: path.to_owned(),
+        source,
+    };
+    let bytes = file.metadata().map_err(read)?.len();
+    // A bzImage unpacks itself behind where it is loaded; what it needs is not far from three times its size.
+    let floor = kernel_end.saturating_mul(3).max(64 << 20);
+    let at = low_end(memory).checked_sub(bytes).map(|at| at & !0xFFF);
+    let at = at.filter(|&at| at >= floor || at > kernel_end && bytes == 0);
+    let Some(at) = at else {
+        return Err(BootError::NoRoom { what, bytes });
+    };
+    let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+    memory
+        .read_exact_volatile_from(GuestAddress(at), &mut file, len)
+        .map_err(|error| read(io::Error::other(error)))?;
+    Ok((at, bytes))
+}
+
+/// The guest's memory map: address, length, kind.
+fn memory_map(memory: &GuestMemoryMmap) -> Vec<(u64, u64, u32)> {
+    let mut map = vec![
+        (0, LOW_END, E820_RAM),
+        (LOW_END, HIGH_MEMORY - LOW_END, E820_RESERVED),
+    ];
+    for region in memory.iter() {
+        let (start, len) = (region.start_addr().0, region.len());
+        if start == 0 {
+            map.push((HIGH_MEMORY, len - HIGH_MEMORY, E820_RAM));
+        } else {
+            debug_assert!(start >= FOUR_GIB);
+            map.push((start, len, E820_RAM));
+        }
+    }
+    map
+}
+
+/// Writes the parameters of Linux's boot protocol. `None`: the kernel does not know it.
+fn write_zero_page(
+    memory: &GuestMemoryMmap,
+    loaded: &KernelLoaderResult,
+    line_bytes: usize,
+    initramfs: Option<(u64, u64)>,
+    tables: u64,
+) -> Option<Result<(), BootError>> {
+    let mut header = loaded.setup_header?;
+    if header.version < 0x20C || header.xloadflags & XLF_KERNEL_64 == 0 {
+        return None;
+    }
+    // A loader that is registered nowhere.
+    header.type_of_loader = 0xFF;
+    header.cmd_line_ptr = COMMAND_LINE as u32;
+    header.cmdline_size = line_bytes as u32;
+    if let Some((at, bytes)) = initramfs {
+        header.ramdisk_image = at as u32;
+        header.ramdisk_size = bytes as u32;
+    }
+    let mut params = boot_params {
+        hdr: header,
+        acpi_rsdp_addr: tables,
+        ..Default::default()
+    };
+    let map = memory_map(memory);
+    params.e820_entries = map.len() as u8;
+    for (entry, (addr, size, kind)) in params.e820_table.iter_mut().zip(map) {
+        *entry = boot_e820_entry {
+            addr,
+            size,
+            r#type: kind,
+        };
+    }
+    Some(put(memory, "parameters", params.as_slice(), ZERO_PAGE))
+}
+
+/// A structure as bytes, of which there are no gaps.
+fn bytes_of(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+/// Writes the parameters of PVH.
+fn write_start_info(
+    memory: &GuestMemoryMmap,
+    initramfs: Option<(u64, u64)>,
+    tables: u64,
+) -> Result<(), BootError> {
+    const _: () = assert!(size_of::<hvm_start_info>() == 56 && size_of::<hvm_modlist_entry>() == 32);
+    const _: () = assert!(size_of::<hvm_memmap_table_entry>() == 24);
+    let map = memory_map(memory);
+    let modules = u64::from(initramfs.is_some());
+    if let Some((at, bytes)) = initramfs {
+        put(memory, "parameters", &bytes_of(&[at, bytes, 0, 0]), MODULES)?;
+    }
+    for (index, (at, bytes, kind)) in (0..).zip(&map) {
+        let entry = bytes_of(&[*at, *bytes, u64::from(*kind)]);
+        put(memory, "parameters", &entry, MEMORY_MAP + index * 24)?;
+    }
+    let words = [
+        u64::from(PVH_MAGIC) | 1 << 32,
+        modules << 32,
+        if modules > 0 { MODULES } else { 0 },
+        COMMAND_LINE,
+        tables,
+        MEMORY_MAP,
+        map.len() as u64,
+    ];
+    put(memory, "parameters", &bytes_of(&words), START_INFO)
+}

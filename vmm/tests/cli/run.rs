@@ -1,0 +1,129 @@
+//! `ringdisk run`, as far as it goes without a KVM that works: what it refuses, and what it says.
+
+use std::fs;
+
+use crate::world::World;
+
+/// A world with an image and something that passes for a kernel until it is loaded.
+fn world() -> World {
+    let world = World::new();
+    world.ringdisk(&["image", "create", "disk.qcow2", "1M"]).success();
+    world
+        .ringdisk(&["image", "create", "other.qcow2", "1M"])
+        .success();
+    fs::write(world.path("kernel"), vec![0x5A; 4096]).expect("a file");
+    world
+}
+
+const BASE: [&str; 5] = ["run", "--kernel", "kernel", "--serial", "off"];
+
+fn refused(world: &World, more: &[&str], code: i32) -> String {
+    world.ringdisk(&[&BASE, more].concat()).refused(code)
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_before_anything_is_opened() {
+    let world = world();
+    for (arguments, said) in [
+        (
+            &["--disk", "path=disk.qcow2", "--disk", "path=./disk.qcow2"][..],
+            "two disks have the image ./disk.qcow2; it can be shared only if both are readonly=on",
+        ),
+        (
+            &["--disk", "path=disk.qcow2,id=a", "path=other.qcow2,id=a"],
+            "two disks have the id `a`",
+        ),
+        (
+            &["--disk", "path=disk.qcow2,num_queues=2"],
+            "disk disk.qcow2 has num_queues=2 for 1 CPUs; a disk has at most as many queues as there are CPUs",
+        ),
+        (&["--memory", "lots"], "--memory lots: "),
+        (
+            &["--memory", "size=1G,sise=2G"],
+            "--memory size=1G,sise=2G: `sise=2G`: expected SIZE, or size=SIZE",
+        ),
+        (
+            &["--memory", "1G,hugepage_size=2M"],
+            "hugepage_size goes with hugepages=on",
+        ),
+        (
+            &["--memory", "1G,hugepages=on,hugepage_size=3M"],
+            "hugepage_size is 3145728 bytes; expected a power of two",
+        ),
+        (
+            &["--serial", "nowhere"],
+            "--serial nowhere: expected tty, off, file=PATH or socket=PATH",
+        ),
+        (&["--cpus", "many"], "--cpus"),
+    ] {
+        let line = world.ringdisk(&[&BASE[..3], arguments].concat()).refused(2);
+        assert!(line.contains(said), "{arguments:?}: {line}");
+    }
+    assert!(world.ringdisk(&["run"]).refused(2).contains("--kernel"));
+}
+
+#[test]
+fn what_is_missing_or_no_kernel_is_named() {
+    let world = world();
+    let line = world
+        .ringdisk(&["run", "--kernel", "vmlinuz", "--serial", "off"])
+        .refused(1);
+    assert_eq!(
+        line,
+        "cannot read the kernel vmlinuz: No such file or directory (os error 2)"
+    );
+    let line = world
+        .ringdisk(&["run", "--kernel", ".", "--serial", "off"])
+        .refused(1);
+    assert_eq!(line, "cannot read the kernel .: it is not a regular file");
+    let line = refused(&world, &["--initramfs", "initrd"], 1);
+    assert_eq!(
+        line,
+        "cannot read the initramfs initrd: No such file or directory (os error 2)"
+    );
+    let line = refused(&world, &["--cmdline", &"x".repeat(5000)], 1);
+    assert_eq!(line, "the kernel's command line has 5000 bytes; at most 4095 fit");
+    let line = refused(&world, &["--disk", "path=missing.qcow2"], 1);
+    assert!(line.contains("missing.qcow2"), "{line}");
+    let line = refused(&world, &["--cpus", "0"], 1);
+    assert_eq!(line, "0 CPUs asked for; expected 1 to 32");
+    let line = refused(&world, &["--memory", "1M"], 1);
+    assert!(
+        line.contains("a guest's memory of 1048576 bytes; expected a multiple of 4096"),
+        "{line}"
+    );
+    let line = refused(&world, &["--memory", "100000T"], 1);
+    assert!(
+        line.starts_with("cannot get 109951162777600000 bytes of memory for the guest"),
+        "{line}"
+    );
+}
+
+/// Without KVM the machine says how to get it; with it, that the file is no kernel. The images are closed cleanly
+/// either way.
+#[test]
+fn a_machine_that_cannot_start_closes_its_images() {
+    let world = world();
+    let line = refused(&world, &["--disk", "path=disk.qcow2"], 1);
+    let no_kvm = line.contains("/dev/kvm") || line.contains("KVM");
+    assert!(
+        no_kvm || line.contains("kernel is not a kernel that can be started"),
+        "{line}"
+    );
+    let checked = world.ringdisk(&["image", "check", "disk.qcow2"]).success();
+    assert!(checked.contains("No errors"), "{checked}");
+    // Nobody has it locked any more.
+    world
+        .ringdisk(&["io", "--disk", "path=disk.qcow2", "-c", "write 0 4k"])
+        .success();
+}
+
+#[test]
+fn help_tells_of_the_disks_keys() {
+    let world = World::new();
+    let help = world.ringdisk(&["run", "--help"]).success();
+    assert!(
+        help.contains("--initramfs") && help.contains("\n  queue_affinity "),
+        "{help}"
+    );
+}
