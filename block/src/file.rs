@@ -14,10 +14,12 @@
 
 #![expect(unsafe_code, reason = "statx and open flags")]
 
+mod inherited;
+
 use std::fs::{File, OpenOptions};
 use std::future::Future;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -40,6 +42,8 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::task::Context;
 use crate::timer::Timers;
 
+pub use inherited::DescriptorRefusal;
+
 /// How to open an [`ImageFile`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FileOptions {
@@ -60,6 +64,14 @@ pub enum OpenFileError {
         /// Why.
         #[source]
         source: io::Error,
+    },
+    /// The path names a descriptor that was not inherited, or that allows less than is asked for.
+    #[error("cannot open {}: {refusal}", path.display())]
+    Descriptor {
+        /// The path, `/dev/fd/N`.
+        path: PathBuf,
+        /// What is wrong with it.
+        refusal: DescriptorRefusal,
     },
     /// Neither a regular file nor a block device.
     #[error("{} is neither a regular file nor a block device", path.display())]
@@ -130,12 +142,17 @@ pub struct ImageFile {
 }
 
 impl ImageFile {
-    /// Opens the file at `path`.
+    /// Opens the file at `path`. `/dev/fd/N` is the file of a descriptor that this process inherited, opened anew
+    /// for no more than that descriptor allows.
     ///
     /// # Errors
     ///
     /// [`OpenFileError`], naming the path.
     pub fn open(path: &Path, options: FileOptions) -> Result<Arc<Self>, OpenFileError> {
+        inherited::check(path, options.write).map_err(|refusal| OpenFileError::Descriptor {
+            path: path.to_owned(),
+            refusal,
+        })?;
         let open = |source| OpenFileError::Open {
             path: path.to_owned(),
             source,
@@ -340,17 +357,21 @@ impl Observer for ViewObserver {
     }
 }
 
+/// A command about descriptor flags; `argument` is for those that set some.
+fn fcntl_flags(fd: RawFd, command: libc::c_int, argument: libc::c_int) -> io::Result<libc::c_int> {
+    assert!([libc::F_GETFD, libc::F_GETFL, libc::F_SETFL].contains(&command));
+    // SAFETY: these commands are passed no memory, and close and make no descriptor.
+    let result = unsafe { libc::fcntl(fd, command, argument) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(result)
+}
+
 fn clear_nonblocking(file: &File) -> io::Result<()> {
     let fd = file.as_raw_fd();
-    // SAFETY: no memory is passed.
-    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
-    if flags < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: no memory is passed.
-    if unsafe { libc::fcntl(fd, libc::F_SETFL, flags & !libc::O_NONBLOCK) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let flags = fcntl_flags(fd, libc::F_GETFL, 0)?;
+    fcntl_flags(fd, libc::F_SETFL, flags & !libc::O_NONBLOCK)?;
     Ok(())
 }
 

@@ -2,6 +2,7 @@
 //! against a vhost-user client of our own.
 
 mod client;
+mod descriptor;
 mod kill;
 mod peers;
 mod server;

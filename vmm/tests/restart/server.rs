@@ -62,6 +62,11 @@ impl World {
 
     /// As [`World::serve`], by way of a program that starts another.
     pub(crate) fn serve_in(&self, wrapper: &[&str], arguments: &[&str]) -> Server {
+        self.serve_disk(wrapper, "path=disk.qcow2,poll_us=0", arguments)
+    }
+
+    /// As [`World::serve_in`], a disk described otherwise.
+    pub(crate) fn serve_disk(&self, wrapper: &[&str], disk: &str, arguments: &[&str]) -> Server {
         let log = std::fs::File::options()
             .append(true)
             .create(true)
@@ -70,7 +75,7 @@ impl World {
         let child = Command::new(wrapper[0])
             .args(&wrapper[1..])
             .args([env!("CARGO_BIN_EXE_ringdisk"), "vhost-user"])
-            .args(["--socket", "socket", "--disk", "path=disk.qcow2,poll_us=0"])
+            .args(["--socket", "socket", "--disk", disk])
             .args(arguments)
             .current_dir(self.directory.path())
             .env_remove("RINGDISK_LOG")
