@@ -6,5 +6,6 @@ mod descriptor;
 mod kill;
 mod peers;
 mod server;
+mod space;
 mod stop;
 mod takeover;

@@ -1,0 +1,186 @@
+//! `werror=wait` from inside the sandbox: what the host has no space for waits, and is done when there is some; a stop
+//! ends the wait, and loses nothing that was flushed.
+//!
+//! A test runs itself again in a mount namespace of its own, where the image is on a small tmpfs that can be filled.
+#![expect(
+    clippy::print_stdout,
+    reason = "what cannot run here is counted by what it prints"
+)]
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::client::{Ask, BLOCK, Client};
+use crate::server::{Server, World};
+
+const BLOCKS: usize = 256;
+/// Where a test is while it runs in its own namespace.
+const PLACE: &str = "RINGDISK_TEST_PLACE";
+const MOUNT: &str =
+    "mount -t tmpfs -o size=8m,huge=never none \"$RINGDISK_TEST_PLACE\" || exit 77; exec \"$0\" \"$@\"";
+
+/// The small file system, in the test's own namespace; otherwise runs it there.
+fn place(test: &str) -> Option<PathBuf> {
+    if let Some(place) = std::env::var_os(PLACE) {
+        return Some(place.into());
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let output = Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "bash", "-c", MOUNT])
+        .arg(std::env::current_exe().expect("this test"))
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .env(PLACE, folder.path())
+        .output()
+        .expect("unshare, of the package util-linux");
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    match output.status.code() {
+        Some(0) => assert!(said.contains("1 passed"), "{test} did not run: {said}"),
+        Some(77 | 1) if !said.contains("running 1 test") => {
+            println!("cannot run here: {test}, because nothing can be mounted: {said}");
+        }
+        _ => panic!("{test}: {said}"),
+    }
+    None
+}
+
+/// Takes all the space, and what comes free a moment later: a ring that ends lets go of its files by and by.
+fn fill(folder: &Path) {
+    let mut file = std::fs::File::create(folder.join("filler")).expect("a file");
+    let mut quiet = 0;
+    while quiet < 5 {
+        let mut taken = false;
+        for size in [BLOCK, 1] {
+            while file.write_all(&vec![1; size]).is_ok() {
+                taken = true;
+            }
+        }
+        quiet = if taken { 0 } else { quiet + 1 };
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// A disk of zeros whose writes wait for space, and a client of its server.
+struct Scene {
+    world: World,
+    image: PathBuf,
+    raw: bool,
+    client: Client,
+}
+
+impl Scene {
+    fn new(folder: &Path, raw: bool) -> (Self, Server) {
+        let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+        let (name, format) = if raw {
+            ("disk.img", "raw")
+        } else {
+            ("disk.qcow2", "qcow2")
+        };
+        let image = folder.join(name);
+        let path = image.to_str().expect("UTF-8");
+        world.qemu_img(&["create", "-q", "-f", format, path, &(BLOCKS * BLOCK).to_string()]);
+        let disk = format!("path={path},image_type={format},poll_us=0,werror=wait");
+        let server = world.serve_disk(&["env", "--default-signal"], &disk, &["--sandbox", "on"]);
+        let mut client = Client::new(BLOCKS, false);
+        client.connect(&world.path("socket"));
+        let scene = Self {
+            world,
+            image,
+            raw,
+            client,
+        };
+        (scene, server)
+    }
+
+    fn ask(&mut self, ask: Ask, block: usize) {
+        assert!(self.client.submit(ask, block));
+    }
+
+    /// Fills the file system with some flushed, and leaves two writes that wait for space: one in a cluster that is
+    /// there, one that needs a new one.
+    fn hold_two_writes(&mut self, folder: &Path) {
+        self.ask(Ask::Write(11), 0);
+        self.ask(Ask::Write(12), 20);
+        self.client.drain();
+        self.ask(Ask::Flush, 0);
+        self.client.drain();
+        fill(folder);
+        self.ask(Ask::Write(13), 1);
+        self.ask(Ask::Write(14), 200);
+        let until = Instant::now() + Duration::from_millis(600);
+        while Instant::now() < until {
+            self.client.take_answers();
+            assert!(self.client.in_flight() >= 2, "they did not wait");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // The others go on.
+        self.ask(Ask::Read, 0);
+        self.ask(Ask::Write(15), 20);
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while self.client.in_flight() > 2 {
+            self.client.take_answers();
+            assert!(Instant::now() < deadline, "reads and overwrites need no space");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(self.client.in_flight(), 2, "they did not wait");
+        let log = self.world.log();
+        assert!(log.contains("writes wait until there is space"), "{log}");
+    }
+
+    /// After the server has ended: the image is sound and holds what the client knows.
+    fn assert_kept(&self, folder: &Path) {
+        std::fs::remove_file(folder.join("filler")).ok();
+        if self.raw {
+            self.client
+                .assert_contents(&std::fs::read(&self.image).expect("the disk"));
+        } else {
+            std::fs::copy(&self.image, self.world.path("disk.qcow2")).expect("a copy");
+            self.world.assert_sound(false);
+            self.client.assert_contents(&self.world.contents());
+        }
+    }
+}
+
+#[test]
+fn a_write_without_space_waits_in_the_sandbox_and_is_done_when_there_is_some() {
+    let test = "space::a_write_without_space_waits_in_the_sandbox_and_is_done_when_there_is_some";
+    let Some(folder) = place(test) else { return };
+    for raw in [false, true] {
+        let (mut scene, server) = Scene::new(&folder, raw);
+        scene.hold_two_writes(&folder);
+        std::fs::remove_file(folder.join("filler")).expect("the filler");
+        scene.client.drain();
+        for (block, value) in [(0, 11), (1, 13), (20, 15), (200, 14)] {
+            assert_eq!(scene.client.model[block], value);
+            scene.ask(Ask::Read, block);
+        }
+        scene.client.drain();
+        assert_eq!(server.stop(), Some(0), "{}", scene.world.log());
+        scene.assert_kept(&folder);
+    }
+}
+
+/// The writes that waited fail, and were never acknowledged.
+#[test]
+fn a_stop_ends_a_wait_for_space_in_the_sandbox_and_loses_nothing_flushed() {
+    let test = "space::a_stop_ends_a_wait_for_space_in_the_sandbox_and_loses_nothing_flushed";
+    let Some(folder) = place(test) else { return };
+    for raw in [false, true] {
+        let (mut scene, mut server) = Scene::new(&folder, raw);
+        scene.hold_two_writes(&folder);
+        server.signal("TERM");
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while server.is_running() {
+            assert!(
+                Instant::now() < deadline,
+                "it goes on waiting: {}",
+                scene.world.log()
+            );
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(server.wait(), Some(0), "{}", scene.world.log());
+        scene.assert_kept(&folder);
+    }
+}
