@@ -69,6 +69,20 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// Nothing waits for the host's space any more from here on.
     fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>>;
 
+    /// Makes the disk larger; `size_bytes` is rounded down to whole sectors. Durable when it is answered. What is new
+    /// reads as zeros. Whoever serves the disk tells its guest.
+    ///
+    /// Answers [`IoError::Unsupported`] for a disk that does not grow, [`IoError::OutOfRange`] for a size that is
+    /// smaller or too large, [`IoError::ReadOnly`], or what the host answers; then the disk has its old size.
+    fn resize(
+        self: Arc<Self>,
+        cx: &Context,
+        size_bytes: u64,
+    ) -> LocalBoxFuture<'static, Result<(), IoError>> {
+        let _unused = (cx, size_bytes);
+        Box::pin(async { Err(IoError::Unsupported) })
+    }
+
     /// Ends every wait for the host's space, and lets none begin while the answer lives: whoever drains a queue
     /// holds one meanwhile, as a request that waits may wait for ever. `None` from a disk that never waits.
     fn hold_off(&self) -> Option<HoldOff> {

@@ -229,3 +229,100 @@ told load
     image::check_sound(&take(&scratch, &tools, "data.qcow2")?)?;
     Ok(())
 }
+
+/// Counts in the first sector, and says so when the disk has answered; until the disk has grown.
+const COUNT: &str = r#"
+size() { cat "/sys/block/$(basename "$(readlink /dev/lab/data)")/size"; }
+before=$(size)
+fio --name=load --filename=/dev/lab/data --offset=16m --size=64m --rw=randwrite --bs=16k --ioengine=libaio --iodepth=16 \
+    --direct=1 --time_based --runtime=500 --eta=never --output=/tmp/fio &
+load=$!
+count=0
+while [ "$(size)" = "$before" ]; do
+    count=$((count + 1))
+    printf '%-512s' "$count" | dd of=/dev/lab/data bs=512 count=1 oflag=direct conv=notrunc status=none
+    echo "wrote $count"
+done
+kill $load
+echo "size $before $(size)"
+dd if=/dev/lab/data bs=1M skip=192 count=1 status=none | tr -d '\0' | wc -c | sed 's/^/behind the old end /'
+"#;
+
+#[test]
+fn a_paused_machines_image_holds_what_was_answered_and_its_disk_grows_while_it_runs() -> Result<(), Error> {
+    let lab = lab::require();
+    let scratch = Scratch::new()?;
+    let script = r#"
+run count --control control & machine=$!
+wait_for() {
+    tries=0
+    until grep -q "$1" count.log 2>/dev/null; do
+        tries=$((tries + 1)); [ $tries -lt 900 ] || { told count; exit 1; }
+        sleep 0.2
+    done
+}
+ctl() { ./ringdisk ctl --socket control "$@"; }
+wait_for "wrote 20"
+ctl info | sed 's/^/before /'
+ctl pause >/dev/null
+grep -o 'wrote [0-9]*' count.log | tail -n 1 | sed 's/^/last /'
+ctl info | sed 's/^/paused /'
+cp data.qcow2 copy.qcow2
+sleep 2
+cmp data.qcow2 copy.qcow2 && echo "still yes"
+ctl resume >/dev/null
+ctl dance 2>&1 | head -n 1 | sed 's/^/unknown /' || true
+ctl disk-resize nodisk 1G 2>&1 | sed 's/^/nodisk /' || true
+ctl disk-resize data.qcow2 1M 2>&1 | sed 's/^/smaller /' || true
+ctl disk-resize data.qcow2 256M | sed 's/^/grown /'
+wait $machine && echo "ended 0" || echo "ended $?"
+told count
+"#;
+    let (outcome, tools) = nested(&lab, &scratch, &[("count", COUNT)], script)?;
+    let all = outcome.lines().collect::<Vec<_>>().join("\n");
+    let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
+    assert_eq!(value("ended "), "0", "{all}");
+    assert!(value("before ").contains(r#""state":"running""#), "{all}");
+    assert!(value("paused ").contains(r#""state":"paused""#), "{all}");
+    assert_eq!(
+        value("still "),
+        "yes",
+        "nothing is written while it is paused: {all}"
+    );
+    assert!(value("unknown ").contains("dance"), "{all}");
+    assert!(
+        value("nodisk ").contains("there is no disk `nodisk`; there are: root.qcow2, data.qcow2"),
+        "{all}"
+    );
+    assert!(
+        value("smaller ").contains("disk data.qcow2 cannot be made 1048576 bytes large"),
+        "{all}"
+    );
+    assert!(value("grown ").contains("268435456"), "{all}");
+    assert!(
+        all.contains("inner size 393216 524288"),
+        "the guest has seen it: {all}"
+    );
+    assert!(all.contains("inner behind the old end 0"), "{all}");
+
+    let copy = take(&scratch, &tools, "copy.qcow2")?;
+    image::check_flawless(&copy)?;
+    let raw = copy.with_extension("raw");
+    image::convert(&copy, &raw, "raw")?;
+    let bytes = std::fs::read(&raw).map_err(|source| Error::File {
+        action: "read",
+        path: raw.clone(),
+        source,
+    })?;
+    let held: u64 = String::from_utf8_lossy(&bytes[..512])
+        .trim()
+        .parse()
+        .unwrap_or_default();
+    let told: u64 = value("last wrote ").parse().unwrap_or(u64::MAX);
+    assert!(
+        held >= told,
+        "the image holds {held}, the guest was told that {told} is written"
+    );
+    image::check_flawless(&take(&scratch, &tools, "data.qcow2")?)?;
+    Ok(())
+}

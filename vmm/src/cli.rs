@@ -6,6 +6,7 @@ use std::io::Write;
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 
+use crate::control::{self, Request};
 use crate::disk_config::{DiskConfig, keys_help};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
@@ -40,6 +41,10 @@ enum Command {
     /// signal gives up waiting. When the guest restarts, so does the machine.
     #[command(after_help = keys_help())]
     Run(RunArguments),
+    /// Ask or tell a running machine something, at its control socket
+    ///
+    /// Prints the answer as JSON.
+    Ctl(CtlArguments),
     /// Send requests to a disk from the command line, in the language of qemu-io
     ///
     /// Commands are read from standard input if there is no -c. Exits with 1 if any failed.
@@ -97,6 +102,35 @@ struct RunArguments {
     /// Where the serial console is: tty, off, file=PATH or socket=PATH
     #[arg(long, value_name = "PLACE", default_value = "tty")]
     serial: String,
+    /// Where `ringdisk ctl` finds the machine
+    #[arg(long, value_name = "SOCKET")]
+    control: Option<std::path::PathBuf>,
+}
+
+#[derive(Args, Debug)]
+struct CtlArguments {
+    /// The machine's `--control` socket
+    #[arg(long, value_name = "SOCKET")]
+    socket: std::path::PathBuf,
+    #[command(subcommand)]
+    request: CtlRequest,
+}
+
+#[derive(Debug, Subcommand)]
+enum CtlRequest {
+    /// What the machine is and does
+    Info,
+    /// Stop the guest; its images then hold every write that it believes done
+    Pause,
+    /// Let the guest go on
+    Resume,
+    /// Make a disk larger
+    DiskResize {
+        /// The disk's id or, without one, its path
+        id: String,
+        /// Its new size, such as 20G
+        size: String,
+    },
 }
 
 #[derive(Args, Debug)]
@@ -161,6 +195,21 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
                 },
             )
         }
+        Command::Ctl(CtlArguments { socket, request }) => {
+            let request = match request {
+                CtlRequest::Info => Request::Info {},
+                CtlRequest::Pause => Request::Pause {},
+                CtlRequest::Resume => Request::Resume {},
+                CtlRequest::DiskResize { id, size } => {
+                    let bytes = size::parse_bytes(&size);
+                    let size = bytes.map_err(|error| CommandFailure::Usage(error.to_string()))?;
+                    Request::DiskResize { id, size }
+                }
+            };
+            let answer = control::ask(&socket, &request)?;
+            writeln!(std::io::stdout(), "{answer}")?;
+            Ok(EXIT_OK)
+        }
         Command::Run(arguments) => machine_run::run(&run_config(arguments)?),
         Command::Io(IoArguments {
             disk,
@@ -206,6 +255,7 @@ fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, Command
         },
         disks,
         console,
+        control: arguments.control,
     })
 }
 

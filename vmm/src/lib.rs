@@ -8,6 +8,7 @@
 //! anything is written; and a command that ends has told how in its exit code.
 
 pub mod cli;
+pub mod control;
 pub mod disk_config;
 pub mod error;
 pub mod image;

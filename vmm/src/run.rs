@@ -5,13 +5,16 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use block::worker::WorkerConfig;
 use block::{Context, Disk};
 use virtio_devices::transport::PciDiskConfig;
 
+use serde_json::{Value, json};
+
+use crate::control::{Control, Request};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::machine::{
@@ -29,6 +32,8 @@ pub struct RunConfig {
     pub disks: Vec<DiskConfig>,
     /// Its console.
     pub console: ConsoleConfig,
+    /// Where it can be asked and told things.
+    pub control: Option<PathBuf>,
 }
 
 /// A disk of the machine, open for as long as the program runs; machines come and go as the guest restarts.
@@ -67,7 +72,7 @@ impl Attached {
     }
 
     /// Closes the image as a clean shutdown should.
-    fn close(self) -> Result<(), CommandFailure> {
+    fn close(&self) -> Result<(), CommandFailure> {
         let name = self.name();
         let disk: Arc<dyn Disk> = self.opened.disk();
         let cx = Context::syscalls();
@@ -78,6 +83,90 @@ impl Attached {
         closed
             .map_err(|error| about(error.into()))?
             .map_err(|error| about(error.into()))
+    }
+}
+
+/// What the control socket reaches: the machine of the moment, and its disks.
+struct Desk {
+    config: MachineConfig,
+    disks: Vec<Attached>,
+    machine: Mutex<Option<Machine>>,
+}
+
+impl Desk {
+    /// Does something with the machine, unless it is just starting again or ending.
+    fn with<T>(&self, work: impl FnOnce(&Machine) -> Result<T, String>) -> Result<T, String> {
+        let machine = self.machine.lock().unwrap_or_else(PoisonError::into_inner);
+        work(machine.as_ref().ok_or("the machine is starting or ending")?)
+    }
+
+    fn set(&self, machine: Option<Machine>) {
+        *self.machine.lock().unwrap_or_else(PoisonError::into_inner) = machine;
+    }
+
+    /// The slot of the disk with this id or, if it has none, this path.
+    fn slot_of(&self, id: &str) -> Result<usize, String> {
+        let found = self.disks.iter().position(|disk| disk.name() == id);
+        let names = || {
+            self.disks
+                .iter()
+                .map(Attached::name)
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        found
+            .map(|index| index + 1)
+            .ok_or_else(|| format!("there is no disk `{id}`; there are: {}", names()))
+    }
+
+    fn answer(&self, request: Request) -> Result<Value, String> {
+        match request {
+            Request::Info {} => self.with(|machine| Ok(self.info(machine))),
+            Request::Pause {} => self.with(|machine| match machine.pause() {
+                Ok(()) => Ok(json!({"state": "paused"})),
+                Err(error) => Err(format!(
+                    "the guest is paused, but a disk's writes are not durable: {error}"
+                )),
+            }),
+            Request::Resume {} => self.with(|machine| {
+                machine.resume();
+                Ok(json!({"state": "running"}))
+            }),
+            Request::DiskResize { id, size } => {
+                let slot = self.slot_of(&id)?;
+                self.with(|machine| {
+                    let grown = machine.resize(slot, size);
+                    let size = grown
+                        .map_err(|error| format!("disk {id} cannot be made {size} bytes large: {error}"))?;
+                    Ok(json!({ "id": id, "size": size }))
+                })
+            }
+        }
+    }
+
+    fn info(&self, machine: &Machine) -> Value {
+        let disks: Vec<Value> = (1..)
+            .zip(&self.disks)
+            .map(|(slot, disk)| {
+                let info = disk.opened.disk().info();
+                json!({
+                    "id": disk.name(),
+                    "path": disk.config.path,
+                    "address": format!("0000:00:{slot:02x}.0"),
+                    "size": info.size_bytes,
+                    "readonly": info.read_only,
+                    "queues": disk.config.num_queues,
+                    "io": machine.driver_name(slot),
+                })
+            })
+            .collect();
+        json!({
+            "state": if machine.is_paused() { "paused" } else { "running" },
+            "cpus": self.config.cpus,
+            "memory": self.config.memory.bytes,
+            "exits": machine.exits(),
+            "disks": disks,
+        })
     }
 }
 
@@ -128,19 +217,36 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
     stop_on_signal(signals, &stop)
         .map_err(|error| CommandFailure::about("cannot wait for signals", error))?;
 
+    let desk = Arc::new(Desk {
+        config: config.machine.clone(),
+        disks,
+        machine: Mutex::new(None),
+    });
+    let control = match &config.control {
+        Some(path) => {
+            let asked = Arc::clone(&desk);
+            let control = Control::serve(path, Arc::new(move |request| asked.answer(request)));
+            Some(control.map_err(|error| CommandFailure::Failed(error.into()))?)
+        }
+        None => None,
+    };
+
     let mut ended = Ok(EXIT_OK);
     loop {
-        let machine = match start(&config.machine, &disks, &console, &stop) {
-            Ok(machine) => machine,
+        match start(&desk, &console, &stop) {
+            Ok(machine) => desk.set(Some(machine)),
             Err(error) => {
                 ended = Err(failed(error));
                 break;
             }
-        };
-        machine.resume();
+        }
         let reason = stop.wait();
-        tracing::info!(?reason, exits = ?machine.exits(), "the machine ends");
-        machine.end();
+        // Whoever asks at the control socket is answered first.
+        let machine = desk.machine.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(machine) = machine {
+            tracing::info!(?reason, exits = ?machine.exits(), "the machine ends");
+            machine.end();
+        }
         match reason {
             Reason::Reset if stop.restarted() => {}
             Reason::Failed(told) => {
@@ -150,22 +256,17 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
             _ => break,
         }
     }
-    drop(console);
-    for disk in disks {
+    drop((console, control));
+    for disk in &desk.disks {
         let closed = disk.close();
         ended = ended.and_then(|code| closed.map(|()| code));
     }
     ended
 }
 
-fn start(
-    config: &MachineConfig,
-    disks: &[Attached],
-    console: &Console,
-    stop: &Arc<Stop>,
-) -> Result<Machine, MachineError> {
-    let machine = Machine::new(config, console, stop)?;
-    for disk in disks {
+fn start(desk: &Desk, console: &Console, stop: &Arc<Stop>) -> Result<Machine, MachineError> {
+    let machine = Machine::new(&desk.config, console, stop)?;
+    for disk in &desk.disks {
         let plugged = machine.plug(None, disk.opened.disk(), disk.function());
         match plugged {
             Ok(slot) => tracing::info!(disk = %disk.name(), slot, "plugged in"),
@@ -175,6 +276,7 @@ fn start(
             }
         }
     }
+    machine.resume();
     Ok(machine)
 }
 

@@ -290,6 +290,18 @@ impl Disk for QcowDisk {
         })
     }
 
+    fn resize(
+        self: Arc<Self>,
+        cx: &Context,
+        size_bytes: u64,
+    ) -> LocalBoxFuture<'static, Result<(), IoError>> {
+        let queue = self.queue(cx);
+        Box::pin(async move {
+            let queue = queue.map_err(|error| IoError::from(error.source))?;
+            grow::grow(&queue, size_bytes & !511).await
+        })
+    }
+
     fn hold_off(&self) -> Option<HoldOff> {
         Some(self.shared.file.hold_off())
     }

@@ -105,6 +105,20 @@ pub enum MachineError {
     Events(#[source] io::Error),
 }
 
+/// Why a disk was not made larger.
+#[derive(Debug, thiserror::Error)]
+pub enum ResizeError {
+    /// There is none in the slot.
+    #[error("there is no such disk")]
+    NoDisk,
+    /// Its worker has ended.
+    #[error(transparent)]
+    Worker(#[from] block::worker::WorkerGone),
+    /// The disk refuses.
+    #[error(transparent)]
+    Disk(#[from] block::IoError),
+}
+
 /// Why a machine is to end.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Reason {
@@ -273,13 +287,35 @@ impl Machine {
         self.cpus.is_paused()
     }
 
+    /// Makes the disk in `slot` larger and tells the guest. Answers the new size in bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`ResizeError`]; the disk has its old size then.
+    pub fn resize(&self, slot: usize, size_bytes: u64) -> Result<u64, ResizeError> {
+        let plugged = lock(&self.disks).get(&slot).cloned();
+        let plugged = plugged.ok_or(ResizeError::NoDisk)?;
+        let function = lock(&plugged);
+        let disk = Arc::clone(function.disk());
+        function.block_on(move |cx| disk.resize(cx, size_bytes))??;
+        function.resized();
+        Ok(function.disk().info().size_bytes)
+    }
+
+    /// What carries out the I/O of the disk in `slot`.
+    #[must_use]
+    pub fn driver_name(&self, slot: usize) -> &'static str {
+        let plugged = lock(&self.disks).get(&slot).cloned();
+        plugged.map_or("none", |disk| lock(&disk).driver_name())
+    }
+
     /// How often CPUs have left the guest for this program.
     pub fn exits(&self) -> Exits {
         self.cpus.exits()
     }
 
     /// Ends the machine: no CPU runs any more, and every disk's requests are answered. The disks stay open.
-    pub fn end(self) {
+    pub fn end(&self) {
         self.cpus.end();
         for (slot, disk) in std::mem::take(&mut *lock(&self.disks)) {
             self.bus.set_slot(slot, None);

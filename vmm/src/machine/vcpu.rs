@@ -39,7 +39,8 @@ struct State {
 #[derive(Debug)]
 pub(super) struct Cpus {
     state: Arc<State>,
-    threads: Vec<JoinHandle<()>>,
+    /// Empty once they were ended.
+    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 /// How often CPUs have left the guest for this program.
@@ -86,7 +87,7 @@ impl Cpus {
         });
         let mut started = Self {
             state,
-            threads: Vec::new(),
+            threads: Mutex::default(),
         };
         for (index, cpu) in cpus.into_iter().enumerate() {
             let (state, bus, stop) = (Arc::clone(&started.state), Arc::clone(bus), Arc::clone(stop));
@@ -94,13 +95,22 @@ impl Cpus {
                 .name(format!("cpu {index}"))
                 .spawn(move || run(cpu, index, &state, &bus, &stop))
                 .map_err(MachineError::Threads)?;
-            started.threads.push(thread);
+            started
+                .threads
+                .get_mut()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(thread);
         }
         Ok(started)
     }
 
+    /// Changes what is wanted, unless the CPUs have been ended.
     fn wish(&self, wish: Wish) {
-        *lock(&self.state) = wish;
+        let mut place = lock(&self.state);
+        if *place != Wish::End {
+            *place = wish;
+        }
+        drop(place);
         self.state.changed.notify_all();
     }
 
@@ -121,16 +131,10 @@ impl Cpus {
     }
 
     fn wait_still(&self) {
-        while self.state.still.load(Ordering::SeqCst) < self.threads.len() {
-            self.kick();
+        let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        while self.state.still.load(Ordering::SeqCst) < threads.len() {
+            kick(&threads);
             std::thread::sleep(Duration::from_micros(200));
-        }
-    }
-
-    fn kick(&self) {
-        for thread in self.threads.iter().filter(|thread| !thread.is_finished()) {
-            // SAFETY: the thread has not been joined, so its handle is valid; the signal's handler does nothing.
-            unsafe { libc::pthread_kill(thread.as_pthread_t(), kick_signal()) };
         }
     }
 
@@ -149,14 +153,22 @@ impl Cpus {
     }
 
     /// Ends all CPUs.
-    pub(super) fn end(mut self) {
+    pub(super) fn end(&self) {
         self.wish(Wish::End);
         self.wait_still();
-        for thread in self.threads.drain(..) {
+        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        for thread in threads {
             if thread.join().is_err() {
                 tracing::error!("a CPU's thread has panicked");
             }
         }
+    }
+}
+
+fn kick(threads: &[JoinHandle<()>]) {
+    for thread in threads.iter().filter(|thread| !thread.is_finished()) {
+        // SAFETY: the thread has not been joined, so its handle is valid; the signal's handler does nothing.
+        unsafe { libc::pthread_kill(thread.as_pthread_t(), kick_signal()) };
     }
 }
 

@@ -1,0 +1,261 @@
+//! The control socket of a running machine: one JSON object a line in, one a line out.
+//!
+//! What must stay true: whatever is sent, the machine goes on; a request is carried out whole before the next one is
+//! read; and a client that says nothing, half a message or too much costs a thread of eight and nothing else.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::error::CommandFailure;
+use crate::socket::{Socket, SocketError};
+
+/// The longest request, in bytes.
+const REQUEST_MAX: u64 = 64 << 10;
+/// The most clients at a time.
+const CLIENTS_MAX: usize = 8;
+
+/// What a machine can be asked.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Request {
+    /// What it is and does.
+    Info {},
+    /// Stop the guest; when it is answered, its images hold every write that the guest believes done.
+    Pause {},
+    /// Let the guest go on.
+    Resume {},
+    /// Make a disk larger.
+    DiskResize {
+        /// The disk, by its id or, without one, its path.
+        id: String,
+        /// Its new size in bytes.
+        size: u64,
+    },
+}
+
+/// Whoever carries requests out. The answer is what goes out beside `"ok": true`, or the error's text.
+pub type Handler = dyn Fn(Request) -> Result<Value, String> + Send + Sync;
+
+/// A control socket that is served until it is dropped.
+#[derive(Debug)]
+pub struct Control {
+    _socket: Socket,
+}
+
+impl Control {
+    /// Listens at `path`, with mode 0600, and serves clients on threads of their own.
+    ///
+    /// # Errors
+    ///
+    /// [`SocketError`], naming the path.
+    pub fn serve(path: &Path, handler: Arc<Handler>) -> Result<Self, SocketError> {
+        let socket = Socket::listen(path)?;
+        let failed = |source| SocketError::Os {
+            action: "serve",
+            path: path.to_owned(),
+            source,
+        };
+        let listener = socket.listener().try_clone().map_err(failed)?;
+        // One that is asked to poll would spin here.
+        listener.set_nonblocking(false).map_err(failed)?;
+        let clients = Arc::new(AtomicUsize::new(0));
+        let accept = move || {
+            while let Ok((stream, _)) = listener.accept() {
+                if clients.fetch_add(1, Ordering::SeqCst) >= CLIENTS_MAX {
+                    clients.fetch_sub(1, Ordering::SeqCst);
+                    tell(
+                        &stream,
+                        &json!({"ok": false, "error": "too many clients at a time"}),
+                    )
+                    .unwrap_or_default();
+                    continue;
+                }
+                let (handler, leaving) = (Arc::clone(&handler), Arc::clone(&clients));
+                let thread = std::thread::Builder::new()
+                    .name("control".to_owned())
+                    .spawn(move || {
+                        if let Err(error) = serve_client(&stream, &*handler) {
+                            tracing::debug!(%error, "a client of the control socket");
+                        }
+                        leaving.fetch_sub(1, Ordering::SeqCst);
+                    });
+                if thread.is_err() {
+                    clients.fetch_sub(1, Ordering::SeqCst);
+                }
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name("control".to_owned())
+            .spawn(accept);
+        thread.map_err(failed)?;
+        Ok(Self { _socket: socket })
+    }
+}
+
+fn tell(mut stream: &UnixStream, answer: &Value) -> io::Result<()> {
+    stream.write_all(format!("{answer}\n").as_bytes())
+}
+
+/// Answers one client's requests, line by line.
+fn serve_client(stream: &UnixStream, handler: &Handler) -> io::Result<()> {
+    let mut reader = BufReader::new(stream);
+    loop {
+        let mut line = Vec::new();
+        reader
+            .by_ref()
+            .take(REQUEST_MAX + 1)
+            .read_until(b'\n', &mut line)?;
+        if line.is_empty() {
+            return Ok(());
+        }
+        if line.last() != Some(&b'\n') {
+            let error = if line.len() as u64 > REQUEST_MAX {
+                format!("a request is longer than {REQUEST_MAX} bytes")
+            } else {
+                "the request ends in its middle; each is one line".to_owned()
+            };
+            return tell(stream, &json!({"ok": false, "error": error}));
+        }
+        let answer = match serde_json::from_slice::<Request>(&line) {
+            Ok(request) => match handler(request) {
+                Ok(Value::Object(mut fields)) => {
+                    fields.insert("ok".to_owned(), true.into());
+                    Value::Object(fields)
+                }
+                Ok(_) => json!({"ok": true}),
+                Err(error) => json!({"ok": false, "error": error}),
+            },
+            Err(error) => json!({"ok": false, "error": format!("not a request: {error}")}),
+        };
+        tell(stream, &answer)?;
+    }
+}
+
+/// Asks the machine behind the socket at `path`; answers what it says.
+///
+/// # Errors
+///
+/// A failure that names the socket, or what the machine refused.
+pub fn ask(path: &Path, request: &Request) -> Result<Value, CommandFailure> {
+    let about =
+        |error: io::Error| CommandFailure::about(format!("no machine answers at {}", path.display()), error);
+    let stream = UnixStream::connect(path).map_err(about)?;
+    let request = serde_json::to_value(request).map_err(|error| about(error.into()))?;
+    tell(&stream, &request).map_err(about)?;
+    let mut line = String::new();
+    BufReader::new(&stream).read_line(&mut line).map_err(about)?;
+    let answer: Value = serde_json::from_str(&line).map_err(|error| about(error.into()))?;
+    if answer["ok"] == Value::Bool(true) {
+        return Ok(answer);
+    }
+    let told = answer["error"]
+        .as_str()
+        .unwrap_or("it says nothing that makes sense");
+    Err(CommandFailure::Failed(told.to_owned().into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("control");
+        let handler = |request| match request {
+            Request::Info {} => Ok(json!({"state": "running"})),
+            Request::Pause {} => Err("it will not".to_owned()),
+            Request::Resume {} => Ok(Value::Null),
+            Request::DiskResize { id, size } => Ok(json!({ "id": id, "size": size })),
+        };
+        let control = Control::serve(&path, Arc::new(handler)).expect("a socket");
+        (folder, path, control)
+    }
+
+    fn say(path: &Path, bytes: &[u8]) -> String {
+        let mut stream = UnixStream::connect(path).expect("it listens");
+        stream.write_all(bytes).expect("it reads");
+        stream.shutdown(std::net::Shutdown::Write).expect("a socket");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("text");
+        answer
+    }
+
+    #[test]
+    fn requests_are_answered_in_turn_on_one_connection() {
+        let (_folder, path, _control) = served();
+        let answer = say(
+            &path,
+            b"{\"command\":\"info\"}\n{\"command\":\"pause\"}\n{\"command\":\"resume\"}\n",
+        );
+        let lines: Vec<Value> = answer
+            .lines()
+            .map(|line| serde_json::from_str(line).expect("JSON"))
+            .collect();
+        assert_eq!(
+            lines,
+            [
+                json!({"ok": true, "state": "running"}),
+                json!({"ok": false, "error": "it will not"}),
+                json!({"ok": true}),
+            ]
+        );
+        let resize = Request::DiskResize {
+            id: "a".to_owned(),
+            size: 7,
+        };
+        let answer = ask(&path, &resize).expect("an answer");
+        assert_eq!(answer, json!({"ok": true, "id": "a", "size": 7}));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_answered_and_the_next_client_served() {
+        let (_folder, path, _control) = served();
+        for (bytes, said) in [
+            (
+                &b"{\"command\":\"dance\"}\n"[..],
+                "not a request: unknown variant `dance`",
+            ),
+            (b"{\"command\":\"pause\",\"really\":true}\n", "not a request: "),
+            (
+                b"{\"command\":\"disk-resize\",\"id\":\"a\"}\n",
+                "missing field `size`",
+            ),
+            (b"nonsense\n", "not a request: "),
+            (b"{\"command\":\"inf", "ends in its middle"),
+            (&[b'x'; 70_000], "longer than 65536 bytes"),
+        ] {
+            let answer = say(&path, bytes);
+            assert!(
+                answer.contains(said) && answer.contains("\"ok\":false"),
+                "{answer}"
+            );
+        }
+        assert!(ask(&path, &Request::Info {}).is_ok());
+    }
+
+    #[test]
+    fn clients_that_say_nothing_leave_room_for_others_when_they_go() {
+        let (_folder, path, _control) = served();
+        let silent: Vec<UnixStream> = (0..CLIENTS_MAX)
+            .map(|_| UnixStream::connect(&path).expect("it listens"))
+            .collect();
+        // They are threads of their own: wait until all have been let in.
+        let full = (0..500).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            say(&path, b"").contains("too many clients")
+        });
+        assert!(full, "all were let in");
+        drop(silent);
+        let free = (0..500).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            ask(&path, &Request::Info {}).is_ok()
+        });
+        assert!(free, "nobody was let in again");
+    }
+}
