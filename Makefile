@@ -6,6 +6,7 @@
 #   make bench   Ringdisk beside its peers; writes target/bench/summary.json
 #   make models  what threads share, under the model checkers loom and shuttle; RUNS times as many random orders
 #   make asan    the suites of all crates under AddressSanitizer
+#   make tsan    the workers and the stress tests under ThreadSanitizer, with an instrumented standard library
 #   make coverage  how much of the format engine the suite reaches, and the lines it does not
 #   make soak    crash exploration of new seeds for SECONDS seconds (default 60); remembers where it was
 #   make fuzz    each fuzz target for SECONDS seconds (default 60)
@@ -18,7 +19,7 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: test setup lint doc build models explore canaries asan coverage demo bench soak fuzz
+.PHONY: test setup lint doc build models explore canaries asan tsan coverage demo bench soak fuzz
 
 test: setup lint doc build models explore canaries
 	tests/run-tests.sh
@@ -57,6 +58,19 @@ asan:
 	ASAN_OPTIONS=detect_stack_use_after_return=1:detect_odr_violation=0:quarantine_size_mb=64 \
 	env --default-signal=HUP,INT,QUIT,TERM cargo test --target x86_64-unknown-linux-gnu --target-dir target/asan \
 	    -p ringdisk-block -p ringdisk-qcow -p ringdisk-virtio-devices -p ringdisk --no-fail-fast
+
+# A standard library that is not instrumented hides what its locks and channels order, so it is built anew.
+TSAN = RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread" TSAN_OPTIONS=halt_on_error=1 \
+	env --default-signal=HUP,INT,QUIT,TERM \
+	cargo test -Zbuild-std --target x86_64-unknown-linux-gnu --target-dir target/tsan
+tsan:
+	@if [ ! -f "$$(rustc --print sysroot)/lib/rustlib/src/rust/library/Cargo.lock" ]; then \
+	    echo "cannot run here: ThreadSanitizer wants the standard library's source (rustup component add rust-src)"; \
+	else \
+	    set -ex; \
+	    $(TSAN) -p ringdisk-block --lib; \
+	    $(TSAN) -p ringdisk-qcow --test stress; \
+	fi
 
 coverage:
 	tests/coverage.sh
