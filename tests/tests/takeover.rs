@@ -10,15 +10,21 @@ use lab::{Error, Guest, Scratch, Server, image};
 const MIB: u64 = 1 << 20;
 /// How often each server is replaced.
 const TAKEOVERS: u64 = 8;
-/// The longest that any request of the guest may take, in milliseconds, on an emulated CPU under load.
-const LATENCY_MAX_MS: f64 = 1000.0;
+/// What takeovers may add, in milliseconds, to the longest that a request of the guest takes without them: an emulated
+/// CPU under load has long ones of its own.
+const INTERRUPTION_MAX_MS: f64 = 100.0;
 
 const WORK: &str = r#"
+work() {
+    fio --name=verified --filename=/dev/lab/data --size=64m --rw=randrw --bsrange=4k-32k --ioengine=libaio \
+        --iodepth=8 --direct=1 --verify=crc32c --verify_fatal=1 --verify_backlog=64 --verify_dump=0 --randseed=5 \
+        --time_based --runtime=$2 --eta=never --output=/dev/shm/fio || { cat /dev/shm/fio; exit 1; }
+    grep -E '^ +lat \([num]sec\)' /dev/shm/fio | sed "s/^ */$1 /" > /dev/shm/$1
+}
+work undisturbed RUNTIME
 echo ready
-fio --name=verified --filename=/dev/lab/data --size=64m --rw=randrw --bsrange=4k-32k --ioengine=libaio \
-    --iodepth=8 --direct=1 --verify=crc32c --verify_fatal=1 --verify_backlog=64 --verify_dump=0 --randseed=5 \
-    --time_based --runtime=RUNTIME --eta=never --output=/dev/shm/fio || { cat /dev/shm/fio; exit 1; }
-grep -E '^ +lat \([num]sec\)' /dev/shm/fio | sed 's/^ */latency /'
+work latency RUNTIME
+cat /dev/shm/undisturbed /dev/shm/latency
 dd if=/dev/urandom of=/root/after bs=64k count=16 conv=fsync status=none
 sha256sum /dev/lab/data | sed 's/^/data /'
 "#;
@@ -75,14 +81,17 @@ fn a_guest_does_not_notice_that_its_servers_are_replaced() -> Result<(), Error> 
     data_server.stop()?;
 
     assert_eq!(outcome.complaints(), Vec::<&str>::new(), "{}", outcome.console());
-    let latencies: Vec<f64> = outcome
-        .lines()
-        .filter(|line| line.starts_with("latency "))
-        .filter_map(longest_ms)
-        .collect();
-    println!("longest latencies of the guest's reads and writes, in ms: {latencies:?}");
-    assert!(!latencies.is_empty(), "fio told of no latency");
-    assert!(latencies.iter().all(|ms| *ms <= LATENCY_MAX_MS), "{latencies:?}");
+    let longest = |name: &str| {
+        let told = outcome.lines().filter(|line| line.starts_with(name));
+        let told = told.filter_map(longest_ms);
+        told.reduce(f64::max).expect("fio tells of its latencies")
+    };
+    let (undisturbed, latency) = (longest("undisturbed "), longest("latency "));
+    println!("the guest's longest request: {latency} ms; without takeovers: {undisturbed} ms");
+    assert!(
+        latency <= undisturbed + INTERRUPTION_MAX_MS,
+        "{latency} ms; without takeovers: {undisturbed} ms"
+    );
     for path in [&root, &data] {
         image::check_flawless(path)?;
     }
