@@ -127,3 +127,25 @@ fn help_tells_of_the_disks_keys() {
         "{help}"
     );
 }
+
+/// The example in `docs/embedding.md` does what it says. Cargo builds it with the tests.
+#[test]
+fn the_example_of_embedding_reads_a_disk_through_its_own_transport() {
+    let world = world();
+    world
+        .ringdisk(&["io", "--disk", "path=disk.qcow2", "-c", "write -P 0xab 0 512"])
+        .success();
+    let ringdisk = std::path::Path::new(env!("CARGO_BIN_EXE_ringdisk"));
+    let example = ringdisk.with_file_name("examples").join("embed");
+    let output = std::process::Command::new(example)
+        .arg(world.path("disk.qcow2"))
+        .output()
+        .expect("the example, which `cargo build --examples` brings");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(
+        said, "status 0, 1048576 bytes, the disk begins with [ab, ab, ab, ab, ab, ab, ab, ab]\n",
+        "{output:?}"
+    );
+    let checked = world.ringdisk(&["image", "check", "disk.qcow2"]).success();
+    assert!(checked.contains("No errors"), "{checked}");
+}
