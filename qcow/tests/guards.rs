@@ -213,6 +213,42 @@ fn a_structure_that_counts_zero_is_not_handed_out() {
     }
 }
 
+/// The guards forget a cluster that is freed: one that a guest had before the image was opened, and one that was
+/// handed out since, are handed out again, and the image is not called corrupt for it.
+#[test]
+fn a_cluster_that_was_freed_is_handed_out_again_and_nothing_is_called_corrupt() {
+    const CLUSTERS: u64 = 8;
+    let base = Base::new();
+    let path = base.case();
+    let hosts = |guest: u64| -> Vec<u64> {
+        let table = u64_at(&path, u64_at(&path, 40)) & OFFSET;
+        let entries = (0..CLUSTERS).map(|index| table + (guest / CLUSTER + index) * 8);
+        entries.map(|at| u64_at(&path, at) & OFFSET).collect()
+    };
+    let disk = open(&path, &OpenOptions::default());
+    let lane = Lane::new(&disk, RingKind::IoUring);
+    let mut from = DATA;
+    for to in [FREE, 200 << 12, 300 << 12] {
+        let freed = hosts(from);
+        assert!(freed.iter().all(|&host| host != 0), "{from:#x} holds no data");
+        lane.discard(from, CLUSTERS * CLUSTER);
+        lane.flush();
+        lane.settle();
+        assert_eq!(try_write(&lane, to, CLUSTERS * CLUSTER), Ok(()), "{to:#x}");
+        lane.flush();
+        lane.settle();
+        let again = hosts(to);
+        assert!(
+            again.iter().any(|host| freed.contains(host)),
+            "{freed:x?}, then {again:x?}"
+        );
+        from = to;
+    }
+    finish(disk, lane);
+    assert!(!is_marked(&path));
+    base.folder.assert_flawless("case.qcow2", false);
+}
+
 #[test]
 fn a_guests_cluster_that_counts_zero_is_not_handed_out() {
     let base = Base::new();

@@ -1,17 +1,19 @@
 //! COPIED flags, made to agree with the references that were counted.
 //!
-//! Flags only become truer here, one sector at a time, whatever the refcounts on disk still say.
+//! Flags only become truer here, one sector at a time. None is cleared while its cluster's count on disk is too low:
+//! whoever writes next would copy the cluster and free what others refer to.
 
 use block::file::FileView;
 
-use super::RepairError;
 use super::pen::write;
+use super::{Extent, RepairError};
 use crate::format::{L1Entry, L2Entry, L2Mapping};
 use crate::image::check::{Subject, Walk};
 use crate::image::read::read;
 
-/// Sets each COPIED flag that is reached through the active L1 table to agree with the counts.
-pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>) -> Result<(), RepairError> {
+/// Sets each COPIED flag that is reached through the active L1 table to agree with the counts. All counts that were
+/// too low have been raised, unless only leaks are mended: then their clusters' flags stay as they are.
+pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Result<(), RepairError> {
     let Subject {
         file,
         header,
@@ -21,10 +23,15 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>) -> Result<(), RepairEr
     walk.hush();
     let mut tables = walk.tables_behind(None).await;
     let (expected, window) = (walk.expected.clone(), walk.window.clone());
+    let on_disk = (extent == Extent::Leaks).then(|| walk.on_disk.clone());
     // Whether the cluster has one reference, if this pass knows.
     let is_single = |host: u64| {
         let cluster = host / geometry.cluster_size();
-        window.contains(&cluster).then(|| expected.get(cluster) == 1)
+        let right = expected.get(cluster);
+        let is_low = on_disk
+            .as_ref()
+            .is_some_and(|on_disk| on_disk.get(cluster) < right);
+        (window.contains(&cluster) && !is_low).then_some(right == 1)
     };
     let fix_l1 = |raw: u64| {
         let entry = L1Entry::from_raw(raw);

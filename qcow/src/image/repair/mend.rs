@@ -1,9 +1,10 @@
 //! Refcounts mended where they are, for images whose refcount structure itself is in place.
 //!
-//! In this order, each step durable before the next: counts that are too low are raised, COPIED flags are made to
-//! agree, counts that are too high are lowered, the header's warnings are withdrawn. A count or flag never changes
-//! but to the right value, each in one sector; so a cut anywhere leaves an image with fewer errors of the same
-//! kinds, and nothing is free that something refers to.
+//! In this order: counts that are too low are raised; then, durably after that, COPIED flags are made to agree and
+//! counts that are too high are lowered; after these are durable too, the header's warnings are withdrawn. Were a flag
+//! cleared before its count is raised, whoever writes next would copy the cluster and free what others refer to. A
+//! count or flag never changes but to the right value, each in one sector; so a cut anywhere leaves an image with
+//! fewer errors of the same kinds, and nothing is free that something refers to.
 
 use std::collections::BTreeSet;
 
@@ -57,15 +58,18 @@ pub(super) async fn mend(
     };
     for &phase in phases {
         if let Some(walk) = &mut whole {
-            carry_out(walk, phase).await?;
+            carry_out(walk, phase, extent).await?;
         } else {
             let mut survey = Survey::new(&subject, true, memory_max_bytes);
             while let Some(mut walk) = survey.next().await {
-                carry_out(&mut walk, phase).await?;
+                carry_out(&mut walk, phase, extent).await?;
                 survey.done(walk);
             }
         }
-        sync(file).await?;
+        // Flags and counts that are too high may land in any order: neither alone leads anybody to free too much.
+        if phase != Phase::Flags {
+            sync(file).await?;
+        }
     }
 
     let mut header = located.header.clone();
@@ -95,10 +99,10 @@ fn misplaced(walk: &Walk<'_>) -> Option<u64> {
     found
 }
 
-async fn carry_out(walk: &mut Walk<'_>, phase: Phase) -> Result<(), RepairError> {
+async fn carry_out(walk: &mut Walk<'_>, phase: Phase, extent: Extent) -> Result<(), RepairError> {
     match phase {
         Phase::Raise => write_counts(walk, |expected, found| expected > found).await,
-        Phase::Flags => fix_copied_flags(walk).await,
+        Phase::Flags => fix_copied_flags(walk, extent).await,
         Phase::Lower => write_counts(walk, |expected, found| expected < found).await,
     }
 }

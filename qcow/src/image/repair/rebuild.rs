@@ -1,18 +1,20 @@
 //! A refcount structure written anew, for images whose own is missing, out of place, or not to be believed.
 //!
 //! The new structure goes behind all that is in use and is durable before the one write of the header's first
-//! sector that switches to it. A cut before that write leaves the image as it was (COPIED flags only become truer), a
-//! cut after it leaves it repaired. What the old structure and leaks occupied is free afterwards.
+//! sector that switches to it. A cut before that write leaves the image as it was. COPIED flags follow, as a flag that
+//! is cleared while a count is too low leads a writer to free what others refer to. Until they are mended too, the header
+//! says that the image is dirty (version 2 has no bit for that), as before it may have been too damaged to be written
+//! to; its warnings are withdrawn last. What the old structure and leaks occupied is free afterwards.
 
 use std::collections::BTreeSet;
 
 use block::file::FileView;
 
-use super::RepairError;
 use super::flags::fix_copied_flags;
 use super::pen::{switch_header, sync, write};
+use super::{Extent, RepairError};
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
-use crate::format::{Header, HostCluster, Incompatible, RefcountTableEntry};
+use crate::format::{Header, HostCluster, Incompatible, RefcountTableEntry, Version};
 use crate::image::check::{Subject, Survey, Walk};
 use crate::image::layout::RefcountLayout;
 use crate::image::read::{ReadError, for_each_entry, read_header};
@@ -52,12 +54,12 @@ pub(super) async fn rebuild(
 
     let start = HostCluster::new(used_end.max(old_structure_end(&subject).await?));
     let layout = RefcountLayout::plan(blocks, start, &geometry).ok_or(RepairError::TableTooLarge)?;
-    if let Some(mut walk) = whole {
-        write_pass(&mut walk, &layout).await?;
+    if let Some(walk) = &mut whole {
+        write_counts(walk, &layout).await?;
     } else {
         let mut survey = Survey::new(&subject, false, memory_max_bytes);
         while let Some(mut walk) = survey.next().await {
-            write_pass(&mut walk, &layout).await?;
+            write_counts(&mut walk, &layout).await?;
             survey.done(walk);
         }
     }
@@ -69,15 +71,31 @@ pub(super) async fn rebuild(
     let mut header = located.header.clone();
     header.refcount_table_offset = table_at;
     header.refcount_table_clusters = layout.table_clusters as u32;
-    header.incompatible.remove(withdraw);
+    if header.version == Version::V3 {
+        header.incompatible.insert(Incompatible::DIRTY);
+    }
     header.validate()?;
     switch_header(file, &header).await?;
+
+    if let Some(walk) = &mut whole {
+        fix_copied_flags(walk, Extent::All).await?;
+    } else {
+        let mut survey = Survey::new(&subject, false, memory_max_bytes);
+        while let Some(mut walk) = survey.next().await {
+            fix_copied_flags(&mut walk, Extent::All).await?;
+            survey.done(walk);
+        }
+    }
+    sync(file).await?;
+    header.incompatible.remove(withdraw | Incompatible::DIRTY);
+    if header.version == Version::V3 {
+        switch_header(file, &header).await?;
+    }
     Ok(header)
 }
 
-/// Writes the flags and the counts that one pass knows.
-async fn write_pass(walk: &mut Walk<'_>, layout: &RefcountLayout) -> Result<(), RepairError> {
-    fix_copied_flags(walk).await?;
+/// Writes the counts that one pass knows.
+async fn write_counts(walk: &mut Walk<'_>, layout: &RefcountLayout) -> Result<(), RepairError> {
     let Subject { file, geometry, .. } = *walk.subject;
     for cluster in layout.clusters() {
         walk.expected.set(cluster, 1);
