@@ -80,8 +80,8 @@ enum Task {
     },
     /// Breaks each rule on purpose and demands that it is seen (a build with the feature `canary`).
     Canaries {
-        /// How many seeds each rule may take.
-        #[arg(long, default_value_t = 400)]
+        /// How many seeds each rule may take: about 40 seconds for one that is not seen.
+        #[arg(long, default_value_t = 1000)]
         seeds: u64,
     },
     /// Breaks one rule in this process.
