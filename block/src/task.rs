@@ -332,7 +332,8 @@ impl Context {
             }
         }
         let flag = Arc::new(Flag {
-            woken: AtomicBool::new(false),
+            // So that the loop begins with a look, whatever became of a wake-up that came before it.
+            woken: AtomicBool::new(true),
             queue: Arc::clone(&self.inner.queue),
         });
         let waker = Waker::from(Arc::clone(&flag));
