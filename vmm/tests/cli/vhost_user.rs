@@ -29,6 +29,14 @@ impl Server {
         Self::run(environment, &[], world, pairs)
     }
 
+    fn has_queues(&self) -> bool {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid()));
+        tasks.into_iter().flatten().flatten().any(|task| {
+            let name = std::fs::read_to_string(task.path().join("comm"));
+            name.is_ok_and(|name| name.starts_with("queue "))
+        })
+    }
+
     fn run(environment: &[&str], arguments: &[&str], world: &World, pairs: &[(&str, &str)]) -> Self {
         let ringdisk = world.ringdisk_command();
         let mut command = Command::new("env");
@@ -57,6 +65,13 @@ impl Server {
                 assert!(server.is_running(), "the server ended: {:?}", server.wait());
                 std::thread::yield_now();
             }
+        }
+        // Sockets listen before images are opened; queues have threads only when all are open and locked.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !server.has_queues() {
+            assert!(Instant::now() < deadline, "no image open within 20 s");
+            assert!(server.is_running(), "the server ended: {:?}", server.wait());
+            std::thread::sleep(Duration::from_millis(1));
         }
         server
     }
