@@ -474,7 +474,8 @@ impl VirtioPciBlock {
         }
         let addresses = &mut queue.addresses;
         match (offset, len) {
-            (24, 2) => queue.size = value as u16,
+            // What was offered is the most that memory is spent on.
+            (24, 2) => queue.size = queue.size_max.min(value as u16),
             (32..40, _) => set_part(&mut addresses.descriptors, offset - 32, len, value),
             (40..48, _) => set_part(&mut addresses.available, offset - 40, len, value),
             (48..56, _) => set_part(&mut addresses.used, offset - 48, len, value),

@@ -34,7 +34,7 @@ struct Running {
 /// A queue.
 #[derive(Debug)]
 pub(super) struct PciQueue {
-    size_max: u16,
+    pub(super) size_max: u16,
     pub(super) size: u16,
     pub(super) addresses: RingAddresses,
     pub(super) enabled: bool,

@@ -398,6 +398,8 @@ fn a_queue_that_cannot_run_asks_for_a_reset_and_tells() {
     board.negotiate(VERSION_1);
     board.set(16, 2, 0);
     board.set(22, 2, 0);
+    board.set(24, 2, 32768);
+    assert_eq!(board.get(24, 2), 64, "no more entries than were offered");
     board.set(32, 8, u64::MAX - 15);
     board.set(28, 2, 1);
     board.set(20, 1, 15);
