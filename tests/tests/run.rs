@@ -155,6 +155,15 @@ told work
         "both queues were at work: {all}"
     );
 
+    // Three disks, twice.
+    let told_driver = |line: &&str| line.contains("plugged in") && line.contains(r#"driver="io_uring""#);
+    assert_eq!(
+        outcome.lines().filter(told_driver).count(),
+        6,
+        "what carries out the I/O of each disk is told: {:?}",
+        outcome.lines().collect::<Vec<_>>()
+    );
+
     // Kicks and interrupts go past the machine: what comes to it is set-up, however much the disks did.
     let exits: Vec<u64> = outcome
         .lines()

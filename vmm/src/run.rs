@@ -269,7 +269,10 @@ fn start(desk: &Desk, console: &Console, stop: &Arc<Stop>) -> Result<Machine, Ma
     for disk in &desk.disks {
         let plugged = machine.plug(None, disk.opened.disk(), disk.function());
         match plugged {
-            Ok(slot) => tracing::info!(disk = %disk.name(), slot, "plugged in"),
+            Ok(slot) => {
+                let driver = machine.driver_name(slot);
+                tracing::info!(disk = %disk.name(), slot, driver, "plugged in");
+            }
             Err(error) => {
                 machine.end();
                 return Err(error);

@@ -13,6 +13,8 @@
 //! between guest and worker without a step through the machine.
 
 mod config_space;
+mod device;
+mod in_process;
 mod msix;
 mod pci;
 mod queue;
@@ -23,7 +25,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-pub use pci::{BAR_BYTES, PciDiskConfig, PlugError, VirtioPciBlock};
+pub use pci::{BAR_BYTES, PciDiskConfig, PlugError, ResizeError, VirtioPciBlock};
 
 /// A message that raises an interrupt when it is written: what MSI-X puts in a table entry.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

@@ -5,17 +5,20 @@
 
 use std::io;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
-use block::Disk;
 use block::worker::{StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
+use block::{Disk, IoError};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use vm_memory::GuestMemoryMmap;
 
 use super::config_space::{COMMAND_MEMORY, ConfigSpace, at};
+use super::device::{Device, DeviceError};
+use super::in_process::InProcess;
 use super::msix::{ENTRY_BYTES, Msix, NO_VECTOR, Vectors};
-use super::queue::{PciQueue, signal};
+use super::queue::PciQueue;
 use super::{Machine, PciFunction};
 use crate::block::{BlockDevice, BlockDeviceConfig, SerialTooLong};
 
@@ -92,10 +95,26 @@ pub enum PlugError {
     Events(#[from] io::Error),
 }
 
-/// What workers, too, change of a function.
+/// Why a disk was not made larger.
+#[derive(Debug, thiserror::Error)]
+pub enum ResizeError {
+    /// Its worker has ended.
+    #[error(transparent)]
+    Worker(#[from] WorkerGone),
+    /// The disk refuses.
+    #[error(transparent)]
+    Disk(#[from] IoError),
+}
+
+/// Signals an eventfd. It cannot fail but by a counter at its limit, which is a signal too.
+pub(super) fn signal(event: BorrowedFd<'_>) {
+    rustix::io::write(event, &1u64.to_ne_bytes()).unwrap_or_default();
+}
+
+/// What other threads, too, change of a function.
 #[derive(Debug)]
 pub(super) struct Shared {
-    name: String,
+    pub(super) name: String,
     status: AtomicU8,
     isr: AtomicU8,
     generation: AtomicU8,
@@ -104,13 +123,14 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// A guest has broken a queue: it is told that only a reset helps.
+    /// A queue is broken: the guest is told that only a reset helps.
     pub(super) fn needs_reset(&self) {
         self.status.fetch_or(STATUS_NEEDS_RESET, Ordering::SeqCst);
         self.config_changed();
     }
 
-    fn config_changed(&self) {
+    /// Tells the guest that the configuration space has changed.
+    pub(super) fn config_changed(&self) {
         self.generation.fetch_add(1, Ordering::SeqCst);
         self.isr.fetch_or(ISR_CONFIG, Ordering::SeqCst);
         let vector = self.config_vector.load(Ordering::SeqCst);
@@ -123,9 +143,7 @@ impl Shared {
 /// A virtio-blk disk on a PCI bus.
 #[derive(Debug)]
 pub struct VirtioPciBlock {
-    device: Arc<BlockDevice>,
-    workers: Vec<WorkerHandle>,
-    memory: GuestMemoryMmap,
+    device: Box<dyn Device>,
     machine: Arc<dyn Machine>,
     space: ConfigSpace,
     msix: Msix,
@@ -166,7 +184,28 @@ impl VirtioPciBlock {
             queue_size: config.queue_size,
             serial: &config.serial,
         };
-        let device = Arc::new(BlockDevice::new(disk, &shown)?);
+        let device = BlockDevice::new(disk, &shown)?;
+        let workers = config.workers.into_iter().map(WorkerHandle::spawn);
+        let workers = workers.collect::<Result<Vec<_>, _>>()?;
+        Self::show(
+            machine,
+            window,
+            config.name,
+            queues,
+            config.queue_size,
+            |shared| Box::new(InProcess::new(device, memory, shared, workers)),
+        )
+    }
+
+    /// A function with `queues` queues for the device that `make` answers.
+    pub(super) fn show(
+        machine: Arc<dyn Machine>,
+        window: u32,
+        name: String,
+        queues: u16,
+        queue_size: u16,
+        make: impl FnOnce(Arc<Shared>) -> Box<dyn Device>,
+    ) -> Result<Self, PlugError> {
         let msix = Msix::new(&*machine, queues + 1)?;
         let mut space = ConfigSpace::new(VENDOR_VIRTIO, DEVICE_BLOCK, CLASS, BAR_BYTES);
         space.put(at::BAR0, &window.to_le_bytes());
@@ -192,7 +231,7 @@ impl VirtioPciBlock {
         let msix_at = space.add(CAPABILITY_MSIX, &body);
         space.allow(msix_at + 2, &[0, 0xC0]);
         let shared = Arc::new(Shared {
-            name: config.name,
+            name,
             status: AtomicU8::new(0),
             isr: AtomicU8::new(0),
             generation: AtomicU8::new(0),
@@ -201,15 +240,9 @@ impl VirtioPciBlock {
         });
         Ok(Self {
             queues: (0..queues)
-                .map(|_| PciQueue::new(config.queue_size))
+                .map(|index| PciQueue::new(index, queue_size, msix.vectors()))
                 .collect::<Result<_, _>>()?,
-            workers: config
-                .workers
-                .into_iter()
-                .map(WorkerHandle::spawn)
-                .collect::<Result<_, _>>()?,
-            device,
-            memory,
+            device: make(Arc::clone(&shared)),
             machine,
             space,
             msix,
@@ -225,16 +258,10 @@ impl VirtioPciBlock {
         })
     }
 
-    /// The disk.
-    #[must_use]
-    pub fn disk(&self) -> &Arc<dyn Disk> {
-        self.device.disk()
-    }
-
     /// What carries out the I/O: `"io_uring"`, `"syscalls"` or `"null"`.
     #[must_use]
     pub fn driver_name(&self) -> &'static str {
-        self.workers.first().map_or("none", WorkerHandle::driver_name)
+        self.device.driver_name()
     }
 
     /// Drains all queues and makes durable what was answered. Until [`VirtioPciBlock::resume`] nothing is taken
@@ -246,7 +273,7 @@ impl VirtioPciBlock {
     pub fn pause(&mut self) -> io::Result<()> {
         self.paused = true;
         self.stop_all().map_err(io::Error::other)?;
-        self.flush()
+        self.device.flush()
     }
 
     /// Lets the queues run again.
@@ -255,21 +282,15 @@ impl VirtioPciBlock {
         self.start_all();
     }
 
-    /// Tells the guest that the disk's size has changed.
-    pub fn resized(&self) {
-        self.shared.config_changed();
-    }
-
-    /// Does something on the first queue's worker.
+    /// Makes the disk larger and tells the guest. Answers the new size in bytes.
     ///
     /// # Errors
     ///
-    /// If the worker has ended.
-    pub fn block_on<T: Send + 'static>(
-        &self,
-        work: impl FnOnce(&block::Context) -> block::LocalBoxFuture<'static, T> + Send + 'static,
-    ) -> Result<T, WorkerGone> {
-        self.workers.first().ok_or(WorkerGone)?.block_on(work)
+    /// [`ResizeError`]; the disk has its old size then.
+    pub fn resize(&mut self, size_bytes: u64) -> Result<u64, ResizeError> {
+        let size_bytes = self.device.resize(size_bytes)?;
+        self.shared.config_changed();
+        Ok(size_bytes)
     }
 
     /// Unplugs the function: drains its queues for good. The disk stays open.
@@ -277,23 +298,17 @@ impl VirtioPciBlock {
     /// # Errors
     ///
     /// If a worker has ended.
-    pub fn unplug(&mut self) -> Result<(), WorkerGone> {
+    pub fn unplug(&mut self) -> io::Result<()> {
         self.watch(None);
         self.msix.disconnect();
         self.paused = true;
-        self.stop_all()
+        self.stop_all().map_err(io::Error::other)
     }
 
-    fn flush(&self) -> io::Result<()> {
-        let disk = Arc::clone(self.device.disk());
-        let worker = self.workers.first().ok_or_else(|| io::Error::other(WorkerGone))?;
-        crate::block::flush(worker, disk).map_err(io::Error::other)
-    }
-
-    fn stop_all(&mut self) -> Result<(), WorkerGone> {
+    fn stop_all(&mut self) -> Result<(), DeviceError> {
         let mut result = Ok(());
-        for (queue, worker) in self.queues.iter_mut().zip(&self.workers) {
-            result = result.and(queue.stop(worker, &**self.device.disk()));
+        for queue in &mut self.queues {
+            result = result.and(queue.stop(&mut *self.device));
         }
         result
     }
@@ -303,17 +318,8 @@ impl VirtioPciBlock {
         if self.paused || status & STATUS_DRIVER_OK == 0 {
             return;
         }
-        for (queue, worker) in self.queues.iter_mut().zip(&self.workers) {
-            let vectors = self.msix.vectors();
-            let started = queue.start(
-                worker,
-                &self.device,
-                &self.memory,
-                self.features,
-                &self.shared,
-                vectors,
-            );
-            if let Err(error) = started {
+        for queue in &mut self.queues {
+            if let Err(error) = queue.start(&mut *self.device, self.features) {
                 tracing::warn!(disk = %self.shared.name, %error, "a queue cannot run");
                 self.shared.needs_reset();
             }
@@ -453,8 +459,8 @@ impl VirtioPciBlock {
 
     fn reset_queue(&mut self) {
         let index = usize::from(self.queue_select);
-        if let (Some(queue), Some(worker)) = (self.queues.get_mut(index), self.workers.get(index)) {
-            if let Err(error) = queue.stop(worker, &**self.device.disk()) {
+        if let Some(queue) = self.queues.get_mut(index) {
+            if let Err(error) = queue.stop(&mut *self.device) {
                 tracing::error!(disk = %self.shared.name, %error, "a queue cannot be stopped");
             }
             queue.reset();
@@ -467,7 +473,11 @@ impl VirtioPciBlock {
             return;
         };
         if (offset, len) == (26, 2) {
-            return queue.set_vector(vector);
+            if let Err(error) = queue.set_vector(vector, &mut *self.device) {
+                tracing::error!(disk = %self.shared.name, %error, "a queue's interrupt cannot be changed");
+                self.shared.needs_reset();
+            }
+            return;
         }
         if queue.enabled {
             return;
@@ -484,16 +494,9 @@ impl VirtioPciBlock {
     }
 
     fn write_device(&mut self, offset: u64, data: &[u8]) {
-        match self.device.write_config(offset, data, self.features) {
-            Ok(true) => {
-                // From now on an answered write counts as durable, those before included.
-                if let Err(error) = self.flush() {
-                    tracing::error!(disk = %self.shared.name, %error, "the change of cache mode is not durable");
-                    self.shared.needs_reset();
-                }
-            }
-            Ok(false) => {}
-            Err(error) => tracing::debug!(disk = %self.shared.name, %error, "a guest's write is ignored"),
+        if let Err(error) = self.device.write_config(offset, data, self.features) {
+            tracing::error!(disk = %self.shared.name, %error, "a change of the configuration failed");
+            self.shared.needs_reset();
         }
     }
 
@@ -574,10 +577,7 @@ impl PciFunction for VirtioPciBlock {
                     *byte = self.shared.isr.swap(0, Ordering::SeqCst);
                 }
             }
-            DEVICE..NOTIFY => {
-                let bytes = self.device.read_config(offset - DEVICE, data.len());
-                data.copy_from_slice(&bytes);
-            }
+            DEVICE..NOTIFY => self.device.read_config(offset - DEVICE, data),
             TABLE..PENDING => self.msix.read_table(offset - TABLE, data),
             PENDING.. => self.msix.read_pending(offset - PENDING, data),
             _ => {}

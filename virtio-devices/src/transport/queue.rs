@@ -1,72 +1,24 @@
-//! One queue of a function: its registers, and its run on a worker.
+//! One queue of a function: its registers, and whether it runs.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, Ordering};
 
-use block::Disk;
-use block::worker::{FrontendId, WorkerGone, WorkerHandle};
-use vm_memory::GuestMemoryMmap;
-
+use super::device::{Device, DeviceError, QueueInterrupt, QueueStart};
 use super::msix::{NO_VECTOR, Vectors};
-use super::pci::Shared;
-use crate::block::{BlockDevice, BlockQueue, BlockQueueConfig, Notify, QueueReport, StartQueueError};
 use crate::virtqueue::RingAddresses;
-
-/// Why a queue that should run does not.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum QueueProblem {
-    #[error(transparent)]
-    Start(#[from] StartQueueError),
-    #[error("cannot watch the kick eventfd")]
-    Kick(#[source] io::Error),
-    #[error(transparent)]
-    Worker(#[from] WorkerGone),
-}
-
-#[derive(Debug)]
-struct Running {
-    id: FrontendId,
-    report: Arc<QueueReport>,
-}
 
 /// A queue.
 #[derive(Debug)]
 pub(super) struct PciQueue {
+    index: u16,
     pub(super) size_max: u16,
     pub(super) size: u16,
     pub(super) addresses: RingAddresses,
     pub(super) enabled: bool,
-    vector: Arc<AtomicU16>,
+    interrupt: QueueInterrupt,
     kick: OwnedFd,
     next_available: u16,
-    running: Option<Running>,
-}
-
-/// Raises the interrupts of one queue.
-struct Events {
-    vector: Arc<AtomicU16>,
-    vectors: Vectors,
-    shared: Arc<Shared>,
-}
-
-impl Notify for Events {
-    fn used(&self) {
-        let vector = self.vector.load(Ordering::Relaxed);
-        if let Some(interrupt) = self.vectors.get(usize::from(vector)) {
-            signal(interrupt.event());
-        }
-    }
-
-    fn broken(&self) {
-        self.shared.needs_reset();
-    }
-}
-
-/// Signals an eventfd. It cannot fail but by a counter at its limit, which is a signal too.
-pub(super) fn signal(event: BorrowedFd<'_>) {
-    rustix::io::write(event, &1u64.to_ne_bytes()).unwrap_or_default();
+    running: bool,
 }
 
 const NOWHERE: RingAddresses = RingAddresses {
@@ -76,16 +28,17 @@ const NOWHERE: RingAddresses = RingAddresses {
 };
 
 impl PciQueue {
-    pub(super) fn new(size_max: u16) -> io::Result<Self> {
+    pub(super) fn new(index: u16, size_max: u16, vectors: &Vectors) -> io::Result<Self> {
         Ok(Self {
+            index,
             size_max,
             size: size_max,
             addresses: NOWHERE,
             enabled: false,
-            vector: Arc::new(AtomicU16::new(NO_VECTOR)),
+            interrupt: QueueInterrupt::new(vectors),
             kick: block::task::eventfd()?,
             next_available: 0,
-            running: None,
+            running: false,
         })
     }
 
@@ -95,20 +48,24 @@ impl PciQueue {
     }
 
     pub(super) fn vector(&self) -> u16 {
-        self.vector.load(Ordering::Relaxed)
+        self.interrupt.vector()
     }
 
-    pub(super) fn set_vector(&self, vector: u16) {
-        self.vector.store(vector, Ordering::Relaxed);
+    pub(super) fn set_vector(&self, vector: u16, device: &mut dyn Device) -> Result<(), DeviceError> {
+        if vector == self.vector() {
+            return Ok(());
+        }
+        self.interrupt.set_vector(vector);
+        if self.running {
+            device.rewire(self.index, &self.interrupt)?;
+        }
+        Ok(())
     }
 
     /// Drains the queue, if it runs.
-    pub(super) fn stop(&mut self, worker: &WorkerHandle, disk: &dyn Disk) -> Result<(), WorkerGone> {
-        if let Some(Running { id, report }) = self.running.take() {
-            // What waits for space would hold the drain up for as long as there is none.
-            let _off = disk.hold_off();
-            worker.remove(id)?;
-            self.next_available = report.next_available();
+    pub(super) fn stop(&mut self, device: &mut dyn Device) -> Result<(), DeviceError> {
+        if std::mem::take(&mut self.running) {
+            self.next_available = device.stop(self.index)?;
         }
         Ok(())
     }
@@ -119,49 +76,24 @@ impl PciQueue {
         self.addresses = NOWHERE;
         self.enabled = false;
         self.next_available = 0;
-        self.set_vector(NO_VECTOR);
+        self.interrupt.set_vector(NO_VECTOR);
     }
 
     /// Runs the queue, if it is enabled and does not.
-    pub(super) fn start(
-        &mut self,
-        worker: &WorkerHandle,
-        device: &Arc<BlockDevice>,
-        memory: &GuestMemoryMmap,
-        features: u64,
-        shared: &Arc<Shared>,
-        vectors: &Vectors,
-    ) -> Result<(), QueueProblem> {
-        if !self.enabled || self.running.is_some() {
+    pub(super) fn start(&mut self, device: &mut dyn Device, features: u64) -> Result<(), DeviceError> {
+        if !self.enabled || self.running {
             return Ok(());
         }
-        let kick = self.kick.try_clone().map_err(QueueProblem::Kick)?;
-        let report = Arc::new(QueueReport::default());
-        let events = Events {
-            vector: Arc::clone(&self.vector),
-            vectors: Arc::clone(vectors),
-            shared: Arc::clone(shared),
+        let start = QueueStart {
+            size: self.size,
+            addresses: self.addresses,
+            next_available: self.next_available,
+            features,
+            kick: self.kick.as_fd(),
+            interrupt: &self.interrupt,
         };
-        let (size, addresses, next_available) = (self.size, self.addresses, self.next_available);
-        let (memory, device, reported) = (memory.clone(), Arc::clone(device), Arc::clone(&report));
-        let id = worker.run(move |worker| -> Result<FrontendId, QueueProblem> {
-            let config = BlockQueueConfig {
-                memory,
-                size,
-                addresses,
-                next_available,
-                inflight: None,
-                features,
-                notify: Box::new(events),
-                polled: false,
-                report: reported,
-            };
-            let queue = BlockQueue::start(device, worker.context(), config)?;
-            worker
-                .add(Box::new(queue), vec![kick])
-                .map_err(QueueProblem::Kick)
-        })??;
-        self.running = Some(Running { id, report });
+        device.start(self.index, &start)?;
+        self.running = true;
         Ok(())
     }
 }

@@ -111,12 +111,9 @@ pub enum ResizeError {
     /// There is none in the slot.
     #[error("there is no such disk")]
     NoDisk,
-    /// Its worker has ended.
+    /// The disk refuses, or its worker has ended.
     #[error(transparent)]
-    Worker(#[from] block::worker::WorkerGone),
-    /// The disk refuses.
-    #[error(transparent)]
-    Disk(#[from] block::IoError),
+    Disk(#[from] virtio_devices::transport::ResizeError),
 }
 
 /// Why a machine is to end.
@@ -295,11 +292,8 @@ impl Machine {
     pub fn resize(&self, slot: usize, size_bytes: u64) -> Result<u64, ResizeError> {
         let plugged = lock(&self.disks).get(&slot).cloned();
         let plugged = plugged.ok_or(ResizeError::NoDisk)?;
-        let function = lock(&plugged);
-        let disk = Arc::clone(function.disk());
-        function.block_on(move |cx| disk.resize(cx, size_bytes))??;
-        function.resized();
-        Ok(function.disk().info().size_bytes)
+        let size_bytes = lock(&plugged).resize(size_bytes)?;
+        Ok(size_bytes)
     }
 
     /// What carries out the I/O of the disk in `slot`.
