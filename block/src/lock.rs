@@ -40,7 +40,7 @@ const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
 /// How long the lock of a process that is gone is waited for, and how often it is looked at.
-const LINGER_MAX: Duration = Duration::from_secs(1);
+const LINGER_MAX: Duration = Duration::from_secs(5);
 const LINGER_STEP: Duration = Duration::from_millis(5);
 
 /// What the holder of a lock will do with the image.

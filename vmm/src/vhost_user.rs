@@ -36,8 +36,9 @@ pub struct Options {
     pub sandbox: bool,
 }
 
-/// How long a client may take to end a message that it has begun, when a new server takes over.
-const MESSAGE_MAX: Duration = Duration::from_millis(50);
+/// How long a client may take to end a message that it has begun, and its thread to carry it out, when a new server
+/// takes over: long for a busy machine, because who has not done so is disconnected.
+const MESSAGE_MAX: Duration = Duration::from_secs(1);
 /// How long the images' locks are waited for when a takeover has failed: the new server may just be ending.
 const REOPEN_MAX: Duration = Duration::from_secs(20);
 

@@ -334,7 +334,10 @@ impl VhostUserServer {
                 Ok((false, _)) => continue,
                 Err(error) => break MessageError::SocketError(error),
             }
-            match messages.handle_request() {
+            guard.reading(true);
+            let handled = messages.handle_request();
+            guard.reading(false);
+            match handled {
                 Ok(()) | Err(MessageError::SocketRetry(_)) => {}
                 // The backend refused something and the client was told, if it wanted to know.
                 Err(MessageError::ReqHandlerError(error)) if lock(&backend).answers_errors() => {

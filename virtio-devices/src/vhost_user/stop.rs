@@ -20,8 +20,26 @@ struct Inner {
 struct State {
     stopped: bool,
     paused: bool,
+    /// How often it was asked to pause.
+    pauses: u64,
     next_id: u64,
-    connections: Vec<(u64, UnixStream)>,
+    connections: Vec<Watched>,
+}
+
+/// A connection that is served.
+#[derive(Debug)]
+struct Watched {
+    id: u64,
+    connection: UnixStream,
+    /// Whether its thread waits for the rest of a message.
+    reading: bool,
+}
+
+impl Watched {
+    fn shut_down(&self) {
+        // A connection that is gone already needs no shutdown.
+        self.connection.shutdown(Shutdown::Both).unwrap_or_default();
+    }
 }
 
 /// Stops the servers it was given to. Clones are the same token; several servers may share one.
@@ -51,10 +69,7 @@ impl StopToken {
     pub fn stop(&self) {
         let mut state = self.inner.state.lock();
         state.stopped = true;
-        for (_, connection) in &state.connections {
-            // A connection that is gone already needs no shutdown.
-            connection.shutdown(Shutdown::Both).unwrap_or_default();
-        }
+        state.connections.iter().for_each(Watched::shut_down);
         self.signal();
     }
 
@@ -68,16 +83,28 @@ impl StopToken {
 
     /// Asks to pause: servers drain their queues, and [`serve_on`](super::VhostUserServer::serve_on) returns with
     /// the connected clients, who notice nothing. One that is in the middle of a message may end it within `patience`,
-    /// and is disconnected otherwise. Returns when no connection is waited for any more.
+    /// and is disconnected otherwise. Returns when no connection is served any more, or the pause is over.
     pub fn pause(&self, patience: Duration) {
-        self.inner.state.lock().paused = true;
+        let mut state = self.inner.state.lock();
+        state.paused = true;
+        state.pauses += 1;
+        let this = state.pauses;
         self.signal();
+        drop(state);
         let deadline = Instant::now() + patience;
-        while !self.inner.state.lock().connections.is_empty() && Instant::now() < deadline {
+        loop {
+            let state = self.inner.state.lock();
+            // On a busy machine this may be looked at when the connections are served again.
+            if !state.paused || state.pauses != this || state.connections.is_empty() {
+                return;
+            }
+            // Whoever is not in a message sees the pause as soon as its thread runs.
+            if deadline <= Instant::now() {
+                let reading = state.connections.iter().filter(|watched| watched.reading);
+                reading.for_each(Watched::shut_down);
+            }
+            drop(state);
             std::thread::sleep(Duration::from_millis(1));
-        }
-        for (_, connection) in &self.inner.state.lock().connections {
-            connection.shutdown(Shutdown::Both).unwrap_or_default();
         }
     }
 
@@ -123,7 +150,11 @@ impl StopToken {
         }
         let id = state.next_id;
         state.next_id += 1;
-        state.connections.push((id, connection));
+        state.connections.push(Watched {
+            id,
+            connection,
+            reading: false,
+        });
         ConnectionGuard { token: self, id }
     }
 }
@@ -134,10 +165,79 @@ pub(super) struct ConnectionGuard<'a> {
     id: u64,
 }
 
+impl ConnectionGuard<'_> {
+    /// Says whether the connection's thread reads a message, and so may not see a pause for a while.
+    pub(super) fn reading(&self, reading: bool) {
+        let mut state = self.token.inner.state.lock();
+        if let Some(watched) = state.connections.iter_mut().find(|watched| watched.id == self.id) {
+            watched.reading = reading;
+        }
+    }
+}
+
 impl Drop for ConnectionGuard<'_> {
     fn drop(&mut self) {
         let mut state = self.token.inner.state.lock();
-        state.connections.retain(|(id, _)| *id != self.id);
+        state.connections.retain(|watched| watched.id != self.id);
+    }
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::*;
+
+    fn is_shut_down(mut other: &UnixStream) -> bool {
+        other.set_nonblocking(true).expect("a socket");
+        matches!(other.read(&mut [0]), Ok(0))
+    }
+
+    fn wait_for_a_pause(token: &StopToken) {
+        while !token.is_paused() {
+            std::thread::yield_now();
+        }
+    }
+
+    /// The pause may learn late that it is over, on a busy machine; the connection is served again by then.
+    #[test]
+    fn a_pause_that_is_over_disconnects_nobody() {
+        let token = StopToken::new().expect("a token");
+        let (ours, theirs) = UnixStream::pair().expect("a pair");
+        let guard = token.watch(ours.try_clone().expect("a duplicate"));
+        std::thread::scope(|scope| {
+            let pause = scope.spawn(|| token.pause(Duration::from_millis(20)));
+            wait_for_a_pause(&token);
+            drop(guard);
+            token.resume();
+            let again = token.watch(ours.try_clone().expect("a duplicate"));
+            again.reading(true);
+            pause.join().expect("no panic");
+            assert!(!is_shut_down(&theirs));
+        });
+    }
+
+    /// A thread that the machine has not run yet will see the pause when it is run.
+    #[test]
+    fn only_who_is_in_a_message_is_disconnected() {
+        let token = StopToken::new().expect("a token");
+        let (ours, theirs) = UnixStream::pair().expect("a pair");
+        let (slow, slows) = UnixStream::pair().expect("a pair");
+        let idle = token.watch(ours);
+        let reading = token.watch(slow);
+        reading.reading(true);
+        std::thread::scope(|scope| {
+            let pause = scope.spawn(|| token.pause(Duration::from_millis(20)));
+            let deadline = Instant::now() + Duration::from_secs(10);
+            while !is_shut_down(&slows) {
+                assert!(Instant::now() < deadline, "who is in a message goes on for ever");
+                std::thread::yield_now();
+            }
+            drop(reading);
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!pause.is_finished(), "a connection is still served");
+            assert!(!is_shut_down(&theirs));
+            drop(idle);
+            pause.join().expect("no panic");
+        });
     }
 }
 

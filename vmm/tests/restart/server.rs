@@ -93,6 +93,15 @@ impl World {
     }
 }
 
+impl Drop for World {
+    #[expect(clippy::print_stderr, reason = "a failure is explained where it is shown")]
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("what the servers said:\n{}", self.log());
+        }
+    }
+}
+
 /// A running server; killed when dropped.
 pub(crate) struct Server {
     child: Child,
