@@ -335,3 +335,165 @@ told count
     image::check_flawless(&take(&scratch, &tools, "data.qcow2")?)?;
     Ok(())
 }
+
+/// Finds the hot-plugged disk by its serial number, and does what `say` tells the outer script that it waits for.
+const HOT: &str = r#"
+hot() { grep -lx HOT /sys/block/vd*/serial 2>/dev/null | cut -d/ -f4; }
+wait_hot() { until disk=$(hot) && [ -n "$disk" ]; do sleep 0.1; done; }
+wait_gone() { while [ -n "$(hot)" ]; do sleep 0.1; done; }
+address() { basename "$(readlink -f "/sys/block/$disk/device/..")"; }
+size() { cat "/sys/block/$disk/size"; }
+slots() { ls /sys/bus/pci/slots | sort -n | tr '\n' ' '; }
+if [ -e /root/sums ]; then
+    # After the restart: the added disk is there from the start, the one that was to go is not.
+    wait_hot
+    echo "after the restart $disk at $(address), data $(grep -cx DATA /sys/block/vd*/serial | grep -c ':1$')"
+    mount /dev/$disk /mnt
+    sha256sum -c /root/sums
+    umount /mnt
+    exit
+fi
+echo "slots $(slots)"
+echo "say ready"
+wait_hot
+echo "found $disk at $(address) $(size)"
+mkfs.ext4 -q /dev/$disk
+mount /dev/$disk /mnt
+fio --name=verified --directory=/mnt --size=8m --numjobs=2 --cpus_allowed=0,1 --cpus_allowed_policy=split \
+    --rw=randwrite --bsrange=4k-64k --ioengine=libaio --iodepth=16 --direct=1 --fsync=64 --fallocate=none \
+    --verify=crc32c --verify_fatal=1 --do_verify=1 --randseed=7 --eta=never --output=/tmp/fio || { cat /tmp/fio; exit 1; }
+sha256sum /mnt/verified* >/root/sums
+umount /mnt
+echo "say unmounted"
+wait_gone
+echo "say gone"
+wait_hot
+mount /dev/$disk /mnt
+sha256sum -c /root/sums
+umount /mnt
+before=$(size)
+echo "say again"
+while [ "$(size)" = "$before" ]; do sleep 0.1; done
+echo "grown $before $(size)"
+# Under load, and without being asked.
+fio --name=load --filename=/dev/$disk --offset=96m --size=64m --rw=randwrite --bs=16k --ioengine=libaio --iodepth=16 \
+    --direct=1 --time_based --runtime=500 --eta=never --output=/tmp/fio &
+load=$!
+sleep 2
+slot=$(address); slot=${slot#*:*:}; slot=$((0x${slot%.*}))
+echo 0 >/sys/bus/pci/slots/$slot/power
+[ -z "$(hot)" ] && echo "let go"
+wait $load 2>/dev/null || echo "the load has failed"
+echo "say let go"
+wait_hot
+echo "back $disk at $(address)"
+echo "say restart"
+until [ -e /run/asked ]; do
+    grep -q DATA /sys/block/vd*/serial || touch /run/asked
+    sleep 0.1
+done
+lab-reboot
+"#;
+
+#[test]
+fn disks_are_added_to_a_running_machine_and_removed_from_it() -> Result<(), Error> {
+    let lab = lab::require();
+    let scratch = Scratch::new()?;
+    let script = r#"
+./ringdisk image create -o cluster_size=16k hot.qcow2 128M >/dev/null
+run hot --control control & machine=$!
+wait_for() {
+    tries=0
+    until grep -q "say $1" hot.log 2>/dev/null; do
+        tries=$((tries + 1)); [ $tries -lt 900 ] || { told hot; exit 1; }
+        sleep 0.2
+    done
+}
+ctl() { ./ringdisk ctl --socket control "$@"; }
+say() { sed "s/^/$1 /"; }
+refused() { name=$1; shift; ctl "$@" 2>&1 | say "$name" || true; }
+HOT=path=hot.qcow2,id=hot,serial=HOT,num_queues=2
+wait_for ready
+refused missing disk-add --disk path=missing.qcow2
+refused twice disk-add --disk path=data.qcow2,id=other
+refused id disk-add --disk path=hot.qcow2,id=data.qcow2
+refused queues disk-add --disk path=hot.qcow2,num_queues=3
+head -c 1M /dev/zero >zeros
+refused corrupt disk-add --disk path=zeros
+refused nodisk disk-remove hot
+ctl info | say untouched
+ctl disk-add --disk "$HOT" | say added
+refused again disk-add --disk "$HOT"
+wait_for unmounted
+ctl pause >/dev/null
+refused paused disk-remove hot
+ctl info | say asked
+ctl resume >/dev/null
+wait_for gone
+./ringdisk image check hot.qcow2 | say check
+./ringdisk io --disk path=hot.qcow2 -c "read 0 4k" >/dev/null && echo "unlocked yes"
+ctl disk-add --disk "$HOT" | say added
+wait_for again
+ctl disk-resize hot 192M | say resized
+wait_for "let go"
+tries=0
+until ./ringdisk io --disk path=hot.qcow2 -c "read 0 4k" >/dev/null 2>&1; do
+    tries=$((tries + 1)); [ $tries -lt 50 ] || break
+    sleep 0.1
+done
+./ringdisk image check hot.qcow2 | say check
+ctl info | say without
+ctl disk-add --disk "$HOT" | say added
+wait_for restart
+ctl disk-remove data.qcow2 | say removed
+./ringdisk image check data.qcow2 | say check
+wait $machine && echo "ended 0" || echo "ended $?"
+told hot
+"#;
+    let (outcome, tools) = nested(&lab, &scratch, &[("hot", HOT)], script)?;
+    let all = outcome.lines().collect::<Vec<_>>().join("\n");
+    let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
+    let has = |wanted: &str| assert!(all.contains(wanted), "no {wanted:?}: {all}");
+    has("inner @@exit 0");
+    assert_eq!(value("ended "), "0", "{all}");
+    has("missing ringdisk: ");
+    for wanted in [
+        "twice ringdisk: disk data.qcow2 has the image data.qcow2; it can be shared only if both are readonly=on",
+        "id ringdisk: a disk is called `data.qcow2` already",
+        "queues ringdisk: disk hot.qcow2 has num_queues=3 for 2 CPUs",
+        "corrupt ringdisk: zeros does not start like a QCOW2 image",
+        "nodisk ringdisk: there is no disk `hot`; there are: root.qcow2, data.qcow2",
+        "again ringdisk: a disk is called `hot` already",
+        "paused ringdisk: the guest is paused: disk hot is removed when it goes on",
+        "unlocked yes",
+        "inner let go",
+        "inner the load has failed",
+    ] {
+        has(wanted);
+    }
+    assert!(!value("untouched ").contains("hot"), "{all}");
+    let places = ["inner found ", "inner back "].map(|key| value(key).split(' ').nth(2));
+    assert_eq!(places, [Some("0000:00:03.0"); 2], "{all}");
+    assert!(value("asked ").contains(r#""removing":true"#), "{all}");
+    assert!(!value("without ").contains("hot"), "{all}");
+    has("inner grown 262144 393216");
+    let checks: Vec<_> = outcome
+        .lines()
+        .filter(|line| line.starts_with("check "))
+        .collect();
+    assert!(
+        checks.len() >= 3 && checks.iter().all(|line| !line.contains("ERROR")),
+        "{checks:?}"
+    );
+    let sums = inner(&outcome)
+        .iter()
+        .filter(|line| line.ends_with(": OK"))
+        .count();
+    assert_eq!(sums, 4, "before and after the restart: {all}");
+    has("inner after the restart");
+    has("data 0");
+    for name in ["hot.qcow2", "data.qcow2"] {
+        image::check_flawless(&take(&scratch, &tools, name)?)?;
+    }
+    Ok(())
+}

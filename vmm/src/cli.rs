@@ -6,7 +6,7 @@ use std::io::Write;
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 
-use crate::control::{self, Request};
+use crate::control::{self, DiskKeys, Request};
 use crate::disk_config::{DiskConfig, keys_help};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
@@ -131,6 +131,18 @@ enum CtlRequest {
         /// Its new size, such as 20G
         size: String,
     },
+    /// Add a disk to the machine
+    #[command(after_help = keys_help())]
+    DiskAdd {
+        /// The disk: path=FILE, as the machine's process finds it, and other key=value pairs
+        #[arg(long, value_name = "KEY=VALUE,...")]
+        disk: String,
+    },
+    /// Ask the guest to let a disk go; answered when its image is closed
+    DiskRemove {
+        /// The disk's id or, without one, its path
+        id: String,
+    },
 }
 
 #[derive(Args, Debug)]
@@ -205,6 +217,10 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
                     let size = bytes.map_err(|error| CommandFailure::Usage(error.to_string()))?;
                     Request::DiskResize { id, size }
                 }
+                CtlRequest::DiskAdd { disk } => Request::DiskAdd {
+                    disk: DiskKeys::parse(&disk)?,
+                },
+                CtlRequest::DiskRemove { id } => Request::DiskRemove { id },
             };
             let answer = control::ask(&socket, &request)?;
             writeln!(std::io::stdout(), "{answer}")?;
@@ -223,13 +239,8 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
 fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, CommandFailure> {
     let disks = arguments.disk.iter().map(|text| DiskConfig::parse(text));
     let disks = disks.collect::<Result<Vec<_>, _>>()?;
-    if let Some(disk) = disks.iter().find(|disk| disk.num_queues > arguments.cpus) {
-        return Err(CommandFailure::Usage(format!(
-            "disk {} has num_queues={} for {} CPUs; a disk has at most as many queues as there are CPUs",
-            disk.name(),
-            disk.num_queues,
-            arguments.cpus
-        )));
+    for disk in &disks {
+        machine_run::check_queues(disk, arguments.cpus).map_err(CommandFailure::Usage)?;
     }
     let console = match arguments.serial.split_once('=') {
         None if arguments.serial == "tty" => ConsoleConfig::Terminal,

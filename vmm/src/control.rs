@@ -3,6 +3,7 @@
 //! What must stay true: whatever is sent, the machine goes on; a request is carried out whole before the next one is
 //! read; and a client that says nothing, half a message or too much costs a thread of eight and nothing else.
 
+use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -12,7 +13,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::disk_config::{DiskConfig, DiskConfigError};
 use crate::error::CommandFailure;
+use crate::key_value;
 use crate::socket::{Socket, SocketError};
 
 /// The longest request, in bytes.
@@ -37,6 +40,63 @@ pub enum Request {
         /// Its new size in bytes.
         size: u64,
     },
+    /// Add a disk.
+    DiskAdd {
+        /// What `--disk` takes.
+        disk: DiskKeys,
+    },
+    /// Ask the guest to let a disk go, and close it when it has.
+    DiskRemove {
+        /// The disk, by its id or, without one, its path.
+        id: String,
+    },
+}
+
+/// The keys of `--disk` with their values.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct DiskKeys(BTreeMap<String, Setting>);
+
+/// The value of a key: as text, or in the form that JSON has for it.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(untagged)]
+enum Setting {
+    /// `on` or `off`.
+    Switch(bool),
+    Number(u64),
+    Text(String),
+}
+
+impl DiskKeys {
+    /// The keys of a `--disk` text.
+    ///
+    /// # Errors
+    ///
+    /// As [`DiskConfig::parse`].
+    pub fn parse(text: &str) -> Result<Self, DiskConfigError> {
+        DiskConfig::parse(text)?;
+        let items = key_value::items(text).map_err(DiskConfigError::Syntax)?;
+        let keys = items.into_iter();
+        Ok(Self(
+            keys.map(|(key, value)| (key.to_owned(), Setting::Text(value.to_owned())))
+                .collect(),
+        ))
+    }
+
+    /// The disk that they describe.
+    ///
+    /// # Errors
+    ///
+    /// As [`DiskConfig::parse`].
+    pub fn config(&self) -> Result<DiskConfig, DiskConfigError> {
+        let text = |setting: &Setting| match setting {
+            Setting::Switch(true) => "on".to_owned(),
+            Setting::Switch(false) => "off".to_owned(),
+            Setting::Number(number) => number.to_string(),
+            Setting::Text(text) => text.clone(),
+        };
+        let items: Vec<_> = self.0.iter().map(|(key, setting)| (key, text(setting))).collect();
+        DiskConfig::from_items(items.iter().map(|(key, value)| (key.as_str(), value.as_str())))
+    }
 }
 
 /// Whoever carries requests out. The answer is what goes out beside `"ok": true`, or the error's text.
@@ -172,6 +232,11 @@ mod tests {
             Request::Pause {} => Err("it will not".to_owned()),
             Request::Resume {} => Ok(Value::Null),
             Request::DiskResize { id, size } => Ok(json!({ "id": id, "size": size })),
+            Request::DiskAdd { disk } => match disk.config() {
+                Ok(config) => Ok(json!({"id": config.name(), "queues": config.num_queues})),
+                Err(error) => Err(error.to_string()),
+            },
+            Request::DiskRemove { id } => Ok(json!({ "id": id })),
         };
         let control = Control::serve(&path, Arc::new(handler)).expect("a socket");
         (folder, path, control)
@@ -211,6 +276,85 @@ mod tests {
         };
         let answer = ask(&path, &resize).expect("an answer");
         assert_eq!(answer, json!({"ok": true, "id": "a", "size": 7}));
+    }
+
+    /// Every line of the page that is a request is one, and every request is on the page.
+    #[test]
+    fn the_documented_requests_are_the_ones_there_are() {
+        let page = include_str!("../../docs/control.md");
+        let mut examples: Vec<Value> = Vec::new();
+        for block in page.split("```json\n").skip(1) {
+            let block = block.split("```").next().expect("the end of the block");
+            let values = serde_json::Deserializer::from_str(block).into_iter();
+            examples.extend(values.map(|value| value.expect("JSON")));
+        }
+        let (requests, answers): (Vec<Value>, Vec<Value>) = examples
+            .into_iter()
+            .partition(|value| value.get("command").is_some());
+        let mut commands: Vec<&str> = Vec::new();
+        for request in requests {
+            let parsed: Request = serde_json::from_value(request).expect("a request");
+            commands.push(match parsed {
+                Request::Info {} => "info",
+                Request::Pause {} => "pause",
+                Request::Resume {} => "resume",
+                Request::DiskAdd { disk } => {
+                    disk.config().expect("a disk");
+                    "disk-add"
+                }
+                Request::DiskRemove { .. } => "disk-remove",
+                Request::DiskResize { .. } => "disk-resize",
+            });
+        }
+        assert_eq!(
+            commands,
+            [
+                "info",
+                "pause",
+                "resume",
+                "disk-add",
+                "disk-remove",
+                "disk-resize"
+            ]
+        );
+        assert_eq!(answers.len(), 7, "an answer for each, and an error");
+        for answer in answers {
+            let refused = answer["error"].is_string();
+            assert_eq!(answer["ok"], Value::Bool(!refused), "{answer}");
+        }
+    }
+
+    #[test]
+    fn a_disk_is_added_by_the_keys_of_the_command_line() {
+        let (_folder, path, _control) = served();
+        let text = r#"path="a,b.qcow2",id=a,num_queues=2,queue_affinity=[0@[0],1@[1-2]],readonly=on"#;
+        let keys = DiskKeys::parse(text).expect("a disk");
+        assert_eq!(keys.config(), DiskConfig::parse(text));
+        let answer = ask(&path, &Request::DiskAdd { disk: keys.clone() }).expect("an answer");
+        assert_eq!(answer, json!({"ok": true, "id": "a", "queues": 2}));
+        // The forms that JSON has for them mean the same.
+        let json = r#"{"path":"a,b.qcow2","id":"a","num_queues":2,"queue_affinity":"[0@[0],1@[1-2]]","readonly":true}"#;
+        let written: DiskKeys = serde_json::from_str(json).expect("keys");
+        assert_eq!(written.config(), keys.config());
+        for (disk, said) in [
+            (r#"{"path":"a","pth":"b"}"#, "unknown key `pth`"),
+            (r#"{"id":"b"}"#, "`path` is missing"),
+            (r#"{"path":"a","num_queues":0}"#, "`num_queues=0`"),
+            (r#"{"path":"a","num_queues":-1}"#, "not a request"),
+            (
+                r#"{"path":"a","readonly":1}"#,
+                "`readonly=1`: readonly takes on or off",
+            ),
+            (r#"{"path":["a"]}"#, "not a request"),
+            (r#""path=a""#, "not a request"),
+        ] {
+            let request = format!("{{\"command\":\"disk-add\",\"disk\":{disk}}}\n");
+            let answer = say(&path, request.as_bytes());
+            assert!(
+                answer.contains(said) && answer.contains("\"ok\":false"),
+                "{disk}: {answer}"
+            );
+        }
     }
 
     #[test]

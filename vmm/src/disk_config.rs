@@ -195,9 +195,20 @@ impl DiskConfig {
     ///
     /// [`DiskConfigError`], naming the key and what it takes.
     pub fn parse(text: &str) -> Result<Self, DiskConfigError> {
+        Self::from_items(key_value::items(text).map_err(DiskConfigError::Syntax)?)
+    }
+
+    /// As [`DiskConfig::parse`], of keys and values that are told apart already.
+    ///
+    /// # Errors
+    ///
+    /// [`DiskConfigError`], naming the key and what it takes.
+    pub fn from_items<'a>(
+        items: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Result<Self, DiskConfigError> {
         let mut config = Self::new(PathBuf::new());
         let mut seen: Vec<&'static str> = Vec::new();
-        for (name, value) in key_value::items(text).map_err(DiskConfigError::Syntax)? {
+        for (name, value) in items {
             let key = keys::find(name)?;
             if let Scope::Elsewhere(place) = key.scope {
                 return Err(DiskConfigError::NotHere { key: key.name, place });

@@ -8,7 +8,7 @@
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use block::file::{FileOptions, ImageFile, OpenFileError};
 use block::lock::{ImageLock, LockError, LockMode};
@@ -87,6 +87,20 @@ impl OpenedDisk {
     #[must_use]
     pub fn disk(&self) -> Arc<dyn Disk> {
         Arc::clone(&self.disk)
+    }
+
+    /// Lets the disk go, and its lock, when those who share it have done so; waits `patience` for them. `false`:
+    /// somebody still has it then, and the image stays locked until they let go.
+    #[must_use]
+    pub fn release(self, patience: Duration) -> bool {
+        let until = Instant::now() + patience;
+        while Arc::strong_count(&self.disk) > 1 {
+            if Instant::now() >= until {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        true
     }
 }
 

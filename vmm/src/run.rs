@@ -8,20 +8,19 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use block::worker::WorkerConfig;
-use block::{Context, Disk};
-use virtio_devices::transport::PciDiskConfig;
-
 use serde_json::{Value, json};
 
-use crate::control::{Control, Request};
+use crate::control::{Control, DiskKeys, Request};
 use crate::disk_config::DiskConfig;
-use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
+use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK, chain};
 use crate::machine::{
     Console, ConsoleConfig, Machine, MachineConfig, MachineError, Reason, Stop, restore_terminal,
 };
-use crate::open::{self, OpenedDisk};
 use crate::signals::StopSignals;
+
+mod disks;
+
+use disks::{Attached, Disks};
 
 /// What to run.
 #[derive(Clone, Debug)]
@@ -36,62 +35,18 @@ pub struct RunConfig {
     pub control: Option<PathBuf>,
 }
 
-/// A disk of the machine, open for as long as the program runs; machines come and go as the guest restarts.
-struct Attached {
-    config: DiskConfig,
-    opened: OpenedDisk,
-}
-
-impl Attached {
-    fn name(&self) -> String {
-        self.config.name()
-    }
-
-    /// How the machine shows it.
-    fn function(&self) -> PciDiskConfig {
-        let config = &self.config;
-        let worker = |queue: u16| {
-            WorkerConfig {
-                name: format!("queue {queue}"),
-                // Requests beyond this wait for a free slot.
-                depth: u32::from(config.queue_size).clamp(128, 1024) * 2,
-                cpus: config.cpus_of(queue).unwrap_or_default().to_vec(),
-                poll_max: config.poll_us.map_or(WorkerConfig::default().poll_max, |us| {
-                    Duration::from_micros(us.into())
-                }),
-                ..WorkerConfig::default()
-            }
-        };
-        PciDiskConfig {
-            name: self.name(),
-            num_queues: config.num_queues,
-            queue_size: config.queue_size,
-            serial: config.serial.clone().unwrap_or_default(),
-            workers: (0..config.num_queues).map(worker).collect(),
-        }
-    }
-
-    /// Closes the image as a clean shutdown should.
-    fn close(&self) -> Result<(), CommandFailure> {
-        let name = self.name();
-        let disk: Arc<dyn Disk> = self.opened.disk();
-        let cx = Context::syscalls();
-        let closed = cx.block_on(disk.close(&cx));
-        let about = |error: Box<dyn std::error::Error + Send + Sync>| {
-            CommandFailure::about(format!("disk {name} was not closed cleanly"), error)
-        };
-        closed
-            .map_err(|error| about(error.into()))?
-            .map_err(|error| about(error.into()))
-    }
-}
-
 /// What the control socket reaches: the machine of the moment, and its disks.
 struct Desk {
     config: MachineConfig,
-    disks: Vec<Attached>,
+    disks: Arc<Disks>,
+    /// Locked before the disks.
     machine: Mutex<Option<Machine>>,
+    /// Held by whoever adds a disk: two of one name are told apart before either is there.
+    adding: Mutex<()>,
 }
+
+/// How long a guest may take to let a disk go before whoever asked is told that it has not.
+const REMOVAL_MAX: Duration = Duration::from_secs(10);
 
 impl Desk {
     /// Does something with the machine, unless it is just starting again or ending.
@@ -102,21 +57,6 @@ impl Desk {
 
     fn set(&self, machine: Option<Machine>) {
         *self.machine.lock().unwrap_or_else(PoisonError::into_inner) = machine;
-    }
-
-    /// The slot of the disk with this id or, if it has none, this path.
-    fn slot_of(&self, id: &str) -> Result<usize, String> {
-        let found = self.disks.iter().position(|disk| disk.name() == id);
-        let names = || {
-            self.disks
-                .iter()
-                .map(Attached::name)
-                .collect::<Vec<_>>()
-                .join(", ")
-        };
-        found
-            .map(|index| index + 1)
-            .ok_or_else(|| format!("there is no disk `{id}`; there are: {}", names()))
     }
 
     fn answer(&self, request: Request) -> Result<Value, String> {
@@ -132,34 +72,80 @@ impl Desk {
                 machine.resume();
                 Ok(json!({"state": "running"}))
             }),
-            Request::DiskResize { id, size } => {
-                let slot = self.slot_of(&id)?;
-                self.with(|machine| {
-                    let grown = machine.resize(slot, size);
-                    let size = grown
-                        .map_err(|error| format!("disk {id} cannot be made {size} bytes large: {error}"))?;
-                    Ok(json!({ "id": id, "size": size }))
-                })
-            }
+            Request::DiskResize { id, size } => self.with(|machine| {
+                let slot = self.disks.find(&id, |slot, _| slot)?;
+                let grown = machine.resize(slot, size);
+                let size =
+                    grown.map_err(|error| format!("disk {id} cannot be made {size} bytes large: {error}"))?;
+                Ok(json!({ "id": id, "size": size }))
+            }),
+            Request::DiskAdd { disk } => self.add(&disk),
+            Request::DiskRemove { id } => self.remove(&id),
+        }
+    }
+
+    /// Adds a disk to the machine. If that fails all is as it was.
+    fn add(&self, keys: &DiskKeys) -> Result<Value, String> {
+        let config = keys.config().map_err(|error| error.to_string())?;
+        check_queues(&config, self.config.cpus)?;
+        let _alone = self.adding.lock().unwrap_or_else(PoisonError::into_inner);
+        self.disks.check(&config)?;
+        let disk = Attached::open(&config).map_err(|error| chain(&error))?;
+        let name = disk.name();
+        // Whatever keeps it from the machine, its image is closed as it should be.
+        let mut disk = Some(disk);
+        let added = self.with(|machine| {
+            let Some(opened) = disk.take() else {
+                return Err("it is added already".to_owned());
+            };
+            self.disks.add(machine, opened).map_err(|(error, back)| {
+                disk = Some(back);
+                chain(&error)
+            })
+        });
+        if let Some(Err(failure)) = disk.map(Attached::close) {
+            tracing::error!(error = failure.line(), "a disk that was not added");
+        }
+        let slot = added.map_err(|error| format!("disk {name} cannot be added: {error}"))?;
+        Ok(json!({"id": name, "address": address(slot)}))
+    }
+
+    /// Asks the guest to let a disk go, and waits until it is closed.
+    fn remove(&self, id: &str) -> Result<Value, String> {
+        let (departure, paused) = self.with(|machine| {
+            let (slot, departure) = self.disks.ask(id)?;
+            machine.ask_for(slot);
+            Ok((departure, machine.is_paused()))
+        })?;
+        if paused {
+            return Err(format!(
+                "the guest is paused: disk {id} is removed when it goes on and lets it go"
+            ));
+        }
+        match departure.wait(REMOVAL_MAX) {
+            Some(Ok(())) => Ok(json!({ "id": id })),
+            Some(Err(error)) => Err(format!("disk {id} is removed, but {error}")),
+            None => Err(format!(
+                "the guest has not let disk {id} go within {} s; it stays asked to, and the disk is removed when it does",
+                REMOVAL_MAX.as_secs()
+            )),
         }
     }
 
     fn info(&self, machine: &Machine) -> Value {
-        let disks: Vec<Value> = (1..)
-            .zip(&self.disks)
-            .map(|(slot, disk)| {
-                let info = disk.opened.disk().info();
-                json!({
-                    "id": disk.name(),
-                    "path": disk.config.path,
-                    "address": format!("0000:00:{slot:02x}.0"),
-                    "size": info.size_bytes,
-                    "readonly": info.read_only,
-                    "queues": disk.config.num_queues,
-                    "io": machine.driver_name(slot),
-                })
+        let disks = self.disks.map(|slot, disk| {
+            let info = disk.disk().info();
+            json!({
+                "id": disk.name(),
+                "path": disk.config.path,
+                "address": address(slot),
+                "size": info.size_bytes,
+                "readonly": info.read_only,
+                "queues": disk.config.num_queues,
+                "io": machine.driver_name(slot),
+                "removing": disk.asked,
             })
-            .collect();
+        });
         json!({
             "state": if machine.is_paused() { "paused" } else { "running" },
             "cpus": self.config.cpus,
@@ -168,6 +154,27 @@ impl Desk {
             "disks": disks,
         })
     }
+}
+
+/// Where a guest finds the disk in `slot`.
+fn address(slot: usize) -> String {
+    format!("0000:00:{slot:02x}.0")
+}
+
+/// Refuses a disk with more queues than the machine has CPUs.
+///
+/// # Errors
+///
+/// What is wrong, as a sentence.
+pub fn check_queues(disk: &DiskConfig, cpus: u16) -> Result<(), String> {
+    if disk.num_queues <= cpus {
+        return Ok(());
+    }
+    Err(format!(
+        "disk {} has num_queues={} for {cpus} CPUs; a disk has at most as many queues as there are CPUs",
+        disk.name(),
+        disk.num_queues,
+    ))
 }
 
 /// Refuses disks that name one image or one id twice.
@@ -204,42 +211,42 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
     payload.map_err(|error| CommandFailure::Failed(error.into()))?;
     let signals =
         StopSignals::block().map_err(|error| CommandFailure::about("cannot wait for signals", error))?;
-    let failed = |error: MachineError| CommandFailure::Failed(error.into());
     let mut disks = Vec::new();
     for disk in &config.disks {
-        let opened = open::open(disk).map_err(|error| CommandFailure::Failed(error.into()))?;
-        let config = disk.clone();
-        disks.push(Attached { config, opened });
+        disks.push(Attached::open(disk).map_err(|error| CommandFailure::Failed(error.into()))?);
     }
+    let disks = Disks::new(disks);
+    let desk = Arc::new(Desk {
+        config: config.machine.clone(),
+        disks: Arc::new(disks.map_err(|error| CommandFailure::about("cannot start a thread", error))?),
+        machine: Mutex::default(),
+        adding: Mutex::default(),
+    });
+    let ended = live(config, &desk, signals);
+    let closed = desk.disks.close();
+    ended.and(closed).map(|()| EXIT_OK)
+}
+
+/// One machine after another, until one ends that is not to start again.
+fn live(config: &RunConfig, desk: &Arc<Desk>, signals: StopSignals) -> Result<(), CommandFailure> {
     let stop = Arc::new(Stop::default());
     let console =
         Console::open(&config.console, &stop).map_err(|error| CommandFailure::Failed(error.into()))?;
     stop_on_signal(signals, &stop)
         .map_err(|error| CommandFailure::about("cannot wait for signals", error))?;
-
-    let desk = Arc::new(Desk {
-        config: config.machine.clone(),
-        disks,
-        machine: Mutex::new(None),
-    });
-    let control = match &config.control {
+    let _control = match &config.control {
         Some(path) => {
-            let asked = Arc::clone(&desk);
+            let asked = Arc::clone(desk);
             let control = Control::serve(path, Arc::new(move |request| asked.answer(request)));
             Some(control.map_err(|error| CommandFailure::Failed(error.into()))?)
         }
         None => None,
     };
-
-    let mut ended = Ok(EXIT_OK);
     loop {
-        match start(&desk, &console, &stop) {
-            Ok(machine) => desk.set(Some(machine)),
-            Err(error) => {
-                ended = Err(failed(error));
-                break;
-            }
-        }
+        let machine = start(desk, &console, &stop);
+        desk.set(Some(
+            machine.map_err(|error| CommandFailure::Failed(error.into()))?,
+        ));
         let reason = stop.wait();
         // Whoever asks at the control socket is answered first.
         let machine = desk.machine.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -248,36 +255,20 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
             machine.end();
         }
         match reason {
-            Reason::Reset if stop.restarted() => {}
-            Reason::Failed(told) => {
-                ended = Err(CommandFailure::Failed(told.into()));
-                break;
-            }
-            _ => break,
+            Reason::Reset if stop.restarted() => desk.disks.leave_asked(),
+            Reason::Failed(told) => return Err(CommandFailure::Failed(told.into())),
+            _ => return Ok(()),
         }
     }
-    drop((console, control));
-    for disk in &desk.disks {
-        let closed = disk.close();
-        ended = ended.and_then(|code| closed.map(|()| code));
-    }
-    ended
 }
 
 fn start(desk: &Desk, console: &Console, stop: &Arc<Stop>) -> Result<Machine, MachineError> {
-    let machine = Machine::new(&desk.config, console, stop)?;
-    for disk in &desk.disks {
-        let plugged = machine.plug(None, disk.opened.disk(), disk.function());
-        match plugged {
-            Ok(slot) => {
-                let driver = machine.driver_name(slot);
-                tracing::info!(disk = %disk.name(), slot, driver, "plugged in");
-            }
-            Err(error) => {
-                machine.end();
-                return Err(error);
-            }
-        }
+    let disks = Arc::clone(&desk.disks);
+    let ejected = Arc::new(move |slot| disks.leave(slot));
+    let machine = Machine::new(&desk.config, console, stop, ejected)?;
+    if let Err(error) = desk.disks.plug_all(&machine) {
+        machine.end();
+        return Err(error);
     }
     machine.resume();
     Ok(machine)

@@ -37,38 +37,61 @@ struct PortRange {
     device: Mutex<Box<dyn Ports>>,
 }
 
-/// All that answers.
+/// What is plugged into each slot.
 #[derive(Debug, Default)]
-pub(super) struct Bus {
-    ports: Vec<PortRange>,
-    slots: Mutex<[Option<Function>; SLOTS]>,
-    address: Mutex<u32>,
-}
+pub(super) struct Slots(Mutex<[Option<Function>; SLOTS]>);
 
-impl Bus {
-    /// Adds a device at `count` ports from `first` on.
-    pub(super) fn add_ports(&mut self, first: u16, count: u16, device: Box<dyn Ports>) {
-        let device = Mutex::new(device);
-        self.ports.push(PortRange { first, count, device });
-    }
-
+impl Slots {
     /// Plugs a function into a slot, or takes out what is there. Returns what was there.
-    pub(super) fn set_slot(&self, slot: usize, function: Option<Function>) -> Option<Function> {
-        let mut slots = lock(&self.slots);
+    pub(super) fn set(&self, slot: usize, function: Option<Function>) -> Option<Function> {
+        let mut slots = lock(&self.0);
         std::mem::replace(slots.get_mut(slot)?, function)
     }
 
     /// The lowest slot that is free.
-    pub(super) fn free_slot(&self) -> Option<usize> {
-        lock(&self.slots)
-            .iter()
-            .skip(1)
-            .position(Option::is_none)
-            .map(|slot| slot + 1)
+    pub(super) fn free(&self) -> Option<usize> {
+        let slots = lock(&self.0);
+        (1..SLOTS).find(|&slot| matches!(slots.get(slot), Some(None)))
     }
 
     fn function(&self, slot: usize) -> Option<Function> {
-        lock(&self.slots).get(slot)?.clone()
+        lock(&self.0).get(slot)?.clone()
+    }
+
+    /// The function whose window an address is in, and where in it.
+    fn at(&self, address: u64) -> Option<(Function, u64)> {
+        let functions: Vec<Function> = lock(&self.0).iter().flatten().cloned().collect();
+        functions.into_iter().find_map(|function| {
+            let window = lock(&*function).window()?;
+            window
+                .contains(&address)
+                .then(|| (function, address - window.start))
+        })
+    }
+}
+
+/// All that answers.
+#[derive(Debug)]
+pub(super) struct Bus {
+    ports: Vec<PortRange>,
+    slots: Arc<Slots>,
+    address: Mutex<u32>,
+}
+
+impl Bus {
+    /// A bus with these slots and nothing else.
+    pub(super) fn new(slots: Arc<Slots>) -> Self {
+        Self {
+            ports: Vec::new(),
+            slots,
+            address: Mutex::default(),
+        }
+    }
+
+    /// Adds a device at `count` ports from `first` on.
+    pub(super) fn add_ports(&mut self, first: u16, count: u16, device: Box<dyn Ports>) {
+        let device = Mutex::new(device);
+        self.ports.push(PortRange { first, count, device });
     }
 
     /// A guest reads from a port. Where nothing is there are ones.
@@ -125,41 +148,30 @@ impl Bus {
             for (byte, value) in data.iter_mut().zip(word.to_le_bytes().iter().skip(within.into())) {
                 *byte = *value;
             }
-        } else if let Some(function) = self.function(slot) {
+        } else if let Some(function) = self.slots.function(slot) {
             lock(&*function).read_config(register + within, data);
         }
     }
 
     fn write_config(&self, within: u16, data: &[u8]) {
         if let Some((slot, register)) = self.selected()
-            && let Some(function) = self.function(slot)
+            && let Some(function) = self.slots.function(slot)
         {
             lock(&*function).write_config(register + within, data);
         }
     }
 
-    /// The function whose window an address is in, and where in it.
-    fn at(&self, address: u64) -> Option<(Function, u64)> {
-        let functions: Vec<Function> = lock(&self.slots).iter().flatten().cloned().collect();
-        functions.into_iter().find_map(|function| {
-            let window = lock(&*function).window()?;
-            window
-                .contains(&address)
-                .then(|| (function, address - window.start))
-        })
-    }
-
     /// A guest reads where no memory is. Where nothing is there are ones.
     pub(super) fn read_memory(&self, address: u64, data: &mut [u8]) {
         data.fill(0xFF);
-        if let Some((function, offset)) = self.at(address) {
+        if let Some((function, offset)) = self.slots.at(address) {
             lock(&*function).read(offset, data);
         }
     }
 
     /// A guest writes where no memory is.
     pub(super) fn write_memory(&self, address: u64, data: &[u8]) {
-        if let Some((function, offset)) = self.at(address) {
+        if let Some((function, offset)) = self.slots.at(address) {
             lock(&*function).write(offset, data);
         }
     }

@@ -141,6 +141,12 @@ impl KvmMachine {
         Ok(event)
     }
 
+    /// Sets the level of a pin of the interrupt controllers.
+    pub(super) fn set_line(&self, pin: u32, high: bool) -> io::Result<()> {
+        let done = self.vm.set_irq_line(pin, high);
+        done.map_err(|error| io::Error::from_raw_os_error(error.errno()))
+    }
+
     /// Gives KVM the whole table: it cannot be changed in part.
     fn apply(&self, routes: &Routes) -> io::Result<()> {
         let mut entries = arch::pin_routes();

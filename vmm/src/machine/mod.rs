@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! Machine ── KvmMachine (memory, interrupts)
-//!    ├────── Cpus (a thread each) ──exits──▶ Bus ──▶ serial port, power, PCI configuration
+//!    ├────── Cpus (a thread each) ──exits──▶ Bus ──▶ serial port, power, hot-plug, PCI configuration
 //!    └────── disks: VirtioPciBlock, whose workers hear kicks from KVM itself
 //! ```
 //!
@@ -13,6 +13,7 @@
 
 mod bus;
 mod console;
+mod hotplug;
 mod kvm;
 mod memory;
 mod vcpu;
@@ -33,7 +34,8 @@ pub use memory::{MemoryConfig, MemoryError};
 pub use vcpu::Exits;
 pub use x86_64::BootError;
 
-use bus::{Bus, Function};
+use bus::{Bus, Function, Slots};
+use hotplug::{Hotplug, HotplugPorts};
 use vcpu::Cpus;
 use x86_64 as arch;
 
@@ -184,29 +186,67 @@ impl Stop {
 /// A disk in its slot.
 type Plugged = Arc<Mutex<VirtioPciBlock>>;
 
+/// Who is told that a guest has let a disk go: the slot. On the CPU's thread, so it returns soon; from then on the
+/// machine does not use the disk.
+pub type Ejected = Arc<dyn Fn(usize) + Send + Sync>;
+
+/// All disks, as those who plug see them and as the bus does.
+#[derive(Debug, Default)]
+struct Disks {
+    plugged: Mutex<BTreeMap<usize, Plugged>>,
+    slots: Arc<Slots>,
+}
+
+impl Disks {
+    /// Takes a disk out of its slot and drains it. `false`: there was none.
+    fn unplug(&self, slot: usize) -> bool {
+        let Some(disk) = lock(&self.plugged).remove(&slot) else {
+            return false;
+        };
+        self.slots.set(slot, None);
+        // The map is not locked meanwhile: a drain takes as long as the host's disk does.
+        if let Err(error) = lock(&disk).unplug() {
+            tracing::error!(slot, %error, "a disk's queues cannot be drained");
+        }
+        true
+    }
+}
+
 /// A machine, from its first instruction to its end.
 #[derive(Debug)]
 pub struct Machine {
     kvm: Arc<KvmMachine>,
-    bus: Arc<Bus>,
     cpus: Cpus,
-    disks: Mutex<BTreeMap<usize, Plugged>>,
+    hotplug: Arc<Hotplug>,
+    disks: Arc<Disks>,
 }
 
 impl Machine {
-    /// A machine that is ready to run, paused.
+    /// A machine that is ready to run, paused. `ejected` is told of the disks that the guest lets go.
     ///
     /// # Errors
     ///
     /// [`MachineError`].
-    pub fn new(config: &MachineConfig, console: &Console, stop: &Arc<Stop>) -> Result<Self, MachineError> {
+    pub fn new(
+        config: &MachineConfig,
+        console: &Console,
+        stop: &Arc<Stop>,
+        ejected: Ejected,
+    ) -> Result<Self, MachineError> {
         let found = config.cpus;
         if found == 0 || found > CPUS_MAX {
             return Err(MachineError::Cpus { found });
         }
         let memory = memory::make(&config.memory, arch::memory_layout)?;
         let kvm = KvmMachine::new(memory)?;
-        let mut bus = Bus::default();
+        let disks = Arc::new(Disks::default());
+        let hotplug = Arc::new(make_hotplug(&kvm, &disks, ejected));
+        let mut bus = Bus::new(Arc::clone(&disks.slots));
+        bus.add_ports(
+            arch::HOTPLUG_PORT,
+            hotplug::REGISTER_BYTES,
+            Box::new(HotplugPorts(Arc::clone(&hotplug))),
+        );
         let serial = console.attach(kvm.pin(arch::SERIAL_PIN)?);
         bus.add_ports(arch::SERIAL_PORT, arch::SERIAL_PORTS, Box::new(serial));
         bus.add_ports(
@@ -225,13 +265,14 @@ impl Machine {
         let cpus = Cpus::start(cpus, &bus, stop)?;
         Ok(Self {
             kvm,
-            bus,
             cpus,
-            disks: Mutex::default(),
+            hotplug,
+            disks,
         })
     }
 
-    /// Plugs a disk into `slot`, or the lowest free one. Answers which.
+    /// Plugs a disk into `slot`, or the lowest free one. Answers which. A guest that runs finds it when it is
+    /// told: [`Machine::announce`].
     ///
     /// # Errors
     ///
@@ -242,9 +283,9 @@ impl Machine {
         disk: Arc<dyn Disk>,
         config: PciDiskConfig,
     ) -> Result<usize, MachineError> {
-        let mut disks = lock(&self.disks);
+        let mut disks = lock(&self.disks.plugged);
         let slot = slot
-            .or_else(|| self.bus.free_slot())
+            .or_else(|| self.disks.slots.free())
             .ok_or(MachineError::NoSlot)?;
         if slot == 0 || slot >= SLOTS || disks.contains_key(&slot) {
             return Err(MachineError::NoSlot);
@@ -253,14 +294,28 @@ impl Machine {
         let bus = Arc::new(KvmBus(Arc::clone(&self.kvm)));
         let function = VirtioPciBlock::new(disk, self.kvm.memory().clone(), bus, window, config)?;
         let function = Arc::new(Mutex::new(function));
-        self.bus.set_slot(slot, Some(Arc::clone(&function) as Function));
+        self.disks
+            .slots
+            .set(slot, Some(Arc::clone(&function) as Function));
         disks.insert(slot, function);
         Ok(slot)
     }
 
+    /// Tells the guest that there is a new disk in `slot`.
+    pub fn announce(&self, slot: usize) {
+        self.hotplug.insert(slot);
+    }
+
+    /// Asks the guest to let go the disk in `slot`. It does so, or not, when it likes.
+    pub fn ask_for(&self, slot: usize) {
+        self.hotplug.ask(slot);
+    }
+
     /// Lets the guest run.
     pub fn resume(&self) {
-        lock(&self.disks).values().for_each(|disk| lock(disk).resume());
+        lock(&self.disks.plugged)
+            .values()
+            .for_each(|disk| lock(disk).resume());
         self.cpus.resume();
     }
 
@@ -273,7 +328,7 @@ impl Machine {
     pub fn pause(&self) -> io::Result<()> {
         self.cpus.pause();
         let mut result = Ok(());
-        for disk in lock(&self.disks).values() {
+        for disk in lock(&self.disks.plugged).values() {
             result = result.and(lock(disk).pause());
         }
         result
@@ -290,7 +345,7 @@ impl Machine {
     ///
     /// [`ResizeError`]; the disk has its old size then.
     pub fn resize(&self, slot: usize, size_bytes: u64) -> Result<u64, ResizeError> {
-        let plugged = lock(&self.disks).get(&slot).cloned();
+        let plugged = lock(&self.disks.plugged).get(&slot).cloned();
         let plugged = plugged.ok_or(ResizeError::NoDisk)?;
         let size_bytes = lock(&plugged).resize(size_bytes)?;
         Ok(size_bytes)
@@ -299,7 +354,7 @@ impl Machine {
     /// What carries out the I/O of the disk in `slot`.
     #[must_use]
     pub fn driver_name(&self, slot: usize) -> &'static str {
-        let plugged = lock(&self.disks).get(&slot).cloned();
+        let plugged = lock(&self.disks.plugged).get(&slot).cloned();
         plugged.map_or("none", |disk| lock(&disk).driver_name())
     }
 
@@ -311,11 +366,24 @@ impl Machine {
     /// Ends the machine: no CPU runs any more, and every disk's requests are answered. The disks stay open.
     pub fn end(&self) {
         self.cpus.end();
-        for (slot, disk) in std::mem::take(&mut *lock(&self.disks)) {
-            self.bus.set_slot(slot, None);
-            if let Err(error) = lock(&disk).unplug() {
-                tracing::error!(slot, %error, "a disk's queues cannot be drained");
-            }
+        for slot in 0..SLOTS {
+            self.disks.unplug(slot);
         }
     }
+}
+
+fn make_hotplug(kvm: &Arc<KvmMachine>, disks: &Arc<Disks>, ejected: Ejected) -> Hotplug {
+    let (machine, disks) = (Arc::clone(kvm), Arc::clone(disks));
+    Hotplug::new(
+        move |high| {
+            if let Err(error) = machine.set_line(arch::HOTPLUG_PIN, high) {
+                tracing::error!(%error, "the guest cannot be told of its disks");
+            }
+        },
+        move |slot| {
+            if disks.unplug(slot) {
+                ejected(slot);
+            }
+        },
+    )
 }

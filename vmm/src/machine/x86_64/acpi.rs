@@ -14,6 +14,7 @@ use acpi_tables::xsdt::XSDT;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::boot::BootError;
+use super::hotplug_aml::{event_device, slots};
 use super::{
     IOAPIC, LAPIC, RESET_PORT, RESET_VALUE, SERIAL_PIN, SERIAL_PORT, SERIAL_PORTS, SLEEP_OFF, SLEEP_PORT,
     WINDOWS,
@@ -81,7 +82,7 @@ pub(super) fn write(memory: &GuestMemoryMmap, cpus: u16) -> Result<u64, BootErro
     first.put(&Rsdp::new(OEM, xsdt))
 }
 
-/// The definition block: the PCI bus, the serial port, the CPUs, and what "off" is called.
+/// The definition block: the PCI bus and its slots, the serial port, the CPUs, and what "off" is called.
 fn dsdt(cpus: u16) -> Sdt {
     let mut body = Vec::new();
     let name = |name: &str| Path::new(name);
@@ -111,6 +112,8 @@ fn dsdt(cpus: u16) -> Sdt {
         ],
     )
     .to_aml_bytes(&mut body);
+    slots(&mut body);
+    event_device(&mut body);
     aml::Device::new(
         name("_SB_.COM1"),
         vec![
@@ -140,4 +143,88 @@ fn dsdt(cpus: u16) -> Sdt {
     let mut dsdt = Sdt::new(*b"DSDT", 36, 6, OEM, OEM_TABLE, 1);
     dsdt.append_slice(&body);
     dsdt
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vm_memory::Bytes;
+
+    /// The tables of a machine, by signature, found from the first one as a kernel finds them.
+    fn tables(cpus: u16) -> Vec<([u8; 4], Vec<u8>)> {
+        let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 1 << 20)]).expect("memory");
+        let first = write(&memory, cpus).expect("room for tables");
+        let bytes = |at: u64, len: usize| {
+            let mut bytes = vec![0; len];
+            memory.read_slice(&mut bytes, GuestAddress(at)).expect("memory");
+            bytes
+        };
+        let u64_in =
+            |bytes: &[u8], at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        let table = |at: u64| {
+            let len = u32::from_le_bytes(bytes(at + 4, 4).try_into().expect("four bytes"));
+            let table = bytes(at, len as usize);
+            let sum = table.iter().fold(0u8, |sum, byte| sum.wrapping_add(*byte));
+            assert_eq!(sum, 0, "the checksum of {:?}", &table[..4]);
+            (table[..4].try_into().expect("a signature"), table)
+        };
+        let rsdp = bytes(first, 36);
+        assert_eq!(&rsdp[..8], b"RSD PTR ");
+        let (_, xsdt) = table(u64_in(&rsdp, 24));
+        let mut found: Vec<_> = xsdt[36..].chunks(8).map(|at| table(u64_in(at, 0))).collect();
+        let (_, fadt) = found.iter().find(|(name, _)| name == b"FACP").expect("a FADT");
+        let dsdt = u64_in(fadt, 140);
+        found.push(table(dsdt));
+        found
+    }
+
+    fn find(tables: &[([u8; 4], Vec<u8>)], name: [u8; 4]) -> &[u8] {
+        &tables
+            .iter()
+            .find(|(found, _)| *found == name)
+            .expect("the table")
+            .1
+    }
+
+    #[test]
+    fn every_cpu_up_to_the_most_is_in_the_tables_once() {
+        for cpus in [1, 4, 32] {
+            let tables = tables(cpus);
+            let madt = find(&tables, *b"APIC");
+            let mut rest = &madt[44..];
+            let (mut ids, mut ioapics) = (Vec::new(), 0);
+            while let [kind, len, ..] = *rest {
+                match kind {
+                    // Enabled: the flags' first bit.
+                    0 if rest[4] & 1 == 1 => ids.push((rest[2], rest[3])),
+                    1 => ioapics += 1,
+                    _ => {}
+                }
+                rest = &rest[usize::from(len)..];
+            }
+            let wanted: Vec<_> = (0..cpus as u8).map(|cpu| (cpu, cpu)).collect();
+            assert_eq!((ids, ioapics), (wanted, 1));
+            let dsdt = find(&tables, *b"DSDT");
+            let devices = dsdt.windows(8).filter(|bytes| bytes == b"ACPI0007").count();
+            assert_eq!(devices, usize::from(cpus));
+        }
+    }
+
+    #[test]
+    fn every_slot_but_the_bridges_can_be_ejected() {
+        let tables = tables(2);
+        let dsdt = find(&tables, *b"DSDT");
+        let count = |wanted: &[u8]| {
+            dsdt.windows(wanted.len())
+                .filter(|bytes| *bytes == wanted)
+                .count()
+        };
+        assert_eq!(count(b"_EJ0"), 31);
+        assert_eq!(count(b"_SUN"), 31);
+        assert_eq!((count(b"ACPI0013"), count(b"_EVT")), (1, 1));
+        // The pin of the event device: level, active high, ours alone, as a whole descriptor.
+        assert_eq!(count(&[0x89, 6, 0, 1, 1, 5, 0, 0, 0]), 1);
+        // Slot 31's address, and nobody has one beyond it.
+        assert_eq!((count(b"S31_"), count(b"S32_"), count(b"S00_")), (3, 0, 0));
+    }
 }

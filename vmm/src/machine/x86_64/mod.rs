@@ -13,6 +13,7 @@
 mod acpi;
 mod boot;
 mod cpu;
+mod hotplug_aml;
 
 use kvm_bindings::{
     KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE,
@@ -33,6 +34,9 @@ use std::sync::Arc;
 pub(super) const PINS: u32 = 24;
 /// The pin of the serial port.
 pub(super) const SERIAL_PIN: u32 = 4;
+/// The pin of the hot-plug registers, and their ports.
+pub(super) const HOTPLUG_PIN: u32 = 5;
+pub(super) const HOTPLUG_PORT: u16 = 0x610;
 /// The ports of the serial port.
 pub(super) const SERIAL_PORT: u16 = 0x3F8;
 pub(super) const SERIAL_PORTS: u16 = 8;

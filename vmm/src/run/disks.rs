@@ -1,0 +1,382 @@
+//! The disks of a machine, open for as long as they are its own; machines come and go as the guest restarts.
+//!
+//! What must stay true: a disk that the guest has let go is closed before anybody is told that it is removed, and
+//! before the program ends; and no disk is closed that a machine still has.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use block::worker::WorkerConfig;
+use block::{Context, Disk};
+use virtio_devices::transport::PciDiskConfig;
+
+use crate::disk_config::DiskConfig;
+use crate::error::CommandFailure;
+use crate::machine::{Machine, MachineError};
+use crate::open::{self, OpenError, OpenedDisk};
+
+/// How long those who look at a disk that is closed may take to look away.
+const SHARED_MAX: Duration = Duration::from_secs(5);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How a removal ended, once it has.
+#[derive(Debug, Default)]
+pub(super) struct Departure {
+    ended: Mutex<Option<Result<(), String>>>,
+    told: Condvar,
+}
+
+impl Departure {
+    fn end(&self, result: Result<(), String>) {
+        *lock(&self.ended) = Some(result);
+        self.told.notify_all();
+    }
+
+    /// Waits until the disk is closed: whether that went well. `None`: it was not within `patience`.
+    pub(super) fn wait(&self, patience: Duration) -> Option<Result<(), String>> {
+        let waited = self
+            .told
+            .wait_timeout_while(lock(&self.ended), patience, |ended| ended.is_none());
+        let (ended, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        ended.clone()
+    }
+}
+
+/// A disk of the machine, open and locked.
+#[derive(Debug)]
+pub(super) struct Attached {
+    pub(super) config: DiskConfig,
+    opened: OpenedDisk,
+    /// Whether the guest was asked to let it go.
+    pub(super) asked: bool,
+    departure: Arc<Departure>,
+}
+
+impl Attached {
+    pub(super) fn open(config: &DiskConfig) -> Result<Self, OpenError> {
+        Ok(Self {
+            opened: open::open(config)?,
+            config: config.clone(),
+            asked: false,
+            departure: Arc::default(),
+        })
+    }
+
+    pub(super) fn name(&self) -> String {
+        self.config.name()
+    }
+
+    pub(super) fn disk(&self) -> Arc<dyn Disk> {
+        self.opened.disk()
+    }
+
+    /// How the machine shows it.
+    fn function(&self) -> PciDiskConfig {
+        let config = &self.config;
+        let worker = |queue: u16| {
+            WorkerConfig {
+                name: format!("queue {queue}"),
+                // Requests beyond this wait for a free slot.
+                depth: u32::from(config.queue_size).clamp(128, 1024) * 2,
+                cpus: config.cpus_of(queue).unwrap_or_default().to_vec(),
+                poll_max: config.poll_us.map_or(WorkerConfig::default().poll_max, |us| {
+                    Duration::from_micros(us.into())
+                }),
+                ..WorkerConfig::default()
+            }
+        };
+        PciDiskConfig {
+            name: self.name(),
+            num_queues: config.num_queues,
+            queue_size: config.queue_size,
+            serial: config.serial.clone().unwrap_or_default(),
+            workers: (0..config.num_queues).map(worker).collect(),
+        }
+    }
+
+    fn plug(&self, machine: &Machine, slot: Option<usize>) -> Result<usize, MachineError> {
+        let slot = machine.plug(slot, self.disk(), self.function())?;
+        let driver = machine.driver_name(slot);
+        tracing::info!(disk = %self.name(), slot, driver, "plugged in");
+        Ok(slot)
+    }
+
+    /// Closes the image as a clean shutdown should, and lets go its lock.
+    pub(super) fn close(self) -> Result<(), CommandFailure> {
+        let name = self.name();
+        let disk = self.disk();
+        let cx = Context::syscalls();
+        let closed = cx.block_on(disk.close(&cx));
+        drop(cx);
+        let released = self.opened.release(SHARED_MAX);
+        let about = |error: Box<dyn std::error::Error + Send + Sync>| {
+            CommandFailure::about(format!("disk {name} was not closed cleanly"), error)
+        };
+        closed
+            .map_err(|error| about(error.into()))?
+            .map_err(|error| about(error.into()))?;
+        if released {
+            Ok(())
+        } else {
+            Err(about("its image is closed but still locked".into()))
+        }
+    }
+}
+
+/// All of them, by slot.
+#[derive(Debug)]
+pub(super) struct Disks {
+    present: Mutex<BTreeMap<usize, Attached>>,
+    /// Whoever closes those that leave; `None` once nobody does any more.
+    closer: Mutex<Option<(Sender<Attached>, JoinHandle<()>)>>,
+}
+
+impl Disks {
+    /// These disks, in the slots from 1 on.
+    ///
+    /// # Errors
+    ///
+    /// If there is no thread to close them later.
+    pub(super) fn new(disks: Vec<Attached>) -> std::io::Result<Self> {
+        let (leaving, left) = mpsc::channel::<Attached>();
+        let closer = std::thread::Builder::new()
+            .name("closer".to_owned())
+            .spawn(move || left.into_iter().for_each(depart))?;
+        Ok(Self {
+            present: Mutex::new((1..).zip(disks).collect()),
+            closer: Mutex::new(Some((leaving, closer))),
+        })
+    }
+
+    /// Plugs all of them into a machine that does not run yet.
+    pub(super) fn plug_all(&self, machine: &Machine) -> Result<(), MachineError> {
+        for (&slot, disk) in &*lock(&self.present) {
+            disk.plug(machine, Some(slot))?;
+        }
+        Ok(())
+    }
+
+    /// Plugs a further one into a machine that runs, into the slot that is answered.
+    ///
+    /// # Errors
+    ///
+    /// Why not, with the disk.
+    pub(super) fn add(&self, machine: &Machine, disk: Attached) -> Result<usize, (MachineError, Attached)> {
+        // A guest may let it go before it is told of it: that waits until it is here.
+        let mut present = lock(&self.present);
+        let slot = match disk.plug(machine, None) {
+            Ok(slot) => slot,
+            Err(error) => return Err((error, disk)),
+        };
+        present.insert(slot, disk);
+        drop(present);
+        machine.announce(slot);
+        Ok(slot)
+    }
+
+    /// Whether a further disk may be added, by its names.
+    pub(super) fn check(&self, config: &DiskConfig) -> Result<(), String> {
+        let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        for disk in lock(&self.present).values() {
+            let name = disk.name();
+            if name == config.name() {
+                return Err(format!(
+                    "a disk is called `{name}` already; give the new one another id"
+                ));
+            }
+            let shared = disk.config.readonly && config.readonly;
+            if !shared && real(&disk.config.path) == real(&config.path) {
+                let path = config.path.display();
+                return Err(format!(
+                    "disk {name} has the image {path}; it can be shared only if both are readonly=on"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Does something with the disk of this id or, if it has none, this path, and its slot.
+    ///
+    /// # Errors
+    ///
+    /// If there is none; names those there are.
+    pub(super) fn find<T>(
+        &self,
+        id: &str,
+        work: impl FnOnce(usize, &mut Attached) -> T,
+    ) -> Result<T, String> {
+        let mut present = lock(&self.present);
+        if let Some((&slot, disk)) = present.iter_mut().find(|(_, disk)| disk.name() == id) {
+            return Ok(work(slot, disk));
+        }
+        let names: Vec<String> = present.values().map(Attached::name).collect();
+        Err(format!(
+            "there is no disk `{id}`; there are: {}",
+            names.join(", ")
+        ))
+    }
+
+    /// Notes that the guest is asked to let a disk go. Answers the slot, and where to wait.
+    pub(super) fn ask(&self, id: &str) -> Result<(usize, Arc<Departure>), String> {
+        self.find(id, |slot, disk| {
+            disk.asked = true;
+            (slot, Arc::clone(&disk.departure))
+        })
+    }
+
+    /// What `look` makes of each disk and its slot.
+    pub(super) fn map<T>(&self, look: impl Fn(usize, &Attached) -> T) -> Vec<T> {
+        let present = lock(&self.present);
+        present.iter().map(|(&slot, disk)| look(slot, disk)).collect()
+    }
+
+    /// The guest has let go what was in `slot`: it will be closed. Returns at once.
+    pub(super) fn leave(&self, slot: usize) {
+        let Some(disk) = lock(&self.present).remove(&slot) else {
+            return;
+        };
+        let (name, asked) = (disk.name(), disk.asked);
+        tracing::info!(disk = %name, slot, asked, "the guest has let a disk go");
+        let closer = lock(&self.closer).as_ref().map(|(leaving, _)| leaving.clone());
+        // Nobody else closes disks at the program's end, when no guest runs any more.
+        match closer.map(|leaving| leaving.send(disk)) {
+            Some(Ok(())) => {}
+            Some(Err(mpsc::SendError(disk))) => depart(disk),
+            None => tracing::error!(disk = %name, "let go after the machine's end"),
+        }
+    }
+
+    /// The guest starts again, with no idea of what it was asked for: the disks that were to go are gone then.
+    pub(super) fn leave_asked(&self) {
+        let asked = self.map(|slot, disk| disk.asked.then_some(slot));
+        asked.into_iter().flatten().for_each(|slot| self.leave(slot));
+    }
+
+    /// Closes all; no machine runs any more. Answers the first that went wrong.
+    pub(super) fn close(&self) -> Result<(), CommandFailure> {
+        if let Some((leaving, closer)) = lock(&self.closer).take() {
+            drop(leaving);
+            if closer.join().is_err() {
+                tracing::error!("the thread that closes disks has panicked");
+            }
+        }
+        let mut result = Ok(());
+        for (_, disk) in std::mem::take(&mut *lock(&self.present)) {
+            let closed = disk.close();
+            result = result.and(closed);
+        }
+        result
+    }
+}
+
+/// Closes a disk and tells those who wait for it.
+fn depart(disk: Attached) {
+    let (name, departure) = (disk.name(), Arc::clone(&disk.departure));
+    let closed = disk.close().map_err(|failure| failure.line().unwrap_or_default());
+    match &closed {
+        Ok(()) => tracing::info!(disk = %name, "removed"),
+        Err(error) => tracing::error!(%error, "a disk that the guest has let go"),
+    }
+    departure.end(closed);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Raw images `a` and `b` of 1 MiB, open, in the slots 1 and 2.
+    fn two() -> (tempfile::TempDir, Disks) {
+        let folder = tempfile::tempdir().expect("a folder");
+        let disks = ["a", "b"].map(|id| {
+            let path = folder.path().join(id);
+            let file = std::fs::File::create(&path).expect("an image");
+            file.set_len(1 << 20).expect("its length");
+            Attached::open(&config(&folder, id)).expect("a disk")
+        });
+        let disks = Disks::new(disks.into()).expect("a thread");
+        (folder, disks)
+    }
+
+    fn config(folder: &tempfile::TempDir, id: &str) -> DiskConfig {
+        let path = folder.path().join(id);
+        DiskConfig::parse(&format!("path={},id={id},image_type=raw", path.display())).expect("a disk")
+    }
+
+    const SOON: Duration = Duration::from_secs(20);
+    const NOW: Duration = Duration::ZERO;
+
+    #[test]
+    fn a_disk_that_left_is_closed_and_its_image_free_when_it_is_told() {
+        let (folder, disks) = two();
+        let (slot, departure) = disks.ask("b").expect("a disk");
+        assert_eq!((slot, departure.wait(NOW)), (2, None));
+        assert_eq!(
+            disks.map(|slot, disk| (slot, disk.asked)),
+            [(1, false), (2, true)]
+        );
+        assert!(Attached::open(&config(&folder, "b")).is_err(), "it is locked");
+        // Somebody who still looks at it holds the answer up.
+        let looked_at = disks.find("b", |_, disk| disk.disk()).expect("a disk");
+        disks.leave(2);
+        assert_eq!(departure.wait(Duration::from_millis(100)), None);
+        drop(looked_at);
+        assert_eq!(departure.wait(SOON), Some(Ok(())));
+        Attached::open(&config(&folder, "b")).expect("nobody has it any more");
+        assert_eq!(
+            disks.ask("b").expect_err("it is gone"),
+            "there is no disk `b`; there are: a"
+        );
+        // An empty slot that is let go is nothing.
+        disks.leave(2);
+        disks.leave(31);
+        disks.close().expect("a clean close");
+    }
+
+    #[test]
+    fn what_was_asked_for_is_gone_when_the_guest_starts_again_and_nothing_else() {
+        let (_folder, disks) = two();
+        let (_, departure) = disks.ask("a").expect("a disk");
+        disks.leave_asked();
+        assert_eq!(departure.wait(SOON), Some(Ok(())));
+        assert_eq!(disks.map(|slot, disk| (slot, disk.name())), [(2, "b".to_owned())]);
+        disks.close().expect("a clean close");
+    }
+
+    #[test]
+    fn the_end_waits_for_disks_that_are_leaving() {
+        let (folder, disks) = two();
+        let (_, departure) = disks.ask("a").expect("a disk");
+        disks.leave(1);
+        disks.close().expect("a clean close");
+        assert_eq!(departure.wait(NOW), Some(Ok(())));
+        for id in ["a", "b"] {
+            Attached::open(&config(&folder, id)).expect("nobody has it any more");
+        }
+    }
+
+    #[test]
+    fn names_and_images_that_are_in_use_are_told_apart() {
+        let (folder, disks) = two();
+        let refused = |text: String| {
+            let config = DiskConfig::parse(&text).expect("a disk");
+            disks.check(&config).expect_err("it is in use")
+        };
+        let path = folder.path().display();
+        let said = refused(format!("path={path}/c,id=a"));
+        assert_eq!(said, "a disk is called `a` already; give the new one another id");
+        let said = refused(format!(
+            "path={path}/../{}/a,id=c",
+            folder.path().file_name().expect("a name").display()
+        ));
+        assert!(said.starts_with("disk a has the image "), "{said}");
+        disks.check(&config(&folder, "c")).expect("it is not there yet");
+        disks.close().expect("a clean close");
+    }
+}
