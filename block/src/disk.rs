@@ -66,7 +66,7 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// Makes everything durable and leaves the image as a clean shutdown should. Call it when the queues
     /// have drained and are dropped; a disk dropped without it is as safe as after a power cut.
     ///
-    /// Nothing waits for the host's space any more from here on.
+    /// Nothing waits for the host's space or a rate limit any more from here on.
     fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>>;
 
     /// Makes the disk larger; `size_bytes` is rounded down to whole sectors. Durable when it is answered. What is new
@@ -83,8 +83,9 @@ pub trait Disk: Send + Sync + fmt::Debug {
         Box::pin(async { Err(IoError::Unsupported) })
     }
 
-    /// Ends every wait for the host's space, and lets none begin while the answer lives: whoever drains a queue
-    /// holds one meanwhile, as a request that waits may wait for ever. `None` from a disk that never waits.
+    /// Ends every wait for the host's space and for a rate limit, and lets none begin while the answer lives: whoever
+    /// drains a queue holds one meanwhile, as a request that waits may wait for ever. `None` from a disk that never
+    /// waits.
     fn hold_off(&self) -> Option<HoldOff> {
         None
     }

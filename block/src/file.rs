@@ -137,7 +137,7 @@ pub struct ImageFile {
     no_punch: AtomicBool,
     no_zero_range: AtomicBool,
     syncs: Syncs,
-    holds: Holds,
+    holds: Arc<Holds>,
     reports: Reports,
 }
 
@@ -227,7 +227,7 @@ impl ImageFile {
             no_punch: AtomicBool::new(false),
             no_zero_range: AtomicBool::new(false),
             syncs: Syncs::default(),
-            holds: Holds::default(),
+            holds: Arc::default(),
             reports: Reports::default(),
         }
     }
@@ -239,11 +239,7 @@ impl ImageFile {
 
     /// Ends all waits for space, and lets none begin while the answer lives.
     pub fn hold_off(self: &Arc<Self>) -> HoldOff {
-        HoldOff::new(Arc::clone(self))
-    }
-
-    pub(crate) fn holds(&self) -> &Holds {
-        &self.holds
+        HoldOff::new(Arc::clone(&self.holds))
     }
 
     /// The messages about this image.

@@ -1,4 +1,5 @@
-//! Waiting for the host's space, where that was asked for (`werror=wait`).
+//! Waits of a disk that end when it is to drain: for the host's space, where that was asked for (`werror=wait`), and for
+//! the tokens of a rate limit ([`crate::throttle`]).
 //!
 //! A write that the host has no space for is then not answered but tried again after a moment, which grows from
 //! [`WAIT_MIN`] to [`WAIT_MAX`]. A wait ends early when the disk's queues are to drain: whoever drains takes a
@@ -14,8 +15,9 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-use crate::sync::Mutex;
+use smallvec::{SmallVec, smallvec};
 
+use crate::sync::Mutex;
 use crate::task::Context;
 
 /// How long to wait before the first further try.
@@ -23,7 +25,7 @@ pub const WAIT_MIN: Duration = Duration::from_millis(50);
 /// The longest wait between two tries.
 pub const WAIT_MAX: Duration = Duration::from_secs(2);
 
-/// The waits for space of one image, shared by all its workers.
+/// The waits of one image or disk, shared by all its workers.
 #[derive(Default)]
 pub(crate) struct Holds {
     wanted: AtomicBool,
@@ -125,28 +127,35 @@ impl Drop for Place<'_> {
     }
 }
 
-/// As long as this lives, nothing waits for an image's space: see [`Disk::hold_off`](crate::Disk::hold_off).
+/// As long as this lives, nothing of a disk waits: see [`Disk::hold_off`](crate::Disk::hold_off).
 #[derive(Debug)]
 #[must_use = "waits may begin again when this is dropped"]
 pub struct HoldOff {
-    file: Arc<crate::file::ImageFile>,
+    holds: SmallVec<[Arc<Holds>; 2]>,
 }
 
 impl HoldOff {
-    pub(crate) fn new(file: Arc<crate::file::ImageFile>) -> Self {
-        file.holds().turn_off();
-        Self { file }
+    pub(crate) fn new(holds: Arc<Holds>) -> Self {
+        holds.turn_off();
+        Self {
+            holds: smallvec![holds],
+        }
+    }
+
+    /// This one holds off what `other` does, too.
+    pub(crate) fn join(&mut self, mut other: Self) {
+        self.holds.append(&mut other.holds);
     }
 
     /// Nothing waits from here on.
     pub fn for_good(self) {
-        self.file.holds().turn_off();
+        self.holds.iter().for_each(|holds| holds.turn_off());
     }
 }
 
 impl Drop for HoldOff {
     fn drop(&mut self) {
-        self.file.holds().turn_on();
+        self.holds.iter().for_each(|holds| holds.turn_on());
     }
 }
 

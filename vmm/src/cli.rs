@@ -7,7 +7,7 @@ use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 
 use crate::control::{self, DiskKeys, Request};
-use crate::disk_config::{DiskConfig, keys_help};
+use crate::disk_config::{DiskConfig, RateLimitGroups, keys_help};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
 use crate::{image, io, logging, run as machine_run, size, vhost_user};
@@ -63,6 +63,10 @@ struct VhostUserArguments {
     /// A disk: path=FILE and other key=value pairs
     #[arg(long, required = true, num_args = 1.., value_name = "KEY=VALUE,...")]
     disk: Vec<String>,
+    /// Rate limits that several disks share: id=NAME with the keys bw_... and ops_... of --disk; disks name it with
+    /// rate_limit_group=NAME
+    #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
+    rate_limit_group: Vec<String>,
     /// Let guests go on with a new server if this one is killed
     ///
     /// Clients that can reconnect keep track of what is in flight, and a change is answered only when the
@@ -99,6 +103,10 @@ struct RunArguments {
     /// A disk: path=FILE and other key=value pairs; can be repeated
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     disk: Vec<String>,
+    /// Rate limits that several disks share: id=NAME with the keys bw_... and ops_... of --disk; disks name it with
+    /// rate_limit_group=NAME
+    #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
+    rate_limit_group: Vec<String>,
     /// Where the serial console is: tty, off, file=PATH or socket=PATH
     #[arg(long, value_name = "PLACE", default_value = "tty")]
     serial: String,
@@ -150,6 +158,10 @@ struct IoArguments {
     /// The disk: path=FILE and other key=value pairs
     #[arg(long, required = true, value_name = "KEY=VALUE,...")]
     disk: String,
+    /// Rate limits that several disks share: id=NAME with the keys bw_... and ops_... of --disk; disks name it with
+    /// rate_limit_group=NAME
+    #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
+    rate_limit_group: Vec<String>,
     /// How many queues to spread aio_read and aio_write over [default: the disk's num_queues]
     #[arg(long, value_name = "N")]
     queues: Option<u16>,
@@ -183,14 +195,12 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
         Command::VhostUser(VhostUserArguments {
             socket,
             disk,
+            rate_limit_group,
             restartable,
             takeover,
             sandbox,
         }) => {
-            let disks = disk
-                .iter()
-                .map(|text| DiskConfig::parse(text))
-                .collect::<Result<Vec<_>, _>>()?;
+            let disks = disk_configs(&disk, &RateLimitGroups::parse(&rate_limit_group)?)?;
             if socket.len() != disks.len() {
                 return Err(CommandFailure::Usage(format!(
                     "{} --socket for {} --disk; each disk needs a socket of its own",
@@ -229,16 +239,32 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
         Command::Run(arguments) => machine_run::run(&run_config(arguments)?),
         Command::Io(IoArguments {
             disk,
+            rate_limit_group,
             queues,
             commands,
-        }) => io::run(DiskConfig::parse(&disk)?, queues, &commands),
+        }) => {
+            let mut disk = DiskConfig::parse(&disk)?;
+            RateLimitGroups::parse(&rate_limit_group)?.join(&mut disk)?;
+            io::run(disk, queues, &commands)
+        }
         Command::Image(command) => image::run(command),
     }
 }
 
+/// The disks of a command line, each in its group.
+fn disk_configs(disks: &[String], groups: &RateLimitGroups) -> Result<Vec<DiskConfig>, CommandFailure> {
+    let mut configs = Vec::new();
+    for text in disks {
+        let mut config = DiskConfig::parse(text)?;
+        groups.join(&mut config)?;
+        configs.push(config);
+    }
+    Ok(configs)
+}
+
 fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, CommandFailure> {
-    let disks = arguments.disk.iter().map(|text| DiskConfig::parse(text));
-    let disks = disks.collect::<Result<Vec<_>, _>>()?;
+    let rate_limit_groups = RateLimitGroups::parse(&arguments.rate_limit_group)?;
+    let disks = disk_configs(&arguments.disk, &rate_limit_groups)?;
     for disk in &disks {
         machine_run::check_queues(disk, arguments.cpus).map_err(CommandFailure::Usage)?;
     }
@@ -265,6 +291,7 @@ fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, Command
             memory: memory_config(&arguments.memory)?,
         },
         disks,
+        rate_limit_groups,
         console,
         control: arguments.control,
     })

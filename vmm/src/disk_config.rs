@@ -11,11 +11,15 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use block::throttle::RateLimits;
+
 use crate::key_value::{self, SyntaxError};
 
 mod keys;
+mod rate;
 
 pub use keys::{KEYS, Key, Scope, keys_help};
+pub use rate::{GroupMember, RateLimitGroupError, RateLimitGroups};
 
 /// The format of an image.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -90,6 +94,10 @@ pub struct DiskConfig {
     pub werror: WriteErrors,
     /// How long an idle worker polls before it sleeps, at most, in microseconds; adaptive if absent.
     pub poll_us: Option<u32>,
+    /// The disk's own rate limits.
+    pub rate_limits: RateLimits,
+    /// The group whose rate limits it shares; then it has none of its own.
+    pub rate_limit_group: Option<GroupMember>,
 }
 
 /// The most queues a disk can have: what a vhost-user message can number.
@@ -141,6 +149,24 @@ pub enum DiskConfigError {
         /// What it takes.
         takes: &'static str,
     },
+    /// A limit is given by half.
+    #[error("--disk: `{key}` is given without `{missing}`, which takes {takes}")]
+    Incomplete {
+        /// The key that is there.
+        key: &'static str,
+        /// The key that is not.
+        missing: &'static str,
+        /// What that takes.
+        takes: &'static str,
+    },
+    /// There is no such group.
+    #[error("--disk: `rate_limit_group={id}`: {}", rate::known(known))]
+    UnknownGroup {
+        /// The group.
+        id: String,
+        /// The groups there are.
+        known: Vec<String>,
+    },
     /// Two keys contradict each other.
     #[error("--disk: `{key}` contradicts `{other}`: {why}")]
     Contradiction {
@@ -184,6 +210,8 @@ impl DiskConfig {
             discard_no_unref: false,
             werror: WriteErrors::Report,
             poll_us: None,
+            rate_limits: RateLimits::default(),
+            rate_limit_group: None,
         }
     }
 
@@ -208,6 +236,7 @@ impl DiskConfig {
     ) -> Result<Self, DiskConfigError> {
         let mut config = Self::new(PathBuf::new());
         let mut seen: Vec<&'static str> = Vec::new();
+        let mut limits = rate::LimitKeys::default();
         for (name, value) in items {
             let key = keys::find(name)?;
             if let Scope::Elsewhere(place) = key.scope {
@@ -217,8 +246,20 @@ impl DiskConfig {
                 return Err(DiskConfigError::Duplicate { key: key.name });
             }
             seen.push(key.name);
-            config.set(key, value)?;
+            let taken = match limits.try_set(key.name, value) {
+                None => config.try_set(key.name, value),
+                Some(taken) => taken,
+            };
+            taken.ok_or_else(|| DiskConfigError::Value {
+                key: key.name,
+                value: value.to_owned(),
+                takes: key.takes,
+            })?;
         }
+        config.rate_limits = limits.finish().map_err(|(key, missing)| {
+            let takes = keys::find(missing).map_or("", |key| key.takes);
+            DiskConfigError::Incomplete { key, missing, takes }
+        })?;
         if !seen.contains(&"path") {
             return Err(DiskConfigError::NoPath {
                 takes: keys::find("path")?.takes,
@@ -239,15 +280,6 @@ impl DiskConfig {
     pub fn cpus_of(&self, queue: u16) -> Option<&[usize]> {
         let entry = self.queue_affinity.iter().find(|entry| entry.queue == queue)?;
         Some(&entry.cpus)
-    }
-
-    fn set(&mut self, key: &Key, value: &str) -> Result<(), DiskConfigError> {
-        self.try_set(key.name, value)
-            .ok_or_else(|| DiskConfigError::Value {
-                key: key.name,
-                value: value.to_owned(),
-                takes: key.takes,
-            })
     }
 
     /// Stores one value; `None` if the key does not take it.
@@ -298,6 +330,7 @@ impl DiskConfig {
                 };
             }
             "poll_us" => self.poll_us = Some(number(value, 0, MAX_POLL_US)?),
+            "rate_limit_group" => self.rate_limit_group = Some(GroupMember::of(non_empty(value)?)),
             _ => return None,
         }
         Some(())
@@ -316,6 +349,15 @@ impl DiskConfig {
             if self.discard_no_unref {
                 return contradiction("discard_no_unref=on", raw(), "a raw disk has no clusters to keep");
             }
+        }
+        if let (Some(group), false) = (&self.rate_limit_group, self.rate_limits.is_empty()) {
+            let own = if self.rate_limits.bandwidth.is_some() {
+                "bw_size"
+            } else {
+                "ops_size"
+            };
+            let other = format!("rate_limit_group={}", group.id());
+            return contradiction(own, other, "a disk has limits of its own or those of a group");
         }
         if self.readonly && self.werror == WriteErrors::Wait {
             return contradiction("werror=wait", "readonly=on".to_owned(), "nothing is written");

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fmt;
 use std::io;
 
-use crate::disk_config::DiskConfigError;
+use crate::disk_config::{DiskConfigError, RateLimitGroupError};
 
 /// The exit code of a command that did its work.
 pub const EXIT_OK: u8 = 0;
@@ -55,6 +55,12 @@ impl CommandFailure {
 
 impl From<DiskConfigError> for CommandFailure {
     fn from(error: DiskConfigError) -> Self {
+        Self::Usage(error.to_string())
+    }
+}
+
+impl From<RateLimitGroupError> for CommandFailure {
+    fn from(error: RateLimitGroupError) -> Self {
         Self::Usage(error.to_string())
     }
 }

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use block::file::{FileOptions, ImageFile, OpenFileError};
 use block::lock::{ImageLock, LockError, LockMode};
 use block::raw::RawDisk;
+use block::throttle::{Limiter, ThrottledDisk};
 use block::worker::WorkerConfig;
 use block::{Context, Disk, IoError, OpenQueueError};
 use qcow::{OpenOptions, QcowDisk};
@@ -52,6 +53,14 @@ pub enum OpenError {
     /// The raw disk refused.
     #[error(transparent)]
     Raw(#[from] OpenQueueError),
+    /// The disk's group was not made.
+    #[error("{}: its rate limit group `{id}` is not there", path.display())]
+    RateLimitGroup {
+        /// The file.
+        path: PathBuf,
+        /// The group.
+        id: String,
+    },
     /// The QCOW2 image, or one below it, cannot be used.
     #[error(transparent)]
     Qcow(#[from] qcow::OpenError),
@@ -119,6 +128,30 @@ pub fn open(config: &DiskConfig) -> Result<OpenedDisk, OpenError> {
 ///
 /// As [`open`].
 pub fn open_as(config: &DiskConfig, persist_mappings: bool) -> Result<OpenedDisk, OpenError> {
+    let limiter = limiter(config)?;
+    let mut opened = open_unlimited(config, persist_mappings)?;
+    if let Some(limiter) = limiter {
+        opened.disk = ThrottledDisk::new(opened.disk, limiter);
+    }
+    Ok(opened)
+}
+
+/// What the disk's requests wait for, if for anything.
+fn limiter(config: &DiskConfig) -> Result<Option<Arc<Limiter>>, OpenError> {
+    match &config.rate_limit_group {
+        Some(member) => {
+            let limiter = member.limiter().ok_or_else(|| OpenError::RateLimitGroup {
+                path: config.path.clone(),
+                id: member.id().to_owned(),
+            })?;
+            Ok(Some(Arc::clone(limiter)))
+        }
+        None if config.rate_limits.is_empty() => Ok(None),
+        None => Ok(Some(Limiter::new(&config.rate_limits))),
+    }
+}
+
+fn open_unlimited(config: &DiskConfig, persist_mappings: bool) -> Result<OpenedDisk, OpenError> {
     let cx = Context::syscalls();
     match image_type(config, &cx)? {
         ImageType::Raw => {

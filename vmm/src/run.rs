@@ -11,7 +11,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::control::{Control, DiskKeys, Request};
-use crate::disk_config::DiskConfig;
+use crate::disk_config::{DiskConfig, RateLimitGroups};
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK, chain};
 use crate::machine::{
     Console, ConsoleConfig, Machine, MachineConfig, MachineError, Reason, Stop, restore_terminal,
@@ -29,6 +29,8 @@ pub struct RunConfig {
     pub machine: MachineConfig,
     /// Its disks.
     pub disks: Vec<DiskConfig>,
+    /// The groups whose rate limits disks share, those that are added later too.
+    pub rate_limit_groups: RateLimitGroups,
     /// Its console.
     pub console: ConsoleConfig,
     /// Where it can be asked and told things.
@@ -38,6 +40,7 @@ pub struct RunConfig {
 /// What the control socket reaches: the machine of the moment, and its disks.
 struct Desk {
     config: MachineConfig,
+    rate_limit_groups: RateLimitGroups,
     disks: Arc<Disks>,
     /// Locked before the disks.
     machine: Mutex<Option<Machine>>,
@@ -86,7 +89,9 @@ impl Desk {
 
     /// Adds a disk to the machine. If that fails all is as it was.
     fn add(&self, keys: &DiskKeys) -> Result<Value, String> {
-        let config = keys.config().map_err(|error| error.to_string())?;
+        let mut config = keys.config().map_err(|error| error.to_string())?;
+        let joined = self.rate_limit_groups.join(&mut config);
+        joined.map_err(|error| error.to_string())?;
         check_queues(&config, self.config.cpus)?;
         let _alone = self.adding.lock().unwrap_or_else(PoisonError::into_inner);
         self.disks.check(&config)?;
@@ -218,6 +223,7 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
     let disks = Disks::new(disks);
     let desk = Arc::new(Desk {
         config: config.machine.clone(),
+        rate_limit_groups: config.rate_limit_groups.clone(),
         disks: Arc::new(disks.map_err(|error| CommandFailure::about("cannot start a thread", error))?),
         machine: Mutex::default(),
         adding: Mutex::default(),

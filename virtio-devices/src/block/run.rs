@@ -14,8 +14,10 @@ pub(crate) enum FlushError {
     Disk(#[from] IoError),
 }
 
-/// Makes durable what the disk has answered before.
+/// Makes durable what the disk has answered before. Whoever asks may be a guest's CPU: nothing waits for space or for
+/// a rate limit meanwhile.
 pub(crate) fn flush(worker: &WorkerHandle, disk: Arc<dyn Disk>) -> Result<(), FlushError> {
+    let _off = disk.hold_off();
     worker.block_on(move |cx| {
         let queue = disk.open_queue(cx);
         Box::pin(async move {

@@ -145,7 +145,7 @@ impl Device for InProcess {
         else {
             return Err(WorkerGone.into());
         };
-        // What waits for space would hold the drain up for as long as there is none.
+        // What waits for space or for a rate limit would hold the drain up for as long.
         let _off = self.device.disk().hold_off();
         worker.remove(id)?;
         Ok(report.next_available())

@@ -95,6 +95,11 @@ struct Board {
 
 impl Board {
     fn new(queues: u16) -> Self {
+        Self::with(queues, |disk| disk)
+    }
+
+    /// With what `wrap` makes of a disk in memory.
+    fn with(queues: u16, wrap: impl FnOnce(Arc<dyn block::Disk>) -> Arc<dyn block::Disk>) -> Self {
         let bench = Arc::new(Bench::default());
         let disk = MemDisk::new();
         let memory = guest_memory(None);
@@ -106,8 +111,8 @@ impl Board {
             workers: (0..queues).map(|_| WorkerConfig::default()).collect(),
         };
         let machine = Arc::clone(&bench) as Arc<dyn Machine>;
-        let function =
-            VirtioPciBlock::new(disk.disk(), memory.clone(), machine, WINDOW, config).expect("a function");
+        let function = VirtioPciBlock::new(wrap(disk.disk()), memory.clone(), machine, WINDOW, config)
+            .expect("a function");
         Self {
             bench,
             disk,
@@ -351,6 +356,47 @@ fn a_reset_returns_when_nothing_is_in_flight_any_more() {
         board.function.write(20, &[0]);
     });
     assert_eq!(driver.take_used().map(|used| used.0), Some(u32::from(head)));
+}
+
+/// One request an hour: the guest's debt must not hold up those who pause or reset it, nor the flush of a pause.
+#[test]
+fn neither_a_pause_nor_a_reset_waits_for_a_rate_limit() {
+    use block::throttle::{Limiter, Rate, RateLimits, ThrottledDisk};
+    let hourly = Rate {
+        size: 1,
+        refill: Duration::from_secs(3600),
+        one_time_burst: 0,
+    };
+    let limiter = Limiter::new(&RateLimits {
+        bandwidth: None,
+        ops: Some(hourly),
+    });
+    let mut board = Board::with(1, |disk| ThrottledDisk::new(disk, limiter));
+    board.negotiate(VERSION_1);
+    let mut driver = board.enable(0);
+    board.set(20, 1, 15);
+    let took_one = |board: &mut Board, driver: &mut Driver| {
+        let heads = [1, 2, 3].map(|fill| write(driver, fill));
+        board.kick(0);
+        std::thread::sleep(Duration::from_millis(50));
+        (heads, driver.take_used().is_some())
+    };
+    let began = Instant::now();
+    let (_, one) = took_one(&mut board, &mut driver);
+    assert!(one, "a bucket begins full");
+    assert_eq!(driver.take_used(), None, "the others wait");
+    board.function.pause().expect("a flush");
+    assert!(driver.take_used().is_some() && driver.take_used().is_some());
+    let flushed = board.disk.log().last().map(|entry| entry.0);
+    assert_eq!(flushed, Some(block::Op::Flush));
+    board.function.resume();
+    let (heads, one) = took_one(&mut board, &mut driver);
+    assert!(!one, "what passed is owed");
+    board.set(20, 1, 0);
+    for head in heads {
+        assert_eq!(driver.take_used().map(|used| used.0), Some(u32::from(head)));
+    }
+    assert!(began.elapsed() < Duration::from_secs(10));
 }
 
 #[test]

@@ -155,7 +155,7 @@ impl Vring {
     /// Stops the queue, if it runs, by draining it. A broken queue needs a new kick to start again.
     pub(super) fn stop(&mut self, worker: &WorkerHandle, disk: &dyn Disk) -> Result<(), WorkerGone> {
         if let Some(Running { id, report }) = self.running.take() {
-            // What waits for space, on whichever queue, would hold the drain up for as long as there is none.
+            // What waits for space or for a rate limit, on whichever queue, would hold the drain up for as long.
             let _off = disk.hold_off();
             worker.remove(id)?;
             self.next_available = report.next_available();

@@ -29,7 +29,9 @@ pub struct Key {
 const ON_OFF: &str = "on or off";
 const OUR_VM: &str = "it applies to disks of a virtual machine that Ringdisk runs itself; \
                       here the program that attaches the disk sets it";
-const LIMITS: &str = "rate limits apply to disks of a virtual machine that Ringdisk runs itself";
+const BYTES: &str = "bytes from 1 up, such as 100M";
+const NUMBER: &str = "a number from 1 up";
+const MILLIS: &str = "milliseconds from 1 to 4294967295";
 const CLIENT: &str = "it tells a virtual machine where its disk's server is; \
                       a server takes its socket from --socket";
 const CREATE: &str = "it applies to images that are created";
@@ -127,16 +129,46 @@ pub static KEYS: &[Key] = &[
         "adaptive",
         "how long an idle worker polls before it sleeps",
     ),
+    here(
+        "bw_size",
+        BYTES,
+        "no limit",
+        "bytes read and written in one bw_refill_time",
+    ),
+    here(
+        "bw_one_time_burst",
+        BYTES,
+        "none",
+        "further bytes in the beginning",
+    ),
+    here(
+        "bw_refill_time",
+        MILLIS,
+        "no limit",
+        "the time in which bw_size comes again",
+    ),
+    here("ops_size", NUMBER, "no limit", "requests in one ops_refill_time"),
+    here(
+        "ops_one_time_burst",
+        NUMBER,
+        "none",
+        "further requests in the beginning",
+    ),
+    here(
+        "ops_refill_time",
+        MILLIS,
+        "no limit",
+        "the time in which ops_size comes again",
+    ),
+    here(
+        "rate_limit_group",
+        "the id of a --rate-limit-group",
+        "none",
+        "the disks whose limits it shares, instead of limits of its own",
+    ),
     elsewhere("iommu", OUR_VM),
     elsewhere("pci_segment", OUR_VM),
     elsewhere("pci_device_id", OUR_VM),
-    elsewhere("bw_size", LIMITS),
-    elsewhere("bw_one_time_burst", LIMITS),
-    elsewhere("bw_refill_time", LIMITS),
-    elsewhere("ops_size", LIMITS),
-    elsewhere("ops_one_time_burst", LIMITS),
-    elsewhere("ops_refill_time", LIMITS),
-    elsewhere("rate_limit_group", LIMITS),
     elsewhere("vhost_user", CLIENT),
     elsewhere("socket", CLIENT),
     elsewhere("cow", CREATE),
@@ -175,7 +207,7 @@ pub fn keys_help() -> String {
             about,
             ..
         } = key;
-        text += &format!("  {name:<17} {about}; takes {takes} [default: {default}]\n");
+        text += &format!("  {name:<18} {about}; takes {takes} [default: {default}]\n");
     }
     text
 }

@@ -2,6 +2,7 @@
 
 use super::*;
 use block::lock::LockGranularity;
+use block::throttle::Rate;
 
 fn parse(text: &str) -> DiskConfig {
     DiskConfig::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"))
@@ -61,6 +62,8 @@ fn every_key_reaches_its_field() {
         discard_no_unref: true,
         werror: WriteErrors::Report,
         poll_us: Some(50),
+        rate_limits: RateLimits::default(),
+        rate_limit_group: None,
     };
     assert_eq!(config, expected);
     assert_eq!(config.name(), "d0");
@@ -85,6 +88,140 @@ fn writes_without_space_fail_unless_they_are_to_wait() {
     );
 }
 
+fn rate(size: u64, refill_ms: u64, one_time_burst: u64) -> Option<Rate> {
+    let refill = std::time::Duration::from_millis(refill_ms);
+    Some(Rate {
+        size,
+        refill,
+        one_time_burst,
+    })
+}
+
+#[test]
+fn limits_are_a_size_in_a_time_and_perhaps_a_burst() {
+    let config = parse(
+        "path=d,bw_size=100M,bw_refill_time=1000,bw_one_time_burst=1G,ops_size=18446744073709551615,ops_refill_time=1",
+    );
+    let expected = RateLimits {
+        bandwidth: rate(100 << 20, 1000, 1 << 30),
+        ops: rate(u64::MAX, 1, 0),
+    };
+    assert_eq!(config.rate_limits, expected);
+    assert!(parse("path=d").rate_limits.is_empty());
+    for (text, message) in [
+        (
+            "bw_size=1M",
+            "`bw_size` is given without `bw_refill_time`, which takes milliseconds from 1 to 4294967295",
+        ),
+        (
+            "bw_refill_time=1",
+            "`bw_refill_time` is given without `bw_size`, which takes bytes from 1 up, such as 100M",
+        ),
+        (
+            "ops_one_time_burst=1",
+            "`ops_one_time_burst` is given without `ops_size`, which takes a number from 1 up",
+        ),
+        (
+            "ops_size=1,bw_size=1,bw_refill_time=1",
+            "`ops_size` is given without `ops_refill_time`, which takes milliseconds from 1 to 4294967295",
+        ),
+        (
+            "rate_limit_group=g,ops_size=1,ops_refill_time=1",
+            "`ops_size` contradicts `rate_limit_group=g`: a disk has limits of its own or those of a group",
+        ),
+    ] {
+        assert_eq!(refused(&format!("path=d,{text}")), format!("--disk: {message}"));
+    }
+}
+
+fn groups(texts: &[&str]) -> Result<RateLimitGroups, String> {
+    let texts: Vec<String> = texts.iter().map(|&text| text.to_owned()).collect();
+    RateLimitGroups::parse(&texts).map_err(|error| error.to_string())
+}
+
+#[test]
+fn disks_of_a_group_share_its_tokens_and_nobody_joins_one_that_is_not_there() {
+    let groups = groups(&[
+        "id=a,ops_size=1,ops_refill_time=1",
+        "bw_size=1M,bw_refill_time=10,id=b",
+    ]);
+    let groups = groups.expect("two groups");
+    let joined = |text: &str| {
+        let mut disk = parse(text);
+        groups
+            .join(&mut disk)
+            .map(|()| disk)
+            .map_err(|error| error.to_string())
+    };
+    let limiter = |text: &str| {
+        let group = joined(text).expect("a group").rate_limit_group;
+        group.and_then(|group| group.limiter().cloned())
+    };
+    let (one, two) = (
+        limiter("path=d,rate_limit_group=a"),
+        limiter("path=e,rate_limit_group=a"),
+    );
+    let (one, two) = (one.expect("its tokens"), two.expect("its tokens"));
+    assert!(std::sync::Arc::ptr_eq(&one, &two));
+    let other = limiter("path=d,rate_limit_group=b").expect("its tokens");
+    assert!(!std::sync::Arc::ptr_eq(&one, &other));
+    assert_eq!(
+        joined("path=d,rate_limit_group=c").err().as_deref(),
+        Some("--disk: `rate_limit_group=c`: there is no such --rate-limit-group; there are: a, b")
+    );
+    assert_eq!(
+        RateLimitGroups::default()
+            .join(&mut parse("path=d,rate_limit_group=c"))
+            .map_err(|error| error.to_string()),
+        Err("--disk: `rate_limit_group=c`: there is no --rate-limit-group".to_owned())
+    );
+    assert!(joined("path=d").is_ok_and(|disk| disk.rate_limit_group.is_none()));
+}
+
+#[test]
+fn a_group_that_makes_no_sense_is_refused_by_name() {
+    for (texts, message) in [
+        (
+            &["id=a"][..],
+            "`a` limits nothing; expected bw_size with bw_refill_time, or ops_size with ops_refill_time",
+        ),
+        (
+            &["ops_size=1,ops_refill_time=1"],
+            "`id` is missing; it takes a name",
+        ),
+        (&["id=,ops_size=1"], "`id=`: id takes a name"),
+        (
+            &["id=a,ops_size=1"],
+            "`ops_size` is given without `ops_refill_time`, which takes milliseconds from 1 to 4294967295",
+        ),
+        (&["id=a,id=b"], "`id` is given more than once"),
+        (
+            &["id=a,bw_size=x"],
+            "`bw_size=x`: bw_size takes bytes from 1 up, such as 100M",
+        ),
+        (
+            &["id=a,path=b"],
+            "unknown key `path`; the keys are id, bw_size, bw_one_time_burst, bw_refill_time, ops_size, \
+             ops_one_time_burst, ops_refill_time",
+        ),
+        (&["id=a,"], "``: expected key=value, found nothing"),
+        (
+            &[
+                "id=a,ops_size=1,ops_refill_time=1",
+                "id=a,ops_size=2,ops_refill_time=1",
+            ],
+            "two groups have the id `a`",
+        ),
+    ] {
+        let refused = groups(texts).err();
+        assert_eq!(
+            refused,
+            Some(format!("--rate-limit-group: {message}")),
+            "{texts:?}"
+        );
+    }
+}
+
 #[test]
 fn the_table_of_keys_and_the_parser_know_the_same_keys() {
     for key in KEYS {
@@ -98,7 +235,7 @@ fn the_table_of_keys_and_the_parser_know_the_same_keys() {
             Scope::Here if key.name == "path" => {
                 assert_eq!(error, Some(DiskConfigError::Duplicate { key: "path" }));
             }
-            Scope::Here if key.name == "id" => assert_eq!(error, None),
+            Scope::Here if ["id", "rate_limit_group"].contains(&key.name) => assert_eq!(error, None),
             Scope::Here => {
                 let value = "\u{1}".to_owned();
                 assert_eq!(
@@ -175,14 +312,7 @@ fn an_unknown_key_is_named_with_the_one_it_resembles_and_all_there_are() {
 
 #[test]
 fn keys_of_the_full_syntax_are_refused_with_where_they_apply() {
-    for key in [
-        "bw_size",
-        "ops_refill_time",
-        "rate_limit_group",
-        "iommu",
-        "pci_segment",
-        "pci_device_id",
-    ] {
+    for key in ["iommu", "pci_segment", "pci_device_id"] {
         let message = refused(&format!("path=a,{key}=1"));
         assert!(
             message.starts_with(&format!("--disk: `{key}` does not apply here: ")),
@@ -255,6 +385,15 @@ fn wrong_values_name_the_key_and_what_it_takes() {
         ("l2_cache=4MB", "bytes from 64K up, such as 4M"),
         ("l2_cache=-4M", "bytes from 64K up, such as 4M"),
         ("l2_cache=99E", "bytes from 64K up, such as 4M"),
+        ("bw_size=0", "bytes from 1 up, such as 100M"),
+        ("bw_one_time_burst=1x", "bytes from 1 up, such as 100M"),
+        ("bw_refill_time=0", "milliseconds from 1 to 4294967295"),
+        ("bw_refill_time=1s", "milliseconds from 1 to 4294967295"),
+        ("ops_size=1K", "a number from 1 up"),
+        ("ops_size=+1", "a number from 1 up"),
+        ("ops_one_time_burst=18446744073709551616", "a number from 1 up"),
+        ("ops_refill_time=4294967296", "milliseconds from 1 to 4294967295"),
+        ("rate_limit_group=", "the id of a --rate-limit-group"),
         ("poll_us=10001", "microseconds from 0 to 10000"),
         ("poll_us=1ms", "microseconds from 0 to 10000"),
     ] {

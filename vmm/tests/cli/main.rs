@@ -4,6 +4,7 @@
 mod descriptor;
 mod image_tools;
 mod io_language;
+mod limits;
 mod run;
 mod usage;
 mod vhost_user;

@@ -40,8 +40,8 @@ fn a_command_line_that_makes_no_sense_is_one_line_and_exit_code_2() {
             "num_queues takes a number from 1 to 256",
         ),
         (
-            &["io", "--disk", "path=x,bw_size=1"],
-            "`bw_size` does not apply here",
+            &["io", "--disk", "path=x,iommu=on"],
+            "`iommu` does not apply here",
         ),
         (&["io", "--disk", "readonly=on"], "`path` is missing"),
         (&["io", "--disk", "path=x", "--queues", "0"], "--queues"),

@@ -4,6 +4,7 @@
 mod client;
 mod descriptor;
 mod kill;
+mod limits;
 mod peers;
 mod server;
 mod space;

@@ -1,0 +1,226 @@
+//! Rate limits: so many bytes and so many requests in a time, for one disk or for several together.
+//!
+//! A [`Limiter`] holds the tokens; a [`ThrottledDisk`] is a disk whose requests wait for them. Requests of one queue keep
+//! their order, and only the first of them has a claim on tokens: so queues take turns, request by request, and one with
+//! many requests does not keep one with few from getting its own.
+//!
+//! ```text
+//! submit ──tokens there, nobody before it──▶ the disk's queue
+//!    └──▶ first in, first out ──the first one's time has come──▶ the disk's queue
+//! ```
+//!
+//! A read or write costs its bytes and one op; a flush, discard or write-zeroes carries no bytes and costs one op.
+//! Waiting delays only the submission, so a FLUSH still covers what was answered before it.
+//!
+//! What must stay true: nothing waits for tokens while somebody holds the disk off (see [`crate::hold`]), and what
+//! passes then is owed, so that no guest gets more by resetting its device; and nobody passes before those that came
+//! before it on its queue.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::fmt;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
+use crate::error::IoError;
+use crate::hold::{HoldOff, Holds};
+use crate::request::{Op, Request};
+use crate::sync::Mutex;
+use crate::task::Context;
+
+mod bucket;
+#[cfg(test)]
+mod tests;
+
+use bucket::Bucket;
+pub use bucket::Rate;
+
+/// The longest sleep of a request that waits; it sleeps again after it.
+const SLEEP_MAX: Duration = Duration::from_secs(3600);
+
+/// What a disk, or a group of disks, may do in a time.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct RateLimits {
+    /// Bytes read and written.
+    pub bandwidth: Option<Rate>,
+    /// Requests of any kind.
+    pub ops: Option<Rate>,
+}
+
+impl RateLimits {
+    /// Whether nothing is limited.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.bandwidth.is_none() && self.ops.is_none()
+    }
+}
+
+/// The tokens of one disk or of a group, shared by all queues that draw on them.
+#[derive(Debug)]
+pub struct Limiter {
+    buckets: Mutex<Buckets>,
+}
+
+#[derive(Debug)]
+struct Buckets {
+    bandwidth: Option<Bucket>,
+    ops: Option<Bucket>,
+}
+
+impl Limiter {
+    /// Full buckets.
+    #[must_use]
+    pub fn new(limits: &RateLimits) -> Arc<Self> {
+        Arc::new(Self {
+            buckets: Mutex::new(Buckets {
+                bandwidth: limits.bandwidth.as_ref().map(Bucket::new),
+                ops: limits.ops.as_ref().map(Bucket::new),
+            }),
+        })
+    }
+
+    /// Takes what `request` costs. Answers when it may pass.
+    fn take(&self, request: &Request, now: Duration) -> Duration {
+        let bytes = match request.op {
+            Op::Read | Op::Write { .. } => request.len,
+            Op::Flush | Op::Discard | Op::WriteZeroes { .. } => 0,
+        };
+        let mut buckets = self.buckets.lock();
+        let mut due = now;
+        if let Some(bucket) = &mut buckets.bandwidth {
+            due = due.max(bucket.take(bytes, now));
+        }
+        if let Some(bucket) = &mut buckets.ops {
+            due = due.max(bucket.take(1, now));
+        }
+        due
+    }
+}
+
+/// A disk whose requests wait for tokens.
+#[derive(Debug)]
+pub struct ThrottledDisk {
+    disk: Arc<dyn Disk>,
+    limiter: Arc<Limiter>,
+    holds: Arc<Holds>,
+}
+
+impl ThrottledDisk {
+    /// `disk`, within the limits of `limiter`.
+    #[must_use]
+    pub fn new(disk: Arc<dyn Disk>, limiter: Arc<Limiter>) -> Arc<Self> {
+        let holds = Arc::new(Holds::default());
+        holds.want();
+        Arc::new(Self { disk, limiter, holds })
+    }
+}
+
+impl Disk for ThrottledDisk {
+    fn info(&self) -> DiskInfo {
+        self.disk.info()
+    }
+
+    fn files(&self) -> Vec<std::path::PathBuf> {
+        self.disk.files()
+    }
+
+    fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {
+        let lane = Lane {
+            queue: Arc::clone(&self.disk).open_queue(cx)?,
+            disk: self,
+            cx: cx.clone(),
+            waiting: RefCell::default(),
+            is_watched: Cell::new(false),
+        };
+        Ok(Box::new(ThrottledQueue(Rc::new(lane))))
+    }
+
+    fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>> {
+        HoldOff::new(Arc::clone(&self.holds)).for_good();
+        Arc::clone(&self.disk).close(cx)
+    }
+
+    fn resize(
+        self: Arc<Self>,
+        cx: &Context,
+        size_bytes: u64,
+    ) -> LocalBoxFuture<'static, Result<(), IoError>> {
+        Arc::clone(&self.disk).resize(cx, size_bytes)
+    }
+
+    fn hold_off(&self) -> Option<HoldOff> {
+        let mut off = HoldOff::new(Arc::clone(&self.holds));
+        if let Some(below) = self.disk.hold_off() {
+            off.join(below);
+        }
+        Some(off)
+    }
+}
+
+/// One queue of a throttled disk.
+struct ThrottledQueue(Rc<Lane>);
+
+impl fmt::Debug for ThrottledQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ThrottledQueue")
+            .field("queue", &self.0.queue)
+            .field("waiting", &self.0.waiting.borrow().len())
+            .finish_non_exhaustive()
+    }
+}
+
+struct Lane {
+    queue: Box<dyn DiskQueue>,
+    disk: Arc<ThrottledDisk>,
+    cx: Context,
+    /// Who waits, the first first; only that one has taken its tokens.
+    waiting: RefCell<VecDeque<Request>>,
+    /// Whether a task sees to those who wait. It stays until none does.
+    is_watched: Cell<bool>,
+}
+
+impl DiskQueue for ThrottledQueue {
+    fn submit(&self, request: Request) {
+        let lane = &self.0;
+        if lane.is_watched.get() {
+            return lane.waiting.borrow_mut().push_back(request);
+        }
+        let now = lane.cx.now();
+        let due = lane.disk.limiter.take(&request, now);
+        if due <= now {
+            return lane.queue.submit(request);
+        }
+        lane.waiting.borrow_mut().push_back(request);
+        lane.is_watched.set(true);
+        lane.cx.spawn(Rc::clone(lane).watch(due));
+    }
+}
+
+impl Lane {
+    /// Lets those pass who wait, each in its turn; the first at `due`.
+    async fn watch(self: Rc<Self>, mut due: Duration) {
+        loop {
+            self.wait_until(due).await;
+            let first = self.waiting.borrow_mut().pop_front();
+            if let Some(first) = first {
+                self.queue.submit(first);
+            }
+            match self.waiting.borrow().front() {
+                Some(next) => due = self.disk.limiter.take(next, self.cx.now()),
+                None => return self.is_watched.set(false),
+            }
+        }
+    }
+
+    /// Ends at `due`, or when nobody is to wait.
+    async fn wait_until(&self, due: Duration) {
+        loop {
+            let left = due.saturating_sub(self.cx.now());
+            if left.is_zero() || !self.disk.holds.wait(&self.cx, left.min(SLEEP_MAX)).await {
+                return;
+            }
+        }
+    }
+}

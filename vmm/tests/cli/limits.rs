@@ -1,0 +1,83 @@
+//! Rate limits through `ringdisk io`: how long a script takes.
+
+use std::time::{Duration, Instant};
+
+use crate::world::World;
+
+/// How long `ringdisk io` takes for background reads of `count` times `len` bytes on four queues.
+fn took(world: &World, arguments: &[&str], count: usize, len: &str) -> Duration {
+    let read = format!("aio_read -q 0 {len}");
+    let mut command = world.ringdisk_command();
+    command.args(["io", "--queues", "4"]).args(arguments);
+    for _ in 0..count {
+        command.args(["-c", &read]);
+    }
+    let began = Instant::now();
+    let output = command.output().expect("run ringdisk");
+    let took = began.elapsed();
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    took
+}
+
+#[test]
+fn bytes_and_requests_take_the_time_that_was_asked_for() {
+    let world = World::new();
+    world.sparse_file("a.img", 1 << 20);
+    let limited = "path=a.img,image_type=raw";
+    // What a full bucket holds passes at once; the rest takes two seconds.
+    for (limits, count, len) in [
+        ("bw_size=4M,bw_refill_time=200", 4 * (4 + 40), "256k"),
+        (
+            "bw_size=1M,bw_refill_time=50,bw_one_time_burst=7M",
+            4 * (8 + 40),
+            "256k",
+        ),
+        ("ops_size=50,ops_refill_time=250", 50 + 400, "512"),
+    ] {
+        let disk = format!("{limited},{limits}");
+        let took = took(&world, &["--disk", &disk], count, len);
+        assert!(
+            (1.98..2.4).contains(&took.as_secs_f64()),
+            "{limits}: {took:?}, expected 2 s"
+        );
+    }
+    let group = ["--rate-limit-group", "id=g,ops_size=50,ops_refill_time=250"];
+    let disk = format!("{limited},rate_limit_group=g");
+    let took = took(&world, &[&["--disk", &disk][..], &group].concat(), 250, "512");
+    assert!((0.99..1.4).contains(&took.as_secs_f64()), "a group: {took:?}");
+}
+
+#[test]
+fn a_limit_that_makes_no_sense_is_one_line_and_exit_code_2() {
+    let world = World::new();
+    for (arguments, said) in [
+        (
+            &["io", "--disk", "path=a,bw_size=1M"][..],
+            "--disk: `bw_size` is given without `bw_refill_time`, which takes milliseconds from 1 to 4294967295",
+        ),
+        (
+            &[
+                "vhost-user",
+                "--socket",
+                "s",
+                "--disk",
+                "path=a,rate_limit_group=g",
+            ],
+            "--disk: `rate_limit_group=g`: there is no --rate-limit-group",
+        ),
+        (
+            &[
+                "run",
+                "--kernel",
+                "k",
+                "--disk",
+                "path=a,rate_limit_group=g",
+                "--rate-limit-group",
+                "id=h",
+            ],
+            "--rate-limit-group: `h` limits nothing; expected bw_size with bw_refill_time, or ops_size with ops_refill_time",
+        ),
+    ] {
+        assert_eq!(world.ringdisk(arguments).refused(2), said);
+    }
+}

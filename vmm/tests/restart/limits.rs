@@ -1,0 +1,120 @@
+//! Rate limits of a real server, in its sandbox: what a client gets is what was asked for, disks of a group share it,
+//! and a limit that would last for hours holds up neither a stop nor a takeover.
+
+use std::time::{Duration, Instant};
+
+use crate::client::{Ask, BLOCK, Client, SLOTS};
+use crate::server::{Server, World};
+
+const BLOCKS: usize = 256;
+/// One request an hour.
+const HOURS: &str = "path=disk.qcow2,poll_us=0,ops_size=1,ops_refill_time=3600000";
+const SIGNALS: [&str; 2] = ["env", "--default-signal"];
+
+/// Keeps `client` at work until `until`; how many answers came from `from` on.
+fn read(client: &mut Client, from: Instant, until: Instant) -> u64 {
+    let mut before = None;
+    let mut block = 0;
+    while Instant::now() < until {
+        while client.submit(Ask::Read, block) {
+            block = (block + 1) % BLOCKS;
+        }
+        client.take_answers();
+        if before.is_none() && Instant::now() >= from {
+            before = Some(client.answered);
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    client.answered - before.expect("a moment before the end")
+}
+
+#[test]
+fn two_disks_of_a_group_share_what_was_asked_for_in_halves() {
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    let bytes = (BLOCKS * BLOCK).to_string();
+    world.qemu_img(&["create", "-q", "-f", "qcow2", "second.qcow2", &bytes]);
+    let disk = "path=disk.qcow2,rate_limit_group=both";
+    let more = [
+        "--socket",
+        "second",
+        "--disk",
+        "path=second.qcow2,rate_limit_group=both",
+        "--rate-limit-group",
+        "id=both,ops_size=300,ops_refill_time=200",
+    ];
+    let server = world.serve_disk(&SIGNALS, disk, &more);
+    let mut clients = ["socket", "second"].map(|socket| {
+        let mut client = Client::new(BLOCKS, false);
+        client.connect(&world.path(socket));
+        client
+    });
+    // By then the burst that a full bucket has is gone.
+    let from = Instant::now() + Duration::from_millis(500);
+    let until = from + Duration::from_secs(2);
+    let counts = std::thread::scope(|scope| {
+        let threads = clients
+            .each_mut()
+            .map(|client| scope.spawn(move || read(client, from, until)));
+        threads.map(|thread| thread.join().expect("a client"))
+    });
+    let total: u64 = counts.iter().sum();
+    assert!(
+        total.abs_diff(3000) <= 60,
+        "{counts:?} requests in 2 s, 3000 asked for"
+    );
+    let least = counts.iter().min().copied().unwrap_or_default();
+    assert!(least * 100 >= total * 45, "{counts:?}");
+    assert_eq!(server.stop(), Some(0), "{}", world.log());
+    assert_eq!(world.log(), "");
+}
+
+/// A server with one request an hour, and a client that has as many in flight as it can.
+fn throttled(world: &World) -> (Server, Client) {
+    let server = world.serve_disk(&SIGNALS, HOURS, &[]);
+    let mut client = Client::new(BLOCKS, false);
+    client.connect(&world.path("socket"));
+    for slot in 0..SLOTS {
+        assert!(client.submit(Ask::Write(slot as u64 + 1), slot));
+    }
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while client.take_answers() == 0 {
+        assert!(Instant::now() < deadline, "not even one: {}", world.log());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    client.take_answers();
+    assert_eq!(client.in_flight(), SLOTS - 1, "one passes, the others wait");
+    (server, client)
+}
+
+#[test]
+fn a_stop_does_not_wait_for_a_limit_and_answers_everything() {
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    let (server, mut client) = throttled(&world);
+    let asked = Instant::now();
+    assert_eq!(server.stop(), Some(0), "{}", world.log());
+    assert!(asked.elapsed() < Duration::from_secs(5), "{:?}", asked.elapsed());
+    client.drain();
+    world.assert_sound(false);
+    client.assert_contents(&world.contents());
+}
+
+#[test]
+fn a_takeover_does_not_wait_for_a_limit() {
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    let (mut old, mut client) = throttled(&world);
+    let asked = Instant::now();
+    let new = world.serve(&["--takeover"]);
+    while old.is_running() {
+        assert!(asked.elapsed() < Duration::from_secs(10), "{}", world.log());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(old.wait(), Some(0), "{}", world.log());
+    client.drain();
+    // The new server was told of no limit.
+    assert!(client.submit(Ask::Write(77), 200));
+    client.drain();
+    assert_eq!(new.stop(), Some(0), "{}", world.log());
+    world.assert_sound(false);
+    client.assert_contents(&world.contents());
+}
