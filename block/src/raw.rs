@@ -1,11 +1,15 @@
 //! The raw format: the smallest disk there is, and the yardstick for the others.
 //!
 //! Guest offset and host offset are the same. Sizes that are not a multiple of 512 bytes are rounded down.
+//!
+//! What must stay true: a disk that grows shows its new size when the file has it durably, and what is new reads as
+//! zeros, whatever was behind the disk's end before.
 
+use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use smallvec::smallvec;
-use std::rc::Rc;
 
 use crate::buffer::Piece;
 use crate::disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
@@ -19,7 +23,10 @@ use crate::task::Context;
 #[derive(Debug)]
 pub struct RawDisk {
     file: Arc<ImageFile>,
-    info: DiskInfo,
+    /// Its size is the one it was opened with.
+    opened: DiskInfo,
+    size_bytes: AtomicU64,
+    growing: AtomicBool,
 }
 
 impl RawDisk {
@@ -36,7 +43,12 @@ impl RawDisk {
             discard_granularity_bytes: block.max(4096),
             write_zeroes: file.is_writable(),
         };
-        Arc::new(Self { file, info })
+        Arc::new(Self {
+            file,
+            size_bytes: AtomicU64::new(info.size_bytes),
+            opened: info,
+            growing: AtomicBool::new(false),
+        })
     }
 
     /// Offers `file` with the size it has now.
@@ -58,9 +70,65 @@ impl RawDisk {
     }
 }
 
+/// Growth is one at a time, while this lives.
+struct Growing<'a>(&'a RawDisk);
+
+impl Drop for Growing<'_> {
+    fn drop(&mut self) {
+        self.0.growing.store(false, Ordering::Release);
+    }
+}
+
+impl RawDisk {
+    async fn grow(&self, view: &FileView, size_bytes: u64) -> Result<(), IoError> {
+        if self.opened.read_only {
+            return Err(IoError::ReadOnly);
+        }
+        // How large a device is, others say.
+        if self.file.is_block_device() {
+            return Err(IoError::Unsupported);
+        }
+        if self.growing.swap(true, Ordering::Acquire) {
+            return Err(IoError::from_errno(libc::EBUSY));
+        }
+        let _alone = Growing(self);
+        let old = self.size_bytes.load(Ordering::Acquire);
+        let new = size_bytes & !511;
+        if new < old || new > i64::MAX as u64 {
+            return Err(IoError::OutOfRange);
+        }
+        if new == old {
+            return Ok(());
+        }
+        let before = view.len()?;
+        let grown = async {
+            if before < new {
+                view.set_len(new).await?;
+            }
+            // Half a sector, or what somebody else has put there.
+            if before > old {
+                view.zero(old, before.min(new) - old).await?;
+            }
+            view.sync().await
+        };
+        if let Err(error) = grown.await {
+            if before < new {
+                // Nobody writes there. A file that stays too long is a disk of the old size all the same.
+                view.set_len(before).await.unwrap_or_default();
+            }
+            return Err(error);
+        }
+        self.size_bytes.store(new, Ordering::Release);
+        Ok(())
+    }
+}
+
 impl Disk for RawDisk {
     fn info(&self) -> DiskInfo {
-        self.info
+        DiskInfo {
+            size_bytes: self.size_bytes.load(Ordering::Acquire),
+            ..self.opened
+        }
     }
 
     fn files(&self) -> Vec<std::path::PathBuf> {
@@ -72,17 +140,23 @@ impl Disk for RawDisk {
             disk: self.file.path().display().to_string(),
             source,
         })?;
-        Ok(Box::new(RawQueue {
-            view,
-            info: self.info,
-        }))
+        Ok(Box::new(RawQueue { view, disk: self }))
     }
 
     fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>> {
         self.file.hold_off().for_good();
         let view = self.file.view(cx);
-        let read_only = self.info.read_only;
+        let read_only = self.opened.read_only;
         Box::pin(async move { if read_only { Ok(()) } else { view?.sync().await } })
+    }
+
+    fn resize(
+        self: Arc<Self>,
+        cx: &Context,
+        size_bytes: u64,
+    ) -> LocalBoxFuture<'static, Result<(), IoError>> {
+        let view = self.file.view(cx);
+        Box::pin(async move { self.grow(&view?, size_bytes).await })
     }
 
     fn hold_off(&self) -> Option<HoldOff> {
@@ -93,19 +167,20 @@ impl Disk for RawDisk {
 #[derive(Debug)]
 struct RawQueue {
     view: FileView,
-    info: DiskInfo,
+    disk: Arc<RawDisk>,
 }
 
 impl DiskQueue for RawQueue {
     fn submit(&self, request: Request) {
-        if let Err(error) = request.check(self.info.size_bytes, self.info.read_only) {
+        let (disk, read_only) = (&self.disk, self.disk.opened.read_only);
+        if let Err(error) = request.check(disk.size_bytes.load(Ordering::Acquire), read_only) {
             return request.finish(Err(error));
         }
         if request.len == 0 && request.op != Op::Flush {
             return request.finish(Ok(()));
         }
         // A disk that cannot be written has nothing to lose.
-        if request.op == Op::Flush && self.info.read_only {
+        if request.op == Op::Flush && read_only {
             return request.finish(Ok(()));
         }
         match self.view.submit(request.offset, request) {
@@ -223,6 +298,95 @@ mod tests {
             cx.block_on(disk.close(&cx))
                 .expect("the ring turns")
                 .expect("a clean close");
+        }
+    }
+
+    /// A disk on a file of its own, with what was in it.
+    fn on_file(bytes: &[u8]) -> (Arc<RawDisk>, std::fs::File, Context) {
+        use std::io::Write;
+        let cx = Context::new(RingKind::IoUring, 16).expect("these tests need io_uring");
+        let mut file = tempfile::tempfile().expect("a temporary file");
+        file.write_all(bytes).expect("its contents");
+        let options = FileOptions {
+            write: true,
+            direct: false,
+        };
+        let image = ImageFile::from_fd("test".as_ref(), file.try_clone().expect("a descriptor"), options);
+        (RawDisk::open(image, true, &cx).expect("a disk"), file, cx)
+    }
+
+    fn resize(cx: &Context, disk: &Arc<RawDisk>, size_bytes: u64) -> Result<(), IoError> {
+        let growth = Arc::clone(disk).resize(cx, size_bytes);
+        cx.block_on(growth).expect("the ring turns")
+    }
+
+    fn file_len(file: &std::fs::File) -> u64 {
+        file.metadata().expect("its metadata").len()
+    }
+
+    #[test]
+    fn a_disk_grows_under_its_queues_and_what_is_new_reads_as_zeros() {
+        // Half a sector behind the end of the disk.
+        let (disk, file, cx) = on_file(&[9; 4096 + 300]);
+        let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
+        let read = |offset, len: usize| {
+            let buffer = Buffer::from(AlignedBuf::from_slice(&vec![1; len]));
+            let done = cx.block_on(ask(&*queue, Op::Read, offset, len as u64, buffer));
+            let done = done.expect("the ring turns");
+            done.result
+                .map(|()| done.buffer.into_owned().expect("our own buffer"))
+        };
+        assert_eq!(read(4096, 512).map(|_| ()), Err(IoError::OutOfRange));
+        assert_eq!(resize(&cx, &disk, 10_000), Ok(()));
+        assert_eq!((disk.info().size_bytes, file_len(&file)), (9728, 9728));
+        assert!(read(0, 4096).expect("the old part").iter().all(|&byte| byte == 9));
+        assert!(
+            read(4096, 9728 - 4096)
+                .expect("the new part")
+                .iter()
+                .all(|&byte| byte == 0)
+        );
+        assert_eq!(resize(&cx, &disk, 9728), Ok(()), "it is so large");
+        assert_eq!(resize(&cx, &disk, 4096), Err(IoError::OutOfRange));
+        assert_eq!(resize(&cx, &disk, u64::MAX), Err(IoError::OutOfRange));
+        assert_eq!(disk.info().size_bytes, 9728);
+        // Somebody has made the file longer than is asked for: it is not cut, and nothing of that shows.
+        use std::os::unix::fs::FileExt;
+        file.write_all_at(&[7; 8192], 9728).expect("a write");
+        assert_eq!(resize(&cx, &disk, 9728 + 4096), Ok(()));
+        assert!(
+            read(9728, 4096)
+                .expect("the new part")
+                .iter()
+                .all(|&byte| byte == 0)
+        );
+        assert_eq!(file_len(&file), 9728 + 8192);
+    }
+
+    #[test]
+    fn a_disk_that_cannot_grow_has_its_old_size_and_file() {
+        let (disk, _, cx) = on_file(&[9; 4096]);
+        // Another growth is under way.
+        disk.growing.store(true, Ordering::Release);
+        assert_eq!(resize(&cx, &disk, 8192), Err(IoError::from_errno(libc::EBUSY)));
+        disk.growing.store(false, Ordering::Release);
+        assert_eq!(resize(&cx, &disk, 8192), Ok(()));
+        // A file that is not to change its length.
+        let fd = rustix::fs::memfd_create("sealed", rustix::fs::MemfdFlags::ALLOW_SEALING).expect("a memfd");
+        let file = std::fs::File::from(fd);
+        file.set_len(4096).expect("its length");
+        rustix::fs::fcntl_add_seals(&file, rustix::fs::SealFlags::GROW).expect("a seal");
+        let copy = || file.try_clone().expect("a descriptor");
+        for (write, error) in [
+            (true, IoError::from_errno(libc::EPERM)),
+            (false, IoError::ReadOnly),
+        ] {
+            let options = FileOptions { write, direct: false };
+            let image = ImageFile::from_fd("test".as_ref(), copy(), options);
+            let disk = RawDisk::open(image, true, &cx).expect("a disk");
+            assert_eq!(resize(&cx, &disk, 8192), Err(error));
+            assert_eq!((disk.info().size_bytes, file_len(&file)), (4096, 4096));
+            assert!(!disk.growing.load(Ordering::Acquire), "it may be tried again");
         }
     }
 }

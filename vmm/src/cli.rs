@@ -10,7 +10,7 @@ use crate::control::{self, DiskKeys, Request};
 use crate::disk_config::{DiskConfig, RateLimitGroups, keys_help};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
-use crate::{image, io, logging, run as machine_run, size, vhost_user};
+use crate::{image, io, limits, logging, run as machine_run, size, vhost_user};
 
 /// Fast and safe QCOW2 disks for virtual machines and the host.
 #[derive(Debug, Parser)]
@@ -191,6 +191,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
 
 fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
     logging::start(arguments.log.as_deref())?;
+    limits::survive_file_size_limits();
     match arguments.command {
         Command::VhostUser(VhostUserArguments {
             socket,

@@ -1,4 +1,5 @@
-//! What the system lets this process have: enough descriptors for every client at its limit.
+//! What the system lets this process have: enough descriptors for every client at its limit, and an error instead of
+//! an end where a file may not become larger.
 //!
 //! Clients hand us descriptors for their memory and events, and the process has one table for those of all. If it can
 //! be full, a client that fills it keeps others from connecting.
@@ -40,4 +41,11 @@ pub fn prepare_descriptors(needed: u64) {
         ),
         Err(error) => tracing::warn!(%error, "cannot find out how many files this process may open"),
     }
+}
+
+/// From now on a file that may not become as large as it should (`RLIMIT_FSIZE`) is an error of whoever wrote, not a
+/// signal that ends the process and all its guests.
+pub fn survive_file_size_limits() {
+    // SAFETY: no handler is installed, and nothing but this process's own disposition is changed.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }

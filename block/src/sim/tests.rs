@@ -484,6 +484,41 @@ fn interleave(seed: u64) -> (u64, usize) {
     (world.trace_hash(), world.trace().len())
 }
 
+/// A raw disk's growth is in the file, whatever is cut, when it is answered; one that fails leaves all as it was.
+#[test]
+fn a_raw_disk_that_has_grown_is_large_after_a_cut_and_one_that_failed_is_as_it_was() {
+    let (world, view) = world(Profile::default());
+    write(&view, 0, &[A; 4 * SECTOR]).expect("a write");
+    run(&view, view.sync()).expect("a sync");
+    let disk = RawDisk::open(world.file("disk", true), true, view.context()).expect("a disk");
+    let resize = |sectors: u64| {
+        run(
+            &view,
+            Arc::clone(&disk).resize(view.context(), sectors * SECTOR as u64),
+        )
+    };
+    let sizes = || (disk.info().size_bytes, world.contents("disk").len());
+    let sectors = |count: u64| (count * SECTOR as u64, count * SECTOR as u64);
+    resize(6).expect("growth");
+    assert_eq!(sizes(), sectors(6));
+    for image in crashes(&world) {
+        assert_eq!(image.len(), 6 * SECTOR as u64, "what was answered is durable");
+    }
+    let no_length = Profile {
+        allocate_error: 1000,
+        ..Profile::default()
+    };
+    let no_sync = Profile {
+        sync_error: 1000,
+        ..Profile::default()
+    };
+    for profile in [no_length, no_sync] {
+        world.set_profile(profile);
+        assert_eq!(resize(9).expect_err("it fails").errno(), libc::EIO);
+        assert_eq!(sizes(), sectors(6));
+    }
+}
+
 #[test]
 fn the_same_seed_gives_the_same_trace_and_another_another() {
     let (first, len) = interleave(5);

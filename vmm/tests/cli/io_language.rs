@@ -289,3 +289,36 @@ fn an_image_that_qemu_has_open_is_refused_by_every_command_and_says_who_has_it()
     drop(holder);
     world.assert_flawless("a.qcow2");
 }
+
+/// A file that may not become as large as a guest wants it (`ulimit -f`) is that request's error; the kernel's signal
+/// would end every other guest of the process too. It comes with plain system calls, and now and then with io_uring.
+#[test]
+fn a_limit_of_file_sizes_fails_a_request_and_not_the_process() {
+    let world = World::new();
+    let limited = |arguments: &[&str]| -> Ended {
+        let mut command = Command::new("prlimit");
+        command.arg("--fsize=2097152").arg(env!("CARGO_BIN_EXE_ringdisk"));
+        command.args(arguments).current_dir(world.path("."));
+        command.output().expect("prlimit, of util-linux").into()
+    };
+    let ended = limited(&["image", "create", "-o", "preallocation=full", "full.qcow2", "16M"]);
+    assert_eq!(ended.code, Some(1), "{ended:?}");
+    assert!(ended.stderr.contains("File too large"), "{ended:?}");
+    world
+        .ringdisk(&["image", "create", "disk.qcow2", "16M"])
+        .success();
+    let mut arguments = vec!["io", "--disk", "path=disk.qcow2,direct=on"];
+    for line in ["write -P 1 0 4M", "write -P 2 0 64k", "flush", "read -P 2 0 64k"] {
+        arguments.extend(["-c", line]);
+    }
+    let ended = limited(&arguments);
+    assert_eq!(ended.code, Some(1), "{ended:?}");
+    let said = &ended.stdout;
+    assert!(
+        said.contains("write failed: host I/O failed: File too large"),
+        "{ended:?}"
+    );
+    assert!(said.contains("read 65536/65536 bytes at offset 0"), "{ended:?}");
+    assert!(!said.contains("verification failed"), "{ended:?}");
+    world.qemu("qemu-img", &["check", "disk.qcow2"]).success();
+}
