@@ -3,6 +3,7 @@
 #
 #   tests/setup.sh            install and build what is missing (root, Debian 12); else return at once
 #   tests/setup.sh --where    print the folder of the prepared guest; fail if there is none
+#   tests/setup.sh --newer    print the folder of the newer kernel; fail with 3 and why if it could not be had here
 #
 # The guest is one folder in the cache, named after a hash of its recipe (this file and tests/guest/):
 #
@@ -10,6 +11,9 @@
 #   initramfs.cpio  busybox and virtio_blk: finds the root disk, switches to it
 #   base.qcow2      the root file system, read-only: guests write to overlays of it
 #   kernel-version  the version of the above
+#
+# A second folder, named in the same way, holds a newer kernel for the same root: vmlinuz, kernel-version and an
+# initramfs.cpio that brings the kernel's modules along. Where it cannot be downloaded, a file beside it says why.
 #
 # The folder is built aside and renamed when complete, under a lock: two users at once are safe, a
 # build that was interrupted leaves nothing that looks finished. Remove the cache to draw a newer kernel.
@@ -20,7 +24,10 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 CACHE=${RINGDISK_LAB_CACHE:-${HOME:?HOME is not set; set RINGDISK_LAB_CACHE}/.cache/ringdisk-lab}
 ROOT_SUITE=bookworm
 KERNEL_SUITE=trixie
-ROOT_PACKAGES=busybox-static,e2fsprogs,fio,kmod,util-linux
+NEWER_SUITES="forky sid"
+NEWER_MAJOR=7
+NEWER_MODULES="ublk_drv nbd xfs loop"
+ROOT_PACKAGES=busybox-static,e2fsprogs,fio,kmod,qemu-utils,util-linux,xfsprogs
 ROOT_BYTES=2G
 QEMU_MAJOR=10
 PATH=$PATH:/usr/sbin:/sbin
@@ -36,6 +43,8 @@ recipe_hash() {
 }
 
 guest_folder() { echo "$CACHE/guest-$(recipe_hash)"; }
+
+newer_folder() { echo "$CACHE/newer-$(recipe_hash)"; }
 
 # --- the tools of this machine --------------------------------------------------------------------
 
@@ -138,41 +147,61 @@ install_tools() {
 
 # --- the guest ------------------------------------------------------------------------------------
 
-# Unpacks the kernel of the meta package into $1/kernel. Its suite is known only to an apt state of its
-# own, inside $1: nothing else on this machine can ever be drawn from there.
+# Unpacks the cloud kernel of suite $2 into $1/kernel. The suite is known only to an apt state of its own, inside
+# $1: nothing else on this machine can ever be drawn from there. The meta package names the kernel; newer suites
+# have it split, and the package it names is empty but for what it depends on.
 fetch_kernel() {
-    local work=$1 package
+    local work=$1 suite=$2 package parts
     local state=$work/apt
-    mkdir -p "$state/lists/partial" "$state/cache/archives/partial" "$work/kernel"
-    write_source "$state/kernel.sources" "$KERNEL_SUITE"
+    rm -rf "$state" "$work/kernel"
+    mkdir -p "$state/lists/partial" "$state/cache/archives/partial" "$state/packages" "$work/kernel"
+    write_source "$state/kernel.sources" "$suite"
     local options=(-o "Dir::Etc::sourcelist=$state/kernel.sources" -o Dir::Etc::sourceparts=/dev/null
         -o Dir::Etc::preferencesparts=/dev/null -o "Dir::State::lists=$state/lists" -o "Dir::Cache=$state/cache"
         -o Dir::State::status=/dev/null -o APT::Sandbox::User=root -o APT::Get::List-Cleanup=0)
-    apt-get -q "${options[@]}" update >&2
+    apt-get -q "${options[@]}" --error-on=any update >&2 || return
     package=$(apt-cache "${options[@]}" show linux-image-cloud-amd64 |
         sed -nE 's/^Depends:.*(linux-image-[0-9][^ ,]*).*/\1/p' | head -n 1)
-    [ -n "$package" ] || die "$KERNEL_SUITE has no linux-image-cloud-amd64 that names a kernel"
-    say "unpacking $package of $KERNEL_SUITE"
-    (cd "$work" && apt-get -q "${options[@]}" download "$package" >&2)
-    dpkg-deb -x "$work/$package"_*.deb "$work/kernel"
+    [ -n "$package" ] || { say "$suite has no linux-image-cloud-amd64 that names a kernel"; return 1; }
+    parts=$(apt-cache "${options[@]}" show "$package" | sed -n 's/^Depends://p' | tr ',|' '\n' |
+        sed -nE 's/^ *(linux-(base|binary|modules)-[0-9][^ ]*).*/\1/p' | sort -u)
+    say "unpacking $package of $suite"
+    # shellcheck disable=SC2086 # a list
+    (cd "$state/packages" && apt-get -q "${options[@]}" download "$package" $parts >&2) || return
+    local file
+    for file in "$state/packages"/*.deb; do
+        dpkg-deb -x "$file" "$work/kernel" || return
+    done
     # An unmerged /lib in the package, a merged one in the guest.
     if [ -d "$work/kernel/lib/modules" ]; then
         mkdir -p "$work/kernel/usr/lib"
-        mv "$work/kernel/lib/modules" "$work/kernel/usr/lib/modules"
+        mv "$work/kernel/lib/modules" "$work/kernel/usr/lib/modules" || return
     fi
+}
+
+# Prints the kernel image that fetch_kernel unpacked: kernel_image WORK VERSION
+kernel_image() {
+    local file
+    for file in "$1/kernel/boot/vmlinuz-$2" "$1/kernel/usr/lib/modules/$2/vmlinuz"; do
+        [ -e "$file" ] && { echo "$file"; return; }
+    done
+    say "there is no kernel image of $2 in what was downloaded"
+    return 1
 }
 
 # Prints the files of a module and of all it needs, in the order to load them: module_files TREE VERSION NAME
 module_files() { modprobe -d "$1" -S "$2" --show-depends --ignore-install "$3" | awk '$1 == "insmod" { print $2 }'; }
 
+# build_initramfs WORK TREE-WITH-MODULES VERSION OUT [A-FOLDER-THAT-BECOMES-/lab-modules]
 build_initramfs() {
-    local work=$1 version=$2 out=$3 file plain
+    local work=$1 modules=$2 version=$3 out=$4 extra=${5:-} file plain
     local tree=$work/initramfs
     mkdir -p "$tree"/{bin,dev,proc,sys,run,newroot,modules}
     cp "$(command -v busybox)" "$tree/bin/busybox"
     cp "$HERE/guest/init" "$tree/init"
     chmod 755 "$tree/init" "$tree/bin/busybox"
-    for file in $(module_files "$work/root" "$version" virtio_blk); do
+    [ -z "$extra" ] || cp -r "$extra" "$tree/lab-modules"
+    for file in $(module_files "$modules" "$version" virtio_blk); do
         plain=$(basename "$file" .xz)
         case $file in
         *.xz) xz -dc "$file" >"$tree/modules/$plain" ;;
@@ -189,9 +218,9 @@ build_guest() {
     local work=$CACHE/building
     rm -rf "$work"
     mkdir -p "$work/out"
-    fetch_kernel "$work"
+    fetch_kernel "$work" "$KERNEL_SUITE" || die "cannot get the guest's kernel of $KERNEL_SUITE"
     version=$(ls "$work/kernel/usr/lib/modules")
-    cp "$work/kernel/boot/vmlinuz-$version" "$work/out/vmlinuz"
+    cp "$(kernel_image "$work" "$version")" "$work/out/vmlinuz"
     echo "$version" >"$work/out/kernel-version"
 
     read -r uri keyring <<<"$(mirror)"
@@ -207,7 +236,7 @@ build_guest() {
     echo lab >"$work/root/etc/hostname"
     : >"$work/root/etc/fstab"
 
-    build_initramfs "$work" "$version" "$work/out/initramfs.cpio"
+    build_initramfs "$work" "$work/root" "$version" "$work/out/initramfs.cpio"
     mke2fs -q -t ext4 -L lab-root -d "$work/root" "$work/root.ext4" "$ROOT_BYTES" >&2
     qemu-img convert -f raw -O qcow2 "$work/root.ext4" "$work/out/base.qcow2"
     qemu-img check -q "$work/out/base.qcow2"
@@ -215,6 +244,68 @@ build_guest() {
     mv -T "$work/out" "$target"
     rm -rf "$work"
     say "the guest is ready: $target (kernel $version)"
+}
+
+# Builds the newer kernel's folder from suite $2, or returns with the reason on standard error.
+build_newer() {
+    local target=$1 suite=$2 version name file extra
+    local work=$CACHE/building-newer
+    rm -rf "$work"
+    mkdir -p "$work/out"
+    fetch_kernel "$work" "$suite" || return
+    version=$(ls "$work/kernel/usr/lib/modules")
+    case $version in
+    "$NEWER_MAJOR".*) ;;
+    *) say "$suite has kernel $version, not $NEWER_MAJOR.x"; return 1 ;;
+    esac
+    cp "$(kernel_image "$work" "$version")" "$work/out/vmlinuz" || return
+    echo "$version" >"$work/out/kernel-version"
+    # Where the tools for modules look.
+    ln -s usr/lib "$work/kernel/lib"
+    depmod -b "$work/kernel" "$version" || return
+    # Only what tests need: it travels in memory.
+    extra=$work/extra/lib/modules/$version
+    mkdir -p "$extra"
+    for name in $NEWER_MODULES; do
+        for file in $(module_files "$work/kernel" "$version" "$name"); do
+            file=${file#*/modules/"$version"/}
+            mkdir -p "$extra/$(dirname "$file")"
+            cp "$work/kernel/usr/lib/modules/$version/$file" "$extra/$file" || return
+        done
+        find "$extra" -name "$name.ko*" | grep -q . || { say "the kernel $version has no module $name"; return 1; }
+    done
+    cp "$work/kernel/usr/lib/modules/$version"/modules.{builtin,builtin.modinfo,order} \
+        "$extra/" || return
+    depmod -b "$work/extra" "$version" || return
+    build_initramfs "$work" "$work/kernel" "$version" "$work/out/initramfs.cpio" "$work/extra/lib/modules" || return
+    chmod 444 "$work/out"/*
+    mv -T "$work/out" "$target" || return
+    rm -rf "$work"
+    say "the newer kernel is ready: $target (kernel $version of $suite)"
+}
+
+# The tests that need the newer kernel say that they cannot run where it cannot be had; the next setup tries again.
+prepare_newer() {
+    local target suite said
+    target=$(newer_folder)
+    [ -d "$target" ] && return
+    [ "$(id -u)" = 0 ] || die "the lab's newer kernel is not there; run tests/setup.sh as root (RINGDISK_LAB_CACHE=$CACHE)"
+    mkdir -p "$CACHE"
+    exec 9>"$CACHE/lock"
+    flock 9
+    said=$CACHE/newer.log
+    : >"$said"
+    for suite in $NEWER_SUITES; do
+        [ -d "$target" ] || build_newer "$target" "$suite" 2>>"$said" || say "no newer kernel from $suite; see $said"
+    done
+    if [ -d "$target" ]; then
+        rm -f "$target.unavailable"
+    else
+        echo "no kernel $NEWER_MAJOR.x could be had from Debian's $NEWER_SUITES: $(grep -E '^(E:|setup:)' "$said" | tail -n 1)" \
+            >"$target.unavailable"
+        say "WARNING: $(cat "$target.unavailable")"
+    fi
+    exec 9>&-
 }
 
 prepare_guest() {
@@ -233,11 +324,23 @@ case ${1:-} in
 "")
     install_tools
     prepare_guest
+    prepare_newer
     ;;
 --where)
     folder=$(guest_folder)
     [ -d "$folder" ] || die "the lab's guest is not built ($folder); run tests/setup.sh as root"
     echo "$folder"
     ;;
-*) die "usage: tests/setup.sh [--where]" ;;
+--newer)
+    folder=$(newer_folder)
+    if [ -d "$folder" ]; then
+        echo "$folder"
+    elif [ -e "$folder.unavailable" ]; then
+        cat "$folder.unavailable"
+        exit 3
+    else
+        die "the lab's newer kernel is not there ($folder); run tests/setup.sh as root"
+    fi
+    ;;
+*) die "usage: tests/setup.sh [--where|--newer]" ;;
 esac

@@ -24,6 +24,12 @@ pub enum Error {
         /// What `tests/setup.sh --where` said.
         message: String,
     },
+    /// The newer kernel cannot be had on this machine, and no installing helps.
+    #[error("{why}")]
+    NewerKernelUnavailable {
+        /// What `tests/setup.sh --newer` said.
+        why: String,
+    },
     /// The `ringdisk` binary was not found.
     #[error("no `ringdisk` binary in {looked}; run `cargo build --release -p ringdisk`, or set RINGDISK_BIN")]
     RingdiskNotBuilt {

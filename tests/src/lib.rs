@@ -26,6 +26,6 @@ mod server;
 
 pub use error::Error;
 pub use guest::{Guest, Outcome, RunningGuest};
-pub use prepare::{Lab, require};
+pub use prepare::{Kernel, Lab, require, require_kernel};
 pub use scratch::Scratch;
 pub use server::Server;

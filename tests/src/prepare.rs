@@ -3,7 +3,7 @@
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitStatus};
 
 use crate::{Error, process};
 
@@ -40,7 +40,55 @@ pub fn require() -> Lab {
     }
 }
 
+/// Which kernel a guest runs.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Kernel {
+    /// The one of the guest's own folder, 6.12.
+    V6_12,
+    /// The newer one, 7.x, from a suite that may not be within reach.
+    V7,
+}
+
+/// The lab with this kernel. `None` where it cannot be had, which has been said as `tests/run-tests.sh` counts it.
+///
+/// # Panics
+///
+/// As [`require`].
+#[must_use]
+#[expect(
+    clippy::print_stdout,
+    reason = "what cannot run here is counted by what it prints"
+)]
+pub fn require_kernel(kernel: Kernel) -> Option<Lab> {
+    match require().with_kernel(kernel) {
+        Ok(lab) => Some(lab),
+        Err(Error::NewerKernelUnavailable { why }) => {
+            println!("cannot run here: tests with the newer kernel, because {why}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
 impl Lab {
+    /// The same lab, its guests on another kernel.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NewerKernelUnavailable`] if it cannot be downloaded here; [`Error::GuestNotBuilt`] if nobody tried.
+    pub fn with_kernel(&self, kernel: Kernel) -> Result<Self, Error> {
+        if kernel == Kernel::V6_12 {
+            return Ok(self.clone());
+        }
+        let folder = newer_folder(None)?;
+        Ok(Self {
+            kernel: folder.join("vmlinuz"),
+            kernel_version: kernel_version(&folder)?,
+            initramfs: folder.join("initramfs.cpio"),
+            base: self.base.clone(),
+        })
+    }
+
     /// Finds every piece of the lab.
     ///
     /// # Errors
@@ -52,25 +100,16 @@ impl Lab {
                 return Err(Error::MissingTool { tool, package });
             }
         }
-        let setup = Path::new(env!("CARGO_MANIFEST_DIR")).join("setup.sh");
-        let mut command = Command::new(&setup);
-        command.arg("--where");
-        let (status, said) = process::run(command)?;
+        let (status, said) = setup("--where", None)?;
         if !status.success() {
             return Err(Error::GuestNotBuilt {
                 message: said.trim().to_owned(),
             });
         }
         let folder = PathBuf::from(said.trim());
-        let version = folder.join("kernel-version");
-        let kernel_version = fs::read_to_string(&version).map_err(|source| Error::File {
-            action: "read",
-            path: version,
-            source,
-        })?;
         Ok(Self {
             kernel: folder.join("vmlinuz"),
-            kernel_version: kernel_version.trim().to_owned(),
+            kernel_version: kernel_version(&folder)?,
             initramfs: folder.join("initramfs.cpio"),
             base: folder.join("base.qcow2"),
         })
@@ -98,6 +137,43 @@ impl Lab {
     #[must_use]
     pub fn base(&self) -> &Path {
         &self.base
+    }
+}
+
+/// Asks `tests/setup.sh` where something is, in this cache or the usual one.
+fn setup(question: &str, cache: Option<&Path>) -> Result<(ExitStatus, String), Error> {
+    let setup = Path::new(env!("CARGO_MANIFEST_DIR")).join("setup.sh");
+    let mut command = Command::new(setup);
+    command.arg(question);
+    if let Some(cache) = cache {
+        command.env("RINGDISK_LAB_CACHE", cache);
+    }
+    process::run(command)
+}
+
+/// Where the newer kernel is, in this cache or the usual one.
+fn newer_folder(cache: Option<&Path>) -> Result<PathBuf, Error> {
+    let (status, said) = setup("--newer", cache)?;
+    let said = said.trim();
+    match status.code() {
+        Some(0) => Ok(said.into()),
+        Some(3) => Err(Error::NewerKernelUnavailable { why: said.to_owned() }),
+        _ => Err(Error::GuestNotBuilt {
+            message: said.to_owned(),
+        }),
+    }
+}
+
+/// The release of the kernel in a folder that `tests/setup.sh` made.
+fn kernel_version(folder: &Path) -> Result<String, Error> {
+    let path = folder.join("kernel-version");
+    match fs::read_to_string(&path) {
+        Ok(version) => Ok(version.trim().to_owned()),
+        Err(source) => Err(Error::File {
+            action: "read",
+            path,
+            source,
+        }),
     }
 }
 
@@ -158,6 +234,25 @@ mod tests {
                 "{executable}"
             );
         }
+    }
+
+    /// Not asked for yet, it is a fault of the set-up; where it cannot be had, a test may go without.
+    #[test]
+    fn a_newer_kernel_that_nobody_tried_to_get_is_told_from_one_that_cannot_be_had() {
+        let cache = crate::Scratch::new().unwrap();
+        let cache = cache.file("cache");
+        fs::create_dir(&cache).unwrap();
+        let Err(Error::GuestNotBuilt { message }) = newer_folder(Some(&cache)) else {
+            panic!("nothing was built");
+        };
+        let folder = message.split(['(', ')']).nth(1).unwrap();
+        fs::write(format!("{folder}.unavailable"), "the mirror is away").unwrap();
+        let Err(Error::NewerKernelUnavailable { why }) = newer_folder(Some(&cache)) else {
+            panic!("it cannot be had");
+        };
+        assert_eq!(why, "the mirror is away");
+        fs::create_dir(folder).unwrap();
+        assert_eq!(newer_folder(Some(&cache)).unwrap(), PathBuf::from(folder));
     }
 
     #[test]

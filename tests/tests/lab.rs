@@ -1,6 +1,6 @@
 //! The lab proves itself on somebody else's server, so that a failure elsewhere is not its own.
 
-use lab::{Guest, Scratch, Server, image};
+use lab::{Guest, Kernel, Scratch, Server, image};
 
 /// A guest writes, restarts, finds its file, and powers off; the image is flawless.
 #[test]
@@ -30,6 +30,41 @@ fn a_guest_boots_and_reboots_on_qemus_storage_daemon() -> Result<(), lab::Error>
     assert_eq!(outcome.complaints(), Vec::<&str>::new(), "{}", outcome.console());
     server.stop()?;
     image::check_flawless(&root)
+}
+
+/// Both kernels boot the same root, and have the drivers that make a block device of a program.
+#[test]
+fn guests_of_both_kernels_have_the_drivers_of_the_hosts_disks() -> Result<(), lab::Error> {
+    for (kernel, major) in [(Kernel::V6_12, "6."), (Kernel::V7, "7.")] {
+        let Some(lab) = lab::require_kernel(kernel) else {
+            continue;
+        };
+        assert!(
+            lab.kernel_version().starts_with(major),
+            "{}",
+            lab.kernel_version()
+        );
+        let scratch = Scratch::new()?;
+        let root = scratch.file("root.qcow2");
+        image::overlay(&root, lab.base())?;
+        let server = Server::storage_daemon(&scratch.file("root.sock"), &root, 1)?;
+        let outcome = Guest::new(&lab)
+            .disk("root", server.socket(), 1)
+            .script(
+                "uname -r
+                 modprobe -a ublk_drv nbd xfs
+                 test -c /dev/ublk-control
+                 test -b /dev/nbd0
+                 grep -w xfs /proc/filesystems >/dev/null && echo all there",
+            )
+            .run(&scratch, "guest")?;
+        assert_eq!(outcome.lines().next(), Some(lab.kernel_version()));
+        assert_eq!(outcome.value("all "), Some("there"));
+        assert_eq!(outcome.complaints(), Vec::<&str>::new(), "{}", outcome.console());
+        server.stop()?;
+        image::check_flawless(&root)?;
+    }
+    Ok(())
 }
 
 /// A test must be able to fail: the script's status, the line it waits for, and an early end all come back.
