@@ -5,10 +5,12 @@
 //! an initramfs for each script, and the base image is a disk of its own, to be a backing file.
 
 use std::fs;
-use std::path::PathBuf;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
-use crate::{Error, Lab, Scratch, initramfs, prepare, process};
+use crate::{Error, Guest, Lab, Outcome, Scratch, Server, image, initramfs, prepare, process};
 
 /// The memory a guest needs that runs a machine, in MiB.
 pub const MEMORY_MIB: u32 = 2048;
@@ -27,6 +29,15 @@ impl Toolbox {
     ///
     /// [`Error::RingdiskNotBuilt`] or [`Error::File`].
     pub fn new(lab: &Lab, scratch: &Scratch) -> Result<Self, Error> {
+        Self::with(lab, scratch, &prepare::ringdisk_binary()?)
+    }
+
+    /// As [`Toolbox::new`], with this binary of ours.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`].
+    pub fn with(lab: &Lab, scratch: &Scratch, ringdisk: &Path) -> Result<Self, Error> {
         let folder = scratch.file("tools");
         let toolbox = Self {
             image: scratch.file("tools.raw"),
@@ -43,7 +54,7 @@ impl Toolbox {
         fs::create_dir(&toolbox.folder).map_err(failed(&toolbox.folder))?;
         for (from, name) in [
             (lab.kernel().to_owned(), "vmlinuz"),
-            (prepare::ringdisk_binary()?, "ringdisk"),
+            (ringdisk.to_owned(), "ringdisk"),
         ] {
             let to = toolbox.folder.join(name);
             fs::copy(from, &to).map_err(failed(&to))?;
@@ -65,6 +76,66 @@ impl Toolbox {
         Ok(self)
     }
 
+    /// Adds a program of this machine under `name`, with the libraries it needs: a script `name` starts it where the disk
+    /// is mounted at `/mnt`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error`], if it cannot be read.
+    pub fn program(self, program: &Path, name: &str) -> Result<Self, Error> {
+        let folder = self.folder.join(format!("{name}.d"));
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            move |source| Error::File {
+                action: "copy",
+                path,
+                source,
+            }
+        };
+        fs::create_dir(&folder).map_err(failed(&folder))?;
+        let mut command = Command::new("ldd");
+        command.arg(program);
+        let (status, said) = process::run(command)?;
+        // `name => /path (address)`, and the loader itself by its path alone; a static program has neither.
+        let libraries = said.lines().filter(|_| status.success());
+        let libraries: Vec<&str> = libraries
+            .filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')))
+            .collect();
+        for file in libraries.iter().map(Path::new).chain([program]) {
+            let to = folder.join(file.file_name().unwrap_or_default());
+            fs::copy(file, &to).map_err(failed(file))?;
+        }
+        let at = |file: &Path| {
+            let file = file.file_name().unwrap_or_default().to_string_lossy();
+            format!("/mnt/{name}.d/{file}")
+        };
+        let loader = libraries.iter().find(|library| library.contains("/ld-linux"));
+        let loader = loader.map_or(String::new(), |loader| {
+            format!("{} --library-path /mnt/{name}.d ", at(Path::new(loader)))
+        });
+        let script = format!("#!/bin/sh\nexec {loader}{} \"$@\"\n", at(program));
+        let to = self.folder.join(name);
+        fs::write(&to, script).map_err(failed(&to))?;
+        let mode = fs::Permissions::from_mode(0o755);
+        fs::set_permissions(&to, mode).map_err(failed(&to))?;
+        Ok(self)
+    }
+
+    /// Adds a file of this machine, under its own name.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`].
+    pub fn file(self, file: &Path) -> Result<Self, Error> {
+        let to = self.folder.join(file.file_name().unwrap_or_default());
+        fs::copy(file, &to).map_err(|source| Error::File {
+            action: "copy",
+            path: file.to_owned(),
+            source,
+        })?;
+        Ok(self)
+    }
+
     /// Makes the disk, with `bytes` of room, and answers its image: raw, with an ext4 file system.
     ///
     /// # Errors
@@ -77,4 +148,45 @@ impl Toolbox {
         process::run_ok(command)?;
         Ok(self.image.clone())
     }
+}
+
+/// Runs `script` in a guest with two CPUs that sees its root, the disk of `toolbox` with `bytes` of room as
+/// `/dev/lab/tools`, and the lab's root as the read-only `/dev/lab/base`. Gives what was said, and the toolbox's disk.
+///
+/// # Errors
+///
+/// [`Error`], if anything fails or takes longer than `patience`.
+pub fn run(
+    lab: &Lab,
+    scratch: &Scratch,
+    toolbox: &Toolbox,
+    bytes: u64,
+    script: &str,
+    patience: Duration,
+) -> Result<(Outcome, PathBuf), Error> {
+    let tools = toolbox.make(bytes)?;
+    let root = scratch.file("outer.qcow2");
+    image::overlay(&root, lab.base())?;
+    // The guest's CPUs are this machine's: nobody else takes their time.
+    let disks = [
+        ("root", format!("path={},backing_files=on", root.display())),
+        ("tools", format!("path={},image_type=raw", tools.display())),
+        ("base", format!("path={},readonly=on", lab.base().display())),
+    ];
+    let mut guest = Guest::new(lab)
+        .cpus(2)
+        .memory_mib(MEMORY_MIB)
+        .patience(patience)
+        .script(script);
+    let mut servers = Vec::new();
+    for (name, disk) in disks {
+        let socket = scratch.file(&format!("{name}.sock"));
+        servers.push(Server::ringdisk(&socket, &format!("{disk},poll_us=0"))?);
+        guest = guest.disk(name, &socket, 1);
+    }
+    let outcome = guest.run(scratch, "outer")?;
+    for server in servers {
+        server.stop()?;
+    }
+    Ok((outcome, tools))
 }

@@ -4,8 +4,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lab::nested::{MEMORY_MIB, Toolbox};
-use lab::{Error, Guest, Lab, Outcome, Scratch, Server, image};
+use lab::nested::{self, Toolbox};
+use lab::{Error, Lab, Outcome, Scratch, image};
 
 const MIB: u64 = 1 << 20;
 
@@ -41,30 +41,8 @@ fn nested(
     for (name, script) in inner {
         toolbox = toolbox.script(lab, name, script)?;
     }
-    let tools = toolbox.make(512 * MIB)?;
-    let root = scratch.file("outer.qcow2");
-    image::overlay(&root, lab.base())?;
-    let disks = [
-        ("root", format!("path={},backing_files=on", root.display())),
-        ("tools", format!("path={},image_type=raw", tools.display())),
-        ("base", format!("path={},readonly=on", lab.base().display())),
-    ];
-    let mut guest = Guest::new(lab)
-        .cpus(2)
-        .memory_mib(MEMORY_MIB)
-        .patience(Duration::from_secs(600))
-        .script(&format!("{OUTER}{script}"));
-    let mut servers = Vec::new();
-    for (name, disk) in disks {
-        let socket = scratch.file(&format!("{name}.sock"));
-        servers.push(Server::ringdisk(&socket, &disk)?);
-        guest = guest.disk(name, &socket, 1);
-    }
-    let outcome = guest.run(scratch, "outer")?;
-    for server in servers {
-        server.stop()?;
-    }
-    Ok((outcome, tools))
+    let script = format!("{OUTER}{script}");
+    nested::run(lab, scratch, &toolbox, 512 * MIB, &script, Duration::from_secs(600))
 }
 
 /// Takes a file out of the outer guest's disk.

@@ -7,6 +7,7 @@ pub(crate) mod guest;
 pub(crate) mod memory;
 pub(crate) mod micro;
 pub(crate) mod queues;
+pub(crate) mod vmm;
 
 use std::io;
 use std::path::PathBuf;
@@ -98,6 +99,7 @@ pub(crate) fn all(before: bool) -> Vec<Row> {
     rows.extend(engine::rows());
     rows.extend(memory::rows());
     rows.extend(micro::rows());
+    rows.extend(vmm::rows());
     rows
 }
 

@@ -1,0 +1,222 @@
+//! Whole machines: `ringdisk run`, QEMU and, where its binary is given (`CLOUD_HYPERVISOR`), Cloud Hypervisor take turns
+//! in one emulated guest whose KVM is real. Each boots the same Linux from a QCOW2 overlay, does the same I/O on the
+//! same QCOW2 disk, past the page cache, and switches itself off.
+//!
+//! The guest is emulated, so absolute figures mean nothing, and ratios only within one run.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use lab::nested::{self, Toolbox};
+use lab::{Lab, Scratch};
+
+use super::{Bench, Row};
+use crate::report::{Better, Entry, median};
+use crate::server::Program;
+
+/// What a machine may hold besides the guest's memory, in MiB.
+const RESIDENT_MIB: f64 = 20.0;
+/// How many of a thousand requests may leave the guest for the machine's program.
+const EXITS_PER_THOUSAND: f64 = 1.0;
+/// Room for the programs, the images and their kernel, in bytes.
+const DISK_BYTES: u64 = 1 << 30;
+/// How long all of it may take.
+const PATIENCE: Duration = Duration::from_secs(1500);
+
+/// What QEMU reads beside its libraries.
+const FIRMWARE: [&str; 3] = [
+    "/usr/share/seabios/bios-256k.bin",
+    "/usr/share/qemu/kvmvapic.bin",
+    "/usr/share/qemu/linuxboot_dma.bin",
+];
+
+/// The workloads: figure, fio's pattern, block size, depth.
+const WORKLOADS: [(&str, &str, &str, u32); 4] = [
+    ("read-4k-d32", "randread", "4k", 32),
+    ("write-4k-d32", "randwrite", "4k", 32),
+    ("read-128k-sequential-d16", "read", "128k", 16),
+    ("write-128k-sequential-d16", "write", "128k", 16),
+];
+
+/// Before the turns. A machine's first disk is its root, the second one `/dev/lab/data`.
+const PREPARE: &str = r#"
+modprobe kvm-amd
+mount -t debugfs none /sys/kernel/debug 2>/dev/null || true
+mount /dev/lab/tools /mnt
+cd /mnt
+line="console=ttyS0 loglevel=4 panic=1 lab.root=0000:00:01.0 lab.disk=data@0000:00:02.0"
+./ringdisk image create data.qcow2 256M >/dev/null
+for part in 0 64 128 192; do
+    ./ringdisk io --disk path=data.qcow2 -c "write -P 1 ${part}M 64M" >/dev/null
+done
+for who in $whom; do
+    ./ringdisk image create -o backing_file=/dev/lab/base,backing_fmt=raw root-$who.qcow2 >/dev/null
+done
+# machine WHO SCRIPT: becomes the machine.
+machine() {
+    case $1 in
+    ringdisk)
+        exec ./ringdisk --log info run --kernel vmlinuz --initramfs "$2" --cpus 2 --memory 512M --serial "file=console" \
+            --cmdline "$line" --disk path=root-ringdisk.qcow2,backing_files=on,direct=on --disk path=data.qcow2,direct=on ;;
+    qemu)
+        how=cache=none,aio=io_uring,discard=unmap,format=qcow2
+        exec ./qemu -L . -nodefaults -no-user-config -display none -machine q35,accel=kvm,memory-backend=mem -cpu host -smp 2 \
+            -m 512M -object memory-backend-memfd,id=mem,size=512M,share=on -object iothread,id=io \
+            -kernel vmlinuz -initrd "$2" -append "$line" -serial "file:console" \
+            -drive if=none,id=root,file=root-qemu.qcow2,$how -device virtio-blk-pci,drive=root,addr=1,iothread=io \
+            -drive if=none,id=data,file=data.qcow2,$how -device virtio-blk-pci,drive=data,addr=2,iothread=io ;;
+    cloud-hypervisor)
+        exec ./cloud-hypervisor --kernel vmlinuz --initramfs "$2" --cpus boot=2 --memory size=512M,shared=on \
+            --serial "file=console" --console off --cmdline "$line" \
+            --disk path=root-cloud-hypervisor.qcow2,direct=on,backing_files=on,image_type=qcow2 \
+            path=data.qcow2,direct=on,image_type=qcow2 ;;
+    esac
+}
+# turn WHO SCRIPT: runs the machine, and tells how long that took in all.
+turn() {
+    rm -f console
+    begin=$(date +%s%N)
+    (machine "$1" "$2") >said 2>&1 & pid=$!
+    [ "$2" = boot ] || watch $pid
+    wait $pid || { echo "$1 ended with $?"; tail -n 20 said console; exit 1; }
+    end=$(date +%s%N)
+    grep -q '@@exit 0' console || { echo "the guest of $1 failed"; tail -n 30 console said; exit 1; }
+    echo "@ $1 $2-ms $(((end - begin) / 1000000))"
+    tr -d '\r' <console | sed -n "s/^figure /@ $1 /p"
+}
+# Tells of a machine what it holds besides the guest's memory, and how often the guest left for it during the I/O.
+watch() {
+    first= last= most=0
+    while [ -e "/proc/$1/exe" ]; do
+        kib=$(awk '/RssAnon|RssFile/ { sum += $2 } END { print sum + 0 }' /proc/$1/status 2>/dev/null || echo 0)
+        [ "$kib" -le "$most" ] || most=$kib
+        exits=$(cat /sys/kernel/debug/kvm/$1-*/mmio_exits 2>/dev/null || true)
+        if grep -q begun console 2>/dev/null && ! grep -q ended console && [ -n "$exits" ]; then
+            first=${first:-$exits}
+            last=$exits
+        fi
+        sleep 0.5
+    done
+    echo "@ $who resident-kib $most"
+    [ -z "$last" ] || echo "@ $who exits $((last - first))"
+}
+"#;
+
+/// What the inner guest does for the figures of I/O.
+fn inner_script(seconds: f64) -> String {
+    let mut script = String::from("echo begun\n");
+    for (name, pattern, block, depth) in WORKLOADS {
+        // Terse output: field 8 is what was read, 49 what was written, in requests a second.
+        write!(
+            script,
+            "fio --name=job --filename=/dev/lab/data --size=256m --rw={pattern} --bs={block} --iodepth={depth} --direct=1 \
+             --ioengine=libaio --norandommap --randrepeat=0 --time_based --runtime={seconds:.0} --minimal >/tmp/out\n\
+             awk -F';' '{{ print \"figure {name}\", $8 + $49 }}' /tmp/out\n"
+        )
+        .unwrap_or_default();
+    }
+    script.push_str("echo ended\n");
+    script
+}
+
+/// The rows of this part.
+#[must_use]
+pub(crate) fn rows() -> Vec<Row> {
+    let mut promises = vec![("boot", 1.0 / 0.8), ("resident", 1.0), ("exits", 1.0)];
+    promises.extend(WORKLOADS.iter().map(|(name, ..)| (*name, 1.0)));
+    vec![Row {
+        name: "vmm",
+        promises,
+        run: Box::new(run),
+    }]
+}
+
+fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
+    let cloud_hypervisor = std::env::var_os("CLOUD_HYPERVISOR").filter(|path| !path.is_empty());
+    let cloud_hypervisor = cloud_hypervisor.map(PathBuf::from);
+    let Program::Ringdisk(ringdisk) = &bench.ours else {
+        return Err(io::Error::other("this row has no other side than ringdisk's"));
+    };
+    let (pairs, seconds) = (bench.pairs, bench.timing.measure.as_secs_f64().max(1.0));
+    let said = outer(ringdisk, cloud_hypervisor.as_deref(), pairs, seconds);
+    let said = said.map_err(|error| io::Error::other(format!("{error:?}")))?;
+    let of = |who: &str, what: &str| {
+        let figures = said.get(&(who.to_owned(), what.to_owned()));
+        figures
+            .map(|figures| median(figures.iter().copied()))
+            .ok_or_else(|| io::Error::other(format!("{who} has told no {what}")))
+    };
+    let ours = "ringdisk";
+    let mut entries = Vec::new();
+    let mut peers = vec![("qemu", "")];
+    if cloud_hypervisor.is_some() {
+        peers.push(("cloud-hypervisor", "-cloud-hypervisor"));
+    }
+    for (peer, suffix) in peers {
+        let (time, beside) = (of(ours, "boot-ms")? / 1000.0, of(peer, "boot-ms")? / 1000.0);
+        let name = format!("boot{suffix}");
+        entries.push(row.entry(&name, "s", Better::Lower, time, (peer, beside)));
+        for (what, ..) in WORKLOADS {
+            let (rate, beside) = (of(ours, what)?, of(peer, what)?);
+            let name = format!("{what}{suffix}");
+            entries.push(row.entry(&name, "IOPS", Better::Higher, rate, (peer, beside)));
+        }
+        let mib = (of(ours, "resident-kib")? / 1024.0, of(peer, "resident-kib")? / 1024.0);
+        let name = format!("resident-beside{suffix}");
+        entries.push(row.entry(&name, "MiB", Better::Lower, mib.0, (peer, mib.1)));
+    }
+    let resident = of(ours, "resident-kib")? / 1024.0;
+    entries.push(row.entry("resident", "MiB", Better::Lower, resident, ("bound", RESIDENT_MIB)));
+    let mut requests = 0.0;
+    for (what, ..) in WORKLOADS {
+        requests += of(ours, what)? * seconds;
+    }
+    // None at all is better than any bound, and no ratio.
+    let exits = (of(ours, "exits")? * 1000.0 / requests).max(0.001);
+    let bound = ("bound", EXITS_PER_THOUSAND);
+    entries.push(row.entry("exits", "per 1,000 requests", Better::Lower, exits, bound));
+    Ok(entries)
+}
+
+/// By machine and figure: what each turn has found.
+type Said = BTreeMap<(String, String), Vec<f64>>;
+
+fn outer(
+    ringdisk: &Path,
+    cloud_hypervisor: Option<&Path>,
+    pairs: u32,
+    seconds: f64,
+) -> Result<Said, lab::Error> {
+    let lab = Lab::prepare()?;
+    let scratch = Scratch::new()?;
+    let mut toolbox = Toolbox::with(&lab, &scratch, ringdisk)?
+        .script(&lab, "boot", "true\n")?
+        .script(&lab, "work", &inner_script(seconds))?
+        .program(Path::new("/usr/bin/qemu-system-x86_64"), "qemu")?;
+    for file in FIRMWARE {
+        toolbox = toolbox.file(Path::new(file))?;
+    }
+    let mut whom = String::from("ringdisk qemu");
+    if let Some(binary) = cloud_hypervisor {
+        toolbox = toolbox.program(binary, "cloud-hypervisor")?;
+        whom.push_str(" cloud-hypervisor");
+    }
+    let script = format!(
+        "whom='{whom}'\n{PREPARE}\nfor round in $(seq {pairs}); do for script in boot work; do for who in $whom; do\n\
+         turn $who $script\ndone; done; done\n./ringdisk image check data.qcow2\n"
+    );
+    let (outcome, _) = nested::run(&lab, &scratch, &toolbox, DISK_BYTES, &script, PATIENCE)?;
+    let mut said = Said::new();
+    for line in outcome.lines().filter_map(|line| line.strip_prefix("@ ")) {
+        let mut words = line.split(' ').map(str::to_owned);
+        if let (Some(who), Some(what), Some(Ok(figure))) =
+            (words.next(), words.next(), words.next().map(|word| word.parse()))
+        {
+            said.entry((who, what)).or_default().push(figure);
+        }
+    }
+    Ok(said)
+}
