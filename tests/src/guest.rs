@@ -125,6 +125,7 @@ impl<'lab> Guest<'lab> {
             results,
             deadline: Instant::now() + self.patience,
             patience: self.patience,
+            one_port: false,
         })
     }
 
@@ -191,6 +192,8 @@ pub struct RunningGuest {
     results: PathBuf,
     deadline: Instant,
     patience: Duration,
+    /// Whether the kernel speaks where the script does.
+    one_port: bool,
 }
 
 /// What a guest said whose script ended well, at every boot.
@@ -201,10 +204,33 @@ pub struct Outcome {
 }
 
 impl RunningGuest {
+    /// A guest whose kernel and script speak on one serial port, which goes to `console`.
+    pub(crate) fn on_one_port(
+        process: Process,
+        console: PathBuf,
+        deadline: Instant,
+        patience: Duration,
+    ) -> Self {
+        Self {
+            process,
+            results: console.clone(),
+            console,
+            deadline,
+            patience,
+            one_port: true,
+        }
+    }
+
+    /// What the script has said so far, with its markers.
+    fn said(&self) -> String {
+        let said = read_lossy(&self.results);
+        if self.one_port { scripts_part(&said) } else { said }
+    }
+
     /// The complete lines the script has printed so far, over all boots.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
-        let said = read_lossy(&self.results);
+        let said = self.said();
         let complete = said.rfind('\n').map_or("", |end| &said[..end]);
         complete
             .lines()
@@ -219,6 +245,20 @@ impl RunningGuest {
     ///
     /// [`Error::Guest`] if the guest ends, fails or panics first; [`Error::Timeout`].
     pub fn wait_for(&mut self, wanted: impl Fn(&str) -> bool) -> Result<String, Error> {
+        self.wait_for_within(wanted, self.patience)
+    }
+
+    /// As [`RunningGuest::wait_for`], for so long.
+    ///
+    /// # Errors
+    ///
+    /// As [`RunningGuest::wait_for`].
+    pub fn wait_for_within(
+        &mut self,
+        wanted: impl Fn(&str) -> bool,
+        limit: Duration,
+    ) -> Result<String, Error> {
+        let until = Instant::now() + limit;
         loop {
             let ended = self.process.ended();
             if let Some(line) = self.lines().into_iter().find(|line| wanted(line)) {
@@ -228,8 +268,17 @@ impl RunningGuest {
                 return Err(self.failed(&format!("stopped early (QEMU ended with {status})")));
             }
             self.check_alive()?;
+            if Instant::now() >= until {
+                return Err(self.timeout("what was waited for", limit));
+            }
             thread::sleep(GLANCE);
         }
+    }
+
+    /// What the program that runs the guest has said.
+    #[must_use]
+    pub fn last_words(&self) -> String {
+        self.process.log()
     }
 
     /// Waits for the power-off, and checks that the script ended with 0 at every boot.
@@ -254,7 +303,7 @@ impl RunningGuest {
                 log: self.process.log_tail(),
             });
         }
-        let boots = boots(&read_lossy(&self.results)).map_err(|what| self.failed(&what))?;
+        let boots = boots(&self.said()).map_err(|what| self.failed(&what))?;
         Ok(Outcome {
             boots,
             console: read_lossy(&self.console),
@@ -289,17 +338,21 @@ impl RunningGuest {
         if Instant::now() < self.deadline {
             return Ok(());
         }
+        Err(self.timeout("what the guest had to do", self.patience))
+    }
+
+    fn timeout(&self, what: &str, limit: Duration) -> Error {
         let log = format!(
             "{}\n--- console:\n{}\n--- script:\n{}",
             self.process.log_tail(),
             tail(&read_lossy(&self.console)),
             tail(&read_lossy(&self.results)),
         );
-        Err(Error::Timeout {
-            what: "what the guest had to do".to_owned(),
-            seconds: self.patience.as_secs(),
+        Error::Timeout {
+            what: what.to_owned(),
+            seconds: limit.as_secs(),
             log,
-        })
+        }
     }
 
     fn failed(&self, what: &str) -> Error {
@@ -343,6 +396,23 @@ impl Outcome {
             .filter(|line| COMPLAINTS.iter().any(|complaint| line.contains(complaint)))
             .collect()
     }
+}
+
+/// The lines from each `@@begin` to the next `@@stop`, and what failed before, of a port where the kernel speaks too.
+fn scripts_part(said: &str) -> String {
+    let mut inside = false;
+    let mut lines = String::new();
+    for line in said.split_inclusive('\n') {
+        let text = line.trim_end_matches(['\r', '\n']);
+        inside |= text == "@@begin";
+        if inside || text.starts_with("@@failed") {
+            lines.push_str(text);
+            // The last line may go on.
+            lines.push_str(if line.ends_with('\n') { "\n" } else { "" });
+        }
+        inside &= text != "@@stop";
+    }
+    lines
 }
 
 /// Splits the results by the markers of the guest's init; the last boot must have ended well.
@@ -400,6 +470,13 @@ mod tests {
     fn results_are_split_by_boot() {
         let results = "@@begin\none\ntwo\n@@exit 0\n@@stop\n@@begin\nthree\n@@exit 0\n@@stop\n";
         assert_eq!(boots(results).unwrap(), [vec!["one", "two"], vec!["three"]]);
+    }
+
+    #[test]
+    fn what_a_kernel_says_on_the_same_port_is_told_apart() {
+        let said = "[ 1.0] Linux\r\n@@begin\r\none\r\n@@exit 0\r\n@@stop\r\n[ 2.0] reboot\r\n@@begin\r\ntw";
+        assert_eq!(scripts_part(said), "@@begin\none\n@@exit 0\n@@stop\n@@begin\ntw");
+        assert_eq!(scripts_part("Linux\n@@failed no disk\n"), "@@failed no disk\n");
     }
 
     #[test]

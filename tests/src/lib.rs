@@ -18,6 +18,7 @@ mod error;
 mod guest;
 pub mod image;
 mod initramfs;
+mod machine;
 pub mod nested;
 mod prepare;
 mod process;
@@ -26,6 +27,7 @@ mod server;
 
 pub use error::Error;
 pub use guest::{Guest, Outcome, RunningGuest};
+pub use machine::Machine;
 pub use prepare::{Kernel, Lab, require, require_kernel};
 pub use scratch::Scratch;
 pub use server::Server;

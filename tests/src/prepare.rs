@@ -100,13 +100,7 @@ impl Lab {
                 return Err(Error::MissingTool { tool, package });
             }
         }
-        let (status, said) = setup("--where", None)?;
-        if !status.success() {
-            return Err(Error::GuestNotBuilt {
-                message: said.trim().to_owned(),
-            });
-        }
-        let folder = PathBuf::from(said.trim());
+        let folder = guest_folder()?;
         Ok(Self {
             kernel: folder.join("vmlinuz"),
             kernel_version: kernel_version(&folder)?,
@@ -175,6 +169,21 @@ fn kernel_version(folder: &Path) -> Result<String, Error> {
             source,
         }),
     }
+}
+
+/// The folder of the guest's parts: `$RINGDISK_LAB_GUEST`, where there is no checkout of this project, else what
+/// `setup.sh` made.
+fn guest_folder() -> Result<PathBuf, Error> {
+    if let Some(folder) = env::var_os("RINGDISK_LAB_GUEST").filter(|folder| !folder.is_empty()) {
+        return Ok(PathBuf::from(folder));
+    }
+    let (status, said) = setup("--where", None)?;
+    if !status.success() {
+        return Err(Error::GuestNotBuilt {
+            message: said.trim().to_owned(),
+        });
+    }
+    Ok(PathBuf::from(said.trim()))
 }
 
 /// The `ringdisk` binary: `$RINGDISK_BIN`, else the release build of this target folder, else its dev build.

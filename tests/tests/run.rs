@@ -42,7 +42,14 @@ fn nested(
         toolbox = toolbox.script(lab, name, script)?;
     }
     let script = format!("{OUTER}{script}");
-    nested::run(lab, scratch, &toolbox, 512 * MIB, &script, Duration::from_secs(600))
+    nested::run(
+        lab,
+        scratch,
+        &toolbox,
+        512 * MIB,
+        &script,
+        Duration::from_secs(600),
+    )
 }
 
 /// Takes a file out of the outer guest's disk.

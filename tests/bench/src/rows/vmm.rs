@@ -164,12 +164,21 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
             let name = format!("{what}{suffix}");
             entries.push(row.entry(&name, "IOPS", Better::Higher, rate, (peer, beside)));
         }
-        let mib = (of(ours, "resident-kib")? / 1024.0, of(peer, "resident-kib")? / 1024.0);
+        let mib = (
+            of(ours, "resident-kib")? / 1024.0,
+            of(peer, "resident-kib")? / 1024.0,
+        );
         let name = format!("resident-beside{suffix}");
         entries.push(row.entry(&name, "MiB", Better::Lower, mib.0, (peer, mib.1)));
     }
     let resident = of(ours, "resident-kib")? / 1024.0;
-    entries.push(row.entry("resident", "MiB", Better::Lower, resident, ("bound", RESIDENT_MIB)));
+    entries.push(row.entry(
+        "resident",
+        "MiB",
+        Better::Lower,
+        resident,
+        ("bound", RESIDENT_MIB),
+    ));
     let mut requests = 0.0;
     for (what, ..) in WORKLOADS {
         requests += of(ours, what)? * seconds;

@@ -1,0 +1,58 @@
+//! `make demo` on both kinds of machine: where KVM runs no guest, and in an emulated guest whose KVM is real.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use lab::nested::{self, Toolbox};
+use lab::{Error, Scratch};
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn the_demo_works_on_this_machine_and_says_how() {
+    let _lab = lab::require();
+    let output = Command::new(env!("CARGO_BIN_EXE_demo"))
+        .output()
+        .expect("run the demo");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && said.contains("\nIt worked: "),
+        "{said}"
+    );
+    let (machine, emulated) = (
+        said.contains("boots from it on KVM"),
+        said.contains("KVM runs no guest here ("),
+    );
+    assert!(machine != emulated, "{said}");
+}
+
+#[test]
+fn the_demo_uses_our_own_machine_where_kvm_is_real() -> Result<(), Error> {
+    let lab = lab::require();
+    let scratch = Scratch::new()?;
+    let mut toolbox = Toolbox::new(&lab, &scratch)?
+        .program(Path::new(env!("CARGO_BIN_EXE_demo")), "demo")?
+        .file(lab.initramfs())?
+        .file(lab.base())?;
+    for tool in ["qemu-img", "qemu-io", "qemu-storage-daemon", "qemu-system-x86_64"] {
+        toolbox = toolbox.program(&Path::new("/usr/bin").join(tool), tool)?;
+    }
+    let script = r#"
+modprobe kvm-amd
+mount /dev/lab/tools /mnt
+mkdir /mnt/tmp
+echo any >/mnt/kernel-version
+PATH=/mnt:$PATH RINGDISK_LAB_GUEST=/mnt RINGDISK_BIN=/mnt/ringdisk TMPDIR=/mnt/tmp /mnt/demo
+"#;
+    let patience = Duration::from_secs(600);
+    let (outcome, _) = nested::run(&lab, &scratch, &toolbox, 2048 * MIB, script, patience)?;
+    let said: Vec<_> = outcome.lines().collect();
+    let all = said.join("\n");
+    assert!(all.contains("boots from it on KVM"), "{all}");
+    assert!(
+        all.contains("It worked: a guest ran on a QCOW2 overlay attached by `ringdisk run`"),
+        "{all}"
+    );
+    Ok(())
+}
