@@ -10,11 +10,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use block::task::eventfd;
-use block::worker::{FrontendId, WorkerConfig, WorkerHandle};
+use block::worker::{WorkerConfig, WorkerHandle};
 use qcow::{OpenOptions, QcowDisk};
-use virtio_devices::block::{
-    BlockDevice, BlockDeviceConfig, BlockQueue, BlockQueueConfig, Notify, QueueReport,
-};
+use virtio_devices::block::{BlockDevice, BlockDeviceConfig, BlockQueueConfig, Notify, RunningQueue};
 use virtio_devices::virtqueue::RingAddresses;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -23,69 +21,43 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 struct Attached {
     device: Arc<BlockDevice>,
     worker: WorkerHandle,
-    running: Option<(FrontendId, Arc<QueueReport>)>,
+    running: Option<RunningQueue>,
 }
 
 impl Attached {
     fn open(path: &Path) -> Result<Self, Box<dyn Error>> {
-        let config = BlockDeviceConfig {
-            num_queues: 1,
-            queue_size: 128,
-            serial: "embedded",
+        let (num_queues, queue_size, serial) = (1, 128, "embedded");
+        let shown = BlockDeviceConfig {
+            num_queues,
+            queue_size,
+            serial,
         };
+        let disk = QcowDisk::open(path, &OpenOptions::default())?;
         Ok(Self {
-            device: Arc::new(BlockDevice::new(
-                QcowDisk::open(path, &OpenOptions::default())?,
-                &config,
-            )?),
+            device: Arc::new(BlockDevice::new(disk, &shown)?),
             worker: WorkerHandle::spawn(WorkerConfig::default())?,
             running: None,
         })
     }
 
-    /// The driver is ready: `kick` is signalled when there are requests, `interrupt` when there are answers.
-    fn start(
-        &mut self,
-        memory: GuestMemoryMmap,
-        addresses: RingAddresses,
-        features: u64,
-        kick: OwnedFd,
-        interrupt: OwnedFd,
-    ) -> Result<(), Box<dyn Error>> {
-        let report = Arc::new(QueueReport::default());
-        let (device, reported, next_available) = (Arc::clone(&self.device), Arc::clone(&report), 0);
-        let id = self.worker.run(move |worker| -> Result<_, String> {
-            let notify = Box::new(Interrupt(interrupt));
-            let (size, inflight, polled, report) = (128, None, false, reported);
-            let config = BlockQueueConfig {
-                memory,
-                size,
-                addresses,
-                next_available,
-                inflight,
-                features,
-                notify,
-                polled,
-                report,
-            };
-            let queue =
-                BlockQueue::start(device, worker.context(), config).map_err(|error| error.to_string())?;
-            worker
-                .add(Box::new(queue), vec![kick])
-                .map_err(|error| error.to_string())
-        })??;
-        self.running = Some((id, report));
+    /// The driver is ready: `kick` is signalled when there are requests.
+    fn start(&mut self, kick: OwnedFd, queue: BlockQueueConfig) -> Result<(), Box<dyn Error>> {
+        self.running = Some(RunningQueue::start(
+            &self.worker,
+            &self.device,
+            Some(kick),
+            queue,
+        )?);
         Ok(())
     }
 
     /// A reset or a pause: when this returns nothing of the queue touches guest memory any more. The answer is where
     /// the queue goes on, as `next_available`, should it start again.
     fn stop(&mut self) -> Result<u16, Box<dyn Error>> {
-        let Some((id, report)) = self.running.take() else {
+        let Some(running) = self.running.take() else {
             return Ok(0);
         };
-        self.worker.remove(id)?;
-        Ok(report.next_available())
+        Ok(running.stop(&self.worker)?.next_available())
     }
 
     /// The machine ends: the image is left as a clean shutdown should.
@@ -95,6 +67,7 @@ impl Attached {
     }
 }
 
+/// How the guest hears of answers.
 struct Interrupt(OwnedFd);
 
 impl Notify for Interrupt {
@@ -140,13 +113,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (kick, interrupt) = (eventfd()?, eventfd()?);
     rustix::io::write(&kick, &1u64.to_ne_bytes())?;
     let version_1 = 1 << 32;
-    disk.start(
-        memory.clone(),
-        RINGS,
-        disk.device.features() & version_1,
-        kick,
-        interrupt.try_clone()?,
-    )?;
+    let features = disk.device.features() & version_1;
+    let notify = Box::new(Interrupt(interrupt.try_clone()?));
+    let queue = BlockQueueConfig::new(memory.clone(), 128, RINGS, features, notify);
+    disk.start(kick, queue)?;
     rustix::io::read(&interrupt, &mut [0; 8])?;
     let (status, first): (u8, [u8; 8]) = (
         memory.read_obj(GuestAddress(STATUS))?,

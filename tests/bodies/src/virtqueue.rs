@@ -1,9 +1,8 @@
 //! A virtqueue in memory that a hostile guest writes: the device neither panics nor leaves guest memory, each of its
 //! rounds ends, and everything it took it gives back.
 
-use std::cell::Cell;
-use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use block::worker::Frontend;
 use block::{Context, Disk};
@@ -28,17 +27,17 @@ thread_local! {
 /// How often the guest was told.
 #[derive(Clone, Debug, Default)]
 struct Told {
-    used: Rc<Cell<u64>>,
-    broken: Rc<Cell<u64>>,
+    used: Arc<AtomicU64>,
+    broken: Arc<AtomicU64>,
 }
 
 impl Notify for Told {
     fn used(&self) {
-        self.used.set(self.used.get() + 1);
+        self.used.fetch_add(1, Relaxed);
     }
 
     fn broken(&self) {
-        self.broken.set(self.broken.get() + 1);
+        self.broken.fetch_add(1, Relaxed);
     }
 }
 
@@ -106,9 +105,9 @@ pub fn body(data: &[u8]) -> &'static str {
     queue.publish();
     assert_eq!(queue.in_flight(), 0, "{queue:?}");
     queue.removed();
-    assert!(told.broken.get() <= 1);
-    assert_eq!(told.broken.get() == 1, report.is_broken());
-    match (report.is_broken(), told.used.get()) {
+    assert!(told.broken.load(Relaxed) <= 1);
+    assert_eq!(told.broken.load(Relaxed) == 1, report.is_broken());
+    match (report.is_broken(), told.used.load(Relaxed)) {
         (true, _) => "broken",
         (false, 0) => "silent",
         (false, _) => "served",

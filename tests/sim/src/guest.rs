@@ -7,11 +7,12 @@
 //! What must stay true: a guest touches the memory of a chain only before it makes the chain available and
 //! after it has found it used, and then it overwrites all of it.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use block::canary::may_store;
 use block::sim::{Random, SECTOR};
@@ -40,22 +41,45 @@ const NO_STATUS: u8 = 0xEE;
 /// What the memory of a chain that was used is filled with.
 const SCRUB: u8 = 0xA5;
 
+/// A yes or no that both ends of a wire see.
+#[derive(Debug, Default)]
+pub struct Flag(AtomicBool);
+
+impl Flag {
+    /// What it is.
+    #[must_use]
+    pub fn get(&self) -> bool {
+        self.0.load(Relaxed)
+    }
+
+    /// Makes it so.
+    pub fn set(&self, value: bool) {
+        self.0.store(value, Relaxed);
+    }
+
+    /// Makes it so; what it was.
+    #[must_use]
+    pub fn replace(&self, value: bool) -> bool {
+        self.0.swap(value, Relaxed)
+    }
+}
+
 /// Kicks and interrupts between a guest and its server.
 #[derive(Debug, Default)]
 pub struct Wire {
     /// The guest has kicked since the server last looked.
-    pub kicked: Cell<bool>,
+    pub kicked: Flag,
     /// The server has interrupted since the guest last looked.
-    pub interrupted: Cell<bool>,
+    pub interrupted: Flag,
     /// The device says that the guest has broken its queue.
-    pub broken: Cell<bool>,
+    pub broken: Flag,
     /// The server was killed.
-    pub dead: Cell<bool>,
+    pub dead: Flag,
 }
 
 /// The device's end of a [`Wire`].
 #[derive(Debug)]
-pub struct Interrupt(pub Rc<Wire>);
+pub struct Interrupt(pub Arc<Wire>);
 
 impl Notify for Interrupt {
     fn used(&self) {
@@ -75,7 +99,7 @@ pub struct Served {
     /// The queue.
     pub queue: BlockQueue,
     /// Its wire.
-    pub wire: Rc<Wire>,
+    pub wire: Arc<Wire>,
 }
 
 impl Frontend for Served {
@@ -134,7 +158,7 @@ pub struct Guest {
     arena: Rc<RefCell<Arena>>,
     rings: RingAddresses,
     virtio: Virtio,
-    wire: Rc<Wire>,
+    wire: Arc<Wire>,
     /// What the device offered and this driver accepted.
     features: u64,
     host: Option<(Context, Arc<QcowDisk>)>,
@@ -175,7 +199,7 @@ impl Guest {
             arena: Rc::clone(arena),
             rings,
             virtio,
-            wire: Rc::default(),
+            wire: Arc::default(),
             features: 0,
             host: None,
             book,
@@ -194,19 +218,19 @@ impl Guest {
 
     /// The wire to the server that is there now.
     #[must_use]
-    pub fn wire(&self) -> &Rc<Wire> {
+    pub fn wire(&self) -> &Arc<Wire> {
         &self.wire
     }
 
     /// There is a server, with this end of a new wire; a kick that the last one missed is still there.
-    pub fn connect(&mut self, cx: &Context, disk: &Arc<QcowDisk>, features: u64) -> Rc<Wire> {
+    pub fn connect(&mut self, cx: &Context, disk: &Arc<QcowDisk>, features: u64) -> Arc<Wire> {
         self.host = Some((cx.clone(), Arc::clone(disk)));
         self.features = features;
         let wire = Wire::default();
         wire.kicked.set(self.wire.kicked.get());
         wire.interrupted.set(self.wire.interrupted.get());
-        self.wire = Rc::new(wire);
-        Rc::clone(&self.wire)
+        self.wire = Arc::new(wire);
+        Arc::clone(&self.wire)
     }
 
     /// There is no server any more.

@@ -140,7 +140,7 @@ impl Run<'_> {
             next_available,
             inflight: marks.then(|| memory.marks(index, recover)).flatten(),
             features,
-            notify: Box::new(Interrupt(Rc::clone(&wire))),
+            notify: Box::new(Interrupt(Arc::clone(&wire))),
             polled: false,
             report: Arc::clone(&report),
         };

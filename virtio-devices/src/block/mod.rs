@@ -19,4 +19,5 @@ pub(crate) use config::WRITEBACK_OFFSET;
 pub use device::{BlockDevice, BlockDeviceConfig, ConfigWriteError, SERIAL_BYTES, SerialTooLong};
 pub use queue::{BlockQueue, BlockQueueConfig, IN_FLIGHT_MAX, Notify, QueueReport, StartQueueError};
 pub(crate) use run::{FlushError, flush};
+pub use run::{RunQueueError, RunningQueue};
 pub(crate) use told::Told;

@@ -148,11 +148,35 @@ pub struct BlockQueueConfig {
     /// The feature bits the driver accepted.
     pub features: u64,
     /// How the guest is told.
-    pub notify: Box<dyn Notify>,
+    pub notify: Box<dyn Notify + Send>,
     /// Whether the guest does not tell when it makes chains available, so that the worker never sleeps.
     pub polled: bool,
     /// Where the queue leaves its state when it ends.
     pub report: Arc<QueueReport>,
+}
+
+impl BlockQueueConfig {
+    /// A queue of `size` entries that runs from its beginning, in a guest that kicks.
+    #[must_use]
+    pub fn new(
+        memory: GuestMemoryMmap,
+        size: u16,
+        addresses: RingAddresses,
+        features: u64,
+        notify: Box<dyn Notify + Send>,
+    ) -> Self {
+        Self {
+            memory,
+            size,
+            addresses,
+            next_available: 0,
+            inflight: None,
+            features,
+            notify,
+            polled: false,
+            report: Arc::default(),
+        }
+    }
 }
 
 impl fmt::Debug for BlockQueueConfig {

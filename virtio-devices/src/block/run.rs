@@ -1,9 +1,72 @@
-//! What frontends do with a disk beside their queues.
+//! Queues on workers, and what frontends do with a disk beside them.
 
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use block::worker::{WorkerGone, WorkerHandle};
+use block::worker::{FrontendId, WorkerGone, WorkerHandle};
 use block::{Buffer, Disk, IoError, Op, Request};
+
+use super::{BlockDevice, BlockQueue, BlockQueueConfig, QueueReport, StartQueueError};
+
+/// Why a queue does not run.
+#[derive(Debug, thiserror::Error)]
+pub enum RunQueueError {
+    /// It cannot be started as it was described.
+    #[error(transparent)]
+    Start(#[from] StartQueueError),
+    /// The worker's ring does not take the kick.
+    #[error("cannot watch the kick eventfd")]
+    Kick(#[source] io::Error),
+    /// The worker has ended.
+    #[error(transparent)]
+    Worker(#[from] WorkerGone),
+}
+
+/// A queue that runs on a worker. Dropping it leaves it running there.
+#[derive(Debug)]
+pub struct RunningQueue {
+    device: Arc<BlockDevice>,
+    id: FrontendId,
+    report: Arc<QueueReport>,
+}
+
+impl RunningQueue {
+    /// Starts a queue of `device` on `worker`. It is served when `kick` is signalled; without one, all the time.
+    ///
+    /// # Errors
+    ///
+    /// [`RunQueueError`]; nothing runs then.
+    pub fn start(
+        worker: &WorkerHandle,
+        device: &Arc<BlockDevice>,
+        kick: Option<OwnedFd>,
+        mut config: BlockQueueConfig,
+    ) -> Result<Self, RunQueueError> {
+        config.polled = kick.is_none();
+        let (report, device) = (Arc::clone(&config.report), Arc::clone(device));
+        let shown = Arc::clone(&device);
+        let id = worker.run(move |worker| -> Result<FrontendId, RunQueueError> {
+            let queue = BlockQueue::start(shown, worker.context(), config)?;
+            let kicks = kick.into_iter().collect();
+            worker.add(Box::new(queue), kicks).map_err(RunQueueError::Kick)
+        })??;
+        Ok(Self { device, id, report })
+    }
+
+    /// Drains the queue: when this returns nothing of it touches guest memory any more. The answer is where it would go
+    /// on.
+    ///
+    /// # Errors
+    ///
+    /// If `worker`, which must be the one it was started on, has ended.
+    pub fn stop(self, worker: &WorkerHandle) -> Result<Arc<QueueReport>, WorkerGone> {
+        // What waits for space or for a rate limit, on whichever queue, would hold the drain up for as long.
+        let _off = self.device.disk().hold_off();
+        worker.remove(self.id)?;
+        Ok(self.report)
+    }
+}
 
 /// Why what was answered is not durable.
 #[derive(Debug, thiserror::Error)]

@@ -1,8 +1,7 @@
 //! The device against a driver, with a disk in memory and with a raw file.
 
-use std::cell::Cell;
-use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use block::file::{FileOptions, ImageFile};
 use block::raw::RawDisk;
@@ -38,17 +37,17 @@ const ALL: u64 = RING_FEATURES | F_FLUSH | F_CONFIG_WCE | F_DISCARD | F_WRITE_ZE
 
 #[derive(Clone, Default)]
 struct Seen {
-    used: Rc<Cell<u32>>,
-    broken: Rc<Cell<u32>>,
+    used: Arc<AtomicU32>,
+    broken: Arc<AtomicU32>,
 }
 
 impl Notify for Seen {
     fn used(&self) {
-        self.used.set(self.used.get() + 1);
+        self.used.fetch_add(1, Relaxed);
     }
 
     fn broken(&self) {
-        self.broken.set(self.broken.get() + 1);
+        self.broken.fetch_add(1, Relaxed);
     }
 }
 
@@ -230,7 +229,7 @@ fn requests_that_cannot_be_meant_get_an_error_and_never_reach_the_disk() {
         assert_eq!(world.ask(*kind, *sector, data), (*status, 1), "{name}");
     }
     assert_eq!(disk.log(), []);
-    assert_eq!(world.seen.broken.get(), 0);
+    assert_eq!(world.seen.broken.load(Relaxed), 0);
     // The disk itself refuses what lies behind its end.
     let end = DISK_BYTES / 512;
     assert_eq!(world.ask(IN, end, &[read(512)]), (IOERR, 1));
@@ -435,7 +434,7 @@ fn answers_of_a_round_come_with_one_notification() {
     }
     world.run();
     assert_eq!(world.driver.used_index(), 8);
-    assert_eq!(world.seen.used.get(), 1);
+    assert_eq!(world.seen.used.load(Relaxed), 1);
 }
 
 #[test]
@@ -463,7 +462,7 @@ fn a_queue_whose_requests_are_all_in_flight_sleeps_and_takes_no_more() {
     // there, and its descriptor is free again by now.
     world.run();
     assert_eq!(world.driver.used_index(), 5);
-    assert_eq!(world.seen.broken.get(), 0);
+    assert_eq!(world.seen.broken.load(Relaxed), 0);
 }
 
 #[test]
@@ -475,7 +474,7 @@ fn a_chain_made_available_twice_breaks_the_queue_but_what_is_in_flight_is_answer
     world.driver.stage(head);
     world.driver.publish();
     assert!(world.round());
-    assert_eq!(world.seen.broken.get(), 1);
+    assert_eq!(world.seen.broken.load(Relaxed), 1);
     assert!(world.report.is_broken());
     assert!(!world.queue.poll());
     assert!(!world.queue.prepare_sleep());
@@ -483,7 +482,7 @@ fn a_chain_made_available_twice_breaks_the_queue_but_what_is_in_flight_is_answer
     world.run();
     assert_eq!(world.driver.take_used(), Some((head.into(), 513)));
     assert_eq!(world.driver.take_used(), None);
-    assert_eq!(world.seen.broken.get(), 1, "told once");
+    assert_eq!(world.seen.broken.load(Relaxed), 1, "told once");
 }
 
 #[test]
@@ -499,7 +498,7 @@ fn an_index_that_jumps_and_a_chain_without_a_status_break_the_queue() {
         assert_eq!(world.ask(FLUSH, 0, &[]), (OK, 1));
         break_it(&mut world.driver);
         world.run();
-        assert_eq!(world.seen.broken.get(), 1);
+        assert_eq!(world.seen.broken.load(Relaxed), 1);
         world.driver.request(FLUSH, 0, &[]);
         world.run();
         assert_eq!(world.driver.take_used(), None);

@@ -3,30 +3,13 @@
 use std::io;
 use std::sync::Arc;
 
-use block::worker::{FrontendId, WorkerGone, WorkerHandle};
+use block::worker::{WorkerGone, WorkerHandle};
 use vm_memory::GuestMemoryMmap;
 
 use super::ResizeError;
 use super::device::{Device, DeviceError, QueueInterrupt, QueueStart};
 use super::pci::{Shared, signal};
-use crate::block::{BlockDevice, BlockQueue, BlockQueueConfig, Notify, QueueReport, StartQueueError};
-
-/// Why a queue that should run does not.
-#[derive(Debug, thiserror::Error)]
-enum QueueProblem {
-    #[error(transparent)]
-    Start(#[from] StartQueueError),
-    #[error("cannot watch the kick eventfd")]
-    Kick(#[source] io::Error),
-    #[error(transparent)]
-    Worker(#[from] WorkerGone),
-}
-
-#[derive(Debug)]
-struct Running {
-    id: FrontendId,
-    report: Arc<QueueReport>,
-}
+use crate::block::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
 
 /// Raises the interrupts of one queue.
 struct Events {
@@ -52,7 +35,7 @@ pub(super) struct InProcess {
     device: Arc<BlockDevice>,
     memory: GuestMemoryMmap,
     shared: Arc<Shared>,
-    queues: Vec<(WorkerHandle, Option<Running>)>,
+    queues: Vec<(WorkerHandle, Option<RunningQueue>)>,
 }
 
 impl InProcess {
@@ -102,53 +85,25 @@ impl Device for InProcess {
         let Some((worker, running)) = self.queues.get_mut(usize::from(index)) else {
             return Err(WorkerGone.into());
         };
-        let kick = start.kick.try_clone_to_owned().map_err(QueueProblem::Kick)?;
-        let report = Arc::new(QueueReport::default());
-        let (device, reported) = (Arc::clone(&self.device), Arc::clone(&report));
-        let memory = self.memory.clone();
+        let kick = start.kick.try_clone_to_owned().map_err(RunQueueError::Kick)?;
         let events = Events {
             interrupt: start.interrupt.clone(),
             shared: Arc::clone(&self.shared),
         };
-        let &QueueStart {
-            size,
-            addresses,
-            next_available,
-            features,
-            ..
-        } = start;
-        let id = worker.run(move |worker| -> Result<FrontendId, QueueProblem> {
-            let config = BlockQueueConfig {
-                memory,
-                size,
-                addresses,
-                next_available,
-                inflight: None,
-                features,
-                notify: Box::new(events),
-                polled: false,
-                report: reported,
-            };
-            let queue = BlockQueue::start(device, worker.context(), config)?;
-            worker
-                .add(Box::new(queue), vec![kick])
-                .map_err(QueueProblem::Kick)
-        })??;
-        *running = Some(Running { id, report });
+        let memory = self.memory.clone();
+        let (size, addresses, features) = (start.size, start.addresses, start.features);
+        let mut config = BlockQueueConfig::new(memory, size, addresses, features, Box::new(events));
+        config.next_available = start.next_available;
+        *running = Some(RunningQueue::start(worker, &self.device, Some(kick), config)?);
         Ok(())
     }
 
     fn stop(&mut self, index: u16) -> Result<u16, DeviceError> {
         let place = self.queues.get_mut(usize::from(index));
-        let Some((worker, Some(Running { id, report }))) =
-            place.map(|(worker, running)| (worker, running.take()))
-        else {
+        let Some((worker, Some(running))) = place.map(|(worker, running)| (worker, running.take())) else {
             return Err(WorkerGone.into());
         };
-        // What waits for space or for a rate limit would hold the drain up for as long.
-        let _off = self.device.disk().hold_off();
-        worker.remove(id)?;
-        Ok(report.next_available())
+        Ok(running.stop(worker)?.next_available())
     }
 
     fn rewire(&mut self, _: u16, _: &QueueInterrupt) -> Result<(), DeviceError> {

@@ -23,7 +23,7 @@ use vhost::vhost_user::{
 use super::inflight::{self, InflightMemory};
 use super::memory::{ClientMemory, REGIONS_MAX, RegionInfo};
 use super::vring::{Vring, VringError};
-use crate::block::{BlockDevice, FlushError};
+use crate::block::{BlockDevice, FlushError, RunQueueError};
 use crate::virtqueue::{RingAddresses, SetupError};
 
 /// One client's device.
@@ -101,7 +101,7 @@ impl Backend {
     pub(super) fn stop_all(&mut self) -> std::result::Result<(), WorkerGone> {
         let mut result = Ok(());
         for (vring, worker) in self.vrings.iter_mut().zip(&*self.workers) {
-            result = result.and(vring.stop(worker, &**self.device.disk()));
+            result = result.and(vring.stop(worker));
         }
         self.worker_gone |= result.is_err();
         result
@@ -130,7 +130,7 @@ impl Backend {
         let region = inflight.and_then(|memory| memory.region(index, vring.is_to_recover()));
         let started = vring.start(worker, &self.device, &self.memory, region, self.features);
         started.map_err(|error| {
-            self.worker_gone |= matches!(error, VringError::Worker(_));
+            self.worker_gone |= matches!(error, VringError::Run(RunQueueError::Worker(_)));
             refuse(error)
         })
     }
@@ -139,7 +139,7 @@ impl Backend {
         let (Some(vring), Some(worker)) = (self.vrings.get_mut(index), self.workers.get(index)) else {
             return Err(refuse(format!("there is no queue {index}")));
         };
-        if let Err(error) = vring.stop(worker, &**self.device.disk()) {
+        if let Err(error) = vring.stop(worker) {
             self.worker_gone = true;
             return Err(refuse(error));
         }

@@ -14,12 +14,11 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use block::Disk;
-use block::worker::{FrontendId, WorkerGone, WorkerHandle};
+use block::worker::{WorkerGone, WorkerHandle};
 
 use super::event::ClientEvent;
 use super::memory::ClientMemory;
-use crate::block::{BlockDevice, BlockQueue, BlockQueueConfig, Notify, QueueReport, StartQueueError};
+use crate::block::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
 use crate::virtqueue::{InflightRegion, RingAddresses};
 
 /// Why a queue that should run does not.
@@ -28,11 +27,7 @@ pub(super) enum VringError {
     #[error("the {part} at the client's address {address:#x} is in none of its memory regions")]
     OutsideMemory { part: &'static str, address: u64 },
     #[error(transparent)]
-    Start(#[from] StartQueueError),
-    #[error("cannot watch the kick descriptor")]
-    Kick(#[source] std::io::Error),
-    #[error(transparent)]
-    Worker(#[from] WorkerGone),
+    Run(#[from] RunQueueError),
 }
 
 /// How the client says that it made chains available.
@@ -44,12 +39,6 @@ pub(super) enum Kick {
     Event(File),
     /// Not at all.
     Polled,
-}
-
-#[derive(Debug)]
-struct Running {
-    id: FrontendId,
-    report: Arc<QueueReport>,
 }
 
 /// The client's side of a queue.
@@ -66,7 +55,7 @@ pub(super) struct Vring {
     /// Whether the marks in the inflight memory are a killed server's, or perhaps: no queue of ours has
     /// run on it yet.
     recover: bool,
-    running: Option<Running>,
+    running: Option<RunningQueue>,
 }
 
 /// Signals the client's eventfds.
@@ -153,11 +142,9 @@ impl Vring {
     }
 
     /// Stops the queue, if it runs, by draining it. A broken queue needs a new kick to start again.
-    pub(super) fn stop(&mut self, worker: &WorkerHandle, disk: &dyn Disk) -> Result<(), WorkerGone> {
-        if let Some(Running { id, report }) = self.running.take() {
-            // What waits for space or for a rate limit, on whichever queue, would hold the drain up for as long.
-            let _off = disk.hold_off();
-            worker.remove(id)?;
+    pub(super) fn stop(&mut self, worker: &WorkerHandle) -> Result<(), WorkerGone> {
+        if let Some(running) = self.running.take() {
+            let report = running.stop(worker)?;
             self.next_available = report.next_available();
             if report.is_broken() {
                 self.forget_kick();
@@ -183,7 +170,7 @@ impl Vring {
         }
         let kick = match &self.kick {
             Kick::Unknown => return Ok(()),
-            Kick::Event(file) => Some(OwnedFd::from(file.try_clone().map_err(VringError::Kick)?)),
+            Kick::Event(file) => Some(OwnedFd::from(file.try_clone().map_err(RunQueueError::Kick)?)),
             Kick::Polled => None,
         };
         let guest = |part, address| {
@@ -195,27 +182,15 @@ impl Vring {
             available: guest("available ring", user.available)?,
             used: guest("used ring", user.used)?,
         };
-        let report = Arc::new(QueueReport::default());
-        let (size, next_available) = (self.size, self.next_available);
-        let (memory, device, reported) = (memory.map(), Arc::clone(device), Arc::clone(&report));
-        let (call, error) = (Arc::clone(&self.call), Arc::clone(&self.error));
-        let id = worker.run(move |worker| -> Result<FrontendId, VringError> {
-            let config = BlockQueueConfig {
-                memory,
-                size,
-                addresses,
-                next_available,
-                inflight,
-                features,
-                notify: Box::new(Events { call, error }),
-                polled: kick.is_none(),
-                report: reported,
-            };
-            let queue = BlockQueue::start(device, worker.context(), config)?;
-            let kicks = kick.into_iter().collect();
-            worker.add(Box::new(queue), kicks).map_err(VringError::Kick)
-        })??;
-        self.running = Some(Running { id, report });
+        let events = Events {
+            call: Arc::clone(&self.call),
+            error: Arc::clone(&self.error),
+        };
+        let mut config =
+            BlockQueueConfig::new(memory.map(), self.size, addresses, features, Box::new(events));
+        config.next_available = self.next_available;
+        config.inflight = inflight;
+        self.running = Some(RunningQueue::start(worker, device, kick, config)?);
         self.recover = false;
         Ok(())
     }
