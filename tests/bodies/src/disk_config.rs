@@ -5,7 +5,8 @@ use std::fmt::Write;
 
 use block::lock::LockGranularity;
 use vmm::disk_config::{
-    DiskConfig, ImageType, MAX_POLL_US, MAX_QUEUES, MAX_SERIAL_BYTES, MIN_L2_CACHE_BYTES, WriteErrors,
+    DiskConfig, GroupMember, ImageType, MAX_POLL_US, MAX_QUEUES, MAX_SERIAL_BYTES, MIN_L2_CACHE_BYTES,
+    WriteErrors,
 };
 
 /// Parses the bytes as text; those that are no UTF-8 as what they resemble.
@@ -59,7 +60,8 @@ fn assert_within_limits(config: &DiskConfig) {
 /// A text that means `config`; `None` if there is none, as nothing quotes a quote.
 fn print(config: &DiskConfig) -> Option<String> {
     let path = config.path.to_str()?;
-    let names = [Some(path), config.id.as_deref(), config.serial.as_deref()];
+    let group = config.rate_limit_group.as_ref().map(GroupMember::id);
+    let names = [Some(path), config.id.as_deref(), config.serial.as_deref(), group];
     if names.iter().flatten().any(|name| name.contains('"')) {
         return None;
     }
@@ -88,6 +90,17 @@ fn print(config: &DiskConfig) -> Option<String> {
         LockGranularity::Full => "full",
     };
     add("lock_granularity", Some(granularity.to_owned()));
+    add("rate_limit_group", group.map(|group| format!("\"{group}\"")));
+    let limits = config.rate_limits;
+    for (name, rate) in [("bw", limits.bandwidth), ("ops", limits.ops)] {
+        let key = |key| format!("{name}_{key}");
+        add(&key("size"), rate.map(|rate| rate.size.to_string()));
+        let refill = rate.map(|rate| rate.refill.as_millis().to_string());
+        add(&key("refill_time"), refill);
+        // A burst of nothing is none.
+        let burst = rate.map(|rate| rate.one_time_burst).filter(|&burst| burst > 0);
+        add(&key("one_time_burst"), burst.map(|burst| burst.to_string()));
+    }
     let wait = config.werror == WriteErrors::Wait;
     add("werror", Some(if wait { "wait" } else { "report" }.to_owned()));
     add("poll_us", config.poll_us.map(|time| time.to_string()));
