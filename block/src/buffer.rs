@@ -1,11 +1,12 @@
 //! Memory that an I/O may touch, owned until the I/O has ended.
 //!
-//! A [`Buffer`] is either memory of our own ([`AlignedBuf`]) or slices of a guest's memory together with
-//! a hold on the mapping they live in. It never shows a reference to guest memory: a guest may write
-//! it at any time, so its bytes are only ever copied, through raw pointers.
+//! A [`Buffer`] is memory of our own ([`AlignedBuf`]), slices of a guest's memory together with a hold on the
+//! mapping they live in, or a [registered](Registration) buffer, whose bytes only the kernel reaches. It never
+//! shows a reference to guest memory: a guest may write it at any time, so its bytes are only ever copied,
+//! through raw pointers, and only by way of a [`Memory`], which a registered buffer has none of.
 //!
 //! What must stay true: as long as a `Buffer` (or an op that shares it) lives, every address it names is
-//! mapped and is not freed.
+//! mapped and is not freed, and every registered buffer is its own.
 
 #![expect(
     unsafe_code,
@@ -20,6 +21,11 @@ use std::ptr::NonNull;
 use std::rc::Rc;
 
 use smallvec::SmallVec;
+
+mod registered;
+
+pub(crate) use registered::{FixedRange, Registered};
+pub use registered::{Registration, RegistrationError};
 
 /// The alignment of every [`AlignedBuf`], in bytes: enough for direct I/O on any block device.
 pub const BUFFER_ALIGN: usize = 4096;
@@ -185,7 +191,11 @@ enum Repr {
         len: usize,
         _hold: MemoryHold,
     },
+    Registered(Registered),
 }
+
+/// Requests in memory do not pay for those that are not.
+const _: () = assert!(size_of::<Registered>() <= size_of::<(SmallVec<[IoSlice; 2]>, usize, MemoryHold)>());
 
 /// The memory of one request.
 #[derive(Default)]
@@ -212,15 +222,33 @@ impl Buffer {
     /// If the range is not inside the buffer.
     #[must_use]
     pub fn part(whole: &Rc<Self>, offset: usize, len: usize) -> Self {
-        let mut slices = SmallVec::new();
-        whole.for_each(offset, len, |slice| slices.push(slice));
-        Self {
-            repr: Repr::Guest {
-                slices,
-                len,
-                _hold: Rc::clone(whole) as MemoryHold,
-            },
-        }
+        whole.check_range(offset, len);
+        let hold = Rc::clone(whole) as MemoryHold;
+        let repr = match whole.place() {
+            Place::Memory(memory) => {
+                let mut slices = SmallVec::new();
+                memory.for_each(offset, len, |slice| slices.push(slice));
+                Repr::Guest {
+                    slices,
+                    len,
+                    _hold: hold,
+                }
+            }
+            Place::Registered(registered) => Repr::Registered(registered.part(offset, len, hold)),
+        };
+        Self { repr }
+    }
+
+    /// A buffer whose bytes only the kernel reaches, by the place it has in the table of a ring and through a
+    /// file.
+    ///
+    /// # Errors
+    ///
+    /// [`RegistrationError`] if no op could name all of it.
+    pub fn registered(of: Registration) -> Result<Self, RegistrationError> {
+        Ok(Self {
+            repr: Repr::Registered(Registered::new(of)?),
+        })
     }
 
     /// The length in bytes.
@@ -231,6 +259,7 @@ impl Buffer {
             Repr::Empty => 0,
             Repr::Owned(buf) => buf.len,
             Repr::Guest { len, .. } => *len,
+            Repr::Registered(registered) => registered.len(),
         }
     }
 
@@ -267,28 +296,122 @@ impl Buffer {
         }
     }
 
+    /// The bytes, if this process can reach them.
+    ///
+    /// `None` of a [registered](Buffer::registered) buffer: the [ring](crate::ring::Ring::copy) copies to and from it.
+    #[must_use]
+    #[inline]
+    pub fn memory(&self) -> Option<Memory<'_>> {
+        match self.place() {
+            Place::Memory(memory) => Some(memory),
+            Place::Registered(_) => None,
+        }
+    }
+
+    /// What it is made of.
+    #[inline]
+    pub(crate) fn place(&self) -> Place<'_> {
+        let stretches = match &self.repr {
+            Repr::Empty => Stretches::Many(&[]),
+            // The pointer is the allocation's own, good for all of it.
+            Repr::Owned(buf) => Stretches::One(IoSlice::new(buf.ptr.as_ptr(), buf.len)),
+            Repr::Guest { slices, .. } => Stretches::Many(slices),
+            Repr::Registered(registered) => return Place::Registered(registered),
+        };
+        Place::Memory(Memory {
+            stretches,
+            len: self.len(),
+        })
+    }
+
+    #[inline]
+    fn check_range(&self, offset: usize, len: usize) {
+        check_range(self.len(), offset, len);
+    }
+
+    /// Whether every stretch starts at a multiple of `address_align` and is a multiple of `len_align`
+    /// bytes long (powers of two).
+    #[must_use]
+    #[inline]
+    pub fn is_aligned(&self, address_align: usize, len_align: usize) -> bool {
+        self.is_range_aligned(0, self.len(), address_align, len_align)
+    }
+
+    /// As [`Buffer::is_aligned`], of bytes `offset..offset + len` alone.
+    ///
+    /// # Panics
+    ///
+    /// If the range is not inside the buffer.
+    #[must_use]
+    #[inline]
+    pub fn is_range_aligned(
+        &self,
+        offset: usize,
+        len: usize,
+        address_align: usize,
+        len_align: usize,
+    ) -> bool {
+        match self.place() {
+            Place::Memory(memory) => {
+                let mut fits = true;
+                memory.for_each(offset, len, |slice| {
+                    fits &=
+                        slice.ptr().addr() & (address_align - 1) == 0 && slice.len() & (len_align - 1) == 0;
+                });
+                fits
+            }
+            Place::Registered(registered) => {
+                self.check_range(offset, len);
+                let align = registered.align_at(offset);
+                address_align <= align && len_align <= align && len & (len_align - 1) == 0
+            }
+        }
+    }
+}
+
+fn check_range(whole: usize, offset: usize, len: usize) {
+    let end = offset
+        .checked_add(len)
+        .expect("a range inside a buffer does not wrap");
+    assert!(end <= whole, "bytes {offset}..{end} of a buffer of {whole}");
+}
+
+/// What a buffer is made of.
+pub(crate) enum Place<'a> {
+    /// Addresses of this process.
+    Memory(Memory<'a>),
+    /// A place in a ring's table.
+    Registered(&'a Registered),
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Stretches<'a> {
+    One(IoSlice),
+    Many(&'a [IoSlice]),
+}
+
+/// The bytes of a [`Buffer`] that this process can reach, its own or a guest's.
+#[derive(Clone, Copy, Debug)]
+pub struct Memory<'a> {
+    stretches: Stretches<'a>,
+    len: usize,
+}
+
+impl Memory<'_> {
     /// Calls `f` with each stretch of bytes `offset..offset + len`.
     ///
     /// # Panics
     ///
     /// If the range is not inside the buffer.
-    fn for_each(&self, offset: usize, len: usize, mut f: impl FnMut(IoSlice)) {
-        let end = offset
-            .checked_add(len)
-            .expect("a range inside a buffer does not wrap");
-        assert!(
-            end <= self.len(),
-            "bytes {offset}..{end} of a buffer of {}",
-            self.len()
-        );
+    #[inline]
+    pub(crate) fn for_each(self, offset: usize, len: usize, mut f: impl FnMut(IoSlice)) {
+        check_range(self.len, offset, len);
         if len == 0 {
             return;
         }
-        match &self.repr {
-            Repr::Empty => {}
-            // The pointer is the allocation's own, good for all of it.
-            Repr::Owned(buf) => f(IoSlice::new(buf.ptr.as_ptr().wrapping_add(offset), len)),
-            Repr::Guest { slices, .. } => {
+        match self.stretches {
+            Stretches::One(slice) => f(IoSlice::new(slice.ptr().wrapping_add(offset), len)),
+            Stretches::Many(slices) => {
                 let (mut skip, mut left) = (offset, len);
                 for slice in slices {
                     if skip >= slice.len() {
@@ -307,35 +430,14 @@ impl Buffer {
         }
     }
 
-    /// Adds the stretches of bytes `offset..offset + len` to `out`.
-    #[inline]
-    pub(crate) fn append_slices(&self, offset: usize, len: usize, out: &mut IoSlices) {
-        self.for_each(offset, len, |slice| out.push(slice));
-    }
-
-    /// Whether every stretch starts at a multiple of `address_align` and is a multiple of `len_align`
-    /// bytes long (powers of two).
-    #[must_use]
-    #[inline]
-    pub fn is_aligned(&self, address_align: usize, len_align: usize) -> bool {
-        let fits = |slice: &IoSlice| {
-            slice.ptr().addr() & (address_align - 1) == 0 && slice.len() & (len_align - 1) == 0
-        };
-        match &self.repr {
-            Repr::Empty => true,
-            Repr::Owned(buf) => address_align <= BUFFER_ALIGN && buf.len & (len_align - 1) == 0,
-            Repr::Guest { slices, .. } => slices.iter().all(fits),
-        }
-    }
-
     /// Fills bytes `offset..offset + len` with `byte`.
     ///
     /// # Panics
     ///
     /// If the range is not inside the buffer.
-    pub fn fill(&self, offset: usize, len: usize, byte: u8) {
-        // SAFETY: `for_each` names only memory this buffer owns or holds mapped, of that length.
-        // Owned memory is reached through `&self` here only by ops and by this module's copies, which
+    pub fn fill(self, offset: usize, len: usize, byte: u8) {
+        // SAFETY: `for_each` names only memory the borrowed buffer owns or holds mapped, of that length.
+        // Owned memory is reached through `&Buffer` only by ops and by this module's copies, which
         // make no reference to it; guest memory is shared with the guest by nature.
         self.for_each(offset, len, |slice| unsafe {
             std::ptr::write_bytes(slice.ptr(), byte, slice.len());
@@ -347,7 +449,7 @@ impl Buffer {
     /// # Panics
     ///
     /// If they do not fit.
-    pub fn write(&self, offset: usize, bytes: &[u8]) {
+    pub fn write(self, offset: usize, bytes: &[u8]) {
         let mut at = 0;
         self.for_each(offset, bytes.len(), |slice| {
             let from = bytes.as_ptr().wrapping_add(at);
@@ -364,13 +466,29 @@ impl Buffer {
     /// # Panics
     ///
     /// If the buffer has not that many.
-    pub fn read(&self, offset: usize, out: &mut [u8]) {
+    pub fn read(self, offset: usize, out: &mut [u8]) {
         let (base, len, mut at) = (out.as_mut_ptr(), out.len(), 0);
         self.for_each(offset, len, |slice| {
             // SAFETY: destination: `at + slice.len() <= len`. Source: as in `fill`.
             unsafe { std::ptr::copy_nonoverlapping(slice.ptr(), base.wrapping_add(at), slice.len()) };
             at += slice.len();
         });
+    }
+
+    /// Copies `len` bytes to another buffer in small steps, as neither may be borrowed as a slice.
+    ///
+    /// # Panics
+    ///
+    /// If a range is not inside its buffer.
+    pub fn copy_to(self, from_offset: usize, to: Memory<'_>, to_offset: usize, len: usize) {
+        let mut chunk = [0u8; 4096];
+        let mut done = 0;
+        while done < len {
+            let part = chunk.len().min(len - done);
+            self.read(from_offset + done, &mut chunk[..part]);
+            to.write(to_offset + done, &chunk[..part]);
+            done += part;
+        }
     }
 }
 
@@ -388,6 +506,7 @@ impl fmt::Debug for Buffer {
             Repr::Empty => "empty",
             Repr::Owned(_) => "owned",
             Repr::Guest { .. } => "guest",
+            Repr::Registered(_) => "registered",
         };
         write!(f, "Buffer({kind}, {} bytes)", self.len())
     }
@@ -490,6 +609,11 @@ impl Piece {
         self.len() == 0
     }
 
+    /// Whether its bytes are a registered buffer's, which an op names alone.
+    pub(crate) fn is_registered(&self) -> bool {
+        matches!(self, Self::Bytes { buffer, .. } if matches!(buffer.repr, Repr::Registered(_)))
+    }
+
     /// Its first `at` bytes, and the rest. All of it and nothing, if it is not longer.
     #[must_use]
     pub fn split_at(&self, at: usize) -> (Self, Self) {
@@ -590,11 +714,12 @@ mod tests {
         let mut parts = [vec![0u8; 5], vec![0u8; 7], vec![0u8; 3]];
         let buffer = guest(&mut parts);
         assert_eq!(buffer.len(), 15);
-        buffer.write(3, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+        let memory = buffer.memory().expect("memory");
+        memory.write(3, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
         let mut out = [0; 8];
-        buffer.read(4, &mut out);
+        memory.read(4, &mut out);
         assert_eq!(out, [2, 3, 4, 5, 6, 7, 8, 9]);
-        buffer.fill(0, 4, 0xff);
+        memory.fill(0, 4, 0xff);
         assert_eq!(parts[0], [0xff, 0xff, 0xff, 0xff, 2]);
         assert_eq!(parts[2], [10, 0, 0]);
     }
@@ -608,7 +733,9 @@ mod tests {
         // SAFETY: as above.
         unsafe { builder.push(memory.as_mut_ptr().wrapping_add(32), 32) };
         let mut slices = IoSlices::new();
-        builder.build().append_slices(0, 64, &mut slices);
+        let buffer = builder.build();
+        let memory = buffer.memory().expect("memory");
+        memory.for_each(0, 64, |slice| slices.push(slice));
         assert_eq!(slices.len(), 1);
     }
 

@@ -32,11 +32,13 @@ pub enum Rule {
     SleepWithoutLook,
     RemovedInFlight,
     BufferBackEarly,
+    RegisteredStaysBehind,
+    ZerosNotAwaited,
 }
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 26] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -61,6 +63,8 @@ impl Rule {
         Self::SleepWithoutLook,
         Self::RemovedInFlight,
         Self::BufferBackEarly,
+        Self::RegisteredStaysBehind,
+        Self::ZerosNotAwaited,
     ];
 
     /// What is broken, in a word.
@@ -91,6 +95,8 @@ impl Rule {
             Self::SleepWithoutLook => "sleep-without-last-look",
             Self::RemovedInFlight => "queue-removed-in-flight",
             Self::BufferBackEarly => "guest-buffer-back-early",
+            Self::RegisteredStaysBehind => "registered-address-stays-behind",
+            Self::ZerosNotAwaited => "zeros-not-awaited",
         }
     }
 }

@@ -24,6 +24,9 @@ pub enum IoError {
     /// The buffer's length is not the request's.
     #[error("the buffer is not as long as the request")]
     BufferLength,
+    /// The buffer is registered with another worker's ring.
+    #[error("the buffer is registered with another worker's ring")]
+    ForeignBuffer,
     /// A write to a disk that is read-only.
     #[error("the disk is read-only")]
     ReadOnly,
@@ -57,7 +60,7 @@ impl IoError {
     pub fn errno(self) -> i32 {
         match self {
             Self::Host { errno } => errno,
-            Self::OutOfRange | Self::Misaligned | Self::BufferLength => libc::EINVAL,
+            Self::OutOfRange | Self::Misaligned | Self::BufferLength | Self::ForeignBuffer => libc::EINVAL,
             Self::ReadOnly => libc::EROFS,
             Self::Unsupported => libc::EOPNOTSUPP,
             Self::Corrupt | Self::Dropped => libc::EIO,

@@ -14,7 +14,9 @@
 
 #![expect(unsafe_code, reason = "statx and open flags")]
 
+mod bounce;
 mod inherited;
+mod transfer;
 
 use std::fs::{File, OpenOptions};
 use std::future::Future;
@@ -29,7 +31,7 @@ use std::task::{Poll, Waker};
 
 use smallvec::smallvec;
 
-use crate::buffer::{AlignedBuf, BUFFER_ALIGN, Buffer, IoSlices, Piece};
+use crate::buffer::{AlignedBuf, BUFFER_ALIGN, Buffer, Piece};
 use crate::disk::LocalBoxFuture;
 use crate::durable::Syncs;
 use crate::error::IoError;
@@ -43,6 +45,7 @@ use crate::task::Context;
 use crate::timer::Timers;
 
 pub use inherited::DescriptorRefusal;
+use transfer::{Transfer, is_one_op};
 
 /// How to open an [`ImageFile`].
 #[derive(Clone, Copy, Debug, Default)]
@@ -485,7 +488,7 @@ impl FileView {
     ///
     /// If a piece is [`Piece::Zeros`].
     pub fn start_read(&self, offset: u64, pieces: Pieces) -> IoFuture {
-        if self.is_aligned(offset, &pieces) {
+        if is_one_op(&pieces) && self.is_aligned(offset, &pieces) {
             return IoFuture::Op(self.cx.ring().read(&self.handle, offset, pieces));
         }
         let view = self.clone();
@@ -495,7 +498,8 @@ impl FileView {
     /// Like [`FileView::write`], but the op is started at once where it can be.
     pub fn start_write(&self, offset: u64, pieces: Pieces) -> IoFuture {
         let waits = self.file.holds.is_wanted();
-        if !waits && self.file.alignment.offset <= 512 && self.is_aligned(offset, &pieces) {
+        let at_once = !waits && self.file.alignment.offset <= 512 && is_one_op(&pieces);
+        if at_once && self.is_aligned(offset, &pieces) {
             return IoFuture::Op(self.cx.ring().write(&self.handle, offset, pieces, false));
         }
         let view = self.clone();
@@ -513,19 +517,12 @@ impl FileView {
     /// If a piece is [`Piece::Zeros`].
     pub async fn read(&self, offset: u64, pieces: Pieces) -> Result<(), IoError> {
         if self.is_aligned(offset, &pieces) {
-            return self.cx.ring().read(&self.handle, offset, pieces).await;
+            return self.transfer(offset, pieces, Transfer::Read).await;
         }
         for (offset, part) in self.bounced_parts(offset, &pieces) {
             let (start, end) = self.widen(offset, total(&part))?;
             let bounce = self.take_buffer(end - start)?;
-            let result = self
-                .cx
-                .ring()
-                .read(&self.handle, start, smallvec![Piece::whole(&bounce)])
-                .await;
-            if result.is_ok() {
-                copy_out(&bounce, to_usize(offset - start)?, &part);
-            }
+            let result = self.read_bounced(offset, start, &part, &bounce).await;
             self.put_buffer(bounce);
             result?;
         }
@@ -574,12 +571,12 @@ impl FileView {
     async fn write_once(&self, offset: u64, pieces: Pieces, dsync: bool) -> Result<(), IoError> {
         let align = self.file.alignment.offset;
         if align <= 512 && self.is_aligned(offset, &pieces) {
-            return self.cx.ring().write(&self.handle, offset, pieces, dsync).await;
+            return self.transfer(offset, pieces, Transfer::Write { dsync }).await;
         }
         if self.is_aligned(offset, &pieces) {
             let (start, end) = self.widen(offset, total(&pieces))?;
             let _lock = self.file.ranges.lock(start, end).await;
-            return self.cx.ring().write(&self.handle, offset, pieces, dsync).await;
+            return self.transfer(offset, pieces, Transfer::Write { dsync }).await;
         }
         for (offset, part) in self.bounced_parts(offset, &pieces) {
             let len = total(&part);
@@ -593,57 +590,6 @@ impl FileView {
             result?;
         }
         Ok(())
-    }
-
-    /// What is bounced at a time, and where: a guest's requests may be large and many, and it is our memory.
-    fn bounced_parts(&self, offset: u64, pieces: &Pieces) -> Vec<(u64, Pieces)> {
-        let part_max = BOUNCE_BYTES_MAX.max(self.file.alignment.offset);
-        let mut parts = Vec::new();
-        let (mut at, mut rest) = (offset, pieces.clone());
-        while !rest.is_empty() {
-            // Parts meet where blocks do, so that no block is written twice.
-            let room = part_max - (at & (part_max - 1));
-            let behind = split_off(&mut rest, usize::try_from(room).unwrap_or(usize::MAX));
-            let next = at.saturating_add(total(&rest));
-            parts.push((at, std::mem::replace(&mut rest, behind)));
-            at = next;
-        }
-        parts
-    }
-
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "one step of `write`, apart only so that the buffer returns"
-    )]
-    async fn write_bounced(
-        &self,
-        offset: u64,
-        len: u64,
-        start: u64,
-        end: u64,
-        pieces: &Pieces,
-        bounce: &Rc<Buffer>,
-        dsync: bool,
-    ) -> Result<(), IoError> {
-        let align = self.file.alignment.offset;
-        let block = to_usize(align)?;
-        let ring = self.cx.ring();
-        let edge = |at: u64| -> Result<Pieces, IoError> {
-            Ok(smallvec![Piece::Bytes {
-                buffer: Rc::clone(bounce),
-                offset: to_usize(at - start)?,
-                len: block
-            }])
-        };
-        if offset != start {
-            ring.read(&self.handle, start, edge(start)?).await?;
-        }
-        if offset + len != end && (end - align != start || offset == start) {
-            ring.read(&self.handle, end - align, edge(end - align)?).await?;
-        }
-        copy_in(bounce, to_usize(offset - start)?, pieces);
-        ring.write(&self.handle, start, smallvec![Piece::whole(bounce)], dsync)
-            .await
     }
 
     /// Reads `len` bytes into memory of our own.
@@ -782,19 +728,15 @@ impl FileView {
         if align.offset <= 1 && align.memory <= 1 {
             return true;
         }
-        if offset & (align.offset - 1) != 0 {
-            return false;
-        }
-        let mut slices = IoSlices::new();
-        for piece in pieces {
-            match piece {
-                Piece::Bytes { buffer, offset, len } => buffer.append_slices(*offset, *len, &mut slices),
-                Piece::Zeros(len) => crate::buffer::append_zeros(*len, &mut slices),
+        let len_align = usize::try_from(align.offset).unwrap_or(usize::MAX);
+        let fits = |piece: &Piece| match piece {
+            Piece::Bytes { buffer, offset, len } => {
+                buffer.is_range_aligned(*offset, *len, align.memory, len_align)
             }
-        }
-        slices.iter().all(|slice| {
-            slice.ptr().addr() & (align.memory - 1) == 0 && slice.len() as u64 & (align.offset - 1) == 0
-        })
+            // The zeros themselves lie as `BUFFER_ALIGN` has it.
+            Piece::Zeros(len) => align.memory <= BUFFER_ALIGN && len & (len_align - 1) == 0,
+        };
+        offset & (align.offset - 1) == 0 && pieces.iter().all(fits)
     }
 
     /// The aligned range around `offset..offset + len`.
@@ -864,56 +806,6 @@ fn total(pieces: &Pieces) -> u64 {
     pieces.iter().map(|piece| piece.len() as u64).sum()
 }
 
-/// Copies between two buffers in small steps, as neither may be borrowed as a slice.
-fn copy_between(from: &Buffer, from_offset: usize, to: &Buffer, to_offset: usize, len: usize) {
-    let mut chunk = [0u8; 4096];
-    let mut done = 0;
-    while done < len {
-        let part = chunk.len().min(len - done);
-        from.read(from_offset + done, &mut chunk[..part]);
-        to.write(to_offset + done, &chunk[..part]);
-        done += part;
-    }
-}
-
-/// Shortens `pieces` to their first `len` bytes, and gives the rest.
-fn split_off(pieces: &mut Pieces, len: usize) -> Pieces {
-    let mut room = len;
-    for index in 0..pieces.len() {
-        let bytes = pieces[index].len();
-        if bytes > room {
-            let mut rest: Pieces = pieces.drain(index..).collect();
-            let (first, second) = rest[0].split_at(room);
-            rest[0] = second;
-            if !first.is_empty() {
-                pieces.push(first);
-            }
-            return rest;
-        }
-        room -= bytes;
-    }
-    Pieces::new()
-}
-
-fn copy_out(bounce: &Buffer, mut at: usize, pieces: &Pieces) {
-    for piece in pieces {
-        if let Piece::Bytes { buffer, offset, len } = piece {
-            copy_between(bounce, at, buffer, *offset, *len);
-        }
-        at += piece.len();
-    }
-}
-
-fn copy_in(bounce: &Buffer, mut at: usize, pieces: &Pieces) {
-    for piece in pieces {
-        match piece {
-            Piece::Bytes { buffer, offset, len } => copy_between(buffer, *offset, bounce, at, *len),
-            Piece::Zeros(len) => bounce.fill(at, *len, 0),
-        }
-        at += piece.len();
-    }
-}
-
 /// Ranges of a file that a read-modify-write is working on.
 ///
 /// Where the host's block is larger than a guest's sector, two writes to different sectors may share a
@@ -968,5 +860,7 @@ impl Drop for RangeGuard<'_> {
 #[cfg(all(test, shuttle))]
 mod model;
 
+#[cfg(test)]
+mod registered_tests;
 #[cfg(test)]
 mod tests;

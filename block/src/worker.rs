@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::disk::LocalBoxFuture;
-use crate::ring::{EventToken, RingError, RingKind, Watch};
+use crate::ring::{EventToken, FixedTable, Ring, RingError, RingKind, Watch};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Mutex, mpsc};
@@ -75,6 +75,8 @@ pub struct WorkerConfig {
     pub ring: RingKind,
     /// How many ops may be in flight.
     pub depth: u32,
+    /// How many places the ring has for buffers that a driver of the kernel registers.
+    pub registered_buffers: u16,
     /// The CPUs to run on; empty for all.
     pub cpus: Vec<usize>,
     /// The longest time to poll before sleeping; zero never polls.
@@ -89,6 +91,7 @@ impl Default for WorkerConfig {
             name: "ringdisk".to_owned(),
             ring: RingKind::Auto,
             depth: 256,
+            registered_buffers: 0,
             cpus: Vec::new(),
             poll_max: Duration::from_micros(50),
             on_start: None,
@@ -550,7 +553,8 @@ fn set_up(config: &WorkerConfig, commands: Arc<Commands>) -> Result<(Worker, Wat
             source,
         })?;
     }
-    let cx = Context::new(config.ring, config.depth)?;
+    let table = FixedTable::sparse(config.registered_buffers);
+    let cx = Context::on(Ring::with_fixed(config.ring, config.depth, &table)?);
     let wake = cx.run_queue().wake_fd().map_err(StartWorkerError::Wake)?;
     let watch = cx.ring().watch(wake, WAKE).map_err(StartWorkerError::Wake)?;
     let poll = PollTime {

@@ -314,11 +314,14 @@ impl Shared {
         if let Some(error) = *self.failing.lock() {
             return request.finish(Err(error));
         }
+        let Some(memory) = request.buffer.memory() else {
+            return request.finish(Err(IoError::Unsupported));
+        };
         let (start, len) = (request.offset as usize, request.len as usize);
         let mut bytes = self.bytes.lock();
         match request.op {
-            Op::Read => request.buffer.write(0, &bytes[start..start + len]),
-            Op::Write { .. } => request.buffer.read(0, &mut bytes[start..start + len]),
+            Op::Read => memory.write(0, &bytes[start..start + len]),
+            Op::Write { .. } => memory.read(0, &mut bytes[start..start + len]),
             Op::Flush => {}
             Op::Discard | Op::WriteZeroes { .. } => bytes[start..start + len].fill(0),
         }

@@ -48,6 +48,19 @@ pub(crate) struct KernelOp {
     /// The memory of a read or write: `slice_count` stretches at `slices`.
     pub(crate) slices: *const IoSlice,
     pub(crate) slice_count: usize,
+    /// If there is this, there is one stretch, and it is none of this process's memory but of a registered buffer.
+    pub(crate) fixed: Option<FixedOp>,
+}
+
+/// What a read or write moves bytes of a file to or from, where that is a registered buffer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FixedOp {
+    /// The place in the ring's table; the op's stretch begins at what the kernel calls its first byte.
+    pub(crate) index: u16,
+    /// Where a driver that has no such table finds the same bytes.
+    pub(crate) door: FileSlot,
+    /// The position of the first byte there.
+    pub(crate) door_offset: u64,
 }
 
 /// How an op, or one report of a watch, ended.
@@ -81,7 +94,7 @@ pub(crate) trait Driver: fmt::Debug {
     /// # Safety
     ///
     /// - The list at `op.slices` must stay valid until the op's completion has been reaped, and so must
-    ///   the memory its entries name; for reads that memory must be writable.
+    ///   the memory its entries name, unless `op.fixed`; for reads that memory must be writable.
     /// - `op.file` must be registered until then.
     unsafe fn push(&mut self, op: &KernelOp, user_data: u64) -> Result<(), QueueFull>;
 

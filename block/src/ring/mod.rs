@@ -5,6 +5,9 @@
 //! owns its memory through its slot until its completion has been reaped: dropping a future frees
 //! nothing early, and dropping the ring cancels and drains first.
 //!
+//! What an op moves to or from a file is memory or, where only the kernel reaches a request's bytes, a
+//! [registered buffer](Buffer::registered); [`Ring::fill_zeros`] and [`Ring::copy`] hide which.
+//!
 //! What must stay true:
 //! - memory named by a started op is held by its slot;
 //! - a short transfer is continued, a read past the end of the file is completed with zeros, and only
@@ -13,7 +16,9 @@
 
 #![expect(unsafe_code, reason = "starts ops whose memory the slots own")]
 
+mod bytes;
 pub(crate) mod driver;
+mod fixed;
 mod null;
 mod slots;
 mod sys;
@@ -31,14 +36,16 @@ use std::task::{Context, Poll};
 
 use smallvec::SmallVec;
 
-use crate::buffer::{Piece, append_zeros};
+use crate::buffer::{Buffer, Piece, Place, append_zeros};
 use crate::canary::{Rule, broken, strikes};
 use crate::error::IoError;
 use crate::request::{Op, Request};
 use driver::{Completion, Driver, FileSlot, Kind};
+use fixed::Leases;
 use slots::{Owner, Slots, Step, user_data};
 
 pub(crate) use driver::Kind as OpKind;
+pub use fixed::{Door, FixedBuffer, FixedTable, LeaseError};
 pub(crate) use sys::{set_timer, signal_event, timer};
 
 /// Which driver carries out a ring's ops.
@@ -84,6 +91,8 @@ struct Inner {
     unpushed: RefCell<Vec<u32>>,
     /// Ops in flight, watches not counted.
     in_flight: Cell<usize>,
+    /// Who has which registered buffer.
+    leases: Rc<Leases>,
 }
 
 impl fmt::Debug for Ring {
@@ -150,30 +159,25 @@ impl Ring {
     ///
     /// If io_uring was asked for and is refused.
     pub fn new(kind: RingKind, depth: u32) -> Result<Self, RingError> {
-        let depth = depth.clamp(16, 16384);
-        let entries = depth.next_power_of_two();
-        let driver: Box<dyn Driver> = match kind {
-            RingKind::IoUring => {
-                Box::new(uring::UringDriver::new(entries).map_err(|source| RingError { source })?)
-            }
-            RingKind::Auto => match uring::UringDriver::new(entries) {
-                Ok(driver) => Box::new(driver),
-                Err(error) => {
-                    // Every worker finds this out anew; it is one fact.
-                    static TOLD: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
-                    if !TOLD.swap(true, std::sync::atomic::Ordering::Relaxed) {
-                        tracing::warn!(%error, "io_uring is refused here; using plain system calls");
-                    }
-                    Box::new(syscall::SyscallDriver::default())
-                }
-            },
-            RingKind::Syscalls => Box::new(syscall::SyscallDriver::default()),
-            RingKind::Null => Box::new(null::NullDriver::default()),
-        };
-        Ok(Self::with_driver(driver, depth))
+        Self::with_fixed(kind, depth, &FixedTable::default())
     }
 
-    pub(crate) fn with_driver(driver: Box<dyn Driver>, depth: u32) -> Self {
+    /// A ring with a table of registered buffers. One that is not io_uring reaches their bytes through their doors.
+    ///
+    /// # Errors
+    ///
+    /// If io_uring was asked for and is refused, or has no such tables (Linux 5.19).
+    pub fn with_fixed(kind: RingKind, depth: u32, table: &FixedTable) -> Result<Self, RingError> {
+        let depth = depth_within_bounds(depth);
+        Ok(Self::with_driver(
+            driver_of(kind, depth, table)?,
+            depth,
+            table.len(),
+        ))
+    }
+
+    /// A ring on `driver` with a table of so many registered buffers.
+    pub(crate) fn with_driver(driver: Box<dyn Driver>, depth: u32, places: usize) -> Self {
         Self {
             inner: Rc::new(Inner {
                 driver: RefCell::new(driver),
@@ -182,6 +186,7 @@ impl Ring {
                 events: RefCell::default(),
                 unpushed: RefCell::default(),
                 in_flight: Cell::new(0),
+                leases: Leases::new(places),
             }),
         }
     }
@@ -245,6 +250,12 @@ impl Ring {
             Op::Flush => Kind::DataSync,
             _ => return Err(request),
         };
+        if let Place::Registered(registered) = request.buffer.place()
+            && !registered.range(0).fixed.is_of(&self.inner.leases)
+        {
+            request.finish(Err(IoError::ForeignBuffer));
+            return Ok(());
+        }
         let mut slots = self.inner.slots.borrow_mut();
         let Some(index) = slots.take() else {
             return Err(request);
@@ -256,9 +267,11 @@ impl Ring {
         slot.file = Some(file.clone());
         slot.offset = host_offset;
         slot.left = request.len;
-        request
-            .buffer
-            .append_slices(0, request.buffer.len(), &mut slot.slices);
+        let len = request.buffer.len();
+        match request.buffer.place() {
+            Place::Memory(memory) => slot.name_memory(memory, 0, len),
+            Place::Registered(registered) => slot.name_fixed(&registered.range(0), len),
+        }
         // The slot owns the request, and the request its memory.
         slot.owner = Owner::Request(request);
         drop(slots);
@@ -267,16 +280,25 @@ impl Ring {
     }
 
     fn op(&self, file: &FileHandle, kind: Kind, offset: u64, len: u64, pieces: Pieces) -> OpFuture {
-        let pending = PendingOp {
+        self.start(PendingOp {
             kind,
             file: file.clone(),
             offset,
             len,
             pieces,
+            exact: false,
+            keep: None,
+        })
+    }
+
+    fn start(&self, pending: PendingOp) -> OpFuture {
+        let state = match self.inner.check_registered(&pending.pieces) {
+            Ok(()) => self.try_start(pending),
+            Err(error) => OpState::Refused(error),
         };
         OpFuture {
             ring: self.clone(),
-            state: self.try_start(pending),
+            state,
         }
     }
 
@@ -292,10 +314,15 @@ impl Ring {
         slot.file = Some(pending.file);
         slot.offset = pending.offset;
         slot.left = pending.len;
+        slot.exact = pending.exact;
+        slot.keep.extend(pending.keep);
         for piece in pending.pieces {
             match piece {
                 Piece::Bytes { buffer, offset, len } => {
-                    buffer.append_slices(offset, len, &mut slot.slices);
+                    match buffer.place() {
+                        Place::Memory(memory) => slot.name_memory(memory, offset, len),
+                        Place::Registered(registered) => slot.name_fixed(&registered.range(offset), len),
+                    }
                     if !broken(Rule::MemoryFreedEarly) {
                         slot.keep.push(buffer);
                     }
@@ -312,6 +339,9 @@ impl Ring {
 
     /// Reads into the pieces. Past the end of the file there are zeros.
     ///
+    /// Bytes of a registered buffer are an op of their own: with other pieces beside them it ends with
+    /// [`IoError::Unsupported`], and on a ring that they are not registered with, with [`IoError::ForeignBuffer`].
+    ///
     /// # Panics
     ///
     /// If a piece is [`Piece::Zeros`], which cannot be read into.
@@ -324,7 +354,7 @@ impl Ring {
         self.op(file, Kind::Read, offset, len, pieces)
     }
 
-    /// Writes the pieces; with `dsync`, durably before it ends.
+    /// Writes the pieces; with `dsync`, durably before it ends. Of registered buffers, what [`Ring::read`] says.
     pub fn write(&self, file: &FileHandle, offset: u64, pieces: Pieces, dsync: bool) -> OpFuture {
         let len = pieces_len(&pieces);
         self.op(file, Kind::Write { dsync }, offset, len, pieces)
@@ -412,6 +442,28 @@ impl Ring {
 }
 
 impl Inner {
+    /// Whether an op can name these pieces: bytes of a buffer registered here alone, or none of such.
+    fn check_registered(&self, pieces: &Pieces) -> Result<(), IoError> {
+        for piece in pieces {
+            let Piece::Bytes { buffer, offset, len } = piece else {
+                continue;
+            };
+            let Place::Registered(registered) = buffer.place() else {
+                continue;
+            };
+            if pieces.len() != 1 {
+                return Err(IoError::Unsupported);
+            }
+            if !registered.range(0).fixed.is_of(&self.leases) {
+                return Err(IoError::ForeignBuffer);
+            }
+            if offset.checked_add(*len).is_none_or(|end| end > buffer.len()) {
+                return Err(IoError::BufferLength);
+            }
+        }
+        Ok(())
+    }
+
     fn start(&self, index: u32) {
         self.in_flight.set(self.in_flight.get() + 1);
         self.push(index);
@@ -571,6 +623,37 @@ impl Drop for Inner {
     }
 }
 
+fn depth_within_bounds(depth: u32) -> u32 {
+    depth.clamp(16, 16384)
+}
+
+/// What carries out the ops of a ring with room for `depth` of them.
+pub(crate) fn driver_of(
+    kind: RingKind,
+    depth: u32,
+    table: &FixedTable,
+) -> Result<Box<dyn Driver>, RingError> {
+    let entries = depth_within_bounds(depth).next_power_of_two();
+    Ok(match kind {
+        RingKind::IoUring => {
+            Box::new(uring::UringDriver::new(entries, table).map_err(|source| RingError { source })?)
+        }
+        RingKind::Auto => match uring::UringDriver::new(entries, table) {
+            Ok(driver) => Box::new(driver),
+            Err(error) => {
+                // Every worker finds this out anew; it is one fact.
+                static TOLD: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+                if !TOLD.swap(true, std::sync::atomic::Ordering::Relaxed) {
+                    tracing::warn!(%error, "io_uring is refused here; using plain system calls");
+                }
+                Box::new(syscall::SyscallDriver::default())
+            }
+        },
+        RingKind::Syscalls => Box::new(syscall::SyscallDriver::default()),
+        RingKind::Null => Box::new(null::NullDriver::default()),
+    })
+}
+
 /// The parts of a vectored op.
 pub type Pieces = SmallVec<[Piece; 3]>;
 
@@ -585,6 +668,10 @@ struct PendingOp {
     offset: u64,
     len: u64,
     pieces: Pieces,
+    /// A read has no end of file past which there are zeros.
+    exact: bool,
+    /// What else lives as long as the op.
+    keep: Option<Rc<Buffer>>,
 }
 
 #[derive(Debug)]
@@ -592,6 +679,8 @@ enum OpState {
     /// Waits for a free slot.
     Pending(Option<PendingOp>),
     Started(u32, u32),
+    /// It never began.
+    Refused(IoError),
     Gone,
 }
 
@@ -619,8 +708,10 @@ impl Future for OpFuture {
                 return Poll::Pending;
             }
         }
-        let OpState::Started(index, _) = self.state else {
-            return Poll::Ready(Err(IoError::Dropped));
+        let index = match self.state {
+            OpState::Started(index, _) => index,
+            OpState::Refused(error) => return Poll::Ready(Err(error)),
+            _ => return Poll::Ready(Err(IoError::Dropped)),
         };
         let inner = Rc::clone(&self.ring.inner);
         let mut slots = inner.slots.borrow_mut();
@@ -656,7 +747,7 @@ impl Drop for OpFuture {
                     slot.owner = Owner::Orphan;
                 }
             }
-            OpState::Pending(_) | OpState::Gone => {}
+            OpState::Pending(_) | OpState::Refused(_) | OpState::Gone => {}
         }
     }
 }
@@ -695,5 +786,7 @@ impl Drop for Watch {
     }
 }
 
+#[cfg(test)]
+mod registered_tests;
 #[cfg(test)]
 mod tests;

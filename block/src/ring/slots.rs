@@ -9,9 +9,9 @@ use std::task::Waker;
 
 use smallvec::SmallVec;
 
-use super::driver::{KernelOp, Kind};
-use super::{EventToken, FileHandle};
-use crate::buffer::{BUFFER_ALIGN, Buffer, IoSlices};
+use super::driver::{FixedOp, KernelOp, Kind};
+use super::{Door, EventToken, FileHandle};
+use crate::buffer::{BUFFER_ALIGN, Buffer, FixedRange, IoSlice, IoSlices, Memory, append_zeros};
 use crate::canary::{Rule, broken};
 use crate::error::IoError;
 use crate::request::Request;
@@ -33,6 +33,23 @@ pub(super) enum Owner {
     Watch(EventToken),
 }
 
+/// What the stretches of an op are.
+#[derive(Debug, Default)]
+pub(super) enum Named {
+    /// Addresses of this process.
+    #[default]
+    Memory,
+    /// One stretch of a registered buffer, by what the kernel calls its bytes.
+    Fixed {
+        index: u16,
+        door: Door,
+        /// What to add to that for the position at the door.
+        to_door: u64,
+    },
+    /// Zeros, for the rest of a registered buffer that was read into past the end of this file.
+    PastEnd { _read: Option<FileHandle> },
+}
+
 #[derive(Debug)]
 pub(super) struct Slot {
     pub(super) generation: u32,
@@ -45,6 +62,9 @@ pub(super) struct Slot {
     /// The length of an allocation, or the bytes of a transfer still to do.
     pub(super) left: u64,
     pub(super) slices: IoSlices,
+    pub(super) named: Named,
+    /// A read has no end of file past which there are zeros.
+    pub(super) exact: bool,
     /// The first slice that is not done; its start and length are what is left of it.
     pub(super) first_slice: usize,
     /// How much of that slice is done.
@@ -78,12 +98,33 @@ impl Slot {
             offset: 0,
             left: 0,
             slices: IoSlices::new(),
+            named: Named::Memory,
+            exact: false,
             first_slice: 0,
             within_slice: 0,
             done: 0,
             retries: 0,
             keep: SmallVec::new(),
         }
+    }
+
+    /// Adds bytes of this process's memory to what the op reads into or writes from.
+    #[inline]
+    pub(super) fn name_memory(&mut self, memory: Memory<'_>, offset: usize, len: usize) {
+        memory.for_each(offset, len, |slice| self.slices.push(slice));
+    }
+
+    /// Lets the op read into, or write from, `len` bytes of a registered buffer and nothing else.
+    pub(super) fn name_fixed(&mut self, range: &FixedRange<'_>, len: usize) {
+        // A number for the kernel: never a pointer to us.
+        let address = usize::try_from(range.address).unwrap_or(usize::MAX);
+        self.slices
+            .push(IoSlice::new(std::ptr::without_provenance_mut(address), len));
+        self.named = Named::Fixed {
+            index: range.fixed.index(),
+            door: range.door.clone(),
+            to_door: range.door_offset.wrapping_sub(range.address),
+        };
     }
 
     /// The op as a driver takes it; `None` if the slot has no file, which no started op lacks.
@@ -96,7 +137,22 @@ impl Slot {
             len: self.left,
             slices: slices.as_ptr(),
             slice_count: slices.len(),
+            fixed: match &self.named {
+                Named::Memory | Named::PastEnd { .. } => None,
+                Named::Fixed { index, door, to_door } => Some(FixedOp {
+                    index: *index,
+                    door: door.file.slot(),
+                    door_offset: to_door.wrapping_add(self.address()),
+                }),
+            },
         })
+    }
+
+    /// What the kernel calls the first byte that is still to do of a registered buffer.
+    fn address(&self) -> u64 {
+        self.slices
+            .get(self.first_slice)
+            .map_or(0, |slice| slice.ptr().addr() as u64)
     }
 
     /// Takes one completion into account. A short transfer goes on where it stopped; a read at the end
@@ -123,9 +179,8 @@ impl Slot {
             return Step::End(Err(IoError::Host { errno: libc::EIO }));
         }
         if moved == 0 && self.left > 0 {
-            if self.kind == Kind::Read {
-                crate::buffer::zero_slices(&self.slices[self.first_slice..]);
-                return Step::End(Ok(()));
+            if self.kind == Kind::Read && !self.exact {
+                return self.past_end();
             }
             return Step::End(Err(IoError::Host { errno: libc::EIO }));
         }
@@ -138,6 +193,10 @@ impl Slot {
         let mut skip = usize::try_from(moved).unwrap_or(usize::MAX);
         while let Some(slice) = self.slices.get_mut(self.first_slice) {
             if skip < slice.len() {
+                if broken(Rule::RegisteredStaysBehind) && matches!(self.named, Named::Fixed { .. }) {
+                    *slice = IoSlice::new(slice.ptr(), slice.len() - skip);
+                    break;
+                }
                 *slice = slice.skip(skip);
                 self.within_slice += skip;
                 break;
@@ -149,6 +208,29 @@ impl Slot {
             self.first_slice += 1;
         }
         Step::Again
+    }
+
+    /// Lets a read that has come to the end of its file end with zeros. Where these go to a registered buffer, that
+    /// is I/O of its own: the op goes on as a write at the door.
+    fn past_end(&mut self) -> Step {
+        match std::mem::take(&mut self.named) {
+            Named::Memory | Named::PastEnd { .. } => {
+                crate::buffer::zero_slices(&self.slices[self.first_slice..]);
+                Step::End(Ok(()))
+            }
+            Named::Fixed { door, to_door, .. } => {
+                self.offset = to_door.wrapping_add(self.address());
+                self.slices.clear();
+                append_zeros(usize::try_from(self.left).unwrap_or(usize::MAX), &mut self.slices);
+                (self.first_slice, self.within_slice, self.done, self.retries) = (0, 0, 0, 0);
+                self.kind = Kind::Write { dsync: false };
+                // The file that was read stays registered as long as the slot is busy.
+                self.named = Named::PastEnd {
+                    _read: self.file.replace(door.file),
+                };
+                Step::Again
+            }
+        }
     }
 
     /// Goes back to the start of a block, or of the op. Direct I/O ends short in the middle of a block only
@@ -247,6 +329,8 @@ impl Slots {
         slot.generation = slot.generation.wrapping_add(1);
         slot.file = None;
         slot.slices.clear();
+        slot.named = Named::Memory;
+        slot.exact = false;
         slot.first_slice = 0;
         slot.within_slice = 0;
         slot.done = 0;

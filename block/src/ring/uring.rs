@@ -19,8 +19,10 @@ use io_uring::register::Restriction;
 use io_uring::types::{Fd, Fixed, FsyncFlags};
 use io_uring::{IoUring, opcode, squeue};
 
-use super::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull};
+use super::driver::{Completion, Driver, FileSlot, FixedOp, KernelOp, Kind, QueueFull};
+use super::fixed::FixedTable;
 use super::sys;
+use crate::buffer::IoSlice;
 
 /// How many files a ring can have registered; past that, plain descriptors are used.
 const FIXED_FILES: u32 = 128;
@@ -31,11 +33,13 @@ const FIXED_FILES: u32 = 128;
 const DIRECT_START_MAX: usize = 8;
 
 /// The ops a ring carries out, and no others.
-const OPS: [u8; 8] = [
+const OPS: [u8; 10] = [
     opcode::Read::CODE,
     opcode::Write::CODE,
     opcode::Readv::CODE,
     opcode::Writev::CODE,
+    opcode::ReadFixed::CODE,
+    opcode::WriteFixed::CODE,
     opcode::Fsync::CODE,
     opcode::Fallocate::CODE,
     opcode::PollAdd::CODE,
@@ -67,8 +71,9 @@ impl fmt::Debug for UringDriver {
 }
 
 impl UringDriver {
-    /// A ring with `entries` submission and four times as many completion entries.
-    pub(crate) fn new(entries: u32) -> io::Result<Self> {
+    /// A ring with `entries` submission and four times as many completion entries, and this table of registered
+    /// buffers.
+    pub(crate) fn new(entries: u32, table: &FixedTable) -> io::Result<Self> {
         let ring = Self::build(entries)?;
         let mut probe = io_uring::Probe::new();
         ring.submitter().register_probe(&mut probe)?;
@@ -79,6 +84,7 @@ impl UringDriver {
             ));
         }
         let fixed = ring.submitter().register_files_sparse(FIXED_FILES).is_ok();
+        register_buffers(&ring, table)?;
         restrict(&ring)?;
         let fixed_free = if fixed {
             (0..FIXED_FILES).rev().collect()
@@ -152,6 +158,17 @@ impl UringDriver {
                 let len = u32::try_from(slice.len())
                     .unwrap_or(u32::MAX)
                     .min(sys::TRANSFER_BYTES_MAX);
+                if let Some(FixedOp { index, .. }) = op.fixed {
+                    if let Kind::Write { dsync } = op.kind {
+                        return on_file!(|file| opcode::WriteFixed::new(file, slice.ptr(), len, index)
+                            .offset(op.offset)
+                            .rw_flags(rw_flags(dsync))
+                            .build());
+                    }
+                    return on_file!(|file| opcode::ReadFixed::new(file, slice.ptr(), len, index)
+                        .offset(op.offset)
+                        .build());
+                }
                 if let Kind::Write { dsync } = op.kind {
                     on_file!(|file| opcode::Write::new(file, slice.ptr(), len)
                         .offset(op.offset)
@@ -211,6 +228,29 @@ impl UringDriver {
         let submission = self.ring.submission();
         submission.taskrun() || submission.cq_overflow()
     }
+}
+
+/// Gives a ring its table of registered buffers, once and for all: a restricted ring takes no other memory.
+fn register_buffers(ring: &IoUring, table: &FixedTable) -> io::Result<()> {
+    if table.is_empty() {
+        return Ok(());
+    }
+    let places = u32::try_from(table.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+    ring.submitter().register_buffers_sparse(places)?;
+    if table.places.iter().all(IoSlice::is_empty) {
+        return Ok(());
+    }
+    let memory: Vec<libc::iovec> = table
+        .places
+        .iter()
+        .map(|place| libc::iovec {
+            iov_base: place.ptr().cast(),
+            iov_len: place.len(),
+        })
+        .collect();
+    // SAFETY: the kernel pins the pages for as long as the ring has them, so they are never others'; whoever made the
+    // table says that no Rust reference covers the memory (`FixedTable::of_memory`).
+    unsafe { ring.submitter().register_buffers_update(0, &memory, None) }
 }
 
 /// Allows `OPS` only, on registered files or others, and lets the ring begin (Linux 5.10).
@@ -351,7 +391,7 @@ mod tests {
 
     #[test]
     fn a_ring_opens_connects_and_sends_nothing_and_registers_only_files() {
-        let mut driver = UringDriver::new(8).expect("these tests need io_uring");
+        let mut driver = UringDriver::new(8, &FixedTable::sparse(4)).expect("these tests need io_uring");
         let here = Fd(libc::AT_FDCWD);
         let address = libc::sockaddr_un {
             sun_family: libc::AF_UNIX as libc::sa_family_t,
@@ -372,6 +412,14 @@ mod tests {
             assert_eq!(result_of(&mut driver, entry), -libc::EACCES);
         }
         let registered = driver.ring.submitter().register_eventfd(0);
+        let error = registered.expect_err("not on the list").raw_os_error();
+        assert_eq!(error, Some(libc::EACCES));
+        let none = [libc::iovec {
+            iov_base: std::ptr::null_mut(),
+            iov_len: 0,
+        }];
+        // SAFETY: an empty place is no memory.
+        let registered = unsafe { driver.ring.submitter().register_buffers_update(0, &none, None) };
         let error = registered.expect_err("not on the list").raw_os_error();
         assert_eq!(error, Some(libc::EACCES));
     }

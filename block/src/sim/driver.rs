@@ -30,6 +30,10 @@ impl SimDriver {
             cancelled_watches: Vec::new(),
         }
     }
+
+    pub(super) fn ring(&self) -> u32 {
+        self.ring
+    }
 }
 
 impl Driver for SimDriver {

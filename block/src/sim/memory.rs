@@ -62,7 +62,7 @@ pub enum MemoryFault {
     },
 }
 
-fn report(fault: MemoryFault) {
+pub(super) fn report(fault: MemoryFault) {
     FAULTS.with(|faults| {
         let mut list = faults.get();
         if let Some(place) = list.iter_mut().find(|place| place.is_none()) {

@@ -11,7 +11,8 @@
 //! leaves [any subset](CrashSpace) of the sectors that were not synced; any op may fail, be cut short,
 //! be cancelled or asked to be repeated; space runs out and comes back. Direct and buffered I/O look the
 //! same, but that a file with an [alignment](SimWorld::set_alignment) refuses what is not aligned. The
-//! memory of ops is [watched](memory).
+//! memory of ops is [watched](memory). What a driver of the kernel registers is played by [pages](pages::Pages), in
+//! the world and on a real ring.
 //!
 //! What must stay true: the same seed and the same calls give the same [trace](SimWorld::trace_hash). No
 //! decision depends on an address, a clock, a descriptor's number or the order of a randomly seeded map.
@@ -21,7 +22,9 @@ mod driver;
 mod file;
 mod image;
 pub mod memory;
+pub mod pages;
 mod random;
+mod short;
 mod trace;
 mod world;
 
@@ -39,7 +42,8 @@ use crate::file::{Alignment, FileOptions, ImageFile, OpenFileError, OpenFiles};
 use crate::ring::Ring;
 use crate::task::Context;
 use driver::SimDriver;
-use world::World;
+use pages::{Pages, Tags};
+use world::{FixedPlace, World};
 
 /// How a world's disks behave. Chances are in a thousand; the default is a disk without faults that does
 /// one thing after the other, in the order of submission.
@@ -152,7 +156,41 @@ impl SimWorld {
     #[must_use]
     pub fn context(&self, depth: u32) -> Context {
         let driver = SimDriver::new(Rc::clone(&self.world));
-        Context::on(Ring::with_driver(Box::new(driver), depth))
+        Context::on(Ring::with_driver(Box::new(driver), depth, 0))
+    }
+
+    /// As [`SimWorld::context`], with so many registered buffers of `place_bytes` each. The first byte of one is called
+    /// 0, as if a driver of the kernel had registered it, or by its address.
+    ///
+    /// # Panics
+    ///
+    /// If the process has no file descriptor or no memory left.
+    #[must_use]
+    pub fn context_with_tags(
+        &self,
+        depth: u32,
+        places: u16,
+        place_bytes: usize,
+        from_zero: bool,
+    ) -> (Context, Tags) {
+        let driver = SimDriver::new(Rc::clone(&self.world));
+        let pages = Pages::new(usize::from(places) * place_bytes);
+        {
+            let mut world = self.world.borrow_mut();
+            world.add_door(&pages);
+            let fixed = (0..places).map(|tag| {
+                let range = pages::place(tag, place_bytes);
+                FixedPlace {
+                    base: pages.base(range.start, from_zero),
+                    pages: Rc::clone(&pages),
+                    range,
+                }
+            });
+            world.set_fixed(driver.ring(), fixed.collect());
+        }
+        let cx = Context::on(Ring::with_driver(Box::new(driver), depth, places.into()));
+        let tags = Tags::new(cx.ring(), &pages, place_bytes, from_zero);
+        (cx, tags)
     }
 
     /// The file `name`, made empty if there is none.

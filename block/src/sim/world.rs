@@ -10,12 +10,15 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{FromRawFd, RawFd};
+use std::ops::Range;
+use std::os::fd::RawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use super::file::Contents;
 use super::image::{SECTOR, SimImage, Store};
+use super::pages::{self, Pages};
 use super::random::Random;
 use super::trace::{Event, Trace, What};
 use super::{Profile, memory};
@@ -31,6 +34,37 @@ struct SimFile {
     identity: (u64, u64),
     alignment: Alignment,
     contents: Contents,
+    /// It is no disk but the door of these pages, and has their bytes.
+    pages: Option<Rc<Pages>>,
+}
+
+impl SimFile {
+    fn len(&self) -> u64 {
+        match &self.pages {
+            Some(pages) => pages.len() as u64,
+            None => self.contents.now.len(),
+        }
+    }
+}
+
+/// A place in a ring's table of registered buffers.
+#[derive(Debug)]
+pub(super) struct FixedPlace {
+    pub(super) pages: Rc<Pages>,
+    /// Its bytes in the pages.
+    pub(super) range: Range<usize>,
+    /// What the first of them is called.
+    pub(super) base: u64,
+}
+
+impl FixedPlace {
+    /// The memory behind a stretch that an op names; none past its end.
+    fn find(&self, stretch: &IoSlice) -> Option<IoSlice> {
+        let skip = (stretch.ptr().addr() as u64).checked_sub(self.base)?;
+        let skip = usize::try_from(skip).ok()?;
+        let inside = skip.checked_add(stretch.len())? <= self.range.len();
+        inside.then(|| self.pages.stretch(self.range.start + skip, stretch.len()))
+    }
 }
 
 /// What will become of an op.
@@ -54,6 +88,8 @@ struct SimOp {
     len: u64,
     slices: *const IoSlice,
     slice_count: usize,
+    /// The one stretch it has instead, if that is a registered buffer's.
+    fixed: Option<IoSlice>,
     submitted: u64,
     not_before: u64,
     fate: Option<Fate>,
@@ -73,6 +109,8 @@ pub(super) struct World {
     files: Vec<SimFile>,
     ops: Vec<SimOp>,
     completions: Vec<Vec<Completion>>,
+    /// The registered buffers of each ring.
+    fixed: Vec<Vec<FixedPlace>>,
     time: u64,
     next_op: u64,
     /// Until when there is no space.
@@ -93,6 +131,7 @@ impl World {
             files: Vec::new(),
             ops: Vec::new(),
             completions: Vec::new(),
+            fixed: Vec::new(),
             time: 0,
             next_op: 0,
             full_until: 0,
@@ -113,7 +152,31 @@ impl World {
 
     pub(super) fn add_ring(&mut self) -> u32 {
         self.completions.push(Vec::new());
+        self.fixed.push(Vec::new());
         (self.completions.len() - 1) as u32
+    }
+
+    /// Gives a ring its registered buffers.
+    pub(super) fn set_fixed(&mut self, ring: u32, places: Vec<FixedPlace>) {
+        self.fixed[ring as usize] = places;
+    }
+
+    /// Makes the door of pages one of the world's files.
+    pub(super) fn add_door(&mut self, pages: &Rc<Pages>) {
+        let descriptor = pages.descriptor();
+        self.add_file(PathBuf::from("door"), descriptor, Some(Rc::clone(pages)));
+    }
+
+    fn add_file(&mut self, name: PathBuf, descriptor: File, pages: Option<Rc<Pages>>) {
+        let meta = descriptor.metadata().expect("a memfd has an inode");
+        self.files.push(SimFile {
+            name,
+            identity: (meta.dev(), meta.ino()),
+            descriptor,
+            alignment: Alignment::NONE,
+            contents: Contents::new(SimImage::new(&self.store)),
+            pages,
+        });
     }
 
     pub(super) fn exists(&self, name: &Path) -> bool {
@@ -124,23 +187,7 @@ impl World {
         if let Some(index) = self.files.iter().position(|file| file.name == name) {
             return index;
         }
-        // SAFETY: the name is a C string, and no other memory is passed.
-        let fd = unsafe { libc::memfd_create(c"simulated".as_ptr(), libc::MFD_CLOEXEC) };
-        assert!(
-            fd >= 0,
-            "a descriptor for a simulated file: {}",
-            io::Error::last_os_error()
-        );
-        // SAFETY: `fd` was just made and nobody else owns it.
-        let descriptor = unsafe { File::from_raw_fd(fd) };
-        let meta = descriptor.metadata().expect("a memfd has an inode");
-        self.files.push(SimFile {
-            name: name.to_owned(),
-            identity: (meta.dev(), meta.ino()),
-            descriptor,
-            alignment: Alignment::NONE,
-            contents: Contents::new(SimImage::new(&self.store)),
-        });
+        self.add_file(name.to_owned(), pages::memfd(), None);
         self.files.len() - 1
     }
 
@@ -223,7 +270,7 @@ impl World {
         self.time += 1;
         let id = self.next_op;
         self.next_op += 1;
-        let slices: &[IoSlice] = if op.slice_count == 0 {
+        let mut slices: &[IoSlice] = if op.slice_count == 0 {
             &[]
         } else {
             // SAFETY: `slices` points at `slice_count` valid entries (contract of `push`).
@@ -243,13 +290,24 @@ impl World {
             self.push_completion(ring, user_data, -libc::EBADF);
             return;
         };
+        let mut behind = None;
+        if let Some(fixed) = op.fixed {
+            let place = self.fixed[ring as usize].get(usize::from(fixed.index));
+            behind = place.and_then(|place| place.find(slices.first()?));
+            if behind.is_none() || slices.len() != 1 {
+                // As Linux says of a place that is empty, or ends before the stretch does.
+                self.push_completion(ring, user_data, -libc::EFAULT);
+                return;
+            }
+            slices = behind.as_slice();
+        }
         let align = self.files[file as usize].alignment;
         let aligned = |slice: &IoSlice| {
             slice.ptr().addr().is_multiple_of(align.memory)
                 && (slice.len() as u64).is_multiple_of(align.offset)
         };
         // As in Linux, a read past the end is answered before its alignment is looked at.
-        let past_end = op.kind == Kind::Read && op.offset >= self.files[file as usize].contents.now.len();
+        let past_end = op.kind == Kind::Read && op.offset >= self.files[file as usize].len();
         if transfer && !past_end && !(op.offset.is_multiple_of(align.offset) && slices.iter().all(aligned)) {
             self.push_completion(ring, user_data, -libc::EINVAL);
             return;
@@ -257,6 +315,14 @@ impl World {
         for slice in slices {
             let start = slice.ptr().addr();
             memory::hold(id, start..start + slice.len(), op.kind == Kind::Read);
+        }
+        if let Some(pages) = &self.files[file as usize].pages
+            && transfer
+            && op.offset + len <= pages.len() as u64
+        {
+            let stretch = pages.stretch(op.offset as usize, len as usize);
+            let start = stretch.ptr().addr();
+            memory::hold(id, start..start + stretch.len(), op.kind != Kind::Read);
         }
         let mut op = SimOp {
             id,
@@ -268,6 +334,7 @@ impl World {
             len,
             slices: op.slices,
             slice_count: op.slice_count,
+            fixed: behind,
             submitted: self.time,
             not_before: self.time,
             fate: None,
@@ -423,6 +490,7 @@ impl World {
         if needs_space
             && profile.no_space > 0
             && self.time < self.full_until
+            && self.files[op.file].pages.is_none()
             && !self.files[op.file].contents.has_space(op.offset, op.len)
         {
             return fail(libc::ENOSPC);
@@ -444,14 +512,18 @@ impl World {
         });
         // For whom versions are kept; in an immediate world for nobody.
         let owner = (!self.profile.immediate).then_some(op.id);
-        let contents = &mut self.files[op.file].contents;
+        let all = self.files[op.file].len();
+        let SimFile { contents, pages, .. } = &mut self.files[op.file];
         let failed = fate.errno.map(|errno| -errno);
         match op.kind {
             Kind::Read => {
-                let there = contents.now.len().saturating_sub(op.offset).min(fate.bytes);
+                let there = all.saturating_sub(op.offset).min(fate.bytes);
                 let part = most.min(there.saturating_sub(op.done));
                 let mut bytes = vec![0; part as usize];
-                contents.now.read(op.offset + op.done, &mut bytes);
+                match pages {
+                    Some(pages) => pages.read((op.offset + op.done) as usize, &mut bytes),
+                    None => contents.now.read(op.offset + op.done, &mut bytes),
+                }
                 op.copy(
                     |memory, at| memory.copy_from_slice(&bytes[at..at + memory.len()]),
                     part,
@@ -468,9 +540,14 @@ impl World {
                     |memory, at| bytes[at..at + memory.len()].copy_from_slice(memory),
                     part,
                 );
-                contents.write(owner, op.offset + op.done, &bytes);
+                match pages {
+                    Some(pages) => pages.write((op.offset + op.done) as usize, &bytes),
+                    None => {
+                        contents.write(owner, op.offset + op.done, &bytes);
+                        self.changes += u64::from(part > 0);
+                    }
+                }
                 op.done += part;
-                self.changes += u64::from(part > 0);
                 if op.done == fate.bytes {
                     op.result = Some(failed.unwrap_or(op.done as i32));
                 }
@@ -515,7 +592,7 @@ impl World {
     /// The completion of an op whose effect is over.
     fn complete(&mut self, op: SimOp) {
         let result = op.result.unwrap_or(-libc::EIO);
-        if !self.profile.immediate && result >= 0 {
+        if !self.profile.immediate && result >= 0 && self.files[op.file].pages.is_none() {
             let contents = &mut self.files[op.file].contents;
             match op.kind {
                 Kind::DataSync => {
@@ -552,8 +629,11 @@ impl SimOp {
         if self.slice_count == 0 || len == 0 {
             return;
         }
-        // SAFETY: the op has not completed, so the list is there (contract of `submit`).
-        let slices = unsafe { std::slice::from_raw_parts(self.slices, self.slice_count) };
+        let slices = match &self.fixed {
+            Some(stretch) => std::slice::from_ref(stretch),
+            // SAFETY: the op has not completed, so the list is there (contract of `submit`).
+            None => unsafe { std::slice::from_raw_parts(self.slices, self.slice_count) },
+        };
         let mut skip = self.done as usize;
         let (mut at, mut left) = (0, len as usize);
         for slice in slices {

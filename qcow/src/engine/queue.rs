@@ -93,22 +93,14 @@ impl Queue {
         }
         match extent {
             Extent::Data { host, .. } => self.file.submit(host, request).err(),
-            Extent::Zero => {
-                request.buffer.fill(0, request.buffer.len(), 0);
-                request.finish(Ok(()));
-                None
-            }
+            Extent::Zero => self.cx.ring().answer_with_zeros(request).err(),
             Extent::Unallocated => match &self.backing {
                 Some((backing, size)) if request.offset + request.len <= *size => {
                     backing.submit(request);
                     None
                 }
                 Some((_, size)) if request.offset < *size => Some(request),
-                _ => {
-                    request.buffer.fill(0, request.buffer.len(), 0);
-                    request.finish(Ok(()));
-                    None
-                }
+                _ => self.cx.ring().answer_with_zeros(request).err(),
             },
             Extent::Compressed(_) => Some(request),
         }

@@ -128,7 +128,7 @@ fn start(
             };
             parts.push(Part::Io(queue.file.start_read(host, smallvec![piece])));
         }
-        Extent::Zero => buffer.fill(at, len, 0),
+        Extent::Zero => start_zeros(queue, buffer, at, len, parts),
         Extent::Unallocated => start_backing(queue, buffer, at, offset, len, parts),
         Extent::Compressed(extent) => {
             let within = (offset & (queue.shared.geometry.cluster_size() - 1)) as usize;
@@ -158,7 +158,13 @@ pub(super) fn start_backing(
         }
         _ => 0,
     };
-    buffer.fill(at + below, len - below, 0);
+    start_zeros(queue, buffer, at + below, len - below, parts);
+}
+
+/// Makes bytes of the buffer zeros, which takes I/O where they are not memory.
+fn start_zeros(queue: &Queue, buffer: &Rc<Buffer>, at: usize, len: usize, parts: &mut Vec<Part>) {
+    let zeros = queue.cx.ring().fill_zeros(buffer, at, len);
+    parts.extend(zeros.map(|op| Part::Io(IoFuture::Op(op))));
 }
 
 async fn copy_compressed(
@@ -170,9 +176,11 @@ async fn copy_compressed(
     len: usize,
 ) -> Result<(), IoError> {
     let cluster = compressed::cluster(&queue, extent).await?;
-    let bytes = cluster
-        .as_owned()
-        .and_then(|bytes| bytes.get(within..within + len));
-    buffer.write(at, bytes.ok_or(IoError::Corrupt)?);
-    Ok(())
+    if within + len > cluster.len() {
+        return Err(IoError::Corrupt);
+    }
+    match queue.cx.ring().copy(&cluster, within, &buffer, at, len) {
+        Some(copy) => copy.await,
+        None => Ok(()),
+    }
 }

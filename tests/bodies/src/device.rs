@@ -56,11 +56,14 @@ impl MemoryDisk {
         if let Err(error) = request.check(DISK_BYTES, false) {
             return request.finish(Err(error));
         }
+        let Some(memory) = request.buffer.memory() else {
+            return request.finish(Err(IoError::Unsupported));
+        };
         let range = request.offset as usize..(request.offset + request.len) as usize;
         let mut bytes = self.bytes.lock().expect("nobody panics");
         match request.op {
-            Op::Read => request.buffer.write(0, &bytes[range]),
-            Op::Write { .. } => request.buffer.read(0, &mut bytes[range]),
+            Op::Read => memory.write(0, &bytes[range]),
+            Op::Write { .. } => memory.read(0, &mut bytes[range]),
             Op::Flush => {}
             Op::Discard | Op::WriteZeroes { .. } => bytes[range].fill(0),
         }

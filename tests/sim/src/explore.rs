@@ -45,14 +45,19 @@ pub enum Source {
     Seed(u64),
     /// A seed whose queues are a guest's virtqueues.
     Guest(u64),
+    /// A seed some of whose requests have registered pages.
+    Registered(u64),
 }
 
 impl Source {
-    /// What is run for each of the numbers that are counted through: one in two is a guest's.
+    /// What is run for each of the numbers that are counted through: one in two is a guest's, one in four has
+    /// registered pages.
     #[must_use]
     pub fn of_number(number: u64) -> Self {
         if number.is_multiple_of(2) {
             Self::Guest(number)
+        } else if number % 4 == 3 {
+            Self::Registered(number)
         } else {
             Self::Seed(number)
         }
@@ -68,6 +73,7 @@ impl Source {
             }
             Self::Seed(seed) => Some(Case::draw(*seed)),
             Self::Guest(seed) => Some(Case::draw_guest(*seed)),
+            Self::Registered(seed) => Some(Case::draw_registered(*seed)),
         }
     }
 }
@@ -78,6 +84,7 @@ impl fmt::Display for Source {
             Self::Scenario(name, order) => write!(f, "scenario {name:?}, order {order}"),
             Self::Seed(seed) => write!(f, "seed {seed}"),
             Self::Guest(seed) => write!(f, "guest {seed}"),
+            Self::Registered(seed) => write!(f, "registered {seed}"),
         }
     }
 }

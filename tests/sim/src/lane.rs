@@ -4,7 +4,7 @@
 //! What was asked and answered is noted in the book of either.
 
 use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -16,6 +16,7 @@ use qcow::QcowDisk;
 
 use crate::content::{ZERO, bytes_of, word, word_of};
 use crate::oracle::{Asked, Expected, Oracle};
+use crate::places::{Places, Taken};
 use crate::plan::{Ask, Planned};
 use crate::shape::Shape;
 
@@ -297,6 +298,10 @@ pub struct Lane {
     depth: usize,
     random: Random,
     done: Vec<Done>,
+    /// Pages that some requests have in place of memory.
+    places: Option<Rc<Places>>,
+    /// Where the requests are that have some.
+    taken: BTreeMap<usize, Taken>,
 }
 
 impl Lane {
@@ -327,17 +332,33 @@ impl Lane {
             depth,
             random: Random::new(seed),
             done: Vec::new(),
+            places: None,
+            taken: BTreeMap::new(),
         }
     }
 
-    /// The memory of a request: ours or, as often, a guest's, which then nobody but the buffer keeps mapped.
-    fn memory(&mut self, planned: &Planned, words: &[u64]) -> Buffer {
+    /// Gives the queue pages for requests.
+    #[must_use]
+    pub(crate) fn with_places(mut self, places: Option<Rc<Places>>) -> Self {
+        self.places = places;
+        self
+    }
+
+    /// The memory of a request: registered pages, ours or, as often, a guest's, which then nobody but the buffer keeps
+    /// mapped.
+    fn memory(&mut self, tag: usize, planned: &Planned, words: &[u64]) -> Buffer {
         let len = planned.count as usize * SECTOR;
         let reads = planned.ask == Ask::Read;
         if !reads && !matches!(planned.ask, Ask::Write { .. }) {
             return Buffer::default();
         }
         let bytes = if reads { vec![0xCC; len] } else { bytes_of(words) };
+        if let Some(places) = &self.places
+            && let Some((buffer, taken)) = places.take(&bytes, !reads, &mut self.random)
+        {
+            self.taken.insert(tag, taken);
+            return buffer;
+        }
         if self.random.one_in(2) {
             return AlignedBuf::from_slice(&bytes).into();
         }
@@ -356,7 +377,7 @@ impl Lane {
         let Some(Entry { tag, op, words }) = self.book.ask(planned) else {
             return;
         };
-        let buffer = self.memory(&planned, &words);
+        let buffer = self.memory(tag, &planned, &words);
         let (offset, len) = match op {
             Op::Flush => (0, 0),
             _ => (planned.first * SECTOR as u64, planned.count * SECTOR as u64),
@@ -388,12 +409,20 @@ impl Frontend for Lane {
         let mut any = !done.is_empty();
         any |= self.book.note_growth(grown);
         for Done { tag, result, buffer } in done.drain(..) {
+            let pages = self.places.as_ref().zip(self.taken.remove(&(tag as usize)));
+            if let Some((places, taken)) = &pages
+                && let Err(text) = places.check(taken)
+            {
+                self.book.record.borrow_mut().problem(|| text);
+            }
             self.book.answer(tag as usize, result, |bytes| {
                 let whole = buffer.len() == bytes.len();
-                if whole {
-                    buffer.read(0, bytes);
+                match (&pages, buffer.memory()) {
+                    (Some((places, taken)), None) if whole => places.read(taken, bytes),
+                    (None, Some(memory)) if whole => memory.read(0, bytes),
+                    _ => return false,
                 }
-                whole
+                true
             });
         }
         self.done = done;

@@ -18,6 +18,7 @@ pub mod guest;
 pub mod judge;
 pub mod lane;
 pub mod oracle;
+mod places;
 pub mod plan;
 pub mod replay;
 pub mod run;

@@ -126,6 +126,30 @@ impl Virtio {
     }
 }
 
+/// Requests whose bytes only the kernel reaches: a driver has registered their pages.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Registered {
+    /// How many places a queue has; requests beyond that have memory.
+    pub places: u16,
+    /// The pages have no address: their first byte is called 0.
+    pub from_zero: bool,
+    /// How many of a thousand requests with data have registered pages, if there is a place.
+    pub share: u32,
+    /// Pages begin anywhere, and the driver promises no more.
+    pub unaligned: bool,
+}
+
+impl Registered {
+    fn draw(random: &mut Random) -> Self {
+        Self {
+            places: random.pick(&[1, 4, 16]),
+            from_zero: random.one_in(2),
+            share: random.pick(&[300, 800, 1000]),
+            unaligned: random.one_in(3),
+        }
+    }
+}
+
 /// Everything that determines a run.
 #[derive(Clone, Debug)]
 pub struct Case {
@@ -147,6 +171,8 @@ pub struct Case {
     pub worker_turns: u32,
     /// What lies between the queues and the disk, if anything does.
     pub virtio: Option<Virtio>,
+    /// Whether some requests have registered pages.
+    pub registered: Option<Registered>,
     /// What is asked, each queue's in this order.
     pub plan: Vec<Planned>,
     /// Which crash states are looked at.
@@ -204,6 +230,7 @@ impl Case {
             depth: random.pick(&[1, 2, 4, 16]),
             worker_turns: random.pick(&[100, 300, 500, 700]),
             virtio: None,
+            registered: None,
             plan,
             explore: Explore {
                 all_up_to: 4,
@@ -227,6 +254,14 @@ impl Case {
         let sectors = case.shape.bytes / SECTOR as u64;
         case.plan
             .retain(|planned| virtio.kills == 0 || planned.first + planned.count <= sectors);
+        case
+    }
+
+    /// The run of a seed some of whose requests have registered pages.
+    #[must_use]
+    pub fn draw_registered(seed: u64) -> Self {
+        let mut case = Self::draw(seed);
+        case.registered = Some(Registered::draw(&mut Random::new(seed.rotate_left(32))));
         case
     }
 

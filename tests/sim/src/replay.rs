@@ -1,6 +1,7 @@
 //! A run as a line of text, to be run again: what a failure prints, and what the file of kept seeds holds.
 //!
-//! `seed N` is the run of that seed, `guest N` one whose queues are a guest's virtqueues. `seed N schedule S
+//! `seed N` is the run of that seed, `guest N` one whose queues are a guest's virtqueues, `registered N` one some of
+//! whose requests have registered pages. `seed N schedule S
 //! plan A,B,C` is what is left of it after shrinking: only those requests of the plan (by number, from zero),
 //! with things in the order of `S`. A shortened run may also have `lanes N`, `plain NAME,NAME` (what a guest
 //! does without), `calm NAME,NAME` (faults that are off), `sectors A:N` (request `A` is about `N` sectors)
@@ -60,6 +61,7 @@ fn source_line(source: &Source) -> String {
     match source {
         Source::Seed(seed) => format!("seed {seed}"),
         Source::Guest(seed) => format!("guest {seed}"),
+        Source::Registered(seed) => format!("registered {seed}"),
         Source::Scenario(name, order) => format!("scenario {} order {order}", name.replace(' ', "_")),
     }
 }
@@ -174,6 +176,11 @@ pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
                 let seed = number(value)?;
                 source = Some(Source::Guest(seed));
                 case = Some(Case::draw_guest(seed));
+            }
+            ("registered", None) => {
+                let seed = number(value)?;
+                source = Some(Source::Registered(seed));
+                case = Some(Case::draw_registered(seed));
             }
             ("scenario", None) => {
                 let name = value.replace('_', " ");
@@ -297,6 +304,25 @@ mod tests {
             let (again, parsed) = parse(&line).unwrap_or_else(|error| panic!("{error}"));
             assert_eq!(again, source);
             assert_eq!(format!("{parsed:?}"), format!("{case:?}"), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_run_with_registered_pages_comes_back_from_its_line() {
+        for seed in 0..50 {
+            let source = Source::Registered(seed);
+            let mut case = Case::draw_registered(seed);
+            assert_eq!(line_of(&source, &case), format!("registered {seed}"));
+            case.plan.truncate(5);
+            case.profile.short = 0;
+            let line = line_of(&source, &case);
+            let (again, parsed) = parse(&line).unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!(again, source);
+            assert_eq!(format!("{parsed:?}"), format!("{case:?}"), "{line}");
+            // The rest of the run is that of the seed alone.
+            case = Case::draw_registered(seed);
+            case.registered = None;
+            assert_eq!(format!("{case:?}"), format!("{:?}", Case::draw(seed)));
         }
     }
 

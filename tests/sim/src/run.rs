@@ -18,7 +18,8 @@ use rustc_hash::FxHashSet;
 use crate::judge::{Demand, Judge, Tally};
 use crate::lane::{Lane, Record};
 use crate::oracle::Oracle;
-use crate::plan::{Case, Explore, Planned};
+use crate::places::{PLACE_BYTES, Places};
+use crate::plan::{Case, Explore, Planned, Registered};
 use crate::serve::Serving;
 use crate::shape::{Beginning, DISK, beginning, chain};
 
@@ -111,6 +112,8 @@ pub(crate) struct Run<'a> {
     changes: u64,
     turns: u64,
     pub(crate) workers: Vec<Worker>,
+    /// The registered pages of each worker.
+    tags: Vec<Option<Rc<Places>>>,
     pub(crate) disk: Option<Arc<QcowDisk>>,
     pub(crate) serving: Option<Serving>,
 }
@@ -129,6 +132,15 @@ impl<'a> Run<'a> {
             };
             world.set_alignment(DISK, alignment);
         }
+        let (workers, tags) = (0..case.lanes)
+            .map(|_| {
+                let (cx, tags) = match case.registered {
+                    Some(registered) => places(&world, registered),
+                    None => (world.context(32), None),
+                };
+                (Worker::by_hand(cx), tags)
+            })
+            .unzip();
         let mut words = beginning.words.clone();
         words.resize(case.sectors() as usize, 0);
         let record = Record::new(
@@ -142,9 +154,8 @@ impl<'a> Run<'a> {
             record: Rc::new(RefCell::new(record)),
             schedule: Random::new(case.schedule),
             chance: Random::new(case.schedule ^ 0xC4A5),
-            workers: (0..case.lanes)
-                .map(|_| Worker::by_hand(world.context(32)))
-                .collect(),
+            workers,
+            tags,
             seen: Seen::default(),
             changes: world.changes(),
             turns: 0,
@@ -246,7 +257,8 @@ impl<'a> Run<'a> {
                 depth,
                 &self.record,
                 seed,
-            );
+            )
+            .with_places(self.tags[index].clone());
             ids.push(
                 worker
                     .add(Box::new(lane), Vec::new())
@@ -397,6 +409,15 @@ impl<'a> Run<'a> {
         }
         Ok(())
     }
+}
+
+/// A worker's context with registered pages.
+fn places(world: &SimWorld, registered: Registered) -> (Context, Option<Rc<Places>>) {
+    let Registered {
+        places, from_zero, ..
+    } = registered;
+    let (cx, tags) = world.context_with_tags(32, places, PLACE_BYTES, from_zero);
+    (cx, Some(Rc::new(Places { tags, registered })))
 }
 
 /// The same disk, if nothing on it failed.

@@ -73,7 +73,12 @@ fn a_header_cut_anywhere_reads_the_same() {
             assert_eq!(chain.take_header(queue.memory()), Some(expected), "cut at {cut}");
             assert_eq!(chain.readable_bytes(), 4);
             let mut data = [0; 4];
-            queue.memory().buffer(chain.readable()).read(0, &mut data);
+            queue
+                .memory()
+                .buffer(chain.readable())
+                .memory()
+                .expect("a guest's")
+                .read(0, &mut data);
             assert_eq!(data, [0xee; 4]);
         }
     }
@@ -88,7 +93,12 @@ fn a_buffer_across_two_adjacent_regions_is_one_buffer_of_two_slices() {
     driver.make_available(head);
     let (_, mut chain) = take(&mut queue).expect("a chain");
     let mut bytes = [0; 4];
-    queue.memory().buffer(chain.readable()).read(0, &mut bytes);
+    queue
+        .memory()
+        .buffer(chain.readable())
+        .memory()
+        .expect("a guest's")
+        .read(0, &mut bytes);
     assert_eq!(bytes, [1, 2, 3, 4]);
     let status = chain.take_status().expect("a status");
     queue.memory().write_byte(status, 9);
@@ -521,7 +531,8 @@ fn random_rings_neither_panic_nor_reach_outside_memory() {
                         );
                         let buffer = queue.memory().buffer(chain.writable());
                         assert_eq!(buffer.len() as u64, chain.writable_bytes(), "seed {seed}");
-                        buffer.fill(0, buffer.len().min(4096), 0x55);
+                        let memory = buffer.memory().expect("a guest's memory");
+                        memory.fill(0, buffer.len().min(4096), 0x55);
                     }
                     queue.give_back(head, 0);
                     queue.publish();

@@ -1,0 +1,97 @@
+//! Aligned reads and writes of pieces: one op, or several where pieces of registered buffers are among them.
+//!
+//! The kernel takes memory of a process or a registered buffer, but not both in one op. A copy-on-write, say, whose
+//! edges are memory and whose middle is the guest's registered pages is then three ops, started together.
+
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::task::Poll;
+
+use smallvec::{SmallVec, smallvec};
+
+use super::{FileView, total};
+use crate::buffer::Piece;
+use crate::error::IoError;
+use crate::ring::{OpFuture, Pieces};
+
+/// Which way bytes go.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Transfer {
+    /// From the file.
+    Read,
+    /// To the file; with `dsync`, durably.
+    Write { dsync: bool },
+}
+
+/// Whether one op can name all pieces.
+#[inline]
+pub(super) fn is_one_op(pieces: &Pieces) -> bool {
+    pieces.len() == 1 || !pieces.iter().any(Piece::is_registered)
+}
+
+impl FileView {
+    /// Reads or writes pieces that need no bouncing.
+    pub(super) async fn transfer(&self, offset: u64, pieces: Pieces, way: Transfer) -> Result<(), IoError> {
+        if is_one_op(&pieces) {
+            return self.start(offset, pieces, way).await;
+        }
+        let mut ops = Ops::new();
+        let mut at = offset;
+        for run in runs(pieces) {
+            let bytes = total(&run);
+            if bytes > 0 {
+                ops.push(self.start(at, run, way));
+            }
+            at = at.saturating_add(bytes);
+        }
+        // Apart, so that the future of what is one op stays small.
+        Box::pin(finish(ops)).await
+    }
+
+    fn start(&self, offset: u64, pieces: Pieces, way: Transfer) -> OpFuture {
+        match way {
+            Transfer::Read => self.cx.ring().read(&self.handle, offset, pieces),
+            Transfer::Write { dsync } => self.cx.ring().write(&self.handle, offset, pieces, dsync),
+        }
+    }
+}
+
+/// Pieces in groups that one op names each.
+fn runs(pieces: Pieces) -> SmallVec<[Pieces; 3]> {
+    let mut runs: SmallVec<[Pieces; 3]> = SmallVec::new();
+    let mut alone = true;
+    for piece in pieces {
+        let registered = piece.is_registered();
+        match runs.last_mut() {
+            Some(run) if !registered && !alone => run.push(piece),
+            _ => runs.push(smallvec![piece]),
+        }
+        alone = registered;
+    }
+    runs
+}
+
+/// Ops under way for one transfer.
+pub(super) type Ops = SmallVec<[OpFuture; 3]>;
+
+/// Waits until every op has ended; the first error, if any. Not before: what they name is the caller's.
+pub(super) async fn finish(ops: Ops) -> Result<(), IoError> {
+    let mut ops: SmallVec<[Option<OpFuture>; 3]> = ops.into_iter().map(Some).collect();
+    let mut result = Ok(());
+    poll_fn(|cx| {
+        let mut pending = false;
+        for place in &mut ops {
+            let Some(op) = place else { continue };
+            match Pin::new(op).poll(cx) {
+                Poll::Ready(ended) => {
+                    *place = None;
+                    result = result.and(ended);
+                }
+                Poll::Pending => pending = true,
+            }
+        }
+        if pending { Poll::Pending } else { Poll::Ready(()) }
+    })
+    .await;
+    result
+}
