@@ -18,6 +18,7 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use block::ring::RingKind;
+use block::sim::pages::Tags;
 use block::worker::{WorkerConfig, WorkerHandle};
 use block::{AlignedBuf, Buffer, Disk, DiskQueue, IoError, Op, Request};
 use common::{Folder, Lane, Random, assert_same, close, open};
@@ -36,6 +37,8 @@ struct Variant {
     cluster: u64,
     backing: bool,
     compressed: bool,
+    /// Requests have registered pages.
+    registered: bool,
     ring: RingKind,
     options: OpenOptions,
 }
@@ -47,6 +50,7 @@ impl Variant {
             cluster,
             backing: false,
             compressed: false,
+            registered: false,
             ring: RingKind::IoUring,
             options: OpenOptions::default(),
         }
@@ -65,6 +69,49 @@ struct Actor {
     model: Vec<u8>,
     /// How many requests it has made.
     requests: u64,
+}
+
+/// The bytes of an actor's place among registered pages.
+const PLACE_BYTES: usize = 200 * SECTOR as usize + 4096;
+/// What lies beside a request's bytes there.
+const BESIDE: u8 = 0xA5;
+
+/// Where an actor's requests have their bytes: in memory, or in registered pages.
+#[derive(Default)]
+struct Bytes {
+    /// The worker's pages, and the place among them that is this actor's.
+    pages: Option<(Rc<Tags>, u16)>,
+    /// How far into it the bytes begin.
+    skip: usize,
+}
+
+impl Bytes {
+    fn buffer(&mut self, bytes: &[u8], random: &mut Random) -> Result<Buffer, String> {
+        let Some((tags, tag)) = &self.pages else {
+            return Ok(AlignedBuf::from_slice(bytes).into());
+        };
+        self.skip = random.pick(&[0, 512, 4096]);
+        let align = if self.skip == 0 { 4096 } else { self.skip };
+        let buffer = tags.buffer(*tag, self.skip, bytes.len(), align);
+        tags.write(*tag, 0, &vec![BESIDE; PLACE_BYTES]);
+        tags.write(*tag, self.skip, bytes);
+        buffer.map_err(|error| error.to_string())
+    }
+
+    /// What they are when their request has ended.
+    fn found(&self, buffer: Buffer) -> Result<Vec<u8>, String> {
+        let Some((tags, tag)) = &self.pages else {
+            return Ok(buffer.into_owned().ok_or("no buffer")?.to_vec());
+        };
+        let mut place = vec![0; PLACE_BYTES];
+        tags.read(*tag, 0, &mut place);
+        let found = place[self.skip..self.skip + buffer.len()].to_vec();
+        place[self.skip..self.skip + buffer.len()].fill(BESIDE);
+        match place.iter().all(|&byte| byte == BESIDE) {
+            true => Ok(found),
+            false => Err("what lies beside a request's pages has changed".to_owned()),
+        }
+    }
 }
 
 async fn ask(
@@ -114,7 +161,12 @@ impl Actor {
         (first + start, 1 + self.random.below(most))
     }
 
-    async fn run(mut self, queue: Rc<dyn DiskQueue>, until: Instant) -> Result<Self, String> {
+    async fn run(
+        mut self,
+        queue: Rc<dyn DiskQueue>,
+        mut bytes: Bytes,
+        until: Instant,
+    ) -> Result<Self, String> {
         while Instant::now() < until {
             self.requests += 1;
             let (sector, count) = if self.random.one_in(2) {
@@ -126,9 +178,9 @@ impl Actor {
             let failed = |error| format!("request {what} of {count} sectors at {sector}: {error}");
             match what {
                 0..=5 => {
-                    let buffer = AlignedBuf::from_slice(&vec![0xCC; (count * SECTOR) as usize]);
-                    let read = ask(&*queue, Op::Read, sector, count, buffer.into()).await;
-                    let read = read.map_err(failed)?.into_owned().ok_or("no buffer")?;
+                    let buffer = bytes.buffer(&vec![0xCC; (count * SECTOR) as usize], &mut self.random)?;
+                    let read = ask(&*queue, Op::Read, sector, count, buffer).await;
+                    let read = bytes.found(read.map_err(failed)?)?;
                     if *self.bytes(sector, count) != *read {
                         return Err(format!("a read of {count} sectors at {sector} differs"));
                     }
@@ -136,9 +188,13 @@ impl Actor {
                 6..=14 => {
                     let fill = content(&mut self.random, self.requests, count);
                     let fua = what == 6 && self.random.one_in(8);
-                    let buffer = AlignedBuf::from_slice(&fill).into();
+                    let buffer = bytes.buffer(&fill, &mut self.random)?;
                     let written = ask(&*queue, Op::Write { fua }, sector, count, buffer).await;
-                    written.map_err(failed)?;
+                    if bytes.found(written.map_err(failed)?)? != fill {
+                        return Err(format!(
+                            "a write of {count} sectors at {sector} changed what it writes"
+                        ));
+                    }
                     self.bytes(sector, count).copy_from_slice(&fill);
                 }
                 15..=16 => {
@@ -238,6 +294,30 @@ fn make(folder: &Folder, variant: &Variant, random: &mut Random) -> Vec<u8> {
     model
 }
 
+/// As [`start`], in this thread on a ring with registered pages, whose ops end short now and then.
+fn start_registered(
+    disk: &Arc<QcowDisk>,
+    ring: RingKind,
+    actors: Vec<Actor>,
+    until: Instant,
+) -> Vec<Result<Actor, String>> {
+    let made = Tags::on_ring(ring, 64, ACTORS_PER_WORKER as u16, PLACE_BYTES, Some(1));
+    let (cx, tags) = made.expect("these tests need io_uring: kernel.io_uring_disabled=0");
+    let tags = Rc::new(tags);
+    let queue: Rc<dyn DiskQueue> = Rc::from(Arc::clone(disk).open_queue(&cx).expect("a queue"));
+    let running = (0..).zip(actors).map(|(tag, actor)| {
+        let bytes = Bytes {
+            pages: Some((Rc::clone(&tags), tag)),
+            skip: 0,
+        };
+        actor.run(Rc::clone(&queue), bytes, until)
+    });
+    let ended = cx.block_on(join(running.collect())).expect("the ring turns");
+    drop(queue);
+    common::drain(&cx);
+    ended
+}
+
 fn start(
     disk: &Arc<QcowDisk>,
     worker: &WorkerHandle,
@@ -249,7 +329,7 @@ fn start(
         let queue: Rc<dyn DiskQueue> = Rc::from(disk.open_queue(cx).expect("a queue"));
         let running = actors
             .into_iter()
-            .map(|actor| actor.run(Rc::clone(&queue), until))
+            .map(|actor| actor.run(Rc::clone(&queue), Bytes::default(), until))
             .collect();
         Box::pin(join(running))
     });
@@ -291,7 +371,11 @@ fn stress(variant: Variant) {
                     .map(|actor| Actor::new(actor, seed, &variant, &model))
                     .collect();
                 let (disk, worker) = (&disk, &workers[index as usize]);
-                scope.spawn(move || start(disk, worker, actors, until))
+                let (registered, ring) = (variant.registered, variant.ring);
+                scope.spawn(move || match registered {
+                    true => start_registered(disk, ring, actors, until),
+                    false => start(disk, worker, actors, until),
+                })
             })
             .collect();
         let ended = threads.into_iter().map(|thread| thread.join().expect("a thread"));
@@ -383,5 +467,35 @@ fn threads_on_plain_system_calls_agree() {
         compressed: true,
         backing: true,
         ..Variant::new("system calls", 4096)
+    });
+}
+
+#[test]
+fn threads_whose_requests_have_registered_pages_agree() {
+    stress(Variant {
+        backing: true,
+        registered: true,
+        ..Variant::new("registered", 16384)
+    });
+}
+
+#[test]
+fn threads_whose_requests_have_registered_pages_agree_on_direct_io_and_compressed_clusters() {
+    let mut variant = Variant {
+        compressed: true,
+        registered: true,
+        ..Variant::new("registered, direct, compressed", 4096)
+    };
+    variant.options.direct = true;
+    stress(variant);
+}
+
+#[test]
+fn threads_whose_requests_have_registered_pages_agree_on_plain_system_calls() {
+    stress(Variant {
+        backing: true,
+        registered: true,
+        ring: RingKind::Syscalls,
+        ..Variant::new("registered, system calls", 4096)
     });
 }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use block::file::{FileOptions, ImageFile};
 use block::ring::RingKind;
+use block::sim::pages::Tags;
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
 use qcow::{OpenOptions, QcowDisk};
 
@@ -106,6 +107,20 @@ pub struct Lane {
     pub cx: Context,
     pub queue: Box<dyn DiskQueue>,
     pub sink: std::rc::Rc<CompletionSink>,
+    /// Pages that only the kernel reaches, for some requests.
+    pub tags: Option<Tags>,
+}
+
+/// How many places for requests a lane with registered pages has, and how large they are. Pinned memory is limited.
+pub const PLACES: u16 = 4;
+pub const PLACE_BYTES: usize = 360 << 10;
+/// What lies beside a request's bytes in its place.
+const BESIDE: u8 = 0xA5;
+
+/// A request's bytes: registered pages or memory.
+pub struct Placed {
+    place: Option<(u16, usize)>,
+    bytes: Vec<u8>,
 }
 
 impl Lane {
@@ -116,7 +131,69 @@ impl Lane {
             cx,
             queue,
             sink: CompletionSink::new(),
+            tags: None,
         }
+    }
+
+    /// A queue some of whose requests have registered pages; with `short`, a seed, ops end short now and then.
+    pub fn registered(disk: &Arc<QcowDisk>, ring: RingKind, short: Option<u64>) -> Self {
+        let made = Tags::on_ring(ring, 64, PLACES, PLACE_BYTES, short);
+        let (cx, tags) = made.expect("these tests need io_uring: kernel.io_uring_disabled=0");
+        let queue = Arc::clone(disk).open_queue(&cx).expect("a queue");
+        Self {
+            cx,
+            queue,
+            sink: CompletionSink::new(),
+            tags: Some(tags),
+        }
+    }
+
+    /// A buffer that holds `bytes`: in registered pages, `skip` bytes into a place, if one is free.
+    pub fn place(&self, skip: usize, bytes: &[u8]) -> (Buffer, Placed) {
+        let align = if skip == 0 {
+            4096
+        } else {
+            1 << skip.trailing_zeros().min(12)
+        };
+        let found = self.tags.as_ref().and_then(|tags| {
+            (0..PLACES).find_map(|tag| {
+                let buffer = tags.buffer(tag, skip, bytes.len(), align).ok()?;
+                tags.write(tag, 0, &vec![BESIDE; PLACE_BYTES]);
+                tags.write(tag, skip, bytes);
+                Some((buffer, tag))
+            })
+        });
+        let place = found.as_ref().map(|&(_, tag)| (tag, skip));
+        let buffer = match found {
+            Some((buffer, _)) => buffer,
+            None => AlignedBuf::from_slice(bytes).into(),
+        };
+        let bytes = bytes.to_vec();
+        (buffer, Placed { place, bytes })
+    }
+
+    /// What a buffer of [`Lane::place`] holds when its request has ended. Nothing beside it has changed, nor the bytes
+    /// of a write.
+    #[track_caller]
+    pub fn placed(&self, placed: &Placed, buffer: Buffer, read: bool) -> Vec<u8> {
+        assert_eq!(buffer.len(), placed.bytes.len(), "the buffer comes back");
+        let bytes = match (&self.tags, placed.place) {
+            (Some(tags), Some((tag, skip))) => {
+                assert!(buffer.memory().is_none(), "the same buffer comes back");
+                let mut place = vec![0; PLACE_BYTES];
+                tags.read(tag, 0, &mut place);
+                let bytes = place[skip..skip + buffer.len()].to_vec();
+                place[skip..skip + buffer.len()].fill(BESIDE);
+                assert!(
+                    place.iter().all(|&byte| byte == BESIDE),
+                    "beside the request's pages"
+                );
+                bytes
+            }
+            _ => buffer.into_owned().expect("our own buffer").to_vec(),
+        };
+        assert!(read || bytes == placed.bytes, "a write changed what it writes");
+        bytes
     }
 
     pub fn submit(&self, op: Op, offset: u64, len: u64, buffer: Buffer, tag: u64) {
