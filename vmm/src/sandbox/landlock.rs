@@ -9,6 +9,7 @@ use landlock::{
     RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope,
 };
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::{AllowedFiles, SandboxError};
 
@@ -39,6 +40,10 @@ pub(super) fn restrict(allowed: &AllowedFiles) -> Result<(), SandboxError> {
         }
     }
     let status = ruleset.restrict_self().map_err(SandboxError::Landlock)?;
+    static TOLD: AtomicBool = AtomicBool::new(false);
+    if status.ruleset == RulesetStatus::FullyEnforced || TOLD.swap(true, Ordering::Relaxed) {
+        return Ok(());
+    }
     match status.ruleset {
         RulesetStatus::FullyEnforced => {}
         RulesetStatus::PartiallyEnforced => {

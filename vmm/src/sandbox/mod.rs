@@ -77,3 +77,14 @@ pub fn restrict_files(allowed: &AllowedFiles) -> Result<(), SandboxError> {
 pub fn restrict_calls(task: Task) -> Result<(), SandboxError> {
     seccomp::restrict(task)
 }
+
+/// Restricts the calling thread to the system calls of `task` and to no file at all beyond those it has. For threads
+/// beside others that go on as they are.
+///
+/// # Errors
+///
+/// As [`restrict_files`] and [`restrict_calls`].
+pub fn confine_thread(task: Task) -> Result<(), SandboxError> {
+    restrict_files(&AllowedFiles::default())?;
+    restrict_calls(task)
+}

@@ -25,6 +25,9 @@ pub enum Task {
     Queue,
     /// Speaks with clients, starts and stops: what a queue does, and opening files, and messages.
     Control,
+    /// Runs a guest's CPU: what a queue does, messages to whoever serves a disk from outside, and what KVM is told of
+    /// interrupts and kicks.
+    Cpu,
 }
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
@@ -102,6 +105,24 @@ const CONTROL: &[libc::c_long] = &[
     libc::SYS_rt_sigtimedwait,
 ];
 
+/// Messages to a vhost-user backend, which a CPU sends when its guest sets a queue up.
+const CPU: &[libc::c_long] = &[
+    libc::SYS_recvmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_recvfrom,
+    libc::SYS_sendto,
+];
+
+/// What a CPU's thread asks of KVM: to run the guest, and to set up kicks and interrupts. Linux: `include/uapi/linux/kvm.h`.
+const KVM: [u32; 6] = [
+    0x0000_AE80, // KVM_RUN
+    0x4008_AE61, // KVM_IRQ_LINE
+    0x4020_AE76, // KVM_IRQFD
+    0x4008_AE6A, // KVM_SET_GSI_ROUTING
+    0x4040_AE79, // KVM_IOEVENTFD
+    0x0000_AE03, // KVM_CHECK_EXTENSION
+];
+
 /// What newer system calls replace, and older C libraries still call.
 #[cfg(target_arch = "x86_64")]
 const OLD_EVERY: &[libc::c_long] = &[libc::SYS_poll];
@@ -143,9 +164,13 @@ fn rules(task: Task) -> Result<Rules, Error> {
     allow(EVERY);
     allow(OLD_EVERY);
     allow(QUEUE);
-    if task == Task::Control {
-        allow(CONTROL);
-        allow(OLD_CONTROL);
+    match task {
+        Task::Queue => {}
+        Task::Control => {
+            allow(CONTROL);
+            allow(OLD_CONTROL);
+        }
+        Task::Cpu => allow(CPU),
     }
     let no_exec = || rule(2, SeccompCmpOp::MaskedEq(number(libc::PROT_EXEC)), 0);
     rules.insert(libc::SYS_mmap, vec![no_exec()?]);
@@ -159,6 +184,10 @@ fn rules(task: Task) -> Result<Rules, Error> {
         rules.insert(libc::SYS_ioctl, vec![nonblocking]);
         let timeout = rule(2, SeccompCmpOp::Eq, number(libc::SO_RCVTIMEO))?;
         rules.insert(libc::SYS_setsockopt, vec![timeout]);
+    }
+    if task == Task::Cpu {
+        let orders = KVM.iter().map(|&order| rule(1, SeccompCmpOp::Eq, order.into()));
+        rules.insert(libc::SYS_ioctl, orders.collect::<Result<_, _>>()?);
     }
     rules.insert(
         libc::SYS_prctl,

@@ -250,6 +250,55 @@ fn a_queue_thread_opens_nothing_and_finds_no_way_out() {
     );
 }
 
+/// A machine that a guest's CPU could change, or another one that it could make, would be a way out.
+#[test]
+fn a_cpu_thread_opens_nothing_and_makes_no_machine() {
+    inside(
+        "a_cpu_thread_opens_nothing_and_makes_no_machine",
+        Task::Cpu,
+        |folder| {
+            const NO: &[i32] = &[libc::EPERM];
+            try_everything();
+            for file in ["image", "secret"] {
+                refused(
+                    "open",
+                    NO,
+                    libc::SYS_openat,
+                    open_at(&folder.join(file), libc::O_RDONLY),
+                );
+            }
+            refused("accept", NO, libc::SYS_accept4, [0; 6]);
+            refused("memfd", NO, libc::SYS_memfd_create, [0; 6]);
+            for (what, order) in [
+                ("a machine", 0xAE01),
+                ("memory for the guest", 0x4020_AE46),
+                ("a CPU", 0xAE41),
+                ("a CPU's registers", 0x4090_AE82),
+                ("a device of the kernel's", 0xC00C_AEE0),
+            ] {
+                refused(what, NO, libc::SYS_ioctl, [0, order, 0, 0, 0, 0]);
+            }
+            // What it may ask of KVM reaches the descriptor, which is none of KVM's.
+            let reaches = &[
+                libc::ENOTTY,
+                libc::EINVAL,
+                libc::ENOTCONN,
+                libc::EBADF,
+                libc::EOPNOTSUPP,
+            ];
+            refused("run", reaches, libc::SYS_ioctl, [usize::MAX, 0xAE80, 0, 0, 0, 0]);
+            refused(
+                "a kick",
+                reaches,
+                libc::SYS_ioctl,
+                [usize::MAX, 0x4040_AE79, 0, 0, 0, 0],
+            );
+            live();
+            std::thread::spawn(try_everything).join().expect("a thread");
+        },
+    );
+}
+
 #[test]
 fn a_control_thread_opens_the_images_only_and_finds_no_way_out() {
     inside(
