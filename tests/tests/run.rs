@@ -19,7 +19,8 @@ cd /mnt
 run() {
     script=$1
     shift
-    ./ringdisk --log info run --kernel vmlinuz --initramfs "$script" --cpus 2 --memory 512M --serial "file=$script.log" \
+    ./ringdisk --log info run --kernel "${KERNEL:-vmlinuz}" --initramfs "$script" --cpus "${CPUS:-2}" \
+        --memory "${MEMORY:-512M}" --serial "file=$script.log" \
         --cmdline "console=ttyS0 loglevel=5 panic=1 lab.root=0000:00:01.0 lab.disk=data@0000:00:02.0 lab.disk=frozen@0000:00:03.0" \
         --disk path=root.qcow2,num_queues=2,backing_files=on --disk path=data.qcow2,num_queues=2,serial=DATA "$@" 2>"$script.err"
 }
@@ -37,7 +38,18 @@ fn nested(
     inner: &[(&str, &str)],
     script: &str,
 ) -> Result<(Outcome, PathBuf), Error> {
-    let mut toolbox = Toolbox::new(lab, scratch)?;
+    let toolbox = Toolbox::new(lab, scratch)?;
+    nested_with(lab, scratch, toolbox, inner, script)
+}
+
+/// As [`nested`], with a toolbox that holds more.
+fn nested_with(
+    lab: &Lab,
+    scratch: &Scratch,
+    mut toolbox: Toolbox,
+    inner: &[(&str, &str)],
+    script: &str,
+) -> Result<(Outcome, PathBuf), Error> {
     for (name, script) in inner {
         toolbox = toolbox.script(lab, name, script)?;
     }
@@ -339,6 +351,7 @@ if [ -e /root/sums ]; then
     exit
 fi
 echo "slots $(slots)"
+echo "cpus $(nproc)"
 echo "say ready"
 wait_hot
 echo "found $disk at $(address) $(size)"
@@ -380,12 +393,33 @@ done
 lab-reboot
 "#;
 
+/// The kernel is the ELF file inside the lab's, begun by PVH; on four CPUs, in huge pages of one NUMA node.
 #[test]
 fn disks_are_added_to_a_running_machine_and_removed_from_it() -> Result<(), Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
+    let failed = |path: &Path| {
+        let path = path.to_owned();
+        move |source| Error::File {
+            action: "copy",
+            path,
+            source,
+        }
+    };
+    let bz_image = std::fs::read(lab.kernel()).map_err(failed(lab.kernel()))?;
+    let elf = ringdisk_gen::kernel::vmlinux(&bz_image).expect("a kernel compressed with zstd");
+    let vmlinux = scratch.file("vmlinux");
+    std::fs::write(&vmlinux, elf).map_err(failed(&vmlinux))?;
+    let toolbox = Toolbox::new(&lab, &scratch)?.file(&vmlinux)?;
     let script = r#"
 ./ringdisk image create -o cluster_size=16k hot.qcow2 128M >/dev/null
+echo 200 >/proc/sys/vm/nr_hugepages
+KERNEL=vmlinux CPUS=4 MEMORY=size=512M,hugepages=on,host_numa_node=0
+run few 2>&1 | sed 's/^/few /' || true
+sed 's/^/few /' few.err
+echo 256 >/proc/sys/vm/nr_hugepages
+free() { grep HugePages_Free /proc/meminfo | tr -dc 0-9 | sed "s/.*/pages $1 &/"; echo; }
+free before
 run hot --control control & machine=$!
 wait_for() {
     tries=0
@@ -399,10 +433,11 @@ say() { sed "s/^/$1 /"; }
 refused() { name=$1; shift; ctl "$@" 2>&1 | say "$name" || true; }
 HOT=path=hot.qcow2,id=hot,serial=HOT,num_queues=2
 wait_for ready
+free while
 refused missing disk-add --disk path=missing.qcow2
 refused twice disk-add --disk path=data.qcow2,id=other
 refused id disk-add --disk path=hot.qcow2,id=data.qcow2
-refused queues disk-add --disk path=hot.qcow2,num_queues=3
+refused queues disk-add --disk path=hot.qcow2,num_queues=5
 head -c 1M /dev/zero >zeros
 refused corrupt disk-add --disk path=zeros
 refused nodisk disk-remove hot
@@ -433,19 +468,26 @@ wait_for restart
 ctl disk-remove data.qcow2 | say removed
 ./ringdisk image check data.qcow2 | say check
 wait $machine && echo "ended 0" || echo "ended $?"
+free after
 told hot
 "#;
-    let (outcome, tools) = nested(&lab, &scratch, &[("hot", HOT)], script)?;
+    let scripts = [("hot", HOT), ("few", "")];
+    let (outcome, tools) = nested_with(&lab, &scratch, toolbox, &scripts, script)?;
     let all = outcome.lines().collect::<Vec<_>>().join("\n");
     let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
     let has = |wanted: &str| assert!(all.contains(wanted), "no {wanted:?}: {all}");
     has("inner @@exit 0");
     assert_eq!(value("ended "), "0", "{all}");
     has("missing ringdisk: ");
+    has("few ringdisk: cannot get 536870912 bytes of memory for the guest in huge pages of 2097152 bytes");
     for wanted in [
+        "pages before 256",
+        "pages while 0",
+        "pages after 256",
+        "inner cpus 4",
         "twice ringdisk: disk data.qcow2 has the image data.qcow2; it can be shared only if both are readonly=on",
         "id ringdisk: a disk is called `data.qcow2` already",
-        "queues ringdisk: disk hot.qcow2 has num_queues=3 for 2 CPUs",
+        "queues ringdisk: disk hot.qcow2 has num_queues=5 for 4 CPUs",
         "corrupt ringdisk: zeros does not start like a QCOW2 image",
         "nodisk ringdisk: there is no disk `hot`; there are: root.qcow2, data.qcow2",
         "again ringdisk: a disk is called `hot` already",

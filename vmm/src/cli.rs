@@ -113,6 +113,9 @@ struct RunArguments {
     /// Where `ringdisk ctl` finds the machine
     #[arg(long, value_name = "SOCKET")]
     control: Option<std::path::PathBuf>,
+    /// Whether the threads of CPUs and queues give up every right that they do not need, before the guest runs
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
+    sandbox: String,
 }
 
 #[derive(Args, Debug)]
@@ -290,6 +293,7 @@ fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, Command
             },
             cpus: arguments.cpus,
             memory: memory_config(&arguments.memory)?,
+            sandbox: arguments.sandbox == "on",
         },
         disks,
         rate_limit_groups,

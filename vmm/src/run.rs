@@ -16,7 +16,7 @@ use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK, chain};
 use crate::machine::{
     Console, ConsoleConfig, Machine, MachineConfig, MachineError, Reason, Stop, restore_terminal,
 };
-use crate::signals::StopSignals;
+use crate::signals::{StopSignals, is_log_read};
 
 mod disks;
 
@@ -95,7 +95,7 @@ impl Desk {
         check_queues(&config, self.config.cpus)?;
         let _alone = self.adding.lock().unwrap_or_else(PoisonError::into_inner);
         self.disks.check(&config)?;
-        let disk = Attached::open(&config).map_err(|error| chain(&error))?;
+        let disk = Attached::open(&config, self.config.sandbox).map_err(|error| chain(&error))?;
         let name = disk.name();
         // Whatever keeps it from the machine, its image is closed as it should be.
         let mut disk = Some(disk);
@@ -218,7 +218,10 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
         StopSignals::block().map_err(|error| CommandFailure::about("cannot wait for signals", error))?;
     let mut disks = Vec::new();
     for disk in &config.disks {
-        disks.push(Attached::open(disk).map_err(|error| CommandFailure::Failed(error.into()))?);
+        disks.push(
+            Attached::open(disk, config.machine.sandbox)
+                .map_err(|error| CommandFailure::Failed(error.into()))?,
+        );
     }
     let disks = Disks::new(disks);
     let desk = Arc::new(Desk {
@@ -290,7 +293,9 @@ fn stop_on_signal(signals: StopSignals, stop: &Arc<Stop>) -> std::io::Result<()>
             while let Ok(signal) = signals.wait() {
                 if asked {
                     restore_terminal();
-                    tracing::error!(signal, "giving up on a clean end");
+                    if is_log_read() {
+                        tracing::error!(signal, "giving up before everything was drained");
+                    }
                     std::process::exit(EXIT_FAILURE.into());
                 }
                 asked = true;

@@ -9,6 +9,8 @@ use std::fmt;
 use std::io;
 use std::mem::MaybeUninit;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
 /// The signals that ask us to stop.
 const STOP: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
@@ -65,6 +67,18 @@ impl StopSignals {
             _ => "SIGHUP",
         })
     }
+}
+
+/// Whether standard error takes a line without waiting. Whoever waits for a log to be read hears no further signal.
+#[must_use]
+pub fn is_log_read() -> bool {
+    let stderr = rustix::stdio::stderr();
+    let mut ready = [PollFd::new(&stderr, PollFlags::OUT)];
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    matches!(poll(&mut ready, Some(&now)), Ok(1))
 }
 
 /// Whether a signal is ignored, by whoever started us.

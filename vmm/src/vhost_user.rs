@@ -21,7 +21,7 @@ use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::limits;
 use crate::open::{self, OpenedDisk};
 use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
-use crate::signals::StopSignals;
+use crate::signals::{StopSignals, is_log_read};
 use crate::socket::{Socket, SocketError};
 use crate::takeover::{self, Door, Offer, Successor};
 
@@ -455,10 +455,14 @@ fn stop_on_signal(signals: StopSignals, stop: StopToken, options: Options) -> st
     let wait_and_stop = move || {
         confine(Task::Control, options)?;
         let signal = signals.wait()?;
-        tracing::info!(signal, "stopping");
         stop.stop();
+        if is_log_read() {
+            tracing::info!(signal, "stopping");
+        }
         let signal = signals.wait()?;
-        tracing::error!(signal, "giving up before everything was drained");
+        if is_log_read() {
+            tracing::error!(signal, "giving up before everything was drained");
+        }
         std::process::exit(EXIT_FAILURE.into());
     };
     let report = move || {

@@ -1,9 +1,10 @@
-//! What tests throw at Ringdisk: QCOW2 images, sound and malformed.
+//! What tests throw at Ringdisk: QCOW2 images, sound and malformed, and kernels for its machine.
 //!
 //! Nothing here but [`watch`] does I/O, and nothing knows Ringdisk's crates: images are written from the
 //! specification alone, so a mistake in our own encoder is not repeated in what tests it.
 
 pub mod image;
+pub mod kernel;
 pub mod malformed;
 pub mod watch;
 

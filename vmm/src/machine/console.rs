@@ -2,17 +2,19 @@
 //!
 //! On a terminal every key goes to the guest, ^C too; ^A x ends the machine and ^A ^A is a ^A.
 //!
-//! What must stay true: the terminal is as it was found when the program ends, however it ends.
+//! What must stay true: the terminal is as it was found when the program ends, however it ends; and nobody who does not
+//! read what the guest prints keeps the machine from its end.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, IsTerminal, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
 use vm_superio::serial::{Error as SerialError, NoEvents};
 use vm_superio::{Serial, Trigger};
@@ -20,6 +22,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::bus::Ports;
 use super::{Reason, Stop};
+use crate::socket::{Socket, SocketError};
 
 /// Where the console is.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
@@ -85,16 +88,11 @@ enum Sink {
 impl Write for Sink {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self {
-            Self::Stdout => {
-                let mut out = io::stdout().lock();
-                // Nobody reads any more: the guest goes on.
-                out.write_all(bytes)
-                    .and_then(|()| out.flush())
-                    .unwrap_or_default();
-            }
+            Self::Stdout => write_out(bytes),
             Self::File(file) => (&**file).write_all(bytes).unwrap_or_default(),
             Self::Client(client) => {
                 let mut client = lock(client);
+                // What the client has no room for is lost: the guest does not wait.
                 if let Some(stream) = &mut *client
                     && let Err(error) = stream.write_all(bytes)
                     && error.kind() != io::ErrorKind::WouldBlock
@@ -109,6 +107,24 @@ impl Write for Sink {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+/// Writes to standard output as fast as it is read. If nobody reads, a CPU's thread waits here until it is kicked
+/// because the machine is to pause or end; what was not written then is lost.
+fn write_out(mut bytes: &[u8]) {
+    let out = rustix::stdio::stdout();
+    while !bytes.is_empty() {
+        let mut ready = [PollFd::new(&out, PollFlags::OUT)];
+        let written = poll(&mut ready, None).and_then(|_| {
+            // A terminal that has room for one byte would wait for room for more.
+            rustix::io::write(out, bytes.get(..1).unwrap_or_default())
+        });
+        match written {
+            Ok(count) => bytes = bytes.get(count..).unwrap_or_default(),
+            Err(Errno::AGAIN) => {}
+            Err(_) => return,
+        }
     }
 }
 
@@ -160,16 +176,24 @@ pub struct Console {
     /// Wakes the input thread for its end.
     end: Option<(OwnedFd, std::thread::JoinHandle<()>)>,
     _raw: Option<RawTerminal>,
-    socket: Option<PathBuf>,
+    _socket: Option<Socket>,
 }
 
 /// Why there is no console.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot set up the console at {place}")]
-pub struct ConsoleError {
-    place: String,
-    #[source]
-    source: io::Error,
+pub enum ConsoleError {
+    /// A file, the terminal or a thread cannot be had.
+    #[error("cannot set up the console at {place}")]
+    Os {
+        /// What.
+        place: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The socket cannot be listened on.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
 }
 
 /// Where bytes for the guest come from.
@@ -187,7 +211,7 @@ impl Console {
     pub fn open(config: &ConsoleConfig, stop: &Arc<Stop>) -> Result<Self, ConsoleError> {
         let at = |place: &std::path::Path| {
             let place = place.display().to_string();
-            move |source| ConsoleError { place, source }
+            move |source| ConsoleError::Os { place, source }
         };
         let port = Arc::new(Mutex::new(None));
         let (sink, source, raw, socket) = match config {
@@ -201,10 +225,11 @@ impl Console {
                 (Sink::File(Arc::new(file)), None, None, None)
             }
             ConsoleConfig::Socket(path) => {
-                let listener = UnixListener::bind(path).map_err(at(path))?;
+                let socket = Socket::listen(path)?;
+                let listener = socket.listener().try_clone().map_err(at(path))?;
                 let client = Arc::default();
                 let source = Source::Clients(listener, Arc::clone(&client));
-                (Sink::Client(client), Some(source), None, Some(path.clone()))
+                (Sink::Client(client), Some(source), None, Some(socket))
             }
             ConsoleConfig::Off => (Sink::Nowhere, None, None, None),
         };
@@ -232,7 +257,7 @@ impl Console {
             port,
             end,
             _raw: raw,
-            socket,
+            _socket: socket,
         })
     }
 
@@ -250,9 +275,6 @@ impl Drop for Console {
             rustix::io::write(&event, &1u64.to_ne_bytes()).unwrap_or_default();
             thread.join().unwrap_or_default();
         }
-        if let Some(path) = &self.socket {
-            std::fs::remove_file(path).unwrap_or_default();
-        }
     }
 }
 
@@ -267,6 +289,23 @@ struct Input {
 }
 
 const ESCAPE: u8 = 1;
+/// How many bytes wait for a guest that does not read, and after what time it is looked at again.
+const PENDING_MAX: usize = 4096;
+const AGAIN: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 2_000_000,
+};
+
+/// What a wait for input ended with.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Waited {
+    /// There is something to read, or its end.
+    Input,
+    HangUp,
+    Time,
+    /// The console ends.
+    End,
+}
 
 impl Input {
     fn run(mut self, source: Source) {
@@ -279,30 +318,32 @@ impl Input {
         }
     }
 
-    /// Waits until something can be read. `false`: it is time to end.
-    fn wait(&self, from: impl AsFd) -> io::Result<bool> {
+    /// Waits until something can be read, `from` has been hung up, or time is up.
+    fn wait(&self, from: impl AsFd, read: bool, time: Option<&Timespec>) -> io::Result<Waited> {
         loop {
-            let mut events = [
-                PollFd::new(&self.end, PollFlags::IN),
-                PollFd::new(&from, PollFlags::IN),
-            ];
-            match poll(&mut events, None) {
+            let input = if read { PollFlags::IN } else { PollFlags::empty() };
+            let mut events = [PollFd::new(&self.end, PollFlags::IN), PollFd::new(&from, input)];
+            match poll(&mut events, time) {
                 Ok(_) => {
-                    let [end, _] = &events;
-                    return Ok(end.revents().is_empty());
+                    let [end, from] = events.map(|event| event.revents());
+                    return Ok(match (end.is_empty(), from.is_empty()) {
+                        (false, _) => Waited::End,
+                        (true, true) => Waited::Time,
+                        (true, false) if read => Waited::Input,
+                        (true, false) => Waited::HangUp,
+                    });
                 }
-                Err(rustix::io::Errno::INTR) => {}
+                Err(Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
         }
     }
 
     fn serve(&mut self, listener: &UnixListener, client: &Mutex<Option<UnixStream>>) -> io::Result<()> {
-        while self.wait(listener)? {
+        while self.wait(listener, true, None)? == Waited::Input {
             let (stream, _) = listener.accept()?;
             let output = stream.try_clone()?;
-            // A client that does not read loses what the guest prints, and does not stop the guest.
-            output.set_write_timeout(Some(Duration::from_millis(100)))?;
+            output.set_nonblocking(true)?;
             *lock(client) = Some(output);
             let input = Ok(OwnedFd::from(stream));
             if let Err(error) = self.copy(&input) {
@@ -317,15 +358,31 @@ impl Input {
         let fd = from.as_ref().map_err(|error| io::Error::from(error.kind()))?;
         let mut file = File::from(fd.try_clone()?);
         let mut bytes = [0; 256];
-        while self.wait(fd)? {
-            let count = file.read(&mut bytes)?;
-            let Some(read @ [_, ..]) = bytes.get(..count) else {
-                return Ok(());
-            };
-            let keys: Vec<u8> = read.iter().filter_map(|&byte| self.key(byte)).collect();
-            self.give(&keys);
+        let mut pending = VecDeque::new();
+        loop {
+            let room = pending.len() < PENDING_MAX;
+            let time = (!pending.is_empty()).then_some(&AGAIN);
+            // At a terminal what is too much is lost, so that ^A x is heard whatever the guest does; a client waits.
+            match self.wait(fd, room || self.raw, time)? {
+                Waited::End | Waited::HangUp => return Ok(()),
+                Waited::Time => {}
+                Waited::Input => {
+                    let count = match file.read(&mut bytes) {
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                        count => count?,
+                    };
+                    let Some(read @ [_, ..]) = bytes.get(..count) else {
+                        return Ok(());
+                    };
+                    for key in read.iter().filter_map(|&byte| self.key(byte)) {
+                        if room {
+                            pending.push_back(key);
+                        }
+                    }
+                }
+            }
+            self.give(&mut pending);
         }
-        Ok(())
     }
 
     /// What the guest gets for a key.
@@ -344,22 +401,15 @@ impl Input {
         (!self.escaped).then_some(byte)
     }
 
-    /// Gives the guest bytes, as fast as it takes them.
-    fn give(&self, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
-            let Some(port) = lock(&self.port).clone() else {
-                return;
-            };
-            let given = lock(&port.0).enqueue_raw_bytes(bytes);
-            match given {
-                Ok(count) => bytes = bytes.get(count..).unwrap_or_default(),
-                Err(SerialError::FullFifo) => {}
-                Err(_) => return,
-            }
-            if bytes.is_empty() || self.stop.is_asked() {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(2));
+    /// Gives the guest what it takes. Before there is a machine, what is typed waits for it.
+    fn give(&self, pending: &mut VecDeque<u8>) {
+        let Some(port) = lock(&self.port).clone() else {
+            return;
+        };
+        match lock(&port.0).enqueue_raw_bytes(pending.make_contiguous()) {
+            Ok(count) => drop(pending.drain(..count)),
+            Err(SerialError::FullFifo) => {}
+            Err(_) => pending.clear(),
         }
     }
 }

@@ -24,6 +24,9 @@ pub enum KvmError {
     /// This user may not use it.
     #[error("/dev/kvm cannot be opened by this user: join the group kvm, or run as root")]
     Forbidden,
+    /// It is something else.
+    #[error("/dev/kvm is not KVM, or a version of it that nobody has: expected version {API_VERSION}")]
+    Strange,
     /// It is too old.
     #[error("this kernel's KVM does not do {what}")]
     Lacks {
@@ -49,6 +52,8 @@ pub(super) fn refuses(what: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> M
     }
 }
 
+/// The one version of KVM's interface that there has ever been.
+const API_VERSION: i32 = 12;
 /// The first interrupt number that is no pin of a controller.
 const FIRST_MSI: u32 = arch::PINS;
 /// The most interrupts KVM routes.
@@ -93,6 +98,9 @@ impl KvmMachine {
     /// [`MachineError`].
     pub fn new(memory: GuestMemoryMmap) -> Result<Arc<Self>, MachineError> {
         let kvm = open()?;
+        if kvm.get_api_version() != API_VERSION {
+            return Err(KvmError::Strange.into());
+        }
         let needed = [
             (Cap::UserMemory, "user memory"),
             (Cap::Irqchip, "interrupt controllers in the kernel"),

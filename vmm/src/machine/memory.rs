@@ -1,9 +1,9 @@
 //! The guest's memory: one memfd, mapped once, in as many pieces as the machine's holes ask for.
 //!
 //! A memfd, so that a vhost-user backend can map it too. Nothing is written to it, so its pages come as the
-//! guest touches them.
+//! guest touches them; huge ones come at once, because one that is missing then is a signal that nobody survives.
 
-#![expect(unsafe_code, reason = "memfd_create, mbind and KVM's memory slots")]
+#![expect(unsafe_code, reason = "memfd_create, mbind, madvise and KVM's memory slots")]
 
 use std::fs::File;
 use std::io;
@@ -37,6 +37,31 @@ pub enum MemoryError {
         /// The least.
         min: u64,
     },
+    /// The host has no pages of that size, or not so many.
+    #[error(
+        "cannot get {bytes} bytes of memory for the guest in huge pages of {page} bytes; the host has {free} of them \
+         free (vm.nr_hugepages, or hugepages= on its kernel's command line)"
+    )]
+    HugePages {
+        /// What was asked for.
+        bytes: u64,
+        /// The size of a page.
+        page: u64,
+        /// How many are free; "none", if there is no such size.
+        free: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The host has no such node.
+    #[error("cannot get memory for the guest from the host's NUMA node {node}")]
+    Node {
+        /// The node.
+        node: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// The host refuses.
     #[error("cannot get {bytes} bytes of memory for the guest ({what})")]
     Host {
@@ -53,11 +78,6 @@ pub enum MemoryError {
 /// The least memory that a kernel boots in.
 const MIN_BYTES: u64 = 32 << 20;
 const PAGE_BYTES: u64 = 4096;
-
-fn os(bytes: u64, what: &'static str) -> MemoryError {
-    let source = io::Error::last_os_error();
-    MemoryError::Host { bytes, what, source }
-}
 
 /// Makes the memory, in the pieces that `layout` answers for its size: guest address and length of each.
 ///
@@ -81,7 +101,15 @@ pub(super) fn make(
     // SAFETY: the name is a C string, and no other memory is passed.
     let fd = unsafe { libc::memfd_create(c"guest memory".as_ptr(), flags) };
     if fd < 0 {
-        return Err(os(bytes, "memfd_create"));
+        let source = io::Error::last_os_error();
+        return Err(match config.hugepage_bytes {
+            Some(page) => no_pages(bytes, page, source),
+            None => MemoryError::Host {
+                bytes,
+                what: "memfd_create",
+                source,
+            },
+        });
     }
     // SAFETY: `fd` was just made and nobody else owns it.
     let file = unsafe { File::from_raw_fd(fd) };
@@ -108,19 +136,53 @@ pub(super) fn make(
         source: io::Error::other(error),
     })?;
     if let Some(node) = config.host_node {
-        bind(&memory, node, bytes)?;
+        bind(&memory, node).map_err(|source| MemoryError::Node { node, source })?;
+    }
+    if let Some(page) = config.hugepage_bytes {
+        populate(&memory).map_err(|source| no_pages(bytes, page, source))?;
     }
     Ok(memory)
 }
 
+fn no_pages(bytes: u64, page: u64, source: io::Error) -> MemoryError {
+    let count = format!(
+        "/sys/kernel/mm/hugepages/hugepages-{}kB/free_hugepages",
+        page / 1024
+    );
+    let free =
+        std::fs::read_to_string(count).map_or_else(|_| "none".to_owned(), |text| text.trim().to_owned());
+    MemoryError::HugePages {
+        bytes,
+        page,
+        free,
+        source,
+    }
+}
+
+/// Has every page there, from the node they are bound to.
+fn populate(memory: &GuestMemoryMmap) -> io::Result<()> {
+    for region in memory.iter() {
+        // SAFETY: the range is one mapping of ours, which stays; its pages get the contents they had: none.
+        let result = unsafe {
+            libc::madvise(
+                region.as_ptr().cast(),
+                region.len() as usize,
+                libc::MADV_POPULATE_WRITE,
+            )
+        };
+        if result != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
 /// Takes all pages from one node of the host.
-fn bind(memory: &GuestMemoryMmap, node: u32, bytes: u64) -> Result<(), MemoryError> {
+fn bind(memory: &GuestMemoryMmap, node: u32) -> io::Result<()> {
     const MPOL_BIND: libc::c_ulong = 2;
     let mut mask = [0u64; 16];
     let Some(word) = mask.get_mut(node as usize / 64) else {
-        let source = io::Error::from_raw_os_error(libc::EINVAL);
-        let what = "its NUMA node";
-        return Err(MemoryError::Host { bytes, what, source });
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
     };
     *word = 1 << (node % 64);
     for region in memory.iter() {
@@ -137,7 +199,7 @@ fn bind(memory: &GuestMemoryMmap, node: u32, bytes: u64) -> Result<(), MemoryErr
             )
         };
         if result != 0 {
-            return Err(os(bytes, "its NUMA node"));
+            return Err(io::Error::last_os_error());
         }
     }
     Ok(())

@@ -73,6 +73,8 @@ pub struct MachineConfig {
     pub cpus: u16,
     /// Its memory.
     pub memory: MemoryConfig,
+    /// Whether the CPUs' threads give up what CPUs do not need, before the guest's first instruction.
+    pub sandbox: bool,
 }
 
 /// Why there is no machine.
@@ -99,7 +101,7 @@ pub enum MachineError {
         /// The number asked for.
         found: u16,
     },
-    /// The host has no more threads.
+    /// The host has no more threads, or one could not be confined.
     #[error("cannot start a CPU's thread")]
     Threads(#[source] io::Error),
     /// The host has no more descriptors.
@@ -262,7 +264,7 @@ impl Machine {
         let bus = Arc::new(bus);
         let entry = arch::load(kvm.memory(), &config.payload, config.cpus)?;
         let cpus = arch::make_cpus(&kvm, config.cpus, &entry)?;
-        let cpus = Cpus::start(cpus, &bus, stop)?;
+        let cpus = Cpus::start(cpus, &bus, stop, config.sandbox)?;
         Ok(Self {
             kvm,
             cpus,

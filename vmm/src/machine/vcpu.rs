@@ -16,6 +16,7 @@ use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use super::bus::Bus;
 use super::{MachineError, Stop};
+use crate::sandbox::{self, Task};
 
 /// What CPUs are wanted to do.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -77,7 +78,14 @@ fn prepare_signal() -> io::Result<()> {
 
 impl Cpus {
     /// Starts a thread for each CPU, all paused.
-    pub(super) fn start(cpus: Vec<VcpuFd>, bus: &Arc<Bus>, stop: &Arc<Stop>) -> Result<Self, MachineError> {
+    ///
+    /// With `sandbox` each gives up what it does not need before it is paused.
+    pub(super) fn start(
+        cpus: Vec<VcpuFd>,
+        bus: &Arc<Bus>,
+        stop: &Arc<Stop>,
+        sandbox: bool,
+    ) -> Result<Self, MachineError> {
         prepare_signal().map_err(MachineError::Threads)?;
         let state = Arc::new(State {
             wish: Mutex::new(Wish::Pause),
@@ -93,7 +101,16 @@ impl Cpus {
             let (state, bus, stop) = (Arc::clone(&started.state), Arc::clone(bus), Arc::clone(stop));
             let thread = std::thread::Builder::new()
                 .name(format!("cpu {index}"))
-                .spawn(move || run(cpu, index, &state, &bus, &stop))
+                .spawn(move || {
+                    let guard = Last { index, state, stop };
+                    if sandbox && let Err(error) = sandbox::confine_thread(Task::Cpu) {
+                        // It never runs the guest: the machine ends.
+                        guard.stop.fail(format!("CPU {index}: {error}"));
+                        stand_still(&guard.state);
+                        return;
+                    }
+                    run(cpu, index, &guard.state, &bus, &guard.stop);
+                })
                 .map_err(MachineError::Threads)?;
             started
                 .threads
@@ -165,6 +182,23 @@ impl Cpus {
     }
 }
 
+/// A CPU's thread until its end. One that panics never runs again, and must not be waited for: the machine ends.
+struct Last {
+    index: usize,
+    state: Arc<State>,
+    stop: Arc<Stop>,
+}
+
+impl Drop for Last {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.state.still.fetch_add(1, Ordering::SeqCst);
+            self.stop
+                .fail(format!("the thread of CPU {} has panicked", self.index));
+        }
+    }
+}
+
 fn kick(threads: &[JoinHandle<()>]) {
     for thread in threads.iter().filter(|thread| !thread.is_finished()) {
         // SAFETY: the thread has not been joined, so its handle is valid; the signal's handler does nothing.
@@ -212,6 +246,14 @@ fn run(mut cpu: VcpuFd, index: usize, state: &State, bus: &Bus, stop: &Stop) {
                 2
             }
             Ok(VcpuExit::Hlt | VcpuExit::Intr) => 2,
+            Ok(VcpuExit::InternalError | VcpuExit::FailEntry(..)) => {
+                stop.fail(format!(
+                    "KVM stopped CPU {index}: it cannot run this guest's code. Some hosts nest without hardware that \
+                     helps; what their KVM cannot emulate ends here"
+                ));
+                park(state);
+                2
+            }
             Ok(other) => {
                 let told = format!("{other:?}");
                 stop.fail(format!("KVM stopped CPU {index}: {told}"));
@@ -228,6 +270,11 @@ fn run(mut cpu: VcpuFd, index: usize, state: &State, bus: &Bus, stop: &Stop) {
         };
         state.exits[kind].fetch_add(1, Ordering::Relaxed);
     }
+}
+
+/// Is still, for good: this CPU must not run.
+fn stand_still(state: &State) {
+    state.still.fetch_add(1, Ordering::SeqCst);
 }
 
 /// Waits until something else is wanted than to run: this CPU cannot.

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use block::worker::WorkerConfig;
+use block::worker::{StartHook, WorkerConfig};
 use block::{Context, Disk};
 use virtio_devices::transport::PciDiskConfig;
 
@@ -18,6 +18,7 @@ use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
 use crate::machine::{Machine, MachineError};
 use crate::open::{self, OpenError, OpenedDisk};
+use crate::sandbox::{self, Task};
 
 /// How long those who look at a disk that is closed may take to look away.
 const SHARED_MAX: Duration = Duration::from_secs(5);
@@ -54,15 +55,18 @@ impl Departure {
 pub(super) struct Attached {
     pub(super) config: DiskConfig,
     opened: OpenedDisk,
+    sandbox: bool,
     /// Whether the guest was asked to let it go.
     pub(super) asked: bool,
     departure: Arc<Departure>,
 }
 
 impl Attached {
-    pub(super) fn open(config: &DiskConfig) -> Result<Self, OpenError> {
+    /// Opens and locks the image. With `sandbox`, its queues' threads give up what queues do not need.
+    pub(super) fn open(config: &DiskConfig, sandbox: bool) -> Result<Self, OpenError> {
         Ok(Self {
             opened: open::open(config)?,
+            sandbox,
             config: config.clone(),
             asked: false,
             departure: Arc::default(),
@@ -89,6 +93,9 @@ impl Attached {
                 poll_max: config.poll_us.map_or(WorkerConfig::default().poll_max, |us| {
                     Duration::from_micros(us.into())
                 }),
+                on_start: self
+                    .sandbox
+                    .then(|| StartHook::new(|| Ok(sandbox::confine_thread(Task::Queue)?))),
                 ..WorkerConfig::default()
             }
         };
@@ -216,11 +223,12 @@ impl Disks {
         if let Some((&slot, disk)) = present.iter_mut().find(|(_, disk)| disk.name() == id) {
             return Ok(work(slot, disk));
         }
-        let names: Vec<String> = present.values().map(Attached::name).collect();
-        Err(format!(
-            "there is no disk `{id}`; there are: {}",
-            names.join(", ")
-        ))
+        let mut names: Vec<String> = present.values().map(Attached::name).collect();
+        if names.is_empty() {
+            names.push("none".to_owned());
+        }
+        let names = names.join(", ");
+        Err(format!("there is no disk `{id}`; there are: {names}"))
     }
 
     /// Notes that the guest is asked to let a disk go. Answers the slot, and where to wait.
@@ -298,7 +306,7 @@ mod tests {
             let path = folder.path().join(id);
             let file = std::fs::File::create(&path).expect("an image");
             file.set_len(1 << 20).expect("its length");
-            Attached::open(&config(&folder, id)).expect("a disk")
+            Attached::open(&config(&folder, id), false).expect("a disk")
         });
         let disks = Disks::new(disks.into()).expect("a thread");
         (folder, disks)
@@ -321,14 +329,17 @@ mod tests {
             disks.map(|slot, disk| (slot, disk.asked)),
             [(1, false), (2, true)]
         );
-        assert!(Attached::open(&config(&folder, "b")).is_err(), "it is locked");
+        assert!(
+            Attached::open(&config(&folder, "b"), false).is_err(),
+            "it is locked"
+        );
         // Somebody who still looks at it holds the answer up.
         let looked_at = disks.find("b", |_, disk| disk.disk()).expect("a disk");
         disks.leave(2);
         assert_eq!(departure.wait(Duration::from_millis(100)), None);
         drop(looked_at);
         assert_eq!(departure.wait(SOON), Some(Ok(())));
-        Attached::open(&config(&folder, "b")).expect("nobody has it any more");
+        Attached::open(&config(&folder, "b"), false).expect("nobody has it any more");
         assert_eq!(
             disks.ask("b").expect_err("it is gone"),
             "there is no disk `b`; there are: a"
@@ -357,7 +368,7 @@ mod tests {
         disks.close().expect("a clean close");
         assert_eq!(departure.wait(NOW), Some(Ok(())));
         for id in ["a", "b"] {
-            Attached::open(&config(&folder, id)).expect("nobody has it any more");
+            Attached::open(&config(&folder, id), false).expect("nobody has it any more");
         }
     }
 

@@ -1,0 +1,514 @@
+//! Machines that run, with a kernel of a few bytes: its console, its CPUs, disks it never lets go, and how it fails.
+#![expect(
+    clippy::print_stdout,
+    reason = "what cannot run here is counted by what it prints"
+)]
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ringdisk_gen::kernel::{self, GREETING};
+
+use crate::world::{Ended, World, exists};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A world with the kernel `tiny` and an image, if this host's KVM runs at least that. If not, it is said and counted.
+pub(crate) fn machines(test: &str) -> Option<World> {
+    let world = World::new();
+    fs::write(world.path("tiny"), kernel::tiny()).expect("a file");
+    world.ringdisk(&["image", "create", "disk.qcow2", "1M"]).success();
+    let probe = world.ringdisk(&[&TINY[..], &["--serial", "off", "--cmdline", "q"]].concat());
+    if probe.code == Some(0) {
+        return Some(world);
+    }
+    assert!(
+        probe.stderr.contains("KVM") || probe.stderr.contains("/dev/kvm"),
+        "{probe:?}"
+    );
+    println!("cannot run here: {test}, because {}", probe.stderr.trim());
+    None
+}
+
+pub(crate) const TINY: [&str; 5] = ["run", "--kernel", "tiny", "--memory", "32M"];
+
+/// A command line that asks the kernel for nothing; the default one has letters that it obeys.
+pub(crate) const IDLE: [&str; 2] = ["--cmdline", " "];
+
+/// A machine; killed when dropped.
+pub(crate) struct Running(Option<Child>);
+
+impl Running {
+    pub(crate) fn start(mut command: Command) -> Self {
+        Self(Some(command.spawn().expect("run ringdisk")))
+    }
+
+    fn machine(world: &World, arguments: &[&str]) -> Self {
+        let mut command = world.ringdisk_command();
+        command.args(TINY).args(arguments);
+        if !arguments.contains(&"--cmdline") {
+            command.args(IDLE);
+        }
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        Self::start(command)
+    }
+
+    pub(crate) fn child(&mut self) -> &mut Child {
+        self.0.as_mut().expect("a child")
+    }
+
+    pub(crate) fn signal(&mut self, name: &str) {
+        let pid = self.child().id().to_string();
+        let sent = Command::new("kill").args([&format!("-{name}"), &pid]).status();
+        assert!(sent.expect("run kill").success());
+    }
+
+    /// Waits for its end.
+    pub(crate) fn ended(mut self) -> Ended {
+        let until = Instant::now() + PATIENCE;
+        while self.child().try_wait().expect("wait").is_none() {
+            assert!(Instant::now() < until, "it does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let child = self.0.take().expect("a child");
+        child.wait_with_output().expect("its output").into()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.0.take() {
+            child.kill().expect("kill the machine");
+            child.wait().expect("reap the machine");
+        }
+    }
+}
+
+/// Waits until something is there.
+pub(crate) fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(Instant::now() < until, "no {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// The console's client: what it says is obeyed.
+fn client(path: &Path) -> UnixStream {
+    let stream = wait_for("console", || UnixStream::connect(path).ok());
+    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    stream
+}
+
+/// Says a letter until it comes back: the guest reads then.
+fn hear(mut stream: &UnixStream, letter: u8) {
+    stream.write_all(&[letter]).expect("it reads");
+    let mut byte = [0];
+    while byte != [letter] {
+        stream.read_exact(&mut byte).expect("it answers");
+    }
+}
+
+#[test]
+fn a_kernel_that_begins_by_pvh_prints_and_switches_off_with_any_number_of_cpus() {
+    let Some(world) = machines("a kernel that begins by PVH") else {
+        return;
+    };
+    for cpus in ["1", "4", "32"] {
+        // What was in the file before goes.
+        fs::write(world.path("console"), vec![b'x'; 4096]).expect("a file");
+        let arguments = [
+            &TINY[..],
+            &["--cpus", cpus, "--serial", "file=console", "--cmdline", "ab cq"],
+        ];
+        world.ringdisk(&arguments.concat()).success();
+        let said = fs::read_to_string(world.path("console")).expect("text");
+        assert_eq!(said, format!("{GREETING}ab c"), "{cpus} CPUs");
+    }
+    let refused = world.ringdisk(&[&TINY[..], &["--cpus", "33", "--serial", "off"]].concat());
+    assert_eq!(refused.refused(1), "33 CPUs asked for; expected 1 to 32");
+}
+
+#[test]
+fn a_console_on_a_socket_serves_one_client_after_another_and_none_stops_the_guest() {
+    let Some(world) = machines("a console on a socket") else {
+        return;
+    };
+    let path = world.path("console");
+    // A leftover of one that was killed.
+    drop(std::os::unix::net::UnixListener::bind(&path).expect("a socket"));
+    let machine = Running::machine(&world, &["--serial", "socket=console"]);
+    wait_for("socket of our own", || {
+        let mode = path.metadata().ok()?.permissions().mode();
+        (mode & 0o777 == 0o600).then_some(())
+    });
+    let first = client(&path);
+    hear(&first, b'1');
+    drop(first);
+    // One that does not read loses what there is no room for, and the guest goes on at once.
+    let mut deaf = client(&path);
+    hear(&deaf, b'2');
+    deaf.write_all(b"l").expect("it reads");
+    std::thread::sleep(Duration::from_millis(500));
+    drop(deaf);
+    let begun = Instant::now();
+    let third = client(&path);
+    hear(&third, b'3');
+    let took = begun.elapsed();
+    assert!(
+        took < Duration::from_secs(20),
+        "the guest stood still for {took:?}"
+    );
+    // A restart keeps the client.
+    (&third).write_all(b"r").expect("it reads");
+    let mut said = vec![0; GREETING.len()];
+    (&third).read_exact(&mut said).expect("it starts again");
+    assert_eq!(said, GREETING.as_bytes());
+    hear(&third, b'4');
+    (&third).write_all(b"q").expect("it reads");
+    machine.ended().success();
+    assert!(!exists(&path), "the socket was left behind");
+    let mut rest = Vec::new();
+    (&third).read_to_end(&mut rest).expect("its end");
+}
+
+#[test]
+fn a_console_that_cannot_be_had_is_named() {
+    let Some(world) = machines("consoles that cannot be had") else {
+        return;
+    };
+    fs::write(world.path("plain"), b"").expect("a file");
+    for (serial, said) in [
+        (
+            "socket=plain",
+            "plain exists and is not a socket; choose another path",
+        ),
+        (
+            "socket=missing/s",
+            "cannot bind socket missing/s: No such file or directory (os error 2)",
+        ),
+        (
+            "file=missing/f",
+            "cannot set up the console at missing/f: No such file or directory (os error 2)",
+        ),
+    ] {
+        let ended = world.ringdisk(&[&TINY[..], &["--serial", serial]].concat());
+        assert_eq!(ended.refused(1), said);
+    }
+}
+
+/// Method: the kernel lets its disk go when it is told to, not when it is asked.
+#[test]
+fn a_disk_that_a_guest_does_not_let_go_stays_until_it_does_or_starts_again() {
+    let Some(world) = machines("disks that a guest does not let go") else {
+        return;
+    };
+    world
+        .ringdisk(&["image", "create", "other.qcow2", "1M"])
+        .success();
+    let machine = Running::machine(
+        &world,
+        &[
+            "--serial",
+            "socket=console",
+            "--control",
+            "control",
+            "--disk",
+            "path=disk.qcow2,id=one",
+        ],
+    );
+    let console = client(&world.path("console"));
+    hear(&console, b'1');
+    let ctl = |arguments: &[&str]| world.ringdisk(&[&["ctl", "--socket", "control"], arguments].concat());
+    let is_free = |disk: &str| world.io(&format!("path={disk}"), &["read 0 512"]).code == Some(0);
+    let begun = Instant::now();
+    let line = ctl(&["disk-remove", "one"]).refused(1);
+    assert_eq!(
+        line,
+        "the guest has not let disk one go within 10 s; it stays asked to, and the disk is removed when it does"
+    );
+    assert!(begun.elapsed() >= Duration::from_secs(10));
+    assert!(ctl(&["info"]).success().contains(r#""removing":true"#));
+    assert!(!is_free("disk.qcow2"), "the guest has it");
+    // Who asks again waits again, and is answered when it happens.
+    let asked = std::thread::scope(|scope| {
+        let asked = scope.spawn(|| ctl(&["disk-remove", "one"]));
+        std::thread::sleep(Duration::from_millis(300));
+        (&console).write_all(b"e").expect("it reads");
+        asked.join().expect("no panic")
+    });
+    assert_eq!(asked.success(), "{\"id\":\"one\",\"ok\":true}\n");
+    assert!(is_free("disk.qcow2"), "closed when it is answered");
+    assert_eq!(
+        ctl(&["disk-remove", "one"]).refused(1),
+        "there is no disk `one`; there are: none"
+    );
+    // A slot with nothing in it: the guest may say what it likes.
+    (&console).write_all(b"e").expect("it reads");
+    hear(&console, b'2');
+
+    // Unasked: that is a removal too.
+    ctl(&["disk-add", "--disk", "path=disk.qcow2,id=one"]).success();
+    (&console).write_all(b"e").expect("it reads");
+    wait_for("closed disk", || is_free("disk.qcow2").then_some(()));
+    assert!(ctl(&["info"]).success().contains(r#""disks":[]"#));
+
+    // One that was asked for is gone after a restart, the other one is there.
+    ctl(&["disk-add", "--disk", "path=disk.qcow2,id=one"]).success();
+    ctl(&["disk-add", "--disk", "path=other.qcow2"]).success();
+    ctl(&["pause"]).success();
+    let line = ctl(&["disk-remove", "one"]).refused(1);
+    assert_eq!(
+        line,
+        "the guest is paused: disk one is removed when it goes on and lets it go"
+    );
+    ctl(&["resume"]).success();
+    (&console).write_all(b"r").expect("it reads");
+    wait_for("closed disk", || is_free("disk.qcow2").then_some(()));
+    hear(&console, b'3');
+    let info = wait_for("machine", || {
+        let info = ctl(&["info"]);
+        (info.code == Some(0)).then_some(info.stdout)
+    });
+    assert!(
+        info.contains("other.qcow2") && !info.contains("\"one\""),
+        "{info}"
+    );
+    (&console).write_all(b"q").expect("it reads");
+    machine.ended().success();
+    for disk in ["disk.qcow2", "other.qcow2"] {
+        world.assert_flawless(disk);
+        assert!(is_free(disk));
+    }
+}
+
+#[test]
+fn slots_run_out_with_one_line_and_a_failed_disk_leaves_nothing_behind() {
+    let Some(world) = machines("slots that run out") else {
+        return;
+    };
+    let machine = Running::machine(
+        &world,
+        &["--serial", "off", "--control", "control", "--cmdline", "h"],
+    );
+    wait_for("control socket", || exists(&world.path("control")).then_some(()));
+    let ctl = |arguments: &[&str]| world.ringdisk(&[&["ctl", "--socket", "control"], arguments].concat());
+    wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
+    for index in 0..32 {
+        world.sparse_file(&format!("d{index}"), 1 << 20);
+        let disk = format!("path=d{index},image_type=raw,id={index}");
+        let added = ctl(&["disk-add", "--disk", &disk]);
+        if index < 31 {
+            let address = format!("0000:00:{:02x}.0", index + 1);
+            assert!(added.success().contains(&address), "{address}");
+        } else {
+            let line = added.refused(1);
+            assert_eq!(
+                line,
+                "disk 31 cannot be added: all 31 slots of the PCI bus are taken"
+            );
+        }
+    }
+    // Nobody has the one that found no slot.
+    world.io("path=d31,image_type=raw", &["write 0 512"]).success();
+    // A raw disk grows here, too.
+    ctl(&["disk-resize", "7", "2M"]).success();
+    assert_eq!(world.path("d7").metadata().expect("a file").len(), 2 << 20);
+    let mut machine = machine;
+    machine.signal("TERM");
+    machine.ended().success();
+}
+
+/// Method: what the kernel says of each thread.
+#[test]
+fn the_threads_that_a_guest_reaches_are_confined_unless_they_are_not_to_be() {
+    let Some(world) = machines("confined machines") else {
+        return;
+    };
+    for (sandbox, filtered) in [("on", "2"), ("off", "0")] {
+        let arguments = [
+            "--serial",
+            "socket=console",
+            "--control",
+            "control",
+            "--cpus",
+            "2",
+            "--sandbox",
+            sandbox,
+        ];
+        let mut machine =
+            Running::machine(&world, &[&arguments[..], &["--disk", "path=disk.qcow2"]].concat());
+        let console = client(&world.path("console"));
+        hear(&console, b'1');
+        world.sparse_file("later", 1 << 20);
+        let disk = "path=later,image_type=raw,num_queues=2";
+        world
+            .ringdisk(&["ctl", "--socket", "control", "disk-add", "--disk", disk])
+            .success();
+        let mut found = Vec::new();
+        let tasks = format!("/proc/{}/task", machine.child().id());
+        for task in fs::read_dir(tasks).expect("its threads") {
+            let status = task.expect("a thread").path().join("status");
+            let status = fs::read_to_string(status).expect("its status");
+            let field = |name: &str| {
+                let line = status
+                    .lines()
+                    .find_map(|line| line.strip_prefix(name))
+                    .expect("a field");
+                line.trim().to_owned()
+            };
+            let name = field("Name:");
+            if name.starts_with("cpu ") || name.starts_with("queue ") {
+                let state = (field("Seccomp:"), field("NoNewPrivs:"));
+                assert_eq!(state.0, filtered, "{name}, --sandbox {sandbox}");
+                assert_eq!(state.1, if filtered == "2" { "1" } else { "0" }, "{name}");
+                found.push(name);
+            }
+        }
+        found.sort();
+        assert_eq!(found, ["cpu 0", "cpu 1", "queue 0", "queue 0", "queue 1"]);
+        // They do what they are for.
+        (&console).write_all(b"e").expect("it reads");
+        hear(&console, b'2');
+        wait_for("closed disk", || {
+            (world.io("path=disk.qcow2", &["read 0 512"]).code == Some(0)).then_some(())
+        });
+        (&console).write_all(b"q").expect("it reads");
+        machine.ended().success();
+    }
+}
+
+#[test]
+fn a_guest_that_kvm_cannot_run_is_told_and_a_triple_fault_is_a_restart() {
+    let Some(world) = machines("guests that KVM cannot run") else {
+        return;
+    };
+    let arguments = [
+        "--serial",
+        "file=console",
+        "--cmdline",
+        "j",
+        "--disk",
+        "path=disk.qcow2",
+    ];
+    let line = world.ringdisk(&[&TINY[..], &arguments].concat()).refused(1);
+    assert!(
+        line.starts_with("KVM stopped CPU 0: it cannot run this guest's code"),
+        "{line}"
+    );
+    world.assert_flawless("disk.qcow2");
+    let mut machine = Running::machine(&world, &["--serial", "file=again", "--cmdline", "f"]);
+    wait_for("restarts", || {
+        let said = fs::read_to_string(world.path("again")).ok()?;
+        (said.matches(GREETING).count() >= 3).then_some(())
+    });
+    machine.signal("TERM");
+    machine.ended().success();
+}
+
+#[test]
+fn huge_pages_and_nodes_that_the_host_does_not_have_are_named() {
+    let Some(world) = machines("memory that the host does not have") else {
+        return;
+    };
+    let memory = |text: &str| {
+        let arguments = [
+            "run",
+            "--kernel",
+            "tiny",
+            "--serial",
+            "off",
+            "--cmdline",
+            "q",
+            "--memory",
+            text,
+        ];
+        world.ringdisk(&arguments)
+    };
+    let free = fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+    let free: u64 = free.map_or(0, |text| text.trim().parse().expect("a number"));
+    let bytes = (free + 32) * (2 << 20);
+    let line = memory(&format!("size={bytes},hugepages=on")).refused(1);
+    let said = format!(
+        "cannot get {bytes} bytes of memory for the guest in huge pages of 2097152 bytes; the host has"
+    );
+    assert!(line.starts_with(&said), "{line}");
+    let line = memory("size=64M,hugepages=on,hugepage_size=64K").refused(1);
+    assert!(
+        line.contains("in huge pages of 65536 bytes; the host has none of them free"),
+        "{line}"
+    );
+    let line = memory("size=64M,host_numa_node=1023").refused(1);
+    assert!(
+        line.starts_with("cannot get memory for the guest from the host's NUMA node 1023"),
+        "{line}"
+    );
+    memory("size=64M,host_numa_node=0").success();
+}
+
+/// Method: a file system namespace whose `/dev` holds what a host might have in KVM's place.
+#[test]
+fn a_kvm_that_is_missing_forbidden_or_something_else_is_told_apart() {
+    let world = World::new();
+    fs::write(world.path("tiny"), kernel::tiny()).expect("a file");
+    world.ringdisk(&["image", "create", "disk.qcow2", "1M"]).success();
+    // Others may come here, too.
+    fs::copy(env!("CARGO_BIN_EXE_ringdisk"), world.path("ringdisk")).expect("a copy");
+    fs::set_permissions(world.path("."), fs::Permissions::from_mode(0o755)).expect("its mode");
+    let script = |setup: &str, become_other: &str| {
+        format!(
+            "mount -t tmpfs none /dev && mknod /dev/null c 1 3 && {setup} && \
+             exec {become_other} ./ringdisk run --kernel tiny --serial off --memory 32M"
+        )
+    };
+    let run = |script: &str| -> Ended {
+        let mut command = Command::new("unshare");
+        command
+            .args(["--mount", "sh", "-c", script])
+            .current_dir(world.path("."));
+        command
+            .stdin(Stdio::null())
+            .output()
+            .expect("unshare, of util-linux")
+            .into()
+    };
+    let probe = run("mount -t tmpfs none /dev && mknod /dev/null c 1 3");
+    if probe.code != Some(0) {
+        println!(
+            "cannot run here: KVM missing, forbidden or something else, because only root can play it: {}",
+            probe.stderr.trim()
+        );
+        return;
+    }
+    let other = "setpriv --reuid 65534 --regid 65534 --clear-groups";
+    for (setup, become_other, said) in [
+        (
+            "true",
+            "",
+            "/dev/kvm is missing: load the module kvm-intel or kvm-amd",
+        ),
+        // A device that no driver answers for.
+        (
+            "mknod /dev/kvm c 10 253",
+            "",
+            "/dev/kvm is missing: load the module kvm-intel or kvm-amd",
+        ),
+        (
+            "mknod -m 600 /dev/kvm c 10 232",
+            other,
+            "/dev/kvm cannot be opened by this user: join the group kvm",
+        ),
+        ("mknod -m 666 /dev/kvm c 1 3", "", "/dev/kvm is not KVM"),
+    ] {
+        let line = run(&script(setup, become_other)).refused(1);
+        assert!(line.starts_with(said), "{setup}: {line}");
+    }
+}
