@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use block::file::{FileOptions, ImageFile};
 use block::raw::RawDisk;
 use block::ring::RingKind;
+use block::sim::pages::Tags;
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
 use common::create;
 use qcow::image::CreateOptions;
@@ -99,7 +100,13 @@ struct Lane {
     sink: std::rc::Rc<CompletionSink>,
     /// Answers that came together with one that was waited for.
     more: RefCell<Vec<Done>>,
+    /// Pages that only the kernel reaches, which requests with data then have.
+    tags: Option<Tags>,
 }
+
+/// How many requests with registered pages may be in flight, and how large they are.
+const PLACES: u16 = 4;
+const PLACE_BYTES: usize = 3 * CLUSTER as usize;
 
 impl Lane {
     fn new(disk: &Arc<dyn Disk>, ring: RingKind) -> Self {
@@ -110,16 +117,40 @@ impl Lane {
             queue,
             sink: CompletionSink::new(),
             more: RefCell::default(),
+            tags: None,
+        }
+    }
+
+    /// As [`Lane::new`], but requests with data have registered pages.
+    fn registered(disk: &Arc<dyn Disk>, ring: RingKind) -> Self {
+        let made = Tags::on_ring(ring, 64, PLACES, PLACE_BYTES, None);
+        let (cx, tags) = made.expect("these tests need io_uring");
+        let queue = Arc::clone(disk).open_queue(&cx).expect("a queue");
+        Self {
+            cx,
+            queue,
+            sink: CompletionSink::new(),
+            more: RefCell::default(),
+            tags: Some(tags),
         }
     }
 
     fn submit(&self, op: Op, offset: u64, len: u64, byte: u8) {
-        let buffer: Buffer = match op {
-            Op::Read | Op::Write { .. } => AlignedBuf::from_slice(&vec![byte; len as usize]).into(),
+        let bytes = vec![byte; len as usize];
+        let mut tag = 0;
+        let buffer: Buffer = match (op, &self.tags) {
+            (Op::Read | Op::Write { .. }, Some(tags)) => {
+                let free = |at| Some((at, tags.buffer(at, 0, bytes.len(), 4096).ok()?));
+                let (at, buffer) = (0..PLACES).find_map(free).expect("a free place");
+                tags.write(at, 0, &bytes);
+                tag = at;
+                buffer
+            }
+            (Op::Read | Op::Write { .. }, None) => AlignedBuf::from_slice(&bytes).into(),
             _ => Buffer::default(),
         };
         self.queue
-            .submit(Request::new(op, offset, len, buffer, &self.sink, 0));
+            .submit(Request::new(op, offset, len, buffer, &self.sink, tag.into()));
     }
 
     fn turn(&self, done: &mut Vec<Done>) {
@@ -167,7 +198,11 @@ impl Lane {
         self.submit(Op::Read, offset, len, 0xCC);
         let done = self.answer();
         assert_eq!(done.result, Ok(()));
-        let bytes = done.buffer.into_owned().expect("our own buffer");
+        let mut bytes = vec![0; len as usize];
+        match (&self.tags, done.buffer.memory()) {
+            (Some(tags), None) => tags.read(done.tag as u16, 0, &mut bytes),
+            (_, memory) => memory.expect("our own buffer").read(0, &mut bytes),
+        }
         assert!(bytes.iter().all(|&found| found == byte), "at {offset:#x}");
     }
 
@@ -274,29 +309,41 @@ fn a_write_that_waits_for_space_is_answered_when_there_is_some() {
     let Some(folder) = place(test, SMALL) else { return };
     for ring in RINGS {
         for fua in [false, true] {
-            for disk in [qcow(&folder, true), raw(&folder, true, false)] {
-                let lane = Lane::new(&disk, ring);
-                fill(&folder);
-                lane.submit(Op::Write { fua }, CLUSTER, 3 * CLUSTER, 7);
-                lane.submit(Op::Write { fua }, 8 * CLUSTER + 4096, 8192, 8);
-                lane.assert_waits();
-                lane.submit(Op::Read, 0, 4096, 0xCC);
-                assert_eq!(lane.answer().result, Ok(()), "reads do not wait");
-                empty(&folder);
-                assert_eq!(lane.answer().result, Ok(()));
-                assert_eq!(lane.answer().result, Ok(()));
-                assert_eq!(lane.flush(), Ok(()));
-                lane.assert_reads(CLUSTER, 3 * CLUSTER, 7);
-                lane.assert_reads(8 * CLUSTER, 4096, 0);
-                lane.assert_reads(8 * CLUSTER + 4096, 8192, 8);
-                lane.settle();
-                drop(lane);
-                assert_eq!(close(disk), Ok(()));
+            for make in [Lane::new, Lane::registered] {
+                let disk = qcow(&folder, true);
+                wait_for_space(&folder, disk, make, ring, fua);
+                assert_flawless(&folder);
+                wait_for_space(&folder, raw(&folder, true, false), make, ring, fua);
+                std::fs::remove_file(folder.join("disk.raw")).expect("the disk");
             }
-            assert_flawless(&folder);
-            std::fs::remove_file(folder.join("disk.raw")).expect("the disk");
         }
     }
+}
+
+fn wait_for_space(
+    folder: &Path,
+    disk: Arc<dyn Disk>,
+    make: fn(&Arc<dyn Disk>, RingKind) -> Lane,
+    ring: RingKind,
+    fua: bool,
+) {
+    let lane = make(&disk, ring);
+    fill(folder);
+    lane.submit(Op::Write { fua }, CLUSTER, 3 * CLUSTER, 7);
+    lane.submit(Op::Write { fua }, 8 * CLUSTER + 4096, 8192, 8);
+    lane.assert_waits();
+    lane.submit(Op::Read, 0, 4096, 0xCC);
+    assert_eq!(lane.answer().result, Ok(()), "reads do not wait");
+    empty(folder);
+    assert_eq!(lane.answer().result, Ok(()));
+    assert_eq!(lane.answer().result, Ok(()));
+    assert_eq!(lane.flush(), Ok(()));
+    lane.assert_reads(CLUSTER, 3 * CLUSTER, 7);
+    lane.assert_reads(8 * CLUSTER, 4096, 0);
+    lane.assert_reads(8 * CLUSTER + 4096, 8192, 8);
+    lane.settle();
+    drop(lane);
+    assert_eq!(close(disk), Ok(()));
 }
 
 #[test]

@@ -5,6 +5,19 @@
 //! place in the table instead of memory). What is not a file's bytes goes through a *door*: a file, at some
 //! position of which the very same bytes are read and written.
 //!
+//! How a driver's frontend uses it:
+//!
+//! 1. Its worker asks for as many places as it has requests
+//!    ([`WorkerConfig::registered_buffers`](crate::worker::WorkerConfig)), and registers the driver's device with its ring
+//!    as the [`Door`].
+//! 2. For each request it [leases](crate::ring::Ring::lease_fixed) the place that the driver puts the pages into, and makes
+//!    the buffer: `base` 0, as the kernel counts registered pages from there, and the request's position at the device. A
+//!    place that is [in use](crate::ring::LeaseError::InUse) is still named by an op; its pages must not be given back.
+//! 3. When the request is answered it drops the buffer, and only then tells the driver.
+//!
+//! A request whose pages could not be registered, or which is too small for that to pay, gets memory and is copied to and
+//! from the device by the frontend itself.
+//!
 //! What must stay true: a place in the table is leased to one buffer, and stays so until the last op, part or
 //! clone that names it is gone; an op names the ring that the place belongs to.
 

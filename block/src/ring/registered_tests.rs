@@ -333,6 +333,40 @@ fn a_part_is_aligned_as_far_as_its_whole_and_its_place_in_it_are() {
     cx.ring().lease_fixed(0).expect("nobody has it any more");
 }
 
+/// Whoever made the buffer hears last of all that it is gone, and may have the place again at once.
+#[test]
+fn a_hold_goes_when_nothing_names_the_bytes_any_more_and_after_the_lease() {
+    struct Hold(Ring, Rc<Cell<Option<bool>>>);
+    impl Drop for Hold {
+        fn drop(&mut self) {
+            self.1.set(Some(self.0.lease_fixed(0).is_ok()));
+        }
+    }
+    let ring = Ring::with_fixed(RingKind::Syscalls, 16, &FixedTable::sparse(1)).expect("a ring");
+    let file = tempfile::tempfile().expect("a temporary file");
+    let file = ring.register(file.into()).expect("a registered file");
+    let gone = Rc::new(Cell::new(None));
+    let whole = Buffer::registered(crate::buffer::Registration {
+        fixed: ring.lease_fixed(0).expect("a place"),
+        base: 0,
+        len: 4096,
+        door: Door::new(file.clone()),
+        door_offset: 0,
+        align: 512,
+        hold: Rc::new(Hold(ring.clone(), Rc::clone(&gone))),
+    });
+    let whole = Rc::new(whole.expect("a buffer"));
+    let part = Rc::new(Buffer::part(&whole, 512, 512));
+    drop(whole);
+    drop(ring.read(&file, 0, smallvec![Piece::whole(&part)]));
+    drop(part);
+    assert_eq!(gone.get(), None, "the op names a part of it");
+    while ring.in_flight() > 0 {
+        ring.turn(true).expect("a turn");
+    }
+    assert_eq!(gone.get(), Some(true));
+}
+
 /// Somebody stops waiting; the kernel does not.
 #[test]
 fn a_dropped_future_leaves_its_place_taken_until_the_op_has_ended() {
