@@ -22,7 +22,7 @@ run() {
     ./ringdisk --log info run --kernel "${KERNEL:-vmlinuz}" --initramfs "$script" --cpus "${CPUS:-2}" \
         --memory "${MEMORY:-512M}" --serial "file=$script.log" \
         --cmdline "console=ttyS0 loglevel=5 panic=1 lab.root=0000:00:01.0 lab.disk=data@0000:00:02.0 lab.disk=frozen@0000:00:03.0" \
-        --disk path=root.qcow2,num_queues=2,backing_files=on --disk path=data.qcow2,num_queues=2,serial=DATA "$@" 2>"$script.err"
+        --disk path=root.qcow2,num_queues=2,backing_files=on --disk "${data:-path=data.qcow2,num_queues=2,serial=DATA}" "$@" 2>"$script.err"
 }
 told() {
     tr -d '\r' <"$1.log" | sed 's/^/inner /'
@@ -113,6 +113,31 @@ sha256sum /dev/lab/data | sed 's/^/data /'
 
 #[test]
 fn a_machine_boots_from_an_overlay_works_restarts_and_switches_itself_off() -> Result<(), Error> {
+    work_twice("", "", [6, 0])
+}
+
+/// After the guest's restart the machine connects to the same server again.
+#[test]
+fn a_machine_works_with_a_disk_that_our_own_server_serves() -> Result<(), Error> {
+    let before = r#"
+./ringdisk vhost-user --socket data.sock --disk path=data.qcow2,num_queues=2,serial=DATA & server=$!
+tries=0
+until [ -S data.sock ]; do
+    tries=$((tries + 1)); [ $tries -lt 100 ] || exit 1
+    sleep 0.1
+done
+data=vhost_user=on,socket=data.sock,num_queues=2
+"#;
+    let after = r#"
+kill $server
+wait $server && echo "served 0" || echo "served $?"
+"#;
+    work_twice(before, after, [4, 2])
+}
+
+/// A machine with three disks works, restarts, works again and ends. `drivers` says how many disks it was told of that
+/// io_uring carries out the I/O of, or another program.
+fn work_twice(before: &str, after: &str, drivers: [usize; 2]) -> Result<(), Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let script = r#"
@@ -121,7 +146,8 @@ fn a_machine_boots_from_an_overlay_works_restarts_and_switches_itself_off() -> R
 run work --disk path=frozen.qcow2,readonly=on && echo "ended 0" || echo "ended $?"
 told work
 "#;
-    let (outcome, tools) = nested(&lab, &scratch, &[("work", WORK)], script)?;
+    let script = format!("{before}{script}{after}");
+    let (outcome, tools) = nested(&lab, &scratch, &[("work", WORK)], &script)?;
     let said = inner(&outcome);
     let all = said.join("\n");
     let count = |wanted: &str| said.iter().filter(|line| line.contains(wanted)).count();
@@ -152,11 +178,18 @@ told work
         "both queues were at work: {all}"
     );
 
+    if !after.is_empty() {
+        assert_eq!(outcome.value("served "), Some("0"), "{all}");
+    }
     // Three disks, twice.
-    let told_driver = |line: &&str| line.contains("plugged in") && line.contains(r#"driver="io_uring""#);
+    let lines = || outcome.lines().filter(|line| line.contains("plugged in"));
+    let told_driver = ["io_uring", "vhost-user"].map(|driver| {
+        let told = format!("driver=\"{driver}\"");
+        lines().filter(|line| line.contains(&told)).count()
+    });
     assert_eq!(
-        outcome.lines().filter(told_driver).count(),
-        6,
+        told_driver,
+        drivers,
         "what carries out the I/O of each disk is told: {:?}",
         outcome.lines().collect::<Vec<_>>()
     );

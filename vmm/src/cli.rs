@@ -205,6 +205,9 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
             sandbox,
         }) => {
             let disks = disk_configs(&disk, &RateLimitGroups::parse(&rate_limit_group)?)?;
+            for disk in &disks {
+                disk.is_own()?;
+            }
             if socket.len() != disks.len() {
                 return Err(CommandFailure::Usage(format!(
                     "{} --socket for {} --disk; each disk needs a socket of its own",
@@ -248,6 +251,7 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
             commands,
         }) => {
             let mut disk = DiskConfig::parse(&disk)?;
+            disk.is_own()?;
             RateLimitGroups::parse(&rate_limit_group)?.join(&mut disk)?;
             io::run(disk, queues, &commands)
         }

@@ -61,8 +61,10 @@ pub struct QueueAffinity {
 /// One `--disk`, checked. [`DiskConfig::parse`] makes it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct DiskConfig {
-    /// The image file.
+    /// The image file; or where its backend listens, if it is another program's.
     pub path: PathBuf,
+    /// Whether another program serves the disk, a vhost-user-blk backend, and this one shows it to a guest.
+    pub vhost_user: bool,
     /// The image's format. `None`: QCOW2 if the file starts with its magic, refused otherwise,
     /// because what a guest wrote into a raw disk must not choose its format.
     pub image_type: Option<ImageType>,
@@ -195,6 +197,7 @@ impl DiskConfig {
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
+            vhost_user: false,
             image_type: None,
             readonly: false,
             direct: false,
@@ -237,6 +240,7 @@ impl DiskConfig {
         let mut config = Self::new(PathBuf::new());
         let mut seen: Vec<&'static str> = Vec::new();
         let mut limits = rate::LimitKeys::default();
+        let mut socket = None;
         for (name, value) in items {
             let key = keys::find(name)?;
             if let Scope::Elsewhere(place) = key.scope {
@@ -247,6 +251,7 @@ impl DiskConfig {
             }
             seen.push(key.name);
             let taken = match limits.try_set(key.name, value) {
+                None if key.name == "socket" => non_empty(value).map(|value| socket = Some(value.into())),
                 None => config.try_set(key.name, value),
                 Some(taken) => taken,
             };
@@ -260,13 +265,30 @@ impl DiskConfig {
             let takes = keys::find(missing).map_or("", |key| key.takes);
             DiskConfigError::Incomplete { key, missing, takes }
         })?;
-        if !seen.contains(&"path") {
+        if config.vhost_user || socket.is_some() {
+            config.path = backend(config.vhost_user, socket, &seen)?;
+        } else if !seen.contains(&"path") {
             return Err(DiskConfigError::NoPath {
                 takes: keys::find("path")?.takes,
             });
         }
         config.check_contradictions()?;
         Ok(config)
+    }
+
+    /// Refuses a disk that another program serves, where this program is to serve it.
+    ///
+    /// # Errors
+    ///
+    /// [`DiskConfigError::NotHere`].
+    pub fn is_own(&self) -> Result<(), DiskConfigError> {
+        if self.vhost_user {
+            return Err(DiskConfigError::NotHere {
+                key: "vhost_user",
+                place: keys::CLIENT,
+            });
+        }
+        Ok(())
     }
 
     /// The name to use in logs: the id, or else the path.
@@ -294,6 +316,7 @@ impl DiskConfig {
                     _ => return None,
                 });
             }
+            "vhost_user" => self.vhost_user = on_off(value)?,
             "readonly" => self.readonly = on_off(value)?,
             "direct" => self.direct = on_off(value)?,
             "num_queues" => self.num_queues = number(value, 1, MAX_QUEUES.into())?.try_into().ok()?,
@@ -371,6 +394,33 @@ impl DiskConfig {
             return contradiction("queue_affinity", other, "it names a queue the disk does not have");
         }
         Ok(())
+    }
+}
+
+/// Where the backend of a disk listens that has only the keys which such a disk may have.
+fn backend(
+    vhost_user: bool,
+    socket: Option<PathBuf>,
+    seen: &[&'static str],
+) -> Result<PathBuf, DiskConfigError> {
+    let without = |key, missing| {
+        let takes = keys::find(missing)?.takes;
+        Err(DiskConfigError::Incomplete { key, missing, takes })
+    };
+    if !vhost_user {
+        return without("socket", "vhost_user");
+    }
+    let Some(socket) = socket else {
+        return without("vhost_user", "socket");
+    };
+    let own = ["vhost_user", "socket", "id", "num_queues", "queue_size"];
+    match seen.iter().find(|key| !own.contains(key)) {
+        Some(key) => Err(DiskConfigError::Contradiction {
+            key,
+            other: "vhost_user=on".to_owned(),
+            why: "the program that serves the disk sees to that",
+        }),
+        None => Ok(socket),
     }
 }
 

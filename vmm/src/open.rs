@@ -53,6 +53,12 @@ pub enum OpenError {
     /// The raw disk refused.
     #[error(transparent)]
     Raw(#[from] OpenQueueError),
+    /// It is another program's disk.
+    #[error("{} is the socket of a vhost-user backend and no image", path.display())]
+    Foreign {
+        /// The socket.
+        path: PathBuf,
+    },
     /// The disk's group was not made.
     #[error("{}: its rate limit group `{id}` is not there", path.display())]
     RateLimitGroup {
@@ -128,6 +134,10 @@ pub fn open(config: &DiskConfig) -> Result<OpenedDisk, OpenError> {
 ///
 /// As [`open`].
 pub fn open_as(config: &DiskConfig, persist_mappings: bool) -> Result<OpenedDisk, OpenError> {
+    if config.vhost_user {
+        let path = config.path.clone();
+        return Err(OpenError::Foreign { path });
+    }
     let limiter = limiter(config)?;
     let mut opened = open_unlimited(config, persist_mappings)?;
     if let Some(limiter) = limiter {

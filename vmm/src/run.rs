@@ -139,13 +139,13 @@ impl Desk {
 
     fn info(&self, machine: &Machine) -> Value {
         let disks = self.disks.map(|slot, disk| {
-            let info = disk.disk().info();
+            let (size, readonly) = machine.shown(slot);
             json!({
                 "id": disk.name(),
                 "path": disk.config.path,
                 "address": address(slot),
-                "size": info.size_bytes,
-                "readonly": info.read_only,
+                "size": size,
+                "readonly": readonly,
                 "queues": disk.config.num_queues,
                 "io": machine.driver_name(slot),
                 "removing": disk.asked,

@@ -66,6 +66,15 @@ fn print(config: &DiskConfig) -> Option<String> {
         return None;
     }
     let on_off = |on| if on { "on" } else { "off" };
+    if config.vhost_user {
+        let id = config.id.as_ref().map(|id| format!(",id=\"{id}\""));
+        return Some(format!(
+            "vhost_user=on,socket=\"{path}\",num_queues={},queue_size={}{}",
+            config.num_queues,
+            config.queue_size,
+            id.unwrap_or_default()
+        ));
+    }
     let mut text = format!(
         "path=\"{path}\",readonly={},direct={},num_queues={},queue_size={},sparse={}",
         on_off(config.readonly),

@@ -3,7 +3,7 @@
 use block::DiskInfo;
 
 /// The bytes of `struct virtio_blk_config` up to and with `max_write_zeroes_seg` and what follows it.
-pub(super) const CONFIG_BYTES: usize = 60;
+pub(crate) const CONFIG_BYTES: usize = 60;
 /// Where `writeback` is.
 pub(crate) const WRITEBACK_OFFSET: usize = 32;
 

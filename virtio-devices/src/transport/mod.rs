@@ -14,6 +14,7 @@
 
 mod config_space;
 mod device;
+mod foreign;
 mod in_process;
 mod msix;
 mod pci;
@@ -25,7 +26,8 @@ use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-pub use pci::{BAR_BYTES, PciDiskConfig, PlugError, ResizeError, VirtioPciBlock};
+pub use foreign::BackendError;
+pub use pci::{BAR_BYTES, PciDiskConfig, PlugError, ResizeError, VhostUserDiskConfig, VirtioPciBlock};
 
 /// A message that raises an interrupt when it is written: what MSI-X puts in a table entry.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

@@ -6,16 +6,19 @@
 use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
 use block::worker::{StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
 use block::{Disk, IoError};
+use virtio_bindings::virtio_blk::VIRTIO_BLK_F_RO;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use vm_memory::GuestMemoryMmap;
 
 use super::config_space::{COMMAND_MEMORY, ConfigSpace, at};
 use super::device::{Device, DeviceError};
+use super::foreign::{BackendError, Foreign};
 use super::in_process::InProcess;
 use super::msix::{ENTRY_BYTES, Msix, NO_VECTOR, Vectors};
 use super::queue::PciQueue;
@@ -73,6 +76,19 @@ pub struct PciDiskConfig {
     pub workers: Vec<WorkerConfig>,
 }
 
+/// A disk function whose queues another program runs.
+#[derive(Clone, Debug)]
+pub struct VhostUserDiskConfig {
+    /// The name in logs.
+    pub name: String,
+    /// Where the backend listens.
+    pub socket: PathBuf,
+    /// How many queues, 1 to 256; the backend has at least as many.
+    pub num_queues: u16,
+    /// The most entries of a queue: a power of two.
+    pub queue_size: u16,
+}
+
 /// Why a function could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum PlugError {
@@ -90,6 +106,9 @@ pub enum PlugError {
     /// A worker could not be started.
     #[error("cannot start the worker of a queue")]
     Worker(#[from] StartWorkerError),
+    /// The backend that was to run the queues cannot be used.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
     /// The machine or the host has no interrupt or descriptor left.
     #[error("cannot make an interrupt or an eventfd")]
     Events(#[from] io::Error),
@@ -197,6 +216,36 @@ impl VirtioPciBlock {
         )
     }
 
+    /// A function for a disk whose queues another program runs: a vhost-user-blk backend, with whom the guest's
+    /// `memory` is shared, which must be mapped from files. Kicks and interrupts go between it and the guest.
+    ///
+    /// When the backend goes, the guest is told that the device needs a reset; a reset connects again.
+    ///
+    /// # Errors
+    ///
+    /// [`PlugError`].
+    pub fn vhost_user(
+        memory: GuestMemoryMmap,
+        machine: Arc<dyn Machine>,
+        window: u32,
+        config: VhostUserDiskConfig,
+    ) -> Result<Self, PlugError> {
+        let queues = config.num_queues;
+        if queues == 0 || queues > QUEUES_MAX {
+            let workers = usize::from(queues);
+            return Err(PlugError::Queues { queues, workers });
+        }
+        let foreign = Foreign::connect(&config.socket, queues, memory)?;
+        Self::show(
+            machine,
+            window,
+            config.name,
+            queues,
+            config.queue_size,
+            |shared| Box::new(foreign.serve(shared)),
+        )
+    }
+
     /// A function with `queues` queues for the device that `make` answers.
     pub(super) fn show(
         machine: Arc<dyn Machine>,
@@ -258,7 +307,21 @@ impl VirtioPciBlock {
         })
     }
 
-    /// What carries out the I/O: `"io_uring"`, `"syscalls"` or `"null"`.
+    /// The size of the disk in bytes, as the guest sees it.
+    #[must_use]
+    pub fn size_bytes(&self) -> u64 {
+        let mut sectors = [0; 8];
+        self.device.read_config(0, &mut sectors);
+        u64::from_le_bytes(sectors).saturating_mul(512)
+    }
+
+    /// Whether the guest may only read.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.device.features() & 1 << VIRTIO_BLK_F_RO != 0
+    }
+
+    /// What carries out the I/O: `"io_uring"`, `"syscalls"` or `"null"`; `"vhost-user"` where another program does.
     #[must_use]
     pub fn driver_name(&self) -> &'static str {
         self.device.driver_name()

@@ -13,13 +13,13 @@ use super::*;
 use crate::testing::{DATA, Driver, MemDisk, guest_memory};
 
 const WINDOW: u32 = 0xC000_8000;
-const VERSION_1: u64 = 1 << 32;
+pub(super) const VERSION_1: u64 = 1 << 32;
 
 /// A machine that notes what is asked of it.
 #[derive(Debug, Default)]
-struct Bench {
+pub(super) struct Bench {
     watched: Mutex<BTreeMap<u64, OwnedFd>>,
-    connected: Arc<Mutex<BTreeMap<usize, MsiMessage>>>,
+    pub(super) connected: Arc<Mutex<BTreeMap<usize, MsiMessage>>>,
     interrupts: Mutex<Vec<OwnedFd>>,
 }
 
@@ -72,7 +72,7 @@ impl Machine for Bench {
 
 impl Bench {
     /// Whether an interrupt was signalled within a moment; it is not any more.
-    fn was_raised(&self, index: usize) -> bool {
+    pub(super) fn was_raised(&self, index: usize) -> bool {
         let event = self.interrupts.lock()[index].try_clone().expect("a descriptor");
         let until = Instant::now() + Duration::from_secs(5);
         while Instant::now() < until {
@@ -86,10 +86,11 @@ impl Bench {
     }
 }
 
-struct Board {
-    bench: Arc<Bench>,
-    disk: MemDisk,
-    function: VirtioPciBlock,
+/// A function in a machine, and the disk in memory that may be behind it.
+pub(super) struct Board {
+    pub(super) bench: Arc<Bench>,
+    pub(super) disk: MemDisk,
+    pub(super) function: VirtioPciBlock,
     memory: vm_memory::GuestMemoryMmap,
 }
 
@@ -121,23 +122,45 @@ impl Board {
         }
     }
 
-    fn config<const N: usize>(&mut self, offset: u16) -> [u8; N] {
+    /// With `queues` queues of the backend at `socket`, and memory that it can map.
+    pub(super) fn foreign(socket: &std::path::Path, queues: u16, disk: MemDisk) -> Result<Self, PlugError> {
+        let bench = Arc::new(Bench::default());
+        let file = tempfile::tempfile().expect("a file");
+        file.set_len(2 * crate::testing::REGION_BYTES)
+            .expect("its length");
+        let memory = guest_memory(Some(&file));
+        let config = VhostUserDiskConfig {
+            name: "disk".to_owned(),
+            socket: socket.to_owned(),
+            num_queues: queues,
+            queue_size: 64,
+        };
+        let machine = Arc::clone(&bench) as Arc<dyn Machine>;
+        Ok(Self {
+            function: VirtioPciBlock::vhost_user(memory.clone(), machine, WINDOW, config)?,
+            bench,
+            disk,
+            memory,
+        })
+    }
+
+    pub(super) fn config<const N: usize>(&mut self, offset: u16) -> [u8; N] {
         let mut bytes = [0; N];
         self.function.read_config(offset, &mut bytes);
         bytes
     }
 
-    fn config_u32(&mut self, offset: u16) -> u32 {
+    pub(super) fn config_u32(&mut self, offset: u16) -> u32 {
         u32::from_le_bytes(self.config(offset))
     }
 
-    fn get(&mut self, offset: u64, len: usize) -> u64 {
+    pub(super) fn get(&mut self, offset: u64, len: usize) -> u64 {
         let mut bytes = [0; 8];
         self.function.read(offset, &mut bytes[..len]);
         u64::from_le_bytes(bytes)
     }
 
-    fn set(&mut self, offset: u64, len: usize, value: u64) {
+    pub(super) fn set(&mut self, offset: u64, len: usize, value: u64) {
         self.function.write(offset, &value.to_le_bytes()[..len]);
     }
 
@@ -160,7 +183,7 @@ impl Board {
     }
 
     /// What a driver does before it uses queues: memory on, MSI-X on, features, a vector for each queue.
-    fn negotiate(&mut self, features: u64) {
+    pub(super) fn negotiate(&mut self, features: u64) {
         self.function.write_config(4, &6u16.to_le_bytes());
         let msix = self.capability(0x11, 0);
         self.function.write_config(msix + 2, &0x8000u16.to_le_bytes());
@@ -174,7 +197,7 @@ impl Board {
     }
 
     /// Sets a queue up at the driver's place, with vector `index + 1`, and enables it.
-    fn enable(&mut self, index: u16) -> Driver {
+    pub(super) fn enable(&mut self, index: u16) -> Driver {
         let driver = Driver::new(self.memory.clone(), index.into(), 64);
         self.set(22, 2, index.into());
         self.set(24, 2, 64);
@@ -194,14 +217,14 @@ impl Board {
     }
 
     /// Signals the eventfd that the machine would signal for a write to the queue's place.
-    fn kick(&mut self, index: u64) {
+    pub(super) fn kick(&mut self, index: u64) {
         let watched = self.bench.watched.lock();
         let kick = &watched[&(u64::from(WINDOW) + 0x3000 + index * 4)];
         rustix::io::write(kick, &1u64.to_ne_bytes()).expect("a kick");
     }
 }
 
-fn wait_used(driver: &mut Driver) -> (u32, u32) {
+pub(super) fn wait_used(driver: &mut Driver) -> (u32, u32) {
     let until = Instant::now() + Duration::from_secs(5);
     loop {
         if let Some(used) = driver.take_used() {
@@ -213,7 +236,7 @@ fn wait_used(driver: &mut Driver) -> (u32, u32) {
 }
 
 /// A write of one sector of `fill` to sector 2; its status.
-fn write(driver: &mut Driver, fill: u8) -> u16 {
+pub(super) fn write(driver: &mut Driver, fill: u8) -> u16 {
     driver.write(DATA, &[fill; 512]);
     let head = driver.request(1, 2, &[(DATA, 512, false)]);
     driver.publish();

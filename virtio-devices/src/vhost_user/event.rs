@@ -1,13 +1,14 @@
-//! Waiting for descriptors, and signalling eventfds that a client gave us.
+//! Waiting for descriptors, and eventfds that go to or come from a peer.
 
 #![expect(unsafe_code, reason = "poll(2) and fcntl(2) have no safe wrapper at hand")]
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use vmm_sys_util::eventfd::EventFd;
 
 /// Waits until one of two descriptors can be read from; says which can. A hang-up counts as readable.
 pub(super) fn wait_readable(first: BorrowedFd<'_>, second: BorrowedFd<'_>) -> io::Result<(bool, bool)> {
@@ -21,22 +22,60 @@ pub(super) fn wait_readable_for(fd: BorrowedFd<'_>, timeout: Duration) -> io::Re
 }
 
 fn poll(first: BorrowedFd<'_>, second: BorrowedFd<'_>, timeout_ms: libc::c_int) -> io::Result<(bool, bool)> {
-    let entry = |fd: BorrowedFd<'_>| libc::pollfd {
-        fd: fd.as_raw_fd(),
-        events: libc::POLLIN,
+    let watched = [first, second].map(|fd| (fd.as_raw_fd(), Wait::Readable));
+    let [first, second] = poll_all(watched, timeout_ms)?;
+    Ok((first, second))
+}
+
+/// What of a descriptor is waited for; a hang-up ends every wait.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Wait {
+    Readable,
+    HangUp,
+}
+
+/// Waits until something happens to one of some descriptors, or for so many milliseconds if they are not negative; says
+/// to which. Numbers below zero are passed over. Nothing, if a signal came first.
+pub(crate) fn poll_all<const N: usize>(
+    watched: [(RawFd, Wait); N],
+    timeout_ms: libc::c_int,
+) -> io::Result<[bool; N]> {
+    let mut entries = watched.map(|(fd, wait)| libc::pollfd {
+        fd,
+        events: match wait {
+            Wait::Readable => libc::POLLIN,
+            Wait::HangUp => libc::POLLRDHUP,
+        },
         revents: 0,
-    };
-    let mut entries = [entry(first), entry(second)];
-    // SAFETY: the kernel reads and writes two entries, which are live and exclusive.
-    let ready = unsafe { libc::poll(entries.as_mut_ptr(), 2, timeout_ms) };
+    });
+    // SAFETY: the kernel reads and writes as many entries as there are, which are live and exclusive.
+    let ready = unsafe { libc::poll(entries.as_mut_ptr(), N as libc::nfds_t, timeout_ms) };
     if ready < 0 {
         let error = io::Error::last_os_error();
         if error.kind() == io::ErrorKind::Interrupted {
-            return Ok((false, false));
+            return Ok([false; N]);
         }
         return Err(error);
     }
-    Ok((entries[0].revents != 0, entries[1].revents != 0))
+    Ok(entries.map(|entry| entry.revents != 0))
+}
+
+/// An eventfd in the form that messages take.
+pub(crate) fn event_of(fd: BorrowedFd<'_>) -> io::Result<EventFd> {
+    let fd = fd.try_clone_to_owned()?.into_raw_fd();
+    // SAFETY: the duplicate was just made, and is given away here.
+    Ok(unsafe { EventFd::from_raw_fd(fd) })
+}
+
+/// A duplicate of a descriptor that somebody else owns.
+pub(crate) fn duplicate(fd: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: numbers only; what `fd` is does not change.
+    let new = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
+    if new < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: `new` was just made and nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(new) })
 }
 
 /// Makes `fd` mean what `by` means, and lets go of what it meant.

@@ -14,7 +14,7 @@
 
 mod backend;
 mod closed;
-mod event;
+pub(crate) mod event;
 mod fault;
 mod handover;
 mod inflight;

@@ -32,8 +32,9 @@ const OUR_VM: &str = "it applies to disks of a virtual machine that Ringdisk run
 const BYTES: &str = "bytes from 1 up, such as 100M";
 const NUMBER: &str = "a number from 1 up";
 const MILLIS: &str = "milliseconds from 1 to 4294967295";
-const CLIENT: &str = "it tells a virtual machine where its disk's server is; \
-                      a server takes its socket from --socket";
+/// Why a server is not one's client.
+pub(super) const CLIENT: &str = "it tells a virtual machine where its disk's server is; \
+                                 a server takes its socket from --socket";
 const CREATE: &str = "it applies to images that are created";
 
 const fn here(name: &'static str, takes: &'static str, default: &'static str, about: &'static str) -> Key {
@@ -166,11 +167,21 @@ pub static KEYS: &[Key] = &[
         "none",
         "the disks whose limits it shares, instead of limits of its own",
     ),
+    here(
+        "vhost_user",
+        ON_OFF,
+        "off",
+        "another program serves the disk to `ringdisk run`: a vhost-user-blk backend",
+    ),
+    here(
+        "socket",
+        "the path of a socket",
+        "none",
+        "where that backend listens",
+    ),
     elsewhere("iommu", OUR_VM),
     elsewhere("pci_segment", OUR_VM),
     elsewhere("pci_device_id", OUR_VM),
-    elsewhere("vhost_user", CLIENT),
-    elsewhere("socket", CLIENT),
     elsewhere("cow", CREATE),
     elsewhere("compression", CREATE),
 ];

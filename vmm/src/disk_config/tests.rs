@@ -38,6 +38,7 @@ fn every_key_reaches_its_field() {
     );
     let expected = DiskConfig {
         path: "d".into(),
+        vhost_user: false,
         image_type: Some(ImageType::Qcow2),
         readonly: true,
         direct: true,
@@ -131,6 +132,53 @@ fn limits_are_a_size_in_a_time_and_perhaps_a_burst() {
         ),
     ] {
         assert_eq!(refused(&format!("path=d,{text}")), format!("--disk: {message}"));
+    }
+}
+
+#[test]
+fn a_disk_that_another_program_serves_is_a_socket_and_little_more() {
+    let config = parse("vhost_user=on,socket=/run/s,num_queues=2,queue_size=256,id=d");
+    let mut expected = DiskConfig::new("/run/s");
+    (expected.vhost_user, expected.num_queues, expected.queue_size) = (true, 2, 256);
+    expected.id = Some("d".to_owned());
+    assert_eq!(config, expected);
+    assert_eq!(parse("socket=s,vhost_user=on").name(), "s");
+    assert!(!parse("path=d,vhost_user=off").vhost_user);
+    let refusal = config.is_own().map_err(|error| error.to_string());
+    assert!(refusal.is_err_and(|error| error.contains("a server takes its socket from --socket")));
+    parse("path=d").is_own().expect("an image");
+    let sees_to_it = "the program that serves the disk sees to that";
+    for (text, message) in [
+        (
+            "vhost_user=on",
+            "`vhost_user` is given without `socket`, which takes the path of a socket".to_owned(),
+        ),
+        (
+            "path=d,socket=s",
+            "`socket` is given without `vhost_user`, which takes on or off".to_owned(),
+        ),
+        (
+            "path=d,socket=s,vhost_user=on",
+            format!("`path` contradicts `vhost_user=on`: {sees_to_it}"),
+        ),
+        (
+            "socket=s,vhost_user=on,bw_size=1M,bw_refill_time=1",
+            format!("`bw_size` contradicts `vhost_user=on`: {sees_to_it}"),
+        ),
+        (
+            "socket=s,rate_limit_group=g,vhost_user=on",
+            format!("`rate_limit_group` contradicts `vhost_user=on`: {sees_to_it}"),
+        ),
+        (
+            "socket=s,vhost_user=on,readonly=off",
+            format!("`readonly` contradicts `vhost_user=on`: {sees_to_it}"),
+        ),
+        (
+            "socket=,vhost_user=on",
+            "`socket=`: socket takes the path of a socket".to_owned(),
+        ),
+    ] {
+        assert_eq!(refused(text), format!("--disk: {message}"));
     }
 }
 
@@ -236,6 +284,13 @@ fn the_table_of_keys_and_the_parser_know_the_same_keys() {
                 assert_eq!(error, Some(DiskConfigError::Duplicate { key: "path" }));
             }
             Scope::Here if ["id", "rate_limit_group"].contains(&key.name) => assert_eq!(error, None),
+            // Any text, too, but not beside a path.
+            Scope::Here if key.name == "socket" => {
+                assert!(
+                    matches!(error, Some(DiskConfigError::Incomplete { .. })),
+                    "{error:?}"
+                );
+            }
             Scope::Here => {
                 let value = "\u{1}".to_owned();
                 assert_eq!(
@@ -323,8 +378,6 @@ fn keys_of_the_full_syntax_are_refused_with_where_they_apply() {
             "{message}"
         );
     }
-    assert!(refused("path=a,socket=/s").contains("--socket"));
-    assert!(refused("path=a,vhost_user=on").contains("--socket"));
     assert!(refused("path=a,cow=on").contains("images that are created"));
 }
 

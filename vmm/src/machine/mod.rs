@@ -25,7 +25,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use block::Disk;
-use virtio_devices::transport::{BAR_BYTES, PciDiskConfig, PlugError, VirtioPciBlock};
+use virtio_devices::transport::{
+    BAR_BYTES, Machine as BusMachine, PciDiskConfig, PlugError, VhostUserDiskConfig, VirtioPciBlock,
+};
+use vm_memory::GuestMemoryMmap;
 
 pub use bus::SLOTS;
 pub use console::{Console, ConsoleConfig, ConsoleError, restore_terminal};
@@ -285,6 +288,31 @@ impl Machine {
         disk: Arc<dyn Disk>,
         config: PciDiskConfig,
     ) -> Result<usize, MachineError> {
+        self.plug_with(slot, |memory, bus, window| {
+            VirtioPciBlock::new(disk, memory, bus, window, config)
+        })
+    }
+
+    /// As [`Machine::plug`], a disk that another program serves.
+    ///
+    /// # Errors
+    ///
+    /// [`MachineError`].
+    pub fn plug_vhost_user(
+        &self,
+        slot: Option<usize>,
+        config: VhostUserDiskConfig,
+    ) -> Result<usize, MachineError> {
+        self.plug_with(slot, |memory, bus, window| {
+            VirtioPciBlock::vhost_user(memory, bus, window, config)
+        })
+    }
+
+    fn plug_with(
+        &self,
+        slot: Option<usize>,
+        make: impl FnOnce(GuestMemoryMmap, Arc<dyn BusMachine>, u32) -> Result<VirtioPciBlock, PlugError>,
+    ) -> Result<usize, MachineError> {
         let mut disks = lock(&self.disks.plugged);
         let slot = slot
             .or_else(|| self.disks.slots.free())
@@ -294,7 +322,7 @@ impl Machine {
         }
         let window = arch::WINDOWS.start as u32 + slot as u32 * BAR_BYTES;
         let bus = Arc::new(KvmBus(Arc::clone(&self.kvm)));
-        let function = VirtioPciBlock::new(disk, self.kvm.memory().clone(), bus, window, config)?;
+        let function = make(self.kvm.memory().clone(), bus, window)?;
         let function = Arc::new(Mutex::new(function));
         self.disks
             .slots
@@ -351,6 +379,16 @@ impl Machine {
         let plugged = plugged.ok_or(ResizeError::NoDisk)?;
         let size_bytes = lock(&plugged).resize(size_bytes)?;
         Ok(size_bytes)
+    }
+
+    /// The size in bytes of the disk in `slot` and whether it can only be read, as the guest sees it.
+    #[must_use]
+    pub fn shown(&self, slot: usize) -> (u64, bool) {
+        let plugged = lock(&self.disks.plugged).get(&slot).cloned();
+        plugged.map_or((0, true), |disk| {
+            let disk = lock(&disk);
+            (disk.size_bytes(), disk.is_read_only())
+        })
     }
 
     /// What carries out the I/O of the disk in `slot`.

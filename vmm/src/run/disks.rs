@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use block::worker::{StartHook, WorkerConfig};
 use block::{Context, Disk};
-use virtio_devices::transport::PciDiskConfig;
+use virtio_devices::transport::{PciDiskConfig, VhostUserDiskConfig};
 
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
@@ -54,7 +54,8 @@ impl Departure {
 #[derive(Debug)]
 pub(super) struct Attached {
     pub(super) config: DiskConfig,
-    opened: OpenedDisk,
+    /// The image; `None` if another program serves it.
+    opened: Option<OpenedDisk>,
     sandbox: bool,
     /// Whether the guest was asked to let it go.
     pub(super) asked: bool,
@@ -65,7 +66,7 @@ impl Attached {
     /// Opens and locks the image. With `sandbox`, its queues' threads give up what queues do not need.
     pub(super) fn open(config: &DiskConfig, sandbox: bool) -> Result<Self, OpenError> {
         Ok(Self {
-            opened: open::open(config)?,
+            opened: (!config.vhost_user).then(|| open::open(config)).transpose()?,
             sandbox,
             config: config.clone(),
             asked: false,
@@ -77,8 +78,8 @@ impl Attached {
         self.config.name()
     }
 
-    pub(super) fn disk(&self) -> Arc<dyn Disk> {
-        self.opened.disk()
+    fn disk(&self) -> Option<Arc<dyn Disk>> {
+        self.opened.as_ref().map(OpenedDisk::disk)
     }
 
     /// How the machine shows it.
@@ -108,8 +109,21 @@ impl Attached {
         }
     }
 
+    /// How the machine shows what another program serves.
+    fn backend(&self) -> VhostUserDiskConfig {
+        VhostUserDiskConfig {
+            name: self.name(),
+            socket: self.config.path.clone(),
+            num_queues: self.config.num_queues,
+            queue_size: self.config.queue_size,
+        }
+    }
+
     fn plug(&self, machine: &Machine, slot: Option<usize>) -> Result<usize, MachineError> {
-        let slot = machine.plug(slot, self.disk(), self.function())?;
+        let slot = match self.disk() {
+            Some(disk) => machine.plug(slot, disk, self.function())?,
+            None => machine.plug_vhost_user(slot, self.backend())?,
+        };
         let driver = machine.driver_name(slot);
         tracing::info!(disk = %self.name(), slot, driver, "plugged in");
         Ok(slot)
@@ -118,11 +132,14 @@ impl Attached {
     /// Closes the image as a clean shutdown should, and lets go its lock.
     pub(super) fn close(self) -> Result<(), CommandFailure> {
         let name = self.name();
-        let disk = self.disk();
+        let Some(opened) = self.opened else {
+            return Ok(());
+        };
+        let disk = opened.disk();
         let cx = Context::syscalls();
         let closed = cx.block_on(disk.close(&cx));
         drop(cx);
-        let released = self.opened.release(SHARED_MAX);
+        let released = opened.release(SHARED_MAX);
         let about = |error: Box<dyn std::error::Error + Send + Sync>| {
             CommandFailure::about(format!("disk {name} was not closed cleanly"), error)
         };

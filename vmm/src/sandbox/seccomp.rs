@@ -111,6 +111,7 @@ const CPU: &[libc::c_long] = &[
     libc::SYS_sendmsg,
     libc::SYS_recvfrom,
     libc::SYS_sendto,
+    libc::SYS_shutdown,
 ];
 
 /// What a CPU's thread asks of KVM: to run the guest, and to set up kicks and interrupts. Linux: `include/uapi/linux/kvm.h`.

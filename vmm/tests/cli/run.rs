@@ -37,6 +37,19 @@ fn what_makes_no_sense_is_refused_before_anything_is_opened() {
             &["--disk", "path=disk.qcow2,num_queues=2"],
             "disk disk.qcow2 has num_queues=2 for 1 CPUs; a disk has at most as many queues as there are CPUs",
         ),
+        (
+            &[
+                "--disk",
+                "vhost_user=on,socket=s",
+                "--disk",
+                "vhost_user=on,socket=s",
+            ],
+            "two disks have the image s",
+        ),
+        (
+            &["--disk", "vhost_user=on,socket=s,bw_size=1M,bw_refill_time=1"],
+            "`bw_size` contradicts `vhost_user=on`: the program that serves the disk sees to that",
+        ),
         (&["--memory", "lots"], "--memory lots: "),
         (
             &["--memory", "size=1G,sise=2G"],

@@ -43,6 +43,14 @@ fn a_command_line_that_makes_no_sense_is_one_line_and_exit_code_2() {
             &["io", "--disk", "path=x,iommu=on"],
             "`iommu` does not apply here",
         ),
+        (
+            &["io", "--disk", "vhost_user=on,socket=s"],
+            "`vhost_user` does not apply here: it tells a virtual machine where its disk's server is",
+        ),
+        (
+            &["vhost-user", "--socket", "s", "--disk", "vhost_user=on,socket=t"],
+            "a server takes its socket from --socket",
+        ),
         (&["io", "--disk", "readonly=on"], "`path` is missing"),
         (&["io", "--disk", "path=x", "--queues", "0"], "--queues"),
         (

@@ -6,6 +6,7 @@
 #![expect(unsafe_code, reason = "tries to break out by raw system calls")]
 #![expect(clippy::print_stderr, reason = "a child tells its parent what failed")]
 
+mod foreign;
 mod missing;
 
 use std::fs::File;

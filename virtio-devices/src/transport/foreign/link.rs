@@ -1,0 +1,370 @@
+//! The connection with a backend: messages that are not waited for for ever, and somebody who watches it.
+//!
+//! The thread that watches sees the backend go, hears what it says by itself, and shuts a connection down whose backend
+//! does not answer: whoever waits for the answer then gets an error.
+//!
+//! What must stay true: the watcher sends no message, so it is never one of those who wait; and that a backend has gone
+//! is told once.
+
+use std::fmt;
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use vhost::vhost_user::{
+    Error as MessageError, Frontend, FrontendReqHandler, HandlerResult, VhostUserFrontendReqHandler,
+};
+
+use super::super::pci::{Shared, signal};
+use crate::vhost_user::event::{Wait, duplicate, poll_all};
+
+/// Why there is no disk of a vhost-user backend, or no more.
+#[derive(Debug, thiserror::Error)]
+pub enum BackendError {
+    /// Nobody listens.
+    #[error("cannot connect to the vhost-user backend at {}", socket.display())]
+    Connect {
+        /// Where.
+        socket: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It answers too late, or never. One that serves another client does so.
+    #[error("the vhost-user backend at {} has not answered {message} within {patience:?}", socket.display())]
+    Silent {
+        /// Where.
+        socket: PathBuf,
+        /// What it was told.
+        message: &'static str,
+        /// How long it had.
+        patience: Duration,
+    },
+    /// It refuses, or what it says makes no sense.
+    #[error("the vhost-user backend at {} failed at {message}", socket.display())]
+    Message {
+        /// Where.
+        socket: PathBuf,
+        /// What it was told.
+        message: &'static str,
+        /// How.
+        #[source]
+        source: vhost::Error,
+    },
+    /// It does not do something that is needed.
+    #[error("the vhost-user backend at {} lacks {what}", socket.display())]
+    Lacks {
+        /// Where.
+        socket: PathBuf,
+        /// What is missing.
+        what: &'static str,
+    },
+    /// It has fewer queues than were asked for.
+    #[error("the vhost-user backend at {} has {found} queues; {asked} are asked for", socket.display())]
+    Queues {
+        /// Where.
+        socket: PathBuf,
+        /// How many it has.
+        found: u64,
+        /// How many are asked for.
+        asked: u16,
+    },
+    /// It was there, and has gone.
+    #[error("the vhost-user backend at {} has gone", socket.display())]
+    Gone {
+        /// Where.
+        socket: PathBuf,
+    },
+    /// The guest's memory cannot be shared, or a ring is not in it.
+    #[error("{what} at the guest's address {address:#x} is not in memory that can be shared")]
+    Memory {
+        /// What.
+        what: &'static str,
+        /// Where.
+        address: u64,
+    },
+    /// The host has no more descriptors or threads.
+    #[error("cannot make an event or a thread for a vhost-user backend")]
+    Host(#[source] io::Error),
+}
+
+/// How long a backend may take for the messages of its set-up.
+pub(super) const SETUP_PATIENCE: Duration = Duration::from_secs(5);
+/// How long it may take later, when it may have to drain a queue first.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How often the watcher looks whether an answer is overdue, while somebody waits for one.
+const LOOK_MS: i32 = 100;
+/// No descriptor, where one is waited for.
+const NOBODY: RawFd = -1;
+
+/// What both ends of a connection's life share.
+pub(super) struct Link {
+    socket: PathBuf,
+    stream: UnixStream,
+    frontend: Frontend,
+    patience: Mutex<Duration>,
+    /// By when the message that is under way must be answered.
+    deadline: Mutex<Option<Instant>>,
+    overdue: AtomicBool,
+    gone: AtomicBool,
+    /// The backend has said that its configuration changed, and nobody has looked since.
+    stale: AtomicBool,
+    /// Wakes the watcher.
+    wake: OwnedFd,
+    /// Signalled by the backend when a guest has broken a queue.
+    broken: OwnedFd,
+    /// The function, once there is one.
+    function: OnceLock<Arc<Shared>>,
+    /// Whether the backend waits for an answer when it says something by itself.
+    answers: AtomicBool,
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link")
+            .field("socket", &self.socket)
+            .field("gone", &self.gone)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Link {
+    pub(super) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::SeqCst)
+    }
+
+    /// What the backend signals when a guest has broken a queue.
+    pub(super) fn broken(&self) -> BorrowedFd<'_> {
+        self.broken.as_fd()
+    }
+
+    /// The backend waits for an answer when it says something by itself.
+    pub(super) fn answer(&self) {
+        self.answers.store(true, Ordering::SeqCst);
+    }
+
+    /// From now on `function` is told what happens, and messages may take longer.
+    pub(super) fn serve(&self, function: &Arc<Shared>) {
+        *self.patience.lock() = PATIENCE;
+        // A connection serves one function, so this is the first.
+        self.function.set(Arc::clone(function)).unwrap_or_default();
+        if self.is_gone() {
+            function.needs_reset();
+        }
+    }
+
+    /// Whether the configuration has changed since this was asked last.
+    pub(super) fn take_stale(&self) -> bool {
+        self.stale.swap(false, Ordering::SeqCst)
+    }
+
+    /// Sends a message and waits for what it is answered, if it is. One at a time.
+    pub(super) fn tell<T>(
+        &self,
+        message: &'static str,
+        send: impl FnOnce(&mut Frontend) -> vhost::Result<T>,
+    ) -> Result<T, BackendError> {
+        let socket = || self.socket.clone();
+        if self.is_gone() {
+            return Err(BackendError::Gone { socket: socket() });
+        }
+        let patience = *self.patience.lock();
+        *self.deadline.lock() = Instant::now().checked_add(patience);
+        signal(self.wake.as_fd());
+        let answer = send(&mut self.frontend.clone());
+        *self.deadline.lock() = None;
+        answer.map_err(|source| {
+            if self.overdue.load(Ordering::SeqCst) {
+                return BackendError::Silent {
+                    socket: socket(),
+                    message,
+                    patience,
+                };
+            }
+            // Who only says no is still there.
+            let refusal = vhost::Error::VhostUserProtocol(MessageError::BackendInternalError);
+            if source.to_string() != refusal.to_string() {
+                self.lose(&source);
+            }
+            BackendError::Message {
+                socket: socket(),
+                message,
+                source,
+            }
+        })
+    }
+
+    /// The backend has gone, or is not to be trusted any more.
+    fn lose(&self, why: &dyn fmt::Display) {
+        if self.gone.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        // One that is shut down already is as good.
+        self.stream.shutdown(Shutdown::Both).unwrap_or_default();
+        if let Some(function) = self.function.get() {
+            let (disk, socket) = (&function.name, self.socket.display());
+            tracing::error!(%disk, %socket, %why, "the vhost-user backend is lost; the disk needs a reset by its guest");
+            function.needs_reset();
+        }
+    }
+
+    /// Sees to the connection until it is lost or ended.
+    fn watch(&self, mut requests: FrontendReqHandler<ConfigChanges>, changes: &ConfigChanges) {
+        let mut hears = true;
+        while !self.is_gone() {
+            let waits = self.deadline.lock().is_some();
+            let says = if hears { requests.as_raw_fd() } else { NOBODY };
+            let watched = [
+                (self.stream.as_raw_fd(), Wait::HangUp),
+                (self.wake.as_raw_fd(), Wait::Readable),
+                (self.broken.as_raw_fd(), Wait::Readable),
+                (says, Wait::Readable),
+            ];
+            let seen = poll_all(watched, if waits { LOOK_MS } else { -1 });
+            let [hung_up, woken, broken, said] = match seen {
+                Ok(seen) => seen,
+                Err(error) => return self.lose(&error),
+            };
+            if hung_up {
+                return self.lose(&"it has closed the connection");
+            }
+            if woken {
+                take(self.wake.as_fd());
+            }
+            if broken {
+                take(self.broken.as_fd());
+                self.queue_broken();
+            }
+            if said {
+                requests.set_reply_ack_flag(self.answers.load(Ordering::SeqCst));
+                if let Err(error) = requests.handle_request() {
+                    let socket = self.socket.display();
+                    tracing::warn!(%socket, %error, "what a vhost-user backend says by itself is not understood");
+                    // Its disk works without.
+                    hears = false;
+                }
+                if changes.0.swap(false, Ordering::SeqCst) {
+                    self.config_changed();
+                }
+            }
+            let deadline = *self.deadline.lock();
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                self.overdue.store(true, Ordering::SeqCst);
+                return self.lose(&"it does not answer");
+            }
+        }
+    }
+
+    fn config_changed(&self) {
+        self.stale.store(true, Ordering::SeqCst);
+        if let Some(function) = self.function.get() {
+            function.config_changed();
+        }
+    }
+
+    fn queue_broken(&self) {
+        if let Some(function) = self.function.get() {
+            tracing::warn!(disk = %function.name, "a guest broke its queue; the vhost-user backend has stopped it");
+            function.needs_reset();
+        }
+    }
+}
+
+/// Takes the signals of an eventfd that has some.
+fn take(event: BorrowedFd<'_>) {
+    rustix::io::read(event, &mut [0; 8]).map_or_else(drop, drop);
+}
+
+/// Notes what a backend says by itself.
+#[derive(Default)]
+struct ConfigChanges(AtomicBool);
+
+impl VhostUserFrontendReqHandler for ConfigChanges {
+    fn handle_config_change(&self) -> HandlerResult<u64> {
+        self.0.store(true, Ordering::SeqCst);
+        Ok(0)
+    }
+}
+
+/// A connection, and the thread that watches it. Dropping it ends both.
+#[derive(Debug)]
+pub(super) struct Connection {
+    link: Arc<Link>,
+    /// The backend's end of the channel on which it says things by itself.
+    channel: UnixStream,
+    watcher: Option<JoinHandle<()>>,
+}
+
+impl Connection {
+    /// Connects to the backend that listens at `socket`, for `queues` queues.
+    pub(super) fn open(socket: &Path, queues: u16, patience: Duration) -> Result<Self, BackendError> {
+        let stream = UnixStream::connect(socket).map_err(|source| BackendError::Connect {
+            socket: socket.to_owned(),
+            source,
+        })?;
+        let host = BackendError::Host;
+        let changes = Arc::new(ConfigChanges::default());
+        let requests = FrontendReqHandler::new(Arc::clone(&changes));
+        let requests = requests.map_err(|error| host(io::Error::other(error)))?;
+        let channel = duplicate(requests.get_tx_raw_fd()).map_err(host)?;
+        let link = Arc::new(Link {
+            socket: socket.to_owned(),
+            frontend: Frontend::from_stream(stream.try_clone().map_err(host)?, queues.into()),
+            stream,
+            patience: Mutex::new(patience),
+            deadline: Mutex::new(None),
+            overdue: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
+            stale: AtomicBool::new(false),
+            wake: block::task::eventfd().map_err(host)?,
+            broken: block::task::eventfd().map_err(host)?,
+            function: OnceLock::new(),
+            answers: AtomicBool::new(false),
+        });
+        let watched = Arc::clone(&link);
+        let watcher = std::thread::Builder::new()
+            .name("vhost-user".to_owned())
+            .spawn(move || watched.watch(requests, &changes))
+            .map_err(host)?;
+        Ok(Self {
+            link,
+            channel: channel.into(),
+            watcher: Some(watcher),
+        })
+    }
+
+    pub(super) fn link(&self) -> &Link {
+        &self.link
+    }
+
+    /// The backend's end of the channel on which it says things by itself.
+    pub(super) fn channel(&self) -> &UnixStream {
+        &self.channel
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // An end that is meant is no loss, and what is shut down already is as good.
+        self.link.gone.store(true, Ordering::SeqCst);
+        self.link.stream.shutdown(Shutdown::Both).unwrap_or_default();
+        self.channel.shutdown(Shutdown::Both).unwrap_or_default();
+        signal(self.link.wake.as_fd());
+        if let Some(watcher) = self.watcher.take()
+            && watcher.join().is_err()
+        {
+            tracing::error!("the thread that watches a vhost-user backend has panicked");
+        }
+    }
+}

@@ -1,0 +1,508 @@
+//! The function against backends over real sockets: our own server, QEMU's storage daemon, and some that are none.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use block::Op;
+
+use super::super::tests::{Board, VERSION_1, wait_used, write};
+use super::*;
+use crate::testing::{DATA, DISK_BYTES, Driver, MemDisk, guest_memory};
+use crate::transport::PlugError;
+use crate::vhost_user::{StopToken, VhostUserConfig, VhostUserServer};
+
+const SIZE: u64 = DISK_BYTES / 512;
+const RING_RESET: u64 = 1 << 40;
+const NEEDS_RESET: u64 = 64;
+const READY: u64 = 15;
+
+fn wait(what: &str, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(
+            start.elapsed() < Duration::from_secs(20),
+            "still waiting for {what}"
+        );
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn folder() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("socket");
+    (folder, socket)
+}
+
+/// Our server in a thread of its own.
+struct Server {
+    stop: StopToken,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    fn start(socket: &Path, disk: &MemDisk, num_queues: u16) -> Self {
+        std::fs::remove_file(socket).unwrap_or_default();
+        let listener = UnixListener::bind(socket).expect("a socket");
+        let stop = StopToken::new().expect("a token");
+        let config = VhostUserConfig {
+            num_queues,
+            serial: "S1".to_owned(),
+            ..VhostUserConfig::default()
+        };
+        let server = VhostUserServer::start(disk.disk(), &config).expect("a server");
+        let token = stop.clone();
+        let thread = std::thread::spawn(move || {
+            server.serve(&listener, &token).expect("no failure");
+            server.close().expect("a clean close");
+        });
+        Self {
+            stop,
+            thread: Some(thread),
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop.stop();
+        if let Some(thread) = self.thread.take() {
+            let ended = thread.join();
+            assert!(ended.is_ok() || std::thread::panicking());
+        }
+    }
+}
+
+/// A function with `queues` queues, a server behind it, and a driver that is ready.
+fn ready(queues: u16) -> (tempfile::TempDir, Server, Board, Vec<Driver>) {
+    let (folder, socket) = folder();
+    let disk = MemDisk::new();
+    let server = Server::start(&socket, &disk, queues);
+    let mut board = Board::foreign(&socket, queues, disk).expect("a function");
+    board.negotiate(VERSION_1 | RING_RESET);
+    let drivers = (0..queues).map(|index| board.enable(index)).collect();
+    board.set(20, 1, READY);
+    assert_eq!(board.get(20, 1), READY);
+    (folder, server, board, drivers)
+}
+
+/// Writes a sector of `fill` through queue `index`, and sees it arrive and raise its interrupt.
+fn work(board: &mut Board, driver: &mut Driver, index: u64, fill: u8) {
+    let head = write(driver, fill);
+    board.kick(index);
+    assert_eq!(wait_used(driver).0, u32::from(head));
+    assert_eq!(driver.status(head), 0);
+    assert!(board.bench.was_raised(index as usize + 1), "the interrupt");
+    assert_eq!(board.disk.bytes(1024, 512), vec![fill; 512]);
+}
+
+/// Sets queue `index` up anew, in rings that are as empty as a driver makes them.
+fn enable_anew(board: &mut Board, index: u16, old: &Driver) -> Driver {
+    for ring in [old.addresses.available, old.addresses.used] {
+        old.write(ring, &[0; 0x400]);
+    }
+    board.enable(index)
+}
+
+#[test]
+fn a_driver_finds_the_backends_disk_and_is_interrupted_by_it() {
+    let (_folder, _server, mut board, mut drivers) = ready(2);
+    assert_eq!(board.function.driver_name(), "vhost-user");
+    assert_eq!(board.function.size_bytes(), DISK_BYTES);
+    assert!(!board.function.is_read_only());
+    assert_eq!(board.get(0x2000, 8), SIZE);
+    assert_eq!(board.get(0x2000 + 34, 2), 2, "queues");
+    assert_eq!(board.get(0x2000 + 60, 4), 0, "nothing past its end");
+    board.set(0, 4, 1);
+    assert_eq!(
+        board.get(4, 4) << 32 & !(VERSION_1 | RING_RESET),
+        0,
+        "no more of the transport than it carries"
+    );
+    board.set(0, 4, 0);
+    let offered = board.get(4, 4);
+    assert_eq!(
+        offered & PROTOCOL_FEATURES,
+        0,
+        "the protocol's own bit is no guest's"
+    );
+    assert_ne!(offered & 1 << VIRTIO_BLK_F_MQ, 0);
+    for (index, driver) in drivers.iter_mut().enumerate() {
+        work(&mut board, driver, index as u64, 0x50 + index as u8);
+    }
+    // A machine that watches nothing brings the write here.
+    let head = write(&mut drivers[0], 0x77);
+    board.set(0x3000, 2, 0);
+    assert_eq!(wait_used(&mut drivers[0]).0, u32::from(head));
+}
+
+#[test]
+fn a_read_only_disk_and_a_single_queue_are_shown_as_such() {
+    let (_folder, socket) = folder();
+    let disk = MemDisk::with(|info| info.read_only = true);
+    let _server = Server::start(&socket, &disk, 4);
+    let mut board = Board::foreign(&socket, 1, disk).expect("a function");
+    assert!(board.function.is_read_only());
+    assert_eq!(board.get(4, 4) & 1 << VIRTIO_BLK_F_MQ, 0);
+    assert_eq!(
+        board.get(0x2000 + 34, 2),
+        1,
+        "as many as there are here, not as there are there"
+    );
+}
+
+#[test]
+fn a_masked_interrupt_waits_and_another_vector_is_taken_at_once() {
+    let (_folder, _server, mut board, mut drivers) = ready(2);
+    let driver = &mut drivers[0];
+    board.set(0x4000 + 16 + 12, 4, 1);
+    assert!(!board.bench.connected.lock().contains_key(&1), "masked");
+    let head = write(driver, 1);
+    board.kick(0);
+    assert_eq!(wait_used(driver).0, u32::from(head));
+    wait("the pending bit", || board.get(0x6000, 8) & 2 == 2);
+    board.set(0x4000 + 16 + 12, 4, 0);
+    assert!(board.bench.was_raised(1), "the signal was kept");
+    // Queue 0 moves to the configuration's vector while it runs.
+    board.set(22, 2, 0);
+    board.set(26, 2, 0);
+    let head = write(driver, 2);
+    board.kick(0);
+    assert_eq!(wait_used(driver).0, u32::from(head));
+    assert!(board.bench.was_raised(0));
+    // And to none: nobody is told, and nothing is lost.
+    board.set(26, 2, 0xFFFF);
+    let head = write(driver, 3);
+    board.kick(0);
+    assert_eq!(wait_used(driver).0, u32::from(head));
+    assert_eq!(board.get(20, 1), READY);
+}
+
+#[test]
+fn queues_stop_with_a_pause_or_a_reset_and_go_on_where_they_were() {
+    let (_folder, _server, mut board, mut drivers) = ready(2);
+    for round in 0..3 {
+        work(&mut board, &mut drivers[0], 0, 10 + round);
+        board.function.pause().expect("a pause");
+        let head = write(&mut drivers[0], 20 + round);
+        board.kick(0);
+        std::thread::sleep(Duration::from_millis(50));
+        assert_eq!(drivers[0].take_used(), None, "paused");
+        board.function.resume();
+        assert_eq!(
+            wait_used(&mut drivers[0]).0,
+            u32::from(head),
+            "what waited is not forgotten"
+        );
+        assert!(board.bench.was_raised(1));
+    }
+    // One queue alone; the other goes on.
+    board.set(22, 2, 0);
+    board.set(58, 2, 1);
+    assert_eq!(board.get(28, 2), 0);
+    write(&mut drivers[0], 1);
+    board.kick(0);
+    work(&mut board, &mut drivers[1], 1, 2);
+    assert_eq!(drivers[0].take_used(), None, "reset");
+    drivers[0] = enable_anew(&mut board, 0, &drivers[0]);
+    work(&mut board, &mut drivers[0], 0, 3);
+    // All of it; a new driver begins anew.
+    board.set(20, 1, 0);
+    board.negotiate(VERSION_1);
+    for (index, driver) in (0..).zip(&mut drivers) {
+        *driver = enable_anew(&mut board, index, driver);
+    }
+    board.set(20, 1, READY);
+    work(&mut board, &mut drivers[1], 1, 4);
+    assert_eq!(board.get(20, 1), READY);
+}
+
+#[test]
+fn a_reset_returns_when_the_backend_has_nothing_in_flight_any_more() {
+    let (_folder, _server, mut board, mut drivers) = ready(1);
+    board.disk.hold();
+    let head = write(&mut drivers[0], 9);
+    board.kick(0);
+    wait("the request", || board.disk.held() > 0);
+    std::thread::scope(|scope| {
+        let disk = board.disk.clone();
+        scope.spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            disk.release();
+        });
+        board.set(20, 1, 0);
+    });
+    assert_eq!(drivers[0].take_used().map(|used| used.0), Some(u32::from(head)));
+}
+
+#[test]
+fn the_cache_mode_is_the_drivers_to_choose_and_a_reset_takes_the_choice_back() {
+    let (_folder, socket) = folder();
+    let disk = MemDisk::new();
+    let _server = Server::start(&socket, &disk, 1);
+    let mut board = Board::foreign(&socket, 1, disk).expect("a function");
+    let place = 0x2000 + WRITEBACK_OFFSET as u64;
+    board.negotiate(VERSION_1);
+    board.enable(0);
+    board.set(20, 1, READY);
+    board.set(place, 1, 0);
+    assert_eq!(board.get(place, 1), 1, "it was not agreed upon");
+    board.set(20, 1, 0);
+    board.negotiate(VERSION_1 | 1 << VIRTIO_BLK_F_CONFIG_WCE);
+    let mut driver = board.enable(0);
+    board.set(20, 1, READY);
+    board.set(place, 1, 7);
+    board.set(0x2000, 1, 1);
+    assert_eq!((board.get(place, 1), board.get(0x2000, 8)), (1, SIZE));
+    board.set(place, 1, 0);
+    assert_eq!(board.get(place, 1), 0);
+    work(&mut board, &mut driver, 0, 1);
+    let last = board.disk.log().last().map(|entry| entry.0);
+    assert_eq!(last, Some(Op::Write { fua: true }), "the backend knows");
+    board.set(20, 1, 0);
+    assert_eq!(board.get(place, 1), 1);
+    assert_eq!(board.get(20, 1), 0);
+}
+
+#[test]
+fn a_guest_that_breaks_its_queue_is_told_so() {
+    let (_folder, _server, mut board, mut drivers) = ready(1);
+    board.set(16, 2, 0);
+    drivers[0].available = drivers[0].available.wrapping_add(1000);
+    drivers[0].publish();
+    board.kick(0);
+    wait("the status", || board.get(20, 1) == READY | NEEDS_RESET);
+    assert!(board.bench.was_raised(0), "the configuration's interrupt");
+}
+
+#[test]
+fn rings_outside_of_memory_ask_for_a_reset() {
+    let (_folder, socket) = folder();
+    let disk = MemDisk::new();
+    let _server = Server::start(&socket, &disk, 1);
+    let mut board = Board::foreign(&socket, 1, disk).expect("a function");
+    board.negotiate(VERSION_1);
+    board.set(22, 2, 0);
+    board.set(32, 8, u64::MAX - 15);
+    board.set(28, 2, 1);
+    board.set(20, 1, READY);
+    assert_eq!(board.get(20, 1), READY | NEEDS_RESET);
+    board.set(20, 1, 0);
+    board.negotiate(VERSION_1);
+    let mut driver = board.enable(0);
+    board.set(20, 1, READY);
+    work(&mut board, &mut driver, 0, 1);
+}
+
+#[test]
+fn a_backend_that_goes_costs_the_guest_its_disk_until_a_reset_finds_another() {
+    let (folder, server, mut board, mut drivers) = ready(2);
+    board.set(16, 2, 0);
+    work(&mut board, &mut drivers[0], 0, 1);
+    drop(server);
+    wait("the status", || board.get(20, 1) == READY | NEEDS_RESET);
+    assert!(board.bench.was_raised(0), "the configuration's interrupt");
+    assert_eq!(board.get(0x2000, 8), SIZE, "what is known of it stays");
+    // Whatever a guest or the machine does now returns at once.
+    write(&mut drivers[0], 2);
+    board.kick(0);
+    board.function.pause().expect("nothing to wait for");
+    board.function.resume();
+    board.set(20, 1, 0);
+    assert_eq!(board.get(20, 1), 0);
+    board.negotiate(VERSION_1);
+    board.enable(0);
+    board.set(20, 1, READY);
+    assert_eq!(board.get(20, 1), READY | NEEDS_RESET, "there is none yet");
+
+    let socket = folder.path().join("socket");
+    let _server = Server::start(&socket, &board.disk.clone(), 2);
+    board.set(20, 1, 0);
+    board.negotiate(VERSION_1);
+    for (index, driver) in (0..).zip(&mut drivers) {
+        *driver = enable_anew(&mut board, index, driver);
+    }
+    board.set(20, 1, READY);
+    assert_eq!(board.get(20, 1), READY);
+    work(&mut board, &mut drivers[1], 1, 3);
+    board.function.unplug().expect("a drain");
+}
+
+fn refused(socket: &Path, queues: u16) -> String {
+    match Board::foreign(socket, queues, MemDisk::new()) {
+        Ok(_) => panic!("there is a function"),
+        Err(PlugError::Backend(error)) => match std::error::Error::source(&error) {
+            Some(source) => format!("{error}: {source}"),
+            None => error.to_string(),
+        },
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn a_backend_that_is_not_there_or_too_small_is_refused_in_one_line() {
+    let (_folder, socket) = folder();
+    let place = socket.display();
+    assert_eq!(
+        refused(&socket, 1),
+        format!(
+            "cannot connect to the vhost-user backend at {place}: No such file or directory (os error 2)"
+        )
+    );
+    let server = Server::start(&socket, &MemDisk::new(), 2);
+    assert_eq!(
+        refused(&socket, 3),
+        format!("the vhost-user backend at {place} has 2 queues; 3 are asked for")
+    );
+    drop(server);
+    assert_eq!(
+        refused(&socket, 1),
+        format!("cannot connect to the vhost-user backend at {place}: Connection refused (os error 111)")
+    );
+    // One that hangs up in the middle.
+    std::fs::remove_file(&socket).expect("the socket");
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    let hangs_up = std::thread::spawn(move || drop(listener.accept()));
+    let line = refused(&socket, 1);
+    assert!(
+        line.starts_with(&format!("the vhost-user backend at {place} ")),
+        "{line}"
+    );
+    hangs_up.join().expect("no panic");
+}
+
+#[test]
+fn a_backend_that_never_answers_is_given_up() {
+    let (_folder, socket) = folder();
+    // It listens, and serves another.
+    let _listener = UnixListener::bind(&socket).expect("a socket");
+    let patience = Duration::from_millis(300);
+    let began = Instant::now();
+    let error = Foreign::connect_within(patience, &socket, 1, guest_memory(None)).expect_err("no answer");
+    assert_eq!(
+        error.to_string(),
+        format!(
+            "the vhost-user backend at {} has not answered GET_FEATURES within 300ms",
+            socket.display()
+        )
+    );
+    assert!(began.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn memory_that_cannot_be_shared_is_told_when_it_is_needed() {
+    let (_folder, socket) = folder();
+    let _server = Server::start(&socket, &MemDisk::new(), 1);
+    let mut foreign = Foreign::connect(&socket, 1, guest_memory(None)).expect("a backend");
+    let error = foreign.set_up(VERSION_1).expect_err("it has no files");
+    assert!(
+        error.to_string().contains("is not in memory that can be shared"),
+        "{error}"
+    );
+}
+
+/// `qemu-storage-daemon` with a raw disk of 1 MiB behind a socket.
+struct Daemon {
+    child: Child,
+    answers: BufReader<std::process::ChildStdout>,
+}
+
+impl Daemon {
+    fn start(folder: &Path, socket: &Path) -> Self {
+        let image = folder.join("disk.img");
+        let file = std::fs::File::create(&image).expect("an image");
+        file.set_len(DISK_BYTES).expect("its length");
+        let export = format!(
+            "type=vhost-user-blk,id=export,node-name=disk,writable=on,num-queues=2,addr.type=unix,addr.path={}",
+            socket.display()
+        );
+        let mut child = Command::new("qemu-storage-daemon")
+            .args([
+                "--blockdev",
+                &format!("driver=file,node-name=disk,filename={}", image.display()),
+            ])
+            .args(["--export", &export])
+            .args(["--chardev", "stdio,id=monitor", "--monitor", "chardev=monitor"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("qemu-storage-daemon is needed by this test (apt-get install qemu-utils)");
+        let answers = BufReader::new(child.stdout.take().expect("its output"));
+        let mut daemon = Self { child, answers };
+        daemon.ask(r#"{"execute": "qmp_capabilities"}"#);
+        daemon
+    }
+
+    /// Tells it something, and waits until it is done.
+    fn ask(&mut self, request: &str) {
+        let input = self.child.stdin.as_mut().expect("its input");
+        writeln!(input, "{request}").expect("a request");
+        let mut line = String::new();
+        while !line.contains("\"return\"") {
+            assert!(!line.contains("\"error\""), "{request}: {line}");
+            line.clear();
+            assert_ne!(
+                self.answers.read_line(&mut line).expect("an answer"),
+                0,
+                "it has ended"
+            );
+        }
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        self.child.kill().expect("a process");
+        self.child.wait().expect("a process");
+    }
+}
+
+#[test]
+fn qemus_storage_daemon_serves_too_and_tells_when_its_disk_grows() {
+    let (folder, socket) = folder();
+    let mut daemon = Daemon::start(folder.path(), &socket);
+    let mut board = Board::foreign(&socket, 2, MemDisk::new()).expect("a function");
+    board.negotiate(VERSION_1);
+    board.set(16, 2, 0);
+    let mut drivers: Vec<Driver> = (0..2).map(|index| board.enable(index)).collect();
+    board.set(20, 1, READY);
+    assert_eq!(board.get(0x2000, 8), SIZE);
+    let on_disk = || std::fs::read(folder.path().join("disk.img")).expect("the image");
+    for round in 0..4_u8 {
+        for (index, driver) in drivers.iter_mut().enumerate() {
+            let fill = 16 * round + index as u8 + 1;
+            let head = write(driver, fill);
+            board.kick(index as u64);
+            assert_eq!(wait_used(driver).0, u32::from(head));
+            assert_eq!(driver.status(head), 0);
+            assert!(board.bench.was_raised(index + 1));
+            assert_eq!(on_disk()[1024..1536], [fill; 512]);
+        }
+        // Between the rounds, and with something made available meanwhile.
+        board.function.pause().expect("a pause");
+        let heads = [0, 1].map(|index| write(&mut drivers[index], 0xEE));
+        board.function.resume();
+        for (driver, head) in drivers.iter_mut().zip(heads) {
+            assert_eq!(wait_used(driver).0, u32::from(head));
+        }
+        assert!(board.bench.was_raised(1) && board.bench.was_raised(2));
+    }
+    let generation = board.get(21, 1);
+    daemon.ask(r#"{"execute": "block_resize", "arguments": {"node-name": "disk", "size": 4194304}}"#);
+    assert!(board.bench.was_raised(0), "the configuration's interrupt");
+    assert_eq!(board.get(0x2000, 8), 4 * SIZE);
+    assert_ne!(board.get(21, 1), generation);
+    assert_eq!(board.function.size_bytes(), 4 * DISK_BYTES);
+    drivers[0].write(DATA, &[0x99; 512]);
+    let head = drivers[0].request(1, 3 * SIZE, &[(DATA, 512, false)]);
+    drivers[0].publish();
+    board.kick(0);
+    assert_eq!(wait_used(&mut drivers[0]).0, u32::from(head));
+    assert_eq!(drivers[0].status(head), 0, "what is new can be written");
+
+    drop(daemon);
+    wait("the status", || board.get(20, 1) == READY | NEEDS_RESET);
+}
