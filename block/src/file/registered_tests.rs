@@ -85,7 +85,7 @@ fn pieces_of_any_kind_go_anywhere_and_nothing_beside_them_changes() {
                 None => direct(&model),
             };
             let view = image.view(&cx).expect("a view");
-            for _ in 0..40 {
+            for _ in 0..12 {
                 let what = format!("{ring:?} {alignment:?}");
                 let (offset, skip) = if random.one_in(2) {
                     (random.below(400 << 10), random.pick(&[0, 100, 512]))
@@ -197,7 +197,7 @@ fn a_raw_disk_serves_requests_of_registered_pages_many_at_once() {
             let disk = RawDisk::new(Arc::clone(&file), SIZE as u64, true);
             let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
             let sink = CompletionSink::new();
-            for round in 0..20 {
+            for round in 0..8 {
                 let share = SIZE / 8;
                 for tag in 0..8u16 {
                     let first = usize::from(tag) * share + 512 * random.below(100) as usize;

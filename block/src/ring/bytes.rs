@@ -97,7 +97,7 @@ impl Ring {
             len: len as u64,
             pieces,
             // What the door does not have is not zeros: a guest's data would be lost without a word.
-            exact: true,
+            at_door: true,
             keep: Some(Rc::clone(registered)),
         })
     }
@@ -133,6 +133,7 @@ impl Ring {
             slot.offset = range.door_offset;
         }
         slot.kind = Kind::Write { dsync: false };
+        slot.at_door = true;
         slot.left = request.buffer.len() as u64;
         append_zeros(request.buffer.len(), &mut slot.slices);
         // The slot owns the request, and the request the registered buffer.

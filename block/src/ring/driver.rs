@@ -50,6 +50,8 @@ pub(crate) struct KernelOp {
     pub(crate) slice_count: usize,
     /// If there is this, there is one stretch, and it is none of this process's memory but of a registered buffer.
     pub(crate) fixed: Option<FixedOp>,
+    /// The file is a door, and the op no more than a copy in memory.
+    pub(crate) at_door: bool,
 }
 
 /// What a read or write moves bytes of a file to or from, where that is a registered buffer.

@@ -286,7 +286,7 @@ impl Ring {
             offset,
             len,
             pieces,
-            exact: false,
+            at_door: false,
             keep: None,
         })
     }
@@ -314,7 +314,7 @@ impl Ring {
         slot.file = Some(pending.file);
         slot.offset = pending.offset;
         slot.left = pending.len;
-        slot.exact = pending.exact;
+        slot.at_door = pending.at_door;
         slot.keep.extend(pending.keep);
         for piece in pending.pieces {
             match piece {
@@ -668,8 +668,8 @@ struct PendingOp {
     offset: u64,
     len: u64,
     pieces: Pieces,
-    /// A read has no end of file past which there are zeros.
-    exact: bool,
+    /// The file is the door of registered buffers.
+    at_door: bool,
     /// What else lives as long as the op.
     keep: Option<Rc<Buffer>>,
 }

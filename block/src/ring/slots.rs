@@ -63,8 +63,8 @@ pub(super) struct Slot {
     pub(super) left: u64,
     pub(super) slices: IoSlices,
     pub(super) named: Named,
-    /// A read has no end of file past which there are zeros.
-    pub(super) exact: bool,
+    /// The file is the door of registered buffers: a read finds no end of it past which there are zeros.
+    pub(super) at_door: bool,
     /// The first slice that is not done; its start and length are what is left of it.
     pub(super) first_slice: usize,
     /// How much of that slice is done.
@@ -99,7 +99,7 @@ impl Slot {
             left: 0,
             slices: IoSlices::new(),
             named: Named::Memory,
-            exact: false,
+            at_door: false,
             first_slice: 0,
             within_slice: 0,
             done: 0,
@@ -137,6 +137,7 @@ impl Slot {
             len: self.left,
             slices: slices.as_ptr(),
             slice_count: slices.len(),
+            at_door: self.at_door,
             fixed: match &self.named {
                 Named::Memory | Named::PastEnd { .. } => None,
                 Named::Fixed { index, door, to_door } => Some(FixedOp {
@@ -179,7 +180,7 @@ impl Slot {
             return Step::End(Err(IoError::Host { errno: libc::EIO }));
         }
         if moved == 0 && self.left > 0 {
-            if self.kind == Kind::Read && !self.exact {
+            if self.kind == Kind::Read && !self.at_door {
                 return self.past_end();
             }
             return Step::End(Err(IoError::Host { errno: libc::EIO }));
@@ -224,6 +225,7 @@ impl Slot {
                 append_zeros(usize::try_from(self.left).unwrap_or(usize::MAX), &mut self.slices);
                 (self.first_slice, self.within_slice, self.done, self.retries) = (0, 0, 0, 0);
                 self.kind = Kind::Write { dsync: false };
+                self.at_door = true;
                 // The file that was read stays registered as long as the slot is busy.
                 self.named = Named::PastEnd {
                     _read: self.file.replace(door.file),
@@ -330,7 +332,7 @@ impl Slots {
         slot.file = None;
         slot.slices.clear();
         slot.named = Named::Memory;
-        slot.exact = false;
+        slot.at_door = false;
         slot.first_slice = 0;
         slot.within_slice = 0;
         slot.done = 0;

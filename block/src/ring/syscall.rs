@@ -77,6 +77,7 @@ impl SyscallDriver {
                 slices: &raw const slice,
                 slice_count: 1,
                 fixed: None,
+                at_door: false,
             };
             // SAFETY: the one stretch lies in the scratch memory, which nothing else uses meanwhile.
             let result = unsafe { sys::carry_out(&op) };

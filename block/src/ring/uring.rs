@@ -301,9 +301,11 @@ impl Driver for UringDriver {
     }
 
     unsafe fn push(&mut self, op: &KernelOp, user_data: u64) -> Result<(), QueueFull> {
-        if op.kind == Kind::Truncate {
-            // Rare, and io_uring has it only since Linux 6.9.
-            // SAFETY: a truncation names no memory.
+        if op.kind == Kind::Truncate || op.at_door {
+            // Truncation is rare, and io_uring has it only since Linux 6.9. What goes through a door is copied in memory,
+            // as it would be without one; io_uring would give it to a thread of the kernel first, since neither ublk's
+            // device nor a memfd says that it does not block.
+            // SAFETY: a truncation names no memory; the caller vouches for that of a copy, for longer than it takes.
             let result = unsafe { sys::carry_out(op) };
             self.done.push(Completion {
                 user_data,

@@ -10,6 +10,7 @@
 
 #![expect(unsafe_code, reason = "maps memory, and copies to and from it")]
 
+use std::cell::RefCell;
 use std::fmt;
 use std::fs::File;
 use std::io;
@@ -48,6 +49,17 @@ pub struct Pages {
     file: File,
     memory: NonNull<u8>,
     len: usize,
+    /// Ranges that ops only write, or only read.
+    limits: RefCell<Vec<(Range<usize>, Way)>>,
+}
+
+/// What a request's pages are there for.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Way {
+    /// They are filled: the request reads.
+    Filled,
+    /// They are taken from: the request writes.
+    Taken,
 }
 
 impl fmt::Debug for Pages {
@@ -83,7 +95,12 @@ impl Pages {
             io::Error::last_os_error()
         );
         let memory = NonNull::new(memory.cast()).expect("a mapping is not at address zero");
-        Rc::new(Self { file, memory, len })
+        Rc::new(Self {
+            file,
+            memory,
+            len,
+            limits: RefCell::default(),
+        })
     }
 
     pub(super) fn len(&self) -> usize {
@@ -111,6 +128,22 @@ impl Pages {
         } else {
             (self.memory.addr().get() + offset) as u64
         }
+    }
+
+    /// From here on, ops go only this way in a range.
+    fn limit(&self, range: Range<usize>, way: Way) {
+        let mut limits = self.limits.borrow_mut();
+        limits.retain(|(other, _)| *other != range);
+        limits.push((range, way));
+    }
+
+    /// Whether ops may go this way somewhere.
+    pub(super) fn allows(&self, range: &Range<usize>, way: Way) -> bool {
+        let limits = self.limits.borrow();
+        let meets = |other: &Range<usize>| other.start < range.end && range.start < other.end;
+        limits
+            .iter()
+            .all(|(other, allowed)| !meets(other) || *allowed == way)
     }
 
     /// Copies bytes out.
@@ -244,6 +277,12 @@ impl Tags {
             align,
             hold: Rc::clone(&self.pages) as MemoryHold,
         })?)
+    }
+
+    /// Says what the pages of a tag's place are there for. In a simulated world ops that go the other way are refused, as
+    /// by a driver: with `EFAULT` if they name the place, with `EACCES` at the door.
+    pub fn limit(&self, tag: u16, way: Way) {
+        self.pages.limit(place(tag, self.place_bytes), way);
     }
 
     /// Copies bytes of a tag's place out.

@@ -18,7 +18,7 @@ use std::rc::Rc;
 
 use super::file::Contents;
 use super::image::{SECTOR, SimImage, Store};
-use super::pages::{self, Pages};
+use super::pages::{self, Pages, Way};
 use super::random::Random;
 use super::trace::{Event, Trace, What};
 use super::{Profile, memory};
@@ -58,12 +58,14 @@ pub(super) struct FixedPlace {
 }
 
 impl FixedPlace {
-    /// The memory behind a stretch that an op names; none past its end.
-    fn find(&self, stretch: &IoSlice) -> Option<IoSlice> {
+    /// The memory behind a stretch that an op names; none past its end, nor if ops must not go this way.
+    fn find(&self, stretch: &IoSlice, way: Way) -> Option<IoSlice> {
         let skip = (stretch.ptr().addr() as u64).checked_sub(self.base)?;
         let skip = usize::try_from(skip).ok()?;
+        let start = self.range.start + skip;
         let inside = skip.checked_add(stretch.len())? <= self.range.len();
-        inside.then(|| self.pages.stretch(self.range.start + skip, stretch.len()))
+        let allowed = inside && self.pages.allows(&(start..start + stretch.len()), way);
+        allowed.then(|| self.pages.stretch(start, stretch.len()))
     }
 }
 
@@ -293,9 +295,13 @@ impl World {
         let mut behind = None;
         if let Some(fixed) = op.fixed {
             let place = self.fixed[ring as usize].get(usize::from(fixed.index));
-            behind = place.and_then(|place| place.find(slices.first()?));
+            let way = match op.kind {
+                Kind::Read => Way::Filled,
+                _ => Way::Taken,
+            };
+            behind = place.and_then(|place| place.find(slices.first()?, way));
             if behind.is_none() || slices.len() != 1 {
-                // As Linux says of a place that is empty, or ends before the stretch does.
+                // As Linux says of a place that is empty, ends before the stretch does, or is for the other way.
                 self.push_completion(ring, user_data, -libc::EFAULT);
                 return;
             }
@@ -320,7 +326,16 @@ impl World {
             && transfer
             && op.offset + len <= pages.len() as u64
         {
-            let stretch = pages.stretch(op.offset as usize, len as usize);
+            let start = op.offset as usize;
+            let way = match op.kind {
+                Kind::Read => Way::Taken,
+                _ => Way::Filled,
+            };
+            if !pages.allows(&(start..start + len as usize), way) {
+                self.push_completion(ring, user_data, -libc::EACCES);
+                return;
+            }
+            let stretch = pages.stretch(start, len as usize);
             let start = stretch.ptr().addr();
             memory::hold(id, start..start + stretch.len(), op.kind != Kind::Read);
         }

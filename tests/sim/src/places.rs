@@ -6,7 +6,7 @@
 
 use block::Buffer;
 use block::sim::Random;
-use block::sim::pages::Tags;
+use block::sim::pages::{Tags, Way};
 
 use crate::plan::Registered;
 
@@ -63,6 +63,7 @@ impl Places {
             let buffer = self.tags.buffer(tag, skip, bytes.len(), align);
             Some((tag, buffer.ok()?))
         })?;
+        self.tags.limit(tag, if stays { Way::Taken } else { Way::Filled });
         self.tags.write(tag, 0, &vec![BESIDE; PLACE_BYTES]);
         self.tags.write(tag, skip, bytes);
         let bytes = bytes.to_vec();
