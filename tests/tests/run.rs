@@ -220,6 +220,63 @@ told work
     Ok(())
 }
 
+const VERIFY: &str = r#"
+mkfs.ext4 -q /dev/lab/data
+mount -o noatime /dev/lab/data /mnt
+echo ready
+for round in 1 2 3 4 5 6; do
+    fio --name=verified --directory=/mnt --size=8m --numjobs=2 --rw=randwrite --bsrange=4k-64k --ioengine=libaio --iodepth=16 \
+        --direct=1 --fsync=64 --fallocate=none --verify=crc32c --verify_fatal=1 --do_verify=1 --randseed=$round --eta=never \
+        --output=/tmp/fio || { cat /tmp/fio; exit 1; }
+done
+umount /mnt
+e2fsck -fn /dev/lab/data
+"#;
+
+#[test]
+fn a_server_that_is_killed_under_a_running_machine_is_followed_by_another() -> Result<(), Error> {
+    let lab = lab::require();
+    let scratch = Scratch::new()?;
+    let script = r#"
+serve() { ./ringdisk vhost-user --restartable --socket data.sock --disk path=data.qcow2,num_queues=2 & server=$!; }
+serve
+tries=0
+until [ -S data.sock ]; do
+    tries=$((tries + 1)); [ $tries -lt 100 ] || exit 1
+    sleep 0.1
+done
+./ringdisk image create frozen.qcow2 16M >/dev/null
+data=vhost_user=on,socket=data.sock,num_queues=2
+run verify --disk path=frozen.qcow2,readonly=on & machine=$!
+tries=0
+until grep -q ready verify.log 2>/dev/null; do
+    tries=$((tries + 1)); [ $tries -lt 900 ] || { told verify; exit 1; }
+    sleep 0.2
+done
+for kill in 1 2 3; do
+    sleep 1
+    kill -9 $server
+    wait $server || true
+    serve
+done
+wait $machine && echo "ended 0" || echo "ended $?"
+kill $server
+wait $server && echo "served 0" || echo "served $?"
+told verify
+"#;
+    let (outcome, tools) = nested(&lab, &scratch, &[("verify", VERIFY)], script)?;
+    let all = outcome.lines().collect::<Vec<_>>().join("\n");
+    assert_eq!(outcome.value("ended "), Some("0"), "{all}");
+    assert_eq!(outcome.value("served "), Some("0"), "{all}");
+    assert!(all.contains("inner @@exit 0"), "{all}");
+    let again = outcome
+        .lines()
+        .filter(|line| line.contains("connected to the vhost-user backend again"));
+    assert_eq!(again.count(), 3, "{all}");
+    image::check_sound(&take(&scratch, &tools, "data.qcow2")?)?;
+    Ok(())
+}
+
 const LOAD: &str = r#"
 mount -o noatime /dev/lab/data /mnt 2>/dev/null || { mkfs.ext4 -q /dev/lab/data; mount /dev/lab/data /mnt; }
 if [ -e /mnt/kept ]; then

@@ -219,7 +219,9 @@ impl VirtioPciBlock {
     /// A function for a disk whose queues another program runs: a vhost-user-blk backend, with whom the guest's
     /// `memory` is shared, which must be mapped from files. Kicks and interrupts go between it and the guest.
     ///
-    /// When the backend goes, the guest is told that the device needs a reset; a reset connects again.
+    /// When the backend goes, the guest is told that the device needs a reset; a reset connects again. If the backend keeps
+    /// note of what is in flight (`VHOST_USER_PROTOCOL_F_INFLIGHT_SHMFD`), the guest hears nothing: its requests wait
+    /// until the backend is back.
     ///
     /// # Errors
     ///
@@ -235,7 +237,7 @@ impl VirtioPciBlock {
             let workers = usize::from(queues);
             return Err(PlugError::Queues { queues, workers });
         }
-        let foreign = Foreign::connect(&config.socket, queues, memory)?;
+        let foreign = Foreign::connect(&config.socket, queues, config.queue_size, memory)?;
         Self::show(
             machine,
             window,

@@ -1,13 +1,23 @@
 //! Whoever makes connections, on a thread of its own: a device is reset by a thread that runs a guest's CPU, and such a
-//! thread may have given up the right to make sockets and threads that are more than itself.
+//! thread may have given up the right to make sockets and threads that can do more than itself. And whoever waits for a
+//! backend that was lost, if it knows what was in flight.
+//!
+//! What must stay true: there is one connection at a time, as a backend serves one client; and nobody who asks here holds
+//! the state's lock.
 
-use std::path::Path;
-use std::sync::mpsc::{self, Sender};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 use super::link::{BackendError, Connection};
-use super::{Config, negotiate};
+use super::{Config, State, negotiate};
+
+/// How long to wait between two tries to find a backend that was lost.
+const AGAIN: Duration = Duration::from_millis(100);
 
 /// A connection with a backend, and what was agreed upon.
 #[derive(Debug)]
@@ -15,69 +25,133 @@ pub(super) struct Agreed {
     pub(super) connection: Connection,
     /// The features that a guest may have.
     pub(super) features: u64,
+    /// Whether the backend keeps note of what is in flight in memory of ours.
+    pub(super) inflight: bool,
     pub(super) config: Config,
 }
 
-type Answer = Sender<Result<Agreed, BackendError>>;
+/// Connects and agrees about everything but the driver's features.
+pub(super) fn agree(socket: &Path, queues: u16, patience: Duration) -> Result<Agreed, BackendError> {
+    let connection = Connection::open(socket, queues, patience)?;
+    let (features, inflight, config) = negotiate(&connection, queues)?;
+    Ok(Agreed {
+        connection,
+        features,
+        inflight,
+        config,
+    })
+}
 
-/// Makes connections with one backend, as often as it is asked.
+/// What the thread is asked.
+#[derive(Debug)]
+pub(super) enum Ask {
+    /// The backend was lost: wait until it is back.
+    Lost,
+    /// A driver begins anew: try once whether it is back, if it was lost.
+    Now(Sender<Result<(), BackendError>>),
+    /// Nobody wants to know any more.
+    End,
+}
+
+/// The thread. Dropping it ends it.
 #[derive(Debug)]
 pub(super) struct Connector {
-    socket: std::path::PathBuf,
-    asked: Option<Sender<Answer>>,
+    asked: Sender<Ask>,
+    socket: PathBuf,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Connector {
     /// Starts the thread, which can do what the caller can.
-    pub(super) fn start(socket: &Path, queues: u16, patience: Duration) -> Result<Self, BackendError> {
-        let (asked, asks) = mpsc::channel::<Answer>();
-        let place = socket.to_owned();
+    pub(super) fn start(
+        state: &Arc<Mutex<State>>,
+        socket: &Path,
+        patience: Duration,
+    ) -> Result<Self, BackendError> {
+        let (asked, asks) = mpsc::channel();
+        let (state, place) = (Arc::downgrade(state), socket.to_owned());
         let thread = std::thread::Builder::new()
             .name("connector".to_owned())
-            .spawn(move || {
-                for answer in asks {
-                    // Who has asked waits for it.
-                    answer.send(agree(&place, queues, patience)).unwrap_or_default();
-                }
-            })
+            .spawn(move || see_to(&state, &asks, &place, patience))
             .map_err(BackendError::Host)?;
         Ok(Self {
+            asked,
             socket: socket.to_owned(),
-            asked: Some(asked),
             thread: Some(thread),
         })
     }
 
-    /// Connects and agrees about everything but the driver's features.
-    pub(super) fn connect(&self) -> Result<Agreed, BackendError> {
+    /// Where the loss of a backend is told.
+    pub(super) fn asked(&self) -> &Sender<Ask> {
+        &self.asked
+    }
+
+    /// Tries whether a backend that was lost is back.
+    pub(super) fn connect(&self) -> Result<(), BackendError> {
         let gone = || BackendError::Gone {
             socket: self.socket.clone(),
         };
         let (answer, answered) = mpsc::channel();
-        let asked = self.asked.as_ref().map(|asked| asked.send(answer));
-        asked.ok_or_else(gone)?.map_err(|_| gone())?;
+        self.asked.send(Ask::Now(answer)).map_err(|_| gone())?;
         answered.recv().map_err(|_| gone())?
     }
 }
 
-fn agree(socket: &Path, queues: u16, patience: Duration) -> Result<Agreed, BackendError> {
-    let connection = Connection::open(socket, queues, patience)?;
-    let (features, config) = negotiate(&connection, queues)?;
-    Ok(Agreed {
-        connection,
-        features,
-        config,
-    })
-}
-
 impl Drop for Connector {
     fn drop(&mut self) {
-        drop(self.asked.take());
+        // It has ended if nobody hears.
+        self.asked.send(Ask::End).unwrap_or_default();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
             tracing::error!("the thread that connects to a vhost-user backend has panicked");
         }
     }
+}
+
+fn see_to(state: &Weak<Mutex<State>>, asks: &Receiver<Ask>, socket: &Path, patience: Duration) {
+    let mut waits = false;
+    loop {
+        let asked = if waits {
+            asks.recv_timeout(AGAIN)
+        } else {
+            asks.recv().map_err(|_| RecvTimeoutError::Disconnected)
+        };
+        match asked {
+            Ok(Ask::Lost) => waits = true,
+            Ok(Ask::Now(answer)) => {
+                let result = come_back(state, socket, patience);
+                waits = result.is_err() && state.upgrade().is_some_and(|state| state.lock().is_awaited());
+                // Who has asked waits for it.
+                answer.send(result).unwrap_or_default();
+                continue;
+            }
+            Ok(Ask::End) | Err(RecvTimeoutError::Disconnected) => return,
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        match come_back(state, socket, patience) {
+            Ok(()) => waits = false,
+            Err(error @ BackendError::Lacks { .. }) => {
+                tracing::error!(%error, "a guest's disk needs a reset");
+                waits = false;
+            }
+            Err(error) => tracing::debug!(%error, "a vhost-user backend is not back yet"),
+        }
+    }
+}
+
+/// Connects, if there is no connection, and goes on where the last one was.
+fn come_back(state: &Weak<Mutex<State>>, socket: &Path, patience: Duration) -> Result<(), BackendError> {
+    let Some(state) = state.upgrade() else {
+        return Ok(());
+    };
+    let queues = {
+        let state = state.lock();
+        if !state.link().is_gone() {
+            return Ok(());
+        }
+        state.queues()
+    };
+    let agreed = agree(socket, queues, patience)?;
+    state.lock().go_on(agreed)
 }

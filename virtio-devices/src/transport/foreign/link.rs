@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -23,6 +24,7 @@ use vhost::vhost_user::{
 };
 
 use super::super::pci::{Shared, signal};
+use super::connector::Ask;
 use crate::vhost_user::event::{Wait, duplicate, poll_all};
 
 /// Why there is no disk of a vhost-user backend, or no more.
@@ -122,6 +124,8 @@ pub(super) struct Link {
     broken: OwnedFd,
     /// The function, once there is one.
     function: OnceLock<Arc<Shared>>,
+    /// Who waits for the backend to come back, if it keeps note of what is in flight.
+    keeper: OnceLock<Sender<Ask>>,
     /// Whether the backend waits for an answer when it says something by itself.
     answers: AtomicBool,
 }
@@ -155,13 +159,28 @@ impl Link {
     }
 
     /// From now on `function` is told what happens, and messages may take longer.
-    pub(super) fn serve(&self, function: &Arc<Shared>) {
+    /// With a `keeper`, that one is told of a loss, and the guest is not.
+    pub(super) fn serve(&self, function: &Arc<Shared>, keeper: Option<&Sender<Ask>>) {
         *self.patience.lock() = PATIENCE;
         // A connection serves one function, so this is the first.
+        if let Some(keeper) = keeper {
+            self.keeper.set(keeper.clone()).unwrap_or_default();
+        }
         self.function.set(Arc::clone(function)).unwrap_or_default();
         if self.is_gone() {
-            function.needs_reset();
+            self.tell_of_loss(function, &"it has closed the connection");
         }
+    }
+
+    fn tell_of_loss(&self, function: &Shared, why: &dyn fmt::Display) {
+        let (disk, socket) = (&function.name, self.socket.display());
+        if let Some(keeper) = self.keeper.get() {
+            tracing::warn!(%disk, %socket, %why, "the vhost-user backend is lost; its disk waits until it is back");
+            // If nobody hears, the function has ended.
+            return keeper.send(Ask::Lost).unwrap_or_default();
+        }
+        tracing::error!(%disk, %socket, %why, "the vhost-user backend is lost; the disk needs a reset by its guest");
+        function.needs_reset();
     }
 
     /// Whether the configuration has changed since this was asked last.
@@ -213,9 +232,7 @@ impl Link {
         // One that is shut down already is as good.
         self.stream.shutdown(Shutdown::Both).unwrap_or_default();
         if let Some(function) = self.function.get() {
-            let (disk, socket) = (&function.name, self.socket.display());
-            tracing::error!(%disk, %socket, %why, "the vhost-user backend is lost; the disk needs a reset by its guest");
-            function.needs_reset();
+            self.tell_of_loss(function, why);
         }
     }
 
@@ -330,6 +347,7 @@ impl Connection {
             wake: block::task::eventfd().map_err(host)?,
             broken: block::task::eventfd().map_err(host)?,
             function: OnceLock::new(),
+            keeper: OnceLock::new(),
             answers: AtomicBool::new(false),
         });
         let watched = Arc::clone(&link);

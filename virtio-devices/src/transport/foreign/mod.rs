@@ -17,16 +17,21 @@ mod link;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
+use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use block::IoError;
 use parking_lot::Mutex;
 use vhost::vhost_user::VhostUserFrontend;
-use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserProtocolFeatures};
+use vhost::vhost_user::message::{
+    VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
+};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH,
@@ -42,7 +47,8 @@ use super::device::{Device, DeviceError, QueueInterrupt, QueueStart};
 use super::pci::{Shared, signal};
 use crate::block::{CONFIG_BYTES, WRITEBACK_OFFSET};
 use crate::vhost_user::event::event_of;
-use connector::{Agreed, Connector};
+use crate::virtqueue::RingAddresses;
+use connector::{Agreed, Ask, Connector, agree};
 pub use link::BackendError;
 use link::{Connection, Link, SETUP_PATIENCE};
 
@@ -74,77 +80,137 @@ fn passed_on() -> u64 {
 
 type Config = [u8; CONFIG_BYTES];
 
-/// The device, and its connection with the backend.
+/// The device.
 #[derive(Debug)]
 pub(super) struct Foreign {
-    connection: Connection,
+    // Ends first: it uses the state.
     connector: Connector,
-    queues: u16,
+    state: Arc<Mutex<State>>,
+}
+
+/// A queue that runs, with all it takes to start it.
+#[derive(Debug)]
+struct Running {
+    size: u16,
+    addresses: RingAddresses,
+    base: u16,
+    kick: OwnedFd,
+    interrupt: QueueInterrupt,
+}
+
+/// What is known of the device on both sides, and the connection.
+pub(super) struct State {
+    connection: Connection,
     memory: GuestMemoryMmap,
-    /// Once there is a function.
-    function: Option<Arc<Shared>>,
+    /// The most entries of a queue.
+    queue_size: u16,
+    /// Once there is a function, and who waits for a backend that was lost.
+    function: Option<(Arc<Shared>, Sender<Ask>)>,
     features: u64,
-    config: Mutex<Config>,
+    config: Config,
     /// The cache mode that the backend had in the beginning.
     writeback: u8,
+    /// Whether the backend keeps note of what is in flight, and where.
+    has_inflight: bool,
+    inflight: Option<(VhostUserInflight, File)>,
     /// Whether the backend knows the driver's features and the memory.
     is_set_up: bool,
-    /// By queue: where its used ring is, while it runs.
-    used_at: Vec<Option<u64>>,
+    /// What the driver took of the features.
+    accepted: u64,
+    running: Vec<Option<Running>>,
     /// Signalled instead of an interrupt that the driver has not chosen.
     nobody: OwnedFd,
 }
 
+impl fmt::Debug for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("State")
+            .field("connection", &self.connection)
+            .field("running", &self.running)
+            .finish_non_exhaustive()
+    }
+}
+
 impl Foreign {
     /// Connects to the backend at `socket` and agrees with it about everything but the driver's features.
-    pub(super) fn connect(socket: &Path, queues: u16, memory: GuestMemoryMmap) -> Result<Self, BackendError> {
-        Self::connect_within(SETUP_PATIENCE, socket, queues, memory)
+    pub(super) fn connect(
+        socket: &Path,
+        queues: u16,
+        queue_size: u16,
+        memory: GuestMemoryMmap,
+    ) -> Result<Self, BackendError> {
+        Self::connect_within(SETUP_PATIENCE, socket, queues, queue_size, memory)
     }
 
     fn connect_within(
         patience: Duration,
         socket: &Path,
         queues: u16,
+        queue_size: u16,
         memory: GuestMemoryMmap,
     ) -> Result<Self, BackendError> {
-        let connector = Connector::start(socket, queues, patience)?;
-        let Agreed {
-            connection,
-            features,
-            config,
-        } = connector.connect()?;
-        Ok(Self {
-            connection,
-            connector,
-            queues,
+        let agreed = agree(socket, queues, patience)?;
+        let state = Arc::new(Mutex::new(State {
+            connection: agreed.connection,
             memory,
+            queue_size,
             function: None,
-            features,
-            writeback: config[WRITEBACK_OFFSET],
-            config: Mutex::new(config),
+            features: agreed.features,
+            writeback: agreed.config[WRITEBACK_OFFSET],
+            config: agreed.config,
+            has_inflight: agreed.inflight,
+            inflight: None,
             is_set_up: false,
-            used_at: vec![None; queues.into()],
+            accepted: 0,
+            running: (0..queues).map(|_| None).collect(),
             nobody: block::task::eventfd().map_err(BackendError::Host)?,
+        }));
+        Ok(Self {
+            connector: Connector::start(&state, socket, patience)?,
+            state,
         })
     }
 
     /// From now on `function` is told what happens to the backend.
-    pub(super) fn serve(mut self, function: Arc<Shared>) -> Self {
-        self.connection.link().serve(&function);
-        self.function = Some(function);
+    pub(super) fn serve(self, function: Arc<Shared>) -> Self {
+        {
+            let mut state = self.state.lock();
+            state.function = Some((function, self.connector.asked().clone()));
+            state.serve();
+        }
         self
     }
+}
 
+impl State {
     fn link(&self) -> &Link {
         self.connection.link()
     }
 
-    /// Tells the backend which features the driver took, and where the guest's memory is.
-    fn set_up(&mut self, features: u64) -> Result<(), BackendError> {
+    fn queues(&self) -> u16 {
+        self.running.len() as u16
+    }
+
+    /// Whether the backend was lost and somebody waits for it, so that the guest knows nothing.
+    fn is_awaited(&self) -> bool {
+        self.has_inflight && self.link().is_gone()
+    }
+
+    /// Tells the connection whom to tell.
+    fn serve(&self) {
+        if let Some((function, keeper)) = &self.function {
+            let keeper = self.has_inflight.then_some(keeper);
+            self.link().serve(function, keeper);
+        }
+    }
+
+    /// Tells the backend which features the driver took, where the guest's memory is, and where to keep note of what
+    /// is in flight.
+    fn set_up(&mut self) -> Result<(), BackendError> {
         if self.is_set_up {
             return Ok(());
         }
-        let features = features & self.features | PROTOCOL_FEATURES;
+        let features = self.accepted & self.features | PROTOCOL_FEATURES;
         let regions = self.memory.iter().map(|region| {
             VhostUserMemoryRegionInfo::from_guest_region(region).map_err(|_| BackendError::Memory {
                 what: "a region",
@@ -152,9 +218,20 @@ impl Foreign {
             })
         });
         let regions = regions.collect::<Result<Vec<_>, _>>()?;
-        let link = self.link();
+        let link = self.connection.link();
         link.tell("SET_FEATURES", |backend| backend.set_features(features))?;
         link.tell("SET_MEM_TABLE", |backend| backend.set_mem_table(&regions))?;
+        if self.has_inflight {
+            if self.inflight.is_none() {
+                let asked = VhostUserInflight::new(0, 0, self.queues(), self.queue_size);
+                let given = link.tell("GET_INFLIGHT_FD", |backend| backend.get_inflight_fd(&asked))?;
+                self.inflight = Some(given);
+            }
+            if let Some((shape, file)) = &self.inflight {
+                let file = file.as_raw_fd();
+                link.tell("SET_INFLIGHT_FD", |backend| backend.set_inflight_fd(shape, file))?;
+            }
+        }
         self.is_set_up = true;
         Ok(())
     }
@@ -166,45 +243,131 @@ impl Foreign {
         Ok(place.addr() as u64)
     }
 
-    fn set_call(&self, index: u16, interrupt: &QueueInterrupt) -> Result<(), DeviceError> {
-        let event = event_of(interrupt.event().unwrap_or(self.nobody.as_fd()))?;
-        self.link().tell("SET_VRING_CALL", |backend| {
-            backend.set_vring_call(index.into(), &event)
+    fn set_call(&self, queue: usize, interrupt: &QueueInterrupt) -> Result<(), BackendError> {
+        let event = event_of(interrupt.event().unwrap_or(self.nobody.as_fd())).map_err(BackendError::Host)?;
+        self.link()
+            .tell("SET_VRING_CALL", |backend| backend.set_vring_call(queue, &event))
+    }
+
+    /// Has the backend run a queue.
+    fn start(&mut self, queue: usize, start: &Running) -> Result<(), BackendError> {
+        self.set_up()?;
+        let (size, base) = (start.size, start.base);
+        let rings = VringConfigData {
+            queue_max_size: size,
+            queue_size: size,
+            flags: 0,
+            desc_table_addr: self.host_address("a descriptor table", start.addresses.descriptors)?,
+            used_ring_addr: self.host_address("a used ring", start.addresses.used)?,
+            avail_ring_addr: self.host_address("an available ring", start.addresses.available)?,
+            log_addr: None,
+        };
+        let kick = event_of(start.kick.as_fd()).map_err(BackendError::Host)?;
+        let link = self.link();
+        let broken = event_of(link.broken()).map_err(BackendError::Host)?;
+        link.tell("SET_VRING_NUM", |backend| backend.set_vring_num(queue, size))?;
+        link.tell("SET_VRING_BASE", |backend| backend.set_vring_base(queue, base))?;
+        link.tell("SET_VRING_ADDR", |backend| backend.set_vring_addr(queue, &rings))?;
+        link.tell("SET_VRING_ERR", |backend| backend.set_vring_err(queue, &broken))?;
+        self.set_call(queue, &start.interrupt)?;
+        link.tell("SET_VRING_KICK", |backend| backend.set_vring_kick(queue, &kick))?;
+        link.tell("SET_VRING_ENABLE", |backend| {
+            backend.set_vring_enable(queue, true)
         })?;
+        // What is available already may have been kicked for before the backend listened.
+        signal(start.kick.as_fd());
         Ok(())
     }
 
-    /// Chooses the cache mode, if it is another.
-    fn set_writeback(&mut self, value: u8) -> Result<(), DeviceError> {
-        if self.config.lock()[WRITEBACK_OFFSET] == value {
+    /// Where the guest has seen a queue's answers to: what a queue begins at if nobody knows better.
+    fn used_index(&self, addresses: &RingAddresses) -> u16 {
+        let index = GuestAddress(addresses.used.saturating_add(2));
+        self.memory.read_obj(index).unwrap_or(0)
+    }
+
+    fn set_writeback(&mut self, value: u8) -> Result<(), BackendError> {
+        if self.config[WRITEBACK_OFFSET] == value {
             return Ok(());
         }
         let (offset, flags) = (WRITEBACK_OFFSET as u32, VhostUserConfigFlags::empty());
         self.link().tell("SET_CONFIG", |backend| {
             backend.set_config(offset, flags, &[value])
         })?;
-        self.config.lock()[WRITEBACK_OFFSET] = value;
+        self.config[WRITEBACK_OFFSET] = value;
         Ok(())
     }
 
-    /// Connects again after the backend has gone. The driver has just given up all that was in flight.
-    fn reconnect(&mut self) -> Result<(), BackendError> {
-        let agreed = self.connector.connect()?;
-        self.writeback = agreed.config[WRITEBACK_OFFSET];
-        self.features = agreed.features;
-        *self.config.lock() = agreed.config;
+    /// Goes on with a new connection where the last one was: with the queues that ran, and what was in flight in them.
+    fn go_on(&mut self, agreed: Agreed) -> Result<(), BackendError> {
+        let runs = self.running.iter().any(Option::is_some);
+        let missing = self.accepted & self.features & !agreed.features;
+        if runs && (missing != 0 || !agreed.inflight) {
+            self.give_up();
+            return Err(BackendError::Lacks {
+                socket: self.link().socket().to_owned(),
+                what: "what the one before it had, so its guest cannot go on",
+            });
+        }
+        let writeback = self.config[WRITEBACK_OFFSET];
+        let changed = self.config != agreed.config;
         self.connection = agreed.connection;
-        if let Some(function) = &self.function {
+        self.has_inflight = agreed.inflight;
+        self.features = agreed.features;
+        self.writeback = agreed.config[WRITEBACK_OFFSET];
+        self.config = agreed.config;
+        self.is_set_up = false;
+        if runs && let Err(error) = self.run_again(writeback) {
+            if !self.link().is_gone() {
+                // It has refused something, and will again.
+                self.serve();
+                self.give_up();
+            }
+            return Err(error);
+        }
+        // Not before all runs: a loss meanwhile is an error here, and tried again.
+        self.serve();
+        if let Some((function, _)) = &self.function {
             let (disk, socket) = (&function.name, self.link().socket().display());
             tracing::info!(%disk, %socket, "connected to the vhost-user backend again");
-            self.link().serve(function);
+            if changed {
+                function.config_changed();
+            }
         }
         Ok(())
     }
+
+    /// Has a backend that knows nothing yet run the queues that ran, with the cache mode that the driver chose.
+    fn run_again(&mut self, writeback: u8) -> Result<(), BackendError> {
+        self.set_up()?;
+        if self.accepted & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0 {
+            self.set_writeback(writeback)?;
+        }
+        for queue in 0..self.running.len() {
+            let Some(mut running) = self.running.get_mut(queue).and_then(Option::take) else {
+                continue;
+            };
+            // The backend knows better, from its note of what is in flight.
+            running.base = self.used_index(&running.addresses);
+            let started = self.start(queue, &running);
+            if let Some(place) = self.running.get_mut(queue) {
+                *place = Some(running);
+            }
+            started?;
+        }
+        Ok(())
+    }
+
+    /// Tells the guest that only a reset helps.
+    fn give_up(&self) {
+        if let Some((function, _)) = &self.function {
+            function.needs_reset();
+        }
+    }
 }
 
-/// Agrees with a backend about the protocol. Answers the features that a guest may have, and its configuration.
-fn negotiate(connection: &Connection, queues: u16) -> Result<(u64, Config), BackendError> {
+/// Agrees with a backend about the protocol. Answers the features that a guest may have, whether the backend keeps note
+/// of what is in flight, and its configuration.
+fn negotiate(connection: &Connection, queues: u16) -> Result<(u64, bool, Config), BackendError> {
     use VhostUserProtocolFeatures as Protocol;
     let link = connection.link();
     let lacks = |what| BackendError::Lacks {
@@ -223,7 +386,12 @@ fn negotiate(connection: &Connection, queues: u16) -> Result<(u64, Config), Back
     if !offered.contains(Protocol::CONFIG) {
         return Err(lacks("VHOST_USER_PROTOCOL_F_CONFIG"));
     }
-    let agreed = offered & (Protocol::CONFIG | Protocol::MQ | Protocol::REPLY_ACK | Protocol::BACKEND_REQ);
+    let known = Protocol::CONFIG
+        | Protocol::MQ
+        | Protocol::REPLY_ACK
+        | Protocol::BACKEND_REQ
+        | Protocol::INFLIGHT_SHMFD;
+    let agreed = offered & known;
     link.tell("SET_PROTOCOL_FEATURES", |backend| {
         backend.set_protocol_features(agreed)?;
         if agreed.contains(Protocol::REPLY_ACK) {
@@ -253,7 +421,8 @@ fn negotiate(connection: &Connection, queues: u16) -> Result<(u64, Config), Back
     if queues == 1 {
         features &= !(1 << VIRTIO_BLK_F_MQ);
     }
-    Ok((features, read_config(link, queues)?))
+    let inflight = agreed.contains(Protocol::INFLIGHT_SHMFD);
+    Ok((features, inflight, read_config(link, queues)?))
 }
 
 /// The backend's configuration, with the queues that there are here.
@@ -272,92 +441,93 @@ fn read_config(link: &Link, queues: u16) -> Result<Config, BackendError> {
 
 impl Device for Foreign {
     fn features(&self) -> u64 {
-        self.features
+        self.state.lock().features
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        if self.link().take_stale() {
-            match read_config(self.link(), self.queues) {
-                Ok(config) => *self.config.lock() = config,
+        let mut state = self.state.lock();
+        if state.link().take_stale() {
+            match read_config(state.link(), state.queues()) {
+                Ok(config) => state.config = config,
                 Err(error) => tracing::warn!(%error, "a changed configuration cannot be read"),
             }
         }
-        let config = self.config.lock();
         let rest = usize::try_from(offset)
             .ok()
-            .and_then(|offset| config.get(offset..));
+            .and_then(|offset| state.config.get(offset..));
         let mut bytes = rest.unwrap_or_default().iter();
         data.fill_with(|| bytes.next().copied().unwrap_or(0));
     }
 
     fn write_config(&mut self, offset: u64, data: &[u8], features: u64) -> Result<(), DeviceError> {
-        let may = features & self.features & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0;
+        let mut state = self.state.lock();
+        let may = features & state.features & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0;
         match data {
-            &[value @ (0 | 1)] if may && offset == WRITEBACK_OFFSET as u64 => self.set_writeback(value),
+            &[value @ (0 | 1)] if may && offset == WRITEBACK_OFFSET as u64 => {
+                state.set_writeback(value).map_err(Into::into)
+            }
             _ => Ok(()),
         }
     }
 
     fn start(&mut self, index: u16, start: &QueueStart<'_>) -> Result<(), DeviceError> {
-        self.set_up(start.features)?;
-        let rings = VringConfigData {
-            queue_max_size: start.size,
-            queue_size: start.size,
-            flags: 0,
-            desc_table_addr: self.host_address("a descriptor table", start.addresses.descriptors)?,
-            used_ring_addr: self.host_address("a used ring", start.addresses.used)?,
-            avail_ring_addr: self.host_address("an available ring", start.addresses.available)?,
-            log_addr: None,
+        let mut state = self.state.lock();
+        state.accepted = start.features;
+        let running = Running {
+            size: start.size,
+            addresses: start.addresses,
+            base: start.next_available,
+            kick: start.kick.try_clone_to_owned()?,
+            interrupt: start.interrupt.clone(),
         };
-        let (queue, size, base) = (usize::from(index), start.size, start.next_available);
-        let kick = event_of(start.kick)?;
-        let link = self.link();
-        let broken = event_of(link.broken())?;
-        link.tell("SET_VRING_NUM", |backend| backend.set_vring_num(queue, size))?;
-        link.tell("SET_VRING_BASE", |backend| backend.set_vring_base(queue, base))?;
-        link.tell("SET_VRING_ADDR", |backend| backend.set_vring_addr(queue, &rings))?;
-        link.tell("SET_VRING_ERR", |backend| backend.set_vring_err(queue, &broken))?;
-        self.set_call(index, start.interrupt)?;
-        link.tell("SET_VRING_KICK", |backend| backend.set_vring_kick(queue, &kick))?;
-        link.tell("SET_VRING_ENABLE", |backend| {
-            backend.set_vring_enable(queue, true)
-        })?;
-        // What is available already may have been kicked for before the backend listened.
-        signal(start.kick);
-        if let Some(used_at) = self.used_at.get_mut(queue) {
-            *used_at = Some(start.addresses.used);
+        // Otherwise it starts when the backend is back.
+        if !state.is_awaited() {
+            state.start(index.into(), &running)?;
+        }
+        if let Some(place) = state.running.get_mut(usize::from(index)) {
+            *place = Some(running);
         }
         Ok(())
     }
 
     fn stop(&mut self, index: u16) -> Result<u16, DeviceError> {
         let queue = usize::from(index);
-        let used_at = self.used_at.get_mut(queue).and_then(Option::take);
-        let base = self.link().tell("GET_VRING_BASE", |backend| {
+        let mut state = self.state.lock();
+        let running = state.running.get_mut(queue).and_then(Option::take);
+        let base = state.link().tell("GET_VRING_BASE", |backend| {
             backend.set_vring_enable(queue, false)?;
             backend.get_vring_base(queue)
         });
-        match (base, used_at) {
+        match (base, running) {
             (Ok(base), _) => Ok(base as u16),
             // That was told when it went. Nothing is known to be done but what it has answered.
-            (Err(_), Some(used_at)) if self.link().is_gone() => {
-                let index = GuestAddress(used_at.saturating_add(2));
-                Ok(self.memory.read_obj(index).unwrap_or(0))
-            }
+            (Err(_), Some(running)) if state.link().is_gone() => Ok(state.used_index(&running.addresses)),
             (Err(error), _) => Err(error.into()),
         }
     }
 
     fn rewire(&mut self, index: u16, interrupt: &QueueInterrupt) -> Result<(), DeviceError> {
-        self.set_call(index, interrupt)
+        let state = self.state.lock();
+        if state.is_awaited() {
+            return Ok(());
+        }
+        Ok(state.set_call(index.into(), interrupt)?)
     }
 
     fn reset(&mut self) {
-        self.is_set_up = false;
-        let restored = if self.link().is_gone() {
-            self.reconnect().map_err(Into::into)
+        let gone = {
+            let mut state = self.state.lock();
+            state.is_set_up = false;
+            // Nothing is in flight any more.
+            state.inflight = None;
+            state.link().is_gone()
+        };
+        let restored = if gone {
+            self.connector.connect()
         } else {
-            self.set_writeback(self.writeback)
+            let mut state = self.state.lock();
+            let writeback = state.writeback;
+            state.set_writeback(writeback)
         };
         if let Err(error) = restored {
             tracing::error!(%error, "a vhost-user disk is not as a new driver expects it");

@@ -45,12 +45,17 @@ struct Server {
 
 impl Server {
     fn start(socket: &Path, disk: &MemDisk, num_queues: u16) -> Self {
+        Self::start_as(socket, disk, num_queues, false)
+    }
+
+    fn start_as(socket: &Path, disk: &MemDisk, num_queues: u16, restartable: bool) -> Self {
         std::fs::remove_file(socket).unwrap_or_default();
         let listener = UnixListener::bind(socket).expect("a socket");
         let stop = StopToken::new().expect("a token");
         let config = VhostUserConfig {
             num_queues,
             serial: "S1".to_owned(),
+            restartable,
             ..VhostUserConfig::default()
         };
         let server = VhostUserServer::start(disk.disk(), &config).expect("a server");
@@ -331,6 +336,104 @@ fn a_backend_that_goes_costs_the_guest_its_disk_until_a_reset_finds_another() {
     board.function.unplug().expect("a drain");
 }
 
+/// A driver at work while its server comes and goes; it notices nothing but that answers take longer.
+#[test]
+fn a_backend_that_notes_what_is_in_flight_is_waited_for() {
+    let (_folder, socket) = folder();
+    let disk = MemDisk::new();
+    let mut server = Server::start_as(&socket, &disk, 2, true);
+    let mut board = Board::foreign(&socket, 2, disk.clone()).expect("a function");
+    board.negotiate(VERSION_1 | 1 << VIRTIO_BLK_F_CONFIG_WCE);
+    board.set(16, 2, 0);
+    let mut drivers: Vec<Driver> = (0..2).map(|index| board.enable(index)).collect();
+    board.set(20, 1, READY);
+    let place = 0x2000 + WRITEBACK_OFFSET as u64;
+    board.set(place, 1, 0);
+    for round in 0..4_u8 {
+        for (index, driver) in drivers.iter_mut().enumerate() {
+            work(&mut board, driver, index as u64, 16 * round + index as u8 + 1);
+        }
+        drop(server);
+        let heads = [0, 1].map(|index| write(&mut drivers[index], 0xA0 + round));
+        board.kick(0);
+        board.kick(1);
+        match round {
+            // A pause and its end meanwhile.
+            1 => {
+                board.function.pause().expect("nothing to wait for");
+                board.function.resume();
+            }
+            // Another vector.
+            2 => {
+                board.set(22, 2, 1);
+                board.set(26, 2, 0xFFFF);
+                board.set(26, 2, 2);
+            }
+            _ => {}
+        }
+        std::thread::sleep(Duration::from_millis(50));
+        assert_eq!(board.get(20, 1), READY, "round {round}");
+        assert_eq!((drivers[0].take_used(), drivers[1].take_used()), (None, None));
+        server = Server::start_as(&socket, &disk, 2, true);
+        for (index, (driver, head)) in drivers.iter_mut().zip(heads).enumerate() {
+            assert_eq!(wait_used(driver).0, u32::from(head), "round {round}");
+            assert_eq!(driver.status(head), 0);
+            assert!(board.bench.was_raised(index + 1));
+        }
+        assert_eq!(
+            (board.get(20, 1), board.get(place, 1)),
+            (READY, 0),
+            "round {round}"
+        );
+        let last = disk.log().last().map(|entry| entry.0);
+        assert_eq!(
+            last,
+            Some(Op::Write { fua: true }),
+            "the new one knows the cache mode"
+        );
+    }
+    // A reset while it is there.
+    board.set(20, 1, 0);
+    board.negotiate(VERSION_1);
+    for (index, driver) in (0..).zip(&mut drivers) {
+        *driver = enable_anew(&mut board, index, driver);
+    }
+    board.set(20, 1, READY);
+    for (index, driver) in drivers.iter_mut().enumerate() {
+        work(&mut board, driver, index as u64, 0xB0 + index as u8);
+    }
+    // A reset while there is none; the driver that comes next is served when there is one.
+    drop(server);
+    wait("the loss", || board.function.pause().is_ok());
+    board.function.resume();
+    board.set(20, 1, 0);
+    board.negotiate(VERSION_1);
+    for (index, driver) in (0..).zip(&mut drivers) {
+        *driver = enable_anew(&mut board, index, driver);
+    }
+    board.set(20, 1, READY);
+    assert_eq!(board.get(20, 1), READY);
+    let head = write(&mut drivers[1], 0xBB);
+    board.kick(1);
+    let server = Server::start_as(&socket, &disk, 2, true);
+    assert_eq!(wait_used(&mut drivers[1]).0, u32::from(head));
+
+    // One that cannot go on where the last one was.
+    drop(server);
+    let _less = Server::start_as(&socket, &disk, 2, false);
+    wait("the status", || board.get(20, 1) == READY | NEEDS_RESET);
+    board.get(0x1000, 1);
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(board.get(0x1000, 1), 0, "it is told once");
+    board.set(20, 1, 0);
+    board.negotiate(VERSION_1);
+    for (index, driver) in (0..).zip(&mut drivers) {
+        *driver = enable_anew(&mut board, index, driver);
+    }
+    board.set(20, 1, READY);
+    work(&mut board, &mut drivers[0], 0, 0xCC);
+}
+
 fn refused(socket: &Path, queues: u16) -> String {
     match Board::foreign(socket, queues, MemDisk::new()) {
         Ok(_) => panic!("there is a function"),
@@ -381,7 +484,7 @@ fn a_backend_that_never_answers_is_given_up() {
     let _listener = UnixListener::bind(&socket).expect("a socket");
     let patience = Duration::from_millis(300);
     let began = Instant::now();
-    let error = Foreign::connect_within(patience, &socket, 1, guest_memory(None)).expect_err("no answer");
+    let error = Foreign::connect_within(patience, &socket, 1, 64, guest_memory(None)).expect_err("no answer");
     assert_eq!(
         error.to_string(),
         format!(
@@ -396,8 +499,8 @@ fn a_backend_that_never_answers_is_given_up() {
 fn memory_that_cannot_be_shared_is_told_when_it_is_needed() {
     let (_folder, socket) = folder();
     let _server = Server::start(&socket, &MemDisk::new(), 1);
-    let mut foreign = Foreign::connect(&socket, 1, guest_memory(None)).expect("a backend");
-    let error = foreign.set_up(VERSION_1).expect_err("it has no files");
+    let foreign = Foreign::connect(&socket, 1, 64, guest_memory(None)).expect("a backend");
+    let error = foreign.state.lock().set_up().expect_err("it has no files");
     assert!(
         error.to_string().contains("is not in memory that can be shared"),
         "{error}"
