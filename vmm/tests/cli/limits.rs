@@ -37,14 +37,14 @@ fn bytes_and_requests_take_the_time_that_was_asked_for() {
         let disk = format!("{limited},{limits}");
         let took = took(&world, &["--disk", &disk], count, len);
         assert!(
-            (1.98..2.4).contains(&took.as_secs_f64()),
+            (1.98..2.8).contains(&took.as_secs_f64()),
             "{limits}: {took:?}, expected 2 s"
         );
     }
     let group = ["--rate-limit-group", "id=g,ops_size=50,ops_refill_time=250"];
     let disk = format!("{limited},rate_limit_group=g");
     let took = took(&world, &[&["--disk", &disk][..], &group].concat(), 250, "512");
-    assert!((0.99..1.4).contains(&took.as_secs_f64()), "a group: {took:?}");
+    assert!((0.99..1.8).contains(&took.as_secs_f64()), "a group: {took:?}");
 }
 
 #[test]
