@@ -158,9 +158,19 @@ impl Context {
     ///
     /// # Errors
     ///
-    /// If the ring cannot be made.
+    /// If the ring cannot be made, or the process has no file descriptor left.
     pub fn new(kind: RingKind, depth: u32) -> Result<Self, RingError> {
-        Ok(Self::on(Ring::new(kind, depth)?))
+        Self::try_on(Ring::new(kind, depth)?)
+    }
+
+    /// A context on an existing ring.
+    ///
+    /// # Errors
+    ///
+    /// If the process has no file descriptor left.
+    pub fn try_on(ring: Ring) -> Result<Self, RingError> {
+        let wake = eventfd().map_err(|source| RingError::Wake { source })?;
+        Ok(Self::woken_by(wake, ring, Rc::new(HostClock::default())))
     }
 
     /// A context on plain system calls: what image tools use.
@@ -190,11 +200,16 @@ impl Context {
     /// If the process has no file descriptor left.
     #[must_use]
     pub fn with_clock(ring: Ring, clock: Rc<dyn Clock>) -> Self {
+        let wake = eventfd().expect("a descriptor for the worker's wake-up");
+        Self::woken_by(wake, ring, clock)
+    }
+
+    fn woken_by(wake: OwnedFd, ring: Ring, clock: Rc<dyn Clock>) -> Self {
         let queue = RunQueue {
             ready: Mutex::new(VecDeque::new()),
             len: AtomicUsize::new(0),
             sleeping: AtomicBool::new(false),
-            wake: eventfd().expect("a descriptor for the worker's wake-up"),
+            wake,
         };
         Self {
             inner: Rc::new(Inner {

@@ -554,7 +554,7 @@ fn set_up(config: &WorkerConfig, commands: Arc<Commands>) -> Result<(Worker, Wat
         })?;
     }
     let table = FixedTable::sparse(config.registered_buffers);
-    let cx = Context::on(Ring::with_fixed(config.ring, config.depth, &table)?);
+    let cx = Context::try_on(Ring::with_fixed(config.ring, config.depth, &table)?)?;
     let wake = cx.run_queue().wake_fd().map_err(StartWorkerError::Wake)?;
     let watch = cx.ring().watch(wake, WAKE).map_err(StartWorkerError::Wake)?;
     let poll = PollTime {

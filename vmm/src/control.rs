@@ -6,9 +6,11 @@
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -22,6 +24,8 @@ use crate::socket::{Socket, SocketError};
 const REQUEST_MAX: u64 = 64 << 10;
 /// The most clients at a time.
 const CLIENTS_MAX: usize = 8;
+/// After what time a client that could not be let in is tried again.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 /// What a machine can be asked.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -126,27 +130,32 @@ impl Control {
         listener.set_nonblocking(false).map_err(failed)?;
         let clients = Arc::new(AtomicUsize::new(0));
         let accept = move || {
-            while let Ok((stream, _)) = listener.accept() {
-                if clients.fetch_add(1, Ordering::SeqCst) >= CLIENTS_MAX {
-                    clients.fetch_sub(1, Ordering::SeqCst);
-                    tell(
-                        &stream,
-                        &json!({"ok": false, "error": "too many clients at a time"}),
-                    )
-                    .unwrap_or_default();
+            loop {
+                let stream = match listener.accept() {
+                    Ok((stream, _)) => stream,
+                    Err(error) => {
+                        // No descriptor left, perhaps: others give theirs back.
+                        tracing::debug!(%error, "a client of the control socket");
+                        std::thread::sleep(ACCEPT_AGAIN);
+                        continue;
+                    }
+                };
+                let seat = Seat::take(&clients);
+                if seat.is_none() {
+                    let error = "too many clients at a time";
+                    tell(&stream, &json!({"ok": false, "error": error})).unwrap_or_default();
                     continue;
                 }
-                let (handler, leaving) = (Arc::clone(&handler), Arc::clone(&clients));
-                let thread = std::thread::Builder::new()
-                    .name("control".to_owned())
-                    .spawn(move || {
-                        if let Err(error) = serve_client(&stream, &*handler) {
-                            tracing::debug!(%error, "a client of the control socket");
-                        }
-                        leaving.fetch_sub(1, Ordering::SeqCst);
-                    });
-                if thread.is_err() {
-                    clients.fetch_sub(1, Ordering::SeqCst);
+                let handler = Arc::clone(&handler);
+                let serve = move || {
+                    let _seat = seat;
+                    if let Err(error) = serve_client(&stream, &*handler) {
+                        tracing::debug!(%error, "a client of the control socket");
+                    }
+                };
+                let thread = std::thread::Builder::new().name("control".to_owned());
+                if let Err(error) = thread.spawn(serve) {
+                    tracing::debug!(%error, "a client of the control socket");
                 }
             }
         };
@@ -156,6 +165,28 @@ impl Control {
         thread.map_err(failed)?;
         Ok(Self { _socket: socket })
     }
+}
+
+/// A client's place among those at a time, until it is dropped, however its thread ends.
+struct Seat(Arc<AtomicUsize>);
+
+impl Seat {
+    fn take(clients: &Arc<AtomicUsize>) -> Option<Self> {
+        let seat = Self(Arc::clone(clients));
+        (clients.fetch_add(1, Ordering::SeqCst) < CLIENTS_MAX).then_some(seat)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Carries a request out. A mistake of ours in doing so is an answer too, and the next request is heard.
+fn carry_out(handler: &Handler, request: Request) -> Result<Value, String> {
+    let done = catch_unwind(AssertUnwindSafe(|| handler(request)));
+    done.unwrap_or_else(|_| Err("an internal fault; standard error says more".to_owned()))
 }
 
 fn tell(mut stream: &UnixStream, answer: &Value) -> io::Result<()> {
@@ -183,7 +214,7 @@ fn serve_client(stream: &UnixStream, handler: &Handler) -> io::Result<()> {
             return tell(stream, &json!({"ok": false, "error": error}));
         }
         let answer = match serde_json::from_slice::<Request>(&line) {
-            Ok(request) => match handler(request) {
+            Ok(request) => match carry_out(handler, request) {
                 Ok(Value::Object(mut fields)) => {
                     fields.insert("ok".to_owned(), true.into());
                     Value::Object(fields)
@@ -231,6 +262,7 @@ mod tests {
             Request::Info {} => Ok(json!({"state": "running"})),
             Request::Pause {} => Err("it will not".to_owned()),
             Request::Resume {} => Ok(Value::Null),
+            Request::DiskResize { size: 13, .. } => panic!("bad luck"),
             Request::DiskResize { id, size } => Ok(json!({ "id": id, "size": size })),
             Request::DiskAdd { disk } => match disk.config() {
                 Ok(config) => Ok(json!({"id": config.name(), "queues": config.num_queues})),
@@ -381,6 +413,21 @@ mod tests {
             );
         }
         assert!(ask(&path, &Request::Info {}).is_ok());
+    }
+
+    #[test]
+    fn a_mistake_of_ours_is_an_answer_and_costs_no_seat() {
+        let (_folder, path, _control) = served();
+        for _ in 0..2 * CLIENTS_MAX {
+            let answer = say(
+                &path,
+                b"{\"command\":\"disk-resize\",\"id\":\"a\",\"size\":13}\n{\"command\":\"info\"}\n",
+            );
+            assert!(
+                answer.contains("an internal fault") && answer.contains("running"),
+                "{answer}"
+            );
+        }
     }
 
     #[test]

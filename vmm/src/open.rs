@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use block::file::{FileOptions, ImageFile, OpenFileError};
 use block::lock::{ImageLock, LockError, LockMode};
 use block::raw::RawDisk;
+use block::ring::RingKind;
 use block::throttle::{Limiter, ThrottledDisk};
 use block::worker::WorkerConfig;
 use block::{Context, Disk, IoError, OpenQueueError};
@@ -161,8 +162,16 @@ fn limiter(config: &DiskConfig) -> Result<Option<Arc<Limiter>>, OpenError> {
     }
 }
 
+/// Where a few reads are carried out: that is not worth a ring.
+fn context(config: &DiskConfig) -> Result<Context, OpenError> {
+    Context::new(RingKind::Syscalls, 64).map_err(|error| OpenError::Read {
+        path: config.path.clone(),
+        source: std::io::Error::from(error).into(),
+    })
+}
+
 fn open_unlimited(config: &DiskConfig, persist_mappings: bool) -> Result<OpenedDisk, OpenError> {
-    let cx = Context::syscalls();
+    let cx = context(config)?;
     match image_type(config, &cx)? {
         ImageType::Raw => {
             let options = FileOptions {
@@ -212,7 +221,7 @@ fn open_unlimited(config: &DiskConfig, persist_mappings: bool) -> Result<OpenedD
 ///
 /// [`OpenError`], naming the file.
 pub fn rehearse(config: &DiskConfig) -> Result<(), OpenError> {
-    let cx = Context::syscalls();
+    let cx = context(config)?;
     let options = FileOptions {
         write: !config.readonly,
         direct: config.direct,

@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use crate::control::{Control, DiskKeys, Request};
 use crate::disk_config::{DiskConfig, RateLimitGroups};
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK, chain};
+use crate::limits;
 use crate::machine::{
     Console, ConsoleConfig, Machine, MachineConfig, MachineError, Reason, Stop, restore_terminal,
 };
@@ -216,6 +217,10 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
     payload.map_err(|error| CommandFailure::Failed(error.into()))?;
     let signals =
         StopSignals::block().map_err(|error| CommandFailure::about("cannot wait for signals", error))?;
+    // A queue takes several, and disks come later, too.
+    if let Err(error) = limits::raise_descriptors() {
+        tracing::warn!(%error, "the limit of descriptors stays as it is");
+    }
     let mut disks = Vec::new();
     for disk in &config.disks {
         disks.push(

@@ -64,13 +64,32 @@ pub enum RingKind {
 
 /// Why there is no ring.
 #[derive(Debug, thiserror::Error)]
-#[error(
-    "io_uring is refused here (is kernel.io_uring_disabled set, or a seccomp filter in force?); use the \
-     system-call driver"
-)]
-pub struct RingError {
-    #[source]
-    source: io::Error,
+pub enum RingError {
+    /// The kernel has no io_uring for us.
+    #[error(
+        "io_uring is refused here (is kernel.io_uring_disabled set, or a seccomp filter in force?); use the \
+         system-call driver"
+    )]
+    Refused {
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The process has no descriptor left for a wake-up.
+    #[error("a worker cannot be woken: no descriptor for that")]
+    Wake {
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl From<RingError> for io::Error {
+    fn from(error: RingError) -> Self {
+        match error {
+            RingError::Refused { source } | RingError::Wake { source } => source,
+        }
+    }
 }
 
 /// What a watch reports under.
@@ -636,7 +655,7 @@ pub(crate) fn driver_of(
     let entries = depth_within_bounds(depth).next_power_of_two();
     Ok(match kind {
         RingKind::IoUring => {
-            Box::new(uring::UringDriver::new(entries, table).map_err(|source| RingError { source })?)
+            Box::new(uring::UringDriver::new(entries, table).map_err(|source| RingError::Refused { source })?)
         }
         RingKind::Auto => match uring::UringDriver::new(entries, table) {
             Ok(driver) => Box::new(driver),

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use block::file::{FileOptions, FileView, HostFiles, ImageFile, OpenFileError, OpenFiles};
 use block::lock::{ImageLock, LockError, LockGranularity, LockMode};
 use block::raw::RawDisk;
+use block::ring::RingKind;
 use block::{AlignedBuf, Context, Disk, IoError, LocalBoxFuture};
 
 use super::extras::extras;
@@ -200,16 +201,17 @@ impl QcowDisk {
     /// image that was not closed cleanly were being rebuilt.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<Self>, OpenError> {
         // Opening is not worth a ring: it is a few reads.
-        let cx = Context::syscalls();
+        let io = |error: std::io::Error| OpenError::Image {
+            path: path.to_owned(),
+            source: ImageError::Io {
+                what: "wait for I/O",
+                source: error.into(),
+            },
+        };
+        let cx = Context::new(RingKind::Syscalls, 64).map_err(|error| io(error.into()))?;
         match cx.block_on(Self::open_on(&cx, &HostFiles, path, options)) {
             Ok(result) => result,
-            Err(error) => Err(OpenError::Image {
-                path: path.to_owned(),
-                source: ImageError::Io {
-                    what: "wait for I/O",
-                    source: error.into(),
-                },
-            }),
+            Err(error) => Err(io(error)),
         }
     }
 

@@ -12,6 +12,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -291,6 +292,8 @@ struct Input {
 const ESCAPE: u8 = 1;
 /// How many bytes wait for a guest that does not read, and after what time it is looked at again.
 const PENDING_MAX: usize = 4096;
+/// After what time a client that could not be let in is tried again.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 const AGAIN: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 2_000_000,
@@ -341,9 +344,20 @@ impl Input {
 
     fn serve(&mut self, listener: &UnixListener, client: &Mutex<Option<UnixStream>>) -> io::Result<()> {
         while self.wait(listener, true, None)? == Waited::Input {
-            let (stream, _) = listener.accept()?;
-            let output = stream.try_clone()?;
-            output.set_nonblocking(true)?;
+            let accepted = listener.accept().and_then(|(stream, _)| {
+                let output = stream.try_clone()?;
+                output.set_nonblocking(true)?;
+                Ok((stream, output))
+            });
+            let (stream, output) = match accepted {
+                Ok(both) => both,
+                Err(error) => {
+                    // No descriptor left, perhaps: others give theirs back.
+                    tracing::debug!(%error, "a console's client was not let in");
+                    std::thread::sleep(ACCEPT_AGAIN);
+                    continue;
+                }
+            };
             *lock(client) = Some(output);
             let input = Ok(OwnedFd::from(stream));
             if let Err(error) = self.copy(&input) {
@@ -411,5 +425,55 @@ impl Input {
             Err(SerialError::FullFifo) => {}
             Err(_) => pending.clear(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+    use std::process::Command;
+
+    const INSIDE: &str = "RINGDISK_TEST_PANICS";
+
+    /// Method: the test runs itself with a terminal, has it in raw mode, and panics.
+    #[test]
+    fn a_panic_puts_the_terminal_back() {
+        if std::env::var_os(INSIDE).is_some() {
+            let stop = Arc::default();
+            let _console = Console::open(&ConsoleConfig::Terminal, &stop).expect("a console");
+            let modes = tcgetattr(io::stdin()).expect("its modes").local_modes;
+            assert!(
+                modes.contains(rustix::termios::LocalModes::ICANON),
+                "raw mode is on"
+            );
+            return;
+        }
+        let far = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).expect("a pseudo-terminal");
+        grantpt(&far).expect("its near end");
+        unlockpt(&far).expect("its near end");
+        let near = ptsname(&far, Vec::new()).expect("its name");
+        let near = File::options()
+            .read(true)
+            .write(true)
+            .open(near.to_str().expect("UTF-8"))
+            .expect("its near end");
+        let before = format!("{:?}", tcgetattr(&near).expect("its modes"));
+        let child = Command::new(std::env::current_exe().expect("this program"))
+            .args([
+                "--exact",
+                "machine::console::tests::a_panic_puts_the_terminal_back",
+            ])
+            .args(["--nocapture", "--test-threads=1"])
+            .env(INSIDE, "1")
+            .stdin(near.try_clone().expect("a descriptor"))
+            .output()
+            .expect("a child");
+        let said = String::from_utf8_lossy(&child.stderr);
+        assert!(
+            !child.status.success() && said.contains("raw mode is on"),
+            "{said}"
+        );
+        assert_eq!(format!("{:?}", tcgetattr(&near).expect("its modes")), before);
     }
 }

@@ -284,3 +284,44 @@ fn park(state: &State) {
         wish = state.changed.wait(wish).unwrap_or_else(PoisonError::into_inner);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::Reason;
+
+    /// A pause or an end that waits for a CPU whose thread is gone would wait for ever.
+    #[test]
+    fn a_cpu_that_panics_is_still_and_ends_the_machine() {
+        let state = Arc::new(State {
+            wish: Mutex::new(Wish::Run),
+            changed: Condvar::new(),
+            still: AtomicUsize::new(0),
+            exits: Default::default(),
+        });
+        let stop = Arc::new(Stop::default());
+        let thread = |panics: bool| {
+            let guard = Last {
+                index: 3,
+                state: Arc::clone(&state),
+                stop: Arc::clone(&stop),
+            };
+            std::thread::spawn(move || {
+                let _guard = guard;
+                assert!(!panics, "as is asked for");
+            })
+        };
+        thread(false).join().expect("no panic");
+        assert_eq!((state.still.load(Ordering::SeqCst), stop.is_asked()), (0, false));
+        thread(true).join().expect_err("a panic");
+        assert_eq!(state.still.load(Ordering::SeqCst), 1);
+        let told = "the thread of CPU 3 has panicked".to_owned();
+        assert_eq!(stop.wait(), Reason::Failed(told));
+        let cpus = Cpus {
+            state,
+            threads: Mutex::new(vec![std::thread::spawn(|| ())]),
+        };
+        // It is the one that is still: this returns.
+        cpus.end();
+    }
+}

@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use block::ring::RingKind;
 use block::worker::{StartHook, WorkerConfig};
 use block::{Context, Disk};
 use virtio_devices::transport::{PciDiskConfig, VhostUserDiskConfig};
@@ -135,14 +136,13 @@ impl Attached {
         let Some(opened) = self.opened else {
             return Ok(());
         };
-        let disk = opened.disk();
-        let cx = Context::syscalls();
-        let closed = cx.block_on(disk.close(&cx));
-        drop(cx);
-        let released = opened.release(SHARED_MAX);
         let about = |error: Box<dyn std::error::Error + Send + Sync>| {
             CommandFailure::about(format!("disk {name} was not closed cleanly"), error)
         };
+        let closed = Context::new(RingKind::Syscalls, 64)
+            .map_err(std::io::Error::from)
+            .and_then(|cx| cx.block_on(opened.disk().close(&cx)));
+        let released = opened.release(SHARED_MAX);
         closed
             .map_err(|error| about(error.into()))?
             .map_err(|error| about(error.into()))?;

@@ -54,6 +54,10 @@ impl Running {
         if !arguments.contains(&"--cmdline") {
             command.args(IDLE);
         }
+        Self::start_piped(command)
+    }
+
+    fn start_piped(mut command: Command) -> Self {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         Self::start(command)
     }
@@ -173,7 +177,8 @@ fn a_console_on_a_socket_serves_one_client_after_another_and_none_stops_the_gues
     (&third).read_exact(&mut said).expect("it starts again");
     assert_eq!(said, GREETING.as_bytes());
     hear(&third, b'4');
-    (&third).write_all(b"q").expect("it reads");
+    // One that never reads while much is printed does not hold the guest's end up.
+    (&third).write_all(b"lq").expect("it reads");
     machine.ended().success();
     assert!(!exists(&path), "the socket was left behind");
     let mut rest = Vec::new();
@@ -325,6 +330,73 @@ fn slots_run_out_with_one_line_and_a_failed_disk_leaves_nothing_behind() {
     let mut machine = machine;
     machine.signal("TERM");
     machine.ended().success();
+}
+
+/// Each queue takes descriptors: the machine has as many as the system lets it have, not as a shell's default says.
+#[test]
+fn a_machine_with_many_queues_raises_its_limit_of_descriptors() {
+    let Some(world) = machines("machines with many queues") else {
+        return;
+    };
+    world
+        .ringdisk(&["image", "create", "other.qcow2", "1M"])
+        .success();
+    let mut command = Command::new("prlimit");
+    command
+        .arg("--nofile=128:4096")
+        .arg(env!("CARGO_BIN_EXE_ringdisk"));
+    command
+        .args(TINY)
+        .args(["--cpus", "32", "--serial", "off", "--cmdline", "q"]);
+    for disk in ["disk", "other"] {
+        command.args(["--disk", &format!("path={disk}.qcow2,num_queues=32")]);
+    }
+    let output = command.current_dir(world.path(".")).stdin(Stdio::null()).output();
+    Ended::from(output.expect("prlimit, of util-linux")).success();
+}
+
+/// The machine, its disks and its control socket go on when it has no descriptor left.
+///
+/// Method: one limit after the other, so that the last one is missed at each step of adding a disk.
+#[test]
+fn descriptors_run_out_with_one_line_at_every_step() {
+    let Some(world) = machines("machines without descriptors") else {
+        return;
+    };
+    for index in 0..8 {
+        let name = format!("d{index}.qcow2");
+        world.ringdisk(&["image", "create", &name, "1M"]).success();
+    }
+    let ctl = |arguments: &[&str]| world.ringdisk(&[&["ctl", "--socket", "control"], arguments].concat());
+    for limit in 64..80 {
+        let mut command = Command::new("prlimit");
+        command
+            .arg(format!("--nofile={limit}:{limit}"))
+            .arg(env!("CARGO_BIN_EXE_ringdisk"));
+        command
+            .args(TINY)
+            .args(["--serial", "off", "--control", "control", "--cmdline", "h"]);
+        command.current_dir(world.path(".")).stdin(Stdio::null());
+        let mut machine = Running::start_piped(command);
+        wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
+        let refused = (0..8).find_map(|index| {
+            let added = ctl(&["disk-add", "--disk", &format!("path=d{index}.qcow2,id={index}")]);
+            (added.code != Some(0)).then(|| (index, added.refused(1)))
+        });
+        let (index, line) = refused.expect("none has room for eight");
+        assert!(line.contains("Too many open files"), "{limit}: {line}");
+        // It is not there, it was closed as it should be, and nobody has it.
+        let name = format!("d{index}.qcow2");
+        assert!(!ctl(&["info"]).success().contains(&name));
+        world.io(&format!("path={name}"), &["write 0 512"]).success();
+        machine.signal("TERM");
+        let ended = machine.ended();
+        assert_eq!(
+            (ended.code, ended.stderr.contains("panicked")),
+            (Some(0), false),
+            "{limit}: {ended:?}"
+        );
+    }
 }
 
 /// Method: what the kernel says of each thread.
