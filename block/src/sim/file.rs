@@ -191,6 +191,21 @@ impl Contents {
         own.for_each(|version| version.completed = Some(time));
     }
 
+    /// All ops but these have ended, whatever was said of them.
+    pub(super) fn complete_ended(&mut self, in_flight: &[u64], time: u64) {
+        let ended = |op: u64, completed: &mut Option<u64>| {
+            if completed.is_none() && !in_flight.contains(&op) {
+                *completed = Some(time);
+            }
+        };
+        for version in self.sectors.values_mut().flatten() {
+            ended(version.op, &mut version.completed);
+        }
+        for version in &mut self.lens {
+            ended(version.op, &mut version.completed);
+        }
+    }
+
     /// Op `op` wrote this range durably, and what is needed to read it back.
     pub(super) fn force(&mut self, op: u64, offset: u64, len: u64) {
         let (first, end) = sectors_of(offset, len);

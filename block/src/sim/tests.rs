@@ -119,6 +119,39 @@ fn a_sync_covers_only_what_had_completed_when_it_was_submitted() {
     assert_eq!(found, [B]);
 }
 
+/// A write says that it was cancelled, and has had its effect. Who was told of it takes nothing for granted; who comes
+/// after a kill was told nothing, reads it, and makes it durable.
+#[test]
+fn what_a_killed_process_was_told_of_a_write_nobody_else_knows() {
+    for killed in [false, true] {
+        let (world, view) = world(Profile::default());
+        write(&view, 0, &[A; SECTOR]).expect("a write");
+        run(&view, view.sync()).expect("a sync");
+        world.set_profile(Profile {
+            cancel: 1000,
+            ..Profile::default()
+        });
+        while sector(&world.contents("disk"), 0) == A {
+            assert_eq!(write(&view, 0, &[B; SECTOR]), Err(IoError::Cancelled));
+        }
+        world.set_profile(Profile::default());
+        let mut syncing = view;
+        if killed {
+            world.kill_process();
+            let cx = world.context(64);
+            syncing = world.file("disk", true).view(&cx).expect("a view");
+        }
+        run(&syncing, syncing.sync()).expect("a sync");
+        let found: BTreeSet<u8> = crashes(&world).iter().map(|image| sector(image, 0)).collect();
+        let expected = if killed {
+            BTreeSet::from([B])
+        } else {
+            BTreeSet::from([A, B])
+        };
+        assert_eq!(found, expected, "killed: {killed}");
+    }
+}
+
 /// A write of one sector reads and writes its whole block: what was punched or zeroed beside it stays zero.
 #[test]
 fn zeros_beside_a_write_of_the_same_block_stay() {

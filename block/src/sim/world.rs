@@ -242,6 +242,12 @@ impl World {
     pub(super) fn kill_process(&mut self) {
         self.first_alive = self.completions.len() as u32;
         self.ops.iter_mut().for_each(|op| op.cancelled = true);
+        // That a write failed which had its effect, only the dead process knew. To whoever comes after it, what is read is
+        // there, and a sync covers it.
+        let in_flight: Vec<u64> = self.ops.iter().map(|op| op.id).collect();
+        for file in &mut self.files {
+            file.contents.complete_ended(&in_flight, self.time);
+        }
     }
 
     pub(super) fn in_flight(&self) -> usize {
@@ -607,9 +613,11 @@ impl World {
     /// The completion of an op whose effect is over.
     fn complete(&mut self, op: SimOp) {
         let result = op.result.unwrap_or(-libc::EIO);
-        if !self.profile.immediate && result >= 0 && self.files[op.file].pages.is_none() {
+        let counts = result >= 0 || op.ring < self.first_alive;
+        if !self.profile.immediate && counts && self.files[op.file].pages.is_none() {
             let contents = &mut self.files[op.file].contents;
             match op.kind {
+                Kind::DataSync if result < 0 => {}
                 Kind::DataSync => {
                     contents.sync(op.submitted);
                     self.changes += 1;
@@ -617,7 +625,7 @@ impl World {
                 Kind::Read | Kind::Watch => {}
                 Kind::Write { dsync } => {
                     contents.complete(op.id, op.offset, op.done, self.time);
-                    if dsync && op.done > 0 {
+                    if dsync && op.done > 0 && result >= 0 {
                         contents.force(op.id, op.offset, op.done);
                         self.changes += 1;
                     }
