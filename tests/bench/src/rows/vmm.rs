@@ -1,5 +1,5 @@
-//! Whole machines: `ringdisk run`, QEMU and, where its binary is given (`CLOUD_HYPERVISOR`), Cloud Hypervisor take turns
-//! in one emulated guest whose KVM is real. Each boots the same Linux from a QCOW2 overlay, does the same I/O on the
+//! Whole machines: `ringdisk run`, QEMU and, where its binary is given (`CLOUD_HYPERVISOR`), Cloud Hypervisor take turns,
+//! in an order that is turned round each time, in one emulated guest whose KVM is real. Each boots the same Linux from a QCOW2 overlay, does the same I/O on the
 //! same QCOW2 disk, past the page cache, and switches itself off.
 //!
 //! The guest is emulated, so absolute figures mean nothing, and ratios only within one run.
@@ -78,6 +78,8 @@ machine() {
 # turn WHO SCRIPT: runs the machine, and tells how long that took in all.
 turn() {
     rm -f console
+    # What the last one left to be written is not this one's.
+    sync
     begin=$(date +%s%N)
     (machine "$1" "$2") >said 2>&1 & pid=$!
     [ "$2" = boot ] || watch $pid
@@ -214,8 +216,10 @@ fn outer(
         whom.push_str(" cloud-hypervisor");
     }
     let script = format!(
-        "whom='{whom}'\n{PREPARE}\nfor round in $(seq {pairs}); do for script in boot work; do for who in $whom; do\n\
-         turn $who $script\ndone; done; done\n./ringdisk image check data.qcow2\n"
+        "whom='{whom}'\n{PREPARE}\nfor script in boot work; do for round in $(seq {pairs}); do\n\
+         for who in $whom; do turn $who $script; done\n\
+         whom=$(for who in $whom; do echo $who; done | tac | tr '\\n' ' ')\n\
+         done; done\n./ringdisk image check data.qcow2\n"
     );
     let (outcome, _) = nested::run(&lab, &scratch, &toolbox, DISK_BYTES, &script, PATIENCE)?;
     let mut said = Said::new();
