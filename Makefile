@@ -19,7 +19,7 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: test setup lint doc build models explore canaries asan tsan coverage demo bench soak fuzz
+.PHONY: test setup lint doc build models explore canaries asan tsan coverage demo bench peers soak fuzz
 
 test: setup lint doc build models explore canaries
 	tests/run-tests.sh
@@ -78,7 +78,14 @@ coverage:
 demo: setup build
 	cargo run --release -p ringdisk-tests --bin demo
 
-bench: setup build
+# rublk, a peer for block devices, generates bindings with libclang.
+peers:
+	if [ -z "$${RUBLK:-}" ] && [ ! -x target/bench/peers/bin/rublk ]; then \
+	    ls /usr/lib/llvm-*/lib/libclang*.so* >/dev/null 2>&1 || apt-get install -y --no-install-recommends libclang-14-dev; \
+	    cargo install --locked rublk --root target/bench/peers; \
+	fi
+
+bench: setup build peers
 	cargo run --release -p ringdisk-bench
 
 soak:

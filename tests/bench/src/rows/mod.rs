@@ -7,6 +7,8 @@ pub(crate) mod guest;
 pub(crate) mod memory;
 pub(crate) mod micro;
 pub(crate) mod queues;
+mod said;
+pub(crate) mod ublk;
 pub(crate) mod vmm;
 
 use std::io;
@@ -100,6 +102,7 @@ pub(crate) fn all(before: bool) -> Vec<Row> {
     rows.extend(memory::rows());
     rows.extend(micro::rows());
     rows.extend(vmm::rows());
+    rows.extend(ublk::rows());
     rows
 }
 

@@ -4,7 +4,6 @@
 //!
 //! The guest is emulated, so absolute figures mean nothing, and ratios only within one run.
 
-use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -13,8 +12,9 @@ use std::time::Duration;
 use lab::nested::{self, Toolbox};
 use lab::{Lab, Scratch};
 
+use super::said::Said;
 use super::{Bench, Row};
-use crate::report::{Better, Entry, median};
+use crate::report::{Better, Entry};
 use crate::server::Program;
 
 /// What a machine may hold besides the guest's memory, in MiB.
@@ -145,12 +145,7 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
     let (pairs, seconds) = (bench.pairs, bench.timing.measure.as_secs_f64().max(1.0));
     let said = outer(ringdisk, cloud_hypervisor.as_deref(), pairs, seconds);
     let said = said.map_err(|error| io::Error::other(format!("{error:?}")))?;
-    let of = |who: &str, what: &str| {
-        let figures = said.get(&(who.to_owned(), what.to_owned()));
-        figures
-            .map(|figures| median(figures.iter().copied()))
-            .ok_or_else(|| io::Error::other(format!("{who} has told no {what}")))
-    };
+    let of = |who, what| said.median(who, what);
     let ours = "ringdisk";
     let mut entries = Vec::new();
     let mut peers = vec![("qemu", "")];
@@ -192,9 +187,6 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
     Ok(entries)
 }
 
-/// By machine and figure: what each turn has found.
-type Said = BTreeMap<(String, String), Vec<f64>>;
-
 fn outer(
     ringdisk: &Path,
     cloud_hypervisor: Option<&Path>,
@@ -222,14 +214,5 @@ fn outer(
          done; done\n./ringdisk image check data.qcow2\n"
     );
     let (outcome, _) = nested::run(&lab, &scratch, &toolbox, DISK_BYTES, &script, PATIENCE)?;
-    let mut said = Said::new();
-    for line in outcome.lines().filter_map(|line| line.strip_prefix("@ ")) {
-        let mut words = line.split(' ').map(str::to_owned);
-        if let (Some(who), Some(what), Some(Ok(figure))) =
-            (words.next(), words.next(), words.next().map(|word| word.parse()))
-        {
-            said.entry((who, what)).or_default().push(figure);
-        }
-    }
-    Ok(said)
+    Ok(Said::of(&outcome))
 }

@@ -1,0 +1,335 @@
+//! Block devices of this machine: `ringdisk ublk` beside `rublk` and `qemu-nbd`, in one emulated guest for each kernel,
+//! two CPUs, images in memory, fio.
+//!
+//! `rublk` is a published crate; `make bench` installs it, or `RUBLK` names its binary. The guest is emulated, so
+//! absolute figures mean nothing, and ratios only within one run.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use lab::nested::{self, Toolbox};
+use lab::{Kernel, Lab, Scratch};
+
+use super::said::Said;
+use super::{Bench, Row};
+use crate::report::{Better, Entry};
+use crate::server::Program;
+
+const DISK_BYTES: u64 = 256 << 20;
+const PATIENCE: Duration = Duration::from_secs(1500);
+
+/// Before the turns: images whose every cluster is written.
+const PREPARE: &str = r#"
+modprobe ublk_drv
+modprobe nbd max_part=0 || true
+mount -o ro /dev/lab/tools /mnt
+mkdir -p /tmp/work
+cd /tmp/work
+mount -t tmpfs -o size=900m none /tmp/work
+cd /tmp/work
+/mnt/ringdisk image create q.qcow2 256M >/dev/null
+for part in 0 64 128 192; do
+    /mnt/ringdisk io --disk path=q.qcow2 -c "write -P 1 ${part}M 64M" >/dev/null
+done
+head -c 256M /dev/zero | tr '\0' '\1' >r.raw
+# attach WHO: makes $device of an image, served in the background.
+attach() {
+    device=
+    case $1 in
+    ours-*)
+        disk=path=q.qcow2
+        queues=1
+        how=auto
+        case $1 in
+        *raw) disk=path=r.raw,image_type=raw ;;
+        *two-queues) queues=2 ;;
+        *user-copy) how=user-copy ;;
+        *zero-copy) how=zero-copy ;;
+        esac
+        : >out
+        /mnt/ringdisk ublk add --disk $disk,num_queues=$queues --transport $how >out 2>err & server=$!
+        until [ -s out ]; do sleep 0.05; [ -d /proc/$server ] || { cat err; exit 1; }; done
+        device=$(cat out) ;;
+    rublk-*)
+        case $1 in
+        *qcow2) what="qcow2 -f q.qcow2" ;;
+        *loop) what="loop -f r.raw" ;;
+        *loop-z) what="loop -f r.raw -z" ;;
+        esac
+        /mnt/rublk add $what -n 0 -q 1 -d 128 >out 2>&1
+        device=/dev/ublkb0
+        until [ -b $device ]; do sleep 0.05; done ;;
+    nbd)
+        /mnt/qemu-nbd -f qcow2 --cache=writeback --aio=io_uring -c /dev/nbd0 q.qcow2
+        device=/dev/nbd0
+        until [ "$(cat /sys/block/nbd0/size)" -gt 0 ]; do sleep 0.05; done ;;
+    esac
+    echo none >/sys/block/$(basename $device)/queue/scheduler 2>/dev/null || true
+}
+detach() {
+    case $1 in
+    ours-*) kill $server; wait $server ;;
+    rublk-*) /mnt/rublk del -n 0 >/dev/null 2>&1; while [ -e /dev/ublkb0 ]; do sleep 0.05; done ;;
+    nbd) /mnt/qemu-nbd -d /dev/nbd0 >/dev/null; while [ "$(cat /sys/block/nbd0/size)" -gt 0 ]; do sleep 0.05; done ;;
+    esac
+}
+# work WHO FIGURE PATTERN BLOCK DEPTH JOBS
+work() {
+    fio --name=job --filename=$device --size=256m --rw=$3 --bs=$4 --iodepth=$5 --numjobs=$6 --group_reporting --direct=1 \
+        --ioengine=io_uring --norandommap --randrepeat=0 --time_based --runtime=$seconds --minimal >fio
+    awk -F';' -v what="@ $1 $2" '{ print what, $8 + $49 }' fio
+}
+turn() {
+    attach $1
+    case $1 in
+    *two-queues) work $1 read-4k-two-jobs randread 4k 32 2 ;;
+    *)
+        work $1 read-4k randread 4k 32 1
+        work $1 write-4k randwrite 4k 32 1
+        work $1 read-128k read 128k 16 1
+        work $1 write-128k write 128k 16 1
+        [ $1 != ours-auto ] || work $1 read-4k-two-jobs randread 4k 32 2 ;;
+    esac
+    detach $1
+}
+# Killed, and served again: from the kill to the first answer. Then many devices at a time.
+recover() {
+    attach ours-auto
+    fio --name=load --filename=$device --size=256m --rw=randrw --bs=4k --iodepth=32 --direct=1 --ioengine=io_uring --time_based \
+        --runtime=30 --minimal >/dev/null 2>&1 & load=$!
+    sleep 1
+    begin=$(date +%s%N)
+    kill -9 $server
+    wait $server || true
+    : >out
+    /mnt/ringdisk ublk recover 0 >out 2>err & server=$!
+    dd if=$device of=/dev/null bs=4k count=1 iflag=direct status=none
+    echo "@ ours-auto recovery-ms $((($(date +%s%N) - begin) / 1000000))"
+    kill $load
+    wait $load || true
+    detach ours-auto
+}
+many() {
+    disks=
+    for n in $(seq 32); do
+        /mnt/ringdisk image create m$n.qcow2 16M >/dev/null
+        disks="$disks path=m$n.qcow2,num_queues=4,queue_size=128"
+    done
+    : >out
+    /mnt/ringdisk ublk add --disk $disks --queues-per-worker 4 >out 2>err & server=$!
+    until [ "$(wc -l <out)" = 32 ]; do sleep 0.1; [ -d /proc/$server ] || { cat err; exit 1; }; done
+    for device in $(cat out); do
+        fio --name=load --filename=$device --size=16m --rw=randwrite --bs=4k --iodepth=32 --direct=1 --ioengine=io_uring \
+            --time_based --runtime=60 --minimal >/dev/null 2>&1 &
+    done
+    sleep 4
+    begin=$(date +%s%N)
+    kill -9 $server
+    wait $server 2>/dev/null || true
+    until [ "$(/mnt/ringdisk ublk list --json | tr '{' '\n' | grep -c -i quiesced)" = 32 ]; do sleep 0.05; done
+    echo "@ ours-auto teardown-32-ms $((($(date +%s%N) - begin) / 1000000))"
+    begin=$(date +%s%N)
+    : >out
+    /mnt/ringdisk ublk recover --all --queues-per-worker 4 >out 2>err & server=$!
+    until [ "$(wc -l <out)" = 32 ]; do sleep 0.05; [ -d /proc/$server ] || { cat err; exit 1; }; done
+    echo "@ ours-auto recovery-32-ms $((($(date +%s%N) - begin) / 1000000))"
+    busybox killall -9 fio
+    kill $server
+    wait $server
+}
+"#;
+
+/// One kernel: what takes part there.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    row: &'static str,
+    kernel: Kernel,
+    /// Whether the driver has zero copy.
+    zero_copy: bool,
+}
+
+const PLACES: [Place; 2] = [
+    Place {
+        row: "ublk-6.12",
+        kernel: Kernel::V6_12,
+        zero_copy: false,
+    },
+    Place {
+        row: "ublk-7",
+        kernel: Kernel::V7,
+        zero_copy: true,
+    },
+];
+
+/// A figure: its name, ours, whose it is beside, the workload, and what the ratio must reach.
+type Compared = (&'static str, &'static str, &'static str, &'static str, f64);
+
+/// What is compared where the driver has only copies.
+const ALWAYS: [Compared; 10] = [
+    ("read-4k/rublk-qcow2", "ours-auto", "rublk-qcow2", "read-4k", 1.7),
+    (
+        "write-4k/rublk-qcow2",
+        "ours-auto",
+        "rublk-qcow2",
+        "write-4k",
+        1.7,
+    ),
+    ("read-4k/nbd", "ours-auto", "nbd", "read-4k", 6.0),
+    ("write-4k/nbd", "ours-auto", "nbd", "write-4k", 6.0),
+    (
+        "read-128k/rublk-qcow2",
+        "ours-auto",
+        "rublk-qcow2",
+        "read-128k",
+        1.9,
+    ),
+    (
+        "write-128k/rublk-qcow2",
+        "ours-auto",
+        "rublk-qcow2",
+        "write-128k",
+        1.9,
+    ),
+    ("read-4k/raw", "ours-auto", "ours-raw", "read-4k", 0.92),
+    ("write-4k/raw", "ours-auto", "ours-raw", "write-4k", 0.92),
+    ("read-128k/raw", "ours-auto", "ours-raw", "read-128k", 0.92),
+    ("write-128k/raw", "ours-auto", "ours-raw", "write-128k", 0.92),
+];
+
+/// What is compared where the driver has zero copy too.
+const ZERO_COPY: [Compared; 6] = [
+    (
+        "read-4k/rublk-loop-z",
+        "ours-auto",
+        "rublk-loop-z",
+        "read-4k",
+        1.0,
+    ),
+    (
+        "write-4k/rublk-loop-z",
+        "ours-auto",
+        "rublk-loop-z",
+        "write-4k",
+        1.0,
+    ),
+    (
+        "read-128k/user-copy",
+        "ours-zero-copy",
+        "ours-user-copy",
+        "read-128k",
+        1.5,
+    ),
+    (
+        "write-128k/user-copy",
+        "ours-zero-copy",
+        "ours-user-copy",
+        "write-128k",
+        1.5,
+    ),
+    (
+        "read-128k/rublk-loop-z",
+        "ours-zero-copy",
+        "rublk-loop-z",
+        "read-128k",
+        1.0,
+    ),
+    (
+        "write-128k/rublk-loop-z",
+        "ours-zero-copy",
+        "rublk-loop-z",
+        "write-128k",
+        1.0,
+    ),
+];
+
+/// The most that a thing may take: figure, what, seconds.
+const BOUNDS: [(&str, &str, f64); 3] = [
+    ("recovery", "recovery-ms", 1.0),
+    ("teardown-32x4", "teardown-32-ms", 5.0),
+    ("recovery-32x4", "recovery-32-ms", 5.0),
+];
+
+impl Place {
+    fn compared(&self) -> impl Iterator<Item = &'static Compared> {
+        let more: &[Compared] = if self.zero_copy { &ZERO_COPY } else { &[] };
+        ALWAYS.iter().chain(more)
+    }
+
+    fn whom(&self) -> String {
+        let mut whom = vec![
+            "ours-auto",
+            "rublk-qcow2",
+            "ours-raw",
+            "nbd",
+            "ours-user-copy",
+            "ours-two-queues",
+        ];
+        if self.zero_copy {
+            whom.extend(["ours-zero-copy", "rublk-loop-z"]);
+        }
+        whom.join(" ")
+    }
+}
+
+/// The rows of this part.
+#[must_use]
+pub(crate) fn rows() -> Vec<Row> {
+    let row = |place: Place| {
+        let mut promises: Vec<_> = place
+            .compared()
+            .map(|(name, .., ratio)| (*name, *ratio))
+            .collect();
+        promises.push(("read-4k/two-queues", 1.6));
+        promises.extend(BOUNDS.iter().map(|(name, ..)| (*name, 1.0)));
+        Row {
+            name: place.row,
+            promises,
+            run: Box::new(move |row, bench| run(row, bench, place)),
+        }
+    };
+    PLACES.map(row).into()
+}
+
+fn run(row: &Row, bench: &mut Bench, place: Place) -> io::Result<Vec<Entry>> {
+    let Program::Ringdisk(ringdisk) = &bench.ours else {
+        return Err(io::Error::other("this row has no other side than ringdisk's"));
+    };
+    let seconds = bench.timing.measure.as_secs_f64().max(1.0);
+    let said = inside(ringdisk, place, bench.pairs, seconds);
+    let said = said.map_err(|error| io::Error::other(format!("{error:?}")))?;
+    let of = |who, what| said.median(who, what);
+    let mut entries = Vec::new();
+    for (name, ours, peer, what, _) in place.compared() {
+        let beside = (*peer, of(peer, what)?);
+        entries.push(row.entry(name, "IOPS", Better::Higher, of(ours, what)?, beside));
+    }
+    let what = "read-4k-two-jobs";
+    let one = ("one queue", of("ours-auto", what)?);
+    let two = of("ours-two-queues", what)?;
+    entries.push(row.entry("read-4k/two-queues", "IOPS", Better::Higher, two, one));
+    for (name, what, bound) in BOUNDS {
+        let took = of("ours-auto", what)? / 1000.0;
+        entries.push(row.entry(name, "s", Better::Lower, took, ("bound", bound)));
+    }
+    Ok(entries)
+}
+
+fn inside(ringdisk: &Path, place: Place, pairs: u32, seconds: f64) -> Result<Said, lab::Error> {
+    let lab = Lab::prepare()?.with_kernel(place.kernel)?;
+    let scratch = Scratch::new()?;
+    let rublk = std::env::var_os("RUBLK").filter(|path| !path.is_empty());
+    let rublk = rublk.map_or_else(|| PathBuf::from("target/bench/peers/bin/rublk"), PathBuf::from);
+    let toolbox = Toolbox::with(&lab, &scratch, ringdisk)?
+        .program(&rublk, "rublk")?
+        .program(Path::new("/usr/bin/qemu-nbd"), "qemu-nbd")?;
+    let whom = place.whom();
+    let script = format!(
+        "seconds={seconds:.0}\nwhom='{whom}'\n{PREPARE}\nfor round in $(seq {pairs}); do\n\
+         for who in $whom; do turn $who; done\n\
+         whom=$(for who in $whom; do echo $who; done | tac | tr '\\n' ' ')\n\
+         recover\ndone\nmany\n/mnt/ringdisk image check q.qcow2\n"
+    );
+    let (outcome, _) = nested::run(&lab, &scratch, &toolbox, DISK_BYTES, &script, PATIENCE)?;
+    Ok(Said::of(&outcome))
+}
