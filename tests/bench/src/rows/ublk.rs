@@ -24,7 +24,7 @@ const PREPARE: &str = r#"
 modprobe ublk_drv
 modprobe nbd max_part=0 || true
 mount -o ro /dev/lab/tools /mnt
-mkdir -p /tmp/work
+mkdir -p /tmp/work /run/lock
 cd /tmp/work
 mount -t tmpfs -o size=900m none /tmp/work
 cd /tmp/work
