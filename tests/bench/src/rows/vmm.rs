@@ -1,6 +1,6 @@
-//! Whole machines: `ringdisk run`, QEMU and, where its binary is given (`CLOUD_HYPERVISOR`), Cloud Hypervisor take turns,
-//! in an order that is turned round each time, in one emulated guest whose KVM is real. Each boots the same Linux from a QCOW2 overlay, does the same I/O on the
-//! same QCOW2 disk, past the page cache, and switches itself off.
+//! Whole machines: `ringdisk run`, QEMU and, where its binary is given (`CLOUD_HYPERVISOR`), Cloud Hypervisor take turns
+//! in one emulated guest whose KVM is real, in an order that is turned round each time. Each boots the same Linux from a
+//! QCOW2 overlay, does the same I/O on the same QCOW2 disk, past the page cache, and switches itself off.
 //!
 //! The guest is emulated, so absolute figures mean nothing, and ratios only within one run.
 
