@@ -334,7 +334,7 @@ impl Observer for ViewObserver {
             OpKind::DataSync => Action::Sync,
             OpKind::Allocate { .. } => Action::Allocate,
             OpKind::Truncate => Action::SetLength,
-            OpKind::Watch => return,
+            OpKind::Watch | OpKind::Command { .. } => return,
         };
         if error == IoError::Cancelled || action == Action::Allocate && file.is_refusal(error) {
             return;

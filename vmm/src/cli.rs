@@ -10,7 +10,8 @@ use crate::control::{self, DiskKeys, Request};
 use crate::disk_config::{DiskConfig, RateLimitGroups, keys_help};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
-use crate::{image, io, limits, logging, run as machine_run, size, vhost_user};
+use crate::ublk::arguments::UblkCommand;
+use crate::{image, io, limits, logging, run as machine_run, size, ublk, vhost_user};
 
 /// Fast and safe QCOW2 disks for virtual machines and the host.
 #[derive(Debug, Parser)]
@@ -45,6 +46,9 @@ enum Command {
     ///
     /// Prints the answer as JSON.
     Ctl(CtlArguments),
+    /// Make block devices of this machine of disks, and look after them
+    #[command(subcommand, disable_help_subcommand = true)]
+    Ublk(UblkCommand),
     /// Send requests to a disk from the command line, in the language of qemu-io
     ///
     /// Commands are read from standard input if there is no -c. Exits with 1 if any failed.
@@ -255,6 +259,7 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
             RateLimitGroups::parse(&rate_limit_group)?.join(&mut disk)?;
             io::run(disk, queues, &commands)
         }
+        Command::Ublk(command) => ublk::run(command),
         Command::Image(command) => image::run(command),
     }
 }

@@ -22,6 +22,8 @@ pub enum CommandFailure {
     Failed(Box<dyn Error + Send + Sync>),
     /// Nobody reads our output any more; there is nobody to tell.
     OutputClosed,
+    /// A process of ours has told already; this is the exit code.
+    Told(u8),
 }
 
 impl CommandFailure {
@@ -39,6 +41,7 @@ impl CommandFailure {
         match self {
             Self::Usage(_) => EXIT_USAGE,
             Self::Failed(_) | Self::OutputClosed => EXIT_FAILURE,
+            Self::Told(code) => *code,
         }
     }
 
@@ -48,7 +51,7 @@ impl CommandFailure {
         match self {
             Self::Usage(message) => Some(one_line(message)),
             Self::Failed(error) => Some(one_line(&chain(error.as_ref()))),
-            Self::OutputClosed => None,
+            Self::OutputClosed | Self::Told(_) => None,
         }
     }
 }

@@ -24,4 +24,5 @@ pub mod signals;
 pub mod size;
 pub mod socket;
 pub mod takeover;
+pub mod ublk;
 pub mod vhost_user;

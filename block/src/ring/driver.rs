@@ -34,6 +34,15 @@ pub(crate) enum Kind {
     Truncate,
     /// Report every time the descriptor becomes readable.
     Watch,
+    /// A command of the file's own driver (`IORING_OP_URING_CMD`): its code and what goes with it.
+    Command { code: u32, data: [u8; 16] },
+}
+
+impl Kind {
+    /// Whether an op is asked to end early when its ring wants to drain.
+    pub(crate) fn ends_when_cancelled(self) -> bool {
+        !matches!(self, Self::Watch | Self::Command { .. })
+    }
 }
 
 /// One op for a driver to start.

@@ -17,6 +17,8 @@
 #![expect(unsafe_code, reason = "starts ops whose memory the slots own")]
 
 mod bytes;
+mod command;
+mod control;
 pub(crate) mod driver;
 mod fixed;
 mod null;
@@ -44,6 +46,9 @@ use driver::{Completion, Driver, FileSlot, Kind};
 use fixed::Leases;
 use slots::{Owner, Slots, Step, user_data};
 
+pub use command::{CommandSink, Direction, NoSlot};
+pub use control::{ControlError, ControlRing};
+
 pub(crate) use driver::Kind as OpKind;
 pub use fixed::{Door, FixedBuffer, FixedTable, LeaseError};
 pub(crate) use sys::{set_timer, signal_event, timer};
@@ -56,6 +61,8 @@ pub enum RingKind {
     Auto,
     /// io_uring or an error.
     IoUring,
+    /// io_uring that carries commands of drivers too, or an error.
+    IoUringCommands,
     /// Plain system calls, one op at a time.
     Syscalls,
     /// Ops that succeed at once and do nothing, for measuring.
@@ -108,10 +115,12 @@ struct Inner {
     events: RefCell<Vec<EventToken>>,
     /// Slots whose op the submission queue had no room for.
     unpushed: RefCell<Vec<u32>>,
-    /// Ops in flight, watches not counted.
+    /// Ops in flight, watches and commands not counted.
     in_flight: Cell<usize>,
     /// Who has which registered buffer.
     leases: Rc<Leases>,
+    /// Commands in flight: what they wait for may never come.
+    commands: Cell<usize>,
 }
 
 impl fmt::Debug for Ring {
@@ -206,6 +215,7 @@ impl Ring {
                 unpushed: RefCell::default(),
                 in_flight: Cell::new(0),
                 leases: Leases::new(places),
+                commands: Cell::new(0),
             }),
         }
     }
@@ -216,7 +226,7 @@ impl Ring {
         self.inner.driver.borrow().name()
     }
 
-    /// Ops in flight, watches not counted.
+    /// Ops in flight, watches and commands not counted.
     #[must_use]
     #[inline]
     pub fn in_flight(&self) -> usize {
@@ -567,6 +577,15 @@ impl Inner {
             }
             return;
         }
+        if matches!(slot.owner, Owner::Command(..)) {
+            self.commands.set(self.commands.get() - 1);
+            let owner = slots.release(index);
+            drop(slots);
+            if let Owner::Command(sink, tag) = owner {
+                sink.push(tag, completion.result);
+            }
+            return;
+        }
         match slot.advance(completion.result) {
             Step::Again => {
                 drop(slots);
@@ -614,7 +633,7 @@ impl Inner {
     fn cancel_all(&self) {
         let slots = self.slots.borrow();
         let mut driver = self.driver.borrow_mut();
-        for (index, slot) in slots.busy().filter(|(_, slot)| slot.kind != Kind::Watch) {
+        for (index, slot) in slots.busy().filter(|(_, slot)| slot.kind.ends_when_cancelled()) {
             let user_data = user_data(index, slot.generation);
             if driver.cancel(user_data).is_err() && driver.enter(false).is_ok() {
                 // A second refusal only means that this op is waited for.
@@ -626,10 +645,9 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if self.in_flight.get() == 0 {
-            return;
+        if self.in_flight.get() > 0 {
+            self.cancel_all();
         }
-        self.cancel_all();
         while self.in_flight.get() > 0 {
             if let Err(error) = self.turn(true) {
                 tracing::error!(%error, ops = self.in_flight.get(), "a ring cannot drain; leaking its memory");
@@ -637,6 +655,13 @@ impl Drop for Inner {
                 // The kernel may still write there: leaking is the only safe end.
                 Box::leak(Box::new(slots));
                 return;
+            }
+        }
+        // A command waits for what only its driver can bring, and cannot be cancelled; it ends with the kernel's
+        // ring, some time after this. Until then its driver may write where it was told to.
+        if self.commands.get() > 0 {
+            for memory in self.slots.borrow_mut().abandon() {
+                Box::leak(Box::new(memory));
             }
         }
     }
@@ -656,6 +681,10 @@ pub(crate) fn driver_of(
     Ok(match kind {
         RingKind::IoUring => {
             Box::new(uring::UringDriver::new(entries, table).map_err(|source| RingError::Refused { source })?)
+        }
+        RingKind::IoUringCommands => {
+            let driver = uring::UringDriver::with_commands(entries, table);
+            Box::new(driver.map_err(|source| RingError::Refused { source })?)
         }
         RingKind::Auto => match uring::UringDriver::new(entries, table) {
             Ok(driver) => Box::new(driver),

@@ -33,9 +33,12 @@ impl Driver for NullDriver {
                 let slices = unsafe { std::slice::from_raw_parts(op.slices, op.slice_count) };
                 slices.iter().map(crate::buffer::IoSlice::len).sum()
             }
-            Kind::DataSync | Kind::Allocate { .. } | Kind::Truncate => 0,
+            Kind::DataSync | Kind::Allocate { .. } | Kind::Truncate | Kind::Command { .. } => 0,
         };
-        let result = i32::try_from(bytes).unwrap_or(i32::MAX);
+        let result = match op.kind {
+            Kind::Command { .. } => -libc::EOPNOTSUPP,
+            _ => i32::try_from(bytes).unwrap_or(i32::MAX),
+        };
         self.done.push(Completion {
             user_data,
             result,

@@ -9,6 +9,7 @@ use std::task::Waker;
 
 use smallvec::SmallVec;
 
+use super::command::CommandSink;
 use super::driver::{FixedOp, KernelOp, Kind};
 use super::{Door, EventToken, FileHandle};
 use crate::buffer::{BUFFER_ALIGN, Buffer, FixedRange, IoSlice, IoSlices, Memory, append_zeros};
@@ -31,6 +32,8 @@ pub(super) enum Owner {
     Orphan,
     /// A watch, which reports under this token.
     Watch(EventToken),
+    /// A command, whose result goes to this sink under this tag.
+    Command(Rc<CommandSink>, u64),
 }
 
 /// What the stretches of an op are.
@@ -345,6 +348,20 @@ impl Slots {
             waker.wake();
         }
         owner
+    }
+
+    /// Frees what commands in flight hold, but for their memory, which the kernel may still write; that is given back.
+    /// Their files must not stay open for it.
+    pub(super) fn abandon(&mut self) -> Vec<Rc<Buffer>> {
+        let mut memory = Vec::new();
+        for slot in &mut self.list {
+            if matches!(slot.owner, Owner::Command(..)) {
+                slot.owner = Owner::Free;
+                slot.file = None;
+                memory.extend(slot.keep.drain(..));
+            }
+        }
+        memory
     }
 
     /// The indices of all slots that are not free.

@@ -59,6 +59,8 @@ pub(crate) unsafe fn carry_out(op: &KernelOp) -> i32 {
             unsafe { libc::ftruncate(fd, len) as isize }
         }
         Kind::Watch => return -libc::EINVAL,
+        // There is no such system call.
+        Kind::Command { .. } => return -libc::EOPNOTSUPP,
     };
     if result < 0 {
         return -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);

@@ -46,6 +46,9 @@ const OPS: [u8; 10] = [
     opcode::AsyncCancel::CODE,
 ];
 
+/// What a ring that serves a device's driver carries out as well.
+const COMMAND_OP: u8 = opcode::UringCmd16::CODE;
+
 /// `IORING_REGISTER_FILES_UPDATE` of `linux/io_uring.h`: what is registered while a ring is in use.
 const REGISTER_FILES_UPDATE: u8 = 6;
 
@@ -74,10 +77,21 @@ impl UringDriver {
     /// A ring with `entries` submission and four times as many completion entries, and this table of registered
     /// buffers.
     pub(crate) fn new(entries: u32, table: &FixedTable) -> io::Result<Self> {
+        Self::with_ops(entries, table, &OPS)
+    }
+
+    /// As [`UringDriver::new`], for commands of drivers too.
+    pub(crate) fn with_commands(entries: u32, table: &FixedTable) -> io::Result<Self> {
+        let mut ops = OPS.to_vec();
+        ops.push(COMMAND_OP);
+        Self::with_ops(entries, table, &ops)
+    }
+
+    fn with_ops(entries: u32, table: &FixedTable, ops: &[u8]) -> io::Result<Self> {
         let ring = Self::build(entries)?;
         let mut probe = io_uring::Probe::new();
         ring.submitter().register_probe(&mut probe)?;
-        if OPS.iter().any(|&code| !probe.is_supported(code)) {
+        if ops.iter().any(|&code| !probe.is_supported(code)) {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
                 "this kernel's io_uring is too old",
@@ -85,7 +99,7 @@ impl UringDriver {
         }
         let fixed = ring.submitter().register_files_sparse(FIXED_FILES).is_ok();
         register_buffers(&ring, table)?;
-        restrict(&ring)?;
+        restrict(&ring, ops)?;
         let fixed_free = if fixed {
             (0..FIXED_FILES).rev().collect()
         } else {
@@ -197,6 +211,9 @@ impl UringDriver {
             // Carried out by `push`; a no-op would be harmless.
             Kind::Truncate => opcode::Nop::new().build(),
             Kind::Watch => on_file!(|file| opcode::PollAdd::new(file, sys::POLL_IN).multi(true).build()),
+            Kind::Command { code, data } => {
+                on_file!(|file| opcode::UringCmd16::new(file, code).cmd(data).build())
+            }
         }
     }
 
@@ -253,9 +270,9 @@ fn register_buffers(ring: &IoUring, table: &FixedTable) -> io::Result<()> {
     unsafe { ring.submitter().register_buffers_update(0, &memory, None) }
 }
 
-/// Allows `OPS` only, on registered files or others, and lets the ring begin (Linux 5.10).
-fn restrict(ring: &IoUring) -> io::Result<()> {
-    let mut allowed: Vec<Restriction> = OPS.into_iter().map(Restriction::sqe_op).collect();
+/// Allows `ops` only, on registered files or others, and lets the ring begin (Linux 5.10).
+fn restrict(ring: &IoUring, ops: &[u8]) -> io::Result<()> {
+    let mut allowed: Vec<Restriction> = ops.iter().copied().map(Restriction::sqe_op).collect();
     allowed.push(Restriction::register_op(REGISTER_FILES_UPDATE));
     allowed.push(Restriction::sqe_flags_allowed(squeue::Flags::FIXED_FILE.bits()));
     ring.submitter().register_restrictions(&mut allowed)?;
@@ -406,6 +423,7 @@ mod tests {
             opcode::Connect::new(Fd(0), (&raw const address).cast(), 2).build(),
             opcode::Send::new(Fd(0), c"x".as_ptr().cast(), 1).build(),
             opcode::Nop::new().build(),
+            opcode::UringCmd16::new(Fd(0), 1).build(),
             opcode::Read::new(Fd(0), std::ptr::null_mut(), 0)
                 .build()
                 .flags(squeue::Flags::IO_LINK),

@@ -17,7 +17,8 @@ pub(super) struct SimDriver {
     ring: u32,
     /// Descriptors that never become readable: in a simulation nobody sleeps.
     watches: Vec<u64>,
-    cancelled_watches: Vec<u64>,
+    /// What has ended without the world.
+    ended: Vec<Completion>,
 }
 
 impl SimDriver {
@@ -27,12 +28,20 @@ impl SimDriver {
             world,
             ring,
             watches: Vec::new(),
-            cancelled_watches: Vec::new(),
+            ended: Vec::new(),
         }
     }
 
     pub(super) fn ring(&self) -> u32 {
         self.ring
+    }
+
+    fn end(&mut self, user_data: u64, result: i32) {
+        self.ended.push(Completion {
+            user_data,
+            result,
+            more: false,
+        });
     }
 }
 
@@ -54,6 +63,10 @@ impl Driver for SimDriver {
             self.watches.push(user_data);
             return Ok(());
         }
+        if matches!(op.kind, Kind::Command { .. }) {
+            self.end(user_data, -libc::EOPNOTSUPP);
+            return Ok(());
+        }
         // SAFETY: the caller's contract is the same: list and memory stay until the completion is reaped,
         // which `World` does not hand out twice.
         unsafe { self.world.borrow_mut().submit(self.ring, op, user_data) };
@@ -63,7 +76,7 @@ impl Driver for SimDriver {
     fn cancel(&mut self, user_data: u64) -> Result<(), QueueFull> {
         if let Some(index) = self.watches.iter().position(|&watch| watch == user_data) {
             self.watches.swap_remove(index);
-            self.cancelled_watches.push(user_data);
+            self.end(user_data, -libc::ECANCELED);
         } else {
             self.world.borrow_mut().cancel(self.ring, user_data);
         }
@@ -72,7 +85,7 @@ impl Driver for SimDriver {
 
     fn enter(&mut self, wait: bool) -> io::Result<()> {
         let mut world = self.world.borrow_mut();
-        while wait && self.cancelled_watches.is_empty() && !world.has_completion(self.ring) {
+        while wait && self.ended.is_empty() && !world.has_completion(self.ring) {
             if !world.step() {
                 return Err(io::Error::other(
                     "nothing is in flight in the simulated world: a worker would sleep for ever",
@@ -90,12 +103,7 @@ impl Driver for SimDriver {
     }
 
     fn reap(&mut self, out: &mut Vec<Completion>) {
-        let ended = self.cancelled_watches.drain(..).map(|user_data| Completion {
-            user_data,
-            result: -libc::ECANCELED,
-            more: false,
-        });
-        out.extend(ended);
+        out.append(&mut self.ended);
         self.world.borrow_mut().reap(self.ring, out);
     }
 }

@@ -44,6 +44,7 @@ impl fmt::Display for Event {
             Kind::Allocate { .. } => "allocate",
             Kind::Truncate => "truncate",
             Kind::Watch => "watch",
+            Kind::Command { .. } => "command",
         };
         let Self { time, ring, op, .. } = self;
         write!(f, "{time:>6} ring {ring} op {op}: {kind}")?;
@@ -89,6 +90,7 @@ impl Trace {
             Kind::Allocate { mode } => 16 + u64::from(mode.unsigned_abs()),
             Kind::Truncate => 5,
             Kind::Watch => 6,
+            Kind::Command { code, .. } => 1 << 40 | u64::from(code),
         };
         let what = match event.what {
             What::Submitted => 1,

@@ -595,7 +595,7 @@ impl World {
                 }
                 op.result = Some(failed.unwrap_or(0));
             }
-            Kind::Watch => op.result = Some(-libc::EINVAL),
+            Kind::Watch | Kind::Command { .. } => op.result = Some(-libc::EINVAL),
         }
         let (kind, submitted) = (op.kind, op.submitted);
         if kind != Kind::DataSync {
@@ -622,7 +622,7 @@ impl World {
                     contents.sync(op.submitted);
                     self.changes += 1;
                 }
-                Kind::Read | Kind::Watch => {}
+                Kind::Read | Kind::Watch | Kind::Command { .. } => {}
                 Kind::Write { dsync } => {
                     contents.complete(op.id, op.offset, op.done, self.time);
                     if dsync && op.done > 0 && result >= 0 {

@@ -1,0 +1,161 @@
+//! Commands that set a device up: one at a time, each with a bound on how long it may take.
+//!
+//! They go through a small ring of their own, because they take submission entries of 128 bytes and may block in the
+//! kernel for as long as they like. A command that has not ended in time keeps its memory for ever, and its ring
+//! takes no other: what it does to the device is then unknown.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Duration;
+
+use io_uring::types::{Fd, SubmitArgs, Timespec};
+use io_uring::{IoUring, cqueue, opcode, squeue};
+
+use crate::buffer::AlignedBuf;
+
+/// Why a command has no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// The driver refused.
+    #[error(transparent)]
+    Refused(io::Error),
+    /// It has not ended in time.
+    #[error("no answer in {} s", .0.as_secs())]
+    Stuck(Duration),
+    /// The ring failed, and not the command.
+    #[error("io_uring failed")]
+    Ring(#[source] io::Error),
+}
+
+impl ControlError {
+    /// What the driver answered, if it did.
+    #[must_use]
+    pub fn errno(&self) -> Option<i32> {
+        match self {
+            Self::Refused(error) => error.raw_os_error(),
+            _ => None,
+        }
+    }
+}
+
+/// A ring for commands of a control device.
+pub struct ControlRing {
+    ring: IoUring<squeue::Entry128, cqueue::Entry>,
+    /// Set when a command did not end in time.
+    stuck: Option<Duration>,
+    number: u64,
+}
+
+impl fmt::Debug for ControlRing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ControlRing")
+            .field("stuck", &self.stuck)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ControlRing {
+    /// A ring for one command at a time.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel refuses io_uring, or has none with entries of 128 bytes (Linux 5.19).
+    pub fn new() -> io::Result<Self> {
+        Ok(Self {
+            ring: IoUring::builder().build(4)?,
+            stuck: None,
+            number: 0,
+        })
+    }
+
+    /// Carries out command `code` of `file`'s driver and waits for its end. `data` makes what goes with it from the
+    /// address of `buffer`, whose bytes the driver may read and write. Returns the driver's answer, not negative.
+    ///
+    /// # Errors
+    ///
+    /// [`ControlError`]. After [`ControlError::Stuck`] the ring takes no other command, and `buffer` is empty.
+    ///
+    /// # Safety
+    ///
+    /// The command may make the driver read and write memory of `buffer` only, and only until it has ended.
+    pub unsafe fn call(
+        &mut self,
+        file: BorrowedFd<'_>,
+        code: u32,
+        buffer: &mut AlignedBuf,
+        data: impl FnOnce(u64) -> [u8; 80],
+        patience: Duration,
+    ) -> Result<i32, ControlError> {
+        if let Some(patience) = self.stuck {
+            return Err(ControlError::Stuck(patience));
+        }
+        self.number += 1;
+        let data = data(buffer.as_mut_ptr().addr() as u64);
+        let entry = opcode::UringCmd80::new(Fd(file.as_raw_fd()), code)
+            .cmd(data)
+            .build()
+            .user_data(self.number);
+        // SAFETY: the memory the command names is `buffer`'s (the caller's contract), which is borrowed until this
+        // returns; if the command has not ended by then, it is leaked below.
+        unsafe { self.ring.submission().push(&entry) }
+            .map_err(|_| ControlError::Ring(io::ErrorKind::WouldBlock.into()))?;
+        let answer = self.wait(patience);
+        if !matches!(answer, Ok(_) | Err(ControlError::Refused(_))) {
+            self.stuck = Some(patience);
+            Box::leak(Box::new(std::mem::replace(buffer, AlignedBuf::zeroed(0))));
+        }
+        answer
+    }
+
+    fn wait(&mut self, patience: Duration) -> Result<i32, ControlError> {
+        let deadline = std::time::Instant::now() + patience;
+        loop {
+            let number = self.number;
+            let ended = self.ring.completion().find(|entry| entry.user_data() == number);
+            match ended.map(|entry| entry.result()) {
+                Some(errno @ ..0) => {
+                    let errno = errno.saturating_neg();
+                    return Err(ControlError::Refused(io::Error::from_raw_os_error(errno)));
+                }
+                Some(answer) => return Ok(answer),
+                None => {}
+            }
+            let left = deadline.saturating_duration_since(std::time::Instant::now());
+            if left.is_zero() {
+                return Err(ControlError::Stuck(patience));
+            }
+            let time = Timespec::from(left);
+            match self
+                .ring
+                .submitter()
+                .submit_with_args(1, &SubmitArgs::new().timespec(&time))
+            {
+                Ok(_) => {}
+                Err(error) if matches!(error.raw_os_error(), Some(libc::ETIME | libc::EINTR)) => {}
+                Err(error) => return Err(ControlError::Ring(error)),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn a_command_that_a_file_does_not_know_is_refused() {
+        let file = tempfile::tempfile().expect("a file");
+        let mut ring = ControlRing::new().expect("these tests need io_uring");
+        let mut buffer = AlignedBuf::zeroed(64);
+        for _ in 0..5 {
+            // SAFETY: the command names no memory.
+            let answer =
+                unsafe { ring.call(file.as_fd(), 7, &mut buffer, |_| [0; 80], Duration::from_secs(5)) };
+            let error = answer.expect_err("a file has no commands");
+            assert_eq!(error.errno(), Some(libc::EOPNOTSUPP), "{error}");
+        }
+        assert_eq!(buffer.len(), 64);
+    }
+}

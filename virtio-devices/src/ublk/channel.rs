@@ -1,0 +1,301 @@
+//! What one queue and the driver say to each other: requests as they come, answers as they go, and the data of both.
+//!
+//! [`Channel`] is the seam: behind it is the driver, on the worker's own ring, or in tests a model of it. The queue
+//! above never sees a descriptor of the system, and what is here never sees a disk.
+//!
+//! What must stay true: a tag is fetched for, or answered, by the ring and thread that fetched first. The memory that
+//! the driver may write, it owns from the fetch until its completion was taken.
+
+#![expect(
+    unsafe_code,
+    reason = "maps the driver's descriptors and hands it addresses of buffers"
+)]
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+use block::ring::{CommandSink, Direction, FileHandle, NoSlot, Ring};
+use block::{AlignedBuf, Buffer, Context, IoError};
+use zerocopy::IntoBytes;
+
+use super::abi::{self, IoCommand, IoDescriptor};
+
+/// How requests' data gets to the server and back.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Transport {
+    /// The driver copies to and from a buffer of the server's that each tag has.
+    Copy,
+    /// The server reads and writes the data through the character device.
+    UserCopy,
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Copy => "copy",
+            Self::UserCopy => "user-copy",
+        })
+    }
+}
+
+/// One queue's end of the driver.
+pub trait Channel: fmt::Debug {
+    /// Waits for the first request under `tag`.
+    ///
+    /// # Errors
+    ///
+    /// [`NoSlot`], if the ring is full; nothing happened then.
+    fn fetch(&mut self, tag: u16) -> Result<(), NoSlot>;
+
+    /// Answers the request under `tag` and waits for the next one.
+    ///
+    /// # Errors
+    ///
+    /// [`NoSlot`], if the ring is full; nothing happened then.
+    fn commit_and_fetch(&mut self, tag: u16, result: i32) -> Result<(), NoSlot>;
+
+    /// Whether [`Channel::take_results`] has something to give.
+    fn has_results(&self) -> bool;
+
+    /// Moves what fetches have ended with to the end of `out`: the tag and the driver's answer.
+    fn take_results(&mut self, out: &mut Vec<(u64, i32)>);
+
+    /// The request under a tag whose fetch has ended well.
+    fn descriptor(&self, tag: u16) -> IoDescriptor;
+
+    /// A buffer with the `len` bytes of the write request under `tag`.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answered.
+    fn data(&mut self, tag: u16, len: usize) -> Result<Buffer, IoError>;
+
+    /// A buffer for the `len` bytes of the read request under `tag`.
+    fn room(&mut self, tag: u16, len: usize) -> Buffer;
+
+    /// Hands over what a read request asked for.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answered.
+    fn deliver(&mut self, tag: u16, data: &Buffer) -> Result<(), IoError>;
+
+    /// Takes a buffer back that it gave.
+    fn give_back(&mut self, tag: u16, buffer: Buffer);
+}
+
+/// The bytes of a page.
+pub(crate) fn page_bytes() -> usize {
+    rustix::param::page_size()
+}
+
+/// Lets the calling thread allocate memory without waiting for writes that it may have to carry out itself. Takes
+/// rights; without them it is as if nobody had asked.
+pub(crate) fn become_io_flusher() {
+    /// `PR_SET_IO_FLUSHER` of `linux/prctl.h` (Linux 5.6).
+    const SET_IO_FLUSHER: libc::c_int = 57;
+    // SAFETY: no memory is passed.
+    let set = unsafe { libc::prctl(SET_IO_FLUSHER, 1, 0, 0, 0) };
+    if set != 0 {
+        let error = io::Error::last_os_error();
+        tracing::debug!(%error, "a worker is no I/O flusher: it may stall when memory is short");
+    }
+}
+
+/// A queue's descriptors, which the driver writes and we read.
+#[derive(Debug)]
+struct Descriptors {
+    map: NonNull<IoDescriptor>,
+    bytes: usize,
+    depth: u16,
+}
+
+impl Descriptors {
+    fn map(file: &OwnedFd, queue: u16, depth: u16) -> io::Result<Self> {
+        let bytes = abi::descriptors_bytes(depth, page_bytes());
+        let offset = usize::from(queue) * abi::descriptors_stride(page_bytes());
+        let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
+        // SAFETY: a new mapping at an address of the kernel's choice, of an open file.
+        let map = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                libc::PROT_READ,
+                flags,
+                file.as_raw_fd(),
+                offset,
+            )
+        };
+        if map == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let map = NonNull::new(map.cast()).ok_or(io::ErrorKind::InvalidData)?;
+        Ok(Self { map, bytes, depth })
+    }
+
+    fn get(&self, tag: u16) -> IoDescriptor {
+        assert!(tag < self.depth, "tag {tag} of a queue of {}", self.depth);
+        let place = self.map.as_ptr().wrapping_add(usize::from(tag));
+        // SAFETY: `tag < depth`, so the place is inside the map, which is page-aligned and stays until this is
+        // dropped. The driver writes it only while the tag is fetched for; volatile, because it is another's.
+        unsafe { place.read_volatile() }
+    }
+}
+
+impl Drop for Descriptors {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made with this length, and nothing of it is borrowed.
+        let unmapped = unsafe { libc::munmap(self.map.as_ptr().cast(), self.bytes) };
+        debug_assert_eq!(unmapped, 0);
+    }
+}
+
+/// The memory of the tags.
+#[derive(Debug)]
+enum Memory {
+    /// The driver copies here, for each tag.
+    Copy(Vec<Rc<Buffer>>),
+    /// What a tag used last; made as large as its requests have been.
+    UserCopy(Vec<Option<AlignedBuf>>),
+}
+
+/// The driver itself.
+#[derive(Debug)]
+pub struct KernelChannel {
+    ring: Ring,
+    file: FileHandle,
+    queue: u16,
+    descriptors: Descriptors,
+    memory: Memory,
+    sink: Rc<CommandSink>,
+}
+
+impl KernelChannel {
+    /// The end of `queue` in the device that `file` is, on the worker of `cx`.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel refuses to map the descriptors or to register the file.
+    pub fn open(
+        cx: &Context,
+        file: OwnedFd,
+        queue: u16,
+        depth: u16,
+        transport: Transport,
+        io_bytes_max: u32,
+    ) -> io::Result<Self> {
+        let descriptors = Descriptors::map(&file, queue, depth)?;
+        let bytes = io_bytes_max as usize;
+        let memory = match transport {
+            // Fresh from the system, so what no request needs is never there.
+            Transport::Copy => Memory::Copy(
+                (0..depth)
+                    .map(|_| Rc::new(Buffer::from(AlignedBuf::zeroed(bytes))))
+                    .collect(),
+            ),
+            Transport::UserCopy => Memory::UserCopy((0..depth).map(|_| None).collect()),
+        };
+        Ok(Self {
+            ring: cx.ring().clone(),
+            file: cx.ring().register(file)?,
+            queue,
+            descriptors,
+            memory,
+            sink: CommandSink::new(),
+        })
+    }
+
+    fn start(&mut self, code: u32, tag: u16, result: i32) -> Result<(), NoSlot> {
+        let mut command = IoCommand {
+            q_id: self.queue,
+            tag,
+            result,
+            addr: 0,
+        };
+        let mut keep = None;
+        if let Memory::Copy(buffers) = &self.memory
+            && let Some(buffer) = buffers.get(usize::from(tag))
+            && let Some(bytes) = buffer.as_owned()
+        {
+            command.addr = bytes.as_ptr().addr() as u64;
+            keep = Some(Rc::clone(buffer));
+        }
+        let mut data = [0; 16];
+        data.copy_from_slice(command.as_bytes());
+        // SAFETY: in copy mode the driver reads and writes at `addr` at most as many bytes as the device's requests
+        // may have, which is how long `keep` is; in user copy it touches no memory of ours. The queue gives the
+        // buffer out only between a fetch's completion and the next.
+        unsafe {
+            self.ring
+                .command(&self.file, code, data, keep, &self.sink, tag.into())
+        }
+    }
+}
+
+impl Channel for KernelChannel {
+    fn fetch(&mut self, tag: u16) -> Result<(), NoSlot> {
+        self.start(abi::IO_FETCH, tag, 0)
+    }
+
+    fn commit_and_fetch(&mut self, tag: u16, result: i32) -> Result<(), NoSlot> {
+        self.start(abi::IO_COMMIT_AND_FETCH, tag, result)
+    }
+
+    fn has_results(&self) -> bool {
+        !self.sink.is_empty()
+    }
+
+    fn take_results(&mut self, out: &mut Vec<(u64, i32)>) {
+        self.sink.drain_into(out);
+    }
+
+    fn descriptor(&self, tag: u16) -> IoDescriptor {
+        self.descriptors.get(tag)
+    }
+
+    fn data(&mut self, tag: u16, len: usize) -> Result<Buffer, IoError> {
+        let buffer = self.room(tag, len);
+        if let Memory::UserCopy(_) = self.memory {
+            let place = abi::data_offset(self.queue, tag);
+            self.ring
+                .transfer_now(&self.file, Direction::Read, place, &buffer, len)?;
+        }
+        Ok(buffer)
+    }
+
+    fn room(&mut self, tag: u16, len: usize) -> Buffer {
+        match &mut self.memory {
+            Memory::Copy(buffers) => Buffer::part(&buffers[usize::from(tag)], 0, len),
+            Memory::UserCopy(scratch) => {
+                let kept = scratch[usize::from(tag)].take();
+                let mut bytes = match kept.filter(|bytes| bytes.capacity() >= len) {
+                    Some(bytes) => bytes,
+                    None => AlignedBuf::zeroed(len.next_power_of_two()),
+                };
+                bytes.set_len(len);
+                bytes.into()
+            }
+        }
+    }
+
+    fn deliver(&mut self, tag: u16, data: &Buffer) -> Result<(), IoError> {
+        if let Memory::UserCopy(_) = self.memory {
+            let place = abi::data_offset(self.queue, tag);
+            self.ring
+                .transfer_now(&self.file, Direction::Write, place, data, data.len())?;
+        }
+        Ok(())
+    }
+
+    fn give_back(&mut self, tag: u16, buffer: Buffer) {
+        if let Memory::UserCopy(scratch) = &mut self.memory
+            && let Some(bytes) = buffer.into_owned()
+        {
+            scratch[usize::from(tag)] = Some(bytes);
+        }
+    }
+}

@@ -1,0 +1,357 @@
+//! Commands to the driver's control device: each bounded in time, each refusal said with the command, the device and
+//! what to do.
+
+#![expect(
+    unsafe_code,
+    reason = "hands the driver addresses of the buffers of its commands"
+)]
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use block::AlignedBuf;
+use block::ring::{ControlError, ControlRing};
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+use super::abi::{
+    ANY_DEVICE, CONTROL_PATH, Command, ControlCommand, DeviceInfo, Flags, NO_QUEUE, Params, SECTOR_BYTES,
+};
+
+/// How long the driver may take for a command that waits for nobody.
+const PROMPT: Duration = Duration::from_secs(20);
+/// How long it may take for one that waits for a server's queues, or for requests to end.
+const PATIENT: Duration = Duration::from_secs(60);
+/// The bytes of the set of CPUs that a queue's submitters run on: 8192 CPUs.
+const CPU_SET_BYTES: usize = 1024;
+
+/// Why the control device cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenControlError {
+    /// There is none.
+    #[error("there is no {CONTROL_PATH}: load the driver with `modprobe ublk_drv` (Linux 6.0 or later)")]
+    NoDriver,
+    /// We may not.
+    #[error("no permission to open {CONTROL_PATH}: run as root")]
+    Permission,
+    /// Something else.
+    #[error("cannot open {CONTROL_PATH}")]
+    Open(#[source] io::Error),
+    /// The ring cannot be made.
+    #[error(
+        "io_uring is refused here, and ublk needs it (is kernel.io_uring_disabled set, or a seccomp filter in force?)"
+    )]
+    Ring(#[source] io::Error),
+}
+
+/// A command came to nothing.
+#[derive(Debug, thiserror::Error)]
+#[error("{}{} failed{}", command.name(), of(*device), advice(*command, source))]
+pub struct CommandError {
+    /// Which.
+    pub command: Command,
+    /// The device it was about.
+    pub device: Option<u32>,
+    /// Why.
+    #[source]
+    pub source: ControlError,
+}
+
+impl CommandError {
+    /// What the driver answered, if it did.
+    #[must_use]
+    pub fn errno(&self) -> Option<i32> {
+        self.source.errno()
+    }
+}
+
+fn of(device: Option<u32>) -> String {
+    device.map_or_else(String::new, |id| format!(" of /dev/ublkb{id}"))
+}
+
+/// What a person can do about it, in brackets.
+fn advice(command: Command, error: &ControlError) -> &'static str {
+    if let ControlError::Stuck(_) = error {
+        return " (the kernel hangs: see its log, and restart the machine to be rid of the device)";
+    }
+    match (command, error.errno()) {
+        (_, Some(libc::EPERM | libc::EACCES)) => " (run as root)",
+        (Command::AddDev, Some(libc::EEXIST)) => " (the number is taken: see `ringdisk ublk list`)",
+        (Command::AddDev, Some(libc::EINVAL)) => {
+            " (the driver refuses a flag or a size: see `ringdisk ublk features`)"
+        }
+        (Command::AddDev, Some(libc::ENOSPC)) => " (there are too many devices)",
+        (_, Some(libc::ENODEV)) => " (there is no such device: see `ringdisk ublk list`)",
+        (Command::StartUserRecovery | Command::EndUserRecovery, Some(libc::EBUSY)) => {
+            " (its server is still there, or has not ended yet)"
+        }
+        (Command::StartUserRecovery, Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
+            " (it was made without recovery: delete it and add it again)"
+        }
+        (Command::TryStopDev, Some(libc::EBUSY)) => " (it is in use)",
+        (Command::UpdateSize | Command::QuiesceDev | Command::TryStopDev, Some(libc::EOPNOTSUPP)) => {
+            " (this kernel is too old for it)"
+        }
+        _ => "",
+    }
+}
+
+/// The control device, opened.
+#[derive(Debug)]
+pub struct Control {
+    file: File,
+    ring: ControlRing,
+}
+
+impl Control {
+    /// Opens it.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenControlError`], which says what is missing.
+    pub fn open() -> Result<Self, OpenControlError> {
+        let file = OpenOptions::new().read(true).write(true).open(CONTROL_PATH);
+        let file = file.map_err(|error| match error.raw_os_error() {
+            Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) => OpenControlError::NoDriver,
+            Some(libc::EACCES | libc::EPERM) => OpenControlError::Permission,
+            _ => OpenControlError::Open(error),
+        })?;
+        let ring = ControlRing::new().map_err(OpenControlError::Ring)?;
+        Ok(Self { file, ring })
+    }
+
+    fn call(
+        &mut self,
+        command: Command,
+        device: u32,
+        data: u64,
+        buffer: &mut AlignedBuf,
+        path_bytes: usize,
+        patience: Duration,
+    ) -> Result<i32, CommandError> {
+        let mut fixed = ControlCommand {
+            dev_id: device,
+            queue_id: NO_QUEUE,
+            // No buffer here is longer than a page.
+            len: buffer.len() as u16,
+            data,
+            dev_path_len: path_bytes as u16,
+            ..ControlCommand::default()
+        };
+        let payload = |address: u64| {
+            let mut bytes = [0; 80];
+            if fixed.len > 0 {
+                fixed.addr = address;
+            }
+            let fixed = fixed.as_bytes();
+            bytes[..fixed.len()].copy_from_slice(fixed);
+            bytes
+        };
+        let code = command.code();
+        // SAFETY: `addr` and `len` name all of `buffer` and nothing else, and no command of the driver touches
+        // its buffer after it was answered.
+        let answer = unsafe { self.ring.call(self.file.as_fd(), code, buffer, payload, patience) };
+        answer.map_err(|source| CommandError {
+            command,
+            device: (device != ANY_DEVICE).then_some(device),
+            source,
+        })
+    }
+
+    /// A command without a buffer.
+    fn plain(
+        &mut self,
+        command: Command,
+        device: u32,
+        data: u64,
+        patience: Duration,
+    ) -> Result<(), CommandError> {
+        let mut none = AlignedBuf::zeroed(0);
+        self.call(command, device, data, &mut none, 0, patience).map(drop)
+    }
+
+    /// A command that exchanges one structure.
+    fn exchange<T: FromBytes + IntoBytes + Immutable>(
+        &mut self,
+        command: Command,
+        device: u32,
+        value: &T,
+        path: &[u8],
+    ) -> Result<T, CommandError> {
+        let mut buffer = AlignedBuf::zeroed(path.len() + size_of::<T>());
+        let (front, back) = buffer.split_at_mut(path.len());
+        front.copy_from_slice(path);
+        back.copy_from_slice(value.as_bytes());
+        self.call(command, device, 0, &mut buffer, path.len(), PROMPT)?;
+        let answer = T::read_from_bytes(&buffer[path.len()..]);
+        answer.map_err(|_| CommandError {
+            command,
+            device: Some(device),
+            source: ControlError::Ring(io::ErrorKind::InvalidData.into()),
+        })
+    }
+
+    /// What the driver can do. Drivers before 6.5 cannot say; they have what all have.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`].
+    pub fn features(&mut self) -> Result<Flags, CommandError> {
+        match self.exchange(Command::GetFeatures, 0, &0u64, &[]) {
+            Ok(bits) => Ok(Flags::from_bits_retain(bits)),
+            Err(error) if matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {
+                Ok(Flags::USER_RECOVERY | Flags::USER_RECOVERY_REISSUE)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Makes a device, with the number in `wanted` or any. Returns what the driver made of it.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`].
+    pub fn add(&mut self, wanted: &DeviceInfo) -> Result<DeviceInfo, CommandError> {
+        self.exchange(Command::AddDev, wanted.dev_id, wanted, &[])
+    }
+
+    /// What a device is.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`].
+    pub fn info(&mut self, device: u32) -> Result<DeviceInfo, CommandError> {
+        let mut path = char_path(device).into_bytes();
+        path.push(0);
+        self.exchange(Command::GetDevInfo2, device, &DeviceInfo::default(), &path)
+    }
+
+    /// Says what the disk is like, and reads back what the driver took of it.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`].
+    pub fn set_params(&mut self, device: u32, params: &Params) -> Result<Params, CommandError> {
+        self.exchange(Command::SetParams, device, params, &[])?;
+        self.params(device)
+    }
+
+    /// What the disk is said to be like.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`].
+    pub fn params(&mut self, device: u32) -> Result<Params, CommandError> {
+        let asked = Params {
+            len: size_of::<Params>() as u32,
+            ..Params::default()
+        };
+        self.exchange(Command::GetParams, device, &asked, &[])
+    }
+
+    /// The CPUs whose requests come to `queue`.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`].
+    pub fn queue_affinity(&mut self, device: u32, queue: u16) -> Result<Vec<usize>, CommandError> {
+        let mut set = AlignedBuf::zeroed(CPU_SET_BYTES);
+        let command = Command::GetQueueAffinity;
+        self.call(command, device, queue.into(), &mut set, 0, PROMPT)?;
+        let bits = set.iter().enumerate().flat_map(|(index, byte)| {
+            (0..8usize)
+                .filter(move |bit| byte & 1 << bit != 0)
+                .map(move |bit| index * 8 + bit)
+        });
+        Ok(bits.collect())
+    }
+
+    /// Makes the block device appear. Its queues must wait for requests, or do so soon; the driver reads the disk
+    /// before it answers.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`].
+    pub fn start(&mut self, device: u32) -> Result<(), CommandError> {
+        let pid = std::process::id().into();
+        self.plain(Command::StartDev, device, pid, PATIENT)
+    }
+
+    /// Makes the block device go. Whoever serves it answers what is under way, and is told that nothing follows.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`].
+    pub fn stop(&mut self, device: u32) -> Result<(), CommandError> {
+        self.plain(Command::StopDev, device, 0, PATIENT)
+    }
+
+    /// As [`Control::stop`], unless somebody has the block device open.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`]: `EBUSY` if it is in use.
+    pub fn try_stop(&mut self, device: u32) -> Result<(), CommandError> {
+        self.plain(Command::TryStopDev, device, 0, PATIENT)
+    }
+
+    /// Removes a device. Waits until its server has let it go.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`].
+    pub fn delete(&mut self, device: u32) -> Result<(), CommandError> {
+        self.plain(Command::DelDev, device, 0, PATIENT)
+    }
+
+    /// Changes the size of a disk that is served.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`].
+    pub fn update_size(&mut self, device: u32, size_bytes: u64) -> Result<(), CommandError> {
+        self.plain(Command::UpdateSize, device, size_bytes / SECTOR_BYTES, PROMPT)
+    }
+
+    /// Begins to serve a device whose server is gone, waiting at most `patience` for the driver to notice that.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`]: `EBUSY` if the server is still there.
+    pub fn start_recovery(&mut self, device: u32, patience: Duration) -> Result<(), CommandError> {
+        let began = Instant::now();
+        let mut pause = Duration::from_millis(1);
+        loop {
+            match self.plain(Command::StartUserRecovery, device, 0, PATIENT) {
+                Err(error) if error.errno() == Some(libc::EBUSY) && began.elapsed() < patience => {
+                    std::thread::sleep(pause);
+                    pause = (pause * 2).min(Duration::from_millis(200));
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Lets I/O flow to this process. Its queues must wait for requests, or do so soon.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`].
+    pub fn end_recovery(&mut self, device: u32) -> Result<(), CommandError> {
+        let pid = std::process::id().into();
+        self.plain(Command::EndUserRecovery, device, pid, PATIENT)
+    }
+}
+
+/// The path of a device's character device.
+#[must_use]
+pub fn char_path(device: u32) -> String {
+    format!("/dev/ublkc{device}")
+}
+
+/// The path of a device's block device.
+#[must_use]
+pub fn block_path(device: u32) -> String {
+    format!("/dev/ublkb{device}")
+}

@@ -1,0 +1,746 @@
+//! One device: made, served, stopped and deleted, or taken over from a server that is gone.
+//!
+//! What must stay true: whatever fails on the way up is taken down again, so that no half-made device is left. A
+//! device that was to outlive its server, and is only served here, is left as it was found.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use block::ring::RingKind;
+use block::worker::{FrontendId, StartHook, StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
+use block::{Disk, IoError, OpenQueueError};
+
+use super::abi::{ANY_DEVICE, DeviceInfo, Flags, IO_BYTES_MAX, QUEUE_DEPTH_MAX, QUEUES_MAX, State};
+use super::channel::{KernelChannel, Transport, become_io_flusher};
+use super::control::{CommandError, Control, char_path};
+use super::params::{self, ParamsError};
+use super::queue::{Events, QueueState, UblkQueue};
+
+/// How long queues may take to drain when their device was stopped.
+const DRAIN: Duration = Duration::from_secs(30);
+/// How long to wait for the character device's node.
+const NODE: Duration = Duration::from_secs(5);
+/// How long the driver may take to notice that a server is gone: requests that it waits for in vain time out.
+const NOTICE: Duration = Duration::from_secs(90);
+
+/// Which transport a device is to use.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum TransportChoice {
+    /// The best that the kernel has.
+    #[default]
+    Auto,
+    /// This one, or an error.
+    Only(Transport),
+}
+
+/// What becomes of I/O when the server of a device is gone.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Recovery {
+    /// It waits for the next server, and what the old one had taken is done again.
+    #[default]
+    Reissue,
+    /// It waits for the next server; what the old one had taken fails.
+    Wait,
+    /// It fails until there is a next server.
+    Fail,
+    /// The device goes with its server.
+    Off,
+}
+
+impl Recovery {
+    fn flags(self) -> Flags {
+        match self {
+            Self::Reissue => Flags::USER_RECOVERY | Flags::USER_RECOVERY_REISSUE,
+            Self::Wait => Flags::USER_RECOVERY,
+            Self::Fail => Flags::USER_RECOVERY | Flags::USER_RECOVERY_FAIL_IO,
+            Self::Off => Flags::empty(),
+        }
+    }
+
+    /// What a device of these flags does.
+    #[must_use]
+    pub fn of(flags: Flags) -> Self {
+        if !flags.contains(Flags::USER_RECOVERY) {
+            Self::Off
+        } else if flags.contains(Flags::USER_RECOVERY_REISSUE) {
+            Self::Reissue
+        } else if flags.contains(Flags::USER_RECOVERY_FAIL_IO) {
+            Self::Fail
+        } else {
+            Self::Wait
+        }
+    }
+}
+
+/// How a disk is offered.
+#[derive(Clone, Debug)]
+pub struct UblkConfig {
+    /// The disk's name, for logs.
+    pub name: String,
+    /// The device's number; any if absent.
+    pub id: Option<u32>,
+    /// How many queues, 1 to 4096. The driver makes no more than there are CPUs.
+    pub num_queues: u16,
+    /// How many requests a queue has at most, 1 to 4096.
+    pub queue_depth: u16,
+    /// The most bytes a request moves: a power of two, 4 KiB to 32 MiB.
+    pub io_bytes_max: u32,
+    /// How data travels.
+    pub transport: TransportChoice,
+    /// What outlives this server.
+    pub recovery: Recovery,
+    /// How many queues share a worker thread; at least 1.
+    pub queues_per_worker: u16,
+    /// The CPUs that the worker of each queue may run on, by queue. Where there is no entry or an empty one, those
+    /// whose requests come to the queue.
+    pub queue_affinity: Vec<Vec<usize>>,
+    /// Whether the host looks for partitions. What a guest wrote is better left alone.
+    pub partitions: bool,
+    /// The longest a worker polls before it sleeps.
+    pub poll_max: Duration,
+    /// What each worker does before it serves.
+    pub worker_hook: Option<StartHook>,
+}
+
+impl Default for UblkConfig {
+    fn default() -> Self {
+        Self {
+            name: "disk".to_owned(),
+            id: None,
+            num_queues: 1,
+            queue_depth: 128,
+            io_bytes_max: 1 << 20,
+            transport: TransportChoice::Auto,
+            recovery: Recovery::Reissue,
+            queues_per_worker: 1,
+            queue_affinity: Vec::new(),
+            partitions: false,
+            poll_max: WorkerConfig::default().poll_max,
+            worker_hook: None,
+        }
+    }
+}
+
+/// Why a disk could not be offered. No device was left behind, unless [`AddError::CleanUp`] says so.
+#[derive(Debug, thiserror::Error)]
+pub enum AddError {
+    /// A number is out of range.
+    #[error("{what} is {found}; expected {expected}")]
+    Range {
+        /// Which.
+        what: &'static str,
+        /// What it is.
+        found: u64,
+        /// What it may be.
+        expected: &'static str,
+    },
+    /// The kernel has not what was asked for by name.
+    #[error("this kernel's ublk driver has no {what} ({since}); see `ringdisk ublk features`")]
+    Unsupported {
+        /// What.
+        what: &'static str,
+        /// When it came.
+        since: &'static str,
+    },
+    /// The driver refused a command.
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    /// The driver dropped a flag.
+    #[error("the driver has dropped the flags {0:?} that it was asked for")]
+    Flags(Flags),
+    /// The driver dropped a parameter.
+    #[error(transparent)]
+    Params(#[from] ParamsError),
+    /// The character device cannot be used.
+    #[error("cannot open {path}")]
+    CharDevice {
+        /// Its path.
+        path: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A worker could not be started.
+    #[error("cannot start the worker of queue {queue}")]
+    Worker {
+        /// The queue.
+        queue: u16,
+        /// Why.
+        #[source]
+        source: StartWorkerError,
+    },
+    /// A queue could not be started.
+    #[error("cannot start queue {queue}")]
+    Queue {
+        /// The queue.
+        queue: u16,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The disk cannot be used on a worker.
+    #[error(transparent)]
+    Disk(#[from] OpenQueueError),
+    /// A worker ended.
+    #[error(transparent)]
+    Gone(#[from] WorkerGone),
+    /// The device to recover is not in need of it.
+    #[error("/dev/ublkb{device} is {state}; only a device whose server is gone can be recovered")]
+    NotRecoverable {
+        /// The device.
+        device: u32,
+        /// What it is doing.
+        state: State,
+    },
+    /// The device has another size than the disk.
+    #[error("/dev/ublkb{device} has {device_bytes} bytes, and the disk {disk_bytes}: is it the right image?")]
+    Size {
+        /// The device.
+        device: u32,
+        /// Its size.
+        device_bytes: u64,
+        /// The disk's.
+        disk_bytes: u64,
+    },
+    /// It failed, and then so did taking it down.
+    #[error("{failure}; and /dev/ublkb{device} could not be removed again: {clean_up}")]
+    CleanUp {
+        /// The device.
+        device: u32,
+        /// What failed first.
+        failure: Box<AddError>,
+        /// And then.
+        clean_up: CommandError,
+    },
+}
+
+/// Why a device did not end cleanly.
+#[derive(Debug, thiserror::Error)]
+pub enum CloseError {
+    /// A queue holds requests that do not end.
+    #[error("the queues of /dev/ublkb{device} have not drained in {} s", DRAIN.as_secs())]
+    Undrained {
+        /// The device.
+        device: u32,
+    },
+    /// The driver refused a command.
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    /// A worker has ended.
+    #[error(transparent)]
+    Worker(#[from] WorkerGone),
+    /// The disk says so.
+    #[error("cannot close the disk cleanly")]
+    Disk(#[from] IoError),
+}
+
+/// Why a device kept its size.
+#[derive(Debug, thiserror::Error)]
+pub enum ResizeError {
+    /// The driver cannot change sizes.
+    #[error("this kernel's ublk driver cannot change the size of a device that is served (Linux 6.16)")]
+    Unsupported,
+    /// The disk does not grow so.
+    #[error("the disk cannot be made {size_bytes} bytes large")]
+    Disk {
+        /// The size asked for.
+        size_bytes: u64,
+        /// Why.
+        #[source]
+        source: IoError,
+    },
+    /// The disk has grown, and the driver refused.
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    /// A worker has ended.
+    #[error(transparent)]
+    Worker(#[from] WorkerGone),
+}
+
+/// What a device has done.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct DeviceCounts {
+    /// Requests answered.
+    pub requests: u64,
+    /// The bytes they moved.
+    pub bytes: u64,
+    /// How many of them failed.
+    pub errors: u64,
+}
+
+/// A device and those who serve it.
+///
+/// Dropping it closes the queues' rings without asking the driver: if it was not stopped, the driver takes that for the
+/// death of its server.
+#[derive(Debug)]
+pub struct UblkDevice {
+    info: DeviceInfo,
+    transport: Transport,
+    disk: Arc<dyn Disk>,
+    queues: Vec<Queue>,
+    // Dropped last: a queue's memory is its worker's.
+    workers: Vec<WorkerHandle>,
+}
+
+#[derive(Debug)]
+struct Queue {
+    state: Arc<QueueState>,
+    worker: usize,
+    id: FrontendId,
+}
+
+impl Drop for UblkDevice {
+    fn drop(&mut self) {
+        for queue in &self.queues {
+            if queue.state.tags() > 0 {
+                queue.state.abandon();
+            }
+        }
+    }
+}
+
+fn check(config: &UblkConfig) -> Result<(), AddError> {
+    let range = |what, found: u64, expected, fits: bool| {
+        let error = AddError::Range {
+            what,
+            found,
+            expected,
+        };
+        if fits { Ok(()) } else { Err(error) }
+    };
+    let (queues, depth, bytes) = (config.num_queues, config.queue_depth, config.io_bytes_max);
+    let few = (1..=QUEUES_MAX).contains(&queues);
+    range("the number of queues", queues.into(), "1 to 4096", few)?;
+    let short = (1..=QUEUE_DEPTH_MAX).contains(&depth);
+    range("the queue's depth", depth.into(), "1 to 4096", short)?;
+    let small = bytes.is_power_of_two() && (4096..=IO_BYTES_MAX).contains(&bytes);
+    let expected = "a power of two from 4096 to 33554432";
+    range("the largest request", bytes.into(), expected, small)
+}
+
+/// The transport that the driver's features and the choice come to.
+fn choose(choice: TransportChoice, features: Flags) -> Result<Transport, AddError> {
+    let user_copy = features.contains(Flags::USER_COPY);
+    match choice {
+        TransportChoice::Auto if user_copy => Ok(Transport::UserCopy),
+        TransportChoice::Auto => Ok(Transport::Copy),
+        TransportChoice::Only(Transport::UserCopy) if !user_copy => Err(AddError::Unsupported {
+            what: "user copy",
+            since: "Linux 6.5",
+        }),
+        TransportChoice::Only(transport) => Ok(transport),
+    }
+}
+
+impl UblkDevice {
+    /// Makes a device of `disk` and serves it. What happens to it later comes through `events`.
+    ///
+    /// # Errors
+    ///
+    /// [`AddError`]; no device is left behind then.
+    pub fn add(
+        control: &mut Control,
+        disk: Arc<dyn Disk>,
+        config: &UblkConfig,
+        events: &Events,
+    ) -> Result<Self, AddError> {
+        check(config)?;
+        let features = control.features()?;
+        let transport = choose(config.transport, features)?;
+        let recovery = config.recovery.flags();
+        if config.recovery == Recovery::Fail && !features.contains(Flags::USER_RECOVERY_FAIL_IO) {
+            return Err(AddError::Unsupported {
+                what: "recovery=fail",
+                since: "Linux 6.13",
+            });
+        }
+        let mut wanted = recovery | Flags::CMD_IOCTL_ENCODE;
+        if transport == Transport::UserCopy {
+            wanted |= Flags::USER_COPY;
+        }
+        // What a kernel may lack without anybody's loss.
+        let mut welcome = Flags::UPDATE_SIZE | Flags::QUIESCE | Flags::SAFE_STOP_DEV;
+        if !config.partitions {
+            welcome |= Flags::NO_AUTO_PART_SCAN;
+        }
+        let quiesce = if recovery.is_empty() {
+            Flags::QUIESCE
+        } else {
+            Flags::empty()
+        };
+        wanted |= features & welcome & !quiesce;
+        let asked = DeviceInfo {
+            nr_hw_queues: config.num_queues,
+            queue_depth: config.queue_depth,
+            max_io_buf_bytes: config.io_bytes_max,
+            dev_id: config.id.unwrap_or(ANY_DEVICE),
+            ublksrv_pid: -1,
+            flags: wanted.bits(),
+            ..DeviceInfo::default()
+        };
+        let info = control.add(&asked)?;
+        let device = info.dev_id;
+        match Self::bring_up(control, info, wanted, transport, disk, config, events) {
+            Ok(device) => {
+                tracing::info!(disk = %config.name, device = info.dev_id, %transport, flags = ?info.flags(), "live");
+                Ok(device)
+            }
+            Err(failure) => match control.delete(device) {
+                Ok(()) => Err(failure),
+                Err(clean_up) => Err(AddError::CleanUp {
+                    device,
+                    failure: Box::new(failure),
+                    clean_up,
+                }),
+            },
+        }
+    }
+
+    /// Describes a device that was just made, serves it, and makes its disk appear.
+    fn bring_up(
+        control: &mut Control,
+        info: DeviceInfo,
+        wanted: Flags,
+        transport: Transport,
+        disk: Arc<dyn Disk>,
+        config: &UblkConfig,
+        events: &Events,
+    ) -> Result<Self, AddError> {
+        let dropped = wanted & !info.flags();
+        if !dropped.is_empty() {
+            return Err(AddError::Flags(dropped));
+        }
+        let told = params::describe(&disk.info(), info.max_io_buf_bytes);
+        params::verify(&told, &control.set_params(info.dev_id, &told)?)?;
+        let served = Self::serve(control, info, transport, disk, config, events)?;
+        if let Err(error) = control.start(info.dev_id) {
+            served.take_down(control);
+            return Err(error.into());
+        }
+        Ok(served)
+    }
+
+    /// Serves a device whose server is gone, with the same disk. The image must be locked: then the old server's I/O
+    /// has ended. Waits for the driver to notice the death. The number of queues, their depth and the transport are
+    /// the device's, whatever `config` says.
+    ///
+    /// # Errors
+    ///
+    /// [`AddError`]; the device waits for another server then.
+    pub fn recover(
+        control: &mut Control,
+        device: u32,
+        disk: Arc<dyn Disk>,
+        config: &UblkConfig,
+        events: &Events,
+    ) -> Result<Self, AddError> {
+        let info = control.info(device)?;
+        if info.state() == State::Dead || !info.flags().contains(Flags::USER_RECOVERY) {
+            let state = info.state();
+            return Err(AddError::NotRecoverable { device, state });
+        }
+        let params = control.params(device)?;
+        let device_bytes = params.basic.dev_sectors * 512;
+        let disk_bytes = disk.info().size_bytes;
+        if device_bytes != disk_bytes {
+            return Err(AddError::Size {
+                device,
+                device_bytes,
+                disk_bytes,
+            });
+        }
+        control.start_recovery(device, NOTICE)?;
+        let transport = if info.flags().contains(Flags::USER_COPY) {
+            Transport::UserCopy
+        } else {
+            Transport::Copy
+        };
+        let served = Self::serve(control, info, transport, disk, config, events)?;
+        control.end_recovery(device)?;
+        tracing::info!(disk = %config.name, device, %transport, "recovered");
+        Ok(served)
+    }
+
+    /// Starts workers and queues, which fetch at once.
+    fn serve(
+        control: &mut Control,
+        info: DeviceInfo,
+        transport: Transport,
+        disk: Arc<dyn Disk>,
+        config: &UblkConfig,
+        events: &Events,
+    ) -> Result<Self, AddError> {
+        let file = open_char(info.dev_id)?;
+        let each = config.queues_per_worker.max(1);
+        let mut device = Self {
+            info,
+            transport,
+            disk,
+            queues: Vec::new(),
+            workers: Vec::new(),
+        };
+        for queue in 0..info.nr_hw_queues {
+            if queue % each == 0 {
+                let worker = device.start_worker(control, queue, each, config)?;
+                device.workers.push(worker);
+            }
+            let started = device.start_queue(queue, &file, config, events);
+            if let Err(error) = started {
+                device.take_down(control);
+                return Err(error);
+            }
+        }
+        Ok(device)
+    }
+
+    /// The worker of `queue` and those behind it.
+    fn start_worker(
+        &self,
+        control: &mut Control,
+        queue: u16,
+        each: u16,
+        config: &UblkConfig,
+    ) -> Result<WorkerHandle, AddError> {
+        let last = queue.saturating_add(each).min(self.info.nr_hw_queues);
+        let (mut cpus, mut suggested) = (Vec::new(), false);
+        for queue in queue..last {
+            match config.queue_affinity.get(usize::from(queue)) {
+                Some(given) if !given.is_empty() => cpus.extend_from_slice(given),
+                _ => {
+                    suggested = true;
+                    cpus.extend(control.queue_affinity(self.info.dev_id, queue)?);
+                }
+            }
+        }
+        let tags = u32::from(last - queue) * u32::from(self.info.queue_depth);
+        let hook = config.worker_hook.clone();
+        let worker = WorkerConfig {
+            name: format!("ublk{} q{queue}", self.info.dev_id),
+            ring: RingKind::IoUringCommands,
+            // A slot for each tag's command, and as many for I/O.
+            depth: tags * 2 + 64,
+            cpus,
+            poll_max: config.poll_max,
+            on_start: hook,
+            ..WorkerConfig::default()
+        };
+        let started = match WorkerHandle::spawn(worker.clone()) {
+            // CPUs that only the driver thought of may be none of ours.
+            Err(StartWorkerError::Affinity { .. }) if suggested => WorkerHandle::spawn(WorkerConfig {
+                cpus: Vec::new(),
+                ..worker
+            }),
+            started => started,
+        };
+        started.map_err(|source| AddError::Worker { queue, source })
+    }
+
+    fn start_queue(
+        &mut self,
+        queue: u16,
+        file: &OwnedFd,
+        config: &UblkConfig,
+        events: &Events,
+    ) -> Result<(), AddError> {
+        let state = QueueState::new(self.info.dev_id, Arc::clone(events));
+        let index = self.workers.len() - 1;
+        let Some(worker) = self.workers.last() else {
+            return Err(WorkerGone.into());
+        };
+        let hide_partitions = !config.partitions && !self.info.flags().contains(Flags::NO_AUTO_PART_SCAN);
+        let failed = move |source| AddError::Queue { queue, source };
+        let file = file.try_clone().map_err(failed)?;
+        let (disk, shared) = (Arc::clone(&self.disk), Arc::clone(&state));
+        let (depth, bytes, transport) = (self.info.queue_depth, self.info.max_io_buf_bytes, self.transport);
+        let started = worker.run(move |worker| -> Result<FrontendId, AddError> {
+            become_io_flusher();
+            if hide_partitions {
+                give_up_admin();
+            }
+            let cx = worker.context().clone();
+            let disk = disk.open_queue(&cx)?;
+            let channel = KernelChannel::open(&cx, file, queue, depth, transport, bytes).map_err(failed)?;
+            let frontend = UblkQueue::start(channel, disk, depth, bytes, shared);
+            worker.add(Box::new(frontend), Vec::new()).map_err(failed)
+        });
+        let id = started??;
+        self.queues.push(Queue {
+            state,
+            worker: index,
+            id,
+        });
+        Ok(())
+    }
+
+    /// The device's number.
+    #[must_use]
+    pub fn id(&self) -> u32 {
+        self.info.dev_id
+    }
+
+    /// What the driver made of it.
+    #[must_use]
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    /// How data travels.
+    #[must_use]
+    pub fn transport(&self) -> Transport {
+        self.transport
+    }
+
+    /// The threads that serve it.
+    #[must_use]
+    pub fn workers(&self) -> usize {
+        self.workers.len()
+    }
+
+    /// What it has done so far.
+    #[must_use]
+    pub fn counts(&self) -> DeviceCounts {
+        let mut sum = DeviceCounts::default();
+        for queue in &self.queues {
+            let (requests, bytes, errors) = queue.state.counts();
+            sum.requests += requests;
+            sum.bytes += bytes;
+            sum.errors += errors;
+        }
+        sum
+    }
+
+    /// Whether the driver has ended every tag: the device was stopped.
+    #[must_use]
+    pub fn is_ended(&self) -> bool {
+        self.queues.iter().all(|queue| queue.state.tags() == 0)
+    }
+
+    /// Makes the disk larger, and then the device.
+    ///
+    /// # Errors
+    ///
+    /// [`ResizeError`].
+    pub fn resize(&self, control: &mut Control, size_bytes: u64) -> Result<u64, ResizeError> {
+        if !self.info.flags().contains(Flags::UPDATE_SIZE) {
+            return Err(ResizeError::Unsupported);
+        }
+        let disk = Arc::clone(&self.disk);
+        if let Some(worker) = self.workers.first() {
+            let resized = worker.block_on(move |cx| disk.resize(cx, size_bytes))?;
+            resized.map_err(|source| ResizeError::Disk { size_bytes, source })?;
+        }
+        let size_bytes = self.disk.info().size_bytes;
+        control.update_size(self.info.dev_id, size_bytes)?;
+        Ok(size_bytes)
+    }
+
+    /// Stops the device, waits for what is under way, deletes it and closes the disk as a clean shutdown should. A
+    /// device that somebody else has stopped is deleted by them.
+    ///
+    /// # Errors
+    ///
+    /// [`CloseError`], the first if there are several. [`CloseError::Undrained`] leaves requests that only the end of
+    /// this process takes away.
+    pub fn close(self, control: &mut Control) -> Result<(), CloseError> {
+        let stopped_by_others = self.is_ended();
+        let mut first = None;
+        if !stopped_by_others && let Err(error) = unless_gone(control.stop(self.info.dev_id)) {
+            first.get_or_insert(CloseError::from(error));
+        }
+        let disk = Arc::clone(&self.disk);
+        let device = self.info.dev_id;
+        self.drain()?;
+        if let Some(worker) = self.workers.first() {
+            let closed = worker.block_on(move |cx| disk.close(cx));
+            let closed = closed.map_err(CloseError::from).and_then(|disk| Ok(disk?));
+            if let Err(error) = closed {
+                first.get_or_insert(error);
+            }
+        }
+        // The last hold on the character device.
+        drop(self);
+        if !stopped_by_others && let Err(error) = unless_gone(control.delete(device)) {
+            first.get_or_insert(error.into());
+        }
+        first.map_or(Ok(()), Err)
+    }
+
+    /// Waits until the driver has ended all tags and the queues are gone.
+    fn drain(&self) -> Result<(), CloseError> {
+        let deadline = Instant::now() + DRAIN;
+        // Whoever waits for the host's space would wait for ever.
+        let _held = self.disk.hold_off();
+        while !self.is_ended() {
+            if Instant::now() > deadline {
+                let device = self.info.dev_id;
+                return Err(CloseError::Undrained { device });
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        for queue in &self.queues {
+            if let Some(worker) = self.workers.get(queue.worker) {
+                worker.remove(queue.id)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets go of a device that does not serve yet.
+    fn take_down(self, control: &mut Control) {
+        // Ends the tags that wait. A device in recovery is not ours to stop: its queues' rings are closed, which ends
+        // them too.
+        if self.info.state() == State::Dead
+            && let Err(error) = control.stop(self.info.dev_id)
+        {
+            tracing::warn!(%error, "taking down");
+        }
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while self.info.state() == State::Dead && !self.is_ended() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// Gives up the calling thread's right to administer the system. A driver that cannot be told not to look for
+/// partitions does not look if those who serve the disk have not this right.
+fn give_up_admin() {
+    use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
+    let given_up = capabilities(None).and_then(|mut sets| {
+        sets.effective.remove(CapabilitySet::SYS_ADMIN);
+        set_capabilities(None, sets)
+    });
+    if let Err(error) = given_up {
+        tracing::warn!(%error, "the host may look for partitions in this disk");
+    }
+}
+
+/// A device that somebody else has deleted meanwhile is as it should be.
+fn unless_gone(result: Result<(), CommandError>) -> Result<(), CommandError> {
+    match result {
+        Err(error) if error.errno() == Some(libc::ENODEV) => Ok(()),
+        result => result,
+    }
+}
+
+/// Opens the character device, whose node may take a moment.
+fn open_char(device: u32) -> Result<OwnedFd, AddError> {
+    let path = char_path(device);
+    let deadline = Instant::now() + NODE;
+    loop {
+        match OpenOptions::new().read(true).write(true).open(&path) {
+            Ok(file) => return Ok(file.into()),
+            Err(source)
+                if matches!(
+                    source.raw_os_error(),
+                    Some(libc::ENOENT | libc::EACCES | libc::EBUSY)
+                ) && Instant::now() < deadline =>
+            {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(source) => return Err(AddError::CharDevice { path, source }),
+        }
+    }
+}

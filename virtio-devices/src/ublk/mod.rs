@@ -1,0 +1,30 @@
+//! A disk for this machine itself, as a block device of the kernel's ublk driver.
+//!
+//! [`Control`] speaks with the driver about devices; a [`UblkDevice`] is one of them, with its queues on our own
+//! workers, each on the ring that does the image's I/O too. [`UblkQueue`] turns the driver's requests into the disk's.
+//!
+//! ```text
+//! /dev/ublkbN ◀─bio─ kernel ◀──descriptors, commands──▶ Channel ◀─▶ UblkQueue ──Request──▶ DiskQueue
+//! ```
+//!
+//! What must stay true: nothing here leaves the kernel waiting. A request that was fetched is committed, and a device
+//! is deleted only when its queues have let go of its character device; if they cannot, the process must end.
+
+pub mod abi;
+mod channel;
+mod control;
+mod device;
+#[cfg(test)]
+mod model;
+mod params;
+mod queue;
+#[cfg(test)]
+mod tests;
+
+pub use channel::{Channel, KernelChannel, Transport};
+pub use control::{CommandError, Control, OpenControlError, block_path, char_path};
+pub use device::{
+    AddError, CloseError, DeviceCounts, Recovery, ResizeError, TransportChoice, UblkConfig, UblkDevice,
+};
+pub use params::ParamsError;
+pub use queue::{Events, QueueEvent, QueueState, UblkQueue};

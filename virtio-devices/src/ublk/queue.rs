@@ -1,0 +1,390 @@
+//! One queue of a device, served as a frontend of a worker.
+//!
+//! Every tag of the queue goes round on its own:
+//!
+//! ```text
+//! Waiting ──request──▶ Served ──answer──▶ Answered ──commit and fetch──▶ Waiting
+//!    └──abort──▶ Ended
+//! ```
+//!
+//! What must stay true: a request that was fetched is committed exactly once, whatever becomes of it, because the
+//! kernel waits for it with the whole machine's disks behind it. A read or write commits all its bytes or an error.
+//! Only an abort ends a tag; any other error is a fault of ours and is told, never counted as an end.
+
+use std::fmt;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use block::worker::Frontend;
+use block::{Buffer, CompletionSink, DiskQueue, Done, Op, Request};
+
+use super::abi::{IO_RES_ABORT, IO_RES_OK, IoDescriptor, SECTOR_BYTES, op};
+use super::channel::Channel;
+
+/// What a queue tells its owner.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum QueueEvent {
+    /// The driver has ended every tag of a queue: the device was stopped.
+    Ended {
+        /// The device.
+        device: u32,
+    },
+    /// The driver answered what it never should. The queue goes on with what it has, and must be taken down.
+    Broken {
+        /// The device.
+        device: u32,
+        /// What happened.
+        what: String,
+    },
+}
+
+/// Whoever hears of a device's queues, on their workers.
+pub type Events = Arc<dyn Fn(QueueEvent) + Send + Sync>;
+
+/// What is shared between a queue and its owner.
+pub struct QueueState {
+    /// The tags that have not ended.
+    tags: AtomicUsize,
+    /// Set to let the queue go although the driver has not ended its tags.
+    abandoned: AtomicBool,
+    requests: AtomicU64,
+    bytes: AtomicU64,
+    errors: AtomicU64,
+    events: Events,
+    device: u32,
+}
+
+impl fmt::Debug for QueueState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("QueueState")
+            .field("device", &self.device)
+            .field("tags", &self.tags)
+            .finish_non_exhaustive()
+    }
+}
+
+impl QueueState {
+    /// The state of a queue of `device` that has not begun.
+    #[must_use]
+    pub fn new(device: u32, events: Events) -> Arc<Self> {
+        Arc::new(Self {
+            tags: AtomicUsize::new(0),
+            abandoned: AtomicBool::new(false),
+            requests: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            errors: AtomicU64::new(0),
+            events,
+            device,
+        })
+    }
+
+    /// Tags that the driver has not ended.
+    #[must_use]
+    pub fn tags(&self) -> usize {
+        self.tags.load(Ordering::Acquire)
+    }
+
+    /// Lets the queue go without its tags' ends. Its ring must be closed then: that makes the driver end them.
+    pub fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Release);
+    }
+
+    /// Requests answered, the bytes they moved, and how many of them failed.
+    #[must_use]
+    pub fn counts(&self) -> (u64, u64, u64) {
+        let get = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        (get(&self.requests), get(&self.bytes), get(&self.errors))
+    }
+
+    fn tell(&self, event: QueueEvent) {
+        (self.events)(event);
+    }
+}
+
+/// Where a tag is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Tag {
+    /// The driver has it, until there is a request.
+    Waiting,
+    /// The disk has its request, whose good answer is this.
+    Served { answer: i32, reads: bool },
+    /// It waits for a slot of the ring, to be committed.
+    Answered { answer: i32 },
+    /// The driver will bring nothing more.
+    Ended,
+}
+
+/// One queue of a ublk device.
+pub struct UblkQueue<C> {
+    channel: C,
+    disk: Box<dyn DiskQueue>,
+    io_bytes_max: u32,
+    tags: Box<[Tag]>,
+    /// Tags that are not [`Tag::Ended`].
+    live: usize,
+    /// Tags that are [`Tag::Answered`], the oldest first.
+    answered: Vec<u16>,
+    state: Arc<QueueState>,
+    sink: Rc<CompletionSink>,
+    /// Kept to be filled again.
+    results: Vec<(u64, i32)>,
+    done: Vec<Done>,
+}
+
+impl<C: Channel> fmt::Debug for UblkQueue<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UblkQueue")
+            .field("channel", &self.channel)
+            .field("live", &self.live)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<C> Drop for UblkQueue<C> {
+    fn drop(&mut self) {
+        // Its worker has ended, unless its owner let it go.
+        if self.live > 0 && !self.state.abandoned.load(Ordering::Acquire) {
+            let (device, what) = (self.state.device, "its worker has ended".to_owned());
+            self.state.tell(QueueEvent::Broken { device, what });
+        }
+    }
+}
+
+/// A request of the driver's that makes no sense, as the errno to answer.
+type Refusal = i32;
+
+/// What a descriptor asks: the operation, its first byte and its length.
+fn parse(descriptor: &IoDescriptor, io_bytes_max: u32) -> Result<(Op, u64, u64), Refusal> {
+    let flag = |bit: u32| descriptor.op_flags & bit != 0;
+    let fua = flag(op::FLAG_FUA);
+    let op = match (descriptor.op_flags & 0xff) as u8 {
+        op::READ => Op::Read,
+        op::WRITE => Op::Write { fua },
+        op::FLUSH => return Ok((Op::Flush, 0, 0)),
+        op::DISCARD => Op::Discard,
+        op::WRITE_ZEROES => Op::WriteZeroes {
+            unmap: !flag(op::FLAG_NOUNMAP),
+            fua,
+        },
+        _ => return Err(libc::EOPNOTSUPP),
+    };
+    let offset = descriptor.start_sector.checked_mul(SECTOR_BYTES);
+    let offset = offset.ok_or(libc::EINVAL)?;
+    let len = u64::from(descriptor.nr_sectors) * SECTOR_BYTES;
+    let moves = matches!(op, Op::Read | Op::Write { .. });
+    if moves && (len > u64::from(io_bytes_max) || len == 0) {
+        return Err(libc::EINVAL);
+    }
+    Ok((op, offset, len))
+}
+
+impl<C: Channel> UblkQueue<C> {
+    /// Begins to fetch under every one of `depth` tags. `io_bytes_max` is what the device was made with.
+    pub fn start(
+        channel: C,
+        disk: Box<dyn DiskQueue>,
+        depth: u16,
+        io_bytes_max: u32,
+        state: Arc<QueueState>,
+    ) -> Self {
+        let mut queue = Self {
+            channel,
+            disk,
+            io_bytes_max,
+            tags: vec![Tag::Waiting; usize::from(depth)].into_boxed_slice(),
+            live: usize::from(depth),
+            answered: Vec::with_capacity(usize::from(depth)),
+            state,
+            sink: CompletionSink::new(),
+            results: Vec::new(),
+            done: Vec::new(),
+        };
+        queue.state.tags.store(queue.live, Ordering::Release);
+        for tag in 0..depth {
+            if queue.channel.fetch(tag).is_err() {
+                queue.broken(format!("its ring has no slot for tag {tag}"));
+                queue.end(tag);
+            }
+        }
+        queue
+    }
+
+    #[cold]
+    fn broken(&mut self, what: String) {
+        tracing::error!(device = self.state.device, %what, "a queue is broken");
+        let device = self.state.device;
+        self.state.tell(QueueEvent::Broken { device, what });
+    }
+
+    fn end(&mut self, tag: u16) {
+        self.tags[usize::from(tag)] = Tag::Ended;
+        self.live -= 1;
+        self.state.tags.store(self.live, Ordering::Release);
+        if self.live == 0 {
+            let device = self.state.device;
+            self.state.tell(QueueEvent::Ended { device });
+        }
+    }
+
+    /// Takes what fetches have ended with, and submits it.
+    fn take(&mut self) -> bool {
+        if !self.channel.has_results() {
+            return false;
+        }
+        let mut results = std::mem::take(&mut self.results);
+        self.channel.take_results(&mut results);
+        for (tag, result) in results.drain(..) {
+            // Tags come back as they were given.
+            let tag = tag as u16;
+            let place = self.tags.get(usize::from(tag));
+            assert_eq!(place, Some(&Tag::Waiting), "tag {tag} was not waiting");
+            match result {
+                IO_RES_OK => self.serve(tag),
+                IO_RES_ABORT => self.end(tag),
+                other => {
+                    let error = std::io::Error::from_raw_os_error(other.saturating_neg());
+                    self.broken(format!("the driver answers {other} under tag {tag}: {error}"));
+                    // Nothing is known of it. It is freed when the ring is closed.
+                    self.end(tag);
+                }
+            }
+        }
+        self.results = results;
+        true
+    }
+
+    /// Submits the request under a tag to the disk, or answers it.
+    fn serve(&mut self, tag: u16) {
+        let descriptor = self.channel.descriptor(tag);
+        let (op, offset, len) = match parse(&descriptor, self.io_bytes_max) {
+            Ok(request) => request,
+            Err(errno) => {
+                tracing::warn!(
+                    device = self.state.device,
+                    ?descriptor,
+                    "a request makes no sense"
+                );
+                self.state.errors.fetch_add(1, Ordering::Relaxed);
+                return self.answer(tag, -errno);
+            }
+        };
+        // Data is limited to 32 MiB, so this fits.
+        let bytes = len as usize;
+        let (buffer, answer) = match op {
+            Op::Read => (self.channel.room(tag, bytes), bytes as i32),
+            Op::Write { .. } => match self.channel.data(tag, bytes) {
+                Ok(buffer) => (buffer, bytes as i32),
+                Err(error) => {
+                    tracing::warn!(device = self.state.device, %error, "cannot fetch the data of a write");
+                    self.state.errors.fetch_add(1, Ordering::Relaxed);
+                    return self.answer(tag, -error.errno());
+                }
+            },
+            _ => (Buffer::default(), 0),
+        };
+        let reads = op == Op::Read;
+        self.tags[usize::from(tag)] = Tag::Served { answer, reads };
+        self.disk
+            .submit(Request::new(op, offset, len, buffer, &self.sink, tag.into()));
+    }
+
+    /// Takes in one answer of the disk.
+    fn finish(&mut self, done: Done) {
+        // Tags come back as they were given.
+        let tag = done.tag as u16;
+        let Some(&Tag::Served { answer, reads }) = self.tags.get(usize::from(tag)) else {
+            tracing::error!(device = self.state.device, tag, "a request was answered twice");
+            return;
+        };
+        let mut result = done.result;
+        if result.is_ok() && reads {
+            result = self.channel.deliver(tag, &done.buffer);
+        }
+        if !done.buffer.is_empty() {
+            self.channel.give_back(tag, done.buffer);
+        }
+        let state = &self.state;
+        state.requests.fetch_add(1, Ordering::Relaxed);
+        match result {
+            Ok(()) => {
+                state
+                    .bytes
+                    .fetch_add(u64::from(answer.unsigned_abs()), Ordering::Relaxed);
+                self.answer(tag, answer);
+            }
+            Err(error) => {
+                state.errors.fetch_add(1, Ordering::Relaxed);
+                tracing::debug!(device = state.device, tag, %error, "a request failed");
+                // Zero would not be an error.
+                self.answer(tag, -error.errno().max(1));
+            }
+        }
+    }
+
+    /// Answers the request under a tag; if the ring is full, as soon as it is not.
+    fn answer(&mut self, tag: u16, answer: i32) {
+        if self.answered.is_empty() && self.channel.commit_and_fetch(tag, answer).is_ok() {
+            self.tags[usize::from(tag)] = Tag::Waiting;
+        } else {
+            self.tags[usize::from(tag)] = Tag::Answered { answer };
+            self.answered.push(tag);
+        }
+    }
+
+    /// Commits what found no slot before.
+    fn commit_rest(&mut self) -> bool {
+        let mut committed = 0;
+        for &tag in &self.answered {
+            let place = &mut self.tags[usize::from(tag)];
+            let Tag::Answered { answer } = *place else {
+                committed += 1;
+                continue;
+            };
+            if self.channel.commit_and_fetch(tag, answer).is_err() {
+                break;
+            }
+            *place = Tag::Waiting;
+            committed += 1;
+        }
+        self.answered.drain(..committed);
+        committed > 0
+    }
+}
+
+impl<C: Channel> Frontend for UblkQueue<C> {
+    fn poll(&mut self) -> bool {
+        self.take()
+    }
+
+    fn publish(&mut self) -> bool {
+        let mut any = false;
+        if !self.answered.is_empty() {
+            any |= self.commit_rest();
+        }
+        if !self.sink.is_empty() {
+            any = true;
+            let mut done = std::mem::take(&mut self.done);
+            self.sink.drain_into(&mut done);
+            for done in done.drain(..) {
+                self.finish(done);
+            }
+            self.done = done;
+        }
+        // Here too, because a queue that is to be removed is not polled, and what the driver gave it is its own.
+        any | self.take()
+    }
+
+    fn prepare_sleep(&mut self) -> bool {
+        self.channel.has_results()
+    }
+
+    fn end_sleep(&mut self) {}
+
+    fn in_flight(&self) -> usize {
+        if self.state.abandoned.load(Ordering::Acquire) {
+            return 0;
+        }
+        self.live
+    }
+}

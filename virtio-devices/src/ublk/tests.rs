@@ -1,0 +1,355 @@
+//! The queue against a model of the driver, with a disk in memory.
+
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex, mpsc};
+
+use block::worker::{Frontend, Worker};
+use block::{Context, IoError, Op};
+
+use super::abi::op;
+use super::model::{Io, Model, ModelChannel};
+use super::queue::{QueueEvent, QueueState, UblkQueue};
+use crate::testing::{DISK_BYTES, MemDisk};
+use crate::virtqueue::tests::Random;
+
+const IO_BYTES_MAX: u32 = 64 << 10;
+const DEVICE: u32 = 5;
+
+/// A queue, the driver below it, and the worker's part played by the test.
+struct World {
+    cx: Context,
+    model: Model,
+    state: Arc<QueueState>,
+    events: Arc<Mutex<Vec<QueueEvent>>>,
+    queue: Option<UblkQueue<ModelChannel>>,
+}
+
+impl World {
+    fn new(disk: &MemDisk, depth: u16) -> Self {
+        Self::on(disk, Model::new(depth), depth)
+    }
+
+    fn on(disk: &MemDisk, model: Model, depth: u16) -> Self {
+        let cx = Context::syscalls();
+        let events = Arc::new(Mutex::new(Vec::new()));
+        let heard = Arc::clone(&events);
+        let tell = Arc::new(move |event| heard.lock().expect("one thread").push(event));
+        let state = QueueState::new(DEVICE, tell);
+        let queue = disk.disk().open_queue(&cx).expect("a queue");
+        let shared = Arc::clone(&state);
+        let queue = UblkQueue::start(model.channel(), queue, depth, IO_BYTES_MAX, shared);
+        Self {
+            cx,
+            model,
+            state,
+            events,
+            queue: Some(queue),
+        }
+    }
+
+    fn queue(&mut self) -> &mut UblkQueue<ModelChannel> {
+        self.queue.as_mut().expect("not dropped yet")
+    }
+
+    fn round(&mut self) {
+        self.queue().poll();
+        self.cx.run_ready();
+        self.queue().publish();
+    }
+
+    fn rounds(&mut self) {
+        for _ in 0..8 {
+            self.round();
+        }
+    }
+
+    /// Makes a request and gives its answer.
+    fn ask(&mut self, io: Io) -> i32 {
+        let number = self.model.request(io);
+        self.rounds();
+        self.model.result(number)
+    }
+
+    fn events(&self) -> Vec<QueueEvent> {
+        self.events.lock().expect("one thread").clone()
+    }
+}
+
+#[test]
+fn every_operation_reaches_the_disk_as_it_was_meant() {
+    let disk = MemDisk::new();
+    let mut world = World::new(&disk, 4);
+    let data: Vec<u8> = (0..4096).map(|index| (index / 7) as u8).collect();
+    assert_eq!(world.ask(Io::write(8, &data)), 4096);
+    assert_eq!(disk.bytes(4096, 4096), data);
+    let number = world.model.request(Io::new(op::READ, 8, 8));
+    world.rounds();
+    assert_eq!(
+        (world.model.result(number), world.model.io(number).data),
+        (4096, data)
+    );
+    assert_eq!(world.ask(Io::write(0, &[1; 512]).flags(op::FLAG_FUA)), 512);
+    assert_eq!(world.ask(Io::new(op::FLUSH, 0, 0)), 0);
+    assert_eq!(world.ask(Io::new(op::DISCARD, 16, 8)), 0);
+    assert_eq!(world.ask(Io::new(op::WRITE_ZEROES, 16, 8)), 0);
+    assert_eq!(
+        world.ask(Io::new(op::WRITE_ZEROES, 16, 8).flags(op::FLAG_NOUNMAP)),
+        0
+    );
+    let asked: Vec<_> = disk.log();
+    let zeroes = |unmap| Op::WriteZeroes { unmap, fua: false };
+    assert_eq!(
+        asked,
+        [
+            (Op::Write { fua: false }, 4096, 4096),
+            (Op::Read, 4096, 4096),
+            (Op::Write { fua: true }, 0, 512),
+            (Op::Flush, 0, 0),
+            (Op::Discard, 8192, 4096),
+            (zeroes(true), 8192, 4096),
+            (zeroes(false), 8192, 4096),
+        ]
+    );
+    assert_eq!(world.state.counts(), (7, 4096 + 4096 + 512, 0));
+}
+
+#[test]
+fn a_request_that_fails_is_answered_with_its_error() {
+    let disk = MemDisk::new();
+    let mut world = World::new(&disk, 4);
+    for (error, errno) in [
+        (IoError::Host { errno: libc::ENOSPC }, libc::ENOSPC),
+        (IoError::Corrupt, libc::EIO),
+        (IoError::ReadOnly, libc::EROFS),
+        (IoError::Cancelled, libc::ECANCELED),
+        (IoError::Host { errno: 0 }, 1),
+    ] {
+        disk.fail(Some(error));
+        assert_eq!(world.ask(Io::new(op::READ, 0, 1)), -errno);
+        assert_eq!(world.ask(Io::write(0, &[0; 512])), -errno);
+        assert_eq!(world.ask(Io::new(op::FLUSH, 0, 0)), -errno);
+    }
+    disk.fail(None);
+    let past = DISK_BYTES / 512;
+    assert_eq!(world.ask(Io::new(op::READ, past, 1)), -libc::EINVAL);
+    assert_eq!(world.ask(Io::new(op::READ, past - 1, 1)), 512);
+}
+
+/// The driver is the kernel's, but a mistake must cost a request and nothing more.
+#[test]
+fn a_descriptor_that_makes_no_sense_is_answered_with_an_error() {
+    let disk = MemDisk::new();
+    let mut world = World::new(&disk, 2);
+    let long = IO_BYTES_MAX / 512 + 1;
+    for (io, errno) in [
+        (Io::new(4, 0, 1), libc::EOPNOTSUPP),
+        (Io::new(255, 0, 1), libc::EOPNOTSUPP),
+        (Io::new(op::READ, u64::MAX, 1), libc::EINVAL),
+        (Io::new(op::READ, 1 << 55, 1), libc::EINVAL),
+        (Io::new(op::READ, 0, long), libc::EINVAL),
+        (Io::new(op::READ, 0, 0), libc::EINVAL),
+        (Io::new(op::DISCARD, 1, u32::MAX), libc::EINVAL),
+    ] {
+        let text = format!("{io:?}");
+        assert_eq!(world.ask(io), -errno, "{text}");
+    }
+    assert_eq!(world.ask(Io::new(op::READ, 0, long - 1)), IO_BYTES_MAX as i32);
+}
+
+#[test]
+fn data_that_cannot_be_moved_fails_its_request_alone() {
+    let disk = MemDisk::new();
+    let mut world = World::new(&disk, 2);
+    world
+        .model
+        .fail_transfers(Some(IoError::Host { errno: libc::EFAULT }));
+    assert_eq!(world.ask(Io::write(0, &[1; 512])), -libc::EFAULT);
+    assert_eq!(world.ask(Io::new(op::READ, 0, 1)), -libc::EFAULT);
+    assert_eq!(
+        disk.bytes(0, 512),
+        [0; 512],
+        "what could not be fetched was not written"
+    );
+    world.model.fail_transfers(None);
+    assert_eq!(world.ask(Io::new(op::READ, 0, 1)), 512);
+}
+
+#[test]
+fn answers_that_find_no_slot_are_committed_later_each_once() {
+    let disk = MemDisk::new();
+    let mut world = World::new(&disk, 8);
+    disk.hold();
+    let numbers: Vec<usize> = (0..8)
+        .map(|index| world.model.request(Io::new(op::READ, index, 1)))
+        .collect();
+    world.round();
+    disk.release();
+    world.model.refuse(5);
+    world.cx.run_ready();
+    world.queue().publish();
+    assert!(world.model.unanswered() > 0, "the ring was full");
+    world.rounds();
+    for number in numbers {
+        assert_eq!(world.model.result(number), 512);
+    }
+    assert_eq!(world.model.fetches(), 16, "a fetch for each tag, and a commit");
+}
+
+/// A device that was stopped: what waits is ended, and what the disk still has is committed before its tag ends too.
+#[test]
+fn a_queue_ends_when_its_last_tag_has_and_not_before() {
+    let disk = MemDisk::new();
+    let mut world = World::new(&disk, 4);
+    disk.hold();
+    let number = world.model.request(Io::write(0, &[9; 512]));
+    world.rounds();
+    world.model.abort();
+    world.rounds();
+    assert_eq!((world.state.tags(), world.queue().in_flight()), (1, 1));
+    assert_eq!(world.events(), []);
+    disk.release();
+    world.rounds();
+    assert_eq!(world.model.result(number), 512);
+    assert_eq!(world.state.tags(), 1, "the driver has not ended it");
+    world.model.abort();
+    world.rounds();
+    assert_eq!((world.state.tags(), world.queue().in_flight()), (0, 0));
+    assert_eq!(world.events(), [QueueEvent::Ended { device: DEVICE }]);
+    world.queue = None;
+    assert_eq!(world.events().len(), 1);
+}
+
+/// A worker that is to let a queue go does not poll it any more; the driver does not know that.
+#[test]
+fn a_queue_that_is_to_be_removed_goes_on_until_the_driver_has_ended_it() {
+    let disk = MemDisk::new();
+    let mut world = World::new(&disk, 4);
+    let mut worker = Worker::by_hand(world.cx.clone());
+    let queue = world.queue.take().expect("a queue");
+    let id = worker.add(Box::new(queue), Vec::new()).expect("no kicks");
+    let (done, gone) = mpsc::channel();
+    worker.remove(id, done);
+    let number = world.model.request(Io::write(0, &[3; 512]));
+    for _ in 0..4 {
+        worker.round().expect("a round");
+    }
+    assert_eq!(world.model.result(number), 512);
+    assert_eq!(gone.try_recv(), Err(mpsc::TryRecvError::Empty));
+    world.model.abort();
+    for _ in 0..4 {
+        worker.round().expect("a round");
+    }
+    assert_eq!(gone.try_recv(), Err(mpsc::TryRecvError::Disconnected));
+    assert_eq!(world.events(), [QueueEvent::Ended { device: DEVICE }]);
+}
+
+/// Counted as an end it would hang the device, and ignored it would lose the tag.
+#[test]
+fn an_answer_of_the_driver_that_is_no_abort_is_told_and_the_others_are_served() {
+    let disk = MemDisk::new();
+    for lie in [-libc::EINVAL, -libc::EBUSY, -libc::EIO, 1, 7] {
+        let mut world = World::new(&disk, 4);
+        world.model.lie(lie);
+        world.model.request(Io::new(op::READ, 0, 1));
+        world.rounds();
+        let events = world.events();
+        assert!(
+            matches!(&events[..], [QueueEvent::Broken { device: DEVICE, .. }]),
+            "{lie}: {events:?}"
+        );
+        assert_eq!(world.ask(Io::new(op::READ, 0, 1)), 512);
+    }
+}
+
+#[test]
+fn a_queue_that_is_dropped_unasked_says_so_and_one_that_was_let_go_does_not() {
+    let disk = MemDisk::new();
+    let mut world = World::new(&disk, 4);
+    world.queue = None;
+    assert!(matches!(&world.events()[..], [QueueEvent::Broken { .. }]));
+    let mut world = World::new(&disk, 4);
+    disk.hold();
+    world.model.request(Io::new(op::READ, 0, 1));
+    world.rounds();
+    assert_eq!(world.queue().in_flight(), 4);
+    world.state.abandon();
+    assert_eq!(world.queue().in_flight(), 0);
+    world.queue = None;
+    assert_eq!(world.events(), []);
+}
+
+/// Somebody reads and writes single sectors, never one that is under way; servers fail to find slots, are held up and
+/// are killed. Whatever was answered is what is read, and in the end everything was answered.
+#[test]
+fn what_was_answered_survives_servers_that_die_at_any_time() {
+    for seed in 1..200u64 {
+        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let disk = MemDisk::new();
+        let depth = 1 + random.below(8) as u16;
+        let mut world = World::new(&disk, depth);
+        // By sector: what it holds, and the request that is under way with what it writes.
+        let held = RefCell::new(vec![(0u8, None::<(usize, Option<u8>)>); 32]);
+        let settle = |model: &Model| {
+            for (value, under_way) in held.borrow_mut().iter_mut() {
+                let Some((number, writes)) = *under_way else {
+                    continue;
+                };
+                let io = model.io(number);
+                if let Some(result) = io.result {
+                    assert_eq!(result, 512, "seed {seed}");
+                    match writes {
+                        Some(byte) => *value = byte,
+                        None => assert_eq!(io.data, [*value; 512], "seed {seed}"),
+                    }
+                    *under_way = None;
+                }
+            }
+        };
+        for step in 0..400 {
+            match random.below(12) {
+                0..6 => {
+                    let sector = random.below(32) as usize;
+                    if held.borrow()[sector].1.is_none() {
+                        let byte = (step % 251) as u8 + 1;
+                        let writes = random.below(2) == 0;
+                        let io = match writes {
+                            true => Io::write(sector as u64, &[byte; 512]),
+                            false => Io::new(op::READ, sector as u64, 1),
+                        };
+                        let number = world.model.request(io);
+                        held.borrow_mut()[sector].1 = Some((number, writes.then_some(byte)));
+                    }
+                }
+                6 => world.model.refuse(random.below(4) as u32),
+                7 => disk.hold(),
+                8 => disk.release(),
+                9 if random.below(6) == 0 => {
+                    // Its I/O ends before the driver lets a successor in.
+                    world.state.abandon();
+                    disk.release();
+                    world.cx.run_ready();
+                    world.queue = None;
+                    world.model.refuse(0);
+                    world.model.server_died();
+                    world = World::on(&disk, world.model.clone(), depth);
+                }
+                _ => world.round(),
+            }
+            settle(&world.model);
+        }
+        disk.release();
+        world.model.refuse(0);
+        for _ in 0..64 {
+            world.rounds();
+        }
+        settle(&world.model);
+        assert_eq!(world.model.unanswered(), 0, "seed {seed}");
+        for (sector, (value, _)) in held.borrow().iter().enumerate() {
+            assert_eq!(
+                disk.bytes(sector * 512, 512),
+                [*value; 512],
+                "seed {seed}, sector {sector}"
+            );
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! The command line of `ringdisk ublk`.
+
+use clap::{Args, Subcommand};
+
+use crate::disk_config::keys_help;
+
+/// What can be done with block devices of this machine.
+#[derive(Debug, Subcommand)]
+pub enum UblkCommand {
+    /// Make block devices of disks and serve them
+    ///
+    /// Prints /dev/ublkbN for each when it is there. SIGTERM, SIGINT and SIGHUP finish what is under way, remove the
+    /// devices, close the images cleanly and exit with 0; a second one gives up waiting. So does `ublk del`.
+    #[command(after_help = keys_help())]
+    Add(AddArguments),
+    /// Serve devices again whose server was killed
+    ///
+    /// What they waited for is carried out. The disks are those they were made with, unless --disk says otherwise.
+    Recover(RecoverArguments),
+    /// The devices there are
+    List {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// What one device is and has done
+    Info {
+        /// Its number, or /dev/ublkbN
+        #[arg(value_name = "DEVICE", value_parser = device)]
+        device: u32,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// What this kernel's driver can do
+    Features {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Make a device, and the image behind it, larger
+    SetSize {
+        /// Its number, or /dev/ublkbN
+        #[arg(value_name = "DEVICE", value_parser = device)]
+        device: u32,
+        /// Its new size, such as 20G
+        size: String,
+    },
+    /// Remove devices; their servers close the images
+    Del {
+        /// Their numbers, or /dev/ublkbN
+        #[arg(value_name = "DEVICE", value_parser = device, required_unless_present = "all", conflicts_with = "all")]
+        devices: Vec<u32>,
+        /// All there are
+        #[arg(long)]
+        all: bool,
+        /// Even if they are in use: whoever uses them sees errors
+        #[arg(long)]
+        force: bool,
+    },
+}
+
+/// How devices are served.
+#[derive(Args, Debug)]
+pub struct ServeArguments {
+    /// How many queues share a worker thread
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    pub queues_per_worker: u16,
+    /// Go to the background when the devices are there
+    #[arg(long)]
+    pub daemonize: bool,
+    /// Say what is there as JSON, a line for each device
+    #[arg(long)]
+    pub json: bool,
+    /// This is the process in the background.
+    #[arg(long, hide = true)]
+    pub detached: bool,
+}
+
+/// What `ublk add` takes.
+#[derive(Args, Debug)]
+pub struct AddArguments {
+    /// A disk: path=FILE and other key=value pairs; can be repeated
+    #[arg(long, required = true, num_args = 1.., value_name = "KEY=VALUE,...")]
+    pub disk: Vec<String>,
+    /// The number of the first device; the others follow [default: any]
+    #[arg(long, value_name = "N")]
+    pub id: Option<u32>,
+    /// How data travels: auto, user-copy or copy
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = ["auto", "user-copy", "copy", "zero-copy"])]
+    pub transport: String,
+    /// What becomes of I/O if the server is killed: it waits for `ublk recover` and is done again (reissue), or
+    /// waits while what was under way fails (wait), or fails (fail), or the device goes (off)
+    #[arg(long, value_name = "HOW", default_value = "reissue", value_parser = ["reissue", "wait", "fail", "off"])]
+    pub recovery: String,
+    /// The most bytes of one request, 4K to 32M
+    #[arg(long, value_name = "SIZE", default_value = "1M")]
+    pub max_io: String,
+    /// Whether the host looks for partitions on them
+    ///
+    /// By default not: what a guest wrote into its disk is not for the host to read.
+    #[arg(long)]
+    pub partitions: bool,
+    /// How they are served
+    #[command(flatten)]
+    pub serve: ServeArguments,
+}
+
+/// What `ublk recover` takes.
+#[derive(Args, Debug)]
+pub struct RecoverArguments {
+    /// Their numbers, or /dev/ublkbN
+    #[arg(value_name = "DEVICE", value_parser = device, required_unless_present = "all", conflicts_with = "all")]
+    pub devices: Vec<u32>,
+    /// All that wait for a server and are remembered
+    #[arg(long, conflicts_with = "disk")]
+    pub all: bool,
+    /// The disk of each, in order [default: what is remembered]
+    #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
+    pub disk: Vec<String>,
+    /// How they are served
+    #[command(flatten)]
+    pub serve: ServeArguments,
+}
+
+/// A device's number, however it is given.
+fn device(text: &str) -> Result<u32, String> {
+    let number = ["/dev/ublkb", "/dev/ublkc", "ublkb"]
+        .iter()
+        .find_map(|prefix| text.strip_prefix(prefix))
+        .unwrap_or(text);
+    number
+        .parse()
+        .map_err(|_| "expected a number, or /dev/ublkb and a number".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_a_number_or_a_path() {
+        for text in ["7", "/dev/ublkb7", "/dev/ublkc7", "ublkb7"] {
+            assert_eq!(device(text), Ok(7), "{text}");
+        }
+        for text in ["", "/dev/sda7", "-1", "ublkb"] {
+            assert!(device(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! Looking at devices, and removing them: commands that serve nothing.
+
+use std::fs;
+use std::io::Write;
+
+use serde_json::{Value, json};
+use virtio_devices::ublk::abi::{DeviceInfo, Flags, SECTOR_BYTES, State};
+use virtio_devices::ublk::{CommandError, Control, Recovery, block_path};
+
+use super::state::{self, DeviceState};
+use super::{serve, usage};
+use crate::control::{self, Request};
+use crate::error::{CommandFailure, EXIT_OK};
+use crate::size;
+
+fn open() -> Result<Control, CommandFailure> {
+    Control::open().map_err(|error| CommandFailure::Failed(error.into()))
+}
+
+fn failed(error: CommandError) -> CommandFailure {
+    CommandFailure::Failed(error.into())
+}
+
+/// The numbers of all devices, in order.
+fn all() -> Vec<u32> {
+    // Where the driver has no devices yet, it has no class.
+    let entries = fs::read_dir("/sys/class/ublk-char").into_iter().flatten();
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let mut ids: Vec<u32> = names
+        .filter_map(|name| name.strip_prefix("ublkc")?.parse().ok())
+        .collect();
+    ids.sort_unstable();
+    ids
+}
+
+/// The devices that wait for a server and are remembered.
+///
+/// # Errors
+///
+/// What the driver refuses.
+pub(super) fn waiting() -> Result<Vec<u32>, CommandFailure> {
+    let mut control = open()?;
+    let mut waiting = Vec::new();
+    for id in all() {
+        let info = control.info(id).map_err(failed)?;
+        let dead = info.state() == State::Live && !is_alive(&info);
+        let waits = matches!(info.state(), State::Quiesced | State::FailIo) || dead;
+        if waits && DeviceState::load(id).is_some() {
+            waiting.push(id);
+        }
+    }
+    Ok(waiting)
+}
+
+/// Refuses to take devices from servers that are alive.
+///
+/// # Errors
+///
+/// If one of them is served, or is not there.
+pub(super) fn refuse_served(ids: &[u32]) -> Result<(), CommandFailure> {
+    let mut control = open()?;
+    for &id in ids {
+        let info = control.info(id).map_err(failed)?;
+        if info.state() == State::Live && is_alive(&info) {
+            let told = format!("{} is served by process {}", block_path(id), info.ublksrv_pid);
+            return Err(CommandFailure::Failed(told.into()));
+        }
+    }
+    Ok(())
+}
+
+/// Whether the process that serves a device is there. One that has ended and was not waited for is not.
+fn is_alive(info: &DeviceInfo) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", info.ublksrv_pid)).unwrap_or_default();
+    let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
+    !matches!(state, None | Some('Z' | 'X'))
+}
+
+fn transport(flags: Flags) -> &'static str {
+    if flags.contains(Flags::USER_COPY) {
+        "user-copy"
+    } else {
+        "copy"
+    }
+}
+
+fn recovery(flags: Flags) -> &'static str {
+    match Recovery::of(flags) {
+        Recovery::Reissue => "reissue",
+        Recovery::Wait => "wait",
+        Recovery::Fail => "fail",
+        Recovery::Off => "off",
+    }
+}
+
+fn names(flags: Flags) -> Vec<String> {
+    flags.iter_names().map(|(name, _)| name.to_owned()).collect()
+}
+
+/// What the driver, and what we remember, say of a device.
+fn describe(control: &mut Control, id: u32) -> Result<Value, CommandError> {
+    let info = control.info(id)?;
+    let bytes = control.params(id)?.basic.dev_sectors * SECTOR_BYTES;
+    let remembered = DeviceState::load(id);
+    Ok(json!({
+        "id": id,
+        "path": block_path(id),
+        "state": info.state().to_string(),
+        "size": bytes,
+        "queues": info.nr_hw_queues,
+        "depth": info.queue_depth,
+        "max_io": info.max_io_buf_bytes,
+        "transport": transport(info.flags()),
+        "recovery": recovery(info.flags()),
+        "flags": names(info.flags()),
+        "pid": info.ublksrv_pid,
+        "disk": remembered.map(|state| state.disk),
+    }))
+}
+
+/// One line for people: `key value` pairs.
+fn line(device: &Value) -> String {
+    let text = |key: &str| match &device[key] {
+        Value::String(text) => text.clone(),
+        Value::Null => "-".to_owned(),
+        other => other.to_string(),
+    };
+    format!(
+        "{} {} {} bytes, {} x {}, {}, recovery {}, server {}, {}",
+        text("path"),
+        text("state"),
+        text("size"),
+        text("queues"),
+        text("depth"),
+        text("transport"),
+        text("recovery"),
+        text("pid"),
+        text("disk"),
+    )
+}
+
+/// `ringdisk ublk list`.
+///
+/// # Errors
+///
+/// If there is no driver, or it refuses.
+pub(super) fn list(json: bool) -> Result<u8, CommandFailure> {
+    let mut control = open()?;
+    let mut devices = Vec::new();
+    for id in all() {
+        match describe(&mut control, id) {
+            Ok(device) => devices.push(device),
+            // Deleted meanwhile.
+            Err(error) if error.errno() == Some(libc::ENODEV) => {}
+            Err(error) => return Err(failed(error)),
+        }
+    }
+    let mut output = std::io::stdout();
+    if json {
+        writeln!(output, "{}", Value::Array(devices))?;
+    } else {
+        for device in &devices {
+            writeln!(output, "{}", line(device))?;
+        }
+    }
+    Ok(EXIT_OK)
+}
+
+/// `ringdisk ublk info`.
+///
+/// # Errors
+///
+/// If there is no such device.
+pub(super) fn info(id: u32, json: bool) -> Result<u8, CommandFailure> {
+    let mut device = describe(&mut open()?, id).map_err(failed)?;
+    if let Some(state) = DeviceState::load(id)
+        && let Ok(answer) = control::ask(&state.control, &Request::Info {})
+        && let Some(own) = answer["devices"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .find(|own| own["id"] == id)
+    {
+        device["served"] = own.clone();
+    }
+    let mut output = std::io::stdout();
+    if json {
+        writeln!(output, "{device}")?;
+        return Ok(EXIT_OK);
+    }
+    writeln!(output, "{}", line(&device))?;
+    let flags: Vec<&str> = device["flags"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_str)
+        .collect();
+    writeln!(output, "flags {}", flags.join(" "))?;
+    if let Some(own) = device["served"].as_object() {
+        let get = |key: &str| own.get(key).and_then(Value::as_u64).unwrap_or_default();
+        let (requests, bytes, errors) = (get("requests"), get("bytes"), get("errors"));
+        writeln!(
+            output,
+            "{requests} requests, {bytes} bytes, {errors} errors, {} workers",
+            get("workers")
+        )?;
+    }
+    Ok(EXIT_OK)
+}
+
+/// `ringdisk ublk features`.
+///
+/// # Errors
+///
+/// If there is no driver.
+pub(super) fn features(json: bool) -> Result<u8, CommandFailure> {
+    let features = open()?.features().map_err(failed)?;
+    let unknown = features.bits() & !known();
+    let mut output = std::io::stdout();
+    if json {
+        let answer = json!({"bits": format!("{:#x}", features.bits()), "features": names(features)});
+        writeln!(output, "{answer}")?;
+        return Ok(EXIT_OK);
+    }
+    for name in names(features) {
+        writeln!(output, "{name}")?;
+    }
+    if unknown != 0 {
+        writeln!(output, "and {unknown:#x}, which this version does not know")?;
+    }
+    Ok(EXIT_OK)
+}
+
+/// The bits that have names here.
+fn known() -> u64 {
+    Flags::all()
+        .iter_names()
+        .fold(0, |bits, (_, flag)| bits | flag.bits())
+}
+
+/// `ringdisk ublk set-size`.
+///
+/// # Errors
+///
+/// What the server, the image or the driver refuses.
+pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
+    let size = size::parse_bytes(text).map_err(|error| CommandFailure::Usage(error.to_string()))?;
+    // Says so if there is no such device.
+    open()?.info(id).map_err(failed)?;
+    let state = DeviceState::load(id).ok_or_else(|| {
+        CommandFailure::Failed(
+            format!(
+                "nothing is remembered of {}, so nobody can be asked",
+                block_path(id)
+            )
+            .into(),
+        )
+    })?;
+    let request = Request::DiskResize {
+        id: id.to_string(),
+        size,
+    };
+    let answer = control::ask(&state.control, &request)?;
+    writeln!(std::io::stdout(), "{}", answer["size"])?;
+    Ok(EXIT_OK)
+}
+
+/// `ringdisk ublk del`.
+///
+/// # Errors
+///
+/// The first failure; the other devices were tried.
+pub(super) fn delete(ids: Vec<u32>, everything: bool, force: bool) -> Result<u8, CommandFailure> {
+    let mut control = open()?;
+    let ids = if everything { all() } else { ids };
+    let mut first_failure = None;
+    for id in ids {
+        if let Err(failure) = delete_one(&mut control, id, force) {
+            first_failure.get_or_insert(failure);
+        }
+    }
+    first_failure.map_or(Ok(EXIT_OK), Err)
+}
+
+fn delete_one(control: &mut Control, id: u32, force: bool) -> Result<(), CommandFailure> {
+    let info = control.info(id).map_err(failed)?;
+    let path = block_path(id);
+    let user = usage::user_of(&path).map_err(|error| CommandFailure::about(&path, error))?;
+    match user {
+        Some(user) if !force => {
+            return Err(CommandFailure::Failed(
+                format!("{path} is in use ({user}); --force removes it all the same").into(),
+            ));
+        }
+        Some(_) => serve::sync(),
+        None => {}
+    }
+    let stopped = if !force && info.flags().contains(Flags::SAFE_STOP_DEV) {
+        control.try_stop(id)
+    } else {
+        control.stop(id)
+    };
+    // A device without a server is not in the state to be asked whether it may go.
+    let stopped = match stopped {
+        Err(error) if error.errno() == Some(libc::ENODEV) => control.stop(id),
+        stopped => stopped,
+    };
+    match stopped {
+        Err(error) if error.errno() == Some(libc::EBUSY) && !force => {
+            return Err(CommandFailure::Failed(
+                format!("{path} is in use; --force removes it all the same").into(),
+            ));
+        }
+        stopped => stopped.map_err(failed)?,
+    }
+    // Waits for the server, which closes the image first.
+    match control.delete(id) {
+        Err(error) if error.errno() != Some(libc::ENODEV) => return Err(failed(error)),
+        _ => {}
+    }
+    state::forget(id, None);
+    Ok(())
+}

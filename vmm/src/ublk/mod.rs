@@ -1,0 +1,33 @@
+//! `ringdisk ublk`: disks as block devices of this machine.
+//!
+//! One process serves any number of devices until it is told to stop, or until somebody deletes them. What must stay
+//! true: an image is open and locked before its device appears, and the device is gone before the image is closed.
+
+pub mod arguments;
+mod background;
+mod devices;
+mod ready;
+mod serve;
+mod state;
+mod usage;
+
+use arguments::UblkCommand;
+
+use crate::error::CommandFailure;
+
+/// Carries out one of the commands.
+///
+/// # Errors
+///
+/// A failure that names the device or the disk.
+pub fn run(command: UblkCommand) -> Result<u8, CommandFailure> {
+    match command {
+        UblkCommand::Add(arguments) => serve::add(&arguments),
+        UblkCommand::Recover(arguments) => serve::recover(&arguments),
+        UblkCommand::List { json } => devices::list(json),
+        UblkCommand::Info { device, json } => devices::info(device, json),
+        UblkCommand::Features { json } => devices::features(json),
+        UblkCommand::SetSize { device, size } => devices::set_size(device, &size),
+        UblkCommand::Del { devices, all, force } => devices::delete(devices, all, force),
+    }
+}

@@ -1,0 +1,459 @@
+//! The server: makes devices of disks, or takes over those whose server was killed, and serves them until the end.
+//!
+//! What must stay true: after a stop signal every device is stopped, drained and deleted, and each image closed cleanly,
+//! whatever became of the others. A queue that broke is taken down with its ring, which frees what the kernel waits for.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::Duration;
+
+use serde_json::json;
+use virtio_devices::ublk::{
+    CloseError, Control, Events, QueueEvent, Recovery, Transport, TransportChoice, UblkConfig, UblkDevice,
+    block_path,
+};
+
+use super::arguments::{AddArguments, RecoverArguments, ServeArguments};
+use super::state::{self, DeviceState};
+use super::{background, devices, ready, usage};
+use crate::control::{Control as ControlSocket, Request};
+use crate::disk_config::{DiskConfig, RateLimitGroups};
+use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
+use crate::open::{self, OpenedDisk};
+use crate::signals::StopSignals;
+use crate::{limits, size};
+
+/// How long a device in use is given to write what the host still keeps in memory.
+const SYNC_MAX: Duration = Duration::from_secs(10);
+
+/// A device and the image behind it. Dropped in this order: the image's lock goes last.
+struct Served {
+    device: UblkDevice,
+    name: String,
+    _opened: OpenedDisk,
+}
+
+/// What the main thread and the control socket share.
+struct Shared {
+    control: Control,
+    devices: BTreeMap<u32, Served>,
+}
+
+type Server = Arc<Mutex<Shared>>;
+
+/// What the main thread waits for.
+enum Event {
+    Stop(&'static str),
+    Queue(QueueEvent),
+}
+
+fn lock(server: &Server) -> MutexGuard<'_, Shared> {
+    server.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A disk to be served, and how.
+struct Wanted {
+    /// The device to recover; `None` makes a new one.
+    recover: Option<u32>,
+    text: String,
+    directory: PathBuf,
+    disk: DiskConfig,
+    config: UblkConfig,
+    /// Whether answered writes must outlive this process.
+    outlives: bool,
+}
+
+/// `ringdisk ublk add`.
+///
+/// # Errors
+///
+/// A failure that names the disk; no device of this call is left then.
+pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
+    let transport = match arguments.transport.as_str() {
+        "copy" => TransportChoice::Only(Transport::Copy),
+        "user-copy" => TransportChoice::Only(Transport::UserCopy),
+        "zero-copy" => {
+            let told = "--transport zero-copy: not there yet; use auto, user-copy or copy";
+            return Err(CommandFailure::Usage(told.to_owned()));
+        }
+        _ => TransportChoice::Auto,
+    };
+    let recovery = match arguments.recovery.as_str() {
+        "wait" => Recovery::Wait,
+        "fail" => Recovery::Fail,
+        "off" => Recovery::Off,
+        _ => Recovery::Reissue,
+    };
+    let io_bytes_max = size::parse_bytes(&arguments.max_io)
+        .ok()
+        .and_then(|bytes| u32::try_from(bytes).ok())
+        .filter(|bytes| bytes.is_power_of_two() && (4096..=1 << 25).contains(bytes));
+    let Some(io_bytes_max) = io_bytes_max else {
+        let found = &arguments.max_io;
+        let told = format!("--max-io {found}: expected a power of two from 4K to 32M");
+        return Err(CommandFailure::Usage(told));
+    };
+    let directory = here()?;
+    let mut wanted = Vec::new();
+    for (text, id) in arguments.disk.iter().zip(0u32..) {
+        let disk = parse(text)?;
+        let config = UblkConfig {
+            id: arguments.id.map(|first| first.saturating_add(id)),
+            transport,
+            recovery,
+            io_bytes_max,
+            partitions: arguments.partitions,
+            ..config(&disk, &arguments.serve)?
+        };
+        wanted.push(Wanted {
+            recover: None,
+            text: text.clone(),
+            directory: directory.clone(),
+            disk,
+            config,
+            outlives: recovery != Recovery::Off,
+        });
+    }
+    if arguments.serve.daemonize {
+        return background::start();
+    }
+    serve(wanted, &arguments.serve)
+}
+
+/// `ringdisk ublk recover`.
+///
+/// # Errors
+///
+/// A failure that names the device or the disk; the device waits for another server then.
+pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure> {
+    let ids = if arguments.all {
+        devices::waiting()?
+    } else {
+        devices::refuse_served(&arguments.devices)?;
+        arguments.devices.clone()
+    };
+    if !arguments.disk.is_empty() && arguments.disk.len() != ids.len() {
+        let told = format!("{} --disk for {} devices", arguments.disk.len(), ids.len());
+        return Err(CommandFailure::Usage(told));
+    }
+    if ids.is_empty() {
+        return Ok(EXIT_OK);
+    }
+    let mut wanted = Vec::new();
+    for (index, id) in ids.into_iter().enumerate() {
+        let remembered = DeviceState::load(id);
+        let (text, directory) = match (arguments.disk.get(index), &remembered) {
+            (Some(text), _) => (text.clone(), here()?),
+            (None, Some(state)) => (state.disk.clone(), state.directory.clone()),
+            (None, None) => {
+                let told = format!("nothing is remembered of {}: say --disk too", block_path(id));
+                return Err(CommandFailure::Failed(told.into()));
+            }
+        };
+        let mut disk = parse(&text)?;
+        disk.path = directory.join(&disk.path);
+        let config = config(&disk, &arguments.serve)?;
+        wanted.push(Wanted {
+            recover: Some(id),
+            text,
+            directory,
+            disk,
+            config,
+            outlives: true,
+        });
+    }
+    if arguments.serve.daemonize {
+        return background::start();
+    }
+    serve(wanted, &arguments.serve)
+}
+
+fn here() -> Result<PathBuf, CommandFailure> {
+    std::env::current_dir()
+        .map_err(|error| CommandFailure::about("cannot find out the current folder", error))
+}
+
+/// A disk as it is given. Groups of rate limits are not to be had here, so one that names a group is refused.
+fn parse(text: &str) -> Result<DiskConfig, CommandFailure> {
+    let mut disk = DiskConfig::parse(text)?;
+    RateLimitGroups::parse(&[])?.join(&mut disk)?;
+    Ok(disk)
+}
+
+/// What a disk's own configuration says of its device.
+fn config(disk: &DiskConfig, serve: &ServeArguments) -> Result<UblkConfig, CommandFailure> {
+    if disk.queue_size > 4096 {
+        let (name, found) = (disk.name(), disk.queue_size);
+        let told = format!("disk {name} has queue_size={found}; a ublk queue has 4096 entries at most");
+        return Err(CommandFailure::Usage(told));
+    }
+    let mut config = UblkConfig {
+        name: disk.name(),
+        num_queues: disk.num_queues,
+        queue_depth: disk.queue_size,
+        queues_per_worker: serve.queues_per_worker,
+        queue_affinity: (0..disk.num_queues)
+            .map(|queue| disk.cpus_of(queue).map(<[usize]>::to_vec).unwrap_or_default())
+            .collect(),
+        ..UblkConfig::default()
+    };
+    if let Some(poll_us) = disk.poll_us {
+        config.poll_max = Duration::from_micros(poll_us.into());
+    }
+    Ok(config)
+}
+
+/// Serves all of them until the end.
+fn serve(wanted: Vec<Wanted>, arguments: &ServeArguments) -> Result<u8, CommandFailure> {
+    let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
+    if arguments.detached {
+        background::leave_session().map_err(start)?;
+    }
+    let signals = StopSignals::block().map_err(start)?;
+    // Files, rings and wake-ups of each queue.
+    limits::prepare_descriptors(
+        wanted
+            .iter()
+            .map(|disk| 32 + 16 * u64::from(disk.disk.num_queues))
+            .sum(),
+    );
+    let control = Control::open().map_err(|error| CommandFailure::Failed(error.into()))?;
+    state::make_folder().map_err(|error| CommandFailure::about(state::FOLDER, error))?;
+    let server: Server = Arc::new(Mutex::new(Shared {
+        control,
+        devices: BTreeMap::new(),
+    }));
+    let (sender, events) = mpsc::channel();
+    let socket = Path::new(state::FOLDER).join(format!("server-{}.sock", std::process::id()));
+    let shared = Arc::clone(&server);
+    let answer = move |request| answer(&shared, request);
+    let served = ControlSocket::serve(&socket, Arc::new(answer));
+    let _socket = served.map_err(|error| CommandFailure::Failed(error.into()))?;
+
+    // What is wrong with an image shows before the first device is there.
+    let mut opened = Vec::new();
+    for wanted in wanted {
+        let disk = open::open_as(&wanted.disk, wanted.outlives);
+        opened.push((
+            wanted,
+            disk.map_err(|error| CommandFailure::Failed(error.into()))?,
+        ));
+    }
+    let (mut first_failure, mut lines) = (None, String::new());
+    for (wanted, disk) in opened {
+        let queues = sender.clone();
+        // If nobody listens any more, the process is ending.
+        let queues: Events = Arc::new(move |event| queues.send(Event::Queue(event)).unwrap_or_default());
+        match bring_up(&server, wanted, disk, &queues, &socket, arguments) {
+            Ok(line) => lines += &line,
+            Err(failure) => {
+                first_failure = Some(failure);
+                break;
+            }
+        }
+    }
+    if first_failure.is_none() {
+        stop_on_signal(signals, sender).map_err(start)?;
+        if arguments.detached {
+            lines += background::READY;
+            lines.push('\n');
+        }
+        // Whoever does not read this is served as well.
+        std::io::stdout().write_all(lines.as_bytes()).unwrap_or_default();
+        ready::tell();
+        first_failure = wait(&server, &events);
+    }
+    let mut shared = lock(&server);
+    while let Some((_, served)) = shared.devices.pop_first() {
+        if let Err(failure) = close(&mut shared.control, served) {
+            first_failure.get_or_insert(failure);
+        }
+    }
+    first_failure.map_or(Ok(EXIT_OK), Err)
+}
+
+/// Serves one disk; answers the line that says so.
+fn bring_up(
+    server: &Server,
+    wanted: Wanted,
+    opened: OpenedDisk,
+    events: &Events,
+    socket: &Path,
+    arguments: &ServeArguments,
+) -> Result<String, CommandFailure> {
+    let mut shared = lock(server);
+    let (control, config) = (&mut shared.control, &wanted.config);
+    let device = match wanted.recover {
+        None => UblkDevice::add(control, opened.disk(), config, events),
+        Some(id) => UblkDevice::recover(control, id, opened.disk(), config, events),
+    };
+    let name = wanted.disk.name();
+    let device = device.map_err(|error| CommandFailure::about(&name, error))?;
+    let id = device.id();
+    let remembered = DeviceState {
+        id,
+        pid: std::process::id(),
+        disk: wanted.text,
+        directory: wanted.directory,
+        queues_per_worker: arguments.queues_per_worker,
+        control: socket.to_owned(),
+    };
+    if let Err(error) = remembered.store() {
+        tracing::warn!(%error, device = id, "cannot remember the device: `ublk recover` will need its --disk");
+    }
+    let path = block_path(id);
+    let line = if arguments.json {
+        let transport = device.transport().to_string();
+        let queues = device.info().nr_hw_queues;
+        json!({"id": id, "path": path, "disk": name, "transport": transport, "queues": queues}).to_string()
+    } else {
+        path
+    };
+    shared.devices.insert(
+        id,
+        Served {
+            device,
+            name,
+            _opened: opened,
+        },
+    );
+    Ok(line + "\n")
+}
+
+/// Waits for a stop, or the end of every device. The failure is the first there was.
+fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailure> {
+    let mut first_failure = None;
+    while let Ok(event) = events.recv() {
+        let mut shared = lock(server);
+        match event {
+            Event::Stop(signal) => {
+                tracing::info!(signal, "stopping");
+                return first_failure;
+            }
+            Event::Queue(QueueEvent::Ended { device }) => {
+                if shared
+                    .devices
+                    .get(&device)
+                    .is_some_and(|served| served.device.is_ended())
+                    && let Some(served) = shared.devices.remove(&device)
+                {
+                    tracing::info!(device, "was deleted");
+                    if let Err(failure) = close(&mut shared.control, served) {
+                        first_failure.get_or_insert(failure);
+                    }
+                }
+            }
+            Event::Queue(QueueEvent::Broken { device, what }) => {
+                if let Some(served) = shared.devices.remove(&device) {
+                    let told = format!("{}: {what}; see `ringdisk ublk recover`", block_path(device));
+                    tracing::error!(device, %what, "letting go of a device");
+                    // Its rings are closed, and the driver takes that for our death.
+                    drop(served);
+                    first_failure.get_or_insert(CommandFailure::Failed(told.into()));
+                }
+            }
+        }
+        if shared.devices.is_empty() {
+            break;
+        }
+    }
+    first_failure
+}
+
+/// Stops and deletes one device and closes its image.
+fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
+    let Served {
+        device,
+        name,
+        _opened,
+    } = served;
+    let (id, path) = (device.id(), block_path(device.id()));
+    if !device.is_ended()
+        && let Ok(Some(user)) = usage::user_of(&path)
+    {
+        tracing::warn!(device = id, %user, "removed while in use: its users see errors");
+        sync();
+    }
+    let closed = device.close(control);
+    if let Err(CloseError::Undrained { .. }) = &closed {
+        // Only the end of the process frees what the kernel waits for, and it must come soon.
+        tracing::error!(device = id, "giving up: requests do not end");
+        std::process::exit(EXIT_FAILURE.into());
+    }
+    state::forget(id, Some(std::process::id()));
+    match &closed {
+        Ok(()) => tracing::info!(disk = %name, device = id, "closed cleanly"),
+        Err(error) => tracing::error!(disk = %name, device = id, %error, "not closed cleanly"),
+    }
+    closed.map_err(|error| CommandFailure::about(name, error))
+}
+
+/// Has the host write what it keeps in memory, in bounded time: there may be disks that hang.
+pub(super) fn sync() {
+    let (done, ended) = mpsc::channel();
+    let sync = move || {
+        rustix::fs::sync();
+        done.send(()).unwrap_or_default();
+    };
+    if std::thread::Builder::new()
+        .name("sync".to_owned())
+        .spawn(sync)
+        .is_ok()
+        && ended.recv_timeout(SYNC_MAX).is_err()
+    {
+        tracing::warn!("the host has not written everything in {} s", SYNC_MAX.as_secs());
+    }
+}
+
+/// Carries out what the control socket is asked.
+fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String> {
+    let mut shared = lock(server);
+    let Shared { control, devices } = &mut *shared;
+    match request {
+        Request::Info {} => {
+            let list = devices.iter().map(|(id, served)| {
+                let counts = served.device.counts();
+                json!({
+                    "id": id,
+                    "disk": served.name,
+                    "transport": served.device.transport().to_string(),
+                    "workers": served.device.workers(),
+                    "requests": counts.requests,
+                    "bytes": counts.bytes,
+                    "errors": counts.errors,
+                })
+            });
+            Ok(json!({"devices": list.collect::<Vec<_>>()}))
+        }
+        Request::DiskResize { id, size } => {
+            let served = id.parse().ok().and_then(|id: u32| devices.get(&id));
+            let served = served.ok_or_else(|| format!("this server has no device {id}"))?;
+            let resized = served.device.resize(control, size);
+            let size = resized.map_err(|error| crate::error::chain(&error))?;
+            Ok(json!({ "size": size }))
+        }
+        _ => Err("a ublk server does not do that".to_owned()),
+    }
+}
+
+/// Starts the thread that turns the first stop signal into a stop, and the second into the end.
+fn stop_on_signal(signals: StopSignals, events: mpsc::Sender<Event>) -> std::io::Result<()> {
+    let wait_and_stop = move || -> std::io::Result<()> {
+        let signal = signals.wait()?;
+        events.send(Event::Stop(signal)).unwrap_or_default();
+        let signal = signals.wait()?;
+        tracing::error!(signal, "giving up before everything was drained");
+        std::process::exit(EXIT_FAILURE.into());
+    };
+    let report = move || {
+        if let Err(error) = wait_and_stop() {
+            tracing::error!(%error, "cannot wait for signals");
+        }
+    };
+    std::thread::Builder::new()
+        .name("signals".to_owned())
+        .spawn(report)?;
+    Ok(())
+}

@@ -1,0 +1,73 @@
+//! Whether somebody uses a block device, on kernels that do not say.
+//!
+//! A file system or a stack of devices claims it, so that an exclusive open fails; a program has it open, which its
+//! descriptors show. What a program does between this look and the next step, nobody knows: kernels since 7.0 decide it
+//! in one step.
+
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+/// Who has the block device at `path` open, in words; `None` if nobody is found.
+///
+/// # Errors
+///
+/// If the device cannot be looked at.
+pub(super) fn user_of(path: &str) -> io::Result<Option<String>> {
+    let metadata = match fs::metadata(path) {
+        Ok(metadata) => metadata,
+        // A device that is not there is not in use.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    if !metadata.file_type().is_block_device() {
+        return Ok(None);
+    }
+    let exclusive = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_EXCL | libc::O_NONBLOCK)
+        .open(path);
+    if let Err(error) = exclusive
+        && error.raw_os_error() == Some(libc::EBUSY)
+    {
+        return Ok(Some("it is mounted, or another device is on it".to_owned()));
+    }
+    let own = std::process::id();
+    for process in fs::read_dir("/proc")?.filter_map(Result::ok) {
+        let Some(pid) = process
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse::<u32>().ok())
+        else {
+            continue;
+        };
+        if pid != own && has_open(&process.path().join("fd"), metadata.rdev()) {
+            return Ok(Some(format!("process {pid} has it open")));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether one of the descriptors in `folder` is the block device `number`.
+fn has_open(folder: &Path, number: u64) -> bool {
+    // Processes come and go, and some do not let us look.
+    let Ok(descriptors) = fs::read_dir(folder) else {
+        return false;
+    };
+    descriptors.filter_map(Result::ok).any(|descriptor| {
+        fs::metadata(descriptor.path())
+            .is_ok_and(|file| file.file_type().is_block_device() && file.rdev() == number)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_block_device_or_is_not_there_is_not_in_use() {
+        assert_eq!(user_of("/dev/null").expect("a look"), None);
+        assert_eq!(user_of("/dev/no-such-device").expect("a look"), None);
+    }
+}
