@@ -33,7 +33,7 @@ pub mod throttle;
 pub mod timer;
 pub mod worker;
 
-pub use buffer::{AlignedBuf, Buffer};
+pub use buffer::{AlignedBuf, Buffer, Registration, RegistrationError};
 pub use disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
 pub use error::IoError;
 pub use request::{CompletionSink, Done, Op, Request};

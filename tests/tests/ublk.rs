@@ -8,6 +8,9 @@ use std::time::Duration;
 use lab::nested::Toolbox;
 use lab::{Error, Guest, Kernel, Lab, Outcome, Scratch, Server, image};
 
+#[path = "ublk/zero_copy.rs"]
+mod zero_copy;
+
 const MIB: u64 = 1 << 20;
 
 /// What every script begins with. The images are in memory; `ringdisk` is on the disk `tools`.
@@ -18,6 +21,9 @@ mount -o ro /dev/lab/tools /mnt
 mkdir -p /tmp/work /run/mnt
 cd /tmp/work
 ringdisk() { /mnt/ringdisk "$@"; }
+# Those that this kernel has.
+transports="copy user-copy"
+! ringdisk ublk features | grep -q AUTO_BUF_REG || transports="$transports zero-copy"
 # add LOG ARGUMENTS…: serves in the background, waits for the devices, and leaves the server's number in $server.
 add() {
     log=$1
@@ -98,6 +104,14 @@ fn on_both(script: &str, judge: impl Fn(Kernel, &Outcome)) -> Result<(), Error> 
     Ok(())
 }
 
+/// The transports that a kernel has.
+fn transports(kernel: Kernel) -> &'static [&'static str] {
+    match kernel {
+        Kernel::V6_12 => &["copy", "user-copy"],
+        Kernel::V7 => &["copy", "user-copy", "zero-copy"],
+    }
+}
+
 fn said(outcome: &Outcome) -> String {
     outcome.lines().collect::<Vec<_>>().join("\n")
 }
@@ -107,13 +121,13 @@ ringdisk ublk features | tr '\n' ' ' | sed 's/^/features /'
 echo
 ringdisk image create q.qcow2 64M >/dev/null
 truncate -s 64M r.raw
-for transport in copy user-copy; do
+for transport in $transports; do
     for disk in path=q.qcow2 path=r.raw,image_type=raw; do
         add work add --disk $disk,num_queues=2 --transport $transport --json
         sed 's/^/made /' work.out
         dev=/dev/ublkb0
         verify $dev --numjobs=2 --cpus_allowed=0,1 --cpus_allowed_policy=split --offset_increment=24m
-        ringdisk ublk info 0 | sed 's/^/info /'
+        ringdisk ublk info 0 --json | sed "s/^/info $transport /"
         # Zeroes that may be holes and zeroes that may not, discards, and writes that are durable by themselves.
         head -c 3M /dev/urandom >data
         dd if=data of=$dev bs=1M oflag=direct,dsync status=none
@@ -142,17 +156,20 @@ done
 "#;
 
 #[test]
-fn devices_of_both_transports_hold_what_was_written() -> Result<(), Error> {
-    on_both(WORK, |_, outcome| {
+fn devices_of_every_transport_hold_what_was_written() -> Result<(), Error> {
+    on_both(WORK, |kernel, outcome| {
         let all = said(outcome);
         let count = |wanted: &str| outcome.lines().filter(|line| line.contains(wanted)).count();
-        for transport in ["copy", "user-copy"] {
-            let made = format!(r#""transport":"{transport}""#);
-            assert_eq!(count(&made), 2, "{transport} was in force: {all}");
+        for &transport in transports(kernel) {
+            let in_force = format!(r#""transport":"{transport}""#);
+            let made = outcome.lines().filter(|line| line.starts_with("made "));
+            let made = made.filter(|line| line.contains(&in_force)).count();
+            assert_eq!(made, 2, "{transport} was in force: {all}");
             assert_eq!(count(&format!("stopped {transport} ")), 2, "{all}");
             assert_eq!(count(&format!("same {transport} ")), 2, "{all}");
+            zero_copy::assert_in_force(transport, outcome);
         }
-        assert_eq!(count("flawless q.qcow2"), 2, "{all}");
+        assert_eq!(count("flawless q.qcow2"), transports(kernel).len(), "{all}");
         assert_eq!(outcome.complaints(), Vec::<&str>::new(), "{}", outcome.console());
     })
 }
@@ -166,7 +183,7 @@ echo
 ended locked ringdisk ublk add --disk path=a.qcow2
 ended taken ringdisk ublk add --disk path=c.qcow2 --id 4
 ended missing ringdisk ublk add --disk path=c.qcow2 path=none.qcow2
-ended zero-copy ringdisk ublk add --disk path=c.qcow2 --transport zero-copy
+ringdisk ublk features | grep -q AUTO_BUF_REG || ended zero-copy ringdisk ublk add --disk path=c.qcow2 --transport zero-copy
 ended nothing ringdisk ublk del 77
 ringdisk ublk list --json | sed 's/^/list /'
 ringdisk ublk info 4 --json | sed 's/^/info /'
@@ -256,7 +273,6 @@ fn file_systems_live_on_devices_and_nobody_removes_them_from_under_their_users()
                 "1 ringdisk: c.qcow2: ADD_DEV of /dev/ublkb4 failed (the number is taken",
             ),
             ("missing ", "1 ringdisk: cannot open none.qcow2"),
-            ("zero-copy ", "2 ringdisk: "),
             ("nothing ", "there is no such device"),
             ("mounted ", "1 ringdisk: /dev/ublkb4 is in use (it is mounted"),
             ("opened ", "1 ringdisk: /dev/ublkb5 is in use (process"),
@@ -279,7 +295,15 @@ fn file_systems_live_on_devices_and_nobody_removes_them_from_under_their_users()
             "no half-made device: {list}"
         );
         has("info ", r#""workers":1"#);
-        has("info ", r#""transport":"user-copy""#);
+        if kernel == Kernel::V7 {
+            has("info ", r#""transport":"zero-copy""#);
+        } else {
+            has("info ", r#""transport":"user-copy""#);
+            has(
+                "zero-copy ",
+                "1 ringdisk: c.qcow2: this kernel's ublk driver has no zero copy (Linux 6.16)",
+            );
+        }
         assert_eq!(
             outcome
                 .lines()
@@ -382,7 +406,7 @@ fn devices_come_and_go_under_load_and_leave_nothing_behind() -> Result<(), Error
 
 /// Servers that are killed under load, and others that go on with their devices.
 const DEATH: &str = r#"
-for transport in copy user-copy; do
+for transport in $transports; do
     rm -f q.qcow2
     ringdisk image create -o cluster_size=16k q.qcow2 600M >/dev/null
     add first add --disk path=q.qcow2,num_queues=2 --transport $transport
@@ -416,6 +440,7 @@ for transport in copy user-copy; do
     umount /run/mnt
     e2fsck -fn /dev/ublkb0 >/tmp/fsck 2>&1 || { cat /tmp/fsck; exit 1; }
     sum=$(sha256sum </dev/ublkb0)
+    ringdisk ublk info 0 --json | sed "s/^/info $transport /"
     ended deleted ringdisk ublk del 0
     wait $server && echo "server $transport 0"
     sound q.qcow2
@@ -443,21 +468,23 @@ sound q.qcow2
 
 #[test]
 fn io_waits_for_the_next_server_when_one_is_killed_and_nothing_is_lost() -> Result<(), Error> {
-    on_both(DEATH, |_, outcome| {
+    on_both(DEATH, |kernel, outcome| {
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
-        for transport in ["copy", "user-copy"] {
+        for &transport in transports(kernel) {
             assert_eq!(count(&format!("recovered {transport} ")), 3, "{all}");
             for line in ["load {} 0", "sums {} fine", "server {} 0", "same {}"] {
                 assert_eq!(count(&line.replace("{}", transport)), 1, "{line}: {all}");
             }
+            // The successor does as the first one did.
+            zero_copy::assert_in_force(transport, outcome);
         }
         assert!(value("unknown ").contains("there is no such device"), "{all}");
         assert!(value("wrong ").starts_with("1 "), "{all}");
         assert_eq!(
             count("living 1 "),
-            6,
+            3 * transports(kernel).len(),
             "a device that is served is left alone: {all}"
         );
         assert!(value("orphan ").starts_with("0"), "{all}");

@@ -46,6 +46,17 @@ impl CommandSink {
 #[error("every slot of the ring is taken")]
 pub struct NoSlot;
 
+/// A command of a device's driver, as it goes into the ring.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct DeviceCommand {
+    /// Its number.
+    pub code: u32,
+    /// What goes beside it.
+    pub data: [u8; 16],
+    /// What is where other ops have an address: for some drivers not one, but more that goes beside the command.
+    pub address: u64,
+}
+
 /// Which way bytes go between memory and a device.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Direction {
@@ -56,9 +67,9 @@ pub enum Direction {
 }
 
 impl Ring {
-    /// Starts command `code` of `file`'s driver, with `data` beside it. What the driver answers goes to `sink`, under
-    /// `tag`. Only a ring of [`RingKind::IoUringCommands`](super::RingKind::IoUringCommands) has commands; on others
-    /// the answer is `EOPNOTSUPP` or `EACCES`.
+    /// Starts a command of `file`'s driver. What the driver answers goes to `sink`, under `tag`. Only a ring of
+    /// [`RingKind::IoUringCommands`](super::RingKind::IoUringCommands) has commands; on others the answer is
+    /// `EOPNOTSUPP` or `EACCES`.
     ///
     /// # Errors
     ///
@@ -72,8 +83,7 @@ impl Ring {
     pub unsafe fn command(
         &self,
         file: &FileHandle,
-        code: u32,
-        data: [u8; 16],
+        command: DeviceCommand,
         keep: Option<Rc<Buffer>>,
         sink: &Rc<CommandSink>,
         tag: u64,
@@ -81,7 +91,9 @@ impl Ring {
         let mut slots = self.inner.slots.borrow_mut();
         let index = slots.take().ok_or(NoSlot)?;
         let slot = slots.get_mut(index).ok_or(NoSlot)?;
+        let DeviceCommand { code, data, address } = command;
         slot.kind = Kind::Command { code, data };
+        slot.offset = address;
         slot.file = Some(file.clone());
         slot.keep.extend(keep);
         slot.owner = Owner::Command(Rc::clone(sink), tag);
@@ -156,8 +168,12 @@ mod tests {
         let file = tempfile::tempfile().expect("a file");
         let file = ring.register(file.into()).expect("a registered file");
         let sink = CommandSink::new();
+        let command = DeviceCommand {
+            code,
+            ..DeviceCommand::default()
+        };
         // SAFETY: the command names no memory.
-        unsafe { ring.command(&file, code, [0; 16], None, &sink, 9) }.expect("a slot");
+        unsafe { ring.command(&file, command, None, &sink, 9) }.expect("a slot");
         assert_eq!(ring.in_flight(), 0, "nobody waits for a command");
         while sink.is_empty() {
             ring.turn(true).expect("the ring turns");
@@ -239,7 +255,7 @@ mod tests {
         let sink = CommandSink::new();
         let keep = Some(Rc::clone(&buffer));
         // SAFETY: the driver touches no memory.
-        unsafe { ring.command(&file, 1, [0; 16], keep, &sink, 0) }.expect("a slot");
+        unsafe { ring.command(&file, DeviceCommand::default(), keep, &sink, 0) }.expect("a slot");
         drop(file);
         drop(ring);
         assert_eq!(Rc::strong_count(&buffer), 2, "one is left behind");

@@ -50,7 +50,7 @@ impl Kind {
 pub(crate) struct KernelOp {
     pub(crate) kind: Kind,
     pub(crate) file: FileSlot,
-    /// Byte offset in the file.
+    /// Byte offset in the file; of a [`Kind::Command`], what it has for an address.
     pub(crate) offset: u64,
     /// Length in bytes, for [`Kind::Allocate`] and [`Kind::Truncate`].
     pub(crate) len: u64,

@@ -46,7 +46,7 @@ use driver::{Completion, Driver, FileSlot, Kind};
 use fixed::Leases;
 use slots::{Owner, Slots, Step, user_data};
 
-pub use command::{CommandSink, Direction, NoSlot};
+pub use command::{CommandSink, DeviceCommand, Direction, NoSlot};
 pub use control::{ControlError, ControlRing};
 
 pub(crate) use driver::Kind as OpKind;

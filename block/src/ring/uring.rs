@@ -212,7 +212,10 @@ impl UringDriver {
             Kind::Truncate => opcode::Nop::new().build(),
             Kind::Watch => on_file!(|file| opcode::PollAdd::new(file, sys::POLL_IN).multi(true).build()),
             Kind::Command { code, data } => {
-                on_file!(|file| opcode::UringCmd16::new(file, code).cmd(data).build())
+                on_file!(|file| opcode::UringCmd16::new(file, code)
+                    .cmd(data)
+                    .addr(Some(op.offset))
+                    .build())
             }
         }
     }

@@ -152,6 +152,18 @@ pub const IO_FETCH: u32 = code(3, 0x20, size_of::<IoCommand>());
 /// Answers the request under a tag and waits for the next.
 pub const IO_COMMIT_AND_FETCH: u32 = code(3, 0x21, size_of::<IoCommand>());
 
+/// The most places for registered buffers that a ring has, `IORING_MAX_REG_BUFFERS` of the kernel's io_uring.
+pub const REGISTERED_BUFFERS_MAX: u16 = 1 << 14;
+
+/// What a fetch says in its `addr` where [`Flags::AUTO_BUF_REG`] is in force (`struct ublk_auto_buf_reg`): the place in
+/// the ring's table that the request's pages are put into, and that a request whose pages cannot be put there is given
+/// out all the same, with [`op::FLAG_NEED_REG_BUF`]. Without the latter it fails, and the server never hears of it.
+#[must_use]
+pub fn auto_buf_reg(place: u16) -> u64 {
+    const FALLBACK: u64 = 1 << 0;
+    u64::from(place) | FALLBACK << 16
+}
+
 /// A request has come.
 pub const IO_RES_OK: i32 = 0;
 /// No request will come under this tag any more.
@@ -304,6 +316,8 @@ pub mod op {
     pub const FLAG_FUA: u32 = 1 << 13;
     /// Zeroes are written, not deallocated.
     pub const FLAG_NOUNMAP: u32 = 1 << 15;
+    /// The request's pages could not be registered.
+    pub const FLAG_NEED_REG_BUF: u32 = 1 << 17;
 }
 
 /// How far apart the queues' descriptors are in the character device, whatever their depth.
@@ -445,6 +459,7 @@ mod tests {
         assert_eq!(Command::GetFeatures.code(), 0x8020_7513);
         assert_eq!(Command::UpdateSize.code(), 0xc020_7515);
         assert_eq!(IO_FETCH, 0xc010_7520);
+        assert_eq!(auto_buf_reg(0x1234), 0x0001_1234);
         assert_eq!(IO_COMMIT_AND_FETCH, 0xc010_7521);
     }
 

@@ -4,7 +4,8 @@
 //! above never sees a descriptor of the system, and what is here never sees a disk.
 //!
 //! What must stay true: a tag is fetched for, or answered, by the ring and thread that fetched first. The memory that
-//! the driver may write, it owns from the fetch until its completion was taken.
+//! the driver may write, it owns from the fetch until its completion was taken. A tag's pages are in a place of that same
+//! ring's table which no other tag has, and are given back, by the answer, when nothing names the place any more.
 
 #![expect(
     unsafe_code,
@@ -17,11 +18,12 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::rc::Rc;
 
-use block::ring::{CommandSink, Direction, FileHandle, NoSlot, Ring};
-use block::{AlignedBuf, Buffer, Context, IoError};
+use block::ring::{CommandSink, DeviceCommand, Direction, Door, FileHandle, LeaseError, NoSlot, Ring};
+use block::{AlignedBuf, Buffer, Context, IoError, Registration, RegistrationError};
 use zerocopy::IntoBytes;
 
-use super::abi::{self, IoCommand, IoDescriptor};
+use super::abi::{self, Flags, IoCommand, IoDescriptor};
+use super::params::DMA_ALIGN;
 
 /// How requests' data gets to the server and back.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -30,6 +32,31 @@ pub enum Transport {
     Copy,
     /// The server reads and writes the data through the character device.
     UserCopy,
+    /// The kernel moves the data straight between the request's pages and the image; what is no file's bytes, and
+    /// requests that are too small for it to pay, go as with [`Transport::UserCopy`].
+    ZeroCopy,
+}
+
+impl Transport {
+    /// What the driver must have, and a device be made with.
+    #[must_use]
+    pub fn flags(self) -> Flags {
+        match self {
+            Self::Copy => Flags::empty(),
+            Self::UserCopy => Flags::USER_COPY,
+            Self::ZeroCopy => Flags::USER_COPY | Flags::SUPPORT_ZERO_COPY | Flags::AUTO_BUF_REG,
+        }
+    }
+
+    /// What a device of these flags is served by.
+    #[must_use]
+    pub fn of(flags: Flags) -> Self {
+        let best_first = [Self::ZeroCopy, Self::UserCopy];
+        best_first
+            .into_iter()
+            .find(|transport| flags.contains(transport.flags()))
+            .unwrap_or(Self::Copy)
+    }
 }
 
 impl fmt::Display for Transport {
@@ -37,8 +64,20 @@ impl fmt::Display for Transport {
         f.write_str(match self {
             Self::Copy => "copy",
             Self::UserCopy => "user-copy",
+            Self::ZeroCopy => "zero-copy",
         })
     }
+}
+
+/// Why the pages of a request cannot be had.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum PagesError {
+    /// Its place cannot.
+    #[error(transparent)]
+    Lease(#[from] LeaseError),
+    /// They make no buffer.
+    #[error(transparent)]
+    Registration(#[from] RegistrationError),
 }
 
 /// One queue's end of the driver.
@@ -85,6 +124,35 @@ pub trait Channel: fmt::Debug {
 
     /// Takes a buffer back that it gave.
     fn give_back(&mut self, tag: u16, buffer: Buffer);
+
+    /// The registered pages of the `len` bytes of the request under `tag`: there is nothing to fetch or to deliver.
+    ///
+    /// # Errors
+    ///
+    /// [`PagesError`]; the request is served by copies then.
+    fn pages(&mut self, tag: u16, len: usize) -> Result<Buffer, PagesError>;
+
+    /// Whether nothing names the pages of `tag` any more, so that an answer may give them back.
+    fn is_free(&self, tag: u16) -> bool;
+}
+
+/// Which places of its ring's table the tags of a queue have.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Places {
+    /// The place of the queue's first tag. Several queues share a worker's ring, and its table.
+    pub(super) first: u16,
+}
+
+impl Places {
+    /// The place of a tag. If it is past the end of the table, the driver says so with each request.
+    pub(super) fn of(self, tag: u16) -> u16 {
+        self.first.saturating_add(tag)
+    }
+
+    /// What a tag's fetches say to the driver.
+    pub(super) fn command(self, tag: u16) -> u64 {
+        abi::auto_buf_reg(self.of(tag))
+    }
 }
 
 /// The bytes of a page.
@@ -171,11 +239,14 @@ pub struct KernelChannel {
     queue: u16,
     descriptors: Descriptors,
     memory: Memory,
+    /// Where the driver registers pages, if it does.
+    places: Option<Places>,
     sink: Rc<CommandSink>,
 }
 
 impl KernelChannel {
-    /// The end of `queue` in the device that `file` is, on the worker of `cx`.
+    /// The end of `queue` in the device that `file` is, on the worker of `cx`. With zero copy its tags have the places
+    /// from `first_place` on in that worker's table; those past its end are served by copies.
     ///
     /// # Errors
     ///
@@ -187,6 +258,7 @@ impl KernelChannel {
         depth: u16,
         transport: Transport,
         io_bytes_max: u32,
+        first_place: u16,
     ) -> io::Result<Self> {
         let descriptors = Descriptors::map(&file, queue, depth)?;
         let bytes = io_bytes_max as usize;
@@ -197,14 +269,16 @@ impl KernelChannel {
                     .map(|_| Rc::new(Buffer::from(AlignedBuf::zeroed(bytes))))
                     .collect(),
             ),
-            Transport::UserCopy => Memory::UserCopy((0..depth).map(|_| None).collect()),
+            Transport::UserCopy | Transport::ZeroCopy => Memory::UserCopy((0..depth).map(|_| None).collect()),
         };
+        let places = (transport == Transport::ZeroCopy).then_some(Places { first: first_place });
         Ok(Self {
             ring: cx.ring().clone(),
             file: cx.ring().register(file)?,
             queue,
             descriptors,
             memory,
+            places,
             sink: CommandSink::new(),
         })
     }
@@ -226,12 +300,18 @@ impl KernelChannel {
         }
         let mut data = [0; 16];
         data.copy_from_slice(command.as_bytes());
+        let command = DeviceCommand {
+            code,
+            data,
+            address: self.places.map_or(0, |places| places.command(tag)),
+        };
         // SAFETY: in copy mode the driver reads and writes at `addr` at most as many bytes as the device's requests
-        // may have, which is how long `keep` is; in user copy it touches no memory of ours. The queue gives the
-        // buffer out only between a fetch's completion and the next.
+        // may have, which is how long `keep` is; otherwise it touches no memory of ours, as what stands for the
+        // command's address is the number of a place. The queue gives the buffer out only between a fetch's
+        // completion and the next.
         unsafe {
             self.ring
-                .command(&self.file, code, data, keep, &self.sink, tag.into())
+                .command(&self.file, command, keep, &self.sink, tag.into())
         }
     }
 }
@@ -297,5 +377,52 @@ impl Channel for KernelChannel {
         {
             scratch[usize::from(tag)] = Some(bytes);
         }
+    }
+
+    fn pages(&mut self, tag: u16, len: usize) -> Result<Buffer, PagesError> {
+        let place = self.places.unwrap_or_default().of(tag);
+        Ok(Buffer::registered(Registration {
+            fixed: self.ring.lease_fixed(place)?,
+            // Registered pages are counted from zero.
+            base: 0,
+            len,
+            // The same handle: a duplicate would keep the device from going.
+            door: Door::new(self.file.clone()),
+            door_offset: abi::data_offset(self.queue, tag),
+            align: DMA_ALIGN as usize,
+            hold: Rc::new(()),
+        })?)
+    }
+
+    fn is_free(&self, tag: u16) -> bool {
+        let lease = |places: Places| self.ring.lease_fixed(places.of(tag));
+        // There is nothing to give back of a tag that has no place.
+        !matches!(self.places.map(lease), Some(Err(LeaseError::InUse { .. })))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_two_tags_of_a_ring_have_one_place_and_a_tag_too_many_has_none() {
+        let (first, second) = (Places { first: 0 }, Places { first: 128 });
+        let mut places: Vec<u16> = (0..128).flat_map(|tag| [first.of(tag), second.of(tag)]).collect();
+        places.sort_unstable();
+        assert_eq!(places, (0..256).collect::<Vec<_>>());
+        assert_eq!(second.command(3) & 0xffff, 131);
+        let far = Places { first: u16::MAX - 1 };
+        assert!((0..4096).all(|tag| far.of(tag) >= abi::REGISTERED_BUFFERS_MAX));
+    }
+
+    #[test]
+    fn a_device_is_served_as_its_flags_say() {
+        for transport in [Transport::Copy, Transport::UserCopy, Transport::ZeroCopy] {
+            let flags = transport.flags() | Flags::USER_RECOVERY;
+            assert_eq!(Transport::of(flags), transport);
+        }
+        let half = Flags::SUPPORT_ZERO_COPY | Flags::USER_COPY;
+        assert_eq!(Transport::of(half), Transport::UserCopy);
     }
 }

@@ -13,11 +13,13 @@ use block::ring::RingKind;
 use block::worker::{FrontendId, StartHook, StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
 use block::{Disk, IoError, OpenQueueError};
 
-use super::abi::{ANY_DEVICE, DeviceInfo, Flags, IO_BYTES_MAX, QUEUE_DEPTH_MAX, QUEUES_MAX, State};
+use super::abi::{
+    ANY_DEVICE, DeviceInfo, Flags, IO_BYTES_MAX, QUEUE_DEPTH_MAX, QUEUES_MAX, REGISTERED_BUFFERS_MAX, State,
+};
 use super::channel::{KernelChannel, Transport, become_io_flusher};
 use super::control::{CommandError, Control, char_path};
 use super::params::{self, ParamsError};
-use super::queue::{Events, QueueState, UblkQueue};
+use super::queue::{Counts, Events, QueueState, UblkQueue};
 
 /// How long queues may take to drain when their device was stopped.
 const DRAIN: Duration = Duration::from_secs(30);
@@ -25,6 +27,11 @@ const DRAIN: Duration = Duration::from_secs(30);
 const NODE: Duration = Duration::from_secs(5);
 /// How long the driver may take to notice that a server is gone: requests that it waits for in vain time out.
 const NOTICE: Duration = Duration::from_secs(90);
+
+/// The length in bytes from which on [`TransportChoice::Auto`] serves requests by their registered pages: every request. The
+/// driver registers the pages of all of them, and a copy on top of that saves nothing: measured in
+/// docs/decisions/zero-copy.md.
+pub const ZERO_COPY_FROM: u32 = 0;
 
 /// Which transport a device is to use.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -90,6 +97,11 @@ pub struct UblkConfig {
     pub io_bytes_max: u32,
     /// How data travels.
     pub transport: TransportChoice,
+    /// The length in bytes from which on [`TransportChoice::Auto`] serves requests without copies.
+    pub zero_copy_from: u32,
+    /// The most places for registered buffers that a worker's ring has, up to 16384. Requests under tags for which
+    /// none is left are copied.
+    pub registered_buffers_max: u16,
     /// What outlives this server.
     pub recovery: Recovery,
     /// How many queues share a worker thread; at least 1.
@@ -114,6 +126,8 @@ impl Default for UblkConfig {
             queue_depth: 128,
             io_bytes_max: 1 << 20,
             transport: TransportChoice::Auto,
+            zero_copy_from: ZERO_COPY_FROM,
+            registered_buffers_max: REGISTERED_BUFFERS_MAX,
             recovery: Recovery::Reissue,
             queues_per_worker: 1,
             queue_affinity: Vec::new(),
@@ -260,17 +274,6 @@ pub enum ResizeError {
     Worker(#[from] WorkerGone),
 }
 
-/// What a device has done.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct DeviceCounts {
-    /// Requests answered.
-    pub requests: u64,
-    /// The bytes they moved.
-    pub bytes: u64,
-    /// How many of them failed.
-    pub errors: u64,
-}
-
 /// A device and those who serve it.
 ///
 /// Dropping it closes the queues' rings without asking the driver: if it was not stopped, the driver takes that for the
@@ -321,17 +324,20 @@ fn check(config: &UblkConfig) -> Result<(), AddError> {
     range("the largest request", bytes.into(), expected, small)
 }
 
+/// The places that the ring of a worker with so many tags needs.
+fn places(tags: u32, config: &UblkConfig) -> u16 {
+    let most = config.registered_buffers_max.min(REGISTERED_BUFFERS_MAX);
+    u16::try_from(tags).unwrap_or(u16::MAX).min(most)
+}
+
 /// The transport that the driver's features and the choice come to.
 fn choose(choice: TransportChoice, features: Flags) -> Result<Transport, AddError> {
-    let user_copy = features.contains(Flags::USER_COPY);
+    let unsupported = |what, since| Err(AddError::Unsupported { what, since });
     match choice {
-        TransportChoice::Auto if user_copy => Ok(Transport::UserCopy),
-        TransportChoice::Auto => Ok(Transport::Copy),
-        TransportChoice::Only(Transport::UserCopy) if !user_copy => Err(AddError::Unsupported {
-            what: "user copy",
-            since: "Linux 6.5",
-        }),
-        TransportChoice::Only(transport) => Ok(transport),
+        TransportChoice::Auto => Ok(Transport::of(features)),
+        TransportChoice::Only(transport) if features.contains(transport.flags()) => Ok(transport),
+        TransportChoice::Only(Transport::ZeroCopy) => unsupported("zero copy", "Linux 6.16"),
+        TransportChoice::Only(_) => unsupported("user copy", "Linux 6.5"),
     }
 }
 
@@ -357,10 +363,7 @@ impl UblkDevice {
                 since: "Linux 6.13",
             });
         }
-        let mut wanted = recovery | Flags::CMD_IOCTL_ENCODE;
-        if transport == Transport::UserCopy {
-            wanted |= Flags::USER_COPY;
-        }
+        let mut wanted = recovery | Flags::CMD_IOCTL_ENCODE | transport.flags();
         // What a kernel may lack without anybody's loss.
         let mut welcome = Flags::UPDATE_SIZE | Flags::QUIESCE | Flags::SAFE_STOP_DEV;
         if !config.partitions {
@@ -379,6 +382,11 @@ impl UblkDevice {
             dev_id: config.id.unwrap_or(ANY_DEVICE),
             ublksrv_pid: -1,
             flags: wanted.bits(),
+            // For the next server, which is to do as this one.
+            ublksrv_flags: match config.transport {
+                TransportChoice::Auto => config.zero_copy_from.into(),
+                TransportChoice::Only(_) => 0,
+            },
             ..DeviceInfo::default()
         };
         let info = control.add(&asked)?;
@@ -453,11 +461,7 @@ impl UblkDevice {
             });
         }
         control.start_recovery(device, NOTICE)?;
-        let transport = if info.flags().contains(Flags::USER_COPY) {
-            Transport::UserCopy
-        } else {
-            Transport::Copy
-        };
+        let transport = Transport::of(info.flags());
         let served = Self::serve(control, info, transport, disk, config, events)?;
         control.end_recovery(device)?;
         tracing::info!(disk = %config.name, device, %transport, "recovered");
@@ -522,10 +526,13 @@ impl UblkDevice {
             ring: RingKind::IoUringCommands,
             // A slot for each tag's command, and as many for I/O.
             depth: tags * 2 + 64,
+            registered_buffers: match self.transport {
+                Transport::ZeroCopy => places(tags, config),
+                _ => 0,
+            },
             cpus,
             poll_max: config.poll_max,
             on_start: hook,
-            ..WorkerConfig::default()
         };
         let started = match WorkerHandle::spawn(worker.clone()) {
             // CPUs that only the driver thought of may be none of ours.
@@ -555,6 +562,11 @@ impl UblkDevice {
         let file = file.try_clone().map_err(failed)?;
         let (disk, shared) = (Arc::clone(&self.disk), Arc::clone(&state));
         let (depth, bytes, transport) = (self.info.queue_depth, self.info.max_io_buf_bytes, self.transport);
+        let before = queue % config.queues_per_worker.max(1);
+        let first_place = before.saturating_mul(depth);
+        // The driver keeps what `add` gave it.
+        let from = u32::try_from(self.info.ublksrv_flags).unwrap_or(u32::MAX);
+        let zero_copy_from = (transport == Transport::ZeroCopy).then_some(from);
         let started = worker.run(move |worker| -> Result<FrontendId, AddError> {
             become_io_flusher();
             if hide_partitions {
@@ -562,8 +574,9 @@ impl UblkDevice {
             }
             let cx = worker.context().clone();
             let disk = disk.open_queue(&cx)?;
-            let channel = KernelChannel::open(&cx, file, queue, depth, transport, bytes).map_err(failed)?;
-            let frontend = UblkQueue::start(channel, disk, depth, bytes, shared);
+            let channel = KernelChannel::open(&cx, file, queue, depth, transport, bytes, first_place);
+            let channel = channel.map_err(failed)?;
+            let frontend = UblkQueue::start(channel, disk, depth, bytes, zero_copy_from, shared);
             worker.add(Box::new(frontend), Vec::new()).map_err(failed)
         });
         let id = started??;
@@ -601,13 +614,10 @@ impl UblkDevice {
 
     /// What it has done so far.
     #[must_use]
-    pub fn counts(&self) -> DeviceCounts {
-        let mut sum = DeviceCounts::default();
+    pub fn counts(&self) -> Counts {
+        let mut sum = Counts::default();
         for queue in &self.queues {
-            let (requests, bytes, errors) = queue.state.counts();
-            sum.requests += requests;
-            sum.bytes += bytes;
-            sum.errors += errors;
+            sum += queue.state.counts();
         }
         sum
     }

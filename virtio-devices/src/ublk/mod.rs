@@ -20,11 +20,13 @@ mod params;
 mod queue;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod zero_copy_tests;
 
-pub use channel::{Channel, KernelChannel, Transport};
+pub use channel::{Channel, KernelChannel, PagesError, Transport};
 pub use control::{CommandError, Control, OpenControlError, block_path, char_path};
 pub use device::{
-    AddError, CloseError, DeviceCounts, Recovery, ResizeError, TransportChoice, UblkConfig, UblkDevice,
+    AddError, CloseError, Recovery, ResizeError, TransportChoice, UblkConfig, UblkDevice, ZERO_COPY_FROM,
 };
 pub use params::ParamsError;
-pub use queue::{Events, QueueEvent, QueueState, UblkQueue};
+pub use queue::{Counts, Events, QueueEvent, QueueState, UblkQueue};

@@ -2,18 +2,22 @@
 //!
 //! It knows what the kernel insists on and says at once when a queue does otherwise: a tag that is fetched for twice, a
 //! commit of a request that was not given out, a read that commits fewer bytes than it was asked for, a buffer that is
-//! looked at while the driver has it. Requests wait in it, as in the kernel, for a free tag; those that a dead server
+//! looked at while the driver has it. Where it registers pages it does so when it gives a request out, into the place that the
+//! tag's command named, and takes them out when the request is answered: two requests in one place, and an answer while
+//! something still names the place, are faults. Requests wait in it, as in the kernel, for a free tag; those that a dead server
 //! had are given to the next one.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use block::ring::NoSlot;
+use block::ring::{LeaseError, NoSlot};
+use block::sim::pages::{TagError, Tags};
 use block::{AlignedBuf, Buffer, IoError};
 
 use super::abi::{IO_RES_ABORT, IO_RES_OK, IoDescriptor, op};
-use super::channel::Channel;
+use super::channel::{Channel, PagesError, Places};
+use super::params::DMA_ALIGN;
 
 /// A request as somebody made it, and its answer.
 #[derive(Clone, Debug)]
@@ -82,6 +86,79 @@ struct State {
     /// Transfers fail with this.
     transfer_error: Option<IoError>,
     fetches: u64,
+    /// By request: its pages could not be registered.
+    unregistered: Vec<usize>,
+    /// What it registers pages with.
+    table: Option<Table>,
+}
+
+/// A ring's table, as the driver sees it.
+#[derive(Debug)]
+struct Table {
+    pages: Rc<Tags>,
+    /// By place, the request whose pages are there.
+    registered: Vec<Option<usize>>,
+    /// The place that each tag's command named, and whether it took a fallback.
+    named: Vec<(u16, bool)>,
+    /// Registrations that fail, counted down.
+    failing: u32,
+}
+
+impl Table {
+    /// What a fetch or commit under `tag` says.
+    fn name(&mut self, tag: u16, address: u64) {
+        let (place, flags) = (address as u16, address >> 16);
+        assert!(flags <= 1, "flags {flags:#x} that no driver knows");
+        self.named[usize::from(tag)] = (place, flags == 1);
+    }
+
+    /// Registers the pages of a request that is given out. Not if there is no place; then it is not given out as it was
+    /// meant to be.
+    fn register(&mut self, tag: usize, number: usize, io: &Io) -> bool {
+        let (place, fallback) = self.named[tag];
+        let failing = self.failing > 0;
+        self.failing = self.failing.saturating_sub(1);
+        let registered = match self.registered.get_mut(usize::from(place)) {
+            Some(held) if !failing => {
+                assert_eq!(*held, None, "place {place} of tag {tag} is another request's");
+                *held = Some(number);
+                true
+            }
+            _ => false,
+        };
+        assert!(
+            registered || fallback,
+            "request {number} fails and nobody hears of it"
+        );
+        if registered && io.op == op::WRITE {
+            self.pages.write(place, 0, &io.data);
+        }
+        registered
+    }
+
+    /// Where the pages of a request are.
+    fn place(&self, number: usize) -> Option<u16> {
+        let place = self.registered.iter().position(|held| *held == Some(number));
+        place.map(|place| place as u16)
+    }
+
+    /// A read's data has come by a copy.
+    fn deliver(&self, number: usize, io: &Io) {
+        if let Some(place) = self.place(number) {
+            self.pages.write(place, 0, &io.data);
+        }
+    }
+
+    /// Takes the pages of an answered request out of their place; what a read left there arrives.
+    fn unregister(&mut self, number: usize, io: &mut Io) {
+        let Some(place) = self.place(number) else { return };
+        let buffer = self.pages.buffer(place, 0, io.data.len(), 512);
+        buffer.expect("nothing names pages that are given back");
+        self.registered[usize::from(place)] = None;
+        if io.op == op::READ {
+            self.pages.read(place, 0, &mut io.data);
+        }
+    }
 }
 
 /// The driver's end of one queue.
@@ -101,15 +178,43 @@ impl Model {
             lies: Vec::new(),
             transfer_error: None,
             fetches: 0,
+            unregistered: Vec::new(),
+            table: None,
         };
         Self {
             state: Rc::new(RefCell::new(state)),
         }
     }
 
+    /// From now on it registers pages with the ring of `pages`, in whose table there are so many places.
+    pub(super) fn register_with(&self, pages: &Rc<Tags>, places: u16) {
+        let mut state = self.state.borrow_mut();
+        state.table = Some(Table {
+            pages: Rc::clone(pages),
+            registered: vec![None; places.into()],
+            named: vec![(u16::MAX, false); state.tags.len()],
+            failing: 0,
+        });
+    }
+
+    /// The next `count` registrations fail.
+    pub(super) fn fail_registrations(&self, count: u32) {
+        if let Some(table) = &mut self.state.borrow_mut().table {
+            table.failing = count;
+        }
+    }
+
     /// The server's end.
     pub(super) fn channel(&self) -> ModelChannel {
-        ModelChannel { model: self.clone() }
+        self.channel_with(Places::default())
+    }
+
+    /// The server's end, of a queue whose tags have these places.
+    pub(super) fn channel_with(&self, places: Places) -> ModelChannel {
+        ModelChannel {
+            model: self.clone(),
+            places,
+        }
     }
 
     /// Somebody makes a request; returns its number.
@@ -183,6 +288,9 @@ impl Model {
             state.waiting.push_front(number);
         }
         state.results.clear();
+        state.unregistered.clear();
+        // Its ring is gone, and the table with it.
+        state.table = None;
     }
 }
 
@@ -195,6 +303,13 @@ impl State {
             };
             let number = self.waiting.pop_front().expect("looked at");
             self.tags[tag] = Tag::Owned(number);
+            let io = &self.requests[number];
+            if let Some(table) = &mut self.table
+                && matches!(io.op, op::READ | op::WRITE)
+                && !table.register(tag, number, io)
+            {
+                self.unregistered.push(number);
+            }
             let result = self.lies.pop().unwrap_or(IO_RES_OK);
             self.results.push((tag as u64, result));
         }
@@ -221,6 +336,7 @@ impl State {
 #[derive(Debug)]
 pub(super) struct ModelChannel {
     model: Model,
+    places: Places,
 }
 
 impl Channel for ModelChannel {
@@ -230,6 +346,9 @@ impl Channel for ModelChannel {
         let place = &mut state.tags[usize::from(tag)];
         assert_eq!(*place, Tag::Idle, "tag {tag} was fetched for already");
         *place = Tag::Fetching;
+        if let Some(table) = &mut state.table {
+            table.name(tag, self.places.command(tag));
+        }
         state.give_out();
         Ok(())
     }
@@ -238,7 +357,12 @@ impl Channel for ModelChannel {
         let mut state = self.model.state.borrow_mut();
         state.slot()?;
         let number = state.owned(tag);
-        let io = &mut state.requests[number];
+        let State { requests, table, .. } = &mut *state;
+        let io = &mut requests[number];
+        if let Some(table) = table {
+            table.unregister(number, io);
+            table.name(tag, self.places.command(tag));
+        }
         assert_eq!(io.result, None, "request {number} was answered already");
         match io.op {
             _ if result < 0 => {}
@@ -267,9 +391,14 @@ impl Channel for ModelChannel {
 
     fn descriptor(&self, tag: u16) -> IoDescriptor {
         let state = self.model.state.borrow();
-        let io = &state.requests[state.owned(tag)];
+        let number = state.owned(tag);
+        let io = &state.requests[number];
+        let unregistered = match state.unregistered.contains(&number) {
+            true => op::FLAG_NEED_REG_BUF,
+            false => 0,
+        };
         IoDescriptor {
-            op_flags: u32::from(io.op) | io.flags,
+            op_flags: u32::from(io.op) | io.flags | unregistered,
             nr_sectors: io.sectors,
             start_sector: io.sector,
             addr: 0,
@@ -298,11 +427,41 @@ impl Channel for ModelChannel {
         }
         let number = state.owned(tag);
         let data = data.memory().expect("it is memory");
-        data.read(0, &mut state.requests[number].data);
+        let State { requests, table, .. } = &mut *state;
+        let io = &mut requests[number];
+        data.read(0, &mut io.data);
+        // The same pages, whichever way they are reached.
+        if let Some(table) = table {
+            table.deliver(number, io);
+        }
         Ok(())
     }
 
     fn give_back(&mut self, tag: u16, _buffer: Buffer) {
         self.model.state.borrow().owned(tag);
+    }
+
+    fn pages(&mut self, tag: u16, len: usize) -> Result<Buffer, PagesError> {
+        let state = self.model.state.borrow();
+        let number = state.owned(tag);
+        assert!(
+            !state.unregistered.contains(&number),
+            "request {number} has no pages"
+        );
+        let table = state.table.as_ref().expect("pages are registered");
+        let buffer = table
+            .pages
+            .buffer(self.places.of(tag), 0, len, DMA_ALIGN as usize);
+        buffer.map_err(|error| match error {
+            TagError::Lease(error) => PagesError::Lease(error),
+            TagError::Registration(error) => PagesError::Registration(error),
+        })
+    }
+
+    fn is_free(&self, tag: u16) -> bool {
+        let state = self.model.state.borrow();
+        let Some(table) = &state.table else { return true };
+        let buffer = table.pages.buffer(self.places.of(tag), 0, 0, 512);
+        !matches!(buffer, Err(TagError::Lease(LeaseError::InUse { .. })))
     }
 }

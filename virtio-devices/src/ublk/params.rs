@@ -5,7 +5,7 @@ use block::DiskInfo;
 use super::abi::{Basic, Discard, Params, SECTOR_BYTES, param};
 
 /// The alignment of memory that direct I/O on the image takes best, in bytes: that of our own buffers is larger.
-const DMA_ALIGN: u32 = 512;
+pub(super) const DMA_ALIGN: u32 = 512;
 
 /// What an option was lost to.
 #[derive(Debug, thiserror::Error)]

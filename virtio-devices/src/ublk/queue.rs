@@ -9,7 +9,9 @@
 //!
 //! What must stay true: a request that was fetched is committed exactly once, whatever becomes of it, because the
 //! kernel waits for it with the whole machine's disks behind it. A read or write commits all its bytes or an error.
-//! Only an abort ends a tag; any other error is a fault of ours and is told, never counted as an end.
+//! Only an abort ends a tag; any other error is a fault of ours and is told, never counted as an end. A request with
+//! registered pages is answered when nothing names them any more: the answer takes them out of their place, and the
+//! next request's come in.
 
 use std::fmt;
 use std::rc::Rc;
@@ -42,6 +44,34 @@ pub enum QueueEvent {
 /// Whoever hears of a device's queues, on their workers.
 pub type Events = Arc<dyn Fn(QueueEvent) + Send + Sync>;
 
+/// What a queue, or all of a device, has done.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Counts {
+    /// Requests answered.
+    pub requests: u64,
+    /// The bytes they moved.
+    pub bytes: u64,
+    /// How many of them failed.
+    pub errors: u64,
+    /// Requests with data whose registered pages went to the disk.
+    pub zero_copied: u64,
+    /// Requests with data that was copied.
+    pub copied: u64,
+    /// How many of the latter were copied because the driver could not register their pages.
+    pub fallbacks: u64,
+}
+
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.requests += other.requests;
+        self.bytes += other.bytes;
+        self.errors += other.errors;
+        self.zero_copied += other.zero_copied;
+        self.copied += other.copied;
+        self.fallbacks += other.fallbacks;
+    }
+}
+
 /// What is shared between a queue and its owner.
 pub struct QueueState {
     /// The tags that have not ended.
@@ -51,6 +81,9 @@ pub struct QueueState {
     requests: AtomicU64,
     bytes: AtomicU64,
     errors: AtomicU64,
+    zero_copied: AtomicU64,
+    copied: AtomicU64,
+    fallbacks: AtomicU64,
     events: Events,
     device: u32,
 }
@@ -74,6 +107,9 @@ impl QueueState {
             requests: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             errors: AtomicU64::new(0),
+            zero_copied: AtomicU64::new(0),
+            copied: AtomicU64::new(0),
+            fallbacks: AtomicU64::new(0),
             events,
             device,
         })
@@ -90,11 +126,18 @@ impl QueueState {
         self.abandoned.store(true, Ordering::Release);
     }
 
-    /// Requests answered, the bytes they moved, and how many of them failed.
+    /// What it has done so far.
     #[must_use]
-    pub fn counts(&self) -> (u64, u64, u64) {
+    pub fn counts(&self) -> Counts {
         let get = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        (get(&self.requests), get(&self.bytes), get(&self.errors))
+        Counts {
+            requests: get(&self.requests),
+            bytes: get(&self.bytes),
+            errors: get(&self.errors),
+            zero_copied: get(&self.zero_copied),
+            copied: get(&self.copied),
+            fallbacks: get(&self.fallbacks),
+        }
     }
 
     fn tell(&self, event: QueueEvent) {
@@ -107,9 +150,9 @@ impl QueueState {
 enum Tag {
     /// The driver has it, until there is a request.
     Waiting,
-    /// The disk has its request, whose good answer is this.
-    Served { answer: i32, reads: bool },
-    /// It waits for a slot of the ring, to be committed.
+    /// The disk has its request, whose good answer is this, and whose data is to be delivered then.
+    Served { answer: i32, deliver: bool },
+    /// It waits for a slot of the ring, or for its pages to be free, to be committed.
     Answered { answer: i32 },
     /// The driver will bring nothing more.
     Ended,
@@ -120,6 +163,8 @@ pub struct UblkQueue<C> {
     channel: C,
     disk: Box<dyn DiskQueue>,
     io_bytes_max: u32,
+    /// From which length on requests' pages go to the disk.
+    zero_copy_from: Option<u32>,
     tags: Box<[Tag]>,
     /// Tags that are not [`Tag::Ended`].
     live: usize,
@@ -180,18 +225,21 @@ fn parse(descriptor: &IoDescriptor, io_bytes_max: u32) -> Result<(Op, u64, u64),
 }
 
 impl<C: Channel> UblkQueue<C> {
-    /// Begins to fetch under every one of `depth` tags. `io_bytes_max` is what the device was made with.
+    /// Begins to fetch under every one of `depth` tags. `io_bytes_max` is what the device was made with. Where the driver
+    /// registers pages, `zero_copy_from` is the length in bytes from which on requests are served by them.
     pub fn start(
         channel: C,
         disk: Box<dyn DiskQueue>,
         depth: u16,
         io_bytes_max: u32,
+        zero_copy_from: Option<u32>,
         state: Arc<QueueState>,
     ) -> Self {
         let mut queue = Self {
             channel,
             disk,
             io_bytes_max,
+            zero_copy_from,
             tags: vec![Tag::Waiting; usize::from(depth)].into_boxed_slice(),
             live: usize::from(depth),
             answered: Vec::with_capacity(usize::from(depth)),
@@ -271,34 +319,67 @@ impl<C: Channel> UblkQueue<C> {
         };
         // Data is limited to 32 MiB, so this fits.
         let bytes = len as usize;
-        let (buffer, answer) = match op {
-            Op::Read => (self.channel.room(tag, bytes), bytes as i32),
-            Op::Write { .. } => match self.channel.data(tag, bytes) {
-                Ok(buffer) => (buffer, bytes as i32),
+        let moves = matches!(op, Op::Read | Op::Write { .. });
+        let pages = if moves {
+            self.pages(tag, &descriptor, bytes)
+        } else {
+            None
+        };
+        let deliver = op == Op::Read && pages.is_none();
+        let answer = if moves { bytes as i32 } else { 0 };
+        let buffer = match (pages, op) {
+            (Some(pages), _) => pages,
+            (None, Op::Read) => self.channel.room(tag, bytes),
+            (None, Op::Write { .. }) => match self.channel.data(tag, bytes) {
+                Ok(buffer) => buffer,
                 Err(error) => {
                     tracing::warn!(device = self.state.device, %error, "cannot fetch the data of a write");
                     self.state.errors.fetch_add(1, Ordering::Relaxed);
                     return self.answer(tag, -error.errno());
                 }
             },
-            _ => (Buffer::default(), 0),
+            _ => Buffer::default(),
         };
-        let reads = op == Op::Read;
-        self.tags[usize::from(tag)] = Tag::Served { answer, reads };
+        self.tags[usize::from(tag)] = Tag::Served { answer, deliver };
         self.disk
             .submit(Request::new(op, offset, len, buffer, &self.sink, tag.into()));
+    }
+
+    /// The pages of a request with data, if it is to be served by them.
+    fn pages(&mut self, tag: u16, descriptor: &IoDescriptor, bytes: usize) -> Option<Buffer> {
+        let state = &self.state;
+        let count = |counter: &AtomicU64| counter.fetch_add(1, Ordering::Relaxed);
+        let pages = match self.zero_copy_from {
+            Some(_) if descriptor.op_flags & op::FLAG_NEED_REG_BUF != 0 => {
+                count(&state.fallbacks);
+                None
+            }
+            Some(from) if bytes >= from as usize => match self.channel.pages(tag, bytes) {
+                Ok(pages) => Some(pages),
+                Err(error) => {
+                    tracing::error!(device = state.device, tag, %error, "registered pages cannot be had");
+                    None
+                }
+            },
+            _ => None,
+        };
+        count(match pages {
+            Some(_) => &state.zero_copied,
+            None => &state.copied,
+        });
+        pages
     }
 
     /// Takes in one answer of the disk.
     fn finish(&mut self, done: Done) {
         // Tags come back as they were given.
         let tag = done.tag as u16;
-        let Some(&Tag::Served { answer, reads }) = self.tags.get(usize::from(tag)) else {
+        let Some(&Tag::Served { answer, deliver }) = self.tags.get(usize::from(tag)) else {
             tracing::error!(device = self.state.device, tag, "a request was answered twice");
             return;
         };
         let mut result = done.result;
-        if result.is_ok() && reads {
+        if result.is_ok() && deliver {
             result = self.channel.deliver(tag, &done.buffer);
         }
         if !done.buffer.is_empty() {
@@ -322,9 +403,10 @@ impl<C: Channel> UblkQueue<C> {
         }
     }
 
-    /// Answers the request under a tag; if the ring is full, as soon as it is not.
+    /// Answers the request under a tag; if the ring is full or its pages are not free, as soon as that has changed.
     fn answer(&mut self, tag: u16, answer: i32) {
-        if self.answered.is_empty() && self.channel.commit_and_fetch(tag, answer).is_ok() {
+        let now = self.answered.is_empty() && self.channel.is_free(tag);
+        if now && self.channel.commit_and_fetch(tag, answer).is_ok() {
             self.tags[usize::from(tag)] = Tag::Waiting;
         } else {
             self.tags[usize::from(tag)] = Tag::Answered { answer };
@@ -332,23 +414,25 @@ impl<C: Channel> UblkQueue<C> {
         }
     }
 
-    /// Commits what found no slot before.
+    /// Commits what could not be committed before.
     fn commit_rest(&mut self) -> bool {
-        let mut committed = 0;
-        for &tag in &self.answered {
-            let place = &mut self.tags[usize::from(tag)];
+        let (channel, tags) = (&mut self.channel, &mut self.tags);
+        let (before, mut full) = (self.answered.len(), false);
+        self.answered.retain(|&tag| {
+            let place = &mut tags[usize::from(tag)];
             let Tag::Answered { answer } = *place else {
-                committed += 1;
-                continue;
+                return false;
             };
-            if self.channel.commit_and_fetch(tag, answer).is_err() {
-                break;
+            if full || !channel.is_free(tag) {
+                return true;
             }
-            *place = Tag::Waiting;
-            committed += 1;
-        }
-        self.answered.drain(..committed);
-        committed > 0
+            full = channel.commit_and_fetch(tag, answer).is_err();
+            if !full {
+                *place = Tag::Waiting;
+            }
+            full
+        });
+        self.answered.len() < before
     }
 }
 

@@ -8,7 +8,7 @@ use block::{Context, IoError, Op};
 
 use super::abi::op;
 use super::model::{Io, Model, ModelChannel};
-use super::queue::{QueueEvent, QueueState, UblkQueue};
+use super::queue::{Counts, QueueEvent, QueueState, UblkQueue};
 use crate::testing::{DISK_BYTES, MemDisk};
 use crate::virtqueue::tests::Random;
 
@@ -37,7 +37,7 @@ impl World {
         let state = QueueState::new(DEVICE, tell);
         let queue = disk.disk().open_queue(&cx).expect("a queue");
         let shared = Arc::clone(&state);
-        let queue = UblkQueue::start(model.channel(), queue, depth, IO_BYTES_MAX, shared);
+        let queue = UblkQueue::start(model.channel(), queue, depth, IO_BYTES_MAX, None, shared);
         Self {
             cx,
             model,
@@ -110,7 +110,13 @@ fn every_operation_reaches_the_disk_as_it_was_meant() {
             (zeroes(false), 8192, 4096),
         ]
     );
-    assert_eq!(world.state.counts(), (7, 4096 + 4096 + 512, 0));
+    let counts = Counts {
+        requests: 7,
+        bytes: 4096 + 4096 + 512,
+        copied: 3,
+        ..Counts::default()
+    };
+    assert_eq!(world.state.counts(), counts);
 }
 
 #[test]

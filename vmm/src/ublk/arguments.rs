@@ -1,6 +1,7 @@
 //! The command line of `ringdisk ublk`.
 
 use clap::{Args, Subcommand};
+use virtio_devices::ublk::abi::REGISTERED_BUFFERS_MAX;
 
 use crate::disk_config::keys_help;
 
@@ -60,12 +61,18 @@ pub enum UblkCommand {
     },
 }
 
+/// [`ZERO_COPY_FROM`](virtio_devices::ublk::ZERO_COPY_FROM), as people say it.
+const ZERO_COPY_FROM_TEXT: &str = "0";
+
 /// How devices are served.
 #[derive(Args, Debug)]
 pub struct ServeArguments {
     /// How many queues share a worker thread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub queues_per_worker: u16,
+    /// The most requests of a worker thread that have their pages registered; the others are copied
+    #[arg(long, value_name = "N", hide = true, default_value_t = REGISTERED_BUFFERS_MAX)]
+    pub registered_buffers: u16,
     /// Go to the background when the devices are there
     #[arg(long)]
     pub daemonize: bool,
@@ -86,9 +93,12 @@ pub struct AddArguments {
     /// The number of the first device; the others follow [default: any]
     #[arg(long, value_name = "N")]
     pub id: Option<u32>,
-    /// How data travels: auto, user-copy or copy
-    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = ["auto", "user-copy", "copy", "zero-copy"])]
+    /// How data travels: auto, zero-copy, user-copy or copy
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = ["auto", "zero-copy", "user-copy", "copy"])]
     pub transport: String,
+    /// The size from which on --transport auto reads and writes without copies, where the kernel can; shorter ones are copied
+    #[arg(long, value_name = "SIZE", default_value = ZERO_COPY_FROM_TEXT)]
+    pub zero_copy_from: String,
     /// What becomes of I/O if the server is killed: it waits for `ublk recover` and is done again (reissue), or
     /// waits while what was under way fails (wait), or fails (fail), or the device goes (off)
     #[arg(long, value_name = "HOW", default_value = "reissue", value_parser = ["reissue", "wait", "fail", "off"])]
@@ -137,6 +147,12 @@ fn device(text: &str) -> Result<u32, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_default_size_for_zero_copy_is_that_of_the_library() {
+        let bytes = crate::size::parse_bytes(ZERO_COPY_FROM_TEXT).expect("a size");
+        assert_eq!(bytes, u64::from(virtio_devices::ublk::ZERO_COPY_FROM));
+    }
 
     #[test]
     fn a_device_is_a_number_or_a_path() {

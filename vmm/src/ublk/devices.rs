@@ -5,7 +5,7 @@ use std::io::Write;
 
 use serde_json::{Value, json};
 use virtio_devices::ublk::abi::{DeviceInfo, Flags, SECTOR_BYTES, State};
-use virtio_devices::ublk::{CommandError, Control, Recovery, block_path};
+use virtio_devices::ublk::{CommandError, Control, Recovery, Transport, block_path};
 
 use super::state::{self, DeviceState};
 use super::{serve, usage};
@@ -76,14 +76,6 @@ fn is_alive(info: &DeviceInfo) -> bool {
     !matches!(state, None | Some('Z' | 'X'))
 }
 
-fn transport(flags: Flags) -> &'static str {
-    if flags.contains(Flags::USER_COPY) {
-        "user-copy"
-    } else {
-        "copy"
-    }
-}
-
 fn recovery(flags: Flags) -> &'static str {
     match Recovery::of(flags) {
         Recovery::Reissue => "reissue",
@@ -110,7 +102,7 @@ fn describe(control: &mut Control, id: u32) -> Result<Value, CommandError> {
         "queues": info.nr_hw_queues,
         "depth": info.queue_depth,
         "max_io": info.max_io_buf_bytes,
-        "transport": transport(info.flags()),
+        "transport": Transport::of(info.flags()).to_string(),
         "recovery": recovery(info.flags()),
         "flags": names(info.flags()),
         "pid": info.ublksrv_pid,
@@ -203,6 +195,13 @@ pub(super) fn info(id: u32, json: bool) -> Result<u8, CommandFailure> {
             output,
             "{requests} requests, {bytes} bytes, {errors} errors, {} workers",
             get("workers")
+        )?;
+        writeln!(
+            output,
+            "{} by zero copy, {} by copies, {} of them because their pages could not be registered",
+            get("zero_copied"),
+            get("copied"),
+            get("fallbacks")
         )?;
     }
     Ok(EXIT_OK)

@@ -74,10 +74,7 @@ pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
     let transport = match arguments.transport.as_str() {
         "copy" => TransportChoice::Only(Transport::Copy),
         "user-copy" => TransportChoice::Only(Transport::UserCopy),
-        "zero-copy" => {
-            let told = "--transport zero-copy: not there yet; use auto, user-copy or copy";
-            return Err(CommandFailure::Usage(told.to_owned()));
-        }
+        "zero-copy" => TransportChoice::Only(Transport::ZeroCopy),
         _ => TransportChoice::Auto,
     };
     let recovery = match arguments.recovery.as_str() {
@@ -95,6 +92,14 @@ pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
         let told = format!("--max-io {found}: expected a power of two from 4K to 32M");
         return Err(CommandFailure::Usage(told));
     };
+    let zero_copy_from = size::parse_bytes(&arguments.zero_copy_from)
+        .ok()
+        .and_then(|bytes| u32::try_from(bytes).ok());
+    let Some(zero_copy_from) = zero_copy_from else {
+        let found = &arguments.zero_copy_from;
+        let told = format!("--zero-copy-from {found}: expected a size such as 64K, below 4G");
+        return Err(CommandFailure::Usage(told));
+    };
     let directory = here()?;
     let mut wanted = Vec::new();
     for (text, id) in arguments.disk.iter().zip(0u32..) {
@@ -102,6 +107,7 @@ pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
         let config = UblkConfig {
             id: arguments.id.map(|first| first.saturating_add(id)),
             transport,
+            zero_copy_from,
             recovery,
             io_bytes_max,
             partitions: arguments.partitions,
@@ -194,6 +200,7 @@ fn config(disk: &DiskConfig, serve: &ServeArguments) -> Result<UblkConfig, Comma
         num_queues: disk.num_queues,
         queue_depth: disk.queue_size,
         queues_per_worker: serve.queues_per_worker,
+        registered_buffers_max: serve.registered_buffers,
         queue_affinity: (0..disk.num_queues)
             .map(|queue| disk.cpus_of(queue).map(<[usize]>::to_vec).unwrap_or_default())
             .collect(),
@@ -423,6 +430,9 @@ fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String
                     "requests": counts.requests,
                     "bytes": counts.bytes,
                     "errors": counts.errors,
+                    "zero_copied": counts.zero_copied,
+                    "copied": counts.copied,
+                    "fallbacks": counts.fallbacks,
                 })
             });
             Ok(json!({"devices": list.collect::<Vec<_>>()}))
