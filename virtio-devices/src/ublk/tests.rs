@@ -1,8 +1,9 @@
 //! The queue against a model of the driver, with a disk in memory.
 
 use std::cell::RefCell;
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex};
 
+use block::sync::mpsc;
 use block::worker::{Frontend, Worker};
 use block::{Context, IoError, Op};
 
