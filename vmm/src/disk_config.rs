@@ -96,10 +96,23 @@ pub struct DiskConfig {
     pub werror: WriteErrors,
     /// How long an idle worker polls before it sleeps, at most, in microseconds; adaptive if absent.
     pub poll_us: Option<u32>,
+    /// Its place in a machine of `ringdisk run`.
+    pub pci: PciPlace,
     /// The disk's own rate limits.
     pub rate_limits: RateLimits,
     /// The group whose rate limits it shares; then it has none of its own.
     pub rate_limit_group: Option<GroupMember>,
+}
+
+/// Where a machine has a disk, as far as it was told. A machine has one PCI segment and no IOMMU.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct PciPlace {
+    /// The slot, 1 to 31; the lowest free one if absent.
+    pub device_id: Option<u8>,
+    /// Whether the segment was given: it is 0.
+    pub segment: bool,
+    /// Whether an IOMMU was declined.
+    pub no_iommu: bool,
 }
 
 /// The most queues a disk can have: what a vhost-user message can number.
@@ -213,6 +226,7 @@ impl DiskConfig {
             discard_no_unref: false,
             werror: WriteErrors::Report,
             poll_us: None,
+            pci: PciPlace::default(),
             rate_limits: RateLimits::default(),
             rate_limit_group: None,
         }
@@ -276,7 +290,8 @@ impl DiskConfig {
         Ok(config)
     }
 
-    /// Refuses a disk that another program serves, where this program is to serve it.
+    /// Refuses a disk that another program serves, or that has a place in a machine, where this program is to serve it
+    /// to others.
     ///
     /// # Errors
     ///
@@ -287,6 +302,15 @@ impl DiskConfig {
                 key: "vhost_user",
                 place: keys::CLIENT,
             });
+        }
+        let given = [
+            ("pci_device_id", self.pci.device_id.is_some()),
+            ("pci_segment", self.pci.segment),
+            ("iommu", self.pci.no_iommu),
+        ];
+        if let Some((key, _)) = given.iter().find(|(_, given)| *given) {
+            let place = keys::OUR_VM;
+            return Err(DiskConfigError::NotHere { key, place });
         }
         Ok(())
     }
@@ -352,6 +376,9 @@ impl DiskConfig {
                     _ => return None,
                 };
             }
+            "pci_device_id" => self.pci.device_id = Some(number(value, 1, 31)?.try_into().ok()?),
+            "pci_segment" => self.pci.segment = number(value, 0, 0).map(|_| true)?,
+            "iommu" => self.pci.no_iommu = (!on_off(value)?).then_some(true)?,
             "poll_us" => self.poll_us = Some(number(value, 0, MAX_POLL_US)?),
             "rate_limit_group" => self.rate_limit_group = Some(GroupMember::of(non_empty(value)?)),
             _ => return None,
@@ -413,7 +440,16 @@ fn backend(
     let Some(socket) = socket else {
         return without("vhost_user", "socket");
     };
-    let own = ["vhost_user", "socket", "id", "num_queues", "queue_size"];
+    let own = [
+        "vhost_user",
+        "socket",
+        "id",
+        "num_queues",
+        "queue_size",
+        "pci_device_id",
+        "pci_segment",
+        "iommu",
+    ];
     match seen.iter().find(|key| !own.contains(key)) {
         Some(key) => Err(DiskConfigError::Contradiction {
             key,

@@ -183,15 +183,23 @@ pub fn check_queues(disk: &DiskConfig, cpus: u16) -> Result<(), String> {
     ))
 }
 
-/// Refuses disks that name one image or one id twice.
+/// Refuses disks that name one image, one id or one slot twice.
 fn check_names(disks: &[DiskConfig]) -> Result<(), CommandFailure> {
     let mut ids = BTreeMap::new();
+    let mut slots = BTreeMap::new();
     let mut paths: BTreeMap<PathBuf, usize> = BTreeMap::new();
     for (index, disk) in disks.iter().enumerate() {
         if let Some(id) = &disk.id
             && ids.insert(id.clone(), index).is_some()
         {
             return Err(CommandFailure::Usage(format!("two disks have the id `{id}`")));
+        }
+        if let Some(slot) = disk.pci.device_id
+            && slots.insert(slot, index).is_some()
+        {
+            return Err(CommandFailure::Usage(format!(
+                "two disks have pci_device_id={slot}; a slot has one"
+            )));
         }
         let path = disk.path.canonicalize().unwrap_or_else(|_| disk.path.clone());
         let other = paths.insert(path, index);

@@ -66,17 +66,25 @@ fn print(config: &DiskConfig) -> Option<String> {
         return None;
     }
     let on_off = |on| if on { "on" } else { "off" };
+    let slot = config.pci.device_id.map(|slot| format!(",pci_device_id={slot}"));
+    let mut place = slot.unwrap_or_default();
+    for (given, text) in [
+        (config.pci.segment, ",pci_segment=0"),
+        (config.pci.no_iommu, ",iommu=off"),
+    ] {
+        place.push_str(if given { text } else { "" });
+    }
     if config.vhost_user {
         let id = config.id.as_ref().map(|id| format!(",id=\"{id}\""));
         return Some(format!(
-            "vhost_user=on,socket=\"{path}\",num_queues={},queue_size={}{}",
+            "vhost_user=on,socket=\"{path}\",num_queues={},queue_size={}{}{place}",
             config.num_queues,
             config.queue_size,
             id.unwrap_or_default()
         ));
     }
     let mut text = format!(
-        "path=\"{path}\",readonly={},direct={},num_queues={},queue_size={},sparse={}",
+        "path=\"{path}\",readonly={},direct={},num_queues={},queue_size={},sparse={}{place}",
         on_off(config.readonly),
         on_off(config.direct),
         config.num_queues,

@@ -27,8 +27,9 @@ pub struct Key {
 }
 
 const ON_OFF: &str = "on or off";
-const OUR_VM: &str = "it applies to disks of a virtual machine that Ringdisk runs itself; \
-                      here the program that attaches the disk sets it";
+/// Why a disk has no place on a bus here.
+pub(super) const OUR_VM: &str =
+    "it applies to disks of `ringdisk run`; here the program that attaches the disk sets it";
 const BYTES: &str = "bytes from 1 up, such as 100M";
 const NUMBER: &str = "a number from 1 up";
 const MILLIS: &str = "milliseconds from 1 to 4294967295";
@@ -179,9 +180,24 @@ pub static KEYS: &[Key] = &[
         "none",
         "where that backend listens",
     ),
-    elsewhere("iommu", OUR_VM),
-    elsewhere("pci_segment", OUR_VM),
-    elsewhere("pci_device_id", OUR_VM),
+    here(
+        "pci_device_id",
+        "a slot from 1 to 31",
+        "the lowest free one",
+        "where on the bus of `ringdisk run` the disk is",
+    ),
+    here(
+        "pci_segment",
+        "0, as a machine has one",
+        "0",
+        "the PCI segment of that bus",
+    ),
+    here(
+        "iommu",
+        "off, as a machine has none",
+        "off",
+        "an IOMMU in front of the disk",
+    ),
     elsewhere("cow", CREATE),
     elsewhere("compression", CREATE),
 ];

@@ -62,6 +62,7 @@ fn every_key_reaches_its_field() {
         l2_cache_bytes: Some(4 << 20),
         discard_no_unref: true,
         werror: WriteErrors::Report,
+        pci: PciPlace::default(),
         poll_us: Some(50),
         rate_limits: RateLimits::default(),
         rate_limit_group: None,
@@ -367,14 +368,14 @@ fn an_unknown_key_is_named_with_the_one_it_resembles_and_all_there_are() {
 
 #[test]
 fn keys_of_the_full_syntax_are_refused_with_where_they_apply() {
-    for key in ["iommu", "pci_segment", "pci_device_id"] {
-        let message = refused(&format!("path=a,{key}=1"));
+    for key in ["iommu=off", "pci_segment=0", "pci_device_id=31"] {
+        let config = parse(&format!("path=a,{key}"));
+        let message = config.is_own().expect_err("it has a place on a bus").to_string();
+        let name = key.split('=').next().expect("a key");
         assert!(
-            message.starts_with(&format!("--disk: `{key}` does not apply here: ")),
-            "{message}"
-        );
-        assert!(
-            message.contains("virtual machine that Ringdisk runs itself"),
+            message.starts_with(&format!(
+                "--disk: `{name}` does not apply here: it applies to disks of `ringdisk run`"
+            )),
             "{message}"
         );
     }
@@ -559,5 +560,24 @@ fn no_text_makes_the_parser_panic() {
         for text in &texts {
             drop(DiskConfig::parse(text));
         }
+    }
+}
+
+#[test]
+fn a_place_on_the_bus_is_a_slot_of_the_one_segment_without_an_iommu() {
+    let place = parse("path=a,pci_device_id=7,pci_segment=0,iommu=off").pci;
+    assert_eq!(place.device_id, Some(7));
+    parse("vhost_user=on,socket=s,pci_device_id=1");
+    for (text, takes) in [
+        ("pci_device_id=0", "takes a slot from 1 to 31"),
+        ("pci_device_id=32", "takes a slot from 1 to 31"),
+        ("pci_segment=1", "takes 0, as a machine has one"),
+        ("iommu=on", "takes off, as a machine has none"),
+    ] {
+        let message = refused(&format!("path=a,{text}"));
+        assert!(
+            message.contains(&format!("`{text}`")) && message.ends_with(takes),
+            "{message}"
+        );
     }
 }

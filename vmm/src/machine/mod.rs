@@ -98,6 +98,12 @@ pub enum MachineError {
     /// There is no slot for a disk.
     #[error("all {} slots of the PCI bus are taken", SLOTS - 1)]
     NoSlot,
+    /// The slot that was asked for is taken.
+    #[error("slot {slot} of the PCI bus is taken; choose another pci_device_id, from 1 to {}", SLOTS - 1)]
+    SlotTaken {
+        /// The slot.
+        slot: usize,
+    },
     /// The number of CPUs is out of range.
     #[error("{found} CPUs asked for; expected 1 to {CPUS_MAX}")]
     Cpus {
@@ -318,7 +324,7 @@ impl Machine {
             .or_else(|| self.disks.slots.free())
             .ok_or(MachineError::NoSlot)?;
         if slot == 0 || slot >= SLOTS || disks.contains_key(&slot) {
-            return Err(MachineError::NoSlot);
+            return Err(MachineError::SlotTaken { slot });
         }
         let window = arch::WINDOWS.start as u32 + slot as u32 * BAR_BYTES;
         let bus = Arc::new(KvmBus(Arc::clone(&self.kvm)));

@@ -79,6 +79,10 @@ impl Attached {
         self.config.name()
     }
 
+    fn wanted_slot(&self) -> Option<usize> {
+        self.config.pci.device_id.map(usize::from)
+    }
+
     fn disk(&self) -> Option<Arc<dyn Disk>> {
         self.opened.as_ref().map(OpenedDisk::disk)
     }
@@ -154,6 +158,21 @@ impl Attached {
     }
 }
 
+/// Disks by slot: those first that were given one, the others in turn where there is room. Slots are told apart before.
+fn in_slots(disks: Vec<Attached>) -> BTreeMap<usize, Attached> {
+    let (placed, others): (Vec<_>, Vec<_>) = disks.into_iter().partition(|disk| disk.wanted_slot().is_some());
+    let mut slots: BTreeMap<usize, Attached> = placed
+        .into_iter()
+        .filter_map(|disk| Some((disk.wanted_slot()?, disk)))
+        .collect();
+    for disk in others {
+        // A bus that is full says so when it is plugged.
+        let slot = (1..).find(|slot| !slots.contains_key(slot)).unwrap_or_default();
+        slots.insert(slot, disk);
+    }
+    slots
+}
+
 /// All of them, by slot.
 #[derive(Debug)]
 pub(super) struct Disks {
@@ -163,7 +182,7 @@ pub(super) struct Disks {
 }
 
 impl Disks {
-    /// These disks, in the slots from 1 on.
+    /// These disks, each in the slot it was given or the lowest that nobody was.
     ///
     /// # Errors
     ///
@@ -174,7 +193,7 @@ impl Disks {
             .name("closer".to_owned())
             .spawn(move || left.into_iter().for_each(depart))?;
         Ok(Self {
-            present: Mutex::new((1..).zip(disks).collect()),
+            present: Mutex::new(in_slots(disks)),
             closer: Mutex::new(Some((leaving, closer))),
         })
     }
@@ -195,7 +214,7 @@ impl Disks {
     pub(super) fn add(&self, machine: &Machine, disk: Attached) -> Result<usize, (MachineError, Attached)> {
         // A guest may let it go before it is told of it: that waits until it is here.
         let mut present = lock(&self.present);
-        let slot = match disk.plug(machine, None) {
+        let slot = match disk.plug(machine, disk.wanted_slot()) {
             Ok(slot) => slot,
             Err(error) => return Err((error, disk)),
         };

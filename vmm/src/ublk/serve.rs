@@ -184,6 +184,7 @@ fn here() -> Result<PathBuf, CommandFailure> {
 /// A disk as it is given. Groups of rate limits are not to be had here, so one that names a group is refused.
 fn parse(text: &str) -> Result<DiskConfig, CommandFailure> {
     let mut disk = DiskConfig::parse(text)?;
+    disk.is_own()?;
     RateLimitGroups::parse(&[])?.join(&mut disk)?;
     Ok(disk)
 }

@@ -332,6 +332,47 @@ fn slots_run_out_with_one_line_and_a_failed_disk_leaves_nothing_behind() {
     machine.ended().success();
 }
 
+#[test]
+fn a_disk_is_in_the_slot_it_was_given_and_the_others_where_there_is_room() {
+    let Some(world) = machines("disks in slots") else {
+        return;
+    };
+    for name in ["a", "b", "c", "d"] {
+        world.sparse_file(name, 1 << 20);
+    }
+    let raw = |name: &str, more: &str| format!("path={name},image_type=raw{more}");
+    let disks = [
+        raw("a", ""),
+        raw("b", ",pci_device_id=1"),
+        raw("c", ",pci_device_id=9"),
+    ];
+    let mut arguments = vec!["--serial", "off", "--control", "control", "--cmdline", "h"];
+    for disk in &disks {
+        arguments.extend(["--disk", disk]);
+    }
+    let mut machine = Running::machine(&world, &arguments);
+    wait_for("control socket", || exists(&world.path("control")).then_some(()));
+    let ctl = |arguments: &[&str]| world.ringdisk(&[&["ctl", "--socket", "control"], arguments].concat());
+    wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
+    let info = ctl(&["info"]).success();
+    for (name, slot) in [("a", "02"), ("b", "01"), ("c", "09")] {
+        let disk = info
+            .split("{\"address\"")
+            .find(|disk| disk.contains(&format!("\"id\":\"{name}\"")));
+        let disk = disk.unwrap_or_default();
+        assert!(disk.contains(&format!("0000:00:{slot}.0")), "{name}: {info}");
+    }
+    let taken = ctl(&["disk-add", "--disk", &raw("d", ",pci_device_id=9")]).refused(1);
+    assert_eq!(
+        taken,
+        "disk d cannot be added: slot 9 of the PCI bus is taken; choose another pci_device_id, from 1 to 31"
+    );
+    let added = ctl(&["disk-add", "--disk", &raw("d", ",pci_device_id=31")]);
+    assert!(added.success().contains("0000:00:1f.0"));
+    machine.signal("TERM");
+    machine.ended().success();
+}
+
 /// Each queue takes descriptors: the machine has as many as the system lets it have, not as a shell's default says.
 #[test]
 fn a_machine_with_many_queues_raises_its_limit_of_descriptors() {

@@ -34,6 +34,14 @@ fn what_makes_no_sense_is_refused_before_anything_is_opened() {
             "two disks have the id `a`",
         ),
         (
+            &[
+                "--disk",
+                "path=disk.qcow2,pci_device_id=3",
+                "path=other.qcow2,pci_device_id=3",
+            ],
+            "two disks have pci_device_id=3; a slot has one",
+        ),
+        (
             &["--disk", "path=disk.qcow2,num_queues=2"],
             "disk disk.qcow2 has num_queues=2 for 1 CPUs; a disk has at most as many queues as there are CPUs",
         ),

@@ -40,7 +40,7 @@ fn a_command_line_that_makes_no_sense_is_one_line_and_exit_code_2() {
             "num_queues takes a number from 1 to 256",
         ),
         (
-            &["io", "--disk", "path=x,iommu=on"],
+            &["io", "--disk", "path=x,iommu=off"],
             "`iommu` does not apply here",
         ),
         (
