@@ -37,6 +37,16 @@ impl Server {
         })
     }
 
+    /// Sockets listen before images are opened; queues have threads only when all are open and locked.
+    fn wait_for_images(&mut self) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !self.has_queues() {
+            assert!(Instant::now() < deadline, "no image open within 20 s");
+            assert!(self.is_running(), "the server ended: {:?}", self.wait());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     fn run(environment: &[&str], arguments: &[&str], world: &World, pairs: &[(&str, &str)]) -> Self {
         let ringdisk = world.ringdisk_command();
         let mut command = Command::new("env");
@@ -66,13 +76,7 @@ impl Server {
                 std::thread::yield_now();
             }
         }
-        // Sockets listen before images are opened; queues have threads only when all are open and locked.
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while !server.has_queues() {
-            assert!(Instant::now() < deadline, "no image open within 20 s");
-            assert!(server.is_running(), "the server ended: {:?}", server.wait());
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        server.wait_for_images();
         server
     }
 
@@ -345,6 +349,7 @@ fn an_image_can_be_a_descriptor_that_the_server_inherits() {
         assert!(Instant::now() < deadline, "no socket within 20 s");
         std::thread::yield_now();
     }
+    server.wait_for_images();
     let line = world.ringdisk(&["io", "--disk", "path=b.qcow2"]).refused(1);
     assert!(line.contains("b.qcow2 is locked"), "{line}");
     server.signal("TERM");
