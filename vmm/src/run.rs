@@ -276,6 +276,7 @@ fn live(config: &RunConfig, desk: &Arc<Desk>, signals: StopSignals) -> Result<()
             tracing::info!(?reason, exits = ?machine.exits(), "the machine ends");
             machine.end();
         }
+        console.detach();
         match reason {
             Reason::Reset if stop.restarted() => desk.disks.leave_asked(),
             Reason::Failed(told) => return Err(CommandFailure::Failed(told.into())),

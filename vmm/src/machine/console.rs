@@ -268,6 +268,11 @@ impl Console {
         *lock(&self.port) = Some(serial.clone());
         serial
     }
+
+    /// Lets go of the last machine's port: what is typed from now on waits for the next one's.
+    pub(crate) fn detach(&self) {
+        *lock(&self.port) = None;
+    }
 }
 
 impl Drop for Console {
@@ -433,6 +438,43 @@ mod tests {
     use super::*;
     use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
     use std::process::Command;
+
+    /// The port's data register, and the line status whose bit 0 says that there is data.
+    const DATA: u16 = 0;
+    const STATUS: u16 = 5;
+
+    /// The next byte that a guest reads at a port.
+    fn heard(port: &mut SerialPort) -> u8 {
+        let until = std::time::Instant::now() + Duration::from_secs(20);
+        let mut byte = [0];
+        loop {
+            port.read(STATUS, &mut byte);
+            if byte[0] & 1 != 0 {
+                port.read(DATA, &mut byte);
+                return byte[0];
+            }
+            assert!(std::time::Instant::now() < until, "nothing was typed");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn what_is_typed_between_two_machines_waits_for_the_second() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("console");
+        let console =
+            Console::open(&ConsoleConfig::Socket(path.clone()), &Arc::default()).expect("a console");
+        let line = || EventFd::new(0).expect("an event");
+        let mut port = console.attach(line());
+        let mut client = UnixStream::connect(&path).expect("a client");
+        client.write_all(b"a").expect("room");
+        assert_eq!(heard(&mut port), b'a');
+        console.detach();
+        client.write_all(b"b").expect("room");
+        // Time enough to give it to the first machine, were it still there.
+        std::thread::sleep(Duration::from_millis(50));
+        assert_eq!(heard(&mut console.attach(line())), b'b');
+    }
 
     const INSIDE: &str = "RINGDISK_TEST_PANICS";
 

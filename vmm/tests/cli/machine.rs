@@ -5,7 +5,7 @@
 )]
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -112,13 +112,24 @@ fn client(path: &Path) -> UnixStream {
     stream
 }
 
-/// Says a letter until it comes back: the guest reads then.
+/// Says a letter until it comes back: the guest reads then. One that restarts loses what it has not read.
 fn hear(mut stream: &UnixStream, letter: u8) {
-    stream.write_all(&[letter]).expect("it reads");
+    let until = Instant::now() + PATIENCE;
+    stream
+        .set_read_timeout(Some(Duration::from_secs(3)))
+        .expect("a timeout");
     let mut byte = [0];
+    stream.write_all(&[letter]).expect("it reads");
     while byte != [letter] {
-        stream.read_exact(&mut byte).expect("it answers");
+        match stream.read_exact(&mut byte) {
+            Ok(()) => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() < until => {
+                stream.write_all(&[letter]).expect("it reads");
+            }
+            Err(error) => panic!("it does not answer: {error}"),
+        }
     }
+    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
 }
 
 #[test]
