@@ -7,6 +7,9 @@ use std::time::Duration;
 use lab::nested::{self, Toolbox};
 use lab::{Error, Lab, Outcome, Scratch, image};
 
+#[path = "run/foreign.rs"]
+mod foreign;
+
 const MIB: u64 = 1 << 20;
 
 /// What every outer script begins with. `run SCRIPT ARGUMENTS…` runs a machine whose console goes to `SCRIPT.log`.
