@@ -8,6 +8,8 @@ use std::time::Duration;
 use lab::nested::Toolbox;
 use lab::{Error, Guest, Kernel, Lab, Outcome, Scratch, Server, image};
 
+#[path = "ublk/operations.rs"]
+mod operations;
 #[path = "ublk/zero_copy.rs"]
 mod zero_copy;
 
@@ -64,7 +66,17 @@ verify() {
 
 /// Runs `script` in a guest of this kernel.
 fn run(lab: &Lab, scratch: &Scratch, script: &str) -> Result<Outcome, Error> {
-    let tools = Toolbox::new(lab, scratch)?.make(160 * MIB)?;
+    run_with(lab, scratch, script, Ok)
+}
+
+/// As [`run`], with more tools.
+fn run_with(
+    lab: &Lab,
+    scratch: &Scratch,
+    script: &str,
+    more: impl FnOnce(Toolbox) -> Result<Toolbox, Error>,
+) -> Result<Outcome, Error> {
+    let tools = more(Toolbox::new(lab, scratch)?)?.make(160 * MIB)?;
     let root = scratch.file("root.qcow2");
     image::overlay(&root, lab.base())?;
     let disks = [

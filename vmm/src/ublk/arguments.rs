@@ -47,6 +47,13 @@ pub enum UblkCommand {
         /// Its new size, such as 20G
         size: String,
     },
+    /// What udev's rule asks of a device
+    #[command(hide = true)]
+    Udev {
+        /// Its number, or /dev/ublkbN
+        #[arg(value_name = "DEVICE", value_parser = device)]
+        device: u32,
+    },
     /// Remove devices; their servers close the images
     Del {
         /// Their numbers, or /dev/ublkbN
@@ -67,6 +74,10 @@ const ZERO_COPY_FROM_TEXT: &str = "0";
 /// How devices are served.
 #[derive(Args, Debug)]
 pub struct ServeArguments {
+    /// Rate limits that several disks share: id=NAME with the keys bw_... and ops_... of --disk; disks name it with
+    /// rate_limit_group=NAME
+    #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
+    pub rate_limit_group: Vec<String>,
     /// How many queues share a worker thread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub queues_per_worker: u16,
@@ -93,6 +104,10 @@ pub struct AddArguments {
     /// The number of the first device; the others follow [default: any]
     #[arg(long, value_name = "N")]
     pub id: Option<u32>,
+    /// Go on with the devices of these numbers if they are there and wait for a server of these disks, as `ublk recover`
+    /// does; else make them. For service managers, which start again what was killed
+    #[arg(long, requires = "id")]
+    pub or_recover: bool,
     /// How data travels: auto, zero-copy, user-copy or copy
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = ["auto", "zero-copy", "user-copy", "copy"])]
     pub transport: String,

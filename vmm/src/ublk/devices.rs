@@ -8,7 +8,7 @@ use virtio_devices::ublk::abi::{DeviceInfo, Flags, SECTOR_BYTES, State};
 use virtio_devices::ublk::{CommandError, Control, Recovery, Transport, block_path};
 
 use super::state::{self, DeviceState};
-use super::{serve, usage};
+use super::{links, serve, usage};
 use crate::control::{self, Request};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::size;
@@ -70,7 +70,7 @@ pub(super) fn refuse_served(ids: &[u32]) -> Result<(), CommandFailure> {
 }
 
 /// Whether the process that serves a device is there. One that has ended and was not waited for is not.
-fn is_alive(info: &DeviceInfo) -> bool {
+pub(super) fn is_alive(info: &DeviceInfo) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", info.ublksrv_pid)).unwrap_or_default();
     let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
     !matches!(state, None | Some('Z' | 'X'))
@@ -317,6 +317,7 @@ fn delete_one(control: &mut Control, id: u32, force: bool) -> Result<(), Command
         Err(error) if error.errno() != Some(libc::ENODEV) => return Err(failed(error)),
         _ => {}
     }
+    links::remove(id);
     state::forget(id, None);
     Ok(())
 }

@@ -6,7 +6,10 @@
 pub mod arguments;
 mod background;
 mod devices;
+mod groups;
+mod links;
 mod ready;
+mod resume;
 mod serve;
 mod state;
 mod usage;
@@ -28,6 +31,7 @@ pub fn run(command: UblkCommand) -> Result<u8, CommandFailure> {
         UblkCommand::Info { device, json } => devices::info(device, json),
         UblkCommand::Features { json } => devices::features(json),
         UblkCommand::SetSize { device, size } => devices::set_size(device, &size),
+        UblkCommand::Udev { device } => links::print(device),
         UblkCommand::Del { devices, all, force } => devices::delete(devices, all, force),
     }
 }

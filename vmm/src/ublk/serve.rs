@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 use virtio_devices::ublk::{
@@ -16,10 +16,12 @@ use virtio_devices::ublk::{
 };
 
 use super::arguments::{AddArguments, RecoverArguments, ServeArguments};
+use super::groups::Groups;
+use super::resume::{self, Found};
 use super::state::{self, DeviceState};
-use super::{background, devices, ready, usage};
+use super::{background, devices, links, ready, usage};
 use crate::control::{Control as ControlSocket, Request};
-use crate::disk_config::{DiskConfig, RateLimitGroups};
+use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::open::{self, OpenedDisk};
 use crate::signals::StopSignals;
@@ -27,6 +29,9 @@ use crate::{limits, size};
 
 /// How long a device in use is given to write what the host still keeps in memory.
 const SYNC_MAX: Duration = Duration::from_secs(10);
+
+/// How long the I/O of a server that was killed may keep its image locked.
+const UNLOCK_MAX: Duration = Duration::from_secs(10);
 
 /// A device and the image behind it. Dropped in this order: the image's lock goes last.
 struct Served {
@@ -57,7 +62,10 @@ fn lock(server: &Server) -> MutexGuard<'_, Shared> {
 struct Wanted {
     /// The device to recover; `None` makes a new one.
     recover: Option<u32>,
+    /// A device that is to go first: nobody ever served it.
+    half_made: Option<u32>,
     text: String,
+    rate_limit_group: Option<String>,
     directory: PathBuf,
     disk: DiskConfig,
     config: UblkConfig,
@@ -101,11 +109,18 @@ pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
         return Err(CommandFailure::Usage(told));
     };
     let directory = here()?;
+    let mut groups = Groups::parse(&arguments.serve.rate_limit_group)?;
     let mut wanted = Vec::new();
-    for (text, id) in arguments.disk.iter().zip(0u32..) {
-        let disk = parse(text)?;
+    for (text, nth) in arguments.disk.iter().zip(0u32..) {
+        let mut disk = parse(text)?;
+        let rate_limit_group = groups.join(&mut disk, None)?;
+        let id = arguments.id.map(|first| first.saturating_add(nth));
+        let found = match id {
+            Some(id) if arguments.or_recover => resume::look(id, text, &directory)?,
+            _ => Found::Nothing,
+        };
         let config = UblkConfig {
-            id: arguments.id.map(|first| first.saturating_add(id)),
+            id,
             transport,
             zero_copy_from,
             recovery,
@@ -113,13 +128,16 @@ pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
             partitions: arguments.partitions,
             ..config(&disk, &arguments.serve)?
         };
+        let recover = id.filter(|_| found == Found::Waits);
         wanted.push(Wanted {
-            recover: None,
+            recover,
+            half_made: id.filter(|_| found == Found::HalfMade),
             text: text.clone(),
+            rate_limit_group,
             directory: directory.clone(),
             disk,
             config,
-            outlives: recovery != Recovery::Off,
+            outlives: recover.is_some() || recovery != Recovery::Off,
         });
     }
     if arguments.serve.daemonize {
@@ -147,6 +165,7 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
     if ids.is_empty() {
         return Ok(EXIT_OK);
     }
+    let mut groups = Groups::parse(&arguments.serve.rate_limit_group)?;
     let mut wanted = Vec::new();
     for (index, id) in ids.into_iter().enumerate() {
         let remembered = DeviceState::load(id);
@@ -159,11 +178,15 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
             }
         };
         let mut disk = parse(&text)?;
+        let group = remembered.and_then(|state| state.rate_limit_group);
+        let rate_limit_group = groups.join(&mut disk, group.as_deref())?;
         disk.path = directory.join(&disk.path);
         let config = config(&disk, &arguments.serve)?;
         wanted.push(Wanted {
             recover: Some(id),
+            half_made: None,
             text,
+            rate_limit_group,
             directory,
             disk,
             config,
@@ -181,11 +204,10 @@ fn here() -> Result<PathBuf, CommandFailure> {
         .map_err(|error| CommandFailure::about("cannot find out the current folder", error))
 }
 
-/// A disk as it is given. Groups of rate limits are not to be had here, so one that names a group is refused.
+/// A disk as it is given.
 fn parse(text: &str) -> Result<DiskConfig, CommandFailure> {
-    let mut disk = DiskConfig::parse(text)?;
+    let disk = DiskConfig::parse(text)?;
     disk.is_own()?;
-    RateLimitGroups::parse(&[])?.join(&mut disk)?;
     Ok(disk)
 }
 
@@ -243,11 +265,8 @@ fn serve(wanted: Vec<Wanted>, arguments: &ServeArguments) -> Result<u8, CommandF
     // What is wrong with an image shows before the first device is there.
     let mut opened = Vec::new();
     for wanted in wanted {
-        let disk = open::open_as(&wanted.disk, wanted.outlives);
-        opened.push((
-            wanted,
-            disk.map_err(|error| CommandFailure::Failed(error.into()))?,
-        ));
+        let disk = open_disk(&wanted)?;
+        opened.push((wanted, disk));
     }
     let (mut first_failure, mut lines) = (None, String::new());
     for (wanted, disk) in opened {
@@ -282,6 +301,20 @@ fn serve(wanted: Vec<Wanted>, arguments: &ServeArguments) -> Result<u8, CommandF
     first_failure.map_or(Ok(EXIT_OK), Err)
 }
 
+/// Opens and locks a disk. One whose server was killed is locked until the last of its I/O has ended.
+fn open_disk(wanted: &Wanted) -> Result<OpenedDisk, CommandFailure> {
+    let begun = Instant::now();
+    let had_server = wanted.recover.or(wanted.half_made).is_some();
+    loop {
+        match open::open_as(&wanted.disk, wanted.outlives) {
+            Err(error) if had_server && error.is_locked() && begun.elapsed() < UNLOCK_MAX => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            disk => return disk.map_err(|error| CommandFailure::Failed(error.into())),
+        }
+    }
+}
+
 /// Serves one disk; answers the line that says so.
 fn bring_up(
     server: &Server,
@@ -293,6 +326,11 @@ fn bring_up(
 ) -> Result<String, CommandFailure> {
     let mut shared = lock(server);
     let (control, config) = (&mut shared.control, &wanted.config);
+    if let Some(id) = wanted.half_made {
+        // Its image is ours now, so nobody is about to serve it.
+        let deleted = control.delete(id);
+        deleted.map_err(|error| CommandFailure::Failed(error.into()))?;
+    }
     let device = match wanted.recover {
         None => UblkDevice::add(control, opened.disk(), config, events),
         Some(id) => UblkDevice::recover(control, id, opened.disk(), config, events),
@@ -306,11 +344,13 @@ fn bring_up(
         disk: wanted.text,
         directory: wanted.directory,
         queues_per_worker: arguments.queues_per_worker,
+        rate_limit_group: wanted.rate_limit_group,
         control: socket.to_owned(),
     };
     if let Err(error) = remembered.store() {
         tracing::warn!(%error, device = id, "cannot remember the device: `ublk recover` will need its --disk");
     }
+    links::make(id, wanted.disk.serial.as_deref());
     let path = block_path(id);
     let line = if arguments.json {
         let transport = device.transport().to_string();
@@ -384,6 +424,7 @@ fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
         tracing::warn!(device = id, %user, "removed while in use: its users see errors");
         sync();
     }
+    links::remove(id);
     let closed = device.close(control);
     if let Err(CloseError::Undrained { .. }) = &closed {
         // Only the end of the process frees what the kernel waits for, and it must come soon.

@@ -26,6 +26,9 @@ pub(super) struct DeviceState {
     pub(super) directory: PathBuf,
     /// Queues that share a worker.
     pub(super) queues_per_worker: u16,
+    /// The `--rate-limit-group` that the disk is in.
+    #[serde(default)]
+    pub(super) rate_limit_group: Option<String>,
     /// Where its server can be asked.
     pub(super) control: PathBuf,
 }
@@ -85,6 +88,7 @@ mod tests {
             disk: "path=a.qcow2".to_owned(),
             directory: "/srv".into(),
             queues_per_worker: 2,
+            rate_limit_group: Some("id=slow,ops_size=1,ops_refill_time=1".to_owned()),
             control: "/run/x".into(),
         };
         let text = serde_json::to_string(&state).expect("JSON");

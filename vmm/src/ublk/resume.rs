@@ -1,0 +1,86 @@
+//! `ublk add --or-recover`: the same command line starts a device, and goes on with it after its server was killed.
+//!
+//! What must stay true: a device is taken over only with the disk that it was made with, and only if nobody serves it.
+
+use std::path::Path;
+
+use virtio_devices::ublk::abi::State;
+use virtio_devices::ublk::{CommandError, Control, block_path};
+
+use super::devices::is_alive;
+use super::state::DeviceState;
+use crate::disk_config::DiskConfig;
+use crate::error::CommandFailure;
+
+/// What there is under a number.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Found {
+    /// Nothing.
+    Nothing,
+    /// A device that waits for a server of this disk.
+    Waits,
+    /// What a server left that was killed while it made or removed the device.
+    HalfMade,
+}
+
+/// Looks for device `id`, which is to be that of the disk `text` with paths from `directory`.
+///
+/// # Errors
+///
+/// If it is served, or waits for another disk; what the driver refuses.
+pub(super) fn look(id: u32, text: &str, directory: &Path) -> Result<Found, CommandFailure> {
+    let failed = |error: CommandError| CommandFailure::Failed(error.into());
+    let mut control = Control::open().map_err(|error| CommandFailure::Failed(error.into()))?;
+    let info = match control.info(id) {
+        Err(error) if error.errno() == Some(libc::ENODEV) => return Ok(Found::Nothing),
+        info => info.map_err(failed)?,
+    };
+    let path = block_path(id);
+    let told = |told: String| Err(CommandFailure::Failed(told.into()));
+    if info.state() == State::Dead {
+        return Ok(Found::HalfMade);
+    }
+    if info.state() == State::Live && is_alive(&info) {
+        return told(format!("{path} is served by process {}", info.ublksrv_pid));
+    }
+    match DeviceState::load(id) {
+        Some(state) if is_same(&state, text, directory) => Ok(Found::Waits),
+        Some(state) => told(format!(
+            "{path} waits for a server of another disk ({}): see `ringdisk ublk recover` and `ringdisk ublk del`",
+            state.disk
+        )),
+        None => told(format!(
+            "{path} waits for a server, and nothing is remembered of it: see `ringdisk ublk recover --disk`"
+        )),
+    }
+}
+
+/// Whether a device was made with the same text, which means the same file.
+fn is_same(state: &DeviceState, text: &str, directory: &Path) -> bool {
+    let path = DiskConfig::parse(text).map(|disk| disk.path).unwrap_or_default();
+    state.disk == text && state.directory.join(&path) == directory.join(&path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_is_the_same_if_its_text_is_and_means_the_same_file() {
+        let state = |disk: &str, directory: &str| DeviceState {
+            id: 1,
+            pid: 2,
+            disk: disk.to_owned(),
+            directory: directory.into(),
+            queues_per_worker: 1,
+            rate_limit_group: None,
+            control: "/run/x".into(),
+        };
+        let srv = state("path=a.qcow2,serial=A", "/srv");
+        assert!(is_same(&srv, "path=a.qcow2,serial=A", Path::new("/srv")));
+        assert!(!is_same(&srv, "path=a.qcow2,serial=A", Path::new("/root")));
+        assert!(!is_same(&srv, "path=a.qcow2,serial=B", Path::new("/srv")));
+        let absolute = state("path=/srv/a.qcow2", "/srv");
+        assert!(is_same(&absolute, "path=/srv/a.qcow2", Path::new("/")));
+    }
+}

@@ -1,0 +1,72 @@
+//! What packages install beside the binary, as the programs that read it judge it.
+
+#![expect(
+    clippy::print_stdout,
+    reason = "what cannot run here is counted by what it prints"
+)]
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use crate::world::World;
+
+fn packaging(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../packaging")
+        .join(name);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+#[test]
+fn systemd_finds_nothing_wrong_with_the_unit() {
+    if Command::new("systemd-analyze").arg("--version").output().is_err() {
+        println!(
+            "cannot run here: the verdict on ringdisk-ublk@.service, because systemd-analyze is not installed"
+        );
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let unit = packaging("ringdisk-ublk@.service");
+    let here = unit.replace("/usr/bin/ringdisk", env!("CARGO_BIN_EXE_ringdisk"));
+    assert_ne!(unit, here, "it starts the installed binary");
+    let verify = |text: &str| {
+        fs::write(folder.path().join("ringdisk-ublk@.service"), text).expect("a file");
+        let output = Command::new("systemd-analyze")
+            .args(["verify", "--man=no", "--recursive-errors=no"])
+            .arg(folder.path().join("ringdisk-ublk@data.service"))
+            .output()
+            .expect("systemd-analyze");
+        // It warns, with success, of settings that it does not know.
+        (
+            output.status.success(),
+            String::from_utf8_lossy(&output.stderr).into_owned(),
+        )
+    };
+    let (fine, said) = verify(&here);
+    assert!(fine && !said.contains("ringdisk-ublk"), "{said}");
+    // And would have said so.
+    let (_, said) = verify(&here.replace("TimeoutStopSec=150s", "TimeoutStopSeconds=150s"));
+    assert!(said.contains("TimeoutStopSeconds"), "{said}");
+    let (fine, said) = verify(&here.replace(" ublk add", " ublk add\nExecStart=/no/such/program"));
+    assert!(!fine || said.contains("/no/such/program"), "{said}");
+}
+
+/// The options that the unit gives are options, and the rule's command is one.
+#[test]
+fn the_unit_and_the_rule_use_commands_that_there_are() {
+    let world = World::new();
+    let unit = packaging("ringdisk-ublk@.service");
+    let help = world.ringdisk(&["ublk", "add", "--help"]).success();
+    let start = unit
+        .lines()
+        .find_map(|line| line.strip_prefix("ExecStart=/usr/bin/ringdisk ublk add "));
+    let start = start.expect("it starts a server");
+    for option in start.split(' ').filter(|word| word.starts_with("--")) {
+        assert!(help.contains(option), "{option}");
+    }
+    let rule = packaging("60-ringdisk.rules");
+    assert!(rule.contains("/usr/bin/ringdisk ublk udev %k"), "{rule}");
+    // Of a device that nobody remembers it says nothing.
+    assert_eq!(world.ringdisk(&["ublk", "udev", "ublkb1048575"]).success(), "");
+}
