@@ -39,7 +39,6 @@ fn the_demo_uses_our_own_machine_where_kvm_is_real() -> Result<(), Error> {
         toolbox = toolbox.program(&Path::new("/usr/bin").join(tool), tool)?;
     }
     let script = r#"
-modprobe kvm-amd
 mount /dev/lab/tools /mnt
 mkdir /mnt/tmp
 echo any >/mnt/kernel-version

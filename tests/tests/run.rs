@@ -14,7 +14,6 @@ const MIB: u64 = 1 << 20;
 
 /// What every outer script begins with. `run SCRIPT ARGUMENTS…` runs a machine whose console goes to `SCRIPT.log`.
 const OUTER: &str = r#"
-modprobe kvm-amd
 mount /dev/lab/tools /mnt
 cd /mnt
 ./ringdisk image create -o backing_file=/dev/lab/base,backing_fmt=raw root.qcow2 >/dev/null

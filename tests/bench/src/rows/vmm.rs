@@ -43,7 +43,6 @@ const WORKLOADS: [(&str, &str, &str, u32); 4] = [
 
 /// Before the turns. A machine's first disk is its root, the second one `/dev/lab/data`.
 const PREPARE: &str = r#"
-modprobe kvm-amd
 mount -t debugfs none /sys/kernel/debug 2>/dev/null || true
 mount /dev/lab/tools /mnt
 cd /mnt
