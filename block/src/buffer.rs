@@ -17,6 +17,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::any::Any;
 use std::cell::RefCell;
 use std::fmt;
+use std::io;
 use std::ptr::NonNull;
 use std::rc::Rc;
 
@@ -35,6 +36,8 @@ pub struct AlignedBuf {
     ptr: NonNull<u8>,
     len: usize,
     capacity: usize,
+    /// Whether it is a mapping of its own, and not the allocator's.
+    mapped: bool,
 }
 
 // SAFETY: `AlignedBuf` owns its allocation alone, like a `Vec<u8>`; nothing in it is tied to a thread.
@@ -57,7 +60,51 @@ impl AlignedBuf {
         let Some(ptr) = NonNull::new(ptr) else {
             handle_alloc_error(layout)
         };
-        Self { ptr, len, capacity }
+        Self {
+            ptr,
+            len,
+            capacity,
+            mapped: false,
+        }
+    }
+
+    /// `len` zero bytes straight from the system: what is never touched takes no memory. [`AlignedBuf::zeroed`] writes
+    /// every byte, because the allocator may have memory to use again.
+    ///
+    /// # Errors
+    ///
+    /// If the system has no room for it.
+    ///
+    /// # Panics
+    ///
+    /// If `len` is larger than `isize::MAX` minus the alignment.
+    pub fn untouched(len: usize) -> io::Result<Self> {
+        let capacity = Self::layout(len.next_multiple_of(BUFFER_ALIGN).max(BUFFER_ALIGN)).size();
+        let (access, kind) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        );
+        // SAFETY: a new mapping of no file at an address of the kernel's choice.
+        let ptr = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                capacity,
+                access,
+                kind | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if ptr == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let ptr = NonNull::new(ptr.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self {
+            ptr,
+            len,
+            capacity,
+            mapped: true,
+        })
     }
 
     /// A copy of `bytes`.
@@ -97,6 +144,12 @@ impl AlignedBuf {
 
 impl Drop for AlignedBuf {
     fn drop(&mut self) {
+        if self.mapped {
+            // SAFETY: `ptr` came from `mmap` with this very length, and is unmapped only here.
+            let unmapped = unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.capacity) };
+            debug_assert_eq!(unmapped, 0);
+            return;
+        }
         // SAFETY: `ptr` came from `alloc_zeroed` with this very layout, and is freed only here.
         unsafe { dealloc(self.ptr.as_ptr(), Self::layout(self.capacity)) }
     }
@@ -707,6 +760,30 @@ mod tests {
             unsafe { builder.push(part.as_mut_ptr(), part.len()) };
         }
         builder.build()
+    }
+
+    #[test]
+    fn untouched_memory_is_there_only_where_it_was_used() {
+        const PAGES: usize = 64;
+        let mut buffer = AlignedBuf::untouched(PAGES * BUFFER_ALIGN - 1).expect("room");
+        assert_eq!(buffer.len(), PAGES * BUFFER_ALIGN - 1);
+        assert_eq!(buffer.as_ptr().addr() % BUFFER_ALIGN, 0);
+        let there = |buffer: &AlignedBuf| {
+            let mut pages = [0u8; PAGES];
+            let (start, bytes) = (buffer.as_ptr().cast_mut().cast(), buffer.capacity());
+            // SAFETY: the range is the buffer's, and there is a byte for each of its pages, which have 4 KiB at least.
+            let asked = unsafe { libc::mincore(start, bytes, pages.as_mut_ptr()) };
+            assert_eq!(asked, 0, "{}", io::Error::last_os_error());
+            pages.iter().filter(|&&page| page & 1 == 1).count()
+        };
+        assert_eq!(there(&buffer), 0);
+        buffer[5] = 7;
+        // A page may be larger than 4 KiB, or the system give a huge one.
+        assert!((1..=PAGES).contains(&there(&buffer)));
+        assert_eq!(buffer.iter().map(|&byte| u32::from(byte)).sum::<u32>(), 7);
+        buffer.set_len(0);
+        drop(buffer);
+        assert!(AlignedBuf::untouched(1 << 60).is_err(), "there is no such room");
     }
 
     #[test]

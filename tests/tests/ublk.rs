@@ -10,6 +10,8 @@ use lab::{Error, Guest, Kernel, Lab, Outcome, Scratch, Server, image};
 
 #[path = "ublk/operations.rs"]
 mod operations;
+#[path = "ublk/scale.rs"]
+mod scale;
 #[path = "ublk/zero_copy.rs"]
 mod zero_copy;
 
@@ -76,6 +78,17 @@ fn run_with(
     script: &str,
     more: impl FnOnce(Toolbox) -> Result<Toolbox, Error>,
 ) -> Result<Outcome, Error> {
+    run_in(lab, scratch, script, more, |guest| guest)
+}
+
+/// As [`run_with`], in a guest that is not as the others.
+fn run_in<'lab>(
+    lab: &'lab Lab,
+    scratch: &Scratch,
+    script: &str,
+    more: impl FnOnce(Toolbox) -> Result<Toolbox, Error>,
+    other: impl FnOnce(Guest<'lab>) -> Guest<'lab>,
+) -> Result<Outcome, Error> {
     let tools = more(Toolbox::new(lab, scratch)?)?.make(160 * MIB)?;
     let root = scratch.file("root.qcow2");
     image::overlay(&root, lab.base())?;
@@ -97,7 +110,7 @@ fn run_with(
         servers.push(Server::ringdisk(&socket, &disk)?);
         guest = guest.disk(name, &socket, 1);
     }
-    let outcome = guest.run(scratch, "guest")?;
+    let outcome = other(guest).run(scratch, "guest")?;
     for server in servers {
         server.stop()?;
     }

@@ -26,6 +26,9 @@ pub enum ControlError {
     /// The ring failed, and not the command.
     #[error("io_uring failed")]
     Ring(#[source] io::Error),
+    /// Whoever was to carry it out is gone.
+    #[error("what carries out commands has ended")]
+    Lost(#[source] io::Error),
 }
 
 impl ControlError {

@@ -125,6 +125,28 @@ impl Command {
         self as u32
     }
 
+    /// The command with this number.
+    #[must_use]
+    pub fn of_code(code: u32) -> Option<Self> {
+        let all = [
+            Self::GetQueueAffinity,
+            Self::AddDev,
+            Self::DelDev,
+            Self::StartDev,
+            Self::StopDev,
+            Self::SetParams,
+            Self::GetParams,
+            Self::StartUserRecovery,
+            Self::EndUserRecovery,
+            Self::GetDevInfo2,
+            Self::GetFeatures,
+            Self::UpdateSize,
+            Self::QuiesceDev,
+            Self::TryStopDev,
+        ];
+        all.into_iter().find(|command| command.code() == code)
+    }
+
     /// Its name in the kernel's documentation.
     #[must_use]
     pub fn name(self) -> &'static str {

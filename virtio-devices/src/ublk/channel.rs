@@ -263,11 +263,11 @@ impl KernelChannel {
         let descriptors = Descriptors::map(&file, queue, depth)?;
         let bytes = io_bytes_max as usize;
         let memory = match transport {
-            // Fresh from the system, so what no request needs is never there.
+            // What no request needs is never there.
             Transport::Copy => Memory::Copy(
                 (0..depth)
-                    .map(|_| Rc::new(Buffer::from(AlignedBuf::zeroed(bytes))))
-                    .collect(),
+                    .map(|_| Ok(Rc::new(Buffer::from(AlignedBuf::untouched(bytes)?))))
+                    .collect::<io::Result<_>>()?,
             ),
             Transport::UserCopy | Transport::ZeroCopy => Memory::UserCopy((0..depth).map(|_| None).collect()),
         };

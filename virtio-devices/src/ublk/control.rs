@@ -1,11 +1,16 @@
 //! Commands to the driver's control device: each bounded in time, each refusal said with the command, the device and
 //! what to do.
+//!
+//! [`ControlDevice`] carries commands out on a ring of this process. The bound holds for whoever waits, but a command that
+//! hangs in the kernel may keep its process from ending: a program that must end whatever happens has commands carried
+//! out by another process, behind the same seam, [`Carrier`].
 
 #![expect(
     unsafe_code,
     reason = "hands the driver addresses of the buffers of its commands"
 )]
 
+use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
@@ -97,46 +102,80 @@ fn advice(command: Command, error: &ControlError) -> &'static str {
     }
 }
 
-/// The control device, opened.
+/// A command, but for the bytes that it exchanges.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct ControlCall {
+    /// Which.
+    pub command: Command,
+    /// The device it is about.
+    pub device: u32,
+    /// Its number, if it takes one.
+    pub data: u64,
+    /// How many of its bytes are the path of the device, which comes first.
+    pub path_bytes: u16,
+    /// How long the driver may take.
+    pub patience: Duration,
+}
+
+/// Who carries commands out, one at a time.
+pub trait Carrier: fmt::Debug + Send {
+    /// Carries out one, which reads and writes the bytes of `buffer`. Returns the driver's answer, not negative, or the
+    /// error: [`ControlError::Stuck`] when there is none in time.
+    ///
+    /// # Errors
+    ///
+    /// [`ControlError`]. After [`ControlError::Stuck`] there may be no other command.
+    fn carry(&mut self, call: &ControlCall, buffer: &mut AlignedBuf) -> Result<i32, ControlError>;
+
+    /// Carries out several that exchange no bytes, in their order, as long as none is stuck.
+    fn carry_all(&mut self, calls: &[ControlCall]) -> Vec<Result<i32, ControlError>> {
+        let mut none = AlignedBuf::zeroed(0);
+        calls.iter().map(|call| self.carry(call, &mut none)).collect()
+    }
+}
+
+/// Opens the control device.
+///
+/// # Errors
+///
+/// [`OpenControlError`], which says what is missing.
+pub fn open_control() -> Result<File, OpenControlError> {
+    let file = OpenOptions::new().read(true).write(true).open(CONTROL_PATH);
+    file.map_err(|error| match error.raw_os_error() {
+        Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) => OpenControlError::NoDriver,
+        Some(libc::EACCES | libc::EPERM) => OpenControlError::Permission,
+        _ => OpenControlError::Open(error),
+    })
+}
+
+/// Carries commands out by itself.
 #[derive(Debug)]
-pub struct Control {
+pub struct ControlDevice {
     file: File,
     ring: ControlRing,
 }
 
-impl Control {
-    /// Opens it.
+impl ControlDevice {
+    /// Commands to `file`, which [`open_control`] has opened.
     ///
     /// # Errors
     ///
-    /// [`OpenControlError`], which says what is missing.
-    pub fn open() -> Result<Self, OpenControlError> {
-        let file = OpenOptions::new().read(true).write(true).open(CONTROL_PATH);
-        let file = file.map_err(|error| match error.raw_os_error() {
-            Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) => OpenControlError::NoDriver,
-            Some(libc::EACCES | libc::EPERM) => OpenControlError::Permission,
-            _ => OpenControlError::Open(error),
-        })?;
+    /// [`OpenControlError::Ring`].
+    pub fn new(file: File) -> Result<Self, OpenControlError> {
         let ring = ControlRing::new().map_err(OpenControlError::Ring)?;
         Ok(Self { file, ring })
     }
+}
 
-    fn call(
-        &mut self,
-        command: Command,
-        device: u32,
-        data: u64,
-        buffer: &mut AlignedBuf,
-        path_bytes: usize,
-        patience: Duration,
-    ) -> Result<i32, CommandError> {
+impl Carrier for ControlDevice {
+    fn carry(&mut self, call: &ControlCall, buffer: &mut AlignedBuf) -> Result<i32, ControlError> {
         let mut fixed = ControlCommand {
-            dev_id: device,
+            dev_id: call.device,
             queue_id: NO_QUEUE,
             // No buffer here is longer than a page.
             len: buffer.len() as u16,
-            data,
-            dev_path_len: path_bytes as u16,
+            data: call.data,
+            dev_path_len: call.path_bytes,
             ..ControlCommand::default()
         };
         let payload = |address: u64| {
@@ -148,11 +187,55 @@ impl Control {
             bytes[..fixed.len()].copy_from_slice(fixed);
             bytes
         };
-        let code = command.code();
+        let code = call.command.code();
         // SAFETY: `addr` and `len` name all of `buffer` and nothing else, and no command of the driver touches
         // its buffer after it was answered.
-        let answer = unsafe { self.ring.call(self.file.as_fd(), code, buffer, payload, patience) };
-        answer.map_err(|source| CommandError {
+        unsafe {
+            self.ring
+                .call(self.file.as_fd(), code, buffer, payload, call.patience)
+        }
+    }
+}
+
+/// The driver's control device.
+#[derive(Debug)]
+pub struct Control {
+    carrier: Box<dyn Carrier>,
+}
+
+impl Control {
+    /// Opens it, to carry commands out in this process.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenControlError`], which says what is missing.
+    pub fn open() -> Result<Self, OpenControlError> {
+        Ok(Self::over(Box::new(ControlDevice::new(open_control()?)?)))
+    }
+
+    /// As [`Control::open`], with somebody else to carry commands out.
+    #[must_use]
+    pub fn over(carrier: Box<dyn Carrier>) -> Self {
+        Self { carrier }
+    }
+
+    fn call(
+        &mut self,
+        command: Command,
+        device: u32,
+        data: u64,
+        buffer: &mut AlignedBuf,
+        path_bytes: usize,
+        patience: Duration,
+    ) -> Result<i32, CommandError> {
+        let call = ControlCall {
+            command,
+            device,
+            data,
+            path_bytes: path_bytes as u16,
+            patience,
+        };
+        self.carrier.carry(&call, buffer).map_err(|source| CommandError {
             command,
             device: (device != ANY_DEVICE).then_some(device),
             source,
@@ -333,14 +416,26 @@ impl Control {
         }
     }
 
-    /// Lets I/O flow to this process. Its queues must wait for requests, or do so soon.
-    ///
-    /// # Errors
-    ///
-    /// [`CommandError`].
-    pub fn end_recovery(&mut self, device: u32) -> Result<(), CommandError> {
-        let pid = std::process::id().into();
-        self.plain(Command::EndUserRecovery, device, pid, PATIENT)
+    /// Lets I/O of devices flow to this process. Their queues must wait for requests, or do so soon. The answers are in
+    /// the order of `devices`: [`CommandError`] for each that failed.
+    pub fn end_recovery(&mut self, devices: &[u32]) -> Vec<Result<(), CommandError>> {
+        let call = |&device: &u32| ControlCall {
+            command: Command::EndUserRecovery,
+            device,
+            data: std::process::id().into(),
+            path_bytes: 0,
+            patience: PATIENT,
+        };
+        let calls: Vec<ControlCall> = devices.iter().map(call).collect();
+        let answers = self.carrier.carry_all(&calls);
+        let said = answers.into_iter().zip(devices).map(|(answer, &device)| {
+            answer.map(drop).map_err(|source| CommandError {
+                command: Command::EndUserRecovery,
+                device: Some(device),
+                source,
+            })
+        });
+        said.collect()
     }
 }
 

@@ -431,9 +431,12 @@ impl UblkDevice {
         Ok(served)
     }
 
-    /// Serves a device whose server is gone, with the same disk. The image must be locked: then the old server's I/O
-    /// has ended. Waits for the driver to notice the death. The number of queues, their depth and the transport are
+    /// Begins to serve a device whose server is gone, with the same disk. The image must be locked: then the old server's
+    /// I/O has ended. Waits for the driver to notice the death. The number of queues, their depth and the transport are
     /// the device's, whatever `config` says.
+    ///
+    /// I/O does not flow before [`RecoveringDevice::finish`]. Whoever recovers several devices begins with all of them:
+    /// the I/O of one would take the time that the others need.
     ///
     /// # Errors
     ///
@@ -444,7 +447,7 @@ impl UblkDevice {
         disk: Arc<dyn Disk>,
         config: &UblkConfig,
         events: &Events,
-    ) -> Result<Self, AddError> {
+    ) -> Result<RecoveringDevice, AddError> {
         let info = control.info(device)?;
         if info.state() == State::Dead || !info.flags().contains(Flags::USER_RECOVERY) {
             let state = info.state();
@@ -463,9 +466,8 @@ impl UblkDevice {
         control.start_recovery(device, NOTICE)?;
         let transport = Transport::of(info.flags());
         let served = Self::serve(control, info, transport, disk, config, events)?;
-        control.end_recovery(device)?;
-        tracing::info!(disk = %config.name, device, %transport, "recovered");
-        Ok(served)
+        let name = config.name.clone();
+        Ok(RecoveringDevice { served, name })
     }
 
     /// Starts workers and queues, which fetch at once.
@@ -711,6 +713,31 @@ impl UblkDevice {
         while self.info.state() == State::Dead && !self.is_ended() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+}
+
+/// A device that has a server again, whose queues wait for requests. I/O to it waits still.
+#[derive(Debug)]
+#[must_use = "I/O waits until this is finished"]
+pub struct RecoveringDevice {
+    served: UblkDevice,
+    name: String,
+}
+
+impl RecoveringDevice {
+    /// Lets I/O flow, what the old server had taken first. The answers are in the order of `devices`: [`AddError`] for each
+    /// that waits for another server.
+    pub fn finish(devices: Vec<Self>, control: &mut Control) -> Vec<Result<UblkDevice, AddError>> {
+        let ids: Vec<u32> = devices.iter().map(|device| device.served.id()).collect();
+        // All at once: the I/O of the first would take the time of the others.
+        let ended = control.end_recovery(&ids);
+        let each = devices.into_iter().zip(ended).map(|(device, ended)| {
+            let Self { served, name } = device;
+            ended?;
+            tracing::info!(disk = %name, device = served.id(), transport = %served.transport, "recovered");
+            Ok(served)
+        });
+        each.collect()
     }
 }
 

@@ -24,9 +24,13 @@ mod tests;
 mod zero_copy_tests;
 
 pub use channel::{Channel, KernelChannel, PagesError, Transport};
-pub use control::{CommandError, Control, OpenControlError, block_path, char_path};
+pub use control::{
+    Carrier, CommandError, Control, ControlCall, ControlDevice, OpenControlError, block_path, char_path,
+    open_control,
+};
 pub use device::{
-    AddError, CloseError, Recovery, ResizeError, TransportChoice, UblkConfig, UblkDevice, ZERO_COPY_FROM,
+    AddError, CloseError, RecoveringDevice, Recovery, ResizeError, TransportChoice, UblkConfig, UblkDevice,
+    ZERO_COPY_FROM,
 };
 pub use params::ParamsError;
 pub use queue::{Counts, Events, QueueEvent, QueueState, UblkQueue};

@@ -66,6 +66,13 @@ pub enum UblkCommand {
         #[arg(long)]
         force: bool,
     },
+    /// Carries out commands to the driver for another process of this program
+    #[command(hide = true)]
+    Commands {
+        /// Have the host write what it keeps in memory, and nothing else
+        #[arg(long)]
+        sync: bool,
+    },
 }
 
 /// [`ZERO_COPY_FROM`](virtio_devices::ublk::ZERO_COPY_FROM), as people say it.

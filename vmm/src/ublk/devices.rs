@@ -8,14 +8,10 @@ use virtio_devices::ublk::abi::{DeviceInfo, Flags, SECTOR_BYTES, State};
 use virtio_devices::ublk::{CommandError, Control, Recovery, Transport, block_path};
 
 use super::state::{self, DeviceState};
-use super::{links, serve, usage};
+use super::{helper, links, serve, usage};
 use crate::control::{self, Request};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::size;
-
-fn open() -> Result<Control, CommandFailure> {
-    Control::open().map_err(|error| CommandFailure::Failed(error.into()))
-}
 
 fn failed(error: CommandError) -> CommandFailure {
     CommandFailure::Failed(error.into())
@@ -39,7 +35,7 @@ fn all() -> Vec<u32> {
 ///
 /// What the driver refuses.
 pub(super) fn waiting() -> Result<Vec<u32>, CommandFailure> {
-    let mut control = open()?;
+    let mut control = helper::control()?;
     let mut waiting = Vec::new();
     for id in all() {
         let info = control.info(id).map_err(failed)?;
@@ -58,7 +54,7 @@ pub(super) fn waiting() -> Result<Vec<u32>, CommandFailure> {
 ///
 /// If one of them is served, or is not there.
 pub(super) fn refuse_served(ids: &[u32]) -> Result<(), CommandFailure> {
-    let mut control = open()?;
+    let mut control = helper::control()?;
     for &id in ids {
         let info = control.info(id).map_err(failed)?;
         if info.state() == State::Live && is_alive(&info) {
@@ -137,7 +133,7 @@ fn line(device: &Value) -> String {
 ///
 /// If there is no driver, or it refuses.
 pub(super) fn list(json: bool) -> Result<u8, CommandFailure> {
-    let mut control = open()?;
+    let mut control = helper::control()?;
     let mut devices = Vec::new();
     for id in all() {
         match describe(&mut control, id) {
@@ -164,7 +160,7 @@ pub(super) fn list(json: bool) -> Result<u8, CommandFailure> {
 ///
 /// If there is no such device.
 pub(super) fn info(id: u32, json: bool) -> Result<u8, CommandFailure> {
-    let mut device = describe(&mut open()?, id).map_err(failed)?;
+    let mut device = describe(&mut helper::control()?, id).map_err(failed)?;
     if let Some(state) = DeviceState::load(id)
         && let Ok(answer) = control::ask(&state.control, &Request::Info {})
         && let Some(own) = answer["devices"]
@@ -213,7 +209,7 @@ pub(super) fn info(id: u32, json: bool) -> Result<u8, CommandFailure> {
 ///
 /// If there is no driver.
 pub(super) fn features(json: bool) -> Result<u8, CommandFailure> {
-    let features = open()?.features().map_err(failed)?;
+    let features = helper::control()?.features().map_err(failed)?;
     let unknown = features.bits() & !known();
     let mut output = std::io::stdout();
     if json {
@@ -245,7 +241,7 @@ fn known() -> u64 {
 pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
     let size = size::parse_bytes(text).map_err(|error| CommandFailure::Usage(error.to_string()))?;
     // Says so if there is no such device.
-    open()?.info(id).map_err(failed)?;
+    helper::control()?.info(id).map_err(failed)?;
     let state = DeviceState::load(id).ok_or_else(|| {
         CommandFailure::Failed(
             format!(
@@ -270,7 +266,7 @@ pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
 ///
 /// The first failure; the other devices were tried.
 pub(super) fn delete(ids: Vec<u32>, everything: bool, force: bool) -> Result<u8, CommandFailure> {
-    let mut control = open()?;
+    let mut control = helper::control()?;
     let ids = if everything { all() } else { ids };
     let mut first_failure = None;
     for id in ids {

@@ -7,7 +7,9 @@ pub mod arguments;
 mod background;
 mod devices;
 mod groups;
+mod helper;
 mod links;
+mod parallel;
 mod ready;
 mod resume;
 mod serve;
@@ -32,6 +34,7 @@ pub fn run(command: UblkCommand) -> Result<u8, CommandFailure> {
         UblkCommand::Features { json } => devices::features(json),
         UblkCommand::SetSize { device, size } => devices::set_size(device, &size),
         UblkCommand::Udev { device } => links::print(device),
+        UblkCommand::Commands { sync } => helper::serve(sync),
         UblkCommand::Del { devices, all, force } => devices::delete(devices, all, force),
     }
 }

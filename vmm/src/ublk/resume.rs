@@ -5,9 +5,10 @@
 use std::path::Path;
 
 use virtio_devices::ublk::abi::State;
-use virtio_devices::ublk::{CommandError, Control, block_path};
+use virtio_devices::ublk::{CommandError, block_path};
 
 use super::devices::is_alive;
+use super::helper;
 use super::state::DeviceState;
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
@@ -30,7 +31,7 @@ pub(super) enum Found {
 /// If it is served, or waits for another disk; what the driver refuses.
 pub(super) fn look(id: u32, text: &str, directory: &Path) -> Result<Found, CommandFailure> {
     let failed = |error: CommandError| CommandFailure::Failed(error.into());
-    let mut control = Control::open().map_err(|error| CommandFailure::Failed(error.into()))?;
+    let mut control = helper::control()?;
     let info = match control.info(id) {
         Err(error) if error.errno() == Some(libc::ENODEV) => return Ok(Found::Nothing),
         info => info.map_err(failed)?,

@@ -11,15 +11,15 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use virtio_devices::ublk::{
-    CloseError, Control, Events, QueueEvent, Recovery, Transport, TransportChoice, UblkConfig, UblkDevice,
-    block_path,
+    CloseError, Control, Events, QueueEvent, RecoveringDevice, Recovery, Transport, TransportChoice,
+    UblkConfig, UblkDevice, block_path,
 };
 
 use super::arguments::{AddArguments, RecoverArguments, ServeArguments};
 use super::groups::Groups;
 use super::resume::{self, Found};
 use super::state::{self, DeviceState};
-use super::{background, devices, links, ready, usage};
+use super::{background, devices, helper, links, parallel, ready, usage};
 use crate::control::{Control as ControlSocket, Request};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
@@ -249,7 +249,7 @@ fn serve(wanted: Vec<Wanted>, arguments: &ServeArguments) -> Result<u8, CommandF
             .map(|disk| 32 + 16 * u64::from(disk.disk.num_queues))
             .sum(),
     );
-    let control = Control::open().map_err(|error| CommandFailure::Failed(error.into()))?;
+    let control = helper::control()?;
     state::make_folder().map_err(|error| CommandFailure::about(state::FOLDER, error))?;
     let server: Server = Arc::new(Mutex::new(Shared {
         control,
@@ -263,25 +263,12 @@ fn serve(wanted: Vec<Wanted>, arguments: &ServeArguments) -> Result<u8, CommandF
     let _socket = served.map_err(|error| CommandFailure::Failed(error.into()))?;
 
     // What is wrong with an image shows before the first device is there.
-    let mut opened = Vec::new();
-    for wanted in wanted {
-        let disk = open_disk(&wanted)?;
-        opened.push((wanted, disk));
-    }
-    let (mut first_failure, mut lines) = (None, String::new());
-    for (wanted, disk) in opened {
-        let queues = sender.clone();
-        // If nobody listens any more, the process is ending.
-        let queues: Events = Arc::new(move |event| queues.send(Event::Queue(event)).unwrap_or_default());
-        match bring_up(&server, wanted, disk, &queues, &socket, arguments) {
-            Ok(line) => lines += &line,
-            Err(failure) => {
-                first_failure = Some(failure);
-                break;
-            }
-        }
-    }
-    if first_failure.is_none() {
+    let opened = parallel::each(wanted, open_disk)?;
+    let (mut first_failure, brought) = match bring_up(&server, opened, &sender, &socket, arguments) {
+        Ok((lines, failure)) => (failure, Some(lines)),
+        Err(failure) => (Some(failure), None),
+    };
+    if let Some(mut lines) = brought {
         stop_on_signal(signals, sender).map_err(start)?;
         if arguments.detached {
             lines += background::READY;
@@ -290,7 +277,8 @@ fn serve(wanted: Vec<Wanted>, arguments: &ServeArguments) -> Result<u8, CommandF
         // Whoever does not read this is served as well.
         std::io::stdout().write_all(lines.as_bytes()).unwrap_or_default();
         ready::tell();
-        first_failure = wait(&server, &events);
+        let failure = wait(&server, &events);
+        first_failure = first_failure.or(failure);
     }
     let mut shared = lock(&server);
     while let Some((_, served)) = shared.devices.pop_first() {
@@ -315,29 +303,96 @@ fn open_disk(wanted: &Wanted) -> Result<OpenedDisk, CommandFailure> {
     }
 }
 
-/// Serves one disk; answers the line that says so.
+/// A device that is on its way.
+enum Begun {
+    Made(UblkDevice),
+    /// Nothing is asked of it yet.
+    Recovering(RecoveringDevice),
+}
+
+/// Serves the disks; answers the lines that say so. I/O of devices in recovery flows only when all of them have their
+/// queues: that of the first would take the others' time. If one of them fails then, it waits for another server, and the
+/// others are served: that failure is the second part of the answer.
 fn bring_up(
     server: &Server,
-    wanted: Wanted,
-    opened: OpenedDisk,
-    events: &Events,
+    disks: Vec<(Wanted, OpenedDisk)>,
+    events: &mpsc::Sender<Event>,
     socket: &Path,
     arguments: &ServeArguments,
-) -> Result<String, CommandFailure> {
+) -> Result<(String, Option<CommandFailure>), CommandFailure> {
     let mut shared = lock(server);
-    let (control, config) = (&mut shared.control, &wanted.config);
-    if let Some(id) = wanted.half_made {
-        // Its image is ours now, so nobody is about to serve it.
-        let deleted = control.delete(id);
-        deleted.map_err(|error| CommandFailure::Failed(error.into()))?;
+    let about = |wanted: &Wanted, error| CommandFailure::about(wanted.disk.name(), error);
+    let (mut begun, mut failure, mut late) = (Vec::new(), None, None);
+    for (wanted, opened) in disks {
+        if let Some(id) = wanted.half_made
+            // Its image is ours now, so nobody is about to serve it.
+            && let Err(error) = shared.control.delete(id)
+        {
+            failure = Some(CommandFailure::Failed(error.into()));
+            break;
+        }
+        let events = events.clone();
+        // If nobody listens any more, the process is ending.
+        let events: Events = Arc::new(move |event| events.send(Event::Queue(event)).unwrap_or_default());
+        let (control, config) = (&mut shared.control, &wanted.config);
+        let device = match wanted.recover {
+            None => UblkDevice::add(control, opened.disk(), config, &events).map(Begun::Made),
+            Some(id) => {
+                UblkDevice::recover(control, id, opened.disk(), config, &events).map(Begun::Recovering)
+            }
+        };
+        match device {
+            Ok(device) => begun.push((wanted, opened, device)),
+            Err(error) => {
+                failure = Some(about(&wanted, error));
+                break;
+            }
+        }
     }
-    let device = match wanted.recover {
-        None => UblkDevice::add(control, opened.disk(), config, events),
-        Some(id) => UblkDevice::recover(control, id, opened.disk(), config, events),
-    };
-    let name = wanted.disk.name();
-    let device = device.map_err(|error| CommandFailure::about(&name, error))?;
-    let id = device.id();
+    let (mut served, mut recovering, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
+    for (wanted, opened, device) in begun {
+        match device {
+            Begun::Made(device) => served.push((wanted, opened, device)),
+            Begun::Recovering(device) => {
+                recovering.push(device);
+                waiting.push((wanted, opened));
+            }
+        }
+    }
+    // All of them wait for another server if one cannot be had.
+    if failure.is_none() {
+        let finished = RecoveringDevice::finish(recovering, &mut shared.control);
+        for ((wanted, opened), device) in waiting.into_iter().zip(finished) {
+            match device {
+                Ok(device) => served.push((wanted, opened, device)),
+                Err(error) => {
+                    tracing::error!(disk = %wanted.disk.name(), %error, "not recovered");
+                    late.get_or_insert(about(&wanted, error));
+                }
+            }
+        }
+    }
+    let mut lines = String::new();
+    for (wanted, opened, device) in served {
+        lines += &remember(&mut shared, wanted, opened, device, socket, arguments);
+    }
+    let nobody = shared.devices.is_empty();
+    match failure.or_else(|| late.take_if(|_| nobody)) {
+        Some(failure) => Err(failure),
+        None => Ok((lines, late)),
+    }
+}
+
+/// Keeps a device that is served; answers the line that says so.
+fn remember(
+    shared: &mut Shared,
+    wanted: Wanted,
+    opened: OpenedDisk,
+    device: UblkDevice,
+    socket: &Path,
+    arguments: &ServeArguments,
+) -> String {
+    let (id, name) = (device.id(), wanted.disk.name());
     let remembered = DeviceState {
         id,
         pid: std::process::id(),
@@ -367,7 +422,7 @@ fn bring_up(
             _opened: opened,
         },
     );
-    Ok(line + "\n")
+    line + "\n"
 }
 
 /// Waits for a stop, or the end of every device. The failure is the first there was.
@@ -441,17 +496,7 @@ fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
 
 /// Has the host write what it keeps in memory, in bounded time: there may be disks that hang.
 pub(super) fn sync() {
-    let (done, ended) = mpsc::channel();
-    let sync = move || {
-        rustix::fs::sync();
-        done.send(()).unwrap_or_default();
-    };
-    if std::thread::Builder::new()
-        .name("sync".to_owned())
-        .spawn(sync)
-        .is_ok()
-        && ended.recv_timeout(SYNC_MAX).is_err()
-    {
+    if !helper::sync(SYNC_MAX) {
         tracing::warn!("the host has not written everything in {} s", SYNC_MAX.as_secs());
     }
 }

@@ -1,0 +1,482 @@
+//! Commands to the driver, carried out by a process of their own.
+//!
+//! A command that hangs in the kernel keeps the process whose it is from ending, and there are kernels that hang. So a
+//! second process, this same program, carries out all of them: it is asked over a socket, one command at a time, and
+//! whoever asked goes on, says what happened and ends when the answer does not come. The second process ends when its
+//! socket is closed, or when the kernel lets it.
+//!
+//! What must stay true: nobody waits for that process without a bound, not even for its end; and it has nothing open
+//! but the control device and the socket, or its end would be waited for by others.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use block::AlignedBuf;
+use block::ring::ControlError;
+use virtio_devices::ublk::abi;
+use virtio_devices::ublk::{Carrier, Control, ControlCall, ControlDevice, OpenControlError, open_control};
+
+use crate::error::{CommandFailure, EXIT_OK};
+use crate::signals::StopSignals;
+
+/// How much longer than the driver the process may take to answer: it bounds the command itself, and starts up first.
+const GRACE: Duration = Duration::from_secs(5);
+/// The most bytes that a command exchanges.
+const BYTES_MAX: usize = 4096;
+
+/// What came of a command, on the socket.
+const ANSWERED: u32 = 0;
+const REFUSED: u32 = 1;
+const STUCK: u32 = 2;
+const FAILED: u32 = 3;
+
+/// Opens the control device, for commands that another process carries out.
+///
+/// # Errors
+///
+/// What is missing, or why there cannot be another process.
+pub(super) fn control() -> Result<Control, CommandFailure> {
+    let failed = |error: OpenControlError| CommandFailure::Failed(error.into());
+    let file = open_control().map_err(failed)?;
+    let again = |error| CommandFailure::about("cannot start a process for commands to the driver", error);
+    // Says what is wrong with io_uring here, if anything is.
+    ControlDevice::new(file.try_clone().map_err(again)?).map_err(failed)?;
+    let helper = Helper::start(program(), file).map_err(again)?;
+    Ok(Control::over(Box::new(helper)))
+}
+
+/// This program, as the second process. Its file may have been replaced meanwhile, so it is not looked up by name.
+fn program() -> Command {
+    let mut program = Command::new("/proc/self/exe");
+    program.arg0("ringdisk").args(["ublk", "commands"]);
+    program
+}
+
+/// Has the host write what it keeps in memory, for at most `patience`: there may be disks that hang, and whoever waits for
+/// them in the kernel does not end. `false`: it has not written everything.
+pub(super) fn sync(patience: Duration) -> bool {
+    let null = Stdio::null;
+    let child = program()
+        .arg("--sync")
+        .stdin(null())
+        .stdout(null())
+        .stderr(null())
+        .spawn();
+    let until = Instant::now() + patience;
+    child.is_ok_and(|child| ends_until(child, until))
+}
+
+/// Waits for the good end of a process.
+fn ends_until(mut child: Child, until: Instant) -> bool {
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) => return status.success(),
+            Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(2)),
+            _ => return false,
+        }
+    }
+}
+
+/// The second process, as the first one sees it.
+#[derive(Debug)]
+struct Helper {
+    program: Command,
+    /// For the next one, if this one is killed.
+    file: File,
+    child: Child,
+    socket: UnixStream,
+    /// Set when a command had no answer.
+    stuck: Option<Duration>,
+    grace: Duration,
+}
+
+impl Helper {
+    /// Starts `program`, which finds the control device in its standard input and the socket in its output.
+    fn start(mut program: Command, file: File) -> io::Result<Self> {
+        let (child, socket) = spawn(&mut program, &file)?;
+        Ok(Self {
+            program,
+            file,
+            child,
+            socket,
+            stuck: None,
+            grace: GRACE,
+        })
+    }
+
+    /// Waits for the next answer.
+    fn hear(&mut self, patience: Duration) -> io::Result<Answer> {
+        let deadline = Instant::now() + patience + self.grace;
+        let mut head = [0; 12];
+        read_until(&mut self.socket, &mut head, deadline)?;
+        let [kind, value, bytes] = words(&head);
+        let mut back = vec![0; (bytes as usize).min(BYTES_MAX)];
+        read_until(&mut self.socket, &mut back, deadline)?;
+        Ok(Answer {
+            kind,
+            value: value.cast_signed(),
+            bytes: back,
+        })
+    }
+}
+
+/// What the second process says.
+struct Answer {
+    kind: u32,
+    value: i32,
+    bytes: Vec<u8>,
+}
+
+impl Helper {
+    /// What an answer, or its absence, comes to.
+    fn judge(
+        &mut self,
+        heard: io::Result<Answer>,
+        patience: Duration,
+        buffer: &mut AlignedBuf,
+    ) -> Result<i32, ControlError> {
+        let error = match heard {
+            Ok(answer) if answer.kind == ANSWERED && answer.bytes.len() == buffer.len() => {
+                buffer.copy_from_slice(&answer.bytes);
+                return Ok(answer.value);
+            }
+            Ok(answer) if answer.kind == REFUSED => {
+                return Err(ControlError::Refused(io::Error::from_raw_os_error(answer.value)));
+            }
+            Ok(answer) if answer.kind == FAILED => {
+                return Err(ControlError::Ring(io::Error::from_raw_os_error(answer.value)));
+            }
+            Ok(answer) if answer.kind == STUCK => io::ErrorKind::TimedOut.into(),
+            Ok(_) => io::ErrorKind::InvalidData.into(),
+            Err(error) => error,
+        };
+        if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) {
+            self.stuck = Some(patience);
+            return Err(ControlError::Stuck(patience));
+        }
+        // Somebody has killed it; what became of the command is not known. The next one has another process.
+        if let Ok((child, socket)) = spawn(&mut self.program, &self.file) {
+            (self.child, self.socket) = (child, socket);
+        }
+        Err(ControlError::Lost(error))
+    }
+}
+
+impl Carrier for Helper {
+    fn carry(&mut self, call: &ControlCall, buffer: &mut AlignedBuf) -> Result<i32, ControlError> {
+        if let Some(patience) = self.stuck {
+            return Err(ControlError::Stuck(patience));
+        }
+        let asked = self.socket.write_all(&encode(call, buffer));
+        let heard = asked.and_then(|()| self.hear(call.patience));
+        self.judge(heard, call.patience, buffer)
+    }
+
+    fn carry_all(&mut self, calls: &[ControlCall]) -> Vec<Result<i32, ControlError>> {
+        let mut none = AlignedBuf::zeroed(0);
+        let mut answers = Vec::with_capacity(calls.len());
+        // Asked before the first is answered: the process goes from one to the next without us, who may have to wait for
+        // a CPU. So many fit into the socket.
+        for calls in calls.chunks(64) {
+            let process = self.child.id();
+            let asked: Vec<u8> = calls.iter().flat_map(|call| encode(call, &[])).collect();
+            let mut asked = self.socket.write_all(&asked);
+            for call in calls {
+                if let Some(patience) = self.stuck {
+                    answers.push(Err(ControlError::Stuck(patience)));
+                    continue;
+                }
+                let heard = match std::mem::replace(&mut asked, Ok(())) {
+                    // Those behind one that its process has not survived were not carried out.
+                    Ok(()) if self.child.id() != process => {
+                        answers.push(Err(ControlError::Lost(io::ErrorKind::BrokenPipe.into())));
+                        continue;
+                    }
+                    Ok(()) => self.hear(call.patience),
+                    Err(error) => Err(error),
+                };
+                answers.push(self.judge(heard, call.patience, &mut none));
+            }
+        }
+        answers
+    }
+}
+
+impl Drop for Helper {
+    fn drop(&mut self) {
+        // It ends by itself when the socket is closed. One that is stuck ends when the kernel lets it.
+        if self.stuck.is_some()
+            && let Err(error) = self.child.kill()
+        {
+            tracing::debug!(%error, "cannot kill what carries out commands");
+        }
+    }
+}
+
+fn spawn(program: &mut Command, file: &File) -> io::Result<(Child, UnixStream)> {
+    let (socket, other) = UnixStream::pair()?;
+    socket.set_write_timeout(Some(GRACE))?;
+    let child = program
+        .stdin(file.try_clone()?)
+        .stdout(OwnedFd::from(other))
+        .stderr(Stdio::null())
+        .spawn()?;
+    // The other end is to be the process's alone, or its end would not show.
+    program.stdin(Stdio::null()).stdout(Stdio::null());
+    Ok((child, socket))
+}
+
+fn words<const N: usize>(bytes: &[u8]) -> [u32; N] {
+    let mut words = [0; N];
+    for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(4)) {
+        *word = u32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    }
+    words
+}
+
+/// A command on the socket: seven words and its bytes.
+fn encode(call: &ControlCall, bytes: &[u8]) -> Vec<u8> {
+    let patience = u32::try_from(call.patience.as_millis()).unwrap_or(u32::MAX);
+    let (low, high) = (call.data as u32, (call.data >> 32) as u32);
+    let words = [
+        call.command.code(),
+        call.device,
+        low,
+        high,
+        patience,
+        call.path_bytes.into(),
+        bytes.len() as u32,
+    ];
+    let mut message: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    message.extend_from_slice(bytes);
+    message
+}
+
+/// Fills `bytes`, or says that it took too long.
+fn read_until(socket: &mut UnixStream, bytes: &mut [u8], deadline: Instant) -> io::Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        socket.set_read_timeout(Some(left))?;
+        match socket.read(&mut bytes[done..]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => done += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// `ringdisk ublk commands`: the second process. Carries out what it is asked until the socket is closed, or writes what
+/// the host keeps in memory.
+///
+/// # Errors
+///
+/// If it was started by somebody else.
+pub(super) fn serve(sync: bool) -> Result<u8, CommandFailure> {
+    if sync {
+        rustix::fs::sync();
+        return Ok(EXIT_OK);
+    }
+    let failed = |error: io::Error| CommandFailure::about("this command is for ringdisk itself", error);
+    // What stops the first process, such as a key, may reach this one too, which is needed then.
+    StopSignals::block().map_err(failed)?;
+    // It waits most of the time, and whoever waits for it has I/O that waits too.
+    if let Err(error) = rustix::process::nice(-20) {
+        tracing::debug!(%error, "commands to the driver go no sooner than others");
+    }
+    let file = io::stdin().as_fd().try_clone_to_owned().map_err(failed)?;
+    let socket = io::stdout().as_fd().try_clone_to_owned().map_err(failed)?;
+    let mut device = ControlDevice::new(file.into()).map_err(|error| CommandFailure::Failed(error.into()))?;
+    // The end of the socket is the end of this process.
+    serve_on(UnixStream::from(socket), &mut device).unwrap_or_default();
+    Ok(EXIT_OK)
+}
+
+/// Carries out commands until the socket ends.
+fn serve_on(mut socket: UnixStream, device: &mut dyn Carrier) -> io::Result<()> {
+    loop {
+        let mut head = [0; 28];
+        socket.read_exact(&mut head)?;
+        let [code, id, low, high, patience, path_bytes, bytes] = words(&head);
+        let mut sent = vec![0; (bytes as usize).min(BYTES_MAX)];
+        socket.read_exact(&mut sent)?;
+        let mut buffer = match sent.len() {
+            0 => AlignedBuf::zeroed(0),
+            _ => AlignedBuf::from_slice(&sent),
+        };
+        let answer = match abi::Command::of_code(code) {
+            None => Err(ControlError::Refused(io::Error::from_raw_os_error(
+                libc::EOPNOTSUPP,
+            ))),
+            Some(command) => {
+                let call = ControlCall {
+                    command,
+                    device: id,
+                    data: u64::from(high) << 32 | u64::from(low),
+                    path_bytes: u16::try_from(path_bytes).unwrap_or(u16::MAX),
+                    patience: Duration::from_millis(patience.into()),
+                };
+                device.carry(&call, &mut buffer)
+            }
+        };
+        let errno = |error: &io::Error| error.raw_os_error().unwrap_or(libc::EIO).cast_unsigned();
+        let (kind, value, back) = match &answer {
+            Ok(value) => (ANSWERED, value.cast_unsigned(), &buffer[..]),
+            Err(ControlError::Refused(error)) => (REFUSED, errno(error), &[][..]),
+            Err(ControlError::Stuck(_)) => (STUCK, 0, &[][..]),
+            Err(ControlError::Ring(error) | ControlError::Lost(error)) => (FAILED, errno(error), &[][..]),
+        };
+        let words = [kind, value, back.len() as u32];
+        let mut message: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        message.extend_from_slice(back);
+        socket.write_all(&message)?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use virtio_devices::ublk::abi::DeviceInfo;
+
+    /// A driver that answers with the number of the device, and refuses and hangs at will.
+    #[derive(Debug)]
+    struct Driver;
+
+    impl Carrier for Driver {
+        fn carry(&mut self, call: &ControlCall, buffer: &mut AlignedBuf) -> Result<i32, ControlError> {
+            match call.device {
+                7 => Err(ControlError::Refused(io::Error::from_raw_os_error(libc::EBUSY))),
+                8 => Err(ControlError::Stuck(call.patience)),
+                device => {
+                    buffer.iter_mut().for_each(|byte| *byte ^= 0xff);
+                    Ok(device.cast_signed() + (call.data >> 40) as i32)
+                }
+            }
+        }
+    }
+
+    fn call(device: u32, patience: Duration) -> ControlCall {
+        ControlCall {
+            command: abi::Command::AddDev,
+            device,
+            data: 5 << 40,
+            path_bytes: 0,
+            patience,
+        }
+    }
+
+    /// A helper whose process does nothing but exist, as one that the kernel holds.
+    fn hung() -> Helper {
+        let mut program = Command::new("sleep");
+        program.arg("1000");
+        let mut helper = Helper::start(program, tempfile::tempfile().expect("a file")).expect("a process");
+        helper.grace = Duration::from_millis(100);
+        helper
+    }
+
+    /// A helper that `Driver` answers for.
+    fn answered(helper: &mut Helper) -> std::thread::JoinHandle<io::Result<()>> {
+        let (ours, theirs) = UnixStream::pair().expect("a socket");
+        helper.socket = ours;
+        std::thread::spawn(move || serve_on(theirs, &mut Driver))
+    }
+
+    #[test]
+    fn what_a_command_says_and_is_answered_goes_over_the_socket_unchanged() {
+        let mut helper = hung();
+        let driver = answered(&mut helper);
+        let patience = Duration::from_secs(20);
+        let mut buffer = AlignedBuf::from_slice(&[1, 2, 3]);
+        let answer = helper.carry(&call(3, patience), &mut buffer);
+        assert_eq!(
+            (answer.expect("an answer"), &buffer[..]),
+            (8, &[0xfe, 0xfd, 0xfc][..])
+        );
+        let mut none = AlignedBuf::zeroed(0);
+        assert_eq!(helper.carry(&call(4, patience), &mut none).expect("an answer"), 9);
+        let refused = helper.carry(&call(7, patience), &mut none).expect_err("refused");
+        assert_eq!(refused.errno(), Some(libc::EBUSY));
+        let stuck = helper.carry(&call(8, patience), &mut none).expect_err("stuck");
+        assert!(
+            matches!(stuck, ControlError::Stuck(after) if after == patience),
+            "{stuck}"
+        );
+        // Nothing else is asked of it.
+        let stuck = helper.carry(&call(3, patience), &mut none).expect_err("stuck");
+        assert!(matches!(stuck, ControlError::Stuck(_)), "{stuck}");
+        drop(helper);
+        assert!(
+            driver.join().expect("it does not panic").is_err(),
+            "the socket's end"
+        );
+    }
+
+    #[test]
+    fn whoever_asks_a_process_that_hangs_is_told_in_time_and_need_not_wait_for_its_end() {
+        let began = Instant::now();
+        let mut helper = hung();
+        let mut buffer = AlignedBuf::from_slice(&[0; 64]);
+        let stuck = helper.carry(&call(1, Duration::from_millis(200)), &mut buffer);
+        assert!(matches!(stuck, Err(ControlError::Stuck(_))), "{stuck:?}");
+        let mut control = Control::over(Box::new(helper));
+        let told = control.add(&DeviceInfo::default()).expect_err("it hangs");
+        let told = crate::error::chain(&told);
+        assert!(
+            told.starts_with("ADD_DEV of /dev/ublkb0 failed (the kernel hangs: see its log"),
+            "{told}"
+        );
+        drop(control);
+        assert!(began.elapsed() < Duration::from_secs(10));
+    }
+
+    #[test]
+    fn a_process_is_waited_for_until_it_ends_and_no_longer_than_said() {
+        let start = |name: &str| Command::new(name).arg("1000").spawn().expect("a process");
+        let began = Instant::now();
+        assert!(ends_until(start("true"), began + Duration::from_secs(60)));
+        assert!(!ends_until(start("false"), began + Duration::from_secs(60)));
+        let id = {
+            let child = start("sleep");
+            let id = child.id();
+            assert!(!ends_until(child, Instant::now() + Duration::from_millis(50)));
+            id
+        };
+        assert!(began.elapsed() < Duration::from_secs(30));
+        let id = rustix::process::Pid::from_raw(id.cast_signed()).expect("a process");
+        rustix::process::kill_process(id, rustix::process::Signal::KILL).expect("it is ours");
+    }
+
+    #[test]
+    fn a_process_that_was_killed_fails_one_command_and_has_a_successor() {
+        let mut helper = hung();
+        helper.child.kill().expect("it is ours");
+        helper.child.wait().expect("it was killed");
+        let before = helper.child.id();
+        let mut none = AlignedBuf::zeroed(0);
+        let lost = helper.carry(&call(1, Duration::from_secs(20)), &mut none);
+        assert!(matches!(lost, Err(ControlError::Lost(_))), "{lost:?}");
+        assert_ne!(helper.child.id(), before);
+        helper.child.kill().expect("it is ours");
+        helper.child.wait().expect("it was killed");
+        let calls = [1, 2, 3].map(|device| call(device, Duration::from_secs(20)));
+        let answers = helper.carry_all(&calls);
+        assert!(
+            answers
+                .iter()
+                .all(|lost| matches!(lost, Err(ControlError::Lost(_)))),
+            "{answers:?}"
+        );
+        helper.child.kill().expect("it is ours");
+        helper.child.wait().expect("it was killed");
+    }
+}
