@@ -12,6 +12,8 @@ use lab::{Error, Guest, Kernel, Lab, Outcome, Scratch, Server, image};
 mod operations;
 #[path = "ublk/scale.rs"]
 mod scale;
+#[path = "ublk/upgrade.rs"]
+mod upgrade;
 #[path = "ublk/zero_copy.rs"]
 mod zero_copy;
 

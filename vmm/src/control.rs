@@ -54,6 +54,13 @@ pub enum Request {
         /// The disk, by its id or, without one, its path.
         id: String,
     },
+    /// Leave block devices of the host to whoever asks, and end.
+    HandOver {
+        /// What is meant by that: 1.
+        version: u32,
+        /// All devices that the server has.
+        devices: Vec<u32>,
+    },
 }
 
 /// The keys of `--disk` with their values.
@@ -106,6 +113,9 @@ impl DiskKeys {
 /// Whoever carries requests out. The answer is what goes out beside `"ok": true`, or the error's text.
 pub type Handler = dyn Fn(Request) -> Result<Value, String> + Send + Sync;
 
+/// Whoever goes on when an answer is out.
+pub type Told = dyn Fn() + Send + Sync;
+
 /// A control socket that is served until it is dropped.
 #[derive(Debug)]
 pub struct Control {
@@ -119,6 +129,15 @@ impl Control {
     ///
     /// [`SocketError`], naming the path.
     pub fn serve(path: &Path, handler: Arc<Handler>) -> Result<Self, SocketError> {
+        Self::serve_and(path, handler, Arc::new(|| ()))
+    }
+
+    /// As [`Control::serve`]; calls `told` after each answer, whether or not the client has taken it.
+    ///
+    /// # Errors
+    ///
+    /// As [`Control::serve`].
+    pub fn serve_and(path: &Path, handler: Arc<Handler>, told: Arc<Told>) -> Result<Self, SocketError> {
         let socket = Socket::listen(path)?;
         let failed = |source| SocketError::Os {
             action: "serve",
@@ -146,10 +165,10 @@ impl Control {
                     tell(&stream, &json!({"ok": false, "error": error})).unwrap_or_default();
                     continue;
                 }
-                let handler = Arc::clone(&handler);
+                let (handler, told) = (Arc::clone(&handler), Arc::clone(&told));
                 let serve = move || {
                     let _seat = seat;
-                    if let Err(error) = serve_client(&stream, &*handler) {
+                    if let Err(error) = serve_client(&stream, &*handler, &*told) {
                         tracing::debug!(%error, "a client of the control socket");
                     }
                 };
@@ -194,7 +213,7 @@ fn tell(mut stream: &UnixStream, answer: &Value) -> io::Result<()> {
 }
 
 /// Answers one client's requests, line by line.
-fn serve_client(stream: &UnixStream, handler: &Handler) -> io::Result<()> {
+fn serve_client(stream: &UnixStream, handler: &Handler, told: &Told) -> io::Result<()> {
     let mut reader = BufReader::new(stream);
     loop {
         let mut line = Vec::new();
@@ -224,8 +243,19 @@ fn serve_client(stream: &UnixStream, handler: &Handler) -> io::Result<()> {
             },
             Err(error) => json!({"ok": false, "error": format!("not a request: {error}")}),
         };
-        tell(stream, &answer)?;
+        let sent = tell(stream, &answer);
+        told();
+        sent?;
     }
+}
+
+/// Why there is no answer to a request, or not the one that was hoped for.
+#[derive(Debug)]
+pub enum AskError {
+    /// Nobody answers.
+    Unanswered(io::Error),
+    /// It was refused, with this reason.
+    Refused(String),
 }
 
 /// Asks the machine behind the socket at `path`; answers what it says.
@@ -234,21 +264,39 @@ fn serve_client(stream: &UnixStream, handler: &Handler) -> io::Result<()> {
 ///
 /// A failure that names the socket, or what the machine refused.
 pub fn ask(path: &Path, request: &Request) -> Result<Value, CommandFailure> {
-    let about =
-        |error: io::Error| CommandFailure::about(format!("no machine answers at {}", path.display()), error);
-    let stream = UnixStream::connect(path).map_err(about)?;
-    let request = serde_json::to_value(request).map_err(|error| about(error.into()))?;
-    tell(&stream, &request).map_err(about)?;
+    ask_within(path, request, None).map_err(|error| match error {
+        AskError::Unanswered(error) => {
+            CommandFailure::about(format!("no machine answers at {}", path.display()), error)
+        }
+        AskError::Refused(told) => CommandFailure::Failed(told.into()),
+    })
+}
+
+/// As [`ask`], of whoever is there, with a limit to how long it may take.
+///
+/// # Errors
+///
+/// [`AskError`]; `TimedOut` if it took too long.
+pub fn ask_within(path: &Path, request: &Request, patience: Option<Duration>) -> Result<Value, AskError> {
+    let unanswered = |error: io::Error| match error.kind() {
+        io::ErrorKind::WouldBlock => AskError::Unanswered(io::ErrorKind::TimedOut.into()),
+        _ => AskError::Unanswered(error),
+    };
+    let stream = UnixStream::connect(path).map_err(unanswered)?;
+    stream.set_read_timeout(patience).map_err(unanswered)?;
+    stream.set_write_timeout(patience).map_err(unanswered)?;
+    let request = serde_json::to_value(request).map_err(|error| unanswered(error.into()))?;
+    tell(&stream, &request).map_err(unanswered)?;
     let mut line = String::new();
-    BufReader::new(&stream).read_line(&mut line).map_err(about)?;
-    let answer: Value = serde_json::from_str(&line).map_err(|error| about(error.into()))?;
+    BufReader::new(&stream).read_line(&mut line).map_err(unanswered)?;
+    let answer: Value = serde_json::from_str(&line).map_err(|error| unanswered(error.into()))?;
     if answer["ok"] == Value::Bool(true) {
         return Ok(answer);
     }
     let told = answer["error"]
         .as_str()
         .unwrap_or("it says nothing that makes sense");
-    Err(CommandFailure::Failed(told.to_owned().into()))
+    Err(AskError::Refused(told.to_owned()))
 }
 
 #[cfg(test)]
@@ -269,6 +317,7 @@ mod tests {
                 Err(error) => Err(error.to_string()),
             },
             Request::DiskRemove { id } => Ok(json!({ "id": id })),
+            Request::HandOver { devices, .. } => Ok(json!({ "devices": devices })),
         };
         let control = Control::serve(&path, Arc::new(handler)).expect("a socket");
         (folder, path, control)
@@ -336,6 +385,7 @@ mod tests {
                 }
                 Request::DiskRemove { .. } => "disk-remove",
                 Request::DiskResize { .. } => "disk-resize",
+                Request::HandOver { .. } => "hand-over",
             });
         }
         assert_eq!(
@@ -346,10 +396,11 @@ mod tests {
                 "resume",
                 "disk-add",
                 "disk-remove",
-                "disk-resize"
+                "disk-resize",
+                "hand-over"
             ]
         );
-        assert_eq!(answers.len(), 7, "an answer for each, and an error");
+        assert_eq!(answers.len(), 8, "an answer for each, and an error");
         for answer in answers {
             let refused = answer["error"].is_string();
             assert_eq!(answer["ok"], Value::Bool(!refused), "{answer}");
@@ -428,6 +479,31 @@ mod tests {
                 "{answer}"
             );
         }
+    }
+
+    #[test]
+    fn whoever_does_not_answer_in_time_is_not_waited_for_and_an_end_comes_after_its_answer() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("control");
+        let silent = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
+        let asked = ask_within(&path, &Request::Info {}, Some(Duration::from_millis(30)));
+        assert!(matches!(asked, Err(AskError::Unanswered(error)) if error.kind() == io::ErrorKind::TimedOut));
+        drop(silent);
+        std::fs::remove_file(&path).expect("it is there");
+
+        let (count, heard) = (Arc::new(AtomicUsize::new(0)), folder.path().join("other"));
+        let (asked, told) = (Arc::clone(&count), Arc::clone(&count));
+        let handler = move |_| Ok(json!({ "before": asked.load(Ordering::SeqCst) }));
+        let told = move || {
+            told.fetch_add(1, Ordering::SeqCst);
+        };
+        let _control = Control::serve_and(&heard, Arc::new(handler), Arc::new(told)).expect("a socket");
+        let answer = say(&heard, b"{\"command\":\"info\"}\n{\"command\":\"info\"}\n");
+        assert!(
+            answer.contains("\"before\":0") && answer.contains("\"before\":1"),
+            "{answer}"
+        );
+        assert_eq!(count.load(Ordering::SeqCst), 2);
     }
 
     #[test]

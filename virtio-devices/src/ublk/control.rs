@@ -397,6 +397,18 @@ impl Control {
         self.plain(Command::UpdateSize, device, size_bytes / SECTOR_BYTES, PROMPT)
     }
 
+    /// Lets nothing new come to the server of a device: it waits for the next one. What the server has it can still
+    /// answer. The driver then waits up to `wait`, until each queue has a tag without a request.
+    ///
+    /// # Errors
+    ///
+    /// [`CommandError`]: `EBUSY` if there was none in time; nothing new comes all the same.
+    pub fn quiesce(&mut self, device: u32, wait: Duration) -> Result<(), CommandError> {
+        // Zero is for ever.
+        let wait_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).max(1);
+        self.plain(Command::QuiesceDev, device, wait_ms, PROMPT + wait)
+    }
+
     /// Begins to serve a device whose server is gone, waiting at most `patience` for the driver to notice that.
     ///
     /// # Errors

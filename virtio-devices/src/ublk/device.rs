@@ -3,6 +3,8 @@
 //! What must stay true: whatever fails on the way up is taken down again, so that no half-made device is left. A
 //! device that was to outlive its server, and is only served here, is left as it was found.
 
+mod hand_over;
+
 use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -20,6 +22,7 @@ use super::channel::{KernelChannel, Transport, become_io_flusher};
 use super::control::{CommandError, Control, char_path};
 use super::params::{self, ParamsError};
 use super::queue::{Counts, Events, QueueState, UblkQueue};
+pub use hand_over::HandOverError;
 
 /// How long queues may take to drain when their device was stopped.
 const DRAIN: Duration = Duration::from_secs(30);

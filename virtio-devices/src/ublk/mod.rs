@@ -15,6 +15,8 @@ mod channel;
 mod control;
 mod device;
 #[cfg(test)]
+mod hand_over_tests;
+#[cfg(test)]
 mod model;
 mod params;
 mod queue;
@@ -29,8 +31,8 @@ pub use control::{
     open_control,
 };
 pub use device::{
-    AddError, CloseError, RecoveringDevice, Recovery, ResizeError, TransportChoice, UblkConfig, UblkDevice,
-    ZERO_COPY_FROM,
+    AddError, CloseError, HandOverError, RecoveringDevice, Recovery, ResizeError, TransportChoice,
+    UblkConfig, UblkDevice, ZERO_COPY_FROM,
 };
 pub use params::ParamsError;
-pub use queue::{Counts, Events, QueueEvent, QueueState, UblkQueue};
+pub use queue::{Counts, Duty, Events, QueueEvent, QueueState, UblkQueue};

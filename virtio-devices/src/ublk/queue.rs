@@ -8,7 +8,8 @@
 //! ```
 //!
 //! What must stay true: a request that was fetched is committed exactly once, whatever becomes of it, because the
-//! kernel waits for it with the whole machine's disks behind it. A read or write commits all its bytes or an error.
+//! kernel waits for it with the whole machine's disks behind it. The exception is a queue that another server goes on
+//! with ([`Duty`]): what it keeps is given to that one when this process has ended, and reaches the disk there only. A read or write commits all its bytes or an error.
 //! Only an abort ends a tag; any other error is a fault of ours and is told, never counted as an end. A request with
 //! registered pages is answered when nothing names them any more: the answer takes them out of their place, and the
 //! next request's come in.
@@ -16,7 +17,7 @@
 use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
 use block::worker::Frontend;
 use block::{Buffer, CompletionSink, DiskQueue, Done, Op, Request};
@@ -72,12 +73,30 @@ impl std::ops::AddAssign for Counts {
     }
 }
 
+/// What a queue does with requests: all there is to do, or less and less of it before another server goes on.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[repr(u8)]
+pub enum Duty {
+    /// It serves them.
+    Serve,
+    /// As [`Duty::Serve`], and it counts those that are not answered.
+    Finish,
+    /// As [`Duty::Finish`], but what fails is kept, for the next server to try.
+    FinishWell,
+    /// Nothing goes to the disk any more. What comes is kept, and so is what the disk still answers.
+    Keep,
+}
+
 /// What is shared between a queue and its owner.
 pub struct QueueState {
     /// The tags that have not ended.
     tags: AtomicUsize,
     /// Set to let the queue go although the driver has not ended its tags.
     abandoned: AtomicBool,
+    /// A [`Duty`].
+    duty: AtomicU8,
+    /// Requests that are not done, if its duty is not to serve; `usize::MAX` until they are counted.
+    unfinished: AtomicUsize,
     requests: AtomicU64,
     bytes: AtomicU64,
     errors: AtomicU64,
@@ -104,6 +123,8 @@ impl QueueState {
         Arc::new(Self {
             tags: AtomicUsize::new(0),
             abandoned: AtomicBool::new(false),
+            duty: AtomicU8::new(Duty::Serve as u8),
+            unfinished: AtomicUsize::new(usize::MAX),
             requests: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             errors: AtomicU64::new(0),
@@ -124,6 +145,28 @@ impl QueueState {
     /// Lets the queue go without its tags' ends. Its ring must be closed then: that makes the driver end them.
     pub fn abandon(&self) {
         self.abandoned.store(true, Ordering::Release);
+    }
+
+    /// Gives the queue another duty. On its worker's thread the queue does nothing by the old one from then on.
+    pub fn set_duty(&self, duty: Duty) {
+        self.unfinished.store(usize::MAX, Ordering::Release);
+        self.duty.store(duty as u8, Ordering::Release);
+    }
+
+    fn duty(&self) -> Duty {
+        match self.duty.load(Ordering::Acquire) {
+            0 => Duty::Serve,
+            1 => Duty::Finish,
+            2 => Duty::FinishWell,
+            _ => Duty::Keep,
+        }
+    }
+
+    /// How many requests the disk has or, unless they are kept, are not committed; `None` until the queue has counted
+    /// them, which it does in each round of its worker once it has another duty than to serve.
+    #[must_use]
+    pub fn unfinished(&self) -> Option<usize> {
+        Some(self.unfinished.load(Ordering::Acquire)).filter(|&count| count != usize::MAX)
     }
 
     /// What it has done so far.
@@ -154,6 +197,8 @@ enum Tag {
     Served { answer: i32, deliver: bool },
     /// It waits for a slot of the ring, or for its pages to be free, to be committed.
     Answered { answer: i32 },
+    /// Its request is the next server's.
+    Kept,
     /// The driver will bring nothing more.
     Ended,
 }
@@ -288,6 +333,7 @@ impl<C: Channel> UblkQueue<C> {
             let place = self.tags.get(usize::from(tag));
             assert_eq!(place, Some(&Tag::Waiting), "tag {tag} was not waiting");
             match result {
+                IO_RES_OK if self.state.duty() == Duty::Keep => self.tags[usize::from(tag)] = Tag::Kept,
                 IO_RES_OK => self.serve(tag),
                 IO_RES_ABORT => self.end(tag),
                 other => {
@@ -386,6 +432,13 @@ impl<C: Channel> UblkQueue<C> {
             self.channel.give_back(tag, done.buffer);
         }
         let state = &self.state;
+        match (state.duty(), &result) {
+            (Duty::Keep, _) | (Duty::FinishWell, Err(_)) => {
+                self.tags[usize::from(tag)] = Tag::Kept;
+                return;
+            }
+            _ => {}
+        }
         state.requests.fetch_add(1, Ordering::Relaxed);
         match result {
             Ok(()) => {
@@ -412,6 +465,19 @@ impl<C: Channel> UblkQueue<C> {
             self.tags[usize::from(tag)] = Tag::Answered { answer };
             self.answered.push(tag);
         }
+    }
+
+    /// Says how much is still to be done before another server may go on.
+    #[cold]
+    fn count_unfinished(&self) {
+        let keeps = self.state.duty() == Duty::Keep;
+        let is_unfinished = |tag: &&Tag| match tag {
+            Tag::Served { .. } => true,
+            Tag::Answered { .. } => !keeps,
+            Tag::Waiting | Tag::Kept | Tag::Ended => false,
+        };
+        let count = self.tags.iter().filter(is_unfinished).count();
+        self.state.unfinished.store(count, Ordering::Release);
     }
 
     /// Commits what could not be committed before.
@@ -456,7 +522,11 @@ impl<C: Channel> Frontend for UblkQueue<C> {
             self.done = done;
         }
         // Here too, because a queue that is to be removed is not polled, and what the driver gave it is its own.
-        any | self.take()
+        any |= self.take();
+        if self.state.duty() != Duty::Serve {
+            self.count_unfinished();
+        }
+        any
     }
 
     fn prepare_sleep(&mut self) -> bool {

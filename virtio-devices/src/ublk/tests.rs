@@ -17,20 +17,20 @@ const IO_BYTES_MAX: u32 = 64 << 10;
 const DEVICE: u32 = 5;
 
 /// A queue, the driver below it, and the worker's part played by the test.
-struct World {
+pub(super) struct World {
     cx: Context,
-    model: Model,
-    state: Arc<QueueState>,
+    pub(super) model: Model,
+    pub(super) state: Arc<QueueState>,
     events: Arc<Mutex<Vec<QueueEvent>>>,
     queue: Option<UblkQueue<ModelChannel>>,
 }
 
 impl World {
-    fn new(disk: &MemDisk, depth: u16) -> Self {
+    pub(super) fn new(disk: &MemDisk, depth: u16) -> Self {
         Self::on(disk, Model::new(depth), depth)
     }
 
-    fn on(disk: &MemDisk, model: Model, depth: u16) -> Self {
+    pub(super) fn on(disk: &MemDisk, model: Model, depth: u16) -> Self {
         let cx = Context::syscalls();
         let events = Arc::new(Mutex::new(Vec::new()));
         let heard = Arc::clone(&events);
@@ -58,7 +58,7 @@ impl World {
         self.queue().publish();
     }
 
-    fn rounds(&mut self) {
+    pub(super) fn rounds(&mut self) {
         for _ in 0..8 {
             self.round();
         }

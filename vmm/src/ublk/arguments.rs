@@ -18,6 +18,11 @@ pub enum UblkCommand {
     ///
     /// What they waited for is carried out. The disks are those they were made with, unless --disk says otherwise.
     Recover(RecoverArguments),
+    /// Take devices over from the server that serves them
+    ///
+    /// Their users notice nothing but a pause. The old server answers what is under way, closes the images and ends with 0; what
+    /// is in the way of that is found before it is asked, and leaves all as it was.
+    Upgrade(UpgradeArguments),
     /// The devices there are
     List {
         /// As JSON
@@ -150,6 +155,20 @@ pub struct RecoverArguments {
     /// The disk of each, in order [default: what is remembered]
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     pub disk: Vec<String>,
+    /// How they are served
+    #[command(flatten)]
+    pub serve: ServeArguments,
+}
+
+/// What `ublk upgrade` takes.
+#[derive(Args, Debug)]
+pub struct UpgradeArguments {
+    /// Their numbers, or /dev/ublkbN; a server hands over all it has
+    #[arg(value_name = "DEVICE", value_parser = device, required_unless_present = "all", conflicts_with = "all")]
+    pub devices: Vec<u32>,
+    /// All that are served and remembered
+    #[arg(long)]
+    pub all: bool,
     /// How they are served
     #[command(flatten)]
     pub serve: ServeArguments,

@@ -18,7 +18,7 @@ fn failed(error: CommandError) -> CommandFailure {
 }
 
 /// The numbers of all devices, in order.
-fn all() -> Vec<u32> {
+pub(super) fn all() -> Vec<u32> {
     // Where the driver has no devices yet, it has no class.
     let entries = fs::read_dir("/sys/class/ublk-char").into_iter().flatten();
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());

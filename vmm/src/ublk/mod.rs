@@ -7,6 +7,7 @@ pub mod arguments;
 mod background;
 mod devices;
 mod groups;
+mod hand_over;
 mod helper;
 mod links;
 mod parallel;
@@ -14,6 +15,7 @@ mod ready;
 mod resume;
 mod serve;
 mod state;
+mod upgrade;
 mod usage;
 
 use arguments::UblkCommand;
@@ -29,6 +31,7 @@ pub fn run(command: UblkCommand) -> Result<u8, CommandFailure> {
     match command {
         UblkCommand::Add(arguments) => serve::add(&arguments),
         UblkCommand::Recover(arguments) => serve::recover(&arguments),
+        UblkCommand::Upgrade(arguments) => serve::upgrade(&arguments),
         UblkCommand::List { json } => devices::list(json),
         UblkCommand::Info { device, json } => devices::info(device, json),
         UblkCommand::Features { json } => devices::features(json),

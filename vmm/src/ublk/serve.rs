@@ -15,11 +15,12 @@ use virtio_devices::ublk::{
     UblkConfig, UblkDevice, block_path,
 };
 
-use super::arguments::{AddArguments, RecoverArguments, ServeArguments};
+use super::arguments::{AddArguments, RecoverArguments, ServeArguments, UpgradeArguments};
 use super::groups::Groups;
 use super::resume::{self, Found};
 use super::state::{self, DeviceState};
-use super::{background, devices, helper, links, parallel, ready, usage};
+use super::upgrade::{self, Predecessor};
+use super::{background, devices, hand_over, helper, links, parallel, ready, usage};
 use crate::control::{Control as ControlSocket, Request};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
@@ -44,6 +45,8 @@ struct Served {
 struct Shared {
     control: Control,
     devices: BTreeMap<u32, Served>,
+    /// They are another server's now, and this process is about to end.
+    handed_over: bool,
 }
 
 type Server = Arc<Mutex<Shared>>;
@@ -143,7 +146,7 @@ pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
     if arguments.serve.daemonize {
         return background::start();
     }
-    serve(wanted, &arguments.serve)
+    serve(wanted, Vec::new(), &arguments.serve)
 }
 
 /// `ringdisk ublk recover`.
@@ -165,11 +168,41 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
     if ids.is_empty() {
         return Ok(EXIT_OK);
     }
-    let mut groups = Groups::parse(&arguments.serve.rate_limit_group)?;
+    let wanted = again(&ids, &arguments.disk, &arguments.serve)?;
+    if arguments.serve.daemonize {
+        return background::start();
+    }
+    serve(wanted, Vec::new(), &arguments.serve)
+}
+
+/// `ringdisk ublk upgrade`.
+///
+/// # Errors
+///
+/// A failure that names the device, the disk or its server. Unless it says otherwise, that server goes on.
+pub(super) fn upgrade(arguments: &UpgradeArguments) -> Result<u8, CommandFailure> {
+    let predecessors = upgrade::find(&arguments.devices, arguments.all)?;
+    let ids: Vec<u32> = predecessors.iter().flat_map(Predecessor::devices).collect();
+    if ids.is_empty() {
+        return Ok(EXIT_OK);
+    }
+    let wanted = again(&ids, &[], &arguments.serve)?;
+    for wanted in &wanted {
+        open::rehearse(&wanted.disk).map_err(|error| CommandFailure::Failed(error.into()))?;
+    }
+    if arguments.serve.daemonize {
+        return background::start();
+    }
+    serve(wanted, predecessors, &arguments.serve)
+}
+
+/// Devices that there are already, with their disks as they are given or, where none are, remembered.
+fn again(ids: &[u32], disks: &[String], arguments: &ServeArguments) -> Result<Vec<Wanted>, CommandFailure> {
+    let mut groups = Groups::parse(&arguments.rate_limit_group)?;
     let mut wanted = Vec::new();
-    for (index, id) in ids.into_iter().enumerate() {
+    for (index, &id) in ids.iter().enumerate() {
         let remembered = DeviceState::load(id);
-        let (text, directory) = match (arguments.disk.get(index), &remembered) {
+        let (text, directory) = match (disks.get(index), &remembered) {
             (Some(text), _) => (text.clone(), here()?),
             (None, Some(state)) => (state.disk.clone(), state.directory.clone()),
             (None, None) => {
@@ -181,7 +214,7 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
         let group = remembered.and_then(|state| state.rate_limit_group);
         let rate_limit_group = groups.join(&mut disk, group.as_deref())?;
         disk.path = directory.join(&disk.path);
-        let config = config(&disk, &arguments.serve)?;
+        let config = config(&disk, arguments)?;
         wanted.push(Wanted {
             recover: Some(id),
             half_made: None,
@@ -193,10 +226,7 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
             outlives: true,
         });
     }
-    if arguments.serve.daemonize {
-        return background::start();
-    }
-    serve(wanted, &arguments.serve)
+    Ok(wanted)
 }
 
 fn here() -> Result<PathBuf, CommandFailure> {
@@ -235,8 +265,12 @@ fn config(disk: &DiskConfig, serve: &ServeArguments) -> Result<UblkConfig, Comma
     Ok(config)
 }
 
-/// Serves all of them until the end.
-fn serve(wanted: Vec<Wanted>, arguments: &ServeArguments) -> Result<u8, CommandFailure> {
+/// Serves all of them until the end, some of them instead of others who do so now.
+fn serve(
+    mut wanted: Vec<Wanted>,
+    predecessors: Vec<Predecessor>,
+    arguments: &ServeArguments,
+) -> Result<u8, CommandFailure> {
     let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
     if arguments.detached {
         background::leave_session().map_err(start)?;
@@ -254,20 +288,32 @@ fn serve(wanted: Vec<Wanted>, arguments: &ServeArguments) -> Result<u8, CommandF
     let server: Server = Arc::new(Mutex::new(Shared {
         control,
         devices: BTreeMap::new(),
+        handed_over: false,
     }));
     let (sender, events) = mpsc::channel();
     let socket = Path::new(state::FOLDER).join(format!("server-{}.sock", std::process::id()));
     let shared = Arc::clone(&server);
     let answer = move |request| answer(&shared, request);
-    let served = ControlSocket::serve(&socket, Arc::new(answer));
+    let (shared, own) = (Arc::clone(&server), socket.clone());
+    let told = move || {
+        if lock(&shared).handed_over {
+            hand_over::end(&own);
+        }
+    };
+    let served = ControlSocket::serve_and(&socket, Arc::new(answer), Arc::new(told));
     let _socket = served.map_err(|error| CommandFailure::Failed(error.into()))?;
 
+    let taken = upgrade::take(predecessors)?;
+    wanted.retain(|disk| disk.recover.is_none_or(|id| !taken.was_refused(id)));
+
     // What is wrong with an image shows before the first device is there.
-    let opened = parallel::each(wanted, open_disk)?;
+    let orphaned = |failure| taken.orphaned(failure);
+    let opened = parallel::each(wanted, open_disk).map_err(orphaned)?;
     let (mut first_failure, brought) = match bring_up(&server, opened, &sender, &socket, arguments) {
-        Ok((lines, failure)) => (failure, Some(lines)),
-        Err(failure) => (Some(failure), None),
+        Ok((lines, failure)) => (failure.map(orphaned), Some(lines)),
+        Err(failure) => (Some(orphaned(failure)), None),
     };
+    first_failure = taken.end().or(first_failure);
     if let Some(mut lines) = brought {
         stop_on_signal(signals, sender).map_err(start)?;
         if arguments.detached {
@@ -430,6 +476,9 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailur
     let mut first_failure = None;
     while let Ok(event) = events.recv() {
         let mut shared = lock(server);
+        if shared.handed_over {
+            continue;
+        }
         match event {
             Event::Stop(signal) => {
                 tracing::info!(signal, "stopping");
@@ -504,7 +553,11 @@ pub(super) fn sync() {
 /// Carries out what the control socket is asked.
 fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String> {
     let mut shared = lock(server);
-    let Shared { control, devices } = &mut *shared;
+    let Shared {
+        control,
+        devices,
+        handed_over,
+    } = &mut *shared;
     match request {
         Request::Info {} => {
             let list = devices.iter().map(|(id, served)| {
@@ -522,7 +575,16 @@ fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String
                     "fallbacks": counts.fallbacks,
                 })
             });
-            Ok(json!({"devices": list.collect::<Vec<_>>()}))
+            Ok(json!({"devices": list.collect::<Vec<_>>(), "hand_over": hand_over::VERSION}))
+        }
+        Request::HandOver {
+            version,
+            devices: asked,
+        } => {
+            let devices: Vec<&UblkDevice> = devices.values().map(|served| &served.device).collect();
+            let left = hand_over::leave(control, &devices, version, &asked)?;
+            *handed_over = true;
+            Ok(left)
         }
         Request::DiskResize { id, size } => {
             let served = id.parse().ok().and_then(|id: u32| devices.get(&id));

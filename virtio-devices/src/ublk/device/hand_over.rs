@@ -1,0 +1,157 @@
+//! A device goes over to another process while it is used: an orderly end of this one, and a recovery there.
+//!
+//! The driver lets go of a server only when its process ends. So what is to be done here is to leave nothing half done: the
+//! requests that this server has are answered, or kept for the next one to do again, the disk is closed cleanly, and then
+//! the process ends with its rings as they are. To close them earlier gains nothing, and drivers before 6.15 take
+//! harm from it: their cancelling races with requests that are on their way to the ring.
+//!
+//! What must stay true: once [`UblkDevice::settle`] has returned, nothing that the driver brings reaches the disk any
+//! more. And no request fails for the hand-over: where the driver can, it is told to bring nothing new, and what it has brought
+//! is answered; where it cannot, what was not answered is done again by the next server, which needs
+//! [`Recovery::Reissue`].
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use block::IoError;
+use block::worker::WorkerGone;
+
+use super::super::abi::Flags;
+use super::super::control::{CommandError, Control};
+use super::super::queue::Duty;
+use super::{DRAIN, Recovery, UblkDevice};
+
+/// How long the driver may wait for a tag without a request. It need not: the process' end frees all of them.
+const QUIESCE: Duration = Duration::from_millis(1);
+
+/// Why a device does not go over to another process.
+#[derive(Debug, thiserror::Error)]
+pub enum HandOverError {
+    /// I/O would fail meanwhile.
+    #[error("/dev/ublkb{device} {why}")]
+    Refused {
+        /// The device.
+        device: u32,
+        /// What is in the way.
+        why: &'static str,
+    },
+    /// The driver refused a command.
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    /// Requests do not end.
+    #[error("the disk of /dev/ublkb{device} has not answered all requests in {} s", DRAIN.as_secs())]
+    Undrained {
+        /// The device.
+        device: u32,
+    },
+    /// A worker has ended.
+    #[error(transparent)]
+    Worker(#[from] WorkerGone),
+    /// The disk says so.
+    #[error("cannot close the disk of /dev/ublkb{device} cleanly")]
+    Disk {
+        /// The device.
+        device: u32,
+        /// Why.
+        #[source]
+        source: IoError,
+    },
+}
+
+impl Recovery {
+    /// What keeps a device with these flags from changing servers without an error, if anything does.
+    #[must_use]
+    pub fn obstacle(flags: Flags) -> Option<&'static str> {
+        match Self::of(flags) {
+            Self::Off => Some("was made with --recovery off: it cannot outlive its server"),
+            Self::Fail => Some("was made with --recovery fail: I/O fails while it has no server"),
+            Self::Wait if !flags.contains(Flags::QUIESCE) => Some(
+                "was made with --recovery wait: what is under way fails when it changes servers, on kernels before 6.16",
+            ),
+            Self::Wait | Self::Reissue => None,
+        }
+    }
+}
+
+impl UblkDevice {
+    /// Begins to hand the device over: from now on there is less and less to do. There is no way back but the end of
+    /// this process, and a successor.
+    ///
+    /// # Errors
+    ///
+    /// [`HandOverError`]; nothing has changed then.
+    pub fn retire(&self, control: &mut Control) -> Result<(), HandOverError> {
+        let (device, flags) = (self.info.dev_id, self.info.flags());
+        if let Some(why) = Recovery::obstacle(flags) {
+            return Err(HandOverError::Refused { device, why });
+        }
+        if !flags.contains(Flags::QUIESCE) {
+            return self.set_duty(Duty::Keep);
+        }
+        match control.quiesce(device, QUIESCE) {
+            // Nothing new comes all the same.
+            Err(error) if error.errno() == Some(libc::EBUSY) => {}
+            quiesced => quiesced?,
+        }
+        self.set_duty(match Recovery::of(flags) {
+            Recovery::Reissue => Duty::FinishWell,
+            _ => Duty::Finish,
+        })
+    }
+
+    /// Waits until the disk has answered, and closes it as a clean shutdown should. Comes after [`UblkDevice::retire`];
+    /// all that can follow is the end of this process. The disk's lock is held until then.
+    ///
+    /// # Errors
+    ///
+    /// [`HandOverError`]. The device is to be recovered then as after a kill.
+    pub fn settle(&self) -> Result<(), HandOverError> {
+        let device = self.info.dev_id;
+        // Whoever waits for the host's space would wait for ever.
+        let _held = self.disk.hold_off();
+        let deadline = Instant::now() + DRAIN;
+        self.wait_until_finished(deadline)?;
+        // Whatever still comes is not for this disk.
+        self.set_duty(Duty::Keep)?;
+        self.wait_until_finished(deadline)?;
+        let disk = Arc::clone(&self.disk);
+        if let Some(worker) = self.workers.first() {
+            let closed = worker.block_on(move |cx| disk.close(cx))?;
+            closed.map_err(|source| HandOverError::Disk { device, source })?;
+        }
+        Ok(())
+    }
+
+    /// Changes what the queues do, between two rounds of their workers: when this returns nobody does by the old duty.
+    fn set_duty(&self, duty: Duty) -> Result<(), HandOverError> {
+        for queue in &self.queues {
+            let state = Arc::clone(&queue.state);
+            self.workers[queue.worker].run(move |_| state.set_duty(duty))?;
+        }
+        Ok(())
+    }
+
+    /// Waits until no queue has anything to finish.
+    fn wait_until_finished(&self, deadline: Instant) -> Result<(), HandOverError> {
+        let mut quiet_rounds = 0;
+        // What the driver had sent before it was told not to is there after one whole round. Such a round lies between
+        // two commands to a worker.
+        while quiet_rounds < 3 {
+            if Instant::now() > deadline {
+                let device = self.info.dev_id;
+                return Err(HandOverError::Undrained { device });
+            }
+            for worker in &self.workers {
+                worker.run(|_| ())?;
+            }
+            let finished = |queue: &super::Queue| queue.state.unfinished() == Some(0);
+            if self.queues.iter().all(finished) {
+                quiet_rounds += 1;
+            } else {
+                quiet_rounds = 0;
+                std::thread::sleep(Duration::from_micros(200));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,132 @@
+//! A queue that another server goes on with: what it still does, what it keeps, and that nothing is lost between the two.
+
+use block::{IoError, Op};
+
+use super::abi::op;
+use super::model::Io;
+use super::queue::Duty;
+use super::tests::World;
+use crate::testing::MemDisk;
+
+fn writes(disk: &MemDisk) -> usize {
+    let is_write = |(op, ..): &(Op, u64, u64)| matches!(op, Op::Write { .. });
+    disk.log().into_iter().filter(is_write).count()
+}
+
+/// Not one byte of what comes after the last count reaches the disk, however long the driver goes on bringing requests.
+#[test]
+fn nothing_reaches_the_disk_once_requests_are_kept_and_the_next_server_does_all_of_it() {
+    let disk = MemDisk::new();
+    let mut old = World::new(&disk, 4);
+    // Some are at the disk when it begins, one is done, and more come.
+    old.model.request(Io::write(0, &[1; 512]));
+    old.rounds();
+    disk.hold();
+    let numbers: Vec<usize> = (1..3)
+        .map(|sector| old.model.request(Io::write(sector, &[sector as u8; 512])))
+        .collect();
+    let read = old.model.request(Io::new(op::READ, 0, 1));
+    old.rounds();
+    assert_eq!(disk.held(), 3);
+    old.state.set_duty(Duty::Keep);
+    let late: Vec<usize> = (3..9)
+        .map(|sector| old.model.request(Io::write(sector, &[sector as u8; 512])))
+        .collect();
+    assert_eq!(old.state.unfinished(), None, "nobody has counted");
+    old.rounds();
+    assert_eq!(old.state.unfinished(), Some(3), "the disk has them");
+    disk.release();
+    old.rounds();
+    assert_eq!(old.state.unfinished(), Some(0));
+    let (asked, bytes) = (disk.log().len(), disk.bytes(0, 8192));
+    assert_eq!(old.model.unanswered(), 9, "the next server answers them");
+    for sector in 9..12 {
+        old.model.request(Io::write(sector, &[sector as u8; 512]));
+    }
+    old.rounds();
+    assert_eq!((disk.log().len(), disk.bytes(0, 8192)), (asked, bytes));
+
+    let model = old.model.clone();
+    old.state.abandon();
+    drop(old);
+    model.server_died();
+    let mut new = World::on(&disk, model, 4);
+    for _ in 0..8 {
+        new.rounds();
+    }
+    assert_eq!(new.model.unanswered(), 0);
+    for number in numbers.into_iter().chain(late) {
+        assert_eq!(new.model.result(number), 512);
+    }
+    assert_eq!(new.model.io(read).data, [1; 512]);
+    let expected: Vec<u8> = (0..12u8).flat_map(|sector| [sector.max(1); 512]).collect();
+    let mut expected = expected;
+    expected[..512].fill(1);
+    assert_eq!(disk.bytes(0, 12 * 512), expected);
+}
+
+/// A driver that brings nothing new is answered all it has brought.
+#[test]
+fn what_is_to_be_finished_is_answered_and_counted_until_it_is() {
+    let disk = MemDisk::new();
+    let mut world = World::new(&disk, 4);
+    disk.hold();
+    let numbers: Vec<usize> = (0..4)
+        .map(|sector| world.model.request(Io::write(sector, &[7; 512])))
+        .collect();
+    world.rounds();
+    world.state.set_duty(Duty::Finish);
+    world.rounds();
+    assert_eq!(world.state.unfinished(), Some(4));
+    disk.release();
+    // Answers that find no slot are not given yet.
+    world.model.refuse(40);
+    world.rounds();
+    assert_eq!((world.state.unfinished(), writes(&disk)), (Some(4), 4));
+    world.model.refuse(0);
+    world.rounds();
+    assert_eq!(world.state.unfinished(), Some(0));
+    for number in numbers {
+        assert_eq!(world.model.result(number), 512);
+    }
+    // The driver ends its tags, or leaves them to the end of the process.
+    world.model.abort();
+    world.rounds();
+    assert_eq!((world.state.unfinished(), world.state.tags()), (Some(0), 0));
+}
+
+/// A write that fails because its server goes, as one that waits for space does, is no error to whoever wrote.
+#[test]
+fn what_fails_meanwhile_is_tried_by_the_next_server_if_that_may_do_it_again() {
+    for (duty, kept) in [(Duty::Finish, false), (Duty::FinishWell, true)] {
+        let disk = MemDisk::new();
+        let mut old = World::new(&disk, 4);
+        disk.hold();
+        let fine = old.model.request(Io::write(0, &[1; 512]));
+        let failing = old.model.request(Io::write(1, &[2; 512]));
+        old.rounds();
+        old.state.set_duty(duty);
+        disk.fail(Some(IoError::Host { errno: libc::ENOSPC }));
+        disk.release();
+        old.rounds();
+        assert_eq!(old.state.unfinished(), Some(0));
+        if !kept {
+            assert_eq!(old.model.result(failing), -libc::ENOSPC);
+            old.model.abort();
+            old.rounds();
+            continue;
+        }
+        assert_eq!(old.model.unanswered(), 2);
+        disk.fail(None);
+        let model = old.model.clone();
+        old.state.abandon();
+        drop(old);
+        model.server_died();
+        let mut new = World::on(&disk, model, 4);
+        new.rounds();
+        assert_eq!((new.model.result(fine), new.model.result(failing)), (512, 512));
+        assert_eq!(disk.bytes(512, 512), [2; 512]);
+        new.model.abort();
+        new.rounds();
+    }
+}

@@ -1,0 +1,77 @@
+//! The old server's part of an upgrade: it leaves its devices to another, all of them, and ends.
+//!
+//! What must stay true: what is asked is refused while nothing has changed, or carried out to the end, which is the end of
+//! this process. Devices are left as they are, with their rings, because only the process' end makes the driver let go
+//! of it; and the images stay locked until then.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+use virtio_devices::ublk::{Control, HandOverError, Recovery, UblkDevice, block_path};
+
+use crate::error::{EXIT_OK, chain};
+
+/// What this version means by handing over.
+pub(super) const VERSION: u32 = 1;
+
+/// Leaves all devices: nothing more reaches their images when this returns, which are closed. The process must end then.
+///
+/// # Errors
+///
+/// Why not; all is as it was.
+pub(super) fn leave(
+    control: &mut Control,
+    devices: &[&UblkDevice],
+    version: u32,
+    asked: &[u32],
+) -> Result<Value, String> {
+    if version != VERSION {
+        return Err(format!(
+            "it hands devices over in version {VERSION}, and was asked in version {version}"
+        ));
+    }
+    let ids: Vec<u32> = devices.iter().map(|device| device.id()).collect();
+    if ids != asked {
+        return Err(format!("it serves {}", names(&ids)));
+    }
+    for device in devices {
+        if let Some(why) = Recovery::obstacle(device.info().flags()) {
+            return Err(format!("{} {why}", block_path(device.id())));
+        }
+    }
+    tracing::info!(?ids, "handing over");
+    let mut failures = Vec::new();
+    let mut note = |error: HandOverError| {
+        let told = chain(&error);
+        tracing::error!(%told, "not handed over cleanly");
+        failures.push(told);
+    };
+    for (index, device) in devices.iter().enumerate() {
+        match device.retire(control) {
+            Err(error) if index == 0 => return Err(chain(&error)),
+            // There is no way back for those before it. This one goes as if this process were killed.
+            Err(error) => note(error),
+            Ok(()) => {}
+        }
+    }
+    for device in devices {
+        if let Err(error) = device.settle() {
+            note(error);
+        }
+    }
+    Ok(json!({ "devices": ids, "failures": failures }))
+}
+
+/// Devices, for people.
+pub(super) fn names(ids: &[u32]) -> String {
+    let paths: Vec<String> = ids.iter().map(|&id| block_path(id)).collect();
+    paths.join(" and ")
+}
+
+/// Ends the process, which has left its devices.
+pub(super) fn end(socket: &Path) {
+    // It would go with the server, which is not taken down.
+    std::fs::remove_file(socket).unwrap_or_default();
+    tracing::info!("handed over");
+    std::process::exit(EXIT_OK.into());
+}

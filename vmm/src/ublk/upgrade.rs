@@ -1,0 +1,289 @@
+//! The new server's part of an upgrade: it finds out who serves the devices now, asks them to leave, and then goes on as after
+//! a kill.
+//!
+//! What must stay true: whatever can be found out beforehand is, so that what was served stays served. And no image is opened
+//! before its server's process has ended, with the lock still to be had after that: so none of its writes comes later than
+//! ours.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use virtio_devices::ublk::abi::{Flags, State};
+use virtio_devices::ublk::{Recovery, block_path};
+
+use super::hand_over::{VERSION, names};
+use super::state::DeviceState;
+use super::{devices, helper};
+use crate::control::{AskError, Request, ask_within};
+use crate::error::CommandFailure;
+
+/// How long a server may take to say what it has.
+const PROMPT: Duration = Duration::from_secs(10);
+/// How long it may take to leave: its disks may answer late, and closing them writes.
+const PATIENT: Duration = Duration::from_secs(120);
+/// How long its process may take to end then.
+const END: Duration = Duration::from_secs(30);
+/// How long requests may take before a driver without QUIESCE looks at them, in milliseconds. While their server lives
+/// that has no consequence. If it has every request of a queue when it ends, such a driver notices only then.
+const LOOK_MS: u32 = 100;
+
+fn failed(told: String) -> CommandFailure {
+    CommandFailure::Failed(told.into())
+}
+
+/// A server that is to leave its devices.
+#[derive(Debug)]
+pub(super) struct Predecessor {
+    pid: u32,
+    socket: PathBuf,
+    /// In order, with the driver's flags.
+    devices: BTreeMap<u32, Flags>,
+}
+
+impl Predecessor {
+    /// The devices, in order.
+    pub(super) fn devices(&self) -> Vec<u32> {
+        self.devices.keys().copied().collect()
+    }
+}
+
+/// Finds the servers of these devices, or of all, and everything that would keep them from leaving.
+///
+/// # Errors
+///
+/// A failure that names the device or its server, which goes on.
+pub(super) fn find(ids: &[u32], everything: bool) -> Result<Vec<Predecessor>, CommandFailure> {
+    let mut control = helper::control()?;
+    let mut servers: BTreeMap<u32, Predecessor> = BTreeMap::new();
+    let ids = if everything { devices::all() } else { ids.to_vec() };
+    for id in ids {
+        let path = block_path(id);
+        let info = control
+            .info(id)
+            .map_err(|error| CommandFailure::Failed(error.into()))?;
+        let is_served = info.state() == State::Live && devices::is_alive(&info);
+        let remembered = DeviceState::load(id);
+        if everything && (!is_served || remembered.is_none()) {
+            continue;
+        }
+        if !is_served {
+            return Err(failed(format!(
+                "{path} has no server that could hand it over; see `ringdisk ublk recover {id}`"
+            )));
+        }
+        let pid = u32::try_from(info.ublksrv_pid).unwrap_or_default();
+        let Some(remembered) = remembered.filter(|state| state.pid == pid) else {
+            return Err(failed(format!(
+                "{path} is served by process {pid}, and where that can be asked is not remembered"
+            )));
+        };
+        if let Some(why) = Recovery::obstacle(info.flags()) {
+            return Err(failed(format!("{path} {why}; process {pid} goes on serving it")));
+        }
+        let server = servers.entry(pid).or_insert_with(|| Predecessor {
+            pid,
+            socket: remembered.control,
+            devices: BTreeMap::new(),
+        });
+        server.devices.insert(id, info.flags());
+    }
+    let servers: Vec<Predecessor> = servers.into_values().collect();
+    servers.iter().try_for_each(look)?;
+    Ok(servers)
+}
+
+/// Finds out whether a server can be asked, and has these devices and no others.
+fn look(server: &Predecessor) -> Result<(), CommandFailure> {
+    let (pid, ids) = (server.pid, server.devices());
+    let about = format!("process {pid}, which serves {},", names(&ids));
+    let answer = match ask_within(&server.socket, &Request::Info {}, Some(PROMPT)) {
+        Ok(answer) => answer,
+        Err(AskError::Unanswered(error)) => {
+            let socket = server.socket.display();
+            return Err(failed(format!("{about} does not answer at {socket}: {error}")));
+        }
+        Err(AskError::Refused(why)) => return Err(failed(format!("{about} refuses: {why}"))),
+    };
+    if answer["hand_over"] != VERSION {
+        return Err(failed(format!(
+            "{about} is of a version that does not hand over as this one does; `kill -9 {pid}` and `ringdisk ublk recover` do it too"
+        )));
+    }
+    let others: Vec<u32> = answer["devices"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(|device| u32::try_from(device["id"].as_u64()?).ok())
+        .filter(|id| !server.devices.contains_key(id))
+        .collect();
+    if !others.is_empty() {
+        let others = names(&others);
+        return Err(failed(format!(
+            "{about} serves {others} too, and hands over all or nothing: name them too, or say --all"
+        )));
+    }
+    Ok(())
+}
+
+/// What came of asking.
+#[derive(Debug)]
+pub(super) struct Taken {
+    began: Instant,
+    ours: Vec<u32>,
+    refused: Vec<u32>,
+    timeouts: Vec<Timeout>,
+    /// The first refusal, if others have left.
+    failure: Option<CommandFailure>,
+}
+
+/// Has servers leave, one after the other, and waits for their ends.
+///
+/// # Errors
+///
+/// If none of them leaves.
+pub(super) fn take(servers: Vec<Predecessor>) -> Result<Taken, CommandFailure> {
+    let mut taken = Taken {
+        began: Instant::now(),
+        ours: Vec::new(),
+        refused: Vec::new(),
+        timeouts: Vec::new(),
+        failure: None,
+    };
+    for server in servers {
+        let ids = server.devices();
+        match replace(&server, &mut taken.timeouts) {
+            Ok(()) => taken.ours.extend(ids),
+            Err(failure) => {
+                tell(&failure);
+                taken.refused.extend(ids);
+                taken.failure.get_or_insert(failure);
+            }
+        }
+    }
+    match taken.failure.take() {
+        Some(failure) if taken.ours.is_empty() => Err(failure),
+        failure => Ok(Taken { failure, ..taken }),
+    }
+}
+
+fn tell(failure: &CommandFailure) {
+    tracing::error!(
+        failure = failure.line().unwrap_or_default(),
+        "an upgrade goes on without"
+    );
+}
+
+impl Taken {
+    /// Whether this device's server goes on.
+    pub(super) fn was_refused(&self, id: u32) -> bool {
+        self.refused.contains(&id)
+    }
+
+    /// A failure to serve what others have left, with what is to be done about it.
+    pub(super) fn orphaned(&self, failure: CommandFailure) -> CommandFailure {
+        if self.ours.is_empty() {
+            return failure;
+        }
+        let told = failure.line().unwrap_or_default();
+        let names = names(&self.ours);
+        failed(format!(
+            "{told}; see `ringdisk ublk recover`: nobody may serve {names} now"
+        ))
+    }
+
+    /// All that can be served is. Answers the first refusal, if others have left.
+    pub(super) fn end(self) -> Option<CommandFailure> {
+        if !self.ours.is_empty() {
+            let ms = self.began.elapsed().as_millis();
+            tracing::info!(devices = ?self.ours, ms, "took over");
+        }
+        self.failure
+    }
+}
+
+/// Has one server leave, and waits for its end.
+fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<(), CommandFailure> {
+    let (pid, ids) = (server.pid, server.devices());
+    let about = format!("process {pid}, which serves {},", names(&ids));
+    let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    let gone = || failed(format!("{about} has ended; see `ringdisk ublk recover`"));
+    let process = pidfd_open(number.ok_or_else(gone)?, PidfdFlags::empty()).map_err(|_| gone())?;
+    // The number is not another's meanwhile.
+    let mut control = helper::control()?;
+    for &id in &ids {
+        let info = control
+            .info(id)
+            .map_err(|error| CommandFailure::Failed(error.into()))?;
+        if u32::try_from(info.ublksrv_pid) != Ok(pid) || info.state() != State::Live {
+            return Err(gone());
+        }
+    }
+    let hurried = server
+        .devices
+        .iter()
+        .filter(|(_, flags)| !flags.contains(Flags::QUIESCE));
+    timeouts.extend(hurried.filter_map(|(&id, _)| Timeout::shorten(id)));
+    let request = Request::HandOver {
+        version: VERSION,
+        devices: ids,
+    };
+    match ask_within(&server.socket, &request, Some(PATIENT)) {
+        Ok(answer) => {
+            for failure in answer["failures"].as_array().into_iter().flatten() {
+                let failure = failure.as_str().unwrap_or_default();
+                tracing::warn!(pid, failure, "the old server has not closed a disk cleanly");
+            }
+        }
+        Err(AskError::Refused(why)) => {
+            return Err(failed(format!("{about} does not hand over, and goes on: {why}")));
+        }
+        Err(AskError::Unanswered(error)) if error.kind() == io::ErrorKind::TimedOut => {
+            let seconds = PATIENT.as_secs();
+            return Err(failed(format!(
+                "{about} has not left in {seconds} s; when it has ended, see `ringdisk ublk recover`"
+            )));
+        }
+        // It ends without a word: that is a kill.
+        Err(AskError::Unanswered(error)) => tracing::warn!(pid, %error, "the old server says nothing"),
+    }
+    let mut end = [PollFd::new(&process, PollFlags::IN)];
+    let until = rustix::event::Timespec {
+        tv_sec: END.as_secs().cast_signed(),
+        tv_nsec: 0,
+    };
+    match poll(&mut end, Some(&until)) {
+        Ok(1..) => Ok(()),
+        _ => Err(failed(format!(
+            "{about} has left its devices and does not end; when it has, see `ringdisk ublk recover`"
+        ))),
+    }
+}
+
+/// The time a device's requests may take, made shorter until this is dropped.
+#[derive(Debug)]
+struct Timeout {
+    path: PathBuf,
+    before: String,
+}
+
+impl Timeout {
+    fn shorten(id: u32) -> Option<Self> {
+        let path = PathBuf::from(format!("/sys/block/ublkb{id}/queue/io_timeout"));
+        let before = fs::read_to_string(&path).ok()?;
+        fs::write(&path, LOOK_MS.to_string()).ok()?;
+        Some(Self { path, before })
+    }
+}
+
+impl Drop for Timeout {
+    fn drop(&mut self) {
+        if let Err(error) = fs::write(&self.path, self.before.trim()) {
+            tracing::warn!(path = %self.path.display(), %error, "cannot be set back");
+        }
+    }
+}
