@@ -102,7 +102,7 @@ works() {
 }
 ended nothing ringdisk ublk upgrade 7
 ended none ringdisk ublk upgrade --all
-add one add --disk path=a.qcow2 path=b.qcow2 --id 0
+add one add --disk path=a.qcow2,num_queues=2 path=b.qcow2 --id 0 --queues-per-worker 2
 one=$server
 ended part ringdisk ublk upgrade 0
 works 0 $one
@@ -128,6 +128,7 @@ wait $one && echo "one 0"
 two=$(ringdisk ublk info 0 --json | sed 's/.*"pid":\([0-9]*\).*/\1/')
 works 0 $two
 works 1 $two
+ringdisk ublk info 0 --json | grep -o '"workers":[0-9]*' | sed 's/^/threads /'
 # Nobody serves it any more.
 kill -9 $two
 while [ -d /proc/$two ]; do sleep 0.05; done
@@ -203,6 +204,7 @@ fn what_keeps_a_server_from_being_replaced_is_said_and_it_goes_on() -> Result<()
             );
         }
         assert!(value("none ").starts_with('0'), "{all}");
+        assert_eq!(value("threads "), r#""workers":1"#, "{all}");
         assert_eq!(value("background "), "/dev/ublkb0 /dev/ublkb1 ", "{all}");
         for line in [
             "one 0",

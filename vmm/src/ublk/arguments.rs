@@ -90,9 +90,9 @@ pub struct ServeArguments {
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     pub rate_limit_group: Vec<String>,
-    /// How many queues share a worker thread
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
-    pub queues_per_worker: u16,
+    /// How many queues share a worker thread [default: 1, or as before]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub queues_per_worker: Option<u16>,
     /// The most requests of a worker thread that have their pages registered; the others are copied
     #[arg(long, value_name = "N", hide = true, default_value_t = REGISTERED_BUFFERS_MAX)]
     pub registered_buffers: u16,

@@ -211,10 +211,12 @@ fn again(ids: &[u32], disks: &[String], arguments: &ServeArguments) -> Result<Ve
             }
         };
         let mut disk = parse(&text)?;
+        let each = remembered.as_ref().map(|state| state.queues_per_worker);
         let group = remembered.and_then(|state| state.rate_limit_group);
         let rate_limit_group = groups.join(&mut disk, group.as_deref())?;
         disk.path = directory.join(&disk.path);
-        let config = config(&disk, arguments)?;
+        let mut config = config(&disk, arguments)?;
+        config.queues_per_worker = arguments.queues_per_worker.or(each).unwrap_or(1);
         wanted.push(Wanted {
             recover: Some(id),
             half_made: None,
@@ -252,7 +254,7 @@ fn config(disk: &DiskConfig, serve: &ServeArguments) -> Result<UblkConfig, Comma
         name: disk.name(),
         num_queues: disk.num_queues,
         queue_depth: disk.queue_size,
-        queues_per_worker: serve.queues_per_worker,
+        queues_per_worker: serve.queues_per_worker.unwrap_or(1),
         registered_buffers_max: serve.registered_buffers,
         queue_affinity: (0..disk.num_queues)
             .map(|queue| disk.cpus_of(queue).map(<[usize]>::to_vec).unwrap_or_default())
@@ -444,7 +446,7 @@ fn remember(
         pid: std::process::id(),
         disk: wanted.text,
         directory: wanted.directory,
-        queues_per_worker: arguments.queues_per_worker,
+        queues_per_worker: wanted.config.queues_per_worker,
         rate_limit_group: wanted.rate_limit_group,
         control: socket.to_owned(),
     };
