@@ -9,6 +9,7 @@
 #   make tsan    the workers and the stress tests under ThreadSanitizer, with an instrumented standard library
 #   make coverage  how much of the format engine the suite reaches, and the lines it does not
 #   make soak    crash exploration of new seeds for SECONDS seconds (default 60); remembers where it was
+#   make soak-ublk  block devices in the lab, made, worked on, killed and removed for SECONDS seconds on each kernel
 #   make fuzz    each fuzz target for SECONDS seconds (default 60)
 #   make doc     the documentation of all crates, without warnings
 #   make lint    rustfmt and clippy, without warnings
@@ -19,7 +20,7 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: test setup lint doc build models explore canaries asan tsan coverage demo bench peers soak fuzz
+.PHONY: test setup lint doc build models explore canaries asan tsan coverage demo bench peers soak soak-ublk fuzz
 
 test: setup lint doc build models explore canaries
 	tests/run-tests.sh
@@ -90,6 +91,10 @@ bench: setup build peers
 
 soak:
 	cargo run --release -p ringdisk-sim -- soak --seconds $(SECONDS)
+
+soak-ublk: setup build
+	RINGDISK_SOAK_SECONDS=$(SECONDS) env --default-signal=HUP,INT,QUIT,TERM \
+	    cargo test --release -p ringdisk-tests --test ublk -- --nocapture soak::
 
 # What is found goes to fuzz/corpus, which git ignores: the next run goes on from there.
 FUZZ_LIMITS := -max_len=65536 -timeout=30 -rss_limit_mb=2048 -malloc_limit_mb=256 -print_final_stats=1

@@ -12,8 +12,12 @@ use lab::{Error, Guest, Kernel, Lab, Outcome, Scratch, Server, image};
 mod operations;
 #[path = "ublk/scale.rs"]
 mod scale;
+#[path = "ublk/soak.rs"]
+mod soak;
 #[path = "ublk/upgrade.rs"]
 mod upgrade;
+#[path = "ublk/users.rs"]
+mod users;
 #[path = "ublk/zero_copy.rs"]
 mod zero_copy;
 

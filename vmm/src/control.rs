@@ -129,19 +129,20 @@ impl Control {
     ///
     /// [`SocketError`], naming the path.
     pub fn serve(path: &Path, handler: Arc<Handler>) -> Result<Self, SocketError> {
-        Self::serve_and(path, handler, Arc::new(|| ()))
+        Self::serve_on(Socket::listen(path)?, handler, Arc::new(|| ()))
     }
 
-    /// As [`Control::serve`]; calls `told` after each answer, whether or not the client has taken it.
+    /// As [`Control::serve`], on a socket that listens already, by threads as confined as the calling one; calls `told` after
+    /// each answer, whether or not the client has taken it.
     ///
     /// # Errors
     ///
     /// As [`Control::serve`].
-    pub fn serve_and(path: &Path, handler: Arc<Handler>, told: Arc<Told>) -> Result<Self, SocketError> {
-        let socket = Socket::listen(path)?;
+    pub fn serve_on(socket: Socket, handler: Arc<Handler>, told: Arc<Told>) -> Result<Self, SocketError> {
+        let path = socket.path().to_owned();
         let failed = |source| SocketError::Os {
             action: "serve",
-            path: path.to_owned(),
+            path: path.clone(),
             source,
         };
         let listener = socket.listener().try_clone().map_err(failed)?;
@@ -497,7 +498,12 @@ mod tests {
         let told = move || {
             told.fetch_add(1, Ordering::SeqCst);
         };
-        let _control = Control::serve_and(&heard, Arc::new(handler), Arc::new(told)).expect("a socket");
+        let _control = Control::serve_on(
+            Socket::listen(&heard).expect("a socket"),
+            Arc::new(handler),
+            Arc::new(told),
+        )
+        .expect("threads");
         let answer = say(&heard, b"{\"command\":\"info\"}\n{\"command\":\"info\"}\n");
         assert!(
             answer.contains("\"before\":0") && answer.contains("\"before\":1"),

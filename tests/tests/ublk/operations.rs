@@ -163,7 +163,8 @@ fn udev() -> Option<(PathBuf, PathBuf)> {
 
 const UDEV: &str = r#"
 mkdir -p /etc/udev/rules.d
-cp /mnt/60-ringdisk.rules /etc/udev/rules.d/
+cp /mnt/60-ringdisk.rules /mnt/60-ringdisk-users.rules /etc/udev/rules.d/
+echo 'ublk:x:990:' >>/etc/group
 ln -sf /mnt/ringdisk /usr/bin/ringdisk
 /mnt/systemd-udevd --daemon
 ls /run/udev/control >/dev/null
@@ -194,6 +195,20 @@ settled partition
 kill $server
 wait $server
 settled end
+# And devices to users of a group.
+/mnt/udevadm trigger --action=add /sys/class/misc/ublk-control
+settled group
+mkdir -p /tmp/user/run
+qemu-img create -q -f qcow2 /tmp/user/a.qcow2 64M
+chown -R 1000:1000 /tmp/user
+setpriv --reuid 1000 --regid 1000 --groups 990 env XDG_RUNTIME_DIR=/tmp/user/run \
+    /mnt/ringdisk ublk add --disk path=/tmp/user/a.qcow2 >user.out 2>user.err & server=$!
+tries=0
+until [ -s user.out ] || ! [ -d /proc/$server ] || [ $tries -ge 300 ]; do tries=$((tries + 1)); sleep 0.1; done
+settled user
+stat -c '%n %u' /dev/ublkb0 /dev/ublkc0 | sed 's/^/owner /'
+kill $server
+wait $server && echo "user 0" || cat user.err
 "#;
 
 #[test]
@@ -206,7 +221,7 @@ fn udev_gives_names_by_our_rule() -> Result<(), Error> {
         println!("cannot run here: names by udev's rule, because udev is not installed");
         return Ok(());
     };
-    let rule = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/60-ringdisk.rules");
+    let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging");
     for kernel in [Kernel::V6_12, Kernel::V7] {
         let Some(lab) = lab::require_kernel(kernel) else {
             continue;
@@ -216,7 +231,8 @@ fn udev_gives_names_by_our_rule() -> Result<(), Error> {
             tools
                 .program(&daemon, "systemd-udevd")?
                 .program(&tool, "udevadm")?
-                .file(&rule)
+                .file(&packaging.join("60-ringdisk.rules"))?
+                .file(&packaging.join("60-ringdisk-users.rules"))
         })?;
         judge_udev(&outcome);
     }
@@ -240,7 +256,105 @@ fn judge_udev(outcome: &Outcome) {
     }
     let partition = "ringdisk-DATA-part1 ../../ublkb0p1";
     assert_eq!(lines("link partition "), [both[0], partition], "{all}");
+    assert_eq!(lines("owner "), ["/dev/ublkb0 1000", "/dev/ublkc0 1000"], "{all}");
+    assert_eq!(lines("user "), ["0"], "{all}");
     for key in ["link none ", "link end "] {
         assert_eq!(lines(key), Vec::<&str>::new(), "{key}: {all}");
     }
+}
+
+/// Who is inside the sandbox, and whether everything can be done there.
+const SANDBOX: &str = r#"
+# threads NAME: of how many threads of the server how many are confined, with no new privileges to be had.
+threads() {
+    total=0 confined=0
+    for status in /proc/$server/task/*/status; do
+        # The kernel's own, which run nothing of ours.
+        ! grep -q '^Name:[[:space:]]*iou-' $status || continue
+        total=$((total + 1))
+        ! grep -q '^Seccomp:[[:space:]]*2' $status || ! grep -q '^NoNewPrivs:[[:space:]]*1' $status || confined=$((confined + 1))
+    done
+    echo "threads $1 $total $confined"
+}
+ringdisk image create a.qcow2 64M >/dev/null
+ringdisk image create b.qcow2 64M >/dev/null
+truncate -s 64M r.raw
+for transport in $transports; do
+    add box add --disk path=a.qcow2,num_queues=2,serial=BOX path=b.qcow2,queue_size=64 path=r.raw,image_type=raw --transport $transport
+    threads $transport
+    [ -e /dev/disk/by-id/ringdisk-BOX ]
+    for dev in /dev/ublkb0 /dev/ublkb2; do
+        verify $dev --numjobs=2 --offset_increment=24m
+        blkdiscard -o 1M -l 8M $dev
+        blkdiscard -z -o 10M -l 3M $dev
+    done
+    ringdisk ublk info 0 --json | sed "s/^/info $transport /"
+    ended "grown $transport" ringdisk ublk set-size 0 128M
+    ended "shrunk $transport" ringdisk ublk set-size 0 64M
+    kill -9 $server
+    wait $server || true
+    add box recover --all
+    threads $transport
+    verify /dev/ublkb1 --offset=32m
+    ended "deleted $transport" ringdisk ublk del 2
+    # What somebody has written without waiting for the disk, and has still open: it is in the image in the end.
+    head -c 4M /dev/urandom >noise
+    exec 9>/dev/ublkb1
+    cat noise >&9
+    kill $server
+    wait $server && echo "server $transport 0"
+    exec 9>&-
+    qemu-img convert -f qcow2 -O raw b.qcow2 b.raw
+    cmp -n 4194304 noise b.raw && echo "kept $transport"
+    [ -L /dev/disk/by-id/ringdisk-BOX ] || echo "unnamed $transport"
+    rm b.raw a.qcow2
+    check b.qcow2
+    ringdisk image create a.qcow2 64M >/dev/null
+    grep -E 'WARN|ERROR' box.err | grep -v 'has the removed device open still' | sed "s/^/logged $transport /" || true
+done
+ls /run/ringdisk/ublk | wc -l | sed 's/^/remembered /'
+add free add --disk path=a.qcow2 --sandbox off
+threads off
+kill $server
+wait $server
+"#;
+
+#[test]
+fn a_server_and_all_its_threads_have_given_up_what_serving_does_not_take() -> Result<(), Error> {
+    on_both(SANDBOX, |kernel, outcome| {
+        let all = said(outcome);
+        let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
+        for &transport in super::transports(kernel) {
+            let key = format!("threads {transport} ");
+            let threads = outcome.lines().filter_map(|line| line.strip_prefix(&key));
+            let threads: Vec<Vec<u32>> = threads
+                .map(|counts| counts.split(' ').filter_map(|count| count.parse().ok()).collect())
+                .collect();
+            assert_eq!(threads.len(), 2, "{all}");
+            for counts in threads {
+                // Workers of four queues, who accepts, who waits for signals, and the main thread.
+                assert!(counts[0] >= 7 && counts[0] == counts[1], "{transport}: {all}");
+            }
+            super::zero_copy::assert_in_force(transport, outcome);
+            let grown = value(&format!("grown {transport} "));
+            assert_eq!(grown.starts_with("0 134217728"), kernel == Kernel::V7, "{all}");
+            assert!(value(&format!("deleted {transport} ")).starts_with('0'), "{all}");
+            let lines = [
+                format!("server {transport} 0"),
+                format!("kept {transport}"),
+                format!("unnamed {transport}"),
+            ];
+            for line in lines {
+                assert!(outcome.lines().any(|said| said == line), "{line}: {all}");
+            }
+        }
+        let logged: Vec<&str> = outcome
+            .lines()
+            .filter(|line| line.starts_with("logged "))
+            .collect();
+        assert_eq!(logged, Vec::<&str>::new(), "nothing was refused: {all}");
+        assert_eq!(value("remembered "), "0", "{all}");
+        assert!(value("threads off ").ends_with(" 0"), "it can be seen: {all}");
+        assert_eq!(outcome.complaints(), Vec::<&str>::new(), "{}", outcome.console());
+    })
 }

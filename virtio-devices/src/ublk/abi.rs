@@ -90,6 +90,8 @@ const fn changes(number: u32) -> u32 {
 pub enum Command {
     /// The CPUs that submit to a queue.
     GetQueueAffinity = reads(0x01),
+    /// What a device is, whether or not it has a path.
+    GetDevInfo = reads(0x02),
     /// Makes a device.
     AddDev = changes(0x04),
     /// Removes a device.
@@ -110,6 +112,8 @@ pub enum Command {
     GetDevInfo2 = reads(0x12),
     /// What the driver can do.
     GetFeatures = reads(0x13),
+    /// Removes a device, and does not wait for whoever has it open (6.9).
+    DelDevAsync = reads(0x14),
     /// Changes the size.
     UpdateSize = changes(0x15),
     /// Takes the server off, without its death.
@@ -132,6 +136,8 @@ impl Command {
             Self::GetQueueAffinity,
             Self::AddDev,
             Self::DelDev,
+            Self::DelDevAsync,
+            Self::GetDevInfo,
             Self::StartDev,
             Self::StopDev,
             Self::SetParams,
@@ -152,8 +158,10 @@ impl Command {
     pub fn name(self) -> &'static str {
         match self {
             Self::GetQueueAffinity => "GET_QUEUE_AFFINITY",
+            Self::GetDevInfo => "GET_DEV_INFO",
             Self::AddDev => "ADD_DEV",
             Self::DelDev => "DEL_DEV",
+            Self::DelDevAsync => "DEL_DEV_ASYNC",
             Self::StartDev => "START_DEV",
             Self::StopDev => "STOP_DEV",
             Self::SetParams => "SET_PARAMS",

@@ -10,6 +10,7 @@
     reason = "hands the driver addresses of the buffers of its commands"
 )]
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -28,6 +29,8 @@ use super::abi::{
 const PROMPT: Duration = Duration::from_secs(20);
 /// How long it may take for one that waits for a server's queues, or for requests to end.
 const PATIENT: Duration = Duration::from_secs(60);
+/// How long the users of a device that was removed may have it open without being mentioned.
+const LET_GO: Duration = Duration::from_secs(5);
 /// The bytes of the set of CPUs that a queue's submitters run on: 8192 CPUs.
 const CPU_SET_BYTES: usize = 1024;
 
@@ -38,7 +41,9 @@ pub enum OpenControlError {
     #[error("there is no {CONTROL_PATH}: load the driver with `modprobe ublk_drv` (Linux 6.0 or later)")]
     NoDriver,
     /// We may not.
-    #[error("no permission to open {CONTROL_PATH}: run as root")]
+    #[error(
+        "no permission to open {CONTROL_PATH}: run as root, or have udev let users have devices (docs/howto-ublk.md)"
+    )]
     Permission,
     /// Something else.
     #[error("cannot open {CONTROL_PATH}")]
@@ -81,7 +86,7 @@ fn advice(command: Command, error: &ControlError) -> &'static str {
         return " (the kernel hangs: see its log, and restart the machine to be rid of the device)";
     }
     match (command, error.errno()) {
-        (_, Some(libc::EPERM | libc::EACCES)) => " (run as root)",
+        (_, Some(libc::EPERM | libc::EACCES)) => " (run as root; or as its owner, whose /dev/ublkc… must be)",
         (Command::AddDev, Some(libc::EEXIST)) => " (the number is taken: see `ringdisk ublk list`)",
         (Command::AddDev, Some(libc::EINVAL)) => {
             " (the driver refuses a flag or a size: see `ringdisk ublk features`)"
@@ -201,6 +206,8 @@ impl Carrier for ControlDevice {
 #[derive(Debug)]
 pub struct Control {
     carrier: Box<dyn Carrier>,
+    /// Devices of users without rights. Whoever may use the character device may command them, and shows it by its path.
+    by_path: BTreeSet<u32>,
 }
 
 impl Control {
@@ -216,7 +223,10 @@ impl Control {
     /// As [`Control::open`], with somebody else to carry commands out.
     #[must_use]
     pub fn over(carrier: Box<dyn Carrier>) -> Self {
-        Self { carrier }
+        Self {
+            carrier,
+            by_path: BTreeSet::new(),
+        }
     }
 
     fn call(
@@ -242,6 +252,31 @@ impl Control {
         })
     }
 
+    /// What a command begins with: the path of the device it is about, or nothing.
+    fn path(&self, command: Command, device: u32) -> Vec<u8> {
+        let wanted = match command {
+            Command::GetDevInfo2 => true,
+            Command::AddDev | Command::GetFeatures => false,
+            _ => self.by_path.contains(&device),
+        };
+        if !wanted {
+            return Vec::new();
+        }
+        let mut path = char_path(device).into_bytes();
+        path.push(0);
+        path
+    }
+
+    /// Takes note of how a device is to be commanded.
+    fn meet(&mut self, info: DeviceInfo) -> DeviceInfo {
+        if info.flags().contains(Flags::UNPRIVILEGED_DEV) {
+            self.by_path.insert(info.dev_id);
+        } else {
+            self.by_path.remove(&info.dev_id);
+        }
+        info
+    }
+
     /// A command without a buffer.
     fn plain(
         &mut self,
@@ -250,8 +285,11 @@ impl Control {
         data: u64,
         patience: Duration,
     ) -> Result<(), CommandError> {
-        let mut none = AlignedBuf::zeroed(0);
-        self.call(command, device, data, &mut none, 0, patience).map(drop)
+        let path = self.path(command, device);
+        let mut buffer = AlignedBuf::zeroed(path.len());
+        buffer.copy_from_slice(&path);
+        self.call(command, device, data, &mut buffer, path.len(), patience)
+            .map(drop)
     }
 
     /// A command that exchanges one structure.
@@ -260,11 +298,11 @@ impl Control {
         command: Command,
         device: u32,
         value: &T,
-        path: &[u8],
     ) -> Result<T, CommandError> {
+        let path = self.path(command, device);
         let mut buffer = AlignedBuf::zeroed(path.len() + size_of::<T>());
         let (front, back) = buffer.split_at_mut(path.len());
-        front.copy_from_slice(path);
+        front.copy_from_slice(&path);
         back.copy_from_slice(value.as_bytes());
         self.call(command, device, 0, &mut buffer, path.len(), PROMPT)?;
         let answer = T::read_from_bytes(&buffer[path.len()..]);
@@ -281,7 +319,7 @@ impl Control {
     ///
     /// [`CommandError`].
     pub fn features(&mut self) -> Result<Flags, CommandError> {
-        match self.exchange(Command::GetFeatures, 0, &0u64, &[]) {
+        match self.exchange(Command::GetFeatures, 0, &0u64) {
             Ok(bits) => Ok(Flags::from_bits_retain(bits)),
             Err(error) if matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {
                 Ok(Flags::USER_RECOVERY | Flags::USER_RECOVERY_REISSUE)
@@ -296,7 +334,8 @@ impl Control {
     ///
     /// [`CommandError`].
     pub fn add(&mut self, wanted: &DeviceInfo) -> Result<DeviceInfo, CommandError> {
-        self.exchange(Command::AddDev, wanted.dev_id, wanted, &[])
+        let made = self.exchange(Command::AddDev, wanted.dev_id, wanted)?;
+        Ok(self.meet(made))
     }
 
     /// What a device is.
@@ -305,9 +344,8 @@ impl Control {
     ///
     /// [`CommandError`].
     pub fn info(&mut self, device: u32) -> Result<DeviceInfo, CommandError> {
-        let mut path = char_path(device).into_bytes();
-        path.push(0);
-        self.exchange(Command::GetDevInfo2, device, &DeviceInfo::default(), &path)
+        let info = self.exchange(Command::GetDevInfo2, device, &DeviceInfo::default())?;
+        Ok(self.meet(info))
     }
 
     /// Says what the disk is like, and reads back what the driver took of it.
@@ -316,7 +354,7 @@ impl Control {
     ///
     /// [`CommandError`].
     pub fn set_params(&mut self, device: u32, params: &Params) -> Result<Params, CommandError> {
-        self.exchange(Command::SetParams, device, params, &[])?;
+        self.exchange(Command::SetParams, device, params)?;
         self.params(device)
     }
 
@@ -330,7 +368,7 @@ impl Control {
             len: size_of::<Params>() as u32,
             ..Params::default()
         };
-        self.exchange(Command::GetParams, device, &asked, &[])
+        self.exchange(Command::GetParams, device, &asked)
     }
 
     /// The CPUs whose requests come to `queue`.
@@ -339,10 +377,12 @@ impl Control {
     ///
     /// [`CommandError`].
     pub fn queue_affinity(&mut self, device: u32, queue: u16) -> Result<Vec<usize>, CommandError> {
-        let mut set = AlignedBuf::zeroed(CPU_SET_BYTES);
         let command = Command::GetQueueAffinity;
-        self.call(command, device, queue.into(), &mut set, 0, PROMPT)?;
-        let bits = set.iter().enumerate().flat_map(|(index, byte)| {
+        let path = self.path(command, device);
+        let mut buffer = AlignedBuf::zeroed(path.len() + CPU_SET_BYTES);
+        buffer[..path.len()].copy_from_slice(&path);
+        self.call(command, device, queue.into(), &mut buffer, path.len(), PROMPT)?;
+        let bits = buffer[path.len()..].iter().enumerate().flat_map(|(index, byte)| {
             (0..8usize)
                 .filter(move |bit| byte & 1 << bit != 0)
                 .map(move |bit| index * 8 + bit)
@@ -379,13 +419,35 @@ impl Control {
         self.plain(Command::TryStopDev, device, 0, PATIENT)
     }
 
-    /// Removes a device. Waits until its server has let it go.
+    /// Removes a device. Waits until its server has let it go, and for a moment until nobody has it open any more: only
+    /// then its number is free.
     ///
     /// # Errors
     ///
     /// [`CommandError`].
     pub fn delete(&mut self, device: u32) -> Result<(), CommandError> {
-        self.plain(Command::DelDev, device, 0, PATIENT)
+        match self.plain(Command::DelDevAsync, device, 0, PATIENT) {
+            // An older driver knows only how to wait.
+            Err(error) if matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {
+                return self.plain(Command::DelDev, device, 0, PATIENT);
+            }
+            deleted => deleted?,
+        }
+        let deadline = Instant::now() + LET_GO;
+        while self
+            .exchange(Command::GetDevInfo, device, &DeviceInfo::default())
+            .is_ok()
+        {
+            if Instant::now() > deadline {
+                tracing::warn!(
+                    device,
+                    "somebody has the removed device open still: its number stays taken so long"
+                );
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
     }
 
     /// Changes the size of a disk that is served.

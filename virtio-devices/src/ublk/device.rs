@@ -162,6 +162,11 @@ pub enum AddError {
         /// When it came.
         since: &'static str,
     },
+    /// This takes rights that the process has not.
+    #[error(
+        "users without rights have devices with copies only, not {0}: leave --transport out, or run as root"
+    )]
+    Rights(Transport),
     /// The driver refused a command.
     #[error(transparent)]
     Command(#[from] CommandError),
@@ -172,7 +177,7 @@ pub enum AddError {
     #[error(transparent)]
     Params(#[from] ParamsError),
     /// The character device cannot be used.
-    #[error("cannot open {path}")]
+    #[error("cannot open {path}{}", owner(source))]
     CharDevice {
         /// Its path.
         path: String,
@@ -358,15 +363,32 @@ impl UblkDevice {
     ) -> Result<Self, AddError> {
         check(config)?;
         let features = control.features()?;
-        let transport = choose(config.transport, features)?;
-        let recovery = config.recovery.flags();
-        if config.recovery == Recovery::Fail && !features.contains(Flags::USER_RECOVERY_FAIL_IO) {
+        let owned = !may_administer();
+        let transport = match (owned, config.transport) {
+            (false, choice) => choose(choice, features)?,
+            (true, _) if !features.contains(Flags::UNPRIVILEGED_DEV) => {
+                return Err(AddError::Unsupported {
+                    what: "devices for users without rights",
+                    since: "Linux 6.3",
+                });
+            }
+            // The driver trusts nobody else with the memory of requests.
+            (true, TransportChoice::Auto | TransportChoice::Only(Transport::Copy)) => Transport::Copy,
+            (true, TransportChoice::Only(transport)) => return Err(AddError::Rights(transport)),
+        };
+        // Nor with the time of those who wait for a server.
+        let recovery = if owned { Recovery::Off } else { config.recovery };
+        let recovery = recovery.flags();
+        if !owned && config.recovery == Recovery::Fail && !features.contains(Flags::USER_RECOVERY_FAIL_IO) {
             return Err(AddError::Unsupported {
                 what: "recovery=fail",
                 since: "Linux 6.13",
             });
         }
         let mut wanted = recovery | Flags::CMD_IOCTL_ENCODE | transport.flags();
+        if owned {
+            wanted |= Flags::UNPRIVILEGED_DEV;
+        }
         // What a kernel may lack without anybody's loss.
         let mut welcome = Flags::UPDATE_SIZE | Flags::QUIESCE | Flags::SAFE_STOP_DEV;
         if !config.partitions {
@@ -423,6 +445,10 @@ impl UblkDevice {
         let dropped = wanted & !info.flags();
         if !dropped.is_empty() {
             return Err(AddError::Flags(dropped));
+        }
+        if info.flags().contains(Flags::UNPRIVILEGED_DEV) {
+            // Every command looks at it, and it becomes the user's a moment later.
+            drop(open_char(info.dev_id)?);
         }
         let told = params::describe(&disk.info(), info.max_io_buf_bytes);
         params::verify(&told, &control.set_params(info.dev_id, &told)?)?;
@@ -754,6 +780,21 @@ fn give_up_admin() {
     });
     if let Err(error) = given_up {
         tracing::warn!(%error, "the host may look for partitions in this disk");
+    }
+}
+
+/// Whether the calling thread may make devices that others need not fear.
+#[must_use]
+pub fn may_administer() -> bool {
+    use rustix::thread::{CapabilitySet, capabilities};
+    capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN))
+}
+
+/// What a person can do about a device that is not theirs, in brackets.
+fn owner(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EACCES) => " (udev has to give it to its owner: docs/howto-ublk.md)",
+        _ => "",
     }
 }
 

@@ -32,7 +32,7 @@ pub use control::{
 };
 pub use device::{
     AddError, CloseError, HandOverError, RecoveringDevice, Recovery, ResizeError, TransportChoice,
-    UblkConfig, UblkDevice, ZERO_COPY_FROM,
+    UblkConfig, UblkDevice, ZERO_COPY_FROM, may_administer,
 };
 pub use params::ParamsError;
 pub use queue::{Counts, Duty, Events, QueueEvent, QueueState, UblkQueue};

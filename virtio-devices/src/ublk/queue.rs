@@ -9,7 +9,8 @@
 //!
 //! What must stay true: a request that was fetched is committed exactly once, whatever becomes of it, because the
 //! kernel waits for it with the whole machine's disks behind it. The exception is a queue that another server goes on
-//! with ([`Duty`]): what it keeps is given to that one when this process has ended, and reaches the disk there only. A read or write commits all its bytes or an error.
+//! with ([`Duty`]): what it keeps is given to that one when this process has ended, and reaches the disk there only. A
+//! read or write commits all its bytes or an error.
 //! Only an abort ends a tag; any other error is a fault of ours and is told, never counted as an end. A request with
 //! registered pages is answered when nothing names them any more: the answer takes them out of their place, and the
 //! next request's come in.

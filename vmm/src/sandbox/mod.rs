@@ -85,6 +85,8 @@ pub fn restrict_calls(task: Task) -> Result<(), SandboxError> {
 ///
 /// As [`restrict_files`] and [`restrict_calls`].
 pub fn confine_thread(task: Task) -> Result<(), SandboxError> {
+    // Asked for once in a process, in ways that are closed then.
+    let _ = rustix::param::page_size();
     restrict_files(&AllowedFiles::default())?;
     restrict_calls(task)
 }

@@ -28,6 +28,11 @@ pub enum Task {
     /// Runs a guest's CPU: what a queue does, messages to whoever serves a disk from outside, and what KVM is told of
     /// interrupts and kicks.
     Cpu,
+    /// Serves queues of a block device of the host: what a queue does, and telling the kernel that memory is not to be had
+    /// by writing to that device, and that the host's partitions are none of its.
+    UblkQueue,
+    /// Looks after such devices: asks the driver, answers questions, and removes what is to go with them.
+    UblkControl,
 }
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
@@ -114,6 +119,28 @@ const CPU: &[libc::c_long] = &[
     libc::SYS_shutdown,
 ];
 
+/// Linux: `include/uapi/linux/prctl.h`.
+const PR_SET_IO_FLUSHER: u64 = 57;
+
+/// Rights are given up.
+const UBLK_QUEUE: &[libc::c_long] = &[libc::SYS_capget, libc::SYS_capset];
+
+/// Questions at a socket, signals, and the end: the host's memory written to the device, links and files removed.
+const UBLK_CONTROL: &[libc::c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_recvfrom,
+    libc::SYS_sendto,
+    libc::SYS_shutdown,
+    libc::SYS_getsockopt,
+    libc::SYS_geteuid,
+    libc::SYS_openat,
+    libc::SYS_newfstatat,
+    libc::SYS_readlinkat,
+    libc::SYS_unlinkat,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_sync,
+];
+
 /// What a CPU's thread asks of KVM: to run the guest, and to set up kicks and interrupts. Linux: `include/uapi/linux/kvm.h`.
 const KVM: [u32; 6] = [
     0x0000_AE80, // KVM_RUN
@@ -129,10 +156,14 @@ const KVM: [u32; 6] = [
 const OLD_EVERY: &[libc::c_long] = &[libc::SYS_poll];
 #[cfg(target_arch = "x86_64")]
 const OLD_CONTROL: &[libc::c_long] = &[libc::SYS_unlink];
+#[cfg(target_arch = "x86_64")]
+const OLD_UBLK_CONTROL: &[libc::c_long] = &[libc::SYS_unlink, libc::SYS_readlink];
 #[cfg(not(target_arch = "x86_64"))]
 const OLD_EVERY: &[libc::c_long] = &[];
 #[cfg(not(target_arch = "x86_64"))]
 const OLD_CONTROL: &[libc::c_long] = &[];
+#[cfg(not(target_arch = "x86_64"))]
+const OLD_UBLK_CONTROL: &[libc::c_long] = &[];
 
 /// What `fcntl` is good for here.
 const FCNTL: [libc::c_int; 9] = [
@@ -172,6 +203,11 @@ fn rules(task: Task) -> Result<Rules, Error> {
             allow(OLD_CONTROL);
         }
         Task::Cpu => allow(CPU),
+        Task::UblkQueue => allow(UBLK_QUEUE),
+        Task::UblkControl => {
+            allow(UBLK_CONTROL);
+            allow(OLD_UBLK_CONTROL);
+        }
     }
     let no_exec = || rule(2, SeccompCmpOp::MaskedEq(number(libc::PROT_EXEC)), 0);
     rules.insert(libc::SYS_mmap, vec![no_exec()?]);
@@ -180,7 +216,7 @@ fn rules(task: Task) -> Result<Rules, Error> {
         .iter()
         .map(|&command| rule(1, SeccompCmpOp::Eq, number(command)));
     rules.insert(libc::SYS_fcntl, commands.collect::<Result<_, _>>()?);
-    if task == Task::Control {
+    if matches!(task, Task::Control | Task::UblkControl) {
         let nonblocking = rule(1, SeccompCmpOp::Eq, libc::FIONBIO)?;
         rules.insert(libc::SYS_ioctl, vec![nonblocking]);
         let timeout = rule(2, SeccompCmpOp::Eq, number(libc::SO_RCVTIMEO))?;
@@ -190,10 +226,11 @@ fn rules(task: Task) -> Result<Rules, Error> {
         let orders = KVM.iter().map(|&order| rule(1, SeccompCmpOp::Eq, order.into()));
         rules.insert(libc::SYS_ioctl, orders.collect::<Result<_, _>>()?);
     }
-    rules.insert(
-        libc::SYS_prctl,
-        vec![rule(0, SeccompCmpOp::Eq, number(libc::PR_SET_NAME))?],
-    );
+    let mut settings = vec![rule(0, SeccompCmpOp::Eq, number(libc::PR_SET_NAME))?];
+    if task == Task::UblkQueue {
+        settings.push(rule(0, SeccompCmpOp::Eq, PR_SET_IO_FLUSHER)?);
+    }
+    rules.insert(libc::SYS_prctl, settings);
     let ours = u64::from(std::process::id());
     rules.insert(libc::SYS_tgkill, vec![rule(0, SeccompCmpOp::Eq, ours)?]);
     let thread = number(libc::CLONE_THREAD | libc::CLONE_VM | libc::CLONE_SIGHAND);

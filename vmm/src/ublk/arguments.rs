@@ -58,6 +58,9 @@ pub enum UblkCommand {
         /// Its number, or /dev/ublkbN
         #[arg(value_name = "DEVICE", value_parser = device)]
         device: u32,
+        /// Whose it is, not what its name is
+        #[arg(long)]
+        owner: bool,
     },
     /// Remove devices; their servers close the images
     Del {
@@ -90,6 +93,10 @@ pub struct ServeArguments {
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     pub rate_limit_group: Vec<String>,
+    /// Whether to give up every right that serving does not take: those of workers before they see a byte, the others' when
+    /// the devices are there
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
+    pub sandbox: String,
     /// How many queues share a worker thread [default: 1, or as before]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub queues_per_worker: Option<u16>,
@@ -105,6 +112,14 @@ pub struct ServeArguments {
     /// This is the process in the background.
     #[arg(long, hide = true)]
     pub detached: bool,
+}
+
+impl ServeArguments {
+    /// Whether rights are given up.
+    #[must_use]
+    pub fn is_confined(&self) -> bool {
+        self.sandbox == "on"
+    }
 }
 
 /// What `ublk add` takes.
@@ -176,7 +191,7 @@ pub struct UpgradeArguments {
 
 /// A device's number, however it is given.
 fn device(text: &str) -> Result<u32, String> {
-    let number = ["/dev/ublkb", "/dev/ublkc", "ublkb"]
+    let number = ["/dev/ublkb", "/dev/ublkc", "ublkb", "ublkc"]
         .iter()
         .find_map(|prefix| text.strip_prefix(prefix))
         .unwrap_or(text);
@@ -197,7 +212,7 @@ mod tests {
 
     #[test]
     fn a_device_is_a_number_or_a_path() {
-        for text in ["7", "/dev/ublkb7", "/dev/ublkc7", "ublkb7"] {
+        for text in ["7", "/dev/ublkb7", "/dev/ublkc7", "ublkb7", "ublkc7"] {
             assert_eq!(device(text), Ok(7), "{text}");
         }
         for text in ["", "/dev/sda7", "-1", "ublkb"] {

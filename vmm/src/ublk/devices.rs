@@ -138,8 +138,8 @@ pub(super) fn list(json: bool) -> Result<u8, CommandFailure> {
     for id in all() {
         match describe(&mut control, id) {
             Ok(device) => devices.push(device),
-            // Deleted meanwhile.
-            Err(error) if error.errno() == Some(libc::ENODEV) => {}
+            // Deleted meanwhile, or somebody else's.
+            Err(error) if matches!(error.errno(), Some(libc::ENODEV | libc::EPERM | libc::EACCES)) => {}
             Err(error) => return Err(failed(error)),
         }
     }

@@ -22,6 +22,7 @@ use virtio_devices::ublk::abi;
 use virtio_devices::ublk::{Carrier, Control, ControlCall, ControlDevice, OpenControlError, open_control};
 
 use crate::error::{CommandFailure, EXIT_OK};
+use crate::sandbox::Task;
 use crate::signals::StopSignals;
 
 /// How much longer than the driver the process may take to answer: it bounds the command itself, and starts up first.
@@ -59,16 +60,19 @@ fn program() -> Command {
 
 /// Has the host write what it keeps in memory, for at most `patience`: there may be disks that hang, and whoever waits for
 /// them in the kernel does not end. `false`: it has not written everything.
-pub(super) fn sync(patience: Duration) -> bool {
+///
+/// # Errors
+///
+/// If there cannot be another process.
+pub(super) fn sync(patience: Duration) -> io::Result<bool> {
     let null = Stdio::null;
     let child = program()
         .arg("--sync")
         .stdin(null())
         .stdout(null())
         .stderr(null())
-        .spawn();
-    let until = Instant::now() + patience;
-    child.is_ok_and(|child| ends_until(child, until))
+        .spawn()?;
+    Ok(ends_until(child, Instant::now() + patience))
 }
 
 /// Waits for the good end of a process.
@@ -297,6 +301,10 @@ pub(super) fn serve(sync: bool) -> Result<u8, CommandFailure> {
     let file = io::stdin().as_fd().try_clone_to_owned().map_err(failed)?;
     let socket = io::stdout().as_fd().try_clone_to_owned().map_err(failed)?;
     let mut device = ControlDevice::new(file.into()).map_err(|error| CommandFailure::Failed(error.into()))?;
+    // As its server is, from when that has devices on; it has nothing to lose either way.
+    if let Err(error) = crate::sandbox::confine_thread(Task::UblkControl) {
+        tracing::debug!(%error, "what carries out commands is not confined");
+    }
     // The end of the socket is the end of this process.
     serve_on(UnixStream::from(socket), &mut device).unwrap_or_default();
     Ok(EXIT_OK)

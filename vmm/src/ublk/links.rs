@@ -12,7 +12,8 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
-use virtio_devices::ublk::block_path;
+use virtio_devices::ublk::abi::Flags;
+use virtio_devices::ublk::{Control, block_path};
 
 use super::state::DeviceState;
 use crate::disk_config::DiskConfig;
@@ -43,6 +44,10 @@ pub(super) fn name(serial: &str) -> String {
 pub(super) fn make(device: u32, serial: Option<&str>) {
     let folder = Path::new(FOLDER);
     let wanted = serial.map(name);
+    if !rustix::process::geteuid().is_root() {
+        // The names of the machine are not theirs to give.
+        return;
+    }
     if Path::new(UDEV).exists() {
         if let Some(wanted) = &wanted
             && let Some(other) = taken(folder, wanted, device)
@@ -83,9 +88,25 @@ fn warn_taken(device: u32, name: &str, other: &Path) {
     );
 }
 
-/// Takes a device's names away, as far as they lead to it. udev does so itself.
+/// Takes the name away that a device of this server has, if it leads there. udev does so itself.
+pub(super) fn remove_own(device: u32, serial: Option<&str>) {
+    if Path::new(UDEV).exists() || !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let link = serial.map(|serial| Path::new(FOLDER).join(name(serial)));
+    // Nobody else touches a name that leads to a device that is there.
+    if let Some(link) =
+        link.filter(|link| fs::read_link(link).is_ok_and(|leads_to| leads_to == target(device)))
+        && let Err(error) = fs::remove_file(&link)
+    {
+        tracing::warn!(device, %error, "cannot remove {}", link.display());
+    }
+}
+
+/// Takes all names of a device away that nobody serves, as far as they lead to it.
 pub(super) fn remove(device: u32) {
     if !Path::new(UDEV).exists()
+        && rustix::process::geteuid().is_root()
         && let Err(error) = remove_in(Path::new(FOLDER), device, None)
     {
         tracing::warn!(device, %error, "cannot remove the device's link in {FOLDER}");
@@ -157,13 +178,24 @@ fn remove_in(folder: &Path, device: u32, keep: Option<&str>) -> io::Result<()> {
     Ok(())
 }
 
-/// `ringdisk ublk udev`: what udev's rule wants to know of a device, `KEY=value` in lines; nothing if it has no serial
-/// number.
+/// `ringdisk ublk udev`: what udev's rules want to know of a device, `KEY=value` in lines. Its name, if it has a serial
+/// number; or, with `owner`, whose it is, if that is a user without rights.
 ///
 /// # Errors
 ///
-/// If nobody reads it.
-pub(super) fn print(device: u32) -> Result<u8, CommandFailure> {
+/// If nobody reads it, or the driver does not say.
+pub(super) fn print(device: u32, owner: bool) -> Result<u8, CommandFailure> {
+    if owner {
+        let mut control = Control::open().map_err(|error| CommandFailure::Failed(error.into()))?;
+        let info = control.info(device);
+        let info = info.map_err(|error| CommandFailure::Failed(error.into()))?;
+        if info.flags().contains(Flags::UNPRIVILEGED_DEV) {
+            let mut output = std::io::stdout();
+            writeln!(output, "RINGDISK_OWNER={}", info.owner_uid)?;
+            writeln!(output, "RINGDISK_GROUP={}", info.owner_gid)?;
+        }
+        return Ok(EXIT_OK);
+    }
     let disk = DeviceState::load(device).and_then(|state| DiskConfig::parse(&state.disk).ok());
     if let Some(serial) = disk.and_then(|disk| disk.serial) {
         writeln!(std::io::stdout(), "RINGDISK_LINK={}", name(&serial))?;

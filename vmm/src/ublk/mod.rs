@@ -6,6 +6,7 @@
 pub mod arguments;
 mod background;
 mod devices;
+mod fence;
 mod groups;
 mod hand_over;
 mod helper;
@@ -36,7 +37,7 @@ pub fn run(command: UblkCommand) -> Result<u8, CommandFailure> {
         UblkCommand::Info { device, json } => devices::info(device, json),
         UblkCommand::Features { json } => devices::features(json),
         UblkCommand::SetSize { device, size } => devices::set_size(device, &size),
-        UblkCommand::Udev { device } => links::print(device),
+        UblkCommand::Udev { device, owner } => links::print(device, owner),
         UblkCommand::Commands { sync } => helper::serve(sync),
         UblkCommand::Del { devices, all, force } => devices::delete(devices, all, force),
     }

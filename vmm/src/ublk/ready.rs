@@ -7,22 +7,41 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-/// Says `READY=1` to the service manager, if there is one.
-pub(super) fn tell() {
-    if let Some(socket) = env::var_os("NOTIFY_SOCKET").filter(|socket| !socket.is_empty())
-        && let Err(error) = send(&socket)
-    {
-        tracing::warn!(%error, "cannot tell the service manager at NOTIFY_SOCKET");
+/// The service manager, if there is one.
+#[derive(Debug)]
+pub(super) struct Manager(Option<UnixDatagram>);
+
+impl Manager {
+    /// Looks for it. A server that is confined cannot do so any more.
+    pub(super) fn find() -> Self {
+        let socket = env::var_os("NOTIFY_SOCKET").filter(|socket| !socket.is_empty());
+        Self(socket.and_then(|socket| connect(&socket).inspect_err(warn).ok()))
+    }
+
+    /// Says `READY=1`.
+    pub(super) fn tell(self) {
+        if let Some(manager) = self.0
+            && let Err(error) = manager.send(READY)
+        {
+            warn(&error);
+        }
     }
 }
 
-fn send(socket: &OsStr) -> io::Result<()> {
+const READY: &[u8] = b"READY=1";
+
+fn warn(error: &io::Error) {
+    tracing::warn!(%error, "cannot tell the service manager at NOTIFY_SOCKET");
+}
+
+fn connect(socket: &OsStr) -> io::Result<UnixDatagram> {
     let address = match socket.as_bytes().strip_prefix(b"@") {
         Some(name) => SocketAddr::from_abstract_name(name)?,
         None => SocketAddr::from_pathname(socket)?,
     };
     let sender = UnixDatagram::unbound()?;
-    sender.send_to_addr(b"READY=1", &address).map(drop)
+    sender.connect_addr(&address)?;
+    Ok(sender)
 }
 
 #[cfg(test)]
@@ -41,11 +60,12 @@ mod tests {
         ];
         for (socket, manager) in managers {
             let manager = manager.expect("a socket");
-            send(&socket).expect("it listens");
+            let found = connect(&socket).expect("it listens");
+            Manager(Some(found)).tell();
             let mut bytes = [0; 32];
             let count = manager.recv(&mut bytes).expect("a message");
             assert_eq!(&bytes[..count], b"READY=1");
         }
-        assert!(send(OsStr::new("/no/such/socket")).is_err());
+        assert!(connect(OsStr::new("/no/such/socket")).is_err());
     }
 }

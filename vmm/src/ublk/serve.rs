@@ -4,6 +4,7 @@
 //! whatever became of the others. A queue that broke is taken down with its ring, which frees what the kernel waits for.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use virtio_devices::ublk::{
     CloseError, Control, Events, QueueEvent, RecoveringDevice, Recovery, Transport, TransportChoice,
-    UblkConfig, UblkDevice, block_path,
+    UblkConfig, UblkDevice, block_path, may_administer,
 };
 
 use super::arguments::{AddArguments, RecoverArguments, ServeArguments, UpgradeArguments};
@@ -20,12 +21,13 @@ use super::groups::Groups;
 use super::resume::{self, Found};
 use super::state::{self, DeviceState};
 use super::upgrade::{self, Predecessor};
-use super::{background, devices, hand_over, helper, links, parallel, ready, usage};
+use super::{background, devices, fence, hand_over, helper, links, parallel, ready, usage};
 use crate::control::{Control as ControlSocket, Request};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::open::{self, OpenedDisk};
 use crate::signals::StopSignals;
+use crate::socket::Socket;
 use crate::{limits, size};
 
 /// How long a device in use is given to write what the host still keeps in memory.
@@ -38,6 +40,7 @@ const UNLOCK_MAX: Duration = Duration::from_secs(10);
 struct Served {
     device: UblkDevice,
     name: String,
+    serial: Option<String>,
     _opened: OpenedDisk,
 }
 
@@ -89,6 +92,8 @@ pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
         _ => TransportChoice::Auto,
     };
     let recovery = match arguments.recovery.as_str() {
+        // The driver lets no I/O wait for a user.
+        _ if !may_administer() => Recovery::Off,
         "wait" => Recovery::Wait,
         "fail" => Recovery::Fail,
         "off" => Recovery::Off,
@@ -256,6 +261,7 @@ fn config(disk: &DiskConfig, serve: &ServeArguments) -> Result<UblkConfig, Comma
         queue_depth: disk.queue_size,
         queues_per_worker: serve.queues_per_worker.unwrap_or(1),
         registered_buffers_max: serve.registered_buffers,
+        worker_hook: fence::worker_hook(serve.is_confined()),
         queue_affinity: (0..disk.num_queues)
             .map(|queue| disk.cpus_of(queue).map(<[usize]>::to_vec).unwrap_or_default())
             .collect(),
@@ -286,14 +292,15 @@ fn serve(
             .sum(),
     );
     let control = helper::control()?;
-    state::make_folder().map_err(|error| CommandFailure::about(state::FOLDER, error))?;
+    state::make_folder().map_err(|error| CommandFailure::about(state::folder().display(), error))?;
     let server: Server = Arc::new(Mutex::new(Shared {
         control,
         devices: BTreeMap::new(),
         handed_over: false,
     }));
     let (sender, events) = mpsc::channel();
-    let socket = Path::new(state::FOLDER).join(format!("server-{}.sock", std::process::id()));
+    state::sweep(&state::folder());
+    let socket = state::socket(std::process::id());
     let shared = Arc::clone(&server);
     let answer = move |request| answer(&shared, request);
     let (shared, own) = (Arc::clone(&server), socket.clone());
@@ -302,8 +309,9 @@ fn serve(
             hand_over::end(&own);
         }
     };
-    let served = ControlSocket::serve_and(&socket, Arc::new(answer), Arc::new(told));
-    let _socket = served.map_err(|error| CommandFailure::Failed(error.into()))?;
+    // Who connects before the devices are there is answered then.
+    let listening = Socket::listen(&socket).map_err(|error| CommandFailure::Failed(error.into()))?;
+    let manager = ready::Manager::find();
 
     let taken = upgrade::take(predecessors)?;
     wanted.retain(|disk| disk.recover.is_none_or(|id| !taken.was_refused(id)));
@@ -311,11 +319,21 @@ fn serve(
     // What is wrong with an image shows before the first device is there.
     let orphaned = |failure| taken.orphaned(failure);
     let opened = parallel::each(wanted, open_disk).map_err(orphaned)?;
-    let (mut first_failure, brought) = match bring_up(&server, opened, &sender, &socket, arguments) {
+    let (mut first_failure, mut brought) = match bring_up(&server, opened, &sender, &socket, arguments) {
         Ok((lines, failure)) => (failure.map(orphaned), Some(lines)),
         Err(failure) => (Some(orphaned(failure)), None),
     };
     first_failure = taken.end().or(first_failure);
+    if brought.is_some() && arguments.is_confined() {
+        let devices: Vec<String> = lock(&server).devices.keys().map(|&id| block_path(id)).collect();
+        // Threads that are started from here on are inside.
+        if let Err(failure) = fence::confine(devices) {
+            first_failure = Some(failure);
+            brought = None;
+        }
+    }
+    let _socket = ControlSocket::serve_on(listening, Arc::new(answer), Arc::new(told))
+        .inspect_err(|error| tracing::error!(%error, "nobody can ask this server"));
     if let Some(mut lines) = brought {
         stop_on_signal(signals, sender).map_err(start)?;
         if arguments.detached {
@@ -324,7 +342,7 @@ fn serve(
         }
         // Whoever does not read this is served as well.
         std::io::stdout().write_all(lines.as_bytes()).unwrap_or_default();
-        ready::tell();
+        manager.tell();
         let failure = wait(&server, &events);
         first_failure = first_failure.or(failure);
     }
@@ -467,6 +485,7 @@ fn remember(
         Served {
             device,
             name,
+            serial: wanted.disk.serial,
             _opened: opened,
         },
     );
@@ -521,16 +540,22 @@ fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
     let Served {
         device,
         name,
+        serial,
         _opened,
     } = served;
     let (id, path) = (device.id(), block_path(device.id()));
-    if !device.is_ended()
-        && let Ok(Some(user)) = usage::user_of(&path)
-    {
-        tracing::warn!(device = id, %user, "removed while in use: its users see errors");
-        sync();
+    if !device.is_ended() {
+        match usage::user_of(&path) {
+            Ok(Some(user)) => {
+                tracing::warn!(device = id, %user, "removed while in use: its users see errors");
+                sync();
+            }
+            Ok(None) => {}
+            // The sandbox does not let us see who has it open.
+            Err(_) => flush(path.clone()),
+        }
     }
-    links::remove(id);
+    links::remove_own(id, serial.as_deref());
     let closed = device.close(control);
     if let Err(CloseError::Undrained { .. }) = &closed {
         // Only the end of the process frees what the kernel waits for, and it must come soon.
@@ -547,7 +572,35 @@ fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
 
 /// Has the host write what it keeps in memory, in bounded time: there may be disks that hang.
 pub(super) fn sync() {
-    if !helper::sync(SYNC_MAX) {
+    match helper::sync(SYNC_MAX) {
+        Ok(true) => {}
+        Ok(false) => tracing::warn!("the host has not written everything in {} s", SYNC_MAX.as_secs()),
+        // Who is confined starts no process.
+        Err(_) => in_time(rustix::fs::sync),
+    }
+}
+
+/// As [`sync`], what it keeps of one block device for those who have it open.
+fn flush(path: String) {
+    in_time(move || {
+        let flushed = File::open(&path).and_then(|device| device.sync_all());
+        flushed.unwrap_or_else(|error| tracing::warn!(%error, "cannot flush {path}"));
+    });
+}
+
+/// Does it on a thread of its own, which may go on for longer than is waited for.
+fn in_time(what: impl FnOnce() + Send + 'static) {
+    let (done, ended) = mpsc::channel();
+    let sync = move || {
+        what();
+        done.send(()).unwrap_or_default();
+    };
+    if std::thread::Builder::new()
+        .name("sync".to_owned())
+        .spawn(sync)
+        .is_ok()
+        && ended.recv_timeout(SYNC_MAX).is_err()
+    {
         tracing::warn!("the host has not written everything in {} s", SYNC_MAX.as_secs());
     }
 }

@@ -1,4 +1,5 @@
-//! What is remembered of each device for whoever looks after it later: one small file in `/run/ringdisk/ublk`.
+//! What is remembered of each device for whoever looks after it later: one small file in `/run/ringdisk/ublk` or, if its
+//! server has no rights, in its user's own folder.
 //!
 //! The kernel remembers the device; this remembers the disk behind it. A server writes its file when the device is
 //! live and removes it with the device; after a kill it is there for `ringdisk ublk recover`. Nothing depends on it
@@ -10,8 +11,19 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+/// Where the files are of those who may administer the system.
+const FOLDER: &str = "/run/ringdisk/ublk";
+
 /// Where the files are.
-pub(super) const FOLDER: &str = "/run/ringdisk/ublk";
+pub(super) fn folder() -> PathBuf {
+    let user = rustix::process::geteuid();
+    if user.is_root() {
+        return FOLDER.into();
+    }
+    let own = std::env::var_os("XDG_RUNTIME_DIR").filter(|own| !own.is_empty());
+    let own = own.map_or_else(|| format!("/run/user/{}", user.as_raw()).into(), PathBuf::from);
+    own.join("ringdisk/ublk")
+}
 
 /// What is remembered of one device.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -34,17 +46,37 @@ pub(super) struct DeviceState {
 }
 
 fn path(id: u32) -> PathBuf {
-    Path::new(FOLDER).join(format!("{id}.json"))
+    folder().join(format!("{id}.json"))
 }
 
-/// Makes the folder, for root alone.
+/// Makes the folder, for its user alone.
 ///
 /// # Errors
 ///
 /// What the system said.
 pub(super) fn make_folder() -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
-    fs::DirBuilder::new().recursive(true).mode(0o700).create(FOLDER)
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(folder())
+}
+
+/// Where the server of process `pid` can be asked.
+pub(super) fn socket(pid: u32) -> PathBuf {
+    folder().join(format!("server-{pid}.sock"))
+}
+
+/// Removes the sockets in `folder` of servers that were killed: their processes are not there.
+pub(super) fn sweep(folder: &Path) {
+    for entry in fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok) {
+        let name = entry.file_name();
+        let pid = name
+            .to_str()
+            .and_then(|name| name.strip_prefix("server-")?.strip_suffix(".sock"));
+        let pid = pid.and_then(|pid| pid.parse::<u32>().ok());
+        if pid.is_some_and(|pid| !Path::new("/proc").join(pid.to_string()).exists()) {
+            // Somebody else has done it.
+            fs::remove_file(entry.path()).unwrap_or_default();
+        }
+    }
 }
 
 impl DeviceState {
@@ -55,7 +87,7 @@ impl DeviceState {
     /// What the system said.
     pub(super) fn store(&self) -> io::Result<()> {
         make_folder()?;
-        let aside = Path::new(FOLDER).join(format!("{}.{}", self.id, self.pid));
+        let aside = folder().join(format!("{}.{}", self.id, self.pid));
         fs::write(&aside, serde_json::to_vec(self)?)?;
         fs::rename(&aside, path(self.id))
     }
@@ -79,6 +111,20 @@ pub(super) fn forget(id: u32, pid: Option<u32>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sockets_of_processes_that_are_not_there_go() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let own = format!("server-{}.sock", std::process::id());
+        // No process has the largest number that fits.
+        for name in [&own, "server-4294967295.sock", "server-.sock", "3.json"] {
+            fs::write(folder.path().join(name), "").expect("a file");
+        }
+        sweep(folder.path());
+        let there = |name: &str| folder.path().join(name).exists();
+        assert!(there(&own) && there("server-.sock") && there("3.json"));
+        assert!(!there("server-4294967295.sock"));
+    }
 
     #[test]
     fn what_is_remembered_comes_back_and_other_text_is_nothing() {

@@ -1,0 +1,37 @@
+//! What a server of devices may still do when they are there: [`crate::sandbox`], for its threads.
+//!
+//! Workers, which see what the host's programs and the images say, can open no file at all; they are confined before
+//! they see any of it. The others remove what the server made, and ask the driver. What must stay true: no thread is
+//! outside, and whatever a server does at its end can be done inside.
+
+use std::path::PathBuf;
+
+use block::worker::StartHook;
+
+use super::{links, state};
+use crate::error::CommandFailure;
+use crate::sandbox::{self, AllowedFiles, Task};
+
+/// What each worker does before it serves.
+pub(super) fn worker_hook(on: bool) -> Option<StartHook> {
+    on.then(|| StartHook::new(|| Ok(sandbox::confine_thread(Task::UblkQueue)?)))
+}
+
+/// Confines the calling thread, and all that it starts from now on, to looking after these block devices.
+///
+/// # Errors
+///
+/// If the kernel has what that takes, and refuses.
+pub(super) fn confine(devices: impl IntoIterator<Item = String>) -> Result<(), CommandFailure> {
+    let folders = [state::folder(), links::FOLDER.into()];
+    let mut allowed = AllowedFiles {
+        // To be flushed in the end.
+        readable: devices.into_iter().map(PathBuf::from).collect(),
+        removable_in: folders.into_iter().filter(|folder| folder.is_dir()).collect(),
+        ..AllowedFiles::default()
+    };
+    // Who the server is that a device is remembered with.
+    allowed.readable.push(state::folder());
+    let fenced = sandbox::restrict_files(&allowed).and_then(|()| sandbox::restrict_calls(Task::UblkControl));
+    fenced.map_err(|error| CommandFailure::Failed(error.into()))
+}
