@@ -255,6 +255,12 @@ impl Tags {
         Ok((Context::on(ring), tags))
     }
 
+    /// The bytes of each place.
+    #[must_use]
+    pub fn place_bytes(&self) -> usize {
+        self.place_bytes
+    }
+
     /// The buffer of a tag's request: `len` bytes, the first of them `skip` into its place, where the driver says that
     /// its pages are aligned to `align`.
     ///

@@ -49,14 +49,15 @@ fn nothing_reaches_the_disk_once_requests_are_kept_and_the_next_server_does_all_
     let model = old.model.clone();
     old.state.abandon();
     drop(old);
-    model.server_died();
+    model.server_gone();
     let mut new = World::on(&disk, model, 4);
+    new.model.end_recovery();
     for _ in 0..8 {
         new.rounds();
     }
     assert_eq!(new.model.unanswered(), 0);
     for number in numbers.into_iter().chain(late) {
-        assert_eq!(new.model.result(number), 512);
+        assert_eq!(new.result(number), 512);
     }
     assert_eq!(new.model.io(read).data, [1; 512]);
     let expected: Vec<u8> = (0..12u8).flat_map(|sector| [sector.max(1); 512]).collect();
@@ -87,7 +88,7 @@ fn what_is_to_be_finished_is_answered_and_counted_until_it_is() {
     world.rounds();
     assert_eq!(world.state.unfinished(), Some(0));
     for number in numbers {
-        assert_eq!(world.model.result(number), 512);
+        assert_eq!(world.result(number), 512);
     }
     // The driver ends its tags, or leaves them to the end of the process.
     world.model.abort();
@@ -111,7 +112,7 @@ fn what_fails_meanwhile_is_tried_by_the_next_server_if_that_may_do_it_again() {
         old.rounds();
         assert_eq!(old.state.unfinished(), Some(0));
         if !kept {
-            assert_eq!(old.model.result(failing), -libc::ENOSPC);
+            assert_eq!(old.result(failing), -libc::ENOSPC);
             old.model.abort();
             old.rounds();
             continue;
@@ -121,10 +122,11 @@ fn what_fails_meanwhile_is_tried_by_the_next_server_if_that_may_do_it_again() {
         let model = old.model.clone();
         old.state.abandon();
         drop(old);
-        model.server_died();
+        model.server_gone();
         let mut new = World::on(&disk, model, 4);
+        new.model.end_recovery();
         new.rounds();
-        assert_eq!((new.model.result(fine), new.model.result(failing)), (512, 512));
+        assert_eq!((new.result(fine), new.result(failing)), (512, 512));
         assert_eq!(disk.bytes(512, 512), [2; 512]);
         new.model.abort();
         new.rounds();

@@ -16,8 +16,7 @@ mod control;
 mod device;
 #[cfg(test)]
 mod hand_over_tests;
-#[cfg(test)]
-mod model;
+pub mod model;
 mod params;
 mod queue;
 #[cfg(test)]

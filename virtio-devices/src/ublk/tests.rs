@@ -38,7 +38,7 @@ impl World {
         let state = QueueState::new(DEVICE, tell);
         let queue = disk.disk().open_queue(&cx).expect("a queue");
         let shared = Arc::clone(&state);
-        let queue = UblkQueue::start(model.channel(), queue, depth, IO_BYTES_MAX, None, shared);
+        let queue = UblkQueue::start(model.channel(0), queue, depth, IO_BYTES_MAX, None, shared);
         Self {
             cx,
             model,
@@ -56,6 +56,7 @@ impl World {
         self.queue().poll();
         self.cx.run_ready();
         self.queue().publish();
+        assert_eq!(self.model.take_fault(), None);
     }
 
     pub(super) fn rounds(&mut self) {
@@ -68,7 +69,12 @@ impl World {
     fn ask(&mut self, io: Io) -> i32 {
         let number = self.model.request(io);
         self.rounds();
-        self.model.result(number)
+        self.result(number)
+    }
+
+    /// The answer to a request, which must be there.
+    pub(super) fn result(&self, number: usize) -> i32 {
+        self.model.io(number).result.expect("it was committed")
     }
 
     fn events(&self) -> Vec<QueueEvent> {
@@ -85,10 +91,7 @@ fn every_operation_reaches_the_disk_as_it_was_meant() {
     assert_eq!(disk.bytes(4096, 4096), data);
     let number = world.model.request(Io::new(op::READ, 8, 8));
     world.rounds();
-    assert_eq!(
-        (world.model.result(number), world.model.io(number).data),
-        (4096, data)
-    );
+    assert_eq!((world.result(number), world.model.io(number).data), (4096, data));
     assert_eq!(world.ask(Io::write(0, &[1; 512]).flags(op::FLAG_FUA)), 512);
     assert_eq!(world.ask(Io::new(op::FLUSH, 0, 0)), 0);
     assert_eq!(world.ask(Io::new(op::DISCARD, 16, 8)), 0);
@@ -197,7 +200,7 @@ fn answers_that_find_no_slot_are_committed_later_each_once() {
     assert!(world.model.unanswered() > 0, "the ring was full");
     world.rounds();
     for number in numbers {
-        assert_eq!(world.model.result(number), 512);
+        assert_eq!(world.result(number), 512);
     }
     assert_eq!(world.model.fetches(), 16, "a fetch for each tag, and a commit");
 }
@@ -216,7 +219,7 @@ fn a_queue_ends_when_its_last_tag_has_and_not_before() {
     assert_eq!(world.events(), []);
     disk.release();
     world.rounds();
-    assert_eq!(world.model.result(number), 512);
+    assert_eq!(world.result(number), 512);
     assert_eq!(world.state.tags(), 1, "the driver has not ended it");
     world.model.abort();
     world.rounds();
@@ -240,7 +243,7 @@ fn a_queue_that_is_to_be_removed_goes_on_until_the_driver_has_ended_it() {
     for _ in 0..4 {
         worker.round().expect("a round");
     }
-    assert_eq!(world.model.result(number), 512);
+    assert_eq!(world.result(number), 512);
     assert_eq!(gone.try_recv(), Err(mpsc::TryRecvError::Empty));
     world.model.abort();
     for _ in 0..4 {
@@ -337,8 +340,9 @@ fn what_was_answered_survives_servers_that_die_at_any_time() {
                     world.cx.run_ready();
                     world.queue = None;
                     world.model.refuse(0);
-                    world.model.server_died();
+                    world.model.server_gone();
                     world = World::on(&disk, world.model.clone(), depth);
+                    world.model.end_recovery();
                 }
                 _ => world.round(),
             }

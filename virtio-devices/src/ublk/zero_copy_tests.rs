@@ -14,7 +14,6 @@ use block::worker::Worker;
 use block::{Buffer, Context, Disk, DiskQueue, Request};
 
 use super::abi::op;
-use super::channel::Places;
 use super::model::{Io, Model, ModelChannel};
 use super::queue::{Counts, QueueState, UblkQueue};
 use crate::virtqueue::tests::Random;
@@ -38,6 +37,7 @@ fn disk() -> Arc<dyn Disk> {
 /// A worker with queues that share its ring, played by the test.
 struct Server {
     worker: Worker,
+    models: Vec<Model>,
     states: Vec<Arc<QueueState>>,
 }
 
@@ -69,20 +69,26 @@ impl Server {
         for (model, number) in models.iter().zip(0..) {
             let state = QueueState::new(0, Arc::new(|_| {}));
             model.register_with(&tags, places);
-            let channel = model.channel_with(Places {
-                first: number * depth,
-            });
+            let channel = model.channel(number * depth);
             let shared = Arc::clone(&state);
             let queue: UblkQueue<ModelChannel> =
                 UblkQueue::start(channel, open(&cx), depth, IO_BYTES_MAX, Some(from), shared);
             worker.add(Box::new(queue), Vec::new()).expect("no kicks");
+            model.end_recovery();
             states.push(state);
         }
-        Self { worker, states }
+        Self {
+            worker,
+            models: models.to_vec(),
+            states,
+        }
     }
 
     fn round(&mut self) {
         self.worker.round().expect("a round");
+        for model in &self.models {
+            assert_eq!(model.take_fault(), None);
+        }
     }
 
     fn until(&mut self, what: &str, done: impl Fn() -> bool) {
@@ -119,7 +125,7 @@ impl Server {
         }
         for model in models {
             model.refuse(0);
-            model.server_died();
+            model.server_gone();
         }
     }
 }
@@ -197,7 +203,11 @@ fn requests_without_a_place_are_copied_and_counted() {
         .map(|area| model.request(Io::write(u64::from(area) * 8, &[area + 1; 4096])))
         .collect();
     server.until("answers", || model.unanswered() == 0);
-    assert!(numbers.iter().all(|&number| model.result(number) == 4096));
+    assert!(
+        numbers
+            .iter()
+            .all(|&number| model.io(number).result == Some(4096))
+    );
     let counts = server.counts();
     assert_eq!((counts.zero_copied, counts.copied, counts.fallbacks), (3, 5, 5));
     for area in 0..8u8 {
