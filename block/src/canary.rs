@@ -34,11 +34,15 @@ pub enum Rule {
     BufferBackEarly,
     RegisteredStaysBehind,
     ZerosNotAwaited,
+    MappingForgotten,
+    UblkCommitEarly,
+    UblkPagesBackEarly,
+    UblkTagForgotten,
 }
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 30] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -65,6 +69,10 @@ impl Rule {
         Self::BufferBackEarly,
         Self::RegisteredStaysBehind,
         Self::ZerosNotAwaited,
+        Self::MappingForgotten,
+        Self::UblkCommitEarly,
+        Self::UblkPagesBackEarly,
+        Self::UblkTagForgotten,
     ];
 
     /// What is broken, in a word.
@@ -97,6 +105,10 @@ impl Rule {
             Self::BufferBackEarly => "guest-buffer-back-early",
             Self::RegisteredStaysBehind => "registered-address-stays-behind",
             Self::ZerosNotAwaited => "zeros-not-awaited",
+            Self::MappingForgotten => "mapping-dies-with-its-server",
+            Self::UblkCommitEarly => "ublk-committed-before-written",
+            Self::UblkPagesBackEarly => "ublk-pages-back-under-an-op",
+            Self::UblkTagForgotten => "ublk-fetched-tag-forgotten",
         }
     }
 }

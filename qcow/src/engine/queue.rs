@@ -132,7 +132,7 @@ impl Queue {
 
 /// Makes durable what a change needs to be, before it is answered.
 async fn settle(queue: &Rc<Queue>, fua: bool) -> Result<(), IoError> {
-    let persists = queue.shared.policy.persist_mappings;
+    let persists = queue.shared.policy.persist_mappings && !broken(Rule::MappingForgotten);
     if fua || persists && !queue.shared.read()?.is_clean() {
         return flush::flush(queue).await;
     }

@@ -47,14 +47,18 @@ pub enum Source {
     Guest(u64),
     /// A seed some of whose requests have registered pages.
     Registered(u64),
+    /// A seed whose disk is a ublk device.
+    Ublk(u64),
 }
 
 impl Source {
-    /// What is run for each of the numbers that are counted through: one in two is a guest's, one in four has
-    /// registered pages.
+    /// What is run for each of the numbers that are counted through: of eight, three are a guest's, two have registered
+    /// pages, and two are ublk devices.
     #[must_use]
     pub fn of_number(number: u64) -> Self {
-        if number.is_multiple_of(2) {
+        if matches!(number % 8, 2 | 5) {
+            Self::Ublk(number)
+        } else if number.is_multiple_of(2) {
             Self::Guest(number)
         } else if number % 4 == 3 {
             Self::Registered(number)
@@ -74,6 +78,7 @@ impl Source {
             Self::Seed(seed) => Some(Case::draw(*seed)),
             Self::Guest(seed) => Some(Case::draw_guest(*seed)),
             Self::Registered(seed) => Some(Case::draw_registered(*seed)),
+            Self::Ublk(seed) => Some(Case::draw_ublk(*seed)),
         }
     }
 }
@@ -85,6 +90,7 @@ impl fmt::Display for Source {
             Self::Seed(seed) => write!(f, "seed {seed}"),
             Self::Guest(seed) => write!(f, "guest {seed}"),
             Self::Registered(seed) => write!(f, "registered {seed}"),
+            Self::Ublk(seed) => write!(f, "ublk {seed}"),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One guest queue: asks what is planned, notes every answer, and compares what it reads.
 //!
-//! A [`Lane`] asks the disk itself, as a frontend would; a [`Guest`](crate::guest::Guest) asks through a virtqueue.
-//! What was asked and answered is noted in the book of either.
+//! A [`Lane`] asks the disk itself, as a frontend would; a [`Guest`](crate::guest::Guest) asks through a virtqueue, and the
+//! host's block layer a driver. What was asked and answered is noted in the book of each.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -19,6 +19,27 @@ use crate::oracle::{Asked, Expected, Oracle};
 use crate::places::{Places, Taken};
 use crate::plan::{Ask, Planned};
 use crate::shape::Shape;
+
+/// What became of the servers of a ublk device, and how they were asked.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Reached {
+    /// Servers that were killed.
+    pub kills: u64,
+    /// Servers that handed over.
+    pub handovers: u64,
+    /// Requests that a killed server had.
+    pub lost: u64,
+    /// Requests of the host's that the driver itself has answered.
+    pub by_driver: u64,
+    /// Requests of the host's that became several.
+    pub split: u64,
+    /// Requests with data that went by their registered pages.
+    pub zero_copied: u64,
+    /// Requests with data that was copied.
+    pub copied: u64,
+    /// How many of the latter were copied because their pages could not be registered.
+    pub fallbacks: u64,
+}
 
 /// What all queues of a run note down.
 #[derive(Debug)]
@@ -43,6 +64,8 @@ pub struct Record {
     pub forced_failed: bool,
     /// Requests may fail.
     pub may_fail: bool,
+    /// What a ublk device went through.
+    pub reached: Reached,
     version: u64,
     salt: u64,
 }
@@ -62,6 +85,7 @@ impl Record {
             forced_failed: false,
             failures: 0,
             may_fail,
+            reached: Reached::default(),
             version: 3,
             salt,
         }

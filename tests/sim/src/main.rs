@@ -53,6 +53,9 @@ enum Task {
         /// How many.
         #[arg(long, default_value_t = 1000)]
         seeds: u64,
+        /// `seed`, `guest`, `registered` or `ublk`: what all of them are run as; otherwise each as its number has it.
+        #[arg(long)]
+        kind: Option<String>,
     },
     /// Goes on from the seed after the last that was ever run.
     Soak {
@@ -68,7 +71,7 @@ enum Task {
     },
     /// Runs one line again and tells what happens.
     Replay {
-        /// `seed N …`, `guest N …` or `scenario NAME order N …`, as a failure prints it.
+        /// `seed N …`, `guest N …`, `registered N …`, `ublk N …` or `scenario NAME order N …`, as a failure prints it.
         #[arg(required = true)]
         line: Vec<String>,
         /// Print what happens on the disk.
@@ -112,7 +115,7 @@ fn main() -> ExitCode {
             };
             run_kept() && explore_once(from, goal, threads, rate)
         }
-        Task::Survey { from, seeds } => survey(from, seeds),
+        Task::Survey { from, seeds, kind } => survey(from, seeds, kind.as_deref()),
         Task::Soak {
             seconds,
             state,
@@ -169,13 +172,22 @@ fn run_kept() -> bool {
     true
 }
 
-fn survey(from: u64, seeds: u64) -> bool {
+fn survey(from: u64, seeds: u64, kind: Option<&str>) -> bool {
     let watchdog = Watchdog::start();
     let mut failed = 0;
     for seed in from..from + seeds {
-        let source = Source::of_number(seed);
+        let line = match kind {
+            Some(kind) => format!("{kind} {seed}"),
+            None => Source::of_number(seed).to_string(),
+        };
+        let (source, case) = match replay::parse(&line) {
+            Ok(parsed) => parsed,
+            Err(error) => {
+                eprintln!("{error}");
+                return false;
+            }
+        };
         watchdog.beat(|| source.to_string());
-        let case = source.case().unwrap_or_else(|| Case::draw(seed));
         if let Some(failure) = run(&case, false, &mut Tally::default()).failure {
             failed += 1;
             println!("{source}: {failure}");
@@ -257,6 +269,9 @@ fn tell(source: &Source, case: &Case, failure: &Failure) {
     eprintln!("  {:?}", case.profile);
     if let Some(virtio) = &case.virtio {
         eprintln!("  {virtio:?}");
+    }
+    if let Some(ublk) = &case.ublk {
+        eprintln!("  {ublk:?}");
     }
     for planned in &case.plan {
         eprintln!("    {planned}");

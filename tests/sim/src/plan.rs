@@ -3,6 +3,7 @@
 use std::fmt;
 
 use block::sim::{Profile, Random, SECTOR};
+use virtio_devices::ublk::{Recovery, Transport};
 
 use crate::shape::Shape;
 
@@ -126,6 +127,66 @@ impl Virtio {
     }
 }
 
+/// A ublk device between the queues and the disk: how its driver is, and what happens to who serves it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Ublk {
+    /// How data travels.
+    pub transport: Transport,
+    /// The tags of each queue.
+    pub depth: u16,
+    /// The most bytes of a request; the host makes several of what is longer.
+    pub io_bytes_max: u32,
+    /// From how many bytes on requests go by their registered pages, with [`Transport::ZeroCopy`].
+    pub zero_copy_from: u32,
+    /// How many places for registered pages a queue has; other requests are copied.
+    pub places: u16,
+    /// How many of a thousand turns of the host are followed by registrations that fail.
+    pub unregistered: u32,
+    /// What becomes of I/O without a server.
+    pub recovery: Recovery,
+    /// The driver gives up a dead server at once and not when its last I/O has ended, as before Linux 6.16.
+    pub hasty: bool,
+    /// How many times the server is killed, and another goes on.
+    pub kills: u32,
+    /// How many times a server hands the device over to another one.
+    pub handovers: u32,
+}
+
+impl Ublk {
+    fn draw(random: &mut Random) -> Self {
+        let depth = random.pick(&[1, 2, 4, 16]);
+        Self {
+            transport: random.pick(&[
+                Transport::ZeroCopy,
+                Transport::ZeroCopy,
+                Transport::UserCopy,
+                Transport::Copy,
+            ]),
+            depth,
+            io_bytes_max: random.pick(&[4096, 8192, 65536]),
+            zero_copy_from: random.pick(&[0, 0, 4096, 16384]),
+            places: random.pick(&[depth, depth, depth.div_ceil(2)]),
+            unregistered: random.pick(&[0, 0, 100]),
+            recovery: random.pick(&[
+                Recovery::Reissue,
+                Recovery::Reissue,
+                Recovery::Reissue,
+                Recovery::Wait,
+                Recovery::Fail,
+            ]),
+            hasty: random.one_in(3),
+            kills: random.pick(&[0, 1, 1, 2]),
+            handovers: random.pick(&[0, 0, 1, 2]),
+        }
+    }
+
+    /// Whether servers follow each other, so that what was answered must outlive them.
+    #[must_use]
+    pub fn restarts(&self) -> bool {
+        self.kills > 0 || self.handovers > 0
+    }
+}
+
 /// Requests whose bytes only the kernel reaches: a driver has registered their pages.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Registered {
@@ -171,6 +232,8 @@ pub struct Case {
     pub worker_turns: u32,
     /// What lies between the queues and the disk, if anything does.
     pub virtio: Option<Virtio>,
+    /// Whether the disk is one of the host's own.
+    pub ublk: Option<Ublk>,
     /// Whether some requests have registered pages.
     pub registered: Option<Registered>,
     /// What is asked, each queue's in this order.
@@ -230,6 +293,7 @@ impl Case {
             depth: random.pick(&[1, 2, 4, 16]),
             worker_turns: random.pick(&[100, 300, 500, 700]),
             virtio: None,
+            ublk: None,
             registered: None,
             plan,
             explore: Explore {
@@ -245,16 +309,39 @@ impl Case {
         let mut case = Self::draw(seed);
         let virtio = Virtio::draw(&mut Random::new(!seed));
         if virtio.kills > 0 {
-            // Whether a disk that a killed server was making larger has grown, nobody could tell the guest. And what
-            // the host forgot at a failed sync is known to the process that was told, and to no other.
-            case.plan.retain(|planned| !matches!(planned.ask, Ask::Grow(_)));
-            case.profile.sync_error = 0;
+            case.restart();
         }
         case.virtio = Some(virtio);
-        let sectors = case.shape.bytes / SECTOR as u64;
-        case.plan
-            .retain(|planned| virtio.kills == 0 || planned.first + planned.count <= sectors);
         case
+    }
+
+    /// The run of a seed whose disk is a ublk device.
+    #[must_use]
+    pub fn draw_ublk(seed: u64) -> Self {
+        let mut case = Self::draw(seed);
+        let ublk = Ublk::draw(&mut Random::new(seed.rotate_left(16)));
+        if ublk.restarts() {
+            case.restart();
+        }
+        case.ublk = Some(ublk);
+        case
+    }
+
+    /// Leaves out what no server could tell the next one.
+    fn restart(&mut self) {
+        // Whether a disk that a killed server was making larger has grown, nobody could tell the guest. And what
+        // the host forgot at a failed sync is known to the process that was told, and to no other.
+        self.profile.sync_error = 0;
+        let sectors = self.shape.bytes / SECTOR as u64;
+        self.plan.retain(|planned| {
+            !matches!(planned.ask, Ask::Grow(_)) && planned.first + planned.count <= sectors
+        });
+    }
+
+    /// Whether servers follow each other.
+    #[must_use]
+    pub fn restarts(&self) -> bool {
+        self.virtio.is_some_and(|virtio| virtio.kills > 0) || self.ublk.is_some_and(|ublk| ublk.restarts())
     }
 
     /// The run of a seed some of whose requests have registered pages.

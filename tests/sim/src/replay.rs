@@ -1,18 +1,19 @@
 //! A run as a line of text, to be run again: what a failure prints, and what the file of kept seeds holds.
 //!
 //! `seed N` is the run of that seed, `guest N` one whose queues are a guest's virtqueues, `registered N` one some of
-//! whose requests have registered pages. `seed N schedule S
+//! whose requests have registered pages, `ublk N` one whose disk is a ublk device. `seed N schedule S
 //! plan A,B,C` is what is left of it after shrinking: only those requests of the plan (by number, from zero),
-//! with things in the order of `S`. A shortened run may also have `lanes N`, `plain NAME,NAME` (what a guest
-//! does without), `calm NAME,NAME` (faults that are off), `sectors A:N` (request `A` is about `N` sectors)
+//! with things in the order of `S`. A shortened run may also have `lanes N`, `plain NAME,NAME` (what a guest, or a
+//! device, does without), `calm NAME,NAME` (faults that are off), `sectors A:N` (request `A` is about `N` sectors)
 //! and `look ALL,DRAWS` (which crash states are looked at). `scenario NAME order N` is a scenario.
 
 use std::fmt::Write as _;
 
 use block::sim::Profile;
+use virtio_devices::ublk::{Recovery, Transport};
 
 use crate::explore::Source;
-use crate::plan::{Case, Explore, Virtio};
+use crate::plan::{Case, Explore, Ublk, Virtio};
 use crate::scenario;
 
 /// A line that is not one of ours.
@@ -44,11 +45,36 @@ pub(crate) const FAULTS: [Fault; 14] = [
     ("no_zero_range", |profile| profile.no_zero_range = false),
 ];
 
-/// Something a guest may do, by name, and how to leave it.
-type Habit = (&'static str, fn(&mut Virtio));
+/// Something a guest or a device may do, by name, and how to leave it.
+type Habit<T> = (&'static str, fn(&mut T));
+
+/// Everything a ublk device can do without.
+pub(crate) const UBLK_HABITS: [Habit<Ublk>; 8] = [
+    ("kills", |ublk| ublk.kills = 0),
+    ("handovers", |ublk| ublk.handovers = 0),
+    ("hasty", |ublk| ublk.hasty = false),
+    ("recovery", |ublk| ublk.recovery = Recovery::Reissue),
+    ("unregistered", |ublk| ublk.unregistered = 0),
+    ("places", |ublk| ublk.places = ublk.depth),
+    ("split", |ublk| ublk.io_bytes_max = 65536),
+    ("transport", |ublk| ublk.transport = Transport::UserCopy),
+];
+
+/// The names of what `now` does without and `before` did not.
+fn plain<T: Copy + PartialEq>(habits: &[Habit<T>], now: T, before: T) -> Vec<&'static str> {
+    let off = |mut thing: T, leave: fn(&mut T)| {
+        let was = thing;
+        leave(&mut thing);
+        thing == was
+    };
+    let left = habits
+        .iter()
+        .filter(|(_, leave)| off(now, *leave) && !off(before, *leave));
+    left.map(|habit| habit.0).collect()
+}
 
 /// Everything a guest can do without.
-pub(crate) const HABITS: [Habit; 6] = [
+pub(crate) const HABITS: [Habit<Virtio>; 6] = [
     ("kills", |virtio| virtio.kills = 0),
     ("stops", |virtio| virtio.stops = 0),
     ("event_idx", |virtio| virtio.event_idx = false),
@@ -57,11 +83,18 @@ pub(crate) const HABITS: [Habit; 6] = [
     ("start", |virtio| virtio.start = 0),
 ];
 
+/// Leaves a habit; `false` if there is none of that name.
+fn leave<T>(habits: &[Habit<T>], name: &str, thing: &mut T) -> bool {
+    let found = habits.iter().find(|habit| habit.0 == name);
+    found.map(|habit| habit.1(thing)).is_some()
+}
+
 fn source_line(source: &Source) -> String {
     match source {
         Source::Seed(seed) => format!("seed {seed}"),
         Source::Guest(seed) => format!("guest {seed}"),
         Source::Registered(seed) => format!("registered {seed}"),
+        Source::Ublk(seed) => format!("ublk {seed}"),
         Source::Scenario(name, order) => format!("scenario {} order {order}", name.replace(' ', "_")),
     }
 }
@@ -124,19 +157,12 @@ pub fn line_of(source: &Source, case: &Case) -> String {
     if !calm.is_empty() {
         put(format_args!(" calm {}", calm.join(",")));
     }
-    if let (Some(virtio), Some(before)) = (case.virtio, original.virtio) {
-        let plain = |(_, leave): &&Habit| {
-            let off = |mut virtio: Virtio| {
-                let was = virtio;
-                leave(&mut virtio);
-                virtio == was
-            };
-            off(virtio) && !off(before)
-        };
-        let plain: Vec<&str> = HABITS.iter().filter(plain).map(|habit| habit.0).collect();
-        if !plain.is_empty() {
-            put(format_args!(" plain {}", plain.join(",")));
-        }
+    let guests = case.virtio.zip(original.virtio);
+    let devices = case.ublk.zip(original.ublk);
+    let mut without = guests.map_or(Vec::new(), |(now, before)| plain(&HABITS, now, before));
+    without.extend(devices.map_or(Vec::new(), |(now, before)| plain(&UBLK_HABITS, now, before)));
+    if !without.is_empty() {
+        put(format_args!(" plain {}", without.join(",")));
     }
     if case.explore != original.explore {
         let Explore { all_up_to, draws } = case.explore;
@@ -181,6 +207,11 @@ pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
                 let seed = number(value)?;
                 source = Some(Source::Registered(seed));
                 case = Some(Case::draw_registered(seed));
+            }
+            ("ublk", None) => {
+                let seed = number(value)?;
+                source = Some(Source::Ublk(seed));
+                case = Some(Case::draw_ublk(seed));
             }
             ("scenario", None) => {
                 let name = value.replace('_', " ");
@@ -232,12 +263,15 @@ pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
                 }
             }
             ("plain", Some(case)) => {
-                let virtio = case.virtio.as_mut();
-                let virtio = virtio.ok_or_else(|| bad("only a guest can do without something".to_owned()))?;
                 for name in value.split(',') {
-                    let habit = HABITS.iter().find(|habit| habit.0 == name);
-                    let habit = habit.ok_or_else(|| bad(format!("a guest has no habit {name:?}")))?;
-                    habit.1(virtio);
+                    let known = match (&mut case.virtio, &mut case.ublk) {
+                        (Some(virtio), _) => leave(&HABITS, name, virtio),
+                        (None, Some(ublk)) => leave(&UBLK_HABITS, name, ublk),
+                        (None, None) => false,
+                    };
+                    if !known {
+                        return Err(bad(format!("it has no habit {name:?}")));
+                    }
                 }
             }
             ("look", Some(case)) => {
@@ -308,6 +342,24 @@ mod tests {
     }
 
     #[test]
+    fn a_ublk_device_comes_back_from_its_line_without_its_habits() {
+        for seed in 0..300 {
+            let source = Source::Ublk(seed);
+            let mut case = Case::draw_ublk(seed);
+            assert_eq!(line_of(&source, &case), format!("ublk {seed}"));
+            for (at, (_, leave)) in (0..).zip(UBLK_HABITS) {
+                if seed >> at & 1 == 1 {
+                    case.ublk.as_mut().map(leave);
+                }
+            }
+            let line = line_of(&source, &case);
+            let (again, parsed) = parse(&line).unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!(again, source);
+            assert_eq!(format!("{parsed:?}"), format!("{case:?}"), "{line}");
+        }
+    }
+
+    #[test]
     fn a_run_with_registered_pages_comes_back_from_its_line() {
         for seed in 0..50 {
             let source = Source::Registered(seed);
@@ -348,6 +400,7 @@ mod tests {
             "seed 1 calm x",
             "seed 1 plain kills",
             "guest 1 plain x",
+            "ublk 1 plain event_idx",
         ] {
             parse(line).expect_err(line);
         }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc;
 
 use block::file::Alignment;
+use block::sim::pages::Tags;
 use block::sim::{Event, Profile, Random, SimWorld, Store, memory};
 use block::worker::{FrontendId, Worker};
 use block::{Context, Disk, IoError};
@@ -16,12 +17,13 @@ use qcow::{OpenError, OpenOptions, QcowDisk};
 use rustc_hash::FxHashSet;
 
 use crate::judge::{Demand, Judge, Tally};
-use crate::lane::{Lane, Record};
+use crate::lane::{Lane, Reached, Record};
 use crate::oracle::Oracle;
 use crate::places::{PLACE_BYTES, Places};
 use crate::plan::{Case, Explore, Planned, Registered};
 use crate::serve::Serving;
 use crate::shape::{Beginning, DISK, beginning, chain};
+use crate::ublk::{self, Host};
 
 /// The most turns a run takes; a run that takes more hangs.
 const TURNS_MAX: u64 = 4_000_000;
@@ -45,6 +47,8 @@ pub struct Outcome {
     pub answered: u64,
     /// FLUSHes answered well.
     pub flushes: u64,
+    /// What a ublk device went through.
+    pub reached: Reached,
 }
 
 /// What went wrong, and when.
@@ -84,6 +88,7 @@ pub fn run(case: &Case, record_trace: bool, tally: &mut Tally) -> Outcome {
     (outcome.cuts, outcome.sampled, outcome.widest) = (seen.cuts, seen.sampled, seen.widest);
     let record = run.record.borrow();
     (outcome.answered, outcome.flushes) = (record.answered, record.flushes);
+    outcome.reached = record.reached;
     drop(record);
     // After a failure ops may be in flight: they end without effect, and let go of their memory.
     run.world.cut_power();
@@ -112,13 +117,16 @@ pub(crate) struct Run<'a> {
     changes: u64,
     turns: u64,
     pub(crate) workers: Vec<Worker>,
-    /// The registered pages of each worker.
-    tags: Vec<Option<Rc<Places>>>,
+    /// The registered pages of each worker's own lane.
+    places: Vec<Option<Rc<Places>>>,
+    /// Where the driver of a ublk device registers pages, for each worker.
+    pub(crate) tags: Vec<Option<Rc<Tags>>>,
     pub(crate) disk: Option<Arc<QcowDisk>>,
     pub(crate) serving: Option<Serving>,
+    pub(crate) host: Option<Host>,
 }
 
-type Slot<T> = Rc<RefCell<Option<T>>>;
+pub(crate) type Slot<T> = Rc<RefCell<Option<T>>>;
 
 impl<'a> Run<'a> {
     fn new(case: &'a Case, beginning: &Rc<Beginning>, tally: &'a mut Tally) -> Self {
@@ -132,15 +140,23 @@ impl<'a> Run<'a> {
             };
             world.set_alignment(DISK, alignment);
         }
-        let (workers, tags) = (0..case.lanes)
-            .map(|_| {
-                let (cx, tags) = match case.registered {
-                    Some(registered) => places(&world, registered),
-                    None => (world.context(32), None),
-                };
-                (Worker::by_hand(cx), tags)
-            })
-            .unzip();
+        let (mut workers, mut own, mut tags) = (Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..case.lanes {
+            let (cx, places, pages) = match (case.registered, case.ublk) {
+                (Some(registered), _) => {
+                    let (cx, places) = places(&world, registered);
+                    (cx, places, None)
+                }
+                (None, Some(ublk)) => {
+                    let (cx, pages) = ublk::context(&world, &ublk);
+                    (cx, None, pages)
+                }
+                (None, None) => (world.context(32), None, None),
+            };
+            workers.push(Worker::by_hand(cx));
+            own.push(places);
+            tags.push(pages);
+        }
         let mut words = beginning.words.clone();
         words.resize(case.sectors() as usize, 0);
         let record = Record::new(
@@ -155,12 +171,14 @@ impl<'a> Run<'a> {
             schedule: Random::new(case.schedule),
             chance: Random::new(case.schedule ^ 0xC4A5),
             workers,
+            places: own,
             tags,
             seen: Seen::default(),
             changes: world.changes(),
             turns: 0,
             disk: None,
             serving: None,
+            host: None,
             world,
             case,
             tally,
@@ -177,16 +195,16 @@ impl<'a> Run<'a> {
         self.open()?;
         self.record.borrow_mut().may_fail = self.case.profile.has_errors();
         self.world.set_profile(self.case.profile);
-        let lanes = match self.case.virtio {
-            None => self.start_lanes(&self.case.plan, self.case.depth)?,
-            Some(virtio) => {
-                self.start_guests(virtio)?;
-                Vec::new()
-            }
-        };
+        let mut lanes = Vec::new();
+        match (self.case.virtio, self.case.ublk) {
+            (Some(virtio), _) => self.start_guests(virtio)?,
+            (None, Some(ublk)) => self.start_host(ublk)?,
+            (None, None) => lanes = self.start_lanes(&self.case.plan, self.case.depth)?,
+        }
         self.drive(|run| run.record.borrow().left == 0)?;
         self.world.set_profile(without_errors(self.case.profile));
         self.end_guests()?;
+        self.end_host()?;
         self.end_lanes(lanes)?;
         self.close()
     }
@@ -217,7 +235,7 @@ impl<'a> Run<'a> {
         let slot: Slot<Result<Arc<QcowDisk>, OpenError>> = Rc::default();
         let (cx, world, place) = (self.context(0), self.world.clone(), Rc::clone(&slot));
         let options = OpenOptions {
-            persist_mappings: self.case.virtio.is_some_and(|virtio| virtio.kills > 0),
+            persist_mappings: self.case.restarts(),
             ..self.case.shape.options()
         };
         let task_cx = cx.clone();
@@ -231,7 +249,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    fn wait_for<T>(&mut self, slot: &Slot<T>) -> Result<T, String> {
+    pub(crate) fn wait_for<T>(&mut self, slot: &Slot<T>) -> Result<T, String> {
         let waited = Rc::clone(slot);
         self.drive(move |_| waited.borrow().is_some())?;
         slot.borrow_mut()
@@ -258,7 +276,7 @@ impl<'a> Run<'a> {
                 &self.record,
                 seed,
             )
-            .with_places(self.tags[index].clone());
+            .with_places(self.places[index].clone());
             ids.push(
                 worker
                     .add(Box::new(lane), Vec::new())
@@ -304,9 +322,8 @@ impl<'a> Run<'a> {
         }
         let mut record = self.record.borrow_mut();
         record.oracle.close();
-        // Where something failed or a server was killed, space may be lost.
-        let killed = self.case.virtio.is_some_and(|virtio| virtio.kills > 0);
-        let demand = if self.case.profile.has_errors() || killed {
+        // Where something failed or servers followed each other, space may be lost.
+        let demand = if self.case.profile.has_errors() || self.case.restarts() {
             Demand::Sound
         } else {
             Demand::Flawless

@@ -88,6 +88,7 @@ impl Scenario {
             depth: 4,
             worker_turns: if orderly { 900 } else { 400 },
             virtio: None,
+            ublk: None,
             registered: None,
             plan,
             explore: Explore {

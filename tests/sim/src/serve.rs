@@ -1,9 +1,6 @@
 //! The server of a guest's virtqueues: it sleeps, is stopped, is killed, and is started again.
 //!
-//! A killed server's memory is gone, and with it what it had not written to the image's file; what it had asked the
-//! host to do is done, or given up before it began. The file as readers see it stays, and so do the guest's memory and
-//! the marks of what is in flight. The next server starts when the last I/O of the dead one has ended, as the
-//! image's lock has it.
+//! Of a [killed server](crate::server) the guest's memory stays, and in it the marks of what is in flight.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -19,6 +16,7 @@ use crate::guest::{Guest, Interrupt, Served};
 use crate::lane::Book;
 use crate::plan::{Planned, Virtio};
 use crate::run::{Run, without_errors};
+use crate::server::{Mishap, Mishaps, Sleepers, revive};
 use crate::shape::chain;
 
 /// Where the cache mode is in the configuration space.
@@ -31,20 +29,8 @@ pub(crate) struct Serving {
     guests: Vec<Guest>,
     queues: Vec<(FrontendId, Arc<QueueReport>)>,
     device: Option<Arc<BlockDevice>>,
-    /// Workers that sleep.
-    asleep: Vec<bool>,
-    /// Workers that found nothing to do in their last turn.
-    idle: Vec<bool>,
-    /// The first worker's number in the world.
-    first_context: u32,
-    /// Nothing happens to the server just now.
-    quiet: bool,
-    kills: u32,
-    stops: u32,
-    /// So many turns until what is due happens.
-    delay: Option<u64>,
-    /// It is being killed, between two stores.
-    dying: bool,
+    sleepers: Sleepers,
+    mishaps: Mishaps,
 }
 
 fn text(error: impl std::error::Error) -> String {
@@ -71,14 +57,8 @@ impl Run<'_> {
             arena,
             queues: Vec::new(),
             device: None,
-            asleep: vec![false; lanes],
-            idle: vec![false; lanes],
-            first_context: 0,
-            quiet: false,
-            kills: 0,
-            stops: 0,
-            delay: None,
-            dying: false,
+            sleepers: Sleepers::new(lanes),
+            mishaps: Mishaps::new(virtio.kills, virtio.stops),
         });
         self.serve(false)
     }
@@ -118,8 +98,7 @@ impl Run<'_> {
             guests,
             queues,
             device: Some(device),
-            asleep,
-            idle,
+            sleepers,
             ..
         }) = &mut self.serving
         else {
@@ -127,7 +106,7 @@ impl Run<'_> {
         };
         let Some(disk) = &self.disk else { return Ok(()) };
         let worker = &mut self.workers[index];
-        wake(worker, &mut asleep[index], &mut idle[index]);
+        sleepers.wake(index, worker);
         let features = Serving::accepted(virtio, device);
         let wire = guests[index].connect(worker.context(), disk, features);
         let report = Arc::new(QueueReport::default());
@@ -162,42 +141,26 @@ impl Run<'_> {
     pub(crate) fn take_turn(&mut self, turn: usize) -> Result<bool, String> {
         let count = self.workers.len();
         let Some(serving) = &mut self.serving else {
-            return self.workers[turn].round().map_err(text);
+            return self.take_host_turn(turn);
         };
         if turn >= count {
             return serving.guests[turn - count].turn();
         }
-        let worker = &mut self.workers[turn];
-        if serving.asleep[turn] {
-            let kicked = serving.guests[turn].wire().kicked.replace(false);
-            let context = serving.first_context + turn as u32;
-            if !(kicked || worker.is_woken() || self.world.has_completion(context)) {
-                return Ok(false);
-            }
-            worker.end_sleep();
-            serving.asleep[turn] = false;
-        }
-        // It goes to sleep some time after it has found nothing: meanwhile others have had their turns.
-        if std::mem::take(&mut serving.idle[turn]) && self.schedule.one_in(2) {
-            serving.asleep[turn] = worker.prepare_sleep();
-            if !serving.asleep[turn] {
-                worker.end_sleep();
-            }
-            return Ok(false);
-        }
-        let worked = worker.round().map_err(text)?;
-        serving.idle[turn] = !worked;
-        Ok(worked)
+        let wire = serving.guests[turn].wire();
+        let (worker, schedule) = (&mut self.workers[turn], &mut self.schedule);
+        let sleepers = &mut serving.sleepers;
+        sleepers.turn(turn, worker, &self.world, schedule, || wire.kicked.replace(false))
     }
 
     /// Who waits for what, when nothing happens any more.
     pub(crate) fn describe_guests(&self) -> String {
         let Some(serving) = &self.serving else {
-            return String::new();
+            return self.describe_host();
         };
-        let both = serving.guests.iter().zip(&serving.asleep).zip(&self.workers);
-        let each = both.map(|((guest, asleep), worker)| {
-            let state = if *asleep { "asleep" } else { "awake" };
+        let both = serving.guests.iter().zip(&self.workers).enumerate();
+        let each = both.map(|(index, (guest, worker))| {
+            let asleep = serving.sleepers.is_asleep(index);
+            let state = if asleep { "asleep" } else { "awake" };
             format!(
                 "; {guest}, its worker {state} with {} tasks",
                 worker.context().tasks()
@@ -209,13 +172,13 @@ impl Run<'_> {
     /// How many take turns.
     pub(crate) fn actors(&self) -> usize {
         let guests = self.serving.as_ref().map_or(0, |serving| serving.guests.len());
-        self.workers.len() + guests
+        self.workers.len() + guests + self.host_queues()
     }
 
     /// What must hold of the guest's side between two turns.
     pub(crate) fn look_at_guests(&mut self) -> Result<(), String> {
         let Some(serving) = &mut self.serving else {
-            return Ok(());
+            return self.look_at_host();
         };
         for guest in &mut serving.guests {
             guest.observe()?;
@@ -227,46 +190,15 @@ impl Run<'_> {
     pub(crate) fn disturb(&mut self) -> Result<(), String> {
         let (answered, all) = (self.record.borrow().answered, self.case.plan.len() as u64);
         let Some(serving) = &mut self.serving else {
-            return Ok(());
+            return self.disturb_host(answered, all);
         };
-        if serving.quiet {
-            return Ok(());
-        }
-        let Virtio { kills, stops, .. } = serving.virtio;
-        // Spread over the run.
-        let to_kill =
-            serving.kills < kills && answered * u64::from(kills + 1) >= all * u64::from(serving.kills + 1);
-        let to_stop = serving.stops < stops
-            && answered * u64::from(2 * stops) >= all * u64::from(2 * serving.stops + 1);
-        if !to_kill && !to_stop {
-            return Ok(());
-        }
-        let delay = *serving.delay.get_or_insert_with(|| self.schedule.below(40));
-        let is_dead = serving.dying && is_killed();
-        if delay > 0 && !is_dead {
-            serving.delay = Some(delay - 1);
-            return Ok(());
-        }
-        if to_kill && !serving.dying {
-            serving.dying = true;
-            if kill_after(self.schedule.below(12)) {
-                // It dies at one of its next stores, or after so many turns.
-                serving.delay = Some(100);
-                return Ok(());
-            }
-        }
-        serving.delay = None;
-        serving.dying = false;
-        serving.quiet = true;
-        if to_kill {
-            serving.kills += 1;
-            self.kill()?;
-        } else {
-            serving.stops += 1;
-            self.stop_and_start()?;
+        match serving.mishaps.due(answered, all, &mut self.schedule) {
+            None => return Ok(()),
+            Some(Mishap::Kill) => self.kill()?,
+            Some(Mishap::Stop) => self.stop_and_start()?,
         }
         if let Some(serving) = &mut self.serving {
-            serving.quiet = false;
+            serving.mishaps.quiet = false;
         }
         Ok(())
     }
@@ -288,7 +220,7 @@ impl Run<'_> {
         for index in which {
             let (id, report) = &serving.queues[index];
             let worker = &mut self.workers[index];
-            wake(worker, &mut serving.asleep[index], &mut serving.idle[index]);
+            serving.sleepers.wake(index, worker);
             worker.remove(*id, done.clone());
             reports.push(Arc::clone(report));
         }
@@ -307,34 +239,9 @@ impl Run<'_> {
             guest.disconnect();
         }
         serving.device = None;
-        self.disk = None;
-        self.world.kill_process();
-        while self.world.step() {
-            self.cut_if_changed()?;
-        }
-        // Nothing of this has an effect: it only lets go of what a process has.
-        let mut dead = std::mem::take(&mut self.workers);
-        let mut rounds = 0;
-        while dead.iter().any(|worker| {
-            let cx = worker.context();
-            cx.tasks() > 0 || cx.ring().in_flight() > 0
-        }) {
-            rounds += 1;
-            if rounds > 10_000 {
-                return Err("tasks of a killed server do not end".to_owned());
-            }
-            for worker in &mut dead {
-                worker.round().map_err(text)?;
-            }
-        }
-        let count = dead.len();
-        drop(dead);
-        revive();
-
+        let count = self.bury(|_| Ok(()))?;
         if let Some(serving) = &mut self.serving {
-            serving.first_context += count as u32;
-            serving.asleep = vec![false; count];
-            serving.idle = vec![false; count];
+            serving.sleepers.renew();
         }
         self.workers = (0..count)
             .map(|_| Worker::by_hand(self.world.context(32)))
@@ -349,7 +256,7 @@ impl Run<'_> {
     /// Ends guest and server, once all is answered.
     pub(crate) fn end_guests(&mut self) -> Result<(), String> {
         if let Some(serving) = &mut self.serving {
-            serving.quiet = true;
+            serving.mishaps.quiet = true;
         }
         revive();
         let reports = self.remove_queues(0..self.workers.len())?;
@@ -386,42 +293,4 @@ impl Serving {
         let without = |on: bool, bit: u32| if on { 0 } else { 1_u64 << bit };
         device.features() & !without(virtio.event_idx, 29) & !without(virtio.indirect, 28)
     }
-}
-
-/// A worker that is told to do something has another round before it sleeps.
-fn wake(worker: &mut Worker, asleep: &mut bool, idle: &mut bool) {
-    if std::mem::take(asleep) {
-        worker.end_sleep();
-    }
-    *idle = false;
-}
-
-/// Kills what this thread plays at its store number `stores` from here on; `false` if that cannot be done, and it is to
-/// die at once.
-#[cfg(feature = "canary")]
-fn kill_after(stores: u64) -> bool {
-    block::canary::kill_after(Some(stores));
-    true
-}
-
-/// `false`: only a special build can be killed between two stores.
-#[cfg(not(feature = "canary"))]
-fn kill_after(_stores: u64) -> bool {
-    false
-}
-
-#[cfg(feature = "canary")]
-fn is_killed() -> bool {
-    block::canary::is_killed()
-}
-
-#[cfg(not(feature = "canary"))]
-fn is_killed() -> bool {
-    false
-}
-
-/// What is played from here on is another process.
-fn revive() {
-    #[cfg(feature = "canary")]
-    block::canary::kill_after(None);
 }

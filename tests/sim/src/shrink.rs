@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::judge::Tally;
 use crate::plan::{Case, Explore};
-use crate::replay::{FAULTS, HABITS};
+use crate::replay::{FAULTS, HABITS, UBLK_HABITS};
 use crate::run::{Failure, run};
 
 /// In how many orders an attempt is made.
@@ -94,6 +94,15 @@ fn simpler(case: &Case) -> Vec<Case> {
             leave(virtio);
         }
         if plainer.virtio != case.virtio {
+            list.push(plainer);
+        }
+    }
+    for (_, leave) in UBLK_HABITS {
+        let mut plainer = case.clone();
+        if let Some(ublk) = &mut plainer.ublk {
+            leave(ublk);
+        }
+        if plainer.ublk != case.ublk {
             list.push(plainer);
         }
     }

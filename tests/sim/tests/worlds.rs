@@ -2,6 +2,7 @@
 
 use ringdisk_sim::explore::Source;
 use ringdisk_sim::judge::Tally;
+use ringdisk_sim::lane::Reached;
 use ringdisk_sim::run::run;
 use ringdisk_sim::{kept_lines, replay, scenario};
 
@@ -46,5 +47,36 @@ fn every_scenario_survives_a_cut_at_every_step() {
             outcome.failure
         );
         assert!(outcome.cuts > 3, "{}: only {} cuts", scenario.name, outcome.cuts);
+    }
+}
+
+/// The seeds of ublk devices are about what they are there for: by each transport, with servers that die and hand over while
+/// they have requests.
+#[test]
+fn ublk_devices_reach_every_transport_and_every_end_of_a_server() {
+    let mut sum = Reached::default();
+    for seed in 0..24 {
+        let case = Source::Ublk(seed).case().expect("a seed has a run");
+        let outcome = run(&case, false, &mut Tally::default());
+        assert!(outcome.failure.is_none(), "ublk {seed}: {:?}", outcome.failure);
+        let reached = outcome.reached;
+        sum.kills += reached.kills;
+        sum.handovers += reached.handovers;
+        sum.lost += reached.lost;
+        sum.by_driver += reached.by_driver;
+        sum.split += reached.split;
+        sum.zero_copied += reached.zero_copied;
+        sum.copied += reached.copied;
+        sum.fallbacks += reached.fallbacks;
+    }
+    for count in [
+        sum.lost,
+        sum.by_driver,
+        sum.split,
+        sum.zero_copied,
+        sum.copied,
+        sum.fallbacks,
+    ] {
+        assert!(count > 2, "{sum:?}");
     }
 }
