@@ -215,11 +215,20 @@ pub fn explore(
             total.failed = own.failed;
         }
     };
-    std::thread::scope(|scope| {
-        for _ in 0..threads.max(1) {
-            scope.spawn(work);
+    loop {
+        std::thread::scope(|scope| {
+            for _ in 0..threads.max(1) {
+                scope.spawn(work);
+            }
+        });
+        let total = total.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        // Threads that met the same states have each counted them.
+        let distinct = total.tally.images.len() as u64;
+        if total.failed.is_some() || distinct >= goal.states || Instant::now() >= end {
+            break;
         }
-    });
+        states.store(distinct, Ordering::Relaxed);
+    }
     let mut explored = total
         .into_inner()
         .unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -1,6 +1,8 @@
 //! Runs that `cargo test` makes by itself: few, and not optimised. `make test` explores many more.
 
-use ringdisk_sim::explore::Source;
+use std::time::Duration;
+
+use ringdisk_sim::explore::{Goal, Source, explore};
 use ringdisk_sim::judge::Tally;
 use ringdisk_sim::lane::Reached;
 use ringdisk_sim::run::run;
@@ -21,6 +23,22 @@ fn a_seed_gives_the_same_trace_and_the_same_crash_states_every_time() {
         assert_eq!(one.trace, two.trace, "seed {seed}");
         assert_eq!(first.images, second.images, "seed {seed}");
         assert!(!one.trace.is_empty() && !first.images.is_empty());
+    }
+}
+
+/// Threads that meet the same states count them once, and go on until there are enough.
+#[test]
+fn an_exploration_reaches_its_goal_whatever_its_threads_have_in_common() {
+    for states in [300, 500, 700] {
+        let goal = Goal {
+            states,
+            seeds: 0,
+            time: Duration::from_secs(60),
+        };
+        let explored = explore(700, goal, false, 4, 0, &|_| {});
+        assert!(explored.failed.is_none(), "{:?}", explored.failed);
+        let found = explored.tally.images.len() as u64;
+        assert!(found >= states, "{found} of {states}");
     }
 }
 
