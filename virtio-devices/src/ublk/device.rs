@@ -1,9 +1,11 @@
 //! One device: made, served, stopped and deleted, or taken over from a server that is gone.
 //!
 //! What must stay true: whatever fails on the way up is taken down again, so that no half-made device is left. A
-//! device that was to outlive its server, and is only served here, is left as it was found.
+//! device that was to outlive its server, and is only served here, is left as it was found. A ring in which the driver
+//! waits is closed by the end of the process alone.
 
 mod hand_over;
+mod park;
 
 use std::fs::OpenOptions;
 use std::io;
@@ -284,8 +286,9 @@ pub enum ResizeError {
 
 /// A device and those who serve it.
 ///
-/// Dropping it closes the queues' rings without asking the driver: if it was not stopped, the driver takes that for the
-/// death of its server.
+/// Dropping it when the driver has not ended it, by [`UblkDevice::close`] or somebody else's command, leaves it with this
+/// process: nothing is answered any more, its threads and its hold on the disk stay, and the driver takes the end of the
+/// process for the death of its server.
 #[derive(Debug)]
 pub struct UblkDevice {
     info: DeviceInfo,
@@ -305,10 +308,8 @@ struct Queue {
 
 impl Drop for UblkDevice {
     fn drop(&mut self) {
-        for queue in &self.queues {
-            if queue.state.tags() > 0 {
-                queue.state.abandon();
-            }
+        if !self.is_ended() {
+            self.park();
         }
     }
 }
@@ -731,8 +732,7 @@ impl UblkDevice {
 
     /// Lets go of a device that does not serve yet.
     fn take_down(self, control: &mut Control) {
-        // Ends the tags that wait. A device in recovery is not ours to stop: its queues' rings are closed, which ends
-        // them too.
+        // Ends the tags that wait. A device in recovery is not ours to stop: the end of the process ends them.
         if self.info.state() == State::Dead
             && let Err(error) = control.stop(self.info.dev_id)
         {

@@ -1,7 +1,8 @@
 //! The server: makes devices of disks, or takes over those whose server was killed, and serves them until the end.
 //!
 //! What must stay true: after a stop signal every device is stopped, drained and deleted, and each image closed cleanly,
-//! whatever became of the others. A queue that broke is taken down with its ring, which frees what the kernel waits for.
+//! whatever became of the others. A device of which a queue broke does no more I/O, and waits in this process, untouched,
+//! until the process ends: then it can be recovered.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -41,13 +42,15 @@ struct Served {
     device: UblkDevice,
     name: String,
     serial: Option<String>,
-    _opened: OpenedDisk,
+    opened: OpenedDisk,
 }
 
 /// What the main thread and the control socket share.
 struct Shared {
     control: Control,
     devices: BTreeMap<u32, Served>,
+    /// The images of devices that were let go, and wait for the end of this process.
+    left: Vec<OpenedDisk>,
     /// They are another server's now, and this process is about to end.
     handed_over: bool,
 }
@@ -296,6 +299,7 @@ fn serve(
     let server: Server = Arc::new(Mutex::new(Shared {
         control,
         devices: BTreeMap::new(),
+        left: Vec::new(),
         handed_over: false,
     }));
     let (sender, events) = mpsc::channel();
@@ -434,6 +438,7 @@ fn bring_up(
                 Err(error) => {
                     tracing::error!(disk = %wanted.disk.name(), %error, "not recovered");
                     late.get_or_insert(about(&wanted, error));
+                    shared.left.push(opened);
                 }
             }
         }
@@ -486,7 +491,7 @@ fn remember(
             device,
             name,
             serial: wanted.disk.serial,
-            _opened: opened,
+            opened,
         },
     );
     line + "\n"
@@ -522,8 +527,10 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailur
                 if let Some(served) = shared.devices.remove(&device) {
                     let told = format!("{}: {what}; see `ringdisk ublk recover`", block_path(device));
                     tracing::error!(device, %what, "letting go of a device");
-                    // Its rings are closed, and the driver takes that for our death.
-                    drop(served);
+                    // It stays as it is until our end, which the driver takes for our death. So does the image's lock.
+                    let Served { device, opened, .. } = served;
+                    drop(device);
+                    shared.left.push(opened);
                     first_failure.get_or_insert(CommandFailure::Failed(told.into()));
                 }
             }
@@ -541,7 +548,7 @@ fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
         device,
         name,
         serial,
-        _opened,
+        opened: _opened,
     } = served;
     let (id, path) = (device.id(), block_path(device.id()));
     if !device.is_ended() {
@@ -612,6 +619,7 @@ fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String
         control,
         devices,
         handed_over,
+        ..
     } = &mut *shared;
     match request {
         Request::Info {} => {
