@@ -17,8 +17,9 @@ pub const MEMORY_MIB: u32 = 2048;
 
 /// What lets the guest run machines. QEMU 10.0's emulation of SVM loses interrupts and restarts machines under load (seen
 /// with `ringdisk run` and QEMU in it alike, in about every third run of `make demo`) unless KVM leaves virtual GIF and timers
-/// that are early alone.
-const KVM: &str = "modprobe kvm lapic_timer_advance=0\nmodprobe kvm-amd vgif=0 nested=0 avic=0\n";
+/// that are early alone. A kernel of the lab without KVM does without.
+const KVM: &str =
+    "! modprobe kvm lapic_timer_advance=0 2>/dev/null || modprobe kvm-amd vgif=0 nested=0 avic=0\n";
 
 /// The disk, before it is made.
 #[derive(Debug)]
@@ -156,7 +157,8 @@ impl Toolbox {
 }
 
 /// Runs `script` in a guest with two CPUs that sees its root, the disk of `toolbox` with `bytes` of room as
-/// `/dev/lab/tools`, and the lab's root as the read-only `/dev/lab/base`. KVM is there when it starts. Gives what was said,
+/// `/dev/lab/tools`, and the lab's root as the read-only `/dev/lab/base`. KVM is there when it starts, if the
+/// kernel has it. Gives what was said,
 /// and the toolbox's disk.
 ///
 /// # Errors
