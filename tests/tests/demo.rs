@@ -44,7 +44,7 @@ mkdir /mnt/tmp
 echo any >/mnt/kernel-version
 PATH=/mnt:$PATH RINGDISK_LAB_GUEST=/mnt RINGDISK_BIN=/mnt/ringdisk TMPDIR=/mnt/tmp /mnt/demo
 "#;
-    let patience = Duration::from_secs(600);
+    let patience = Duration::from_secs(300);
     let (outcome, _) = nested::run(&lab, &scratch, &toolbox, 2048 * MIB, script, patience)?;
     let said: Vec<_> = outcome.lines().collect();
     let all = said.join("\n");

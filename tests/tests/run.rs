@@ -62,7 +62,7 @@ fn nested_with(
         &toolbox,
         512 * MIB,
         &script,
-        Duration::from_secs(600),
+        Duration::from_secs(400),
     )
 }
 
