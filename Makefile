@@ -57,6 +57,7 @@ models:
 asan:
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" \
 	ASAN_OPTIONS=detect_stack_use_after_return=1:detect_odr_violation=0:quarantine_size_mb=64 \
+	LSAN_OPTIONS=suppressions=$(CURDIR)/tests/leaks.txt:print_suppressions=0 \
 	env --default-signal=HUP,INT,QUIT,TERM cargo test --target x86_64-unknown-linux-gnu --target-dir target/asan \
 	    -p ringdisk-block -p ringdisk-qcow -p ringdisk-virtio-devices -p ringdisk --no-fail-fast
 

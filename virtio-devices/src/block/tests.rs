@@ -628,4 +628,6 @@ fn a_queue_that_is_stopped_before_its_first_round_answers_what_a_killed_server_l
     assert_eq!(second.driver.status(head), OK);
     second.queue.removed();
     assert_eq!(second.report.next_available(), 1);
+    // A context whose tasks have not ended goes with nobody.
+    first.cx.run_ready();
 }

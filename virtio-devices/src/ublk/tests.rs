@@ -286,6 +286,9 @@ fn a_queue_that_is_dropped_unasked_says_so_and_one_that_was_let_go_does_not() {
     assert_eq!(world.queue().in_flight(), 0);
     world.queue = None;
     assert_eq!(world.events(), []);
+    // A context whose tasks have not ended goes with nobody.
+    disk.release();
+    world.cx.run_ready();
 }
 
 /// Somebody reads and writes single sectors, never one that is under way; servers fail to find slots, are held up and
