@@ -4,7 +4,7 @@ use block::{IoError, Op};
 
 use super::abi::op;
 use super::model::Io;
-use super::queue::Duty;
+use super::queue::{Duty, QueueEvent};
 use super::tests::World;
 use crate::testing::MemDisk;
 
@@ -131,4 +131,64 @@ fn what_fails_meanwhile_is_tried_by_the_next_server_if_that_may_do_it_again() {
         new.model.abort();
         new.rounds();
     }
+}
+
+/// What the driver should never answer ends the queue, not the device: what it had, the request under that very tag
+/// included, waits until this process has gone, and is the next server's.
+#[test]
+fn what_a_broken_queue_had_is_kept_and_done_by_the_next_server() {
+    for lie in [-libc::EINVAL, -libc::EBUSY, -libc::EIO, 7] {
+        let disk = MemDisk::new();
+        let mut old = World::new(&disk, 4);
+        disk.hold();
+        let at_disk = old.model.request(Io::write(0, &[1; 512]));
+        old.rounds();
+        old.model.lie(lie);
+        let lost = old.model.request(Io::write(1, &[2; 512]));
+        old.rounds();
+        let error = std::io::Error::from_raw_os_error(lie.saturating_neg());
+        let what = format!("the driver answers {lie} under tag 1: {error}");
+        assert_eq!(old.events(), [QueueEvent::Broken { device: 5, what }]);
+        assert_eq!(old.state.tags(), 3, "the others are the driver's still");
+        // As its owner lets go of it.
+        old.state.set_duty(Duty::Keep);
+        let late = old.model.request(Io::write(2, &[3; 512]));
+        old.rounds();
+        assert_eq!(old.state.unfinished(), Some(1), "the disk has one");
+        disk.release();
+        old.rounds();
+        assert_eq!((old.state.unfinished(), old.model.unanswered()), (Some(0), 3));
+        assert_eq!(writes(&disk), 1, "nothing else has reached the disk");
+
+        let model = old.model.clone();
+        old.state.abandon();
+        drop(old);
+        assert_eq!(model.server_gone(), 3);
+        let mut new = World::on(&disk, model, 4);
+        new.model.end_recovery();
+        new.rounds();
+        for (number, byte) in [(at_disk, 1u8), (lost, 2), (late, 3)] {
+            assert_eq!(new.result(number), 512, "{lie}");
+            assert_eq!(disk.bytes(usize::from(byte - 1) * 512, 512), [byte; 512]);
+        }
+        assert_eq!(new.events(), []);
+        new.model.abort();
+        new.rounds();
+    }
+}
+
+/// As many as there are tags, at once and one after the other: whoever writes in order has it written in order.
+#[test]
+fn requests_reach_the_disk_in_the_order_in_which_the_driver_brings_them() {
+    let disk = MemDisk::new();
+    let mut world = World::new(&disk, 16);
+    for round in 0..8u64 {
+        for sector in 0..16 {
+            world.model.request(Io::write(round * 16 + sector, &[7; 512]));
+        }
+        world.rounds();
+    }
+    let offsets: Vec<u64> = disk.log().into_iter().map(|(_, offset, _)| offset).collect();
+    let expected: Vec<u64> = (0..128).map(|sector| sector * 512).collect();
+    assert_eq!(offsets, expected);
 }

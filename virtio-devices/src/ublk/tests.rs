@@ -77,7 +77,7 @@ impl World {
         self.model.io(number).result.expect("it was committed")
     }
 
-    fn events(&self) -> Vec<QueueEvent> {
+    pub(super) fn events(&self) -> Vec<QueueEvent> {
         self.events.lock().expect("one thread").clone()
     }
 }
