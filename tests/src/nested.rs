@@ -167,32 +167,71 @@ impl Toolbox {
     }
 }
 
-/// Runs `script` in a guest with two CPUs that sees its root, the disk of `toolbox` with `bytes` of room as
-/// `/dev/lab/tools`, and the lab's root as the read-only `/dev/lab/base`. KVM is there when it starts, if the kernel has it.
-/// Gives what was said, and the toolbox's disk.
-///
-/// If the guest, or one in it, restarts or stands still, that is said, and all of it is done again: twice at most.
-///
-/// # Errors
-///
-/// [`Error`], if anything else fails, or it takes longer than `patience` twice.
-#[expect(clippy::print_stderr, reason = "a test that was begun again says so")]
-pub fn run(
-    lab: &Lab,
-    scratch: &Scratch,
-    toolbox: &Toolbox,
-    bytes: u64,
-    script: &str,
-    patience: Duration,
-) -> Result<(Outcome, PathBuf), Error> {
-    let mut attempt = 1;
-    loop {
-        let failure = match run_once(lab, scratch, toolbox, bytes, script, patience) {
-            Err(error) if attempt < attempts(&error) => error,
-            result => return result,
-        };
-        eprintln!("attempt {attempt} of {ATTEMPTS}: the emulated processor has failed: {failure}");
-        attempt += 1;
+/// A guest with two CPUs that runs machines. It sees its root, the disk of the toolbox as `/dev/lab/tools`, and the lab's
+/// root as the read-only `/dev/lab/base`. KVM is there when its script starts, if the kernel has it.
+#[derive(Clone, Copy, Debug)]
+pub struct Nested<'a> {
+    /// What the guest is made of.
+    pub lab: &'a Lab,
+    /// Where its files are.
+    pub scratch: &'a Scratch,
+    /// What is on the disk.
+    pub toolbox: &'a Toolbox,
+    /// The size of that disk.
+    pub bytes: u64,
+    /// What the guest runs.
+    pub script: &'a str,
+    /// How long that may take, from start to power-off.
+    pub patience: Duration,
+}
+
+impl Nested<'_> {
+    /// Runs the guest, and gives what was said, and the toolbox's disk.
+    ///
+    /// If the guest, or one in it, restarts or stands still, that is said, and all of it is done again: twice at most.
+    ///
+    /// # Errors
+    ///
+    /// [`Error`], if anything else fails, or it takes longer than its patience twice.
+    #[expect(clippy::print_stderr, reason = "a test that was begun again says so")]
+    pub fn run(&self) -> Result<(Outcome, PathBuf), Error> {
+        let mut attempt = 1;
+        loop {
+            let failure = match self.run_once() {
+                Err(error) if attempt < attempts(&error) => error,
+                result => return result,
+            };
+            eprintln!("attempt {attempt} of {ATTEMPTS}: the emulated processor has failed: {failure}");
+            attempt += 1;
+        }
+    }
+
+    fn run_once(&self) -> Result<(Outcome, PathBuf), Error> {
+        let tools = self.toolbox.make(self.bytes)?;
+        let root = self.scratch.file("outer.qcow2");
+        image::overlay(&root, self.lab.base())?;
+        // The guest's CPUs are this machine's: nobody else takes their time.
+        let disks = [
+            ("root", format!("path={},backing_files=on", root.display())),
+            ("tools", format!("path={},image_type=raw", tools.display())),
+            ("base", format!("path={},readonly=on", self.lab.base().display())),
+        ];
+        let mut guest = Guest::new(self.lab)
+            .cpus(2)
+            .memory_mib(MEMORY_MIB)
+            .patience(self.patience)
+            .script(&format!("{KVM}{}", self.script));
+        let mut servers = Vec::new();
+        for (name, disk) in disks {
+            let socket = self.scratch.file(&format!("{name}.sock"));
+            servers.push(Server::ringdisk(&socket, &format!("{disk},poll_us=0"))?);
+            guest = guest.disk(name, &socket, 1);
+        }
+        let outcome = guest.run(self.scratch, "outer")?;
+        for server in servers {
+            server.stop()?;
+        }
+        Ok((outcome, tools))
     }
 }
 
@@ -203,41 +242,6 @@ fn attempts(failure: &Error) -> u32 {
         Error::Guest { .. } if failure.to_string().contains("restarted by itself") => ATTEMPTS,
         _ => 1,
     }
-}
-
-fn run_once(
-    lab: &Lab,
-    scratch: &Scratch,
-    toolbox: &Toolbox,
-    bytes: u64,
-    script: &str,
-    patience: Duration,
-) -> Result<(Outcome, PathBuf), Error> {
-    let tools = toolbox.make(bytes)?;
-    let root = scratch.file("outer.qcow2");
-    image::overlay(&root, lab.base())?;
-    // The guest's CPUs are this machine's: nobody else takes their time.
-    let disks = [
-        ("root", format!("path={},backing_files=on", root.display())),
-        ("tools", format!("path={},image_type=raw", tools.display())),
-        ("base", format!("path={},readonly=on", lab.base().display())),
-    ];
-    let mut guest = Guest::new(lab)
-        .cpus(2)
-        .memory_mib(MEMORY_MIB)
-        .patience(patience)
-        .script(&format!("{KVM}{script}"));
-    let mut servers = Vec::new();
-    for (name, disk) in disks {
-        let socket = scratch.file(&format!("{name}.sock"));
-        servers.push(Server::ringdisk(&socket, &format!("{disk},poll_us=0"))?);
-        guest = guest.disk(name, &socket, 1);
-    }
-    let outcome = guest.run(scratch, "outer")?;
-    for server in servers {
-        server.stop()?;
-    }
-    Ok((outcome, tools))
 }
 
 #[cfg(test)]

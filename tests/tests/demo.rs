@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use lab::nested::{self, Toolbox};
+use lab::nested::{Nested, Toolbox};
 use lab::{Error, Scratch};
 
 const MIB: u64 = 1 << 20;
@@ -44,8 +44,15 @@ mkdir /mnt/tmp
 echo any >/mnt/kernel-version
 PATH=/mnt:$PATH RINGDISK_LAB_GUEST=/mnt RINGDISK_BIN=/mnt/ringdisk TMPDIR=/mnt/tmp /mnt/demo
 "#;
-    let patience = Duration::from_secs(300);
-    let (outcome, _) = nested::run(&lab, &scratch, &toolbox, 2048 * MIB, script, patience)?;
+    let nested = Nested {
+        lab: &lab,
+        scratch: &scratch,
+        toolbox: &toolbox,
+        bytes: 2048 * MIB,
+        script,
+        patience: Duration::from_secs(300),
+    };
+    let (outcome, _) = nested.run()?;
     let said: Vec<_> = outcome.lines().collect();
     let all = said.join("\n");
     assert!(all.contains("boots from it on KVM"), "{all}");

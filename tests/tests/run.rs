@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lab::nested::{self, Toolbox};
+use lab::nested::{Nested, Toolbox};
 use lab::{Error, Lab, Outcome, Scratch, image};
 
 #[path = "run/foreign.rs"]
@@ -56,14 +56,15 @@ fn nested_with(
         toolbox = toolbox.script(lab, name, script)?;
     }
     let script = format!("{OUTER}{script}");
-    nested::run(
+    let nested = Nested {
         lab,
         scratch,
-        &toolbox,
-        512 * MIB,
-        &script,
-        Duration::from_secs(400),
-    )
+        toolbox: &toolbox,
+        bytes: 512 * MIB,
+        script: &script,
+        patience: Duration::from_secs(400),
+    };
+    nested.run()
 }
 
 /// Takes a file out of the outer guest's disk.

@@ -8,7 +8,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lab::nested::{self, Toolbox};
+use lab::nested::{Nested, Toolbox};
 use lab::{Kernel, Lab, Scratch};
 
 use super::said::Said;
@@ -330,6 +330,14 @@ fn inside(ringdisk: &Path, place: Place, pairs: u32, seconds: f64) -> Result<Sai
          whom=$(for who in $whom; do echo $who; done | tac | tr '\\n' ' ')\n\
          recover\ndone\nmany\n/mnt/ringdisk image check q.qcow2\n"
     );
-    let (outcome, _) = nested::run(&lab, &scratch, &toolbox, DISK_BYTES, &script, PATIENCE)?;
+    let nested = Nested {
+        lab: &lab,
+        scratch: &scratch,
+        toolbox: &toolbox,
+        bytes: DISK_BYTES,
+        script: &script,
+        patience: PATIENCE,
+    };
+    let (outcome, _) = nested.run()?;
     Ok(Said::of(&outcome))
 }

@@ -9,7 +9,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lab::nested::{self, Toolbox};
+use lab::nested::{Nested, Toolbox};
 use lab::{Lab, Scratch};
 
 use super::said::Said;
@@ -212,6 +212,14 @@ fn outer(
          whom=$(for who in $whom; do echo $who; done | tac | tr '\\n' ' ')\n\
          done; done\n./ringdisk image check data.qcow2\n"
     );
-    let (outcome, _) = nested::run(&lab, &scratch, &toolbox, DISK_BYTES, &script, PATIENCE)?;
+    let nested = Nested {
+        lab: &lab,
+        scratch: &scratch,
+        toolbox: &toolbox,
+        bytes: DISK_BYTES,
+        script: &script,
+        patience: PATIENCE,
+    };
+    let (outcome, _) = nested.run()?;
     Ok(Said::of(&outcome))
 }
