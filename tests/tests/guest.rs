@@ -64,7 +64,7 @@ const WORK: &str = r#"
 fio_job() {
     fio --name=verified --directory="$1" --size=8m --numjobs=2 --cpus_allowed=0,1 --cpus_allowed_policy=split \
         --rw=randwrite --bsrange=4k-64k --ioengine=libaio --iodepth=16 --direct=1 --fsync=64 --fallocate=none \
-        --verify=crc32c --verify_fatal=1 --randseed=7 --eta=never --output=/dev/shm/fio "$2" || { cat /dev/shm/fio; exit 1; }
+        --verify=xxhash --verify_fatal=1 --randseed=7 --eta=never --output=/dev/shm/fio "$2" || { cat /dev/shm/fio; exit 1; }
 }
 
 for disk in root data; do

@@ -16,7 +16,7 @@ const KILLS: u64 = 20;
 const WORK: &str = r#"
 echo ready
 fio --name=verified --filename=/dev/lab/data --size=120m --rw=randwrite --bsrange=4k-32k --ioengine=libaio \
-    --iodepth=16 --direct=1 --verify=crc32c --verify_fatal=1 --verify_backlog=64 --verify_dump=0 --randseed=3 \
+    --iodepth=16 --direct=1 --verify=xxhash --verify_fatal=1 --verify_backlog=64 --verify_dump=0 --randseed=3 \
     --time_based --runtime=RUNTIME --eta=never --output=/dev/shm/fio || { cat /dev/shm/fio; exit 1; }
 dd if=/dev/urandom of=/root/after bs=64k count=16 conv=fsync status=none
 sha256sum /dev/lab/data | sed 's/^/data /'

@@ -94,7 +94,7 @@ if [ ! -e /root/sums ]; then
     mount /dev/lab/data /mnt
     fio --name=verified --directory=/mnt --size=8m --numjobs=2 --cpus_allowed=0,1 --cpus_allowed_policy=split \
         --rw=randwrite --bsrange=4k-64k --ioengine=libaio --iodepth=16 --direct=1 --fsync=64 --fallocate=none \
-        --verify=crc32c --verify_fatal=1 --do_verify=1 --randseed=7 --eta=never --output=/tmp/fio || { cat /tmp/fio; exit 1; }
+        --verify=xxhash --verify_fatal=1 --do_verify=1 --randseed=7 --eta=never --output=/tmp/fio || { cat /tmp/fio; exit 1; }
     dd if=/dev/urandom of=/srv/kept bs=64k count=16 conv=fsync status=none
     sha256sum /mnt/verified* /srv/kept >/root/sums
     sync
@@ -229,7 +229,7 @@ mount -o noatime /dev/lab/data /mnt
 echo ready
 for round in 1 2 3 4 5 6; do
     fio --name=verified --directory=/mnt --size=8m --numjobs=2 --rw=randwrite --bsrange=4k-64k --ioengine=libaio --iodepth=16 \
-        --direct=1 --fsync=64 --fallocate=none --verify=crc32c --verify_fatal=1 --do_verify=1 --randseed=$round --eta=never \
+        --direct=1 --fsync=64 --fallocate=none --verify=xxhash --verify_fatal=1 --do_verify=1 --randseed=$round --eta=never \
         --output=/tmp/fio || { cat /tmp/fio; exit 1; }
 done
 umount /mnt
@@ -452,7 +452,7 @@ mkfs.ext4 -q /dev/$disk
 mount /dev/$disk /mnt
 fio --name=verified --directory=/mnt --size=8m --numjobs=2 --cpus_allowed=0,1 --cpus_allowed_policy=split \
     --rw=randwrite --bsrange=4k-64k --ioengine=libaio --iodepth=16 --direct=1 --fsync=64 --fallocate=none \
-    --verify=crc32c --verify_fatal=1 --do_verify=1 --randseed=7 --eta=never --output=/tmp/fio || { cat /tmp/fio; exit 1; }
+    --verify=xxhash --verify_fatal=1 --do_verify=1 --randseed=7 --eta=never --output=/tmp/fio || { cat /tmp/fio; exit 1; }
 sha256sum /mnt/verified* >/root/sums
 umount /mnt
 echo "say unmounted"

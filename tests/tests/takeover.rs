@@ -17,11 +17,11 @@ const INTERRUPTION_MAX_MS: f64 = 100.0;
 const WORK: &str = r#"
 work() {
     fio --name=verified --filename=/dev/lab/data --size=64m --rw=randrw --bsrange=4k-32k --ioengine=libaio \
-        --iodepth=8 --direct=1 --verify=crc32c --verify_fatal=1 --verify_backlog=64 --verify_dump=0 --randseed=5 \
+        --iodepth=8 --direct=1 --verify=xxhash --verify_fatal=1 --verify_backlog=64 --verify_dump=0 --randseed=5 \
         --time_based --runtime=$2 --eta=never --output=/dev/shm/fio || { cat /dev/shm/fio; exit 1; }
     grep -E '^ +lat \([num]sec\)' /dev/shm/fio | sed "s/^ */$1 /" > /dev/shm/$1
 }
-work undisturbed RUNTIME
+work undisturbed 12
 echo ready
 work latency RUNTIME
 cat /dev/shm/undisturbed /dev/shm/latency

@@ -36,7 +36,7 @@ echo "* wrote and synced $number files"
 
 fio --name=demo --directory=/srv --size=32m --numjobs=2 --cpus_allowed=0,1 --cpus_allowed_policy=split \
     --rw=randwrite --bs=4k --ioengine=libaio --iodepth=32 --direct=1 --fsync=256 --fallocate=none \
-    --verify=crc32c --do_verify=1 --verify_fatal=1 --eta=never --output=/dev/shm/fio || { cat /dev/shm/fio; exit 1; }
+    --verify=xxhash --do_verify=1 --verify_fatal=1 --eta=never --output=/dev/shm/fio || { cat /dev/shm/fio; exit 1; }
 grep -E '^ *(read|write): IOPS' /dev/shm/fio | sed 's/^ */* fio, 4 KiB random with verify: /'
 
 rm /srv/demo.*

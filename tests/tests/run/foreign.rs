@@ -13,7 +13,7 @@ echo "found $disk of $(ls /sys/block/$disk/mq | wc -l) queues"
 mkfs.ext4 -q /dev/$disk
 mount /dev/$disk /mnt
 fio --name=verified --directory=/mnt --size=8m --rw=randwrite --bsrange=4k-64k --ioengine=libaio --iodepth=16 --direct=1 \
-    --fsync=64 --fallocate=none --verify=crc32c --verify_fatal=1 --do_verify=1 --eta=never --output=/tmp/fio || { cat /tmp/fio; exit 1; }
+    --fsync=64 --fallocate=none --verify=xxhash --verify_fatal=1 --do_verify=1 --eta=never --output=/tmp/fio || { cat /tmp/fio; exit 1; }
 sha256sum /mnt/verified* >/root/sums
 umount /mnt
 echo "say unmounted"

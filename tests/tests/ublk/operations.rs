@@ -1,7 +1,7 @@
 //! What an operator has around devices: names that stay, a command line that goes on where a killed server was, and
 //! limits that devices share.
 
-use super::{on_both, run_with, said};
+use super::{on_both, on_each, run_with, said};
 use lab::{Error, Kernel, Outcome, Scratch};
 use std::path::{Path, PathBuf};
 
@@ -38,7 +38,7 @@ ended served ringdisk ublk add --or-recover --id 7 --disk path=a.qcow2,num_queue
 mkfs.ext4 -q /dev/disk/by-id/ringdisk-DATA
 mount /dev/disk/by-id/ringdisk-DATA /run/mnt
 fio --name=load --directory=/run/mnt --size=24m --numjobs=2 --rw=randwrite --bsrange=4k-64k --ioengine=libaio --iodepth=16 \
-    --direct=1 --fsync=32 --fallocate=none --verify=crc32c --verify_fatal=1 --do_verify=1 --time_based --runtime=10 \
+    --direct=1 --fsync=32 --fallocate=none --verify=xxhash --verify_fatal=1 --do_verify=1 --time_based --runtime=10 \
     --eta=never --output=/tmp/fio & load=$!
 for round in 1 2 3; do
     sleep 2
@@ -222,12 +222,9 @@ fn udev_gives_names_by_our_rule() -> Result<(), Error> {
         return Ok(());
     };
     let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging");
-    for kernel in [Kernel::V6_12, Kernel::V7] {
-        let Some(lab) = lab::require_kernel(kernel) else {
-            continue;
-        };
+    on_each(|_, lab| {
         let scratch = Scratch::new()?;
-        let outcome = run_with(&lab, &scratch, UDEV, |tools| {
+        let outcome = run_with(lab, &scratch, UDEV, |tools| {
             tools
                 .program(&daemon, "systemd-udevd")?
                 .program(&tool, "udevadm")?
@@ -235,8 +232,8 @@ fn udev_gives_names_by_our_rule() -> Result<(), Error> {
                 .file(&packaging.join("60-ringdisk-users.rules"))
         })?;
         judge_udev(&outcome);
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 fn judge_udev(outcome: &Outcome) {
@@ -284,7 +281,7 @@ for transport in $transports; do
     threads $transport
     [ -e /dev/disk/by-id/ringdisk-BOX ]
     for dev in /dev/ublkb0 /dev/ublkb2; do
-        verify $dev --numjobs=2 --offset_increment=24m
+        verify $dev --numjobs=2 --offset_increment=24m --size=8m
         blkdiscard -o 1M -l 8M $dev
         blkdiscard -z -o 10M -l 3M $dev
     done
@@ -295,7 +292,7 @@ for transport in $transports; do
     wait $server || true
     add box recover --all
     threads $transport
-    verify /dev/ublkb1 --offset=32m
+    verify /dev/ublkb1 --offset=32m --size=8m
     ended "deleted $transport" ringdisk ublk del 2
     # What somebody has written without waiting for the disk, and has still open: it is in the image in the end.
     head -c 4M /dev/urandom >noise

@@ -46,7 +46,7 @@ until [ "$(stat -c %u /dev/ublkb1)" = 1000 ]; do tries=$((tries + 1)); [ $tries 
 stat -c '%u' /dev/ublkb0 /dev/ublkc0 /dev/ublkb1 /dev/ublkc1 | tr '\n' ' ' | sed 's/^/owners /'
 echo
 as 1000 fio --name=verified --filename=/dev/ublkb1 --ioengine=libaio --iodepth=16 --direct=1 --bsrange=4k-256k --rw=randwrite \
-    --size=24m --verify=crc32c --verify_fatal=1 --do_verify=1 --eta=never --output=/tmp/user/fio >&2 ||
+    --size=24m --verify=xxhash --verify_fatal=1 --do_verify=1 --eta=never --output=/tmp/user/fio >&2 ||
     { cat /tmp/user/fio; exit 1; }
 echo "verified 0"
 as 1000 /mnt/ringdisk ublk list | sed 's/^/theirs /'

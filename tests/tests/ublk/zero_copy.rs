@@ -24,13 +24,13 @@ read_back() {
 head -c 1M /dev/urandom >noise
 # Data, text, zeros and holes in turn, of lengths that are no clusters.
 : >source.raw
-for turn in 1 2 3 4 5 6; do
+for turn in 1 2 3; do
     head -c 1300k /dev/urandom >>source.raw
     yes "text $turn" | head -c 2100k >>source.raw
     head -c 700k /dev/zero >>source.raw
     truncate -s $((turn * 7))M source.raw
 done
-truncate -s 48M source.raw
+truncate -s 24M source.raw
 for kind in compressed zstd plain; do
     case $kind in
     compressed) qemu-img convert -c -O qcow2 source.raw base.qcow2 ;;
@@ -38,13 +38,13 @@ for kind in compressed zstd plain; do
     plain) qemu-img convert -O qcow2 -o cluster_size=128k source.raw base.qcow2 ;;
     esac
     # The overlay is longer than what is behind it, which is no multiple of its clusters.
-    qemu-img create -q -f qcow2 -F qcow2 -b base.qcow2 top.qcow2 50M
+    qemu-img create -q -f qcow2 -F qcow2 -b base.qcow2 top.qcow2 26M
     cp source.raw copy.raw
-    truncate -s 50M copy.raw
+    truncate -s 26M copy.raw
     add content add --disk path=top.qcow2,backing_files=on --transport zero-copy --json
     sed 's/^/made /' content.out
     read_back "$kind"
-    for place in "0 4" "65536 64" "1300480 12" "4194304 1024" "9437696 36" "15728640 256" "50331648 128" "51380224 4"; do
+    for place in "0 4" "65536 64" "1300480 12" "4194304 1024" "9437696 36" "15728640 256" "25165824 128" "26214400 4"; do
         written $place
     done
     read_back "$kind"
@@ -74,14 +74,14 @@ for disk in path=/var/tmp/d.qcow2 path=/var/tmp/d.raw,image_type=raw; do
     add content add --disk $disk,direct=on --transport zero-copy
     verify /dev/ublkb0 --bsrange=512-128k --blockalign=512 --size=8m
     counts direct
-    sum=$(sha256sum </dev/ublkb0)
+    kept /dev/ublkb0 kept.raw
     kill $server
     wait $server
     case $disk in
     *raw) image=/var/tmp/d.raw ;;
-    *) qemu-img convert -O raw /var/tmp/d.qcow2 copy.raw; image=copy.raw; check /var/tmp/d.qcow2 ;;
+    *) image=/var/tmp/d.qcow2; check $image ;;
     esac
-    [ "$sum" = "$(sha256sum <$image)" ] && echo "same direct"
+    same kept.raw $image direct
     rm $image
 done
 
@@ -104,30 +104,29 @@ for each in 1 2; do
         --registered-buffers 5
     verify /dev/ublkb0 --numjobs=2 --cpus_allowed=0,1 --cpus_allowed_policy=split --offset_increment=24m
     counts fallback-$each
-    sum=$(sha256sum </dev/ublkb0)
+    kept /dev/ublkb0 kept.raw
     kill $server
     wait $server && echo "stopped fallback"
     check q.qcow2
-    qemu-img convert -O raw q.qcow2 copy.raw
-    [ "$sum" = "$(sha256sum <copy.raw)" ] && echo "same fallback"
+    same kept.raw q.qcow2 fallback
 done
 
 # A file system, by pages alone.
-rm q.qcow2 copy.raw
+rm q.qcow2
 ringdisk image create -o cluster_size=16k q.qcow2 300M >/dev/null
 add content add --disk path=q.qcow2,num_queues=2 --transport zero-copy
 mkfs.ext4 -q /dev/ublkb0
 mount /dev/ublkb0 /run/mnt
 fio --name=verified --directory=/run/mnt --size=16m --numjobs=2 --rw=randwrite --bsrange=1k-64k --ioengine=libaio \
-    --iodepth=16 --direct=0 --fsync=64 --fallocate=none --verify=crc32c --verify_fatal=1 --do_verify=1 --eta=never \
+    --iodepth=16 --direct=0 --fsync=64 --fallocate=none --verify=xxhash --verify_fatal=1 --do_verify=1 --eta=never \
     --output=/tmp/fio || { cat /tmp/fio; exit 1; }
 rm /run/mnt/verified.0.0
 fstrim /run/mnt
 echo 3 >/proc/sys/vm/drop_caches
-(cd / && sha256sum /run/mnt/verified* >/tmp/sums)
+(cd / && md5sum /run/mnt/verified* >/tmp/sums)
 umount /run/mnt
 mount /dev/ublkb0 /run/mnt
-(cd / && sha256sum -c --quiet /tmp/sums) && echo "sums fine"
+(cd / && md5sum -c --quiet /tmp/sums) && echo "sums fine"
 umount /run/mnt
 counts mounted
 ended deleted ringdisk ublk del 0
