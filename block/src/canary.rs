@@ -38,11 +38,13 @@ pub enum Rule {
     UblkCommitEarly,
     UblkPagesBackEarly,
     UblkTagForgotten,
+    UblkServesOn,
+    UblkLeavesEarly,
 }
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 32] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -73,6 +75,8 @@ impl Rule {
         Self::UblkCommitEarly,
         Self::UblkPagesBackEarly,
         Self::UblkTagForgotten,
+        Self::UblkServesOn,
+        Self::UblkLeavesEarly,
     ];
 
     /// What is broken, in a word.
@@ -109,6 +113,8 @@ impl Rule {
             Self::UblkCommitEarly => "ublk-committed-before-written",
             Self::UblkPagesBackEarly => "ublk-pages-back-under-an-op",
             Self::UblkTagForgotten => "ublk-fetched-tag-forgotten",
+            Self::UblkServesOn => "ublk-serves-on-after-close",
+            Self::UblkLeavesEarly => "ublk-leaves-before-answers",
         }
     }
 }

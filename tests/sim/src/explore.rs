@@ -49,15 +49,19 @@ pub enum Source {
     Registered(u64),
     /// A seed whose disk is a ublk device.
     Ublk(u64),
+    /// A seed that frees clusters which are being read.
+    Churn(u64),
 }
 
 impl Source {
-    /// What is run for each of the numbers that are counted through: of eight, three are a guest's, two have registered
-    /// pages, and two are ublk devices.
+    /// What is run for each of the numbers that are counted through: of sixteen, six are a guest's, four have registered
+    /// pages, four are ublk devices, and one frees what is being read.
     #[must_use]
     pub fn of_number(number: u64) -> Self {
         if matches!(number % 8, 2 | 5) {
             Self::Ublk(number)
+        } else if number % 16 == 9 {
+            Self::Churn(number)
         } else if number.is_multiple_of(2) {
             Self::Guest(number)
         } else if number % 4 == 3 {
@@ -79,6 +83,7 @@ impl Source {
             Self::Guest(seed) => Some(Case::draw_guest(*seed)),
             Self::Registered(seed) => Some(Case::draw_registered(*seed)),
             Self::Ublk(seed) => Some(Case::draw_ublk(*seed)),
+            Self::Churn(seed) => Some(Case::draw_churn(*seed)),
         }
     }
 }
@@ -91,6 +96,7 @@ impl fmt::Display for Source {
             Self::Guest(seed) => write!(f, "guest {seed}"),
             Self::Registered(seed) => write!(f, "registered {seed}"),
             Self::Ublk(seed) => write!(f, "ublk {seed}"),
+            Self::Churn(seed) => write!(f, "churn {seed}"),
         }
     }
 }

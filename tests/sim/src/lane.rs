@@ -25,8 +25,12 @@ use crate::shape::Shape;
 pub struct Reached {
     /// Servers that were killed.
     pub kills: u64,
-    /// Servers that handed over.
+    /// Servers that handed over, or began to.
     pub handovers: u64,
+    /// Servers that were asked to, and refused.
+    pub refused: u64,
+    /// Requests that a server left to the next one.
+    pub kept: u64,
     /// Requests that a killed server had.
     pub lost: u64,
     /// Requests of the host's that the driver itself has answered.

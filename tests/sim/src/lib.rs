@@ -16,6 +16,7 @@ pub mod canaries;
 pub mod content;
 pub mod explore;
 pub mod guest;
+pub mod hand_over;
 pub mod judge;
 pub mod lane;
 pub mod oracle;

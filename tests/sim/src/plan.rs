@@ -127,6 +127,17 @@ impl Virtio {
     }
 }
 
+/// What the driver does when it is told that a server is about to leave.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Quiesce {
+    /// It cannot be told, as before Linux 6.16.
+    Lacking,
+    /// It brings nothing new, and ends each tag as soon as that waits.
+    EndsTags,
+    /// It brings nothing new.
+    HoldsBack,
+}
+
 /// A ublk device between the queues and the disk: how its driver is, and what happens to who serves it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Ublk {
@@ -150,6 +161,10 @@ pub struct Ublk {
     pub kills: u32,
     /// How many times a server hands the device over to another one.
     pub handovers: u32,
+    /// How the driver takes that.
+    pub quiesce: Quiesce,
+    /// How many queues share a worker.
+    pub queues_per_worker: u16,
 }
 
 impl Ublk {
@@ -177,6 +192,8 @@ impl Ublk {
             hasty: random.one_in(3),
             kills: random.pick(&[0, 1, 1, 2]),
             handovers: random.pick(&[0, 0, 1, 2]),
+            quiesce: random.pick(&[Quiesce::Lacking, Quiesce::EndsTags, Quiesce::HoldsBack]),
+            queues_per_worker: random.pick(&[1, 1, 2, 4]),
         }
     }
 
@@ -224,7 +241,7 @@ pub struct Case {
     pub before: Vec<Planned>,
     /// How the disk behaves.
     pub profile: Profile,
-    /// How many queues there are, each on a worker of its own.
+    /// How many queues there are, each on a worker of its own but those of a ublk device, some of which share one.
     pub lanes: usize,
     /// How many requests of a queue are in flight at most.
     pub depth: usize,
@@ -352,6 +369,24 @@ impl Case {
         case
     }
 
+    /// The run of a seed that frees clusters and writes them again all the time, while late reads of them are under way.
+    #[must_use]
+    pub fn draw_churn(seed: u64) -> Self {
+        let mut case = Self::draw(seed);
+        let random = &mut Random::new(seed.rotate_left(48));
+        case.shape = Shape {
+            cluster_bits: random.pick(&[9, 9, 12]),
+            filled: 1000,
+            alignment: case.shape.alignment,
+            ..Shape::PLAIN
+        };
+        case.profile.late = random.pick(&[50, 150, 300]);
+        case.lanes = 2;
+        case.depth = 16;
+        case.plan = draw_churn_plan(random, &case.shape);
+        case
+    }
+
     /// How many sectors the disk has at its largest.
     #[must_use]
     pub fn sectors(&self) -> u64 {
@@ -365,6 +400,34 @@ impl Case {
             });
         grown.fold(self.shape.bytes, u64::max) / SECTOR as u64
     }
+}
+
+/// One queue reads a few clusters without a pause. The other, one after the other, forgets one of them, makes that durable,
+/// and writes others.
+fn draw_churn_plan(random: &mut Random, shape: &Shape) -> Vec<Planned> {
+    let cluster = shape.cluster() / SECTOR as u64;
+    let clusters = 2 + random.below(3);
+    let mut plan = Vec::new();
+    let mut add = |lane, ask, number: u64, alone| {
+        plan.push(Planned {
+            lane,
+            ask,
+            first: number * cluster,
+            count: cluster,
+            alone,
+        });
+    };
+    for _ in 0..30 {
+        for _ in 0..1 + random.below(4) {
+            add(0, Ask::Read, random.below(clusters), false);
+        }
+        add(1, Ask::Discard, random.below(clusters), true);
+        add(1, Ask::Flush, 0, true);
+        for _ in 0..1 + random.below(2) {
+            add(1, Ask::Write { fua: false }, random.below(clusters), true);
+        }
+    }
+    plan
 }
 
 /// Requests by chance. They meet often: half of them begin in one of a few places.

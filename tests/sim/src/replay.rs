@@ -1,9 +1,9 @@
 //! A run as a line of text, to be run again: what a failure prints, and what the file of kept seeds holds.
 //!
 //! `seed N` is the run of that seed, `guest N` one whose queues are a guest's virtqueues, `registered N` one some of
-//! whose requests have registered pages, `ublk N` one whose disk is a ublk device. `seed N schedule S
-//! plan A,B,C` is what is left of it after shrinking: only those requests of the plan (by number, from zero),
-//! with things in the order of `S`. A shortened run may also have `lanes N`, `plain NAME,NAME` (what a guest, or a
+//! whose requests have registered pages, `ublk N` one whose disk is a ublk device, `churn N` one that frees what is being
+//! read. `seed N schedule S plan A,B,C` is what is left of it after shrinking: only those requests of the plan (by
+//! number, from zero), with things in the order of `S`. A shortened run may also have `lanes N`, `plain NAME,NAME` (what a guest, or a
 //! device, does without), `calm NAME,NAME` (faults that are off), `sectors A:N` (request `A` is about `N` sectors)
 //! and `look ALL,DRAWS` (which crash states are looked at). `scenario NAME order N` is a scenario.
 
@@ -13,7 +13,7 @@ use block::sim::Profile;
 use virtio_devices::ublk::{Recovery, Transport};
 
 use crate::explore::Source;
-use crate::plan::{Case, Explore, Ublk, Virtio};
+use crate::plan::{Case, Explore, Quiesce, Ublk, Virtio};
 use crate::scenario;
 
 /// A line that is not one of ours.
@@ -49,7 +49,7 @@ pub(crate) const FAULTS: [Fault; 14] = [
 type Habit<T> = (&'static str, fn(&mut T));
 
 /// Everything a ublk device can do without.
-pub(crate) const UBLK_HABITS: [Habit<Ublk>; 8] = [
+pub(crate) const UBLK_HABITS: [Habit<Ublk>; 10] = [
     ("kills", |ublk| ublk.kills = 0),
     ("handovers", |ublk| ublk.handovers = 0),
     ("hasty", |ublk| ublk.hasty = false),
@@ -58,6 +58,8 @@ pub(crate) const UBLK_HABITS: [Habit<Ublk>; 8] = [
     ("places", |ublk| ublk.places = ublk.depth),
     ("split", |ublk| ublk.io_bytes_max = 65536),
     ("transport", |ublk| ublk.transport = Transport::UserCopy),
+    ("quiesce", |ublk| ublk.quiesce = Quiesce::Lacking),
+    ("shared_workers", |ublk| ublk.queues_per_worker = 1),
 ];
 
 /// The names of what `now` does without and `before` did not.
@@ -95,6 +97,7 @@ fn source_line(source: &Source) -> String {
         Source::Guest(seed) => format!("guest {seed}"),
         Source::Registered(seed) => format!("registered {seed}"),
         Source::Ublk(seed) => format!("ublk {seed}"),
+        Source::Churn(seed) => format!("churn {seed}"),
         Source::Scenario(name, order) => format!("scenario {} order {order}", name.replace(' ', "_")),
     }
 }
@@ -212,6 +215,11 @@ pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
                 let seed = number(value)?;
                 source = Some(Source::Ublk(seed));
                 case = Some(Case::draw_ublk(seed));
+            }
+            ("churn", None) => {
+                let seed = number(value)?;
+                source = Some(Source::Churn(seed));
+                case = Some(Case::draw_churn(seed));
             }
             ("scenario", None) => {
                 let name = value.replace('_', " ");
@@ -343,7 +351,7 @@ mod tests {
 
     #[test]
     fn a_ublk_device_comes_back_from_its_line_without_its_habits() {
-        for seed in 0..300 {
+        for seed in 0..1200 {
             let source = Source::Ublk(seed);
             let mut case = Case::draw_ublk(seed);
             assert_eq!(line_of(&source, &case), format!("ublk {seed}"));
@@ -375,6 +383,21 @@ mod tests {
             case = Case::draw_registered(seed);
             case.registered = None;
             assert_eq!(format!("{case:?}"), format!("{:?}", Case::draw(seed)));
+        }
+    }
+
+    #[test]
+    fn a_run_that_frees_what_is_read_comes_back_from_its_line() {
+        for seed in 0..50 {
+            let source = Source::Churn(seed);
+            let mut case = Case::draw_churn(seed);
+            assert_eq!(line_of(&source, &case), format!("churn {seed}"));
+            case.plan.truncate(40);
+            case.profile.late = 0;
+            let line = line_of(&source, &case);
+            let (again, parsed) = parse(&line).unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!(again, source);
+            assert_eq!(format!("{parsed:?}"), format!("{case:?}"), "{line}");
         }
     }
 

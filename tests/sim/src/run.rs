@@ -10,7 +10,7 @@ use std::sync::mpsc;
 
 use block::file::Alignment;
 use block::sim::pages::Tags;
-use block::sim::{Event, Profile, Random, SimWorld, Store, memory};
+use block::sim::{Event, Profile, Random, SimImage, SimWorld, Store, memory};
 use block::worker::{FrontendId, Worker};
 use block::{Context, Disk, IoError};
 use qcow::{OpenError, OpenOptions, QcowDisk};
@@ -141,14 +141,18 @@ impl<'a> Run<'a> {
             world.set_alignment(DISK, alignment);
         }
         let (mut workers, mut own, mut tags) = (Vec::new(), Vec::new(), Vec::new());
-        for _ in 0..case.lanes {
+        let shares: Vec<usize> = match &case.ublk {
+            Some(ublk) => ublk::shares(ublk, case.lanes).collect(),
+            None => vec![1; case.lanes],
+        };
+        for share in shares {
             let (cx, places, pages) = match (case.registered, case.ublk) {
                 (Some(registered), _) => {
                     let (cx, places) = places(&world, registered);
                     (cx, places, None)
                 }
                 (None, Some(ublk)) => {
-                    let (cx, pages) = ublk::context(&world, &ublk);
+                    let (cx, pages) = ublk::context(&world, &ublk, share);
                     (cx, None, pages)
                 }
                 (None, None) => (world.context(32), None, None),
@@ -368,6 +372,17 @@ impl<'a> Run<'a> {
             self.cut_if_changed()?;
         }
         Ok(())
+    }
+
+    /// How many turns have been taken.
+    pub(crate) fn turns(&self) -> u64 {
+        self.turns
+    }
+
+    /// Holds an image against what was promised so far.
+    pub(crate) fn judge_now(&mut self, image: &SimImage, demand: Demand) -> Result<(), String> {
+        let record = self.record.borrow();
+        self.judge.judge(image, &record.oracle, demand, self.tally)
     }
 
     /// Looks at what a power cut leaves, if that may be something new.

@@ -1,7 +1,7 @@
 //! The server of a ublk device: production queues on a [model](virtio_devices::ublk::model) of the driver.
 //!
 //! A [killed server](crate::server)'s requests are the driver's again, which gives them to the next one or fails them.
-//! One that hands over is given nothing new, answers what it has, closes the disk and goes.
+//! Others [hand over](crate::hand_over). Several queues may share a worker, its ring and the table of that.
 //!
 //! What must stay true: nobody is given a request before the last op of every server before has ended.
 
@@ -13,26 +13,35 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use block::sim::SimWorld;
 use block::sim::pages::Tags;
 use block::worker::{Frontend, FrontendId, Worker};
-use block::{Context, Disk, IoError};
-use virtio_devices::ublk::model::{Model, ModelChannel};
-use virtio_devices::ublk::{Events, QueueEvent, QueueState, Transport, UblkQueue};
+use block::{Context, Disk};
+use virtio_devices::ublk::model::{Model, ModelChannel, RingTable};
+use virtio_devices::ublk::{Duty, Events, QueueEvent, QueueState, Transport, UblkQueue, first_place};
 
 use crate::block_layer::HostQueue;
 use crate::lane::Book;
 use crate::places::PLACE_BYTES;
 use crate::plan::{Planned, Ublk};
-use crate::run::{Run, Slot, without_errors};
+use crate::run::{Run, without_errors};
 use crate::server::{Mishap, Mishaps, Sleepers, revive};
 use crate::shape::chain;
 
-/// A worker's context, with places for registered pages if the device has them.
-pub(crate) fn context(world: &SimWorld, ublk: &Ublk) -> (Context, Option<Rc<Tags>>) {
+/// The context of a worker with so many queues, and places for registered pages if the device has them.
+pub(crate) fn context(world: &SimWorld, ublk: &Ublk, queues: usize) -> (Context, Option<Rc<Tags>>) {
     if ublk.transport != Transport::ZeroCopy {
         return (world.context(32), None);
     }
     // Their first byte is called 0, as the driver has it.
-    let (cx, tags) = world.context_with_tags(32, ublk.places, PLACE_BYTES, true);
+    let places = ublk.places * queues as u16;
+    let (cx, tags) = world.context_with_tags(32, places, PLACE_BYTES, true);
     (cx, Some(Rc::new(tags)))
+}
+
+/// How many queues each worker has of a device with `queues` queues.
+pub(crate) fn shares(ublk: &Ublk, queues: usize) -> impl Iterator<Item = usize> {
+    let each = usize::from(ublk.queues_per_worker);
+    (0..queues)
+        .step_by(each)
+        .map(move |first| each.min(queues - first))
 }
 
 /// A queue of the production server, until its process is killed.
@@ -71,16 +80,33 @@ impl Frontend for Mortal {
 
 /// What the server has of a queue.
 #[derive(Debug)]
-struct Served {
+pub(crate) struct Served {
     id: FrontendId,
-    state: Arc<QueueState>,
+    pub(crate) state: Arc<QueueState>,
+    /// How many errors it had answered when it was last given a duty.
+    pub(crate) errors: Option<u64>,
+}
+
+/// What a worker is told to do between two rounds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Command {
+    /// Nothing: who has told it knows that a round has ended, and another one begins.
+    Nothing,
+    /// To give a queue of its another duty.
+    Duty { queue: usize, duty: Duty },
 }
 
 /// A host with a ublk device, and who serves it.
 pub(crate) struct Host {
-    ublk: Ublk,
-    queues: Vec<HostQueue>,
-    served: Vec<Served>,
+    pub(crate) ublk: Ublk,
+    pub(crate) queues: Vec<HostQueue>,
+    pub(crate) served: Vec<Served>,
+    /// By worker.
+    commands: Vec<Option<Command>>,
+    /// A server has died, and perhaps left space that nobody has.
+    pub(crate) may_leak: bool,
+    /// Nobody asks anything.
+    pub(crate) is_idle: bool,
     /// The server that is there now was killed.
     dead: Rc<Cell<bool>>,
     sleepers: Sleepers,
@@ -94,7 +120,7 @@ impl Run<'_> {
     pub(crate) fn start_host(&mut self, ublk: Ublk) -> Result<(), String> {
         // A run that failed may have left this thread dead.
         revive();
-        let queues = (0..self.workers.len()).map(|index| {
+        let queues = (0..self.case.lanes).map(|index| {
             let own = |planned: &&Planned| planned.lane == index;
             let plan: VecDeque<Planned> = self.case.plan.iter().filter(own).copied().collect();
             let book = Book::new(self.case.shape, &plan, &self.record);
@@ -111,6 +137,9 @@ impl Run<'_> {
             ublk,
             queues: queues.collect(),
             served: Vec::new(),
+            commands: vec![None; self.workers.len()],
+            may_leak: false,
+            is_idle: false,
             dead: Rc::default(),
             sleepers: Sleepers::new(self.workers.len()),
             mishaps: Mishaps::new(ublk.kills, ublk.handovers),
@@ -127,10 +156,18 @@ impl Run<'_> {
         let ublk = host.ublk;
         host.served.clear();
         host.dead = Rc::default();
-        for ((worker, tags), queue) in self.workers.iter_mut().zip(&self.tags).zip(&mut host.queues) {
+        let queues = host.queues.len();
+        let tables = self.tags.iter().zip(shares(&ublk, queues)).map(|(tags, share)| {
+            let places = ublk.places * share as u16;
+            tags.as_ref().map(|tags| RingTable::new(tags, places))
+        });
+        let tables: Vec<Option<RingTable>> = tables.collect();
+        for (number, queue) in (0..).zip(&mut host.queues) {
+            let index = usize::from(number / ublk.queues_per_worker);
+            let worker = &mut self.workers[index];
             let cx = worker.context().clone();
-            if let Some(tags) = tags {
-                queue.model().register_with(tags, ublk.places);
+            if let Some(table) = &tables[index] {
+                queue.model().register_with(table);
             }
             let opened = Arc::clone(disk).open_queue(&cx).map_err(|error| chain(&error))?;
             let broken = Arc::clone(&host.broken);
@@ -142,7 +179,9 @@ impl Run<'_> {
             let state = QueueState::new(0, events);
             let from = (ublk.transport == Transport::ZeroCopy).then_some(ublk.zero_copy_from);
             let frontend = UblkQueue::start(
-                queue.model().channel(0),
+                queue
+                    .model()
+                    .channel(first_place(number, ublk.queues_per_worker, ublk.depth)),
                 opened,
                 ublk.depth,
                 ublk.io_bytes_max,
@@ -155,7 +194,11 @@ impl Run<'_> {
             };
             let id = worker.add(Box::new(mortal), Vec::new());
             let id = id.map_err(|error| chain(&error))?;
-            host.served.push(Served { id, state });
+            host.served.push(Served {
+                id,
+                state,
+                errors: None,
+            });
             queue.set_server(Some((cx, Arc::clone(disk))));
         }
         for queue in &host.queues {
@@ -171,12 +214,44 @@ impl Run<'_> {
             return self.workers[turn].round().map_err(|error| chain(&error));
         };
         if turn >= count {
-            return host.queues[turn - count].turn();
+            return if host.is_idle {
+                Ok(false)
+            } else {
+                host.queues[turn - count].turn()
+            };
+        }
+        if let Some(Command::Duty { queue, duty }) = host.commands[turn].take() {
+            let served = &mut host.served[queue];
+            served.errors = Some(served.state.counts().errors);
+            served.state.set_duty(duty);
         }
         let (worker, schedule) = (&mut self.workers[turn], &mut self.schedule);
-        let model = host.queues[turn].model();
-        host.sleepers
-            .turn(turn, worker, &self.world, schedule, || model.has_results())
+        let each = usize::from(host.ublk.queues_per_worker);
+        let own = &host.queues[turn * each..((turn + 1) * each).min(host.queues.len())];
+        let has_news = || own.iter().any(|queue| queue.model().has_results());
+        host.sleepers.turn(turn, worker, &self.world, schedule, has_news)
+    }
+
+    /// The worker that has a queue.
+    pub(crate) fn worker_of(&self, queue: usize) -> usize {
+        let each = self.host.as_ref().map_or(1, |host| host.ublk.queues_per_worker);
+        queue / usize::from(each)
+    }
+
+    /// Tells a worker something, and waits until it has done it.
+    pub(crate) fn command(&mut self, worker: usize, command: Command) -> Result<(), String> {
+        let Some(host) = &mut self.host else {
+            return Ok(());
+        };
+        host.commands[worker] = Some(command);
+        // Its next turn is a round.
+        host.sleepers.wake(worker, &mut self.workers[worker]);
+        let pending = |run: &Self| {
+            run.host
+                .as_ref()
+                .is_some_and(|host| host.commands[worker].is_some())
+        };
+        self.drive(|run| !pending(run))
     }
 
     /// How many queues of the host's take turns.
@@ -230,15 +305,29 @@ impl Run<'_> {
 
     /// The server is gone from one moment to the next; another one comes.
     fn kill_host(&mut self) -> Result<(), String> {
+        if let Some(host) = &mut self.host {
+            host.may_leak = true;
+        }
+        let lost = self.end_process()?;
+        let mut record = self.record.borrow_mut();
+        record.reached.kills += 1;
+        record.reached.lost += lost;
+        drop(record);
+        self.next_server()
+    }
+
+    /// The server's process ends, whatever it was doing. Answers how many requests it had.
+    pub(crate) fn end_process(&mut self) -> Result<u64, String> {
         let Some(host) = &mut self.host else {
-            return Ok(());
+            return Ok(0);
         };
         host.dead.set(true);
+        host.commands.fill(None);
         host.served.iter().for_each(|served| served.state.abandon());
         let hasty = host.ublk.hasty;
-        self.record.borrow_mut().reached.kills += 1;
+        let mut lost = 0;
         if hasty {
-            self.lose_server();
+            lost = self.lose_server();
         }
         // The host goes on.
         self.bury(|run| {
@@ -249,56 +338,33 @@ impl Run<'_> {
             run.look_at_host()
         })?;
         if !hasty {
-            self.lose_server();
+            lost = self.lose_server();
         }
-        self.next_server()
+        Ok(lost)
     }
 
-    /// The driver notices that there is no server any more.
-    fn lose_server(&mut self) {
-        let Some(host) = &mut self.host else { return };
+    /// The driver notices that there is no server any more. Answers how many requests that had.
+    fn lose_server(&mut self) -> u64 {
+        let Some(host) = &mut self.host else { return 0 };
         let reached = &mut self.record.borrow_mut().reached;
+        let mut lost = 0;
         for (queue, served) in host.queues.iter_mut().zip(&host.served) {
             queue.set_server(None);
-            reached.lost += queue.model().server_gone() as u64;
+            lost += queue.model().server_gone() as u64;
             let counts = served.state.counts();
             reached.zero_copied += counts.zero_copied;
             reached.copied += counts.copied;
             reached.fallbacks += counts.fallbacks;
         }
-    }
-
-    /// The server is told to go, and the next one waits for it.
-    fn hand_over(&mut self) -> Result<(), String> {
-        let Some(host) = &mut self.host else {
-            return Ok(());
-        };
-        self.record.borrow_mut().reached.handovers += 1;
-        host.queues.iter().for_each(|queue| queue.model().quiesce());
-        self.remove_host_queues()?;
-        let slot: Slot<Result<(), IoError>> = Rc::default();
-        let disk = self.disk.clone().ok_or("no disk")?;
-        let (task_cx, place) = (self.workers[0].context().clone(), Rc::clone(&slot));
-        self.workers[0].context().spawn(async move {
-            let closed = disk.close(&task_cx).await;
-            *place.borrow_mut() = Some(closed);
-        });
-        // If the disk cannot be closed, it is as if the server had been killed.
-        let closed = self.wait_for(&slot)?.is_ok() && self.schedule.one_in(2);
-        if closed {
-            self.drive(|run| run.workers.iter().all(|worker| worker.context().tasks() == 0))?;
-        }
-        self.lose_server();
-        self.bury(Run::look_at_host)?;
-        self.next_server()
+        lost
     }
 
     /// A server that recovers the device.
-    fn next_server(&mut self) -> Result<(), String> {
+    pub(crate) fn next_server(&mut self) -> Result<(), String> {
         if let Some(host) = &mut self.host {
             host.sleepers.renew();
-            for index in 0..host.queues.len() {
-                let (cx, tags) = context(&self.world, &host.ublk);
+            for (index, share) in shares(&host.ublk, host.queues.len()).enumerate() {
+                let (cx, tags) = context(&self.world, &host.ublk, share);
                 self.workers.push(Worker::by_hand(cx));
                 self.tags[index] = tags;
             }
@@ -316,7 +382,8 @@ impl Run<'_> {
             return Ok(());
         };
         let (done, gone) = mpsc::channel();
-        for (index, served) in host.served.iter().enumerate() {
+        for (queue, served) in host.served.iter().enumerate() {
+            let index = queue / usize::from(host.ublk.queues_per_worker);
             let worker = &mut self.workers[index];
             host.sleepers.wake(index, worker);
             worker.remove(served.id, done.clone());

@@ -1,5 +1,6 @@
 //! Runs that `cargo test` makes by itself: few, and not optimised. `make test` explores many more.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use ringdisk_sim::explore::{Goal, Source, explore};
@@ -68,18 +69,29 @@ fn every_scenario_survives_a_cut_at_every_step() {
     }
 }
 
-/// The seeds of ublk devices are about what they are there for: by each transport, with servers that die and hand over while
-/// they have requests.
+/// The seeds of ublk devices are about what they are there for: by each transport, with workers of one queue and of several,
+/// with servers that die and hand over while they have requests, by drivers that can be told so and others.
 #[test]
 fn ublk_devices_reach_every_transport_and_every_end_of_a_server() {
     let mut sum = Reached::default();
-    for seed in 0..24 {
+    // By transport: requests with data on workers of their own, and on workers that several queues share.
+    let mut moved: BTreeMap<String, [u64; 2]> = BTreeMap::new();
+    // By how the driver takes it: servers that handed over, and what they left to the next one.
+    let mut handed: BTreeMap<String, [u64; 2]> = BTreeMap::new();
+    for seed in 0..64 {
         let case = Source::Ublk(seed).case().expect("a seed has a run");
         let outcome = run(&case, false, &mut Tally::default());
         assert!(outcome.failure.is_none(), "ublk {seed}: {:?}", outcome.failure);
+        let ublk = case.ublk.expect("a ublk device");
         let reached = outcome.reached;
+        let shared = ublk.queues_per_worker > 1 && case.lanes > 1;
+        moved.entry(ublk.transport.to_string()).or_default()[usize::from(shared)] +=
+            reached.zero_copied + reached.copied;
+        let [handovers, kept] = handed.entry(format!("{:?}", ublk.quiesce)).or_default();
+        *handovers += reached.handovers;
+        *kept += reached.kept;
         sum.kills += reached.kills;
-        sum.handovers += reached.handovers;
+        sum.refused += reached.refused;
         sum.lost += reached.lost;
         sum.by_driver += reached.by_driver;
         sum.split += reached.split;
@@ -88,6 +100,8 @@ fn ublk_devices_reach_every_transport_and_every_end_of_a_server() {
         sum.fallbacks += reached.fallbacks;
     }
     for count in [
+        sum.kills,
+        sum.refused,
         sum.lost,
         sum.by_driver,
         sum.split,
@@ -97,4 +111,10 @@ fn ublk_devices_reach_every_transport_and_every_end_of_a_server() {
     ] {
         assert!(count > 2, "{sum:?}");
     }
+    assert_eq!(moved.len(), 3);
+    assert!(moved.values().flatten().all(|&count| count > 2), "{moved:?}");
+    assert_eq!(handed.len(), 3);
+    assert!(handed.values().all(|[handovers, _]| *handovers > 2), "{handed:?}");
+    // Others answer all they have, unless the disk fails.
+    assert!(handed["Lacking"][1] > 10, "{handed:?}");
 }

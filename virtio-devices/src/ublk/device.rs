@@ -24,7 +24,7 @@ use super::channel::{KernelChannel, Transport, become_io_flusher};
 use super::control::{CommandError, Control, char_path};
 use super::params::{self, ParamsError};
 use super::queue::{Counts, Events, QueueState, UblkQueue};
-pub use hand_over::HandOverError;
+pub use hand_over::{HandOverError, Settling, Step, parting_duty};
 
 /// How long queues may take to drain when their device was stopped.
 const DRAIN: Duration = Duration::from_secs(30);
@@ -63,7 +63,9 @@ pub enum Recovery {
 }
 
 impl Recovery {
-    fn flags(self) -> Flags {
+    /// What a device is made with.
+    #[must_use]
+    pub fn flags(self) -> Flags {
         match self {
             Self::Reissue => Flags::USER_RECOVERY | Flags::USER_RECOVERY_REISSUE,
             Self::Wait => Flags::USER_RECOVERY,
@@ -339,6 +341,13 @@ fn places(tags: u32, config: &UblkConfig) -> u16 {
     u16::try_from(tags).unwrap_or(u16::MAX).min(most)
 }
 
+/// The first of the places that the tags of `queue` have in the table of its worker's ring, if so many queues of `depth`
+/// tags share a worker.
+#[must_use]
+pub fn first_place(queue: u16, queues_per_worker: u16, depth: u16) -> u16 {
+    (queue % queues_per_worker.max(1)).saturating_mul(depth)
+}
+
 /// The transport that the driver's features and the choice come to.
 fn choose(choice: TransportChoice, features: Flags) -> Result<Transport, AddError> {
     let unsupported = |what, since| Err(AddError::Unsupported { what, since });
@@ -594,8 +603,7 @@ impl UblkDevice {
         let file = file.try_clone().map_err(failed)?;
         let (disk, shared) = (Arc::clone(&self.disk), Arc::clone(&state));
         let (depth, bytes, transport) = (self.info.queue_depth, self.info.max_io_buf_bytes, self.transport);
-        let before = queue % config.queues_per_worker.max(1);
-        let first_place = before.saturating_mul(depth);
+        let first_place = first_place(queue, config.queues_per_worker, depth);
         // The driver keeps what `add` gave it.
         let from = u32::try_from(self.info.ublksrv_flags).unwrap_or(u32::MAX);
         let zero_copy_from = (transport == Transport::ZeroCopy).then_some(from);

@@ -30,8 +30,8 @@ pub use control::{
     open_control,
 };
 pub use device::{
-    AddError, CloseError, HandOverError, RecoveringDevice, Recovery, ResizeError, TransportChoice,
-    UblkConfig, UblkDevice, ZERO_COPY_FROM, may_administer,
+    AddError, CloseError, HandOverError, RecoveringDevice, Recovery, ResizeError, Settling, Step,
+    TransportChoice, UblkConfig, UblkDevice, ZERO_COPY_FROM, first_place, may_administer, parting_duty,
 };
 pub use params::ParamsError;
 pub use queue::{Counts, Duty, Events, QueueEvent, QueueState, UblkQueue};

@@ -339,7 +339,9 @@ impl<C: Channel> UblkQueue<C> {
             let place = self.tags.get(usize::from(tag));
             assert_eq!(place, Some(&Tag::Waiting), "tag {tag} was not waiting");
             match result {
-                IO_RES_OK if self.state.duty() == Duty::Keep => self.tags[usize::from(tag)] = Tag::Kept,
+                IO_RES_OK if self.state.duty() == Duty::Keep && !broken(Rule::UblkServesOn) => {
+                    self.tags[usize::from(tag)] = Tag::Kept;
+                }
                 IO_RES_OK => self.serve(tag),
                 IO_RES_ABORT => self.end(tag),
                 other => {

@@ -14,7 +14,8 @@ use block::worker::Worker;
 use block::{Buffer, Context, Disk, DiskQueue, Request};
 
 use super::abi::op;
-use super::model::{Io, Model, ModelChannel};
+use super::device::first_place;
+use super::model::{Io, Model, ModelChannel, RingTable};
 use super::queue::{Counts, QueueState, UblkQueue};
 use crate::virtqueue::tests::Random;
 
@@ -63,13 +64,13 @@ impl Server {
     ) -> Self {
         let ring = Tags::on_ring(RingKind::IoUring, 64, places, IO_BYTES_MAX as usize, short);
         let (cx, tags) = ring.expect("these tests need io_uring");
-        let tags = Rc::new(tags);
+        let table = RingTable::new(&Rc::new(tags), places);
         let mut worker = Worker::by_hand(cx.clone());
         let mut states = Vec::new();
         for (model, number) in models.iter().zip(0..) {
             let state = QueueState::new(0, Arc::new(|_| {}));
-            model.register_with(&tags, places);
-            let channel = model.channel(number * depth);
+            model.register_with(&table);
+            let channel = model.channel(first_place(number, models.len() as u16, depth));
             let shared = Arc::clone(&state);
             let queue: UblkQueue<ModelChannel> =
                 UblkQueue::start(channel, open(&cx), depth, IO_BYTES_MAX, Some(from), shared);

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use block::IoError;
+use block::canary::{Rule, broken};
 use block::worker::WorkerGone;
 
 use super::super::abi::Flags;
@@ -73,6 +74,58 @@ impl Recovery {
     }
 }
 
+/// What the queues of a device with these flags do from when its server begins to leave. Where the driver cannot be told
+/// to bring nothing new, there would be no end of finishing it.
+#[must_use]
+pub fn parting_duty(flags: Flags) -> Duty {
+    match Recovery::of(flags) {
+        _ if !flags.contains(Flags::QUIESCE) => Duty::Keep,
+        Recovery::Reissue => Duty::FinishWell,
+        _ => Duty::Finish,
+    }
+}
+
+/// What is to be done next about queues whose server leaves.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Step {
+    /// Let their workers make another round.
+    Wait,
+    /// Have all of them keep what comes, and let their workers make another round.
+    Keep,
+    /// Close the disk: nothing of theirs reaches it any more.
+    Close,
+}
+
+/// How far queues whose server leaves have come: each has its [`parting_duty`], finishes what there is to finish, and then
+/// keeps the rest.
+#[derive(Debug, Default)]
+pub struct Settling {
+    quiet_rounds: u32,
+    keeps: bool,
+}
+
+impl Settling {
+    /// What the driver had sent before it was told not to is there after one whole round. Such a round lies between
+    /// two commands to a worker.
+    const QUIET_ROUNDS: u32 = 3;
+
+    /// Every worker was given a command between two of its rounds; after that, no queue had anything
+    /// [unfinished](super::super::queue::QueueState::unfinished), or one had.
+    pub fn after_round(&mut self, finished: bool) -> Step {
+        let finished = finished || broken(Rule::UblkLeavesEarly);
+        self.quiet_rounds = if finished { self.quiet_rounds + 1 } else { 0 };
+        if self.quiet_rounds < Self::QUIET_ROUNDS {
+            return Step::Wait;
+        }
+        self.quiet_rounds = 0;
+        match std::mem::replace(&mut self.keeps, true) {
+            // Whatever still comes is not for this disk.
+            false => Step::Keep,
+            true => Step::Close,
+        }
+    }
+}
+
 impl UblkDevice {
     /// Begins to hand the device over: from now on there is less and less to do. There is no way back but the end of
     /// this process, and a successor.
@@ -85,18 +138,14 @@ impl UblkDevice {
         if let Some(why) = Recovery::obstacle(flags) {
             return Err(HandOverError::Refused { device, why });
         }
-        if !flags.contains(Flags::QUIESCE) {
-            return self.set_duty(Duty::Keep);
+        if flags.contains(Flags::QUIESCE) {
+            match control.quiesce(device, QUIESCE) {
+                // Nothing new comes all the same.
+                Err(error) if error.errno() == Some(libc::EBUSY) => {}
+                quiesced => quiesced?,
+            }
         }
-        match control.quiesce(device, QUIESCE) {
-            // Nothing new comes all the same.
-            Err(error) if error.errno() == Some(libc::EBUSY) => {}
-            quiesced => quiesced?,
-        }
-        self.set_duty(match Recovery::of(flags) {
-            Recovery::Reissue => Duty::FinishWell,
-            _ => Duty::Finish,
-        })
+        self.set_duty(parting_duty(flags))
     }
 
     /// Waits until the disk has answered, and closes it as a clean shutdown should. Comes after [`UblkDevice::retire`];
@@ -110,10 +159,23 @@ impl UblkDevice {
         // Whoever waits for the host's space would wait for ever.
         let _held = self.disk.hold_off();
         let deadline = Instant::now() + DRAIN;
-        self.wait_until_finished(deadline)?;
-        // Whatever still comes is not for this disk.
-        self.set_duty(Duty::Keep)?;
-        self.wait_until_finished(deadline)?;
+        let mut settling = Settling::default();
+        loop {
+            if Instant::now() > deadline {
+                return Err(HandOverError::Undrained { device });
+            }
+            for worker in &self.workers {
+                worker.run(|_| ())?;
+            }
+            let finished = |queue: &super::Queue| queue.state.unfinished() == Some(0);
+            let finished = self.queues.iter().all(finished);
+            match settling.after_round(finished) {
+                Step::Wait if finished => {}
+                Step::Wait => std::thread::sleep(Duration::from_micros(200)),
+                Step::Keep => self.set_duty(Duty::Keep)?,
+                Step::Close => break,
+            }
+        }
         let disk = Arc::clone(&self.disk);
         if let Some(worker) = self.workers.first() {
             let closed = worker.block_on(move |cx| disk.close(cx))?;
@@ -130,28 +192,44 @@ impl UblkDevice {
         }
         Ok(())
     }
+}
 
-    /// Waits until no queue has anything to finish.
-    fn wait_until_finished(&self, deadline: Instant) -> Result<(), HandOverError> {
-        let mut quiet_rounds = 0;
-        // What the driver had sent before it was told not to is there after one whole round. Such a round lies between
-        // two commands to a worker.
-        while quiet_rounds < 3 {
-            if Instant::now() > deadline {
-                let device = self.info.dev_id;
-                return Err(HandOverError::Undrained { device });
-            }
-            for worker in &self.workers {
-                worker.run(|_| ())?;
-            }
-            let finished = |queue: &super::Queue| queue.state.unfinished() == Some(0);
-            if self.queues.iter().all(finished) {
-                quiet_rounds += 1;
-            } else {
-                quiet_rounds = 0;
-                std::thread::sleep(Duration::from_micros(200));
-            }
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_is_closed_after_three_quiet_rounds_of_finishing_and_three_of_keeping() {
+        let mut settling = Settling::default();
+        let mut steps = |rounds: &[bool]| -> Vec<Step> {
+            let step = |&finished: &bool| settling.after_round(finished);
+            rounds.iter().map(step).collect()
+        };
+        use Step::{Close, Keep, Wait};
+        assert_eq!(steps(&[true, true, false, true, true]), [Wait; 5]);
+        assert_eq!(steps(&[true]), [Keep]);
+        assert_eq!(steps(&[false, true, true, false, true, true]), [Wait; 6]);
+        assert_eq!(steps(&[true]), [Close]);
+    }
+
+    /// Requests that cannot be done again are finished, come what may; those of a driver that goes on are kept.
+    #[test]
+    fn what_queues_do_at_parting_is_what_their_driver_can() {
+        for (recovery, quiesce, duty) in [
+            (Recovery::Reissue, Flags::empty(), Some(Duty::Keep)),
+            (Recovery::Reissue, Flags::QUIESCE, Some(Duty::FinishWell)),
+            (Recovery::Wait, Flags::QUIESCE, Some(Duty::Finish)),
+            (Recovery::Wait, Flags::empty(), None),
+            (Recovery::Fail, Flags::QUIESCE, None),
+            (Recovery::Off, Flags::QUIESCE, None),
+        ] {
+            let flags = recovery.flags() | quiesce;
+            let refused = Recovery::obstacle(flags);
+            assert_eq!(refused.is_some(), duty.is_none(), "{recovery:?} {quiesce:?}");
+            assert!(
+                duty.is_none_or(|duty| parting_duty(flags) == duty),
+                "{recovery:?}"
+            );
         }
-        Ok(())
     }
 }

@@ -5,8 +5,8 @@
 //! server has its [`ModelChannel`]. Requests wait in it, as in the kernel, for a free tag. What it does of the device's life:
 //!
 //! ```text
-//! Serving ──quiesce──▶ Ending ──server_gone──▶ Gone ──(all tags fetched) end_recovery──▶ Serving
-//!    └─────────────────server_gone (it was killed)───▲
+//! Serving ──quiesce, hold_back──▶ Ending ──server_gone──▶ Gone ──(all tags fetched) end_recovery──▶ Serving
+//!    └───────────server_gone (it was killed, or left)────────▲
 //! ```
 //!
 //! While it is not served requests wait, or fail, as the device's [`Recovery`] has it; those that a dead server had are
@@ -32,7 +32,6 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use block::ring::NoSlot;
-use block::sim::pages::Tags;
 use block::sim::{Random, memory};
 use block::{AlignedBuf, Buffer, IoError};
 
@@ -40,6 +39,7 @@ use super::abi::{IO_RES_ABORT, IO_RES_OK, op};
 use super::channel::Places;
 use super::device::Recovery;
 pub use channel::ModelChannel;
+pub use table::RingTable;
 use table::Table;
 
 /// A request as the host makes it, and its answer.
@@ -122,8 +122,8 @@ enum Tag {
 enum Server {
     /// Somebody does.
     Serving,
-    /// Somebody does still, and gets nothing new.
-    Ending,
+    /// Somebody does still, and gets nothing new. With `aborts`, each tag is ended as soon as it waits.
+    Ending { aborts: bool },
     /// Nobody, until a recovery has ended.
     Gone,
 }
@@ -212,10 +212,10 @@ impl Model {
         self.state.borrow_mut().random = Some(Random::new(seed));
     }
 
-    /// From now on it registers pages with the ring of `pages`, in whose table there are so many places.
-    pub fn register_with(&self, pages: &Rc<Tags>, places: u16) {
+    /// From now on it registers pages in the table of this ring, which other queues may share.
+    pub fn register_with(&self, ring: &RingTable) {
         let mut state = self.state.borrow_mut();
-        state.table = Some(Table::new(pages, places, state.tags.len()));
+        state.table = Some(Table::new(ring, state.tags.len()));
     }
 
     /// The next `count` registrations fail.
@@ -320,8 +320,14 @@ impl Model {
     /// it waits.
     pub fn quiesce(&self) {
         let mut state = self.state.borrow_mut();
-        state.server = Server::Ending;
+        state.server = Server::Ending { aborts: true };
         state.abort();
+    }
+
+    /// The device's server is to hand it over: nothing new is given out. Tags that wait are ended when the server has
+    /// gone and not before.
+    pub fn hold_back(&self) {
+        self.state.borrow_mut().server = Server::Ending { aborts: false };
     }
 
     /// The driver notices that the server has gone, by whatever way. What it had goes the way of [`Model::set_recovery`]:
@@ -415,8 +421,8 @@ impl State {
     fn give_out(&mut self) {
         match self.server {
             Server::Serving => {}
-            Server::Ending => return self.abort(),
-            Server::Gone => return,
+            Server::Ending { aborts: true } => return self.abort(),
+            Server::Ending { aborts: false } | Server::Gone => return,
         }
         while !self.waiting.is_empty() {
             let Some(tag) = self.free_tag() else { return };

@@ -1,5 +1,6 @@
-//! The table of a ring's registered buffers, as the driver sees it.
+//! The table of a ring's registered buffers, as the driver sees it: one for all queues of a worker.
 
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use block::ring::LeaseError;
@@ -11,12 +12,36 @@ use super::Io;
 /// What lies behind a request's bytes, and how much of it is looked at.
 const BESIDE: [u8; 512] = [0xA5; 512];
 
-/// Where the pages of requests are registered.
+/// By place, the queue of the ring and its request whose pages are there.
+type Registered = Rc<RefCell<Vec<Option<(u32, usize)>>>>;
+
+/// The table of a ring, in which the tags of all its queues have places. Cheap to clone; all clones are the same table.
+#[derive(Clone, Debug)]
+pub struct RingTable {
+    pages: Rc<Tags>,
+    registered: Registered,
+    queues: Rc<Cell<u32>>,
+}
+
+impl RingTable {
+    /// A table of so many places for `pages`, all of them empty.
+    #[must_use]
+    pub fn new(pages: &Rc<Tags>, places: u16) -> Self {
+        Self {
+            pages: Rc::clone(pages),
+            registered: Rc::new(RefCell::new(vec![None; places.into()])),
+            queues: Rc::default(),
+        }
+    }
+}
+
+/// Where the pages of a queue's requests are registered.
 #[derive(Debug)]
 pub(super) struct Table {
     pub(super) pages: Rc<Tags>,
-    /// By place, the request whose pages are there.
-    registered: Vec<Option<usize>>,
+    registered: Registered,
+    /// Which of the ring's queues it is.
+    queue: u32,
     /// The place that each tag's command named, and whether it took a fallback.
     named: Vec<(u16, bool)>,
     /// Registrations that fail, counted down.
@@ -24,10 +49,13 @@ pub(super) struct Table {
 }
 
 impl Table {
-    pub(super) fn new(pages: &Rc<Tags>, places: u16, tags: usize) -> Self {
+    pub(super) fn new(ring: &RingTable, tags: usize) -> Self {
+        let queue = ring.queues.get();
+        ring.queues.set(queue + 1);
         Self {
-            pages: Rc::clone(pages),
-            registered: vec![None; places.into()],
+            pages: Rc::clone(&ring.pages),
+            registered: Rc::clone(&ring.registered),
+            queue,
             named: vec![(u16::MAX, false); tags],
             failing: 0,
         }
@@ -54,12 +82,12 @@ impl Table {
         let (place, fallback) = self.named[tag];
         let failing = self.failing > 0;
         self.failing = self.failing.saturating_sub(1);
-        match self.registered.get_mut(usize::from(place)) {
-            Some(Some(other)) if !failing => Err(format!(
-                "place {place} of tag {tag} has the pages of request {other}"
+        match self.registered.borrow_mut().get_mut(usize::from(place)) {
+            Some(Some((queue, other))) if !failing => Err(format!(
+                "place {place} of tag {tag} has the pages of request {other} of the ring's queue {queue}"
             )),
             Some(free) if !failing => {
-                *free = Some(number);
+                *free = Some((self.queue, number));
                 let writes = io.op == op::WRITE;
                 self.pages
                     .limit(place, if writes { Way::Taken } else { Way::Filled });
@@ -76,7 +104,8 @@ impl Table {
 
     /// Where the pages of a request are.
     fn place(&self, number: usize) -> Option<u16> {
-        let place = self.registered.iter().position(|held| *held == Some(number));
+        let own = Some((self.queue, number));
+        let place = self.registered.borrow().iter().position(|held| *held == own);
         place.map(|place| place as u16)
     }
 
@@ -92,7 +121,7 @@ impl Table {
         let Some(place) = self.place(number) else {
             return Ok(());
         };
-        self.registered[usize::from(place)] = None;
+        self.registered.borrow_mut()[usize::from(place)] = None;
         let named = self.pages.buffer(place, 0, io.data.len(), 512);
         if let Err(error) = named {
             return Err(format!("it was answered while its pages are named: {error}"));

@@ -136,6 +136,56 @@ fn a_server_that_hands_over_gets_nothing_new_and_each_tag_ends_when_it_is_answer
     );
 }
 
+/// Tags that wait stay with a driver that only holds back, and so does what the server keeps.
+#[test]
+fn a_driver_that_holds_back_ends_no_tag_and_gives_the_rest_to_the_next_server() {
+    let (model, mut channel) = served(Model::new(2));
+    let kept = model.request(Io::new(op::READ, 7, 1));
+    assert_eq!(taken(&mut channel), [(0, IO_RES_OK)]);
+    model.hold_back();
+    let late = model.request(Io::new(op::READ, 5, 1));
+    assert_eq!(taken(&mut channel), []);
+    assert_eq!(model.server_gone(), 1);
+    let (model, mut next) = served(model);
+    assert_eq!(taken(&mut next), [(0, IO_RES_OK), (1, IO_RES_OK)]);
+    assert_eq!(
+        [0, 1].map(|tag| next.descriptor(tag).start_sector),
+        [kept, late].map(|number| model.io(number).sector)
+    );
+}
+
+/// Two queues whose server gives them the same places of their ring's table.
+#[test]
+fn two_queues_of_a_ring_cannot_have_their_pages_in_one_place() {
+    let world = block::sim::SimWorld::new(1, block::sim::Profile::IMMEDIATE);
+    let (_cx, tags) = world.context_with_tags(8, 4, BYTES, true);
+    let table = RingTable::new(&Rc::new(tags), 4);
+    for (second_place, fine) in [(1, true), (0, false)] {
+        let queues = [Model::new(1), Model::new(1)];
+        let mut channels: Vec<ModelChannel> = Vec::new();
+        for (model, place) in queues.iter().zip([0, second_place]) {
+            model.register_with(&table);
+            let mut channel = model.channel(place);
+            channel.fetch(0).expect("a slot");
+            model.end_recovery();
+            model.request(Io::new(op::READ, 0, 1));
+            channels.push(channel);
+        }
+        let told = queues[1].take_fault();
+        assert_eq!(told.is_none(), fine, "{told:?}");
+        if fine {
+            for channel in &mut channels {
+                channel.commit_and_fetch(0, 512).expect("a slot");
+            }
+        } else {
+            assert!(
+                told.expect("a fault")
+                    .contains("has the pages of request 0 of the ring's queue")
+            );
+        }
+    }
+}
+
 #[test]
 fn the_seed_alone_says_which_tag_a_request_gets() {
     let tags = |seed| {
