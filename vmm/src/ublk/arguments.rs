@@ -109,9 +109,22 @@ pub struct ServeArguments {
     /// Say what is there as JSON, a line for each device
     #[arg(long)]
     pub json: bool,
-    /// This is the process in the background.
-    #[arg(long, hide = true)]
-    pub detached: bool,
+    /// This is on the way to the background: once for the process that starts the one that stays there.
+    #[arg(long, hide = true, action = clap::ArgAction::Count)]
+    pub detached: u8,
+}
+
+impl UblkCommand {
+    /// How it serves devices, if it does.
+    #[must_use]
+    pub fn serves(&self) -> Option<&ServeArguments> {
+        match self {
+            Self::Add(arguments) => Some(&arguments.serve),
+            Self::Recover(arguments) => Some(&arguments.serve),
+            Self::Upgrade(arguments) => Some(&arguments.serve),
+            _ => None,
+        }
+    }
 }
 
 impl ServeArguments {
@@ -179,11 +192,14 @@ pub struct RecoverArguments {
 #[derive(Args, Debug)]
 pub struct UpgradeArguments {
     /// Their numbers, or /dev/ublkbN; a server hands over all it has
-    #[arg(value_name = "DEVICE", value_parser = device, required_unless_present = "all", conflicts_with = "all")]
+    #[arg(value_name = "DEVICE", value_parser = device, required_unless_present_any = ["all", "server"])]
     pub devices: Vec<u32>,
     /// All that are served and remembered
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["devices", "server"])]
     pub all: bool,
+    /// Those of the server with this process number, as service managers know it
+    #[arg(long, value_name = "PID", conflicts_with = "devices", value_parser = clap::value_parser!(u32).range(1..))]
+    pub server: Option<u32>,
     /// How they are served
     #[command(flatten)]
     pub serve: ServeArguments,

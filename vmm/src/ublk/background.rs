@@ -1,35 +1,45 @@
-//! Going to the background: a second process does the work, and this one waits until it says what is there.
+//! Going to the background: another process does the work, and this one waits until it says what is there.
 //!
-//! The second process is this program with the same arguments; what it prints until it is ready, this one prints. If it
-//! fails, it has said why on the standard error that both share, and its exit code is ours.
+//! The other process is this program with the same arguments; what it prints until it is ready, this one prints. If it
+//! fails, it has said why on the standard error that both share. It is nobody's child here: whoever looks after orphans, a
+//! service manager for its services, hears of its end even if that comes while this one still waits.
 
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 
 /// What the process in the background says when it is ready.
 pub(super) const READY: &str = "ready";
 
-/// Starts the second process and waits for it to be ready, or to fail.
-///
-/// # Errors
-///
-/// If it cannot be started.
-pub(super) fn start() -> Result<u8, CommandFailure> {
-    let failed = |error: std::io::Error| CommandFailure::about("cannot go to the background", error);
+/// Starts this program again, one step further on its way.
+fn step(output: Stdio) -> std::io::Result<Child> {
     let arguments = std::env::args_os()
         .skip(1)
         .filter(|argument| argument != "--daemonize");
-    let program = std::env::current_exe().map_err(failed)?;
-    let mut child = Command::new(program)
+    Command::new(std::env::current_exe()?)
         .args(arguments)
         .arg("--detached")
         .stdin(Stdio::null())
-        .stdout(Stdio::piped())
+        .stdout(output)
         .spawn()
-        .map_err(failed)?;
-    if let Some(output) = child.stdout.take() {
+}
+
+fn failed(error: std::io::Error) -> CommandFailure {
+    CommandFailure::about("cannot go to the background", error)
+}
+
+/// Starts the process in the background and waits for it to be ready, or to fail.
+///
+/// # Errors
+///
+/// If it cannot be started, or fails.
+pub(super) fn start() -> Result<u8, CommandFailure> {
+    let mut child = step(Stdio::piped()).map_err(failed)?;
+    let output = child.stdout.take();
+    // It ends at once, and its own child goes on.
+    child.wait().map_err(failed)?;
+    if let Some(output) = output {
         for line in BufReader::new(output).lines() {
             let line = line.map_err(failed)?;
             if line == READY {
@@ -38,12 +48,18 @@ pub(super) fn start() -> Result<u8, CommandFailure> {
             writeln!(std::io::stdout(), "{line}")?;
         }
     }
-    let status = child.wait().map_err(failed)?;
-    let code = status.code().and_then(|code| u8::try_from(code).ok());
-    // It has said why, and its code is not 0: it was never ready.
-    Err(CommandFailure::Told(
-        code.filter(|&code| code != EXIT_OK).unwrap_or(EXIT_FAILURE),
-    ))
+    // It has said why.
+    Err(CommandFailure::Told(EXIT_FAILURE))
+}
+
+/// The process in between: starts the one that stays, and ends.
+///
+/// # Errors
+///
+/// If it cannot be started.
+pub(super) fn pass_on() -> Result<u8, CommandFailure> {
+    step(Stdio::inherit()).map_err(failed)?;
+    Ok(EXIT_OK)
 }
 
 /// Leaves the session of whoever started us, so that its end is not ours.

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::Write;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use virtio_devices::ublk::abi::{DeviceInfo, Flags, SECTOR_BYTES, State};
@@ -9,9 +10,12 @@ use virtio_devices::ublk::{CommandError, Control, Recovery, Transport, block_pat
 
 use super::state::{self, DeviceState};
 use super::{helper, links, serve, usage};
-use crate::control::{self, Request};
+use crate::control::{self, Request, ask_within};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::size;
+
+/// How long a server may take to say what it has done. One that is leaving, or was stopped, takes longer.
+const PROMPT: Duration = Duration::from_secs(3);
 
 fn failed(error: CommandError) -> CommandFailure {
     CommandFailure::Failed(error.into())
@@ -46,6 +50,33 @@ pub(super) fn waiting() -> Result<Vec<u32>, CommandFailure> {
         }
     }
     Ok(waiting)
+}
+
+/// The devices that a process serves.
+///
+/// # Errors
+///
+/// If there are none; what the driver refuses.
+pub(super) fn served_by(pid: u32) -> Result<Vec<u32>, CommandFailure> {
+    let mut control = helper::control()?;
+    let mut served = Vec::new();
+    for id in all() {
+        let info = match control.info(id) {
+            // Deleted meanwhile, or somebody else's.
+            Err(error) if matches!(error.errno(), Some(libc::ENODEV | libc::EPERM | libc::EACCES)) => {
+                continue;
+            }
+            info => info.map_err(failed)?,
+        };
+        if info.state() == State::Live && u32::try_from(info.ublksrv_pid) == Ok(pid) {
+            served.push(id);
+        }
+    }
+    if served.is_empty() {
+        let told = format!("process {pid} serves no device");
+        return Err(CommandFailure::Failed(told.into()));
+    }
+    Ok(served)
 }
 
 /// Refuses to take devices from servers that are alive.
@@ -162,7 +193,7 @@ pub(super) fn list(json: bool) -> Result<u8, CommandFailure> {
 pub(super) fn info(id: u32, json: bool) -> Result<u8, CommandFailure> {
     let mut device = describe(&mut helper::control()?, id).map_err(failed)?;
     if let Some(state) = DeviceState::load(id)
-        && let Ok(answer) = control::ask(&state.control, &Request::Info {})
+        && let Ok(answer) = ask_within(&state.control, &Request::Info {}, Some(PROMPT))
         && let Some(own) = answer["devices"]
             .as_array()
             .into_iter()

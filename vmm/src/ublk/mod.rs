@@ -29,6 +29,9 @@ use crate::error::CommandFailure;
 ///
 /// A failure that names the device or the disk.
 pub fn run(command: UblkCommand) -> Result<u8, CommandFailure> {
+    if command.serves().is_some_and(|arguments| arguments.detached == 1) {
+        return background::pass_on();
+    }
     match command {
         UblkCommand::Add(arguments) => serve::add(&arguments),
         UblkCommand::Recover(arguments) => serve::recover(&arguments),

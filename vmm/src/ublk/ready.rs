@@ -1,4 +1,4 @@
-//! Telling a service manager that the devices are there: `sd_notify(3)`, without its library.
+//! Telling a service manager that the devices are there, and who serves them: `sd_notify(3)`, without its library.
 
 use std::env;
 use std::ffi::OsStr;
@@ -18,17 +18,24 @@ impl Manager {
         Self(socket.and_then(|socket| connect(&socket).inspect_err(warn).ok()))
     }
 
-    /// Says `READY=1`.
-    pub(super) fn tell(self) {
-        if let Some(manager) = self.0
-            && let Err(error) = manager.send(READY)
+    /// Says that the devices are there: `READY=1`.
+    pub(super) fn ready(&self) {
+        self.tell("READY=1");
+    }
+
+    /// Says which process the service is: `MAINPID=`. The manager goes by how that one ends.
+    pub(super) fn main(&self, pid: u32) {
+        self.tell(&format!("MAINPID={pid}"));
+    }
+
+    fn tell(&self, message: &str) {
+        if let Some(manager) = &self.0
+            && let Err(error) = manager.send(message.as_bytes())
         {
             warn(&error);
         }
     }
 }
-
-const READY: &[u8] = b"READY=1";
 
 fn warn(error: &io::Error) {
     tracing::warn!(%error, "cannot tell the service manager at NOTIFY_SOCKET");
@@ -61,10 +68,14 @@ mod tests {
         for (socket, manager) in managers {
             let manager = manager.expect("a socket");
             let found = connect(&socket).expect("it listens");
-            Manager(Some(found)).tell();
-            let mut bytes = [0; 32];
-            let count = manager.recv(&mut bytes).expect("a message");
-            assert_eq!(&bytes[..count], b"READY=1");
+            let teller = Manager(Some(found));
+            teller.main(4711);
+            teller.ready();
+            for message in [&b"MAINPID=4711"[..], b"READY=1"] {
+                let mut bytes = [0; 32];
+                let count = manager.recv(&mut bytes).expect("a message");
+                assert_eq!(&bytes[..count], message);
+            }
         }
         assert!(connect(OsStr::new("/no/such/socket")).is_err());
     }

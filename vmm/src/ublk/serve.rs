@@ -189,7 +189,11 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
 ///
 /// A failure that names the device, the disk or its server. Unless it says otherwise, that server goes on.
 pub(super) fn upgrade(arguments: &UpgradeArguments) -> Result<u8, CommandFailure> {
-    let predecessors = upgrade::find(&arguments.devices, arguments.all)?;
+    let ids = match arguments.server {
+        Some(pid) => devices::served_by(pid)?,
+        None => arguments.devices.clone(),
+    };
+    let predecessors = upgrade::find(&ids, arguments.all)?;
     let ids: Vec<u32> = predecessors.iter().flat_map(Predecessor::devices).collect();
     if ids.is_empty() {
         return Ok(EXIT_OK);
@@ -283,7 +287,7 @@ fn serve(
     arguments: &ServeArguments,
 ) -> Result<u8, CommandFailure> {
     let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
-    if arguments.detached {
+    if arguments.detached > 0 {
         background::leave_session().map_err(start)?;
     }
     let signals = StopSignals::block().map_err(start)?;
@@ -317,7 +321,13 @@ fn serve(
     let listening = Socket::listen(&socket).map_err(|error| CommandFailure::Failed(error.into()))?;
     let manager = ready::Manager::find();
 
-    let taken = upgrade::take(predecessors)?;
+    let before = predecessors.first().map(Predecessor::pid);
+    if before.is_some() {
+        // If we fail with what others have left, the manager is to start again what recovers it.
+        manager.main(std::process::id());
+    }
+    let taken =
+        upgrade::take(predecessors).inspect_err(|_| before.iter().for_each(|&pid| manager.main(pid)))?;
     wanted.retain(|disk| disk.recover.is_none_or(|id| !taken.was_refused(id)));
 
     // What is wrong with an image shows before the first device is there.
@@ -328,6 +338,7 @@ fn serve(
         Err(failure) => (Some(orphaned(failure)), None),
     };
     first_failure = taken.end().or(first_failure);
+    lock(&server).devices.keys().copied().for_each(upgrade::mend);
     if brought.is_some() && arguments.is_confined() {
         let devices: Vec<String> = lock(&server).devices.keys().map(|&id| block_path(id)).collect();
         // Threads that are started from here on are inside.
@@ -340,13 +351,14 @@ fn serve(
         .inspect_err(|error| tracing::error!(%error, "nobody can ask this server"));
     if let Some(mut lines) = brought {
         stop_on_signal(signals, sender).map_err(start)?;
-        if arguments.detached {
+        if arguments.detached > 0 {
             lines += background::READY;
             lines.push('\n');
         }
+        // Before whoever waits for us to be in the background ends.
+        manager.ready();
         // Whoever does not read this is served as well.
         std::io::stdout().write_all(lines.as_bytes()).unwrap_or_default();
-        manager.tell();
         let failure = wait(&server, &events);
         first_failure = first_failure.or(failure);
     }

@@ -31,6 +31,8 @@ const END: Duration = Duration::from_secs(30);
 /// How long requests may take before a driver without QUIESCE looks at them, in milliseconds. While their server lives
 /// that has no consequence. If it has every request of a queue when it ends, such a driver notices only then.
 const LOOK_MS: u32 = 100;
+/// How long they may take if nobody says otherwise.
+const DEFAULT_MS: &str = "30000";
 
 fn failed(told: String) -> CommandFailure {
     CommandFailure::Failed(told.into())
@@ -46,6 +48,11 @@ pub(super) struct Predecessor {
 }
 
 impl Predecessor {
+    /// Its process.
+    pub(super) fn pid(&self) -> u32 {
+        self.pid
+    }
+
     /// The devices, in order.
     pub(super) fn devices(&self) -> Vec<u32> {
         self.devices.keys().copied().collect()
@@ -264,6 +271,10 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<(), Comm
     }
 }
 
+fn timeout_path(id: u32) -> PathBuf {
+    PathBuf::from(format!("/sys/block/ublkb{id}/queue/io_timeout"))
+}
+
 /// The time a device's requests may take, made shorter until this is dropped.
 #[derive(Debug)]
 struct Timeout {
@@ -273,8 +284,11 @@ struct Timeout {
 
 impl Timeout {
     fn shorten(id: u32) -> Option<Self> {
-        let path = PathBuf::from(format!("/sys/block/ublkb{id}/queue/io_timeout"));
-        let before = fs::read_to_string(&path).ok()?;
+        let path = timeout_path(id);
+        let mut before = fs::read_to_string(&path).ok()?;
+        if is_short(&before) {
+            DEFAULT_MS.clone_into(&mut before);
+        }
         fs::write(&path, LOOK_MS.to_string()).ok()?;
         Some(Self { path, before })
     }
@@ -285,5 +299,20 @@ impl Drop for Timeout {
         if let Err(error) = fs::write(&self.path, self.before.trim()) {
             tracing::warn!(path = %self.path.display(), %error, "cannot be set back");
         }
+    }
+}
+
+/// Whether this is what an upgrade sets, one that was killed if there is none now.
+fn is_short(text: &str) -> bool {
+    text.trim().parse() == Ok(LOOK_MS)
+}
+
+/// Sets back what an upgrade that was killed has left of a device that is served again.
+pub(super) fn mend(id: u32) {
+    let path = timeout_path(id);
+    if fs::read_to_string(&path).is_ok_and(|text| is_short(&text))
+        && let Err(error) = fs::write(&path, DEFAULT_MS)
+    {
+        tracing::warn!(path = %path.display(), %error, "cannot be set back");
     }
 }

@@ -57,14 +57,17 @@ fn systemd_finds_nothing_wrong_with_the_unit() {
 fn the_unit_and_the_rule_use_commands_that_there_are() {
     let world = World::new();
     let unit = packaging("ringdisk-ublk@.service");
-    let help = world.ringdisk(&["ublk", "add", "--help"]).success();
-    let start = unit
-        .lines()
-        .find_map(|line| line.strip_prefix("ExecStart=/usr/bin/ringdisk ublk add "));
-    let start = start.expect("it starts a server");
-    for option in start.split(' ').filter(|word| word.starts_with("--")) {
-        assert!(help.contains(option), "{option}");
+    for (setting, command) in [("ExecStart", "add"), ("ExecReload", "upgrade")] {
+        let help = world.ringdisk(&["ublk", command, "--help"]).success();
+        let line = format!("{setting}=/usr/bin/ringdisk ublk {command} ");
+        let options = unit.lines().find_map(|found| found.strip_prefix(&line));
+        let options = options.unwrap_or_else(|| panic!("no {line}"));
+        for option in options.split(' ').filter(|word| word.starts_with("--")) {
+            assert!(help.contains(option), "{option}");
+        }
     }
+    // The server that comes is not the process that systemd started, and its number is the manager's to fill in.
+    assert!(unit.contains("\nNotifyAccess=all\n") && unit.contains(" --server $MAINPID "));
     let rule = packaging("60-ringdisk.rules");
     assert!(rule.contains("/usr/bin/ringdisk ublk udev %k"), "{rule}");
     // Of a device that nobody remembers it says nothing.
