@@ -502,9 +502,15 @@ impl UblkDevice {
                 disk_bytes,
             });
         }
-        control.start_recovery(device, NOTICE)?;
+        let begun_before = match control.start_recovery(device, NOTICE) {
+            // The device can be recovered, so a server died when it had begun to and had no queue yet. Drivers before 6.15
+            // let nobody begin again; but the next one can go on, if the dead one has not mapped anything.
+            Err(error) if error.errno() == Some(libc::EINVAL) => Some(error),
+            begun => begun.map(|()| None)?,
+        };
         let transport = Transport::of(info.flags());
-        let served = Self::serve(control, info, transport, disk, config, events)?;
+        let served = Self::serve(control, info, transport, disk, config, events);
+        let served = served.map_err(|error| begun_before.map_or(error, AddError::from))?;
         let name = config.name.clone();
         Ok(RecoveringDevice { served, name })
     }
