@@ -21,6 +21,7 @@ mod command;
 mod control;
 pub(crate) mod driver;
 mod fixed;
+mod mapped;
 mod null;
 mod slots;
 mod sys;

@@ -31,6 +31,15 @@ pub(crate) unsafe fn carry_out(op: &KernelOp) -> i32 {
         return -libc::EINVAL;
     };
     let result = match op.kind {
+        // The plain calls copy no list.
+        Kind::Read if count == 1 => {
+            // SAFETY: the list has one entry; the caller vouches for list and memory.
+            unsafe { libc::pread(fd, (*op.slices).ptr().cast(), (*op.slices).len(), offset) }
+        }
+        Kind::Write { dsync: false } if count == 1 => {
+            // SAFETY: as for the read.
+            unsafe { libc::pwrite(fd, (*op.slices).ptr().cast(), (*op.slices).len(), offset) }
+        }
         Kind::Read => {
             // SAFETY: `IoSlice` is laid out as `iovec`; the caller vouches for list and memory.
             unsafe { libc::preadv(fd, op.slices.cast(), count, offset) }
@@ -80,6 +89,25 @@ pub(crate) fn is_direct(fd: RawFd) -> bool {
     // SAFETY: no memory is passed.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
     flags >= 0 && flags & libc::O_DIRECT != 0
+}
+
+/// Whether a file lies in memory (tmpfs, a memfd) and does not promise the kernel that I/O on it never blocks
+/// (`RWF_NOWAIT` in `readv(2)`); not, if the kernel does not say. Reading it may still wait for swap.
+pub(crate) fn is_in_memory(fd: RawFd) -> bool {
+    // SAFETY: an all-zero `statfs` is a valid value of that plain C struct.
+    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: `stat` lives across the call.
+    if unsafe { libc::fstatfs(fd, &raw mut stat) } != 0 || stat.f_type != libc::TMPFS_MAGIC {
+        return false;
+    }
+    let mut byte = 0_u8;
+    let slice = libc::iovec {
+        iov_base: (&raw mut byte).cast(),
+        iov_len: 1,
+    };
+    // SAFETY: the one stretch is `byte`, which lives across the call.
+    let read = unsafe { libc::preadv2(fd, &raw const slice, 1, 0, libc::RWF_NOWAIT) };
+    read < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EOPNOTSUPP)
 }
 
 /// The first place at or behind `offset` where the file may hold data; `None` if it is a hole from there on.

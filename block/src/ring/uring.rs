@@ -21,6 +21,7 @@ use io_uring::{IoUring, opcode, squeue};
 
 use super::driver::{Completion, Driver, FileSlot, FixedOp, KernelOp, Kind, QueueFull};
 use super::fixed::FixedTable;
+use super::mapped::MappedFile;
 use super::sys;
 use crate::buffer::IoSlice;
 
@@ -31,6 +32,22 @@ const FIXED_FILES: u32 = 128;
 /// once idles while they are prepared and, when they have ended together, again: that costs it a tenth of
 /// its throughput. I/O through the page cache mostly ends where it starts, and gains by larger batches.
 const DIRECT_START_MAX: usize = 8;
+
+/// The longest read or write of a file in memory that is carried out at once, in bytes. A longer one is worth a thread of the
+/// kernel's, and the worker goes on meanwhile.
+const IN_MEMORY_BYTES_MAX: usize = 32 << 10;
+
+/// What a registered file does with ops.
+#[derive(Debug)]
+enum Nature {
+    /// It may have to wait for a disk, or answer from the page cache: the kernel knows.
+    Cached,
+    /// It bypasses the page cache.
+    Direct,
+    /// It is no more than memory, but io_uring believes that it blocks and would give each op to a thread of the kernel
+    /// first: a copy of 4 KiB costs a hand-over there and one back.
+    InMemory(Option<MappedFile>),
+}
 
 /// The ops a ring carries out, and no others.
 const OPS: [u8; 10] = [
@@ -58,8 +75,10 @@ const CANCEL_USER_DATA: u64 = u64::MAX;
 pub(crate) struct UringDriver {
     ring: IoUring,
     fixed_free: Vec<u32>,
-    /// Which registered files bypass the page cache, by index.
-    direct: [bool; FIXED_FILES as usize],
+    /// What the registered files do, by index.
+    natures: Vec<Nature>,
+    /// Whether there are registered buffers.
+    has_table: bool,
     /// Pushed since the last enter, and how many of them on files that bypass the page cache.
     unstarted: usize,
     unstarted_direct: usize,
@@ -108,7 +127,8 @@ impl UringDriver {
         Ok(Self {
             ring,
             fixed_free,
-            direct: [false; FIXED_FILES as usize],
+            natures: (0..FIXED_FILES).map(|_| Nature::Cached).collect(),
+            has_table: !table.is_empty(),
             unstarted: 0,
             unstarted_direct: 0,
             done: Vec::new(),
@@ -282,6 +302,32 @@ fn restrict(ring: &IoUring, ops: &[u8]) -> io::Result<()> {
     ring.submitter().register_enable_rings()
 }
 
+impl Nature {
+    fn of(fd: RawFd, has_table: bool) -> Self {
+        if sys::is_in_memory(fd) {
+            Self::InMemory(has_table.then(|| MappedFile::new(fd)))
+        } else if sys::is_direct(fd) {
+            Self::Direct
+        } else {
+            Self::Cached
+        }
+    }
+}
+
+/// Whether an op on a file in memory is a sync, which is nothing there, or moves few bytes.
+fn is_short(op: &KernelOp) -> bool {
+    match op.kind {
+        Kind::Read | Kind::Write { .. } => {
+            // SAFETY: `slices` points at `slice_count` valid entries (contract of `push`).
+            let slices = unsafe { std::slice::from_raw_parts(op.slices, op.slice_count) };
+            let bytes = slices.iter().map(IoSlice::len);
+            bytes.fold(0, usize::saturating_add) <= IN_MEMORY_BYTES_MAX
+        }
+        Kind::DataSync => true,
+        _ => false,
+    }
+}
+
 fn rw_flags(dsync: bool) -> i32 {
     if dsync { libc::RWF_DSYNC } else { 0 }
 }
@@ -297,8 +343,8 @@ impl Driver for UringDriver {
         };
         match self.ring.submitter().register_files_update(index, &[fd]) {
             Ok(_) => {
-                if let Some(direct) = self.direct.get_mut(index as usize) {
-                    *direct = sys::is_direct(fd);
+                if let Some(nature) = self.natures.get_mut(index as usize) {
+                    *nature = Nature::of(fd, self.has_table);
                 }
                 Ok(FileSlot {
                     fd,
@@ -313,19 +359,49 @@ impl Driver for UringDriver {
     }
 
     fn unregister_file(&mut self, file: FileSlot) {
-        if let Some(index) = file.fixed
-            && self.ring.submitter().register_files_update(index, &[-1]).is_ok()
-        {
-            self.fixed_free.push(index);
+        if let Some(index) = file.fixed {
+            if let Some(nature) = self.natures.get_mut(index as usize) {
+                *nature = Nature::Cached;
+            }
+            if self.ring.submitter().register_files_update(index, &[-1]).is_ok() {
+                self.fixed_free.push(index);
+            }
         }
     }
 
     unsafe fn push(&mut self, op: &KernelOp, user_data: u64) -> Result<(), QueueFull> {
-        if op.kind == Kind::Truncate || op.at_door {
+        let nature = op
+            .file
+            .fixed
+            .and_then(|index| self.natures.get_mut(index as usize));
+        let (direct, mut at_once) = (
+            matches!(nature, Some(Nature::Direct)),
+            op.kind == Kind::Truncate || op.at_door,
+        );
+        if let Some(Nature::InMemory(mapped)) = nature {
+            match op.fixed {
+                None => at_once |= is_short(op),
+                Some(fixed) if is_short(op) => {
+                    // SAFETY: `slices` points at one valid entry (contract of `push`), whose address is not used.
+                    let len = unsafe { (*op.slices).len() };
+                    if let Some(result) = mapped.as_mut().and_then(|file| file.carry_out(op, fixed, len)) {
+                        self.done.push(Completion {
+                            user_data,
+                            result,
+                            more: false,
+                        });
+                        return Ok(());
+                    }
+                }
+                Some(_) => {}
+            }
+        }
+        if at_once {
             // Truncation is rare, and io_uring has it only since Linux 6.9. What goes through a door is copied in memory,
             // as it would be without one; io_uring would give it to a thread of the kernel first, since neither ublk's
             // device nor a memfd says that it does not block.
-            // SAFETY: a truncation names no memory; the caller vouches for that of a copy, for longer than it takes.
+            // SAFETY: a truncation and a sync name no memory; the caller vouches for that of a copy, for longer than it
+            // takes.
             let result = unsafe { sys::carry_out(op) };
             self.done.push(Completion {
                 user_data,
@@ -335,8 +411,7 @@ impl Driver for UringDriver {
             return Ok(());
         }
         self.push_entry(Self::entry(op).user_data(user_data))?;
-        let direct = op.file.fixed.and_then(|index| self.direct.get(index as usize));
-        if direct == Some(&true) {
+        if direct {
             self.unstarted_direct += 1;
             if self.unstarted_direct >= DIRECT_START_MAX {
                 // What cannot be started now stays queued, and the next `Driver::enter` reports why.
@@ -445,5 +520,136 @@ mod tests {
         let registered = unsafe { driver.ring.submitter().register_buffers_update(0, &none, None) };
         let error = registered.expect_err("not on the list").raw_os_error();
         assert_eq!(error, Some(libc::EACCES));
+    }
+
+    /// The result of an op if it was carried out while it was pushed.
+    fn at_once(driver: &mut UringDriver, fd: RawFd, kind: Kind, memory: &mut [u8]) -> Option<i32> {
+        let file = driver.register_file(fd).expect("a place");
+        let slice = IoSlice::new(memory.as_mut_ptr(), memory.len());
+        let op = KernelOp {
+            kind,
+            file,
+            offset: 0,
+            len: 0,
+            slices: &raw const slice,
+            slice_count: 1,
+            fixed: None,
+            at_door: false,
+        };
+        // SAFETY: slice and memory live until the completion has been reaped.
+        unsafe { driver.push(&op, 7) }.expect("room");
+        let at_once = driver.done.first().map(|done| done.result);
+        let mut done = Vec::new();
+        while done.is_empty() {
+            driver.enter(true).expect("the ring turns");
+            driver.reap(&mut done);
+        }
+        driver.unregister_file(file);
+        at_once
+    }
+
+    #[test]
+    #[expect(clippy::print_stdout, reason = "what cannot run here says so")]
+    fn short_ops_on_files_in_memory_have_ended_when_they_were_pushed_and_no_others() {
+        use std::os::fd::AsRawFd as _;
+        let mut driver = UringDriver::new(8, &FixedTable::default()).expect("these tests need io_uring");
+        let file = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
+        let fd = file.as_raw_fd();
+        if !sys::is_in_memory(fd) {
+            println!(
+                "cannot run here: ops on files in memory at once, because this kernel's tmpfs says that it never blocks"
+            );
+            return;
+        }
+        let (mut short, mut long) = (vec![7; 4096], vec![0; IN_MEMORY_BYTES_MAX + 1]);
+        let write = Kind::Write { dsync: false };
+        assert_eq!(at_once(&mut driver, fd, write, &mut short), Some(4096));
+        assert_eq!(at_once(&mut driver, fd, Kind::DataSync, &mut []), Some(0));
+        assert_eq!(at_once(&mut driver, fd, Kind::Read, &mut long), None);
+        short.fill(0);
+        assert_eq!(at_once(&mut driver, fd, Kind::Read, &mut short), Some(4096));
+        assert_eq!(short, [7; 4096]);
+        assert_eq!(&long[..4096], &short);
+        // What may wait for a disk does so in the kernel.
+        let other = std::fs::File::open("/proc/version").expect("a file on no disk and no tmpfs");
+        let fd = other.as_raw_fd();
+        assert_eq!(at_once(&mut driver, fd, Kind::Read, &mut short), None);
+    }
+
+    #[test]
+    #[expect(clippy::print_stdout, reason = "what cannot run here says so")]
+    fn bytes_of_registered_buffers_go_straight_between_a_file_in_memory_and_the_door() {
+        use std::io::{Read as _, Seek as _, Write as _};
+        use std::os::fd::AsRawFd as _;
+        let mut driver = UringDriver::new(8, &FixedTable::sparse(4)).expect("these tests need io_uring");
+        let memfd = |len: u64| {
+            let fd = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
+            let file = std::fs::File::from(fd);
+            file.set_len(len).expect("a length");
+            file
+        };
+        let (mut image, mut door, sparse) = (memfd(0), memfd(8192), memfd(1 << 20));
+        if !sys::is_in_memory(image.as_raw_fd()) {
+            println!("cannot run here: mapped files, because this kernel's tmpfs says that it never blocks");
+            return;
+        }
+        image.write_all(&[7; 4096]).expect("memory");
+        let at_door = driver.register_file(door.as_raw_fd()).expect("a place");
+        let files = [&image, &sparse].map(|file| driver.register_file(file.as_raw_fd()).expect("a place"));
+        let mut carry_out = |file: FileSlot, kind: Kind, offset: u64, len: usize| {
+            let slice = IoSlice::new(std::ptr::without_provenance_mut(0), len);
+            let op = KernelOp {
+                kind,
+                file,
+                offset,
+                len: 0,
+                slices: &raw const slice,
+                slice_count: 1,
+                fixed: Some(FixedOp {
+                    index: 0,
+                    door: at_door,
+                    door_offset: 100,
+                }),
+                at_door: false,
+            };
+            // SAFETY: the slice lives until the completion has been reaped, and names no memory.
+            unsafe { driver.push(&op, 7) }.expect("room");
+            let at_once = driver.done.first().map(|done| done.result);
+            let mut done = Vec::new();
+            while done.is_empty() {
+                driver.enter(true).expect("the ring turns");
+                driver.reap(&mut done);
+            }
+            at_once
+        };
+        let write = Kind::Write { dsync: false };
+        assert_eq!(carry_out(files[0], Kind::Read, 1000, 96), Some(96));
+        let mut bytes = Vec::new();
+        door.read_to_end(&mut bytes).expect("readable");
+        assert_eq!(
+            (&bytes[..100], &bytes[100..196], bytes[196]),
+            (&[0; 100][..], &[7; 96][..], 0)
+        );
+        // A file that has grown.
+        image.write_all(&[8; 4096]).expect("memory");
+        assert_eq!(carry_out(files[0], write, 8000, 192), Some(192));
+        image.rewind().expect("the start");
+        bytes.clear();
+        image.read_to_end(&mut bytes).expect("readable");
+        assert_eq!(
+            (bytes[7999], &bytes[8000..8096], &bytes[8096..]),
+            (8, &[7; 96][..], &[0; 96][..])
+        );
+        // What is past the end, mostly holes, cut off, or too long goes the long way, which fails here: nobody has
+        // registered a buffer.
+        assert_eq!(carry_out(files[0], write, 8000, 193), None);
+        assert_eq!(carry_out(files[0], Kind::Read, 8000, 193), None);
+        assert_eq!(carry_out(files[1], Kind::Read, 0, 96), None);
+        let blocks = std::os::unix::fs::MetadataExt::blocks(&sparse.metadata().expect("a file"));
+        assert_eq!(blocks, 0, "a hole that was read is memory now");
+        image.set_len(4096).expect("shorter");
+        assert_eq!(carry_out(files[0], Kind::Read, 4096, 96), None);
+        image.set_len(0).expect("shorter");
+        assert_eq!(carry_out(files[0], Kind::Read, 0, 96), None);
     }
 }

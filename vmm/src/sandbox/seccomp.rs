@@ -87,6 +87,8 @@ const QUEUE: &[libc::c_long] = &[
     libc::SYS_ftruncate,
     libc::SYS_lseek,
     libc::SYS_fstat,
+    // What a file lies on.
+    libc::SYS_fstatfs,
     libc::SYS_statx,
     // A worker's alarm, for writes that wait for space.
     libc::SYS_timerfd_create,
