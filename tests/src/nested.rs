@@ -20,9 +20,8 @@ pub const MEMORY_MIB: u32 = 2048;
 /// `ringdisk run`. Without virtual GIF and timers that are early it is rarer. A kernel of the lab without KVM does without.
 const KVM: &str =
     "! modprobe kvm lapic_timer_advance=0 2>/dev/null || modprobe kvm-amd vgif=0 nested=0 avic=0\n";
-/// How often a guest is started in all, and after a stand-still, before that is taken for a fault of ours.
+/// How often a guest is started in all, before that it restarted or stood still is taken for a fault of ours.
 const ATTEMPTS: u32 = 3;
-const ATTEMPTS_STILL: u32 = 2;
 
 /// The disk, before it is made.
 #[derive(Debug)]
@@ -192,7 +191,7 @@ impl Nested<'_> {
     ///
     /// # Errors
     ///
-    /// [`Error`], if anything else fails, or it takes longer than its patience twice.
+    /// [`Error`], if anything else fails, or it takes longer than its patience each time.
     #[expect(clippy::print_stderr, reason = "a test that was begun again says so")]
     pub fn run(&self) -> Result<(Outcome, PathBuf), Error> {
         let mut attempt = 1;
@@ -238,7 +237,7 @@ impl Nested<'_> {
 /// How often to try what ended so.
 fn attempts(failure: &Error) -> u32 {
     match failure {
-        Error::Timeout { .. } => ATTEMPTS_STILL,
+        Error::Timeout { .. } => ATTEMPTS,
         Error::Guest { .. } if failure.to_string().contains("restarted by itself") => ATTEMPTS,
         _ => 1,
     }
@@ -265,6 +264,6 @@ mod tests {
             seconds: 300,
             log: String::new(),
         };
-        assert_eq!(attempts(&still), 2);
+        assert_eq!(attempts(&still), 3);
     }
 }

@@ -50,7 +50,7 @@ PATH=/mnt:$PATH RINGDISK_LAB_GUEST=/mnt RINGDISK_BIN=/mnt/ringdisk TMPDIR=/mnt/t
         toolbox: &toolbox,
         bytes: 2048 * MIB,
         script,
-        patience: Duration::from_secs(300),
+        patience: Duration::from_secs(180),
     };
     let (outcome, _) = nested.run()?;
     let said: Vec<_> = outcome.lines().collect();
