@@ -49,6 +49,7 @@ pub struct Guest<'lab> {
     script: String,
     patience: Duration,
     reconnects: bool,
+    cpu: &'static str,
 }
 
 #[derive(Debug, Clone)]
@@ -69,7 +70,14 @@ impl<'lab> Guest<'lab> {
             script: String::new(),
             patience: PATIENCE,
             reconnects: false,
+            cpu: CPU,
         }
+    }
+
+    /// Gives it all that QEMU can emulate, as a guest that runs others had whenever that was tried out.
+    pub fn whole_cpu(mut self) -> Self {
+        self.cpu = "max";
+        self
     }
 
     /// Has QEMU connect again, and again, to a server that has gone.
@@ -168,7 +176,7 @@ impl<'lab> Guest<'lab> {
             "-accel",
             "tcg,thread=multi",
             "-cpu",
-            CPU,
+            self.cpu,
         ]);
         command.args(["-smp", &self.cpus.to_string(), "-m", &format!("{memory}M")]);
         command.args([

@@ -218,6 +218,7 @@ impl Nested<'_> {
         let mut guest = Guest::new(self.lab)
             .cpus(2)
             .memory_mib(MEMORY_MIB)
+            .whole_cpu()
             .patience(self.patience)
             .script(&format!("{KVM}{}", self.script));
         let mut servers = Vec::new();

@@ -237,6 +237,9 @@ fn said(outcome: &Outcome) -> String {
 const WORK: &str = r#"
 ringdisk ublk features | tr '\n' ' ' | sed 's/^/features /'
 echo
+# Not in memory, as the images of the other tests are.
+mkdir -p /var/work
+cd /var/work
 ringdisk image create q.qcow2 64M >/dev/null
 truncate -s 64M r.raw
 for transport in $transports; do
