@@ -6,7 +6,8 @@
 //!
 //! What must stay true: nothing here is ever read or written by this process, only named to the kernel. A page that cannot
 //! be had, because the file was cut short or its file system is full, is then an error of the call (`EFAULT`) and no signal, and
-//! the op goes the long way, which tells why.
+//! the op goes the long way, which tells why. And nobody makes an image shorter and then writes behind its new end while it is
+//! served: in the last page such a write would succeed here, and be no part of the file.
 
 #![expect(unsafe_code, reason = "maps files and names the mapping to system calls")]
 
@@ -15,17 +16,27 @@ use std::ptr::NonNull;
 
 use super::driver::{FixedOp, KernelOp, Kind};
 
+/// Of so many ops that lie outside the mapping, one looks whether there is more to map. Each such look costs a system call, and a
+/// new mapping every page's place in the old one: an image that grows with every other request must not pay that each time.
+const MISSES_PER_LOOK: u32 = 256;
+
 /// A file in memory and, unless it is sparse, its mapping.
 #[derive(Debug)]
 pub(super) struct MappedFile {
     fd: RawFd,
     map: Option<(NonNull<u8>, usize)>,
+    /// Ops that did not lie in the mapping.
+    misses: u32,
 }
 
 impl MappedFile {
     /// Maps the file of this descriptor, which stays open as long as this lives.
     pub(super) fn new(fd: RawFd) -> Self {
-        let mut file = Self { fd, map: None };
+        let mut file = Self {
+            fd,
+            map: None,
+            misses: 0,
+        };
         file.map_anew();
         file
     }
@@ -84,7 +95,11 @@ impl MappedFile {
         let end = start.checked_add(len).filter(|_| len > 0)?;
         if self.map.is_none_or(|(_, bytes)| end > bytes) {
             // It may have grown.
-            self.map_anew();
+            let look = self.misses.is_multiple_of(MISSES_PER_LOOK);
+            self.misses = self.misses.wrapping_add(1);
+            if look {
+                self.map_anew();
+            }
         }
         let (map, _) = self.map.filter(|&(_, bytes)| end <= bytes)?;
         let place = map.as_ptr().wrapping_add(start);
