@@ -16,6 +16,7 @@
 
 #![expect(unsafe_code, reason = "starts ops whose memory the slots own")]
 
+mod at_door;
 mod bytes;
 mod command;
 mod control;
@@ -52,7 +53,7 @@ pub use control::{ControlError, ControlRing};
 
 pub(crate) use driver::Kind as OpKind;
 pub use fixed::{Door, FixedBuffer, FixedTable, LeaseError};
-pub(crate) use sys::{set_timer, signal_event, timer};
+pub(crate) use sys::{is_in_memory, set_timer, signal_event, timer};
 
 /// Which driver carries out a ring's ops.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

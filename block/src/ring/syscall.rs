@@ -3,7 +3,7 @@
 //! Every op is carried out while it is pushed and its completion waits to be reaped, so the code above
 //! runs as on io_uring, only one op at a time. Watches are polled when there is nothing else to do.
 //!
-//! It has no registered buffers: the bytes of one go through memory of its own and the buffer's door.
+//! It has no registered buffers: the bytes of one go through its [door](super::at_door).
 //!
 //! For the model checker shuttle an op is carried out some time after it was pushed and in any order, so that
 //! other threads find it in flight.
@@ -13,17 +13,14 @@
 use std::io;
 use std::os::fd::RawFd;
 
-use super::driver::{Completion, Driver, FileSlot, FixedOp, KernelOp, Kind, QueueFull};
+use super::at_door::AtDoors;
+use super::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull};
 use super::sys;
-use crate::buffer::{AlignedBuf, IoSlice};
-
-/// How much of a registered buffer goes through our memory at a time. A longer op continues like a short one.
-const SCRATCH_BYTES: usize = 256 << 10;
 
 #[derive(Debug, Default)]
 pub(crate) struct SyscallDriver {
     done: Vec<Completion>,
-    scratch: Option<AlignedBuf>,
+    at_doors: AtDoors,
     #[cfg(shuttle)]
     pending: Vec<(KernelOp, u64)>,
     watches: Vec<(RawFd, u64)>,
@@ -40,79 +37,13 @@ impl SyscallDriver {
             // SAFETY: the caller's contract is the same and lasts longer.
             None => unsafe { sys::carry_out(op) },
             // SAFETY: as above, of the list alone.
-            Some(fixed) => match unsafe { self.carry_out_fixed(op, fixed) } {
-                Ok(bytes) => bytes,
-                Err(errno) => -errno,
-            },
+            Some(fixed) => unsafe { self.at_doors.carry_out(op, fixed) },
         };
         self.done.push(Completion {
             user_data,
             result,
             more: false,
         });
-    }
-
-    /// Moves bytes between a file and a registered buffer: how many, or the errno.
-    ///
-    /// # Safety
-    ///
-    /// As for [`Driver::push`], until this returns.
-    unsafe fn carry_out_fixed(&mut self, op: &KernelOp, fixed: FixedOp) -> Result<i32, i32> {
-        if op.slice_count != 1 {
-            return Err(libc::EINVAL);
-        }
-        // SAFETY: `slices` points at one valid entry (contract of `push`), whose address is not used.
-        let len = unsafe { (*op.slices).len() }.min(SCRATCH_BYTES);
-        let scratch = self
-            .scratch
-            .get_or_insert_with(|| AlignedBuf::zeroed(SCRATCH_BYTES));
-        let memory = scratch.as_mut_ptr();
-        let moved = |kind, file: FileSlot, offset: u64, from: usize, len: usize| {
-            let slice = IoSlice::new(memory.wrapping_add(from), len);
-            let op = KernelOp {
-                kind,
-                file,
-                offset,
-                len: 0,
-                slices: &raw const slice,
-                slice_count: 1,
-                fixed: None,
-                at_door: false,
-            };
-            // SAFETY: the one stretch lies in the scratch memory, which nothing else uses meanwhile.
-            let result = unsafe { sys::carry_out(&op) };
-            usize::try_from(result).map_err(|_| result.saturating_neg())
-        };
-        // All of it or an error: the door has every byte of a buffer.
-        let at_door = |kind, len: usize| {
-            let mut done = 0;
-            while done < len {
-                match moved(
-                    kind,
-                    fixed.door,
-                    fixed.door_offset + done as u64,
-                    done,
-                    len - done,
-                )? {
-                    0 => return Err(libc::EIO),
-                    part => done += part,
-                }
-            }
-            Ok(())
-        };
-        let bytes = match op.kind {
-            Kind::Read => {
-                let bytes = moved(Kind::Read, op.file, op.offset, 0, len)?;
-                at_door(Kind::Write { dsync: false }, bytes)?;
-                bytes
-            }
-            Kind::Write { .. } => {
-                at_door(Kind::Read, len)?;
-                moved(op.kind, op.file, op.offset, 0, len)?
-            }
-            _ => return Err(libc::EINVAL),
-        };
-        i32::try_from(bytes).map_err(|_| libc::EINVAL)
     }
 
     /// Carries out some of the ops that were pushed, at least one to `wait` for; other threads run before each.

@@ -19,6 +19,7 @@ use io_uring::register::Restriction;
 use io_uring::types::{Fd, Fixed, FsyncFlags};
 use io_uring::{IoUring, opcode, squeue};
 
+use super::at_door::AtDoors;
 use super::driver::{Completion, Driver, FileSlot, FixedOp, KernelOp, Kind, QueueFull};
 use super::fixed::FixedTable;
 use super::mapped::MappedFile;
@@ -77,8 +78,11 @@ pub(crate) struct UringDriver {
     fixed_free: Vec<u32>,
     /// What the registered files do, by index.
     natures: Vec<Nature>,
-    /// Whether there are registered buffers.
+    /// Whether ops may name places of a table.
     has_table: bool,
+    /// The first place that no buffer is registered for.
+    first_door: usize,
+    at_doors: AtDoors,
     /// Pushed since the last enter, and how many of them on files that bypass the page cache.
     unstarted: usize,
     unstarted_direct: usize,
@@ -129,6 +133,8 @@ impl UringDriver {
             fixed_free,
             natures: (0..FIXED_FILES).map(|_| Nature::Cached).collect(),
             has_table: !table.is_empty(),
+            first_door: table.places.len(),
+            at_doors: AtDoors::default(),
             unstarted: 0,
             unstarted_direct: 0,
             done: Vec::new(),
@@ -272,10 +278,10 @@ impl UringDriver {
 
 /// Gives a ring its table of registered buffers, once and for all: a restricted ring takes no other memory.
 fn register_buffers(ring: &IoUring, table: &FixedTable) -> io::Result<()> {
-    if table.is_empty() {
+    if table.places.is_empty() {
         return Ok(());
     }
-    let places = u32::try_from(table.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+    let places = u32::try_from(table.places.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
     ring.submitter().register_buffers_sparse(places)?;
     if table.places.iter().all(IoSlice::is_empty) {
         return Ok(());
@@ -378,10 +384,13 @@ impl Driver for UringDriver {
             matches!(nature, Some(Nature::Direct)),
             op.kind == Kind::Truncate || op.at_door,
         );
+        let at_door = op
+            .fixed
+            .filter(|fixed| usize::from(fixed.index) >= self.first_door);
         if let Some(Nature::InMemory(mapped)) = nature {
             match op.fixed {
                 None => at_once |= is_short(op),
-                Some(fixed) if is_short(op) => {
+                Some(fixed) if at_door.is_some() || is_short(op) => {
                     // SAFETY: `slices` points at one valid entry (contract of `push`), whose address is not used.
                     let len = unsafe { (*op.slices).len() };
                     if let Some(result) = mapped.as_mut().and_then(|file| file.carry_out(op, fixed, len)) {
@@ -395,6 +404,16 @@ impl Driver for UringDriver {
                 }
                 Some(_) => {}
             }
+        }
+        if let Some(fixed) = at_door {
+            // SAFETY: the caller's contract is the same and lasts longer.
+            let result = unsafe { self.at_doors.carry_out(op, fixed) };
+            self.done.push(Completion {
+                user_data,
+                result,
+                more: false,
+            });
+            return Ok(());
         }
         if at_once {
             // Truncation is rare, and io_uring has it only since Linux 6.9. What goes through a door is copied in memory,
@@ -655,5 +674,63 @@ mod tests {
         assert_eq!(carry_out(files[0], Kind::Read, 4096, 96), None);
         image.set_len(0).expect("shorter");
         assert_eq!(carry_out(files[0], Kind::Read, 0, 96), None);
+    }
+
+    #[test]
+    fn a_place_that_is_a_door_alone_is_served_at_once_whatever_the_file_and_the_length() {
+        use std::io::Read as _;
+        use std::os::fd::AsRawFd as _;
+        let table = FixedTable::sparse(2).with_doors(2);
+        assert_eq!(table.len(), 4);
+        let mut driver = UringDriver::new(8, &table).expect("these tests need io_uring");
+        let bytes: Vec<u8> = (0..3 * IN_MEMORY_BYTES_MAX).map(|at| (at % 251) as u8).collect();
+        let on_disk = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).expect("a file");
+        let memfd = || {
+            let fd = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
+            std::fs::File::from(fd)
+        };
+        let (dense, sparse) = (memfd(), memfd());
+        for file in [&on_disk, &dense, &sparse] {
+            std::os::unix::fs::FileExt::write_all_at(file, &bytes, 0).expect("room");
+        }
+        sparse.set_len(1 << 30).expect("a hole");
+        for image in [on_disk, dense, sparse] {
+            let mut door = memfd();
+            let at_door = driver.register_file(door.as_raw_fd()).expect("a place");
+            let file = driver.register_file(image.as_raw_fd()).expect("a place");
+            for (kind, offset, index) in [
+                (Kind::Read, 0, 2),
+                (Kind::Write { dsync: false }, bytes.len() as u64, 3),
+            ] {
+                let slice = IoSlice::new(std::ptr::without_provenance_mut(0), bytes.len());
+                let op = KernelOp {
+                    kind,
+                    file,
+                    offset,
+                    len: 0,
+                    slices: &raw const slice,
+                    slice_count: 1,
+                    fixed: Some(FixedOp {
+                        index,
+                        door: at_door,
+                        door_offset: 0,
+                    }),
+                    at_door: false,
+                };
+                // SAFETY: the slice lives until the completion has been reaped, and names no memory.
+                unsafe { driver.push(&op, 7) }.expect("room");
+                let done = driver.done.pop().expect("it was carried out at once");
+                assert_eq!(done.result as usize, bytes.len(), "{kind:?}");
+            }
+            let mut seen = Vec::new();
+            door.read_to_end(&mut seen).expect("readable");
+            assert!(seen == bytes, "what was read is not what is there");
+            let mut seen = vec![0; bytes.len()];
+            std::os::unix::fs::FileExt::read_exact_at(&image, &mut seen, bytes.len() as u64)
+                .expect("readable");
+            assert!(seen == bytes, "what was written is not what came");
+            driver.unregister_file(file);
+            driver.unregister_file(at_door);
+        }
     }
 }

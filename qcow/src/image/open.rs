@@ -395,6 +395,14 @@ impl Disk for Locked {
         self.disk.info()
     }
 
+    fn files(&self) -> Vec<PathBuf> {
+        self.disk.files()
+    }
+
+    fn is_in_memory(&self) -> bool {
+        self.disk.is_in_memory()
+    }
+
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn block::DiskQueue>, block::OpenQueueError> {
         Arc::clone(&self.disk).open_queue(cx)
     }
