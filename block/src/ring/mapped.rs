@@ -89,6 +89,11 @@ impl MappedFile {
         }
     }
 
+    /// Whether ops may be carried out here.
+    pub(super) fn is_mapped(&self) -> bool {
+        self.map.is_some()
+    }
+
     /// Reads or writes at once: how many bytes, at least one. `None` if it has to go another way, and then nothing happened.
     pub(super) fn carry_out(&mut self, op: &KernelOp, fixed: FixedOp, len: usize) -> Option<i32> {
         let start = usize::try_from(op.offset).ok()?;
