@@ -231,7 +231,7 @@ ended busy reload
 mv /run/ringdisk/ublk/0.json.kept /run/ringdisk/ublk/0.json
 served kept $server
 ended reload reload
-wait $server && echo "reload left"
+wait $server && echo "gone reload"
 old=$server
 server=$(pid_of 0)
 heard() { grep -q READY heard; }
@@ -388,7 +388,7 @@ fn devices_wait_for_a_server_whatever_becomes_of_the_successor_and_no_write_come
             value("reload ").starts_with("0 /dev/ublkb0 /dev/ublkb1 "),
             "{all}"
         );
-        once("reload left");
+        once("gone reload");
         // Whoever fails with devices that were left to it is the service that has failed.
         let heard = value("heard ").trim();
         assert_eq!(heard, "MAINPID=OTHER MAINPID=OLD MAINPID=NEW READY", "{all}");

@@ -25,10 +25,10 @@ for transport in $transports; do
     add first add --disk path=q.qcow2,num_queues=2 path=r.raw,image_type=raw,num_queues=2,queue_size=8 --transport $transport
     fio --name=sparse --filename=/dev/ublkb0 --size=96m --numjobs=2 --offset_increment=96m --rw=randwrite --bsrange=4k-64k \
         --ioengine=libaio --iodepth=24 --direct=1 --fsync=64 --verify=xxhash --verify_backlog=200 --verify_fatal=1 --do_verify=1 \
-        --time_based --runtime=90 --allow_file_create=0 --eta=never --output=/tmp/fio.0 & sparse=$!
+        --time_based --runtime=300 --allow_file_create=0 --eta=never --output=/tmp/fio.0 & sparse=$!
     fio --name=full --filename=/dev/ublkb1 --size=24m --numjobs=2 --offset_increment=32m --rw=randwrite --bsrange=4k-128k \
         --ioengine=libaio --iodepth=24 --direct=1 --verify=xxhash --verify_backlog=100 --verify_fatal=1 --do_verify=1 \
-        --time_based --runtime=90 --allow_file_create=0 --eta=never --output=/tmp/fio.1 & full=$!
+        --time_based --runtime=300 --allow_file_create=0 --eta=never --output=/tmp/fio.1 & full=$!
     case $transport in user-copy) rounds=10 ;; zero-copy) rounds=10 ;; *) rounds=3 ;; esac
     round=0
     while [ $round -lt $rounds ]; do

@@ -34,8 +34,8 @@ use crate::{limits, size};
 /// How long a device in use is given to write what the host still keeps in memory.
 const SYNC_MAX: Duration = Duration::from_secs(10);
 
-/// How long the I/O of a server that was killed may keep its image locked.
-const UNLOCK_MAX: Duration = Duration::from_secs(10);
+/// How long the I/O of a server that was killed may keep its image locked: as long as a request may take the driver.
+const UNLOCK_MAX: Duration = Duration::from_secs(30);
 
 /// A device and the image behind it. Dropped in this order: the image's lock goes last.
 struct Served {
