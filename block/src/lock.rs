@@ -194,7 +194,7 @@ impl Plan {
 impl ImageLock {
     /// Locks the image behind `fd`, or says who has it.
     ///
-    /// Waits only for the dead, and for a second at most: when a process is killed, the kernel ends its
+    /// Waits only for the dead, and for a few seconds at most: when a process is killed, the kernel ends its
     /// io_uring, and with it the I/O in flight and the lock on the image, a moment later. That lock is
     /// respected, because the I/O may still land; it has no holder that could be named.
     ///
