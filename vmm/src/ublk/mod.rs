@@ -15,7 +15,6 @@ mod parallel;
 mod ready;
 mod resume;
 mod serve;
-mod sooner;
 mod state;
 mod upgrade;
 mod usage;
