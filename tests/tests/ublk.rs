@@ -92,6 +92,9 @@ verify() {
 /// The memory of a guest, in MiB.
 const MEMORY_MIB: u32 = 1536;
 
+/// How long a guest may take. The longest takes two minutes and a half when alone, and six beside others.
+const PATIENCE: Duration = Duration::from_secs(900);
+
 /// Leave for a guest with so many CPUs to be there: of all tests together, guests have three for each of this machine's,
 /// and half of its memory. More would only be in each other's way, and in that of those whose time is measured.
 struct Place {
@@ -160,42 +163,53 @@ fn run_with(
     run_in(lab, scratch, 2, script, more, |guest| guest)
 }
 
-/// As [`run_with`], in a guest with so many CPUs that is not as the others.
+/// As [`run_with`], in a guest with so many CPUs that is not as the others. Once more if QEMU fails in itself.
+#[expect(clippy::print_stderr, reason = "a test that was begun again says so")]
 fn run_in<'lab>(
     lab: &'lab Lab,
     scratch: &Scratch,
     cpus: u16,
     script: &str,
     more: impl FnOnce(Toolbox) -> Result<Toolbox, Error>,
-    other: impl FnOnce(Guest<'lab>) -> Guest<'lab>,
+    other: impl Fn(Guest<'lab>) -> Guest<'lab>,
 ) -> Result<Outcome, Error> {
     let _place = Place::take(cpus);
-    let tools = more(Toolbox::new(lab, scratch)?)?.make(160 * MIB)?;
-    let root = scratch.file("root.qcow2");
-    image::overlay(&root, lab.base())?;
-    let disks = [
-        ("root", format!("path={},backing_files=on", root.display())),
-        (
-            "tools",
-            format!("path={},image_type=raw,readonly=on", tools.display()),
-        ),
-    ];
-    let mut guest = Guest::new(lab)
-        .cpus(cpus)
-        .memory_mib(MEMORY_MIB)
-        .patience(Duration::from_secs(480))
-        .script(&format!("{PRELUDE}{script}"));
-    let mut servers = Vec::new();
-    for (name, disk) in disks {
-        let socket = scratch.file(&format!("{name}.sock"));
-        servers.push(Server::ringdisk(&socket, &disk)?);
-        guest = guest.disk(name, &socket, 1);
+    let toolbox = more(Toolbox::new(lab, scratch)?)?;
+    let once = || -> Result<Outcome, Error> {
+        let tools = toolbox.make(160 * MIB)?;
+        let root = scratch.file("root.qcow2");
+        image::overlay(&root, lab.base())?;
+        let disks = [
+            ("root", format!("path={},backing_files=on", root.display())),
+            (
+                "tools",
+                format!("path={},image_type=raw,readonly=on", tools.display()),
+            ),
+        ];
+        let mut guest = Guest::new(lab)
+            .cpus(cpus)
+            .memory_mib(MEMORY_MIB)
+            .patience(PATIENCE)
+            .script(&format!("{PRELUDE}{script}"));
+        let mut servers = Vec::new();
+        for (name, disk) in disks {
+            let socket = scratch.file(&format!("{name}.sock"));
+            servers.push(Server::ringdisk(&socket, &disk)?);
+            guest = guest.disk(name, &socket, 1);
+        }
+        let outcome = other(guest).run(scratch, "guest")?;
+        for server in servers {
+            server.stop()?;
+        }
+        Ok(outcome)
+    };
+    match once() {
+        Err(failure) if failure.is_emulators() => {
+            eprintln!("run again: {failure}");
+            once()
+        }
+        outcome => outcome,
     }
-    let outcome = other(guest).run(scratch, "guest")?;
-    for server in servers {
-        server.stop()?;
-    }
-    Ok(outcome)
 }
 
 /// Does `each` with every kernel, with all of them at the same time: guests wait more than they work.
