@@ -15,6 +15,7 @@ mod parallel;
 mod ready;
 mod resume;
 mod serve;
+mod sooner;
 mod state;
 mod upgrade;
 mod usage;

@@ -20,6 +20,7 @@ use virtio_devices::ublk::{
 use super::arguments::{AddArguments, RecoverArguments, ServeArguments, UpgradeArguments};
 use super::groups::Groups;
 use super::resume::{self, Found};
+use super::sooner::Sooner;
 use super::state::{self, DeviceState};
 use super::upgrade::{self, Predecessor};
 use super::{background, devices, fence, hand_over, helper, links, parallel, ready, usage};
@@ -441,6 +442,8 @@ fn bring_up(
             }
         }
     }
+    // From now on I/O flows, and everybody's threads are after a CPU: what is left to do here goes first.
+    let _sooner = Sooner::begin();
     // All of them wait for another server if one cannot be had.
     if failure.is_none() {
         let finished = RecoveringDevice::finish(recovering, &mut shared.control);

@@ -1,0 +1,28 @@
+//! A thread that goes before others for a while.
+//!
+//! When the I/O of many devices begins to flow again, there are more threads than CPUs, and what is left to do for all of these devices is
+//! one thread's: with 32 busy ones that took 4 of 6 seconds.
+
+use rustix::process::{getpriority_process, setpriority_process};
+
+/// The calling thread goes before others until this is dropped, if it may. Threads it starts meanwhile would too.
+pub(super) struct Sooner {
+    before: i32,
+}
+
+impl Sooner {
+    /// From now on; `None` without the right to it.
+    pub(super) fn begin() -> Option<Self> {
+        let before = getpriority_process(None).ok()?;
+        setpriority_process(None, -20).ok()?;
+        Some(Self { before })
+    }
+}
+
+impl Drop for Sooner {
+    fn drop(&mut self) {
+        if let Err(error) = setpriority_process(None, self.before) {
+            tracing::warn!(%error, "this thread goes before others still");
+        }
+    }
+}
