@@ -1,4 +1,5 @@
-//! Commands that set a device up: one at a time, each with a bound on how long it may take.
+//! Commands that set a device up: one at a time, each with a bound on how long it may take; and such as are to end
+//! unanswered.
 //!
 //! They go through a small ring of their own, because they take submission entries of 128 bytes and may block in the
 //! kernel for as long as they like. A command that has not ended in time keeps its memory for ever, and its ring
@@ -6,7 +7,7 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
@@ -142,10 +143,57 @@ impl ControlRing {
     }
 }
 
+/// Starts commands `code` of `file`'s driver on a thread that ends at once, and has them end with it. Those of a group are
+/// started together: no signal comes between them. Returns how many of each group's have waited.
+///
+/// What a driver ties to the thread that waits in it, it takes for that of a thread that has ended then.
+///
+/// # Errors
+///
+/// If the thread or its ring cannot be had, or the ring fails.
+///
+/// # Safety
+///
+/// The commands must not make the driver touch memory.
+pub unsafe fn start_and_end(file: OwnedFd, code: u32, groups: Vec<Vec<[u8; 16]>>) -> io::Result<Vec<usize>> {
+    let short_lived = move || {
+        let longest = groups.iter().map(Vec::len).max().unwrap_or(0).max(1);
+        let entries = u32::try_from(longest.next_power_of_two());
+        let mut ring = IoUring::new(entries.map_err(|_| io::ErrorKind::InvalidInput)?)?;
+        let mut waiting = Vec::with_capacity(groups.len());
+        for group in &groups {
+            for &data in group {
+                let entry = opcode::UringCmd16::new(Fd(file.as_raw_fd()), code).cmd(data);
+                // SAFETY: the command touches no memory (the caller's contract).
+                unsafe { ring.submission().push(&entry.build()) }
+                    .map_err(|_| io::Error::from(io::ErrorKind::WouldBlock))?;
+            }
+            let mut started = 0;
+            while started < group.len() {
+                started += ring.submit()?;
+            }
+            waiting.push(group.len() - ring.completion().count());
+        }
+        Ok(waiting)
+    };
+    let thread = std::thread::Builder::new().name("short-lived".to_owned());
+    let ended = thread.spawn(short_lived)?.join();
+    ended.unwrap_or_else(|_| Err(io::ErrorKind::Other.into()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::os::fd::AsFd;
+
+    #[test]
+    fn commands_that_a_file_does_not_know_do_not_wait() {
+        let file = tempfile::tempfile().expect("a file");
+        let groups = vec![vec![[0; 16]; 3], Vec::new(), vec![[0; 16]; 128]];
+        // SAFETY: a file carries out no command.
+        let waited = unsafe { start_and_end(file.into(), 7, groups) }.expect("these tests need io_uring");
+        assert_eq!(waited, [0, 0, 0]);
+    }
 
     #[test]
     fn a_command_that_a_file_does_not_know_is_refused() {

@@ -49,7 +49,7 @@ use fixed::Leases;
 use slots::{Owner, Slots, Step, user_data};
 
 pub use command::{CommandSink, DeviceCommand, Direction, NoSlot};
-pub use control::{ControlError, ControlRing};
+pub use control::{ControlError, ControlRing, start_and_end};
 
 pub(crate) use driver::Kind as OpKind;
 pub use fixed::{Door, FixedBuffer, FixedTable, LeaseError};

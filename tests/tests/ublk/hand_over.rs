@@ -165,10 +165,7 @@ served killed $server
 loaded
 
 # Successors that die soon after the old server has left, whatever they are about.
-moments="000 020"
-# Drivers before 6.15 do not begin a recovery again whose server died before it had a queue: see below.
-! ringdisk ublk features | grep -q QUIESCE || moments="000 020 060 150 300"
-for ms in $moments; do
+for ms in 000 020 060 150 300; do
     old=$server
     /mnt/ringdisk --log info ublk upgrade --all >dead.out 2>dead.err & dead=$!
     wait $old && echo "left"
@@ -276,7 +273,7 @@ for id in 0 1 2 3 4 5 6 7 8; do
     same kept.$id $(image $id) $id
 done
 
-# Recovered again, where the driver lets anybody, and removed, when a recovery has begun and its server has died.
+# Recovered again, and removed, when a recovery has begun and its server has died.
 for ms in 050 100 200; do
     add gone add --id 0 --disk $(disk 0),num_queues=2 $(disk 1)
     kill -9 $server
@@ -318,10 +315,7 @@ fn devices_wait_for_a_server_whatever_becomes_of_the_successor_and_no_write_come
         let all = said(outcome);
         let once = |line: &str| assert_eq!(count(outcome, line), 1, "{line}: {all}");
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
-        let moments: &[&str] = match kernel {
-            Kernel::V6_12 => &["000", "020"],
-            Kernel::V7 => &["000", "020", "060", "150", "300"],
-        };
+        let moments = ["000", "020", "060", "150", "300"];
         assert_eq!(count(outcome, "left"), 3 + moments.len(), "{all}");
         for (name, devices) in [
             ("several", 9),
@@ -425,12 +419,7 @@ fn devices_wait_for_a_server_whatever_becomes_of_the_successor_and_no_write_come
             (3, 1),
             "{all}"
         );
-        let resumed = |line: &&str| {
-            let not_again = "START_USER_RECOVERY of /dev/ublkb";
-            line.starts_with("resumed 0 ")
-                || kernel == Kernel::V6_12 && line.starts_with("resumed 1 ") && line.contains(not_again)
-        };
-        assert_eq!(outcome.lines().filter(resumed).count(), 3, "{all}");
+        assert_eq!(count(outcome, "resumed 0 "), 3, "{all}");
         once("errors 0");
         let failed = value("failed ")
             .strip_suffix(" s")

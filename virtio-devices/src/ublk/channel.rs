@@ -22,7 +22,7 @@ use block::ring::{CommandSink, DeviceCommand, Direction, Door, FileHandle, Lease
 use block::{AlignedBuf, Buffer, Context, IoError, Registration, RegistrationError};
 use zerocopy::IntoBytes;
 
-use super::abi::{self, Flags, IoCommand, IoDescriptor};
+use super::abi::{self, DeviceInfo, Flags, IoCommand, IoDescriptor};
 use super::params::DMA_ALIGN;
 
 /// How requests' data gets to the server and back.
@@ -418,6 +418,39 @@ impl Channel for KernelChannel {
         // There is nothing to give back of a tag that has no place.
         !matches!(self.places.map(lease), Some(Err(LeaseError::InUse { .. })))
     }
+}
+
+/// Gives every queue of the device that `file` is a server that has ended at once, unless it had one: a recovery that
+/// stopped half way has left some without. Returns how many those were. I/O of the device must wait for a recovery.
+///
+/// # Errors
+///
+/// If io_uring fails.
+pub(super) fn finish_fetches(file: OwnedFd, info: &DeviceInfo) -> io::Result<usize> {
+    // Where the driver wants memory, it gets an address at which there never is any: nothing comes, so nothing is copied.
+    let addr = match Transport::of(info.flags()) {
+        Transport::Copy => 1,
+        Transport::UserCopy | Transport::ZeroCopy => 0,
+    };
+    let fetches = |q_id: u16| {
+        let fetch = |tag: u16| {
+            let mut data = [0; 16];
+            let command = IoCommand {
+                q_id,
+                tag,
+                result: 0,
+                addr,
+            };
+            data.copy_from_slice(command.as_bytes());
+            data
+        };
+        // A queue has a server when all its tags are fetched for.
+        (0..info.queue_depth).map(fetch).collect()
+    };
+    let queues = (0..info.nr_hw_queues).map(fetches).collect();
+    // SAFETY: the commands name no memory of ours.
+    let waited = unsafe { block::ring::start_and_end(file, abi::IO_FETCH, queues) }?;
+    Ok(waited.into_iter().filter(|&waited| waited > 0).count())
 }
 
 #[cfg(test)]

@@ -96,9 +96,6 @@ fn advice(command: Command, error: &ControlError) -> &'static str {
         (Command::StartUserRecovery | Command::EndUserRecovery, Some(libc::EBUSY)) => {
             " (its server is still there, or has not ended yet)"
         }
-        (Command::StartUserRecovery, Some(libc::EINVAL)) => {
-            " (a server died while it began to recover it, and drivers before Linux 6.15 do not begin again: delete it and add it again)"
-        }
         (Command::StartUserRecovery, Some(libc::EOPNOTSUPP)) => {
             " (it was made without recovery: delete it and add it again)"
         }

@@ -20,7 +20,7 @@ use block::{Disk, IoError, OpenQueueError};
 use super::abi::{
     ANY_DEVICE, DeviceInfo, Flags, IO_BYTES_MAX, QUEUE_DEPTH_MAX, QUEUES_MAX, REGISTERED_BUFFERS_MAX, State,
 };
-use super::channel::{KernelChannel, Transport, become_io_flusher};
+use super::channel::{KernelChannel, Transport, become_io_flusher, finish_fetches};
 use super::control::{CommandError, Control, char_path};
 use super::params::{self, ParamsError};
 use super::queue::{Counts, Events, QueueState, UblkQueue};
@@ -220,6 +220,15 @@ pub enum AddError {
         device: u32,
         /// What it is doing.
         state: State,
+    },
+    /// A recovery of the device has stopped half way, and cannot be brought to where another one may begin.
+    #[error("cannot make good that a recovery of /dev/ublkb{device} may have stopped half way")]
+    HalfRecovered {
+        /// The device.
+        device: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
     },
     /// The device has another size than the disk.
     #[error("/dev/ublkb{device} has {device_bytes} bytes, and the disk {disk_bytes}: is it the right image?")]
@@ -458,7 +467,7 @@ impl UblkDevice {
         }
         if info.flags().contains(Flags::UNPRIVILEGED_DEV) {
             // Every command looks at it, and it becomes the user's a moment later.
-            drop(open_char(info.dev_id)?);
+            drop(open_char(info.dev_id, NODE)?);
         }
         let told = params::describe(&disk.info(), info.max_io_buf_bytes);
         params::verify(&told, &control.set_params(info.dev_id, &told)?)?;
@@ -502,15 +511,19 @@ impl UblkDevice {
                 disk_bytes,
             });
         }
-        let begun_before = match control.start_recovery(device, NOTICE) {
-            // The device can be recovered, so a server died when it had begun to and had no queue yet. Drivers before 6.15
-            // let nobody begin again; but the next one can go on, if the dead one has not mapped anything.
-            Err(error) if error.errno() == Some(libc::EINVAL) => Some(error),
-            begun => begun.map(|()| None)?,
-        };
+        let noticed = Instant::now() + NOTICE;
+        if !control.features()?.contains(Flags::QUIESCE) {
+            // Those drivers follow null pointers where a recovery has stopped half way.
+            let file = open_char(device, NOTICE)?;
+            let unserved =
+                finish_fetches(file, &info).map_err(|source| AddError::HalfRecovered { device, source })?;
+            if unserved > 0 {
+                tracing::info!(device, unserved, "a recovery has stopped half way here");
+            }
+        }
+        control.start_recovery(device, noticed.saturating_duration_since(Instant::now()))?;
         let transport = Transport::of(info.flags());
-        let served = Self::serve(control, info, transport, disk, config, events);
-        let served = served.map_err(|error| begun_before.map_or(error, AddError::from))?;
+        let served = Self::serve(control, info, transport, disk, config, events)?;
         let name = config.name.clone();
         Ok(RecoveringDevice { served, name })
     }
@@ -524,7 +537,7 @@ impl UblkDevice {
         config: &UblkConfig,
         events: &Events,
     ) -> Result<Self, AddError> {
-        let file = open_char(info.dev_id)?;
+        let file = open_char(info.dev_id, NODE)?;
         let each = config.queues_per_worker.max(1);
         let mut device = Self {
             info,
@@ -836,10 +849,10 @@ fn unless_gone(result: Result<(), CommandError>) -> Result<(), CommandError> {
     }
 }
 
-/// Opens the character device, whose node may take a moment.
-fn open_char(device: u32) -> Result<OwnedFd, AddError> {
+/// Opens the character device, whose node, or the end of its last server, may take a moment: `patience` at most.
+fn open_char(device: u32, patience: Duration) -> Result<OwnedFd, AddError> {
     let path = char_path(device);
-    let deadline = Instant::now() + NODE;
+    let deadline = Instant::now() + patience;
     loop {
         match OpenOptions::new().read(true).write(true).open(&path) {
             Ok(file) => return Ok(file.into()),

@@ -44,6 +44,8 @@ struct Served {
     name: String,
     serial: Option<String>,
     opened: OpenedDisk,
+    /// Whether it had another server before.
+    recovered: bool,
 }
 
 /// What the main thread and the control socket share.
@@ -54,6 +56,25 @@ struct Shared {
     left: Vec<OpenedDisk>,
     /// They are another server's now, and this process is about to end.
     handed_over: bool,
+}
+
+impl Shared {
+    /// Lets go of a device: it stays as it is until the end of this process, which the driver takes for its server's death. So
+    /// does its image's lock.
+    fn leave(&mut self, served: Served) {
+        let Served { device, opened, .. } = served;
+        drop(device);
+        self.left.push(opened);
+    }
+
+    /// Lets go of all devices that this process has not made: they are the next server's, as they would be had it not come.
+    fn leave_recovered(&mut self) {
+        let (recovered, made) = std::mem::take(&mut self.devices)
+            .into_iter()
+            .partition::<BTreeMap<_, _>, _>(|(_, served)| served.recovered);
+        self.devices = made;
+        recovered.into_values().for_each(|served| self.leave(served));
+    }
 }
 
 type Server = Arc<Mutex<Shared>>;
@@ -362,6 +383,8 @@ fn serve(
         std::io::stdout().write_all(lines.as_bytes()).unwrap_or_default();
         let failure = wait(&server, &events);
         first_failure = first_failure.or(failure);
+    } else {
+        lock(&server).leave_recovered();
     }
     let mut shared = lock(&server);
     while let Some((_, served)) = shared.devices.pop_first() {
@@ -507,6 +530,7 @@ fn remember(
             name,
             serial: wanted.disk.serial,
             opened,
+            recovered: wanted.recover.is_some(),
         },
     );
     line + "\n"
@@ -542,10 +566,7 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailur
                 if let Some(served) = shared.devices.remove(&device) {
                     let told = format!("{}: {what}; see `ringdisk ublk recover`", block_path(device));
                     tracing::error!(device, %what, "letting go of a device");
-                    // It stays as it is until our end, which the driver takes for our death. So does the image's lock.
-                    let Served { device, opened, .. } = served;
-                    drop(device);
-                    shared.left.push(opened);
+                    shared.leave(served);
                     first_failure.get_or_insert(CommandFailure::Failed(told.into()));
                 }
             }
@@ -564,6 +585,7 @@ fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
         name,
         serial,
         opened: _opened,
+        recovered: _,
     } = served;
     let (id, path) = (device.id(), block_path(device.id()));
     if !device.is_ended() {

@@ -1,0 +1,63 @@
+//! Recoveries that stop half way: some queues of a device have a server that has died at once, others have none. Drivers
+//! before 6.15 do not bear it that another server begins then: Linux 6.12 follows a null pointer, and the device hangs until
+//! the machine is restarted.
+
+use lab::Error;
+
+use super::{on_both, said, transports};
+
+/// A server that may open only so many files comes to an end at another step with each number: in the end, none has been
+/// spared.
+const HALVES: &str = r#"
+head -c 64k /dev/urandom >data
+for transport in $transports; do
+    ringdisk image create a.qcow2 48M >/dev/null
+    add first add --id 0 --disk path=a.qcow2,num_queues=2 --transport $transport
+    dd if=data of=/dev/ublkb0 bs=64k seek=5 oflag=direct status=none
+    kill -9 $server
+    wait $server || true
+    dd if=/dev/ublkb0 of=found bs=64k skip=5 count=1 iflag=direct status=none & reader=$!
+    : >failures
+    files=6
+    while [ $files -lt 60 ]; do
+        files=$((files + 1))
+        status=0
+        (
+            ulimit -n $files
+            exec timeout 60 /mnt/ringdisk ublk recover 0 --daemonize
+        ) >/dev/null 2>failure || status=$?
+        [ $status != 0 ] || break
+        sed 's/^/  /' failure
+        cat failure >>failures
+    done
+    echo "files $transport $files"
+    echo "half $transport $(grep -c 'queue 1' failures)"
+    wait $reader
+    cmp data found && echo "recovered $transport"
+    ended removed ringdisk ublk del 0
+    sound a.qcow2
+done
+"#;
+
+#[test]
+fn a_recovery_that_stopped_anywhere_is_followed_by_one_that_does_not() -> Result<(), Error> {
+    on_both(HALVES, |kernel, outcome| {
+        let all = said(outcome);
+        for transport in transports(kernel) {
+            let files = outcome.value(&format!("files {transport} "));
+            let files = files.and_then(|files| files.parse::<u32>().ok());
+            assert!(files.is_some_and(|files| files < 60), "{transport}: {all}");
+            // Between the queues, too.
+            let half = outcome.value(&format!("half {transport} "));
+            let half = half.and_then(|half| half.parse::<u32>().ok());
+            assert!(half.is_some_and(|half| half > 0), "{transport}: {all}");
+            assert!(
+                outcome.value(&format!("recovered {transport}")).is_some(),
+                "{transport}: {all}"
+            );
+        }
+        let removed = outcome.lines().filter(|line| line.starts_with("removed 0 "));
+        assert_eq!(removed.count(), transports(kernel).len(), "{all}");
+        assert_eq!(outcome.complaints(), Vec::<&str>::new(), "{}", outcome.console());
+    })
+}
