@@ -849,22 +849,23 @@ fn unless_gone(result: Result<(), CommandError>) -> Result<(), CommandError> {
     }
 }
 
-/// Opens the character device, whose node, or the end of its last server, may take a moment: `patience` at most.
+/// Opens the character device, whose node may take a moment, and the end of its last server as long as `patience`.
 fn open_char(device: u32, patience: Duration) -> Result<OwnedFd, AddError> {
     let path = char_path(device);
-    let deadline = Instant::now() + patience;
+    let began = Instant::now();
     loop {
-        match OpenOptions::new().read(true).write(true).open(&path) {
+        let source = match OpenOptions::new().read(true).write(true).open(&path) {
             Ok(file) => return Ok(file.into()),
-            Err(source)
-                if matches!(
-                    source.raw_os_error(),
-                    Some(libc::ENOENT | libc::EACCES | libc::EBUSY)
-                ) && Instant::now() < deadline =>
-            {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            Err(source) => return Err(AddError::CharDevice { path, source }),
+            Err(source) => source,
+        };
+        let patience = match source.raw_os_error() {
+            Some(libc::ENOENT | libc::EACCES) => NODE,
+            Some(libc::EBUSY) => patience,
+            _ => Duration::ZERO,
+        };
+        if began.elapsed() >= patience {
+            return Err(AddError::CharDevice { path, source });
         }
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
