@@ -19,77 +19,88 @@ use crate::server::Program;
 const DISK_BYTES: u64 = 256 << 20;
 const PATIENCE: Duration = Duration::from_secs(1500);
 
-/// Before the turns: images whose every cluster is written.
+/// Before the turns: images whose every cluster is written, one for each device but for raw ones.
 const PREPARE: &str = r#"
 modprobe ublk_drv
 modprobe nbd max_part=0 || true
 mount -o ro /dev/lab/tools /mnt
-mkdir -p /tmp/work /run/lock
+mkdir -p /tmp/work /run/lock /var/work
+mount -t tmpfs -o size=1400m none /tmp/work
 cd /tmp/work
-mount -t tmpfs -o size=900m none /tmp/work
-cd /tmp/work
-/mnt/ringdisk image create q.qcow2 256M >/dev/null
-for part in 0 64 128 192; do
+/mnt/ringdisk image create q.qcow2 128M >/dev/null
+for part in 0 64; do
     /mnt/ringdisk io --disk path=q.qcow2 -c "write -P 1 ${part}M 64M" >/dev/null
 done
-head -c 256M /dev/zero | tr '\0' '\1' >r.raw
-mkdir -p /var/work
-cp q.qcow2 /var/work/q.qcow2
-sync
-# attach WHO: makes $device of an image, served in the background.
+head -c 128M /dev/zero | tr '\0' '\1' >r.raw
+# key WHO: as the name of a variable may be.
+key() { echo $1 | tr - _; }
+# attach WHO ID: makes a device of an image, served in the background.
 attach() {
-    device=
+    image=$1.qcow2
+    case $1 in
+    disk-*) image=/var/work/$1.qcow2 ;;
+    *raw | *loop*) image=r.raw ;;
+    esac
+    [ -e $image ] || cp q.qcow2 $image
+    device=/dev/ublkb$2
+    server=
     case $1 in
     ours-* | disk-*)
-        disk=path=q.qcow2
-        queues=1
+        disk=path=$image
         how=auto
         case $1 in
-        *raw) disk=path=r.raw,image_type=raw ;;
-        disk-*) disk=path=/var/work/q.qcow2,direct=on ;;
-        *two-queues) queues=2 ;;
+        *raw) disk=$disk,image_type=raw ;;
+        disk-*) sync; disk=$disk,direct=on ;;
+        *two-queues) disk=$disk,num_queues=2 ;;
         esac
         case $1 in
         *user-copy*) how=user-copy ;;
         *zero-copy) how=zero-copy ;;
         esac
         : >out
-        /mnt/ringdisk ublk add --disk $disk,num_queues=$queues --transport $how >out 2>err & server=$!
-        until [ -s out ]; do sleep 0.05; [ -d /proc/$server ] || { cat err; exit 1; }; done
-        device=$(cat out) ;;
+        /mnt/ringdisk ublk add --id $2 --disk $disk --transport $how >out 2>$1.err & server=$!
+        until [ -s out ]; do sleep 0.05; [ -d /proc/$server ] || { cat $1.err; exit 1; }; done ;;
     rublk-*)
         case $1 in
-        *qcow2) what="qcow2 -f q.qcow2" ;;
-        *loop) what="loop -f r.raw" ;;
-        *loop-z) what="loop -f r.raw -z" ;;
+        *qcow2) what="qcow2 -f $image" ;;
+        *loop) what="loop -f $image" ;;
+        *loop-z) what="loop -f $image -z" ;;
         esac
-        /mnt/rublk add $what -n 0 -q 1 -d 128 >out 2>&1
-        device=/dev/ublkb0
+        /mnt/rublk add $what -n $2 -q 1 -d 128 >out 2>&1
         until [ -b $device ]; do sleep 0.05; done ;;
     nbd)
-        /mnt/qemu-nbd -f qcow2 --cache=writeback --aio=io_uring -c /dev/nbd0 q.qcow2
         device=/dev/nbd0
+        /mnt/qemu-nbd -f qcow2 --cache=writeback --aio=io_uring -c $device $image
         until [ "$(cat /sys/block/nbd0/size)" -gt 0 ]; do sleep 0.05; done ;;
     esac
     echo none >/sys/block/$(basename $device)/queue/scheduler 2>/dev/null || true
+    eval "device_$(key $1)=$device server_$(key $1)=$server"
+    # Everyone has met the whole image, by each queue.
+    for cpu in 0 1; do
+        fio --name=warm --filename=$device --size=128m --rw=read --bs=128k --iodepth=16 --direct=1 --ioengine=io_uring \
+            --cpus_allowed=$cpu --minimal >/dev/null
+    done
 }
+# detach WHO: of those with a server of ours, or all others.
 detach() {
+    eval "device=\$device_$(key $1) server=\$server_$(key $1)"
     case $1 in
     ours-* | disk-*) kill $server; wait $server ;;
-    rublk-*) /mnt/rublk del -n 0 >/dev/null 2>&1; while [ -e /dev/ublkb0 ]; do sleep 0.05; done ;;
-    nbd) /mnt/qemu-nbd -d /dev/nbd0 >/dev/null; while [ "$(cat /sys/block/nbd0/size)" -gt 0 ]; do sleep 0.05; done ;;
+    rublk-*) /mnt/rublk del -n ${device#/dev/ublkb} >/dev/null 2>&1; while [ -e $device ]; do sleep 0.05; done ;;
+    nbd) /mnt/qemu-nbd -d $device >/dev/null; while [ "$(cat /sys/block/nbd0/size)" -gt 0 ]; do sleep 0.05; done ;;
     esac
 }
-# work WHO FIGURE PATTERN BLOCK DEPTH JOBS
+# work WHO FIGURE PATTERN BLOCK DEPTH JOBS [MORE]: one second of it.
 work() {
-    fio --name=job --filename=$device --size=256m --rw=$3 --bs=$4 --iodepth=$5 --numjobs=$6 --group_reporting --direct=1 \
-        --ioengine=io_uring --norandommap --randrepeat=0 --time_based --runtime=$seconds --minimal >fio
+    eval "device=\$device_$(key $1)"
+    fio --name=job --filename=$device --size=128m --rw=$3 --bs=$4 --iodepth=$5 --numjobs=$6 --group_reporting --direct=1 \
+        --ioengine=io_uring --norandommap --randrepeat=0 --time_based --runtime=1 --minimal ${7:-} ${8:-} >fio
     awk -F';' -v what="@ $1 $2" '{ print what, $8 + $49 }' fio
 }
-# two WHO FIGURE BLOCK DEPTH: two jobs, and what of the CPUs they left idle, in percent.
+# two WHO FIGURE BLOCK DEPTH: a job for each CPU, and so for each queue, and what of the CPUs was left idle, in percent.
 two() {
     before=$(awk '/^cpu / { print $5 + $6, $2 + $3 + $4 + $5 + $6 + $7 + $8 }' /proc/stat)
-    work $1 $2 randread $3 $4 2
+    work $1 $2 randread $3 $4 2 --cpus_allowed=0,1 --cpus_allowed_policy=split
     awk -v before="$before" -v what="@ $1 $2-idle" \
         '/^cpu / {
             split(before, was, " ")
@@ -98,36 +109,39 @@ two() {
             print what, 100 * ($5 + $6 - was[1]) / ($1 - was[2])
         }' /proc/stat
 }
-turn() {
-    attach $1
-    # Everyone has met the whole image, by each queue.
-    for cpu in 0 1; do
-        fio --name=warm --filename=$device --size=256m --rw=read --bs=128k --iodepth=16 --direct=1 --ioengine=io_uring \
-            --cpus_allowed=$cpu --minimal >/dev/null
+# figure WHO FIGURE: a second of it, if it is for them.
+figure() {
+    case $2:$1 in
+    two-queues-4k:ours-auto | two-queues-4k:ours-two-queues) two $1 $2 4k 32 ;;
+    two-queues-128k:ours-user-copy*) two $1 $2 128k 16 ;;
+    two-queues-*) ;;
+    *:*two-queues | *:ours-user-copy | *-4k:disk-* | *-128k:nbd) ;;
+    read-4k:*) work $1 $2 randread 4k 32 1 ;;
+    write-4k:*) work $1 $2 randwrite 4k 32 1 ;;
+    read-128k:*) work $1 $2 read 128k 16 1 ;;
+    write-128k:*) work $1 $2 write 128k 16 1 ;;
+    esac
+}
+# All of them are there all the time, and take turns of a second: the machine's speed changes from minute to minute.
+turns() {
+    id=0
+    for who in $whom; do
+        attach $who $id
+        id=$((id + 1))
     done
-    case $1 in
-    *copy*) ;;
-    *two-queues) two $1 two-queues-4k 4k 32 ;;
-    *)
-        work $1 read-4k randread 4k 32 1
-        work $1 write-4k randwrite 4k 32 1 ;;
-    esac
-    case $1 in
-    nbd | *two-queues | ours-user-copy) ;;
-    *)
-        work $1 read-128k read 128k 16 1
-        work $1 write-128k write 128k 16 1 ;;
-    esac
-    case $1 in
-    ours-auto) two $1 two-queues-4k 4k 32 ;;
-    ours-user-copy*) two $1 two-queues-128k 128k 16 ;;
-    esac
-    detach $1
+    for figure in read-4k write-4k read-128k write-128k two-queues-4k two-queues-128k; do
+        for round in $(seq $rounds); do
+            for who in $whom; do figure $who $figure; done
+            whom=$(for who in $whom; do echo $who; done | tac | tr '\n' ' ')
+        done
+    done
+    for who in $whom; do detach $who; done
+    /mnt/ringdisk image check ours-auto.qcow2
 }
 # Killed, and served again: from the kill to the first answer. Then many devices at a time.
 recover() {
-    attach ours-auto
-    fio --name=load --filename=$device --size=256m --rw=randrw --bs=4k --iodepth=32 --direct=1 --ioengine=io_uring --time_based \
+    attach ours-auto 0
+    fio --name=load --filename=$device --size=128m --rw=randrw --bs=4k --iodepth=32 --direct=1 --ioengine=io_uring --time_based \
         --runtime=30 --minimal >/dev/null 2>&1 & load=$!
     sleep 1
     begin=$(date +%s%N)
@@ -139,7 +153,8 @@ recover() {
     echo "@ ours-auto recovery-ms $((($(date +%s%N) - begin) / 1000000))"
     kill $load
     wait $load || true
-    detach ours-auto
+    kill $server
+    wait $server
 }
 many() {
     disks=
@@ -351,9 +366,17 @@ fn run(row: &Row, bench: &mut Bench, place: Place) -> io::Result<Vec<Entry>> {
         let idle = format!("{what}-idle");
         let (two, beside) = (said.median(two, what)?, ("one queue", said.median(one, what)?));
         let entry = row.entry(what, "IOPS", Better::Higher, two, beside);
-        // Two queues have no more than what one leaves.
+        // Two queues have no more than what one leaves, and nobody gets the last tenth of a machine.
         let room = 100.0 / (100.0 - said.median(one, &idle)?.min(99.0));
-        entries.push(entry.target((room >= TWO_QUEUES_MIN).then_some(TWO_QUEUES_MIN)));
+        let allowed = room >= TWO_QUEUES_MIN / 0.9;
+        entries.push(entry.target(allowed.then_some(TWO_QUEUES_MIN)));
+        entries.push(row.entry(
+            &format!("{what}/room"),
+            "×",
+            Better::Higher,
+            room,
+            ("one queue", 1.0),
+        ));
     }
     for (name, what, bound) in BOUNDS {
         let took = of("ours-auto", what)? / 1000.0;
@@ -371,11 +394,10 @@ fn inside(ringdisk: &Path, place: Place, pairs: u32, seconds: f64) -> Result<Sai
         .program(&rublk, "rublk")?
         .program(Path::new("/usr/bin/qemu-nbd"), "qemu-nbd")?;
     let whom = place.whom();
+    let rounds = (f64::from(pairs) * seconds).ceil();
     let script = format!(
-        "seconds={seconds:.0}\nwhom='{whom}'\n{PREPARE}\nfor round in $(seq {pairs}); do\n\
-         for who in $whom; do turn $who; done\n\
-         whom=$(for who in $whom; do echo $who; done | tac | tr '\\n' ' ')\n\
-         recover\ndone\nfor again in 1 2 3; do many; done\n/mnt/ringdisk image check q.qcow2\n"
+        "rounds={rounds:.0}\nwhom='{whom}'\n{PREPARE}\nturns\nfor again in $(seq {pairs}); do recover; done\n\
+         rm -f *.qcow2\nfor again in 1 2 3; do many; done\n"
     );
     let nested = Nested {
         lab: &lab,

@@ -41,6 +41,15 @@ const WORKLOADS: [(&str, &str, &str, u32); 4] = [
     ("write-128k-sequential-d16", "write", "128k", 16),
 ];
 
+/// What is promised besides where Cloud Hypervisor takes turns: not to be slower than it.
+const BESIDE_CLOUD_HYPERVISOR: [&str; 5] = [
+    "boot-cloud-hypervisor",
+    "read-4k-d32-cloud-hypervisor",
+    "write-4k-d32-cloud-hypervisor",
+    "read-128k-sequential-d16-cloud-hypervisor",
+    "write-128k-sequential-d16-cloud-hypervisor",
+];
+
 /// Before the turns. A machine's first disk is its root, the second one `/dev/lab/data`.
 const PREPARE: &str = r#"
 mount -t debugfs none /sys/kernel/debug 2>/dev/null || true
@@ -128,6 +137,9 @@ fn inner_script(seconds: f64) -> String {
 pub(crate) fn rows() -> Vec<Row> {
     let mut promises = vec![("boot", 1.0 / 0.8), ("resident", 1.0), ("exits", 1.0)];
     promises.extend(WORKLOADS.iter().map(|(name, ..)| (*name, 1.0)));
+    if cloud_hypervisor().is_some() {
+        promises.extend(BESIDE_CLOUD_HYPERVISOR.map(|name| (name, 1.0)));
+    }
     vec![Row {
         name: "vmm",
         promises,
@@ -135,9 +147,14 @@ pub(crate) fn rows() -> Vec<Row> {
     }]
 }
 
+/// Cloud Hypervisor's binary, where there is one.
+fn cloud_hypervisor() -> Option<PathBuf> {
+    let path = std::env::var_os("CLOUD_HYPERVISOR").filter(|path| !path.is_empty());
+    path.map(PathBuf::from)
+}
+
 fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
-    let cloud_hypervisor = std::env::var_os("CLOUD_HYPERVISOR").filter(|path| !path.is_empty());
-    let cloud_hypervisor = cloud_hypervisor.map(PathBuf::from);
+    let cloud_hypervisor = cloud_hypervisor();
     let Program::Ringdisk(ringdisk) = &bench.ours else {
         return Err(io::Error::other("this row has no other side than ringdisk's"));
     };
