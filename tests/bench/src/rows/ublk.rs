@@ -156,16 +156,17 @@ recover() {
     kill $server
     wait $server
 }
+# many COUNT: so many busy devices of one server, which is killed and followed by another.
 many() {
     disks=
-    for n in $(seq 32); do
+    for n in $(seq $1); do
         rm -f m$n.qcow2
         /mnt/ringdisk image create m$n.qcow2 16M >/dev/null
         disks="$disks path=m$n.qcow2,num_queues=4,queue_size=128"
     done
     : >out
     /mnt/ringdisk ublk add --disk $disks --queues-per-worker 4 >out 2>err & server=$!
-    until [ "$(wc -l <out)" = 32 ]; do sleep 0.1; [ -d /proc/$server ] || { cat err; exit 1; }; done
+    until [ "$(wc -l <out)" = $1 ]; do sleep 0.1; [ -d /proc/$server ] || { cat err; exit 1; }; done
     for device in $(cat out); do
         fio --name=load --filename=$device --size=16m --rw=randwrite --bs=4k --iodepth=32 --direct=1 --ioengine=io_uring \
             --time_based --runtime=60 --minimal >/dev/null 2>&1 &
@@ -174,13 +175,16 @@ many() {
     begin=$(date +%s%N)
     kill -9 $server
     wait $server 2>/dev/null || true
-    until [ "$(/mnt/ringdisk ublk list --json | tr '{' '\n' | grep -c -i quiesced)" = 32 ]; do sleep 0.05; done
-    echo "@ ours-auto teardown-32-ms $((($(date +%s%N) - begin) / 1000000))"
+    until [ "$(/mnt/ringdisk ublk list --json | tr '{' '\n' | grep -c -i quiesced)" = $1 ]; do sleep 0.05; done
+    echo "@ ours-auto teardown-$1-ms $((($(date +%s%N) - begin) / 1000000))"
     begin=$(date +%s%N)
     : >out
-    /mnt/ringdisk ublk recover --all --queues-per-worker 4 >out 2>err & server=$!
-    until [ "$(wc -l <out)" = 32 ]; do sleep 0.05; [ -d /proc/$server ] || { cat err; exit 1; }; done
-    echo "@ ours-auto recovery-32-ms $((($(date +%s%N) - begin) / 1000000))"
+    /mnt/ringdisk --log info ublk recover --all --queues-per-worker 4 >out 2>err & server=$!
+    until [ "$(wc -l <out)" = $1 ]; do sleep 0.05; [ -d /proc/$server ] || { cat err; exit 1; }; done
+    echo "@ ours-auto told-$1-ms $((($(date +%s%N) - begin) / 1000000))"
+    # When the last one was live, by the server's log: 2026-01-31T12:34:56.789012Z.
+    grep ' recovered ' err | tail -n 1 | awk -F'[T:Z]' -v begin=$begin -v what="@ ours-auto recovery-$1-ms" \
+        '{ print what, (($2 * 3600 + $3 * 60 + $4) * 1000 - begin / 1000000 % 86400000 + 86400000) % 86400000 }'
     busybox killall -9 fio
     kill $server
     wait $server
@@ -308,6 +312,15 @@ const BOUNDS: [(&str, &str, f64); 3] = [
     ("recovery-32x4", "recovery-32-ms", 5.0),
 ];
 
+/// What is to be linear in devices: the time of one of 8 and of one of 32.
+const LINEAR: [(&str, &str, &str); 2] = [
+    ("teardown-32x4/linear", "teardown-8-ms", "teardown-32-ms"),
+    ("recovery-32x4/linear", "recovery-8-ms", "recovery-32-ms"),
+];
+
+/// What is linear is at 1, and what grows with the square of devices at a quarter.
+const LINEAR_MIN: f64 = 0.5;
+
 impl Place {
     fn compared(&self) -> impl Iterator<Item = &'static Compared> {
         let more: &[Compared] = if self.zero_copy { &ZERO_COPY } else { &[] };
@@ -340,6 +353,7 @@ pub(crate) fn rows() -> Vec<Row> {
             .map(|(name, .., ratio)| (*name, *ratio))
             .collect();
         promises.extend(BOUNDS.iter().map(|(name, ..)| (*name, 1.0)));
+        promises.extend(LINEAR.iter().map(|(name, ..)| (*name, LINEAR_MIN)));
         Row {
             name: place.row,
             promises,
@@ -382,6 +396,12 @@ fn run(row: &Row, bench: &mut Bench, place: Place) -> io::Result<Vec<Entry>> {
         let took = of("ours-auto", what)? / 1000.0;
         entries.push(row.entry(name, "s", Better::Lower, took, ("bound", bound)));
     }
+    let told = of("ours-auto", "told-32-ms")? / 1000.0;
+    entries.push(row.entry("recovery-32x4/told", "s", Better::Lower, told, ("bound", 5.0)));
+    for (name, few, many) in LINEAR {
+        let (few, many) = (of("ours-auto", few)? / 8.0, of("ours-auto", many)? / 32.0);
+        entries.push(row.entry(name, "ms each", Better::Lower, many, ("8 devices", few)));
+    }
     Ok(entries)
 }
 
@@ -397,7 +417,7 @@ fn inside(ringdisk: &Path, place: Place, pairs: u32, seconds: f64) -> Result<Sai
     let rounds = (f64::from(pairs) * seconds).ceil();
     let script = format!(
         "rounds={rounds:.0}\nwhom='{whom}'\n{PREPARE}\nturns\nfor again in $(seq {pairs}); do recover; done\n\
-         rm -f *.qcow2\nfor again in 1 2 3; do many; done\n"
+         rm -f *.qcow2\nfor again in 1 2 3; do many 8; many 32; done\n"
     );
     let nested = Nested {
         lab: &lab,
