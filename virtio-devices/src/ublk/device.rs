@@ -512,8 +512,9 @@ impl UblkDevice {
             });
         }
         let noticed = Instant::now() + NOTICE;
-        if !control.features()?.contains(Flags::QUIESCE) {
-            // Those drivers follow null pointers where a recovery has stopped half way.
+        // Drivers before 6.15, which have not this either, follow null pointers where a recovery has stopped half way. Later ones
+        // must be spared: they let requests flow as soon as each queue has a server.
+        if !control.features()?.contains(Flags::SUPPORT_ZERO_COPY) {
             let file = open_char(device, NOTICE)?;
             let unserved =
                 finish_fetches(file, &info).map_err(|source| AddError::HalfRecovered { device, source })?;
