@@ -40,11 +40,12 @@ pub enum Rule {
     UblkTagForgotten,
     UblkServesOn,
     UblkLeavesEarly,
+    UblkSleepsOnAnswers,
 }
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 32] = [
+    pub const ALL: [Self; 33] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -77,6 +78,7 @@ impl Rule {
         Self::UblkTagForgotten,
         Self::UblkServesOn,
         Self::UblkLeavesEarly,
+        Self::UblkSleepsOnAnswers,
     ];
 
     /// What is broken, in a word.
@@ -115,6 +117,7 @@ impl Rule {
             Self::UblkTagForgotten => "ublk-fetched-tag-forgotten",
             Self::UblkServesOn => "ublk-serves-on-after-close",
             Self::UblkLeavesEarly => "ublk-leaves-before-answers",
+            Self::UblkSleepsOnAnswers => "ublk-sleeps-on-answers",
         }
     }
 }

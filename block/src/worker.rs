@@ -3,7 +3,8 @@
 //! Everything a worker waits for comes through its ring: kicks and wake-ups are watched eventfds, I/O
 //! ends as completions. One system call both starts and waits. When there is nothing to do the worker
 //! first polls for a bounded time, which grows while polling finds work and shrinks to nothing on an idle
-//! disk, and only then asks its guests for notifications and sleeps.
+//! disk, and only then asks its guests for notifications and sleeps. Where even requests come through the ring and nobody
+//! polls, the call that starts what a round has begun is the one that waits.
 //!
 //! What must stay true: between asking for notifications and sleeping every queue is looked at once
 //! more; and a frontend is removed only when each of its requests has been answered and published.
@@ -31,11 +32,17 @@ pub trait Frontend {
     fn publish(&mut self) -> bool;
 
     /// Asks for a notification when a request comes, because the worker is about to sleep. Returns
-    /// `true` if one is there already: then the worker does not sleep.
+    /// `true` if one is there already, or an answer to be published: then the worker does not sleep.
     fn prepare_sleep(&mut self) -> bool;
 
     /// The worker polls again; notifications are a waste.
     fn end_sleep(&mut self);
+
+    /// Whether its requests come through the worker's ring. Then looking for them is no cheaper than asking to be woken, and
+    /// the worker may sleep behind a round that has found some.
+    fn comes_through_ring(&self) -> bool {
+        false
+    }
 
     /// Requests taken and not yet published.
     fn in_flight(&self) -> usize;
@@ -290,6 +297,15 @@ impl Worker {
             && !self.commands.waiting.load(Ordering::Acquire)
     }
 
+    /// Whether the worker may go to sleep behind a round that did something, too, unless [`Worker::prepare_sleep`] says
+    /// that there is more.
+    #[must_use]
+    pub fn may_sleep_at_once(&self) -> bool {
+        // Who is to be removed is not asked for more.
+        let may = |entry: &Entry| entry.removal.is_empty() && entry.frontend.comes_through_ring();
+        self.frontends.iter().all(may)
+    }
+
     /// Asks everybody who may have work for this worker to wake it, and looks once more. `false` if there is
     /// something to do already. [`Worker::end_sleep`] comes next, if only after the sleep.
     pub fn prepare_sleep(&mut self) -> bool {
@@ -334,19 +350,21 @@ impl Worker {
             let worked = self.round()?;
             self.cx.ring().take_events(&mut events);
             events.clear();
+            // Polling is for guests. What is under way wakes the worker: from the kernel that is as quick, and a
+            // task without I/O waits for another thread, which may need this CPU.
+            let waits_for_guests = self.cx.ring().in_flight() == 0 && self.cx.tasks() == 0;
+            let polls = waits_for_guests && !self.poll.window.is_zero();
             if worked {
                 if let Some(since) = idle_since.take() {
                     self.poll.found(since.elapsed());
                 }
-                continue;
-            }
-            if self.drained() {
+                if polls || !self.may_sleep_at_once() {
+                    continue;
+                }
+            } else if self.drained() {
                 return Ok(());
             }
-            // Polling is for guests. What is under way wakes the worker: from the kernel that is as quick, and a
-            // task without I/O waits for another thread, which may need this CPU.
-            let waits_for_guests = self.cx.ring().in_flight() == 0 && self.cx.tasks() == 0;
-            if waits_for_guests && !self.poll.window.is_zero() {
+            if polls {
                 let since = *idle_since.get_or_insert_with(Instant::now);
                 if since.elapsed() < self.poll.window {
                     std::hint::spin_loop();
@@ -576,6 +594,9 @@ mod model;
 
 #[cfg(all(test, shuttle))]
 mod guest_model;
+
+#[cfg(test)]
+mod sleep_tests;
 
 #[cfg(test)]
 mod tests {

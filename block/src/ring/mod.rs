@@ -24,6 +24,8 @@ pub(crate) mod driver;
 mod fixed;
 mod mapped;
 mod null;
+#[cfg(test)]
+pub(crate) mod patient;
 mod slots;
 mod sys;
 mod syscall;

@@ -67,7 +67,7 @@ impl Sleepers {
             worker.end_sleep();
             self.asleep[index] = false;
         }
-        // It goes to sleep some time after it has found nothing: meanwhile others have had their turns.
+        // It goes to sleep some time after it has found nothing, or will find nothing: meanwhile others have had their turns.
         if std::mem::take(&mut self.idle[index]) && schedule.one_in(2) {
             self.asleep[index] = worker.prepare_sleep();
             if !self.asleep[index] {
@@ -76,7 +76,7 @@ impl Sleepers {
             return Ok(false);
         }
         let worked = worker.round().map_err(|error| chain(&error))?;
-        self.idle[index] = !worked;
+        self.idle[index] = !worked || worker.may_sleep_at_once();
         Ok(worked)
     }
 }

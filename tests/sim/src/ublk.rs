@@ -70,6 +70,10 @@ impl Frontend for Mortal {
         }
     }
 
+    fn comes_through_ring(&self) -> bool {
+        self.queue.comes_through_ring()
+    }
+
     fn in_flight(&self) -> usize {
         match self.dead.get() {
             true => 0,

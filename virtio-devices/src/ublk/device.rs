@@ -118,7 +118,8 @@ pub struct UblkConfig {
     pub queue_affinity: Vec<Vec<usize>>,
     /// Whether the host looks for partitions. What a guest wrote is better left alone.
     pub partitions: bool,
-    /// The longest a worker polls before it sleeps.
+    /// The longest a worker polls before it sleeps; not at all by default, because a request that comes wakes it from the call
+    /// that has started its answers, and who would make the next one may need the CPU.
     pub poll_max: Duration,
     /// What each worker does before it serves.
     pub worker_hook: Option<StartHook>,
@@ -139,7 +140,7 @@ impl Default for UblkConfig {
             queues_per_worker: 1,
             queue_affinity: Vec::new(),
             partitions: false,
-            poll_max: WorkerConfig::default().poll_max,
+            poll_max: Duration::ZERO,
             worker_hook: None,
         }
     }

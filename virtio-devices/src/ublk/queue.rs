@@ -550,10 +550,15 @@ impl<C: Channel> Frontend for UblkQueue<C> {
     }
 
     fn prepare_sleep(&mut self) -> bool {
-        self.channel.has_results()
+        let answers = !self.sink.is_empty() && !broken(Rule::UblkSleepsOnAnswers);
+        self.channel.has_results() || answers
     }
 
     fn end_sleep(&mut self) {}
+
+    fn comes_through_ring(&self) -> bool {
+        true
+    }
 
     fn in_flight(&self) -> usize {
         if self.state.abandoned.load(Ordering::Acquire) {

@@ -1,0 +1,65 @@
+//! A driver for tests: ops end when somebody waits for them, and calls are counted.
+
+#![expect(unsafe_code, reason = "implements Driver::push")]
+
+use std::cell::Cell;
+use std::io;
+use std::os::fd::RawFd;
+use std::rc::Rc;
+
+use super::driver::{Completion, Driver, FileSlot, KernelOp, QueueFull};
+
+#[derive(Debug, Default)]
+pub(crate) struct PatientDriver {
+    begun: Vec<u64>,
+    started: Vec<u64>,
+    ended: Vec<u64>,
+    /// How often the kernel would have been called.
+    pub(crate) calls: Rc<Cell<usize>>,
+}
+
+impl Driver for PatientDriver {
+    fn name(&self) -> &'static str {
+        "patient"
+    }
+
+    fn register_file(&mut self, fd: RawFd) -> io::Result<FileSlot> {
+        Ok(FileSlot { fd, fixed: None })
+    }
+
+    fn unregister_file(&mut self, _file: FileSlot) {}
+
+    unsafe fn push(&mut self, _op: &KernelOp, user_data: u64) -> Result<(), QueueFull> {
+        self.begun.push(user_data);
+        Ok(())
+    }
+
+    fn cancel(&mut self, _user_data: u64) -> Result<(), QueueFull> {
+        Ok(())
+    }
+
+    fn enter(&mut self, wait: bool) -> io::Result<()> {
+        if !wait && self.begun.is_empty() {
+            return Ok(());
+        }
+        self.calls.set(self.calls.get() + 1);
+        self.started.append(&mut self.begun);
+        if wait {
+            self.ended.append(&mut self.started);
+            assert!(!self.ended.is_empty(), "it would wait for what never comes");
+        }
+        Ok(())
+    }
+
+    fn file_len(&self, _file: FileSlot) -> io::Result<u64> {
+        Ok(0)
+    }
+
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        out.extend(self.ended.drain(..).map(|user_data| Completion {
+            user_data,
+            result: 0,
+            more: false,
+        }));
+    }
+}
