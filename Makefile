@@ -83,7 +83,7 @@ demo: setup build
 # rublk, a peer for block devices, generates bindings with libclang.
 peers:
 	if [ -z "$${RUBLK:-}" ] && [ ! -x target/bench/peers/bin/rublk ]; then \
-	    ls /usr/lib/llvm-*/lib/libclang*.so* >/dev/null 2>&1 || apt-get install -y --no-install-recommends libclang-14-dev; \
+	    compgen -G '/usr/lib/llvm-*/lib/libclang.so*' >/dev/null || apt-get install -y --no-install-recommends libclang-14-dev; \
 	    cargo install --locked rublk --root target/bench/peers; \
 	fi
 
