@@ -128,7 +128,7 @@ pub static KEYS: &[Key] = &[
     here(
         "poll_us",
         "microseconds from 0 to 10000",
-        "adaptive",
+        "adaptive; 0 for ublk",
         "how long an idle worker polls before it sleeps",
     ),
     here(
