@@ -162,7 +162,7 @@ mod tests {
     use super::*;
     use crate::buffer::AlignedBuf;
     use crate::ring::RingKind;
-    use crate::ring::driver::{Completion, Driver, FileSlot, QueueFull};
+    use crate::ring::driver::{Completion, Driver, FileSlot, QueueFull, Wait};
 
     fn ask(ring: &Ring, code: u32) -> i32 {
         let file = tempfile::tempfile().expect("a file");
@@ -235,8 +235,8 @@ mod tests {
         fn cancel(&mut self, _user_data: u64) -> Result<(), QueueFull> {
             Ok(())
         }
-        fn enter(&mut self, wait: bool) -> io::Result<()> {
-            assert!(!wait, "it would wait for ever");
+        fn enter(&mut self, wait: Wait) -> io::Result<()> {
+            assert_eq!(wait, Wait::No, "it would wait for ever");
             Ok(())
         }
         fn file_len(&self, _file: FileSlot) -> io::Result<u64> {

@@ -89,6 +89,18 @@ pub(crate) struct Completion {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueueFull;
 
+/// What a [`Driver::enter`] waits for.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Wait {
+    /// Nothing: it returns at once.
+    No,
+    /// A completion, while an image's I/O is in flight. The kernel may count the time as I/O wait.
+    Io,
+    /// A completion of a watch or a command, perhaps for ever. An idle server is no slow disk: the time must not
+    /// count as I/O wait, in which load averages, `/proc/pressure/io` and `iowait` of `/proc/stat` believe.
+    Event,
+}
+
 /// Something that carries out ops.
 pub(crate) trait Driver: fmt::Debug {
     /// A name for logs.
@@ -112,9 +124,9 @@ pub(crate) trait Driver: fmt::Debug {
     /// Asks for the op `user_data` to be cancelled. Its completion still comes.
     fn cancel(&mut self, user_data: u64) -> Result<(), QueueFull>;
 
-    /// Starts what was pushed; with `wait`, returns only when a completion is there or a signal came.
-    /// Without, it costs nothing where nothing was pushed and nothing has ended: workers poll with it.
-    fn enter(&mut self, wait: bool) -> io::Result<()>;
+    /// Starts what was pushed; unless `wait` is [`Wait::No`], returns only when a completion is there or a signal came.
+    /// With [`Wait::No`] it costs nothing where nothing was pushed and nothing has ended: workers poll with it.
+    fn enter(&mut self, wait: Wait) -> io::Result<()>;
 
     /// The length of a file, or the size of a block device, in bytes.
     fn file_len(&self, file: FileSlot) -> io::Result<u64>;

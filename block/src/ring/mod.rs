@@ -46,7 +46,7 @@ use crate::buffer::{Buffer, Piece, Place, append_zeros};
 use crate::canary::{Rule, broken, strikes};
 use crate::error::IoError;
 use crate::request::{Op, Request};
-use driver::{Completion, Driver, FileSlot, Kind};
+use driver::{Completion, Driver, FileSlot, Kind, Wait};
 use fixed::Leases;
 use slots::{Owner, Slots, Step, user_data};
 
@@ -520,7 +520,7 @@ impl Inner {
         if unsafe { driver.push(&op, user_data) }.is_ok() {
             return true;
         }
-        if driver.enter(false).is_err() {
+        if driver.enter(Wait::No).is_err() {
             return false;
         }
         // SAFETY: as above.
@@ -532,6 +532,11 @@ impl Inner {
         for index in unpushed {
             self.push(index);
         }
+        let wait = match wait {
+            false => Wait::No,
+            true if self.in_flight.get() > 0 => Wait::Io,
+            true => Wait::Event,
+        };
         self.driver.borrow_mut().enter(wait)?;
         Ok(self.reap())
     }
@@ -639,7 +644,7 @@ impl Inner {
         let mut driver = self.driver.borrow_mut();
         for (index, slot) in slots.busy().filter(|(_, slot)| slot.kind.ends_when_cancelled()) {
             let user_data = user_data(index, slot.generation);
-            if driver.cancel(user_data).is_err() && driver.enter(false).is_ok() {
+            if driver.cancel(user_data).is_err() && driver.enter(Wait::No).is_ok() {
                 // A second refusal only means that this op is waited for.
                 driver.cancel(user_data).unwrap_or_default();
             }
@@ -831,7 +836,7 @@ impl Drop for Watch {
         drop(slots);
         let mut driver = ring.driver.borrow_mut();
         let user_data = user_data(self.index, self.generation);
-        if driver.cancel(user_data).is_err() && driver.enter(false).is_ok() {
+        if driver.cancel(user_data).is_err() && driver.enter(Wait::No).is_ok() {
             // Refused twice: the watch ends with the ring instead.
             driver.cancel(user_data).unwrap_or_default();
         }

@@ -7,7 +7,7 @@
 use std::io;
 use std::os::fd::RawFd;
 
-use super::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull};
+use super::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull, Wait};
 
 #[derive(Debug, Default)]
 pub(crate) struct NullDriver {
@@ -51,7 +51,7 @@ impl Driver for NullDriver {
         Ok(())
     }
 
-    fn enter(&mut self, _wait: bool) -> io::Result<()> {
+    fn enter(&mut self, _wait: Wait) -> io::Result<()> {
         Ok(())
     }
 

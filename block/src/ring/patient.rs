@@ -2,20 +2,20 @@
 
 #![expect(unsafe_code, reason = "implements Driver::push")]
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::io;
 use std::os::fd::RawFd;
 use std::rc::Rc;
 
-use super::driver::{Completion, Driver, FileSlot, KernelOp, QueueFull};
+use super::driver::{Completion, Driver, FileSlot, KernelOp, QueueFull, Wait};
 
 #[derive(Debug, Default)]
 pub(crate) struct PatientDriver {
     begun: Vec<u64>,
     started: Vec<u64>,
     ended: Vec<u64>,
-    /// How often the kernel would have been called.
-    pub(crate) calls: Rc<Cell<usize>>,
+    /// The calls that the kernel would have got, each by what it waited for.
+    pub(crate) calls: Rc<RefCell<Vec<Wait>>>,
 }
 
 impl Driver for PatientDriver {
@@ -38,13 +38,14 @@ impl Driver for PatientDriver {
         Ok(())
     }
 
-    fn enter(&mut self, wait: bool) -> io::Result<()> {
-        if !wait && self.begun.is_empty() {
+    fn enter(&mut self, wait: Wait) -> io::Result<()> {
+        let waits = wait != Wait::No;
+        if !waits && self.begun.is_empty() {
             return Ok(());
         }
-        self.calls.set(self.calls.get() + 1);
+        self.calls.borrow_mut().push(wait);
         self.started.append(&mut self.begun);
-        if wait {
+        if waits {
             self.ended.append(&mut self.started);
             assert!(!self.ended.is_empty(), "it would wait for what never comes");
         }

@@ -14,7 +14,7 @@ use std::io;
 use std::os::fd::RawFd;
 
 use super::at_door::AtDoors;
-use super::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull};
+use super::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull, Wait};
 use super::sys;
 
 #[derive(Debug, Default)]
@@ -98,7 +98,8 @@ impl Driver for SyscallDriver {
         Ok(())
     }
 
-    fn enter(&mut self, wait: bool) -> io::Result<()> {
+    fn enter(&mut self, wait: Wait) -> io::Result<()> {
+        let wait = wait != Wait::No;
         #[cfg(shuttle)]
         self.carry_out_some(wait);
         if !self.done.is_empty() || self.watches.is_empty() {

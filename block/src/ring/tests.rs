@@ -7,6 +7,7 @@ use std::rc::Rc;
 
 use smallvec::smallvec;
 
+use super::patient::PatientDriver;
 use super::*;
 use crate::buffer::{AlignedBuf, Buffer};
 use crate::request::CompletionSink;
@@ -38,6 +39,28 @@ fn run<T>(ring: &Ring, future: impl Future<Output = T>) -> T {
     task::Context::on(ring.clone())
         .block_on(future)
         .expect("the ring turns")
+}
+
+/// A host's alarms look at I/O wait (`/proc/pressure/io`, `iowait`): an idle server is no slow disk.
+#[test]
+fn only_a_wait_for_image_io_is_said_to_be_one() {
+    let driver = PatientDriver::default();
+    let calls = Rc::clone(&driver.calls);
+    let ring = Ring::with_driver(Box::new(driver), 16, 0);
+    let event = task::eventfd().expect("an eventfd");
+    let _watch = ring.watch(event, 1).expect("a watch");
+    let file = ring.register(file_with(&[]).into()).expect("a registered file");
+    let turn = |wait| {
+        ring.turn(wait).expect("the ring turns");
+        calls.borrow().last().copied()
+    };
+
+    assert_eq!(turn(true), Some(Wait::Event), "nothing but a kick can come");
+    let sync = ring.sync(&file);
+    assert_eq!(turn(false), Some(Wait::No));
+    assert_eq!(turn(true), Some(Wait::Io), "a sync is in flight");
+    assert_eq!(turn(true), Some(Wait::Event), "it has ended");
+    drop(sync);
 }
 
 #[test]

@@ -20,7 +20,7 @@ use io_uring::types::{Fd, Fixed, FsyncFlags};
 use io_uring::{IoUring, opcode, squeue};
 
 use super::at_door::AtDoors;
-use super::driver::{Completion, Driver, FileSlot, FixedOp, KernelOp, Kind, QueueFull};
+use super::driver::{Completion, Driver, FileSlot, FixedOp, KernelOp, Kind, QueueFull, Wait};
 use super::fixed::FixedTable;
 use super::mapped::MappedFile;
 use super::sys;
@@ -74,6 +74,9 @@ const COMMAND_OP: u8 = opcode::UringCmd16::CODE;
 /// `IORING_REGISTER_FILES_UPDATE` of `linux/io_uring.h`: what is registered while a ring is in use.
 const REGISTER_FILES_UPDATE: u8 = 6;
 
+/// `IORING_ENTER_NO_IOWAIT` of `linux/io_uring.h` (Linux 6.15): the time that a call waits is no I/O wait.
+const NO_IOWAIT: u32 = 1 << 7;
+
 /// Completions of cancel requests themselves carry this.
 const CANCEL_USER_DATA: u64 = u64::MAX;
 
@@ -94,6 +97,8 @@ pub(crate) struct UringDriver {
     long_copies: Vec<u64>,
     /// Ops that were carried out while they were pushed, or had ended then.
     done: Vec<Completion>,
+    /// `IORING_ENTER_NO_IOWAIT` where the kernel has it, else no flag.
+    no_iowait: u32,
 }
 
 impl fmt::Debug for UringDriver {
@@ -129,6 +134,7 @@ impl UringDriver {
         let fixed = ring.submitter().register_files_sparse(FIXED_FILES).is_ok();
         register_buffers(&ring, table)?;
         restrict(&ring, ops)?;
+        let no_iowait = supported_enter_flag(&ring, NO_IOWAIT);
         let fixed_free = if fixed {
             (0..FIXED_FILES).rev().collect()
         } else {
@@ -145,6 +151,7 @@ impl UringDriver {
             unstarted_direct: 0,
             long_copies: Vec::new(),
             done: Vec::new(),
+            no_iowait,
         })
     }
 
@@ -337,6 +344,13 @@ fn register_buffers(ring: &IoUring, table: &FixedTable) -> io::Result<()> {
     unsafe { ring.submitter().register_buffers_update(0, &memory, None) }
 }
 
+/// Returns `flag` if the kernel knows it, else zero: a call that has nothing to do refuses only a flag it does not know.
+fn supported_enter_flag(ring: &IoUring, flag: u32) -> u32 {
+    // SAFETY: without an extended argument nothing is passed to the kernel but numbers.
+    let entered = unsafe { ring.submitter().enter::<libc::sigset_t>(0, 0, flag, None) };
+    if entered.is_ok() { flag } else { 0 }
+}
+
 /// Allows `ops` only, on registered files or others, and lets the ring begin (Linux 5.10).
 fn restrict(ring: &IoUring, ops: &[u8]) -> io::Result<()> {
     let mut allowed: Vec<Restriction> = ops.iter().copied().map(Restriction::sqe_op).collect();
@@ -493,13 +507,17 @@ impl Driver for UringDriver {
         )
     }
 
-    fn enter(&mut self, wait: bool) -> io::Result<()> {
-        let wait = wait && self.done.is_empty();
-        if !wait && self.unstarted == 0 && !self.has_deferred() {
+    fn enter(&mut self, wait: Wait) -> io::Result<()> {
+        let wait = if self.done.is_empty() { wait } else { Wait::No };
+        if wait == Wait::No && self.unstarted == 0 && !self.has_deferred() {
             return Ok(());
         }
         // With DEFER_TASKRUN completions are only delivered to an enter that asks for events.
-        match self.start(u32::from(wait), io_uring::EnterFlags::GETEVENTS.bits()) {
+        let mut flags = io_uring::EnterFlags::GETEVENTS.bits();
+        if wait == Wait::Event {
+            flags |= self.no_iowait;
+        }
+        match self.start(u32::from(wait != Wait::No), flags) {
             Ok(()) => Ok(()),
             // A signal came, or the completion queue wants reaping first: the caller does that next.
             Err(error)

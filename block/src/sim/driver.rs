@@ -8,7 +8,7 @@ use std::os::fd::RawFd;
 use std::rc::Rc;
 
 use super::world::World;
-use crate::ring::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull};
+use crate::ring::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull, Wait};
 
 /// The driver of one ring.
 #[derive(Debug)]
@@ -83,9 +83,9 @@ impl Driver for SimDriver {
         Ok(())
     }
 
-    fn enter(&mut self, wait: bool) -> io::Result<()> {
+    fn enter(&mut self, wait: Wait) -> io::Result<()> {
         let mut world = self.world.borrow_mut();
-        while wait && self.ended.is_empty() && !world.has_completion(self.ring) {
+        while wait != Wait::No && self.ended.is_empty() && !world.has_completion(self.ring) {
             if !world.step() {
                 return Err(io::Error::other(
                     "nothing is in flight in the simulated world: a worker would sleep for ever",

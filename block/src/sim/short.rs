@@ -10,7 +10,7 @@ use std::os::fd::RawFd;
 
 use super::random::Random;
 use crate::buffer::IoSlice;
-use crate::ring::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull};
+use crate::ring::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull, Wait};
 
 /// What an op that is cut short does a multiple of: no direct I/O ends inside a block but at a file's end.
 const UNIT: usize = 4096;
@@ -95,8 +95,9 @@ impl Driver for ShortDriver {
         self.inner.cancel(user_data)
     }
 
-    fn enter(&mut self, wait: bool) -> io::Result<()> {
-        self.inner.enter(wait && self.refused.is_empty())
+    fn enter(&mut self, wait: Wait) -> io::Result<()> {
+        let wait = if self.refused.is_empty() { wait } else { Wait::No };
+        self.inner.enter(wait)
     }
 
     fn file_len(&self, file: FileSlot) -> io::Result<u64> {

@@ -3,6 +3,7 @@
 
 mod client;
 mod descriptor;
+mod idle;
 mod kill;
 mod limits;
 mod peers;

@@ -6,7 +6,7 @@ fn result_of(driver: &mut UringDriver, entry: squeue::Entry) -> i32 {
     driver.push_entry(entry.user_data(7)).expect("room");
     let mut done = Vec::new();
     while done.is_empty() {
-        driver.enter(true).expect("the ring turns");
+        driver.enter(Wait::Io).expect("the ring turns");
         driver.reap(&mut done);
     }
     done[0].result
@@ -74,7 +74,7 @@ unsafe fn carried_out(
     let at_once = driver.done.first().map(|done| done.result);
     let mut done = Vec::new();
     while done.is_empty() {
-        driver.enter(true).expect("the ring turns");
+        driver.enter(Wait::Io).expect("the ring turns");
         driver.reap(&mut done);
     }
     at_once
@@ -244,7 +244,7 @@ fn long_copies_are_shared_between_the_kernel_and_the_worker_and_each_ends_once()
         assert!((1..=COUNT - LONG_COPIES_MAX).contains(&at_once), "{at_once}");
         let mut done = Vec::new();
         while done.len() < COUNT {
-            driver.enter(true).expect("the ring turns");
+            driver.enter(Wait::Io).expect("the ring turns");
             driver.reap(&mut done);
         }
         assert!(done.iter().all(|done| done.result as usize == LEN));
