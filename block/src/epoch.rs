@@ -108,6 +108,13 @@ pub struct EpochQueue {
 }
 
 impl EpochQueue {
+    /// Returns true if a request of this queue is in flight.
+    #[must_use]
+    pub fn is_entered(&self) -> bool {
+        let counts = &self.inner.counts.in_flight;
+        counts.iter().any(|count| count.load(Ordering::Relaxed) != 0)
+    }
+
     /// Marks a request as in flight until the guard is dropped.
     #[must_use]
     #[inline]

@@ -85,6 +85,72 @@ fn growth_does_not_uncover_a_longer_backing_file() {
     }
 }
 
+fn grow(disk: &std::sync::Arc<qcow::QcowDisk>, bytes: u64) {
+    let cx = Context::syscalls();
+    let grown = cx.block_on(disk.grow(&cx, bytes)).expect("the ring turns");
+    grown.expect("growth");
+}
+
+/// A disk that QEMU has shrunk ends inside a cluster, whose rest holds what was there before.
+#[test]
+fn growth_does_not_uncover_the_rest_of_a_cluster_that_a_shrunk_disk_ends_in() {
+    for (version, snapshot) in [("0.10", false), ("1.1", false), ("1.1", true)] {
+        let folder = Folder::new();
+        let options = format!("compat={version}");
+        folder.qemu_img(&["create", "-f", "qcow2", "-o", &options, "disk.qcow2", "128k"]);
+        folder.qemu_io("qcow2", "disk.qcow2", &["write -P 1 0 128k"]);
+        folder.qemu_img(&["resize", "--shrink", "disk.qcow2", "96k"]);
+        if snapshot {
+            folder.qemu_img(&["snapshot", "-c", "before", "disk.qcow2"]);
+        }
+        let disk = open(&folder.path("disk.qcow2"), &OpenOptions::default());
+        grow(&disk, 128 << 10);
+        let lane = Lane::new(&disk, RingKind::IoUring);
+        let mut model = vec![1; 128 << 10];
+        model[96 << 10..].fill(0);
+        assert!(lane.read(0, 128 << 10) == model, "compat {version}");
+        drop(lane);
+        close(disk);
+        folder.assert_flawless("disk.qcow2", false);
+        assert!(folder.qemu_reads("disk.qcow2") == model, "compat {version}");
+    }
+}
+
+/// A snapshot with VM state that was restored has left the state in the active L1 table, behind the disk's end.
+#[test]
+fn growth_does_not_show_vm_state_as_disk_contents() {
+    for sparse in [true, false] {
+        let folder = Folder::new();
+        let options = "cluster_size=4k";
+        folder.qemu_img(&["create", "-f", "qcow2", "-o", options, "disk.qcow2", "3M"]);
+        folder.qemu_io(
+            "qcow2",
+            "disk.qcow2",
+            &["write -P 1 0 3M", "write -b -P 0xEE 0 300k"],
+        );
+        folder.qemu_img(&["snapshot", "-c", "with-state", "disk.qcow2"]);
+        folder.qemu_img(&["snapshot", "-a", "with-state", "disk.qcow2"]);
+        let options = OpenOptions {
+            sparse,
+            ..OpenOptions::default()
+        };
+        let disk = open(&folder.path("disk.qcow2"), &options);
+        let lane = Lane::new(&disk, RingKind::IoUring);
+        let mut model = vec![1; 3 << 20];
+        for bytes in [(3 << 20) + 512, 5 << 20, 40 << 20] {
+            grow(&disk, bytes);
+            model.resize(bytes as usize, 0);
+            assert!(lane.read(0, bytes) == model, "{bytes} bytes");
+        }
+        drop(lane);
+        close(disk);
+        folder.assert_flawless("disk.qcow2", false);
+        assert!(folder.qemu_reads("disk.qcow2") == model);
+        folder.qemu_img(&["snapshot", "-a", "with-state", "disk.qcow2"]);
+        folder.assert_flawless("disk.qcow2", false);
+    }
+}
+
 #[test]
 fn a_disk_does_not_shrink_or_grow_past_what_a_table_holds() {
     let folder = Folder::new();

@@ -247,7 +247,17 @@ impl SimWorld {
         CrashSpace::new(world.contents(file))
     }
 
-    /// Lets one thing happen. `false` if no op is in flight.
+    /// Holds the next op that is submitted: it has no effect and no completion until [`SimWorld::release`].
+    pub fn hold_next(&self) {
+        self.world.borrow_mut().hold_next = true;
+    }
+
+    /// Lets go of all ops that are held.
+    pub fn release(&self) {
+        self.world.borrow_mut().release();
+    }
+
+    /// Lets one thing happen. `false` if no op is in flight but those that are [held](SimWorld::hold_next).
     pub fn step(&self) -> bool {
         self.world.borrow_mut().step()
     }

@@ -102,6 +102,9 @@ struct SimOp {
     cancelled: bool,
 }
 
+/// When the turn of an op comes that is held.
+const HELD: u64 = u64::MAX;
+
 /// Everything there is.
 #[derive(Debug)]
 pub(super) struct World {
@@ -118,6 +121,8 @@ pub(super) struct World {
     /// Until when there is no space.
     full_until: u64,
     dead: bool,
+    /// The next op is held when it is submitted.
+    pub(super) hold_next: bool,
     /// Rings before this one are those of processes that were killed.
     first_alive: u32,
     pub(super) changes: u64,
@@ -138,6 +143,7 @@ impl World {
             next_op: 0,
             full_until: 0,
             dead: false,
+            hold_next: false,
             first_alive: 0,
             changes: 0,
             trace: Trace::default(),
@@ -248,6 +254,11 @@ impl World {
         for file in &mut self.files {
             file.contents.complete_ended(&in_flight, self.time);
         }
+    }
+
+    pub(super) fn release(&mut self) {
+        let held = self.ops.iter_mut().filter(|op| op.not_before == HELD);
+        held.for_each(|op| op.not_before = self.time);
     }
 
     pub(super) fn in_flight(&self) -> usize {
@@ -376,6 +387,9 @@ impl World {
         if self.random.chance(self.profile.late) {
             op.not_before += 20 + self.random.below(400);
         }
+        if std::mem::take(&mut self.hold_next) {
+            op.not_before = HELD;
+        }
         self.ops.push(op);
     }
 
@@ -403,6 +417,9 @@ impl World {
     /// Lets one thing happen. `false` if no op is in flight.
     pub(super) fn step(&mut self) -> bool {
         if self.ops.is_empty() {
+            return false;
+        }
+        if !self.dead && self.ops.iter().all(|op| op.not_before == HELD) {
             return false;
         }
         self.time += 1;

@@ -1,32 +1,36 @@
 //! Making a disk larger while it is served.
 //!
-//! What must stay true: the header's size changes last, when everything the larger disk needs is durable;
-//! bytes of a backing file that is longer than the disk was never show; and of two that grow it at once, the
-//! one that asks for less never makes it smaller again.
+//! What must stay true: the header's size changes last, when everything the larger disk needs is durable; what is new
+//! reads as zeros, whatever lies behind the old end: a longer backing file, the rest of the last cluster, mappings that a
+//! restored snapshot with VM state left there; and one task at a time makes a disk larger, as what lies behind its end
+//! when it begins is what it clears.
 
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
 use block::IoError;
 
-use super::{Queue, flush, load, zero};
+use super::{Queue, corrupt, flush, load, zero};
+use crate::metadata::{Extent, Lookup};
 
 /// Makes the disk `size_bytes` large, durably.
 pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoError> {
     let shared = &queue.shared;
-    let old = shared.size_bytes();
     if shared.policy.read_only {
         return Err(IoError::ReadOnly);
     }
+    let _turn = shared.growing.take().await;
     if shared.is_corrupt() {
         return Err(IoError::Corrupt);
     }
+    let old = shared.size_bytes();
     if size_bytes < old || size_bytes > i64::MAX as u64 {
         return Err(IoError::OutOfRange);
     }
     if size_bytes == old {
         return Ok(());
     }
+    let mapped = mapped_end(queue)?;
     loop {
         let grown = shared.write()?.grow_l1(size_bytes);
         match grown {
@@ -34,31 +38,57 @@ pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoErr
             Err(stuck) => load::unstick(queue, stuck).await?,
         }
     }
-    let covered = shared
-        .backing
-        .as_ref()
-        .map_or(0, |backing| backing.size.min(size_bytes));
-    if covered > old {
-        zero::write_zeroes(queue, old, covered - old, true).await?;
-    }
+    hide(queue, old, size_bytes.min(mapped)).await?;
     flush::flush(queue).await?;
     let before;
     {
         let mut metadata = shared.write()?;
-        if size_bytes <= metadata.size_bytes && metadata.size_bytes > old.next_multiple_of(512) {
-            // Somebody else has made the disk larger meanwhile, or is about to.
-            return Err(IoError::OutOfRange);
-        }
         before = std::mem::replace(&mut metadata.size_bytes, size_bytes);
         metadata.header_dirty = true;
     }
     if let Err(error) = flush::flush(queue).await {
-        let mut metadata = shared.write()?;
-        if metadata.size_bytes == size_bytes {
-            metadata.size_bytes = before;
-        }
+        shared.write()?.size_bytes = before;
         return Err(error);
     }
-    shared.size_bytes.fetch_max(size_bytes, Ordering::AcqRel);
+    shared.size_bytes.store(size_bytes, Ordering::Release);
+    Ok(())
+}
+
+/// The guest byte behind all that the L1 table or the backing file may have bytes for.
+fn mapped_end(queue: &Queue) -> Result<u64, IoError> {
+    let shared = &queue.shared;
+    let bits = shared.geometry.cluster_bits().get() + shared.geometry.l2_bits();
+    let entries = shared.read()?.l1_entries() as u64;
+    let covered = shared.backing.as_ref().map_or(0, |backing| backing.size);
+    Ok(entries.saturating_mul(1 << bits).max(covered))
+}
+
+/// Makes `from..to`, which is behind the disk's end, read as zeros.
+async fn hide(queue: &Rc<Queue>, from: u64, to: u64) -> Result<(), IoError> {
+    // As for a request: a cluster that is written in place here may be discarded by the guest meanwhile.
+    let _guard = queue.enter();
+    let mut here = from;
+    while here < to {
+        let found = queue.shared.read()?.lookup(here, to - here);
+        here += match found {
+            Lookup::Found {
+                extent: Extent::Zero,
+                len,
+            } => len,
+            Lookup::Found {
+                extent: Extent::Unallocated,
+                len,
+            } if !queue.shared.backing_covers(here) => len,
+            Lookup::Found { len, .. } => {
+                zero::write_zeroes(queue, here, len, true).await?;
+                len
+            }
+            Lookup::Miss(slice) => {
+                load::load_l2(queue, slice).await?;
+                0
+            }
+            broken => return Err(corrupt::found(queue, broken, here)),
+        };
+    }
     Ok(())
 }

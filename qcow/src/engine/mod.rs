@@ -17,6 +17,7 @@ mod load;
 mod queue;
 mod read;
 mod reclaim;
+mod turn;
 mod write;
 mod zero;
 
@@ -80,7 +81,9 @@ pub(crate) struct Shared {
     rounds: Mutex<Rounds>,
     freeing: Mutex<Freeing>,
     chores: Mutex<Chores>,
-    header: Mutex<header::Sector>,
+    header: header::Sector,
+    /// Who makes the disk larger: one at a time.
+    growing: turn::Turns,
     /// Metadata was found corrupt: the image is not written any more.
     corrupt: AtomicBool,
     pub(crate) inflater: Inflater,
@@ -171,7 +174,8 @@ impl QcowDisk {
             rounds: Mutex::default(),
             freeing: Mutex::default(),
             chores: Mutex::default(),
-            header: Mutex::new(header::Sector::new(parts.header)),
+            header: header::Sector::new(parts.header),
+            growing: turn::Turns::default(),
             corrupt: AtomicBool::new(false),
             inflater: Inflater::new(parts.inflate_threads),
             _lock: parts.lock,

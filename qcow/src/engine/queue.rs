@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::canary::{Rule, broken};
-use block::epoch::EpochQueue;
+use block::epoch::{EpochGuard, EpochQueue};
 use block::file::FileView;
 use block::{Context, DiskQueue, IoError, Op, OpenQueueError, Request};
 
@@ -78,6 +78,16 @@ impl DiskQueue for QcowQueue {
 }
 
 impl Queue {
+    /// Holds clusters that leave the mapping from now on back from reuse, until the guard is dropped.
+    pub(super) fn enter(&self) -> EpochGuard {
+        self.epoch.enter()
+    }
+
+    /// Returns true if something holds clusters back from reuse for this queue.
+    pub(super) fn is_entered(&self) -> bool {
+        self.epoch.is_entered()
+    }
+
     /// Starts a read whose mapping is cached and in one piece. Gives back any other.
     #[inline]
     fn read_now(&self, request: Request) -> Option<Request> {

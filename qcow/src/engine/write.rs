@@ -47,6 +47,10 @@ const STEPS_MAX: usize = 64;
 
 /// Writes `len` guest bytes from `offset` on.
 pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: u64) -> Result<(), IoError> {
+    debug_assert!(
+        queue.is_entered(),
+        "what is written in place may be reused meanwhile"
+    );
     let end = offset + len;
     let mut here = offset;
     // Through the page cache the host's file system allocates late and in one go by itself.

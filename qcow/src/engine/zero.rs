@@ -24,14 +24,9 @@ pub(super) async fn discard(queue: &Rc<Queue>, offset: u64, len: u64) -> Result<
     if !policy.sparse || uncovers {
         return Ok(());
     }
-    let (first, end) = whole_clusters(queue, offset, len);
-    clear(
-        queue,
-        first,
-        end,
-        how(queue, policy.discard_no_unref, policy.discard_no_unref),
-    )
-    .await
+    let keep = policy.discard_no_unref;
+    clear(queue, offset, offset + len, how(queue, keep, keep)).await?;
+    Ok(())
 }
 
 /// Makes `len` bytes from `offset` on read as zeros.
@@ -48,32 +43,13 @@ pub(super) async fn write_zeroes(
     if shared.geometry.version() == Version::V2 && shared.backing.is_some() {
         return zero_bytes(queue, offset, end).await;
     }
-    let (first, last) = whole_clusters(queue, offset, len);
-    if first >= last {
-        return zero_bytes(queue, offset, end).await;
-    }
-    let size = shared.geometry.cluster_size();
     let give_back = unmap && policy.sparse;
     let keep = !give_back || policy.discard_no_unref;
     let punch = give_back && policy.discard_no_unref;
-    zero_bytes(queue, offset, first * size).await?;
-    clear(queue, first, last, how(queue, keep, punch)).await?;
-    zero_bytes(queue, (last * size).min(end), end).await
-}
-
-/// The clusters wholly inside the range: first, and the one after the last. The disk's last cluster counts
-/// as whole if the range reaches the disk's end.
-fn whole_clusters(queue: &Queue, offset: u64, len: u64) -> (u64, u64) {
-    let geometry = &queue.shared.geometry;
-    let size = geometry.cluster_size();
-    let end = offset + len;
-    let first = offset.div_ceil(size);
-    let last = if end >= queue.shared.size_bytes() {
-        end.div_ceil(size)
-    } else {
-        end / size
-    };
-    (first, last)
+    let head_end = offset.next_multiple_of(shared.geometry.cluster_size()).min(end);
+    zero_bytes(queue, offset, head_end).await?;
+    let cleared = clear(queue, head_end, end, how(queue, keep, punch)).await?;
+    zero_bytes(queue, cleared.clamp(head_end, end), end).await
 }
 
 fn how(queue: &Queue, keep: bool, punch: bool) -> Clear {
@@ -86,30 +62,38 @@ fn how(queue: &Queue, keep: bool, punch: bool) -> Clear {
     Clear { keep, punch, covered }
 }
 
-/// Makes the clusters `first..end` read as zeros by their mapping.
-async fn clear(queue: &Rc<Queue>, first: u64, end: u64, how: Clear) -> Result<(), IoError> {
-    let mut here = first;
+/// Makes the clusters that lie wholly in `offset..end` read as zeros by their mapping. The disk's last cluster counts as
+/// whole if the range reaches the disk's end. Returns the end of the last one, in bytes, which may be past `end`.
+async fn clear(queue: &Rc<Queue>, offset: u64, end: u64, how: Clear) -> Result<u64, IoError> {
+    let size = queue.shared.geometry.cluster_size();
+    let mut here = offset.div_ceil(size);
     let mut pressed = false;
-    while here < end {
+    while here * size < end {
         let cleared = change(queue, |metadata| {
-            let cleared = metadata.clear(here, end, how);
+            // Each time anew: the disk may grow meanwhile, and then the rest of the cluster is the guest's.
+            let reaches = end >= metadata.size_bytes & !511;
+            let last = if reaches { end.div_ceil(size) } else { end / size };
+            if here >= last {
+                return Ok(None);
+            }
+            let cleared = metadata.clear(here, last, how);
             pressed = metadata.drops.len() > DROPS_MAX || metadata.l2.is_dirty_past_budget();
-            cleared
+            cleared.map(Some)
         })
         .await?;
         if pressed {
             flush::in_background(queue);
         }
         match cleared {
-            Cleared::Until(next) => here = next,
-            Cleared::Punch {
+            None => break,
+            Some(Cleared::Until(next)) => here = next,
+            Some(Cleared::Punch {
                 guest,
                 count,
                 host,
                 slice,
-            } => {
-                let len = count * queue.shared.geometry.cluster_size();
-                let punched = queue.file.punch(host, len).await;
+            }) => {
+                let punched = queue.file.punch(host, count * size).await;
                 let (waiters, result) = queue
                     .shared
                     .write()?
@@ -121,7 +105,7 @@ async fn clear(queue: &Rc<Queue>, first: u64, end: u64, how: Clear) -> Result<()
             }
         }
     }
-    Ok(())
+    Ok(here * size)
 }
 
 /// Writes zeros to `offset..end`, which is less than a cluster or has no better way, where it does not
