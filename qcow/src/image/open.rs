@@ -21,6 +21,7 @@ use super::extras::extras;
 use super::read::{ReadError, for_each_entry, read, read_header};
 use super::{RepairError, bitmaps, rebuild_refcounts};
 use crate::engine::{Backing, Parts, Policy, QcowDisk};
+use crate::format::geometry::SECTOR_SIZE;
 use crate::format::{
     Autoclear, Geometry, Header, HeaderError, Incompatible, L1Entry, RefcountTableEntry, Unsupported,
     Version, header,
@@ -373,6 +374,8 @@ impl Chain<'_> {
                 source,
             },
         })?;
+        // Rounded up, as the image above may have been made for all of its bytes. The file reads as zeros past its end.
+        let size = size.checked_next_multiple_of(SECTOR_SIZE).unwrap_or(size);
         Ok(Locked::wrap(RawDisk::new(file, size, false), lock))
     }
 }
