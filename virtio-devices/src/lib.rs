@@ -9,6 +9,7 @@
 //! disk, never this process, its memory or its other clients.
 
 pub mod block;
+pub mod connect;
 pub mod transport;
 pub mod ublk;
 pub mod vhost_user;

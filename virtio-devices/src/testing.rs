@@ -1,15 +1,22 @@
 //! What the tests of this crate share: a driver for a queue, and a disk in memory that can be held up.
 
+#![expect(unsafe_code, reason = "a backlog of nothing")]
+
 use std::cell::RefCell;
 use std::future::poll_fn;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
+use std::time::Duration;
 
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Request};
 use parking_lot::Mutex;
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
+use crate::connect::{Cancel, connect_within};
 use crate::virtqueue::RingAddresses;
 
 /// Where guest memory begins. There are two regions, the second right behind the first.
@@ -43,6 +50,14 @@ pub(crate) fn guest_memory(file: Option<&std::fs::File>) -> GuestMemoryMmap {
         GuestRegionMmap::from_range(base, REGION_BYTES as usize, file).expect("a mapping")
     };
     GuestMemoryMmap::from_regions(vec![region(0), region(1)]).expect("adjacent regions")
+}
+
+/// Connects to `listener` at `path` until a further connection would have to wait. Returns the clients.
+pub(crate) fn fill_backlog(listener: &UnixListener, path: &Path) -> Vec<UnixStream> {
+    // SAFETY: numbers only; the backlog becomes the shortest there is.
+    assert_eq!(unsafe { libc::listen(listener.as_raw_fd(), 0) }, 0);
+    let connect = || connect_within(path, Duration::from_millis(10), &Cancel::never());
+    std::iter::from_fn(|| connect().ok()).collect()
 }
 
 /// A descriptor as a driver writes it.

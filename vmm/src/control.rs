@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use virtio_devices::connect::{Cancel, connect_within};
 
 use crate::disk_config::{DiskConfig, DiskConfigError};
 use crate::error::CommandFailure;
@@ -26,6 +27,8 @@ const REQUEST_MAX: u64 = 64 << 10;
 const CLIENTS_MAX: usize = 8;
 /// After what time a client that could not be let in is tried again.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
+/// How long a machine may take to accept a client that has no limit of its own: one that runs accepts at once.
+const CONNECT_MAX: Duration = Duration::from_secs(10);
 
 /// What a machine can be asked.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -283,7 +286,8 @@ pub fn ask_within(path: &Path, request: &Request, patience: Option<Duration>) ->
         io::ErrorKind::WouldBlock => AskError::Unanswered(io::ErrorKind::TimedOut.into()),
         _ => AskError::Unanswered(error),
     };
-    let stream = UnixStream::connect(path).map_err(unanswered)?;
+    let connected = connect_within(path, patience.unwrap_or(CONNECT_MAX), &Cancel::never());
+    let stream = connected.map_err(unanswered)?;
     stream.set_read_timeout(patience).map_err(unanswered)?;
     stream.set_write_timeout(patience).map_err(unanswered)?;
     let request = serde_json::to_value(request).map_err(|error| unanswered(error.into()))?;
@@ -492,6 +496,13 @@ mod tests {
         assert!(matches!(asked, Err(AskError::Unanswered(error)) if error.kind() == io::ErrorKind::TimedOut));
         drop(silent);
         std::fs::remove_file(&path).expect("it is there");
+        // Nor one that accepts nobody and whose backlog is full: connecting would take as long as it does.
+        let deaf = Socket::listen(&path).expect("a socket");
+        let connect = || connect_within(&path, Duration::from_millis(10), &Cancel::never());
+        let waiting: Vec<UnixStream> = std::iter::from_fn(|| connect().ok()).collect();
+        let asked = ask_within(&path, &Request::Info {}, Some(Duration::from_millis(30)));
+        assert!(matches!(asked, Err(AskError::Unanswered(error)) if error.kind() == io::ErrorKind::TimedOut));
+        drop((deaf, waiting));
 
         let (count, heard) = (Arc::new(AtomicUsize::new(0)), folder.path().join("other"));
         let (asked, told) = (Arc::clone(&count), Arc::clone(&count));

@@ -5,10 +5,12 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use virtio_devices::connect::Cancel;
 
 use crate::control::{Control, DiskKeys, Request};
 use crate::disk_config::{DiskConfig, RateLimitGroups};
@@ -45,6 +47,8 @@ struct Desk {
     disks: Arc<Disks>,
     /// Locked before the disks.
     machine: Mutex<Option<Machine>>,
+    /// Where the machine is asked to end.
+    stop: Arc<Stop>,
     /// Held by whoever adds a disk: two of one name are told apart before either is there.
     adding: Mutex<()>,
 }
@@ -61,6 +65,12 @@ impl Desk {
 
     fn set(&self, machine: Option<Machine>) {
         *self.machine.lock().unwrap_or_else(PoisonError::into_inner) = machine;
+    }
+
+    /// What cuts short whoever waits for a backend: the machine is to end, or to start again.
+    fn cancel(&self) -> Cancel {
+        let stop = Arc::clone(&self.stop);
+        Cancel::when(move || stop.is_asked())
     }
 
     fn answer(&self, request: Request) -> Result<Value, String> {
@@ -99,13 +109,17 @@ impl Desk {
         self.disks.check(&config)?;
         let disk = Attached::open(&config, self.config.sandbox).map_err(|error| chain(&error))?;
         let name = disk.name();
+        let refused = |error| format!("disk {name} cannot be added: {error}");
+        let source = disk
+            .source(&self.cancel())
+            .map_err(|error| refused(chain(&error)))?;
         // Whatever keeps it from the machine, its image is closed as it should be.
         let mut disk = Some(disk);
         let added = self.with(|machine| {
             let Some(opened) = disk.take() else {
                 return Err("it is added already".to_owned());
             };
-            self.disks.add(machine, opened).map_err(|(error, back)| {
+            self.disks.add(machine, opened, source).map_err(|(error, back)| {
                 disk = Some(back);
                 chain(&error)
             })
@@ -113,7 +127,7 @@ impl Desk {
         if let Some(Err(failure)) = disk.map(Attached::close) {
             tracing::error!(error = failure.line(), "a disk that was not added");
         }
-        let slot = added.map_err(|error| format!("disk {name} cannot be added: {error}"))?;
+        let slot = added.map_err(refused)?;
         Ok(json!({"id": name, "address": address(slot)}))
     }
 
@@ -224,8 +238,13 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
     check_names(&config.disks)?;
     let payload = config.machine.payload.check();
     payload.map_err(|error| CommandFailure::Failed(error.into()))?;
-    let signals =
-        StopSignals::block().map_err(|error| CommandFailure::about("cannot wait for signals", error))?;
+    // Heard from here on: an image that is opened may have to be rebuilt first, which takes its time.
+    let signals = StopSignals::block();
+    let stop = Arc::new(Stop::default());
+    let opened = Arc::new(AtomicBool::new(false));
+    signals
+        .and_then(|signals| stop_on_signal(signals, &stop, &opened))
+        .map_err(|error| CommandFailure::about("cannot wait for signals", error))?;
     // A queue takes several, and disks come later, too.
     if let Err(error) = limits::raise_descriptors() {
         tracing::warn!(%error, "the limit of descriptors stays as it is");
@@ -243,20 +262,20 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
         rate_limit_groups: config.rate_limit_groups.clone(),
         disks: Arc::new(disks.map_err(|error| CommandFailure::about("cannot start a thread", error))?),
         machine: Mutex::default(),
+        stop,
         adding: Mutex::default(),
     });
-    let ended = live(config, &desk, signals);
+    opened.store(true, Ordering::SeqCst);
+    let ended = live(config, &desk);
     let closed = desk.disks.close();
     ended.and(closed).map(|()| EXIT_OK)
 }
 
 /// One machine after another, until one ends that is not to start again.
-fn live(config: &RunConfig, desk: &Arc<Desk>, signals: StopSignals) -> Result<(), CommandFailure> {
-    let stop = Arc::new(Stop::default());
+fn live(config: &RunConfig, desk: &Arc<Desk>) -> Result<(), CommandFailure> {
+    let stop = &desk.stop;
     let console =
-        Console::open(&config.console, &stop).map_err(|error| CommandFailure::Failed(error.into()))?;
-    stop_on_signal(signals, &stop)
-        .map_err(|error| CommandFailure::about("cannot wait for signals", error))?;
+        Console::open(&config.console, stop).map_err(|error| CommandFailure::Failed(error.into()))?;
     let _control = match &config.control {
         Some(path) => {
             let asked = Arc::clone(desk);
@@ -266,10 +285,13 @@ fn live(config: &RunConfig, desk: &Arc<Desk>, signals: StopSignals) -> Result<()
         None => None,
     };
     loop {
-        let machine = start(desk, &console, &stop);
-        desk.set(Some(
-            machine.map_err(|error| CommandFailure::Failed(error.into()))?,
-        ));
+        let machine = start(desk, &console);
+        match machine {
+            Ok(machine) => desk.set(Some(machine)),
+            // A start that was cancelled is an end as any other.
+            Err(_) if matches!(stop.asked(), Some(Reason::Signal(_))) => return Ok(()),
+            Err(error) => return Err(CommandFailure::Failed(error.into())),
+        }
         let reason = stop.wait();
         // Whoever asks at the control socket is answered first.
         let machine = desk.machine.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -286,11 +308,11 @@ fn live(config: &RunConfig, desk: &Arc<Desk>, signals: StopSignals) -> Result<()
     }
 }
 
-fn start(desk: &Desk, console: &Console, stop: &Arc<Stop>) -> Result<Machine, MachineError> {
+fn start(desk: &Desk, console: &Console) -> Result<Machine, MachineError> {
     let disks = Arc::clone(&desk.disks);
     let ejected = Arc::new(move |slot| disks.leave(slot));
-    let machine = Machine::new(&desk.config, console, stop, ejected)?;
-    if let Err(error) = desk.disks.plug_all(&machine) {
+    let machine = Machine::new(&desk.config, console, &desk.stop, ejected)?;
+    if let Err(error) = desk.disks.plug_all(&machine, &desk.cancel()) {
         machine.end();
         return Err(error);
     }
@@ -298,17 +320,21 @@ fn start(desk: &Desk, console: &Console, stop: &Arc<Stop>) -> Result<Machine, Ma
     Ok(machine)
 }
 
-/// The first signal ends the machine, a second one the program.
-fn stop_on_signal(signals: StopSignals, stop: &Arc<Stop>) -> std::io::Result<()> {
-    let stop = Arc::clone(stop);
+/// The first signal ends the machine, a second one the program. Before all images are `opened` there is no machine, and
+/// nothing was written that has to be finished: the first one ends the program.
+fn stop_on_signal(signals: StopSignals, stop: &Arc<Stop>, opened: &Arc<AtomicBool>) -> std::io::Result<()> {
+    let (stop, opened) = (Arc::clone(stop), Arc::clone(opened));
     std::thread::Builder::new()
         .name("signals".to_owned())
         .spawn(move || {
             let mut asked = false;
             while let Ok(signal) = signals.wait() {
-                if asked {
+                let opening = !opened.load(Ordering::SeqCst);
+                if asked || opening {
                     restore_terminal();
-                    if is_log_read() {
+                    if is_log_read() && opening {
+                        tracing::error!(signal, "giving up before all images were open");
+                    } else if is_log_read() {
                         tracing::error!(signal, "giving up before everything was drained");
                     }
                     std::process::exit(EXIT_FAILURE.into());

@@ -26,7 +26,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-pub use foreign::BackendError;
+pub use foreign::{BackendError, VhostUserBackend};
 pub use pci::{BAR_BYTES, PciDiskConfig, PlugError, ResizeError, VhostUserDiskConfig, VirtioPciBlock};
 
 /// A message that raises an interrupt when it is written: what MSI-X puts in a table entry.

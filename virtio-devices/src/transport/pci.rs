@@ -18,7 +18,7 @@ use vm_memory::GuestMemoryMmap;
 
 use super::config_space::{COMMAND_MEMORY, ConfigSpace, at};
 use super::device::{Device, DeviceError};
-use super::foreign::{BackendError, Foreign};
+use super::foreign::{BackendError, Foreign, VhostUserBackend};
 use super::in_process::InProcess;
 use super::msix::{ENTRY_BYTES, Msix, NO_VECTOR, Vectors};
 use super::queue::PciQueue;
@@ -216,7 +216,7 @@ impl VirtioPciBlock {
         )
     }
 
-    /// A function for a disk whose queues another program runs: a vhost-user-blk backend, with whom the guest's
+    /// A function for a disk whose queues another program runs: a vhost-user-blk `backend`, with which the guest's
     /// `memory` is shared, which must be mapped from files. Kicks and interrupts go between it and the guest.
     ///
     /// When the backend goes, the guest is told that the device needs a reset; a reset connects again. If the backend keeps
@@ -227,22 +227,18 @@ impl VirtioPciBlock {
     ///
     /// [`PlugError`].
     pub fn vhost_user(
+        backend: VhostUserBackend,
         memory: GuestMemoryMmap,
         machine: Arc<dyn Machine>,
         window: u32,
-        config: VhostUserDiskConfig,
     ) -> Result<Self, PlugError> {
-        let queues = config.num_queues;
-        if queues == 0 || queues > QUEUES_MAX {
-            let workers = usize::from(queues);
-            return Err(PlugError::Queues { queues, workers });
-        }
-        let foreign = Foreign::connect(&config.socket, queues, config.queue_size, memory)?;
+        let config = backend.config.clone();
+        let foreign = Foreign::new(backend, memory)?;
         Self::show(
             machine,
             window,
             config.name,
-            queues,
+            config.num_queues,
             config.queue_size,
             |shared| Box::new(foreign.serve(shared)),
         )

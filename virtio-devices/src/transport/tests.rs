@@ -10,6 +10,7 @@ use block::worker::WorkerConfig;
 use parking_lot::Mutex;
 
 use super::*;
+use crate::connect::Cancel;
 use crate::testing::{DATA, Driver, MemDisk, guest_memory};
 
 const WINDOW: u32 = 0xC000_8000;
@@ -136,8 +137,9 @@ impl Board {
             queue_size: 64,
         };
         let machine = Arc::clone(&bench) as Arc<dyn Machine>;
+        let backend = VhostUserBackend::connect(config, &Cancel::never())?;
         Ok(Self {
-            function: VirtioPciBlock::vhost_user(memory.clone(), machine, WINDOW, config)?,
+            function: VirtioPciBlock::vhost_user(backend, memory.clone(), machine, WINDOW)?,
             bench,
             disk,
             memory,

@@ -26,7 +26,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use block::Disk;
 use virtio_devices::transport::{
-    BAR_BYTES, Machine as BusMachine, PciDiskConfig, PlugError, VhostUserDiskConfig, VirtioPciBlock,
+    BAR_BYTES, Machine as BusMachine, PciDiskConfig, PlugError, VhostUserBackend, VirtioPciBlock,
 };
 use vm_memory::GuestMemoryMmap;
 
@@ -172,6 +172,11 @@ impl Stop {
         lock(&self.reason).is_some()
     }
 
+    /// What it was asked, so far.
+    pub fn asked(&self) -> Option<Reason> {
+        lock(&self.reason).clone()
+    }
+
     /// Waits until it is asked, and for what.
     pub fn wait(&self) -> Reason {
         let mut reason = lock(&self.reason);
@@ -299,7 +304,7 @@ impl Machine {
         })
     }
 
-    /// As [`Machine::plug`], a disk that another program serves.
+    /// As [`Machine::plug`], a disk that another program serves and is connected to.
     ///
     /// # Errors
     ///
@@ -307,10 +312,10 @@ impl Machine {
     pub fn plug_vhost_user(
         &self,
         slot: Option<usize>,
-        config: VhostUserDiskConfig,
+        backend: VhostUserBackend,
     ) -> Result<usize, MachineError> {
         self.plug_with(slot, |memory, bus, window| {
-            VirtioPciBlock::vhost_user(memory, bus, window, config)
+            VirtioPciBlock::vhost_user(backend, memory, bus, window)
         })
     }
 

@@ -13,7 +13,8 @@ use std::time::Duration;
 use block::ring::RingKind;
 use block::worker::{StartHook, WorkerConfig};
 use block::{Context, Disk};
-use virtio_devices::transport::{PciDiskConfig, VhostUserDiskConfig};
+use virtio_devices::connect::Cancel;
+use virtio_devices::transport::{PciDiskConfig, PlugError, VhostUserBackend, VhostUserDiskConfig};
 
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
@@ -49,6 +50,14 @@ impl Departure {
         let (ended, _) = waited.unwrap_or_else(PoisonError::into_inner);
         ended.clone()
     }
+}
+
+/// Where a disk's requests go.
+pub(super) enum Source {
+    /// To an image that this process has open.
+    Image(Arc<dyn Disk>),
+    /// To another program.
+    Backend(VhostUserBackend),
 }
 
 /// A disk of the machine, open and locked.
@@ -124,10 +133,19 @@ impl Attached {
         }
     }
 
-    fn plug(&self, machine: &Machine, slot: Option<usize>) -> Result<usize, MachineError> {
-        let slot = match self.disk() {
-            Some(disk) => machine.plug(slot, disk, self.function())?,
-            None => machine.plug_vhost_user(slot, self.backend())?,
+    /// What the machine shows: the image, or a connection with whoever else serves the disk. Connecting may take
+    /// seconds, or until `cancel` says so: call it with nothing locked that others wait for.
+    pub(super) fn source(&self, cancel: &Cancel) -> Result<Source, PlugError> {
+        Ok(match self.disk() {
+            Some(disk) => Source::Image(disk),
+            None => Source::Backend(VhostUserBackend::connect(self.backend(), cancel)?),
+        })
+    }
+
+    fn plug(&self, machine: &Machine, slot: Option<usize>, source: Source) -> Result<usize, MachineError> {
+        let slot = match source {
+            Source::Image(disk) => machine.plug(slot, disk, self.function())?,
+            Source::Backend(backend) => machine.plug_vhost_user(slot, backend)?,
         };
         let driver = machine.driver_name(slot);
         tracing::info!(disk = %self.name(), slot, driver, "plugged in");
@@ -199,9 +217,10 @@ impl Disks {
     }
 
     /// Plugs all of them into a machine that does not run yet.
-    pub(super) fn plug_all(&self, machine: &Machine) -> Result<(), MachineError> {
+    pub(super) fn plug_all(&self, machine: &Machine, cancel: &Cancel) -> Result<(), MachineError> {
         for (&slot, disk) in &*lock(&self.present) {
-            disk.plug(machine, Some(slot))?;
+            let source = disk.source(cancel)?;
+            disk.plug(machine, Some(slot), source)?;
         }
         Ok(())
     }
@@ -211,10 +230,15 @@ impl Disks {
     /// # Errors
     ///
     /// Why not, with the disk.
-    pub(super) fn add(&self, machine: &Machine, disk: Attached) -> Result<usize, (MachineError, Attached)> {
+    pub(super) fn add(
+        &self,
+        machine: &Machine,
+        disk: Attached,
+        source: Source,
+    ) -> Result<usize, (MachineError, Attached)> {
         // A guest may let it go before it is told of it: that waits until it is here.
         let mut present = lock(&self.present);
-        let slot = match disk.plug(machine, disk.wanted_slot()) {
+        let slot = match disk.plug(machine, disk.wanted_slot(), source) {
             Ok(slot) => slot,
             Err(error) => return Err((error, disk)),
         };

@@ -1,8 +1,10 @@
 //! `ringdisk run`, as far as it goes without a KVM that works: what it refuses, and what it says.
 
 use std::fs;
+use std::process::Stdio;
 
-use crate::world::World;
+use crate::machine::{Running, wait_for};
+use crate::world::{World, be_u64};
 
 /// A world with an image and something that passes for a kernel until it is loaded.
 fn world() -> World {
@@ -137,6 +139,48 @@ fn a_machine_that_cannot_start_closes_its_images() {
     world
         .ringdisk(&["io", "--disk", "path=disk.qcow2", "-c", "write 0 4k"])
         .success();
+}
+
+/// Method: an image that was not closed has its reference counts rebuilt when it is opened, and this one has 65,536 tables
+/// of 64 KiB to read for that, all of them holes.
+#[test]
+fn a_signal_ends_a_machine_whose_images_are_still_being_opened() {
+    const TABLES: u64 = 1 << 16;
+    const CLUSTER: u64 = 1 << 16;
+    const COPIED: u64 = 1 << 63;
+    let world = world();
+    world.qemu_create("dirty.qcow2", "lazy_refcounts=on", "32T");
+    let first = 1 << 30;
+    let l1_at = be_u64(&world.bytes("dirty.qcow2"), 40);
+    let entries = (0..TABLES).flat_map(|index| (COPIED | (first + index * CLUSTER)).to_be_bytes());
+    world.patch("dirty.qcow2", l1_at, &entries.collect::<Vec<_>>());
+    world.patch("dirty.qcow2", 79, &[1]);
+    let file = fs::OpenOptions::new()
+        .write(true)
+        .open(world.path("dirty.qcow2"))
+        .expect("the image");
+    file.set_len(first + TABLES * CLUSTER).expect("its length");
+    drop(file);
+
+    let mut command = world.ringdisk_command();
+    command.args(BASE).args(["--disk", "path=dirty.qcow2"]);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut machine = Running::start(command);
+    let files = format!("/proc/{}/fd", machine.child().id());
+    let image = world.path("dirty.qcow2").canonicalize().expect("the image");
+    wait_for("open image", || {
+        let mut files = fs::read_dir(&files).ok()?.flatten();
+        files
+            .any(|file| fs::read_link(file.path()).is_ok_and(|target| target == image))
+            .then_some(())
+    });
+    machine.signal("TERM");
+    let ended = machine.ended();
+    assert_eq!(ended.code, Some(1), "{ended:?}");
+    assert!(
+        ended.stderr.contains("giving up before all images were open"),
+        "{ended:?}"
+    );
 }
 
 #[test]

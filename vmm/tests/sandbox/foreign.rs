@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use ringdisk::disk_config::DiskConfig;
 use ringdisk::open;
 use ringdisk::sandbox::{self, Task};
+use virtio_devices::connect::Cancel;
 use virtio_devices::transport::{
-    Interrupt, Machine, MsiMessage, PciFunction, VhostUserDiskConfig, VirtioPciBlock,
+    Interrupt, Machine, MsiMessage, PciFunction, VhostUserBackend, VhostUserDiskConfig, VirtioPciBlock,
 };
 use virtio_devices::vhost_user::{StopToken, VhostUserConfig, VhostUserServer};
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
@@ -115,7 +116,8 @@ fn a_cpu_thread_sets_up_a_backends_disk_loses_it_and_connects_again() {
         num_queues: 1,
         queue_size: 64,
     };
-    let function = VirtioPciBlock::vhost_user(memory, Arc::new(Idle), 0xC000_0000, shown);
+    let backend = VhostUserBackend::connect(shown, &Cancel::never()).expect("a backend");
+    let function = VirtioPciBlock::vhost_user(backend, memory, Arc::new(Idle), 0xC000_0000);
     let mut function = function.expect("a function");
 
     let (ready, at_work) = mpsc::channel();

@@ -6,6 +6,7 @@
 //! the state's lock.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -15,6 +16,7 @@ use parking_lot::Mutex;
 
 use super::link::{BackendError, Connection};
 use super::{Config, State, negotiate};
+use crate::connect::Cancel;
 
 /// How long to wait between two tries to find a backend that was lost.
 const AGAIN: Duration = Duration::from_millis(100);
@@ -31,8 +33,13 @@ pub(super) struct Agreed {
 }
 
 /// Connects and agrees about everything but the driver's features.
-pub(super) fn agree(socket: &Path, queues: u16, patience: Duration) -> Result<Agreed, BackendError> {
-    let connection = Connection::open(socket, queues, patience)?;
+pub(super) fn agree(
+    socket: &Path,
+    queues: u16,
+    patience: Duration,
+    cancel: &Cancel,
+) -> Result<Agreed, BackendError> {
+    let connection = Connection::open(socket, queues, patience, cancel)?;
     let (features, inflight, config) = negotiate(&connection, queues)?;
     Ok(Agreed {
         connection,
@@ -53,9 +60,10 @@ pub(super) enum Ask {
     End,
 }
 
-/// The thread. Dropping it ends it.
+/// The thread. Dropping it ends it, and what it is waiting for.
 #[derive(Debug)]
 pub(super) struct Connector {
+    ended: Arc<AtomicBool>,
     asked: Sender<Ask>,
     socket: PathBuf,
     thread: Option<JoinHandle<()>>,
@@ -70,11 +78,15 @@ impl Connector {
     ) -> Result<Self, BackendError> {
         let (asked, asks) = mpsc::channel();
         let (state, place) = (Arc::downgrade(state), socket.to_owned());
+        let ended = Arc::new(AtomicBool::new(false));
+        let asks_end = Arc::clone(&ended);
+        let cancel = Cancel::when(move || asks_end.load(Ordering::SeqCst));
         let thread = std::thread::Builder::new()
             .name("connector".to_owned())
-            .spawn(move || see_to(&state, &asks, &place, patience))
+            .spawn(move || see_to(&state, &asks, &place, patience, &cancel))
             .map_err(BackendError::Host)?;
         Ok(Self {
+            ended,
             asked,
             socket: socket.to_owned(),
             thread: Some(thread),
@@ -99,6 +111,7 @@ impl Connector {
 
 impl Drop for Connector {
     fn drop(&mut self) {
+        self.ended.store(true, Ordering::SeqCst);
         // It has ended if nobody hears.
         self.asked.send(Ask::End).unwrap_or_default();
         if let Some(thread) = self.thread.take()
@@ -109,7 +122,13 @@ impl Drop for Connector {
     }
 }
 
-fn see_to(state: &Weak<Mutex<State>>, asks: &Receiver<Ask>, socket: &Path, patience: Duration) {
+fn see_to(
+    state: &Weak<Mutex<State>>,
+    asks: &Receiver<Ask>,
+    socket: &Path,
+    patience: Duration,
+    cancel: &Cancel,
+) {
     let mut waits = false;
     loop {
         let asked = if waits {
@@ -120,7 +139,7 @@ fn see_to(state: &Weak<Mutex<State>>, asks: &Receiver<Ask>, socket: &Path, patie
         match asked {
             Ok(Ask::Lost) => waits = true,
             Ok(Ask::Now(answer)) => {
-                let result = come_back(state, socket, patience);
+                let result = come_back(state, socket, patience, cancel);
                 waits = result.is_err() && state.upgrade().is_some_and(|state| state.lock().is_awaited());
                 // Who has asked waits for it.
                 answer.send(result).unwrap_or_default();
@@ -129,7 +148,7 @@ fn see_to(state: &Weak<Mutex<State>>, asks: &Receiver<Ask>, socket: &Path, patie
             Ok(Ask::End) | Err(RecvTimeoutError::Disconnected) => return,
             Err(RecvTimeoutError::Timeout) => {}
         }
-        match come_back(state, socket, patience) {
+        match come_back(state, socket, patience, cancel) {
             Ok(()) => waits = false,
             Err(error @ BackendError::Lacks { .. }) => {
                 tracing::error!(%error, "a guest's disk needs a reset");
@@ -141,7 +160,12 @@ fn see_to(state: &Weak<Mutex<State>>, asks: &Receiver<Ask>, socket: &Path, patie
 }
 
 /// Connects, if there is no connection, and goes on where the last one was.
-fn come_back(state: &Weak<Mutex<State>>, socket: &Path, patience: Duration) -> Result<(), BackendError> {
+fn come_back(
+    state: &Weak<Mutex<State>>,
+    socket: &Path,
+    patience: Duration,
+    cancel: &Cancel,
+) -> Result<(), BackendError> {
     let Some(state) = state.upgrade() else {
         return Ok(());
     };
@@ -152,6 +176,6 @@ fn come_back(state: &Weak<Mutex<State>>, socket: &Path, patience: Duration) -> R
         }
         state.queues()
     };
-    let agreed = agree(socket, queues, patience)?;
+    let agreed = agree(socket, queues, patience, cancel)?;
     state.lock().go_on(agreed)
 }

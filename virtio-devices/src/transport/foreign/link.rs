@@ -25,6 +25,7 @@ use vhost::vhost_user::{
 
 use super::super::pci::{Shared, signal};
 use super::connector::Ask;
+use crate::connect::{Cancel, connect_within};
 use crate::vhost_user::event::{Wait, duplicate, poll_all};
 
 /// Why there is no disk of a vhost-user backend, or no more.
@@ -38,6 +39,20 @@ pub enum BackendError {
         /// Why.
         #[source]
         source: io::Error,
+    },
+    /// It accepts nobody, and its backlog is full.
+    #[error("the vhost-user backend at {} has not accepted a connection within {patience:?}", socket.display())]
+    Busy {
+        /// Where.
+        socket: PathBuf,
+        /// How long it had.
+        patience: Duration,
+    },
+    /// The machine ends, or nobody needs the connection any more.
+    #[error("connecting to the vhost-user backend at {} was cancelled", socket.display())]
+    Cancelled {
+        /// Where.
+        socket: PathBuf,
     },
     /// It answers too late, or never. One that serves another client does so.
     #[error("the vhost-user backend at {} has not answered {message} within {patience:?}", socket.display())]
@@ -97,7 +112,7 @@ pub enum BackendError {
     Host(#[source] io::Error),
 }
 
-/// How long a backend may take for the messages of its set-up.
+/// How long a backend may take for its set-up: the connection and all messages together.
 pub(super) const SETUP_PATIENCE: Duration = Duration::from_secs(5);
 /// How long it may take later, when it may have to drain a queue first.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -106,12 +121,39 @@ const LOOK_MS: i32 = 100;
 /// No descriptor, where one is waited for.
 const NOBODY: RawFd = -1;
 
+/// A limit to how long messages may take.
+#[derive(Clone, Debug)]
+enum Limit {
+    /// All messages of the set-up, which can be cancelled.
+    SetUp {
+        until: Instant,
+        patience: Duration,
+        cancel: Cancel,
+    },
+    /// Each message. It is not cancelled: a queue that is stopped has to be drained.
+    Each(Duration),
+}
+
+impl Limit {
+    /// By when a message that is sent now must be answered, and how long that is in all.
+    fn deadline(&self) -> (Option<Instant>, Duration) {
+        match self {
+            Self::SetUp { until, patience, .. } => (Some(*until), *patience),
+            Self::Each(patience) => (Instant::now().checked_add(*patience), *patience),
+        }
+    }
+
+    fn is_cancelled(&self) -> bool {
+        matches!(self, Self::SetUp { cancel, .. } if cancel.is_cancelled())
+    }
+}
+
 /// What both ends of a connection's life share.
 pub(super) struct Link {
     socket: PathBuf,
     stream: UnixStream,
     frontend: Frontend,
-    patience: Mutex<Duration>,
+    limit: Mutex<Limit>,
     /// By when the message that is under way must be answered.
     deadline: Mutex<Option<Instant>>,
     overdue: AtomicBool,
@@ -158,10 +200,10 @@ impl Link {
         self.answers.store(true, Ordering::SeqCst);
     }
 
-    /// From now on `function` is told what happens, and messages may take longer.
+    /// From now on `function` is told what happens, and messages may take longer and are not cancelled.
     /// With a `keeper`, that one is told of a loss, and the guest is not.
     pub(super) fn serve(&self, function: &Arc<Shared>, keeper: Option<&Sender<Ask>>) {
-        *self.patience.lock() = PATIENCE;
+        *self.limit.lock() = Limit::Each(PATIENCE);
         // A connection serves one function, so this is the first.
         if let Some(keeper) = keeper {
             self.keeper.set(keeper.clone()).unwrap_or_default();
@@ -198,8 +240,8 @@ impl Link {
         if self.is_gone() {
             return Err(BackendError::Gone { socket: socket() });
         }
-        let patience = *self.patience.lock();
-        *self.deadline.lock() = Instant::now().checked_add(patience);
+        let (deadline, patience) = self.limit.lock().deadline();
+        *self.deadline.lock() = deadline;
         signal(self.wake.as_fd());
         let answer = send(&mut self.frontend.clone());
         *self.deadline.lock() = None;
@@ -210,6 +252,9 @@ impl Link {
                     message,
                     patience,
                 };
+            }
+            if self.limit.lock().is_cancelled() {
+                return BackendError::Cancelled { socket: socket() };
             }
             // Who only says no is still there.
             let refusal = vhost::Error::VhostUserProtocol(MessageError::BackendInternalError);
@@ -276,6 +321,9 @@ impl Link {
                 }
             }
             let deadline = *self.deadline.lock();
+            if deadline.is_some() && self.limit.lock().is_cancelled() {
+                return self.lose(&"its set-up was cancelled");
+            }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 self.overdue.store(true, Ordering::SeqCst);
                 return self.lose(&"it does not answer");
@@ -324,11 +372,22 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Connects to the backend that listens at `socket`, for `queues` queues.
-    pub(super) fn open(socket: &Path, queues: u16, patience: Duration) -> Result<Self, BackendError> {
-        let stream = UnixStream::connect(socket).map_err(|source| BackendError::Connect {
-            socket: socket.to_owned(),
-            source,
+    /// Connects to the backend that listens at `socket`, for `queues` queues. The connection and its set-up may take as
+    /// long as `patience`, unless `cancel` says otherwise first.
+    pub(super) fn open(
+        socket: &Path,
+        queues: u16,
+        patience: Duration,
+        cancel: &Cancel,
+    ) -> Result<Self, BackendError> {
+        let until = Instant::now() + patience;
+        let stream = connect_within(socket, patience, cancel).map_err(|source| {
+            let socket = socket.to_owned();
+            match source.kind() {
+                io::ErrorKind::TimedOut => BackendError::Busy { socket, patience },
+                io::ErrorKind::ConnectionAborted => BackendError::Cancelled { socket },
+                _ => BackendError::Connect { socket, source },
+            }
         })?;
         let host = BackendError::Host;
         let changes = Arc::new(ConfigChanges::default());
@@ -339,7 +398,11 @@ impl Connection {
             socket: socket.to_owned(),
             frontend: Frontend::from_stream(stream.try_clone().map_err(host)?, queues.into()),
             stream,
-            patience: Mutex::new(patience),
+            limit: Mutex::new(Limit::SetUp {
+                until,
+                patience,
+                cancel: cancel.clone(),
+            }),
             deadline: Mutex::new(None),
             overdue: AtomicBool::new(false),
             gone: AtomicBool::new(false),

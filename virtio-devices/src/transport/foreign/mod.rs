@@ -21,7 +21,6 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
@@ -42,10 +41,11 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
-use super::ResizeError;
 use super::device::{Device, DeviceError, QueueInterrupt, QueueStart};
-use super::pci::{Shared, signal};
+use super::pci::{QUEUES_MAX, Shared, signal};
+use super::{PlugError, ResizeError, VhostUserDiskConfig};
 use crate::block::{CONFIG_BYTES, WRITEBACK_OFFSET};
+use crate::connect::Cancel;
 use crate::vhost_user::event::event_of;
 use crate::virtqueue::RingAddresses;
 use connector::{Agreed, Ask, Connector, agree};
@@ -131,29 +131,57 @@ impl fmt::Debug for State {
     }
 }
 
-impl Foreign {
-    /// Connects to the backend at `socket` and agrees with it about everything but the driver's features.
-    pub(super) fn connect(
-        socket: &Path,
-        queues: u16,
-        queue_size: u16,
-        memory: GuestMemoryMmap,
-    ) -> Result<Self, BackendError> {
-        Self::connect_within(SETUP_PATIENCE, socket, queues, queue_size, memory)
+/// A vhost-user-blk backend that has agreed to be a machine's disk, and is not in one yet.
+///
+/// Connecting may take seconds, so it comes before anything of the machine is locked.
+#[derive(Debug)]
+pub struct VhostUserBackend {
+    agreed: Agreed,
+    pub(super) config: VhostUserDiskConfig,
+    patience: Duration,
+}
+
+impl VhostUserBackend {
+    /// Connects to the backend, and agrees with it about everything but the driver's features. Takes 5 s at most, or
+    /// until `cancel` says so.
+    ///
+    /// # Errors
+    ///
+    /// [`PlugError`].
+    pub fn connect(config: VhostUserDiskConfig, cancel: &Cancel) -> Result<Self, PlugError> {
+        let queues = config.num_queues;
+        if queues == 0 || queues > QUEUES_MAX {
+            let workers = usize::from(queues);
+            return Err(PlugError::Queues { queues, workers });
+        }
+        Ok(Self::connect_within(SETUP_PATIENCE, config, cancel)?)
     }
 
     fn connect_within(
         patience: Duration,
-        socket: &Path,
-        queues: u16,
-        queue_size: u16,
-        memory: GuestMemoryMmap,
+        config: VhostUserDiskConfig,
+        cancel: &Cancel,
     ) -> Result<Self, BackendError> {
-        let agreed = agree(socket, queues, patience)?;
+        Ok(Self {
+            agreed: agree(&config.socket, config.num_queues, patience, cancel)?,
+            config,
+            patience,
+        })
+    }
+}
+
+impl Foreign {
+    /// The device that `backend` is, for a guest with this memory.
+    pub(super) fn new(backend: VhostUserBackend, memory: GuestMemoryMmap) -> Result<Self, BackendError> {
+        let VhostUserBackend {
+            agreed,
+            config,
+            patience,
+        } = backend;
         let state = Arc::new(Mutex::new(State {
             connection: agreed.connection,
             memory,
-            queue_size,
+            queue_size: config.queue_size,
             function: None,
             features: agreed.features,
             writeback: agreed.config[WRITEBACK_OFFSET],
@@ -162,11 +190,11 @@ impl Foreign {
             inflight: None,
             is_set_up: false,
             accepted: 0,
-            running: (0..queues).map(|_| None).collect(),
+            running: (0..config.num_queues).map(|_| None).collect(),
             nobody: block::task::eventfd().map_err(BackendError::Host)?,
         }));
         Ok(Self {
-            connector: Connector::start(&state, socket, patience)?,
+            connector: Connector::start(&state, &config.socket, patience)?,
             state,
         })
     }

@@ -1,8 +1,8 @@
 //! The function against backends over real sockets: our own server, QEMU's storage daemon, and some that are none.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -11,7 +11,7 @@ use block::Op;
 
 use super::super::tests::{Board, VERSION_1, wait_used, write};
 use super::*;
-use crate::testing::{DATA, DISK_BYTES, Driver, MemDisk, guest_memory};
+use crate::testing::{DATA, DISK_BYTES, Driver, MemDisk, fill_backlog, guest_memory};
 use crate::transport::PlugError;
 use crate::vhost_user::{StopToken, VhostUserConfig, VhostUserServer};
 
@@ -477,29 +477,114 @@ fn a_backend_that_is_not_there_or_too_small_is_refused_in_one_line() {
     hangs_up.join().expect("no panic");
 }
 
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// Connects to a backend that does not let itself be used; how that ended.
+fn given_up(socket: &Path, patience: Duration, cancel: &Cancel) -> BackendError {
+    let began = Instant::now();
+    let config = VhostUserDiskConfig {
+        name: "disk".to_owned(),
+        socket: socket.to_owned(),
+        num_queues: 1,
+        queue_size: 64,
+    };
+    let error = VhostUserBackend::connect_within(patience, config, cancel).expect_err("no backend");
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    error
+}
+
 #[test]
 fn a_backend_that_never_answers_is_given_up() {
     let (_folder, socket) = folder();
     // It listens, and serves another.
-    let _listener = UnixListener::bind(&socket).expect("a socket");
-    let patience = Duration::from_millis(300);
-    let began = Instant::now();
-    let error = Foreign::connect_within(patience, &socket, 1, 64, guest_memory(None)).expect_err("no answer");
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    let place = socket.display();
     assert_eq!(
-        error.to_string(),
-        format!(
-            "the vhost-user backend at {} has not answered GET_FEATURES within 300ms",
-            socket.display()
-        )
+        given_up(&socket, PATIENCE, &Cancel::never()).to_string(),
+        format!("the vhost-user backend at {place} has not answered GET_FEATURES within 500ms")
     );
-    assert!(began.elapsed() < Duration::from_secs(10));
+    // Connections that were given up stay in the backlog until it is full.
+    let _waiting = fill_backlog(&listener, &socket);
+    assert_eq!(
+        given_up(&socket, PATIENCE, &Cancel::never()).to_string(),
+        format!("the vhost-user backend at {place} has not accepted a connection within 500ms")
+    );
+}
+
+/// Each answer comes in time, and all of them together too late.
+#[test]
+fn a_backend_that_answers_slowly_has_one_deadline_for_its_set_up() {
+    const ANSWERED: [u8; 3] = [1, 15, 17];
+    let (_folder, socket) = folder();
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    let backend = std::thread::spawn(move || {
+        let (mut client, _) = listener.accept().expect("a client");
+        let mut header = [0; 12];
+        while client.read_exact(&mut header).is_ok() {
+            let mut body = vec![0; usize::from(header[8])];
+            client.read_exact(&mut body).expect("a message");
+            if ANSWERED.contains(&header[0]) {
+                std::thread::sleep(PATIENCE * 2 / 5);
+                // Version 1, a reply, of 8 bytes: every feature that is needed.
+                (header[4], header[8]) = (5, 8);
+                let features = PROTOCOL_FEATURES | VERSION_1 | 1 | 1 << 9;
+                let answer = [&header[..], &features.to_le_bytes()].concat();
+                // It has hung up by then, in the end.
+                client.write_all(&answer).unwrap_or_default();
+            }
+        }
+    });
+    let error = given_up(&socket, PATIENCE, &Cancel::never());
+    assert!(matches!(error, BackendError::Silent { .. }), "{error}");
+    backend.join().expect("no panic");
+}
+
+#[test]
+fn connecting_to_a_backend_can_be_cancelled() {
+    let (_folder, socket) = folder();
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    for full in [false, true] {
+        let _waiting = full.then(|| fill_backlog(&listener, &socket));
+        let began = Instant::now();
+        let cancel = Cancel::when(move || began.elapsed() > Duration::from_millis(200));
+        let error = given_up(&socket, Duration::from_secs(3600), &cancel);
+        assert!(matches!(error, BackendError::Cancelled { .. }), "{full}: {error}");
+    }
+}
+
+/// The disk of a backend that was lost ends at once, although somebody is trying to connect again.
+#[test]
+fn the_end_of_a_disk_does_not_wait_for_a_backend_that_accepts_nobody() {
+    for full in [false, true] {
+        let (_folder, socket) = folder();
+        let disk = MemDisk::new();
+        let server = Server::start_as(&socket, &disk, 1, true);
+        let board = Board::foreign(&socket, 1, disk).expect("a function");
+        // In the place of the first one, and not asked to accept anybody.
+        std::fs::remove_file(&socket).expect("the socket");
+        let listener = UnixListener::bind(&socket).expect("a socket");
+        let _waiting = full.then(|| fill_backlog(&listener, &socket));
+        drop(server);
+        std::thread::sleep(Duration::from_millis(500));
+        let began = Instant::now();
+        drop(board);
+        let took = began.elapsed();
+        assert!(took < Duration::from_secs(3), "full {full}: it took {took:?}");
+    }
 }
 
 #[test]
 fn memory_that_cannot_be_shared_is_told_when_it_is_needed() {
     let (_folder, socket) = folder();
     let _server = Server::start(&socket, &MemDisk::new(), 1);
-    let foreign = Foreign::connect(&socket, 1, 64, guest_memory(None)).expect("a backend");
+    let config = VhostUserDiskConfig {
+        name: "disk".to_owned(),
+        socket,
+        num_queues: 1,
+        queue_size: 64,
+    };
+    let backend = VhostUserBackend::connect(config, &Cancel::never()).expect("a backend");
+    let foreign = Foreign::new(backend, guest_memory(None)).expect("a device");
     let error = foreign.state.lock().set_up().expect_err("it has no files");
     assert!(
         error.to_string().contains("is not in memory that can be shared"),
