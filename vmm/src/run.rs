@@ -155,15 +155,15 @@ impl Desk {
 
     fn info(&self, machine: &Machine) -> Value {
         let disks = self.disks.map(|slot, disk| {
-            let (size, readonly) = machine.shown(slot);
+            let shown = machine.shown(slot);
             json!({
                 "id": disk.name(),
                 "path": disk.config.path,
                 "address": address(slot),
-                "size": size,
-                "readonly": readonly,
+                "size": shown.map_or(0, |shown| shown.size_bytes),
+                "readonly": shown.is_none_or(|shown| shown.read_only),
                 "queues": disk.config.num_queues,
-                "io": machine.driver_name(slot),
+                "io": shown.map_or("none", |shown| shown.driver_name),
                 "removing": disk.asked,
             })
         });

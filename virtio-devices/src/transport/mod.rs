@@ -24,7 +24,10 @@ mod tests;
 
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use foreign::{BackendError, VhostUserBackend};
 pub use pci::{BAR_BYTES, PciDiskConfig, PlugError, ResizeError, VhostUserDiskConfig, VirtioPciBlock};
@@ -82,6 +85,42 @@ pub trait Machine: Send + Sync + fmt::Debug {
     fn interrupt(&self) -> io::Result<Box<dyn Interrupt>>;
 }
 
+/// The guest addresses at which a function answers. Clones show the same window.
+///
+/// A function may be busy for as long as a drain takes, and a bus asks each for its window to find out whom a guest's
+/// access is for. So the window is read without locking the function.
+#[derive(Clone, Debug)]
+pub struct Window {
+    base: Arc<AtomicU64>,
+    bytes: u64,
+}
+
+impl Window {
+    /// In place of an address: the function does not answer.
+    const NOWHERE: u64 = u64::MAX;
+
+    /// A window of `bytes` bytes that is nowhere yet.
+    #[must_use]
+    pub fn new(bytes: u64) -> Self {
+        Self {
+            base: Arc::new(AtomicU64::new(Self::NOWHERE)),
+            bytes,
+        }
+    }
+
+    /// The addresses at which the function answers now, if it does.
+    #[must_use]
+    pub fn range(&self) -> Option<Range<u64>> {
+        let base = self.base.load(Ordering::SeqCst);
+        (base != Self::NOWHERE).then(|| base..base.saturating_add(self.bytes))
+    }
+
+    /// Moves the window to `base`, or to nowhere.
+    pub fn set(&self, base: Option<u64>) {
+        self.base.store(base.unwrap_or(Self::NOWHERE), Ordering::SeqCst);
+    }
+}
+
 /// A function on a PCI bus, as the bus sees it.
 pub trait PciFunction: Send + fmt::Debug {
     /// Reads the configuration space: 1, 2 or 4 bytes, not across a multiple of 4.
@@ -90,8 +129,8 @@ pub trait PciFunction: Send + fmt::Debug {
     /// Writes to the configuration space: 1, 2 or 4 bytes, not across a multiple of 4.
     fn write_config(&mut self, offset: u16, data: &[u8]);
 
-    /// The guest addresses at which the function answers now, if it does.
-    fn window(&self) -> Option<std::ops::Range<u64>>;
+    /// Where the function answers, which can be read without the function.
+    fn window(&self) -> Window;
 
     /// Reads at `offset` of the window.
     fn read(&mut self, offset: u64, data: &mut [u8]);

@@ -4,7 +4,6 @@
 //! the machine is not paused; and when a reset or a pause returns, none of them touches guest memory any more.
 
 use std::io;
-use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,7 +21,7 @@ use super::foreign::{BackendError, Foreign, VhostUserBackend};
 use super::in_process::InProcess;
 use super::msix::{ENTRY_BYTES, Msix, NO_VECTOR, Vectors};
 use super::queue::PciQueue;
-use super::{Machine, PciFunction};
+use super::{Machine, PciFunction, Window};
 use crate::block::{BlockDevice, BlockDeviceConfig, SerialTooLong};
 
 /// The size of the function's memory window, in bytes.
@@ -174,8 +173,11 @@ pub struct VirtioPciBlock {
     driver_feature_select: u32,
     features: u64,
     queue_select: u16,
-    /// Where kicks are watched for.
+    /// Where the function answers, and where kicks are watched for.
+    window: Window,
     watched: Option<u64>,
+    /// It is in no slot any more.
+    unplugged: bool,
     paused: bool,
 }
 
@@ -300,7 +302,9 @@ impl VirtioPciBlock {
             driver_feature_select: 0,
             features: 0,
             queue_select: 0,
+            window: Window::new(BAR_BYTES.into()),
             watched: None,
+            unplugged: false,
             paused: false,
         })
     }
@@ -354,15 +358,17 @@ impl VirtioPciBlock {
         Ok(size_bytes)
     }
 
-    /// Unplugs the function: drains its queues for good. The disk stays open.
+    /// Unplugs the function: drains its queues for good. The disk stays open. What a guest writes from now on, through
+    /// an access that found the function before, changes nothing.
     ///
     /// # Errors
     ///
     /// If a worker has ended.
     pub fn unplug(&mut self) -> io::Result<()> {
+        self.unplugged = true;
+        self.window.set(None);
         self.watch(None);
         self.msix.disconnect();
-        self.paused = true;
         self.stop_all().map_err(io::Error::other)
     }
 
@@ -376,7 +382,7 @@ impl VirtioPciBlock {
 
     fn start_all(&mut self) {
         let status = self.shared.status.load(Ordering::SeqCst);
-        if self.paused || status & STATUS_DRIVER_OK == 0 {
+        if self.unplugged || self.paused || status & STATUS_DRIVER_OK == 0 {
             return;
         }
         for queue in &mut self.queues {
@@ -604,6 +610,9 @@ impl PciFunction for VirtioPciBlock {
     }
 
     fn write_config(&mut self, offset: u16, data: &[u8]) {
+        if self.unplugged {
+            return;
+        }
         self.space.write(offset, data);
         if offset & !3 == self.msix_at {
             self.msix.set_control(self.space.u16_at(self.msix_at + 2));
@@ -614,14 +623,15 @@ impl PciFunction for VirtioPciBlock {
         {
             self.write(place, data);
         }
-        let window = self.window().map(|window| window.start);
-        self.watch(window);
-    }
-
-    fn window(&self) -> Option<Range<u64>> {
         let base = u64::from(self.space.u32_at(at::BAR0) & !(BAR_BYTES - 1));
         let answers = self.space.u16_at(at::COMMAND) & COMMAND_MEMORY != 0;
-        answers.then_some(base..base + u64::from(BAR_BYTES))
+        let base = answers.then_some(base);
+        self.window.set(base);
+        self.watch(base);
+    }
+
+    fn window(&self) -> Window {
+        self.window.clone()
     }
 
     fn read(&mut self, offset: u64, data: &mut [u8]) {
@@ -647,6 +657,7 @@ impl PciFunction for VirtioPciBlock {
 
     fn write(&mut self, offset: u64, data: &[u8]) {
         match offset {
+            _ if self.unplugged => {}
             COMMON..COMMON_BYTES => self.write_common(offset, data),
             DEVICE..NOTIFY => self.write_device(offset - DEVICE, data),
             NOTIFY..TABLE => {

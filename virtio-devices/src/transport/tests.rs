@@ -458,9 +458,27 @@ fn kicks_follow_the_window() {
     assert_eq!(places(&board), [u64::from(WINDOW) + 0x3000]);
     board.function.write_config(0x10, &0xD000_0000u32.to_le_bytes());
     assert_eq!(places(&board), [0xD000_3000]);
-    assert_eq!(board.function.window(), Some(0xD000_0000..0xD000_8000));
+    let window = board.function.window();
+    assert_eq!(window.range(), Some(0xD000_0000..0xD000_8000));
     board.function.write_config(4, &0u16.to_le_bytes());
-    assert!(places(&board).is_empty() && board.function.window().is_none());
+    assert!(places(&board).is_empty() && window.range().is_none());
+}
+
+/// A CPU may have found the function just before it was unplugged.
+#[test]
+fn a_function_that_was_unplugged_registers_nothing_any_more() {
+    let mut board = Board::new(1);
+    board.negotiate(VERSION_1);
+    board.enable(0);
+    board.function.unplug().expect("workers that live");
+    assert_eq!(board.function.window().range(), None);
+    board.function.write_config(4, &0u16.to_le_bytes());
+    board.negotiate(VERSION_1);
+    board.enable(0);
+    board.set(20, 1, 15);
+    board.function.resume();
+    assert!(board.bench.watched.lock().is_empty() && board.bench.connected.lock().is_empty());
+    assert_eq!(board.function.window().range(), None);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use virtio_devices::transport::PciFunction;
+use virtio_devices::transport::{PciFunction, Window};
 
 /// A device that answers a range of ports.
 pub(super) trait Ports: Send + fmt::Debug {
@@ -37,15 +37,27 @@ struct PortRange {
     device: Mutex<Box<dyn Ports>>,
 }
 
-/// What is plugged into each slot.
+/// A function, and where it answers.
+type Plugged = (Function, Window);
+
+/// What is plugged into each slot. A function is locked by those only whose access is for it: it may be busy for long.
 #[derive(Debug, Default)]
-pub(super) struct Slots(Mutex<[Option<Function>; SLOTS]>);
+pub(super) struct Slots(Mutex<[Option<Plugged>; SLOTS]>);
 
 impl Slots {
-    /// Plugs a function into a slot, or takes out what is there. Returns what was there.
-    pub(super) fn set(&self, slot: usize, function: Option<Function>) -> Option<Function> {
-        let mut slots = lock(&self.0);
-        std::mem::replace(slots.get_mut(slot)?, function)
+    /// Plugs a function into a slot.
+    pub(super) fn plug(&self, slot: usize, function: Function) {
+        let window = lock(&*function).window();
+        if let Some(place) = lock(&self.0).get_mut(slot) {
+            *place = Some((function, window));
+        }
+    }
+
+    /// Takes out what is in a slot.
+    pub(super) fn unplug(&self, slot: usize) {
+        let gone = lock(&self.0).get_mut(slot).and_then(Option::take);
+        // Not with the slots locked: it may be the last who has it.
+        drop(gone);
     }
 
     /// The lowest slot that is free.
@@ -55,17 +67,17 @@ impl Slots {
     }
 
     fn function(&self, slot: usize) -> Option<Function> {
-        lock(&self.0).get(slot)?.clone()
+        let slots = lock(&self.0);
+        let (function, _) = slots.get(slot)?.as_ref()?;
+        Some(Arc::clone(function))
     }
 
     /// The function whose window an address is in, and where in it.
     fn at(&self, address: u64) -> Option<(Function, u64)> {
-        let functions: Vec<Function> = lock(&self.0).iter().flatten().cloned().collect();
-        functions.into_iter().find_map(|function| {
-            let window = lock(&*function).window()?;
-            window
-                .contains(&address)
-                .then(|| (function, address - window.start))
+        lock(&self.0).iter().flatten().find_map(|(function, window)| {
+            let range = window.range()?;
+            let found = range.contains(&address);
+            found.then(|| (Arc::clone(function), address - range.start))
         })
     }
 }
@@ -174,5 +186,69 @@ impl Bus {
         if let Some((function, offset)) = self.slots.at(address) {
             lock(&*function).write(offset, data);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    /// A function that answers with its number.
+    #[derive(Debug)]
+    struct Numbered(u8, Window);
+
+    impl PciFunction for Numbered {
+        fn read_config(&mut self, _: u16, data: &mut [u8]) {
+            data.fill(self.0);
+        }
+
+        fn write_config(&mut self, _: u16, _: &[u8]) {}
+
+        fn window(&self) -> Window {
+            self.1.clone()
+        }
+
+        fn read(&mut self, _: u64, data: &mut [u8]) {
+            data.fill(self.0);
+        }
+
+        fn write(&mut self, _: u64, _: &[u8]) {}
+    }
+
+    /// A function stays locked while it drains its queues.
+    #[test]
+    fn a_function_that_is_busy_holds_up_nobody_else() {
+        let slots = Arc::new(Slots::default());
+        let functions: Vec<Function> = (1..=3)
+            .map(|number| {
+                let window = Window::new(0x1000);
+                window.set(Some(u64::from(number) * 0x1000));
+                Arc::new(Mutex::new(Numbered(number, window))) as Function
+            })
+            .collect();
+        for (slot, function) in (1..).zip(&functions) {
+            slots.plug(slot, Arc::clone(function));
+        }
+        let bus = Arc::new(Bus::new(Arc::clone(&slots)));
+        let busy = lock(&*functions[0]);
+        let (sender, answers) = mpsc::channel();
+        let cpu = std::thread::spawn(move || {
+            for address in [0x2000, 0x3FFF, 0x4000] {
+                let mut byte = [0];
+                bus.read_memory(address, &mut byte);
+                sender.send(byte[0]).expect("somebody listens");
+            }
+            slots.unplug(2);
+            let mut byte = [0];
+            bus.read_memory(0x2000, &mut byte);
+            sender.send(byte[0]).expect("somebody listens");
+        });
+        for expected in [2, 3, 0xFF, 0xFF] {
+            assert_eq!(answers.recv_timeout(Duration::from_secs(20)), Ok(expected));
+        }
+        drop(busy);
+        cpu.join().expect("no panic");
     }
 }

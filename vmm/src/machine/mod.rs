@@ -199,8 +199,45 @@ impl Stop {
     }
 }
 
+/// What is told of a disk.
+#[derive(Clone, Copy, Debug)]
+pub struct Shown {
+    /// Its size in bytes, as the guest sees it.
+    pub size_bytes: u64,
+    /// Whether the guest may only read.
+    pub read_only: bool,
+    /// What carries out its I/O.
+    pub driver_name: &'static str,
+}
+
+impl Shown {
+    fn of(function: &VirtioPciBlock) -> Self {
+        Self {
+            size_bytes: function.size_bytes(),
+            read_only: function.is_read_only(),
+            driver_name: function.driver_name(),
+        }
+    }
+}
+
 /// A disk in its slot.
-type Plugged = Arc<Mutex<VirtioPciBlock>>;
+#[derive(Debug)]
+struct Plugged {
+    function: Arc<Mutex<VirtioPciBlock>>,
+    /// As it was when it was looked at last.
+    shown: Mutex<Shown>,
+}
+
+impl Plugged {
+    /// What is told of it: what it was last, while it is busy, as with a drain.
+    fn shown(&self) -> Shown {
+        let mut shown = lock(&self.shown);
+        if let Ok(function) = self.function.try_lock() {
+            *shown = Shown::of(&function);
+        }
+        *shown
+    }
+}
 
 /// Who is told that a guest has let a disk go: the slot. On the CPU's thread, so it returns soon; from then on the
 /// machine does not use the disk.
@@ -209,7 +246,7 @@ pub type Ejected = Arc<dyn Fn(usize) + Send + Sync>;
 /// All disks, as those who plug see them and as the bus does.
 #[derive(Debug, Default)]
 struct Disks {
-    plugged: Mutex<BTreeMap<usize, Plugged>>,
+    plugged: Mutex<BTreeMap<usize, Arc<Plugged>>>,
     slots: Arc<Slots>,
 }
 
@@ -219,9 +256,9 @@ impl Disks {
         let Some(disk) = lock(&self.plugged).remove(&slot) else {
             return false;
         };
-        self.slots.set(slot, None);
+        self.slots.unplug(slot);
         // The map is not locked meanwhile: a drain takes as long as the host's disk does.
-        if let Err(error) = lock(&disk).unplug() {
+        if let Err(error) = lock(&disk.function).unplug() {
             tracing::error!(slot, %error, "a disk's queues cannot be drained");
         }
         true
@@ -335,10 +372,9 @@ impl Machine {
         let bus = Arc::new(KvmBus(Arc::clone(&self.kvm)));
         let function = make(self.kvm.memory().clone(), bus, window)?;
         let function = Arc::new(Mutex::new(function));
-        self.disks
-            .slots
-            .set(slot, Some(Arc::clone(&function) as Function));
-        disks.insert(slot, function);
+        self.disks.slots.plug(slot, Arc::clone(&function) as Function);
+        let shown = Mutex::new(Shown::of(&lock(&function)));
+        disks.insert(slot, Arc::new(Plugged { function, shown }));
         Ok(slot)
     }
 
@@ -356,7 +392,7 @@ impl Machine {
     pub fn resume(&self) {
         lock(&self.disks.plugged)
             .values()
-            .for_each(|disk| lock(disk).resume());
+            .for_each(|disk| lock(&disk.function).resume());
         self.cpus.resume();
     }
 
@@ -370,7 +406,7 @@ impl Machine {
         self.cpus.pause();
         let mut result = Ok(());
         for disk in lock(&self.disks.plugged).values() {
-            result = result.and(lock(disk).pause());
+            result = result.and(lock(&disk.function).pause());
         }
         result
     }
@@ -388,25 +424,15 @@ impl Machine {
     pub fn resize(&self, slot: usize, size_bytes: u64) -> Result<u64, ResizeError> {
         let plugged = lock(&self.disks.plugged).get(&slot).cloned();
         let plugged = plugged.ok_or(ResizeError::NoDisk)?;
-        let size_bytes = lock(&plugged).resize(size_bytes)?;
+        let size_bytes = lock(&plugged.function).resize(size_bytes)?;
         Ok(size_bytes)
     }
 
-    /// The size in bytes of the disk in `slot` and whether it can only be read, as the guest sees it.
+    /// What is told of the disk in `slot`, if there is one. Does not wait for a disk that is busy.
     #[must_use]
-    pub fn shown(&self, slot: usize) -> (u64, bool) {
+    pub fn shown(&self, slot: usize) -> Option<Shown> {
         let plugged = lock(&self.disks.plugged).get(&slot).cloned();
-        plugged.map_or((0, true), |disk| {
-            let disk = lock(&disk);
-            (disk.size_bytes(), disk.is_read_only())
-        })
-    }
-
-    /// What carries out the I/O of the disk in `slot`.
-    #[must_use]
-    pub fn driver_name(&self, slot: usize) -> &'static str {
-        let plugged = lock(&self.disks.plugged).get(&slot).cloned();
-        plugged.map_or("none", |disk| lock(&disk).driver_name())
+        plugged.map(|disk| disk.shown())
     }
 
     /// How often CPUs have left the guest for this program.

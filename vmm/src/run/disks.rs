@@ -147,7 +147,7 @@ impl Attached {
             Source::Image(disk) => machine.plug(slot, disk, self.function())?,
             Source::Backend(backend) => machine.plug_vhost_user(slot, backend)?,
         };
-        let driver = machine.driver_name(slot);
+        let driver = machine.shown(slot).map_or("none", |shown| shown.driver_name);
         tracing::info!(disk = %self.name(), slot, driver, "plugged in");
         Ok(slot)
     }
