@@ -65,7 +65,7 @@ pub struct BlockDevice {
     serial: [u8; SERIAL_BYTES],
     /// The driver's choice of cache mode.
     writeback: AtomicBool,
-    told: Told,
+    told: Arc<Told>,
 }
 
 impl fmt::Debug for BlockDevice {
@@ -101,7 +101,7 @@ impl BlockDevice {
             queue_size: config.queue_size,
             serial,
             writeback: AtomicBool::new(true),
-            told: Told::default(),
+            told: Arc::default(),
         })
     }
 
@@ -113,7 +113,7 @@ impl BlockDevice {
             queue_size: self.queue_size,
             serial: self.serial,
             writeback: AtomicBool::new(self.is_writeback()),
-            told: Told::default(),
+            told: Arc::default(),
         }
     }
 
@@ -123,7 +123,7 @@ impl BlockDevice {
     }
 
     /// How much may be said about its client's and guest's mistakes.
-    pub(crate) fn told(&self) -> &Told {
+    pub(crate) fn told(&self) -> &Arc<Told> {
         &self.told
     }
 

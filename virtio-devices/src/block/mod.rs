@@ -20,4 +20,6 @@ pub use device::{BlockDevice, BlockDeviceConfig, ConfigWriteError, SERIAL_BYTES,
 pub use queue::{BlockQueue, BlockQueueConfig, IN_FLIGHT_MAX, Notify, QueueReport, StartQueueError};
 pub(crate) use run::{FlushError, flush};
 pub use run::{RunQueueError, RunningQueue};
+#[cfg(test)]
+pub(crate) use told::LINES_MAX;
 pub(crate) use told::Told;

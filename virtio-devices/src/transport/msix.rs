@@ -8,6 +8,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use super::{Interrupt, Machine, MsiMessage};
+use crate::block::Told;
 
 /// The bytes of a table entry: address, data, control.
 pub(super) const ENTRY_BYTES: u64 = 16;
@@ -33,11 +34,12 @@ pub(super) struct Msix {
     entries: Vec<Entry>,
     vectors: Vectors,
     control: u16,
+    told: Arc<Told>,
 }
 
 impl Msix {
     /// A table of `count` interrupts of `machine`, all masked.
-    pub(super) fn new(machine: &dyn Machine, count: u16) -> io::Result<Self> {
+    pub(super) fn new(machine: &dyn Machine, count: u16, told: &Arc<Told>) -> io::Result<Self> {
         let vectors: Vec<_> = (0..count)
             .map(|_| machine.interrupt())
             .collect::<Result<_, _>>()?;
@@ -50,6 +52,7 @@ impl Msix {
             entries: vec![entry; vectors.len()],
             vectors: vectors.into(),
             control: 0,
+            told: Arc::clone(told),
         })
     }
 
@@ -79,7 +82,11 @@ impl Msix {
         };
         match changed {
             Ok(()) => entry.connected = wanted,
-            Err(error) => tracing::error!(index, %error, "an interrupt cannot be set up"),
+            Err(error) => {
+                if let Some(held_back) = self.told.admit() {
+                    tracing::error!(index, %error, held_back, "an interrupt cannot be set up");
+                }
+            }
         }
     }
 

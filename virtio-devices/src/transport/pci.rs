@@ -22,7 +22,7 @@ use super::in_process::InProcess;
 use super::msix::{ENTRY_BYTES, Msix, NO_VECTOR, Vectors};
 use super::queue::PciQueue;
 use super::{Machine, PciFunction, Window};
-use crate::block::{BlockDevice, BlockDeviceConfig, SerialTooLong};
+use crate::block::{BlockDevice, BlockDeviceConfig, SerialTooLong, Told};
 
 /// The size of the function's memory window, in bytes.
 pub const BAR_BYTES: u32 = 0x8000;
@@ -133,6 +133,8 @@ pub(super) fn signal(event: BorrowedFd<'_>) {
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) name: String,
+    /// How much may be said about what its guest and its backend do.
+    pub(super) told: Arc<Told>,
     status: AtomicU8,
     isr: AtomicU8,
     generation: AtomicU8,
@@ -206,6 +208,7 @@ impl VirtioPciBlock {
             serial: &config.serial,
         };
         let device = BlockDevice::new(disk, &shown)?;
+        let told = Arc::clone(device.told());
         let workers = config.workers.into_iter().map(WorkerHandle::spawn);
         let workers = workers.collect::<Result<Vec<_>, _>>()?;
         Self::show(
@@ -214,6 +217,7 @@ impl VirtioPciBlock {
             config.name,
             queues,
             config.queue_size,
+            told,
             |shared| Box::new(InProcess::new(device, memory, shared, workers)),
         )
     }
@@ -242,6 +246,7 @@ impl VirtioPciBlock {
             config.name,
             config.num_queues,
             config.queue_size,
+            Arc::default(),
             |shared| Box::new(foreign.serve(shared)),
         )
     }
@@ -253,9 +258,10 @@ impl VirtioPciBlock {
         name: String,
         queues: u16,
         queue_size: u16,
+        told: Arc<Told>,
         make: impl FnOnce(Arc<Shared>) -> Box<dyn Device>,
     ) -> Result<Self, PlugError> {
-        let msix = Msix::new(&*machine, queues + 1)?;
+        let msix = Msix::new(&*machine, queues + 1, &told)?;
         let mut space = ConfigSpace::new(VENDOR_VIRTIO, DEVICE_BLOCK, CLASS, BAR_BYTES);
         space.put(at::BAR0, &window.to_le_bytes());
         space.add(
@@ -281,6 +287,7 @@ impl VirtioPciBlock {
         space.allow(msix_at + 2, &[0, 0xC0]);
         let shared = Arc::new(Shared {
             name,
+            told,
             status: AtomicU8::new(0),
             isr: AtomicU8::new(0),
             generation: AtomicU8::new(0),
@@ -387,7 +394,9 @@ impl VirtioPciBlock {
         }
         for queue in &mut self.queues {
             if let Err(error) = queue.start(&mut *self.device, self.features) {
-                tracing::warn!(disk = %self.shared.name, %error, "a queue cannot run");
+                if let Some(held_back) = self.shared.told.admit() {
+                    tracing::warn!(disk = %self.shared.name, %error, held_back, "a queue cannot run");
+                }
                 self.shared.needs_reset();
             }
         }
@@ -408,9 +417,11 @@ impl VirtioPciBlock {
                 .map(|old| self.machine.unwatch(old + at, queue.kick()));
             let watched = base.map(|new| self.machine.watch(new + at, queue.kick()));
             for result in [unwatched, watched].into_iter().flatten() {
-                if let Err(error) = result {
-                    // The guest's write comes here instead.
-                    tracing::warn!(disk = %self.shared.name, %error, "kicks cannot be watched for");
+                // The guest's write comes here instead.
+                if let Err(error) = result
+                    && let Some(held_back) = self.shared.told.admit()
+                {
+                    tracing::warn!(disk = %self.shared.name, %error, held_back, "kicks cannot be watched for");
                 }
             }
         }
@@ -420,7 +431,7 @@ impl VirtioPciBlock {
     fn set_status(&mut self, status: u8) {
         if status == 0 {
             if let Err(error) = self.stop_all() {
-                tracing::error!(disk = %self.shared.name, %error, "a queue cannot be stopped");
+                self.cannot_stop(&error);
             }
             self.queues.iter_mut().for_each(PciQueue::reset);
             self.device.reset();
@@ -527,10 +538,17 @@ impl VirtioPciBlock {
     fn reset_queue(&mut self) {
         let index = usize::from(self.queue_select);
         if let Some(queue) = self.queues.get_mut(index) {
-            if let Err(error) = queue.stop(&mut *self.device) {
-                tracing::error!(disk = %self.shared.name, %error, "a queue cannot be stopped");
-            }
+            let stopped = queue.stop(&mut *self.device);
             queue.reset();
+            if let Err(error) = stopped {
+                self.cannot_stop(&error);
+            }
+        }
+    }
+
+    fn cannot_stop(&self, error: &DeviceError) {
+        if let Some(held_back) = self.shared.told.admit() {
+            tracing::error!(disk = %self.shared.name, %error, held_back, "a queue cannot be stopped");
         }
     }
 
@@ -541,7 +559,10 @@ impl VirtioPciBlock {
         };
         if (offset, len) == (26, 2) {
             if let Err(error) = queue.set_vector(vector, &mut *self.device) {
-                tracing::error!(disk = %self.shared.name, %error, "a queue's interrupt cannot be changed");
+                if let Some(held_back) = self.shared.told.admit() {
+                    let disk = &self.shared.name;
+                    tracing::error!(%disk, %error, held_back, "a queue's interrupt cannot be changed");
+                }
                 self.shared.needs_reset();
             }
             return;
@@ -562,7 +583,9 @@ impl VirtioPciBlock {
 
     fn write_device(&mut self, offset: u64, data: &[u8]) {
         if let Err(error) = self.device.write_config(offset, data, self.features) {
-            tracing::error!(disk = %self.shared.name, %error, "a change of the configuration failed");
+            if let Some(held_back) = self.shared.told.admit() {
+                tracing::error!(disk = %self.shared.name, %error, held_back, "a change of the configuration failed");
+            }
             self.shared.needs_reset();
         }
     }

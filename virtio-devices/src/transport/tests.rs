@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use block::worker::WorkerConfig;
@@ -22,6 +23,8 @@ pub(super) struct Bench {
     watched: Mutex<BTreeMap<u64, OwnedFd>>,
     pub(super) connected: Arc<Mutex<BTreeMap<usize, MsiMessage>>>,
     interrupts: Mutex<Vec<OwnedFd>>,
+    /// Kicks are not to be watched for.
+    refuses: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -49,13 +52,17 @@ impl Interrupt for BenchInterrupt {
 
 impl Machine for Bench {
     fn watch(&self, address: u64, kick: BorrowedFd<'_>) -> io::Result<()> {
+        if self.refuses.load(Ordering::SeqCst) {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
         let other = self.watched.lock().insert(address, kick.try_clone_to_owned()?);
         assert!(other.is_none(), "{address:#x} is watched twice");
         Ok(())
     }
 
     fn unwatch(&self, address: u64, _: BorrowedFd<'_>) -> io::Result<()> {
-        assert!(self.watched.lock().remove(&address).is_some());
+        let found = self.watched.lock().remove(&address).is_some();
+        assert!(found || self.refuses.load(Ordering::SeqCst));
         Ok(())
     }
 
@@ -462,6 +469,61 @@ fn kicks_follow_the_window() {
     assert_eq!(window.range(), Some(0xD000_0000..0xD000_8000));
     board.function.write_config(4, &0u16.to_le_bytes());
     assert!(places(&board).is_empty() && window.range().is_none());
+}
+
+/// Counts the lines of this thread that are in a log unless somebody asks for less.
+#[derive(Clone, Default)]
+struct Lines(Arc<AtomicU64>);
+
+impl tracing::Subscriber for Lines {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() <= tracing::Level::WARN
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// Whatever a guest does wrong as fast as it can is written down so many times a minute.
+#[test]
+fn a_guest_cannot_flood_the_log() {
+    let most = u64::from(crate::block::LINES_MAX);
+    // Queues that cannot run, and windows at which kicks cannot be watched for.
+    for kicks in [false, true] {
+        let mut board = Board::new(1);
+        board.bench.refuses.store(kicks, Ordering::SeqCst);
+        let lines = Lines::default();
+        tracing::subscriber::with_default(lines.clone(), || {
+            for round in 0..4 * most as u32 {
+                if kicks {
+                    let window = 0xD000_0000 + round % 2 * BAR_BYTES;
+                    board.function.write_config(4, &2u16.to_le_bytes());
+                    board.function.write_config(0x10, &window.to_le_bytes());
+                } else {
+                    board.negotiate(VERSION_1);
+                    board.set(22, 2, 0);
+                    board.set(32, 8, u64::MAX - 15);
+                    board.set(28, 2, 1);
+                    board.set(20, 1, 15);
+                }
+            }
+        });
+        let lines = lines.0.load(Ordering::SeqCst);
+        assert!((1..=most).contains(&lines), "kicks {kicks}: {lines} lines");
+    }
 }
 
 /// A CPU may have found the function just before it was unplugged.

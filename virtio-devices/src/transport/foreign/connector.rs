@@ -151,7 +151,10 @@ fn see_to(
         match come_back(state, socket, patience, cancel) {
             Ok(()) => waits = false,
             Err(error @ BackendError::Lacks { .. }) => {
-                tracing::error!(%error, "a guest's disk needs a reset");
+                let admitted = state.upgrade().and_then(|state| state.lock().admit());
+                if let Some(held_back) = admitted {
+                    tracing::error!(%error, held_back, "a guest's disk needs a reset");
+                }
                 waits = false;
             }
             Err(error) => tracing::debug!(%error, "a vhost-user backend is not back yet"),

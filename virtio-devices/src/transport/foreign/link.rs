@@ -216,12 +216,17 @@ impl Link {
 
     fn tell_of_loss(&self, function: &Shared, why: &dyn fmt::Display) {
         let (disk, socket) = (&function.name, self.socket.display());
+        let admitted = function.told.admit();
         if let Some(keeper) = self.keeper.get() {
-            tracing::warn!(%disk, %socket, %why, "the vhost-user backend is lost; its disk waits until it is back");
+            if let Some(held_back) = admitted {
+                tracing::warn!(%disk, %socket, %why, held_back, "the vhost-user backend is lost; its disk waits until it is back");
+            }
             // If nobody hears, the function has ended.
             return keeper.send(Ask::Lost).unwrap_or_default();
         }
-        tracing::error!(%disk, %socket, %why, "the vhost-user backend is lost; the disk needs a reset by its guest");
+        if let Some(held_back) = admitted {
+            tracing::error!(%disk, %socket, %why, held_back, "the vhost-user backend is lost; the disk needs a reset by its guest");
+        }
         function.needs_reset();
     }
 
@@ -340,7 +345,10 @@ impl Link {
 
     fn queue_broken(&self) {
         if let Some(function) = self.function.get() {
-            tracing::warn!(disk = %function.name, "a guest broke its queue; the vhost-user backend has stopped it");
+            if let Some(held_back) = function.told.admit() {
+                let disk = &function.name;
+                tracing::warn!(%disk, held_back, "a guest broke its queue; the vhost-user backend has stopped it");
+            }
             function.needs_reset();
         }
     }

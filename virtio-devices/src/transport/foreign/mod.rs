@@ -219,6 +219,12 @@ impl State {
         self.running.len() as u16
     }
 
+    /// As [`Told::admit`](crate::block::Told::admit), of the function's lines.
+    fn admit(&self) -> Option<Option<u64>> {
+        let function = self.function.as_ref();
+        function.map_or(Some(None), |(function, _)| function.told.admit())
+    }
+
     /// Whether the backend was lost and somebody waits for it, so that the guest knows nothing.
     fn is_awaited(&self) -> bool {
         self.has_inflight && self.link().is_gone()
@@ -356,7 +362,9 @@ impl State {
         self.serve();
         if let Some((function, _)) = &self.function {
             let (disk, socket) = (&function.name, self.link().socket().display());
-            tracing::info!(%disk, %socket, "connected to the vhost-user backend again");
+            if let Some(held_back) = function.told.admit() {
+                tracing::info!(%disk, %socket, held_back, "connected to the vhost-user backend again");
+            }
             if changed {
                 function.config_changed();
             }
@@ -477,7 +485,11 @@ impl Device for Foreign {
         if state.link().take_stale() {
             match read_config(state.link(), state.queues()) {
                 Ok(config) => state.config = config,
-                Err(error) => tracing::warn!(%error, "a changed configuration cannot be read"),
+                Err(error) => {
+                    if let Some(held_back) = state.admit() {
+                        tracing::warn!(%error, held_back, "a changed configuration cannot be read");
+                    }
+                }
             }
         }
         let rest = usize::try_from(offset)
@@ -557,8 +569,10 @@ impl Device for Foreign {
             let writeback = state.writeback;
             state.set_writeback(writeback)
         };
-        if let Err(error) = restored {
-            tracing::error!(%error, "a vhost-user disk is not as a new driver expects it");
+        if let Err(error) = restored
+            && let Some(held_back) = self.state.lock().admit()
+        {
+            tracing::error!(%error, held_back, "a vhost-user disk is not as a new driver expects it");
         }
     }
 
