@@ -20,6 +20,7 @@ use block::{Context, Disk, IoError, OpenQueueError};
 use qcow::{OpenOptions, QcowDisk};
 
 use crate::disk_config::{DiskConfig, ImageType, WriteErrors};
+use crate::ublk::claim::{ClaimError, refuse_claimed};
 
 /// The first bytes of every QCOW2 image.
 const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
@@ -54,6 +55,9 @@ pub enum OpenError {
     /// The raw disk refused.
     #[error(transparent)]
     Raw(#[from] OpenQueueError),
+    /// It belongs to a block device of the host.
+    #[error(transparent)]
+    Claimed(#[from] ClaimError),
     /// It is another program's disk.
     #[error("{} is the socket of a vhost-user backend and no image", path.display())]
     Foreign {
@@ -126,21 +130,33 @@ impl OpenedDisk {
 ///
 /// [`OpenError`], naming the file. Nothing has been written to it then.
 pub fn open(config: &DiskConfig) -> Result<OpenedDisk, OpenError> {
-    open_as(config, false)
+    open_as(config, &Opening::default())
 }
 
-/// As [`open`]. With `persist_mappings`, what the disk has answered outlives this process, flushed or not.
+/// What a disk is opened for, beside what its configuration says.
+#[derive(Clone, Debug, Default)]
+pub struct Opening {
+    /// What the disk has answered outlives this process, flushed or not.
+    pub persist_mappings: bool,
+    /// The block device of the host that it is opened for, which may have been waiting for that.
+    pub device: Option<u32>,
+}
+
+/// As [`open`], for a purpose.
 ///
 /// # Errors
 ///
 /// As [`open`].
-pub fn open_as(config: &DiskConfig, persist_mappings: bool) -> Result<OpenedDisk, OpenError> {
+pub fn open_as(config: &DiskConfig, how: &Opening) -> Result<OpenedDisk, OpenError> {
     if config.vhost_user {
         let path = config.path.clone();
         return Err(OpenError::Foreign { path });
     }
     let limiter = limiter(config)?;
-    let mut opened = open_unlimited(config, persist_mappings)?;
+    if !config.readonly {
+        refuse_claimed(&config.path, how.device)?;
+    }
+    let mut opened = open_unlimited(config, how)?;
     if let Some(limiter) = limiter {
         opened.disk = ThrottledDisk::new(opened.disk, limiter);
     }
@@ -170,7 +186,7 @@ fn context(config: &DiskConfig) -> Result<Context, OpenError> {
     })
 }
 
-fn open_unlimited(config: &DiskConfig, persist_mappings: bool) -> Result<OpenedDisk, OpenError> {
+fn open_unlimited(config: &DiskConfig, how: &Opening) -> Result<OpenedDisk, OpenError> {
     let cx = context(config)?;
     match image_type(config, &cx)? {
         ImageType::Raw => {
@@ -200,7 +216,7 @@ fn open_unlimited(config: &DiskConfig, persist_mappings: bool) -> Result<OpenedD
                 backing_files: config.backing_files,
                 sparse: config.sparse,
                 discard_no_unref: config.discard_no_unref,
-                persist_mappings,
+                persist_mappings: how.persist_mappings,
                 l2_cache_bytes: config.l2_cache_bytes,
                 wait_for_space: config.werror == WriteErrors::Wait,
                 lock: Some(config.lock_granularity),

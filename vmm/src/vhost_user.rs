@@ -19,7 +19,7 @@ use virtio_devices::vhost_user::{
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::limits;
-use crate::open::{self, OpenedDisk};
+use crate::open::{self, OpenedDisk, Opening};
 use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
 use crate::signals::{StopSignals, is_log_read};
 use crate::socket::{Socket, SocketError};
@@ -97,7 +97,7 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     let waiting = sockets.into_iter().zip(configs);
     let mut opened = Vec::new();
     for (socket, config) in waiting {
-        let disk = open::open_as(&config, options.restartable);
+        let disk = open::open_as(&config, &opening(options));
         opened.push((
             socket,
             config,
@@ -262,7 +262,7 @@ fn reopen(served: &mut [Served], options: Options) -> Result<(), CommandFailure>
     let deadline = Instant::now() + REOPEN_MAX;
     for disk in served {
         let opened = loop {
-            match open::open_as(&disk.config, options.restartable) {
+            match open::open_as(&disk.config, &opening(options)) {
                 Err(error) if error.is_locked() && Instant::now() < deadline => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
@@ -273,6 +273,14 @@ fn reopen(served: &mut [Served], options: Options) -> Result<(), CommandFailure>
         disk.opened = Some(opened);
     }
     Ok(())
+}
+
+/// What images are opened for.
+fn opening(options: Options) -> Opening {
+    Opening {
+        persist_mappings: options.restartable,
+        ..Opening::default()
+    }
 }
 
 /// How many descriptors serving one disk may take: its clients', and for each queue the files of a chain that is not

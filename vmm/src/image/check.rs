@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use super::{CheckArguments, on_image, open_to_read, text, write_json};
 use crate::error::{CommandFailure, chain};
+use crate::ublk::claim::refuse_claimed;
 
 /// What to mend.
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -75,6 +76,7 @@ fn repair(arguments: &CheckArguments, extent: Extent, out: &mut dyn Write) -> Re
         write: true,
         direct: false,
     };
+    refuse_claimed(path, None).map_err(|error| CommandFailure::Failed(error.into()))?;
     let file = ImageFile::open(path, options).map_err(|error| CommandFailure::Failed(error.into()))?;
     let _lock = ImageLock::acquire(file.as_fd(), path, LockMode::Write, LockGranularity::ByteRange)
         .map_err(|error| CommandFailure::Failed(error.into()))?;

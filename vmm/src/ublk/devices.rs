@@ -96,9 +96,14 @@ pub(super) fn refuse_served(ids: &[u32]) -> Result<(), CommandFailure> {
     Ok(())
 }
 
-/// Whether the process that serves a device is there. One that has ended and was not waited for is not.
+/// Whether the process that serves a device is there.
 pub(super) fn is_alive(info: &DeviceInfo) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{}/stat", info.ublksrv_pid)).unwrap_or_default();
+    u32::try_from(info.ublksrv_pid).is_ok_and(is_process_alive)
+}
+
+/// Whether a process is there. One that has ended and was not waited for is not.
+pub(super) fn is_process_alive(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
     !matches!(state, None | Some('Z' | 'X'))
 }

@@ -5,6 +5,7 @@
 
 pub mod arguments;
 mod background;
+pub mod claim;
 mod devices;
 mod fence;
 mod groups;

@@ -76,6 +76,9 @@ mod tests {
             queues_per_worker: 1,
             rate_limit_group: None,
             control: "/run/x".into(),
+            sequence: None,
+            outlives: true,
+            files: Vec::new(),
         };
         let srv = state("path=a.qcow2,serial=A", "/srv");
         assert!(is_same(&srv, "path=a.qcow2,serial=A", Path::new("/srv")));

@@ -18,6 +18,7 @@ use virtio_devices::ublk::{
 };
 
 use super::arguments::{AddArguments, RecoverArguments, ServeArguments, UpgradeArguments};
+use super::claim::ClaimedFile;
 use super::groups::Groups;
 use super::resume::{self, Found};
 use super::sooner::Sooner;
@@ -27,7 +28,7 @@ use super::{background, devices, fence, hand_over, helper, links, parallel, read
 use crate::control::{Control as ControlSocket, Request};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
-use crate::open::{self, OpenedDisk};
+use crate::open::{self, OpenedDisk, Opening};
 use crate::signals::StopSignals;
 use crate::socket::Socket;
 use crate::{limits, size};
@@ -398,9 +399,14 @@ fn serve(
 /// Opens and locks a disk. One whose server was killed is locked until the last of its I/O has ended.
 fn open_disk(wanted: &Wanted) -> Result<OpenedDisk, CommandFailure> {
     let begun = Instant::now();
-    let had_server = wanted.recover.or(wanted.half_made).is_some();
+    let device = wanted.recover.or(wanted.half_made);
+    let had_server = device.is_some();
+    let how = Opening {
+        persist_mappings: wanted.outlives,
+        device,
+    };
     loop {
-        match open::open_as(&wanted.disk, wanted.outlives) {
+        match open::open_as(&wanted.disk, &how) {
             Err(error) if had_server && error.is_locked() && begun.elapsed() < UNLOCK_MAX => {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -510,6 +516,14 @@ fn remember(
         queues_per_worker: wanted.config.queues_per_worker,
         rate_limit_group: wanted.rate_limit_group,
         control: socket.to_owned(),
+        sequence: state::sequence(Path::new(state::BLOCK_DEVICES), id),
+        outlives: Recovery::of(device.info().flags()) != Recovery::Off,
+        files: opened
+            .disk()
+            .files()
+            .iter()
+            .filter_map(|file| ClaimedFile::of(file))
+            .collect(),
     };
     if let Err(error) = remembered.store() {
         tracing::warn!(%error, device = id, "cannot remember the device: `ublk recover` will need its --disk");

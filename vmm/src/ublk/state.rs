@@ -11,8 +11,14 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::claim::ClaimedFile;
+use crate::disk_config::DiskConfig;
+
 /// Where the files are of those who may administer the system.
 const FOLDER: &str = "/run/ringdisk/ublk";
+
+/// Where the kernel shows block devices.
+pub(super) const BLOCK_DEVICES: &str = "/sys/block";
 
 /// Where the files are.
 pub(super) fn folder() -> PathBuf {
@@ -43,10 +49,33 @@ pub(super) struct DeviceState {
     pub(super) rate_limit_group: Option<String>,
     /// Where its server can be asked.
     pub(super) control: PathBuf,
+    /// The kernel's sequence number of the device, which no other one of this boot has. `None`: an older server's.
+    #[serde(default)]
+    pub(super) sequence: Option<u64>,
+    /// Whether the device stays, and waits, when its server is gone.
+    #[serde(default = "yes")]
+    pub(super) outlives: bool,
+    /// The files of the disk, its own first. Empty: an older server's.
+    #[serde(default)]
+    pub(super) files: Vec<ClaimedFile>,
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn path_in(folder: &Path, id: u32) -> PathBuf {
+    folder.join(format!("{id}.json"))
 }
 
 fn path(id: u32) -> PathBuf {
-    folder().join(format!("{id}.json"))
+    path_in(&folder(), id)
+}
+
+/// The sequence number of the block device `id` that is there now, among those in `devices`.
+pub(super) fn sequence(devices: &Path, id: u32) -> Option<u64> {
+    let path = devices.join(format!("ublkb{id}/diskseq"));
+    fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
 /// Makes the folder, for its user alone.
@@ -95,8 +124,32 @@ impl DeviceState {
     /// What is remembered of device `id`; `None` if nothing is, or it makes no sense.
     #[must_use]
     pub(super) fn load(id: u32) -> Option<Self> {
-        let state: Self = serde_json::from_slice(&fs::read(path(id)).ok()?).ok()?;
+        Self::load_from(&folder(), id)
+    }
+
+    /// As [`DeviceState::load`], from `folder`.
+    pub(super) fn load_from(folder: &Path, id: u32) -> Option<Self> {
+        let state: Self = serde_json::from_slice(&fs::read(path_in(folder, id)).ok()?).ok()?;
         (state.id == id).then_some(state)
+    }
+
+    /// Returns true if the device that has this number now, among those in `devices`, is the one that is remembered. Of
+    /// one that an older server made, only the number is known.
+    pub(super) fn is_of_present_device(&self, devices: &Path) -> bool {
+        match self.sequence {
+            Some(known) => sequence(devices, self.id) == Some(known),
+            None => devices.join(format!("ublkb{}", self.id)).exists(),
+        }
+    }
+
+    /// The files of the disk that nobody else may write, its own first.
+    pub(super) fn claimed(&self) -> Vec<ClaimedFile> {
+        if !self.files.is_empty() {
+            return self.files.clone();
+        }
+        let disk = DiskConfig::parse(&self.disk).ok();
+        let path = disk.map(|disk| self.directory.join(disk.path));
+        path.and_then(|path| ClaimedFile::of(&path)).into_iter().collect()
     }
 }
 
@@ -136,6 +189,9 @@ mod tests {
             queues_per_worker: 2,
             rate_limit_group: Some("id=slow,ops_size=1,ops_refill_time=1".to_owned()),
             control: "/run/x".into(),
+            sequence: Some(9),
+            outlives: false,
+            files: ClaimedFile::of(Path::new("/")).into_iter().collect(),
         };
         let text = serde_json::to_string(&state).expect("JSON");
         assert_eq!(

@@ -1,0 +1,291 @@
+//! Images that belong to a block device whose server is gone: nobody else may write them until the device has a server
+//! again, or is deleted.
+//!
+//! The image of such a device is not locked, and its host still mounts it. A second writer would change the disk under
+//! a file system that goes on, after `ublk recover`, with what it keeps in memory. What must stay true: what is remembered
+//! of a device that is gone, or of an earlier device with the same number, keeps nobody from an image.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use virtio_devices::ublk::block_path;
+
+use super::devices::is_process_alive;
+use super::state::{self, DeviceState};
+
+/// Why an image may not be opened for writing.
+#[derive(Debug, thiserror::Error)]
+pub enum ClaimError {
+    /// The device has no server.
+    #[error(
+        "{} is {} {}, which waits for a server: `ringdisk ublk recover {id}`, or `ringdisk ublk del {id}`",
+        path.display(), part(*backing), block_path(*id)
+    )]
+    Waits {
+        /// The image.
+        path: PathBuf,
+        /// The device's number.
+        id: u32,
+        /// It lies below the device's image.
+        backing: bool,
+    },
+    /// The device is served.
+    #[error(
+        "{} is locked: it is {} {}, which process {pid} serves",
+        path.display(), part(*backing), block_path(*id)
+    )]
+    Served {
+        /// The image.
+        path: PathBuf,
+        /// The device's number.
+        id: u32,
+        /// Its server.
+        pid: u32,
+        /// It lies below the device's image.
+        backing: bool,
+    },
+}
+
+fn part(backing: bool) -> &'static str {
+    if backing {
+        "a backing file of the disk of"
+    } else {
+        "the disk of"
+    }
+}
+
+/// Device and inode of a file; for a block device, whatever node it is reached by, its number.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) struct Identity {
+    device: u64,
+    /// `None`: it is that block device.
+    inode: Option<u64>,
+}
+
+impl Identity {
+    fn of(path: &Path) -> io::Result<Self> {
+        let found = fs::metadata(path)?;
+        Ok(if found.file_type().is_block_device() {
+            Self {
+                device: found.rdev(),
+                inode: None,
+            }
+        } else {
+            Self {
+                device: found.dev(),
+                inode: Some(found.ino()),
+            }
+        })
+    }
+}
+
+/// A file of a device's disk, as its server had it open.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) struct ClaimedFile {
+    path: PathBuf,
+    identity: Identity,
+}
+
+impl ClaimedFile {
+    /// What is to be remembered of the file at `path`; `None` if it cannot be looked at.
+    pub(super) fn of(path: &Path) -> Option<Self> {
+        // A path such as /dev/fd/3 means another file in another process.
+        let path = path.canonicalize().ok()?;
+        let identity = Identity::of(&path).ok()?;
+        Some(Self { path, identity })
+    }
+
+    /// Returns true if this is the file that `ublk recover` would open, or the one that was moved from its path.
+    fn is(&self, identity: Identity) -> bool {
+        Identity::of(&self.path).unwrap_or(self.identity) == identity
+    }
+}
+
+/// Refuses to write the image at `path` if it belongs to a block device, other than `own`, that keeps its I/O for
+/// the next server.
+///
+/// # Errors
+///
+/// [`ClaimError`], which names the device.
+pub fn refuse_claimed(path: &Path, own: Option<u32>) -> Result<(), ClaimError> {
+    refuse_in(&state::folder(), Path::new(state::BLOCK_DEVICES), path, own)
+}
+
+/// As [`refuse_claimed`], with what is remembered in `folder` of the devices in `devices`.
+fn refuse_in(folder: &Path, devices: &Path, path: &Path, own: Option<u32>) -> Result<(), ClaimError> {
+    // Whoever opens it says what is wrong.
+    let Ok(identity) = Identity::of(path) else {
+        return Ok(());
+    };
+    // Who may not look here has no devices that wait.
+    for entry in fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok) {
+        let name = entry.file_name();
+        let id = name
+            .to_str()
+            .and_then(|name| name.strip_suffix(".json")?.parse().ok());
+        let Some(state) = id.and_then(|id| DeviceState::load_from(folder, id)) else {
+            continue;
+        };
+        let (id, pid) = (state.id, state.pid);
+        if own == Some(id) || !state.outlives || !state.is_of_present_device(devices) {
+            continue;
+        }
+        let Some(index) = state.claimed().iter().position(|file| file.is(identity)) else {
+            continue;
+        };
+        let (path, backing) = (path.to_owned(), index > 0);
+        return Err(if is_process_alive(pid) {
+            ClaimError::Served {
+                path,
+                id,
+                pid,
+                backing,
+            }
+        } else {
+            ClaimError::Waits { path, id, backing }
+        });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder with images, one with what is remembered, and one as `/sys/block`.
+    struct World {
+        root: tempfile::TempDir,
+    }
+
+    impl World {
+        /// Device 3 with the disk `a`, over the backing file `base`, whose server is gone.
+        fn new() -> Self {
+            let world = Self {
+                root: tempfile::tempdir().expect("a folder"),
+            };
+            for folder in ["run", "sys/ublkb3"] {
+                fs::create_dir_all(world.path(folder)).expect("a folder");
+            }
+            for image in ["a", "base", "other"] {
+                fs::write(world.path(image), image).expect("a file");
+            }
+            world.is_device(41);
+            world.remember(|_| ());
+            world
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.root.path().join(name)
+        }
+
+        fn is_device(&self, sequence: u64) {
+            fs::write(self.path("sys/ublkb3/diskseq"), format!("{sequence}\n")).expect("a file");
+        }
+
+        fn remember(&self, change: impl FnOnce(&mut DeviceState)) {
+            let files = ["a", "base"].map(|name| ClaimedFile::of(&self.path(name)).expect("a file"));
+            let mut state = DeviceState {
+                id: 3,
+                // No process has the largest number that fits.
+                pid: u32::MAX,
+                disk: "path=a".to_owned(),
+                directory: self.root.path().to_owned(),
+                queues_per_worker: 1,
+                rate_limit_group: None,
+                control: "/run/x".into(),
+                sequence: Some(41),
+                outlives: true,
+                files: files.into(),
+            };
+            change(&mut state);
+            let text = serde_json::to_string(&state).expect("JSON");
+            fs::write(self.path("run/3.json"), text).expect("a file");
+        }
+
+        fn refusal(&self, name: &str, own: Option<u32>) -> Option<String> {
+            let refused = refuse_in(&self.path("run"), &self.path("sys"), &self.path(name), own);
+            refused.err().map(|error| error.to_string())
+        }
+    }
+
+    #[test]
+    fn refuse_claimed_names_the_device_that_waits_by_whatever_path_its_image_is_reached() {
+        let world = World::new();
+        fs::hard_link(world.path("a"), world.path("hard")).expect("a link");
+        std::os::unix::fs::symlink("a", world.path("soft")).expect("a link");
+        for name in ["a", "hard", "soft"] {
+            let wanted = format!(
+                "{} is the disk of /dev/ublkb3, which waits for a server: `ringdisk ublk recover 3`, or `ringdisk ublk del 3`",
+                world.path(name).display()
+            );
+            assert_eq!(world.refusal(name, None), Some(wanted));
+            assert!(world.refusal(name, Some(4)).is_some());
+        }
+        let base = world.refusal("base", None).expect("its blocks show through");
+        assert!(
+            base.contains("is a backing file of the disk of /dev/ublkb3"),
+            "{base}"
+        );
+        // Its own server, another image, and one that is not there.
+        assert_eq!(world.refusal("a", Some(3)), None);
+        assert_eq!(world.refusal("other", None), None);
+        assert_eq!(world.refusal("none", None), None);
+        // The image that has been moved is the one that the host has mounted.
+        fs::rename(world.path("a"), world.path("moved")).expect("renamed");
+        assert!(world.refusal("moved", None).is_some());
+        // What is in its place is what `recover` would open.
+        fs::write(world.path("a"), "new").expect("a file");
+        assert!(world.refusal("a", None).is_some());
+        assert_eq!(world.refusal("moved", None), None);
+    }
+
+    #[test]
+    fn refuse_claimed_names_the_server_of_a_device_that_is_served() {
+        let world = World::new();
+        let pid = std::process::id();
+        world.remember(|state| state.pid = pid);
+        let told = world.refusal("a", None).expect("it is served");
+        assert!(
+            told.ends_with(&format!("the disk of /dev/ublkb3, which process {pid} serves")),
+            "{told}"
+        );
+    }
+
+    #[test]
+    fn refuse_claimed_lets_everybody_have_what_only_a_stale_state_claims() {
+        let world = World::new();
+        // Another device has the number now.
+        world.is_device(42);
+        assert_eq!(world.refusal("a", None), None);
+        world.is_device(41);
+        assert!(world.refusal("a", None).is_some());
+        // Nobody has it.
+        fs::remove_dir_all(world.path("sys/ublkb3")).expect("removed");
+        assert_eq!(world.refusal("a", None), None);
+        fs::create_dir(world.path("sys/ublkb3")).expect("a folder");
+        world.is_device(41);
+        // It goes with its server.
+        world.remember(|state| state.outlives = false);
+        assert_eq!(world.refusal("a", None), None);
+        fs::write(world.path("run/3.json"), "{").expect("a file");
+        assert_eq!(world.refusal("a", None), None);
+    }
+
+    /// What versions remembered that knew neither files nor sequence numbers.
+    #[test]
+    fn refuse_claimed_understands_the_state_of_an_older_server() {
+        let world = World::new();
+        let text = format!(
+            r#"{{"id":3,"pid":4294967295,"disk":"path=a","directory":{:?},"queues_per_worker":1,"control":"/run/x"}}"#,
+            world.root.path()
+        );
+        fs::write(world.path("run/3.json"), text).expect("a file");
+        assert!(world.refusal("a", None).is_some());
+        assert_eq!(world.refusal("base", None), None);
+        fs::remove_dir_all(world.path("sys/ublkb3")).expect("removed");
+        assert_eq!(world.refusal("a", None), None);
+    }
+}
