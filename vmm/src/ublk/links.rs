@@ -15,7 +15,8 @@ use rustix::fs::{FlockOperation, flock};
 use virtio_devices::ublk::abi::Flags;
 use virtio_devices::ublk::{Control, block_path};
 
-use super::state::DeviceState;
+use super::devices::is_process_alive;
+use super::state::{BLOCK_DEVICES, DeviceState};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_OK};
 
@@ -196,11 +197,23 @@ pub(super) fn print(device: u32, owner: bool) -> Result<u8, CommandFailure> {
         }
         return Ok(EXIT_OK);
     }
-    let disk = DeviceState::load(device).and_then(|state| DiskConfig::parse(&state.disk).ok());
-    if let Some(serial) = disk.and_then(|disk| disk.serial) {
-        writeln!(std::io::stdout(), "RINGDISK_LINK={}", name(&serial))?;
+    let state = DeviceState::load(device);
+    if let Some(name) = state.and_then(|state| name_of(&state, Path::new(BLOCK_DEVICES))) {
+        writeln!(std::io::stdout(), "RINGDISK_LINK={name}")?;
     }
     Ok(EXIT_OK)
+}
+
+/// The name of the device, among those in `devices`, of which `state` is remembered; `None` if its disk has no serial
+/// number, or another device has its number now.
+fn name_of(state: &DeviceState, devices: &Path) -> Option<String> {
+    // An older server has not remembered which device it was: it has to be alive.
+    let is_known = state.sequence.is_some() || is_process_alive(state.pid);
+    if !is_known || !state.is_of_present_device(devices) {
+        return None;
+    }
+    let serial = DiskConfig::parse(&state.disk).ok()?.serial?;
+    Some(name(&serial))
 }
 
 #[cfg(test)]
@@ -212,6 +225,38 @@ mod tests {
         assert_eq!(name("DATA-1.a"), "ringdisk-DATA-1.a");
         assert_eq!(name("../x y\\z"), r"ringdisk-..\x2fx\x20y\x5cz");
         assert_ne!(name("a b"), name(r"a\x20b"));
+    }
+
+    #[test]
+    fn name_of_names_no_device_that_came_after_the_remembered_one() {
+        let devices = tempfile::tempdir().expect("a folder");
+        let is_device = |sequence: &str| {
+            fs::create_dir_all(devices.path().join("ublkb0")).expect("a folder");
+            fs::write(devices.path().join("ublkb0/diskseq"), sequence).expect("a file");
+        };
+        let mut state = DeviceState {
+            id: 0,
+            // No process has the largest number that fits.
+            pid: u32::MAX,
+            disk: "path=a.qcow2,serial=DATA".to_owned(),
+            directory: "/srv".into(),
+            queues_per_worker: 1,
+            rate_limit_group: None,
+            control: "/run/x".into(),
+            sequence: Some(41),
+            outlives: true,
+            files: Vec::new(),
+        };
+        assert_eq!(name_of(&state, devices.path()), None, "there is no device");
+        is_device("41\n");
+        // Whether or not its server is there: names stay.
+        assert_eq!(name_of(&state, devices.path()).as_deref(), Some("ringdisk-DATA"));
+        is_device("42\n");
+        assert_eq!(name_of(&state, devices.path()), None, "it is another one");
+        state.sequence = None;
+        assert_eq!(name_of(&state, devices.path()), None);
+        state.pid = std::process::id();
+        assert_eq!(name_of(&state, devices.path()).as_deref(), Some("ringdisk-DATA"));
     }
 
     /// A folder as `/dev`, with nodes of two devices.
