@@ -49,7 +49,7 @@ pub enum Kernel {
     V7,
 }
 
-/// The lab with this kernel. `None` where it cannot be had, which has been said as `tests/run-tests.sh` counts it.
+/// The lab with this kernel. `None` where it cannot be had, which has been said as `tests/summary.sh` counts it.
 ///
 /// # Panics
 ///
