@@ -13,7 +13,10 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::again::begun_again;
+use crate::heartbeat::{self, Heartbeat, Pulse};
 use crate::process::{GLANCE, Process, read_lossy, tail};
+use crate::results::{boots, scripts_part};
 use crate::{Error, Lab, Scratch, initramfs};
 
 /// The PCI slot of the first disk; the next ones follow. Below are QEMU's own devices.
@@ -27,16 +30,25 @@ const PATIENCE: Duration = Duration::from_secs(300);
 const CPU: &str = "max,la57=off";
 
 /// What the kernel's console must not show after a good run.
-const COMPLAINTS: [&str; 8] = [
+const COMPLAINTS: [&str; 14] = [
     "I/O error",
     "EXT4-fs error",
     "EXT4-fs warning",
+    "Aborting journal",
+    "Corruption",
+    "Internal error",
+    "Shutting down filesystem",
     "BUG:",
+    "KASAN",
     "WARNING:",
     "Oops",
+    "general protection",
     "blocked for more than",
-    "rcu_sched detected stalls",
+    "rcu: INFO",
 ];
+
+/// The first line of the initramfs on the console. Up to it a guest has used no disk of ours.
+const INITRAMFS: &str = "lab: init";
 
 /// A guest to be started: what it has, and what it runs.
 #[derive(Debug, Clone)]
@@ -49,6 +61,7 @@ pub struct Guest<'lab> {
     script: String,
     patience: Duration,
     reconnects: bool,
+    heartbeat: bool,
     cpu: &'static str,
 }
 
@@ -70,6 +83,7 @@ impl<'lab> Guest<'lab> {
             script: String::new(),
             patience: PATIENCE,
             reconnects: false,
+            heartbeat: false,
             cpu: CPU,
         }
     }
@@ -83,6 +97,12 @@ impl<'lab> Guest<'lab> {
     /// Has QEMU connect again, and again, to a server that has gone.
     pub fn reconnects(mut self) -> Self {
         self.reconnects = true;
+        self
+    }
+
+    /// Has it tick on a serial port of its own while its script runs, and answer there when it hangs.
+    pub fn heartbeat(mut self) -> Self {
+        self.heartbeat = true;
         self
     }
 
@@ -127,10 +147,19 @@ impl<'lab> Guest<'lab> {
     /// [`Error::File`] or [`Error::Spawn`]. What happens later shows in the methods of [`RunningGuest`].
     pub fn start(&self, scratch: &Scratch, name: &str) -> Result<RunningGuest, Error> {
         let initrd = scratch.file(&format!("{name}.initramfs"));
-        initramfs::with_script(self.lab.initramfs(), &self.script, &initrd)?;
+        let heartbeat = if self.heartbeat {
+            Some(Heartbeat::new(scratch, name)?)
+        } else {
+            None
+        };
+        let before = if self.heartbeat { heartbeat::SCRIPT } else { "" };
+        initramfs::with_script(self.lab.initramfs(), &format!("{before}{}", self.script), &initrd)?;
         let console = scratch.file(&format!("{name}.console"));
         let results = scratch.file(&format!("{name}.results"));
-        let command = self.command(&initrd, &console, &results);
+        let mut command = self.command(&initrd, &console, &results);
+        if let Some(heartbeat) = &heartbeat {
+            heartbeat.add_to(&mut command);
+        }
         let process = Process::start(command, scratch.file(&format!("{name}.qemu")))?;
         Ok(RunningGuest {
             process,
@@ -139,26 +168,40 @@ impl<'lab> Guest<'lab> {
             deadline: Instant::now() + self.patience,
             patience: self.patience,
             one_port: false,
+            heartbeat,
         })
     }
 
-    /// Starts the guest and waits for its good end: [`start`](Self::start), then [`RunningGuest::finish`].
-    ///
-    /// On a busy machine an emulated kernel has been seen to turn in circles before its first process. A guest that does
-    /// not reach its script is said, and started again, once.
+    /// Starts the guest and waits for its good end: [`boot`](Self::boot), then [`RunningGuest::finish`].
     ///
     /// # Errors
     ///
     /// As those two.
-    #[expect(clippy::print_stderr, reason = "a test that was begun again says so")]
     pub fn run(&self, scratch: &Scratch, name: &str) -> Result<Outcome, Error> {
+        self.boot(scratch, name)?.finish()
+    }
+
+    /// [Starts](Self::start) the guest and waits until it has booted, or has failed to.
+    ///
+    /// On a busy machine an emulated kernel has been seen to loop before its first process. Such a guest is started
+    /// once more, which counts as [begun again](begun_again). From the first line of its initramfs on it uses its
+    /// disks, and is never started again.
+    ///
+    /// # Errors
+    ///
+    /// As [`start`](Self::start).
+    pub fn boot(&self, scratch: &Scratch, name: &str) -> Result<RunningGuest, Error> {
         let mut guest = self.start(scratch, name)?;
         if !guest.boots_within(BOOT_MAX) {
-            eprintln!("started again: {}", guest.timeout("the boot", BOOT_MAX));
+            let reason = format!(
+                "its guest did not reach its initramfs within {} s",
+                BOOT_MAX.as_secs()
+            );
+            begun_again(&reason, &guest.timeout("the boot", BOOT_MAX).to_string());
             drop(guest);
             guest = self.start(scratch, name)?;
         }
-        guest.finish()
+        Ok(guest)
     }
 
     fn command(&self, initrd: &Path, console: &Path, results: &Path) -> Command {
@@ -217,6 +260,7 @@ pub struct RunningGuest {
     patience: Duration,
     /// Whether the kernel speaks where the script does.
     one_port: bool,
+    heartbeat: Option<Heartbeat>,
 }
 
 /// What a guest said whose script ended well, at every boot.
@@ -241,6 +285,7 @@ impl RunningGuest {
             deadline,
             patience,
             one_port: true,
+            heartbeat: None,
         }
     }
 
@@ -298,16 +343,39 @@ impl RunningGuest {
         }
     }
 
-    /// Waits until the guest has said something, or cannot any more; false if neither happens for so long.
+    /// Waits until the guest's initramfs has begun, or cannot any more; false if neither happens for so long.
     fn boots_within(&mut self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
-        while self.said().is_empty() && self.process.ended().is_none() && self.check_alive().is_ok() {
+        while !self.has_begun() && self.process.ended().is_none() && self.check_alive().is_ok() {
             if Instant::now() >= until {
                 return false;
             }
             thread::sleep(GLANCE);
         }
         true
+    }
+
+    fn has_begun(&self) -> bool {
+        !self.said().is_empty() || read_lossy(&self.console).contains(INITRAMFS)
+    }
+
+    /// Its pulse, where no tick for `limit` means that it has stopped. [`Pulse::Never`] without a heartbeat.
+    pub(crate) fn pulse(&self, limit: Duration) -> Pulse {
+        let heartbeat = self.heartbeat.as_ref();
+        heartbeat.map_or(Pulse::Never, |heartbeat| heartbeat.pulse(limit))
+    }
+
+    /// True if it has a heartbeat, which was last heard less than `limit` ago.
+    #[must_use]
+    pub fn ticks(&self, limit: Duration) -> bool {
+        self.pulse(limit) == Pulse::Beats
+    }
+
+    /// Where its processes are, as the guest itself says on its heartbeat's port. Empty without a heartbeat.
+    #[must_use]
+    pub fn evidence(&self) -> String {
+        let heartbeat = self.heartbeat.as_ref();
+        heartbeat.map_or(String::new(), Heartbeat::evidence)
     }
 
     /// What the program that runs the guest has said.
@@ -323,6 +391,11 @@ impl RunningGuest {
     /// [`Error::Guest`] if the kernel panicked, the script failed or the guest stopped without saying so;
     /// [`Error::Ended`] if QEMU failed; [`Error::Timeout`].
     pub fn finish(mut self) -> Result<Outcome, Error> {
+        self.outcome()
+    }
+
+    /// As [`finish`](Self::finish), and leaves a guest that hangs as it is, to be looked at.
+    pub(crate) fn outcome(&mut self) -> Result<Outcome, Error> {
         let status = loop {
             if let Some(status) = self.process.ended() {
                 break status;
@@ -433,58 +506,6 @@ impl Outcome {
     }
 }
 
-/// The lines from each `@@begin` to the next `@@stop`, and what failed before, of a port where the kernel speaks too.
-fn scripts_part(said: &str) -> String {
-    let mut inside = false;
-    let mut lines = String::new();
-    for line in said.split_inclusive('\n') {
-        let text = line.trim_end_matches(['\r', '\n']);
-        inside |= text == "@@begin";
-        if inside || text.starts_with("@@failed") {
-            lines.push_str(text);
-            // The last line may go on.
-            lines.push_str(if line.ends_with('\n') { "\n" } else { "" });
-        }
-        inside &= text != "@@stop";
-    }
-    lines
-}
-
-/// Splits the results by the markers of the guest's init; the last boot must have ended well.
-fn boots(results: &str) -> Result<Vec<Vec<String>>, String> {
-    let mut boots = Vec::<Vec<String>>::new();
-    let mut stopped = true;
-    for line in results.lines() {
-        let Some(marker) = line.strip_prefix("@@") else {
-            boots
-                .last_mut()
-                .ok_or("spoke before it began")?
-                .push(line.to_owned());
-            continue;
-        };
-        let (word, rest) = marker.split_once(' ').unwrap_or((marker, ""));
-        match word {
-            "begin" if stopped => {
-                boots.push(Vec::new());
-                stopped = false;
-            }
-            "begin" => return Err("restarted by itself".to_owned()),
-            "exit" if rest == "0" => {}
-            "exit" => return Err(format!("script ended with {rest}")),
-            "stop" => stopped = true,
-            _ => return Err(format!("failed: {rest}")),
-        }
-    }
-    if boots.is_empty() {
-        return Err("never reached its script".to_owned());
-    }
-    if stopped {
-        Ok(boots)
-    } else {
-        Err("stopped before its script ended".to_owned())
-    }
-}
-
 /// The PCI address of the disk number `index`.
 fn pci_address(index: usize) -> String {
     format!("0000:00:{:02x}.0", FIRST_SLOT + index)
@@ -500,12 +521,6 @@ fn prefixed(prefix: &str, path: &Path) -> OsString {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn results_are_split_by_boot() {
-        let results = "@@begin\none\ntwo\n@@exit 0\n@@stop\n@@begin\nthree\n@@exit 0\n@@stop\n";
-        assert_eq!(boots(results).unwrap(), [vec!["one", "two"], vec!["three"]]);
-    }
 
     #[test]
     fn only_a_guest_that_lives_and_has_not_begun_is_to_be_started_again() {
@@ -527,37 +542,13 @@ mod tests {
             "it has failed"
         );
         assert!(
+            boots("[ 1.6] mtrr\nlab: init\n", "exec sleep 100"),
+            "it uses its disks: what hangs now may be the server's fault"
+        );
+        assert!(
             boots("[ 1.6] Kernel panic - not syncing\n", "exec sleep 100"),
             "it has panicked"
         );
         assert!(boots("", "exit 1"), "it has ended");
-    }
-
-    #[test]
-    fn what_a_kernel_says_on_the_same_port_is_told_apart() {
-        let said = "[ 1.0] Linux\r\n@@begin\r\none\r\n@@exit 0\r\n@@stop\r\n[ 2.0] reboot\r\n@@begin\r\ntw";
-        assert_eq!(scripts_part(said), "@@begin\none\n@@exit 0\n@@stop\n@@begin\ntw");
-        assert_eq!(scripts_part("Linux\n@@failed no disk\n"), "@@failed no disk\n");
-    }
-
-    #[test]
-    fn a_script_that_fails_or_is_cut_short_is_told() {
-        assert!(boots("@@begin\n@@exit 7\n@@stop\n").unwrap_err().contains('7'));
-        assert!(
-            boots("@@begin\nwork\n")
-                .unwrap_err()
-                .contains("before its script ended")
-        );
-        assert!(
-            boots("@@begin\nwork\n@@begin\n")
-                .unwrap_err()
-                .contains("by itself")
-        );
-        assert!(
-            boots("@@failed no disk appeared\n")
-                .unwrap_err()
-                .contains("no disk appeared")
-        );
-        assert!(boots("").unwrap_err().contains("never reached"));
     }
 }

@@ -9,22 +9,28 @@
 //!   the command that brings it.
 //! - Tests share only what is read-only (the kernel, the base image). Everything else lives in a folder
 //!   of the test's own, so any number of tests, and of checkouts, run at once.
+//! - Nothing is retried in silence. Only an emulator that has failed for certain is a reason, and says so in a line
+//!   that is counted ([`begun_again`]).
 //! - No process outlives the test that started it: each is killed when its handle is dropped, and by the
 //!   kernel if the test itself is killed.
 //!
 //! The guest is emulated (TCG): no `/dev/kvm` is needed, and absolute speeds mean nothing.
 
+mod again;
 mod error;
 mod guest;
+mod heartbeat;
 pub mod image;
 mod initramfs;
 mod machine;
 pub mod nested;
 mod prepare;
 mod process;
+mod results;
 mod scratch;
 mod server;
 
+pub use again::{begun_again, test_name};
 pub use error::Error;
 pub use guest::{Guest, Outcome, RunningGuest};
 pub use machine::Machine;

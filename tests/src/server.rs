@@ -157,6 +157,26 @@ impl Server {
         Ok(())
     }
 
+    /// Where its threads are, and the end of its log, to tell why it does not answer.
+    #[must_use]
+    pub fn evidence(&self) -> String {
+        let mut said = format!("`{}`:\n", self.process.command());
+        let threads = fs::read_dir(format!("/proc/{}/task", self.id()));
+        for thread in threads.into_iter().flatten().flatten() {
+            for file in ["comm", "wchan", "syscall", "stack"] {
+                // The stack is shown to root alone.
+                let text =
+                    fs::read_to_string(thread.path().join(file)).unwrap_or_else(|error| error.to_string());
+                said.push_str(&format!(
+                    "  {} {file}: {}\n",
+                    thread.path().display(),
+                    text.trim_end()
+                ));
+            }
+        }
+        said + &self.process.log_tail()
+    }
+
     fn wrong_end(&self, status: &str, expected: &'static str) -> Error {
         Error::Ended {
             command: self.process.command().to_owned(),

@@ -1,5 +1,8 @@
 //! The lab proves itself on somebody else's server, so that a failure elsewhere is not its own.
 
+use std::process::Command;
+use std::time::Duration;
+
 use lab::{Guest, Kernel, Scratch, Server, image};
 
 /// A guest writes, restarts, finds its file, and powers off; the image is flawless.
@@ -87,4 +90,41 @@ fn a_script_that_fails_is_an_error_with_its_output() -> Result<(), lab::Error> {
     assert!(message.contains("/no/such/file"), "{message}");
     assert!(!message.contains("not reached"), "{message}");
     server.stop()
+}
+
+/// Only the second may be begun again: the first says itself which of its programs hangs, and where.
+#[test]
+fn a_guest_ticks_while_its_program_hangs_and_not_while_its_emulator_is_stopped() -> Result<(), lab::Error> {
+    let lab = lab::require();
+    let scratch = Scratch::new()?;
+    let root = scratch.file("root.qcow2");
+    image::overlay(&root, lab.base())?;
+    let server = Server::storage_daemon(&scratch.file("root.sock"), &root, 1)?;
+    let mut guest = Guest::new(&lab)
+        .heartbeat()
+        .disk("root", server.socket(), 1)
+        .script("mkfifo /tmp/nobody\necho ready\ncat /tmp/nobody")
+        .boot(&scratch, "guest")?;
+    guest.wait_for(|line| line == "ready")?;
+    let patience = Duration::from_secs(60);
+    let deadline = std::time::Instant::now() + patience;
+    while !guest.ticks(patience) {
+        assert!(std::time::Instant::now() < deadline, "it never ticked");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let evidence = guest.evidence();
+    assert!(
+        evidence.contains("sh -eu /run/lab/script") && evidence.contains("do_wait"),
+        "the shell waits for what hangs: {evidence}"
+    );
+    assert!(evidence.ends_with("evidence ends"), "{evidence}");
+
+    let stop = Command::new("kill")
+        .args(["-STOP", &guest.id().to_string()])
+        .status();
+    assert!(stop.expect("kill").success());
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(!guest.ticks(Duration::from_secs(2)), "its emulator is stopped");
+    guest.kill()?;
+    server.kill()
 }

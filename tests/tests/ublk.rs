@@ -168,7 +168,6 @@ fn run_with(
 }
 
 /// As [`run_with`], in a guest with so many CPUs that is not as the others. Once more if QEMU fails in itself.
-#[expect(clippy::print_stderr, reason = "a test that was begun again says so")]
 fn run_in<'lab>(
     lab: &'lab Lab,
     scratch: &Scratch,
@@ -209,7 +208,7 @@ fn run_in<'lab>(
     };
     match once() {
         Err(failure) if failure.is_emulators() => {
-            eprintln!("run again: {failure}");
+            lab::begun_again("QEMU failed in iotlb_to_section", &failure.to_string());
             once()
         }
         outcome => outcome,
@@ -223,7 +222,12 @@ fn on_each(each: impl Fn(Kernel, &Lab) -> Result<(), Error> + Sync) -> Result<()
         let labs = [Kernel::V6_12, Kernel::V7].map(|kernel| (kernel, lab::require_kernel(kernel)));
         let running: Vec<_> = labs
             .into_iter()
-            .filter_map(|(kernel, lab)| lab.map(|lab| scope.spawn(move || each(kernel, &lab))))
+            .filter_map(|(kernel, lab)| {
+                // The harness names a test's thread after it, and a test is known by that.
+                let named = thread::Builder::new().name(lab::test_name());
+                let spawn = |lab| named.spawn_scoped(scope, move || each(kernel, &lab));
+                Some(spawn(lab?).expect("a thread"))
+            })
             .collect();
         // The first to fail is told, when all have ended.
         let ended: Vec<_> = running.into_iter().map(thread::ScopedJoinHandle::join).collect();

@@ -1,0 +1,173 @@
+//! The heartbeat of a guest: a serial port on which it ticks every second, and answers with evidence if asked.
+//!
+//! It tells a guest whose emulator has stopped from one in which only a program hangs. What it runs lies in the
+//! guest's memory: no disk that somebody serves can stop it.
+
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::process::{self, GLANCE, read_lossy};
+use crate::{Error, Scratch};
+
+/// A guest that did not tick for so long has stopped. One of eight on two CPUs has been seen to tick every 4 s.
+pub(crate) const STOPPED: Duration = Duration::from_secs(30);
+/// The longest wait for evidence.
+const EVIDENCE_MAX: Duration = Duration::from_secs(60);
+/// The last line of the evidence.
+const END: &str = "evidence ends";
+
+/// The beginning of the guest's script. What the guest runs on its third serial port is a copy in memory.
+pub(crate) const SCRIPT: &str = r#"
+mkdir -p /run/lab/beat
+cp "$(command -v busybox)" /run/lab/beat/busybox
+/run/lab/beat/busybox --install -s /run/lab/beat
+cat >/run/lab/beat/run <<'BEAT'
+export PATH=/run/lab/beat
+stty raw -echo
+while sleep 1; do echo tick; done &
+threads() {
+    for task in $1/task/*; do
+        echo "  thread ${task##*/} $(cat $task/comm): $(grep State $task/status), user and system time $(cut -d' ' -f14,15 $task/stat)"
+        echo "    waits in $(cat $task/wchan), call $(cat $task/syscall)"
+        sed 's/^/    /' $task/stack
+    done
+}
+while read -r asked; do
+    for again in 1 2; do
+        for process in /proc/[0-9]*; do
+            [ -n "$(tr -d '\0' <$process/cmdline)" ] || grep -q 'State:.*D' $process/status || continue
+            case "$(cat $process/comm)" in sleep) continue ;; esac
+            echo "process ${process##*/}: $(tr '\0' ' ' <$process/cmdline)"
+            threads $process
+        done 2>/dev/null
+        sleep 2
+    done
+    grep virtio /proc/interrupts
+    for socket in $(awk '$6 == "01" && $NF ~ /control/ { print $NF }' /proc/net/unix); do
+        [ -e "$socket" ] || socket=/mnt/$socket
+        echo "control socket $socket:"
+        timeout 10 /mnt/ringdisk ctl --socket "$socket" info
+    done 2>&1
+    for log in /mnt/*.log /mnt/*.err; do
+        [ ! -e "$log" ] || timeout 10 tail -n 20 "$log" | sed "s|^|$log: |"
+    done 2>&1
+    echo "evidence ends"
+done
+BEAT
+/run/lab/beat/busybox sh /run/lab/beat/run <>/dev/ttyS2 >&0 2>&0 &
+"#;
+
+/// The host's end of that port.
+#[derive(Debug)]
+pub(crate) struct Heartbeat {
+    /// A FIFO whose other end QEMU reads; open for reading too, so that QEMU need not wait for a writer.
+    questions: PathBuf,
+    asking: File,
+    log: PathBuf,
+}
+
+/// How a guest's heart beats.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Pulse {
+    /// It never ticked: its script was not reached.
+    Never,
+    /// Its last tick was so long ago.
+    Stopped(Duration),
+    /// It ticks.
+    Beats,
+}
+
+impl Heartbeat {
+    /// The port of the guest `name`, with its files in `scratch`.
+    pub(crate) fn new(scratch: &Scratch, name: &str) -> Result<Self, Error> {
+        let log = scratch.file(&format!("{name}.heartbeat"));
+        // What an earlier guest of this name left is not this one's pulse.
+        fs::write(&log, "").map_err(|source| Error::File {
+            action: "create",
+            path: log.clone(),
+            source,
+        })?;
+        let questions = scratch.file(&format!("{name}.questions"));
+        fs::remove_file(&questions).ok();
+        let mut command = Command::new("mkfifo");
+        command.arg(&questions);
+        process::run_ok(command)?;
+        let asking = File::options().read(true).write(true).open(&questions);
+        let asking = asking.map_err(|source| Error::File {
+            action: "open",
+            path: questions.clone(),
+            source,
+        })?;
+        Ok(Self {
+            questions,
+            asking,
+            log,
+        })
+    }
+
+    /// Adds the port to QEMU's command line, as the next one.
+    pub(crate) fn add_to(&self, command: &mut Command) {
+        let (questions, log) = (self.questions.display(), self.log.display());
+        command
+            .arg("-chardev")
+            .arg(format!("file,id=beat,path={log},input-path={questions}"));
+        // By itself it would share its interrupt with the first port, where edges get lost.
+        command.args(["-device", "isa-serial,chardev=beat,index=2,irq=5"]);
+    }
+
+    /// The pulse, where no tick for `limit` means that it has stopped.
+    pub(crate) fn pulse(&self, limit: Duration) -> Pulse {
+        pulse(&self.log, limit)
+    }
+
+    /// Asks the guest what its processes are doing. Says so if there is no answer.
+    pub(crate) fn evidence(&self) -> String {
+        if let Err(error) = (&self.asking).write_all(b"say\n") {
+            return format!("the guest cannot be asked: {error}");
+        }
+        let until = Instant::now() + EVIDENCE_MAX;
+        loop {
+            let said = read_lossy(&self.log);
+            if said.contains(END) || Instant::now() >= until {
+                let lines: Vec<_> = said.lines().filter(|line| *line != "tick").collect();
+                return lines.join("\n");
+            }
+            thread::sleep(GLANCE);
+        }
+    }
+}
+
+fn pulse(log: &Path, limit: Duration) -> Pulse {
+    let last = fs::metadata(log).ok().filter(|log| log.len() > 0);
+    let Some(last) = last.and_then(|log| log.modified().ok()) else {
+        return Pulse::Never;
+    };
+    // A clock that was set back makes it a fresh one: then nothing is retried.
+    match last.elapsed() {
+        Ok(age) if age >= limit => Pulse::Stopped(age),
+        _ => Pulse::Beats,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pulse_stops_when_the_last_tick_is_old() {
+        let scratch = Scratch::new().unwrap();
+        let heartbeat = Heartbeat::new(&scratch, "guest").unwrap();
+        let limit = Duration::from_secs(30);
+        assert_eq!(heartbeat.pulse(limit), Pulse::Never);
+        fs::write(&heartbeat.log, "tick\n").unwrap();
+        assert_eq!(heartbeat.pulse(limit), Pulse::Beats);
+        let log = fs::File::options().append(true).open(&heartbeat.log).unwrap();
+        let old = std::time::SystemTime::now() - Duration::from_secs(40);
+        log.set_modified(old).unwrap();
+        assert!(matches!(heartbeat.pulse(limit), Pulse::Stopped(age) if age.as_secs() >= 40));
+    }
+}
