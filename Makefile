@@ -67,12 +67,11 @@ TSAN = RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread" TSAN_OPTIONS=halt_on_err
 	cargo test -Zbuild-std --target x86_64-unknown-linux-gnu --target-dir target/tsan
 tsan:
 	@if [ ! -f "$$(rustc --print sysroot)/lib/rustlib/src/rust/library/Cargo.lock" ]; then \
-	    echo "cannot run here: ThreadSanitizer wants the standard library's source (rustup component add rust-src)"; \
-	else \
-	    set -ex; \
-	    $(TSAN) -p ringdisk-block --lib; \
-	    $(TSAN) -p ringdisk-qcow --test stress; \
+	    echo "ThreadSanitizer needs the standard library's source: rustup component add rust-src" >&2; \
+	    exit 1; \
 	fi
+	$(TSAN) -p ringdisk-block --lib
+	$(TSAN) -p ringdisk-qcow --test stress
 
 coverage:
 	tests/coverage.sh

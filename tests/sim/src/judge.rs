@@ -109,7 +109,8 @@ impl Judge {
             self.resume(image, words.clone())?;
         }
         if new && tally.qemu_every > 0 && (tally.images.len() as u64).is_multiple_of(tally.qemu_every) {
-            tally.asked_qemu += 1;
+            // It is not asked about dirty ones.
+            tally.asked_qemu += u64::from(!is_dirty(image));
             self.ask_qemu(image, &words)?;
         }
         Ok(())
