@@ -3,7 +3,8 @@
 //! Guest offset and host offset are the same. Sizes that are not a multiple of 512 bytes are rounded down.
 //!
 //! What must stay true: a disk that grows shows its new size when the file has it durably, and what is new reads as
-//! zeros, whatever was behind the disk's end before.
+//! zeros, whatever was behind the disk's end before; and no write makes the file longer: the next to open it would find a
+//! larger disk.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -55,7 +56,8 @@ impl RawDisk {
     ///
     /// # Errors
     ///
-    /// If its size cannot be found out.
+    /// If its size cannot be found out, or if a write of its last sector would make the file longer, as direct I/O does
+    /// where a block of the file system is larger than what the file has there.
     pub fn open(file: Arc<ImageFile>, discard: bool, cx: &Context) -> Result<Arc<Self>, OpenQueueError> {
         let error = |source| OpenQueueError {
             disk: file.path().display().to_string(),
@@ -66,8 +68,23 @@ impl RawDisk {
             .map_err(error)?
             .len()
             .map_err(|source| error(source.into()))?;
+        if file.is_writable() && !ends_at_a_block(&file, size) {
+            let block = file.alignment().offset;
+            return Err(error(std::io::Error::new(
+                std::io::ErrorKind::InvalidInput,
+                format!(
+                    "its length is {size} bytes, and direct I/O writes whole blocks of {block} there: the last one would \
+                     make it longer; use direct=off, or make it a multiple of {block} bytes long"
+                ),
+            )));
+        }
         Ok(Self::new(file, size, discard))
     }
+}
+
+/// Returns true if writing the last sectors of a disk of `size_bytes` on `file` leaves the file as long as it is.
+fn ends_at_a_block(file: &ImageFile, size_bytes: u64) -> bool {
+    (size_bytes & !511).is_multiple_of(file.alignment().offset)
 }
 
 /// Growth is one at a time, while this lives.
@@ -99,6 +116,9 @@ impl RawDisk {
         }
         if new == old {
             return Ok(());
+        }
+        if !ends_at_a_block(&self.file, new) {
+            return Err(IoError::from_errno(libc::EINVAL));
         }
         let before = view.len()?;
         let grown = async {

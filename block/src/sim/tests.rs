@@ -552,6 +552,45 @@ fn a_raw_disk_that_has_grown_is_large_after_a_cut_and_one_that_failed_is_as_it_w
     }
 }
 
+/// Where direct I/O writes blocks larger than a sector, a file that ends inside one would get longer with the write of its
+/// last sector, and the next to open it would find a larger disk.
+#[test]
+fn a_raw_disk_that_ends_inside_a_block_is_not_opened_for_direct_writes() {
+    for (sectors, block, write, opens) in [
+        (20, 4096, true, false),
+        (20, 4096, false, true),
+        (20, 512, true, true),
+        (24, 4096, true, true),
+    ] {
+        let (world, view) = world(Profile::IMMEDIATE);
+        super::tests::write(&view, 0, &vec![A; sectors * SECTOR]).expect("a write");
+        let alignment = Alignment {
+            memory: 512,
+            offset: block,
+        };
+        world.set_alignment("disk", alignment);
+        let opened = RawDisk::open(world.file("disk", write), true, view.context());
+        assert_eq!(opened.is_ok(), opens, "{sectors} sectors, blocks of {block}");
+        let (Ok(disk), true) = (opened, write) else {
+            continue;
+        };
+        let queue = Arc::clone(&disk).open_queue(view.context()).expect("a queue");
+        let bytes = AlignedBuf::from_slice(&[B; SECTOR]).into();
+        let last = ((sectors - 1) * SECTOR) as u64;
+        let (request, answer) = Request::local(Op::Write { fua: false }, last, SECTOR as u64, bytes);
+        queue.submit(request);
+        let answered = view.context().block_on(answer).expect("the ring turns");
+        assert_eq!(answered.result, Ok(()));
+        assert_eq!(world.contents("disk").len(), (sectors * SECTOR) as u64);
+        // Nor does it grow to such a size.
+        let grown = run(
+            &view,
+            Arc::clone(&disk).resize(view.context(), 27 * SECTOR as u64),
+        );
+        assert_eq!(grown.is_ok(), block == 512);
+    }
+}
+
 #[test]
 fn the_same_seed_gives_the_same_trace_and_another_another() {
     let (first, len) = interleave(5);
