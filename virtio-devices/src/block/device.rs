@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use block::Disk;
 use virtio_bindings::virtio_blk::{
@@ -46,6 +46,31 @@ pub enum ConfigWriteError {
     },
 }
 
+/// The cache mode that a driver assumes. A `u8`, to be stored.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(u8)]
+pub(crate) enum CacheMode {
+    /// The driver may have learned it from a server that is gone. Served as writethrough, which no driver
+    /// loses data by.
+    #[default]
+    Unknown = 0,
+    /// A write is durable when it is answered.
+    Writethrough = 1,
+    /// A write is durable after the next flush.
+    Writeback = 2,
+}
+
+impl CacheMode {
+    /// The mode with this number.
+    pub(crate) fn from_number(number: u8) -> Self {
+        match number {
+            1 => Self::Writethrough,
+            2 => Self::Writeback,
+            _ => Self::Unknown,
+        }
+    }
+}
+
 /// How a device shows a disk.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct BlockDeviceConfig<'a> {
@@ -63,8 +88,8 @@ pub struct BlockDevice {
     num_queues: u16,
     queue_size: u16,
     serial: [u8; SERIAL_BYTES],
-    /// The driver's choice of cache mode.
-    writeback: AtomicBool,
+    /// The number of a [`CacheMode`].
+    cache_mode: AtomicU8,
     told: Arc<Told>,
 }
 
@@ -100,7 +125,7 @@ impl BlockDevice {
             num_queues: config.num_queues,
             queue_size: config.queue_size,
             serial,
-            writeback: AtomicBool::new(true),
+            cache_mode: AtomicU8::new(CacheMode::Writeback as u8),
             told: Arc::default(),
         })
     }
@@ -112,14 +137,19 @@ impl BlockDevice {
             num_queues: self.num_queues,
             queue_size: self.queue_size,
             serial: self.serial,
-            writeback: AtomicBool::new(self.is_writeback()),
+            cache_mode: AtomicU8::new(self.cache_mode() as u8),
             told: Arc::default(),
         }
     }
 
-    /// The driver's choice of cache mode, or what it begins with.
-    pub(crate) fn is_writeback(&self) -> bool {
-        self.writeback.load(Ordering::SeqCst)
+    /// The cache mode that the driver chose or was shown.
+    pub(crate) fn cache_mode(&self) -> CacheMode {
+        CacheMode::from_number(self.cache_mode.load(Ordering::SeqCst))
+    }
+
+    /// Changes the cache mode, as a driver's choice that is known from elsewhere. Returns the mode before.
+    pub(crate) fn set_cache_mode(&self, mode: CacheMode) -> CacheMode {
+        CacheMode::from_number(self.cache_mode.swap(mode as u8, Ordering::SeqCst))
     }
 
     /// How much may be said about its client's and guest's mistakes.
@@ -166,10 +196,21 @@ impl BlockDevice {
             .fold(0, |set, bit| set | 1 << bit)
     }
 
-    /// The configuration space from `offset` on; zeros past its end.
+    /// The configuration space from `offset` on; zeros past its end. A driver that is shown the cache mode knows it
+    /// from then on: an unknown one becomes writeback.
     #[must_use]
     pub fn read_config(&self, offset: u64, len: usize) -> Vec<u8> {
-        let writeback = self.writeback.load(Ordering::Relaxed);
+        let shown = WRITEBACK_OFFSET_U64
+            .checked_sub(offset)
+            .is_some_and(|before| before < len as u64);
+        if shown {
+            let (unknown, writeback) = (CacheMode::Unknown as u8, CacheMode::Writeback as u8);
+            // Fails if the mode is known, which then stays.
+            self.cache_mode
+                .compare_exchange(unknown, writeback, Ordering::SeqCst, Ordering::SeqCst)
+                .ok();
+        }
+        let writeback = self.cache_mode() == CacheMode::Writeback;
         let bytes = config::layout(&self.disk.info(), self.num_queues, self.queue_size, writeback);
         let offset = usize::try_from(offset).unwrap_or(CONFIG_BYTES).min(CONFIG_BYTES);
         let mut out: Vec<u8> = bytes[offset..].iter().copied().take(len).collect();
@@ -198,22 +239,34 @@ impl BlockDevice {
         if value > 1 {
             return Err(ConfigWriteError::Writeback { value });
         }
-        Ok(self.writeback.swap(value == 1, Ordering::SeqCst) && value == 0)
+        let chosen = match value {
+            0 => CacheMode::Writethrough,
+            _ => CacheMode::Writeback,
+        };
+        let before = self.set_cache_mode(chosen);
+        Ok(before == CacheMode::Writeback && chosen == CacheMode::Writethrough)
     }
 
-    /// Back to how a new driver expects the device.
+    /// Resets the device to what a new driver expects, one that reads the configuration from this device.
     pub fn reset(&self) {
-        self.writeback.store(true, Ordering::SeqCst);
+        self.set_cache_mode(CacheMode::Writeback);
     }
 
-    /// Whether a driver that negotiated `features` takes a write that was answered for durable.
+    /// Returns true if writes are made durable one by one only because the mode of a driver that negotiated
+    /// `features` is not known.
+    pub(crate) fn is_slowed_by_unknown_mode(&self, features: u64) -> bool {
+        let chooses = has(features, VIRTIO_BLK_F_CONFIG_WCE) && has(features, VIRTIO_BLK_F_FLUSH);
+        chooses && self.cache_mode() == CacheMode::Unknown && !self.disk.info().read_only
+    }
+
+    /// Returns true if a driver that negotiated `features` takes a write that was answered for durable. A driver
+    /// that cannot flush does, whatever mode it chose (virtio 1.2, 5.2.5.2).
     #[inline]
-    pub(super) fn is_writethrough(&self, features: u64) -> bool {
-        if has(features, VIRTIO_BLK_F_CONFIG_WCE) {
-            !self.writeback.load(Ordering::Relaxed)
-        } else {
-            !has(features, VIRTIO_BLK_F_FLUSH)
-        }
+    pub(crate) fn is_writethrough(&self, features: u64) -> bool {
+        let writeback = CacheMode::Writeback as u8;
+        let chosen =
+            has(features, VIRTIO_BLK_F_CONFIG_WCE) && self.cache_mode.load(Ordering::Relaxed) != writeback;
+        chosen || !has(features, VIRTIO_BLK_F_FLUSH)
     }
 }
 

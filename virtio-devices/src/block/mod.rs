@@ -16,6 +16,7 @@ mod tests;
 mod told;
 
 pub(crate) use config::{CONFIG_BYTES, WRITEBACK_OFFSET};
+pub(crate) use device::CacheMode;
 pub use device::{BlockDevice, BlockDeviceConfig, ConfigWriteError, SERIAL_BYTES, SerialTooLong};
 pub use queue::{BlockQueue, BlockQueueConfig, IN_FLIGHT_MAX, Notify, QueueReport, StartQueueError};
 pub(crate) use run::{FlushError, flush};

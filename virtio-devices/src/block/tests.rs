@@ -325,6 +325,8 @@ fn writes_are_durable_at_once_unless_the_driver_flushes_and_chose_writeback() {
         (ALL, false),
         (ALL & !F_CONFIG_WCE, false),
         (ALL & !F_CONFIG_WCE & !F_FLUSH, true),
+        // It chose nothing and cannot flush.
+        (ALL & !F_FLUSH, true),
     ] {
         let disk = MemDisk::new();
         let mut world = World::with(disk.disk(), features, 64);

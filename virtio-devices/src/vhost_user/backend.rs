@@ -23,7 +23,7 @@ use vhost::vhost_user::{
 use super::inflight::{self, InflightMemory};
 use super::memory::{ClientMemory, REGIONS_MAX, RegionInfo};
 use super::vring::{Vring, VringError};
-use crate::block::{BlockDevice, FlushError, RunQueueError};
+use crate::block::{BlockDevice, CacheMode, FlushError, RunQueueError};
 use crate::virtqueue::{RingAddresses, SetupError};
 
 /// One client's device.
@@ -38,6 +38,8 @@ pub(super) struct Backend {
     pub(super) inflight: Option<InflightMemory>,
     pub(super) features: u64,
     pub(super) protocol: VhostUserProtocolFeatures,
+    /// Whether it was logged that the client's cache mode is not known.
+    mode_reported: bool,
     worker_gone: bool,
 }
 
@@ -59,7 +61,6 @@ pub(super) const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEAT
 
 impl Backend {
     pub(super) fn new(device: Arc<BlockDevice>, workers: Arc<[WorkerHandle]>, restartable: bool) -> Self {
-        device.reset();
         Self {
             vrings: workers.iter().map(|_| Vring::new()).collect(),
             device,
@@ -69,6 +70,7 @@ impl Backend {
             inflight: None,
             features: 0,
             protocol: VhostUserProtocolFeatures::empty(),
+            mode_reported: false,
             worker_gone: false,
         }
     }
@@ -132,7 +134,36 @@ impl Backend {
         started.map_err(|error| {
             self.worker_gone |= matches!(error, VringError::Run(RunQueueError::Worker(_)));
             refuse(error)
-        })
+        })?;
+        self.report_unknown_mode(index);
+        Ok(())
+    }
+
+    /// Logs once that writes are slow because the client's cache mode is not known.
+    fn report_unknown_mode(&mut self, index: usize) {
+        let runs = self.vrings.get(index).is_some_and(Vring::is_running);
+        if !runs || self.mode_reported || !self.device.is_slowed_by_unknown_mode(self.features) {
+            return;
+        }
+        self.mode_reported = true;
+        if let Some(held_back) = self.device.told().admit() {
+            tracing::warn!(
+                held_back,
+                "the client has connected again without its guest's cache mode: every write is made durable, as for \
+                 a guest in writethrough; a server with --restartable knows the mode"
+            );
+        }
+    }
+
+    /// Notes the cache mode for the server that follows this one.
+    pub(super) fn note_cache_mode(&self) {
+        let mode = self.device.cache_mode();
+        if let Some(inflight) = &self.inflight
+            && mode != CacheMode::Unknown
+            && mode != inflight.cache_mode()
+        {
+            inflight.note_cache_mode(mode);
+        }
     }
 
     fn stop(&mut self, index: usize) -> Result<&mut Vring> {
@@ -196,10 +227,11 @@ impl VhostUserBackendReqHandlerMut for Backend {
 
     fn reset_device(&mut self) -> Result<()> {
         self.stop_all().map_err(refuse)?;
-        self.vrings.iter_mut().for_each(|vring| *vring = Vring::new());
+        self.vrings.iter_mut().for_each(Vring::reset);
         self.inflight = None;
         self.features = 0;
-        self.device.reset();
+        // The cache mode stays: a client (QEMU) may answer its guest from a copy of the configuration that it read
+        // long ago, so the guest would not see the mode change.
         Ok(())
     }
 
@@ -323,7 +355,13 @@ impl VhostUserBackendReqHandlerMut for Backend {
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
         let written = self.device.write_config(offset.into(), bytes, self.features);
-        if written.map_err(refuse)? {
+        let to_flush = written.map_err(refuse)?;
+        if self.device.cache_mode() == CacheMode::Writethrough {
+            // Before the answer: a kill must not leave a guest in writethrough that the next server does not know of.
+            // Writeback is noted after the answer has been sent.
+            self.note_cache_mode();
+        }
+        if to_flush {
             self.flush()?;
         }
         Ok(())
@@ -350,6 +388,12 @@ impl VhostUserBackendReqHandlerMut for Backend {
     fn set_inflight_fd(&mut self, shape: &VhostUserInflight, file: File) -> Result<()> {
         let memory = InflightMemory::map(shape, file, self.vrings.len()).map_err(refuse)?;
         self.stop_all().map_err(refuse)?;
+        match (self.device.cache_mode(), memory.cache_mode()) {
+            (CacheMode::Unknown, noted) => drop(self.device.set_cache_mode(noted)),
+            // They should agree; where they do not, the guest loses nothing by the safer one.
+            (_, CacheMode::Writethrough) => drop(self.device.set_cache_mode(CacheMode::Writethrough)),
+            _ => {}
+        }
         self.inflight = Some(memory);
         self.vrings.iter_mut().for_each(Vring::recover);
         self.start_all()

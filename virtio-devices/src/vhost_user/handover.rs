@@ -21,12 +21,13 @@ use std::sync::{Arc, Mutex};
 
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError, VhostUserBackendReqHandlerMut};
+use virtio_bindings::virtio_blk::VIRTIO_BLK_F_CONFIG_WCE;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::backend::{Backend, PROTOCOL_FEATURES};
 use super::memory::RegionInfo;
 use super::{ServeError, VhostUserServer, event, lock};
-use crate::block::WRITEBACK_OFFSET;
+use crate::block::{CacheMode, WRITEBACK_OFFSET};
 
 /// The bytes before a message's body: code, flags, length of the body.
 const HEADER_BYTES: usize = 12;
@@ -154,10 +155,18 @@ impl Backend {
                 }
             }
         }
-        if !self.device.is_writeback() && self.protocol.contains(VhostUserProtocolFeatures::CONFIG) {
+        if self.protocol.contains(VhostUserProtocolFeatures::CONFIG) {
             let mut body = halves(WRITEBACK_OFFSET as u32, 1);
             body.extend([0; 5]);
-            script.say(FrontendReq::SET_CONFIG, &body);
+            match self.device.cache_mode() {
+                // Without the feature it cannot be said, and is writethrough to the new server as a mode not known.
+                CacheMode::Writethrough if self.features & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0 => {
+                    script.say(FrontendReq::SET_CONFIG, &body);
+                }
+                // A client that reads the mode knows it.
+                CacheMode::Writeback => script.say(FrontendReq::GET_CONFIG, &body),
+                CacheMode::Writethrough | CacheMode::Unknown => {}
+            }
         }
         if let Some(inflight) = &self.inflight {
             let (shape, file) = inflight.describe()?;

@@ -4,6 +4,13 @@
 //! is connected to. What is written there is `virtqueue`'s business. Spec: vhost-user,
 //! `VHOST_USER_GET_INFLIGHT_FD` and `VHOST_USER_SET_INFLIGHT_FD`.
 //!
+//! Behind the regions of the queues is one word of our own, the guest's cache mode: a client does not tell it again
+//! to a new server.
+//!
+//! ```text
+//! regions of the queues (virtqueue::inflight) ... | "rdcache" and the mode, 8 bytes; zeros: no mode is known
+//! ```
+//!
 //! What must stay true: memory that could shrink under us, and then kill this process at a touch, is not
 //! taken: it must be a memfd sealed against that, as ours are and those that QEMU makes.
 
@@ -16,15 +23,21 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use vhost::vhost_user::message::VhostUserInflight;
 use vm_memory::mmap::MmapRegionError;
-use vm_memory::{FileOffset, MmapRegion};
+use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
 
+use crate::block::CacheMode;
 use crate::virtqueue::InflightRegion;
 
 /// The most entries a split queue has.
 const ENTRIES_MAX: u16 = 1 << 15;
+/// What is kept behind the regions of the queues, in bytes: one word, in a cache line of its own.
+const TAIL_BYTES: u64 = 64;
+/// The upper seven bytes of that word. The lowest is the mode.
+const MODE_MARK: u64 = u64::from_be_bytes(*b"rdcache\0");
 
 /// Why inflight memory was refused.
 #[derive(Debug, thiserror::Error)]
@@ -67,6 +80,8 @@ pub(super) struct InflightMemory {
     bytes: u64,
     queues: u16,
     entries: u16,
+    /// The offset of the word with the cache mode, if the client's memory has room for it.
+    mode_at: Option<usize>,
 }
 
 fn needed(queues: u16, entries: u16, queues_max: usize) -> Result<u64, InflightMemoryError> {
@@ -88,7 +103,7 @@ pub(super) fn make(
     queues_max: usize,
 ) -> Result<(VhostUserInflight, File), InflightMemoryError> {
     let (queues, entries) = (asked.num_queues, asked.queue_size);
-    let bytes = needed(queues, entries, queues_max)?;
+    let bytes = needed(queues, entries, queues_max)? + TAIL_BYTES;
     let os = |action| move |source| InflightMemoryError::Os { action, source };
     let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
     // SAFETY: the name is a C string that lives across the call.
@@ -135,7 +150,10 @@ impl InflightMemory {
         if !inside || bytes < needed {
             return Err(size());
         }
-        let length = usize::try_from(needed).map_err(|_| size())?;
+        // Memory that another server made may end behind the queues.
+        let has_tail = bytes >= needed + TAIL_BYTES;
+        let mapped = if has_tail { needed + TAIL_BYTES } else { needed };
+        let length = usize::try_from(mapped).map_err(|_| size())?;
         let map =
             MmapRegion::from_file(FileOffset::new(file, offset), length).map_err(InflightMemoryError::Map)?;
         Ok(Self {
@@ -143,7 +161,32 @@ impl InflightMemory {
             bytes,
             queues: shape.num_queues,
             entries: shape.queue_size,
+            mode_at: has_tail.then(|| length - TAIL_BYTES as usize),
         })
+    }
+
+    /// The cache mode that a server noted. The client can write it too: a lie costs its own disk.
+    pub(super) fn cache_mode(&self) -> CacheMode {
+        let load = |at| {
+            let slice = self.map.get_slice(at, size_of::<u64>()).ok()?;
+            slice.load::<u64>(0, Ordering::Acquire).ok()
+        };
+        match self.mode_at.and_then(load) {
+            Some(word) if word & !0xff == MODE_MARK => CacheMode::from_number(word.to_le_bytes()[0]),
+            _ => CacheMode::Unknown,
+        }
+    }
+
+    /// Notes the cache mode for the next server, where there is room.
+    pub(super) fn note_cache_mode(&self, mode: CacheMode) {
+        let Some(at) = self.mode_at else {
+            return;
+        };
+        let word = MODE_MARK | u64::from(mode as u8);
+        let slice = self.map.get_slice(at, size_of::<u64>());
+        // The word was inside the mapping when the mapping was made.
+        let stored = slice.and_then(|slice| slice.store(word, 0, Ordering::Release));
+        debug_assert!(stored.is_ok(), "{stored:?}");
     }
 
     /// Its shape and its file, for another server.

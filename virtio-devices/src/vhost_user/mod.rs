@@ -23,6 +23,8 @@ mod limits_tests;
 mod memory;
 #[cfg(test)]
 mod restart_tests;
+#[cfg(test)]
+mod state_tests;
 mod stop;
 #[cfg(test)]
 mod tests;
@@ -40,7 +42,7 @@ use block::worker::{StartHook, StartWorkerError, WorkerConfig, WorkerGone, Worke
 use block::{Disk, IoError};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
-use crate::block::{BlockDevice, BlockDeviceConfig, SerialTooLong, Told};
+use crate::block::{BlockDevice, BlockDeviceConfig, CacheMode, SerialTooLong, Told};
 use backend::Backend;
 pub use handover::{ClientState, HandOverError, Message, PausedClient};
 pub use stop::StopToken;
@@ -189,6 +191,8 @@ impl VhostUserServer {
             serial: &config.serial,
         };
         let device = Arc::new(BlockDevice::new(disk, &shown)?);
+        // The first client may have been another server's before.
+        device.set_cache_mode(CacheMode::Unknown);
         let workers = (0..config.num_queues)
             .map(|queue| {
                 let cpus = config.queue_affinity.get(usize::from(queue));
@@ -339,6 +343,8 @@ impl VhostUserServer {
             guard.reading(true);
             let handled = messages.handle_request();
             guard.reading(false);
+            // The answer has been sent, and is the client's even if this process dies now.
+            lock(&backend).note_cache_mode();
             match handled {
                 Ok(()) | Err(MessageError::SocketRetry(_)) => {}
                 // The backend refused something and the client was told, if it wanted to know.

@@ -15,6 +15,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::tests::{Client, World, wait};
 use crate::testing::{DATA, MemDisk};
+use crate::virtqueue::InflightRegion;
 use crate::virtqueue::tests::Random;
 
 const IN: u32 = 0;
@@ -25,7 +26,7 @@ const OK: u8 = 0;
 const SIZE: u16 = 64;
 
 /// A memfd of the same contents, sealed as ours are.
-fn copy(shape: &VhostUserInflight, file: &File) -> File {
+pub(super) fn copy(shape: &VhostUserInflight, file: &File) -> File {
     let (_, copy) = super::inflight::make(shape, 2).expect("inflight memory");
     let mut bytes = vec![0; shape.mmap_size as usize];
     file.read_exact_at(&mut bytes, 0).expect("the contents");
@@ -33,7 +34,7 @@ fn copy(shape: &VhostUserInflight, file: &File) -> File {
     copy
 }
 
-fn inflight(client: &mut Client) -> (VhostUserInflight, File) {
+pub(super) fn inflight(client: &mut Client) -> (VhostUserInflight, File) {
     let asked = VhostUserInflight::new(0, 0, 2, SIZE);
     let (shape, file) = client.frontend.get_inflight_fd(&asked).expect("GET_INFLIGHT_FD");
     client
@@ -68,7 +69,7 @@ fn a_new_server_answers_what_a_killed_one_had_in_flight_first_and_in_order() {
     next.frozen_submit(0, OUT, 7, &[(DATA, 512, false)]);
     let second_disk = MemDisk::new();
     let second = World::restartable(second_disk.disk(), 2);
-    assert!(next.reconnect(&second, Some((&shape, &left))));
+    assert!(next.reconnect(&second.path, Some((&shape, &left))));
     for _ in 0..16 {
         assert_eq!(next.answer(0).1, 1);
     }
@@ -131,7 +132,7 @@ fn whatever_inflight_memory_holds_harms_nobody_else() {
         let mut next = client.copied();
         let second = World::restartable(disk.disk(), 2);
         // A lie is refused or believed.
-        next.reconnect(&second, Some((&shape, &left)));
+        next.reconnect(&second.path, Some((&shape, &left)));
         drop(next);
         let mut other = second.client(2);
         assert_eq!(other.ask(1, FLUSH, 0, &[]), OK, "seed {seed}");
@@ -158,7 +159,8 @@ fn inflight_memory_that_cannot_be_used_is_refused() {
     refused(&mut client, VhostUserInflight::new(bytes, 0, 3, SIZE), &file);
     refused(&mut client, VhostUserInflight::new(bytes, 0, 2, 0x8001), &file);
     refused(&mut client, VhostUserInflight::new(bytes, 0, 2, 2 * SIZE), &file);
-    refused(&mut client, VhostUserInflight::new(bytes - 1, 0, 2, SIZE), &file);
+    let needed = 2 * InflightRegion::bytes(SIZE) as u64;
+    refused(&mut client, VhostUserInflight::new(needed - 1, 0, 2, SIZE), &file);
     refused(&mut client, VhostUserInflight::new(bytes, 4096, 2, SIZE), &file);
     refused(
         &mut client,

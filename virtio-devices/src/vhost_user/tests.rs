@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -152,7 +152,15 @@ pub(super) struct Client {
 }
 
 impl Client {
-    fn connect(path: &std::path::Path, queues: u64) -> Self {
+    /// Connects as a client that begins anew: it reads the configuration.
+    fn connect(path: &Path, queues: u64) -> Self {
+        let mut client = Self::connect_unread(path, queues);
+        client.config();
+        client
+    }
+
+    /// Connects without a look at the configuration.
+    pub(super) fn connect_unread(path: &Path, queues: u64) -> Self {
         let file = memory_file();
         let memory = guest_memory(Some(&file));
         let event = || EventFd::new(EFD_NONBLOCK).expect("an eventfd");
@@ -171,7 +179,7 @@ impl Client {
     }
 
     /// A connection on which the features have been agreed upon.
-    fn negotiate(path: &std::path::Path, queues: u64) -> Frontend {
+    fn negotiate(path: &Path, queues: u64) -> Frontend {
         let mut frontend = Frontend::connect(path, queues).expect("a connection");
         frontend.set_owner().expect("SET_OWNER");
         let features = frontend.get_features().expect("GET_FEATURES");
@@ -184,6 +192,13 @@ impl Client {
             .expect("SET_PROTOCOL_FEATURES");
         frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         frontend
+    }
+
+    /// Reads the configuration.
+    pub(super) fn config(&mut self) -> Vec<u8> {
+        let flags = VhostUserConfigFlags::WRITABLE;
+        let answer = self.frontend.get_config(0, 60, flags, &[0; 60]);
+        answer.expect("GET_CONFIG").1
     }
 
     /// Gives the memory, and starts each queue at its base. `false` if one was refused.
@@ -226,8 +241,8 @@ impl Client {
 
     /// Connects to another server, with what an earlier one left in flight, as QEMU does it. `false` if the
     /// server refuses to go on with that.
-    pub(super) fn reconnect(&mut self, world: &World, inflight: Option<(&VhostUserInflight, &File)>) -> bool {
-        self.frontend = Self::negotiate(&world.path, self.drivers.len() as u64);
+    pub(super) fn reconnect(&mut self, path: &Path, inflight: Option<(&VhostUserInflight, &File)>) -> bool {
+        self.frontend = Self::negotiate(path, self.drivers.len() as u64);
         if let Some((shape, file)) = inflight {
             self.frontend
                 .set_inflight_fd(shape, file.as_raw_fd())
@@ -244,6 +259,14 @@ impl Client {
     }
 
     pub(super) fn start(&mut self, index: usize, base: u16) {
+        self.start_uncalled(index, base);
+        self.frontend
+            .set_vring_call(index, &self.calls[index])
+            .expect("SET_VRING_CALL");
+    }
+
+    /// Starts a queue and does not say whom to call.
+    pub(super) fn start_uncalled(&mut self, index: usize, base: u16) {
         let driver = &self.drivers[index];
         let frontend = &self.frontend;
         frontend.set_vring_num(index, driver.size).expect("SET_VRING_NUM");
@@ -261,12 +284,9 @@ impl Client {
         frontend
             .set_vring_kick(index, &self.kicks[index])
             .expect("SET_VRING_KICK");
-        frontend
-            .set_vring_call(index, &self.calls[index])
-            .expect("SET_VRING_CALL");
     }
 
-    fn kick(&self, queue: usize) {
+    pub(super) fn kick(&self, queue: usize) {
         self.drivers[queue].publish();
         self.kicks[queue].write(1).expect("a kick");
     }
@@ -316,10 +336,7 @@ fn serve_every_request(ring: RingKind) {
     let world = World::on(ring, raw, 2, false);
     let mut client = world.client(2);
     assert_eq!(client.frontend.get_queue_num().expect("GET_QUEUE_NUM"), 2);
-    let (_, config) = client
-        .frontend
-        .get_config(0, 60, VhostUserConfigFlags::WRITABLE, &[0; 60])
-        .expect("GET_CONFIG");
+    let config = client.config();
     assert_eq!(config[..8], (DISK_BYTES / 512).to_le_bytes());
     for queue in 0..2 {
         let other = 1 - queue;
@@ -590,11 +607,12 @@ fn choosing_writethrough_flushes_and_makes_writes_durable() {
         "the flush failed"
     );
     disk.fail(None);
-    // A new client begins with writeback.
+    // The next client may be the same, and its guest in writethrough.
     drop(client);
     let mut client = world.client(1);
+    assert_eq!(client.config()[32], 0);
     assert_eq!(client.ask(0, OUT, 0, &data), OK);
-    assert_eq!(disk.log().last(), Some(&write(false)));
+    assert_eq!(disk.log().last(), Some(&write(true)));
 }
 
 #[test]

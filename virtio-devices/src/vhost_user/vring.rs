@@ -89,6 +89,15 @@ impl Vring {
         }
     }
 
+    /// The queue as a reset leaves it, which must not run: the client goes on using the eventfds that it gave.
+    pub(super) fn reset(&mut self) {
+        *self = Self {
+            call: Arc::clone(&self.call),
+            error: Arc::clone(&self.error),
+            ..Self::new()
+        };
+    }
+
     pub(super) fn set_size(&mut self, size: u16) {
         self.size = size;
     }
@@ -139,6 +148,10 @@ impl Vring {
 
     pub(super) fn set_enabled(&mut self, enabled: bool) {
         self.enabled = enabled;
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        self.running.is_some()
     }
 
     /// Stops the queue, if it runs, by draining it. A broken queue needs a new kick to start again.

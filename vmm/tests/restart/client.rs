@@ -10,7 +10,9 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures};
+use vhost::vhost_user::message::{
+    VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
+};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap};
@@ -32,6 +34,8 @@ const DATA: u64 = 0x10_0000;
 
 const PROTOCOL_FEATURES: u64 = 1 << 30;
 const F_CONFIG_WCE: u64 = 1 << 11;
+/// Where the configuration has the cache mode.
+const WRITEBACK_AT: u32 = 32;
 
 /// What a client asks for.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -73,6 +77,10 @@ pub(crate) struct Client {
     pub(crate) answered: u64,
     /// Whether a discarded block reads as zeros: clusters are blocks.
     discards: bool,
+    /// Whether its guest may choose the cache mode.
+    pub(crate) chooses_mode: bool,
+    /// Whether it reads the configuration when it connects, as a monitor does that starts.
+    pub(crate) reads_config: bool,
 }
 
 /// The memory: a file of the temporary directory is shared memory too.
@@ -103,6 +111,8 @@ impl Client {
             model: vec![0; blocks],
             answered: 0,
             discards,
+            chooses_mode: false,
+            reads_config: false,
         }
     }
 
@@ -117,13 +127,19 @@ impl Client {
             std::thread::sleep(Duration::from_millis(1));
         };
         frontend.set_owner().expect("SET_OWNER");
-        let features = frontend.get_features().expect("GET_FEATURES") & !F_CONFIG_WCE | PROTOCOL_FEATURES;
+        let hidden = if self.chooses_mode { 0 } else { F_CONFIG_WCE };
+        let features = frontend.get_features().expect("GET_FEATURES") & !hidden | PROTOCOL_FEATURES;
         frontend.set_features(features).expect("SET_FEATURES");
         let protocol = frontend.get_protocol_features().expect("GET_PROTOCOL_FEATURES");
         frontend
             .set_protocol_features(protocol)
             .expect("SET_PROTOCOL_FEATURES");
         frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+        if self.reads_config {
+            frontend
+                .get_config(WRITEBACK_AT, 1, VhostUserConfigFlags::WRITABLE, &[0])
+                .expect("GET_CONFIG");
+        }
         let base = self
             .memory
             .find_region(GuestAddress(0))
@@ -173,6 +189,23 @@ impl Client {
         self.frontend
             .as_ref()
             .is_some_and(|frontend| frontend.get_features().is_ok())
+    }
+
+    /// Has the guest choose a cache mode: 0 writethrough, 1 writeback.
+    pub(crate) fn choose_mode(&mut self, mode: u8) {
+        let frontend = self.frontend.as_mut().expect("a connection");
+        let set = frontend.set_config(WRITEBACK_AT, VhostUserConfigFlags::empty(), &[mode]);
+        set.expect("SET_CONFIG");
+    }
+
+    /// The cache mode that the configuration shows.
+    pub(crate) fn shown_mode(&mut self) -> u8 {
+        let frontend = self.frontend.as_mut().expect("a connection");
+        let flags = VhostUserConfigFlags::WRITABLE;
+        let (_, shown) = frontend
+            .get_config(WRITEBACK_AT, 1, flags, &[0])
+            .expect("GET_CONFIG");
+        shown[0]
     }
 
     fn put(&self, address: u64, bytes: &[u8]) {

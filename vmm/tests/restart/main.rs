@@ -1,6 +1,7 @@
 //! A guest's view of a server that is killed or replaced, or that serves others who mean ill: the `ringdisk` program
 //! against a vhost-user client of our own.
 
+mod cache_mode;
 mod client;
 mod descriptor;
 mod idle;
