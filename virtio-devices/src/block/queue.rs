@@ -34,13 +34,19 @@ const BATCH_MAX: u16 = 32;
 /// it is served. Those beyond wait in the queue.
 pub const IN_FLIGHT_MAX: usize = 1024;
 
-/// Tells a guest what happened in its queue.
+/// The way from a queue to its guest, beside the memory that they share.
 pub trait Notify {
     /// Chains were given back, and the guest wants to know.
     fn used(&self);
 
     /// The guest broke the queue, which has stopped. Called once at most.
     fn broken(&self);
+
+    /// Returns true if memory was lost since the last call: what was read from it may not be what the guest wrote, and
+    /// what was written to it may not reach the guest. Called before each batch of answers.
+    fn is_memory_lost(&self) -> bool {
+        false
+    }
 }
 
 /// What a queue leaves behind when it has ended, for whoever starts it again.
@@ -109,6 +115,8 @@ pub struct BlockQueue {
     /// Whether the guest does not tell when it makes chains available.
     polled: bool,
     report: Arc<QueueReport>,
+    /// Memory was lost: no request is known to have succeeded.
+    lost: bool,
     broken: bool,
     slots: Box<[Slot]>,
     in_flight: usize,
@@ -231,6 +239,7 @@ impl BlockQueue {
             notify: config.notify,
             polled: config.polled,
             report: config.report,
+            lost: false,
             broken: false,
             in_flight: 0,
             inflight,
@@ -261,6 +270,14 @@ impl BlockQueue {
         self.again.clear();
         self.report.broken.store(true, Ordering::Release);
         self.notify.broken();
+    }
+
+    #[cold]
+    fn lose_memory(&mut self) {
+        self.lost = true;
+        if !self.broken {
+            self.fail(QueueError::MemoryLost);
+        }
     }
 
     #[inline]
@@ -430,6 +447,8 @@ impl BlockQueue {
         if let Err(error) = done.result {
             tracing::debug!(%error, head, "a request failed");
             slot.status = error.into();
+        } else if self.lost {
+            slot.status = Status::IO_ERROR;
         }
         slot.parts = slot.parts.saturating_sub(1);
         if slot.parts > 0 {
@@ -461,6 +480,10 @@ impl Frontend for BlockQueue {
         if !self.sink.is_empty() {
             let mut done = std::mem::take(&mut self.done);
             self.sink.drain_into(&mut done);
+            // After the requests have ended, and before the first of them is answered.
+            if self.notify.is_memory_lost() {
+                self.lose_memory();
+            }
             for done in done.drain(..) {
                 self.finish(&done);
             }

@@ -2,7 +2,9 @@
 //!
 //! A client can shrink the file behind memory that it gave us, and touching what is gone would end the process
 //! and every other client's disk with it (SIGBUS). The handler here puts zeros in the place of such a page, and the
-//! thread goes on. What the client's queue does then is its own loss. A fault anywhere else ends the process as ever.
+//! thread goes on. The same goes for memory that the host cannot give (an uncorrectable error, an exhausted pool of huge
+//! pages). The region is marked as lost: a queue that uses it answers nothing with success from then on, because its
+//! requests may have carried those zeros ([`LossWatch`]). A fault anywhere else ends the process.
 //!
 //! What must stay true: the handler does nothing that a signal handler may not: it reads atomics and calls
 //! mmap(2). A region leaves the table before it is unmapped. The table grows with the regions that clients have at one
@@ -14,18 +16,19 @@ use std::io;
 use std::mem;
 use std::ptr;
 use std::sync::Once;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
 /// Regions in one part of the table.
 const SLOTS: usize = 512;
 
-/// A region's first address and length in bytes, and its page size. Free while the length is zero; being
-/// changed while the page size is.
+/// A region's first address and length in bytes, its page size, and whether a page of it was replaced. Free while the
+/// length is zero; being changed while the page size is.
 #[derive(Debug)]
 struct Slot {
     start: AtomicUsize,
     len: AtomicUsize,
     page: AtomicUsize,
+    lost: AtomicBool,
 }
 
 /// A part of the table, and where the next one is.
@@ -42,6 +45,7 @@ impl Part {
                     start: AtomicUsize::new(0),
                     len: AtomicUsize::new(0),
                     page: AtomicUsize::new(0),
+                    lost: AtomicBool::new(false),
                 }
             }; SLOTS],
             next: AtomicPtr::new(ptr::null_mut()),
@@ -75,6 +79,8 @@ impl Part {
 }
 
 static TABLE: Part = Part::new();
+/// The number of pages replaced so far, in all regions.
+static LOSSES: AtomicUsize = AtomicUsize::new(0);
 
 /// All parts there are.
 fn parts() -> impl Iterator<Item = &'static Part> {
@@ -101,8 +107,37 @@ impl FaultGuard {
             part = part.next().unwrap_or_else(|| part.extend());
         };
         slot.start.store(start, Ordering::SeqCst);
+        slot.lost.store(false, Ordering::SeqCst);
         slot.page.store(page, Ordering::SeqCst);
         Self(slot)
+    }
+}
+
+/// Tells a queue of lost pages in the regions it uses, whose guards outlive it.
+#[derive(Debug)]
+pub(super) struct LossWatch {
+    slots: Vec<&'static Slot>,
+    /// As many losses were looked at.
+    seen: AtomicUsize,
+}
+
+impl LossWatch {
+    pub(super) fn new<'a>(guards: impl Iterator<Item = &'a FaultGuard>) -> Self {
+        Self {
+            slots: guards.map(|guard| guard.0).collect(),
+            seen: AtomicUsize::new(0),
+        }
+    }
+
+    /// Returns true if a page of the regions was lost, and any page since the last call.
+    #[inline]
+    pub(super) fn is_lost(&self) -> bool {
+        let losses = LOSSES.load(Ordering::SeqCst);
+        if losses == self.seen.load(Ordering::Relaxed) {
+            return false;
+        }
+        self.seen.store(losses, Ordering::Relaxed);
+        self.slots.iter().any(|slot| slot.lost.load(Ordering::SeqCst))
     }
 }
 
@@ -138,8 +173,8 @@ fn handle() -> io::Result<()> {
     Ok(())
 }
 
-/// The first address and the size of what lies in one page with `address`, if it is a client's.
-fn guarded(address: usize) -> Option<(usize, usize)> {
+/// The first address and the size of what lies in one page with `address`, and its region, if it is a client's.
+fn guarded(address: usize) -> Option<(usize, usize, &'static Slot)> {
     parts().flat_map(|part| &part.slots).find_map(|slot| {
         let page = slot.page.load(Ordering::SeqCst);
         let (start, len) = (slot.start.load(Ordering::SeqCst), slot.len.load(Ordering::SeqCst));
@@ -147,17 +182,20 @@ fn guarded(address: usize) -> Option<(usize, usize)> {
         (page != 0 && inside).then(|| {
             let first = (address & !(page - 1)).max(start);
             let end = ((address & !(page - 1)) + page).min(start + len);
-            (first, end - first)
+            (first, end - first, slot)
         })
     })
 }
 
-extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
+extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid `siginfo_t` to a handler with SA_SIGINFO, and for SIGBUS it has an address.
     let address = unsafe { (*info).si_addr() } as usize;
-    if let Some((start, bytes)) = guarded(address) {
+    if let Some((start, bytes, slot)) = guarded(address) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         let access = libc::PROT_READ | libc::PROT_WRITE;
+        // Before the zeros can be read, and in this order: whoever sees the count finds the region.
+        slot.lost.store(true, Ordering::SeqCst);
+        LOSSES.fetch_add(1, Ordering::SeqCst);
         // SAFETY: replaces one page of a region that is mapped from a client's file for as long as its guard is in the
         // table. Guest memory is reached through raw pointers only, and may change at any time; zeros are a
         // change like another.
@@ -166,8 +204,12 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, _context
             return;
         }
     }
-    // SAFETY: the default action; the access that faulted is tried again and ends the process.
-    unsafe { libc::signal(signal, libc::SIG_DFL) };
+    // The access that faulted is tried again on return. While its signal is blocked the kernel ends the process
+    // (SIGBUS, with a core), and needs no system call for it: the sandbox has none that changes handlers.
+    let context = context.cast::<libc::ucontext_t>();
+    // SAFETY: the kernel passes a valid `ucontext_t` to a handler with SA_SIGINFO, which nobody else uses now;
+    // sigaddset(3) sets a bit in it, and the signal's number is valid.
+    unsafe { libc::sigaddset(&raw mut (*context).uc_sigmask, signal) };
 }
 
 #[cfg(test)]
@@ -184,10 +226,100 @@ mod tests {
             .collect();
         for index in 0..guards.len() {
             let start = base + index * 0x4000;
-            assert_eq!(guarded(start + 0x2345), Some((start + 0x2000, 0x1000)), "{index}");
-            assert_eq!(guarded(start + 0x3000), None, "{index}");
+            let page = |address| guarded(address).map(|(start, bytes, _)| (start, bytes));
+            assert_eq!(page(start + 0x2345), Some((start + 0x2000, 0x1000)), "{index}");
+            assert_eq!(page(start + 0x3000), None, "{index}");
         }
         drop(guards);
-        assert_eq!(guarded(base), None);
+        assert!(guarded(base).is_none());
+    }
+
+    /// The environment variable by which a test starts this program again, to have it end.
+    const CHILD: &str = "RINGDISK_TEST_FAULT_CHILD";
+
+    /// Forbids this thread to change signal handlers, as the sandbox of the server does.
+    fn forbid_handlers() {
+        let statement = |code: u32, k: u32| libc::sock_filter {
+            code: code as u16,
+            jt: 0,
+            jf: 0,
+            k,
+        };
+        let mut program = [
+            statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0),
+            libc::sock_filter {
+                jf: 1,
+                ..statement(
+                    libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K,
+                    libc::SYS_rt_sigaction as u32,
+                )
+            },
+            statement(
+                libc::BPF_RET | libc::BPF_K,
+                libc::SECCOMP_RET_ERRNO | libc::EPERM as u32,
+            ),
+            statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW),
+        ];
+        let filter = libc::sock_fprog {
+            len: program.len() as u16,
+            filter: program.as_mut_ptr(),
+        };
+        // SAFETY: neither call of prctl(2) keeps the memory it is passed, which lives across it.
+        unsafe {
+            assert_eq!(libc::prctl(libc::PR_SET_DUMPABLE, 0), 0);
+            assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+            let mode = libc::SECCOMP_MODE_FILTER;
+            assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const filter), 0);
+        }
+    }
+
+    /// Touches memory that is no client's and whose file has been cut.
+    fn fault_outside() {
+        prepare();
+        forbid_handlers();
+        let file = tempfile::tempfile().expect("a file");
+        file.set_len(4096).expect("its length");
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let memory = unsafe {
+            let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
+            libc::mmap(ptr::null_mut(), 4096, libc::PROT_READ, libc::MAP_SHARED, fd, 0)
+        };
+        assert_ne!(memory, libc::MAP_FAILED);
+        file.set_len(0).expect("a shorter file");
+        // SAFETY: the page is mapped; that nothing lies behind it is what is tested, and ends the process.
+        unsafe { ptr::read_volatile(memory.cast::<u8>()) };
+    }
+
+    #[test]
+    fn a_fault_outside_a_client_s_memory_ends_the_process_inside_the_sandbox() {
+        use std::os::unix::process::ExitStatusExt;
+        use std::process::{Command, Stdio};
+        use std::time::{Duration, Instant};
+
+        if std::env::var_os(CHILD).is_some() {
+            return fault_outside();
+        }
+        let name =
+            "vhost_user::fault::tests::a_fault_outside_a_client_s_memory_ends_the_process_inside_the_sandbox";
+        let mut child = Command::new(std::env::current_exe().expect("this program"))
+            .args(["--exact", name])
+            .env(CHILD, "1")
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("run this program");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let status = loop {
+            if let Some(status) = child.try_wait().expect("a child") {
+                break status;
+            }
+            if Instant::now() > deadline {
+                child.kill().expect("kill");
+                child.wait().expect("a child");
+                panic!("it faults for ever");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert_eq!(status.signal(), Some(libc::SIGBUS), "{status}");
     }
 }

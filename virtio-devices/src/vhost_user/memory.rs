@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
-use super::fault::FaultGuard;
+use super::fault::{FaultGuard, LossWatch};
 use vm_memory::mmap::FromRangesError;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionCollectionError, GuestRegionMmap};
 
@@ -65,7 +65,7 @@ pub(super) struct RegionInfo {
 struct Region {
     info: RegionInfo,
     // Dropped before the mapping. Queues, which hold the mapping too, do not run any more then.
-    _guard: Arc<FaultGuard>,
+    guard: Arc<FaultGuard>,
     mapping: Arc<GuestRegionMmap>,
 }
 
@@ -102,7 +102,7 @@ impl Region {
         let guard = FaultGuard::new(mapping.as_ptr() as usize, bytes, page);
         Ok(Self {
             info,
-            _guard: Arc::new(guard),
+            guard: Arc::new(guard),
             mapping: Arc::new(mapping),
         })
     }
@@ -185,6 +185,11 @@ impl ClientMemory {
     /// The map, to be held by whoever uses it.
     pub(super) fn map(&self) -> GuestMemoryMmap {
         self.map.clone()
+    }
+
+    /// Says whether a page of this memory was lost, for a queue that runs on it.
+    pub(super) fn watch(&self) -> LossWatch {
+        LossWatch::new(self.regions.iter().map(|region| &*region.guard))
     }
 
     /// The guest address of a virtual address of the client's.

@@ -13,8 +13,8 @@ use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserInflight;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::tests::{Client, World, wait};
-use crate::testing::{DATA, MemDisk};
+use super::tests::{Client, SECOND, World, wait};
+use crate::testing::{DATA, MemDisk, REGION_BYTES};
 use crate::virtqueue::InflightRegion;
 use crate::virtqueue::tests::Random;
 
@@ -22,6 +22,7 @@ const IN: u32 = 0;
 const OUT: u32 = 1;
 const FLUSH: u32 = 4;
 const OK: u8 = 0;
+const IOERR: u8 = 1;
 
 const SIZE: u16 = 64;
 
@@ -222,4 +223,24 @@ fn a_client_that_shrinks_its_memory_harms_only_itself() {
     }
     let mut client = world.client(1);
     assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+}
+
+/// A write whose data are gone must not be answered as if the disk had them. The rings are in another region.
+#[test]
+fn a_write_from_memory_that_is_gone_fails_and_the_queue_stops() {
+    let disk = MemDisk::new();
+    let world = World::new(disk.disk(), 2);
+    let mut client = world.client(2);
+    let error = EventFd::new(EFD_NONBLOCK).expect("an eventfd");
+    client.frontend.set_vring_err(0, &error).expect("SET_VRING_ERR");
+    client.drivers[0].write(SECOND, &[7; 512]);
+    assert_eq!(client.ask(0, OUT, 0, &[(SECOND, 512, false)]), OK);
+    client.file.set_len(REGION_BYTES).expect("a shorter file");
+    assert_eq!(client.ask(0, OUT, 0, &[(SECOND, 512, false)]), IOERR);
+    wait("the error event", || error.read().is_ok());
+    // The same memory is as bad for the other queue.
+    assert_eq!(client.ask(1, IN, 0, &[(DATA, 512, true)]), IOERR);
+    drop(client);
+    let mut next = world.client(2);
+    assert_eq!(next.ask(0, OUT, 0, &[(SECOND, 512, false)]), OK);
 }

@@ -34,7 +34,7 @@ const IOERR: u8 = 1;
 const PROTOCOL_FEATURES: u64 = 1 << 30;
 const F_CONFIG_WCE: u64 = 1 << 11;
 /// Where the second region begins.
-const SECOND: u64 = BASE + REGION_BYTES;
+pub(super) const SECOND: u64 = BASE + REGION_BYTES;
 
 /// Waits until `true` comes.
 pub(super) fn wait(what: &str, mut condition: impl FnMut() -> bool) {

@@ -17,6 +17,7 @@ use std::sync::Arc;
 use block::worker::{WorkerGone, WorkerHandle};
 
 use super::event::ClientEvent;
+use super::fault::LossWatch;
 use super::memory::ClientMemory;
 use crate::block::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
 use crate::virtqueue::{InflightRegion, RingAddresses};
@@ -58,10 +59,11 @@ pub(super) struct Vring {
     running: Option<RunningQueue>,
 }
 
-/// Signals the client's eventfds.
+/// Signals the client's eventfds, and knows of its memory.
 struct Events {
     call: Arc<ClientEvent>,
     error: Arc<ClientEvent>,
+    losses: LossWatch,
 }
 
 impl Notify for Events {
@@ -71,6 +73,10 @@ impl Notify for Events {
 
     fn broken(&self) {
         self.error.signal();
+    }
+
+    fn is_memory_lost(&self) -> bool {
+        self.losses.is_lost()
     }
 }
 
@@ -198,6 +204,7 @@ impl Vring {
         let events = Events {
             call: Arc::clone(&self.call),
             error: Arc::clone(&self.error),
+            losses: memory.watch(),
         };
         let mut config =
             BlockQueueConfig::new(memory.map(), self.size, addresses, features, Box::new(events));

@@ -61,6 +61,11 @@ pub enum SetupError {
 /// How a guest broke its queue: it cannot go on, because what comes next cannot be known or answered.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum QueueError {
+    /// A page of the guest's memory is gone.
+    #[error(
+        "memory of the guest's has failed, or its owner has taken it away; requests may have seen zeros in its place"
+    )]
+    MemoryLost,
     /// The available index moved by more entries than the queue has.
     #[error("the available index jumped from {expected} to {found} in a queue of {size}")]
     AvailableIndex {
