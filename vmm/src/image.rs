@@ -25,13 +25,15 @@ pub mod text;
 /// What to do with an image.
 #[derive(Debug, Subcommand)]
 pub enum ImageCommand {
-    /// Make an image; what was in the file before is lost
+    /// Make an image; the previous contents of the file are lost
     #[command(after_help = create_options::options_help())]
     Create(CreateArguments),
-    /// Say what an image is
+    /// Show an image's format, size, features, snapshots and backing file
     Info(InfoArguments),
-    /// Look for errors, and mend them if asked to: exits 0 if there are none (left), 2 if the image is corrupt, 3 if
-    /// it only leaks, 1 if it could not be checked
+    /// Look for errors, and repair them with --repair
+    ///
+    /// Exits with 0 if the image has no errors, or none any more; with 2 if it is corrupt, with 3 if clusters are
+    /// leaked and nothing else is wrong, with 1 if it could not be checked.
     Check(CheckArguments),
 }
 
@@ -41,7 +43,7 @@ pub struct CreateArguments {
     /// Options of the format; can be repeated
     #[arg(short = 'o', value_name = "OPT=VAL,...")]
     options: Vec<String>,
-    /// Say what was made in JSON, as `info --json` does
+    /// Describe the new image in JSON, as `info --json` does
     #[arg(long)]
     json: bool,
     /// The image
@@ -56,7 +58,7 @@ pub struct InfoArguments {
     /// Answer in JSON, with the names of `qemu-img info`
     #[arg(long)]
     json: bool,
-    /// Look even if the image is being written; what is said may be out of date
+    /// Look even if the image is being written; the answer may be out of date
     #[arg(short = 'U', long)]
     force_share: bool,
     /// The image
@@ -69,9 +71,13 @@ pub struct CheckArguments {
     /// Answer in JSON, with the names of `qemu-img check`
     #[arg(long)]
     json: bool,
-    /// Mend what is wrong: clusters that are lost to nobody's use, or everything that refcounts can mend
+    /// Check even if the image is being written; what is under way then looks like an error
+    #[arg(short = 'U', long, conflicts_with = "repair")]
+    force_share: bool,
+    /// Repair leaked clusters, or everything that follows from the mapping tables
     ///
-    /// Nothing is written to an image with damage of another kind: what it should refer to would look lost.
+    /// Nothing is written to an image whose mapping tables are damaged: clusters that a damaged entry should refer to
+    /// would look leaked, and be freed.
     #[arg(short = 'r', long, value_name = "WHAT")]
     repair: Option<check::Repair>,
     /// The image

@@ -83,18 +83,22 @@ fn unit_bytes(suffix: char) -> Result<u128, SizeError> {
     Ok(1 << (10 * power))
 }
 
-const UNITS: [&str; 7] = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+/// Units of 1024, each with its name; the first is a byte.
+pub(crate) const UNITS: [&str; 7] = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 
-/// A size for people, in the largest unit it reaches: `512 bytes`, `64 KiB`, `1.500 KiB`.
+/// A size for people, in the largest unit it reaches: `512 bytes`, `64 KiB`, `1.500 KiB`. What is left of the whole
+/// after three decimals is not shown, as in QEMU's tools.
 #[must_use]
 pub fn human(bytes: u64) -> String {
     let power = (bytes.max(1).ilog2() / 10) as usize;
     let unit = 1_u64 << (10 * power);
-    if bytes.is_multiple_of(unit) {
-        format!("{} {}", bytes / unit, UNITS[power])
-    } else {
-        format!("{:.3} {}", bytes as f64 / unit as f64, UNITS[power])
-    }
+    in_unit(bytes as f64 / unit as f64, UNITS[power])
+}
+
+/// `value` with three decimals, or with none if they are zeros, and its unit.
+pub(crate) fn in_unit(value: f64, unit: &str) -> String {
+    let text = format!("{value:.3}");
+    format!("{} {unit}", text.strip_suffix(".000").unwrap_or(&text))
 }
 
 /// A size for people in three significant digits: `512 B`, `196 KiB`, `1.25 MiB`, `0.977 GiB`.
@@ -195,7 +199,9 @@ mod tests {
             (1536, "1.500 KiB"),
             (65536, "64 KiB"),
             (64 << 20, "64 MiB"),
-            (u64::MAX, "16.000 EiB"),
+            ((64 << 20) + 512, "64 MiB"),
+            ((64 << 20) + 1024, "64.001 MiB"),
+            (u64::MAX, "16 EiB"),
         ] {
             assert_eq!(human(bytes), text);
         }

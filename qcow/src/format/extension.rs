@@ -104,6 +104,17 @@ pub enum ExtensionError {
         /// The bytes left in the area.
         room: usize,
     },
+    /// The backing file name, or the end of the file, cuts its type and length off.
+    #[error(
+        "header extension at header byte {at} has {room} bytes before the backing file name or the end of the \
+         header; its type and length take {EXTENSION_HEADER_SIZE}"
+    )]
+    Cut {
+        /// Where it starts, in bytes.
+        at: usize,
+        /// The bytes left in the area.
+        room: usize,
+    },
     /// The data does not have the length its type demands.
     #[error("header extension {kind:#010x} (header byte {at}) has length {len}; expected {expected}")]
     Length {
@@ -191,11 +202,18 @@ impl Extension {
     pub fn parse_all(area: &[u8], area_at: usize) -> Result<Vec<Self>, ExtensionError> {
         let mut extensions: Vec<Self> = Vec::new();
         let mut rest = area;
-        while let (Some(kind), Some(len)) = (u32_at(rest, 0), u32_at(rest, 4)) {
+        loop {
+            let at = area_at.saturating_add(area.len().saturating_sub(rest.len()));
+            let (Some(kind), Some(len)) = (u32_at(rest, 0), u32_at(rest, 4)) else {
+                // Zeros are a marker that needs no more room.
+                if rest.iter().any(|&byte| byte != 0) {
+                    return Err(ExtensionError::Cut { at, room: rest.len() });
+                }
+                break;
+            };
             if kind == END {
                 break;
             }
-            let at = area_at.saturating_add(area.len().saturating_sub(rest.len()));
             let body = rest.get(EXTENSION_HEADER_SIZE..).unwrap_or_default();
             let Some(data) = body.get(..len as usize) else {
                 return Err(ExtensionError::TooLong {
@@ -327,6 +345,23 @@ mod tests {
                 room: 8,
             };
             assert_eq!(Extension::parse_all(&area, 104), Err(expected));
+        }
+    }
+
+    #[test]
+    fn an_extension_that_the_end_of_the_area_cuts_off_is_an_error() {
+        let whole = encode(&[Extension::DataFile(b"disk.raw".to_vec())]);
+        let before_end = whole.len() - EXTENSION_HEADER_SIZE;
+        for room in 1..EXTENSION_HEADER_SIZE {
+            let mut area = whole[..before_end].to_vec();
+            area.resize(before_end + room, 0);
+            assert!(Extension::parse_all(&area, 112).is_ok(), "zeros end the area");
+            area[before_end + room - 1] = 0x12;
+            let at = 112 + before_end;
+            assert_eq!(
+                Extension::parse_all(&area, 112),
+                Err(ExtensionError::Cut { at, room })
+            );
         }
     }
 

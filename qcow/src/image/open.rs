@@ -344,7 +344,7 @@ impl Chain<'_> {
         let Some(format) = header.backing_format() else {
             return Err(image(ImageError::BackingFormatMissing { name: text }));
         };
-        let below = resolve(path, name).ok_or_else(|| image(ImageError::BackingName { name: text }))?;
+        let below = backing_path(path, name).ok_or_else(|| image(ImageError::BackingName { name: text }))?;
         let disk = match format {
             b"qcow2" => self.open(below, false).await.map(|disk| disk as Arc<dyn Disk>),
             b"raw" => self.open_raw(&below),
@@ -419,9 +419,10 @@ impl Disk for Locked {
     }
 }
 
-/// Where the backing file is: relative names count from the image's folder. `None` if the name is not a
-/// path: QEMU would take `PROTOCOL:…` for something else.
-fn resolve(image: &Path, name: &[u8]) -> Option<PathBuf> {
+/// Returns the path of the backing file that `image` names: relative names count from the image's folder, and `file:`
+/// is left out. `None` if the name is not a path: QEMU would take `PROTOCOL:…` for something else.
+#[must_use]
+pub fn backing_path(image: &Path, name: &[u8]) -> Option<PathBuf> {
     let name = name.strip_prefix(b"file:").unwrap_or(name);
     if name.is_empty() || name.contains(&0) {
         return None;

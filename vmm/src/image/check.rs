@@ -8,7 +8,7 @@ use block::Context;
 use block::file::{FileOptions, ImageFile};
 use block::lock::{ImageLock, LockGranularity, LockMode};
 use clap::ValueEnum;
-use qcow::image::{self as tools, CheckReport, Extent, RepairError};
+use qcow::image::{self as tools, CheckReport, Extent, RepairError, RepairReport};
 use serde::Serialize;
 
 use super::{CheckArguments, on_image, open_to_read, text, write_json};
@@ -18,9 +18,9 @@ use crate::ublk::claim::refuse_claimed;
 /// What to mend.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(super) enum Repair {
-    /// Clusters that count as used and are not
+    /// Leaked clusters: those that count as used and that nothing refers to
     Leaks,
-    /// Leaks, refcounts that are wrong or gone, and the marks that say so
+    /// Leaked clusters, wrong or lost refcounts, and the flags that depend on them
     All,
 }
 
@@ -49,7 +49,8 @@ pub(super) fn run(arguments: &CheckArguments, out: &mut dyn Write) -> Result<u8,
     if let Some(what) = arguments.repair {
         return repair(arguments, what.into(), out);
     }
-    let (file, _lock) = open_to_read(&arguments.path, false).map_err(CommandFailure::Failed)?;
+    let (file, _lock) =
+        open_to_read(&arguments.path, arguments.force_share).map_err(CommandFailure::Failed)?;
     let report = on_image(&file, &Context::syscalls(), async |view| {
         tools::check(&view).await
     })?;
@@ -86,7 +87,7 @@ fn repair(arguments: &CheckArguments, extent: Extent, out: &mut dyn Write) -> Re
         Ok(done) => Repaired {
             leaks_fixed: done.leaks_fixed(),
             corruptions_fixed: done.corruptions_fixed(),
-            repair_refused: None,
+            repair_refused: nothing_to_do(extent, &done),
             report: done.after,
         },
         Err(
@@ -97,7 +98,7 @@ fn repair(arguments: &CheckArguments, extent: Extent, out: &mut dyn Write) -> Re
                 report: report.map_err(|error| cannot("check", arguments, error))?,
                 leaks_fixed: 0,
                 corruptions_fixed: 0,
-                repair_refused: Some(chain(&error)),
+                repair_refused: Some(refusal(&error)),
             }
         }
         Err(error) => return Err(cannot("repair", arguments, error)),
@@ -105,11 +106,33 @@ fn repair(arguments: &CheckArguments, extent: Extent, out: &mut dyn Write) -> Re
     if arguments.json {
         write_json(out, &answer)?;
     } else {
-        if let Some(reason) = &answer.repair_refused {
-            writeln!(out, "Nothing was repaired: {reason}.")?;
-        }
         out.write_all(text::repaired(answer.leaks_fixed, answer.corruptions_fixed).as_bytes())?;
         out.write_all(text::check(&answer.report).as_bytes())?;
+        // Last, where it is seen below a long list.
+        if let Some(reason) = &answer.repair_refused {
+            writeln!(
+                out,
+                "\nNothing was repaired, the image was not changed: {reason}."
+            )?;
+        }
     }
     Ok(answer.report.verdict().exit_code())
+}
+
+/// Returns why a repair that was asked for `extent` changed nothing in an image that has errors all the same.
+fn nothing_to_do(extent: Extent, done: &RepairReport) -> Option<String> {
+    let needless = extent == Extent::Leaks && done.before.leaks == 0 && done.after.corruptions > 0;
+    needless.then(|| "no cluster is leaked; --repair all repairs corruption".to_owned())
+}
+
+/// Returns why nothing was repaired, and what can be done instead.
+fn refusal(error: &RepairError) -> String {
+    let instead = match error {
+        RepairError::Damaged(finding) if finding.structure == "snapshot table" => {
+            "; `qemu-img check -r all` repairs entries of snapshot tables"
+        }
+        RepairError::Damaged(_) => "; restore a backup, or rescue what can be read",
+        _ => "",
+    };
+    format!("{}{instead}", chain(error))
 }

@@ -11,14 +11,15 @@ use block::file::{FileOptions, ImageFile};
 use block::lock::{ImageLock, LockGranularity, LockMode};
 use qcow::image::{self as tools, CreateError, CreateOptions};
 
-use super::{CreateArguments, create_options, on_image, open_to_read, write_json};
+use super::create_options::{self, Given};
+use super::{CreateArguments, on_image, open_to_read, write_json};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::size::parse_bytes;
 
 /// Makes the image and says what it made.
 pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8, CommandFailure> {
     let usage = |error: &dyn std::fmt::Display| CommandFailure::Usage(error.to_string());
-    let mut options =
+    let (mut options, given) =
         create_options::parse(arguments.options.iter().map(String::as_str)).map_err(|error| usage(&error))?;
     let size = match &arguments.size {
         None => None,
@@ -58,19 +59,24 @@ pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8
             .map_err(|error| CommandFailure::about(arguments.path.display(), error))?;
         write_json(out, &info)?;
     } else {
-        writeln!(out, "{}", describe(&arguments.path, &options))?;
+        writeln!(out, "{}", describe(&arguments.path, &options, &given))?;
     }
     Ok(EXIT_OK)
 }
 
-/// The size of the disk in the backing file, if there is to be one. Finding it out shows that the file is
-/// there, is of the format it is said to be, and is not being written.
+/// Returns the size of the disk in the backing file, if there is to be one. Finding it out shows that the file is
+/// there and of the format it is said to be. It may be being written: an overlay is made before its guest moves to it,
+/// and no disk changes its size by being written. Whoever opens the overlay locks the file.
 fn backing_disk_size(path: &Path, options: &CreateOptions) -> Result<Option<u64>, CommandFailure> {
     let (Some(name), Some(format)) = (&options.backing_file, &options.backing_format) else {
         // That one is missing without the other is told when the image is made.
         return Ok(options.backing_file.as_ref().map(|_| 0));
     };
-    let backing = resolve(path, name);
+    let backing = tools::backing_path(path, name.as_bytes()).ok_or_else(|| {
+        CommandFailure::Usage(format!(
+            "-o: `backing_file={name}`: expected the path of a local file, which may start with file:"
+        ))
+    })?;
     let about = |error| CommandFailure::about(format!("backing file {}", backing.display()), error);
     let same_file = |a: &Path, b: &Path| match (fs::metadata(a), fs::metadata(b)) {
         (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
@@ -81,7 +87,7 @@ fn backing_disk_size(path: &Path, options: &CreateOptions) -> Result<Option<u64>
         return Err(about(error.into()));
     }
     let cx = Context::syscalls();
-    let (file, _lock) = open_to_read(&backing, false).map_err(about)?;
+    let (file, _) = open_to_read(&backing, true).map_err(about)?;
     let size = if format == "qcow2" {
         on_image(&file, &cx, async |view| tools::info(&view).await)?
             .map_err(|error| about(error.into()))?
@@ -90,13 +96,6 @@ fn backing_disk_size(path: &Path, options: &CreateOptions) -> Result<Option<u64>
         on_image(&file, &cx, async |view| view.len())?.map_err(|error| about(error.into()))?
     };
     Ok(Some(size))
-}
-
-/// A backing file's name as the image's user will resolve it: relative to the image's folder.
-fn resolve(image: &Path, name: &str) -> PathBuf {
-    image
-        .parent()
-        .map_or_else(|| PathBuf::from(name), |folder| folder.join(name))
 }
 
 /// A file that is removed again unless it is kept, if it was not there before.
@@ -134,23 +133,27 @@ impl Drop for NewFile {
     }
 }
 
-/// The line that `qemu-img create` prints.
-fn describe(path: &Path, options: &CreateOptions) -> String {
-    let mut line = format!(
-        "Formatting '{}', fmt=qcow2 cluster_size={}",
-        path.display(),
-        options.cluster_size
-    );
+/// The line that `qemu-img create` prints: options with a default always, `preallocation` and `compat` as they were given
+/// or not at all, and a comma in a name twice.
+fn describe(path: &Path, options: &CreateOptions, given: &Given) -> String {
+    let mut line = format!("Formatting '{}', fmt=qcow2", path.display());
     let mut add = |name: &str, value: &dyn std::fmt::Display| line.push_str(&format!(" {name}={value}"));
+    add("cluster_size", &options.cluster_size);
+    add("extended_l2", &"off");
+    if let Some(preallocation) = &given.preallocation {
+        add("preallocation", preallocation);
+    }
     add("compression_type", &options.compression.name());
     add("size", &options.size);
+    if let Some(compat) = &given.compat {
+        add("compat", compat);
+    }
     if let Some(file) = &options.backing_file {
-        add("backing_file", file);
+        add("backing_file", &file.replace(',', ",,"));
     }
     if let Some(format) = &options.backing_format {
         add("backing_fmt", format);
     }
-    add("compat", &options.version.compat());
     add(
         "lazy_refcounts",
         &if options.lazy_refcounts { "on" } else { "off" },

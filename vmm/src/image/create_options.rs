@@ -81,13 +81,25 @@ pub fn options_help() -> String {
     format!("Options of -o (opt=val, separated by commas):\n{lines}")
 }
 
-/// Parses the values of all `-o` onto the defaults. The size is left at zero.
+/// Options that are told back only if they were given, as they were.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Given {
+    /// `compat`.
+    pub compat: Option<String>,
+    /// `preallocation`.
+    pub preallocation: Option<String>,
+}
+
+/// Parses the values of all `-o` onto the defaults, and returns which were given. The size is left at zero.
 ///
 /// # Errors
 ///
 /// [`CreateOptionsError`], naming the option and what it takes.
-pub fn parse<'a>(texts: impl IntoIterator<Item = &'a str>) -> Result<CreateOptions, CreateOptionsError> {
+pub fn parse<'a>(
+    texts: impl IntoIterator<Item = &'a str>,
+) -> Result<(CreateOptions, Given), CreateOptionsError> {
     let mut options = CreateOptions::new(0);
+    let mut given = Given::default();
     let mut seen: Vec<&'static str> = Vec::new();
     for text in texts {
         for (name, value) in key_value::items(text).map_err(CreateOptionsError::Syntax)? {
@@ -109,9 +121,14 @@ pub fn parse<'a>(texts: impl IntoIterator<Item = &'a str>) -> Result<CreateOptio
                 takes,
             };
             set(&mut options, option, value).ok_or_else(wrong)?;
+            match option {
+                "compat" => given.compat = Some(value.to_owned()),
+                "preallocation" => given.preallocation = Some(value.to_owned()),
+                _ => {}
+            }
         }
     }
-    Ok(options)
+    Ok((options, given))
 }
 
 /// Stores one value; `None` if the option does not take it.
@@ -161,7 +178,7 @@ mod tests {
 
     #[test]
     fn every_option_reaches_its_field_from_one_or_several_texts() {
-        let options = parse([
+        let (options, given) = parse([
             "cluster_size=4k,compat=0.10,refcount_bits=1",
             "backing_file=\"a,b.img\",backing_fmt=raw,lazy_refcounts=on,preallocation=falloc,compression_type=zstd",
         ])
@@ -174,6 +191,10 @@ mod tests {
         assert_eq!(options.backing_format.as_deref(), Some("raw"));
         assert!(options.lazy_refcounts);
         assert_eq!(options.preallocation, Preallocation::Falloc);
+        assert_eq!(
+            (given.compat.as_deref(), given.preallocation.as_deref()),
+            (Some("0.10"), Some("falloc"))
+        );
         assert_eq!(options.compression, CompressionType::Zstd);
     }
 

@@ -68,6 +68,8 @@ pub enum Transfer {
 pub enum Command {
     /// Something about a range.
     Transfer {
+        /// The command's name.
+        name: &'static str,
         /// What.
         transfer: Transfer,
         /// Where.
@@ -478,6 +480,7 @@ impl<'a> Words<'a> {
             }
         };
         Ok(Command::Transfer {
+            name: self.spec.name,
             transfer,
             range,
             quiet: self.has('q'),

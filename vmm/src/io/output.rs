@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::command::{Check, Range};
-use crate::size::human;
+use crate::size::{UNITS, human, in_unit};
 
 /// The two lines after a finished transfer: what was moved, and how fast.
 ///
@@ -39,13 +39,12 @@ fn clock(took: Duration) -> String {
 }
 
 fn human_rate(bytes_per_second: f64) -> String {
-    let units = ["bytes", "KiB", "MiB", "GiB", "TiB"];
     let (mut value, mut unit) = (bytes_per_second, 0);
-    while value >= 1024.0 && unit + 1 < units.len() {
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
         value /= 1024.0;
         unit += 1;
     }
-    format!("{value:.3} {}", units[unit])
+    in_unit(value, UNITS[unit])
 }
 
 /// Whether `data`, read from `range`, is what `check` demands; the line to print if not.
@@ -68,7 +67,8 @@ pub fn verify(data: &[u8], range: Range, check: Check) -> Result<(), String> {
     ))
 }
 
-/// The bytes in hexadecimal and as text, sixteen a line, with their offsets on the disk.
+/// The bytes in hexadecimal and as text, sixteen a line, with their offsets on the disk. Of the text only letters and
+/// digits are shown.
 #[must_use]
 pub fn dump(data: &[u8], offset: u64) -> String {
     let mut text = String::new();
@@ -77,7 +77,7 @@ pub fn dump(data: &[u8], offset: u64) -> String {
         let shown: String = line
             .iter()
             .map(|&byte| {
-                if matches!(byte, 0x20..0x7f) {
+                if byte.is_ascii_alphanumeric() {
                     char::from(byte)
                 } else {
                     '.'
@@ -102,7 +102,7 @@ mod tests {
     fn a_transfer_is_reported_as_qemu_io_does() {
         assert_eq!(
             report("read", RANGE, Duration::from_millis(250)),
-            "read 65536/65536 bytes at offset 512\n64 KiB, 1 ops; 00.25 sec (256.000 KiB/sec and 4.0000 ops/sec)\n"
+            "read 65536/65536 bytes at offset 512\n64 KiB, 1 ops; 00.25 sec (256 KiB/sec and 4.0000 ops/sec)\n"
         );
         assert!(report("wrote", RANGE, Duration::from_secs(3723)).contains(" 1:02:03.00 "));
         assert!(
@@ -142,8 +142,9 @@ mod tests {
     #[test]
     fn a_dump_has_sixteen_bytes_a_line() {
         assert_eq!(
-            dump(b"ABCDEFGHIJKLMNOP\x00\xaaq", 0x20),
-            "00000020:  41 42 43 44 45 46 47 48 49 4a 4b 4c 4d 4e 4f 50  ABCDEFGHIJKLMNOP\n00000030:  00 aa 71  ..q\n"
+            dump(b"ABCDEFGHIJKLMNOP\x00\xaaq :/", 0x20),
+            "00000020:  41 42 43 44 45 46 47 48 49 4a 4b 4c 4d 4e 4f 50  ABCDEFGHIJKLMNOP\n\
+             00000030:  00 aa 71 20 3a 2f  ..q...\n"
         );
         assert_eq!(dump(b"", 0), "");
     }

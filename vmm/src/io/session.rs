@@ -12,7 +12,7 @@ use std::sync::mpsc;
 use block::worker::{WorkerConfig, WorkerGone};
 use block::{Disk, IoError};
 
-use super::command::{Command, Content, Range, Transfer, help};
+use super::command::{Command, Transfer, help};
 use super::lane::{Job, Lane, LaneError, Outcome, Work};
 use super::{output, transfer};
 use crate::size::human;
@@ -40,6 +40,7 @@ pub enum SessionError {
 
 /// What to tell when a job ends.
 struct Pending {
+    name: &'static str,
     work: Work,
     quiet: bool,
 }
@@ -85,27 +86,33 @@ impl<'a> Session<'a> {
     pub(super) fn run(&mut self, command: Command) -> Result<bool, SessionError> {
         match command {
             Command::Transfer {
+                name,
                 transfer,
                 range,
                 quiet,
                 background,
             } => {
                 let work = Work::Transfer(transfer, range);
+                let named = Pending { name, work, quiet };
                 if !background {
-                    self.run_alone_or_beside(work, quiet)?;
+                    self.run_alone_or_beside(named)?;
                 } else if transfer::touches_edges(transfer, range) {
                     self.wait_all()?;
-                    self.run_alone_or_beside(work, quiet)?;
+                    self.run_alone_or_beside(named)?;
                 } else {
                     if self.pending.len() >= BACKGROUND_MAX {
                         self.wait_one()?;
                     }
                     let lane = self.next_lane % self.lanes.len();
                     self.next_lane = lane + 1;
-                    self.start(lane, work, quiet)?;
+                    self.start(lane, named)?;
                 }
             }
-            Command::Flush => self.run_alone_or_beside(Work::Flush, false)?,
+            Command::Flush => self.run_alone_or_beside(Pending {
+                name: "flush",
+                work: Work::Flush,
+                quiet: false,
+            })?,
             Command::AioFlush => self.wait_all()?,
             Command::Length => self.print(&format!("{}\n", human(self.disk.info().size_bytes)))?,
             Command::Help => self.print(&help())?,
@@ -141,24 +148,25 @@ impl<'a> Session<'a> {
 
     /// A foreground job: on the first lane, and waited for. Jobs in the background go on, unless a part of
     /// a sector is written.
-    fn run_alone_or_beside(&mut self, work: Work, quiet: bool) -> Result<(), SessionError> {
-        if let Work::Transfer(transfer, range) = work
+    fn run_alone_or_beside(&mut self, job: Pending) -> Result<(), SessionError> {
+        if let Work::Transfer(transfer, range) = job.work
             && transfer::touches_edges(transfer, range)
         {
             self.wait_all()?;
         }
-        let number = self.start(0, work, quiet)?;
+        let number = self.start(0, job)?;
         while self.pending.contains_key(&number) {
             self.wait_one()?;
         }
         Ok(())
     }
 
-    fn start(&mut self, lane: usize, work: Work, quiet: bool) -> Result<u64, SessionError> {
+    fn start(&mut self, lane: usize, job: Pending) -> Result<u64, SessionError> {
         let number = self.next_job;
         self.next_job += 1;
+        let work = job.work;
         self.lanes[lane].start(Job { number, work })?;
-        self.pending.insert(number, Pending { work, quiet });
+        self.pending.insert(number, job);
         Ok(number)
     }
 
@@ -179,10 +187,9 @@ impl<'a> Session<'a> {
     }
 
     fn tell(&mut self, pending: &Pending, outcome: &Outcome) -> Result<(), SessionError> {
-        let (name, verb) = names(pending.work);
         let data = match &outcome.result {
             Ok(data) => data,
-            Err(error) => return self.fail(&format!("{name} failed: {error}\n")),
+            Err(error) => return self.fail(&format!("{} failed: {error}\n", failing_name(pending.name))),
         };
         let Work::Transfer(transfer, range) = pending.work else {
             return Ok(());
@@ -198,7 +205,7 @@ impl<'a> Session<'a> {
         if pending.quiet {
             return Ok(());
         }
-        self.print(&output::report(verb, range, outcome.took))
+        self.print(&output::report(verb(transfer), range, outcome.took))
     }
 
     fn print(&mut self, text: &str) -> Result<(), SessionError> {
@@ -206,19 +213,19 @@ impl<'a> Session<'a> {
     }
 }
 
-/// What a piece of work is called when it fails, and when it is done.
-fn names(work: Work) -> (&'static str, &'static str) {
-    match work {
-        Work::Flush => ("flush", "flushed"),
-        Work::Transfer(Transfer::Read { .. }, _) => ("read", "read"),
-        Work::Transfer(
-            Transfer::Write {
-                content: Content::Zeroes { .. },
-                ..
-            },
-            _,
-        ) => ("write zeroes", "wrote"),
-        Work::Transfer(Transfer::Write { .. }, _) => ("write", "wrote"),
-        Work::Transfer(Transfer::Discard, Range { .. }) => ("discard", "discard"),
+/// Returns what `qemu-io` calls a command that failed: an `aio_read` is a `readv` there.
+fn failing_name(command: &'static str) -> &'static str {
+    match command {
+        "aio_read" => "readv",
+        other => other,
+    }
+}
+
+/// Returns what the report of a finished transfer begins with.
+fn verb(transfer: Transfer) -> &'static str {
+    match transfer {
+        Transfer::Read { .. } => "read",
+        Transfer::Write { .. } => "wrote",
+        Transfer::Discard => "discard",
     }
 }

@@ -75,6 +75,42 @@ fn a_qcow2_image_is_read_and_written_as_qemu_io_does() {
     }
 }
 
+/// A read with every byte that can be shown, in a disk whose size is no round number.
+#[test]
+fn what_is_shown_and_sizes_that_are_not_round_look_as_in_qemu_io() {
+    let script: Vec<String> = (0..256)
+        .map(|byte| format!("write -q -P {byte} {byte} 1"))
+        .chain(["length", "read -v 0 256"].map(str::to_owned))
+        .collect();
+    let script: Vec<&str> = script.iter().map(String::as_str).collect();
+    let create = |world: &World, name: &str| world.qemu_create(name, "cluster_size=64k", "67109376");
+    compare("image_type=qcow2", &["-f", "qcow2"], create, &script);
+}
+
+#[test]
+fn a_failure_has_the_name_that_qemu_io_gives_it() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    for (line, name) in [
+        ("read 1M 512", "read"),
+        ("readv 1M 512 512", "readv"),
+        ("aio_read 1M 512", "readv"),
+        ("write 1M 512", "write"),
+        ("write -z 1M 512", "write"),
+        ("writev 1M 512", "writev"),
+        ("aio_write 1M 512", "aio_write"),
+        ("aio_write -z 1M 512", "aio_write"),
+        ("discard 1M 512", "discard"),
+    ] {
+        let lines = [line, "aio_flush"];
+        let ours = world.io("path=a.qcow2", &lines).stdout;
+        let theirs = world.qemu_io(&["-f", "qcow2", "a.qcow2"], &lines).stdout;
+        let start = |said: &str| said.split_once(" failed: ").map(|(start, _)| start.to_owned());
+        assert_eq!(start(&ours).as_deref(), Some(name), "{line}: {ours}");
+        assert_eq!(start(&ours), start(&theirs), "{line}: {theirs}");
+    }
+}
+
 #[test]
 fn a_raw_image_is_read_and_written_as_qemu_io_does() {
     compare(
@@ -268,13 +304,6 @@ fn an_image_that_qemu_has_open_is_refused_by_every_command_and_says_who_has_it()
         &["image", "info", "a.qcow2"],
         &["image", "check", "a.qcow2"],
         &["image", "create", "a.qcow2", "1M"],
-        &[
-            "image",
-            "create",
-            "-o",
-            "backing_file=a.qcow2,backing_fmt=qcow2",
-            "b.qcow2",
-        ],
         &["vhost-user", "--socket", "s", "--disk", "path=a.qcow2"],
     ] {
         let line = world.ringdisk(arguments).refused(1);
@@ -283,10 +312,25 @@ fn an_image_that_qemu_has_open_is_refused_by_every_command_and_says_who_has_it()
             "{arguments:?}: {line}"
         );
     }
-    world
-        .ringdisk(&["image", "info", "--force-share", "a.qcow2"])
-        .success();
+    for command in ["info", "check"] {
+        world
+            .ringdisk(&["image", command, "--force-share", "a.qcow2"])
+            .success();
+    }
+    // An overlay can be made beside the writer, which then moves to it; it cannot be used as long as that writes.
+    let options = "backing_file=a.qcow2,backing_fmt=qcow2";
+    for size in [None, Some("2M")] {
+        let create = ["image", "create", "-o", options, "b.qcow2"];
+        let create = [&create[..], size.as_slice()].concat();
+        world.ringdisk(&create).success();
+    }
+    let line = world.io("path=b.qcow2,backing_files=on", &["length"]).refused(1);
+    assert!(line.contains("a.qcow2 is locked"), "{line}");
     drop(holder);
+    assert_eq!(
+        world.io("path=b.qcow2,backing_files=on", &["length"]).success(),
+        "2 MiB\n"
+    );
     world.assert_flawless("a.qcow2");
 }
 

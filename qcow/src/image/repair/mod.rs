@@ -31,7 +31,10 @@ pub enum RepairError {
     #[error(transparent)]
     Read(#[from] ReadError),
     /// Something is wrong that new refcounts do not mend.
-    #[error("the image is damaged: {} at {:#x}: {}", .0.structure, .0.offset, .0.message)]
+    #[error(
+        "{} at {:#x} {}; repair derives refcounts from sound tables only",
+        .0.structure, .0.offset, .0.message
+    )]
     Damaged(Finding),
     /// Leaks were to be mended, and the refcount structure is damaged itself.
     #[error("the refcount table or a refcount block is damaged; leaks alone cannot be mended, all can")]

@@ -13,7 +13,13 @@ fn refused(line: &str) -> String {
 }
 
 fn transfer(transfer: Transfer, offset: u64, len: u64) -> Command {
+    let name = match transfer {
+        Transfer::Read { .. } => "read",
+        Transfer::Write { .. } => "write",
+        Transfer::Discard => "discard",
+    };
     Command::Transfer {
+        name,
         transfer,
         range: Range { offset, len },
         quiet: false,
@@ -38,7 +44,14 @@ fn plain_commands_are_read_as_typed() {
         parse("discard 1M 2G"),
         transfer(Transfer::Discard, 1 << 20, 2 << 30)
     );
-    assert_eq!(parse("readv 1 2 3 4"), transfer(READ, 1, 9));
+    let readv = Command::Transfer {
+        name: "readv",
+        transfer: READ,
+        range: Range { offset: 1, len: 9 },
+        quiet: false,
+        background: false,
+    };
+    assert_eq!(parse("readv 1 2 3 4"), readv);
     assert_eq!(parse("flush"), Command::Flush);
     assert_eq!(parse("aio_flush"), Command::AioFlush);
     assert_eq!(parse("length"), Command::Length);
@@ -50,6 +63,7 @@ fn plain_commands_are_read_as_typed() {
 #[test]
 fn flags_may_be_joined_hold_their_value_and_follow_arguments() {
     let expected = Command::Transfer {
+        name: "write",
         transfer: Transfer::Write {
             content: Content::Zeroes { unmap: true },
             fua: true,
@@ -81,7 +95,8 @@ fn flags_may_be_joined_hold_their_value_and_follow_arguments() {
 
 #[test]
 fn background_commands_take_the_flags_of_the_ones_they_are_named_after() {
-    let expected = |transfer| Command::Transfer {
+    let expected = |name, transfer| Command::Transfer {
+        name,
         transfer,
         range: Range { offset: 8, len: 3 },
         quiet: true,
@@ -94,13 +109,13 @@ fn background_commands_take_the_flags_of_the_ones_they_are_named_after() {
     });
     assert_eq!(
         parse("aio_read -qv -P 5 8 1 2"),
-        expected(Transfer::Read { check, dump: true })
+        expected("aio_read", Transfer::Read { check, dump: true })
     );
     let zeroes = Transfer::Write {
         content: Content::Zeroes { unmap: false },
         fua: true,
     };
-    assert_eq!(parse("aio_write -qzf 8 3"), expected(zeroes));
+    assert_eq!(parse("aio_write -qzf 8 3"), expected("aio_write", zeroes));
 }
 
 #[test]
