@@ -62,6 +62,30 @@ pub(crate) fn pin_to(cpus: &[usize]) -> io::Result<()> {
     Ok(())
 }
 
+/// Returns the CPUs that the calling thread may run on, as the kernel writes them: `0-3,6`. Empty if they are not known.
+pub(crate) fn allowed_cpus() -> String {
+    // SAFETY: an all-zero `cpu_set_t` is the empty set of that plain C struct.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: `set` lives across the call and its size is given. If the call fails, the set stays empty.
+    unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) };
+    // SAFETY: the index lies inside the set.
+    let is_in = |cpu: usize| cpu < 8 * size_of::<libc::cpu_set_t>() && unsafe { libc::CPU_ISSET(cpu, &set) };
+    let mut ranges: Vec<String> = Vec::new();
+    let mut cpu = 0;
+    while cpu < 8 * size_of::<libc::cpu_set_t>() {
+        let first = cpu;
+        while is_in(cpu) {
+            cpu += 1;
+        }
+        match cpu - first {
+            0 => cpu += 1,
+            1 => ranges.push(first.to_string()),
+            _ => ranges.push(format!("{first}-{}", cpu - 1)),
+        }
+    }
+    ranges.join(",")
+}
+
 /// The tasks that are ready, and how to wake the worker that runs them.
 pub(crate) struct RunQueue {
     ready: Mutex<VecDeque<Runnable>>,

@@ -126,10 +126,12 @@ pub enum StartWorkerError {
     #[error("cannot prepare the worker's thread")]
     Hook(#[source] io::Error),
     /// The CPUs cannot be used.
-    #[error("cannot run a worker on CPUs {cpus:?}")]
+    #[error("cannot run a worker on CPUs {cpus:?}; it may run on CPUs {allowed}")]
     Affinity {
         /// The CPUs asked for.
         cpus: Vec<usize>,
+        /// The CPUs there are for it, such as `0-3,6`.
+        allowed: String,
         /// The reason.
         #[source]
         source: io::Error,
@@ -572,6 +574,7 @@ fn set_up(config: &WorkerConfig, commands: Arc<Commands>) -> Result<(Worker, Wat
     if !config.cpus.is_empty() {
         crate::task::pin_to(&config.cpus).map_err(|source| StartWorkerError::Affinity {
             cpus: config.cpus.clone(),
+            allowed: crate::task::allowed_cpus(),
             source,
         })?;
     }

@@ -7,17 +7,24 @@ use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 
 use crate::control::{self, DiskKeys, Request};
-use crate::disk_config::{DiskConfig, RateLimitGroups, keys_help};
+use crate::disk_config::{DiskConfig, RateLimitGroups, keys_help, machine_keys_help};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
 use crate::ublk::arguments::UblkCommand;
-use crate::{image, io, limits, logging, run as machine_run, size, ublk, vhost_user};
+use crate::{background, image, io, limits, logging, run as machine_run, size, ublk, vhost_user};
 
 /// Fast and safe QCOW2 disks for virtual machines and the host.
 #[derive(Debug, Parser)]
-#[command(name = "ringdisk", version, about, disable_help_subcommand = true)]
+#[command(
+    name = "ringdisk",
+    version,
+    propagate_version = true,
+    about,
+    disable_help_subcommand = true
+)]
 struct Arguments {
-    /// Which log messages to show on standard error: a level, or module=level pairs [default: warn]
+    /// Log messages to show on standard error: a level (error, warn, info, debug, trace, off), or module=level pairs
+    /// [default: warn]
     ///
     /// The environment variable RINGDISK_LOG does the same.
     #[arg(long, global = true, value_name = "FILTER")]
@@ -28,25 +35,25 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Serve disks to virtual machines of QEMU, Cloud Hypervisor, Firecracker and others
+    /// Serve disks to virtual machines of QEMU, Cloud Hypervisor, Firecracker and others (vhost-user-blk)
     ///
     /// Each --disk gets the --socket at the same place. One client after another is served on a
-    /// socket. SIGTERM, SIGINT and SIGHUP finish what is under way, flush, close the images cleanly
-    /// and exit with 0; a second one gives up waiting.
+    /// socket. SIGTERM, SIGINT and SIGHUP drain the requests in flight, flush, close the images
+    /// cleanly and exit with 0; a second signal does not wait for requests in flight.
     #[command(after_help = keys_help())]
     VhostUser(VhostUserArguments),
-    /// Run a virtual machine of our own on KVM, with these disks
+    /// Run a virtual machine on KVM with disks served in the same process
     ///
     /// On a terminal every key goes to the guest; ^A x ends the machine. The guest's power-off, SIGTERM, SIGINT,
-    /// SIGHUP and ^A x finish what is under way, flush, close the images cleanly and exit with 0; a second
-    /// signal gives up waiting. When the guest restarts, so does the machine.
-    #[command(after_help = keys_help())]
+    /// SIGHUP and ^A x drain the requests in flight, flush, close the images cleanly and exit with 0; a second
+    /// signal does not wait for requests in flight. When the guest restarts, so does the machine.
+    #[command(after_help = machine_keys_help())]
     Run(RunArguments),
-    /// Ask or tell a running machine something, at its control socket
+    /// Query or change a running machine through its control socket
     ///
     /// Prints the answer as JSON.
     Ctl(CtlArguments),
-    /// Make block devices of this machine of disks, and look after them
+    /// Expose disks as local block devices (ublk) and manage them
     #[command(subcommand, disable_help_subcommand = true)]
     Ublk(UblkCommand),
     /// Send requests to a disk from the command line, in the language of qemu-io
@@ -54,14 +61,14 @@ enum Command {
     /// Commands are read from standard input if there is no -c. Exits with 1 if any failed.
     #[command(after_help = keys_help())]
     Io(IoArguments),
-    /// Make images and look after them
+    /// Create, describe, check and repair images
     #[command(subcommand, disable_help_subcommand = true)]
     Image(image::ImageCommand),
 }
 
 #[derive(Args, Debug)]
 struct VhostUserArguments {
-    /// Where clients connect; once per --disk, in the same order
+    /// The Unix socket to listen on; one for each --disk, in the same order
     #[arg(long, required = true, num_args = 1.., value_name = "PATH")]
     socket: Vec<std::path::PathBuf>,
     /// A disk: path=FILE and other key=value pairs
@@ -71,20 +78,28 @@ struct VhostUserArguments {
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     rate_limit_group: Vec<String>,
-    /// Let guests go on with a new server if this one is killed
+    /// Let guests continue with a new server if this one is killed
     ///
-    /// Clients that can reconnect keep track of what is in flight, and a change is answered only when the
-    /// mapping that reaches it is in the image. Costs a flush where writes allocate; overwrites and reads
-    /// cost nothing.
+    /// Clients that can reconnect keep track of the requests in flight, and a write is answered only when the
+    /// mapping that leads to it is in the image. Allocating writes wait for a flush; overwrites and reads
+    /// cost nothing extra.
     #[arg(long)]
     restartable: bool,
-    /// Take over from the server that serves exactly these sockets: it closes its images and ends, and its
-    /// clients find this one when they connect again
+    /// Take over from the server that serves exactly these sockets
+    ///
+    /// That server closes its images, hands over its sockets and its clients' connections, and ends. If this one cannot
+    /// take over, the old one continues.
     #[arg(long)]
     takeover: bool,
-    /// Whether to give up every right that serving does not take, before the first client is looked at
+    /// Drop every privilege that serving does not need, before the first client connects
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
     sandbox: String,
+    /// Go to the background when clients can connect; the exit code says whether they can
+    #[arg(long)]
+    daemonize: bool,
+    /// This is on the way to the background: once for the process that starts the one that stays there.
+    #[arg(long, hide = true, action = clap::ArgAction::Count)]
+    detached: u8,
 }
 
 #[derive(Args, Debug)]
@@ -92,13 +107,13 @@ struct RunArguments {
     /// The kernel: a bzImage, or an ELF file with a PVH note
     #[arg(long, value_name = "FILE")]
     kernel: std::path::PathBuf,
-    /// What the kernel unpacks as its first root
+    /// The initial RAM file system
     #[arg(long, value_name = "FILE")]
     initramfs: Option<std::path::PathBuf>,
     /// The kernel's command line
     #[arg(long, value_name = "TEXT", default_value = "console=ttyS0")]
     cmdline: String,
-    /// How many CPUs, 1 to 32
+    /// The number of CPUs, 1 to 32
     #[arg(long, value_name = "N", default_value_t = 1)]
     cpus: u16,
     /// The memory: SIZE, or size=SIZE with hugepages=on|off, hugepage_size=SIZE and host_numa_node=N
@@ -111,13 +126,13 @@ struct RunArguments {
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     rate_limit_group: Vec<String>,
-    /// Where the serial console is: tty, off, file=PATH or socket=PATH
+    /// The serial console: tty, off, file=PATH or socket=PATH
     #[arg(long, value_name = "PLACE", default_value = "tty")]
     serial: String,
-    /// Where `ringdisk ctl` finds the machine
+    /// The control socket for `ringdisk ctl` to create
     #[arg(long, value_name = "SOCKET")]
     control: Option<std::path::PathBuf>,
-    /// Whether the threads of CPUs and queues give up every right that they do not need, before the guest runs
+    /// Drop every privilege that the threads of CPUs and queues do not need, before the guest runs
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
     sandbox: String,
 }
@@ -133,11 +148,11 @@ struct CtlArguments {
 
 #[derive(Debug, Subcommand)]
 enum CtlRequest {
-    /// What the machine is and does
+    /// Show the machine's state and disks
     Info,
-    /// Stop the guest; its images then hold every write that it believes done
+    /// Pause the guest and flush; the images can be copied until `resume`
     Pause,
-    /// Let the guest go on
+    /// Resume the guest
     Resume,
     /// Make a disk larger
     DiskResize {
@@ -147,13 +162,13 @@ enum CtlRequest {
         size: String,
     },
     /// Add a disk to the machine
-    #[command(after_help = keys_help())]
+    #[command(after_help = machine_keys_help())]
     DiskAdd {
         /// The disk: path=FILE, as the machine's process finds it, and other key=value pairs
         #[arg(long, value_name = "KEY=VALUE,...")]
         disk: String,
     },
-    /// Ask the guest to let a disk go; answered when its image is closed
+    /// Remove a disk: ask the guest to release it, then close its image
     DiskRemove {
         /// The disk's id or, without one, its path
         id: String,
@@ -169,7 +184,7 @@ struct IoArguments {
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     rate_limit_group: Vec<String>,
-    /// How many queues to spread aio_read and aio_write over [default: the disk's num_queues]
+    /// The number of queues over which aio_read and aio_write are spread [default: the disk's num_queues]
     #[arg(long, value_name = "N")]
     queues: Option<u16>,
     /// A command; can be repeated. `help` lists the commands
@@ -200,68 +215,106 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
     logging::start(arguments.log.as_deref())?;
     limits::survive_file_size_limits();
     match arguments.command {
-        Command::VhostUser(VhostUserArguments {
-            socket,
-            disk,
-            rate_limit_group,
-            restartable,
-            takeover,
-            sandbox,
-        }) => {
-            let disks = disk_configs(&disk, &RateLimitGroups::parse(&rate_limit_group)?)?;
-            for disk in &disks {
-                disk.is_own()?;
+        Command::VhostUser(arguments) => {
+            if arguments.detached == 1 {
+                return background::pass_on();
             }
-            if socket.len() != disks.len() {
-                return Err(CommandFailure::Usage(format!(
-                    "{} --socket for {} --disk; each disk needs a socket of its own",
-                    socket.len(),
-                    disks.len()
-                )));
+            let disks = served_disks(&arguments)?;
+            if arguments.daemonize {
+                return background::start();
             }
-            vhost_user::run(
-                socket.into_iter().zip(disks).collect(),
-                vhost_user::Options {
-                    restartable,
-                    takeover,
-                    sandbox: sandbox == "on",
-                },
-            )
+            let options = vhost_user::Options {
+                restartable: arguments.restartable,
+                takeover: arguments.takeover,
+                sandbox: arguments.sandbox == "on",
+                detached: arguments.detached > 0,
+            };
+            vhost_user::run(arguments.socket.into_iter().zip(disks).collect(), options)
         }
         Command::Ctl(CtlArguments { socket, request }) => {
-            let request = match request {
-                CtlRequest::Info => Request::Info {},
-                CtlRequest::Pause => Request::Pause {},
-                CtlRequest::Resume => Request::Resume {},
-                CtlRequest::DiskResize { id, size } => {
-                    let bytes = size::parse_bytes(&size);
-                    let size = bytes.map_err(|error| CommandFailure::Usage(error.to_string()))?;
-                    Request::DiskResize { id, size }
-                }
-                CtlRequest::DiskAdd { disk } => Request::DiskAdd {
-                    disk: DiskKeys::parse(&disk)?,
-                },
-                CtlRequest::DiskRemove { id } => Request::DiskRemove { id },
-            };
-            let answer = control::ask(&socket, &request)?;
+            let answer = control::ask(&socket, &ctl_request(request)?)?;
             writeln!(std::io::stdout(), "{answer}")?;
             Ok(EXIT_OK)
         }
         Command::Run(arguments) => machine_run::run(&run_config(arguments)?),
-        Command::Io(IoArguments {
-            disk,
-            rate_limit_group,
-            queues,
-            commands,
-        }) => {
-            let mut disk = DiskConfig::parse(&disk)?;
-            disk.is_own()?;
-            RateLimitGroups::parse(&rate_limit_group)?.join(&mut disk)?;
-            io::run(disk, queues, &commands)
-        }
+        Command::Io(arguments) => io::run(io_disk(&arguments)?, arguments.queues, &arguments.commands),
         Command::Ublk(command) => ublk::run(command),
         Command::Image(command) => image::run(command),
     }
+}
+
+/// Parses a command line (the program's name first) as [`run`] does, and does nothing: no file is opened. Documentation
+/// is checked with it.
+///
+/// # Errors
+///
+/// The failure that [`run`] would print and exit with 2 for.
+pub fn check(arguments: impl IntoIterator<Item = OsString>) -> Result<(), CommandFailure> {
+    let parsed = match Arguments::try_parse_from(arguments) {
+        Ok(parsed) => parsed,
+        Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
+            return Ok(());
+        }
+        Err(error) => return Err(usage(&error)),
+    };
+    match parsed.command {
+        Command::VhostUser(arguments) => served_disks(&arguments).map(drop),
+        Command::Ctl(arguments) => ctl_request(arguments.request).map(drop),
+        Command::Run(arguments) => run_config(arguments).map(drop),
+        Command::Io(arguments) => io_disk(&arguments).map(drop),
+        Command::Ublk(UblkCommand::Add(arguments)) => {
+            let groups = RateLimitGroups::parse(&arguments.serve.rate_limit_group)?;
+            own_disks(&arguments.disk, &groups).map(drop)
+        }
+        Command::Ublk(_) | Command::Image(_) => Ok(()),
+    }
+}
+
+/// Returns the disks of `ringdisk vhost-user`, one for each socket.
+fn served_disks(arguments: &VhostUserArguments) -> Result<Vec<DiskConfig>, CommandFailure> {
+    let groups = RateLimitGroups::parse(&arguments.rate_limit_group)?;
+    let disks = own_disks(&arguments.disk, &groups)?;
+    if arguments.socket.len() != disks.len() {
+        return Err(CommandFailure::Usage(format!(
+            "{} --socket for {} --disk; each disk needs a socket of its own",
+            arguments.socket.len(),
+            disks.len()
+        )));
+    }
+    Ok(disks)
+}
+
+fn io_disk(arguments: &IoArguments) -> Result<DiskConfig, CommandFailure> {
+    let mut disk = DiskConfig::parse(&arguments.disk)?;
+    disk.is_own()?;
+    RateLimitGroups::parse(&arguments.rate_limit_group)?.join(&mut disk)?;
+    Ok(disk)
+}
+
+fn ctl_request(request: CtlRequest) -> Result<Request, CommandFailure> {
+    Ok(match request {
+        CtlRequest::Info => Request::Info {},
+        CtlRequest::Pause => Request::Pause {},
+        CtlRequest::Resume => Request::Resume {},
+        CtlRequest::DiskResize { id, size } => {
+            let bytes = size::parse_bytes(&size);
+            let size = bytes.map_err(|error| CommandFailure::Usage(error.to_string()))?;
+            Request::DiskResize { id, size }
+        }
+        CtlRequest::DiskAdd { disk } => Request::DiskAdd {
+            disk: DiskKeys::parse(&disk)?,
+        },
+        CtlRequest::DiskRemove { id } => Request::DiskRemove { id },
+    })
+}
+
+/// As [`disk_configs`], of disks that this program serves to others.
+fn own_disks(disks: &[String], groups: &RateLimitGroups) -> Result<Vec<DiskConfig>, CommandFailure> {
+    let disks = disk_configs(disks, groups)?;
+    for disk in &disks {
+        disk.is_own()?;
+    }
+    Ok(disks)
 }
 
 /// The disks of a command line, each in its group.
@@ -355,26 +408,29 @@ fn memory_config(text: &str) -> Result<MemoryConfig, CommandFailure> {
 
 /// Help and version go out as they are; a mistake becomes one line.
 fn explain(error: &clap::Error) -> Result<u8, CommandFailure> {
-    let text = error.to_string();
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            std::io::stdout().write_all(text.as_bytes())?;
+            std::io::stdout().write_all(error.to_string().as_bytes())?;
             Ok(EXIT_OK)
         }
-        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Err(CommandFailure::Usage(
-            "a command is missing; see `ringdisk --help`".to_owned(),
-        )),
-        _ => {
-            // What is wrong, and perhaps a tip, come before the usage.
-            let told = text.split("Usage:").next().unwrap_or(&text);
-            let told = told.split("For more information").next().unwrap_or(told).trim();
-            let told = told.strip_prefix("error: ").unwrap_or(told);
-            let told: Vec<&str> = told
-                .lines()
-                .map(str::trim)
-                .filter(|line| !line.is_empty())
-                .collect();
-            Err(CommandFailure::Usage(format!("{}; see --help", told.join(" "))))
-        }
+        _ => Err(usage(error)),
     }
+}
+
+/// A mistake as one line.
+fn usage(error: &clap::Error) -> CommandFailure {
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        return CommandFailure::Usage("a command is missing; see `ringdisk --help`".to_owned());
+    }
+    let text = error.to_string();
+    // What is wrong, and perhaps a tip, come before the usage.
+    let told = text.split("Usage:").next().unwrap_or(&text);
+    let told = told.split("For more information").next().unwrap_or(told).trim();
+    let told = told.strip_prefix("error: ").unwrap_or(told);
+    let told: Vec<&str> = told
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .collect();
+    CommandFailure::Usage(format!("{}; see --help", told.join(" ")))
 }

@@ -18,7 +18,7 @@ use crate::key_value::{self, SyntaxError};
 mod keys;
 mod rate;
 
-pub use keys::{KEYS, Key, Scope, keys_help};
+pub use keys::{KEYS, Key, Scope, keys_help, machine_keys_help};
 pub use rate::{GroupMember, RateLimitGroupError, RateLimitGroups};
 
 /// The format of an image.
@@ -133,7 +133,7 @@ pub enum DiskConfigError {
     #[error("--disk: {0}")]
     Syntax(SyntaxError),
     /// No such key.
-    #[error("--disk: unknown key `{key}`{}; the keys are {}", did_you_mean(*nearest), keys::names())]
+    #[error("--disk: unknown key `{key}`{}; --help lists the keys", did_you_mean(*nearest))]
     UnknownKey {
         /// The key.
         key: String,
@@ -437,9 +437,6 @@ fn backend(
     if !vhost_user {
         return without("socket", "vhost_user");
     }
-    let Some(socket) = socket else {
-        return without("vhost_user", "socket");
-    };
     let own = [
         "vhost_user",
         "socket",
@@ -454,9 +451,9 @@ fn backend(
         Some(key) => Err(DiskConfigError::Contradiction {
             key,
             other: "vhost_user=on".to_owned(),
-            why: "the program that serves the disk sees to that",
+            why: "`vhost_user=on` is for `ringdisk run`: another program serves the disk there, and has this option",
         }),
-        None => Ok(socket),
+        None => socket.map_or_else(|| without("vhost_user", "socket"), Ok),
     }
 }
 

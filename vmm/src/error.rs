@@ -97,15 +97,14 @@ impl Error for About {
     }
 }
 
-/// The error and its sources, joined by `: `. A source that its parent's text already ends with is not
-/// said twice.
+/// The error and its sources, joined by `: `. A source that is a part of what was said already is not said twice.
 #[must_use]
 pub fn chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(source) = next {
         let said = source.to_string();
-        if !text.ends_with(&said) {
+        if !text.contains(&said) {
             text.push_str(": ");
             text.push_str(&said);
         }

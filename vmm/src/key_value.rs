@@ -30,10 +30,15 @@ pub fn items(text: &str) -> Result<Vec<(&str, &str)>, SyntaxError> {
         };
         let until_comma = rest.split(',').next().unwrap_or(rest);
         let Some((key, _)) = until_comma.split_once('=') else {
-            let problem = if until_comma.is_empty() {
-                "expected key=value, found nothing"
-            } else {
-                "expected key=value"
+            let problem = match (until_comma.is_empty(), pairs.is_empty()) {
+                (true, true) => "expected key=value, found nothing",
+                (false, true) => "expected key=value",
+                (true, false) => {
+                    "expected key=value, found nothing; a value with a comma goes in double quotes, key=\"a,b\""
+                }
+                (false, false) => {
+                    "expected key=value; a value with a comma goes in double quotes, key=\"a,b\""
+                }
             };
             return Err(wrong(until_comma, problem));
         };

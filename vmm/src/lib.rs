@@ -7,6 +7,7 @@
 //! What must stay true: whatever the command line asks and cannot be had is refused, by name, before
 //! anything is written; and a command that ends has told how in its exit code.
 
+mod background;
 pub mod cli;
 pub mod control;
 pub mod disk_config;
@@ -20,6 +21,7 @@ pub mod machine;
 pub mod open;
 pub mod run;
 pub mod sandbox;
+mod sd_notify;
 pub mod signals;
 pub mod size;
 pub mod socket;

@@ -1,8 +1,10 @@
 //! Logs: to standard error, warnings only unless asked for more.
 
 use std::io::IsTerminal;
+use std::str::FromStr;
 
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 
 use crate::error::CommandFailure;
 
@@ -23,12 +25,17 @@ pub fn start(option: Option<&str>) -> Result<(), CommandFailure> {
         (None, Some(variable)) => (LOG_VARIABLE, variable.as_str()),
         (None, None) => ("", DEFAULT_FILTER),
     };
-    let filter = EnvFilter::try_new(text).map_err(|error| {
+    let wrong = |why: &dyn std::fmt::Display| {
         CommandFailure::Usage(format!(
-            "{name}: `{text}` is not a log filter ({error}); \
-             it takes a level (error, warn, info, debug, trace) or module=level pairs"
+            "{name}: `{text}` is not a log filter ({why}); \
+             it takes a level (error, warn, info, debug, trace, off) or module=level pairs"
         ))
-    })?;
+    };
+    // A bare word would be taken for a module, all of whose messages are to be shown.
+    if let Some(word) = text.split(',').find(|word| is_unknown_level(word)) {
+        return Err(wrong(&format_args!("there is no level `{word}`")));
+    }
+    let filter = EnvFilter::try_new(text).map_err(|error| wrong(&error))?;
     // A second start, as in tests, keeps the first one's filter.
     let started = tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -39,4 +46,12 @@ pub fn start(option: Option<&str>) -> Result<(), CommandFailure> {
         tracing::debug!("logging was already started");
     }
     Ok(())
+}
+
+/// Returns true for a word that is neither a level nor part of a pair or of a filter by span.
+fn is_unknown_level(word: &str) -> bool {
+    let plain = word
+        .bytes()
+        .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    plain && LevelFilter::from_str(word).is_err()
 }

@@ -45,7 +45,7 @@ pub enum OpenError {
     },
     /// Neither the file nor the user says what it is.
     #[error(
-        "{} does not start like a QCOW2 image; if it is a raw disk, say so with image_type=raw (formats are not guessed)",
+        "{} does not start like a QCOW2 image; if it is a raw disk, say so with image_type=raw (raw is never guessed)",
         path.display()
     )]
     FormatNotGiven {

@@ -18,12 +18,12 @@ use virtio_devices::vhost_user::{
 
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
-use crate::limits;
 use crate::open::{self, OpenedDisk, Opening};
 use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
 use crate::signals::{StopSignals, is_log_read};
 use crate::socket::{Socket, SocketError};
 use crate::takeover::{self, Door, Offer, Successor};
+use crate::{background, limits, sd_notify};
 
 /// How disks are served.
 #[derive(Clone, Copy, Debug, Default)]
@@ -34,6 +34,8 @@ pub struct Options {
     pub takeover: bool,
     /// Give up, before the first client is looked at, every right that serving does not take.
     pub sandbox: bool,
+    /// This is the process in the background, which says when it is ready.
+    pub detached: bool,
 }
 
 /// How long a client may take to end a message that it has begun, and its thread to carry it out, when a new server
@@ -70,6 +72,10 @@ struct Takeover {
 /// could be closed cleanly have been.
 pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, CommandFailure> {
     let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
+    if options.detached {
+        background::leave_session().map_err(start)?;
+    }
+    let manager = sd_notify::Manager::find();
     let signals = StopSignals::block().map_err(start)?;
     let stop = StopToken::new().map_err(start)?;
 
@@ -134,7 +140,24 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
         door.keep().map_err(|error| failed(error.into()))?;
         takeover = Some(stop_on_takeover(door, stop.clone(), options).map_err(start)?);
     }
+    // Clients could connect before; from here on nothing keeps them from being served.
+    manager.ready();
+    announce(&served, options);
     serve_until_stopped(served, &stop, takeover, options)
+}
+
+/// Prints which disk is served on which socket, and tells whoever waits for a server in the background.
+fn announce(served: &[Served], options: Options) {
+    let mut lines = String::new();
+    for disk in served {
+        let (name, socket, process) = (&disk.name, disk.socket.path().display(), std::process::id());
+        lines += &format!("serving {name} on {socket} (process {process})\n");
+    }
+    if options.detached {
+        lines = lines + background::READY + "\n";
+    }
+    // Guests are served as well if nobody reads this.
+    std::io::stdout().write_all(lines.as_bytes()).unwrap_or_default();
 }
 
 /// The sockets that an old server offers, in order.

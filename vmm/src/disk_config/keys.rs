@@ -7,6 +7,8 @@ use super::DiskConfigError;
 pub enum Scope {
     /// Wherever a disk is opened.
     Here,
+    /// For the disks of `ringdisk run` alone.
+    Machine,
     /// Only somewhere else; the text says where.
     Elsewhere(&'static str),
 }
@@ -48,6 +50,13 @@ const fn here(name: &'static str, takes: &'static str, default: &'static str, ab
     }
 }
 
+const fn machine(name: &'static str, takes: &'static str, default: &'static str, about: &'static str) -> Key {
+    Key {
+        scope: Scope::Machine,
+        ..here(name, takes, default, about)
+    }
+}
+
 const fn elsewhere(name: &'static str, place: &'static str) -> Key {
     Key {
         name,
@@ -79,7 +88,7 @@ pub static KEYS: &[Key] = &[
         "queue_size",
         "a power of two from 4 to 32768",
         "128",
-        "entries of each queue",
+        "entries of each queue; a client of vhost-user may set up more or fewer",
     ),
     here(
         "serial",
@@ -141,26 +150,26 @@ pub static KEYS: &[Key] = &[
         "bw_one_time_burst",
         BYTES,
         "none",
-        "further bytes in the beginning",
+        "bytes beyond that, once, at the start",
     ),
     here(
         "bw_refill_time",
         MILLIS,
         "no limit",
-        "the time in which bw_size comes again",
+        "the time in which the bucket of bw_size fills again",
     ),
     here("ops_size", NUMBER, "no limit", "requests in one ops_refill_time"),
     here(
         "ops_one_time_burst",
         NUMBER,
         "none",
-        "further requests in the beginning",
+        "requests beyond that, once, at the start",
     ),
     here(
         "ops_refill_time",
         MILLIS,
         "no limit",
-        "the time in which ops_size comes again",
+        "the time in which the bucket of ops_size fills again",
     ),
     here(
         "rate_limit_group",
@@ -168,31 +177,31 @@ pub static KEYS: &[Key] = &[
         "none",
         "the disks whose limits it shares, instead of limits of its own",
     ),
-    here(
+    machine(
         "vhost_user",
         ON_OFF,
         "off",
-        "another program serves the disk to `ringdisk run`: a vhost-user-blk backend",
+        "another program serves the disk: a vhost-user-blk backend",
     ),
-    here(
+    machine(
         "socket",
         "the path of a socket",
         "none",
         "where that backend listens",
     ),
-    here(
+    machine(
         "pci_device_id",
         "a slot from 1 to 31",
         "the lowest free one",
-        "where on the bus of `ringdisk run` the disk is",
+        "where on the machine's bus the disk is",
     ),
-    here(
+    machine(
         "pci_segment",
         "0, as a machine has one",
         "0",
         "the PCI segment of that bus",
     ),
-    here(
+    machine(
         "iommu",
         "off, as a machine has none",
         "off",
@@ -202,14 +211,10 @@ pub static KEYS: &[Key] = &[
     elsewhere("compression", CREATE),
 ];
 
-/// The keys that apply here, in the table's order.
+/// The keys that a disk can have, in the table's order.
 fn applicable() -> impl Iterator<Item = &'static Key> {
-    KEYS.iter().filter(|key| key.scope == Scope::Here)
-}
-
-/// The names of the keys that apply, as a list for a sentence.
-pub(super) fn names() -> String {
-    applicable().map(|key| key.name).collect::<Vec<_>>().join(", ")
+    KEYS.iter()
+        .filter(|key| !matches!(key.scope, Scope::Elsewhere(_)))
 }
 
 /// The key called `name`.
@@ -222,11 +227,23 @@ pub(super) fn find(name: &str) -> Result<&'static Key, DiskConfigError> {
         })
 }
 
-/// The table of keys for `--help`: one key a line.
+/// Returns the table of keys for `--help`, one key a line: those of every disk.
 #[must_use]
 pub fn keys_help() -> String {
-    let mut text = String::from("Keys of --disk (key=value, separated by commas):\n");
-    for key in applicable() {
+    table(applicable().filter(|key| key.scope == Scope::Here))
+}
+
+/// As [`keys_help`], for disks of `ringdisk run`.
+#[must_use]
+pub fn machine_keys_help() -> String {
+    table(applicable())
+}
+
+fn table(keys: impl Iterator<Item = &'static Key>) -> String {
+    let mut text = String::from(
+        "Keys of --disk (key=value, separated by commas; a value with a comma in double quotes, path=\"a,b\"):\n",
+    );
+    for key in keys {
         let Key {
             name,
             takes,

@@ -171,7 +171,12 @@ fn populate(memory: &GuestMemoryMmap) -> io::Result<()> {
             )
         };
         if result != 0 {
-            return Err(io::Error::last_os_error());
+            let error = io::Error::last_os_error();
+            // A page that cannot be had is a fault to this call. The address is ours, so it cannot be a bad one.
+            return Err(match error.raw_os_error() {
+                Some(libc::EFAULT) => io::Error::from_raw_os_error(libc::ENOMEM),
+                _ => error,
+            });
         }
     }
     Ok(())

@@ -4,7 +4,6 @@
 //! true: an image is open and locked before its device appears, and the device is gone before the image is closed.
 
 pub mod arguments;
-mod background;
 pub mod claim;
 mod devices;
 mod fence;
@@ -13,7 +12,6 @@ mod hand_over;
 mod helper;
 mod links;
 mod parallel;
-mod ready;
 mod resume;
 mod serve;
 mod sooner;
@@ -23,6 +21,7 @@ mod usage;
 
 use arguments::UblkCommand;
 
+use crate::background;
 use crate::error::CommandFailure;
 
 /// Carries out one of the commands.

@@ -24,13 +24,14 @@ use super::resume::{self, Found};
 use super::sooner::Sooner;
 use super::state::{self, DeviceState};
 use super::upgrade::{self, Predecessor};
-use super::{background, devices, fence, hand_over, helper, links, parallel, ready, usage};
+use super::{devices, fence, hand_over, helper, links, parallel, usage};
 use crate::control::{Control as ControlSocket, Request};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::open::{self, OpenedDisk, Opening};
 use crate::signals::StopSignals;
 use crate::socket::Socket;
+use crate::{background, sd_notify};
 use crate::{limits, size};
 
 /// How long a device in use is given to write what the host still keeps in memory.
@@ -342,7 +343,7 @@ fn serve(
     };
     // Who connects before the devices are there is answered then.
     let listening = Socket::listen(&socket).map_err(|error| CommandFailure::Failed(error.into()))?;
-    let manager = ready::Manager::find();
+    let manager = sd_notify::Manager::find();
 
     let before = predecessors.first().map(Predecessor::pid);
     if before.is_some() {

@@ -568,6 +568,7 @@ fn huge_pages_and_nodes_that_the_host_does_not_have_are_named() {
         "cannot get {bytes} bytes of memory for the guest in huge pages of 2097152 bytes; the host has"
     );
     assert!(line.starts_with(&said), "{line}");
+    assert!(line.ends_with("Cannot allocate memory (os error 12)"), "{line}");
     let line = memory("size=64M,hugepages=on,hugepage_size=64K").refused(1);
     assert!(
         line.contains("in huge pages of 65536 bytes; the host has none of them free"),

@@ -58,7 +58,7 @@ fn what_makes_no_sense_is_refused_before_anything_is_opened() {
         ),
         (
             &["--disk", "vhost_user=on,socket=s,bw_size=1M,bw_refill_time=1"],
-            "`bw_size` contradicts `vhost_user=on`: the program that serves the disk sees to that",
+            "`bw_size` contradicts `vhost_user=on`: `vhost_user=on` is for `ringdisk run`",
         ),
         (&["--memory", "lots"], "--memory lots: "),
         (

@@ -1,7 +1,7 @@
 //! The life of a server: its socket, its lock, and how it stops.
 
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -120,7 +120,7 @@ impl Drop for Server {
 }
 
 #[test]
-fn a_stop_signal_ends_the_server_cleanly_silently_and_without_leftovers() {
+fn a_stop_signal_ends_the_server_cleanly_without_a_warning_or_leftovers() {
     for signal in ["TERM", "INT", "HUP"] {
         let world = World::new();
         world.qemu_create("a.qcow2", "compat=1.1", "1M");
@@ -130,10 +130,11 @@ fn a_stop_signal_ends_the_server_cleanly_silently_and_without_leftovers() {
         // A client that is connected and says nothing must not hold the stop up.
         let _client = UnixStream::connect(world.path("s")).expect("connect");
         server.signal(signal);
+        let line = format!("serving a.qcow2 on s (process {})\n", server.pid());
         let ended = server.wait();
         assert_eq!(
-            (ended.code, ended.stdout.as_str(), ended.stderr.as_str()),
-            (Some(0), "", ""),
+            (ended.code, ended.stdout, ended.stderr.as_str()),
+            (Some(0), line, ""),
             "{signal}"
         );
         assert!(!exists(&world.path("s")), "the socket was left behind");
@@ -356,4 +357,71 @@ fn an_image_can_be_a_descriptor_that_the_server_inherits() {
     let ended = server.wait();
     assert_eq!((ended.code, ended.stderr.as_str()), (Some(0), ""), "{ended:?}");
     world.assert_flawless("b.qcow2");
+}
+
+/// The name of a socket proves nothing: one that a killed server left is there already.
+#[test]
+fn a_service_manager_hears_when_clients_can_connect() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    let manager = UnixDatagram::bind(world.path("notify")).expect("a socket");
+    manager
+        .set_read_timeout(Some(Duration::from_secs(20)))
+        .expect("a timeout");
+    let environment = format!("NOTIFY_SOCKET={}", world.path("notify").display());
+    let mut server = Server::start_with(&[&environment], &world, &[("s", "path=a.qcow2")]);
+    let mut bytes = [0; 32];
+    let count = manager.recv(&mut bytes).expect("a message within 20 s");
+    assert_eq!(&bytes[..count], b"READY=1");
+    UnixStream::connect(world.path("s")).expect("it listens");
+    server.signal("TERM");
+    server.wait().success();
+
+    // One that cannot serve does not claim it.
+    let failed = world
+        .ringdisk_command()
+        .env("NOTIFY_SOCKET", world.path("notify"))
+        .args(["vhost-user", "--socket", "s", "--disk", "path=none"])
+        .output()
+        .expect("run ringdisk");
+    assert_eq!(failed.status.code(), Some(1));
+    manager.set_nonblocking(true).expect("no wait");
+    assert!(manager.recv(&mut bytes).is_err(), "it said that it was ready");
+}
+
+#[test]
+fn a_server_in_the_background_is_reported_when_it_serves_or_has_failed() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    let daemonize = |disk: &str| -> Ended {
+        // Whoever stays in the background keeps standard error.
+        let errors = std::fs::File::create(world.path("errors")).expect("a file");
+        let mut command = world.ringdisk_command();
+        command.args(["vhost-user", "--daemonize", "--socket", "s", "--disk", disk]);
+        let mut ended: Ended = command
+            .stdout(Stdio::piped())
+            .stderr(errors)
+            .spawn()
+            .and_then(std::process::Child::wait_with_output)
+            .expect("run ringdisk")
+            .into();
+        ended.stderr = String::from_utf8(world.bytes("errors")).expect("UTF-8");
+        ended
+    };
+    let failed = daemonize("path=none").refused(1);
+    assert!(failed.contains("cannot open none"), "{failed}");
+
+    let said = daemonize("path=a.qcow2").success();
+    let process = said
+        .strip_prefix("serving a.qcow2 on s (process ")
+        .and_then(|rest| rest.strip_suffix(")\n"))
+        .unwrap_or_else(|| panic!("{said:?}"));
+    UnixStream::connect(world.path("s")).expect("it listens");
+    let stopped = Command::new("kill").arg(process).status();
+    assert!(stopped.expect("run kill").success());
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while exists(&world.path("s")) {
+        assert!(Instant::now() < deadline, "it did not end within 20 s");
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }

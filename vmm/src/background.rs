@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 
 /// What the process in the background says when it is ready.
-pub(super) const READY: &str = "ready";
+pub(crate) const READY: &str = "ready";
 
 /// Starts this program again, one step further on its way.
 fn step(output: Stdio) -> std::io::Result<Child> {
@@ -34,7 +34,7 @@ fn failed(error: std::io::Error) -> CommandFailure {
 /// # Errors
 ///
 /// If it cannot be started, or fails.
-pub(super) fn start() -> Result<u8, CommandFailure> {
+pub(crate) fn start() -> Result<u8, CommandFailure> {
     let mut child = step(Stdio::piped()).map_err(failed)?;
     let output = child.stdout.take();
     // It ends at once, and its own child goes on.
@@ -57,7 +57,7 @@ pub(super) fn start() -> Result<u8, CommandFailure> {
 /// # Errors
 ///
 /// If it cannot be started.
-pub(super) fn pass_on() -> Result<u8, CommandFailure> {
+pub(crate) fn pass_on() -> Result<u8, CommandFailure> {
     step(Stdio::inherit()).map_err(failed)?;
     Ok(EXIT_OK)
 }
@@ -67,6 +67,6 @@ pub(super) fn pass_on() -> Result<u8, CommandFailure> {
 /// # Errors
 ///
 /// What the system said.
-pub(super) fn leave_session() -> std::io::Result<()> {
+pub(crate) fn leave_session() -> std::io::Result<()> {
     rustix::process::setsid().map(drop).map_err(Into::into)
 }

@@ -1,4 +1,4 @@
-//! Telling a service manager that the devices are there, and who serves them: `sd_notify(3)`, without its library.
+//! Readiness notification of a service manager, `sd_notify(3)` without its library.
 
 use std::env;
 use std::ffi::OsStr;
@@ -7,24 +7,24 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-/// The service manager, if there is one.
+/// The service manager that `NOTIFY_SOCKET` names, if there is one.
 #[derive(Debug)]
-pub(super) struct Manager(Option<UnixDatagram>);
+pub(crate) struct Manager(Option<UnixDatagram>);
 
 impl Manager {
-    /// Looks for it. A server that is confined cannot do so any more.
-    pub(super) fn find() -> Self {
+    /// Connects to it. A server that is confined cannot do so any more.
+    pub(crate) fn find() -> Self {
         let socket = env::var_os("NOTIFY_SOCKET").filter(|socket| !socket.is_empty());
         Self(socket.and_then(|socket| connect(&socket).inspect_err(warn).ok()))
     }
 
-    /// Says that the devices are there: `READY=1`.
-    pub(super) fn ready(&self) {
+    /// Says that the server is ready: `READY=1`.
+    pub(crate) fn ready(&self) {
         self.tell("READY=1");
     }
 
     /// Says which process the service is: `MAINPID=`. The manager goes by how that one ends.
-    pub(super) fn main(&self, pid: u32) {
+    pub(crate) fn main(&self, pid: u32) {
         self.tell(&format!("MAINPID={pid}"));
     }
 
