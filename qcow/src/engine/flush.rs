@@ -3,8 +3,8 @@
 //! A round takes a snapshot of the dirty metadata and then, without the lock, writes refcounts and new L2
 //! tables and syncs (A), and writes the slices of reachable L2 tables and the L1 entries and syncs (B).
 //! An L2 entry enters memory only after its data completed and B writes only what the snapshot held, so
-//! no entry becomes durable before its data and refcount. New refcount blocks, or a refcount table that
-//! has moved, go before A with a sync of their own: once per gigabytes.
+//! no entry becomes durable before its data and refcount. New refcount blocks go before A with a sync of their own,
+//! and so does a refcount table that has moved, with the counts of its clusters: once per gigabytes.
 //!
 //! One round runs at a time; all who asked while it ran share the next one.
 //!
@@ -20,7 +20,7 @@ use block::canary::{Rule, broken};
 use block::{AlignedBuf, IoError};
 
 use super::read::{Part, finish};
-use super::{Queue, Shared, chores, corrupt, header as sector, load, reclaim};
+use super::{Queue, Shared, chores, corrupt, header as sector, reclaim};
 use crate::format::header;
 use crate::metadata::snapshot::{Place, Snapshot};
 
@@ -112,16 +112,7 @@ pub(super) fn in_background(queue: &Rc<Queue>) {
 async fn round(queue: &Rc<Queue>) -> Result<(), IoError> {
     let shared = &queue.shared;
     shared.file.check_syncs()?;
-    let snapshot = loop {
-        let settled = {
-            let mut metadata = shared.write()?;
-            metadata.refcounts.settle_table().map(|()| metadata.snapshot())
-        };
-        match settled {
-            Ok(snapshot) => break snapshot,
-            Err(stuck) => load::unstick(queue, stuck).await?,
-        }
-    };
+    let snapshot = shared.write()?.snapshot();
     let freeing = !snapshot.drops.is_empty();
     let mut snapshot = SnapshotGuard {
         shared,
@@ -177,8 +168,11 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
         sync(queue).await?;
         snapshot.blocks_complete = true;
         if let Some((place, bytes)) = snapshot.moved_table.take() {
-            // Not with the blocks: a round that failed may have pointed the header here already.
-            write_places(queue, vec![(place.offset, bytes)]).await?;
+            // Not with the blocks: a round that failed may have pointed the header here already. The table's own
+            // clusters may be counted by older blocks; their counts go before the header leads to it.
+            let mut places = std::mem::take(&mut snapshot.refcounts);
+            places.push((place.offset, bytes));
+            write_places(queue, places).await?;
             sync(queue).await?;
             write_table_place(queue, place.offset, place.clusters).await?;
             sync(queue).await?;

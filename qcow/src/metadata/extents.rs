@@ -54,6 +54,20 @@ impl FreeRuns {
         self.total -= taken;
         Some((first, taken, zero))
     }
+
+    /// The first cluster of a run of at least `count`.
+    pub(crate) fn find(&self, count: u64) -> Option<u64> {
+        let mut runs = self.runs.iter();
+        runs.find(|(_, run)| run.0 >= count).map(|(&first, _)| first)
+    }
+
+    /// Takes `count` clusters from `first` on, which is where a run of at least so many begins.
+    pub(crate) fn remove(&mut self, first: u64, count: u64) {
+        if let Some((len, zero)) = self.runs.remove(&first) {
+            self.total -= len;
+            self.insert(first + count, len.saturating_sub(count), zero);
+        }
+    }
 }
 
 /// Gathers clusters into runs: sorted, neighbours joined.

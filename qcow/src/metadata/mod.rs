@@ -257,7 +257,7 @@ impl Metadata {
         }
         let clusters = self.geometry.clusters_for(needed * 8);
         if clusters > self.l1_place.clusters {
-            let first = self.refcounts.allocate_run_at_end(clusters)?;
+            let first = self.refcounts.allocate_run(clusters)?;
             let offset = self.geometry.host_offset(HostCluster::new(first)).bytes();
             self.refcounts
                 .structures

@@ -3,20 +3,22 @@
 //! The allocator hands out host clusters in three ways, in this order: runs that were freed and
 //! have passed every stage of freeing; clusters below the end of the file that a forward scan finds with a
 //! count of zero; and new clusters past the end. The scan's cursor never goes back, so that a cluster is
-//! found by one of the three only.
+//! found by one of the three only. Tables of several clusters get theirs from a search of their own ([`run`]).
 //!
 //! What must stay true: a count goes from 0 to 1 here before anything can point at the cluster, and the
-//! count is durable before that pointer is (see `engine::flush`). A new refcount block counts
-//! itself, and is durable before the refcount table points at it. A cluster that counts zero and is known to be
+//! count is durable before that pointer is (see `engine::flush`). A new refcount block is counted by itself or
+//! by a block that is made at the same instant, and these are durable before the refcount table points at them. The
+//! table in memory never has more entries than its place on disk has room for. A cluster that counts zero and is known to be
 //! in use all the same is never handed out: it fails whoever asked ([`Stuck::InUse`]).
 
+mod run;
+
 use block::IoError;
-use rustc_hash::FxHashSet;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::extents::FreeRuns;
 use super::slices::SliceCache;
 use super::structures::{InUse, Structure, Structures};
-use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use crate::format::{Geometry, HostCluster, RefcountTableEntry};
 
 /// Why the allocator cannot go on under the lock.
@@ -82,6 +84,9 @@ pub(crate) struct Refcounts {
     cursor: u64,
     /// From here on no byte was ever written: clusters read as zeros.
     virgin: u64,
+    /// How far the searches for runs of so many clusters, behind the end or anywhere, have come: they begin anew when a
+    /// slice that they lack has been loaded.
+    searches: FxHashMap<(u64, bool), u64>,
     /// The first cluster there is no room for; `u64::MAX` for a file that grows.
     limit: u64,
     free: FreeRuns,
@@ -120,11 +125,12 @@ impl Refcounts {
             moved_from: Vec::new(),
             dirty_parts: FxHashSet::default(),
             fresh: FxHashSet::default(),
-            slices: SliceCache::new(slice_bytes, cache_bytes),
+            slices: SliceCache::new(slice_bytes, cache_bytes.max(4 * run::count_bytes_max(&geometry))),
             structures: Structures::default(),
             slice_bits,
             cursor: 0,
             virgin: if limit == u64::MAX { file_end } else { u64::MAX },
+            searches: FxHashMap::default(),
             limit,
             free: FreeRuns::default(),
             end: file_end,
@@ -295,17 +301,18 @@ impl Refcounts {
             return self.claim_freed(first, found, zero);
         }
         loop {
-            self.settle_table()?;
             if self.cursor >= self.limit {
                 return Err(no_space());
             }
             let block = self.block_index(self.cursor);
             if block >= self.table.len() {
-                self.lengthen_table(block)?;
+                self.grow_table(block)?;
                 continue;
             }
             if self.block_offset(block)?.is_none() {
                 self.new_block_at(block, self.cursor)?;
+                self.claim_block(self.cursor)?;
+                self.cursor += 1;
                 continue;
             }
             let Some((first, found)) = self.scan(count)? else {
@@ -386,97 +393,23 @@ impl Refcounts {
         Ok(Run { first, count, zero })
     }
 
-    /// Makes `count` neighbouring new clusters past every cluster in use, for a table.
-    pub(crate) fn allocate_run_at_end(&mut self, count: u64) -> Result<u64, Stuck> {
-        self.cursor = self.cursor.max(self.end);
-        'again: loop {
-            let first = self.cursor;
-            if first.saturating_add(count) > self.limit {
-                return Err(no_space());
-            }
-            for cluster in first..first + count {
-                let block = self.block_index(cluster);
-                if block >= self.table.len() {
-                    // Only in memory; `settle_table` makes the room for it on disk.
-                    self.lengthen_table(block)?;
-                }
-                if self.block_offset(block)?.is_none() {
-                    self.new_block_at(block, first)?;
-                    continue 'again;
-                }
-                if self.get(cluster)? != 0 {
-                    self.cursor = cluster + 1;
-                    continue 'again;
-                }
-                self.structures.check_free(cluster)?;
-            }
-            for cluster in first..first + count {
-                self.claim(cluster)?;
-            }
-            self.cursor = first + count;
-            self.end = self.end.max(self.cursor);
-            return Ok(first);
-        }
-    }
-
-    /// Makes the refcount block of table entry `index`, in a free cluster.
+    /// Makes the refcount block of table entry `index` in cluster `cluster`, which is counted by a block that is as
+    /// new: otherwise the table could point at the block before its own count is durable.
     fn new_block_at(&mut self, index: usize, cluster: u64) -> Result<(), Stuck> {
-        // The block's own cluster is counted by another block unless it lies in the range it counts.
-        let own = self.block_index(cluster);
-        if own != index && self.get(cluster)? != 0 {
-            self.cursor = self.cursor.max(cluster + 1);
-            return Ok(());
-        }
         self.structures.check_free(cluster)?;
         let host = self.geometry.host_offset(HostCluster::new(cluster));
         let entry = self.table.get_mut(index).ok_or(IoError::Corrupt)?;
         *entry = RefcountTableEntry::encode(host);
         self.fresh.insert(index);
         self.dirty_parts.insert(index / PART_ENTRIES);
+        Ok(())
+    }
+
+    /// Counts and notes a refcount block of [`Refcounts::new_block_at`].
+    fn claim_block(&mut self, cluster: u64) -> Result<(), Stuck> {
         self.claim(cluster)?;
         self.structures.made(Structure::RefcountBlock, cluster, 1);
-        self.cursor = self.cursor.max(cluster + 1);
         self.end = self.end.max(cluster + 1);
-        Ok(())
-    }
-
-    /// Lengthens the refcount table, in memory, to have entry `index` and some more.
-    fn lengthen_table(&mut self, index: usize) -> Result<(), Stuck> {
-        let max = (REFCOUNT_TABLE_MAX_BYTES / 8) as usize;
-        if index >= max {
-            // No space on the host would help.
-            tracing::error!("the refcount table has reached its largest size");
-            return Err(Stuck::Failed(IoError::OutOfRange));
-        }
-        let wanted = (index + 1).max(self.table.len() + self.table.len() / 2) + 8;
-        let len = wanted
-            .next_multiple_of(self.geometry.table_entries_per_cluster())
-            .min(max);
-        self.table.resize(len, RefcountTableEntry::UNALLOCATED);
-        Ok(())
-    }
-
-    /// Whether the table's place on disk has room for all its entries.
-    fn table_fits(&self) -> bool {
-        self.table.len() as u64 * 8 <= self.place.clusters * self.geometry.cluster_size()
-    }
-
-    /// Finds the table a place that has room for it, if the one it has is too small.
-    ///
-    /// # Errors
-    ///
-    /// [`Stuck`], with the table as large as before and its place too small; call again.
-    pub(crate) fn settle_table(&mut self) -> Result<(), Stuck> {
-        while !self.table_fits() {
-            let clusters = (self.table.len() as u64 * 8).div_ceil(self.geometry.cluster_size());
-            let first = self.allocate_run_at_end(clusters)?;
-            self.moved_from.push(self.place);
-            self.structures.made(Structure::RefcountTable, first, clusters);
-            self.place = TablePlace {
-                offset: self.geometry.host_offset(HostCluster::new(first)).bytes(),
-                clusters,
-            };
-        }
         Ok(())
     }
 
@@ -499,3 +432,6 @@ fn no_space() -> Stuck {
     const ENOSPC: i32 = 28;
     Stuck::Failed(IoError::Host { errno: ENOSPC })
 }
+
+#[cfg(test)]
+mod tests;

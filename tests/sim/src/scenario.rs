@@ -154,6 +154,12 @@ pub fn all() -> Vec<Scenario> {
                 FLUSH,
             ],
         ),
+        // 80 clusters of L1, and a refcount block counts 64: the table lies across two of its ranges at least.
+        Scenario::new(
+            "L1 growth across refcount blocks",
+            wide,
+            &[(WRITE, 0, 1), (Ask::Grow(160 << 20), 0, 0), (WRITE, 1, 1), FLUSH],
+        ),
         Scenario::new(
             "growth over a longer backing file",
             over(Below::Raw(40 << 10)),

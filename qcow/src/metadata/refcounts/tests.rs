@@ -1,0 +1,196 @@
+use super::*;
+use crate::format::{ClusterBits, RefcountOrder, Version};
+
+/// Clusters of 512 bytes and counts of 16 bits: 256 counts in a block.
+fn geometry() -> Geometry {
+    let bits = ClusterBits::parse(9).expect("a cluster size");
+    let order = RefcountOrder::from_bits(16).expect("a width");
+    Geometry::new(Version::V3, bits, order, 1 << 20)
+}
+
+/// Counts of an image that begins with a header, a refcount table of one cluster and its first block. The file has
+/// `file_end` clusters, and room for `limit`.
+fn refcounts(file_end: u64, limit: u64) -> Refcounts {
+    let mut table = vec![RefcountTableEntry::UNALLOCATED; 64];
+    table[0] = RefcountTableEntry::encode(geometry().host_offset(HostCluster::new(2)));
+    let place = TablePlace {
+        offset: 512,
+        clusters: 1,
+    };
+    let mut refcounts = Refcounts::new(geometry(), table, place, file_end, limit, 1 << 20);
+    refcounts.slices.insert(0, vec![0; 512].into(), false);
+    for cluster in 0..3 {
+        refcounts.set(cluster, 1).expect("the first block is loaded");
+    }
+    refcounts
+}
+
+const ENOSPC: Stuck = Stuck::Failed(IoError::Host { errno: 28 });
+
+/// Takes single clusters until there are none; returns how many there were.
+#[track_caller]
+fn fill(refcounts: &mut Refcounts) -> u64 {
+    for taken in 0.. {
+        match refcounts.allocate(1) {
+            Ok(run) => assert_eq!(refcounts.get(run.first), Ok(1)),
+            Err(stuck) => {
+                assert_eq!(stuck, ENOSPC);
+                return taken;
+            }
+        }
+    }
+    0
+}
+
+#[test]
+fn a_run_on_a_device_lies_behind_the_cursor_and_not_behind_the_device() {
+    let mut refcounts = refcounts(4096, 4096);
+    let run = refcounts.allocate(2).expect("an empty device");
+    assert_eq!((run.first, run.count), (3, 2));
+    assert_eq!(refcounts.allocate_run(2), Ok(5));
+    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(7));
+}
+
+/// A device with room for 300 clusters, all in use but a gap: the run does not fit, and everything else goes on.
+#[test]
+fn a_run_without_room_takes_nothing_from_who_comes_next() {
+    let mut refcounts = refcounts(300, 300);
+    for cluster in (3..250).step_by(2) {
+        refcounts.set(cluster, 1).expect("the first block is loaded");
+    }
+    assert_eq!(refcounts.allocate_run(100), Err(ENOSPC));
+    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(4));
+    // Behind the last one in use there are six in the first block, and 43 and a block of their own in the next.
+    assert_eq!(refcounts.allocate_run(44), Err(ENOSPC));
+    assert_eq!(refcounts.allocate_run(43), Ok(257));
+    assert_eq!(fill(&mut refcounts), 122 + 6);
+    assert_eq!(refcounts.end(), 300);
+}
+
+#[test]
+fn a_run_comes_from_what_was_freed_when_nothing_else_is_left() {
+    let mut refcounts = refcounts(200, 200);
+    assert_eq!(fill(&mut refcounts), 197);
+    assert_eq!(refcounts.allocate_run(3), Err(ENOSPC));
+    for cluster in [20, 50, 51, 52, 53] {
+        refcounts.set(cluster, 0).expect("the first block is loaded");
+        refcounts.release(cluster, 1, true);
+    }
+    assert_eq!(refcounts.allocate_run(3), Ok(50));
+    assert_eq!(fill(&mut refcounts), 2);
+}
+
+/// 64 entries count 16384 clusters. The table grows in time, and when it cannot nothing is half done.
+#[test]
+fn the_table_grows_on_a_device_or_stays_as_it_was() {
+    for (room, moves) in [(16_384, 0), (16_384 + 2, 0), (16_384 + 3, 1), (20_000, 1)] {
+        let mut refcounts = refcounts(room, room);
+        let taken = fill(&mut refcounts);
+        assert_eq!(refcounts.moved_from.len(), moves, "{room}");
+        assert_eq!(
+            refcounts.table.len() as u64 * 8,
+            refcounts.place.clusters * 512,
+            "{room}: the table fits its place"
+        );
+        let blocks = refcounts
+            .table
+            .iter()
+            .filter(|entry| **entry != RefcountTableEntry::UNALLOCATED);
+        let tables = if moves > 0 {
+            refcounts.place.clusters + 1
+        } else {
+            1
+        };
+        let used = 1 + tables + blocks.count() as u64 + taken;
+        let lost = if moves > 0 { 0 } else { room - 16_384 };
+        assert_eq!(used + lost, room, "every cluster is in use");
+        // What is freed is as good as ever.
+        refcounts.set(1000, 0).expect("a slice in memory");
+        refcounts.release(1000, 1, false);
+        assert_eq!(fill(&mut refcounts), 1, "{room}");
+    }
+}
+
+/// The last cluster that the longest table counts is in use: the file cannot become longer, and what is free in it
+/// can be had all the same.
+#[test]
+fn a_file_past_the_largest_table_has_runs_where_something_is_free() {
+    let mut refcounts = refcounts((1 << 20) * 256, u64::MAX);
+    assert_eq!(refcounts.allocate_run(7), Ok(3));
+    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(10));
+    let mut refcounts = self::refcounts((1 << 20) * 256 - 20_000, u64::MAX);
+    refcounts.cursor = (1 << 20) * 256;
+    assert_eq!(refcounts.allocate(1), Err(Stuck::Failed(IoError::OutOfRange)));
+    assert_eq!(refcounts.allocate(1), Err(Stuck::Failed(IoError::OutOfRange)));
+    assert_eq!((refcounts.table.len(), refcounts.place.clusters), (64, 1));
+}
+
+/// A run that crosses into ranges without a block: each new block is counted by one that is made with it, never by
+/// one that is in use.
+#[test]
+fn blocks_that_a_run_needs_are_counted_by_blocks_made_with_it() {
+    for end in [3, 200, 250, 255, 256, 300, 511] {
+        for count in [1, 2, 6, 56, 57, 255, 256, 300, 20_000] {
+            let mut refcounts = refcounts(end, u64::MAX);
+            let first = refcounts.allocate_run(count).expect("a file that grows");
+            for (index, entry) in refcounts.table.iter().enumerate().skip(1) {
+                let Ok(Some(host)) = entry.decode(&geometry()) else {
+                    continue;
+                };
+                let block = host.bytes() / 512;
+                let counted_by = refcounts.block_index(block);
+                assert!(
+                    counted_by > 0,
+                    "block {index} is counted by an old one: {end}, {count}"
+                );
+                assert!(refcounts.fresh.contains(&counted_by));
+                assert!(block < first || block >= first + count);
+            }
+            for cluster in first..first + count {
+                assert_eq!(refcounts.get(cluster), Ok(1), "{end}, {count}");
+            }
+            assert!(first + count <= refcounts.table.len() as u64 * 256);
+            assert_eq!(refcounts.end(), first + count);
+            // The scan finds what the run left out, and nothing of the run.
+            let mut taken = 0;
+            while taken < 3 {
+                let run = refcounts.allocate(1).expect("a file that grows");
+                assert!(run.first < first || run.first >= first + count, "{end}, {count}");
+                taken += 1;
+            }
+        }
+    }
+}
+
+/// A slice that must be loaded stops the search, which then goes on from there: it never needs all slices at once.
+#[test]
+fn a_search_goes_on_where_it_stopped_for_a_slice() {
+    let mut table = vec![RefcountTableEntry::UNALLOCATED; 4096];
+    for (index, entry) in table.iter_mut().enumerate() {
+        *entry = RefcountTableEntry::encode(geometry().host_offset(HostCluster::new(100 + index as u64)));
+    }
+    let place = TablePlace {
+        offset: 512,
+        clusters: 64,
+    };
+    let limit = 4096 * 256;
+    let mut refcounts = Refcounts::new(geometry(), table, place, limit, limit, 0);
+    let mut loads = 0;
+    let first = loop {
+        match refcounts.allocate_run(400) {
+            Ok(first) => break first,
+            Err(Stuck::Load(slice)) => {
+                loads += 1;
+                assert!(loads < 5000, "the search begins anew each time");
+                // One in ten is used, up to far behind what the cache holds.
+                let mut bytes = vec![0; 512];
+                if slice < 4000 {
+                    bytes.chunks_exact_mut(20).for_each(|some| some[1] = 1);
+                }
+                refcounts.slices.insert(slice, bytes.into(), false);
+            }
+            Err(stuck) => panic!("{stuck:?}"),
+        }
+    };
+    assert!((3999 * 256..=4000 * 256).contains(&first), "{first}");
+}
