@@ -50,8 +50,10 @@ impl Base {
         folder.qemu_img(&["bitmap", "--add", "base.qcow2", "bitmap"]);
         folder.assert_flawless("base.qcow2", false);
         let base = Self { folder };
-        // The first opening for writing marks the bitmap as out of date.
-        close(open(&base.path("base.qcow2"), &OpenOptions::default()));
+        // The first write marks the bitmap as out of date.
+        let disk = open(&base.path("base.qcow2"), &OpenOptions::default());
+        Lane::new(&disk, RingKind::Syscalls).write(4096, &[2; 512]);
+        close(disk);
         base
     }
 

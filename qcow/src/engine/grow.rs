@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use block::IoError;
 
-use super::{Queue, corrupt, flush, load, zero};
+use super::{Queue, announce, corrupt, flush, load, zero};
 use crate::metadata::{Extent, Lookup};
 
 /// Makes the disk `size_bytes` large, durably.
@@ -30,6 +30,7 @@ pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoErr
     if size_bytes == old {
         return Ok(());
     }
+    announce::growth(queue).await?;
     let mapped = mapped_end(queue)?;
     loop {
         let grown = shared.write()?.grow_l1(size_bytes);

@@ -8,6 +8,7 @@ use block::{AlignedBuf, IoError};
 
 use super::Queue;
 use super::turn::Turns;
+use crate::format::header::clear_unknown_autoclear;
 
 /// The header's first sector.
 #[derive(Debug)]
@@ -27,14 +28,17 @@ impl Sector {
     }
 }
 
-/// Changes the header and writes it. Whoever needs it durable syncs.
+/// Changes the header and writes it. Whoever needs it durable syncs. Autoclear bits of features that are not known here are
+/// cleared with it, as the format demands of whoever writes.
 pub(super) async fn change(queue: &Queue, change: impl FnOnce(&mut [u8; 512])) -> Result<(), IoError> {
     let sector = &queue.shared.header;
     let _turn = sector.turns.take().await;
     let bytes = {
         let mut bytes = sector.bytes.lock();
-        change(bytes.first_chunk_mut().ok_or(IoError::Corrupt)?);
-        AlignedBuf::from_slice(&bytes)
+        let bytes = bytes.first_chunk_mut().ok_or(IoError::Corrupt)?;
+        clear_unknown_autoclear(bytes);
+        change(bytes);
+        AlignedBuf::from_slice(bytes)
     };
     queue.file.write_at(0, bytes).await
 }

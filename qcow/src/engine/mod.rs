@@ -7,6 +7,7 @@
 //! What must stay true: the metadata lock is never held across an await or an I/O, and a request holds
 //! its epoch guard from before it looks at the mapping until it is answered.
 
+mod announce;
 mod chores;
 mod compressed;
 mod corrupt;
@@ -41,6 +42,7 @@ use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteG
 
 use crate::format::{CompressionType, Geometry, Version};
 use crate::metadata::{Extent, Lookup, Metadata};
+pub(crate) use announce::Announcement;
 use chores::Chores;
 pub(crate) use compressed::Inflater;
 use flush::Rounds;
@@ -82,6 +84,8 @@ pub(crate) struct Shared {
     freeing: Mutex<Freeing>,
     chores: Mutex<Chores>,
     header: header::Sector,
+    /// What others are told before the image changes.
+    announcements: announce::Announcements,
     /// Who makes the disk larger: one at a time.
     growing: turn::Turns,
     /// Metadata was found corrupt: the image is not written any more.
@@ -106,6 +110,7 @@ pub(crate) struct Parts {
     pub(crate) backing: Option<Backing>,
     pub(crate) metadata: Metadata,
     pub(crate) header: Vec<u8>,
+    pub(crate) announcement: Announcement,
     pub(crate) inflate_threads: usize,
     pub(crate) lock: Option<ImageLock>,
 }
@@ -175,6 +180,7 @@ impl QcowDisk {
             freeing: Mutex::default(),
             chores: Mutex::default(),
             header: header::Sector::new(parts.header),
+            announcements: announce::Announcements::new(parts.announcement),
             growing: turn::Turns::default(),
             corrupt: AtomicBool::new(false),
             inflater: Inflater::new(parts.inflate_threads),

@@ -10,7 +10,7 @@ use block::file::FileView;
 use block::{Context, DiskQueue, IoError, Op, OpenQueueError, Request};
 
 use super::compressed::InflatedClusters;
-use super::{Shared, flush, read, write, zero};
+use super::{Shared, announce, flush, read, write, zero};
 use crate::metadata::{Extent, Lookup};
 
 /// What a worker has of an image.
@@ -119,6 +119,9 @@ impl Queue {
     /// Starts an overwrite of host bytes that are this guest's alone. Gives back any other write.
     #[inline]
     fn write_now(&self, request: Request, fua: bool) -> Option<Request> {
+        if !self.shared.announcements.allow_writes() {
+            return Some(request);
+        }
         let found = match self.shared.try_read() {
             // A forced write must find the mapping durable already; then its own sync is enough. So must one
             // that has to outlive this process, and needs no sync then.
@@ -154,6 +157,11 @@ async fn carry_out(queue: Rc<Queue>, mut request: Request) {
     let (offset, len) = (request.offset, request.len);
     if request.op.is_write() && queue.shared.is_corrupt() {
         return request.finish(Err(IoError::Corrupt));
+    }
+    if request.op.is_write()
+        && let Err(error) = announce::writes(&queue).await
+    {
+        return request.finish(Err(error));
     }
     match request.op {
         Op::Read => {

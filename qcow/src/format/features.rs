@@ -45,6 +45,16 @@ bitflags::bitflags! {
     }
 }
 
+impl Autoclear {
+    /// Every bit this edition of the format defines.
+    pub const DEFINED: Self = Self::BITMAPS.union(Self::RAW_EXTERNAL_DATA);
+
+    /// The bits the format does not define.
+    pub const fn unknown(self) -> Self {
+        self.difference(Self::DEFINED)
+    }
+}
+
 impl Incompatible {
     /// Every bit this edition of the format defines.
     pub const DEFINED: Self = Self::DIRTY

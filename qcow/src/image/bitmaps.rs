@@ -1,10 +1,9 @@
-//! Persistent bitmaps: listing them, and telling others that they can no longer be trusted.
+//! Persistent bitmaps: listing them, and finding those that a write makes out of date.
 //!
-//! This crate does not keep bitmaps in step with the disk. Before it first writes, it marks each
-//! one as in use, which is what a crashed QEMU leaves behind: everybody then knows that the bitmap
-//! is out of date, and its clusters stay accounted for.
+//! This crate does not keep bitmaps in step with the disk. Before the guest first writes, the engine marks each one that
+//! records changes as in use, which is what a crashed QEMU leaves behind: everybody then knows that the bitmap is out of
+//! date, and its clusters stay accounted for.
 
-use block::AlignedBuf;
 use block::file::FileView;
 
 use super::read::{ReadError, read};
@@ -17,15 +16,6 @@ pub enum BitmapDirectoryError {
     /// It could not be read.
     #[error(transparent)]
     Read(#[from] ReadError),
-    /// It could not be written.
-    #[error("cannot write the bitmap directory at {offset:#x}")]
-    Write {
-        /// Where, in bytes.
-        offset: u64,
-        /// Why.
-        #[source]
-        source: block::IoError,
-    },
     /// The header extension that leads to it has a value the format or QEMU's limits rule out.
     #[error("the bitmaps extension's {field} is {found:#x}; expected {expected}")]
     Extension {
@@ -131,33 +121,35 @@ pub async fn read_directory(
     Ok(entries)
 }
 
-/// Marks every bitmap as in use, durably, so that nobody trusts it after the disk changed.
+/// Where a bitmap's flags are, and what they are.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Mark {
+    /// In bytes.
+    pub(crate) offset: u64,
+    /// As they are on disk.
+    pub(crate) flags: BitmapFlags,
+}
+
+/// Returns the bitmaps that nobody has marked as in use yet: those that record changes, and those that do not.
 ///
 /// # Errors
 ///
 /// [`BitmapDirectoryError`]; the caller may then clear [`Autoclear::BITMAPS`] instead, which
 /// leaves the bitmaps' clusters as leaks.
-pub async fn invalidate(file: &FileView, header: &Header) -> Result<(), BitmapDirectoryError> {
+pub(crate) async fn marks(
+    file: &FileView,
+    header: &Header,
+) -> Result<(Vec<Mark>, Vec<Mark>), BitmapDirectoryError> {
     let Some(extension) = consistent_bitmaps(header) else {
-        return Ok(());
+        return Ok(Default::default());
     };
     let file_len = file.len().map_err(ReadError::io("the file's length", 0))?;
-    let mut changed = false;
-    for (at, entry) in read_directory(file, header, &extension, file_len).await? {
-        if entry.flags.contains(BitmapFlags::IN_USE) {
-            continue;
-        }
-        let offset = at + BITMAP_FLAGS_AT as u64;
-        let flags = (entry.flags | BitmapFlags::IN_USE).bits().to_be_bytes();
-        let write = file.write_at(offset, AlignedBuf::from_slice(&flags)).await;
-        write.map_err(|source| BitmapDirectoryError::Write { offset, source })?;
-        changed = true;
-    }
-    if changed {
-        let offset = extension.directory_offset.bytes();
-        file.sync()
-            .await
-            .map_err(|source| BitmapDirectoryError::Write { offset, source })?;
-    }
-    Ok(())
+    let directory = read_directory(file, header, &extension, file_len).await?;
+    let marks = directory.into_iter().map(|(at, entry)| Mark {
+        offset: at + BITMAP_FLAGS_AT as u64,
+        flags: entry.flags,
+    });
+    Ok(marks
+        .filter(|mark| !mark.flags.contains(BitmapFlags::IN_USE))
+        .partition(|mark| mark.flags.contains(BitmapFlags::AUTO)))
 }

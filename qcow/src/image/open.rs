@@ -1,5 +1,5 @@
-//! Opening an image: lock, header, tables, backing chain; then, if it is to be written, what QEMU does
-//! before the first write.
+//! Opening an image: lock, header, tables, backing chain; and, if it is to be written, what must be done before the first
+//! write.
 //!
 //! What must stay true: nothing is probed (a format is given or recorded), backing files are opened only
 //! when allowed, a chain is finite (no image twice, a bounded depth), and a failed open leaves every byte
@@ -15,16 +15,15 @@ use block::file::{FileOptions, FileView, HostFiles, ImageFile, OpenFileError, Op
 use block::lock::{ImageLock, LockError, LockGranularity, LockMode};
 use block::raw::RawDisk;
 use block::ring::RingKind;
-use block::{AlignedBuf, Context, Disk, IoError, LocalBoxFuture};
+use block::{Context, Disk, IoError, LocalBoxFuture};
 
 use super::extras::extras;
 use super::read::{ReadError, for_each_entry, read, read_header};
 use super::{RepairError, bitmaps, rebuild_refcounts};
-use crate::engine::{Backing, Parts, Policy, QcowDisk};
+use crate::engine::{Announcement, Backing, Parts, Policy, QcowDisk};
 use crate::format::geometry::SECTOR_SIZE;
 use crate::format::{
-    Autoclear, Geometry, Header, HeaderError, Incompatible, L1Entry, RefcountTableEntry, Unsupported,
-    Version, header,
+    Autoclear, Geometry, Header, HeaderError, Incompatible, L1Entry, RefcountTableEntry, Unsupported, Version,
 };
 use crate::metadata::Metadata;
 use crate::metadata::refcounts::{Refcounts, TablePlace};
@@ -301,9 +300,11 @@ impl Chain<'_> {
             let metadata = load(&view, &header, self.options.l2_cache_bytes, write)
                 .await
                 .map_err(image)?;
-            if write {
-                announce_writes(&view, &header).await.map_err(image)?;
-            }
+            let announcement = if write {
+                announcement(&view, &header).await
+            } else {
+                Announcement::default()
+            };
             let first_sector = read(&view, "the header", 0, 512)
                 .await
                 .map_err(|error| image(error.into()))?;
@@ -323,6 +324,7 @@ impl Chain<'_> {
                 backing,
                 metadata,
                 header: first_sector.to_vec(),
+                announcement,
                 inflate_threads: self.options.inflate_threads,
                 lock,
             }))
@@ -466,33 +468,29 @@ async fn prepare(view: &FileView, header: Header, write: bool) -> Result<Header,
     Ok(header)
 }
 
-/// Tells others, before the first write, what this crate does not keep up to date.
-async fn announce_writes(view: &FileView, header: &Header) -> Result<(), ImageError> {
+/// Finds out what others are to be told before the first write: what this crate does not keep up to date.
+async fn announcement(view: &FileView, header: &Header) -> Announcement {
     if header.version == Version::V2 || header.autoclear.is_empty() {
-        return Ok(());
+        return Announcement::default();
     }
     let mut keep = Autoclear::empty();
+    let mut marks = Default::default();
     if header.autoclear.contains(Autoclear::BITMAPS) {
         // Bitmaps that say themselves that they are out of date are consistent with the image.
-        match bitmaps::invalidate(view, header).await {
-            Ok(()) => keep = Autoclear::BITMAPS,
+        match bitmaps::marks(view, header).await {
+            Ok(found) => (keep, marks) = (Autoclear::BITMAPS, found),
             Err(error) => {
-                tracing::warn!(%error, "the image's bitmaps are malformed; they are disowned");
+                let image = view.file().path().display();
+                tracing::warn!(%image, %error, "the image's bitmaps are malformed; the first write disowns them");
             }
         }
     }
-    if keep == header.autoclear {
-        return Ok(());
+    let (recording, disabled) = marks;
+    Announcement {
+        recording,
+        disabled,
+        keep: (keep != header.autoclear).then_some(keep),
     }
-    let io = |source| ImageError::Io {
-        what: "write the header",
-        source,
-    };
-    let bytes = AlignedBuf::from_slice(&keep.bits().to_be_bytes());
-    view.write_at(header::at::AUTOCLEAR_FEATURES as u64, bytes)
-        .await
-        .map_err(io)?;
-    view.sync().await.map_err(io)
 }
 
 /// Reads the L1 and refcount tables.

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use block::file::FileView;
 
 use super::flags::fix_copied_flags;
-use super::pen::{switch_header, sync, write};
+use super::pen::{disown_unknown, switch_header, sync, write};
 use super::{Extent, RepairError};
 use crate::format::geometry::SECTOR_SIZE;
 use crate::format::{HostCluster, Incompatible};
@@ -52,6 +52,7 @@ pub(super) async fn mend(
         return Ok(false);
     }
 
+    disown_unknown(file, &located.header).await?;
     let phases: &[Phase] = match extent {
         Extent::Leaks => &[Phase::Flags, Phase::Lower],
         Extent::All => &[Phase::Raise, Phase::Flags, Phase::Lower],

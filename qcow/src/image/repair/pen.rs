@@ -4,7 +4,7 @@ use block::AlignedBuf;
 use block::file::FileView;
 
 use super::RepairError;
-use crate::format::header::at;
+use crate::format::header::{at, clear_unknown_autoclear};
 use crate::format::{Header, Version};
 use crate::image::read::read;
 
@@ -32,9 +32,19 @@ pub(super) async fn sync(file: &FileView) -> Result<(), RepairError> {
     Ok(())
 }
 
+/// Clears the autoclear bits of features that are not known here, durably, as the format demands of whoever writes: what
+/// such a feature has in the image looks like a leak, and a bit that stays set would vouch for it.
+pub(super) async fn disown_unknown(file: &FileView, header: &Header) -> Result<(), RepairError> {
+    if header.version == Version::V2 || header.autoclear.unknown().is_empty() {
+        return Ok(());
+    }
+    switch_header(file, header).await
+}
+
 /// Writes the header fields that a repair changes, in one sector, durably.
 pub(super) async fn switch_header(file: &FileView, header: &Header) -> Result<(), RepairError> {
     let mut sector = read(file, "the header", 0, 512).await?;
+    clear_unknown_autoclear(&mut sector);
     let mut put = |at: usize, bytes: &[u8]| sector[at..at + bytes.len()].copy_from_slice(bytes);
     put(
         at::REFCOUNT_TABLE_OFFSET,

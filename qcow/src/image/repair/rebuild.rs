@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use block::file::FileView;
 
 use super::flags::fix_copied_flags;
-use super::pen::{switch_header, sync, write};
+use super::pen::{disown_unknown, switch_header, sync, write};
 use super::{Extent, RepairError};
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use crate::format::{Header, HostCluster, Incompatible, RefcountTableEntry, Version};
@@ -54,6 +54,7 @@ pub(super) async fn rebuild(
 
     let start = HostCluster::new(used_end.max(old_structure_end(&subject).await?));
     let layout = RefcountLayout::plan(blocks, start, &geometry).ok_or(RepairError::TableTooLarge)?;
+    disown_unknown(file, &located.header).await?;
     if let Some(walk) = &mut whole {
         write_counts(walk, &layout).await?;
     } else {

@@ -1,0 +1,103 @@
+//! What others are told before the image changes: which persistent bitmaps are out of date, and which autoclear
+//! features hold no longer.
+//!
+//! What must stay true: it is durable before the first change of what the guest reads, and before the disk's size changes;
+//! an image that is only read stays as it is; and a bitmap that does not record changes is left alone unless the disk grows.
+
+use block::sync::Mutex;
+use block::sync::atomic::{AtomicBool, Ordering};
+use block::{AlignedBuf, IoError};
+
+use super::turn::Turns;
+use super::{Queue, flush, header as sector};
+use crate::format::{Autoclear, BitmapFlags, header};
+use crate::image::bitmaps::Mark;
+
+/// What is to be told.
+#[derive(Debug, Default)]
+pub(crate) struct Announcement {
+    /// Bitmaps that record changes: out of date with the first one.
+    pub(crate) recording: Vec<Mark>,
+    /// Bitmaps that do not: they cover a disk of the size they were made for.
+    pub(crate) disabled: Vec<Mark>,
+    /// The autoclear bits that stay, if others are set.
+    pub(crate) keep: Option<Autoclear>,
+}
+
+/// An announcement, and how much of it has been made.
+#[derive(Debug)]
+pub(super) struct Announcements {
+    /// Everything that must be durable before a write is.
+    writes: AtomicBool,
+    rest: Mutex<Announcement>,
+    turns: Turns,
+}
+
+impl Announcements {
+    pub(super) fn new(announcement: Announcement) -> Self {
+        let nothing = announcement.recording.is_empty() && announcement.keep.is_none();
+        Self {
+            writes: AtomicBool::new(nothing),
+            rest: Mutex::new(announcement),
+            turns: Turns::default(),
+        }
+    }
+
+    /// Returns true if the guest's data may be changed.
+    #[inline]
+    pub(super) fn allow_writes(&self) -> bool {
+        self.writes.load(Ordering::Acquire)
+    }
+}
+
+/// Tells others, durably and once, that the guest's data is about to change.
+pub(super) async fn writes(queue: &Queue) -> Result<(), IoError> {
+    let announcements = &queue.shared.announcements;
+    if announcements.allow_writes() {
+        return Ok(());
+    }
+    let _turn = announcements.turns.take().await;
+    if announcements.allow_writes() {
+        return Ok(());
+    }
+    let (marks, keep) = {
+        let rest = announcements.rest.lock();
+        (rest.recording.clone(), rest.keep)
+    };
+    mark_in_use(queue, &marks).await?;
+    if let Some(keep) = keep {
+        sector::change(queue, |bytes| {
+            bytes[header::at::AUTOCLEAR_FEATURES..][..8].copy_from_slice(&keep.bits().to_be_bytes());
+        })
+        .await?;
+        flush::sync(queue).await?;
+    }
+    announcements.writes.store(true, Ordering::Release);
+    Ok(())
+}
+
+/// Tells others, durably and once, that the disk's size is about to change.
+pub(super) async fn growth(queue: &Queue) -> Result<(), IoError> {
+    writes(queue).await?;
+    let announcements = &queue.shared.announcements;
+    let _turn = announcements.turns.take().await;
+    let marks = announcements.rest.lock().disabled.clone();
+    mark_in_use(queue, &marks).await?;
+    announcements.rest.lock().disabled.clear();
+    Ok(())
+}
+
+/// Marks bitmaps as in use, which is what a QEMU that crashed leaves behind: nobody trusts them any more.
+async fn mark_in_use(queue: &Queue, marks: &[Mark]) -> Result<(), IoError> {
+    if marks.is_empty() {
+        return Ok(());
+    }
+    for mark in marks {
+        let flags = (mark.flags | BitmapFlags::IN_USE).bits().to_be_bytes();
+        queue
+            .file
+            .write_at(mark.offset, AlignedBuf::from_slice(&flags))
+            .await?;
+    }
+    flush::sync(queue).await
+}

@@ -1,0 +1,178 @@
+//! Persistent bitmaps and autoclear bits of an image that is opened for writing: as they were until the guest's first write,
+//! and told to be out of date before it.
+
+mod common;
+
+use std::cell::Cell;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use block::ring::RingKind;
+use block::sim::{Profile, SimImage, SimWorld};
+use block::{AlignedBuf, Buffer, Context, Disk, Op, Request};
+use common::{Folder, Lane, close, open, patch};
+use qcow::{OpenOptions, QcowDisk};
+
+/// Where the autoclear bits are, and one that no edition of the format has.
+const AUTOCLEAR: u64 = 88;
+const UNKNOWN: u8 = 0x80;
+
+/// An image of 1 MiB whose first 64 KiB are written, with a bitmap that records changes and one that does not.
+fn image(folder: &Folder) -> std::path::PathBuf {
+    folder.qemu_img(&["create", "-f", "qcow2", "disk.qcow2", "1M"]);
+    folder.qemu_io("qcow2", "disk.qcow2", &["write -P 1 0 64k"]);
+    folder.qemu_img(&["bitmap", "--add", "disk.qcow2", "recording"]);
+    folder.qemu_img(&["bitmap", "--add", "--disable", "disk.qcow2", "disabled"]);
+    let path = folder.path("disk.qcow2");
+    let autoclear = std::fs::read(&path).expect("the image")[AUTOCLEAR as usize + 7];
+    patch(&path, AUTOCLEAR, &[UNKNOWN, 0, 0, 0, 0, 0, 0, autoclear]);
+    path
+}
+
+/// The flags of both bitmaps as QEMU lists them.
+fn flags(folder: &Folder) -> [String; 2] {
+    let info = folder.qemu_img(&["info", "--output=json", "disk.qcow2"]);
+    let info: serde_json::Value = serde_json::from_str(&info).expect("JSON");
+    let bitmaps = &info["format-specific"]["data"]["bitmaps"];
+    let of = |name: &str| {
+        let list = bitmaps.as_array().expect("bitmaps");
+        let found = list.iter().find(|bitmap| bitmap["name"] == name);
+        found.expect(name)["flags"].to_string()
+    };
+    [of("recording"), of("disabled")]
+}
+
+fn is_unknown_set(path: &Path) -> bool {
+    std::fs::read(path).expect("the image")[AUTOCLEAR as usize] == UNKNOWN
+}
+
+const IN_USE: &str = r#"["in-use","auto"]"#;
+
+#[test]
+fn an_image_that_is_opened_for_writing_and_only_read_stays_as_it_is() {
+    for ring in [RingKind::IoUring, RingKind::Syscalls] {
+        let folder = Folder::new();
+        let path = image(&folder);
+        let before = std::fs::read(&path).expect("the image");
+        let disk = open(&path, &OpenOptions::default());
+        let lane = Lane::new(&disk, ring);
+        assert!(lane.read(0, 64 << 10) == [1; 64 << 10]);
+        lane.flush();
+        drop(lane);
+        close(disk);
+        assert!(std::fs::read(&path).expect("the image") == before);
+        assert_eq!(flags(&folder), [r#"["auto"]"#, "[]"]);
+    }
+}
+
+#[test]
+fn the_first_change_marks_bitmaps_that_record_changes_and_no_others() {
+    type Change = fn(&Lane);
+    let changes: [Change; 5] = [
+        |lane| lane.write(0, &[2; 512]),
+        |lane| lane.write(128 << 10, &[2; 512]),
+        |lane| lane.discard(0, 64 << 10),
+        |lane| lane.write_zeroes(0, 512, false),
+        |lane| lane.write_zeroes(0, 64 << 10, true),
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        let folder = Folder::new();
+        let path = image(&folder);
+        let disk = open(&path, &OpenOptions::default());
+        let lane = Lane::new(&disk, RingKind::IoUring);
+        // The map is cached: an overwrite needs no task.
+        lane.read(0, 512);
+        change(&lane);
+        assert!(!is_unknown_set(&path), "change {number}");
+        drop(lane);
+        close(disk);
+        assert_eq!(flags(&folder), [IN_USE, "[]"], "change {number}");
+        folder.assert_flawless("disk.qcow2", false);
+        // QEMU loads the one that is left alone.
+        folder.qemu_img(&["bitmap", "--enable", "disk.qcow2", "disabled"]);
+    }
+}
+
+/// A bitmap has as many entries as the disk's size needs: QEMU refuses an image with any other that is not in use.
+#[test]
+fn growth_marks_all_bitmaps() {
+    let folder = Folder::new();
+    let path = image(&folder);
+    let disk = open(&path, &OpenOptions::default());
+    let cx = Context::syscalls();
+    let too_small = cx.block_on(disk.grow(&cx, 512)).expect("the ring turns");
+    too_small.expect_err("a disk does not shrink");
+    assert!(is_unknown_set(&path), "nothing was written");
+    let grown = cx.block_on(disk.grow(&cx, 64 << 30)).expect("the ring turns");
+    grown.expect("growth");
+    close(disk);
+    assert_eq!(flags(&folder), [IN_USE, r#"["in-use"]"#]);
+    folder.assert_flawless("disk.qcow2", false);
+    assert!(!is_unknown_set(&path));
+}
+
+/// Whatever a power cut leaves: where a byte of the guest's has changed, the bitmap says that it is out of date, and the
+/// unknown bit is gone.
+#[test]
+fn no_cut_leaves_a_change_that_a_bitmap_does_not_know_of() {
+    let folder = Folder::new();
+    let before = std::fs::read(image(&folder)).expect("the image");
+    let world = SimWorld::new(1, Profile::IMMEDIATE);
+    world.set_contents("disk", SimImage::from_bytes(&world.store(), &before));
+    let cx = world.context(64);
+    let options = OpenOptions {
+        lock: None,
+        ..OpenOptions::default()
+    };
+    let disk = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new("disk"), &options));
+    let disk = disk.expect("nothing waits for ever").expect("a disk");
+    let queue = Rc::new(Arc::clone(&disk).open_queue(&cx).expect("a queue"));
+    world.set_profile(Profile {
+        reorder: true,
+        linger: 500,
+        ..Profile::default()
+    });
+    let sectors = before.chunks_exact(512).enumerate();
+    let host: Vec<usize> = sectors
+        .filter(|(_, sector)| **sector == [1; 512])
+        .map(|(number, _)| number * 512)
+        .collect();
+    assert_eq!(host.len(), 128, "what the guest wrote before");
+
+    let left = Rc::new(Cell::new(3));
+    for op in [Op::Write { fua: false }, Op::Write { fua: true }, Op::Flush] {
+        let (queue, left) = (Rc::clone(&queue), Rc::clone(&left));
+        cx.spawn(async move {
+            let (len, buffer) = match op {
+                Op::Flush => (0, Buffer::default()),
+                _ => (4096, AlignedBuf::from_slice(&[2; 4096]).into()),
+            };
+            let (request, answer) = Request::local(op, 0, len, buffer);
+            queue.submit(request);
+            answer.await.result.expect("an answer");
+            left.set(left.get() - 1);
+        });
+    }
+    let mut changed = 0;
+    while left.get() > 0 {
+        cx.run_ready();
+        cx.ring().turn(false).expect("the ring turns");
+        world.step();
+        let space = world.crash_space("disk");
+        assert!(space.count() <= 1 << 16, "all of them are looked at");
+        for number in 0..space.count() {
+            let image = space.nth(number).to_bytes();
+            if host.iter().all(|&at| image[at..at + 512] == [1; 512]) {
+                continue;
+            }
+            changed += 1;
+            assert_eq!(image[AUTOCLEAR as usize], 0);
+            std::fs::write(folder.path("disk.qcow2"), &image).expect("a file");
+            if changed % 64 == 1 {
+                assert_eq!(flags(&folder), [IN_USE, "[]"]);
+            }
+        }
+    }
+    assert!(changed > 0, "no cut has left a change");
+}
