@@ -151,6 +151,33 @@ fn growth_does_not_show_vm_state_as_disk_contents() {
     }
 }
 
+/// Snapshots of version 2 do not record the disk's size. QEMU takes it for the image's and could not restore them.
+#[test]
+fn an_image_of_version_2_with_snapshots_does_not_grow() {
+    for (version, snapshot, grows) in [("0.10", true, false), ("0.10", false, true), ("1.1", true, true)] {
+        let folder = Folder::new();
+        let options = format!("compat={version}");
+        folder.qemu_img(&["create", "-f", "qcow2", "-o", &options, "disk.qcow2", "1M"]);
+        if snapshot {
+            folder.qemu_img(&["snapshot", "-c", "before", "disk.qcow2"]);
+        }
+        let before = std::fs::read(folder.path("disk.qcow2")).expect("the image");
+        let disk = open(&folder.path("disk.qcow2"), &OpenOptions::default());
+        let cx = Context::syscalls();
+        let grown = cx.block_on(disk.grow(&cx, 2 << 20)).expect("the ring turns");
+        let expected = if grows { Ok(()) } else { Err(IoError::Unsupported) };
+        assert_eq!(grown, expected, "compat {version}, snapshot {snapshot}");
+        close(disk);
+        if !grows {
+            assert!(std::fs::read(folder.path("disk.qcow2")).expect("the image") == before);
+        }
+        if snapshot {
+            folder.qemu_img(&["snapshot", "-a", "before", "disk.qcow2"]);
+        }
+        folder.assert_flawless("disk.qcow2", false);
+    }
+}
+
 #[test]
 fn a_disk_does_not_shrink_or_grow_past_what_a_table_holds() {
     let folder = Folder::new();

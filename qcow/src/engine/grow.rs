@@ -30,6 +30,11 @@ pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoErr
     if size_bytes == old {
         return Ok(());
     }
+    if shared.policy.fixed_size {
+        let image = shared.file.path().display();
+        tracing::error!(%image, "an image of version 2 with snapshots does not grow: they do not record the disk's size");
+        return Err(IoError::Unsupported);
+    }
     announce::growth(queue).await?;
     let mapped = mapped_end(queue)?;
     loop {

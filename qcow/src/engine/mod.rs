@@ -67,6 +67,8 @@ pub(crate) struct Policy {
     pub(crate) discard_no_unref: bool,
     /// Answer a change only when the mapping that reaches it is in the file.
     pub(crate) persist_mappings: bool,
+    /// The disk cannot grow: snapshots that do not record its size could not be restored.
+    pub(crate) fixed_size: bool,
 }
 
 /// What all queues of an image share.
@@ -218,7 +220,7 @@ impl QcowDisk {
     /// # Errors
     ///
     /// [`IoError::OutOfRange`] for a smaller size or one past what an L1 table can hold,
-    /// [`IoError::ReadOnly`], or what the host answers; then the disk has its old size.
+    /// [`IoError::Unsupported`] for an image of version 2 with snapshots, [`IoError::ReadOnly`], or what the host answers; then the disk has its old size.
     pub async fn grow(&self, cx: &Context, size_bytes: u64) -> Result<(), IoError> {
         let queue = self.queue(cx).map_err(|error| IoError::from(error.source))?;
         grow::grow(&queue, size_bytes & !511).await

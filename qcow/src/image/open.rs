@@ -319,6 +319,7 @@ impl Chain<'_> {
                     sparse: self.options.sparse,
                     discard_no_unref: self.options.discard_no_unref,
                     persist_mappings: self.options.persist_mappings,
+                    fixed_size: header.version == Version::V2 && header.snapshot_count > 0,
                 },
                 compression: header.compression,
                 backing,

@@ -300,7 +300,13 @@ impl Book {
             let mut record = self.record.borrow_mut();
             // Another queue may have made it larger than this one wants it.
             let smaller = result == Err(IoError::OutOfRange) && record.grows > 1;
-            record.ended(&planned, if smaller { Ok(()) } else { result });
+            // Its snapshots could not be restored.
+            let fixed = self.shape.v2 && self.shape.snapshot;
+            if fixed && matches!(planned.ask, Ask::Grow(_)) && result.is_ok() {
+                record.problem(|| format!("{planned}: an image of version 2 with a snapshot grows"));
+            }
+            let refused = fixed && result == Err(IoError::Unsupported);
+            record.ended(&planned, if smaller || refused { Ok(()) } else { result });
             if let (Ask::Grow(bytes), Ok(())) = (planned.ask, result) {
                 record.sectors = record.sectors.max(bytes / SECTOR as u64);
             }
