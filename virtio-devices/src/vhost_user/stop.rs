@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +12,8 @@ use block::sync::Mutex;
 
 #[derive(Debug)]
 struct Inner {
-    event: OwnedFd,
+    /// An eventfd. Used in place: a stop must need no further descriptor.
+    event: File,
     state: Mutex<State>,
 }
 
@@ -56,7 +57,7 @@ impl StopToken {
     /// If the process has no descriptor left.
     pub fn new() -> io::Result<Self> {
         let inner = Inner {
-            event: block::task::eventfd()?,
+            event: block::task::eventfd()?.into(),
             state: Mutex::default(),
         };
         Ok(Self {
@@ -75,8 +76,8 @@ impl StopToken {
 
     /// Makes the event readable.
     fn signal(&self) {
-        let event = self.inner.event.try_clone();
-        if let Err(error) = event.and_then(|event| File::from(event).write_all(&1u64.to_ne_bytes())) {
+        let mut event = &self.inner.event;
+        if let Err(error) = event.write_all(&1u64.to_ne_bytes()) {
             tracing::error!(%error, "cannot wake a server that should stop");
         }
     }
@@ -113,9 +114,8 @@ impl StopToken {
     pub fn resume(&self) {
         let mut state = self.inner.state.lock();
         if std::mem::take(&mut state.paused) && !state.stopped {
-            let event = self.inner.event.try_clone();
             // The pause has made it readable, or will at once.
-            event.and_then(|event| File::from(event).read(&mut [0; 8])).ok();
+            (&self.inner.event).read_exact(&mut [0; 8]).ok();
         }
     }
 

@@ -1,4 +1,5 @@
-//! A server that cannot drain: the second stop signal ends it all the same.
+//! Stop signals at bad times: without a descriptor to spare, and while the server cannot
+//! drain, when the second one ends it all the same.
 //!
 //! A debugger's stop holds up one thread, the queue's, as a disk that hangs would.
 #![expect(unsafe_code, reason = "ptrace(2) has no safe wrapper at hand")]
@@ -62,4 +63,35 @@ fn a_second_stop_signal_ends_a_server_that_cannot_drain() {
     );
     let log = world.log();
     assert!(log.contains("giving up before everything was drained"), "{log}");
+}
+
+#[test]
+fn a_stop_needs_no_descriptor() {
+    let world = World::new("cluster_size=65536", 64 * BLOCK);
+    let mut server = world.serve(&[]);
+    let mut client = Client::new(64, false);
+    client.connect(&world.path("socket"));
+    client.work(&mut Random(9), Duration::from_millis(5));
+    client.drain();
+    drop(client);
+    // The client's thread waits for the next one: nothing wakes it but the stop.
+    std::thread::sleep(Duration::from_millis(200));
+    let pid = server.pid() as libc::pid_t;
+    let lowest = (0..).find(|fd| !std::path::Path::new(&format!("/proc/{pid}/fd/{fd}")).exists());
+    let lowest: libc::rlim_t = lowest.expect("a free number");
+    let none = libc::rlimit {
+        rlim_cur: lowest,
+        rlim_max: lowest,
+    };
+    // SAFETY: the kernel reads the limits, and a null old value is allowed.
+    let limited = unsafe { libc::prlimit(pid, libc::RLIMIT_NOFILE, &raw const none, std::ptr::null_mut()) };
+    assert_eq!(limited, 0, "{}", std::io::Error::last_os_error());
+    server.signal("TERM");
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while server.is_running() {
+        assert!(Instant::now() < deadline, "it does not end: {}", world.log());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(server.wait(), Some(0), "{}", world.log());
+    world.assert_sound(false);
 }
