@@ -15,6 +15,37 @@ pub(super) fn wait_readable(first: BorrowedFd<'_>, second: BorrowedFd<'_>) -> io
     poll(first, second, -1)
 }
 
+/// Waits until one of some descriptors can be read from, those that are not there left out; says which can. A hang-up
+/// counts as readable.
+pub(super) fn wait_any<const N: usize>(watched: [Option<BorrowedFd<'_>>; N]) -> io::Result<[bool; N]> {
+    poll_all(
+        watched.map(|fd| (fd.map_or(-1, |fd| fd.as_raw_fd()), Wait::Readable)),
+        -1,
+    )
+}
+
+/// The process at the other end of a connection, as it was when it connected.
+pub(super) fn peer_process(connection: BorrowedFd<'_>) -> Option<libc::pid_t> {
+    let mut peer = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
+    let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).ok()?;
+    // SAFETY: the kernel writes at most `len` bytes through the first pointer and one number through the second. Both
+    // are live, exclusive locals; `len` is the size of the first.
+    let result = unsafe {
+        libc::getsockopt(
+            connection.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut len,
+        )
+    };
+    (result == 0 && peer.pid > 0).then_some(peer.pid)
+}
+
 /// Waits until a descriptor can be read from, or for so long.
 pub(super) fn wait_readable_for(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<bool> {
     let ms = libc::c_int::try_from(timeout.as_millis()).unwrap_or(libc::c_int::MAX);

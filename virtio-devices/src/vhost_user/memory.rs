@@ -192,6 +192,12 @@ impl ClientMemory {
         LossWatch::new(self.regions.iter().map(|region| &*region.guard))
     }
 
+    /// The number of regions and of their bytes.
+    pub(super) fn extent(&self) -> (usize, u64) {
+        let bytes = self.regions.iter().map(|region| region.info.size).sum();
+        (self.regions.len(), bytes)
+    }
+
     /// The guest address of a virtual address of the client's.
     pub(super) fn guest_address(&self, user: u64) -> Option<u64> {
         self.regions.iter().find_map(|region| {

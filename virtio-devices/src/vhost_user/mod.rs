@@ -251,7 +251,7 @@ impl VhostUserServer {
     ) -> Result<Option<PausedClient>, ServeError> {
         let mut short = false;
         if let Some(client) = client
-            && let Some(paused) = self.serve_client(self.go_on(client)?, stop)?
+            && let Some(paused) = self.serve_client(self.go_on(client)?, listener, stop)?
         {
             return Ok(Some(paused));
         }
@@ -272,7 +272,7 @@ impl VhostUserServer {
                     if let Some(held_back) = self.told.admit() {
                         tracing::info!(disk = %self.name, held_back, "a client has connected");
                     }
-                    if let Some(paused) = self.serve_client(self.receive(stream), stop)? {
+                    if let Some(paused) = self.serve_client(self.receive(stream), listener, stop)? {
                         return Ok(Some(paused));
                     }
                 }
@@ -309,6 +309,7 @@ impl VhostUserServer {
     fn serve_client(
         &self,
         client: PausedClient,
+        listener: &UnixListener,
         stop: &StopToken,
     ) -> Result<Option<PausedClient>, ServeError> {
         let PausedClient {
@@ -327,17 +328,24 @@ impl VhostUserServer {
                 return Ok(None);
             }
         };
+        // Looked at until somebody waits there, who then does so for as long as this client is served.
+        let mut others = Some(listener.as_fd());
         let result = loop {
             // A pause comes between two messages, and what was not read is for whoever goes on.
-            match event::wait_readable(connection.as_fd(), stop.event()) {
+            match event::wait_any([Some(connection.as_fd()), Some(stop.event()), others]) {
                 Ok(_) if stop.is_paused() => {
                     drop(guard);
                     lock(&backend).stop_all()?;
                     return Ok(Some(PausedClient::new(messages, backend)));
                 }
-                Ok((true, _)) => {}
-                Ok((false, _)) if stop.is_stopped() => break MessageError::Disconnected,
-                Ok((false, _)) => continue,
+                Ok([true, ..]) => {}
+                Ok([false, ..]) if stop.is_stopped() => break MessageError::Disconnected,
+                Ok([false, _, true]) => {
+                    others = None;
+                    self.report_waiting(&connection);
+                    continue;
+                }
+                Ok(_) => continue,
                 Err(error) => break MessageError::SocketError(error),
             }
             guard.reading(true);
@@ -375,6 +383,17 @@ impl VhostUserServer {
         let mut backend = lock(&backend);
         backend.disconnect()?;
         Ok(None)
+    }
+
+    /// Logs that another client waits for this one to go: neither of them can know.
+    fn report_waiting(&self, connection: &UnixStream) {
+        if let Some(held_back) = self.device.told().admit() {
+            let connected = event::peer_process(connection.as_fd());
+            tracing::warn!(
+                disk = %self.name, connected_process = connected, held_back,
+                "another client has connected and waits until the one before it disconnects: one is served at a time"
+            );
+        }
     }
 
     /// Closes the disk as a clean shutdown should, on a worker, and ends the workers.

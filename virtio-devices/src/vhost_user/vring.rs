@@ -22,11 +22,23 @@ use super::memory::ClientMemory;
 use crate::block::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
 use crate::virtqueue::{InflightRegion, RingAddresses};
 
+/// Clients that share so little do not share their guest's memory, but some firmware at most, in bytes.
+const SHARED_MIN: u64 = 16 << 20;
+
 /// Why a queue that should run does not.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum VringError {
-    #[error("the {part} at the client's address {address:#x} is in none of its memory regions")]
-    OutsideMemory { part: &'static str, address: u64 },
+    #[error(
+        "the {part} at the client's address {address:#x} is in none of its {regions} memory regions of {bytes} bytes \
+         together{}",
+        if *bytes < SHARED_MIN { "; is the guest's memory shared with this server (QEMU: share=on)?" } else { "" }
+    )]
+    OutsideMemory {
+        part: &'static str,
+        address: u64,
+        regions: usize,
+        bytes: u64,
+    },
     #[error(transparent)]
     Run(#[from] RunQueueError),
 }
@@ -193,8 +205,15 @@ impl Vring {
             Kick::Polled => None,
         };
         let guest = |part, address| {
-            let outside = VringError::OutsideMemory { part, address };
-            memory.guest_address(address).ok_or(outside)
+            memory.guest_address(address).ok_or_else(|| {
+                let (regions, bytes) = memory.extent();
+                VringError::OutsideMemory {
+                    part,
+                    address,
+                    regions,
+                    bytes,
+                }
+            })
         };
         let addresses = RingAddresses {
             descriptors: guest("descriptor table", user.descriptors)?,

@@ -315,3 +315,64 @@ fn a_server_out_of_descriptors_goes_on_and_waits_without_spinning() {
     assert_eq!(server.stop(), Some(0), "{}", world.log());
     world.assert_sound(false);
 }
+
+/// Neither the client nor the one behind it can know why nothing happens.
+#[test]
+fn a_second_client_that_waits_is_named_in_the_log() {
+    let world = World::new("cluster_size=65536", 64 * BLOCK);
+    let server = world.serve(&[]);
+    let mut first = Client::new(64, false);
+    first.connect(&world.path("socket"));
+    let mut random = Random(3);
+    first.work(&mut random, Duration::from_millis(5));
+    assert!(!world.log().contains("another client"), "{}", world.log());
+    let second = connect(&world.path("socket"));
+    wait_for("a line in the log", || {
+        first.work(&mut random, Duration::from_millis(5));
+        world.log().contains("another client has connected and waits")
+    });
+    let ours = format!("connected_process={}", std::process::id());
+    assert!(world.log().contains(&ours), "{}", world.log());
+    // Once, however long it waits.
+    first.work(&mut random, Duration::from_millis(100));
+    first.drain();
+    assert_eq!(
+        world.log().matches("another client").count(),
+        1,
+        "{}",
+        world.log()
+    );
+    drop(second);
+    assert_eq!(server.stop(), Some(0), "{}", world.log());
+}
+
+/// A monitor whose guest memory is not shared gives none, or what it has of firmware.
+#[test]
+fn a_client_without_shared_memory_is_told_what_is_missing() {
+    let world = World::new("cluster_size=65536", 64 * BLOCK);
+    let server = world.serve(&[]);
+    wait_for("the server", || UnixStream::connect(world.path("socket")).is_ok());
+    let (mut frontend, count) = fill_memory(&world.path("socket"), 1);
+    assert_eq!(count, 1);
+    frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+    frontend.set_vring_num(0, 128).expect("SET_VRING_NUM");
+    let config = vhost::VringConfigData {
+        queue_max_size: 128,
+        queue_size: 128,
+        flags: 0,
+        desc_table_addr: 0x7f18_57dd_d000,
+        used_ring_addr: 0x7f18_57dd_e000,
+        avail_ring_addr: 0x7f18_57dd_f000,
+        log_addr: None,
+    };
+    frontend.set_vring_addr(0, &config).expect("SET_VRING_ADDR");
+    frontend.set_vring_enable(0, true).expect("SET_VRING_ENABLE");
+    let kick = vmm_sys_util::eventfd::EventFd::new(0).expect("an eventfd");
+    assert!(frontend.set_vring_kick(0, &kick).is_err(), "it runs nowhere");
+    drop(frontend);
+    wait_for("a line in the log", || {
+        let log = world.log();
+        log.contains("none of its 1 memory regions") && log.contains("share=on")
+    });
+    assert_eq!(server.stop(), Some(0), "{}", world.log());
+}
