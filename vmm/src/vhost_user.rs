@@ -8,6 +8,7 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
@@ -44,6 +45,9 @@ const MESSAGE_MAX: Duration = Duration::from_secs(1);
 /// How long the images' locks are waited for when a takeover has failed: the new server may just be ending.
 const REOPEN_MAX: Duration = Duration::from_secs(20);
 
+/// How long a start that a signal has interrupted may take to end by itself. It does between two images.
+const START_END_MAX: Duration = Duration::from_secs(1);
+
 /// One disk being served. Dropped in this order: the image's lock goes last.
 struct Served {
     name: String,
@@ -79,6 +83,9 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     let signals = StopSignals::block().map_err(start)?;
     let stop = StopToken::new().map_err(start)?;
 
+    // Opening images may take minutes: a signal is heard from the beginning.
+    let serving = Arc::new(AtomicBool::new(false));
+    stop_on_signal(signals, stop.clone(), Arc::clone(&serving), options).map_err(start)?;
     let failed = CommandFailure::Failed;
     limits::prepare_descriptors(disks.iter().map(|(_, config)| descriptors(config)).sum());
     let (paths, configs): (Vec<PathBuf>, Vec<DiskConfig>) = disks.into_iter().unzip();
@@ -103,6 +110,9 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     let waiting = sockets.into_iter().zip(configs);
     let mut opened = Vec::new();
     for (socket, config) in waiting {
+        if stop.is_stopped() {
+            return Ok(EXIT_OK);
+        }
         let disk = open::open_as(&config, &opening(options));
         opened.push((
             socket,
@@ -120,13 +130,20 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
         .map(|(socket, config, disk)| serve(socket, config, disk, options))
         .collect::<Result<Vec<_>, _>>()?;
 
+    // From here on a stop closes what is open.
+    serving.store(true, Ordering::SeqCst);
     if let Some(offer) = offer {
-        if let Err(failure) = accept(offer, &mut served) {
+        let accepted = if stop.is_stopped() {
+            Ok(false)
+        } else {
+            accept(offer, &mut served).map(|()| true)
+        };
+        if !matches!(accepted, Ok(true)) {
             // As they were found; the old server wants them back.
             for disk in served {
                 close(disk).unwrap_or_default();
             }
-            return Err(failure);
+            return accepted.map(|_| EXIT_OK);
         }
         let (count, ms) = (served.len(), began.elapsed().as_secs_f64() * 1000.0);
         writeln!(std::io::stdout(), "took over {count} disks in {ms:.1} ms")?;
@@ -134,7 +151,6 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     for disk in &mut served {
         disk.socket.keep().map_err(|error| failed(error.into()))?;
     }
-    stop_on_signal(signals, stop.clone(), options).map_err(start)?;
     let mut takeover = None;
     if let Some(mut door) = door {
         door.keep().map_err(|error| failed(error.into()))?;
@@ -481,20 +497,31 @@ fn stop_on_takeover(door: Door, stop: StopToken, options: Options) -> std::io::R
     })
 }
 
-/// Starts the thread that turns the first stop signal into a stop, and the second into the end.
-fn stop_on_signal(signals: StopSignals, stop: StopToken, options: Options) -> std::io::Result<()> {
+/// Starts the thread that turns the first stop signal into a stop, and the second into the end. So is the first one, if
+/// what is to be `serving` does not notice the stop because it is still being opened.
+fn stop_on_signal(
+    signals: StopSignals,
+    stop: StopToken,
+    serving: Arc<AtomicBool>,
+    options: Options,
+) -> std::io::Result<()> {
     let wait_and_stop = move || {
-        confine(Task::Control, options)?;
+        if options.sandbox {
+            sandbox::confine_thread(Task::Control)?;
+        }
         let signal = signals.wait()?;
         stop.stop();
         if is_log_read() {
             tracing::info!(signal, "stopping");
         }
-        let signal = signals.wait()?;
-        if is_log_read() {
-            tracing::error!(signal, "giving up before everything was drained");
+        if !serving.load(Ordering::SeqCst) {
+            std::thread::sleep(START_END_MAX);
+            if !serving.load(Ordering::SeqCst) {
+                give_up(signal, "giving up before everything was open");
+            }
         }
-        std::process::exit(EXIT_FAILURE.into());
+        let signal = signals.wait()?;
+        give_up(signal, "giving up before everything was drained")
     };
     let report = move || {
         let result: std::io::Result<()> = wait_and_stop();
@@ -506,4 +533,12 @@ fn stop_on_signal(signals: StopSignals, stop: StopToken, options: Options) -> st
         .name("signals".to_owned())
         .spawn(report)?;
     Ok(())
+}
+
+/// Ends the process as it is.
+fn give_up(signal: &str, why: &str) -> ! {
+    if is_log_read() {
+        tracing::error!(signal, "{why}");
+    }
+    std::process::exit(EXIT_FAILURE.into());
 }

@@ -1,4 +1,4 @@
-//! Stop signals at bad times: without a descriptor to spare, and while the server cannot
+//! Stop signals at bad times: before anything is open, without a descriptor to spare, and while the server cannot
 //! drain, when the second one ends it all the same.
 //!
 //! A debugger's stop holds up one thread, the queue's, as a disk that hangs would.
@@ -63,6 +63,83 @@ fn a_second_stop_signal_ends_a_server_that_cannot_drain() {
     );
     let log = world.log();
     assert!(log.contains("giving up before everything was drained"), "{log}");
+}
+
+/// Waits for something that a traced process does; gives its signal back to it, if that is what it was. Returns the
+/// event of ptrace(2), or 0.
+fn next_event(pid: libc::pid_t) -> libc::c_int {
+    let mut status = 0;
+    // SAFETY: the status is a live, exclusive local.
+    let found = unsafe { libc::waitpid(pid, &raw mut status, libc::__WALL) };
+    assert!(found == pid && libc::WIFSTOPPED(status), "it ended: {status:#x}");
+    let event = status >> 16;
+    if event == 0 {
+        // SAFETY: passes a number.
+        unsafe { libc::ptrace(libc::PTRACE_CONT, pid, 0, libc::WSTOPSIG(status)) };
+    } else if event == libc::PTRACE_EVENT_STOP {
+        // SAFETY: passes no memory.
+        unsafe { libc::ptrace(libc::PTRACE_CONT, pid, 0, 0) };
+    }
+    event
+}
+
+/// Lets `pid`, which has stopped itself, run until it starts its first thread, and holds up the one that started it.
+fn hold_up_at_first_thread(pid: libc::pid_t) {
+    // SAFETY: neither request passes memory.
+    let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, libc::PTRACE_O_TRACECLONE) };
+    assert_eq!(seized, 0, "{}", std::io::Error::last_os_error());
+    // SAFETY: a signal to a child of ours.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGCONT) }, 0);
+    while next_event(pid) != libc::PTRACE_EVENT_CLONE {}
+    let mut thread: libc::c_ulong = 0;
+    // SAFETY: the kernel writes one number to a live, exclusive local.
+    let told = unsafe { libc::ptrace(libc::PTRACE_GETEVENTMSG, pid, 0, &raw mut thread) };
+    assert_eq!(told, 0, "{}", std::io::Error::last_os_error());
+    let thread = thread as libc::pid_t;
+    reap(thread);
+    // SAFETY: passes no memory; the thread has stopped, as every new one that is traced.
+    assert_eq!(unsafe { libc::ptrace(libc::PTRACE_DETACH, thread, 0, 0) }, 0);
+}
+
+/// Opening an image may take minutes, and a supervisor does not wait so long: whoever opens it is held up here.
+#[test]
+fn a_stop_signal_ends_a_server_that_is_still_opening_its_images() {
+    let world = World::new("cluster_size=65536", 64 * BLOCK);
+    let wrapper = [
+        "sh",
+        "-c",
+        "kill -STOP $$; exec env --default-signal \"$@\"",
+        "sh",
+    ];
+    let server = world.serve_in(&wrapper, &[]);
+    let pid = server.pid() as libc::pid_t;
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") T ")) {
+        assert!(Instant::now() < deadline, "it does not stop itself");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    hold_up_at_first_thread(pid);
+    let begin = Instant::now();
+    server.signal("TERM");
+    let mut status = 0;
+    loop {
+        // SAFETY: the status is a live, exclusive local.
+        let found = unsafe { libc::waitpid(pid, &raw mut status, libc::__WALL | libc::WNOHANG) };
+        if found == pid {
+            break;
+        }
+        assert!(
+            begin.elapsed() < Duration::from_secs(20),
+            "it is not heard: {}",
+            world.log()
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(libc::WIFEXITED(status), "{status:#x}");
+    assert_eq!(libc::WEXITSTATUS(status), 1);
+    let log = world.log();
+    assert!(log.contains("giving up before everything was open"), "{log}");
+    world.assert_sound(false);
 }
 
 #[test]
