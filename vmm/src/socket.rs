@@ -16,9 +16,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// Connections that may wait to be accepted. One is served at a time.
 const BACKLOG: libc::c_int = 16;
+/// How long the folder's lock is waited for, which others have for the moment that making a socket takes.
+const FOLDER_LOCK_MAX: Duration = Duration::from_secs(2);
 
 /// Why a socket could not be listened on.
 #[derive(Debug, thiserror::Error)]
@@ -86,6 +89,8 @@ impl Socket {
             }
         };
         let address = Address::new(path)?;
+        // Whoever starts at the same time must not take a new socket for one that was left behind.
+        let _folder = lock_folder(path);
         match fs::symlink_metadata(path) {
             Ok(found) if !found.file_type().is_socket() => {
                 return Err(SocketError::NotASocket {
@@ -177,6 +182,26 @@ impl Drop for Socket {
         if still_ours && let Err(error) = fs::remove_file(&self.path) {
             tracing::warn!(path = %self.path.display(), %error, "could not remove the socket");
         }
+    }
+}
+
+/// Locks the folder of `path` until the file is dropped. `None` where that is not possible: the folder may be of a kind
+/// that is not locked, not readable, or locked for longer by somebody else. Then only the protection is missing.
+fn lock_folder(path: &Path) -> Option<File> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = File::open(folder.unwrap_or(Path::new("."))).ok()?;
+    let deadline = Instant::now() + FOLDER_LOCK_MAX;
+    loop {
+        // SAFETY: `flock` takes a descriptor and a number and touches no memory of ours.
+        if unsafe { libc::flock(folder.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
+            return Some(folder);
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::WouldBlock || Instant::now() >= deadline {
+            tracing::debug!(path = %path.display(), %error, "the socket's folder cannot be locked");
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(2));
     }
 }
 
@@ -389,6 +414,56 @@ mod tests {
         assert!(path.exists(), "the standard library leaves the file");
         let socket = Socket::listen(&path).expect("replace");
         UnixStream::connect(socket.path()).expect("connect");
+    }
+
+    /// Each that starts probes the leftover, removes it and makes its own socket: without a lock it may remove another's
+    /// that is new.
+    #[test]
+    fn of_many_that_start_at_once_on_a_leftover_one_has_the_socket() {
+        for round in 0..200 {
+            let directory = directory();
+            let path = directory.path().join("s");
+            drop(UnixListener::bind(&path).expect("bind"));
+            let barrier = std::sync::Barrier::new(4);
+            let made: Vec<Socket> = std::thread::scope(|scope| {
+                let starts: Vec<_> = (0..4)
+                    .map(|_| {
+                        scope.spawn(|| {
+                            barrier.wait();
+                            Socket::listen(&path)
+                        })
+                    })
+                    .collect();
+                let ended = starts.into_iter().map(|start| start.join().expect("no panic"));
+                ended.filter_map(Result::ok).collect()
+            });
+            assert_eq!(made.len(), 1, "round {round}");
+            let client = UnixStream::connect(&path).expect("connect");
+            made[0].listener().accept().expect("it is at its path");
+            drop(client);
+        }
+    }
+
+    #[test]
+    fn a_leftover_is_not_looked_at_while_another_start_may_replace_it() {
+        let directory = directory();
+        let path = directory.path().join("s");
+        drop(UnixListener::bind(&path).expect("bind"));
+        let inode = || fs::symlink_metadata(&path).expect("stat").ino();
+        let leftover = inode();
+        let other = lock_folder(&path).expect("a lock");
+        std::thread::scope(|scope| {
+            let start = scope.spawn(|| Socket::listen(&path));
+            std::thread::sleep(Duration::from_millis(100));
+            assert!(!start.is_finished());
+            assert_eq!(inode(), leftover);
+            drop(other);
+            start.join().expect("no panic").expect("replace");
+        });
+        // Whoever keeps the lock for longer holds nobody up for good.
+        drop(UnixListener::bind(&path).expect("bind"));
+        let _other = lock_folder(&path).expect("a lock");
+        Socket::listen(&path).expect("replace");
     }
 
     #[test]
