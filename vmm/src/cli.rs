@@ -11,7 +11,7 @@ use crate::disk_config::{DiskConfig, RateLimitGroups, keys_help, machine_keys_he
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
 use crate::ublk::arguments::UblkCommand;
-use crate::{background, image, io, limits, logging, run as machine_run, size, ublk, vhost_user};
+use crate::{background, image, io, limits, logging, once, run as machine_run, size, ublk, vhost_user};
 
 /// Fast and safe QCOW2 disks for virtual machines and the host.
 #[derive(Debug, Parser)]
@@ -274,6 +274,8 @@ pub fn check(arguments: impl IntoIterator<Item = OsString>) -> Result<(), Comman
 fn served_disks(arguments: &VhostUserArguments) -> Result<Vec<DiskConfig>, CommandFailure> {
     let groups = RateLimitGroups::parse(&arguments.rate_limit_group)?;
     let disks = own_disks(&arguments.disk, &groups)?;
+    groups.check_joined()?;
+    once::check_sockets(&arguments.socket)?;
     if arguments.socket.len() != disks.len() {
         return Err(CommandFailure::Usage(format!(
             "{} --socket for {} --disk; each disk needs a socket of its own",
@@ -287,7 +289,9 @@ fn served_disks(arguments: &VhostUserArguments) -> Result<Vec<DiskConfig>, Comma
 fn io_disk(arguments: &IoArguments) -> Result<DiskConfig, CommandFailure> {
     let mut disk = DiskConfig::parse(&arguments.disk)?;
     disk.is_own()?;
-    RateLimitGroups::parse(&arguments.rate_limit_group)?.join(&mut disk)?;
+    let groups = RateLimitGroups::parse(&arguments.rate_limit_group)?;
+    groups.join(&mut disk)?;
+    groups.check_joined()?;
     Ok(disk)
 }
 
@@ -325,6 +329,7 @@ fn disk_configs(disks: &[String], groups: &RateLimitGroups) -> Result<Vec<DiskCo
         groups.join(&mut config)?;
         configs.push(config);
     }
+    once::check_images(&configs)?;
     Ok(configs)
 }
 

@@ -18,6 +18,7 @@ pub mod key_value;
 pub mod limits;
 pub mod logging;
 pub mod machine;
+pub mod once;
 pub mod open;
 pub mod run;
 pub mod sandbox;

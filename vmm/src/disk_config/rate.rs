@@ -166,6 +166,12 @@ pub enum RateLimitGroupError {
         /// The group.
         id: String,
     },
+    /// No disk is in the group.
+    #[error("--rate-limit-group: no disk has `rate_limit_group={id}`, so the group limits nothing")]
+    Unused {
+        /// The group.
+        id: String,
+    },
     /// Two groups have one name.
     #[error("--rate-limit-group: two groups have the id `{id}`")]
     SameId {
@@ -221,6 +227,22 @@ impl RateLimitGroups {
             }
         }
         Ok(Self { groups })
+    }
+
+    /// Fails if a group has no disk, after all have joined that will.
+    ///
+    /// # Errors
+    ///
+    /// [`RateLimitGroupError::Unused`].
+    pub fn check_joined(&self) -> Result<(), RateLimitGroupError> {
+        let mut unused = self
+            .groups
+            .iter()
+            .filter(|(_, limiter)| Arc::strong_count(limiter) == 1);
+        match unused.next() {
+            Some((id, _)) => Err(RateLimitGroupError::Unused { id: id.clone() }),
+            None => Ok(()),
+        }
     }
 
     /// Lets a disk into the group that it names, if it names one.

@@ -77,6 +77,28 @@ fn a_limit_that_makes_no_sense_is_one_line_and_exit_code_2() {
             ],
             "--rate-limit-group: `h` limits nothing; expected bw_size with bw_refill_time, or ops_size with ops_refill_time",
         ),
+        (
+            &[
+                "io",
+                "--disk",
+                "path=a",
+                "--rate-limit-group",
+                "id=h,ops_size=1,ops_refill_time=1",
+            ],
+            "--rate-limit-group: no disk has `rate_limit_group=h`, so the group limits nothing",
+        ),
+        (
+            &[
+                "vhost-user",
+                "--socket",
+                "s",
+                "--disk",
+                "path=a",
+                "--rate-limit-group",
+                "id=h,ops_size=1,ops_refill_time=1",
+            ],
+            "--rate-limit-group: no disk has `rate_limit_group=h`, so the group limits nothing",
+        ),
     ] {
         assert_eq!(world.ringdisk(arguments).refused(2), said);
     }

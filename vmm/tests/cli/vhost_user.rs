@@ -260,9 +260,21 @@ fn the_same_image_twice_is_refused_and_nothing_stays_behind() {
         "--disk",
         "path=a.qcow2",
     ];
-    let line = world.ringdisk(&[&["vhost-user"][..], &pairs].concat()).refused(1);
-    assert!(line.contains("a.qcow2 is locked"), "{line}");
+    let line = world.ringdisk(&[&["vhost-user"][..], &pairs].concat()).refused(2);
+    assert!(line.contains("path=a.qcow2 are one file"), "{line}");
     assert!(!exists(&world.path("s")) && !exists(&world.path("t")));
+}
+
+#[test]
+fn the_same_socket_twice_is_refused() {
+    let world = World::new();
+    for name in ["a.qcow2", "b.qcow2"] {
+        world.qemu_create(name, "compat=1.1", "1M");
+    }
+    let pairs = ["--socket", "s", "./s", "--disk", "path=a.qcow2", "path=b.qcow2"];
+    let line = world.ringdisk(&[&["vhost-user"][..], &pairs].concat()).refused(2);
+    assert!(line.contains("--socket ./s is given more than once"), "{line}");
+    assert!(!exists(&world.path("s")));
 }
 
 #[test]

@@ -1,0 +1,109 @@
+//! What a command line may name once only. Said before anything is opened: later the image's lock or the socket would
+//! refuse the second, and name this very process as the one that is in the way.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+
+use crate::disk_config::DiskConfig;
+use crate::error::CommandFailure;
+
+/// Fails if two disks are one image and at least one of them is written to. Images that cannot be looked at are left
+/// to whoever opens them.
+///
+/// # Errors
+///
+/// [`CommandFailure::Usage`], naming both.
+pub fn check_images(configs: &[DiskConfig]) -> Result<(), CommandFailure> {
+    let mut seen: Vec<((u64, u64), &DiskConfig)> = Vec::new();
+    for config in configs.iter().filter(|config| !config.vhost_user) {
+        let Ok(found) = fs::metadata(&config.path) else {
+            continue;
+        };
+        let file = (found.dev(), found.ino());
+        let twice = seen
+            .iter()
+            .find(|(other, before)| *other == file && !(before.readonly && config.readonly));
+        if let Some((_, before)) = twice {
+            return Err(CommandFailure::Usage(format!(
+                "--disk path={} and --disk path={} are one file; a disk that is written to is served once (several may \
+                 read it: readonly=on for each)",
+                before.path.display(),
+                config.path.display()
+            )));
+        }
+        seen.push((file, config));
+    }
+    Ok(())
+}
+
+/// Fails if two sockets are one.
+///
+/// # Errors
+///
+/// [`CommandFailure::Usage`], naming it.
+pub fn check_sockets(sockets: &[PathBuf]) -> Result<(), CommandFailure> {
+    let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
+    for (index, socket) in sockets.iter().enumerate() {
+        if sockets[..index]
+            .iter()
+            .any(|before| absolute(before) == absolute(socket))
+        {
+            return Err(CommandFailure::Usage(format!(
+                "--socket {} is given more than once; each disk needs a socket of its own",
+                socket.display()
+            )));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk(text: String) -> DiskConfig {
+        DiskConfig::parse(&text).expect("a disk")
+    }
+
+    #[test]
+    fn one_image_is_two_disks_only_if_nobody_writes() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| folder.path().join(name);
+        fs::write(path("a"), "").expect("a file");
+        fs::hard_link(path("a"), path("b")).expect("a link");
+        std::os::unix::fs::symlink("a", path("c")).expect("a link");
+        fs::write(path("other"), "").expect("a file");
+        let check = |disks: &[(&str, &str)]| {
+            let disks = disks
+                .iter()
+                .map(|(name, keys)| disk(format!("path={}{keys}", path(name).display())));
+            check_images(&disks.collect::<Vec<_>>())
+        };
+        for second in ["a", "b", "c"] {
+            let failure = check(&[("a", ",readonly=on"), (second, "")]).expect_err("refused");
+            assert_eq!(failure.exit_code(), 2);
+            let line = failure.line().expect("a line");
+            assert!(
+                line.contains(&format!("{} are one file", path(second).display())),
+                "{line}"
+            );
+            assert!(check(&[("a", ",readonly=on"), (second, ",readonly=on")]).is_ok());
+        }
+        assert!(check(&[("a", ""), ("other", "")]).is_ok());
+        assert!(
+            check(&[("missing", ""), ("missing", "")]).is_ok(),
+            "opening it says what is wrong"
+        );
+    }
+
+    #[test]
+    fn a_socket_is_one_however_it_is_written() {
+        let check = |names: &[&str]| check_sockets(&names.iter().map(PathBuf::from).collect::<Vec<_>>());
+        assert!(check(&["s", "t"]).is_ok());
+        for twice in ["s", "./s"] {
+            let failure = check(&["s", "t", twice]).expect_err("refused");
+            assert_eq!(failure.exit_code(), 2);
+        }
+    }
+}
