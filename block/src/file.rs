@@ -141,6 +141,8 @@ pub struct ImageFile {
     no_zero_range: AtomicBool,
     syncs: Syncs,
     holds: Arc<Holds>,
+    /// The log says that writes wait for space, and not yet that they go on.
+    short: AtomicBool,
     reports: Reports,
 }
 
@@ -231,6 +233,7 @@ impl ImageFile {
             no_zero_range: AtomicBool::new(false),
             syncs: Syncs::default(),
             holds: Arc::default(),
+            short: AtomicBool::new(false),
             reports: Reports::default(),
         }
     }
@@ -346,10 +349,12 @@ impl Observer for ViewObserver {
             return;
         }
         let forced = matches!(kind, OpKind::Write { dsync: true }) && !error.is_no_space();
-        let consequence = if kind == OpKind::DataSync || forced {
+        let synced = kind == OpKind::DataSync || forced;
+        let waits = !synced && error.is_no_space() && file.holds.is_wanted();
+        let consequence = if synced {
             file.syncs.fail(error.errno());
             "no FLUSH succeeds until the image is reopened"
-        } else if error.is_no_space() && file.holds.is_wanted() {
+        } else if waits {
             "writes wait until there is space"
         } else if error.is_no_space() {
             "writes that need space fail"
@@ -357,8 +362,12 @@ impl Observer for ViewObserver {
             "what needed it fails"
         };
         let now = self.timers.now();
-        file.reports
+        let logged = file
+            .reports
             .host_error(&file.path, action, offset, error, consequence, now);
+        if logged && waits {
+            file.short.store(true, Ordering::Relaxed);
+        }
     }
 }
 
@@ -560,14 +569,20 @@ impl FileView {
 
     /// Does something until there is space for it, or nobody is to wait for that any more.
     async fn with_space(&self, mut work: impl AsyncFnMut() -> Result<(), IoError>) -> Result<(), IoError> {
-        let mut time = WAIT_MIN;
+        let (mut time, mut waited) = (WAIT_MIN, false);
         loop {
             match work().await {
                 Err(error) if error.is_no_space() => {
+                    waited = true;
                     if !self.file.holds.wait(&self.cx, time).await {
                         return Err(error);
                     }
                     time = (time * 2).min(WAIT_MAX);
+                }
+                Ok(()) if waited && self.file.short.swap(false, Ordering::Relaxed) => {
+                    let image = self.file.path.display();
+                    tracing::warn!(%image, "the host has space again; writes go on");
+                    return Ok(());
                 }
                 result => return result,
             }

@@ -66,8 +66,9 @@ pub struct Reports {
 }
 
 impl Reports {
-    /// Whether a message of this kind is to be written at time `now`; if so, how many like it were held back.
-    pub fn admit(&self, kind: Kind, now: Duration) -> Option<u64> {
+    /// Whether a message of this kind is to be written at time `now`; if so, how many like it were held back, if
+    /// any were.
+    pub fn admit(&self, kind: Kind, now: Duration) -> Option<Option<u64>> {
         let mut told = self.told.lock();
         let Some(before) = told.iter_mut().find(|told| told.kind == kind) else {
             told.push(Told {
@@ -75,18 +76,19 @@ impl Reports {
                 at: now,
                 held_back: 0,
             });
-            return Some(0);
+            return Some(None);
         };
         if now.saturating_sub(before.at) < QUIET {
             before.held_back += 1;
             return None;
         }
         before.at = now;
-        Some(std::mem::take(&mut before.held_back))
+        let held_back = std::mem::take(&mut before.held_back);
+        Some((held_back > 0).then_some(held_back))
     }
 
     /// Tells that the host failed an operation on the image at `path`, at byte `offset` of the file.
-    /// `consequence` says what becomes of it.
+    /// `consequence` says what becomes of it. Returns true if a line was written.
     pub fn host_error(
         &self,
         path: &Path,
@@ -95,11 +97,13 @@ impl Reports {
         error: IoError,
         consequence: &str,
         now: Duration,
-    ) {
-        if let Some(held_back) = self.admit(Kind::Host(action, error.errno()), now) {
-            let (image, action) = (path.display(), action.name());
-            tracing::error!(%image, offset, %error, held_back, "a {action} failed on the host; {consequence}");
-        }
+    ) -> bool {
+        let Some(held_back) = self.admit(Kind::Host(action, error.errno()), now) else {
+            return false;
+        };
+        let (image, action) = (path.display(), action.name());
+        tracing::error!(%image, offset, %error, held_back, "a {action} failed on the host; {consequence}");
+        true
     }
 }
 
@@ -112,11 +116,11 @@ mod tests {
         let reports = Reports::default();
         let full = Kind::Host(Action::Write, libc::ENOSPC);
         let second = Duration::from_secs(1);
-        assert_eq!(reports.admit(full, 5 * second), Some(0));
+        assert_eq!(reports.admit(full, 5 * second), Some(None));
         for at in 5..65 {
             assert_eq!(reports.admit(full, at * second), None);
         }
-        assert_eq!(reports.admit(full, 65 * second), Some(60));
+        assert_eq!(reports.admit(full, 65 * second), Some(Some(60)));
         assert_eq!(reports.admit(full, 66 * second), None);
         for other in [
             Kind::Host(Action::Write, libc::EIO),
@@ -124,7 +128,7 @@ mod tests {
             Kind::Corrupt("an entry"),
             Kind::Corrupt("a count"),
         ] {
-            assert_eq!(reports.admit(other, 66 * second), Some(0), "{other:?}");
+            assert_eq!(reports.admit(other, 66 * second), Some(None), "{other:?}");
         }
     }
 }

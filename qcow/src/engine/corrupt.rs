@@ -70,7 +70,7 @@ pub(super) fn misplaced(queue: &Rc<Queue>, found: Misplaced) -> IoError {
 }
 
 /// Whether to tell that this is corrupt, and how often it was not told.
-fn admit(queue: &Queue, what: &'static str) -> Option<u64> {
+fn admit(queue: &Queue, what: &'static str) -> Option<Option<u64>> {
     let kind = Kind::Corrupt(what);
     queue.shared.file.reports().admit(kind, queue.cx.now())
 }

@@ -160,6 +160,9 @@ fn a_write_without_space_waits_in_the_sandbox_and_is_done_when_there_is_some() {
         }
         scene.client.drain();
         assert_eq!(server.stop(), Some(0), "{}", scene.world.log());
+        let log = scene.world.log();
+        assert_eq!(log.matches("writes go on").count(), 1, "{log}");
+        assert!(!log.contains("held_back"), "nothing was: {log}");
         scene.assert_kept(&folder);
     }
 }
