@@ -75,6 +75,31 @@ struct Routes {
     free: Vec<u32>,
 }
 
+impl Routes {
+    /// From now on interrupt `gsi` is `message`, once `apply` has told KVM of the whole table. If that fails, all is as it
+    /// was: a message that KVM refuses would be refused with every other one that comes later.
+    fn set(
+        &mut self,
+        gsi: u32,
+        message: MsiMessage,
+        apply: impl FnOnce(&Self) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let index = (gsi - FIRST_MSI) as usize;
+        let before = self.messages.get(index).copied().flatten();
+        let put = |routes: &mut Self, message| {
+            if let Some(place) = routes.messages.get_mut(index) {
+                *place = message;
+            }
+        };
+        put(self, Some(message));
+        let applied = apply(self);
+        if applied.is_err() {
+            put(self, before);
+        }
+        applied
+    }
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -195,13 +220,7 @@ impl Interrupt for Message {
 
     fn connect(&self, message: MsiMessage) -> io::Result<()> {
         let mut connected = lock(&self.connected);
-        {
-            let mut routes = lock(&self.machine.routes);
-            if let Some(place) = routes.messages.get_mut((self.gsi - FIRST_MSI) as usize) {
-                *place = Some(message);
-            }
-            self.machine.apply(&routes)?;
-        }
+        lock(&self.machine.routes).set(self.gsi, message, |routes| self.machine.apply(routes))?;
         if !*connected {
             let done = self.machine.vm.register_irqfd(&self.event, self.gsi);
             done.map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
@@ -291,5 +310,38 @@ impl Machine for KvmBus {
             event,
             connected: Mutex::new(false),
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_that_is_refused_is_not_kept_in_the_table() {
+        let message = |data| MsiMessage {
+            address: 0xFEE0_0000,
+            data,
+        };
+        let mut routes = Routes {
+            messages: vec![Some(message(1)), None],
+            free: Vec::new(),
+        };
+        for (gsi, before) in [(FIRST_MSI, Some(message(1))), (FIRST_MSI + 1, None)] {
+            let refuses = |routes: &Routes| {
+                assert_eq!(
+                    routes.messages[(gsi - FIRST_MSI) as usize],
+                    Some(message(7)),
+                    "it is told"
+                );
+                Err(io::ErrorKind::InvalidInput.into())
+            };
+            routes.set(gsi, message(7), refuses).expect_err("it is refused");
+            assert_eq!(routes.messages[(gsi - FIRST_MSI) as usize], before);
+        }
+        routes
+            .set(FIRST_MSI + 1, message(2), |_| Ok(()))
+            .expect("it is taken");
+        assert_eq!(routes.messages, [Some(message(1)), Some(message(2))]);
     }
 }

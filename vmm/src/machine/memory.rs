@@ -2,6 +2,9 @@
 //!
 //! A memfd, so that a vhost-user backend can map it too. Nothing is written to it, so its pages come as the
 //! guest touches them; huge ones come at once, because one that is missing then is a signal that nobody survives.
+//!
+//! What must stay true: whoever gets the memfd cannot change its length, because an access behind its end is a signal
+//! that nobody survives either; and a core dump has nothing of the guest's.
 
 #![expect(unsafe_code, reason = "memfd_create, mbind, madvise and KVM's memory slots")]
 
@@ -11,6 +14,7 @@ use std::os::fd::FromRawFd;
 
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
+use rustix::fs::SealFlags;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
 /// What the memory is like.
@@ -22,6 +26,19 @@ pub struct MemoryConfig {
     pub hugepage_bytes: Option<u64>,
     /// The host's NUMA node that it is to come from.
     pub host_node: Option<u32>,
+}
+
+impl MemoryConfig {
+    /// Refuses a size that no guest can have.
+    pub(super) fn check(&self) -> Result<(), MemoryError> {
+        let bytes = self.bytes;
+        let unit = self.hugepage_bytes.unwrap_or(PAGE_BYTES);
+        if bytes < MIN_BYTES || !bytes.is_multiple_of(unit) {
+            let min = MIN_BYTES;
+            return Err(MemoryError::Size { bytes, unit, min });
+        }
+        Ok(())
+    }
 }
 
 /// Why there is no memory for a guest.
@@ -88,36 +105,9 @@ pub(super) fn make(
     config: &MemoryConfig,
     layout: impl FnOnce(u64) -> Vec<(u64, u64)>,
 ) -> Result<GuestMemoryMmap, MemoryError> {
+    config.check()?;
     let bytes = config.bytes;
-    let unit = config.hugepage_bytes.unwrap_or(PAGE_BYTES);
-    if bytes < MIN_BYTES || !bytes.is_multiple_of(unit) {
-        let min = MIN_BYTES;
-        return Err(MemoryError::Size { bytes, unit, min });
-    }
-    let mut flags = libc::MFD_CLOEXEC;
-    if let Some(huge) = config.hugepage_bytes {
-        flags |= libc::MFD_HUGETLB | huge.trailing_zeros() << libc::MFD_HUGE_SHIFT;
-    }
-    // SAFETY: the name is a C string, and no other memory is passed.
-    let fd = unsafe { libc::memfd_create(c"guest memory".as_ptr(), flags) };
-    if fd < 0 {
-        let source = io::Error::last_os_error();
-        return Err(match config.hugepage_bytes {
-            Some(page) => no_pages(bytes, page, source),
-            None => MemoryError::Host {
-                bytes,
-                what: "memfd_create",
-                source,
-            },
-        });
-    }
-    // SAFETY: `fd` was just made and nobody else owns it.
-    let file = unsafe { File::from_raw_fd(fd) };
-    file.set_len(bytes).map_err(|source| MemoryError::Host {
-        bytes,
-        what: "its size",
-        source,
-    })?;
+    let file = make_file(config)?;
     let mut ranges = Vec::new();
     let mut at = 0;
     for (start, len) in layout(bytes) {
@@ -135,13 +125,46 @@ pub(super) fn make(
         what: "mapping it",
         source: io::Error::other(error),
     })?;
+    advise(&memory, libc::MADV_DONTDUMP).map_err(|source| MemoryError::Host {
+        bytes,
+        what: "keeping it out of core dumps",
+        source,
+    })?;
     if let Some(node) = config.host_node {
         bind(&memory, node).map_err(|source| MemoryError::Node { node, source })?;
     }
     if let Some(page) = config.hugepage_bytes {
-        populate(&memory).map_err(|source| no_pages(bytes, page, source))?;
+        // Every page is there from now on, from the node it is bound to.
+        advise(&memory, libc::MADV_POPULATE_WRITE).map_err(|source| no_pages(bytes, page, source))?;
     }
     Ok(memory)
+}
+
+/// Makes the memfd. Its length is sealed: a vhost-user backend gets it, and could end this process by cutting it.
+fn make_file(config: &MemoryConfig) -> Result<File, MemoryError> {
+    let bytes = config.bytes;
+    let host = |what| move |source| MemoryError::Host { bytes, what, source };
+    let mut flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+    if let Some(huge) = config.hugepage_bytes {
+        flags |= libc::MFD_HUGETLB | huge.trailing_zeros() << libc::MFD_HUGE_SHIFT;
+    }
+    // SAFETY: the name is a C string, and no other memory is passed.
+    let fd = unsafe { libc::memfd_create(c"guest memory".as_ptr(), flags) };
+    if fd < 0 {
+        let source = io::Error::last_os_error();
+        return Err(match config.hugepage_bytes {
+            Some(page) => no_pages(bytes, page, source),
+            None => host("memfd_create")(source),
+        });
+    }
+    // SAFETY: `fd` was just made and nobody else owns it.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(bytes).map_err(host("its size"))?;
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    rustix::fs::fcntl_add_seals(&file, seals)
+        .map_err(io::Error::from)
+        .map_err(host("sealing its size"))?;
+    Ok(file)
 }
 
 fn no_pages(bytes: u64, page: u64, source: io::Error) -> MemoryError {
@@ -159,17 +182,11 @@ fn no_pages(bytes: u64, page: u64, source: io::Error) -> MemoryError {
     }
 }
 
-/// Has every page there, from the node they are bound to.
-fn populate(memory: &GuestMemoryMmap) -> io::Result<()> {
+/// Tells the kernel something about all of the memory that changes none of its contents.
+fn advise(memory: &GuestMemoryMmap, advice: libc::c_int) -> io::Result<()> {
     for region in memory.iter() {
-        // SAFETY: the range is one mapping of ours, which stays; its pages get the contents they had: none.
-        let result = unsafe {
-            libc::madvise(
-                region.as_ptr().cast(),
-                region.len() as usize,
-                libc::MADV_POPULATE_WRITE,
-            )
-        };
+        // SAFETY: the range is one mapping of ours, which stays; its pages keep the contents they have.
+        let result = unsafe { libc::madvise(region.as_ptr().cast(), region.len() as usize, advice) };
         if result != 0 {
             let error = io::Error::last_os_error();
             // A page that cannot be had is a fault to this call. The address is ours, so it cannot be a bad one.
@@ -228,4 +245,66 @@ pub(super) fn plug(vm: &VmFd, memory: &GuestMemoryMmap) -> Result<(), kvm_ioctls
         unsafe { vm.set_user_memory_region(region)? };
     }
     Ok(())
+}
+
+#[cfg(test)]
+#[expect(
+    clippy::print_stdout,
+    reason = "what cannot run here is counted by what it prints"
+)]
+mod tests {
+    use super::*;
+
+    fn config(hugepage_bytes: Option<u64>) -> MemoryConfig {
+        MemoryConfig {
+            bytes: MIN_BYTES,
+            hugepage_bytes,
+            host_node: None,
+        }
+    }
+
+    /// A backend that cut the memory would have this process killed by SIGBUS, with its images open.
+    #[test]
+    fn the_length_of_the_memory_is_sealed() {
+        for hugepage_bytes in [None, Some(2 << 20)] {
+            // Pages are not taken before the file is mapped.
+            let file = match make_file(&config(hugepage_bytes)) {
+                Err(MemoryError::HugePages { source, .. }) if source.raw_os_error() == Some(libc::ENODEV) => {
+                    println!("cannot run here: sealed huge pages, because the host has none of 2 MiB");
+                    continue;
+                }
+                made => made.expect("a memfd"),
+            };
+            for bytes in [0, MIN_BYTES / 2, 2 * MIN_BYTES] {
+                let error = file.set_len(bytes).expect_err("it is sealed");
+                assert_eq!(
+                    error.raw_os_error(),
+                    Some(libc::EPERM),
+                    "{hugepage_bytes:?}, {bytes}"
+                );
+            }
+            let more = rustix::fs::fcntl_add_seals(&file, SealFlags::WRITE);
+            assert!(more.is_err(), "nobody else's seals");
+            assert_eq!(file.metadata().expect("a file").len(), MIN_BYTES);
+        }
+    }
+
+    #[test]
+    fn the_memory_is_in_no_core_dump() {
+        let memory = make(&config(None), |bytes| vec![(0, bytes / 2), (1 << 32, bytes / 2)]).expect("memory");
+        let maps = std::fs::read_to_string("/proc/self/smaps").expect("the process's mappings");
+        for region in memory.iter() {
+            let start = format!("{:x}-", region.as_ptr().addr());
+            let mut lines = maps.lines().skip_while(|line| !line.starts_with(&start));
+            assert!(
+                lines
+                    .next()
+                    .is_some_and(|line| line.contains("memfd:guest memory"))
+            );
+            let flags = lines
+                .find(|line| line.starts_with("VmFlags:"))
+                .expect("its flags");
+            assert!(flags.split_whitespace().any(|flag| flag == "dd"), "{flags}");
+        }
+    }
 }
