@@ -1,10 +1,11 @@
 //! What tests throw at Ringdisk: QCOW2 images, sound and malformed, and kernels for its machine.
 //!
-//! Nothing here but [`watch`] does I/O, and nothing knows Ringdisk's crates: images are written from the
+//! Nothing here but [`watch`] and [`kvm`] does I/O, and nothing knows Ringdisk's crates: images are written from the
 //! specification alone, so a mistake in our own encoder is not repeated in what tests it.
 
 pub mod image;
 pub mod kernel;
+pub mod kvm;
 pub mod malformed;
 pub mod watch;
 

@@ -1,7 +1,7 @@
 //! `make demo`: a stock Linux guest runs on a QCOW2 overlay, and QEMU's tools find the image flawless afterwards.
 //!
 //! Where KVM really works the guest is a machine of `ringdisk run`; elsewhere QEMU emulates one, whose disk is served by
-//! `ringdisk vhost-user`. Whether KVM works shows only when a guest runs.
+//! `ringdisk vhost-user`. Whether KVM works is found out by a probe that runs what a stock kernel runs.
 //!
 //! Exits with 0 and the words "It worked" only if every step did.
 
@@ -13,6 +13,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use lab::{Guest, Lab, Machine, Outcome, Scratch, Server, image};
+use ringdisk_gen::kvm;
 
 /// How long the guest may take in all, emulated and on a busy machine.
 const GUEST_MAX: Duration = Duration::from_secs(600);
@@ -104,37 +105,30 @@ fn demo(out: &mut impl io::Write) -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// The guest as a machine of our own, and nothing if KVM runs no guest here. The overlay is untouched then.
+/// The guest as a machine of our own, and nothing if KVM runs no guest here, which a probe finds out that has nothing of
+/// ours. The overlay is untouched then.
 fn on_kvm(
     out: &mut impl io::Write,
     lab: &Lab,
     scratch: &Scratch,
     root: &Path,
 ) -> Result<Option<Outcome>, Box<dyn std::error::Error>> {
+    if let Err(why) = kvm::runs_stock_kernels() {
+        let told = format!("ringdisk run: KVM runs no guest here ({why}); falling back to QEMU's emulation");
+        step(out, &told)?;
+        return Ok(None);
+    }
     let disk = format!("path={},num_queues=2,backing_files=on", root.display());
     let machine = Machine::new(lab, &format!("echo alive\n{SCRIPT}"), GUEST_MAX).disk("root", &disk);
     let mut guest = machine.start(scratch, "machine")?;
-    match guest.wait_for_within(|line| line == "alive", KVM_BOOT_MAX) {
-        Ok(_) => {
-            step(
-                out,
-                "ringdisk run --disk path=guest.qcow2,num_queues=2,backing_files=on: a stock Debian guest boots from it on KVM",
-            )?;
-            Ok(Some(guest.finish()?))
-        }
-        // Its own words, or that nothing came of it.
-        Err(_) => {
-            let said = guest.last_words();
-            let why = said.lines().last().unwrap_or("the guest stands still");
-            step(
-                out,
-                &format!("ringdisk run: KVM runs no guest here ({why}); falling back to QEMU's emulation"),
-            )?;
-            drop(guest);
-            image::overlay(root, lab.base())?;
-            Ok(None)
-        }
+    if let Err(error) = guest.wait_for_within(|line| line == "alive", KVM_BOOT_MAX) {
+        return Err(format!("{error}; its last words: {}", guest.last_words()).into());
     }
+    step(
+        out,
+        "ringdisk run --disk path=guest.qcow2,num_queues=2,backing_files=on: a stock Debian guest boots from it on KVM",
+    )?;
+    Ok(Some(guest.finish()?))
 }
 
 /// The guest in QEMU, its disk served over vhost-user.

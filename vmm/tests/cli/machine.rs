@@ -13,26 +13,23 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ringdisk_gen::kernel::{self, GREETING};
+use ringdisk_gen::kvm;
 
 use crate::world::{Ended, World, exists};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A world with the kernel `tiny` and an image, if this host's KVM runs at least that. If not, it is said and counted.
+/// A world with the kernel `tiny` and an image, if this host's KVM runs as much as that. If not, it is said and counted.
+/// The program under test has no part in finding out.
 pub(crate) fn machines(test: &str) -> Option<World> {
+    if let Err(why) = kvm::runs_tiny_kernels() {
+        println!("cannot run here: {test}, because {why}");
+        return None;
+    }
     let world = World::new();
     fs::write(world.path("tiny"), kernel::tiny()).expect("a file");
     world.ringdisk(&["image", "create", "disk.qcow2", "1M"]).success();
-    let probe = world.ringdisk(&[&TINY[..], &["--serial", "off", "--cmdline", "q"]].concat());
-    if probe.code == Some(0) {
-        return Some(world);
-    }
-    assert!(
-        probe.stderr.contains("KVM") || probe.stderr.contains("/dev/kvm"),
-        "{probe:?}"
-    );
-    println!("cannot run here: {test}, because {}", probe.stderr.trim());
-    None
+    Some(world)
 }
 
 pub(crate) const TINY: [&str; 5] = ["run", "--kernel", "tiny", "--memory", "32M"];
