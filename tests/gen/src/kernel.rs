@@ -20,6 +20,11 @@ const SLEEP_PORT: u16 = 0x600;
 const RESET_PORT: u16 = 0x601;
 const EJECT_PORT: u16 = 0x618;
 
+/// Where KVM's clock writes, and where in that the flags are: `struct pvclock_vcpu_time_info`.
+const MSR_CLOCK: u32 = 0x4B56_4D01;
+const CLOCK: u32 = 0x9000;
+const CLOCK_FLAGS: u32 = 29;
+
 /// Machine code with jumps to places that come later.
 #[derive(Default)]
 struct Code {
@@ -77,7 +82,7 @@ const RET: u8 = 0xC3;
 
 /// A kernel that prints [`GREETING`] on the serial port and then obeys the letters of its command line, and those
 /// that come through the serial port: `q` switches off, `r` restarts, `e` lets the disk in slot 1 go, `h` stands still
-/// for good, `f` ends by a triple fault, `j` jumps to where no memory is, `l` prints [`LOTS`] bytes; anything else is
+/// for good, `k` has KVM's clock write to memory, `s` prints that clock's flags as a digit, `f` ends by a triple fault, `j` jumps to where no memory is, `l` prints [`LOTS`] bytes; anything else is
 /// printed.
 #[must_use]
 pub fn tiny() -> Vec<u8> {
@@ -118,7 +123,16 @@ pub fn tiny() -> Vec<u8> {
     code.label("not e").put(&[0x3C, b'h']).jump(JNZ, "not h");
     // cli; hlt
     code.label("halt").put(&[0xFA, 0xF4]).jump(JMP, "halt");
-    code.label("not h").put(&[0x3C, b'f']).jump(JNZ, "not f");
+    code.label("not h").put(&[0x3C, b'k']).jump(JNZ, "not k");
+    // mov ecx, MSR_KVM_SYSTEM_TIME_NEW; mov eax, CLOCK | 1; xor edx, edx; wrmsr
+    code.put(&[0xB9]).put(&MSR_CLOCK.to_le_bytes());
+    code.put(&[0xB8]).put(&(CLOCK | 1).to_le_bytes());
+    code.put(&[0x31, 0xD2, 0x0F, 0x30, RET]);
+    code.label("not k").put(&[0x3C, b's']).jump(JNZ, "not s");
+    // mov al, [CLOCK + 29]; add al, '0'
+    code.put(&[0xA0]).put(&(CLOCK + CLOCK_FLAGS).to_le_bytes());
+    code.put(&[0x04, b'0']).port(SERIAL_DATA, OUT_AL).put(&[RET]);
+    code.label("not s").put(&[0x3C, b'f']).jump(JNZ, "not f");
     // An interrupt table of no entries, and an invalid instruction.
     code.put(&[0x6A, 0, 0x6A, 0, 0x0F, 0x01, 0x1C, 0x24, 0x0F, 0x0B]);
     code.label("not f").put(&[0x3C, b'j']).jump(JNZ, "not j");

@@ -210,6 +210,11 @@ fn run(mut cpu: VcpuFd, index: usize, state: &State, bus: &Bus, stop: &Stop) {
     loop {
         {
             let mut wish = lock(state);
+            if *wish == Wish::Pause
+                && let Err(error) = tell_of_pause(&cpu)
+            {
+                tracing::debug!(cpu = index, %error, "the guest's clock is not told of the pause");
+            }
             if *wish != Wish::Run {
                 state.still.fetch_add(1, Ordering::SeqCst);
                 while *wish == Wish::Pause {
@@ -239,8 +244,16 @@ fn run(mut cpu: VcpuFd, index: usize, state: &State, bus: &Bus, stop: &Stop) {
                 bus.write_memory(address, data);
                 1
             }
-            Ok(VcpuExit::Shutdown | VcpuExit::SystemEvent(..)) => {
-                // A triple fault is how a kernel restarts when all else fails.
+            Ok(VcpuExit::Shutdown) => {
+                tracing::warn!(
+                    cpu = index,
+                    "a triple fault: the guest's kernel failed, or restarts as a last resort"
+                );
+                stop.ask(super::Reason::Reset);
+                park(state);
+                2
+            }
+            Ok(VcpuExit::SystemEvent(..)) => {
                 stop.ask(super::Reason::Reset);
                 park(state);
                 2
@@ -269,6 +282,17 @@ fn run(mut cpu: VcpuFd, index: usize, state: &State, bus: &Bus, stop: &Stop) {
             }
         };
         state.exits[kind].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Tells the guest's clock, if it has KVM's, that the CPU does not run for a while: a watchdog does not take the time for
+/// one in which the kernel hung.
+fn tell_of_pause(cpu: &VcpuFd) -> io::Result<()> {
+    match cpu.kvmclock_ctrl() {
+        Ok(()) => Ok(()),
+        // The guest has another clock, or none yet.
+        Err(error) if error.errno() == libc::EINVAL => Ok(()),
+        Err(error) => Err(io::Error::from_raw_os_error(error.errno())),
     }
 }
 
