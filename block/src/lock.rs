@@ -12,6 +12,9 @@
 //!   descriptor of the same file does not lose them, as it would with plain POSIX locks.
 //! - Nothing is written: locking byte 100 does not touch byte 100.
 //!
+//! - A lock that is handed over to another process ([`LockSet`]) is never without an owner: the open file description goes,
+//!   and the lock with it.
+//!
 //! With [`LockGranularity::Full`] the whole file is locked instead, for file systems which
 //! cannot lock ranges. Such a lock keeps out QEMU's tools too, readers included.
 #![expect(
@@ -22,10 +25,15 @@
 use std::fmt;
 use std::fs;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+mod set;
+
+pub use set::LockSet;
 
 /// First byte of the "what I do" locks; a permission's bit number is added.
 const PERMISSION_BASE: i64 = 100;
@@ -111,10 +119,13 @@ pub enum LockError {
 /// The lock belongs to the open file description it was taken on: descriptors duplicated from it
 /// share the lock, and the lock ends when this value is dropped, even if they live on. Taking two
 /// locks on one description is not detected as a conflict.
+///
+/// The lock of a [`LockSet`] that another process shares stays with that process when this value is dropped.
 #[derive(Debug)]
 pub struct ImageLock {
-    fd: OwnedFd,
+    fd: Arc<OwnedFd>,
     held: Vec<ByteLock>,
+    set: LockSet,
 }
 
 /// One range and how it is locked. A length of zero means "to the end, however far it grows".
@@ -212,13 +223,34 @@ impl ImageLock {
         mode: LockMode,
         granularity: LockGranularity,
     ) -> Result<Self, LockError> {
+        Self::acquire_in(&LockSet::default(), fd, path, mode, granularity)
+    }
+
+    /// As [`ImageLock::acquire`], as a part of `set`: if that has inherited a description of the same file, the lock is
+    /// taken on it, where it may be held already.
+    ///
+    /// # Errors
+    ///
+    /// As [`ImageLock::acquire`]. An inherited lock stays with whoever shares it.
+    pub fn acquire_in(
+        set: &LockSet,
+        fd: BorrowedFd<'_>,
+        path: &Path,
+        mode: LockMode,
+        granularity: LockGranularity,
+    ) -> Result<Self, LockError> {
+        if let Some(inherited) = set.take_inherited(fd) {
+            let lock = Self::acquire_now(inherited.as_fd(), path, mode, granularity, set)?;
+            set.add(&lock);
+            return Ok(lock);
+        }
         let begin = Instant::now();
         loop {
-            match Self::acquire_now(fd, path, mode, granularity) {
+            match Self::acquire_now(fd, path, mode, granularity, set) {
                 Err(LockError::Held { holder: None, .. }) if begin.elapsed() < LINGER_MAX => {
                     std::thread::sleep(LINGER_STEP);
                 }
-                result => return result,
+                result => return result.inspect(|lock| set.add(lock)),
             }
         }
     }
@@ -228,6 +260,7 @@ impl ImageLock {
         path: &Path,
         mode: LockMode,
         granularity: LockGranularity,
+        set: &LockSet,
     ) -> Result<Self, LockError> {
         let os = |source| LockError::Os {
             path: path.to_owned(),
@@ -235,12 +268,13 @@ impl ImageLock {
         };
         let plan = Plan::new(mode, granularity);
         let mut lock = Self {
-            fd: fd.try_clone_to_owned().map_err(os)?,
+            fd: Arc::new(fd.try_clone_to_owned().map_err(os)?),
             held: Vec::new(),
+            set: set.clone(),
         };
 
         for &range in &plan.take {
-            match set(lock.fd.as_raw_fd(), range) {
+            match take(lock.fd.as_raw_fd(), range) {
                 Ok(()) => lock.held.push(range),
                 Err(error) if is_conflict(&error) => {
                     return Err(lock.held_by_other(path, range, LockMode::Write));
@@ -256,8 +290,11 @@ impl ImageLock {
         Ok(lock)
     }
 
-    /// Gives back every range held.
+    /// Gives back every range held, unless another process shares the lock.
     fn release(&mut self) {
+        if self.set.is_shared() {
+            return;
+        }
         for range in self.held.drain(..) {
             if let Err(error) = unset(self.fd.as_raw_fd(), range) {
                 tracing::warn!(%error, start = range.start, "could not release an image lock");
@@ -282,10 +319,13 @@ impl ImageLock {
             pid,
             name: process_name(pid),
         });
+        // A search would find those who share the lock.
+        let is_shared = self.set.is_shared();
+        let search = || (!is_shared).then(|| self.search_holder(range)).flatten();
         LockError::Held {
             path: path.to_owned(),
             other,
-            holder: holder.or_else(|| self.search_holder(range)),
+            holder: holder.or_else(search),
         }
     }
 
@@ -361,7 +401,7 @@ fn is_conflict(error: &io::Error) -> bool {
 }
 
 /// Takes a lock, failing at once with `EAGAIN` if a foreign one is in the way.
-fn set(fd: RawFd, range: ByteLock) -> io::Result<()> {
+fn take(fd: RawFd, range: ByteLock) -> io::Result<()> {
     let kind = if range.exclusive {
         libc::F_WRLCK
     } else {

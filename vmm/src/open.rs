@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use block::file::{FileOptions, ImageFile, OpenFileError};
-use block::lock::{ImageLock, LockError, LockMode};
+use block::lock::{ImageLock, LockError, LockMode, LockSet};
 use block::raw::RawDisk;
 use block::ring::RingKind;
 use block::throttle::{Limiter, ThrottledDisk};
@@ -140,6 +140,8 @@ pub struct Opening {
     pub persist_mappings: bool,
     /// The block device of the host that it is opened for, which may have been waiting for that.
     pub device: Option<u32>,
+    /// What the locks of its images are a part of: those that the last server has handed over, if there was one.
+    pub lock_set: LockSet,
 }
 
 /// As [`open`], for a purpose.
@@ -200,7 +202,13 @@ fn open_unlimited(config: &DiskConfig, how: &Opening) -> Result<OpenedDisk, Open
             } else {
                 LockMode::Write
             };
-            let lock = ImageLock::acquire(file.as_fd(), &config.path, mode, config.lock_granularity)?;
+            let lock = ImageLock::acquire_in(
+                &how.lock_set,
+                file.as_fd(),
+                &config.path,
+                mode,
+                config.lock_granularity,
+            )?;
             if config.werror == WriteErrors::Wait {
                 file.wait_for_space();
             }
@@ -220,6 +228,7 @@ fn open_unlimited(config: &DiskConfig, how: &Opening) -> Result<OpenedDisk, Open
                 l2_cache_bytes: config.l2_cache_bytes,
                 wait_for_space: config.werror == WriteErrors::Wait,
                 lock: Some(config.lock_granularity),
+                lock_set: how.lock_set.clone(),
                 ..OpenOptions::default()
             };
             Ok(OpenedDisk {

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use block::file::{FileOptions, FileView, HostFiles, ImageFile, OpenFileError, OpenFiles};
-use block::lock::{ImageLock, LockError, LockGranularity, LockMode};
+use block::lock::{ImageLock, LockError, LockGranularity, LockMode, LockSet};
 use block::raw::RawDisk;
 use block::ring::RingKind;
 use block::{Context, Disk, IoError, LocalBoxFuture};
@@ -62,6 +62,8 @@ pub struct OpenOptions {
     pub wait_for_space: bool,
     /// Lock images as QEMU does; `None` locks nothing.
     pub lock: Option<LockGranularity>,
+    /// What the locks of the whole chain are a part of; by default a set of their own.
+    pub lock_set: LockSet,
 }
 
 impl Default for OpenOptions {
@@ -77,6 +79,7 @@ impl Default for OpenOptions {
             inflate_threads: 2,
             wait_for_space: false,
             lock: Some(LockGranularity::ByteRange),
+            lock_set: LockSet::default(),
         }
     }
 }
@@ -270,7 +273,10 @@ impl Chain<'_> {
         }
         let mode = if write { LockMode::Write } else { LockMode::Read };
         let lock = match self.options.lock {
-            Some(granularity) => Some(ImageLock::acquire(file.as_fd(), path, mode, granularity)?),
+            Some(granularity) => {
+                let set = &self.options.lock_set;
+                Some(ImageLock::acquire_in(set, file.as_fd(), path, mode, granularity)?)
+            }
             None => None,
         };
         Ok((file, lock))

@@ -1,0 +1,279 @@
+//! The locks of one server, and how they go to the next: by their open file descriptions.
+//!
+//! A lock lives as long as its description, whichever process has it. The old server passes descriptors of all its locks
+//! to the new one and, from then on, drops none of them explicitly; the new one locks its images on what it inherited.
+//! What must stay true: as long as two processes may have a description, neither gives its lock back but by closing it.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::{ByteLock, ImageLock, unset};
+
+/// The image locks of one server. Clones are the same set.
+#[derive(Clone, Debug, Default)]
+pub struct LockSet(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// Another process has these descriptions too, or may have.
+    is_shared: AtomicBool,
+    locks: Mutex<Locks>,
+}
+
+#[derive(Debug, Default)]
+struct Locks {
+    /// From another process, and not used so far.
+    inherited: Vec<OwnedFd>,
+    /// Those of locks that are, or were, held, with their ranges.
+    held: Vec<(Weak<OwnedFd>, Vec<ByteLock>)>,
+}
+
+/// Device and inode of an open file.
+fn identity(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
+    let found = File::from(fd.try_clone_to_owned().ok()?).metadata().ok()?;
+    Some((found.dev(), found.ino()))
+}
+
+impl LockSet {
+    /// Returns a set that takes its locks on these descriptions, where one is of the file to be locked. Until
+    /// [`LockSet::keep`] they are another process's as well: a lock that is dropped stays held there.
+    #[must_use]
+    pub fn inherit(descriptors: Vec<OwnedFd>) -> Self {
+        let locks = Locks {
+            inherited: descriptors,
+            held: Vec::new(),
+        };
+        Self(Arc::new(Shared {
+            is_shared: true.into(),
+            locks: locks.into(),
+        }))
+    }
+
+    /// Duplicates the descriptors of all locks that are held now, for another process or for [`LockSet::inherit`].
+    ///
+    /// # Errors
+    ///
+    /// If the process has no descriptor left.
+    pub fn descriptors(&self) -> io::Result<Vec<OwnedFd>> {
+        let locks = self.locks();
+        let held = locks.held.iter().filter_map(|(fd, _)| fd.upgrade());
+        held.map(|fd| fd.try_clone()).collect()
+    }
+
+    /// Leaves the locks to whoever else has their descriptions: from now on a lock that is dropped is not given back.
+    pub fn leave(&self) {
+        self.0.is_shared.store(true, Ordering::Release);
+    }
+
+    /// Makes the locks this process's alone: a lock that is dropped is given back again. Closes what was inherited and not
+    /// used, and gives back what the other process had locked beyond what is needed. Call it when no other process
+    /// relies on them any more.
+    pub fn keep(&self) {
+        self.0.is_shared.store(false, Ordering::Release);
+        let mut locks = self.locks();
+        locks.inherited.clear();
+        for (fd, ranges) in &locks.held {
+            let Some(fd) = fd.upgrade() else { continue };
+            for range in outside(ranges) {
+                if let Err(error) = unset(fd.as_raw_fd(), range) {
+                    tracing::warn!(%error, start = range.start, "could not release an image lock");
+                }
+            }
+        }
+    }
+
+    /// Returns true if a lock that is dropped stays with another process.
+    pub(super) fn is_shared(&self) -> bool {
+        self.0.is_shared.load(Ordering::Acquire)
+    }
+
+    /// Takes out a description of the file behind `fd` that was inherited.
+    pub(super) fn take_inherited(&self, fd: BorrowedFd<'_>) -> Option<OwnedFd> {
+        let mut locks = self.locks();
+        if locks.inherited.is_empty() {
+            return None;
+        }
+        let wanted = identity(fd)?;
+        let index = locks
+            .inherited
+            .iter()
+            .position(|inherited| identity(inherited.as_fd()) == Some(wanted))?;
+        Some(locks.inherited.swap_remove(index))
+    }
+
+    /// Adds a lock that was just taken.
+    pub(super) fn add(&self, lock: &ImageLock) {
+        let mut locks = self.locks();
+        locks.held.retain(|(fd, _)| fd.strong_count() > 0);
+        locks.held.push((Arc::downgrade(&lock.fd), lock.held.clone()));
+    }
+
+    fn locks(&self) -> MutexGuard<'_, Locks> {
+        self.0.locks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What lies between, before and behind these ranges.
+fn outside(ranges: &[ByteLock]) -> Vec<ByteLock> {
+    let mut ranges = ranges.to_vec();
+    ranges.sort_unstable_by_key(|range| range.start);
+    let (mut gaps, mut from) = (Vec::new(), Some(0));
+    for range in ranges {
+        if let Some(start) = from.filter(|&start| start < range.start) {
+            gaps.push(ByteLock {
+                start,
+                len: range.start - start,
+                exclusive: false,
+            });
+        }
+        // A length of zero goes to the end.
+        from = (range.len > 0).then_some(range.start + range.len);
+    }
+    gaps.extend(from.map(|start| ByteLock {
+        start,
+        len: 0,
+        exclusive: false,
+    }));
+    gaps
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{LockError, LockGranularity, LockMode};
+    use super::*;
+    use std::path::{Path, PathBuf};
+
+    struct World {
+        folder: tempfile::TempDir,
+    }
+
+    impl World {
+        fn new() -> Self {
+            let world = Self {
+                folder: tempfile::tempdir().expect("a folder"),
+            };
+            std::fs::write(world.path(), "an image").expect("a file");
+            world
+        }
+
+        fn path(&self) -> PathBuf {
+            self.folder.path().join("image")
+        }
+
+        fn open(&self) -> File {
+            let mut options = File::options();
+            options.read(true).write(true).open(self.path()).expect("a file")
+        }
+
+        /// Locks the image on a description of its own, if `set` has none.
+        fn lock(&self, set: &LockSet, how: (LockMode, LockGranularity)) -> Result<ImageLock, LockError> {
+            ImageLock::acquire_in(set, self.open().as_fd(), Path::new("image"), how.0, how.1)
+        }
+
+        /// Returns true if a stranger could write the image now. It does not try, so that it is in nobody's way.
+        fn is_free(&self) -> bool {
+            let file = self.open();
+            let whole = ByteLock::whole_file(true);
+            super::super::conflicts(file.as_raw_fd(), whole)
+                .expect("a look")
+                .is_none()
+        }
+    }
+
+    const WAYS: [(LockMode, LockGranularity); 4] = [
+        (LockMode::Write, LockGranularity::ByteRange),
+        (LockMode::Write, LockGranularity::Full),
+        (LockMode::Read, LockGranularity::ByteRange),
+        (LockMode::Read, LockGranularity::Full),
+    ];
+
+    #[test]
+    fn lock_set_passes_locks_on_without_a_moment_in_which_nobody_has_them() {
+        for how in WAYS {
+            let world = World::new();
+            let old = LockSet::default();
+            let held = world.lock(&old, how).expect("nobody has it");
+            let passed = old.descriptors().expect("descriptors");
+            old.leave();
+            drop(held);
+            assert!(!world.is_free(), "{how:?}: it is on its way");
+            let new = LockSet::inherit(passed);
+            let held = world.lock(&new, how).expect("it was handed over");
+            assert!(!world.is_free(), "{how:?}");
+            new.keep();
+            assert!(!world.is_free(), "{how:?}");
+            // And once more: the description that the first one made goes on.
+            let passed = new.descriptors().expect("descriptors");
+            assert_eq!(passed.len(), 1);
+            new.leave();
+            drop(held);
+            let third = LockSet::inherit(passed);
+            let held = world.lock(&third, how).expect("it was handed over");
+            third.keep();
+            drop(held);
+            assert!(world.is_free(), "{how:?}: dropped, it is given back");
+        }
+    }
+
+    #[test]
+    fn lock_set_that_inherited_and_fails_takes_nothing_from_the_other() {
+        for how in WAYS {
+            let world = World::new();
+            let old = LockSet::default();
+            let held = world.lock(&old, how).expect("nobody has it");
+            let new = LockSet::inherit(old.descriptors().expect("descriptors"));
+            let adopted = world.lock(&new, how).expect("it was handed over");
+            drop((adopted, new));
+            assert!(!world.is_free(), "{how:?}: the old one has it");
+            // The old one takes back what it had left.
+            let own = old.descriptors().expect("descriptors");
+            old.leave();
+            drop(held);
+            let again = LockSet::inherit(own);
+            let held = world.lock(&again, how).expect("its own");
+            again.keep();
+            drop(held);
+            assert!(world.is_free(), "{how:?}");
+        }
+    }
+
+    #[test]
+    fn lock_set_does_not_take_a_description_of_another_file() {
+        let how = WAYS[0];
+        let world = World::new();
+        let old = LockSet::default();
+        let _held = world.lock(&old, how).expect("nobody has it");
+        let new = LockSet::inherit(old.descriptors().expect("descriptors"));
+        // Another image has the name now, and somebody has it.
+        std::fs::rename(world.path(), world.folder.path().join("aside")).expect("renamed");
+        std::fs::write(world.path(), "another").expect("a file");
+        let stranger = world.lock(&LockSet::default(), how).expect("nobody has it");
+        let refused = world.lock(&new, how).expect_err("it is a stranger's");
+        assert!(matches!(refused, LockError::Held { .. }), "{refused}");
+        drop(stranger);
+    }
+
+    #[test]
+    fn lock_set_gives_back_what_the_other_needed_and_it_does_not() {
+        for (before, after) in [(WAYS[0], WAYS[2]), (WAYS[1], WAYS[2]), (WAYS[1], WAYS[0])] {
+            let world = World::new();
+            let old = LockSet::default();
+            let held = world.lock(&old, before).expect("nobody has it");
+            let passed = old.descriptors().expect("descriptors");
+            old.leave();
+            drop(held);
+            let new = LockSet::inherit(passed);
+            let _held = world.lock(&new, after).expect("it was handed over");
+            new.keep();
+            let reader = world.lock(&LockSet::default(), WAYS[2]);
+            assert_eq!(reader.is_ok(), after.0 == LockMode::Read, "{before:?} {after:?}");
+            drop(reader);
+            let writer = world.lock(&LockSet::default(), WAYS[0]);
+            assert!(writer.is_err(), "{before:?} {after:?}");
+        }
+    }
+}
