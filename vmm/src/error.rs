@@ -135,6 +135,10 @@ mod tests {
     #[error("outer of {0}")]
     struct Repeats(#[source] io::Error);
 
+    #[derive(Debug, thiserror::Error)]
+    #[error("outer of {0} (header byte 20)")]
+    struct InTheMiddle(#[source] io::Error);
+
     #[test]
     fn a_failure_is_one_line_with_its_sources() {
         let source = io::Error::from_raw_os_error(libc::ENOENT);
@@ -151,6 +155,8 @@ mod tests {
     fn a_source_already_in_its_parent_s_text_is_not_repeated() {
         let error = Repeats(io::Error::other("inner"));
         assert_eq!(chain(&error), "outer of inner");
+        let error = InTheMiddle(io::Error::other("inner"));
+        assert_eq!(chain(&error), "outer of inner (header byte 20)");
     }
 
     #[test]
