@@ -95,8 +95,7 @@ fn calls(through_ring: bool) -> usize {
     frontend.start();
     worker.add(Box::new(frontend), Vec::new()).expect("a frontend");
     worker.serve().expect("the ring goes on");
-    let count = calls.borrow().len();
-    count
+    calls.borrow().len()
 }
 
 #[test]
