@@ -1,4 +1,5 @@
 //! What we read from a mutated image, and what `qemu-img convert` reads: where both read all of it, it is the same.
+//! Where only one does, the image is damaged, by the verdict of `qemu-img check`.
 //!
 //! QEMU is asked only about images that we can open, so that it is known which files they name; and it runs with
 //! little memory and time, as it can abort or go on for ever.
@@ -48,8 +49,14 @@ pub fn body(data: &[u8]) -> &'static str {
     let theirs = convert(folder.path());
     let (ours, theirs) = match (ours, theirs) {
         (Some(ours), Some(theirs)) => (ours, theirs),
-        (None, Some(_)) => return "only QEMU reads all",
-        (Some(_), None) => return "only we read all",
+        (None, Some(_)) => {
+            demand_damage(folder.path(), "we");
+            return "only QEMU reads all";
+        }
+        (Some(_), None) => {
+            demand_damage(folder.path(), "QEMU");
+            return "only we read all";
+        }
         (None, None) => return "neither reads all",
     };
     // Sizes are told in sectors by one, in bytes by the other.
@@ -78,22 +85,64 @@ fn read_all(guest: &Guest) -> Option<Vec<u8>> {
 
 /// The disk as QEMU reads it, if it does.
 fn convert(folder: &Path) -> Option<Vec<u8>> {
-    let status = Command::new("sh")
-        .args([
-            "-c", LIMITS, "qemu-img", "convert", "-f", "qcow2", "-O", "raw", "case", "out",
-        ])
+    let arguments = ["convert", "-f", "qcow2", "-O", "raw", "case", "out"];
+    let (code, _) = qemu_img(folder, &arguments);
+    (code == Some(0)).then(|| std::fs::read(folder.join("out")).expect("what qemu-img wrote"))
+}
+
+/// Checks that one side has a reason not to read all of the image.
+///
+/// # Panics
+///
+/// If it has none.
+fn demand_damage(folder: &Path, who: &str) {
+    let (code, said) = qemu_img(folder, &["check", "-f", "qcow2", "case"]);
+    assert!(
+        code != Some(0) && code != Some(3),
+        "{who} cannot read all of an image in which `qemu-img check` finds no error ({code:?}): {said}"
+    );
+}
+
+/// Runs `qemu-img` within its limits; its exit status, and what it printed.
+fn qemu_img(folder: &Path, arguments: &[&str]) -> (Option<i32>, String) {
+    let output = Command::new("sh")
+        .args(["-c", LIMITS, "qemu-img"])
+        .args(arguments)
         .current_dir(folder)
         .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status()
+        .output()
         .expect("a shell");
+    let code = output.status.code();
     assert_ne!(
-        status.code(),
+        code,
         Some(127),
         "qemu-img and timeout are needed: packages qemu-utils, coreutils"
     );
-    status
-        .success()
-        .then(|| std::fs::read(folder.join("out")).expect("what qemu-img wrote"))
+    let said = [output.stdout, output.stderr].concat();
+    (code, String::from_utf8_lossy(&said).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use ringdisk_gen::{Content, ImageSpec, Structure};
+
+    use super::*;
+
+    #[test]
+    fn a_side_that_fails_on_a_sound_image_is_a_finding_and_on_a_damaged_one_it_is_not() {
+        let mut spec = ImageSpec::new(16, 1 << 20);
+        spec.clusters.insert(0, Content::Data(1));
+        let image = Image::new(spec);
+        let folder = tempfile::tempdir_in("/dev/shm").expect("a folder in memory");
+        let demand = |bytes: &[u8]| {
+            std::fs::write(folder.path().join("case"), bytes).expect("the image");
+            std::panic::catch_unwind(|| demand_damage(folder.path(), "we")).is_ok()
+        };
+        assert!(!demand(&image.bytes));
+        let mut damaged = image.bytes.clone();
+        let table = image.all(Structure::L2Table).next().expect("an L2 table");
+        // The first cluster lies behind the end of the file, in the middle of a cluster.
+        damaged[table.offset as usize..][..8].copy_from_slice(&0x8000_0001_0000_0200_u64.to_be_bytes());
+        assert!(demand(&damaged));
+    }
 }

@@ -99,6 +99,8 @@ pub fn body(data: &[u8]) -> &'static str {
         }
         step(&mut cursor, &mut queue, &disk, &memory, size);
     }
+    // What was laid out last is looked at, too.
+    queue.poll();
     disk.release();
     // What was taken is given back; what still waits may go on for ever, as the guest may write its own indices
     // with what it reads.
