@@ -8,7 +8,6 @@ use std::task::Poll;
 use block::IoError;
 #[cfg(feature = "canary")]
 use block::canary::{Rule, broken};
-use block::report::Action;
 
 use super::{Queue, Shared, corrupt};
 use crate::metadata::Blocked;
@@ -72,31 +71,16 @@ fn failed(queue: &Rc<Queue>, error: IoError) -> IoError {
     error
 }
 
-/// A change that failed; without space it may be planned anew, once there is more.
-async fn give_up(queue: &Rc<Queue>, error: IoError) -> Result<(), IoError> {
+/// A change that failed; without space it is planned anew if the block device has been made larger.
+fn give_up(queue: &Rc<Queue>, error: IoError) -> Result<(), IoError> {
     if !error.is_no_space() {
         return Err(failed(queue, error));
     }
-    // A block device: it may have been made larger.
-    loop {
-        let clusters = queue.file.len()? / queue.shared.geometry.cluster_size();
-        if queue.shared.write()?.refcounts.extend(clusters) {
-            return Ok(());
-        }
-        let (file, now) = (queue.file.file(), queue.cx.now());
-        let end = clusters * queue.shared.geometry.cluster_size();
-        file.reports().host_error(
-            file.path(),
-            Action::Allocate,
-            end,
-            error,
-            "the image cannot grow",
-            now,
-        );
-        if !queue.file.wait_for_space().await {
-            return Err(error);
-        }
+    let clusters = queue.file.len()? / queue.shared.geometry.cluster_size();
+    if queue.shared.write()?.refcounts.extend(clusters) {
+        return Ok(());
     }
+    Err(error)
 }
 
 /// Does what an allocation that is stuck needs.
@@ -104,7 +88,7 @@ pub(super) async fn unstick(queue: &Rc<Queue>, stuck: Stuck) -> Result<(), IoErr
     match stuck {
         Stuck::Load(slice) => load_refcounts(queue, slice).await,
         Stuck::InUse(cluster) => Err(corrupt::in_use(queue, cluster)),
-        Stuck::Failed(error) => give_up(queue, error).await,
+        Stuck::Failed(error) => give_up(queue, error),
     }
 }
 
@@ -239,7 +223,7 @@ async fn copy_table(queue: &Rc<Queue>, l1_index: usize) -> Result<(), IoError> {
                 Ok(_) => break,
                 Err(Blocked::LoadRefcounts(slice)) => load_refcounts(queue, slice).await?,
                 Err(Blocked::InUse(cluster)) => return Err(corrupt::in_use(queue, cluster)),
-                Err(Blocked::Failed(error)) => give_up(queue, error).await?,
+                Err(Blocked::Failed(error)) => give_up(queue, error)?,
                 Err(_) => return Err(IoError::Corrupt),
             }
         }
@@ -269,6 +253,6 @@ pub(super) async fn unblock(queue: &Rc<Queue>, blocked: Blocked) -> Result<(), I
             .await
         }
         Blocked::InUse(cluster) => Err(corrupt::in_use(queue, cluster)),
-        Blocked::Failed(error) => give_up(queue, error).await,
+        Blocked::Failed(error) => give_up(queue, error),
     }
 }

@@ -18,6 +18,7 @@ mod load;
 mod queue;
 mod read;
 mod reclaim;
+mod space;
 mod turn;
 mod write;
 mod zero;

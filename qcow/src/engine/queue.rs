@@ -10,7 +10,7 @@ use block::file::FileView;
 use block::{Context, DiskQueue, IoError, Op, OpenQueueError, Request};
 
 use super::compressed::InflatedClusters;
-use super::{Shared, announce, flush, read, write, zero};
+use super::{Shared, announce, flush, read, space, write, zero};
 use crate::metadata::{Extent, Lookup};
 
 /// What a worker has of an image.
@@ -44,6 +44,13 @@ impl Queue {
             epoch: shared.epochs.register(),
             inflated: RefCell::default(),
         }))
+    }
+}
+
+impl Queue {
+    /// Marks a request as in flight: what it may see in the mapping is not reused while the guard lives.
+    pub(super) fn enter(&self) -> EpochGuard {
+        self.epoch.enter()
     }
 }
 
@@ -175,7 +182,8 @@ async fn carry_out(queue: Rc<Queue>, mut request: Request) {
                 buffer: Rc::clone(&buffer),
                 guest: offset,
             };
-            let mut result = write::write(&queue, &source, offset, len).await;
+            let write = async || write::write(&queue, &source, offset, len).await;
+            let mut result = space::with_space(&queue, &mut request, write).await;
             if result.is_ok() {
                 result = settle(&queue, fua && !broken(Rule::ForcedWriteIsNot)).await;
             }
@@ -187,14 +195,16 @@ async fn carry_out(queue: Rc<Queue>, mut request: Request) {
             request.finish(result);
         }
         Op::Discard => {
-            let mut result = zero::discard(&queue, offset, len).await;
+            let discard = async || zero::discard(&queue, offset, len).await;
+            let mut result = space::with_space(&queue, &mut request, discard).await;
             if result.is_ok() {
                 result = settle(&queue, false).await;
             }
             request.finish(result);
         }
         Op::WriteZeroes { unmap, fua } => {
-            let mut result = zero::write_zeroes(&queue, offset, len, unmap).await;
+            let zero = async || zero::write_zeroes(&queue, offset, len, unmap).await;
+            let mut result = space::with_space(&queue, &mut request, zero).await;
             if result.is_ok() {
                 result = settle(&queue, fua).await;
             }

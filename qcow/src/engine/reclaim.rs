@@ -25,6 +25,8 @@ pub(super) struct Freeing {
     /// By the epoch in which the drop became durable.
     batches: VecDeque<(u64, Vec<Dropped>)>,
     running: bool,
+    /// How many clusters have become usable again.
+    freed: u64,
 }
 
 impl Freeing {
@@ -34,6 +36,16 @@ impl Freeing {
 
     pub(super) fn is_empty(&self) -> bool {
         self.batches.is_empty()
+    }
+
+    /// Whether something is yet to be freed, or is being freed.
+    pub(super) fn is_pending(&self) -> bool {
+        self.running || !self.batches.is_empty()
+    }
+
+    /// How many clusters have become usable again since the image was opened.
+    pub(super) fn freed(&self) -> u64 {
+        self.freed
     }
 }
 
@@ -135,6 +147,7 @@ async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
         for &(first, count) in &runs {
             metadata.refcounts.release(first, count, zero);
         }
+        queue.shared.freeing.lock().freed += runs.iter().map(|run| run.1).sum::<u64>();
     }
     if punches_late {
         punch(queue, &runs).await;
