@@ -551,6 +551,27 @@ fn an_entry_past_the_end_is_not_caught_up_with() {
     finish(disk, lane);
 }
 
+/// A write over two clusters of which the second, shared with a snapshot, leads past the end: what would be copied
+/// from there cannot be read, so it does not become zeros.
+#[test]
+fn a_copy_from_past_the_end_is_an_error_and_not_zeros() {
+    let base = Base::new();
+    let path = base.case();
+    let second = FREE + CLUSTER;
+    set_entry(&path, second, 1 << 30);
+    let disk = open(&path, &OpenOptions::default());
+    let lane = Lane::new(&disk, RingKind::IoUring);
+    assert!(lane.try_read(second, CLUSTER).is_err());
+    assert_eq!(try_write(&lane, FREE, CLUSTER + 512), Err(IoError::Corrupt));
+    assert!(
+        lane.try_read(second, CLUSTER).is_err(),
+        "the cluster became zeros"
+    );
+    lane.settle();
+    assert!(is_marked(&path));
+    finish(disk, lane);
+}
+
 /// A slice that was looked at and then dropped from the cache comes back from the disk. Whatever became of it
 /// there: no write goes through an entry that leads to a structure.
 #[test]

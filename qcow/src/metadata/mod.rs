@@ -559,6 +559,12 @@ impl Metadata {
             .map_err(corrupt)
     }
 
+    /// The host cluster that a guest cluster is mapped to, if it lies past the end of the file.
+    fn past_end(&self, mapping: &L2Mapping) -> Option<HostOffset> {
+        let bits = self.geometry.cluster_bits().get();
+        host_of(mapping).filter(|host| host.bytes() >> bits >= self.refcounts.end())
+    }
+
     /// Plans the next step of a write to guest bytes `offset..end`.
     ///
     /// # Errors
@@ -573,9 +579,7 @@ impl Metadata {
         }
         let slice = self.own_slice(cluster)?;
         let first = self.mapping(slice, cluster)?;
-        if let Some(host) = host_of(&first)
-            && host.bytes() >> bits >= self.refcounts.end()
-        {
+        if let Some(host) = self.past_end(&first) {
             tracing::error!(guest = offset, %host, "the mapping leads past the end of the file");
             return Err(Blocked::Failed(IoError::Corrupt));
         }
@@ -623,6 +627,8 @@ impl Metadata {
                 Ok(L2Mapping::Data { copied: true, .. } | L2Mapping::Zero { copied: true, .. }) | Err(_) => {
                     break;
                 }
+                // It fails when the write gets there: what it would be a copy of cannot be read.
+                Ok(old) if self.past_end(&old).is_some() => break,
                 Ok(_) => count += 1,
             }
         }
