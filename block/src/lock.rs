@@ -54,7 +54,7 @@ const LINGER_STEP: Duration = Duration::from_millis(5);
 /// What the holder of a lock will do with the image.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum LockMode {
-    /// Read, write and resize; nobody else may write, others may not even read consistently.
+    /// Read, write and resize; nobody else may write or resize. As with QEMU, others may read what is consistent.
     Write,
     /// Read only, as for a backing file; other readers are welcome, writers are not.
     Read,

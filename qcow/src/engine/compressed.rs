@@ -124,7 +124,7 @@ pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<R
     let out_bytes = usize::try_from(shared.geometry.cluster_size()).map_err(|_| IoError::OutOfRange)?;
     let evicted = queue.inflated.borrow_mut().evict(out_bytes);
     let output = evicted.unwrap_or_else(|| AlignedBuf::zeroed(out_bytes));
-    let (input, output) = if out_bytes <= INLINE_BYTES || shared.inflater.threads == 0 {
+    let (input, output) = if out_bytes <= INLINE_BYTES || !shared.inflater.is_running() {
         let mut output = output;
         let mut inflated = queue.inflated.borrow_mut();
         if inflated.inline.is_none() {
@@ -250,6 +250,9 @@ type Running = (Sender<Job>, Vec<JoinHandle<()>>);
 pub(crate) struct Inflater {
     threads: usize,
     running: Mutex<Option<Running>>,
+    /// Starting them fails, as it does where a process may have no more.
+    #[cfg(test)]
+    pub(crate) cannot_start: std::sync::atomic::AtomicBool,
 }
 
 impl fmt::Debug for Inflater {
@@ -266,7 +269,25 @@ impl Inflater {
         Self {
             threads,
             running: Mutex::new(None),
+            #[cfg(test)]
+            cannot_start: std::sync::atomic::AtomicBool::new(false),
         }
+    }
+
+    /// Starts the threads if they are not running. `false` if there are none: the worker inflates then.
+    fn is_running(&self) -> bool {
+        if self.threads == 0 {
+            return false;
+        }
+        let mut running = self.running.lock();
+        if running.is_none() {
+            match self.start() {
+                Ok(threads) => *running = Some(threads),
+                // Asked for again with the next cluster: there may be room for threads by then.
+                Err(error) => tracing::debug!(%error, "no thread to inflate clusters can be started"),
+            }
+        }
+        running.is_some()
     }
 
     fn start(&self) -> Result<Running, IoError> {
@@ -275,10 +296,23 @@ impl Inflater {
         let mut handles = Vec::new();
         for _ in 0..self.threads {
             let receive = Arc::clone(&receive);
-            let thread = thread::Builder::new().name("ringdisk-inflate".to_owned());
-            handles.push(thread.spawn(move || serve(&receive))?);
+            match self.spawn(move || serve(&receive)) {
+                Ok(handle) => handles.push(handle),
+                // Fewer do as well.
+                Err(_) if !handles.is_empty() => break,
+                Err(error) => return Err(error.into()),
+            }
         }
         Ok((send, handles))
+    }
+
+    fn spawn(&self, work: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
+        #[cfg(test)]
+        if self.cannot_start.load(std::sync::atomic::Ordering::Relaxed) {
+            return Err(std::io::ErrorKind::WouldBlock.into());
+        }
+        let thread = thread::Builder::new().name("ringdisk-inflate".to_owned());
+        thread.spawn(work)
     }
 
     fn send(
@@ -288,10 +322,7 @@ impl Inflater {
         output: AlignedBuf,
         answer: &Answer,
     ) -> Result<(), IoError> {
-        let mut running = self.running.lock();
-        if running.is_none() {
-            *running = Some(self.start()?);
-        }
+        let running = self.running.lock();
         let job = Job {
             kind,
             buffers: Some((input, output)),
@@ -352,6 +383,41 @@ fn serve(jobs: &Mutex<Receiver<Job>>) {
 mod tests {
     use super::*;
     use std::io::Write;
+
+    /// Where no thread can be started, reads of large clusters are as good as ever; threads that can be started later
+    /// are used then.
+    #[test]
+    fn clusters_are_inflated_on_the_worker_without_threads() {
+        use crate::image::testing::World;
+        use crate::{OpenOptions, QcowDisk};
+        use block::ring::RingKind;
+        use block::{Context, Disk, Op, Request};
+        use std::sync::atomic::Ordering;
+
+        let world = World::new();
+        std::fs::write(world.path("plain"), vec![7; 1 << 18]).expect("a file");
+        world.qemu_img(&["convert", "-c", "-f", "raw", "-O", "qcow2", "plain", "a.qcow2"]);
+        let disk = QcowDisk::open(&world.path("a.qcow2"), &OpenOptions::default()).expect("an image");
+        let cannot_start = &disk.shared.inflater.cannot_start;
+        cannot_start.store(true, Ordering::Relaxed);
+        let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
+        let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
+        for (at, running) in [(0, false), (1 << 16, false), (1 << 17, true)] {
+            cannot_start.store(!running, Ordering::Relaxed);
+            let (request, answer) = Request::local(Op::Read, at, 65536, AlignedBuf::zeroed(65536).into());
+            queue.submit(request);
+            let done = cx.block_on(answer).expect("the ring turns");
+            assert_eq!(done.result, Ok(()));
+            assert!(
+                done.buffer
+                    .into_owned()
+                    .expect("our own")
+                    .iter()
+                    .all(|&byte| byte == 7)
+            );
+            assert_eq!(disk.shared.inflater.running.lock().is_some(), running);
+        }
+    }
 
     fn deflated(bytes: &[u8]) -> Vec<u8> {
         let mut encoder = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::default());
