@@ -535,3 +535,55 @@ fn a_huge_file_of_almost_nothing_takes_no_memory() {
         }
     }
 }
+
+/// The worst that tables can be: as many as the format allows, each in 64 clusters of its own, so that whoever notes
+/// them by their neighbours notes nothing but gaps. All of it is counted, so that the image is opened and written.
+#[test]
+fn tables_scattered_over_a_huge_file_take_no_memory() {
+    let folder = Folder::new();
+    let mut trial = Trial::new(&folder);
+    for (name, bits, order) in [("512-byte clusters", 9, 0), ("4 KiB clusters", 12, 4)] {
+        let mut spec = ringdisk_gen::ImageSpec::new(bits, 1 << 20);
+        spec.refcount_order = order;
+        let image = ringdisk_gen::Image::new(spec);
+        let cluster = image.cluster();
+        let (l1_entries, blocks) = (4_u64 << 20, 1_u64 << 20);
+        let table_clusters = blocks * 8 / cluster;
+        let l1_at = (image.bytes.len() as u64).next_multiple_of(cluster) + (64 << 20);
+        let table_at = l1_at + l1_entries * 8;
+        let first_table = (1 << 20) * cluster;
+        let first_block = first_table + l1_entries * 64 * cluster;
+        let end = first_block + blocks * 64 * cluster;
+        let counted = (cluster * 8 >> order) * blocks * cluster;
+        assert!(end <= counted, "{name}: all is counted");
+        let mut bytes = image.bytes.clone();
+        let own_block = u64_in(&bytes, u64_in(&bytes, 48));
+        for (at, value) in [(40, l1_at), (48, table_at)] {
+            bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
+        }
+        bytes[36..40].copy_from_slice(&(l1_entries as u32).to_be_bytes());
+        bytes[56..60].copy_from_slice(&(table_clusters as u32).to_be_bytes());
+        // Those that serve it; a check has bounds of its own.
+        for way in WAYS.into_iter().filter(|way| *way != "look") {
+            let file = format!("case.{way}");
+            let path = folder.path(&file);
+            let _missing = std::fs::remove_file(&path);
+            std::fs::write(&path, &bytes).expect("the case");
+            let sparse = std::fs::OpenOptions::new().write(true).open(&path);
+            let long = sparse.and_then(|file| file.set_len(end));
+            long.expect("a file system with large files");
+            let block_of = |index| match index {
+                0 => own_block,
+                _ => first_block + index * 64 * cluster,
+            };
+            let table: Vec<u8> = (0..blocks).flat_map(|i| block_of(i).to_be_bytes()).collect();
+            common::patch(&path, table_at, &table);
+            let tables: Vec<u8> = (0..l1_entries)
+                .flat_map(|i| (1 << 63 | (first_table + i * 64 * cluster)).to_be_bytes())
+                .collect();
+            common::patch(&path, l1_at, &tables);
+            let outcome = trial.worker.ask(name, &file, false);
+            assert_eq!(outcome.refused, None, "{name}, {way}");
+        }
+    }
+}

@@ -468,8 +468,10 @@ async fn prepare(view: &FileView, header: Header, write: bool) -> Result<Header,
         );
         // What would be refused afterwards is refused before the first write.
         let file_len = view.len().map_err(io_length)?;
-        let l1 = read_l1(view, &header).await?;
-        Structures::compare(&header, &l1, &extras(view, &header, file_len).await)?;
+        {
+            let l1 = read_l1(view, &header).await?;
+            Structures::compare(&header, &l1, &extras(view, &header, file_len).await)?;
+        }
         return Ok(rebuild_refcounts(view).await?);
     }
     Ok(header)

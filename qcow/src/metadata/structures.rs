@@ -18,6 +18,9 @@
 //! image would be called corrupt; and it is cleared before the cluster can be handed out again, for the same
 //! reason. [`Refcounts::set`](super::refcounts::Refcounts::set) is the one place for that.
 
+mod known;
+
+use known::Known;
 use rustc_hash::FxHashMap;
 
 use crate::format::{
@@ -29,8 +32,6 @@ use crate::format::{
 #[repr(u8)]
 pub(crate) enum Structure {
     Header,
-    RefcountTable,
-    RefcountBlock,
     L1Table,
     L2Table,
     SnapshotTable,
@@ -38,9 +39,25 @@ pub(crate) enum Structure {
     SnapshotL2Table,
     BitmapDirectory,
     BitmapTable,
+    RefcountTable,
+    RefcountBlock,
 }
 
 impl Structure {
+    /// All of them, each at the place of its number. Of two that share a cluster the later one lies over the other.
+    const ALL: [Self; 10] = [
+        Self::Header,
+        Self::L1Table,
+        Self::L2Table,
+        Self::SnapshotTable,
+        Self::SnapshotL1Table,
+        Self::SnapshotL2Table,
+        Self::BitmapDirectory,
+        Self::BitmapTable,
+        Self::RefcountTable,
+        Self::RefcountBlock,
+    ];
+
     /// How messages call it.
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -122,10 +139,9 @@ pub(crate) struct Exposed {
     pub(crate) readable: bool,
 }
 
-/// What is known of 64 neighbouring host clusters, a bit for each.
+/// What is known of 64 neighbouring host clusters besides structures, a bit for each.
 #[derive(Clone, Copy, Debug, Default)]
 struct Word {
-    structure: u64,
     /// An entry that was loaded refers to it.
     mapped: u64,
     /// The allocator handed it out since the image was opened.
@@ -134,19 +150,29 @@ struct Word {
 
 impl Word {
     fn is_empty(self) -> bool {
-        self.structure | self.mapped | self.given == 0
+        self.mapped | self.given == 0
     }
 }
 
-/// How many words there may always be: a MiB of them.
-const WORDS_MIN: usize = 32 << 10;
+/// How many words there may always be: some MiB of them.
+const WORDS_MIN: usize = 28 << 10;
+/// How many words of slices that were seen there may be.
+const SEEN_MAX: usize = 448 << 10;
+
+/// How many entries a hash map may have that takes about `memory` bytes: its places are a power of two, and an eighth of
+/// them stays free.
+fn entries_in(memory: u64, entry_bytes: usize) -> usize {
+    let places = usize::try_from(memory).unwrap_or(usize::MAX) / (entry_bytes + 1);
+    let places = 1 << places.max(1).ilog2();
+    places / 8 * 7
+}
 
 /// What is known of the host clusters of an image that is written.
 #[derive(Debug, Default)]
 pub(crate) struct Structures {
     /// Whether the image is written at all; otherwise nothing is kept and everything is admitted.
     watching: bool,
-    clusters: FxHashMap<u64, Structure>,
+    clusters: Known,
     /// By cluster / 64.
     words: FxHashMap<u64, Word>,
     /// Past so many, clusters of the mapping are no longer noted; structures always are.
@@ -174,20 +200,22 @@ impl Structures {
         memory: u64,
     ) -> Result<Self, StructureError> {
         let geometry = header.geometry();
-        let words_max = usize::try_from(memory).unwrap_or(usize::MAX) / size_of::<(u64, Word)>();
         let mut structures = Self {
             watching: true,
-            words_max: words_max.max(WORDS_MIN),
+            words_max: entries_in(memory, size_of::<(u64, Word)>()).max(WORDS_MIN),
             ..Self::default()
         };
-        structures.add_all(header, l1, extras)?;
+        let blocks = || table.iter().filter_map(|entry| entry.decode(&geometry).ok()?);
+        let own = geometry.clusters_for(header.refcount_table_bytes()) + blocks().count() as u64;
+        structures.add_all(header, l1, extras, own);
         let at = header.refcount_table_offset;
         let bytes = header.refcount_table_bytes();
-        structures.add(&geometry, Structure::RefcountTable, at, bytes)?;
-        for block in table.iter().filter_map(|entry| entry.decode(&geometry).ok()?) {
-            structures.add(&geometry, Structure::RefcountBlock, block, 1)?;
+        structures.add(&geometry, Structure::RefcountTable, at, bytes);
+        for block in blocks() {
+            structures.add(&geometry, Structure::RefcountBlock, block, 1);
         }
-        for (&cluster, structure) in &structures.clusters {
+        structures.sort(&geometry)?;
+        for (cluster, structure) in structures.clusters.iter() {
             let index = (cluster >> geometry.refcount_block_bits()) as usize;
             let missing = table
                 .get(index)
@@ -209,49 +237,46 @@ impl Structures {
     ///
     /// [`StructureError::Overlap`].
     pub(crate) fn compare(header: &Header, l1: &[L1Entry], extras: &[Extra]) -> Result<(), StructureError> {
-        let mut structures = Self {
-            watching: true,
-            ..Self::default()
-        };
-        structures.add_all(header, l1, extras)
+        let mut structures = Self::default();
+        structures.add_all(header, l1, extras, 0);
+        structures.sort(&header.geometry())
     }
 
-    /// All but the refcount structure.
-    fn add_all(&mut self, header: &Header, l1: &[L1Entry], extras: &[Extra]) -> Result<(), StructureError> {
+    /// All but the refcount structure, for which there is room for `more` clusters.
+    fn add_all(&mut self, header: &Header, l1: &[L1Entry], extras: &[Extra], more: u64) {
         let geometry = header.geometry();
-        self.add(&geometry, Structure::Header, HostOffset::new(0), 1)?;
-        self.add(&geometry, Structure::L1Table, header.l1_offset, header.l1_bytes())?;
-        for table in l1.iter().filter_map(|entry| entry.decode(&geometry).ok()?) {
-            self.add(&geometry, Structure::L2Table, table.host, 1)?;
+        let tables = || l1.iter().filter_map(|entry| entry.decode(&geometry).ok()?);
+        let extra: u64 = extras
+            .iter()
+            .map(|extra| geometry.clusters_for(extra.bytes))
+            .sum();
+        let known = 1 + geometry.clusters_for(header.l1_bytes()) + tables().count() as u64 + extra;
+        self.clusters = Known::with_capacity(known + more);
+        self.add(&geometry, Structure::Header, HostOffset::new(0), 1);
+        self.add(&geometry, Structure::L1Table, header.l1_offset, header.l1_bytes());
+        for table in tables() {
+            self.add(&geometry, Structure::L2Table, table.host, 1);
         }
         for extra in extras {
-            self.add(&geometry, extra.structure, extra.offset, extra.bytes)?;
+            self.add(&geometry, extra.structure, extra.offset, extra.bytes);
         }
-        Ok(())
     }
 
-    fn add(
-        &mut self,
-        geometry: &Geometry,
-        structure: Structure,
-        offset: HostOffset,
-        bytes: u64,
-    ) -> Result<(), StructureError> {
+    fn add(&mut self, geometry: &Geometry, structure: Structure, offset: HostOffset, bytes: u64) {
         let first = geometry.host_cluster(offset).index();
         for cluster in first..first + geometry.clusters_for(bytes) {
-            match self.find(cluster) {
-                Some(other) if structure.is_shared_with(other) => {}
-                Some(other) => {
-                    return Err(StructureError::Overlap {
-                        structure: structure.name(),
-                        offset: offset.bytes(),
-                        other: other.name(),
-                    });
-                }
-                None => self.made(structure, cluster, 1),
-            }
+            self.clusters.push(structure, cluster);
         }
-        Ok(())
+    }
+
+    /// Sorts what was added.
+    fn sort(&mut self, geometry: &Geometry) -> Result<(), StructureError> {
+        let sorted = self.clusters.sort();
+        sorted.map_err(|(cluster, structure, other)| StructureError::Overlap {
+            structure: structure.name(),
+            offset: cluster * geometry.cluster_size(),
+            other: other.name(),
+        })
     }
 
     /// A structure is made in clusters that were handed out for it.
@@ -261,21 +286,16 @@ impl Structures {
         }
         for cluster in first..first + count {
             self.clusters.insert(cluster, structure);
-            let (key, bit) = place(cluster);
-            self.words.entry(key).or_default().structure |= bit;
         }
     }
 
     /// A cluster counts zero now: whatever it was, it is nothing.
     pub(crate) fn freed(&mut self, cluster: u64) {
+        self.clusters.remove(cluster);
         let (key, bit) = place(cluster);
         let Some(word) = self.words.get_mut(&key) else {
             return;
         };
-        if word.structure & bit != 0 {
-            self.clusters.remove(&cluster);
-        }
-        word.structure &= !bit;
         word.mapped &= !bit;
         word.given &= !bit;
         if word.is_empty() {
@@ -285,7 +305,7 @@ impl Structures {
 
     /// What a cluster is part of.
     pub(crate) fn find(&self, cluster: u64) -> Option<Structure> {
-        self.clusters.get(&cluster).copied()
+        self.clusters.find(cluster)
     }
 
     /// Whether a table that is about to be written lies where tables of its kind are known to be.
@@ -299,15 +319,18 @@ impl Structures {
     ///
     /// [`InUse`]: the count is wrong, and the cluster must not be handed out.
     pub(crate) fn check_free(&self, cluster: u64) -> Result<(), InUse> {
-        let (key, bit) = place(cluster);
-        let Some(word) = self.words.get(&key) else {
-            return Ok(());
-        };
-        if (word.structure | word.mapped | word.given) & bit == 0 {
-            return Ok(());
+        if let Some(structure) = self.find(cluster) {
+            let by = structure.name();
+            return Err(InUse { cluster, by });
         }
-        let by = self.find(cluster).map_or("the mapping", Structure::name);
-        Err(InUse { cluster, by })
+        let (key, bit) = place(cluster);
+        match self.words.get(&key) {
+            Some(word) if (word.mapped | word.given) & bit != 0 => Err(InUse {
+                cluster,
+                by: "the mapping",
+            }),
+            _ => Ok(()),
+        }
     }
 
     /// Notes that the allocator has handed out a cluster.
@@ -331,12 +354,16 @@ impl Structures {
         self.seen.get(&key).is_some_and(|word| word & bit != 0)
     }
 
-    /// Notes that an L2 slice is in memory. Returns whether it was before.
+    /// Notes that an L2 slice is in memory. Returns whether it was before. When very many have been, all the others
+    /// count as seen too: a sound slice must not be called corrupt for what came to it since.
     pub(crate) fn saw_slice(&mut self, slice: u64) -> bool {
         if !self.watching {
             return true;
         }
         let (key, bit) = place(slice);
+        if self.seen.len() >= SEEN_MAX && !self.seen.contains_key(&key) {
+            return true;
+        }
         let word = self.seen.entry(key).or_default();
         let before = *word & bit != 0;
         *word |= bit;
@@ -355,6 +382,7 @@ impl Structures {
         // What was handed out since is in entries of slices in memory only, so an older one cannot mean it.
         let is_old = !self.saw_slice(slice);
         let mut current = (u64::MAX, Word::default());
+        let mut structures = 0;
         for (index, raw) in bytes.as_chunks::<8>().0.iter().enumerate() {
             let raw = u64::from_be_bytes(*raw);
             if raw == 0 {
@@ -371,9 +399,10 @@ impl Structures {
                 if current.0 != key {
                     self.put_mapped(current);
                     current = (key, self.words.get(&key).copied().unwrap_or_default());
+                    structures = self.clusters.bits(key);
                 }
                 let word = &mut current.1;
-                let (what, readable) = if word.structure & bit != 0 {
+                let (what, readable) = if structures & bit != 0 {
                     (self.find(cluster).map_or("a structure", Structure::name), false)
                 } else if is_old && word.given & bit != 0 {
                     ("a cluster that counted zero and is somebody else's now", false)

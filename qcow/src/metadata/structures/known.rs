@@ -1,0 +1,231 @@
+//! Which clusters are structures: a sorted list of those that an image was opened with, and what has changed since.
+//!
+//! An image may claim millions, scattered as it likes: the list takes eight bytes for each. Changes are kept apart until
+//! there are many, and are then merged into it.
+
+use std::cmp::Ordering;
+
+use rustc_hash::FxHashMap;
+
+use super::{Structure, place};
+
+/// How many structures may be made before they go into the list.
+const CHANGES_MAX: usize = 1 << 18;
+
+/// A cluster's number and what it is, as one number that sorts by cluster.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+struct Packed(u64);
+
+impl Packed {
+    const KIND_BITS: u32 = 4;
+
+    fn new(cluster: u64, structure: Structure) -> Self {
+        Self(cluster << Self::KIND_BITS | structure as u64)
+    }
+
+    fn cluster(self) -> u64 {
+        self.0 >> Self::KIND_BITS
+    }
+
+    fn structure(self) -> Option<Structure> {
+        let kind = (self.0 & ((1 << Self::KIND_BITS) - 1)) as usize;
+        Structure::ALL.get(kind).copied()
+    }
+}
+
+/// What has changed of 64 neighbouring clusters.
+#[derive(Clone, Copy, Debug, Default)]
+struct Change {
+    made: u64,
+    gone: u64,
+}
+
+/// The clusters of structures.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    sorted: Vec<Packed>,
+    /// By cluster / 64.
+    changes: FxHashMap<u64, Change>,
+    /// What those are that were made since.
+    made: FxHashMap<u64, Structure>,
+}
+
+impl Known {
+    /// A list that `count` clusters will be added to with [`Known::push`].
+    pub(super) fn with_capacity(count: u64) -> Self {
+        Self {
+            sorted: Vec::with_capacity(usize::try_from(count).unwrap_or(0)),
+            ..Self::default()
+        }
+    }
+
+    /// Adds a cluster, in any order; [`Known::sort`] makes it known.
+    pub(super) fn push(&mut self, structure: Structure, cluster: u64) {
+        self.sorted.push(Packed::new(cluster, structure));
+    }
+
+    /// Sorts what was pushed. A cluster that is shared stays what it is first.
+    ///
+    /// # Errors
+    ///
+    /// A cluster, and what two structures claim it that may not share it.
+    pub(super) fn sort(&mut self) -> Result<(), (u64, Structure, Structure)> {
+        self.sorted.sort_unstable();
+        let mut overlap = None;
+        self.sorted.dedup_by(|next, first| {
+            if next.cluster() != first.cluster() {
+                return false;
+            }
+            if let (Some(next), Some(other)) = (next.structure(), first.structure())
+                && !next.is_shared_with(other)
+            {
+                overlap.get_or_insert((first.cluster(), next, other));
+            }
+            true
+        });
+        overlap.map_or(Ok(()), Err)
+    }
+
+    /// The clusters of the list, without what has changed since.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, Structure)> {
+        let known = self.sorted.iter();
+        known.filter_map(|packed| Some((packed.cluster(), packed.structure()?)))
+    }
+
+    /// What a cluster is part of.
+    pub(super) fn find(&self, cluster: u64) -> Option<Structure> {
+        let (key, bit) = place(cluster);
+        if let Some(change) = self.changes.get(&key) {
+            if change.made & bit != 0 {
+                return self.made.get(&cluster).copied();
+            }
+            if change.gone & bit != 0 {
+                return None;
+            }
+        }
+        let found = self
+            .sorted
+            .binary_search_by_key(&cluster, |packed| packed.cluster());
+        self.sorted.get(found.ok()?)?.structure()
+    }
+
+    /// Which of the 64 clusters of `key` are structures, a bit for each.
+    pub(super) fn bits(&self, key: u64) -> u64 {
+        let from = self.sorted.partition_point(|packed| packed.cluster() / 64 < key);
+        let here = self.sorted.get(from..).unwrap_or_default().iter();
+        let listed = here
+            .take_while(|packed| packed.cluster() / 64 == key)
+            .fold(0, |bits, packed| bits | place(packed.cluster()).1);
+        let change = self.changes.get(&key).copied().unwrap_or_default();
+        listed & !change.gone | change.made
+    }
+
+    /// A cluster is a structure from now on.
+    pub(super) fn insert(&mut self, cluster: u64, structure: Structure) {
+        let (key, bit) = place(cluster);
+        let change = self.changes.entry(key).or_default();
+        change.made |= bit;
+        change.gone &= !bit;
+        self.made.insert(cluster, structure);
+        self.merge_if_many();
+    }
+
+    /// A cluster is no structure any more.
+    pub(super) fn remove(&mut self, cluster: u64) {
+        if self.find(cluster).is_none() {
+            return;
+        }
+        let (key, bit) = place(cluster);
+        let change = self.changes.entry(key).or_default();
+        change.made &= !bit;
+        change.gone |= bit;
+        self.made.remove(&cluster);
+        self.merge_if_many();
+    }
+
+    fn merge_if_many(&mut self) {
+        if self.changes.len() < CHANGES_MAX && self.made.len() < CHANGES_MAX {
+            return;
+        }
+        let changes = std::mem::take(&mut self.changes);
+        let made = std::mem::take(&mut self.made);
+        let mut made: Vec<Packed> = made.into_iter().map(|(at, kind)| Packed::new(at, kind)).collect();
+        made.sort_unstable();
+        let mut made = made.into_iter().peekable();
+        let mut sorted = Vec::with_capacity(self.sorted.len() + made.len());
+        for &packed in &self.sorted {
+            let is_before = |next: &Packed| next.cluster().cmp(&packed.cluster()) == Ordering::Less;
+            while let Some(next) = made.next_if(is_before) {
+                sorted.push(next);
+            }
+            let (key, bit) = place(packed.cluster());
+            let change = changes.get(&key).copied().unwrap_or_default();
+            if (change.gone | change.made) & bit == 0 {
+                sorted.push(packed);
+            }
+        }
+        sorted.extend(made);
+        self.sorted = sorted;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Method: the same changes in a plain map, with few enough clusters that each is made and freed often, and more
+    /// changes than are kept apart.
+    #[test]
+    fn changes_and_merges_are_as_in_a_plain_map() {
+        let mut known = Known::default();
+        let mut model = FxHashMap::default();
+        for cluster in (0..5000).rev() {
+            known.push(Structure::L2Table, cluster * 7);
+            model.insert(cluster * 7, Structure::L2Table);
+        }
+        known.sort().expect("each cluster once");
+        let mut state = 1_u64;
+        for round in 0..3 * CHANGES_MAX as u64 {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            let cluster = state % (1 << 40) * u64::from(round % 5 < 3) + state % 40_000;
+            if round % 5 == 4 {
+                known.remove(cluster);
+                model.remove(&cluster);
+            } else {
+                known.insert(cluster, Structure::RefcountBlock);
+                model.insert(cluster, Structure::RefcountBlock);
+            }
+        }
+        assert!(known.changes.len() < CHANGES_MAX && known.made.len() < CHANGES_MAX);
+        assert!(known.sorted.len() > CHANGES_MAX);
+        for (&cluster, &structure) in &model {
+            assert_eq!(known.find(cluster), Some(structure));
+        }
+        for cluster in 0..40_100 {
+            assert_eq!(known.find(cluster), model.get(&cluster).copied(), "{cluster}");
+            let bit = known.bits(cluster / 64) >> (cluster % 64) & 1;
+            assert_eq!(bit == 1, model.contains_key(&cluster), "{cluster}");
+        }
+    }
+
+    #[test]
+    fn a_cluster_of_two_structures_is_found_unless_they_may_share_it() {
+        let mut known = Known::default();
+        for structure in [
+            Structure::SnapshotL2Table,
+            Structure::L2Table,
+            Structure::SnapshotL2Table,
+        ] {
+            known.push(structure, 9);
+        }
+        assert_eq!(known.sort(), Ok(()));
+        assert_eq!(known.find(9), Some(Structure::L2Table));
+        known.push(Structure::RefcountBlock, 9);
+        assert_eq!(
+            known.sort(),
+            Err((9, Structure::RefcountBlock, Structure::L2Table))
+        );
+    }
+}
