@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::path::{Path, PathBuf};
 
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
@@ -11,7 +12,9 @@ use crate::disk_config::{DiskConfig, RateLimitGroups, keys_help, machine_keys_he
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
 use crate::ublk::arguments::UblkCommand;
-use crate::{background, image, io, limits, logging, once, run as machine_run, size, ublk, vhost_user};
+use crate::{
+    background, image, io, limits, logging, once, run as machine_run, size, socket, ublk, vhost_user,
+};
 
 /// Fast and safe QCOW2 disks for virtual machines and the host.
 #[derive(Debug, Parser)]
@@ -116,6 +119,9 @@ struct RunArguments {
     /// The number of CPUs, 1 to 32
     #[arg(long, value_name = "N", default_value_t = 1)]
     cpus: u16,
+    /// End the machine when the guest restarts, instead of starting it again
+    #[arg(long)]
+    no_reboot: bool,
     /// The memory: SIZE, or size=SIZE with hugepages=on|off, hugepage_size=SIZE and host_numa_node=N
     #[arg(long, value_name = "SIZE", default_value = "512M")]
     memory: String,
@@ -283,6 +289,7 @@ fn served_disks(arguments: &VhostUserArguments) -> Result<Vec<DiskConfig>, Comma
             disks.len()
         )));
     }
+    check_sockets(&arguments.socket)?;
     Ok(disks)
 }
 
@@ -351,6 +358,9 @@ fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, Command
             )));
         }
     };
+    for path in console.socket().into_iter().chain(arguments.control.as_deref()) {
+        check_socket(path)?;
+    }
     Ok(machine_run::RunConfig {
         machine: MachineConfig {
             payload: Payload {
@@ -366,7 +376,27 @@ fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, Command
         rate_limit_groups,
         console,
         control: arguments.control,
+        no_reboot: arguments.no_reboot,
     })
+}
+
+/// Refuses a path that no socket can have.
+fn check_socket(path: &Path) -> Result<(), CommandFailure> {
+    socket::check_path(path).map_err(|error| CommandFailure::Usage(error.to_string()))
+}
+
+/// Refuses sockets that cannot be, and one for two disks.
+fn check_sockets(sockets: &[PathBuf]) -> Result<(), CommandFailure> {
+    for (index, path) in sockets.iter().enumerate() {
+        check_socket(path)?;
+        if sockets[..index].contains(path) {
+            let path = path.display();
+            return Err(CommandFailure::Usage(format!(
+                "--socket {path} is there twice; each disk needs a socket of its own"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// What `--memory` says.

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use virtio_devices::connect::Cancel;
@@ -38,6 +38,8 @@ pub struct RunConfig {
     pub console: ConsoleConfig,
     /// Where it can be asked and told things.
     pub control: Option<PathBuf>,
+    /// Whether it ends when the guest restarts.
+    pub no_reboot: bool,
 }
 
 /// What the control socket reaches: the machine of the moment, and its disks.
@@ -236,6 +238,8 @@ fn check_names(disks: &[DiskConfig]) -> Result<(), CommandFailure> {
 /// A failure that names what it is about. Images that could be closed cleanly have been.
 pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
     check_names(&config.disks)?;
+    let numbers = config.machine.check();
+    numbers.map_err(|error| CommandFailure::Usage(chain(&error)))?;
     let payload = config.machine.payload.check();
     payload.map_err(|error| CommandFailure::Failed(error.into()))?;
     // Heard from here on: an image that is opened may have to be rebuilt first, which takes its time.
@@ -284,7 +288,9 @@ fn live(config: &RunConfig, desk: &Arc<Desk>) -> Result<(), CommandFailure> {
         }
         None => None,
     };
+    let mut restarts = Restarts::default();
     loop {
+        let began = Instant::now();
         let machine = start(desk, &console);
         match machine {
             Ok(machine) => desk.set(Some(machine)),
@@ -301,10 +307,55 @@ fn live(config: &RunConfig, desk: &Arc<Desk>) -> Result<(), CommandFailure> {
         }
         console.detach();
         match reason {
-            Reason::Reset if stop.restarted() => desk.disks.leave_asked(),
+            Reason::Reset if stop.restarted() => {
+                if config.no_reboot {
+                    tracing::info!("the guest restarts: the machine ends, as it is not to start again");
+                    return Ok(());
+                }
+                desk.disks.leave_asked();
+                if stop.wait_for(restarts.next(began.elapsed())) {
+                    return Ok(());
+                }
+            }
             Reason::Failed(told) => return Err(CommandFailure::Failed(told.into())),
             _ => return Ok(()),
         }
+    }
+}
+
+/// How long a machine has to run for its restart to be as any other.
+const STARTED: Duration = Duration::from_secs(1);
+/// So many machines in a row may end sooner than that before the next one is waited for.
+const QUICK_MAX: u32 = 3;
+/// The longest wait between two machines.
+const WAIT_MAX: Duration = Duration::from_secs(60);
+
+/// The restarts of a guest. One that fails as soon as it starts would take all of a CPU of the host for nothing.
+#[derive(Debug, Default)]
+struct Restarts {
+    /// Machines in a row that ended as soon as they started.
+    quick: u32,
+}
+
+impl Restarts {
+    /// How long to wait before the guest of a machine that ran for `time` starts again.
+    fn next(&mut self, time: Duration) -> Duration {
+        if time >= STARTED {
+            self.quick = 0;
+            tracing::info!("the guest restarts");
+            return Duration::ZERO;
+        }
+        self.quick = self.quick.saturating_add(1);
+        let wait = match self.quick.checked_sub(QUICK_MAX + 1) {
+            None => Duration::ZERO,
+            Some(doubled) => STARTED.saturating_mul(1 << doubled.min(8)).min(WAIT_MAX),
+        };
+        tracing::warn!(
+            in_a_row = self.quick,
+            ?wait,
+            "the guest restarts as soon as it has started"
+        );
+        wait
     }
 }
 
@@ -344,4 +395,19 @@ fn stop_on_signal(signals: StopSignals, stop: &Arc<Stop>, opened: &Arc<AtomicBoo
             }
         })?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_restarts_at_once_is_waited_for_longer_each_time() {
+        let mut restarts = Restarts::default();
+        let quick = Duration::from_millis(5);
+        let waits: Vec<u64> = (0..12).map(|_| restarts.next(quick).as_secs()).collect();
+        assert_eq!(waits, [0, 0, 0, 1, 2, 4, 8, 16, 32, 60, 60, 60]);
+        assert_eq!(restarts.next(STARTED), Duration::ZERO);
+        assert_eq!(restarts.next(quick), Duration::ZERO, "counted anew");
+    }
 }

@@ -65,6 +65,15 @@ pub enum SocketError {
     },
 }
 
+/// Refuses a path that no socket can have.
+///
+/// # Errors
+///
+/// [`SocketError`], naming the path.
+pub fn check_path(path: &Path) -> Result<(), SocketError> {
+    Address::new(path).map(drop)
+}
+
 /// A listening socket; dropping it removes the file, if it is still ours.
 #[derive(Debug)]
 pub struct Socket {

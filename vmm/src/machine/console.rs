@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io::{self, IsTerminal, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -201,6 +201,17 @@ pub enum ConsoleError {
 enum Source {
     Stdin,
     Clients(UnixListener, Arc<Mutex<Option<UnixStream>>>),
+}
+
+impl ConsoleConfig {
+    /// The socket that it is at, if it is at one.
+    #[must_use]
+    pub fn socket(&self) -> Option<&Path> {
+        match self {
+            Self::Socket(path) => Some(path),
+            _ => None,
+        }
+    }
 }
 
 impl Console {

@@ -23,6 +23,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use block::Disk;
 use virtio_devices::transport::{
@@ -57,6 +58,15 @@ pub struct Payload {
 }
 
 impl Payload {
+    /// Refuses a command line that kernels cut.
+    ///
+    /// # Errors
+    ///
+    /// [`BootError::CommandLine`].
+    pub fn check_command_line(&self) -> Result<(), BootError> {
+        arch::check_command_line(&self.command_line)
+    }
+
     /// Whether there is something to start, as far as can be told without a machine.
     ///
     /// # Errors
@@ -78,6 +88,22 @@ pub struct MachineConfig {
     pub memory: MemoryConfig,
     /// Whether the CPUs' threads give up what CPUs do not need, before the guest's first instruction.
     pub sandbox: bool,
+}
+
+impl MachineConfig {
+    /// Refuses numbers that no machine can have, before anything is opened.
+    ///
+    /// # Errors
+    ///
+    /// [`MachineError`].
+    pub fn check(&self) -> Result<(), MachineError> {
+        let found = self.cpus;
+        if found == 0 || found > CPUS_MAX {
+            return Err(MachineError::Cpus { found });
+        }
+        self.memory.check()?;
+        Ok(self.payload.check_command_line()?)
+    }
 }
 
 /// Why there is no machine.
@@ -188,6 +214,15 @@ impl Stop {
         }
     }
 
+    /// Waits until it is asked, or for so long. Returns true if it was asked.
+    pub fn wait_for(&self, time: Duration) -> bool {
+        let waited = self
+            .asked
+            .wait_timeout_while(lock(&self.reason), time, |reason| reason.is_none());
+        let (reason, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        reason.is_some()
+    }
+
     /// A restart has been carried out. `false`: meanwhile it is to end.
     pub fn restarted(&self) -> bool {
         let mut reason = lock(&self.reason);
@@ -286,10 +321,7 @@ impl Machine {
         stop: &Arc<Stop>,
         ejected: Ejected,
     ) -> Result<Self, MachineError> {
-        let found = config.cpus;
-        if found == 0 || found > CPUS_MAX {
-            return Err(MachineError::Cpus { found });
-        }
+        config.check()?;
         let memory = memory::make(&config.memory, arch::memory_layout)?;
         let kvm = KvmMachine::new(memory)?;
         let disks = Arc::new(Disks::default());

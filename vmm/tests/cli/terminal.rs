@@ -144,10 +144,11 @@ fn a_machine_that_fails_puts_the_terminal_back() {
         return;
     };
     std::fs::write(world.path("garbage"), vec![0x5A; 4096]).expect("a file");
+    world.sparse_file("large", 64 << 20);
     let start = ["run", "--memory", "32M", "--kernel"];
     for arguments in [
         &["garbage"][..],
-        &["tiny", "--cpus", "33"],
+        &["tiny", "--initramfs", "large"],
         &["tiny", "--control", "missing/control"],
         &["tiny", "--cmdline", "j"],
     ] {

@@ -247,6 +247,24 @@ fn a_read_only_disk_is_shared_with_other_readers() {
 }
 
 #[test]
+fn sockets_that_cannot_be_are_refused_before_anything_is_opened() {
+    let world = World::new();
+    let long = "x".repeat(200);
+    let pair = ["--disk", "path=a.qcow2"];
+    let line = world.ringdisk(&[&["vhost-user", "--socket", &long][..], &pair].concat());
+    assert!(
+        line.refused(2)
+            .contains("is longer than 107 bytes; choose a shorter one")
+    );
+    let twice = ["vhost-user", "--socket", "s", "--socket", "s"];
+    let line = world.ringdisk(&[&twice[..], &pair, &["--disk", "path=b.qcow2"]].concat());
+    assert_eq!(
+        line.refused(2),
+        "--socket s is there twice; each disk needs a socket of its own"
+    );
+}
+
+#[test]
 fn the_same_image_twice_is_refused_and_nothing_stays_behind() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");

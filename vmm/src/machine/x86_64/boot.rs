@@ -21,7 +21,8 @@ const MODULES: u64 = 0x6040;
 const MEMORY_MAP: u64 = 0x6100;
 const ZERO_PAGE: u64 = 0x7000;
 const COMMAND_LINE: u64 = 0x2_0000;
-const COMMAND_LINE_MAX: usize = 4096;
+/// Linux: `COMMAND_LINE_SIZE` of x86. A kernel cuts what is longer without a word.
+const COMMAND_LINE_MAX: usize = 2048;
 /// Where low memory ends: what is above belongs to firmware on other machines, here to the ACPI tables.
 const LOW_END: u64 = 0xA_0000;
 const HIGH_MEMORY: u64 = 0x10_0000;
@@ -114,12 +115,18 @@ fn low_end(memory: &GuestMemoryMmap) -> u64 {
     memory.iter().next().map_or(0, |region| region.len().min(HOLE))
 }
 
-/// Whether there is something to start, as far as can be told without a machine.
-pub(in crate::machine) fn check(payload: &Payload) -> Result<(), BootError> {
-    let bytes = payload.command_line.len();
+/// Refuses a command line that kernels cut.
+pub(in crate::machine) fn check_command_line(line: &str) -> Result<(), BootError> {
+    let bytes = line.len();
     if bytes >= COMMAND_LINE_MAX {
         return Err(BootError::CommandLine { bytes });
     }
+    Ok(())
+}
+
+/// Whether there is something to start, as far as can be told without a machine.
+pub(in crate::machine) fn check(payload: &Payload) -> Result<(), BootError> {
+    check_command_line(&payload.command_line)?;
     open("kernel", &payload.kernel)?;
     match &payload.initramfs {
         Some(path) => open("initramfs", path).map(drop),
@@ -159,7 +166,7 @@ pub(in crate::machine) fn load(
     let line = payload.command_line.as_bytes();
     put(memory, "command line", &[line, &[0]].concat(), COMMAND_LINE)?;
     let initramfs = match &payload.initramfs {
-        Some(path) => Some(load_initramfs(memory, path, loaded.kernel_end)?),
+        Some(path) => Some(load_initramfs(memory, path, unpacked_end(&loaded))?),
         None => None,
     };
     let tables = acpi::write(memory, cpus)?;
@@ -207,8 +214,21 @@ fn put(memory: &GuestMemoryMmap, what: &'static str, bytes: &[u8], at: u64) -> R
         })
 }
 
-/// Loads the initramfs as high as it may be: where it is and its length.
-fn load_initramfs(memory: &GuestMemoryMmap, path: &Path, kernel_end: u64) -> Result<(u64, u64), BootError> {
+/// Where the memory ends that a kernel takes before it looks at its parameters. An ELF file is where it stays. A bzImage
+/// unpacks itself, at the address it prefers or, if it is behind that, from where it is loaded, and says how much
+/// memory it takes from there. Linux: `Documentation/arch/x86/boot.rst`, `init_size`.
+fn unpacked_end(loaded: &KernelLoaderResult) -> u64 {
+    let Some(header) = loaded.setup_header else {
+        return loaded.kernel_end;
+    };
+    let alignment = u64::from(header.kernel_alignment).max(1);
+    let loaded_at = loaded.kernel_load.0.checked_next_multiple_of(alignment);
+    let at = loaded_at.unwrap_or(u64::MAX).max(header.pref_address);
+    at.saturating_add(header.init_size.into()).max(loaded.kernel_end)
+}
+
+/// Loads the initramfs as high as it may be, not below `floor`: where it is and its length.
+fn load_initramfs(memory: &GuestMemoryMmap, path: &Path, floor: u64) -> Result<(u64, u64), BootError> {
     let what = "initramfs";
     let mut file = open(what, path)?;
     let read = |source| BootError::Read {
@@ -217,10 +237,8 @@ fn load_initramfs(memory: &GuestMemoryMmap, path: &Path, kernel_end: u64) -> Res
         source,
     };
     let bytes = file.metadata().map_err(read)?.len();
-    // A bzImage unpacks itself behind where it is loaded; what it needs is not far from three times its size.
-    let floor = kernel_end.saturating_mul(3).max(64 << 20);
     let at = low_end(memory).checked_sub(bytes).map(|at| at & !0xFFF);
-    let at = at.filter(|&at| at >= floor || at > kernel_end && bytes == 0);
+    let at = at.filter(|&at| at >= floor);
     let Some(at) = at else {
         return Err(BootError::NoRoom { what, bytes });
     };
@@ -318,4 +336,54 @@ fn write_start_info(
         map.len() as u64,
     ];
     put(memory, "parameters", &bytes_of(&words), START_INFO)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// Debian's kernels are some 12 MiB, and take 64 MiB and more from 16 MiB on while they unpack themselves.
+    #[test]
+    fn an_initramfs_is_above_what_a_kernel_takes_to_unpack_itself() {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 128 << 20)]).expect("memory");
+        let loaded = |load: u64, prefers: u64, takes: u64| {
+            let mut header = linux_loader::loader::bootparam::setup_header::default();
+            (header.pref_address, header.init_size) = (prefers * MIB, (takes * MIB) as u32);
+            header.kernel_alignment = 2 << 20;
+            KernelLoaderResult {
+                kernel_load: GuestAddress(load * MIB),
+                kernel_end: (load + 12) * MIB,
+                setup_header: Some(header),
+                ..Default::default()
+            }
+        };
+        assert_eq!(unpacked_end(&loaded(1, 16, 79)), 95 * MIB);
+        assert_eq!(unpacked_end(&loaded(33, 16, 64)), (34 + 64) * MIB);
+        assert_eq!(unpacked_end(&loaded(1, 0, 0)), 13 * MIB, "nothing is said");
+        let elf = KernelLoaderResult {
+            kernel_end: 80 * MIB,
+            ..Default::default()
+        };
+        assert_eq!(unpacked_end(&elf), 80 * MIB);
+
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("initrd");
+        std::fs::write(&path, vec![7; 33 << 20]).expect("a file");
+        let floor = unpacked_end(&loaded(1, 16, 79));
+        let placed = load_initramfs(&memory, &path, floor);
+        assert_eq!(placed.expect("just enough room"), (95 * MIB, 33 * MIB));
+        let refused = load_initramfs(&memory, &path, floor + 0x1000).expect_err("a page too much");
+        assert!(
+            matches!(
+                refused,
+                BootError::NoRoom {
+                    what: "initramfs",
+                    ..
+                }
+            ),
+            "{refused}"
+        );
+    }
 }

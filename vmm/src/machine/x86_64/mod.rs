@@ -5,7 +5,7 @@
 //! | [`memory_layout`] | cuts the guest's memory into the pieces around the hole for devices |
 //! | [`before_cpus`] | makes interrupt controllers |
 //! | [`pin_routes`] | how interrupt numbers below [`PINS`] reach them |
-//! | [`check`] | whether there is a kernel to start |
+//! | [`check`], [`check_command_line`] | whether there is a kernel to start, and its command line fits |
 //! | [`load`] | puts kernel, initramfs, command line and tables in memory; answers where to begin |
 //! | [`make_cpus`] | makes the CPUs, the first of them at that place |
 //! | [`Power`] | the ports at which a guest switches itself off or restarts |
@@ -22,7 +22,7 @@ use kvm_bindings::{
 use kvm_ioctls::VmFd;
 
 pub use boot::BootError;
-pub(super) use boot::{check, load};
+pub(super) use boot::{check, check_command_line, load};
 pub(super) use cpu::make_cpus;
 
 use super::bus::Ports;
