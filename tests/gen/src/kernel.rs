@@ -82,8 +82,8 @@ const RET: u8 = 0xC3;
 
 /// A kernel that prints [`GREETING`] on the serial port and then obeys the letters of its command line, and those
 /// that come through the serial port: `q` switches off, `r` restarts, `e` lets the disk in slot 1 go, `h` stands still
-/// for good, `k` has KVM's clock write to memory, `s` prints that clock's flags as a digit, `f` ends by a triple fault, `j` jumps to where no memory is, `l` prints [`LOTS`] bytes; anything else is
-/// printed.
+/// for good, `k` has KVM's clock write to memory, `s` prints that clock's flags as a digit, `f` ends by a triple fault,
+/// `j` jumps to where no memory is, `l` prints [`LOTS`] bytes; anything else is printed.
 #[must_use]
 pub fn tiny() -> Vec<u8> {
     let mut code = Code::default();

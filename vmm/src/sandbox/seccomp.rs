@@ -143,7 +143,8 @@ const UBLK_CONTROL: &[libc::c_long] = &[
     libc::SYS_sync,
 ];
 
-/// What a CPU's thread asks of KVM: to run the guest, to tell its clock of a pause, and to set up kicks and interrupts. Linux: `include/uapi/linux/kvm.h`.
+/// What a CPU's thread asks of KVM: to run the guest, to tell its clock of a pause, and to set up kicks and interrupts.
+/// Linux: `include/uapi/linux/kvm.h`.
 const KVM: [u32; 7] = [
     0x0000_AE80, // KVM_RUN
     0x0000_AEAD, // KVM_KVMCLOCK_CTRL
