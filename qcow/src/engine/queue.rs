@@ -47,13 +47,6 @@ impl Queue {
     }
 }
 
-impl Queue {
-    /// Marks a request as in flight: what it may see in the mapping is not reused while the guard lives.
-    pub(super) fn enter(&self) -> EpochGuard {
-        self.epoch.enter()
-    }
-}
-
 /// The queue as frontends see it.
 #[derive(Debug)]
 pub(super) struct QcowQueue(pub(super) Rc<Queue>);

@@ -609,47 +609,6 @@ fn a_pause_is_told_to_the_clock_of_the_guest() {
     }
 }
 
-/// A guest whose clock is not told takes the time of a pause for one in which it hung.
-#[test]
-fn a_pause_is_told_to_the_clock_of_the_guest() {
-    const STOPPED: u8 = 2;
-    let Some(world) = machines("the clock of a guest that was paused") else {
-        return;
-    };
-    for sandbox in ["on", "off"] {
-        let mut machine = Running::machine(
-            &world,
-            &[
-                "--serial",
-                "socket=console",
-                "--control",
-                "control",
-                "--sandbox",
-                sandbox,
-            ],
-        );
-        let mut console = client(&world.path("console"));
-        hear(&console, b'1');
-        let mut flags = |letters: &[u8]| {
-            let mut digit = [0];
-            console.write_all(letters).expect("it reads");
-            console.read_exact(&mut digit).expect("it answers");
-            digit[0] - b'0'
-        };
-        let ctl = |what: &str| world.ringdisk(&["ctl", "--socket", "control", what]).success();
-        assert_eq!(flags(b"s"), 0, "no clock yet");
-        ctl("pause");
-        ctl("resume");
-        assert_eq!(flags(b"s"), 0, "no clock to be told");
-        assert_eq!(flags(b"ks") & STOPPED, 0, "sandbox {sandbox}");
-        ctl("pause");
-        ctl("resume");
-        assert_eq!(flags(b"s") & STOPPED, STOPPED, "sandbox {sandbox}");
-        machine.signal("TERM");
-        machine.ended().success();
-    }
-}
-
 #[test]
 fn huge_pages_and_nodes_that_the_host_does_not_have_are_named() {
     let Some(world) = machines("memory that the host does not have") else {
