@@ -2,42 +2,57 @@
 //!
 //! A running server has, beside its first socket, a *door*: a socket of the same name with `.takeover` behind
 //! it, mode 0600, that listens to processes of the same user only. A new server comes to the door and says which
-//! sockets it wants to serve. The old one drains its clients' queues, closes its images cleanly, gives their locks back,
-//! and hands over all sockets: those it listens on, and those its clients are connected by, with what is known of each
-//! client. The clients do not notice; nothing in flight was lost, because nothing was in flight.
+//! sockets it wants to serve. The old one drains its clients' queues, closes its images cleanly, and hands over their locks and
+//! all sockets: those it listens on, and those its clients are connected by, with what is known of each client. The
+//! clients do not notice; nothing in flight was lost, because nothing was in flight.
 //!
 //! ```text
 //! new ── greeting, paths ──▶ old: drains, flushes, closes
-//! new ◀── 'o', the door; for each disk its socket, its client and what is known of it ── old
-//! new: opens and locks the images, takes the clients in
+//! new ◀── 'o', the door, the token; the locks; for each disk its socket, its client and what is known of it ── old
+//! new: takes the token, opens the images under their locks, takes the clients in
 //! new ── 'c': nothing can fail any more ──▶ old
 //! new ◀── 'a' ── old: ends
 //! new: serves
 //! ```
 //!
+//! The locks are open file descriptions that both have until one of them ends, so they keep strangers out all the time, but
+//! not one of the two from the images while the other has them open. The *token* does: an eventfd of which only one of them
+//! can read the 1. The new server reads it before it opens an image. The old one, when it wants its images back, reads it, or
+//! else waits for the end of the connection, which the new one closes after its images.
+//!
 //! What must stay true: the old server never serves after 'a', and the new one not before; whatever goes wrong until
-//! then, the old one opens its images again and goes on with the same clients. An image is always locked by the one
-//! that has it open.
+//! then, the old one opens its images again and goes on with the same clients. An image is locked all the time, and open
+//! in one of them at most. A server of the version before, old or new, gets no locks: then the old one gives them back, and
+//! whoever opens the image locks it.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Read, Write};
+use std::net::Shutdown;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use block::lock::LockSet;
+use rustix::event::{EventfdFlags, eventfd};
 use virtio_devices::vhost_user::{ClientState, Message};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::socket::{Socket, SocketError, is_same_user};
 
 /// What a new server says first.
-const GREETING: &[u8] = b"ringdisk takeover 2";
+const GREETING: &[u8] = b"ringdisk takeover 3";
+/// What one says that wants no locks: the version before.
+const GREETING_WITHOUT_LOCKS: &[u8] = b"ringdisk takeover 2";
+/// What a server answers to a greeting of a version that it does not know.
+const NOT_UNDERSTOOD: &str = "it does not understand what was asked";
 /// The longest request or message that is listened to, in bytes.
 const BYTES_MAX: u32 = 1 << 16;
 /// How long a visitor may take to say what it wants.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// How long either may take to read what the other has sent.
+const SEND_MAX: Duration = Duration::from_secs(5);
 /// How long the old server may take to drain and close. It goes on if it is asked and the new one has given up.
 const DRAIN_MAX: Duration = Duration::from_secs(60);
 /// How long the new server may take to open the images, before the old one wants them back.
@@ -70,6 +85,25 @@ pub enum TakeoverError {
     /// The conversation broke off.
     #[error("the running server broke off while it handed over")]
     BrokenOff(#[source] io::Error),
+    /// The old server, or its disks, hang.
+    #[error("the running server did not answer within {} s; it goes on when it can", waited.as_secs())]
+    Silent {
+        /// How long was waited for.
+        waited: Duration,
+    },
+    /// The old server has given this one up.
+    #[error("the running server has gone on: this one took too long")]
+    TooLate,
+}
+
+impl TakeoverError {
+    /// The error for a failure to hear the old server, which had so long for it.
+    fn heard(error: io::Error, waited: Duration) -> Self {
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Silent { waited },
+            _ => Self::BrokenOff(error),
+        }
+    }
 }
 
 /// Where the door of a server is whose first socket is at `socket`.
@@ -80,8 +114,8 @@ fn door_path(socket: &Path) -> PathBuf {
 }
 
 /// A request: the greeting and the absolute paths, with zero bytes between.
-fn request(sockets: &[PathBuf]) -> io::Result<Vec<u8>> {
-    let mut bytes = GREETING.to_vec();
+fn request(greeting: &[u8], sockets: &[PathBuf]) -> io::Result<Vec<u8>> {
+    let mut bytes = greeting.to_vec();
     for path in sockets {
         bytes.push(0);
         bytes.extend(std::path::absolute(path)?.as_os_str().as_bytes());
@@ -130,6 +164,21 @@ fn receive_one(stream: &UnixStream) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
+/// What says which of two servers may open the images: an eventfd that holds a 1, until one of them has read it.
+#[derive(Debug)]
+struct Token(OwnedFd);
+
+impl Token {
+    fn new() -> io::Result<Self> {
+        Ok(Self(eventfd(1, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+    }
+
+    /// Takes it; returns false if it was taken.
+    fn take(&self) -> bool {
+        rustix::io::read(&self.0, &mut [0; 8]) == Ok(8)
+    }
+}
+
 /// What an old server hands over for one disk.
 #[derive(Debug)]
 pub struct Handed {
@@ -143,6 +192,10 @@ pub struct Handed {
 #[derive(Debug)]
 pub struct Offer {
     connection: UnixStream,
+    /// What to read before an image is opened; a server of the version before has none.
+    token: Option<Token>,
+    /// The images' locks, to open them with.
+    pub lock_set: LockSet,
     /// The door, which stays open all the time.
     pub door: UnixListener,
     /// By disk, in the order that was asked for.
@@ -156,6 +209,15 @@ pub struct Offer {
 ///
 /// [`TakeoverError`]. The old server goes on as if nothing had been asked.
 pub fn take_over(sockets: &[PathBuf]) -> Result<Offer, TakeoverError> {
+    match ask(sockets, GREETING) {
+        Err(TakeoverError::Refused { reason }) if reason == NOT_UNDERSTOOD => {
+            ask(sockets, GREETING_WITHOUT_LOCKS)
+        }
+        answer => answer,
+    }
+}
+
+fn ask(sockets: &[PathBuf], greeting: &[u8]) -> Result<Offer, TakeoverError> {
     let path = door_path(sockets.first().map_or(Path::new(""), PathBuf::as_path));
     let nobody = |source| TakeoverError::Nobody {
         path: path.clone(),
@@ -167,24 +229,42 @@ pub fn take_over(sockets: &[PathBuf]) -> Result<Offer, TakeoverError> {
     }
     let broken = TakeoverError::BrokenOff;
     connection.set_read_timeout(Some(DRAIN_MAX)).map_err(broken)?;
-    let asked = request(sockets).map_err(broken)?;
-    send(&connection, &asked, &[]).map_err(broken)?;
+    connection.set_write_timeout(Some(SEND_MAX)).map_err(broken)?;
+    let asked = request(greeting, sockets).map_err(broken)?;
+    send(&connection, &asked, &[]).map_err(|error| TakeoverError::heard(error, SEND_MAX))?;
 
-    let (verdict, fds) = receive(&connection).map_err(broken)?;
+    let heard = |error| TakeoverError::heard(error, DRAIN_MAX);
+    let (verdict, fds) = receive(&connection).map_err(heard)?;
     if verdict != b"o" {
         let reason = verdict.strip_prefix(b"n").unwrap_or(&verdict);
         let reason = String::from_utf8_lossy(reason).into_owned();
         return Err(TakeoverError::Refused { reason });
     }
-    let door = fds.into_iter().next().ok_or(io::ErrorKind::InvalidData.into());
+    let mut fds = fds.into_iter();
+    let door = fds.next().ok_or(io::ErrorKind::InvalidData.into());
     let door = door.map_err(broken)?;
+    let token = fds.next().map(Token);
+    let lock_set = match &token {
+        Some(_) => LockSet::inherit(receive_locks(&connection).map_err(heard)?),
+        None => LockSet::default(),
+    };
     let disks = sockets.iter().map(|_| receive_disk(&connection));
-    let disks = disks.collect::<io::Result<_>>().map_err(broken)?;
+    let disks = disks.collect::<io::Result<_>>().map_err(heard)?;
     Ok(Offer {
         connection,
+        token,
+        lock_set,
         door: door.into(),
         disks,
     })
+}
+
+/// Receives the descriptors of locks: how many, and a message for each.
+fn receive_locks(connection: &UnixStream) -> io::Result<Vec<OwnedFd>> {
+    let (count, _) = receive(connection)?;
+    let count: [u8; 4] = count[..].try_into().map_err(|_| io::ErrorKind::InvalidData)?;
+    let locks = (0..u32::from_ne_bytes(count)).map(|_| receive_one(connection));
+    locks.collect()
 }
 
 fn receive_disk(connection: &UnixStream) -> io::Result<Handed> {
@@ -208,15 +288,32 @@ fn receive_disk(connection: &UnixStream) -> io::Result<Handed> {
 }
 
 impl Offer {
+    /// Begins to open the images, which the old server does not open again before this value is dropped. Drop it after
+    /// them.
+    ///
+    /// # Errors
+    ///
+    /// [`TakeoverError::TooLate`] if the old server has them open again.
+    pub fn begin(&self) -> Result<(), TakeoverError> {
+        match &self.token {
+            // Whoever reads it has it.
+            Some(token) if !token.take() => Err(TakeoverError::TooLate),
+            _ => Ok(()),
+        }
+    }
+
     /// Takes what was offered, for good: the old server ends. Call it when nothing can fail any more.
     ///
     /// # Errors
     ///
     /// If the old server does not hear that in time; it goes on then, or has died.
-    pub fn accept(self) -> Result<(), TakeoverError> {
+    pub fn accept(&self) -> Result<(), TakeoverError> {
         let broken = TakeoverError::BrokenOff;
         (&self.connection).write_all(b"c").map_err(broken)?;
-        (&self.connection).read_exact(&mut [0]).map_err(broken)
+        let read = (&self.connection).read_exact(&mut [0]);
+        read.map_err(|error| TakeoverError::heard(error, DRAIN_MAX))?;
+        self.lock_set.keep();
+        Ok(())
     }
 }
 
@@ -224,7 +321,14 @@ impl Offer {
 #[derive(Debug)]
 pub struct Door {
     socket: Socket,
-    request: Vec<u8>,
+    requests: Requests,
+}
+
+/// What is asked for at a door by those who may have the sockets.
+#[derive(Clone, Debug)]
+struct Requests {
+    now: Vec<u8>,
+    without_locks: Vec<u8>,
 }
 
 impl Door {
@@ -251,14 +355,20 @@ impl Door {
         make: impl FnOnce(&Path) -> Result<Socket, SocketError>,
     ) -> Result<Self, SocketError> {
         let path = door_path(sockets.first().map_or(Path::new(""), PathBuf::as_path));
-        let request = request(sockets).map_err(|source| SocketError::Os {
-            action: "name",
-            path: path.clone(),
-            source,
-        })?;
+        let request = |greeting| {
+            request(greeting, sockets).map_err(|source| SocketError::Os {
+                action: "name",
+                path: path.clone(),
+                source,
+            })
+        };
+        let requests = Requests {
+            now: request(GREETING)?,
+            without_locks: request(GREETING_WITHOUT_LOCKS)?,
+        };
         Ok(Self {
             socket: make(&path)?,
-            request,
+            requests,
         })
     }
 
@@ -290,7 +400,7 @@ impl Door {
     pub fn keeper(&self) -> io::Result<Keeper> {
         Ok(Keeper {
             listener: self.socket.listener().try_clone()?,
-            request: self.request.clone(),
+            requests: self.requests.clone(),
         })
     }
 }
@@ -299,7 +409,15 @@ impl Door {
 #[derive(Debug)]
 pub struct Keeper {
     listener: UnixListener,
-    request: Vec<u8>,
+    requests: Requests,
+}
+
+/// What a visitor at a door is to be told.
+enum Heard {
+    /// It can have the sockets, and the locks if it knows how to take them.
+    Fine { passes_locks: bool },
+    /// Why it cannot.
+    Refused(String),
 }
 
 impl Keeper {
@@ -311,10 +429,18 @@ impl Keeper {
     pub fn wait(&self) -> io::Result<Successor> {
         loop {
             let (connection, _) = self.listener.accept()?;
-            let new = Successor { connection };
+            let mut new = Successor {
+                connection,
+                token: None,
+            };
             match self.hear(&new.connection) {
-                Ok(None) => return Ok(new),
-                Ok(Some(reason)) => {
+                Ok(Heard::Fine { passes_locks }) => {
+                    if passes_locks {
+                        new.token = Some(Token::new()?);
+                    }
+                    return Ok(new);
+                }
+                Ok(Heard::Refused(reason)) => {
                     tracing::warn!(reason, "a takeover was refused");
                     new.refuse(&reason);
                 }
@@ -323,29 +449,34 @@ impl Keeper {
         }
     }
 
-    /// Why a visitor cannot have our sockets; `None` if it can.
-    fn hear(&self, connection: &UnixStream) -> io::Result<Option<String>> {
+    /// Finds out whether a visitor can have our sockets.
+    fn hear(&self, connection: &UnixStream) -> io::Result<Heard> {
         if !is_same_user(connection) {
-            return Ok(Some("it is another user's".to_owned()));
+            return Ok(Heard::Refused("it is another user's".to_owned()));
         }
         connection.set_read_timeout(Some(PATIENCE))?;
+        connection.set_write_timeout(Some(SEND_MAX))?;
         let (asked, _) = receive(connection)?;
-        if asked == self.request {
-            return Ok(None);
+        let passes_locks = asked == self.requests.now;
+        if passes_locks || asked == self.requests.without_locks {
+            return Ok(Heard::Fine { passes_locks });
         }
         let list = |bytes: &[u8]| {
             let paths = bytes.split(|byte| *byte == 0).skip(1).map(OsStr::from_bytes);
             let paths: Vec<OsString> = paths.map(OsStr::to_owned).collect();
             format!("{paths:?}")
         };
-        Ok(Some(if asked.starts_with(GREETING) {
+        let is_known = [GREETING, GREETING_WITHOUT_LOCKS]
+            .iter()
+            .any(|greeting| asked.starts_with(greeting));
+        Ok(Heard::Refused(if is_known {
             format!(
                 "it serves {}, and {} was asked for",
-                list(&self.request),
+                list(&self.requests.now),
                 list(&asked)
             )
         } else {
-            "it does not understand what was asked".to_owned()
+            NOT_UNDERSTOOD.to_owned()
         }))
     }
 }
@@ -354,23 +485,42 @@ impl Keeper {
 #[derive(Debug)]
 pub struct Successor {
     connection: UnixStream,
+    /// What only one of us can read. `None`: it knows nothing of locks.
+    token: Option<Token>,
 }
 
 impl Successor {
-    /// Offers the sockets of disks whose images are closed, and their clients. Returns when the new server has taken
-    /// them, for good.
+    /// Returns true if it takes the images' locks; else they are to be given back before anything is offered.
+    #[must_use]
+    pub fn takes_locks(&self) -> bool {
+        self.token.is_some()
+    }
+
+    /// Offers the sockets of disks whose images are closed, their clients, and the images' locks if it takes them. Returns
+    /// when the new server has taken them, for good.
     ///
     /// # Errors
     ///
-    /// If the new server has gone, or takes too long. Nothing is handed over then.
+    /// If the new server has gone, or takes too long. Nothing is handed over then, if [`Successor::take_back`] says so.
     pub fn hand_over<'a>(
-        self,
+        &self,
         door: &UnixListener,
+        locks: &[OwnedFd],
         disks: impl Iterator<Item = (&'a UnixListener, Option<ClientState>)>,
     ) -> io::Result<()> {
         let connection = &self.connection;
         connection.set_read_timeout(Some(OPEN_MAX))?;
-        send(connection, b"o", &[door.as_raw_fd()])?;
+        match &self.token {
+            None => send(connection, b"o", &[door.as_raw_fd()])?,
+            Some(token) => {
+                send(connection, b"o", &[door.as_raw_fd(), token.0.as_raw_fd()])?;
+                let count = u32::try_from(locks.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+                send(connection, &count.to_ne_bytes(), &[])?;
+                for lock in locks {
+                    send(connection, b"k", &[lock.as_raw_fd()])?;
+                }
+            }
+        }
         for (listener, client) in disks {
             send(connection, b"l", &[listener.as_raw_fd()])?;
             let Some(ClientState {
@@ -393,9 +543,48 @@ impl Successor {
         stream.write_all(b"a")
     }
 
+    /// Takes everything back after a hand-over that failed: waits `patience` for the new server to close what it has open.
+    /// It opens nothing from now on.
+    ///
+    /// # Errors
+    ///
+    /// If it still has the images open then. They are not to be opened.
+    pub fn take_back(self, patience: Duration) -> io::Result<()> {
+        let Some(token) = &self.token else {
+            // Their locks say whether it has them.
+            return Ok(());
+        };
+        if token.take() {
+            return Ok(());
+        }
+        // It waits for an answer, perhaps.
+        self.connection.shutdown(Shutdown::Write).unwrap_or_default();
+        let until = Instant::now() + patience;
+        let mut stream = &self.connection;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            stream.set_read_timeout(Some(left))?;
+            match stream.read(&mut [0]) {
+                // Its end, or that of its process.
+                Ok(0) => return Ok(()),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
     /// Tells the new server that it gets nothing.
     pub fn refuse(self, reason: &str) {
         // One that has gone need not be told.
         send(&self.connection, format!("n{reason}").as_bytes(), &[]).unwrap_or_default();
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
+use block::lock::LockSet;
 use block::worker::StartHook;
 use virtio_devices::vhost_user::{
     PausedClient, StopToken, VhostUserConfig, VhostUserServer, descriptors_max,
@@ -97,7 +98,9 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
             open::rehearse(config).map_err(|error| failed(error.into()))?;
         }
         let offered = takeover::take_over(&paths).map_err(|error| failed(error.into()))?;
-        adopt_sockets(&paths, offer.insert(offered))
+        let offered = offer.insert(offered);
+        offered.begin().map_err(|error| failed(error.into()))?;
+        adopt_sockets(&paths, offered)
     } else {
         paths.iter().map(|path| Socket::listen(path)).collect()
     };
@@ -107,13 +110,18 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
         Some(offer) => Door::adopt(offer.door.try_clone().map_err(start)?, &paths).ok(),
         None => open_door(&paths),
     };
+    let mut lock_set = offer
+        .as_ref()
+        .map(|offer| offer.lock_set.clone())
+        .unwrap_or_default();
     let waiting = sockets.into_iter().zip(configs);
+    // Dropped before the offer, whatever fails: then the old server opens its images again.
     let mut opened = Vec::new();
     for (socket, config) in waiting {
         if stop.is_stopped() {
             return Ok(EXIT_OK);
         }
-        let disk = open::open_as(&config, &opening(options));
+        let disk = open::open_as(&config, &opening(options, &lock_set));
         opened.push((
             socket,
             config,
@@ -132,22 +140,24 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
 
     // From here on a stop closes what is open.
     serving.store(true, Ordering::SeqCst);
-    if let Some(offer) = offer {
+    if let Some(offer) = &mut offer {
         let accepted = if stop.is_stopped() {
             Ok(false)
         } else {
             accept(offer, &mut served).map(|()| true)
         };
         if !matches!(accepted, Ok(true)) {
-            // As they were found; the old server wants them back.
+            // As they were found; the old server wants them back, and has them when the offer is dropped.
             for disk in served {
                 close(disk).unwrap_or_default();
             }
             return accepted.map(|_| EXIT_OK);
         }
         let (count, ms) = (served.len(), began.elapsed().as_secs_f64() * 1000.0);
-        writeln!(std::io::stdout(), "took over {count} disks in {ms:.1} ms")?;
+        let disks = if count == 1 { "disk" } else { "disks" };
+        writeln!(std::io::stdout(), "took over {count} {disks} in {ms:.1} ms")?;
     }
+    drop(offer);
     for disk in &mut served {
         disk.socket.keep().map_err(|error| failed(error.into()))?;
     }
@@ -159,7 +169,7 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     // Clients could connect before; from here on nothing keeps them from being served.
     manager.ready();
     announce(&served, options);
-    serve_until_stopped(served, &stop, takeover, options)
+    serve_until_stopped(served, &stop, takeover, options, &mut lock_set)
 }
 
 /// Prints which disk is served on which socket, and tells whoever waits for a server in the background.
@@ -191,7 +201,7 @@ fn adopt_sockets(paths: &[PathBuf], offer: &mut Offer) -> Result<Vec<Socket>, So
 }
 
 /// Takes the clients of an old server in. Until it has heard that nothing failed, it can go on with them.
-fn accept(mut offer: Offer, served: &mut [Served]) -> Result<(), CommandFailure> {
+fn accept(offer: &mut Offer, served: &mut [Served]) -> Result<(), CommandFailure> {
     for (disk, handed) in served.iter_mut().zip(std::mem::take(&mut offer.disks)) {
         let client = handed.client.map(|state| disk.server.adopt(state)).transpose();
         disk.client = client.map_err(|error| CommandFailure::about(&disk.name, error))?;
@@ -207,6 +217,7 @@ fn serve_until_stopped(
     stop: &StopToken,
     takeover: Option<Takeover>,
     options: Options,
+    lock_set: &mut LockSet,
 ) -> Result<u8, CommandFailure> {
     let mut takeover = takeover;
     // Threads that are started from here on are inside.
@@ -233,7 +244,7 @@ fn serve_until_stopped(
             successor.refuse("it is ending, and its images may need repair");
             break failure;
         }
-        match hand_over(&mut served, &wanted.door, successor) {
+        match hand_over(&mut served, &wanted.door, successor, lock_set) {
             Ok(()) => {
                 served.into_iter().for_each(|disk| disk.socket.give_up());
                 if let Some(Takeover { door, .. }) = takeover.take() {
@@ -243,8 +254,10 @@ fn serve_until_stopped(
             }
             Err(HandOverFailure::Close(failure)) => break Some(failure),
             Err(HandOverFailure::NotTaken(error)) => {
-                tracing::warn!(%error, "the new server has not taken over; going on");
-                if let Err(failure) = reopen(&mut served, options) {
+                let disks = names(&served);
+                let error = lost(error);
+                tracing::warn!(disks, %error, "the new server has not taken over; going on");
+                if let Err(failure) = reopen(&mut served, options, lock_set) {
                     break Some(failure);
                 }
                 stop.resume();
@@ -262,6 +275,24 @@ fn serve_until_stopped(
     first_failure.map_or(Ok(EXIT_OK), Err)
 }
 
+/// The names of these disks, for the log.
+fn names(served: &[Served]) -> String {
+    let names: Vec<&str> = served.iter().map(|disk| disk.name.as_str()).collect();
+    names.join(", ")
+}
+
+/// What a failure of a hand-over's connection means.
+fn lost(error: std::io::Error) -> std::io::Error {
+    use std::io::{Error, ErrorKind};
+    match error.kind() {
+        ErrorKind::UnexpectedEof | ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
+            Error::new(error.kind(), "it has ended or given up; its own output says why")
+        }
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => Error::new(error.kind(), "it did not answer in time"),
+        _ => error,
+    }
+}
+
 /// Why a hand-over came to nothing.
 enum HandOverFailure {
     /// An image was not closed cleanly: nobody should go on with it without a look.
@@ -270,8 +301,25 @@ enum HandOverFailure {
     NotTaken(std::io::Error),
 }
 
-/// Closes the images and offers everything to a new server.
-fn hand_over(served: &mut [Served], door: &Door, successor: Successor) -> Result<(), HandOverFailure> {
+/// Closes the images and offers everything to a new server. If that does not take it, `lock_set` has what
+/// is to be opened again with.
+fn hand_over(
+    served: &mut [Served],
+    door: &Door,
+    successor: Successor,
+    lock_set: &mut LockSet,
+) -> Result<(), HandOverFailure> {
+    let mut locks = Vec::new();
+    if successor.takes_locks() {
+        match lock_set.descriptors() {
+            Ok(held) => {
+                locks = held;
+                lock_set.leave();
+            }
+            // Given back, as by a server that takes none, and taken again by whoever opens the images.
+            Err(error) => tracing::warn!(%error, "cannot pass the images' locks on"),
+        }
+    }
     let mut failed = None;
     for disk in served.iter_mut() {
         let closed = disk.server.close_disk(disk.client.as_ref());
@@ -288,20 +336,28 @@ fn hand_over(served: &mut [Served], door: &Door, successor: Successor) -> Result
     let states = served
         .iter()
         .map(|disk| disk.client.as_ref().map(PausedClient::state).transpose());
-    let states = states
-        .collect::<std::io::Result<Vec<_>>>()
-        .map_err(HandOverFailure::NotTaken)?;
+    let states = states.collect::<std::io::Result<Vec<_>>>();
     let listeners = served.iter().map(|disk| disk.socket.listener());
-    let handed = successor.hand_over(door.listener(), listeners.zip(states));
-    handed.map_err(HandOverFailure::NotTaken)
+    let handed =
+        states.and_then(|states| successor.hand_over(door.listener(), &locks, listeners.zip(states)));
+    handed.map_err(|error| {
+        *lock_set = LockSet::inherit(locks);
+        match successor.take_back(REOPEN_MAX) {
+            Ok(()) => HandOverFailure::NotTaken(error),
+            Err(error) => {
+                let told = "the new server has neither taken over nor let go of the images";
+                HandOverFailure::Close(CommandFailure::about(told, error))
+            }
+        }
+    })
 }
 
 /// Opens the images again that were closed for a new server, which did not take them.
-fn reopen(served: &mut [Served], options: Options) -> Result<(), CommandFailure> {
+fn reopen(served: &mut [Served], options: Options, lock_set: &LockSet) -> Result<(), CommandFailure> {
     let deadline = Instant::now() + REOPEN_MAX;
     for disk in served {
         let opened = loop {
-            match open::open_as(&disk.config, &opening(options)) {
+            match open::open_as(&disk.config, &opening(options, lock_set)) {
                 Err(error) if error.is_locked() && Instant::now() < deadline => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
@@ -311,13 +367,15 @@ fn reopen(served: &mut [Served], options: Options) -> Result<(), CommandFailure>
         disk.server.reopen(opened.disk(), disk.client.as_ref());
         disk.opened = Some(opened);
     }
+    lock_set.keep();
     Ok(())
 }
 
 /// What images are opened for.
-fn opening(options: Options) -> Opening {
+fn opening(options: Options, lock_set: &LockSet) -> Opening {
     Opening {
         persist_mappings: options.restartable,
+        lock_set: lock_set.clone(),
         ..Opening::default()
     }
 }

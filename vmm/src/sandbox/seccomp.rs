@@ -130,6 +130,8 @@ const UBLK_QUEUE: &[libc::c_long] = &[libc::SYS_capget, libc::SYS_capset];
 /// Questions at a socket, signals, and the end: the host's memory written to the device, links and files removed.
 const UBLK_CONTROL: &[libc::c_long] = &[
     libc::SYS_accept4,
+    // Image locks for the next server.
+    libc::SYS_sendmsg,
     libc::SYS_recvfrom,
     libc::SYS_sendto,
     libc::SYS_shutdown,
@@ -223,8 +225,10 @@ fn rules(task: Task) -> Result<Rules, Error> {
     if matches!(task, Task::Control | Task::UblkControl) {
         let nonblocking = rule(1, SeccompCmpOp::Eq, libc::FIONBIO)?;
         rules.insert(libc::SYS_ioctl, vec![nonblocking]);
-        let timeout = rule(2, SeccompCmpOp::Eq, number(libc::SO_RCVTIMEO))?;
-        rules.insert(libc::SYS_setsockopt, vec![timeout]);
+        let timeouts = [libc::SO_RCVTIMEO, libc::SO_SNDTIMEO]
+            .iter()
+            .map(|&option| rule(2, SeccompCmpOp::Eq, number(option)));
+        rules.insert(libc::SYS_setsockopt, timeouts.collect::<Result<_, _>>()?);
     }
     if task == Task::Cpu {
         let orders = KVM.iter().map(|&order| rule(1, SeccompCmpOp::Eq, order.into()));

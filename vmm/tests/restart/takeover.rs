@@ -2,6 +2,9 @@
 //! fails, wherever it does, leaves the old server serving.
 #![expect(clippy::print_stdout, reason = "a number that was measured is worth a line")]
 
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::client::{BLOCK, Client, Random};
@@ -25,6 +28,67 @@ fn work_until(client: &mut Client, random: &mut Random, mut over: impl FnMut() -
         assert!(Instant::now() < deadline, "it does not end");
     }
     longest
+}
+
+/// Looks at the kernel's list of locks until `over`. Returns how often it looked, and how often nobody had `image` locked
+/// for writing.
+fn watch_lock(image: &Path, over: &AtomicBool) -> (u64, u64) {
+    // Byte 101 says that its holder writes, as QEMU's tools have it; the kernel shows it with its neighbour.
+    let held = format!(":{} 100 101", std::fs::metadata(image).expect("an image").ino());
+    let (mut looks, mut unlocked) = (0, 0);
+    while !over.load(Ordering::Relaxed) {
+        let locks = std::fs::read_to_string("/proc/locks").expect("/proc/locks");
+        looks += 1;
+        unlocked += u64::from(!locks.lines().any(|line| line.contains(&held)));
+    }
+    (looks, unlocked)
+}
+
+#[test]
+fn an_image_is_locked_all_the_time_while_servers_follow_each_other() {
+    const BLOCKS: usize = 1024;
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    let mut random = Random(0x10c4);
+    let mut client = Client::new(BLOCKS, false);
+    let mut old = world.serve(&["--restartable"]);
+    client.connect(&world.path("socket"));
+    client.work(&mut random, Duration::from_millis(20));
+    let over = AtomicBool::new(false);
+    let image = world.path("disk.qcow2");
+    let old = std::thread::scope(|scope| {
+        let watch = scope.spawn(|| watch_lock(&image, &over));
+        for round in 0..5 {
+            // One that cannot take over, so that the old one takes back what it had handed over; and one that can.
+            let mut less = world.serve(&["--takeover"]);
+            work_until(&mut client, &mut random, || !less.is_running());
+            assert_eq!(less.wait(), Some(1), "round {round}");
+            assert!(old.is_running(), "round {round}: {}", world.log());
+            let new = world.serve(&["--takeover", "--restartable"]);
+            work_until(&mut client, &mut random, || !old.is_running());
+            assert_eq!(old.wait(), Some(0), "round {round}: {}", world.log());
+            old = new;
+        }
+        client.drain();
+        over.store(true, Ordering::Relaxed);
+        let (looks, unlocked) = watch.join().expect("no panic");
+        println!("the image was locked at {} of {looks} looks", looks - unlocked);
+        assert!(looks >= 100, "{looks}");
+        assert_eq!(unlocked, 0, "of {looks}");
+        old
+    });
+    assert!(client.is_connected());
+    assert_eq!(old.stop(), Some(0), "{}", world.log());
+    // And given back in the end.
+    let over = AtomicBool::new(false);
+    let (looks, unlocked) = std::thread::scope(|scope| {
+        let watch = scope.spawn(|| watch_lock(&image, &over));
+        std::thread::sleep(Duration::from_millis(50));
+        over.store(true, Ordering::Relaxed);
+        watch.join().expect("no panic")
+    });
+    assert_eq!(looks, unlocked);
+    world.assert_sound(false);
+    client.assert_contents(&world.contents());
 }
 
 #[test]

@@ -1,0 +1,221 @@
+//! Both sides of a takeover in one process, and servers of the version before.
+
+use super::*;
+use std::fs::File;
+use std::sync::Mutex;
+use std::thread;
+
+struct World {
+    folder: tempfile::TempDir,
+}
+
+impl World {
+    fn new() -> Self {
+        Self {
+            folder: tempfile::tempdir().expect("a folder"),
+        }
+    }
+
+    fn sockets(&self) -> Vec<PathBuf> {
+        vec![self.folder.path().join("socket")]
+    }
+
+    /// Descriptors that stand for locks.
+    fn locks(&self, count: usize) -> Vec<OwnedFd> {
+        let file = File::create(self.folder.path().join("image")).expect("a file");
+        let locks = (0..count).map(|_| file.try_clone().map(OwnedFd::from));
+        locks.collect::<io::Result<_>>().expect("descriptors")
+    }
+
+    fn open(&self) -> (Socket, Door, Keeper) {
+        let sockets = self.sockets();
+        let socket = Socket::listen(&sockets[0]).expect("a socket");
+        let door = Door::open(&sockets).expect("a door");
+        let keeper = door.keeper().expect("a keeper");
+        (socket, door, keeper)
+    }
+}
+
+/// What the old server does on its own thread.
+fn serve<R: Send>(
+    world: &World,
+    new: impl FnOnce() -> R + Send,
+    old: impl FnOnce(&Socket, &Door, Successor),
+) -> R {
+    let (socket, door, keeper) = world.open();
+    thread::scope(|scope| {
+        let new = scope.spawn(new);
+        old(&socket, &door, keeper.wait().expect("somebody comes"));
+        new.join().expect("no panic")
+    })
+}
+
+fn hand_over(successor: &Successor, socket: &Socket, door: &Door, locks: &[OwnedFd]) -> io::Result<()> {
+    successor.hand_over(door.listener(), locks, [(socket.listener(), None)].into_iter())
+}
+
+#[test]
+fn take_over_has_the_locks_when_the_old_server_has_ended() {
+    let world = &World::new();
+    let new = || {
+        let offer = take_over(&world.sockets()).expect("an offer");
+        offer.begin().expect("it is in time");
+        offer.accept().expect("the old one ends");
+        offer.disks.len()
+    };
+    let disks = serve(world, new, |socket, door, successor| {
+        assert!(successor.takes_locks());
+        hand_over(&successor, socket, door, &world.locks(300)).expect("it takes them");
+    });
+    assert_eq!(disks, 1);
+}
+
+#[test]
+fn take_back_waits_until_the_new_server_has_closed_its_images() {
+    let world = &World::new();
+    let image = Mutex::new(false);
+    let is_open = |open: bool| *image.lock().expect("no panic") = open;
+    let new = || {
+        let offer = take_over(&world.sockets()).expect("an offer");
+        offer.begin().expect("it is in time");
+        is_open(true);
+        thread::sleep(Duration::from_millis(300));
+        is_open(false);
+        drop(offer);
+    };
+    serve(world, new, |socket, door, successor| {
+        hand_over(&successor, socket, door, &[]).expect_err("it gives up");
+        successor.take_back(Duration::from_secs(20)).expect("it lets go");
+        assert!(!*image.lock().expect("no panic"));
+    });
+
+    // One that holds on to them is told of.
+    let (told, hears) = std::sync::mpsc::channel();
+    let (begun, begins) = std::sync::mpsc::channel();
+    let new = move || {
+        let offer = take_over(&world.sockets()).expect("an offer");
+        offer.begin().expect("it is in time");
+        begun.send(()).expect("it listens");
+        hears.recv().expect("the end");
+        // Whatever it says now, nobody hears it.
+        assert!(offer.accept().is_err());
+    };
+    serve(world, new, |socket, door, successor| {
+        send_offer(&successor, socket, door);
+        begins.recv().expect("a word");
+        let error = successor
+            .take_back(Duration::from_millis(100))
+            .expect_err("it has them open");
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        told.send(()).expect("it listens");
+    });
+}
+
+/// Offers everything, and does not wait for it to be taken.
+fn send_offer(successor: &Successor, socket: &Socket, door: &Door) {
+    let token = successor.token.as_ref().expect("a token");
+    let connection = &successor.connection;
+    send(
+        connection,
+        b"o",
+        &[door.listener().as_raw_fd(), token.0.as_raw_fd()],
+    )
+    .expect("sent");
+    send(connection, &0u32.to_ne_bytes(), &[]).expect("sent");
+    send(connection, b"l", &[socket.listener().as_raw_fd()]).expect("sent");
+    send(connection, b"", &[]).expect("sent");
+}
+
+#[test]
+fn begin_fails_when_the_old_server_has_taken_its_images_back() {
+    let world = &World::new();
+    let (told, hears) = std::sync::mpsc::channel();
+    let new = move || {
+        let offer = take_over(&world.sockets()).expect("an offer");
+        hears.recv().expect("a word");
+        offer.begin().expect_err("too late")
+    };
+    let error = serve(world, new, |socket, door, successor| {
+        send_offer(&successor, socket, door);
+        let begun = Instant::now();
+        successor
+            .take_back(Duration::from_secs(20))
+            .expect("nobody has them");
+        assert!(begun.elapsed() < Duration::from_secs(10), "nothing is waited for");
+        told.send(()).expect("it listens");
+    });
+    assert!(matches!(error, TakeoverError::TooLate), "{error}");
+}
+
+/// A new server that was stopped, with more on its way to it than its socket holds.
+#[test]
+fn hand_over_gives_up_a_new_server_that_does_not_read() {
+    let world = &World::new();
+    let (told, hears) = std::sync::mpsc::channel::<()>();
+    let new = move || {
+        let stream = UnixStream::connect(door_path(&world.sockets()[0])).expect("a door");
+        let asked = request(GREETING, &world.sockets()).expect("a request");
+        send(&stream, &asked, &[]).expect("sent");
+        // Nothing is read until the other side has given up.
+        assert!(hears.recv().is_err());
+    };
+    serve(world, new, |socket, door, successor| {
+        let locks = world.locks(700);
+        let begun = Instant::now();
+        hand_over(&successor, socket, door, &locks).expect_err("nobody reads");
+        assert!(begun.elapsed() < OPEN_MAX, "{:?}", begun.elapsed());
+        successor
+            .take_back(Duration::from_secs(20))
+            .expect("it has not begun");
+        drop(told);
+    });
+}
+
+#[test]
+fn servers_of_the_version_before_are_taken_over_from_and_take_over_without_locks() {
+    // A new server that asks as it did.
+    let world = &World::new();
+    let new = || {
+        let offer = ask(&world.sockets(), GREETING_WITHOUT_LOCKS).expect("an offer");
+        offer.begin().expect("nothing is to be taken");
+        offer.accept().expect("the old one ends");
+        assert!(offer.token.is_none());
+    };
+    serve(world, new, |socket, door, successor| {
+        assert!(!successor.takes_locks());
+        hand_over(&successor, socket, door, &[]).expect("it takes them");
+    });
+
+    // An old server that knows only that request, and refuses others in its words.
+    let world = &World::new();
+    let (socket, mut door, _) = world.open();
+    door.requests.now = door.requests.without_locks.clone();
+    let keeper = door.keeper().expect("a keeper");
+    thread::scope(|scope| {
+        let new = scope.spawn(|| take_over(&world.sockets()).map(|offer| (offer.accept(), offer.token)));
+        let (connection, _) = keeper.listener.accept().expect("somebody comes");
+        receive(&connection).expect("a request");
+        Successor {
+            connection,
+            token: None,
+        }
+        .refuse(NOT_UNDERSTOOD);
+        let mut successor = keeper.wait().expect("it comes again");
+        successor.token = None;
+        hand_over(&successor, &socket, &door, &[]).expect("it takes them");
+        let (accepted, token) = new.join().expect("no panic").expect("an offer");
+        accepted.expect("the old one ends");
+        assert!(token.is_none());
+    });
+}
+
+#[test]
+fn an_old_server_that_says_nothing_is_told_from_one_that_broke_off() {
+    let silent = TakeoverError::heard(io::ErrorKind::WouldBlock.into(), Duration::from_secs(60));
+    assert_eq!(
+        silent.to_string(),
+        "the running server did not answer within 60 s; it goes on when it can"
+    );
+    let ended = TakeoverError::heard(io::ErrorKind::UnexpectedEof.into(), Duration::from_secs(60));
+    assert!(matches!(ended, TakeoverError::BrokenOff(_)), "{ended}");
+}
