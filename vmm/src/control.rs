@@ -4,7 +4,9 @@
 //! read; and a client that says nothing, half a message or too much costs a thread of eight and nothing else.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -15,6 +17,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use virtio_devices::connect::{Cancel, connect_within};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::disk_config::{DiskConfig, DiskConfigError};
 use crate::error::CommandFailure;
@@ -57,6 +60,9 @@ pub enum Request {
         /// The disk, by its id or, without one, its path.
         id: String,
     },
+    /// Pass descriptors of the locks of all images on, for whoever is about to have the devices. They come with spaces before
+    /// the answer; see [`ask_for_locks`].
+    PassLocks {},
     /// Leave block devices of the host to whoever asks, and end.
     HandOver {
         /// What is meant by that: 1.
@@ -119,6 +125,26 @@ pub type Handler = dyn Fn(Request) -> Result<Value, String> + Send + Sync;
 /// Whoever goes on when an answer is out.
 pub type Told = dyn Fn() + Send + Sync;
 
+/// Whoever has descriptors for [`Request::PassLocks`].
+pub type Locks = dyn Fn() -> io::Result<Vec<OwnedFd>> + Send + Sync;
+
+/// What looks after a control socket's clients.
+#[derive(Clone)]
+pub struct Server {
+    /// Carries requests out.
+    pub handler: Arc<Handler>,
+    /// Is called after each answer, whether or not the client has taken it.
+    pub told: Arc<Told>,
+    /// Has the descriptors of image locks.
+    pub locks: Arc<Locks>,
+}
+
+impl fmt::Debug for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Server").finish_non_exhaustive()
+    }
+}
+
 /// A control socket that is served until it is dropped.
 #[derive(Debug)]
 pub struct Control {
@@ -132,16 +158,21 @@ impl Control {
     ///
     /// [`SocketError`], naming the path.
     pub fn serve(path: &Path, handler: Arc<Handler>) -> Result<Self, SocketError> {
-        Self::serve_on(Socket::listen(path)?, handler, Arc::new(|| ()))
+        let server = Server {
+            handler,
+            told: Arc::new(|| ()),
+            locks: Arc::new(|| Ok(Vec::new())),
+        };
+        Self::serve_on(Socket::listen(path)?, &server)
     }
 
-    /// As [`Control::serve`], on a socket that listens already, by threads as confined as the calling one; calls `told` after
-    /// each answer, whether or not the client has taken it.
+    /// As [`Control::serve`], on a socket that listens already, by threads as confined as the calling one.
     ///
     /// # Errors
     ///
     /// As [`Control::serve`].
-    pub fn serve_on(socket: Socket, handler: Arc<Handler>, told: Arc<Told>) -> Result<Self, SocketError> {
+    pub fn serve_on(socket: Socket, server: &Server) -> Result<Self, SocketError> {
+        let server = server.clone();
         let path = socket.path().to_owned();
         let failed = |source| SocketError::Os {
             action: "serve",
@@ -169,10 +200,10 @@ impl Control {
                     tell(&stream, &json!({"ok": false, "error": error})).unwrap_or_default();
                     continue;
                 }
-                let (handler, told) = (Arc::clone(&handler), Arc::clone(&told));
+                let server = server.clone();
                 let serve = move || {
                     let _seat = seat;
-                    if let Err(error) = serve_client(&stream, &*handler, &*told) {
+                    if let Err(error) = serve_client(&stream, &server) {
                         tracing::debug!(%error, "a client of the control socket");
                     }
                 };
@@ -217,7 +248,7 @@ fn tell(mut stream: &UnixStream, answer: &Value) -> io::Result<()> {
 }
 
 /// Answers one client's requests, line by line.
-fn serve_client(stream: &UnixStream, handler: &Handler, told: &Told) -> io::Result<()> {
+fn serve_client(stream: &UnixStream, server: &Server) -> io::Result<()> {
     let mut reader = BufReader::new(stream);
     loop {
         let mut line = Vec::new();
@@ -237,7 +268,11 @@ fn serve_client(stream: &UnixStream, handler: &Handler, told: &Told) -> io::Resu
             return tell(stream, &json!({"ok": false, "error": error}));
         }
         let answer = match serde_json::from_slice::<Request>(&line) {
-            Ok(request) => match carry_out(handler, request) {
+            Ok(Request::PassLocks {}) => match pass_locks(stream, server) {
+                Ok(count) => json!({"ok": true, "locks": count}),
+                Err(error) => json!({"ok": false, "error": error.to_string()}),
+            },
+            Ok(request) => match carry_out(&*server.handler, request) {
                 Ok(Value::Object(mut fields)) => {
                     fields.insert("ok".to_owned(), true.into());
                     Value::Object(fields)
@@ -248,9 +283,18 @@ fn serve_client(stream: &UnixStream, handler: &Handler, told: &Told) -> io::Resu
             Err(error) => json!({"ok": false, "error": format!("not a request: {error}")}),
         };
         let sent = tell(stream, &answer);
-        told();
+        (server.told)();
         sent?;
     }
+}
+
+/// Sends the descriptors of image locks, each with a space. Returns how many there are.
+fn pass_locks(stream: &UnixStream, server: &Server) -> io::Result<usize> {
+    let locks = (server.locks)()?;
+    for lock in &locks {
+        stream.send_with_fd(&b" "[..], lock.as_raw_fd())?;
+    }
+    Ok(locks.len())
 }
 
 /// Why there is no answer to a request, or not the one that was hoped for.
@@ -282,18 +326,52 @@ pub fn ask(path: &Path, request: &Request) -> Result<Value, CommandFailure> {
 ///
 /// [`AskError`]; `TimedOut` if it took too long.
 pub fn ask_within(path: &Path, request: &Request, patience: Option<Duration>) -> Result<Value, AskError> {
-    let unanswered = |error: io::Error| match error.kind() {
+    let stream = begin(path, request, patience).map_err(unanswered)?;
+    hear(&stream, String::new())
+}
+
+/// Asks the server of block devices behind the socket at `path` for the locks of its images.
+///
+/// # Errors
+///
+/// As [`ask_within`].
+pub fn ask_for_locks(path: &Path, patience: Duration) -> Result<Vec<OwnedFd>, AskError> {
+    let stream = begin(path, &Request::PassLocks {}, Some(patience)).map_err(unanswered)?;
+    let mut locks = Vec::new();
+    let mut byte = [0];
+    loop {
+        match stream
+            .recv_with_fd(&mut byte)
+            .map_err(|error| unanswered(error.into()))?
+        {
+            (0, _) => return Err(unanswered(io::ErrorKind::UnexpectedEof.into())),
+            (_, Some(lock)) => locks.push(lock.into()),
+            (_, None) => break,
+        }
+    }
+    hear(&stream, String::from_utf8_lossy(&byte).into_owned())?;
+    Ok(locks)
+}
+
+fn unanswered(error: io::Error) -> AskError {
+    match error.kind() {
         io::ErrorKind::WouldBlock => AskError::Unanswered(io::ErrorKind::TimedOut.into()),
         _ => AskError::Unanswered(error),
-    };
-    let connected = connect_within(path, patience.unwrap_or(CONNECT_MAX), &Cancel::never());
-    let stream = connected.map_err(unanswered)?;
-    stream.set_read_timeout(patience).map_err(unanswered)?;
-    stream.set_write_timeout(patience).map_err(unanswered)?;
-    let request = serde_json::to_value(request).map_err(|error| unanswered(error.into()))?;
-    tell(&stream, &request).map_err(unanswered)?;
-    let mut line = String::new();
-    BufReader::new(&stream).read_line(&mut line).map_err(unanswered)?;
+    }
+}
+
+/// Sends a request.
+fn begin(path: &Path, request: &Request, patience: Option<Duration>) -> io::Result<UnixStream> {
+    let stream = connect_within(path, patience.unwrap_or(CONNECT_MAX), &Cancel::never())?;
+    stream.set_read_timeout(patience)?;
+    stream.set_write_timeout(patience)?;
+    tell(&stream, &serde_json::to_value(request)?)?;
+    Ok(stream)
+}
+
+/// Waits for the answer, of which `line` is there already.
+fn hear(stream: &UnixStream, mut line: String) -> Result<Value, AskError> {
+    BufReader::new(stream).read_line(&mut line).map_err(unanswered)?;
     let answer: Value = serde_json::from_str(&line).map_err(|error| unanswered(error.into()))?;
     if answer["ok"] == Value::Bool(true) {
         return Ok(answer);
@@ -324,6 +402,7 @@ mod tests {
             },
             Request::DiskRemove { id } => Ok(json!({ "id": id })),
             Request::HandOver { devices, .. } => Ok(json!({ "devices": devices })),
+            Request::PassLocks {} => Err("it is not for the handler".to_owned()),
         };
         let control = Control::serve(&path, Arc::new(handler)).expect("a socket");
         (folder, path, control)
@@ -392,6 +471,7 @@ mod tests {
                 Request::DiskRemove { .. } => "disk-remove",
                 Request::DiskResize { .. } => "disk-resize",
                 Request::HandOver { .. } => "hand-over",
+                Request::PassLocks {} => "pass-locks",
             });
         }
         assert_eq!(
@@ -403,14 +483,47 @@ mod tests {
                 "disk-add",
                 "disk-remove",
                 "disk-resize",
+                "pass-locks",
                 "hand-over"
             ]
         );
-        assert_eq!(answers.len(), 8, "an answer for each, and an error");
+        assert_eq!(answers.len(), 9, "an answer for each, and an error");
         for answer in answers {
             let refused = answer["error"].is_string();
             assert_eq!(answer["ok"], Value::Bool(!refused), "{answer}");
         }
+    }
+
+    #[test]
+    fn ask_for_locks_returns_every_description_and_further_requests_are_heard() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("control");
+        let image = std::fs::File::create(folder.path().join("image")).expect("a file");
+        let own = image.try_clone().expect("a descriptor");
+        let server = Server {
+            handler: Arc::new(|_| Ok(json!({"state": "running"}))),
+            told: Arc::new(|| ()),
+            locks: Arc::new(move || (0..300).map(|_| Ok(own.try_clone()?.into())).collect()),
+        };
+        let socket = Socket::listen(&path).expect("a socket");
+        let _control = Control::serve_on(socket, &server).expect("it serves");
+        let locks = ask_for_locks(&path, Duration::from_secs(20)).expect("locks");
+        assert_eq!(locks.len(), 300);
+        // The same description: they share a position.
+        let mut last = std::fs::File::from(locks.into_iter().next_back().expect("one"));
+        last.write_all(b"four").expect("written");
+        assert_eq!(
+            std::io::Seek::stream_position(&mut &image).expect("a position"),
+            4
+        );
+        assert!(ask(&path, &Request::Info {}).is_ok());
+
+        let (_folder, path, _control) = served();
+        assert!(
+            ask_for_locks(&path, Duration::from_secs(20))
+                .expect("none")
+                .is_empty()
+        );
     }
 
     #[test]
@@ -510,12 +623,13 @@ mod tests {
         let told = move || {
             told.fetch_add(1, Ordering::SeqCst);
         };
-        let _control = Control::serve_on(
-            Socket::listen(&heard).expect("a socket"),
-            Arc::new(handler),
-            Arc::new(told),
-        )
-        .expect("threads");
+        let server = Server {
+            handler: Arc::new(handler),
+            told: Arc::new(told),
+            locks: Arc::new(|| Ok(Vec::new())),
+        };
+        let socket = Socket::listen(&heard).expect("a socket");
+        let _control = Control::serve_on(socket, &server).expect("threads");
         let answer = say(&heard, b"{\"command\":\"info\"}\n{\"command\":\"info\"}\n");
         assert!(
             answer.contains("\"before\":0") && answer.contains("\"before\":1"),

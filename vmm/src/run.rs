@@ -97,7 +97,9 @@ impl Desk {
             }),
             Request::DiskAdd { disk } => self.add(&disk),
             Request::DiskRemove { id } => self.remove(&id),
-            Request::HandOver { .. } => Err("a machine has no devices to hand over".to_owned()),
+            Request::PassLocks {} | Request::HandOver { .. } => {
+                Err("a machine has no devices to hand over".to_owned())
+            }
         }
     }
 

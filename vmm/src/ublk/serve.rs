@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
+use block::lock::LockSet;
 use serde_json::json;
 use virtio_devices::ublk::{
     CloseError, Control, Events, QueueEvent, RecoveringDevice, Recovery, Transport, TransportChoice,
@@ -25,7 +26,7 @@ use super::sooner::Sooner;
 use super::state::{self, DeviceState};
 use super::upgrade::{self, Predecessor};
 use super::{devices, fence, hand_over, helper, links, parallel, usage};
-use crate::control::{Control as ControlSocket, Request};
+use crate::control::{Control as ControlSocket, Request, Server as ControlServer};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::open::{self, OpenedDisk, Opening};
@@ -356,7 +357,10 @@ fn serve(
 
     // What is wrong with an image shows before the first device is there.
     let orphaned = |failure| taken.orphaned(failure);
-    let opened = parallel::each(wanted, open_disk).map_err(orphaned)?;
+    let lock_set = taken.lock_set.clone();
+    let opened = parallel::each(wanted, |disk| open_disk(disk, &lock_set)).map_err(orphaned)?;
+    // Those who had them have ended.
+    lock_set.keep();
     let (mut first_failure, mut brought) = match bring_up(&server, opened, &sender, &socket, arguments) {
         Ok((lines, failure)) => (failure.map(orphaned), Some(lines)),
         Err(failure) => (Some(orphaned(failure)), None),
@@ -371,7 +375,12 @@ fn serve(
             brought = None;
         }
     }
-    let _socket = ControlSocket::serve_on(listening, Arc::new(answer), Arc::new(told))
+    let asked = ControlServer {
+        handler: Arc::new(answer),
+        told: Arc::new(told),
+        locks: Arc::new(move || lock_set.descriptors()),
+    };
+    let _socket = ControlSocket::serve_on(listening, &asked)
         .inspect_err(|error| tracing::error!(%error, "nobody can ask this server"));
     if let Some(mut lines) = brought {
         stop_on_signal(signals, sender).map_err(start)?;
@@ -398,13 +407,14 @@ fn serve(
 }
 
 /// Opens and locks a disk. One whose server was killed is locked until the last of its I/O has ended.
-fn open_disk(wanted: &Wanted) -> Result<OpenedDisk, CommandFailure> {
+fn open_disk(wanted: &Wanted, lock_set: &LockSet) -> Result<OpenedDisk, CommandFailure> {
     let begun = Instant::now();
     let device = wanted.recover.or(wanted.half_made);
     let had_server = device.is_some();
     let how = Opening {
         persist_mappings: wanted.outlives,
         device,
+        lock_set: lock_set.clone(),
     };
     loop {
         match open::open_as(&wanted.disk, &how) {
@@ -690,7 +700,9 @@ fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String
                     "fallbacks": counts.fallbacks,
                 })
             });
-            Ok(json!({"devices": list.collect::<Vec<_>>(), "hand_over": hand_over::VERSION}))
+            Ok(
+                json!({"devices": list.collect::<Vec<_>>(), "hand_over": hand_over::VERSION, "passes_locks": true}),
+            )
         }
         Request::HandOver {
             version,

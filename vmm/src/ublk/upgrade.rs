@@ -2,15 +2,18 @@
 //! a kill.
 //!
 //! What must stay true: whatever can be found out beforehand is, so that what was served stays served. And no image is opened
-//! before its server's process has ended, with the lock still to be had after that: so none of its writes comes later than
-//! ours.
+//! before its server's process has ended, nor while any of its I/O may come later than ours. A server that has left its
+//! devices cleanly says that there is none; it passes its locks on, because the kernel takes its ring, and what that has open,
+//! down whenever it likes. After any other end the lock is waited for, which the last of its I/O gives back.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use block::lock::LockSet;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use virtio_devices::ublk::abi::{Flags, State};
@@ -19,7 +22,7 @@ use virtio_devices::ublk::{Recovery, block_path};
 use super::hand_over::{VERSION, names};
 use super::state::DeviceState;
 use super::{devices, helper};
-use crate::control::{AskError, Request, ask_within};
+use crate::control::{AskError, Request, ask_for_locks, ask_within};
 use crate::error::CommandFailure;
 
 /// How long a server may take to say what it has.
@@ -45,6 +48,8 @@ pub(super) struct Predecessor {
     socket: PathBuf,
     /// In order, with the driver's flags.
     devices: BTreeMap<u32, Flags>,
+    /// Whether it knows how to pass its images' locks on.
+    passes_locks: bool,
 }
 
 impl Predecessor {
@@ -96,16 +101,17 @@ pub(super) fn find(ids: &[u32], everything: bool) -> Result<Vec<Predecessor>, Co
             pid,
             socket: remembered.control,
             devices: BTreeMap::new(),
+            passes_locks: false,
         });
         server.devices.insert(id, info.flags());
     }
-    let servers: Vec<Predecessor> = servers.into_values().collect();
-    servers.iter().try_for_each(look)?;
+    let mut servers: Vec<Predecessor> = servers.into_values().collect();
+    servers.iter_mut().try_for_each(look)?;
     Ok(servers)
 }
 
 /// Finds out whether a server can be asked, and has these devices and no others.
-fn look(server: &Predecessor) -> Result<(), CommandFailure> {
+fn look(server: &mut Predecessor) -> Result<(), CommandFailure> {
     let (pid, ids) = (server.pid, server.devices());
     let about = format!("process {pid}, which serves {},", names(&ids));
     let answer = match ask_within(&server.socket, &Request::Info {}, Some(PROMPT)) {
@@ -121,6 +127,7 @@ fn look(server: &Predecessor) -> Result<(), CommandFailure> {
             "{about} is of a version that does not hand over as this one does; `kill -9 {pid}` and `ringdisk ublk recover` do it too"
         )));
     }
+    server.passes_locks = answer["passes_locks"] == true;
     let others: Vec<u32> = answer["devices"]
         .as_array()
         .into_iter()
@@ -144,6 +151,8 @@ pub(super) struct Taken {
     ours: Vec<u32>,
     refused: Vec<u32>,
     timeouts: Vec<Timeout>,
+    /// Has the locks of those that have left cleanly.
+    pub(super) lock_set: LockSet,
     /// The first refusal, if others have left.
     failure: Option<CommandFailure>,
 }
@@ -159,18 +168,26 @@ pub(super) fn take(servers: Vec<Predecessor>) -> Result<Taken, CommandFailure> {
         ours: Vec::new(),
         refused: Vec::new(),
         timeouts: Vec::new(),
+        lock_set: LockSet::default(),
         failure: None,
     };
+    let mut locks = Vec::new();
     for server in servers {
         let ids = server.devices();
         match replace(&server, &mut taken.timeouts) {
-            Ok(()) => taken.ours.extend(ids),
+            Ok(passed) => {
+                taken.ours.extend(ids);
+                locks.extend(passed);
+            }
             Err(failure) => {
                 tell(&failure);
                 taken.refused.extend(ids);
                 taken.failure.get_or_insert(failure);
             }
         }
+    }
+    if !locks.is_empty() {
+        taken.lock_set = LockSet::inherit(locks);
     }
     match taken.failure.take() {
         Some(failure) if taken.ours.is_empty() => Err(failure),
@@ -213,8 +230,8 @@ impl Taken {
     }
 }
 
-/// Has one server leave, and waits for its end.
-fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<(), CommandFailure> {
+/// Has one server leave, and waits for its end. Returns the locks of its images, if they can be opened at once.
+fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<Vec<OwnedFd>, CommandFailure> {
     let (pid, ids) = (server.pid, server.devices());
     let about = format!("process {pid}, which serves {},", names(&ids));
     let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
@@ -235,6 +252,14 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<(), Comm
         .iter()
         .filter(|(_, flags)| !flags.contains(Flags::QUIESCE));
     timeouts.extend(hurried.filter_map(|(&id, _)| Timeout::shorten(id)));
+    let mut locks = Vec::new();
+    if server.passes_locks {
+        // Without them they are waited for.
+        locks = ask_for_locks(&server.socket, PROMPT).unwrap_or_else(|error| {
+            tracing::warn!(pid, ?error, "the old server does not pass its locks on");
+            Vec::new()
+        });
+    }
     let request = Request::HandOver {
         version: VERSION,
         devices: ids,
@@ -244,6 +269,8 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<(), Comm
             for failure in answer["failures"].as_array().into_iter().flatten() {
                 let failure = failure.as_str().unwrap_or_default();
                 tracing::warn!(pid, failure, "the old server has not closed a disk cleanly");
+                // Its I/O may be under way.
+                locks.clear();
             }
         }
         Err(AskError::Refused(why)) => {
@@ -256,7 +283,10 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<(), Comm
             )));
         }
         // It ends without a word: that is a kill.
-        Err(AskError::Unanswered(error)) => tracing::warn!(pid, %error, "the old server says nothing"),
+        Err(AskError::Unanswered(error)) => {
+            locks.clear();
+            tracing::warn!(pid, %error, "the old server says nothing");
+        }
     }
     let mut end = [PollFd::new(&process, PollFlags::IN)];
     let until = rustix::event::Timespec {
@@ -264,7 +294,7 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<(), Comm
         tv_nsec: 0,
     };
     match poll(&mut end, Some(&until)) {
-        Ok(1..) => Ok(()),
+        Ok(1..) => Ok(locks),
         _ => Err(failed(format!(
             "{about} has left its devices and does not end; when it has, see `ringdisk ublk recover`"
         ))),
