@@ -19,10 +19,10 @@ wait $server || true
 ln data.qcow2 link.qcow2
 ended link ringdisk ublk add --disk path=/tmp/work/link.qcow2,backing_files=on --daemonize
 ended vhost-user timeout 20 /mnt/ringdisk vhost-user --socket s.sock --disk path=data.qcow2,backing_files=on
-ended io ringdisk io --disk path=data.qcow2,backing_files=on "write -P 1 0 64k"
-ended base ringdisk io --disk path=base.qcow2 "write -P 1 0 64k"
+ended io ringdisk io --disk path=data.qcow2,backing_files=on -c "write -P 1 0 64k"
+ended base ringdisk io --disk path=base.qcow2 -c "write -P 1 0 64k"
 ended repair ringdisk image check --repair all data.qcow2
-ended read ringdisk io --disk path=data.qcow2,backing_files=on,readonly=on "read 0 64k"
+ended read ringdisk io --disk path=data.qcow2,backing_files=on,readonly=on -c "read 0 64k"
 ringdisk ublk list | wc -l | sed 's/^/devices /'
 add again recover 0
 dd if=/dev/urandom of=/run/mnt/after bs=1M count=4 status=none
@@ -35,19 +35,19 @@ cp /run/ringdisk/ublk/0.json stale.json
 kill $server
 wait $server && echo "server 0"
 cp stale.json /run/ringdisk/ublk/0.json
-ended gone ringdisk io --disk path=data.qcow2,backing_files=on "write -P 1 0 64k"
+ended gone ringdisk io --disk path=data.qcow2,backing_files=on -c "write -P 1 0 64k"
 add other add --disk path=other.qcow2 --id 0
 cp stale.json /run/ringdisk/ublk/0.json
-ended taken ringdisk io --disk path=data.qcow2,backing_files=on "write -P 1 0 64k"
+ended taken ringdisk io --disk path=data.qcow2,backing_files=on -c "write -P 1 0 64k"
 kill $server
 wait $server || true
 # A device that is given up.
 add given add --disk path=data.qcow2,backing_files=on --id 0
 kill -9 $server
 wait $server || true
-ended waits ringdisk io --disk path=data.qcow2,backing_files=on "write -P 1 0 64k"
+ended waits ringdisk io --disk path=data.qcow2,backing_files=on -c "write -P 1 0 64k"
 ended deleted ringdisk ublk del 0
-ended free ringdisk io --disk path=data.qcow2,backing_files=on "write -P 1 0 64k"
+ended free ringdisk io --disk path=data.qcow2,backing_files=on -c "write -P 1 0 64k"
 sound data.qcow2
 "#;
 
