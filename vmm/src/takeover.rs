@@ -36,9 +36,11 @@ use std::time::{Duration, Instant};
 
 use block::lock::LockSet;
 use rustix::event::{EventfdFlags, eventfd};
-use virtio_devices::vhost_user::{ClientState, Message};
+use virtio_devices::connect::{Cancel, connect_within};
+use virtio_devices::vhost_user::{ClientState, HandOverError, Message};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
+use crate::error::CommandFailure;
 use crate::socket::{Socket, SocketError, is_same_user};
 
 /// What a new server says first.
@@ -164,6 +166,28 @@ fn receive_one(stream: &UnixStream) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
+/// The failure to take the client of disk `name` in, with what would be right where that is known.
+#[must_use]
+pub fn not_adopted(name: &str, error: HandOverError) -> CommandFailure {
+    let HandOverError::Refused { code, reason } = &error else {
+        return CommandFailure::about(name, error);
+    };
+    // "… bits 0x1000 were not offered": bit 12 is several queues among a device's features, and memory for what is in flight among
+    // the protocol's.
+    let bits = reason
+        .split("bits 0x")
+        .nth(1)
+        .and_then(|rest| rest.split(' ').next());
+    let bits = bits.and_then(|bits| u64::from_str_radix(bits, 16).ok());
+    let has_bit_12 = bits.is_some_and(|bits| bits & 1 << 12 != 0);
+    let told = match code {
+        2 if has_bit_12 => "its client uses several queues; this server needs the old one's num_queues=",
+        16 if has_bit_12 => "its client is served with --restartable; this server needs --restartable too",
+        _ => return CommandFailure::about(name, error),
+    };
+    CommandFailure::Failed(format!("{name}: {told}").into())
+}
+
 /// What says which of two servers may open the images: an eventfd that holds a 1, until one of them has read it.
 #[derive(Debug)]
 struct Token(OwnedFd);
@@ -223,7 +247,11 @@ fn ask(sockets: &[PathBuf], greeting: &[u8]) -> Result<Offer, TakeoverError> {
         path: path.clone(),
         source,
     };
-    let connection = UnixStream::connect(&path).map_err(nobody)?;
+    let connected = connect_within(&path, SEND_MAX, &Cancel::never());
+    let connection = connected.map_err(|error| match error.kind() {
+        io::ErrorKind::TimedOut => TakeoverError::Silent { waited: SEND_MAX },
+        _ => nobody(error),
+    })?;
     if !is_same_user(&connection) {
         return Err(TakeoverError::Stranger { path });
     }

@@ -204,7 +204,7 @@ fn adopt_sockets(paths: &[PathBuf], offer: &mut Offer) -> Result<Vec<Socket>, So
 fn accept(offer: &mut Offer, served: &mut [Served]) -> Result<(), CommandFailure> {
     for (disk, handed) in served.iter_mut().zip(std::mem::take(&mut offer.disks)) {
         let client = handed.client.map(|state| disk.server.adopt(state)).transpose();
-        disk.client = client.map_err(|error| CommandFailure::about(&disk.name, error))?;
+        disk.client = client.map_err(|error| takeover::not_adopted(&disk.name, error))?;
     }
     offer
         .accept()

@@ -148,6 +148,7 @@ fn a_takeover_by_a_server_that_can_do_less_leaves_the_old_one_serving() {
         assert_eq!(old.wait(), Some(0), "round {round}: {}", world.log());
         old = new;
     }
+    assert!(world.log().contains("needs --restartable too"), "{}", world.log());
     assert!(
         world.log().contains("has not taken over; going on"),
         "{}",
