@@ -8,28 +8,28 @@ use crate::disk_config::keys_help;
 /// What can be done with block devices of this machine.
 #[derive(Debug, Subcommand)]
 pub enum UblkCommand {
-    /// Make block devices of disks and serve them
+    /// Create block devices from disks and serve them
     ///
     /// Prints /dev/ublkbN for each when it is there. SIGTERM, SIGINT and SIGHUP finish what is under way, remove the
     /// devices, close the images cleanly and exit with 0; a second one gives up waiting. So does `ublk del`.
     #[command(after_help = keys_help())]
     Add(AddArguments),
-    /// Serve devices again whose server was killed
+    /// Serve devices whose server was killed
     ///
-    /// What they waited for is carried out. The disks are those they were made with, unless --disk says otherwise.
+    /// Waiting requests are carried out. The disks are those that the devices were made with, unless --disk names others.
     Recover(RecoverArguments),
-    /// Take devices over from the server that serves them
+    /// Take over devices from the server that serves them now
     ///
-    /// Their users notice nothing but a pause. The old server answers what is under way, closes the images and ends with 0; what
-    /// is in the way of that is found before it is asked, and leaves all as it was.
+    /// Users of the devices notice a pause and nothing else. The old server answers what is under way, closes the images and
+    /// exits with 0. Whatever would prevent that is checked before it is asked, and leaves everything as it was.
     Upgrade(UpgradeArguments),
-    /// The devices there are
+    /// List the devices
     List {
         /// As JSON
         #[arg(long)]
         json: bool,
     },
-    /// What one device is and has done
+    /// Show a device and what it has done
     Info {
         /// Its number, or /dev/ublkbN
         #[arg(value_name = "DEVICE", value_parser = device)]
@@ -38,13 +38,13 @@ pub enum UblkCommand {
         #[arg(long)]
         json: bool,
     },
-    /// What this kernel's driver can do
+    /// List the features of this kernel's driver
     Features {
         /// As JSON
         #[arg(long)]
         json: bool,
     },
-    /// Make a device, and the image behind it, larger
+    /// Enlarge a device and its image
     SetSize {
         /// Its number, or /dev/ublkbN
         #[arg(value_name = "DEVICE", value_parser = device)]
@@ -58,11 +58,14 @@ pub enum UblkCommand {
         /// Its number, or /dev/ublkbN
         #[arg(value_name = "DEVICE", value_parser = device)]
         device: u32,
-        /// Whose it is, not what its name is
-        #[arg(long)]
+        /// Print its owner instead of its name
+        #[arg(long, conflicts_with = "contents")]
         owner: bool,
+        /// Print RINGDISK_CONTENTS=1 if the host may read what is in it, instead of its name
+        #[arg(long)]
+        contents: bool,
     },
-    /// Remove devices; their servers close the images
+    /// Delete devices; their servers close the images
     Del {
         /// Their numbers, or /dev/ublkbN
         #[arg(value_name = "DEVICE", value_parser = device, required_unless_present = "all", conflicts_with = "all")]
@@ -103,10 +106,10 @@ pub struct ServeArguments {
     /// The most requests of a worker thread that have their pages registered; the others are copied
     #[arg(long, value_name = "N", hide = true, default_value_t = REGISTERED_BUFFERS_MAX)]
     pub registered_buffers: u16,
-    /// Go to the background when the devices are there
+    /// Go to the background when the devices are there; the log still goes to this standard error
     #[arg(long)]
     pub daemonize: bool,
-    /// Say what is there as JSON, a line for each device
+    /// Print a line of JSON for each device
     #[arg(long)]
     pub json: bool,
     /// This is on the way to the background: once for the process that starts the one that stays there.
@@ -161,9 +164,10 @@ pub struct AddArguments {
     /// The most bytes of one request, 4K to 32M
     #[arg(long, value_name = "SIZE", default_value = "1M")]
     pub max_io: String,
-    /// Whether the host looks for partitions on them
+    /// Let the host read what is in them: partitions and, by udev, file systems' names
     ///
-    /// By default not: what a guest wrote into its disk is not for the host to read.
+    /// Without it the kernel looks for no partitions and udev, with packaging/59-ringdisk.rules, reads no superblocks:
+    /// the contents may be a guest's.
     #[arg(long)]
     pub partitions: bool,
     /// How they are served

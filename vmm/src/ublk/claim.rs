@@ -198,6 +198,7 @@ mod tests {
                 control: "/run/x".into(),
                 sequence: Some(41),
                 outlives: true,
+                partitions: false,
                 files: files.into(),
             };
             change(&mut state);

@@ -149,8 +149,13 @@ fn line(device: &Value) -> String {
         Value::Null => "-".to_owned(),
         other => other.to_string(),
     };
+    let server = match (text("state").as_str(), device["pid"].as_i64()) {
+        ("quiesced" | "failing", _) => format!("no server (see `ublk recover {}`)", text("id")),
+        (_, Some(pid)) if pid > 0 => format!("server {pid}"),
+        _ => "no server".to_owned(),
+    };
     format!(
-        "{} {} {} bytes, {} x {}, {}, recovery {}, server {}, {}",
+        "{} {} {} bytes, {} queues of {}, {}, recovery {}, {server}, {}",
         text("path"),
         text("state"),
         text("size"),
@@ -158,7 +163,6 @@ fn line(device: &Value) -> String {
         text("depth"),
         text("transport"),
         text("recovery"),
-        text("pid"),
         text("disk"),
     )
 }
@@ -277,7 +281,14 @@ fn known() -> u64 {
 pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
     let size = size::parse_bytes(text).map_err(|error| CommandFailure::Usage(error.to_string()))?;
     // Says so if there is no such device.
-    helper::control()?.info(id).map_err(failed)?;
+    let bytes = helper::control()?.params(id).map_err(failed)?.basic.dev_sectors * SECTOR_BYTES;
+    if size < bytes {
+        let told = format!(
+            "{} has {bytes} bytes; a disk is never made smaller",
+            block_path(id)
+        );
+        return Err(CommandFailure::Failed(told.into()));
+    }
     let state = DeviceState::load(id).ok_or_else(|| {
         CommandFailure::Failed(
             format!(

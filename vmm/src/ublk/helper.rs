@@ -75,13 +75,25 @@ pub(super) fn sync(patience: Duration) -> io::Result<bool> {
     Ok(ends_until(child, Instant::now() + patience))
 }
 
+/// Waits for the end of a process on a thread of its own, so that it does not stay as a zombie. Who is confined cannot wait for
+/// processes; there they stay until its own end.
+fn reap(mut child: Child) {
+    let wait = move || drop(child.wait());
+    if let Err(error) = std::thread::Builder::new().name("reaper".to_owned()).spawn(wait) {
+        tracing::debug!(%error, "cannot wait for what carried out commands");
+    }
+}
+
 /// Waits for the good end of a process.
 fn ends_until(mut child: Child, until: Instant) -> bool {
     loop {
         match child.try_wait() {
             Ok(Some(status)) => return status.success(),
             Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(2)),
-            _ => return false,
+            _ => {
+                reap(child);
+                return false;
+            }
         }
     }
 }
@@ -92,7 +104,7 @@ struct Helper {
     program: Command,
     /// For the next one, if this one is killed.
     file: File,
-    child: Child,
+    child: Option<Child>,
     socket: UnixStream,
     /// Set when a command had no answer.
     stuck: Option<Duration>,
@@ -106,11 +118,16 @@ impl Helper {
         Ok(Self {
             program,
             file,
-            child,
+            child: Some(child),
             socket,
             stuck: None,
             grace: GRACE,
         })
+    }
+
+    /// The second process's number.
+    fn process(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
     }
 
     /// Waits for the next answer.
@@ -165,7 +182,8 @@ impl Helper {
         }
         // Somebody has killed it; what became of the command is not known. The next one has another process.
         if let Ok((child, socket)) = spawn(&mut self.program, &self.file) {
-            (self.child, self.socket) = (child, socket);
+            self.child.replace(child).into_iter().for_each(reap);
+            self.socket = socket;
         }
         Err(ControlError::Lost(error))
     }
@@ -187,7 +205,7 @@ impl Carrier for Helper {
         // Asked before the first is answered: the process goes from one to the next without us, who may have to wait for
         // a CPU. So many fit into the socket.
         for calls in calls.chunks(64) {
-            let process = self.child.id();
+            let process = self.process();
             let asked: Vec<u8> = calls.iter().flat_map(|call| encode(call, &[])).collect();
             let mut asked = self.socket.write_all(&asked);
             for call in calls {
@@ -197,7 +215,7 @@ impl Carrier for Helper {
                 }
                 let heard = match std::mem::replace(&mut asked, Ok(())) {
                     // Those behind one that its process has not survived were not carried out.
-                    Ok(()) if self.child.id() != process => {
+                    Ok(()) if self.process() != process => {
                         answers.push(Err(ControlError::Lost(io::ErrorKind::BrokenPipe.into())));
                         continue;
                     }
@@ -214,11 +232,15 @@ impl Carrier for Helper {
 impl Drop for Helper {
     fn drop(&mut self) {
         // It ends by itself when the socket is closed. One that is stuck ends when the kernel lets it.
+        let Some(mut child) = self.child.take() else {
+            return;
+        };
         if self.stuck.is_some()
-            && let Err(error) = self.child.kill()
+            && let Err(error) = child.kill()
         {
             tracing::debug!(%error, "cannot kill what carries out commands");
         }
+        reap(child);
     }
 }
 
@@ -392,6 +414,30 @@ mod tests {
         helper
     }
 
+    fn kill(helper: &mut Helper) {
+        let child = helper.child.as_mut().expect("a process");
+        child.kill().expect("it is ours");
+    }
+
+    /// Whether there is no such process, not even one that has ended, in the end.
+    fn is_gone(process: Option<u32>) -> bool {
+        let path = format!("/proc/{}", process.expect("a process"));
+        (0..2000).any(|_| {
+            std::thread::sleep(Duration::from_millis(10));
+            !std::path::Path::new(&path).exists()
+        })
+    }
+
+    #[test]
+    fn helper_leaves_no_zombie_when_it_is_dropped() {
+        let mut helper = hung();
+        let stuck = helper.carry(&call(1, Duration::ZERO), &mut AlignedBuf::zeroed(0));
+        assert!(matches!(stuck, Err(ControlError::Stuck(_))), "{stuck:?}");
+        let process = helper.process();
+        drop(helper);
+        assert!(is_gone(process));
+    }
+
     /// A helper that `Driver` answers for.
     fn answered(helper: &mut Helper) -> std::thread::JoinHandle<io::Result<()>> {
         let (ours, theirs) = UnixStream::pair().expect("a socket");
@@ -467,15 +513,14 @@ mod tests {
     #[test]
     fn a_process_that_was_killed_fails_one_command_and_has_a_successor() {
         let mut helper = hung();
-        helper.child.kill().expect("it is ours");
-        helper.child.wait().expect("it was killed");
-        let before = helper.child.id();
+        kill(&mut helper);
+        let before = helper.process();
         let mut none = AlignedBuf::zeroed(0);
         let lost = helper.carry(&call(1, Duration::from_secs(20)), &mut none);
         assert!(matches!(lost, Err(ControlError::Lost(_))), "{lost:?}");
-        assert_ne!(helper.child.id(), before);
-        helper.child.kill().expect("it is ours");
-        helper.child.wait().expect("it was killed");
+        assert_ne!(helper.process(), before);
+        assert!(is_gone(before), "it is waited for");
+        kill(&mut helper);
         let calls = [1, 2, 3].map(|device| call(device, Duration::from_secs(20)));
         let answers = helper.carry_all(&calls);
         assert!(
@@ -484,7 +529,6 @@ mod tests {
                 .all(|lost| matches!(lost, Err(ControlError::Lost(_)))),
             "{answers:?}"
         );
-        helper.child.kill().expect("it is ours");
-        helper.child.wait().expect("it was killed");
+        kill(&mut helper);
     }
 }

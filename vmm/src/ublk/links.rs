@@ -204,6 +204,25 @@ pub(super) fn print(device: u32, owner: bool) -> Result<u8, CommandFailure> {
     Ok(EXIT_OK)
 }
 
+/// `ringdisk ublk udev --contents`: `RINGDISK_CONTENTS=1` if the host may read what is in the device.
+///
+/// # Errors
+///
+/// If nobody reads it.
+pub(super) fn print_contents(device: u32) -> Result<u8, CommandFailure> {
+    let state = DeviceState::load(device);
+    if state.is_some_and(|state| may_be_read(&state, Path::new(BLOCK_DEVICES))) {
+        writeln!(std::io::stdout(), "RINGDISK_CONTENTS=1")?;
+    }
+    Ok(EXIT_OK)
+}
+
+/// Returns true if the host may read the device, among those in `devices`, of which `state` is remembered. Another one that
+/// has its number may be anybody's.
+fn may_be_read(state: &DeviceState, devices: &Path) -> bool {
+    state.partitions && state.sequence.is_some() && state.is_of_present_device(devices)
+}
+
 /// The name of the device, among those in `devices`, of which `state` is remembered; `None` if its disk has no serial
 /// number, or another device has its number now.
 fn name_of(state: &DeviceState, devices: &Path) -> Option<String> {
@@ -245,13 +264,19 @@ mod tests {
             control: "/run/x".into(),
             sequence: Some(41),
             outlives: true,
+            partitions: true,
             files: Vec::new(),
         };
         assert_eq!(name_of(&state, devices.path()), None, "there is no device");
         is_device("41\n");
         // Whether or not its server is there: names stay.
         assert_eq!(name_of(&state, devices.path()).as_deref(), Some("ringdisk-DATA"));
+        assert!(may_be_read(&state, devices.path()));
+        state.partitions = false;
+        assert!(!may_be_read(&state, devices.path()));
+        state.partitions = true;
         is_device("42\n");
+        assert!(!may_be_read(&state, devices.path()));
         assert_eq!(name_of(&state, devices.path()), None, "it is another one");
         state.sequence = None;
         assert_eq!(name_of(&state, devices.path()), None);

@@ -41,7 +41,17 @@ pub fn run(command: UblkCommand) -> Result<u8, CommandFailure> {
         UblkCommand::Info { device, json } => devices::info(device, json),
         UblkCommand::Features { json } => devices::features(json),
         UblkCommand::SetSize { device, size } => devices::set_size(device, &size),
-        UblkCommand::Udev { device, owner } => links::print(device, owner),
+        UblkCommand::Udev {
+            device,
+            owner,
+            contents,
+        } => {
+            if contents {
+                links::print_contents(device)
+            } else {
+                links::print(device, owner)
+            }
+        }
         UblkCommand::Commands { sync } => helper::serve(sync),
         UblkCommand::Del { devices, all, force } => devices::delete(devices, all, force),
     }

@@ -2,7 +2,7 @@
 //!
 //! What must stay true: a device is taken over only with the disk that it was made with, and only if nobody serves it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use virtio_devices::ublk::abi::State;
 use virtio_devices::ublk::{CommandError, block_path};
@@ -46,6 +46,11 @@ pub(super) fn look(id: u32, text: &str, directory: &Path) -> Result<Found, Comma
     }
     match DeviceState::load(id) {
         Some(state) if is_same(&state, text, directory) => Ok(Found::Waits),
+        Some(state) if file(&state.disk, &state.directory) == file(text, directory) => told(format!(
+            "{path} waits for a server of this disk with other keys: it was made with --disk {}. Use the same, or go on with \
+             `ringdisk ublk recover {id} --disk {text}`",
+            state.disk
+        )),
         Some(state) => told(format!(
             "{path} waits for a server of another disk ({}): see `ringdisk ublk recover` and `ringdisk ublk del`",
             state.disk
@@ -58,8 +63,12 @@ pub(super) fn look(id: u32, text: &str, directory: &Path) -> Result<Found, Comma
 
 /// Whether a device was made with the same text, which means the same file.
 fn is_same(state: &DeviceState, text: &str, directory: &Path) -> bool {
-    let path = DiskConfig::parse(text).map(|disk| disk.path).unwrap_or_default();
-    state.disk == text && state.directory.join(&path) == directory.join(&path)
+    state.disk == text && file(text, &state.directory) == file(text, directory)
+}
+
+/// The path that a disk's text means in a folder.
+fn file(text: &str, directory: &Path) -> Option<PathBuf> {
+    Some(directory.join(DiskConfig::parse(text).ok()?.path))
 }
 
 #[cfg(test)]
@@ -78,12 +87,19 @@ mod tests {
             control: "/run/x".into(),
             sequence: None,
             outlives: true,
+            partitions: false,
             files: Vec::new(),
         };
         let srv = state("path=a.qcow2,serial=A", "/srv");
         assert!(is_same(&srv, "path=a.qcow2,serial=A", Path::new("/srv")));
         assert!(!is_same(&srv, "path=a.qcow2,serial=A", Path::new("/root")));
-        assert!(!is_same(&srv, "path=a.qcow2,serial=B", Path::new("/srv")));
+        let other = "path=a.qcow2,serial=B";
+        assert!(!is_same(&srv, other, Path::new("/srv")));
+        assert_eq!(file(other, Path::new("/srv")), file(&srv.disk, &srv.directory));
+        assert_ne!(
+            file("path=b.qcow2", Path::new("/srv")),
+            file(&srv.disk, &srv.directory)
+        );
         let absolute = state("path=/srv/a.qcow2", "/srv");
         assert!(is_same(&absolute, "path=/srv/a.qcow2", Path::new("/")));
     }

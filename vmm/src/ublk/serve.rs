@@ -105,6 +105,8 @@ struct Wanted {
     config: UblkConfig,
     /// Whether answered writes must outlive this process.
     outlives: bool,
+    /// Whether the host may read what is in it.
+    partitions: bool,
 }
 
 /// `ringdisk ublk add`.
@@ -174,6 +176,7 @@ pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
             disk,
             config,
             outlives: recover.is_some() || recovery != Recovery::Off,
+            partitions: arguments.partitions,
         });
     }
     if arguments.serve.daemonize {
@@ -199,6 +202,7 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
         return Err(CommandFailure::Usage(told));
     }
     if ids.is_empty() {
+        writeln!(std::io::stderr(), "no device waits for a server")?;
         return Ok(EXIT_OK);
     }
     let wanted = again(&ids, &arguments.disk, &arguments.serve)?;
@@ -221,6 +225,10 @@ pub(super) fn upgrade(arguments: &UpgradeArguments) -> Result<u8, CommandFailure
     let predecessors = upgrade::find(&ids, arguments.all)?;
     let ids: Vec<u32> = predecessors.iter().flat_map(Predecessor::devices).collect();
     if ids.is_empty() {
+        writeln!(
+            std::io::stderr(),
+            "no device has a server that could hand it over"
+        )?;
         return Ok(EXIT_OK);
     }
     let wanted = again(&ids, &[], &arguments.serve)?;
@@ -243,12 +251,13 @@ fn again(ids: &[u32], disks: &[String], arguments: &ServeArguments) -> Result<Ve
             (Some(text), _) => (text.clone(), here()?),
             (None, Some(state)) => (state.disk.clone(), state.directory.clone()),
             (None, None) => {
-                let told = format!("nothing is remembered of {}: say --disk too", block_path(id));
+                let told = format!("no saved state for {}; pass --disk", block_path(id));
                 return Err(CommandFailure::Failed(told.into()));
             }
         };
         let mut disk = parse(&text)?;
         let each = remembered.as_ref().map(|state| state.queues_per_worker);
+        let partitions = remembered.as_ref().is_some_and(|state| state.partitions);
         let group = remembered.and_then(|state| state.rate_limit_group);
         let rate_limit_group = groups.join(&mut disk, group.as_deref())?;
         disk.path = directory.join(&disk.path);
@@ -263,6 +272,7 @@ fn again(ids: &[u32], disks: &[String], arguments: &ServeArguments) -> Result<Ve
             disk,
             config,
             outlives: true,
+            partitions,
         });
     }
     Ok(wanted)
@@ -529,6 +539,7 @@ fn remember(
         control: socket.to_owned(),
         sequence: state::sequence(Path::new(state::BLOCK_DEVICES), id),
         outlives: Recovery::of(device.info().flags()) != Recovery::Off,
+        partitions: wanted.partitions,
         files: opened
             .disk()
             .files()

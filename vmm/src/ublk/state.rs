@@ -55,6 +55,9 @@ pub(super) struct DeviceState {
     /// Whether the device stays, and waits, when its server is gone.
     #[serde(default = "yes")]
     pub(super) outlives: bool,
+    /// Whether the host may read what is in it.
+    #[serde(default)]
+    pub(super) partitions: bool,
     /// The files of the disk, its own first. Empty: an older server's.
     #[serde(default)]
     pub(super) files: Vec<ClaimedFile>,
@@ -191,6 +194,7 @@ mod tests {
             control: "/run/x".into(),
             sequence: Some(9),
             outlives: false,
+            partitions: true,
             files: ClaimedFile::of(Path::new("/")).into_iter().collect(),
         };
         let text = serde_json::to_string(&state).expect("JSON");
