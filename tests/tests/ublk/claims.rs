@@ -49,6 +49,21 @@ ended waits ringdisk io --disk path=data.qcow2,backing_files=on -c "write -P 1 0
 ended deleted ringdisk ublk del 0
 ended free ringdisk io --disk path=data.qcow2,backing_files=on -c "write -P 1 0 64k"
 sound data.qcow2
+
+# A signal is heard while the lock of an image is waited for.
+add late add --disk path=data.qcow2,backing_files=on --id 0
+kill -9 $server
+wait $server || true
+sleep 60 | qemu-io -f qcow2 data.qcow2 >/dev/null 2>&1 & holder=$!
+sleep 3
+/mnt/ringdisk ublk recover 0 >late.out 2>late.err & server=$!
+sleep 3
+began=$(date +%s)
+kill $server
+status=0
+wait $server || status=$?
+echo "late $status $(($(date +%s) - began < 10)) $(cat late.err)"
+kill $holder
 "#;
 
 #[test]
@@ -87,5 +102,10 @@ fn judge(outcome: &Outcome) {
         assert!(value(key).starts_with('0'), "{key}: {all}");
     }
     assert_eq!(value("devices "), "1", "{all}");
+    let late = value("late ");
+    assert!(
+        late.starts_with("1 1 ") && late.contains("stopped before"),
+        "{late}: {all}"
+    );
     assert_eq!(outcome.complaints(), Vec::<&str>::new(), "{}", outcome.console());
 }

@@ -17,6 +17,15 @@ pub(super) fn worker_hook(on: bool) -> Option<StartHook> {
     on.then(|| StartHook::new(|| Ok(sandbox::confine_thread(Task::UblkQueue)?)))
 }
 
+/// Confines the calling thread alone, which looks after the server from before the devices are there and opens no file.
+///
+/// # Errors
+///
+/// As [`confine`].
+pub(super) fn confine_early() -> Result<(), sandbox::SandboxError> {
+    sandbox::confine_thread(Task::UblkControl)
+}
+
 /// Confines the calling thread, and all that it starts from now on, to looking after these block devices.
 ///
 /// # Errors

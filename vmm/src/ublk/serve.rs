@@ -326,6 +326,14 @@ fn serve(
         background::leave_session().map_err(start)?;
     }
     let signals = StopSignals::block().map_err(start)?;
+    let (sender, events) = mpsc::channel();
+    // An upgrade that is broken off would leave the devices without a server: there the second signal ends it.
+    let may_end = Arc::new(Mutex::new(predecessors.is_empty()));
+    let early = Early {
+        may_end: Arc::clone(&may_end),
+        confined: arguments.is_confined(),
+    };
+    stop_on_signal(signals, sender.clone(), early).map_err(start)?;
     // Files, rings and wake-ups of each queue.
     limits::prepare_descriptors(
         wanted
@@ -341,7 +349,6 @@ fn serve(
         left: Vec::new(),
         handed_over: false,
     }));
-    let (sender, events) = mpsc::channel();
     state::sweep(&state::folder());
     let socket = state::socket(std::process::id());
     let shared = Arc::clone(&server);
@@ -371,6 +378,7 @@ fn serve(
     let opened = parallel::each(wanted, |disk| open_disk(disk, &lock_set)).map_err(orphaned)?;
     // Those who had them have ended.
     lock_set.keep();
+    *may_end.lock().unwrap_or_else(PoisonError::into_inner) = false;
     let (mut first_failure, mut brought) = match bring_up(&server, opened, &sender, &socket, arguments) {
         Ok((lines, failure)) => (failure.map(orphaned), Some(lines)),
         Err(failure) => (Some(orphaned(failure)), None),
@@ -393,7 +401,6 @@ fn serve(
     let _socket = ControlSocket::serve_on(listening, &asked)
         .inspect_err(|error| tracing::error!(%error, "nobody can ask this server"));
     if let Some(mut lines) = brought {
-        stop_on_signal(signals, sender).map_err(start)?;
         if arguments.detached > 0 {
             lines += background::READY;
             lines.push('\n');
@@ -735,10 +742,27 @@ fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String
     }
 }
 
-/// Starts the thread that turns the first stop signal into a stop, and the second into the end.
-fn stop_on_signal(signals: StopSignals, events: mpsc::Sender<Event>) -> std::io::Result<()> {
+/// What there is to know for a signal that comes before the devices.
+struct Early {
+    /// Nothing is made yet: the process may just end.
+    may_end: Arc<Mutex<bool>>,
+    confined: bool,
+}
+
+/// Starts the thread that turns the first stop signal into a stop, and the second into the end. The first one is the end
+/// already while images are opened and their locks are waited for.
+fn stop_on_signal(signals: StopSignals, events: mpsc::Sender<Event>, early: Early) -> std::io::Result<()> {
     let wait_and_stop = move || -> std::io::Result<()> {
+        if early.confined {
+            fence::confine_early()?;
+        }
         let signal = signals.wait()?;
+        let may_end = early.may_end.lock().unwrap_or_else(PoisonError::into_inner);
+        if *may_end {
+            tracing::error!(signal, "stopped before the devices were there");
+            std::process::exit(EXIT_FAILURE.into());
+        }
+        drop(may_end);
         events.send(Event::Stop(signal)).unwrap_or_default();
         let signal = signals.wait()?;
         tracing::error!(signal, "giving up before everything was drained");
