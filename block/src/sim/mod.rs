@@ -203,11 +203,12 @@ impl SimWorld {
         let mut world = self.world.borrow_mut();
         let file = world.find_or_make(name.as_ref());
         let (descriptor, alignment) = world.descriptor(file);
+        let block_device = world.has_fixed_size(file);
         Arc::new(ImageFile::with_alignment(
             name.as_ref().to_owned(),
             descriptor,
             write,
-            false,
+            block_device,
             alignment,
         ))
     }
@@ -217,6 +218,14 @@ impl SimWorld {
         let mut world = self.world.borrow_mut();
         let file = world.find_or_make(name.as_ref());
         world.set_alignment(file, alignment);
+    }
+
+    /// From the next [`SimWorld::file`] on a file is a block device of the length that it has: a write behind its end
+    /// fails with `ENOSPC`, and its length cannot be changed.
+    pub fn fix_size(&self, name: impl AsRef<Path>) {
+        let mut world = self.world.borrow_mut();
+        let file = world.find_or_make(name.as_ref());
+        world.fix_size(file);
     }
 
     /// What readers of a file see now.

@@ -627,3 +627,32 @@ fn opening_a_file_that_is_not_there_is_an_error() {
     let error = world.open("other".as_ref(), FileOptions::default());
     assert!(matches!(error, Err(OpenFileError::Open { .. })));
 }
+
+/// A block device: what fits is written, what lies behind its end is refused, and its length stays.
+#[test]
+fn a_file_of_fixed_size_takes_what_fits() {
+    for profile in [Profile::IMMEDIATE, Profile::default()] {
+        let world = SimWorld::new(7, profile);
+        let image = SimImage::from_bytes(&world.store(), &[A; 4 * SECTOR]);
+        world.set_contents("disk", image);
+        world.fix_size("disk");
+        let view = world.file("disk", true).view(&world.context(64)).expect("a view");
+        assert!(view.file().is_block_device());
+        write(&view, 3, &[B; SECTOR]).expect("the last sector");
+        let full = Err(IoError::Host { errno: libc::ENOSPC });
+        assert_eq!(write(&view, 4, &[B; SECTOR]), full);
+        assert_eq!(write(&view, 2, &[B; 3 * SECTOR]), full, "half of it fits");
+        for len in [0, 1 << 20] {
+            assert!(run(&view, view.set_len(len)).is_err());
+        }
+        assert!(run(&view, view.preallocate(0, 1 << 20)).is_err());
+        assert_eq!(run(&view, view.punch(0, SECTOR as u64)), Ok(true));
+        assert_eq!(run(&view, view.punch(0, 8 * SECTOR as u64)), Ok(false));
+        assert_eq!(view.len(), Ok(4 * SECTOR as u64));
+        let now = world.contents("disk");
+        assert_eq!(
+            (0..4).map(|at| sector(&now, at)).collect::<Vec<_>>(),
+            [0, A, B, B]
+        );
+    }
+}

@@ -33,6 +33,8 @@ struct SimFile {
     descriptor: File,
     identity: (u64, u64),
     alignment: Alignment,
+    /// It has the length it has, as a block device.
+    fixed_size: bool,
     contents: Contents,
     /// It is no disk but the door of these pages, and has their bytes.
     pages: Option<Rc<Pages>>,
@@ -182,6 +184,7 @@ impl World {
             identity: (meta.dev(), meta.ino()),
             descriptor,
             alignment: Alignment::NONE,
+            fixed_size: false,
             contents: Contents::new(SimImage::new(&self.store)),
             pages,
         });
@@ -223,6 +226,14 @@ impl World {
 
     pub(super) fn set_alignment(&mut self, file: usize, alignment: Alignment) {
         self.files[file].alignment = alignment;
+    }
+
+    pub(super) fn fix_size(&mut self, file: usize) {
+        self.files[file].fixed_size = true;
+    }
+
+    pub(super) fn has_fixed_size(&self, file: usize) -> bool {
+        self.files[file].fixed_size
     }
 
     pub(super) fn contents(&mut self, file: usize) -> &Contents {
@@ -376,10 +387,7 @@ impl World {
         };
         self.note(&op, What::Submitted);
         if self.profile.immediate {
-            op.fate = Some(Fate {
-                bytes: op.len,
-                errno: None,
-            });
+            op.fate = Some(self.bounds(&op));
             self.take_effect(&mut op, u64::MAX);
             self.complete(op);
             return;
@@ -480,6 +488,37 @@ impl World {
         ready.nth(turn as usize).map_or(0, |(index, _)| index)
     }
 
+    /// What becomes of an op by itself: on a block device what fits is written, nothing fits behind the end, and the
+    /// length is what it is, as Linux has it.
+    fn bounds(&self, op: &SimOp) -> Fate {
+        let file = &self.files[op.file];
+        let whole = Fate {
+            bytes: op.len,
+            errno: None,
+        };
+        if !file.fixed_size {
+            return whole;
+        }
+        let room = file.len().saturating_sub(op.offset);
+        let errno = match op.kind {
+            Kind::Write { .. } if room == 0 => libc::ENOSPC,
+            Kind::Write { .. } => {
+                return Fate {
+                    bytes: op.len.min(room),
+                    errno: None,
+                };
+            }
+            Kind::Allocate { mode: 0 } => libc::EOPNOTSUPP,
+            Kind::Allocate { .. } if op.len > room => libc::EINVAL,
+            Kind::Truncate => libc::EINVAL,
+            _ => return whole,
+        };
+        Fate {
+            bytes: 0,
+            errno: Some(errno),
+        }
+    }
+
     /// Draws what will become of an op.
     fn fate(&mut self, op: &SimOp) -> Fate {
         let profile = self.profile;
@@ -534,10 +573,17 @@ impl World {
             return fail(libc::ENOSPC);
         }
         let mut bytes = op.len;
+        match self.bounds(op) {
+            Fate {
+                errno: None,
+                bytes: room,
+            } => bytes = bytes.min(room),
+            refused => return refused,
+        }
         let transfer = matches!(op.kind, Kind::Read | Kind::Write { .. });
         if transfer && op.len > SECTOR as u64 && self.random.chance(profile.short) {
             let unit = self.files[op.file].alignment.offset.max(SECTOR as u64);
-            bytes = (unit * (1 + self.random.below(op.len / unit))).min(op.len);
+            bytes = (unit * (1 + self.random.below(op.len / unit))).min(bytes);
         }
         Fate { bytes, errno: None }
     }

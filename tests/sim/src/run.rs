@@ -140,6 +140,9 @@ impl<'a> Run<'a> {
             };
             world.set_alignment(DISK, alignment);
         }
+        if case.shape.device > 0 {
+            world.fix_size(DISK);
+        }
         let (mut workers, mut own, mut tags) = (Vec::new(), Vec::new(), Vec::new());
         let shares: Vec<usize> = match &case.ublk {
             Some(ublk) => ublk::shares(ublk, case.lanes).collect(),
@@ -197,7 +200,8 @@ impl<'a> Run<'a> {
         self.world.set_profile(without_errors(self.case.profile));
         self.changes = self.world.changes();
         self.open()?;
-        self.record.borrow_mut().may_fail = self.case.profile.has_errors();
+        // What finds no room on a device fails too.
+        self.record.borrow_mut().may_fail = self.case.profile.has_errors() || self.case.shape.device > 0;
         self.world.set_profile(self.case.profile);
         let mut lanes = Vec::new();
         match (self.case.virtio, self.case.ublk) {

@@ -70,6 +70,8 @@ pub struct Shape {
     pub filled: u32,
     /// What I/O on its file must be aligned to, in bytes; 1 for buffered I/O.
     pub alignment: u64,
+    /// Its file is a block device with so many bytes behind the image; 0 for a file that grows.
+    pub device: u64,
     /// Discards give space back.
     pub sparse: bool,
     /// Discarded clusters keep their place.
@@ -92,6 +94,7 @@ impl Shape {
         dirty: false,
         filled: 0,
         alignment: 1,
+        device: 0,
         sparse: true,
         no_unref: false,
         cache: 1 << 20,
@@ -123,6 +126,7 @@ impl Shape {
             dirty: !v2 && random.one_in(10),
             filled: random.pick(&[0, 200, 500, 1000]),
             alignment: random.pick(&[1, 1, 512, 4096]),
+            device: 0,
             sparse: !random.one_in(5),
             no_unref: random.one_in(4),
             cache: random.pick(&[1 << 20, 1 << 20, 8 << 10]),
@@ -139,6 +143,15 @@ impl Shape {
         }
         if shape.snapshot {
             shape.refcount_bits = shape.refcount_bits.max(2);
+        }
+        // By what was drawn already: one in eight has hardly any room, one in eight has more than enough. A device that is
+        // not closed cleanly needs room for a refcount structure of its own.
+        if !shape.dirty {
+            shape.device = match (shape.alignment, shape.filled) {
+                (512, 200) | (4096, 500) => shape.cluster() * 12,
+                (512, 500) | (4096, 200) => 1 << 20,
+                _ => 0,
+            };
         }
         shape
     }
@@ -206,7 +219,15 @@ impl Beginning {
     /// Puts the files into a world.
     pub fn install(&self, world: &SimWorld) {
         let store = world.store();
-        world.set_contents(DISK, SimImage::from_bytes(&store, &self.image));
+        let mut image = self.image.clone();
+        if self.shape.device > 0 {
+            // What is behind the image on a device is anything.
+            let len = image.len().next_multiple_of(1 << self.shape.cluster_bits);
+            image.resize(len, 0);
+            let len = (len as u64 + self.shape.device).next_multiple_of(self.shape.alignment);
+            image.resize(len as usize, 0xA5);
+        }
+        world.set_contents(DISK, SimImage::from_bytes(&store, &image));
         if self.shape.below != Below::Nothing {
             world.set_contents(BASE, SimImage::from_bytes(&store, &self.base));
         }
@@ -258,6 +279,7 @@ pub fn beginning(shape: Shape) -> Rc<Beginning> {
     // How an image is opened and aligned makes no other image.
     let key = Shape {
         alignment: 1,
+        device: 0,
         sparse: true,
         no_unref: false,
         cache: 1 << 20,
