@@ -14,10 +14,11 @@ mod common;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use block::file::{FileOptions, ImageFile};
 use block::ring::RingKind;
-use block::{AlignedBuf, Context, IoError, Op};
+use block::{AlignedBuf, Buffer, Context, IoError, Op};
 use common::{Folder, Lane, Random, assert_same, close, open};
 use qcow::image::CreateOptions;
 use qcow::{OpenOptions, QcowDisk};
@@ -105,7 +106,10 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.path).status();
+        let detached = Command::new("losetup").arg("--detach").arg(&self.path).status();
+        if !detached.is_ok_and(|status| status.success()) {
+            println!("{} is left behind", self.path.display());
+        }
     }
 }
 
@@ -260,6 +264,59 @@ fn clusters_reached(disk: &Arc<QcowDisk>, lane: &Lane, cluster: u64) -> u64 {
     end
 }
 
+/// A write that may wait for space holds up nothing that could make some: what is discarded meanwhile lets it go on.
+#[test]
+fn a_write_that_waits_goes_on_when_something_is_discarded() {
+    for (ring, direct) in WAYS {
+        let folder = Folder::new();
+        let Some(device) = Device::new("writes that wait", &folder, 4 << 20, 512) else {
+            return;
+        };
+        device.create(&folder, true, 4096, 8 << 20);
+        let options = OpenOptions {
+            direct,
+            wait_for_space: true,
+            ..OpenOptions::default()
+        };
+        let disk = open(&device.path, &options);
+        let lane = Lane::new(&disk, ring);
+        let bytes = vec![7; 64 << 10];
+        let begin = Instant::now();
+        let mut done = Vec::new();
+        let mut at = 0;
+        // The write that finds no room is not answered.
+        loop {
+            let buffer = AlignedBuf::from_slice(&bytes).into();
+            lane.submit(Op::Write { fua: false }, at, 64 << 10, buffer, at);
+            let asked = Instant::now();
+            while done.is_empty() && asked.elapsed() < Duration::from_secs(2) {
+                lane.turn(&mut done);
+            }
+            let Some(answer) = done.pop() else { break };
+            assert_eq!(answer.result, Ok(()));
+            at += 64 << 10;
+        }
+        assert!(at > 3 << 20 && at < 4 << 20, "{at}");
+        lane.submit(Op::Discard, 0, 1 << 20, Buffer::default(), 1);
+        while done.len() < 2 {
+            assert!(
+                begin.elapsed() < Duration::from_secs(120),
+                "it waits for ever: {done:?}"
+            );
+            lane.turn(&mut done);
+        }
+        assert!(done.iter().all(|done| done.result == Ok(())), "{done:?}");
+        let mut model = vec![7; at as usize + bytes.len()];
+        model[..1 << 20].fill(0);
+        model.resize(8 << 20, 0);
+        assert_same(&lane.read(0, 8 << 20), &model, "after the wait");
+        lane.settle();
+        drop(lane);
+        close(disk);
+        folder.assert_flawless(device.name(), false);
+    }
+}
+
 /// The device is made larger while its disk is served; then the disk is.
 #[test]
 fn a_device_that_grows_is_used_at_once() {
@@ -370,7 +427,8 @@ fn a_refcount_table_without_room_to_grow_fails_nothing_else() {
         device.create(&folder, false, 512, 16 << 20);
         let disk = device.open(direct);
         let lane = Lane::new(&disk, ring);
-        let mut at = 0;
+        let mut at = 7 << 20;
+        lane.write(0, &pattern(0, at as usize, 1));
         while try_write(&lane, at, &pattern(at, 512, 1)) == Ok(()) {
             at += 512;
         }

@@ -554,7 +554,7 @@ fn tables_scattered_over_a_huge_file_take_no_memory() {
         let first_table = (1 << 20) * cluster;
         let first_block = first_table + l1_entries * 64 * cluster;
         let end = first_block + blocks * 64 * cluster;
-        let counted = (cluster * 8 >> order) * blocks * cluster;
+        let counted = ((cluster * 8) >> order) * blocks * cluster;
         assert!(end <= counted, "{name}: all is counted");
         let mut bytes = image.bytes.clone();
         let own_block = u64_in(&bytes, u64_in(&bytes, 48));

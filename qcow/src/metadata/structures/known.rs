@@ -20,7 +20,7 @@ impl Packed {
     const KIND_BITS: u32 = 4;
 
     fn new(cluster: u64, structure: Structure) -> Self {
-        Self(cluster << Self::KIND_BITS | structure as u64)
+        Self((cluster << Self::KIND_BITS) | structure as u64)
     }
 
     fn cluster(self) -> u64 {
@@ -117,7 +117,7 @@ impl Known {
             .take_while(|packed| packed.cluster() / 64 == key)
             .fold(0, |bits, packed| bits | place(packed.cluster()).1);
         let change = self.changes.get(&key).copied().unwrap_or_default();
-        listed & !change.gone | change.made
+        (listed & !change.gone) | change.made
     }
 
     /// A cluster is a structure from now on.
