@@ -78,11 +78,6 @@ impl DiskQueue for QcowQueue {
 }
 
 impl Queue {
-    /// Holds clusters that leave the mapping from now on back from reuse, until the guard is dropped.
-    pub(super) fn enter(&self) -> EpochGuard {
-        self.epoch.enter()
-    }
-
     /// Returns true if something holds clusters back from reuse for this queue.
     pub(super) fn is_entered(&self) -> bool {
         self.epoch.is_entered()
