@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
@@ -289,7 +289,7 @@ fn served_disks(arguments: &VhostUserArguments) -> Result<Vec<DiskConfig>, Comma
             disks.len()
         )));
     }
-    check_sockets(&arguments.socket)?;
+    arguments.socket.iter().try_for_each(|path| check_socket(path))?;
     Ok(disks)
 }
 
@@ -383,20 +383,6 @@ fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, Command
 /// Refuses a path that no socket can have.
 fn check_socket(path: &Path) -> Result<(), CommandFailure> {
     socket::check_path(path).map_err(|error| CommandFailure::Usage(error.to_string()))
-}
-
-/// Refuses sockets that cannot be, and one for two disks.
-fn check_sockets(sockets: &[PathBuf]) -> Result<(), CommandFailure> {
-    for (index, path) in sockets.iter().enumerate() {
-        check_socket(path)?;
-        if sockets[..index].contains(path) {
-            let path = path.display();
-            return Err(CommandFailure::Usage(format!(
-                "--socket {path} is there twice; each disk needs a socket of its own"
-            )));
-        }
-    }
-    Ok(())
 }
 
 /// What `--memory` says.

@@ -256,12 +256,6 @@ fn sockets_that_cannot_be_are_refused_before_anything_is_opened() {
         line.refused(2)
             .contains("is longer than 107 bytes; choose a shorter one")
     );
-    let twice = ["vhost-user", "--socket", "s", "--socket", "s"];
-    let line = world.ringdisk(&[&twice[..], &pair, &["--disk", "path=b.qcow2"]].concat());
-    assert_eq!(
-        line.refused(2),
-        "--socket s is there twice; each disk needs a socket of its own"
-    );
 }
 
 #[test]
