@@ -78,6 +78,11 @@ impl DiskQueue for QcowQueue {
 }
 
 impl Queue {
+    /// Marks a request as in flight: what it may see in the mapping is not reused while the guard lives.
+    pub(super) fn enter(&self) -> EpochGuard {
+        self.epoch.enter()
+    }
+
     /// Returns true if something holds clusters back from reuse for this queue.
     pub(super) fn is_entered(&self) -> bool {
         self.epoch.is_entered()
