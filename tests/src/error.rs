@@ -4,6 +4,8 @@ use std::error::Error as _;
 use std::fmt;
 use std::path::PathBuf;
 
+use crate::results::{PANICKED, RESTARTED};
+
 /// Anything that keeps the lab from doing what a test asked.
 ///
 /// Its `Debug` is its message and the chain of causes: that is what a test that returns it shows.
@@ -109,6 +111,17 @@ pub enum Error {
 }
 
 impl Error {
+    /// Returns true if a guest failed as a whole: it panicked, restarted by itself, or was too slow. An emulated guest with
+    /// real KVM does, now and then. A benchmark may begin again then; a test must look closer.
+    #[must_use]
+    pub fn is_of_whole_guest(&self) -> bool {
+        match self {
+            Self::Timeout { .. } => true,
+            Self::Guest { what, .. } => what == PANICKED || what == RESTARTED,
+            _ => self.is_emulators(),
+        }
+    }
+
     /// Returns true if QEMU's emulation of a processor failed: once in many runs, QEMU 10.0 ends with an assertion in
     /// `iotlb_to_section` when a guest's CPUs change its page tables. Any other assertion may be the answer to what a
     /// vhost-user server of ours sent.
@@ -160,6 +173,18 @@ mod tests {
         assert!(!ended("qemu-system-x86_64", aborted, ours).is_emulators());
         assert!(!ended("qemu-system-x86_64", "signal: 9 (SIGKILL)", assertion).is_emulators());
         assert!(!ended("qemu-system-x86_64", "exit status: 1", assertion).is_emulators());
+    }
+
+    #[test]
+    fn a_guest_that_fails_as_a_whole_is_told_from_a_script_that_fails() {
+        let guest = |what: &str| Error::Guest {
+            what: what.to_owned(),
+            lines: "the guest panicked".to_owned(),
+            console: String::new(),
+        };
+        assert!(guest(PANICKED).is_of_whole_guest());
+        assert!(guest(RESTARTED).is_of_whole_guest());
+        assert!(!guest("script ended with 1").is_of_whole_guest());
     }
 
     #[test]

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use crate::again::begun_again;
 use crate::heartbeat::{self, Heartbeat, Pulse};
 use crate::process::{GLANCE, Process, read_lossy, tail};
-use crate::results::{boots, scripts_part};
+use crate::results::{PANICKED, boots, scripts_part};
 use crate::{Error, Lab, Scratch, initramfs};
 
 /// The PCI slot of the first disk; the next ones follow. Below are QEMU's own devices.
@@ -441,7 +441,7 @@ impl RunningGuest {
 
     fn check_alive(&self) -> Result<(), Error> {
         if read_lossy(&self.console).contains("Kernel panic") {
-            return Err(self.failed("panicked"));
+            return Err(self.failed(PANICKED));
         }
         if Instant::now() < self.deadline {
             return Ok(());

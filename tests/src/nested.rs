@@ -25,6 +25,9 @@ const KVM: &str =
 /// How often a guest is started in all, where each time it was the emulated processor that failed.
 const ATTEMPTS: u32 = 2;
 
+/// The name that the guest's files begin with.
+const OUTER: &str = "outer";
+
 /// The disk, before it is made.
 #[derive(Debug)]
 pub struct Toolbox {
@@ -187,6 +190,12 @@ pub struct Nested<'a> {
 }
 
 impl Nested<'_> {
+    /// The file with what the guest's script has printed, whether or not it ended well.
+    #[must_use]
+    pub fn results(&self) -> PathBuf {
+        self.scratch.file(&format!("{OUTER}.results"))
+    }
+
     /// Runs the guest, and returns what its script printed, and the toolbox's disk.
     ///
     /// If the emulated processor fails, all of it is done once more, which counts as [begun again](begun_again): the guest
@@ -235,7 +244,7 @@ impl Nested<'_> {
             servers.push(Server::ringdisk(&socket, &format!("{disk},poll_us=0")).map_err(own)?);
             guest = guest.disk(name, &socket, 1);
         }
-        let mut guest = guest.boot(self.scratch, "outer").map_err(own)?;
+        let mut guest = guest.boot(self.scratch, OUTER).map_err(own)?;
         let outcome = guest.outcome().map_err(|failure| {
             let pulse = guest.pulse(STOPPED);
             let reason = reason_to_try_again(&failure, pulse);

@@ -71,9 +71,9 @@ pub(crate) struct RunArguments {
     /// Seconds of each measurement.
     #[arg(long, env = "RINGDISK_BENCH_SECONDS", default_value_t = 3.0)]
     seconds: f64,
-    /// No new row is begun after so many minutes.
-    #[arg(long, default_value_t = 24.0)]
-    minutes: f64,
+    /// Begin no new row after so many minutes; --resume goes on with the rest. Without it, all rows are measured.
+    #[arg(long)]
+    minutes: Option<f64>,
     /// Where images lie while they are measured; must be on a disk.
     #[arg(long, env = "RINGDISK_BENCH_DIR", default_value = "target/bench/images")]
     images: PathBuf,

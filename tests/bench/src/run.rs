@@ -5,7 +5,7 @@
     reason = "the run reports as it goes"
 )]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -29,6 +29,9 @@ const BUILD: Duration = Duration::from_secs(1200);
 struct Progress {
     id: String,
     rows: BTreeMap<String, Vec<Entry>>,
+    /// The rows that lack a part. They are measured anew if the run is resumed.
+    #[serde(default)]
+    partial: BTreeSet<String>,
 }
 
 /// Measures what is asked for.
@@ -79,7 +82,7 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
     let id = run_id(arguments);
     let mut progress = Progress {
         id,
-        rows: BTreeMap::new(),
+        ..Progress::default()
     };
     if arguments.resume {
         progress.rows = kept(&store, &progress.id)?;
@@ -95,6 +98,7 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
             warm_up: Duration::from_secs_f64((arguments.seconds / 5.0).clamp(0.1, 1.0)),
             measure: Duration::from_secs_f64(arguments.seconds),
         },
+        problems: Vec::new(),
     };
     let problems = measure(arguments, &selected, &mut bench, &mut progress, &store, &summary)?;
     if arguments.keep_images {
@@ -149,7 +153,8 @@ fn measure(
             problems.push(format!("{}: interrupted", row.name));
             continue;
         }
-        if begun.elapsed().as_secs_f64() > arguments.minutes * 60.0 {
+        let minutes = begun.elapsed().as_secs_f64() / 60.0;
+        if arguments.minutes.is_some_and(|limit| minutes > limit) {
             problems.push(format!("{}: no time left, go on with --resume", row.name));
             continue;
         }
@@ -157,6 +162,11 @@ fn measure(
         match row.measure(bench) {
             Ok(entries) => {
                 println!("{}", report::table(&entries));
+                for problem in bench.problems.drain(..) {
+                    eprintln!("{}: {problem}", row.name);
+                    problems.push(format!("{}: {problem}", row.name));
+                    progress.partial.insert(row.name.to_owned());
+                }
                 progress.rows.insert(row.name.to_owned(), entries);
                 report::write_json(store, progress)?;
                 report::write(summary, &in_order(&all, progress))?;
@@ -184,7 +194,8 @@ fn kept(store: &Path, id: &str) -> io::Result<BTreeMap<String, Vec<Entry>>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
         text => text?,
     };
-    let last: Progress = serde_json::from_str(&text)?;
+    let mut last: Progress = serde_json::from_str(&text)?;
+    last.rows.retain(|row, _| !last.partial.contains(row));
     if last.id != id {
         println!("the last run had other settings or another commit: nothing to resume");
         return Ok(BTreeMap::new());

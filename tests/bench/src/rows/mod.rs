@@ -39,6 +39,8 @@ pub(crate) struct Bench {
     pub(crate) wait: Option<Wait>,
     /// How long one measurement takes.
     pub(crate) timing: Timing,
+    /// What a row that has measured a part says of the rest.
+    pub(crate) problems: Vec<String>,
 }
 
 /// Measures a row.

@@ -11,7 +11,7 @@ use std::time::Duration;
 use lab::nested::{Nested, Toolbox};
 use lab::{Kernel, Lab, Scratch};
 
-use super::said::Said;
+use super::said::{self, Entries, Said, failed};
 use super::{Bench, Row};
 use crate::report::{Better, Entry};
 use crate::server::Program;
@@ -377,51 +377,60 @@ fn run(row: &Row, bench: &mut Bench, place: Place) -> io::Result<Vec<Entry>> {
         return Err(io::Error::other("this row has no other side than ringdisk's"));
     };
     let seconds = bench.timing.measure.as_secs_f64().max(1.0);
-    let said = inside(ringdisk, place, bench.pairs, seconds);
-    let said = said.map_err(|error| io::Error::other(format!("{error:?}")))?;
+    let (said, failure) = inside(ringdisk, place, bench.pairs, seconds)?;
     let of = |who, what| said.median(who, what);
-    let mut entries = Vec::new();
+    let mut entries = Entries::default();
     for (name, ours, peer, what, _) in place.compared() {
-        let beside = (*peer, of(peer, what)?);
-        entries.push(row.entry(name, "IOPS", Better::Higher, of(ours, what)?, beside));
+        let entry = || {
+            let beside = (*peer, of(peer, what)?);
+            Ok(row.entry(name, "IOPS", Better::Higher, of(ours, what)?, beside))
+        };
+        entries.add(entry());
     }
     for (what, two, one) in TWO_QUEUES {
-        let idle = format!("{what}-idle");
-        let (two, beside) = (said.median(two, what)?, ("one queue", said.median(one, what)?));
-        let entry = row.entry(what, "IOPS", Better::Higher, two, beside);
         // Two queues have no more than what one leaves, and nobody gets the last twentieth of a machine.
-        let room = 100.0 / (100.0 - said.median(one, &idle)?.min(99.0));
-        let allowed = room >= TWO_QUEUES_MIN / 0.95;
-        entries.push(entry.target(allowed.then_some(TWO_QUEUES_MIN)));
-        entries.push(row.entry(
-            &format!("{what}/room"),
-            "×",
-            Better::Higher,
-            room,
-            ("one queue", 1.0),
-        ));
+        let idle = format!("{what}-idle");
+        let room = said
+            .median(one, &idle)
+            .map(|idle| 100.0 / (100.0 - idle.min(99.0)));
+        let entry = |room: f64| {
+            let beside = ("one queue", of(one, what)?);
+            let allowed = room >= TWO_QUEUES_MIN / 0.95;
+            let entry = row.entry(what, "IOPS", Better::Higher, of(two, what)?, beside);
+            Ok(entry.target(allowed.then_some(TWO_QUEUES_MIN)))
+        };
+        if let Ok(room) = room {
+            entries.add(entry(room));
+        }
+        let name = format!("{what}/room");
+        entries.add(room.map(|room| row.entry(&name, "×", Better::Higher, room, ("one queue", 1.0))));
     }
     for (name, what, bound) in BOUNDS {
-        let took = of("ours-auto", what)? / 1000.0;
-        entries.push(row.entry(name, "s", Better::Lower, took, ("bound", bound)));
+        let took = of("ours-auto", what).map(|took| took / 1000.0);
+        entries.add(took.map(|took| row.entry(name, "s", Better::Lower, took, ("bound", bound))));
     }
-    let told = of("ours-auto", "told-32-ms")? / 1000.0;
-    entries.push(row.entry("recovery-32x4/told", "s", Better::Lower, told, ("bound", 5.0)));
+    let told = of("ours-auto", "told-32-ms").map(|told| told / 1000.0);
+    entries.add(told.map(|told| row.entry("recovery-32x4/told", "s", Better::Lower, told, ("bound", 5.0))));
     for (name, few, many) in LINEAR {
-        let (few, many) = (of("ours-auto", few)? / 8.0, of("ours-auto", many)? / 32.0);
-        entries.push(row.entry(name, "ms each", Better::Lower, many, ("8 devices", few)));
+        let entry = || {
+            let (few, many) = (of("ours-auto", few)? / 8.0, of("ours-auto", many)? / 32.0);
+            Ok(row.entry(name, "ms each", Better::Lower, many, ("8 devices", few)))
+        };
+        entries.add(entry());
     }
-    Ok(entries)
+    entries.end(failure, &mut bench.problems)
 }
 
-fn inside(ringdisk: &Path, place: Place, pairs: u32, seconds: f64) -> Result<Said, lab::Error> {
-    let lab = Lab::prepare()?.with_kernel(place.kernel)?;
-    let scratch = Scratch::new()?;
+fn inside(ringdisk: &Path, place: Place, pairs: u32, seconds: f64) -> io::Result<(Said, Option<String>)> {
+    let lab = Lab::prepare().map_err(failed)?;
+    let lab = lab.with_kernel(place.kernel).map_err(failed)?;
+    let scratch = Scratch::new().map_err(failed)?;
     let rublk = std::env::var_os("RUBLK").filter(|path| !path.is_empty());
     let rublk = rublk.map_or_else(|| PathBuf::from("target/bench/peers/bin/rublk"), PathBuf::from);
-    let toolbox = Toolbox::with(&lab, &scratch, ringdisk)?
-        .program(&rublk, "rublk")?
-        .program(Path::new("/usr/bin/qemu-nbd"), "qemu-nbd")?;
+    let toolbox = Toolbox::with(&lab, &scratch, ringdisk)
+        .and_then(|toolbox| toolbox.program(&rublk, "rublk"))
+        .and_then(|toolbox| toolbox.program(Path::new("/usr/bin/qemu-nbd"), "qemu-nbd"))
+        .map_err(failed)?;
     let whom = place.whom();
     let rounds = (f64::from(pairs) * seconds).ceil();
     let script = format!(
@@ -436,6 +445,5 @@ fn inside(ringdisk: &Path, place: Place, pairs: u32, seconds: f64) -> Result<Sai
         script: &script,
         patience: PATIENCE,
     };
-    let (outcome, _) = nested.run()?;
-    Ok(Said::of(&outcome))
+    said::run(place.row, &nested)
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use lab::nested::{Nested, Toolbox};
 use lab::{Lab, Scratch};
 
-use super::said::Said;
+use super::said::{self, Entries, Said, failed};
 use super::{Bench, Row};
 use crate::report::{Better, Entry};
 use crate::server::Program;
@@ -159,72 +159,63 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
         return Err(io::Error::other("this row has no other side than ringdisk's"));
     };
     let (pairs, seconds) = (bench.pairs, bench.timing.measure.as_secs_f64().max(1.0));
-    let said = outer(ringdisk, cloud_hypervisor.as_deref(), pairs, seconds);
-    let said = said.map_err(|error| io::Error::other(format!("{error:?}")))?;
+    let (said, failure) = outer(row.name, ringdisk, cloud_hypervisor.as_deref(), pairs, seconds)?;
     let of = |who, what| said.median(who, what);
     let ours = "ringdisk";
-    let mut entries = Vec::new();
+    let mut entries = Entries::default();
     let mut peers = vec![("qemu", "")];
     if cloud_hypervisor.is_some() {
         peers.push(("cloud-hypervisor", "-cloud-hypervisor"));
     }
     for (peer, suffix) in peers {
-        let (time, beside) = (of(ours, "boot-ms")? / 1000.0, of(peer, "boot-ms")? / 1000.0);
-        let name = format!("boot{suffix}");
-        entries.push(row.entry(&name, "s", Better::Lower, time, (peer, beside)));
+        let mut add = |name: String, unit, better, what, divisor: f64| {
+            let entry = || {
+                let beside = (peer, of(peer, what)? / divisor);
+                Ok(row.entry(&name, unit, better, of(ours, what)? / divisor, beside))
+            };
+            entries.add(entry());
+        };
+        add(format!("boot{suffix}"), "s", Better::Lower, "boot-ms", 1000.0);
         for (what, ..) in WORKLOADS {
-            let (rate, beside) = (of(ours, what)?, of(peer, what)?);
-            let name = format!("{what}{suffix}");
-            entries.push(row.entry(&name, "IOPS", Better::Higher, rate, (peer, beside)));
+            add(format!("{what}{suffix}"), "IOPS", Better::Higher, what, 1.0);
         }
-        let mib = (
-            of(ours, "resident-kib")? / 1024.0,
-            of(peer, "resident-kib")? / 1024.0,
-        );
         let name = format!("resident-beside{suffix}");
-        entries.push(row.entry(&name, "MiB", Better::Lower, mib.0, (peer, mib.1)));
+        add(name, "MiB", Better::Lower, "resident-kib", 1024.0);
     }
-    let resident = of(ours, "resident-kib")? / 1024.0;
-    entries.push(row.entry(
-        "resident",
-        "MiB",
-        Better::Lower,
-        resident,
-        ("bound", RESIDENT_MIB),
-    ));
-    let mut requests = 0.0;
-    for (what, ..) in WORKLOADS {
-        requests += of(ours, what)? * seconds;
-    }
-    // None at all is better than any bound, and no ratio.
-    let exits = (of(ours, "exits")? * 1000.0 / requests).max(0.001);
-    let bound = ("bound", EXITS_PER_THOUSAND);
-    entries.push(row.entry("exits", "per 1,000 requests", Better::Lower, exits, bound));
-    Ok(entries)
+    let resident = of(ours, "resident-kib").map(|kib| kib / 1024.0);
+    let bound = ("bound", RESIDENT_MIB);
+    entries.add(resident.map(|mib| row.entry("resident", "MiB", Better::Lower, mib, bound)));
+    let exits = || {
+        let mut requests = 0.0;
+        for (what, ..) in WORKLOADS {
+            requests += of(ours, what)? * seconds;
+        }
+        // None at all is better than any bound, and no ratio.
+        let exits = (of(ours, "exits")? * 1000.0 / requests).max(0.001);
+        let bound = ("bound", EXITS_PER_THOUSAND);
+        Ok(row.entry("exits", "per 1,000 requests", Better::Lower, exits, bound))
+    };
+    entries.add(exits());
+    entries.end(failure, &mut bench.problems)
 }
 
 fn outer(
+    row: &str,
     ringdisk: &Path,
     cloud_hypervisor: Option<&Path>,
     pairs: u32,
     seconds: f64,
-) -> Result<Said, lab::Error> {
-    let lab = Lab::prepare()?;
-    let scratch = Scratch::new()?;
-    let mut toolbox = Toolbox::with(&lab, &scratch, ringdisk)?
-        .script(&lab, "boot", "true\n")?
-        .script(&lab, "work", &inner_script(seconds))?
-        .program(Path::new("/usr/bin/qemu-system-x86_64"), "qemu")?;
-    for file in FIRMWARE {
-        toolbox = toolbox.file(Path::new(file))?;
-    }
-    let mut whom = String::from("ringdisk qemu");
-    if let Some(binary) = cloud_hypervisor {
-        toolbox = toolbox.program(binary, "cloud-hypervisor")?;
-        whom.push_str(" cloud-hypervisor");
-    }
+) -> io::Result<(Said, Option<String>)> {
+    let lab = Lab::prepare().map_err(failed)?;
+    let scratch = Scratch::new().map_err(failed)?;
+    let toolbox = toolbox(&lab, &scratch, ringdisk, cloud_hypervisor, seconds).map_err(failed)?;
+    let also = if cloud_hypervisor.is_some() {
+        " cloud-hypervisor"
+    } else {
+        ""
+    };
     let script = format!(
-        "whom='{whom}'\n{PREPARE}\nfor script in boot work; do for round in $(seq {pairs}); do\n\
+        "whom='ringdisk qemu{also}'\n{PREPARE}\nfor script in boot work; do for round in $(seq {pairs}); do\n\
          for who in $whom; do turn $who $script; done\n\
          whom=$(for who in $whom; do echo $who; done | tac | tr '\\n' ' ')\n\
          done; done\n./ringdisk image check data.qcow2\n"
@@ -237,6 +228,26 @@ fn outer(
         script: &script,
         patience: PATIENCE,
     };
-    let (outcome, _) = nested.run()?;
-    Ok(Said::of(&outcome))
+    said::run(row, &nested)
+}
+
+/// The disk with all programs that take part.
+fn toolbox(
+    lab: &Lab,
+    scratch: &Scratch,
+    ringdisk: &Path,
+    cloud_hypervisor: Option<&Path>,
+    seconds: f64,
+) -> Result<Toolbox, lab::Error> {
+    let mut toolbox = Toolbox::with(lab, scratch, ringdisk)?
+        .script(lab, "boot", "true\n")?
+        .script(lab, "work", &inner_script(seconds))?
+        .program(Path::new("/usr/bin/qemu-system-x86_64"), "qemu")?;
+    for file in FIRMWARE {
+        toolbox = toolbox.file(Path::new(file))?;
+    }
+    if let Some(binary) = cloud_hypervisor {
+        toolbox = toolbox.program(binary, "cloud-hypervisor")?;
+    }
+    Ok(toolbox)
 }
