@@ -25,6 +25,9 @@ type Sectors = BTreeMap<u64, Option<u8>>;
 
 #[derive(Debug)]
 struct Shape {
+    /// What it was drawn from.
+    #[expect(dead_code, reason = "for messages")]
+    seed: u64,
     cluster_bits: u32,
     refcount_bits: u32,
     bytes: u64,
@@ -34,9 +37,10 @@ struct Shape {
 }
 
 impl Shape {
-    fn draw(random: &mut Random) -> Self {
+    fn draw(seed: u64, random: &mut Random) -> Self {
         let bytes = SECTOR * (1 + random.below(200));
         Self {
+            seed,
             cluster_bits: random.pick(&[9, 9, 9, 10, 12]),
             refcount_bits: random.pick(&[1, 2, 4, 8, 16, 32, 64]),
             bytes,
@@ -94,7 +98,7 @@ async fn ask(
 
 impl Bench {
     fn new(seed: u64, random: &mut Random) -> Self {
-        let shape = Shape::draw(random);
+        let shape = Shape::draw(seed, random);
         let world = SimWorld::new(seed, Profile::IMMEDIATE);
         if shape.backing > 0 {
             let base = vec![0xBB; shape.backing as usize];
@@ -339,7 +343,6 @@ fn run(seed: u64) {
 fn disks_that_grow_by_any_amount_keep_what_was_flushed_and_show_zeros() {
     // The last one: a run of clusters for the L1 table crosses what a refcount block counts, and the power goes.
     for seed in (0..60).chain([394]) {
-        println!("seed {seed}");
         run(seed);
     }
 }

@@ -221,7 +221,8 @@ impl QcowDisk {
     /// # Errors
     ///
     /// [`IoError::OutOfRange`] for a smaller size or one past what an L1 table can hold,
-    /// [`IoError::Unsupported`] for an image of version 2 with snapshots, [`IoError::ReadOnly`], or what the host answers; then the disk has its old size.
+    /// [`IoError::Unsupported`] for an image of version 2 with snapshots, [`IoError::ReadOnly`], or
+    /// what the host answers; then the disk has its old size.
     pub async fn grow(&self, cx: &Context, size_bytes: u64) -> Result<(), IoError> {
         let queue = self.queue(cx).map_err(|error| IoError::from(error.source))?;
         grow::grow(&queue, size_bytes & !511).await
