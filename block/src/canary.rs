@@ -13,6 +13,7 @@ pub enum Rule {
     L1BeforeTable,
     ReuseBeforePunch,
     ReuseInFlight,
+    GraceEndsEarly,
     FlushMissesQueue,
     NeighbourDropped,
     InPlaceShared,
@@ -45,12 +46,13 @@ pub enum Rule {
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 33] = [
+    pub const ALL: [Self; 34] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
         Self::ReuseBeforePunch,
         Self::ReuseInFlight,
+        Self::GraceEndsEarly,
         Self::FlushMissesQueue,
         Self::NeighbourDropped,
         Self::InPlaceShared,
@@ -90,6 +92,7 @@ impl Rule {
             Self::L1BeforeTable => "l1-before-table",
             Self::ReuseBeforePunch => "reuse-before-punch",
             Self::ReuseInFlight => "reuse-with-io-in-flight",
+            Self::GraceEndsEarly => "grace-ends-early",
             Self::FlushMissesQueue => "flush-misses-another-queue",
             Self::NeighbourDropped => "copy-on-write-drops-neighbour",
             Self::InPlaceShared => "in-place-write-to-shared",

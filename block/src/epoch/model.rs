@@ -49,7 +49,7 @@ impl World {
     fn reclaim(&self) {
         let now = self.epochs.advance();
         let mut freeing = self.freeing.lock();
-        if freeing.is_some_and(|epoch| epoch + 2 <= now) {
+        if freeing.is_some_and(|epoch| is_past_grace(epoch, now)) {
             *freeing = None;
             self.cluster.with_mut(|_| ());
         }
@@ -63,7 +63,7 @@ fn check(model: impl Fn() + Sync + Send + 'static) {
 }
 
 /// Fails if a request looks at the mapping before it is counted, if the epoch moves on without looking at
-/// the counts, and if a drop's epoch is read while somebody is moving on ([`Epochs::now`] without the lock).
+/// the counts, if grace ends an epoch early, and if a drop's epoch is read while somebody is moving on ([`Epochs::now`] without the lock).
 #[test]
 fn a_cluster_is_reused_only_when_no_request_that_saw_it_is_in_flight() {
     check(|| {

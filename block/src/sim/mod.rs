@@ -59,6 +59,8 @@ pub struct Profile {
     pub linger: u32,
     /// An op is left alone for a long time.
     pub late: u32,
+    /// A read is, beside what `late` has it.
+    pub late_reads: u32,
     /// A read or write does only a part.
     pub short: u32,
     /// `EAGAIN` or `EINTR`, without effect.
@@ -89,6 +91,7 @@ impl Profile {
         piecewise: 0,
         linger: 0,
         late: 0,
+        late_reads: 0,
         short: 0,
         again: 0,
         cancel: 0,
@@ -114,6 +117,24 @@ impl Profile {
         ];
         errors.iter().any(|&chance| chance > 0)
     }
+}
+
+/// When a world last made an op fail, by the op's kind, as [`SimWorld::time`] has it. What is to be asked again does not
+/// count, nor what the host cannot do.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Faults {
+    /// A read.
+    pub read: Option<u64>,
+    /// A write.
+    pub write: Option<u64>,
+    /// A sync, or a write that was to be durable.
+    pub sync: Option<u64>,
+    /// An allocation, a punch or a change of length.
+    pub allocate: Option<u64>,
+    /// An op on registered pages, at their door.
+    pub door: Option<u64>,
+    /// An op of any kind that ended with `ECANCELED`.
+    pub cancel: Option<u64>,
 }
 
 /// A world of simulated disks. Cheap to clone; all clones are the same world.
@@ -271,6 +292,12 @@ impl SimWorld {
         self.world.borrow_mut().step()
     }
 
+    /// Returns true if each op in flight is one that is left alone for a long time, which the next step would end.
+    #[must_use]
+    pub fn is_only_late(&self) -> bool {
+        self.world.borrow().is_only_late()
+    }
+
     /// How many ops are in flight, completions that were not reaped included.
     #[must_use]
     pub fn in_flight(&self) -> usize {
@@ -287,6 +314,12 @@ impl SimWorld {
     #[must_use]
     pub fn time(&self) -> u64 {
         self.world.borrow().time()
+    }
+
+    /// What was made to fail so far.
+    #[must_use]
+    pub fn faults(&self) -> Faults {
+        self.world.borrow().faults
     }
 
     /// The process dies that all contexts so far belong to, while the host goes on: what these submit from here

@@ -21,7 +21,7 @@ use super::image::{SECTOR, SimImage, Store};
 use super::pages::{self, Pages, Way};
 use super::random::Random;
 use super::trace::{Event, Trace, What};
-use super::{Profile, memory};
+use super::{Faults, Profile, memory};
 use crate::buffer::IoSlice;
 use crate::file::Alignment;
 use crate::ring::driver::{Completion, KernelOp, Kind};
@@ -128,6 +128,7 @@ pub(super) struct World {
     /// Rings before this one are those of processes that were killed.
     first_alive: u32,
     pub(super) changes: u64,
+    pub(super) faults: Faults,
     pub(super) trace: Trace,
 }
 
@@ -148,6 +149,7 @@ impl World {
             hold_next: false,
             first_alive: 0,
             changes: 0,
+            faults: Faults::default(),
             trace: Trace::default(),
         }
     }
@@ -272,6 +274,11 @@ impl World {
         held.for_each(|op| op.not_before = self.time);
     }
 
+    pub(super) fn is_only_late(&self) -> bool {
+        let late = self.ops.iter().all(|op| op.not_before > self.time);
+        late && !self.ops.is_empty() && self.completions.iter().all(Vec::is_empty)
+    }
+
     pub(super) fn in_flight(&self) -> usize {
         self.ops.len() + self.completions.iter().map(Vec::len).sum::<usize>()
     }
@@ -392,7 +399,12 @@ impl World {
             self.complete(op);
             return;
         }
-        if self.random.chance(self.profile.late) {
+        let late_reads = if op.kind == Kind::Read {
+            self.profile.late_reads
+        } else {
+            0
+        };
+        if self.random.chance(self.profile.late) || self.random.chance(late_reads) {
             op.not_before += 20 + self.random.below(400);
         }
         if std::mem::take(&mut self.hold_next) {
@@ -676,6 +688,7 @@ impl World {
     /// The completion of an op whose effect is over.
     fn complete(&mut self, op: SimOp) {
         let result = op.result.unwrap_or(-libc::EIO);
+        self.note_fault(&op, -result);
         let counts = result >= 0 || op.ring < self.first_alive;
         if !self.profile.immediate && counts && self.files[op.file].pages.is_none() {
             let contents = &mut self.files[op.file].contents;
@@ -699,6 +712,25 @@ impl World {
             }
         }
         self.answer(&op, result);
+    }
+
+    fn note_fault(&mut self, op: &SimOp, errno: i32) {
+        let now = Some(self.time);
+        let at_door = self.files[op.file].pages.is_some();
+        match (op.kind, errno) {
+            (_, ..=0 | libc::EAGAIN | libc::EINTR | libc::EOPNOTSUPP) => {}
+            (_, libc::ECANCELED) => self.faults.cancel = now,
+            _ if at_door => self.faults.door = now,
+            (Kind::Read, _) => self.faults.read = now,
+            (Kind::Write { dsync }, _) => {
+                self.faults.write = now;
+                if dsync {
+                    self.faults.sync = now;
+                }
+            }
+            (Kind::DataSync, _) => self.faults.sync = now,
+            _ => self.faults.allocate = now,
+        }
     }
 
     fn answer(&mut self, op: &SimOp, result: i32) {

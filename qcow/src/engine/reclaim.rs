@@ -12,6 +12,7 @@ use std::rc::Rc;
 
 use block::IoError;
 use block::canary::{Rule, broken};
+use block::epoch::is_past_grace;
 use rustc_hash::FxHashMap;
 
 use super::read::{Part, finish};
@@ -87,7 +88,7 @@ pub(super) async fn reclaim(queue: &Rc<Queue>) -> Result<(), IoError> {
         let batch = {
             let mut freeing = shared.freeing.lock();
             match freeing.batches.front() {
-                Some((epoch, _)) if epoch + 2 <= now || broken(Rule::ReuseInFlight) => {
+                Some(&(epoch, _)) if is_past_grace(epoch, now) || broken(Rule::ReuseInFlight) => {
                     freeing.batches.pop_front()
                 }
                 _ => None,

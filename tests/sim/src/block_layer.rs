@@ -238,6 +238,7 @@ impl HostQueue {
         record.reached.by_driver += u64::from(bio.by_driver);
         let excused = record.may_fail;
         record.may_fail |= bio.by_driver;
+        record.by_driver = bio.by_driver;
         drop(record);
         self.book.answer(tag, result, |bytes| {
             let whole = bytes.len() == bio.data.len();
@@ -246,7 +247,9 @@ impl HostQueue {
             }
             whole
         });
-        self.book.record.borrow_mut().may_fail = excused;
+        let mut record = self.book.record.borrow_mut();
+        record.may_fail = excused;
+        record.by_driver = false;
     }
 }
 

@@ -11,36 +11,84 @@ pub fn find(name: &str) -> Option<Rule> {
     Rule::ALL.into_iter().find(|rule| rule.name() == name)
 }
 
-/// Where to begin to look. One rule is seen by about one seed in three thousand only: a read must be late by as long as it
-/// takes to free its cluster, make that durable and write it again. It begins near a seed that is known; when what
-/// seeds draw has changed, another is to be looked for.
-#[cfg(feature = "canary")]
-fn first_seed(rule: Option<Rule>) -> u64 {
+/// What the failure says if it is the rule's, one of these; nothing where too much can come of it to tell.
+#[must_use]
+pub const fn symptoms(rule: Rule) -> &'static [&'static str] {
     match rule {
-        Some(Rule::ReuseInFlight) => 3101,
-        _ => 1,
+        Rule::L2BeforeRefcount | Rule::L1BeforeTable => &["the image is not sound"],
+        Rule::ReuseInFlight | Rule::GraceEndsEarly => &["a read sees the value asked for at"],
+        Rule::ShortReadIsSuccess | Rule::BufferBackEarly => &["a read sees 0xcccccccccccccccc"],
+        Rule::LostCompletion
+        | Rule::VirtqueueLostUsed
+        | Rule::AnswerNotNotified
+        | Rule::SleepWithoutLook
+        | Rule::UblkTagForgotten
+        | Rule::UblkSleepsOnAnswers => &["it hangs"],
+        Rule::DoubleCompletion => &["was answered twice"],
+        Rule::VirtqueueDoubleUsed => &["answered twice"],
+        Rule::MemoryFreedEarly => &["was freed while the op was in flight"],
+        Rule::LockAcrossAwait => &["a thread waits for itself", "the metadata is locked"],
+        Rule::FlushMissesQueue
+        | Rule::FailedSyncForgotten
+        | Rule::ForcedWriteIsNot
+        | Rule::FlushAnsweredEarly
+        | Rule::MappingForgotten
+        | Rule::ReuseBeforePunch => &["after the cut sector"],
+        Rule::ZerosNotAwaited => &["used its registered pages"],
+        Rule::UblkPagesBackEarly => &["while its pages are named", "used its registered pages"],
+        Rule::UblkServesOn => &["that has closed its disk"],
+        Rule::UblkLeavesEarly => &["because servers change"],
+        _ => &[],
     }
 }
 
-/// Runs seeds with a rule broken, or with none, until one fails: how many that took, and how it failed.
+/// Returns true if a failure with `rule` broken is one that the rule can be seen by.
+#[must_use]
+pub fn is_symptom(rule: Rule, failure: &str) -> bool {
+    let known = symptoms(rule);
+    known.is_empty() || known.iter().any(|text| failure.contains(text))
+}
+
+/// What came of seeds with a rule broken.
+#[cfg(feature = "canary")]
+#[derive(Debug)]
+pub enum Hunted {
+    /// So many seeds failed, the last of them as the rule makes runs fail; and with nothing broken it does not.
+    Seen(u64, String),
+    /// None of the seeds failed so. Of others the first one.
+    NotSeen(Option<String>),
+    /// This one fails with nothing broken.
+    Unsound(String),
+}
+
+/// Runs seeds from the first one on with a rule broken, until one fails as that rule makes runs fail.
 #[cfg(feature = "canary")]
 #[must_use]
-pub fn hunt(rule: Option<Rule>, seeds_max: u64) -> Option<(u64, String)> {
+pub fn hunt(rule: Rule, seeds_max: u64) -> Hunted {
     use crate::explore::Source;
     use crate::judge::Tally;
     use crate::run::run;
     use crate::watchdog::Watchdog;
 
     let watchdog = Watchdog::start();
-    block::canary::set(rule);
-    let first = first_seed(rule);
-    let found = (first..first.saturating_add(seeds_max)).find_map(|seed| {
+    let mut other = None;
+    for seed in 1..=seeds_max {
         let source = Source::of_number(seed);
-        watchdog.beat(|| format!("{source} with {} broken", rule.map_or("nothing", Rule::name)));
-        let outcome = run(&source.case()?, false, &mut Tally::default());
-        Some((seed - first + 1, outcome.failure?.to_string()))
-    });
-    block::canary::set(None);
-    watchdog.done();
-    found
+        watchdog.beat(|| format!("{source} with {} broken", rule.name()));
+        let Some(case) = source.case() else { continue };
+        block::canary::set(Some(rule));
+        let failure = run(&case, false, &mut Tally::default()).failure;
+        block::canary::set(None);
+        let Some(failure) = failure else { continue };
+        let text = failure.to_string();
+        if !is_symptom(rule, &text) {
+            other.get_or_insert_with(|| format!("{source}: {text}"));
+            continue;
+        }
+        return match run(&case, false, &mut Tally::default()).failure {
+            None => Hunted::Seen(seed, text),
+            Some(failure) => Hunted::Unsound(format!("{source}: {failure}")),
+        };
+    }
+    Hunted::NotSeen(other)
 }

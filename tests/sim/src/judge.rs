@@ -1,6 +1,6 @@
 //! Looks at what a power cut left: our own open, our own check, every guest sector, and now and then QEMU.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use rustc_hash::FxHashSet;
 
 use crate::content::{word, word_of};
 use crate::oracle::Oracle;
-use crate::shape::{BASE, Beginning, Below, DISK, ask, chain, u64_at, write_words};
+use crate::shape::{Beginning, DISK, ask, chain, u64_at, write_words};
 
 /// What has been looked at, over many runs.
 #[derive(Debug, Default)]
@@ -26,10 +26,14 @@ pub struct Tally {
     pub judged: u64,
     /// How many images were written to again after the cut.
     pub resumed: u64,
+    /// In how many of them the power went a second time.
+    pub cut_again: u64,
     /// How many images QEMU was asked about.
     pub asked_qemu: u64,
     /// Of every so many images QEMU is asked about one; 0 for none.
     pub qemu_every: u64,
+    /// One is due.
+    qemu_due: bool,
 }
 
 impl Tally {
@@ -38,6 +42,7 @@ impl Tally {
         self.images.extend(other.images);
         self.judged += other.judged;
         self.resumed += other.resumed;
+        self.cut_again += other.cut_again;
         self.asked_qemu += other.asked_qemu;
     }
 }
@@ -50,6 +55,21 @@ pub enum Demand {
     /// It was closed cleanly: not even leaks.
     Flawless,
 }
+
+/// Of so many images one loses power a second time.
+const CUT_AGAIN: u64 = 96;
+
+/// How many states of a second cut are looked at.
+const LOOKS: usize = 4;
+
+/// How the disk behaves between two cuts.
+const SLOW: Profile = Profile {
+    immediate: false,
+    reorder: true,
+    piecewise: 300,
+    linger: 300,
+    ..Profile::IMMEDIATE
+};
 
 /// Looks at the images of one run.
 #[derive(Debug)]
@@ -108,9 +128,17 @@ impl Judge {
             tally.resumed += 1;
             self.resume(image, words.clone())?;
         }
-        if new && tally.qemu_every > 0 && (tally.images.len() as u64).is_multiple_of(tally.qemu_every) {
-            // It is not asked about dirty ones.
-            tally.asked_qemu += u64::from(!is_dirty(image));
+        if new && self.random.one_in(CUT_AGAIN) {
+            tally.cut_again += 1;
+            self.cut_again(image, &words)
+                .map_err(|text| format!("a second time: {text}"))?;
+        }
+        let every = tally.qemu_every;
+        tally.qemu_due |= new && every > 0 && (tally.images.len() as u64).is_multiple_of(every);
+        // QEMU's check would count what only a rebuild makes right.
+        if tally.qemu_due && !is_dirty(image) {
+            tally.qemu_due = false;
+            tally.asked_qemu += 1;
             self.ask_qemu(image, &words)?;
         }
         Ok(())
@@ -213,6 +241,10 @@ impl Judge {
         let (world, cx, options) = (&self.world, &self.cx, &self.options);
         let phase = Cell::new("opening");
         let result = cx.block_on(async {
+            let view = world
+                .file(DISK, true)
+                .view(cx)
+                .map_err(|error| error.to_string())?;
             let disk = open(world, cx, options).await?;
             let queue = Arc::clone(&disk).open_queue(cx).map_err(|error| chain(&error))?;
             for (first, new) in changes {
@@ -229,10 +261,6 @@ impl Judge {
             closed.map_err(|error| format!("closing after the cut fails: {error}"))?;
             drop(disk);
             phase.set("looking at it again");
-            let view = world
-                .file(DISK, true)
-                .view(cx)
-                .map_err(|error| error.to_string())?;
             demand_check(&view, Demand::Sound, "written to and closed after the cut").await?;
             let disk = open(world, cx, options).await?;
             let found = read_all(&disk, cx, &mut None).await?;
@@ -256,19 +284,68 @@ impl Judge {
         Ok(())
     }
 
+    /// Goes on with an image after the cut, on a disk that is slow and does things in any order, until the power goes a second
+    /// time: while the image is opened, which may rebuild its refcounts, or while it is written.
+    fn cut_again(&mut self, image: &SimImage, words: &[u64]) -> Result<(), String> {
+        let world = SimWorld::with_store(self.random.draw(), SLOW, &self.world.store());
+        self.beginning.install(&world);
+        world.set_contents(DISK, image.clone());
+        let cx = world.context(64);
+        let oracle = Rc::new(RefCell::new(Oracle::new(words)));
+        let ended: Rc<RefCell<Option<Result<(), String>>>> = Rc::default();
+        let requests = draw_requests(&mut self.random, words.len() as u64);
+        let task = go_on(
+            world.clone(),
+            cx.clone(),
+            self.options.clone(),
+            Rc::clone(&oracle),
+            requests,
+        );
+        let place = Rc::clone(&ended);
+        cx.spawn(async move {
+            let result = task.await;
+            *place.borrow_mut() = Some(result);
+        });
+        let (mut changes, mut looks, mut idle) = (world.changes(), 0, 0);
+        while ended.borrow().is_none() && looks < LOOKS && idle < 64 {
+            cx.run_ready();
+            cx.ring().turn(false).map_err(|error| error.to_string())?;
+            cx.run_ready();
+            idle = if world.step() { 0 } else { idle + 1 };
+            if world.changes() != changes && self.random.one_in(8) {
+                changes = world.changes();
+                looks += 1;
+                let left = world.crash_space(DISK).draw(&mut self.random);
+                self.look(&left, &oracle.borrow(), Demand::Sound)?;
+            }
+        }
+        // What is in flight ends without effect, and lets go of its memory.
+        world.cut_power();
+        for _ in 0..10_000 {
+            while world.step() {}
+            cx.ring().turn(false).map_err(|error| error.to_string())?;
+            cx.run_ready();
+            if cx.tasks() == 0 && cx.ring().in_flight() == 0 {
+                break;
+            }
+        }
+        let ended = ended.borrow_mut().take();
+        match ended {
+            Some(Err(text)) if looks < LOOKS && idle < 64 => Err(text),
+            _ if idle >= 64 => Err("going on after the cut hangs".to_owned()),
+            _ => Ok(()),
+        }
+    }
+
     /// QEMU's tools come to the same verdict and read the same bytes.
     fn ask_qemu(&mut self, image: &SimImage, words: &[u64]) -> Result<(), String> {
-        if is_dirty(image) {
-            // QEMU's check would count what only a rebuild makes right.
-            return Ok(());
-        }
         let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
         let path = folder.path().join(DISK);
         let write =
             |path: &Path, bytes: &[u8]| std::fs::write(path, bytes).map_err(|error| error.to_string());
         write(&path, &image.to_bytes())?;
-        if self.beginning.shape.below != Below::Nothing {
-            write(&folder.path().join(BASE), &self.beginning.base)?;
+        for (name, bytes) in &self.beginning.below {
+            write(&folder.path().join(name), bytes)?;
         }
         self.world.set_contents(DISK, image.clone());
         let (world, cx) = (&self.world, &self.cx);
@@ -303,6 +380,48 @@ impl Judge {
     }
 }
 
+/// What is asked of an image after a cut: writes of these words, and FLUSHes.
+type Requests = Vec<Option<(u64, Vec<u64>)>>;
+
+fn draw_requests(random: &mut Random, sectors: u64) -> Requests {
+    let one = |version| {
+        if random.one_in(3) {
+            return None;
+        }
+        let count = 1 + random.below(12.min(sectors));
+        let first = random.below(sectors - count + 1);
+        let words = (first..first + count).map(|sector| word(1 << 59, version, sector));
+        Some((first, words.collect()))
+    };
+    (0..8).map(one).collect()
+}
+
+/// Opens an image and carries out what is asked of it, one thing after the other.
+async fn go_on(
+    world: SimWorld,
+    cx: Context,
+    options: OpenOptions,
+    oracle: Rc<RefCell<Oracle>>,
+    requests: Requests,
+) -> Result<(), String> {
+    let disk = open(&world, &cx, &options).await?;
+    let queue = Arc::clone(&disk).open_queue(&cx).map_err(|error| chain(&error))?;
+    for request in requests {
+        if let Some((first, words)) = request {
+            let asked = oracle.borrow_mut().ask_change(first, words.iter().copied());
+            let wrote = write_words(&*queue, first, &words).await;
+            wrote.map_err(|error| format!("a write after the cut fails: {error}"))?;
+            oracle.borrow_mut().answer_change(&asked, true, false);
+        } else {
+            let asked = oracle.borrow_mut().ask_flush();
+            let flushed = ask(&*queue, Op::Flush, 0, 0, Buffer::default()).await;
+            flushed.map_err(|error| format!("a FLUSH after the cut fails: {error}"))?;
+            oracle.borrow_mut().answer_flush(&asked);
+        }
+    }
+    Ok(())
+}
+
 fn is_dirty(image: &SimImage) -> bool {
     let mut header = [0; 512];
     image.read(0, &mut header);
@@ -311,6 +430,7 @@ fn is_dirty(image: &SimImage) -> bool {
     v3 && features & Incompatible::DIRTY.bits() != 0
 }
 
+/// Demands what must hold of an image.
 async fn demand_check(view: &block::file::FileView, demand: Demand, when: &str) -> Result<(), String> {
     let report = check(view)
         .await

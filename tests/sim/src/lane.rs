@@ -9,13 +9,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::sim::memory::GuestRegion;
-use block::sim::{Random, SECTOR};
+use block::sim::{Random, SECTOR, SimWorld};
 use block::worker::Frontend;
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
 use qcow::QcowDisk;
 
 use crate::content::{ZERO, bytes_of, word, word_of};
 use crate::oracle::{Asked, Expected, Oracle};
+use crate::pace::Pace;
 use crate::places::{Places, Taken};
 use crate::plan::{Ask, Planned};
 use crate::shape::Shape;
@@ -66,10 +67,15 @@ pub struct Record {
     pub failures: u64,
     /// A forced write failed, and with it perhaps the sync that it is.
     pub forced_failed: bool,
-    /// Requests may fail.
+    /// Requests may fail, if a fault of the host's explains it.
     pub may_fail: bool,
+    /// The request that is being answered was failed by the driver, which had no server.
+    pub by_driver: bool,
+    /// How far two queues are that keep step.
+    pub pace: Option<Pace>,
     /// What a ublk device went through.
     pub reached: Reached,
+    world: SimWorld,
     version: u64,
     salt: u64,
 }
@@ -77,7 +83,7 @@ pub struct Record {
 impl Record {
     /// Nothing has happened yet.
     #[must_use]
-    pub fn new(oracle: Oracle, sectors: u64, may_fail: bool, salt: u64) -> Self {
+    pub fn new(oracle: Oracle, sectors: u64, world: &SimWorld, salt: u64) -> Self {
         Self {
             oracle,
             problem: None,
@@ -88,7 +94,10 @@ impl Record {
             flushes: 0,
             forced_failed: false,
             failures: 0,
-            may_fail,
+            may_fail: false,
+            by_driver: false,
+            pace: None,
+            world: world.clone(),
             reached: Reached::default(),
             version: 3,
             salt,
@@ -102,23 +111,44 @@ impl Record {
         }
     }
 
-    /// Notes how a request ended; complains if it must not end so.
-    fn ended(&mut self, planned: &Planned, result: Result<(), IoError>) {
+    /// Returns true if something that the host failed explains that a request fails that was asked for at `since`.
+    fn is_explained(&self, ask: Ask, since: u64) -> bool {
+        let faults = self.world.faults();
+        // Who joins what another has begun may be told of what failed a moment before.
+        let from = since.saturating_sub(JOINED);
+        let lately = |fault: Option<u64>| fault.is_some_and(|time| time >= from);
+        let read = lately(faults.read) || lately(faults.door) || lately(faults.cancel);
+        match ask {
+            Ask::Read => read,
+            // A failed sync is remembered.
+            _ => read || lately(faults.write) || lately(faults.allocate) || faults.sync.is_some(),
+        }
+    }
+
+    /// Notes how a request that was asked for at `since` ended; complains if it must not end so.
+    fn ended(&mut self, planned: &Planned, since: u64, result: Result<(), IoError>) {
         self.answered += 1;
         self.left -= 1;
         let Err(error) = result else { return };
         self.failures += 1;
         let excused = matches!(error, IoError::Host { .. } | IoError::Cancelled);
-        if !(excused && self.may_fail) {
-            self.problem(|| format!("{planned} fails: {error}"));
+        let explained = self.by_driver || self.is_explained(planned.ask, since);
+        if !(excused && self.may_fail && explained) {
+            let faults = self.world.faults();
+            self.problem(|| format!("{planned} fails: {error} (asked for at step {since}; {faults:?})"));
         }
     }
 }
+
+/// So many steps after an op was completed everybody has been told who waited for it.
+const JOINED: u64 = 200;
 
 /// A request in flight.
 #[derive(Debug)]
 struct Slot {
     planned: Planned,
+    /// When it was asked for, in the world's time.
+    since: u64,
     kind: SlotKind,
     answered: bool,
 }
@@ -131,7 +161,7 @@ enum SlotKind {
 }
 
 /// A disk being made larger.
-pub(crate) type Growth = (Planned, Result<(), IoError>);
+pub(crate) type Growth = (Planned, u64, Result<(), IoError>);
 
 /// What one queue has asked for, and what it was answered.
 #[derive(Debug)]
@@ -228,6 +258,7 @@ impl Book {
         let tag = self.slots.len();
         self.slots.push(Slot {
             planned,
+            since: record.world.time(),
             kind,
             answered: false,
         });
@@ -257,7 +288,7 @@ impl Book {
         }
         self.in_flight -= 1;
         let well = result.is_ok();
-        record.ended(&planned, result);
+        record.ended(&planned, slot.since, result);
         match &slot.kind {
             SlotKind::Read(_) if !well => record.oracle.end_read(),
             SlotKind::Read(expected) => {
@@ -286,16 +317,17 @@ impl Book {
     pub(crate) fn grow(&mut self, cx: &Context, disk: &Arc<QcowDisk>, planned: Planned, bytes: u64) {
         self.in_flight += 1;
         let (disk, task_cx, grown) = (Arc::clone(disk), cx.clone(), Rc::clone(&self.grown));
+        let since = self.record.borrow().world.time();
         cx.spawn(async move {
             let result = disk.grow(&task_cx, bytes).await;
-            grown.borrow_mut().push((planned, result));
+            grown.borrow_mut().push((planned, since, result));
         });
     }
 
     /// Notes disks that were made larger. Returns whether there were any.
     pub(crate) fn note_growth(&mut self, grown: Vec<Growth>) -> bool {
         let any = !grown.is_empty();
-        for (planned, result) in grown {
+        for (planned, since, result) in grown {
             self.in_flight -= 1;
             let mut record = self.record.borrow_mut();
             // Another queue may have made it larger than this one wants it.
@@ -306,7 +338,8 @@ impl Book {
                 record.problem(|| format!("{planned}: an image of version 2 with a snapshot grows"));
             }
             let refused = fixed && result == Err(IoError::Unsupported);
-            record.ended(&planned, if smaller || refused { Ok(()) } else { result });
+            let ended = if smaller || refused { Ok(()) } else { result };
+            record.ended(&planned, since, ended);
             if let (Ask::Grow(bytes), Ok(())) = (planned.ask, result) {
                 record.sectors = record.sectors.max(bytes / SECTOR as u64);
             }
@@ -336,6 +369,8 @@ pub struct Lane {
     places: Option<Rc<Places>>,
     /// Where the requests are that have some.
     taken: BTreeMap<usize, Taken>,
+    /// Which of two queues that keep step it is.
+    number: Option<usize>,
 }
 
 impl Lane {
@@ -368,6 +403,43 @@ impl Lane {
             done: Vec::new(),
             places: None,
             taken: BTreeMap::new(),
+            number: None,
+        }
+    }
+
+    /// Has the queue keep the run's [`Pace`], as its first or its second one.
+    #[must_use]
+    pub(crate) fn in_step(mut self, number: Option<usize>) -> Self {
+        self.number = number;
+        self
+    }
+
+    /// Returns true if the next request has to wait for others of this queue.
+    fn is_held(&self, next: &Planned) -> bool {
+        // What is read in the next round may begin while reads of the last one are late.
+        let in_step = self.number == Some(0) && next.ask == Ask::Read;
+        let alone = next.alone && self.book.in_flight > 0 && !in_step;
+        alone || self.book.in_flight >= self.depth
+    }
+
+    /// Returns true if the next request, which is asked then, need not wait for the other queue.
+    fn keeps_pace(&self, next: &Planned) -> bool {
+        let mut record = self.book.record.borrow_mut();
+        let (Some(pace), Some(number)) = (&mut record.pace, self.number) else {
+            return true;
+        };
+        match (number, next.ask) {
+            (0, Ask::Read) => !next.alone || pace.ask(),
+            (1, Ask::Discard) => pace.begin(),
+            _ => true,
+        }
+    }
+
+    /// Says whether the other queue is to wait for this one.
+    fn set_pace(&self) {
+        let free = self.plan.is_empty() || self.book.in_flight >= self.depth;
+        if let (Some(number), Some(pace)) = (self.number, &mut self.book.record.borrow_mut().pace) {
+            pace.set_free(number, free);
         }
     }
 
@@ -425,14 +497,14 @@ impl Frontend for Lane {
     fn poll(&mut self) -> bool {
         let mut any = false;
         while let Some(&next) = self.plan.front() {
-            let alone = next.alone && self.book.in_flight > 0;
-            if alone || self.book.in_flight >= self.depth || (any && self.random.one_in(2)) {
+            if self.is_held(&next) || (any && self.random.one_in(2)) || !self.keeps_pace(&next) {
                 break;
             }
             self.plan.pop_front();
             self.ask(next);
             any = true;
         }
+        self.set_pace();
         any
     }
 

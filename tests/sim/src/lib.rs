@@ -20,6 +20,7 @@ pub mod hand_over;
 pub mod judge;
 pub mod lane;
 pub mod oracle;
+pub mod pace;
 mod places;
 pub mod plan;
 pub mod replay;

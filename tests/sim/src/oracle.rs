@@ -12,6 +12,11 @@
 //!
 //! This is the rule "what a reader may see after a crash" of the design, word for word: the last value
 //! acknowledged before the last completed FLUSH, or any write acknowledged or in flight since.
+//!
+//! Of changes that were under way at once nobody has said which is the last, until a read does: one that was over when the
+//! read was asked for, and is not what the read saw, came [before](Change::outdone) it. Reads asked for later do not see it
+//! again. Neither does a cut leave it, once what the read saw was answered well before a FLUSH. That holds only
+//! for disks that [stay](Oracle::reads_settle) what they were read as.
 
 use smallvec::SmallVec;
 
@@ -26,7 +31,12 @@ struct Change {
     answered: Option<(u64, bool)>,
     /// It can survive no cut any more.
     gone: bool,
+    /// A read has seen another one, which came after it: when that was asked for, or [`ANY`].
+    outdone: Option<u64>,
 }
+
+/// One of several changes with the same word, whichever.
+const ANY: u64 = u64::MAX;
 
 type Changes = SmallVec<[Change; 2]>;
 
@@ -38,6 +48,9 @@ pub struct Oracle {
     /// Grows with every promise: crash states judged before are judged anew.
     promises: u64,
     reads: usize,
+    /// What was read stays: false for disks whose failed syncs forget what was read already, and for those whose servers die with
+    /// changes that were read and not answered.
+    pub reads_settle: bool,
 }
 
 /// A change, FLUSH or read under way.
@@ -65,6 +78,7 @@ impl Oracle {
                 asked: 0,
                 answered: Some((0, true)),
                 gone: false,
+                outdone: None,
             }])
         };
         Self {
@@ -72,6 +86,7 @@ impl Oracle {
             time: 1,
             promises: 0,
             reads: 0,
+            reads_settle: true,
         }
     }
 
@@ -103,6 +118,7 @@ impl Oracle {
                     asked: time,
                     answered: None,
                     gone: false,
+                    outdone: None,
                 });
             }
             count += 1;
@@ -148,6 +164,13 @@ impl Oracle {
                 .filter(|change| is_before(change, asked.time))
                 .map(|change| change.asked)
                 .max();
+            // What was read is promised as well, if it was answered.
+            for index in 0..changes.len() {
+                let by = changes[index].outdone;
+                changes[index].gone |= changes
+                    .iter()
+                    .any(|other| Some(other.asked) == by && is_before(other, asked.time));
+            }
             if let Some(promised) = promised {
                 promise(changes, promised, forget);
             }
@@ -178,7 +201,9 @@ impl Oracle {
             .map(|change| change.asked)
             .max()
             .unwrap_or(0);
-        let visible = changes.iter().filter(|change| !is_over_before(change, last));
+        let visible = changes
+            .iter()
+            .filter(|change| !is_over_before(change, last) && change.outdone.is_none());
         visible.map(|change| change.word).collect()
     }
 
@@ -193,13 +218,14 @@ impl Oracle {
         for (at, sector) in (first..first + count).enumerate() {
             let found = found.get(at).copied().flatten();
             let known = found.is_some_and(|word| {
-                expected.words[at].contains(&word)
-                    || self.sectors.get(sector as usize).is_some_and(|changes| {
-                        changes
-                            .iter()
-                            .any(|change| change.asked > time && change.word == word)
-                    })
+                let changes = self.sectors.get(sector as usize);
+                let mut changes = changes.iter().flat_map(|changes| changes.iter());
+                let newer = changes.any(|change| change.asked > time && change.word == word);
+                newer || expected.words[at].contains(&word) && !self.is_outdone(sector, time, word)
             });
+            if known && self.reads_settle {
+                self.settle(sector, time, found);
+            }
             if !known && result.is_ok() {
                 result = Err(format!(
                     "a read sees {} in sector {sector}, expected {}",
@@ -210,6 +236,40 @@ impl Oracle {
         }
         self.end_read();
         result
+    }
+
+    /// Returns true if a read asked for at `time` cannot see `word`, because another read has seen what came after it and was over by
+    /// then.
+    fn is_outdone(&self, sector: u64, time: u64, word: u64) -> bool {
+        let Some(changes) = self.sectors.get(sector as usize) else {
+            return false;
+        };
+        let by_other = |change: &Change| {
+            let other = changes.iter().find(|other| Some(other.asked) == change.outdone);
+            other.is_some_and(|other| is_over_before(other, time))
+        };
+        let mut own = changes.iter().filter(|change| change.word == word).peekable();
+        own.peek().is_some() && own.all(by_other)
+    }
+
+    /// A read asked for at `time` saw `word`: what was over by then, and is not that word, came before it.
+    fn settle(&mut self, sector: u64, time: u64, word: Option<u64>) {
+        let Some(changes) = self.sectors.get_mut(sector as usize) else {
+            return;
+        };
+        if changes.len() == 1 {
+            return;
+        }
+        let mut seen = changes.iter().filter(|change| Some(change.word) == word);
+        let by = match (seen.next(), seen.next()) {
+            (Some(one), None) => one.asked,
+            _ => ANY,
+        };
+        for change in changes.iter_mut() {
+            if is_over_before(change, time) && Some(change.word) != word {
+                change.outdone = Some(change.outdone.unwrap_or(ANY).min(by));
+            }
+        }
     }
 
     /// A read was answered, however.
@@ -393,6 +453,56 @@ mod tests {
         oracle.answer_change(&third, true, false);
         let last = oracle.ask_read(0, 1);
         oracle.answer_read(&last, &[Some(2)]).expect_err("overwritten");
+    }
+
+    #[test]
+    fn reads_do_not_alternate_between_changes_that_were_under_way_at_once() {
+        let mut oracle = Oracle::new(&[1]);
+        let (second, third) = (change(&mut oracle, 2), change(&mut oracle, 3));
+        oracle.answer_change(&second, true, false);
+        oracle.answer_change(&third, true, false);
+        let early = oracle.ask_read(0, 1);
+        let read = oracle.ask_read(0, 1);
+        oracle.answer_read(&read, &[Some(2)]).expect("either");
+        let later = oracle.ask_read(0, 1);
+        oracle
+            .answer_read(&later, &[Some(3)])
+            .expect_err("it was the other");
+        oracle
+            .answer_read(&early, &[Some(3)])
+            .expect_err("both were over when it was asked for");
+        // A cut may leave either, until a FLUSH.
+        assert_eq!(survivors(&oracle), [1, 2, 3]);
+        oracle.close();
+        assert_eq!(survivors(&oracle), [2]);
+    }
+
+    #[test]
+    fn what_was_read_and_not_answered_outdoes_for_readers_alone() {
+        let mut oracle = Oracle::new(&[1]);
+        let second = change(&mut oracle, 2);
+        let read = oracle.ask_read(0, 1);
+        oracle.answer_read(&read, &[Some(2)]).expect("in flight");
+        let flush = oracle.ask_flush();
+        oracle.answer_flush(&flush);
+        assert_eq!(survivors(&oracle), [1, 2]);
+        let again = oracle.ask_read(0, 1);
+        oracle
+            .answer_read(&again, &[Some(1)])
+            .expect_err("it was the other");
+        oracle.answer_change(&second, true, false);
+    }
+
+    #[test]
+    fn a_change_that_was_not_over_may_show_after_another_was_read() {
+        let mut oracle = Oracle::new(&[1]);
+        let (second, third) = (change(&mut oracle, 2), change(&mut oracle, 3));
+        oracle.answer_change(&third, true, false);
+        let read = oracle.ask_read(0, 1);
+        oracle.answer_read(&read, &[Some(3)]).expect("answered");
+        let again = oracle.ask_read(0, 1);
+        oracle.answer_read(&again, &[Some(2)]).expect("in flight");
+        oracle.answer_change(&second, true, false);
     }
 
     /// A promise made while a read is under way does not take from it what it may see.

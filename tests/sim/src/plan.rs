@@ -253,6 +253,8 @@ pub struct Case {
     pub ublk: Option<Ublk>,
     /// Whether some requests have registered pages.
     pub registered: Option<Registered>,
+    /// Two queues keep step ([`Pace`](crate::pace::Pace)).
+    pub paced: bool,
     /// What is asked, each queue's in this order.
     pub plan: Vec<Planned>,
     /// Which crash states are looked at.
@@ -278,6 +280,7 @@ fn draw_profile(random: &mut Random) -> Profile {
         piecewise: some(random, 800),
         linger: some(random, 900),
         late: some(random, 200),
+        late_reads: 0,
         short: some(random, 500),
         again: some(random, 200),
         cancel: error(random, 60),
@@ -296,7 +299,8 @@ impl Case {
     #[must_use]
     pub fn draw(seed: u64) -> Self {
         let random = &mut Random::new(seed);
-        let shape = Shape::draw(random);
+        let mut shape = Shape::draw(random);
+        shape.draw_rare(&mut Random::new(seed.rotate_left(19)));
         let profile = draw_profile(random);
         let lanes = 1 + random.below(4) as usize;
         let plan = draw_plan(random, &shape, lanes);
@@ -312,6 +316,7 @@ impl Case {
             virtio: None,
             ublk: None,
             registered: None,
+            paced: false,
             plan,
             explore: Explore {
                 all_up_to: 4,
@@ -376,14 +381,18 @@ impl Case {
         let random = &mut Random::new(seed.rotate_left(48));
         case.shape = Shape {
             cluster_bits: random.pick(&[9, 9, 12]),
-            filled: 1000,
+            bytes: 64 << 10,
             alignment: case.shape.alignment,
             ..Shape::PLAIN
         };
-        case.profile.late = random.pick(&[50, 150, 300]);
+        case.profile.late = 0;
+        case.profile.late_reads = random.pick(&[100, 300, 600]);
         case.lanes = 2;
         case.depth = 16;
-        case.plan = draw_churn_plan(random, &case.shape);
+        case.paced = true;
+        let sectors = case.shape.cluster() / SECTOR as u64;
+        case.before = vec![Planned::new(Ask::Write { fua: false }, 0, CHURNED / 2 * sectors)];
+        case.plan = draw_churn_plan(random, sectors);
         case
     }
 
@@ -402,33 +411,47 @@ impl Case {
     }
 }
 
-/// One queue reads a few clusters without a pause. The other, one after the other, forgets one of them, makes that durable,
-/// and writes others.
-fn draw_churn_plan(random: &mut Random, shape: &Shape) -> Vec<Planned> {
-    let cluster = shape.cluster() / SECTOR as u64;
-    let clusters = 2 + random.below(3);
+/// How many clusters of the disk are used by runs that free them; half of them are mapped at a time.
+const CHURNED: u64 = 12;
+
+/// In each of 30 rounds one queue reads a cluster, among others. As soon as that was asked for the other one forgets the
+/// cluster, makes that durable, and writes one that is not mapped, which wants the space at once. A cluster has so many
+/// `sectors`.
+fn draw_churn_plan(random: &mut Random, sectors: u64) -> Vec<Planned> {
     let mut plan = Vec::new();
     let mut add = |lane, ask, number: u64, alone| {
         plan.push(Planned {
             lane,
             ask,
-            first: number * cluster,
-            count: cluster,
+            first: number * sectors,
+            count: sectors,
             alone,
         });
     };
+    let mut mapped: Vec<u64> = (0..CHURNED / 2).collect();
+    let mut unmapped: Vec<u64> = (CHURNED / 2..CHURNED).collect();
     for _ in 0..30 {
-        for _ in 0..1 + random.below(4) {
-            add(0, Ask::Read, random.below(clusters), false);
+        let dropped = mapped.swap_remove(random.below(CHURNED / 2) as usize);
+        let fresh = unmapped.swap_remove(random.below(CHURNED / 2) as usize);
+        add(0, Ask::Read, dropped, true);
+        for _ in 0..random.below(3) {
+            let another = random.pick(&mapped);
+            add(0, Ask::Read, random.pick(&[dropped, another]), false);
         }
-        add(1, Ask::Discard, random.below(clusters), true);
-        add(1, Ask::Flush, 0, true);
+        add(1, Ask::Discard, dropped, true);
+        // The space is free some time after the first one was answered.
         for _ in 0..1 + random.below(2) {
-            add(1, Ask::Write { fua: false }, random.below(clusters), true);
+            add(1, Ask::Flush, 0, true);
         }
+        add(1, Ask::Write { fua: false }, fresh, true);
+        mapped.push(fresh);
+        unmapped.push(dropped);
     }
     plan
 }
+
+/// The most sectors of a request with data: so many fit a request's place in a guest's memory.
+const DATA_SECTORS_MAX: u64 = 72;
 
 /// Requests by chance. They meet often: half of them begin in one of a few places.
 fn draw_plan(random: &mut Random, shape: &Shape, lanes: usize) -> Vec<Planned> {
@@ -487,6 +510,9 @@ fn draw_plan(random: &mut Random, shape: &Shape, lanes: usize) -> Vec<Planned> {
             // Whole clusters.
             first -= first % cluster;
             length = cluster * (1 + length / cluster);
+        }
+        if matches!(ask, Ask::Read | Ask::Write { .. }) {
+            length = length.min(DATA_SECTORS_MAX);
         }
         plan.push(Planned {
             lane: random.below(lanes as u64) as usize,

@@ -28,11 +28,12 @@ pub struct BadLine {
 type Fault = (&'static str, fn(&mut Profile));
 
 /// Everything that can be switched off.
-pub(crate) const FAULTS: [Fault; 14] = [
+pub(crate) const FAULTS: [Fault; 15] = [
     ("reorder", |profile| profile.reorder = false),
     ("piecewise", |profile| profile.piecewise = 0),
     ("linger", |profile| profile.linger = 0),
     ("late", |profile| profile.late = 0),
+    ("late_reads", |profile| profile.late_reads = 0),
     ("short", |profile| profile.short = 0),
     ("again", |profile| profile.again = 0),
     ("cancel", |profile| profile.cancel = 0),

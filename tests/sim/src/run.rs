@@ -10,7 +10,7 @@ use std::sync::mpsc;
 
 use block::file::Alignment;
 use block::sim::pages::Tags;
-use block::sim::{Event, Profile, Random, SimImage, SimWorld, Store, memory};
+use block::sim::{Event, Faults, Profile, Random, SimImage, SimWorld, Store, memory};
 use block::worker::{FrontendId, Worker};
 use block::{Context, Disk, IoError};
 use qcow::{OpenError, OpenOptions, QcowDisk};
@@ -19,6 +19,7 @@ use rustc_hash::FxHashSet;
 use crate::judge::{Demand, Judge, Tally};
 use crate::lane::{Lane, Reached, Record};
 use crate::oracle::Oracle;
+use crate::pace::Pace;
 use crate::places::{PLACE_BYTES, Places};
 use crate::plan::{Case, Explore, Planned, Registered};
 use crate::serve::Serving;
@@ -166,10 +167,12 @@ impl<'a> Run<'a> {
         }
         let mut words = beginning.words.clone();
         words.resize(case.sectors() as usize, 0);
+        let mut oracle = Oracle::new(&words);
+        oracle.reads_settle = case.profile.sync_error == 0 && !case.restarts();
         let record = Record::new(
-            Oracle::new(&words),
+            oracle,
             case.shape.bytes / 512,
-            false,
+            &world,
             case.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1,
         );
         Self {
@@ -207,7 +210,12 @@ impl<'a> Run<'a> {
         match (self.case.virtio, self.case.ublk) {
             (Some(virtio), _) => self.start_guests(virtio)?,
             (None, Some(ublk)) => self.start_host(ublk)?,
-            (None, None) => lanes = self.start_lanes(&self.case.plan, self.case.depth)?,
+            (None, None) => {
+                if self.case.paced {
+                    self.record.borrow_mut().pace = Some(Pace::new(self.case.lanes));
+                }
+                lanes = self.start_lanes(&self.case.plan, self.case.depth)?;
+            }
         }
         self.drive(|run| run.record.borrow().left == 0)?;
         self.world.set_profile(without_errors(self.case.profile));
@@ -284,7 +292,8 @@ impl<'a> Run<'a> {
                 &self.record,
                 seed,
             )
-            .with_places(self.places[index].clone());
+            .with_places(self.places[index].clone())
+            .in_step(self.case.paced.then_some(index));
             ids.push(
                 worker
                     .add(Box::new(lane), Vec::new())
@@ -331,7 +340,8 @@ impl<'a> Run<'a> {
         let mut record = self.record.borrow_mut();
         record.oracle.close();
         // Where something failed or servers followed each other, space may be lost.
-        let demand = if self.case.profile.has_errors() || self.case.restarts() {
+        let failed = self.world.faults() != Faults::default();
+        let demand = if failed || self.case.restarts() {
             Demand::Sound
         } else {
             Demand::Flawless
@@ -354,7 +364,9 @@ impl<'a> Run<'a> {
             if self.turns > TURNS_MAX {
                 return Err(format!("no end after {TURNS_MAX} turns"));
             }
-            let in_flight = self.world.in_flight() > 0;
+            // In step with others a late op is late by what they do, and not until the next moment that they do nothing.
+            let waits = self.case.paced && idle < 16 && self.world.is_only_late();
+            let in_flight = self.world.in_flight() > 0 && !waits;
             if !in_flight || self.schedule.chance(self.case.worker_turns) {
                 let actors = self.actors();
                 let turn = self.schedule.below(actors as u64) as usize;

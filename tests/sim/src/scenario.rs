@@ -90,6 +90,7 @@ impl Scenario {
             virtio: None,
             ublk: None,
             registered: None,
+            paced: false,
             plan,
             explore: Explore {
                 all_up_to: self.all_up_to,

@@ -24,6 +24,8 @@ use crate::content::{ZERO, bytes_of, word};
 pub const DISK: &str = "disk";
 /// The file below it.
 pub const BASE: &str = "base";
+/// The file below that.
+pub const GROUND: &str = "ground";
 
 /// What lies below the image.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -34,13 +36,15 @@ pub enum Below {
     Raw(u64),
     /// A QCOW2 image of so many bytes.
     Qcow(u64),
+    /// A QCOW2 image of so many bytes, half of whose clusters are those of a raw image below it, which is somewhat shorter.
+    Deep(u64),
 }
 
 impl Below {
     fn bytes(self) -> u64 {
         match self {
             Self::Nothing => 0,
-            Self::Raw(bytes) | Self::Qcow(bytes) => bytes,
+            Self::Raw(bytes) | Self::Qcow(bytes) | Self::Deep(bytes) => bytes,
         }
     }
 }
@@ -156,6 +160,16 @@ impl Shape {
         shape
     }
 
+    /// Draws what few images have: clusters as large as most images' outside, and more than one image below. From a source of
+    /// its own, so that other shapes stay what they are.
+    pub fn draw_rare(&mut self, random: &mut Random) {
+        match (random.below(16), self.below) {
+            (0, _) => self.cluster_bits = 16,
+            (1..=8, Below::Qcow(bytes)) => self.below = Below::Deep(bytes),
+            _ => {}
+        }
+    }
+
     /// The cluster size in bytes.
     #[must_use]
     pub fn cluster(&self) -> u64 {
@@ -182,7 +196,7 @@ impl Shape {
         self.sparse && !(self.v2 && self.below != Below::Nothing)
     }
 
-    fn create_options(&self) -> CreateOptions {
+    fn create_options(&self, below: &str) -> CreateOptions {
         let mut options = CreateOptions::new(self.bytes);
         options.cluster_size = self.cluster();
         options.version = if self.v2 { Version::V2 } else { Version::V3 };
@@ -192,9 +206,9 @@ impl Shape {
         let format = match self.below {
             Below::Nothing => return options,
             Below::Raw(_) => "raw",
-            Below::Qcow(_) => "qcow2",
+            Below::Qcow(_) | Below::Deep(_) => "qcow2",
         };
-        options.backing_file = Some(BASE.to_owned());
+        options.backing_file = Some(below.to_owned());
         options.backing_format = Some(format.to_owned());
         options
     }
@@ -207,8 +221,8 @@ pub struct Beginning {
     pub shape: Shape,
     /// The image file.
     pub image: Vec<u8>,
-    /// The file below.
-    pub base: Vec<u8>,
+    /// The files below, the nearest first.
+    pub below: Vec<(&'static str, Vec<u8>)>,
     /// The guest's sectors.
     pub words: Vec<u64>,
     /// The snapshot's sectors, if there is one.
@@ -228,8 +242,8 @@ impl Beginning {
             image.resize(len as usize, 0xA5);
         }
         world.set_contents(DISK, SimImage::from_bytes(&store, &image));
-        if self.shape.below != Below::Nothing {
-            world.set_contents(BASE, SimImage::from_bytes(&store, &self.base));
+        for (name, bytes) in &self.below {
+            world.set_contents(name, SimImage::from_bytes(&store, bytes));
         }
     }
 }
@@ -311,20 +325,7 @@ fn make(shape: Shape) -> Beginning {
     let sectors = shape.bytes / SECTOR as u64;
     let mut words = vec![ZERO; sectors as usize];
 
-    let below: Vec<u64> = (0..shape.below.bytes() / SECTOR as u64)
-        .map(|sector| word(0, 2, sector))
-        .collect();
-    match shape.below {
-        Below::Nothing => {}
-        Below::Raw(_) => world.set_contents(BASE, SimImage::from_bytes(&world.store(), &bytes_of(&below))),
-        Below::Qcow(bytes) => {
-            let plain = Shape {
-                bytes,
-                ..Shape::PLAIN
-            };
-            build(&world, &cx, BASE, &plain, &below, |_| true);
-        }
-    }
+    let below = make_below(&world, &cx, shape.below);
     for (word, below) in words.iter_mut().zip(&below) {
         *word = *below;
     }
@@ -357,17 +358,49 @@ fn make(shape: Shape) -> Beginning {
     if shape.dirty {
         spoil(&mut image);
     }
-    let base = match shape.below {
-        Below::Nothing => Vec::new(),
-        _ => world.contents(BASE).to_bytes(),
+    let names: &[&'static str] = match shape.below {
+        Below::Nothing => &[],
+        Below::Deep(_) => &[BASE, GROUND],
+        _ => &[BASE],
     };
+    let files = names.iter().map(|name| (*name, world.contents(name).to_bytes()));
     Beginning {
         shape,
         image,
-        base,
+        below: files.collect(),
         words,
         snapshot,
     }
+}
+
+/// Makes the files below an image. Returns what their sectors hold.
+fn make_below(world: &SimWorld, cx: &Context, below: Below) -> Vec<u64> {
+    let sectors = below.bytes() / SECTOR as u64;
+    let mut words: Vec<u64> = (0..sectors).map(|sector| word(0, 2, sector)).collect();
+    let plain = Shape {
+        bytes: below.bytes(),
+        ..Shape::PLAIN
+    };
+    match below {
+        Below::Nothing => {}
+        Below::Raw(_) => world.set_contents(BASE, SimImage::from_bytes(&world.store(), &bytes_of(&words))),
+        Below::Qcow(_) => build(world, cx, BASE, &plain, &words, |_| true),
+        Below::Deep(bytes) => {
+            let end = sectors - sectors / 4;
+            let ground: Vec<u64> = (0..end).map(|sector| word(0, 3, sector)).collect();
+            world.set_contents(GROUND, SimImage::from_bytes(&world.store(), &bytes_of(&ground)));
+            let own = |sector: u64| sector.is_multiple_of(2);
+            for (sector, place) in (0..).zip(&mut words).filter(|(sector, _)| !own(*sector)) {
+                *place = ground.get(sector as usize).copied().unwrap_or(ZERO);
+            }
+            let shape = Shape {
+                below: Below::Raw(bytes),
+                ..plain
+            };
+            build(world, cx, BASE, &shape, &words, own);
+        }
+    }
+    words
 }
 
 /// Makes an image with our own engine and writes the sectors that `filled` names.
@@ -381,7 +414,8 @@ fn build(
 ) {
     let done = cx.block_on(async {
         let view = world.file(name, true).view(cx)?;
-        create(&view, &shape.create_options())
+        let below = if name == BASE { GROUND } else { BASE };
+        create(&view, &shape.create_options(below))
             .await
             .unwrap_or_else(|error| panic!("{shape:?}: {error}"));
         let disk = open(cx, world, name, &shape.options()).await;
