@@ -163,6 +163,73 @@ fn a_table_whose_l1_entry_could_not_be_written_counts_as_reachable() {
     assert!(effects > 0, "the write never had an effect");
 }
 
+/// One op of a FLUSH fails, whichever, with or without its effect; more is written, and a FLUSH follows. At every step a cut leaves
+/// an image without corruptions. After a failed sync no FLUSH succeeds; after any other fault the next one does.
+#[test]
+fn a_fault_at_any_step_of_a_flush_leaves_a_sound_image() {
+    let image = world(64 << 10).contents(DISK).to_bytes();
+    let mut faults = 0;
+    for step in 0.. {
+        let world = SimWorld::new(step, Profile::IMMEDIATE);
+        world.set_contents(DISK, SimImage::from_bytes(&world.store(), &image));
+        let cx = world.context(64);
+        let judge = SimWorld::with_store(0, Profile::IMMEDIATE, &world.store());
+        let judge_cx = judge.context(64);
+        let look = || {
+            let space = world.crash_space(DISK);
+            for number in 0..space.count().min(64) {
+                judge.set_contents(DISK, space.nth(number));
+                let view = judge.file(DISK, false).view(&judge_cx).expect("a view");
+                let report = judge_cx.block_on(check(&view));
+                let report = report.expect("it turns").expect("a check");
+                assert_eq!(report.corruptions, 0, "step {step}: {:?}", report.findings);
+            }
+        };
+        // Two tables, one of them new in the second round, and clusters that are freed.
+        let (disk, queue) = cx.block_on(filled(&world, &cx, 8)).expect("it turns");
+        let queue = Rc::new(queue);
+        cx.block_on(discard(&**queue, 1024)).expect("it turns");
+        world.set_profile(Profile::default());
+        let failing = Profile {
+            read_error: 1000,
+            write_error: 1000,
+            sync_error: 1000,
+            allocate_error: 1000,
+            ..Profile::default()
+        };
+        let (done, well) = flush(&queue, &cx);
+        let mut steps = 0;
+        drive(&world, &cx, &done, || {
+            world.set_profile(if steps == step {
+                failing
+            } else {
+                Profile::default()
+            });
+            steps += 1;
+            look();
+        });
+        world.set_profile(Profile::default());
+        if steps <= step {
+            assert!(well.get(), "nothing failed");
+            break;
+        }
+        faults += 1;
+        let lost = world.faults().sync.is_some();
+        cx.block_on(async {
+            let bytes = AlignedBuf::from_slice(&[9; 512]);
+            let write = Op::Write { fua: false };
+            ask(&**queue, write, 40 << 10, bytes.into()).await
+        })
+        .expect("it turns")
+        .expect("a write");
+        let (done, well) = flush(&queue, &cx);
+        drive(&world, &cx, &done, look);
+        assert_eq!(well.get(), !lost, "step {step}");
+        drop((disk, queue));
+    }
+    assert!(faults > 3, "only {faults} steps");
+}
+
 /// Of two that make a disk larger at once, the one that wants less does not cut it back.
 #[test]
 fn a_disk_that_two_make_larger_ends_up_with_the_larger_size() {
