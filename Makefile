@@ -8,6 +8,7 @@
 #   make asan    the suites of all crates under AddressSanitizer
 #   make tsan    the workers and the stress tests under ThreadSanitizer, with an instrumented standard library
 #   make coverage  how much of the format engine the suite reaches, and the lines it does not
+#   make mutants  the engine broken in small ways, one at a time, for SECONDS seconds: which breaks no test notices
 #   make soak    crash exploration of new seeds for SECONDS seconds (default 60); remembers where it was
 #   make soak-ublk  block devices in the lab, made, worked on, killed and removed for SECONDS seconds on each kernel
 #   make fuzz    each fuzz target for SECONDS seconds (default 60)
@@ -20,7 +21,7 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: test setup lint doc build models explore canaries asan tsan coverage demo bench peers soak soak-ublk fuzz
+.PHONY: test setup lint doc build models explore canaries asan tsan coverage demo bench peers mutants soak soak-ublk fuzz
 
 test: setup lint doc build models explore canaries
 	tests/run-tests.sh
@@ -76,6 +77,10 @@ tsan:
 
 coverage:
 	tests/coverage.sh
+
+# Goes on from where the last call on this commit ended. FILES="'qcow/src/engine/*.rs'" takes only some.
+mutants:
+	SECONDS_MAX=$(SECONDS) tests/mutants.sh $(FILES)
 
 demo: setup build
 	cargo run --release -p ringdisk-tests --bin demo

@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Breaks the engine in small ways, one at a time (cargo-mutants), and lists the breaks that no test notices.
+#
+#   SECONDS_MAX=3600 tests/mutants.sh                 go on for an hour; the next call goes on from there
+#   tests/mutants.sh 'qcow/src/engine/*.rs'           only these files (globs; cargo-mutants' own filters add files)
+#   tests/mutants.sh --report                         what was found so far
+#
+# .cargo/mutants.toml says what is broken, and which tests judge. The committed tree is judged, in a clone of its own
+# (target/mutants/tree), so that the checkout can change meanwhile. Mutants come in shards of a few, each a sample over all
+# files. A shard that was cut short is repeated; finished ones are kept per commit and files. No shard begins after SECONDS_MAX
+# seconds (default 600), not counting the first build. Mutants that cannot change what the engine does are listed with the reason in tests/mutants-equivalent.txt.
+# Fails if any other survives.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+SECONDS_MAX=${SECONDS_MAX:-600}
+# Mutants to a shard; what a call that is stopped loses.
+SHARD=4
+# Seconds that the judging tests may take. They need a fifth of it.
+TIMEOUT=${MUTANTS_TIMEOUT:-600}
+
+folder=$PWD/target/mutants
+tree=$folder/tree
+equivalent=$PWD/tests/mutants-equivalent.txt
+report_only=
+if [ "${1:-}" = --report ]; then report_only=yes; shift; fi
+commit=$(git rev-parse --short HEAD)
+run=$folder/$commit-$(printf '%s\n' "$@" | sha256sum | cut -c1-8)
+
+report() {
+    local kind
+    for kind in caught missed timeout unviable; do
+        # One line for each mutant: path:line:column: change
+        cat "$run"/shard-*/mutants.out/$kind.txt 2>/dev/null | sort >"$run/$kind" || true
+    done
+    rm -f "$run/equivalent"
+    # Places move: the list of equivalent ones has no lines and columns.
+    sed -E 's/:[0-9]+:[0-9]+:/:/' "$run/missed" >"$run/missed.short"
+    paste -d '\t' "$run/missed.short" "$run/missed" | awk -F'\t' '
+        NR == FNR { if ($0 !~ /^#/ && NF > 1) reason[$1] = $2; next }
+        $1 in reason { print $2 "\t" reason[$1] >equivalent; next }
+        { print $2 }' equivalent="$run/equivalent" "$equivalent" - >"$run/survived"
+    touch "$run/equivalent"
+    local caught survived same hung unviable viable
+    caught=$(wc -l <"$run/caught"); hung=$(wc -l <"$run/timeout"); survived=$(wc -l <"$run/survived")
+    same=$(wc -l <"$run/equivalent"); unviable=$(wc -l <"$run/unviable"); viable=$((caught + hung + survived))
+    echo "mutants of $commit: $(find "$run" -maxdepth 2 -name done | wc -l) of $shards shards judged"
+    echo "  $caught caught, $hung caught by a timeout, $survived survived, $same equivalent, $unviable do not build"
+    [ "$viable" = 0 ] || awk -v all="$viable" -v lived="$survived" \
+        'BEGIN { printf "  %.1f %% of %d that change something are caught\n", 100 * (all - lived) / all, all }'
+    sed 's/^/  survived: /' "$run/survived"
+    [ "$survived" = 0 ]
+}
+
+if [ -n "$report_only" ]; then
+    [ -f "$run/shards" ] || { echo "nothing was judged of $commit with these files" >&2; exit 1; }
+    shards=$(cat "$run/shards")
+    status=0
+    report || status=1
+    exit "$status"
+fi
+
+command -v cargo-mutants >/dev/null || cargo install --locked cargo-mutants
+mkdir -p "$folder"
+[ -d "$tree" ] || git clone -q --shared . "$tree"
+git -C "$tree" fetch -q origin HEAD
+# What a mutant left behind goes, too.
+git -C "$tree" checkout -q --force --detach "$(git rev-parse HEAD)"
+[ -z "$(git status --porcelain --untracked-files=no)" ] || echo "mutants: what is not committed is not judged" >&2
+
+export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$folder/target}
+mkdir -p "$run"
+cd "$tree"
+config=$run/mutants.toml
+cp .cargo/mutants.toml "$config"
+if [ $# -gt 0 ]; then
+    sed -i '/^examine_globs = \[/,/^\]/d' "$config"
+    printf 'examine_globs = [%s]\n' "$(printf '"%s", ' "$@")" >>"$config"
+fi
+if [ ! -f "$run/shards" ]; then
+    count=$(cargo mutants --list --config "$config" | wc -l)
+    [ "$count" -gt 0 ] || { echo "there is no such mutant" >&2; exit 1; }
+    # A judge that fails without a fault proves nothing.
+    args=$(sed -nE 's/^(test_package|additional_cargo_test_args) = \[(.*)\]$/\1 \2/p' .cargo/mutants.toml | tr -d '",' |
+        awk '$1 == "test_package" { for (i = 2; i <= NF; i++) printf "-p %s ", $i; next } { $1 = ""; printf "%s ", $0 }')
+    # shellcheck disable=SC2086 # a list
+    cargo test --quiet --no-run $args
+    # shellcheck disable=SC2086
+    timeout "$TIMEOUT" cargo test --quiet $args >"$folder/baseline.log" 2>&1 ||
+        { tail -n 40 "$folder/baseline.log" >&2; echo "the tests that judge fail, or take $TIMEOUT s, with nothing broken" >&2; exit 1; }
+    echo $(((count + SHARD - 1) / SHARD)) >"$run/shards"
+fi
+shards=$(cat "$run/shards")
+
+begun=$SECONDS
+for ((shard = 0; shard < shards; shard++)); do
+    out=$run/shard-$shard
+    [ ! -f "$out/done" ] || continue
+    [ $((SECONDS - begun)) -lt "$SECONDS_MAX" ] || break
+    rm -rf "$out"
+    mkdir -p "$out"
+    status=0
+    cargo mutants --in-place --baseline skip --timeout "$TIMEOUT" --build-timeout 1200 --colors never --no-times \
+        --sharding round-robin --shard "$shard/$shards" --output "$out" --config "$config" >"$out/log" 2>&1 || status=$?
+    # 2: some were missed; 3: some timed out. Both are findings, anything else is not.
+    case $status in
+    0 | 2 | 3) touch "$out/done" ;;
+    *) tail -n 40 "$out/log" >&2; echo "cargo-mutants ended with $status" >&2; exit 1 ;;
+    esac
+    git -C "$tree" checkout -q --force HEAD
+done
+report
