@@ -69,6 +69,8 @@ pub struct Record {
     pub forced_failed: bool,
     /// Requests may fail, if a fault of the host's explains it.
     pub may_fail: bool,
+    /// The file cannot become longer: what needs space may fail without any op that did.
+    pub may_be_full: bool,
     /// The request that is being answered was failed by the driver, which had no server.
     pub by_driver: bool,
     /// How far two queues are that keep step.
@@ -95,6 +97,7 @@ impl Record {
             forced_failed: false,
             failures: 0,
             may_fail: false,
+            may_be_full: false,
             by_driver: false,
             pace: None,
             world: world.clone(),
@@ -120,6 +123,7 @@ impl Record {
         let read = lately(faults.read) || lately(faults.door) || lately(faults.cancel);
         match ask {
             Ask::Read => read,
+            _ if self.may_be_full => true,
             // A failed sync is remembered.
             _ => read || lately(faults.write) || lately(faults.allocate) || faults.sync.is_some(),
         }

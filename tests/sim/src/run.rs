@@ -204,6 +204,7 @@ impl<'a> Run<'a> {
         self.changes = self.world.changes();
         self.open()?;
         // What finds no room on a device fails too.
+        self.record.borrow_mut().may_be_full = self.case.shape.device > 0;
         self.record.borrow_mut().may_fail = self.case.profile.has_errors() || self.case.shape.device > 0;
         self.world.set_profile(self.case.profile);
         let mut lanes = Vec::new();
