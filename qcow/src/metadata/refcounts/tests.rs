@@ -1,3 +1,5 @@
+//! Finding clusters for data and runs of clusters for tables: on files that grow, on devices that do not.
+
 use super::*;
 use crate::format::{ClusterBits, RefcountOrder, Version};
 
