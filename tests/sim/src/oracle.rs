@@ -14,7 +14,7 @@
 //! acknowledged before the last completed FLUSH, or any write acknowledged or in flight since.
 //!
 //! Of changes that were under way at once nobody has said which is the last, until a read does: one that was over when the
-//! read was asked for, and is not what the read saw, came [before](Change::outdone) it. Reads asked for later do not see it
+//! read was asked for, and is not what the read saw, came before it. Reads asked for later do not see it
 //! again. Neither does a cut leave it, once what the read saw was answered well before a FLUSH. That holds only
 //! for disks that [stay](Oracle::reads_settle) what they were read as.
 
