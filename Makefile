@@ -28,7 +28,7 @@ test: setup lint doc build models explore canaries
 
 # Half of the states are of the same seeds each time, half of new ones; those are printed, and `--from` repeats them.
 explore:
-	cargo run --release -p ringdisk-sim -- explore --states 160000 --seeds 200
+	cargo run --release -p ringdisk-sim -- explore --states 160000 --seeds 800
 
 # A build of its own: no other build can break rules, nor kill servers between two stores. First it explores 40,000 states more.
 canaries:

@@ -331,22 +331,25 @@ pub fn all() -> Vec<Scenario> {
             &[(WRITE, 0, 2), (Ask::Discard, 4, 3), (UNMAP, 12, 2)],
         ),
         // Room for an L2 table, a block of counts and few more: what is discarded is room again, without a FLUSH.
-        Scenario::new(
-            "a device that is full",
-            Shape {
-                device: 20 << 9,
-                ..plain
-            },
-            &[
-                (WRITE, 0, 12),
-                (WRITE, 12, 12),
-                FLUSH,
-                (Ask::Discard, 2, 6),
-                (WRITE, 30, 4),
-                (WRITE, 3, 1),
-                FLUSH,
-            ],
-        ),
+        Scenario {
+            all_up_to: 256,
+            ..Scenario::new(
+                "a device that is full",
+                Shape {
+                    device: 20 << 9,
+                    ..plain
+                },
+                &[
+                    (WRITE, 0, 12),
+                    (WRITE, 12, 12),
+                    FLUSH,
+                    (Ask::Discard, 2, 6),
+                    (WRITE, 30, 4),
+                    (WRITE, 3, 1),
+                    FLUSH,
+                ],
+            )
+        },
         // The cursor is behind all that is free, the run and the longer table come from the device's middle.
         Scenario {
             all_up_to: 256,
