@@ -50,7 +50,7 @@ pub fn check_sockets(sockets: &[PathBuf]) -> Result<(), CommandFailure> {
             .any(|before| absolute(before) == absolute(socket))
         {
             return Err(CommandFailure::Usage(format!(
-                "--socket {} is given more than once; each disk needs a socket of its own",
+                "socket {} is given more than once; each disk needs a socket of its own",
                 socket.display()
             )));
         }

@@ -19,6 +19,7 @@ use crate::limits;
 use crate::machine::{
     Console, ConsoleConfig, Machine, MachineConfig, MachineError, Reason, Stop, restore_terminal,
 };
+use crate::once;
 use crate::signals::{StopSignals, is_log_read};
 
 mod disks;
@@ -202,11 +203,13 @@ pub fn check_queues(disk: &DiskConfig, cpus: u16) -> Result<(), String> {
     ))
 }
 
-/// Refuses disks that name one image, one id or one slot twice.
+/// Refuses disks that name one image, one backend's socket, one id or one slot twice.
 fn check_names(disks: &[DiskConfig]) -> Result<(), CommandFailure> {
+    once::check_images(disks)?;
+    let backends = disks.iter().filter(|disk| disk.vhost_user);
+    once::check_sockets(&backends.map(|disk| disk.path.clone()).collect::<Vec<_>>())?;
     let mut ids = BTreeMap::new();
     let mut slots = BTreeMap::new();
-    let mut paths: BTreeMap<PathBuf, usize> = BTreeMap::new();
     for (index, disk) in disks.iter().enumerate() {
         if let Some(id) = &disk.id
             && ids.insert(id.clone(), index).is_some()
@@ -218,15 +221,6 @@ fn check_names(disks: &[DiskConfig]) -> Result<(), CommandFailure> {
         {
             return Err(CommandFailure::Usage(format!(
                 "two disks have pci_device_id={slot}; a slot has one"
-            )));
-        }
-        let path = disk.path.canonicalize().unwrap_or_else(|_| disk.path.clone());
-        let other = paths.insert(path, index);
-        let shared = other.is_some_and(|other| !(disk.readonly && disks[other].readonly));
-        if shared {
-            let path = disk.path.display();
-            return Err(CommandFailure::Usage(format!(
-                "two disks have the image {path}; it can be shared only if both are readonly=on"
             )));
         }
     }

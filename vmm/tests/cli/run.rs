@@ -31,7 +31,7 @@ fn what_makes_no_sense_is_refused_before_anything_is_opened() {
     for (arguments, said) in [
         (
             &["--disk", "path=disk.qcow2", "--disk", "path=./disk.qcow2"][..],
-            "two disks have the image ./disk.qcow2; it can be shared only if both are readonly=on",
+            "--disk path=disk.qcow2 and --disk path=./disk.qcow2 are one file; a disk that is written to is served once",
         ),
         (
             &["--disk", "path=disk.qcow2,id=a", "path=other.qcow2,id=a"],
@@ -56,7 +56,7 @@ fn what_makes_no_sense_is_refused_before_anything_is_opened() {
                 "--disk",
                 "vhost_user=on,socket=s",
             ],
-            "two disks have the image s",
+            "socket s is given more than once; each disk needs a socket of its own",
         ),
         (
             &["--disk", "vhost_user=on,socket=s,bw_size=1M,bw_refill_time=1"],
