@@ -83,7 +83,7 @@ fn a_user_without_rights_has_a_device_of_their_own_if_the_machine_allows_it() ->
             ),
             ("made ", r#""transport":"copy""#),
             ("owners ", "0 0 1000 1000"),
-            ("theirs ", "/dev/ublkb1 live 67108864 bytes, 2 x"),
+            ("theirs ", "/dev/ublkb1 live 67108864 bytes, 2 queues of 128"),
             ("info ", "UNPRIVILEGED_DEV"),
             ("info ", r#""recovery":"off""#),
             ("foreign ", "1 ringdisk: "),
