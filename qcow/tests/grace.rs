@@ -1,28 +1,31 @@
 //! Host clusters under operations in flight: in the simulated world one operation is held while its cluster is
 //! discarded, the discard made durable, and the space wanted again.
 
-use std::cell::RefCell;
 use std::path::Path;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use block::sim::{Profile, SimWorld};
-use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Done, IoError, Op, Request};
+use block::{AlignedBuf, Buffer, Disk, Done, IoError, Op};
 use qcow::image::{CreateOptions, Verdict, check, create};
 use qcow::{OpenOptions, QcowDisk};
+
+#[path = "common/workers.rs"]
+mod workers;
+
+use workers::{Slot, Workers};
 
 const DISK: &str = "disk";
 const CLUSTER: u64 = 512;
 const WRITE: Op = Op::Write { fua: false };
 
 /// A request's answer, once it has one.
-type Answer = Rc<RefCell<Option<Done>>>;
+type Answer = Slot<Done>;
 
 /// An image of which the first eight clusters hold their number plus one, and two workers with a queue each.
 struct Bench {
     world: SimWorld,
     disk: Arc<QcowDisk>,
-    workers: Vec<(Context, Box<dyn DiskQueue>)>,
+    workers: Workers,
 }
 
 impl Bench {
@@ -38,13 +41,8 @@ impl Bench {
             disk.expect("a disk")
         });
         let disk = opened.expect("nothing waits for ever");
-        let workers = (0..2).map(|_| {
-            let cx = world.context(64);
-            let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
-            (cx, queue)
-        });
         let bench = Self {
-            workers: workers.collect(),
+            workers: Workers::new(&world, &disk),
             world,
             disk,
         };
@@ -58,7 +56,6 @@ impl Bench {
 
     /// Submits a request of one cluster, and turns until only what is held is under way.
     fn ask(&self, worker: usize, op: Op, cluster: u64, bytes: Option<u8>) -> Answer {
-        let (cx, queue) = &self.workers[worker];
         let buffer = bytes.map_or_else(Buffer::default, |byte| {
             AlignedBuf::from_slice(&[byte; CLUSTER as usize]).into()
         });
@@ -66,27 +63,7 @@ impl Bench {
             Op::Flush => (0, 0),
             _ => (cluster * CLUSTER, CLUSTER),
         };
-        let (request, answer) = Request::local(op, offset, len, buffer);
-        queue.submit(request);
-        let place = Answer::default();
-        let put = Rc::clone(&place);
-        cx.spawn(async move {
-            *put.borrow_mut() = Some(answer.await);
-        });
-        self.settle();
-        place
-    }
-
-    fn settle(&self) {
-        let mut idle = 0;
-        while idle < 16 {
-            for (cx, _) in &self.workers {
-                cx.run_ready();
-                cx.ring().turn(false).expect("the ring turns");
-                cx.run_ready();
-            }
-            idle = if self.world.step() { 0 } else { idle + 1 };
-        }
+        self.workers.ask(worker, op, offset, len, buffer)
     }
 
     #[track_caller]
@@ -173,7 +150,7 @@ fn hold(op: Op, bytes: u8, earlier: u64) -> (Bench, Answer) {
     assert_eq!(early, None, "a cluster was reused under an operation in flight");
     bench.flush(1);
     bench.world.release();
-    bench.settle();
+    bench.workers.settle();
     // Now it is free, and the test would have seen that it was handed out.
     bench.flush(1);
     let reused = bench.find_reuse(48, 16, host);
@@ -226,7 +203,7 @@ fn a_write_in_place_waits_for_the_punch_of_its_cluster() {
     assert!(write.borrow().is_none(), "a write was answered under a punch");
     take(&neighbour).expect("a write beside the punch");
     bench.world.release();
-    bench.settle();
+    bench.workers.settle();
     take(&discard).expect("a discard");
     take(&write).expect("a write");
     assert_eq!(bench.read(0, 3), 0xAA);

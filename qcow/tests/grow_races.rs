@@ -1,26 +1,27 @@
 //! Disks that grow while requests are under way: in the simulated world one operation is held while others end.
 
-use std::cell::RefCell;
 use std::path::Path;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use block::sim::{Profile, SimImage, SimWorld};
-use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Done, IoError, Op, Request};
+use block::{AlignedBuf, Buffer, Disk, Done, IoError, Op};
 use qcow::image::{CreateOptions, Verdict, check, create};
 use qcow::{OpenOptions, QcowDisk};
+
+#[path = "common/workers.rs"]
+mod workers;
+
+use workers::{Slot, Workers};
 
 const DISK: &str = "disk";
 const BASE: &str = "base";
 const WRITE: Op = Op::Write { fua: false };
 
-type Slot<T> = Rc<RefCell<Option<T>>>;
-
 /// An image with clusters of 1 KiB, and two workers with a queue each. An L2 table maps 128 KiB.
 struct Bench {
     world: SimWorld,
     disk: Arc<QcowDisk>,
-    workers: Vec<(Context, Box<dyn DiskQueue>)>,
+    workers: Workers,
 }
 
 fn options() -> OpenOptions {
@@ -53,40 +54,14 @@ impl Bench {
         let cx = world.context(64);
         let disk = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new(DISK), &options()));
         let disk = disk.expect("nothing waits for ever").expect("a disk");
-        let workers = (0..2).map(|_| {
-            let cx = world.context(64);
-            let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
-            (cx, queue)
-        });
-        let workers = workers.collect();
+        let workers = Workers::new(&world, &disk);
         world.set_profile(Profile::default());
         Self { world, disk, workers }
     }
 
     /// Submits a request, and turns until only what is held is under way.
     fn ask(&self, worker: usize, op: Op, offset: u64, len: u64, buffer: Buffer) -> Slot<Done> {
-        let (cx, queue) = &self.workers[worker];
-        let (request, answer) = Request::local(op, offset, len, buffer);
-        queue.submit(request);
-        let place = Slot::default();
-        let put = Rc::clone(&place);
-        cx.spawn(async move {
-            *put.borrow_mut() = Some(answer.await);
-        });
-        self.settle();
-        place
-    }
-
-    fn settle(&self) {
-        let mut idle = 0;
-        while idle < 16 {
-            for (cx, _) in &self.workers {
-                cx.run_ready();
-                cx.ring().turn(false).expect("the ring turns");
-                cx.run_ready();
-            }
-            idle = if self.world.step() { 0 } else { idle + 1 };
-        }
+        self.workers.ask(worker, op, offset, len, buffer)
     }
 
     #[track_caller]
@@ -115,16 +90,9 @@ impl Bench {
 
     /// Makes the disk larger, and turns until only what is held is under way.
     fn grow(&self, worker: usize, bytes: u64) -> Slot<Result<(), IoError>> {
-        let (cx, disk) = (self.workers[worker].0.clone(), Arc::clone(&self.disk));
-        let place = Slot::default();
-        let put = Rc::clone(&place);
-        let task_cx = cx.clone();
-        cx.spawn(async move {
-            let grown = disk.grow(&task_cx, bytes).await;
-            *put.borrow_mut() = Some(grown);
-        });
-        self.settle();
-        place
+        let (cx, disk) = (self.workers.context(worker).clone(), Arc::clone(&self.disk));
+        self.workers
+            .run(worker, async move { disk.grow(&cx, bytes).await })
     }
 
     fn host(&self, offset: u64) -> Option<u64> {
@@ -172,7 +140,7 @@ fn growth_that_writes_in_place_holds_its_cluster_back_from_reuse() {
         reused = reused.or(Some(cluster << 10).filter(|&at| bench.host(at) == Some(host)));
     }
     bench.world.release();
-    bench.settle();
+    bench.workers.settle();
     grown.take().expect("it has ended").expect("growth");
     assert_eq!(reused, None, "the cluster was reused under the write");
     assert!(bench.read(1, 0, 8 << 10) == [0xD0; 8 << 10]);
@@ -199,7 +167,7 @@ fn clearing_up_to_the_old_end_leaves_what_was_written_behind_it() {
         grown.take().expect("it has ended").expect("growth");
         bench.write(1, END, 512, 0x22);
         bench.world.release();
-        bench.settle();
+        bench.workers.settle();
         result(&cleared).expect("an answer");
         assert!(
             bench.read(1, END, 512) == [0x22; 512],
@@ -228,7 +196,7 @@ fn growth_that_began_earlier_does_not_zero_what_another_has_shown() {
         bench.write(1, END, 512, 0x33);
     }
     bench.world.release();
-    bench.settle();
+    bench.workers.settle();
     let expected = if is_shown { 0x33 } else { 0 };
     assert!(
         bench.read(1, END, 512) == [expected; 512],

@@ -1,0 +1,67 @@
+//! Two workers of a disk in the simulated world, turned by hand while others' operations are held.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use block::sim::SimWorld;
+use block::{Buffer, Context, Disk, DiskQueue, Done, Op, Request};
+use qcow::QcowDisk;
+
+/// The place of a task's output, once it has ended.
+pub(crate) type Slot<T> = Rc<RefCell<Option<T>>>;
+
+/// Two workers with a queue each.
+pub(crate) struct Workers {
+    world: SimWorld,
+    each: Vec<(Context, Box<dyn DiskQueue>)>,
+}
+
+impl Workers {
+    pub(crate) fn new(world: &SimWorld, disk: &Arc<QcowDisk>) -> Self {
+        let each = (0..2).map(|_| {
+            let cx = world.context(64);
+            let queue = Arc::clone(disk).open_queue(&cx).expect("a queue");
+            (cx, queue)
+        });
+        Self {
+            each: each.collect(),
+            world: world.clone(),
+        }
+    }
+
+    pub(crate) fn context(&self, worker: usize) -> &Context {
+        &self.each[worker].0
+    }
+
+    /// Submits a request, and turns until only what is held is under way.
+    pub(crate) fn ask(&self, worker: usize, op: Op, offset: u64, len: u64, buffer: Buffer) -> Slot<Done> {
+        let (request, answer) = Request::local(op, offset, len, buffer);
+        self.each[worker].1.submit(request);
+        self.run(worker, answer)
+    }
+
+    /// Starts a task on a worker, and turns until only what is held is under way.
+    pub(crate) fn run<T: 'static>(&self, worker: usize, task: impl Future<Output = T> + 'static) -> Slot<T> {
+        let place = Slot::default();
+        let put = Rc::clone(&place);
+        self.context(worker).spawn(async move {
+            *put.borrow_mut() = Some(task.await);
+        });
+        self.settle();
+        place
+    }
+
+    /// Turns until only what is held is under way.
+    pub(crate) fn settle(&self) {
+        let mut idle = 0;
+        while idle < 16 {
+            for (cx, _) in &self.each {
+                cx.run_ready();
+                cx.ring().turn(false).expect("the ring turns");
+                cx.run_ready();
+            }
+            idle = if self.world.step() { 0 } else { idle + 1 };
+        }
+    }
+}
