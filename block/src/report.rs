@@ -66,8 +66,8 @@ pub struct Reports {
 }
 
 impl Reports {
-    /// Whether a message of this kind is to be written at time `now`; if so, how many like it were held back, if
-    /// any were.
+    /// Returns `Some` if a message of this kind is to be written at time `now`, with the number of those like it that
+    /// were held back, if any were.
     pub fn admit(&self, kind: Kind, now: Duration) -> Option<Option<u64>> {
         let mut told = self.told.lock();
         let Some(before) = told.iter_mut().find(|told| told.kind == kind) else {

@@ -117,7 +117,7 @@ impl LockSet {
     }
 }
 
-/// What lies between, before and behind these ranges.
+/// Returns the ranges between, before and behind these.
 fn outside(ranges: &[ByteLock]) -> Vec<ByteLock> {
     let mut ranges = ranges.to_vec();
     ranges.sort_unstable_by_key(|range| range.start);

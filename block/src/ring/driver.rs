@@ -89,7 +89,7 @@ pub(crate) struct Completion {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueueFull;
 
-/// What a [`Driver::enter`] waits for.
+/// The kind of completion that a [`Driver::enter`] waits for.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Wait {
     /// Nothing: it returns at once.

@@ -316,7 +316,7 @@ impl SimWorld {
         self.world.borrow().time()
     }
 
-    /// What was made to fail so far.
+    /// Returns what was made to fail so far.
     #[must_use]
     pub fn faults(&self) -> Faults {
         self.world.borrow().faults
