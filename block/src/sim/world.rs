@@ -500,7 +500,7 @@ impl World {
         ready.nth(turn as usize).map_or(0, |(index, _)| index)
     }
 
-    /// What becomes of an op by itself: on a block device what fits is written, nothing fits behind the end, and the
+    /// Returns the fate of an op by itself: on a block device what fits is written, nothing fits behind the end, and the
     /// length is what it is, as Linux has it.
     fn bounds(&self, op: &SimOp) -> Fate {
         let file = &self.files[op.file];

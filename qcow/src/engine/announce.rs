@@ -1,5 +1,5 @@
-//! What others are told before the image changes: which persistent bitmaps are out of date, and which autoclear
-//! features hold no longer.
+//! Announcements to other programs before the image changes: persistent bitmaps that go out of date, and autoclear
+//! features that no longer hold.
 //!
 //! What must stay true: it is durable before the first change of what the guest reads, and before the disk's size changes;
 //! an image that is only read stays as it is; and a bitmap that does not record changes is left alone unless the disk grows.
@@ -13,7 +13,7 @@ use super::{Queue, flush, header as sector};
 use crate::format::{Autoclear, BitmapFlags, header};
 use crate::image::bitmaps::Mark;
 
-/// What is to be told.
+/// The marks and bits to write before a change.
 #[derive(Debug, Default)]
 pub(crate) struct Announcement {
     /// Bitmaps that record changes: out of date with the first one.

@@ -39,7 +39,7 @@ impl Freeing {
         self.batches.is_empty()
     }
 
-    /// Whether something is yet to be freed, or is being freed.
+    /// Returns true if something is yet to be freed, or is being freed.
     pub(super) fn is_pending(&self) -> bool {
         self.running || !self.batches.is_empty()
     }

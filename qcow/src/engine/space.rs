@@ -44,7 +44,7 @@ pub(super) async fn with_space(
     }
 }
 
-/// Makes durable what was dropped, and frees it. Whether anything has become free.
+/// Makes durable what was dropped, and frees it. Returns true if anything has become free.
 async fn is_room_made(queue: &Rc<Queue>) -> Result<bool, IoError> {
     let shared = &queue.shared;
     let before = shared.freeing.lock().freed();
