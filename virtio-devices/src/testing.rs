@@ -1,6 +1,6 @@
 //! What the tests of this crate share: a driver for a queue, and a disk in memory that can be held up.
 
-#![expect(unsafe_code, reason = "a backlog of nothing")]
+#![expect(unsafe_code, reason = "a backlog of nothing, and the limit of descriptors")]
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -58,6 +58,30 @@ pub(crate) fn fill_backlog(listener: &UnixListener, path: &Path) -> Vec<UnixStre
     assert_eq!(unsafe { libc::listen(listener.as_raw_fd(), 0) }, 0);
     let connect = || connect_within(path, Duration::from_millis(10), &Cancel::never());
     std::iter::from_fn(|| connect().ok()).collect()
+}
+
+/// Lets this process have `needed` descriptors beside those of tests that run meanwhile, as a server does at its start
+/// (1024 are usual). Fails the test if the hard limit is lower.
+pub(crate) fn allow_descriptors(needed: u64) {
+    const OTHERS: u64 = 256;
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: the kernel writes one `rlimit`, which is live and exclusive.
+    let read = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
+    assert_eq!(read, 0);
+    let wanted = needed + OTHERS;
+    assert!(
+        limit.rlim_max >= wanted,
+        "this test needs {wanted} descriptors, and may have {} (ulimit -Hn)",
+        limit.rlim_max
+    );
+    // Never fewer than before: tests may do this at the same time.
+    limit.rlim_cur = limit.rlim_max;
+    // SAFETY: the kernel reads one `rlimit`, which is live.
+    let set = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+    assert_eq!(set, 0);
 }
 
 /// A descriptor as a driver writes it.

@@ -915,7 +915,7 @@ fn a_queue_whose_writes_wait_for_space_drains_when_it_is_stopped() {
         // Stopping one queue ends the waits of both, as one may wait for the other; the other goes on.
         let begin = Instant::now();
         assert_eq!(client.frontend.get_vring_base(0).expect("GET_VRING_BASE"), 2);
-        assert!(begin.elapsed() < Duration::from_secs(5));
+        assert!(begin.elapsed() < Duration::from_secs(20));
         for (queue, head) in held.into_iter().enumerate() {
             assert_eq!(client.answer(queue).0, u32::from(head));
             assert_eq!(client.drivers[queue].status(head), IOERR);
@@ -926,7 +926,7 @@ fn a_queue_whose_writes_wait_for_space_drains_when_it_is_stopped() {
         let begin = Instant::now();
         world.stop();
         assert!(
-            begin.elapsed() < Duration::from_secs(5),
+            begin.elapsed() < Duration::from_secs(20),
             "the stop waits for space"
         );
         assert!(client.drivers[1].take_used().is_some());
