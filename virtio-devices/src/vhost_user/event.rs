@@ -15,13 +15,21 @@ pub(super) fn wait_readable(first: BorrowedFd<'_>, second: BorrowedFd<'_>) -> io
     poll(first, second, -1)
 }
 
-/// Waits until one of some descriptors can be read from, those that are not there left out; says which can. A hang-up
-/// counts as readable.
-pub(super) fn wait_any<const N: usize>(watched: [Option<BorrowedFd<'_>>; N]) -> io::Result<[bool; N]> {
+/// Waits until one of some descriptors can be read from, those that are not there left out, or until `timeout` has
+/// passed; says which can. A hang-up counts as readable.
+pub(super) fn wait_any<const N: usize>(
+    watched: [Option<BorrowedFd<'_>>; N],
+    timeout: Option<Duration>,
+) -> io::Result<[bool; N]> {
     poll_all(
         watched.map(|fd| (fd.map_or(-1, |fd| fd.as_raw_fd()), Wait::Readable)),
-        -1,
+        timeout.map_or(-1, ms_of),
     )
+}
+
+/// A timeout as poll(2) takes it: whole milliseconds, never less than was asked for.
+fn ms_of(timeout: Duration) -> libc::c_int {
+    libc::c_int::try_from(timeout.as_micros().div_ceil(1000)).unwrap_or(libc::c_int::MAX)
 }
 
 /// The process at the other end of a connection, as it was when it connected.
@@ -48,8 +56,7 @@ pub(super) fn peer_process(connection: BorrowedFd<'_>) -> Option<libc::pid_t> {
 
 /// Waits until a descriptor can be read from, or for so long.
 pub(super) fn wait_readable_for(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<bool> {
-    let ms = libc::c_int::try_from(timeout.as_millis()).unwrap_or(libc::c_int::MAX);
-    Ok(poll(fd, fd, ms)?.0)
+    Ok(poll(fd, fd, ms_of(timeout))?.0)
 }
 
 fn poll(first: BorrowedFd<'_>, second: BorrowedFd<'_>, timeout_ms: libc::c_int) -> io::Result<(bool, bool)> {

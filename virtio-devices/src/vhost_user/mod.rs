@@ -35,7 +35,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use block::ring::RingKind;
 use block::worker::{StartHook, StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
@@ -330,9 +330,12 @@ impl VhostUserServer {
         };
         // Looked at until somebody waits there, who then does so for as long as this client is served.
         let mut others = Some(listener.as_fd());
+        let mut report_at: Option<Instant> = None;
         let result = loop {
             // A pause comes between two messages, and what was not read is for whoever goes on.
-            match event::wait_any([Some(connection.as_fd()), Some(stop.event()), others]) {
+            let watched = [Some(connection.as_fd()), Some(stop.event()), others];
+            let timeout = report_at.map(|at| at.saturating_duration_since(Instant::now()));
+            match event::wait_any(watched, timeout) {
                 Ok(_) if stop.is_paused() => {
                     drop(guard);
                     lock(&backend).stop_all()?;
@@ -342,10 +345,15 @@ impl VhostUserServer {
                 Ok([false, ..]) if stop.is_stopped() => break MessageError::Disconnected,
                 Ok([false, _, true]) => {
                     others = None;
-                    self.report_waiting(&connection);
+                    report_at = Some(Instant::now() + WAITING_MIN);
                     continue;
                 }
-                Ok(_) => continue,
+                Ok(_) => {
+                    if report_at.take_if(|at| *at <= Instant::now()).is_some() {
+                        self.report_waiting(&connection);
+                    }
+                    continue;
+                }
                 Err(error) => break MessageError::SocketError(error),
             }
             guard.reading(true);
@@ -413,6 +421,10 @@ impl VhostUserServer {
         Ok(())
     }
 }
+
+/// How long a client waits for the one before it until the log names them: that one may just be going, and a process
+/// that it forked keep its connection open for a moment.
+const WAITING_MIN: Duration = Duration::from_secs(1);
 
 /// How long to leave a client waiting that there are no descriptors or memory for.
 const SHORTAGE: Duration = Duration::from_millis(100);

@@ -17,7 +17,7 @@ use crate::client::{Ask, BLOCK, Client, Random};
 use crate::server::{Server, World};
 
 const BLOCKS: usize = 1024;
-/// How often the log may mention one disk's peers, whatever they do.
+/// How often the log may mention one disk's peers in a minute, whatever they do.
 const LINES_MAX: usize = 60;
 
 /// A header: the code, version 1, the size of the body.
@@ -39,6 +39,14 @@ fn connect(path: &Path) -> UnixStream {
 /// Sends without minding whether anybody listens any more.
 fn say(mut stream: &UnixStream, bytes: &[u8]) {
     stream.write_all(bytes).unwrap_or_default();
+}
+
+/// Asks for the features, and waits for the answer.
+fn ask(mut peer: &UnixStream) {
+    say(peer, &header(1, 0));
+    peer.set_read_timeout(Some(Duration::from_secs(20)))
+        .expect("a timeout");
+    peer.read_exact(&mut [0; 20]).expect("it is served");
 }
 
 fn silence(path: &Path) {
@@ -169,6 +177,14 @@ fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
+/// Keeps a disk busy until so many requests have been answered in all.
+fn work_on(client: &mut Client, random: &mut Random, answered: u64) {
+    wait_for("answers: does the disk stand still?", || {
+        client.work(random, Duration::from_millis(20));
+        client.answered > answered
+    });
+}
+
 fn work_a_little(path: &Path) {
     let mut client = Client::new(16, false);
     client.connect(path);
@@ -182,7 +198,6 @@ fn work_a_little(path: &Path) {
 fn peers_that_mean_ill_harm_their_own_disk_only() {
     type Attack = fn(&Path);
     const ATTACKS: [(&str, Attack); 7] = [
-        // First, while the log has room for it.
         ("regions", regions),
         ("silence", silence),
         ("half a message", half_a_message),
@@ -193,6 +208,7 @@ fn peers_that_mean_ill_harm_their_own_disk_only() {
     ];
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     world.qemu_img(&["create", "-q", "-f", "qcow2", "other.qcow2", "1M"]);
+    let begun = Instant::now();
     let mut server = world.serve(&["--socket", "other", "--disk", "path=other.qcow2,poll_us=0"]);
     let mut client = Client::new(BLOCKS, false);
     let mut random = Random(0x9ee2);
@@ -204,6 +220,20 @@ fn peers_that_mean_ill_harm_their_own_disk_only() {
     wait_for("the first peer to go", || world.log().is_empty());
     moment();
     let (open, resident) = (descriptors_of(&server), status(&server, "VmRSS:"));
+    // What is refused is told while the log has room for it: what follows uses that up.
+    let said: [(Attack, &[&str]); 2] = [
+        (
+            regions,
+            &["refused what a client asked for", "more than 509 regions"],
+        ),
+        (half_a_message, &["disconnecting the client"]),
+    ];
+    for (attack, lines) in said {
+        attack(&other);
+        for line in lines {
+            wait_for(line, || world.log().contains(line));
+        }
+    }
     for (name, attack) in ATTACKS {
         let over = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -214,11 +244,8 @@ fn peers_that_mean_ill_harm_their_own_disk_only() {
             });
             let before = client.answered;
             client.work(&mut random, Duration::from_millis(400));
+            work_on(&mut client, &mut random, before + 100);
             client.drain();
-            assert!(
-                client.answered > before + 100,
-                "{name}: the other disk stands still"
-            );
             over.store(true, Ordering::SeqCst);
             peer.join().expect("the peer");
         });
@@ -228,17 +255,15 @@ fn peers_that_mean_ill_harm_their_own_disk_only() {
     }
     let grown = status(&server, "VmRSS:").saturating_sub(resident);
     assert!(grown < 64 << 10, "{grown} KiB more than before");
-    let log = world.log();
-    assert!(log.contains("refused what a client asked for"), "{log}");
-    assert!(log.contains("more than 509 regions"), "{log}");
-    assert!(log.contains("disconnecting the client"), "{log}");
-    assert!(log.lines().count() <= LINES_MAX, "{} lines", log.lines().count());
+    let lines = world.log().lines().count();
+    let minutes = begun.elapsed().as_secs() as usize / 60 + 1;
+    assert!(lines <= LINES_MAX * minutes, "{lines} lines in {minutes} minutes");
 
     // Neither a client that says nothing nor one that does not listen holds a stop up.
     let deaf = deaf(&other);
     let begun = Instant::now();
     assert_eq!(server.stop(), Some(0), "{}", world.log());
-    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
     drop(deaf);
     world.assert_sound(false);
     client.assert_contents(&world.contents());
@@ -275,11 +300,11 @@ fn a_server_out_of_descriptors_goes_on_and_waits_without_spinning() {
         "{}",
         world.log()
     );
+    let open = descriptors_of(&server);
     let (hog, late) = (world.path("hog"), world.path("late"));
     work_a_little(&hog);
     work_a_little(&late);
-    moment();
-    let open = descriptors_of(&server);
+    wait_for("the first clients to go", || descriptors_of(&server) == open);
     // What it gets before it asks for too much and loses all; then just that.
     let (frontend, count) = fill_memory(&hog, 600);
     assert!((10..500).contains(&count), "{count}");
@@ -288,7 +313,7 @@ fn a_server_out_of_descriptors_goes_on_and_waits_without_spinning() {
     let (frontend, again) = fill_memory(&hog, count);
     assert_eq!(again, count);
 
-    let mut newcomer = connect(&late);
+    let newcomer = connect(&late);
     wait_for("the warning", || {
         world.log().contains("cannot accept a connection now")
     });
@@ -297,19 +322,13 @@ fn a_server_out_of_descriptors_goes_on_and_waits_without_spinning() {
     let spent = ticks(&server) - before;
     assert!(spent < 30, "{spent} ticks of CPU for waiting");
     let answered = client.answered;
-    client.work(&mut random, Duration::from_millis(200));
+    work_on(&mut client, &mut random, answered + 100);
     client.drain();
-    assert!(client.answered > answered + 100, "the other disk stands still");
     let warnings = world.log().matches("cannot accept a connection now").count();
     assert_eq!(warnings, 1, "{}", world.log());
 
     drop(frontend);
-    say(&newcomer, &header(1, 0));
-    let mut answer = [0; 20];
-    newcomer
-        .set_read_timeout(Some(Duration::from_secs(20)))
-        .expect("a timeout");
-    newcomer.read_exact(&mut answer).expect("it is served now");
+    ask(&newcomer);
     drop(newcomer);
     work_a_little(&late);
     assert_eq!(server.stop(), Some(0), "{}", world.log());
@@ -343,6 +362,33 @@ fn a_second_client_that_waits_is_named_in_the_log() {
         world.log()
     );
     drop(second);
+    assert_eq!(server.stop(), Some(0), "{}", world.log());
+}
+
+/// A connection may end a moment after the next one was made: a child that its process forked shares it until exec(2).
+#[test]
+fn a_second_client_that_waits_a_moment_only_is_not_named() {
+    const QUICK: Duration = Duration::from_millis(900);
+    let world = World::new("cluster_size=65536", 64 * BLOCK);
+    let server = world.serve(&[]);
+    wait_for("the server", || UnixStream::connect(world.path("socket")).is_ok());
+    let named = || world.log().matches("another client").count();
+    // On a busy machine the moment may be long, and the client is named rightly: that says nothing, and is done again.
+    let quick = (0..20).any(|_| {
+        let first = connect(&world.path("socket"));
+        ask(&first);
+        let before = named();
+        let begun = Instant::now();
+        let second = connect(&world.path("socket"));
+        std::thread::sleep(Duration::from_millis(100));
+        drop(first);
+        let quick = begun.elapsed() < QUICK;
+        ask(&second);
+        drop(second);
+        assert!(!quick || named() == before, "{}", world.log());
+        quick
+    });
+    assert!(quick, "this machine is too busy for this test");
     assert_eq!(server.stop(), Some(0), "{}", world.log());
 }
 
