@@ -18,6 +18,7 @@ const SERIAL_DATA: u16 = 0x3F8;
 const SERIAL_STATUS: u16 = 0x3FD;
 const SLEEP_PORT: u16 = 0x600;
 const RESET_PORT: u16 = 0x601;
+const ASKED_PORT: u16 = 0x614;
 const EJECT_PORT: u16 = 0x618;
 
 /// Where KVM's clock writes, and where in that the flags are: `struct pvclock_vcpu_time_info`.
@@ -76,14 +77,16 @@ const JMP: u8 = 0xEB;
 const JZ: u8 = 0x74;
 const JNZ: u8 = 0x75;
 const IN_AL: u8 = 0xEC;
+const IN_EAX: u8 = 0xED;
 const OUT_AL: u8 = 0xEE;
 const OUT_EAX: u8 = 0xEF;
 const RET: u8 = 0xC3;
 
 /// A kernel that prints [`GREETING`] on the serial port and then obeys the letters of its command line, and those
-/// that come through the serial port: `q` switches off, `r` restarts, `e` lets the disk in slot 1 go, `h` stands still
-/// for good, `k` has KVM's clock write to memory, `s` prints that clock's flags as a digit, `f` ends by a triple fault,
-/// `j` jumps to where no memory is, `l` prints [`LOTS`] bytes; anything else is printed.
+/// that come through the serial port: `q` switches off, `r` restarts, `e` lets the disk in slot 1 go, `w` is printed,
+/// waits until that disk is asked for (once more, if it was) and lets it go, `h` stands still for good, `k` has KVM's
+/// clock write to memory, `s` prints that clock's flags as a digit, `f` ends by a triple fault, `j` jumps to where no
+/// memory is, `l` prints [`LOTS`] bytes; anything else is printed.
 #[must_use]
 pub fn tiny() -> Vec<u8> {
     let mut code = Code::default();
@@ -120,7 +123,19 @@ pub fn tiny() -> Vec<u8> {
     code.put(&[0xB8, 1 << 1, 0, 0, 0])
         .port(EJECT_PORT, OUT_EAX)
         .put(&[RET]);
-    code.label("not e").put(&[0x3C, b'h']).jump(JNZ, "not h");
+    code.label("not e").put(&[0x3C, b'w']).jump(JNZ, "not w");
+    // What was asked before is heard; after the letter is printed, only what is asked later is seen.
+    code.put(&[0xB8, 1 << 1, 0, 0, 0]).port(ASKED_PORT, OUT_EAX);
+    code.put(&[0xB0, b'w']).port(SERIAL_DATA, OUT_AL);
+    // test al, 2
+    code.label("asked")
+        .port(ASKED_PORT, IN_EAX)
+        .put(&[0xA8, 1 << 1])
+        .jump(JZ, "asked");
+    code.put(&[0xB8, 1 << 1, 0, 0, 0])
+        .port(EJECT_PORT, OUT_EAX)
+        .put(&[RET]);
+    code.label("not w").put(&[0x3C, b'h']).jump(JNZ, "not h");
     // cli; hlt
     code.label("halt").put(&[0xFA, 0xF4]).jump(JMP, "halt");
     code.label("not h").put(&[0x3C, b'k']).jump(JNZ, "not k");

@@ -214,6 +214,13 @@ fn a_second_signal_ends_a_machine_that_cannot_end_and_puts_the_terminal_back() {
     wait_said(&said, GREETING.trim_end().as_bytes());
     fill(&full);
     machine.signal("TERM");
+    // Two that wait are one.
+    wait_for("signal that is heard", || {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", machine.child().id())).ok()?;
+        let pending = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"))?;
+        let pending = u64::from_str_radix(pending.trim(), 16).expect("a mask");
+        (pending & 1 << (libc::SIGTERM - 1) == 0).then_some(())
+    });
     std::thread::sleep(Duration::from_millis(500));
     assert!(
         machine.child().try_wait().expect("wait").is_none(),
