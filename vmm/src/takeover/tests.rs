@@ -20,8 +20,9 @@ impl World {
         vec![self.folder.path().join("socket")]
     }
 
-    /// Descriptors that stand for locks.
+    /// Descriptors that stand for locks: many, so this process has the limit of a server.
     fn locks(&self, count: usize) -> Vec<OwnedFd> {
+        crate::limits::raise_descriptors().expect("a limit");
         let file = File::create(self.folder.path().join("image")).expect("a file");
         let locks = (0..count).map(|_| file.try_clone().map(OwnedFd::from));
         locks.collect::<io::Result<_>>().expect("descriptors")
