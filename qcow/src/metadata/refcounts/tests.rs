@@ -196,3 +196,82 @@ fn a_search_goes_on_where_it_stopped_for_a_slice() {
     };
     assert!((3999 * 256..=4000 * 256).contains(&first), "{first}");
 }
+
+/// Clusters of 64 KiB: a block has 16 slices of 4096 bytes.
+#[test]
+fn slices_of_a_block_lie_one_behind_the_other() {
+    let bits = ClusterBits::parse(16).expect("a cluster size");
+    let order = RefcountOrder::from_bits(16).expect("a width");
+    let geometry = Geometry::new(Version::V3, bits, order, 1 << 40);
+    let mut table = vec![RefcountTableEntry::UNALLOCATED; 8192];
+    for (index, cluster) in [(0, 2), (2, 9)] {
+        table[index] = RefcountTableEntry::encode(geometry.host_offset(HostCluster::new(cluster)));
+    }
+    let place = TablePlace {
+        offset: 1 << 16,
+        clusters: 1,
+    };
+    let refcounts = Refcounts::new(geometry, table, place, 10, u64::MAX, 0);
+    for (index, block) in [(0, Some(2 << 16)), (1, None), (2, Some(9 << 16))] {
+        let slices = refcounts.block_slices(index);
+        assert_eq!(slices, index as u64 * 16..(index as u64 + 1) * 16);
+        for (number, slice) in slices.enumerate() {
+            let offset = block.map(|block: u64| block + number as u64 * 4096);
+            assert_eq!(refcounts.slice_offset(slice), Ok(offset), "{index}, {number}");
+        }
+    }
+}
+
+#[test]
+fn a_corrupt_table_entry_behind_the_end_is_not_passed_over_for_room_elsewhere() {
+    let mut refcounts = refcounts(300, u64::MAX);
+    refcounts.table[1] = RefcountTableEntry::from_raw(1);
+    let corrupt = Err(Stuck::Failed(IoError::Corrupt));
+    assert_eq!(refcounts.allocate_run(2), corrupt);
+    assert_eq!(refcounts.allocate_run(2), corrupt);
+    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(3));
+}
+
+/// The last cluster of a device becomes the block that would count those behind it.
+#[test]
+fn the_end_is_behind_a_block_in_the_last_cluster() {
+    let mut refcounts = refcounts(200, 257);
+    assert_eq!(fill(&mut refcounts), 253);
+    assert_eq!(refcounts.end(), 257);
+}
+
+#[test]
+fn an_eighth_of_the_file_is_reserved_within_bounds() {
+    const MIB: u64 = (1 << 20) / 512;
+    for (file, step) in [(1, 4), (32, 4), (64, 8), (160, 20), (512, 64), (4096, 64)] {
+        let mut refcounts = refcounts(file * MIB, u64::MAX);
+        assert_eq!(refcounts.unused_reserve(), None);
+        assert_eq!(
+            refcounts.reserve_ahead(),
+            Some((file * MIB, step * MIB)),
+            "{file}"
+        );
+        assert_eq!(refcounts.reserve_ahead(), None, "it is under way");
+        refcounts.reserved(Some((file + step) * MIB));
+        assert_eq!(refcounts.reserve_ahead(), None, "there is enough");
+        assert_eq!(refcounts.unused_reserve(), Some(file * MIB));
+        // An eighth of a longer file is more.
+        let is_at_bound = file < 32 || file >= 512;
+        refcounts.end += step * MIB / 2;
+        assert_eq!(
+            refcounts.reserve_ahead().is_none(),
+            is_at_bound,
+            "half of it is left"
+        );
+        if !is_at_bound {
+            continue;
+        }
+        refcounts.end += 1;
+        let (from, _) = refcounts.reserve_ahead().expect("less than half is left");
+        assert_eq!(from, (file + step) * MIB);
+        refcounts.reserved(None);
+        assert_eq!(refcounts.reserve_ahead(), None, "it cannot be had");
+    }
+    let mut device = refcounts(300, 300);
+    assert_eq!((device.reserve_ahead(), device.unused_reserve()), (None, None));
+}
