@@ -1,0 +1,216 @@
+//! What requests cost: how many operations each asks of the host's disk, in the simulated world. A result can be right
+//! and still take a read, a table or a pass too many, which no test of contents sees.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use block::file::Alignment;
+use block::sim::{Profile, SimImage, SimWorld};
+use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Op, Request};
+use qcow::image::{CreateOptions, create};
+use qcow::{OpenOptions, QcowDisk};
+
+const DISK: &str = "disk";
+const CLUSTER: u64 = 4096;
+const WRITE: Op = Op::Write { fua: false };
+
+/// A disk of 64 MiB in clusters of 4 KiB, in which everything happens at once.
+struct Bench {
+    world: SimWorld,
+    cx: Context,
+    disk: Arc<QcowDisk>,
+    queue: Box<dyn DiskQueue>,
+}
+
+impl Bench {
+    fn new() -> Self {
+        Self::with(None, Alignment::NONE)
+    }
+
+    /// With a raw backing file of the same size, if one is named, and a disk that takes only what is aligned.
+    fn with(backing: Option<&str>, alignment: Alignment) -> Self {
+        let world = SimWorld::new(1, Profile::IMMEDIATE);
+        let cx = world.context(64);
+        let mut shape = CreateOptions::new(64 << 20);
+        shape.cluster_size = CLUSTER;
+        if let Some(name) = backing {
+            let bytes = vec![9; 64 << 20];
+            world.set_contents(name, SimImage::from_bytes(&world.store(), &bytes));
+            shape.backing_file = Some(name.to_owned());
+            shape.backing_format = Some("raw".to_owned());
+        }
+        let options = OpenOptions {
+            lock: None,
+            backing_files: true,
+            ..OpenOptions::default()
+        };
+        world.set_alignment(DISK, alignment);
+        let view = world.file(DISK, true).view(&cx).expect("a view");
+        let disk = cx.block_on(async {
+            create(&view, &shape).await.expect("an image");
+            QcowDisk::open_on(&cx, &world, Path::new(DISK), &options).await
+        });
+        let disk = disk.expect("nothing waits for ever").expect("a disk");
+        let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
+        Self {
+            world,
+            cx,
+            disk,
+            queue,
+        }
+    }
+
+    fn ask(&self, op: Op, offset: u64, len: u64) {
+        let buffer = match op {
+            Op::Read | Op::Write { .. } => AlignedBuf::from_slice(&vec![7; len as usize]).into(),
+            _ => Buffer::default(),
+        };
+        let (request, answer) = Request::local(op, offset, len, buffer);
+        self.queue.submit(request);
+        let done = self.cx.block_on(answer).expect("nothing waits for ever");
+        done.result.expect("a request without faults");
+    }
+
+    /// The operations that `work` asks of the disk, in order: what each does, and how many bytes of data.
+    fn costs(&self, work: impl FnOnce()) -> Vec<(String, u64)> {
+        self.world.record();
+        let before = self.world.trace().len();
+        work();
+        let trace = self.world.trace();
+        let submitted = trace[before..].iter().filter_map(|event| {
+            let text = event.to_string();
+            let kind = text.strip_suffix(", submitted")?.split(": ").nth(1)?;
+            let kind = kind.split(' ').next()?.to_owned();
+            Some((kind, event.len))
+        });
+        submitted.collect()
+    }
+}
+
+fn op(kind: &str, clusters: u64) -> (String, u64) {
+    (kind.to_owned(), clusters * CLUSTER)
+}
+
+#[test]
+fn a_read_takes_one_operation_for_each_extent_of_the_host() {
+    let bench = Bench::new();
+    bench.ask(WRITE, 0, 4 * CLUSTER);
+    bench.ask(WRITE, 8 * CLUSTER, CLUSTER);
+    let read = |offset, len| bench.costs(|| bench.ask(Op::Read, offset, len));
+    assert_eq!(read(0, 4 * CLUSTER), [op("read", 4)]);
+    assert_eq!(read(512, 512), [("read".to_owned(), 512)]);
+    assert_eq!(read(0, 9 * CLUSTER), [op("read", 4), op("read", 1)]);
+    assert_eq!(read(4 * CLUSTER, 4 * CLUSTER), [], "nothing is there");
+    assert_eq!(read(64 << 19, 512 * CLUSTER), [], "there is no table either");
+}
+
+#[test]
+fn a_write_into_new_clusters_takes_one_operation() {
+    let bench = Bench::new();
+    // The first one makes the tables and reserves space ahead.
+    bench.ask(WRITE, 0, CLUSTER);
+    let write = |offset, len| bench.costs(|| bench.ask(WRITE, offset, len));
+    assert_eq!(write(CLUSTER, 3 * CLUSTER), [op("write", 3)]);
+    assert_eq!(write(CLUSTER, 3 * CLUSTER), [op("write", 3)], "in place");
+    // A part of a cluster that nothing lies behind: the rest is known to be zeros.
+    for (offset, len) in [(8, 512), (9, 1024)] {
+        let ops = write(offset * CLUSTER + 512, len);
+        assert_eq!(ops, [("write".to_owned(), len)]);
+    }
+}
+
+#[test]
+fn a_write_reads_what_it_replaces_in_part_and_nothing_else() {
+    let top = Bench::with(Some("below"), Alignment::NONE);
+    // The first one makes the tables and reserves space ahead.
+    top.ask(WRITE, 0, CLUSTER);
+    let write = |offset, len| top.costs(|| top.ask(WRITE, offset, len));
+    assert_eq!(write(CLUSTER, 2 * CLUSTER), [op("write", 2)], "whole clusters");
+    // Its beginning, its end, both of one cluster, both of two, one of two: what is around is read once.
+    let (part, all) = (CLUSTER / 2, CLUSTER);
+    for (offset, len, reads) in [
+        (8 * all, part, 1),
+        (9 * all + part, part, 1),
+        (10 * all + 512, part, 1),
+        (12 * all + part, all, 2),
+        (14 * all, all + part, 1),
+        (16 * all + part, part + all, 1),
+    ] {
+        let ops = write(offset, len);
+        let clusters = (offset + len).div_ceil(all) - offset / all;
+        let mut expected = vec![op("read", 1); reads];
+        expected.push(op("write", clusters));
+        assert_eq!(ops, expected, "{offset}+{len}");
+    }
+}
+
+#[test]
+fn a_disk_that_grows_over_nothing_makes_no_tables() {
+    let bench = Bench::new();
+    bench.ask(WRITE, 0, CLUSTER);
+    bench.ask(Op::Flush, 0, 0);
+    let ops = bench.costs(|| {
+        let grown = bench
+            .cx
+            .block_on(bench.disk.grow(&bench.cx, (64 << 20) + CLUSTER));
+        grown.expect("nothing waits for ever").expect("a larger disk");
+    });
+    // The header's sector, with syncs around it.
+    let written = ops.iter().filter(|(kind, _)| kind != "sync");
+    for one in written {
+        assert_eq!(one, &("write".to_owned(), 512), "{ops:?}");
+    }
+}
+
+#[test]
+fn a_flush_writes_what_changed_and_no_more() {
+    let bench = Bench::new();
+    bench.ask(WRITE, 0, CLUSTER);
+    bench.ask(Op::Flush, 0, 0);
+    let (sync, table) = (op("sync", 0), op("write", 1));
+    let none: [(String, u64); 0] = [];
+    let zeroes = Op::WriteZeroes {
+        unmap: true,
+        fua: false,
+    };
+    // Counts before entries that need them, and entries before what they no longer lead to is freed.
+    let made = [&table, &sync, &table, &sync].map(Clone::clone);
+    let freed = [&sync, &table, &sync, &op("punch", 1)].map(Clone::clone);
+    let counted = [&table, &sync].map(Clone::clone);
+    let nothing = std::slice::from_ref(&sync);
+    for (what, request, cluster, asked, flushed) in [
+        ("nothing", None, 0, &none[..], nothing),
+        ("a write in place", Some(WRITE), 0, &[op("write", 1)], nothing),
+        ("a write", Some(WRITE), 1, &[op("write", 1)], &made),
+        ("a discard", Some(Op::Discard), 0, &none, &freed),
+        ("a second discard", Some(Op::Discard), 0, &none, &counted),
+        ("zeroes for what is zero", Some(zeroes), 0, &none, nothing),
+        ("zeroes", Some(zeroes), 1, &none, &freed),
+    ] {
+        let ops = bench.costs(|| {
+            if let Some(request) = request {
+                bench.ask(request, cluster * CLUSTER, CLUSTER);
+            }
+        });
+        assert_eq!(ops, asked, "{what}");
+        let ops = bench.costs(|| bench.ask(Op::Flush, 0, 0));
+        assert_eq!(ops, flushed, "FLUSH after {what}");
+    }
+}
+
+/// Direct writes that make a file longer wait for each other in the host's file system.
+#[test]
+fn direct_writes_reserve_space_ahead_and_others_do_not() {
+    const AHEAD: u64 = 4 << 20;
+    for (offset, reserves) in [(1, false), (512, true)] {
+        let bench = Bench::with(None, Alignment { offset, memory: 1 });
+        // The first cluster, and its L2 table.
+        let end = bench.world.contents(DISK).len() + 2 * CLUSTER;
+        let ops = bench.costs(|| bench.ask(WRITE, 0, CLUSTER));
+        let reserved = ops.contains(&("allocate".to_owned(), AHEAD));
+        assert_eq!(reserved, reserves);
+        let trace = bench.world.trace();
+        let mut places = trace.iter().filter(|event| event.len == AHEAD);
+        assert!(places.all(|event| event.offset == end));
+    }
+}
