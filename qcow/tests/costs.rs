@@ -24,11 +24,12 @@ struct Bench {
 
 impl Bench {
     fn new() -> Self {
-        Self::with(None, Alignment::NONE)
+        Self::with(None, Alignment::NONE, None)
     }
 
-    /// With a raw backing file of the same size, if one is named, and a disk that takes only what is aligned.
-    fn with(backing: Option<&str>, alignment: Alignment) -> Self {
+    /// With a raw backing file of the same size, if one is named, a disk that takes only what is aligned, and so many bytes of
+    /// L2 tables in memory.
+    fn with(backing: Option<&str>, alignment: Alignment, l2_cache_bytes: Option<u64>) -> Self {
         let world = SimWorld::new(1, Profile::IMMEDIATE);
         let cx = world.context(64);
         let mut shape = CreateOptions::new(64 << 20);
@@ -42,6 +43,7 @@ impl Bench {
         let options = OpenOptions {
             lock: None,
             backing_files: true,
+            l2_cache_bytes,
             ..OpenOptions::default()
         };
         world.set_alignment(DISK, alignment);
@@ -121,7 +123,7 @@ fn a_write_into_new_clusters_takes_one_operation() {
 
 #[test]
 fn a_write_reads_what_it_replaces_in_part_and_nothing_else() {
-    let top = Bench::with(Some("below"), Alignment::NONE);
+    let top = Bench::with(Some("below"), Alignment::NONE, None);
     // The first one makes the tables and reserves space ahead.
     top.ask(WRITE, 0, CLUSTER);
     let write = |offset, len| top.costs(|| top.ask(WRITE, offset, len));
@@ -203,7 +205,7 @@ fn a_flush_writes_what_changed_and_no_more() {
 fn direct_writes_reserve_space_ahead_and_others_do_not() {
     const AHEAD: u64 = 4 << 20;
     for (offset, reserves) in [(1, false), (512, true)] {
-        let bench = Bench::with(None, Alignment { offset, memory: 1 });
+        let bench = Bench::with(None, Alignment { offset, memory: 1 }, None);
         // The first cluster, and its L2 table.
         let end = bench.world.contents(DISK).len() + 2 * CLUSTER;
         let ops = bench.costs(|| bench.ask(WRITE, 0, CLUSTER));
@@ -213,4 +215,16 @@ fn direct_writes_reserve_space_ahead_and_others_do_not() {
         let mut places = trace.iter().filter(|event| event.len == AHEAD);
         assert!(places.all(|event| event.offset == end));
     }
+}
+
+/// Each of these writes changes another L2 table, and hardly any changes another refcount block.
+#[test]
+fn tables_that_changed_are_written_before_they_fill_the_cache() {
+    let bench = Bench::with(None, Alignment::NONE, Some(16 * CLUSTER));
+    let ops = bench.costs(|| {
+        for table in 0..16 {
+            bench.ask(WRITE, table * 512 * CLUSTER, CLUSTER);
+        }
+    });
+    assert!(ops.contains(&op("sync", 0)), "{ops:?}");
 }

@@ -186,6 +186,32 @@ fn a_cluster_is_not_reused_under_a_write_in_place() {
     }
 }
 
+/// A write that is given a new cluster holds up who touches that guest cluster, and nobody else.
+#[test]
+fn who_waits_for_a_cluster_that_is_remapped_touches_it() {
+    let bench = Bench::new(&OpenOptions::default());
+    for cluster in [39, 41] {
+        bench.write(1, cluster, 0xBB);
+    }
+    bench.world.hold_next();
+    let held = bench.ask(0, WRITE, 40, Some(0xAA));
+    assert!(held.borrow().is_none(), "it is held");
+    for cluster in [39, 41] {
+        assert_eq!(bench.read(1, cluster), 0xBB);
+        bench.write(1, cluster, 0xCC);
+        bench.discard(1, cluster);
+    }
+    let waits = bench.ask(1, WRITE, 40, Some(0xDD));
+    assert!(waits.borrow().is_none(), "two writes have the cluster at once");
+    bench.world.release();
+    bench.workers.settle();
+    take(&held).expect("a write");
+    take(&waits).expect("a write");
+    assert_eq!(bench.read(0, 40), 0xDD);
+    bench.flush(0);
+    bench.close();
+}
+
 /// A discard that keeps the host cluster punches it. A write in place must wait for the punch: else it is answered, lands in
 /// the hole, and disappears when the cluster is marked as zeros.
 #[test]

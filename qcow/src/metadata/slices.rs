@@ -299,6 +299,19 @@ mod tests {
     }
 
     #[test]
+    fn a_slice_that_is_looked_at_outlives_those_that_are_not() {
+        let mut cache = SliceCache::new(512, 16 * 512);
+        for key in 0..=16 {
+            cache.insert(key, slice(1), false);
+        }
+        for key in 100..200 {
+            assert!(cache.get(5).is_some(), "dropped before {key}");
+            cache.insert(key, slice(1), false);
+        }
+        assert!((6..=16).all(|key| !cache.contains(key)));
+    }
+
+    #[test]
     fn a_failed_write_back_leaves_everything_dirty() {
         let mut cache = SliceCache::new(512, 1 << 20);
         cache.insert(1, slice(1), true);
