@@ -40,18 +40,28 @@ impl Bench {
             shape.backing_file = Some(name.to_owned());
             shape.backing_format = Some("raw".to_owned());
         }
-        let options = OpenOptions {
-            lock: None,
-            backing_files: true,
-            l2_cache_bytes,
-            ..OpenOptions::default()
-        };
         world.set_alignment(DISK, alignment);
         let view = world.file(DISK, true).view(&cx).expect("a view");
-        let disk = cx.block_on(async {
-            create(&view, &shape).await.expect("an image");
-            QcowDisk::open_on(&cx, &world, Path::new(DISK), &options).await
-        });
+        let created = cx.block_on(create(&view, &shape));
+        created.expect("nothing waits for ever").expect("an image");
+        let options = OpenOptions {
+            l2_cache_bytes,
+            ..Self::options()
+        };
+        Self::open(world, &options)
+    }
+
+    fn options() -> OpenOptions {
+        OpenOptions {
+            lock: None,
+            backing_files: true,
+            ..OpenOptions::default()
+        }
+    }
+
+    fn open(world: SimWorld, options: &OpenOptions) -> Self {
+        let cx = world.context(64);
+        let disk = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new(DISK), options));
         let disk = disk.expect("nothing waits for ever").expect("a disk");
         let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
         Self {
@@ -60,6 +70,20 @@ impl Bench {
             disk,
             queue,
         }
+    }
+
+    /// Closes the disk and opens it with nothing in memory.
+    fn open_again(self, options: &OpenOptions) -> Self {
+        let Self {
+            world,
+            cx,
+            disk,
+            queue,
+        } = self;
+        drop(queue);
+        let closed = cx.block_on(disk.close(&cx));
+        closed.expect("nothing waits for ever").expect("a clean close");
+        Self::open(world, options)
     }
 
     fn ask(&self, op: Op, offset: u64, len: u64) {
@@ -104,6 +128,42 @@ fn a_read_takes_one_operation_for_each_extent_of_the_host() {
     assert_eq!(read(0, 9 * CLUSTER), [op("read", 4), op("read", 1)]);
     assert_eq!(read(4 * CLUSTER, 4 * CLUSTER), [], "nothing is there");
     assert_eq!(read(64 << 19, 512 * CLUSTER), [], "there is no table either");
+}
+
+/// The read ends where a table does, and the one behind it is not asked for.
+#[test]
+fn a_read_loads_the_tables_of_its_range() {
+    let bench = Bench::new();
+    for table in 0..3 {
+        bench.ask(WRITE, (table * 512 + 511) * CLUSTER, CLUSTER);
+    }
+    bench.ask(Op::Flush, 0, 0);
+    let bench = bench.open_again(&Bench::options());
+    let read = |offset, len| bench.costs(|| bench.ask(Op::Read, offset, len));
+    let (table, data) = (op("read", 1), op("read", 1));
+    let read_one = read(511 * CLUSTER, CLUSTER);
+    assert_eq!(read_one, [table, data.clone()]);
+    assert_eq!(read(511 * CLUSTER, CLUSTER), [data]);
+}
+
+/// A write in place whose mapping is durable asks for nothing more: a durable one for its own sync, one that has to outlive
+/// the process for none.
+#[test]
+fn a_write_whose_mapping_is_durable_flushes_nothing() {
+    let bench = Bench::new();
+    bench.ask(WRITE, 0, CLUSTER);
+    bench.ask(Op::Flush, 0, 0);
+    let ops = bench.costs(|| bench.ask(Op::Write { fua: true }, 0, CLUSTER));
+    assert_eq!(ops, [op("write", 1), op("sync", 0)]);
+    let persists = OpenOptions {
+        persist_mappings: true,
+        ..Bench::options()
+    };
+    let bench = bench.open_again(&persists);
+    let ops = bench.costs(|| bench.ask(WRITE, 0, CLUSTER));
+    assert_eq!(ops, [op("read", 1), op("write", 1)], "the table, and the bytes");
+    let ops = bench.costs(|| bench.ask(WRITE, 0, CLUSTER));
+    assert_eq!(ops, [op("write", 1)]);
 }
 
 #[test]

@@ -91,6 +91,37 @@ fn grow(disk: &std::sync::Arc<qcow::QcowDisk>, bytes: u64) {
     grown.expect("growth");
 }
 
+/// The L1 table of a small disk leaves most of its cluster to whatever was there before.
+#[test]
+fn growth_takes_nothing_behind_the_l1_table_for_entries() {
+    for entries in [1, 64] {
+        let folder = Folder::new();
+        let path = folder.path("disk.qcow2");
+        // Clusters of 4 KiB: 512 entries to an L1 cluster, each of 2 MiB.
+        let size = format!("{}M", 2 * entries);
+        folder.qemu_img(&[
+            "create",
+            "-f",
+            "qcow2",
+            "-o",
+            "cluster_size=4k",
+            "disk.qcow2",
+            &size,
+        ]);
+        let mut file = std::fs::read(&path).expect("the image");
+        let l1 = u64::from_be_bytes(file[40..48].try_into().expect("eight bytes")) as usize;
+        file.resize(file.len().max(l1 + 4096), 0);
+        file[l1 + entries * 8..l1 + 4096].fill(0xA5);
+        std::fs::write(&path, file).expect("the image");
+        let disk = open(&path, &OpenOptions::default());
+        grow(&disk, 160 << 20);
+        close(disk);
+        folder.assert_flawless("disk.qcow2", false);
+        let image = folder.qemu_reads("disk.qcow2");
+        assert!(image.iter().all(|byte| *byte == 0), "{entries}");
+    }
+}
+
 /// A disk that QEMU has shrunk ends inside a cluster, whose rest holds what was there before.
 #[test]
 fn growth_does_not_uncover_the_rest_of_a_cluster_that_a_shrunk_disk_ends_in() {

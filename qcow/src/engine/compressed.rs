@@ -250,9 +250,9 @@ type Running = (Sender<Job>, Vec<JoinHandle<()>>);
 pub(crate) struct Inflater {
     threads: usize,
     running: Mutex<Option<Running>>,
-    /// Starting them fails, as it does where a process may have no more.
+    /// How many can be started, as where a process may have no more.
     #[cfg(test)]
-    pub(crate) cannot_start: std::sync::atomic::AtomicBool,
+    pub(crate) can_start: std::sync::atomic::AtomicUsize,
 }
 
 impl fmt::Debug for Inflater {
@@ -270,7 +270,7 @@ impl Inflater {
             threads,
             running: Mutex::new(None),
             #[cfg(test)]
-            cannot_start: std::sync::atomic::AtomicBool::new(false),
+            can_start: std::sync::atomic::AtomicUsize::new(threads),
         }
     }
 
@@ -308,8 +308,12 @@ impl Inflater {
 
     fn spawn(&self, work: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
         #[cfg(test)]
-        if self.cannot_start.load(std::sync::atomic::Ordering::Relaxed) {
-            return Err(std::io::ErrorKind::WouldBlock.into());
+        {
+            use std::sync::atomic::Ordering::Relaxed;
+            let left = self
+                .can_start
+                .fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1));
+            left.map_err(|_| std::io::ErrorKind::WouldBlock)?;
         }
         let thread = thread::Builder::new().name("ringdisk-inflate".to_owned());
         thread.spawn(work)
@@ -385,7 +389,7 @@ mod tests {
     use std::io::Write;
 
     /// Where no thread can be started, reads of large clusters are as good as ever; threads that can be started later
-    /// are used then.
+    /// are used then, as many as there are.
     #[test]
     fn clusters_are_inflated_on_the_worker_without_threads() {
         use crate::image::testing::World;
@@ -398,12 +402,12 @@ mod tests {
         std::fs::write(world.path("plain"), vec![7; 1 << 18]).expect("a file");
         world.qemu_img(&["convert", "-c", "-f", "raw", "-O", "qcow2", "plain", "a.qcow2"]);
         let disk = QcowDisk::open(&world.path("a.qcow2"), &OpenOptions::default()).expect("an image");
-        let cannot_start = &disk.shared.inflater.cannot_start;
-        cannot_start.store(true, Ordering::Relaxed);
+        let inflater = &disk.shared.inflater;
+        assert!(inflater.threads > 1);
         let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
         let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
-        for (at, running) in [(0, false), (1 << 16, false), (1 << 17, true)] {
-            cannot_start.store(!running, Ordering::Relaxed);
+        for (at, threads) in [(0, 0), (1 << 16, 0), (1 << 17, 1)] {
+            inflater.can_start.store(threads, Ordering::Relaxed);
             let (request, answer) = Request::local(Op::Read, at, 65536, AlignedBuf::zeroed(65536).into());
             queue.submit(request);
             let done = cx.block_on(answer).expect("the ring turns");
@@ -415,7 +419,8 @@ mod tests {
                     .iter()
                     .all(|&byte| byte == 7)
             );
-            assert_eq!(disk.shared.inflater.running.lock().is_some(), running);
+            let running = inflater.running.lock();
+            assert_eq!(running.as_ref().map_or(0, |(_, handles)| handles.len()), threads);
         }
     }
 
