@@ -133,6 +133,8 @@ const BOUNCE_BYTES_MAX: u64 = 256 << 10;
 pub struct ImageFile {
     path: PathBuf,
     fd: OwnedFd,
+    /// A duplicate for the last view of a file that is written, so that closing it needs no further descriptor.
+    spare: Mutex<Option<OwnedFd>>,
     writable: bool,
     alignment: Alignment,
     block_device: bool,
@@ -222,9 +224,12 @@ impl ImageFile {
         block_device: bool,
         alignment: Alignment,
     ) -> Self {
+        let fd = OwnedFd::from(file);
         Self {
             path,
-            fd: file.into(),
+            // Without one the last view is as any other.
+            spare: Mutex::new(writable.then(|| fd.try_clone().ok()).flatten()),
+            fd,
             writable,
             alignment,
             block_device,
@@ -308,11 +313,25 @@ impl ImageFile {
     ///
     /// If the process or the ring has no room for another descriptor.
     pub fn view(self: &Arc<Self>, cx: &Context) -> io::Result<FileView> {
+        self.view_by(self.fd.try_clone()?, cx)
+    }
+
+    /// The view that closes a file: as [`ImageFile::view`], but the first one of a file that is written finds a
+    /// descriptor when the process has none left.
+    ///
+    /// # Errors
+    ///
+    /// As [`ImageFile::view`].
+    pub fn last_view(self: &Arc<Self>, cx: &Context) -> io::Result<FileView> {
+        let spare = self.spare.lock().take();
+        self.view_by(spare.map_or_else(|| self.fd.try_clone(), Ok)?, cx)
+    }
+
+    fn view_by(self: &Arc<Self>, fd: OwnedFd, cx: &Context) -> io::Result<FileView> {
         let observer = ViewObserver {
             file: Arc::clone(self),
             timers: Rc::clone(cx.timers()),
         };
-        let fd = self.fd.try_clone()?;
         let handle = cx.ring().register_observed(fd, Some(Rc::new(observer)))?;
         Ok(FileView {
             cx: cx.clone(),

@@ -169,9 +169,11 @@ impl Disk for RawDisk {
 
     fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>> {
         self.file.hold_off().for_good();
-        let view = self.file.view(cx);
-        let read_only = self.opened.read_only;
-        Box::pin(async move { if read_only { Ok(()) } else { view?.sync().await } })
+        if self.opened.read_only {
+            return Box::pin(async { Ok(()) });
+        }
+        let view = self.file.last_view(cx);
+        Box::pin(async move { view?.sync().await })
     }
 
     fn resize(

@@ -22,6 +22,7 @@ use block::file::{FileOptions, ImageFile};
 use block::raw::RawDisk;
 use block::ring::RingKind;
 use block::sim::pages::Tags;
+use block::worker::{WorkerConfig, WorkerHandle};
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
 use common::create;
 use qcow::image::CreateOptions;
@@ -48,22 +49,41 @@ fn place(test: &str, mounts: &str) -> Option<PathBuf> {
     }
     let folder = tempfile::tempdir().expect("a folder");
     let script = format!("{{ {mounts} ; }} || exit 77; echo '{MOUNTED}'; exec \"$0\" \"$@\"");
-    let output = Command::new("unshare")
-        .args(["--mount", "--propagation", "private", "bash", "-c", &script])
-        .arg(std::env::current_exe().expect("this test"))
-        .args(["--exact", test, "--nocapture", "--test-threads=1"])
-        .env(PLACE, folder.path())
-        .output()
-        .expect("unshare, of the package util-linux");
-    let said = [output.stdout, output.stderr].concat();
-    let said = String::from_utf8_lossy(&said);
-    match output.status.code() {
-        Some(0) => assert!(said.contains("1 passed"), "{test} did not run: {said}"),
-        Some(77 | 1) if !said.contains(MOUNTED) => {
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--mount", "--propagation", "private", "bash", "-c", &script]);
+    match run_again(&mut unshare, test, folder.path()) {
+        (Some(0), said) => assert!(said.contains("1 passed"), "{test} did not run: {said}"),
+        (Some(77 | 1), said) if !said.contains(MOUNTED) => {
             println!("cannot run here: {test}, because nothing can be mounted: {said}");
         }
-        _ => panic!("{test}: {said}"),
+        (_, said) => panic!("{test}: {said}"),
     }
+    None
+}
+
+/// Runs a test of this program once more, by way of `command`; its exit code, and what it said.
+fn run_again(command: &mut Command, test: &str, place: &Path) -> (Option<i32>, String) {
+    let output = command
+        .arg(std::env::current_exe().expect("this test"))
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .env(PLACE, place)
+        .output()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let said = [output.stdout, output.stderr].concat();
+    (output.status.code(), String::from_utf8_lossy(&said).into_owned())
+}
+
+/// Whether this is the test in a process of its own, whose descriptors it may use up: then a folder for it. Otherwise
+/// runs it there.
+fn with_few_descriptors(test: &str) -> Option<PathBuf> {
+    if let Some(place) = std::env::var_os(PLACE) {
+        return Some(place.into());
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut shell = Command::new("bash");
+    shell.args(["-c", "ulimit -n 100; exec \"$0\" \"$@\""]);
+    let (code, said) = run_again(&mut shell, test, folder.path());
+    assert!(code == Some(0) && said.contains("1 passed"), "{test}: {said}");
     None
 }
 
@@ -538,4 +558,45 @@ fn a_forced_write_that_fails_is_a_failed_sync() {
         assert_eq!(close(disk), lost);
         std::fs::remove_file(images.join("disk.raw")).expect("the disk");
     }
+}
+
+/// A disk writes its mappings back when it is closed: that must not fail for want of a descriptor.
+#[test]
+fn close_without_a_descriptor_left_loses_nothing() {
+    let Some(folder) = with_few_descriptors("close_without_a_descriptor_left_loses_nothing") else {
+        return;
+    };
+    for ring in [RingKind::IoUring, RingKind::Syscalls] {
+        for (name, disk) in [("raw", raw(&folder, false, false)), ("qcow2", overlay(&folder))] {
+            let lane = Lane::new(&disk, ring);
+            for cluster in 0..20 {
+                assert_eq!(lane.write(cluster * CLUSTER, CLUSTER, 7), Ok(()));
+            }
+            drop(lane);
+            let config = WorkerConfig {
+                ring,
+                ..WorkerConfig::default()
+            };
+            let worker = WorkerHandle::spawn(config).expect("a worker");
+            let hogs: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
+            let closed = worker.block_on(move |cx| disk.close(cx)).expect("a worker");
+            assert_eq!(closed, Ok(()), "{name} on {ring:?}");
+            drop(hogs);
+        }
+        let written = Lane::new(&reopen(&folder, false), RingKind::Syscalls);
+        written.assert_reads(0, 20 * CLUSTER, 7);
+        written.assert_reads(20 * CLUSTER, CLUSTER, 0);
+        drop(written);
+        assert_flawless(&folder);
+    }
+}
+
+/// A disk whose backing file is the one of [`raw`].
+fn overlay(folder: &Path) -> Arc<dyn Disk> {
+    let mut options = CreateOptions::new(DISK);
+    options.backing_file = Some("disk.raw".to_owned());
+    options.backing_format = Some("raw".to_owned());
+    std::fs::remove_file(folder.join("disk.qcow2")).unwrap_or_default();
+    create(&folder.join("disk.qcow2"), &options);
+    reopen(folder, false)
 }

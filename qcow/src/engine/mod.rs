@@ -283,12 +283,12 @@ impl Disk for QcowDisk {
 
     fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>> {
         self.shared.file.hold_off().for_good();
-        let queue = self.queue(cx);
+        if self.shared.policy.read_only {
+            return Box::pin(async { Ok(()) });
+        }
+        let queue = Queue::open_last(&self.shared, cx);
         Box::pin(async move {
             let queue = queue.map_err(|error| IoError::from(error.source))?;
-            if queue.shared.policy.read_only {
-                return Ok(());
-            }
             let flushed = flush::flush(&queue).await;
             // A pass that frees, above all: what it counts down is to be written yet.
             chores::ended(&queue.shared).await;

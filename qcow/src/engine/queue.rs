@@ -32,7 +32,22 @@ impl Queue {
             Some(backing) => Some((Arc::clone(&backing.disk).open_queue(cx)?, backing.size)),
             None => None,
         };
-        let file = shared.file.view(cx).map_err(|source| OpenQueueError {
+        Self::on(shared, cx, shared.file.view(cx), backing)
+    }
+
+    /// The queue that closes an image. It flushes and frees, which reaches no backing file, and needs no descriptor
+    /// but the one that the file keeps for it.
+    pub(super) fn open_last(shared: &Arc<Shared>, cx: &Context) -> Result<Rc<Self>, OpenQueueError> {
+        Self::on(shared, cx, shared.file.last_view(cx), None)
+    }
+
+    fn on(
+        shared: &Arc<Shared>,
+        cx: &Context,
+        view: std::io::Result<FileView>,
+        backing: Option<(Box<dyn DiskQueue>, u64)>,
+    ) -> Result<Rc<Self>, OpenQueueError> {
+        let file = view.map_err(|source| OpenQueueError {
             disk: shared.file.path().display().to_string(),
             source,
         })?;
