@@ -32,8 +32,7 @@ use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::open::{self, OpenedDisk, Opening};
 use crate::signals::StopSignals;
 use crate::socket::Socket;
-use crate::{background, sd_notify};
-use crate::{limits, size};
+use crate::{background, limits, once, sd_notify, size};
 
 /// How long a device in use is given to write what the host still keeps in memory.
 const SYNC_MAX: Duration = Duration::from_secs(10);
@@ -148,9 +147,14 @@ pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
     };
     let directory = here()?;
     let mut groups = Groups::parse(&arguments.serve.rate_limit_group)?;
+    let texts = &arguments.disk;
+    let disks = texts
+        .iter()
+        .map(|text| parse(text))
+        .collect::<Result<Vec<_>, _>>()?;
+    once::check_images(&disks)?;
     let mut wanted = Vec::new();
-    for (text, nth) in arguments.disk.iter().zip(0u32..) {
-        let mut disk = parse(text)?;
+    for ((text, mut disk), nth) in texts.iter().zip(disks).zip(0u32..) {
         let rate_limit_group = groups.join(&mut disk, None)?;
         let id = arguments.id.map(|first| first.saturating_add(nth));
         let found = match id {

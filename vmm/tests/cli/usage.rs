@@ -230,6 +230,21 @@ fn a_cpu_that_is_not_there_is_refused_with_those_that_are() {
     assert!(line.contains(&expected), "{line}");
 }
 
+/// Before the driver is asked, which this machine may not have, and before the image's lock would name this very process.
+#[test]
+fn ublk_add_refuses_an_image_that_is_given_twice() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    std::os::unix::fs::symlink("a.qcow2", world.path("b.qcow2")).expect("a link");
+    let line = world
+        .ringdisk(&["ublk", "add", "--disk", "path=a.qcow2", "--disk", "path=b.qcow2"])
+        .refused(2);
+    assert!(
+        line.starts_with("--disk path=a.qcow2 and --disk path=b.qcow2 are one file"),
+        "{line}"
+    );
+}
+
 #[test]
 fn a_device_and_a_pipe_are_no_images() {
     let world = World::new();
