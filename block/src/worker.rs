@@ -65,6 +65,15 @@ impl StartHook {
     pub fn new(f: impl Fn() -> io::Result<()> + Send + Sync + 'static) -> Self {
         Self(Arc::new(f))
     }
+
+    /// Calls it, on a thread that is about to serve.
+    ///
+    /// # Errors
+    ///
+    /// What the hook said.
+    pub fn run(&self) -> io::Result<()> {
+        (self.0)()
+    }
 }
 
 impl fmt::Debug for StartHook {
@@ -586,8 +595,8 @@ fn set_up(config: &WorkerConfig, commands: Arc<Commands>) -> Result<(Worker, Wat
         window: Duration::ZERO,
         max: config.poll_max,
     };
-    if let Some(StartHook(hook)) = &config.on_start {
-        hook().map_err(StartWorkerError::Hook)?;
+    if let Some(hook) = &config.on_start {
+        hook.run().map_err(StartWorkerError::Hook)?;
     }
     Ok((Worker::new(cx, commands, poll), watch))
 }

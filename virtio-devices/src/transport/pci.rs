@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
-use block::worker::{StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
+use block::worker::{StartHook, StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
 use block::{Disk, IoError};
 use virtio_bindings::virtio_blk::VIRTIO_BLK_F_RO;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
@@ -86,6 +86,9 @@ pub struct VhostUserDiskConfig {
     pub num_queues: u16,
     /// The most entries of a queue: a power of two.
     pub queue_size: u16,
+    /// What each thread that speaks with the backend does first, such as giving up rights. A thread that one of them
+    /// starts has given them up with it.
+    pub on_start: Option<StartHook>,
 }
 
 /// Why a function could not be made.

@@ -142,6 +142,7 @@ impl Board {
             socket: socket.to_owned(),
             num_queues: queues,
             queue_size: 64,
+            on_start: None,
         };
         let machine = Arc::clone(&bench) as Arc<dyn Machine>;
         let backend = VhostUserBackend::connect(config, &Cancel::never())?;

@@ -108,9 +108,7 @@ impl Attached {
                 poll_max: config.poll_us.map_or(WorkerConfig::default().poll_max, |us| {
                     Duration::from_micros(us.into())
                 }),
-                on_start: self
-                    .sandbox
-                    .then(|| StartHook::new(|| Ok(sandbox::confine_thread(Task::Queue)?))),
+                on_start: self.hook(Task::Queue),
                 ..WorkerConfig::default()
             }
         };
@@ -130,7 +128,14 @@ impl Attached {
             socket: self.config.path.clone(),
             num_queues: self.config.num_queues,
             queue_size: self.config.queue_size,
+            on_start: self.hook(Task::Backend),
         }
+    }
+
+    /// What a thread that a guest or a backend reaches does first.
+    fn hook(&self, task: Task) -> Option<StartHook> {
+        self.sandbox
+            .then(|| StartHook::new(move || Ok(sandbox::confine_thread(task)?)))
     }
 
     /// What the machine shows: the image, or a connection with whoever else serves the disk. Connecting may take

@@ -28,6 +28,8 @@ pub enum Task {
     /// Runs a guest's CPU: what a queue does, messages to whoever serves a disk from outside, and what KVM is told of
     /// interrupts and kicks.
     Cpu,
+    /// Speaks with whoever serves a disk from outside: what a CPU does, and connecting.
+    Backend,
     /// Serves queues of a block device of the host: what a queue does, and telling the kernel that memory is not to be had
     /// by writing to that device, and that the host's partitions are none of its.
     UblkQueue,
@@ -121,6 +123,9 @@ const CPU: &[libc::c_long] = &[
     libc::SYS_shutdown,
 ];
 
+/// Connections with such a backend; sockets are made of one kind only.
+const BACKEND: &[libc::c_long] = &[libc::SYS_connect];
+
 /// Linux: `include/uapi/linux/prctl.h`.
 const PR_SET_IO_FLUSHER: u64 = 57;
 
@@ -145,7 +150,8 @@ const UBLK_CONTROL: &[libc::c_long] = &[
     libc::SYS_sync,
 ];
 
-/// What a CPU's thread asks of KVM: to run the guest, to tell its clock of a pause, and to set up kicks and interrupts.
+/// What a CPU's thread asks of KVM, and one that connects a disk again: to run the guest, to tell its clock of a pause,
+/// and to set up kicks and interrupts.
 /// Linux: `include/uapi/linux/kvm.h`.
 const KVM: [u32; 7] = [
     0x0000_AE80, // KVM_RUN
@@ -209,6 +215,10 @@ fn rules(task: Task) -> Result<Rules, Error> {
             allow(OLD_CONTROL);
         }
         Task::Cpu => allow(CPU),
+        Task::Backend => {
+            allow(CPU);
+            allow(BACKEND);
+        }
         Task::UblkQueue => allow(UBLK_QUEUE),
         Task::UblkControl => {
             allow(UBLK_CONTROL);
@@ -225,12 +235,19 @@ fn rules(task: Task) -> Result<Rules, Error> {
     if matches!(task, Task::Control | Task::UblkControl) {
         let nonblocking = rule(1, SeccompCmpOp::Eq, libc::FIONBIO)?;
         rules.insert(libc::SYS_ioctl, vec![nonblocking]);
+    }
+    if matches!(task, Task::Control | Task::UblkControl | Task::Backend) {
         let timeouts = [libc::SO_RCVTIMEO, libc::SO_SNDTIMEO]
             .iter()
             .map(|&option| rule(2, SeccompCmpOp::Eq, number(option)));
         rules.insert(libc::SYS_setsockopt, timeouts.collect::<Result<_, _>>()?);
     }
-    if task == Task::Cpu {
+    if task == Task::Backend {
+        let local = || rule(0, SeccompCmpOp::Eq, number(libc::AF_UNIX));
+        rules.insert(libc::SYS_socket, vec![local()?]);
+        rules.insert(libc::SYS_socketpair, vec![local()?]);
+    }
+    if matches!(task, Task::Cpu | Task::Backend) {
         let orders = KVM.iter().map(|&order| rule(1, SeccompCmpOp::Eq, order.into()));
         rules.insert(libc::SYS_ioctl, orders.collect::<Result<_, _>>()?);
     }

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use block::worker::StartHook;
 use ringdisk::disk_config::DiskConfig;
 use ringdisk::open;
 use ringdisk::sandbox::{self, Task};
@@ -95,6 +96,29 @@ fn status(function: &mut VirtioPciBlock) -> u8 {
     status[0]
 }
 
+/// Fails the test unless the thread that connects and the one that watches the connection are in the sandbox.
+fn assert_confined() {
+    let lines = ["Name", "NoNewPrivs", "Seccomp"].map(|name| format!("{name}:\t"));
+    let tasks = std::fs::read_dir("/proc/self/task").expect("our threads");
+    // One that has ended meanwhile has no status.
+    let read = |task: std::io::Result<std::fs::DirEntry>| {
+        std::fs::read_to_string(task.ok()?.path().join("status")).ok()
+    };
+    let mut found = Vec::new();
+    for status in tasks.filter_map(read) {
+        let value = |name: &String| status.lines().find_map(|line| line.strip_prefix(name.as_str()));
+        let [name, privileges, calls] = lines
+            .each_ref()
+            .map(|name| value(name).unwrap_or_default().to_owned());
+        if name == "connector" || name == "vhost-user" {
+            assert_eq!((&*privileges, &*calls), ("1", "2"), "{name}");
+            found.push(name);
+        }
+    }
+    found.sort();
+    assert_eq!(found, ["connector", "vhost-user"]);
+}
+
 #[test]
 fn a_cpu_thread_sets_up_a_backends_disk_loses_it_and_connects_again() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -115,6 +139,7 @@ fn a_cpu_thread_sets_up_a_backends_disk_loses_it_and_connects_again() {
         socket: socket.clone(),
         num_queues: 1,
         queue_size: 64,
+        on_start: Some(StartHook::new(|| Ok(sandbox::confine_thread(Task::Backend)?))),
     };
     let backend = VhostUserBackend::connect(shown, &Cancel::never()).expect("a backend");
     let function = VirtioPciBlock::vhost_user(backend, memory, Arc::new(Idle), 0xC000_0000);
@@ -138,12 +163,18 @@ fn a_cpu_thread_sets_up_a_backends_disk_loses_it_and_connects_again() {
         ready.send(()).expect("somebody listens");
         goes_on.recv().expect("somebody tells");
         assert_eq!(drive(&mut function), READY, "connected again");
+        ready.send(()).expect("somebody listens");
+        goes_on.recv().expect("somebody tells");
         function.unplug().expect("a drain");
     });
     at_work.recv().expect("the first set-up");
+    assert_confined();
     stop();
     at_work.recv().expect("the loss");
     let stop = serve(&socket, disk.disk());
+    go_on.send(()).expect("it waits");
+    at_work.recv().expect("the second set-up");
+    assert_confined();
     go_on.send(()).expect("it waits");
     cpu.join().expect("no panic");
     stop();

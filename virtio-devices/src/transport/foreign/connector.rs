@@ -5,6 +5,7 @@
 //! What must stay true: there is one connection at a time, as a backend serves one client; and nobody who asks here holds
 //! the state's lock.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -12,6 +13,7 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use block::worker::StartHook;
 use parking_lot::Mutex;
 
 use super::link::{BackendError, Connection};
@@ -49,6 +51,33 @@ pub(super) fn agree(
     })
 }
 
+/// As [`agree`], on a thread that has run `on_start`, as has the one that watches the connection then.
+pub(super) fn agree_after(
+    on_start: &StartHook,
+    socket: &Path,
+    queues: u16,
+    patience: Duration,
+    cancel: &Cancel,
+) -> Result<Agreed, BackendError> {
+    let (on_start, place, cancel) = (on_start.clone(), socket.to_owned(), cancel.clone());
+    let connect = move || {
+        on_start.run().map_err(BackendError::Host)?;
+        agree(&place, queues, patience, &cancel)
+    };
+    let died = |_| BackendError::Host(io::Error::other("the thread that connects has died"));
+    thread(connect)
+        .map_err(BackendError::Host)?
+        .join()
+        .map_err(died)?
+}
+
+/// A thread that connects.
+fn thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> io::Result<JoinHandle<T>> {
+    std::thread::Builder::new()
+        .name("connector".to_owned())
+        .spawn(work)
+}
+
 /// What the thread is asked.
 #[derive(Debug)]
 pub(super) enum Ask {
@@ -70,27 +99,37 @@ pub(super) struct Connector {
 }
 
 impl Connector {
-    /// Starts the thread, which can do what the caller can.
+    /// Starts the thread, which can do what the caller can and `on_start` leaves it.
     pub(super) fn start(
         state: &Arc<Mutex<State>>,
         socket: &Path,
         patience: Duration,
+        on_start: Option<StartHook>,
     ) -> Result<Self, BackendError> {
         let (asked, asks) = mpsc::channel();
         let (state, place) = (Arc::downgrade(state), socket.to_owned());
         let ended = Arc::new(AtomicBool::new(false));
         let asks_end = Arc::clone(&ended);
         let cancel = Cancel::when(move || asks_end.load(Ordering::SeqCst));
-        let thread = std::thread::Builder::new()
-            .name("connector".to_owned())
-            .spawn(move || see_to(&state, &asks, &place, patience, &cancel))
-            .map_err(BackendError::Host)?;
-        Ok(Self {
+        let (begun, begins) = mpsc::channel();
+        let serve = move || {
+            let ready = on_start.map_or(Ok(()), |hook| hook.run());
+            let is_ready = ready.is_ok();
+            begun.send(ready).unwrap_or_default();
+            if is_ready {
+                see_to(&state, &asks, &place, patience, &cancel);
+            }
+        };
+        let connector = Self {
             ended,
             asked,
             socket: socket.to_owned(),
-            thread: Some(thread),
-        })
+            thread: Some(thread(serve).map_err(BackendError::Host)?),
+        };
+        let died = |_| io::Error::other("the thread that connects has died");
+        let ready = begins.recv().map_err(died).and_then(|ready| ready);
+        ready.map_err(BackendError::Host)?;
+        Ok(connector)
     }
 
     /// Where the loss of a backend is told.

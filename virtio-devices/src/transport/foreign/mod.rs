@@ -48,7 +48,7 @@ use crate::block::{CONFIG_BYTES, WRITEBACK_OFFSET};
 use crate::connect::Cancel;
 use crate::vhost_user::event::event_of;
 use crate::virtqueue::RingAddresses;
-use connector::{Agreed, Ask, Connector, agree};
+use connector::{Agreed, Ask, Connector, agree, agree_after};
 pub use link::BackendError;
 use link::{Connection, Link, SETUP_PATIENCE};
 
@@ -163,7 +163,10 @@ impl VhostUserBackend {
         cancel: &Cancel,
     ) -> Result<Self, BackendError> {
         Ok(Self {
-            agreed: agree(&config.socket, config.num_queues, patience, cancel)?,
+            agreed: match &config.on_start {
+                Some(hook) => agree_after(hook, &config.socket, config.num_queues, patience, cancel)?,
+                None => agree(&config.socket, config.num_queues, patience, cancel)?,
+            },
             config,
             patience,
         })
@@ -194,7 +197,7 @@ impl Foreign {
             nobody: block::task::eventfd().map_err(BackendError::Host)?,
         }));
         Ok(Self {
-            connector: Connector::start(&state, &config.socket, patience)?,
+            connector: Connector::start(&state, &config.socket, patience, config.on_start)?,
             state,
         })
     }

@@ -487,6 +487,7 @@ fn given_up(socket: &Path, patience: Duration, cancel: &Cancel) -> BackendError 
         socket: socket.to_owned(),
         num_queues: 1,
         queue_size: 64,
+        on_start: None,
     };
     let error = VhostUserBackend::connect_within(patience, config, cancel).expect_err("no backend");
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
@@ -582,6 +583,7 @@ fn memory_that_cannot_be_shared_is_told_when_it_is_needed() {
         socket,
         num_queues: 1,
         queue_size: 64,
+        on_start: None,
     };
     let backend = VhostUserBackend::connect(config, &Cancel::never()).expect("a backend");
     let foreign = Foreign::new(backend, guest_memory(None)).expect("a device");
