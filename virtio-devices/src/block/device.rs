@@ -196,10 +196,11 @@ impl BlockDevice {
             .fold(0, |set, bit| set | 1 << bit)
     }
 
-    /// The configuration space from `offset` on; zeros past its end. A driver that is shown the cache mode knows it
-    /// from then on: an unknown one becomes writeback.
+    /// The configuration space from `offset` on, as a driver that negotiated `features` finds it; zeros past its end. A
+    /// driver that is shown the cache mode knows it from then on: an unknown one becomes writeback. One that may choose
+    /// the mode and cannot flush is shown writethrough (virtio 1.2, 5.2.5.2); none may look before it has negotiated.
     #[must_use]
-    pub fn read_config(&self, offset: u64, len: usize) -> Vec<u8> {
+    pub fn read_config(&self, offset: u64, len: usize, features: u64) -> Vec<u8> {
         let shown = WRITEBACK_OFFSET_U64
             .checked_sub(offset)
             .is_some_and(|before| before < len as u64);
@@ -210,7 +211,8 @@ impl BlockDevice {
                 .compare_exchange(unknown, writeback, Ordering::SeqCst, Ordering::SeqCst)
                 .ok();
         }
-        let writeback = self.cache_mode() == CacheMode::Writeback;
+        let cannot_flush = has(features, VIRTIO_BLK_F_CONFIG_WCE) && !has(features, VIRTIO_BLK_F_FLUSH);
+        let writeback = self.cache_mode() == CacheMode::Writeback && !cannot_flush;
         let bytes = config::layout(&self.disk.info(), self.num_queues, self.queue_size, writeback);
         let offset = usize::try_from(offset).unwrap_or(CONFIG_BYTES).min(CONFIG_BYTES);
         let mut out: Vec<u8> = bytes[offset..].iter().copied().take(len).collect();

@@ -363,7 +363,7 @@ fn features_and_configuration_follow_the_disk() {
         0,
         "neither read-only nor several queues"
     );
-    let config = world.device.read_config(0, 60);
+    let config = world.device.read_config(0, 60, 0);
     let word = |at: usize| u32::from_le_bytes(config[at..at + 4].try_into().expect("four bytes"));
     assert_eq!(word(0), (DISK_BYTES / 512) as u32, "capacity");
     assert_eq!(word(12), 62, "seg_max");
@@ -375,8 +375,8 @@ fn features_and_configuration_follow_the_disk() {
     assert_eq!(config[34..36], [1, 0], "num_queues");
     assert_eq!((word(36), word(40), word(44)), (1 << 20, 32, 128), "discard");
     assert_eq!((word(48), word(52), config[56]), (1 << 20, 32, 1), "write-zeroes");
-    assert_eq!(world.device.read_config(56, 8), [1, 0, 0, 0, 0, 0, 0, 0]);
-    assert_eq!(world.device.read_config(u64::MAX, 2), [0, 0]);
+    assert_eq!(world.device.read_config(56, 8, 0), [1, 0, 0, 0, 0, 0, 0, 0]);
+    assert_eq!(world.device.read_config(u64::MAX, 2, 0), [0, 0]);
 
     let poor = MemDisk::with(|info| {
         info.read_only = true;
@@ -391,7 +391,7 @@ fn features_and_configuration_follow_the_disk() {
     let features = device.features();
     assert_eq!(features & (1 << 5 | 1 << 12), 1 << 5 | 1 << 12);
     assert_eq!(features & (F_DISCARD | F_WRITE_ZEROES), 0);
-    assert_eq!(device.read_config(36, 12), [0; 12]);
+    assert_eq!(device.read_config(36, 12, 0), [0; 12]);
 }
 
 #[test]
@@ -410,7 +410,13 @@ fn only_the_cache_mode_can_be_written_and_only_if_negotiated() {
         world.device.write_config(32, &[2], ALL),
         Err(ConfigWriteError::Writeback { value: 2 })
     );
-    assert_eq!(world.device.read_config(32, 1), [1]);
+    assert_eq!(world.device.read_config(32, 1, ALL), [1]);
+    // One that cannot flush has no cache that it would have to (virtio 1.2, 5.2.5.2).
+    assert_eq!(world.device.read_config(32, 1, ALL & !F_FLUSH), [0]);
+    assert_eq!(
+        world.device.read_config(32, 1, ALL & !F_FLUSH & !F_CONFIG_WCE),
+        [1]
+    );
 }
 
 #[test]

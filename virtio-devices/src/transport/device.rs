@@ -75,8 +75,8 @@ pub(super) trait Device: Send + fmt::Debug {
     /// The features it offers; the transport's own are not among them.
     fn features(&self) -> u64;
 
-    /// Reads the configuration space at `offset`; zeros past its end.
-    fn read_config(&self, offset: u64, data: &mut [u8]);
+    /// Reads the configuration space at `offset`, as a driver that negotiated `features` finds it; zeros past its end.
+    fn read_config(&self, offset: u64, data: &mut [u8], features: u64);
 
     /// Writes the configuration space. A write that the driver may not do is ignored; an error is one that only a
     /// reset helps against.

@@ -64,8 +64,8 @@ impl Device for InProcess {
         self.device.features()
     }
 
-    fn read_config(&self, offset: u64, data: &mut [u8]) {
-        let bytes = self.device.read_config(offset, data.len());
+    fn read_config(&self, offset: u64, data: &mut [u8], features: u64) {
+        let bytes = self.device.read_config(offset, data.len(), features);
         data.copy_from_slice(&bytes);
     }
 

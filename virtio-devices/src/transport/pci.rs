@@ -323,7 +323,7 @@ impl VirtioPciBlock {
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         let mut sectors = [0; 8];
-        self.device.read_config(0, &mut sectors);
+        self.device.read_config(0, &mut sectors, self.features);
         u64::from_le_bytes(sectors).saturating_mul(512)
     }
 
@@ -674,7 +674,7 @@ impl PciFunction for VirtioPciBlock {
                     *byte = self.shared.isr.swap(0, Ordering::SeqCst);
                 }
             }
-            DEVICE..NOTIFY => self.device.read_config(offset - DEVICE, data),
+            DEVICE..NOTIFY => self.device.read_config(offset - DEVICE, data, self.features),
             TABLE..PENDING => self.msix.read_table(offset - TABLE, data),
             PENDING.. => self.msix.read_pending(offset - PENDING, data),
             _ => {}

@@ -350,7 +350,9 @@ impl VhostUserBackendReqHandlerMut for Backend {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
-        Ok(self.device.read_config(offset.into(), size as usize))
+        Ok(self
+            .device
+            .read_config(offset.into(), size as usize, self.features))
     }
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {

@@ -483,7 +483,7 @@ impl Device for Foreign {
         self.state.lock().features
     }
 
-    fn read_config(&self, offset: u64, data: &mut [u8]) {
+    fn read_config(&self, offset: u64, data: &mut [u8], _features: u64) {
         let mut state = self.state.lock();
         if state.link().take_stale() {
             match read_config(state.link(), state.queues()) {
