@@ -51,17 +51,21 @@ pub enum Source {
     Ublk(u64),
     /// A seed that frees clusters which are being read.
     Churn(u64),
+    /// A seed whose disk grows by any amount.
+    Growth(u64),
 }
 
 impl Source {
-    /// What is run for each of the numbers that are counted through: of sixteen, six are a guest's, four have registered
-    /// pages, four are ublk devices, and one frees what is being read.
+    /// What is run for each of the numbers that are counted through: of sixteen, five are a guest's, three have registered
+    /// pages, four are ublk devices, two have disks that grow by any amount, and one frees what is being read.
     #[must_use]
     pub fn of_number(number: u64) -> Self {
         if matches!(number % 8, 2 | 5) {
             Self::Ublk(number)
         } else if number % 16 == 9 {
             Self::Churn(number)
+        } else if matches!(number % 16, 6 | 11) {
+            Self::Growth(number)
         } else if number.is_multiple_of(2) {
             Self::Guest(number)
         } else if number % 4 == 3 {
@@ -84,6 +88,7 @@ impl Source {
             Self::Registered(seed) => Some(Case::draw_registered(*seed)),
             Self::Ublk(seed) => Some(Case::draw_ublk(*seed)),
             Self::Churn(seed) => Some(Case::draw_churn(*seed)),
+            Self::Growth(seed) => Some(Case::draw_growing(*seed)),
         }
     }
 }
@@ -97,6 +102,7 @@ impl fmt::Display for Source {
             Self::Registered(seed) => write!(f, "registered {seed}"),
             Self::Ublk(seed) => write!(f, "ublk {seed}"),
             Self::Churn(seed) => write!(f, "churn {seed}"),
+            Self::Growth(seed) => write!(f, "growth {seed}"),
         }
     }
 }

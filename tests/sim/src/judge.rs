@@ -6,15 +6,15 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::sim::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
-use block::{AlignedBuf, Buffer, Context, Disk, Op};
+use block::{AlignedBuf, Buffer, Context, Disk, IoError, Op};
 use qcow::format::header::at;
 use qcow::format::{Incompatible, Version};
 use qcow::image::{CheckReport, Verdict, check};
 use qcow::{OpenOptions, QcowDisk};
 use rustc_hash::FxHashSet;
 
-use crate::content::{word, word_of};
-use crate::oracle::Oracle;
+use crate::content::{ZERO, word, word_of};
+use crate::oracle::{BLOCK_SECTORS, Oracle};
 use crate::shape::{Beginning, DISK, ask, chain, u64_at, write_words};
 
 /// What has been looked at, over many runs.
@@ -61,6 +61,9 @@ const CUT_AGAIN: u64 = 96;
 
 /// How many states of a second cut are looked at.
 const LOOKS: usize = 4;
+
+/// So many blocks of a disk are always read; of what is behind, those that were never touched only now and then.
+const WHOLE: u64 = 8;
 
 /// How the disk behaves between two cuts.
 const SLOW: Profile = Profile {
@@ -126,7 +129,7 @@ impl Judge {
         let words = self.look(image, oracle, demand)?;
         if new && self.random.one_in(24) {
             tally.resumed += 1;
-            self.resume(image, words.clone())?;
+            self.resume(image, &words)?;
         }
         if new && self.random.one_in(CUT_AGAIN) {
             tally.cut_again += 1;
@@ -149,6 +152,7 @@ impl Judge {
         self.world.set_contents(DISK, image.clone());
         let mut buffer = self.buffer.take();
         let (world, cx, options) = (&self.world, &self.cx, &self.options);
+        let random = &mut self.random;
         let result = cx.block_on(async {
             let view = world
                 .file(DISK, true)
@@ -159,7 +163,10 @@ impl Judge {
                 demand_check(&view, demand, "as the cut left it").await?;
             }
             let disk = open(world, cx, options).await?;
-            let found = read_all(&disk, cx, &mut buffer).await?;
+            let found = read_some(&disk, cx, &mut buffer, |block| {
+                block < WHOLE || !oracle.is_untouched(block) || random.one_in(16)
+            })
+            .await?;
             oracle.judge(found.iter().copied())?;
             drop(disk);
             if dirty {
@@ -226,54 +233,48 @@ impl Judge {
     }
 
     /// Goes on with an image after the cut: what is written then must not harm what is there.
-    fn resume(&mut self, image: &SimImage, mut words: Vec<u64>) -> Result<(), String> {
+    fn resume(&mut self, image: &SimImage, words: &[u64]) -> Result<(), String> {
         self.world.set_contents(DISK, image.clone());
-        let mut changes = Vec::new();
+        let mut requests = Requests::new();
         for version in 0..6 {
-            let count = 1 + self.random.below(12.min(words.len() as u64));
-            let first = self.random.below(words.len() as u64 - count + 1);
-            let new: Vec<u64> = (first..first + count)
-                .map(|sector| word(1 << 60, version, sector))
-                .collect();
-            words[first as usize..(first + count) as usize].copy_from_slice(&new);
-            changes.push((first, new));
+            let write = draw_write(&mut self.random, words.len() as u64, 1 << 60, version);
+            requests.extend([Some(write), None]);
         }
+        let oracle = Rc::new(RefCell::new(Oracle::new(words)));
         let (world, cx, options) = (&self.world, &self.cx, &self.options);
-        let phase = Cell::new("opening");
+        let may_be_full = self.beginning.shape.device > 0;
+        let phase = Cell::new("opening or writing");
         let result = cx.block_on(async {
             let view = world
                 .file(DISK, true)
                 .view(cx)
                 .map_err(|error| error.to_string())?;
-            let disk = open(world, cx, options).await?;
-            let queue = Arc::clone(&disk).open_queue(cx).map_err(|error| chain(&error))?;
-            for (first, new) in changes {
-                phase.set("a write");
-                let wrote = write_words(&*queue, first, &new).await;
-                wrote.map_err(|error| format!("a write after the cut fails: {error}"))?;
-                phase.set("a FLUSH");
-                let flushed = ask(&*queue, Op::Flush, 0, 0, Buffer::default()).await;
-                flushed.map_err(|error| format!("a FLUSH after the cut fails: {error}"))?;
-            }
-            drop(queue);
+            let disk = go_on(
+                world.clone(),
+                cx.clone(),
+                options.clone(),
+                Rc::clone(&oracle),
+                requests,
+                may_be_full,
+            )
+            .await?;
             phase.set("closing");
             let closed = Arc::clone(&disk).close(cx).await;
             closed.map_err(|error| format!("closing after the cut fails: {error}"))?;
             drop(disk);
+            let len = world.contents(DISK).len();
+            if may_be_full && len != image.len() {
+                return Err(format!(
+                    "a device of {} bytes is one of {len} after the cut",
+                    image.len()
+                ));
+            }
             phase.set("looking at it again");
             demand_check(&view, Demand::Sound, "written to and closed after the cut").await?;
             let disk = open(world, cx, options).await?;
             let found = read_all(&disk, cx, &mut None).await?;
-            let differs = (0..)
-                .zip(&found)
-                .find(|(at, word)| words.get(*at) != word.as_ref());
-            match differs {
-                None => Ok(()),
-                Some((sector, word)) => Err(format!(
-                    "written to after the cut, sector {sector} holds {word:x?}, expected {:x?}",
-                    words.get(sector)
-                )),
-            }
+            let judged = oracle.borrow().judge(found.iter().copied());
+            judged.map_err(|text| format!("written to and closed: {text}"))
         });
         result.map_err(|error| format!("after the cut {} hangs: {error}", phase.get()))??;
         self.drain()?;
@@ -300,10 +301,11 @@ impl Judge {
             self.options.clone(),
             Rc::clone(&oracle),
             requests,
+            self.beginning.shape.device > 0,
         );
         let place = Rc::clone(&ended);
         cx.spawn(async move {
-            let result = task.await;
+            let result = task.await.map(drop);
             *place.borrow_mut() = Some(result);
         });
         let (mut changes, mut looks, mut idle) = (world.changes(), 0, 0);
@@ -383,35 +385,39 @@ impl Judge {
 /// What is asked of an image after a cut: writes of these words, and FLUSHes.
 type Requests = Vec<Option<(u64, Vec<u64>)>>;
 
+/// A write of a few sectors, which hold words of their own from then on.
+fn draw_write(random: &mut Random, sectors: u64, salt: u64, version: u64) -> (u64, Vec<u64>) {
+    let count = 1 + random.below(12.min(sectors));
+    let first = random.below(sectors - count + 1);
+    let words = (first..first + count).map(|sector| word(salt, version, sector));
+    (first, words.collect())
+}
+
 fn draw_requests(random: &mut Random, sectors: u64) -> Requests {
-    let one = |version| {
-        if random.one_in(3) {
-            return None;
-        }
-        let count = 1 + random.below(12.min(sectors));
-        let first = random.below(sectors - count + 1);
-        let words = (first..first + count).map(|sector| word(1 << 59, version, sector));
-        Some((first, words.collect()))
-    };
+    let one = |version| (!random.one_in(3)).then(|| draw_write(random, sectors, 1 << 59, version));
     (0..8).map(one).collect()
 }
 
-/// Opens an image and carries out what is asked of it, one thing after the other.
+/// Opens an image and carries out what is asked of it, one thing after the other. Writes find no room on a device that is full.
 async fn go_on(
     world: SimWorld,
     cx: Context,
     options: OpenOptions,
     oracle: Rc<RefCell<Oracle>>,
     requests: Requests,
-) -> Result<(), String> {
+    may_be_full: bool,
+) -> Result<Arc<QcowDisk>, String> {
     let disk = open(&world, &cx, &options).await?;
     let queue = Arc::clone(&disk).open_queue(&cx).map_err(|error| chain(&error))?;
     for request in requests {
         if let Some((first, words)) = request {
             let asked = oracle.borrow_mut().ask_change(first, words.iter().copied());
             let wrote = write_words(&*queue, first, &words).await;
-            wrote.map_err(|error| format!("a write after the cut fails: {error}"))?;
-            oracle.borrow_mut().answer_change(&asked, true, false);
+            let full = may_be_full && wrote == Err(NO_SPACE);
+            if let (Err(error), false) = (wrote, full) {
+                return Err(format!("a write after the cut fails: {error}"));
+            }
+            oracle.borrow_mut().answer_change(&asked, !full, false);
         } else {
             let asked = oracle.borrow_mut().ask_flush();
             let flushed = ask(&*queue, Op::Flush, 0, 0, Buffer::default()).await;
@@ -419,8 +425,13 @@ async fn go_on(
             oracle.borrow_mut().answer_flush(&asked);
         }
     }
-    Ok(())
+    Ok(disk)
 }
+
+/// How the host fails what there is no room for.
+const NO_SPACE: IoError = IoError::Host {
+    errno: rustix::io::Errno::NOSPC.raw_os_error(),
+};
 
 fn is_dirty(image: &SimImage) -> bool {
     let mut header = [0; 512];
@@ -472,17 +483,39 @@ async fn read_all(
     cx: &Context,
     buffer: &mut Option<AlignedBuf>,
 ) -> Result<Vec<Option<u64>>, String> {
+    read_some(disk, cx, buffer, |_| true).await
+}
+
+/// The words of a disk's sectors, those of its unwanted blocks taken for zeros.
+async fn read_some(
+    disk: &Arc<QcowDisk>,
+    cx: &Context,
+    buffer: &mut Option<AlignedBuf>,
+    is_wanted: impl FnMut(u64) -> bool,
+) -> Result<Vec<Option<u64>>, String> {
     let bytes = disk.info().size_bytes;
     let queue = Arc::clone(disk).open_queue(cx).map_err(|error| chain(&error))?;
-    let len = bytes as usize;
-    let memory = match buffer.take() {
-        Some(memory) if memory.len() == len => memory,
-        _ => AlignedBuf::zeroed(len),
-    };
-    let read = ask(&*queue, Op::Read, 0, bytes, memory.into()).await;
-    let read = read.map_err(|error| format!("the disk cannot be read after the cut: {error}"))?;
-    let memory = read.into_owned().ok_or("the buffer did not come back")?;
-    let words = memory.chunks(SECTOR).map(word_of).collect();
-    *buffer = Some(memory);
+    let mut words = Vec::with_capacity((bytes / SECTOR as u64) as usize);
+    let block_bytes = BLOCK_SECTORS * SECTOR as u64;
+    let blocks = bytes.div_ceil(block_bytes);
+    let wanted: Vec<bool> = (0..blocks).map(is_wanted).collect();
+    // Blocks that are alike in this go together.
+    for run in wanted.chunk_by(|one, other| one == other) {
+        let from = words.len() as u64 * SECTOR as u64;
+        let len = (run.len() as u64 * block_bytes).min(bytes - from);
+        if !run[0] {
+            words.resize(words.len() + len as usize / SECTOR, Some(ZERO));
+            continue;
+        }
+        let memory = match buffer.take() {
+            Some(memory) if memory.len() == len as usize => memory,
+            _ => AlignedBuf::zeroed(len as usize),
+        };
+        let read = ask(&*queue, Op::Read, from, len, memory.into()).await;
+        let read = read.map_err(|error| format!("the disk cannot be read after the cut: {error}"))?;
+        let memory = read.into_owned().ok_or("the buffer did not come back")?;
+        words.extend(memory.chunks(SECTOR).map(word_of));
+        *buffer = Some(memory);
+    }
     Ok(words)
 }

@@ -57,6 +57,8 @@ pub struct Record {
     pub sectors: u64,
     /// How many times the disk is to grow.
     pub grows: usize,
+    /// How many times it has begun to, and how many of these have ended.
+    pub growths: [u64; 2],
     /// Requests that have not ended yet, asked for or not.
     pub left: usize,
     /// Requests answered.
@@ -91,6 +93,7 @@ impl Record {
             problem: None,
             sectors,
             grows: 0,
+            growths: [0; 2],
             left: 0,
             answered: 0,
             flushes: 0,
@@ -160,8 +163,18 @@ struct Slot {
 #[derive(Debug)]
 enum SlotKind {
     Read(Expected),
-    Change(Asked, bool),
+    /// With what it is if the disk does not grow meanwhile, and whether it is forced.
+    Change(Asked, Option<Tail>, bool),
     Flush(Asked),
+}
+
+/// The end of a discard, in a cluster that the disk fills only in part. It is discarded if the disk still ends there
+/// when its turn comes.
+#[derive(Debug)]
+struct Tail {
+    asked: Asked,
+    /// How often the disk had begun to grow, if it was not growing.
+    growths: Option<u64>,
 }
 
 /// A disk being made larger.
@@ -231,6 +244,17 @@ impl Book {
         }
     }
 
+    /// How many of the `count` sectors that a change is about are changed even if the disk grows meanwhile: not those of a discard
+    /// that are in the disk's last cluster, if it is a part of one.
+    fn whole(&self, record: &Record, ask: Ask, from: u64, count: u64) -> usize {
+        let per_cluster = self.shape.cluster() / SECTOR as u64;
+        let last = record.sectors / per_cluster * per_cluster;
+        match ask {
+            Ask::Discard => last.saturating_sub(from).min(count) as usize,
+            _ => count as usize,
+        }
+    }
+
     /// Notes what is about to be asked; `None` if it cannot be.
     pub(crate) fn ask(&mut self, planned: Planned) -> Option<Entry> {
         let Planned { first, count, .. } = planned;
@@ -250,13 +274,21 @@ impl Book {
             Ask::Flush => (Op::Flush, SlotKind::Flush(record.oracle.ask_flush()), Vec::new()),
             ask => {
                 let (from, words) = self.change(&mut record, &planned);
-                let asked = record.oracle.ask_change(from, words.iter().copied());
+                let whole = self.whole(&record, ask, from, words.len() as u64);
+                let (sure, rest) = words.split_at(whole);
+                let asked = record.oracle.ask_change(from, sure.iter().copied());
+                let tail = (!rest.is_empty()).then(|| Tail {
+                    asked: record
+                        .oracle
+                        .ask_change(from + whole as u64, rest.iter().copied()),
+                    growths: (record.growths[0] == record.growths[1]).then_some(record.growths[0]),
+                });
                 let (op, fua) = match ask {
                     Ask::Write { fua } => (Op::Write { fua }, fua),
                     Ask::Zeroes { unmap, fua } => (Op::WriteZeroes { unmap, fua }, fua),
                     _ => (Op::Discard, false),
                 };
-                (op, SlotKind::Change(asked, fua), words)
+                (op, SlotKind::Change(asked, tail, fua), words)
             }
         };
         let tag = self.slots.len();
@@ -305,9 +337,14 @@ impl Book {
                     record.problem(|| format!("{planned}: {text}"));
                 }
             }
-            SlotKind::Change(asked, forced) => {
+            SlotKind::Change(asked, tail, forced) => {
                 record.forced_failed |= *forced && !well;
                 record.oracle.answer_change(asked, well, *forced);
+                if let Some(Tail { asked, growths }) = tail {
+                    // If the disk grew meanwhile, the last cluster may be as it was, as after a change that failed.
+                    let sure = *growths == Some(record.growths[0]);
+                    record.oracle.answer_change(asked, well && sure, false);
+                }
             }
             SlotKind::Flush(asked) if well => {
                 record.flushes += 1;
@@ -322,6 +359,7 @@ impl Book {
         self.in_flight += 1;
         let (disk, task_cx, grown) = (Arc::clone(disk), cx.clone(), Rc::clone(&self.grown));
         let since = self.record.borrow().world.time();
+        self.record.borrow_mut().growths[0] += 1;
         cx.spawn(async move {
             let result = disk.grow(&task_cx, bytes).await;
             grown.borrow_mut().push((planned, since, result));
@@ -334,6 +372,7 @@ impl Book {
         for (planned, since, result) in grown {
             self.in_flight -= 1;
             let mut record = self.record.borrow_mut();
+            record.growths[1] += 1;
             // Another queue may have made it larger than this one wants it.
             let smaller = result == Err(IoError::OutOfRange) && record.grows > 1;
             // Its snapshots could not be restored.

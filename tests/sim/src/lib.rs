@@ -15,6 +15,7 @@ pub mod block_layer;
 pub mod canaries;
 pub mod content;
 pub mod explore;
+mod growth;
 pub mod guest;
 pub mod hand_over;
 pub mod judge;

@@ -54,7 +54,7 @@ enum Task {
         /// How many.
         #[arg(long, default_value_t = 1000)]
         seeds: u64,
-        /// `seed`, `guest`, `registered`, `ublk` or `churn`: what all of them are run as; otherwise each as its number has it.
+        /// `seed`, `guest`, `registered`, `ublk`, `churn` or `growth`: what all of them are run as; otherwise each as its number has it.
         #[arg(long)]
         kind: Option<String>,
     },
@@ -72,8 +72,8 @@ enum Task {
     },
     /// Runs one line again and tells what happens.
     Replay {
-        /// `seed N …`, `guest N …`, `registered N …`, `ublk N …`, `churn N …` or `scenario NAME order N …`, as a failure
-        /// prints it.
+        /// `seed N …`, `guest N …`, `registered N …`, `ublk N …`, `churn N …`, `growth N …` or `scenario NAME order N …`,
+        /// as a failure prints it.
         #[arg(required = true)]
         line: Vec<String>,
         /// Print what happens on the disk.

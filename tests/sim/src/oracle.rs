@@ -35,6 +35,9 @@ struct Change {
     outdone: Option<u64>,
 }
 
+/// So many sectors are one block of [`Oracle::is_untouched`].
+pub const BLOCK_SECTORS: u64 = 128;
+
 /// One of several changes with the same word, whichever.
 const ANY: u64 = u64::MAX;
 
@@ -44,6 +47,8 @@ type Changes = SmallVec<[Change; 2]>;
 #[derive(Clone, Debug)]
 pub struct Oracle {
     sectors: Vec<Changes>,
+    /// Blocks of so many sectors in which no sector was ever asked to be anything but zeros.
+    untouched: Vec<bool>,
     time: u64,
     /// Grows with every promise: crash states judged before are judged anew.
     promises: u64,
@@ -83,6 +88,10 @@ impl Oracle {
         };
         Self {
             sectors: words.iter().map(durable).collect(),
+            untouched: words
+                .chunks(BLOCK_SECTORS as usize)
+                .map(|block| block.iter().all(|&word| word == ZERO))
+                .collect(),
             time: 1,
             promises: 0,
             reads: 0,
@@ -94,6 +103,12 @@ impl Oracle {
     #[must_use]
     pub fn sectors(&self) -> u64 {
         self.sectors.len() as u64
+    }
+
+    /// Returns true if nobody has ever asked for anything but zeros in this block of [`BLOCK_SECTORS`] sectors.
+    #[must_use]
+    pub fn is_untouched(&self, block: u64) -> bool {
+        self.untouched.get(block as usize).copied().unwrap_or(true)
     }
 
     /// How many promises were made so far.
@@ -112,6 +127,9 @@ impl Oracle {
         let time = self.tick();
         let mut count = 0;
         for word in words {
+            if let Some(place) = self.untouched.get_mut(((first + count) / BLOCK_SECTORS) as usize) {
+                *place = false;
+            }
             if let Some(changes) = self.sectors.get_mut((first + count) as usize) {
                 changes.push(Change {
                     word,

@@ -5,6 +5,7 @@ use std::fmt;
 use block::sim::{Profile, Random, SECTOR};
 use virtio_devices::ublk::{Recovery, Transport};
 
+use crate::growth;
 use crate::shape::Shape;
 
 /// One request.
@@ -393,7 +394,39 @@ impl Case {
         let sectors = case.shape.cluster() / SECTOR as u64;
         case.before = vec![Planned::new(Ask::Write { fua: false }, 0, CHURNED / 2 * sectors)];
         case.plan = draw_churn_plan(random, sectors);
+        if random.one_in(2) {
+            case.grow_beside(random);
+        }
         case
+    }
+
+    /// The run of a seed whose disk grows by any amount, while other queues change what lies before its end.
+    #[must_use]
+    pub fn draw_growing(seed: u64) -> Self {
+        growth::draw(seed)
+    }
+
+    /// Has the first queue make the disk larger a few times, beside everything else.
+    fn grow_beside(&mut self, random: &mut Random) {
+        let mut bytes = self.shape.size();
+        let (count, times) = (self.plan.len() as u64, 1 + random.below(4));
+        for number in (0..times).rev() {
+            let place = (count * number + random.below(count)) / times;
+            let place = place as usize;
+            self.plan.insert(
+                place,
+                Planned {
+                    alone: false,
+                    ..Planned::new(Ask::Grow(0), 0, 0)
+                },
+            );
+        }
+        for planned in &mut self.plan {
+            if let Ask::Grow(larger) = &mut planned.ask {
+                bytes = growth::larger(&self.shape, bytes, 1 << 20, random);
+                *larger = bytes;
+            }
+        }
     }
 
     /// How many sectors the disk has at its largest.
@@ -407,7 +440,7 @@ impl Case {
                 Ask::Grow(bytes) => Some(bytes),
                 _ => None,
             });
-        grown.fold(self.shape.bytes, u64::max) / SECTOR as u64
+        grown.fold(self.shape.size(), u64::max) / SECTOR as u64
     }
 }
 
@@ -451,7 +484,7 @@ fn draw_churn_plan(random: &mut Random, sectors: u64) -> Vec<Planned> {
 }
 
 /// The most sectors of a request with data: so many fit a request's place in a guest's memory.
-const DATA_SECTORS_MAX: u64 = 72;
+pub(crate) const DATA_SECTORS_MAX: u64 = 72;
 
 /// Requests by chance. They meet often: half of them begin in one of a few places.
 fn draw_plan(random: &mut Random, shape: &Shape, lanes: usize) -> Vec<Planned> {

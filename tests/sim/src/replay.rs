@@ -2,8 +2,9 @@
 //!
 //! `seed N` is the run of that seed, `guest N` one whose queues are a guest's virtqueues, `registered N` one some of
 //! whose requests have registered pages, `ublk N` one whose disk is a ublk device, `churn N` one that frees what is being
-//! read. `seed N schedule S plan A,B,C` is what is left of it after shrinking: only those requests of the plan (by
-//! number, from zero), with things in the order of `S`. A shortened run may also have `lanes N`, `plain NAME,NAME` (what a guest, or a
+//! read, `growth N` one whose disk grows by any amount. `seed N schedule S plan A,B,C` is what is left of it after
+//! shrinking: only those requests of the plan (by number, from zero), with things in the order of `S`. A shortened run
+//! may also have `lanes N`, `plain NAME,NAME` (what a guest, or a
 //! device, does without), `calm NAME,NAME` (faults that are off), `sectors A:N` (request `A` is about `N` sectors)
 //! and `look ALL,DRAWS` (which crash states are looked at). `scenario NAME order N` is a scenario.
 
@@ -99,6 +100,7 @@ fn source_line(source: &Source) -> String {
         Source::Registered(seed) => format!("registered {seed}"),
         Source::Ublk(seed) => format!("ublk {seed}"),
         Source::Churn(seed) => format!("churn {seed}"),
+        Source::Growth(seed) => format!("growth {seed}"),
         Source::Scenario(name, order) => format!("scenario {} order {order}", name.replace(' ', "_")),
     }
 }
@@ -221,6 +223,11 @@ pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
                 let seed = number(value)?;
                 source = Some(Source::Churn(seed));
                 case = Some(Case::draw_churn(seed));
+            }
+            ("growth", None) => {
+                let seed = number(value)?;
+                source = Some(Source::Growth(seed));
+                case = Some(Case::draw_growing(seed));
             }
             ("scenario", None) => {
                 let name = value.replace('_', " ");
@@ -395,6 +402,20 @@ mod tests {
             assert_eq!(line_of(&source, &case), format!("churn {seed}"));
             case.plan.truncate(40);
             case.profile.late = 0;
+            let line = line_of(&source, &case);
+            let (again, parsed) = parse(&line).unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!(again, source);
+            assert_eq!(format!("{parsed:?}"), format!("{case:?}"), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_run_whose_disk_grows_comes_back_from_its_line() {
+        for seed in 0..50 {
+            let source = Source::Growth(seed);
+            let mut case = Case::draw_growing(seed);
+            assert_eq!(line_of(&source, &case), format!("growth {seed}"));
+            case.plan.truncate(9);
             let line = line_of(&source, &case);
             let (again, parsed) = parse(&line).unwrap_or_else(|error| panic!("{error}"));
             assert_eq!(again, source);

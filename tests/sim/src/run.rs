@@ -48,6 +48,8 @@ pub struct Outcome {
     pub answered: u64,
     /// FLUSHes answered well.
     pub flushes: u64,
+    /// How often the disk was made larger, or was tried to be.
+    pub growths: u64,
     /// What a ublk device went through.
     pub reached: Reached,
 }
@@ -89,6 +91,7 @@ pub fn run(case: &Case, record_trace: bool, tally: &mut Tally) -> Outcome {
     (outcome.cuts, outcome.sampled, outcome.widest) = (seen.cuts, seen.sampled, seen.widest);
     let record = run.record.borrow();
     (outcome.answered, outcome.flushes) = (record.answered, record.flushes);
+    outcome.growths = record.growths[1];
     outcome.reached = record.reached;
     drop(record);
     // After a failure ops may be in flight: they end without effect, and let go of their memory.
@@ -141,9 +144,6 @@ impl<'a> Run<'a> {
             };
             world.set_alignment(DISK, alignment);
         }
-        if case.shape.device > 0 {
-            world.fix_size(DISK);
-        }
         let (mut workers, mut own, mut tags) = (Vec::new(), Vec::new(), Vec::new());
         let shares: Vec<usize> = match &case.ublk {
             Some(ublk) => ublk::shares(ublk, case.lanes).collect(),
@@ -171,7 +171,7 @@ impl<'a> Run<'a> {
         oracle.reads_settle = case.profile.sync_error == 0 && !case.restarts();
         let record = Record::new(
             oracle,
-            case.shape.bytes / 512,
+            case.shape.size() / 512,
             &world,
             case.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1,
         );

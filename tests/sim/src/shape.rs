@@ -58,8 +58,10 @@ pub struct Shape {
     pub refcount_bits: u32,
     /// Version 2 of the format.
     pub v2: bool,
-    /// The disk's size in bytes.
+    /// The disk's size in bytes, whole sectors.
     pub bytes: u64,
+    /// So many bytes of its last sector are behind its end all the same.
+    pub ragged: u64,
     /// What lies below.
     pub below: Below,
     /// How its clusters are compressed, all of them.
@@ -91,6 +93,7 @@ impl Shape {
         refcount_bits: 16,
         v2: false,
         bytes: 32 << 10,
+        ragged: 0,
         below: Below::Nothing,
         compressed: None,
         snapshot: false,
@@ -119,6 +122,7 @@ impl Shape {
             },
             v2,
             bytes,
+            ragged: 0,
             below: match kind {
                 0 => Below::Raw(random.pick(&[bytes, bytes / 2 + 512, bytes + 8192])),
                 1 => Below::Qcow(random.pick(&[bytes, bytes / 2 + 512, bytes + 8192])),
@@ -168,6 +172,26 @@ impl Shape {
             (1..=8, Below::Qcow(bytes)) => self.below = Below::Deep(bytes),
             _ => {}
         }
+    }
+
+    /// The same shape without what does not go together.
+    #[must_use]
+    pub(crate) fn sound(mut self) -> Self {
+        if self.snapshot || self.bytes < 1024 {
+            // A snapshot is looked at in whole sectors; and a disk has one at least.
+            self.ragged = 0;
+        }
+        // A device needs room for a new refcount structure if it is not closed cleanly.
+        if self.device > 0 {
+            self.lazy = false;
+        }
+        self
+    }
+
+    /// The disk's size in bytes, as its header has it.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.bytes - self.ragged
     }
 
     /// The cluster size in bytes.
@@ -230,7 +254,7 @@ pub struct Beginning {
 }
 
 impl Beginning {
-    /// Puts the files into a world.
+    /// Puts the files into a world, a device with the size that it has from then on.
     pub fn install(&self, world: &SimWorld) {
         let store = world.store();
         let mut image = self.image.clone();
@@ -242,6 +266,9 @@ impl Beginning {
             image.resize(len as usize, 0xA5);
         }
         world.set_contents(DISK, SimImage::from_bytes(&store, &image));
+        if self.shape.device > 0 {
+            world.fix_size(DISK);
+        }
         for (name, bytes) in &self.below {
             world.set_contents(name, SimImage::from_bytes(&store, bytes));
         }
@@ -357,6 +384,10 @@ fn make(shape: Shape) -> Beginning {
     let mut image = world.contents(DISK).to_bytes();
     if shape.dirty {
         spoil(&mut image);
+    }
+    if shape.ragged > 0 {
+        image[at::SIZE..][..8].copy_from_slice(&shape.size().to_be_bytes());
+        words.truncate((shape.size() / SECTOR as u64) as usize);
     }
     let names: &[&'static str] = match shape.below {
         Below::Nothing => &[],

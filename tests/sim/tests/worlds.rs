@@ -6,6 +6,7 @@ use std::time::Duration;
 use ringdisk_sim::explore::{Goal, Source, explore};
 use ringdisk_sim::judge::Tally;
 use ringdisk_sim::lane::Reached;
+use ringdisk_sim::plan::Ask;
 use ringdisk_sim::run::run;
 use ringdisk_sim::{kept_lines, replay, scenario};
 
@@ -67,6 +68,47 @@ fn every_scenario_survives_a_cut_at_every_step() {
         );
         assert!(outcome.cuts > 3, "{}: only {} cuts", scenario.name, outcome.cuts);
     }
+}
+
+/// The seeds of disks that grow reach what they are there for: ends of every kind, L1 tables of more clusters, every
+/// refcount width, and discards of the old end while the disk grows.
+#[test]
+fn disks_that_grow_reach_every_end_and_every_width() {
+    let mut widths = BTreeMap::new();
+    let (mut in_sector, mut in_block, mut in_cluster, mut longer_l1, mut devices) = (0, 0, 0, 0, 0);
+    let mut growths = 0;
+    for seed in 0..320 {
+        let case = Source::Growth(seed).case().expect("a seed has a run");
+        let cluster = case.shape.cluster();
+        // What one cluster of an L1 table maps.
+        let l1 = cluster * (cluster / 8) * (cluster / 8);
+        let mut size = case.shape.size();
+        for planned in &case.plan {
+            let Ask::Grow(bytes) = planned.ask else { continue };
+            assert!(bytes > size, "growth {seed}: {size} bytes become {bytes}");
+            longer_l1 += u64::from(bytes.div_ceil(l1) > size.div_ceil(l1));
+            size = bytes;
+            in_sector += u64::from(!size.is_multiple_of(512));
+            in_block += u64::from(!size.is_multiple_of(4096));
+            in_cluster += u64::from(!size.is_multiple_of(cluster));
+        }
+        *widths.entry(case.shape.refcount_bits).or_insert(0) += 1;
+        devices += u64::from(case.shape.device > 0);
+        if seed % 16 == 0 {
+            let outcome = run(&case, false, &mut Tally::default());
+            assert!(outcome.failure.is_none(), "growth {seed}: {:?}", outcome.failure);
+            growths += outcome.growths;
+        }
+    }
+    for count in [in_sector, in_block, in_cluster, longer_l1, devices] {
+        assert!(
+            count > 40,
+            "{in_sector} {in_block} {in_cluster} {longer_l1} {devices}"
+        );
+    }
+    assert_eq!(widths.len(), 7, "{widths:?}");
+    assert!(widths.values().all(|&count| count > 10), "{widths:?}");
+    assert!(growths > 30, "only {growths} growths");
 }
 
 /// The seeds of ublk devices are about what they are there for: by each transport, with workers of one queue and of several,
