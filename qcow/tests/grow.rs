@@ -85,6 +85,34 @@ fn growth_does_not_uncover_a_longer_backing_file() {
     }
 }
 
+/// Version 2 has no zero clusters, so what a longer backing file has is hidden by zeros that are written: that, and not
+/// all that the disk gains.
+#[test]
+fn growth_of_version_2_writes_zeros_over_the_backing_file_alone() {
+    let folder = Folder::new();
+    std::fs::write(folder.path("base.raw"), vec![0xBB; (1 << 20) + (100 << 10)]).expect("a base image");
+    let options = "cluster_size=65536,compat=0.10";
+    let backing = ["-b", "base.raw", "-F", "raw", "disk.qcow2", "1M"];
+    folder.qemu_img(&[&["create", "-f", "qcow2", "-o", options], &backing[..]].concat());
+    let open_options = OpenOptions {
+        backing_files: true,
+        ..OpenOptions::default()
+    };
+    let disk = open(&folder.path("disk.qcow2"), &open_options);
+    grow(&disk, 256 << 20);
+    let lane = Lane::new(&disk, RingKind::IoUring);
+    assert!(lane.read(1 << 20, 1 << 20) == vec![0; 1 << 20]);
+    lane.write_zeroes(0, 4 << 20, true);
+    assert!(lane.read(0, 4 << 20) == vec![0; 4 << 20]);
+    drop(lane);
+    close(disk);
+    folder.assert_flawless("disk.qcow2", false);
+    let len = std::fs::metadata(folder.path("disk.qcow2"))
+        .expect("the image")
+        .len();
+    assert!(len < 2 << 20, "{len} bytes to hide 100 KiB and to zero 1 MiB");
+}
+
 fn grow(disk: &std::sync::Arc<qcow::QcowDisk>, bytes: u64) {
     let cx = Context::syscalls();
     let grown = cx.block_on(disk.grow(&cx, bytes)).expect("the ring turns");

@@ -158,7 +158,13 @@ impl Shared {
 
     /// Whether bytes that this image does not have may be other than zeros.
     fn backing_covers(&self, offset: u64) -> bool {
-        self.backing.as_ref().is_some_and(|backing| offset < backing.size)
+        self.backed(offset, 1) > 0
+    }
+
+    /// Returns how many of `len` bytes from `offset` on, which this image does not have, may be other than zeros.
+    fn backed(&self, offset: u64, len: u64) -> u64 {
+        let size = self.backing.as_ref().map_or(0, |backing| backing.size);
+        size.saturating_sub(offset).min(len)
     }
 }
 

@@ -122,7 +122,16 @@ async fn zero_bytes(queue: &Rc<Queue>, offset: u64, end: u64) -> Result<(), IoEr
             Lookup::Found {
                 extent: Extent::Unallocated,
                 len,
-            } if !queue.shared.backing_covers(here) => len,
+            } => {
+                // Behind the backing file's last sector these are zeros.
+                let backed = queue.shared.backed(here, len).next_multiple_of(512).min(len);
+                if backed > 0 {
+                    write(queue, &Source::Zeros, here, backed).await?;
+                    backed
+                } else {
+                    len
+                }
+            }
             // The write finds out the rest for itself.
             Lookup::Found { len, .. } => {
                 write(queue, &Source::Zeros, here, len).await?;
