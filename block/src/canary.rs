@@ -18,6 +18,7 @@ pub enum Rule {
     NeighbourDropped,
     InPlaceShared,
     SecondWriterRuns,
+    ClearRuns,
     ShortReadIsSuccess,
     LostCompletion,
     DoubleCompletion,
@@ -46,7 +47,7 @@ pub enum Rule {
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 34] = [
+    pub const ALL: [Self; 35] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -57,6 +58,7 @@ impl Rule {
         Self::NeighbourDropped,
         Self::InPlaceShared,
         Self::SecondWriterRuns,
+        Self::ClearRuns,
         Self::ShortReadIsSuccess,
         Self::LostCompletion,
         Self::DoubleCompletion,
@@ -97,6 +99,7 @@ impl Rule {
             Self::NeighbourDropped => "copy-on-write-drops-neighbour",
             Self::InPlaceShared => "in-place-write-to-shared",
             Self::SecondWriterRuns => "second-writer-does-not-wait",
+            Self::ClearRuns => "clear-does-not-wait",
             Self::ShortReadIsSuccess => "short-read-is-success",
             Self::LostCompletion => "lost-completion",
             Self::DoubleCompletion => "double-completion",

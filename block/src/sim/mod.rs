@@ -277,6 +277,18 @@ impl SimWorld {
         CrashSpace::new(world.contents(file))
     }
 
+    /// Lets so many ops take space from here on: of each later one that needs some every attempt fails with `ENOSPC`. `None`
+    /// for any number.
+    pub fn limit_space(&self, ops: Option<u64>) {
+        self.world.borrow_mut().space_left = ops;
+    }
+
+    /// Returns true if an op has failed because of [`SimWorld::limit_space`].
+    #[must_use]
+    pub fn is_starved(&self) -> bool {
+        self.world.borrow().starved
+    }
+
     /// Holds the next op that is submitted: it has no effect and no completion until [`SimWorld::release`].
     pub fn hold_next(&self) {
         self.world.borrow_mut().hold_next = true;

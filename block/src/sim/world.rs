@@ -122,6 +122,10 @@ pub(super) struct World {
     next_op: u64,
     /// Until when there is no space.
     full_until: u64,
+    /// How many ops may still take space; any number, if that is not limited.
+    pub(super) space_left: Option<u64>,
+    /// An op has found none left.
+    pub(super) starved: bool,
     dead: bool,
     /// The next op is held when it is submitted.
     pub(super) hold_next: bool,
@@ -145,6 +149,8 @@ impl World {
             time: 0,
             next_op: 0,
             full_until: 0,
+            space_left: None,
+            starved: false,
             dead: false,
             hold_next: false,
             first_alive: 0,
@@ -502,6 +508,19 @@ impl World {
 
     /// Returns the fate of an op by itself: on a block device what fits is written, nothing fits behind the end, and the
     /// length is what it is, as Linux has it.
+    /// Takes space for an op. `false` if there is none.
+    fn take_space(&mut self) -> bool {
+        match &mut self.space_left {
+            Some(0) => {
+                self.starved = true;
+                return false;
+            }
+            Some(left) => *left -= 1,
+            None => {}
+        }
+        self.profile.no_space == 0 || self.time >= self.full_until
+    }
+
     fn bounds(&self, op: &SimOp) -> Fate {
         let file = &self.files[op.file];
         let whole = Fate {
@@ -577,10 +596,9 @@ impl World {
         let needs_space = matches!(op.kind, Kind::Write { .. })
             || matches!(op.kind, Kind::Allocate { .. }) && mode & libc::FALLOC_FL_PUNCH_HOLE == 0;
         if needs_space
-            && profile.no_space > 0
-            && self.time < self.full_until
             && self.files[op.file].pages.is_none()
             && !self.files[op.file].contents.has_space(op.offset, op.len)
+            && !self.take_space()
         {
             return fail(libc::ENOSPC);
         }

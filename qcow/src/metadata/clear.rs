@@ -3,6 +3,7 @@
 use std::task::Waker;
 
 use block::IoError;
+use block::canary::{Rule, broken};
 
 use super::{Blocked, Metadata};
 use crate::format::{L2Entry, L2Mapping, Version};
@@ -49,7 +50,7 @@ impl Metadata {
         let slice_end = ((slice + 1) << self.slice_bits).min(end);
         let bits = self.geometry.cluster_bits().get();
         for here in cluster..slice_end {
-            if self.is_in_flight(here << bits, 1) {
+            if self.is_in_flight(here << bits, 1) && !broken(Rule::ClearRuns) {
                 if here > cluster {
                     return Ok(Cleared::Until(here));
                 }

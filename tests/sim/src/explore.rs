@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::judge::Tally;
-use crate::plan::Case;
+use crate::plan::{Case, Explore};
 use crate::run::{Failure, run};
 use crate::scenario::{Scenario, all};
 use crate::watchdog::Watchdog;
@@ -158,6 +158,36 @@ pub fn explore_scenario(
     })
 }
 
+/// Runs one scenario again and again, each time with space for one op more, until it does not run out.
+pub fn explore_space(scenario: &Scenario, tally: &mut Tally, say: &mut dyn FnMut(&str)) -> Option<Failed> {
+    let before = tally.images.len();
+    for ops in 0.. {
+        let mut case = scenario.case(0);
+        case.space = Some(ops);
+        case.explore = Explore {
+            all_up_to: 4,
+            draws: 2,
+        };
+        let outcome = run(&case, false, tally);
+        if let Some(failure) = outcome.failure {
+            return Some(Failed {
+                what: Source::Scenario(scenario.name, 0),
+                case,
+                failure,
+            });
+        }
+        if !outcome.starved {
+            let new = tally.images.len() - before;
+            say(&format!(
+                "{:<45} without space at each of {ops} ops: {new:>6} more states",
+                scenario.name
+            ));
+            break;
+        }
+    }
+    None
+}
+
 /// Runs every scenario, then seeds from `first_seed` on, until the goal is reached or something fails.
 pub fn explore(
     first_seed: u64,
@@ -167,9 +197,10 @@ pub fn explore(
     qemu_every: u64,
     say: &(dyn Fn(&str) + Sync),
 ) -> Explored {
+    // Behind the orders, the runs that space ends in.
     let jobs: Vec<(Scenario, u64)> = if scenarios {
         let list = all();
-        (0..ORDERS)
+        (0..=ORDERS)
             .flat_map(|order| list.iter().map(move |scenario| (scenario.clone(), order)))
             .collect()
     } else {
@@ -191,7 +222,11 @@ pub fn explore(
             let job = next_job.fetch_add(1, Ordering::Relaxed);
             let failed = if let Some((scenario, order)) = jobs.get(job as usize) {
                 watchdog.beat(|| format!("scenario {:?}, order {order}", scenario.name));
-                explore_scenario(scenario, *order, &mut own.tally, &mut |line| say(line))
+                if *order == ORDERS {
+                    explore_space(scenario, &mut own.tally, &mut |line| say(line))
+                } else {
+                    explore_scenario(scenario, *order, &mut own.tally, &mut |line| say(line))
+                }
             } else {
                 let seeds = next_seed.load(Ordering::Relaxed) - first_seed;
                 let reached = states.load(Ordering::Relaxed) >= goal.states && seeds >= goal.seeds;

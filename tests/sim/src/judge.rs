@@ -84,14 +84,16 @@ pub struct Judge {
     /// Kept for the next look.
     buffer: Option<AlignedBuf>,
     random: Random,
+    /// Every image is written again.
+    resumes_all: bool,
     /// Images judged with so many promises.
     done: FxHashSet<(u64, u64)>,
 }
 
 impl Judge {
-    /// A judge of a run that began with `beginning`, in a world of `store`.
+    /// A judge of a run that began with `beginning`, in a world of `store`; one that writes every image again, or some.
     #[must_use]
-    pub fn new(beginning: &Rc<Beginning>, store: &Store, seed: u64) -> Self {
+    pub fn new(beginning: &Rc<Beginning>, store: &Store, seed: u64, resumes_all: bool) -> Self {
         let world = SimWorld::with_store(seed, Profile::IMMEDIATE, store);
         beginning.install(&world);
         Self {
@@ -101,6 +103,7 @@ impl Judge {
             beginning: Rc::clone(beginning),
             buffer: None,
             random: Random::new(!seed),
+            resumes_all,
             done: FxHashSet::default(),
         }
     }
@@ -127,7 +130,7 @@ impl Judge {
         tally.judged += 1;
         let new = tally.images.insert(fingerprint);
         let words = self.look(image, oracle, demand)?;
-        if new && self.random.one_in(24) {
+        if new && (self.resumes_all || self.random.one_in(24)) {
             tally.resumed += 1;
             self.resume(image, &words)?;
         }

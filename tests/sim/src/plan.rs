@@ -256,6 +256,8 @@ pub struct Case {
     pub registered: Option<Registered>,
     /// Two queues keep step ([`Pace`](crate::pace::Pace)).
     pub paced: bool,
+    /// After so many ops that took space there is none, until all is answered. Each image is then written again after the cut.
+    pub space: Option<u64>,
     /// What is asked, each queue's in this order.
     pub plan: Vec<Planned>,
     /// Which crash states are looked at.
@@ -318,6 +320,7 @@ impl Case {
             ublk: None,
             registered: None,
             paced: false,
+            space: None,
             plan,
             explore: Explore {
                 all_up_to: 4,

@@ -4,7 +4,8 @@
 //! whose requests have registered pages, `ublk N` one whose disk is a ublk device, `churn N` one that frees what is being
 //! read, `growth N` one whose disk grows by any amount. `seed N schedule S plan A,B,C` is what is left of it after
 //! shrinking: only those requests of the plan (by number, from zero), with things in the order of `S`. A shortened run
-//! may also have `lanes N`, `plain NAME,NAME` (what a guest, or a
+//! may also have `lanes N`, `space N` (how many ops find
+//! space), `plain NAME,NAME` (what a guest, or a
 //! device, does without), `calm NAME,NAME` (faults that are off), `sectors A:N` (request `A` is about `N` sectors)
 //! and `look ALL,DRAWS` (which crash states are looked at). `scenario NAME order N` is a scenario.
 
@@ -143,6 +144,9 @@ pub fn line_of(source: &Source, case: &Case) -> String {
     if !sectors.is_empty() {
         put(format_args!(" sectors {}", sectors.join(",")));
     }
+    if let Some(ops) = case.space.filter(|_| case.space != original.space) {
+        put(format_args!(" space {ops}"));
+    }
     if case.lanes != original.lanes {
         put(format_args!(" lanes {}", case.lanes));
     }
@@ -244,6 +248,7 @@ pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
                 let again = source.as_ref().and_then(Source::case);
                 *case = again.ok_or_else(|| bad("only scenarios have an order".to_owned()))?;
             }
+            ("space", Some(case)) => case.space = Some(number(value)?),
             ("schedule", Some(case)) => case.schedule = number(value)?,
             ("lanes", Some(case)) => {
                 case.lanes = (number(value)? as usize).clamp(1, 16);

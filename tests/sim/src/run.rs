@@ -48,6 +48,8 @@ pub struct Outcome {
     pub answered: u64,
     /// FLUSHes answered well.
     pub flushes: u64,
+    /// There was no space for some op ([`Case::space`]).
+    pub starved: bool,
     /// How often the disk was made larger, or was tried to be.
     pub growths: u64,
     /// What a ublk device went through.
@@ -91,6 +93,7 @@ pub fn run(case: &Case, record_trace: bool, tally: &mut Tally) -> Outcome {
     (outcome.cuts, outcome.sampled, outcome.widest) = (seen.cuts, seen.sampled, seen.widest);
     let record = run.record.borrow();
     (outcome.answered, outcome.flushes) = (record.answered, record.flushes);
+    outcome.starved = run.world.is_starved();
     outcome.growths = record.growths[1];
     outcome.reached = record.reached;
     drop(record);
@@ -176,7 +179,7 @@ impl<'a> Run<'a> {
             case.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1,
         );
         Self {
-            judge: Judge::new(beginning, &store, case.seed),
+            judge: Judge::new(beginning, &store, case.seed, case.space.is_some()),
             record: Rc::new(RefCell::new(record)),
             schedule: Random::new(case.schedule),
             chance: Random::new(case.schedule ^ 0xC4A5),
@@ -204,8 +207,10 @@ impl<'a> Run<'a> {
         self.changes = self.world.changes();
         self.open()?;
         // What finds no room on a device fails too.
-        self.record.borrow_mut().may_be_full = self.case.shape.device > 0;
-        self.record.borrow_mut().may_fail = self.case.profile.has_errors() || self.case.shape.device > 0;
+        let may_be_full = self.case.shape.device > 0 || self.case.space.is_some();
+        self.record.borrow_mut().may_be_full = may_be_full;
+        self.record.borrow_mut().may_fail = self.case.profile.has_errors() || may_be_full;
+        self.world.limit_space(self.case.space);
         self.world.set_profile(self.case.profile);
         let mut lanes = Vec::new();
         match (self.case.virtio, self.case.ublk) {
@@ -220,6 +225,7 @@ impl<'a> Run<'a> {
         }
         self.drive(|run| run.record.borrow().left == 0)?;
         self.world.set_profile(without_errors(self.case.profile));
+        self.world.limit_space(None);
         self.end_guests()?;
         self.end_host()?;
         self.end_lanes(lanes)?;
