@@ -233,6 +233,13 @@ impl Guest {
         Arc::clone(&self.wire)
     }
 
+    /// The server was killed.
+    pub fn lose(&mut self) {
+        self.wire.dead.set(true);
+        self.book.abandon_growth();
+        self.disconnect();
+    }
+
     /// There is no server any more.
     pub fn disconnect(&mut self) {
         self.host = None;

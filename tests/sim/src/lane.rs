@@ -15,6 +15,7 @@ use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, 
 use qcow::QcowDisk;
 
 use crate::content::{ZERO, bytes_of, word, word_of};
+use crate::leaks::Leaks;
 use crate::oracle::{Asked, Expected, Oracle};
 use crate::pace::Pace;
 use crate::places::{Places, Taken};
@@ -61,6 +62,8 @@ pub struct Record {
     pub growths: [u64; 2],
     /// Requests that have not ended yet, asked for or not.
     pub left: usize,
+    /// Requests that are asked for and not answered.
+    pub in_flight: usize,
     /// Requests answered.
     pub answered: u64,
     /// FLUSHes answered well.
@@ -77,6 +80,12 @@ pub struct Record {
     pub by_driver: bool,
     /// How far two queues are that keep step.
     pub pace: Option<Pace>,
+    /// What a cut may leak.
+    pub leaks: Leaks,
+    /// When this server began, in the world's time.
+    pub server_since: u64,
+    /// A server was killed that had been told of a failed sync: of what that covered, nobody knows any more.
+    pub forgotten: bool,
     /// What a ublk device went through.
     pub reached: Reached,
     world: SimWorld,
@@ -95,6 +104,7 @@ impl Record {
             grows: 0,
             growths: [0; 2],
             left: 0,
+            in_flight: 0,
             answered: 0,
             flushes: 0,
             forced_failed: false,
@@ -104,6 +114,9 @@ impl Record {
             by_driver: false,
             pace: None,
             world: world.clone(),
+            leaks: Leaks::default(),
+            server_since: 0,
+            forgotten: false,
             reached: Reached::default(),
             version: 3,
             salt,
@@ -117,18 +130,25 @@ impl Record {
         }
     }
 
+    fn note_asked(&mut self, shape: &Shape, planned: &Planned) {
+        let (sectors, in_flight) = (self.sectors, self.in_flight);
+        self.leaks.ask(shape, sectors, planned, in_flight);
+        self.in_flight += 1;
+    }
+
     /// Returns true if something that the host failed explains that a request fails that was asked for at `since`.
     fn is_explained(&self, ask: Ask, since: u64) -> bool {
         let faults = self.world.faults();
         // Who joins what another has begun may be told of what failed a moment before.
         let from = since.saturating_sub(JOINED);
         let lately = |fault: Option<u64>| fault.is_some_and(|time| time >= from);
+        let own = |fault: Option<u64>| fault.is_some_and(|time| time >= self.server_since);
         let read = lately(faults.read) || lately(faults.door) || lately(faults.cancel);
         match ask {
             Ask::Read => read,
             _ if self.may_be_full => true,
-            // A failed sync is remembered.
-            _ => read || lately(faults.write) || lately(faults.allocate) || faults.sync.is_some(),
+            // A server remembers a failed sync.
+            _ => read || lately(faults.write) || lately(faults.allocate) || own(faults.sync),
         }
     }
 
@@ -136,6 +156,7 @@ impl Record {
     fn ended(&mut self, planned: &Planned, since: u64, result: Result<(), IoError>) {
         self.answered += 1;
         self.left -= 1;
+        self.in_flight -= 1;
         let Err(error) = result else { return };
         self.failures += 1;
         let excused = matches!(error, IoError::Host { .. } | IoError::Cancelled);
@@ -187,6 +208,8 @@ pub(crate) struct Book {
     pub(crate) record: Rc<RefCell<Record>>,
     slots: Vec<Slot>,
     pub(crate) in_flight: usize,
+    /// How many times the disk is being made larger.
+    growing: usize,
     grown: Rc<RefCell<Vec<Growth>>>,
 }
 
@@ -213,6 +236,7 @@ impl Book {
             record: Rc::clone(record),
             slots: Vec::new(),
             in_flight: 0,
+            growing: 0,
             grown: Rc::default(),
         }
     }
@@ -265,6 +289,7 @@ impl Book {
             record.left -= 1;
             return None;
         }
+        record.note_asked(&self.shape, &planned);
         let (op, kind, words) = match planned.ask {
             Ask::Read => (
                 Op::Read,
@@ -348,6 +373,7 @@ impl Book {
             }
             SlotKind::Flush(asked) if well => {
                 record.flushes += 1;
+                record.leaks.answer_flush();
                 record.oracle.answer_flush(asked);
             }
             SlotKind::Flush(_) => {}
@@ -357,9 +383,13 @@ impl Book {
     /// Makes the disk larger, beside the queue.
     pub(crate) fn grow(&mut self, cx: &Context, disk: &Arc<QcowDisk>, planned: Planned, bytes: u64) {
         self.in_flight += 1;
+        self.growing += 1;
         let (disk, task_cx, grown) = (Arc::clone(disk), cx.clone(), Rc::clone(&self.grown));
         let since = self.record.borrow().world.time();
-        self.record.borrow_mut().growths[0] += 1;
+        let mut record = self.record.borrow_mut();
+        record.growths[0] += 1;
+        record.note_asked(&self.shape, &planned);
+        drop(record);
         cx.spawn(async move {
             let result = disk.grow(&task_cx, bytes).await;
             grown.borrow_mut().push((planned, since, result));
@@ -371,6 +401,7 @@ impl Book {
         let any = !grown.is_empty();
         for (planned, since, result) in grown {
             self.in_flight -= 1;
+            self.growing -= 1;
             let mut record = self.record.borrow_mut();
             record.growths[1] += 1;
             // Another queue may have made it larger than this one wants it.
@@ -388,6 +419,21 @@ impl Book {
             }
         }
         any
+    }
+
+    /// The server was killed: whether the disk became as large as it was to be, the next one will see.
+    pub(crate) fn abandon_growth(&mut self) {
+        let ended = self.take_growth();
+        self.note_growth(ended);
+        // What else is heard of it comes from the dead.
+        self.grown = Rc::default();
+        let count = std::mem::take(&mut self.growing);
+        self.in_flight -= count;
+        let mut record = self.record.borrow_mut();
+        record.left -= count;
+        record.in_flight -= count;
+        record.answered += count as u64;
+        record.growths[1] += count as u64;
     }
 
     /// Disks that were made larger and not noted yet.

@@ -20,6 +20,7 @@ pub mod guest;
 pub mod hand_over;
 pub mod judge;
 pub mod lane;
+pub mod leaks;
 pub mod oracle;
 pub mod pace;
 mod places;

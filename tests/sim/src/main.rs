@@ -271,11 +271,12 @@ fn summary(explored: &Explored, from: u64, took: Duration) {
         explored.flushes,
     );
     println!(
-        "explored: {} per second and thread; {} images written to again after the cut, {} cut again then, {} held against \
-         qemu-img",
+        "explored: {} per second and thread; {} images written to again after the cut, {} cut again then, {} with leaks \
+         repaired, {} held against qemu-img",
         per_second(explored),
         explored.tally.resumed,
         explored.tally.cut_again,
+        explored.tally.mended,
         explored.tally.asked_qemu,
     );
 }

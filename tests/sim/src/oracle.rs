@@ -161,6 +161,11 @@ impl Oracle {
         self.promises += u64::from(forced && well);
     }
 
+    /// What a cut may leave has become less in another way: states judged before are judged anew.
+    pub(crate) fn renew(&mut self) {
+        self.promises += 1;
+    }
+
     /// A FLUSH is asked for.
     pub fn ask_flush(&mut self) -> Asked {
         Asked {

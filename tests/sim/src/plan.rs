@@ -336,6 +336,13 @@ impl Case {
         let virtio = Virtio::draw(&mut Random::new(!seed));
         if virtio.kills > 0 {
             case.restart();
+            // From a source of its own, so that other guests stay what they are.
+            let random = &mut Random::new(seed.rotate_left(24));
+            match random.below(4) {
+                0 => case.grow_beside(random),
+                1 => case.profile.sync_error = 30 + random.below(200) as u32,
+                _ => {}
+            }
         }
         case.virtio = Some(virtio);
         case
@@ -355,8 +362,8 @@ impl Case {
 
     /// Leaves out what no server could tell the next one.
     fn restart(&mut self) {
-        // Whether a disk that a killed server was making larger has grown, nobody could tell the guest. And what
-        // the host forgot at a failed sync is known to the process that was told, and to no other.
+        // What a power cut leaves of what the host forgot at a failed sync is known to the process that was told, and to no
+        // other.
         self.profile.sync_error = 0;
         let sectors = self.shape.bytes / SECTOR as u64;
         self.plan.retain(|planned| {

@@ -18,6 +18,7 @@ use rustc_hash::FxHashSet;
 
 use crate::judge::{Demand, Judge, Tally};
 use crate::lane::{Lane, Reached, Record};
+use crate::leaks::Leaks;
 use crate::oracle::Oracle;
 use crate::pace::Pace;
 use crate::places::{PLACE_BYTES, Places};
@@ -48,6 +49,8 @@ pub struct Outcome {
     pub answered: u64,
     /// FLUSHes answered well.
     pub flushes: u64,
+    /// A server was killed that had been told of a failed sync.
+    pub forgotten: bool,
     /// There was no space for some op ([`Case::space`]).
     pub starved: bool,
     /// How often the disk was made larger, or was tried to be.
@@ -94,6 +97,7 @@ pub fn run(case: &Case, record_trace: bool, tally: &mut Tally) -> Outcome {
     let record = run.record.borrow();
     (outcome.answered, outcome.flushes) = (record.answered, record.flushes);
     outcome.starved = run.world.is_starved();
+    outcome.forgotten = record.forgotten;
     outcome.growths = record.growths[1];
     outcome.reached = record.reached;
     drop(record);
@@ -246,7 +250,9 @@ impl<'a> Run<'a> {
             .map_err(|error| error.to_string())?;
         drop(disk);
         self.world.settle();
-        self.record.borrow_mut().oracle.close();
+        let mut record = self.record.borrow_mut();
+        record.oracle.close();
+        record.leaks = Leaks::default();
         Ok(())
     }
 
@@ -355,6 +361,9 @@ impl<'a> Run<'a> {
         };
         let image = self.world.contents(DISK);
         self.judge.judge(&image, &record.oracle, demand, self.tally)?;
+        if record.forgotten {
+            return Ok(());
+        }
         let space = self.world.crash_space(DISK);
         for number in 0..space.count().min(16) {
             self.judge
@@ -423,6 +432,7 @@ impl<'a> Run<'a> {
         if let Some(problem) = self.record.borrow_mut().problem.take() {
             return Err(problem);
         }
+        self.note_quiet()?;
         if let Some(fault) = memory::take_faults().first() {
             return Err(fault.to_string());
         }
@@ -432,10 +442,41 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
+    /// Notes that all that a quiet FLUSH started has ended, and what a cut may leave now.
+    fn note_quiet(&mut self) -> Result<(), String> {
+        let quiet = self.record.borrow().leaks.is_quiet() && self.world.in_flight() == 0;
+        let ended = |worker: &Worker| worker.context().tasks() == 0;
+        if !quiet || !self.workers.iter().all(ended) {
+            return Ok(());
+        }
+        {
+            let mut record = self.record.borrow_mut();
+            record.leaks.settle();
+            record.oracle.renew();
+        }
+        self.cut(false)
+    }
+
+    /// What a cut may leak now.
+    fn demand(&self, record: &Record) -> Demand {
+        let servers = self.case.ublk.is_some_and(|ublk| ublk.restarts());
+        if servers || self.world.faults() != Faults::default() {
+            return Demand::Sound;
+        }
+        Demand::Leaks(record.leaks.most())
+    }
+
     /// The power goes: looks at what is left, or at some of it.
     fn cut(&mut self, last: bool) -> Result<(), String> {
         let Explore { all_up_to, draws } = self.case.explore;
         let record = self.record.borrow();
+        if record.forgotten {
+            // No server can make up for what the host forgot, if the power goes. If this one is killed as well, all is there.
+            let image = self.world.contents(DISK);
+            return self
+                .judge
+                .judge(&image, &record.oracle, Demand::Sound, self.tally);
+        }
         let space = self.world.crash_space(DISK);
         if !self
             .seen
@@ -446,21 +487,20 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         let count = space.count();
+        let demand = self.demand(&record);
         self.seen.cuts += 1;
         self.seen.widest = self.seen.widest.max(count);
         if count <= all_up_to {
             for number in 0..count {
                 let image = space.nth(number);
-                self.judge
-                    .judge(&image, &record.oracle, Demand::Sound, self.tally)?;
+                self.judge.judge(&image, &record.oracle, demand, self.tally)?;
             }
             return Ok(());
         }
         self.seen.sampled += 1;
         for _ in 0..draws {
             let image = space.draw(&mut self.chance);
-            self.judge
-                .judge(&image, &record.oracle, Demand::Sound, self.tally)?;
+            self.judge.judge(&image, &record.oracle, demand, self.tally)?;
         }
         Ok(())
     }

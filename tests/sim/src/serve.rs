@@ -8,6 +8,7 @@ use std::rc::Rc;
 use std::sync::{Arc, mpsc};
 
 use block::Disk;
+use block::sim::SECTOR;
 use block::worker::{FrontendId, Worker};
 use virtio_devices::block::{BlockDevice, BlockDeviceConfig, BlockQueue, BlockQueueConfig, QueueReport};
 
@@ -235,8 +236,7 @@ impl Run<'_> {
             return Ok(());
         };
         for guest in &mut serving.guests {
-            guest.wire().dead.set(true);
-            guest.disconnect();
+            guest.lose();
         }
         serving.device = None;
         let count = self.bury(|_| Ok(()))?;
@@ -248,9 +248,31 @@ impl Run<'_> {
             .collect();
         self.look_at_guests()?;
         self.world.set_profile(without_errors(self.case.profile));
+        {
+            let mut record = self.record.borrow_mut();
+            record.forgotten |= self.world.faults().sync.is_some();
+            record.server_since = self.world.time();
+            record.leaks.kill();
+        }
         self.open()?;
+        self.note_size()?;
         self.world.set_profile(self.case.profile);
         self.serve(true)
+    }
+
+    /// A disk that the dead server was making larger may have grown. What the guest was told of has.
+    fn note_size(&mut self) -> Result<(), String> {
+        let bytes = self.disk.as_ref().map_or(0, |disk| disk.info().size_bytes);
+        let mut record = self.record.borrow_mut();
+        let sectors = bytes / SECTOR as u64;
+        if sectors < record.sectors {
+            let known = record.sectors;
+            return Err(format!(
+                "a disk of {known} sectors has {sectors} with the next server"
+            ));
+        }
+        record.sectors = sectors;
+        Ok(())
     }
 
     /// Ends guest and server, once all is answered.

@@ -194,6 +194,12 @@ impl Shape {
         self.bytes - self.ragged
     }
 
+    /// How many bytes the file below has.
+    #[must_use]
+    pub(crate) fn below_bytes(&self) -> u64 {
+        self.below.bytes()
+    }
+
     /// The cluster size in bytes.
     #[must_use]
     pub fn cluster(&self) -> u64 {

@@ -1,0 +1,161 @@
+//! How many clusters a power cut may leak: those that changes since the last quiet FLUSHes have taken or dropped.
+//!
+//! A change takes clusters, whose counts are durable before their entries are, and drops others, whose counts go down last. What it
+//! took is no leak any more when a FLUSH that was asked for after its answer is answered. What it dropped is freed then, as
+//! soon as no request is in flight that may use it, and the lower count is durable with the FLUSH after that. So
+//! after a *quiet* FLUSH (nothing else is in flight, and nothing is asked for until all that it started has ended) all that
+//! was taken before is referenced and all that was dropped before is counted down in memory; after the next one nothing of
+//! that is leaked by a cut. Only what was asked for since the quiet FLUSH before the last may be.
+//!
+//! A server that is killed leaks what it had under way for good, until a check repairs it. Where the host has failed
+//! anything there is no bound.
+
+use block::sim::SECTOR;
+
+use crate::plan::{Ask, Planned};
+use crate::shape::Shape;
+
+/// The most clusters a refcount table of these worlds has.
+const TABLE_CLUSTERS: u64 = 8;
+
+/// What changes may have leaked.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Leaks {
+    /// For good, by servers that were killed.
+    lost: u64,
+    /// By changes before the last quiet FLUSH, and after the one before it.
+    before: u64,
+    /// By changes since.
+    recent: u64,
+    quiet: Quiet,
+}
+
+/// How far a quiet FLUSH is.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+enum Quiet {
+    #[default]
+    None,
+    /// It was asked for when nothing else was in flight.
+    Asked,
+    /// It was answered; what it started may go on.
+    Answered,
+}
+
+impl Leaks {
+    /// A request is asked for, when so many others are in flight.
+    pub(crate) fn ask(&mut self, shape: &Shape, sectors: u64, planned: &Planned, in_flight: usize) {
+        self.quiet = match planned.ask {
+            Ask::Flush if in_flight == 0 => Quiet::Asked,
+            _ => Quiet::None,
+        };
+        self.recent += cost(shape, sectors, planned);
+    }
+
+    /// A FLUSH was answered well.
+    pub(crate) fn answer_flush(&mut self) {
+        if self.quiet == Quiet::Asked {
+            self.quiet = Quiet::Answered;
+        }
+    }
+
+    /// Returns true if a quiet FLUSH was answered and waits for what it started to end.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.quiet == Quiet::Answered
+    }
+
+    /// All that a quiet FLUSH started has ended.
+    pub(crate) fn settle(&mut self) {
+        self.quiet = Quiet::None;
+        self.before = std::mem::take(&mut self.recent);
+    }
+
+    /// The server was killed. The next one does again what was in flight.
+    pub(crate) fn kill(&mut self) {
+        let open = self.before + self.recent;
+        self.lost += open;
+        (self.before, self.recent) = (0, open);
+        self.quiet = Quiet::None;
+    }
+
+    /// The most clusters that a cut now leaks.
+    #[must_use]
+    pub fn most(&self) -> u64 {
+        self.lost + self.before + self.recent
+    }
+}
+
+/// How many clusters a change takes or drops, at most.
+fn cost(shape: &Shape, sectors: u64, planned: &Planned) -> u64 {
+    let cluster = shape.cluster();
+    let per_cluster = cluster / SECTOR as u64;
+    let per_table = per_cluster * (cluster / 8);
+    let touched = |first: u64, end: u64, unit: u64| end.div_ceil(unit) - first / unit;
+    let (clusters, tables) = match planned.ask {
+        Ask::Read | Ask::Flush => return 0,
+        Ask::Grow(bytes) => {
+            let end = bytes / SECTOR as u64;
+            // The L1 table at both its places, the old last cluster, and tables that hide a longer backing file.
+            let l1 = |sectors: u64| (sectors.div_ceil(per_table) * 8).div_ceil(cluster);
+            let hidden = end.max(sectors) - sectors;
+            let below = (shape.below_bytes() / SECTOR as u64)
+                .saturating_sub(sectors)
+                .min(hidden);
+            (
+                l1(end) + l1(sectors) + 2,
+                touched(sectors, sectors + below, per_table) + 1,
+            )
+        }
+        _ => {
+            let (first, end) = (planned.first, planned.first + planned.count);
+            // A new cluster for each and the old one; compressed ones lie in two.
+            let each = if shape.compressed.is_some() { 3 } else { 2 };
+            (
+                each * touched(first, end, per_cluster),
+                touched(first, end, per_table),
+            )
+        }
+    };
+    let own = clusters + 2 * tables;
+    let blocks = own / (cluster * 8 / u64::from(shape.refcount_bits)) + 2;
+    own + blocks + 2 * TABLE_CLUSTERS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_quiet_flushes_leave_nothing_to_leak() {
+        let mut leaks = Leaks::default();
+        let ask = |leaks: &mut Leaks, ask, in_flight| {
+            leaks.ask(&Shape::PLAIN, 64, &Planned::new(ask, 0, 4), in_flight);
+        };
+        ask(&mut leaks, Ask::Discard, 0);
+        let most = leaks.most();
+        assert!(most >= 8, "four clusters dropped: {most}");
+        // Not alone, so it does not count.
+        ask(&mut leaks, Ask::Flush, 1);
+        leaks.answer_flush();
+        assert!(!leaks.is_quiet());
+        for left in [most, 0] {
+            ask(&mut leaks, Ask::Flush, 0);
+            leaks.answer_flush();
+            assert!(leaks.is_quiet());
+            leaks.settle();
+            assert_eq!(leaks.most(), left);
+        }
+    }
+
+    #[test]
+    fn what_a_killed_server_had_under_way_stays_leaked() {
+        let mut leaks = Leaks::default();
+        leaks.ask(&Shape::PLAIN, 64, &Planned::new(Ask::Discard, 0, 4), 0);
+        let most = leaks.most();
+        leaks.kill();
+        assert_eq!(leaks.most(), 2 * most);
+        for _ in 0..2 {
+            leaks.settle();
+        }
+        assert_eq!(leaks.most(), most);
+    }
+}
