@@ -17,6 +17,8 @@ pub const BITMAP_TABLE_ENTRIES_MAX: u32 = 0x0800_0000;
 pub const BITMAP_DATA_MAX_BYTES: u64 = 0x2000_0000;
 /// The longest name, in bytes, as in QEMU.
 pub const BITMAP_NAME_MAX: usize = 1023;
+/// The most extra data of an entry, in bytes. QEMU has no bitmaps with extra data, and refuses them.
+pub const BITMAP_EXTRA_MAX: usize = 64 << 10;
 /// Bytes in a bitmap table entry.
 pub const BITMAP_TABLE_ENTRY_SIZE: u64 = 8;
 /// Where an entry's flags are, in bytes from its start.
@@ -85,7 +87,8 @@ impl BitmapDirectoryEntry {
     ///
     /// # Errors
     ///
-    /// [`BitmapError::Truncated`] if those are not there.
+    /// [`BitmapError::Truncated`] if those are not there, [`BitmapError::Field`] for more than [`BITMAP_EXTRA_MAX`] bytes
+    /// of extra data.
     pub fn peek_len(bytes: &[u8]) -> Result<usize, BitmapError> {
         let (name, extra) = lengths(bytes)?;
         // The last multiple of eight cannot be passed: the sum has at most 33 bits.
@@ -99,7 +102,7 @@ impl BitmapDirectoryEntry {
     ///
     /// # Errors
     ///
-    /// [`BitmapError::Truncated`] if it is cut short.
+    /// [`BitmapError::Truncated`] if it is cut short; as for [`Self::peek_len`].
     pub fn parse(bytes: &[u8]) -> Result<Self, BitmapError> {
         let (name_len, extra_len) = lengths(bytes)?;
         let needed = BITMAP_FIXED_SIZE
@@ -204,8 +207,15 @@ fn lengths(bytes: &[u8]) -> Result<(usize, usize), BitmapError> {
         available: bytes.len(),
     };
     let name = u16_at(bytes, 18).ok_or(cut)?;
-    let extra = u32_at(bytes, 20).ok_or(cut)?;
-    Ok((usize::from(name), extra as usize))
+    let extra = u32_at(bytes, 20).ok_or(cut)? as usize;
+    if extra > BITMAP_EXTRA_MAX {
+        return Err(BitmapError::Field {
+            field: "extra_data_size",
+            found: extra as u64,
+            expected: "at most 64 KiB",
+        });
+    }
+    Ok((usize::from(name), extra))
 }
 
 /// A bitmap table entry as it is on disk, in native byte order.

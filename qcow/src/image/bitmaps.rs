@@ -6,8 +6,11 @@
 
 use block::file::FileView;
 
-use super::read::{ReadError, read};
-use crate::format::bitmap::{BITMAP_DIRECTORY_MAX_BYTES, BITMAP_FLAGS_AT, BITMAPS_MAX, BitmapError};
+use super::read::{PART, Parts, ReadError};
+use crate::format::bitmap::{
+    BITMAP_DIRECTORY_MAX_BYTES, BITMAP_EXTRA_MAX, BITMAP_FIXED_SIZE, BITMAP_FLAGS_AT, BITMAPS_MAX,
+    BitmapError,
+};
 use crate::format::{Autoclear, BitmapDirectoryEntry, BitmapFlags, BitmapsExtension, Header, Version};
 
 /// The bitmap directory cannot be used.
@@ -84,33 +87,38 @@ fn check_extension(
     Ok(())
 }
 
-/// Reads the bitmap directory that `extension` describes: each entry and its place in bytes.
+/// Reads the bitmap directory that `extension` describes and calls `each(place in bytes, entry)`. What was called before an
+/// error proves nothing.
 ///
 /// # Errors
 ///
 /// [`BitmapDirectoryError`] if it cannot be read or is malformed.
-pub async fn read_directory(
+pub(crate) async fn for_each_bitmap(
     file: &FileView,
     header: &Header,
     extension: &BitmapsExtension,
     file_len: u64,
-) -> Result<Vec<(u64, BitmapDirectoryEntry)>, BitmapDirectoryError> {
+    mut each: impl FnMut(u64, BitmapDirectoryEntry),
+) -> Result<(), BitmapDirectoryError> {
+    // One part holds at least one entry of the largest kind.
+    const ENTRY_MAX: usize = BITMAP_FIXED_SIZE + BITMAP_EXTRA_MAX + u16::MAX as usize + 8;
+    const _: () = assert!(PART as usize >= ENTRY_MAX);
     check_extension(header, extension, file_len)?;
     let start = extension.directory_offset.bytes();
-    let len = usize::try_from(extension.directory_size).unwrap_or_default();
-    let directory = read(file, "the bitmap directory", start, len).await?;
-    let mut entries = Vec::new();
-    let mut at = 0;
+    let end = start.saturating_add(extension.directory_size);
+    let mut parts = Parts::new(file, "the bitmap directory", end);
+    let mut at = start;
     for index in 0..extension.count {
-        let rest = directory.get(at..).unwrap_or_default();
-        let entry = BitmapDirectoryEntry::parse(rest);
-        let entry = entry.map_err(|source| BitmapDirectoryError::Entry { index, source })?;
-        let len = BitmapDirectoryEntry::peek_len(rest);
-        let len = len.map_err(|source| BitmapDirectoryError::Entry { index, source })?;
-        entries.push((start + at as u64, entry));
-        at += len;
+        let malformed = |source| BitmapDirectoryError::Entry { index, source };
+        let rest = parts
+            .at(at, |rest| BitmapDirectoryEntry::peek_len(rest).ok())
+            .await?;
+        let len = BitmapDirectoryEntry::peek_len(rest).map_err(malformed)?;
+        let entry = BitmapDirectoryEntry::parse(rest).map_err(malformed)?;
+        each(at, entry);
+        at = at.saturating_add(len as u64);
     }
-    if at != directory.len() {
+    if at != end {
         let (field, found) = ("bitmap_directory_size", extension.directory_size);
         return Err(BitmapDirectoryError::Extension {
             field,
@@ -118,7 +126,7 @@ pub async fn read_directory(
             expected: "the sum of the entries' sizes",
         });
     }
-    Ok(entries)
+    Ok(())
 }
 
 /// Where a bitmap's flags are, and what they are.
@@ -144,12 +152,19 @@ pub(crate) async fn marks(
         return Ok(Default::default());
     };
     let file_len = file.len().map_err(ReadError::io("the file's length", 0))?;
-    let directory = read_directory(file, header, &extension, file_len).await?;
-    let marks = directory.into_iter().map(|(at, entry)| Mark {
-        offset: at + BITMAP_FLAGS_AT as u64,
-        flags: entry.flags,
-    });
-    Ok(marks
-        .filter(|mark| !mark.flags.contains(BitmapFlags::IN_USE))
-        .partition(|mark| mark.flags.contains(BitmapFlags::AUTO)))
+    let (mut recording, mut others) = (Vec::new(), Vec::new());
+    let each = |at: u64, entry: BitmapDirectoryEntry| {
+        let mark = Mark {
+            offset: at + BITMAP_FLAGS_AT as u64,
+            flags: entry.flags,
+        };
+        if mark.flags.contains(BitmapFlags::IN_USE) {
+            return;
+        }
+        let is_recording = mark.flags.contains(BitmapFlags::AUTO);
+        let list = if is_recording { &mut recording } else { &mut others };
+        list.push(mark);
+    };
+    for_each_bitmap(file, header, &extension, file_len, each).await?;
+    Ok((recording, others))
 }

@@ -9,15 +9,51 @@ use std::ops::Range;
 /// How many clusters one chunk counts; windows begin at a multiple of it.
 pub(crate) const CHUNK: u64 = 4096;
 const CHUNK_LEN: usize = CHUNK as usize;
-/// How many counts a chunk of few has room for.
-const FEW: usize = 24;
+/// How many counts a chunk of few may hold. Tables that are scattered on purpose lie this thin.
+const FEW_MAX: usize = 256;
+/// What an allocation takes besides its bytes, about.
+const ALLOCATION_BYTES: usize = 16;
 
-/// The counts of a few clusters; the others have none.
-#[derive(Clone, Debug)]
+/// The counts of a few clusters, sorted by cluster; the others have none.
+#[derive(Clone, Debug, Default)]
 struct Few {
-    len: usize,
-    at: [u16; FEW],
-    counts: [u8; FEW],
+    at: Vec<u16>,
+    counts: Vec<u8>,
+}
+
+impl Few {
+    fn get(&self, at: u16) -> u8 {
+        let place = self.at.binary_search(&at).ok();
+        place
+            .and_then(|place| self.counts.get(place).copied())
+            .unwrap_or(0)
+    }
+
+    /// Sets a count. `false`, and nothing is set, if there is no room.
+    fn set(&mut self, at: u16, count: u8) -> bool {
+        let place = match self.at.last() {
+            Some(&last) if last >= at => self.at.binary_search(&at),
+            _ => Err(self.at.len()),
+        };
+        match place {
+            Ok(place) => self.counts[place] = count,
+            Err(_) if self.at.len() == FEW_MAX => return false,
+            Err(place) => {
+                if self.at.len() == self.at.capacity() {
+                    let more = self.at.len().max(8);
+                    self.at.reserve_exact(more);
+                    self.counts.reserve_exact(more);
+                }
+                self.at.insert(place, at);
+                self.counts.insert(place, count);
+            }
+        }
+        true
+    }
+
+    fn heap_bytes(&self) -> usize {
+        self.at.capacity() * size_of::<u16>() + self.counts.capacity() + 2 * ALLOCATION_BYTES
+    }
 }
 
 /// A byte for each cluster.
@@ -44,14 +80,7 @@ impl Chunk {
         match self {
             Self::None => 0,
             Self::All(count) => u64::from(*count),
-            Self::Few(few) => {
-                let place = few
-                    .at
-                    .iter()
-                    .take(few.len)
-                    .position(|&other| usize::from(other) == at);
-                place.map_or(0, |place| u64::from(few.counts[place]))
-            }
+            Self::Few(few) => u64::from(few.get(at as u16)),
             Self::Bytes(bytes) => u64::from(bytes.counts[at]),
             Self::Wide(counts) => counts[at],
         }
@@ -69,25 +98,12 @@ impl Chunk {
             return;
         };
         if matches!(self, Self::None) {
-            *self = Self::Few(Box::new(Few {
-                len: 0,
-                at: [0; FEW],
-                counts: [0; FEW],
-            }));
+            *self = Self::Few(Box::default());
         }
-        if let Self::Few(few) = self {
-            let known = few
-                .at
-                .iter()
-                .take(few.len)
-                .position(|&other| usize::from(other) == at);
-            let place = known.or((few.len < FEW).then_some(few.len));
-            if let Some(place) = place {
-                few.len = few.len.max(place + 1);
-                few.at[place] = at as u16;
-                few.counts[place] = small;
-                return;
-            }
+        if let Self::Few(few) = self
+            && few.set(at as u16, small)
+        {
+            return;
         }
         if matches!(self, Self::All(_) | Self::Few(_)) {
             self.spread();
@@ -112,7 +128,7 @@ impl Chunk {
         match self {
             Self::All(count) => counts = [*count; CHUNK_LEN],
             Self::Few(few) => {
-                for (&at, &count) in few.at.iter().zip(&few.counts).take(few.len) {
+                for (&at, &count) in few.at.iter().zip(&few.counts) {
                     counts[usize::from(at)] = count;
                 }
             }
@@ -137,10 +153,27 @@ impl Chunk {
     fn heap_bytes(&self) -> usize {
         match self {
             Self::None | Self::All(_) => 0,
-            Self::Few(_) => size_of::<Few>(),
-            Self::Bytes(_) => size_of::<Bytes>(),
-            Self::Wide(_) => size_of::<[u64; CHUNK_LEN]>(),
+            Self::Few(few) => size_of::<Few>() + ALLOCATION_BYTES + few.heap_bytes(),
+            Self::Bytes(_) => size_of::<Bytes>() + ALLOCATION_BYTES,
+            Self::Wide(_) => size_of::<[u64; CHUNK_LEN]>() + ALLOCATION_BYTES,
         }
+    }
+
+    /// The counts of clusters `from..to` that are not 0, in order.
+    fn nonzero(&self, from: usize, to: usize) -> impl DoubleEndedIterator<Item = (usize, u64)> + '_ {
+        let (few, dense) = match self {
+            Self::None => (None, 0..0),
+            Self::Few(few) => (Some(few), 0..0),
+            Self::All(_) | Self::Bytes(_) | Self::Wide(_) => (None, from..to),
+        };
+        let few = few.into_iter().flat_map(move |few| {
+            let skip = few.at.partition_point(|&at| usize::from(at) < from);
+            let end = few.at.partition_point(|&at| usize::from(at) < to);
+            few.at[skip..end].iter().zip(&few.counts[skip..end])
+        });
+        let few = few.map(|(&at, &count)| (usize::from(at), u64::from(count)));
+        let dense = dense.map(|at| (at, self.get(at)));
+        few.chain(dense).filter(|&(_, count)| count != 0)
     }
 
     fn is_same(&self, other: &Self) -> bool {
@@ -217,39 +250,76 @@ impl CountMap {
 
     /// The clusters with a count, in order.
     pub(crate) fn nonzero(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
-        let starts = (self.window.start..).step_by(CHUNK_LEN);
-        let used = starts
-            .zip(&self.chunks)
-            .filter(|(_, chunk)| !matches!(chunk, Chunk::None));
-        used.flat_map(|(first, chunk)| {
-            let counts = (0..CHUNK_LEN).map(move |at| (first + at as u64, chunk.get(at)));
-            counts.filter(|&(_, count)| count != 0)
+        self.nonzero_in(self.window.clone())
+    }
+
+    /// The chunks that hold some of `clusters`: the first cluster of each, and the first and last place that counts.
+    fn chunks_in(
+        &self,
+        clusters: Range<u64>,
+        len: usize,
+    ) -> impl Iterator<Item = (usize, u64, usize, usize)> {
+        let start = self.window.start;
+        let from = clusters.start.max(start) - start;
+        let to = clusters.end.min(self.window.end).saturating_sub(start);
+        let chunks = (from / CHUNK) as usize..(to.div_ceil(CHUNK) as usize).min(len);
+        chunks.map(move |index| {
+            let first = index as u64 * CHUNK;
+            let place = |cluster: u64| cluster.saturating_sub(first).min(CHUNK) as usize;
+            (index, start + first, place(from), place(to))
+        })
+    }
+
+    /// Those of `clusters` with a count, in order.
+    pub(crate) fn nonzero_in(&self, clusters: Range<u64>) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let chunks = self.chunks_in(clusters, self.chunks.len());
+        chunks.flat_map(|(index, first, from, to)| {
+            let counts = self.chunks[index].nonzero(from, to);
+            counts.map(move |(at, count)| (first + at as u64, count))
         })
     }
 
     /// The last cluster with a count.
     pub(crate) fn last(&self) -> Option<u64> {
-        let chunks = self.chunks.iter().enumerate().rev();
-        chunks
-            .filter(|(_, chunk)| !matches!(chunk, Chunk::None))
-            .find_map(|(index, chunk)| {
-                let at = (0..CHUNK_LEN).rev().find(|&at| chunk.get(at) != 0)?;
-                Some(self.window.start + index as u64 * CHUNK + at as u64)
-            })
+        let mut chunks = self.chunks.iter().enumerate().rev();
+        chunks.find_map(|(index, chunk)| {
+            let (at, _) = chunk.nonzero(0, CHUNK_LEN).next_back()?;
+            Some(self.window.start + index as u64 * CHUNK + at as u64)
+        })
     }
 
     /// Calls `each(cluster, ours, theirs)` wherever two maps of one window differ, in order.
-    pub(crate) fn for_each_difference(&self, other: &Self, mut each: impl FnMut(u64, u64, u64)) {
+    pub(crate) fn for_each_difference(&self, other: &Self, each: impl FnMut(u64, u64, u64)) {
+        self.for_each_difference_in(self.window.clone(), other, each);
+    }
+
+    /// As [`Self::for_each_difference`], of some clusters.
+    pub(crate) fn for_each_difference_in(
+        &self,
+        clusters: Range<u64>,
+        other: &Self,
+        mut each: impl FnMut(u64, u64, u64),
+    ) {
         const NONE: Chunk = Chunk::None;
-        for index in 0..self.chunks.len().max(other.chunks.len()) {
+        let len = self.chunks.len().max(other.chunks.len());
+        for (index, first, from, to) in self.chunks_in(clusters, len) {
             let ours = self.chunks.get(index).unwrap_or(&NONE);
             let theirs = other.chunks.get(index).unwrap_or(&NONE);
             if ours.is_same(theirs) {
                 continue;
             }
-            let first = self.window.start + index as u64 * CHUNK;
-            for at in 0..CHUNK_LEN {
-                let (a, b) = (ours.get(at), theirs.get(at));
+            let (mut ours, mut theirs) = (
+                ours.nonzero(from, to).peekable(),
+                theirs.nonzero(from, to).peekable(),
+            );
+            loop {
+                let next = [ours.peek(), theirs.peek()].into_iter().flatten();
+                let Some(at) = next.map(|&(at, _)| at).min() else {
+                    break;
+                };
+                let count = |(_, count)| count;
+                let a = ours.next_if(|&(next, _)| next == at).map_or(0, count);
+                let b = theirs.next_if(|&(next, _)| next == at).map_or(0, count);
                 if a != b {
                     each(first + at as u64, a, b);
                 }
@@ -268,10 +338,11 @@ mod tests {
     proptest! {
         #[test]
         fn it_counts_like_a_plain_map(
-            ops in prop::collection::vec((0u64..20_000, 0u64..400, any::<bool>()), 0..300),
+            ops in prop::collection::vec((0u64..20_000, 0u64..400, any::<bool>()), 0..2000),
             runs in prop::collection::vec((0u64..5, 0u64..3), 0..4),
             max in 1u64..1000,
             window in 0u64..3,
+            part in 0u64..2 * CHUNK,
         ) {
             let window = window * CHUNK..20_000 - window;
             let mut map = CountMap::new(window.clone());
@@ -303,6 +374,15 @@ mod tests {
             }
             model.retain(|_, count| *count != 0);
             prop_assert_eq!(map.last(), model.last_key_value().map(|(&cluster, _)| cluster));
+            let part = CHUNK + 700..4 * CHUNK - part;
+            let counted: Vec<_> = model.range(part.clone()).map(|(&cluster, &count)| (cluster, count)).collect();
+            prop_assert_eq!(map.nonzero_in(part.clone()).collect::<Vec<_>>(), counted.clone());
+            let mut differences = Vec::new();
+            let empty = CountMap::new(window.clone());
+            empty.for_each_difference_in(part, &map, |cluster, none, count| {
+                differences.push((cluster, none + count));
+            });
+            prop_assert_eq!(differences, counted);
             prop_assert_eq!(map.nonzero().collect::<Vec<_>>(), model.into_iter().collect::<Vec<_>>());
             let heap: usize = map.chunks.iter().map(Chunk::heap_bytes).sum();
             prop_assert_eq!(map.heap_bytes, heap);

@@ -6,10 +6,10 @@
 
 use block::file::FileView;
 
-use super::bitmaps::read_directory;
+use super::bitmaps::for_each_bitmap;
 use super::read::{for_each_entry, for_each_snapshot};
 use crate::format::l1::L1_TABLE_MAX_BYTES;
-use crate::format::{Header, L1Entry};
+use crate::format::{BitmapDirectoryEntry, Header, L1Entry};
 use crate::metadata::structures::{Extra, Structure};
 
 /// The most entries of snapshots' L1 tables that are read: 8 MiB of them.
@@ -131,24 +131,29 @@ impl Found<'_> {
         let Some(extension) = super::bitmaps::consistent_bitmaps(self.header) else {
             return;
         };
-        // A malformed directory is disowned before the first write.
-        let Ok(directory) = read_directory(self.file, self.header, &extension, file_len).await else {
-            return;
+        let cluster = self.header.cluster_bits.size();
+        let mut tables = Vec::new();
+        let each = |_, bitmap: BitmapDirectoryEntry| {
+            if bitmap.table_offset.is_aligned_to(cluster) && bitmap.table_offset.bytes() < file_len {
+                tables.push((bitmap.table_offset, u64::from(bitmap.table_entries) * 8));
+            }
         };
+        // A malformed directory is disowned before the first write.
+        let read = for_each_bitmap(self.file, self.header, &extension, file_len, each).await;
+        if read.is_err() {
+            return;
+        }
         self.add(Extra {
             structure: Structure::BitmapDirectory,
             offset: extension.directory_offset,
             bytes: extension.directory_size,
         });
-        let cluster = self.header.cluster_bits.size();
-        for (_, bitmap) in directory {
-            if bitmap.table_offset.is_aligned_to(cluster) && bitmap.table_offset.bytes() < file_len {
-                self.add(Extra {
-                    structure: Structure::BitmapTable,
-                    offset: bitmap.table_offset,
-                    bytes: u64::from(bitmap.table_entries) * 8,
-                });
-            }
+        for (offset, bytes) in tables {
+            self.add(Extra {
+                structure: Structure::BitmapTable,
+                offset,
+                bytes,
+            });
         }
     }
 }

@@ -9,10 +9,11 @@ use std::os::unix::fs::MetadataExt;
 use block::file::FileView;
 use serde::Serialize;
 
-use super::bitmaps::{consistent_bitmaps, read_directory};
+use super::bitmaps::{consistent_bitmaps, for_each_bitmap};
 use super::read::{ReadError, for_each_snapshot, read_header};
 use crate::format::{
-    Autoclear, BitmapFlags, Compatible, CryptMethod, Header, Incompatible, SnapshotEntry, Version,
+    Autoclear, BitmapDirectoryEntry, BitmapFlags, Compatible, CryptMethod, Header, Incompatible,
+    SnapshotEntry, Version,
 };
 
 /// What an image is.
@@ -47,6 +48,9 @@ pub struct ImageInfo {
     /// The internal snapshots.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<SnapshotInfo>,
+    /// How many more there are, which are not listed as their names would take too much memory.
+    #[serde(skip_serializing_if = "is_none")]
+    pub snapshots_not_listed: u64,
     /// What only this format has.
     pub format_specific: FormatSpecific,
     /// Why this crate would not serve the image, if it would not.
@@ -95,6 +99,9 @@ pub struct QcowInfo {
     /// The persistent bitmaps.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub bitmaps: Vec<BitmapInfo>,
+    /// How many more there are, which are not listed as their names would take too much memory.
+    #[serde(skip_serializing_if = "is_none")]
+    pub bitmaps_not_listed: u64,
 }
 
 /// How guest data is encrypted.
@@ -149,15 +156,17 @@ pub async fn info(file: &FileView) -> Result<ImageInfo, ReadError> {
     let (header, file_len) = (&located.header, located.file_len);
     header.validate_except_missing_refcount_table()?;
     let backing = header.backing_name.as_deref().map(lossy);
-    let mut snapshots = Vec::new();
+    let mut snapshots = Listed::default();
     let read = for_each_snapshot(file, header, file_len, |_, entry| {
-        snapshots.push(SnapshotInfo::new(&entry))
+        let text_bytes = start(&entry.id).len() + start(&entry.name).len();
+        snapshots.push(text_bytes, || SnapshotInfo::new(&entry));
     });
     if read.await.is_err() {
-        snapshots.clear();
+        snapshots = Listed::default();
     }
     let mut data = QcowInfo::new(header);
-    data.bitmaps = bitmaps(file, header, file_len).await;
+    let bitmaps = bitmaps(file, header, file_len).await;
+    (data.bitmaps, data.bitmaps_not_listed) = (bitmaps.list, bitmaps.left_out);
     Ok(ImageInfo {
         filename: file.file().path().display().to_string(),
         format: "qcow2",
@@ -169,7 +178,8 @@ pub async fn info(file: &FileView) -> Result<ImageInfo, ReadError> {
         full_backing_filename: backing.as_deref().map(|name| full_backing_name(file, name)),
         backing_filename: backing,
         backing_filename_format: header.backing_format().map(lossy),
-        snapshots,
+        snapshots: snapshots.list,
+        snapshots_not_listed: snapshots.left_out,
         format_specific: FormatSpecific { kind: "qcow2", data },
         unsupported: header.require_supported().err().map(|error| error.to_string()),
     })
@@ -196,14 +206,12 @@ fn full_backing_name(file: &FileView, name: &str) -> String {
     }
 }
 
-async fn bitmaps(file: &FileView, header: &Header, file_len: u64) -> Vec<BitmapInfo> {
+async fn bitmaps(file: &FileView, header: &Header, file_len: u64) -> Listed<BitmapInfo> {
+    let mut listed = Listed::default();
     let Some(extension) = consistent_bitmaps(header) else {
-        return Vec::new();
+        return listed;
     };
-    let Ok(entries) = read_directory(file, header, &extension, file_len).await else {
-        return Vec::new();
-    };
-    let describe = |(_, entry): (u64, crate::format::BitmapDirectoryEntry)| {
+    let describe = |entry: &BitmapDirectoryEntry| {
         let names = [(BitmapFlags::IN_USE, "in-use"), (BitmapFlags::AUTO, "auto")];
         let set = names.into_iter().filter(|(flag, _)| entry.flags.contains(*flag));
         BitmapInfo {
@@ -212,7 +220,52 @@ async fn bitmaps(file: &FileView, header: &Header, file_len: u64) -> Vec<BitmapI
             flags: set.map(|(_, name)| name).collect(),
         }
     };
-    entries.into_iter().map(describe).collect()
+    let each = |_, entry: BitmapDirectoryEntry| listed.push(entry.name.len(), || describe(&entry));
+    if for_each_bitmap(file, header, &extension, file_len, each)
+        .await
+        .is_err()
+    {
+        return Listed::default();
+    }
+    listed
+}
+
+/// What names in the file may take of a list, in bytes. Those that are no UTF-8 take three times as much, and are written
+/// out once more as JSON.
+const NAMES_MAX_BYTES: usize = 8 << 20;
+
+/// The first entries of a list of the image's, as many as fit in memory.
+#[derive(Debug)]
+struct Listed<T> {
+    list: Vec<T>,
+    names_bytes: usize,
+    left_out: u64,
+}
+
+impl<T> Default for Listed<T> {
+    fn default() -> Self {
+        Self {
+            list: Vec::new(),
+            names_bytes: 0,
+            left_out: 0,
+        }
+    }
+}
+
+impl<T> Listed<T> {
+    /// Adds what `describe` returns, whose names have `names_bytes` in the image.
+    fn push(&mut self, names_bytes: usize, describe: impl FnOnce() -> T) {
+        self.names_bytes = self.names_bytes.saturating_add(names_bytes);
+        if self.names_bytes > NAMES_MAX_BYTES {
+            self.left_out += 1;
+        } else {
+            self.list.push(describe());
+        }
+    }
+}
+
+fn is_none(count: &u64) -> bool {
+    *count == 0
 }
 
 impl QcowInfo {
@@ -236,6 +289,7 @@ impl QcowInfo {
                 }),
             },
             bitmaps: Vec::new(),
+            bitmaps_not_listed: 0,
         }
     }
 }

@@ -61,14 +61,24 @@ impl RefcountLayout {
         self.block_at(self.blocks.len() as u64, geometry)
     }
 
-    /// The table's bytes, whole clusters.
-    pub(crate) fn table_bytes(&self, geometry: &Geometry) -> Vec<u8> {
-        let mut table = vec![0; (self.table_clusters * geometry.cluster_size()) as usize];
-        for (i, &index) in (0..).zip(&self.blocks) {
+    /// How many bytes the table has, whole clusters.
+    pub(crate) fn table_bytes(&self, geometry: &Geometry) -> u64 {
+        self.table_clusters * geometry.cluster_size()
+    }
+
+    /// Bytes `part` of the table, which are whole entries.
+    pub(crate) fn table_part(&self, part: Range<u64>, geometry: &Geometry) -> Vec<u8> {
+        let mut bytes = vec![0; (part.end - part.start) as usize];
+        let entries = part.start / 8..part.end / 8;
+        let first = self.blocks.partition_point(|&index| index < entries.start);
+        for (i, &index) in (first as u64..).zip(self.blocks.iter().skip(first)) {
+            if index >= entries.end {
+                break;
+            }
             let entry = self.block_at(i, geometry).bytes().to_be_bytes();
-            table[index as usize * 8..][..8].copy_from_slice(&entry);
+            bytes[(index - entries.start) as usize * 8..][..8].copy_from_slice(&entry);
         }
-        table
+        bytes
     }
 
     /// The part of block number `i` that counts clusters of `window`: where it starts in the block, and its bytes.
@@ -88,12 +98,10 @@ impl RefcountLayout {
         }
         let bytes_of = |entries: u64| entries * u64::from(geometry.refcount_bits()) / 8;
         let mut part = vec![0; bytes_of(to - from) as usize];
-        for at in 0..to - from {
-            let count = counts.get(from + at);
-            if count != 0 {
-                let written = geometry.refcount_order().write(&mut part, at as usize, count);
-                assert_eq!(written, Ok(()), "counts are kept within the refcount width");
-            }
+        for (cluster, count) in counts.nonzero_in(from..to) {
+            let at = (cluster - from) as usize;
+            let written = geometry.refcount_order().write(&mut part, at, count);
+            assert_eq!(written, Ok(()), "counts are kept within the refcount width");
         }
         Some((bytes_of(from - first), part))
     }

@@ -11,7 +11,7 @@ use crate::format::validate::SNAPSHOT_TABLE_MAX_BYTES;
 use crate::format::{Header, HeaderError, HostOffset, SnapshotEntry};
 
 /// How much of a table is read at once, in bytes.
-const PART: u64 = 256 << 10;
+pub(crate) const PART: u64 = 256 << 10;
 
 /// A structure of an image could not be read.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -102,6 +102,45 @@ pub(crate) async fn for_each_entry(
     Ok(())
 }
 
+/// A table of entries of different lengths, read a part at a time.
+pub(crate) struct Parts<'a> {
+    file: &'a FileView,
+    what: &'static str,
+    /// Where the table ends at the latest, in bytes.
+    limit: u64,
+    part: block::AlignedBuf,
+    part_at: u64,
+}
+
+impl<'a> Parts<'a> {
+    pub(crate) fn new(file: &'a FileView, what: &'static str, limit: u64) -> Self {
+        Self {
+            file,
+            what,
+            limit,
+            part: block::AlignedBuf::zeroed(0),
+            part_at: 0,
+        }
+    }
+
+    /// Returns the bytes from `offset` on: the whole entry that starts there, as long as `len_of` says, if it ends before
+    /// the limit and fits in [`PART`].
+    pub(crate) async fn at(
+        &mut self,
+        offset: u64,
+        len_of: impl Fn(&[u8]) -> Option<usize>,
+    ) -> Result<&[u8], ReadError> {
+        let mut at = usize::try_from(offset.saturating_sub(self.part_at)).unwrap_or(usize::MAX);
+        let rest = self.part.get(at..).unwrap_or_default();
+        if len_of(rest).is_none_or(|len| len > rest.len()) {
+            let len = usize::try_from(self.limit.saturating_sub(offset).min(PART)).unwrap_or_default();
+            self.part = read(self.file, self.what, offset, len).await?;
+            (self.part_at, at) = (offset, 0);
+        }
+        Ok(self.part.get(at..).unwrap_or_default())
+    }
+}
+
 /// What went wrong with the snapshot table.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum SnapshotTableError {
@@ -145,7 +184,7 @@ pub(crate) async fn for_each_snapshot(
     // One part holds at least one entry of the largest kind.
     const ENTRY_MAX: usize = SNAPSHOT_FIXED_SIZE + SNAPSHOT_EXTRA_MAX as usize + 2 * u16::MAX as usize + 8;
     const _: () = assert!(PART as usize >= ENTRY_MAX);
-    let (mut part, mut part_at) = (block::AlignedBuf::zeroed(0), 0);
+    let mut parts = Parts::new(file, "the snapshot table", limit);
     for index in 0..header.snapshot_count {
         let offset = start.saturating_add(table_len);
         let malformed = |source| SnapshotTableError::Entry {
@@ -153,17 +192,9 @@ pub(crate) async fn for_each_snapshot(
             offset,
             source,
         };
-        let ends_in_part = |part: &[u8], at: usize| {
-            let rest = part.get(at..).unwrap_or_default();
-            SnapshotEntry::peek_len(rest).is_ok_and(|len| len <= rest.len())
-        };
-        let mut at = usize::try_from(offset.saturating_sub(part_at)).unwrap_or(usize::MAX);
-        if !ends_in_part(&part, at) {
-            let len = usize::try_from(limit.saturating_sub(offset).min(PART)).unwrap_or_default();
-            part = read(file, "the snapshot table", offset, len).await?;
-            (part_at, at) = (offset, 0);
-        }
-        let rest = part.get(at..).unwrap_or_default();
+        let rest = parts
+            .at(offset, |rest| SnapshotEntry::peek_len(rest).ok())
+            .await?;
         let len = SnapshotEntry::peek_len(rest).map_err(malformed)? as u64;
         let entry = SnapshotEntry::parse(rest).map_err(malformed)?;
         let end = offset.saturating_add(len);

@@ -47,6 +47,9 @@ pub fn info(info: &ImageInfo) -> String {
                 snapshot.id, snapshot.name
             ));
         }
+        if info.snapshots_not_listed > 0 {
+            line(format!("    … and {} more", info.snapshots_not_listed));
+        }
     }
     let data = &info.format_specific.data;
     line("Format specific information:".to_owned());
@@ -77,6 +80,9 @@ pub fn info(info: &ImageInfo) -> String {
             "    bitmap: {} (granularity {}; {flags})",
             bitmap.name, bitmap.granularity
         ));
+    }
+    if data.bitmaps_not_listed > 0 {
+        line(format!("    … and {} more bitmaps", data.bitmaps_not_listed));
     }
     if let Some(reason) = &info.unsupported {
         line(format!("Ringdisk cannot serve this image: {reason}"));

@@ -29,7 +29,11 @@ pub(super) async fn load(walk: &mut Walk<'_>) {
         return;
     }
     let blocks = list_blocks(walk, table_at, table_bytes / 8).await;
+    walk.set_aside(blocks.capacity() * size_of::<(u64, HostOffset)>());
     for &(index, block_at) in &blocks {
+        if walk.is_over_budget() {
+            break;
+        }
         let cluster_size = geometry.cluster_size();
         walk.claim(
             "refcount block",
@@ -43,8 +47,7 @@ pub(super) async fn load(walk: &mut Walk<'_>) {
             .saturating_add(geometry.refcount_block_entries() as u64)
             .min(subject.file_clusters());
         let counted = first.max(walk.window.start)..end.min(walk.window.end);
-        let skipped = counted.is_empty() || walk.is_over_budget();
-        if skipped || walk.is_in_hole(block_at.bytes(), cluster_size) {
+        if counted.is_empty() || walk.is_in_hole(block_at.bytes(), cluster_size) {
             continue;
         }
         let block = read(
@@ -60,7 +63,9 @@ pub(super) async fn load(walk: &mut Walk<'_>) {
                 for cluster in counted {
                     let at = (cluster - first) as usize;
                     let count = geometry.refcount_order().read(&block, at).unwrap_or_default();
-                    walk.on_disk.set(cluster, count);
+                    if count != 0 {
+                        walk.on_disk.set(cluster, count);
+                    }
                 }
             }
             Err(error) => {

@@ -13,7 +13,8 @@ use super::super::counts::CHUNK;
 use super::walk::{Stats, Walk};
 use super::{Findings, Subject};
 
-/// The memory that a pass's maps may take, unless told otherwise. Everything else a check holds is a few MiB.
+/// The memory that a pass may take, unless told otherwise: its maps and its lists. All that a check or a repair holds
+/// besides is some MiB.
 pub(crate) const MEMORY_MAX_BYTES: usize = 96 << 20;
 
 /// What has been seen of an image, pass by pass.
@@ -54,7 +55,7 @@ impl<'a> Survey<'a> {
             let mut walk = Walk::new(self.subject, window.clone(), self.first, findings);
             // The smallest window's maps are small, whatever is counted.
             if self.window_clusters > CHUNK {
-                walk.memory_max_bytes = self.memory_max_bytes;
+                walk.limit_memory(self.memory_max_bytes);
             }
             walk.run(self.with_on_disk).await;
             if !walk.is_over_budget() {

@@ -4,19 +4,23 @@
 //! It counts the references to the clusters of its window, and notices what must not be whatever the refcounts say:
 //! entries that do not decode, references behind the end of the file, metadata that something else also refers to.
 //!
-//! What must stay true: what a pass holds is bounded. Maps are watched ([`Walk::is_over_budget`]), L2 tables are
-//! listed a bounded number at a time, and all other tables are read in parts. A table that is read whole is read once:
-//! L1 tables and bitmap tables that lie over each other would multiply the file.
+//! What must stay true: what a pass holds is bounded. Maps are watched at every reference ([`Walk::is_over_budget`]) and
+//! have what lists leave of the budget; L2 tables are listed a bounded number at a time, and all other tables are read in
+//! parts. A table that is read whole is read once: L1 tables and bitmap tables that lie over each other would multiply
+//! the file.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::super::bitmaps::{consistent_bitmaps, read_directory};
+use super::super::bitmaps::{consistent_bitmaps, for_each_bitmap};
 use super::super::counts::CountMap;
 use super::super::read::{SnapshotTableError, for_each_entry, for_each_snapshot, read};
 use super::{Findings, Remedy, Subject, refblocks};
 use crate::format::l1::{L1_TABLE_MAX_BYTES, OFFSET_MASK};
-use crate::format::{BitmapCluster, BitmapTableEntry, EntryError, HostOffset, L1Entry, L2Entry, L2Mapping};
+use crate::format::{
+    BitmapCluster, BitmapDirectoryEntry, BitmapTableEntry, EntryError, HostOffset, L1Entry, L2Entry,
+    L2Mapping,
+};
 
 /// How often a table is referred to.
 #[derive(Clone, Copy, Debug, Default)]
@@ -46,7 +50,7 @@ struct L1Table {
     overlaps: bool,
 }
 
-/// What metadata is called, by the number it has in [`Walk::kinds`], from one.
+/// What metadata is called, by the number it has in [`Claims`], from one.
 const STRUCTURES: [&str; 12] = [
     "header",
     "refcount table",
@@ -82,8 +86,42 @@ fn is_refcounts(kind: u64) -> bool {
 
 /// The most L2 tables that are listed at once.
 const TABLES_MAX: usize = 1 << 18;
+/// What such a list takes for each, in bytes: the nodes of the tree are half full.
+const TABLE_LISTED_BYTES: usize = 2 * size_of::<(u64, References)>();
 /// The most entries of a bitmap table that are looked at together.
 const BITMAP_PART: u64 = 1 << 15;
+
+/// How often metadata refers to each cluster, and which does so first: a number that is as small as both of them.
+#[derive(Debug)]
+struct Claims(CountMap);
+
+impl Claims {
+    const KIND_BITS: u32 = 4;
+    /// More than all tables together can refer to anything.
+    const COUNT_MAX: u64 = u64::MAX >> Self::KIND_BITS;
+
+    /// Counts references; returns the kind that refers to the cluster already, or 0.
+    fn add(&mut self, cluster: u64, structure: &str, references: u64) -> u64 {
+        let (other, count) = Self::split(self.0.get(cluster));
+        let kind = if other == 0 { kind_of(structure) } else { other };
+        let count = count.saturating_add(references).min(Self::COUNT_MAX);
+        self.0.set(cluster, count << Self::KIND_BITS | kind);
+        other
+    }
+
+    fn split(packed: u64) -> (u64, u64) {
+        (packed & ((1 << Self::KIND_BITS) - 1), packed >> Self::KIND_BITS)
+    }
+
+    /// Every cluster that metadata refers to, the kind, and how often.
+    fn all(&self) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
+        let claims = self.0.nonzero();
+        claims.map(|(cluster, packed)| {
+            let (kind, count) = Self::split(packed);
+            (cluster, kind, count)
+        })
+    }
+}
 
 /// The state of a pass.
 #[derive(Debug)]
@@ -101,10 +139,10 @@ pub(crate) struct Walk<'a> {
     pub(crate) refcounts_damaged: bool,
     pub(crate) findings: Findings,
     pub(crate) stats: Stats,
-    pub(super) memory_max_bytes: usize,
-    /// How often metadata refers to each cluster, and which.
-    claimed: CountMap,
-    kinds: CountMap,
+    memory_max_bytes: usize,
+    /// What is left of it for the maps.
+    maps_max_bytes: usize,
+    claims: Claims,
     with_on_disk: bool,
     /// Whether this is the first pass, which tells what is not about a cluster.
     first: bool,
@@ -120,13 +158,13 @@ impl<'a> Walk<'a> {
             subject,
             expected: map(),
             on_disk: map(),
-            claimed: map(),
-            kinds: map(),
+            claims: Claims(map()),
             blocks: Vec::new(),
             refcounts_damaged: false,
             findings,
             stats: Stats::default(),
             memory_max_bytes: usize::MAX,
+            maps_max_bytes: usize::MAX,
             with_on_disk: false,
             first,
             l1_tables: Vec::new(),
@@ -142,8 +180,19 @@ impl<'a> Walk<'a> {
 
     /// Whether the maps have outgrown what they may take; then nothing in them is to be believed.
     pub(super) fn is_over_budget(&self) -> bool {
-        let maps = [&self.expected, &self.on_disk, &self.claimed, &self.kinds];
-        maps.iter().map(|map| map.memory_bytes()).sum::<usize>() > self.memory_max_bytes
+        let maps = [&self.expected, &self.on_disk, &self.claims.0];
+        maps.iter().map(|map| map.memory_bytes()).sum::<usize>() > self.maps_max_bytes
+    }
+
+    /// Sets aside what a list takes, which is kept during the pass. At least half of the budget stays for the maps.
+    pub(super) fn set_aside(&mut self, bytes: usize) {
+        let left = self.maps_max_bytes.saturating_sub(bytes);
+        self.maps_max_bytes = left.max(self.memory_max_bytes / 2);
+    }
+
+    /// Gives the pass a budget, in bytes; it has none to begin with.
+    pub(super) fn limit_memory(&mut self, max_bytes: usize) {
+        (self.memory_max_bytes, self.maps_max_bytes) = (max_bytes, max_bytes);
     }
 
     /// Records a corruption that is not about a cluster's count.
@@ -181,7 +230,8 @@ impl<'a> Walk<'a> {
             refblocks::load(self).await;
         }
         self.list_l1_tables().await;
-        for table in self.l1_tables.clone() {
+        let l1_tables = std::mem::take(&mut self.l1_tables);
+        for table in &l1_tables {
             self.claim(
                 table.structure,
                 table.offset,
@@ -190,31 +240,43 @@ impl<'a> Walk<'a> {
                 Remedy::None,
             );
         }
-        let mut tables = self.tables_behind(None).await;
-        while let Some((&last, _)) = tables.last_key_value() {
-            for (&offset, &references) in &tables {
-                self.claim(
-                    "L2 table",
-                    offset,
-                    geometry.cluster_size(),
-                    references.all,
-                    Remedy::None,
-                );
-                self.walk_l2(offset, references).await;
-                if self.is_over_budget() {
-                    return;
-                }
-            }
-            if tables.len() < TABLES_MAX {
-                break;
-            }
-            tables = self.tables_behind(Some(last)).await;
+        self.l1_tables = l1_tables;
+        if self.is_over_budget() {
+            return;
+        }
+        self.walk_tables().await;
+        if self.is_over_budget() {
+            return;
         }
         if let Some((offset, len)) = header.crypto_header() {
             self.claim("encryption header", offset.bytes(), len, 1, Remedy::None);
         }
         self.walk_bitmaps().await;
         self.find_shared_metadata();
+    }
+
+    /// Walks the L2 tables.
+    async fn walk_tables(&mut self) {
+        let cluster_size = self.subject.geometry.cluster_size();
+        let mut after = None;
+        loop {
+            let tables = self.tables_behind(after).await;
+            if after.is_none() {
+                // The first list is the longest.
+                self.set_aside(tables.len() * TABLE_LISTED_BYTES);
+            }
+            for (&offset, &references) in &tables {
+                self.claim("L2 table", offset, cluster_size, references.all, Remedy::None);
+                self.walk_l2(offset, references).await;
+                if self.is_over_budget() {
+                    return;
+                }
+            }
+            after = tables.last_key_value().map(|(&last, _)| last);
+            if tables.len() < TABLES_MAX {
+                return;
+            }
+        }
     }
 
     /// Finds every L1 table, with how often it is referred to.
@@ -274,6 +336,7 @@ impl<'a> Walk<'a> {
             }
         }
         self.l1_tables = lay_out(&tables, active);
+        self.set_aside(self.l1_tables.capacity() * size_of::<L1Table>());
     }
 
     /// Has nothing more to tell: what is wrong is known, and somebody mends it.
@@ -286,11 +349,11 @@ impl<'a> Walk<'a> {
     /// What is wrong with L1 tables is told when listing begins.
     pub(crate) async fn tables_behind(&mut self, after: Option<u64>) -> BTreeMap<u64, References> {
         let mut tables = BTreeMap::new();
-        for table in self.l1_tables.clone() {
-            if !table.overlaps {
-                self.walk_l1(table, after, &mut tables).await;
-            }
+        let l1_tables = std::mem::take(&mut self.l1_tables);
+        for table in l1_tables.iter().filter(|table| !table.overlaps) {
+            self.walk_l1(*table, after, &mut tables).await;
         }
+        self.l1_tables = l1_tables;
         tables
     }
 
@@ -312,6 +375,13 @@ impl<'a> Walk<'a> {
             if raw == 0 {
                 return;
             }
+            // Most entries of a long list are for another time: the cheapest test comes first.
+            let place = raw & OFFSET_MASK;
+            let is_listed = after.is_some_and(|after| place <= after);
+            let is_too_far = place > largest;
+            if (is_listed || is_too_far) && !tell {
+                return;
+            }
             let entry_at = table_at.bytes() + index * 8;
             let entry = L1Entry::from_raw(raw);
             let table = entry.decode(&geometry);
@@ -320,7 +390,7 @@ impl<'a> Walk<'a> {
             }
             let offset = match table {
                 Ok(Some(table)) => table.host.bytes(),
-                Err(EntryError::ReservedBits { .. }) => raw & OFFSET_MASK,
+                Err(EntryError::ReservedBits { .. }) => place,
                 Ok(None) | Err(_) => 0,
             };
             if offset == 0 || geometry.offset_in_cluster(offset) != 0 {
@@ -332,8 +402,7 @@ impl<'a> Walk<'a> {
             if l1.references.active > 0 && tell {
                 self.check_copied(structure, entry_at, raw, offset);
             }
-            let full = tables.len() >= TABLES_MAX;
-            if after.is_some_and(|after| offset <= after) || (full && offset > largest) {
+            if is_listed || is_too_far {
                 return;
             }
             let known: &mut References = tables.entry(offset).or_default();
@@ -440,24 +509,19 @@ impl<'a> Walk<'a> {
             return;
         };
         let directory_at = extension.directory_offset.bytes();
-        let entries = match read_directory(file, header, &extension, file_len).await {
-            Ok(entries) => entries,
-            Err(error) => {
-                self.note("bitmap directory", directory_at, Remedy::None, || {
-                    error.to_string()
-                });
-                return;
-            }
+        let mut tables = Vec::new();
+        let each = |entry_at: u64, entry: BitmapDirectoryEntry| match entry.validate(&geometry) {
+            Ok(()) => tables.push((entry.table_offset, u64::from(entry.table_entries))),
+            Err(error) => self.note("bitmap directory", entry_at, Remedy::None, || error.to_string()),
         };
+        if let Err(error) = for_each_bitmap(file, header, &extension, file_len, each).await {
+            self.note("bitmap directory", directory_at, Remedy::None, || {
+                error.to_string()
+            });
+            return;
+        }
         let len = extension.directory_size;
         self.claim("bitmap directory", directory_at, len, 1, Remedy::None);
-        let mut tables = Vec::new();
-        for (entry_at, entry) in entries {
-            match entry.validate(&geometry) {
-                Ok(()) => tables.push((entry.table_offset, u64::from(entry.table_entries))),
-                Err(error) => self.note("bitmap directory", entry_at, Remedy::None, || error.to_string()),
-            }
-        }
         tables.sort_unstable();
         let mut read_until = 0;
         for (table_at, count) in tables {
@@ -466,6 +530,9 @@ impl<'a> Walk<'a> {
                 continue;
             }
             read_until = table_at.bytes() + count * 8;
+            if self.is_over_budget() {
+                return;
+            }
             for first in (0..count).step_by(BITMAP_PART as usize) {
                 let part_at = HostOffset::new(table_at.bytes() + first * 8);
                 self.walk_bitmap_part(part_at, (count - first).min(BITMAP_PART))
@@ -558,6 +625,9 @@ impl<'a> Walk<'a> {
         let last = offset.saturating_add(len.saturating_sub(1));
         let clusters = offset / geometry.cluster_size()..=last / geometry.cluster_size();
         for cluster in clusters {
+            if self.is_over_budget() {
+                break;
+            }
             if !self.expected.add(cluster, references, max) {
                 self.findings.corruption("L2 table", entry_at, Remedy::None, || {
                     format!("cluster {cluster} has more references than a refcount can hold, {max}")
@@ -593,16 +663,17 @@ impl<'a> Walk<'a> {
         );
         let max = geometry.refcount_max();
         for cluster in first.max(self.window.start)..end.min(self.window.end) {
+            if self.is_over_budget() {
+                break;
+            }
             let at = cluster * geometry.cluster_size();
             if !self.expected.add(cluster, references, max) {
                 self.findings.corruption(structure, at, Remedy::None, || {
                     format!("has more references than a refcount can hold, {max}")
                 });
             }
-            let other = self.kinds.get(cluster);
-            if other == 0 {
-                self.kinds.set(cluster, kind_of(structure));
-            } else {
+            let other = self.claims.add(cluster, structure, references);
+            if other != 0 {
                 let remedy = if is_refcounts(other) {
                     Remedy::Rebuild
                 } else {
@@ -613,8 +684,6 @@ impl<'a> Walk<'a> {
                     format!("is also the {}", structure_of(other))
                 });
             }
-            // It stops at the largest number: then guest data cannot have more.
-            let _fits = self.claimed.add(cluster, references, u64::MAX);
         }
         true
     }
@@ -622,9 +691,8 @@ impl<'a> Walk<'a> {
     /// Finds metadata that guest data also refers to.
     fn find_shared_metadata(&mut self) {
         let cluster_size = self.subject.geometry.cluster_size();
-        for (cluster, claimed) in self.claimed.nonzero() {
+        for (cluster, kind, claimed) in self.claims.all() {
             if self.expected.get(cluster) > claimed {
-                let kind = self.kinds.get(cluster);
                 let (structure, offset) = (structure_of(kind), cluster * cluster_size);
                 let remedy = if is_refcounts(kind) {
                     Remedy::Rebuild

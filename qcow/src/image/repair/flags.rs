@@ -9,6 +9,7 @@ use super::pen::write;
 use super::{Extent, RepairError};
 use crate::format::{L1Entry, L2Entry, L2Mapping};
 use crate::image::check::{Subject, Walk};
+use crate::image::counts::CountMap;
 use crate::image::read::read;
 
 /// Sets each COPIED flag that is reached through the active L1 table to agree with the counts. All counts that were
@@ -21,16 +22,17 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Res
         ..
     } = *walk.subject;
     walk.hush();
-    let mut tables = walk.tables_behind(None).await;
-    let (expected, window) = (walk.expected.clone(), walk.window.clone());
-    let on_disk = (extent == Extent::Leaks).then(|| walk.on_disk.clone());
+    let window = walk.window.clone();
+    // Lent, as a copy would take as much again. Listing tables does not need them.
+    let none = || CountMap::new(window.clone());
+    let expected = std::mem::replace(&mut walk.expected, none());
+    let found = std::mem::replace(&mut walk.on_disk, none());
+    let on_disk = (extent == Extent::Leaks).then_some(&found);
     // Whether the cluster has one reference, if this pass knows.
     let is_single = |host: u64| {
         let cluster = host / geometry.cluster_size();
         let right = expected.get(cluster);
-        let is_low = on_disk
-            .as_ref()
-            .is_some_and(|on_disk| on_disk.get(cluster) < right);
+        let is_low = on_disk.is_some_and(|on_disk| on_disk.get(cluster) < right);
         (window.contains(&cluster) && !is_low).then_some(right == 1)
     };
     let fix_l1 = |raw: u64| {
@@ -63,7 +65,9 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Res
         fix_entries(file, "the L1 table", l1_at + done, len, fix_l1).await?;
         done += len;
     }
-    while let Some((&last, _)) = tables.last_key_value() {
+    let mut after = None;
+    loop {
+        let tables = walk.tables_behind(after).await;
         for (&table_at, references) in &tables {
             let (what, len) = ("an L2 table", geometry.cluster_size());
             if walk.is_in_hole(table_at, len) {
@@ -75,8 +79,12 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Res
                 fix_entries(file, what, table_at, len, fix_compressed).await?;
             }
         }
-        tables = walk.tables_behind(Some(last)).await;
+        after = tables.last_key_value().map(|(&last, _)| last);
+        if after.is_none() {
+            break;
+        }
     }
+    (walk.expected, walk.on_disk) = (expected, found);
     Ok(())
 }
 

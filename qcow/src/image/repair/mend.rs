@@ -6,8 +6,6 @@
 //! count or flag never changes but to the right value, each in one sector; so a cut anywhere leaves an image with
 //! fewer errors of the same kinds, and nothing is free that something refers to.
 
-use std::collections::BTreeSet;
-
 use block::file::FileView;
 
 use super::flags::fix_copied_flags;
@@ -111,31 +109,39 @@ async fn carry_out(walk: &mut Walk<'_>, phase: Phase, extent: Extent) -> Result<
 /// Writes the right count wherever `wanted(right, found)`.
 async fn write_counts(walk: &Walk<'_>, wanted: impl Fn(u64, u64) -> bool) -> Result<(), RepairError> {
     let Subject { file, geometry, .. } = *walk.subject;
-    let mut indices = BTreeSet::new();
+    // By table entry, in order.
+    let mut indices: Vec<u64> = Vec::new();
     walk.expected
         .for_each_difference(&walk.on_disk, |cluster, expected, found| {
             if wanted(expected, found) {
-                indices.insert(geometry.refcount_table_index(HostCluster::new(cluster)) as u64);
+                let index = geometry.refcount_table_index(HostCluster::new(cluster)) as u64;
+                if indices.last() != Some(&index) {
+                    indices.push(index);
+                }
             }
         });
     let order = geometry.refcount_order();
-    for &(index, block_at) in walk.blocks.iter().filter(|(index, _)| indices.contains(index)) {
+    for &(index, block_at) in walk.blocks.iter() {
+        if indices.binary_search(&index).is_err() {
+            continue;
+        }
         let len = geometry.cluster_size() as usize;
         let mut block = read(file, "a refcount block", block_at.bytes(), len).await?;
         let first = index << geometry.refcount_block_bits();
         let end = first + geometry.refcount_block_entries() as u64;
         let mut changed: Option<(u64, u64)> = None;
-        for cluster in first.max(walk.window.start)..end.min(walk.window.end) {
-            let (expected, found) = (walk.expected.get(cluster), walk.on_disk.get(cluster));
-            if expected == found || !wanted(expected, found) {
-                continue;
+        let each = |cluster, expected, found| {
+            if !wanted(expected, found) {
+                return;
             }
             let at = cluster - first;
             let written = order.write(&mut block, at as usize, expected);
             assert_eq!(written, Ok(()), "counts are kept within the refcount width");
             let sector = at * u64::from(order.bits()) / 8 / SECTOR_SIZE;
             changed = Some(changed.map_or((sector, sector), |(first, _)| (first, sector)));
-        }
+        };
+        let (expected, on_disk) = (&walk.expected, &walk.on_disk);
+        expected.for_each_difference_in(first..end, on_disk, each);
         if let Some((first, last)) = changed {
             let bytes = &block[(first * SECTOR_SIZE) as usize..((last + 1) * SECTOR_SIZE) as usize];
             let offset = block_at.bytes() + first * SECTOR_SIZE;

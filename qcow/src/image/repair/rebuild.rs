@@ -19,6 +19,9 @@ use crate::image::check::{Subject, Survey, Walk};
 use crate::image::layout::RefcountLayout;
 use crate::image::read::{ReadError, for_each_entry, read_header};
 
+/// How much of the refcount table is written at once, in bytes.
+const TABLE_PART: usize = 256 << 10;
+
 /// Rebuilds all refcounts, and withdraws header warnings. Returns the header as it is now.
 pub(super) async fn rebuild(
     file: &FileView,
@@ -65,8 +68,11 @@ pub(super) async fn rebuild(
         }
     }
     let table_at = layout.table_at(&geometry);
-    let table = layout.table_bytes(&geometry);
-    write(file, "the refcount table", table_at.bytes(), &table).await?;
+    let table_bytes = layout.table_bytes(&geometry);
+    for from in (0..table_bytes).step_by(TABLE_PART) {
+        let part = layout.table_part(from..table_bytes.min(from + TABLE_PART as u64), &geometry);
+        write(file, "the refcount table", table_at.bytes() + from, &part).await?;
+    }
     sync(file).await?;
 
     let mut header = located.header.clone();
