@@ -8,6 +8,7 @@
 //! Every L1 and L2 table is read once in a pass, however often it is referred to, so time is linear in the
 //! file's length. Memory is bounded whatever the image says: see `survey`.
 
+mod claims;
 mod refblocks;
 mod report;
 pub(crate) mod survey;

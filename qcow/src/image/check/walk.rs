@@ -15,6 +15,7 @@ use std::ops::Range;
 use super::super::bitmaps::{consistent_bitmaps, for_each_bitmap};
 use super::super::counts::CountMap;
 use super::super::read::{SnapshotTableError, for_each_entry, for_each_snapshot, read};
+use super::claims::{Claims, is_refcounts, structure_of};
 use super::{Findings, Remedy, Subject, refblocks};
 use crate::format::l1::{L1_TABLE_MAX_BYTES, OFFSET_MASK};
 use crate::format::{
@@ -50,78 +51,12 @@ struct L1Table {
     overlaps: bool,
 }
 
-/// What metadata is called, by the number it has in [`Claims`], from one.
-const STRUCTURES: [&str; 12] = [
-    "header",
-    "refcount table",
-    "refcount block",
-    "L1 table",
-    "snapshot's L1 table",
-    "L2 table",
-    "snapshot table",
-    "encryption header",
-    "bitmap directory",
-    "bitmap table",
-    "bitmap data",
-    "structure",
-];
-
-fn kind_of(structure: &str) -> u64 {
-    let place = STRUCTURES.iter().position(|&other| other == structure);
-    place.map_or(STRUCTURES.len(), |place| place + 1) as u64
-}
-
-fn structure_of(kind: u64) -> &'static str {
-    let place = usize::try_from(kind).unwrap_or_default();
-    STRUCTURES
-        .get(place.wrapping_sub(1))
-        .copied()
-        .unwrap_or("structure")
-}
-
-/// Whether it is the refcounts that something else is too: then they can be written somewhere else.
-fn is_refcounts(kind: u64) -> bool {
-    kind == kind_of("refcount table") || kind == kind_of("refcount block")
-}
-
 /// The most L2 tables that are listed at once.
 const TABLES_MAX: usize = 1 << 18;
 /// What such a list takes for each, in bytes: the nodes of the tree are half full.
 const TABLE_LISTED_BYTES: usize = 2 * size_of::<(u64, References)>();
 /// The most entries of a bitmap table that are looked at together.
 const BITMAP_PART: u64 = 1 << 15;
-
-/// How often metadata refers to each cluster, and which does so first: a number that is as small as both of them.
-#[derive(Debug)]
-struct Claims(CountMap);
-
-impl Claims {
-    const KIND_BITS: u32 = 4;
-    /// More than all tables together can refer to anything.
-    const COUNT_MAX: u64 = u64::MAX >> Self::KIND_BITS;
-
-    /// Counts references; returns the kind that refers to the cluster already, or 0.
-    fn add(&mut self, cluster: u64, structure: &str, references: u64) -> u64 {
-        let (other, count) = Self::split(self.0.get(cluster));
-        let kind = if other == 0 { kind_of(structure) } else { other };
-        let count = count.saturating_add(references).min(Self::COUNT_MAX);
-        self.0.set(cluster, count << Self::KIND_BITS | kind);
-        other
-    }
-
-    fn split(packed: u64) -> (u64, u64) {
-        (packed & ((1 << Self::KIND_BITS) - 1), packed >> Self::KIND_BITS)
-    }
-
-    /// Every cluster that metadata refers to, the kind, and how often.
-    fn all(&self) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
-        let claims = self.0.nonzero();
-        claims.map(|(cluster, packed)| {
-            let (kind, count) = Self::split(packed);
-            (cluster, kind, count)
-        })
-    }
-}
 
 /// The state of a pass.
 #[derive(Debug)]
@@ -158,7 +93,7 @@ impl<'a> Walk<'a> {
             subject,
             expected: map(),
             on_disk: map(),
-            claims: Claims(map()),
+            claims: Claims::new(window.clone()),
             blocks: Vec::new(),
             refcounts_damaged: false,
             findings,
@@ -180,7 +115,7 @@ impl<'a> Walk<'a> {
 
     /// Whether the maps have outgrown what they may take; then nothing in them is to be believed.
     pub(super) fn is_over_budget(&self) -> bool {
-        let maps = [&self.expected, &self.on_disk, &self.claims.0];
+        let maps = [&self.expected, &self.on_disk, self.claims.map()];
         maps.iter().map(|map| map.memory_bytes()).sum::<usize>() > self.maps_max_bytes
     }
 
