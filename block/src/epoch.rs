@@ -10,14 +10,20 @@
 //! lock orders that against the drop. Then whoever advances the epoch after the drop sees the count. The drop's
 //! epoch is read under the lock in which epochs advance: an advance that has looked at the counts before the drop
 //! must not move on after it.
+//!
+//! Whoever needs what was dropped may wait for it ([`Epochs::watch`]): the end of the last request of a cell wakes it. That
+//! end looks for waiters after it has counted, and a waiter counts as one before it looks at the counts, both with a fence
+//! between: one of the two sees the other.
 
 use std::fmt;
+use std::future::poll_fn;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Poll, Waker};
 
 use crate::canary::{Rule, broken};
 use crate::sync::Mutex;
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 
 /// Returns true if what was dropped in epoch `dropped_in` may be reused in epoch `now`, as [`Epochs::now`] and
 /// [`Epochs::advance`] returned them.
@@ -38,6 +44,48 @@ struct Counts {
 pub struct Epochs {
     now: AtomicU64,
     queues: Mutex<Vec<Arc<Counts>>>,
+    /// How many watch; without any, a request's end does not take the lock below.
+    watching: AtomicUsize,
+    ends: Mutex<Ends>,
+}
+
+/// The ends that somebody may wait for.
+#[derive(Debug, Default)]
+struct Ends {
+    /// How many there were while somebody watched.
+    seen: u64,
+    waiters: Vec<Waker>,
+}
+
+/// One who waits until an epoch may move on. Ends are counted for it until it is dropped.
+#[derive(Debug)]
+#[must_use = "what ends after this is dropped wakes nobody"]
+pub struct Watch {
+    epochs: Arc<Epochs>,
+    seen: u64,
+}
+
+impl Watch {
+    /// Waits until something has ended since the watch began, or since the last wait: then [`Epochs::advance`] may move
+    /// on where it could not before.
+    pub async fn ended(&mut self) {
+        poll_fn(|cx| {
+            let mut ends = self.epochs.ends.lock();
+            if ends.seen != self.seen {
+                self.seen = ends.seen;
+                return Poll::Ready(());
+            }
+            ends.waiters.push(cx.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.epochs.watching.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl Epochs {
@@ -72,6 +120,33 @@ impl Epochs {
             self.now.store(now, Ordering::SeqCst);
         }
         now
+    }
+
+    /// Begins to watch for the ends of requests. What ended before is seen by an [`Epochs::advance`] from now on.
+    pub fn watch(self: &Arc<Self>) -> Watch {
+        self.watching.fetch_add(1, Ordering::Relaxed);
+        // Before the counts are looked at: see the module's head.
+        fence(Ordering::SeqCst);
+        let seen = self.ends.lock().seen;
+        Watch {
+            epochs: Arc::clone(self),
+            seen,
+        }
+    }
+
+    /// Wakes those who watch, if any: a request has ended that may have held an epoch back, or what was waited for has been
+    /// reused by somebody else.
+    pub fn wake(&self) {
+        fence(Ordering::SeqCst);
+        if self.watching.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let waiters = {
+            let mut ends = self.ends.lock();
+            ends.seen += 1;
+            std::mem::take(&mut ends.waiters)
+        };
+        waiters.into_iter().for_each(Waker::wake);
     }
 
     /// A queue's own counts.
@@ -152,7 +227,11 @@ impl Drop for EpochGuard {
     #[inline]
     fn drop(&mut self) {
         let cell = &self.inner.counts.in_flight[self.parity];
-        cell.store(cell.load(Ordering::Relaxed) - 1, Ordering::Release);
+        let left = cell.load(Ordering::Relaxed) - 1;
+        cell.store(left, Ordering::Release);
+        if left == 0 {
+            self.inner.epochs.wake();
+        }
     }
 }
 
@@ -161,7 +240,49 @@ mod model;
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicU32;
+    use std::task::Wake;
+
     use super::*;
+
+    #[derive(Default)]
+    struct Count(AtomicU32);
+
+    impl Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn the_last_request_of_a_cell_wakes_who_watches() {
+        let epochs = Epochs::new();
+        let queue = epochs.register();
+        let (first, last) = (queue.enter(), queue.enter());
+        let dropped_in = epochs.now();
+        let count = Arc::new(Count::default());
+        let waker = Waker::from(Arc::clone(&count));
+        let mut cx = std::task::Context::from_waker(&waker);
+        let woken = || count.0.load(std::sync::atomic::Ordering::Relaxed);
+        let mut watch = epochs.watch();
+        assert!(!is_past_grace(dropped_in, epochs.advance()));
+        let mut ended = Box::pin(watch.ended());
+        assert!(ended.as_mut().poll(&mut cx).is_pending());
+        drop(first);
+        assert_eq!(woken(), 0, "another is in flight");
+        drop(last);
+        assert_eq!(woken(), 1);
+        assert!(ended.as_mut().poll(&mut cx).is_ready());
+        assert!(is_past_grace(dropped_in, epochs.advance()));
+        drop(ended);
+        assert!(
+            Box::pin(watch.ended()).as_mut().poll(&mut cx).is_pending(),
+            "an end counts once"
+        );
+        drop(watch);
+        drop(queue.enter());
+        assert_eq!(epochs.ends.lock().seen, 1, "nobody watches");
+    }
 
     #[test]
     fn a_drop_is_not_past_grace_while_an_older_request_is_in_flight() {

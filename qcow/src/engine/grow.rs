@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use block::IoError;
 
-use super::{Queue, announce, corrupt, flush, load, zero};
+use super::{Queue, announce, corrupt, flush, load, space, zero};
 use crate::metadata::{Extent, Lookup};
 
 /// Makes the disk `size_bytes` large, durably.
@@ -36,6 +36,12 @@ pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoErr
         return Err(IoError::Unsupported);
     }
     announce::growth(queue).await?;
+    space::with_what_is_freed(queue, async || enlarge(queue, old, size_bytes).await).await
+}
+
+/// Does it, or leaves the disk as large as it was.
+async fn enlarge(queue: &Rc<Queue>, old: u64, size_bytes: u64) -> Result<(), IoError> {
+    let shared = &queue.shared;
     let mapped = mapped_end(queue)?;
     loop {
         let grown = shared.write()?.grow_l1(size_bytes);

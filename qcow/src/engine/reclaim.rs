@@ -26,6 +26,8 @@ pub(super) struct Freeing {
     /// By the epoch in which the drop became durable.
     batches: VecDeque<(u64, Vec<Dropped>)>,
     running: bool,
+    /// Another pass did not begin because one is running.
+    missed: bool,
     /// How many clusters have become usable again.
     freed: u64,
 }
@@ -50,11 +52,23 @@ impl Freeing {
     }
 }
 
-struct PassGuard<'a>(&'a Shared);
+struct PassGuard<'a> {
+    shared: &'a Shared,
+    /// Nothing was past grace.
+    is_idle: bool,
+}
 
 impl Drop for PassGuard<'_> {
     fn drop(&mut self) {
-        self.0.freeing.lock().running = false;
+        let is_missed = {
+            let mut freeing = self.shared.freeing.lock();
+            freeing.running = false;
+            std::mem::take(&mut freeing.missed)
+        };
+        // Who waits for clusters, or found this pass running. An idle pass wakes nobody else: a waiter's own is one.
+        if is_missed || !self.is_idle {
+            self.shared.epochs.wake();
+        }
     }
 }
 
@@ -77,12 +91,19 @@ pub(super) async fn reclaim(queue: &Rc<Queue>) -> Result<(), IoError> {
     }
     {
         let mut freeing = shared.freeing.lock();
-        if freeing.running || freeing.batches.is_empty() {
+        if freeing.running {
+            freeing.missed = true;
+            return Ok(());
+        }
+        if freeing.batches.is_empty() {
             return Ok(());
         }
         freeing.running = true;
     }
-    let _pass = PassGuard(shared);
+    let mut pass = PassGuard {
+        shared,
+        is_idle: true,
+    };
     loop {
         let now = shared.epochs.advance();
         let batch = {
@@ -95,6 +116,7 @@ pub(super) async fn reclaim(queue: &Rc<Queue>) -> Result<(), IoError> {
             }
         };
         let Some((_, drops)) = batch else { return Ok(()) };
+        pass.is_idle = false;
         free(queue, drops).await?;
     }
 }

@@ -6,7 +6,10 @@
 //! What must stay true: a change that waits here has no operation in flight and holds no guard of an epoch, or what
 //! it waits for could never be freed; it is planned anew from its beginning.
 
+use std::future::poll_fn;
+use std::pin::pin;
 use std::rc::Rc;
+use std::task::Poll;
 use std::time::Duration;
 
 use block::report::Action;
@@ -16,11 +19,6 @@ use super::{Queue, flush, reclaim};
 
 /// How long the freeing of clusters is waited for before a change fails: requests in flight may delay it.
 const FREEING_MAX: Duration = Duration::from_secs(2);
-const STEP_MIN: Duration = Duration::from_millis(1);
-/// How often it is looked for after a short read instead, before the waits in time begin: as a rule the requests that
-/// delay it end within a few operations.
-const LOOKS_MAX: u32 = 1000;
-
 /// Carries out a change of the disk for `request`, again when clusters have become free.
 pub(super) async fn with_space(
     queue: &Rc<Queue>,
@@ -44,6 +42,24 @@ pub(super) async fn with_space(
     }
 }
 
+/// Carries out a change of the disk that is no request, again when clusters have become free. It does not wait for more
+/// space: whoever asked for it hears that there is none.
+pub(super) async fn with_what_is_freed(
+    queue: &Rc<Queue>,
+    mut change: impl AsyncFnMut() -> Result<(), IoError>,
+) -> Result<(), IoError> {
+    loop {
+        match change().await {
+            Err(error) if error.is_no_space() && queue.file.file().is_block_device() => {
+                if !is_room_made(queue).await? {
+                    return Err(error);
+                }
+            }
+            result => return result,
+        }
+    }
+}
+
 /// Makes durable what was dropped, and frees it. Returns true if anything has become free.
 async fn is_room_made(queue: &Rc<Queue>) -> Result<bool, IoError> {
     let shared = &queue.shared;
@@ -56,25 +72,29 @@ async fn is_room_made(queue: &Rc<Queue>) -> Result<bool, IoError> {
         return Ok(false);
     }
     flush::flush(queue).await?;
-    let mut step = STEP_MIN;
-    let mut looks = 0;
+    let mut watch = shared.epochs.watch();
+    let mut timeout = pin!(queue.cx.sleep(FREEING_MAX));
     loop {
         reclaim::reclaim(queue).await?;
-        let is_pending = shared.freeing.lock().is_pending();
-        if shared.freeing.lock().freed() != before {
-            return Ok(true);
-        }
-        if !is_pending || step > FREEING_MAX / 2 {
-            return Ok(false);
+        {
+            let freeing = shared.freeing.lock();
+            if freeing.freed() != before {
+                return Ok(true);
+            }
+            if !freeing.is_pending() {
+                return Ok(false);
+            }
         }
         // A request that is older than the drop has to end, or another worker's pass.
-        if looks < LOOKS_MAX {
-            looks += 1;
-            // Takes as long as the host takes for anything; what it says does not matter.
-            drop(queue.file.read_at(0, 512).await);
-        } else {
-            queue.cx.sleep(step).await?;
-            step *= 2;
+        let mut ended = pin!(watch.ended());
+        let is_woken = poll_fn(|cx| {
+            if ended.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Ok(true));
+            }
+            timeout.as_mut().poll(cx).map(|slept| slept.map(|()| false))
+        });
+        if !is_woken.await? {
+            return Ok(false);
         }
     }
 }

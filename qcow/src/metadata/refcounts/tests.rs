@@ -256,7 +256,7 @@ fn an_eighth_of_the_file_is_reserved_within_bounds() {
         assert_eq!(refcounts.reserve_ahead(), None, "there is enough");
         assert_eq!(refcounts.unused_reserve(), Some(file * MIB));
         // An eighth of a longer file is more.
-        let is_at_bound = file < 32 || file >= 512;
+        let is_at_bound = !(32..512).contains(&file);
         refcounts.end += step * MIB / 2;
         assert_eq!(
             refcounts.reserve_ahead().is_none(),
