@@ -11,6 +11,7 @@
 #   make mutants  the engine broken in small ways, one at a time, for SECONDS seconds: which breaks no test notices
 #   make soak    crash exploration of new seeds for SECONDS seconds (default 60); remembers where it was
 #   make soak-ublk  block devices in the lab, made, worked on, killed and removed for SECONDS seconds on each kernel
+#   make soak-crash  power cuts below servers in the lab, judged by the kernel's log and QEMU's tools, for SECONDS seconds
 #   make fuzz    each fuzz target for SECONDS seconds (default 60)
 #   make doc     the documentation of all crates, without warnings
 #   make lint    rustfmt and clippy, without warnings
@@ -21,7 +22,7 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: test setup lint doc build models explore canaries asan tsan coverage demo bench peers mutants soak soak-ublk fuzz
+.PHONY: test setup lint doc build models explore canaries asan tsan coverage demo bench peers mutants soak soak-ublk soak-crash fuzz
 
 test: setup lint doc build models explore canaries
 	tests/run-tests.sh
@@ -101,6 +102,11 @@ soak:
 soak-ublk: setup build
 	RINGDISK_SOAK_SECONDS=$(SECONDS) env --default-signal=HUP,INT,QUIT,TERM \
 	    cargo test --release -p ringdisk-tests --test ublk -- --nocapture soak::
+
+# New seeds each time, which are printed; RINGDISK_CRASH_SEED=… begins with one of them. RINGDISK_LAB_KEEP=1 keeps devices and logs.
+soak-crash: setup build
+	RINGDISK_SOAK_SECONDS=$(SECONDS) env --default-signal=HUP,INT,QUIT,TERM \
+	    cargo test --release -p ringdisk-tests --test ublk -- --nocapture crash::
 
 # What is found goes to fuzz/corpus, which git ignores: the next run goes on from there.
 FUZZ_LIMITS := -max_len=65536 -timeout=30 -rss_limit_mb=2048 -malloc_limit_mb=256 -print_final_stats=1

@@ -76,6 +76,16 @@ pub enum Error {
         /// The report of `qemu-img`.
         report: String,
     },
+    /// A log of dm-log-writes cannot be understood.
+    #[error("the write log {} is wrong at offset {offset}: {problem}", path.display())]
+    WriteLog {
+        /// The log.
+        path: PathBuf,
+        /// Where in it, in bytes.
+        offset: u64,
+        /// What is wrong there, and what would be right.
+        problem: String,
+    },
     /// Something did not happen in time.
     #[error("{what} did not happen within {seconds} s; the log ends:\n{log}")]
     Timeout {

@@ -68,8 +68,16 @@ pub struct Guest<'lab> {
 #[derive(Debug, Clone)]
 struct Disk {
     name: String,
-    socket: PathBuf,
-    queues: u16,
+    from: Source,
+}
+
+/// Where a disk's contents are.
+#[derive(Debug, Clone)]
+enum Source {
+    /// With a vhost-user-blk server.
+    Server { socket: PathBuf, queues: u16 },
+    /// In a raw file, which QEMU itself serves.
+    File(PathBuf),
 }
 
 impl<'lab> Guest<'lab> {
@@ -122,8 +130,20 @@ impl<'lab> Guest<'lab> {
     pub fn disk(mut self, name: &str, socket: &Path, queues: u16) -> Self {
         self.disks.push(Disk {
             name: name.to_owned(),
-            socket: socket.to_owned(),
-            queues,
+            from: Source::Server {
+                socket: socket.to_owned(),
+                queues,
+            },
+        });
+        self
+    }
+
+    /// Adds a disk whose contents are a raw file: QEMU serves it, with a volatile cache that the guest sees, and with
+    /// discards. What a guest has written is in the file when QEMU has ended.
+    pub fn raw_disk(mut self, name: &str, file: &Path) -> Self {
+        self.disks.push(Disk {
+            name: name.to_owned(),
+            from: Source::File(file.to_owned()),
         });
         self
     }
@@ -235,16 +255,24 @@ impl<'lab> Guest<'lab> {
             .arg(initrd)
             .args(["-append", &line]);
         for (index, disk) in self.disks.iter().enumerate() {
-            let again = if self.reconnects { "reconnect-ms=50," } else { "" };
-            command.arg("-chardev").arg(prefixed(
-                &format!("socket,id=chardev{index},{again}path="),
-                &disk.socket,
-            ));
-            command.arg("-device").arg(format!(
-                "vhost-user-blk-pci,chardev=chardev{index},num-queues={},addr={:#x}",
-                disk.queues,
-                FIRST_SLOT + index
-            ));
+            let slot = FIRST_SLOT + index;
+            match &disk.from {
+                Source::Server { socket, queues } => {
+                    let again = if self.reconnects { "reconnect-ms=50," } else { "" };
+                    let chardev = format!("socket,id=chardev{index},{again}path=");
+                    command.arg("-chardev").arg(prefixed(&chardev, socket));
+                    command.arg("-device").arg(format!(
+                        "vhost-user-blk-pci,chardev=chardev{index},num-queues={queues},addr={slot:#x}"
+                    ));
+                }
+                Source::File(file) => {
+                    let drive =
+                        format!("if=none,id=drive{index},format=raw,cache=unsafe,discard=unmap,file=");
+                    command.arg("-drive").arg(prefixed(&drive, file));
+                    let device = format!("virtio-blk-pci,drive=drive{index},addr={slot:#x}");
+                    command.arg("-device").arg(device);
+                }
+            }
         }
         command
     }

@@ -17,6 +17,7 @@
 //! The guest is emulated (TCG): no `/dev/kvm` is needed, and absolute speeds mean nothing.
 
 mod again;
+pub mod crash;
 mod error;
 mod guest;
 mod heartbeat;

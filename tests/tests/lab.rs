@@ -55,7 +55,7 @@ fn guests_of_both_kernels_have_the_drivers_of_the_hosts_disks() -> Result<(), la
             .disk("root", server.socket(), 1)
             .script(
                 "uname -r
-                 modprobe -a ublk_drv nbd xfs
+                 modprobe -a ublk_drv nbd xfs dm-log-writes
                  test -c /dev/ublk-control
                  test -b /dev/nbd0
                  grep -w xfs /proc/filesystems >/dev/null && echo all there",

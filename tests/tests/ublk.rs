@@ -13,6 +13,8 @@ use lab::{Error, Guest, Kernel, Lab, Outcome, Scratch, Server, image};
 
 #[path = "ublk/claims.rs"]
 mod claims;
+#[path = "ublk/crash.rs"]
+mod crash;
 #[path = "ublk/half_recovered.rs"]
 mod half_recovered;
 #[path = "ublk/hand_over.rs"]
