@@ -19,6 +19,8 @@ mod crash;
 mod half_recovered;
 #[path = "ublk/hand_over.rs"]
 mod hand_over;
+#[path = "ublk/lvm.rs"]
+mod lvm;
 #[path = "ublk/operations.rs"]
 mod operations;
 #[path = "ublk/scale.rs"]
