@@ -107,9 +107,14 @@ pub(super) struct State {
     /// Once there is a function, and who waits for a backend that was lost.
     function: Option<(Arc<Shared>, Sender<Ask>)>,
     features: u64,
+    /// What the driver reads, with the cache mode that it has chosen.
     config: Config,
     /// The cache mode that the backend had in the beginning.
     writeback: u8,
+    /// The cache mode that the backend has.
+    writeback_there: u8,
+    /// The cache mode that the driver has chosen, which each backend is told before a queue runs.
+    chosen: Option<u8>,
     /// Whether the backend keeps note of what is in flight, and where.
     has_inflight: bool,
     inflight: Option<(VhostUserInflight, File)>,
@@ -188,6 +193,8 @@ impl Foreign {
             function: None,
             features: agreed.features,
             writeback: agreed.config[WRITEBACK_OFFSET],
+            writeback_there: agreed.config[WRITEBACK_OFFSET],
+            chosen: None,
             config: agreed.config,
             has_inflight: agreed.inflight,
             inflight: None,
@@ -233,6 +240,15 @@ impl State {
         self.has_inflight && self.link().is_gone()
     }
 
+    /// What to make of what the backend was told. That it has gone, before this or over it, is no failure if it is awaited: the
+    /// one that comes is told everything.
+    fn unless_awaited(&self, told: Result<(), BackendError>) -> Result<(), DeviceError> {
+        match told {
+            Err(_) if self.is_awaited() => Ok(()),
+            told => Ok(told?),
+        }
+    }
+
     /// Tells the connection whom to tell.
     fn serve(&self) {
         if let Some((function, keeper)) = &self.function {
@@ -241,8 +257,8 @@ impl State {
         }
     }
 
-    /// Tells the backend which features the driver took, where the guest's memory is, and where to keep note of what
-    /// is in flight.
+    /// Tells the backend which features the driver took, where the guest's memory is, where to keep note of what is in
+    /// flight, and the cache mode that the driver chose.
     fn set_up(&mut self) -> Result<(), BackendError> {
         if self.is_set_up {
             return Ok(());
@@ -268,6 +284,9 @@ impl State {
                 let file = file.as_raw_fd();
                 link.tell("SET_INFLIGHT_FD", |backend| backend.set_inflight_fd(shape, file))?;
             }
+        }
+        if let Some(chosen) = self.chosen {
+            self.set_writeback(chosen)?;
         }
         self.is_set_up = true;
         Ok(())
@@ -322,15 +341,25 @@ impl State {
         self.memory.read_obj(index).unwrap_or(0)
     }
 
+    /// Takes over the configuration that the backend says it has.
+    fn take_config(&mut self, config: Config) {
+        self.config = config;
+        self.writeback_there = config[WRITEBACK_OFFSET];
+        if let Some(chosen) = self.chosen {
+            self.config[WRITEBACK_OFFSET] = chosen;
+        }
+    }
+
     fn set_writeback(&mut self, value: u8) -> Result<(), BackendError> {
-        if self.config[WRITEBACK_OFFSET] == value {
+        self.config[WRITEBACK_OFFSET] = value;
+        if self.writeback_there == value {
             return Ok(());
         }
         let (offset, flags) = (WRITEBACK_OFFSET as u32, VhostUserConfigFlags::empty());
         self.link().tell("SET_CONFIG", |backend| {
             backend.set_config(offset, flags, &[value])
         })?;
-        self.config[WRITEBACK_OFFSET] = value;
+        self.writeback_there = value;
         Ok(())
     }
 
@@ -345,15 +374,14 @@ impl State {
                 what: "what the one before it had, so its guest cannot go on",
             });
         }
-        let writeback = self.config[WRITEBACK_OFFSET];
-        let changed = self.config != agreed.config;
+        let before = self.config;
         self.connection = agreed.connection;
         self.has_inflight = agreed.inflight;
         self.features = agreed.features;
         self.writeback = agreed.config[WRITEBACK_OFFSET];
-        self.config = agreed.config;
+        self.take_config(agreed.config);
         self.is_set_up = false;
-        if runs && let Err(error) = self.run_again(writeback) {
+        if runs && let Err(error) = self.run_again() {
             if !self.link().is_gone() {
                 // It has refused something, and will again.
                 self.serve();
@@ -368,19 +396,16 @@ impl State {
             if let Some(held_back) = function.told.admit() {
                 tracing::info!(%disk, %socket, held_back, "connected to the vhost-user backend again");
             }
-            if changed {
+            if self.config != before {
                 function.config_changed();
             }
         }
         Ok(())
     }
 
-    /// Has a backend that knows nothing yet run the queues that ran, with the cache mode that the driver chose.
-    fn run_again(&mut self, writeback: u8) -> Result<(), BackendError> {
+    /// Has a backend that knows nothing yet run the queues that ran.
+    fn run_again(&mut self) -> Result<(), BackendError> {
         self.set_up()?;
-        if self.accepted & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0 {
-            self.set_writeback(writeback)?;
-        }
         for queue in 0..self.running.len() {
             let Some(mut running) = self.running.get_mut(queue).and_then(Option::take) else {
                 continue;
@@ -487,7 +512,7 @@ impl Device for Foreign {
         let mut state = self.state.lock();
         if state.link().take_stale() {
             match read_config(state.link(), state.queues()) {
-                Ok(config) => state.config = config,
+                Ok(config) => state.take_config(config),
                 Err(error) => {
                     if let Some(held_back) = state.admit() {
                         tracing::warn!(%error, held_back, "a changed configuration cannot be read");
@@ -507,7 +532,9 @@ impl Device for Foreign {
         let may = features & state.features & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0;
         match data {
             &[value @ (0 | 1)] if may && offset == WRITEBACK_OFFSET as u64 => {
-                state.set_writeback(value).map_err(Into::into)
+                state.chosen = Some(value);
+                let told = state.set_writeback(value);
+                state.unless_awaited(told)
             }
             _ => Ok(()),
         }
@@ -523,10 +550,8 @@ impl Device for Foreign {
             kick: start.kick.try_clone_to_owned()?,
             interrupt: start.interrupt.clone(),
         };
-        // Otherwise it starts when the backend is back.
-        if !state.is_awaited() {
-            state.start(index.into(), &running)?;
-        }
+        let started = state.start(index.into(), &running);
+        state.unless_awaited(started)?;
         if let Some(place) = state.running.get_mut(usize::from(index)) {
             *place = Some(running);
         }
@@ -551,10 +576,8 @@ impl Device for Foreign {
 
     fn rewire(&mut self, index: u16, interrupt: &QueueInterrupt) -> Result<(), DeviceError> {
         let state = self.state.lock();
-        if state.is_awaited() {
-            return Ok(());
-        }
-        Ok(state.set_call(index.into(), interrupt)?)
+        let told = state.set_call(index.into(), interrupt);
+        state.unless_awaited(told)
     }
 
     fn reset(&mut self) {
@@ -563,6 +586,7 @@ impl Device for Foreign {
             state.is_set_up = false;
             // Nothing is in flight any more.
             state.inflight = None;
+            state.chosen = None;
             state.link().is_gone()
         };
         let restored = if gone {

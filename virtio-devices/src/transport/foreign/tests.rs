@@ -349,11 +349,25 @@ fn a_backend_that_notes_what_is_in_flight_is_waited_for() {
     board.set(20, 1, READY);
     let place = 0x2000 + WRITEBACK_OFFSET as u64;
     board.set(place, 1, 0);
-    for round in 0..4_u8 {
+    for round in 0..12_u8 {
         for (index, driver) in drivers.iter_mut().enumerate() {
             work(&mut board, driver, index as u64, 16 * round + index as u8 + 1);
         }
         drop(server);
+        // Another vector, and another cache mode, when the loss may not have been noticed yet.
+        match round {
+            0..4 => {}
+            round if round % 2 == 0 => {
+                board.set(22, 2, 1);
+                board.set(26, 2, 0xFFFF);
+                board.set(26, 2, 2);
+            }
+            _ => {
+                board.set(place, 1, 1);
+                board.set(place, 1, 0);
+            }
+        }
+        assert_eq!(board.get(20, 1), READY, "round {round}");
         let heads = [0, 1].map(|index| write(&mut drivers[index], 0xA0 + round));
         board.kick(0);
         board.kick(1);
@@ -363,11 +377,15 @@ fn a_backend_that_notes_what_is_in_flight_is_waited_for() {
                 board.function.pause().expect("nothing to wait for");
                 board.function.resume();
             }
-            // Another vector.
+            // Another vector, and another cache mode.
             2 => {
                 board.set(22, 2, 1);
                 board.set(26, 2, 0xFFFF);
                 board.set(26, 2, 2);
+            }
+            3 => {
+                board.set(place, 1, 1);
+                board.set(place, 1, 0);
             }
             _ => {}
         }
@@ -432,6 +450,32 @@ fn a_backend_that_notes_what_is_in_flight_is_waited_for() {
     }
     board.set(20, 1, READY);
     work(&mut board, &mut drivers[0], 0, 0xCC);
+}
+
+/// The backend that comes while the machine is paused is told the cache mode before a queue runs again.
+#[test]
+fn a_backend_that_comes_during_a_pause_is_told_the_cache_mode() {
+    let (_folder, socket) = folder();
+    let disk = MemDisk::new();
+    let server = Server::start_as(&socket, &disk, 1, true);
+    let mut board = Board::foreign(&socket, 1, disk.clone()).expect("a function");
+    board.negotiate(VERSION_1 | 1 << VIRTIO_BLK_F_CONFIG_WCE);
+    let mut driver = board.enable(0);
+    board.set(20, 1, READY);
+    let place = 0x2000 + WRITEBACK_OFFSET as u64;
+    board.set(place, 1, 0);
+    work(&mut board, &mut driver, 0, 1);
+    board.function.pause().expect("a pause");
+    drop(server);
+    let _server = Server::start_as(&socket, &disk, 1, true);
+    // Nothing tells that they have met again; if they have not by then, they do when the machine goes on.
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(board.get(place, 1), 0, "the driver's choice");
+    board.function.resume();
+    work(&mut board, &mut driver, 0, 2);
+    let last = disk.log().last().map(|entry| entry.0);
+    assert_eq!(last, Some(Op::Write { fua: true }), "it was told");
+    assert_eq!((board.get(20, 1), board.get(place, 1)), (READY, 0));
 }
 
 fn refused(socket: &Path, queues: u16) -> String {
