@@ -27,6 +27,11 @@ impl Bench {
         Self::with(None, Alignment::NONE, None)
     }
 
+    /// As `options` say, in version 3.
+    fn opened_as(options: &OpenOptions) -> Self {
+        Self::new().open_again(options)
+    }
+
     /// With a raw backing file of the same size, if one is named, a disk that takes only what is aligned, and so many bytes of
     /// L2 tables in memory.
     fn with(backing: Option<&str>, alignment: Alignment, l2_cache_bytes: Option<u64>) -> Self {
@@ -287,4 +292,57 @@ fn tables_that_changed_are_written_before_they_fill_the_cache() {
         }
     });
     assert!(ops.contains(&op("sync", 0)), "{ops:?}");
+}
+
+/// Whether zeroes and discards give a cluster back, punch it, or keep it as it is.
+#[test]
+fn a_cluster_is_given_back_when_that_is_asked_for_and_allowed() {
+    let zeroes = |unmap| Op::WriteZeroes { unmap, fua: false };
+    let bare = Bench::options;
+    let keeps_place = OpenOptions {
+        discard_no_unref: true,
+        ..bare()
+    };
+    let keeps_all = OpenOptions {
+        sparse: false,
+        ..bare()
+    };
+    // (how it is opened, the request, whether the cluster stays the guest's, whether it is punched)
+    for (case, (options, request, stays, punched)) in [
+        (bare(), zeroes(true), false, true),
+        (bare(), zeroes(false), true, false),
+        (bare(), Op::Discard, false, true),
+        (keeps_place.clone(), zeroes(true), true, true),
+        (keeps_place.clone(), zeroes(false), true, false),
+        (keeps_place, Op::Discard, true, true),
+        (keeps_all, zeroes(true), true, false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let bench = Bench::opened_as(&options);
+        bench.ask(WRITE, 0, CLUSTER);
+        bench.ask(Op::Flush, 0, 0);
+        let end = bench.world.contents(DISK).len();
+        for round in 0..2 {
+            let ops = bench.costs(|| {
+                bench.ask(request, 0, CLUSTER);
+                bench.ask(Op::Flush, 0, 0);
+            });
+            let is_punched = ops.iter().any(|(kind, _)| kind == "punch");
+            assert_eq!(
+                is_punched,
+                punched && round == 0,
+                "case {case}, round {round}: {ops:?}"
+            );
+        }
+        // What stays is written in place; what was given back is used for anything.
+        let counts = bench.costs(|| {
+            bench.ask(WRITE, 0, CLUSTER);
+            bench.ask(Op::Flush, 0, 0);
+        });
+        let tables = counts.iter().filter(|one| **one == op("write", 1)).count() - 1;
+        assert_eq!(tables == 1, stays, "case {case}: {counts:?}");
+        assert_eq!(bench.world.contents(DISK).len(), end, "case {case}");
+    }
 }

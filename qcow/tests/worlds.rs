@@ -45,6 +45,46 @@ async fn ask(queue: &dyn DiskQueue, op: Op, offset: u64, buffer: Buffer) -> Resu
     done.result.map(|()| done.buffer)
 }
 
+/// An L2 table of 16 slices that was just made: one of them is in memory, and nothing of it on disk.
+#[test]
+fn a_new_table_reads_as_zeros_in_every_slice_that_nothing_was_written_in() {
+    const CLUSTER: u64 = 64 << 10;
+    /// What a slice of 512 entries maps.
+    const SLICE: u64 = 512 * CLUSTER;
+    let world = SimWorld::new(1, Profile::IMMEDIATE);
+    let cx = world.context(64);
+    let view = world.file(DISK, true).view(&cx).expect("a view");
+    let ended = cx.block_on(async {
+        create(&view, &CreateOptions::new(16 * SLICE))
+            .await
+            .expect("an image");
+        let (_disk, queue) = open(&world, &cx).await;
+        for slice in [0, 2] {
+            let bytes = AlignedBuf::from_slice(&vec![slice as u8 + 1; CLUSTER as usize]);
+            let written = ask(&*queue, Op::Write { fua: false }, slice * SLICE, bytes.into()).await;
+            written.expect("a write");
+        }
+        for (offset, expected) in [
+            (0, [1, 0]),
+            (SLICE - CLUSTER, [0, 0]),
+            (SLICE, [0, 0]),
+            (2 * SLICE - CLUSTER, [0, 3]),
+            (2 * SLICE, [3, 0]),
+            (15 * SLICE, [0, 0]),
+        ] {
+            let buffer = AlignedBuf::from_slice(&vec![0xEE; 2 * CLUSTER as usize]);
+            let read = ask(&*queue, Op::Read, offset, buffer.into())
+                .await
+                .expect("a read");
+            let bytes = read.into_owned().expect("our own");
+            for (half, byte) in bytes.chunks_exact(CLUSTER as usize).zip(expected) {
+                assert!(half.iter().all(|found| *found == byte), "at {offset:#x}");
+            }
+        }
+    });
+    ended.expect("nothing waits for ever");
+}
+
 /// A read whose pieces fill every slot of the ring needs a second table. Were its pieces not waited for first,
 /// their slots would stay taken, and the table's read would wait for one for ever.
 #[test]

@@ -431,6 +431,24 @@ mod tests {
     }
 
     #[test]
+    fn what_was_cut_short_is_an_error() {
+        let plain: Vec<u8> = (0..65536u32).map(|i| (i * 7 % 253) as u8).collect();
+        let mut inflate = Inflate::new().expect("decompressors");
+        let zstd = zstd::bulk::compress(&plain, 3).expect("in memory");
+        let mut out = vec![0; 65536];
+        for (kind, bytes) in [
+            (CompressionType::Deflate, deflated(&plain)),
+            (CompressionType::Zstd, zstd),
+        ] {
+            for len in [0, 1, bytes.len() / 2, bytes.len() * 3 / 4] {
+                let result = inflate.inflate(kind, &bytes[..len], &mut out);
+                assert_eq!(result, Err(IoError::Corrupt), "{kind:?}, {len} bytes");
+            }
+            inflate.inflate(kind, &bytes, &mut out).expect("all of it");
+        }
+    }
+
+    #[test]
     fn what_was_compressed_comes_back_and_what_follows_is_ignored() {
         let plain: Vec<u8> = (0..65536u32).map(|i| (i * 7 % 253) as u8).collect();
         let mut inflate = Inflate::new().expect("decompressors");

@@ -19,6 +19,8 @@
 //! reason. [`Refcounts::set`](super::refcounts::Refcounts::set) is the one place for that.
 
 mod known;
+#[cfg(test)]
+mod tests;
 
 use known::Known;
 use rustc_hash::FxHashMap;

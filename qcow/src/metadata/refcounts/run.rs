@@ -112,7 +112,7 @@ impl Refcounts {
     }
 
     /// How many entries a table that has entry `index` is to have: as many as now, or that one and some more.
-    fn entries_for(&self, index: usize) -> Result<usize, Stuck> {
+    pub(super) fn entries_for(&self, index: usize) -> Result<usize, Stuck> {
         let max = (REFCOUNT_TABLE_MAX_BYTES / 8) as usize;
         if index < self.table.len() {
             return Ok(self.table.len());

@@ -147,6 +147,8 @@ fn blocks_that_a_run_needs_are_counted_by_blocks_made_with_it() {
                 );
                 assert!(refcounts.fresh.contains(&counted_by));
                 assert!(block < first || block >= first + count);
+                let last = refcounts.block_index(first + count - 1);
+                assert!(index <= last, "block {index} counts nothing: {end}, {count}");
             }
             for cluster in first..first + count {
                 assert_eq!(refcounts.get(cluster), Ok(1), "{end}, {count}");
@@ -274,4 +276,47 @@ fn an_eighth_of_the_file_is_reserved_within_bounds() {
     }
     let mut device = refcounts(300, 300);
     assert_eq!((device.reserve_ahead(), device.unused_reserve()), (None, None));
+}
+
+/// The longest run there is needs more slices at once than a small cache would hold.
+#[test]
+fn the_longest_run_is_found_with_the_smallest_cache() {
+    let count = geometry().clusters_for(crate::format::l1::L1_TABLE_MAX_BYTES);
+    let mut table = vec![RefcountTableEntry::UNALLOCATED; 1024];
+    for (index, entry) in table.iter_mut().enumerate() {
+        *entry = RefcountTableEntry::encode(geometry().host_offset(HostCluster::new(100 + index as u64)));
+    }
+    let place = TablePlace {
+        offset: 512,
+        clusters: 16,
+    };
+    let limit = 1024 * 256;
+    let mut refcounts = Refcounts::new(geometry(), table, place, limit, limit, 0);
+    for _ in 0..2000 {
+        match refcounts.allocate_run(count) {
+            Ok(first) => {
+                assert_eq!(first, 0);
+                return;
+            }
+            Err(Stuck::Load(slice)) => refcounts.slices.insert(slice, vec![0; 512].into(), false),
+            Err(stuck) => panic!("{stuck:?}"),
+        }
+    }
+    panic!("slices are dropped before the last one is there");
+}
+
+/// Each time by half, so that what is copied stays in proportion to what is counted.
+#[test]
+fn the_table_grows_by_half() {
+    let mut refcounts = refcounts(640 * 256, u64::MAX);
+    refcounts.table.resize(640, RefcountTableEntry::UNALLOCATED);
+    assert_eq!(refcounts.entries_for(639), Ok(640));
+    assert_eq!(refcounts.entries_for(640), Ok(1024));
+    assert_eq!(refcounts.entries_for(2000), Ok(2048));
+    let max = (crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES / 8) as usize;
+    assert_eq!(refcounts.entries_for(max - 1), Ok(max));
+    assert_eq!(
+        refcounts.entries_for(max),
+        Err(Stuck::Failed(IoError::OutOfRange))
+    );
 }

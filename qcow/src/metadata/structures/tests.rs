@@ -1,0 +1,37 @@
+//! Bounds on what is known, and what is said when a structure has no place for its count.
+
+use super::*;
+
+#[test]
+fn maps_take_what_they_may_and_no_more() {
+    for entry_bytes in [1, 8, 24, 40] {
+        for shift in 12..30 {
+            for memory in [1 << shift, (3 << shift) / 2, (2 << shift) - 1] {
+                let entries = entries_in(memory, entry_bytes) as u64;
+                // A power of two of places, each an entry and a byte, of which an eighth stays free.
+                let places = (entries * 8 / 7).next_power_of_two();
+                let taken = places * (entry_bytes as u64 + 1);
+                assert!(taken <= memory, "{entries} entries of {entry_bytes} in {memory}");
+                assert!(
+                    taken > memory / 2,
+                    "{entries} entries of {entry_bytes} in {memory}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn slices_past_so_many_count_as_seen() {
+    let mut structures = Structures {
+        watching: true,
+        ..Structures::default()
+    };
+    for word in 0..SEEN_MAX as u64 {
+        assert!(!structures.saw_slice(word * 64));
+    }
+    assert!(!structures.saw_slice(1), "there is a word for it");
+    assert!(structures.saw_slice(1) && structures.has_seen(1));
+    assert!(structures.saw_slice(SEEN_MAX as u64 * 64), "there is none");
+    assert_eq!(structures.seen.len(), SEEN_MAX);
+}
