@@ -113,3 +113,23 @@ fn queues_that_come_and_go_hold_back_what_they_saw_and_nothing_else() {
         assert!(world.epochs.queues.lock().is_empty());
     });
 }
+
+/// Fails if the end of a request is not seen by a watch and is not counted for it either: without the fences, and if the
+/// watch begins after the look at the counts.
+#[test]
+fn a_watch_misses_no_end() {
+    check(|| {
+        let world = World::new();
+        let requests = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || world.request(&world.epochs.register()))
+        };
+        world.discard();
+        let watch = world.epochs.watch();
+        world.reclaim();
+        let is_free = world.freeing.lock().is_none();
+        requests.join().unwrap();
+        // Who was held back by the request is woken by its end.
+        assert!(is_free || world.epochs.ends.lock().seen != watch.seen);
+    });
+}
