@@ -454,7 +454,18 @@ impl<'a> Run<'a> {
             record.leaks.settle();
             record.oracle.renew();
         }
+        self.copy()?;
         self.cut(false)
+    }
+
+    /// Somebody copies the image of a machine that was paused: looks at what the file holds.
+    fn copy(&mut self) -> Result<(), String> {
+        let image = self.world.contents(DISK);
+        let record = self.record.borrow();
+        let demand = self.demand(&record);
+        self.judge
+            .judge(&image, &record.oracle, demand, self.tally)
+            .map_err(|text| format!("a copy made during a pause: {text}"))
     }
 
     /// What a cut may leak now.
