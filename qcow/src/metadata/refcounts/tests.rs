@@ -82,6 +82,28 @@ fn a_run_comes_from_what_was_freed_when_nothing_else_is_left() {
     assert_eq!(fill(&mut refcounts), 2);
 }
 
+/// A freed run of which a slice is not in memory: what is counted there is handed out, and the rest waits. Nothing behind
+/// the run goes with it.
+#[test]
+fn a_freed_run_is_handed_out_as_far_as_its_counts_are_in_memory() {
+    let mut refcounts = refcounts(4096, 4096);
+    refcounts.table[1] = RefcountTableEntry::encode(geometry().host_offset(HostCluster::new(3)));
+    refcounts.cursor = 4096;
+    refcounts.release(250, 10, false);
+    let run = |first, count| {
+        Ok(Run {
+            first,
+            count,
+            zero: false,
+        })
+    };
+    assert_eq!(refcounts.allocate(10), run(250, 6));
+    assert_eq!(refcounts.allocate(10), Err(Stuck::Load(1)));
+    refcounts.slices.insert(1, vec![0; 512].into(), false);
+    assert_eq!(refcounts.allocate(10), run(256, 4));
+    assert_eq!(refcounts.allocate(10), Err(ENOSPC));
+}
+
 /// 64 entries count 16384 clusters. The table grows in time, and when it cannot nothing is half done.
 #[test]
 fn the_table_grows_on_a_device_or_stays_as_it_was() {
@@ -282,6 +304,8 @@ fn an_eighth_of_the_file_is_reserved_within_bounds() {
 #[test]
 fn the_longest_run_is_found_with_the_smallest_cache() {
     let count = geometry().clusters_for(crate::format::l1::L1_TABLE_MAX_BYTES);
+    // 32 MiB of L1 table and 8 MiB of refcount table, counted by two bytes for each cluster of 512.
+    assert_eq!(run::count_bytes_max(&geometry()), (32 + 8) * 2048 * 2);
     let mut table = vec![RefcountTableEntry::UNALLOCATED; 1024];
     for (index, entry) in table.iter_mut().enumerate() {
         *entry = RefcountTableEntry::encode(geometry().host_offset(HostCluster::new(100 + index as u64)));
