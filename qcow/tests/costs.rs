@@ -294,6 +294,21 @@ fn tables_that_changed_are_written_before_they_fill_the_cache() {
     assert!(ops.contains(&op("sync", 0)), "{ops:?}");
 }
 
+#[test]
+fn zeroes_over_a_backing_file_are_a_change_of_the_mapping() {
+    let top = Bench::with(Some("below"), Alignment::NONE, None);
+    top.ask(WRITE, 0, CLUSTER);
+    let zeroes = Op::WriteZeroes {
+        unmap: true,
+        fua: false,
+    };
+    assert_eq!(top.costs(|| top.ask(zeroes, 4 * CLUSTER, 8 * CLUSTER)), []);
+    // The parts of clusters that a range begins and ends with are copied and written.
+    let part = top.costs(|| top.ask(zeroes, 20 * CLUSTER + 512, CLUSTER));
+    let both = [op("read", 1), op("write", 1), op("read", 1), op("write", 1)];
+    assert_eq!(part, both);
+}
+
 /// Whether zeroes and discards give a cluster back, punch it, or keep it as it is.
 #[test]
 fn a_cluster_is_given_back_when_that_is_asked_for_and_allowed() {
