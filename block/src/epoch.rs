@@ -11,7 +11,7 @@
 //! epoch is read under the lock in which epochs advance: an advance that has looked at the counts before the drop
 //! must not move on after it.
 //!
-//! Whoever needs what was dropped may wait for it ([`Epochs::watch`]): the end of the last request of a cell wakes it. That
+//! A task that needs what was dropped may wait for it ([`Epochs::watch`]): the end of the last request of a cell wakes it. That
 //! end looks for waiters after it has counted, and a waiter counts as one before it looks at the counts, both with a fence
 //! between: one of the two sees the other.
 
@@ -44,7 +44,7 @@ struct Counts {
 pub struct Epochs {
     now: AtomicU64,
     queues: Mutex<Vec<Arc<Counts>>>,
-    /// How many watch; without any, a request's end does not take the lock below.
+    /// The number of those who watch; without any, a request's end does not take the lock below.
     watching: AtomicUsize,
     ends: Mutex<Ends>,
 }
@@ -52,7 +52,7 @@ pub struct Epochs {
 /// The ends that somebody may wait for.
 #[derive(Debug, Default)]
 struct Ends {
-    /// How many there were while somebody watched.
+    /// The ends that came while somebody watched.
     seen: u64,
     waiters: Vec<Waker>,
 }

@@ -70,7 +70,7 @@ impl StartHook {
     ///
     /// # Errors
     ///
-    /// What the hook said.
+    /// The error of the hook.
     pub fn run(&self) -> io::Result<()> {
         (self.0)()
     }

@@ -122,7 +122,7 @@ pub(super) struct World {
     next_op: u64,
     /// Until when there is no space.
     full_until: u64,
-    /// How many ops may still take space; any number, if that is not limited.
+    /// The ops that may still take space; any number, if that is not limited.
     pub(super) space_left: Option<u64>,
     /// An op has found none left.
     pub(super) starved: bool,
@@ -506,9 +506,7 @@ impl World {
         ready.nth(turn as usize).map_or(0, |(index, _)| index)
     }
 
-    /// Returns the fate of an op by itself: on a block device what fits is written, nothing fits behind the end, and the
-    /// length is what it is, as Linux has it.
-    /// Takes space for an op. `false` if there is none.
+    /// Takes space for an op. Returns false if there is none.
     fn take_space(&mut self) -> bool {
         match &mut self.space_left {
             Some(0) => {
@@ -521,6 +519,8 @@ impl World {
         self.profile.no_space == 0 || self.time >= self.full_until
     }
 
+    /// Returns the fate of an op by itself: on a block device what fits is written, nothing fits behind the end, and the
+    /// length is what it is, as Linux has it.
     fn bounds(&self, op: &SimOp) -> Fate {
         let file = &self.files[op.file];
         let whole = Fate {

@@ -39,7 +39,7 @@ pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoErr
     space::with_what_is_freed(queue, async || enlarge(queue, old, size_bytes).await).await
 }
 
-/// Does it, or leaves the disk as large as it was.
+/// Makes the disk larger, or leaves it as large as it was.
 async fn enlarge(queue: &Rc<Queue>, old: u64, size_bytes: u64) -> Result<(), IoError> {
     let shared = &queue.shared;
     let mapped = mapped_end(queue)?;

@@ -49,8 +49,6 @@ pub struct Outcome {
     pub answered: u64,
     /// FLUSHes answered well.
     pub flushes: u64,
-    /// A server was killed that had been told of a failed sync.
-    pub forgotten: bool,
     /// There was no space for some op ([`Case::space`]).
     pub starved: bool,
     /// How often the disk was made larger, or was tried to be.
@@ -97,7 +95,6 @@ pub fn run(case: &Case, record_trace: bool, tally: &mut Tally) -> Outcome {
     let record = run.record.borrow();
     (outcome.answered, outcome.flushes) = (record.answered, record.flushes);
     outcome.starved = run.world.is_starved();
-    outcome.forgotten = record.forgotten;
     outcome.growths = record.growths[1];
     outcome.reached = record.reached;
     drop(record);

@@ -240,8 +240,7 @@ impl State {
         self.has_inflight && self.link().is_gone()
     }
 
-    /// What to make of what the backend was told. That it has gone, before this or over it, is no failure if it is awaited: the
-    /// one that comes is told everything.
+    /// Forgives that a message failed if the backend has gone and is awaited: the one that comes is told everything.
     fn unless_awaited(&self, told: Result<(), BackendError>) -> Result<(), DeviceError> {
         match told {
             Err(_) if self.is_awaited() => Ok(()),
