@@ -23,6 +23,7 @@ use block::{AlignedBuf, Buffer, Context, Disk, Op};
 use common::{Folder, Lane, chain};
 use qcow::image::{Extent, check, info, repair};
 use qcow::{OpenOptions, QcowDisk};
+use ringdisk_gen::fingerprint::Fingerprint;
 use ringdisk_gen::image::u64_in;
 use ringdisk_gen::malformed::{self, CLUSTER, Case, DISK, Fate};
 use ringdisk_gen::watch::Watch;
@@ -109,23 +110,9 @@ fn work(path: &Path, options: &OpenOptions) -> Outcome {
     }
 }
 
-/// The bytes of a file, its length and when it was changed; of one too long for that, without its bytes.
-fn fingerprint(path: &Path) -> (u64, u64, [i64; 4], Vec<u8>) {
-    use std::os::unix::fs::MetadataExt;
-    let metadata = std::fs::metadata(path).expect("the case");
-    let short = metadata.len() < 16 << 20;
-    let bytes = if short {
-        std::fs::read(path).expect("the case")
-    } else {
-        Vec::new()
-    };
-    let times = [
-        metadata.mtime(),
-        metadata.mtime_nsec(),
-        metadata.ctime(),
-        metadata.ctime_nsec(),
-    ];
-    (metadata.len(), metadata.blocks(), times, bytes)
+/// Takes the fingerprint of a case's file.
+fn fingerprint(path: &Path) -> Fingerprint {
+    Fingerprint::of(path).expect("the case")
 }
 
 /// The most that this process had resident, in KiB.

@@ -1,8 +1,9 @@
 //! What tests throw at Ringdisk: QCOW2 images, sound and malformed, and kernels for its machine.
 //!
-//! Nothing here but [`watch`] and [`kvm`] does I/O, and nothing knows Ringdisk's crates: images are written from the
+//! Nothing here but [`watch`], [`fingerprint`] and [`kvm`] does I/O, and nothing knows Ringdisk's crates: images are written from the
 //! specification alone, so a mistake in our own encoder is not repeated in what tests it.
 
+pub mod fingerprint;
 pub mod image;
 pub mod kernel;
 pub mod kvm;

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use ringdisk_gen::fingerprint::Fingerprint;
 use ringdisk_gen::watch::Watch;
 
 /// The address space of a command, in KiB.
@@ -60,6 +61,10 @@ impl World {
     pub(crate) fn put(&self, bytes: &[u8]) {
         let _none = std::fs::remove_file(self.path(CASE));
         std::fs::write(self.path(CASE), bytes).expect("the image");
+    }
+
+    pub(crate) fn fingerprint(&self) -> Fingerprint {
+        Fingerprint::of(&self.path(CASE)).expect("the image")
     }
 
     pub(crate) fn bytes(&self) -> Vec<u8> {
