@@ -10,7 +10,7 @@ use block::IoError;
 use block::report::Kind;
 
 use super::{Queue, chores, flush, header as sector};
-use crate::format::{Incompatible, Version, header};
+use crate::format::{Incompatible, L2Table, Version, header};
 use crate::metadata::Lookup;
 use crate::metadata::snapshot::Misplaced;
 use crate::metadata::structures::{Exposed, InUse};
@@ -41,7 +41,8 @@ pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: u64) -> IoError {
 pub(super) fn exposed(queue: &Rc<Queue>, offset: u64, entries: &[Exposed]) -> IoError {
     if let (Some(first), Some(_)) = (entries.first(), admit(queue, "an entry")) {
         let image = queue.shared.file.path().display();
-        let (entry, host) = (offset + first.index as u64 * 8, first.host);
+        let entry = offset + L2Table::offset_of(&queue.shared.geometry, first.index);
+        let host = first.host;
         let others = entries.len() - 1;
         tracing::error!(%image, entry, host, others, "an L2 entry leads to {}", first.what);
     }

@@ -137,6 +137,35 @@ impl RefcountOrder {
     }
 }
 
+/// The width of the entries of an image's L2 tables.
+///
+/// Spec: "Header", incompatible feature bit 4, and "Extended L2 Entries".
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+pub enum L2EntryWidth {
+    /// Eight bytes: a cluster descriptor.
+    #[default]
+    Standard,
+    /// Sixteen bytes: a cluster descriptor, and a bitmap of the cluster's 32 subclusters.
+    Extended,
+}
+
+impl L2EntryWidth {
+    /// The width in bytes, as its base-two logarithm.
+    #[inline]
+    pub const fn bits(self) -> u32 {
+        match self {
+            Self::Standard => 3,
+            Self::Extended => 4,
+        }
+    }
+
+    /// The width in bytes.
+    #[inline]
+    pub const fn bytes(self) -> usize {
+        1usize.wrapping_shl(self.bits())
+    }
+}
+
 /// A byte offset on the guest's disk.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct GuestOffset(u64);
@@ -236,6 +265,7 @@ pub struct Geometry {
     version: Version,
     cluster_bits: ClusterBits,
     refcount_order: RefcountOrder,
+    l2_entry_width: L2EntryWidth,
     virtual_size_bytes: u64,
 }
 
@@ -251,7 +281,17 @@ impl Geometry {
             version,
             cluster_bits,
             refcount_order,
+            l2_entry_width: L2EntryWidth::Standard,
             virtual_size_bytes,
+        }
+    }
+
+    /// The same image with L2 entries of another width.
+    #[must_use]
+    pub const fn with_l2_entry_width(self, l2_entry_width: L2EntryWidth) -> Self {
+        Self {
+            l2_entry_width,
+            ..self
         }
     }
 
@@ -340,10 +380,16 @@ impl Geometry {
     /// The logarithm of [`Self::l2_entries`].
     #[inline]
     pub const fn l2_bits(&self) -> u32 {
-        self.cluster_bits.0.saturating_sub(3)
+        self.cluster_bits.0.saturating_sub(self.l2_entry_width.bits())
     }
 
-    /// How many entries an L2 table has: it fills one cluster with 8-byte entries.
+    /// The width of an L2 entry.
+    #[inline]
+    pub const fn l2_entry_width(&self) -> L2EntryWidth {
+        self.l2_entry_width
+    }
+
+    /// How many entries an L2 table has: it fills one cluster.
     #[inline]
     pub const fn l2_entries(&self) -> usize {
         1usize.wrapping_shl(self.l2_bits())
@@ -429,7 +475,7 @@ impl Geometry {
     /// How many 8-byte entries one cluster of a table (L1, refcount table) holds.
     #[inline]
     pub const fn table_entries_per_cluster(&self) -> usize {
-        self.l2_entries()
+        1usize.wrapping_shl(self.cluster_bits.0.saturating_sub(3))
     }
 }
 
@@ -482,12 +528,27 @@ mod tests {
         assert_eq!(geometry.l1_entries_needed(0), 0);
     }
 
+    #[test]
+    fn extended_entries_halve_what_a_table_maps_and_nothing_else() {
+        let standard = geometry(16, 4);
+        let extended = standard.with_l2_entry_width(L2EntryWidth::Extended);
+        assert_eq!(extended.l2_entries(), 4096);
+        assert_eq!(extended.l2_table_span(), 256 << 20);
+        assert_eq!(extended.l1_entries_needed(1 << 40), 4096);
+        assert_eq!(extended.table_entries_per_cluster(), 8192);
+        assert_eq!(
+            extended.refcount_block_entries(),
+            standard.refcount_block_entries()
+        );
+    }
+
     proptest! {
         #[test]
         fn a_guest_byte_is_found_again_from_its_table_indices(
-            bits in 9u32..=21, order in 0u32..=6, byte in any::<u64>(),
+            bits in 9u32..=21, order in 0u32..=6, byte in any::<u64>(), extended in any::<bool>(),
         ) {
-            let geometry = geometry(bits, order);
+            let width = if extended { L2EntryWidth::Extended } else { L2EntryWidth::Standard };
+            let geometry = geometry(bits, order).with_l2_entry_width(width);
             let offset = GuestOffset::new(byte);
             let cluster = ((geometry.l1_index(offset) as u128) << geometry.l2_bits())
                 + geometry.l2_index(offset) as u128;

@@ -6,7 +6,9 @@
 use super::bytes::{array_at, u32_at, u64_at};
 use super::extension::{BitmapsExtension, ExtensionError, FeatureKind};
 use super::geometry::{ClusterBitsOutOfRange, RefcountOrderOutOfRange, SECTOR_SIZE};
-use super::{ClusterBits, Extension, FeatureName, Geometry, HostOffset, RefcountOrder, Version};
+use super::{
+    ClusterBits, Extension, FeatureName, Geometry, HostOffset, L2EntryWidth, RefcountOrder, Version,
+};
 
 pub use super::features::{Autoclear, Compatible, CompressionType, CryptMethod, Incompatible, Unsupported};
 
@@ -428,7 +430,12 @@ impl Header {
     /// is cut to one, as QEMU does.
     pub fn geometry(&self) -> Geometry {
         let size = self.virtual_size.wrapping_sub(self.virtual_size % SECTOR_SIZE);
-        Geometry::new(self.version, self.cluster_bits, self.refcount_order, size)
+        let width = if self.incompatible.contains(Incompatible::EXTENDED_L2) {
+            L2EntryWidth::Extended
+        } else {
+            L2EntryWidth::Standard
+        };
+        Geometry::new(self.version, self.cluster_bits, self.refcount_order, size).with_l2_entry_width(width)
     }
 
     /// The backing file's format, if the image names one.

@@ -17,9 +17,9 @@ const RESERVED: u64 = !(COPIED | OFFSET_MASK);
 #[repr(transparent)]
 pub struct L1Entry(u64);
 
-/// An L2 table that an L1 entry points to.
+/// A reference to an L2 table, as an L1 entry holds it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct L2Table {
+pub struct L2TableRef {
     /// Where the table starts; a multiple of the cluster size, never 0.
     pub host: HostOffset,
     /// The table's refcount is exactly one: it may be changed in place. Only the active L1
@@ -45,7 +45,7 @@ impl L1Entry {
 
     /// The entry that points to `table`.
     #[inline]
-    pub const fn encode(table: L2Table) -> Self {
+    pub const fn encode(table: L2TableRef) -> Self {
         Self((table.host.bytes() & OFFSET_MASK) | if table.copied { COPIED } else { 0 })
     }
 
@@ -63,7 +63,7 @@ impl L1Entry {
     /// [`EntryError`] if reserved bits are set, the offset is not cluster-aligned, or there is a
     /// COPIED flag without an offset (which QEMU takes for a table in the header).
     #[inline]
-    pub const fn decode(self, geometry: &Geometry) -> Result<Option<L2Table>, EntryError> {
+    pub const fn decode(self, geometry: &Geometry) -> Result<Option<L2TableRef>, EntryError> {
         if self.0 & RESERVED != 0 {
             let bits = self.0 & RESERVED;
             return Err(EntryError::ReservedBits {
@@ -88,7 +88,7 @@ impl L1Entry {
                 structure: "L1 entry",
                 entry: self.0,
             }),
-            (_, copied) => Ok(Some(L2Table {
+            (_, copied) => Ok(Some(L2TableRef {
                 host: HostOffset::new(offset),
                 copied,
             })),
@@ -162,7 +162,7 @@ mod tests {
         fn encoding_then_decoding_gives_the_table_back(
             cluster in 1u64..(1 << 35), copied: bool, bits in 9u32..=21,
         ) {
-            let table = L2Table { host: HostOffset::new(cluster << bits & OFFSET_MASK), copied };
+            let table = L2TableRef { host: HostOffset::new(cluster << bits & OFFSET_MASK), copied };
             if table.host.bytes() != 0 {
                 prop_assert_eq!(L1Entry::encode(table).decode(&geometry(bits)), Ok(Some(table)));
             }

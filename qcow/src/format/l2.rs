@@ -1,13 +1,12 @@
-//! L2 table entries: where a guest cluster's bytes are. Spec: "Cluster mapping", "L2 table entry",
+//! L2 tables and their entries: where a guest cluster's bytes are. Spec: "Cluster mapping", "L2 table entry",
 //! "Standard Cluster Descriptor", "Compressed Clusters Descriptor".
 //!
-//! Only 8-byte entries: images with extended L2 entries are refused before any entry is decoded.
+//! [`L2Table`] and [`L2TableMut`] are the only code that knows where in a table's bytes an entry is, and how wide it is.
+//! An [`L2Entry`] is the cluster descriptor, the first eight bytes of an entry of either width. Images with extended
+//! entries are refused before any is decoded.
 
 use super::l1::{COPIED, OFFSET_MASK};
-use super::{EntryError, Geometry, HostOffset, Version};
-
-/// Bytes in an L2 entry.
-pub const L2_ENTRY_SIZE: u64 = 8;
+use super::{EntryError, Geometry, HostOffset, L2EntryWidth, Version};
 
 const COMPRESSED: u64 = 1 << 62;
 const ZERO: u64 = 1;
@@ -241,6 +240,109 @@ impl L2Entry {
     }
 }
 
+/// The entries of an L2 table, or of a slice of one, as they are on disk.
+#[derive(Clone, Copy, Debug)]
+pub struct L2Table<'a> {
+    bytes: &'a [u8],
+    entry_bits: u32,
+}
+
+impl<'a> L2Table<'a> {
+    /// A view of a table's bytes, whose entries are as wide as those of `geometry`.
+    #[inline]
+    pub const fn new(bytes: &'a [u8], geometry: &Geometry) -> Self {
+        Self {
+            bytes,
+            entry_bits: geometry.l2_entry_width().bits(),
+        }
+    }
+
+    /// Returns how many entries there are.
+    #[inline]
+    pub const fn len(&self) -> usize {
+        self.bytes.len().wrapping_shr(self.entry_bits)
+    }
+
+    /// Returns true if there is no entry.
+    #[inline]
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns entry `index`; past the last one [`L2Entry::REFUSED`], which decodes to an error.
+    #[inline]
+    pub fn get(&self, index: usize) -> L2Entry {
+        let at = index.wrapping_shl(self.entry_bits);
+        let descriptor = self.bytes.get(at..).and_then(|bytes| bytes.first_chunk::<8>());
+        descriptor.map_or(L2Entry::REFUSED, |raw| L2Entry(u64::from_be_bytes(*raw)))
+    }
+
+    /// Returns the entries in order.
+    pub fn iter(&self) -> impl Iterator<Item = L2Entry> + use<'a> {
+        let entries = self.bytes.chunks_exact(1usize.wrapping_shl(self.entry_bits));
+        entries.map(|entry| {
+            let descriptor = entry.first_chunk::<8>();
+            descriptor.map_or(L2Entry::REFUSED, |raw| L2Entry(u64::from_be_bytes(*raw)))
+        })
+    }
+
+    /// Returns where entry `index` of a table begins, in bytes from the table's first.
+    #[inline]
+    pub const fn offset_of(geometry: &Geometry, index: usize) -> u64 {
+        (index as u64).wrapping_shl(geometry.l2_entry_width().bits())
+    }
+}
+
+/// The entries of an L2 table, or of a slice of one, to change.
+#[derive(Debug)]
+pub struct L2TableMut<'a> {
+    bytes: &'a mut [u8],
+    entry_bits: u32,
+}
+
+impl<'a> L2TableMut<'a> {
+    /// A view of a table's bytes, whose entries are as wide as those of `geometry`.
+    #[inline]
+    pub const fn new(bytes: &'a mut [u8], geometry: &Geometry) -> Self {
+        Self {
+            bytes,
+            entry_bits: geometry.l2_entry_width().bits(),
+        }
+    }
+
+    /// Replaces the descriptor of entry `index`.
+    ///
+    /// # Panics
+    ///
+    /// In debug builds, if there is no such entry; in others, nothing changes then.
+    #[inline]
+    pub fn set(&mut self, index: usize, entry: L2Entry) {
+        let at = index.wrapping_shl(self.entry_bits);
+        let descriptor = self
+            .bytes
+            .get_mut(at..)
+            .and_then(|bytes| bytes.first_chunk_mut::<8>());
+        debug_assert!(descriptor.is_some(), "the table has no entry {index}");
+        if let Some(raw) = descriptor {
+            *raw = entry.0.to_be_bytes();
+        }
+    }
+
+    /// Replaces each entry by what `change` makes of it. Returns true if that changed any.
+    pub fn update(&mut self, change: impl Fn(L2Entry) -> L2Entry) -> bool {
+        let mut changed = false;
+        for bytes in self.bytes.chunks_exact_mut(1usize.wrapping_shl(self.entry_bits)) {
+            if let Some(raw) = bytes.first_chunk_mut::<8>() {
+                let old = L2Entry(u64::from_be_bytes(*raw));
+                let new = change(old);
+                changed |= new != old;
+                *raw = new.0.to_be_bytes();
+            }
+        }
+        changed
+    }
+}
+
 /// `x` of the specification: where the sector count starts in a compressed descriptor.
 const fn compressed_shift(geometry: &Geometry) -> u32 {
     62u32.wrapping_sub(geometry.cluster_bits().get().wrapping_sub(8))
@@ -251,7 +353,7 @@ const fn offset_bits(shift: u32) -> u32 {
     if shift < OFFSET_BITS { shift } else { OFFSET_BITS }
 }
 
-const _: () = assert!(size_of::<L2Entry>() as u64 == L2_ENTRY_SIZE);
+const _: () = assert!(size_of::<L2Entry>() == L2EntryWidth::Standard.bytes());
 
 #[cfg(test)]
 mod tests {
@@ -390,6 +492,29 @@ mod tests {
         assert!(L2Entry::compressed(at(0), 256 * 512, &geometry).is_some());
         assert!(L2Entry::compressed(at(0), 256 * 512 + 1, &geometry).is_none());
         assert!(L2Entry::compressed(at(u64::MAX), u32::MAX, &geometry).is_none());
+    }
+
+    #[test]
+    fn tables_of_either_width_give_and_take_the_same_entries() {
+        for width in [L2EntryWidth::Standard, L2EntryWidth::Extended] {
+            let geometry = geometry(Version::V3, 16).with_l2_entry_width(width);
+            let mut bytes = vec![0xFF; 4 * width.bytes()];
+            let entries = [1, 0x5_0000, 1 << 63 | 0x6_0000, 0].map(L2Entry::from_raw);
+            let mut table = L2TableMut::new(&mut bytes, &geometry);
+            for (index, &entry) in entries.iter().enumerate() {
+                table.set(index, entry);
+            }
+            assert!(!table.update(|entry| entry));
+            assert!(table.update(|entry| if entry == entries[2] { entries[0] } else { entry }));
+            let table = L2Table::new(&bytes, &geometry);
+            let expected = [entries[0], entries[1], entries[0], entries[3]];
+            assert_eq!(table.len(), 4);
+            assert!(table.iter().eq(expected));
+            assert!((0..4).map(|index| table.get(index)).eq(expected));
+            assert_eq!(table.get(4), L2Entry::REFUSED);
+            let rest = &bytes[L2Table::offset_of(&geometry, 3) as usize + 8..];
+            assert!(rest.iter().all(|&byte| byte == 0xFF), "bitmaps stay as they are");
+        }
     }
 
     proptest! {

@@ -35,12 +35,13 @@ pub use bitmap::{BitmapCluster, BitmapDirectoryEntry, BitmapFlags, BitmapTableEn
 pub use entry::EntryError;
 pub use extension::{BitmapsExtension, Extension, ExtensionError, FeatureKind, FeatureName};
 pub use geometry::{
-    ClusterBits, Geometry, GuestCluster, GuestOffset, HostCluster, HostOffset, RefcountOrder, Version,
+    ClusterBits, Geometry, GuestCluster, GuestOffset, HostCluster, HostOffset, L2EntryWidth, RefcountOrder,
+    Version,
 };
 pub use header::{
     Autoclear, Compatible, CompressionType, CryptMethod, Header, HeaderError, Incompatible, Unsupported,
 };
-pub use l1::{L1Entry, L2Table};
-pub use l2::{CompressedExtent, L2Entry, L2Mapping};
+pub use l1::{L1Entry, L2TableRef};
+pub use l2::{CompressedExtent, L2Entry, L2Mapping, L2Table, L2TableMut};
 pub use refcount::{RefcountTableEntry, SetRefcountError};
 pub use snapshot::SnapshotEntry;

@@ -111,12 +111,7 @@ impl Header {
                 L1_TABLE_MAX_BYTES / L1_ENTRY_SIZE
             )));
         }
-        let entry_span = if self.incompatible.contains(Incompatible::EXTENDED_L2) {
-            self.geometry().l2_table_span() / 2
-        } else {
-            self.geometry().l2_table_span()
-        };
-        let needed = self.virtual_size.div_ceil(entry_span);
+        let needed = self.virtual_size.div_ceil(self.geometry().l2_table_span());
         if found < needed {
             return Err(field(format!(
                 "at least {needed}, for a disk of {:#x} bytes",

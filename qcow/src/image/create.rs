@@ -13,8 +13,8 @@ use crate::format::l1::L1_TABLE_MAX_BYTES;
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use crate::format::{
     Autoclear, ClusterBits, Compatible, CompressionType, CryptMethod, Extension, FeatureKind, FeatureName,
-    Geometry, Header, HeaderError, HostCluster, HostOffset, Incompatible, L1Entry, L2Entry, L2Table,
-    RefcountOrder, RefcountTableEntry, Version,
+    Geometry, Header, HeaderError, HostCluster, HostOffset, Incompatible, L1Entry, L2Entry, L2TableMut,
+    L2TableRef, RefcountOrder, RefcountTableEntry, Version,
 };
 
 /// How much is written at once, in bytes.
@@ -312,7 +312,7 @@ async fn write_mapping(file: &FileView, plan: &Plan) -> Result<(), CreateError> 
     }
     let l1 = (0..plan.l2_tables).flat_map(|i| {
         let host = plan.offset(plan.l2_start() + i);
-        L1Entry::encode(L2Table { host, copied: true })
+        L1Entry::encode(L2TableRef { host, copied: true })
             .raw()
             .to_be_bytes()
     });
@@ -326,13 +326,16 @@ async fn write_mapping(file: &FileView, plan: &Plan) -> Result<(), CreateError> 
     // The L2 tables are one run of entries: table `i` ends where table `i + 1` starts.
     let mut done = 0;
     while done < plan.data_clusters {
-        let count = (plan.data_clusters - done).min(PART / 8);
-        let entries = (done..done + count).flat_map(|cluster| {
-            let entry = L2Entry::data(plan.offset(plan.data_start() + cluster), true);
-            entry.raw().to_be_bytes()
-        });
-        let offset = plan.offset(plan.l2_start()).bytes() + done * 8;
-        write(file, "the L2 tables", offset, entries.collect()).await?;
+        let width = plan.geometry.l2_entry_width().bytes();
+        let count = (plan.data_clusters - done).min(PART / width as u64);
+        let mut bytes = vec![0; count as usize * width];
+        let mut table = L2TableMut::new(&mut bytes, &plan.geometry);
+        for index in 0..count {
+            let data = plan.offset(plan.data_start() + done + index);
+            table.set(index as usize, L2Entry::data(data, true));
+        }
+        let offset = plan.offset(plan.l2_start()).bytes() + done * width as u64;
+        write(file, "the L2 tables", offset, bytes).await?;
         done += count;
     }
     Ok(())

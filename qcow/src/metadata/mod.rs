@@ -26,6 +26,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use crate::format::l1::L1_TABLE_MAX_BYTES;
 use crate::format::{
     CompressedExtent, EntryError, Geometry, HostCluster, HostOffset, L1Entry, L2Entry, L2Mapping, L2Table,
+    L2TableMut, L2TableRef,
 };
 use refcounts::{Refcounts, Stuck, TablePlace};
 use slices::SliceCache;
@@ -184,7 +185,7 @@ impl Metadata {
             l2: SliceCache::new(slice_bytes, l2_cache_bytes),
             refcounts,
             corrupt: false,
-            slice_bits: (slice_bytes / 8).trailing_zeros(),
+            slice_bits: slice_bytes.trailing_zeros() - geometry.l2_entry_width().bits(),
             in_flight: Vec::new(),
             copying: FxHashMap::default(),
             drops: Vec::new(),
@@ -196,7 +197,7 @@ impl Metadata {
         &self.geometry
     }
 
-    fn l1_entry(&self, index: usize) -> Result<Option<L2Table>, EntryError> {
+    fn l1_entry(&self, index: usize) -> Result<Option<L2TableRef>, EntryError> {
         self.l1
             .get(index)
             .copied()
@@ -308,7 +309,8 @@ impl Metadata {
         let size = self.geometry.cluster_size();
         let within = offset & (size - 1);
         let first = (cluster & mask) as usize;
-        let entry = entry_at(bytes, first);
+        let entries = L2Table::new(bytes, &self.geometry);
+        let entry = entries.get(first);
         let mapping = match entry.decode(&self.geometry) {
             Ok(mapping) => mapping,
             Err(_) if entry == L2Entry::REFUSED => return Lookup::Refused,
@@ -336,7 +338,7 @@ impl Metadata {
             };
         }
         for index in first + 1..=mask as usize {
-            let Ok(next) = entry_at(bytes, index).decode(&self.geometry) else {
+            let Ok(next) = entries.get(index).decode(&self.geometry) else {
                 break;
             };
             let alike = match (extent, next) {
@@ -464,7 +466,7 @@ impl Metadata {
     /// Hangs a table that is not on disk yet, in host cluster `cluster`, on an L1 entry.
     fn set_table(&mut self, l1_index: usize, cluster: u64) {
         self.refcounts.structures.made(Structure::L2Table, cluster, 1);
-        let entry = L1Entry::encode(L2Table {
+        let entry = L1Entry::encode(L2TableRef {
             host: self.geometry.host_offset(HostCluster::new(cluster)),
             copied: true,
         });
@@ -514,7 +516,7 @@ impl Metadata {
             return Vec::new();
         }
         let exposed = self.refcounts.structures.admit(&self.geometry, slice, &bytes);
-        self.corrupt |= refuse(&mut bytes, &exposed);
+        self.corrupt |= refuse(&self.geometry, &mut bytes, &exposed);
         self.l2.insert(slice, bytes, false);
         exposed
     }
@@ -525,7 +527,7 @@ impl Metadata {
             return Vec::new();
         };
         let exposed = self.refcounts.structures.admit(&self.geometry, slice, bytes);
-        self.corrupt |= refuse(bytes, &exposed);
+        self.corrupt |= refuse(&self.geometry, bytes, &exposed);
         exposed
     }
 
@@ -539,7 +541,7 @@ impl Metadata {
             if let Some(first) = exposed.first() {
                 self.corrupt = true;
                 return Some(Exposed {
-                    index: at * part.len() / 8 + first.index,
+                    index: (at << self.slice_bits) + first.index,
                     ..*first
                 });
             }
@@ -549,7 +551,12 @@ impl Metadata {
 
     fn entry(&self, slice: u64, cluster: u64) -> Result<L2Entry, Blocked> {
         let bytes = self.l2.get(slice).ok_or(Blocked::LoadL2(slice))?;
-        Ok(entry_at(bytes, (cluster & ((1 << self.slice_bits) - 1)) as usize))
+        Ok(L2Table::new(bytes, &self.geometry).get(self.index_in_slice(cluster)))
+    }
+
+    /// The entry, within its slice, that describes a guest cluster.
+    fn index_in_slice(&self, cluster: u64) -> usize {
+        (cluster & ((1 << self.slice_bits) - 1)) as usize
     }
 
     /// What a guest cluster is mapped to; its slice is cached.
@@ -711,11 +718,9 @@ impl Metadata {
                 }
             }
         }
-        let index = (cluster & ((1 << self.slice_bits) - 1)) as usize;
+        let index = self.index_in_slice(cluster);
         let bytes = self.l2.get_mut(slice).ok_or(Blocked::LoadL2(slice))?;
-        if let Some(place) = bytes.get_mut(index * 8..index * 8 + 8) {
-            place.copy_from_slice(&new.raw().to_be_bytes());
-        }
+        L2TableMut::new(bytes, &self.geometry).set(index, new);
         Ok(())
     }
 
@@ -735,11 +740,10 @@ impl Metadata {
 }
 
 /// Makes entries that lead where none may answer with an error. Whether there are any.
-fn refuse(bytes: &mut [u8], exposed: &[Exposed]) -> bool {
+fn refuse(geometry: &Geometry, bytes: &mut [u8], exposed: &[Exposed]) -> bool {
+    let mut entries = L2TableMut::new(bytes, geometry);
     for entry in exposed.iter().filter(|entry| !entry.readable) {
-        if let Some(place) = bytes.get_mut(entry.index * 8..entry.index * 8 + 8) {
-            place.copy_from_slice(&L2Entry::REFUSED.raw().to_be_bytes());
-        }
+        entries.set(entry.index, L2Entry::REFUSED);
     }
     !exposed.is_empty()
 }
@@ -750,14 +754,6 @@ fn host_of(mapping: &L2Mapping) -> Option<HostOffset> {
         L2Mapping::Zero { host, .. } => *host,
         L2Mapping::Unallocated | L2Mapping::Compressed(_) => None,
     }
-}
-
-#[inline]
-fn entry_at(bytes: &[u8], index: usize) -> L2Entry {
-    let raw = bytes
-        .get(index * 8..index * 8 + 8)
-        .and_then(|bytes| bytes.first_chunk::<8>());
-    L2Entry::from_raw(raw.map_or(0, |raw| u64::from_be_bytes(*raw)))
 }
 
 fn corrupt(error: EntryError) -> Blocked {

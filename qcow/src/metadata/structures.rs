@@ -26,7 +26,7 @@ use known::Known;
 use rustc_hash::FxHashMap;
 
 use crate::format::{
-    CompressedExtent, Geometry, Header, HostOffset, L1Entry, L2Entry, L2Mapping, RefcountTableEntry,
+    CompressedExtent, Geometry, Header, HostOffset, L1Entry, L2Entry, L2Mapping, L2Table, RefcountTableEntry,
 };
 
 /// What a host cluster is part of. One byte, as a damaged image may claim millions.
@@ -385,12 +385,10 @@ impl Structures {
         let is_old = !self.saw_slice(slice);
         let mut current = (u64::MAX, Word::default());
         let mut structures = 0;
-        for (index, raw) in bytes.as_chunks::<8>().0.iter().enumerate() {
-            let raw = u64::from_be_bytes(*raw);
-            if raw == 0 {
+        for (index, entry) in L2Table::new(bytes, geometry).iter().enumerate() {
+            if entry == L2Entry::UNALLOCATED {
                 continue;
             }
-            let entry = L2Entry::from_raw(raw);
             let Some((first, last)) = targets(entry, geometry) else {
                 continue;
             };

@@ -20,7 +20,7 @@ use super::{Findings, Remedy, Subject, refblocks};
 use crate::format::l1::{L1_TABLE_MAX_BYTES, OFFSET_MASK};
 use crate::format::{
     BitmapCluster, BitmapDirectoryEntry, BitmapTableEntry, EntryError, HostOffset, L1Entry, L2Entry,
-    L2Mapping,
+    L2Mapping, L2Table,
 };
 
 /// How often a table is referred to.
@@ -370,12 +370,9 @@ impl<'a> Walk<'a> {
             }
         };
         let mut next_contiguous = None;
-        for (entry_at, raw) in (table_at..).step_by(8).zip(table.as_chunks::<8>().0) {
-            let raw = u64::from_be_bytes(*raw);
-            if raw == 0 {
-                continue;
-            }
-            let entry = L2Entry::from_raw(raw);
+        let entries = L2Table::new(&table, &geometry).iter().enumerate();
+        for (index, entry) in entries.filter(|(_, entry)| *entry != L2Entry::UNALLOCATED) {
+            let entry_at = table_at + L2Table::offset_of(&geometry, index);
             let mapping = entry.decode(&geometry);
             if let Err(error) = mapping {
                 let remedy = match error {
@@ -397,7 +394,7 @@ impl<'a> Walk<'a> {
                 Err(EntryError::ReservedBits { .. } | EntryError::ZeroFlagInVersion2 { .. })
                     if !entry.is_compressed() =>
                 {
-                    raw & OFFSET_MASK
+                    entry.raw() & OFFSET_MASK
                 }
                 _ => continue,
             };
@@ -411,7 +408,7 @@ impl<'a> Walk<'a> {
             next_contiguous = host.checked_add(geometry.cluster_size());
             let inside = self.count(entry_at, host, geometry.cluster_size(), references.all);
             if inside && references.active > 0 {
-                self.check_copied("L2 table", entry_at, raw, host);
+                self.check_copied("L2 table", entry_at, entry.raw(), host);
             }
         }
     }

@@ -7,7 +7,7 @@ use block::file::FileView;
 
 use super::pen::write;
 use super::{Extent, RepairError};
-use crate::format::{L1Entry, L2Entry, L2Mapping};
+use crate::format::{L1Entry, L2Entry, L2Mapping, L2TableMut};
 use crate::image::check::{Subject, Walk};
 use crate::image::counts::CountMap;
 use crate::image::read::read;
@@ -35,27 +35,35 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Res
         let is_low = on_disk.is_some_and(|on_disk| on_disk.get(cluster) < right);
         (window.contains(&cluster) && !is_low).then_some(right == 1)
     };
-    let fix_l1 = |raw: u64| {
-        let entry = L1Entry::from_raw(raw);
-        let known = entry.decode(&geometry).ok().flatten();
-        let single = known.and_then(|table| is_single(table.host.bytes()));
-        single.map_or(raw, |single| entry.with_copied(single).raw())
+    let fix_l1 = |bytes: &mut [u8]| {
+        let mut changed = false;
+        for raw in bytes.as_chunks_mut::<8>().0 {
+            let old = L1Entry::from_raw(u64::from_be_bytes(*raw));
+            let known = old.decode(&geometry).ok().flatten();
+            let single = known.and_then(|table| is_single(table.host.bytes()));
+            let new = single.map_or(old, |single| old.with_copied(single));
+            changed |= new != old;
+            *raw = new.raw().to_be_bytes();
+        }
+        changed
     };
     // Other tables' flags mean nothing, but for the one that compressed clusters must not have.
-    let fix_compressed = |raw: u64| {
-        let entry = L2Entry::from_raw(raw);
+    let compressed = |entry: L2Entry| {
         if entry.is_compressed() {
-            entry.with_copied(false).raw()
+            entry.with_copied(false)
         } else {
-            raw
+            entry
         }
     };
-    let fix_l2 = |raw: u64| match L2Entry::from_raw(raw).decode(&geometry) {
-        Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => {
-            let single = is_single(host.bytes());
-            single.map_or(raw, |single| L2Entry::from_raw(raw).with_copied(single).raw())
-        }
-        _ => fix_compressed(raw),
+    let fix_compressed = |bytes: &mut [u8]| L2TableMut::new(bytes, &geometry).update(compressed);
+    let fix_l2 = |bytes: &mut [u8]| {
+        L2TableMut::new(bytes, &geometry).update(|entry| match entry.decode(&geometry) {
+            Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => {
+                let single = is_single(host.bytes());
+                single.map_or(entry, |single| entry.with_copied(single))
+            }
+            _ => compressed(entry),
+        })
     };
     const PART: u64 = 256 << 10;
     let (l1_at, l1_bytes) = (header.l1_offset.bytes(), header.l1_bytes());
@@ -88,25 +96,16 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Res
     Ok(())
 }
 
-/// Replaces each entry of a table by `fix` of it, and writes the table if that changed any.
+/// Has `fix` change the entries of a table, and writes the table if it says that it did.
 async fn fix_entries(
     file: &FileView,
     what: &'static str,
     offset: u64,
     len: u64,
-    fix: impl Fn(u64) -> u64,
+    fix: impl Fn(&mut [u8]) -> bool,
 ) -> Result<(), RepairError> {
     let mut table = read(file, what, offset, len as usize).await?;
-    let mut changed = false;
-    for entry in table.as_chunks_mut::<8>().0 {
-        let raw = u64::from_be_bytes(*entry);
-        let fixed = fix(raw);
-        if fixed != raw {
-            *entry = fixed.to_be_bytes();
-            changed = true;
-        }
-    }
-    if changed {
+    if fix(&mut table) {
         write(file, what, offset, &table).await?;
     }
     Ok(())
