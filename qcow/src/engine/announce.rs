@@ -9,8 +9,8 @@ use block::sync::atomic::{AtomicBool, Ordering};
 use block::{AlignedBuf, IoError};
 
 use super::turn::Turns;
-use super::{Queue, flush, header as sector};
-use crate::format::{Autoclear, BitmapFlags, header};
+use super::{Queue, flush, header};
+use crate::format::{Autoclear, BitmapFlags};
 use crate::image::bitmaps::Mark;
 
 /// The marks and bits to write before a change.
@@ -66,10 +66,7 @@ pub(super) async fn writes(queue: &Queue) -> Result<(), IoError> {
     };
     mark_in_use(queue, &marks).await?;
     if let Some(keep) = keep {
-        sector::change(queue, |bytes| {
-            bytes[header::at::AUTOCLEAR_FEATURES..][..8].copy_from_slice(&keep.bits().to_be_bytes());
-        })
-        .await?;
+        header::change(queue, |fields| fields.set_autoclear(keep)).await?;
         flush::sync(queue).await?;
     }
     announcements.writes.store(true, Ordering::Release);

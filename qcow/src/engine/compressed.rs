@@ -28,7 +28,7 @@ use rustc_hash::FxHashMap;
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
 use super::Queue;
-use crate::format::{CompressedExtent, CompressionType};
+use crate::format::{CompressedExtent, CompressionType, HostOffset};
 
 /// How many bytes of inflated clusters a queue keeps.
 const KEPT_BYTES: usize = 4 << 20;
@@ -40,14 +40,14 @@ const ZSTD_WINDOW_LOG_MAX: u32 = 23;
 /// The clusters a queue inflated lately, by where their compressed bytes are.
 #[derive(Debug, Default)]
 pub(crate) struct InflatedClusters {
-    kept: VecDeque<(u64, Rc<Buffer>)>,
-    pending: FxHashMap<u64, Vec<Waker>>,
+    kept: VecDeque<(HostOffset, Rc<Buffer>)>,
+    pending: FxHashMap<HostOffset, Vec<Waker>>,
     /// What inflates small clusters on the worker.
     inline: Option<Inflate>,
 }
 
 impl InflatedClusters {
-    fn find(&mut self, host: u64) -> Option<Rc<Buffer>> {
+    fn find(&mut self, host: HostOffset) -> Option<Rc<Buffer>> {
         let index = self.kept.iter().position(|(key, _)| *key == host)?;
         let found = self.kept.remove(index)?;
         let cluster = Rc::clone(&found.1);
@@ -55,7 +55,7 @@ impl InflatedClusters {
         Some(cluster)
     }
 
-    fn keep(&mut self, host: u64, cluster: Rc<Buffer>) {
+    fn keep(&mut self, host: HostOffset, cluster: Rc<Buffer>) {
         self.kept.push_back((host, cluster));
     }
 
@@ -71,7 +71,7 @@ impl InflatedClusters {
 }
 
 /// Ends an inflation, however its task ends, and wakes those who wait for it.
-struct PendingGuard<'a>(&'a Queue, u64);
+struct PendingGuard<'a>(&'a Queue, HostOffset);
 
 impl Drop for PendingGuard<'_> {
     fn drop(&mut self) {
@@ -82,7 +82,7 @@ impl Drop for PendingGuard<'_> {
 
 /// The contents of a compressed cluster.
 pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<Rc<Buffer>, IoError> {
-    let host = extent.host.bytes();
+    let host = extent.host;
     let found = poll_fn(|cx| {
         let mut inflated = queue.inflated.borrow_mut();
         if let Some(cluster) = inflated.find(host) {
@@ -102,21 +102,13 @@ pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<R
     let guard = PendingGuard(queue, host);
     let shared = &queue.shared;
     let image = shared.file.path().display();
-    if host
-        >= shared
-            .read()?
-            .refcounts
-            .end()
-            .saturating_mul(shared.geometry.cluster_size())
-    {
+    if shared.geometry.host_cluster(host) >= shared.read()?.refcounts.end() {
+        let host = host.bytes();
         tracing::error!(%image, host, "a compressed cluster lies past the end of the file");
         return Err(IoError::Corrupt);
     }
     let input = Rc::new(Buffer::from(queue.cx.pool().take(extent.len_max as usize)));
-    queue
-        .file
-        .start_read(host, smallvec::smallvec![Piece::whole(&input)])
-        .await?;
+    queue.data.start_read(host, Piece::whole(&input)).await?;
     let input = Rc::try_unwrap(input)
         .ok()
         .and_then(Buffer::into_owned)
@@ -142,6 +134,7 @@ pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<R
         queue.cx.pool().put(input);
     }
     let output = output.inspect_err(|error| {
+        let host = host.bytes();
         tracing::error!(%image, host, %error, "a compressed cluster cannot be inflated");
     })?;
     let cluster = Rc::new(Buffer::from(output));

@@ -9,24 +9,25 @@ use std::rc::Rc;
 use block::IoError;
 use block::report::Kind;
 
-use super::{Queue, chores, flush, header as sector};
-use crate::format::{Incompatible, L2Table, Version, header};
+use super::{Queue, chores, flush, header};
+use crate::format::{GuestOffset, HostOffset, Incompatible, L2Table, Version};
 use crate::metadata::Lookup;
 use crate::metadata::snapshot::Misplaced;
 use crate::metadata::structures::{Exposed, InUse};
 
 /// Logs what a lookup at a guest offset found wrong and marks the image; the answer to give.
-pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: u64) -> IoError {
+pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: GuestOffset) -> IoError {
+    let guest_offset = offset.bytes();
     let image = queue.shared.file.path().display();
     match lookup {
         Lookup::Corrupt(error) => {
             if let Some(held_back) = admit(queue, "the mapping") {
-                tracing::error!(%image, guest_offset = offset, %error, held_back, "the mapping is corrupt");
+                tracing::error!(%image, guest_offset, %error, held_back, "the mapping is corrupt");
             }
         }
         Lookup::PastEnd(host) => {
             if let Some(held_back) = admit(queue, "past the end") {
-                let guest_offset = offset;
+                let host = host.bytes();
                 tracing::error!(%image, guest_offset, host, held_back, "the mapping leads past the end of the file");
             }
         }
@@ -38,11 +39,11 @@ pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: u64) -> IoError {
 }
 
 /// Logs which entries of the table bytes at `offset` lead where none may, and marks the image.
-pub(super) fn exposed(queue: &Rc<Queue>, offset: u64, entries: &[Exposed]) -> IoError {
+pub(super) fn exposed(queue: &Rc<Queue>, offset: HostOffset, entries: &[Exposed]) -> IoError {
     if let (Some(first), Some(_)) = (entries.first(), admit(queue, "an entry")) {
         let image = queue.shared.file.path().display();
-        let entry = offset + L2Table::offset_of(&queue.shared.geometry, first.index);
-        let host = first.host;
+        let entry = offset.bytes() + L2Table::offset_of(&queue.shared.geometry, first.index);
+        let host = first.host.bytes();
         let others = entries.len() - 1;
         tracing::error!(%image, entry, host, others, "an L2 entry leads to {}", first.what);
     }
@@ -54,7 +55,7 @@ pub(super) fn exposed(queue: &Rc<Queue>, offset: u64, entries: &[Exposed]) -> Io
 pub(super) fn in_use(queue: &Rc<Queue>, found: InUse) -> IoError {
     if admit(queue, "a count").is_some() {
         let image = queue.shared.file.path().display();
-        let offset = found.cluster * queue.shared.geometry.cluster_size();
+        let offset = queue.shared.geometry.host_offset(found.cluster).bytes();
         tracing::error!(%image, offset, "a cluster has a reference count of zero and is in use by {}", found.by);
     }
     mark(queue);
@@ -64,7 +65,7 @@ pub(super) fn in_use(queue: &Rc<Queue>, found: InUse) -> IoError {
 /// Logs that a table was about to be written where it does not belong, and marks the image; the answer to give.
 pub(super) fn misplaced(queue: &Rc<Queue>, found: Misplaced) -> IoError {
     let image = queue.shared.file.path().display();
-    let (offset, what, there) = (found.offset, found.what, found.there);
+    let (offset, what, there) = (found.offset.bytes(), found.what, found.there);
     tracing::error!(%image, offset, what, there, "metadata was about to be written where it does not belong");
     mark(queue);
     IoError::Corrupt
@@ -86,12 +87,8 @@ pub(super) fn mark(queue: &Rc<Queue>) {
         return;
     }
     chores::start(queue, async |queue: Rc<Queue>| {
-        let written = sector::change(&queue, |bytes| {
-            let field = &mut bytes[header::at::INCOMPATIBLE_FEATURES..][..8];
-            let mut features = [0; 8];
-            features.copy_from_slice(field);
-            let features = u64::from_be_bytes(features) | Incompatible::CORRUPT.bits();
-            field.copy_from_slice(&features.to_be_bytes());
+        let written = header::change(&queue, |fields| {
+            fields.set_incompatible(fields.incompatible() | Incompatible::CORRUPT);
         });
         let marked = match written.await {
             Ok(()) => flush::sync(&queue).await,
@@ -141,7 +138,8 @@ mod tests {
                 assert_eq!(answer.await.result, Ok(()));
                 {
                     let mut metadata = disk.shared.write().unwrap();
-                    let table = metadata.table_offset(0).unwrap().unwrap() / 65536;
+                    let table = metadata.table_offset(0).unwrap().unwrap();
+                    let table = metadata.geometry().host_cluster(table);
                     metadata.refcounts.structures.freed(table);
                     if let Some(structure) = there {
                         metadata.refcounts.structures.made(structure, table, 1);

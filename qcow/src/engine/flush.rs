@@ -20,8 +20,9 @@ use block::canary::{Rule, broken};
 use block::{AlignedBuf, IoError};
 
 use super::read::{Part, finish};
-use super::{Queue, Shared, chores, corrupt, header as sector, reclaim};
-use crate::format::header;
+use super::{Queue, Shared, chores, corrupt, header, reclaim};
+use crate::format::HostOffset;
+use crate::metadata::Dropped;
 use crate::metadata::snapshot::{Place, Snapshot};
 
 /// The rounds of an image.
@@ -144,7 +145,7 @@ impl SnapshotGuard<'_> {
         self.snapshot.get_or_insert_default()
     }
 
-    fn settle(&mut self, written: bool) -> Result<Vec<crate::metadata::Drop>, IoError> {
+    fn settle(&mut self, written: bool) -> Result<Vec<Dropped>, IoError> {
         let Some(snapshot) = self.snapshot.take() else {
             return Ok(Vec::new());
         };
@@ -195,10 +196,8 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
         sync(queue).await?;
     }
     if let Some(change) = snapshot.header {
-        sector::change(queue, |bytes| {
-            bytes[header::at::SIZE..][..8].copy_from_slice(&change.size_bytes.to_be_bytes());
-            bytes[header::at::L1_SIZE..][..4].copy_from_slice(&change.l1_entries.to_be_bytes());
-            bytes[header::at::L1_TABLE_OFFSET..][..8].copy_from_slice(&change.l1_offset.to_be_bytes());
+        header::change(queue, |fields| {
+            fields.set_disk(change.size_bytes, change.l1_offset, change.l1_entries);
         })
         .await?;
         sync(queue).await?;
@@ -218,7 +217,7 @@ const WRITES_MAX: usize = 128;
 
 async fn write_places(queue: &Rc<Queue>, mut places: Vec<Place>) -> Result<(), IoError> {
     places.sort_unstable_by_key(|place| place.0);
-    let mut joined: Vec<(u64, Vec<u8>)> = Vec::new();
+    let mut joined: Vec<(HostOffset, Vec<u8>)> = Vec::new();
     for (offset, bytes) in places {
         match joined.last_mut() {
             Some((at, list))
@@ -234,7 +233,7 @@ async fn write_places(queue: &Rc<Queue>, mut places: Vec<Place>) -> Result<(), I
         let buffer = Rc::new(AlignedBuf::from_slice(&bytes).into());
         let piece = block::buffer::Piece::whole(&buffer);
         parts.push(Part::Io(
-            queue.file.start_write(offset, smallvec::smallvec![piece]),
+            queue.file.start_write(offset.bytes(), smallvec::smallvec![piece]),
         ));
         if parts.len() == WRITES_MAX {
             finish(std::mem::take(&mut parts)).await?;
@@ -244,11 +243,7 @@ async fn write_places(queue: &Rc<Queue>, mut places: Vec<Place>) -> Result<(), I
 }
 
 /// Points the header at the refcount table's new place.
-async fn write_table_place(queue: &Queue, offset: u64, clusters: u64) -> Result<(), IoError> {
+async fn write_table_place(queue: &Queue, offset: HostOffset, clusters: u64) -> Result<(), IoError> {
     let clusters = u32::try_from(clusters).map_err(|_| IoError::OutOfRange)?;
-    sector::change(queue, |bytes| {
-        bytes[header::at::REFCOUNT_TABLE_OFFSET..][..8].copy_from_slice(&offset.to_be_bytes());
-        bytes[header::at::REFCOUNT_TABLE_CLUSTERS..][..4].copy_from_slice(&clusters.to_be_bytes());
-    })
-    .await
+    header::change(queue, |fields| fields.set_refcount_table(offset, clusters)).await
 }

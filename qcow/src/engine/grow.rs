@@ -11,6 +11,7 @@ use std::sync::atomic::Ordering;
 use block::IoError;
 
 use super::{Queue, announce, corrupt, flush, load, space, zero};
+use crate::format::GuestOffset;
 use crate::metadata::{Extent, Lookup};
 
 /// Makes the disk `size_bytes` large, durably.
@@ -50,7 +51,12 @@ async fn enlarge(queue: &Rc<Queue>, old: u64, size_bytes: u64) -> Result<(), IoE
             Err(stuck) => load::unstick(queue, stuck).await?,
         }
     }
-    hide(queue, old, size_bytes.min(mapped)).await?;
+    hide(
+        queue,
+        GuestOffset::new(old),
+        mapped.min(GuestOffset::new(size_bytes)),
+    )
+    .await?;
     flush::flush(queue).await?;
     let before;
     {
@@ -67,16 +73,16 @@ async fn enlarge(queue: &Rc<Queue>, old: u64, size_bytes: u64) -> Result<(), IoE
 }
 
 /// The guest byte behind all that the L1 table or the backing file may have bytes for.
-fn mapped_end(queue: &Queue) -> Result<u64, IoError> {
+fn mapped_end(queue: &Queue) -> Result<GuestOffset, IoError> {
     let shared = &queue.shared;
-    let bits = shared.geometry.cluster_bits().get() + shared.geometry.l2_bits();
     let entries = shared.read()?.l1_entries() as u64;
     let covered = shared.backing.as_ref().map_or(0, |backing| backing.size);
-    Ok(entries.saturating_mul(1 << bits).max(covered))
+    let mapped = entries.saturating_mul(shared.geometry.l2_table_span());
+    Ok(GuestOffset::new(mapped.max(covered)))
 }
 
 /// Makes `from..to`, which is behind the disk's end, read as zeros.
-async fn hide(queue: &Rc<Queue>, from: u64, to: u64) -> Result<(), IoError> {
+async fn hide(queue: &Rc<Queue>, from: GuestOffset, to: GuestOffset) -> Result<(), IoError> {
     // As for a request: a cluster that is written in place here may be discarded by the guest meanwhile.
     let _guard = queue.enter();
     let mut here = from;

@@ -8,21 +8,21 @@ use block::{AlignedBuf, IoError};
 
 use super::Queue;
 use super::turn::Turns;
-use crate::format::header::clear_unknown_autoclear;
+use crate::format::HeaderFields;
 
-/// The header's first sector.
+/// The header fields that change, and whose turn it is to write them.
 #[derive(Debug)]
-pub(super) struct Sector {
-    /// As it is on disk or is being written.
-    bytes: Mutex<Vec<u8>>,
+pub(super) struct HeaderWriter {
+    /// As they are on disk or are being written.
+    fields: Mutex<HeaderFields>,
     turns: Turns,
 }
 
-impl Sector {
-    /// The first 512 bytes of the file, as they are on disk.
-    pub(super) fn new(bytes: Vec<u8>) -> Self {
+impl HeaderWriter {
+    /// Takes over the fields as they are on disk.
+    pub(super) fn new(fields: HeaderFields) -> Self {
         Self {
-            bytes: Mutex::new(bytes),
+            fields: Mutex::new(fields),
             turns: Turns::default(),
         }
     }
@@ -30,15 +30,14 @@ impl Sector {
 
 /// Changes the header and writes it. Whoever needs it durable syncs. Autoclear bits of features that are not known here are
 /// cleared with it, as the format demands of whoever writes.
-pub(super) async fn change(queue: &Queue, change: impl FnOnce(&mut [u8; 512])) -> Result<(), IoError> {
-    let sector = &queue.shared.header;
-    let _turn = sector.turns.take().await;
+pub(super) async fn change(queue: &Queue, change: impl FnOnce(&mut HeaderFields)) -> Result<(), IoError> {
+    let header = &queue.shared.header;
+    let _turn = header.turns.take().await;
     let bytes = {
-        let mut bytes = sector.bytes.lock();
-        let bytes = bytes.first_chunk_mut().ok_or(IoError::Corrupt)?;
-        clear_unknown_autoclear(bytes);
-        change(bytes);
-        AlignedBuf::from_slice(bytes)
+        let mut fields = header.fields.lock();
+        fields.disown_unknown();
+        change(&mut fields);
+        AlignedBuf::from_slice(fields.bytes())
     };
     queue.file.write_at(0, bytes).await
 }

@@ -10,6 +10,7 @@ use block::IoError;
 use block::canary::{Rule, broken};
 
 use super::{Queue, Shared, corrupt};
+use crate::format::HostOffset;
 use crate::metadata::Blocked;
 use crate::metadata::refcounts::Stuck;
 
@@ -76,8 +77,9 @@ fn give_up(queue: &Rc<Queue>, error: IoError) -> Result<(), IoError> {
     if !error.is_no_space() {
         return Err(failed(queue, error));
     }
-    let clusters = queue.file.len()? / queue.shared.geometry.cluster_size();
-    if queue.shared.write()?.refcounts.extend(clusters) {
+    let end = HostOffset::new(queue.file.len()?);
+    let limit = queue.shared.geometry.host_cluster(end);
+    if queue.shared.write()?.refcounts.extend(limit) {
         return Ok(());
     }
     Err(error)
@@ -117,13 +119,9 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
         let (false, Some(offset)) = (cached, offset) else {
             return Poll::Ready(Ok(None));
         };
-        if offset
-            >= metadata
-                .refcounts
-                .end()
-                .saturating_mul(shared.geometry.cluster_size())
-        {
+        if shared.geometry.host_cluster(offset) >= metadata.refcounts.end() {
             let image = shared.file.path().display();
+            let offset = offset.bytes();
             tracing::error!(%image, ?kind, offset, "a table lies past the end of the file");
             return Poll::Ready(Err(IoError::Corrupt));
         }
@@ -149,7 +147,7 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
     let bytes = {
         #[cfg(feature = "canary")]
         let _held = broken(Rule::LockAcrossAwait).then(|| shared.read());
-        queue.file.read_at(offset, len).await?
+        queue.file.read_at(offset.bytes(), len).await?
     };
     let exposed = {
         let mut metadata = shared.write()?;
@@ -212,7 +210,7 @@ async fn copy_table(queue: &Rc<Queue>, l1_index: usize) -> Result<(), IoError> {
         .map_err(|_| IoError::Corrupt)?;
     if let Some(from) = from {
         let len = usize::try_from(shared.geometry.cluster_size()).map_err(|_| IoError::OutOfRange)?;
-        let table = queue.file.read_at(from, len).await?;
+        let table = queue.file.read_at(from.bytes(), len).await?;
         let exposed = shared.write()?.inspect_table(l1_index, &table);
         if let Some(exposed) = exposed {
             return Err(corrupt::exposed(queue, from, &[exposed]));
@@ -242,7 +240,7 @@ pub(super) async fn unblock(queue: &Rc<Queue>, blocked: Blocked) -> Result<(), I
         Blocked::InFlight(cluster) => {
             poll_fn(|cx| match queue.shared.write() {
                 Ok(mut metadata) => {
-                    if metadata.wait_in_flight(cluster, cx.waker()) {
+                    if metadata.in_flight.wait(cluster, cx.waker()) {
                         Poll::Pending
                     } else {
                         Poll::Ready(Ok(()))

@@ -11,6 +11,7 @@ mod announce;
 mod chores;
 mod compressed;
 mod corrupt;
+mod data;
 mod flush;
 mod grow;
 mod header;
@@ -41,7 +42,7 @@ use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, OpenQue
 #[cfg(not(shuttle))]
 use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
 
-use crate::format::{CompressionType, Geometry, Version};
+use crate::format::{CompressionType, Geometry, GuestOffset, HeaderFields, Version};
 use crate::metadata::{Extent, Lookup, Metadata};
 pub(crate) use announce::Announcement;
 use chores::Chores;
@@ -86,7 +87,7 @@ pub(crate) struct Shared {
     rounds: Mutex<Rounds>,
     freeing: Mutex<Freeing>,
     chores: Mutex<Chores>,
-    header: header::Sector,
+    header: header::HeaderWriter,
     /// What others are told before the image changes.
     announcements: announce::Announcements,
     /// Who makes the disk larger: one at a time.
@@ -112,7 +113,7 @@ pub(crate) struct Parts {
     pub(crate) compression: CompressionType,
     pub(crate) backing: Option<Backing>,
     pub(crate) metadata: Metadata,
-    pub(crate) header: Vec<u8>,
+    pub(crate) header: HeaderFields,
     pub(crate) announcement: Announcement,
     pub(crate) inflate_threads: usize,
     pub(crate) lock: Option<ImageLock>,
@@ -157,14 +158,14 @@ impl Shared {
     }
 
     /// Whether bytes that this image does not have may be other than zeros.
-    fn backing_covers(&self, offset: u64) -> bool {
+    fn backing_covers(&self, offset: GuestOffset) -> bool {
         self.backed(offset, 1) > 0
     }
 
     /// Returns how many of `len` bytes from `offset` on, which this image does not have, may be other than zeros.
-    fn backed(&self, offset: u64, len: u64) -> u64 {
+    fn backed(&self, offset: GuestOffset, len: u64) -> u64 {
         let size = self.backing.as_ref().map_or(0, |backing| backing.size);
-        size.saturating_sub(offset).min(len)
+        size.saturating_sub(offset.bytes()).min(len)
     }
 }
 
@@ -188,7 +189,7 @@ impl QcowDisk {
             rounds: Mutex::default(),
             freeing: Mutex::default(),
             chores: Mutex::default(),
-            header: header::Sector::new(parts.header),
+            header: header::HeaderWriter::new(parts.header),
             announcements: announce::Announcements::new(parts.announcement),
             growing: turn::Turns::default(),
             corrupt: AtomicBool::new(false),
@@ -211,11 +212,12 @@ impl QcowDisk {
     #[must_use]
     #[inline]
     pub fn cached_host_offset(&self, guest_offset: u64) -> Option<u64> {
-        match self.shared.try_read()?.lookup(guest_offset, 512) {
+        let offset = GuestOffset::new(guest_offset);
+        match self.shared.try_read()?.lookup(offset, 512) {
             Lookup::Found {
-                extent: Extent::Data { host, .. },
+                extent: Extent::Data { at, .. },
                 ..
-            } => Some(host),
+            } => Some(at.bytes()),
             _ => None,
         }
     }
@@ -306,10 +308,8 @@ impl Disk for QcowDisk {
             // Space that was reserved and not used goes back.
             let end = queue.shared.read()?.refcounts.unused_reserve();
             if let Some(end) = end {
-                queue
-                    .file
-                    .set_len(end * queue.shared.geometry.cluster_size())
-                    .await?;
+                let end = queue.shared.geometry.host_offset(end);
+                queue.file.set_len(end.bytes()).await?;
             }
             Ok(())
         })

@@ -10,7 +10,9 @@ use block::file::FileView;
 use block::{Context, DiskQueue, IoError, Op, OpenQueueError, Request};
 
 use super::compressed::InflatedClusters;
+use super::data::GuestData;
 use super::{Shared, announce, flush, read, space, write, zero};
+use crate::format::GuestOffset;
 use crate::metadata::{Extent, Lookup};
 
 /// What a worker has of an image.
@@ -18,7 +20,9 @@ use crate::metadata::{Extent, Lookup};
 pub(crate) struct Queue {
     pub(crate) shared: Arc<Shared>,
     pub(crate) cx: Context,
+    /// The image file, for its header and tables.
     pub(crate) file: FileView,
+    pub(crate) data: GuestData,
     /// The backing image's queue on this worker, and its size in bytes.
     pub(crate) backing: Option<(Box<dyn DiskQueue>, u64)>,
     epoch: EpochQueue,
@@ -54,6 +58,7 @@ impl Queue {
         Ok(Rc::new(Self {
             shared: Arc::clone(shared),
             cx: cx.clone(),
+            data: GuestData::new(file.clone()),
             file,
             backing,
             epoch: shared.epochs.register(),
@@ -107,7 +112,7 @@ impl Queue {
     #[inline]
     fn read_now(&self, request: Request) -> Option<Request> {
         let found = match self.shared.try_read() {
-            Some(metadata) => metadata.lookup(request.offset, request.len),
+            Some(metadata) => metadata.lookup(GuestOffset::new(request.offset), request.len),
             None => return Some(request),
         };
         let Lookup::Found { extent, len } = found else {
@@ -117,7 +122,7 @@ impl Queue {
             return Some(request);
         }
         match extent {
-            Extent::Data { host, .. } => self.file.submit(host, request).err(),
+            Extent::Data { at, .. } => self.data.submit(at, request).err(),
             Extent::Zero => self.cx.ring().answer_with_zeros(request).err(),
             Extent::Unallocated => match &self.backing {
                 Some((backing, size)) if request.offset + request.len <= *size => {
@@ -141,18 +146,19 @@ impl Queue {
             // A forced write must find the mapping durable already; then its own sync is enough. So must one
             // that has to outlive this process, and needs no sync then.
             Some(metadata) if !(fua || self.shared.policy.persist_mappings) || metadata.is_clean() => {
-                if metadata.is_in_flight(request.offset, request.len) {
+                let offset = GuestOffset::new(request.offset);
+                if metadata.is_in_flight(offset, request.len) {
                     return Some(request);
                 }
-                metadata.lookup(request.offset, request.len)
+                metadata.lookup(offset, request.len)
             }
             _ => return Some(request),
         };
         match found {
             Lookup::Found {
-                extent: Extent::Data { host, owned: true },
+                extent: Extent::Data { at, owned: true },
                 len,
-            } if len == request.len && !self.shared.is_corrupt() => self.file.submit(host, request).err(),
+            } if len == request.len && !self.shared.is_corrupt() => self.data.submit(at, request).err(),
             _ => Some(request),
         }
     }
@@ -169,7 +175,7 @@ async fn settle(queue: &Rc<Queue>, fua: bool) -> Result<(), IoError> {
 
 /// Answers a request from a task.
 async fn carry_out(queue: Rc<Queue>, mut request: Request) {
-    let (offset, len) = (request.offset, request.len);
+    let (offset, len) = (GuestOffset::new(request.offset), request.len);
     if request.op.is_write() && queue.shared.is_corrupt() {
         return request.finish(Err(IoError::Corrupt));
     }

@@ -11,10 +11,10 @@ use std::task::Poll;
 use block::buffer::Piece;
 use block::file::IoFuture;
 use block::{Buffer, IoError, LocalBoxFuture, Op, Request};
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
 use super::{Queue, compressed, corrupt, load};
-use crate::format::CompressedExtent;
+use crate::format::{CompressedExtent, GuestOffset};
 use crate::metadata::{Extent, Lookup};
 
 /// Something under way for a request.
@@ -59,7 +59,7 @@ pub(super) async fn read(
     queue: &Rc<Queue>,
     buffer: &Rc<Buffer>,
     at: usize,
-    offset: u64,
+    offset: GuestOffset,
     len: u64,
 ) -> Result<(), IoError> {
     let end = offset + len;
@@ -67,7 +67,7 @@ pub(super) async fn read(
     let mut parts = Vec::new();
     let mut result = Ok(());
     while here < end && result.is_ok() {
-        let mut extents: SmallVec<[(u64, u64, Extent); 8]> = SmallVec::new();
+        let mut extents: SmallVec<[(GuestOffset, u64, Extent); 8]> = SmallVec::new();
         let mut miss = None;
         let mut wrong = None;
         {
@@ -114,24 +114,24 @@ fn start(
     queue: &Rc<Queue>,
     buffer: &Rc<Buffer>,
     at: usize,
-    offset: u64,
+    offset: GuestOffset,
     len: usize,
     extent: Extent,
     parts: &mut Vec<Part>,
 ) {
     match extent {
-        Extent::Data { host, .. } => {
+        Extent::Data { at: host, .. } => {
             let piece = Piece::Bytes {
                 buffer: Rc::clone(buffer),
                 offset: at,
                 len,
             };
-            parts.push(Part::Io(queue.file.start_read(host, smallvec![piece])));
+            parts.push(Part::Io(queue.data.start_read(host, piece)));
         }
         Extent::Zero => start_zeros(queue, buffer, at, len, parts),
         Extent::Unallocated => start_backing(queue, buffer, at, offset, len, parts),
         Extent::Compressed(extent) => {
-            let within = (offset & (queue.shared.geometry.cluster_size() - 1)) as usize;
+            let within = queue.shared.geometry.offset_in_cluster(offset.bytes()) as usize;
             let task = copy_compressed(Rc::clone(queue), extent, within, Rc::clone(buffer), at, len);
             parts.push(Part::Task(Box::pin(task)));
         }
@@ -143,15 +143,15 @@ pub(super) fn start_backing(
     queue: &Rc<Queue>,
     buffer: &Rc<Buffer>,
     at: usize,
-    offset: u64,
+    offset: GuestOffset,
     len: usize,
     parts: &mut Vec<Part>,
 ) {
     let below = match &queue.backing {
-        Some((backing, size)) if offset < *size => {
-            let below = len.min(usize::try_from(*size - offset).unwrap_or(usize::MAX));
+        Some((backing, size)) if offset.bytes() < *size => {
+            let below = len.min(usize::try_from(*size - offset.bytes()).unwrap_or(usize::MAX));
             let part = Buffer::part(buffer, at, below);
-            let (request, answer) = Request::local(Op::Read, offset, below as u64, part);
+            let (request, answer) = Request::local(Op::Read, offset.bytes(), below as u64, part);
             backing.submit(request);
             parts.push(Part::Task(Box::pin(async move { answer.await.result })));
             below

@@ -17,7 +17,8 @@ use rustc_hash::FxHashMap;
 
 use super::read::{Part, finish};
 use super::{Queue, Shared, chores, load};
-use crate::metadata::Drop as Dropped;
+use crate::format::HostCluster;
+use crate::metadata::Dropped;
 use crate::metadata::extents::runs_of;
 
 /// What waits to be freed.
@@ -125,13 +126,13 @@ pub(super) async fn reclaim(queue: &Rc<Queue>) -> Result<(), IoError> {
 const CLUSTERS_PER_LOCK: usize = 256;
 
 async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
-    let mut references: FxHashMap<u64, u64> = FxHashMap::default();
-    for (first, count) in drops {
-        for cluster in first..first + count {
+    let mut references: FxHashMap<HostCluster, u64> = FxHashMap::default();
+    for Dropped { first, count } in drops {
+        for cluster in first.until(first + count) {
             *references.entry(cluster).or_default() += 1;
         }
     }
-    let mut references: Vec<(u64, u64)> = references.into_iter().collect();
+    let mut references: Vec<(HostCluster, u64)> = references.into_iter().collect();
     references.sort_unstable();
 
     // What the counts will be. Nobody else changes them: the allocator only touches counts of zero.
@@ -140,7 +141,7 @@ async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
         let count = count_of(queue, cluster).await?;
         if count < dropped {
             let image = queue.shared.file.path().display();
-            tracing::error!(%image, cluster, count, dropped, "a cluster has fewer references than were dropped");
+            tracing::error!(%image, %cluster, count, dropped, "a cluster has fewer references than were dropped");
             super::corrupt::mark(queue);
             return Err(IoError::Corrupt);
         }
@@ -178,7 +179,7 @@ async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
     Ok(())
 }
 
-async fn count_of(queue: &Rc<Queue>, cluster: u64) -> Result<u64, IoError> {
+async fn count_of(queue: &Rc<Queue>, cluster: HostCluster) -> Result<u64, IoError> {
     loop {
         let count = queue.shared.write()?.refcounts.get(cluster);
         match count {
@@ -192,14 +193,17 @@ async fn count_of(queue: &Rc<Queue>, cluster: u64) -> Result<u64, IoError> {
 const PUNCHES_MAX: usize = 32;
 
 /// Gives the space of these runs back to the host. Whether all of them read as zeros now.
-async fn punch(queue: &Rc<Queue>, runs: &[(u64, u64)]) -> bool {
-    let size = queue.shared.geometry.cluster_size();
+async fn punch(queue: &Rc<Queue>, runs: &[(HostCluster, u64)]) -> bool {
+    let geometry = queue.shared.geometry;
     let mut zero = true;
     for some in runs.chunks(PUNCHES_MAX) {
         let parts = some.iter().map(|&(first, count)| {
-            let file = queue.file.clone();
+            let data = queue.data.clone();
             Part::Task(Box::pin(async move {
-                match file.punch(first * size, count * size).await {
+                match data
+                    .punch(geometry.host_offset(first), count * geometry.cluster_size())
+                    .await
+                {
                     Ok(true) => Ok(()),
                     Ok(false) => Err(IoError::Unsupported),
                     Err(error) => Err(error),

@@ -12,29 +12,30 @@ use std::rc::Rc;
 use block::buffer::Piece;
 use block::canary::{Rule, broken};
 use block::ring::Pieces;
-use block::{AlignedBuf, Buffer, IoError};
+use block::{Buffer, IoError};
 use smallvec::{SmallVec, smallvec};
 
 use super::read::{Part, finish, start_backing};
 use super::{Queue, Shared, chores, compressed, flush, load};
-use crate::format::L2Mapping;
-use crate::metadata::{Allocation, Blocked, WriteStep};
+use crate::format::{GuestOffset, HostCluster};
+use crate::metadata::Blocked;
+use crate::metadata::plan::{Action, Allocation, Edge, EdgeContent, Fill, OldCluster, WriteStep};
 
 /// What is written.
 #[derive(Debug)]
 pub(super) enum Source {
     /// A request's memory, whose first byte belongs to this guest offset.
-    Buffer { buffer: Rc<Buffer>, guest: u64 },
+    Buffer { buffer: Rc<Buffer>, guest: GuestOffset },
     /// Zeros.
     Zeros,
 }
 
 impl Source {
-    fn piece(&self, offset: u64, len: u64) -> Piece {
+    fn piece(&self, offset: GuestOffset, len: u64) -> Piece {
         match self {
             Self::Buffer { buffer, guest } => Piece::Bytes {
                 buffer: Rc::clone(buffer),
-                offset: (offset - guest) as usize,
+                offset: (offset - *guest) as usize,
                 len: len as usize,
             },
             Self::Zeros => Piece::Zeros(len as usize),
@@ -46,7 +47,12 @@ impl Source {
 const STEPS_MAX: usize = 64;
 
 /// Writes `len` guest bytes from `offset` on.
-pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: u64) -> Result<(), IoError> {
+pub(super) async fn write(
+    queue: &Rc<Queue>,
+    source: &Source,
+    offset: GuestOffset,
+    len: u64,
+) -> Result<(), IoError> {
     debug_assert!(
         queue.is_entered(),
         "what is written in place may be reused meanwhile"
@@ -56,7 +62,7 @@ pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: 
     // Through the page cache the host's file system allocates late and in one go by itself.
     let reserves = queue.shared.file.alignment().offset > 1;
     while here < end {
-        let mut steps: SmallVec<[(u64, u64, WriteStep); 4]> = SmallVec::new();
+        let mut steps: SmallVec<[WriteStep; 2]> = SmallVec::new();
         let mut blocked = None;
         let mut pressed = false;
         let mut ahead = None;
@@ -65,9 +71,8 @@ pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: 
             while here < end && steps.len() < STEPS_MAX {
                 match metadata.plan_write(here, end) {
                     Ok(step) => {
-                        let len = step_len(&queue.shared, &step, here, end);
-                        steps.push((here, len, step));
-                        here += len;
+                        here += step.len;
+                        steps.push(step);
                     }
                     Err(reason) => {
                         blocked = Some(reason);
@@ -75,7 +80,7 @@ pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: 
                     }
                 }
             }
-            let fresh = |step: &(u64, u64, WriteStep)| matches!(step.2, WriteStep::Allocated(allocation) if !allocation.kept);
+            let fresh = |step: &WriteStep| matches!(step.action, Action::Fill(fill) if !fill.allocation.kept);
             if reserves && steps.iter().any(fresh) {
                 ahead = metadata.refcounts.reserve_ahead();
             }
@@ -91,7 +96,7 @@ pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: 
                 reserve(&queue, from, count).await
             });
         }
-        carry_out(queue, source, steps).await?;
+        run(queue, source, &steps).await?;
         if let Some(blocked) = blocked {
             load::unblock(queue, blocked).await?;
         }
@@ -101,9 +106,10 @@ pub(super) async fn write(queue: &Rc<Queue>, source: &Source, offset: u64, len: 
 
 /// Reserves host space for clusters to come. Direct writes that make a file longer wait for each other in
 /// the host's file system; inside its length they do not.
-async fn reserve(queue: &Queue, from: u64, count: u64) {
-    let size = queue.shared.geometry.cluster_size();
-    let result = queue.file.preallocate(from * size, count * size).await;
+async fn reserve(queue: &Queue, from: HostCluster, count: u64) {
+    let geometry = queue.shared.geometry;
+    let (at, len) = (geometry.host_offset(from), count * geometry.cluster_size());
+    let result = queue.data.reserve(at, len).await;
     if let Err(error) = result {
         // Not an error of any request: whoever needs the space hears it from its own write.
         tracing::debug!(%error, "no space could be reserved ahead");
@@ -115,61 +121,40 @@ async fn reserve(queue: &Queue, from: u64, count: u64) {
     }
 }
 
-fn step_len(shared: &Shared, step: &WriteStep, here: u64, end: u64) -> u64 {
-    match step {
-        WriteStep::InPlace { len, .. } => *len,
-        WriteStep::Allocated(allocation) => {
-            let size = shared.geometry.cluster_size();
-            ((allocation.guest + allocation.count) * size).min(end) - here
-        }
-    }
-}
-
-async fn carry_out(
-    queue: &Rc<Queue>,
-    source: &Source,
-    steps: SmallVec<[(u64, u64, WriteStep); 4]>,
-) -> Result<(), IoError> {
+/// Starts all steps of a plan and waits until they have ended.
+async fn run(queue: &Rc<Queue>, source: &Source, steps: &[WriteStep]) -> Result<(), IoError> {
     // The common case, without boxes.
-    if let [(offset, len, WriteStep::Allocated(allocation))] = steps[..] {
-        return allocated(queue, &allocation, source.piece(offset, len), offset, len).await;
+    if let [step] = steps
+        && let Action::Fill(fill) = step.action
+    {
+        return fill_and_map(queue, fill, source.piece(step.offset, step.len)).await;
     }
     let mut parts = Vec::with_capacity(steps.len());
-    for (offset, len, step) in steps {
-        let piece = source.piece(offset, len);
-        match step {
-            WriteStep::InPlace { host, .. } => {
-                parts.push(Part::Io(queue.file.start_write(host, smallvec![piece])));
-            }
-            WriteStep::Allocated(allocation) => {
+    for step in steps {
+        let piece = source.piece(step.offset, step.len);
+        parts.push(match step.action {
+            Action::Overwrite(at) => Part::Io(queue.data.start_write(at, smallvec![piece])),
+            Action::Fill(fill) => {
                 let queue = Rc::clone(queue);
-                parts.push(Part::Task(Box::pin(async move {
-                    allocated(&queue, &allocation, piece, offset, len).await
-                })));
+                Part::Task(Box::pin(async move { fill_and_map(&queue, fill, piece).await }))
             }
-        }
+        });
     }
     finish(parts).await
 }
 
 /// Fills reserved clusters and maps them.
-async fn allocated(
-    queue: &Rc<Queue>,
-    allocation: &Allocation,
-    piece: Piece,
-    offset: u64,
-    len: u64,
-) -> Result<(), IoError> {
+async fn fill_and_map(queue: &Rc<Queue>, fill: Fill, piece: Piece) -> Result<(), IoError> {
     let guard = Reservation {
         shared: &queue.shared,
-        allocation,
+        allocation: &fill.allocation,
         done: false,
     };
     if broken(Rule::L2BeforeData) {
         guard.publish()?;
-        return fill(queue, allocation, piece, offset, len).await;
+        return write_clusters(queue, &fill, piece).await;
     }
-    fill(queue, allocation, piece, offset, len).await?;
+    write_clusters(queue, &fill, piece).await?;
     guard.publish()
 }
 
@@ -203,53 +188,37 @@ impl Drop for Reservation<'_> {
     }
 }
 
-/// Writes the data and the edges of an allocation's clusters.
-async fn fill(
-    queue: &Rc<Queue>,
-    allocation: &Allocation,
-    piece: Piece,
-    offset: u64,
-    len: u64,
-) -> Result<(), IoError> {
+/// Writes the head, the data and the tail of reserved clusters, as one op.
+async fn write_clusters(queue: &Rc<Queue>, fill: &Fill, piece: Piece) -> Result<(), IoError> {
+    let Fill {
+        allocation,
+        head,
+        tail,
+    } = fill;
     let size = queue.shared.geometry.cluster_size();
-    let start = allocation.guest * size;
-    let end = (allocation.guest + allocation.count) * size;
-    let (head, tail) = (offset - start, end - (offset + len));
-    let old_head = head > 0 && has_bytes(queue, allocation.old_first, start);
-    let old_tail = tail > 0 && has_bytes(queue, allocation.old_last, end - size);
-    if !old_head && !old_tail {
-        let mut pieces = Pieces::new();
-        let mut at = allocation.host + head;
-        if !allocation.zero && head > 0 {
-            pieces.push(Piece::Zeros(head as usize));
-            at = allocation.host;
-        }
-        pieces.push(piece);
-        if !allocation.zero && tail > 0 {
-            pieces.push(Piece::Zeros(tail as usize));
-        }
-        return queue.file.start_write(at, pieces).await;
-    }
-    // Old contents of the first and the last cluster; one read if they are the same.
-    let first = if old_head {
-        Some(old_cluster(queue, allocation.old_first, start).await?)
-    } else {
-        None
+    let guest = queue.shared.geometry.guest_offset(allocation.guest);
+    let first = match head.content {
+        EdgeContent::Old(old) => Some(old_cluster(queue, old, guest).await?),
+        _ => None,
     };
-    let last = match (&first, old_tail) {
-        (Some(first), true) if allocation.count == 1 => Some(Rc::clone(first)),
-        (_, true) => Some(old_cluster(queue, allocation.old_last, end - size).await?),
-        (_, false) => None,
+    let last = match (tail.content, &first) {
+        // Both edges are of one cluster.
+        (EdgeContent::Old(_), Some(first)) if allocation.count == 1 => Some(Rc::clone(first)),
+        (EdgeContent::Old(old), _) => {
+            let last = guest + (allocation.count - 1) * size;
+            Some(old_cluster(queue, old, last).await?)
+        }
+        _ => None,
     };
     let mut pieces = Pieces::new();
-    if head > 0 {
-        pieces.push(edge(first.as_ref(), 0, head));
+    let mut at = allocation.host;
+    match edge(head, first.as_ref(), 0) {
+        Some(head) => pieces.push(head),
+        None => at += head.len,
     }
     pieces.push(piece);
-    if tail > 0 {
-        pieces.push(edge(last.as_ref(), size - tail, tail));
-    }
-    let result = queue.file.start_write(allocation.host, pieces).await;
+    pieces.extend(edge(tail, last.as_ref(), size - tail.len));
+    let result = queue.data.start_write(at, pieces).await;
     for buffer in [first, last].into_iter().flatten() {
         // Inflated clusters are kept by the cache, and then not ours to give back.
         if let Some(bytes) = Rc::try_unwrap(buffer).ok().and_then(Buffer::into_owned) {
@@ -259,49 +228,39 @@ async fn fill(
     result
 }
 
-fn edge(old: Option<&Rc<Buffer>>, offset: u64, len: u64) -> Piece {
-    match old {
-        Some(buffer) => Piece::Bytes {
+/// Returns what is to be written at an edge, if anything is. Where old contents are copied, `old` is their cluster and
+/// they begin at `offset` in it.
+fn edge(edge: &Edge, old: Option<&Rc<Buffer>>, offset: u64) -> Option<Piece> {
+    debug_assert_eq!(old.is_some(), matches!(edge.content, EdgeContent::Old(_)));
+    match (old, edge.content) {
+        (Some(buffer), _) => Some(Piece::Bytes {
             buffer: Rc::clone(buffer),
             offset: offset as usize,
-            len: len as usize,
-        },
-        None => Piece::Zeros(len as usize),
+            len: edge.len as usize,
+        }),
+        (None, EdgeContent::Zeros) => Some(Piece::Zeros(edge.len as usize)),
+        (None, EdgeContent::Kept | EdgeContent::Old(_)) => None,
     }
 }
 
-/// Whether a guest cluster that was mapped like this may hold anything but zeros.
-fn has_bytes(queue: &Queue, old: L2Mapping, guest: u64) -> bool {
-    match old {
-        _ if broken(Rule::NeighbourDropped) => false,
-        L2Mapping::Zero { .. } => false,
-        L2Mapping::Unallocated => queue.shared.backing_covers(guest),
-        L2Mapping::Data { .. } | L2Mapping::Compressed(_) => true,
-    }
-}
-
-/// The contents of a guest cluster as it was mapped.
-async fn old_cluster(queue: &Rc<Queue>, old: L2Mapping, guest: u64) -> Result<Rc<Buffer>, IoError> {
+/// Reads the old contents of the guest cluster that begins at `guest`.
+async fn old_cluster(queue: &Rc<Queue>, old: OldCluster, guest: GuestOffset) -> Result<Rc<Buffer>, IoError> {
     let size = queue.shared.geometry.cluster_size() as usize;
     let fresh = || Rc::new(Buffer::from(queue.cx.pool().take(size)));
     match old {
-        L2Mapping::Data { host, .. } => {
+        OldCluster::Data(at) => {
             let buffer = fresh();
-            queue
-                .file
-                .start_read(host.bytes(), smallvec![Piece::whole(&buffer)])
-                .await?;
+            queue.data.start_read(at, Piece::whole(&buffer)).await?;
             Ok(buffer)
         }
-        L2Mapping::Compressed(extent) => compressed::cluster(queue, extent).await,
-        L2Mapping::Unallocated => {
+        OldCluster::Compressed(extent) => compressed::cluster(queue, extent).await,
+        OldCluster::Backing => {
             let buffer = fresh();
             let mut parts = Vec::new();
             start_backing(queue, &buffer, 0, guest, size, &mut parts);
             finish(parts).await?;
             Ok(buffer)
         }
-        L2Mapping::Zero { .. } => Ok(Rc::new(Buffer::from(AlignedBuf::zeroed(size)))),
     }
 }
 

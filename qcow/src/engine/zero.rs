@@ -9,7 +9,7 @@ use block::IoError;
 
 use super::write::{Source, change, write};
 use super::{Queue, flush};
-use crate::format::Version;
+use crate::format::{GuestCluster, GuestOffset, Version};
 use crate::metadata::clear::{Clear, Cleared};
 use crate::metadata::{Extent, Lookup};
 
@@ -17,7 +17,7 @@ use crate::metadata::{Extent, Lookup};
 const DROPS_MAX: usize = 8192;
 
 /// Discards `len` bytes from `offset` on: whole clusters of it, the rest is left alone.
-pub(super) async fn discard(queue: &Rc<Queue>, offset: u64, len: u64) -> Result<(), IoError> {
+pub(super) async fn discard(queue: &Rc<Queue>, offset: GuestOffset, len: u64) -> Result<(), IoError> {
     let shared = &queue.shared;
     let policy = shared.policy;
     let uncovers = shared.geometry.version() == Version::V2 && shared.backing.is_some();
@@ -32,7 +32,7 @@ pub(super) async fn discard(queue: &Rc<Queue>, offset: u64, len: u64) -> Result<
 /// Makes `len` bytes from `offset` on read as zeros.
 pub(super) async fn write_zeroes(
     queue: &Rc<Queue>,
-    offset: u64,
+    offset: GuestOffset,
     len: u64,
     unmap: bool,
 ) -> Result<(), IoError> {
@@ -46,33 +46,43 @@ pub(super) async fn write_zeroes(
     let give_back = unmap && policy.sparse;
     let keep = !give_back || policy.discard_no_unref;
     let punch = give_back && policy.discard_no_unref;
-    let head_end = offset.next_multiple_of(shared.geometry.cluster_size()).min(end);
+    let size = shared.geometry.cluster_size();
+    let head_end = GuestOffset::new(offset.bytes().next_multiple_of(size)).min(end);
     zero_bytes(queue, offset, head_end).await?;
     let cleared = clear(queue, head_end, end, how(queue, keep, punch)).await?;
     zero_bytes(queue, cleared.clamp(head_end, end), end).await
 }
 
 fn how(queue: &Queue, keep: bool, punch: bool) -> Clear {
-    let size = queue.shared.geometry.cluster_size();
-    let covered = queue
-        .shared
-        .backing
-        .as_ref()
-        .map_or(0, |backing| backing.size.div_ceil(size));
-    Clear { keep, punch, covered }
+    let shared = &queue.shared;
+    let bytes = shared.backing.as_ref().map_or(0, |backing| backing.size);
+    Clear {
+        keep,
+        punch,
+        covered: GuestCluster::new(shared.geometry.clusters_for(bytes)),
+    }
 }
 
 /// Makes the clusters that lie wholly in `offset..end` read as zeros by their mapping. The disk's last cluster counts as
-/// whole if the range reaches the disk's end. Returns the end of the last one, in bytes, which may be past `end`.
-async fn clear(queue: &Rc<Queue>, offset: u64, end: u64, how: Clear) -> Result<u64, IoError> {
-    let size = queue.shared.geometry.cluster_size();
-    let mut here = offset.div_ceil(size);
+/// whole if the range reaches the disk's end. Returns the end of the last one, which may be past `end`.
+async fn clear(
+    queue: &Rc<Queue>,
+    offset: GuestOffset,
+    end: GuestOffset,
+    how: Clear,
+) -> Result<GuestOffset, IoError> {
+    let geometry = queue.shared.geometry;
+    let mut here = GuestCluster::new(geometry.clusters_for(offset.bytes()));
     let mut pressed = false;
-    while here * size < end {
+    while geometry.guest_offset(here) < end {
         let cleared = change(queue, |metadata| {
             // Each time anew: the disk may grow meanwhile, and then the rest of the cluster is the guest's.
-            let reaches = end >= metadata.size_bytes & !511;
-            let last = if reaches { end.div_ceil(size) } else { end / size };
+            let reaches = end.bytes() >= metadata.size_bytes & !511;
+            let last = if reaches {
+                GuestCluster::new(geometry.clusters_for(end.bytes()))
+            } else {
+                geometry.guest_cluster(end)
+            };
             if here >= last {
                 return Ok(None);
             }
@@ -93,7 +103,7 @@ async fn clear(queue: &Rc<Queue>, offset: u64, end: u64, how: Clear) -> Result<u
                 host,
                 slice,
             }) => {
-                let punched = queue.file.punch(host, count * size).await;
+                let punched = queue.data.punch(host, count * geometry.cluster_size()).await;
                 let (waiters, result) = queue
                     .shared
                     .write()?
@@ -105,12 +115,12 @@ async fn clear(queue: &Rc<Queue>, offset: u64, end: u64, how: Clear) -> Result<u
             }
         }
     }
-    Ok(here * size)
+    Ok(geometry.guest_offset(here))
 }
 
 /// Writes zeros to `offset..end`, which is less than a cluster or has no better way, where it does not
 /// read as zeros already.
-async fn zero_bytes(queue: &Rc<Queue>, offset: u64, end: u64) -> Result<(), IoError> {
+async fn zero_bytes(queue: &Rc<Queue>, offset: GuestOffset, end: GuestOffset) -> Result<(), IoError> {
     let mut here = offset;
     while here < end {
         let found = queue.shared.read()?.lookup(here, end - here);

@@ -5,6 +5,7 @@
 //! represented saturate or are `None`. Spec: "Header", "Host cluster management", "Cluster mapping".
 
 use std::fmt;
+use std::ops::{Add, AddAssign, Sub};
 
 const _: () = assert!(usize::BITS >= 64, "table indices are kept in usize");
 
@@ -182,6 +183,49 @@ pub struct GuestCluster(u64);
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct HostCluster(u64);
 
+/// Sums and differences of positions that are known to lie on a disk or in a file: they cannot overflow, which debug
+/// builds check. What an image claims goes through `checked_add`.
+macro_rules! distances {
+    ($type:ident) => {
+        #[expect(
+            clippy::arithmetic_side_effects,
+            reason = "positions on a disk end far below 2^64"
+        )]
+        impl Add<u64> for $type {
+            type Output = Self;
+
+            #[inline]
+            fn add(self, more: u64) -> Self {
+                Self(self.0 + more)
+            }
+        }
+
+        #[expect(
+            clippy::arithmetic_side_effects,
+            reason = "positions on a disk end far below 2^64"
+        )]
+        impl AddAssign<u64> for $type {
+            #[inline]
+            fn add_assign(&mut self, more: u64) {
+                self.0 += more;
+            }
+        }
+
+        #[expect(
+            clippy::arithmetic_side_effects,
+            reason = "callers subtract what lies before"
+        )]
+        impl Sub for $type {
+            type Output = u64;
+
+            #[inline]
+            fn sub(self, before: Self) -> u64 {
+                self.0 - before.0
+            }
+        }
+    };
+}
+
 macro_rules! offset_methods {
     ($type:ident) => {
         impl $type {
@@ -212,6 +256,8 @@ macro_rules! offset_methods {
                 self.0 & bytes.wrapping_sub(1) == 0
             }
         }
+
+        distances!($type);
 
         impl fmt::Display for $type {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -244,7 +290,15 @@ macro_rules! cluster_methods {
                     None => None,
                 }
             }
+
+            /// Returns the clusters from this one up to `end`, without it, in order.
+            #[inline]
+            pub fn until(self, end: Self) -> impl DoubleEndedIterator<Item = Self> + Clone {
+                (self.0..end.0).map(Self)
+            }
         }
+
+        distances!($type);
 
         impl fmt::Display for $type {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

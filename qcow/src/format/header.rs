@@ -485,18 +485,6 @@ impl Header {
     }
 }
 
-/// Clears the autoclear bits that the format does not define in the header's first bytes: who writes an image does so.
-pub(crate) fn clear_unknown_autoclear(header: &mut [u8]) {
-    let is_v3 = header.get(at::VERSION..at::VERSION + 4) == Some(&Version::V3.number().to_be_bytes());
-    let field = header
-        .get_mut(at::AUTOCLEAR_FEATURES..)
-        .and_then(|bytes| bytes.first_chunk_mut());
-    if let Some(field) = field.filter(|_| is_v3) {
-        let bits = Autoclear::from_bits_retain(u64::from_be_bytes(*field));
-        *field = bits.difference(bits.unknown()).bits().to_be_bytes();
-    }
-}
-
 /// Where the backing file name is, after checking that it lies in the first cluster behind the
 /// header. `None` without a backing file.
 fn backing_range(

@@ -23,6 +23,7 @@ pub mod extension;
 mod features;
 pub mod geometry;
 pub mod header;
+mod header_fields;
 #[cfg(test)]
 mod header_tests;
 pub mod l1;
@@ -41,6 +42,7 @@ pub use geometry::{
 pub use header::{
     Autoclear, Compatible, CompressionType, CryptMethod, Header, HeaderError, Incompatible, Unsupported,
 };
+pub(crate) use header_fields::HeaderFields;
 pub use l1::{L1Entry, L2TableRef};
 pub use l2::{CompressedExtent, L2Entry, L2Mapping, L2Table, L2TableMut};
 pub use refcount::{RefcountTableEntry, SetRefcountError};

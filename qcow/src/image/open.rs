@@ -23,10 +23,11 @@ use super::{RepairError, bitmaps, rebuild_refcounts};
 use crate::engine::{Announcement, Backing, Parts, Policy, QcowDisk};
 use crate::format::geometry::SECTOR_SIZE;
 use crate::format::{
-    Autoclear, Geometry, Header, HeaderError, Incompatible, L1Entry, RefcountTableEntry, Unsupported, Version,
+    Autoclear, Geometry, Header, HeaderError, HeaderFields, HostCluster, HostOffset, Incompatible, L1Entry,
+    RefcountTableEntry, Unsupported, Version,
 };
 use crate::metadata::Metadata;
-use crate::metadata::refcounts::{Refcounts, TablePlace};
+use crate::metadata::refcounts::{NO_LIMIT, Refcounts, TablePlace};
 pub use crate::metadata::structures::StructureError;
 use crate::metadata::structures::Structures;
 
@@ -303,7 +304,8 @@ impl Chain<'_> {
             let backing = self.open_backing(&path, &header).await?;
             // Nothing has been written so far, and from here on only what a rebuild needs.
             let header = prepare(&view, header, write).await.map_err(image)?;
-            let metadata = load(&view, &header, self.options.l2_cache_bytes, write)
+            let covered_bytes = backing.as_ref().map_or(0, |backing| backing.size);
+            let metadata = load(&view, &header, self.options.l2_cache_bytes, covered_bytes, write)
                 .await
                 .map_err(image)?;
             let announcement = if write {
@@ -311,7 +313,7 @@ impl Chain<'_> {
             } else {
                 Announcement::default()
             };
-            let first_sector = read(&view, "the header", 0, 512)
+            let first_sector = read(&view, "the header", 0, HeaderFields::BYTES)
                 .await
                 .map_err(|error| image(error.into()))?;
             // Not sooner: whoever opens an image wants to hear that there is no space.
@@ -330,7 +332,7 @@ impl Chain<'_> {
                 compression: header.compression,
                 backing,
                 metadata,
-                header: first_sector.to_vec(),
+                header: HeaderFields::new(&first_sector),
                 announcement,
                 inflate_threads: self.options.inflate_threads,
                 lock,
@@ -507,6 +509,7 @@ async fn load(
     view: &FileView,
     header: &Header,
     l2_cache_bytes: Option<u64>,
+    covered_bytes: u64,
     write: bool,
 ) -> Result<Metadata, ImageError> {
     let geometry = header.geometry();
@@ -537,18 +540,25 @@ async fn load(
         Structures::default()
     };
     let place = TablePlace {
-        offset: header.refcount_table_offset.bytes(),
+        offset: header.refcount_table_offset,
         clusters: u64::from(header.refcount_table_clusters),
     };
-    let end = geometry.clusters_for(file_len);
+    let end = HostCluster::new(geometry.clusters_for(file_len));
     let limit = if block_device {
-        file_len / geometry.cluster_size()
+        geometry.host_cluster(HostOffset::new(file_len))
     } else {
-        u64::MAX
+        NO_LIMIT
     };
     let mut refcounts = Refcounts::new(geometry, table, place, end, limit, (cache / 4).max(256 << 10));
     refcounts.structures = structures;
-    Ok(Metadata::new(geometry, l1, header.l1_offset, refcounts, cache))
+    Ok(Metadata::new(
+        geometry,
+        l1,
+        header.l1_offset,
+        refcounts,
+        cache,
+        covered_bytes,
+    ))
 }
 
 fn io_length(source: IoError) -> ImageError {

@@ -6,7 +6,7 @@ use block::IoError;
 use block::canary::{Rule, broken};
 
 use super::{Blocked, Metadata};
-use crate::format::{L2Entry, L2Mapping, Version};
+use crate::format::{GuestCluster, HostOffset, L2Entry, L2Mapping, Version};
 
 /// How clusters are cleared.
 #[derive(Clone, Copy, Debug)]
@@ -16,20 +16,20 @@ pub(crate) struct Clear {
     /// And their space is given back to the host by punching it.
     pub(crate) punch: bool,
     /// Below this guest cluster the backing file has bytes that must not show.
-    pub(crate) covered: u64,
+    pub(crate) covered: GuestCluster,
 }
 
 /// What became of a step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Cleared {
     /// Done up to this guest cluster.
-    Until(u64),
+    Until(GuestCluster),
     /// These clusters, in flight now and their slice pinned, are to be punched and then handed to
     /// [`Metadata::punched`].
     Punch {
-        guest: u64,
+        guest: GuestCluster,
         count: u64,
-        host: u64,
+        host: HostOffset,
         slice: u64,
     },
 }
@@ -40,17 +40,21 @@ impl Metadata {
     /// # Errors
     ///
     /// [`Blocked`], if something must happen first.
-    pub(crate) fn clear(&mut self, cluster: u64, end: u64, how: Clear) -> Result<Cleared, Blocked> {
-        let l1_index = (cluster >> self.geometry.l2_bits()) as usize;
+    pub(crate) fn clear(
+        &mut self,
+        cluster: GuestCluster,
+        end: GuestCluster,
+        how: Clear,
+    ) -> Result<Cleared, Blocked> {
+        let l1_index = self.geometry.l1_index(self.geometry.guest_offset(cluster));
         if cluster >= how.covered && matches!(self.table_offset(l1_index), Ok(None)) {
-            let table_end = (l1_index as u64 + 1) << self.geometry.l2_bits();
+            let table_end = self.slice_end(self.table_slices(l1_index).end - 1);
             return Ok(Cleared::Until(table_end.min(end)));
         }
         let slice = self.own_slice(cluster)?;
-        let slice_end = ((slice + 1) << self.slice_bits).min(end);
-        let bits = self.geometry.cluster_bits().get();
-        for here in cluster..slice_end {
-            if self.is_in_flight(here << bits, 1) && !broken(Rule::ClearRuns) {
+        let slice_end = self.slice_end(slice).min(end);
+        for here in cluster.until(slice_end) {
+            if self.in_flight.touches(here, here) && !broken(Rule::ClearRuns) {
                 if here > cluster {
                     return Ok(Cleared::Until(here));
                 }
@@ -71,7 +75,7 @@ impl Metadata {
                         if here > cluster {
                             return Ok(Cleared::Until(here));
                         }
-                        return self.plan_punch(slice, here, slice_end, host.bytes());
+                        return self.plan_punch(slice, here, slice_end, host);
                     }
                     L2Entry::zero_allocated(host, true)
                 }
@@ -82,18 +86,23 @@ impl Metadata {
         Ok(Cleared::Until(slice_end))
     }
 
-    fn plan_punch(&mut self, slice: u64, first: u64, end: u64, host: u64) -> Result<Cleared, Blocked> {
+    fn plan_punch(
+        &mut self,
+        slice: u64,
+        first: GuestCluster,
+        end: GuestCluster,
+        host: HostOffset,
+    ) -> Result<Cleared, Blocked> {
         let size = self.geometry.cluster_size();
-        let bits = self.geometry.cluster_bits().get();
         let mut count = 1;
         while first + count < end
-            && !self.is_in_flight((first + count) << bits, 1)
+            && !self.in_flight.touches(first + count, first + count)
             && matches!(self.mapping(slice, first + count)?,
-                L2Mapping::Data { host: at, copied: true } if at.bytes() == host + count * size)
+                L2Mapping::Data { host: at, copied: true } if at == host + count * size)
         {
             count += 1;
         }
-        self.enter_in_flight(first, count);
+        self.in_flight.enter(first, count);
         self.l2.pin(slice);
         Ok(Cleared::Punch {
             guest: first,
@@ -106,14 +115,14 @@ impl Metadata {
     /// Marks clusters that were punched as zeros that keep their place. Returns whom to wake.
     pub(crate) fn punched(
         &mut self,
-        guest: u64,
+        guest: GuestCluster,
         count: u64,
         slice: u64,
         done: bool,
     ) -> (Vec<Waker>, Result<(), IoError>) {
         self.l2.unpin(slice);
         let mut result = Ok(());
-        for cluster in (guest..guest + count).filter(|_| done) {
+        for cluster in guest.until(guest + count).filter(|_| done) {
             if let Ok(L2Mapping::Data { host, copied: true }) = self.mapping(slice, cluster)
                 && self
                     .set_mapping(slice, cluster, L2Entry::zero_allocated(host, true))
@@ -123,6 +132,6 @@ impl Metadata {
             }
             result = Err(IoError::Corrupt);
         }
-        (self.leave_in_flight(guest), result)
+        (self.in_flight.leave(guest), result)
     }
 }

@@ -2,11 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use crate::format::HostCluster;
+
 /// Free runs of host clusters. Each run remembers whether it is known to read as zeros.
 #[derive(Debug, Default)]
 pub(crate) struct FreeRuns {
     /// First cluster → (how many, known to be zero).
-    runs: BTreeMap<u64, (u64, bool)>,
+    runs: BTreeMap<HostCluster, (u64, bool)>,
     total: u64,
 }
 
@@ -18,7 +20,7 @@ impl FreeRuns {
     }
 
     /// Adds `count` clusters from `first` on, which are not in the set.
-    pub(crate) fn insert(&mut self, first: u64, count: u64, zero: bool) {
+    pub(crate) fn insert(&mut self, first: HostCluster, count: u64, zero: bool) {
         if count == 0 {
             return;
         }
@@ -43,7 +45,7 @@ impl FreeRuns {
 
     /// Takes at most `count` neighbouring clusters: the first cluster, how many, and whether they are
     /// known to be zero. A run that is long enough is preferred among the first few.
-    pub(crate) fn take(&mut self, count: u64) -> Option<(u64, u64, bool)> {
+    pub(crate) fn take(&mut self, count: u64) -> Option<(HostCluster, u64, bool)> {
         let fits = self.runs.iter().take(32).find(|(_, run)| run.0 >= count);
         let (&first, &(len, zero)) = fits.or_else(|| self.runs.iter().next())?;
         self.runs.remove(&first);
@@ -56,13 +58,13 @@ impl FreeRuns {
     }
 
     /// The first cluster of a run of at least `count`.
-    pub(crate) fn find(&self, count: u64) -> Option<u64> {
+    pub(crate) fn find(&self, count: u64) -> Option<HostCluster> {
         let mut runs = self.runs.iter();
         runs.find(|(_, run)| run.0 >= count).map(|(&first, _)| first)
     }
 
     /// Takes `count` clusters from `first` on, which is where a run of at least so many begins.
-    pub(crate) fn remove(&mut self, first: u64, count: u64) {
+    pub(crate) fn remove(&mut self, first: HostCluster, count: u64) {
         if let Some((len, zero)) = self.runs.remove(&first) {
             self.total -= len;
             self.insert(first + count, len.saturating_sub(count), zero);
@@ -71,10 +73,10 @@ impl FreeRuns {
 }
 
 /// Gathers clusters into runs: sorted, neighbours joined.
-pub(crate) fn runs_of(mut clusters: Vec<u64>) -> Vec<(u64, u64)> {
+pub(crate) fn runs_of(mut clusters: Vec<HostCluster>) -> Vec<(HostCluster, u64)> {
     clusters.sort_unstable();
     clusters.dedup();
-    let mut runs: Vec<(u64, u64)> = Vec::new();
+    let mut runs: Vec<(HostCluster, u64)> = Vec::new();
     for cluster in clusters {
         match runs.last_mut() {
             Some((first, count)) if *first + *count == cluster => *count += 1,
@@ -88,32 +90,39 @@ pub(crate) fn runs_of(mut clusters: Vec<u64>) -> Vec<(u64, u64)> {
 mod tests {
     use super::*;
 
+    const fn at(index: u64) -> HostCluster {
+        HostCluster::new(index)
+    }
+
     #[test]
     fn neighbours_join_if_they_are_alike() {
         let mut free = FreeRuns::default();
-        free.insert(10, 2, true);
-        free.insert(14, 2, true);
-        free.insert(12, 2, true);
-        assert_eq!(free.take(6), Some((10, 6, true)));
-        free.insert(10, 2, true);
-        free.insert(12, 2, false);
-        assert_eq!(free.take(4), Some((10, 2, true)));
+        free.insert(at(10), 2, true);
+        free.insert(at(14), 2, true);
+        free.insert(at(12), 2, true);
+        assert_eq!(free.take(6), Some((at(10), 6, true)));
+        free.insert(at(10), 2, true);
+        free.insert(at(12), 2, false);
+        assert_eq!(free.take(4), Some((at(10), 2, true)));
         assert_eq!(free.total(), 2);
     }
 
     #[test]
     fn a_run_long_enough_is_preferred() {
         let mut free = FreeRuns::default();
-        free.insert(10, 1, true);
-        free.insert(20, 8, true);
-        assert_eq!(free.take(4), Some((20, 4, true)));
-        assert_eq!(free.take(9), Some((10, 1, true)));
-        assert_eq!(free.take(9), Some((24, 4, true)));
+        free.insert(at(10), 1, true);
+        free.insert(at(20), 8, true);
+        assert_eq!(free.take(4), Some((at(20), 4, true)));
+        assert_eq!(free.take(9), Some((at(10), 1, true)));
+        assert_eq!(free.take(9), Some((at(24), 4, true)));
         assert_eq!(free.take(1), None);
     }
 
     #[test]
     fn scattered_clusters_become_sorted_runs() {
-        assert_eq!(runs_of(vec![5, 3, 4, 9, 3]), vec![(3, 3), (9, 1)]);
+        assert_eq!(
+            runs_of([5, 3, 4, 9, 3].map(at).into()),
+            vec![(at(3), 3), (at(9), 1)]
+        );
     }
 }

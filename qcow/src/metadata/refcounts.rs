@@ -19,7 +19,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::extents::FreeRuns;
 use super::slices::SliceCache;
 use super::structures::{InUse, Structure, Structures};
-use crate::format::{Geometry, HostCluster, RefcountTableEntry};
+use crate::format::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
 
 /// Why the allocator cannot go on under the lock.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -47,8 +47,8 @@ impl From<IoError> for Stuck {
 /// Host clusters handed out.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Run {
-    /// The first cluster's number.
-    pub(crate) first: u64,
+    /// The first cluster.
+    pub(crate) first: HostCluster,
     /// How many.
     pub(crate) count: u64,
     /// They are known to read as zeros.
@@ -58,8 +58,8 @@ pub(crate) struct Run {
 /// Where the refcount table was before it moved, until the header says so on disk.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct TablePlace {
-    /// Host offset in bytes.
-    pub(crate) offset: u64,
+    /// Where it begins.
+    pub(crate) offset: HostOffset,
     /// Length in clusters.
     pub(crate) clusters: u64,
 }
@@ -81,22 +81,25 @@ pub(crate) struct Refcounts {
     pub(crate) structures: Structures,
     /// Logarithm of the counts per slice.
     slice_bits: u32,
-    cursor: u64,
+    cursor: HostCluster,
     /// From here on no byte was ever written: clusters read as zeros.
-    virgin: u64,
+    virgin: HostCluster,
     /// How far the searches for runs of so many clusters, behind the end or anywhere, have come: they begin anew when a
     /// slice that they lack has been loaded.
-    searches: FxHashMap<(u64, bool), u64>,
-    /// The first cluster there is no room for; `u64::MAX` for a file that grows.
-    limit: u64,
+    searches: FxHashMap<(u64, bool), HostCluster>,
+    /// The first cluster there is no room for; [`NO_LIMIT`] for a file that grows.
+    limit: HostCluster,
     free: FreeRuns,
     /// The cluster after the last one ever handed out or counted.
-    end: u64,
+    end: HostCluster,
     /// Up to here the host has space reserved past `end`.
-    reserved: u64,
+    reserved: HostCluster,
     /// Somebody is reserving more, or it was found to be of no use.
     reserving: bool,
 }
+
+/// The end of a file that grows.
+pub(crate) const NO_LIMIT: HostCluster = HostCluster::new(u64::MAX);
 
 /// The least and the most that is reserved at once, in bytes.
 const RESERVE_BYTES_MIN: u64 = 4 << 20;
@@ -112,8 +115,8 @@ impl Refcounts {
         geometry: Geometry,
         table: Vec<RefcountTableEntry>,
         place: TablePlace,
-        file_end: u64,
-        limit: u64,
+        file_end: HostCluster,
+        limit: HostCluster,
         cache_bytes: u64,
     ) -> Self {
         let slice_bytes = geometry.cluster_size().min(4096) as usize;
@@ -128,29 +131,44 @@ impl Refcounts {
             slices: SliceCache::new(slice_bytes, cache_bytes.max(4 * run::count_bytes_max(&geometry))),
             structures: Structures::default(),
             slice_bits,
-            cursor: 0,
-            virgin: if limit == u64::MAX { file_end } else { u64::MAX },
+            cursor: HostCluster::new(0),
+            virgin: if limit == NO_LIMIT { file_end } else { NO_LIMIT },
             searches: FxHashMap::default(),
             limit,
             free: FreeRuns::default(),
             end: file_end,
             reserved: file_end,
-            reserving: limit != u64::MAX,
+            reserving: limit != NO_LIMIT,
         }
     }
 
-    fn block_index(&self, cluster: u64) -> usize {
-        self.geometry.refcount_table_index(HostCluster::new(cluster))
+    fn block_index(&self, cluster: HostCluster) -> usize {
+        self.geometry.refcount_table_index(cluster)
+    }
+
+    /// The refcount block that a slice is part of.
+    fn block_of(&self, slice: u64) -> usize {
+        self.block_index(self.slice_start(slice))
+    }
+
+    /// The first cluster that a slice counts.
+    fn slice_start(&self, slice: u64) -> HostCluster {
+        HostCluster::new(slice << self.slice_bits)
+    }
+
+    /// The entry, within its slice, that counts a cluster.
+    fn index_in_slice(&self, cluster: HostCluster) -> usize {
+        (cluster.index() & ((1 << self.slice_bits) - 1)) as usize
     }
 
     /// The slice that holds a cluster's count.
-    pub(crate) fn slice_of(&self, cluster: u64) -> u64 {
-        cluster >> self.slice_bits
+    pub(crate) fn slice_of(&self, cluster: HostCluster) -> u64 {
+        cluster.index() >> self.slice_bits
     }
 
-    /// Where a slice is on disk, in bytes; `None` if its block does not exist.
-    pub(crate) fn slice_offset(&self, slice: u64) -> Result<Option<u64>, IoError> {
-        let index = self.block_index(slice << self.slice_bits);
+    /// Where a slice is on disk; `None` if its block does not exist.
+    pub(crate) fn slice_offset(&self, slice: u64) -> Result<Option<HostOffset>, IoError> {
+        let index = self.block_of(slice);
         let Some(block) = self.block_offset(index)? else {
             return Ok(None);
         };
@@ -160,13 +178,13 @@ impl Refcounts {
         ))
     }
 
-    /// Where block `index` of the table is on disk, in bytes.
-    pub(crate) fn block_offset(&self, index: usize) -> Result<Option<u64>, IoError> {
+    /// Where block `index` of the table is on disk.
+    pub(crate) fn block_offset(&self, index: usize) -> Result<Option<HostOffset>, IoError> {
         let Some(entry) = self.table.get(index) else {
             return Ok(None);
         };
         match entry.decode(&self.geometry) {
-            Ok(host) => Ok(host.map(|host| host.bytes())),
+            Ok(host) => Ok(host),
             Err(error) => {
                 tracing::error!(%error, index, "the refcount table is corrupt");
                 Err(IoError::Corrupt)
@@ -183,20 +201,21 @@ impl Refcounts {
 
     /// Whether the block that a slice belongs to is not reachable on disk yet.
     pub(crate) fn is_fresh(&self, slice: u64) -> bool {
-        self.fresh.contains(&self.block_index(slice << self.slice_bits))
+        self.fresh.contains(&self.block_of(slice))
     }
 
     /// The cluster after the last one in use or in the file.
-    pub(crate) fn end(&self) -> u64 {
+    #[inline]
+    pub(crate) fn end(&self) -> HostCluster {
         self.end
     }
 
     /// Whether more space should be reserved past the end: from which cluster, and how many. The caller
     /// does it and reports to [`Refcounts::reserved`].
-    pub(crate) fn reserve_ahead(&mut self) -> Option<(u64, u64)> {
+    pub(crate) fn reserve_ahead(&mut self) -> Option<(HostCluster, u64)> {
         let size = self.geometry.cluster_size();
         // An eighth of the file, within bounds: as much is left over after a crash.
-        let step = (self.end * size / 8).clamp(RESERVE_BYTES_MIN, RESERVE_BYTES_MAX) / size;
+        let step = (self.end.index() * size / 8).clamp(RESERVE_BYTES_MIN, RESERVE_BYTES_MAX) / size;
         if self.reserving || self.end + step / 2 <= self.reserved {
             return None;
         }
@@ -206,23 +225,23 @@ impl Refcounts {
     }
 
     /// Where the file ends if what was reserved and not used is cut off; `None` if nothing is.
-    pub(crate) fn unused_reserve(&self) -> Option<u64> {
-        (self.limit == u64::MAX && self.reserved > self.end).then_some(self.end)
+    pub(crate) fn unused_reserve(&self) -> Option<HostCluster> {
+        (self.limit == NO_LIMIT && self.reserved > self.end).then_some(self.end)
     }
 
     /// Space is reserved up to cluster `end`; `None` if it cannot be had, and is not asked for again.
-    pub(crate) fn reserved(&mut self, end: Option<u64>) {
+    pub(crate) fn reserved(&mut self, end: Option<HostCluster>) {
         if let Some(end) = end {
             self.reserved = self.reserved.max(end);
             self.reserving = false;
         }
     }
 
-    /// The block device that holds the image has room for so many clusters now. `true` if that is more.
-    pub(crate) fn extend(&mut self, clusters: u64) -> bool {
-        let more = self.limit != u64::MAX && clusters > self.limit;
+    /// The block device that holds the image ends before cluster `limit` now. Returns true if that is further on.
+    pub(crate) fn extend(&mut self, limit: HostCluster) -> bool {
+        let more = self.limit != NO_LIMIT && limit > self.limit;
         if more {
-            self.limit = clusters;
+            self.limit = limit;
         }
         more
     }
@@ -241,7 +260,7 @@ impl Refcounts {
     }
 
     /// A cluster's count.
-    pub(crate) fn get(&mut self, cluster: u64) -> Result<u64, Stuck> {
+    pub(crate) fn get(&mut self, cluster: HostCluster) -> Result<u64, Stuck> {
         let slice = self.slice_of(cluster);
         if !self.slices.contains(slice) {
             let index = self.block_index(cluster);
@@ -253,14 +272,14 @@ impl Refcounts {
             }
             return Ok(0);
         }
-        let index = (cluster & ((1 << self.slice_bits) - 1)) as usize;
+        let index = self.index_in_slice(cluster);
         let order = self.geometry.refcount_order();
         let count = self.slices.get(slice).and_then(|bytes| order.read(bytes, index));
         count.ok_or(Stuck::Failed(IoError::Corrupt))
     }
 
     /// Sets a cluster's count. Its block exists.
-    pub(crate) fn set(&mut self, cluster: u64, count: u64) -> Result<(), Stuck> {
+    pub(crate) fn set(&mut self, cluster: HostCluster, count: u64) -> Result<(), Stuck> {
         let slice = self.slice_of(cluster);
         if !self.slices.contains(slice) {
             if !self.is_fresh(slice) {
@@ -270,11 +289,11 @@ impl Refcounts {
             self.slices
                 .insert(slice, vec![0; self.slices.slice_bytes()].into(), true);
         }
-        let index = (cluster & ((1 << self.slice_bits) - 1)) as usize;
+        let index = self.index_in_slice(cluster);
         let order = self.geometry.refcount_order();
         let bytes = self.slices.get_mut(slice).ok_or(IoError::Corrupt)?;
         order.write(bytes, index, count).map_err(|error| {
-            tracing::error!(%error, cluster, "a reference count cannot be changed");
+            tracing::error!(%error, %cluster, "a reference count cannot be changed");
             Stuck::Failed(IoError::Corrupt)
         })?;
         if count == 0 {
@@ -288,7 +307,7 @@ impl Refcounts {
     /// # Errors
     ///
     /// [`Stuck`]; [`Stuck::InUse`] if it is not free, whatever it counts.
-    fn claim(&mut self, cluster: u64) -> Result<(), Stuck> {
+    fn claim(&mut self, cluster: HostCluster) -> Result<(), Stuck> {
         self.structures.check_free(cluster)?;
         self.set(cluster, 1)?;
         self.structures.given(cluster);
@@ -319,7 +338,7 @@ impl Refcounts {
                 continue;
             };
             let mut claimed = 0;
-            for cluster in first..first + found {
+            for cluster in first.until(first + found) {
                 match self.claim(cluster) {
                     Ok(()) => claimed += 1,
                     // What was claimed so far is handed out; whoever asks next hears of the rest.
@@ -339,7 +358,7 @@ impl Refcounts {
 
     /// Looks for free clusters from the cursor to the end of its slice, at most `count` neighbours.
     /// Without any, moves the cursor past the slice.
-    fn scan(&mut self, count: u64) -> Result<Option<(u64, u64)>, Stuck> {
+    fn scan(&mut self, count: u64) -> Result<Option<(HostCluster, u64)>, Stuck> {
         let slice = self.slice_of(self.cursor);
         let entries = 1u64 << self.slice_bits;
         if !self.slices.contains(slice) {
@@ -352,27 +371,27 @@ impl Refcounts {
         let order = self.geometry.refcount_order();
         let bytes = self.slices.get(slice).ok_or(IoError::Corrupt)?;
         let free = |index: &u64| order.read(bytes, *index as usize) == Some(0);
-        let from = self.cursor & (entries - 1);
+        let from = self.cursor - self.slice_start(slice);
         let Some(start) = (from..entries).find(free) else {
-            self.cursor = (slice + 1) << self.slice_bits;
+            self.cursor = self.slice_start(slice + 1);
             return Ok(None);
         };
-        let first = (slice << self.slice_bits) + start;
-        let most = count.min(entries - start).min(self.limit.saturating_sub(first));
-        if most == 0 {
+        let first = self.slice_start(slice) + start;
+        if first >= self.limit {
             return Err(no_space());
         }
+        let most = count.min(entries - start).min(self.limit - first);
         let found = (start..start + most).take_while(free).count() as u64;
         Ok(Some((first, found)))
     }
 
     /// Counts clusters that were free; gives them back if their slice must be loaded first.
-    fn claim_freed(&mut self, first: u64, count: u64, zero: bool) -> Result<Run, Stuck> {
-        for cluster in first..first + count {
+    fn claim_freed(&mut self, first: HostCluster, count: u64, zero: bool) -> Result<Run, Stuck> {
+        for cluster in first.until(first + count) {
             let claimed = match self.get(cluster) {
                 Ok(0) => self.claim(cluster),
                 Ok(found) => {
-                    tracing::error!(cluster, found, "a freed cluster is in use");
+                    tracing::error!(%cluster, found, "a freed cluster is in use");
                     return Err(Stuck::Failed(IoError::Corrupt));
                 }
                 Err(stuck) => Err(stuck),
@@ -395,9 +414,9 @@ impl Refcounts {
 
     /// Makes the refcount block of table entry `index` in cluster `cluster`, which is counted by a block that is as
     /// new: otherwise the table could point at the block before its own count is durable.
-    fn new_block_at(&mut self, index: usize, cluster: u64) -> Result<(), Stuck> {
+    fn new_block_at(&mut self, index: usize, cluster: HostCluster) -> Result<(), Stuck> {
         self.structures.check_free(cluster)?;
-        let host = self.geometry.host_offset(HostCluster::new(cluster));
+        let host = self.geometry.host_offset(cluster);
         let entry = self.table.get_mut(index).ok_or(IoError::Corrupt)?;
         *entry = RefcountTableEntry::encode(host);
         self.fresh.insert(index);
@@ -406,7 +425,7 @@ impl Refcounts {
     }
 
     /// Counts and notes a refcount block of [`Refcounts::new_block_at`].
-    fn claim_block(&mut self, cluster: u64) -> Result<(), Stuck> {
+    fn claim_block(&mut self, cluster: HostCluster) -> Result<(), Stuck> {
         self.claim(cluster)?;
         self.structures.made(Structure::RefcountBlock, cluster, 1);
         self.end = self.end.max(cluster + 1);
@@ -414,16 +433,16 @@ impl Refcounts {
     }
 
     /// Takes back a cluster that nothing ever pointed at.
-    pub(crate) fn give_back(&mut self, cluster: u64) -> Result<(), Stuck> {
+    pub(crate) fn give_back(&mut self, cluster: HostCluster) -> Result<(), Stuck> {
         self.set(cluster, 0)?;
         self.release(cluster, 1, false);
         Ok(())
     }
 
     /// Makes clusters whose count is zero, and which are past every stage of freeing, usable again.
-    pub(crate) fn release(&mut self, first: u64, count: u64, zero: bool) {
+    pub(crate) fn release(&mut self, first: HostCluster, count: u64, zero: bool) {
         // Those the cursor has yet to pass it will find by itself.
-        let below = count.min(self.cursor.saturating_sub(first));
+        let below = count.min(self.cursor.max(first) - first);
         self.free.insert(first, below, zero);
     }
 }

@@ -2,14 +2,14 @@
 //!
 //! Taken under the lock and written without it. What changes meanwhile is dirty for the next FLUSH.
 
-use super::Drop;
-use super::Metadata;
 use super::refcounts::{Refcounts, TablePlace};
 use super::structures::{Structure, Structures};
+use super::tables::L1_PART_BYTES;
+use super::{Dropped, Metadata};
 use crate::format::{Geometry, HostOffset};
 
-/// Bytes and where they go on the host, in bytes.
-pub(crate) type Place = (u64, Box<[u8]>);
+/// Bytes and where they go in the file.
+pub(crate) type Place = (HostOffset, Box<[u8]>);
 
 /// Everything that was dirty.
 #[derive(Debug, Default)]
@@ -29,7 +29,7 @@ pub(crate) struct Snapshot {
     /// What the header is to say, if it changes, once all else is durable.
     pub(crate) header: Option<HeaderChange>,
     /// What left the mapping.
-    pub(crate) drops: Vec<Drop>,
+    pub(crate) drops: Vec<Dropped>,
     /// Something here would be written where no table of its kind is known to be: nothing may be written.
     pub(crate) misplaced: Option<Misplaced>,
     /// The new blocks are durable as a whole. What fails from here on may have made them reachable.
@@ -42,8 +42,8 @@ pub(crate) struct Snapshot {
 /// Metadata that was about to be written where it does not belong.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Misplaced {
-    /// Where, in bytes.
-    pub(crate) offset: u64,
+    /// Where.
+    pub(crate) offset: HostOffset,
     /// What was to be written.
     pub(crate) what: &'static str,
     /// What is known to be there.
@@ -57,8 +57,8 @@ pub(crate) struct HeaderChange {
     pub(crate) size_bytes: u64,
     /// How many entries the L1 table has.
     pub(crate) l1_entries: u32,
-    /// Where it is, in bytes.
-    pub(crate) l1_offset: u64,
+    /// Where it is.
+    pub(crate) l1_offset: HostOffset,
 }
 
 /// What the copies were made of, to settle it afterwards.
@@ -76,8 +76,14 @@ struct Keys {
 
 impl Snapshot {
     /// Notes the first table that does not lie where tables of its kind are known to be.
-    fn expect(&mut self, structures: &Structures, geometry: &Geometry, structure: Structure, offset: u64) {
-        let cluster = geometry.host_cluster(HostOffset::new(offset)).index();
+    fn expect(
+        &mut self,
+        structures: &Structures,
+        geometry: &Geometry,
+        structure: Structure,
+        offset: HostOffset,
+    ) {
+        let cluster = geometry.host_cluster(offset);
         if !structures.is_place_of(structure, cluster) {
             self.misplaced.get_or_insert(Misplaced {
                 offset,
@@ -165,10 +171,10 @@ impl Metadata {
             snapshot.keys.l1_parts.clone()
         } else {
             // Nothing of the table is in its new place yet.
-            (0..self.l1_entries().div_ceil(64)).collect()
+            (0..self.l1_parts()).collect()
         };
         for part in parts {
-            let offset = self.l1_place.offset + part as u64 * 512;
+            let offset = self.l1_place.offset + part as u64 * L1_PART_BYTES;
             snapshot.expect(&self.refcounts.structures, &geometry, Structure::L1Table, offset);
             snapshot.l1.push((offset, self.l1_part(part).into()));
         }
@@ -185,7 +191,7 @@ impl Metadata {
 
     /// The snapshot is durable, or it could not be written and everything in it is dirty again.
     /// Returns what left the mapping for good.
-    pub(crate) fn settle(&mut self, snapshot: Snapshot, written: bool) -> Vec<Drop> {
+    pub(crate) fn settle(&mut self, snapshot: Snapshot, written: bool) -> Vec<Dropped> {
         self.flushing = false;
         let Snapshot {
             keys,
@@ -219,10 +225,13 @@ impl Metadata {
             self.drops = drops;
             return Vec::new();
         }
-        let size = self.geometry().cluster_size();
+        let geometry = *self.geometry();
         let left = self.refcounts.moved_from.drain(..keys.places_left);
         for place in left.chain(self.l1_moved_from.drain(..keys.l1_places_left)) {
-            drops.push((place.offset / size, place.clusters));
+            drops.push(Dropped {
+                first: geometry.host_cluster(place.offset),
+                count: place.clusters,
+            });
         }
         drops
     }

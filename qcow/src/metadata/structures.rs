@@ -26,7 +26,8 @@ use known::Known;
 use rustc_hash::FxHashMap;
 
 use crate::format::{
-    CompressedExtent, Geometry, Header, HostOffset, L1Entry, L2Entry, L2Mapping, L2Table, RefcountTableEntry,
+    CompressedExtent, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Entry, L2Mapping, L2Table,
+    RefcountTableEntry,
 };
 
 /// What a host cluster is part of. One byte, as a damaged image may claim millions.
@@ -123,7 +124,7 @@ pub(crate) struct Extra {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct InUse {
     /// The cluster's number.
-    pub(crate) cluster: u64,
+    pub(crate) cluster: HostCluster,
     /// What uses it.
     pub(crate) by: &'static str,
 }
@@ -133,8 +134,8 @@ pub(crate) struct InUse {
 pub(crate) struct Exposed {
     /// Its index in the bytes that were looked at.
     pub(crate) index: usize,
-    /// Where it leads, in bytes.
-    pub(crate) host: u64,
+    /// Where it leads.
+    pub(crate) host: HostOffset,
     /// What is there.
     pub(crate) what: &'static str,
     /// It may be read through all the same: another entry leads there too.
@@ -218,14 +219,14 @@ impl Structures {
         }
         structures.sort(&geometry)?;
         for (cluster, structure) in structures.clusters.iter() {
-            let index = (cluster >> geometry.refcount_block_bits()) as usize;
+            let index = geometry.refcount_table_index(cluster);
             let missing = table
                 .get(index)
                 .is_none_or(|entry| matches!(entry.decode(&geometry), Ok(None)));
             if missing {
                 return Err(StructureError::Uncounted {
                     structure: structure.name(),
-                    offset: cluster * geometry.cluster_size(),
+                    offset: geometry.host_offset(cluster).bytes(),
                     index,
                 });
             }
@@ -265,8 +266,8 @@ impl Structures {
     }
 
     fn add(&mut self, geometry: &Geometry, structure: Structure, offset: HostOffset, bytes: u64) {
-        let first = geometry.host_cluster(offset).index();
-        for cluster in first..first + geometry.clusters_for(bytes) {
+        let first = geometry.host_cluster(offset);
+        for cluster in first.until(first + geometry.clusters_for(bytes)) {
             self.clusters.push(structure, cluster);
         }
     }
@@ -276,25 +277,25 @@ impl Structures {
         let sorted = self.clusters.sort();
         sorted.map_err(|(cluster, structure, other)| StructureError::Overlap {
             structure: structure.name(),
-            offset: cluster * geometry.cluster_size(),
+            offset: geometry.host_offset(cluster).bytes(),
             other: other.name(),
         })
     }
 
     /// A structure is made in clusters that were handed out for it.
-    pub(crate) fn made(&mut self, structure: Structure, first: u64, count: u64) {
+    pub(crate) fn made(&mut self, structure: Structure, first: HostCluster, count: u64) {
         if !self.watching {
             return;
         }
-        for cluster in first..first + count {
+        for cluster in first.until(first + count) {
             self.clusters.insert(cluster, structure);
         }
     }
 
     /// A cluster counts zero now: whatever it was, it is nothing.
-    pub(crate) fn freed(&mut self, cluster: u64) {
+    pub(crate) fn freed(&mut self, cluster: HostCluster) {
         self.clusters.remove(cluster);
-        let (key, bit) = place(cluster);
+        let (key, bit) = place(cluster.index());
         let Some(word) = self.words.get_mut(&key) else {
             return;
         };
@@ -306,12 +307,12 @@ impl Structures {
     }
 
     /// What a cluster is part of.
-    pub(crate) fn find(&self, cluster: u64) -> Option<Structure> {
+    pub(crate) fn find(&self, cluster: HostCluster) -> Option<Structure> {
         self.clusters.find(cluster)
     }
 
     /// Whether a table that is about to be written lies where tables of its kind are known to be.
-    pub(crate) fn is_place_of(&self, structure: Structure, cluster: u64) -> bool {
+    pub(crate) fn is_place_of(&self, structure: Structure, cluster: HostCluster) -> bool {
         !self.watching || self.find(cluster) == Some(structure)
     }
 
@@ -320,12 +321,12 @@ impl Structures {
     /// # Errors
     ///
     /// [`InUse`]: the count is wrong, and the cluster must not be handed out.
-    pub(crate) fn check_free(&self, cluster: u64) -> Result<(), InUse> {
+    pub(crate) fn check_free(&self, cluster: HostCluster) -> Result<(), InUse> {
         if let Some(structure) = self.find(cluster) {
             let by = structure.name();
             return Err(InUse { cluster, by });
         }
-        let (key, bit) = place(cluster);
+        let (key, bit) = place(cluster.index());
         match self.words.get(&key) {
             Some(word) if (word.mapped | word.given) & bit != 0 => Err(InUse {
                 cluster,
@@ -336,12 +337,12 @@ impl Structures {
     }
 
     /// Notes that the allocator has handed out a cluster.
-    pub(crate) fn given(&mut self, cluster: u64) {
+    pub(crate) fn given(&mut self, cluster: HostCluster) {
         self.note(cluster, |word, bit| word.given |= bit);
     }
 
-    fn note(&mut self, cluster: u64, set: impl FnOnce(&mut Word, u64)) {
-        let (key, bit) = place(cluster);
+    fn note(&mut self, cluster: HostCluster, set: impl FnOnce(&mut Word, u64)) {
+        let (key, bit) = place(cluster.index());
         if !self.watching {
         } else if self.words.len() < self.words_max {
             set(self.words.entry(key).or_default(), bit);
@@ -392,10 +393,9 @@ impl Structures {
             let Some((first, last)) = targets(entry, geometry) else {
                 continue;
             };
-            for cluster in
-                geometry.host_cluster(first).index()..=geometry.host_cluster(HostOffset::new(last)).index()
-            {
-                let (key, bit) = place(cluster);
+            let end = geometry.host_cluster(last) + 1;
+            for cluster in geometry.host_cluster(first).until(end) {
+                let (key, bit) = place(cluster.index());
                 if current.0 != key {
                     self.put_mapped(current);
                     current = (key, self.words.get(&key).copied().unwrap_or_default());
@@ -414,7 +414,7 @@ impl Structures {
                 };
                 exposed.push(Exposed {
                     index,
-                    host: first.bytes(),
+                    host: first,
                     what,
                     readable,
                 });
@@ -436,16 +436,14 @@ impl Structures {
 }
 
 /// The first and the last host byte an entry means, if it means any.
-fn targets(entry: L2Entry, geometry: &Geometry) -> Option<(HostOffset, u64)> {
+fn targets(entry: L2Entry, geometry: &Geometry) -> Option<(HostOffset, HostOffset)> {
     match entry.decode(geometry) {
-        Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => {
-            Some((host, host.bytes()))
-        }
+        Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => Some((host, host)),
         Ok(L2Mapping::Compressed(extent)) => Some((extent.host, last_of(extent))),
         _ => None,
     }
 }
 
-fn last_of(extent: CompressedExtent) -> u64 {
-    extent.end() - 1
+fn last_of(extent: CompressedExtent) -> HostOffset {
+    HostOffset::new(extent.end() - 1)
 }

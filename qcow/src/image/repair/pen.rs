@@ -4,8 +4,7 @@ use block::AlignedBuf;
 use block::file::FileView;
 
 use super::RepairError;
-use crate::format::header::{at, clear_unknown_autoclear};
-use crate::format::{Header, Version};
+use crate::format::{Header, HeaderFields, Version};
 use crate::image::read::read;
 
 pub(super) async fn write(
@@ -43,24 +42,12 @@ pub(super) async fn disown_unknown(file: &FileView, header: &Header) -> Result<(
 
 /// Writes the header fields that a repair changes, in one sector, durably.
 pub(super) async fn switch_header(file: &FileView, header: &Header) -> Result<(), RepairError> {
-    let mut sector = read(file, "the header", 0, 512).await?;
-    clear_unknown_autoclear(&mut sector);
-    let mut put = |at: usize, bytes: &[u8]| sector[at..at + bytes.len()].copy_from_slice(bytes);
-    put(
-        at::REFCOUNT_TABLE_OFFSET,
-        &header.refcount_table_offset.bytes().to_be_bytes(),
-    );
-    put(
-        at::REFCOUNT_TABLE_CLUSTERS,
-        &header.refcount_table_clusters.to_be_bytes(),
-    );
-    if header.version == Version::V3 {
-        put(
-            at::INCOMPATIBLE_FEATURES,
-            &header.incompatible.bits().to_be_bytes(),
-        );
-    }
-    write(file, "the header", 0, &sector).await?;
+    let sector = read(file, "the header", 0, HeaderFields::BYTES).await?;
+    let mut fields = HeaderFields::new(&sector);
+    fields.disown_unknown();
+    fields.set_refcount_table(header.refcount_table_offset, header.refcount_table_clusters);
+    fields.set_incompatible(header.incompatible);
+    write(file, "the header", 0, fields.bytes()).await?;
     sync(file).await
 }
 

@@ -13,7 +13,7 @@
 
 use block::IoError;
 
-use super::{FxHashMap, Refcounts, Stuck, TablePlace, no_space};
+use super::{FxHashMap, NO_LIMIT, Refcounts, Stuck, TablePlace, no_space};
 use crate::format::l1::L1_TABLE_MAX_BYTES;
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use crate::format::{Geometry, HostCluster, RefcountTableEntry};
@@ -29,7 +29,7 @@ pub(super) fn count_bytes_max(geometry: &Geometry) -> u64 {
 /// Free clusters: first those for new refcount blocks, then those for a longer refcount table, then the run.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
-    first: u64,
+    first: HostCluster,
     /// Refcount blocks to be made, one for each range that the plan touches, or none.
     blocks: u64,
     /// Clusters of the longer refcount table; none if it stays.
@@ -41,8 +41,17 @@ struct Plan {
 }
 
 impl Plan {
-    fn end(&self) -> u64 {
-        self.first + self.blocks + self.table + self.count
+    fn end(&self) -> HostCluster {
+        self.first + self.len()
+    }
+
+    fn len(&self) -> u64 {
+        self.blocks + self.table + self.count
+    }
+
+    /// The last cluster.
+    fn last(&self) -> HostCluster {
+        self.first + (self.len() - 1)
     }
 }
 
@@ -52,7 +61,7 @@ impl Refcounts {
     /// # Errors
     ///
     /// [`Stuck`], with nothing changed.
-    pub(crate) fn allocate_run(&mut self, count: u64) -> Result<u64, Stuck> {
+    pub(crate) fn allocate_run(&mut self, count: u64) -> Result<HostCluster, Stuck> {
         let plan = self.plan(count, 0)?;
         self.take(plan)
     }
@@ -70,7 +79,7 @@ impl Refcounts {
     /// Finds room for a run, and for a refcount table that has entry `index` and counts all of it.
     fn plan(&mut self, count: u64, index: usize) -> Result<Plan, Stuck> {
         // In a file that grows behind its end, unless it is longer than a refcount table can count.
-        let behind = (self.limit == u64::MAX).then(|| self.cursor.max(self.end));
+        let behind = (self.limit == NO_LIMIT).then(|| self.cursor.max(self.end));
         let mut failed = no_space();
         for (start, is_behind) in behind
             .map(|at| (at, true))
@@ -97,13 +106,13 @@ impl Refcounts {
     }
 
     /// The first plan from cluster `at` on; `at` moves on to where there may be one.
-    fn plan_from(&mut self, at: &mut u64, count: u64, index: usize) -> Result<Plan, Stuck> {
+    fn plan_from(&mut self, at: &mut HostCluster, count: u64, index: usize) -> Result<Plan, Stuck> {
         let mut entries = self.entries_for(index)?;
         loop {
             let table = self.geometry.clusters_for(entries as u64 * 8);
             let table = if entries > self.table.len() { table } else { 0 };
             let plan = self.find(at, table, count)?;
-            let last = self.block_index(plan.end() - 1);
+            let last = self.block_index(plan.last());
             if last < entries {
                 return Ok(plan);
             }
@@ -131,7 +140,7 @@ impl Refcounts {
     }
 
     /// The first clusters from `at` on that a longer table and a run fit in.
-    fn find(&mut self, at: &mut u64, table: u64, count: u64) -> Result<Plan, Stuck> {
+    fn find(&mut self, at: &mut HostCluster, table: u64, count: u64) -> Result<Plan, Stuck> {
         loop {
             let mut plan = Plan {
                 first: *at,
@@ -155,7 +164,7 @@ impl Refcounts {
                 continue;
             }
             let from = self.block_index(plan.first);
-            let ranges = |plan: &Plan| (self.block_index(plan.end() - 1) - from) as u64 + 1;
+            let ranges = |plan: &Plan| (self.block_index(plan.last()) - from) as u64 + 1;
             while plan.blocks < ranges(&plan) {
                 plan.blocks = ranges(&plan);
             }
@@ -167,13 +176,13 @@ impl Refcounts {
                 }
             }
             if let Some(index) = present {
-                *at = (index as u64) << self.geometry.refcount_block_bits();
+                *at = HostCluster::new((index as u64) << self.geometry.refcount_block_bits());
                 continue;
             }
             if plan.end() > self.limit {
                 return Err(no_space());
             }
-            for cluster in plan.first..plan.end() {
+            for cluster in plan.first.until(plan.end()) {
                 self.structures.check_free(cluster)?;
             }
             return Ok(plan);
@@ -185,8 +194,8 @@ impl Refcounts {
     }
 
     /// Looks for a cluster in `first..end` that is in use or that no block counts. Returns where to go on.
-    fn next_unfit(&mut self, first: u64, end: u64) -> Result<Option<u64>, Stuck> {
-        for cluster in first..end {
+    fn next_unfit(&mut self, first: HostCluster, end: HostCluster) -> Result<Option<HostCluster>, Stuck> {
+        for cluster in first.until(end) {
             if !self.has_block(self.block_index(cluster))? {
                 return Ok(Some(cluster));
             }
@@ -218,7 +227,10 @@ impl Refcounts {
         match self.next_unfit(first, plan.end())? {
             None => Ok(Some(plan)),
             Some(next) => {
-                tracing::error!(cluster = next.saturating_sub(1), "a freed cluster is in use");
+                tracing::error!(
+                    cluster = next.index().saturating_sub(1),
+                    "a freed cluster is in use"
+                );
                 Err(Stuck::Failed(IoError::Corrupt))
             }
         }
@@ -226,21 +238,21 @@ impl Refcounts {
 
     /// Counts the clusters of a plan and moves the refcount table if that is part of it. Returns the run's first
     /// cluster.
-    fn take(&mut self, plan: Plan) -> Result<u64, Stuck> {
-        let run = plan.end() - plan.count;
+    fn take(&mut self, plan: Plan) -> Result<HostCluster, Stuck> {
+        let run = plan.first + plan.blocks + plan.table;
         let entries = plan.table as usize * self.geometry.table_entries_per_cluster();
         let old = self.table.len();
         if entries > old {
             self.table.resize(entries, RefcountTableEntry::UNALLOCATED);
         }
         let from = self.block_index(plan.first);
-        for (index, cluster) in (from..).zip(plan.first..plan.first + plan.blocks) {
+        for (index, cluster) in (from..).zip(plan.first.until(plan.first + plan.blocks)) {
             self.new_block_at(index, cluster)?;
         }
-        for cluster in plan.first..plan.end() {
+        for cluster in plan.first.until(plan.end()) {
             if let Err(stuck) = self.claim(cluster) {
                 // A slice that was there has gone since, for another one. Those that were changed are there.
-                for cluster in plan.first..cluster {
+                for cluster in plan.first.until(cluster) {
                     self.set(cluster, 0)?;
                 }
                 self.table.truncate(old);
@@ -254,12 +266,12 @@ impl Refcounts {
             self.structures.made(Structure::RefcountTable, first, plan.table);
             self.moved_from.push(self.place);
             self.place = TablePlace {
-                offset: self.geometry.host_offset(HostCluster::new(first)).bytes(),
+                offset: self.geometry.host_offset(first),
                 clusters: plan.table,
             };
         }
         if plan.freed {
-            self.free.remove(plan.first, plan.end() - plan.first);
+            self.free.remove(plan.first, plan.len());
         } else {
             // The scan gets there later, and what is free there then may have been written.
             self.virgin = self.virgin.max(plan.end());

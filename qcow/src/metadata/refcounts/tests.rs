@@ -10,19 +10,23 @@ fn geometry() -> Geometry {
     Geometry::new(Version::V3, bits, order, 1 << 20)
 }
 
+const fn at(cluster: u64) -> HostCluster {
+    HostCluster::new(cluster)
+}
+
 /// Counts of an image that begins with a header, a refcount table of one cluster and its first block. The file has
 /// `file_end` clusters, and room for `limit`.
 fn refcounts(file_end: u64, limit: u64) -> Refcounts {
     let mut table = vec![RefcountTableEntry::UNALLOCATED; 64];
     table[0] = RefcountTableEntry::encode(geometry().host_offset(HostCluster::new(2)));
     let place = TablePlace {
-        offset: 512,
+        offset: HostOffset::new(512),
         clusters: 1,
     };
-    let mut refcounts = Refcounts::new(geometry(), table, place, file_end, limit, 1 << 20);
+    let mut refcounts = Refcounts::new(geometry(), table, place, at(file_end), at(limit), 1 << 20);
     refcounts.slices.insert(0, vec![0; 512].into(), false);
     for cluster in 0..3 {
-        refcounts.set(cluster, 1).expect("the first block is loaded");
+        refcounts.set(at(cluster), 1).expect("the first block is loaded");
     }
     refcounts
 }
@@ -48,9 +52,9 @@ fn fill(refcounts: &mut Refcounts) -> u64 {
 fn a_run_on_a_device_lies_behind_the_cursor_and_not_behind_the_device() {
     let mut refcounts = refcounts(4096, 4096);
     let run = refcounts.allocate(2).expect("an empty device");
-    assert_eq!((run.first, run.count), (3, 2));
-    assert_eq!(refcounts.allocate_run(2), Ok(5));
-    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(7));
+    assert_eq!((run.first, run.count), (at(3), 2));
+    assert_eq!(refcounts.allocate_run(2), Ok(at(5)));
+    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(at(7)));
 }
 
 /// A device with room for 300 clusters, all in use but a gap: the run does not fit, and everything else goes on.
@@ -58,15 +62,15 @@ fn a_run_on_a_device_lies_behind_the_cursor_and_not_behind_the_device() {
 fn a_run_without_room_takes_nothing_from_who_comes_next() {
     let mut refcounts = refcounts(300, 300);
     for cluster in (3..250).step_by(2) {
-        refcounts.set(cluster, 1).expect("the first block is loaded");
+        refcounts.set(at(cluster), 1).expect("the first block is loaded");
     }
     assert_eq!(refcounts.allocate_run(100), Err(ENOSPC));
-    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(4));
+    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(at(4)));
     // Behind the last one in use there are six in the first block, and 43 and a block of their own in the next.
     assert_eq!(refcounts.allocate_run(44), Err(ENOSPC));
-    assert_eq!(refcounts.allocate_run(43), Ok(257));
+    assert_eq!(refcounts.allocate_run(43), Ok(at(257)));
     assert_eq!(fill(&mut refcounts), 122 + 6);
-    assert_eq!(refcounts.end(), 300);
+    assert_eq!(refcounts.end(), at(300));
 }
 
 #[test]
@@ -75,10 +79,10 @@ fn a_run_comes_from_what_was_freed_when_nothing_else_is_left() {
     assert_eq!(fill(&mut refcounts), 197);
     assert_eq!(refcounts.allocate_run(3), Err(ENOSPC));
     for cluster in [20, 50, 51, 52, 53] {
-        refcounts.set(cluster, 0).expect("the first block is loaded");
-        refcounts.release(cluster, 1, true);
+        refcounts.set(at(cluster), 0).expect("the first block is loaded");
+        refcounts.release(at(cluster), 1, true);
     }
-    assert_eq!(refcounts.allocate_run(3), Ok(50));
+    assert_eq!(refcounts.allocate_run(3), Ok(at(50)));
     assert_eq!(fill(&mut refcounts), 2);
 }
 
@@ -88,11 +92,11 @@ fn a_run_comes_from_what_was_freed_when_nothing_else_is_left() {
 fn a_freed_run_is_handed_out_as_far_as_its_counts_are_in_memory() {
     let mut refcounts = refcounts(4096, 4096);
     refcounts.table[1] = RefcountTableEntry::encode(geometry().host_offset(HostCluster::new(3)));
-    refcounts.cursor = 4096;
-    refcounts.release(250, 10, false);
+    refcounts.cursor = at(4096);
+    refcounts.release(at(250), 10, false);
     let run = |first, count| {
         Ok(Run {
-            first,
+            first: at(first),
             count,
             zero: false,
         })
@@ -129,8 +133,8 @@ fn the_table_grows_on_a_device_or_stays_as_it_was() {
         let lost = if moves > 0 { 0 } else { room - 16_384 };
         assert_eq!(used + lost, room, "every cluster is in use");
         // What is freed is as good as ever.
-        refcounts.set(1000, 0).expect("a slice in memory");
-        refcounts.release(1000, 1, false);
+        refcounts.set(at(1000), 0).expect("a slice in memory");
+        refcounts.release(at(1000), 1, false);
         assert_eq!(fill(&mut refcounts), 1, "{room}");
     }
 }
@@ -140,10 +144,10 @@ fn the_table_grows_on_a_device_or_stays_as_it_was() {
 #[test]
 fn a_file_past_the_largest_table_has_runs_where_something_is_free() {
     let mut refcounts = refcounts((1 << 20) * 256, u64::MAX);
-    assert_eq!(refcounts.allocate_run(7), Ok(3));
-    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(10));
+    assert_eq!(refcounts.allocate_run(7), Ok(at(3)));
+    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(at(10)));
     let mut refcounts = self::refcounts((1 << 20) * 256 - 20_000, u64::MAX);
-    refcounts.cursor = (1 << 20) * 256;
+    refcounts.cursor = at((1 << 20) * 256);
     assert_eq!(refcounts.allocate(1), Err(Stuck::Failed(IoError::OutOfRange)));
     assert_eq!(refcounts.allocate(1), Err(Stuck::Failed(IoError::OutOfRange)));
     assert_eq!((refcounts.table.len(), refcounts.place.clusters), (64, 1));
@@ -161,7 +165,7 @@ fn blocks_that_a_run_needs_are_counted_by_blocks_made_with_it() {
                 let Ok(Some(host)) = entry.decode(&geometry()) else {
                     continue;
                 };
-                let block = host.bytes() / 512;
+                let block = geometry().host_cluster(host);
                 let counted_by = refcounts.block_index(block);
                 assert!(
                     counted_by > 0,
@@ -169,13 +173,13 @@ fn blocks_that_a_run_needs_are_counted_by_blocks_made_with_it() {
                 );
                 assert!(refcounts.fresh.contains(&counted_by));
                 assert!(block < first || block >= first + count);
-                let last = refcounts.block_index(first + count - 1);
+                let last = refcounts.block_index(first + (count - 1));
                 assert!(index <= last, "block {index} counts nothing: {end}, {count}");
             }
-            for cluster in first..first + count {
+            for cluster in first.until(first + count) {
                 assert_eq!(refcounts.get(cluster), Ok(1), "{end}, {count}");
             }
-            assert!(first + count <= refcounts.table.len() as u64 * 256);
+            assert!(first + count <= at(refcounts.table.len() as u64 * 256));
             assert_eq!(refcounts.end(), first + count);
             // The scan finds what the run left out, and nothing of the run.
             let mut taken = 0;
@@ -196,11 +200,11 @@ fn a_search_goes_on_where_it_stopped_for_a_slice() {
         *entry = RefcountTableEntry::encode(geometry().host_offset(HostCluster::new(100 + index as u64)));
     }
     let place = TablePlace {
-        offset: 512,
+        offset: HostOffset::new(512),
         clusters: 64,
     };
     let limit = 4096 * 256;
-    let mut refcounts = Refcounts::new(geometry(), table, place, limit, limit, 0);
+    let mut refcounts = Refcounts::new(geometry(), table, place, at(limit), at(limit), 0);
     let mut loads = 0;
     let first = loop {
         match refcounts.allocate_run(400) {
@@ -218,7 +222,7 @@ fn a_search_goes_on_where_it_stopped_for_a_slice() {
             Err(stuck) => panic!("{stuck:?}"),
         }
     };
-    assert!((3999 * 256..=4000 * 256).contains(&first), "{first}");
+    assert!((at(3999 * 256)..=at(4000 * 256)).contains(&first), "{first}");
 }
 
 /// Clusters of 64 KiB: a block has 16 slices of 4096 bytes.
@@ -232,15 +236,15 @@ fn slices_of_a_block_lie_one_behind_the_other() {
         table[index] = RefcountTableEntry::encode(geometry.host_offset(HostCluster::new(cluster)));
     }
     let place = TablePlace {
-        offset: 1 << 16,
+        offset: HostOffset::new(1 << 16),
         clusters: 1,
     };
-    let refcounts = Refcounts::new(geometry, table, place, 10, u64::MAX, 0);
+    let refcounts = Refcounts::new(geometry, table, place, at(10), NO_LIMIT, 0);
     for (index, block) in [(0, Some(2 << 16)), (1, None), (2, Some(9 << 16))] {
         let slices = refcounts.block_slices(index);
         assert_eq!(slices, index as u64 * 16..(index as u64 + 1) * 16);
         for (number, slice) in slices.enumerate() {
-            let offset = block.map(|block: u64| block + number as u64 * 4096);
+            let offset = block.map(|block: u64| HostOffset::new(block + number as u64 * 4096));
             assert_eq!(refcounts.slice_offset(slice), Ok(offset), "{index}, {number}");
         }
     }
@@ -253,7 +257,7 @@ fn a_corrupt_table_entry_behind_the_end_is_not_passed_over_for_room_elsewhere() 
     let corrupt = Err(Stuck::Failed(IoError::Corrupt));
     assert_eq!(refcounts.allocate_run(2), corrupt);
     assert_eq!(refcounts.allocate_run(2), corrupt);
-    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(3));
+    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(at(3)));
 }
 
 /// The last cluster of a device becomes the block that would count those behind it.
@@ -261,7 +265,7 @@ fn a_corrupt_table_entry_behind_the_end_is_not_passed_over_for_room_elsewhere() 
 fn the_end_is_behind_a_block_in_the_last_cluster() {
     let mut refcounts = refcounts(200, 257);
     assert_eq!(fill(&mut refcounts), 253);
-    assert_eq!(refcounts.end(), 257);
+    assert_eq!(refcounts.end(), at(257));
 }
 
 #[test]
@@ -272,13 +276,13 @@ fn an_eighth_of_the_file_is_reserved_within_bounds() {
         assert_eq!(refcounts.unused_reserve(), None);
         assert_eq!(
             refcounts.reserve_ahead(),
-            Some((file * MIB, step * MIB)),
+            Some((at(file * MIB), step * MIB)),
             "{file}"
         );
         assert_eq!(refcounts.reserve_ahead(), None, "it is under way");
-        refcounts.reserved(Some((file + step) * MIB));
+        refcounts.reserved(Some(at((file + step) * MIB)));
         assert_eq!(refcounts.reserve_ahead(), None, "there is enough");
-        assert_eq!(refcounts.unused_reserve(), Some(file * MIB));
+        assert_eq!(refcounts.unused_reserve(), Some(at(file * MIB)));
         // An eighth of a longer file is more.
         let is_at_bound = !(32..512).contains(&file);
         refcounts.end += step * MIB / 2;
@@ -292,7 +296,7 @@ fn an_eighth_of_the_file_is_reserved_within_bounds() {
         }
         refcounts.end += 1;
         let (from, _) = refcounts.reserve_ahead().expect("less than half is left");
-        assert_eq!(from, (file + step) * MIB);
+        assert_eq!(from, at((file + step) * MIB));
         refcounts.reserved(None);
         assert_eq!(refcounts.reserve_ahead(), None, "it cannot be had");
     }
@@ -311,15 +315,15 @@ fn the_longest_run_is_found_with_the_smallest_cache() {
         *entry = RefcountTableEntry::encode(geometry().host_offset(HostCluster::new(100 + index as u64)));
     }
     let place = TablePlace {
-        offset: 512,
+        offset: HostOffset::new(512),
         clusters: 16,
     };
     let limit = 1024 * 256;
-    let mut refcounts = Refcounts::new(geometry(), table, place, limit, limit, 0);
+    let mut refcounts = Refcounts::new(geometry(), table, place, at(limit), at(limit), 0);
     for _ in 0..2000 {
         match refcounts.allocate_run(count) {
             Ok(first) => {
-                assert_eq!(first, 0);
+                assert_eq!(first, at(0));
                 return;
             }
             Err(Stuck::Load(slice)) => refcounts.slices.insert(slice, vec![0; 512].into(), false),

@@ -8,6 +8,7 @@ use std::cmp::Ordering;
 use rustc_hash::FxHashMap;
 
 use super::{Structure, place};
+use crate::format::HostCluster;
 
 /// How many structures may be made before they go into the list.
 const CHANGES_MAX: usize = 1 << 18;
@@ -19,12 +20,12 @@ struct Packed(u64);
 impl Packed {
     const KIND_BITS: u32 = 4;
 
-    fn new(cluster: u64, structure: Structure) -> Self {
-        Self((cluster << Self::KIND_BITS) | structure as u64)
+    fn new(cluster: HostCluster, structure: Structure) -> Self {
+        Self((cluster.index() << Self::KIND_BITS) | structure as u64)
     }
 
-    fn cluster(self) -> u64 {
-        self.0 >> Self::KIND_BITS
+    fn cluster(self) -> HostCluster {
+        HostCluster::new(self.0 >> Self::KIND_BITS)
     }
 
     fn structure(self) -> Option<Structure> {
@@ -47,7 +48,7 @@ pub(super) struct Known {
     /// By cluster / 64.
     changes: FxHashMap<u64, Change>,
     /// What those are that were made since.
-    made: FxHashMap<u64, Structure>,
+    made: FxHashMap<HostCluster, Structure>,
 }
 
 impl Known {
@@ -60,7 +61,7 @@ impl Known {
     }
 
     /// Adds a cluster, in any order; [`Known::sort`] makes it known.
-    pub(super) fn push(&mut self, structure: Structure, cluster: u64) {
+    pub(super) fn push(&mut self, structure: Structure, cluster: HostCluster) {
         self.sorted.push(Packed::new(cluster, structure));
     }
 
@@ -69,7 +70,7 @@ impl Known {
     /// # Errors
     ///
     /// A cluster, and what two structures claim it that may not share it.
-    pub(super) fn sort(&mut self) -> Result<(), (u64, Structure, Structure)> {
+    pub(super) fn sort(&mut self) -> Result<(), (HostCluster, Structure, Structure)> {
         self.sorted.sort_unstable();
         let mut overlap = None;
         self.sorted.dedup_by(|next, first| {
@@ -87,14 +88,14 @@ impl Known {
     }
 
     /// The clusters of the list, without what has changed since.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, Structure)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (HostCluster, Structure)> {
         let known = self.sorted.iter();
         known.filter_map(|packed| Some((packed.cluster(), packed.structure()?)))
     }
 
     /// What a cluster is part of.
-    pub(super) fn find(&self, cluster: u64) -> Option<Structure> {
-        let (key, bit) = place(cluster);
+    pub(super) fn find(&self, cluster: HostCluster) -> Option<Structure> {
+        let (key, bit) = place(cluster.index());
         if let Some(change) = self.changes.get(&key) {
             if change.made & bit != 0 {
                 return self.made.get(&cluster).copied();
@@ -111,18 +112,19 @@ impl Known {
 
     /// Which of the 64 clusters of `key` are structures, a bit for each.
     pub(super) fn bits(&self, key: u64) -> u64 {
-        let from = self.sorted.partition_point(|packed| packed.cluster() / 64 < key);
+        let key_of = |packed: &Packed| packed.cluster().index() / 64;
+        let from = self.sorted.partition_point(|packed| key_of(packed) < key);
         let here = self.sorted.get(from..).unwrap_or_default().iter();
         let listed = here
-            .take_while(|packed| packed.cluster() / 64 == key)
-            .fold(0, |bits, packed| bits | place(packed.cluster()).1);
+            .take_while(|packed| key_of(packed) == key)
+            .fold(0, |bits, packed| bits | place(packed.cluster().index()).1);
         let change = self.changes.get(&key).copied().unwrap_or_default();
         (listed & !change.gone) | change.made
     }
 
     /// A cluster is a structure from now on.
-    pub(super) fn insert(&mut self, cluster: u64, structure: Structure) {
-        let (key, bit) = place(cluster);
+    pub(super) fn insert(&mut self, cluster: HostCluster, structure: Structure) {
+        let (key, bit) = place(cluster.index());
         let change = self.changes.entry(key).or_default();
         change.made |= bit;
         change.gone &= !bit;
@@ -131,11 +133,11 @@ impl Known {
     }
 
     /// A cluster is no structure any more.
-    pub(super) fn remove(&mut self, cluster: u64) {
+    pub(super) fn remove(&mut self, cluster: HostCluster) {
         if self.find(cluster).is_none() {
             return;
         }
-        let (key, bit) = place(cluster);
+        let (key, bit) = place(cluster.index());
         let change = self.changes.entry(key).or_default();
         change.made &= !bit;
         change.gone |= bit;
@@ -158,7 +160,7 @@ impl Known {
             while let Some(next) = made.next_if(is_before) {
                 sorted.push(next);
             }
-            let (key, bit) = place(packed.cluster());
+            let (key, bit) = place(packed.cluster().index());
             let change = changes.get(&key).copied().unwrap_or_default();
             if (change.gone | change.made) & bit == 0 {
                 sorted.push(packed);
@@ -180,8 +182,8 @@ mod tests {
         let mut known = Known::default();
         let mut model = FxHashMap::default();
         for cluster in (0..5000).rev() {
-            known.push(Structure::L2Table, cluster * 7);
-            model.insert(cluster * 7, Structure::L2Table);
+            known.push(Structure::L2Table, HostCluster::new(cluster * 7));
+            model.insert(HostCluster::new(cluster * 7), Structure::L2Table);
         }
         known.sort().expect("each cluster once");
         let mut state = 1_u64;
@@ -189,7 +191,7 @@ mod tests {
             state ^= state << 13;
             state ^= state >> 7;
             state ^= state << 17;
-            let cluster = state % (1 << 40) * u64::from(round % 5 < 3) + state % 40_000;
+            let cluster = HostCluster::new(state % (1 << 40) * u64::from(round % 5 < 3) + state % 40_000);
             if round % 5 == 4 {
                 known.remove(cluster);
                 model.remove(&cluster);
@@ -203,9 +205,10 @@ mod tests {
         for (&cluster, &structure) in &model {
             assert_eq!(known.find(cluster), Some(structure));
         }
-        for cluster in 0..40_100 {
+        for index in 0..40_100 {
+            let cluster = HostCluster::new(index);
             assert_eq!(known.find(cluster), model.get(&cluster).copied(), "{cluster}");
-            let bit = known.bits(cluster / 64) >> (cluster % 64) & 1;
+            let bit = known.bits(index / 64) >> (index % 64) & 1;
             assert_eq!(bit == 1, model.contains_key(&cluster), "{cluster}");
         }
     }
@@ -218,14 +221,14 @@ mod tests {
             Structure::L2Table,
             Structure::SnapshotL2Table,
         ] {
-            known.push(structure, 9);
+            known.push(structure, HostCluster::new(9));
         }
         assert_eq!(known.sort(), Ok(()));
-        assert_eq!(known.find(9), Some(Structure::L2Table));
-        known.push(Structure::RefcountBlock, 9);
+        assert_eq!(known.find(HostCluster::new(9)), Some(Structure::L2Table));
+        known.push(Structure::RefcountBlock, HostCluster::new(9));
         assert_eq!(
             known.sort(),
-            Err((9, Structure::RefcountBlock, Structure::L2Table))
+            Err((HostCluster::new(9), Structure::RefcountBlock, Structure::L2Table))
         );
     }
 }

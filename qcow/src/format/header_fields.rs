@@ -1,0 +1,149 @@
+//! The header fields that change while an image exists. All of them lie in its first 512 bytes, so that one write of a
+//! sector changes any number of them at once. Spec: "Header".
+
+use super::header::at;
+use super::{Autoclear, HostOffset, Incompatible, Version};
+
+/// The first 512 bytes of an image.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct HeaderFields([u8; Self::BYTES]);
+
+impl HeaderFields {
+    /// How many bytes that is.
+    pub(crate) const BYTES: usize = 512;
+
+    /// Takes the first bytes of an image. Those that are missing are zeros.
+    pub(crate) fn new(bytes: &[u8]) -> Self {
+        let mut fields = [0; Self::BYTES];
+        for (field, byte) in fields.iter_mut().zip(bytes) {
+            *field = *byte;
+        }
+        Self(fields)
+    }
+
+    /// The bytes, to be written at the beginning of the file.
+    pub(crate) fn bytes(&self) -> &[u8; Self::BYTES] {
+        &self.0
+    }
+
+    fn is_v3(&self) -> bool {
+        self.u32_at(at::VERSION) == Version::V3.number()
+    }
+
+    fn u32_at(&self, at: usize) -> u32 {
+        let bytes = self.0.get(at..).and_then(|bytes| bytes.first_chunk());
+        bytes.map_or(0, |bytes| u32::from_be_bytes(*bytes))
+    }
+
+    fn u64_at(&self, at: usize) -> u64 {
+        let bytes = self.0.get(at..).and_then(|bytes| bytes.first_chunk());
+        bytes.map_or(0, |bytes| u64::from_be_bytes(*bytes))
+    }
+
+    fn put<const N: usize>(&mut self, at: usize, value: [u8; N]) {
+        if let Some(place) = self.0.get_mut(at..).and_then(|bytes| bytes.first_chunk_mut()) {
+            *place = value;
+        }
+    }
+
+    /// Clears the autoclear bits that the format does not define, as it demands of whoever writes. Version 2 has none.
+    pub(crate) fn disown_unknown(&mut self) {
+        if self.is_v3() {
+            let bits = Autoclear::from_bits_retain(self.u64_at(at::AUTOCLEAR_FEATURES));
+            self.set_autoclear(bits.difference(bits.unknown()));
+        }
+    }
+
+    /// The incompatible features; none in version 2.
+    pub(crate) fn incompatible(&self) -> Incompatible {
+        if self.is_v3() {
+            Incompatible::from_bits_retain(self.u64_at(at::INCOMPATIBLE_FEATURES))
+        } else {
+            Incompatible::empty()
+        }
+    }
+
+    /// Replaces the incompatible features. Nothing changes in version 2, which has no such field.
+    pub(crate) fn set_incompatible(&mut self, features: Incompatible) {
+        if self.is_v3() {
+            self.put(at::INCOMPATIBLE_FEATURES, features.bits().to_be_bytes());
+        }
+    }
+
+    /// Replaces the autoclear features. Nothing changes in version 2, which has no such field.
+    pub(crate) fn set_autoclear(&mut self, features: Autoclear) {
+        if self.is_v3() {
+            self.put(at::AUTOCLEAR_FEATURES, features.bits().to_be_bytes());
+        }
+    }
+
+    /// Says that the refcount table begins at `offset` and has so many clusters.
+    pub(crate) fn set_refcount_table(&mut self, offset: HostOffset, clusters: u32) {
+        self.put(at::REFCOUNT_TABLE_OFFSET, offset.bytes().to_be_bytes());
+        self.put(at::REFCOUNT_TABLE_CLUSTERS, clusters.to_be_bytes());
+    }
+
+    /// Says that the disk has `size_bytes`, and that its L1 table begins at `l1_offset` and has so many entries.
+    pub(crate) fn set_disk(&mut self, size_bytes: u64, l1_offset: HostOffset, l1_entries: u32) {
+        self.put(at::SIZE, size_bytes.to_be_bytes());
+        self.put(at::L1_SIZE, l1_entries.to_be_bytes());
+        self.put(at::L1_TABLE_OFFSET, l1_offset.bytes().to_be_bytes());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::Header;
+
+    /// A header as `image create` writes it.
+    fn fields(version: u32) -> HeaderFields {
+        let mut bytes = [0; 512];
+        bytes[..4].copy_from_slice(b"QFI\xfb");
+        bytes[at::VERSION..][..4].copy_from_slice(&version.to_be_bytes());
+        bytes[at::CLUSTER_BITS..][..4].copy_from_slice(&16_u32.to_be_bytes());
+        if version == 3 {
+            bytes[at::REFCOUNT_ORDER..][..4].copy_from_slice(&4_u32.to_be_bytes());
+            bytes[at::HEADER_LENGTH..][..4].copy_from_slice(&104_u32.to_be_bytes());
+        }
+        HeaderFields::new(&bytes)
+    }
+
+    #[test]
+    fn every_field_is_decoded_as_it_was_set() {
+        let mut fields = fields(3);
+        fields.set_incompatible(Incompatible::CORRUPT | Incompatible::DIRTY);
+        fields.set_autoclear(Autoclear::BITMAPS);
+        fields.set_refcount_table(HostOffset::new(0x3_0000), 7);
+        fields.set_disk(5 << 30, HostOffset::new(0x5_0000), 10);
+        let header = Header::decode(fields.bytes()).expect("a header");
+        assert_eq!(header.incompatible, Incompatible::CORRUPT | Incompatible::DIRTY);
+        assert_eq!(fields.incompatible(), header.incompatible);
+        assert_eq!(header.autoclear, Autoclear::BITMAPS);
+        assert_eq!(header.refcount_table_offset, HostOffset::new(0x3_0000));
+        assert_eq!(header.refcount_table_clusters, 7);
+        assert_eq!((header.virtual_size, header.l1_entries), (5 << 30, 10));
+        assert_eq!(header.l1_offset, HostOffset::new(0x5_0000));
+    }
+
+    #[test]
+    fn version_2_has_no_feature_bits_to_set() {
+        let mut fields = fields(2);
+        let before = fields.clone();
+        fields.set_incompatible(Incompatible::CORRUPT);
+        fields.set_autoclear(Autoclear::BITMAPS);
+        fields.disown_unknown();
+        assert_eq!(fields, before);
+        assert_eq!(fields.incompatible(), Incompatible::empty());
+    }
+
+    #[test]
+    fn only_unknown_autoclear_bits_are_disowned() {
+        let mut fields = fields(3);
+        fields.set_autoclear(Autoclear::from_bits_retain(u64::MAX));
+        fields.disown_unknown();
+        let known = Autoclear::from_bits_retain(u64::MAX);
+        let header = Header::decode(fields.bytes()).expect("a header");
+        assert_eq!(header.autoclear, known.difference(known.unknown()));
+    }
+}

@@ -1,0 +1,64 @@
+//! Guest clusters that requests are remapping.
+//!
+//! What must stay true: a cluster is entered by one request at a time, and only that request changes its mapping until it
+//! has left.
+
+use std::ops::Range;
+use std::task::Waker;
+
+use block::canary::{Rule, broken};
+
+use crate::format::GuestCluster;
+
+/// The clusters that are being remapped, and who waits for them.
+#[derive(Debug, Default)]
+pub(crate) struct InFlight(Vec<Entry>);
+
+#[derive(Debug)]
+struct Entry {
+    clusters: Range<GuestCluster>,
+    waiters: Vec<Waker>,
+}
+
+impl InFlight {
+    /// Returns true if one of the clusters `first..=last` is being remapped.
+    #[inline]
+    pub(crate) fn touches(&self, first: GuestCluster, last: GuestCluster) -> bool {
+        if self.0.is_empty() || broken(Rule::SecondWriterRuns) {
+            return false;
+        }
+        self.0
+            .iter()
+            .any(|entry| first < entry.clusters.end && entry.clusters.start <= last)
+    }
+
+    /// Returns true, and wakes `waker` when that has ended, if a cluster is being remapped.
+    pub(crate) fn wait(&mut self, cluster: GuestCluster, waker: &Waker) -> bool {
+        let found = self.0.iter_mut().find(|entry| entry.clusters.contains(&cluster));
+        let Some(entry) = found else { return false };
+        entry.waiters.push(waker.clone());
+        true
+    }
+
+    /// Enters `count` clusters from `first` on, none of which is being remapped.
+    pub(crate) fn enter(&mut self, first: GuestCluster, count: u64) {
+        debug_assert!(
+            !self.touches(first, first + (count - 1)),
+            "guest cluster {first} is remapped twice at once"
+        );
+        self.0.push(Entry {
+            clusters: first..first + count,
+            waiters: Vec::new(),
+        });
+    }
+
+    /// Takes out the clusters that were entered with `first`. Returns the wakers of those that wait for them, to be woken
+    /// without the metadata's lock.
+    #[must_use]
+    pub(crate) fn leave(&mut self, first: GuestCluster) -> Vec<Waker> {
+        match self.0.iter().position(|entry| entry.clusters.start == first) {
+            Some(index) => self.0.swap_remove(index).waiters,
+            None => Vec::new(),
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Entries of the mapping: what guest bytes are backed by, and changing one.
+//!
+//! What must stay true: an entry is set only once the bytes that it exposes are written, and what it referred to before
+//! is in `drops` from then on.
+
+use super::{Blocked, Dropped, Metadata, corrupt};
+use crate::format::{
+    CompressedExtent, EntryError, GuestCluster, GuestOffset, HostOffset, L2Entry, L2Mapping, L2Table,
+    L2TableMut,
+};
+
+/// What a stretch of the guest's disk is backed by.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Extent {
+    /// Host bytes in one piece, from `at` on. `owned`: they may be overwritten in place.
+    Data { at: HostOffset, owned: bool },
+    /// Zeros.
+    Zero,
+    /// The backing file's bytes, or zeros without one.
+    Unallocated,
+    /// One compressed cluster.
+    Compressed(CompressedExtent),
+}
+
+/// The result of a lookup.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Lookup {
+    /// So many bytes, from the guest offset asked for, are alike.
+    Found { extent: Extent, len: u64 },
+    /// This L2 slice must be loaded first.
+    Miss(u64),
+    /// The mapping is corrupt there.
+    Corrupt(EntryError),
+    /// The mapping leads past the end of the file.
+    PastEnd(HostOffset),
+    /// The mapping was found to lead where none may when it was loaded.
+    Refused,
+}
+
+impl Metadata {
+    /// Returns what the guest bytes from `offset` on are backed by: as far as `len` bytes, the L2 slice, and likeness go.
+    #[inline]
+    pub(crate) fn lookup(&self, offset: GuestOffset, len: u64) -> Lookup {
+        let geometry = &self.geometry;
+        let cluster = geometry.guest_cluster(offset);
+        let slice = self.slice_of(cluster);
+        let l1_index = geometry.l1_index(offset);
+        let table = match self.l1_entry(l1_index) {
+            Ok(Some(table)) => table,
+            Ok(None) => return unallocated(offset, len, geometry.l2_table_span()),
+            Err(error) => return Lookup::Corrupt(error),
+        };
+        let Some((bytes, checked)) = self.l2.get_with_state(slice) else {
+            // A fresh table's slices are zeros until something is mapped there.
+            if self.fresh_tables.contains(&l1_index) {
+                return unallocated(offset, len, self.slice_span());
+            }
+            return Lookup::Miss(slice);
+        };
+        let entries = L2Table::new(bytes, geometry);
+        let first = self.index_in_slice(cluster);
+        let entry = entries.get(first);
+        let mapping = match entry.decode(geometry) {
+            Ok(mapping) => mapping,
+            Err(_) if entry == L2Entry::REFUSED => return Lookup::Refused,
+            Err(error) => return Lookup::Corrupt(error),
+        };
+        let within = geometry.offset_in_cluster(offset.bytes());
+        let extent = match mapping {
+            L2Mapping::Unallocated => Extent::Unallocated,
+            L2Mapping::Zero { .. } => Extent::Zero,
+            L2Mapping::Data { host, .. } if self.is_past_end(host) => return Lookup::PastEnd(host),
+            L2Mapping::Data { host, copied } => Extent::Data {
+                at: host + within,
+                owned: copied && table.copied && checked,
+            },
+            L2Mapping::Compressed(compressed) => Extent::Compressed(compressed),
+        };
+        let size = geometry.cluster_size();
+        let mut found = size - within;
+        if found >= len || matches!(extent, Extent::Compressed(_)) {
+            return Lookup::Found {
+                extent,
+                len: found.min(len),
+            };
+        }
+        for index in first + 1..entries.len() {
+            let Ok(next) = entries.get(index).decode(geometry) else {
+                break;
+            };
+            let alike = match (extent, next) {
+                (Extent::Unallocated, L2Mapping::Unallocated) | (Extent::Zero, L2Mapping::Zero { .. }) => {
+                    true
+                }
+                (Extent::Data { at, owned }, L2Mapping::Data { host: next, copied }) => {
+                    next == at + found
+                        && owned == (copied && table.copied && checked)
+                        && !self.is_past_end(next)
+                }
+                _ => false,
+            };
+            if !alike {
+                break;
+            }
+            found += size;
+            if found >= len {
+                break;
+            }
+        }
+        Lookup::Found {
+            extent,
+            len: found.min(len),
+        }
+    }
+
+    /// Returns true if a host offset lies past the end of the file.
+    #[inline]
+    fn is_past_end(&self, host: HostOffset) -> bool {
+        self.geometry.host_cluster(host) >= self.refcounts.end()
+    }
+
+    /// Returns the host cluster that a guest cluster is mapped to, if it lies past the end of the file.
+    pub(super) fn past_end(&self, mapping: &L2Mapping) -> Option<HostOffset> {
+        host_of(mapping).filter(|host| self.is_past_end(*host))
+    }
+
+    /// Returns what a guest cluster is mapped to; its slice is cached.
+    pub(crate) fn mapping(&self, slice: u64, cluster: GuestCluster) -> Result<L2Mapping, Blocked> {
+        let bytes = self.l2.get(slice).ok_or(Blocked::LoadL2(slice))?;
+        let entry = L2Table::new(bytes, &self.geometry).get(self.index_in_slice(cluster));
+        entry.decode(&self.geometry).map_err(corrupt)
+    }
+
+    /// Changes one mapping; what it referred to before is dropped, unless the new entry keeps it.
+    pub(crate) fn set_mapping(
+        &mut self,
+        slice: u64,
+        cluster: GuestCluster,
+        new: L2Entry,
+    ) -> Result<(), Blocked> {
+        let old = self.mapping(slice, cluster)?;
+        let kept = new
+            .decode(&self.geometry)
+            .ok()
+            .and_then(|mapping| host_of(&mapping));
+        match old {
+            L2Mapping::Compressed(extent) => {
+                let first = self.geometry.host_cluster(extent.host);
+                let last = self.geometry.host_cluster(HostOffset::new(extent.end() - 1));
+                self.drops.push(Dropped {
+                    first,
+                    count: last - first + 1,
+                });
+            }
+            _ => {
+                if let Some(host) = host_of(&old)
+                    && kept != Some(host)
+                {
+                    self.drops.push(Dropped::one(self.geometry.host_cluster(host)));
+                }
+            }
+        }
+        let index = self.index_in_slice(cluster);
+        let bytes = self.l2.get_mut(slice).ok_or(Blocked::LoadL2(slice))?;
+        L2TableMut::new(bytes, &self.geometry).set(index, new);
+        Ok(())
+    }
+}
+
+/// Nothing is mapped from `offset` up to the next multiple of `span`.
+fn unallocated(offset: GuestOffset, len: u64, span: u64) -> Lookup {
+    let rest = span - (offset.bytes() & (span - 1));
+    Lookup::Found {
+        extent: Extent::Unallocated,
+        len: len.min(rest),
+    }
+}
+
+fn host_of(mapping: &L2Mapping) -> Option<HostOffset> {
+    match mapping {
+        L2Mapping::Data { host, .. } => Some(*host),
+        L2Mapping::Zero { host, .. } => *host,
+        L2Mapping::Unallocated | L2Mapping::Compressed(_) => None,
+    }
+}

@@ -1,0 +1,279 @@
+//! L1 and L2 tables in memory: where they are, slices of them in the cache, and tables that are made or replaced.
+//!
+//! What must stay true: a table that is shared with a snapshot is never changed, and a slice with an entry that leads
+//! where none may ([`L2Entry::REFUSED`]) is never written.
+
+use std::ops::Range;
+use std::task::Waker;
+
+use block::IoError;
+
+use super::refcounts::{Stuck, TablePlace};
+use super::structures::{Exposed, Structure};
+use super::{Blocked, Dropped, Metadata, corrupt};
+use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
+use crate::format::{
+    EntryError, Geometry, GuestCluster, HostCluster, HostOffset, L1Entry, L2Entry, L2TableMut, L2TableRef,
+};
+
+/// Bytes of the L1 table that are written as one: a sector.
+pub(super) const L1_PART_BYTES: u64 = 512;
+/// L1 entries in such a part.
+const PART_ENTRIES: usize = (L1_PART_BYTES / L1_ENTRY_SIZE) as usize;
+
+impl Metadata {
+    pub(super) fn l1_entry(&self, index: usize) -> Result<Option<L2TableRef>, EntryError> {
+        self.l1
+            .get(index)
+            .copied()
+            .unwrap_or_default()
+            .decode(&self.geometry)
+    }
+
+    /// The L1 entry that the slice's table hangs on.
+    pub(crate) fn table_of(&self, slice: u64) -> usize {
+        (slice >> (self.geometry.l2_bits() - self.slice_bits)) as usize
+    }
+
+    /// The slices of the table that hangs on an L1 entry.
+    pub(crate) fn table_slices(&self, l1_index: usize) -> Range<u64> {
+        let bits = self.geometry.l2_bits() - self.slice_bits;
+        ((l1_index as u64) << bits)..((l1_index as u64 + 1) << bits)
+    }
+
+    /// The slice that describes a guest cluster.
+    #[inline]
+    pub(super) fn slice_of(&self, cluster: GuestCluster) -> u64 {
+        cluster.index() >> self.slice_bits
+    }
+
+    /// The entry, within its slice, that describes a guest cluster.
+    #[inline]
+    pub(super) fn index_in_slice(&self, cluster: GuestCluster) -> usize {
+        (cluster.index() & ((1 << self.slice_bits) - 1)) as usize
+    }
+
+    /// The guest cluster after the last one that a slice describes.
+    pub(super) fn slice_end(&self, slice: u64) -> GuestCluster {
+        GuestCluster::new((slice + 1) << self.slice_bits)
+    }
+
+    /// How many guest bytes a slice describes.
+    pub(super) fn slice_span(&self) -> u64 {
+        self.geometry.cluster_size() << self.slice_bits
+    }
+
+    /// Where a table is on disk.
+    pub(crate) fn table_offset(&self, l1_index: usize) -> Result<Option<HostOffset>, EntryError> {
+        Ok(self.l1_entry(l1_index)?.map(|table| table.host))
+    }
+
+    /// Where a slice is on disk.
+    pub(crate) fn slice_offset(&self, slice: u64) -> Result<Option<HostOffset>, EntryError> {
+        let table = self.table_of(slice);
+        let within = slice - self.table_slices(table).start;
+        Ok(self
+            .table_offset(table)?
+            .map(|host| host + within * self.l2.slice_bytes() as u64))
+    }
+
+    /// The L1 entries of 512-byte part `part`, as they are on disk.
+    pub(crate) fn l1_part(&self, part: usize) -> Vec<u8> {
+        let entries = self.l1.iter().skip(part * PART_ENTRIES).take(PART_ENTRIES);
+        let mut bytes: Vec<u8> = entries.flat_map(|entry| entry.raw().to_be_bytes()).collect();
+        bytes.resize(L1_PART_BYTES as usize, 0);
+        bytes
+    }
+
+    /// How many entries the L1 table has.
+    pub(crate) fn l1_entries(&self) -> usize {
+        self.l1.len()
+    }
+
+    /// Makes room in the L1 table for a disk of `size_bytes`; in a new place if it has outgrown its own.
+    ///
+    /// # Errors
+    ///
+    /// [`Stuck`], with nothing changed.
+    pub(crate) fn grow_l1(&mut self, size_bytes: u64) -> Result<(), Stuck> {
+        let needed = self.geometry.l1_entries_needed(size_bytes);
+        if needed <= self.l1.len() as u64 {
+            return Ok(());
+        }
+        if needed > L1_TABLE_MAX_BYTES / L1_ENTRY_SIZE {
+            return Err(Stuck::Failed(IoError::OutOfRange));
+        }
+        let clusters = self.geometry.clusters_for(needed * L1_ENTRY_SIZE);
+        if clusters > self.l1_place.clusters {
+            let first = self.refcounts.allocate_run(clusters)?;
+            let offset = self.geometry.host_offset(first);
+            self.refcounts
+                .structures
+                .made(Structure::L1Table, first, clusters);
+            self.l1_moved_from.push(self.l1_place);
+            self.l1_place = TablePlace { offset, clusters };
+        }
+        let old = self.l1.len();
+        self.l1.resize(needed as usize, L1Entry::UNALLOCATED);
+        // What lies behind the old end on disk was never part of the table.
+        self.l1_dirty_parts
+            .extend(old / PART_ENTRIES..self.l1.len().div_ceil(PART_ENTRIES));
+        self.header_dirty = true;
+        Ok(())
+    }
+
+    /// Whether this caller is to copy the table of `l1_index`; otherwise `waker` is woken when somebody has.
+    pub(crate) fn begin_copy(&mut self, l1_index: usize, waker: &Waker) -> bool {
+        if let Some(waiters) = self.copying.get_mut(&l1_index) {
+            waiters.push(waker.clone());
+            return false;
+        }
+        self.copying.insert(l1_index, Vec::new());
+        true
+    }
+
+    /// A table copy has ended, well or not. Returns whom to wake.
+    #[must_use]
+    pub(crate) fn end_copy(&mut self, l1_index: usize) -> Vec<Waker> {
+        self.copying.remove(&l1_index).unwrap_or_default()
+    }
+
+    /// How many 512-byte parts the L1 table has.
+    pub(super) fn l1_parts(&self) -> usize {
+        self.l1.len().div_ceil(PART_ENTRIES)
+    }
+
+    /// Makes sure that the L2 slice of a guest cluster is cached and may be changed.
+    pub(crate) fn own_slice(&mut self, cluster: GuestCluster) -> Result<u64, Blocked> {
+        let slice = self.slice_of(cluster);
+        let l1_index = self.table_of(slice);
+        if self.corrupt {
+            return Err(Blocked::Failed(IoError::Corrupt));
+        }
+        match self.l1_entry(l1_index) {
+            Ok(Some(table)) if !table.copied => return Err(Blocked::CopyTable(l1_index)),
+            Ok(Some(_)) => {}
+            Ok(None) => self.new_table(l1_index)?,
+            Err(error) => return Err(corrupt(error)),
+        }
+        match self.l2.get_with_state(slice) {
+            Some((_, true)) => return Ok(slice),
+            Some((_, false)) => return Err(Blocked::CheckL2(slice)),
+            None => {}
+        }
+        if !self.fresh_tables.contains(&l1_index) {
+            return Err(Blocked::LoadL2(slice));
+        }
+        self.l2.insert(slice, vec![0; self.l2.slice_bytes()].into(), true);
+        self.refcounts.structures.saw_slice(slice);
+        Ok(slice)
+    }
+
+    fn new_table(&mut self, l1_index: usize) -> Result<(), Blocked> {
+        if l1_index >= self.l1.len() {
+            return Err(Blocked::Failed(IoError::OutOfRange));
+        }
+        let run = self.refcounts.allocate(1)?;
+        self.set_table(l1_index, run.first);
+        Ok(())
+    }
+
+    /// Hangs a table that is not on disk yet, in host cluster `cluster`, on an L1 entry.
+    fn set_table(&mut self, l1_index: usize, cluster: HostCluster) {
+        self.refcounts.structures.made(Structure::L2Table, cluster, 1);
+        let entry = L1Entry::encode(L2TableRef {
+            host: self.geometry.host_offset(cluster),
+            copied: true,
+        });
+        if let Some(place) = self.l1.get_mut(l1_index) {
+            *place = entry;
+            self.l1_dirty_parts.insert(l1_index / PART_ENTRIES);
+            self.fresh_tables.insert(l1_index);
+        }
+    }
+
+    /// Replaces a table shared with a snapshot by a copy whose contents are `table`, read from `from`.
+    ///
+    /// # Errors
+    ///
+    /// [`Blocked`], with nothing changed. `Ok(false)` if the entry is no longer what it was.
+    pub(crate) fn adopt_table(
+        &mut self,
+        l1_index: usize,
+        from: HostOffset,
+        table: &[u8],
+    ) -> Result<bool, Blocked> {
+        if self.corrupt {
+            return Err(Blocked::Failed(IoError::Corrupt));
+        }
+        match self.l1_entry(l1_index) {
+            Ok(Some(old)) if !old.copied && old.host == from => {}
+            Ok(_) => return Ok(false),
+            Err(error) => return Err(corrupt(error)),
+        }
+        let run = self.refcounts.allocate(1)?;
+        self.set_table(l1_index, run.first);
+        for (slice, bytes) in self
+            .table_slices(l1_index)
+            .zip(table.chunks_exact(self.l2.slice_bytes()))
+        {
+            self.l2.discard(slice);
+            self.l2.insert(slice, bytes.into(), true);
+        }
+        self.drops.push(Dropped::one(self.geometry.host_cluster(from)));
+        Ok(true)
+    }
+
+    /// Puts a slice that was read in the cache. Entries that lead where none may answer with an error from then
+    /// on, the others are as usable as before, and nothing is changed any more.
+    ///
+    /// A slice that comes back, in an image that is sound so far, is what it was when it was looked at: reading goes
+    /// by it at once, and [`Metadata::check_slice`] looks at it again before anything is written through it.
+    pub(crate) fn adopt_slice(&mut self, slice: u64, mut bytes: Box<[u8]>) -> Vec<Exposed> {
+        if !self.corrupt && self.refcounts.structures.has_seen(slice) {
+            self.l2.insert_unchecked(slice, bytes);
+            return Vec::new();
+        }
+        let exposed = self.refcounts.structures.admit(&self.geometry, slice, &bytes);
+        self.corrupt |= refuse(&self.geometry, &mut bytes, &exposed);
+        self.l2.insert(slice, bytes, false);
+        exposed
+    }
+
+    /// Looks at a cached slice, if that has yet to be done, as [`Metadata::adopt_slice`] does.
+    pub(crate) fn check_slice(&mut self, slice: u64) -> Vec<Exposed> {
+        let Some(bytes) = self.l2.take_unchecked(slice) else {
+            return Vec::new();
+        };
+        let exposed = self.refcounts.structures.admit(&self.geometry, slice, bytes);
+        self.corrupt |= refuse(&self.geometry, bytes, &exposed);
+        exposed
+    }
+
+    /// Looks at all entries of a table that is to be adopted. Returns the first one that leads where none may,
+    /// its index counted from the table's start.
+    pub(crate) fn inspect_table(&mut self, l1_index: usize, table: &[u8]) -> Option<Exposed> {
+        let slices = self.table_slices(l1_index);
+        let parts = table.chunks_exact(self.l2.slice_bytes());
+        for (slice, (at, part)) in slices.zip(parts.enumerate()) {
+            let exposed = self.refcounts.structures.admit(&self.geometry, slice, part);
+            if let Some(first) = exposed.first() {
+                self.corrupt = true;
+                return Some(Exposed {
+                    index: (at << self.slice_bits) + first.index,
+                    ..*first
+                });
+            }
+        }
+        None
+    }
+}
+
+/// Makes entries that lead where none may answer with an error. Returns true if there are any.
+fn refuse(geometry: &Geometry, bytes: &mut [u8], exposed: &[Exposed]) -> bool {
+    let mut entries = L2TableMut::new(bytes, geometry);
+    for entry in exposed.iter().filter(|entry| !entry.readable) {
+        entries.set(entry.index, L2Entry::REFUSED);
+    }
+    !exposed.is_empty()
+}
