@@ -72,8 +72,10 @@ struct Scattered {
     order: u32,
     /// Of the active L1 table.
     tables: u64,
-    /// L1 tables of snapshots; the other snapshots have none.
+    /// L1 tables of snapshots.
     snapshot_tables: u64,
+    /// The other snapshots have the beginnings of those, not none.
+    overlapping: bool,
     bitmaps: u64,
     dirty: bool,
 }
@@ -131,12 +133,18 @@ impl Scattered {
         }
         if self.snapshot_tables > 0 {
             let mut table = Vec::new();
+            let mut places = Vec::new();
             for index in 0..SNAPSHOTS {
                 let (mut l1_at, mut entries) = (0, 0);
                 if index < self.snapshot_tables {
                     entries = SNAPSHOT_TABLES;
                     l1_at = place(entries * 8);
                     parts.push((l1_at, table_of(&mut scatter(entries), 0)));
+                    places.push(l1_at);
+                } else if self.overlapping {
+                    // The same tables again, each time one entry less of them: no two snapshots have the same.
+                    let (again, which) = (index / self.snapshot_tables, index % self.snapshot_tables);
+                    (l1_at, entries) = (places[which as usize], SNAPSHOT_TABLES - again);
                 }
                 table.extend(l1_at.to_be_bytes());
                 table.extend((entries as u32).to_be_bytes());
@@ -240,6 +248,11 @@ fn scattered_snapshots_and_bitmaps_take_no_memory() {
         ..Scattered::default()
     };
     worst.face("beside as many tables of the disk", &["writer"]);
+    let most = Scattered {
+        overlapping: true,
+        ..worst
+    };
+    most.face("of all snapshots", &["writer"]);
     let few = Scattered { tables: 64, ..worst };
     few.face("beside few tables of the disk", &["look"]);
     let dirty = Scattered { dirty: true, ..few };
