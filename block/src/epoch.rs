@@ -16,14 +16,12 @@
 //! between: one of the two sees the other.
 
 use std::fmt;
-use std::future::poll_fn;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Poll, Waker};
 
 use crate::canary::{Rule, broken};
-use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+use crate::sync::{Monitor, Mutex};
 
 /// Returns true if what was dropped in epoch `dropped_in` may be reused in epoch `now`, as [`Epochs::now`] and
 /// [`Epochs::advance`] returned them.
@@ -46,15 +44,8 @@ pub struct Epochs {
     queues: Mutex<Vec<Arc<Counts>>>,
     /// The number of those who watch; without any, a request's end does not take the lock below.
     watching: AtomicUsize,
-    ends: Mutex<Ends>,
-}
-
-/// The ends that somebody may wait for.
-#[derive(Debug, Default)]
-struct Ends {
-    /// The ends that came while somebody watched.
-    seen: u64,
-    waiters: Vec<Waker>,
+    /// The number of ends that came while somebody watched.
+    ends: Monitor<u64>,
 }
 
 /// One who waits until an epoch may move on. Ends are counted for it until it is dropped.
@@ -69,16 +60,9 @@ impl Watch {
     /// Waits until something has ended since the watch began, or since the last wait: then [`Epochs::advance`] may move
     /// on where it could not before.
     pub async fn ended(&mut self) {
-        poll_fn(|cx| {
-            let mut ends = self.epochs.ends.lock();
-            if ends.seen != self.seen {
-                self.seen = ends.seen;
-                return Poll::Ready(());
-            }
-            ends.waiters.push(cx.waker().clone());
-            Poll::Pending
-        })
-        .await;
+        let before = self.seen;
+        let ends = &self.epochs.ends;
+        self.seen = ends.wait(|ends| (*ends != before).then_some(*ends)).await;
     }
 }
 
@@ -127,7 +111,7 @@ impl Epochs {
         self.watching.fetch_add(1, Ordering::Relaxed);
         // Before the counts are looked at: see the module's head.
         fence(Ordering::SeqCst);
-        let seen = self.ends.lock().seen;
+        let seen = self.ends.with(|ends| *ends);
         Watch {
             epochs: Arc::clone(self),
             seen,
@@ -141,12 +125,7 @@ impl Epochs {
         if self.watching.load(Ordering::Relaxed) == 0 {
             return;
         }
-        let waiters = {
-            let mut ends = self.ends.lock();
-            ends.seen += 1;
-            std::mem::take(&mut ends.waiters)
-        };
-        waiters.into_iter().for_each(Waker::wake);
+        self.ends.change(|ends| *ends += 1);
     }
 
     /// A queue's own counts.
@@ -241,7 +220,7 @@ mod model;
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicU32;
-    use std::task::Wake;
+    use std::task::{Wake, Waker};
 
     use super::*;
 
@@ -281,7 +260,7 @@ mod tests {
         );
         drop(watch);
         drop(queue.enter());
-        assert_eq!(epochs.ends.lock().seen, 1, "nobody watches");
+        assert_eq!(epochs.ends.with(|ends| *ends), 1, "nobody watches");
     }
 
     #[test]

@@ -16,6 +16,7 @@
 
 mod bounce;
 mod inherited;
+mod ranges;
 mod transfer;
 
 use std::fs::{File, OpenOptions};
@@ -27,7 +28,7 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Poll, Waker};
+use std::task::Poll;
 
 use smallvec::smallvec;
 
@@ -45,6 +46,7 @@ use crate::task::Context;
 use crate::timer::Timers;
 
 pub use inherited::DescriptorRefusal;
+use ranges::RangeLocks;
 use transfer::{Transfer, is_one_op};
 
 /// How to open an [`ImageFile`].
@@ -844,57 +846,6 @@ fn to_usize(value: u64) -> Result<usize, IoError> {
 
 fn total(pieces: &Pieces) -> u64 {
     pieces.iter().map(|piece| piece.len() as u64).sum()
-}
-
-/// Ranges of a file that a read-modify-write is working on.
-///
-/// Where the host's block is larger than a guest's sector, two writes to different sectors may share a
-/// block. Then every write, punch and zeroing takes its blocks first, on whichever worker.
-#[derive(Debug, Default)]
-struct RangeLocks {
-    state: Mutex<RangeState>,
-}
-
-#[derive(Debug, Default)]
-struct RangeState {
-    held: Vec<(u64, u64)>,
-    waiters: Vec<Waker>,
-}
-
-struct RangeGuard<'a> {
-    locks: &'a RangeLocks,
-    range: (u64, u64),
-}
-
-impl RangeLocks {
-    async fn lock(&self, start: u64, end: u64) -> RangeGuard<'_> {
-        std::future::poll_fn(|cx| {
-            let mut state = self.state.lock();
-            if state.held.iter().any(|&(from, to)| start < to && from < end) {
-                state.waiters.push(cx.waker().clone());
-                return Poll::Pending;
-            }
-            state.held.push((start, end));
-            Poll::Ready(())
-        })
-        .await;
-        RangeGuard {
-            locks: self,
-            range: (start, end),
-        }
-    }
-}
-
-impl Drop for RangeGuard<'_> {
-    fn drop(&mut self) {
-        let mut state = self.locks.state.lock();
-        if let Some(index) = state.held.iter().position(|range| *range == self.range) {
-            state.held.swap_remove(index);
-        }
-        let waiters = std::mem::take(&mut state.waiters);
-        drop(state);
-        waiters.into_iter().for_each(Waker::wake);
-    }
 }
 
 #[cfg(all(test, shuttle))]

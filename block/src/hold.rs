@@ -9,15 +9,16 @@
 //! What must stay true: only what the host refused *whole or in part* is tried again, never what it may have
 //! forgotten: a failed sync is never held (see [`mod@crate::file`]).
 
-use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::fmt;
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::{Poll, Waker};
+use std::task::Poll;
 use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::sync::Mutex;
+use crate::sync::Monitor;
+use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::task::Context;
 
 /// How long to wait before the first further try.
@@ -26,25 +27,25 @@ pub const WAIT_MIN: Duration = Duration::from_millis(50);
 pub const WAIT_MAX: Duration = Duration::from_secs(2);
 
 /// The waits of one image or disk, shared by all its workers.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Holds {
     wanted: AtomicBool,
-    /// How many want that nothing waits.
-    off: AtomicUsize,
-    /// How many have wanted it so far: who began to wait before the last of them waits no more, even if that one
-    /// has what it wanted by the time the waiter looks.
-    ended: AtomicU64,
-    next: AtomicU64,
-    waiters: Mutex<Vec<(u64, Waker)>>,
+    off: Monitor<Off>,
 }
 
-impl fmt::Debug for Holds {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Holds")
-            .field("wanted", &self.wanted)
-            .field("off", &self.off)
-            .field("waiting", &self.waiters.lock().len())
-            .finish()
+#[derive(Debug, Default)]
+struct Off {
+    /// How many want that nothing waits.
+    holders: usize,
+    /// How many have wanted it so far: who began to wait before the last of them waits no more, even if that one
+    /// has what it wanted by the time the waiter looks.
+    ended: u64,
+}
+
+impl Off {
+    /// Returns true if a wait is over that began when `began` had been ended.
+    fn ends(&self, began: u64) -> bool {
+        self.holders > 0 || self.ended != began
     }
 }
 
@@ -60,20 +61,16 @@ impl Holds {
         self.wanted.load(Ordering::Relaxed)
     }
 
-    fn is_off(&self) -> bool {
-        self.off.load(Ordering::SeqCst) > 0
-    }
-
     /// Ends every wait, and lets none begin until [`Holds::turn_on`].
     fn turn_off(&self) {
-        self.off.fetch_add(1, Ordering::SeqCst);
-        self.ended.fetch_add(1, Ordering::SeqCst);
-        let waiters = std::mem::take(&mut *self.waiters.lock());
-        waiters.into_iter().for_each(|(_, waker)| waker.wake());
+        self.off.change(|off| {
+            off.holders += 1;
+            off.ended += 1;
+        });
     }
 
     fn turn_on(&self) {
-        self.off.fetch_sub(1, Ordering::SeqCst);
+        self.off.with(|off| off.holders -= 1);
     }
 
     /// Waits for `time`. `false`, perhaps at once, if nobody is to wait.
@@ -81,49 +78,17 @@ impl Holds {
         if !self.is_wanted() {
             return false;
         }
-        let began = self.ended.load(Ordering::SeqCst);
-        let is_over = || self.is_off() || self.ended.load(Ordering::SeqCst) != began;
+        let began = self.off.with(|off| off.ended);
+        let mut over = pin!(self.off.wait(|off| off.ends(began).then_some(())));
         let mut sleep = cx.sleep(time);
-        let place = Place {
-            holds: self,
-            number: self.next.fetch_add(1, Ordering::Relaxed),
-        };
-        std::future::poll_fn(|task| {
-            // First a place on the list, then a look: who turns it off counts first and looks at the list then.
-            place.take(task.waker());
-            if is_over() {
+        poll_fn(|task| {
+            if over.as_mut().poll(task).is_ready() {
                 return Poll::Ready(false);
             }
-            std::pin::Pin::new(&mut sleep)
-                .poll(task)
-                .map(|slept| slept.is_ok() && !is_over())
+            let slept = Pin::new(&mut sleep).poll(task);
+            slept.map(|slept| slept.is_ok() && !self.off.with(|off| off.ends(began)))
         })
         .await
-    }
-}
-
-/// One waiter's place on the list.
-struct Place<'a> {
-    holds: &'a Holds,
-    number: u64,
-}
-
-impl Place<'_> {
-    fn take(&self, waker: &Waker) {
-        let mut waiters = self.holds.waiters.lock();
-        match waiters.iter_mut().find(|(number, _)| *number == self.number) {
-            Some((_, place)) => place.clone_from(waker),
-            None => waiters.push((self.number, waker.clone())),
-        }
-    }
-}
-
-impl Drop for Place<'_> {
-    fn drop(&mut self) {
-        self.holds
-            .waiters
-            .lock()
-            .retain(|(number, _)| *number != self.number);
     }
 }
 
@@ -182,5 +147,10 @@ mod tests {
         assert_eq!(ended.get(), Some(false));
         let again = cx.block_on(holds.wait(&cx, Duration::from_millis(1)));
         assert!(again.expect("the ring turns"), "a new wait is one");
+        assert_eq!(
+            holds.off.waiting(),
+            0,
+            "a wait that is over leaves nothing behind"
+        );
     }
 }

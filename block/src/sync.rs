@@ -9,6 +9,10 @@
 //! What must stay true: whatever two threads use at once comes from here, or the checkers do not see it.
 //! Reference counts ([`std::sync::Arc`]) and wakers need not.
 
+mod wait;
+
+pub use wait::{ChangeOnDrop, Monitor, SingleFlight, WaitList};
+
 #[cfg(not(any(loom, shuttle)))]
 mod real {
     pub use parking_lot::{Mutex, MutexGuard};
@@ -42,7 +46,9 @@ mod real {
 pub use real::*;
 
 #[cfg(any(loom, shuttle))]
-mod modelled {
+pub(crate) mod modelled {
+    #[cfg(all(test, loom))]
+    use super::Condvar;
     use super::{Checked, MutexGuard};
 
     /// The model checker's mutex with the face of parking_lot's.
@@ -60,6 +66,39 @@ mod modelled {
             self.0
                 .lock()
                 .unwrap_or_else(|_| panic!("a thread panicked with the lock held"))
+        }
+    }
+
+    /// Tries every order of `model` with at most so many preemptions.
+    #[cfg(all(test, loom))]
+    pub(crate) fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(preemptions);
+        builder.check(model);
+    }
+
+    /// Runs `future` on this thread, which sleeps between its polls. Loom fails where nobody is left to wake it.
+    #[cfg(all(test, loom))]
+    pub(crate) fn block_on<T>(future: impl Future<Output = T>) -> T {
+        struct Flag(Mutex<bool>, Condvar);
+        impl std::task::Wake for Flag {
+            fn wake(self: std::sync::Arc<Self>) {
+                *self.0.lock() = true;
+                self.1.notify_one();
+            }
+        }
+        let flag = std::sync::Arc::new(Flag(Mutex::new(false), Condvar::new()));
+        let waker = std::sync::Arc::clone(&flag).into();
+        let mut future = std::pin::pin!(future);
+        loop {
+            let polled = future.as_mut().poll(&mut std::task::Context::from_waker(&waker));
+            if let std::task::Poll::Ready(output) = polled {
+                return output;
+            }
+            let mut woken = flag.0.lock();
+            while !std::mem::take(&mut *woken) {
+                woken = (flag.1.wait(woken)).unwrap_or_else(|_| panic!("a waker panicked"));
+            }
         }
     }
 }

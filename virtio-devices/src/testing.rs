@@ -3,15 +3,14 @@
 #![expect(unsafe_code, reason = "a backlog of nothing, and the limit of descriptors")]
 
 use std::cell::RefCell;
-use std::future::poll_fn;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Poll, Waker};
 use std::time::Duration;
 
+use block::sync::Monitor;
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Request};
 use parking_lot::Mutex;
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
@@ -253,19 +252,13 @@ impl Driver {
     }
 }
 
-/// Holds requests up until it is opened.
-#[derive(Debug, Default)]
-struct Gate {
-    closed: bool,
-    waiting: Vec<Waker>,
-}
-
 #[derive(Debug)]
 struct Shared {
     info: DiskInfo,
     bytes: Mutex<Vec<u8>>,
     log: Mutex<Vec<(Op, u64, u64)>>,
-    gate: Mutex<Gate>,
+    /// Whether requests are held up.
+    closed: Monitor<bool>,
     failing: Mutex<Option<IoError>>,
 }
 
@@ -297,7 +290,7 @@ impl MemDisk {
             info,
             bytes: Mutex::new(vec![0; DISK_BYTES as usize]),
             log: Mutex::default(),
-            gate: Mutex::default(),
+            closed: Monitor::default(),
             failing: Mutex::default(),
         };
         Self {
@@ -316,19 +309,17 @@ impl MemDisk {
 
     /// From now on requests wait.
     pub(crate) fn hold(&self) {
-        self.shared.gate.lock().closed = true;
+        self.shared.closed.with(|closed| *closed = true);
     }
 
     /// Lets requests through again.
     pub(crate) fn release(&self) {
-        let mut gate = self.shared.gate.lock();
-        gate.closed = false;
-        gate.waiting.drain(..).for_each(Waker::wake);
+        self.shared.closed.change(|closed| *closed = false);
     }
 
     /// How many requests wait.
     pub(crate) fn held(&self) -> usize {
-        self.shared.gate.lock().waiting.len()
+        self.shared.closed.waiting()
     }
 
     /// From now on requests fail, or not.
@@ -396,20 +387,12 @@ impl DiskQueue for MemQueue {
     fn submit(&self, request: Request) {
         let shared = Arc::clone(&self.shared);
         shared.log.lock().push((request.op, request.offset, request.len));
-        if !shared.gate.lock().closed {
+        if !shared.closed.with(|closed| *closed) {
             return shared.carry_out(request);
         }
         let request = Rc::new(RefCell::new(Some(request)));
         self.cx.spawn(async move {
-            poll_fn(|cx| {
-                let mut gate = shared.gate.lock();
-                if gate.closed {
-                    gate.waiting.push(cx.waker().clone());
-                    return Poll::Pending;
-                }
-                Poll::Ready(())
-            })
-            .await;
+            shared.closed.wait(|closed| (!*closed).then_some(())).await;
             let request = request.borrow_mut().take();
             if let Some(request) = request {
                 shared.carry_out(request);

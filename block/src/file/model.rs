@@ -67,7 +67,7 @@ fn writes_to_one_block_from_two_workers_all_land() {
                 bytes[0]
             );
         }
-        assert!(image.ranges.state.lock().held.is_empty());
+        assert!(image.ranges.is_empty());
     };
     shuttle::check_random(run, 1000);
     shuttle::check_pct(run, 1000, 3);

@@ -16,6 +16,7 @@ use crate::buffer::{BUFFER_ALIGN, Buffer, FixedRange, IoSlice, IoSlices, Memory,
 use crate::canary::{Rule, broken};
 use crate::error::IoError;
 use crate::request::Request;
+use crate::sync::WaitList;
 
 /// Who gets an op's result, and with it what the op owned.
 #[derive(Debug)]
@@ -281,7 +282,7 @@ pub(super) struct Slots {
     list: Vec<Slot>,
     free: Vec<u32>,
     /// Futures that wait for a free slot.
-    waiters: Vec<Waker>,
+    waiters: WaitList,
 }
 
 impl Slots {
@@ -291,7 +292,7 @@ impl Slots {
         Self {
             list: (0..count).map(|_| Slot::new()).collect(),
             free: (0..count).rev().collect(),
-            waiters: Vec::new(),
+            waiters: WaitList::default(),
         }
     }
 
@@ -319,10 +320,7 @@ impl Slots {
 
     /// Wakes `waker` when a slot becomes free.
     pub(super) fn wait(&mut self, waker: &Waker) {
-        // One task often waits with several ops.
-        if !self.waiters.last().is_some_and(|last| last.will_wake(waker)) {
-            self.waiters.push(waker.clone());
-        }
+        self.waiters.register(waker);
     }
 
     /// Frees a slot and whatever it held.
@@ -344,9 +342,7 @@ impl Slots {
         self.free.push(index);
         // All of them: a waker on the list may belong to a task that has what it wanted, and one of
         // the others would then sleep for ever.
-        for waker in self.waiters.drain(..) {
-            waker.wake();
-        }
+        self.waiters.wake_all();
         owner
     }
 

@@ -3,6 +3,7 @@
 use loom::thread;
 
 use super::*;
+use crate::sync::modelled::check;
 
 /// What a task waits for, set by other threads.
 #[derive(Default)]
@@ -35,17 +36,11 @@ impl Events {
     }
 }
 
-fn check(model: impl Fn() + Sync + Send + 'static) {
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(3);
-    builder.check(model);
-}
-
 /// Fails (nobody is left to run) if the worker looks for ready tasks before it says that it sleeps, if a
 /// waker looks whether the worker sleeps before it queues, and if either fence goes.
 #[test]
 fn a_task_that_two_threads_wake_is_run_by_a_worker_that_goes_to_sleep() {
-    check(|| {
+    check(3, || {
         let events = Arc::new(Events::default());
         let others: Vec<_> = (0..2)
             .map(|_| {
@@ -81,7 +76,7 @@ fn a_task_that_two_threads_wake_is_run_by_a_worker_that_goes_to_sleep() {
 /// Fails if `block_on` sleeps without another look at whether its own future was woken.
 #[test]
 fn a_future_that_another_thread_wakes_is_polled_again() {
-    check(|| {
+    check(3, || {
         let events = Arc::new(Events::default());
         let other = {
             let events = Arc::clone(&events);

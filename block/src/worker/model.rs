@@ -4,14 +4,13 @@ use loom::thread;
 
 use super::*;
 use crate::sync::atomic::AtomicUsize;
+use crate::sync::modelled::check;
 
 /// Fails (nobody is left to run) if a worker sleeps without another look at its commands, and if either fence
 /// between saying and looking goes.
 #[test]
 fn a_worker_carries_out_what_it_was_told_before_it_ends() {
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(3);
-    builder.check(|| {
+    check(3, || {
         let commands = Arc::new(Commands::default());
         let config = WorkerConfig {
             ring: RingKind::Syscalls,

@@ -7,7 +7,9 @@
 use std::future::poll_fn;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Poll, Waker};
+use std::task::Poll;
+
+use block::sync::WaitList;
 
 use super::{Queue, Shared};
 
@@ -15,7 +17,7 @@ use super::{Queue, Shared};
 #[derive(Debug, Default)]
 pub(super) struct Chores {
     under_way: usize,
-    waiters: Vec<Waker>,
+    waiters: WaitList,
 }
 
 /// One chore, until it has ended or was dropped.
@@ -25,14 +27,9 @@ impl Drop for Chore {
     fn drop(&mut self) {
         let mut chores = self.0.chores.lock();
         chores.under_way -= 1;
-        let none_left = chores.under_way == 0;
-        let waiters = if none_left {
-            std::mem::take(&mut chores.waiters)
-        } else {
-            Vec::new()
-        };
+        let ended = (chores.under_way == 0).then(|| chores.waiters.take());
         drop(chores);
-        waiters.into_iter().for_each(Waker::wake);
+        drop(ended);
     }
 }
 
@@ -54,7 +51,7 @@ pub(super) async fn ended(shared: &Shared) {
         if chores.under_way == 0 {
             return Poll::Ready(());
         }
-        chores.waiters.push(cx.waker().clone());
+        chores.waiters.register(cx.waker());
         Poll::Pending
     })
     .await;

@@ -18,13 +18,12 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 
 use block::buffer::Piece;
-use block::sync::Mutex;
 use block::sync::mpsc::{Receiver, Sender, channel};
 use block::sync::thread::{self, JoinHandle};
+use block::sync::{Mutex, SingleFlight};
 use block::{AlignedBuf, Buffer, IoError};
 use flate2::{Decompress, FlushDecompress};
 use libdeflater::Decompressor;
-use rustc_hash::FxHashMap;
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
 use super::Queue;
@@ -41,7 +40,7 @@ const ZSTD_WINDOW_LOG_MAX: u32 = 23;
 #[derive(Debug, Default)]
 pub(crate) struct InflatedClusters {
     kept: VecDeque<(HostOffset, Rc<Buffer>)>,
-    pending: FxHashMap<HostOffset, Vec<Waker>>,
+    pending: SingleFlight<HostOffset>,
     /// What inflates small clusters on the worker.
     inline: Option<Inflate>,
 }
@@ -75,8 +74,8 @@ struct PendingGuard<'a>(&'a Queue, HostOffset);
 
 impl Drop for PendingGuard<'_> {
     fn drop(&mut self) {
-        let waiters = self.0.inflated.borrow_mut().pending.remove(&self.1);
-        waiters.into_iter().flatten().for_each(Waker::wake);
+        let waiters = self.0.inflated.borrow_mut().pending.end(&self.1);
+        drop(waiters);
     }
 }
 
@@ -88,12 +87,11 @@ pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<R
         if let Some(cluster) = inflated.find(host) {
             return Poll::Ready(Some(cluster));
         }
-        if let Some(waiters) = inflated.pending.get_mut(&host) {
-            waiters.push(cx.waker().clone());
-            return Poll::Pending;
+        if inflated.pending.begin(host, cx.waker()) {
+            Poll::Ready(None)
+        } else {
+            Poll::Pending
         }
-        inflated.pending.insert(host, Vec::new());
-        Poll::Ready(None)
     })
     .await;
     if let Some(cluster) = found {

@@ -2,49 +2,17 @@
 //!
 //! What must stay true: a turn ends however its task ends, and whoever waits is woken then.
 
-use std::future::poll_fn;
-use std::task::{Poll, Waker};
-
-use block::sync::Mutex;
-
-#[derive(Debug, Default)]
-struct State {
-    taken: bool,
-    waiters: Vec<Waker>,
-}
+use block::sync::{ChangeOnDrop, Monitor};
 
 /// Turns that tasks take one after the other, in no particular order.
 #[derive(Debug, Default)]
-pub(super) struct Turns(Mutex<State>);
-
-/// One task's turn, until it is dropped.
-#[derive(Debug)]
-#[must_use = "the turn ends when this is dropped"]
-pub(super) struct Turn<'a>(&'a Turns);
+pub(super) struct Turns(Monitor<bool>);
 
 impl Turns {
-    /// Waits until nobody else has the turn, and takes it.
-    pub(super) async fn take(&self) -> Turn<'_> {
-        poll_fn(|cx| {
-            let mut state = self.0.lock();
-            if state.taken {
-                state.waiters.push(cx.waker().clone());
-                return Poll::Pending;
-            }
-            state.taken = true;
-            Poll::Ready(())
-        })
-        .await;
-        Turn(self)
-    }
-}
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        let mut state = self.0.0.lock();
-        state.taken = false;
-        let waiters = std::mem::take(&mut state.waiters);
-        drop(state);
-        waiters.into_iter().for_each(Waker::wake);
+    /// Waits until nobody else has the turn, and takes it until the answer is dropped.
+    pub(super) async fn take(&self) -> ChangeOnDrop<'_, bool, impl FnOnce(&mut bool)> {
+        let free = |taken: &mut bool| (!std::mem::replace(taken, true)).then_some(());
+        self.0.wait(free).await;
+        self.0.change_on_drop(|taken| *taken = false)
     }
 }
