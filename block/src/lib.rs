@@ -5,9 +5,9 @@
 //! ([`disk`]), the only code that talks to the kernel about I/O ([`ring`]), the per-worker executor
 //! ([`task`]), the worker thread ([`worker`]), files with their alignment rules ([`mod@file`]), the raw
 //! format ([`raw`]), grace periods ([`epoch`]), image locks ([`lock`]), time ([`timer`]), what is told of an
-//! image's troubles ([`report`]), rate limits ([`throttle`]), waits that end when a disk is to drain ([`hold`]), what
-//! threads share by names that a model checker can replace ([`sync`]), and a simulated world to try all of it in
-//! ([`sim`]).
+//! image's troubles ([`report`]), rate limits ([`throttle`]), waits that end when a disk is to drain ([`hold`]), work
+//! that callers share ([`rounds`]), what threads share by names that a model checker can replace ([`sync`]), and a
+//! simulated world to try all of it in ([`sim`]).
 //!
 //! What must stay true: an op owns its buffers until its completion is reaped, every request is
 //! answered exactly once, and a short result is never success.
@@ -26,6 +26,7 @@ pub mod raw;
 pub mod report;
 pub mod request;
 pub mod ring;
+pub mod rounds;
 pub mod sim;
 pub mod sync;
 pub mod task;

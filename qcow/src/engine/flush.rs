@@ -6,17 +6,15 @@
 //! no entry becomes durable before its data and refcount. New refcount blocks go before A with a sync of their own,
 //! and so does a refcount table that has moved, with the counts of its clusters: once per gigabytes.
 //!
-//! One round runs at a time; all who asked while it ran share the next one.
+//! One round runs at a time; all who asked while it ran share the next one ([`block::rounds`]).
 //!
-//! What must stay true: a FLUSH is answered only by a round that began after it was asked for, and after
-//! a failed sync no round succeeds any more: what the kernel forgot cannot be known. The file remembers that
-//! ([`ImageFile::check_syncs`](block::file::ImageFile::check_syncs)).
+//! What must stay true: after a failed sync no round succeeds any more: what the kernel forgot cannot be known. The file
+//! remembers that ([`ImageFile::check_syncs`](block::file::ImageFile::check_syncs)).
 
-use std::future::poll_fn;
 use std::rc::Rc;
-use std::task::{Poll, Waker};
 
 use block::canary::{Rule, broken};
+pub(super) use block::rounds::Rounds;
 use block::{AlignedBuf, IoError};
 
 use super::read::{Part, finish};
@@ -25,36 +23,6 @@ use crate::format::HostOffset;
 use crate::metadata::Dropped;
 use crate::metadata::snapshot::{Place, Snapshot};
 
-/// The rounds of an image.
-#[derive(Debug, Default)]
-pub(super) struct Rounds {
-    running: bool,
-    /// How many rounds have begun.
-    begun: u64,
-    /// How many have ended, and how the last one did.
-    ended: u64,
-    result: Option<IoError>,
-    waiters: Vec<Waker>,
-}
-
-/// Ends a round, however its task ends.
-struct RoundGuard<'a> {
-    shared: &'a Shared,
-    result: Result<(), IoError>,
-}
-
-impl Drop for RoundGuard<'_> {
-    fn drop(&mut self) {
-        let mut rounds = self.shared.rounds.lock();
-        rounds.running = false;
-        rounds.ended = rounds.begun;
-        rounds.result = self.result.err();
-        let waiters = std::mem::take(&mut rounds.waiters);
-        drop(rounds);
-        waiters.into_iter().for_each(Waker::wake);
-    }
-}
-
 /// Makes every write answered before this call, on any queue, durable.
 pub(super) async fn flush(queue: &Rc<Queue>) -> Result<(), IoError> {
     let shared = &queue.shared;
@@ -62,44 +30,12 @@ pub(super) async fn flush(queue: &Rc<Queue>) -> Result<(), IoError> {
         return Ok(());
     }
     // A round that is running may have taken its snapshot already; only the next one covers us.
-    let need = {
-        let rounds = shared.rounds.lock();
-        let joins = rounds.running && broken(Rule::FlushMissesQueue);
-        rounds.begun + u64::from(!joins)
-    };
-    let lead = poll_fn(|cx| {
-        let mut rounds = shared.rounds.lock();
-        if rounds.ended >= need {
-            return Poll::Ready(Err(rounds.result));
-        }
-        if rounds.running {
-            rounds.waiters.push(cx.waker().clone());
-            return Poll::Pending;
-        }
-        rounds.running = true;
-        rounds.begun += 1;
-        Poll::Ready(Ok(()))
-    })
-    .await;
-    match lead {
-        Err(None) => Ok(()),
-        Err(Some(error)) => Err(error),
-        Ok(()) => {
-            let mut guard = RoundGuard {
-                shared,
-                result: Err(IoError::Dropped),
-            };
-            let result = round(queue).await;
-            guard.result = result;
-            drop(guard);
-            result
-        }
-    }
+    Rounds::share(&shared.rounds, || round(queue)).await
 }
 
 /// Starts a round that nobody waits for, unless one is running: keeps dirt and pending frees bounded.
 pub(super) fn in_background(queue: &Rc<Queue>) {
-    if queue.shared.rounds.lock().running {
+    if queue.shared.rounds.lock().is_running() {
         return;
     }
     chores::start(queue, async |queue: Rc<Queue>| {
