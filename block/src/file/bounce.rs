@@ -4,10 +4,11 @@ use std::rc::Rc;
 
 use smallvec::smallvec;
 
-use super::transfer::{Ops, finish};
+use super::transfer::Ops;
 use super::{BOUNCE_BYTES_MAX, FileView, to_usize, total};
 use crate::buffer::{Buffer, Piece};
 use crate::error::IoError;
+use crate::join::join_all;
 use crate::ring::Pieces;
 
 impl FileView {
@@ -46,7 +47,7 @@ impl FileView {
             }
             at += piece.len();
         }
-        finish(copies).await
+        join_all(copies).await
     }
 
     #[expect(
@@ -88,7 +89,7 @@ impl FileView {
             });
             at += piece.len();
         }
-        finish(copies).await?;
+        join_all(copies).await?;
         ring.write(&self.handle, start, smallvec![Piece::whole(bounce)], dsync)
             .await
     }

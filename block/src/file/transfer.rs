@@ -3,15 +3,12 @@
 //! The kernel takes memory of a process or a registered buffer, but not both in one op. A copy-on-write, say, whose
 //! edges are memory and whose middle is the guest's registered pages is then three ops, started together.
 
-use std::future::poll_fn;
-use std::pin::Pin;
-use std::task::Poll;
-
 use smallvec::{SmallVec, smallvec};
 
 use super::{FileView, total};
 use crate::buffer::Piece;
 use crate::error::IoError;
+use crate::join::join_all;
 use crate::ring::{OpFuture, Pieces};
 
 /// Which way bytes go.
@@ -45,7 +42,7 @@ impl FileView {
             at = at.saturating_add(bytes);
         }
         // Apart, so that the future of what is one op stays small.
-        Box::pin(finish(ops)).await
+        Box::pin(join_all(ops)).await
     }
 
     fn start(&self, offset: u64, pieces: Pieces, way: Transfer) -> OpFuture {
@@ -73,25 +70,3 @@ fn runs(pieces: Pieces) -> SmallVec<[Pieces; 3]> {
 
 /// Ops under way for one transfer.
 pub(super) type Ops = SmallVec<[OpFuture; 3]>;
-
-/// Waits until every op has ended; the first error, if any. Not before: what they name is the caller's.
-pub(super) async fn finish(ops: Ops) -> Result<(), IoError> {
-    let mut ops: SmallVec<[Option<OpFuture>; 3]> = ops.into_iter().map(Some).collect();
-    let mut result = Ok(());
-    poll_fn(|cx| {
-        let mut pending = false;
-        for place in &mut ops {
-            let Some(op) = place else { continue };
-            match Pin::new(op).poll(cx) {
-                Poll::Ready(ended) => {
-                    *place = None;
-                    result = result.and(ended);
-                }
-                Poll::Pending => pending = true,
-            }
-        }
-        if pending { Poll::Pending } else { Poll::Ready(()) }
-    })
-    .await;
-    result
-}
