@@ -5,10 +5,11 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use virtio_devices::connect::Cancel;
 
@@ -62,12 +63,12 @@ const REMOVAL_MAX: Duration = Duration::from_secs(10);
 impl Desk {
     /// Does something with the machine, unless it is just starting again or ending.
     fn with<T>(&self, work: impl FnOnce(&Machine) -> Result<T, String>) -> Result<T, String> {
-        let machine = self.machine.lock().unwrap_or_else(PoisonError::into_inner);
+        let machine = self.machine.lock();
         work(machine.as_ref().ok_or("the machine is starting or ending")?)
     }
 
     fn set(&self, machine: Option<Machine>) {
-        *self.machine.lock().unwrap_or_else(PoisonError::into_inner) = machine;
+        *self.machine.lock() = machine;
     }
 
     /// What cuts short whoever waits for a backend: the machine is to end, or to start again.
@@ -110,7 +111,7 @@ impl Desk {
         let joined = self.rate_limit_groups.join(&mut config);
         joined.map_err(|error| error.to_string())?;
         check_queues(&config, self.config.cpus)?;
-        let _alone = self.adding.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.adding.lock();
         self.disks.check(&config)?;
         let disk = Attached::open(&config, self.config.sandbox).map_err(|error| chain(&error))?;
         let name = disk.name();
@@ -296,7 +297,7 @@ fn live(config: &RunConfig, desk: &Arc<Desk>) -> Result<(), CommandFailure> {
         }
         let reason = stop.wait();
         // Whoever asks at the control socket is answered first.
-        let machine = desk.machine.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let machine = desk.machine.lock().take();
         if let Some(machine) = machine {
             tracing::info!(?reason, exits = ?machine.exits(), "the machine ends");
             machine.end();

@@ -9,11 +9,12 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use block::lock::LockSet;
 use block::worker::StartHook;
+use parking_lot::Mutex;
 use virtio_devices::vhost_user::{
     PausedClient, StopToken, VhostUserConfig, VhostUserServer, descriptors_max,
 };
@@ -232,11 +233,7 @@ fn serve_until_stopped(
         let Some(wanted) = &takeover else {
             break failure;
         };
-        let successor = wanted
-            .successor
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let successor = wanted.successor.lock().take();
         let Some(successor) = successor else {
             break failure;
         };
@@ -533,7 +530,7 @@ fn stop_on_takeover(door: Door, stop: StopToken, options: Options) -> std::io::R
         loop {
             let new = keeper.wait()?;
             tracing::info!("handing over to a new server");
-            *shared.lock().unwrap_or_else(PoisonError::into_inner) = Some(new);
+            *shared.lock() = Some(new);
             stop.pause(MESSAGE_MAX);
             if resumed.recv().is_err() {
                 return Ok(());

@@ -9,9 +9,10 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use super::{ByteLock, ImageLock, unset};
+use crate::sync::{Mutex, MutexGuard};
 
 /// The image locks of one server. Clones are the same set.
 #[derive(Clone, Debug, Default)]
@@ -49,7 +50,7 @@ impl LockSet {
         };
         Self(Arc::new(Shared {
             is_shared: true.into(),
-            locks: locks.into(),
+            locks: Mutex::new(locks),
         }))
     }
 
@@ -113,7 +114,7 @@ impl LockSet {
     }
 
     fn locks(&self) -> MutexGuard<'_, Locks> {
-        self.0.locks.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.locks.lock()
     }
 }
 

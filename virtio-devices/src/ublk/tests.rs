@@ -1,11 +1,12 @@
 //! The queue against a model of the driver, with a disk in memory.
 
 use std::cell::RefCell;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use block::sync::mpsc;
 use block::worker::{Frontend, Worker};
 use block::{Context, IoError, Op};
+use parking_lot::Mutex;
 
 use super::abi::op;
 use super::model::{Io, Model, ModelChannel};
@@ -34,7 +35,7 @@ impl World {
         let cx = Context::syscalls();
         let events = Arc::new(Mutex::new(Vec::new()));
         let heard = Arc::clone(&events);
-        let tell = Arc::new(move |event| heard.lock().expect("one thread").push(event));
+        let tell = Arc::new(move |event| heard.lock().push(event));
         let state = QueueState::new(DEVICE, tell);
         let queue = disk.disk().open_queue(&cx).expect("a queue");
         let shared = Arc::clone(&state);
@@ -78,7 +79,7 @@ impl World {
     }
 
     pub(super) fn events(&self) -> Vec<QueueEvent> {
-        self.events.lock().expect("one thread").clone()
+        self.events.lock().clone()
     }
 }
 

@@ -445,7 +445,8 @@ fn is_passing(error: &io::Error) -> bool {
     )
 }
 
-/// The backend, also if a message's handler panicked: then it is only torn down.
+/// The backend, also if a message's handler panicked: then it is only torn down. The mutex is the standard library's, because
+/// `vhost` implements its trait for a handler in that one.
 fn lock(backend: &Mutex<Backend>) -> MutexGuard<'_, Backend> {
     backend.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,8 +1,9 @@
 //! What a guest's accesses reach: ports, and the PCI functions' windows. Configuration mechanism #1.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use virtio_devices::transport::{PciFunction, Window};
 
 /// A device that answers a range of ports.
@@ -14,10 +15,6 @@ pub(super) trait Ports: Send + fmt::Debug {
 }
 
 type Shared<T> = Arc<Mutex<T>>;
-
-fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A function that is plugged in; shared with the device manager.
 pub(super) type Function = Shared<dyn PciFunction>;
@@ -47,34 +44,34 @@ pub(super) struct Slots(Mutex<[Option<Plugged>; SLOTS]>);
 impl Slots {
     /// Plugs a function into a slot.
     pub(super) fn plug(&self, slot: usize, function: Function) {
-        let window = lock(&*function).window();
-        if let Some(place) = lock(&self.0).get_mut(slot) {
+        let window = function.lock().window();
+        if let Some(place) = self.0.lock().get_mut(slot) {
             *place = Some((function, window));
         }
     }
 
     /// Takes out what is in a slot.
     pub(super) fn unplug(&self, slot: usize) {
-        let gone = lock(&self.0).get_mut(slot).and_then(Option::take);
+        let gone = self.0.lock().get_mut(slot).and_then(Option::take);
         // Not with the slots locked: it may be the last who has it.
         drop(gone);
     }
 
     /// The lowest slot that is free.
     pub(super) fn free(&self) -> Option<usize> {
-        let slots = lock(&self.0);
+        let slots = self.0.lock();
         (1..SLOTS).find(|&slot| matches!(slots.get(slot), Some(None)))
     }
 
     fn function(&self, slot: usize) -> Option<Function> {
-        let slots = lock(&self.0);
+        let slots = self.0.lock();
         let (function, _) = slots.get(slot)?.as_ref()?;
         Some(Arc::clone(function))
     }
 
     /// The function whose window an address is in, and where in it.
     fn at(&self, address: u64) -> Option<(Function, u64)> {
-        lock(&self.0).iter().flatten().find_map(|(function, window)| {
+        self.0.lock().iter().flatten().find_map(|(function, window)| {
             let range = window.range()?;
             let found = range.contains(&address);
             found.then(|| (Arc::clone(function), address - range.start))
@@ -110,11 +107,11 @@ impl Bus {
     pub(super) fn read_port(&self, port: u16, data: &mut [u8]) {
         data.fill(0xFF);
         match port {
-            CONFIG_ADDRESS if data.len() == 4 => data.copy_from_slice(&lock(&self.address).to_le_bytes()),
+            CONFIG_ADDRESS if data.len() == 4 => data.copy_from_slice(&self.address.lock().to_le_bytes()),
             CONFIG_DATA..=0xCFF => self.read_config(port - CONFIG_DATA, data),
             _ => {
                 if let Some((first, device)) = self.port(port) {
-                    lock(device).read(port - first, data);
+                    device.lock().read(port - first, data);
                 }
             }
         }
@@ -125,13 +122,13 @@ impl Bus {
         match port {
             CONFIG_ADDRESS => {
                 if let Some(bytes) = data.first_chunk::<4>() {
-                    *lock(&self.address) = u32::from_le_bytes(*bytes);
+                    *self.address.lock() = u32::from_le_bytes(*bytes);
                 }
             }
             CONFIG_DATA..=0xCFF => self.write_config(port - CONFIG_DATA, data),
             _ => {
                 if let Some((first, device)) = self.port(port) {
-                    lock(device).write(port - first, data);
+                    device.lock().write(port - first, data);
                 }
             }
         }
@@ -145,7 +142,7 @@ impl Bus {
 
     /// The slot and the register that the address register selects, if it selects any.
     fn selected(&self) -> Option<(usize, u16)> {
-        let address = *lock(&self.address);
+        let address = *self.address.lock();
         let enabled = address & 1 << 31 != 0;
         let (bus, slot, function) = (address >> 16 & 0xFF, address >> 11 & 0x1F, address >> 8 & 7);
         (enabled && bus == 0 && function == 0).then_some((slot as usize, (address & 0xFC) as u16))
@@ -161,7 +158,7 @@ impl Bus {
                 *byte = *value;
             }
         } else if let Some(function) = self.slots.function(slot) {
-            lock(&*function).read_config(register + within, data);
+            function.lock().read_config(register + within, data);
         }
     }
 
@@ -169,7 +166,7 @@ impl Bus {
         if let Some((slot, register)) = self.selected()
             && let Some(function) = self.slots.function(slot)
         {
-            lock(&*function).write_config(register + within, data);
+            function.lock().write_config(register + within, data);
         }
     }
 
@@ -177,14 +174,14 @@ impl Bus {
     pub(super) fn read_memory(&self, address: u64, data: &mut [u8]) {
         data.fill(0xFF);
         if let Some((function, offset)) = self.slots.at(address) {
-            lock(&*function).read(offset, data);
+            function.lock().read(offset, data);
         }
     }
 
     /// A guest writes where no memory is.
     pub(super) fn write_memory(&self, address: u64, data: &[u8]) {
         if let Some((function, offset)) = self.slots.at(address) {
-            lock(&*function).write(offset, data);
+            function.lock().write(offset, data);
         }
     }
 }
@@ -232,7 +229,7 @@ mod tests {
             slots.plug(slot, Arc::clone(function));
         }
         let bus = Arc::new(Bus::new(Arc::clone(&slots)));
-        let busy = lock(&*functions[0]);
+        let busy = functions[0].lock();
         let (sender, answers) = mpsc::channel();
         let cpu = std::thread::spawn(move || {
             for address in [0x2000, 0x3FFF, 0x4000] {

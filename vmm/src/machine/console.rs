@@ -11,9 +11,10 @@ use std::io::{self, IsTerminal, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
@@ -39,16 +40,12 @@ pub enum ConsoleConfig {
     Off,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// How the terminal was found; put back by whoever ends the program.
 static FOUND: Mutex<Option<Termios>> = Mutex::new(None);
 
 /// Puts the terminal back as it was found. May be called at any time, and more than once.
 pub fn restore_terminal() {
-    if let Some(found) = lock(&FOUND).take() {
+    if let Some(found) = FOUND.lock().take() {
         tcsetattr(io::stdin(), OptionalActions::Now, &found).unwrap_or_default();
     }
 }
@@ -64,7 +61,7 @@ impl RawTerminal {
         raw.make_raw();
         // What we and the log print still ends its lines as usual.
         raw.output_modes = found.output_modes;
-        *lock(&FOUND) = Some(found);
+        *FOUND.lock() = Some(found);
         tcsetattr(io::stdin(), OptionalActions::Now, &raw)?;
         Ok(Self)
     }
@@ -92,7 +89,7 @@ impl Write for Sink {
             Self::Stdout => write_out(bytes),
             Self::File(file) => (&**file).write_all(bytes).unwrap_or_default(),
             Self::Client(client) => {
-                let mut client = lock(client);
+                let mut client = client.lock();
                 // What the client has no room for is lost: the guest does not wait.
                 if let Some(stream) = &mut *client
                     && let Err(error) = stream.write_all(bytes)
@@ -156,13 +153,13 @@ impl std::fmt::Debug for SerialPort {
 impl Ports for SerialPort {
     fn read(&mut self, offset: u16, data: &mut [u8]) {
         if let Some(byte) = data.first_mut() {
-            *byte = lock(&self.0).read(offset as u8);
+            *byte = self.0.lock().read(offset as u8);
         }
     }
 
     fn write(&mut self, offset: u16, data: &[u8]) {
         if let Some(byte) = data.first()
-            && let Err(error) = lock(&self.0).write(offset as u8, *byte)
+            && let Err(error) = self.0.lock().write(offset as u8, *byte)
         {
             tracing::debug!(?error, "the serial port");
         }
@@ -276,13 +273,13 @@ impl Console {
     /// A serial port for a new machine, whose interrupt is `line`.
     pub(super) fn attach(&self, line: EventFd) -> SerialPort {
         let serial = SerialPort(Arc::new(Mutex::new(Serial::new(Line(line), self.sink.clone()))));
-        *lock(&self.port) = Some(serial.clone());
+        *self.port.lock() = Some(serial.clone());
         serial
     }
 
     /// Lets go of the last machine's port: what is typed from now on waits for the next one's.
     pub(crate) fn detach(&self) {
-        *lock(&self.port) = None;
+        *self.port.lock() = None;
     }
 }
 
@@ -374,12 +371,12 @@ impl Input {
                     continue;
                 }
             };
-            *lock(client) = Some(output);
+            *client.lock() = Some(output);
             let input = Ok(OwnedFd::from(stream));
             if let Err(error) = self.copy(&input) {
                 tracing::debug!(%error, "a console's client has gone");
             }
-            *lock(client) = None;
+            *client.lock() = None;
         }
         Ok(())
     }
@@ -433,10 +430,10 @@ impl Input {
 
     /// Gives the guest what it takes. Before there is a machine, what is typed waits for it.
     fn give(&self, pending: &mut VecDeque<u8>) {
-        let Some(port) = lock(&self.port).clone() else {
+        let Some(port) = self.port.lock().clone() else {
             return;
         };
-        match lock(&port.0).enqueue_raw_bytes(pending.make_contiguous()) {
+        match port.0.lock().enqueue_raw_bytes(pending.make_contiguous()) {
             Ok(count) => drop(pending.drain(..count)),
             Err(SerialError::FullFifo) => {}
             Err(_) => pending.clear(),

@@ -14,7 +14,9 @@
 //! guest writes reaches slots that hold a function and nothing else, whether it was asked to or not.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::bus::Ports;
 
@@ -64,7 +66,7 @@ impl Hotplug {
     }
 
     fn change(&self, change: impl FnOnce(&mut State)) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         change(&mut state);
         let high = state.inserted | state.asked != 0;
         if high != state.high {
@@ -107,7 +109,7 @@ impl Ports for HotplugPorts {
     fn read(&mut self, offset: u16, data: &mut [u8]) {
         data.fill(0);
         if let Some(bytes) = data.first_chunk_mut::<4>() {
-            let state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let state = self.0.state.lock();
             let value = match offset {
                 INSERTED => state.inserted,
                 ASKED => state.asked,
@@ -142,8 +144,8 @@ mod tests {
         let (lines, ejected) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(Vec::new())));
         let (line, out) = (Arc::clone(&lines), Arc::clone(&ejected));
         let hotplug = Hotplug::new(
-            move |high| line.lock().expect("no panic").push(high),
-            move |slot| out.lock().expect("no panic").push(slot),
+            move |high| line.lock().push(high),
+            move |slot| out.lock().push(slot),
         );
         (HotplugPorts(Arc::new(hotplug)), lines, ejected)
     }
@@ -166,12 +168,12 @@ mod tests {
         ports.write(INSERTED, &(1u32 << 3 | 1 << 5).to_le_bytes());
         assert_eq!(read(&mut ports, INSERTED), 1 << 31);
         ports.write(INSERTED, &u32::MAX.to_le_bytes());
-        assert_eq!(*lines.lock().expect("no panic"), [true]);
+        assert_eq!(*lines.lock(), [true]);
         ports.write(ASKED, &(1u32 << 5).to_le_bytes());
-        assert_eq!(*lines.lock().expect("no panic"), [true, false]);
+        assert_eq!(*lines.lock(), [true, false]);
         // Asked again, the guest hears it again.
         ports.0.ask(5);
-        assert_eq!(*lines.lock().expect("no panic"), [true, false, true]);
+        assert_eq!(*lines.lock(), [true, false, true]);
     }
 
     #[test]
@@ -181,9 +183,9 @@ mod tests {
         ports.0.ask(1);
         assert_eq!(read(&mut ports, ASKED), 1 << 1, "asked after it was inserted");
         ports.write(EJECT, &(1u32 << 1 | 1 << 30).to_le_bytes());
-        assert_eq!(*ejected.lock().expect("no panic"), [1, 30]);
+        assert_eq!(*ejected.lock(), [1, 30]);
         assert_eq!((read(&mut ports, INSERTED), read(&mut ports, ASKED)), (0, 0));
-        assert_eq!(*lines.lock().expect("no panic"), [true, false]);
+        assert_eq!(*lines.lock(), [true, false]);
         // What comes into a slot was not asked to leave it.
         ports.0.ask(2);
         ports.0.insert(2);
@@ -202,8 +204,8 @@ mod tests {
         let mut byte = [0xFF];
         ports.read(INSERTED, &mut byte);
         assert_eq!((byte, read(&mut ports, INSERTED + 1)), ([0], 0));
-        assert_eq!(*ejected.lock().expect("no panic"), [0; 0]);
-        assert_eq!((*lines.lock().expect("no panic")).len(), 1);
+        assert_eq!(*ejected.lock(), [0; 0]);
+        assert_eq!((*lines.lock()).len(), 1);
         assert_eq!(read(&mut ports, INSERTED), 1);
     }
 }

@@ -2,10 +2,11 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use kvm_bindings::{KVM_IRQ_ROUTING_MSI, KvmIrqRouting, kvm_irq_routing_entry};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, NoDatamatch, VmFd};
+use parking_lot::Mutex;
 use virtio_devices::transport::{Interrupt, Machine, MsiMessage};
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::EventFd;
@@ -100,10 +101,6 @@ impl Routes {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 fn open() -> Result<Kvm, KvmError> {
     Kvm::new().map_err(|error| match error.errno() {
         libc::ENOENT | libc::ENXIO | libc::ENODEV => KvmError::Missing,
@@ -148,7 +145,7 @@ impl KvmMachine {
             routes: Mutex::default(),
         };
         machine
-            .apply(&lock(&machine.routes))
+            .apply(&machine.routes.lock())
             .map_err(|source| KvmError::Refuses {
                 what: "interrupt routing",
                 source,
@@ -219,8 +216,11 @@ impl Interrupt for Message {
     }
 
     fn connect(&self, message: MsiMessage) -> io::Result<()> {
-        let mut connected = lock(&self.connected);
-        lock(&self.machine.routes).set(self.gsi, message, |routes| self.machine.apply(routes))?;
+        let mut connected = self.connected.lock();
+        self.machine
+            .routes
+            .lock()
+            .set(self.gsi, message, |routes| self.machine.apply(routes))?;
         if !*connected {
             let done = self.machine.vm.register_irqfd(&self.event, self.gsi);
             done.map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
@@ -230,7 +230,7 @@ impl Interrupt for Message {
     }
 
     fn disconnect(&self) -> io::Result<()> {
-        let mut connected = lock(&self.connected);
+        let mut connected = self.connected.lock();
         if *connected {
             let done = self.machine.vm.unregister_irqfd(&self.event, self.gsi);
             done.map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
@@ -243,7 +243,7 @@ impl Interrupt for Message {
 impl Drop for Message {
     fn drop(&mut self) {
         self.disconnect().unwrap_or_default();
-        let mut routes = lock(&self.machine.routes);
+        let mut routes = self.machine.routes.lock();
         if let Some(place) = routes.messages.get_mut((self.gsi - FIRST_MSI) as usize) {
             *place = None;
         }
@@ -289,7 +289,7 @@ impl Machine for KvmBus {
     fn interrupt(&self) -> io::Result<Box<dyn Interrupt>> {
         let fd = block::task::eventfd()?;
         let event = as_event(fd.as_fd())?;
-        let mut routes = lock(&self.0.routes);
+        let mut routes = self.0.routes.lock();
         let gsi = match routes.free.pop() {
             Some(gsi) => gsi,
             None => {

@@ -22,10 +22,11 @@ mod x86_64;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use block::Disk;
+use parking_lot::{Condvar, Mutex};
 use virtio_devices::transport::{
     BAR_BYTES, Machine as BusMachine, PciDiskConfig, PlugError, VhostUserBackend, VirtioPciBlock,
 };
@@ -175,14 +176,10 @@ pub struct Stop {
     asked: Condvar,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Stop {
     /// Asks the machine to end.
     pub fn ask(&self, reason: Reason) {
-        let mut place = lock(&self.reason);
+        let mut place = self.reason.lock();
         if matches!(*place, None | Some(Reason::Reset)) {
             *place = Some(reason);
         }
@@ -195,37 +192,36 @@ impl Stop {
 
     /// Whether it was asked.
     pub fn is_asked(&self) -> bool {
-        lock(&self.reason).is_some()
+        self.reason.lock().is_some()
     }
 
     /// What it was asked, so far.
     pub fn asked(&self) -> Option<Reason> {
-        lock(&self.reason).clone()
+        self.reason.lock().clone()
     }
 
     /// Waits until it is asked, and for what.
     pub fn wait(&self) -> Reason {
-        let mut reason = lock(&self.reason);
+        let mut reason = self.reason.lock();
         loop {
             if let Some(reason) = &*reason {
                 return reason.clone();
             }
-            reason = self.asked.wait(reason).unwrap_or_else(PoisonError::into_inner);
+            self.asked.wait(&mut reason);
         }
     }
 
     /// Waits until it is asked, or for so long. Returns true if it was asked.
     pub fn wait_for(&self, time: Duration) -> bool {
-        let waited = self
-            .asked
-            .wait_timeout_while(lock(&self.reason), time, |reason| reason.is_none());
-        let (reason, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut reason = self.reason.lock();
+        let is_missing = |reason: &mut Option<Reason>| reason.is_none();
+        self.asked.wait_while_for(&mut reason, is_missing, time);
         reason.is_some()
     }
 
     /// A restart has been carried out. `false`: meanwhile it is to end.
     pub fn restarted(&self) -> bool {
-        let mut reason = lock(&self.reason);
+        let mut reason = self.reason.lock();
         let again = *reason == Some(Reason::Reset);
         if again {
             *reason = None;
@@ -266,8 +262,8 @@ struct Plugged {
 impl Plugged {
     /// What is told of it: what it was last, while it is busy, as with a drain.
     fn shown(&self) -> Shown {
-        let mut shown = lock(&self.shown);
-        if let Ok(function) = self.function.try_lock() {
+        let mut shown = self.shown.lock();
+        if let Some(function) = self.function.try_lock() {
             *shown = Shown::of(&function);
         }
         *shown
@@ -288,12 +284,12 @@ struct Disks {
 impl Disks {
     /// Takes a disk out of its slot and drains it. `false`: there was none.
     fn unplug(&self, slot: usize) -> bool {
-        let Some(disk) = lock(&self.plugged).remove(&slot) else {
+        let Some(disk) = self.plugged.lock().remove(&slot) else {
             return false;
         };
         self.slots.unplug(slot);
         // The map is not locked meanwhile: a drain takes as long as the host's disk does.
-        if let Err(error) = lock(&disk.function).unplug() {
+        if let Err(error) = disk.function.lock().unplug() {
             tracing::error!(slot, %error, "a disk's queues cannot be drained");
         }
         true
@@ -393,7 +389,7 @@ impl Machine {
         slot: Option<usize>,
         make: impl FnOnce(GuestMemoryMmap, Arc<dyn BusMachine>, u32) -> Result<VirtioPciBlock, PlugError>,
     ) -> Result<usize, MachineError> {
-        let mut disks = lock(&self.disks.plugged);
+        let mut disks = self.disks.plugged.lock();
         let slot = slot
             .or_else(|| self.disks.slots.free())
             .ok_or(MachineError::NoSlot)?;
@@ -405,7 +401,7 @@ impl Machine {
         let function = make(self.kvm.memory().clone(), bus, window)?;
         let function = Arc::new(Mutex::new(function));
         self.disks.slots.plug(slot, Arc::clone(&function) as Function);
-        let shown = Mutex::new(Shown::of(&lock(&function)));
+        let shown = Mutex::new(Shown::of(&function.lock()));
         disks.insert(slot, Arc::new(Plugged { function, shown }));
         Ok(slot)
     }
@@ -422,9 +418,11 @@ impl Machine {
 
     /// Lets the guest run.
     pub fn resume(&self) {
-        lock(&self.disks.plugged)
+        self.disks
+            .plugged
+            .lock()
             .values()
-            .for_each(|disk| lock(&disk.function).resume());
+            .for_each(|disk| disk.function.lock().resume());
         self.cpus.resume();
     }
 
@@ -437,8 +435,8 @@ impl Machine {
     pub fn pause(&self) -> io::Result<()> {
         self.cpus.pause();
         let mut result = Ok(());
-        for disk in lock(&self.disks.plugged).values() {
-            result = result.and(lock(&disk.function).pause());
+        for disk in self.disks.plugged.lock().values() {
+            result = result.and(disk.function.lock().pause());
         }
         result
     }
@@ -454,16 +452,16 @@ impl Machine {
     ///
     /// [`ResizeError`]; the disk has its old size then.
     pub fn resize(&self, slot: usize, size_bytes: u64) -> Result<u64, ResizeError> {
-        let plugged = lock(&self.disks.plugged).get(&slot).cloned();
+        let plugged = self.disks.plugged.lock().get(&slot).cloned();
         let plugged = plugged.ok_or(ResizeError::NoDisk)?;
-        let size_bytes = lock(&plugged.function).resize(size_bytes)?;
+        let size_bytes = plugged.function.lock().resize(size_bytes)?;
         Ok(size_bytes)
     }
 
     /// What is told of the disk in `slot`, if there is one. Does not wait for a disk that is busy.
     #[must_use]
     pub fn shown(&self, slot: usize) -> Option<Shown> {
-        let plugged = lock(&self.disks.plugged).get(&slot).cloned();
+        let plugged = self.disks.plugged.lock().get(&slot).cloned();
         plugged.map(|disk| disk.shown())
     }
 

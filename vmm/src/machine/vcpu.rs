@@ -7,12 +7,13 @@
 
 use std::io;
 use std::os::unix::thread::JoinHandleExt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kvm_ioctls::{VcpuExit, VcpuFd};
+use parking_lot::{Condvar, Mutex};
 
 use super::bus::Bus;
 use super::{MachineError, Stop};
@@ -53,10 +54,6 @@ pub struct Exits {
     pub memory: u64,
     /// For anything else, signals included.
     pub others: u64,
-}
-
-fn lock(state: &State) -> MutexGuard<'_, Wish> {
-    state.wish.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn kick_signal() -> libc::c_int {
@@ -112,18 +109,14 @@ impl Cpus {
                     run(cpu, index, &guard.state, &bus, &guard.stop);
                 })
                 .map_err(MachineError::Threads)?;
-            started
-                .threads
-                .get_mut()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push(thread);
+            started.threads.get_mut().push(thread);
         }
         Ok(started)
     }
 
     /// Changes what is wanted, unless the CPUs have been ended.
     fn wish(&self, wish: Wish) {
-        let mut place = lock(&self.state);
+        let mut place = self.state.wish.lock();
         if *place != Wish::End {
             *place = wish;
         }
@@ -144,11 +137,11 @@ impl Cpus {
 
     /// Whether CPUs are paused.
     pub(super) fn is_paused(&self) -> bool {
-        *lock(&self.state) == Wish::Pause
+        *self.state.wish.lock() == Wish::Pause
     }
 
     fn wait_still(&self) {
-        let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let threads = self.threads.lock();
         while self.state.still.load(Ordering::SeqCst) < threads.len() {
             kick(&threads);
             std::thread::sleep(Duration::from_micros(200));
@@ -173,7 +166,7 @@ impl Cpus {
     pub(super) fn end(&self) {
         self.wish(Wish::End);
         self.wait_still();
-        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        let threads = std::mem::take(&mut *self.threads.lock());
         for thread in threads {
             if thread.join().is_err() {
                 tracing::error!("a CPU's thread has panicked");
@@ -209,7 +202,7 @@ fn kick(threads: &[JoinHandle<()>]) {
 fn run(mut cpu: VcpuFd, index: usize, state: &State, bus: &Bus, stop: &Stop) {
     loop {
         {
-            let mut wish = lock(state);
+            let mut wish = state.wish.lock();
             if *wish == Wish::Pause
                 && let Err(error) = tell_of_pause(&cpu)
             {
@@ -218,7 +211,7 @@ fn run(mut cpu: VcpuFd, index: usize, state: &State, bus: &Bus, stop: &Stop) {
             if *wish != Wish::Run {
                 state.still.fetch_add(1, Ordering::SeqCst);
                 while *wish == Wish::Pause {
-                    wish = state.changed.wait(wish).unwrap_or_else(PoisonError::into_inner);
+                    state.changed.wait(&mut wish);
                 }
                 if *wish == Wish::End {
                     // It stays still for good.
@@ -303,9 +296,9 @@ fn stand_still(state: &State) {
 
 /// Waits until something else is wanted than to run: this CPU cannot.
 fn park(state: &State) {
-    let mut wish = lock(state);
+    let mut wish = state.wish.lock();
     while *wish == Wish::Run {
-        wish = state.changed.wait(wish).unwrap_or_else(PoisonError::into_inner);
+        state.changed.wait(&mut wish);
     }
 }
 

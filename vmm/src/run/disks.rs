@@ -5,14 +5,15 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use block::ring::RingKind;
 use block::worker::{StartHook, WorkerConfig};
 use block::{Context, Disk};
+use parking_lot::{Condvar, Mutex};
 use virtio_devices::connect::Cancel;
 use virtio_devices::transport::{PciDiskConfig, PlugError, VhostUserBackend, VhostUserDiskConfig};
 
@@ -25,10 +26,6 @@ use crate::sandbox::{self, Task};
 /// How long those who look at a disk that is closed may take to look away.
 const SHARED_MAX: Duration = Duration::from_secs(5);
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// How a removal ended, once it has.
 #[derive(Debug, Default)]
 pub(super) struct Departure {
@@ -38,16 +35,15 @@ pub(super) struct Departure {
 
 impl Departure {
     fn end(&self, result: Result<(), String>) {
-        *lock(&self.ended) = Some(result);
+        *self.ended.lock() = Some(result);
         self.told.notify_all();
     }
 
     /// Waits until the disk is closed: whether that went well. `None`: it was not within `patience`.
     pub(super) fn wait(&self, patience: Duration) -> Option<Result<(), String>> {
-        let waited = self
-            .told
-            .wait_timeout_while(lock(&self.ended), patience, |ended| ended.is_none());
-        let (ended, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut ended = self.ended.lock();
+        let is_missing = |ended: &mut Option<_>| ended.is_none();
+        self.told.wait_while_for(&mut ended, is_missing, patience);
         ended.clone()
     }
 }
@@ -223,7 +219,7 @@ impl Disks {
 
     /// Plugs all of them into a machine that does not run yet.
     pub(super) fn plug_all(&self, machine: &Machine, cancel: &Cancel) -> Result<(), MachineError> {
-        for (&slot, disk) in &*lock(&self.present) {
+        for (&slot, disk) in &*self.present.lock() {
             let source = disk.source(cancel)?;
             disk.plug(machine, Some(slot), source)?;
         }
@@ -242,7 +238,7 @@ impl Disks {
         source: Source,
     ) -> Result<usize, (MachineError, Attached)> {
         // A guest may let it go before it is told of it: that waits until it is here.
-        let mut present = lock(&self.present);
+        let mut present = self.present.lock();
         let slot = match disk.plug(machine, disk.wanted_slot(), source) {
             Ok(slot) => slot,
             Err(error) => return Err((error, disk)),
@@ -256,7 +252,7 @@ impl Disks {
     /// Whether a further disk may be added, by its names.
     pub(super) fn check(&self, config: &DiskConfig) -> Result<(), String> {
         let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        for disk in lock(&self.present).values() {
+        for disk in self.present.lock().values() {
             let name = disk.name();
             if name == config.name() {
                 return Err(format!(
@@ -284,7 +280,7 @@ impl Disks {
         id: &str,
         work: impl FnOnce(usize, &mut Attached) -> T,
     ) -> Result<T, String> {
-        let mut present = lock(&self.present);
+        let mut present = self.present.lock();
         if let Some((&slot, disk)) = present.iter_mut().find(|(_, disk)| disk.name() == id) {
             return Ok(work(slot, disk));
         }
@@ -306,18 +302,18 @@ impl Disks {
 
     /// What `look` makes of each disk and its slot.
     pub(super) fn map<T>(&self, look: impl Fn(usize, &Attached) -> T) -> Vec<T> {
-        let present = lock(&self.present);
+        let present = self.present.lock();
         present.iter().map(|(&slot, disk)| look(slot, disk)).collect()
     }
 
     /// The guest has let go what was in `slot`: it will be closed. Returns at once.
     pub(super) fn leave(&self, slot: usize) {
-        let Some(disk) = lock(&self.present).remove(&slot) else {
+        let Some(disk) = self.present.lock().remove(&slot) else {
             return;
         };
         let (name, asked) = (disk.name(), disk.asked);
         tracing::info!(disk = %name, slot, asked, "the guest has let a disk go");
-        let closer = lock(&self.closer).as_ref().map(|(leaving, _)| leaving.clone());
+        let closer = self.closer.lock().as_ref().map(|(leaving, _)| leaving.clone());
         // Nobody else closes disks at the program's end, when no guest runs any more.
         match closer.map(|leaving| leaving.send(disk)) {
             Some(Ok(())) => {}
@@ -334,14 +330,14 @@ impl Disks {
 
     /// Closes all; no machine runs any more. Answers the first that went wrong.
     pub(super) fn close(&self) -> Result<(), CommandFailure> {
-        if let Some((leaving, closer)) = lock(&self.closer).take() {
+        if let Some((leaving, closer)) = self.closer.lock().take() {
             drop(leaving);
             if closer.join().is_err() {
                 tracing::error!("the thread that closes disks has panicked");
             }
         }
         let mut result = Ok(());
-        for (_, disk) in std::mem::take(&mut *lock(&self.present)) {
+        for (_, disk) in std::mem::take(&mut *self.present.lock()) {
             let closed = disk.close();
             result = result.and(closed);
         }

@@ -2,8 +2,9 @@
 
 use super::*;
 use std::fs::File;
-use std::sync::Mutex;
 use std::thread;
+
+use parking_lot::Mutex;
 
 struct World {
     folder: tempfile::TempDir,
@@ -75,7 +76,7 @@ fn take_over_has_the_locks_when_the_old_server_has_ended() {
 fn take_back_waits_until_the_new_server_has_closed_its_images() {
     let world = &World::new();
     let image = Mutex::new(false);
-    let is_open = |open: bool| *image.lock().expect("no panic") = open;
+    let is_open = |open: bool| *image.lock() = open;
     let new = || {
         let offer = take_over(&world.sockets()).expect("an offer");
         offer.begin().expect("it is in time");
@@ -87,7 +88,7 @@ fn take_back_waits_until_the_new_server_has_closed_its_images() {
     serve(world, new, |socket, door, successor| {
         hand_over(&successor, socket, door, &[]).expect_err("it gives up");
         successor.take_back(Duration::from_secs(20)).expect("it lets go");
-        assert!(!*image.lock().expect("no panic"));
+        assert!(!*image.lock());
     });
 
     // One that holds on to them is told of.

@@ -1,8 +1,8 @@
 //! A few threads for what waits for disks: images are opened side by side.
 
-use std::sync::Mutex;
-use std::sync::PoisonError;
 use std::thread;
+
+use parking_lot::Mutex;
 
 /// The most threads at once. They wait for disks, not for CPUs.
 const THREADS_MAX: usize = 8;
@@ -23,15 +23,15 @@ pub(super) fn each<T: Send, R: Send, E: Send>(
     let take_all = || {
         loop {
             let next = {
-                let mut left = left.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut left = left.lock();
                 if left.1 { None } else { left.0.next() }
             };
             let Some((index, item)) = next else { return };
             let result = work(&item);
             if result.is_err() {
-                left.lock().unwrap_or_else(PoisonError::into_inner).1 = true;
+                left.lock().1 = true;
             }
-            let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut done = done.lock();
             done.push((index, item, result));
         }
     };
@@ -44,7 +44,7 @@ pub(super) fn each<T: Send, R: Send, E: Send>(
         }
         take_all();
     });
-    let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut done = done.into_inner();
     done.sort_unstable_by_key(|(index, ..)| *index);
     let each = done.into_iter().map(|(_, item, result)| Ok((item, result?)));
     each.collect()
@@ -76,11 +76,11 @@ mod tests {
     fn the_first_error_in_order_is_told_and_nothing_else_is_begun() {
         let begun = Mutex::new(0);
         let failed = each((0..1000).collect(), |&item: &usize| {
-            *begun.lock().expect("no panic") += 1;
+            *begun.lock() += 1;
             if item >= 4 { Err(item) } else { Ok(()) }
         });
         assert_eq!(failed, Err(4));
-        let begun = *begun.lock().expect("no panic");
+        let begun = *begun.lock();
         assert!(begun < 100, "{begun} were begun");
     }
 }

@@ -8,10 +8,11 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use block::lock::LockSet;
+use parking_lot::Mutex;
 use serde_json::json;
 use virtio_devices::ublk::{
     CloseError, Control, Events, QueueEvent, RecoveringDevice, Recovery, Transport, TransportChoice,
@@ -85,10 +86,6 @@ type Server = Arc<Mutex<Shared>>;
 enum Event {
     Stop(&'static str),
     Queue(QueueEvent),
-}
-
-fn lock(server: &Server) -> MutexGuard<'_, Shared> {
-    server.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A disk to be served, and how.
@@ -359,7 +356,7 @@ fn serve(
     let answer = move |request| answer(&shared, request);
     let (shared, own) = (Arc::clone(&server), socket.clone());
     let told = move || {
-        if lock(&shared).handed_over {
+        if shared.lock().handed_over {
             hand_over::end(&own);
         }
     };
@@ -382,15 +379,15 @@ fn serve(
     let opened = parallel::each(wanted, |disk| open_disk(disk, &lock_set)).map_err(orphaned)?;
     // Those who had them have ended.
     lock_set.keep();
-    *may_end.lock().unwrap_or_else(PoisonError::into_inner) = false;
+    *may_end.lock() = false;
     let (mut first_failure, mut brought) = match bring_up(&server, opened, &sender, &socket, arguments) {
         Ok((lines, failure)) => (failure.map(orphaned), Some(lines)),
         Err(failure) => (Some(orphaned(failure)), None),
     };
     first_failure = taken.end().or(first_failure);
-    lock(&server).devices.keys().copied().for_each(upgrade::mend);
+    server.lock().devices.keys().copied().for_each(upgrade::mend);
     if brought.is_some() && arguments.is_confined() {
-        let devices: Vec<String> = lock(&server).devices.keys().map(|&id| block_path(id)).collect();
+        let devices: Vec<String> = server.lock().devices.keys().map(|&id| block_path(id)).collect();
         // Threads that are started from here on are inside.
         if let Err(failure) = fence::confine(devices) {
             first_failure = Some(failure);
@@ -416,9 +413,9 @@ fn serve(
         let failure = wait(&server, &events);
         first_failure = first_failure.or(failure);
     } else {
-        lock(&server).leave_recovered();
+        server.lock().leave_recovered();
     }
-    let mut shared = lock(&server);
+    let mut shared = server.lock();
     while let Some((_, served)) = shared.devices.pop_first() {
         if let Err(failure) = close(&mut shared.control, served) {
             first_failure.get_or_insert(failure);
@@ -464,7 +461,7 @@ fn bring_up(
     socket: &Path,
     arguments: &ServeArguments,
 ) -> Result<(String, Option<CommandFailure>), CommandFailure> {
-    let mut shared = lock(server);
+    let mut shared = server.lock();
     let about = |wanted: &Wanted, error| CommandFailure::about(wanted.disk.name(), error);
     let (mut begun, mut failure, mut late) = (Vec::new(), None, None);
     for (wanted, opened) in disks {
@@ -587,7 +584,7 @@ fn remember(
 fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailure> {
     let mut first_failure = None;
     while let Ok(event) = events.recv() {
-        let mut shared = lock(server);
+        let mut shared = server.lock();
         if shared.handed_over {
             continue;
         }
@@ -698,7 +695,7 @@ fn in_time(what: impl FnOnce() + Send + 'static) {
 
 /// Carries out what the control socket is asked.
 fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String> {
-    let mut shared = lock(server);
+    let mut shared = server.lock();
     let Shared {
         control,
         devices,
@@ -761,7 +758,7 @@ fn stop_on_signal(signals: StopSignals, events: mpsc::Sender<Event>, early: Earl
             fence::confine_early()?;
         }
         let signal = signals.wait()?;
-        let may_end = early.may_end.lock().unwrap_or_else(PoisonError::into_inner);
+        let may_end = early.may_end.lock();
         if *may_end {
             tracing::error!(signal, "stopped before the devices were there");
             std::process::exit(EXIT_FAILURE.into());

@@ -5,11 +5,12 @@
 //! the driver still brings is left without an answer, and given to the next server with the rest. The disk is
 //! held as long: it stays locked, and nobody else changes it under the requests that are to be done again.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use block::Disk;
 use block::worker::WorkerHandle;
+use parking_lot::Mutex;
 
 use super::super::queue::Duty;
 use super::{Queue, UblkDevice};
@@ -55,7 +56,7 @@ impl UblkDevice {
             _workers: std::mem::take(&mut self.workers),
         };
         tracing::info!(device, "left as it is until this process ends");
-        let mut all = PARKED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = PARKED.lock();
         all.push(parked);
     }
 }
@@ -125,10 +126,7 @@ mod tests {
     fn world(disk: &MemDisk) -> World {
         let events: Arc<Mutex<Vec<QueueEvent>>> = Arc::default();
         let heard = Arc::clone(&events);
-        let state = QueueState::new(
-            1,
-            Arc::new(move |event| heard.lock().expect("no panic").push(event)),
-        );
+        let state = QueueState::new(1, Arc::new(move |event| heard.lock().push(event)));
         let gone = Arc::new(AtomicBool::new(false));
         let (end, ends) = mpsc::channel();
         let worker = WorkerHandle::spawn(WorkerConfig::default()).expect("a worker");
@@ -176,7 +174,7 @@ mod tests {
         let told = dropped.recv_timeout(Duration::from_secs(20));
         told.expect("a device that is let go does not wait for its driver");
         assert!(!waiting.gone.load(Ordering::SeqCst), "the ring is open");
-        assert_eq!(*waiting.events.lock().expect("no panic"), [], "nothing is broken");
+        assert_eq!(*waiting.events.lock(), [], "nothing is broken");
 
         let mut ended = world(&disk);
         let device = ended.device.take().expect("it is there");
