@@ -36,10 +36,11 @@ use crate::buffer::{AlignedBuf, BUFFER_ALIGN, Buffer, Piece};
 use crate::disk::LocalBoxFuture;
 use crate::durable::Syncs;
 use crate::error::IoError;
+use crate::handle::{FileHandle, Kind, Observer};
 use crate::hold::{HoldOff, Holds, WAIT_MAX, WAIT_MIN};
 use crate::report::{Action, Reports};
 use crate::request::{Op, Request};
-use crate::ring::{FileHandle, Observer, OpFuture, OpKind, Pieces};
+use crate::ring::{OpFuture, Pieces};
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::task::Context;
@@ -356,21 +357,21 @@ struct ViewObserver {
 }
 
 impl Observer for ViewObserver {
-    fn failed(&self, kind: OpKind, offset: u64, error: IoError) {
+    fn failed(&self, kind: Kind, offset: u64, error: IoError) {
         let file = &*self.file;
         let action = match kind {
-            OpKind::Read => Action::Read,
-            OpKind::Write { .. } => Action::Write,
-            OpKind::DataSync => Action::Sync,
-            OpKind::Allocate { .. } => Action::Allocate,
-            OpKind::Truncate => Action::SetLength,
-            OpKind::Watch | OpKind::Command { .. } => return,
+            Kind::Read => Action::Read,
+            Kind::Write { .. } => Action::Write,
+            Kind::DataSync => Action::Sync,
+            Kind::Allocate { .. } => Action::Allocate,
+            Kind::Truncate => Action::SetLength,
+            Kind::Watch | Kind::Command { .. } => return,
         };
         if error == IoError::Cancelled || action == Action::Allocate && file.is_refusal(error) {
             return;
         }
-        let forced = matches!(kind, OpKind::Write { dsync: true }) && !error.is_no_space();
-        let synced = kind == OpKind::DataSync || forced;
+        let forced = matches!(kind, Kind::Write { dsync: true }) && !error.is_no_space();
+        let synced = kind == Kind::DataSync || forced;
         let waits = !synced && error.is_no_space() && file.holds.is_wanted();
         let consequence = if synced {
             file.syncs.fail(error.errno());

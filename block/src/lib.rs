@@ -16,10 +16,12 @@ pub mod buffer;
 #[doc(hidden)]
 pub mod canary;
 pub mod disk;
+mod door;
 mod durable;
 pub mod epoch;
 pub mod error;
 pub mod file;
+mod handle;
 pub mod hold;
 mod join;
 pub mod lock;

@@ -25,7 +25,7 @@ use std::fmt;
 use std::rc::Rc;
 
 use super::MemoryHold;
-use crate::ring::{Door, FixedBuffer};
+use crate::door::{Door, FixedBuffer};
 
 /// What a [registered buffer](super::Buffer::registered) is made of.
 pub struct Registration {

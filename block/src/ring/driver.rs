@@ -9,41 +9,7 @@ use std::io;
 use std::os::fd::RawFd;
 
 use crate::buffer::IoSlice;
-
-/// A file as a driver knows it.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct FileSlot {
-    /// The descriptor, open as long as the slot is registered.
-    pub(crate) fd: RawFd,
-    /// Its index among the driver's registered files, if it has one.
-    pub(crate) fixed: Option<u32>,
-}
-
-/// What an op does.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Kind {
-    /// Read into the slices.
-    Read,
-    /// Write from the slices; `dsync` makes this write durable before it completes.
-    Write { dsync: bool },
-    /// Make all completed writes of the file, and the metadata needed to read them back, durable.
-    DataSync,
-    /// `fallocate(2)` with these mode bits on `offset..offset + len`.
-    Allocate { mode: i32 },
-    /// Set the file's length to `len` bytes.
-    Truncate,
-    /// Report every time the descriptor becomes readable.
-    Watch,
-    /// A command of the file's own driver (`IORING_OP_URING_CMD`): its code and what goes with it.
-    Command { code: u32, data: [u8; 16] },
-}
-
-impl Kind {
-    /// Whether an op is asked to end early when its ring wants to drain.
-    pub(crate) fn ends_when_cancelled(self) -> bool {
-        !matches!(self, Self::Watch | Self::Command { .. })
-    }
-}
+pub(crate) use crate::handle::{FileSlot, Kind};
 
 /// One op for a driver to start.
 #[derive(Clone, Copy, Debug)]

@@ -44,17 +44,19 @@ use smallvec::SmallVec;
 
 use crate::buffer::{Buffer, Piece, Place, append_zeros};
 use crate::canary::{Rule, broken, strikes};
+use crate::door::Leases;
 use crate::error::IoError;
+use crate::handle::{Observer, Registry};
 use crate::request::{Op, Request};
 use driver::{Completion, Driver, FileSlot, Kind, Wait};
-use fixed::Leases;
 use slots::{Owner, Slots, Step, user_data};
 
 pub use command::{CommandSink, DeviceCommand, Direction, NoSlot};
 pub use control::{ControlError, ControlRing, start_and_end};
 
-pub(crate) use driver::Kind as OpKind;
-pub use fixed::{Door, FixedBuffer, FixedTable, LeaseError};
+pub use crate::door::{Door, FixedBuffer, LeaseError};
+pub use crate::handle::FileHandle;
+pub use fixed::FixedTable;
 pub(crate) use sys::{is_in_memory, set_timer, signal_event, timer};
 
 /// Which driver carries out a ring's ops.
@@ -136,51 +138,12 @@ impl fmt::Debug for Ring {
     }
 }
 
-/// Who is told when the host fails an op on a file, whoever asked for it.
-pub(crate) trait Observer {
-    /// An op of this kind has failed at this byte of the file.
-    fn failed(&self, kind: OpKind, offset: u64, error: IoError);
-}
-
-struct Registered {
-    observer: Option<Rc<dyn Observer>>,
-    fd: Rc<OwnedFd>,
-    slot: FileSlot,
-    ring: Weak<Inner>,
-}
-
-impl Drop for Registered {
-    fn drop(&mut self) {
-        if let Some(ring) = self.ring.upgrade()
-            && let Ok(mut driver) = ring.driver.try_borrow_mut()
-        {
-            driver.unregister_file(self.slot);
+impl Registry for Inner {
+    fn unregister(&self, slot: FileSlot) {
+        // One that is let go of while the driver is at work stays registered as long as the ring is there.
+        if let Ok(mut driver) = self.driver.try_borrow_mut() {
+            driver.unregister_file(slot);
         }
-    }
-}
-
-/// A file that ops of one ring can use. It stays open and registered while a clone or an op holds it.
-#[derive(Clone)]
-pub struct FileHandle {
-    registered: Rc<Registered>,
-}
-
-impl FileHandle {
-    #[inline]
-    fn slot(&self) -> FileSlot {
-        self.registered.slot
-    }
-
-    /// The descriptor, for calls that are not ops.
-    #[must_use]
-    pub fn fd(&self) -> &OwnedFd {
-        &self.registered.fd
-    }
-}
-
-impl fmt::Debug for FileHandle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "FileHandle({:?})", self.registered.slot)
     }
 }
 
@@ -253,15 +216,8 @@ impl Ring {
         observer: Option<Rc<dyn Observer>>,
     ) -> io::Result<FileHandle> {
         let slot = self.inner.driver.borrow_mut().register_file(fd.as_raw_fd())?;
-        let registered = Registered {
-            observer,
-            fd: Rc::new(fd),
-            slot,
-            ring: Rc::downgrade(&self.inner),
-        };
-        Ok(FileHandle {
-            registered: Rc::new(registered),
-        })
+        let ring: Weak<Inner> = Rc::downgrade(&self.inner);
+        Ok(FileHandle::new(fd, slot, observer, ring))
     }
 
     /// Starts the one op that carries out a read or write request in full, at `host_offset` of `file`;
@@ -629,7 +585,7 @@ impl Inner {
     #[cold]
     fn tell<'a>(&'a self, slots: RefMut<'a, Slots>, index: u32, error: IoError) -> RefMut<'a, Slots> {
         let failed = slots.get(index).and_then(|slot| {
-            let observer = slot.file.as_ref()?.registered.observer.clone()?;
+            let observer = Rc::clone(slot.file.as_ref()?.observer()?);
             Some((observer, slot.kind, slot.offset))
         });
         drop(slots);

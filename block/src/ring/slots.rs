@@ -9,12 +9,14 @@ use std::task::Waker;
 
 use smallvec::SmallVec;
 
+use super::EventToken;
 use super::command::CommandSink;
 use super::driver::{FixedOp, KernelOp, Kind};
-use super::{Door, EventToken, FileHandle};
 use crate::buffer::{BUFFER_ALIGN, Buffer, FixedRange, IoSlice, IoSlices, Memory, append_zeros};
 use crate::canary::{Rule, broken};
+use crate::door::Door;
 use crate::error::IoError;
+use crate::handle::FileHandle;
 use crate::request::Request;
 use crate::sync::WaitList;
 

@@ -1,0 +1,117 @@
+//! Files as the ops of a ring name them.
+//!
+//! What must stay true: a file stays open and registered with its ring while a handle or an op holds it.
+
+use std::fmt;
+use std::os::fd::{OwnedFd, RawFd};
+use std::rc::{Rc, Weak};
+
+use crate::error::IoError;
+
+/// A file as a ring's driver knows it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct FileSlot {
+    /// The descriptor, open as long as the slot is registered.
+    pub(crate) fd: RawFd,
+    /// Its index among the driver's registered files, if it has one.
+    pub(crate) fixed: Option<u32>,
+}
+
+/// What an op does with its file.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Kind {
+    /// Read into the slices.
+    Read,
+    /// Write from the slices; `dsync` makes this write durable before it completes.
+    Write { dsync: bool },
+    /// Make all completed writes of the file, and the metadata needed to read them back, durable.
+    DataSync,
+    /// `fallocate(2)` with these mode bits on `offset..offset + len`.
+    Allocate { mode: i32 },
+    /// Set the file's length to `len` bytes.
+    Truncate,
+    /// Report every time the descriptor becomes readable.
+    Watch,
+    /// A command of the file's own driver (`IORING_OP_URING_CMD`): its code and what goes with it.
+    Command { code: u32, data: [u8; 16] },
+}
+
+impl Kind {
+    /// Whether an op is asked to end early when its ring wants to drain.
+    pub(crate) fn ends_when_cancelled(self) -> bool {
+        !matches!(self, Self::Watch | Self::Command { .. })
+    }
+}
+
+/// Hears of each op on a file that the host fails, whoever asked for it.
+pub(crate) trait Observer {
+    /// An op of this kind has failed at this byte of the file.
+    fn failed(&self, kind: Kind, offset: u64, error: IoError);
+}
+
+/// A ring, as its files see it.
+pub(crate) trait Registry {
+    /// Forgets a file that no op uses any more.
+    fn unregister(&self, slot: FileSlot);
+}
+
+struct Registered {
+    observer: Option<Rc<dyn Observer>>,
+    fd: Rc<OwnedFd>,
+    slot: FileSlot,
+    registry: Weak<dyn Registry>,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        if let Some(registry) = self.registry.upgrade() {
+            registry.unregister(self.slot);
+        }
+    }
+}
+
+/// A file that ops of one ring can use. It stays open and registered while a clone or an op holds it.
+#[derive(Clone)]
+pub struct FileHandle {
+    registered: Rc<Registered>,
+}
+
+impl FileHandle {
+    /// The handle of `fd`, which `registry` knows as `slot` until the last clone is dropped.
+    pub(crate) fn new(
+        fd: OwnedFd,
+        slot: FileSlot,
+        observer: Option<Rc<dyn Observer>>,
+        registry: Weak<dyn Registry>,
+    ) -> Self {
+        Self {
+            registered: Rc::new(Registered {
+                observer,
+                fd: Rc::new(fd),
+                slot,
+                registry,
+            }),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn slot(&self) -> FileSlot {
+        self.registered.slot
+    }
+
+    pub(crate) fn observer(&self) -> Option<&Rc<dyn Observer>> {
+        self.registered.observer.as_ref()
+    }
+
+    /// The descriptor, for calls that are not ops.
+    #[must_use]
+    pub fn fd(&self) -> &OwnedFd {
+        &self.registered.fd
+    }
+}
+
+impl fmt::Debug for FileHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FileHandle({:?})", self.registered.slot)
+    }
+}
