@@ -93,9 +93,6 @@ pub struct WorkerConfig {
     pub depth: u32,
     /// How many places the ring has for buffers that a driver of the kernel registers.
     pub registered_buffers: u16,
-    /// How many places there are behind these for buffers that are reached through their doors alone
-    /// ([`FixedTable::with_doors`]).
-    pub door_buffers: u16,
     /// The CPUs to run on; empty for all.
     pub cpus: Vec<usize>,
     /// The longest time to poll before sleeping; zero never polls.
@@ -111,7 +108,6 @@ impl Default for WorkerConfig {
             ring: RingKind::Auto,
             depth: 256,
             registered_buffers: 0,
-            door_buffers: 0,
             cpus: Vec::new(),
             poll_max: Duration::from_micros(50),
             on_start: None,
@@ -587,7 +583,7 @@ fn set_up(config: &WorkerConfig, commands: Arc<Commands>) -> Result<(Worker, Wat
             source,
         })?;
     }
-    let table = FixedTable::sparse(config.registered_buffers).with_doors(config.door_buffers);
+    let table = FixedTable::sparse(config.registered_buffers);
     let cx = Context::try_on(Ring::with_fixed(config.ring, config.depth, &table)?)?;
     let wake = cx.run_queue().wake_fd().map_err(StartWorkerError::Wake)?;
     let watch = cx.ring().watch(wake, WAKE).map_err(StartWorkerError::Wake)?;

@@ -12,8 +12,6 @@ use crate::door::{FixedBuffer, LeaseError};
 pub struct FixedTable {
     /// Empty where a driver of the kernel is going to put pages.
     pub(super) places: Vec<IoSlice>,
-    /// How many places there are behind these that the kernel knows nothing of.
-    doors: u16,
 }
 
 impl FixedTable {
@@ -22,32 +20,24 @@ impl FixedTable {
     pub fn sparse(places: u16) -> Self {
         Self {
             places: vec![IoSlice::new(std::ptr::null_mut(), 0); places.into()],
-            doors: 0,
         }
-    }
-
-    /// The same, and so many places behind them for which no buffer is ever registered: their bytes are reached through
-    /// their doors alone, by calls that the worker makes itself. That is for disks that are in memory.
-    #[must_use]
-    pub fn with_doors(self, doors: u16) -> Self {
-        Self { doors, ..self }
     }
 
     /// One place for each of these stretches of memory, which no Rust reference covers while the ring lives.
     pub(crate) fn of_memory(places: Vec<IoSlice>) -> Self {
-        Self { places, doors: 0 }
+        Self { places }
     }
 
     /// How many places there are.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.places.len() + usize::from(self.doors)
+        self.places.len()
     }
 
     /// Whether there is no place.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.places.is_empty()
     }
 }
 

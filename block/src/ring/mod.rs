@@ -22,7 +22,6 @@ mod command;
 mod control;
 pub(crate) mod driver;
 mod fixed;
-mod mapped;
 mod null;
 #[cfg(test)]
 pub(crate) mod patient;

@@ -22,7 +22,6 @@ use io_uring::{IoUring, opcode, squeue};
 use super::at_door::AtDoors;
 use super::driver::{Completion, Driver, FileSlot, FixedOp, KernelOp, Kind, QueueFull, Wait};
 use super::fixed::FixedTable;
-use super::mapped::MappedFile;
 use super::sys;
 use crate::buffer::IoSlice;
 
@@ -34,24 +33,20 @@ const FIXED_FILES: u32 = 128;
 /// its throughput. I/O through the page cache mostly ends where it starts, and gains by larger batches.
 const DIRECT_START_MAX: usize = 8;
 
-/// The longest read or write of a file in memory that is carried out at once, in bytes. A longer one is worth a thread of the
+/// The longest read or write of a file on tmpfs that the worker carries out itself, in bytes. A longer one is worth a thread of the
 /// kernel's, and the worker goes on meanwhile.
 const IN_MEMORY_BYTES_MAX: usize = 32 << 10;
 
-/// How many longer ones the kernel has at a time. It copies them one after another, in one thread: one under way and one to go
-/// on with keep that busy, and where the worker can copy as well as that, it takes the next itself.
-const LONG_COPIES_MAX: usize = 2;
-
 /// What a registered file does with ops.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Nature {
     /// It may have to wait for a disk, or answer from the page cache: the kernel knows.
     Cached,
     /// It bypasses the page cache.
     Direct,
-    /// It is no more than memory, but io_uring believes that it blocks and would give each op to a thread of the kernel
-    /// first: a copy of 4 KiB costs a hand-over there and one back.
-    InMemory(Option<MappedFile>),
+    /// It is on tmpfs, but io_uring believes that it blocks and would give each op to a thread of the kernel first: a copy
+    /// of 4 KiB costs a hand-over there and one back.
+    InMemory,
 }
 
 /// The ops a ring carries out, and no others.
@@ -85,17 +80,12 @@ pub(crate) struct UringDriver {
     fixed_free: Vec<u32>,
     /// What the registered files do, by index.
     natures: Vec<Nature>,
-    /// Whether ops may name places of a table.
-    has_table: bool,
-    /// The first place that no buffer is registered for.
-    first_door: usize,
+    /// What carries out ops between files on tmpfs and registered buffers.
     at_doors: AtDoors,
     /// Pushed since the last enter, and how many of them on files that bypass the page cache.
     unstarted: usize,
     unstarted_direct: usize,
-    /// Long copies of registered buffers from and to mapped files that the kernel has, by their user data.
-    long_copies: Vec<u64>,
-    /// Ops that were carried out while they were pushed, or had ended then.
+    /// Ops that were carried out while they were pushed.
     done: Vec<Completion>,
     /// `IORING_ENTER_NO_IOWAIT` where the kernel has it, else no flag.
     no_iowait: u32,
@@ -143,13 +133,10 @@ impl UringDriver {
         Ok(Self {
             ring,
             fixed_free,
-            natures: (0..FIXED_FILES).map(|_| Nature::Cached).collect(),
-            has_table: !table.is_empty(),
-            first_door: table.places.len(),
+            natures: vec![Nature::Cached; FIXED_FILES as usize],
             at_doors: AtDoors::default(),
             unstarted: 0,
             unstarted_direct: 0,
-            long_copies: Vec::new(),
             done: Vec::new(),
             no_iowait,
         })
@@ -282,37 +269,6 @@ impl UringDriver {
         entered.map(drop)
     }
 
-    /// Whether the kernel has long copies enough for now.
-    fn copies_enough(&mut self) -> bool {
-        if self.long_copies.len() >= LONG_COPIES_MAX {
-            if self.has_deferred() {
-                // If it fails, the next `Driver::enter` reports why.
-                self.start(0, io_uring::EnterFlags::GETEVENTS.bits())
-                    .unwrap_or_default();
-            }
-            self.gather();
-        }
-        self.long_copies.len() >= LONG_COPIES_MAX
-    }
-
-    /// Takes what the kernel has completed.
-    fn gather(&mut self) {
-        for entry in self.ring.completion() {
-            if entry.user_data() == CANCEL_USER_DATA {
-                continue;
-            }
-            if !self.long_copies.is_empty() {
-                self.long_copies
-                    .retain(|&user_data| user_data != entry.user_data());
-            }
-            self.done.push(Completion {
-                user_data: entry.user_data(),
-                result: entry.result(),
-                more: io_uring::cqueue::more(entry.flags()),
-            });
-        }
-    }
-
     /// Whether completions wait in the kernel for an enter that asks for them. Where it defers none, it
     /// never says so.
     fn has_deferred(&mut self) -> bool {
@@ -361,9 +317,9 @@ fn restrict(ring: &IoUring, ops: &[u8]) -> io::Result<()> {
 }
 
 impl Nature {
-    fn of(fd: RawFd, has_table: bool) -> Self {
+    fn of(fd: RawFd) -> Self {
         if sys::is_in_memory(fd) {
-            Self::InMemory(has_table.then(|| MappedFile::new(fd)))
+            Self::InMemory
         } else if sys::is_direct(fd) {
             Self::Direct
         } else {
@@ -372,7 +328,7 @@ impl Nature {
     }
 }
 
-/// Whether an op on a file in memory is a sync, which is nothing there, or moves few bytes.
+/// Whether an op on a file on tmpfs is a sync, which is nothing there, or moves few bytes.
 fn is_short(op: &KernelOp) -> bool {
     match op.kind {
         Kind::Read | Kind::Write { .. } => {
@@ -402,7 +358,7 @@ impl Driver for UringDriver {
         match self.ring.submitter().register_files_update(index, &[fd]) {
             Ok(_) => {
                 if let Some(nature) = self.natures.get_mut(index as usize) {
-                    *nature = Nature::of(fd, self.has_table);
+                    *nature = Nature::of(fd);
                 }
                 Ok(FileSlot {
                     fd,
@@ -428,55 +384,19 @@ impl Driver for UringDriver {
     }
 
     unsafe fn push(&mut self, op: &KernelOp, user_data: u64) -> Result<(), QueueFull> {
-        let at_door = op
-            .fixed
-            .filter(|fixed| usize::from(fixed.index) >= self.first_door);
-        let is_long = op.fixed.is_some() && at_door.is_none() && !is_short(op);
-        let is_ours = !is_long || self.copies_enough();
-        let mut is_shared = false;
-        let nature = op
-            .file
-            .fixed
-            .and_then(|index| self.natures.get_mut(index as usize));
-        let (direct, mut at_once) = (
-            matches!(nature, Some(Nature::Direct)),
-            op.kind == Kind::Truncate || op.at_door,
-        );
-        if let Some(Nature::InMemory(mapped)) = nature {
-            match op.fixed {
-                None => at_once |= is_short(op),
-                Some(fixed) if is_ours => {
-                    // SAFETY: `slices` points at one valid entry (contract of `push`), whose address is not used.
-                    let len = unsafe { (*op.slices).len() };
-                    if let Some(result) = mapped.as_mut().and_then(|file| file.carry_out(op, fixed, len)) {
-                        self.done.push(Completion {
-                            user_data,
-                            result,
-                            more: false,
-                        });
-                        return Ok(());
-                    }
-                }
-                Some(_) => is_shared = mapped.as_ref().is_some_and(MappedFile::is_mapped),
-            }
-        }
-        if let Some(fixed) = at_door {
-            // SAFETY: the caller's contract is the same and lasts longer.
-            let result = unsafe { self.at_doors.carry_out(op, fixed) };
-            self.done.push(Completion {
-                user_data,
-                result,
-                more: false,
-            });
-            return Ok(());
-        }
+        let nature = op.file.fixed.and_then(|index| self.natures.get(index as usize));
+        let nature = nature.copied().unwrap_or(Nature::Cached);
+        let at_once = op.kind == Kind::Truncate || op.at_door || nature == Nature::InMemory && is_short(op);
         if at_once {
-            // Truncation is rare, and io_uring has it only since Linux 6.9. What goes through a door is copied in memory,
-            // as it would be without one; io_uring would give it to a thread of the kernel first, since neither ublk's
-            // device nor a memfd says that it does not block.
-            // SAFETY: a truncation and a sync name no memory; the caller vouches for that of a copy, for longer than it
-            // takes.
-            let result = unsafe { sys::carry_out(op) };
+            // Truncation is rare, and io_uring has it only since Linux 6.9. The others are copies in memory, which io_uring
+            // would give to a thread of the kernel: tmpfs, memfds and ublk's device do not say that they never block.
+            let result = match op.fixed {
+                // SAFETY: a truncation and a sync name no memory; the caller vouches for that of a copy, for longer than it
+                // takes.
+                None => unsafe { sys::carry_out(op) },
+                // SAFETY: the caller's contract is the same and lasts longer.
+                Some(fixed) => unsafe { self.at_doors.carry_out(op, fixed) },
+            };
             self.done.push(Completion {
                 user_data,
                 result,
@@ -485,11 +405,7 @@ impl Driver for UringDriver {
             return Ok(());
         }
         self.push_entry(Self::entry(op).user_data(user_data))?;
-        if is_shared {
-            self.long_copies.push(user_data);
-            self.start(0, 0).unwrap_or_default();
-        }
-        if direct {
+        if nature == Nature::Direct {
             self.unstarted_direct += 1;
             if self.unstarted_direct >= DIRECT_START_MAX {
                 // What cannot be started now stays queued, and the next `Driver::enter` reports why.
@@ -541,7 +457,16 @@ impl Driver for UringDriver {
     }
 
     fn reap(&mut self, out: &mut Vec<Completion>) {
-        self.gather();
+        for entry in self.ring.completion() {
+            if entry.user_data() == CANCEL_USER_DATA {
+                continue;
+            }
+            out.push(Completion {
+                user_data: entry.user_data(),
+                result: entry.result(),
+                more: io_uring::cqueue::more(entry.flags()),
+            });
+        }
         out.append(&mut self.done);
     }
 }

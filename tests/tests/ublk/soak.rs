@@ -14,7 +14,7 @@ const GROWTH_KIB: u64 = 6 << 10;
 const SOAK: &str = r#"
 # grown WHEN: what the long-lived server has.
 grown() {
-    # Without the pages of images in memory, which a server may have mapped.
+    # Without shared memory, which is not the allocator's.
     rss=$(awk '/^Rss(Anon|File)/ { sum += $2 } END { print sum }' /proc/$keeper/status)
     echo "grown $1 rss $rss files $(ls /proc/$keeper/fd | wc -l) threads $(ls /proc/$keeper/task/*/comm |
         xargs grep -L '^iou-' | wc -l)"

@@ -132,12 +132,6 @@ pub trait Channel: fmt::Debug {
     /// [`PagesError`]; the request is served by copies then.
     fn pages(&mut self, tag: u16, len: usize) -> Result<Buffer, PagesError>;
 
-    /// Whether a request's data is reached by its tag's pages although the driver registers none: the disk is in memory,
-    /// and copies straight from and to the device.
-    fn has_doors(&self) -> bool {
-        false
-    }
-
     /// Whether nothing names the pages of `tag` any more, so that an answer may give them back.
     fn is_free(&self, tag: u16) -> bool;
 }
@@ -245,17 +239,14 @@ pub struct KernelChannel {
     queue: u16,
     descriptors: Descriptors,
     memory: Memory,
-    /// Where the driver registers pages, if it does, or doors are.
+    /// Where the driver registers pages, if it does.
     places: Option<Places>,
-    /// Whether the driver registers pages.
-    registers: bool,
     sink: Rc<CommandSink>,
 }
 
 impl KernelChannel {
-    /// The end of `queue` in the device that `file` is, on the worker of `cx`. Its tags have the
-    /// places from `first_place` on in that worker's table: with zero copy the driver registers pages there, and tags past the
-    /// table's end are served by copies; with user copy they are [doors](block::ring::FixedTable::with_doors).
+    /// The end of `queue` in the device that `file` is, on the worker of `cx`. With zero copy its tags have the places
+    /// from `first_place` on in that worker's table; those past its end are served by copies.
     ///
     /// # Errors
     ///
@@ -267,7 +258,7 @@ impl KernelChannel {
         depth: u16,
         transport: Transport,
         io_bytes_max: u32,
-        first_place: Option<u16>,
+        first_place: u16,
     ) -> io::Result<Self> {
         let descriptors = Descriptors::map(&file, queue, depth)?;
         let bytes = io_bytes_max as usize;
@@ -280,9 +271,7 @@ impl KernelChannel {
             ),
             Transport::UserCopy | Transport::ZeroCopy => Memory::UserCopy((0..depth).map(|_| None).collect()),
         };
-        let registers = transport == Transport::ZeroCopy;
-        let places = first_place.filter(|_| transport != Transport::Copy);
-        let places = places.map(|first| Places { first });
+        let places = (transport == Transport::ZeroCopy).then_some(Places { first: first_place });
         Ok(Self {
             ring: cx.ring().clone(),
             file: cx.ring().register(file)?,
@@ -290,7 +279,6 @@ impl KernelChannel {
             descriptors,
             memory,
             places,
-            registers,
             sink: CommandSink::new(),
         })
     }
@@ -315,10 +303,7 @@ impl KernelChannel {
         let command = DeviceCommand {
             code,
             data,
-            address: match self.places {
-                Some(places) if self.registers => places.command(tag),
-                _ => 0,
-            },
+            address: self.places.map_or(0, |places| places.command(tag)),
         };
         // SAFETY: in copy mode the driver reads and writes at `addr` at most as many bytes as the device's requests
         // may have, which is how long `keep` is; otherwise it touches no memory of ours, as what stands for the
@@ -407,10 +392,6 @@ impl Channel for KernelChannel {
             align: DMA_ALIGN as usize,
             hold: Rc::new(()),
         })?)
-    }
-
-    fn has_doors(&self) -> bool {
-        self.places.is_some() && !self.registers
     }
 
     fn is_free(&self, tag: u16) -> bool {

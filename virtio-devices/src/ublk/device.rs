@@ -592,10 +592,6 @@ impl UblkDevice {
                 Transport::ZeroCopy => places(tags, config),
                 _ => 0,
             },
-            door_buffers: match self.transport {
-                Transport::UserCopy if self.has_doors(config) => u16::try_from(tags).unwrap_or(0),
-                _ => 0,
-            },
             cpus,
             poll_max: config.poll_max,
             on_start: hook,
@@ -609,13 +605,6 @@ impl UblkDevice {
             started => started,
         };
         started.map_err(|source| AddError::Worker { queue, source })
-    }
-
-    /// Whether a disk in memory is to copy straight from and to the device, for which every tag needs a place.
-    fn has_doors(&self, config: &UblkConfig) -> bool {
-        let each = config.queues_per_worker.clamp(1, self.info.nr_hw_queues.max(1));
-        let tags = u32::from(each) * u32::from(self.info.queue_depth);
-        self.disk.is_in_memory() && tags <= u16::MAX.into()
     }
 
     fn start_queue(
@@ -635,12 +624,7 @@ impl UblkDevice {
         let file = file.try_clone().map_err(failed)?;
         let (disk, shared) = (Arc::clone(&self.disk), Arc::clone(&state));
         let (depth, bytes, transport) = (self.info.queue_depth, self.info.max_io_buf_bytes, self.transport);
-        let has_places = match transport {
-            Transport::ZeroCopy => true,
-            Transport::UserCopy => self.has_doors(config),
-            Transport::Copy => false,
-        };
-        let first_place = has_places.then(|| first_place(queue, config.queues_per_worker, depth));
+        let first_place = first_place(queue, config.queues_per_worker, depth);
         // The driver keeps what `add` gave it.
         let from = u32::try_from(self.info.ublksrv_flags).unwrap_or(u32::MAX);
         let zero_copy_from = (transport == Transport::ZeroCopy).then_some(from);

@@ -413,8 +413,7 @@ impl<C: Channel> UblkQueue<C> {
     fn pages(&mut self, tag: u16, descriptor: &IoDescriptor, bytes: usize) -> Option<Buffer> {
         let state = &self.state;
         let count = |counter: &AtomicU64| counter.fetch_add(1, Ordering::Relaxed);
-        let at_door = self.zero_copy_from.is_none() && self.channel.has_doors();
-        let pages = match self.zero_copy_from.or(at_door.then_some(0)) {
+        let pages = match self.zero_copy_from {
             Some(_) if descriptor.op_flags & op::FLAG_NEED_REG_BUF != 0 => {
                 count(&state.fallbacks);
                 None
@@ -429,8 +428,8 @@ impl<C: Channel> UblkQueue<C> {
             _ => None,
         };
         count(match pages {
-            Some(_) if !at_door => &state.zero_copied,
-            _ => &state.copied,
+            Some(_) => &state.zero_copied,
+            None => &state.copied,
         });
         pages
     }

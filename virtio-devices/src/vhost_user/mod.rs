@@ -202,7 +202,6 @@ impl VhostUserServer {
                     // Requests beyond this wait for a free slot.
                     depth: u32::from(config.queue_size).clamp(128, 1024) * 2,
                     registered_buffers: 0,
-                    door_buffers: 0,
                     cpus: cpus.cloned().unwrap_or_default(),
                     poll_max: config.poll_max,
                     on_start: config.worker_hook.clone(),
