@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# The closing summary of a run of the suite, from the output of cargo: summary.sh LOG
+# The closing summary of a run of the suite, from the output of cargo: summary.sh LOG [STEPS]
 #
-# Prints the time of each suite, what could not run, what was begun again, and the totals. Fails if no test ran, or
-# if more than one test was begun again: an emulator fails so rarely by itself.
+# Prints the time of each step (the lines `NAME SECONDS` of the file STEPS), of each suite and of the slowest tests, what
+# could not run, what was begun again, and the totals. Fails if no test ran, or if more than one test was begun again: an
+# emulator fails so rarely by itself.
 set -euo pipefail
 
 log=$1
+steps=${2:-}
 AGAIN_MAX=1
+SLOWEST=15
 
 # A guest's console may have put any byte into the log.
 count() { grep -ac "$1" "$log" || true; }
@@ -18,24 +21,48 @@ ignored=$(total ignored)
 unrun=$(count 'cannot run here: ')
 again=$(count '^begun again: ')
 
-# `Running tests/run.rs (target/debug/deps/run-0123)`, `Doc-tests block`, `test result: ok. 5 passed; …; finished in 1.23s`
-times() {
+# Prefixes each line with the suite it belongs to and a tab, from `Running tests/run.rs (target/debug/deps/run-0123)` or
+# `Doc-tests block` before it.
+by_suite() {
     awk '
         /^ +Running / { suite = $NF; gsub(/[()]/, "", suite); sub(/.*\//, "", suite); sub(/-[0-9a-f]+$/, "", suite)
             suite = suite " (" ($2 == "unittests" ? $3 : $2) ")" }
         /^ +Doc-tests / { suite = $2 " (doc tests)" }
-        /^test result:/ && suite != "" {
-            for (i = 2; i <= NF; i++) if ($i ~ /^passed|^failed/) tests += $(i - 1)
-            seconds = $NF; sub(/s$/, "", seconds)
-            if (tests > 0) printf "%9.1f s %5d tests  %s\n", seconds, tests, suite
-            all += seconds; tests = 0; suite = ""
+        suite != "" { print suite "\t" $0 }' "$log"
+}
+
+# `test result: ok. 5 passed; …; finished in 1.23s`
+suites() {
+    by_suite | awk -F '\t' '
+        $2 ~ /^test result:/ {
+            count = split($2, word, " "); tests = 0
+            for (i = 2; i <= count; i++) if (word[i] ~ /^passed|^failed/) tests += word[i - 1]
+            seconds = word[count]; sub(/s$/, "", seconds)
+            if (tests > 0) printf "%9.1f s %5d tests  %s\n", seconds, tests, $1
+            all += seconds
         }
-        END { printf "%9.1f s              all suites\n", all }' "$log" | sort -rn
+        END { printf "%9.1f s              all suites\n", all }' | sort -rn
+}
+
+# `test unit::does_what ... ok <1.234s>`
+slowest() {
+    by_suite | awk -F '\t' '
+        $2 ~ /^test .* <[0-9.]+s>$/ {
+            count = split($2, word, " "); seconds = word[count]; gsub(/[<>s]/, "", seconds)
+            suite = $1; sub(/ .*/, "", suite)
+            printf "%9.1f s  %s: %s\n", seconds, suite, word[2]
+        }' | sort -rn | awk -v most="$SLOWEST" 'NR <= most'
 }
 
 echo
-echo "=================================================================="
-times
+if [ -n "$steps" ]; then
+    echo "=== steps"
+    awk '{ printf "%9.1f s  %s\n", $2, $1; all += $2 } END { printf "%9.1f s  all steps\n", all }' "$steps"
+fi
+echo "=== suites"
+suites
+echo "=== the slowest tests"
+slowest
 echo "=================================================================="
 echo "  $passed passed, $failed failed"
 if [ $((ignored + unrun)) -gt 0 ]; then

@@ -8,9 +8,12 @@ const LOG: &str = "
      Running unittests src/lib.rs (target/debug/deps/ringdisk_block-0123456789abcdef)
 
 running 3 tests
+test ring::completes ... ok <0.450s>
+test ring::waits - should panic ... ok <0.040s>
 test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.50s
 
      Running tests/run.rs (target/debug/deps/run-fedcba9876543210)
+test machine_boots ... FAILED <70.126s>
 test result: FAILED. 6 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 75.50s
 
    Doc-tests block
@@ -18,14 +21,29 @@ test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fini
 ";
 
 fn summary(log: &str) -> (String, Output) {
+    summary_with_steps(log, "")
+}
+
+fn summary_with_steps(log: &str, steps: &str) -> (String, Output) {
     let scratch = Scratch::new().unwrap();
-    let file = scratch.file("log");
-    std::fs::write(&file, log).unwrap();
-    let output = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/summary.sh"))
-        .arg(file)
-        .output()
-        .expect("bash");
+    let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/summary.sh"));
+    for (name, text) in [("log", log), ("steps", steps)] {
+        if !text.is_empty() {
+            std::fs::write(scratch.file(name), text).unwrap();
+            command.arg(scratch.file(name));
+        }
+    }
+    let output = command.output().expect("bash");
     (String::from_utf8_lossy(&output.stdout).into_owned(), output)
+}
+
+/// The lines between the heading `name` and the next one.
+fn section<'said>(said: &'said str, name: &str) -> Vec<&'said str> {
+    let lines = said.lines().skip_while(|line| *line != format!("=== {name}"));
+    lines
+        .skip(1)
+        .take_while(|line| !line.starts_with("==="))
+        .collect()
 }
 
 #[test]
@@ -36,9 +54,8 @@ fn summary_adds_up_suites_and_prints_their_times() {
         said.lines().any(|line| line.trim() == "11 passed, 1 failed"),
         "{said}"
     );
-    let times: Vec<_> = said.lines().filter(|line| line.contains(" s ")).collect();
     assert_eq!(
-        times,
+        section(&said, "suites"),
         [
             "     77.0 s              all suites",
             "     75.5 s     7 tests  run (tests/run.rs)",
@@ -47,6 +64,53 @@ fn summary_adds_up_suites_and_prints_their_times() {
         ]
     );
     assert!(said.contains("1 COULD NOT RUN HERE (1 ignored, 0 for"), "{said}");
+}
+
+#[test]
+fn summary_prints_the_slowest_tests_and_the_time_of_each_step() {
+    let (said, output) = summary_with_steps(LOG, "setup 0.5\nlint 61.0\n");
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(
+        section(&said, "the slowest tests"),
+        [
+            "     70.1 s  run: machine_boots",
+            "      0.5 s  ringdisk_block: ring::completes",
+            "      0.0 s  ringdisk_block: ring::waits",
+        ]
+    );
+    assert_eq!(
+        section(&said, "steps"),
+        [
+            "      0.5 s  setup",
+            "     61.0 s  lint",
+            "     61.5 s  all steps"
+        ]
+    );
+    let many: String = (0..20)
+        .map(|n| format!("test t{n} ... ok <{n}.000s>\n"))
+        .collect();
+    let (said, _) = summary(&format!(
+        "{LOG}     Running tests/x.rs (target/debug/deps/x-01)\n{many}"
+    ));
+    let slowest = section(&said, "the slowest tests");
+    assert_eq!(slowest.len(), 15, "{said}");
+    assert_eq!(slowest[1], "     19.0 s  x: t19", "{said}");
+}
+
+/// The harness prints it only for an option that is not stable yet.
+#[test]
+fn a_test_run_by_the_script_prints_its_time() {
+    let this = std::env::current_exe().unwrap();
+    let output = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/timed.sh"))
+        .arg(this)
+        .args(["summary_fails_above_one", "--test-threads=1"])
+        .output()
+        .expect("sh");
+    let said = String::from_utf8_lossy(&output.stdout);
+    let times = said.lines().filter(|line| {
+        line.starts_with("test summary_fails_above_one") && line.contains(" ... ok <") && line.ends_with("s>")
+    });
+    assert_eq!(times.count(), 1, "{output:?}");
 }
 
 /// A guest's console can contain a NUL, which makes a log binary to `grep`.
