@@ -11,7 +11,10 @@ use crate::Error;
 /// The kernel looks for the next archive at a multiple of this many bytes.
 const ALIGNMENT_BYTES: usize = 4;
 
-/// Writes to `target` the archive `base`, followed by one that holds `/script`.
+/// What every script begins with.
+const FUNCTIONS: &str = include_str!("../guest/functions.sh");
+
+/// Writes to `target` the archive `base`, followed by one that holds `/script`: the shared functions and `script`.
 pub(crate) fn with_script(base: &Path, script: &str, target: &Path) -> Result<(), Error> {
     let mut bytes = fs::read(base).map_err(|source| Error::File {
         action: "read",
@@ -19,6 +22,7 @@ pub(crate) fn with_script(base: &Path, script: &str, target: &Path) -> Result<()
         source,
     })?;
     pad(&mut bytes);
+    let script = format!("{FUNCTIONS}{script}");
     entry(&mut bytes, "script", 0o100_644, script.as_bytes());
     entry(&mut bytes, "TRAILER!!!", 0, &[]);
     fs::write(target, bytes).map_err(|source| Error::File {
@@ -72,6 +76,9 @@ mod tests {
             .stdin(fs::File::open(&target).unwrap());
         let output = cpio.output().unwrap();
         assert!(output.status.success(), "{output:?}");
-        assert_eq!(output.stdout, b"echo hello\n");
+        assert_eq!(
+            String::from_utf8_lossy(&output.stdout),
+            format!("{FUNCTIONS}echo hello\n")
+        );
     }
 }

@@ -59,55 +59,7 @@ impl Disks {
     }
 }
 
-/// The first boot makes a file system, works on it and restarts; the second finds everything again.
-const WORK: &str = r#"
-fio_job() {
-    fio --name=verified --directory="$1" --size=8m --numjobs=2 --cpus_allowed=0,1 --cpus_allowed_policy=split \
-        --rw=randwrite --bsrange=4k-64k --ioengine=libaio --iodepth=16 --direct=1 --fsync=64 --fallocate=none \
-        --verify=xxhash --verify_fatal=1 --randseed=7 --eta=never --output=/dev/shm/fio "$2" || { cat /dev/shm/fio; exit 1; }
-}
-
-for disk in root data; do
-    sed 's/^/cache /' "/sys/block/$(basename "$(readlink /dev/lab/$disk)")/queue/write_cache"
-done
-if [ ! -e /root/sums ]; then
-    mkfs.ext4 -q /dev/lab/data
-    mount /dev/lab/data /mnt
-    fio_job /mnt --do_verify=1
-    fio_job /srv --do_verify=1
-    dd if=/dev/urandom of=/mnt/kept bs=1M count=4 conv=fsync status=none
-    dd if=/dev/urandom of=/srv/kept bs=1M count=4 conv=fsync status=none
-    yes junk | head -c 64M >/mnt/junk
-    sync /mnt/junk
-    (sha256sum /mnt/kept /srv/kept) >/root/sums
-    rm /mnt/junk
-    sync # what the journal has not committed is not trimmed
-    fstrim -v /mnt | sed 's/^/trimmed /'
-    fstrim /
-    umount /mnt
-    e2fsck -fn /dev/lab/data
-    mount /dev/lab/data /mnt
-    sha256sum -c /root/sums
-    sync
-    lab-reboot
-    exit
-fi
-
-mount /dev/lab/data /mnt
-sha256sum -c /root/sums
-fio_job /mnt --verify_only=1
-fio_job /srv --verify_only=1
-umount /mnt
-e2fsck -fn /dev/lab/data
-for disk in root data; do
-    name=$(basename "$(readlink -f "/sys/block/$(basename "$(readlink /dev/lab/$disk)")/device")")
-    for queue in 0 1; do
-        awk -v queue="$name-req.$queue" '$NF == queue { print "interrupts", $2 + $3 }' /proc/interrupts
-    done
-done
-sed 's/^/sum /' /root/sums
-sha256sum /dev/lab/data | sed 's/^/data /'
-"#;
+const WORK: &str = include_str!("../guest/vhost_user/work.sh");
 
 /// The whole life of a disk: made, filled, trimmed, unmounted, rebooted, powered off, offered to a second
 /// guest by the same server, closed; and then read by QEMU.
@@ -195,42 +147,7 @@ fn qcow2_disks_are_flawless_after_a_guest_worked_hard_on_them() -> Result<(), Er
     Ok(())
 }
 
-/// Checks that the files 1 to `EXPECTED` are whole on both disks; then writes and syncs more and more of
-/// them, under a load that allocates, copies, overwrites and discards, until something ends it.
-const LOAD: &str = r#"
-content() { seq "$1" "$(($1 + 20000))"; }
-[ -z "$(blkid /dev/lab/data)" ] && mkfs.ext4 -q /dev/lab/data
-mount /dev/lab/data /mnt
-
-number=0
-while [ "$number" -lt EXPECTED ]; do
-    number=$((number + 1))
-    for place in /mnt /srv; do
-        content $number | cmp - $place/kept.$number
-    done
-done
-echo "intact $number"
-rm -f /mnt/load.* /srv/load.*
-[ LAST = no ] || exit 0
-
-for place in /mnt /srv; do
-    fio --name=load --directory=$place --size=128m --numjobs=2 --rw=randwrite --bsrange=4k-128k --ioengine=libaio \
-        --iodepth=8 --direct=1 --fsync=32 --fallocate=none --time_based --runtime=1000 >/dev/null &
-done
-(while :; do
-    dd if=/dev/zero of=/mnt/junk bs=1M count=4 status=none
-    rm /mnt/junk
-    fstrim /mnt
-done) &
-while :; do
-    number=$((number + 1))
-    for place in /mnt /srv; do
-        content $number >$place/kept.$number
-        sync $place/kept.$number $place
-    done
-    echo "synced $number"
-done
-"#;
+const LOAD: &str = include_str!("../guest/vhost_user/load.sh");
 
 /// `kill -9` of the guest and of its servers, in either order, several times on the same images: whatever
 /// the guest had synced is there at the next boot, and the images hold no errors (leaks may remain).
@@ -245,9 +162,7 @@ fn what_a_guest_synced_survives_kill_nine_of_everything() -> Result<(), Error> {
 
     for round in 0..ROUNDS {
         let name = format!("round-{round}");
-        let script = LOAD
-            .replace("EXPECTED", &synced.to_string())
-            .replace("LAST", "no");
+        let script = format!("expected={synced} last=no\n{LOAD}");
         let servers = disks.serve()?;
         let mut guest = disks.guest(&lab, &script).start(&disks.scratch, &name)?;
         let enough = format!("synced {}", synced + FILES);
@@ -281,9 +196,7 @@ fn what_a_guest_synced_survives_kill_nine_of_everything() -> Result<(), Error> {
     }
 
     let servers = disks.serve()?;
-    let script = LOAD
-        .replace("EXPECTED", &synced.to_string())
-        .replace("LAST", "yes");
+    let script = format!("expected={synced} last=yes\n{LOAD}");
     let outcome = disks.guest(&lab, &script).run(&disks.scratch, "last")?;
     for server in servers {
         server.stop()?;

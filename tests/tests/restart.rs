@@ -10,17 +10,8 @@ const MIB: u64 = 1 << 20;
 /// How often the data disk's server is killed; the root's is at every fifth.
 const KILLS: u64 = 20;
 
-/// Verifies all the time what it wrote a moment ago, in blocks of all sizes, without ever flushing: what was
-/// answered must be there although the server that answered was killed. Clusters are small, so that writes
-/// allocate to the end.
-const WORK: &str = r#"
-echo ready
-fio --name=verified --filename=/dev/lab/data --size=120m --rw=randwrite --bsrange=4k-32k --ioengine=libaio \
-    --iodepth=16 --direct=1 --verify=xxhash --verify_fatal=1 --verify_backlog=64 --verify_dump=0 --randseed=3 \
-    --time_based --runtime=RUNTIME --eta=never --output=/dev/shm/fio || { cat /dev/shm/fio; exit 1; }
-dd if=/dev/urandom of=/root/after bs=64k count=16 conv=fsync status=none
-sha256sum /dev/lab/data | sed 's/^/data /'
-"#;
+/// Clusters are small, so that it allocates to the end.
+const WORK: &str = include_str!("../guest/vhost_user/killed.sh");
 
 #[test]
 fn a_guest_goes_on_while_its_servers_are_killed_twenty_times() -> Result<(), Error> {
@@ -41,7 +32,7 @@ fn a_guest_goes_on_while_its_servers_are_killed_twenty_times() -> Result<(), Err
         .disk("root", &root_socket, 1)
         .disk("data", &data_socket, 2)
         .reconnects()
-        .script(&WORK.replace("RUNTIME", &(KILLS + 8).to_string()))
+        .script(&format!("seconds={}\n{WORK}", KILLS + 8))
         .start(&scratch, "guest")?;
     guest.wait_for(|line| line == "ready")?;
     thread::sleep(Duration::from_secs(3));

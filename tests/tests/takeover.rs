@@ -14,20 +14,7 @@ const TAKEOVERS: u64 = 8;
 /// CPU under load has long ones of its own.
 const INTERRUPTION_MAX_MS: f64 = 100.0;
 
-const WORK: &str = r#"
-work() {
-    fio --name=verified --filename=/dev/lab/data --size=64m --rw=randrw --bsrange=4k-32k --ioengine=libaio \
-        --iodepth=8 --direct=1 --verify=xxhash --verify_fatal=1 --verify_backlog=64 --verify_dump=0 --randseed=5 \
-        --time_based --runtime=$2 --eta=never --output=/dev/shm/fio || { cat /dev/shm/fio; exit 1; }
-    grep -E '^ +lat \([num]sec\)' /dev/shm/fio | sed "s/^ */$1 /" > /dev/shm/$1
-}
-work undisturbed 12
-echo ready
-work latency RUNTIME
-cat /dev/shm/undisturbed /dev/shm/latency
-dd if=/dev/urandom of=/root/after bs=64k count=16 conv=fsync status=none
-sha256sum /dev/lab/data | sed 's/^/data /'
-"#;
+const WORK: &str = include_str!("../guest/vhost_user/replaced.sh");
 
 /// The longest latency that fio tells of, in milliseconds.
 fn longest_ms(line: &str) -> Option<f64> {
@@ -61,7 +48,7 @@ fn a_guest_does_not_notice_that_its_servers_are_replaced() -> Result<(), Error> 
         .cpus(2)
         .disk("root", &root_socket, 1)
         .disk("data", &data_socket, 2)
-        .script(&WORK.replace("RUNTIME", &(TAKEOVERS * 2 + 6).to_string()))
+        .script(&format!("seconds={}\n{WORK}", TAKEOVERS * 2 + 6))
         .start(&scratch, "guest")?;
     guest.wait_for(|line| line == "ready")?;
     thread::sleep(Duration::from_secs(3));

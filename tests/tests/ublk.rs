@@ -37,65 +37,7 @@ mod zero_copy;
 const MIB: u64 = 1 << 20;
 
 /// What every script begins with. The images are in memory; `ringdisk` is on the disk `tools`.
-const PRELUDE: &str = r#"
-modprobe ublk_drv
-mount -o ro /dev/lab/tools /mnt
-mkdir -p /tmp/work /run/mnt
-cd /tmp/work
-ringdisk() { /mnt/ringdisk "$@"; }
-# Those that this kernel has.
-transports="copy user-copy"
-! ringdisk ublk features | grep -q AUTO_BUF_REG || transports="$transports zero-copy"
-# add LOG ARGUMENTS…: serves in the background, waits for the devices, and leaves the server's number in $server.
-add() {
-    log=$1
-    shift
-    rm -f "$log.out"
-    /mnt/ringdisk --log info ublk "$@" >"$log.out" 2>"$log.err" & server=$!
-    tries=0
-    until [ -s "$log.out" ]; do
-        tries=$((tries + 1))
-        [ $tries -lt 300 ] && [ -d /proc/$server ] || { echo "no device:"; cat "$log.err"; exit 1; }
-        sleep 0.1
-    done
-}
-# ended NAME COMMAND…: says how a command ended, with what it complained of.
-ended() {
-    name=$1
-    shift
-    status=0
-    "$@" >"/tmp/said" 2>&1 || status=$?
-    echo "$name $status $(tr '\n' ' ' </tmp/said)"
-}
-check() { qemu-img check -q "$1" && echo "flawless $1"; }
-# Only leaks may be left by a kill.
-sound() {
-    status=0
-    qemu-img check -q "$1" >/tmp/check 2>&1 || status=$?
-    [ $status = 0 ] || [ $status = 3 ] || { cat /tmp/check; exit 1; }
-    echo "sound $1"
-}
-# kept DEVICE FILE: what the device reads as, to be held against its image when that is free. A checksum of it would take
-# an emulated processor several times as long.
-kept() { dd if="$1" of="$2" bs=1M iflag=direct conv=sparse status=none; }
-# same FILE IMAGE NAME: says so if QEMU reads the same from the image, and not a byte more.
-same() {
-    case $2 in
-    *raw) cmp "$1" "$2" ;;
-    *) qemu-img compare -f raw -F qcow2 "$1" "$2" >/tmp/compared 2>&1 || true
-        echo "Images are identical." | cmp - /tmp/compared || { cat /tmp/compared; false; } ;;
-    esac && echo "same $3"
-    rm "$1"
-}
-# xxhash, as the emulated processor's instruction for crc32c goes bit by bit.
-verify() {
-    target=$1
-    shift
-    fio --name=verified --filename="$target" --ioengine=libaio --iodepth=16 --direct=1 --bsrange=4k-256k --rw=randwrite \
-        --size=16m --verify=xxhash --verify_fatal=1 --do_verify=1 --randseed=7 --eta=never --output=/tmp/fio "$@" ||
-        { cat /tmp/fio; exit 1; }
-}
-"#;
+const PRELUDE: &str = include_str!("../guest/ublk/functions.sh");
 
 /// The memory of a guest, in MiB.
 const MEMORY_MIB: u32 = 1536;
@@ -262,47 +204,7 @@ fn said(outcome: &Outcome) -> String {
     outcome.lines().collect::<Vec<_>>().join("\n")
 }
 
-const WORK: &str = r#"
-ringdisk ublk features | tr '\n' ' ' | sed 's/^/features /'
-echo
-# Not in memory, as the images of the other tests are.
-mkdir -p /var/work
-cd /var/work
-ringdisk image create q.qcow2 64M >/dev/null
-truncate -s 64M r.raw
-for transport in $transports; do
-    for disk in path=q.qcow2 path=r.raw,image_type=raw; do
-        add work add --disk $disk,num_queues=2 --transport $transport --json
-        sed 's/^/made /' work.out
-        dev=/dev/ublkb0
-        verify $dev --numjobs=2 --cpus_allowed=0,1 --cpus_allowed_policy=split --offset_increment=24m
-        ringdisk ublk info 0 --json | sed "s/^/info $transport /"
-        # Zeroes that may be holes and zeroes that may not, discards, and writes that are durable by themselves.
-        head -c 3M /dev/urandom >data
-        dd if=data of=$dev bs=1M oflag=direct,dsync status=none
-        blkdiscard -o 512k -l 256k $dev
-        blkdiscard -z -o 1M -l 1000k $dev
-        fallocate -p -o 2200k -l 16k $dev
-        dd if=/dev/zero of=data bs=1k seek=1024 count=1000 conv=notrunc status=none
-        dd if=/dev/zero of=data bs=1k seek=2200 count=16 conv=notrunc status=none
-        for part in "0 2" "3 1" "4 8"; do
-            set -- $part
-            dd if=$dev bs=256k skip=$1 count=$2 status=none >one
-            dd if=data bs=256k skip=$1 count=$2 status=none >other
-            cmp one other
-        done
-        kept $dev kept.raw
-        kill $server
-        wait $server && echo "stopped $transport $disk" || { cat work.err; exit 1; }
-        test ! -e $dev
-        case $disk in
-        *raw) image=r.raw ;;
-        *) image=q.qcow2; check q.qcow2 ;;
-        esac
-        same kept.raw $image "$transport $disk"
-    done
-done
-"#;
+const WORK: &str = include_str!("../guest/ublk/work.sh");
 
 #[test]
 fn devices_of_every_transport_hold_what_was_written() -> Result<(), Error> {
@@ -324,89 +226,7 @@ fn devices_of_every_transport_hold_what_was_written() -> Result<(), Error> {
 }
 
 /// File systems on devices of one server; who may have what, and who may remove it.
-const LIFE: &str = r#"
-modprobe xfs
-for name in a b c; do ringdisk image create $name.qcow2 400M >/dev/null; done
-add life add --disk path=a.qcow2,num_queues=2 path=b.qcow2 --id 4 --queues-per-worker 2
-tr '\n' ' ' <life.out | sed 's/^/devices /'
-echo
-ended locked ringdisk ublk add --disk path=a.qcow2
-ended taken ringdisk ublk add --disk path=c.qcow2 --id 4
-ended missing ringdisk ublk add --disk path=c.qcow2 path=none.qcow2
-ringdisk ublk features | grep -q AUTO_BUF_REG || ended zero-copy ringdisk ublk add --disk path=c.qcow2 --transport zero-copy
-ended nothing ringdisk ublk del 77
-ringdisk ublk list --json | sed 's/^/list /'
-ringdisk ublk info 4 --json | sed 's/^/info /'
-
-mkfs.ext4 -q /dev/ublkb4
-mkfs.xfs -q -f /dev/ublkb5
-mkdir -p /run/ext4 /run/xfs
-mount /dev/ublkb4 /run/ext4
-mount /dev/ublkb5 /run/xfs
-for place in /run/ext4 /run/xfs; do
-    fio --name=verified --directory=$place --size=16m --numjobs=2 --rw=randwrite --bsrange=4k-64k --ioengine=libaio \
-        --iodepth=16 --direct=1 --fsync=64 --fallocate=none --verify=xxhash --verify_fatal=1 --do_verify=1 --eta=never \
-        --output=/tmp/fio || { cat /tmp/fio; exit 1; }
-    yes junk | head -c 48M >$place/junk
-    sync
-    rm $place/junk
-    sync
-    fstrim -v $place | sed 's/^/trimmed /'
-done
-(cd / && md5sum /run/ext4/verified* /run/xfs/verified* >/tmp/sums)
-ended mounted ringdisk ublk del 4
-umount /run/ext4 /run/xfs
-sleep 1000 </dev/ublkb5 & holder=$!
-ended opened ringdisk ublk del 5
-kill $holder
-wait $holder || true
-ended deleted ringdisk ublk del 4
-test ! -e /dev/ublkb4 && test ! -e /dev/ublkc4
-check a.qcow2
-kill $server
-wait $server && echo "life 0"
-check b.qcow2
-ls /run/ringdisk/ublk | wc -l | sed 's/^/remembered /'
-
-# In the background, and found again by others.
-/mnt/ringdisk ublk add --disk path=a.qcow2 path=b.qcow2,readonly=on --recovery off --daemonize | tr '\n' ' ' | sed 's/^/background /'
-echo
-mount /dev/ublkb0 /run/ext4
-ended read-only dd if=/dev/zero of=/dev/ublkb1 bs=4k count=1 oflag=direct
-mount -o ro,norecovery /dev/ublkb1 /run/xfs
-(cd / && md5sum -c --quiet /tmp/sums) && echo "sums fine"
-umount /run/ext4 /run/xfs
-ended all ringdisk ublk del --all
-ringdisk ublk list | wc -l | sed 's/^/left /'
-check a.qcow2
-check b.qcow2
-
-# A partition table in a guest's disk is the guest's.
-ringdisk image create p.qcow2 64M >/dev/null
-add parted add --disk path=p.qcow2
-printf '\000\000\000\000\203\000\000\000\000\010\000\000\000\200\000\000' | dd of=/dev/ublkb0 bs=1 seek=446 status=none
-printf '\125\252' | dd of=/dev/ublkb0 bs=1 seek=510 conv=fsync status=none
-kill $server
-wait $server
-add parted add --disk path=p.qcow2
-echo "partitions $(ls -m /dev/ublkb*)"
-kill $server
-wait $server
-add parted add --disk path=p.qcow2 --partitions
-# Newer kernels look for them after they have answered.
-tries=0
-until [ -e /dev/ublkb0p1 ] || [ $tries -ge 300 ]; do tries=$((tries + 1)); sleep 0.1; done
-echo "wanted $(ls -m /dev/ublkb*)"
-
-# Larger while it is served, where the kernel can.
-ended grown ringdisk ublk set-size 0 128M
-blockdev --getsize64 /dev/ublkb0 | sed 's/^/size /'
-ended smaller ringdisk ublk set-size 0 1M
-kill $server
-wait $server
-check p.qcow2
-qemu-img info p.qcow2 | sed -n 's/^virtual size/virtual/p'
-"#;
+const LIFE: &str = include_str!("../guest/ublk/life.sh");
 
 #[test]
 fn file_systems_live_on_devices_and_nobody_removes_them_from_under_their_users() -> Result<(), Error> {
@@ -487,45 +307,7 @@ fn file_systems_live_on_devices_and_nobody_removes_them_from_under_their_users()
 }
 
 /// Devices of many kinds, each removed under load.
-const CHURN: &str = r#"
-ringdisk image create -o cluster_size=16k q.qcow2 256M >/dev/null
-truncate -s 256M r.raw
-for round in 1 2 3 4 5 6; do
-    case $round in
-    1 | 4) how="--transport copy --queues-per-worker 2" sizes=4k-64k ;;
-    2 | 5) how="--transport user-copy --recovery off" sizes=4k-64k ;;
-    *) how="--max-io 64K" sizes=4k-256k ;;
-    esac
-    add churn add --disk path=q.qcow2,num_queues=2 path=r.raw,image_type=raw,queue_size=32 $how
-    for dev in /dev/ublkb0 /dev/ublkb1; do
-        # Deeper than a queue, so that every tag is busy when the device goes.
-        fio --name=load --filename=$dev --size=200m --rw=randrw --bsrange=$sizes --ioengine=libaio --iodepth=256 --direct=1 \
-            --time_based --runtime=100 --allow_file_create=0 --eta=never --output=/tmp/fio.$(basename $dev) 2>/dev/null &
-    done
-    (while :; do blkdiscard -o 64M -l 32M /dev/ublkb0 2>/dev/null || exit 0; done) &
-    for dev in ublkb0 ublkb1; do
-        tries=0
-        until [ "$(awk '{ print ($1 > 100 && $5 > 100) }' /sys/block/$dev/stat)" = 1 ]; do
-            tries=$((tries + 1))
-            [ $tries -lt 300 ] || { echo "no load"; cat /tmp/fio.*; exit 1; }
-            sleep 0.1
-        done
-    done
-    ended refused ringdisk ublk del 0 1
-    began=$(date +%s%N)
-    case $round in
-    1 | 2 | 3) ended forced ringdisk ublk del --all --force ;;
-    *) kill $server ;;
-    esac
-    wait $server && echo "server 0"
-    echo "gone after $((($(date +%s%N) - began) / 1000000)) ms"
-    wait
-    test ! -e /dev/ublkb0 && test ! -e /dev/ublkc1
-    check q.qcow2
-done
-ringdisk ublk list | wc -l | sed 's/^/left /'
-ls /run/ringdisk/ublk | wc -l | sed 's/^/remembered /'
-"#;
+const CHURN: &str = include_str!("../guest/ublk/churn.sh");
 
 /// Devices that are removed with every tag of every queue under way, by others and by their own server's end.
 #[test]
@@ -555,64 +337,7 @@ fn devices_come_and_go_under_load_and_leave_nothing_behind() -> Result<(), Error
 }
 
 /// Servers that are killed under load, and others that go on with their devices.
-const DEATH: &str = r#"
-for transport in $transports; do
-    rm -f q.qcow2
-    ringdisk image create -o cluster_size=16k q.qcow2 160M >/dev/null
-    add first add --disk path=q.qcow2,num_queues=2 --transport $transport
-    mkfs.ext4 -q -b 4096 /dev/ublkb0
-    mount /dev/ublkb0 /run/mnt
-    fio --name=load --directory=/run/mnt --size=48m --numjobs=2 --rw=randwrite --bsrange=4k-64k --ioengine=libaio --iodepth=16 \
-        --direct=1 --fsync=32 --fallocate=none --verify=xxhash --verify_fatal=1 --do_verify=1 --time_based --runtime=9 \
-        --eta=never --output=/tmp/fio & load=$!
-    for round in 1 2 3; do
-        sleep 1.$round
-        kill -9 $server
-        wait $server || true
-        case $round in
-        1) ended unknown ringdisk ublk recover 9 ;;
-        2) ended wrong ringdisk ublk recover 0 --disk path=r.raw,image_type=raw ;;
-        esac
-        began=$(date +%s%N)
-        add again recover 0
-        echo "recovered $transport $round after $((($(date +%s%N) - began) / 1000000)) ms: $(cat again.out)"
-        ended living ringdisk ublk recover 0
-    done
-    wait $load || { cat /tmp/fio; exit 1; }
-    echo "load $transport 0"
-    dd if=/dev/urandom of=/run/mnt/kept bs=1M count=8 status=none
-    (cd / && md5sum /run/mnt/kept /run/mnt/load* >/tmp/sums)
-    # Killed with what the host believes written in its own memory only.
-    kill -9 $server
-    wait $server || true
-    add again recover --all
-    (cd / && md5sum -c --quiet /tmp/sums) && echo "sums $transport fine"
-    umount /run/mnt
-    e2fsck -fn /dev/ublkb0 >/tmp/fsck 2>&1 || { cat /tmp/fsck; exit 1; }
-    kept /dev/ublkb0 kept.raw
-    ringdisk ublk info 0 --json | sed "s/^/info $transport /"
-    ended deleted ringdisk ublk del 0
-    wait $server && echo "server $transport 0"
-    sound q.qcow2
-    same kept.raw q.qcow2 $transport
-done
-
-# A device that is not to outlive its server goes with it; one that is and was forgotten can be deleted.
-add off add --disk path=q.qcow2 --recovery off
-kill -9 $server
-wait $server || true
-tries=0
-while [ -e /dev/ublkb0 ] && [ $tries -lt 300 ]; do tries=$((tries + 1)); sleep 0.1; done
-ringdisk ublk list | sed 's/^/off /'
-ended swept ringdisk ublk del --all
-add on add --disk path=q.qcow2
-kill -9 $server
-wait $server || true
-sleep 1
-ended orphan ringdisk ublk del 0
-ringdisk ublk list | wc -l | sed 's/^/left /'
-sound q.qcow2
-"#;
+const DEATH: &str = include_str!("../guest/ublk/death.sh");
 
 #[test]
 fn io_waits_for_the_next_server_when_one_is_killed_and_nothing_is_lost() -> Result<(), Error> {

@@ -40,77 +40,18 @@ fn ways(kernel: Kernel) -> &'static [Way] {
     }
 }
 
-const CRASH: &str = r#"
-modprobe dm-log-writes
-export DM_DISABLE_UDEV=1
-cp /mnt/backing.raw .
-# lay NAME: puts the image's device under the log, as q.qcow2 beside its backing file.
-lay() {
-    dmsetup create "$1" --table "0 $(blockdev --getsz /dev/lab/$1) log-writes $(readlink -f /dev/lab/$1) $(readlink -f /dev/lab/$1.log)"
-    ln -sf "/dev/mapper/$1" q.qcow2
-}
-# drive NAME COMMAND…: has a client carry out the plan. A size is shown when all before it is answered. `qemu-io` takes one
-# line for each time that there is something to read, so it must not read ahead. The server is stopped as soon as it has
-# answered: what it would do next without being asked must not cover for a FLUSH that it answered too early.
-drive() {
-    name=$1
-    shift
-    rm -f in out
-    mkfifo in out
-    "$@" <in >out 2>&1 & client=$!
-    [ -n "$server" ] || server=$client
-    exec 3>in 4<out
-    while read -r line; do
-        case $line in
-        mark*)
-            echo length >&3
-            while read -r answer <&4; do
-                answer=${answer##*"qemu-io> "}
-                case $answer in
-                *" MiB") break ;;
-                *) echo "complaint $name $answer" ;;
-                esac
-            done
-            kill -STOP $server
-            dmsetup message "$name" 0 "$line"
-            kill -CONT $server
-            ;;
-        *) echo "$line" >&3 ;;
-        esac
-    done <"/mnt/$name.plan"
-    exec 3>&-
-    sed "s/.*qemu-io> //; /^$/d; s/^/complaint $name /" <&4
-    exec 4<&-
-    wait $client && echo "client $name 0"
-}
-"#;
+const CRASH: &str = include_str!("../../guest/ublk/crash.sh");
 
-/// The part of the script that has one image served and worked on.
+/// The command of the script that has one image served and worked on.
 fn serve(run: &Run) -> String {
-    let name = &run.name;
     let switch = |on: bool| if on { "on" } else { "off" };
-    let disk = format!(
-        "path=q.qcow2,backing_files=on,num_queues=2,direct={}",
-        switch(run.direct)
-    );
     // A device that outlives its server has its metadata written back before it is told to be durable.
     let recovery = if run.recovery { "reissue" } else { "off" };
-    let served = match run.way {
-        Way::Ublk(transport) => format!(
-            "add {name} add --disk {disk} --transport {transport} --recovery {recovery} --json\n\
-             sed 's/^/made {name} /' {name}.out\n\
-             drive {name} stdbuf -i0 qemu-io -f raw -t none -d unmap /dev/ublkb0\n\
-             kill $server\n\
-             wait $server && echo \"server {name} 0\" || cat {name}.err\n"
-        ),
-        Way::Syscalls => format!(
-            "echo 2 >/proc/sys/kernel/io_uring_disabled\n\
-             server=\n\
-             drive {name} /mnt/ringdisk --log warn io --disk {disk}\n\
-             echo 0 >/proc/sys/kernel/io_uring_disabled\n"
-        ),
-    };
-    format!("lay {name}\n{served}dmsetup remove --retry {name}\n")
+    let (name, direct) = (&run.name, switch(run.direct));
+    match run.way {
+        Way::Ublk(transport) => format!("device {name} {direct} {transport} {recovery}\n"),
+        Way::Syscalls => format!("syscalls {name} {direct}\n"),
+    }
 }
 
 /// One image, the requests to it, and who serves it.

@@ -5,160 +5,16 @@ use super::{run_in, said};
 use lab::{Error, Kernel, Lab, Outcome, Scratch};
 
 /// What the scripts measure with.
-const CLOCK: &str = r#"
-now() { echo $(($(date +%s%N) / 1000000)); }
-# served LOG COUNT: waits for so many devices.
-served() {
-    tries=0
-    until [ "$(wc -l <"$1.out")" = $2 ]; do
-        tries=$((tries + 1))
-        [ $tries -lt 1200 ] && [ -d /proc/$server ] || { echo "no devices:"; cat "$1.err"; exit 1; }
-        sleep 0.05
-    done
-}
-# state NAME: waits until so many devices are so.
-state() {
-    tries=0
-    until [ "$(ringdisk ublk list --json | tr '{' '\n' | grep -c "\"state\":\"$1\"")" = $2 ]; do
-        tries=$((tries + 1))
-        [ $tries -lt 300 ] || { echo "not $1:"; ringdisk ublk list; exit 1; }
-        sleep 0.1
-    done
-}
-"#;
+const CLOCK: &str = include_str!("../../guest/ublk/clock.sh");
 
 /// Sixteen devices with four queues each, all of them busy when the server is killed.
-const MANY: &str = r#"
-count=16
-disks=
-for n in $(seq 0 $((count - 1))); do
-    ringdisk image create m$n.qcow2 16M >/dev/null
-    disks="$disks path=m$n.qcow2,num_queues=4,queue_size=128"
-done
-for how in $transports; do
-    began=$(now)
-    add many add --disk $disks --queues-per-worker 4 --transport $how
-    served many $count
-    echo "added $how $(($(now) - began)) ms"
-    ringdisk ublk info 0 --json | sed 's/^/info /'
-    loads=
-    for n in $(seq 0 $((count - 1))); do
-        fio --name=load --filename=/dev/ublkb$n --size=8m --rw=randwrite --bs=4k --iodepth=32 --direct=1 --ioengine=libaio \
-            --verify=xxhash --verify_fatal=1 --do_verify=1 --time_based --runtime=8 --eta=never --output=/tmp/fio.$n & loads="$loads $!"
-    done
-    sleep 3
-    began=$(now)
-    kill -9 $server
-    wait $server || true
-    state quiesced $count
-    echo "quiesced $how $(($(now) - began)) ms"
-    began=$(now)
-    add again recover --all --queues-per-worker 4
-    served again $count
-    echo "recovered $how $(($(now) - began)) ms"
-    good=0
-    for load in $loads; do
-        wait $load && good=$((good + 1))
-    done
-    echo "loads $how $good"
-    [ $good = $count ] || { cat /tmp/fio.*; exit 1; }
-    n=3
-    kept /dev/ublkb$n kept.raw
-    began=$(now)
-    kill $server
-    wait $server && echo "closed $how $(($(now) - began)) ms"
-    for n in $(seq 0 $((count - 1))); do sound m$n.qcow2 >/dev/null; done
-    same kept.raw m3.qcow2 $how
-done
-ringdisk ublk list | wc -l | sed 's/^/left /'
-
-# Recovered all, or none: one whose image is another leaves those before it as they were.
-ringdisk image create small.qcow2 8M >/dev/null
-add two add --disk path=m0.qcow2,num_queues=4 path=m1.qcow2,num_queues=4
-served two 2
-kill -9 $server
-wait $server || true
-state quiesced 2
-dd if=/dev/ublkb0 of=/dev/null bs=4k count=1 iflag=direct status=none & waiting=$!
-ended other ringdisk ublk recover 0 1 --disk path=m0.qcow2 path=small.qcow2
-state quiesced 2
-[ -d /proc/$waiting ] && echo "still waiting"
-add again recover --all
-served again 2
-wait $waiting && echo "answered"
-kill $server
-wait $server && echo "server 0"
-"#;
+const MANY: &str = include_str!("../../guest/ublk/many.sh");
 
 /// What I/O sees in the modes that do nothing again.
-const MODES: &str = r#"
-ringdisk image create q.qcow2 64M >/dev/null
-modes="wait"
-! ringdisk ublk features | grep -q USER_RECOVERY_FAIL_IO || modes="$modes fail"
-echo "modes $modes"
-look() { dd if=/dev/ublkb0 of=/dev/null bs=4k count=1 skip=$1 iflag=direct status=none; }
-for mode in $modes; do
-    # So slow that some requests are at the server for long.
-    add mode add --disk path=q.qcow2,num_queues=2,ops_size=2,ops_refill_time=4000 --recovery $mode
-    looks=
-    for n in 1 2 3 4 5 6 7 8; do
-        look $n 2>/dev/null & looks="$looks $!"
-    done
-    sleep 1
-    kill -9 $server
-    wait $server || true
-    failed=0
-    for look in $looks; do wait $look || failed=$((failed + 1)); done
-    echo "failed $mode $failed"
-    case $mode in
-    wait)
-        state quiesced 1
-        look 20 & late=$!
-        sleep 2
-        [ -d /proc/$late ] && echo "waits $mode"
-        ;;
-    fail)
-        state failing 1
-        ended "refused $mode" look 20
-        ;;
-    esac
-    add again recover 0 --disk path=q.qcow2,num_queues=2
-    [ $mode = fail ] || { wait $late && echo "then $mode"; }
-    look 20 && echo "good $mode"
-    verify /dev/ublkb0
-    kill $server
-    wait $server && echo "server $mode"
-    check q.qcow2
-done
-"#;
+const MODES: &str = include_str!("../../guest/ublk/modes.sh");
 
 /// A command that the kernel holds, because a server does not answer.
-const HANG: &str = r#"
-ringdisk image create q.qcow2 64M >/dev/null
-add hung add --disk path=q.qcow2
-kill -STOP $server
-dd if=/dev/ublkb0 of=/dev/null bs=4k count=1 iflag=direct 2>/dev/null & reader=$!
-sleep 1
-began=$(now)
-(ended del ringdisk ublk del 0 --force) & del=$!
-sleep 15
-(ended list ringdisk ublk list) & list=$!
-wait $list
-wait $del
-echo "ended after $(($(now) - began)) ms"
-# What carried the commands out goes when the kernel lets it, and so does the device.
-kill -CONT $server
-wait $reader || true
-wait $server && echo "server 0"
-tries=0
-while [ -e /dev/ublkc0 ] && [ $tries -lt 100 ]; do tries=$((tries + 1)); sleep 0.1; done
-ringdisk ublk del --all
-ringdisk ublk list | wc -l | sed 's/^/left /'
-add after add --disk path=q.qcow2
-kill $server
-wait $server && echo "after 0"
-check q.qcow2
-"#;
+const HANG: &str = include_str!("../../guest/ublk/hang.sh");
 
 /// Runs `script` in a guest with so many CPUs: the driver makes no more queues than that.
 fn on(lab: &Lab, cpus: u16, script: &str) -> Result<Outcome, Error> {

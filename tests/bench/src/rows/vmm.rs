@@ -4,7 +4,6 @@
 //!
 //! The guest is emulated, so absolute figures mean nothing, and ratios only within one run.
 
-use std::fmt::Write as _;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -50,86 +49,17 @@ const BESIDE_CLOUD_HYPERVISOR: [&str; 5] = [
     "write-128k-sequential-d16-cloud-hypervisor",
 ];
 
-/// Before the turns. A machine's first disk is its root, the second one `/dev/lab/data`.
-const PREPARE: &str = r#"
-mount -t debugfs none /sys/kernel/debug 2>/dev/null || true
-mount /dev/lab/tools /mnt
-cd /mnt
-line="console=ttyS0 loglevel=4 panic=1 lab.root=0000:00:01.0 lab.disk=data@0000:00:02.0"
-./ringdisk image create data.qcow2 256M >/dev/null
-for part in 0 64 128 192; do
-    ./ringdisk io --disk path=data.qcow2 -c "write -P 1 ${part}M 64M" >/dev/null
-done
-for who in $whom; do
-    ./ringdisk image create -o backing_file=/dev/lab/base,backing_fmt=raw root-$who.qcow2 >/dev/null
-done
-# machine WHO SCRIPT: becomes the machine.
-machine() {
-    case $1 in
-    ringdisk)
-        exec ./ringdisk --log info run --kernel vmlinuz --initramfs "$2" --cpus 2 --memory 512M --serial "file=console" \
-            --cmdline "$line" --disk path=root-ringdisk.qcow2,backing_files=on,direct=on --disk path=data.qcow2,direct=on ;;
-    qemu)
-        how=cache=none,aio=io_uring,discard=unmap,format=qcow2
-        exec ./qemu -L . -nodefaults -no-user-config -display none -machine q35,accel=kvm,memory-backend=mem -cpu host -smp 2 \
-            -m 512M -object memory-backend-memfd,id=mem,size=512M,share=on -object iothread,id=io \
-            -kernel vmlinuz -initrd "$2" -append "$line" -serial "file:console" \
-            -drive if=none,id=root,file=root-qemu.qcow2,$how -device virtio-blk-pci,drive=root,addr=1,iothread=io \
-            -drive if=none,id=data,file=data.qcow2,$how -device virtio-blk-pci,drive=data,addr=2,iothread=io ;;
-    cloud-hypervisor)
-        exec ./cloud-hypervisor --kernel vmlinuz --initramfs "$2" --cpus boot=2 --memory size=512M,shared=on \
-            --serial "file=console" --console off --cmdline "$line" \
-            --disk path=root-cloud-hypervisor.qcow2,direct=on,backing_files=on,image_type=qcow2 \
-            path=data.qcow2,direct=on,image_type=qcow2 ;;
-    esac
-}
-# turn WHO SCRIPT: runs the machine, and tells how long that took in all.
-turn() {
-    rm -f console
-    # What the last one left to be written is not this one's.
-    sync
-    begin=$(date +%s%N)
-    (machine "$1" "$2") >said 2>&1 & pid=$!
-    [ "$2" = boot ] || watch $pid
-    wait $pid || { echo "$1 ended with $?"; tail -n 20 said console; exit 1; }
-    end=$(date +%s%N)
-    grep -q '@@exit 0' console || { echo "the guest of $1 failed"; tail -n 30 console said; exit 1; }
-    echo "@ $1 $2-ms $(((end - begin) / 1000000))"
-    tr -d '\r' <console | sed -n "s/^figure /@ $1 /p"
-}
-# Tells of a machine what it holds besides the guest's memory, and how often the guest left for it during the I/O.
-watch() {
-    first= last= most=0
-    while [ -e "/proc/$1/exe" ]; do
-        kib=$(awk '/RssAnon|RssFile/ { sum += $2 } END { print sum + 0 }' /proc/$1/status 2>/dev/null || echo 0)
-        [ "$kib" -le "$most" ] || most=$kib
-        exits=$(cat /sys/kernel/debug/kvm/$1-*/mmio_exits 2>/dev/null || true)
-        if grep -q begun console 2>/dev/null && ! grep -q ended console && [ -n "$exits" ]; then
-            first=${first:-$exits}
-            last=$exits
-        fi
-        sleep 0.5
-    done
-    echo "@ $who resident-kib $most"
-    [ -z "$last" ] || echo "@ $who exits $((last - first))"
-}
-"#;
+/// What the outer guest does: machines of all sides take turns.
+const TURNS: &str = include_str!("../../../guest/bench/vmm.sh");
 
 /// What the inner guest does for the figures of I/O.
 fn inner_script(seconds: f64) -> String {
-    let mut script = String::from("echo begun\n");
-    for (name, pattern, block, depth) in WORKLOADS {
-        // Terse output: field 8 is what was read, 49 what was written, in requests a second.
-        write!(
-            script,
-            "fio --name=job --filename=/dev/lab/data --size=256m --rw={pattern} --bs={block} --iodepth={depth} --direct=1 \
-             --ioengine=libaio --norandommap --randrepeat=0 --time_based --runtime={seconds:.0} --minimal >/tmp/out\n\
-             awk -F';' '{{ print \"figure {name}\", $8 + $49 }}' /tmp/out\n"
-        )
-        .unwrap_or_default();
-    }
-    script.push_str("echo ended\n");
-    script
+    let workloads: String = WORKLOADS
+        .iter()
+        .map(|(name, pattern, block, depth)| format!("{name} {pattern} {block} {depth}\n"))
+        .collect();
+    let script = include_str!("../../../guest/bench/vmm.inner.sh");
+    format!("seconds={seconds:.0}\nworkloads='{workloads}'\n{script}")
 }
 
 /// The rows of this part.
@@ -214,12 +144,7 @@ fn outer(
     } else {
         ""
     };
-    let script = format!(
-        "whom='ringdisk qemu{also}'\n{PREPARE}\nfor script in boot work; do for round in $(seq {pairs}); do\n\
-         for who in $whom; do turn $who $script; done\n\
-         whom=$(for who in $whom; do echo $who; done | tac | tr '\\n' ' ')\n\
-         done; done\n./ringdisk image check data.qcow2\n"
-    );
+    let script = format!("whom='ringdisk qemu{also}' rounds={pairs}\n{TURNS}");
     let nested = Nested {
         lab: &lab,
         scratch: &scratch,

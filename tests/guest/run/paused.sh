@@ -1,0 +1,17 @@
+# A machine that is paused, and whose disk grows while it runs.
+run count --control control & machine=$!
+wait_for count "wrote 20"
+ctl info | sed 's/^/before /'
+ctl pause >/dev/null
+grep -o 'wrote [0-9]*' count.log | tail -n 1 | sed 's/^/last /'
+ctl info | sed 's/^/paused /'
+cp data.qcow2 copy.qcow2
+sleep 2
+cmp data.qcow2 copy.qcow2 && echo "still yes"
+ctl resume >/dev/null
+ctl dance 2>&1 | head -n 1 | sed 's/^/unknown /' || true
+refused nodisk disk-resize nodisk 1G
+refused smaller disk-resize data.qcow2 1M
+ctl disk-resize data.qcow2 256M | sed 's/^/grown /'
+wait $machine && echo "ended 0" || echo "ended $?"
+told count
