@@ -200,6 +200,15 @@ fn transports(kernel: Kernel) -> &'static [&'static str] {
     }
 }
 
+/// Each transport on one kernel: what a server does there is the same on all. The pairs are covered by
+/// [`devices_of_every_transport_hold_what_was_written`] and, with servers that are killed, by [`soak`].
+fn own_transports(kernel: Kernel) -> &'static [&'static str] {
+    match kernel {
+        Kernel::V6_12 => &["copy", "user-copy"],
+        Kernel::V7 => &["zero-copy"],
+    }
+}
+
 fn said(outcome: &Outcome) -> String {
     outcome.lines().collect::<Vec<_>>().join("\n")
 }
@@ -215,12 +224,13 @@ fn devices_of_every_transport_hold_what_was_written() -> Result<(), Error> {
             let in_force = format!(r#""transport":"{transport}""#);
             let made = outcome.lines().filter(|line| line.starts_with("made "));
             let made = made.filter(|line| line.contains(&in_force)).count();
-            assert_eq!(made, 2, "{transport} was in force: {all}");
-            assert_eq!(count(&format!("stopped {transport} ")), 2, "{all}");
-            assert_eq!(count(&format!("same {transport} ")), 2, "{all}");
+            let formats = if transport == "zero-copy" { 2 } else { 1 };
+            assert_eq!(made, formats, "{transport} was in force: {all}");
+            assert_eq!(count(&format!("stopped {transport} ")), formats, "{all}");
+            assert_eq!(count(&format!("same {transport} ")), formats, "{all}");
             zero_copy::assert_in_force(transport, outcome);
         }
-        assert_eq!(count("flawless q.qcow2"), transports(kernel).len(), "{all}");
+        assert_eq!(count("flawless q.qcow2"), transports(kernel).len() - 1, "{all}");
         assert_eq!(outcome.complaints(), Vec::<&str>::new(), "{}", outcome.console());
     })
 }
@@ -312,12 +322,21 @@ const CHURN: &str = include_str!("../guest/ublk/churn.sh");
 /// Devices that are removed with every tag of every queue under way, by others and by their own server's end.
 #[test]
 fn devices_come_and_go_under_load_and_leave_nothing_behind() -> Result<(), Error> {
-    on_both(CHURN, |_, outcome| {
+    on_both(CHURN, |kernel, outcome| {
         let all = said(outcome);
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
-        assert_eq!(count("refused 1 ringdisk: /dev/ublkb0 is in use"), 6, "{all}");
-        assert_eq!(count("forced 0"), 3, "{all}");
-        assert_eq!((count("server 0"), count("flawless q.qcow2")), (6, 6), "{all}");
+        let rounds = transports(kernel).len() + 1;
+        assert_eq!(
+            count("refused 1 ringdisk: /dev/ublkb0 is in use"),
+            rounds,
+            "{all}"
+        );
+        assert_eq!(count("forced 0"), 2, "{all}");
+        assert_eq!(
+            (count("server 0"), count("flawless q.qcow2")),
+            (rounds, rounds),
+            "{all}"
+        );
         assert_eq!((count("left 0"), count("remembered 0")), (1, 1), "{all}");
         let slow = |line: &&str| {
             line.split(' ')
@@ -345,7 +364,7 @@ fn io_waits_for_the_next_server_when_one_is_killed_and_nothing_is_lost() -> Resu
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
-        for &transport in transports(kernel) {
+        for &transport in own_transports(kernel) {
             assert_eq!(count(&format!("recovered {transport} ")), 3, "{all}");
             for line in ["load {} 0", "sums {} fine", "server {} 0", "same {}"] {
                 assert_eq!(count(&line.replace("{}", transport)), 1, "{line}: {all}");
@@ -357,7 +376,7 @@ fn io_waits_for_the_next_server_when_one_is_killed_and_nothing_is_lost() -> Resu
         assert!(value("wrong ").starts_with("1 "), "{all}");
         assert_eq!(
             count("living 1 "),
-            3 * transports(kernel).len(),
+            3 * own_transports(kernel).len(),
             "a device that is served is left alone: {all}"
         );
         assert!(value("orphan ").starts_with("0"), "{all}");

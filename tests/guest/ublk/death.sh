@@ -1,5 +1,5 @@
 # Servers that are killed under load, and others that go on with their devices.
-for transport in $transports; do
+for transport in $own_transports; do
     rm -f q.qcow2
     ringdisk image create -o cluster_size=16k q.qcow2 160M >/dev/null
     add first add --disk path=q.qcow2,num_queues=2 --transport $transport

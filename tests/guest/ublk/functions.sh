@@ -4,9 +4,13 @@ mount -o ro /dev/lab/tools /mnt
 mkdir -p /tmp/work /run/mnt
 cd /tmp/work
 ringdisk() { /mnt/ringdisk "$@"; }
-# Those that this kernel has.
+# Those that this kernel has, and its own: each transport is one kernel's own, for tests that try it once.
 transports="copy user-copy"
-! ringdisk ublk features | grep -q AUTO_BUF_REG || transports="$transports zero-copy"
+own_transports=$transports
+if ringdisk ublk features | grep -q AUTO_BUF_REG; then
+    transports="$transports zero-copy"
+    own_transports=zero-copy
+fi
 # serve LOG COMMAND…: starts a server in the background, waits for its devices, and leaves its number in $server.
 serve() {
     log=$1

@@ -1,7 +1,7 @@
 # A server that may open only so many files comes to an end at another step with each number: in the end, none has been
 # spared.
 head -c 64k /dev/urandom >data
-for transport in $transports; do
+for transport in $own_transports; do
     ringdisk image create a.qcow2 48M >/dev/null
     add first add --id 0 --disk path=a.qcow2,num_queues=2 --transport $transport
     dd if=data of=/dev/ublkb0 bs=64k seek=5 oflag=direct status=none

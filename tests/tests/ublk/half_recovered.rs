@@ -4,7 +4,7 @@
 
 use lab::Error;
 
-use super::{on_both, said, transports};
+use super::{on_both, own_transports, said};
 
 /// A server that may open only so many files comes to an end at another step with each number: in the end, none has been
 /// spared.
@@ -14,7 +14,7 @@ const HALVES: &str = include_str!("../../guest/ublk/half_recovered.sh");
 fn a_recovery_that_stopped_anywhere_is_followed_by_one_that_does_not() -> Result<(), Error> {
     on_both(HALVES, |kernel, outcome| {
         let all = said(outcome);
-        for transport in transports(kernel) {
+        for transport in own_transports(kernel) {
             let files = outcome.value(&format!("files {transport} "));
             let files = files.and_then(|files| files.parse::<u32>().ok());
             assert!(files.is_some_and(|files| files < 60), "{transport}: {all}");
@@ -28,7 +28,7 @@ fn a_recovery_that_stopped_anywhere_is_followed_by_one_that_does_not() -> Result
             );
         }
         let removed = outcome.lines().filter(|line| line.starts_with("removed 0 "));
-        assert_eq!(removed.count(), transports(kernel).len(), "{all}");
+        assert_eq!(removed.count(), own_transports(kernel).len(), "{all}");
         assert_eq!(outcome.complaints(), Vec::<&str>::new(), "{}", outcome.console());
     })
 }

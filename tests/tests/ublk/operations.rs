@@ -143,7 +143,7 @@ fn a_server_and_all_its_threads_have_given_up_what_serving_does_not_take() -> Re
     on_both(SANDBOX, |kernel, outcome| {
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
-        for &transport in super::transports(kernel) {
+        for &transport in super::own_transports(kernel) {
             let key = format!("threads {transport} ");
             let threads = outcome.lines().filter_map(|line| line.strip_prefix(&key));
             let threads: Vec<Vec<u32>> = threads

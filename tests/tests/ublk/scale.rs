@@ -50,7 +50,7 @@ fn many_busy_devices_are_recovered_together_and_soon() -> Result<(), Error> {
                 .is_some_and(|info| info.contains(r#""queues":4"#)),
             "{all}"
         );
-        for how in super::transports(kernel) {
+        for how in super::own_transports(kernel) {
             for (what, most) in [
                 ("added", 20_000),
                 ("quiesced", 30_000),
@@ -121,7 +121,8 @@ fn io_fails_or_waits_without_a_server_as_its_mode_says() -> Result<(), Error> {
 /// the removal. Neither can be killed there; the programs end all the same.
 #[test]
 fn a_program_whose_command_hangs_in_the_kernel_says_so_and_ends() -> Result<(), Error> {
-    on_both(2, HANG, |_, outcome| {
+    // It waits for the kernel all the time, and leaves the machine's other CPUs to other guests.
+    on_both(1, HANG, |_, outcome| {
         let all = said(outcome);
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
         for (who, command, seconds) in [("del", "STOP_DEV", 60), ("list", "GET_PARAMS", 20)] {
