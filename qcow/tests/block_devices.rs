@@ -19,9 +19,10 @@ use std::time::{Duration, Instant};
 use block::file::{FileOptions, ImageFile};
 use block::ring::RingKind;
 use block::{AlignedBuf, Buffer, Context, IoError, Op};
-use common::{Folder, Lane, Random, assert_same, close, open};
+use common::{Folder, Lane, assert_same, close, open};
 use qcow::image::CreateOptions;
 use qcow::{OpenOptions, QcowDisk};
+use ringdisk_gen::Random;
 
 const NO_SPACE: IoError = IoError::Host { errno: 28 };
 /// What is on a device before there is an image.

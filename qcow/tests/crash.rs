@@ -20,8 +20,9 @@ use std::time::Duration;
 
 use block::ring::RingKind;
 use block::{AlignedBuf, Buffer, Done, Op};
-use common::{Folder, Lane, Random, open};
+use common::{Folder, Lane, open};
 use qcow::{OpenError, OpenOptions, QcowDisk};
+use ringdisk_gen::Random;
 
 const DISK: u64 = 6 << 20;
 const SECTOR: u64 = 512;

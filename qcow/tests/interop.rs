@@ -349,11 +349,11 @@ fn images_that_qemu_compressed_are_read_and_overwritten() {
     ] {
         let folder = Folder::new();
         // Half of it noise: clusters that do not compress stay as they are.
-        let mut random = common::Random::new(7);
+        let mut random = ringdisk_gen::Random::new(7);
         let mut model = pattern(3, DISK);
         for sector in model.chunks_mut(512).skip(DISK / 1024) {
-            let noise = (random.next() % 512) as usize;
-            sector[noise..].fill_with(|| random.next() as u8);
+            let noise = (random.draw() % 512) as usize;
+            sector[noise..].fill_with(|| random.draw() as u8);
         }
         std::fs::write(folder.path("plain.raw"), &model).expect("a plain image");
         let options = format!("cluster_size={cluster},compression_type={kind}");

@@ -10,8 +10,9 @@ mod common;
 
 use block::ring::RingKind;
 use block::{Buffer, Done, Op};
-use common::{Folder, Lane, Placed, Random, close, open};
+use common::{Folder, Lane, Placed, close, open};
 use qcow::OpenOptions;
+use ringdisk_gen::Random;
 
 const DISK: u64 = 3 << 20;
 
@@ -76,7 +77,7 @@ impl Shape {
 
 fn pattern(random: &mut Random, bytes: u64) -> Vec<u8> {
     // Compressible, but no two sectors alike.
-    let base = random.next();
+    let base = random.draw();
     (0..bytes)
         .map(|i| ((base >> (8 * (i / 512 % 8))) as u8).wrapping_add((i / 512) as u8))
         .collect()

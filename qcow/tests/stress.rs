@@ -21,8 +21,9 @@ use block::ring::RingKind;
 use block::sim::pages::Tags;
 use block::worker::{WorkerConfig, WorkerHandle};
 use block::{AlignedBuf, Buffer, Disk, DiskQueue, IoError, Op, Request};
-use common::{Folder, Lane, Random, assert_same, close, open};
+use common::{Folder, Lane, assert_same, close, open};
 use qcow::{OpenOptions, QcowDisk};
+use ringdisk_gen::Random;
 
 const DISK: u64 = 8 << 20;
 const SECTOR: u64 = 512;
@@ -229,9 +230,9 @@ impl Actor {
 
 /// Sectors no two of which are alike.
 fn content(random: &mut Random, version: u64, count: u64) -> Vec<u8> {
-    let mut bytes = vec![random.next() as u8; (count * SECTOR) as usize];
+    let mut bytes = vec![random.draw() as u8; (count * SECTOR) as usize];
     for sector in bytes.chunks_exact_mut(SECTOR as usize) {
-        sector[..8].copy_from_slice(&random.next().to_le_bytes());
+        sector[..8].copy_from_slice(&random.draw().to_le_bytes());
         sector[504..].copy_from_slice(&version.to_le_bytes());
     }
     bytes

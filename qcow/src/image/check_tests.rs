@@ -8,6 +8,7 @@ use super::*;
 use crate::format::header::at;
 use crate::format::l1::OFFSET_MASK;
 use crate::format::{Header, Version};
+use ringdisk_gen::Random;
 
 /// A kind of image to damage.
 #[derive(Clone, Copy, Debug)]
@@ -134,22 +135,6 @@ fn entries(world: &World, name: &str) -> Vec<(&'static str, u64)> {
 /// How many random images of each kind a test makes.
 const SEEDS: u64 = 40;
 
-/// A small generator, so that a seed replays.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    fn below(&mut self, limit: u64) -> u64 {
-        (self.next() >> 16) % limit
-    }
-}
-
 fn verdict(world: &World, name: &str) -> (Option<Verdict>, String) {
     match world.on(name, async |file| check(&file).await) {
         Ok(report) => (Some(report.verdict()), format!("{:#?}", report.findings)),
@@ -250,7 +235,7 @@ fn random_damage_gets_qemus_verdict() {
         build(&world, kind);
         let places = entries(&world, "good.qcow2");
         for seed in 1..=SEEDS {
-            let mut random = Random(seed * 0x9e37_79b9);
+            let mut random = Random::new(seed * 0x9e37_79b9);
             std::fs::copy(world.path("good.qcow2"), world.path("bad.qcow2")).unwrap();
             for _ in 0..=random.below(3) {
                 let (_, place) = places[random.below(places.len() as u64) as usize];
@@ -258,7 +243,7 @@ fn random_damage_gets_qemus_verdict() {
                 let value = world.u64_at("good.qcow2", place);
                 let bad = match random.below(4) {
                     0 => world.u64_at("good.qcow2", other),
-                    1 => random.next(),
+                    1 => random.draw(),
                     _ => value ^ 1 << random.below(64),
                 };
                 // The one flag we are stricter about, see below.
@@ -287,7 +272,7 @@ fn random_damage_is_repaired_or_left_alone() {
         let places = entries(&world, "good.qcow2");
         let mut repaired = 0;
         for seed in 1..=SEEDS {
-            let mut random = Random(seed * 0x51ed_270b);
+            let mut random = Random::new(seed * 0x51ed_270b);
             std::fs::copy(world.path("good.qcow2"), world.path("bad.qcow2")).unwrap();
             for _ in 0..=random.below(2) {
                 let (_, place) = places[random.below(places.len() as u64) as usize];
@@ -334,12 +319,12 @@ fn random_damage_to_the_header_gets_qemus_verdict() {
             8, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 64, 68, 72, 80, 88, 96, 100, 104, 112, 116,
         ];
         for seed in 1..=SEEDS {
-            let mut random = Random(seed * 0x9e37_79b9);
+            let mut random = Random::new(seed * 0x9e37_79b9);
             std::fs::copy(world.path("good.qcow2"), world.path("bad.qcow2")).unwrap();
             let place = fields[random.below(fields.len() as u64) as usize];
             let value = (world.u64_at("good.qcow2", place) >> 32) as u32;
             let bad = match random.below(4) {
-                0 => random.next() as u32,
+                0 => random.draw() as u32,
                 1 => value.wrapping_add(1),
                 2 => 0,
                 _ => value ^ 1 << random.below(32),
@@ -483,7 +468,7 @@ fn little_memory_changes_the_order_of_findings_and_nothing_else() {
         let file_len = std::fs::metadata(world.path("good.qcow2")).unwrap().len();
         let cluster = 1_u64 << kind.cluster_bits;
         for seed in 0..12 {
-            let mut random = Random(seed * 0x9e37_79b9 + 1);
+            let mut random = Random::new(seed * 0x9e37_79b9 + 1);
             std::fs::copy(world.path("good.qcow2"), world.path("bad.qcow2")).unwrap();
             let file = std::fs::OpenOptions::new()
                 .write(true)
@@ -494,7 +479,7 @@ fn little_memory_changes_the_order_of_findings_and_nothing_else() {
             for i in 0..random.below(6) {
                 let (_, place) = places[random.below(places.len() as u64) as usize];
                 let far = file_len.next_multiple_of(cluster) + random.below(20_000) * cluster;
-                let bad = if i % 2 == 0 { far | 1 << 63 } else { random.next() };
+                let bad = if i % 2 == 0 { far | 1 << 63 } else { random.draw() };
                 world.patch("bad.qcow2", place, &bad.to_be_bytes());
             }
             let [mut one, mut many] = [usize::MAX, 8 << 10].map(|memory| {

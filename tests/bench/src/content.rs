@@ -3,6 +3,8 @@
 //! Half of each block is noise and half is one byte repeated, so that compressed images shrink to about
 //! a half, as real ones do.
 
+use ringdisk_gen::Random;
+
 /// The unit the content is made in, in bytes.
 pub(crate) const BLOCK_BYTES: usize = 4096;
 
@@ -10,12 +12,9 @@ pub(crate) const BLOCK_BYTES: usize = 4096;
 pub(crate) fn fill(index: u64, out: &mut [u8]) {
     let half = out.len() / 2;
     let (noise, flat) = out.split_at_mut(half);
-    let mut state = (index + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut random = Random::new(index);
     for word in noise.chunks_mut(8) {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        word.copy_from_slice(&state.to_le_bytes()[..word.len()]);
+        word.copy_from_slice(&random.draw().to_le_bytes()[..word.len()]);
     }
     flat.fill((index % 255) as u8 + 1);
 }

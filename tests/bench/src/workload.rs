@@ -4,6 +4,7 @@
 //! compares engines and not orders. All offsets and lengths are bytes.
 
 use clap::ValueEnum;
+use ringdisk_gen::Random;
 use serde::{Deserialize, Serialize};
 
 /// The cluster size of every image measured, in bytes.
@@ -53,7 +54,7 @@ pub(crate) struct Offsets {
     pattern: Pattern,
     block_bytes: u64,
     blocks: u64,
-    random: u64,
+    random: Random,
     next: u64,
 }
 
@@ -69,7 +70,7 @@ impl Offsets {
             pattern: workload.pattern,
             block_bytes: u64::from(workload.block_bytes),
             blocks: workload.disk_bytes / unit,
-            random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+            random: Random::new(seed),
             next: 0,
         }
     }
@@ -79,7 +80,7 @@ impl Offsets {
     pub(crate) fn next_offset(&mut self) -> Option<u64> {
         match self.pattern {
             Pattern::RandomRead | Pattern::RandomWrite | Pattern::WriteFlush => {
-                let high = (u128::from(self.random()) * u128::from(self.blocks)) >> 64;
+                let high = (u128::from(self.random.draw()) * u128::from(self.blocks)) >> 64;
                 Some(high as u64 * self.block_bytes)
             }
             Pattern::SequentialRead => {
@@ -93,21 +94,10 @@ impl Offsets {
                 }
                 let cluster = scatter(self.next, self.blocks);
                 self.next += 1;
-                let inside = (self.random() % (CLUSTER_BYTES / self.block_bytes)) * self.block_bytes;
+                let inside = (self.random.draw() % (CLUSTER_BYTES / self.block_bytes)) * self.block_bytes;
                 Some(cluster * CLUSTER_BYTES + inside)
             }
         }
-    }
-
-    /// xorshift64*, good enough to be unpredictable for a cache.
-    #[inline]
-    fn random(&mut self) -> u64 {
-        let mut x = self.random;
-        x ^= x >> 12;
-        x ^= x << 25;
-        x ^= x >> 27;
-        self.random = x;
-        x.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 }
 

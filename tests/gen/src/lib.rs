@@ -35,6 +35,16 @@ impl Random {
     pub fn below(&mut self, limit: u64) -> u64 {
         (self.draw() >> 11) % limit
     }
+
+    /// True once in `n` cases.
+    pub fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    /// One of `from`, which is not empty.
+    pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len() as u64) as usize]
+    }
 }
 
 /// Random bytes, always the same for a seed: what a fuzzer would have thought of.

@@ -583,13 +583,13 @@ fn the_access_capability_reaches_the_window() {
 #[test]
 fn nonsense_is_survived() {
     let mut board = Board::new(2);
-    let mut random = crate::virtqueue::tests::Random(11);
+    let mut random = ringdisk_gen::Random::new(11);
     for _ in 0..20_000 {
         let len = random.pick(&[1usize, 2, 4, 8]);
         let value = if random.below(2) == 0 {
             random.below(16)
         } else {
-            random.next()
+            random.draw()
         };
         let bytes = &value.to_le_bytes()[..len];
         match random.below(8) {

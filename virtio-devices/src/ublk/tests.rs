@@ -12,7 +12,7 @@ use super::abi::op;
 use super::model::{Io, Model, ModelChannel};
 use super::queue::{Counts, QueueEvent, QueueState, UblkQueue};
 use crate::testing::{DISK_BYTES, MemDisk};
-use crate::virtqueue::tests::Random;
+use ringdisk_gen::Random;
 
 const IO_BYTES_MAX: u32 = 64 << 10;
 const DEVICE: u32 = 5;
@@ -297,7 +297,7 @@ fn a_queue_that_is_dropped_unasked_says_so_and_one_that_was_let_go_does_not() {
 #[test]
 fn what_was_answered_survives_servers_that_die_at_any_time() {
     for seed in 1..200u64 {
-        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let disk = MemDisk::new();
         let depth = 1 + random.below(8) as u16;
         let mut world = World::new(&disk, depth);

@@ -17,7 +17,7 @@ use super::abi::op;
 use super::device::first_place;
 use super::model::{Io, Model, ModelChannel, RingTable};
 use super::queue::{Counts, QueueState, UblkQueue};
-use crate::virtqueue::tests::Random;
+use ringdisk_gen::Random;
 
 const IO_BYTES_MAX: u32 = 64 << 10;
 const DISK_BYTES: u64 = 1 << 20;
@@ -329,7 +329,7 @@ impl Load {
 #[test]
 fn requests_keep_to_their_own_pages_whatever_becomes_of_their_servers() {
     for seed in 1..24u64 {
-        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let disk = disk();
         let depth = 1 + random.below(6) as u16;
         // Sometimes too few.

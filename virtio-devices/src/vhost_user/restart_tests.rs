@@ -16,7 +16,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::tests::{Client, SECOND, World, wait};
 use crate::testing::{DATA, MemDisk, REGION_BYTES};
 use crate::virtqueue::InflightRegion;
-use crate::virtqueue::tests::Random;
+use ringdisk_gen::Random;
 
 const IN: u32 = 0;
 const OUT: u32 = 1;
@@ -113,7 +113,7 @@ fn whatever_inflight_memory_holds_harms_nobody_else() {
     let disk = MemDisk::new();
     let world = World::restartable(disk.disk(), 2);
     for seed in 1..=60 {
-        let mut random = Random(seed * 7919);
+        let mut random = Random::new(seed * 7919);
         let mut client = world.client(2);
         let (shape, file) = inflight(&mut client);
         for _ in 0..random.below(4) {

@@ -19,7 +19,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::*;
 use crate::testing::{BASE, DATA, DISK_BYTES, Driver, MemDisk, REGION_BYTES, RING_FEATURES, guest_memory};
-use crate::virtqueue::tests::Random;
+use ringdisk_gen::Random;
 
 const IN: u32 = 0;
 const OUT: u32 = 1;
@@ -739,7 +739,7 @@ fn garbage_messages_cost_their_sender_the_connection_at_most() {
     let disk = MemDisk::new();
     let world = World::new(disk.disk(), 2);
     for seed in 1..=150 {
-        let mut random = Random(seed * 7919);
+        let mut random = Random::new(seed * 7919);
         let stream = UnixStream::connect(&world.path).expect("a connection");
         stream
             .set_nonblocking(true)
@@ -762,7 +762,7 @@ fn garbage_messages_cost_their_sender_the_connection_at_most() {
             let code = random.below(46) as u32;
             let body: Vec<u8> = match random.below(4) {
                 0 => Vec::new(),
-                1 => (0..random.below(300)).map(|_| random.next() as u8).collect(),
+                1 => (0..random.below(300)).map(|_| random.draw() as u8).collect(),
                 _ => {
                     let words = random.pick(&[1, 1, 2, 2, 5, 5, 9]);
                     let word =
@@ -773,7 +773,7 @@ fn garbage_messages_cost_their_sender_the_connection_at_most() {
             let mut bytes = message(code, &body);
             if random.below(16) == 0 {
                 let at = random.below(12) as usize;
-                bytes[at] = random.next() as u8;
+                bytes[at] = random.draw() as u8;
             }
             let fds = vec![file.as_raw_fd(); random.pick(&[0, 0, 0, 1, 2])];
             if !send(&stream, &bytes, &fds) {

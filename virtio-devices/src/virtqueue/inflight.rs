@@ -343,7 +343,7 @@ use tests::may_store;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::virtqueue::tests::Random;
+    use ringdisk_gen::Random;
     use std::cell::Cell;
     use std::collections::VecDeque;
 
@@ -447,11 +447,11 @@ mod tests {
     #[test]
     fn a_kill_between_any_two_stores_loses_no_chain_and_repeats_no_published_one() {
         for seed in 1..=400u64 {
-            let mut random = Random(seed * 0x9e37_79b9 + 1);
+            let mut random = Random::new(seed * 0x9e37_79b9 + 1);
             let map = memory();
             let mut guest = Guest {
                 free: (0..SIZE).collect(),
-                used_index: random.next() as u16,
+                used_index: random.draw() as u16,
                 ..Guest::default()
             };
             guest.next = guest.used_index;
@@ -533,11 +533,11 @@ mod tests {
     fn whatever_a_region_holds_is_refused_or_names_each_head_once() {
         let map = memory();
         for seed in 1..=3000u64 {
-            let mut random = Random(seed * 7919);
+            let mut random = Random::new(seed * 7919);
             let (queue, _) = open(&map, false, 0).expect("fresh");
             for at in (0..HEADER_BYTES + ENTRY_BYTES * usize::from(SIZE)).step_by(2) {
                 let value = match random.below(3) {
-                    0 => random.next() as u16,
+                    0 => random.draw() as u16,
                     1 => random.below(3) as u16,
                     _ => continue,
                 };

@@ -3,8 +3,9 @@
 use std::fs::File;
 use std::time::Duration;
 
-use crate::client::{BLOCK, Client, Random};
+use crate::client::{BLOCK, Client};
 use crate::server::World;
+use ringdisk_gen::Random;
 
 /// Neither the server nor anybody else can find the file by name then.
 #[test]
@@ -20,7 +21,7 @@ fn a_disk_without_a_name_is_served_and_handed_to_the_next_server() {
     let old = world.serve_disk(&hand_over, "path=/dev/fd/7", &["--sandbox", "on"]);
     let mut client = Client::new(256, false);
     client.connect(&world.path("socket"));
-    let mut random = Random(0xfd7);
+    let mut random = Random::new(0xfd7);
     client.work(&mut random, Duration::from_millis(100));
     client.drain();
     assert!(!world.path("disk.qcow2").exists());

@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::client::{BLOCK, Client, Random};
+use crate::client::{BLOCK, Client};
 use crate::server::World;
+use ringdisk_gen::Random;
 
 /// A control group of version 2 with nothing but a server in it: the kernel counts its stalls apart from all others'.
 struct Group(PathBuf);
@@ -92,7 +93,7 @@ fn an_idle_server_does_not_count_as_io_wait() {
 
     let mut client = Client::new(64, false);
     client.connect(&world.path("socket"));
-    client.work(&mut Random(9), Duration::from_millis(50));
+    client.work(&mut Random::new(9), Duration::from_millis(50));
     client.drain();
     group.assert_no_io_wait("with an idle client");
     server.kill();

@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use crate::client::{Ask, BLOCK, Client, Random};
+use crate::client::{Ask, BLOCK, Client};
 use crate::server::World;
+use ringdisk_gen::Random;
 
 const KILLS: u64 = 20;
 
@@ -12,7 +13,7 @@ const KILLS: u64 = 20;
 fn goes_on(clusters: usize, blocks: usize, seed: u64) {
     let world = World::new(&format!("cluster_size={clusters}"), blocks * BLOCK);
     let arguments = ["--restartable"];
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let mut client = Client::new(blocks, clusters == BLOCK);
     let mut in_flight = 0;
     for kill in 0..KILLS {

@@ -13,8 +13,9 @@ use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-use crate::client::{Ask, BLOCK, Client, Random};
+use crate::client::{Ask, BLOCK, Client};
 use crate::server::{Server, World};
+use ringdisk_gen::Random;
 
 const BLOCKS: usize = 1024;
 /// How often the log may mention one disk's peers in a minute, whatever they do.
@@ -67,7 +68,7 @@ fn half_a_message(path: &Path) {
 }
 
 fn garbage(path: &Path) {
-    let mut random = Random(0x6a5b);
+    let mut random = Random::new(0x6a5b);
     for _ in 0..50 {
         let bytes: Vec<u8> = (0..4096).map(|_| random.below(256) as u8).collect();
         say(&connect(path), &bytes);
@@ -211,7 +212,7 @@ fn peers_that_mean_ill_harm_their_own_disk_only() {
     let begun = Instant::now();
     let mut server = world.serve(&["--socket", "other", "--disk", "path=other.qcow2,poll_us=0"]);
     let mut client = Client::new(BLOCKS, false);
-    let mut random = Random(0x9ee2);
+    let mut random = Random::new(0x9ee2);
     client.connect(&world.path("socket"));
     client.work(&mut random, Duration::from_millis(50));
     client.drain();
@@ -291,7 +292,7 @@ fn a_server_out_of_descriptors_goes_on_and_waits_without_spinning() {
         &more,
     );
     let mut client = Client::new(BLOCKS, false);
-    let mut random = Random(0xf11e);
+    let mut random = Random::new(0xf11e);
     client.connect(&world.path("socket"));
     client.work(&mut random, Duration::from_millis(20));
     client.drain();
@@ -342,7 +343,7 @@ fn a_second_client_that_waits_is_named_in_the_log() {
     let server = world.serve(&[]);
     let mut first = Client::new(64, false);
     first.connect(&world.path("socket"));
-    let mut random = Random(3);
+    let mut random = Random::new(3);
     first.work(&mut random, Duration::from_millis(5));
     assert!(!world.log().contains("another client"), "{}", world.log());
     let second = connect(&world.path("socket"));

@@ -6,8 +6,9 @@
 
 use std::time::{Duration, Instant};
 
-use crate::client::{BLOCK, Client, Random};
+use crate::client::{BLOCK, Client};
 use crate::server::World;
+use ringdisk_gen::Random;
 
 /// The thread of `pid` with this name.
 fn thread(pid: u32, name: &str) -> libc::pid_t {
@@ -42,7 +43,7 @@ fn a_second_stop_signal_ends_a_server_that_cannot_drain() {
     let mut server = world.serve(&[]);
     let mut client = Client::new(64, false);
     client.connect(&world.path("socket"));
-    client.work(&mut Random(9), Duration::from_millis(5));
+    client.work(&mut Random::new(9), Duration::from_millis(5));
     let queue = thread(server.pid(), "queue 0");
     hold_up(queue);
     server.signal("TERM");
@@ -148,7 +149,7 @@ fn a_stop_needs_no_descriptor() {
     let mut server = world.serve(&[]);
     let mut client = Client::new(64, false);
     client.connect(&world.path("socket"));
-    client.work(&mut Random(9), Duration::from_millis(5));
+    client.work(&mut Random::new(9), Duration::from_millis(5));
     client.drain();
     drop(client);
     // The client's thread waits for the next one: nothing wakes it but the stop.

@@ -7,8 +7,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::client::{BLOCK, Client, Random};
+use crate::client::{BLOCK, Client};
 use crate::server::World;
+use ringdisk_gen::Random;
 
 /// What a takeover may take that the machine does not hold up.
 const INTERRUPTION_MAX: Duration = Duration::from_millis(100);
@@ -52,7 +53,7 @@ fn watch_lock(image: &Path, over: &AtomicBool) -> (u64, u64) {
 fn an_image_is_locked_all_the_time_while_servers_follow_each_other() {
     const BLOCKS: usize = 1024;
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
-    let mut random = Random(0x10c4);
+    let mut random = Random::new(0x10c4);
     let mut client = Client::new(BLOCKS, false);
     let mut old = world.serve(&["--restartable"]);
     client.connect(&world.path("socket"));
@@ -99,7 +100,7 @@ fn an_image_is_locked_all_the_time_while_servers_follow_each_other() {
 fn a_new_server_takes_over_under_load_without_the_client_noticing() {
     const BLOCKS: usize = 4096;
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
-    let mut random = Random(0x7a4e);
+    let mut random = Random::new(0x7a4e);
     let mut client = Client::new(BLOCKS, false);
     let mut old = world.serve(&[]);
     client.connect(&world.path("socket"));
@@ -135,7 +136,7 @@ fn a_new_server_takes_over_under_load_without_the_client_noticing() {
 fn a_takeover_by_a_server_that_can_do_less_leaves_the_old_one_serving() {
     const BLOCKS: usize = 1024;
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
-    let mut random = Random(0x1e55);
+    let mut random = Random::new(0x1e55);
     let mut client = Client::new(BLOCKS, false);
     let mut old = world.serve(&["--restartable"]);
     client.connect(&world.path("socket"));
@@ -170,7 +171,7 @@ fn a_takeover_by_a_server_that_can_do_less_leaves_the_old_one_serving() {
 fn a_new_server_killed_at_any_moment_leaves_the_old_one_serving_or_has_taken_over() {
     const BLOCKS: usize = 1024;
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
-    let mut random = Random(0xdead);
+    let mut random = Random::new(0xdead);
     let mut client = Client::new(BLOCKS, false);
     // What was answered outlives a kill.
     let mut old = world.serve(&["--restartable"]);
@@ -242,7 +243,7 @@ fn a_takeover_that_cannot_be_is_refused_before_anything_stops() {
     );
     std::fs::write(world.path("other.qcow2"), "not an image").expect("a file");
     assert_eq!(world.serve(&more).wait(), Some(1));
-    client.work(&mut Random(5), Duration::from_millis(20));
+    client.work(&mut Random::new(5), Duration::from_millis(20));
     client.drain();
     assert!(client.is_connected());
     assert_eq!(server.stop(), Some(0));

@@ -186,11 +186,9 @@ mod tests {
             model.insert(HostCluster::new(cluster * 7), Structure::L2Table);
         }
         known.sort().expect("each cluster once");
-        let mut state = 1_u64;
+        let mut random = ringdisk_gen::Random::new(1);
         for round in 0..3 * CHANGES_MAX as u64 {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
+            let state = random.draw();
             let cluster = HostCluster::new(state % (1 << 40) * u64::from(round % 5 < 3) + state % 40_000);
             if round % 5 == 4 {
                 known.remove(cluster);
