@@ -175,7 +175,7 @@ fn a_server_that_is_killed_under_a_running_machine_is_followed_by_another() -> R
     assert!(all.contains("inner @@exit 0"), "{all}");
     let again = outcome
         .lines()
-        .filter(|line| line.contains("connected to the vhost-user backend again"));
+        .filter(|line| line.contains("reconnected to the vhost-user backend"));
     assert_eq!(again.count(), 3, "{all}");
     image::check_sound(&take(&scratch, &tools, "data.qcow2")?)?;
     Ok(())
@@ -288,19 +288,19 @@ fn disks_are_added_to_a_running_machine_and_removed_from_it() -> Result<(), Erro
     has("inner @@exit 0");
     assert_eq!(value("ended "), "0", "{all}");
     has("missing ringdisk: ");
-    has("few ringdisk: cannot get 536870912 bytes of memory for the guest in huge pages of 2097152 bytes");
+    has("few ringdisk: cannot allocate 536870912 bytes of guest memory in huge pages of 2097152 bytes");
     for wanted in [
         "pages before 256",
         "pages while 0",
         "pages after 256",
         "inner cpus 4",
-        "twice ringdisk: disk data.qcow2 has the image data.qcow2; it can be shared only if both are readonly=on",
-        "id ringdisk: a disk is called `data.qcow2` already",
+        "twice ringdisk: disk data.qcow2 has the image data.qcow2 already; expected readonly=on for both",
+        "id ringdisk: a disk has the id `data.qcow2` already",
         "queues ringdisk: disk hot.qcow2 has num_queues=5 for 4 CPUs",
-        "corrupt ringdisk: zeros does not start like a QCOW2 image",
+        "corrupt ringdisk: zeros does not start with the QCOW2 magic",
         "nodisk ringdisk: there is no disk `hot`; there are: root.qcow2, data.qcow2",
-        "again ringdisk: a disk is called `hot` already",
-        "paused ringdisk: the guest is paused: disk hot is removed when it goes on",
+        "again ringdisk: a disk has the id `hot` already",
+        "paused ringdisk: the guest is paused; disk hot is removed after `resume`",
         "unlocked yes",
         "inner let go",
         "inner the load has failed",

@@ -1,4 +1,4 @@
-//! The command line: what there is, and which command gets it.
+//! The command line: its commands and options, and the dispatch to each command.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -29,7 +29,7 @@ struct Arguments {
     /// Log messages to show on standard error: a level (error, warn, info, debug, trace, off), or module=level pairs
     /// [default: warn]
     ///
-    /// The environment variable RINGDISK_LOG does the same.
+    /// The environment variable RINGDISK_LOG has the same effect.
     #[arg(long, global = true, value_name = "FILTER")]
     log: Option<String>,
     #[command(subcommand)]
@@ -40,14 +40,14 @@ struct Arguments {
 enum Command {
     /// Serve disks to virtual machines of QEMU, Cloud Hypervisor, Firecracker and others (vhost-user-blk)
     ///
-    /// Each --disk gets the --socket at the same place. One client after another is served on a
-    /// socket. SIGTERM, SIGINT and SIGHUP drain the requests in flight, flush, close the images
-    /// cleanly and exit with 0; a second signal does not wait for requests in flight.
+    /// The first --disk is served on the first --socket, the second on the second, and so on. A socket serves one client
+    /// at a time. SIGTERM, SIGINT and SIGHUP drain the requests in flight, flush, close the images cleanly and exit
+    /// with 0; a second signal does not wait for requests in flight.
     #[command(after_help = keys_help())]
     VhostUser(VhostUserArguments),
     /// Run a virtual machine on KVM with disks served in the same process
     ///
-    /// On a terminal every key goes to the guest; ^A x ends the machine. The guest's power-off, SIGTERM, SIGINT,
+    /// On a terminal every key goes to the guest; press ^A x to end the machine. The guest's power-off, SIGTERM, SIGINT,
     /// SIGHUP and ^A x drain the requests in flight, flush, close the images cleanly and exit with 0; a second
     /// signal does not wait for requests in flight. When the guest restarts, so does the machine.
     #[command(after_help = machine_keys_help())]
@@ -61,7 +61,7 @@ enum Command {
     Ublk(UblkCommand),
     /// Send requests to a disk from the command line, in the language of qemu-io
     ///
-    /// Commands are read from standard input if there is no -c. Exits with 1 if any failed.
+    /// Without -c, commands are read from standard input. Exits with 1 if any command failed.
     #[command(after_help = keys_help())]
     Io(IoArguments),
     /// Create, describe, check and repair images
@@ -71,81 +71,81 @@ enum Command {
 
 #[derive(Args, Debug)]
 struct VhostUserArguments {
-    /// The Unix socket to listen on; one for each --disk, in the same order
+    /// Unix socket to listen on; one for each --disk, in the same order
     #[arg(long, required = true, num_args = 1.., value_name = "PATH")]
     socket: Vec<std::path::PathBuf>,
-    /// A disk: path=FILE and other key=value pairs
+    /// Disk: path=FILE and other key=value pairs
     #[arg(long, required = true, num_args = 1.., value_name = "KEY=VALUE,...")]
     disk: Vec<String>,
-    /// Rate limits that several disks share: id=NAME with the keys bw_... and ops_... of --disk; disks name it with
+    /// Rate limits that several disks share: id=NAME with the bw_... and ops_... keys of --disk. A disk joins with
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     rate_limit_group: Vec<String>,
     /// Let guests continue with a new server if this one is killed
     ///
-    /// Clients that can reconnect keep track of the requests in flight, and a write is answered only when the
-    /// mapping that leads to it is in the image. Allocating writes wait for a flush; overwrites and reads
+    /// Requests in flight are recorded in memory of the client, which must support inflight tracking and reconnect. A write
+    /// is answered only when its mapping is in the image, so allocating writes wait for a flush. Overwrites and reads
     /// cost nothing extra.
     #[arg(long)]
     restartable: bool,
     /// Take over from the server that serves exactly these sockets
     ///
-    /// That server closes its images, hands over its sockets and its clients' connections, and ends. If this one cannot
-    /// take over, the old one continues.
+    /// That server closes its images, hands over its sockets and its clients' connections, and exits. If the new server
+    /// cannot take over, the old one continues.
     #[arg(long)]
     takeover: bool,
     /// Drop every privilege that serving does not need, before the first client connects
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
     sandbox: String,
-    /// Go to the background when clients can connect; the exit code says whether they can
+    /// Continue in the background as soon as clients can connect; exits with 0 if they can
     #[arg(long)]
     daemonize: bool,
-    /// This is on the way to the background: once for the process that starts the one that stays there.
+    /// Given once to the intermediate process of --daemonize, twice to the process that stays.
     #[arg(long, hide = true, action = clap::ArgAction::Count)]
     detached: u8,
 }
 
 #[derive(Args, Debug)]
 struct RunArguments {
-    /// The kernel: a bzImage, or an ELF file with a PVH note
+    /// Kernel: a bzImage, or an ELF file with a PVH note
     #[arg(long, value_name = "FILE")]
     kernel: std::path::PathBuf,
-    /// The initial RAM file system
+    /// Initial RAM file system
     #[arg(long, value_name = "FILE")]
     initramfs: Option<std::path::PathBuf>,
-    /// The kernel's command line
+    /// Command line of the kernel
     #[arg(long, value_name = "TEXT", default_value = "console=ttyS0")]
     cmdline: String,
-    /// The number of CPUs, 1 to 32
+    /// Number of CPUs, 1 to 32
     #[arg(long, value_name = "N", default_value_t = 1)]
     cpus: u16,
     /// End the machine when the guest restarts, instead of starting it again
     #[arg(long)]
     no_reboot: bool,
-    /// The memory: SIZE, or size=SIZE with hugepages=on|off, hugepage_size=SIZE and host_numa_node=N
+    /// Memory: SIZE, or size=SIZE with hugepages=on|off, hugepage_size=SIZE and host_numa_node=N
     #[arg(long, value_name = "SIZE", default_value = "512M")]
     memory: String,
-    /// A disk: path=FILE and other key=value pairs; can be repeated
+    /// Disk: path=FILE and other key=value pairs; can be repeated
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     disk: Vec<String>,
-    /// Rate limits that several disks share: id=NAME with the keys bw_... and ops_... of --disk; disks name it with
+    /// Rate limits that several disks share: id=NAME with the bw_... and ops_... keys of --disk. A disk joins with
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     rate_limit_group: Vec<String>,
-    /// The serial console: tty, off, file=PATH or socket=PATH
+    /// Serial console: tty, off, file=PATH or socket=PATH
     #[arg(long, value_name = "PLACE", default_value = "tty")]
     serial: String,
-    /// The control socket for `ringdisk ctl` to create
+    /// Control socket to create, for `ringdisk ctl`
     #[arg(long, value_name = "SOCKET")]
     control: Option<std::path::PathBuf>,
-    /// Drop every privilege that the threads of CPUs and queues do not need, before the guest runs
+    /// Drop every privilege that the CPU and queue threads do not need, before the guest runs
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
     sandbox: String,
 }
 
 #[derive(Args, Debug)]
 struct CtlArguments {
-    /// The machine's `--control` socket
+    /// The `--control` socket of the machine
     #[arg(long, value_name = "SOCKET")]
     socket: std::path::PathBuf,
     #[command(subcommand)]
@@ -164,13 +164,13 @@ enum CtlRequest {
     DiskResize {
         /// The disk's id or, without one, its path
         id: String,
-        /// Its new size, such as 20G
+        /// New size, such as 20G
         size: String,
     },
     /// Add a disk to the machine
     #[command(after_help = machine_keys_help())]
     DiskAdd {
-        /// The disk: path=FILE, as the machine's process finds it, and other key=value pairs
+        /// Disk: path=FILE and other key=value pairs; a relative path starts at the working directory of `ringdisk run`
         #[arg(long, value_name = "KEY=VALUE,...")]
         disk: String,
     },
@@ -183,23 +183,23 @@ enum CtlRequest {
 
 #[derive(Args, Debug)]
 struct IoArguments {
-    /// The disk: path=FILE and other key=value pairs
+    /// Disk: path=FILE and other key=value pairs
     #[arg(long, required = true, value_name = "KEY=VALUE,...")]
     disk: String,
-    /// Rate limits that several disks share: id=NAME with the keys bw_... and ops_... of --disk; disks name it with
+    /// Rate limits that several disks share: id=NAME with the bw_... and ops_... keys of --disk. A disk joins with
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     rate_limit_group: Vec<String>,
-    /// The number of queues over which aio_read and aio_write are spread [default: the disk's num_queues]
+    /// Number of queues over which aio_read and aio_write are spread [default: the disk's num_queues]
     #[arg(long, value_name = "N")]
     queues: Option<u16>,
-    /// A command; can be repeated. `help` lists the commands
+    /// Command to run; can be repeated. `help` lists the commands
     #[arg(short = 'c', value_name = "COMMAND")]
     commands: Vec<String>,
 }
 
 /// Runs the program: parses `arguments` (the program's name first), does the work, and returns the
-/// exit code. A failure has been told on standard error when this returns.
+/// exit code. A failure has been reported on standard error when this returns.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let result = match Arguments::try_parse_from(arguments) {
         Ok(parsed) => dispatch(parsed),
@@ -209,7 +209,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
         Ok(code) => code,
         Err(failure) => {
             if let Some(line) = failure.line() {
-                // If standard error is gone too, the exit code still tells.
+                // If standard error is closed too, the exit code still reports the failure.
                 writeln!(std::io::stderr(), "ringdisk: {line}").unwrap_or_default();
             }
             failure.exit_code()
@@ -249,8 +249,8 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
     }
 }
 
-/// Parses a command line (the program's name first) as [`run`] does, and does nothing: no file is opened. Documentation
-/// is checked with it.
+/// Parses a command line (the program's name first) as [`run`] does, without running it or opening any file. The tests
+/// of the documentation use it.
 ///
 /// # Errors
 ///
@@ -284,7 +284,7 @@ fn served_disks(arguments: &VhostUserArguments) -> Result<Vec<DiskConfig>, Comma
     once::check_sockets(&arguments.socket)?;
     if arguments.socket.len() != disks.len() {
         return Err(CommandFailure::Usage(format!(
-            "{} --socket for {} --disk; each disk needs a socket of its own",
+            "{} --socket for {} --disk; each disk needs its own socket",
             arguments.socket.len(),
             disks.len()
         )));
@@ -319,7 +319,7 @@ fn ctl_request(request: CtlRequest) -> Result<Request, CommandFailure> {
     })
 }
 
-/// As [`disk_configs`], of disks that this program serves to others.
+/// Parses the disks of a server, as [`disk_configs`] does; refuses disks that another program serves.
 fn own_disks(disks: &[String], groups: &RateLimitGroups) -> Result<Vec<DiskConfig>, CommandFailure> {
     let disks = disk_configs(disks, groups)?;
     for disk in &disks {
@@ -328,7 +328,7 @@ fn own_disks(disks: &[String], groups: &RateLimitGroups) -> Result<Vec<DiskConfi
     Ok(disks)
 }
 
-/// The disks of a command line, each in its group.
+/// Parses the disks of a command line and assigns each to its rate limit group.
 fn disk_configs(disks: &[String], groups: &RateLimitGroups) -> Result<Vec<DiskConfig>, CommandFailure> {
     let mut configs = Vec::new();
     for text in disks {
@@ -380,12 +380,12 @@ fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, Command
     })
 }
 
-/// Refuses a path that no socket can have.
+/// Fails if `path` cannot be the path of a socket.
 fn check_socket(path: &Path) -> Result<(), CommandFailure> {
     socket::check_path(path).map_err(|error| CommandFailure::Usage(error.to_string()))
 }
 
-/// What `--memory` says.
+/// Parses the value of `--memory`.
 fn memory_config(text: &str) -> Result<MemoryConfig, CommandFailure> {
     let wrong = |what: String| CommandFailure::Usage(format!("--memory {text}: {what}"));
     let mut config = MemoryConfig {
@@ -405,7 +405,7 @@ fn memory_config(text: &str) -> Result<MemoryConfig, CommandFailure> {
             ("host_numa_node", _) => {
                 let node = value
                     .parse()
-                    .map_err(|_| wrong(format!("`{value}` is no NUMA node's number")))?;
+                    .map_err(|_| wrong(format!("`{value}` is not the number of a NUMA node")))?;
                 config.host_node = Some(node);
             }
             _ => {
@@ -416,7 +416,7 @@ fn memory_config(text: &str) -> Result<MemoryConfig, CommandFailure> {
         }
     }
     match page {
-        Some(_) if !huge => return Err(wrong("hugepage_size goes with hugepages=on".to_owned())),
+        Some(_) if !huge => return Err(wrong("hugepage_size needs hugepages=on".to_owned())),
         Some(bytes) if !bytes.is_power_of_two() => {
             return Err(wrong(format!(
                 "hugepage_size is {bytes} bytes; expected a power of two"
@@ -427,7 +427,7 @@ fn memory_config(text: &str) -> Result<MemoryConfig, CommandFailure> {
     Ok(config)
 }
 
-/// Help and version go out as they are; a mistake becomes one line.
+/// Prints help and version texts unchanged; turns a parse error into one line.
 fn explain(error: &clap::Error) -> Result<u8, CommandFailure> {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
@@ -438,20 +438,24 @@ fn explain(error: &clap::Error) -> Result<u8, CommandFailure> {
     }
 }
 
-/// A mistake as one line.
+/// Returns a parse error as a usage failure of one line.
 fn usage(error: &clap::Error) -> CommandFailure {
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         return CommandFailure::Usage("a command is missing; see `ringdisk --help`".to_owned());
     }
     let text = error.to_string();
-    // What is wrong, and perhaps a tip, come before the usage.
-    let told = text.split("Usage:").next().unwrap_or(&text);
-    let told = told.split("For more information").next().unwrap_or(told).trim();
-    let told = told.strip_prefix("error: ").unwrap_or(told);
-    let told: Vec<&str> = told
+    // clap puts the error, and perhaps a tip, before the usage.
+    let message = text.split("Usage:").next().unwrap_or(&text);
+    let message = message
+        .split("For more information")
+        .next()
+        .unwrap_or(message)
+        .trim();
+    let message = message.strip_prefix("error: ").unwrap_or(message);
+    let lines: Vec<&str> = message
         .lines()
         .map(str::trim)
         .filter(|line| !line.is_empty())
         .collect();
-    CommandFailure::Usage(format!("{}; see --help", told.join(" ")))
+    CommandFailure::Usage(format!("{}; see --help", lines.join(" ")))
 }

@@ -240,7 +240,7 @@ impl Drop for Seat {
 /// Carries a request out. A mistake of ours in doing so is an answer too, and the next request is heard.
 fn carry_out(handler: &Handler, request: Request) -> Result<Value, String> {
     let done = catch_unwind(AssertUnwindSafe(|| handler(request)));
-    done.unwrap_or_else(|_| Err("an internal fault; standard error says more".to_owned()))
+    done.unwrap_or_else(|_| Err("internal error; see the log on standard error".to_owned()))
 }
 
 fn tell(mut stream: &UnixStream, answer: &Value) -> io::Result<()> {
@@ -261,9 +261,9 @@ fn serve_client(stream: &UnixStream, server: &Server) -> io::Result<()> {
         }
         if line.last() != Some(&b'\n') {
             let error = if line.len() as u64 > REQUEST_MAX {
-                format!("a request is longer than {REQUEST_MAX} bytes")
+                format!("the request is longer than {REQUEST_MAX} bytes")
             } else {
-                "the request ends in its middle; each is one line".to_owned()
+                "the request is incomplete; expected one JSON object on one line".to_owned()
             };
             return tell(stream, &json!({"ok": false, "error": error}));
         }
@@ -280,7 +280,7 @@ fn serve_client(stream: &UnixStream, server: &Server) -> io::Result<()> {
                 Ok(_) => json!({"ok": true}),
                 Err(error) => json!({"ok": false, "error": error}),
             },
-            Err(error) => json!({"ok": false, "error": format!("not a request: {error}")}),
+            Err(error) => json!({"ok": false, "error": format!("invalid request: {error}")}),
         };
         let sent = tell(stream, &answer);
         (server.told)();
@@ -542,13 +542,13 @@ mod tests {
             (r#"{"path":"a","pth":"b"}"#, "unknown key `pth`"),
             (r#"{"id":"b"}"#, "`path` is missing"),
             (r#"{"path":"a","num_queues":0}"#, "`num_queues=0`"),
-            (r#"{"path":"a","num_queues":-1}"#, "not a request"),
+            (r#"{"path":"a","num_queues":-1}"#, "invalid request"),
             (
                 r#"{"path":"a","readonly":1}"#,
                 "`readonly=1`: readonly takes on or off",
             ),
-            (r#"{"path":["a"]}"#, "not a request"),
-            (r#""path=a""#, "not a request"),
+            (r#"{"path":["a"]}"#, "invalid request"),
+            (r#""path=a""#, "invalid request"),
         ] {
             let request = format!("{{\"command\":\"disk-add\",\"disk\":{disk}}}\n");
             let answer = say(&path, request.as_bytes());
@@ -565,15 +565,15 @@ mod tests {
         for (bytes, said) in [
             (
                 &b"{\"command\":\"dance\"}\n"[..],
-                "not a request: unknown variant `dance`",
+                "invalid request: unknown variant `dance`",
             ),
-            (b"{\"command\":\"pause\",\"really\":true}\n", "not a request: "),
+            (b"{\"command\":\"pause\",\"really\":true}\n", "invalid request: "),
             (
                 b"{\"command\":\"disk-resize\",\"id\":\"a\"}\n",
                 "missing field `size`",
             ),
-            (b"nonsense\n", "not a request: "),
-            (b"{\"command\":\"inf", "ends in its middle"),
+            (b"nonsense\n", "invalid request: "),
+            (b"{\"command\":\"inf", "the request is incomplete"),
             (&[b'x'; 70_000], "longer than 65536 bytes"),
         ] {
             let answer = say(&path, bytes);
@@ -594,7 +594,7 @@ mod tests {
                 b"{\"command\":\"disk-resize\",\"id\":\"a\",\"size\":13}\n{\"command\":\"info\"}\n",
             );
             assert!(
-                answer.contains("an internal fault") && answer.contains("running"),
+                answer.contains("internal error") && answer.contains("running"),
                 "{answer}"
             );
         }

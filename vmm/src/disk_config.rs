@@ -407,10 +407,14 @@ impl DiskConfig {
                 "ops_size"
             };
             let other = format!("rate_limit_group={}", group.id());
-            return contradiction(own, other, "a disk has limits of its own or those of a group");
+            return contradiction(own, other, "a disk has either its own limits or those of a group");
         }
         if self.readonly && self.werror == WriteErrors::Wait {
-            return contradiction("werror=wait", "readonly=on".to_owned(), "nothing is written");
+            return contradiction(
+                "werror=wait",
+                "readonly=on".to_owned(),
+                "a read-only disk is never written",
+            );
         }
         if self
             .queue_affinity
@@ -451,7 +455,7 @@ fn backend(
         Some(key) => Err(DiskConfigError::Contradiction {
             key,
             other: "vhost_user=on".to_owned(),
-            why: "`vhost_user=on` is for `ringdisk run`: another program serves the disk there, and has this option",
+            why: "`vhost_user=on` is for `ringdisk run` only: another program serves the disk, so set this key there",
         }),
         None => socket.map_or_else(|| without("vhost_user", "socket"), Ok),
     }

@@ -1,4 +1,4 @@
-//! How commands fail: which exit code, and one line a person can act on.
+//! Failures of commands: the exit code, and one line for standard error.
 
 use std::error::Error;
 use std::fmt;
@@ -10,24 +10,24 @@ use crate::disk_config::{DiskConfigError, RateLimitGroupError};
 pub const EXIT_OK: u8 = 0;
 /// The exit code of a command that failed.
 pub const EXIT_FAILURE: u8 = 1;
-/// The exit code of a command line that makes no sense.
+/// The exit code of an invalid command line.
 pub const EXIT_USAGE: u8 = 2;
 
-/// Why a command ended without doing its work.
+/// The failure of a command.
 #[derive(Debug)]
 pub enum CommandFailure {
-    /// The command line makes no sense; nothing was opened.
+    /// The command line is invalid; nothing was opened.
     Usage(String),
-    /// The command line is fine, the work failed.
+    /// The command line is valid, the work failed.
     Failed(Box<dyn Error + Send + Sync>),
-    /// Nobody reads our output any more; there is nobody to tell.
+    /// Standard output was closed by its reader; nothing is reported.
     OutputClosed,
-    /// A process of ours has told already; this is the exit code.
+    /// A child process has reported the failure already; this is the exit code.
     Told(u8),
 }
 
 impl CommandFailure {
-    /// A failure with what it was about in front: `what: the error: its source: …`.
+    /// Returns a failure with its subject in front: `what: the error: its source: …`.
     pub fn about(what: impl fmt::Display, error: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Failed(Box::new(About {
             what: what.to_string(),
@@ -35,7 +35,7 @@ impl CommandFailure {
         }))
     }
 
-    /// The exit code.
+    /// Returns the exit code.
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -45,7 +45,7 @@ impl CommandFailure {
         }
     }
 
-    /// The line for standard error, without the program's name; `None` if nothing is to be said.
+    /// Returns the line for standard error, without the program's name; `None` if there is nothing to report.
     #[must_use]
     pub fn line(&self) -> Option<String> {
         match self {
@@ -78,7 +78,7 @@ impl From<io::Error> for CommandFailure {
     }
 }
 
-/// An error with what it was about.
+/// An error with its subject.
 #[derive(Debug)]
 struct About {
     what: String,
@@ -97,7 +97,7 @@ impl Error for About {
     }
 }
 
-/// The error and its sources, joined by `: `. A source that is a part of what was said already is not said twice.
+/// Returns the error and its sources, joined by `: `. A source whose text is included already is left out.
 #[must_use]
 pub fn chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
@@ -113,7 +113,7 @@ pub fn chain(error: &(dyn Error + 'static)) -> String {
     text
 }
 
-/// The text on one line, and free of control characters that a file name may have brought along.
+/// Returns the text as one line, with control characters (of file names) replaced.
 fn one_line(text: &str) -> String {
     let words: Vec<&str> = text
         .split(['\n', '\r'])

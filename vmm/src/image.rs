@@ -1,7 +1,7 @@
-//! `ringdisk image`: makes images and looks after them.
+//! `ringdisk image`: creates, describes, checks and repairs images.
 //!
-//! The work is done by [`qcow::image`], on plain system calls; here are the command line, the image locks and
-//! the words. Looking never writes: `info`, and `check` unless told to repair, open the image read-only.
+//! [`qcow::image`] does the work, on plain system calls; this module has the command line, the image locks and
+//! the texts. `info`, and `check` without `--repair`, open the image read-only.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -22,74 +22,74 @@ mod create;
 pub mod create_options;
 pub mod text;
 
-/// What to do with an image.
+/// A subcommand of `ringdisk image`.
 #[derive(Debug, Subcommand)]
 pub enum ImageCommand {
-    /// Make an image; the previous contents of the file are lost
+    /// Create an image; an existing file is overwritten
     #[command(after_help = create_options::options_help())]
     Create(CreateArguments),
-    /// Show an image's format, size, features, snapshots and backing file
+    /// Show the format, size, features, snapshots and backing file of an image
     Info(InfoArguments),
-    /// Look for errors, and repair them with --repair
+    /// Check an image for errors and leaked clusters; repair them with --repair
     ///
-    /// Exits with 0 if the image has no errors, or none any more; with 2 if it is corrupt, with 3 if clusters are
-    /// leaked and nothing else is wrong, with 1 if it could not be checked.
+    /// Exits with 0 if the image is clean, or clean after the repair; with 1 if it could not be checked; with 2 if it is
+    /// corrupt; with 3 if it has leaked clusters but no errors.
     Check(CheckArguments),
 }
 
 /// The command line of `image create`.
 #[derive(Args, Debug)]
 pub struct CreateArguments {
-    /// Options of the format; can be repeated
+    /// Format options; can be repeated
     #[arg(short = 'o', value_name = "OPT=VAL,...")]
     options: Vec<String>,
-    /// Describe the new image in JSON, as `info --json` does
+    /// Print a description of the new image as JSON, as `info --json` does
     #[arg(long)]
     json: bool,
-    /// The image
+    /// Image file
     path: PathBuf,
-    /// The size of the disk, such as 20G; that of the backing file's disk if left out
+    /// Size of the disk, such as 20G [default: the size of the backing file's disk]
     size: Option<String>,
 }
 
 /// The command line of `image info`.
 #[derive(Args, Debug)]
 pub struct InfoArguments {
-    /// Answer in JSON, with the names of `qemu-img info`
+    /// Print JSON with the field names of `qemu-img info`
     #[arg(long)]
     json: bool,
-    /// Look even if the image is being written; the answer may be out of date
+    /// Read the image even if another program is writing it; the output may be out of date
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// The image
+    /// Image file
     path: PathBuf,
 }
 
 /// The command line of `image check`.
 #[derive(Args, Debug)]
 pub struct CheckArguments {
-    /// Answer in JSON, with the names of `qemu-img check`
+    /// Print JSON with the field names of `qemu-img check`
     #[arg(long)]
     json: bool,
-    /// Check even if the image is being written; what is under way then looks like an error
+    /// Check the image even if another program is writing it; changes in progress may be reported as errors
     #[arg(short = 'U', long, conflicts_with = "repair")]
     force_share: bool,
-    /// Repair leaked clusters, or everything that follows from the mapping tables
+    /// Repair leaked clusters only, or all errors that can be repaired from the mapping tables
     ///
-    /// Nothing is written to an image whose mapping tables are damaged: clusters that a damaged entry should refer to
-    /// would look leaked, and be freed.
+    /// An image with damaged mapping tables is not changed: clusters that a damaged entry should refer to would look
+    /// leaked, and repair would free them.
     #[arg(short = 'r', long, value_name = "WHAT")]
     repair: Option<check::Repair>,
-    /// The image
+    /// Image file
     path: PathBuf,
 }
 
-/// Carries out one image command and returns its exit code.
+/// Runs one image command and returns its exit code.
 ///
 /// # Errors
 ///
-/// A usage failure for options that make no image; a failure if the image cannot be opened, locked, read or
-/// written. What `check` finds is not a failure but an exit code.
+/// A usage failure for options that are invalid together; a failure if the image cannot be opened, locked, read or
+/// written. The findings of `check` are not a failure but an exit code.
 pub fn run(command: ImageCommand) -> Result<u8, CommandFailure> {
     let mut out = std::io::stdout().lock();
     let code = match command {

@@ -63,7 +63,7 @@ fn queue_count(config: &DiskConfig, queues: Option<u16>) -> Result<u16, CommandF
         None => Ok(config.num_queues),
         Some(count) if (1..=MAX_QUEUES).contains(&count) => Ok(count),
         Some(count) => Err(CommandFailure::Usage(format!(
-            "--queues {count}: it takes a number from 1 to {MAX_QUEUES}"
+            "--queues {count}: expected a number from 1 to {MAX_QUEUES}"
         ))),
     }
 }

@@ -36,10 +36,10 @@ pub fn prepare_descriptors(needed: u64) {
         Ok(limit) => tracing::warn!(
             limit,
             needed,
-            "this process may open few files: a client that uses up what is left keeps others from connecting \
-             (LimitNOFILE= of systemd, ulimit -n)"
+            "the file descriptor limit is low: one client can use up the descriptors that others need to connect; \
+             raise it (LimitNOFILE= of systemd, ulimit -n)"
         ),
-        Err(error) => tracing::warn!(%error, "cannot find out how many files this process may open"),
+        Err(error) => tracing::warn!(%error, "cannot read the file descriptor limit"),
     }
 }
 

@@ -1,5 +1,5 @@
-//! What a command line may name once only. Said before anything is opened: later the image's lock or the socket would
-//! refuse the second, and name this very process as the one that is in the way.
+//! Refuses command lines that name an image or a socket twice, before anything is opened: later the image's lock or the
+//! socket would refuse the second one, and name this very process as its holder.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
 
-/// Fails if two disks are one image and at least one of them is written to. Images that cannot be looked at are left
-/// to whoever opens them.
+/// Fails if two disks are the same image and at least one of them is written to. A missing image is reported later, when
+/// it is opened.
 ///
 /// # Errors
 ///
@@ -26,8 +26,7 @@ pub fn check_images(configs: &[DiskConfig]) -> Result<(), CommandFailure> {
             .find(|(other, before)| *other == file && !(before.readonly && config.readonly));
         if let Some((_, before)) = twice {
             return Err(CommandFailure::Usage(format!(
-                "--disk path={} and --disk path={} are one file; a disk that is written to is served once (several may \
-                 read it: readonly=on for each)",
+                "--disk path={} and --disk path={} are the same file; expected one writer, or readonly=on for each",
                 before.path.display(),
                 config.path.display()
             )));
@@ -37,7 +36,7 @@ pub fn check_images(configs: &[DiskConfig]) -> Result<(), CommandFailure> {
     Ok(())
 }
 
-/// Fails if two sockets are one.
+/// Fails if two sockets have the same path.
 ///
 /// # Errors
 ///
@@ -50,7 +49,7 @@ pub fn check_sockets(sockets: &[PathBuf]) -> Result<(), CommandFailure> {
             .any(|before| absolute(before) == absolute(socket))
         {
             return Err(CommandFailure::Usage(format!(
-                "socket {} is given more than once; each disk needs a socket of its own",
+                "socket {} is given more than once; each disk needs its own socket",
                 socket.display()
             )));
         }
@@ -85,7 +84,7 @@ mod tests {
             assert_eq!(failure.exit_code(), 2);
             let line = failure.line().expect("a line");
             assert!(
-                line.contains(&format!("{} are one file", path(second).display())),
+                line.contains(&format!("{} are the same file", path(second).display())),
                 "{line}"
             );
             assert!(check(&[("a", ",readonly=on"), (second, ",readonly=on")]).is_ok());

@@ -45,7 +45,7 @@ pub enum OpenError {
     },
     /// Neither the file nor the user says what it is.
     #[error(
-        "{} does not start like a QCOW2 image; if it is a raw disk, say so with image_type=raw (raw is never guessed)",
+        "{} does not start with the QCOW2 magic; if it is a raw image, pass image_type=raw (raw is never guessed)",
         path.display()
     )]
     FormatNotGiven {
@@ -59,13 +59,13 @@ pub enum OpenError {
     #[error(transparent)]
     Claimed(#[from] ClaimError),
     /// It is another program's disk.
-    #[error("{} is the socket of a vhost-user backend and no image", path.display())]
+    #[error("{} is the socket of a vhost-user backend, not an image", path.display())]
     Foreign {
         /// The socket.
         path: PathBuf,
     },
     /// The disk's group was not made.
-    #[error("{}: its rate limit group `{id}` is not there", path.display())]
+    #[error("{}: no --rate-limit-group has the id `{id}`", path.display())]
     RateLimitGroup {
         /// The file.
         path: PathBuf,

@@ -94,7 +94,7 @@ impl Desk {
                 let slot = self.disks.find(&id, |slot, _| slot)?;
                 let grown = machine.resize(slot, size);
                 let size =
-                    grown.map_err(|error| format!("disk {id} cannot be made {size} bytes large: {error}"))?;
+                    grown.map_err(|error| format!("cannot resize disk {id} to {size} bytes: {error}"))?;
                 Ok(json!({ "id": id, "size": size }))
             }),
             Request::DiskAdd { disk } => self.add(&disk),
@@ -115,7 +115,7 @@ impl Desk {
         self.disks.check(&config)?;
         let disk = Attached::open(&config, self.config.sandbox).map_err(|error| chain(&error))?;
         let name = disk.name();
-        let refused = |error| format!("disk {name} cannot be added: {error}");
+        let refused = |error| format!("cannot add disk {name}: {error}");
         let source = disk
             .source(&self.cancel())
             .map_err(|error| refused(chain(&error)))?;
@@ -131,7 +131,7 @@ impl Desk {
             })
         });
         if let Some(Err(failure)) = disk.map(Attached::close) {
-            tracing::error!(error = failure.line(), "a disk that was not added");
+            tracing::error!(error = failure.line(), "cannot add a disk");
         }
         let slot = added.map_err(refused)?;
         Ok(json!({"id": name, "address": address(slot)}))
@@ -146,14 +146,14 @@ impl Desk {
         })?;
         if paused {
             return Err(format!(
-                "the guest is paused: disk {id} is removed when it goes on and lets it go"
+                "the guest is paused; disk {id} is removed after `resume`, when the guest releases it"
             ));
         }
         match departure.wait(REMOVAL_MAX) {
             Some(Ok(())) => Ok(json!({ "id": id })),
             Some(Err(error)) => Err(format!("disk {id} is removed, but {error}")),
             None => Err(format!(
-                "the guest has not let disk {id} go within {} s; it stays asked to, and the disk is removed when it does",
+                "the guest has not released disk {id} within {} s; the request stays pending, and the disk is removed when it does",
                 REMOVAL_MAX.as_secs()
             )),
         }
@@ -198,7 +198,7 @@ pub fn check_queues(disk: &DiskConfig, cpus: u16) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "disk {} has num_queues={} for {cpus} CPUs; a disk has at most as many queues as there are CPUs",
+        "disk {} has num_queues={} for {cpus} CPUs; expected at most one queue per CPU",
         disk.name(),
         disk.num_queues,
     ))
@@ -221,7 +221,7 @@ fn check_names(disks: &[DiskConfig]) -> Result<(), CommandFailure> {
             && slots.insert(slot, index).is_some()
         {
             return Err(CommandFailure::Usage(format!(
-                "two disks have pci_device_id={slot}; a slot has one"
+                "two disks have pci_device_id={slot}; expected a different slot for each"
             )));
         }
     }
@@ -248,7 +248,7 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
         .map_err(|error| CommandFailure::about("cannot wait for signals", error))?;
     // A queue takes several, and disks come later, too.
     if let Err(error) = limits::raise_descriptors() {
-        tracing::warn!(%error, "the limit of descriptors stays as it is");
+        tracing::warn!(%error, "cannot raise the file descriptor limit");
     }
     let mut disks = Vec::new();
     for disk in &config.disks {
@@ -299,14 +299,14 @@ fn live(config: &RunConfig, desk: &Arc<Desk>) -> Result<(), CommandFailure> {
         // Whoever asks at the control socket is answered first.
         let machine = desk.machine.lock().take();
         if let Some(machine) = machine {
-            tracing::info!(?reason, exits = ?machine.exits(), "the machine ends");
+            tracing::info!(?reason, exits = ?machine.exits(), "the machine stops");
             machine.end();
         }
         console.detach();
         match reason {
             Reason::Reset if stop.restarted() => {
                 if config.no_reboot {
-                    tracing::info!("the guest restarts: the machine ends, as it is not to start again");
+                    tracing::info!("the guest restarts; the machine stops (--no-reboot)");
                     return Ok(());
                 }
                 desk.disks.leave_asked();
@@ -350,7 +350,7 @@ impl Restarts {
         tracing::warn!(
             in_a_row = self.quick,
             ?wait,
-            "the guest restarts as soon as it has started"
+            "the guest restarts within a second of its start; delaying the next start"
         );
         wait
     }
@@ -381,9 +381,9 @@ fn stop_on_signal(signals: StopSignals, stop: &Arc<Stop>, opened: &Arc<AtomicBoo
                 if asked || opening {
                     restore_terminal();
                     if is_log_read() && opening {
-                        tracing::error!(signal, "giving up before all images were open");
+                        tracing::error!(signal, "exiting before all images were open");
                     } else if is_log_read() {
-                        tracing::error!(signal, "giving up before everything was drained");
+                        tracing::error!(signal, "exiting with requests in flight");
                     }
                     std::process::exit(EXIT_FAILURE.into());
                 }

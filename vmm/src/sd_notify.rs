@@ -38,7 +38,7 @@ impl Manager {
 }
 
 fn warn(error: &io::Error) {
-    tracing::warn!(%error, "cannot tell the service manager at NOTIFY_SOCKET");
+    tracing::warn!(%error, "cannot notify the service manager at NOTIFY_SOCKET");
 }
 
 fn connect(socket: &OsStr) -> io::Result<UnixDatagram> {

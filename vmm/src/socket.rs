@@ -189,7 +189,7 @@ impl Drop for Socket {
         let still_ours = fs::symlink_metadata(&self.path)
             .is_ok_and(|found| Some((found.dev(), found.ino())) == self.identity);
         if still_ours && let Err(error) = fs::remove_file(&self.path) {
-            tracing::warn!(path = %self.path.display(), %error, "could not remove the socket");
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove the socket");
         }
     }
 }

@@ -85,16 +85,16 @@ pub enum TakeoverError {
         reason: String,
     },
     /// The conversation broke off.
-    #[error("the running server broke off while it handed over")]
+    #[error("the running server closed the connection during the takeover")]
     BrokenOff(#[source] io::Error),
     /// The old server, or its disks, hang.
-    #[error("the running server did not answer within {} s; it goes on when it can", waited.as_secs())]
+    #[error("the running server did not answer within {} s; it continues to serve its clients", waited.as_secs())]
     Silent {
         /// How long was waited for.
         waited: Duration,
     },
     /// The old server has given this one up.
-    #[error("the running server has gone on: this one took too long")]
+    #[error("the running server continues to serve: this one did not take over in time")]
     TooLate,
 }
 
@@ -472,7 +472,7 @@ impl Keeper {
                     tracing::warn!(reason, "a takeover was refused");
                     new.refuse(&reason);
                 }
-                Err(error) => tracing::warn!(%error, "a takeover was not understood"),
+                Err(error) => tracing::warn!(%error, "cannot read a takeover request"),
             }
         }
     }
@@ -480,7 +480,7 @@ impl Keeper {
     /// Finds out whether a visitor can have our sockets.
     fn hear(&self, connection: &UnixStream) -> io::Result<Heard> {
         if !is_same_user(connection) {
-            return Ok(Heard::Refused("it is another user's".to_owned()));
+            return Ok(Heard::Refused("it belongs to another user".to_owned()));
         }
         connection.set_read_timeout(Some(PATIENCE))?;
         connection.set_write_timeout(Some(SEND_MAX))?;
@@ -498,11 +498,7 @@ impl Keeper {
             .iter()
             .any(|greeting| asked.starts_with(greeting));
         Ok(Heard::Refused(if is_known {
-            format!(
-                "it serves {}, and {} was asked for",
-                list(&self.requests.now),
-                list(&asked)
-            )
+            format!("it serves {}, not {}", list(&self.requests.now), list(&asked))
         } else {
             NOT_UNDERSTOOD.to_owned()
         }))

@@ -238,7 +238,7 @@ fn serve_until_stopped(
             break failure;
         };
         if failure.is_some() || stop.is_stopped() {
-            successor.refuse("it is ending, and its images may need repair");
+            successor.refuse("it is stopping, and its images may need repair");
             break failure;
         }
         match hand_over(&mut served, &wanted.door, successor, lock_set) {
@@ -253,7 +253,7 @@ fn serve_until_stopped(
             Err(HandOverFailure::NotTaken(error)) => {
                 let disks = names(&served);
                 let error = lost(error);
-                tracing::warn!(disks, %error, "the new server has not taken over; going on");
+                tracing::warn!(disks, %error, "the takeover failed; this server continues to serve");
                 if let Err(failure) = reopen(&mut served, options, lock_set) {
                     break Some(failure);
                 }
@@ -283,7 +283,7 @@ fn lost(error: std::io::Error) -> std::io::Error {
     use std::io::{Error, ErrorKind};
     match error.kind() {
         ErrorKind::UnexpectedEof | ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
-            Error::new(error.kind(), "it has ended or given up; its own output says why")
+            Error::new(error.kind(), "it has exited or given up; see its own output")
         }
         ErrorKind::WouldBlock | ErrorKind::TimedOut => Error::new(error.kind(), "it did not answer in time"),
         _ => error,
@@ -314,7 +314,7 @@ fn hand_over(
                 lock_set.leave();
             }
             // Given back, as by a server that takes none, and taken again by whoever opens the images.
-            Err(error) => tracing::warn!(%error, "cannot pass the images' locks on"),
+            Err(error) => tracing::warn!(%error, "cannot pass the image locks to the new server"),
         }
     }
     let mut failed = None;
@@ -322,12 +322,12 @@ fn hand_over(
         let closed = disk.server.close_disk(disk.client.as_ref());
         disk.opened = None;
         if let Err(error) = closed {
-            tracing::error!(disk = %disk.name, %error, "not closed cleanly");
+            tracing::error!(disk = %disk.name, %error, "the image was not closed cleanly");
             failed.get_or_insert(CommandFailure::about(&disk.name, error));
         }
     }
     if let Some(failure) = failed {
-        successor.refuse("it has failed, and its images may need repair");
+        successor.refuse("it failed to close an image, which may need repair");
         return Err(HandOverFailure::Close(failure));
     }
     let states = served
@@ -342,7 +342,7 @@ fn hand_over(
         match successor.take_back(REOPEN_MAX) {
             Ok(()) => HandOverFailure::NotTaken(error),
             Err(error) => {
-                let told = "the new server has neither taken over nor let go of the images";
+                let told = "the new server has neither taken over nor released the images";
                 HandOverFailure::Close(CommandFailure::about(told, error))
             }
         }
@@ -387,7 +387,7 @@ fn descriptors(config: &DiskConfig) -> u64 {
 /// The door for a takeover; without one, where the socket's name is too long for it, only that is missing.
 fn open_door(sockets: &[PathBuf]) -> Option<Door> {
     Door::open(sockets)
-        .inspect_err(|error| tracing::warn!(%error, "this server cannot be taken over from"))
+        .inspect_err(|error| tracing::warn!(%error, "no new server can take over from this one"))
         .ok()
 }
 
@@ -513,8 +513,8 @@ fn close(disk: Served) -> Result<(), CommandFailure> {
     let closed = server.close();
     drop(opened);
     match &closed {
-        Ok(()) => tracing::info!(disk = %name, "closed cleanly"),
-        Err(error) => tracing::error!(disk = %name, %error, "not closed cleanly"),
+        Ok(()) => tracing::info!(disk = %name, "the image was closed cleanly"),
+        Err(error) => tracing::error!(disk = %name, %error, "the image was not closed cleanly"),
     }
     closed.map_err(|error| CommandFailure::about(name, error))
 }
@@ -572,11 +572,11 @@ fn stop_on_signal(
         if !serving.load(Ordering::SeqCst) {
             std::thread::sleep(START_END_MAX);
             if !serving.load(Ordering::SeqCst) {
-                give_up(signal, "giving up before everything was open");
+                give_up(signal, "exiting before all images were open");
             }
         }
         let signal = signals.wait()?;
-        give_up(signal, "giving up before everything was drained")
+        give_up(signal, "exiting with requests in flight")
     };
     let report = move || {
         let result: std::io::Result<()> = wait_and_stop();

@@ -17,7 +17,7 @@ fn a_disk_that_another_process_serves_is_added_to_a_running_machine_and_removed_
     let has = |wanted: &str| assert!(all.contains(wanted), "no {wanted:?}: {all}");
     for wanted in [
         "nobody ringdisk: ",
-        "twice ringdisk: a disk is called `far` already",
+        "twice ringdisk: a disk has the id `far` already",
         "inner found vdc of 2 queues",
         r#"removed {"id":"far","ok":true}"#,
         ": OK",

@@ -43,7 +43,7 @@ fn devices_wait_for_a_server_whatever_becomes_of_the_successor_and_no_write_come
         assert_eq!(value("unserved ").trim(), "9 quiesced", "{all}");
         let told = value("upgraded ");
         assert!(
-            told.starts_with("1 ringdisk: /dev/ublkb0 has no server that could hand it over"),
+            told.starts_with("1 ringdisk: /dev/ublkb0 has no server to take over from"),
             "{told}"
         );
 
@@ -67,13 +67,13 @@ fn devices_wait_for_a_server_whatever_becomes_of_the_successor_and_no_write_come
             let told = value(key);
             assert!(told.starts_with("1 ringdisk: process "), "{key}: {told}");
             assert!(
-                told.contains("is of a version that does not hand over as this one does"),
+                told.contains("has another version of the hand-over protocol"),
                 "{key}: {told}"
             );
         }
         let refused = r#""ok":false"#;
         assert!(
-            value("version ").contains("hands devices over in version 1, and was asked in version 2"),
+            value("version ").contains("supports hand-over version 1, not 2"),
             "{all}"
         );
         assert!(

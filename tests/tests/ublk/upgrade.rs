@@ -58,12 +58,15 @@ fn what_keeps_a_server_from_being_replaced_is_said_and_it_goes_on() -> Result<()
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
         let mut refusals = vec![
             ("nothing ", "there is no such device"),
-            ("part ", "serves /dev/ublkb1 too, and hands over all or nothing"),
+            (
+                "part ",
+                "serves /dev/ublkb1 too, and hands over all of its devices or none",
+            ),
             ("missing ", "b.qcow2"),
             ("broken ", "b.qcow2"),
             ("silent ", "does not answer at"),
-            ("forgotten ", "where that can be asked is not remembered"),
-            ("unserved ", "/dev/ublkb0 has no server that could hand it over"),
+            ("forgotten ", "there is no saved state with its control socket"),
+            ("unserved ", "/dev/ublkb0 has no server to take over from"),
             ("off ", "/dev/ublkb3 was made with --recovery off"),
         ];
         match kernel {

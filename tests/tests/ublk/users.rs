@@ -14,7 +14,7 @@ fn a_user_without_rights_has_a_device_of_their_own_if_the_machine_allows_it() ->
             ("closed ", "1 ringdisk: no permission to open /dev/ublk-control"),
             (
                 "transport ",
-                "users without rights have devices with copies only, not user-copy",
+                "an unprivileged user's device supports --transport copy only, not user-copy",
             ),
             ("made ", r#""transport":"copy""#),
             ("owners ", "0 0 1000 1000"),
@@ -27,7 +27,7 @@ fn a_user_without_rights_has_a_device_of_their_own_if_the_machine_allows_it() ->
             ("ungiven ", "1 ringdisk: "),
             (
                 "ungiven ",
-                "cannot open /dev/ublkc1 (udev has to give it to its owner",
+                "cannot open /dev/ublkc1 (run as root, or install the udev rules for users",
             ),
             ("swept ", "0 "),
             ("left ", "0"),

@@ -264,7 +264,7 @@ impl BlockQueue {
     #[cold]
     fn fail(&mut self, error: QueueError) {
         if let Some(held_back) = self.device.told().admit() {
-            tracing::warn!(%error, held_back, "a guest broke its queue; the queue stops");
+            tracing::warn!(%error, held_back, "the guest broke a queue; the queue is stopped");
         }
         self.broken = true;
         self.again.clear();
@@ -299,7 +299,10 @@ impl BlockQueue {
     #[cold]
     fn take_again(&mut self) {
         if !self.again.is_empty() {
-            tracing::info!(chains = self.again.len(), "submitting again what was in flight");
+            tracing::info!(
+                chains = self.again.len(),
+                "resubmitting the requests that were in flight"
+            );
         }
         while self.room() > 0
             && let Some(head) = self.again.pop()

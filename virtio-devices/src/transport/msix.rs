@@ -84,7 +84,7 @@ impl Msix {
             Ok(()) => entry.connected = wanted,
             Err(error) => {
                 if let Some(held_back) = self.told.admit() {
-                    tracing::error!(index, %error, held_back, "an interrupt cannot be set up");
+                    tracing::error!(index, %error, held_back, "cannot set up an interrupt");
                 }
             }
         }

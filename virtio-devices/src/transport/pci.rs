@@ -95,7 +95,7 @@ pub struct VhostUserDiskConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum PlugError {
     /// The number of queues is out of range, or not that of the workers.
-    #[error("{queues} queues with {workers} workers; expected 1 to {QUEUES_MAX}, as many of both")]
+    #[error("{queues} queues with {workers} workers; expected 1 to {QUEUES_MAX}, the same number of both")]
     Queues {
         /// The queues asked for.
         queues: u16,
@@ -112,7 +112,7 @@ pub enum PlugError {
     #[error(transparent)]
     Backend(#[from] BackendError),
     /// The machine or the host has no interrupt or descriptor left.
-    #[error("cannot make an interrupt or an eventfd")]
+    #[error("cannot create an interrupt or an eventfd")]
     Events(#[from] io::Error),
 }
 
@@ -398,7 +398,7 @@ impl VirtioPciBlock {
         for queue in &mut self.queues {
             if let Err(error) = queue.start(&mut *self.device, self.features) {
                 if let Some(held_back) = self.shared.told.admit() {
-                    tracing::warn!(disk = %self.shared.name, %error, held_back, "a queue cannot run");
+                    tracing::warn!(disk = %self.shared.name, %error, held_back, "cannot start a queue");
                 }
                 self.shared.needs_reset();
             }
@@ -424,7 +424,7 @@ impl VirtioPciBlock {
                 if let Err(error) = result
                     && let Some(held_back) = self.shared.told.admit()
                 {
-                    tracing::warn!(disk = %self.shared.name, %error, held_back, "kicks cannot be watched for");
+                    tracing::warn!(disk = %self.shared.name, %error, held_back, "cannot watch for kicks");
                 }
             }
         }
@@ -551,7 +551,7 @@ impl VirtioPciBlock {
 
     fn cannot_stop(&self, error: &DeviceError) {
         if let Some(held_back) = self.shared.told.admit() {
-            tracing::error!(disk = %self.shared.name, %error, held_back, "a queue cannot be stopped");
+            tracing::error!(disk = %self.shared.name, %error, held_back, "cannot stop a queue");
         }
     }
 
@@ -564,7 +564,7 @@ impl VirtioPciBlock {
             if let Err(error) = queue.set_vector(vector, &mut *self.device) {
                 if let Some(held_back) = self.shared.told.admit() {
                     let disk = &self.shared.name;
-                    tracing::error!(%disk, %error, held_back, "a queue's interrupt cannot be changed");
+                    tracing::error!(%disk, %error, held_back, "cannot change a queue's interrupt");
                 }
                 self.shared.needs_reset();
             }
@@ -587,7 +587,7 @@ impl VirtioPciBlock {
     fn write_device(&mut self, offset: u64, data: &[u8]) {
         if let Err(error) = self.device.write_config(offset, data, self.features) {
             if let Some(held_back) = self.shared.told.admit() {
-                tracing::error!(disk = %self.shared.name, %error, held_back, "a change of the configuration failed");
+                tracing::error!(disk = %self.shared.name, %error, held_back, "cannot change the configuration");
             }
             self.shared.needs_reset();
         }

@@ -502,7 +502,7 @@ impl tracing::Subscriber for Lines {
 #[test]
 fn a_guest_cannot_flood_the_log() {
     let most = u64::from(crate::block::LINES_MAX);
-    // Queues that cannot run, and windows at which kicks cannot be watched for.
+    // Queues that cannot run, and windows at which cannot watch for kicks.
     for kicks in [false, true] {
         let mut board = Board::new(1);
         board.bench.refuses.store(kicks, Ordering::SeqCst);

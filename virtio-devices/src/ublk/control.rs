@@ -42,7 +42,7 @@ pub enum OpenControlError {
     NoDriver,
     /// We may not.
     #[error(
-        "no permission to open {CONTROL_PATH}: run as root, or have udev let users have devices (docs/howto-ublk.md)"
+        "no permission to open {CONTROL_PATH}: run as root, or install the udev rules for users (docs/howto-ublk.md)"
     )]
     Permission,
     /// Something else.
@@ -441,7 +441,7 @@ impl Control {
             if Instant::now() > deadline {
                 tracing::warn!(
                     device,
-                    "somebody has the removed device open still: its number stays taken so long"
+                    "the removed device is still open; its number stays in use until it is closed"
                 );
                 break;
             }

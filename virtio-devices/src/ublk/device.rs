@@ -169,14 +169,14 @@ pub enum AddError {
     },
     /// This takes rights that the process has not.
     #[error(
-        "users without rights have devices with copies only, not {0}: leave --transport out, or run as root"
+        "an unprivileged user's device supports --transport copy only, not {0}; leave --transport out, or run as root"
     )]
     Rights(Transport),
     /// The driver refused a command.
     #[error(transparent)]
     Command(#[from] CommandError),
     /// The driver dropped a flag.
-    #[error("the driver has dropped the flags {0:?} that it was asked for")]
+    #[error("the driver ignored the requested flags {0:?}")]
     Flags(Flags),
     /// The driver dropped a parameter.
     #[error(transparent)]
@@ -223,7 +223,7 @@ pub enum AddError {
         state: State,
     },
     /// A recovery of the device has stopped half way, and cannot be brought to where another one may begin.
-    #[error("cannot make good that a recovery of /dev/ublkb{device} may have stopped half way")]
+    #[error("cannot clean up an interrupted recovery of /dev/ublkb{device}")]
     HalfRecovered {
         /// The device.
         device: u32,
@@ -242,7 +242,7 @@ pub enum AddError {
         disk_bytes: u64,
     },
     /// It failed, and then so did taking it down.
-    #[error("{failure}; and /dev/ublkb{device} could not be removed again: {clean_up}")]
+    #[error("{failure}; and /dev/ublkb{device} cannot be removed: {clean_up}")]
     CleanUp {
         /// The device.
         device: u32,
@@ -277,10 +277,10 @@ pub enum CloseError {
 #[derive(Debug, thiserror::Error)]
 pub enum ResizeError {
     /// The driver cannot change sizes.
-    #[error("this kernel's ublk driver cannot change the size of a device that is served (Linux 6.16)")]
+    #[error("this kernel's ublk driver cannot resize a device that is served; it needs Linux 6.16")]
     Unsupported,
     /// The disk does not grow so.
-    #[error("the disk cannot be made {size_bytes} bytes large")]
+    #[error("cannot resize the disk to {size_bytes} bytes")]
     Disk {
         /// The size asked for.
         size_bytes: u64,
@@ -520,7 +520,7 @@ impl UblkDevice {
             let unserved =
                 finish_fetches(file, &info).map_err(|source| AddError::HalfRecovered { device, source })?;
             if unserved > 0 {
-                tracing::info!(device, unserved, "a recovery has stopped half way here");
+                tracing::info!(device, unserved, "cleaning up an interrupted recovery");
             }
         }
         control.start_recovery(device, noticed.saturating_duration_since(Instant::now()))?;
@@ -765,7 +765,7 @@ impl UblkDevice {
         if self.info.state() == State::Dead
             && let Err(error) = control.stop(self.info.dev_id)
         {
-            tracing::warn!(%error, "taking down");
+            tracing::warn!(%error, "cannot stop the device");
         }
         let deadline = Instant::now() + Duration::from_secs(5);
         while self.info.state() == State::Dead && !self.is_ended() && Instant::now() < deadline {
@@ -808,7 +808,7 @@ fn give_up_admin() {
         set_capabilities(None, sets)
     });
     if let Err(error) = given_up {
-        tracing::warn!(%error, "the host may look for partitions in this disk");
+        tracing::warn!(%error, "cannot drop CAP_SYS_ADMIN: the host may scan this disk for partitions");
     }
 }
 
@@ -822,7 +822,7 @@ pub fn may_administer() -> bool {
 /// What a person can do about a device that is not theirs, in brackets.
 fn owner(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
-        Some(libc::EACCES) => " (udev has to give it to its owner: docs/howto-ublk.md)",
+        Some(libc::EACCES) => " (run as root, or install the udev rules for users: docs/howto-ublk.md)",
         _ => "",
     }
 }

@@ -9,7 +9,7 @@ pub(super) const DMA_ALIGN: u32 = 512;
 
 /// What an option was lost to.
 #[derive(Debug, thiserror::Error)]
-#[error("the driver has dropped what it was told of the disk: {what}")]
+#[error("the driver ignored a parameter of the disk: {what}")]
 pub struct ParamsError {
     what: String,
 }

@@ -365,7 +365,7 @@ impl<C: Channel> UblkQueue<C> {
                 tracing::warn!(
                     device = self.state.device,
                     ?descriptor,
-                    "a request makes no sense"
+                    "invalid request from the driver"
                 );
                 self.state.errors.fetch_add(1, Ordering::Relaxed);
                 return self.answer(tag, -errno);
@@ -421,7 +421,7 @@ impl<C: Channel> UblkQueue<C> {
             Some(from) if bytes >= from as usize => match self.channel.pages(tag, bytes) {
                 Ok(pages) => Some(pages),
                 Err(error) => {
-                    tracing::error!(device = state.device, tag, %error, "registered pages cannot be had");
+                    tracing::error!(device = state.device, tag, %error, "cannot use the registered pages of a request");
                     None
                 }
             },

@@ -149,8 +149,8 @@ impl Backend {
         if let Some(held_back) = self.device.told().admit() {
             tracing::warn!(
                 held_back,
-                "the client has connected again without its guest's cache mode: every write is made durable, as for \
-                 a guest in writethrough; a server with --restartable knows the mode"
+                "the client reconnected without its guest's cache mode: every write is made durable, as for \
+                 write-through; start the server with --restartable to keep the mode"
             );
         }
     }
@@ -380,7 +380,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
     fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
         inflight::make(asked, self.vrings.len()).map_err(|error| {
             if let Some(held_back) = self.device.told().admit() {
-                tracing::warn!(%error, held_back, "cannot give a client inflight memory");
+                tracing::warn!(%error, held_back, "cannot provide inflight memory to a client");
             }
             // The answer has no room for a refusal.
             MessageError::InvalidParam

@@ -154,7 +154,7 @@ pub(super) fn prepare() {
     static HANDLER: Once = Once::new();
     HANDLER.call_once(|| {
         if let Err(error) = handle() {
-            tracing::warn!(%error, "a client that shrinks its memory will end this process");
+            tracing::warn!(%error, "cannot handle SIGBUS: a client that truncates its memory will end this process");
         }
     });
 }

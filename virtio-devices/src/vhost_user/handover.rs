@@ -75,7 +75,7 @@ pub enum HandOverError {
     #[error("cannot hand a client's descriptors over")]
     Os(#[from] io::Error),
     /// The new server does not do what the client uses.
-    #[error("message {code} of a client's was refused: {reason}")]
+    #[error("message {code} of a client was refused: {reason}")]
     Refused {
         /// The message's code.
         code: u32,
@@ -327,7 +327,7 @@ impl VhostUserServer {
             if lock(&client.backend).worker_gone() {
                 return Err(ServeError::Worker(block::worker::WorkerGone));
             }
-            tracing::warn!(%error, "a queue does not go on");
+            tracing::warn!(%error, "cannot restart a queue");
         }
         Ok(client)
     }

@@ -43,7 +43,7 @@ const MODE_MARK: u64 = u64::from_be_bytes(*b"rdcache\0");
 #[derive(Debug, thiserror::Error)]
 pub(super) enum InflightMemoryError {
     #[error(
-        "inflight memory for {queues} queues of {entries} was asked for; expected 1 to {queues_max} queues of 1 to \
+        "the client requested inflight memory for {queues} queues of {entries}; expected 1 to {queues_max} queues of 1 to \
          {ENTRIES_MAX}"
     )]
     Shape {

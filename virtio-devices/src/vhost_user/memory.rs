@@ -26,7 +26,7 @@ pub(super) enum MemoryError {
     Range { guest: u64, size: u64 },
     #[error("the region at guest address {guest:#x} reaches to byte {end} of a file of {len}")]
     File { guest: u64, end: u64, len: u64 },
-    #[error("cannot look at the file of the region at guest address {guest:#x}")]
+    #[error("cannot stat the file of the region at guest address {guest:#x}")]
     Stat {
         guest: u64,
         #[source]
@@ -38,11 +38,11 @@ pub(super) enum MemoryError {
         #[source]
         source: FromRangesError,
     },
-    #[error("the regions do not go together: {0}")]
+    #[error("the regions are invalid together: {0}")]
     Overlap(#[from] GuestRegionCollectionError),
     #[error("more than {REGIONS_MAX} regions")]
     TooMany,
-    #[error("regions of {bytes} bytes together; expected at most {BYTES_MAX}")]
+    #[error("the regions have {bytes} bytes together; expected at most {BYTES_MAX}")]
     TooLarge { bytes: u64 },
     #[error("there is no region at guest address {guest:#x} of {size} bytes")]
     Unknown { guest: u64, size: u64 },

@@ -107,7 +107,7 @@ impl Default for VhostUserConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The number of queues is out of range.
-    #[error("{found} queues asked for; expected 1 to {QUEUES_MAX}")]
+    #[error("the number of queues is {found}; expected 1 to {QUEUES_MAX}")]
     Queues {
         /// The number asked for.
         found: u16,
@@ -283,7 +283,7 @@ impl VhostUserServer {
                     event::wait_readable_for(stop.event(), SHORTAGE).map_err(ServeError::Accept)?;
                 }
                 Err(error) if is_passing(&error) => {
-                    tracing::debug!(disk = %self.name, %error, "a connection has gone");
+                    tracing::debug!(disk = %self.name, %error, "a connection was closed before it was accepted");
                 }
                 Err(error) => return Err(ServeError::Accept(error)),
             }
@@ -365,7 +365,7 @@ impl VhostUserServer {
                 // The backend refused something and the client was told, if it wanted to know.
                 Err(MessageError::ReqHandlerError(error)) if lock(&backend).answers_errors() => {
                     if let Some(held_back) = self.device.told().admit() {
-                        tracing::warn!(disk = %self.name, %error, held_back, "refused what a client asked for");
+                        tracing::warn!(disk = %self.name, %error, held_back, "refused a message of the client");
                     }
                 }
                 Err(error) => break error,
@@ -378,7 +378,7 @@ impl VhostUserServer {
             _ if stop.is_stopped() => tracing::info!(disk = %self.name, "disconnecting the client"),
             MessageError::Disconnected => {
                 if let Some(held_back) = self.told.admit() {
-                    tracing::info!(disk = %self.name, held_back, "the client has gone");
+                    tracing::info!(disk = %self.name, held_back, "the client has disconnected");
                 }
             }
             error => {
@@ -398,7 +398,7 @@ impl VhostUserServer {
             let connected = event::peer_process(connection.as_fd());
             tracing::warn!(
                 disk = %self.name, connected_process = connected, held_back,
-                "another client has connected and waits until the one before it disconnects: one is served at a time"
+                "another client has connected and waits until the current one disconnects: one client is served at a time"
             );
         }
     }

@@ -841,7 +841,7 @@ fn a_server_that_cannot_be_started_says_why() {
     };
     assert_eq!(
         start(|config| config.num_queues = 0),
-        "0 queues asked for; expected 1 to 256"
+        "the number of queues is 0; expected 1 to 256"
     );
     assert_eq!(
         start(|config| config.serial = "x".repeat(21)),

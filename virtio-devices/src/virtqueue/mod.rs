@@ -63,7 +63,7 @@ pub enum SetupError {
 pub enum QueueError {
     /// A page of the guest's memory is gone.
     #[error(
-        "memory of the guest's has failed, or its owner has taken it away; requests may have seen zeros in its place"
+        "guest memory is gone (SIGBUS): it failed, or the client truncated it; requests may have read zeros instead"
     )]
     MemoryLost,
     /// The available index moved by more entries than the queue has.
@@ -105,7 +105,7 @@ pub enum QueueError {
         head: u16,
     },
     /// An indirect descriptor that has a successor.
-    #[error("the chain at {head} goes on after an indirect table")]
+    #[error("the chain at {head} continues after an indirect table")]
     IndirectHasNext {
         /// The first descriptor.
         head: u16,
@@ -127,7 +127,7 @@ pub enum QueueError {
         address: u64,
     },
     /// There is nowhere to put an answer.
-    #[error("the chain at {head} has no byte that a status can be written to ({})", reason(*defect))]
+    #[error("the chain at {head} has no writable status byte ({})", reason(*defect))]
     NoStatus {
         /// The first descriptor.
         head: u16,
@@ -135,7 +135,7 @@ pub enum QueueError {
         defect: Option<ChainDefect>,
     },
     /// A chain was made available again before it was used.
-    #[error("the chain at {head} was made available while it is in flight")]
+    #[error("the chain at {head} was made available again while in flight")]
     HeadInFlight {
         /// The first descriptor.
         head: u16,
@@ -154,7 +154,7 @@ pub enum ChainDefect {
         len: u32,
     },
     /// A buffer of no bytes.
-    #[error("a buffer has no bytes")]
+    #[error("a buffer is empty")]
     ZeroLength,
     /// A buffer to read from after one to write to.
     #[error("a readable buffer follows a writable one")]

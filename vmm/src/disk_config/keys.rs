@@ -1,15 +1,15 @@
-//! The table of `--disk` keys: what exists, what it takes, what it means, where it applies.
+//! The table of `--disk` keys: names, values, defaults, meanings and scopes.
 
 use super::DiskConfigError;
 
-/// Where a key has a meaning.
+/// The scope in which a key applies.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Scope {
-    /// Wherever a disk is opened.
+    /// All commands that open a disk.
     Here,
-    /// For the disks of `ringdisk run` alone.
+    /// Disks of `ringdisk run` only.
     Machine,
-    /// Only somewhere else; the text says where.
+    /// Not in `--disk`; the text names the other program or command.
     Elsewhere(&'static str),
 }
 
@@ -18,27 +18,27 @@ pub enum Scope {
 pub struct Key {
     /// Its name.
     pub name: &'static str,
-    /// What it takes, as the end of a sentence: "takes on or off".
+    /// Its permitted values, as the end of a sentence: "takes on or off".
     pub takes: &'static str,
-    /// The value it has when it is not given, as a person would say it.
+    /// Its default, as text.
     pub default: &'static str,
-    /// What it is for.
+    /// Its purpose.
     pub about: &'static str,
-    /// Where it applies.
+    /// Its scope.
     pub scope: Scope,
 }
 
 const ON_OFF: &str = "on or off";
-/// Why a disk has no place on a bus here.
+/// The reason for refusing a PCI key outside `ringdisk run`.
 pub(super) const OUR_VM: &str =
-    "it applies to disks of `ringdisk run`; here the program that attaches the disk sets it";
-const BYTES: &str = "bytes from 1 up, such as 100M";
-const NUMBER: &str = "a number from 1 up";
+    "it applies to disks of `ringdisk run` only; set it in the program that attaches the disk";
+const BYTES: &str = "a number of bytes, at least 1, such as 100M";
+const NUMBER: &str = "a number, at least 1";
 const MILLIS: &str = "milliseconds from 1 to 4294967295";
-/// Why a server is not one's client.
-pub(super) const CLIENT: &str = "it tells a virtual machine where its disk's server is; \
-                                 a server takes its socket from --socket";
-const CREATE: &str = "it applies to images that are created";
+/// The reason for refusing the keys of a vhost-user client in a server.
+pub(super) const CLIENT: &str = "it names the vhost-user backend of a disk of `ringdisk run`; \
+                                 pass a server its socket with --socket";
+const CREATE: &str = "it applies to `ringdisk image create` only";
 
 const fn here(name: &'static str, takes: &'static str, default: &'static str, about: &'static str) -> Key {
     Key {
@@ -67,157 +67,147 @@ const fn elsewhere(name: &'static str, place: &'static str) -> Key {
     }
 }
 
-/// Every key of the full syntax, those that apply here first.
+/// Every key of the full syntax; those of every disk come first.
 pub static KEYS: &[Key] = &[
-    here("path", "the name of an image file", "required", "the image"),
+    here("path", "the name of a file", "required", "image file"),
     here(
         "image_type",
         "raw or qcow2",
         "qcow2 if the file starts with its magic",
-        "the image's format; a file that does not look like QCOW2 needs image_type=raw",
+        "image format; a file without the QCOW2 magic needs image_type=raw",
     ),
-    here("readonly", ON_OFF, "off", "the guest may only read"),
+    here("readonly", ON_OFF, "off", "refuse writes"),
     here("direct", ON_OFF, "off", "bypass the host's page cache (O_DIRECT)"),
     here(
         "num_queues",
         "a number from 1 to 256",
         "1",
-        "queues of the device, each with a worker thread",
+        "number of queues, each with a worker thread",
     ),
     here(
         "queue_size",
         "a power of two from 4 to 32768",
         "128",
-        "entries of each queue; a client of vhost-user may set up more or fewer",
+        "entries of each queue; a vhost-user client may choose another size",
     ),
     here(
         "serial",
         "1 to 20 printable ASCII characters",
         "none",
-        "the serial number the guest sees",
+        "serial number that the guest sees",
     ),
-    here("id", "a name", "the path", "the disk's name in logs"),
+    here("id", "a name", "the path", "name of the disk in logs"),
     here(
         "queue_affinity",
         "a list of queue@[cpus], each queue once, such as [0@[1,3],1@[4-7]]",
         "none",
-        "the host CPUs each queue's worker may run on",
+        "host CPUs on which each queue's worker may run",
     ),
     here(
         "backing_files",
         ON_OFF,
         "off",
-        "allow opening the files the image names as its backing",
+        "allow opening the backing files that the image names",
     ),
-    here("sparse", ON_OFF, "on", "give discarded space back to the host"),
+    here("sparse", ON_OFF, "on", "return discarded space to the host"),
     here(
         "lock_granularity",
         "byte-range or full",
         "byte-range",
-        "what the image lock covers; full for file systems that cannot lock ranges",
+        "range of the image lock; full for file systems that cannot lock ranges",
     ),
     here(
         "l2_cache",
-        "bytes from 64K up, such as 4M",
+        "a number of bytes, at least 64K, such as 4M",
         "by the disk's size",
-        "memory for the mapping's tables",
+        "memory for mapping tables",
     ),
     here(
         "discard_no_unref",
         ON_OFF,
         "off",
-        "keep discarded clusters reserved, so that the image does not fragment",
+        "keep discarded clusters allocated, so that the image does not fragment",
     ),
     here(
         "werror",
         "report or wait",
         "report",
-        "what becomes of a write that the host has no space for: it fails, or waits until there is space",
+        "when the host is out of space: fail the write, or delay it until there is space",
     ),
     here(
         "poll_us",
         "microseconds from 0 to 10000",
         "adaptive; 0 for ublk",
-        "how long an idle worker polls before it sleeps",
+        "time that an idle worker polls before it sleeps",
     ),
     here(
         "bw_size",
         BYTES,
         "no limit",
-        "bytes read and written in one bw_refill_time",
+        "bytes that may be read and written in one bw_refill_time",
     ),
-    here(
-        "bw_one_time_burst",
-        BYTES,
-        "none",
-        "bytes beyond that, once, at the start",
-    ),
+    here("bw_one_time_burst", BYTES, "none", "extra bytes, used up once"),
     here(
         "bw_refill_time",
         MILLIS,
         "no limit",
-        "the time in which the bucket of bw_size fills again",
+        "time in which the allowance of bw_size is refilled",
     ),
     here("ops_size", NUMBER, "no limit", "requests in one ops_refill_time"),
     here(
         "ops_one_time_burst",
         NUMBER,
         "none",
-        "requests beyond that, once, at the start",
+        "extra requests, used up once",
     ),
     here(
         "ops_refill_time",
         MILLIS,
         "no limit",
-        "the time in which the bucket of ops_size fills again",
+        "time in which the allowance of ops_size is refilled",
     ),
     here(
         "rate_limit_group",
         "the id of a --rate-limit-group",
         "none",
-        "the disks whose limits it shares, instead of limits of its own",
+        "use the shared limits of that group instead of the disk's own",
     ),
     machine(
         "vhost_user",
         ON_OFF,
         "off",
-        "another program serves the disk: a vhost-user-blk backend",
+        "use a disk that another program serves (a vhost-user-blk backend)",
     ),
-    machine(
-        "socket",
-        "the path of a socket",
-        "none",
-        "where that backend listens",
-    ),
+    machine("socket", "the path of a socket", "none", "socket of that backend"),
     machine(
         "pci_device_id",
         "a slot from 1 to 31",
         "the lowest free one",
-        "where on the machine's bus the disk is",
+        "PCI slot of the disk",
     ),
     machine(
         "pci_segment",
-        "0, as a machine has one",
+        "0, the only segment",
         "0",
-        "the PCI segment of that bus",
+        "PCI segment of the disk",
     ),
     machine(
         "iommu",
-        "off, as a machine has none",
+        "off, as the machine has no IOMMU",
         "off",
-        "an IOMMU in front of the disk",
+        "place the disk behind an IOMMU",
     ),
     elsewhere("cow", CREATE),
     elsewhere("compression", CREATE),
 ];
 
-/// The keys that a disk can have, in the table's order.
+/// Returns the keys that a disk can have, in table order.
 fn applicable() -> impl Iterator<Item = &'static Key> {
     KEYS.iter()
         .filter(|key| !matches!(key.scope, Scope::Elsewhere(_)))
 }
 
-/// The key called `name`.
+/// Returns the key called `name`.
 pub(super) fn find(name: &str) -> Result<&'static Key, DiskConfigError> {
     KEYS.iter()
         .find(|key| key.name == name)
@@ -227,13 +217,13 @@ pub(super) fn find(name: &str) -> Result<&'static Key, DiskConfigError> {
         })
 }
 
-/// Returns the table of keys for `--help`, one key a line: those of every disk.
+/// Returns the table of keys of every disk for `--help`, one key per line.
 #[must_use]
 pub fn keys_help() -> String {
     table(applicable().filter(|key| key.scope == Scope::Here))
 }
 
-/// As [`keys_help`], for disks of `ringdisk run`.
+/// Returns the table of keys of `ringdisk run` disks for `--help`.
 #[must_use]
 pub fn machine_keys_help() -> String {
     table(applicable())
@@ -241,7 +231,7 @@ pub fn machine_keys_help() -> String {
 
 fn table(keys: impl Iterator<Item = &'static Key>) -> String {
     let mut text = String::from(
-        "Keys of --disk (key=value, separated by commas; a value with a comma in double quotes, path=\"a,b\"):\n",
+        "Keys of --disk (key=value, separated by commas; put a value with a comma in double quotes, path=\"a,b\"):\n",
     );
     for key in keys {
         let Key {
@@ -256,7 +246,7 @@ fn table(keys: impl Iterator<Item = &'static Key>) -> String {
     text
 }
 
-/// The applicable key that a misspelt name most resembles: at most two letters away.
+/// Returns the applicable key closest to a misspelt name, at most two edits away.
 fn nearest(name: &str) -> Option<&'static str> {
     // No key is this long, and the distance below is quadratic.
     if name.len() > 32 {
@@ -269,7 +259,7 @@ fn nearest(name: &str) -> Option<&'static str> {
         .map(|(_, key)| key)
 }
 
-/// How many letters must be inserted, deleted or replaced to get from `a` to `b`.
+/// Returns the edit distance of `a` and `b` (insertions, deletions and replacements).
 fn letters_apart(a: &[u8], b: &[u8]) -> usize {
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, left) in a.iter().enumerate() {

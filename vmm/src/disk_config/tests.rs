@@ -86,7 +86,7 @@ fn writes_without_space_fail_unless_they_are_to_wait() {
     );
     assert_eq!(
         refused("path=d,werror=wait,readonly=on"),
-        "--disk: `werror=wait` contradicts `readonly=on`: nothing is written"
+        "--disk: `werror=wait` contradicts `readonly=on`: a read-only disk is never written"
     );
 }
 
@@ -117,11 +117,11 @@ fn limits_are_a_size_in_a_time_and_perhaps_a_burst() {
         ),
         (
             "bw_refill_time=1",
-            "`bw_refill_time` is given without `bw_size`, which takes bytes from 1 up, such as 100M",
+            "`bw_refill_time` is given without `bw_size`, which takes a number of bytes, at least 1, such as 100M",
         ),
         (
             "ops_one_time_burst=1",
-            "`ops_one_time_burst` is given without `ops_size`, which takes a number from 1 up",
+            "`ops_one_time_burst` is given without `ops_size`, which takes a number, at least 1",
         ),
         (
             "ops_size=1,bw_size=1,bw_refill_time=1",
@@ -129,7 +129,7 @@ fn limits_are_a_size_in_a_time_and_perhaps_a_burst() {
         ),
         (
             "rate_limit_group=g,ops_size=1,ops_refill_time=1",
-            "`ops_size` contradicts `rate_limit_group=g`: a disk has limits of its own or those of a group",
+            "`ops_size` contradicts `rate_limit_group=g`: a disk has either its own limits or those of a group",
         ),
     ] {
         assert_eq!(refused(&format!("path=d,{text}")), format!("--disk: {message}"));
@@ -146,10 +146,10 @@ fn a_disk_that_another_program_serves_is_a_socket_and_little_more() {
     assert_eq!(parse("socket=s,vhost_user=on").name(), "s");
     assert!(!parse("path=d,vhost_user=off").vhost_user);
     let refusal = config.is_own().map_err(|error| error.to_string());
-    assert!(refusal.is_err_and(|error| error.contains("a server takes its socket from --socket")));
+    assert!(refusal.is_err_and(|error| error.contains("pass a server its socket with --socket")));
     parse("path=d").is_own().expect("an image");
     let sees_to_it =
-        "`vhost_user=on` is for `ringdisk run`: another program serves the disk there, and has this option";
+        "`vhost_user=on` is for `ringdisk run` only: another program serves the disk, so set this key there";
     for (text, message) in [
         (
             "vhost_user=on",
@@ -247,7 +247,7 @@ fn a_group_that_makes_no_sense_is_refused_by_name() {
         (&["id=a,id=b"], "`id` is given more than once"),
         (
             &["id=a,bw_size=x"],
-            "`bw_size=x`: bw_size takes bytes from 1 up, such as 100M",
+            "`bw_size=x`: bw_size takes a number of bytes, at least 1, such as 100M",
         ),
         (
             &["id=a,path=b"],
@@ -396,7 +396,7 @@ fn keys_of_the_full_syntax_are_refused_with_where_they_apply() {
             "{message}"
         );
     }
-    assert!(refused("path=a,cow=on").contains("images that are created"));
+    assert!(refused("path=a,cow=on").contains("`ringdisk image create` only"));
 }
 
 #[test]
@@ -412,15 +412,12 @@ fn a_key_given_twice_is_refused_even_with_the_same_value() {
 fn a_missing_or_empty_path_is_refused() {
     assert_eq!(
         refused("readonly=on"),
-        "--disk: `path` is missing; it takes the name of an image file"
+        "--disk: `path` is missing; it takes the name of a file"
     );
-    assert_eq!(
-        refused("path="),
-        "--disk: `path=`: path takes the name of an image file"
-    );
+    assert_eq!(refused("path="), "--disk: `path=`: path takes the name of a file");
     assert_eq!(
         refused("path=\"\""),
-        "--disk: `path=`: path takes the name of an image file"
+        "--disk: `path=`: path takes the name of a file"
     );
 }
 
@@ -451,18 +448,21 @@ fn wrong_values_name_the_key_and_what_it_takes() {
         ("serial=é", "1 to 20 printable ASCII characters"),
         ("id=", "a name"),
         ("lock_granularity=none", "byte-range or full"),
-        ("l2_cache=0", "bytes from 64K up, such as 4M"),
-        ("l2_cache=63K", "bytes from 64K up, such as 4M"),
-        ("l2_cache=4MB", "bytes from 64K up, such as 4M"),
-        ("l2_cache=-4M", "bytes from 64K up, such as 4M"),
-        ("l2_cache=99E", "bytes from 64K up, such as 4M"),
-        ("bw_size=0", "bytes from 1 up, such as 100M"),
-        ("bw_one_time_burst=1x", "bytes from 1 up, such as 100M"),
+        ("l2_cache=0", "a number of bytes, at least 64K, such as 4M"),
+        ("l2_cache=63K", "a number of bytes, at least 64K, such as 4M"),
+        ("l2_cache=4MB", "a number of bytes, at least 64K, such as 4M"),
+        ("l2_cache=-4M", "a number of bytes, at least 64K, such as 4M"),
+        ("l2_cache=99E", "a number of bytes, at least 64K, such as 4M"),
+        ("bw_size=0", "a number of bytes, at least 1, such as 100M"),
+        (
+            "bw_one_time_burst=1x",
+            "a number of bytes, at least 1, such as 100M",
+        ),
         ("bw_refill_time=0", "milliseconds from 1 to 4294967295"),
         ("bw_refill_time=1s", "milliseconds from 1 to 4294967295"),
-        ("ops_size=1K", "a number from 1 up"),
-        ("ops_size=+1", "a number from 1 up"),
-        ("ops_one_time_burst=18446744073709551616", "a number from 1 up"),
+        ("ops_size=1K", "a number, at least 1"),
+        ("ops_size=+1", "a number, at least 1"),
+        ("ops_one_time_burst=18446744073709551616", "a number, at least 1"),
         ("ops_refill_time=4294967296", "milliseconds from 1 to 4294967295"),
         ("rate_limit_group=", "the id of a --rate-limit-group"),
         ("poll_us=10001", "microseconds from 0 to 10000"),
@@ -588,8 +588,8 @@ fn a_place_on_the_bus_is_a_slot_of_the_one_segment_without_an_iommu() {
     for (text, takes) in [
         ("pci_device_id=0", "takes a slot from 1 to 31"),
         ("pci_device_id=32", "takes a slot from 1 to 31"),
-        ("pci_segment=1", "takes 0, as a machine has one"),
-        ("iommu=on", "takes off, as a machine has none"),
+        ("pci_segment=1", "takes 0, the only segment"),
+        ("iommu=on", "takes off, as the machine has no IOMMU"),
     ] {
         let message = refused(&format!("path=a,{text}"));
         assert!(

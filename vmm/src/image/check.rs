@@ -1,4 +1,4 @@
-//! `ringdisk image check`: looks, mends if asked to, and tells both.
+//! `ringdisk image check`: checks an image, optionally repairs it, and reports both.
 
 use std::error::Error;
 use std::io::Write;
@@ -15,12 +15,12 @@ use super::{CheckArguments, on_image, open_to_read, text, write_json};
 use crate::error::{CommandFailure, chain};
 use crate::ublk::claim::refuse_claimed;
 
-/// What to mend.
+/// The value of `--repair`.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(super) enum Repair {
-    /// Leaked clusters: those that count as used and that nothing refers to
+    /// Leaked clusters: allocated, but not referenced
     Leaks,
-    /// Leaked clusters, wrong or lost refcounts, and the flags that depend on them
+    /// Leaked clusters, wrong or missing refcounts, and the flags that depend on them
     All,
 }
 
@@ -33,7 +33,7 @@ impl From<Repair> for Extent {
     }
 }
 
-/// What a check with repair says in JSON: `qemu-img`'s names, and why nothing was repaired.
+/// The JSON output of a check with repair: the fields of `qemu-img`, and the reason if nothing was repaired.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Repaired {
@@ -119,19 +119,21 @@ fn repair(arguments: &CheckArguments, extent: Extent, out: &mut dyn Write) -> Re
     Ok(answer.report.verdict().exit_code())
 }
 
-/// Returns why a repair that was asked for `extent` changed nothing in an image that has errors all the same.
+/// Returns the reason if a repair of `extent` changed nothing although the image has errors.
 fn nothing_to_do(extent: Extent, done: &RepairReport) -> Option<String> {
     let needless = extent == Extent::Leaks && done.before.leaks == 0 && done.after.corruptions > 0;
-    needless.then(|| "no cluster is leaked; --repair all repairs corruption".to_owned())
+    needless.then(|| "no cluster is leaked; use --repair all to repair corruption".to_owned())
 }
 
-/// Returns why nothing was repaired, and what can be done instead.
+/// Returns the reason why nothing was repaired, and the alternative.
 fn refusal(error: &RepairError) -> String {
     let instead = match error {
         RepairError::Damaged(finding) if finding.structure == "snapshot table" => {
-            "; `qemu-img check -r all` repairs entries of snapshot tables"
+            "; use `qemu-img check -r all` to repair snapshot table entries"
         }
-        RepairError::Damaged(_) => "; restore a backup, or rescue what can be read",
+        RepairError::Damaged(_) => {
+            "; restore a backup, or serve the image with readonly=on and copy what can be read"
+        }
         _ => "",
     };
     format!("{}{instead}", chain(error))

@@ -1,4 +1,4 @@
-//! `ringdisk image create`: makes an image, or leaves everything as it was.
+//! `ringdisk image create`: creates an image, or leaves no file behind.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
@@ -16,7 +16,7 @@ use super::{CreateArguments, on_image, open_to_read, write_json};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::size::parse_bytes;
 
-/// Makes the image and says what it made.
+/// Creates the image and prints a description.
 pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8, CommandFailure> {
     let usage = |error: &dyn std::fmt::Display| CommandFailure::Usage(error.to_string());
     let (mut options, given) =
@@ -27,7 +27,7 @@ pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8
     };
     let backing_size = backing_disk_size(&arguments.path, &options)?;
     options.size = size.or(backing_size).ok_or_else(|| {
-        CommandFailure::Usage("a size is missing; it can be left out only with -o backing_file=…".to_owned())
+        CommandFailure::Usage("the size is missing; pass one, such as 20G, or -o backing_file=…".to_owned())
     })?;
 
     let created = NewFile::open(&arguments.path)?;
@@ -64,12 +64,12 @@ pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8
     Ok(EXIT_OK)
 }
 
-/// Returns the size of the disk in the backing file, if there is to be one. Finding it out shows that the file is
-/// there and of the format it is said to be. It may be being written: an overlay is made before its guest moves to it,
-/// and no disk changes its size by being written. Whoever opens the overlay locks the file.
+/// Returns the size of the disk in the backing file, if one is given. Fails if the file is missing or not of the given
+/// format. The file is not locked: an overlay is created while the guest still writes its base, and writes do not
+/// change the size. Opening the overlay locks it.
 fn backing_disk_size(path: &Path, options: &CreateOptions) -> Result<Option<u64>, CommandFailure> {
     let (Some(name), Some(format)) = (&options.backing_file, &options.backing_format) else {
-        // That one is missing without the other is told when the image is made.
+        // `tools::create` reports that one is given without the other.
         return Ok(options.backing_file.as_ref().map(|_| 0));
     };
     let backing = tools::backing_path(path, name.as_bytes()).ok_or_else(|| {
@@ -83,7 +83,10 @@ fn backing_disk_size(path: &Path, options: &CreateOptions) -> Result<Option<u64>
         _ => false,
     };
     if same_file(path, &backing) {
-        let error = io::Error::new(io::ErrorKind::InvalidInput, "it is the image itself");
+        let error = io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "it is the new image itself; choose another file",
+        );
         return Err(about(error.into()));
     }
     let cx = Context::syscalls();
@@ -98,13 +101,13 @@ fn backing_disk_size(path: &Path, options: &CreateOptions) -> Result<Option<u64>
     Ok(Some(size))
 }
 
-/// A file that is removed again unless it is kept, if it was not there before.
+/// A new file, removed on drop unless it is kept. An existing file is never removed.
 struct NewFile {
     made: Option<PathBuf>,
 }
 
 impl NewFile {
-    /// Makes an empty file if there is none.
+    /// Creates an empty file if none exists.
     fn open(path: &Path) -> Result<Self, CommandFailure> {
         match OpenOptions::new().write(true).create_new(true).open(path) {
             Ok(_) => Ok(Self {
@@ -128,13 +131,13 @@ impl Drop for NewFile {
         if let Some(path) = &self.made
             && let Err(error) = fs::remove_file(path)
         {
-            tracing::warn!(path = %path.display(), %error, "could not remove a file that was not finished");
+            tracing::warn!(path = %path.display(), %error, "cannot remove an incomplete image");
         }
     }
 }
 
-/// The line that `qemu-img create` prints: options with a default always, `preallocation` and `compat` as they were given
-/// or not at all, and a comma in a name twice.
+/// Returns the line that `qemu-img create` prints: all options with a default, `preallocation` and `compat` only if
+/// given, and commas in names doubled.
 fn describe(path: &Path, options: &CreateOptions, given: &Given) -> String {
     let mut line = format!("Formatting '{}', fmt=qcow2", path.display());
     let mut add = |name: &str, value: &dyn std::fmt::Display| line.push_str(&format!(" {name}={value}"));

@@ -1,7 +1,7 @@
-//! What `image create -o opt=val,…` says, as values.
+//! Parser of `image create -o opt=val,…`.
 //!
-//! The options are those of `qemu-img create -f qcow2`. This reads each value; whether they go together
-//! and make an image is for [`qcow::image::create()`] to say, before it writes anything.
+//! The options are those of `qemu-img create -f qcow2`. Each value is parsed alone; [`qcow::image::create()`] checks
+//! the combination before it writes anything.
 
 use qcow::format::{CompressionType, Version};
 use qcow::image::{CreateOptions, Preallocation};
@@ -9,20 +9,20 @@ use qcow::image::{CreateOptions, Preallocation};
 use crate::key_value::{self, SyntaxError};
 use crate::size::parse_bytes;
 
-/// Why options were refused.
+/// An invalid `-o` option.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum CreateOptionsError {
     /// Not `option=value`.
     #[error("-o: {0}")]
     Syntax(SyntaxError),
     /// No such option.
-    #[error("-o: unknown option `{option}`; the options are {}", names())]
+    #[error("-o: unknown option `{option}`; expected one of {}", names())]
     Unknown {
         /// The option.
         option: String,
     },
     /// The option exists in QCOW2, but is not supported.
-    #[error("-o: `{option}` is not supported")]
+    #[error("-o: `{option}` is not supported; create such an image with qemu-img")]
     Unsupported {
         /// The option.
         option: String,
@@ -40,17 +40,17 @@ pub enum CreateOptionsError {
         option: &'static str,
         /// The value.
         value: String,
-        /// What it takes.
+        /// Its permitted values.
         takes: &'static str,
     },
 }
 
-/// The options and what they take.
+/// The options and their permitted values.
 const OPTIONS: [(&str, &str); 8] = [
     ("cluster_size", "a power of two from 512 to 2M"),
     ("compat", "0.10 (version 2) or 1.1 (version 3)"),
     ("refcount_bits", "1, 2, 4, 8, 16, 32 or 64"),
-    ("backing_file", "the name of a file"),
+    ("backing_file", "the path of a file"),
     ("backing_fmt", "raw or qcow2"),
     ("lazy_refcounts", "on or off"),
     ("preallocation", "off, metadata, falloc or full"),
@@ -81,7 +81,7 @@ pub fn options_help() -> String {
     format!("Options of -o (opt=val, separated by commas):\n{lines}")
 }
 
-/// Options that are told back only if they were given, as they were.
+/// Options whose values are printed as given, and only if given.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Given {
     /// `compat`.
@@ -217,9 +217,12 @@ mod tests {
     #[test]
     fn unknown_unsupported_and_repeated_options_are_told_apart() {
         assert!(
-            refused("foo=1").starts_with("-o: unknown option `foo`; the options are cluster_size, compat,")
+            refused("foo=1").starts_with("-o: unknown option `foo`; expected one of cluster_size, compat,")
         );
-        assert_eq!(refused("extended_l2=on"), "-o: `extended_l2` is not supported");
+        assert_eq!(
+            refused("extended_l2=on"),
+            "-o: `extended_l2` is not supported; create such an image with qemu-img"
+        );
         assert_eq!(
             refused("compat=1.1,compat=1.1"),
             "-o: `compat` is given more than once"

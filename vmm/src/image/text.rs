@@ -1,10 +1,10 @@
-//! What `image info` and `image check` say to people: the words of `qemu-img`.
+//! The text output of `image info` and `image check`, in the wording of `qemu-img`.
 
 use qcow::image::{CheckReport, ImageInfo, Severity};
 
 use crate::size::human_short;
 
-/// What `image info` prints.
+/// Returns the output of `image info`.
 #[must_use]
 pub fn info(info: &ImageInfo) -> String {
     let mut text = String::new();
@@ -90,7 +90,7 @@ pub fn info(info: &ImageInfo) -> String {
     text
 }
 
-/// What `image check` prints.
+/// Returns the output of `image check`.
 #[must_use]
 pub fn check(report: &CheckReport) -> String {
     let mut text = String::new();
@@ -114,7 +114,9 @@ pub fn check(report: &CheckReport) -> String {
     if report.marked_corrupt {
         push(
             &mut text,
-            format_args!("The image is marked as corrupt; it can be read, not written."),
+            format_args!(
+                "The image is marked as corrupt; it can be opened for reading only, until it is repaired."
+            ),
         );
     }
     if report.dirty {
@@ -176,7 +178,7 @@ pub fn check(report: &CheckReport) -> String {
     text
 }
 
-/// What comes before the words of [`check`] if something was mended.
+/// Returns the text that precedes that of [`check`] after a repair.
 #[must_use]
 pub fn repaired(leaks: u64, corruptions: u64) -> String {
     if leaks + corruptions == 0 {

@@ -1,11 +1,11 @@
-//! The command language of `ringdisk io`: what `qemu-io` understands, as far as it is about data.
+//! The command language of `ringdisk io`: the data commands of `qemu-io`.
 //!
-//! A line is a command, flags and arguments separated by spaces: `write -P 0xaa 0 64k`. Parsing knows
-//! nothing of the disk; whether a range lies inside it is for the engine to say.
+//! A line is a command, flags and arguments separated by spaces: `write -P 0xaa 0 64k`. The parser knows
+//! nothing of the disk; the engine checks that a range lies inside it.
 
 use crate::size::{SizeError, parse_bytes};
 
-/// The most bytes a command may move through memory, as in `qemu-io`.
+/// Maximum size of a command's buffer in bytes, as in `qemu-io`.
 pub const MAX_BUFFER_BYTES: u64 = (1 << 31) - 512;
 /// The byte that `write` fills with when no `-P` is given.
 pub const DEFAULT_PATTERN: u8 = 0xcd;
@@ -15,7 +15,7 @@ pub const DEFAULT_PATTERN: u8 = 0xcd;
 pub struct Range {
     /// The first byte.
     pub offset: u64,
-    /// How many bytes.
+    /// The length in bytes.
     pub len: u64,
 }
 
@@ -24,13 +24,13 @@ pub struct Range {
 pub struct Check {
     /// The byte.
     pub pattern: u8,
-    /// Where in the buffer the part starts.
+    /// The start of the part in the buffer, in bytes.
     pub start: u64,
-    /// How long it is.
+    /// The length of the part in bytes.
     pub len: u64,
 }
 
-/// What a write puts on the disk.
+/// The data of a write.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Content {
     /// This byte, over and over.
@@ -42,37 +42,37 @@ pub enum Content {
     },
 }
 
-/// What a command asks of the disk.
+/// The kind of a data command.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Transfer {
     /// Read, and perhaps verify and show.
     Read {
-        /// What must be found.
+        /// The expected contents.
         check: Option<Check>,
         /// Show the bytes.
         dump: bool,
     },
     /// Write.
     Write {
-        /// What.
+        /// The data.
         content: Content,
         /// Durable when answered.
         fua: bool,
     },
-    /// Tell the disk that the contents do not matter any more.
+    /// Discard.
     Discard,
 }
 
 /// One parsed line.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Command {
-    /// Something about a range.
+    /// A data command on a range.
     Transfer {
         /// The command's name.
         name: &'static str,
-        /// What.
+        /// Its kind.
         transfer: Transfer,
-        /// Where.
+        /// The bytes of the disk.
         range: Range,
         /// Without the statistics, and without showing what was read.
         quiet: bool,
@@ -91,13 +91,13 @@ pub enum Command {
     Quit,
 }
 
-/// Why a line is not a command.
+/// An invalid line.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum CommandError {
     /// No such command.
     #[error("command \"{name}\" not found; `help` lists the commands")]
     Unknown {
-        /// What was asked for.
+        /// The unknown name.
         name: String,
     },
     /// A flag the command does not have.
@@ -107,7 +107,7 @@ pub enum CommandError {
         command: &'static str,
         /// The flag.
         flag: char,
-        /// How it is used.
+        /// Its usage.
         usage: &'static str,
     },
     /// A flag without its value.
@@ -117,7 +117,7 @@ pub enum CommandError {
         command: &'static str,
         /// The flag.
         flag: char,
-        /// How it is used.
+        /// Its usage.
         usage: &'static str,
     },
     /// Too few or too many arguments.
@@ -125,9 +125,9 @@ pub enum CommandError {
     Arguments {
         /// The command.
         command: &'static str,
-        /// How many there were.
+        /// The number of arguments.
         count: usize,
-        /// How it is used.
+        /// Its usage.
         usage: &'static str,
     },
     /// An offset or length that is none.
@@ -135,11 +135,11 @@ pub enum CommandError {
     Number {
         /// The command.
         command: &'static str,
-        /// Which argument.
+        /// The argument.
         what: &'static str,
         /// Its text.
         text: String,
-        /// What is wrong with it.
+        /// The parse error.
         source: SizeError,
     },
     /// A pattern that is no byte.
@@ -170,7 +170,7 @@ pub enum CommandError {
     },
 }
 
-/// What a command is called, which flags it has and how it is used.
+/// The name, flags and usage of a command.
 struct Spec {
     name: &'static str,
     /// Flags without a value.
@@ -183,7 +183,7 @@ struct Spec {
     about: &'static str,
 }
 
-/// As many lengths as anybody would type; bounds what a line can make us keep.
+/// Maximum number of lengths in a line; bounds the memory for one line.
 const MANY: usize = 1024;
 
 static SPECS: &[Spec] = &[
@@ -193,7 +193,7 @@ static SPECS: &[Spec] = &[
         valued: "Psl",
         arguments: (2, 2),
         usage: "read [-qv] [-P pattern [-s off] [-l len]] off len",
-        about: "reads bytes; -P verifies them, -s and -l only a part, -v shows them",
+        about: "reads bytes; -P verifies them against a pattern, -s and -l only a part, -v prints them",
     },
     Spec {
         name: "readv",
@@ -201,7 +201,7 @@ static SPECS: &[Spec] = &[
         valued: "P",
         arguments: (2, MANY),
         usage: "readv [-qv] [-P pattern] off len [len..]",
-        about: "reads bytes, the lengths added up",
+        about: "reads bytes; the length is the sum of all lengths",
     },
     Spec {
         name: "aio_read",
@@ -209,7 +209,7 @@ static SPECS: &[Spec] = &[
         valued: "P",
         arguments: (2, MANY),
         usage: "aio_read [-qv] [-P pattern] off len [len..]",
-        about: "starts a read and does not wait",
+        about: "starts a read and does not wait for it",
     },
     Spec {
         name: "write",
@@ -217,7 +217,7 @@ static SPECS: &[Spec] = &[
         valued: "P",
         arguments: (2, 2),
         usage: "write [-fquz] [-P pattern] off len",
-        about: "writes a pattern (0xcd) or, with -z, zeros; -u lets zeros free space, -f is durable at once",
+        about: "writes a pattern (default 0xcd) or zeros (-z); -u allows zeros to free space, -f makes the write durable (FUA)",
     },
     Spec {
         name: "writev",
@@ -225,7 +225,7 @@ static SPECS: &[Spec] = &[
         valued: "P",
         arguments: (2, MANY),
         usage: "writev [-fq] [-P pattern] off len [len..]",
-        about: "writes a pattern, the lengths added up",
+        about: "writes a pattern; the length is the sum of all lengths",
     },
     Spec {
         name: "aio_write",
@@ -233,7 +233,7 @@ static SPECS: &[Spec] = &[
         valued: "P",
         arguments: (2, MANY),
         usage: "aio_write [-fquz] [-P pattern] off len [len..]",
-        about: "starts a write and does not wait",
+        about: "starts a write and does not wait for it",
     },
     Spec {
         name: "aio_flush",
@@ -249,7 +249,7 @@ static SPECS: &[Spec] = &[
         valued: "",
         arguments: (2, 2),
         usage: "discard [-q] off len",
-        about: "says that the contents do not matter any more",
+        about: "discards bytes",
     },
     Spec {
         name: "flush",
@@ -257,7 +257,7 @@ static SPECS: &[Spec] = &[
         valued: "",
         arguments: (0, 0),
         usage: "flush",
-        about: "makes every finished write durable",
+        about: "makes every completed write durable",
     },
     Spec {
         name: "length",
@@ -265,7 +265,7 @@ static SPECS: &[Spec] = &[
         valued: "",
         arguments: (0, 0),
         usage: "length",
-        about: "shows the size of the disk",
+        about: "prints the size of the disk",
     },
     Spec {
         name: "help",
@@ -281,11 +281,11 @@ static SPECS: &[Spec] = &[
         valued: "",
         arguments: (0, 0),
         usage: "quit",
-        about: "waits for what was started and ends",
+        about: "waits for requests in flight and exits",
     },
 ];
 
-/// The list that `help` shows: one command a line.
+/// Returns the output of `help`, one command per line.
 #[must_use]
 pub fn help() -> String {
     SPECS
@@ -295,7 +295,7 @@ pub fn help() -> String {
 }
 
 impl Command {
-    /// Parses one line; `None` if it is empty.
+    /// Parses one line. Returns `None` if it is empty.
     ///
     /// # Errors
     ///
@@ -322,7 +322,7 @@ impl Command {
     }
 }
 
-/// A line's words, sorted into switches, values and arguments.
+/// The words of a line, sorted into switches, values and arguments.
 struct Words<'a> {
     spec: &'static Spec,
     switches: Vec<char>,
@@ -331,8 +331,8 @@ struct Words<'a> {
 }
 
 impl<'a> Words<'a> {
-    /// Flags may be joined (`-zu`), a value may follow its flag at once (`-P0xaa`), and flags may come
-    /// after arguments.
+    /// Sorts the words of a line. Flags may be joined (`-zu`), a value may directly follow its flag (`-P0xaa`), and
+    /// flags may come after arguments.
     fn sort(spec: &'static Spec, mut words: impl Iterator<Item = &'a str>) -> Result<Self, CommandError> {
         let mut sorted = Self {
             spec,
@@ -382,7 +382,7 @@ impl<'a> Words<'a> {
         self.switches.contains(&switch)
     }
 
-    /// The value of a flag; the last one counts.
+    /// Returns the value of a flag; the last one counts.
     fn value(&self, flag: char) -> Option<&'a str> {
         self.values
             .iter()
@@ -422,7 +422,7 @@ impl<'a> Words<'a> {
         })
     }
 
-    /// The offset and the lengths, added up.
+    /// Returns the range from the offset, with the sum of all lengths.
     fn range(&self, has_buffer: bool) -> Result<Range, CommandError> {
         let offset = self.number("offset", self.arguments[0])?;
         let mut len = 0_u128;
@@ -488,7 +488,7 @@ impl<'a> Words<'a> {
         })
     }
 
-    /// What `-P`, `-s` and `-l` say must be found in what is read.
+    /// Returns the check that `-P`, `-s` and `-l` ask for.
     fn check(&self, pattern: Option<u8>, range: Range) -> Result<Option<Check>, CommandError> {
         let (start, len) = (self.value('s'), self.value('l'));
         let Some(pattern) = pattern else {

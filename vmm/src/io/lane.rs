@@ -60,7 +60,7 @@ pub enum LaneError {
     #[error(transparent)]
     Queue(#[from] OpenQueueError),
     /// The process has no descriptor left for the kick, or the worker cannot watch it.
-    #[error("cannot set up a queue's wake-up")]
+    #[error("cannot create a queue's eventfd")]
     Kick(#[source] std::io::Error),
 }
 

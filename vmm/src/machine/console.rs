@@ -330,7 +330,7 @@ impl Input {
             Source::Clients(listener, client) => self.serve(&listener, &client),
         };
         if let Err(error) = ended {
-            tracing::warn!(%error, "the console takes no more input");
+            tracing::warn!(%error, "console input has stopped");
         }
     }
 

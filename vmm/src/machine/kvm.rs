@@ -26,16 +26,16 @@ pub enum KvmError {
     #[error("/dev/kvm cannot be opened by this user: join the group kvm, or run as root")]
     Forbidden,
     /// It is something else.
-    #[error("/dev/kvm is not KVM, or a version of it that nobody has: expected version {API_VERSION}")]
+    #[error("/dev/kvm is not the KVM device, or has an unknown API version; expected {API_VERSION}")]
     Strange,
     /// It is too old.
-    #[error("this kernel's KVM does not do {what}")]
+    #[error("this kernel's KVM does not support {what}")]
     Lacks {
         /// What is missing.
         what: &'static str,
     },
     /// It refuses something.
-    #[error("KVM refuses: {what}")]
+    #[error("KVM refused {what}")]
     Refuses {
         /// The step.
         what: &'static str,

@@ -45,7 +45,7 @@ impl MemoryConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     /// The size makes no sense.
-    #[error("a guest's memory of {bytes} bytes; expected a multiple of {unit} bytes from {min} on")]
+    #[error("the guest's memory is {bytes} bytes; expected a multiple of {unit} bytes, at least {min}")]
     Size {
         /// What was asked for.
         bytes: u64,
@@ -56,8 +56,8 @@ pub enum MemoryError {
     },
     /// The host has no pages of that size, or not so many.
     #[error(
-        "cannot get {bytes} bytes of memory for the guest in huge pages of {page} bytes; the host has {free} of them \
-         free (vm.nr_hugepages, or hugepages= on its kernel's command line)"
+        "cannot allocate {bytes} bytes of guest memory in huge pages of {page} bytes; the host has {free} of them \
+         free (raise vm.nr_hugepages, or pass hugepages= on its kernel's command line)"
     )]
     HugePages {
         /// What was asked for.
@@ -71,7 +71,7 @@ pub enum MemoryError {
         source: io::Error,
     },
     /// The host has no such node.
-    #[error("cannot get memory for the guest from the host's NUMA node {node}")]
+    #[error("cannot allocate guest memory on the host's NUMA node {node}")]
     Node {
         /// The node.
         node: u32,
@@ -80,7 +80,7 @@ pub enum MemoryError {
         source: io::Error,
     },
     /// The host refuses.
-    #[error("cannot get {bytes} bytes of memory for the guest ({what})")]
+    #[error("cannot allocate {bytes} bytes of guest memory ({what})")]
     Host {
         /// What was asked for.
         bytes: u64,

@@ -123,25 +123,25 @@ pub enum MachineError {
     #[error(transparent)]
     Plug(#[from] PlugError),
     /// There is no slot for a disk.
-    #[error("all {} slots of the PCI bus are taken", SLOTS - 1)]
+    #[error("all {} slots of the PCI bus are in use; remove a disk first", SLOTS - 1)]
     NoSlot,
     /// The slot that was asked for is taken.
-    #[error("slot {slot} of the PCI bus is taken; choose another pci_device_id, from 1 to {}", SLOTS - 1)]
+    #[error("slot {slot} of the PCI bus is in use; choose another pci_device_id, from 1 to {}", SLOTS - 1)]
     SlotTaken {
         /// The slot.
         slot: usize,
     },
     /// The number of CPUs is out of range.
-    #[error("{found} CPUs asked for; expected 1 to {CPUS_MAX}")]
+    #[error("the number of CPUs is {found}; expected 1 to {CPUS_MAX}")]
     Cpus {
         /// The number asked for.
         found: u16,
     },
     /// The host has no more threads, or one could not be confined.
-    #[error("cannot start a CPU's thread")]
+    #[error("cannot start a CPU thread")]
     Threads(#[source] io::Error),
     /// The host has no more descriptors.
-    #[error("cannot make an eventfd")]
+    #[error("cannot create an eventfd")]
     Events(#[source] io::Error),
 }
 
@@ -290,7 +290,7 @@ impl Disks {
         self.slots.unplug(slot);
         // The map is not locked meanwhile: a drain takes as long as the host's disk does.
         if let Err(error) = disk.function.lock().unplug() {
-            tracing::error!(slot, %error, "a disk's queues cannot be drained");
+            tracing::error!(slot, %error, "cannot drain the queues of a disk");
         }
         true
     }
@@ -484,7 +484,7 @@ fn make_hotplug(kvm: &Arc<KvmMachine>, disks: &Arc<Disks>, ejected: Ejected) -> 
     Hotplug::new(
         move |high| {
             if let Err(error) = machine.set_line(arch::HOTPLUG_PIN, high) {
-                tracing::error!(%error, "the guest cannot be told of its disks");
+                tracing::error!(%error, "cannot notify the guest of a disk change");
             }
         },
         move |slot| {

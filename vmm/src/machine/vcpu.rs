@@ -169,7 +169,7 @@ impl Cpus {
         let threads = std::mem::take(&mut *self.threads.lock());
         for thread in threads {
             if thread.join().is_err() {
-                tracing::error!("a CPU's thread has panicked");
+                tracing::error!("a CPU thread panicked");
             }
         }
     }
@@ -187,7 +187,7 @@ impl Drop for Last {
         if std::thread::panicking() {
             self.state.still.fetch_add(1, Ordering::SeqCst);
             self.stop
-                .fail(format!("the thread of CPU {} has panicked", self.index));
+                .fail(format!("the thread of CPU {} panicked", self.index));
         }
     }
 }
@@ -332,7 +332,7 @@ mod tests {
         assert_eq!((state.still.load(Ordering::SeqCst), stop.is_asked()), (0, false));
         thread(true).join().expect_err("a panic");
         assert_eq!(state.still.load(Ordering::SeqCst), 1);
-        let told = "the thread of CPU 3 has panicked".to_owned();
+        let told = "the thread of CPU 3 panicked".to_owned();
         assert_eq!(stop.wait(), Reason::Failed(told));
         let cpus = Cpus {
             state,

@@ -255,15 +255,13 @@ impl Disks {
         for disk in self.present.lock().values() {
             let name = disk.name();
             if name == config.name() {
-                return Err(format!(
-                    "a disk is called `{name}` already; give the new one another id"
-                ));
+                return Err(format!("a disk has the id `{name}` already; choose another id"));
             }
             let shared = disk.config.readonly && config.readonly;
             if !shared && real(&disk.config.path) == real(&config.path) {
                 let path = config.path.display();
                 return Err(format!(
-                    "disk {name} has the image {path}; it can be shared only if both are readonly=on"
+                    "disk {name} has the image {path} already; expected readonly=on for both"
                 ));
             }
         }
@@ -312,13 +310,13 @@ impl Disks {
             return;
         };
         let (name, asked) = (disk.name(), disk.asked);
-        tracing::info!(disk = %name, slot, asked, "the guest has let a disk go");
+        tracing::info!(disk = %name, slot, asked, "the guest has released a disk");
         let closer = self.closer.lock().as_ref().map(|(leaving, _)| leaving.clone());
         // Nobody else closes disks at the program's end, when no guest runs any more.
         match closer.map(|leaving| leaving.send(disk)) {
             Some(Ok(())) => {}
             Some(Err(mpsc::SendError(disk))) => depart(disk),
-            None => tracing::error!(disk = %name, "let go after the machine's end"),
+            None => tracing::error!(disk = %name, "a disk was released after the machine had stopped"),
         }
     }
 
@@ -333,7 +331,7 @@ impl Disks {
         if let Some((leaving, closer)) = self.closer.lock().take() {
             drop(leaving);
             if closer.join().is_err() {
-                tracing::error!("the thread that closes disks has panicked");
+                tracing::error!("the thread that closes disks panicked");
             }
         }
         let mut result = Ok(());
@@ -351,7 +349,7 @@ fn depart(disk: Attached) {
     let closed = disk.close().map_err(|failure| failure.line().unwrap_or_default());
     match &closed {
         Ok(()) => tracing::info!(disk = %name, "removed"),
-        Err(error) => tracing::error!(%error, "a disk that the guest has let go"),
+        Err(error) => tracing::error!(%error, "cannot close a disk that the guest has released"),
     }
     departure.end(closed);
 }
@@ -442,7 +440,7 @@ mod tests {
         };
         let path = folder.path().display();
         let said = refused(format!("path={path}/c,id=a"));
-        assert_eq!(said, "a disk is called `a` already; give the new one another id");
+        assert_eq!(said, "a disk has the id `a` already; choose another id");
         let said = refused(format!(
             "path={path}/../{}/a,id=c",
             folder.path().file_name().expect("a name").display()

@@ -35,7 +35,7 @@ pub struct AllowedFiles {
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
     /// Landlock refused.
-    #[error("cannot restrict file access; --sandbox off does without")]
+    #[error("cannot restrict file access; pass --sandbox off to run without the sandbox")]
     Landlock(#[source] ::landlock::RulesetError),
     /// A file that should stay accessible cannot be looked at.
     #[error("cannot allow {} in the sandbox", path.display())]
@@ -47,7 +47,7 @@ pub enum SandboxError {
         source: ::landlock::PathFdError,
     },
     /// Seccomp refused.
-    #[error("cannot restrict system calls; --sandbox off does without")]
+    #[error("cannot restrict system calls; pass --sandbox off to run without the sandbox")]
     Seccomp(#[from] seccompiler::Error),
 }
 

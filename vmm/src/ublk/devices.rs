@@ -283,16 +283,13 @@ pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
     // Says so if there is no such device.
     let bytes = helper::control()?.params(id).map_err(failed)?.basic.dev_sectors * SECTOR_BYTES;
     if size < bytes {
-        let told = format!(
-            "{} has {bytes} bytes; a disk is never made smaller",
-            block_path(id)
-        );
+        let told = format!("{} has {bytes} bytes; expected a larger size", block_path(id));
         return Err(CommandFailure::Failed(told.into()));
     }
     let state = DeviceState::load(id).ok_or_else(|| {
         CommandFailure::Failed(
             format!(
-                "nothing is remembered of {}, so nobody can be asked",
+                "no saved state for {}; its server cannot be reached",
                 block_path(id)
             )
             .into(),
@@ -331,7 +328,7 @@ fn delete_one(control: &mut Control, id: u32, force: bool) -> Result<(), Command
     match user {
         Some(user) if !force => {
             return Err(CommandFailure::Failed(
-                format!("{path} is in use ({user}); --force removes it all the same").into(),
+                format!("{path} is in use ({user}); pass --force to remove it anyway").into(),
             ));
         }
         Some(_) => serve::sync(),
@@ -350,7 +347,7 @@ fn delete_one(control: &mut Control, id: u32, force: bool) -> Result<(), Command
     match stopped {
         Err(error) if error.errno() == Some(libc::EBUSY) && !force => {
             return Err(CommandFailure::Failed(
-                format!("{path} is in use; --force removes it all the same").into(),
+                format!("{path} is in use; pass --force to remove it anyway").into(),
             ));
         }
         stopped => stopped.map_err(failed)?,

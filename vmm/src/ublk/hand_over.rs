@@ -26,9 +26,7 @@ pub(super) fn leave(
     asked: &[u32],
 ) -> Result<Value, String> {
     if version != VERSION {
-        return Err(format!(
-            "it hands devices over in version {VERSION}, and was asked in version {version}"
-        ));
+        return Err(format!("it supports hand-over version {VERSION}, not {version}"));
     }
     let ids: Vec<u32> = devices.iter().map(|device| device.id()).collect();
     if ids != asked {

@@ -80,7 +80,7 @@ pub(super) fn sync(patience: Duration) -> io::Result<bool> {
 fn reap(mut child: Child) {
     let wait = move || drop(child.wait());
     if let Err(error) = std::thread::Builder::new().name("reaper".to_owned()).spawn(wait) {
-        tracing::debug!(%error, "cannot wait for what carried out commands");
+        tracing::debug!(%error, "cannot wait for the command process");
     }
 }
 
@@ -238,7 +238,7 @@ impl Drop for Helper {
         if self.stuck.is_some()
             && let Err(error) = child.kill()
         {
-            tracing::debug!(%error, "cannot kill what carries out commands");
+            tracing::debug!(%error, "cannot kill the command process");
         }
         reap(child);
     }
@@ -313,7 +313,7 @@ pub(super) fn serve(sync: bool) -> Result<u8, CommandFailure> {
         rustix::fs::sync();
         return Ok(EXIT_OK);
     }
-    let failed = |error: io::Error| CommandFailure::about("this command is for ringdisk itself", error);
+    let failed = |error: io::Error| CommandFailure::about("this command is internal to ringdisk", error);
     // What stops the first process, such as a key, may reach this one too, which is needed then.
     StopSignals::block().map_err(failed)?;
     // It waits most of the time, and whoever waits for it has I/O that waits too.
@@ -325,7 +325,7 @@ pub(super) fn serve(sync: bool) -> Result<u8, CommandFailure> {
     let mut device = ControlDevice::new(file.into()).map_err(|error| CommandFailure::Failed(error.into()))?;
     // As its server is, from when that has devices on; it has nothing to lose either way.
     if let Err(error) = crate::sandbox::confine_thread(Task::UblkControl) {
-        tracing::debug!(%error, "what carries out commands is not confined");
+        tracing::debug!(%error, "the command process is not confined");
     }
     // The end of the socket is the end of this process.
     serve_on(UnixStream::from(socket), &mut device).unwrap_or_default();

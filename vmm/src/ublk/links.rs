@@ -57,14 +57,14 @@ pub(super) fn make(device: u32, serial: Option<&str>) {
         }
         // It looked at the device when that appeared, and nothing was remembered of it yet.
         if let Err(error) = look_again(device) {
-            tracing::warn!(device, %error, "cannot have udev look at the device again");
+            tracing::warn!(device, %error, "cannot trigger a udev event for the device");
         }
         return;
     }
     match make_in(folder, device, wanted.as_deref()) {
         Ok(None) => {}
         Ok(Some(other)) => warn_taken(device, &wanted.unwrap_or_default(), &other),
-        Err(error) => tracing::warn!(device, %error, "cannot make the device's link in {FOLDER}"),
+        Err(error) => tracing::warn!(device, %error, "cannot create the device's link in {FOLDER}"),
     }
 }
 

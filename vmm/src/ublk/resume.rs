@@ -47,16 +47,16 @@ pub(super) fn look(id: u32, text: &str, directory: &Path) -> Result<Found, Comma
     match DeviceState::load(id) {
         Some(state) if is_same(&state, text, directory) => Ok(Found::Waits),
         Some(state) if file(&state.disk, &state.directory) == file(text, directory) => told(format!(
-            "{path} waits for a server of this disk with other keys: it was made with --disk {}. Use the same, or go on with \
+            "{path} waits for a server of this disk with other keys: it was created with --disk {}. Pass the same keys, or run \
              `ringdisk ublk recover {id} --disk {text}`",
             state.disk
         )),
         Some(state) => told(format!(
-            "{path} waits for a server of another disk ({}): see `ringdisk ublk recover` and `ringdisk ublk del`",
+            "{path} waits for a server of another disk ({}): run `ringdisk ublk recover`, or `ringdisk ublk del`",
             state.disk
         )),
         None => told(format!(
-            "{path} waits for a server, and nothing is remembered of it: see `ringdisk ublk recover --disk`"
+            "{path} waits for a server and has no saved state: run `ringdisk ublk recover --disk`"
         )),
     }
 }

@@ -226,10 +226,7 @@ pub(super) fn upgrade(arguments: &UpgradeArguments) -> Result<u8, CommandFailure
     let predecessors = upgrade::find(&ids, arguments.all)?;
     let ids: Vec<u32> = predecessors.iter().flat_map(Predecessor::devices).collect();
     if ids.is_empty() {
-        writeln!(
-            std::io::stderr(),
-            "no device has a server that could hand it over"
-        )?;
+        writeln!(std::io::stderr(), "no device has a server to take over from")?;
         return Ok(EXIT_OK);
     }
     let wanted = again(&ids, &[], &arguments.serve)?;
@@ -280,8 +277,7 @@ fn again(ids: &[u32], disks: &[String], arguments: &ServeArguments) -> Result<Ve
 }
 
 fn here() -> Result<PathBuf, CommandFailure> {
-    std::env::current_dir()
-        .map_err(|error| CommandFailure::about("cannot find out the current folder", error))
+    std::env::current_dir().map_err(|error| CommandFailure::about("cannot read the current directory", error))
 }
 
 /// A disk as it is given.
@@ -295,7 +291,7 @@ fn parse(text: &str) -> Result<DiskConfig, CommandFailure> {
 fn config(disk: &DiskConfig, serve: &ServeArguments) -> Result<UblkConfig, CommandFailure> {
     if disk.queue_size > 4096 {
         let (name, found) = (disk.name(), disk.queue_size);
-        let told = format!("disk {name} has queue_size={found}; a ublk queue has 4096 entries at most");
+        let told = format!("disk {name} has queue_size={found}; expected at most 4096 for a ublk device");
         return Err(CommandFailure::Usage(told));
     }
     let mut config = UblkConfig {
@@ -400,7 +396,7 @@ fn serve(
         locks: Arc::new(move || lock_set.descriptors()),
     };
     let _socket = ControlSocket::serve_on(listening, &asked)
-        .inspect_err(|error| tracing::error!(%error, "nobody can ask this server"));
+        .inspect_err(|error| tracing::error!(%error, "cannot serve the control socket; `ublk info` and `ublk upgrade` will fail"));
     if let Some(mut lines) = brought {
         if arguments.detached > 0 {
             lines += background::READY;
@@ -509,7 +505,7 @@ fn bring_up(
             match device {
                 Ok(device) => served.push((wanted, opened, device)),
                 Err(error) => {
-                    tracing::error!(disk = %wanted.disk.name(), %error, "not recovered");
+                    tracing::error!(disk = %wanted.disk.name(), %error, "the device was not recovered");
                     late.get_or_insert(about(&wanted, error));
                     shared.left.push(opened);
                 }
@@ -556,7 +552,7 @@ fn remember(
             .collect(),
     };
     if let Err(error) = remembered.store() {
-        tracing::warn!(%error, device = id, "cannot remember the device: `ublk recover` will need its --disk");
+        tracing::warn!(%error, device = id, "cannot save the state of the device; `ublk recover` will need --disk");
     }
     links::make(id, wanted.disk.serial.as_deref());
     let path = block_path(id);
@@ -600,7 +596,7 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailur
                     .is_some_and(|served| served.device.is_ended())
                     && let Some(served) = shared.devices.remove(&device)
                 {
-                    tracing::info!(device, "was deleted");
+                    tracing::info!(device, "the device was deleted");
                     if let Err(failure) = close(&mut shared.control, served) {
                         first_failure.get_or_insert(failure);
                     }
@@ -608,8 +604,8 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailur
             }
             Event::Queue(QueueEvent::Broken { device, what }) => {
                 if let Some(served) = shared.devices.remove(&device) {
-                    let told = format!("{}: {what}; see `ringdisk ublk recover`", block_path(device));
-                    tracing::error!(device, %what, "letting go of a device");
+                    let told = format!("{}: {what}; run `ringdisk ublk recover`", block_path(device));
+                    tracing::error!(device, %what, "detaching from a broken device");
                     shared.leave(served);
                     first_failure.get_or_insert(CommandFailure::Failed(told.into()));
                 }
@@ -635,7 +631,7 @@ fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
     if !device.is_ended() {
         match usage::user_of(&path) {
             Ok(Some(user)) => {
-                tracing::warn!(device = id, %user, "removed while in use: its users see errors");
+                tracing::warn!(device = id, %user, "the device was removed while in use; its users get I/O errors");
                 sync();
             }
             Ok(None) => {}
@@ -647,13 +643,13 @@ fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
     let closed = device.close(control);
     if let Err(CloseError::Undrained { .. }) = &closed {
         // Only the end of the process frees what the kernel waits for, and it must come soon.
-        tracing::error!(device = id, "giving up: requests do not end");
+        tracing::error!(device = id, "exiting: requests are still in flight");
         std::process::exit(EXIT_FAILURE.into());
     }
     state::forget(id, Some(std::process::id()));
     match &closed {
-        Ok(()) => tracing::info!(disk = %name, device = id, "closed cleanly"),
-        Err(error) => tracing::error!(disk = %name, device = id, %error, "not closed cleanly"),
+        Ok(()) => tracing::info!(disk = %name, device = id, "the image was closed cleanly"),
+        Err(error) => tracing::error!(disk = %name, device = id, %error, "the image was not closed cleanly"),
     }
     closed.map_err(|error| CommandFailure::about(name, error))
 }
@@ -662,7 +658,10 @@ fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
 pub(super) fn sync() {
     match helper::sync(SYNC_MAX) {
         Ok(true) => {}
-        Ok(false) => tracing::warn!("the host has not written everything in {} s", SYNC_MAX.as_secs()),
+        Ok(false) => tracing::warn!(
+            "the host has not written back its page cache within {} s",
+            SYNC_MAX.as_secs()
+        ),
         // Who is confined starts no process.
         Err(_) => in_time(rustix::fs::sync),
     }
@@ -689,7 +688,10 @@ fn in_time(what: impl FnOnce() + Send + 'static) {
         .is_ok()
         && ended.recv_timeout(SYNC_MAX).is_err()
     {
-        tracing::warn!("the host has not written everything in {} s", SYNC_MAX.as_secs());
+        tracing::warn!(
+            "the host has not written back its page cache within {} s",
+            SYNC_MAX.as_secs()
+        );
     }
 }
 
@@ -739,7 +741,7 @@ fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String
             let size = resized.map_err(|error| crate::error::chain(&error))?;
             Ok(json!({ "size": size }))
         }
-        _ => Err("a ublk server does not do that".to_owned()),
+        _ => Err("a ublk server does not support this request".to_owned()),
     }
 }
 
@@ -760,13 +762,13 @@ fn stop_on_signal(signals: StopSignals, events: mpsc::Sender<Event>, early: Earl
         let signal = signals.wait()?;
         let may_end = early.may_end.lock();
         if *may_end {
-            tracing::error!(signal, "stopped before the devices were there");
+            tracing::error!(signal, "stopped before the devices were ready");
             std::process::exit(EXIT_FAILURE.into());
         }
         drop(may_end);
         events.send(Event::Stop(signal)).unwrap_or_default();
         let signal = signals.wait()?;
-        tracing::error!(signal, "giving up before everything was drained");
+        tracing::error!(signal, "exiting with requests in flight");
         std::process::exit(EXIT_FAILURE.into());
     };
     let report = move || {

@@ -22,7 +22,7 @@ impl Sooner {
 impl Drop for Sooner {
     fn drop(&mut self) {
         if let Err(error) = setpriority_process(None, self.before) {
-            tracing::warn!(%error, "this thread goes before others still");
+            tracing::warn!(%error, "cannot restore the priority of this thread");
         }
     }
 }

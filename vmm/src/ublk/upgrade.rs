@@ -85,17 +85,19 @@ pub(super) fn find(ids: &[u32], everything: bool) -> Result<Vec<Predecessor>, Co
         }
         if !is_served {
             return Err(failed(format!(
-                "{path} has no server that could hand it over; see `ringdisk ublk recover {id}`"
+                "{path} has no server to take over from; run `ringdisk ublk recover {id}`"
             )));
         }
         let pid = u32::try_from(info.ublksrv_pid).unwrap_or_default();
         let Some(remembered) = remembered.filter(|state| state.pid == pid) else {
             return Err(failed(format!(
-                "{path} is served by process {pid}, and where that can be asked is not remembered"
+                "{path} is served by process {pid}, but there is no saved state with its control socket"
             )));
         };
         if let Some(why) = Recovery::obstacle(info.flags()) {
-            return Err(failed(format!("{path} {why}; process {pid} goes on serving it")));
+            return Err(failed(format!(
+                "{path} {why}; process {pid} continues to serve it"
+            )));
         }
         let server = servers.entry(pid).or_insert_with(|| Predecessor {
             pid,
@@ -124,7 +126,7 @@ fn look(server: &mut Predecessor) -> Result<(), CommandFailure> {
     };
     if answer["hand_over"] != VERSION {
         return Err(failed(format!(
-            "{about} is of a version that does not hand over as this one does; `kill -9 {pid}` and `ringdisk ublk recover` do it too"
+            "{about} has another version of the hand-over protocol; use `kill -9 {pid}`, then `ringdisk ublk recover`"
         )));
     }
     server.passes_locks = answer["passes_locks"] == true;
@@ -138,7 +140,7 @@ fn look(server: &mut Predecessor) -> Result<(), CommandFailure> {
     if !others.is_empty() {
         let others = names(&others);
         return Err(failed(format!(
-            "{about} serves {others} too, and hands over all or nothing: name them too, or say --all"
+            "{about} serves {others} too, and hands over all of its devices or none: name them too, or pass --all"
         )));
     }
     Ok(())
@@ -216,7 +218,7 @@ impl Taken {
         let told = failure.line().unwrap_or_default();
         let names = names(&self.ours);
         failed(format!(
-            "{told}; see `ringdisk ublk recover`: nobody may serve {names} now"
+            "{told}; {names} may have no server now: run `ringdisk ublk recover`"
         ))
     }
 
@@ -235,7 +237,7 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<Vec<Owne
     let (pid, ids) = (server.pid, server.devices());
     let about = format!("process {pid}, which serves {},", names(&ids));
     let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
-    let gone = || failed(format!("{about} has ended; see `ringdisk ublk recover`"));
+    let gone = || failed(format!("{about} has exited; run `ringdisk ublk recover`"));
     let process = pidfd_open(number.ok_or_else(gone)?, PidfdFlags::empty()).map_err(|_| gone())?;
     // The number is not another's meanwhile.
     let mut control = helper::control()?;
@@ -256,7 +258,7 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<Vec<Owne
     if server.passes_locks {
         // Without them they are waited for.
         locks = ask_for_locks(&server.socket, PROMPT).unwrap_or_else(|error| {
-            tracing::warn!(pid, ?error, "the old server does not pass its locks on");
+            tracing::warn!(pid, ?error, "the old server does not pass its image locks");
             Vec::new()
         });
     }
@@ -268,18 +270,20 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<Vec<Owne
         Ok(answer) => {
             for failure in answer["failures"].as_array().into_iter().flatten() {
                 let failure = failure.as_str().unwrap_or_default();
-                tracing::warn!(pid, failure, "the old server has not closed a disk cleanly");
+                tracing::warn!(pid, failure, "the old server did not close an image cleanly");
                 // Its I/O may be under way.
                 locks.clear();
             }
         }
         Err(AskError::Refused(why)) => {
-            return Err(failed(format!("{about} does not hand over, and goes on: {why}")));
+            return Err(failed(format!(
+                "{about} refuses to hand over and continues to serve: {why}"
+            )));
         }
         Err(AskError::Unanswered(error)) if error.kind() == io::ErrorKind::TimedOut => {
             let seconds = PATIENT.as_secs();
             return Err(failed(format!(
-                "{about} has not left in {seconds} s; when it has ended, see `ringdisk ublk recover`"
+                "{about} has not handed over within {seconds} s; after it has exited, run `ringdisk ublk recover`"
             )));
         }
         // It ends without a word: that is a kill.
@@ -296,7 +300,7 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<Vec<Owne
     match poll(&mut end, Some(&until)) {
         Ok(1..) => Ok(locks),
         _ => Err(failed(format!(
-            "{about} has left its devices and does not end; when it has, see `ringdisk ublk recover`"
+            "{about} has released its devices but does not exit; after it has, run `ringdisk ublk recover`"
         ))),
     }
 }
@@ -327,7 +331,7 @@ impl Timeout {
 impl Drop for Timeout {
     fn drop(&mut self) {
         if let Err(error) = fs::write(&self.path, self.before.trim()) {
-            tracing::warn!(path = %self.path.display(), %error, "cannot be set back");
+            tracing::warn!(path = %self.path.display(), %error, "cannot restore the I/O timeout");
         }
     }
 }
@@ -343,6 +347,6 @@ pub(super) fn mend(id: u32) {
     if fs::read_to_string(&path).is_ok_and(|text| is_short(&text))
         && let Err(error) = fs::write(&path, DEFAULT_MS)
     {
-        tracing::warn!(path = %path.display(), %error, "cannot be set back");
+        tracing::warn!(path = %path.display(), %error, "cannot restore the I/O timeout");
     }
 }

@@ -163,7 +163,7 @@ fn an_image_is_never_made_its_own_backing_file() {
     let line = world
         .ringdisk(&["image", "create", "-o", options, "a.qcow2", "1M"])
         .refused(1);
-    assert!(line.contains("it is the image itself"), "{line}");
+    assert!(line.contains("it is the new image itself"), "{line}");
     assert!(world.bytes("a.qcow2") == before, "the image was changed");
 }
 
@@ -372,8 +372,8 @@ fn repair_of_leaks_says_so_if_there_is_only_corruption() {
     let before = world.bytes("a.qcow2");
     let said = repair("leaks");
     assert_eq!(said.code, Some(2), "{said:?}");
-    let last = "Nothing was repaired, the image was not changed: no cluster is leaked; --repair all repairs \
-                corruption.";
+    let last = "Nothing was repaired, the image was not changed: no cluster is leaked; use --repair all to \
+                repair corruption.";
     assert_eq!(said.stdout.lines().last(), Some(last), "{said:?}");
     assert!(world.bytes("a.qcow2") == before, "the image was changed");
     repair("all").success();

@@ -31,7 +31,7 @@ fn what_makes_no_sense_is_refused_before_anything_is_opened() {
     for (arguments, said) in [
         (
             &["--disk", "path=disk.qcow2", "--disk", "path=./disk.qcow2"][..],
-            "--disk path=disk.qcow2 and --disk path=./disk.qcow2 are one file; a disk that is written to is served once",
+            "--disk path=disk.qcow2 and --disk path=./disk.qcow2 are the same file; expected one writer",
         ),
         (
             &["--disk", "path=disk.qcow2,id=a", "path=other.qcow2,id=a"],
@@ -43,11 +43,11 @@ fn what_makes_no_sense_is_refused_before_anything_is_opened() {
                 "path=disk.qcow2,pci_device_id=3",
                 "path=other.qcow2,pci_device_id=3",
             ],
-            "two disks have pci_device_id=3; a slot has one",
+            "two disks have pci_device_id=3; expected a different slot for each",
         ),
         (
             &["--disk", "path=disk.qcow2,num_queues=2"],
-            "disk disk.qcow2 has num_queues=2 for 1 CPUs; a disk has at most as many queues as there are CPUs",
+            "disk disk.qcow2 has num_queues=2 for 1 CPUs; expected at most one queue per CPU",
         ),
         (
             &[
@@ -56,7 +56,7 @@ fn what_makes_no_sense_is_refused_before_anything_is_opened() {
                 "--disk",
                 "vhost_user=on,socket=s",
             ],
-            "socket s is given more than once; each disk needs a socket of its own",
+            "socket s is given more than once; each disk needs its own socket",
         ),
         (
             &["--disk", "vhost_user=on,socket=s,bw_size=1M,bw_refill_time=1"],
@@ -69,7 +69,7 @@ fn what_makes_no_sense_is_refused_before_anything_is_opened() {
         ),
         (
             &["--memory", "1G,hugepage_size=2M"],
-            "hugepage_size goes with hugepages=on",
+            "hugepage_size needs hugepages=on",
         ),
         (
             &["--memory", "1G,hugepages=on,hugepage_size=3M"],
@@ -80,7 +80,7 @@ fn what_makes_no_sense_is_refused_before_anything_is_opened() {
             "--serial nowhere: expected tty, off, file=PATH or socket=PATH",
         ),
         (&["--cpus", "many"], "--cpus"),
-        (&["--cpus", "64"], "64 CPUs asked for; expected 1 to 32"),
+        (&["--cpus", "64"], "the number of CPUs is 64; expected 1 to 32"),
         (
             &["--control", &"x".repeat(200)],
             "xxx is longer than 107 bytes; choose a shorter one",
@@ -120,15 +120,15 @@ fn what_is_missing_or_no_kernel_is_named() {
     let line = refused(&world, &["--disk", "path=missing.qcow2"], 1);
     assert!(line.contains("missing.qcow2"), "{line}");
     let line = refused(&world, &["--cpus", "0"], 2);
-    assert_eq!(line, "0 CPUs asked for; expected 1 to 32");
+    assert_eq!(line, "the number of CPUs is 0; expected 1 to 32");
     let line = refused(&world, &["--memory", "1M"], 2);
     assert!(
-        line.contains("a guest's memory of 1048576 bytes; expected a multiple of 4096"),
+        line.contains("the guest's memory is 1048576 bytes; expected a multiple of 4096"),
         "{line}"
     );
     let line = refused(&world, &["--memory", "100000T"], 1);
     assert!(
-        line.starts_with("cannot get 109951162777600000 bytes of memory for the guest"),
+        line.starts_with("cannot allocate 109951162777600000 bytes of guest memory"),
         "{line}"
     );
 }
@@ -141,7 +141,7 @@ fn a_machine_that_cannot_start_closes_its_images() {
     let line = refused(&world, &["--disk", "path=disk.qcow2"], 1);
     let no_kvm = kvm::runs_tiny_kernels().is_err() && line.to_lowercase().contains("kvm");
     assert!(
-        no_kvm || line.contains("kernel is not a kernel that can be started"),
+        no_kvm || line.contains("kernel is not a bootable kernel"),
         "{line}"
     );
     let checked = world.ringdisk(&["image", "check", "disk.qcow2"]).success();
@@ -189,7 +189,7 @@ fn a_signal_ends_a_machine_whose_images_are_still_being_opened() {
     let ended = machine.ended();
     assert_eq!(ended.code, Some(1), "{ended:?}");
     assert!(
-        ended.stderr.contains("giving up before all images were open"),
+        ended.stderr.contains("exiting before all images were open"),
         "{ended:?}"
     );
 }

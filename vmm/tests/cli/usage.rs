@@ -73,11 +73,11 @@ fn a_command_line_that_makes_no_sense_is_one_line_and_exit_code_2() {
         ),
         (
             &["io", "--disk", "vhost_user=on,socket=s"],
-            "`vhost_user` does not apply here: it tells a virtual machine where its disk's server is",
+            "`vhost_user` does not apply here: it names the vhost-user backend of a disk of `ringdisk run`",
         ),
         (
             &["vhost-user", "--socket", "s", "--disk", "vhost_user=on,socket=t"],
-            "a server takes its socket from --socket",
+            "pass a server its socket with --socket",
         ),
         (&["io", "--disk", "readonly=on"], "`path` is missing"),
         (&["io", "--disk", "path=x", "--queues", "0"], "--queues"),
@@ -124,7 +124,7 @@ fn a_command_line_that_makes_no_sense_is_one_line_and_exit_code_2() {
         ),
         (&["vhost-user", "--disk", "path=a"], "--socket"),
         (&["image"], "missing"),
-        (&["image", "create", "x.qcow2"], "a size is missing"),
+        (&["image", "create", "x.qcow2"], "the size is missing"),
         (&["image", "create", "x.qcow2", "1MB"], "size `1MB`"),
         (
             &["image", "create", "-o", "foo=1", "x.qcow2", "1M"],
@@ -240,7 +240,7 @@ fn ublk_add_refuses_an_image_that_is_given_twice() {
         .ringdisk(&["ublk", "add", "--disk", "path=a.qcow2", "--disk", "path=b.qcow2"])
         .refused(2);
     assert!(
-        line.starts_with("--disk path=a.qcow2 and --disk path=b.qcow2 are one file"),
+        line.starts_with("--disk path=a.qcow2 and --disk path=b.qcow2 are the same file"),
         "{line}"
     );
 }

@@ -277,7 +277,7 @@ fn the_same_image_twice_is_refused_and_nothing_stays_behind() {
         "path=a.qcow2",
     ];
     let line = world.ringdisk(&[&["vhost-user"][..], &pairs].concat()).refused(2);
-    assert!(line.contains("path=a.qcow2 are one file"), "{line}");
+    assert!(line.contains("path=a.qcow2 are the same file"), "{line}");
     assert!(!exists(&world.path("s")) && !exists(&world.path("t")));
 }
 

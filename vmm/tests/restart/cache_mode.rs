@@ -6,7 +6,7 @@ use crate::server::{Server, World};
 
 const BLOCKS: usize = 1024;
 /// In the log of a server that does not know the mode.
-const UNKNOWN: &str = "connected again without its guest's cache mode";
+const UNKNOWN: &str = "reconnected without its guest's cache mode";
 const WRITETHROUGH: u8 = 0;
 const WRITEBACK: u8 = 1;
 

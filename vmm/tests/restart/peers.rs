@@ -225,7 +225,7 @@ fn peers_that_mean_ill_harm_their_own_disk_only() {
     let said: [(Attack, &[&str]); 2] = [
         (
             regions,
-            &["refused what a client asked for", "more than 509 regions"],
+            &["refused a message of the client", "more than 509 regions"],
         ),
         (half_a_message, &["disconnecting the client"]),
     ];
@@ -297,7 +297,7 @@ fn a_server_out_of_descriptors_goes_on_and_waits_without_spinning() {
     client.work(&mut random, Duration::from_millis(20));
     client.drain();
     assert!(
-        world.log().contains("this process may open few files"),
+        world.log().contains("the file descriptor limit is low"),
         "{}",
         world.log()
     );

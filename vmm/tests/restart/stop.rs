@@ -63,7 +63,7 @@ fn a_second_stop_signal_ends_a_server_that_cannot_drain() {
         second.elapsed()
     );
     let log = world.log();
-    assert!(log.contains("giving up before everything was drained"), "{log}");
+    assert!(log.contains("exiting with requests in flight"), "{log}");
 }
 
 /// Waits for something that a traced process does; gives its signal back to it, if that is what it was. Returns the
@@ -139,7 +139,7 @@ fn a_stop_signal_ends_a_server_that_is_still_opening_its_images() {
     assert!(libc::WIFEXITED(status), "{status:#x}");
     assert_eq!(libc::WEXITSTATUS(status), 1);
     let log = world.log();
-    assert!(log.contains("giving up before everything was open"), "{log}");
+    assert!(log.contains("exiting before all images were open"), "{log}");
     world.assert_sound(false);
 }
 

@@ -154,7 +154,9 @@ fn a_takeover_by_a_server_that_can_do_less_leaves_the_old_one_serving() {
     }
     assert!(world.log().contains("needs --restartable too"), "{}", world.log());
     assert!(
-        world.log().contains("has not taken over; going on"),
+        world
+            .log()
+            .contains("the takeover failed; this server continues to serve"),
         "{}",
         world.log()
     );

@@ -156,7 +156,7 @@ impl Drop for Connector {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the thread that connects to a vhost-user backend has panicked");
+            tracing::error!("the thread that connects to a vhost-user backend panicked");
         }
     }
 }
@@ -192,11 +192,11 @@ fn see_to(
             Err(error @ BackendError::Lacks { .. }) => {
                 let admitted = state.upgrade().and_then(|state| state.lock().admit());
                 if let Some(held_back) = admitted {
-                    tracing::error!(%error, held_back, "a guest's disk needs a reset");
+                    tracing::error!(%error, held_back, "a disk needs a reset by its guest");
                 }
                 waits = false;
             }
-            Err(error) => tracing::debug!(%error, "a vhost-user backend is not back yet"),
+            Err(error) => tracing::debug!(%error, "cannot reconnect to a vhost-user backend yet"),
         }
     }
 }

@@ -76,7 +76,7 @@ pub enum BackendError {
         source: vhost::Error,
     },
     /// It does not do something that is needed.
-    #[error("the vhost-user backend at {} lacks {what}", socket.display())]
+    #[error("the vhost-user backend at {} does not support {what}", socket.display())]
     Lacks {
         /// Where.
         socket: PathBuf,
@@ -84,7 +84,7 @@ pub enum BackendError {
         what: &'static str,
     },
     /// It has fewer queues than were asked for.
-    #[error("the vhost-user backend at {} has {found} queues; {asked} are asked for", socket.display())]
+    #[error("the vhost-user backend at {} has {found} queues; expected at least {asked}", socket.display())]
     Queues {
         /// Where.
         socket: PathBuf,
@@ -94,13 +94,13 @@ pub enum BackendError {
         asked: u16,
     },
     /// It was there, and has gone.
-    #[error("the vhost-user backend at {} has gone", socket.display())]
+    #[error("the vhost-user backend at {} closed the connection", socket.display())]
     Gone {
         /// Where.
         socket: PathBuf,
     },
     /// The guest's memory cannot be shared, or a ring is not in it.
-    #[error("{what} at the guest's address {address:#x} is not in memory that can be shared")]
+    #[error("{what} at the guest's address {address:#x} is outside the guest memory that can be shared")]
     Memory {
         /// What.
         what: &'static str,
@@ -108,7 +108,7 @@ pub enum BackendError {
         address: u64,
     },
     /// The host has no more descriptors or threads.
-    #[error("cannot make an event or a thread for a vhost-user backend")]
+    #[error("cannot create an eventfd or a thread for a vhost-user backend")]
     Host(#[source] io::Error),
 }
 
@@ -219,13 +219,13 @@ impl Link {
         let admitted = function.told.admit();
         if let Some(keeper) = self.keeper.get() {
             if let Some(held_back) = admitted {
-                tracing::warn!(%disk, %socket, %why, held_back, "the vhost-user backend is lost; its disk waits until it is back");
+                tracing::warn!(%disk, %socket, %why, held_back, "lost the vhost-user backend; requests wait until it is back");
             }
             // If nobody hears, the function has ended.
             return keeper.send(Ask::Lost).unwrap_or_default();
         }
         if let Some(held_back) = admitted {
-            tracing::error!(%disk, %socket, %why, held_back, "the vhost-user backend is lost; the disk needs a reset by its guest");
+            tracing::error!(%disk, %socket, %why, held_back, "lost the vhost-user backend; the disk needs a reset by its guest");
         }
         function.needs_reset();
     }
@@ -317,7 +317,7 @@ impl Link {
                 requests.set_reply_ack_flag(self.answers.load(Ordering::SeqCst));
                 if let Err(error) = requests.handle_request() {
                     let socket = self.socket.display();
-                    tracing::warn!(%socket, %error, "what a vhost-user backend says by itself is not understood");
+                    tracing::warn!(%socket, %error, "cannot read a message that the vhost-user backend sent");
                     // Its disk works without.
                     hears = false;
                 }
@@ -347,7 +347,7 @@ impl Link {
         if let Some(function) = self.function.get() {
             if let Some(held_back) = function.told.admit() {
                 let disk = &function.name;
-                tracing::warn!(%disk, held_back, "a guest broke its queue; the vhost-user backend has stopped it");
+                tracing::warn!(%disk, held_back, "the guest broke a queue; the vhost-user backend has stopped it");
             }
             function.needs_reset();
         }
@@ -453,7 +453,7 @@ impl Drop for Connection {
         if let Some(watcher) = self.watcher.take()
             && watcher.join().is_err()
         {
-            tracing::error!("the thread that watches a vhost-user backend has panicked");
+            tracing::error!("the thread that watches a vhost-user backend panicked");
         }
     }
 }

@@ -370,7 +370,7 @@ impl State {
             self.give_up();
             return Err(BackendError::Lacks {
                 socket: self.link().socket().to_owned(),
-                what: "what the one before it had, so its guest cannot go on",
+                what: "the features of its predecessor, so the guest cannot continue",
             });
         }
         let before = self.config;
@@ -393,7 +393,7 @@ impl State {
         if let Some((function, _)) = &self.function {
             let (disk, socket) = (&function.name, self.link().socket().display());
             if let Some(held_back) = function.told.admit() {
-                tracing::info!(%disk, %socket, held_back, "connected to the vhost-user backend again");
+                tracing::info!(%disk, %socket, held_back, "reconnected to the vhost-user backend");
             }
             if self.config != before {
                 function.config_changed();
@@ -514,7 +514,7 @@ impl Device for Foreign {
                 Ok(config) => state.take_config(config),
                 Err(error) => {
                     if let Some(held_back) = state.admit() {
-                        tracing::warn!(%error, held_back, "a changed configuration cannot be read");
+                        tracing::warn!(%error, held_back, "cannot read the changed configuration");
                     }
                 }
             }
@@ -598,7 +598,7 @@ impl Device for Foreign {
         if let Err(error) = restored
             && let Some(held_back) = self.state.lock().admit()
         {
-            tracing::error!(%error, held_back, "a vhost-user disk is not as a new driver expects it");
+            tracing::error!(%error, held_back, "cannot reset a vhost-user disk for a new driver");
         }
     }
 

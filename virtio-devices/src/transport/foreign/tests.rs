@@ -502,7 +502,7 @@ fn a_backend_that_is_not_there_or_too_small_is_refused_in_one_line() {
     let server = Server::start(&socket, &MemDisk::new(), 2);
     assert_eq!(
         refused(&socket, 3),
-        format!("the vhost-user backend at {place} has 2 queues; 3 are asked for")
+        format!("the vhost-user backend at {place} has 2 queues; expected at least 3")
     );
     drop(server);
     assert_eq!(
@@ -633,7 +633,9 @@ fn memory_that_cannot_be_shared_is_told_when_it_is_needed() {
     let foreign = Foreign::new(backend, guest_memory(None)).expect("a device");
     let error = foreign.state.lock().set_up().expect_err("it has no files");
     assert!(
-        error.to_string().contains("is not in memory that can be shared"),
+        error
+            .to_string()
+            .contains("is outside the guest memory that can be shared"),
         "{error}"
     );
 }

@@ -67,7 +67,7 @@ impl Recovery {
             Self::Off => Some("was made with --recovery off: it cannot outlive its server"),
             Self::Fail => Some("was made with --recovery fail: I/O fails while it has no server"),
             Self::Wait if !flags.contains(Flags::QUIESCE) => Some(
-                "was made with --recovery wait: what is under way fails when it changes servers, on kernels before 6.16",
+                "was made with --recovery wait: before Linux 6.16, requests in flight fail when the server changes",
             ),
             Self::Wait | Self::Reissue => None,
         }

@@ -39,14 +39,14 @@ impl UblkDevice {
             // A worker that has ended does nothing by any duty.
             let set = self.workers[queue.worker].run(move |_| state.set_duty(Duty::Keep));
             if set.is_err() {
-                tracing::debug!(device, "a worker of a device that is let go has ended");
+                tracing::debug!(device, "a worker of a detached device has ended");
             }
         }
         let until = Instant::now() + ANSWERS;
         let busy = |queue: &Queue| self.workers[queue.worker].run(|_| ()).is_ok() && !queue.is_quiet();
         while self.queues.iter().any(busy) {
             if Instant::now() > until {
-                tracing::error!(device, "the disk of a device that is let go does not answer");
+                tracing::error!(device, "the disk of a detached device does not answer");
                 break;
             }
             std::thread::sleep(Duration::from_micros(200));
@@ -55,7 +55,7 @@ impl UblkDevice {
             _disk: Arc::clone(&self.disk),
             _workers: std::mem::take(&mut self.workers),
         };
-        tracing::info!(device, "left as it is until this process ends");
+        tracing::info!(device, "the device stays detached until this process exits");
         let mut all = PARKED.lock();
         all.push(parked);
     }

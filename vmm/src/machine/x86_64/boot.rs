@@ -69,7 +69,7 @@ pub enum BootError {
     },
     /// The file is no kernel that can be started.
     #[error(
-        "{} is not a kernel that can be started: {why}; expected a bzImage with a 64-bit entry, or an ELF file with \
+        "{} is not a bootable kernel: {why}; expected a bzImage with a 64-bit entry, or an ELF file with \
          a PVH note",
         path.display()
     )]
@@ -80,7 +80,7 @@ pub enum BootError {
         why: String,
     },
     /// It does not fit.
-    #[error("the {what} of {bytes} bytes does not fit the guest's memory")]
+    #[error("the {what} of {bytes} bytes does not fit into the guest's memory; raise --memory")]
     NoRoom {
         /// What does not.
         what: &'static str,
