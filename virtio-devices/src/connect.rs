@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long the kernel may wait before the caller's wish to cancel is looked at again.
+/// The longest wait in the kernel between two checks of the caller's cancellation.
 const SLICE: Duration = Duration::from_millis(50);
 
 /// A wish to cancel an operation that waits, readable from any thread.
@@ -50,7 +50,7 @@ impl fmt::Debug for Cancel {
 ///
 /// # Errors
 ///
-/// What the system says; `TimedOut` if the backlog stays full, `ConnectionAborted` if `cancel` says so first,
+/// The error of the system call; `TimedOut` if the backlog stays full, `ConnectionAborted` if `cancel` is set first,
 /// `InvalidInput` for a path that fits no socket address.
 pub fn connect_within(path: &Path, timeout: Duration, cancel: &Cancel) -> io::Result<UnixStream> {
     let until = Instant::now().checked_add(timeout);

@@ -1,4 +1,4 @@
-//! What the tests of this crate share: a driver for a queue, and a disk in memory that can be held up.
+//! Test support of this crate: a driver for a queue, and a disk in memory whose requests can be held.
 
 #![expect(unsafe_code, reason = "a backlog of nothing, and the limit of descriptors")]
 
@@ -18,19 +18,19 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMma
 use crate::connect::{Cancel, connect_within};
 use crate::virtqueue::RingAddresses;
 
-/// Where guest memory begins. There are two regions, the second right behind the first.
+/// The start of guest memory. There are two regions, the second right behind the first.
 pub(crate) const BASE: u64 = 0x1_0000;
 /// The length of each region, in bytes.
 pub(crate) const REGION_BYTES: u64 = 1 << 20;
 /// The first guest address that is not memory.
 pub(crate) const END: u64 = BASE + 2 * REGION_BYTES;
-/// Where tests put indirect tables.
+/// The address of the tests' indirect tables.
 pub(crate) const TABLE: u64 = BASE + 0x2_0000;
-/// Where tests put headers, 16 bytes for each descriptor.
+/// The address of the tests' headers, 16 bytes for each descriptor.
 pub(crate) const HEADERS: u64 = BASE + 0x3_0000;
-/// Where tests put status bytes, one for each descriptor.
+/// The address of the tests' status bytes, one for each descriptor.
 pub(crate) const STATUSES: u64 = BASE + 0x4_0000;
-/// Where tests put data.
+/// The address of the tests' data.
 pub(crate) const DATA: u64 = BASE + 0x5_0000;
 
 pub(crate) const NEXT: u16 = 1;
@@ -223,7 +223,7 @@ impl Driver {
         head
     }
 
-    /// Where the status of the request with this head goes. 0xff until it is written.
+    /// Returns the address of the status of the request with this head. It is 0xff until it is written.
     fn status_address(&self, head: u16) -> u64 {
         STATUSES + (self.addresses.descriptors - BASE) / 0x4000 * 0x100 + u64::from(head)
     }
@@ -302,7 +302,7 @@ impl MemDisk {
         Arc::new(self.clone())
     }
 
-    /// What was asked so far.
+    /// Returns the requests so far.
     pub(crate) fn log(&self) -> Vec<(Op, u64, u64)> {
         self.shared.log.lock().clone()
     }
@@ -317,7 +317,7 @@ impl MemDisk {
         self.shared.closed.change(|closed| *closed = false);
     }
 
-    /// How many requests wait.
+    /// Returns the number of requests that wait.
     pub(crate) fn held(&self) -> usize {
         self.shared.closed.waiting()
     }

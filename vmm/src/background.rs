@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 
-/// What the process in the background says when it is ready.
+/// The line by which the background process reports that it is ready.
 pub(crate) const READY: &str = "ready";
 
 /// Starts this program again, one step further on its way.
@@ -66,7 +66,7 @@ pub(crate) fn pass_on() -> Result<u8, CommandFailure> {
 ///
 /// # Errors
 ///
-/// What the system said.
+/// The error of the system call.
 pub(crate) fn leave_session() -> std::io::Result<()> {
     rustix::process::setsid().map(drop).map_err(Into::into)
 }

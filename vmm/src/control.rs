@@ -1,7 +1,7 @@
 //! The control socket of a running machine: one JSON object a line in, one a line out.
 //!
-//! What must stay true: whatever is sent, the machine goes on; a request is carried out whole before the next one is
-//! read; and a client that says nothing, half a message or too much costs a thread of eight and nothing else.
+//! Invariants: whatever is sent, the machine goes on; a request is carried out whole before the next one is read; and
+//! a client that says nothing, half a message or too much costs a thread of eight and nothing else.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -30,14 +30,15 @@ const REQUEST_MAX: u64 = 64 << 10;
 const CLIENTS_MAX: usize = 8;
 /// After what time a client that could not be let in is tried again.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
-/// How long a machine may take to accept a client that has no limit of its own: one that runs accepts at once.
+/// The longest time that a machine may take to accept a client that has no limit of its own: one that runs accepts at
+/// once.
 const CONNECT_MAX: Duration = Duration::from_secs(10);
 
-/// What a machine can be asked.
+/// A request to a control socket.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Request {
-    /// What it is and does.
+    /// Returns the state and the disks.
     Info {},
     /// Stop the guest; when it is answered, its images hold every write that the guest believes done.
     Pause {},
@@ -52,7 +53,7 @@ pub enum Request {
     },
     /// Add a disk.
     DiskAdd {
-        /// What `--disk` takes.
+        /// The keys of `--disk`.
         disk: DiskKeys,
     },
     /// Ask the guest to let a disk go, and close it when it has.
@@ -65,7 +66,7 @@ pub enum Request {
     PassLocks {},
     /// Leave block devices of the host to whoever asks, and end.
     HandOver {
-        /// What is meant by that: 1.
+        /// The protocol version: 1.
         version: u32,
         /// All devices that the server has.
         devices: Vec<u32>,
@@ -119,16 +120,16 @@ impl DiskKeys {
     }
 }
 
-/// Whoever carries requests out. The answer is what goes out beside `"ok": true`, or the error's text.
+/// Executes requests. Returns the fields to send beside `"ok": true`, or the error's text.
 pub type Handler = dyn Fn(Request) -> Result<Value, String> + Send + Sync;
 
-/// Whoever goes on when an answer is out.
+/// Called after an answer was sent.
 pub type Told = dyn Fn() + Send + Sync;
 
-/// Whoever has descriptors for [`Request::PassLocks`].
+/// Returns the descriptors for [`Request::PassLocks`].
 pub type Locks = dyn Fn() -> io::Result<Vec<OwnedFd>> + Send + Sync;
 
-/// What looks after a control socket's clients.
+/// The server of a control socket.
 #[derive(Clone)]
 pub struct Server {
     /// Carries requests out.
@@ -297,7 +298,7 @@ fn pass_locks(stream: &UnixStream, server: &Server) -> io::Result<usize> {
     Ok(locks.len())
 }
 
-/// Why there is no answer to a request, or not the one that was hoped for.
+/// An error of a request to a control socket.
 #[derive(Debug)]
 pub enum AskError {
     /// Nobody answers.

@@ -1,12 +1,12 @@
-//! What `--disk key=value,…` says, typed and checked.
+//! The parser of `--disk key=value,…`.
 //!
 //! The keys and their meaning are the ones users of other virtual machine monitors know, plus a few
 //! of ours; [`KEYS`] lists them all, and the help text is made from it. Parsing looks at the text
 //! alone and opens nothing.
 //!
-//! What must stay true: whatever is not understood is refused and named. A key that exists but has
-//! no meaning for the command at hand is refused too, with where it belongs, because an option that
-//! is silently ignored is a promise broken later.
+//! Invariants: whatever is not understood is refused and named. A key that exists but has no meaning for the command
+//! at hand is refused too, with where it belongs, because an option that is silently ignored is a promise broken
+//! later.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -39,7 +39,7 @@ impl fmt::Display for ImageType {
     }
 }
 
-/// What becomes of a write that the host has no space for.
+/// The policy for writes when the host is out of space.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum WriteErrors {
     /// It fails.
@@ -63,38 +63,38 @@ pub struct QueueAffinity {
 pub struct DiskConfig {
     /// The image file; or where its backend listens, if it is another program's.
     pub path: PathBuf,
-    /// Whether another program serves the disk, a vhost-user-blk backend, and this one shows it to a guest.
+    /// True if another program serves the disk, a vhost-user-blk backend, and this one shows it to a guest.
     pub vhost_user: bool,
     /// The image's format. `None`: QCOW2 if the file starts with its magic, refused otherwise,
     /// because what a guest wrote into a raw disk must not choose its format.
     pub image_type: Option<ImageType>,
-    /// Whether the guest may only read.
+    /// True if the guest may only read.
     pub readonly: bool,
-    /// Whether the page cache is bypassed (`O_DIRECT`).
+    /// True if the page cache is bypassed (`O_DIRECT`).
     pub direct: bool,
-    /// How many queues the device has, 1 to [`MAX_QUEUES`]. Each is served by a worker of its own.
+    /// The number of queues of the device, 1 to [`MAX_QUEUES`]. Each is served by a worker of its own.
     pub num_queues: u16,
     /// Entries of each queue: a power of two, 4 to 32,768.
     pub queue_size: u16,
     /// The name of the disk in logs and messages; the path if absent.
     pub id: Option<String>,
-    /// What the guest reads as the disk's serial number: at most 20 bytes of ASCII.
+    /// The serial number that the guest reads: at most 20 bytes of ASCII.
     pub serial: Option<String>,
-    /// Where queues' workers run; queues without an entry run anywhere. One entry per queue at most.
+    /// The CPUs of the queues' workers; queues without an entry run on any CPU. At most one entry per queue.
     pub queue_affinity: Vec<QueueAffinity>,
-    /// Whether the files an image names as its backing may be opened.
+    /// True if the files an image names as its backing may be opened.
     pub backing_files: bool,
-    /// Whether discarded space is given back to the host's file system.
+    /// True if discarded space is given back to the host's file system.
     pub sparse: bool,
-    /// How much of the file the image lock covers.
+    /// The range of the image lock.
     pub lock_granularity: block::lock::LockGranularity,
     /// Memory for the cache of mapping tables, in bytes; sized by the disk if absent.
     pub l2_cache_bytes: Option<u64>,
-    /// Whether discarded clusters stay reserved in the image, so that it does not fragment.
+    /// True if discarded clusters stay reserved in the image, so that it does not fragment.
     pub discard_no_unref: bool,
-    /// What becomes of a write that the host has no space for.
+    /// The policy for writes when the host is out of space.
     pub werror: WriteErrors,
-    /// How long an idle worker polls before it sleeps, at most, in microseconds; adaptive if absent.
+    /// The longest time that an idle worker polls before it sleeps, in microseconds; adaptive if absent.
     pub poll_us: Option<u32>,
     /// Its place in a machine of `ringdisk run`.
     pub pci: PciPlace,
@@ -104,14 +104,14 @@ pub struct DiskConfig {
     pub rate_limit_group: Option<GroupMember>,
 }
 
-/// Where a machine has a disk, as far as it was told. A machine has one PCI segment and no IOMMU.
+/// The PCI address of a disk, as far as it was given. A machine has one PCI segment and no IOMMU.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct PciPlace {
     /// The slot, 1 to 31; the lowest free one if absent.
     pub device_id: Option<u8>,
-    /// Whether the segment was given: it is 0.
+    /// True if `pci_segment=0` was given.
     pub segment: bool,
-    /// Whether an IOMMU was declined.
+    /// True if an IOMMU was declined.
     pub no_iommu: bool,
 }
 
@@ -126,7 +126,7 @@ pub const MIN_L2_CACHE_BYTES: u64 = 64 << 10;
 /// One more than the largest CPU number the kernel's affinity call takes.
 const CPU_LIMIT: usize = 1024;
 
-/// Why a `--disk` was refused.
+/// An invalid `--disk`.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum DiskConfigError {
     /// An item is not `key=value`, or a quote or bracket is not closed.
@@ -145,7 +145,7 @@ pub enum DiskConfigError {
     NotHere {
         /// The key.
         key: &'static str,
-        /// Where it does apply.
+        /// The scope in which it applies.
         place: &'static str,
     },
     /// The key is there twice.
@@ -161,7 +161,7 @@ pub enum DiskConfigError {
         key: &'static str,
         /// The value, as given.
         value: String,
-        /// What it takes.
+        /// Its permitted values.
         takes: &'static str,
     },
     /// A limit is given by half.
@@ -171,7 +171,7 @@ pub enum DiskConfigError {
         key: &'static str,
         /// The key that is not.
         missing: &'static str,
-        /// What that takes.
+        /// The permitted values of that key.
         takes: &'static str,
     },
     /// There is no such group.
@@ -189,13 +189,13 @@ pub enum DiskConfigError {
         key: &'static str,
         /// The other, with its value.
         other: String,
-        /// Why they cannot both be meant.
+        /// The contradiction.
         why: &'static str,
     },
     /// There is no path.
     #[error("--disk: `path` is missing; it takes {takes}")]
     NoPath {
-        /// What it takes.
+        /// Its permitted values.
         takes: &'static str,
     },
 }
@@ -428,7 +428,7 @@ impl DiskConfig {
     }
 }
 
-/// Where the backend of a disk listens that has only the keys which such a disk may have.
+/// Returns the socket of the backend, for a disk with no keys but those that such a disk may have.
 fn backend(
     vhost_user: bool,
     socket: Option<PathBuf>,

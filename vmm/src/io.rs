@@ -57,7 +57,7 @@ pub fn run(config: DiskConfig, queues: Option<u16>, commands: &[String]) -> Resu
     Ok(if failures == 0 { EXIT_OK } else { EXIT_FAILURE })
 }
 
-/// How many queues: `--queues`, or else what the disk says.
+/// Returns the number of queues: `--queues`, or else that of the disk.
 fn queue_count(config: &DiskConfig, queues: Option<u16>) -> Result<u16, CommandFailure> {
     match queues {
         None => Ok(config.num_queues),

@@ -8,7 +8,7 @@
 pub struct SyntaxError {
     /// The item, or what was left of the text when it stopped making sense.
     pub item: String,
-    /// What is wrong with it.
+    /// The error.
     pub problem: &'static str,
 }
 
@@ -93,7 +93,7 @@ pub fn list(text: &str) -> Option<Vec<&str>> {
     found.iter().all(|item| !item.is_empty()).then_some(found)
 }
 
-/// How many bytes the bracketed text at the start of `text` takes, brackets included.
+/// Returns the length in bytes of the bracketed text at the start of `text`, brackets included.
 fn bracketed_len(text: &str) -> Option<usize> {
     if !text.starts_with('[') {
         return None;

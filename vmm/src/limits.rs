@@ -1,5 +1,5 @@
-//! What the system lets this process have: enough descriptors for every client at its limit, and an error instead of
-//! an end where a file may not become larger.
+//! Resource limits of this process: raises the number of descriptors so that every client fits, and turns `SIGXFSZ`
+//! into an error.
 //!
 //! Clients hand us descriptors for their memory and events, and the process has one table for those of all. If it can
 //! be full, a client that fills it keeps others from connecting.
@@ -11,7 +11,7 @@ use std::io;
 ///
 /// # Errors
 ///
-/// What the system said.
+/// The error of the system call.
 pub fn raise_descriptors() -> io::Result<u64> {
     let mut limit = libc::rlimit {
         rlim_cur: 0,

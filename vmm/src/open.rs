@@ -25,7 +25,7 @@ use crate::ublk::claim::{ClaimError, refuse_claimed};
 /// The first bytes of every QCOW2 image.
 const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
 
-/// Why a disk could not be opened. Nothing was written.
+/// An error of opening a disk. Nothing was written.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// The file could not be opened.
@@ -39,7 +39,7 @@ pub enum OpenError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system call.
         #[source]
         source: IoError,
     },
@@ -78,7 +78,7 @@ pub enum OpenError {
 }
 
 impl OpenError {
-    /// Whether another program has an image that is needed.
+    /// Returns true if another program has an image that is needed.
     #[must_use]
     pub fn is_locked(&self) -> bool {
         let mut error = match self {
@@ -133,14 +133,14 @@ pub fn open(config: &DiskConfig) -> Result<OpenedDisk, OpenError> {
     open_as(config, &Opening::default())
 }
 
-/// What a disk is opened for, beside what its configuration says.
+/// The purpose for which a disk is opened, beside its configuration.
 #[derive(Clone, Debug, Default)]
 pub struct Opening {
-    /// What the disk has answered outlives this process, flushed or not.
+    /// Answered writes outlive this process, flushed or not.
     pub persist_mappings: bool,
     /// The block device of the host that it is opened for, which may have been waiting for that.
     pub device: Option<u32>,
-    /// What the locks of its images are a part of: those that the last server has handed over, if there was one.
+    /// The lock set of its images: that of the previous server, if it handed one over.
     pub lock_set: LockSet,
 }
 
@@ -165,7 +165,7 @@ pub fn open_as(config: &DiskConfig, how: &Opening) -> Result<OpenedDisk, OpenErr
     Ok(opened)
 }
 
-/// What the disk's requests wait for, if for anything.
+/// Returns the limiter of the disk's requests, if it has limits.
 fn limiter(config: &DiskConfig) -> Result<Option<Arc<Limiter>>, OpenError> {
     match &config.rate_limit_group {
         Some(member) => {
@@ -180,7 +180,7 @@ fn limiter(config: &DiskConfig) -> Result<Option<Arc<Limiter>>, OpenError> {
     }
 }
 
-/// Where a few reads are carried out: that is not worth a ring.
+/// Returns a context for a few reads, which do not justify a ring.
 fn context(config: &DiskConfig) -> Result<Context, OpenError> {
     Context::new(RingKind::Syscalls, 64).map_err(|error| OpenError::Read {
         path: config.path.clone(),
@@ -289,7 +289,7 @@ fn image_type(config: &DiskConfig, cx: &Context) -> Result<ImageType, OpenError>
     }
 }
 
-/// How the worker of one queue is set up.
+/// Returns the worker configuration of one queue.
 #[must_use]
 pub fn worker_config(config: &DiskConfig, queue: u16) -> WorkerConfig {
     let mut worker = WorkerConfig {

@@ -1,7 +1,7 @@
 //! `ringdisk run`: a machine of our own, from its first instruction to a clean end.
 //!
-//! What must stay true: whatever ends the guest (itself, a signal, a key, a failure), its requests are answered and
-//! its images closed cleanly before the program ends; and nothing is started before every disk is open and locked.
+//! Invariants: whatever ends the guest (itself, a signal, a key, a failure), its requests are answered and its images
+//! closed cleanly before the program ends; and nothing is started before every disk is open and locked.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -27,7 +27,7 @@ mod disks;
 
 use disks::{Attached, Disks};
 
-/// What to run.
+/// The configuration of `ringdisk run`.
 #[derive(Clone, Debug)]
 pub struct RunConfig {
     /// The machine.
@@ -38,26 +38,26 @@ pub struct RunConfig {
     pub rate_limit_groups: RateLimitGroups,
     /// Its console.
     pub console: ConsoleConfig,
-    /// Where it can be asked and told things.
+    /// The path of its control socket.
     pub control: Option<PathBuf>,
-    /// Whether it ends when the guest restarts.
+    /// True if it ends when the guest restarts.
     pub no_reboot: bool,
 }
 
-/// What the control socket reaches: the machine of the moment, and its disks.
+/// The state that control requests use: the current machine and its disks.
 struct Desk {
     config: MachineConfig,
     rate_limit_groups: RateLimitGroups,
     disks: Arc<Disks>,
     /// Locked before the disks.
     machine: Mutex<Option<Machine>>,
-    /// Where the machine is asked to end.
+    /// The stop and restart requests of the machine.
     stop: Arc<Stop>,
     /// Held by whoever adds a disk: two of one name are told apart before either is there.
     adding: Mutex<()>,
 }
 
-/// How long a guest may take to let a disk go before whoever asked is told that it has not.
+/// The longest time that a guest may take to release a disk before the request reports that it has not.
 const REMOVAL_MAX: Duration = Duration::from_secs(10);
 
 impl Desk {
@@ -71,7 +71,7 @@ impl Desk {
         *self.machine.lock() = machine;
     }
 
-    /// What cuts short whoever waits for a backend: the machine is to end, or to start again.
+    /// Returns the condition that cancels waits for a backend: the machine stops or restarts.
     fn cancel(&self) -> Cancel {
         let stop = Arc::clone(&self.stop);
         Cancel::when(move || stop.is_asked())
@@ -183,7 +183,7 @@ impl Desk {
     }
 }
 
-/// Where a guest finds the disk in `slot`.
+/// Returns the guest's PCI address of the disk in `slot`.
 fn address(slot: usize) -> String {
     format!("0000:00:{slot:02x}.0")
 }
@@ -192,7 +192,7 @@ fn address(slot: usize) -> String {
 ///
 /// # Errors
 ///
-/// What is wrong, as a sentence.
+/// The error, as a sentence.
 pub fn check_queues(disk: &DiskConfig, cpus: u16) -> Result<(), String> {
     if disk.num_queues <= cpus {
         return Ok(());
@@ -320,7 +320,7 @@ fn live(config: &RunConfig, desk: &Arc<Desk>) -> Result<(), CommandFailure> {
     }
 }
 
-/// How long a machine has to run for its restart to be as any other.
+/// The time after which a restart of the guest is not treated as a restart loop.
 const STARTED: Duration = Duration::from_secs(1);
 /// So many machines in a row may end sooner than that before the next one is waited for.
 const QUICK_MAX: u32 = 3;
@@ -335,7 +335,7 @@ struct Restarts {
 }
 
 impl Restarts {
-    /// How long to wait before the guest of a machine that ran for `time` starts again.
+    /// Returns the delay before the guest of a machine that ran for `time` starts again.
     fn next(&mut self, time: Duration) -> Duration {
         if time >= STARTED {
             self.quick = 0;

@@ -31,7 +31,7 @@ impl StopSignals {
     ///
     /// # Errors
     ///
-    /// What the system said; it has no reason to refuse.
+    /// The error of the system call, which has no reason to fail.
     pub fn block() -> io::Result<Self> {
         let mut signals = Vec::new();
         for signal in STOP {
@@ -53,7 +53,7 @@ impl StopSignals {
     ///
     /// # Errors
     ///
-    /// What the system said; it has no reason to refuse.
+    /// The error of the system call, which has no reason to fail.
     pub fn wait(self) -> io::Result<&'static str> {
         let mut signal = 0;
         // SAFETY: the set is live and initialised and only read; the number is an exclusive local.
@@ -69,7 +69,8 @@ impl StopSignals {
     }
 }
 
-/// Whether standard error takes a line without waiting. Whoever waits for a log to be read hears no further signal.
+/// Returns true if standard error takes a line without blocking. A thread that blocks on its log hears no further
+/// signal.
 #[must_use]
 pub fn is_log_read() -> bool {
     let stderr = rustix::stdio::stderr();
@@ -81,7 +82,7 @@ pub fn is_log_read() -> bool {
     matches!(poll(&mut ready, Some(&now)), Ok(1))
 }
 
-/// Whether a signal is ignored, by whoever started us.
+/// Returns true if a signal is ignored, as inherited from the parent process.
 fn is_ignored(signal: libc::c_int) -> io::Result<bool> {
     let mut action = MaybeUninit::<libc::sigaction>::uninit();
     // SAFETY: a null new action only asks; the old one is written to a live local of its type.

@@ -1,8 +1,8 @@
 //! The Unix socket a vhost-user client connects to: made private, and never taken from a live server.
 //!
-//! Whoever may connect to the socket may read and write the disk, so it exists with mode 0600 from
-//! its first instant. A socket file left behind by a server that is gone is replaced; one that a
-//! server listens on, or a file that is no socket, is refused and left as it is.
+//! A process that can connect to the socket can read and write the disk, so the socket has mode 0600 from its
+//! creation on. A socket file left behind by a server that is gone is replaced; one that a server listens on, or a
+//! file that is no socket, is refused and left unchanged.
 #![expect(
     unsafe_code,
     reason = "binding with a mode, and connecting without waiting, need raw socket calls"
@@ -20,10 +20,10 @@ use std::time::{Duration, Instant};
 
 /// Connections that may wait to be accepted. One is served at a time.
 const BACKLOG: libc::c_int = 16;
-/// How long the folder's lock is waited for, which others have for the moment that making a socket takes.
+/// The longest wait for the folder's lock, which is held for the moment of creating a socket.
 const FOLDER_LOCK_MAX: Duration = Duration::from_secs(2);
 
-/// Why a socket could not be listened on.
+/// An error of creating a listening socket.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
     /// A live server listens there.
@@ -55,11 +55,11 @@ pub enum SocketError {
     /// A system call failed.
     #[error("cannot {action} socket {}", path.display())]
     Os {
-        /// What was tried.
+        /// The attempted action.
         action: &'static str,
         /// The socket.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
@@ -177,7 +177,7 @@ impl Socket {
         &self.listener
     }
 
-    /// Where it is.
+    /// Returns its path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -256,7 +256,7 @@ fn stream_socket(flags: libc::c_int) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Whether the process at the other end of a connection runs as the same user as this one.
+/// Returns true if the process at the other end of a connection runs as the same user as this one.
 #[must_use]
 pub fn is_same_user(connection: &impl AsRawFd) -> bool {
     // SAFETY: takes nothing and cannot fail.
@@ -271,7 +271,7 @@ fn peer(connection: &OwnedFd) -> Option<String> {
     Some(format!("{} (process {pid})", name.trim_end()))
 }
 
-/// Who is at the other end of a connection.
+/// Returns the credentials of the process at the other end of a connection.
 fn credentials(connection: &impl AsRawFd) -> Option<libc::ucred> {
     let mut credentials = libc::ucred {
         pid: 0,

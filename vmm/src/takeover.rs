@@ -20,9 +20,9 @@
 //! can read the 1. The new server reads it before it opens an image. The old one, when it wants its images back, reads it, or
 //! else waits for the end of the connection, which the new one closes after its images.
 //!
-//! What must stay true: the old server never serves after 'a', and the new one not before; whatever goes wrong until
-//! then, the old one opens its images again and goes on with the same clients. An image is locked all the time, and open
-//! in one of them at most. A server of the version before, old or new, gets no locks: then the old one gives them back, and
+//! Invariants: the old server never serves after 'a', and the new one not before; whatever goes wrong until then, the
+//! old one opens its images again and goes on with the same clients. An image is locked all the time, and open in one
+//! of them at most. A server of the version before, old or new, gets no locks: then the old one gives them back, and
 //! whoever opens the image locks it.
 
 use std::ffi::{OsStr, OsString};
@@ -43,24 +43,25 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use crate::error::CommandFailure;
 use crate::socket::{Socket, SocketError, is_same_user};
 
-/// What a new server says first.
+/// The greeting of a new server.
 const GREETING: &[u8] = b"ringdisk takeover 3";
-/// What one says that wants no locks: the version before.
+/// The greeting of a new server of the version before, which takes no locks.
 const GREETING_WITHOUT_LOCKS: &[u8] = b"ringdisk takeover 2";
-/// What a server answers to a greeting of a version that it does not know.
+/// The answer to a greeting of an unknown version.
 const NOT_UNDERSTOOD: &str = "it does not understand what was asked";
 /// The longest request or message that is listened to, in bytes.
 const BYTES_MAX: u32 = 1 << 16;
-/// How long a visitor may take to say what it wants.
+/// The longest time that a visitor may take to send its request.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long either may take to read what the other has sent.
+/// The longest time that either may take to read what the other has sent.
 const SEND_MAX: Duration = Duration::from_secs(5);
-/// How long the old server may take to drain and close. It goes on if it is asked and the new one has given up.
+/// The longest time that the old server may take to drain and close. If it is asked and the new one has given up, it
+/// continues.
 const DRAIN_MAX: Duration = Duration::from_secs(60);
-/// How long the new server may take to open the images, before the old one wants them back.
+/// The longest time that the new server may take to open the images, before the old one wants them back.
 const OPEN_MAX: Duration = Duration::from_secs(20);
 
-/// Why a takeover did not happen.
+/// An error of a takeover.
 #[derive(Debug, thiserror::Error)]
 pub enum TakeoverError {
     /// There is no server to take over from.
@@ -68,11 +69,11 @@ pub enum TakeoverError {
     Nobody {
         /// The door.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system call.
         #[source]
         source: io::Error,
     },
-    /// Whoever listens at the door is somebody else's.
+    /// The listening server belongs to another user.
     #[error("the server at {} belongs to another user", path.display())]
     Stranger {
         /// The door.
@@ -81,7 +82,7 @@ pub enum TakeoverError {
     /// The old server goes on.
     #[error("the running server refuses: {reason}")]
     Refused {
-        /// Why, in its words.
+        /// The reason, as the server states it.
         reason: String,
     },
     /// The conversation broke off.
@@ -90,7 +91,7 @@ pub enum TakeoverError {
     /// The old server, or its disks, hang.
     #[error("the running server did not answer within {} s; it continues to serve its clients", waited.as_secs())]
     Silent {
-        /// How long was waited for.
+        /// The time that was waited.
         waited: Duration,
     },
     /// The old server has given this one up.
@@ -108,7 +109,7 @@ impl TakeoverError {
     }
 }
 
-/// Where the door of a server is whose first socket is at `socket`.
+/// Returns the path of the takeover socket of the server whose first socket is at `socket`.
 fn door_path(socket: &Path) -> PathBuf {
     let mut path = socket.as_os_str().to_owned();
     path.push(".takeover");
@@ -188,7 +189,7 @@ pub fn not_adopted(name: &str, error: HandOverError) -> CommandFailure {
     CommandFailure::Failed(format!("{name}: {told}").into())
 }
 
-/// What says which of two servers may open the images: an eventfd that holds a 1, until one of them has read it.
+/// Decides which of two servers may open the images: an eventfd that holds a 1, until one of them has read it.
 #[derive(Debug)]
 struct Token(OwnedFd);
 
@@ -203,7 +204,7 @@ impl Token {
     }
 }
 
-/// What an old server hands over for one disk.
+/// The part of a handover that concerns one disk.
 #[derive(Debug)]
 pub struct Handed {
     /// The socket that clients connect to.
@@ -212,11 +213,11 @@ pub struct Handed {
     pub client: Option<ClientState>,
 }
 
-/// What an old server offers. Unless it is accepted, the old one goes on.
+/// The offer of an old server. Unless it is accepted, the old server continues.
 #[derive(Debug)]
 pub struct Offer {
     connection: UnixStream,
-    /// What to read before an image is opened; a server of the version before has none.
+    /// The token to read before an image is opened; a server of the version before has none.
     token: Option<Token>,
     /// The images' locks, to open them with.
     pub lock_set: LockSet,
@@ -352,7 +353,7 @@ pub struct Door {
     requests: Requests,
 }
 
-/// What is asked for at a door by those who may have the sockets.
+/// The requests that a takeover socket accepts.
 #[derive(Clone, Debug)]
 struct Requests {
     now: Vec<u8>,
@@ -420,7 +421,7 @@ impl Door {
         self.socket.give_up();
     }
 
-    /// What waits at the door, for a thread of its own.
+    /// Returns the listener of the takeover socket, for its own thread.
     ///
     /// # Errors
     ///
@@ -440,11 +441,11 @@ pub struct Keeper {
     requests: Requests,
 }
 
-/// What a visitor at a door is to be told.
+/// The answer to a visitor.
 enum Heard {
     /// It can have the sockets, and the locks if it knows how to take them.
     Fine { passes_locks: bool },
-    /// Why it cannot.
+    /// The reason for the refusal.
     Refused(String),
 }
 
@@ -509,7 +510,7 @@ impl Keeper {
 #[derive(Debug)]
 pub struct Successor {
     connection: UnixStream,
-    /// What only one of us can read. `None`: it knows nothing of locks.
+    /// The token that only one server can read. `None`: the new server knows nothing of locks.
     token: Option<Token>,
 }
 

@@ -3,8 +3,8 @@
 //! Every disk has a socket and a thread that speaks with its client; the queues run on workers of their own.
 //! Nothing is served before every socket is made and every disk is open and locked.
 //!
-//! What must stay true: after a stop signal no request that was taken is lost. Clients are disconnected,
-//! their requests drained, and each image is closed cleanly, whatever became of the others.
+//! Invariants: after a stop signal no request that was taken is lost. Clients are disconnected, their requests
+//! drained, and each image is closed cleanly, whatever became of the others.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ use crate::socket::{Socket, SocketError};
 use crate::takeover::{self, Door, Offer, Successor};
 use crate::{background, limits, sd_notify};
 
-/// How disks are served.
+/// The options of `ringdisk vhost-user`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     /// Guests can go on with a new server when this one is killed.
@@ -41,13 +41,13 @@ pub struct Options {
     pub detached: bool,
 }
 
-/// How long a client may take to end a message that it has begun, and its thread to carry it out, when a new server
-/// takes over: long for a busy machine, because who has not done so is disconnected.
+/// The longest time that a client may take to complete a message, and its thread to execute it, during a takeover. It
+/// is long enough for a busy machine, because slower clients are disconnected.
 const MESSAGE_MAX: Duration = Duration::from_secs(1);
-/// How long the images' locks are waited for when a takeover has failed: the new server may just be ending.
+/// The longest wait for the image locks after a failed takeover: the new server may still be exiting.
 const REOPEN_MAX: Duration = Duration::from_secs(20);
 
-/// How long a start that a signal has interrupted may take to end by itself. It does between two images.
+/// The longest time that a start interrupted by a signal may take to end by itself, between two images.
 const START_END_MAX: Duration = Duration::from_secs(1);
 
 /// One disk being served. Dropped in this order: the image's lock goes last.
@@ -62,7 +62,7 @@ struct Served {
     opened: Option<OpenedDisk>,
 }
 
-/// What wakes a server from serving, besides signals: a new server.
+/// The state of a pending takeover.
 struct Takeover {
     door: Door,
     successor: Arc<Mutex<Option<Successor>>>,
@@ -278,7 +278,7 @@ fn names(served: &[Served]) -> String {
     names.join(", ")
 }
 
-/// What a failure of a hand-over's connection means.
+/// Explains a failure of a takeover's connection.
 fn lost(error: std::io::Error) -> std::io::Error {
     use std::io::{Error, ErrorKind};
     match error.kind() {
@@ -290,7 +290,7 @@ fn lost(error: std::io::Error) -> std::io::Error {
     }
 }
 
-/// Why a hand-over came to nothing.
+/// The failure of a handover.
 enum HandOverFailure {
     /// An image was not closed cleanly: nobody should go on with it without a look.
     Close(CommandFailure),
@@ -368,7 +368,7 @@ fn reopen(served: &mut [Served], options: Options, lock_set: &LockSet) -> Result
     Ok(())
 }
 
-/// What images are opened for.
+/// Returns the purpose for which images are opened.
 fn opening(options: Options, lock_set: &LockSet) -> Opening {
     Opening {
         persist_mappings: options.restartable,
@@ -377,8 +377,8 @@ fn opening(options: Options, lock_set: &LockSet) -> Opening {
     }
 }
 
-/// How many descriptors serving one disk may take: its clients', and for each queue the files of a chain that is not
-/// too long.
+/// Returns the number of descriptors that serving one disk may take: those of its clients, and for each queue the
+/// files of a chain of limited length.
 fn descriptors(config: &DiskConfig) -> u64 {
     const FILES: u64 = 8;
     descriptors_max(config.num_queues) + FILES * (1 + u64::from(config.num_queues))
@@ -391,7 +391,7 @@ fn open_door(sockets: &[PathBuf]) -> Option<Door> {
         .ok()
 }
 
-/// What has to stay accessible: the images, and the sockets to be removed in the end.
+/// Returns the files that stay accessible: the images, and the sockets to remove at the end.
 fn allowed(opened: &[(Socket, DiskConfig, OpenedDisk)]) -> AllowedFiles {
     let mut allowed = AllowedFiles::default();
     for (socket, config, disk) in opened {
@@ -444,7 +444,7 @@ fn serve(
     })
 }
 
-/// What the server needs to know of the disk's configuration.
+/// Returns the server's part of the disk's configuration.
 fn server_config(config: &DiskConfig, options: Options) -> VhostUserConfig {
     let mut server = VhostUserConfig {
         name: config.name(),

@@ -4,7 +4,7 @@ use block::DiskInfo;
 
 /// The bytes of `struct virtio_blk_config` up to and with `max_write_zeroes_seg` and what follows it.
 pub(crate) const CONFIG_BYTES: usize = 60;
-/// Where `writeback` is.
+/// The offset of `writeback`.
 pub(crate) const WRITEBACK_OFFSET: usize = 32;
 
 /// The size of a sector, in bytes: the unit of every sector number in virtio-blk.

@@ -1,4 +1,4 @@
-//! What the queues of one device share: the disk, the features and the configuration space.
+//! The state that the queues of one device share: the disk, the features and the configuration space.
 
 use std::fmt;
 use std::sync::Arc;
@@ -35,13 +35,13 @@ pub enum ConfigWriteError {
     ReadOnly {
         /// The first byte.
         offset: u64,
-        /// How many bytes.
+        /// The number of bytes.
         len: usize,
     },
     /// The cache mode is 0 or 1.
     #[error("writeback is {value}; expected 0 or 1")]
     Writeback {
-        /// What was written.
+        /// The value written.
         value: u8,
     },
 }
@@ -71,14 +71,14 @@ impl CacheMode {
     }
 }
 
-/// How a device shows a disk.
+/// The properties with which a device presents a disk.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct BlockDeviceConfig<'a> {
-    /// How many queues it offers.
+    /// The number of queues that it offers.
     pub num_queues: u16,
     /// The entries a queue is expected to have; says how many segments a request may have.
     pub queue_size: u16,
-    /// What the guest reads as the serial number: at most [`SERIAL_BYTES`] bytes.
+    /// The serial number that the guest reads: at most [`SERIAL_BYTES`] bytes.
     pub serial: &'a str,
 }
 
@@ -102,7 +102,7 @@ impl fmt::Debug for BlockDevice {
     }
 }
 
-/// Whether `features` has bit number `bit`.
+/// Returns true if `features` has bit number `bit`.
 pub(super) fn has(features: u64, bit: u32) -> bool {
     features & 1 << bit != 0
 }
@@ -152,7 +152,7 @@ impl BlockDevice {
         CacheMode::from_number(self.cache_mode.swap(mode as u8, Ordering::SeqCst))
     }
 
-    /// How much may be said about its client's and guest's mistakes.
+    /// Returns the rate limiter of log messages about the client's and the guest's mistakes.
     pub(crate) fn told(&self) -> &Arc<Told> {
         &self.told
     }

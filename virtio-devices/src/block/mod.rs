@@ -3,8 +3,8 @@
 //! [`BlockDevice`] is what all queues share: the disk, the features, the configuration space. A
 //! [`BlockQueue`] serves one virtqueue as a frontend of a worker. Spec: virtio 1.2, 5.2.
 //!
-//! What must stay true: every chain that was taken gets its status written exactly once and is given back
-//! exactly once, unless the queue is broken; nothing a guest sends reaches the disk unchecked.
+//! Invariants: every chain that was taken gets its status written exactly once and is given back exactly once, unless
+//! the queue is broken; nothing a guest sends reaches the disk unchecked.
 
 mod config;
 mod device;

@@ -4,8 +4,8 @@
 //! answered. A chain in flight is remembered under the number of its first descriptor, so the table has as many
 //! entries as the queue and a guest cannot make it grow.
 //!
-//! What must stay true: a slot is busy from the taking of its chain to the last answer of its parts, and
-//! then its status is written once. A broken queue takes nothing more, but gives back what is in flight.
+//! Invariants: a slot is busy from the taking of its chain to the last answer of its parts, and then its status is
+//! written once. A broken queue takes nothing more, but gives back what is in flight.
 
 use std::fmt;
 use std::rc::Rc;
@@ -49,7 +49,7 @@ pub trait Notify {
     }
 }
 
-/// What a queue leaves behind when it has ended, for whoever starts it again.
+/// The final state of a queue, with which it can be started again.
 #[derive(Debug, Default)]
 pub struct QueueReport {
     next_available: AtomicU16,
@@ -63,14 +63,14 @@ impl QueueReport {
         self.next_available.load(Ordering::Acquire)
     }
 
-    /// Whether the guest broke the queue.
+    /// Returns true if the guest broke the queue.
     #[must_use]
     pub fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Acquire)
     }
 }
 
-/// Why a queue could not be started.
+/// An error of starting a queue.
 #[derive(Debug, thiserror::Error)]
 pub enum StartQueueError {
     /// The rings cannot be used.
@@ -79,7 +79,7 @@ pub enum StartQueueError {
     /// The disk cannot be used on this worker.
     #[error(transparent)]
     Open(#[from] OpenQueueError),
-    /// What a killed server is said to have left cannot be.
+    /// The inflight region of a killed server is inconsistent.
     #[error(transparent)]
     Inflight(#[from] InflightError),
 }
@@ -87,11 +87,11 @@ pub enum StartQueueError {
 /// A chain in flight.
 #[derive(Clone, Copy)]
 struct Slot {
-    /// Where the status goes; `None` if the slot is free.
+    /// The address of the status byte; `None` if the slot is free.
     place: Option<Slice>,
     /// Answers still to come.
     parts: u32,
-    /// How many bytes will have been written if all goes well.
+    /// The number of bytes written on success.
     len: u32,
     status: Status,
 }
@@ -112,7 +112,7 @@ pub struct BlockQueue {
     disk: Box<dyn DiskQueue>,
     features: u64,
     notify: Box<dyn Notify>,
-    /// Whether the guest does not tell when it makes chains available.
+    /// True if the guest sends no kicks.
     polled: bool,
     report: Arc<QueueReport>,
     /// Memory was lost: no request is known to have succeeded.
@@ -120,9 +120,9 @@ pub struct BlockQueue {
     broken: bool,
     slots: Box<[Slot]>,
     in_flight: usize,
-    /// Where chains in flight are marked for the next server, if this one is killed.
+    /// Records chains in flight for the next server, if this one is killed.
     inflight: Option<InflightQueue>,
-    /// What a killed server had taken and not given back, the oldest last.
+    /// Chains that a killed server had taken and not returned, the oldest last.
     again: Vec<u16>,
     sink: Rc<CompletionSink>,
     /// Kept to be filled again.
@@ -141,25 +141,25 @@ impl fmt::Debug for BlockQueue {
     }
 }
 
-/// What to start a [`BlockQueue`] with.
+/// The configuration of a [`BlockQueue`].
 pub struct BlockQueueConfig {
     /// The guest's memory; the queue and each of its requests keep it mapped.
     pub memory: GuestMemoryMmap,
     /// The entries: a power of two up to 32768.
     pub size: u16,
-    /// Where the rings are, as guest addresses.
+    /// The guest addresses of the rings.
     pub addresses: RingAddresses,
     /// The available index of the first chain to take, unless `inflight` knows better.
     pub next_available: u16,
-    /// Where chains in flight are marked, and perhaps what a killed server left marked there.
+    /// The inflight region, perhaps with records of a killed server.
     pub inflight: Option<InflightRegion>,
     /// The feature bits the driver accepted.
     pub features: u64,
-    /// How the guest is told.
+    /// Notifies the guest.
     pub notify: Box<dyn Notify + Send>,
-    /// Whether the guest does not tell when it makes chains available, so that the worker never sleeps.
+    /// True if the guest sends no kicks, so that the worker never sleeps.
     pub polled: bool,
-    /// Where the queue leaves its state when it ends.
+    /// Receives the state of the queue when it ends.
     pub report: Arc<QueueReport>,
 }
 

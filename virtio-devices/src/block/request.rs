@@ -1,4 +1,4 @@
-//! What a chain asks of the disk, parsed and checked.
+//! The request in a descriptor chain, parsed and checked.
 //!
 //! Pure functions over a chain that was already followed: nothing here touches the disk or the rings.
 //! Spec: virtio 1.2, 5.2.6.

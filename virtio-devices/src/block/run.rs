@@ -9,7 +9,7 @@ use block::{Buffer, Disk, IoError, Op, Request};
 
 use super::{BlockDevice, BlockQueue, BlockQueueConfig, QueueReport, StartQueueError};
 
-/// Why a queue does not run.
+/// An error of starting a queue on its worker.
 #[derive(Debug, thiserror::Error)]
 pub enum RunQueueError {
     /// It cannot be started as it was described.
@@ -68,7 +68,7 @@ impl RunningQueue {
     }
 }
 
-/// Why what was answered is not durable.
+/// An error of a flush.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FlushError {
     #[error(transparent)]

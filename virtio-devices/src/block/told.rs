@@ -1,4 +1,4 @@
-//! How much a log may say about one client: it can make mistakes as fast as it likes, and the log is everybody's.
+//! Per-client log rate limiter: a misbehaving client must not flood the log.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 /// So many lines are written in each [`PERIOD`].
 pub(crate) const LINES_MAX: u32 = 50;
-/// How long it takes until as many are written again.
+/// The period in which the limit applies.
 const PERIOD: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Default)]
@@ -23,7 +23,7 @@ pub(crate) struct Told {
 }
 
 impl Told {
-    /// Whether a line is to be written now; if so, how many before it were held back, if any were.
+    /// Returns `Some` if a line may be logged now, with the number of suppressed lines before it, if any.
     pub(crate) fn admit(&self) -> Option<Option<u64>> {
         self.admit_at(Instant::now())
     }

@@ -4,7 +4,7 @@
 pub(super) struct ConfigSpace {
     bytes: [u8; 256],
     writable: [u8; 256],
-    /// Where the next capability goes, and where the pointer to it is.
+    /// The offset of the next capability, and of the pointer to it.
     next: u8,
     link: u8,
 }
@@ -77,14 +77,14 @@ impl ConfigSpace {
         self.writable[at..at + mask.len()].copy_from_slice(mask);
     }
 
-    /// What a guest reads. Past the end there are ones, as where no function is.
+    /// Reads for the guest. Bytes past the end are ones, as without a function.
     pub(super) fn read(&self, offset: u16, data: &mut [u8]) {
         for (at, byte) in (usize::from(offset)..).zip(data) {
             *byte = self.bytes.get(at).copied().unwrap_or(0xFF);
         }
     }
 
-    /// What a guest writes: the bits that it may.
+    /// Writes for the guest: only the bits that it may change.
     pub(super) fn write(&mut self, offset: u16, data: &[u8]) {
         for (at, new) in (usize::from(offset)..).zip(data) {
             if let (Some(byte), Some(mask)) = (self.bytes.get_mut(at), self.writable.get(at)) {

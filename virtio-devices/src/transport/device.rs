@@ -1,8 +1,8 @@
-//! What is behind a function: the device whose registers the function shows, and who runs its queues.
+//! The device behind a PCI function: the seam between the function's registers and the queues.
 //!
 //! The function keeps the registers; a [`Device`] knows what they mean to a disk.
 //!
-//! What must stay true: when [`Device::stop`] returns, nobody touches the queue or a buffer of its requests any more.
+//! Invariants: when [`Device::stop`] returns, nobody touches the queue or a buffer of its requests any more.
 
 use std::fmt;
 use std::io;
@@ -51,11 +51,11 @@ impl QueueInterrupt {
     }
 }
 
-/// What a queue needs to run.
+/// The parameters with which a queue is started.
 pub(super) struct QueueStart<'a> {
     /// Its entries.
     pub(super) size: u16,
-    /// Where its rings are, as guest addresses.
+    /// The guest addresses of its rings.
     pub(super) addresses: RingAddresses,
     /// The available index of the first chain to take.
     pub(super) next_available: u16,
@@ -63,11 +63,11 @@ pub(super) struct QueueStart<'a> {
     pub(super) features: u64,
     /// The eventfd that says that there are chains.
     pub(super) kick: BorrowedFd<'a>,
-    /// What tells the guest.
+    /// The interrupt that notifies the guest.
     pub(super) interrupt: &'a QueueInterrupt,
 }
 
-/// Why a device did not do what its driver or the machine asked for.
+/// An error of a request of the driver or the machine to a device.
 pub(super) type DeviceError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A virtio-blk device without its transport.
@@ -100,6 +100,6 @@ pub(super) trait Device: Send + fmt::Debug {
     /// Makes the disk larger. Answers its new size in bytes.
     fn resize(&mut self, size_bytes: u64) -> Result<u64, ResizeError>;
 
-    /// What carries out its I/O, as a word for people.
+    /// Returns the name of its I/O driver.
     fn driver_name(&self) -> &'static str;
 }

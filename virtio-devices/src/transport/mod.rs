@@ -9,8 +9,8 @@
 //!       ◀──MSI──── irqfd ◀──────┘
 //! ```
 //!
-//! What must stay true: registers are touched by one thread at a time; kicks and interrupts by none: they go
-//! between guest and worker without a step through the machine.
+//! Invariants: registers are touched by one thread at a time; kicks and interrupts by none: they go between guest and
+//! worker without a step through the machine.
 
 mod config_space;
 mod device;
@@ -35,9 +35,9 @@ pub use pci::{BAR_BYTES, PciDiskConfig, PlugError, ResizeError, VhostUserDiskCon
 /// A message that raises an interrupt when it is written: what MSI-X puts in a table entry.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct MsiMessage {
-    /// Where it is written, as a guest physical address.
+    /// The guest physical address to write to.
     pub address: u64,
-    /// What is written.
+    /// The value to write.
     pub data: u32,
 }
 
@@ -50,31 +50,31 @@ pub trait Interrupt: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// What the machine's host answers.
+    /// The error of the machine's host.
     fn connect(&self, message: MsiMessage) -> io::Result<()>;
 
     /// From now on it is not raised.
     ///
     /// # Errors
     ///
-    /// What the machine's host answers.
+    /// The error of the machine's host.
     fn disconnect(&self) -> io::Result<()>;
 }
 
-/// What a device needs of the machine it is plugged into.
+/// The services that a device needs from its machine.
 pub trait Machine: Send + Sync + fmt::Debug {
     /// From now on a guest's write to `address` signals the eventfd `kick` and does nothing else.
     ///
     /// # Errors
     ///
-    /// What the machine's host answers.
+    /// The error of the machine's host.
     fn watch(&self, address: u64, kick: BorrowedFd<'_>) -> io::Result<()>;
 
     /// Ends [`Machine::watch`] for the same address and eventfd.
     ///
     /// # Errors
     ///
-    /// What the machine's host answers.
+    /// The error of the machine's host.
     fn unwatch(&self, address: u64, kick: BorrowedFd<'_>) -> io::Result<()>;
 
     /// A new interrupt, not connected.
@@ -129,7 +129,7 @@ pub trait PciFunction: Send + fmt::Debug {
     /// Writes to the configuration space: 1, 2 or 4 bytes, not across a multiple of 4.
     fn write_config(&mut self, offset: u16, data: &[u8]);
 
-    /// Where the function answers, which can be read without the function.
+    /// Returns the function's window, without access to the function.
     fn window(&self) -> Window;
 
     /// Reads at `offset` of the window.

@@ -147,7 +147,7 @@ impl Msix {
     }
 }
 
-/// Whether an eventfd holds a signal, which stays there.
+/// Returns true if an eventfd holds a signal, which stays there.
 pub(super) fn is_signalled(event: BorrowedFd<'_>) -> bool {
     let mut poll = [rustix::event::PollFd::from_borrowed_fd(
         event,

@@ -1,7 +1,7 @@
 //! A virtio-blk disk as a PCI function: the registers of virtio 1.2, 4.1.4, in one memory window.
 //!
-//! What must stay true: the function's queues run exactly while the driver has set DRIVER_OK, they are enabled and
-//! the machine is not paused; and when a reset or a pause returns, none of them touches guest memory any more.
+//! Invariants: the function's queues run exactly while the driver has set DRIVER_OK, they are enabled and the machine
+//! is not paused; and when a reset or a pause returns, none of them touches guest memory any more.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -29,7 +29,7 @@ pub const BAR_BYTES: u32 = 0x8000;
 /// The most queues of a function.
 pub(super) const QUEUES_MAX: u16 = 256;
 
-/// Where in the window each part is. The table takes 257 entries, the pending bits 5 words.
+/// The offset of each part in the window. The table takes 257 entries, the pending bits 5 words.
 const COMMON: u64 = 0;
 const COMMON_BYTES: u64 = 0x40;
 const ISR: u64 = 0x1000;
@@ -65,13 +65,13 @@ const FEATURE_RING_RESET: u64 = 1 << 40;
 pub struct PciDiskConfig {
     /// The name in logs.
     pub name: String,
-    /// How many queues, 1 to 256. Each has a worker of its own.
+    /// The number of queues, 1 to 256. Each has a worker of its own.
     pub num_queues: u16,
     /// The most entries of a queue: a power of two.
     pub queue_size: u16,
-    /// What the guest reads as the serial number.
+    /// The serial number that the guest reads.
     pub serial: String,
-    /// How the workers of the queues are made, in their order; `num_queues` of them.
+    /// The configurations of the queues' workers, in order; `num_queues` of them.
     pub workers: Vec<WorkerConfig>,
 }
 
@@ -80,18 +80,18 @@ pub struct PciDiskConfig {
 pub struct VhostUserDiskConfig {
     /// The name in logs.
     pub name: String,
-    /// Where the backend listens.
+    /// The backend's socket.
     pub socket: PathBuf,
-    /// How many queues, 1 to 256; the backend has at least as many.
+    /// The number of queues, 1 to 256; the backend has at least as many.
     pub num_queues: u16,
     /// The most entries of a queue: a power of two.
     pub queue_size: u16,
-    /// What each thread that speaks with the backend does first, such as giving up rights. A thread that one of them
-    /// starts has given them up with it.
+    /// Runs first on each thread that talks to the backend, to drop privileges for instance. A thread started by one
+    /// of them inherits that.
     pub on_start: Option<StartHook>,
 }
 
-/// Why a function could not be made.
+/// An error of creating a PCI function.
 #[derive(Debug, thiserror::Error)]
 pub enum PlugError {
     /// The number of queues is out of range, or not that of the workers.
@@ -116,7 +116,7 @@ pub enum PlugError {
     Events(#[from] io::Error),
 }
 
-/// Why a disk was not made larger.
+/// An error of a resize; the disk keeps its size.
 #[derive(Debug, thiserror::Error)]
 pub enum ResizeError {
     /// Its worker has ended.
@@ -132,11 +132,11 @@ pub(super) fn signal(event: BorrowedFd<'_>) {
     rustix::io::write(event, &1u64.to_ne_bytes()).unwrap_or_default();
 }
 
-/// What other threads, too, change of a function.
+/// The state of a function that other threads change, too.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) name: String,
-    /// How much may be said about what its guest and its backend do.
+    /// The rate limiter of log messages about its guest and its backend.
     pub(super) told: Arc<Told>,
     status: AtomicU8,
     isr: AtomicU8,
@@ -178,7 +178,7 @@ pub struct VirtioPciBlock {
     driver_feature_select: u32,
     features: u64,
     queue_select: u16,
-    /// Where the function answers, and where kicks are watched for.
+    /// The function's window, and the addresses of kicks.
     window: Window,
     watched: Option<u64>,
     /// It is in no slot any more.
@@ -228,9 +228,9 @@ impl VirtioPciBlock {
     /// A function for a disk whose queues another program runs: a vhost-user-blk `backend`, with which the guest's
     /// `memory` is shared, which must be mapped from files. Kicks and interrupts go between it and the guest.
     ///
-    /// When the backend goes, the guest is told that the device needs a reset; a reset connects again. If the backend keeps
-    /// note of what is in flight (`VHOST_USER_PROTOCOL_F_INFLIGHT_SHMFD`), the guest hears nothing: its requests wait
-    /// until the backend is back.
+    /// If the backend exits, the device reports to the guest that it needs a reset; a reset connects again. If the
+    /// backend records requests in flight (`VHOST_USER_PROTOCOL_F_INFLIGHT_SHMFD`), the guest is not notified: its
+    /// requests wait until the backend is back.
     ///
     /// # Errors
     ///
@@ -327,13 +327,14 @@ impl VirtioPciBlock {
         u64::from_le_bytes(sectors).saturating_mul(512)
     }
 
-    /// Whether the guest may only read.
+    /// Returns true if the guest may only read.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         self.device.features() & 1 << VIRTIO_BLK_F_RO != 0
     }
 
-    /// What carries out the I/O: `"io_uring"`, `"syscalls"` or `"null"`; `"vhost-user"` where another program does.
+    /// Returns the name of the I/O driver: `"io_uring"`, `"syscalls"` or `"null"`; `"vhost-user"` if another program
+    /// does the I/O.
     #[must_use]
     pub fn driver_name(&self) -> &'static str {
         self.device.driver_name()
@@ -344,7 +345,7 @@ impl VirtioPciBlock {
     ///
     /// # Errors
     ///
-    /// What the disk answers; the queues are stopped all the same.
+    /// The disk's error; the queues are stopped in any case.
     pub fn pause(&mut self) -> io::Result<()> {
         self.paused = true;
         self.stop_all().map_err(io::Error::other)?;
@@ -593,7 +594,7 @@ impl VirtioPciBlock {
         }
     }
 
-    /// What the access capability asks for: a place in the window, and how many bytes of it.
+    /// Returns the access that the access capability requests: an offset in the window, and a number of bytes.
     fn access(&self) -> Option<(u64, usize)> {
         let (offset, len) = (
             self.space.u32_at(self.access_at + 8),

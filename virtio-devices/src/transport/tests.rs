@@ -79,7 +79,7 @@ impl Machine for Bench {
 }
 
 impl Bench {
-    /// Whether an interrupt was signalled within a moment; it is not any more.
+    /// Returns true if an interrupt was signalled within a moment, and clears it.
     pub(super) fn was_raised(&self, index: usize) -> bool {
         let event = self.interrupts.lock()[index].try_clone().expect("a descriptor");
         let until = Instant::now() + Duration::from_secs(5);
@@ -192,7 +192,8 @@ impl Board {
         found.iter().find(wanted).expect("the capability").0
     }
 
-    /// What a driver does before it uses queues: memory on, MSI-X on, features, a vector for each queue.
+    /// Sets the device up as a driver does before it uses queues: memory on, MSI-X on, features, a vector for each
+    /// queue.
     pub(super) fn negotiate(&mut self, features: u64) {
         self.function.write_config(4, &6u16.to_le_bytes());
         let msix = self.capability(0x11, 0);

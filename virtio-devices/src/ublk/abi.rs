@@ -1,4 +1,4 @@
-//! What `linux/ublk_cmd.h` fixes: the structures and numbers that the driver and a server share.
+//! The ABI of `linux/ublk_cmd.h`: structures and numbers that the driver and a server share.
 //!
 //! Numbers are in host order. Sizes and offsets are checked when this is compiled; nothing here talks to the kernel.
 //! Source: the kernel's UAPI header as of Linux 7.2, and `Documentation/block/ublk.rst`.
@@ -18,13 +18,13 @@ pub const QUEUES_MAX: u16 = 4096;
 pub const IO_BYTES_MAX: u32 = 1 << 25;
 /// The bytes of a sector, the unit of the driver's lengths and positions.
 pub const SECTOR_BYTES: u64 = 512;
-/// What stands for "no queue" in a control command, and "any id" when a device is added.
+/// The value for "no queue" in a control command, and for "any id" when a device is added.
 pub const NO_QUEUE: u16 = u16::MAX;
 /// Asks for an id of the driver's choice.
 pub const ANY_DEVICE: u32 = u32::MAX;
 
 bitflags! {
-    /// What a device and its server agree on.
+    /// The features that a device and its server use.
     #[derive(Clone, Copy, Debug, Eq, PartialEq)]
     pub struct Flags: u64 {
         /// Requests' pages can be registered in a ring (6.15).
@@ -35,7 +35,7 @@ bitflags! {
         const NEED_GET_DATA = 1 << 2;
         /// The device outlives its server (6.1).
         const USER_RECOVERY = 1 << 3;
-        /// What the dead server had taken is given to its successor (6.1).
+        /// Requests in flight of a dead server are repeated for its successor (6.1).
         const USER_RECOVERY_REISSUE = 1 << 4;
         /// A user without rights owns the device (6.3).
         const UNPRIVILEGED_DEV = 1 << 5;
@@ -90,7 +90,7 @@ const fn changes(number: u32) -> u32 {
 pub enum Command {
     /// The CPUs that submit to a queue.
     GetQueueAffinity = reads(0x01),
-    /// What a device is, whether or not it has a path.
+    /// Returns the information of a device, whether or not it has a path.
     GetDevInfo = reads(0x02),
     /// Makes a device.
     AddDev = changes(0x04),
@@ -108,9 +108,9 @@ pub enum Command {
     StartUserRecovery = changes(0x10),
     /// Lets I/O flow to the new server.
     EndUserRecovery = changes(0x11),
-    /// What a device is.
+    /// Returns the information of a device.
     GetDevInfo2 = reads(0x12),
-    /// What the driver can do.
+    /// Returns the features of the driver.
     GetFeatures = reads(0x13),
     /// Removes a device, and does not wait for whoever has it open (6.9).
     DelDevAsync = reads(0x14),
@@ -185,9 +185,9 @@ pub const IO_COMMIT_AND_FETCH: u32 = code(3, 0x21, size_of::<IoCommand>());
 /// The most places for registered buffers that a ring has, `IORING_MAX_REG_BUFFERS` of the kernel's io_uring.
 pub const REGISTERED_BUFFERS_MAX: u16 = 1 << 14;
 
-/// What a fetch says in its `addr` where [`Flags::AUTO_BUF_REG`] is in force (`struct ublk_auto_buf_reg`): the place in
-/// the ring's table that the request's pages are put into, and that a request whose pages cannot be put there is given
-/// out all the same, with [`op::FLAG_NEED_REG_BUF`]. Without the latter it fails, and the server never hears of it.
+/// Returns the `addr` of a fetch with [`Flags::AUTO_BUF_REG`] (`struct ublk_auto_buf_reg`): the slot of the ring's
+/// table for the request's pages, and the fallback that hands out a request whose pages cannot be registered with
+/// [`op::FLAG_NEED_REG_BUF`]. Without the fallback such a request fails, and the server never sees it.
 #[must_use]
 pub fn auto_buf_reg(place: u16) -> u64 {
     const FALLBACK: u64 = 1 << 0;
@@ -209,7 +209,7 @@ pub struct ControlCommand {
     pub queue_id: u16,
     /// The bytes at `addr`.
     pub len: u16,
-    /// Where the command's buffer is.
+    /// The address of the command's buffer.
     pub addr: u64,
     /// A number that goes with some commands.
     pub data: u64,
@@ -245,9 +245,9 @@ pub struct DeviceInfo {
     pub flags: u64,
     /// For the server's own use.
     pub ublksrv_flags: u64,
-    /// Who owns it.
+    /// Its owner.
     pub owner_uid: u32,
-    /// Who owns it.
+    /// Its owner.
     pub owner_gid: u32,
     /// Zero.
     pub reserved1: u64,
@@ -262,7 +262,7 @@ impl DeviceInfo {
         Flags::from_bits_retain(self.flags)
     }
 
-    /// What it is doing.
+    /// Returns the state of the device.
     #[must_use]
     pub fn state(&self) -> State {
         match self.state {
@@ -275,7 +275,7 @@ impl DeviceInfo {
     }
 }
 
-/// What a device is doing.
+/// The state of a device.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum State {
     /// There is no block device.
@@ -350,7 +350,7 @@ pub mod op {
     pub const FLAG_NEED_REG_BUF: u32 = 1 << 17;
 }
 
-/// How far apart the queues' descriptors are in the character device, whatever their depth.
+/// Returns the distance between the queues' descriptors in the character device, whatever their depth.
 #[must_use]
 pub fn descriptors_stride(page_bytes: usize) -> usize {
     (usize::from(QUEUE_DEPTH_MAX) * size_of::<IoDescriptor>()).next_multiple_of(page_bytes)
@@ -362,7 +362,7 @@ pub fn descriptors_bytes(depth: u16, page_bytes: usize) -> usize {
     (usize::from(depth) * size_of::<IoDescriptor>()).next_multiple_of(page_bytes)
 }
 
-/// Where the data of a request is in the character device.
+/// Returns the position of a request's data in the character device.
 #[must_use]
 pub fn data_offset(queue: u16, tag: u16) -> u64 {
     0x8000_0000 + (u64::from(queue) << 41 | u64::from(tag) << 25)
@@ -380,7 +380,7 @@ pub mod param {
     pub const DMA_ALIGN: u32 = 1 << 4;
     /// The disk cannot be written.
     pub const READ_ONLY: u32 = 1 << 0;
-    /// What is written may be lost without a flush.
+    /// Writes may be lost without a flush.
     pub const VOLATILE_CACHE: u32 = 1 << 2;
     /// Writes can be durable by themselves.
     pub const FUA: u32 = 1 << 3;
@@ -434,9 +434,9 @@ pub struct Discard {
 pub struct Params {
     /// The bytes of this.
     pub len: u32,
-    /// Which parts are there.
+    /// The parts that are present.
     pub types: u32,
-    /// What every device has.
+    /// The parameters that every device has.
     pub basic: Basic,
     /// Discards and zeroes.
     pub discard: Discard,

@@ -1,10 +1,10 @@
-//! What one queue and the driver say to each other: requests as they come, answers as they go, and the data of both.
+//! The interface between one queue and the driver: requests, answers, and the data of both.
 //!
 //! [`Channel`] is the seam: behind it is the driver, on the worker's own ring, or in tests a model of it. The queue
 //! above never sees a descriptor of the system, and what is here never sees a disk.
 //!
-//! What must stay true: a tag is fetched for, or answered, by the ring and thread that fetched first. The memory that
-//! the driver may write, it owns from the fetch until its completion was taken. A tag's pages are in a place of that same
+//! Invariants: a tag is fetched for, or answered, by the ring and thread that fetched first. The memory that the
+//! driver may write, it owns from the fetch until its completion was taken. A tag's pages are in a place of that same
 //! ring's table which no other tag has, and are given back, by the answer, when nothing names the place any more.
 
 #![expect(
@@ -25,7 +25,7 @@ use zerocopy::IntoBytes;
 use super::abi::{self, DeviceInfo, Flags, IoCommand, IoDescriptor};
 use super::params::DMA_ALIGN;
 
-/// How requests' data gets to the server and back.
+/// The transfer of a request's data to the server and back.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Transport {
     /// The driver copies to and from a buffer of the server's that each tag has.
@@ -38,7 +38,7 @@ pub enum Transport {
 }
 
 impl Transport {
-    /// What the driver must have, and a device be made with.
+    /// Returns the flags that a device needs for it.
     #[must_use]
     pub fn flags(self) -> Flags {
         match self {
@@ -48,7 +48,7 @@ impl Transport {
         }
     }
 
-    /// What a device of these flags is served by.
+    /// Returns the transport of a device with these flags.
     #[must_use]
     pub fn of(flags: Flags) -> Self {
         let best_first = [Self::ZeroCopy, Self::UserCopy];
@@ -69,7 +69,7 @@ impl fmt::Display for Transport {
     }
 }
 
-/// Why the pages of a request cannot be had.
+/// An error of leasing the pages of a request.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum PagesError {
     /// Its place cannot.
@@ -96,7 +96,7 @@ pub trait Channel: fmt::Debug {
     /// [`NoSlot`], if the ring is full; nothing happened then.
     fn commit_and_fetch(&mut self, tag: u16, result: i32) -> Result<(), NoSlot>;
 
-    /// Whether [`Channel::take_results`] has something to give.
+    /// Returns true if [`Channel::take_results`] has something to give.
     fn has_results(&self) -> bool;
 
     /// Moves what fetches have ended with to the end of `out`: the tag and the driver's answer.
@@ -109,7 +109,7 @@ pub trait Channel: fmt::Debug {
     ///
     /// # Errors
     ///
-    /// What the driver answered.
+    /// The driver's error.
     fn data(&mut self, tag: u16, len: usize) -> Result<Buffer, IoError>;
 
     /// A buffer for the `len` bytes of the read request under `tag`.
@@ -119,7 +119,7 @@ pub trait Channel: fmt::Debug {
     ///
     /// # Errors
     ///
-    /// What the driver answered.
+    /// The driver's error.
     fn deliver(&mut self, tag: u16, data: &Buffer) -> Result<(), IoError>;
 
     /// Takes a buffer back that it gave.
@@ -132,11 +132,11 @@ pub trait Channel: fmt::Debug {
     /// [`PagesError`]; the request is served by copies then.
     fn pages(&mut self, tag: u16, len: usize) -> Result<Buffer, PagesError>;
 
-    /// Whether nothing names the pages of `tag` any more, so that an answer may give them back.
+    /// Returns true if nothing names the pages of `tag` any more, so that an answer may give them back.
     fn is_free(&self, tag: u16) -> bool;
 }
 
-/// Which places of its ring's table the tags of a queue have.
+/// The slots of a queue's tags in the table of its ring.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Places {
     /// The place of the queue's first tag. Several queues share a worker's ring, and its table.
@@ -149,7 +149,7 @@ impl Places {
         self.first.saturating_add(tag)
     }
 
-    /// What a tag's fetches say to the driver.
+    /// Returns the address that a tag's fetches pass to the driver.
     pub(super) fn command(self, tag: u16) -> u64 {
         abi::auto_buf_reg(self.of(tag))
     }
@@ -227,7 +227,7 @@ impl Drop for Descriptors {
 enum Memory {
     /// The driver copies here, for each tag.
     Copy(Vec<Rc<Buffer>>),
-    /// What a tag used last; made as large as its requests have been.
+    /// The last buffer of each tag, as large as its requests have been.
     UserCopy(Vec<Option<AlignedBuf>>),
 }
 
@@ -239,7 +239,7 @@ pub struct KernelChannel {
     queue: u16,
     descriptors: Descriptors,
     memory: Memory,
-    /// Where the driver registers pages, if it does.
+    /// The slots into which the driver registers pages, if it does.
     places: Option<Places>,
     sink: Rc<CommandSink>,
 }

@@ -25,16 +25,16 @@ use super::abi::{
     ANY_DEVICE, CONTROL_PATH, Command, ControlCommand, DeviceInfo, Flags, NO_QUEUE, Params, SECTOR_BYTES,
 };
 
-/// How long the driver may take for a command that waits for nobody.
+/// The longest time that the driver may take for a command that waits for nobody.
 const PROMPT: Duration = Duration::from_secs(20);
-/// How long it may take for one that waits for a server's queues, or for requests to end.
+/// The longest time that it may take for one that waits for a server's queues, or for requests to end.
 const PATIENT: Duration = Duration::from_secs(60);
-/// How long the users of a device that was removed may have it open without being mentioned.
+/// The time after which the log mentions that a deleted device is still open.
 const LET_GO: Duration = Duration::from_secs(5);
 /// The bytes of the set of CPUs that a queue's submitters run on: 8192 CPUs.
 const CPU_SET_BYTES: usize = 1024;
 
-/// Why the control device cannot be used.
+/// An error of opening the control device.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenControlError {
     /// There is none.
@@ -59,17 +59,17 @@ pub enum OpenControlError {
 #[derive(Debug, thiserror::Error)]
 #[error("{}{} failed{}", command.name(), of(*device), advice(*command, source))]
 pub struct CommandError {
-    /// Which.
+    /// The command.
     pub command: Command,
     /// The device it was about.
     pub device: Option<u32>,
-    /// Why.
+    /// The cause.
     #[source]
     pub source: ControlError,
 }
 
 impl CommandError {
-    /// What the driver answered, if it did.
+    /// Returns the driver's error, if it answered.
     #[must_use]
     pub fn errno(&self) -> Option<i32> {
         self.source.errno()
@@ -80,7 +80,7 @@ fn of(device: Option<u32>) -> String {
     device.map_or_else(String::new, |id| format!(" of /dev/ublkb{id}"))
 }
 
-/// What a person can do about it, in brackets.
+/// Returns advice for the user, in brackets.
 fn advice(command: Command, error: &ControlError) -> &'static str {
     if let ControlError::Stuck(_) = error {
         return " (the kernel hangs: see its log, and restart the machine to be rid of the device)";
@@ -110,19 +110,19 @@ fn advice(command: Command, error: &ControlError) -> &'static str {
 /// A command, but for the bytes that it exchanges.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct ControlCall {
-    /// Which.
+    /// The command.
     pub command: Command,
     /// The device it is about.
     pub device: u32,
     /// Its number, if it takes one.
     pub data: u64,
-    /// How many of its bytes are the path of the device, which comes first.
+    /// The length of the device's path, which comes first in its bytes.
     pub path_bytes: u16,
-    /// How long the driver may take.
+    /// The timeout for the driver.
     pub patience: Duration,
 }
 
-/// Who carries commands out, one at a time.
+/// Executes commands, one at a time.
 pub trait Carrier: fmt::Debug + Send {
     /// Carries out one, which reads and writes the bytes of `buffer`. Returns the driver's answer, not negative, or the
     /// error: [`ControlError::Stuck`] when there is none in time.
@@ -252,7 +252,7 @@ impl Control {
         })
     }
 
-    /// What a command begins with: the path of the device it is about, or nothing.
+    /// Returns the start of a command's buffer: the path of its device, or nothing.
     fn path(&self, command: Command, device: u32) -> Vec<u8> {
         let wanted = match command {
             Command::GetDevInfo2 => true,
@@ -313,7 +313,8 @@ impl Control {
         })
     }
 
-    /// What the driver can do. Drivers before 6.5 cannot say; they have what all have.
+    /// Returns the features of the driver. Drivers before 6.5 cannot report them; for these it returns those that all
+    /// drivers have.
     ///
     /// # Errors
     ///
@@ -338,7 +339,7 @@ impl Control {
         Ok(self.meet(made))
     }
 
-    /// What a device is.
+    /// Returns the information of a device.
     ///
     /// # Errors
     ///
@@ -358,7 +359,7 @@ impl Control {
         self.params(device)
     }
 
-    /// What the disk is said to be like.
+    /// Returns the parameters of a device's disk.
     ///
     /// # Errors
     ///

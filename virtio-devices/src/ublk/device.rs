@@ -1,8 +1,8 @@
 //! One device: made, served, stopped and deleted, or taken over from a server that is gone.
 //!
-//! What must stay true: whatever fails on the way up is taken down again, so that no half-made device is left. A
-//! device that was to outlive its server, and is only served here, is left as it was found. A ring in which the driver
-//! waits is closed by the end of the process alone.
+//! Invariants: whatever fails on the way up is taken down again, so that no half-made device is left. A device that
+//! was to outlive its server, and is only served here, is left as it was found. A ring in which the driver waits is
+//! closed by the end of the process alone.
 
 mod hand_over;
 mod park;
@@ -26,11 +26,12 @@ use super::params::{self, ParamsError};
 use super::queue::{Counts, Events, QueueState, UblkQueue};
 pub use hand_over::{HandOverError, Settling, Step, parting_duty};
 
-/// How long queues may take to drain when their device was stopped.
+/// The longest time that queues may take to drain when their device was stopped.
 const DRAIN: Duration = Duration::from_secs(30);
-/// How long to wait for the character device's node.
+/// The longest wait for the character device's node.
 const NODE: Duration = Duration::from_secs(5);
-/// How long the driver may take to notice that a server is gone: requests that it waits for in vain time out.
+/// The longest time that the driver may take to notice that a server is gone: requests that it waits for in vain time
+/// out.
 const NOTICE: Duration = Duration::from_secs(90);
 
 /// The length in bytes from which on [`TransportChoice::Auto`] serves requests by their registered pages: every request. The
@@ -38,7 +39,7 @@ const NOTICE: Duration = Duration::from_secs(90);
 /// docs/decisions/zero-copy.md.
 pub const ZERO_COPY_FROM: u32 = 0;
 
-/// Which transport a device is to use.
+/// The requested transport of a device.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum TransportChoice {
     /// The best that the kernel has.
@@ -48,7 +49,7 @@ pub enum TransportChoice {
     Only(Transport),
 }
 
-/// What becomes of I/O when the server of a device is gone.
+/// The policy for I/O while a device has no server.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Recovery {
     /// It waits for the next server, and what the old one had taken is done again.
@@ -63,7 +64,7 @@ pub enum Recovery {
 }
 
 impl Recovery {
-    /// What a device is made with.
+    /// Returns the flags with which a device is created.
     #[must_use]
     pub fn flags(self) -> Flags {
         match self {
@@ -74,7 +75,7 @@ impl Recovery {
         }
     }
 
-    /// What a device of these flags does.
+    /// Returns the policy of a device with these flags.
     #[must_use]
     pub fn of(flags: Flags) -> Self {
         if !flags.contains(Flags::USER_RECOVERY) {
@@ -89,39 +90,39 @@ impl Recovery {
     }
 }
 
-/// How a disk is offered.
+/// The configuration of a device.
 #[derive(Clone, Debug)]
 pub struct UblkConfig {
     /// The disk's name, for logs.
     pub name: String,
     /// The device's number; any if absent.
     pub id: Option<u32>,
-    /// How many queues, 1 to 4096. The driver makes no more than there are CPUs.
+    /// The number of queues, 1 to 4096. The driver makes no more than there are CPUs.
     pub num_queues: u16,
-    /// How many requests a queue has at most, 1 to 4096.
+    /// The depth of each queue, 1 to 4096.
     pub queue_depth: u16,
     /// The most bytes a request moves: a power of two, 4 KiB to 32 MiB.
     pub io_bytes_max: u32,
-    /// How data travels.
+    /// The transfer of request data.
     pub transport: TransportChoice,
     /// The length in bytes from which on [`TransportChoice::Auto`] serves requests without copies.
     pub zero_copy_from: u32,
     /// The most places for registered buffers that a worker's ring has, up to 16384. Requests under tags for which
     /// none is left are copied.
     pub registered_buffers_max: u16,
-    /// What outlives this server.
+    /// The policy for I/O after this server is gone.
     pub recovery: Recovery,
-    /// How many queues share a worker thread; at least 1.
+    /// The number of queues that share a worker thread; at least 1.
     pub queues_per_worker: u16,
     /// The CPUs that the worker of each queue may run on, by queue. Where there is no entry or an empty one, those
     /// whose requests come to the queue.
     pub queue_affinity: Vec<Vec<usize>>,
-    /// Whether the host looks for partitions. What a guest wrote is better left alone.
+    /// True if the host scans for partitions. Leave it off for contents that a guest wrote.
     pub partitions: bool,
     /// The longest a worker polls before it sleeps; not at all by default, because a request that comes wakes it from the call
     /// that has started its answers, and who would make the next one may need the CPU.
     pub poll_max: Duration,
-    /// What each worker does before it serves.
+    /// Runs on each worker before it serves.
     pub worker_hook: Option<StartHook>,
 }
 
@@ -146,25 +147,25 @@ impl Default for UblkConfig {
     }
 }
 
-/// Why a disk could not be offered. No device was left behind, unless [`AddError::CleanUp`] says so.
+/// An error of creating or recovering a device. No new device is left behind, except with [`AddError::CleanUp`].
 #[derive(Debug, thiserror::Error)]
 pub enum AddError {
     /// A number is out of range.
     #[error("{what} is {found}; expected {expected}")]
     Range {
-        /// Which.
+        /// The name of the value.
         what: &'static str,
-        /// What it is.
+        /// The value.
         found: u64,
-        /// What it may be.
+        /// The permitted range.
         expected: &'static str,
     },
     /// The kernel has not what was asked for by name.
     #[error("this kernel's ublk driver has no {what} ({since}); see `ringdisk ublk features`")]
     Unsupported {
-        /// What.
+        /// The feature.
         what: &'static str,
-        /// When it came.
+        /// The kernel version that introduced it.
         since: &'static str,
     },
     /// This takes rights that the process has not.
@@ -186,7 +187,7 @@ pub enum AddError {
     CharDevice {
         /// Its path.
         path: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -195,7 +196,7 @@ pub enum AddError {
     Worker {
         /// The queue.
         queue: u16,
-        /// Why.
+        /// The cause.
         #[source]
         source: StartWorkerError,
     },
@@ -204,7 +205,7 @@ pub enum AddError {
     Queue {
         /// The queue.
         queue: u16,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -219,7 +220,7 @@ pub enum AddError {
     NotRecoverable {
         /// The device.
         device: u32,
-        /// What it is doing.
+        /// Its state.
         state: State,
     },
     /// A recovery of the device has stopped half way, and cannot be brought to where another one may begin.
@@ -227,7 +228,7 @@ pub enum AddError {
     HalfRecovered {
         /// The device.
         device: u32,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -246,14 +247,14 @@ pub enum AddError {
     CleanUp {
         /// The device.
         device: u32,
-        /// What failed first.
+        /// The first failure.
         failure: Box<AddError>,
         /// And then.
         clean_up: CommandError,
     },
 }
 
-/// Why a device did not end cleanly.
+/// An error of closing a device.
 #[derive(Debug, thiserror::Error)]
 pub enum CloseError {
     /// A queue holds requests that do not end.
@@ -273,7 +274,7 @@ pub enum CloseError {
     Disk(#[from] IoError),
 }
 
-/// Why a device kept its size.
+/// An error of a resize; the device keeps its size.
 #[derive(Debug, thiserror::Error)]
 pub enum ResizeError {
     /// The driver cannot change sizes.
@@ -284,7 +285,7 @@ pub enum ResizeError {
     Disk {
         /// The size asked for.
         size_bytes: u64,
-        /// Why.
+        /// The cause.
         #[source]
         source: IoError,
     },
@@ -655,13 +656,13 @@ impl UblkDevice {
         self.info.dev_id
     }
 
-    /// What the driver made of it.
+    /// Returns the driver's information about the device.
     #[must_use]
     pub fn info(&self) -> &DeviceInfo {
         &self.info
     }
 
-    /// How data travels.
+    /// Returns the transport of request data.
     #[must_use]
     pub fn transport(&self) -> Transport {
         self.transport
@@ -673,7 +674,7 @@ impl UblkDevice {
         self.workers.len()
     }
 
-    /// What it has done so far.
+    /// Returns its counters.
     #[must_use]
     pub fn counts(&self) -> Counts {
         let mut sum = Counts::default();
@@ -683,7 +684,7 @@ impl UblkDevice {
         sum
     }
 
-    /// Whether the driver has ended every tag: the device was stopped.
+    /// Returns true if the driver has ended every tag: the device was stopped.
     #[must_use]
     pub fn is_ended(&self) -> bool {
         self.queues.iter().all(|queue| queue.state.tags() == 0)
@@ -812,14 +813,14 @@ fn give_up_admin() {
     }
 }
 
-/// Whether the calling thread may make devices that others need not fear.
+/// Returns true if the calling thread may create privileged devices.
 #[must_use]
 pub fn may_administer() -> bool {
     use rustix::thread::{CapabilitySet, capabilities};
     capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN))
 }
 
-/// What a person can do about a device that is not theirs, in brackets.
+/// Returns advice about a device of another user, in brackets.
 fn owner(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::EACCES) => " (run as root, or install the udev rules for users: docs/howto-ublk.md)",

@@ -133,8 +133,8 @@ fn what_fails_meanwhile_is_tried_by_the_next_server_if_that_may_do_it_again() {
     }
 }
 
-/// What the driver should never answer ends the queue, not the device: what it had, the request under that very tag
-/// included, waits until this process has gone, and is the next server's.
+/// An impossible answer of the driver ends the queue, not the device: its requests, the one under that very tag
+/// included, wait until this process has exited, and go to the next server.
 #[test]
 fn what_a_broken_queue_had_is_kept_and_done_by_the_next_server() {
     for lie in [-libc::EINVAL, -libc::EBUSY, -libc::EIO, 7] {

@@ -7,8 +7,8 @@
 //! /dev/ublkbN ◀─bio─ kernel ◀──descriptors, commands──▶ Channel ◀─▶ UblkQueue ──Request──▶ DiskQueue
 //! ```
 //!
-//! What must stay true: nothing here leaves the kernel waiting. A request that was fetched is committed, and a device
-//! is deleted only when its queues have let go of its character device; if they cannot, the process must end.
+//! Invariants: nothing here leaves the kernel waiting. A request that was fetched is committed, and a device is
+//! deleted only when its queues have let go of its character device; if they cannot, the process must end.
 
 pub mod abi;
 mod channel;

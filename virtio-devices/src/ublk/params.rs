@@ -1,4 +1,4 @@
-//! What the driver is told of a disk, and whether it understood.
+//! The disk's parameters for the driver, and the check that the driver has taken them.
 
 use block::DiskInfo;
 
@@ -7,7 +7,7 @@ use super::abi::{Basic, Discard, Params, SECTOR_BYTES, param};
 /// The alignment of memory that direct I/O on the image takes best, in bytes: that of our own buffers is larger.
 pub(super) const DMA_ALIGN: u32 = 512;
 
-/// What an option was lost to.
+/// A parameter that the driver has ignored.
 #[derive(Debug, thiserror::Error)]
 #[error("the driver ignored a parameter of the disk: {what}")]
 pub struct ParamsError {

@@ -7,13 +7,12 @@
 //!    └──abort──▶ Ended
 //! ```
 //!
-//! What must stay true: a request that was fetched is committed exactly once, whatever becomes of it, because the
-//! kernel waits for it with the whole machine's disks behind it. The exception is a queue that another server goes on
-//! with ([`Duty`]): what it keeps is given to that one when this process has ended, and reaches the disk there only. A
-//! read or write commits all its bytes or an error.
-//! Only an abort ends a tag; any other error is a fault of ours and is told, never counted as an end. A request with
-//! registered pages is answered when nothing names them any more: the answer takes them out of their place, and the
-//! next request's come in.
+//! Invariants: a request that was fetched is committed exactly once, whatever becomes of it, because the kernel waits
+//! for it with the whole machine's disks behind it. The exception is a queue that another server goes on with
+//! ([`Duty`]): what it keeps is given to that one when this process has ended, and reaches the disk there only. A
+//! read or write commits all its bytes or an error. Only an abort ends a tag; any other error is a fault of ours and
+//! is told, never counted as an end. A request with registered pages is answered when nothing names them any more:
+//! the answer takes them out of their place, and the next request's come in.
 
 use std::fmt;
 use std::rc::Rc;
@@ -27,7 +26,7 @@ use block::{Buffer, CompletionSink, DiskQueue, Done, Op, Request};
 use super::abi::{IO_RES_ABORT, IO_RES_OK, IoDescriptor, SECTOR_BYTES, op};
 use super::channel::Channel;
 
-/// What a queue tells its owner.
+/// An event that a queue reports to its owner.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum QueueEvent {
     /// The driver has ended every tag of a queue: the device was stopped.
@@ -39,28 +38,28 @@ pub enum QueueEvent {
     Broken {
         /// The device.
         device: u32,
-        /// What happened.
+        /// A description of the failure.
         what: String,
     },
 }
 
-/// Whoever hears of a device's queues, on their workers.
+/// Receives the events of a device's queues, on their workers.
 pub type Events = Arc<dyn Fn(QueueEvent) + Send + Sync>;
 
-/// What a queue, or all of a device, has done.
+/// Counters of a queue, or of all queues of a device.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Counts {
     /// Requests answered.
     pub requests: u64,
     /// The bytes they moved.
     pub bytes: u64,
-    /// How many of them failed.
+    /// The number of those that failed.
     pub errors: u64,
     /// Requests with data whose registered pages went to the disk.
     pub zero_copied: u64,
     /// Requests with data that was copied.
     pub copied: u64,
-    /// How many of the latter were copied because the driver could not register their pages.
+    /// The number of the latter that were copied because the driver could not register their pages.
     pub fallbacks: u64,
 }
 
@@ -75,7 +74,7 @@ impl std::ops::AddAssign for Counts {
     }
 }
 
-/// What a queue does with requests: all there is to do, or less and less of it before another server goes on.
+/// A queue's duty towards requests: to serve them all, or fewer and fewer before another server continues.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[repr(u8)]
 pub enum Duty {
@@ -89,7 +88,7 @@ pub enum Duty {
     Keep,
 }
 
-/// What is shared between a queue and its owner.
+/// The state that a queue and its owner share.
 pub struct QueueState {
     /// The tags that have not ended.
     tags: AtomicUsize,
@@ -164,14 +163,14 @@ impl QueueState {
         }
     }
 
-    /// How many requests the disk has or, unless they are kept, are not committed; `None` until the queue has counted
-    /// them, which it does in each round of its worker once it has another duty than to serve.
+    /// Returns the number of requests that the disk has or, unless they are kept, that are not committed; `None`
+    /// until the queue has counted them. With another duty than to serve, it counts in each round of its worker.
     #[must_use]
     pub fn unfinished(&self) -> Option<usize> {
         Some(self.unfinished.load(Ordering::Acquire)).filter(|&count| count != usize::MAX)
     }
 
-    /// What it has done so far.
+    /// Returns its counters.
     #[must_use]
     pub fn counts(&self) -> Counts {
         let get = |count: &AtomicU64| count.load(Ordering::Relaxed);
@@ -190,7 +189,7 @@ impl QueueState {
     }
 }
 
-/// Where a tag is.
+/// The state of a tag.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Tag {
     /// The driver has it, until there is a request.
@@ -246,7 +245,7 @@ impl<C> Drop for UblkQueue<C> {
 /// A request of the driver's that makes no sense, as the errno to answer.
 type Refusal = i32;
 
-/// What a descriptor asks: the operation, its first byte and its length.
+/// Parses a descriptor: the operation, its first byte and its length.
 fn parse(descriptor: &IoDescriptor, io_bytes_max: u32) -> Result<(Op, u64, u64), Refusal> {
     let flag = |bit: u32| descriptor.op_flags & bit != 0;
     let fua = flag(op::FLAG_FUA);

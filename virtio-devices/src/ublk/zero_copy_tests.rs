@@ -21,7 +21,7 @@ use ringdisk_gen::Random;
 
 const IO_BYTES_MAX: u32 = 64 << 10;
 const DISK_BYTES: u64 = 1 << 20;
-/// What one request in [`Load`] works on.
+/// The size of the area that one request in [`Load`] uses.
 const AREA_BYTES: usize = 32 << 10;
 
 fn disk() -> Arc<dyn Disk> {

@@ -1,4 +1,4 @@
-//! What each vhost-user message does, for one client.
+//! The vhost-user messages of one client.
 //!
 //! The `vhost` crate checks a message's form and answers it; here its content is checked and carried out.
 //! What can be refused with an answer is a [`MessageError::ReqHandlerError`]; where the message's answer
@@ -33,12 +33,12 @@ pub(super) struct Backend {
     /// As many as there are workers.
     pub(super) vrings: Vec<Vring>,
     pub(super) memory: ClientMemory,
-    /// Whether inflight tracking is offered.
+    /// True if inflight tracking is offered.
     restartable: bool,
     pub(super) inflight: Option<InflightMemory>,
     pub(super) features: u64,
     pub(super) protocol: VhostUserProtocolFeatures,
-    /// Whether it was logged that the client's cache mode is not known.
+    /// True if it was logged that the client's cache mode is not known.
     mode_reported: bool,
     worker_gone: bool,
 }
@@ -75,12 +75,12 @@ impl Backend {
         }
     }
 
-    /// Whether the client is told when a message is refused.
+    /// Returns true if the client expects an answer to a refused message.
     pub(super) fn answers_errors(&self) -> bool {
         self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
     }
 
-    /// Whether a worker was found to have ended.
+    /// Returns true if a worker has ended.
     pub(super) fn worker_gone(&self) -> bool {
         self.worker_gone
     }

@@ -1,4 +1,4 @@
-//! What is in a disk's place while its image is another's: a disk that does nothing.
+//! Placeholder disk while another process owns the image; every request fails.
 
 use std::io;
 use std::sync::Arc;

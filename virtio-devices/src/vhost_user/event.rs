@@ -65,7 +65,7 @@ fn poll(first: BorrowedFd<'_>, second: BorrowedFd<'_>, timeout_ms: libc::c_int) 
     Ok((first, second))
 }
 
-/// What of a descriptor is waited for; a hang-up ends every wait.
+/// The awaited state of a descriptor; a hang-up ends every wait.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Wait {
     Readable,
@@ -125,7 +125,7 @@ pub(super) fn replace(fd: RawFd, by: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a write to `fd` would not block.
+/// Returns true if a write to `fd` would not block.
 fn is_writable(fd: BorrowedFd<'_>) -> bool {
     let mut entry = libc::pollfd {
         fd: fd.as_raw_fd(),
@@ -137,7 +137,7 @@ fn is_writable(fd: BorrowedFd<'_>) -> bool {
     ready == 1 && entry.revents & libc::POLLOUT != 0
 }
 
-/// Whether a write to `fd` returns at once because its description says so.
+/// Returns true if a write to `fd` returns at once because its description says so.
 fn is_nonblocking(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: F_GETFL takes no argument and touches no memory of ours.
     let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) };
@@ -168,7 +168,7 @@ impl ClientEvent {
         drop(old);
     }
 
-    /// What is signalled, for another server.
+    /// Returns the signalled descriptor, for another server.
     pub(super) fn file(&self) -> io::Result<Option<OwnedFd>> {
         let target = self.target.lock();
         target

@@ -6,9 +6,9 @@
 //! pages). The region is marked as lost: a queue that uses it answers nothing with success from then on, because its
 //! requests may have carried those zeros ([`LossWatch`]). A fault anywhere else ends the process.
 //!
-//! What must stay true: the handler does nothing that a signal handler may not: it reads atomics and calls
-//! mmap(2). A region leaves the table before it is unmapped. The table grows with the regions that clients have at one
-//! time, whose number each device bounds, and never shrinks.
+//! Invariants: the handler does nothing that a signal handler may not: it reads atomics and calls mmap(2). A region
+//! leaves the table before it is unmapped. The table grows with the regions that clients have at one time, whose
+//! number each device bounds, and never shrinks.
 
 #![expect(unsafe_code, reason = "a signal handler, and the mapping it makes")]
 

@@ -1,16 +1,16 @@
 //! Handing a connected client over to another server, without its noticing.
 //!
-//! What a server knows of its client is told in the language the client speaks itself: the vhost-user messages that
-//! would bring a fresh server there, with the client's descriptors. The new server hears them through a socket pair
-//! and checks them as it checks any client's. Then it puts the client's connection in the place of its end of the pair.
+//! The old server describes its client by the vhost-user messages that would bring a fresh server to the client's
+//! state, with the client's descriptors. The new server reads them through a socket pair and checks them as it checks
+//! any client's. Then it replaces its end of the pair with the client's connection.
 //!
 //! ```text
 //! old: pause() ── between two messages; queues drained ── state()
 //! new:                                                   adopt() ── serve_on()
 //! ```
 //!
-//! What must stay true: the messages leave every queue where it was drained, and none of them starts one; queues are
-//! started by [`VhostUserServer::serve_on`] only. Until then the old server can go on as if nothing had been.
+//! Invariants: the messages leave every queue where it was drained, and none of them starts one; queues are started
+//! by [`VhostUserServer::serve_on`] only. Until then the old server can go on as if nothing had been.
 
 use std::fmt;
 use std::fs::File;
@@ -41,7 +41,7 @@ const TABLE_MAX: usize = 32;
 pub struct Message {
     /// Header and body.
     pub bytes: Vec<u8>,
-    /// What comes with it.
+    /// Its descriptors.
     pub fds: Vec<OwnedFd>,
 }
 
@@ -50,7 +50,7 @@ pub struct Message {
 pub struct ClientState {
     /// The client's connection, between two of its messages.
     pub connection: UnixStream,
-    /// What would bring a fresh server to where the client is.
+    /// The messages that bring a fresh server to the client's state.
     pub messages: Vec<Message>,
 }
 
@@ -68,7 +68,7 @@ impl fmt::Debug for PausedClient {
     }
 }
 
-/// Why a client could not be handed over. It is as it was.
+/// An error of handing a client over. The client is unchanged.
 #[derive(Debug, thiserror::Error)]
 pub enum HandOverError {
     /// The process has no descriptor left, or a socket failed.
@@ -79,7 +79,7 @@ pub enum HandOverError {
     Refused {
         /// The message's code.
         code: u32,
-        /// Why.
+        /// The cause.
         reason: String,
     },
 }

@@ -11,8 +11,8 @@
 //! regions of the queues (virtqueue::inflight) ... | "rdcache" and the mode, 8 bytes; zeros: no mode is known
 //! ```
 //!
-//! What must stay true: memory that could shrink under us, and then kill this process at a touch, is not
-//! taken: it must be a memfd sealed against that, as ours are and those that QEMU makes.
+//! Invariants: memory that could shrink under us, and then kill this process at a touch, is not taken: it must be a
+//! memfd sealed against that, as ours are and those that QEMU makes.
 
 #![expect(
     unsafe_code,
@@ -34,12 +34,12 @@ use crate::virtqueue::InflightRegion;
 
 /// The most entries a split queue has.
 const ENTRIES_MAX: u16 = 1 << 15;
-/// What is kept behind the regions of the queues, in bytes: one word, in a cache line of its own.
+/// The size in bytes of the data behind the queues' regions: one word, in a cache line of its own.
 const TAIL_BYTES: u64 = 64;
 /// The upper seven bytes of that word. The lowest is the mode.
 const MODE_MARK: u64 = u64::from_be_bytes(*b"rdcache\0");
 
-/// Why inflight memory was refused.
+/// Inflight memory that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum InflightMemoryError {
     #[error(
@@ -76,7 +76,7 @@ pub(super) enum InflightMemoryError {
 #[derive(Debug)]
 pub(super) struct InflightMemory {
     map: Arc<MmapRegion>,
-    /// How much the client gave, in bytes: no less than is mapped.
+    /// The size of the client's file in bytes: at least what is mapped.
     bytes: u64,
     queues: u16,
     entries: u16,

@@ -1,4 +1,4 @@
-//! What a client can ask for is bounded, and what is too much is refused with an answer where there is room for one.
+//! Bounds on a client's requests: excess is refused, with an answer where there is room for one.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -129,7 +129,7 @@ fn memory_regions_are_bounded_in_size() {
     );
 }
 
-/// How long an answer or the end of a connection is waited for, where one is certain to come.
+/// The longest wait for an answer or for the end of a connection, where one is certain to come.
 const ANSWER_MAX: Duration = Duration::from_secs(20);
 
 /// A connection on which features have been agreed upon, message by message.
@@ -160,7 +160,7 @@ impl Raw {
         Some(u64::from_ne_bytes(word))
     }
 
-    /// Whether the server has hung up.
+    /// Returns true if the server has hung up.
     fn is_over(&mut self) -> bool {
         match self.0.read(&mut [0]) {
             Ok(count) => count == 0,

@@ -19,7 +19,7 @@ pub(super) const REGIONS_MAX: usize = 509;
 /// several clients fit into one address space of 128 TiB.
 pub(super) const BYTES_MAX: u64 = 1 << 44;
 
-/// Why a region was refused.
+/// A memory region that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum MemoryError {
     #[error("the region at guest address {guest:#x}, {size} bytes, wraps around or is empty")]
@@ -51,13 +51,13 @@ pub(super) enum MemoryError {
 /// A region as a message describes it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct RegionInfo {
-    /// Where the guest sees it.
+    /// Its guest address.
     pub(super) guest: u64,
     /// Its length in bytes.
     pub(super) size: u64,
-    /// Where the client sees it.
+    /// Its address in the client's process.
     pub(super) user: u64,
-    /// Where it begins in its file.
+    /// Its offset in the file.
     pub(super) file_offset: u64,
 }
 

@@ -9,8 +9,8 @@
 //!    └────────────────── memory, kicks, calls ──────────────────▶ worker 1: queue 1
 //! ```
 //!
-//! What must stay true: a queue is changed only while it does not run. It stops by draining, so when a
-//! message that takes memory or a queue away has been answered, nothing touches either any more.
+//! Invariants: a queue is changed only while it does not run. It stops by draining, so when a message that takes
+//! memory or a queue away has been answered, nothing touches either any more.
 
 mod backend;
 mod closed;
@@ -61,26 +61,26 @@ pub const fn descriptors_max(num_queues: u16) -> u64 {
     memory::REGIONS_MAX as u64 + MESSAGE + SERVER + QUEUE * num_queues as u64
 }
 
-/// How a server offers its disk.
+/// The configuration of a server.
 #[derive(Clone, Debug)]
 pub struct VhostUserConfig {
     /// The name of the disk, for logs and threads.
     pub name: String,
-    /// How many queues are offered, 1 to [`QUEUES_MAX`], each with a worker thread of its own.
+    /// The number of queues offered, 1 to [`QUEUES_MAX`], each with a worker thread of its own.
     pub num_queues: u16,
     /// The entries a queue is expected to have: tells the guest how many segments a request may have.
     /// A client that sets up longer or shorter queues is served as well.
     pub queue_size: u16,
-    /// What the guest reads as the serial number: at most 20 bytes.
+    /// The serial number that the guest reads: at most 20 bytes.
     pub serial: String,
     /// The CPUs that the worker of each queue may run on, by queue; all CPUs where a queue has no entry or
     /// an empty one.
     pub queue_affinity: Vec<Vec<usize>>,
     /// The longest a worker polls before it sleeps; it polls less where that does not pay.
     pub poll_max: Duration,
-    /// What carries out I/O.
+    /// The kind of ring.
     pub ring: RingKind,
-    /// What the worker of each queue does before it looks at the first byte of a guest.
+    /// Runs on the worker of each queue before it reads the first byte of a guest.
     pub worker_hook: Option<StartHook>,
     /// Offer inflight tracking, so that a client can connect to a new server after this one was killed. Only
     /// right if what the disk has answered survives that: see [`VhostUserServer::start`].
@@ -103,7 +103,7 @@ impl Default for VhostUserConfig {
     }
 }
 
-/// Why a server could not be started.
+/// An error of starting a server.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The number of queues is out of range.
@@ -126,7 +126,7 @@ pub enum StartError {
     },
 }
 
-/// Why a server stopped serving without having been asked to.
+/// An error that ends a server.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The listening socket failed.
@@ -137,7 +137,7 @@ pub enum ServeError {
     Worker(#[from] WorkerGone),
 }
 
-/// Why a disk was not closed cleanly.
+/// An error of closing a disk.
 #[derive(Debug, thiserror::Error)]
 pub enum CloseError {
     /// The worker that should have closed it has ended.
@@ -155,7 +155,7 @@ pub struct VhostUserServer {
     device: Arc<BlockDevice>,
     workers: Arc<[WorkerHandle]>,
     restartable: bool,
-    /// How much may be said about clients that come and go.
+    /// The rate limiter of log messages about clients that connect and disconnect.
     told: Told,
 }
 
@@ -218,7 +218,7 @@ impl VhostUserServer {
         })
     }
 
-    /// What carries out the I/O: `"io_uring"`, `"syscalls"` or `"null"`.
+    /// Returns the name of the I/O driver: `"io_uring"`, `"syscalls"` or `"null"`.
     #[must_use]
     pub fn driver_name(&self) -> &'static str {
         self.workers.first().map_or("none", WorkerHandle::driver_name)
@@ -421,14 +421,14 @@ impl VhostUserServer {
     }
 }
 
-/// How long a client waits for the one before it until the log names them: that one may just be going, and a process
-/// that it forked keep its connection open for a moment.
+/// The time after which the log names a waiting client and the connected one. The latter may be about to disconnect,
+/// and a process that it forked may keep its connection open for a moment.
 const WAITING_MIN: Duration = Duration::from_secs(1);
 
-/// How long to leave a client waiting that there are no descriptors or memory for.
+/// The delay before accepting is tried again after a lack of descriptors or memory.
 const SHORTAGE: Duration = Duration::from_millis(100);
 
-/// Whether accepting may work later, when there is room.
+/// Returns true if accepting may work later, when resources are free again.
 fn is_short(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),
@@ -436,7 +436,7 @@ fn is_short(error: &io::Error) -> bool {
     )
 }
 
-/// Whether another connection may well be accepted.
+/// Returns true if another connection can still be accepted.
 fn is_passing(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),

@@ -37,7 +37,7 @@ const OUT: u32 = 1;
 const FLUSH: u32 = 4;
 const OK: u8 = 0;
 const PROTOCOL_FEATURES: u64 = 1 << 30;
-/// Where the configuration has the cache mode.
+/// The offset of the cache mode in the configuration space.
 const WRITEBACK: usize = 32;
 const QUEUES: u16 = 2;
 
@@ -61,7 +61,7 @@ enum Mode {
     Writethrough,
 }
 
-/// What an event leaves of a client's state.
+/// The part of a client's state that survives an event.
 struct Row {
     event: Event,
     features: bool,

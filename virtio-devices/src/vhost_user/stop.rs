@@ -21,7 +21,7 @@ struct Inner {
 struct State {
     stopped: bool,
     paused: bool,
-    /// How often it was asked to pause.
+    /// The number of pause requests.
     pauses: u64,
     next_id: u64,
     connections: Vec<Watched>,
@@ -32,7 +32,7 @@ struct State {
 struct Watched {
     id: u64,
     connection: UnixStream,
-    /// Whether its thread waits for the rest of a message.
+    /// True if its thread waits for the rest of a message.
     reading: bool,
 }
 
@@ -119,19 +119,19 @@ impl StopToken {
         }
     }
 
-    /// Whether it was asked to pause, and not to stop.
+    /// Returns true if it was asked to pause, and not to stop.
     pub(super) fn is_paused(&self) -> bool {
         let state = self.inner.state.lock();
         state.paused && !state.stopped
     }
 
-    /// Whether it was asked to stop or to pause.
+    /// Returns true if it was asked to stop or to pause.
     pub(super) fn is_called(&self) -> bool {
         let state = self.inner.state.lock();
         state.paused || state.stopped
     }
 
-    /// Whether it was asked to stop.
+    /// Returns true if it was asked to stop.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         self.inner.state.lock().stopped

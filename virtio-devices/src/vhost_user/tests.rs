@@ -33,7 +33,7 @@ const IOERR: u8 = 1;
 
 const PROTOCOL_FEATURES: u64 = 1 << 30;
 const F_CONFIG_WCE: u64 = 1 << 11;
-/// Where the second region begins.
+/// The start of the second region.
 pub(super) const SECOND: u64 = BASE + REGION_BYTES;
 
 /// Waits until `true` comes.

@@ -25,7 +25,7 @@ use crate::virtqueue::{InflightRegion, RingAddresses};
 /// Clients that share so little do not share their guest's memory, but some firmware at most, in bytes.
 const SHARED_MIN: u64 = 16 << 20;
 
-/// Why a queue that should run does not.
+/// An error of starting or stopping a queue.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum VringError {
     #[error(
@@ -43,7 +43,7 @@ pub(super) enum VringError {
     Run(#[from] RunQueueError),
 }
 
-/// How the client says that it made chains available.
+/// The way in which the client announces available chains.
 #[derive(Debug)]
 pub(super) enum Kick {
     /// It has not told yet: the queue is not started.
@@ -65,8 +65,7 @@ pub(super) struct Vring {
     pub(super) call: Arc<ClientEvent>,
     pub(super) error: Arc<ClientEvent>,
     pub(super) enabled: bool,
-    /// Whether the marks in the inflight memory are a killed server's, or perhaps: no queue of ours has
-    /// run on it yet.
+    /// True if the inflight records may be those of a killed server, because no queue of ours has run on them yet.
     recover: bool,
     running: Option<RunningQueue>,
 }
@@ -142,7 +141,7 @@ impl Vring {
         self.kick = Kick::Unknown;
     }
 
-    /// Where to notify; may change while the queue runs.
+    /// Sets the eventfd that notifies the client; may change while the queue runs.
     pub(super) fn set_call(&self, call: Option<File>) {
         self.call.set(call);
         // What was signalled at the old place, also by a server that was killed, may not have arrived.
@@ -154,12 +153,12 @@ impl Vring {
         self.recover = true;
     }
 
-    /// Whether the next start believes what is marked in the inflight memory.
+    /// Returns true if the next start uses the inflight records.
     pub(super) fn is_to_recover(&self) -> bool {
         self.recover
     }
 
-    /// Where to tell that the queue is broken; may change while the queue runs.
+    /// Sets the eventfd that reports a broken queue; may change while the queue runs.
     pub(super) fn set_error(&self, error: Option<File>) {
         self.error.set(error);
     }

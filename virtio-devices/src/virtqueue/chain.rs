@@ -4,7 +4,7 @@
 //! what the bytes mean: a chain is some bytes to read, then some bytes to write, and the very last byte
 //! to write is where the block device's status goes.
 //!
-//! What must stay true: following a chain takes a bounded number of steps, whatever the guest wrote.
+//! Invariants: following a chain takes a bounded number of steps, whatever the guest wrote.
 
 use virtio_bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 
@@ -24,17 +24,17 @@ pub(crate) struct Chain {
     readable_bytes: u64,
     writable_bytes: u64,
     defect: Option<ChainDefect>,
-    /// Whether the last descriptor is one that can be written to.
+    /// True if the last descriptor is writable.
     ends_writable: bool,
 }
 
-/// Where the chains of a queue are.
+/// The descriptor table of a queue.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DescriptorTable {
     pub(crate) table: Slice,
     /// The entries.
     pub(crate) size: u16,
-    /// Whether indirect tables were negotiated.
+    /// True if indirect tables were negotiated.
     pub(crate) indirect: bool,
 }
 
@@ -129,7 +129,7 @@ impl Chain {
         }
     }
 
-    /// What is wrong with the chain, if something is.
+    /// Returns the chain's defect, if it has one.
     #[inline]
     pub(crate) fn defect(&self) -> Option<ChainDefect> {
         self.defect
@@ -169,25 +169,25 @@ impl Chain {
         Some(header)
     }
 
-    /// What is left to read.
+    /// Returns the readable bytes that are left.
     #[inline]
     pub(crate) fn readable(&self) -> &[Slice] {
         &self.segments[..self.readable]
     }
 
-    /// How many bytes are left to read.
+    /// Returns the number of readable bytes that are left.
     #[inline]
     pub(crate) fn readable_bytes(&self) -> u64 {
         self.readable_bytes
     }
 
-    /// What is left to write.
+    /// Returns the writable bytes that are left.
     #[inline]
     pub(crate) fn writable(&self) -> &[Slice] {
         &self.segments[self.readable..]
     }
 
-    /// How many bytes are left to write.
+    /// Returns the number of writable bytes that are left.
     #[inline]
     pub(crate) fn writable_bytes(&self) -> u64 {
         self.writable_bytes

@@ -1,4 +1,4 @@
-//! Which chains of a queue are in flight, written where it outlives this process.
+//! Inflight records: the chains of a queue that are in flight, in memory that outlives this process.
 //!
 //! The client keeps a piece of shared memory for us. Each chain is marked there when it is taken and
 //! unmarked when its answer is published, so that the server that follows a killed one knows what to do
@@ -9,7 +9,7 @@
 //!                                                         0 inflight   6 next   8 counter
 //! ```
 //!
-//! What must stay true:
+//! Invariants:
 //! - killed between any two stores, the next server finds each chain taken and not published, in the order
 //!   they were taken, and none that was published. So the order of stores here is the specification's: a
 //!   mark follows its counter; the batch's list is complete before the used index moves, marks are cleared
@@ -31,7 +31,7 @@ use vm_memory::MmapRegion;
 
 /// The layout that is spoken here.
 const VERSION: u16 = 1;
-/// Where the fields of a region are, in bytes.
+/// Offsets of the fields of a region, in bytes.
 const FEATURES_AT: usize = 0;
 const VERSION_AT: usize = 8;
 const ENTRIES_AT: usize = 10;
@@ -40,13 +40,13 @@ const USED_IDX_AT: usize = 14;
 /// The size of what comes before the entries, and of each of them, in bytes.
 const HEADER_BYTES: usize = 16;
 const ENTRY_BYTES: usize = 16;
-/// Where the fields of an entry are, in bytes.
+/// Offsets of the fields of an entry, in bytes.
 const NEXT_AT: usize = 6;
 const COUNTER_AT: usize = 8;
 /// Regions of queues begin at multiples of this, in bytes.
 const REGION_ALIGN: usize = 64;
 
-/// Why what a region says cannot be true.
+/// An inconsistency in a region.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum InflightError {
     /// The region is laid out in a way we do not know.
@@ -60,19 +60,19 @@ pub enum InflightError {
     /// The region was made for another queue.
     #[error("the inflight region has {found} entries; expected {size} to {room}")]
     Entries {
-        /// What it says.
+        /// The number that the region states.
         found: u16,
         /// The queue's entries.
         size: u16,
-        /// What there is room for.
+        /// The largest number that fits.
         room: u16,
     },
     /// The used ring is further ahead than one batch can be.
     #[error("the inflight region is at used index {found}, the used ring at {used}, in a queue of {size}")]
     UsedIndex {
-        /// What the region says.
+        /// The index in the region.
         found: u16,
-        /// What the used ring says.
+        /// The index in the used ring.
         used: u16,
         /// The queue's entries.
         size: u16,
@@ -128,7 +128,7 @@ impl InflightRegion {
     }
 }
 
-/// What a killed server left behind.
+/// The chains that a killed server left in flight.
 #[derive(Debug, Eq, PartialEq)]
 pub(crate) struct Recovered {
     /// The chains it had taken and not given back, in the order it took them.
@@ -158,7 +158,7 @@ impl fmt::Debug for InflightQueue {
     }
 }
 
-/// Where the entry of `head` is.
+/// Returns the offset of the entry of `head`.
 fn entry(head: u16) -> usize {
     HEADER_BYTES + ENTRY_BYTES * usize::from(head)
 }
@@ -379,7 +379,7 @@ mod tests {
         InflightQueue::open(&region, SIZE, used)
     }
 
-    /// What a guest sees and has: its heads are in turn available, in flight, used.
+    /// The guest's side: its heads are in turn available, in flight, used.
     #[derive(Clone, Debug, Default)]
     struct Guest {
         free: Vec<u16>,

@@ -5,8 +5,8 @@
 //! this process and never an access outside the map. The table remembers the two regions it found last:
 //! a guest's headers often lie in one and its data in another.
 //!
-//! What must stay true: the mapping lives at least as long as this table and every buffer made from it;
-//! both hold it. No reference to guest memory is ever made.
+//! Invariants: the mapping lives at least as long as this table and every buffer made from it; both hold it. No
+//! reference to guest memory is ever made.
 
 #![expect(unsafe_code, reason = "guest memory is reached through raw pointers")]
 
@@ -196,7 +196,7 @@ impl QueueMemory {
         })
     }
 
-    /// Where bytes `at..at + len` of `slice` are. They are mapped, and in one piece, while `self` lives.
+    /// Returns the address of bytes `at..at + len` of `slice`. They are mapped, and contiguous, while `self` lives.
     ///
     /// # Panics
     ///

@@ -4,7 +4,7 @@
 //! checked, and turned into slices of guest memory; used entries of a round are published together with
 //! at most one notification. Nothing is allocated per request. Spec: virtio 1.2, 2.7.
 //!
-//! What must stay true:
+//! Invariants:
 //! - each word a guest could change is read once, and only the copy is used;
 //! - no access leaves the memory map the queue was started with, which the queue holds;
 //! - after asking for notifications the available ring is looked at once more.
@@ -27,7 +27,7 @@ pub use ring::{QueueSetup, RingAddresses};
 /// QEMU's limit too.
 pub const CHAIN_MAX: u16 = 1024;
 
-/// Why a queue cannot be started.
+/// A queue that cannot be started.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum SetupError {
     /// The number of entries cannot be a split queue's.
@@ -39,7 +39,7 @@ pub enum SetupError {
     /// A part of the queue is not where it may be.
     #[error("the {part} at {address:#x} is not a multiple of {align} bytes")]
     Misaligned {
-        /// Which part.
+        /// The part.
         part: &'static str,
         /// Its guest address.
         address: u64,
@@ -49,7 +49,7 @@ pub enum SetupError {
     /// A part of the queue is not inside one region of guest memory.
     #[error("the {part} at {address:#x}, {len} bytes, is not inside guest memory")]
     OutsideMemory {
-        /// Which part.
+        /// The part.
         part: &'static str,
         /// Its guest address.
         address: u64,
@@ -58,7 +58,7 @@ pub enum SetupError {
     },
 }
 
-/// How a guest broke its queue: it cannot go on, because what comes next cannot be known or answered.
+/// A guest's mistake that breaks its queue, because what follows cannot be known or answered.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum QueueError {
     /// A page of the guest's memory is gone.
@@ -131,7 +131,7 @@ pub enum QueueError {
     NoStatus {
         /// The first descriptor.
         head: u16,
-        /// What else is wrong with the chain.
+        /// Another defect of the chain.
         defect: Option<ChainDefect>,
     },
     /// A chain was made available again before it was used.
@@ -142,7 +142,7 @@ pub enum QueueError {
     },
 }
 
-/// What is wrong with a chain whose end is known, so that it may still be answered with an error.
+/// A defect of a chain whose end is known, so that it can still be answered with an error.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum ChainDefect {
     /// A buffer outside memory.

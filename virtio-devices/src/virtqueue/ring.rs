@@ -21,7 +21,7 @@ use super::chain::{Chain, DescriptorTable};
 use super::memory::QueueMemory;
 use super::{QueueError, SetupError};
 
-/// Where a queue's parts are, as guest addresses.
+/// The guest addresses of a queue's parts.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct RingAddresses {
     /// The descriptor table.
@@ -37,20 +37,20 @@ pub struct RingAddresses {
 pub struct QueueSetup {
     /// Entries: a power of two up to 32768.
     pub size: u16,
-    /// Where its parts are.
+    /// The guest addresses of its parts.
     pub addresses: RingAddresses,
     /// The available index of the first chain to take.
     pub next_available: u16,
-    /// Whether `VIRTIO_RING_F_EVENT_IDX` was negotiated.
+    /// True if `VIRTIO_RING_F_EVENT_IDX` was negotiated.
     pub event_idx: bool,
-    /// Whether `VIRTIO_RING_F_INDIRECT_DESC` was negotiated.
+    /// True if `VIRTIO_RING_F_INDIRECT_DESC` was negotiated.
     pub indirect: bool,
 }
 
 /// Byte offsets in both rings: flags, index, entries.
 const INDEX: usize = 2;
 const ENTRIES: usize = 4;
-/// How many chains ahead descriptors are prefetched, and then what they name.
+/// The number of chains ahead whose descriptors, and then whose buffers, are prefetched.
 const DESCRIPTORS_AHEAD: u16 = 6;
 const TARGETS_AHEAD: u16 = 3;
 
@@ -70,7 +70,7 @@ pub(crate) struct Virtqueue {
     next_used: u16,
     /// The used index as the guest sees it.
     published: u16,
-    /// Whether the guest has been told anything since the start: until then it may expect more than we know.
+    /// True if the guest was notified since the start: until then it may expect more than we know.
     notified_once: bool,
     notifications: bool,
 }
@@ -202,7 +202,7 @@ impl Virtqueue {
         self.next_available = index;
     }
 
-    /// How many chains wait to be taken.
+    /// Returns the number of available chains that were not taken.
     ///
     /// # Errors
     ///
@@ -305,7 +305,7 @@ impl Virtqueue {
         self.next_used = self.next_used.wrapping_add(1);
     }
 
-    /// How many chains were given back and not published.
+    /// Returns the number of chains that were returned but not published.
     #[inline]
     pub(crate) fn unpublished(&self) -> u16 {
         self.next_used.wrapping_sub(self.published)

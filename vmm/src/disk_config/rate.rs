@@ -117,7 +117,7 @@ impl GroupMember {
     }
 }
 
-/// Why a `--rate-limit-group` was refused.
+/// An invalid `--rate-limit-group`.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum RateLimitGroupError {
     /// It is not made of `key=value` items.
@@ -142,7 +142,7 @@ pub enum RateLimitGroupError {
         key: &'static str,
         /// The value, as given.
         value: String,
-        /// What it takes.
+        /// Its permitted values.
         takes: &'static str,
     },
     /// Something that it needs is missing.
@@ -152,7 +152,7 @@ pub enum RateLimitGroupError {
         key: &'static str,
         /// The key that is not.
         missing: &'static str,
-        /// What that takes.
+        /// The permitted values of that key.
         takes: &'static str,
     },
     /// There is no name.
@@ -195,7 +195,7 @@ fn takes(key: &str) -> &'static str {
     keys::find(key).map_or("", |key| key.takes)
 }
 
-/// What there is instead of a group that there is not.
+/// Describes the existing groups, for the error about an unknown one.
 pub(super) fn known(known: &[String]) -> String {
     if known.is_empty() {
         return "there is no --rate-limit-group".to_owned();

@@ -18,7 +18,7 @@ use block::{Context, Disk, DiskQueue, IoError, OpenQueueError};
 use super::command::{Range, Transfer};
 use super::transfer;
 
-/// What a lane is asked to do.
+/// A kind of job for a lane.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Work {
     /// A transfer.
@@ -32,11 +32,11 @@ pub(super) enum Work {
 pub(super) struct Job {
     /// The number its outcome carries.
     pub(super) number: u64,
-    /// What to do.
+    /// The kind of the job.
     pub(super) work: Work,
 }
 
-/// How a job ended.
+/// The result of a job.
 #[derive(Debug)]
 pub(super) struct Outcome {
     /// The job's number.
@@ -47,7 +47,7 @@ pub(super) struct Outcome {
     pub(super) took: Duration,
 }
 
-/// Why a lane could not be set up.
+/// An error of starting a lane.
 #[derive(Debug, thiserror::Error)]
 pub enum LaneError {
     /// The worker did not start.

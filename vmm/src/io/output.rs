@@ -1,4 +1,4 @@
-//! What `ringdisk io` prints: the lines of `qemu-io`, so that scripts made for one read the other.
+//! The output of `ringdisk io`, in the format of `qemu-io`, so that scripts for one can read the other.
 
 use std::time::Duration;
 
@@ -47,7 +47,7 @@ fn human_rate(bytes_per_second: f64) -> String {
     in_unit(value, UNITS[unit])
 }
 
-/// Whether `data`, read from `range`, is what `check` demands; the line to print if not.
+/// Compares `data`, read from `range`, with `check`. Returns the line to print if it differs.
 ///
 /// # Errors
 ///

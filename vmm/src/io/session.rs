@@ -1,8 +1,7 @@
 //! A session of `ringdisk io`: commands in, requests to the lanes, lines out.
 //!
-//! What must stay true: a foreground command is finished when the next one starts; one that writes a
-//! part of a sector runs with nothing else under way; and when the session ends, every job has ended and
-//! been told about.
+//! Invariants: a foreground command is finished when the next one starts; one that writes a part of a sector runs
+//! with nothing else under way; and when the session ends, every job has ended and been told about.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -20,8 +19,8 @@ use crate::size::human;
 /// The most background jobs at a time; the next one waits. Bounds the buffers a script can hold.
 const BACKGROUND_MAX: usize = 1024;
 
-/// Why a session cannot go on. A request that the disk refuses is not among these: it is told, counted, and the
-/// session goes on.
+/// An error that ends a session. A request that the disk refuses is not among these: it is reported, counted,
+/// and the session goes on.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
     /// A queue could not be set up.
@@ -38,7 +37,7 @@ pub enum SessionError {
     Output(#[source] io::Error),
 }
 
-/// What to tell when a job ends.
+/// The state needed to report a job when it ends.
 struct Pending {
     name: &'static str,
     work: Work,

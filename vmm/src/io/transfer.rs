@@ -4,8 +4,8 @@
 //! starts or ends inside a sector reads that sector first and writes it back whole; a discard keeps to the
 //! sectors it covers entirely.
 //!
-//! What must stay true: the read and the write of an edge are two requests, so no other write may be on
-//! its way meanwhile. [`touches_edges`] tells the session which transfers must run alone.
+//! Invariants: the read and the write of an edge are two requests, so no other write may be on its way meanwhile.
+//! [`touches_edges`] tells the session which transfers must run alone.
 
 use block::{AlignedBuf, Buffer, DiskQueue, IoError, Op, Request};
 
@@ -42,7 +42,7 @@ impl Sectors {
     }
 }
 
-/// Whether a transfer writes a part of a sector, and so must run alone.
+/// Returns true if a transfer writes a part of a sector, and so must run alone.
 pub(super) fn touches_edges(transfer: Transfer, range: Range) -> bool {
     let whole_sectors = (range.offset | range.len).is_multiple_of(SECTOR_BYTES);
     matches!(transfer, Transfer::Write { .. }) && !whole_sectors
@@ -52,8 +52,7 @@ pub(super) fn touches_edges(transfer: Transfer, range: Range) -> bool {
 ///
 /// # Errors
 ///
-/// What the disk answered; a range that does not lie inside the disk is out of range, whatever its
-/// alignment.
+/// The disk's error; a range outside the disk is out of range, whatever its alignment.
 pub(super) async fn carry_out(
     queue: &dyn DiskQueue,
     disk_bytes: u64,
@@ -106,7 +105,7 @@ pub(super) async fn carry_out(
 ///
 /// # Errors
 ///
-/// What the disk answered.
+/// The disk's error.
 pub(super) async fn flush(queue: &dyn DiskQueue) -> Result<(), IoError> {
     request(queue, Op::Flush, 0, 0, Buffer::default()).await.map(drop)
 }

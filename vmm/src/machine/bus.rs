@@ -1,4 +1,4 @@
-//! What a guest's accesses reach: ports, and the PCI functions' windows. Configuration mechanism #1.
+//! The guest's view of ports and PCI functions. PCI configuration mechanism #1.
 
 use std::fmt;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ struct PortRange {
 /// A function, and where it answers.
 type Plugged = (Function, Window);
 
-/// What is plugged into each slot. A function is locked by those only whose access is for it: it may be busy for long.
+/// The function in each slot. Only accesses to a function lock it, because it may be busy for long.
 #[derive(Debug, Default)]
 pub(super) struct Slots(Mutex<[Option<Plugged>; SLOTS]>);
 

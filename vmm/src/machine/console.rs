@@ -2,8 +2,8 @@
 //!
 //! On a terminal every key goes to the guest, ^C too; ^A x ends the machine and ^A ^A is a ^A.
 //!
-//! What must stay true: the terminal is as it was found when the program ends, however it ends; and nobody who does not
-//! read what the guest prints keeps the machine from its end.
+//! Invariants: the terminal is as it was found when the program ends, however it ends; and nobody who does not read
+//! what the guest prints keeps the machine from its end.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -26,13 +26,13 @@ use super::bus::Ports;
 use super::{Reason, Stop};
 use crate::socket::{Socket, SocketError};
 
-/// Where the console is.
+/// The destination of the serial console.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub enum ConsoleConfig {
     /// Standard input and output.
     #[default]
     Terminal,
-    /// What the guest prints goes to a file, which is made or emptied; it reads nothing.
+    /// A file, created or truncated, that receives the guest's output. The guest gets no input.
     File(PathBuf),
     /// One client after another on a Unix socket, which is made.
     Socket(PathBuf),
@@ -40,7 +40,7 @@ pub enum ConsoleConfig {
     Off,
 }
 
-/// How the terminal was found; put back by whoever ends the program.
+/// The terminal's original settings, restored when the program ends.
 static FOUND: Mutex<Option<Termios>> = Mutex::new(None);
 
 /// Puts the terminal back as it was found. May be called at any time, and more than once.
@@ -73,7 +73,7 @@ impl Drop for RawTerminal {
     }
 }
 
-/// Where bytes from the guest go.
+/// The destination of the guest's output.
 #[derive(Clone, Debug)]
 enum Sink {
     Stdout,
@@ -177,15 +177,15 @@ pub struct Console {
     _socket: Option<Socket>,
 }
 
-/// Why there is no console.
+/// An error of setting up the console.
 #[derive(Debug, thiserror::Error)]
 pub enum ConsoleError {
     /// A file, the terminal or a thread cannot be had.
     #[error("cannot set up the console at {place}")]
     Os {
-        /// What.
+        /// The file, socket or terminal.
         place: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -194,7 +194,7 @@ pub enum ConsoleError {
     Socket(#[from] SocketError),
 }
 
-/// Where bytes for the guest come from.
+/// The source of the guest's input.
 enum Source {
     Stdin,
     Clients(UnixListener, Arc<Mutex<Option<UnixStream>>>),
@@ -303,7 +303,7 @@ struct Input {
 }
 
 const ESCAPE: u8 = 1;
-/// How many bytes wait for a guest that does not read, and after what time it is looked at again.
+/// The number of bytes buffered for a guest that does not read, and the interval of checks whether it reads.
 const PENDING_MAX: usize = 4096;
 /// After what time a client that could not be let in is tried again.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
@@ -312,7 +312,7 @@ const AGAIN: Timespec = Timespec {
     tv_nsec: 2_000_000,
 };
 
-/// What a wait for input ended with.
+/// The result of a wait for input.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Waited {
     /// There is something to read, or its end.
@@ -412,7 +412,7 @@ impl Input {
         }
     }
 
-    /// What the guest gets for a key.
+    /// Returns the byte that the guest gets for a key, if any.
     fn key(&mut self, byte: u8) -> Option<u8> {
         if !self.raw {
             return Some(byte);

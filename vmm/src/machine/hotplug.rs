@@ -10,8 +10,8 @@
 //! The interrupt line is high while a bit of the first two is set, so that what happens before the guest listens waits
 //! for it. Each register is read and written as a whole; anything else reads as zeros and does nothing.
 //!
-//! What must stay true: when a write to `eject` returns, nothing of the slot's function touches guest memory; what a
-//! guest writes reaches slots that hold a function and nothing else, whether it was asked to or not.
+//! Invariants: when a write to `eject` returns, nothing of the slot's function touches guest memory; what a guest
+//! writes reaches slots that hold a function and nothing else, whether it was asked to or not.
 
 use std::fmt;
 use std::sync::Arc;

@@ -13,7 +13,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::{MachineError, memory, x86_64 as arch};
 
-/// Why KVM cannot be used at all.
+/// KVM cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum KvmError {
     /// There is no KVM.
@@ -31,7 +31,7 @@ pub enum KvmError {
     /// It is too old.
     #[error("this kernel's KVM does not support {what}")]
     Lacks {
-        /// What is missing.
+        /// The missing feature.
         what: &'static str,
     },
     /// It refuses something.
@@ -39,7 +39,7 @@ pub enum KvmError {
     Refuses {
         /// The step.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -69,7 +69,7 @@ pub struct KvmMachine {
     routes: Mutex<Routes>,
 }
 
-/// What interrupt numbers beyond the pins mean.
+/// The meaning of interrupt numbers beyond the pins.
 #[derive(Debug, Default)]
 struct Routes {
     messages: Vec<Option<MsiMessage>>,
@@ -263,7 +263,7 @@ fn as_event(event: BorrowedFd<'_>) -> io::Result<EventFd> {
     Ok(event)
 }
 
-/// What implements [`Machine`] for devices: the machine itself, shared.
+/// The implementation of [`Machine`] for devices: the machine itself, shared.
 #[derive(Clone, Debug)]
 pub struct KvmBus(pub Arc<KvmMachine>);
 

@@ -3,8 +3,8 @@
 //! A memfd, so that a vhost-user backend can map it too. Nothing is written to it, so its pages come as the
 //! guest touches them; huge ones come at once, because one that is missing then is a signal that nobody survives.
 //!
-//! What must stay true: whoever gets the memfd cannot change its length, because an access behind its end is a signal
-//! that nobody survives either; and a core dump has nothing of the guest's.
+//! Invariants: whoever gets the memfd cannot change its length, because an access behind its end is a signal that
+//! nobody survives either; and a core dump has nothing of the guest's.
 
 #![expect(unsafe_code, reason = "memfd_create, mbind, madvise and KVM's memory slots")]
 
@@ -17,7 +17,7 @@ use kvm_ioctls::VmFd;
 use rustix::fs::SealFlags;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
-/// What the memory is like.
+/// The configuration of the guest's memory.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct MemoryConfig {
     /// Its size in bytes.
@@ -41,15 +41,15 @@ impl MemoryConfig {
     }
 }
 
-/// Why there is no memory for a guest.
+/// An error of allocating guest memory.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     /// The size makes no sense.
     #[error("the guest's memory is {bytes} bytes; expected a multiple of {unit} bytes, at least {min}")]
     Size {
-        /// What was asked for.
+        /// The requested value.
         bytes: u64,
-        /// What it must be a multiple of.
+        /// The size must be a multiple of this.
         unit: u64,
         /// The least.
         min: u64,
@@ -60,13 +60,13 @@ pub enum MemoryError {
          free (raise vm.nr_hugepages, or pass hugepages= on its kernel's command line)"
     )]
     HugePages {
-        /// What was asked for.
+        /// The requested value.
         bytes: u64,
         /// The size of a page.
         page: u64,
-        /// How many are free; "none", if there is no such size.
+        /// The number of free huge pages, or "none" if the host has no such page size.
         free: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -75,18 +75,18 @@ pub enum MemoryError {
     Node {
         /// The node.
         node: u32,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
     /// The host refuses.
     #[error("cannot allocate {bytes} bytes of guest memory ({what})")]
     Host {
-        /// What was asked for.
+        /// The requested value.
         bytes: u64,
         /// The step that failed.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -231,7 +231,7 @@ fn bind(memory: &GuestMemoryMmap, node: u32) -> io::Result<()> {
 ///
 /// # Errors
 ///
-/// What KVM answers.
+/// KVM's error.
 pub(super) fn plug(vm: &VmFd, memory: &GuestMemoryMmap) -> Result<(), kvm_ioctls::Error> {
     for (slot, region) in (0..).zip(memory.iter()) {
         let region = kvm_userspace_memory_region {

@@ -6,10 +6,10 @@
 //!    └────── disks: VirtioPciBlock, whose workers hear kicks from KVM itself
 //! ```
 //!
-//! What is x86 is in `x86_64`, behind the functions that its page lists.
+//! Module `x86_64` has everything specific to x86, behind the functions that it lists.
 //!
-//! What must stay true: memory outlives every CPU and every worker; a pause has stopped the CPUs before it drains
-//! the disks, so that what the guest believes done is in the image when it returns.
+//! Invariants: memory outlives every CPU and every worker; a pause has stopped the CPUs before it drains the disks,
+//! so that what the guest believes done is in the image when it returns.
 
 mod bus;
 mod console;
@@ -47,12 +47,12 @@ use x86_64 as arch;
 /// The most CPUs of a machine.
 pub const CPUS_MAX: u16 = arch::CPUS_MAX;
 
-/// What the first CPU runs.
+/// The kernel, initramfs and command line to boot.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Payload {
     /// A bzImage, or an ELF file with a PVH note.
     pub kernel: PathBuf,
-    /// What the kernel unpacks as its first root.
+    /// The initial RAM file system.
     pub initramfs: Option<PathBuf>,
     /// The kernel's command line.
     pub command_line: String,
@@ -68,7 +68,7 @@ impl Payload {
         arch::check_command_line(&self.command_line)
     }
 
-    /// Whether there is something to start, as far as can be told without a machine.
+    /// Fails if there is nothing to boot, as far as that can be checked without a machine.
     ///
     /// # Errors
     ///
@@ -81,13 +81,13 @@ impl Payload {
 /// A machine.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct MachineConfig {
-    /// What it runs.
+    /// The kernel to boot.
     pub payload: Payload,
-    /// How many CPUs: 1 to [`CPUS_MAX`].
+    /// The number of CPUs: 1 to [`CPUS_MAX`].
     pub cpus: u16,
     /// Its memory.
     pub memory: MemoryConfig,
-    /// Whether the CPUs' threads give up what CPUs do not need, before the guest's first instruction.
+    /// True if the CPUs' threads give up what CPUs do not need, before the guest's first instruction.
     pub sandbox: bool,
 }
 
@@ -107,7 +107,7 @@ impl MachineConfig {
     }
 }
 
-/// Why there is no machine.
+/// An error of creating a machine.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
     /// KVM cannot be used.
@@ -145,7 +145,7 @@ pub enum MachineError {
     Events(#[source] io::Error),
 }
 
-/// Why a disk was not made larger.
+/// An error of a resize; the disk keeps its size.
 #[derive(Debug, thiserror::Error)]
 pub enum ResizeError {
     /// There is none in the slot.
@@ -156,7 +156,7 @@ pub enum ResizeError {
     Disk(#[from] virtio_devices::transport::ResizeError),
 }
 
-/// Why a machine is to end.
+/// The reason for a machine's end.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Reason {
     /// The guest has switched itself off.
@@ -169,7 +169,7 @@ pub enum Reason {
     Failed(String),
 }
 
-/// Where a machine is asked to end, by whoever: the first one counts, but a wish to end outranks a restart.
+/// Collects requests to stop or restart a machine. The first one counts, but a stop outranks a restart.
 #[derive(Debug, Default)]
 pub struct Stop {
     reason: Mutex<Option<Reason>>,
@@ -190,12 +190,12 @@ impl Stop {
         self.ask(Reason::Failed(told));
     }
 
-    /// Whether it was asked.
+    /// Returns true if a stop or restart was requested.
     pub fn is_asked(&self) -> bool {
         self.reason.lock().is_some()
     }
 
-    /// What it was asked, so far.
+    /// Returns the current request, if any.
     pub fn asked(&self) -> Option<Reason> {
         self.reason.lock().clone()
     }
@@ -230,14 +230,14 @@ impl Stop {
     }
 }
 
-/// What is told of a disk.
+/// The properties of a disk that `info` reports.
 #[derive(Clone, Copy, Debug)]
 pub struct Shown {
     /// Its size in bytes, as the guest sees it.
     pub size_bytes: u64,
-    /// Whether the guest may only read.
+    /// True if the guest may only read.
     pub read_only: bool,
-    /// What carries out its I/O.
+    /// The name of its I/O driver.
     pub driver_name: &'static str,
 }
 
@@ -260,7 +260,7 @@ struct Plugged {
 }
 
 impl Plugged {
-    /// What is told of it: what it was last, while it is busy, as with a drain.
+    /// Returns the disk's properties; while it is busy, such as draining, the last known ones.
     fn shown(&self) -> Shown {
         let mut shown = self.shown.lock();
         if let Some(function) = self.function.try_lock() {
@@ -270,8 +270,8 @@ impl Plugged {
     }
 }
 
-/// Who is told that a guest has let a disk go: the slot. On the CPU's thread, so it returns soon; from then on the
-/// machine does not use the disk.
+/// Called with the slot of a disk that the guest has released, on the CPU's thread, so it must return soon. The
+/// machine no longer uses the disk.
 pub type Ejected = Arc<dyn Fn(usize) + Send + Sync>;
 
 /// All disks, as those who plug see them and as the bus does.
@@ -441,7 +441,7 @@ impl Machine {
         result
     }
 
-    /// Whether the guest is paused.
+    /// Returns true if the guest is paused.
     pub fn is_paused(&self) -> bool {
         self.cpus.is_paused()
     }
@@ -458,14 +458,14 @@ impl Machine {
         Ok(size_bytes)
     }
 
-    /// What is told of the disk in `slot`, if there is one. Does not wait for a disk that is busy.
+    /// Returns the properties of the disk in `slot`, if there is one. Does not wait for a disk that is busy.
     #[must_use]
     pub fn shown(&self, slot: usize) -> Option<Shown> {
         let plugged = self.disks.plugged.lock().get(&slot).cloned();
         plugged.map(|disk| disk.shown())
     }
 
-    /// How often CPUs have left the guest for this program.
+    /// Returns how often the CPUs have exited from the guest to this program.
     pub fn exits(&self) -> Exits {
         self.cpus.exits()
     }

@@ -1,7 +1,7 @@
 //! The threads that run a guest's CPUs.
 //!
-//! What must stay true: when a pause or a stop returns, no CPU runs guest code; a CPU is woken from the guest by a
-//! signal that is sent until it has answered, so none is lost between a look at the wish and the entry.
+//! Invariants: when a pause or a stop returns, no CPU runs guest code; a CPU is woken from the guest by a signal that
+//! is sent until it has answered, so none is lost between a look at the wish and the entry.
 
 #![expect(unsafe_code, reason = "a signal handler, and signals to threads")]
 
@@ -19,7 +19,7 @@ use super::bus::Bus;
 use super::{MachineError, Stop};
 use crate::sandbox::{self, Task};
 
-/// What CPUs are wanted to do.
+/// The state that CPUs are asked to enter.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Wish {
     Run,
@@ -31,7 +31,7 @@ enum Wish {
 struct State {
     wish: Mutex<Wish>,
     changed: Condvar,
-    /// How many CPUs do not run guest code, and will not until they are told.
+    /// The number of CPUs that do not run guest code, and will not until they are asked to.
     still: AtomicUsize,
     /// Exits to this program, by kind: ports, memory, others.
     exits: [AtomicU64; 3],
@@ -45,7 +45,7 @@ pub(super) struct Cpus {
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// How often CPUs have left the guest for this program.
+/// Counts of exits from the guest to this program, by kind.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, serde::Serialize)]
 pub struct Exits {
     /// For ports.
@@ -135,7 +135,7 @@ impl Cpus {
         self.wait_still();
     }
 
-    /// Whether CPUs are paused.
+    /// Returns true if CPUs are paused.
     pub(super) fn is_paused(&self) -> bool {
         *self.state.wish.lock() == Wish::Pause
     }
@@ -148,7 +148,7 @@ impl Cpus {
         }
     }
 
-    /// How often CPUs have left the guest.
+    /// Returns the counts of exits from the guest.
     pub(super) fn exits(&self) -> Exits {
         let [ports, memory, others] = self
             .state

@@ -1,7 +1,7 @@
 //! The disks of a machine, open for as long as they are its own; machines come and go as the guest restarts.
 //!
-//! What must stay true: a disk that the guest has let go is closed before anybody is told that it is removed, and
-//! before the program ends; and no disk is closed that a machine still has.
+//! Invariants: a disk that the guest has released is closed before anybody is told that it is removed, and before the
+//! program ends; and no disk is closed that a machine still has.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -23,10 +23,10 @@ use crate::machine::{Machine, MachineError};
 use crate::open::{self, OpenError, OpenedDisk};
 use crate::sandbox::{self, Task};
 
-/// How long those who look at a disk that is closed may take to look away.
+/// The longest time that readers of a closed disk's properties may take.
 const SHARED_MAX: Duration = Duration::from_secs(5);
 
-/// How a removal ended, once it has.
+/// The result of a removal, once it has ended.
 #[derive(Debug, Default)]
 pub(super) struct Departure {
     ended: Mutex<Option<Result<(), String>>>,
@@ -48,7 +48,7 @@ impl Departure {
     }
 }
 
-/// Where a disk's requests go.
+/// The destination of a disk's requests.
 pub(super) enum Source {
     /// To an image that this process has open.
     Image(Arc<dyn Disk>),
@@ -63,7 +63,7 @@ pub(super) struct Attached {
     /// The image; `None` if another program serves it.
     opened: Option<OpenedDisk>,
     sandbox: bool,
-    /// Whether the guest was asked to let it go.
+    /// True if the guest was asked to release it.
     pub(super) asked: bool,
     departure: Arc<Departure>,
 }
@@ -92,7 +92,7 @@ impl Attached {
         self.opened.as_ref().map(OpenedDisk::disk)
     }
 
-    /// How the machine shows it.
+    /// Returns the PCI configuration of an image's disk.
     fn function(&self) -> PciDiskConfig {
         let config = &self.config;
         let worker = |queue: u16| {
@@ -117,7 +117,7 @@ impl Attached {
         }
     }
 
-    /// How the machine shows what another program serves.
+    /// Returns the PCI configuration of a disk that another program serves.
     fn backend(&self) -> VhostUserDiskConfig {
         VhostUserDiskConfig {
             name: self.name(),
@@ -128,14 +128,14 @@ impl Attached {
         }
     }
 
-    /// What a thread that a guest or a backend reaches does first.
+    /// Returns the start hook of a thread that a guest or a backend reaches: the sandbox.
     fn hook(&self, task: Task) -> Option<StartHook> {
         self.sandbox
             .then(|| StartHook::new(move || Ok(sandbox::confine_thread(task)?)))
     }
 
-    /// What the machine shows: the image, or a connection with whoever else serves the disk. Connecting may take
-    /// seconds, or until `cancel` says so: call it with nothing locked that others wait for.
+    /// Returns the image, or a new connection to the backend. Connecting may take seconds, or until `cancel`; call it
+    /// without locks that others wait for.
     pub(super) fn source(&self, cancel: &Cancel) -> Result<Source, PlugError> {
         Ok(match self.disk() {
             Some(disk) => Source::Image(disk),
@@ -196,7 +196,7 @@ fn in_slots(disks: Vec<Attached>) -> BTreeMap<usize, Attached> {
 #[derive(Debug)]
 pub(super) struct Disks {
     present: Mutex<BTreeMap<usize, Attached>>,
-    /// Whoever closes those that leave; `None` once nobody does any more.
+    /// The thread that closes removed disks; `None` after it was joined.
     closer: Mutex<Option<(Sender<Attached>, JoinHandle<()>)>>,
 }
 
@@ -230,7 +230,7 @@ impl Disks {
     ///
     /// # Errors
     ///
-    /// Why not, with the disk.
+    /// The error's text, with the disk.
     pub(super) fn add(
         &self,
         machine: &Machine,
@@ -249,7 +249,7 @@ impl Disks {
         Ok(slot)
     }
 
-    /// Whether a further disk may be added, by its names.
+    /// Fails if a disk with this id, or this image, exists and cannot be shared.
     pub(super) fn check(&self, config: &DiskConfig) -> Result<(), String> {
         let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         for disk in self.present.lock().values() {
@@ -298,7 +298,7 @@ impl Disks {
         })
     }
 
-    /// What `look` makes of each disk and its slot.
+    /// Calls `look` with each disk and its slot, and returns the results.
     pub(super) fn map<T>(&self, look: impl Fn(usize, &Attached) -> T) -> Vec<T> {
         let present = self.present.lock();
         present.iter().map(|(&slot, disk)| look(slot, disk)).collect()

@@ -1,4 +1,4 @@
-//! What a serving process may still do once everything is open: as little as serving takes.
+//! Confinement of a serving process after everything is open: Landlock, seccomp and `no_new_privs`.
 //!
 //! A guest, its VMM or an image that found a way to run code in this process should find nothing to do with
 //! it. Four fences, each on where the kernel has it:
@@ -9,8 +9,8 @@
 //! - ring restrictions: an io_uring carries out the ops of disk I/O and no others (the `block` crate sets these up
 //!   itself, always).
 //!
-//! What must stay true: the fences are up before the first byte of a guest or client is looked at, threads that
-//! are started later are inside them, and nothing takes them down. What the kernel does not have is said once.
+//! Invariants: the fences are up before the first byte of a guest or client is looked at, threads that are started
+//! later are inside them, and nothing takes them down. What the kernel does not have is said once.
 
 mod landlock;
 mod seccomp;
@@ -42,7 +42,7 @@ pub enum SandboxError {
     File {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system call.
         #[source]
         source: ::landlock::PathFdError,
     },

@@ -18,7 +18,7 @@ use seccompiler::{
 
 use super::SandboxError;
 
-/// What a thread is for.
+/// The role of a thread, which determines its system calls.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Task {
     /// Serves queues: disk I/O, through a ring or without.
@@ -150,9 +150,8 @@ const UBLK_CONTROL: &[libc::c_long] = &[
     libc::SYS_sync,
 ];
 
-/// What a CPU's thread asks of KVM, and one that connects a disk again: to run the guest, to tell its clock of a pause,
-/// and to set up kicks and interrupts.
-/// Linux: `include/uapi/linux/kvm.h`.
+/// KVM ioctls of a CPU's thread and of one that reconnects a disk: run the guest, tell its clock of a pause, set up
+/// kicks and interrupts. Linux: `include/uapi/linux/kvm.h`.
 const KVM: [u32; 7] = [
     0x0000_AE80, // KVM_RUN
     0x0000_AEAD, // KVM_KVMCLOCK_CTRL
@@ -163,7 +162,7 @@ const KVM: [u32; 7] = [
     0x0000_AE03, // KVM_CHECK_EXTENSION
 ];
 
-/// What newer system calls replace, and older C libraries still call.
+/// System calls that newer ones replace, and that older C libraries still use.
 #[cfg(target_arch = "x86_64")]
 const OLD_EVERY: &[libc::c_long] = &[libc::SYS_poll];
 #[cfg(target_arch = "x86_64")]
@@ -177,7 +176,7 @@ const OLD_CONTROL: &[libc::c_long] = &[];
 #[cfg(not(target_arch = "x86_64"))]
 const OLD_UBLK_CONTROL: &[libc::c_long] = &[];
 
-/// What `fcntl` is good for here.
+/// The permitted `fcntl` commands.
 const FCNTL: [libc::c_int; 9] = [
     libc::F_DUPFD_CLOEXEC,
     libc::F_GETFD,

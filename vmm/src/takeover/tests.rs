@@ -38,7 +38,7 @@ impl World {
     }
 }
 
-/// What the old server does on its own thread.
+/// Runs the old server on its own thread.
 fn serve<R: Send>(
     world: &World,
     new: impl FnOnce() -> R + Send,

@@ -16,7 +16,7 @@ use virtio_devices::ublk::block_path;
 use super::devices::is_process_alive;
 use super::state::{self, DeviceState};
 
-/// Why an image may not be opened for writing.
+/// An image that may not be opened for writing.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
     /// The device has no server.
@@ -90,7 +90,7 @@ pub(super) struct ClaimedFile {
 }
 
 impl ClaimedFile {
-    /// What is to be remembered of the file at `path`; `None` if it cannot be looked at.
+    /// Returns the identity of the file at `path`; `None` if it cannot be read.
     pub(super) fn of(path: &Path) -> Option<Self> {
         // A path such as /dev/fd/3 means another file in another process.
         let path = path.canonicalize().ok()?;
@@ -275,7 +275,7 @@ mod tests {
         assert_eq!(world.refusal("a", None), None);
     }
 
-    /// What versions remembered that knew neither files nor sequence numbers.
+    /// Older versions saved neither files nor sequence numbers.
     #[test]
     fn refuse_claimed_understands_the_state_of_an_older_server() {
         let world = World::new();

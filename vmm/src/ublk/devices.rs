@@ -14,7 +14,7 @@ use crate::control::{self, Request, ask_within};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::size;
 
-/// How long a server may take to say what it has done. One that is leaving, or was stopped, takes longer.
+/// The longest time that a server may take to report its counters. One that hands over, or was stopped, takes longer.
 const PROMPT: Duration = Duration::from_secs(3);
 
 fn failed(error: CommandError) -> CommandFailure {
@@ -37,7 +37,7 @@ pub(super) fn all() -> Vec<u32> {
 ///
 /// # Errors
 ///
-/// What the driver refuses.
+/// The driver's error.
 pub(super) fn waiting() -> Result<Vec<u32>, CommandFailure> {
     let mut control = helper::control()?;
     let mut waiting = Vec::new();
@@ -96,12 +96,12 @@ pub(super) fn refuse_served(ids: &[u32]) -> Result<(), CommandFailure> {
     Ok(())
 }
 
-/// Whether the process that serves a device is there.
+/// Returns true if the process that serves a device runs.
 pub(super) fn is_alive(info: &DeviceInfo) -> bool {
     u32::try_from(info.ublksrv_pid).is_ok_and(is_process_alive)
 }
 
-/// Whether a process is there. One that has ended and was not waited for is not.
+/// Returns true if a process runs. A zombie does not.
 pub(super) fn is_process_alive(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
@@ -121,7 +121,7 @@ fn names(flags: Flags) -> Vec<String> {
     flags.iter_names().map(|(name, _)| name.to_owned()).collect()
 }
 
-/// What the driver, and what we remember, say of a device.
+/// Describes a device from the driver's information and the saved state.
 fn describe(control: &mut Control, id: u32) -> Result<Value, CommandError> {
     let info = control.info(id)?;
     let bytes = control.params(id)?.basic.dev_sectors * SECTOR_BYTES;
@@ -277,7 +277,7 @@ fn known() -> u64 {
 ///
 /// # Errors
 ///
-/// What the server, the image or the driver refuses.
+/// The error of the server, the image or the driver.
 pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
     let size = size::parse_bytes(text).map_err(|error| CommandFailure::Usage(error.to_string()))?;
     // Says so if there is no such device.

@@ -1,4 +1,4 @@
-//! What a server of devices may still do when they are there: [`crate::sandbox`], for its threads.
+//! Confinement of the threads of a ublk server after its devices are ready, by [`crate::sandbox`].
 //!
 //! Workers, which see what the host's programs and the images say, can open no file at all; they are confined before
 //! they see any of it. The others remove what the server made, and ask the driver. What must stay true: no thread is
@@ -12,7 +12,7 @@ use super::{links, state};
 use crate::error::CommandFailure;
 use crate::sandbox::{self, AllowedFiles, Task};
 
-/// What each worker does before it serves.
+/// Returns the start hook of each worker.
 pub(super) fn worker_hook(on: bool) -> Option<StartHook> {
     on.then(|| StartHook::new(|| Ok(sandbox::confine_thread(Task::UblkQueue)?)))
 }

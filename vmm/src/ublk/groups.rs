@@ -1,7 +1,7 @@
 //! Rate-limit groups of a server: those of its command line, and those that devices to recover were made with.
 //!
-//! What is remembered of a device is the text of its group. Devices of one server with the same text share the tokens, as
-//! they did before.
+//! The saved state of a device holds the text of its group. Devices of one server with the same text share the
+//! tokens, as before.
 
 use std::collections::BTreeMap;
 

@@ -1,8 +1,8 @@
 //! The old server's part of an upgrade: it leaves its devices to another, all of them, and ends.
 //!
-//! What must stay true: what is asked is refused while nothing has changed, or carried out to the end, which is the end of
-//! this process. Devices are left as they are, with their rings, because only the process' end makes the driver let go
-//! of it; and the images stay locked until then.
+//! Invariants: what is asked is refused while nothing has changed, or carried out to the end, which is the end of
+//! this process. Devices are left as they are, with their rings, because only the process' end makes the driver let
+//! go of it; and the images stay locked until then.
 
 use std::path::Path;
 
@@ -11,14 +11,14 @@ use virtio_devices::ublk::{Control, HandOverError, Recovery, UblkDevice, block_p
 
 use crate::error::{EXIT_OK, chain};
 
-/// What this version means by handing over.
+/// The version of the hand-over protocol.
 pub(super) const VERSION: u32 = 1;
 
 /// Leaves all devices: nothing more reaches their images when this returns, which are closed. The process must end then.
 ///
 /// # Errors
 ///
-/// Why not; all is as it was.
+/// The reason; nothing has changed.
 pub(super) fn leave(
     control: &mut Control,
     devices: &[&UblkDevice],

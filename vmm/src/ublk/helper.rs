@@ -5,8 +5,8 @@
 //! whoever asked goes on, says what happened and ends when the answer does not come. The second process ends when its
 //! socket is closed, or when the kernel lets it.
 //!
-//! What must stay true: nobody waits for that process without a bound, not even for its end; and it has nothing open
-//! but the control device and the socket, or its end would be waited for by others.
+//! Invariants: nobody waits for that process without a bound, not even for its end; and it has nothing open but the
+//! control device and the socket, or its end would be waited for by others.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -25,12 +25,12 @@ use crate::error::{CommandFailure, EXIT_OK};
 use crate::sandbox::Task;
 use crate::signals::StopSignals;
 
-/// How much longer than the driver the process may take to answer: it bounds the command itself, and starts up first.
+/// The extra time that the process gets beyond the driver's limit: it starts up first, and bounds the command itself.
 const GRACE: Duration = Duration::from_secs(5);
 /// The most bytes that a command exchanges.
 const BYTES_MAX: usize = 4096;
 
-/// What came of a command, on the socket.
+/// Result codes of a command, on the socket.
 const ANSWERED: u32 = 0;
 const REFUSED: u32 = 1;
 const STUCK: u32 = 2;
@@ -40,7 +40,7 @@ const FAILED: u32 = 3;
 ///
 /// # Errors
 ///
-/// What is missing, or why there cannot be another process.
+/// The missing feature, or the reason why no process can be started.
 pub(super) fn control() -> Result<Control, CommandFailure> {
     let failed = |error: OpenControlError| CommandFailure::Failed(error.into());
     let file = open_control().map_err(failed)?;
@@ -146,7 +146,7 @@ impl Helper {
     }
 }
 
-/// What the second process says.
+/// The answer of the command process.
 struct Answer {
     kind: u32,
     value: i32,
@@ -154,7 +154,7 @@ struct Answer {
 }
 
 impl Helper {
-    /// What an answer, or its absence, comes to.
+    /// Converts an answer, or its absence, to a result.
     fn judge(
         &mut self,
         heard: io::Result<Answer>,
@@ -419,7 +419,7 @@ mod tests {
         child.kill().expect("it is ours");
     }
 
-    /// Whether there is no such process, not even one that has ended, in the end.
+    /// Returns true if there is no such process in the end, not even a zombie.
     fn is_gone(process: Option<u32>) -> bool {
         let path = format!("/proc/{}", process.expect("a process"));
         (0..2000).any(|_| {

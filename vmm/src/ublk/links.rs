@@ -1,9 +1,9 @@
 //! Names that stay: `/dev/disk/by-id/ringdisk-SERIAL` for each device whose disk has a serial number.
 //!
-//! Where udev runs, it makes the links by `packaging/60-ringdisk.rules`, which asks [`print()`]; where it does not, the
-//! server does. What must stay true: a name never leads to another disk than its own. So a name that leads to a device
-//! that is there is left alone, those that led to a device of the same number before go, and links are changed under a
-//! lock of their folder.
+//! If udev runs, it makes the links by `packaging/60-ringdisk.rules`, which calls [`print()`]; otherwise the server
+//! makes them. Invariants: a name never leads to another disk than its own. So a name that leads to an existing
+//! device is left alone, links to an earlier device of the same number are removed first, and links are changed under
+//! a lock of their folder.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -20,11 +20,11 @@ use super::state::{BLOCK_DEVICES, DeviceState};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_OK};
 
-/// Where the links are.
+/// The folder of the links.
 pub(super) const FOLDER: &str = "/dev/disk/by-id";
-/// What there is where udev runs.
+/// Exists while udev runs.
 const UDEV: &str = "/run/udev/control";
-/// What all our names begin with.
+/// The prefix of all our names.
 const PREFIX: &str = "ringdisk-";
 
 /// The name of a disk with this serial number. What may not be in udev's names is written as udev does: `\x20`.
@@ -114,7 +114,7 @@ pub(super) fn remove(device: u32) {
     }
 }
 
-/// What a link to the device says.
+/// Returns the target of a link to the device.
 fn target(device: u32) -> PathBuf {
     Path::new("../../").join(format!("ublkb{device}"))
 }

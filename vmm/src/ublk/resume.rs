@@ -1,6 +1,6 @@
 //! `ublk add --or-recover`: the same command line starts a device, and goes on with it after its server was killed.
 //!
-//! What must stay true: a device is taken over only with the disk that it was made with, and only if nobody serves it.
+//! Invariants: a device is taken over only with the disk that it was made with, and only if nobody serves it.
 
 use std::path::{Path, PathBuf};
 
@@ -13,14 +13,14 @@ use super::state::DeviceState;
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
 
-/// What there is under a number.
+/// The state of the device with a given number.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Found {
     /// Nothing.
     Nothing,
     /// A device that waits for a server of this disk.
     Waits,
-    /// What a server left that was killed while it made or removed the device.
+    /// A server was killed while it created or deleted the device.
     HalfMade,
 }
 
@@ -61,7 +61,7 @@ pub(super) fn look(id: u32, text: &str, directory: &Path) -> Result<Found, Comma
     }
 }
 
-/// Whether a device was made with the same text, which means the same file.
+/// Returns true if a device was created with the same text, which means the same file.
 fn is_same(state: &DeviceState, text: &str, directory: &Path) -> bool {
     state.disk == text && file(text, &state.directory) == file(text, directory)
 }

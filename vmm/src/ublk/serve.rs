@@ -1,8 +1,8 @@
 //! The server: makes devices of disks, or takes over those whose server was killed, and serves them until the end.
 //!
-//! What must stay true: after a stop signal every device is stopped, drained and deleted, and each image closed cleanly,
-//! whatever became of the others. A device of which a queue broke does no more I/O, and waits in this process, untouched,
-//! until the process ends: then it can be recovered.
+//! Invariants: after a stop signal every device is stopped, drained and deleted, and each image closed cleanly,
+//! whatever became of the others. A device of which a queue broke does no more I/O, and waits in this process,
+//! untouched, until the process ends: then it can be recovered.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -35,10 +35,10 @@ use crate::signals::StopSignals;
 use crate::socket::Socket;
 use crate::{background, limits, once, sd_notify, size};
 
-/// How long a device in use is given to write what the host still keeps in memory.
+/// The time in which a device in use may write back the host's page cache.
 const SYNC_MAX: Duration = Duration::from_secs(10);
 
-/// How long the I/O of a server that was killed may keep its image locked: as long as a request may take the driver.
+/// The longest time that I/O of a killed server may keep its image locked: as long as a request may take the driver.
 const UNLOCK_MAX: Duration = Duration::from_secs(30);
 
 /// A device and the image behind it. Dropped in this order: the image's lock goes last.
@@ -47,11 +47,11 @@ struct Served {
     name: String,
     serial: Option<String>,
     opened: OpenedDisk,
-    /// Whether it had another server before.
+    /// True if it had another server before.
     recovered: bool,
 }
 
-/// What the main thread and the control socket share.
+/// The state that the main thread and the control socket share.
 struct Shared {
     control: Control,
     devices: BTreeMap<u32, Served>,
@@ -82,7 +82,7 @@ impl Shared {
 
 type Server = Arc<Mutex<Shared>>;
 
-/// What the main thread waits for.
+/// An event for the main thread.
 enum Event {
     Stop(&'static str),
     Queue(QueueEvent),
@@ -99,9 +99,9 @@ struct Wanted {
     directory: PathBuf,
     disk: DiskConfig,
     config: UblkConfig,
-    /// Whether answered writes must outlive this process.
+    /// True if answered writes must outlive this process.
     outlives: bool,
-    /// Whether the host may read what is in it.
+    /// True if the host may read the contents.
     partitions: bool,
 }
 
@@ -287,7 +287,7 @@ fn parse(text: &str) -> Result<DiskConfig, CommandFailure> {
     Ok(disk)
 }
 
-/// What a disk's own configuration says of its device.
+/// Returns the device configuration that follows from the disk's.
 fn config(disk: &DiskConfig, serve: &ServeArguments) -> Result<UblkConfig, CommandFailure> {
     if disk.queue_size > 4096 {
         let (name, found) = (disk.name(), disk.queue_size);
@@ -745,7 +745,7 @@ fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String
     }
 }
 
-/// What there is to know for a signal that comes before the devices.
+/// The state that a stop signal needs before the devices are ready.
 struct Early {
     /// Nothing is made yet: the process may just end.
     may_end: Arc<Mutex<bool>>,

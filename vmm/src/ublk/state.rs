@@ -1,5 +1,5 @@
-//! What is remembered of each device for whoever looks after it later: one small file in `/run/ringdisk/ublk` or, if its
-//! server has no rights, in its user's own folder.
+//! The saved state of each device, for later commands: one small file in `/run/ringdisk/ublk` or, for an unprivileged
+//! server, in its user's own folder.
 //!
 //! The kernel remembers the device; this remembers the disk behind it. A server writes its file when the device is
 //! live and removes it with the device; after a kill it is there for `ringdisk ublk recover`. Nothing depends on it
@@ -14,13 +14,13 @@ use serde::{Deserialize, Serialize};
 use super::claim::ClaimedFile;
 use crate::disk_config::DiskConfig;
 
-/// Where the files are of those who may administer the system.
+/// The folder of privileged servers' files.
 const FOLDER: &str = "/run/ringdisk/ublk";
 
-/// Where the kernel shows block devices.
+/// The sysfs folder of block devices.
 pub(super) const BLOCK_DEVICES: &str = "/sys/block";
 
-/// Where the files are.
+/// Returns the folder of the files.
 pub(super) fn folder() -> PathBuf {
     let user = rustix::process::geteuid();
     if user.is_root() {
@@ -31,7 +31,7 @@ pub(super) fn folder() -> PathBuf {
     own.join("ringdisk/ublk")
 }
 
-/// What is remembered of one device.
+/// The saved state of one device.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct DeviceState {
     /// The device's number.
@@ -47,15 +47,15 @@ pub(super) struct DeviceState {
     /// The `--rate-limit-group` that the disk is in.
     #[serde(default)]
     pub(super) rate_limit_group: Option<String>,
-    /// Where its server can be asked.
+    /// The control socket of its server.
     pub(super) control: PathBuf,
     /// The kernel's sequence number of the device, which no other one of this boot has. `None`: an older server's.
     #[serde(default)]
     pub(super) sequence: Option<u64>,
-    /// Whether the device stays, and waits, when its server is gone.
+    /// True if the device remains, and waits, when its server is gone.
     #[serde(default = "yes")]
     pub(super) outlives: bool,
-    /// Whether the host may read what is in it.
+    /// True if the host may read the contents.
     #[serde(default)]
     pub(super) partitions: bool,
     /// The files of the disk, its own first. Empty: an older server's.
@@ -85,13 +85,13 @@ pub(super) fn sequence(devices: &Path, id: u32) -> Option<u64> {
 ///
 /// # Errors
 ///
-/// What the system said.
+/// The error of the system call.
 pub(super) fn make_folder() -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
     fs::DirBuilder::new().recursive(true).mode(0o700).create(folder())
 }
 
-/// Where the server of process `pid` can be asked.
+/// Returns the path of the control socket of server process `pid`.
 pub(super) fn socket(pid: u32) -> PathBuf {
     folder().join(format!("server-{pid}.sock"))
 }
@@ -116,7 +116,7 @@ impl DeviceState {
     ///
     /// # Errors
     ///
-    /// What the system said.
+    /// The error of the system call.
     pub(super) fn store(&self) -> io::Result<()> {
         make_folder()?;
         let aside = folder().join(format!("{}.{}", self.id, self.pid));
@@ -124,7 +124,7 @@ impl DeviceState {
         fs::rename(&aside, path(self.id))
     }
 
-    /// What is remembered of device `id`; `None` if nothing is, or it makes no sense.
+    /// Returns the saved state of device `id`; `None` if there is none, or it is invalid.
     #[must_use]
     pub(super) fn load(id: u32) -> Option<Self> {
         Self::load_from(&folder(), id)

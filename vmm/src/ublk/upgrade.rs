@@ -1,10 +1,11 @@
 //! The new server's part of an upgrade: it finds out who serves the devices now, asks them to leave, and then goes on as after
 //! a kill.
 //!
-//! What must stay true: whatever can be found out beforehand is, so that what was served stays served. And no image is opened
-//! before its server's process has ended, nor while any of its I/O may come later than ours. A server that has left its
-//! devices cleanly says that there is none; it passes its locks on, because the kernel takes its ring, and what that has open,
-//! down whenever it likes. After any other end the lock is waited for, which the last of its I/O gives back.
+//! Invariants: whatever can be found out beforehand is, so that what was served stays served. And no image is opened
+//! before its server's process has ended, nor while any of its I/O may come later than ours. A server that has left
+//! its devices cleanly says that there is none; it passes its locks on, because the kernel takes its ring, and what
+//! that has open, down whenever it likes. After any other end the lock is waited for, which the last of its I/O gives
+//! back.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,16 +26,16 @@ use super::{devices, helper};
 use crate::control::{AskError, Request, ask_for_locks, ask_within};
 use crate::error::CommandFailure;
 
-/// How long a server may take to say what it has.
+/// The longest time that a server may take to list its devices.
 const PROMPT: Duration = Duration::from_secs(10);
-/// How long it may take to leave: its disks may answer late, and closing them writes.
+/// The longest time that it may take to hand over: its disks may answer late, and closing them writes.
 const PATIENT: Duration = Duration::from_secs(120);
-/// How long its process may take to end then.
+/// The longest time that its process may take to exit after that.
 const END: Duration = Duration::from_secs(30);
-/// How long requests may take before a driver without QUIESCE looks at them, in milliseconds. While their server lives
-/// that has no consequence. If it has every request of a queue when it ends, such a driver notices only then.
+/// The I/O timeout during an upgrade for drivers without QUIESCE, in milliseconds. It has no effect while the server
+/// lives. If the server has every request of a queue when it exits, such a driver notices only by this timeout.
 const LOOK_MS: u32 = 100;
-/// How long they may take if nobody says otherwise.
+/// The kernel's default I/O timeout, in milliseconds.
 const DEFAULT_MS: &str = "30000";
 
 fn failed(told: String) -> CommandFailure {
@@ -48,7 +49,7 @@ pub(super) struct Predecessor {
     socket: PathBuf,
     /// In order, with the driver's flags.
     devices: BTreeMap<u32, Flags>,
-    /// Whether it knows how to pass its images' locks on.
+    /// True if it can pass its image locks.
     passes_locks: bool,
 }
 
@@ -146,7 +147,7 @@ fn look(server: &mut Predecessor) -> Result<(), CommandFailure> {
     Ok(())
 }
 
-/// What came of asking.
+/// The result of asking the old servers.
 #[derive(Debug)]
 pub(super) struct Taken {
     began: Instant,
@@ -205,7 +206,7 @@ fn tell(failure: &CommandFailure) {
 }
 
 impl Taken {
-    /// Whether this device's server goes on.
+    /// Returns true if this device's server continues.
     pub(super) fn was_refused(&self, id: u32) -> bool {
         self.refused.contains(&id)
     }
@@ -336,7 +337,7 @@ impl Drop for Timeout {
     }
 }
 
-/// Whether this is what an upgrade sets, one that was killed if there is none now.
+/// Returns true if this is the timeout of an upgrade; one that was killed, if none is running.
 fn is_short(text: &str) -> bool {
     text.trim().parse() == Ok(LOOK_MS)
 }

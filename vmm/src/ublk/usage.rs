@@ -1,4 +1,4 @@
-//! Whether somebody uses a block device, on kernels that do not say.
+//! Detects users of a block device, on kernels that do not report them.
 //!
 //! A file system or a stack of devices claims it, so that an exclusive open fails; a program has it open, which its
 //! descriptors show. What a program does between this look and the next step, nobody knows: kernels since 7.0 decide it
@@ -9,7 +9,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Who has the block device at `path` open, in words; `None` if nobody is found.
+/// Describes a user of the block device at `path`; `None` if none is found.
 ///
 /// # Errors
 ///
@@ -49,7 +49,7 @@ pub(super) fn user_of(path: &str) -> io::Result<Option<String>> {
     Ok(None)
 }
 
-/// Whether one of the descriptors in `folder` is the block device `number`.
+/// Returns true if one of the descriptors in `folder` is the block device `number`.
 fn has_open(folder: &Path, number: u64) -> bool {
     // Processes come and go, and some do not let us look.
     let Ok(descriptors) = fs::read_dir(folder) else {

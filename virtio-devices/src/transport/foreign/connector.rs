@@ -1,9 +1,9 @@
-//! Whoever makes connections, on a thread of its own: a device is reset by a thread that runs a guest's CPU, and such a
-//! thread may have given up the right to make sockets and threads that can do more than itself. And whoever waits for a
-//! backend that was lost, if it knows what was in flight.
+//! Connects to a vhost-user backend, and reconnects to a lost one that records requests in flight, on a thread of its
+//! own. The thread of a CPU, which resets a device, may be confined so that it can create neither sockets nor threads
+//! with more privileges.
 //!
-//! What must stay true: there is one connection at a time, as a backend serves one client; and nobody who asks here holds
-//! the state's lock.
+//! Invariants: there is one connection at a time, as a backend serves one client; and nobody who asks here holds the
+//! state's lock.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use super::link::{BackendError, Connection};
 use super::{Config, State, negotiate};
 use crate::connect::Cancel;
 
-/// How long to wait between two tries to find a backend that was lost.
+/// The interval between two attempts to reconnect to a lost backend.
 const AGAIN: Duration = Duration::from_millis(100);
 
 /// A connection with a backend, and what was agreed upon.
@@ -29,7 +29,7 @@ pub(super) struct Agreed {
     pub(super) connection: Connection,
     /// The features that a guest may have.
     pub(super) features: u64,
-    /// Whether the backend keeps note of what is in flight in memory of ours.
+    /// True if the backend records requests in flight in memory of ours.
     pub(super) inflight: bool,
     pub(super) config: Config,
 }
@@ -78,7 +78,7 @@ fn thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> io::R
         .spawn(work)
 }
 
-/// What the thread is asked.
+/// A request to the thread.
 #[derive(Debug)]
 pub(super) enum Ask {
     /// The backend was lost: wait until it is back.
@@ -132,7 +132,7 @@ impl Connector {
         Ok(connector)
     }
 
-    /// Where the loss of a backend is told.
+    /// Returns the channel that reports the loss of a backend.
     pub(super) fn asked(&self) -> &Sender<Ask> {
         &self.asked
     }

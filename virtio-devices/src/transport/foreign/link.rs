@@ -3,8 +3,8 @@
 //! The thread that watches sees the backend go, hears what it says by itself, and shuts a connection down whose backend
 //! does not answer: whoever waits for the answer then gets an error.
 //!
-//! What must stay true: the watcher sends no message, so it is never one of those who wait; and that a backend has gone
-//! is told once.
+//! Invariants: the watcher sends no message, so it is never one of those who wait; and that a backend has gone is
+//! told once.
 
 use std::fmt;
 use std::io;
@@ -28,83 +28,83 @@ use super::connector::Ask;
 use crate::connect::{Cancel, connect_within};
 use crate::vhost_user::event::{Wait, duplicate, poll_all};
 
-/// Why there is no disk of a vhost-user backend, or no more.
+/// An error of a vhost-user backend, or of the connection with it.
 #[derive(Debug, thiserror::Error)]
 pub enum BackendError {
     /// Nobody listens.
     #[error("cannot connect to the vhost-user backend at {}", socket.display())]
     Connect {
-        /// Where.
+        /// The backend's socket.
         socket: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
     /// It accepts nobody, and its backlog is full.
     #[error("the vhost-user backend at {} has not accepted a connection within {patience:?}", socket.display())]
     Busy {
-        /// Where.
+        /// The backend's socket.
         socket: PathBuf,
-        /// How long it had.
+        /// The timeout.
         patience: Duration,
     },
     /// The machine ends, or nobody needs the connection any more.
     #[error("connecting to the vhost-user backend at {} was cancelled", socket.display())]
     Cancelled {
-        /// Where.
+        /// The backend's socket.
         socket: PathBuf,
     },
     /// It answers too late, or never. One that serves another client does so.
     #[error("the vhost-user backend at {} has not answered {message} within {patience:?}", socket.display())]
     Silent {
-        /// Where.
+        /// The backend's socket.
         socket: PathBuf,
-        /// What it was told.
+        /// The message that was sent.
         message: &'static str,
-        /// How long it had.
+        /// The timeout.
         patience: Duration,
     },
     /// It refuses, or what it says makes no sense.
     #[error("the vhost-user backend at {} failed at {message}", socket.display())]
     Message {
-        /// Where.
+        /// The backend's socket.
         socket: PathBuf,
-        /// What it was told.
+        /// The message that was sent.
         message: &'static str,
-        /// How.
+        /// The error.
         #[source]
         source: vhost::Error,
     },
     /// It does not do something that is needed.
     #[error("the vhost-user backend at {} does not support {what}", socket.display())]
     Lacks {
-        /// Where.
+        /// The backend's socket.
         socket: PathBuf,
-        /// What is missing.
+        /// The missing feature.
         what: &'static str,
     },
     /// It has fewer queues than were asked for.
     #[error("the vhost-user backend at {} has {found} queues; expected at least {asked}", socket.display())]
     Queues {
-        /// Where.
+        /// The backend's socket.
         socket: PathBuf,
-        /// How many it has.
+        /// The number of queues that it has.
         found: u64,
-        /// How many are asked for.
+        /// The number of queues that are required.
         asked: u16,
     },
     /// It was there, and has gone.
     #[error("the vhost-user backend at {} closed the connection", socket.display())]
     Gone {
-        /// Where.
+        /// The backend's socket.
         socket: PathBuf,
     },
     /// The guest's memory cannot be shared, or a ring is not in it.
     #[error("{what} at the guest's address {address:#x} is outside the guest memory that can be shared")]
     Memory {
-        /// What.
+        /// The object at that address.
         what: &'static str,
-        /// Where.
+        /// The guest address.
         address: u64,
     },
     /// The host has no more descriptors or threads.
@@ -112,11 +112,11 @@ pub enum BackendError {
     Host(#[source] io::Error),
 }
 
-/// How long a backend may take for its set-up: the connection and all messages together.
+/// The longest time that a backend may take for its set-up: the connection and all messages together.
 pub(super) const SETUP_PATIENCE: Duration = Duration::from_secs(5);
-/// How long it may take later, when it may have to drain a queue first.
+/// The longest time for a later message, which may have to drain a queue first.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How often the watcher looks whether an answer is overdue, while somebody waits for one.
+/// The interval, in milliseconds, at which the watcher checks for an overdue answer.
 const LOOK_MS: i32 = 100;
 /// No descriptor, where one is waited for.
 const NOBODY: RawFd = -1;
@@ -148,7 +148,7 @@ impl Limit {
     }
 }
 
-/// What both ends of a connection's life share.
+/// The state that the device and the watcher of a connection share.
 pub(super) struct Link {
     socket: PathBuf,
     stream: UnixStream,
@@ -166,9 +166,9 @@ pub(super) struct Link {
     broken: OwnedFd,
     /// The function, once there is one.
     function: OnceLock<Arc<Shared>>,
-    /// Who waits for the backend to come back, if it keeps note of what is in flight.
+    /// The thread that waits for the backend to come back, if it records requests in flight.
     keeper: OnceLock<Sender<Ask>>,
-    /// Whether the backend waits for an answer when it says something by itself.
+    /// True if the backend expects an answer to its own messages.
     answers: AtomicBool,
 }
 
@@ -190,7 +190,7 @@ impl Link {
         self.gone.load(Ordering::SeqCst)
     }
 
-    /// What the backend signals when a guest has broken a queue.
+    /// Returns the eventfd that the backend signals when a guest has broken a queue.
     pub(super) fn broken(&self) -> BorrowedFd<'_> {
         self.broken.as_fd()
     }
@@ -230,7 +230,7 @@ impl Link {
         function.needs_reset();
     }
 
-    /// Whether the configuration has changed since this was asked last.
+    /// Returns true if the configuration has changed since the last call.
     pub(super) fn take_stale(&self) -> bool {
         self.stale.swap(false, Ordering::SeqCst)
     }

@@ -8,9 +8,9 @@
 //!       ◀──MSI──── irqfd ◀──────┘
 //! ```
 //!
-//! What must stay true: where a queue stopped is asked before it is started again; a guest sees of the backend's
-//! features those only that its transport can carry; and a backend that goes or hangs costs the guest its disk, and
-//! nobody else anything.
+//! Invariants: where a queue stopped is asked before it is started again; a guest sees of the backend's features
+//! those only that its transport can carry; and a backend that goes or hangs costs the guest its disk, and nobody
+//! else anything.
 
 mod connector;
 mod link;
@@ -54,7 +54,7 @@ use link::{Connection, Link, SETUP_PATIENCE};
 
 /// `VHOST_USER_F_PROTOCOL_FEATURES`.
 const PROTOCOL_FEATURES: u64 = 1 << 30;
-/// Where the configuration space says how many queues there are: virtio 1.2, 5.2.4.
+/// The offset of the number of queues in the configuration space: virtio 1.2, 5.2.4.
 const QUEUES_OFFSET: usize = 34;
 
 /// The features of a backend that a guest may have: those that ask of the transport only what is here.
@@ -98,7 +98,7 @@ struct Running {
     interrupt: QueueInterrupt,
 }
 
-/// What is known of the device on both sides, and the connection.
+/// The state of the device towards guest and backend, and the connection.
 pub(super) struct State {
     connection: Connection,
     memory: GuestMemoryMmap,
@@ -107,7 +107,7 @@ pub(super) struct State {
     /// Once there is a function, and who waits for a backend that was lost.
     function: Option<(Arc<Shared>, Sender<Ask>)>,
     features: u64,
-    /// What the driver reads, with the cache mode that it has chosen.
+    /// The configuration that the driver reads, with the cache mode that it has chosen.
     config: Config,
     /// The cache mode that the backend had in the beginning.
     writeback: u8,
@@ -115,12 +115,12 @@ pub(super) struct State {
     writeback_there: u8,
     /// The cache mode that the driver has chosen, which each backend is told before a queue runs.
     chosen: Option<u8>,
-    /// Whether the backend keeps note of what is in flight, and where.
+    /// True if the backend records requests in flight in memory of ours.
     has_inflight: bool,
     inflight: Option<(VhostUserInflight, File)>,
-    /// Whether the backend knows the driver's features and the memory.
+    /// True if the backend knows the driver's features and the memory.
     is_set_up: bool,
-    /// What the driver took of the features.
+    /// The features that the driver has accepted.
     accepted: u64,
     running: Vec<Option<Running>>,
     /// Signalled instead of an interrupt that the driver has not chosen.
@@ -235,7 +235,7 @@ impl State {
         function.map_or(Some(None), |(function, _)| function.told.admit())
     }
 
-    /// Whether the backend was lost and somebody waits for it, so that the guest knows nothing.
+    /// Returns true if the backend was lost and is being waited for, without the guest's knowledge.
     fn is_awaited(&self) -> bool {
         self.has_inflight && self.link().is_gone()
     }
@@ -291,7 +291,7 @@ impl State {
         Ok(())
     }
 
-    /// Where this process has what is at a guest's address.
+    /// Returns the address in this process of a guest address.
     fn host_address(&self, what: &'static str, address: u64) -> Result<u64, BackendError> {
         let place = self.memory.get_host_address(GuestAddress(address));
         let place = place.map_err(|_| BackendError::Memory { what, address })?;
@@ -334,7 +334,7 @@ impl State {
         Ok(())
     }
 
-    /// Where the guest has seen a queue's answers to: what a queue begins at if nobody knows better.
+    /// Returns the used index that the guest has seen: the position at which a queue starts by default.
     fn used_index(&self, addresses: &RingAddresses) -> u16 {
         let index = GuestAddress(addresses.used.saturating_add(2));
         self.memory.read_obj(index).unwrap_or(0)

@@ -5,9 +5,9 @@
 //! the process ends with its rings as they are. To close them earlier gains nothing, and drivers before 6.15 take
 //! harm from it: their cancelling races with requests that are on their way to the ring.
 //!
-//! What must stay true: once [`UblkDevice::settle`] has returned, nothing that the driver brings reaches the disk any
-//! more. And no request fails for the hand-over: where the driver can, it is told to bring nothing new, and what it has brought
-//! is answered; where it cannot, what was not answered is done again by the next server, which needs
+//! Invariants: once [`UblkDevice::settle`] has returned, nothing that the driver brings reaches the disk any more.
+//! And no request fails for the hand-over: where the driver can, it is told to bring nothing new, and what it has
+//! brought is answered; where it cannot, what was not answered is done again by the next server, which needs
 //! [`Recovery::Reissue`].
 
 use std::sync::Arc;
@@ -22,10 +22,10 @@ use super::super::control::{CommandError, Control};
 use super::super::queue::Duty;
 use super::{DRAIN, Recovery, UblkDevice};
 
-/// How long the driver may wait for a tag without a request. It need not: the process' end frees all of them.
+/// The time that the driver may wait for a tag without a request. The exit of the process frees all tags anyway.
 const QUIESCE: Duration = Duration::from_millis(1);
 
-/// Why a device does not go over to another process.
+/// An error of handing a device over to another process.
 #[derive(Debug, thiserror::Error)]
 pub enum HandOverError {
     /// I/O would fail meanwhile.
@@ -33,7 +33,7 @@ pub enum HandOverError {
     Refused {
         /// The device.
         device: u32,
-        /// What is in the way.
+        /// The reason.
         why: &'static str,
     },
     /// The driver refused a command.
@@ -53,14 +53,14 @@ pub enum HandOverError {
     Disk {
         /// The device.
         device: u32,
-        /// Why.
+        /// The cause.
         #[source]
         source: IoError,
     },
 }
 
 impl Recovery {
-    /// What keeps a device with these flags from changing servers without an error, if anything does.
+    /// Returns the reason why a device with these flags cannot change servers without an error, if there is one.
     #[must_use]
     pub fn obstacle(flags: Flags) -> Option<&'static str> {
         match Self::of(flags) {
@@ -74,8 +74,8 @@ impl Recovery {
     }
 }
 
-/// What the queues of a device with these flags do from when its server begins to leave. Where the driver cannot be told
-/// to bring nothing new, there would be no end of finishing it.
+/// Returns the duty of the queues of a device with these flags while its server hands over. If the driver cannot hold
+/// requests back, the queues keep new ones, because draining would never end.
 #[must_use]
 pub fn parting_duty(flags: Flags) -> Duty {
     match Recovery::of(flags) {
@@ -85,7 +85,7 @@ pub fn parting_duty(flags: Flags) -> Duty {
     }
 }
 
-/// What is to be done next about queues whose server leaves.
+/// The next step for queues whose server hands over.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Step {
     /// Let their workers make another round.
@@ -96,7 +96,7 @@ pub enum Step {
     Close,
 }
 
-/// How far queues whose server leaves have come: each has its [`parting_duty`], finishes what there is to finish, and then
+/// The progress of queues whose server hands over: each takes its [`parting_duty`], finishes its requests, and then
 /// keeps the rest.
 #[derive(Debug, Default)]
 pub struct Settling {
@@ -105,8 +105,8 @@ pub struct Settling {
 }
 
 impl Settling {
-    /// What the driver had sent before it was told not to is there after one whole round. Such a round lies between
-    /// two commands to a worker.
+    /// Requests that the driver sent before it was told to stop arrive within one whole round. Such a round lies
+    /// between two commands to a worker.
     const QUIET_ROUNDS: u32 = 3;
 
     /// Every worker was given a command between two of its rounds; after that, no queue had anything

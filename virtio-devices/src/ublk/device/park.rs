@@ -1,9 +1,9 @@
 //! Letting go of a device in whose rings the driver still waits: a queue of it is broken, or its recovery has failed.
 //!
-//! What must stay true: such a ring is not closed before the process ends. Drivers before 6.15 take harm from that: their
-//! cancelling races with requests that are on their way to the ring. So the device's workers stay, with nothing to do: what
-//! the driver still brings is left without an answer, and given to the next server with the rest. The disk is
-//! held as long: it stays locked, and nobody else changes it under the requests that are to be done again.
+//! Invariants: such a ring is not closed before the process ends. Drivers before 6.15 take harm from that: their
+//! cancelling races with requests that are on their way to the ring. So the device's workers stay, with nothing to
+//! do: what the driver still brings is left without an answer, and given to the next server with the rest. The disk
+//! is held as long: it stays locked, and nobody else changes it under the requests that are to be done again.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,10 +15,10 @@ use parking_lot::Mutex;
 use super::super::queue::Duty;
 use super::{Queue, UblkDevice};
 
-/// How long the disk may take to answer what it has.
+/// The longest time that the disk may take to answer what it has.
 const ANSWERS: Duration = Duration::from_secs(5);
 
-/// What is left of a device.
+/// The remains of a detached device.
 #[derive(Debug)]
 struct Parked {
     _disk: Arc<dyn Disk>,
@@ -62,7 +62,7 @@ impl UblkDevice {
 }
 
 impl Queue {
-    /// Whether the disk has nothing of it.
+    /// Returns true if the disk has nothing of it.
     fn is_quiet(&self) -> bool {
         self.state.unfinished() == Some(0)
     }

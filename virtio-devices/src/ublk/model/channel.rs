@@ -27,7 +27,7 @@ impl ModelChannel {
         }
     }
 
-    /// Whether the driver hears this server; complains if not.
+    /// Returns true if the driver hears this server; complains if not.
     fn is_heard(&self, state: &mut State) -> bool {
         let heard = self.generation == state.generation;
         if !heard {
@@ -36,7 +36,7 @@ impl ModelChannel {
         heard
     }
 
-    /// What a fetch says, alone or behind an answer.
+    /// Checks a fetch, alone or after an answer.
     fn wait(&self, state: &mut State, tag: u16) {
         state.tags[usize::from(tag)] = Tag::Fetching;
         let named = state

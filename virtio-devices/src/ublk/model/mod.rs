@@ -20,7 +20,7 @@
 //! when the request is answered: two requests in one place, an answer while something still names the place, and bytes
 //! changed that are not the request's, are faults.
 //!
-//! What must stay true: it does nothing by chance but what [`Model::shuffle`]'s seed determines.
+//! Invariants: it does nothing by chance but what [`Model::shuffle`]'s seed determines.
 
 mod channel;
 mod table;
@@ -51,11 +51,11 @@ pub struct Io {
     pub flags: u32,
     /// The first sector, of 512 bytes.
     pub sector: u64,
-    /// How many sectors.
+    /// The number of sectors.
     pub sectors: u32,
-    /// What a write writes; where a read's data arrives.
+    /// The data of a write, or the data read.
     pub data: Vec<u8>,
-    /// What was committed.
+    /// The committed result.
     pub result: Option<i32>,
     /// No server but the driver has answered it, with an error.
     pub by_driver: bool,
@@ -104,7 +104,7 @@ impl Io {
     }
 }
 
-/// Where a tag is, as the driver sees it.
+/// The state of a tag, as the driver sees it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Tag {
     /// Nobody has fetched.
@@ -117,7 +117,7 @@ enum Tag {
     Aborted,
 }
 
-/// Who serves the device.
+/// The server of the device.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Server {
     /// Somebody does.
@@ -139,20 +139,20 @@ struct State {
     results: Vec<(u64, i32)>,
     server: Server,
     recovery: Recovery,
-    /// Which server it is: channels of those before are dead.
+    /// The number of the server: channels of earlier ones are dead.
     generation: u32,
     /// Picks tags, if they are not to be taken in their order.
     random: Option<Random>,
     /// Commands that find no slot, counted down.
     refused: u32,
-    /// What the next completions say instead of the truth.
+    /// False results for the next completions.
     lies: Vec<i32>,
     /// Transfers fail with this.
     transfer_error: Option<IoError>,
     fetches: u64,
     /// By request: its pages could not be registered.
     unregistered: Vec<usize>,
-    /// What it registers pages with.
+    /// The table in which it registers pages.
     table: Option<Table>,
     /// In copy mode, the server's memory for each tag.
     buffers: Option<Vec<Option<Rc<Buffer>>>>,
@@ -202,7 +202,7 @@ impl Model {
         model
     }
 
-    /// What becomes of requests without a server; they are done again if nothing is said.
+    /// Sets the policy for requests without a server; the default is to repeat them.
     pub fn set_recovery(&self, recovery: Recovery) {
         self.state.borrow_mut().recovery = recovery;
     }
@@ -246,7 +246,7 @@ impl Model {
         number
     }
 
-    /// What became of a request.
+    /// Returns the state of a request.
     ///
     /// # Panics
     ///
@@ -276,7 +276,7 @@ impl Model {
         self.state.borrow_mut().fault.take()
     }
 
-    /// Whether there is something for the server that it has not taken.
+    /// Returns true if there are results that the server has not taken.
     #[must_use]
     pub fn has_results(&self) -> bool {
         !self.state.borrow().results.is_empty()

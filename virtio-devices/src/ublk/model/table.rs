@@ -9,7 +9,7 @@ use block::sim::pages::{TagError, Tags, Way};
 use super::super::abi::op;
 use super::Io;
 
-/// What lies behind a request's bytes, and how much of it is looked at.
+/// The bytes beside a request's bytes, as far as they are checked.
 const BESIDE: [u8; 512] = [0xA5; 512];
 
 /// By place, the queue of the ring and its request whose pages are there.
@@ -35,12 +35,12 @@ impl RingTable {
     }
 }
 
-/// Where the pages of a queue's requests are registered.
+/// The table in which the pages of a queue's requests are registered.
 #[derive(Debug)]
 pub(super) struct Table {
     pub(super) pages: Rc<Tags>,
     registered: Registered,
-    /// Which of the ring's queues it is.
+    /// The number of the queue among those of the ring.
     queue: u32,
     /// The place that each tag's command named, and whether it took a fallback.
     named: Vec<(u16, bool)>,
@@ -61,7 +61,7 @@ impl Table {
         }
     }
 
-    /// What a fetch or commit under `tag` says.
+    /// Checks the address of a fetch or commit under `tag`.
     pub(super) fn name(&mut self, tag: u16, address: u64) -> Result<(), String> {
         let (place, flags) = (address as u16, address >> 16);
         self.named[usize::from(tag)] = (place, flags == 1);
@@ -71,7 +71,7 @@ impl Table {
         Ok(())
     }
 
-    /// What lies behind a request's bytes in its place, as far as there is room.
+    /// Returns the number of bytes beside a request's bytes in its slot, as far as there is room.
     fn beside(&self, io: &Io) -> usize {
         BESIDE.len().min(self.pages.place_bytes() - io.data.len())
     }
@@ -102,7 +102,7 @@ impl Table {
         }
     }
 
-    /// Where the pages of a request are.
+    /// Returns the slot of a request's pages.
     fn place(&self, number: usize) -> Option<u16> {
         let own = Some((self.queue, number));
         let place = self.registered.borrow().iter().position(|held| *held == own);
@@ -145,7 +145,7 @@ impl Table {
         Ok(())
     }
 
-    /// Whether nothing names a place any more.
+    /// Returns true if nothing names a slot any more.
     pub(super) fn is_free(&self, place: u16) -> bool {
         let buffer = self.pages.buffer(place, 0, 0, 512);
         !matches!(buffer, Err(TagError::Lease(LeaseError::InUse { .. })))

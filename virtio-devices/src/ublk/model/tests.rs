@@ -1,4 +1,4 @@
-//! What the model says to servers that do wrong, and what it does of a device's life.
+//! The model's checks of servers that do wrong, and a device's life.
 
 use super::super::channel::Channel;
 use super::*;
@@ -17,7 +17,7 @@ fn served(model: Model) -> (Model, ModelChannel) {
     (model, channel)
 }
 
-/// What the server has got.
+/// Returns the results that the server has received.
 fn taken(channel: &mut ModelChannel) -> Vec<(u64, i32)> {
     let mut results = Vec::new();
     channel.take_results(&mut results);

@@ -20,7 +20,7 @@ use super::{
     WINDOWS,
 };
 
-/// Where kernels look for the first table if nobody tells them.
+/// The address at which kernels search for the first table by default.
 const RSDP: u64 = 0xE_0000;
 const TABLES: u64 = 0xE_0040;
 const TABLES_END: u64 = 0xF_F000;

@@ -15,7 +15,7 @@ use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemory
 use super::{FOUR_GIB, HOLE, RESET_PORT, RESET_VALUE, acpi};
 use crate::machine::Payload;
 
-/// Where things are in low memory.
+/// Addresses in low memory.
 const START_INFO: u64 = 0x6000;
 const MODULES: u64 = 0x6040;
 const MEMORY_MAP: u64 = 0x6100;
@@ -23,7 +23,7 @@ const ZERO_PAGE: u64 = 0x7000;
 const COMMAND_LINE: u64 = 0x2_0000;
 /// Linux: `COMMAND_LINE_SIZE` of x86. A kernel cuts what is longer without a word.
 const COMMAND_LINE_MAX: usize = 2048;
-/// Where low memory ends: what is above belongs to firmware on other machines, here to the ACPI tables.
+/// The end of low memory; ACPI tables are above it, as firmware is on other machines.
 const LOW_END: u64 = 0xA_0000;
 const HIGH_MEMORY: u64 = 0x10_0000;
 /// The first instruction of a machine with firmware.
@@ -36,7 +36,7 @@ const ENTRY_64: u64 = 0x200;
 const XLF_KERNEL_64: u16 = 1;
 const PVH_MAGIC: u32 = 0x336E_C578;
 
-/// How the first CPU begins.
+/// The CPU mode at the kernel's entry point.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Mode {
     /// 64 bits, the first GiBs mapped where they are.
@@ -45,7 +45,7 @@ pub(super) enum Mode {
     Protected,
 }
 
-/// Where the first CPU begins, and where its parameters are.
+/// The entry point of the first CPU, and the address of its parameters.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::machine) struct Entry {
     pub(super) mode: Mode,
@@ -53,17 +53,17 @@ pub(in crate::machine) struct Entry {
     pub(super) parameters: u64,
 }
 
-/// Why a kernel cannot be started.
+/// A kernel or initramfs that cannot be booted.
 #[derive(Debug, thiserror::Error)]
 pub enum BootError {
     /// A file cannot be read.
     #[error("cannot read the {what} {}", path.display())]
     Read {
-        /// What it is.
+        /// The file's role: kernel or initramfs.
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -76,13 +76,13 @@ pub enum BootError {
     Kernel {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The defect.
         why: String,
     },
     /// It does not fit.
     #[error("the {what} of {bytes} bytes does not fit into the guest's memory; raise --memory")]
     NoRoom {
-        /// What does not.
+        /// The object that does not fit.
         what: &'static str,
         /// Its size.
         bytes: u64,
@@ -124,7 +124,7 @@ pub(in crate::machine) fn check_command_line(line: &str) -> Result<(), BootError
     Ok(())
 }
 
-/// Whether there is something to start, as far as can be told without a machine.
+/// Fails if there is nothing to boot, as far as that can be checked without a machine.
 pub(in crate::machine) fn check(payload: &Payload) -> Result<(), BootError> {
     check_command_line(&payload.command_line)?;
     open("kernel", &payload.kernel)?;
@@ -192,7 +192,7 @@ pub(in crate::machine) fn load(
     })
 }
 
-/// What a restart in real mode runs: Linux jumps to the firmware's first instruction when a machine says that it is
+/// Returns the code that a restart in real mode executes. Linux jumps to the reset vector of a machine that is
 /// hardware-reduced and has no EFI.
 fn reset_code() -> [u8; 9] {
     const MOV_DX: u8 = 0xBA;
@@ -214,9 +214,9 @@ fn put(memory: &GuestMemoryMmap, what: &'static str, bytes: &[u8], at: u64) -> R
         })
 }
 
-/// Where the memory ends that a kernel takes before it looks at its parameters. An ELF file is where it stays. A bzImage
-/// unpacks itself, at the address it prefers or, if it is behind that, from where it is loaded, and says how much
-/// memory it takes from there. Linux: `Documentation/arch/x86/boot.rst`, `init_size`.
+/// Returns the end of the memory that a kernel uses before it reads its parameters. An ELF file stays where it is. A
+/// bzImage unpacks itself at its preferred address or, if it was loaded higher, from there, and states how much
+/// memory it takes. Linux: `Documentation/arch/x86/boot.rst`, `init_size`.
 fn unpacked_end(loaded: &KernelLoaderResult) -> u64 {
     let Some(header) = loaded.setup_header else {
         return loaded.kernel_end;

@@ -8,7 +8,7 @@ use super::boot::{Entry, Mode};
 use crate::machine::MachineError;
 use crate::machine::kvm::{KvmMachine, refuses};
 
-/// Where the first CPU's tables are, in memory that kernels take for their own later.
+/// The addresses of the first CPU's tables, in memory that kernels reuse later.
 const GDT: u64 = 0x500;
 const PML4: u64 = 0x9000;
 const PDPT: u64 = 0xA000;

@@ -1,4 +1,5 @@
-//! What the guest's ACPI interpreter runs when disks come and go: the other side of [`crate::machine::hotplug`].
+//! The AML code that the guest executes when disks are added and removed: the counterpart of
+//! [`crate::machine::hotplug`].
 //!
 //! An interrupt makes the generic event device call `SCAN`, which tells the slots what the registers say of them: look
 //! (1), or let go (3). A slot that the guest has let go is written to `EJCT`. ACPI 6.5, 5.6.9 and 6.3.3.
@@ -10,7 +11,7 @@ use super::{HOTPLUG_PIN, HOTPLUG_PORT};
 use crate::machine::bus::SLOTS;
 use crate::machine::hotplug::REGISTER_BYTES;
 
-/// What a notification says: ACPI 6.5, 5.6.6.
+/// Notification codes: ACPI 6.5, 5.6.6.
 const DEVICE_CHECK: u8 = 1;
 const EJECT_REQUEST: u8 = 3;
 

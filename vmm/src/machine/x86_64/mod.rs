@@ -1,4 +1,4 @@
-//! What is x86 of the machine. A port to another architecture is a module with the same functions:
+//! The x86-specific part of the machine. A port to another architecture is a module with the same functions:
 //!
 //! | function | what it does |
 //! |---|---|
@@ -43,11 +43,11 @@ pub(super) const SERIAL_PORTS: u16 = 8;
 /// The most CPUs.
 pub(super) const CPUS_MAX: u16 = 32;
 
-/// Where memory below 4 GiB ends and devices begin.
+/// The end of memory below 4 GiB; device windows follow.
 pub(super) const HOLE: u64 = 0xC000_0000;
-/// Where memory goes on.
+/// The address at which memory continues.
 const FOUR_GIB: u64 = 1 << 32;
-/// Where PCI functions' windows are.
+/// The address range of the PCI functions' windows.
 pub(super) const WINDOWS: std::ops::Range<u64> = HOLE..0xF000_0000;
 const IOAPIC: u32 = 0xFEC0_0000;
 const LAPIC: u32 = 0xFEE0_0000;
@@ -133,7 +133,7 @@ impl Ports for Power {
     }
 }
 
-/// What is left of a keyboard controller.
+/// The one function of a keyboard controller that remains: reset.
 #[derive(Debug)]
 pub(super) struct Keyboard(pub(super) Arc<Stop>);
 
