@@ -64,13 +64,13 @@ models:
 	THREADS_RUNS=$(RUNS) RUSTFLAGS="--cfg shuttle" cargo test --target-dir target/shuttle -p ringdisk-qcow --test threads
 
 # The sanitizer's runtime comes with rustc, the switch is not stable yet; --target leaves build scripts alone. C code is
-# instrumented too; libdeflate compiles one template into two units, whose tables then look like one defined twice.
+# instrumented too, documentation examples are not; libdeflate compiles one template into two units, whose tables then look like one defined twice.
 asan:
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" \
 	ASAN_OPTIONS=detect_stack_use_after_return=1:detect_odr_violation=0:quarantine_size_mb=64 \
 	LSAN_OPTIONS=suppressions=$(CURDIR)/tests/leaks.txt:print_suppressions=0 \
 	env --default-signal=HUP,INT,QUIT,TERM cargo test --target x86_64-unknown-linux-gnu --target-dir target/asan \
-	    -p ringdisk-block -p ringdisk-qcow -p ringdisk-virtio-devices -p ringdisk --no-fail-fast
+	    -p ringdisk-block -p ringdisk-qcow -p ringdisk-virtio-devices -p ringdisk --lib --bins --tests --examples --no-fail-fast
 
 # A standard library that is not instrumented hides what its locks and channels order, so it is built anew.
 TSAN = RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread" TSAN_OPTIONS=halt_on_error=1 \

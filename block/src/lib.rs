@@ -1,16 +1,50 @@
-//! Asynchronous block I/O for virtual disks.
+//! Asynchronous block I/O for virtual disks: the foundation of formats and frontends, which knows neither.
 //!
-//! This crate knows no image format and no guest. It owns what both lean on: memory that an I/O may
-//! touch ([`buffer`]), one request and its must-complete token ([`request`]), the disk traits
-//! ([`disk`]), the only code that talks to the kernel about I/O ([`ring`]), the per-worker executor
-//! ([`task`]), the worker thread ([`worker`]), files with their alignment rules ([`mod@file`]), the raw
-//! format ([`raw`]), grace periods ([`epoch`]), image locks ([`lock`]), time ([`timer`]), what is told of an
-//! image's troubles ([`report`]), rate limits ([`throttle`]), waits that end when a disk is to drain ([`hold`]), work
-//! that callers share ([`rounds`]), what threads share by names that a model checker can replace ([`sync`]), and a
-//! simulated world to try all of it in ([`sim`]).
+//! ```text
+//!  frontend ──Request──▶ DiskQueue ──pieces──▶ FileView ──ops──▶ Ring ──▶ io_uring, system calls
+//!  (guest, host)         (raw, qcow2)          alignment         slots    or the simulated world
+//!           ◀───Done──── completion sink ◀─────────────── CQE ───┘
+//!  └────────────── one Worker: a thread, its ring, its tasks and its frontends ──────────────┘
+//! ```
 //!
-//! What must stay true: an op owns its buffers until its completion is reaped, every request is
-//! answered exactly once, and a short result is never success.
+//! Memory of an I/O is in [`buffer`], a request in [`request`], the traits of a disk in [`disk`], the only code that asks
+//! the kernel for I/O in [`ring`]. A worker is made of [`task`] (executor) and [`worker`] (thread). [`mod@file`] owns an
+//! image file and its alignment rules, [`raw`] is the raw format, [`lock`] the image locks, [`epoch`] grace periods,
+//! [`throttle`] rate limits, [`hold`] waits that a drain ends, [`rounds`] work that callers share, [`report`] log limits,
+//! [`timer`] time. [`sync`] names locks, atomics and lists of waiting tasks that a model checker replaces; [`sim`] is the simulated world.
+//!
+//! A sector is written durably to a raw disk and read back, on plain system calls:
+//!
+//! ```
+//! use block::file::{FileOptions, ImageFile};
+//! use block::raw::RawDisk;
+//! use block::{AlignedBuf, Context, Disk, Op, Request};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let file = tempfile::NamedTempFile::new()?;
+//! file.as_file().set_len(1 << 20)?;
+//!
+//! let cx = Context::syscalls();
+//! let options = FileOptions { write: true, direct: false };
+//! let disk = RawDisk::open(ImageFile::open(file.path(), options)?, true, &cx)?;
+//! let queue = disk.open_queue(&cx)?;
+//!
+//! let data = AlignedBuf::from_slice(&[0xaa; 512]);
+//! let (write, answer) = Request::local(Op::Write { fua: true }, 4096, 512, data.into());
+//! queue.submit(write);
+//! cx.block_on(answer)?.result?;
+//!
+//! let (read, answer) = Request::local(Op::Read, 4096, 512, AlignedBuf::zeroed(512).into());
+//! queue.submit(read);
+//! let done = cx.block_on(answer)?;
+//! done.result?;
+//! assert_eq!(done.buffer.into_owned().expect("our buffer")[..], [0xaa; 512]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Invariants: an op owns its buffers until its completion is reaped; every request is answered exactly once; a short
+//! result is never success.
 
 pub mod buffer;
 #[doc(hidden)]

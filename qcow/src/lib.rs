@@ -1,10 +1,46 @@
-//! QCOW2 images: an asynchronous, crash-safe, multi-queue engine.
+//! QCOW2 images: an asynchronous, crash-safe, multi-queue engine, and the tools for whole images.
 //!
-//! [`mod@format`] is what is on disk, pure functions over bytes; `metadata` is what is in memory; `engine` is
-//! what happens to a request; [`image`] is what happens to an image. To serve an image, open it with
-//! [`QcowDisk::open`] and use it as a [`block::Disk`].
+//! ```text
+//!  Request ──▶ engine ──lookup, plan, publish──▶ metadata (in memory, behind one lock; no I/O)
+//!              │  ▲                                  │ parse, encode
+//!              │  └── load, write back ──────────────▼
+//!              └──data ops──▶ block::file         format (pure functions over bytes)
 //!
-//! What must stay true: an image is untrusted input, and a power cut at any instant leaves at most leaks.
+//!  image: create, open, describe, check, repair
+//! ```
+//!
+//! [`mod@format`] is what is on disk; `metadata` what is in memory; `engine` executes requests; [`image`] has the
+//! operations on whole images. Open an image with [`QcowDisk::open`] and use it as a [`block::Disk`]:
+//!
+//! ```
+//! use block::file::{FileOptions, ImageFile};
+//! use block::{AlignedBuf, Context, Disk, Op, Request};
+//! use qcow::image::{CreateOptions, create};
+//! use qcow::{OpenOptions, QcowDisk};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let file = tempfile::NamedTempFile::new()?;
+//! let cx = Context::syscalls();
+//! let view = ImageFile::open(file.path(), FileOptions { write: true, direct: false })?.view(&cx)?;
+//! cx.block_on(create(&view, &CreateOptions::new(1 << 30)))??;
+//!
+//! let disk = QcowDisk::open(file.path(), &OpenOptions::default())?;
+//! assert_eq!(disk.info().size_bytes, 1 << 30);
+//!
+//! let queue = disk.clone().open_queue(&cx)?;
+//! let data = AlignedBuf::from_slice(&[0xaa; 4096]);
+//! let (write, answer) = Request::local(Op::Write { fua: false }, 0, 4096, data.into());
+//! queue.submit(write);
+//! cx.block_on(answer)?.result?;
+//!
+//! drop(queue);
+//! cx.block_on(disk.close(&cx))??; // flushes; the write is durable
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Invariants: an image is untrusted input; a power cut at any instant leaves at most leaked clusters; what a completed
+//! flush covered is kept.
 
 #![forbid(unsafe_code)]
 

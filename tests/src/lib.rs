@@ -1,15 +1,39 @@
-//! The lab: real kernels in virtual machines, on disks somebody serves over vhost-user-blk.
+//! The lab: real kernels in virtual machines, on disks that a server under test provides over vhost-user-blk or ublk.
 //!
-//! A whole-system test asks for the lab with [`require`], makes images in a [`Scratch`] folder with
-//! [`image`], starts a [`Server`], boots a [`Guest`] on it, and reads what the guest's script said.
+//! ```text
+//!  test ──require──▶ Lab: QEMU, kernels, base image, ringdisk (tests/setup.sh)
+//!    ├ Scratch       a folder of its own: images, sockets, logs
+//!    ├ Server        ringdisk vhost-user, or qemu-storage-daemon
+//!    ├ Guest         a stock Debian kernel under QEMU runs a script; Machine: the same under `ringdisk run`
+//!    └ Outcome       the lines that the script printed; then qemu-img checks the image
+//! ```
 //!
-//! What must stay true:
+//! ```no_run
+//! use lab::{Guest, Scratch, Server, image};
 //!
-//! - Nothing is skipped in silence. A missing tool, guest or binary is an [`Error`] that names it and
-//!   the command that brings it.
-//! - Tests share only what is read-only (the kernel, the base image). Everything else lives in a folder
+//! # fn main() -> Result<(), lab::Error> {
+//! let lab = lab::require();
+//! let scratch = Scratch::new()?;
+//! let root = scratch.file("root.qcow2");
+//! image::overlay(&root, lab.base())?;
+//! let server = Server::ringdisk(&scratch.file("root.sock"), &format!("path={},backing_files=on", root.display()))?;
+//! let outcome = Guest::new(&lab)
+//!     .disk("root", server.socket(), 1)
+//!     .script("uname -r")
+//!     .run(&scratch, "guest")?;
+//! assert_eq!(outcome.lines().next(), Some(lab.kernel_version()));
+//! server.stop()?;
+//! image::check_flawless(&root)
+//! # }
+//! ```
+//!
+//! Invariants:
+//!
+//! - Nothing is skipped silently. A missing tool, guest or binary is an [`Error`] that names it and
+//!   the command that installs it.
+//! - Tests share only read-only files (the kernel, the base image). Everything else is in a folder
 //!   of the test's own, so any number of tests, and of checkouts, run at once.
-//! - Nothing is retried in silence. Only an emulator that has failed for certain is a reason, and says so in a line
+//! - Nothing is repeated silently. Only a failed emulator is a reason, and a repetition prints a line
 //!   that is counted ([`begun_again`]).
 //! - No process outlives the test that started it: each is killed when its handle is dropped, and by the
 //!   kernel if the test itself is killed.

@@ -1,11 +1,31 @@
-//! The `ringdisk` command: QCOW2 disks for virtual machines, and tools for their images.
+//! The `ringdisk` command: serves QCOW2 disks to virtual machines and to the host, and has the tools for their images.
 //!
-//! This crate is where formats and frontends meet. It turns the command line into opened disks
-//! ([`disk_config`], [`mod@open`]) and hands them to what serves them: virtual machines over vhost-user
-//! ([`vhost_user`]), a machine of our own ([`run`], [`machine`]), or the command line itself ([`io`]). Image tools are in [`image`].
+//! ```text
+//!  command line ──▶ cli ──▶ disk_config ──▶ open ──▶ block::Disk
+//!                    │                                 │
+//!                    ├ vhost_user, takeover ◀──────────┤  serve it to other programs' machines
+//!                    ├ run, machine ◀──────────────────┤  to a machine on KVM in this process
+//!                    ├ ublk ◀──────────────────────────┤  to the host, as /dev/ublkbN
+//!                    ├ io ◀────────────────────────────┘  to commands on standard input
+//!                    └ image                              create, info, check
+//! ```
 //!
-//! What must stay true: whatever the command line asks and cannot be had is refused, by name, before
-//! anything is written; and a command that ends has told how in its exit code.
+//! This is the only crate that uses both formats and frontends. [`sandbox`] confines what serves; [`control`] is the control
+//! socket of machines and ublk servers; [`error`] makes exit codes and the one line of a failure.
+//!
+//! ```
+//! use ringdisk::disk_config::DiskConfig;
+//!
+//! let disk = DiskConfig::parse("path=a.qcow2,num_queues=2")?;
+//! assert_eq!(disk.num_queues, 2);
+//!
+//! let error = DiskConfig::parse("path=a.qcow2,num_queue=2").expect_err("a misspelt key");
+//! assert!(error.to_string().contains("did you mean `num_queues`?"));
+//! # Ok::<(), ringdisk::disk_config::DiskConfigError>(())
+//! ```
+//!
+//! Invariants: a request that cannot be fulfilled is refused by name before anything is written; a command reports its
+//! result in its exit code.
 
 mod background;
 pub mod cli;

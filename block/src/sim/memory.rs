@@ -139,7 +139,7 @@ pub fn holder(range: Range<usize>) -> Option<u64> {
 
 /// An allocator that notices memory freed under an op in flight.
 ///
-/// ```ignore
+/// ```text
 /// #[global_allocator]
 /// static ALLOCATOR: GuardAlloc<std::alloc::System> = GuardAlloc(std::alloc::System);
 /// ```

@@ -1,12 +1,21 @@
-//! What must hold for every input a stranger can send, one body for each kind of input.
+//! Fuzz bodies: for each kind of untrusted input, the assertions that hold for every byte sequence.
 //!
-//! A body takes bytes, makes of them what it needs, and panics only if something is wrong with Ringdisk. It is
-//! deterministic as far as the kernel's scheduler lets it be. Fuzz targets (`fuzz/`) feed bodies what they evolve;
-//! `tests/smoke.rs` feeds each some thousands of cases of fixed seeds, so that a body that has stopped to reach
-//! anything, or a rule that was broken, is noticed by `make test`.
+//! ```text
+//!  fuzz/ (cargo-fuzz) ──evolved bytes──┐
+//!                                      ├──▶ Body::run ──▶ Ringdisk ──▶ label: how far the input came
+//!  tests/smoke.rs ──fixed seeds────────┘       └ panics only if Ringdisk is wrong
+//! ```
 //!
-//! What must stay true: a body allocates and runs in bounds that its input cannot move, and touches no file but
-//! those it made.
+//! A body builds its case from the bytes. It is deterministic as far as the kernel's scheduler permits. `tests/smoke.rs` feeds
+//! each body some thousands of cases from fixed seeds, so `make test` notices a body that no longer reaches its target, or
+//! a broken rule. A new body is an entry in [`BODIES`] and a target in `fuzz/fuzz_targets`:
+//!
+//! ```sh
+//! cargo test -p ringdisk-bodies                # all bodies, fixed seeds
+//! make fuzz SECONDS=60                         # every fuzz target, evolved inputs
+//! ```
+//!
+//! Invariants: a body allocates and runs within bounds that its input cannot change, and touches only files that it created.
 
 pub mod cursor;
 pub mod device;

@@ -1,7 +1,21 @@
-//! What tests throw at Ringdisk: QCOW2 images, sound and malformed, and kernels for its machine.
+//! Input generators for tests: QCOW2 images, sound and malformed, and kernels for the KVM machine.
 //!
-//! Nothing here but [`watch`], [`fingerprint`] and [`kvm`] does I/O, and nothing knows Ringdisk's crates: images are written from the
-//! specification alone, so a mistake in our own encoder is not repeated in what tests it.
+//! ```text
+//!  ImageSpec ──▶ Image ──▶ bytes of a sound image ──▶ malformed: one defect, and what must come of it
+//!  kernel    ──▶ a bootable ELF file of a few bytes
+//! ```
+//!
+//! Images are written from the specification alone, without Ringdisk's crates, so that an error in our encoder is not
+//! repeated in its test. Only [`watch`], [`fingerprint`] and [`kvm`] do I/O.
+//!
+//! ```
+//! use ringdisk_gen::Random;
+//!
+//! let (mut a, mut b) = (Random::new(7), Random::new(7));
+//! assert_eq!(a.draw(), b.draw(), "a seed determines the run");
+//! ```
+//!
+//! Invariant: the same seed gives the same input.
 
 pub mod fingerprint;
 pub mod image;

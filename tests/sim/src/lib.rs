@@ -1,14 +1,27 @@
-//! Explores what faults and power cuts can do to an image, in the simulated world of `block::sim`.
+//! The explorer: searches for faults and power cuts that damage an image, in the simulated world of `block::sim`.
 //!
-//! A [case](plan::Case) is an image of some [shape](shape::Shape), a disk with some habits and faults, and what a
-//! few guest queues ask for: [of the disk itself](lane), as drivers of [virtqueues](guest), or of a
-//! [ublk device](ublk) of the host's; the [servers](server) of the latter two may be killed, and others follow. A
-//! [run](run::run) lets the production engine and its workers serve them, turn by turn; after each turn of the disk a
-//! [judge](judge::Judge) looks at what a power cut would leave and holds it against the [oracle](oracle::Oracle), which
-//! knows what was promised. [Scenarios](scenario) are small and looked at whole; [seeds](explore) are drawn without end.
-//! What fails is [shortened](shrink) and printed as [one line](replay).
+//! ```text
+//!  seed or Scenario ──▶ Case: Shape (image), habits and faults of the disk, Plan (requests)
+//!                        │
+//!                       run ──▶ lanes, virtqueue guests, ublk devices ──▶ production engine ──▶ simulated disk
+//!                        │                                                                        │ each turn
+//!                       oracle (what was promised) ◀── judge ◀── crash states: what a cut may leave
+//! ```
 //!
-//! What must stay true: a line and a commit determine a run, to the last byte of its trace.
+//! A [case](plan::Case) is an image of some [shape](shape::Shape), a disk with some habits and faults, and the requests of a
+//! few guest queues: [directly to the disk](lane), as drivers of [virtqueues](guest), or of a [ublk device](ublk) of the
+//! host's. The [servers](server) of the latter two may be killed and replaced. A [run](run::run) lets the production engine
+//! and its workers serve them, turn by turn. After each turn of the disk a [judge](judge::Judge) compares the state that a
+//! power cut would leave with the [oracle](oracle::Oracle). [Scenarios](scenario) are small and explored completely;
+//! [seeds](explore) are drawn without end. A failing case is [shortened](shrink) and printed as [one line](replay).
+//!
+//! ```sh
+//! make explore                                                      # scenarios, kept seeds and new ones
+//! cargo run --release -p ringdisk-sim -- explore --from SEED        # repeats a printed seed
+//! make canaries                                                     # each rule broken on purpose must be detected
+//! ```
+//!
+//! Invariant: a line and a commit determine a run, to the last byte of its trace.
 
 pub mod arena;
 pub mod block_layer;
