@@ -1,7 +1,7 @@
-//! Connecting to a Unix socket without waiting for ever.
+//! Connecting to a Unix socket with a timeout.
 //!
-//! `connect` sleeps for as long as the listener's backlog is full. A listener that accepts nobody has a full backlog
-//! soon: a connection that was given up stays in it until it is accepted.
+//! `connect` sleeps while the listener's backlog is full. The backlog of a listener that accepts nobody fills up soon: a
+//! connection that was given up stays in it until it is accepted.
 
 #![expect(unsafe_code, reason = "a socket before it is connected has no safe wrapper")]
 

@@ -1,8 +1,8 @@
-//! Going to the background: another process does the work, and this one waits until it says what is there.
+//! Continuing in the background: another process serves, and this one waits until it reports that it is ready.
 //!
-//! The other process is this program with the same arguments; what it prints until it is ready, this one prints. If it
-//! fails, it has said why on the standard error that both share. It is nobody's child here: whoever looks after orphans, a
-//! service manager for its services, hears of its end even if that comes while this one still waits.
+//! The other process is this program with the same arguments. This process prints the other's output until it is ready. A
+//! failure is reported on the standard error that both share. An intermediate process exits at once, so that the background
+//! process is adopted by init or by the service manager, which learns of its exit even while this process still waits.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
@@ -62,7 +62,7 @@ pub(crate) fn pass_on() -> Result<u8, CommandFailure> {
     Ok(EXIT_OK)
 }
 
-/// Leaves the session of whoever started us, so that its end is not ours.
+/// Starts a new session, so that the end of the caller's session does not end this process.
 ///
 /// # Errors
 ///

@@ -1,7 +1,7 @@
-//! The control socket of a running machine: one JSON object a line in, one a line out.
+//! The control socket of a running machine: one JSON object per line in, one per line out.
 //!
-//! Invariants: whatever is sent, the machine goes on; a request is carried out whole before the next one is read; and
-//! a client that says nothing, half a message or too much costs a thread of eight and nothing else.
+//! Invariants: no input stops the machine; a request is completed before the next one is read; a client that sends
+//! nothing, an incomplete request or too much occupies one thread of eight and nothing else.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -42,7 +42,7 @@ pub enum Request {
     Info {},
     /// Stop the guest; when it is answered, its images hold every write that the guest believes done.
     Pause {},
-    /// Let the guest go on.
+    /// Resumes the guest.
     Resume {},
     /// Make a disk larger.
     DiskResize {
@@ -61,10 +61,10 @@ pub enum Request {
         /// The disk, by its id or, without one, its path.
         id: String,
     },
-    /// Pass descriptors of the locks of all images on, for whoever is about to have the devices. They come with spaces before
-    /// the answer; see [`ask_for_locks`].
+    /// Passes descriptors of the locks of all images, for the next server of the devices. They come with spaces
+    /// before the answer; see [`ask_for_locks`].
     PassLocks {},
-    /// Leave block devices of the host to whoever asks, and end.
+    /// Hands the block devices over to the caller, and exits.
     HandOver {
         /// The protocol version: 1.
         version: u32,
@@ -301,7 +301,7 @@ fn pass_locks(stream: &UnixStream, server: &Server) -> io::Result<usize> {
 /// An error of a request to a control socket.
 #[derive(Debug)]
 pub enum AskError {
-    /// Nobody answers.
+    /// There is no answer.
     Unanswered(io::Error),
     /// It was refused, with this reason.
     Refused(String),
@@ -321,7 +321,7 @@ pub fn ask(path: &Path, request: &Request) -> Result<Value, CommandFailure> {
     })
 }
 
-/// As [`ask`], of whoever is there, with a limit to how long it may take.
+/// Sends a request like [`ask`], with a limit for the whole exchange.
 ///
 /// # Errors
 ///

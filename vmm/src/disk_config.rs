@@ -119,7 +119,7 @@ pub struct PciPlace {
 pub const MAX_QUEUES: u16 = 256;
 /// The longest serial number, in bytes, that virtio-blk can carry.
 pub const MAX_SERIAL_BYTES: usize = 20;
-/// The longest an idle worker may be told to poll, in microseconds.
+/// The longest time, in microseconds, for which an idle worker may be configured to poll.
 pub const MAX_POLL_US: u32 = 10_000;
 /// The smallest table cache that can be asked for, in bytes.
 pub const MIN_L2_CACHE_BYTES: u64 = 64 << 10;
@@ -243,7 +243,7 @@ impl DiskConfig {
         Self::from_items(key_value::items(text).map_err(DiskConfigError::Syntax)?)
     }
 
-    /// As [`DiskConfig::parse`], of keys and values that are told apart already.
+    /// Parses like [`DiskConfig::parse`], from keys and values that are separated already.
     ///
     /// # Errors
     ///

@@ -22,7 +22,7 @@ pub use session::SessionError;
 use command::Command;
 use session::Session;
 
-/// Opens the disk, carries out `commands` (or the lines of standard input, if there are none), and closes it.
+/// Opens the disk, runs `commands` (or the lines of standard input, if there are none), and closes it.
 ///
 /// Returns 0, or 1 if any command failed. Commands given as arguments are all parsed before the
 /// disk is opened.
@@ -82,7 +82,7 @@ fn run_all(
     Ok(())
 }
 
-/// Carries out standard input, line by line. A line that is no command is told and counts as failed.
+/// Runs the lines of standard input. A line that is not a command is reported and counts as failed.
 fn run_lines(
     session: &mut Session<'_>,
     lines: impl BufRead,

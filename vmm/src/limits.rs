@@ -43,8 +43,8 @@ pub fn prepare_descriptors(needed: u64) {
     }
 }
 
-/// From now on a file that may not become as large as it should (`RLIMIT_FSIZE`) is an error of whoever wrote, not a
-/// signal that ends the process and all its guests.
+/// Makes a write past `RLIMIT_FSIZE` fail with an error, instead of a signal that ends the process and all its
+/// guests.
 pub fn survive_file_size_limits() {
     // SAFETY: no handler is installed, and nothing but this process's own disposition is changed.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };

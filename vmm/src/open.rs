@@ -109,8 +109,8 @@ impl OpenedDisk {
         Arc::clone(&self.disk)
     }
 
-    /// Lets the disk go, and its lock, when those who share it have done so; waits `patience` for them. `false`:
-    /// somebody still has it then, and the image stays locked until they let go.
+    /// Releases the disk and its lock when the other owners have released theirs, and waits for them for `patience`.
+    /// Returns `false` if one still has the disk; the image then stays locked until it is released.
     #[must_use]
     pub fn release(self, patience: Duration) -> bool {
         let until = Instant::now() + patience;

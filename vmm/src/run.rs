@@ -1,7 +1,7 @@
-//! `ringdisk run`: a machine of our own, from its first instruction to a clean end.
+//! `ringdisk run`: a machine on KVM, from its first instruction to a clean end.
 //!
 //! Invariants: whatever ends the guest (itself, a signal, a key, a failure), its requests are answered and its images
-//! closed cleanly before the program ends; and nothing is started before every disk is open and locked.
+//! closed cleanly before the program exits; nothing is started before every disk is open and locked.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -53,7 +53,7 @@ struct Desk {
     machine: Mutex<Option<Machine>>,
     /// The stop and restart requests of the machine.
     stop: Arc<Stop>,
-    /// Held by whoever adds a disk: two of one name are told apart before either is there.
+    /// Held while a disk is added, so that two disks of one name are detected.
     adding: Mutex<()>,
 }
 

@@ -1,8 +1,8 @@
-//! The Unix socket a vhost-user client connects to: made private, and never taken from a live server.
+//! The Unix socket of a vhost-user server: created private, and never taken from a live server.
 //!
-//! A process that can connect to the socket can read and write the disk, so the socket has mode 0600 from its
-//! creation on. A socket file left behind by a server that is gone is replaced; one that a server listens on, or a
-//! file that is no socket, is refused and left unchanged.
+//! A process that can connect to the socket can read and write the disk, so the socket has mode 0600 from its creation on. A
+//! socket file that a dead server left behind is replaced; one with a listening server, or a file that is not a socket, is
+//! refused and left unchanged.
 #![expect(
     unsafe_code,
     reason = "binding with a mode, and connecting without waiting, need raw socket calls"
@@ -166,7 +166,7 @@ impl Socket {
         Ok((made.dev(), made.ino()))
     }
 
-    /// Leaves the socket to whoever it was handed over to: its file stays.
+    /// Gives the socket up to the server that it was handed over to: its file stays.
     pub fn give_up(mut self) {
         self.identity = None;
     }
@@ -194,8 +194,9 @@ impl Drop for Socket {
     }
 }
 
-/// Locks the folder of `path` until the file is dropped. `None` where that is not possible: the folder may be of a kind
-/// that is not locked, not readable, or locked for longer by somebody else. Then only the protection is missing.
+/// Locks the folder of `path` until the file is dropped. Returns `None` if that is not possible: the folder may be of
+/// a kind that cannot be locked, unreadable, or locked for longer by another process. Then only the protection is
+/// missing.
 fn lock_folder(path: &Path) -> Option<File> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = File::open(folder.unwrap_or(Path::new("."))).ok()?;
@@ -214,7 +215,7 @@ fn lock_folder(path: &Path) -> Option<File> {
     }
 }
 
-/// Removes a socket file nobody listens on, and refuses one that somebody does.
+/// Removes a socket file without a listener. Fails if there is one.
 fn remove_stale(path: &Path, address: &Address) -> Result<(), SocketError> {
     let os = |action| {
         move |source| SocketError::Os {

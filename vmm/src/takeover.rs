@@ -1,29 +1,29 @@
-//! A server that replaces another while guests go on: `--takeover`.
+//! Replacing a running vhost-user server while its guests continue: `--takeover`.
 //!
-//! A running server has, beside its first socket, a *door*: a socket of the same name with `.takeover` behind
-//! it, mode 0600, that listens to processes of the same user only. A new server comes to the door and says which
-//! sockets it wants to serve. The old one drains its clients' queues, closes its images cleanly, and hands over their locks and
-//! all sockets: those it listens on, and those its clients are connected by, with what is known of each client. The
-//! clients do not notice; nothing in flight was lost, because nothing was in flight.
+//! A running server has, beside its first socket, a *takeover socket* (in the code: door): the same name with `.takeover`
+//! appended, mode 0600, for processes of the same user only. A new server connects to it and names the sockets that it
+//! wants to serve. The old server drains its clients' queues, closes its images cleanly, and hands over the image locks, its
+//! listening sockets, and its clients' connections with the state of each client. Clients notice only a pause; no request is
+//! lost, because none is in flight.
 //!
 //! ```text
 //! new ── greeting, paths ──▶ old: drains, flushes, closes
-//! new ◀── 'o', the door, the token; the locks; for each disk its socket, its client and what is known of it ── old
-//! new: takes the token, opens the images under their locks, takes the clients in
+//! new ◀── 'o', the door, the token; the locks; for each disk its socket, its client and the client's state ── old
+//! new: takes the token, opens the images under their locks, adopts the clients
 //! new ── 'c': nothing can fail any more ──▶ old
-//! new ◀── 'a' ── old: ends
+//! new ◀── 'a' ── old: exits
 //! new: serves
 //! ```
 //!
-//! The locks are open file descriptions that both have until one of them ends, so they keep strangers out all the time, but
-//! not one of the two from the images while the other has them open. The *token* does: an eventfd of which only one of them
-//! can read the 1. The new server reads it before it opens an image. The old one, when it wants its images back, reads it, or
-//! else waits for the end of the connection, which the new one closes after its images.
+//! The locks are open file descriptions that both servers hold until one of them exits. They keep other programs out all the
+//! time, but not one of the two servers. The *token* does that: an eventfd whose 1 only one of them can read. The new server
+//! reads it before it opens an image. To get its images back, the old server reads it, or else waits for the end of
+//! the connection, which the new one closes after its images.
 //!
-//! Invariants: the old server never serves after 'a', and the new one not before; whatever goes wrong until then, the
-//! old one opens its images again and goes on with the same clients. An image is locked all the time, and open in one
-//! of them at most. A server of the version before, old or new, gets no locks: then the old one gives them back, and
-//! whoever opens the image locks it.
+//! Invariants: the old server never serves after 'a', the new one never before. After any earlier failure the old server
+//! reopens its images and continues with the same clients. An image is locked all the time, and open in at most one of the
+//! two. A server of the previous version, old or new, gets no locks: then the old server releases them, and the one that
+//! opens the image takes them.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Read, Write};
@@ -51,7 +51,7 @@ const GREETING_WITHOUT_LOCKS: &[u8] = b"ringdisk takeover 2";
 const NOT_UNDERSTOOD: &str = "it does not understand what was asked";
 /// The longest request or message that is listened to, in bytes.
 const BYTES_MAX: u32 = 1 << 16;
-/// The longest time that a visitor may take to send its request.
+/// The longest time that a new server may take to send its request.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// The longest time that either may take to read what the other has sent.
 const SEND_MAX: Duration = Duration::from_secs(5);
@@ -67,7 +67,7 @@ pub enum TakeoverError {
     /// There is no server to take over from.
     #[error("no server to take over from listens at {}; start without --takeover", path.display())]
     Nobody {
-        /// The door.
+        /// The takeover socket.
         path: PathBuf,
         /// The error of the system call.
         #[source]
@@ -76,10 +76,10 @@ pub enum TakeoverError {
     /// The listening server belongs to another user.
     #[error("the server at {} belongs to another user", path.display())]
     Stranger {
-        /// The door.
+        /// The takeover socket.
         path: PathBuf,
     },
-    /// The old server goes on.
+    /// The old server refuses and continues.
     #[error("the running server refuses: {reason}")]
     Refused {
         /// The reason, as the server states it.
@@ -100,7 +100,7 @@ pub enum TakeoverError {
 }
 
 impl TakeoverError {
-    /// The error for a failure to hear the old server, which had so long for it.
+    /// Returns the error for an answer that did not arrive within this time.
     fn heard(error: io::Error, waited: Duration) -> Self {
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Silent { waited },
@@ -221,7 +221,7 @@ pub struct Offer {
     token: Option<Token>,
     /// The images' locks, to open them with.
     pub lock_set: LockSet,
-    /// The door, which stays open all the time.
+    /// The takeover socket, which stays open all the time.
     pub door: UnixListener,
     /// By disk, in the order that was asked for.
     pub disks: Vec<Handed>,
@@ -232,7 +232,7 @@ pub struct Offer {
 ///
 /// # Errors
 ///
-/// [`TakeoverError`]. The old server goes on as if nothing had been asked.
+/// [`TakeoverError`]. The old server then continues as before.
 pub fn take_over(sockets: &[PathBuf]) -> Result<Offer, TakeoverError> {
     match ask(sockets, GREETING) {
         Err(TakeoverError::Refused { reason }) if reason == NOT_UNDERSTOOD => {
@@ -335,7 +335,7 @@ impl Offer {
     ///
     /// # Errors
     ///
-    /// If the old server does not hear that in time; it goes on then, or has died.
+    /// If the old server does not receive that in time; it then continues, or has died.
     pub fn accept(&self) -> Result<(), TakeoverError> {
         let broken = TakeoverError::BrokenOff;
         (&self.connection).write_all(b"c").map_err(broken)?;
@@ -346,7 +346,7 @@ impl Offer {
     }
 }
 
-/// A server's door. Dropping it removes the socket.
+/// A server's takeover socket. Its file is removed on drop.
 #[derive(Debug)]
 pub struct Door {
     socket: Socket,
@@ -361,7 +361,7 @@ struct Requests {
 }
 
 impl Door {
-    /// Opens the door of a server of `sockets`.
+    /// Opens the takeover socket of a server of `sockets`.
     ///
     /// # Errors
     ///
@@ -370,7 +370,7 @@ impl Door {
         Self::at(sockets, Socket::listen)
     }
 
-    /// As [`Door::open`], with a door that was handed over.
+    /// Opens like [`Door::open`], with a takeover socket that was handed over.
     ///
     /// # Errors
     ///
@@ -407,7 +407,7 @@ impl Door {
         self.socket.listener()
     }
 
-    /// The door is this process's from now on.
+    /// Takes ownership of the socket's file.
     ///
     /// # Errors
     ///
@@ -416,7 +416,7 @@ impl Door {
         self.socket.keep()
     }
 
-    /// Leaves the door to the new server.
+    /// Leaves the socket's file to the new server.
     pub fn give_up(self) {
         self.socket.give_up();
     }
@@ -434,14 +434,14 @@ impl Door {
     }
 }
 
-/// Waits at a door.
+/// Waits on the takeover socket.
 #[derive(Debug)]
 pub struct Keeper {
     listener: UnixListener,
     requests: Requests,
 }
 
-/// The answer to a visitor.
+/// The answer to a request on the takeover socket.
 enum Heard {
     /// It can have the sockets, and the locks if it knows how to take them.
     Fine { passes_locks: bool },
@@ -450,11 +450,11 @@ enum Heard {
 }
 
 impl Keeper {
-    /// Waits for a new server that wants exactly our sockets. Others are told why not.
+    /// Waits for a new server that requests exactly our sockets. Other requests are refused with a reason.
     ///
     /// # Errors
     ///
-    /// If the door cannot be waited at.
+    /// If the takeover socket cannot be waited on.
     pub fn wait(&self) -> io::Result<Successor> {
         loop {
             let (connection, _) = self.listener.accept()?;
@@ -478,7 +478,7 @@ impl Keeper {
         }
     }
 
-    /// Finds out whether a visitor can have our sockets.
+    /// Checks a request on the takeover socket.
     fn hear(&self, connection: &UnixStream) -> io::Result<Heard> {
         if !is_same_user(connection) {
             return Ok(Heard::Refused("it belongs to another user".to_owned()));
@@ -526,7 +526,8 @@ impl Successor {
     ///
     /// # Errors
     ///
-    /// If the new server has gone, or takes too long. Nothing is handed over then, if [`Successor::take_back`] says so.
+    /// If the new server has exited, or takes too long. Nothing was handed over then, if [`Successor::take_back`]
+    /// confirms it.
     pub fn hand_over<'a>(
         &self,
         door: &UnixListener,

@@ -1,10 +1,10 @@
-//! `ringdisk vhost-user`: serves disks to other programs' virtual machines until told to stop.
+//! `ringdisk vhost-user`: serves disks to other programs' virtual machines.
 //!
-//! Every disk has a socket and a thread that speaks with its client; the queues run on workers of their own.
-//! Nothing is served before every socket is made and every disk is open and locked.
+//! Every disk has a socket and a thread for its client; the queues run on workers of their own.
+//! A client is served only after every socket is created and every disk is open and locked.
 //!
-//! Invariants: after a stop signal no request that was taken is lost. Clients are disconnected, their requests
-//! drained, and each image is closed cleanly, whatever became of the others.
+//! Invariants: after a stop signal no request that was taken is lost. Clients are disconnected, their requests drained, and
+//! each image is closed cleanly, even if another one fails.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ use crate::{background, limits, sd_notify};
 /// The options of `ringdisk vhost-user`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// Guests can go on with a new server when this one is killed.
+    /// Guests can continue with a new server when this one is killed.
     pub restartable: bool,
     /// Take over from the server that serves these sockets.
     pub takeover: bool,
@@ -66,7 +66,7 @@ struct Served {
 struct Takeover {
     door: Door,
     successor: Arc<Mutex<Option<Successor>>>,
-    /// Has the door kept again, after a takeover that failed.
+    /// Reopens the takeover socket after a failed takeover.
     again: mpsc::Sender<()>,
 }
 
@@ -173,7 +173,7 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     serve_until_stopped(served, &stop, takeover, options, &mut lock_set)
 }
 
-/// Prints which disk is served on which socket, and tells whoever waits for a server in the background.
+/// Prints which disk is served on which socket, and notifies the process that waits in the foreground.
 fn announce(served: &[Served], options: Options) {
     let mut lines = String::new();
     for disk in served {
@@ -201,7 +201,7 @@ fn adopt_sockets(paths: &[PathBuf], offer: &mut Offer) -> Result<Vec<Socket>, So
     adopted.collect()
 }
 
-/// Takes the clients of an old server in. Until it has heard that nothing failed, it can go on with them.
+/// Adopts the clients of an old server. Until the new server confirms, the old one can continue with them.
 fn accept(offer: &mut Offer, served: &mut [Served]) -> Result<(), CommandFailure> {
     for (disk, handed) in served.iter_mut().zip(std::mem::take(&mut offer.disks)) {
         let client = handed.client.map(|state| disk.server.adopt(state)).transpose();
@@ -292,9 +292,9 @@ fn lost(error: std::io::Error) -> std::io::Error {
 
 /// The failure of a handover.
 enum HandOverFailure {
-    /// An image was not closed cleanly: nobody should go on with it without a look.
+    /// An image was not closed cleanly, and must be checked before another server opens it.
     Close(CommandFailure),
-    /// The new server has gone, or refused. The images are as they should be, and nobody's.
+    /// The new server has exited, or refused. The images are closed and sound.
     NotTaken(std::io::Error),
 }
 
@@ -384,7 +384,8 @@ fn descriptors(config: &DiskConfig) -> u64 {
     descriptors_max(config.num_queues) + FILES * (1 + u64::from(config.num_queues))
 }
 
-/// The door for a takeover; without one, where the socket's name is too long for it, only that is missing.
+/// Opens the takeover socket. Without one, because the socket's name is too long for it, the server only cannot be
+/// taken over.
 fn open_door(sockets: &[PathBuf]) -> Option<Door> {
     Door::open(sockets)
         .inspect_err(|error| tracing::warn!(%error, "no new server can take over from this one"))

@@ -1,10 +1,10 @@
-//! The virtio-blk device, whoever carries its queues to us.
+//! The virtio-blk device, independent of the transport of its queues.
 //!
 //! [`BlockDevice`] is what all queues share: the disk, the features, the configuration space. A
 //! [`BlockQueue`] serves one virtqueue as a frontend of a worker. Spec: virtio 1.2, 5.2.
 //!
-//! Invariants: every chain that was taken gets its status written exactly once and is given back exactly once, unless
-//! the queue is broken; nothing a guest sends reaches the disk unchecked.
+//! Invariants: the status of every chain that was taken is written exactly once, and the chain is returned exactly once,
+//! unless the queue is broken; no input of a guest reaches the disk unchecked.
 
 mod config;
 mod device;

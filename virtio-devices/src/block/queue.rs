@@ -1,11 +1,11 @@
 //! One virtqueue of the device, served as a frontend of a worker.
 //!
-//! A round takes the chains that wait, up to a bound, submits what they ask, and publishes what has been
-//! answered. A chain in flight is remembered under the number of its first descriptor, so the table has as many
-//! entries as the queue and a guest cannot make it grow.
+//! A round takes the available chains, up to a bound, submits their requests, and publishes the answers that have arrived. A
+//! chain in flight is recorded under the number of its first descriptor, so the table has as many entries as the queue, and
+//! a guest cannot make it grow.
 //!
 //! Invariants: a slot is busy from the taking of its chain to the last answer of its parts, and then its status is
-//! written once. A broken queue takes nothing more, but gives back what is in flight.
+//! written once. A broken queue takes nothing more, but returns the chains in flight.
 
 use std::fmt;
 use std::rc::Rc;
@@ -26,8 +26,8 @@ use crate::virtqueue::{
     Slice, Virtqueue,
 };
 
-/// The most chains taken in one round. A guest works on the answers of one round while the next is under
-/// way; taking all it can have at once would make the two wait for each other.
+/// The maximum number of chains taken in one round. A guest processes the answers of one round during the next; a
+/// round with all its chains would make guest and worker wait for each other.
 const BATCH_MAX: u16 = 32;
 
 /// The most chains of a queue in flight, however long the guest makes the queue: each costs memory of ours while

@@ -1,4 +1,4 @@
-//! Queues on workers, and what frontends do with a disk beside them.
+//! Starting and stopping queues on workers, and operations on a disk beside its queues.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -54,8 +54,8 @@ impl RunningQueue {
         Ok(Self { device, id, report })
     }
 
-    /// Drains the queue: when this returns nothing of it touches guest memory any more. The answer is where it would go
-    /// on.
+    /// Drains the queue, and returns the position at which it would continue. When this returns, the queue no longer
+    /// touches guest memory.
     ///
     /// # Errors
     ///
@@ -77,8 +77,8 @@ pub(crate) enum FlushError {
     Disk(#[from] IoError),
 }
 
-/// Makes durable what the disk has answered before. Whoever asks may be a guest's CPU: nothing waits for space or for
-/// a rate limit meanwhile.
+/// Makes all answered writes durable. The caller may be a guest's CPU, so nothing waits for space or for a rate limit
+/// meanwhile.
 pub(crate) fn flush(worker: &WorkerHandle, disk: Arc<dyn Disk>) -> Result<(), FlushError> {
     let _off = disk.hold_off();
     worker.block_on(move |cx| {

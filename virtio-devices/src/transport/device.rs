@@ -1,8 +1,8 @@
 //! The device behind a PCI function: the seam between the function's registers and the queues.
 //!
-//! The function keeps the registers; a [`Device`] knows what they mean to a disk.
+//! The function keeps the registers; a [`Device`] gives them their meaning for a disk.
 //!
-//! Invariants: when [`Device::stop`] returns, nobody touches the queue or a buffer of its requests any more.
+//! Invariants: when [`Device::stop`] returns, nothing touches the queue or a buffer of its requests any more.
 
 use std::fmt;
 use std::io;

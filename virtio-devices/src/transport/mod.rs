@@ -1,16 +1,16 @@
 //! A device on the PCI bus of a machine in the same process.
 //!
 //! [`VirtioPciBlock`] is a whole PCI function: configuration space, MSI-X and the virtio registers, for a disk
-//! whose queues run on workers of its own. What it needs of the machine is a [`Machine`]: somebody who turns a
-//! guest's write into an event and an event into an interrupt. Spec: virtio 1.2, 4.1; PCI 3.0, 6.
+//! whose queues run on workers of its own. It needs a [`Machine`], which turns a guest's write into an event and an event
+//! into an interrupt. Spec: virtio 1.2, 4.1; PCI 3.0, 6.
 //!
 //! ```text
 //! guest ──kick──▶ ioeventfd ──▶ worker ──▶ disk
 //!       ◀──MSI──── irqfd ◀──────┘
 //! ```
 //!
-//! Invariants: registers are touched by one thread at a time; kicks and interrupts by none: they go between guest and
-//! worker without a step through the machine.
+//! Invariants: registers are accessed by one thread at a time. Kicks and interrupts go directly between guest and
+//! worker, without a thread of the machine.
 
 mod config_space;
 mod device;

@@ -1,7 +1,7 @@
 //! MSI-X: a table of messages in the function's window, and masks. PCI 3.0, 6.8.2.
 //!
-//! An interrupt is connected exactly while it is not masked. What is signalled meanwhile waits in its eventfd,
-//! which is what the pending bits tell.
+//! An interrupt is connected exactly while it is not masked. A signal during the mask stays in its eventfd,
+//! which the pending bits show.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};

@@ -146,7 +146,7 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// A queue is broken: the guest is told that only a reset helps.
+    /// Reports to the guest that a queue is broken and the device needs a reset.
     pub(super) fn needs_reset(&self) {
         self.status.fetch_or(STATUS_NEEDS_RESET, Ordering::SeqCst);
         self.config_changed();
@@ -358,7 +358,7 @@ impl VirtioPciBlock {
         self.start_all();
     }
 
-    /// Makes the disk larger and tells the guest. Answers the new size in bytes.
+    /// Enlarges the disk, notifies the guest, and returns the new size in bytes.
     ///
     /// # Errors
     ///

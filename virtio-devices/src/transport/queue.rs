@@ -1,4 +1,4 @@
-//! One queue of a function: its registers, and whether it runs.
+//! One queue of a function: its registers and its running state.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

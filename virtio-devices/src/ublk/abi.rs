@@ -51,7 +51,7 @@ bitflags! {
         const UPDATE_SIZE = 1 << 10;
         /// Requests' pages are registered when they are fetched (6.16).
         const AUTO_BUF_REG = 1 << 11;
-        /// The server can be taken off a device that goes on (6.16).
+        /// The server can be detached from a device that remains (6.16).
         const QUIESCE = 1 << 12;
         /// Each tag has a thread of its own (6.17).
         const PER_IO_DAEMON = 1 << 13;
@@ -112,13 +112,13 @@ pub enum Command {
     GetDevInfo2 = reads(0x12),
     /// Returns the features of the driver.
     GetFeatures = reads(0x13),
-    /// Removes a device, and does not wait for whoever has it open (6.9).
+    /// Removes a device without waiting for its users to close it (6.9).
     DelDevAsync = reads(0x14),
     /// Changes the size.
     UpdateSize = changes(0x15),
     /// Takes the server off, without its death.
     QuiesceDev = changes(0x16),
-    /// Makes the block device go if nobody has it open.
+    /// Removes the block device if no process has it open.
     TryStopDev = changes(0x17),
 }
 
@@ -428,7 +428,7 @@ pub struct Discard {
     pub reserved0: u16,
 }
 
-/// `struct ublk_params`, without the parts that nobody here sets behind `dma`.
+/// `struct ublk_params`, without the parts after `dma`, which are not used here.
 #[derive(Clone, Copy, Debug, Default, Eq, FromBytes, Immutable, IntoBytes, KnownLayout, PartialEq)]
 #[repr(C)]
 pub struct Params {

@@ -1,11 +1,11 @@
 //! The interface between one queue and the driver: requests, answers, and the data of both.
 //!
 //! [`Channel`] is the seam: behind it is the driver, on the worker's own ring, or in tests a model of it. The queue
-//! above never sees a descriptor of the system, and what is here never sees a disk.
+//! above never sees a file descriptor, and this module never sees a disk.
 //!
-//! Invariants: a tag is fetched for, or answered, by the ring and thread that fetched first. The memory that the
-//! driver may write, it owns from the fetch until its completion was taken. A tag's pages are in a place of that same
-//! ring's table which no other tag has, and are given back, by the answer, when nothing names the place any more.
+//! Invariants: a tag is fetched and answered only by the ring and thread that fetched it first. The driver owns the memory
+//! that it may write from the fetch until its completion is taken. A tag's pages are in a slot of that ring's table that no
+//! other tag has; the answer gives them back, when nothing names the slot any more.
 
 #![expect(
     unsafe_code,
@@ -160,8 +160,8 @@ pub(crate) fn page_bytes() -> usize {
     rustix::param::page_size()
 }
 
-/// Lets the calling thread allocate memory without waiting for writes that it may have to carry out itself. Takes
-/// rights; without them it is as if nobody had asked.
+/// Lets the calling thread allocate memory without waiting for writes that it may have to execute itself
+/// (`PR_SET_IO_FLUSHER`). It needs privileges; without them it has no effect.
 pub(crate) fn become_io_flusher() {
     /// `PR_SET_IO_FLUSHER` of `linux/prctl.h` (Linux 5.6).
     const SET_IO_FLUSHER: libc::c_int = 57;

@@ -1,9 +1,9 @@
-//! Commands to the driver's control device: each bounded in time, each refusal said with the command, the device and
-//! what to do.
+//! Commands to the driver's control device. Each is bounded in time; each error names the command, the device and a
+//! remedy.
 //!
-//! [`ControlDevice`] carries commands out on a ring of this process. The bound holds for whoever waits, but a command that
-//! hangs in the kernel may keep its process from ending: a program that must end whatever happens has commands carried
-//! out by another process, behind the same seam, [`Carrier`].
+//! [`ControlDevice`] executes commands on a ring of this process. The bound holds for the caller, but a command that
+//! hangs in the kernel may keep its process from exiting. A program that must be able to exit has another process execute
+//! its commands, behind the same seam, [`Carrier`].
 
 #![expect(
     unsafe_code,
@@ -25,7 +25,7 @@ use super::abi::{
     ANY_DEVICE, CONTROL_PATH, Command, ControlCommand, DeviceInfo, Flags, NO_QUEUE, Params, SECTOR_BYTES,
 };
 
-/// The longest time that the driver may take for a command that waits for nobody.
+/// The longest time that the driver may take for a command that does not wait for others.
 const PROMPT: Duration = Duration::from_secs(20);
 /// The longest time that it may take for one that waits for a server's queues, or for requests to end.
 const PATIENT: Duration = Duration::from_secs(60);
@@ -206,12 +206,13 @@ impl Carrier for ControlDevice {
 #[derive(Debug)]
 pub struct Control {
     carrier: Box<dyn Carrier>,
-    /// Devices of users without rights. Whoever may use the character device may command them, and shows it by its path.
+    /// Devices of unprivileged users. Their commands pass the path of the character device, to which the caller needs
+    /// access.
     by_path: BTreeSet<u32>,
 }
 
 impl Control {
-    /// Opens it, to carry commands out in this process.
+    /// Opens it, to execute commands in this process.
     ///
     /// # Errors
     ///
@@ -220,7 +221,7 @@ impl Control {
         Ok(Self::over(Box::new(ControlDevice::new(open_control()?)?)))
     }
 
-    /// As [`Control::open`], with somebody else to carry commands out.
+    /// Opens it like [`Control::open`], with `carrier` to execute commands.
     #[must_use]
     pub fn over(carrier: Box<dyn Carrier>) -> Self {
         Self {
@@ -402,7 +403,7 @@ impl Control {
         self.plain(Command::StartDev, device, pid, PATIENT)
     }
 
-    /// Makes the block device go. Whoever serves it answers what is under way, and is told that nothing follows.
+    /// Removes the block device. Its server answers the requests in flight, and its tags are aborted.
     ///
     /// # Errors
     ///
@@ -411,7 +412,7 @@ impl Control {
         self.plain(Command::StopDev, device, 0, PATIENT)
     }
 
-    /// As [`Control::stop`], unless somebody has the block device open.
+    /// Removes the block device like [`Control::stop`], unless a process has it open.
     ///
     /// # Errors
     ///
@@ -420,7 +421,7 @@ impl Control {
         self.plain(Command::TryStopDev, device, 0, PATIENT)
     }
 
-    /// Removes a device. Waits until its server has let it go, and for a moment until nobody has it open any more: only
+    /// Removes a device. Waits until its server has released it, and for a moment until no process has it open: only
     /// then its number is free.
     ///
     /// # Errors
@@ -465,7 +466,7 @@ impl Control {
     ///
     /// # Errors
     ///
-    /// [`CommandError`]: `EBUSY` if there was none in time; nothing new comes all the same.
+    /// [`CommandError`]: `EBUSY` if requests were in flight until the timeout; new ones are held back in any case.
     pub fn quiesce(&mut self, device: u32, wait: Duration) -> Result<(), CommandError> {
         // Zero is for ever.
         let wait_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).max(1);

@@ -1,8 +1,7 @@
-//! One device: made, served, stopped and deleted, or taken over from a server that is gone.
+//! One device: created, served, stopped and deleted, or recovered from a dead server.
 //!
-//! Invariants: whatever fails on the way up is taken down again, so that no half-made device is left. A device that
-//! was to outlive its server, and is only served here, is left as it was found. A ring in which the driver waits is
-//! closed by the end of the process alone.
+//! Invariants: a failure during set-up is undone, so that no incomplete device remains. A device that outlives its servers is
+//! left as it was found. A ring in which the driver waits is closed only by the exit of the process.
 
 mod hand_over;
 mod park;
@@ -299,9 +298,9 @@ pub enum ResizeError {
 
 /// A device and those who serve it.
 ///
-/// Dropping it when the driver has not ended it, by [`UblkDevice::close`] or somebody else's command, leaves it with this
-/// process: nothing is answered any more, its threads and its hold on the disk stay, and the driver takes the end of the
-/// process for the death of its server.
+/// If it is dropped before the driver has ended it, by [`UblkDevice::close`] or another process's command, it stays
+/// with this process: requests are no longer answered, its threads and the lock of the disk remain, and the driver
+/// takes the exit of the process for the death of its server.
 #[derive(Debug)]
 pub struct UblkDevice {
     info: DeviceInfo,
@@ -485,8 +484,8 @@ impl UblkDevice {
     /// I/O has ended. Waits for the driver to notice the death. The number of queues, their depth and the transport are
     /// the device's, whatever `config` says.
     ///
-    /// I/O does not flow before [`RecoveringDevice::finish`]. Whoever recovers several devices begins with all of them:
-    /// the I/O of one would take the time that the others need.
+    /// I/O does not start before [`RecoveringDevice::finish`]. To recover several devices, call this for all of them
+    /// first: the I/O of one would delay the others.
     ///
     /// # Errors
     ///
@@ -709,8 +708,8 @@ impl UblkDevice {
         Ok(size_bytes)
     }
 
-    /// Stops the device, waits for what is under way, deletes it and closes the disk as a clean shutdown should. A
-    /// device that somebody else has stopped is deleted by them.
+    /// Stops the device, drains its requests, deletes it and closes the disk as a clean shutdown should. A device
+    /// that another process has stopped is deleted by that one.
     ///
     /// # Errors
     ///
@@ -800,8 +799,8 @@ impl RecoveringDevice {
     }
 }
 
-/// Gives up the calling thread's right to administer the system. A driver that cannot be told not to look for
-/// partitions does not look if those who serve the disk have not this right.
+/// Drops `CAP_SYS_ADMIN` of the calling thread. A driver without a flag against partition scans does not scan if the
+/// serving threads lack this capability.
 fn give_up_admin() {
     use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
     let given_up = capabilities(None).and_then(|mut sets| {
@@ -828,7 +827,7 @@ fn owner(error: &io::Error) -> &'static str {
     }
 }
 
-/// A device that somebody else has deleted meanwhile is as it should be.
+/// Treats a device that another process has deleted meanwhile as deleted.
 fn unless_gone(result: Result<(), CommandError>) -> Result<(), CommandError> {
     match result {
         Err(error) if error.errno() == Some(libc::ENODEV) => Ok(()),

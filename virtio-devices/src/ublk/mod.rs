@@ -1,14 +1,14 @@
-//! A disk for this machine itself, as a block device of the kernel's ublk driver.
+//! A disk for this host, as a block device of the kernel's ublk driver.
 //!
-//! [`Control`] speaks with the driver about devices; a [`UblkDevice`] is one of them, with its queues on our own
+//! [`Control`] sends commands about devices to the driver; a [`UblkDevice`] is one of them, with its queues on our own
 //! workers, each on the ring that does the image's I/O too. [`UblkQueue`] turns the driver's requests into the disk's.
 //!
 //! ```text
 //! /dev/ublkbN ◀─bio─ kernel ◀──descriptors, commands──▶ Channel ◀─▶ UblkQueue ──Request──▶ DiskQueue
 //! ```
 //!
-//! Invariants: nothing here leaves the kernel waiting. A request that was fetched is committed, and a device is
-//! deleted only when its queues have let go of its character device; if they cannot, the process must end.
+//! Invariants: the kernel is never left waiting. A request that was fetched is committed, and a device is
+//! deleted only when its queues have released its character device; if they cannot, the process must exit.
 
 pub mod abi;
 mod channel;

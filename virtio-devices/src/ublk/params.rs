@@ -58,7 +58,7 @@ pub(super) fn describe(info: &DiskInfo, io_bytes_max: u32) -> Params {
     }
 }
 
-/// Compares what the driver took with what it was told. An alignment of buffers that it does not know is no loss:
+/// Compares the driver's parameters with those sent. A driver that does not know the alignment of buffers is fine:
 /// ours are aligned.
 ///
 /// # Errors

@@ -1,18 +1,17 @@
 //! One queue of a device, served as a frontend of a worker.
 //!
-//! Every tag of the queue goes round on its own:
+//! Every tag of the queue has its own cycle:
 //!
 //! ```text
 //! Waiting ──request──▶ Served ──answer──▶ Answered ──commit and fetch──▶ Waiting
 //!    └──abort──▶ Ended
 //! ```
 //!
-//! Invariants: a request that was fetched is committed exactly once, whatever becomes of it, because the kernel waits
-//! for it with the whole machine's disks behind it. The exception is a queue that another server goes on with
-//! ([`Duty`]): what it keeps is given to that one when this process has ended, and reaches the disk there only. A
-//! read or write commits all its bytes or an error. Only an abort ends a tag; any other error is a fault of ours and
-//! is told, never counted as an end. A request with registered pages is answered when nothing names them any more:
-//! the answer takes them out of their place, and the next request's come in.
+//! Invariants: a request that was fetched is committed exactly once, because the kernel, and possibly the whole host, waits
+//! for it. The exception is a queue that is handed over ([`Duty`]): the requests that it keeps go to the next server after
+//! this process has exited, and reach the disk only there. A read or write commits all its bytes or an error. Only an abort
+//! ends a tag; any other error of a fetch is reported, never counted as an end. A request with registered pages is
+//! answered when nothing names them any more: the answer frees their slot for the next request's.
 
 use std::fmt;
 use std::rc::Rc;
@@ -34,7 +33,8 @@ pub enum QueueEvent {
         /// The device.
         device: u32,
     },
-    /// The driver answered what it never should. The queue goes on with what it has, and must be taken down.
+    /// The driver sent an impossible answer. The queue continues with the requests that it has, and must be taken
+    /// down.
     Broken {
         /// The device.
         device: u32,
@@ -485,7 +485,7 @@ impl<C: Channel> UblkQueue<C> {
         }
     }
 
-    /// Says how much is still to be done before another server may go on.
+    /// Reports the work that is left before another server may continue.
     #[cold]
     fn count_unfinished(&self) {
         let keeps = self.state.duty() == Duty::Keep;

@@ -1,7 +1,7 @@
 //! The vhost-user messages of one client.
 //!
-//! The `vhost` crate checks a message's form and answers it; here its content is checked and carried out.
-//! What can be refused with an answer is a [`MessageError::ReqHandlerError`]; where the message's answer
+//! The `vhost` crate checks a message's form and answers it; this module checks its content and executes it.
+//! A refusal that can be answered is a [`MessageError::ReqHandlerError`]; if the message's answer
 //! has no room for a refusal the error is another, and the client is disconnected.
 
 use std::fs::File;
@@ -109,7 +109,7 @@ impl Backend {
         result
     }
 
-    /// Starts every queue that should run. Those that cannot, for now, are only told about.
+    /// Starts every queue that should run. Failures are only logged.
     pub(super) fn start_all(&mut self) -> Result<()> {
         for index in 0..self.vrings.len() {
             if let Err(error) = self.start(index) {

@@ -105,7 +105,7 @@ pub(crate) fn event_of(fd: BorrowedFd<'_>) -> io::Result<EventFd> {
     Ok(unsafe { EventFd::from_raw_fd(fd) })
 }
 
-/// A duplicate of a descriptor that somebody else owns.
+/// Returns a duplicate of a borrowed descriptor.
 pub(crate) fn duplicate(fd: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: numbers only; what `fd` is does not change.
     let new = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
@@ -116,7 +116,7 @@ pub(crate) fn duplicate(fd: RawFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(new) })
 }
 
-/// Makes `fd` mean what `by` means, and lets go of what it meant.
+/// Replaces `fd` with a duplicate of `by` (`dup2`).
 pub(super) fn replace(fd: RawFd, by: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: numbers only. Whoever owns `fd` goes on owning it, and is its only user.
     if unsafe { libc::dup3(by.as_raw_fd(), fd, libc::O_CLOEXEC) } < 0 {

@@ -1,14 +1,14 @@
-//! A client that takes its memory away costs itself, not this process.
+//! SIGBUS handler: a client that truncates its memory harms itself, not this process.
 //!
-//! A client can shrink the file behind memory that it gave us, and touching what is gone would end the process
-//! and every other client's disk with it (SIGBUS). The handler here puts zeros in the place of such a page, and the
-//! thread goes on. The same goes for memory that the host cannot give (an uncorrectable error, an exhausted pool of huge
-//! pages). The region is marked as lost: a queue that uses it answers nothing with success from then on, because its
+//! A client can truncate the file behind the memory that it shares, and an access past its end would raise SIGBUS and end
+//! the process with every other client's disk. The handler maps zeros in place of such a page, and the thread
+//! continues. The same holds for memory that the host cannot provide (an uncorrectable error, an exhausted pool of huge
+//! pages). The region is marked as lost: from then on a queue that uses it answers no request with success, because the
 //! requests may have carried those zeros ([`LossWatch`]). A fault anywhere else ends the process.
 //!
-//! Invariants: the handler does nothing that a signal handler may not: it reads atomics and calls mmap(2). A region
-//! leaves the table before it is unmapped. The table grows with the regions that clients have at one time, whose
-//! number each device bounds, and never shrinks.
+//! Invariants: the handler is async-signal-safe: it reads atomics and calls mmap(2). A region is removed from the table
+//! before it is unmapped. The table grows with the number of regions that clients have at a time, which each device
+//! bounds, and never shrinks.
 
 #![expect(unsafe_code, reason = "a signal handler, and the mapping it makes")]
 

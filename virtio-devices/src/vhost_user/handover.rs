@@ -1,4 +1,4 @@
-//! Handing a connected client over to another server, without its noticing.
+//! Handing a connected client over to another server, unnoticed by the client.
 //!
 //! The old server describes its client by the vhost-user messages that would bring a fresh server to the client's
 //! state, with the client's descriptors. The new server reads them through a socket pair and checks them as it checks
@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Invariants: the messages leave every queue where it was drained, and none of them starts one; queues are started
-//! by [`VhostUserServer::serve_on`] only. Until then the old server can go on as if nothing had been.
+//! by [`VhostUserServer::serve_on`] only. Until then the old server can continue as before.
 
 use std::fmt;
 use std::fs::File;
@@ -245,7 +245,7 @@ impl PausedClient {
         }
     }
 
-    /// All that is known of the client, for another server. This one may still go on with it.
+    /// Returns the state of the client, for another server. This one may still continue with it.
     ///
     /// # Errors
     ///

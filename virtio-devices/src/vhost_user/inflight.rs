@@ -1,18 +1,18 @@
-//! The memory in which a client keeps, for our successor, what is in flight.
+//! The memory in which a client keeps the inflight records for the next server.
 //!
-//! Made here when the client asks for it, kept by the client, and given back by it to whichever server it
-//! is connected to. What is written there is `virtqueue`'s business. Spec: vhost-user,
+//! It is created here at the client's request, kept by the client, and passed by it to each server that it connects to.
+//! `virtqueue` defines the records. Spec: vhost-user,
 //! `VHOST_USER_GET_INFLIGHT_FD` and `VHOST_USER_SET_INFLIGHT_FD`.
 //!
-//! Behind the regions of the queues is one word of our own, the guest's cache mode: a client does not tell it again
+//! Behind the regions of the queues is one word of our own, the guest's cache mode, because a client does not send it again
 //! to a new server.
 //!
 //! ```text
 //! regions of the queues (virtqueue::inflight) ... | "rdcache" and the mode, 8 bytes; zeros: no mode is known
 //! ```
 //!
-//! Invariants: memory that could shrink under us, and then kill this process at a touch, is not taken: it must be a
-//! memfd sealed against that, as ours are and those that QEMU makes.
+//! Invariants: memory that could shrink, and then raise SIGBUS, is refused: it must be a memfd sealed against shrinking, as
+//! ours are and those that QEMU creates.
 
 #![expect(
     unsafe_code,

@@ -182,7 +182,7 @@ impl ClientMemory {
         described.collect()
     }
 
-    /// The map, to be held by whoever uses it.
+    /// Returns the map, to be held by its users.
     pub(super) fn map(&self) -> GuestMemoryMmap {
         self.map.clone()
     }

@@ -68,8 +68,8 @@ pub struct VhostUserConfig {
     pub name: String,
     /// The number of queues offered, 1 to [`QUEUES_MAX`], each with a worker thread of its own.
     pub num_queues: u16,
-    /// The entries a queue is expected to have: tells the guest how many segments a request may have.
-    /// A client that sets up longer or shorter queues is served as well.
+    /// The expected number of entries of a queue, which determines how many segments a request may have. A client may
+    /// set up longer or shorter queues.
     pub queue_size: u16,
     /// The serial number that the guest reads: at most 20 bytes.
     pub serial: String,
@@ -172,9 +172,9 @@ impl fmt::Debug for VhostUserServer {
 impl VhostUserServer {
     /// Starts the workers that will serve `disk`.
     ///
-    /// If `config` says that clients outlive this server, a write that `disk` has answered must be there when
-    /// the image is opened again after this process was killed: a guest that goes on running would notice.
-    /// A disk that keeps mappings in memory until the next flush does not do.
+    /// If `config` says that clients outlive this server, a write that `disk` has answered must be in the image when
+    /// it is opened again after a kill of this process: a guest that keeps running would notice. A disk that keeps
+    /// mappings in memory until the next flush does not suffice.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Asking a server to stop, or to pause, from another thread.
+//! A token to stop or pause a server from another thread.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -50,7 +50,7 @@ pub struct StopToken {
 }
 
 impl StopToken {
-    /// A token nobody has used yet.
+    /// Returns an unused token.
     ///
     /// # Errors
     ///

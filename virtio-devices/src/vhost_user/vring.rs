@@ -46,7 +46,7 @@ pub(super) enum VringError {
 /// The way in which the client announces available chains.
 #[derive(Debug)]
 pub(super) enum Kick {
-    /// It has not told yet: the queue is not started.
+    /// Not known yet: the queue is not started.
     Unknown,
     /// By this eventfd.
     Event(File),
@@ -106,7 +106,7 @@ impl Vring {
         }
     }
 
-    /// The queue as a reset leaves it, which must not run: the client goes on using the eventfds that it gave.
+    /// Resets the queue, which must not run. Its eventfds stay, because the client continues to use them.
     pub(super) fn reset(&mut self) {
         *self = Self {
             call: Arc::clone(&self.call),

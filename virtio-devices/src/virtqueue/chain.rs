@@ -1,8 +1,8 @@
-//! A descriptor chain: what a guest asks with, and where the answer goes.
+//! A descriptor chain: the buffers of a request and of its answer.
 //!
-//! The virtio specification lets a driver cut a request into buffers anywhere, so nothing here looks at
-//! what the bytes mean: a chain is some bytes to read, then some bytes to write, and the very last byte
-//! to write is where the block device's status goes.
+//! The virtio specification lets a driver split a request into buffers anywhere, so this module does not interpret the
+//! bytes: a chain is some bytes to read, then some bytes to write, and the very last byte
+//! to write is the block device's status.
 //!
 //! Invariants: following a chain takes a bounded number of steps, whatever the guest wrote.
 

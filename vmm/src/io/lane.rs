@@ -1,7 +1,7 @@
 //! One queue of the disk on a worker of its own, fed with jobs from the session's thread.
 //!
-//! To the worker a lane is a frontend like a virtqueue: it is kicked through an eventfd, takes all jobs
-//! that are there, and is removed when none is under way any more.
+//! To the worker a lane is a frontend like a virtqueue: it is kicked through an eventfd, takes all jobs that are available,
+//! and is removed when none is in flight.
 
 use std::cell::Cell;
 use std::fs::File;

@@ -1,7 +1,7 @@
 //! A session of `ringdisk io`: commands in, requests to the lanes, lines out.
 //!
-//! Invariants: a foreground command is finished when the next one starts; one that writes a part of a sector runs
-//! with nothing else under way; and when the session ends, every job has ended and been told about.
+//! Invariants: a foreground command has finished when the next one starts; one that writes a part of a sector runs
+//! while no other is in flight; when the session ends, every job has ended and was reported.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -19,8 +19,8 @@ use crate::size::human;
 /// The most background jobs at a time; the next one waits. Bounds the buffers a script can hold.
 const BACKGROUND_MAX: usize = 1024;
 
-/// An error that ends a session. A request that the disk refuses is not among these: it is reported, counted,
-/// and the session goes on.
+/// An error that ends a session. A request that the disk refuses is not among these: it is reported and counted, and
+/// the session continues.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
     /// A queue could not be set up.
@@ -44,7 +44,7 @@ struct Pending {
     quiet: bool,
 }
 
-/// An open disk, its lanes, and the jobs under way.
+/// An open disk, its lanes, and the jobs in flight.
 pub(super) struct Session<'a> {
     disk: Arc<dyn Disk>,
     lanes: Vec<Lane>,
@@ -120,15 +120,15 @@ impl<'a> Session<'a> {
         Ok(true)
     }
 
-    /// Counts and tells a line that is not a command.
+    /// Counts and reports a line that is not a command.
     pub(super) fn fail(&mut self, line: &str) -> Result<(), SessionError> {
         self.failures += 1;
         self.print(line)
     }
 
-    /// Waits for what is under way, closes the disk cleanly, and returns how many commands failed.
+    /// Waits for the jobs in flight, closes the disk cleanly, and returns the number of failed commands.
     ///
-    /// The disk is closed even if the outcome of a job cannot be told any more.
+    /// The disk is closed even if the outcome of a job cannot be reported any more.
     pub(super) fn close(mut self) -> Result<u64, SessionError> {
         let told = self.wait_all();
         let workers = self
@@ -145,8 +145,8 @@ impl<'a> Session<'a> {
         told.map(|()| self.failures)
     }
 
-    /// A foreground job: on the first lane, and waited for. Jobs in the background go on, unless a part of
-    /// a sector is written.
+    /// Runs a foreground job: on the first lane, and waits for it. Background jobs continue, unless a part of a
+    /// sector is written.
     fn run_alone_or_beside(&mut self, job: Pending) -> Result<(), SessionError> {
         if let Work::Transfer(transfer, range) = job.work
             && transfer::touches_edges(transfer, range)
@@ -176,7 +176,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Waits for one job to end, whichever it is, and tells about it.
+    /// Waits for one job to end, whichever it is, and reports it.
     fn wait_one(&mut self) -> Result<(), SessionError> {
         let outcome = self.outcomes.recv().map_err(|_| WorkerGone)?;
         if let Some(pending) = self.pending.remove(&outcome.number) {

@@ -1,11 +1,10 @@
-//! One command's requests: from any bytes to the whole sectors a disk takes.
+//! One command's requests: from any bytes to the whole sectors that a disk takes.
 //!
 //! Disks take multiples of 512 bytes. A read is widened to whole sectors and cut afterwards. A write that
-//! starts or ends inside a sector reads that sector first and writes it back whole; a discard keeps to the
-//! sectors it covers entirely.
+//! starts or ends inside a sector reads that sector first and writes it back whole; a discard is narrowed to whole sectors.
 //!
-//! Invariants: the read and the write of an edge are two requests, so no other write may be on its way meanwhile.
-//! [`touches_edges`] tells the session which transfers must run alone.
+//! Invariants: the read and the write of an edge are two requests, so no other write may be in flight meanwhile.
+//! [`touches_edges`] returns which transfers must run alone.
 
 use block::{AlignedBuf, Buffer, DiskQueue, IoError, Op, Request};
 

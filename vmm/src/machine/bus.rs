@@ -23,7 +23,7 @@ pub(super) type Function = Shared<dyn PciFunction>;
 pub const SLOTS: usize = 32;
 const CONFIG_ADDRESS: u16 = 0xCF8;
 const CONFIG_DATA: u16 = 0xCFC;
-/// The host bridge: nobody's, and with nothing to set.
+/// The host bridge: it belongs to no device, and has nothing to set.
 const BRIDGE: [u32; 3] = [0x0D57_8086, 0, 0x0600_0000];
 
 /// A device, and the ports at which it answers.

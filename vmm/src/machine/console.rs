@@ -1,9 +1,9 @@
 //! The guest's serial port: a 16550 at the first port, connected to the terminal, a file, a socket or nothing.
 //!
-//! On a terminal every key goes to the guest, ^C too; ^A x ends the machine and ^A ^A is a ^A.
+//! On a terminal every key goes to the guest, ^C too; ^A x ends the machine and ^A ^A sends a ^A.
 //!
-//! Invariants: the terminal is as it was found when the program ends, however it ends; and nobody who does not read
-//! what the guest prints keeps the machine from its end.
+//! Invariants: the terminal's settings are restored however the program ends; output that is not read never keeps the
+//! machine from stopping.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -108,8 +108,8 @@ impl Write for Sink {
     }
 }
 
-/// Writes to standard output as fast as it is read. If nobody reads, a CPU's thread waits here until it is kicked
-/// because the machine is to pause or end; what was not written then is lost.
+/// Writes to standard output as fast as it is read. If it is not read, a CPU's thread waits here until it is kicked
+/// because the machine pauses or ends; the unwritten rest is lost.
 fn write_out(mut bytes: &[u8]) {
     let out = rustix::stdio::stdout();
     while !bytes.is_empty() {

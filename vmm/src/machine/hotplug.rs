@@ -1,14 +1,14 @@
-//! Disks that come and go while the guest runs: the registers between the machine and the guest's ACPI code, a bit for
-//! each slot. ACPI 6.5, 5.6.9 (events), 6.3 (insertion and removal).
+//! Adding and removing disks while the guest runs: the registers between the machine and the guest's ACPI code, one bit
+//! per slot. ACPI 6.5, 5.6.9 (events), 6.3 (insertion and removal).
 //!
 //! | offset | register | read | ones written |
 //! |---|---|---|---|
-//! | 0 | inserted | slots with a function that is new to the guest | the guest looks at them |
-//! | 4 | asked | slots whose function the guest is asked to let go | the guest has heard it |
-//! | 8 | eject | 0 | the guest has let go: the function is taken out |
+//! | 0 | inserted | slots with a function that is new to the guest | the guest has seen them |
+//! | 4 | asked | slots whose function the guest is asked to release | the guest has seen the request |
+//! | 8 | eject | 0 | the guest has released the function, which is removed |
 //!
-//! The interrupt line is high while a bit of the first two is set, so that what happens before the guest listens waits
-//! for it. Each register is read and written as a whole; anything else reads as zeros and does nothing.
+//! The interrupt line is high while a bit of the first two is set, so that events before the guest listens stay
+//! pending. Each register is read and written as a whole; anything else reads as zeros and does nothing.
 //!
 //! Invariants: when a write to `eject` returns, nothing of the slot's function touches guest memory; what a guest
 //! writes reaches slots that hold a function and nothing else, whether it was asked to or not.
@@ -52,8 +52,8 @@ impl fmt::Debug for Hotplug {
 }
 
 impl Hotplug {
-    /// Registers with nothing to tell. `line` sets the interrupt's level; `eject` takes out what is in a slot, if
-    /// anything is, and returns when it does not touch guest memory any more.
+    /// Returns registers without pending events. `line` sets the interrupt's level; `eject` removes the function of a
+    /// slot, if there is one, and returns when it no longer touches guest memory.
     pub(super) fn new(
         line: impl Fn(bool) + Send + Sync + 'static,
         eject: impl Fn(usize) + Send + Sync + 'static,
@@ -84,7 +84,7 @@ impl Hotplug {
         });
     }
 
-    /// Asks the guest to let go what is in `slot`.
+    /// Asks the guest to release the function in `slot`.
     pub(super) fn ask(&self, slot: usize) {
         self.change(|state| state.asked |= 1 << slot);
     }

@@ -77,8 +77,8 @@ struct Routes {
 }
 
 impl Routes {
-    /// From now on interrupt `gsi` is `message`, once `apply` has told KVM of the whole table. If that fails, all is as it
-    /// was: a message that KVM refuses would be refused with every other one that comes later.
+    /// Sets the message of interrupt `gsi`, once `apply` has passed the whole table to KVM. A failure changes
+    /// nothing: KVM would refuse a refused message again with every later table.
     fn set(
         &mut self,
         gsi: u32,
@@ -204,7 +204,7 @@ impl KvmMachine {
 struct Message {
     machine: Arc<KvmMachine>,
     gsi: u32,
-    /// The same eventfd twice: as devices signal it, and as KVM is told of it.
+    /// The same eventfd twice: one for the device to signal, one for KVM.
     fd: OwnedFd,
     event: EventFd,
     connected: Mutex<bool>,

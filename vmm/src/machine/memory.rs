@@ -1,10 +1,10 @@
-//! The guest's memory: one memfd, mapped once, in as many pieces as the machine's holes ask for.
+//! The guest's memory: one memfd, mapped once, in as many regions as the machine's address space has.
 //!
-//! A memfd, so that a vhost-user backend can map it too. Nothing is written to it, so its pages come as the
-//! guest touches them; huge ones come at once, because one that is missing then is a signal that nobody survives.
+//! It is a memfd so that a vhost-user backend can map it, too. Small pages are allocated when the guest touches them, huge
+//! pages at once, because a missing one would raise SIGBUS later.
 //!
-//! Invariants: whoever gets the memfd cannot change its length, because an access behind its end is a signal that
-//! nobody survives either; and a core dump has nothing of the guest's.
+//! Invariants: a process that gets the memfd cannot change its length (file seals), because an access past its end would
+//! raise SIGBUS; core dumps contain no guest memory.
 
 #![expect(unsafe_code, reason = "memfd_create, mbind, madvise and KVM's memory slots")]
 

@@ -163,9 +163,9 @@ pub enum Reason {
     PowerOff,
     /// The guest wants to start again.
     Reset,
-    /// Somebody outside wants it to: a signal or a key, by name.
+    /// A signal or a key, by name.
     Signal(&'static str),
-    /// It cannot go on.
+    /// A failure.
     Failed(String),
 }
 
@@ -219,7 +219,7 @@ impl Stop {
         reason.is_some()
     }
 
-    /// A restart has been carried out. `false`: meanwhile it is to end.
+    /// Completes a restart. Returns `false` if a stop was requested meanwhile.
     pub fn restarted(&self) -> bool {
         let mut reason = self.reason.lock();
         let again = *reason == Some(Reason::Reset);
@@ -306,7 +306,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A machine that is ready to run, paused. `ejected` is told of the disks that the guest lets go.
+    /// Returns a machine that is ready to run, paused. `ejected` is called for disks that the guest releases.
     ///
     /// # Errors
     ///
@@ -352,8 +352,8 @@ impl Machine {
         })
     }
 
-    /// Plugs a disk into `slot`, or the lowest free one. Answers which. A guest that runs finds it when it is
-    /// told: [`Machine::announce`].
+    /// Plugs a disk into `slot`, or the lowest free one, and returns the slot. A running guest finds it after
+    /// [`Machine::announce`].
     ///
     /// # Errors
     ///
@@ -411,7 +411,7 @@ impl Machine {
         self.hotplug.insert(slot);
     }
 
-    /// Asks the guest to let go the disk in `slot`. It does so, or not, when it likes.
+    /// Asks the guest to release the disk in `slot`. The guest may do so at any time, or never.
     pub fn ask_for(&self, slot: usize) {
         self.hotplug.ask(slot);
     }
@@ -431,7 +431,7 @@ impl Machine {
     ///
     /// # Errors
     ///
-    /// The first disk's that cannot make its writes durable; the guest is paused all the same.
+    /// The error of the first disk that cannot make its writes durable; the guest is paused in any case.
     pub fn pause(&self) -> io::Result<()> {
         self.cpus.pause();
         let mut result = Ok(());
@@ -446,7 +446,7 @@ impl Machine {
         self.cpus.is_paused()
     }
 
-    /// Makes the disk in `slot` larger and tells the guest. Answers the new size in bytes.
+    /// Enlarges the disk in `slot`, notifies the guest, and returns the new size in bytes.
     ///
     /// # Errors
     ///

@@ -1,7 +1,7 @@
 //! The threads that run a guest's CPUs.
 //!
-//! Invariants: when a pause or a stop returns, no CPU runs guest code; a CPU is woken from the guest by a signal that
-//! is sent until it has answered, so none is lost between a look at the wish and the entry.
+//! Invariants: when a pause or a stop returns, no CPU runs guest code; the signal that interrupts a CPU is repeated until it
+//! has answered, so none is lost between the check for a request and the entry into the guest.
 
 #![expect(unsafe_code, reason = "a signal handler, and signals to threads")]
 

@@ -1,7 +1,7 @@
-//! The disks of a machine, open for as long as they are its own; machines come and go as the guest restarts.
+//! The disks of `ringdisk run`. They stay open while machines come and go with the guest's restarts.
 //!
-//! Invariants: a disk that the guest has released is closed before anybody is told that it is removed, and before the
-//! program ends; and no disk is closed that a machine still has.
+//! Invariants: a disk that the guest has released is closed before its removal is reported, and before the program exits; no
+//! disk is closed while a machine has it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -153,7 +153,7 @@ impl Attached {
         Ok(slot)
     }
 
-    /// Closes the image as a clean shutdown should, and lets go its lock.
+    /// Closes the image as a clean shutdown should, and releases its lock.
     pub(super) fn close(self) -> Result<(), CommandFailure> {
         let name = self.name();
         let Some(opened) = self.opened else {
@@ -177,7 +177,8 @@ impl Attached {
     }
 }
 
-/// Disks by slot: those first that were given one, the others in turn where there is room. Slots are told apart before.
+/// Assigns slots: first to disks with a given slot, then to the others, the lowest free ones in order. Duplicates
+/// were refused before.
 fn in_slots(disks: Vec<Attached>) -> BTreeMap<usize, Attached> {
     let (placed, others): (Vec<_>, Vec<_>) = disks.into_iter().partition(|disk| disk.wanted_slot().is_some());
     let mut slots: BTreeMap<usize, Attached> = placed
@@ -201,7 +202,7 @@ pub(super) struct Disks {
 }
 
 impl Disks {
-    /// These disks, each in the slot it was given or the lowest that nobody was.
+    /// Returns these disks, each in its given slot or in the lowest slot that no disk was given.
     ///
     /// # Errors
     ///
@@ -304,7 +305,7 @@ impl Disks {
         present.iter().map(|(&slot, disk)| look(slot, disk)).collect()
     }
 
-    /// The guest has let go what was in `slot`: it will be closed. Returns at once.
+    /// Removes the disk in `slot`, which the guest has released; it is closed in the background.
     pub(super) fn leave(&self, slot: usize) {
         let Some(disk) = self.present.lock().remove(&slot) else {
             return;
@@ -343,7 +344,7 @@ impl Disks {
     }
 }
 
-/// Closes a disk and tells those who wait for it.
+/// Closes a disk and notifies its waiters.
 fn depart(disk: Attached) {
     let (name, departure) = (disk.name(), Arc::clone(&disk.departure));
     let closed = disk.close().map_err(|failure| failure.line().unwrap_or_default());

@@ -78,8 +78,8 @@ pub fn restrict_calls(task: Task) -> Result<(), SandboxError> {
     seccomp::restrict(task)
 }
 
-/// Restricts the calling thread to the system calls of `task` and to no file at all beyond those it has. For threads
-/// beside others that go on as they are.
+/// Restricts the calling thread to the system calls of `task`, and to the files that it has open. For threads beside
+/// others that stay unconfined.
 ///
 /// # Errors
 ///

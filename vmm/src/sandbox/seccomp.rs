@@ -1,12 +1,11 @@
-//! System calls: each thread has those of its task.
+//! System calls: each thread may make those of its task.
 //!
-//! A call that is not on the list fails with EPERM and is not carried out. It does not kill the process: a call
-//! that this list should have had would then take every guest's disk away, and an attacker gains nothing by
-//! being told.
+//! A call that is not on the list fails with EPERM and is not executed. It does not kill the process: a call missing from a
+//! list by mistake would then take every guest's disk away, and an attacker gains nothing from the error.
 //!
-//! Lists are by what is done, and arguments are looked at where a call can do more than is needed: memory is
-//! never made executable, signals go to this process only, descriptors are duplicated, locked and sealed but not
-//! otherwise controlled, and a new task is a thread of this process.
+//! Arguments are checked where a call can do more than is needed: memory is never made executable, signals go to this
+//! process only, descriptors are duplicated, locked and sealed but not otherwise controlled, and a new task is a thread of
+//! this process.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,10 +24,10 @@ pub enum Task {
     Queue,
     /// Speaks with clients, starts and stops: what a queue does, and opening files, and messages.
     Control,
-    /// Runs a guest's CPU: what a queue does, messages to whoever serves a disk from outside, and what KVM is told of
-    /// interrupts and kicks.
+    /// Runs a guest's CPU: the calls of a queue, messages to a vhost-user backend, and KVM's ioctls for interrupts
+    /// and kicks.
     Cpu,
-    /// Speaks with whoever serves a disk from outside: what a CPU does, and connecting.
+    /// Talks to a vhost-user backend: the calls of a CPU, and connecting.
     Backend,
     /// Serves queues of a block device of the host: what a queue does, and telling the kernel that memory is not to be had
     /// by writing to that device, and that the host's partitions are none of its.

@@ -1,9 +1,9 @@
-//! Images that belong to a block device whose server is gone: nobody else may write them until the device has a server
-//! again, or is deleted.
+//! Claims: the image of a block device without a server is not opened for writing by others, until the device has a server
+//! again or is deleted.
 //!
-//! The image of such a device is not locked, and its host still mounts it. A second writer would change the disk under
-//! a file system that goes on, after `ublk recover`, with what it keeps in memory. What must stay true: what is remembered
-//! of a device that is gone, or of an earlier device with the same number, keeps nobody from an image.
+//! The image of such a device is not locked, and its host may still have it mounted. A second writer would change the disk
+//! under a file system that continues with its page cache after `ublk recover`. Invariant: the saved state of a deleted
+//! device, or of an earlier device with the same number, blocks nobody.
 
 use std::fs;
 use std::io;

@@ -1,8 +1,8 @@
 //! Confinement of the threads of a ublk server after its devices are ready, by [`crate::sandbox`].
 //!
-//! Workers, which see what the host's programs and the images say, can open no file at all; they are confined before
-//! they see any of it. The others remove what the server made, and ask the driver. What must stay true: no thread is
-//! outside, and whatever a server does at its end can be done inside.
+//! Workers, which process requests of the host and data of the images, cannot open any file; they are confined before the
+//! first request. The other threads may remove the server's files and send commands to the driver. Invariants: every thread
+//! is confined, and everything that a server does at its end is permitted.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ pub(super) fn worker_hook(on: bool) -> Option<StartHook> {
     on.then(|| StartHook::new(|| Ok(sandbox::confine_thread(Task::UblkQueue)?)))
 }
 
-/// Confines the calling thread alone, which looks after the server from before the devices are there and opens no file.
+/// Confines the calling thread, which manages the server from before the devices are ready and opens no file.
 ///
 /// # Errors
 ///

@@ -1,8 +1,8 @@
-//! The old server's part of an upgrade: it leaves its devices to another, all of them, and ends.
+//! The old server's part of an upgrade: it hands over all of its devices and exits.
 //!
-//! Invariants: what is asked is refused while nothing has changed, or carried out to the end, which is the end of
-//! this process. Devices are left as they are, with their rings, because only the process' end makes the driver let
-//! go of it; and the images stay locked until then.
+//! Invariants: a request is refused while nothing has changed, or completed, which ends this process. Devices and their
+//! rings are left as they are, because only the exit of the process makes the driver release them; the images stay locked
+//! until then.
 
 use std::path::Path;
 

@@ -1,12 +1,11 @@
-//! Commands to the driver, carried out by a process of their own.
+//! Driver commands, executed by a second process.
 //!
-//! A command that hangs in the kernel keeps the process whose it is from ending, and there are kernels that hang. So a
-//! second process, this same program, carries out all of them: it is asked over a socket, one command at a time, and
-//! whoever asked goes on, says what happened and ends when the answer does not come. The second process ends when its
-//! socket is closed, or when the kernel lets it.
+//! A command that hangs in the kernel also keeps its process from exiting, and some kernels hang. So a second process of
+//! this program executes all commands, one at a time, which it receives over a socket. If an answer does not come in time,
+//! the first process reports that and exits. The second one exits when its socket is closed, or when the kernel lets it.
 //!
-//! Invariants: nobody waits for that process without a bound, not even for its end; and it has nothing open but the
-//! control device and the socket, or its end would be waited for by others.
+//! Invariants: every wait for the second process is bounded, also the one for its exit. It has nothing open but the control
+//! device and the socket, because others would wait for anything else.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -36,7 +35,7 @@ const REFUSED: u32 = 1;
 const STUCK: u32 = 2;
 const FAILED: u32 = 3;
 
-/// Opens the control device, for commands that another process carries out.
+/// Opens the control device, for commands that another process executes.
 ///
 /// # Errors
 ///
@@ -58,8 +57,8 @@ fn program() -> Command {
     program
 }
 
-/// Has the host write what it keeps in memory, for at most `patience`: there may be disks that hang, and whoever waits for
-/// them in the kernel does not end. `false`: it has not written everything.
+/// Writes back the host's page cache, for at most `patience`: disks may hang, and a process that waits for them in
+/// the kernel cannot exit. Returns `false` if the timeout expires.
 ///
 /// # Errors
 ///
@@ -307,7 +306,7 @@ fn read_until(socket: &mut UnixStream, bytes: &mut [u8], deadline: Instant) -> i
 ///
 /// # Errors
 ///
-/// If it was started by somebody else.
+/// If it was not started by ringdisk.
 pub(super) fn serve(sync: bool) -> Result<u8, CommandFailure> {
     if sync {
         rustix::fs::sync();

@@ -1,9 +1,9 @@
-//! Names that stay: `/dev/disk/by-id/ringdisk-SERIAL` for each device whose disk has a serial number.
+//! Stable names: `/dev/disk/by-id/ringdisk-SERIAL` for each device whose disk has a serial number.
 //!
-//! If udev runs, it makes the links by `packaging/60-ringdisk.rules`, which calls [`print()`]; otherwise the server
-//! makes them. Invariants: a name never leads to another disk than its own. So a name that leads to an existing
-//! device is left alone, links to an earlier device of the same number are removed first, and links are changed under
-//! a lock of their folder.
+//! If udev runs, it makes the links by `packaging/60-ringdisk.rules`, which calls [`print()`]; otherwise the server makes
+//! them. Invariant: a name never leads to another disk than its own. So a name that leads to an existing device is left
+//! alone, links to an earlier device of the same number are removed first, and links are changed under a lock of their
+//! folder.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -104,7 +104,7 @@ pub(super) fn remove_own(device: u32, serial: Option<&str>) {
     }
 }
 
-/// Takes all names of a device away that nobody serves, as far as they lead to it.
+/// Removes all names of a device without a server, as far as they lead to it.
 pub(super) fn remove(device: u32) {
     if !Path::new(UDEV).exists()
         && rustix::process::geteuid().is_root()
@@ -184,7 +184,7 @@ fn remove_in(folder: &Path, device: u32, keep: Option<&str>) -> io::Result<()> {
 ///
 /// # Errors
 ///
-/// If nobody reads it, or the driver does not say.
+/// If standard output is closed, or the driver does not answer.
 pub(super) fn print(device: u32, owner: bool) -> Result<u8, CommandFailure> {
     if owner {
         let mut control = Control::open().map_err(|error| CommandFailure::Failed(error.into()))?;
@@ -208,7 +208,7 @@ pub(super) fn print(device: u32, owner: bool) -> Result<u8, CommandFailure> {
 ///
 /// # Errors
 ///
-/// If nobody reads it.
+/// If standard output is closed.
 pub(super) fn print_contents(device: u32) -> Result<u8, CommandFailure> {
     let state = DeviceState::load(device);
     if state.is_some_and(|state| may_be_read(&state, Path::new(BLOCK_DEVICES))) {
@@ -217,8 +217,8 @@ pub(super) fn print_contents(device: u32) -> Result<u8, CommandFailure> {
     Ok(EXIT_OK)
 }
 
-/// Returns true if the host may read the device, among those in `devices`, of which `state` is remembered. Another one that
-/// has its number may be anybody's.
+/// Returns true if the host may read the contents of the device, which must be one in `devices` and that of `state`.
+/// Another device with this number may belong to anyone.
 fn may_be_read(state: &DeviceState, devices: &Path) -> bool {
     state.partitions && state.sequence.is_some() && state.is_of_present_device(devices)
 }

@@ -1,7 +1,7 @@
-//! `ringdisk ublk`: disks as block devices of this machine.
+//! `ringdisk ublk`: disks as local block devices.
 //!
-//! One process serves any number of devices until it is told to stop, or until somebody deletes them. What must stay
-//! true: an image is open and locked before its device appears, and the device is gone before the image is closed.
+//! One process serves any number of devices, until a stop signal or until they are deleted. Invariants: an image is open and
+//! locked before its device appears, and the device is gone before the image is closed.
 
 pub mod arguments;
 pub mod claim;

@@ -1,4 +1,4 @@
-//! A few threads for what waits for disks: images are opened side by side.
+//! A few threads for work that waits for disks: images are opened in parallel.
 
 use std::thread;
 
@@ -11,8 +11,8 @@ const THREADS_MAX: usize = 8;
 ///
 /// # Errors
 ///
-/// The first error, in the order of `items`. None is begun that comes after one that has failed; those under way are
-/// finished and dropped.
+/// The first error, in the order of `items`. No item after a failed one is started; those in progress are finished
+/// and dropped.
 pub(super) fn each<T: Send, R: Send, E: Send>(
     items: Vec<T>,
     work: impl Fn(&T) -> Result<R, E> + Sync,

@@ -1,6 +1,6 @@
-//! `ublk add --or-recover`: the same command line starts a device, and goes on with it after its server was killed.
+//! `ublk add --or-recover`: the same command line creates a device, and recovers it after its server was killed.
 //!
-//! Invariants: a device is taken over only with the disk that it was made with, and only if nobody serves it.
+//! Invariants: a device is recovered only with the disk with which it was created, and only if it has no server.
 
 use std::path::{Path, PathBuf};
 

@@ -1,8 +1,8 @@
-//! The server: makes devices of disks, or takes over those whose server was killed, and serves them until the end.
+//! The server: creates devices for disks, or recovers those whose server was killed, and serves them until the end.
 //!
 //! Invariants: after a stop signal every device is stopped, drained and deleted, and each image closed cleanly,
-//! whatever became of the others. A device of which a queue broke does no more I/O, and waits in this process,
-//! untouched, until the process ends: then it can be recovered.
+//! even if another one fails. A device with a broken queue does no more I/O, and is left untouched until this process
+//! exits: then it can be recovered.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -55,7 +55,7 @@ struct Served {
 struct Shared {
     control: Control,
     devices: BTreeMap<u32, Served>,
-    /// The images of devices that were let go, and wait for the end of this process.
+    /// The images of detached devices, held until this process exits.
     left: Vec<OpenedDisk>,
     /// They are another server's now, and this process is about to end.
     handed_over: bool,
@@ -92,7 +92,7 @@ enum Event {
 struct Wanted {
     /// The device to recover; `None` makes a new one.
     recover: Option<u32>,
-    /// A device that is to go first: nobody ever served it.
+    /// A device that is deleted first, because it never had a server.
     half_made: Option<u32>,
     text: String,
     rate_limit_group: Option<String>,
@@ -217,7 +217,7 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
 ///
 /// # Errors
 ///
-/// A failure that names the device, the disk or its server. Unless it says otherwise, that server goes on.
+/// A failure that names the device, the disk or its server. Unless it says otherwise, that server continues.
 pub(super) fn upgrade(arguments: &UpgradeArguments) -> Result<u8, CommandFailure> {
     let ids = match arguments.server {
         Some(pid) => devices::served_by(pid)?,
@@ -675,7 +675,7 @@ fn flush(path: String) {
     });
 }
 
-/// Does it on a thread of its own, which may go on for longer than is waited for.
+/// Runs `what` on a thread of its own, which may take longer than the wait for it.
 fn in_time(what: impl FnOnce() + Send + 'static) {
     let (done, ended) = mpsc::channel();
     let sync = move || {

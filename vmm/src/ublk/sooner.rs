@@ -1,7 +1,7 @@
-//! A thread that goes before others for a while.
+//! A temporarily raised thread priority (`nice`).
 //!
-//! With many devices under I/O there are more threads than CPUs after a recovery, while the rest of the bring-up is
-//! left to one thread: with 32 busy devices it took 4 of 6 seconds.
+//! With many devices under I/O there are more threads than CPUs after a recovery, while the rest of the bring-up is left to
+//! one thread: with 32 busy devices it took 4 of 6 seconds.
 
 use rustix::process::{getpriority_process, setpriority_process};
 

@@ -145,7 +145,7 @@ impl DeviceState {
         }
     }
 
-    /// The files of the disk that nobody else may write, its own first.
+    /// The claimed files of the disk, its own first.
     pub(super) fn claimed(&self) -> Vec<ClaimedFile> {
         if !self.files.is_empty() {
             return self.files.clone();

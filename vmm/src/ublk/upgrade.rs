@@ -1,11 +1,10 @@
-//! The new server's part of an upgrade: it finds out who serves the devices now, asks them to leave, and then goes on as after
-//! a kill.
+//! The new server's part of an upgrade: finds the servers of the devices, asks them to hand over, and then continues as
+//! after a kill.
 //!
-//! Invariants: whatever can be found out beforehand is, so that what was served stays served. And no image is opened
-//! before its server's process has ended, nor while any of its I/O may come later than ours. A server that has left
-//! its devices cleanly says that there is none; it passes its locks on, because the kernel takes its ring, and what
-//! that has open, down whenever it likes. After any other end the lock is waited for, which the last of its I/O gives
-//! back.
+//! Invariants: everything that can be checked beforehand is, so that served devices stay served. No image is opened before
+//! its server's process has exited, nor while I/O of that server may still complete. A server that has handed over cleanly
+//! reports that it has no I/O left, and passes its locks, because the kernel closes its ring at an arbitrary time. After
+//! any other exit the new server waits for the lock, which the kernel releases after the last I/O.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -69,7 +68,7 @@ impl Predecessor {
 ///
 /// # Errors
 ///
-/// A failure that names the device or its server, which goes on.
+/// A failure that names the device or its server, which continues.
 pub(super) fn find(ids: &[u32], everything: bool) -> Result<Vec<Predecessor>, CommandFailure> {
     let mut control = helper::control()?;
     let mut servers: BTreeMap<u32, Predecessor> = BTreeMap::new();

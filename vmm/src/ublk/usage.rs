@@ -1,8 +1,7 @@
 //! Detects users of a block device, on kernels that do not report them.
 //!
-//! A file system or a stack of devices claims it, so that an exclusive open fails; a program has it open, which its
-//! descriptors show. What a program does between this look and the next step, nobody knows: kernels since 7.0 decide it
-//! in one step.
+//! A file system or a stacked device claims it, so that an exclusive open fails; a program that has it open shows it among
+//! its descriptors. Between this check and the next step another user may come. Kernels since 7.0 decide it in one step.
 
 use std::fs::{self, OpenOptions};
 use std::io;

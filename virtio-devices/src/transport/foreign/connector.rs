@@ -2,8 +2,8 @@
 //! own. The thread of a CPU, which resets a device, may be confined so that it can create neither sockets nor threads
 //! with more privileges.
 //!
-//! Invariants: there is one connection at a time, as a backend serves one client; and nobody who asks here holds the
-//! state's lock.
+//! Invariants: there is one connection at a time, because a backend serves one client; a caller that waits for this thread
+//! does not hold the state's lock.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -85,7 +85,7 @@ pub(super) enum Ask {
     Lost,
     /// A driver begins anew: try once whether it is back, if it was lost.
     Now(Sender<Result<(), BackendError>>),
-    /// Nobody wants to know any more.
+    /// Ends the thread.
     End,
 }
 
@@ -201,7 +201,7 @@ fn see_to(
     }
 }
 
-/// Connects, if there is no connection, and goes on where the last one was.
+/// Connects, if there is no connection, and continues where the last one was.
 fn come_back(
     state: &Weak<Mutex<State>>,
     socket: &Path,

@@ -1,10 +1,10 @@
-//! The connection with a backend: messages that are not waited for for ever, and somebody who watches it.
+//! The connection with a backend: messages with a timeout, and a watcher thread.
 //!
-//! The thread that watches sees the backend go, hears what it says by itself, and shuts a connection down whose backend
-//! does not answer: whoever waits for the answer then gets an error.
+//! The watcher notices the backend's exit, receives the backend's own messages, and shuts down a connection whose backend
+//! does not answer: the waiting caller then gets an error.
 //!
-//! Invariants: the watcher sends no message, so it is never one of those who wait; and that a backend has gone is
-//! told once.
+//! Invariants: the watcher sends no message, so it never waits for an answer itself; the loss of a backend is reported
+//! once.
 
 use std::fmt;
 use std::io;
@@ -31,7 +31,7 @@ use crate::vhost_user::event::{Wait, duplicate, poll_all};
 /// An error of a vhost-user backend, or of the connection with it.
 #[derive(Debug, thiserror::Error)]
 pub enum BackendError {
-    /// Nobody listens.
+    /// There is no listener.
     #[error("cannot connect to the vhost-user backend at {}", socket.display())]
     Connect {
         /// The backend's socket.
@@ -40,7 +40,7 @@ pub enum BackendError {
         #[source]
         source: io::Error,
     },
-    /// It accepts nobody, and its backlog is full.
+    /// The listener does not accept, and its backlog is full.
     #[error("the vhost-user backend at {} has not accepted a connection within {patience:?}", socket.display())]
     Busy {
         /// The backend's socket.
@@ -48,7 +48,7 @@ pub enum BackendError {
         /// The timeout.
         patience: Duration,
     },
-    /// The machine ends, or nobody needs the connection any more.
+    /// The machine stops, or the connection is no longer needed.
     #[error("connecting to the vhost-user backend at {} was cancelled", socket.display())]
     Cancelled {
         /// The backend's socket.
@@ -93,7 +93,7 @@ pub enum BackendError {
         /// The number of queues that are required.
         asked: u16,
     },
-    /// It was there, and has gone.
+    /// It closed the connection.
     #[error("the vhost-user backend at {} closed the connection", socket.display())]
     Gone {
         /// The backend's socket.
@@ -154,11 +154,11 @@ pub(super) struct Link {
     stream: UnixStream,
     frontend: Frontend,
     limit: Mutex<Limit>,
-    /// By when the message that is under way must be answered.
+    /// The deadline for the answer to the current message.
     deadline: Mutex<Option<Instant>>,
     overdue: AtomicBool,
     gone: AtomicBool,
-    /// The backend has said that its configuration changed, and nobody has looked since.
+    /// The backend has reported a change of its configuration, which was not read since.
     stale: AtomicBool,
     /// Wakes the watcher.
     wake: OwnedFd,
@@ -200,8 +200,8 @@ impl Link {
         self.answers.store(true, Ordering::SeqCst);
     }
 
-    /// From now on `function` is told what happens, and messages may take longer and are not cancelled.
-    /// With a `keeper`, that one is told of a loss, and the guest is not.
+    /// Reports events to `function` from now on; messages get the longer timeout and are not cancelled. With a
+    /// `keeper`, a loss is reported to that one and not to the guest.
     pub(super) fn serve(&self, function: &Arc<Shared>, keeper: Option<&Sender<Ask>>) {
         *self.limit.lock() = Limit::Each(PATIENCE);
         // A connection serves one function, so this is the first.
@@ -274,7 +274,7 @@ impl Link {
         })
     }
 
-    /// The backend has gone, or is not to be trusted any more.
+    /// Handles the loss of the backend, or of trust in it.
     fn lose(&self, why: &dyn fmt::Display) {
         if self.gone.swap(true, Ordering::SeqCst) {
             return;

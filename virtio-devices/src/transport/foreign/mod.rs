@@ -1,4 +1,4 @@
-//! A device whose queues another program runs: a vhost-user-blk backend, ours or anybody's.
+//! A device whose queues run in another program: any vhost-user-blk backend, ours or another.
 //!
 //! The backend gets the guest's memory, the eventfd that the guest's kicks signal and the one that raises the queue's
 //! interrupt; only set-up passes through this process. Spec: vhost-user, "Front-end message types".
@@ -8,9 +8,8 @@
 //!       ◀──MSI──── irqfd ◀──────┘
 //! ```
 //!
-//! Invariants: where a queue stopped is asked before it is started again; a guest sees of the backend's features
-//! those only that its transport can carry; and a backend that goes or hangs costs the guest its disk, and nobody
-//! else anything.
+//! Invariants: before a queue is started again, the backend is asked where it stopped; a guest sees only those features of
+//! the backend that its transport supports; a backend that exits or hangs costs the guest its disk and nothing else.
 
 mod connector;
 mod link;
@@ -104,7 +103,7 @@ pub(super) struct State {
     memory: GuestMemoryMmap,
     /// The most entries of a queue.
     queue_size: u16,
-    /// Once there is a function, and who waits for a backend that was lost.
+    /// The function, once there is one, and the thread that waits for a lost backend.
     function: Option<(Arc<Shared>, Sender<Ask>)>,
     features: u64,
     /// The configuration that the driver reads, with the cache mode that it has chosen.
@@ -113,7 +112,7 @@ pub(super) struct State {
     writeback: u8,
     /// The cache mode that the backend has.
     writeback_there: u8,
-    /// The cache mode that the driver has chosen, which each backend is told before a queue runs.
+    /// The cache mode that the driver has chosen; each backend gets it before a queue runs.
     chosen: Option<u8>,
     /// True if the backend records requests in flight in memory of ours.
     has_inflight: bool,
@@ -209,7 +208,7 @@ impl Foreign {
         })
     }
 
-    /// From now on `function` is told what happens to the backend.
+    /// Reports events of the backend to `function` from now on.
     pub(super) fn serve(self, function: Arc<Shared>) -> Self {
         {
             let mut state = self.state.lock();
@@ -240,7 +239,7 @@ impl State {
         self.has_inflight && self.link().is_gone()
     }
 
-    /// Forgives that a message failed if the backend has gone and is awaited: the one that comes is told everything.
+    /// Ignores a failed message if the backend is lost and awaited: the next one gets the whole state.
     fn unless_awaited(&self, told: Result<(), BackendError>) -> Result<(), DeviceError> {
         match told {
             Err(_) if self.is_awaited() => Ok(()),
@@ -248,7 +247,7 @@ impl State {
         }
     }
 
-    /// Tells the connection whom to tell.
+    /// Passes the receivers of events to the connection.
     fn serve(&self) {
         if let Some((function, keeper)) = &self.function {
             let keeper = self.has_inflight.then_some(keeper);

@@ -1,14 +1,13 @@
-//! A device goes over to another process while it is used: an orderly end of this one, and a recovery there.
+//! Handing a device over to another process while it is in use: an orderly end here, and a recovery there.
 //!
-//! The driver lets go of a server only when its process ends. So what is to be done here is to leave nothing half done: the
-//! requests that this server has are answered, or kept for the next one to do again, the disk is closed cleanly, and then
-//! the process ends with its rings as they are. To close them earlier gains nothing, and drivers before 6.15 take
-//! harm from it: their cancelling races with requests that are on their way to the ring.
+//! The driver releases a server only when its process exits. So this process completes its part: its requests are answered,
+//! or kept for the next server to repeat, the disk is closed cleanly, and then the process exits with its rings as they are.
+//! Closing them earlier gains nothing, and harms drivers before 6.15: their cancelling races with requests that are
+//! on their way to the ring.
 //!
-//! Invariants: once [`UblkDevice::settle`] has returned, nothing that the driver brings reaches the disk any more.
-//! And no request fails for the hand-over: where the driver can, it is told to bring nothing new, and what it has
-//! brought is answered; where it cannot, what was not answered is done again by the next server, which needs
-//! [`Recovery::Reissue`].
+//! Invariants: once [`UblkDevice::settle`] has returned, no request of the driver reaches the disk any more. No request fails
+//! because of the hand-over: if the driver can hold requests back, those that it has sent are answered; if not, unanswered
+//! ones are repeated by the next server, which needs [`Recovery::Reissue`].
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -184,7 +183,8 @@ impl UblkDevice {
         Ok(())
     }
 
-    /// Changes what the queues do, between two rounds of their workers: when this returns nobody does by the old duty.
+    /// Changes the queues' duty, between two rounds of their workers: when this returns, no queue acts by the old
+    /// one.
     fn set_duty(&self, duty: Duty) -> Result<(), HandOverError> {
         for queue in &self.queues {
             let state = Arc::clone(&queue.state);
@@ -212,7 +212,7 @@ mod tests {
         assert_eq!(steps(&[true]), [Close]);
     }
 
-    /// Requests that cannot be done again are finished, come what may; those of a driver that goes on are kept.
+    /// Requests that cannot be repeated are finished in any case; those of a driver that keeps sending are kept.
     #[test]
     fn what_queues_do_at_parting_is_what_their_driver_can() {
         for (recovery, quiesce, duty) in [

@@ -1,9 +1,9 @@
-//! Letting go of a device in whose rings the driver still waits: a queue of it is broken, or its recovery has failed.
+//! Detaching from a device in whose rings the driver still waits: one of its queues is broken, or its recovery has failed.
 //!
-//! Invariants: such a ring is not closed before the process ends. Drivers before 6.15 take harm from that: their
-//! cancelling races with requests that are on their way to the ring. So the device's workers stay, with nothing to
-//! do: what the driver still brings is left without an answer, and given to the next server with the rest. The disk
-//! is held as long: it stays locked, and nobody else changes it under the requests that are to be done again.
+//! Invariants: such a ring is not closed before the process exits. Closing it harms drivers before 6.15: their
+//! cancelling races with requests that are on their way to the ring. So the device's workers remain without work:
+//! requests that the driver still sends are not answered, and go to the next server with the others. The disk stays open and
+//! locked as long, so that nobody else changes it under the requests that are repeated.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
     use crate::testing::MemDisk;
 
-    /// Says when its worker, and with it the worker's ring, goes; and has the driver end every tag when it is told to.
+    /// Reports when its worker, and with it the worker's ring, is dropped; makes the driver end every tag when asked.
     struct Watch {
         gone: Arc<AtomicBool>,
         ends: mpsc::Receiver<()>,

@@ -27,7 +27,7 @@ impl ModelChannel {
         }
     }
 
-    /// Returns true if the driver hears this server; complains if not.
+    /// Returns true if this is the driver's current server; records a fault if not.
     fn is_heard(&self, state: &mut State) -> bool {
         let heard = self.generation == state.generation;
         if !heard {

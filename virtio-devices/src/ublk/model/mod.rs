@@ -1,26 +1,24 @@
-//! A model of the driver, behind the same seam as the driver itself: for tests of what serves it, and for simulated
-//! worlds.
+//! A model of the driver, behind the same seam as the driver itself, for tests and for simulated worlds.
 //!
-//! A [`Model`] is one queue of a device. Whoever plays the host makes [requests](Io) of it and sees their answers; a
-//! server has its [`ModelChannel`]. Requests wait in it, as in the kernel, for a free tag. What it does of the device's life:
+//! A [`Model`] is one queue of a device. The test plays the host: it makes [requests](Io) and sees their answers; a server
+//! has its [`ModelChannel`]. As in the kernel, requests wait for a free tag. Its part of the device's life:
 //!
 //! ```text
 //! Serving ──quiesce, hold_back──▶ Ending ──server_gone──▶ Gone ──(all tags fetched) end_recovery──▶ Serving
 //!    └───────────server_gone (it was killed, or left)────────▲
 //! ```
 //!
-//! While it is not served requests wait, or fail, as the device's [`Recovery`] has it; those that a dead server had are
-//! given to the next one, or fail. That no op of a dead server is under way any more when [`Model::end_recovery`] is
-//! called is for the caller to see to, as it is for the image's lock.
+//! Without a server requests wait, or fail, by the device's [`Recovery`]; those of a dead server are
+//! given to the next one, or fail. The caller ensures that no op of a dead server is in flight when [`Model::end_recovery`]
+//! is called, as it does for the image's lock.
 //!
-//! It knows what the kernel insists on, and what goes wrong if it is not so; the first such thing is what
-//! [`Model::take_fault`] tells: a tag that is fetched for twice, a commit of a request that was not given out, a read that
-//! commits fewer bytes than it was asked for, memory that the driver copies to or from while an op uses it. Where it
-//! registers pages it does so when it gives a request out, into the place that the tag's command named, and takes them out
-//! when the request is answered: two requests in one place, an answer while something still names the place, and bytes
-//! changed that are not the request's, are faults.
+//! The model checks the rules of the kernel; [`Model::take_fault`] returns the first violation: a tag that is
+//! fetched twice, a commit of a request that was not handed out, a read that commits fewer bytes than requested, memory that
+//! the driver copies to or from while an op uses it. If it registers pages, it does so when it hands a request out, in the
+//! slot that the tag's command named, and removes them when the request is answered. Two requests in one slot, an answer
+//! while something still names the slot, and changed bytes that are not the request's are faults.
 //!
-//! Invariants: it does nothing by chance but what [`Model::shuffle`]'s seed determines.
+//! Invariants: nothing is random but what [`Model::shuffle`]'s seed determines.
 
 mod channel;
 mod table;
@@ -107,7 +105,7 @@ impl Io {
 /// The state of a tag, as the driver sees it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Tag {
-    /// Nobody has fetched.
+    /// Not fetched.
     Idle,
     /// A command waits here.
     Fetching,
@@ -120,11 +118,11 @@ enum Tag {
 /// The server of the device.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Server {
-    /// Somebody does.
+    /// Served.
     Serving,
-    /// Somebody does still, and gets nothing new. With `aborts`, each tag is ended as soon as it waits.
+    /// Served, without new requests. With `aborts`, each tag is ended as soon as it waits.
     Ending { aborts: bool },
-    /// Nobody, until a recovery has ended.
+    /// Not served, until a recovery has ended.
     Gone,
 }
 
@@ -324,14 +322,14 @@ impl Model {
         state.abort();
     }
 
-    /// The device's server is to hand it over: nothing new is given out. Tags that wait are ended when the server has
-    /// gone and not before.
+    /// Holds requests back for a hand-over: nothing new is handed out. Tags that wait are ended when the server has
+    /// exited and not before.
     pub fn hold_back(&self) {
         self.state.borrow_mut().server = Server::Ending { aborts: false };
     }
 
-    /// The driver notices that the server has gone, by whatever way. What it had goes the way of [`Model::set_recovery`]:
-    /// it waits for the next server, before what came later, or it fails. Returns how many requests that were.
+    /// Notices the exit of the server. Its requests are treated by [`Model::set_recovery`]: they wait for the next
+    /// server, before later ones, or fail. Returns the number of these requests.
     pub fn server_gone(&self) -> usize {
         let mut state = self.state.borrow_mut();
         let mut had: Vec<usize> = Vec::new();
@@ -517,7 +515,7 @@ fn in_use(buffer: &Buffer) -> Result<(), String> {
     }
 }
 
-/// Copies what a write is to write into the tag's buffer; what a read finds there is nobody's.
+/// Copies a request's data into the tag's buffer; for a read these bytes are undefined.
 fn copy_in(buffer: &mut Option<Rc<Buffer>>, io: &Io) -> Result<(), String> {
     if let Some(buffer) = buffer {
         in_use(buffer)?;

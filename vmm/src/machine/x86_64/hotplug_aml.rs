@@ -1,8 +1,8 @@
 //! The AML code that the guest executes when disks are added and removed: the counterpart of
 //! [`crate::machine::hotplug`].
 //!
-//! An interrupt makes the generic event device call `SCAN`, which tells the slots what the registers say of them: look
-//! (1), or let go (3). A slot that the guest has let go is written to `EJCT`. ACPI 6.5, 5.6.9 and 6.3.3.
+//! An interrupt makes the generic event device call `SCAN`, which notifies the slots by the registers: a device check
+//! (1), or an eject request (3). A slot that the guest has released is written to `EJCT`. ACPI 6.5, 5.6.9 and 6.3.3.
 
 use acpi_tables::aml::{self, Path};
 use acpi_tables::{Aml, AmlSink};
@@ -84,7 +84,7 @@ impl Aml for Terms {
     }
 }
 
-/// Appends the device whose interrupt says that there is something to hear.
+/// Appends the device whose interrupt signals pending events.
 pub(super) fn event_device(body: &mut Vec<u8>) {
     let path = |name: &str| Path::new(name);
     aml::Device::new(

@@ -55,7 +55,7 @@ const LAPIC: u32 = 0xFEE0_0000;
 const TSS: usize = 0xFFFB_D000;
 const IDENTITY_MAP: u64 = 0xFFFB_C000;
 
-/// Power-off and reset, as the tables tell the guest.
+/// Power-off and reset registers, as named in the ACPI tables.
 pub(super) const SLEEP_PORT: u16 = 0x600;
 pub(super) const RESET_PORT: u16 = 0x601;
 pub(super) const POWER_PORTS: u16 = 2;
