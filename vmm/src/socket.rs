@@ -108,7 +108,7 @@ impl Socket {
             }
             Ok(_) => remove_stale(path, &address)?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(os("look at")(error)),
+            Err(error) => return Err(os("inspect")(error)),
         }
 
         // The file gets the mode that the unbound socket has.
@@ -117,7 +117,7 @@ impl Socket {
             .set_permissions(Permissions::from_mode(0o600))
             .map_err(os("restrict"))?;
         address.bind(&unbound).map_err(os("bind"))?;
-        let made = fs::symlink_metadata(path).map_err(os("look at"))?;
+        let made = fs::symlink_metadata(path).map_err(os("inspect"))?;
         let listener = UnixListener::from(OwnedFd::from(unbound));
         let socket = Self {
             listener,
@@ -159,7 +159,7 @@ impl Socket {
 
     fn found(&self) -> Result<(u64, u64), SocketError> {
         let made = fs::symlink_metadata(&self.path).map_err(|source| SocketError::Os {
-            action: "look at",
+            action: "inspect",
             path: self.path.clone(),
             source,
         })?;

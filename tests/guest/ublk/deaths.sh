@@ -33,7 +33,7 @@ holds B slow
 if [ "$(pid_of 6)" = $slow ] && [ "$(state_of 6)" = live ]; then
     echo "lost taken"
 else
-    grep -q 'goes on without' slow.err && echo "lost refused"
+    grep -q 'continues without' slow.err && echo "lost refused"
     last=$server
     add last recover 6 7 8
     kill -9 $last $server

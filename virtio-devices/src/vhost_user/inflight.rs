@@ -136,7 +136,7 @@ impl InflightMemory {
             return Err(InflightMemoryError::NotSealed);
         }
         let stat = file.metadata().map_err(|source| InflightMemoryError::Os {
-            action: "look at",
+            action: "inspect",
             source,
         })?;
         let (bytes, offset, len) = (shape.mmap_size, shape.mmap_offset, stat.len());

@@ -374,7 +374,7 @@ impl Input {
             *client.lock() = Some(output);
             let input = Ok(OwnedFd::from(stream));
             if let Err(error) = self.copy(&input) {
-                tracing::debug!(%error, "a console's client has gone");
+                tracing::debug!(%error, "a client of the console has disconnected");
             }
             *client.lock() = None;
         }

@@ -44,7 +44,7 @@ impl MemoryConfig {
 /// An error of allocating guest memory.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    /// The size makes no sense.
+    /// The size is invalid.
     #[error("the guest's memory is {bytes} bytes; expected a multiple of {unit} bytes, at least {min}")]
     Size {
         /// The requested value.

@@ -206,7 +206,7 @@ fn run(mut cpu: VcpuFd, index: usize, state: &State, bus: &Bus, stop: &Stop) {
             if *wish == Wish::Pause
                 && let Err(error) = tell_of_pause(&cpu)
             {
-                tracing::debug!(cpu = index, %error, "the guest's clock is not told of the pause");
+                tracing::debug!(cpu = index, %error, "cannot notify the guest's clock of the pause");
             }
             if *wish != Wish::Run {
                 state.still.fetch_add(1, Ordering::SeqCst);

@@ -23,7 +23,7 @@ impl Groups {
     ///
     /// # Errors
     ///
-    /// If one makes no sense.
+    /// If one is invalid.
     pub(super) fn parse(texts: &[String]) -> Result<Self, CommandFailure> {
         Ok(Self {
             given: RateLimitGroups::parse(texts)?,

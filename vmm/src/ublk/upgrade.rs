@@ -200,7 +200,7 @@ pub(super) fn take(servers: Vec<Predecessor>) -> Result<Taken, CommandFailure> {
 fn tell(failure: &CommandFailure) {
     tracing::error!(
         failure = failure.line().unwrap_or_default(),
-        "an upgrade goes on without"
+        "the upgrade continues without this server"
     );
 }
 
