@@ -27,6 +27,7 @@ use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, 
 use common::create;
 use qcow::image::CreateOptions;
 use qcow::{OpenOptions, QcowDisk};
+use ringdisk_gen::space::removed_bytes;
 
 const CLUSTER: u64 = 65536;
 const DISK: u64 = 32 << 20;
@@ -94,9 +95,9 @@ const FAULTY: &str = "mount -t tmpfs -o size=16m,huge=never none \"$RINGDISK_TES
     truncate -s 64M backing && mkfs.ext4 -q -O ^has_journal -E lazy_itable_init=0 backing && mkdir fs && \
     mount -o loop backing fs";
 
-/// Takes all the space there is in a folder, and what comes free a moment later: a ring that ends lets go of its
-/// files by and by.
+/// Takes all the space there is in a folder, and what comes free a moment later.
 fn fill(folder: &Path) {
+    await_removed(folder);
     let mut file = std::fs::File::create(folder.join("filler")).expect("a file");
     let mut quiet = 0;
     while quiet < 5 {
@@ -108,6 +109,21 @@ fn fill(folder: &Path) {
         }
         quiet = if taken { 0 } else { quiet + 1 };
         std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Waits until files that were removed take no space of a tmpfs any more. A ring that has been dropped lets go of its files
+/// in the background, and what it frees after the file system was filled is room that nothing had to wait for.
+fn await_removed(folder: &Path) {
+    let begin = Instant::now();
+    // The faulty file system is no tmpfs, and nothing was removed from it.
+    while removed_bytes(folder).is_ok_and(|bytes| bytes > 0) {
+        let waited = begin.elapsed();
+        assert!(
+            waited < Duration::from_secs(60),
+            "a removed file still takes space"
+        );
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

@@ -9,7 +9,7 @@ use block::sync::atomic::{AtomicBool, Ordering};
 use block::{AlignedBuf, IoError};
 
 use super::turn::Turns;
-use super::{Queue, flush, header};
+use super::{Queue, header};
 use crate::format::{Autoclear, BitmapFlags};
 use crate::image::bitmaps::Mark;
 
@@ -67,7 +67,7 @@ pub(super) async fn writes(queue: &Queue) -> Result<(), IoError> {
     mark_in_use(queue, &marks).await?;
     if let Some(keep) = keep {
         header::change(queue, |fields| fields.set_autoclear(keep)).await?;
-        flush::sync(queue).await?;
+        queue.file.sync().await?;
     }
     announcements.writes.store(true, Ordering::Release);
     Ok(())
@@ -96,5 +96,5 @@ async fn mark_in_use(queue: &Queue, marks: &[Mark]) -> Result<(), IoError> {
             .write_at(mark.offset, AlignedBuf::from_slice(&flags))
             .await?;
     }
-    flush::sync(queue).await
+    queue.file.sync().await
 }

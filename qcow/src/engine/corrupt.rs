@@ -9,7 +9,7 @@ use std::rc::Rc;
 use block::IoError;
 use block::report::Kind;
 
-use super::{Queue, chores, flush, header};
+use super::{Queue, chores, header};
 use crate::format::{GuestOffset, HostOffset, Incompatible, L2Table, Version};
 use crate::metadata::Lookup;
 use crate::metadata::snapshot::Misplaced;
@@ -91,7 +91,7 @@ pub(super) fn mark(queue: &Rc<Queue>) {
             fields.set_incompatible(fields.incompatible() | Incompatible::CORRUPT);
         });
         let marked = match written.await {
-            Ok(()) => flush::sync(&queue).await,
+            Ok(()) => queue.file.sync().await,
             Err(error) => Err(error),
         };
         if let Err(error) = marked {

@@ -14,10 +14,10 @@
 use std::rc::Rc;
 
 use block::canary::{Rule, broken};
+use block::join_all;
 pub(super) use block::rounds::Rounds;
 use block::{AlignedBuf, IoError};
 
-use super::read::{Part, finish};
 use super::{Queue, Shared, chores, corrupt, header, reclaim};
 use crate::format::HostOffset;
 use crate::metadata::Dropped;
@@ -98,11 +98,11 @@ impl Drop for SnapshotGuard<'_> {
 
 async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), IoError> {
     if snapshot.is_empty() {
-        return sync(queue).await;
+        return queue.file.sync().await;
     }
     if !snapshot.new_blocks.is_empty() || snapshot.moved_table.is_some() {
         write_places(queue, std::mem::take(&mut snapshot.new_blocks)).await?;
-        sync(queue).await?;
+        queue.file.sync().await?;
         snapshot.blocks_complete = true;
         if let Some((place, bytes)) = snapshot.moved_table.take() {
             // Not with the blocks: a round that failed may have pointed the header here already. The table's own
@@ -110,9 +110,9 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
             let mut places = std::mem::take(&mut snapshot.refcounts);
             places.push((place.offset, bytes));
             write_places(queue, places).await?;
-            sync(queue).await?;
+            queue.file.sync().await?;
             write_table_place(queue, place.offset, place.clusters).await?;
-            sync(queue).await?;
+            queue.file.sync().await?;
         }
     }
     let mut first = std::mem::take(&mut snapshot.refcounts);
@@ -125,25 +125,20 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
         first.append(&mut second);
     }
     write_places(queue, first).await?;
-    sync(queue).await?;
+    queue.file.sync().await?;
     snapshot.tables_complete = true;
     if !second.is_empty() {
         write_places(queue, second).await?;
-        sync(queue).await?;
+        queue.file.sync().await?;
     }
     if let Some(change) = snapshot.header {
         header::change(queue, |fields| {
             fields.set_disk(change.size_bytes, change.l1_offset, change.l1_entries);
         })
         .await?;
-        sync(queue).await?;
+        queue.file.sync().await?;
     }
     Ok(())
-}
-
-/// Makes what was written so far durable.
-pub(super) async fn sync(queue: &Queue) -> Result<(), IoError> {
-    queue.file.sync().await
 }
 
 /// The largest write that neighbours are joined into, in bytes.
@@ -168,14 +163,12 @@ async fn write_places(queue: &Rc<Queue>, mut places: Vec<Place>) -> Result<(), I
     for (offset, bytes) in joined {
         let buffer = Rc::new(AlignedBuf::from_slice(&bytes).into());
         let piece = block::buffer::Piece::whole(&buffer);
-        parts.push(Part::Io(
-            queue.file.start_write(offset.bytes(), smallvec::smallvec![piece]),
-        ));
+        parts.push(queue.file.start_write(offset.bytes(), smallvec::smallvec![piece]));
         if parts.len() == WRITES_MAX {
-            finish(std::mem::take(&mut parts)).await?;
+            join_all(std::mem::take(&mut parts)).await?;
         }
     }
-    finish(parts).await
+    join_all(parts).await
 }
 
 /// Points the header at the refcount table's new place.

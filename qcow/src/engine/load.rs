@@ -37,7 +37,7 @@ impl Drop for LoadGuard {
             Kind::Refcounts => metadata.refcounts.slices.end_load(self.slice),
         };
         drop(metadata);
-        waiters.into_iter().for_each(std::task::Waker::wake);
+        drop(waiters);
     }
 }
 
@@ -179,7 +179,7 @@ async fn copy_table(queue: &Rc<Queue>, l1_index: usize) -> Result<(), IoError> {
             let Ok(mut metadata) = self.0.write() else { return };
             let waiters = metadata.end_copy(self.1);
             drop(metadata);
-            waiters.into_iter().for_each(std::task::Waker::wake);
+            drop(waiters);
         }
     }
     let shared = &queue.shared;

@@ -16,6 +16,7 @@ mod flush;
 mod grow;
 mod header;
 mod load;
+mod part;
 mod queue;
 mod read;
 mod reclaim;

@@ -3,53 +3,18 @@
 //! Everything that can start is started before anything is waited for, and everything that was started
 //! is waited for before the request is answered, also after an error: its memory is the guest's.
 
-use std::future::{Future, poll_fn};
-use std::pin::Pin;
 use std::rc::Rc;
-use std::task::Poll;
 
 use block::buffer::Piece;
 use block::file::IoFuture;
-use block::{Buffer, IoError, LocalBoxFuture, Op, Request};
+use block::join_all;
+use block::{Buffer, IoError, Op, Request};
 use smallvec::SmallVec;
 
+use super::part::Part;
 use super::{Queue, compressed, corrupt, load};
 use crate::format::{CompressedExtent, GuestOffset};
 use crate::metadata::{Extent, Lookup};
-
-/// Something under way for a request.
-pub(super) enum Part {
-    Io(IoFuture),
-    Task(LocalBoxFuture<'static, Result<(), IoError>>),
-}
-
-/// Waits until every part has ended; the first error, if any.
-pub(super) async fn finish(parts: Vec<Part>) -> Result<(), IoError> {
-    let mut parts: Vec<Option<Part>> = parts.into_iter().map(Some).collect();
-    let mut result = Ok(());
-    poll_fn(|cx| {
-        let mut pending = false;
-        for place in &mut parts {
-            let poll = match place {
-                Some(Part::Io(io)) => Pin::new(io).poll(cx),
-                Some(Part::Task(task)) => task.as_mut().poll(cx),
-                None => continue,
-            };
-            match poll {
-                Poll::Ready(ended) => {
-                    *place = None;
-                    if result.is_ok() {
-                        result = ended;
-                    }
-                }
-                Poll::Pending => pending = true,
-            }
-        }
-        if pending { Poll::Pending } else { Poll::Ready(()) }
-    })
-    .await;
-    result
-}
 
 /// How many extents of one request are under way at once.
 const EXTENTS_MAX: usize = 64;
@@ -96,7 +61,7 @@ pub(super) async fn read(
         // Pieces that have ended keep their slots of the ring until they are looked at, and loading a table
         // needs one.
         if parts.len() >= EXTENTS_MAX || miss.is_some() {
-            result = finish(std::mem::take(&mut parts)).await;
+            result = join_all(std::mem::take(&mut parts)).await;
         }
         if let Some(lookup) = wrong {
             result = Err(corrupt::found(queue, lookup, here));
@@ -105,7 +70,7 @@ pub(super) async fn read(
             result = result.and(load::load_l2(queue, slice).await);
         }
     }
-    let ended = finish(parts).await;
+    let ended = join_all(parts).await;
     result.and(ended)
 }
 

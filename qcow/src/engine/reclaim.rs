@@ -13,9 +13,9 @@ use std::rc::Rc;
 use block::IoError;
 use block::canary::{Rule, broken};
 use block::epoch::is_past_grace;
+use block::join_all;
 use rustc_hash::FxHashMap;
 
-use super::read::{Part, finish};
 use super::{Queue, Shared, chores, load};
 use crate::format::HostCluster;
 use crate::metadata::Dropped;
@@ -199,7 +199,7 @@ async fn punch(queue: &Rc<Queue>, runs: &[(HostCluster, u64)]) -> bool {
     for some in runs.chunks(PUNCHES_MAX) {
         let parts = some.iter().map(|&(first, count)| {
             let data = queue.data.clone();
-            Part::Task(Box::pin(async move {
+            Box::pin(async move {
                 match data
                     .punch(geometry.host_offset(first), count * geometry.cluster_size())
                     .await
@@ -208,10 +208,10 @@ async fn punch(queue: &Rc<Queue>, runs: &[(HostCluster, u64)]) -> bool {
                     Ok(false) => Err(IoError::Unsupported),
                     Err(error) => Err(error),
                 }
-            }))
+            })
         });
         // A cluster that could not be punched is as free as one that could; it is only not zero.
-        zero &= finish(parts.collect()).await.is_ok();
+        zero &= join_all(parts).await.is_ok();
     }
     zero
 }

@@ -11,11 +11,13 @@ use std::rc::Rc;
 
 use block::buffer::Piece;
 use block::canary::{Rule, broken};
+use block::join_all;
 use block::ring::Pieces;
 use block::{Buffer, IoError};
 use smallvec::{SmallVec, smallvec};
 
-use super::read::{Part, finish, start_backing};
+use super::part::Part;
+use super::read::start_backing;
 use super::{Queue, Shared, chores, compressed, flush, load};
 use crate::format::{GuestOffset, HostCluster};
 use crate::metadata::Blocked;
@@ -140,7 +142,7 @@ async fn run(queue: &Rc<Queue>, source: &Source, steps: &[WriteStep]) -> Result<
             }
         });
     }
-    finish(parts).await
+    join_all(parts).await
 }
 
 /// Fills reserved clusters and maps them.
@@ -169,7 +171,7 @@ impl Reservation<'_> {
     fn publish(mut self) -> Result<(), IoError> {
         let (waiters, result) = self.shared.write()?.publish(self.allocation);
         self.done = true;
-        waiters.into_iter().for_each(std::task::Waker::wake);
+        drop(waiters);
         result
     }
 }
@@ -184,7 +186,7 @@ impl Drop for Reservation<'_> {
         };
         let waiters = metadata.abandon(self.allocation);
         drop(metadata);
-        waiters.into_iter().for_each(std::task::Waker::wake);
+        drop(waiters);
     }
 }
 
@@ -258,7 +260,7 @@ async fn old_cluster(queue: &Rc<Queue>, old: OldCluster, guest: GuestOffset) -> 
             let buffer = fresh();
             let mut parts = Vec::new();
             start_backing(queue, &buffer, 0, guest, size, &mut parts);
-            finish(parts).await?;
+            join_all(parts).await?;
             Ok(buffer)
         }
     }

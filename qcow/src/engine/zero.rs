@@ -108,7 +108,7 @@ async fn clear(
                     .shared
                     .write()?
                     .punched(guest, count, slice, punched.is_ok());
-                waiters.into_iter().for_each(std::task::Waker::wake);
+                drop(waiters);
                 punched?;
                 result?;
                 here = guest + count;

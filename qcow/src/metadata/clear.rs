@@ -1,9 +1,8 @@
 //! Making guest clusters read as zeros, or be nothing, by changing their entries alone.
 
-use std::task::Waker;
-
 use block::IoError;
 use block::canary::{Rule, broken};
+use block::sync::WaitList;
 
 use super::{Blocked, Metadata};
 use crate::format::{GuestCluster, HostOffset, L2Entry, L2Mapping, Version};
@@ -112,14 +111,15 @@ impl Metadata {
         })
     }
 
-    /// Marks clusters that were punched as zeros that keep their place. Returns whom to wake.
+    /// Marks clusters that were punched as zeros that keep their place. Returns those who wait for them; drop the list
+    /// without the lock.
     pub(crate) fn punched(
         &mut self,
         guest: GuestCluster,
         count: u64,
         slice: u64,
         done: bool,
-    ) -> (Vec<Waker>, Result<(), IoError>) {
+    ) -> (WaitList, Result<(), IoError>) {
         self.l2.unpin(slice);
         let mut result = Ok(());
         for cluster in guest.until(guest + count).filter(|_| done) {

@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::task::Waker;
 
 use block::canary::{Rule, broken};
+use block::sync::WaitList;
 
 use crate::format::GuestCluster;
 
@@ -17,7 +18,7 @@ pub(crate) struct InFlight(Vec<Entry>);
 #[derive(Debug)]
 struct Entry {
     clusters: Range<GuestCluster>,
-    waiters: Vec<Waker>,
+    waiters: WaitList,
 }
 
 impl InFlight {
@@ -36,7 +37,7 @@ impl InFlight {
     pub(crate) fn wait(&mut self, cluster: GuestCluster, waker: &Waker) -> bool {
         let found = self.0.iter_mut().find(|entry| entry.clusters.contains(&cluster));
         let Some(entry) = found else { return false };
-        entry.waiters.push(waker.clone());
+        entry.waiters.register(waker);
         true
     }
 
@@ -48,17 +49,16 @@ impl InFlight {
         );
         self.0.push(Entry {
             clusters: first..first + count,
-            waiters: Vec::new(),
+            waiters: WaitList::default(),
         });
     }
 
-    /// Takes out the clusters that were entered with `first`. Returns the wakers of those that wait for them, to be woken
-    /// without the metadata's lock.
-    #[must_use]
-    pub(crate) fn leave(&mut self, first: GuestCluster) -> Vec<Waker> {
+    /// Takes out the clusters that were entered with `first`. Returns those who wait for them; drop the list without the
+    /// metadata's lock.
+    pub(crate) fn leave(&mut self, first: GuestCluster) -> WaitList {
         match self.0.iter().position(|entry| entry.clusters.start == first) {
             Some(index) => self.0.swap_remove(index).waiters,
-            None => Vec::new(),
+            None => WaitList::default(),
         }
     }
 }

@@ -21,10 +21,9 @@ pub(crate) mod snapshot;
 pub(crate) mod structures;
 mod tables;
 
-use std::task::Waker;
-
 use block::IoError;
-use rustc_hash::{FxHashMap, FxHashSet};
+use block::sync::SingleFlight;
+use rustc_hash::FxHashSet;
 
 use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::{EntryError, Geometry, GuestCluster, GuestOffset, HostCluster, HostOffset, L1Entry};
@@ -104,7 +103,8 @@ pub(crate) struct Metadata {
     /// Below this guest byte there are bytes in the backing file that must not show where they are hidden.
     covered_bytes: u64,
     pub(crate) in_flight: InFlight,
-    copying: FxHashMap<usize, Vec<Waker>>,
+    /// L1 entries whose tables are being copied.
+    copying: SingleFlight<usize>,
     pub(crate) drops: Vec<Dropped>,
     /// A FLUSH is writing what was dirty when it began.
     pub(crate) flushing: bool,
@@ -140,7 +140,7 @@ impl Metadata {
             slice_bits: slice_bytes.trailing_zeros() - geometry.l2_entry_width().bits(),
             covered_bytes,
             in_flight: InFlight::default(),
-            copying: FxHashMap::default(),
+            copying: SingleFlight::default(),
             drops: Vec::new(),
             flushing: false,
         }

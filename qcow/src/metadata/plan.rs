@@ -6,10 +6,9 @@
 //! What must stay true: clusters are reserved and in flight from the plan until they are published or abandoned, and
 //! the slice that maps them is pinned as long.
 
-use std::task::Waker;
-
 use block::IoError;
 use block::canary::{Rule, broken};
+use block::sync::WaitList;
 
 use super::{Blocked, Dropped, Metadata};
 use crate::format::{CompressedExtent, GuestCluster, GuestOffset, HostOffset, L2Entry, L2Mapping};
@@ -261,12 +260,13 @@ impl Metadata {
         }
     }
 
-    /// Maps an allocation whose clusters are filled. Returns whom to wake, however it ended.
+    /// Maps an allocation whose clusters are filled. Returns those who wait for them, however it ended; drop the list without
+    /// the lock.
     ///
     /// # Errors
     ///
     /// If the metadata is not as planned, which is a corruption.
-    pub(crate) fn publish(&mut self, allocation: &Allocation) -> (Vec<Waker>, Result<(), IoError>) {
+    pub(crate) fn publish(&mut self, allocation: &Allocation) -> (WaitList, Result<(), IoError>) {
         let size = self.geometry.cluster_size();
         self.l2.unpin(allocation.slice);
         let result = (0..allocation.count).try_for_each(|index| {
@@ -277,9 +277,9 @@ impl Metadata {
         (self.in_flight.leave(allocation.guest), result)
     }
 
-    /// Undoes an allocation whose clusters could not be filled. Returns whom to wake.
-    #[must_use]
-    pub(crate) fn abandon(&mut self, allocation: &Allocation) -> Vec<Waker> {
+    /// Undoes an allocation whose clusters could not be filled. Returns those who wait for them; drop the list without the
+    /// lock.
+    pub(crate) fn abandon(&mut self, allocation: &Allocation) -> WaitList {
         self.l2.unpin(allocation.slice);
         if !allocation.kept {
             let first = self.geometry.host_cluster(allocation.host);

@@ -9,6 +9,7 @@
 use std::task::Waker;
 
 use block::sync::atomic::{AtomicBool, Ordering};
+use block::sync::{SingleFlight, WaitList};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 /// One cached slice.
@@ -36,7 +37,7 @@ pub(crate) struct SliceCache {
     slice_bytes: usize,
     budget: usize,
     dirty: FxHashSet<u64>,
-    loading: FxHashMap<u64, Vec<Waker>>,
+    loading: SingleFlight<u64>,
 }
 
 impl SliceCache {
@@ -51,7 +52,7 @@ impl SliceCache {
             slice_bytes,
             budget: budget.max(16),
             dirty: FxHashSet::default(),
-            loading: FxHashMap::default(),
+            loading: SingleFlight::default(),
         }
     }
 
@@ -242,21 +243,12 @@ impl SliceCache {
 
     /// Whether the caller is to load the slice. If somebody else is loading it, `waker` is woken at the end.
     pub(crate) fn begin_load(&mut self, key: u64, waker: &Waker) -> bool {
-        match self.loading.get_mut(&key) {
-            Some(waiters) => {
-                waiters.push(waker.clone());
-                false
-            }
-            None => {
-                self.loading.insert(key, Vec::new());
-                true
-            }
-        }
+        self.loading.begin(key, waker)
     }
 
-    /// A load has ended, well or not. Returns whom to wake, without the lock.
-    pub(crate) fn end_load(&mut self, key: u64) -> Vec<Waker> {
-        self.loading.remove(&key).unwrap_or_default()
+    /// A load has ended, well or not. Returns those who wait for it; drop the list without the lock.
+    pub(crate) fn end_load(&mut self, key: u64) -> WaitList {
+        self.loading.end(&key)
     }
 }
 

@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::task::Waker;
 
 use block::IoError;
+use block::sync::WaitList;
 
 use super::refcounts::{Stuck, TablePlace};
 use super::structures::{Exposed, Structure};
@@ -124,18 +125,12 @@ impl Metadata {
 
     /// Whether this caller is to copy the table of `l1_index`; otherwise `waker` is woken when somebody has.
     pub(crate) fn begin_copy(&mut self, l1_index: usize, waker: &Waker) -> bool {
-        if let Some(waiters) = self.copying.get_mut(&l1_index) {
-            waiters.push(waker.clone());
-            return false;
-        }
-        self.copying.insert(l1_index, Vec::new());
-        true
+        self.copying.begin(l1_index, waker)
     }
 
-    /// A table copy has ended, well or not. Returns whom to wake.
-    #[must_use]
-    pub(crate) fn end_copy(&mut self, l1_index: usize) -> Vec<Waker> {
-        self.copying.remove(&l1_index).unwrap_or_default()
+    /// A table copy has ended, well or not. Returns those who wait for it; drop the list without the lock.
+    pub(crate) fn end_copy(&mut self, l1_index: usize) -> WaitList {
+        self.copying.end(&l1_index)
     }
 
     /// How many 512-byte parts the L1 table has.

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Images are written from the specification alone, without Ringdisk's crates, so that an error in our encoder is not
-//! repeated in its test. Only [`watch`], [`fingerprint`] and [`kvm`] do I/O.
+//! repeated in its test. Only [`watch`], [`fingerprint`], [`space`] and [`kvm`] do I/O.
 //!
 //! ```
 //! use ringdisk_gen::Random;
@@ -22,6 +22,7 @@ pub mod image;
 pub mod kernel;
 pub mod kvm;
 pub mod malformed;
+pub mod space;
 pub mod watch;
 
 pub use image::{Content, Image, ImageSpec, Place, Snapshot, Structure};
