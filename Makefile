@@ -32,7 +32,7 @@ check: lint
 
 # The steps before the tests are made by the script, which measures them.
 test:
-	MAKE="$(MAKE)" tests/run-tests.sh setup lint doc build models explore canaries
+	tests/run-tests.sh setup lint doc build models explore canaries
 
 # Half of the states are of the same seeds each time, half of new ones; those are printed, and `--from` repeats them.
 explore:

@@ -37,7 +37,7 @@ tests() {
     env --default-signal=HUP,INT,QUIT,TERM cargo test --workspace --no-fail-fast -- --show-output 2>&1 | tee "$log"
 }
 
-for step; do timed "$step" "${MAKE:-make}" --no-print-directory "$step"; done
+for step; do timed "$step" make --no-print-directory "$step"; done
 status=0
 timed tests tests || status=$?
 tests/summary.sh "$log" "$steps" || status=1

@@ -44,7 +44,7 @@ for transport in $own_transports; do
     rm b.raw a.qcow2
     check b.qcow2
     ringdisk image create a.qcow2 64M >/dev/null
-    grep -E 'WARN|ERROR' box.err | grep -v 'has the removed device open still' | sed "s/^/logged $transport /" || true
+    grep -E 'WARN|ERROR' box.err | grep -v 'the removed device is still open' | sed "s/^/logged $transport /" || true
 done
 ls /run/ringdisk/ublk | wc -l | sed 's/^/remembered /'
 add free add --disk path=a.qcow2 --sandbox off
