@@ -56,12 +56,6 @@ pub trait Disk: Send + Sync + fmt::Debug {
         Vec::new()
     }
 
-    /// Whether all of these files are no more than memory, and their bytes best copied by the worker itself
-    /// ([`ImageFile::is_in_memory`](crate::file::ImageFile::is_in_memory)).
-    fn is_in_memory(&self) -> bool {
-        false
-    }
-
     /// One queue's view of the disk, on the worker that `cx` belongs to.
     ///
     /// # Errors

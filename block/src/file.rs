@@ -290,12 +290,6 @@ impl ImageFile {
         self.block_device
     }
 
-    /// Whether it lies in memory, and io_uring would hand each op on it to a thread of the kernel all the same.
-    #[must_use]
-    pub fn is_in_memory(&self) -> bool {
-        crate::ring::is_in_memory(self.fd.as_raw_fd())
-    }
-
     /// What I/O on it must be aligned to.
     #[must_use]
     pub fn alignment(&self) -> Alignment {

@@ -155,10 +155,6 @@ impl Disk for RawDisk {
         vec![self.file.path().to_owned()]
     }
 
-    fn is_in_memory(&self) -> bool {
-        self.file.is_in_memory()
-    }
-
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {
         let view = self.file.view(cx).map_err(|source| OpenQueueError {
             disk: self.file.path().display().to_string(),

@@ -126,10 +126,6 @@ impl Disk for ThrottledDisk {
         self.disk.files()
     }
 
-    fn is_in_memory(&self) -> bool {
-        self.disk.is_in_memory()
-    }
-
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {
         let lane = Lane {
             queue: Arc::clone(&self.disk).open_queue(cx)?,

@@ -56,7 +56,7 @@ pub use control::{ControlError, ControlRing, start_and_end};
 pub use crate::door::{Door, FixedBuffer, LeaseError};
 pub use crate::handle::FileHandle;
 pub use fixed::FixedTable;
-pub(crate) use sys::{is_in_memory, set_timer, signal_event, timer};
+pub(crate) use sys::{set_timer, signal_event, timer};
 
 /// Which driver carries out a ring's ops.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

@@ -281,11 +281,6 @@ impl Disk for QcowDisk {
             .collect()
     }
 
-    fn is_in_memory(&self) -> bool {
-        let mut below = self.shared.backing.iter();
-        self.shared.file.is_in_memory() && below.all(|backing| backing.disk.is_in_memory())
-    }
-
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {
         Ok(Box::new(queue::QcowQueue(self.queue(cx)?)))
     }

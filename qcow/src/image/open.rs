@@ -413,10 +413,6 @@ impl Disk for Locked {
         self.disk.files()
     }
 
-    fn is_in_memory(&self) -> bool {
-        self.disk.is_in_memory()
-    }
-
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn block::DiskQueue>, block::OpenQueueError> {
         Arc::clone(&self.disk).open_queue(cx)
     }

@@ -19,6 +19,21 @@ fn took(world: &World, arguments: &[&str], count: usize, len: &str) -> Duration 
     took
 }
 
+/// Expects that work never takes less than so many seconds, and not much more. What else the machine does makes it longer
+/// only, so the shortest of three counts.
+fn assert_takes(seconds: f64, what: &str, work: impl Fn() -> Duration) {
+    let mut all = Vec::new();
+    while all.len() < 3 {
+        let took = work().as_secs_f64();
+        assert!(took >= 0.99 * seconds, "{what}: {took} s, expected {seconds}");
+        all.push(took);
+        if took < seconds + 0.8 {
+            return;
+        }
+    }
+    panic!("{what}: {all:?} s, expected {seconds}");
+}
+
 #[test]
 fn bytes_and_requests_take_the_time_that_was_asked_for() {
     let world = World::new();
@@ -35,16 +50,12 @@ fn bytes_and_requests_take_the_time_that_was_asked_for() {
         ("ops_size=50,ops_refill_time=250", 50 + 400, "512"),
     ] {
         let disk = format!("{limited},{limits}");
-        let took = took(&world, &["--disk", &disk], count, len);
-        assert!(
-            (1.98..2.8).contains(&took.as_secs_f64()),
-            "{limits}: {took:?}, expected 2 s"
-        );
+        assert_takes(2.0, limits, || took(&world, &["--disk", &disk], count, len));
     }
     let group = ["--rate-limit-group", "id=g,ops_size=50,ops_refill_time=250"];
     let disk = format!("{limited},rate_limit_group=g");
-    let took = took(&world, &[&["--disk", &disk][..], &group].concat(), 250, "512");
-    assert!((0.99..1.8).contains(&took.as_secs_f64()), "a group: {took:?}");
+    let arguments = [&["--disk", &disk][..], &group].concat();
+    assert_takes(1.0, "a group", || took(&world, &arguments, 250, "512"));
 }
 
 #[test]
