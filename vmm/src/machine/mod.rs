@@ -15,6 +15,7 @@ mod bus;
 mod console;
 mod hotplug;
 mod kvm;
+mod kvm_error;
 mod memory;
 mod vcpu;
 mod x86_64;
@@ -34,7 +35,8 @@ use vm_memory::GuestMemoryMmap;
 
 pub use bus::SLOTS;
 pub use console::{Console, ConsoleConfig, ConsoleError, restore_terminal};
-pub use kvm::{KvmBus, KvmError, KvmMachine};
+pub use kvm::{KvmBus, KvmMachine};
+pub use kvm_error::KvmError;
 pub use memory::{MemoryConfig, MemoryError};
 pub use vcpu::Exits;
 pub use x86_64::BootError;

@@ -6,14 +6,12 @@
 //! device, or of an earlier device with the same number, blocks nobody.
 
 use std::fs;
-use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
 use virtio_devices::ublk::block_path;
 
-use super::devices::is_process_alive;
+use super::claimed_file::Identity;
+use super::process::is_process_alive;
 use super::state::{self, DeviceState};
 
 /// An image that may not be opened for writing.
@@ -54,53 +52,6 @@ fn part(backing: bool) -> &'static str {
         "a backing file of the disk of"
     } else {
         "the disk of"
-    }
-}
-
-/// Device and inode of a file; for a block device, whatever node it is reached by, its number.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) struct Identity {
-    device: u64,
-    /// `None`: it is that block device.
-    inode: Option<u64>,
-}
-
-impl Identity {
-    fn of(path: &Path) -> io::Result<Self> {
-        let found = fs::metadata(path)?;
-        Ok(if found.file_type().is_block_device() {
-            Self {
-                device: found.rdev(),
-                inode: None,
-            }
-        } else {
-            Self {
-                device: found.dev(),
-                inode: Some(found.ino()),
-            }
-        })
-    }
-}
-
-/// A file of a device's disk, as its server had it open.
-#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) struct ClaimedFile {
-    path: PathBuf,
-    identity: Identity,
-}
-
-impl ClaimedFile {
-    /// Returns the identity of the file at `path`; `None` if it cannot be read.
-    pub(super) fn of(path: &Path) -> Option<Self> {
-        // A path such as /dev/fd/3 means another file in another process.
-        let path = path.canonicalize().ok()?;
-        let identity = Identity::of(&path).ok()?;
-        Some(Self { path, identity })
-    }
-
-    /// Returns true if this is the file that `ublk recover` would open, or the one that was moved from its path.
-    fn is(&self, identity: Identity) -> bool {
-        Identity::of(&self.path).unwrap_or(self.identity) == identity
     }
 }
 
@@ -154,6 +105,7 @@ fn refuse_in(folder: &Path, devices: &Path, path: &Path, own: Option<u32>) -> Re
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ublk::claimed_file::ClaimedFile;
 
     /// A folder with images, one with what is remembered, and one as `/sys/block`.
     struct World {

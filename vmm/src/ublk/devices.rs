@@ -5,11 +5,12 @@ use std::io::Write;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use virtio_devices::ublk::abi::{DeviceInfo, Flags, SECTOR_BYTES, State};
+use virtio_devices::ublk::abi::{Flags, SECTOR_BYTES, State};
 use virtio_devices::ublk::{CommandError, Control, Recovery, Transport, block_path};
 
+use super::process::is_alive;
 use super::state::{self, DeviceState};
-use super::{helper, links, serve, usage};
+use super::{helper, links, page_cache, usage};
 use crate::control::{self, Request, ask_within};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::size;
@@ -94,18 +95,6 @@ pub(super) fn refuse_served(ids: &[u32]) -> Result<(), CommandFailure> {
         }
     }
     Ok(())
-}
-
-/// Returns true if the process that serves a device runs.
-pub(super) fn is_alive(info: &DeviceInfo) -> bool {
-    u32::try_from(info.ublksrv_pid).is_ok_and(is_process_alive)
-}
-
-/// Returns true if a process runs. A zombie does not.
-pub(super) fn is_process_alive(pid: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
-    !matches!(state, None | Some('Z' | 'X'))
 }
 
 fn recovery(flags: Flags) -> &'static str {
@@ -331,7 +320,7 @@ fn delete_one(control: &mut Control, id: u32, force: bool) -> Result<(), Command
                 format!("{path} is in use ({user}); pass --force to remove it anyway").into(),
             ));
         }
-        Some(_) => serve::sync(),
+        Some(_) => page_cache::sync(),
         None => {}
     }
     let stopped = if !force && info.flags().contains(Flags::SAFE_STOP_DEV) {

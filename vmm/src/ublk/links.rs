@@ -15,7 +15,7 @@ use rustix::fs::{FlockOperation, flock};
 use virtio_devices::ublk::abi::Flags;
 use virtio_devices::ublk::{Control, block_path};
 
-use super::devices::is_process_alive;
+use super::process::is_process_alive;
 use super::state::{BLOCK_DEVICES, DeviceState};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_OK};

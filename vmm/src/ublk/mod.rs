@@ -5,13 +5,16 @@
 
 pub mod arguments;
 pub mod claim;
+mod claimed_file;
 mod devices;
 mod fence;
 mod groups;
 mod hand_over;
 mod helper;
 mod links;
+mod page_cache;
 mod parallel;
+mod process;
 mod resume;
 mod serve;
 mod sooner;

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use virtio_devices::ublk::abi::State;
 use virtio_devices::ublk::{CommandError, block_path};
 
-use super::devices::is_alive;
 use super::helper;
+use super::process::is_alive;
 use super::state::DeviceState;
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;

@@ -5,7 +5,6 @@
 //! exits: then it can be recovered.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
@@ -20,13 +19,13 @@ use virtio_devices::ublk::{
 };
 
 use super::arguments::{AddArguments, RecoverArguments, ServeArguments, UpgradeArguments};
-use super::claim::ClaimedFile;
+use super::claimed_file::ClaimedFile;
 use super::groups::Groups;
 use super::resume::{self, Found};
 use super::sooner::Sooner;
 use super::state::{self, DeviceState};
 use super::upgrade::{self, Predecessor};
-use super::{devices, fence, hand_over, helper, links, parallel, usage};
+use super::{devices, fence, hand_over, helper, links, page_cache, parallel, usage};
 use crate::control::{Control as ControlSocket, Request, Server as ControlServer};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
@@ -34,9 +33,6 @@ use crate::open::{self, OpenedDisk, Opening};
 use crate::signals::StopSignals;
 use crate::socket::Socket;
 use crate::{background, limits, once, sd_notify, size};
-
-/// The time in which a device in use may write back the host's page cache.
-const SYNC_MAX: Duration = Duration::from_secs(10);
 
 /// The longest time that I/O of a killed server may keep its image locked: as long as a request may take the driver.
 const UNLOCK_MAX: Duration = Duration::from_secs(30);
@@ -632,11 +628,11 @@ fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
         match usage::user_of(&path) {
             Ok(Some(user)) => {
                 tracing::warn!(device = id, %user, "the device was removed while in use; its users get I/O errors");
-                sync();
+                page_cache::sync();
             }
             Ok(None) => {}
             // The sandbox does not let us see who has it open.
-            Err(_) => flush(path.clone()),
+            Err(_) => page_cache::flush(path.clone()),
         }
     }
     links::remove_own(id, serial.as_deref());
@@ -652,47 +648,6 @@ fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
         Err(error) => tracing::error!(disk = %name, device = id, %error, "the image was not closed cleanly"),
     }
     closed.map_err(|error| CommandFailure::about(name, error))
-}
-
-/// Has the host write what it keeps in memory, in bounded time: there may be disks that hang.
-pub(super) fn sync() {
-    match helper::sync(SYNC_MAX) {
-        Ok(true) => {}
-        Ok(false) => tracing::warn!(
-            "the host has not written back its page cache within {} s",
-            SYNC_MAX.as_secs()
-        ),
-        // Who is confined starts no process.
-        Err(_) => in_time(rustix::fs::sync),
-    }
-}
-
-/// As [`sync`], what it keeps of one block device for those who have it open.
-fn flush(path: String) {
-    in_time(move || {
-        let flushed = File::open(&path).and_then(|device| device.sync_all());
-        flushed.unwrap_or_else(|error| tracing::warn!(%error, "cannot flush {path}"));
-    });
-}
-
-/// Runs `what` on a thread of its own, which may take longer than the wait for it.
-fn in_time(what: impl FnOnce() + Send + 'static) {
-    let (done, ended) = mpsc::channel();
-    let sync = move || {
-        what();
-        done.send(()).unwrap_or_default();
-    };
-    if std::thread::Builder::new()
-        .name("sync".to_owned())
-        .spawn(sync)
-        .is_ok()
-        && ended.recv_timeout(SYNC_MAX).is_err()
-    {
-        tracing::warn!(
-            "the host has not written back its page cache within {} s",
-            SYNC_MAX.as_secs()
-        );
-    }
 }
 
 /// Carries out what the control socket is asked.

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::claim::ClaimedFile;
+use super::claimed_file::ClaimedFile;
 use crate::disk_config::DiskConfig;
 
 /// The folder of privileged servers' files.

@@ -21,7 +21,7 @@ use virtio_devices::ublk::{Recovery, block_path};
 
 use super::hand_over::{VERSION, names};
 use super::state::DeviceState;
-use super::{devices, helper};
+use super::{devices, helper, process};
 use crate::control::{AskError, Request, ask_for_locks, ask_within};
 use crate::error::CommandFailure;
 
@@ -78,7 +78,7 @@ pub(super) fn find(ids: &[u32], everything: bool) -> Result<Vec<Predecessor>, Co
         let info = control
             .info(id)
             .map_err(|error| CommandFailure::Failed(error.into()))?;
-        let is_served = info.state() == State::Live && devices::is_alive(&info);
+        let is_served = info.state() == State::Live && process::is_alive(&info);
         let remembered = DeviceState::load(id);
         if everything && (!is_served || remembered.is_none()) {
             continue;

@@ -13,7 +13,7 @@ use acpi_tables::sdt::Sdt;
 use acpi_tables::xsdt::XSDT;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::boot::BootError;
+use super::boot_error::BootError;
 use super::hotplug_aml::{event_device, slots};
 use super::{
     IOAPIC, LAPIC, RESET_PORT, RESET_VALUE, SERIAL_PIN, SERIAL_PORT, SERIAL_PORTS, SLEEP_OFF, SLEEP_PORT,

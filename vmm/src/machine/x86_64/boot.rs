@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use linux_loader::loader::bootparam::{boot_e820_entry, boot_params};
 use linux_loader::loader::bzimage::BzImage;
@@ -12,6 +12,7 @@ use linux_loader::loader::start_info::{hvm_memmap_table_entry, hvm_modlist_entry
 use linux_loader::loader::{KernelLoader, KernelLoaderResult};
 use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
+use super::boot_error::{BootError, COMMAND_LINE_MAX};
 use super::{FOUR_GIB, HOLE, RESET_PORT, RESET_VALUE, acpi};
 use crate::machine::Payload;
 
@@ -21,8 +22,6 @@ const MODULES: u64 = 0x6040;
 const MEMORY_MAP: u64 = 0x6100;
 const ZERO_PAGE: u64 = 0x7000;
 const COMMAND_LINE: u64 = 0x2_0000;
-/// Linux: `COMMAND_LINE_SIZE` of x86. A kernel cuts what is longer without a word.
-const COMMAND_LINE_MAX: usize = 2048;
 /// The end of low memory; ACPI tables are above it, as firmware is on other machines.
 const LOW_END: u64 = 0xA_0000;
 const HIGH_MEMORY: u64 = 0x10_0000;
@@ -51,48 +50,6 @@ pub(in crate::machine) struct Entry {
     pub(super) mode: Mode,
     pub(super) address: u64,
     pub(super) parameters: u64,
-}
-
-/// A kernel or initramfs that cannot be booted.
-#[derive(Debug, thiserror::Error)]
-pub enum BootError {
-    /// A file cannot be read.
-    #[error("cannot read the {what} {}", path.display())]
-    Read {
-        /// The file's role: kernel or initramfs.
-        what: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        #[source]
-        source: io::Error,
-    },
-    /// The file is no kernel that can be started.
-    #[error(
-        "{} is not a bootable kernel: {why}; expected a bzImage with a 64-bit entry, or an ELF file with \
-         a PVH note",
-        path.display()
-    )]
-    Kernel {
-        /// The file.
-        path: PathBuf,
-        /// The defect.
-        why: String,
-    },
-    /// It does not fit.
-    #[error("the {what} of {bytes} bytes does not fit into the guest's memory; raise --memory")]
-    NoRoom {
-        /// The object that does not fit.
-        what: &'static str,
-        /// Its size.
-        bytes: u64,
-    },
-    /// The command line is too long.
-    #[error("the kernel's command line has {bytes} bytes; at most {} fit", COMMAND_LINE_MAX - 1)]
-    CommandLine {
-        /// Its length.
-        bytes: usize,
-    },
 }
 
 fn open(what: &'static str, path: &Path) -> Result<File, BootError> {

@@ -6,7 +6,8 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::boot::{Entry, Mode};
 use crate::machine::MachineError;
-use crate::machine::kvm::{KvmMachine, refuses};
+use crate::machine::kvm::KvmMachine;
+use crate::machine::kvm_error::refuses;
 
 /// The addresses of the first CPU's tables, in memory that kernels reuse later.
 const GDT: u64 = 0x500;

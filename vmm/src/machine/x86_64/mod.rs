@@ -12,6 +12,7 @@
 
 mod acpi;
 mod boot;
+mod boot_error;
 mod cpu;
 mod hotplug_aml;
 
@@ -21,12 +22,12 @@ use kvm_bindings::{
 };
 use kvm_ioctls::VmFd;
 
-pub use boot::BootError;
 pub(super) use boot::{check, check_command_line, load};
+pub use boot_error::BootError;
 pub(super) use cpu::make_cpus;
 
 use super::bus::Ports;
-use super::kvm::refuses;
+use super::kvm_error::refuses;
 use super::{MachineError, Reason, Stop};
 use std::sync::Arc;
 

@@ -1,0 +1,17 @@
+//! The processes that serve devices.
+
+use std::fs;
+
+use virtio_devices::ublk::abi::DeviceInfo;
+
+/// Returns true if the process that serves a device runs.
+pub(super) fn is_alive(info: &DeviceInfo) -> bool {
+    u32::try_from(info.ublksrv_pid).is_ok_and(is_process_alive)
+}
+
+/// Returns true if a process runs. A zombie does not.
+pub(super) fn is_process_alive(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
+    !matches!(state, None | Some('Z' | 'X'))
+}
