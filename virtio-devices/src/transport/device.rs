@@ -10,7 +10,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 
-use super::ResizeError;
+use super::error::ResizeError;
 use super::msix::{NO_VECTOR, Vectors};
 use crate::virtqueue::RingAddresses;
 

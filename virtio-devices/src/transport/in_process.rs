@@ -6,9 +6,9 @@ use std::sync::Arc;
 use block::worker::{WorkerGone, WorkerHandle};
 use vm_memory::GuestMemoryMmap;
 
-use super::ResizeError;
 use super::device::{Device, DeviceError, QueueInterrupt, QueueStart};
-use super::pci::{Shared, signal};
+use super::error::ResizeError;
+use super::function::{Shared, signal};
 use crate::block::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
 
 /// Raises the interrupts of one queue.

@@ -14,7 +14,9 @@
 
 mod config_space;
 mod device;
+mod error;
 mod foreign;
+mod function;
 mod in_process;
 mod msix;
 mod pci;
@@ -29,8 +31,9 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-pub use foreign::{BackendError, VhostUserBackend};
-pub use pci::{BAR_BYTES, PciDiskConfig, PlugError, ResizeError, VhostUserDiskConfig, VirtioPciBlock};
+pub use error::{PlugError, ResizeError};
+pub use foreign::{BackendError, VhostUserBackend, VhostUserDiskConfig};
+pub use pci::{BAR_BYTES, PciDiskConfig, VirtioPciBlock};
 
 /// A message that raises an interrupt when it is written: what MSI-X puts in a table entry.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

@@ -4,30 +4,28 @@
 //! is not paused; and when a reset or a pause returns, none of them touches guest memory any more.
 
 use std::io;
-use std::os::fd::BorrowedFd;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
-use block::worker::{StartHook, StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
-use block::{Disk, IoError};
+use block::Disk;
+use block::worker::{WorkerConfig, WorkerHandle};
 use virtio_bindings::virtio_blk::VIRTIO_BLK_F_RO;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use vm_memory::GuestMemoryMmap;
 
 use super::config_space::{COMMAND_MEMORY, ConfigSpace, at};
 use super::device::{Device, DeviceError};
-use super::foreign::{BackendError, Foreign, VhostUserBackend};
+use super::error::{PlugError, ResizeError};
+use super::foreign::{Foreign, VhostUserBackend};
+use super::function::{QUEUES_MAX, STATUS_NEEDS_RESET, Shared, signal};
 use super::in_process::InProcess;
-use super::msix::{ENTRY_BYTES, Msix, NO_VECTOR, Vectors};
+use super::msix::{ENTRY_BYTES, Msix, NO_VECTOR};
 use super::queue::PciQueue;
 use super::{Machine, PciFunction, Window};
-use crate::block::{BlockDevice, BlockDeviceConfig, SerialTooLong, Told};
+use crate::block::{BlockDevice, BlockDeviceConfig, Told};
 
 /// The size of the function's memory window, in bytes.
 pub const BAR_BYTES: u32 = 0x8000;
-/// The most queues of a function.
-pub(super) const QUEUES_MAX: u16 = 256;
 
 /// The offset of each part in the window. The table takes 257 entries, the pending bits 5 words.
 const COMMON: u64 = 0;
@@ -55,8 +53,6 @@ const KIND_ACCESS: u8 = 5;
 
 const STATUS_DRIVER_OK: u8 = 4;
 const STATUS_FEATURES_OK: u8 = 8;
-const STATUS_NEEDS_RESET: u8 = 64;
-const ISR_CONFIG: u8 = 2;
 /// `VIRTIO_F_RING_RESET`: a queue can be reset alone.
 const FEATURE_RING_RESET: u64 = 1 << 40;
 
@@ -73,94 +69,6 @@ pub struct PciDiskConfig {
     pub serial: String,
     /// The configurations of the queues' workers, in order; `num_queues` of them.
     pub workers: Vec<WorkerConfig>,
-}
-
-/// A disk function whose queues another program runs.
-#[derive(Clone, Debug)]
-pub struct VhostUserDiskConfig {
-    /// The name in logs.
-    pub name: String,
-    /// The backend's socket.
-    pub socket: PathBuf,
-    /// The number of queues, 1 to 256; the backend has at least as many.
-    pub num_queues: u16,
-    /// The most entries of a queue: a power of two.
-    pub queue_size: u16,
-    /// Runs first on each thread that talks to the backend, to drop privileges for instance. A thread started by one
-    /// of them inherits that.
-    pub on_start: Option<StartHook>,
-}
-
-/// An error of creating a PCI function.
-#[derive(Debug, thiserror::Error)]
-pub enum PlugError {
-    /// The number of queues is out of range, or not that of the workers.
-    #[error("{queues} queues with {workers} workers; expected 1 to {QUEUES_MAX}, the same number of both")]
-    Queues {
-        /// The queues asked for.
-        queues: u16,
-        /// The workers described.
-        workers: usize,
-    },
-    /// The serial number is too long.
-    #[error(transparent)]
-    Serial(#[from] SerialTooLong),
-    /// A worker could not be started.
-    #[error("cannot start the worker of a queue")]
-    Worker(#[from] StartWorkerError),
-    /// The backend that was to run the queues cannot be used.
-    #[error(transparent)]
-    Backend(#[from] BackendError),
-    /// The machine or the host has no interrupt or descriptor left.
-    #[error("cannot create an interrupt or an eventfd")]
-    Events(#[from] io::Error),
-}
-
-/// An error of a resize; the disk keeps its size.
-#[derive(Debug, thiserror::Error)]
-pub enum ResizeError {
-    /// Its worker has ended.
-    #[error(transparent)]
-    Worker(#[from] WorkerGone),
-    /// The disk refuses.
-    #[error(transparent)]
-    Disk(#[from] IoError),
-}
-
-/// Signals an eventfd. It cannot fail but by a counter at its limit, which is a signal too.
-pub(super) fn signal(event: BorrowedFd<'_>) {
-    rustix::io::write(event, &1u64.to_ne_bytes()).unwrap_or_default();
-}
-
-/// The state of a function that other threads change, too.
-#[derive(Debug)]
-pub(super) struct Shared {
-    pub(super) name: String,
-    /// The rate limiter of log messages about its guest and its backend.
-    pub(super) told: Arc<Told>,
-    status: AtomicU8,
-    isr: AtomicU8,
-    generation: AtomicU8,
-    config_vector: AtomicU16,
-    vectors: Vectors,
-}
-
-impl Shared {
-    /// Reports to the guest that a queue is broken and the device needs a reset.
-    pub(super) fn needs_reset(&self) {
-        self.status.fetch_or(STATUS_NEEDS_RESET, Ordering::SeqCst);
-        self.config_changed();
-    }
-
-    /// Tells the guest that the configuration space has changed.
-    pub(super) fn config_changed(&self) {
-        self.generation.fetch_add(1, Ordering::SeqCst);
-        self.isr.fetch_or(ISR_CONFIG, Ordering::SeqCst);
-        let vector = self.config_vector.load(Ordering::SeqCst);
-        if let Some(interrupt) = self.vectors.get(usize::from(vector)) {
-            signal(interrupt.event());
-        }
-    }
 }
 
 /// A virtio-blk disk on a PCI bus.

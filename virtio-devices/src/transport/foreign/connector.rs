@@ -16,78 +16,13 @@ use std::time::Duration;
 use block::worker::StartHook;
 use parking_lot::Mutex;
 
-use super::link::{BackendError, Connection};
-use super::{Config, State, negotiate};
+use super::agreement::{agree, thread};
+use super::link::{Ask, BackendError};
+use super::state::State;
 use crate::connect::Cancel;
 
 /// The interval between two attempts to reconnect to a lost backend.
 const AGAIN: Duration = Duration::from_millis(100);
-
-/// A connection with a backend, and what was agreed upon.
-#[derive(Debug)]
-pub(super) struct Agreed {
-    pub(super) connection: Connection,
-    /// The features that a guest may have.
-    pub(super) features: u64,
-    /// True if the backend records requests in flight in memory of ours.
-    pub(super) inflight: bool,
-    pub(super) config: Config,
-}
-
-/// Connects and agrees about everything but the driver's features.
-pub(super) fn agree(
-    socket: &Path,
-    queues: u16,
-    patience: Duration,
-    cancel: &Cancel,
-) -> Result<Agreed, BackendError> {
-    let connection = Connection::open(socket, queues, patience, cancel)?;
-    let (features, inflight, config) = negotiate(&connection, queues)?;
-    Ok(Agreed {
-        connection,
-        features,
-        inflight,
-        config,
-    })
-}
-
-/// As [`agree`], on a thread that has run `on_start`, as has the one that watches the connection then.
-pub(super) fn agree_after(
-    on_start: &StartHook,
-    socket: &Path,
-    queues: u16,
-    patience: Duration,
-    cancel: &Cancel,
-) -> Result<Agreed, BackendError> {
-    let (on_start, place, cancel) = (on_start.clone(), socket.to_owned(), cancel.clone());
-    let connect = move || {
-        on_start.run().map_err(BackendError::Host)?;
-        agree(&place, queues, patience, &cancel)
-    };
-    let died = |_| BackendError::Host(io::Error::other("the thread that connects has died"));
-    thread(connect)
-        .map_err(BackendError::Host)?
-        .join()
-        .map_err(died)?
-}
-
-/// A thread that connects.
-fn thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> io::Result<JoinHandle<T>> {
-    std::thread::Builder::new()
-        .name("connector".to_owned())
-        .spawn(work)
-}
-
-/// A request to the thread.
-#[derive(Debug)]
-pub(super) enum Ask {
-    /// The backend was lost: wait until it is back.
-    Lost,
-    /// A driver begins anew: try once whether it is back, if it was lost.
-    Now(Sender<Result<(), BackendError>>),
-    /// Ends the thread.
-    End,
-}
 
 /// The thread. Dropping it ends it, and what it is waiting for.
 #[derive(Debug)]

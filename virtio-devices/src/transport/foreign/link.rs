@@ -23,10 +23,20 @@ use vhost::vhost_user::{
     Error as MessageError, Frontend, FrontendReqHandler, HandlerResult, VhostUserFrontendReqHandler,
 };
 
-use super::super::pci::{Shared, signal};
-use super::connector::Ask;
+use super::super::function::{Shared, signal};
 use crate::connect::{Cancel, connect_within};
 use crate::vhost_user::event::{Wait, duplicate, poll_all};
+
+/// A request to the thread that connects.
+#[derive(Debug)]
+pub(super) enum Ask {
+    /// The backend was lost: wait until it is back.
+    Lost,
+    /// A driver begins anew: try once whether it is back, if it was lost.
+    Now(Sender<Result<(), BackendError>>),
+    /// Ends the thread.
+    End,
+}
 
 /// An error of a vhost-user backend, or of the connection with it.
 #[derive(Debug, thiserror::Error)]

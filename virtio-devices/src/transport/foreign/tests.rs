@@ -8,8 +8,10 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use block::Op;
+use virtio_bindings::virtio_blk::VIRTIO_BLK_F_MQ;
 
 use super::super::tests::{Board, VERSION_1, wait_used, write};
+use super::agreement::PROTOCOL_FEATURES;
 use super::*;
 use crate::testing::{DATA, DISK_BYTES, Driver, MemDisk, fill_backlog, guest_memory};
 use crate::transport::PlugError;
