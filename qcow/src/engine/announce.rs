@@ -1,8 +1,11 @@
 //! Announcements to other programs before the image changes: persistent bitmaps that go out of date, and autoclear
 //! features that no longer hold.
 //!
-//! What must stay true: it is durable before the first change of what the guest reads, and before the disk's size changes;
-//! an image that is only read stays as it is; and a bitmap that does not record changes is left alone unless the disk grows.
+//! Invariants:
+//!
+//! * An announcement is durable before the first change of guest-visible data, and before the disk's size changes.
+//! * An image that is only read stays unchanged.
+//! * A bitmap that does not record changes is left alone unless the disk grows.
 
 use block::sync::Mutex;
 use block::sync::atomic::{AtomicBool, Ordering};
@@ -16,18 +19,18 @@ use crate::image::bitmaps::Mark;
 /// The marks and bits to write before a change.
 #[derive(Debug, Default)]
 pub(crate) struct Announcement {
-    /// Bitmaps that record changes: out of date with the first one.
+    /// Bitmaps that record changes; the first change makes them out of date.
     pub(crate) recording: Vec<Mark>,
-    /// Bitmaps that do not: they cover a disk of the size they were made for.
+    /// Bitmaps that do not record changes; they cover a disk of the size they were made for.
     pub(crate) disabled: Vec<Mark>,
-    /// The autoclear bits that stay, if others are set.
+    /// The autoclear bits to keep, if others are set.
     pub(crate) keep: Option<Autoclear>,
 }
 
-/// An announcement, and how much of it has been made.
+/// An announcement and its progress.
 #[derive(Debug)]
 pub(super) struct Announcements {
-    /// Everything that must be durable before a write is.
+    /// Set once everything that must be durable before a write is durable.
     writes: AtomicBool,
     rest: Mutex<Announcement>,
     turns: Turns,
@@ -50,7 +53,7 @@ impl Announcements {
     }
 }
 
-/// Tells others, durably and once, that the guest's data is about to change.
+/// Announces once, durably, that the guest's data is about to change.
 pub(super) async fn writes(queue: &Queue) -> Result<(), IoError> {
     let announcements = &queue.shared.announcements;
     if announcements.allow_writes() {
@@ -73,7 +76,7 @@ pub(super) async fn writes(queue: &Queue) -> Result<(), IoError> {
     Ok(())
 }
 
-/// Tells others, durably and once, that the disk's size is about to change.
+/// Announces once, durably, that the disk's size is about to change.
 pub(super) async fn growth(queue: &Queue) -> Result<(), IoError> {
     writes(queue).await?;
     let announcements = &queue.shared.announcements;
@@ -84,7 +87,7 @@ pub(super) async fn growth(queue: &Queue) -> Result<(), IoError> {
     Ok(())
 }
 
-/// Marks bitmaps as in use, which is what a QEMU that crashed leaves behind: nobody trusts them any more.
+/// Marks bitmaps as in use. A QEMU that crashed leaves the same mark, and no program trusts such a bitmap.
 async fn mark_in_use(queue: &Queue, marks: &[Mark]) -> Result<(), IoError> {
     if marks.is_empty() {
         return Ok(());

@@ -1,8 +1,11 @@
-//! Work that no request waits for: write-back of what piles up, freeing, space reserved ahead, the corrupt mark.
+//! Background work that no request waits for: write-back of accumulated changes, freeing, reserving space ahead, the
+//! corrupt mark.
 //!
-//! What must stay true: an image is not closed while a chore is under way on any worker, or what it was to write
-//! would be lost; and a worker that only did one thing ([`Context::block_on`](block::Context::block_on)) goes away
-//! after its chores.
+//! Invariants:
+//!
+//! * An image is not closed while background work is under way on any worker, or changes would be lost.
+//! * A worker that ran a single operation ([`Context::block_on`](block::Context::block_on)) exits after its
+//!   background work.
 
 use std::future::poll_fn;
 use std::rc::Rc;
@@ -13,14 +16,14 @@ use block::sync::WaitList;
 
 use super::{Queue, Shared};
 
-/// The chores of an image, on all workers.
+/// The background work of an image, on all workers.
 #[derive(Debug, Default)]
 pub(super) struct Chores {
     under_way: usize,
     waiters: WaitList,
 }
 
-/// One chore, until it has ended or was dropped.
+/// One piece of background work, until it has ended or was dropped.
 struct Chore(Arc<Shared>);
 
 impl Drop for Chore {
@@ -33,7 +36,7 @@ impl Drop for Chore {
     }
 }
 
-/// Starts a chore on the queue's worker.
+/// Starts background work on the queue's worker.
 pub(super) fn start(queue: &Rc<Queue>, work: impl AsyncFnOnce(Rc<Queue>) + 'static) {
     queue.shared.chores.lock().under_way += 1;
     let chore = Chore(Arc::clone(&queue.shared));
@@ -44,7 +47,7 @@ pub(super) fn start(queue: &Rc<Queue>, work: impl AsyncFnOnce(Rc<Queue>) + 'stat
     });
 }
 
-/// Ends when no chore is under way on any worker.
+/// Returns when no background work is under way on any worker.
 pub(super) async fn ended(shared: &Shared) {
     poll_fn(|cx| {
         let mut chores = shared.chores.lock();

@@ -1,14 +1,14 @@
-//! Compressed clusters: read, inflated on a few threads shared by all queues, and kept for a moment.
+//! Compressed clusters: read, inflated on a few threads shared by all queues, and cached briefly.
 //!
-//! Neighbouring reads of one compressed cluster inflate it once: those that come while it is being
-//! inflated wait for it, those that come soon after find it. Compressed bytes are immutable as long as an
-//! L2 entry refers to them, so what was inflated stays true.
+//! Neighbouring reads of one compressed cluster inflate it once. Reads during the inflation wait for it, and reads
+//! shortly after find the result. Compressed bytes are immutable as long as an L2 entry refers to them, so an
+//! inflated cluster stays valid.
 //!
-//! A stream is first given to libdeflate, which is two to three times as fast as the streaming decoders but wants
-//! it to end where the cluster does; one that does not goes to the streaming decoder, which stops there.
+//! A stream first goes to libdeflate, which is two to three times as fast as the streaming decoders. It requires the
+//! stream to end at the end of the cluster; any other stream goes to the streaming decoder, which stops there.
 //!
-//! What must stay true: output is bounded by the cluster size, whatever the compressed bytes say, and a
-//! cluster that inflates to less is an error.
+//! Invariant: output is bounded by the cluster size, whatever the compressed bytes say, and a cluster that inflates
+//! to less is an error.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -29,19 +29,19 @@ use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 use super::Queue;
 use crate::format::{CompressedExtent, CompressionType, HostOffset};
 
-/// How many bytes of inflated clusters a queue keeps.
+/// The inflated clusters that a queue keeps, in bytes.
 const KEPT_BYTES: usize = 4 << 20;
-/// Clusters up to this size are inflated on the worker: handing them over costs as much.
+/// Clusters up to this size are inflated on the worker, because a hand-over to a thread costs as much.
 const INLINE_BYTES: usize = 4096;
 /// The largest window a zstd frame may ask for, as its logarithm: four times the largest cluster.
 const ZSTD_WINDOW_LOG_MAX: u32 = 23;
 
-/// The clusters a queue inflated lately, by where their compressed bytes are.
+/// The clusters that a queue inflated lately, by the offset of their compressed bytes.
 #[derive(Debug, Default)]
 pub(crate) struct InflatedClusters {
     kept: VecDeque<(HostOffset, Rc<Buffer>)>,
     pending: SingleFlight<HostOffset>,
-    /// What inflates small clusters on the worker.
+    /// The decompressors for small clusters, used on the worker.
     inline: Option<Inflate>,
 }
 
@@ -58,7 +58,7 @@ impl InflatedClusters {
         self.kept.push_back((host, cluster));
     }
 
-    /// Takes out the cluster that was not asked for the longest, if there are too many of `bytes` each.
+    /// Removes the least recently used cluster if there are too many of `bytes` each.
     fn evict(&mut self, bytes: usize) -> Option<AlignedBuf> {
         let most = (KEPT_BYTES / bytes.max(1)).max(1);
         if self.kept.len() < most {
@@ -69,7 +69,7 @@ impl InflatedClusters {
     }
 }
 
-/// Ends an inflation, however its task ends, and wakes those who wait for it.
+/// Ends an inflation, however its task ends, and wakes its waiters.
 struct PendingGuard<'a>(&'a Queue, HostOffset);
 
 impl Drop for PendingGuard<'_> {
@@ -79,7 +79,7 @@ impl Drop for PendingGuard<'_> {
     }
 }
 
-/// The contents of a compressed cluster.
+/// Returns the contents of a compressed cluster.
 pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<Rc<Buffer>, IoError> {
     let host = extent.host;
     let found = poll_fn(|cx| {
@@ -166,7 +166,7 @@ impl Inflate {
         })
     }
 
-    /// Fills `output` exactly; what follows in the input is none of it.
+    /// Fills `output` exactly; input past the end of the stream is ignored.
     fn inflate(&mut self, kind: CompressionType, input: &[u8], output: &mut [u8]) -> Result<(), IoError> {
         let out_bytes = output.len();
         let written = match kind {
@@ -175,7 +175,7 @@ impl Inflate {
                     return Ok(());
                 }
                 self.zlib.reset(false);
-                // A stream error shows in how much came out.
+                // The output length reveals a stream error.
                 let ended = self.zlib.decompress(input, output, FlushDecompress::Finish);
                 if ended.is_err() {
                     return Err(IoError::Corrupt);
@@ -203,14 +203,14 @@ impl Inflate {
     }
 }
 
-/// What comes back of a job: its input, to be used again, and the cluster.
+/// The result of a job: its input buffer, for reuse, and the cluster.
 type Inflated = (Option<AlignedBuf>, Result<AlignedBuf, IoError>);
 
 type Answer = Arc<Mutex<(Option<Inflated>, Option<Waker>)>>;
 
 struct Job {
     kind: CompressionType,
-    /// The compressed bytes and where they go; gone once they were used.
+    /// The compressed bytes and the output buffer; `None` once they were used.
     buffers: Option<(AlignedBuf, AlignedBuf)>,
     answer: Answer,
 }
@@ -234,14 +234,14 @@ fn answer(to: &Answer, result: Inflated) {
     }
 }
 
-/// Where jobs go, and the threads they go to.
+/// The job queue's sender and the threads that serve it.
 type Running = (Sender<Job>, Vec<JoinHandle<()>>);
 
-/// The threads that inflate. They start with the first job.
+/// The inflating threads. They start with the first job.
 pub(crate) struct Inflater {
     threads: usize,
     running: Mutex<Option<Running>>,
-    /// How many can be started, as where a process may have no more.
+    /// The number of threads that can be started, to simulate a process limit.
     #[cfg(test)]
     pub(crate) can_start: std::sync::atomic::AtomicUsize,
 }
@@ -255,7 +255,7 @@ impl fmt::Debug for Inflater {
 }
 
 impl Inflater {
-    /// So many threads; without any, each queue's worker inflates for itself.
+    /// Creates an inflater with `threads` threads. With none, each queue's worker inflates for itself.
     pub(crate) fn new(threads: usize) -> Self {
         Self {
             threads,
@@ -265,7 +265,7 @@ impl Inflater {
         }
     }
 
-    /// Starts the threads if they are not running. `false` if there are none: the worker inflates then.
+    /// Starts the threads if they are not running. Returns `false` if there are none: the worker inflates then.
     fn is_running(&self) -> bool {
         if self.threads == 0 {
             return false;
@@ -274,7 +274,7 @@ impl Inflater {
         if running.is_none() {
             match self.start() {
                 Ok(threads) => *running = Some(threads),
-                // Asked for again with the next cluster: there may be room for threads by then.
+                // Tried again with the next cluster: threads may be available by then.
                 Err(error) => tracing::debug!(%error, "no thread to inflate clusters can be started"),
             }
         }
@@ -289,7 +289,7 @@ impl Inflater {
             let receive = Arc::clone(&receive);
             match self.spawn(move || serve(&receive)) {
                 Ok(handle) => handles.push(handle),
-                // Fewer do as well.
+                // Fewer threads suffice.
                 Err(_) if !handles.is_empty() => break,
                 Err(error) => return Err(error.into()),
             }
@@ -379,8 +379,8 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    /// Where no thread can be started, reads of large clusters are as good as ever; threads that can be started later
-    /// are used then, as many as there are.
+    /// Without threads, reads of large clusters succeed as before. Threads that can be started later are used then,
+    /// as many as there are.
     #[test]
     fn clusters_are_inflated_on_the_worker_without_threads() {
         use crate::image::testing::World;

@@ -1,8 +1,8 @@
-//! What happens when the metadata turns out to be corrupt.
+//! Handling of corrupt metadata.
 //!
-//! As QEMU does: the image is marked corrupt in its header, durably, so that nobody writes it before it has been
-//! repaired, and this process takes no more writes for it. Reads of what is still sound go on. What was
-//! acknowledged before can still be flushed: what is written then lies where it belongs, which is checked.
+//! As in QEMU, the image is durably marked corrupt in its header, so that no program writes it before it has been
+//! repaired. This process accepts no more writes for it. Reads of sound data go on. Acknowledged changes can still be
+//! flushed: each write is checked to go to its proper place.
 
 use std::rc::Rc;
 
@@ -15,7 +15,7 @@ use crate::metadata::Lookup;
 use crate::metadata::snapshot::Misplaced;
 use crate::metadata::structures::{Exposed, InUse};
 
-/// Logs what a lookup at a guest offset found wrong and marks the image; the answer to give.
+/// Logs the corruption that a lookup at a guest offset found, marks the image, and returns the error for the request.
 pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: GuestOffset) -> IoError {
     let guest_offset = offset.bytes();
     let image = queue.shared.file.path().display();
@@ -31,14 +31,14 @@ pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: GuestOffset) -> I
                 tracing::error!(%image, guest_offset, host, held_back, "the mapping leads past the end of the file");
             }
         }
-        // A refused entry was told about when it was loaded.
+        // A refused entry was logged when it was loaded.
         Lookup::Found { .. } | Lookup::Miss(_) | Lookup::Refused => {}
     }
     mark(queue);
     IoError::Corrupt
 }
 
-/// Logs which entries of the table bytes at `offset` lead where none may, and marks the image.
+/// Logs the entries of the table bytes at `offset` that point to forbidden clusters, and marks the image.
 pub(super) fn exposed(queue: &Rc<Queue>, offset: HostOffset, entries: &[Exposed]) -> IoError {
     if let (Some(first), Some(_)) = (entries.first(), admit(queue, "an entry")) {
         let image = queue.shared.file.path().display();
@@ -51,7 +51,7 @@ pub(super) fn exposed(queue: &Rc<Queue>, offset: HostOffset, entries: &[Exposed]
     IoError::Corrupt
 }
 
-/// Logs that a cluster counts zero and is in use, and marks the image; the answer to give.
+/// Logs that a cluster in use has a reference count of zero, marks the image, and returns the error for the request.
 pub(super) fn in_use(queue: &Rc<Queue>, found: InUse) -> IoError {
     if admit(queue, "a count").is_some() {
         let image = queue.shared.file.path().display();
@@ -62,7 +62,8 @@ pub(super) fn in_use(queue: &Rc<Queue>, found: InUse) -> IoError {
     IoError::Corrupt
 }
 
-/// Logs that a table was about to be written where it does not belong, and marks the image; the answer to give.
+/// Logs that a table was about to be written to a wrong place, marks the image, and returns the error for the
+/// request.
 pub(super) fn misplaced(queue: &Rc<Queue>, found: Misplaced) -> IoError {
     let image = queue.shared.file.path().display();
     let (offset, what, there) = (found.offset.bytes(), found.what, found.there);
@@ -71,7 +72,7 @@ pub(super) fn misplaced(queue: &Rc<Queue>, found: Misplaced) -> IoError {
     IoError::Corrupt
 }
 
-/// Whether to tell that this is corrupt, and how often it was not told.
+/// Returns `Some` if this corruption may be logged now, with the number of messages suppressed before, if any.
 fn admit(queue: &Queue, what: &'static str) -> Option<Option<u64>> {
     let kind = Kind::Corrupt(what);
     queue.shared.file.reports().admit(kind, queue.cx.now())

@@ -1,15 +1,15 @@
-//! FLUSH: two syncs, whatever is dirty; one if no metadata is.
+//! FLUSH: two syncs if metadata is dirty, one otherwise.
 //!
-//! A round takes a snapshot of the dirty metadata and then, without the lock, writes refcounts and new L2
-//! tables and syncs (A), and writes the slices of reachable L2 tables and the L1 entries and syncs (B).
-//! An L2 entry enters memory only after its data completed and B writes only what the snapshot held, so
-//! no entry becomes durable before its data and refcount. New refcount blocks go before A with a sync of their own,
-//! and so does a refcount table that has moved, with the counts of its clusters: once per gigabytes.
+//! A round takes a write-back set of the dirty metadata. Then, without the lock, it writes refcounts and new L2
+//! tables and syncs (A), and writes the slices of reachable L2 tables and the L1 entries and syncs (B). An L2 entry
+//! enters memory only after its data completed, and B writes only the contents of the write-back set. So no entry
+//! becomes durable before its data and refcount. New refcount blocks go before A with a sync of their own. So does a
+//! refcount table that has moved, with the counts of its clusters: once per gigabytes.
 //!
-//! One round runs at a time; all who asked while it ran share the next one ([`block::rounds`]).
+//! One round runs at a time; all callers that arrive while it runs share the next one ([`block::rounds`]).
 //!
-//! What must stay true: after a failed sync no round succeeds any more: what the kernel forgot cannot be known. The file
-//! remembers that ([`ImageFile::check_syncs`](block::file::ImageFile::check_syncs)).
+//! Invariant: after a failed sync no round succeeds any more, because the kernel does not report the data it lost.
+//! The file remembers the failure ([`ImageFile::check_syncs`](block::file::ImageFile::check_syncs)).
 
 use std::rc::Rc;
 
@@ -29,11 +29,11 @@ pub(super) async fn flush(queue: &Rc<Queue>) -> Result<(), IoError> {
     if shared.policy.read_only {
         return Ok(());
     }
-    // A round that is running may have taken its snapshot already; only the next one covers us.
+    // A running round may have taken its write-back set already; only the next one covers this call.
     Rounds::share(&shared.rounds, || round(queue)).await
 }
 
-/// Starts a round that nobody waits for, unless one is running: keeps dirt and pending frees bounded.
+/// Starts a round that nobody waits for, unless one is running. This bounds dirty metadata and pending frees.
 pub(super) fn in_background(queue: &Rc<Queue>) {
     if queue.shared.rounds.lock().is_running() {
         return;
@@ -70,7 +70,7 @@ async fn round(queue: &Rc<Queue>) -> Result<(), IoError> {
     Ok(())
 }
 
-/// A snapshot that is settled as not written unless it is settled otherwise.
+/// A write-back set that is settled as not written unless it is settled otherwise.
 struct SnapshotGuard<'a> {
     shared: &'a Shared,
     snapshot: Option<Snapshot>,
@@ -91,7 +91,7 @@ impl SnapshotGuard<'_> {
 
 impl Drop for SnapshotGuard<'_> {
     fn drop(&mut self) {
-        // Only a task that was dropped half-way gets here with a snapshot; a poisoned lock needs none.
+        // Only a task that was dropped half-way gets here with a write-back set; a poisoned lock needs none.
         self.settle(false).unwrap_or_default();
     }
 }
@@ -105,8 +105,8 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
         queue.file.sync().await?;
         snapshot.blocks_complete = true;
         if let Some((place, bytes)) = snapshot.moved_table.take() {
-            // Not with the blocks: a round that failed may have pointed the header here already. The table's own
-            // clusters may be counted by older blocks; their counts go before the header leads to it.
+            // Not with the blocks: a round that failed may have pointed the header here already. Older blocks may
+            // count the table's own clusters; those counts are written before the header points to the table.
             let mut places = std::mem::take(&mut snapshot.refcounts);
             places.push((place.offset, bytes));
             write_places(queue, places).await?;
@@ -143,7 +143,7 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
 
 /// The largest write that neighbours are joined into, in bytes.
 const JOINED_BYTES_MAX: usize = 1 << 20;
-/// How many writes are under way at once.
+/// The largest number of writes under way at once.
 const WRITES_MAX: usize = 128;
 
 async fn write_places(queue: &Rc<Queue>, mut places: Vec<Place>) -> Result<(), IoError> {

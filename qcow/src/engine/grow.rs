@@ -1,9 +1,11 @@
-//! Making a disk larger while it is served.
+//! Growth of a disk while it is served.
 //!
-//! What must stay true: the header's size changes last, when everything the larger disk needs is durable; what is new
-//! reads as zeros, whatever lies behind the old end: a longer backing file, the rest of the last cluster, mappings that a
-//! restored snapshot with VM state left there; and one task at a time makes a disk larger, as what lies behind its end
-//! when it begins is what it clears.
+//! Invariants:
+//!
+//! * The header's size changes last, after everything that the larger disk needs is durable.
+//! * The new part reads as zeros, whatever lies past the old end: a longer backing file, the rest of the last
+//!   cluster, or mappings that a restored snapshot with VM state left there.
+//! * One task at a time makes a disk larger, because it clears what lies past the end at its start.
 
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
@@ -40,7 +42,7 @@ pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoErr
     space::with_what_is_freed(queue, async || enlarge(queue, old, size_bytes).await).await
 }
 
-/// Makes the disk larger, or leaves it as large as it was.
+/// Makes the disk larger, or leaves its size unchanged.
 async fn enlarge(queue: &Rc<Queue>, old: u64, size_bytes: u64) -> Result<(), IoError> {
     let shared = &queue.shared;
     let mapped = mapped_end(queue)?;
@@ -72,7 +74,7 @@ async fn enlarge(queue: &Rc<Queue>, old: u64, size_bytes: u64) -> Result<(), IoE
     Ok(())
 }
 
-/// The guest byte behind all that the L1 table or the backing file may have bytes for.
+/// Returns the end of the guest range that the L1 table or the backing file may cover.
 fn mapped_end(queue: &Queue) -> Result<GuestOffset, IoError> {
     let shared = &queue.shared;
     let entries = shared.read()?.l1_entries() as u64;
@@ -81,9 +83,9 @@ fn mapped_end(queue: &Queue) -> Result<GuestOffset, IoError> {
     Ok(GuestOffset::new(mapped.max(covered)))
 }
 
-/// Makes `from..to`, which is behind the disk's end, read as zeros.
+/// Makes `from..to`, which lies past the disk's end, read as zeros.
 async fn hide(queue: &Rc<Queue>, from: GuestOffset, to: GuestOffset) -> Result<(), IoError> {
-    // As for a request: a cluster that is written in place here may be discarded by the guest meanwhile.
+    // As for a request: the guest may discard a cluster while it is written in place here.
     let _guard = queue.enter();
     let mut here = from;
     while here < to {

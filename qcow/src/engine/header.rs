@@ -1,7 +1,7 @@
-//! Changes of the header while the image is open: one write of its first sector, which holds every field that
-//! ever changes.
+//! Changes of the header while the image is open: one write of its first sector, which holds every field that ever
+//! changes.
 //!
-//! What must stay true: one such write at a time, from one copy of the sector, so that none undoes another.
+//! Invariant: one such write at a time, from one copy of the sector, so that none undoes another.
 
 use block::sync::Mutex;
 use block::{AlignedBuf, IoError};
@@ -10,10 +10,10 @@ use super::Queue;
 use super::turn::Turns;
 use crate::format::HeaderFields;
 
-/// The header fields that change, and whose turn it is to write them.
+/// The header fields that change, and the turns to write them.
 #[derive(Debug)]
 pub(super) struct HeaderWriter {
-    /// As they are on disk or are being written.
+    /// The fields as they are on disk or are being written.
     fields: Mutex<HeaderFields>,
     turns: Turns,
 }
@@ -28,8 +28,8 @@ impl HeaderWriter {
     }
 }
 
-/// Changes the header and writes it. Whoever needs it durable syncs. Autoclear bits of features that are not known here are
-/// cleared with it, as the format demands of whoever writes.
+/// Changes the header and writes it. A caller that needs it durable must sync. Unknown autoclear bits are cleared
+/// with it, as the format demands of every writer.
 pub(super) async fn change(queue: &Queue, change: impl FnOnce(&mut HeaderFields)) -> Result<(), IoError> {
     let header = &queue.shared.header;
     let _turn = header.turns.take().await;

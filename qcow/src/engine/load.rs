@@ -1,4 +1,4 @@
-//! Loading table slices: once, whoever asks, with no lock held during the read.
+//! Loading of table slices: once for all callers, with no lock held during the read.
 
 use std::future::poll_fn;
 use std::rc::Rc;
@@ -20,7 +20,7 @@ enum Kind {
     Refcounts,
 }
 
-/// Takes a load back when its task ends, however it ends, and wakes those who wait for it.
+/// Ends a load when its task ends, however it ends, and wakes its waiters.
 struct LoadGuard {
     shared: Arc<Shared>,
     kind: Kind,
@@ -41,12 +41,12 @@ impl Drop for LoadGuard {
     }
 }
 
-/// Brings an L2 slice into the cache.
+/// Loads an L2 slice into the cache.
 pub(super) async fn load_l2(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError> {
     load(queue, Kind::L2, slice).await
 }
 
-/// Looks at a slice that came back to the cache, before anything is written through it.
+/// Checks a slice that came back to the cache, before anything is written through it.
 fn check_l2(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError> {
     let (offset, exposed) = {
         let mut metadata = queue.shared.write()?;
@@ -59,12 +59,12 @@ fn check_l2(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError> {
     Err(corrupt::exposed(queue, offset, &exposed))
 }
 
-/// Brings a refcount slice into the cache.
+/// Loads a refcount slice into the cache.
 pub(super) async fn load_refcounts(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError> {
     load(queue, Kind::Refcounts, slice).await
 }
 
-/// An error that ends a change; corruption marks the image.
+/// Returns the error that ends a change; corruption marks the image.
 fn failed(queue: &Rc<Queue>, error: IoError) -> IoError {
     if error == IoError::Corrupt {
         corrupt::mark(queue);
@@ -72,7 +72,7 @@ fn failed(queue: &Rc<Queue>, error: IoError) -> IoError {
     error
 }
 
-/// A change that failed; without space it is planned anew if the block device has been made larger.
+/// Ends a failed change. Without space, returns `Ok` to plan it anew if the block device has been made larger.
 fn give_up(queue: &Rc<Queue>, error: IoError) -> Result<(), IoError> {
     if !error.is_no_space() {
         return Err(failed(queue, error));
@@ -85,7 +85,7 @@ fn give_up(queue: &Rc<Queue>, error: IoError) -> Result<(), IoError> {
     Err(error)
 }
 
-/// Does what an allocation that is stuck needs.
+/// Removes the obstacle of a stuck allocation.
 pub(super) async fn unstick(queue: &Rc<Queue>, stuck: Stuck) -> Result<(), IoError> {
     match stuck {
         Stuck::Load(slice) => load_refcounts(queue, slice).await,
@@ -96,7 +96,7 @@ pub(super) async fn unstick(queue: &Rc<Queue>, stuck: Stuck) -> Result<(), IoErr
 
 async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> {
     let shared = &queue.shared;
-    // `None`: it is there. `Some(offset)`: this task loads it.
+    // `None`: it is cached. `Some(offset)`: this task loads it.
     let place = poll_fn(|cx| {
         let mut metadata = match shared.write() {
             Ok(metadata) => metadata,
@@ -115,7 +115,7 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
                 Err(error) => return Poll::Ready(Err(error)),
             },
         };
-        // Without a place the table is gone, and whoever asked finds out by asking again.
+        // Without an offset the table is gone; the caller finds out when it looks up again.
         let (false, Some(offset)) = (cached, offset) else {
             return Poll::Ready(Ok(None));
         };
@@ -152,7 +152,7 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
     let exposed = {
         let mut metadata = shared.write()?;
         match kind {
-            // The table may have been replaced meanwhile; then these bytes are somebody else's.
+            // The table may have been replaced meanwhile; then these bytes belong to another structure.
             Kind::L2 if metadata.slice_offset(slice) == Ok(Some(offset)) => {
                 metadata.adopt_slice(slice, (*bytes).into())
             }
@@ -165,13 +165,13 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
     };
     drop(guard);
     if !exposed.is_empty() {
-        // Whoever asked may mean another entry, which is as good as ever.
+        // The caller may need another entry of the slice, which is still valid.
         corrupt::exposed(queue, offset, &exposed);
     }
     Ok(())
 }
 
-/// Replaces an L2 table that is shared with a snapshot by a copy of our own.
+/// Replaces an L2 table that is shared with a snapshot by an owned copy.
 async fn copy_table(queue: &Rc<Queue>, l1_index: usize) -> Result<(), IoError> {
     struct CopyGuard(Arc<Shared>, usize);
     impl Drop for CopyGuard {
@@ -230,7 +230,7 @@ async fn copy_table(queue: &Rc<Queue>, l1_index: usize) -> Result<(), IoError> {
     Ok(())
 }
 
-/// Waits for, or does, what blocks a change of the mapping. Then the change is planned anew.
+/// Waits for, or removes, the obstacle of a change of the mapping. Then the caller plans the change anew.
 pub(super) async fn unblock(queue: &Rc<Queue>, blocked: Blocked) -> Result<(), IoError> {
     match blocked {
         Blocked::LoadL2(slice) => load_l2(queue, slice).await,

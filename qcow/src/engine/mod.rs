@@ -1,11 +1,13 @@
-//! What happens to a request: the one QCOW2 engine, straight-line `async` code over the worker's ring.
+//! Processing of requests: the one QCOW2 engine, straight-line `async` code over the worker's ring.
 //!
-//! [`QcowDisk`] is the opened image, shared by all workers; each worker has a queue with its own
-//! descriptor. A request whose mapping is cached and in one piece goes straight into the ring, without a
-//! task; everything else becomes a task on the worker.
+//! [`QcowDisk`] is the opened image, shared by all workers. Each worker has a queue with its own descriptor. A
+//! request whose mapping is cached and in one piece goes straight into the ring, without a task; everything else
+//! becomes a task on the worker.
 //!
-//! What must stay true: the metadata lock is never held across an await or an I/O, and a request holds
-//! its epoch guard from before it looks at the mapping until it is answered.
+//! Invariants:
+//!
+//! * The metadata lock is never held across an await or an I/O.
+//! * A request holds its epoch guard from before it reads the mapping until it is answered.
 
 mod announce;
 mod chores;
@@ -60,11 +62,11 @@ pub(crate) struct Backing {
     pub(crate) size: u64,
 }
 
-/// How the engine treats an image; fixed while it is open.
+/// The treatment of an image by the engine; fixed while it is open.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Policy {
     pub(crate) read_only: bool,
-    /// Give space back on discard and unmapping write-zeroes.
+    /// Return space to the host on discard and unmapping write-zeroes.
     pub(crate) sparse: bool,
     /// Keep the host clusters of discarded guest clusters.
     pub(crate) discard_no_unref: bool,
@@ -74,14 +76,14 @@ pub(crate) struct Policy {
     pub(crate) fixed_size: bool,
 }
 
-/// What all queues of an image share.
+/// State that all queues of an image share.
 pub(crate) struct Shared {
     pub(crate) file: Arc<ImageFile>,
     pub(crate) geometry: Geometry,
     pub(crate) policy: Policy,
     pub(crate) compression: CompressionType,
     pub(crate) backing: Option<Backing>,
-    /// The guest disk's size in bytes: what requests are checked against.
+    /// The guest disk's size in bytes; requests are checked against it.
     size_bytes: AtomicU64,
     pub(crate) epochs: Arc<Epochs>,
     metadata: ShardedLock<Metadata>,
@@ -89,11 +91,11 @@ pub(crate) struct Shared {
     freeing: Mutex<Freeing>,
     chores: Mutex<Chores>,
     header: header::HeaderWriter,
-    /// What others are told before the image changes.
+    /// Announcements to other programs before the image changes.
     announcements: announce::Announcements,
-    /// Who makes the disk larger: one at a time.
+    /// Turns of tasks that make the disk larger: one at a time.
     growing: turn::Turns,
-    /// Metadata was found corrupt: the image is not written any more.
+    /// True once metadata was found corrupt: the image is not written any more.
     corrupt: AtomicBool,
     pub(crate) inflater: Inflater,
     _lock: Option<ImageLock>,
@@ -107,7 +109,7 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// What [`QcowDisk`] is made of, once an image has been opened.
+/// The parts of a [`QcowDisk`], once an image has been opened.
 pub(crate) struct Parts {
     pub(crate) file: Arc<ImageFile>,
     pub(crate) policy: Policy,
@@ -121,24 +123,24 @@ pub(crate) struct Parts {
 }
 
 impl Shared {
-    /// The metadata, to read. `None` if somebody is changing it: the hot path does not wait.
+    /// Locks the metadata to read. Returns `None` if a task is changing it: the hot path does not wait.
     #[inline]
     fn try_read(&self) -> Option<ShardedLockReadGuard<'_, Metadata>> {
         self.metadata.try_read().ok()
     }
 
-    /// The metadata, to read. Never keep the guard across an await.
+    /// Locks the metadata to read. Never keep the guard across an await.
     pub(crate) fn read(&self) -> Result<ShardedLockReadGuard<'_, Metadata>, IoError> {
         // Poisoned: a panic left it half-changed, and nothing in it can be trusted.
         self.metadata.read().map_err(|_| IoError::Corrupt)
     }
 
-    /// The metadata, to change. Never keep the guard across an await.
+    /// Locks the metadata to change it. Never keep the guard across an await.
     pub(crate) fn write(&self) -> Result<ShardedLockWriteGuard<'_, Metadata>, IoError> {
         self.metadata.write().map_err(|_| IoError::Corrupt)
     }
 
-    /// Notes that the image is corrupt: it is not written any more. `true` the first time.
+    /// Records that the image is corrupt: it is not written any more. Returns `true` the first time.
     fn mark_corrupt(&self) -> bool {
         let first = !self.corrupt.swap(true, Ordering::SeqCst);
         if first {
@@ -148,7 +150,7 @@ impl Shared {
         first
     }
 
-    /// The guest disk's size in bytes, whole sectors.
+    /// Returns the guest disk's size in bytes, whole sectors.
     #[inline]
     fn size_bytes(&self) -> u64 {
         self.size_bytes.load(Ordering::Acquire)
@@ -158,12 +160,12 @@ impl Shared {
         self.corrupt.load(Ordering::Relaxed)
     }
 
-    /// Whether bytes that this image does not have may be other than zeros.
+    /// Returns true if the byte at `offset`, if this image does not map it, may be other than zero.
     fn backing_covers(&self, offset: GuestOffset) -> bool {
         self.backed(offset, 1) > 0
     }
 
-    /// Returns how many of `len` bytes from `offset` on, which this image does not have, may be other than zeros.
+    /// Returns the number of bytes, of `len` unmapped bytes from `offset` on, that may be other than zeros.
     fn backed(&self, offset: GuestOffset, len: u64) -> u64 {
         let size = self.backing.as_ref().map_or(0, |backing| backing.size);
         size.saturating_sub(offset.bytes()).min(len)
@@ -202,14 +204,14 @@ impl QcowDisk {
         })
     }
 
-    /// The sizes the image is made of.
+    /// Returns the image's geometry.
     #[must_use]
     pub fn geometry(&self) -> Geometry {
         self.shared.geometry
     }
 
-    /// Where a guest byte is in the image file, in bytes, if the mapping of that place is cached and it has
-    /// a host cluster. Never waits and does no I/O: the lookup of the fast path.
+    /// Returns the offset of a guest byte in the image file, in bytes, if its mapping is cached and it has a host
+    /// cluster. Never waits and does no I/O: the lookup of the fast path.
     #[must_use]
     #[inline]
     pub fn cached_host_offset(&self, guest_offset: u64) -> Option<u64> {
@@ -223,21 +225,21 @@ impl QcowDisk {
         }
     }
 
-    /// Makes the disk larger: `size_bytes` is rounded down to whole sectors. The new part reads as zeros,
-    /// also where the backing file is longer than the disk was. Durable when it returns. Frontends tell
-    /// their guests; queues that are open see the new size at once.
+    /// Makes the disk larger: `size_bytes` is rounded down to whole sectors. The new part reads as zeros, also where
+    /// the backing file is longer than the disk was. The change is durable when the call returns. Frontends notify
+    /// their guests; open queues see the new size at once.
     ///
     /// # Errors
     ///
-    /// [`IoError::OutOfRange`] for a smaller size or one past what an L1 table can hold,
-    /// [`IoError::Unsupported`] for an image of version 2 with snapshots, [`IoError::ReadOnly`], or
-    /// what the host answers; then the disk has its old size.
+    /// [`IoError::OutOfRange`] for a smaller size or one past the capacity of an L1 table, [`IoError::Unsupported`]
+    /// for an image of version 2 with snapshots, [`IoError::ReadOnly`], or the host's error; then the disk has its
+    /// old size.
     pub async fn grow(&self, cx: &Context, size_bytes: u64) -> Result<(), IoError> {
         let queue = self.queue(cx).map_err(|error| IoError::from(error.source))?;
         grow::grow(&queue, size_bytes & !511).await
     }
 
-    /// Whether nobody holds the metadata's lock: what must hold whenever no worker is in the middle of a
+    /// Returns true if nobody holds the metadata's lock. This must be so whenever no worker is in the middle of a
     /// round.
     #[doc(hidden)]
     #[must_use]
@@ -294,14 +296,14 @@ impl Disk for QcowDisk {
         Box::pin(async move {
             let queue = queue.map_err(|error| IoError::from(error.source))?;
             let flushed = flush::flush(&queue).await;
-            // A pass that frees, above all: what it counts down is to be written yet.
+            // Above all a pass that frees clusters: its lowered counts are yet to be written.
             chores::ended(&queue.shared).await;
             flushed?;
-            // The queues are gone, so every drop is past grace; what it freed is counted down and written.
+            // The queues are gone, so every drop is past grace; the lowered counts are written.
             reclaim::reclaim(&queue).await?;
             flush::flush(&queue).await?;
             chores::ended(&queue.shared).await;
-            // Space that was reserved and not used goes back.
+            // Reserved space that was not used is returned.
             let end = queue.shared.read()?.refcounts.unused_reserve();
             if let Some(end) = end {
                 let end = queue.shared.geometry.host_offset(end);

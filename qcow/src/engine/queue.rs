@@ -15,7 +15,7 @@ use super::{Shared, announce, flush, read, space, write, zero};
 use crate::format::GuestOffset;
 use crate::metadata::{Extent, Lookup};
 
-/// What a worker has of an image.
+/// Per-worker state of an open image: file view, backing queue, epoch.
 #[derive(Debug)]
 pub(crate) struct Queue {
     pub(crate) shared: Arc<Shared>,
@@ -39,8 +39,8 @@ impl Queue {
         Self::on(shared, cx, shared.file.view(cx), backing)
     }
 
-    /// The queue that closes an image. It flushes and frees, which reaches no backing file, and needs no descriptor
-    /// but the one that the file keeps for it.
+    /// Opens the queue that closes an image. It flushes and frees, which reaches no backing file. It needs no
+    /// descriptor except the one that the file keeps for it.
     pub(super) fn open_last(shared: &Arc<Shared>, cx: &Context) -> Result<Rc<Self>, OpenQueueError> {
         Self::on(shared, cx, shared.file.last_view(cx), None)
     }
@@ -98,17 +98,17 @@ impl DiskQueue for QcowQueue {
 }
 
 impl Queue {
-    /// Marks a request as in flight: what it may see in the mapping is not reused while the guard lives.
+    /// Marks a request as in flight: clusters that it may see in the mapping are not reused while the guard lives.
     pub(super) fn enter(&self) -> EpochGuard {
         self.epoch.enter()
     }
 
-    /// Returns true if something holds clusters back from reuse for this queue.
+    /// Returns true if a guard of this queue holds clusters back from reuse.
     pub(super) fn is_entered(&self) -> bool {
         self.epoch.is_entered()
     }
 
-    /// Starts a read whose mapping is cached and in one piece. Gives back any other.
+    /// Starts a read whose mapping is cached and in one piece. Returns any other.
     #[inline]
     fn read_now(&self, request: Request) -> Option<Request> {
         let found = match self.shared.try_read() {
@@ -136,15 +136,15 @@ impl Queue {
         }
     }
 
-    /// Starts an overwrite of host bytes that are this guest's alone. Gives back any other write.
+    /// Starts an overwrite of owned host bytes. Returns any other write.
     #[inline]
     fn write_now(&self, request: Request, fua: bool) -> Option<Request> {
         if !self.shared.announcements.allow_writes() {
             return Some(request);
         }
         let found = match self.shared.try_read() {
-            // A forced write must find the mapping durable already; then its own sync is enough. So must one
-            // that has to outlive this process, and needs no sync then.
+            // A forced write must find the mapping durable already; then its own sync is enough. So must a write that
+            // has to outlive this process, which needs no sync then.
             Some(metadata) if !(fua || self.shared.policy.persist_mappings) || metadata.is_clean() => {
                 let offset = GuestOffset::new(request.offset);
                 if metadata.is_in_flight(offset, request.len) {
@@ -164,7 +164,7 @@ impl Queue {
     }
 }
 
-/// Makes durable what a change needs to be, before it is answered.
+/// Makes the metadata that a change needs durable before the change is answered.
 async fn settle(queue: &Rc<Queue>, fua: bool) -> Result<(), IoError> {
     let persists = queue.shared.policy.persist_mappings && !broken(Rule::MappingForgotten);
     if fua || persists && !queue.shared.read()?.is_clean() {
@@ -173,7 +173,7 @@ async fn settle(queue: &Rc<Queue>, fua: bool) -> Result<(), IoError> {
     Ok(())
 }
 
-/// Answers a request from a task.
+/// Executes and answers a request from a task.
 async fn carry_out(queue: Rc<Queue>, mut request: Request) {
     let (offset, len) = (GuestOffset::new(request.offset), request.len);
     if request.op.is_write() && queue.shared.is_corrupt() {

@@ -1,7 +1,7 @@
-//! Reading what is not in one known piece: several extents, compressed clusters, tables to load.
+//! Reads that are not one known piece: several extents, compressed clusters, tables to load.
 //!
-//! Everything that can start is started before anything is waited for, and everything that was started
-//! is waited for before the request is answered, also after an error: its memory is the guest's.
+//! Everything that can start is started before anything is waited for. Everything started is waited for before the
+//! request is answered, also after an error, because its memory belongs to the guest.
 
 use std::rc::Rc;
 
@@ -16,7 +16,7 @@ use super::{Queue, compressed, corrupt, load};
 use crate::format::{CompressedExtent, GuestOffset};
 use crate::metadata::{Extent, Lookup};
 
-/// How many extents of one request are under way at once.
+/// The largest number of extents of one request under way at once.
 const EXTENTS_MAX: usize = 64;
 
 /// Fills `buffer` from `at` on with `len` guest bytes from `offset` on.
@@ -58,8 +58,7 @@ pub(super) async fn read(
             let place = at + (from - offset) as usize;
             start(queue, buffer, place, from, len as usize, extent, &mut parts);
         }
-        // Pieces that have ended keep their slots of the ring until they are looked at, and loading a table
-        // needs one.
+        // Pieces that have ended keep their slots of the ring until they are polled, and loading a table needs one.
         if parts.len() >= EXTENTS_MAX || miss.is_some() {
             result = join_all(std::mem::take(&mut parts)).await;
         }
@@ -103,7 +102,7 @@ fn start(
     }
 }
 
-/// Starts the read of bytes this image does not have: the backing file's, zeros past its end.
+/// Starts the read of unmapped bytes: the backing file's, zeros past its end.
 pub(super) fn start_backing(
     queue: &Rc<Queue>,
     buffer: &Rc<Buffer>,
@@ -126,7 +125,7 @@ pub(super) fn start_backing(
     start_zeros(queue, buffer, at + below, len - below, parts);
 }
 
-/// Makes bytes of the buffer zeros, which takes I/O where they are not memory.
+/// Fills a part of the buffer with zeros, which takes I/O if the buffer is not memory.
 fn start_zeros(queue: &Queue, buffer: &Rc<Buffer>, at: usize, len: usize, parts: &mut Vec<Part>) {
     let zeros = queue.cx.ring().fill_zeros(buffer, at, len);
     parts.extend(zeros.map(|op| Part::Io(IoFuture::Op(op))));

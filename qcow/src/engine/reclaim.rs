@@ -1,11 +1,14 @@
-//! Freeing: what left the mapping for good becomes usable again.
+//! Reclaim of dropped clusters: they become usable again.
 //!
-//! A dropped cluster comes here once a FLUSH has made the drop durable. Then, in this order: every request
-//! that could have seen the old mapping has ended (epochs), the host's space is punched and the punch has
-//! completed, the count goes down, and only with that the allocator may find the cluster.
+//! A dropped cluster comes here once a FLUSH has made the drop durable. The order is then:
 //!
-//! What must stay true: one pass runs at a time, so that two drops of one cluster (compressed clusters
-//! share host clusters) are counted one after the other.
+//! 1. Every request that could have seen the old mapping has ended (epochs).
+//! 2. The host's space is punched and the punch has completed.
+//! 3. The count goes down.
+//! 4. Only with that the allocator may find the cluster.
+//!
+//! Invariant: one pass runs at a time, so that two drops of one cluster (compressed clusters share host clusters) are
+//! counted one after the other.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -21,15 +24,15 @@ use crate::format::HostCluster;
 use crate::metadata::Dropped;
 use crate::metadata::extents::runs_of;
 
-/// What waits to be freed.
+/// Drops that wait to be freed.
 #[derive(Debug, Default)]
 pub(super) struct Freeing {
-    /// By the epoch in which the drop became durable.
+    /// Drops, by the epoch in which they became durable.
     batches: VecDeque<(u64, Vec<Dropped>)>,
     running: bool,
-    /// Another pass did not begin because one is running.
+    /// Set if another pass did not begin because one is running.
     missed: bool,
-    /// How many clusters have become usable again.
+    /// The number of clusters that have become usable again.
     freed: u64,
 }
 
@@ -42,12 +45,12 @@ impl Freeing {
         self.batches.is_empty()
     }
 
-    /// Returns true if something is yet to be freed, or is being freed.
+    /// Returns true if drops wait to be freed, or are being freed.
     pub(super) fn is_pending(&self) -> bool {
         self.running || !self.batches.is_empty()
     }
 
-    /// How many clusters have become usable again since the image was opened.
+    /// Returns the number of clusters that have become usable again since the image was opened.
     pub(super) fn freed(&self) -> u64 {
         self.freed
     }
@@ -55,7 +58,7 @@ impl Freeing {
 
 struct PassGuard<'a> {
     shared: &'a Shared,
-    /// Nothing was past grace.
+    /// True if nothing was past grace.
     is_idle: bool,
 }
 
@@ -66,7 +69,8 @@ impl Drop for PassGuard<'_> {
             freeing.running = false;
             std::mem::take(&mut freeing.missed)
         };
-        // Who waits for clusters, or found this pass running. An idle pass wakes nobody else: a waiter's own is one.
+        // Wakes tasks that wait for clusters or found this pass running. An idle pass wakes nobody else: a waiter
+        // runs one itself.
         if is_missed || !self.is_idle {
             self.shared.epochs.wake();
         }
@@ -83,11 +87,11 @@ pub(super) fn in_background(queue: &Rc<Queue>) {
     });
 }
 
-/// Frees what is past grace. What is not stays for the next pass.
+/// Frees the drops that are past grace. Others stay for the next pass.
 pub(super) async fn reclaim(queue: &Rc<Queue>) -> Result<(), IoError> {
     let shared = &queue.shared;
     if shared.is_corrupt() {
-        // A count that says that nobody needs a cluster may be the wrong one.
+        // The count by which a cluster seems unused may be the wrong one.
         return Ok(());
     }
     {
@@ -122,7 +126,7 @@ pub(super) async fn reclaim(queue: &Rc<Queue>) -> Result<(), IoError> {
     }
 }
 
-/// How many clusters are counted down under the lock at a time.
+/// The largest number of clusters whose counts are lowered under one hold of the lock.
 const CLUSTERS_PER_LOCK: usize = 256;
 
 async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
@@ -135,7 +139,7 @@ async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
     let mut references: Vec<(HostCluster, u64)> = references.into_iter().collect();
     references.sort_unstable();
 
-    // What the counts will be. Nobody else changes them: the allocator only touches counts of zero.
+    // The counts to write. No other task changes them: the allocator only touches counts of zero.
     let mut left = Vec::with_capacity(references.len());
     for &(cluster, dropped) in &references {
         let count = count_of(queue, cluster).await?;
@@ -189,10 +193,10 @@ async fn count_of(queue: &Rc<Queue>, cluster: HostCluster) -> Result<u64, IoErro
     }
 }
 
-/// How many punches are under way at once.
+/// The largest number of punches under way at once.
 const PUNCHES_MAX: usize = 32;
 
-/// Gives the space of these runs back to the host. Whether all of them read as zeros now.
+/// Returns the space of these runs to the host. Returns true if all of them read as zeros now.
 async fn punch(queue: &Rc<Queue>, runs: &[(HostCluster, u64)]) -> bool {
     let geometry = queue.shared.geometry;
     let mut zero = true;

@@ -1,10 +1,10 @@
-//! A block device that is full: a change waits for what is being freed, and if it is to wait for space at all, until
-//! the device is larger or something has been discarded.
+//! Handling of a full block device. A change waits for clusters that are being freed. If it is to wait for space at
+//! all, it then waits until the device is larger or something has been discarded.
 //!
-//! A file that grows never gets here: its host's space is [`block::file`]'s business.
+//! A growing file never gets here: [`block::file`] handles its host's space.
 //!
-//! What must stay true: a change that waits here has no operation in flight and holds no guard of an epoch, or what
-//! it waits for could never be freed; it is planned anew from its beginning.
+//! Invariant: a change that waits here has no operation in flight and holds no epoch guard, or the clusters it waits
+//! for could never be freed. It is planned anew from its beginning.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -17,9 +17,9 @@ use block::{IoError, Request};
 
 use super::{Queue, flush, reclaim};
 
-/// How long the freeing of clusters is waited for before a change fails: requests in flight may delay it.
+/// The time that a change waits for freed clusters before it fails; requests in flight may delay freeing.
 const FREEING_MAX: Duration = Duration::from_secs(2);
-/// Carries out a change of the disk for `request`, again when clusters have become free.
+/// Runs a change of the disk for `request`, again when clusters have become free.
 pub(super) async fn with_space(
     queue: &Rc<Queue>,
     request: &mut Request,
@@ -42,8 +42,8 @@ pub(super) async fn with_space(
     }
 }
 
-/// Carries out a change of the disk that is no request, again when clusters have become free. It does not wait for more
-/// space: whoever asked for it hears that there is none.
+/// Runs a change of the disk that is no request, again when clusters have become free. It does not wait for more
+/// space: its caller gets the error.
 pub(super) async fn with_what_is_freed(
     queue: &Rc<Queue>,
     mut change: impl AsyncFnMut() -> Result<(), IoError>,
@@ -60,7 +60,7 @@ pub(super) async fn with_what_is_freed(
     }
 }
 
-/// Makes durable what was dropped, and frees it. Returns true if anything has become free.
+/// Makes drops durable and frees their clusters. Returns true if any has become free.
 async fn is_room_made(queue: &Rc<Queue>) -> Result<bool, IoError> {
     let shared = &queue.shared;
     let before = shared.freeing.lock().freed();

@@ -1,6 +1,6 @@
-//! Taking turns at what only one task may do at a time, on whichever worker: a mutex whose waiters are tasks.
+//! Turns for work that only one task may do at a time, across workers: a mutex whose waiters are tasks.
 //!
-//! What must stay true: a turn ends however its task ends, and whoever waits is woken then.
+//! Invariant: a turn ends however its task ends, and its waiters are woken then.
 
 use block::sync::{ChangeOnDrop, Monitor};
 
@@ -9,7 +9,7 @@ use block::sync::{ChangeOnDrop, Monitor};
 pub(super) struct Turns(Monitor<bool>);
 
 impl Turns {
-    /// Waits until nobody else has the turn, and takes it until the answer is dropped.
+    /// Waits until no other task has the turn, and takes it. The turn ends when the returned guard is dropped.
     pub(super) async fn take(&self) -> ChangeOnDrop<'_, bool, impl FnOnce(&mut bool)> {
         let free = |taken: &mut bool| (!std::mem::replace(taken, true)).then_some(());
         self.0.wait(free).await;

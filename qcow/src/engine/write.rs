@@ -1,11 +1,14 @@
-//! Writing: in place where the host cluster is the guest's alone, to fresh clusters otherwise.
+//! Writes: in place if the host cluster is owned, to fresh clusters otherwise.
 //!
-//! An allocating write reserves host clusters under the lock, fills them without it (the guest's data and
-//! whatever else of the cluster must keep its old value, as one op), and only then maps them.
-//! What happens to the old clusters is `reclaim`'s business.
+//! An allocating write reserves host clusters under the lock and fills them without it. The guest's data and the
+//! bytes of the cluster that must keep their old value are one op. Only then the write maps the clusters. `reclaim`
+//! handles the old clusters.
 //!
-//! What must stay true: a guest cluster is remapped by one request at a time (the in-flight table), a
-//! shared cluster is never written, and a request that waits for another holds no reservation.
+//! Invariants:
+//!
+//! * A guest cluster is remapped by one request at a time (the in-flight table).
+//! * A shared cluster is never written.
+//! * A request that waits for another holds no reservation.
 
 use std::rc::Rc;
 
@@ -23,7 +26,7 @@ use crate::format::{GuestOffset, HostCluster};
 use crate::metadata::Blocked;
 use crate::metadata::plan::{Action, Allocation, Edge, EdgeContent, Fill, OldCluster, WriteStep};
 
-/// What is written.
+/// The data to write.
 #[derive(Debug)]
 pub(super) enum Source {
     /// A request's memory, whose first byte belongs to this guest offset.
@@ -45,7 +48,7 @@ impl Source {
     }
 }
 
-/// How many steps are under way at once for one request.
+/// The largest number of steps under way at once for one request.
 const STEPS_MAX: usize = 64;
 
 /// Writes `len` guest bytes from `offset` on.
@@ -106,14 +109,14 @@ pub(super) async fn write(
     Ok(())
 }
 
-/// Reserves host space for clusters to come. Direct writes that make a file longer wait for each other in
-/// the host's file system; inside its length they do not.
+/// Reserves host space for clusters to come. Direct writes that extend a file wait for each other in the host's file
+/// system; inside its length they do not.
 async fn reserve(queue: &Queue, from: HostCluster, count: u64) {
     let geometry = queue.shared.geometry;
     let (at, len) = (geometry.host_offset(from), count * geometry.cluster_size());
     let result = queue.data.reserve(at, len).await;
     if let Err(error) = result {
-        // Not an error of any request: whoever needs the space hears it from its own write.
+        // Not an error of any request: a write that needs the space gets its own error.
         tracing::debug!(%error, "no space could be reserved ahead");
     }
     if let Ok(mut metadata) = queue.shared.write() {
@@ -160,7 +163,7 @@ async fn fill_and_map(queue: &Rc<Queue>, fill: Fill, piece: Piece) -> Result<(),
     guard.publish()
 }
 
-/// A reservation that is taken back unless it is published.
+/// A reservation that is abandoned unless it is published.
 struct Reservation<'a> {
     shared: &'a Shared,
     allocation: &'a Allocation,
@@ -204,7 +207,7 @@ async fn write_clusters(queue: &Rc<Queue>, fill: &Fill, piece: Piece) -> Result<
         _ => None,
     };
     let last = match (tail.content, &first) {
-        // Both edges are of one cluster.
+        // Both edges belong to one cluster.
         (EdgeContent::Old(_), Some(first)) if allocation.count == 1 => Some(Rc::clone(first)),
         (EdgeContent::Old(old), _) => {
             let last = guest + (allocation.count - 1) * size;
@@ -222,7 +225,7 @@ async fn write_clusters(queue: &Rc<Queue>, fill: &Fill, piece: Piece) -> Result<
     pieces.extend(edge(tail, last.as_ref(), size - tail.len));
     let result = queue.data.start_write(at, pieces).await;
     for buffer in [first, last].into_iter().flatten() {
-        // Inflated clusters are kept by the cache, and then not ours to give back.
+        // The cache keeps inflated clusters; those cannot go back to the pool.
         if let Some(bytes) = Rc::try_unwrap(buffer).ok().and_then(Buffer::into_owned) {
             queue.cx.pool().put(bytes);
         }
@@ -230,8 +233,8 @@ async fn write_clusters(queue: &Rc<Queue>, fill: &Fill, piece: Piece) -> Result<
     result
 }
 
-/// Returns what is to be written at an edge, if anything is. Where old contents are copied, `old` is their cluster and
-/// they begin at `offset` in it.
+/// Returns the piece to write at an edge, if any. If old contents are copied, `old` is their cluster and they begin
+/// at `offset` in it.
 fn edge(edge: &Edge, old: Option<&Rc<Buffer>>, offset: u64) -> Option<Piece> {
     debug_assert_eq!(old.is_some(), matches!(edge.content, EdgeContent::Old(_)));
     match (old, edge.content) {
@@ -266,7 +269,7 @@ async fn old_cluster(queue: &Rc<Queue>, old: OldCluster, guest: GuestOffset) -> 
     }
 }
 
-/// Plans and blocks as [`write`] does, for one change under the lock at a time.
+/// Plans and unblocks as [`write`] does, for one change under the lock at a time.
 pub(super) async fn change<T>(
     queue: &Rc<Queue>,
     mut plan: impl FnMut(&mut crate::metadata::Metadata) -> Result<T, Blocked>,

@@ -1,7 +1,10 @@
-//! Discard and write-zeroes: changes of the mapping, and zeros written where that does not do.
+//! Discard and write-zeroes: changes of the mapping, and zeros written where the mapping cannot express them.
 //!
-//! What must stay true: neither ever uncovers the backing file's bytes, and a host cluster that keeps its
-//! place while it is punched cannot be written until the punch has completed (the in-flight table).
+//! Invariants:
+//!
+//! * Neither ever uncovers the backing file's bytes.
+//! * A host cluster that stays mapped while it is punched cannot be written until the punch has completed (the
+//!   in-flight table).
 
 use std::rc::Rc;
 
@@ -13,10 +16,10 @@ use crate::format::{GuestCluster, GuestOffset, Version};
 use crate::metadata::clear::{Clear, Cleared};
 use crate::metadata::{Extent, Lookup};
 
-/// How many drops may wait for a FLUSH before one is started for them.
+/// The number of drops that may wait for a FLUSH before one is started for them.
 const DROPS_MAX: usize = 8192;
 
-/// Discards `len` bytes from `offset` on: whole clusters of it, the rest is left alone.
+/// Discards the whole clusters in the `len` bytes from `offset` on. Partial clusters are left alone.
 pub(super) async fn discard(queue: &Rc<Queue>, offset: GuestOffset, len: u64) -> Result<(), IoError> {
     let shared = &queue.shared;
     let policy = shared.policy;
@@ -63,8 +66,8 @@ fn how(queue: &Queue, keep: bool, punch: bool) -> Clear {
     }
 }
 
-/// Makes the clusters that lie wholly in `offset..end` read as zeros by their mapping. The disk's last cluster counts as
-/// whole if the range reaches the disk's end. Returns the end of the last one, which may be past `end`.
+/// Makes the clusters that lie wholly in `offset..end` read as zeros by their mapping. The disk's last cluster counts
+/// as whole if the range reaches the disk's end. Returns the end of the last one, which may be past `end`.
 async fn clear(
     queue: &Rc<Queue>,
     offset: GuestOffset,
@@ -76,7 +79,7 @@ async fn clear(
     let mut pressed = false;
     while geometry.guest_offset(here) < end {
         let cleared = change(queue, |metadata| {
-            // Each time anew: the disk may grow meanwhile, and then the rest of the cluster is the guest's.
+            // Evaluated each time: the disk may grow meanwhile, and then the rest of the cluster is the guest's.
             let reaches = end.bytes() >= metadata.size_bytes & !511;
             let last = if reaches {
                 GuestCluster::new(geometry.clusters_for(end.bytes()))
@@ -118,8 +121,8 @@ async fn clear(
     Ok(geometry.guest_offset(here))
 }
 
-/// Writes zeros to `offset..end`, which is less than a cluster or has no better way, where it does not
-/// read as zeros already.
+/// Writes zeros to `offset..end` where it does not read as zeros already. The range is less than a cluster or has no
+/// cheaper way.
 async fn zero_bytes(queue: &Rc<Queue>, offset: GuestOffset, end: GuestOffset) -> Result<(), IoError> {
     let mut here = offset;
     while here < end {
@@ -133,7 +136,7 @@ async fn zero_bytes(queue: &Rc<Queue>, offset: GuestOffset, end: GuestOffset) ->
                 extent: Extent::Unallocated,
                 len,
             } => {
-                // Behind the backing file's last sector these are zeros.
+                // Past the backing file's last sector these are zeros.
                 let backed = queue.shared.backed(here, len).next_multiple_of(512).min(len);
                 if backed > 0 {
                     write(queue, &Source::Zeros, here, backed).await?;
@@ -142,7 +145,7 @@ async fn zero_bytes(queue: &Rc<Queue>, offset: GuestOffset, end: GuestOffset) ->
                     len
                 }
             }
-            // The write finds out the rest for itself.
+            // The write determines the rest for itself.
             Lookup::Found { len, .. } => {
                 write(queue, &Source::Zeros, here, len).await?;
                 len
