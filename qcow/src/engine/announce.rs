@@ -3,9 +3,9 @@
 //!
 //! Invariants:
 //!
-//! * An announcement is durable before the first change of guest-visible data, and before the disk's size changes.
-//! * An image that is only read stays unchanged.
-//! * A bitmap that does not record changes is left alone unless the disk grows.
+//! - An announcement is durable before the first change of guest-visible data, and before the disk's size changes.
+//! - An image that is only read stays unchanged.
+//! - A bitmap that does not record changes is left alone unless the disk grows.
 
 use block::sync::Mutex;
 use block::sync::atomic::{AtomicBool, Ordering};

@@ -3,8 +3,8 @@
 //!
 //! Invariants:
 //!
-//! * An image is not closed while background work is under way on any worker, or changes would be lost.
-//! * A worker that ran a single operation ([`Context::block_on`](block::Context::block_on)) exits after its
+//! - An image is not closed while background work is under way on any worker, or changes would be lost.
+//! - A worker that ran a single operation ([`Context::block_on`](block::Context::block_on)) exits after its
 //!   background work.
 
 use std::future::poll_fn;

@@ -38,7 +38,7 @@ pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: GuestOffset) -> I
     IoError::Corrupt
 }
 
-/// Logs the entries of the table bytes at `offset` that point to forbidden clusters, and marks the image.
+/// Logs the exposed entries of the table bytes at `offset`, and marks the image.
 pub(super) fn exposed(queue: &Rc<Queue>, offset: HostOffset, entries: &[Exposed]) -> IoError {
     if let (Some(first), Some(_)) = (entries.first(), admit(queue, "an entry")) {
         let image = queue.shared.file.path().display();

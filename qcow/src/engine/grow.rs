@@ -2,10 +2,10 @@
 //!
 //! Invariants:
 //!
-//! * The header's size changes last, after everything that the larger disk needs is durable.
-//! * The new part reads as zeros, whatever lies past the old end: a longer backing file, the rest of the last
+//! - The header's size changes last, after everything that the larger disk needs is durable.
+//! - The new part reads as zeros, whatever lies past the old end: a longer backing file, the rest of the last
 //!   cluster, or mappings that a restored snapshot with VM state left there.
-//! * One task at a time makes a disk larger, because it clears what lies past the end at its start.
+//! - One task at a time makes a disk larger, because it clears what lies past the end at its start.
 
 use std::rc::Rc;
 use std::sync::atomic::Ordering;

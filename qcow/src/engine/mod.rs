@@ -6,8 +6,8 @@
 //!
 //! Invariants:
 //!
-//! * The metadata lock is never held across an await or an I/O.
-//! * A request holds its epoch guard from before it reads the mapping until it is answered.
+//! - The metadata lock is never held across an await or an I/O.
+//! - A request holds its epoch guard from before it reads the mapping until it is answered.
 
 mod announce;
 mod chores;

@@ -6,9 +6,9 @@
 //!
 //! Invariants:
 //!
-//! * A guest cluster is remapped by one request at a time (the in-flight table).
-//! * A shared cluster is never written.
-//! * A request that waits for another holds no reservation.
+//! - A guest cluster is remapped by one request at a time (the in-flight table).
+//! - A shared cluster is never written.
+//! - A request that waits for another holds no reservation.
 
 use std::rc::Rc;
 

@@ -2,8 +2,8 @@
 //!
 //! Invariants:
 //!
-//! * Neither ever uncovers the backing file's bytes.
-//! * A host cluster that stays mapped while it is punched cannot be written until the punch has completed (the
+//! - Neither ever uncovers the backing file's bytes.
+//! - A host cluster that stays mapped while it is punched cannot be written until the punch has completed (the
 //!   in-flight table).
 
 use std::rc::Rc;

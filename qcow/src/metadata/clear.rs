@@ -1,4 +1,4 @@
-//! Making guest clusters read as zeros, or be nothing, by changing their entries alone.
+//! Changes of entries alone that make guest clusters read as zeros, or unallocated.
 
 use block::IoError;
 use block::canary::{Rule, broken};
@@ -7,23 +7,23 @@ use block::sync::WaitList;
 use super::{Blocked, Metadata};
 use crate::format::{GuestCluster, HostOffset, L2Entry, L2Mapping, Version};
 
-/// How clusters are cleared.
+/// The options for clearing clusters.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clear {
-    /// Clusters that are this guest's alone keep their place on the host.
+    /// Owned clusters keep their host cluster.
     pub(crate) keep: bool,
-    /// And their space is given back to the host by punching it.
+    /// The space of kept clusters is returned to the host by punching it.
     pub(crate) punch: bool,
-    /// Below this guest cluster the backing file has bytes that must not show.
+    /// Below this guest cluster the backing file has bytes that must stay hidden.
     pub(crate) covered: GuestCluster,
 }
 
-/// What became of a step.
+/// The result of one step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Cleared {
     /// Done up to this guest cluster.
     Until(GuestCluster),
-    /// These clusters, in flight now and their slice pinned, are to be punched and then handed to
+    /// These clusters are in flight now and their slice is pinned. The caller must punch them and then call
     /// [`Metadata::punched`].
     Punch {
         guest: GuestCluster,
@@ -34,7 +34,7 @@ pub(crate) enum Cleared {
 }
 
 impl Metadata {
-    /// Clears guest clusters from `cluster` on, as far as `end`, one slice, or one punch.
+    /// Clears guest clusters from `cluster` on, up to `end`: the rest of one slice, or one punch.
     ///
     /// # Errors
     ///
@@ -61,7 +61,7 @@ impl Metadata {
             }
             let plain = match self.geometry.version() {
                 Version::V3 => L2Entry::ZERO_PLAIN,
-                // Callers clear in version 2 only where nothing lies below.
+                // In version 2, callers clear only if there is no backing file.
                 Version::V2 => L2Entry::UNALLOCATED,
             };
             let keeps = how.keep && self.geometry.version() == Version::V3;
@@ -111,7 +111,7 @@ impl Metadata {
         })
     }
 
-    /// Marks clusters that were punched as zeros that keep their place. Returns those who wait for them; drop the list
+    /// Maps punched clusters as zeros that keep their host clusters. Returns the waiters to wake; drop the list
     /// without the lock.
     pub(crate) fn punched(
         &mut self,

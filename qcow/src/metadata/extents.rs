@@ -1,19 +1,19 @@
-//! Sets of host clusters kept as runs: what was freed and may be used again.
+//! Sets of host clusters kept as runs: freed clusters that may be used again.
 
 use std::collections::BTreeMap;
 
 use crate::format::HostCluster;
 
-/// Free runs of host clusters. Each run remembers whether it is known to read as zeros.
+/// Free runs of host clusters. Each run records whether it is known to read as zeros.
 #[derive(Debug, Default)]
 pub(crate) struct FreeRuns {
-    /// First cluster → (how many, known to be zero).
+    /// First cluster → (number of clusters, known to be zero).
     runs: BTreeMap<HostCluster, (u64, bool)>,
     total: u64,
 }
 
 impl FreeRuns {
-    /// How many clusters are in the set.
+    /// Returns the number of clusters in the set.
     #[cfg(test)]
     pub(crate) fn total(&self) -> u64 {
         self.total
@@ -43,7 +43,7 @@ impl FreeRuns {
         self.runs.insert(first, (count, zero));
     }
 
-    /// Takes at most `count` neighbouring clusters: the first cluster, how many, and whether they are
+    /// Takes at most `count` neighbouring clusters. Returns the first cluster, their number, and true if they are
     /// known to be zero. A run that is long enough is preferred among the first few.
     pub(crate) fn take(&mut self, count: u64) -> Option<(HostCluster, u64, bool)> {
         let fits = self.runs.iter().take(32).find(|(_, run)| run.0 >= count);
@@ -57,13 +57,13 @@ impl FreeRuns {
         Some((first, taken, zero))
     }
 
-    /// The first cluster of a run of at least `count`.
+    /// Returns the first cluster of a run of at least `count`.
     pub(crate) fn find(&self, count: u64) -> Option<HostCluster> {
         let mut runs = self.runs.iter();
         runs.find(|(_, run)| run.0 >= count).map(|(&first, _)| first)
     }
 
-    /// Takes `count` clusters from `first` on, which is where a run of at least so many begins.
+    /// Takes `count` clusters from `first` on; a run of at least that many must begin there.
     pub(crate) fn remove(&mut self, first: HostCluster, count: u64) {
         if let Some((len, zero)) = self.runs.remove(&first) {
             self.total -= len;

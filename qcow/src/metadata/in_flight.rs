@@ -1,7 +1,7 @@
 //! Guest clusters that requests are remapping.
 //!
-//! What must stay true: a cluster is entered by one request at a time, and only that request changes its mapping until it
-//! has left.
+//! Invariant: a cluster is entered by one request at a time, and only that request changes its mapping until it has
+//! left.
 
 use std::ops::Range;
 use std::task::Waker;
@@ -11,7 +11,7 @@ use block::sync::WaitList;
 
 use crate::format::GuestCluster;
 
-/// The clusters that are being remapped, and who waits for them.
+/// The clusters that are being remapped, and their waiters.
 #[derive(Debug, Default)]
 pub(crate) struct InFlight(Vec<Entry>);
 
@@ -33,7 +33,7 @@ impl InFlight {
             .any(|entry| first < entry.clusters.end && entry.clusters.start <= last)
     }
 
-    /// Returns true, and wakes `waker` when that has ended, if a cluster is being remapped.
+    /// Returns true if a cluster is being remapped; `waker` is woken when that has ended.
     pub(crate) fn wait(&mut self, cluster: GuestCluster, waker: &Waker) -> bool {
         let found = self.0.iter_mut().find(|entry| entry.clusters.contains(&cluster));
         let Some(entry) = found else { return false };
@@ -53,7 +53,7 @@ impl InFlight {
         });
     }
 
-    /// Takes out the clusters that were entered with `first`. Returns those who wait for them; drop the list without the
+    /// Removes the clusters that were entered with `first`. Returns the waiters to wake; drop the list without the
     /// metadata's lock.
     pub(crate) fn leave(&mut self, first: GuestCluster) -> WaitList {
         match self.0.iter().position(|entry| entry.clusters.start == first) {

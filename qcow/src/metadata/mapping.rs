@@ -1,7 +1,7 @@
-//! Entries of the mapping: what guest bytes are backed by, and changing one.
+//! Entries of the mapping: lookups and changes.
 //!
-//! What must stay true: an entry is set only once the bytes that it exposes are written, and what it referred to before
-//! is in `drops` from then on.
+//! Invariant: an entry is set only once the bytes that it exposes are written, and the clusters it referred to before
+//! are in `drops` from then on.
 
 use super::{Blocked, Dropped, Metadata, corrupt};
 use crate::format::{
@@ -9,7 +9,7 @@ use crate::format::{
     L2TableMut,
 };
 
-/// What a stretch of the guest's disk is backed by.
+/// The content of a uniform range of the guest's disk.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Extent {
     /// Host bytes in one piece, from `at` on. `owned`: they may be overwritten in place.
@@ -25,20 +25,21 @@ pub(crate) enum Extent {
 /// The result of a lookup.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Lookup {
-    /// So many bytes, from the guest offset asked for, are alike.
+    /// `len` bytes, from the requested guest offset on, are uniform.
     Found { extent: Extent, len: u64 },
     /// This L2 slice must be loaded first.
     Miss(u64),
     /// The mapping is corrupt there.
     Corrupt(EntryError),
-    /// The mapping leads past the end of the file.
+    /// The mapping points past the end of the file.
     PastEnd(HostOffset),
-    /// The mapping was found to lead where none may when it was loaded.
+    /// The mapping was found to point to a forbidden cluster when it was loaded.
     Refused,
 }
 
 impl Metadata {
-    /// Returns what the guest bytes from `offset` on are backed by: as far as `len` bytes, the L2 slice, and likeness go.
+    /// Returns the content of the guest bytes from `offset` on. It covers at most `len` bytes, one L2 slice, and one
+    /// extent.
     #[inline]
     pub(crate) fn lookup(&self, offset: GuestOffset, len: u64) -> Lookup {
         let geometry = &self.geometry;
@@ -124,14 +125,14 @@ impl Metadata {
         host_of(mapping).filter(|host| self.is_past_end(*host))
     }
 
-    /// Returns what a guest cluster is mapped to; its slice is cached.
+    /// Returns the mapping of a guest cluster, whose slice is cached.
     pub(crate) fn mapping(&self, slice: u64, cluster: GuestCluster) -> Result<L2Mapping, Blocked> {
         let bytes = self.l2.get(slice).ok_or(Blocked::LoadL2(slice))?;
         let entry = L2Table::new(bytes, &self.geometry).get(self.index_in_slice(cluster));
         entry.decode(&self.geometry).map_err(corrupt)
     }
 
-    /// Changes one mapping; what it referred to before is dropped, unless the new entry keeps it.
+    /// Changes one mapping. Its old host clusters are dropped, unless the new entry keeps them.
     pub(crate) fn set_mapping(
         &mut self,
         slice: u64,
@@ -167,7 +168,7 @@ impl Metadata {
     }
 }
 
-/// Nothing is mapped from `offset` up to the next multiple of `span`.
+/// Returns unallocated bytes from `offset` up to the next multiple of `span`.
 fn unallocated(offset: GuestOffset, len: u64, span: u64) -> Lookup {
     let rest = span - (offset.bytes() & (span - 1));
     Lookup::Found {

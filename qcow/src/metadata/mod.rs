@@ -1,14 +1,14 @@
-//! What is in memory of an image's metadata, and the questions a request asks of it.
+//! An image's metadata in memory, and the lookups and plans that requests need.
 //!
-//! One [`Metadata`] is shared by all queues behind a lock. Nothing here does I/O or waits: what needs a
-//! table that is not cached says which, and the engine loads it with the lock released.
+//! One [`Metadata`] is shared by all queues behind a lock. Nothing here does I/O or waits. An operation that needs a
+//! table that is not cached returns its name, and the engine loads it with the lock released.
 //!
-//! What must stay true:
+//! Invariants:
 //! - an L2 entry is set only once the data it exposes is written;
-//! - a guest cluster in the in-flight table is changed only by who entered it;
+//! - a guest cluster in the in-flight table is changed only by the request that entered it;
 //! - a cluster that left the mapping is in `drops` until a FLUSH has made that durable;
-//! - once the metadata was found corrupt no change of the mapping is planned any more, and a slice with an entry
-//!   that nobody may go by ([`L2Entry::REFUSED`]) is never written.
+//! - once the metadata was found corrupt no change of the mapping is planned any more, and a slice with a refused
+//!   entry ([`L2Entry::REFUSED`]) is never written.
 
 pub(crate) mod clear;
 pub(crate) mod extents;
@@ -33,12 +33,12 @@ use refcounts::{Refcounts, Stuck, TablePlace};
 use slices::SliceCache;
 use structures::InUse;
 
-/// Why a change cannot be planned under the lock.
+/// The reason that a change cannot be planned under the lock.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Blocked {
     /// This L2 slice must be loaded.
     LoadL2(u64),
-    /// This cached L2 slice must be looked at before anything is written through it.
+    /// This cached L2 slice must be checked before anything is written through it.
     CheckL2(u64),
     /// This refcount slice must be loaded.
     LoadRefcounts(u64),
@@ -48,7 +48,7 @@ pub(crate) enum Blocked {
     InFlight(GuestCluster),
     /// A count is wrong: the image is corrupt.
     InUse(InUse),
-    /// It cannot be done.
+    /// The change failed.
     Failed(IoError),
 }
 
@@ -70,7 +70,7 @@ pub(crate) struct Dropped {
 }
 
 impl Dropped {
-    /// One reference to one cluster.
+    /// Returns one reference to one cluster.
     pub(crate) const fn one(cluster: HostCluster) -> Self {
         Self {
             first: cluster,
@@ -85,7 +85,7 @@ pub(crate) struct Metadata {
     geometry: Geometry,
     l1: Vec<L1Entry>,
     pub(crate) l1_place: TablePlace,
-    /// The L1 table has moved and the header does not know it yet; what was left behind.
+    /// The places that the L1 table has left while the header does not record the move yet.
     pub(crate) l1_moved_from: Vec<TablePlace>,
     /// The header's size and L1 fields are to be written.
     pub(crate) header_dirty: bool,
@@ -106,7 +106,7 @@ pub(crate) struct Metadata {
     /// L1 entries whose tables are being copied.
     copying: SingleFlight<usize>,
     pub(crate) drops: Vec<Dropped>,
-    /// A FLUSH is writing what was dirty when it began.
+    /// A FLUSH is writing the metadata that was dirty when it began.
     pub(crate) flushing: bool,
 }
 
@@ -157,7 +157,7 @@ impl Metadata {
         self.in_flight.touches(self.geometry.guest_cluster(offset), last)
     }
 
-    /// Whether the mapping in memory is the durable one, and nothing waits to be freed.
+    /// Returns true if the mapping in memory is the durable one, and nothing waits to be freed.
     pub(crate) fn is_clean(&self) -> bool {
         !self.flushing
             && self.l2.dirty_count() == 0

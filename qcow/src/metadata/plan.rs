@@ -1,10 +1,10 @@
-//! Plans of writes: what happens to every byte of the clusters that a write touches.
+//! Plans of writes: the content of every byte of the clusters that a write touches.
 //!
-//! A plan is made under the lock, step by step, and carried out without it. The engine reads no entry and knows no
-//! kind of cluster: it overwrites, or it fills reserved clusters and their edges and then has them mapped.
+//! A plan is made under the lock, step by step, and executed without it. The engine reads no entry and knows no kind
+//! of cluster. It overwrites, or it fills reserved clusters and their edges and then maps them.
 //!
-//! What must stay true: clusters are reserved and in flight from the plan until they are published or abandoned, and
-//! the slice that maps them is pinned as long.
+//! Invariant: from the plan until they are published or abandoned, clusters are reserved and in flight, and the slice
+//! that maps them is pinned.
 
 use block::IoError;
 use block::canary::{Rule, broken};
@@ -21,52 +21,52 @@ pub(crate) struct WriteStep {
     pub(crate) action: Action,
 }
 
-/// What is done with the bytes of a step.
+/// The action for the bytes of a step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Action {
-    /// They are written from here on, over what is there.
+    /// The bytes are written over existing data, from this offset on.
     Overwrite(HostOffset),
-    /// They are written to reserved clusters, which are mapped then.
+    /// The bytes are written to reserved clusters, which are then mapped.
     Fill(Fill),
 }
 
-/// How reserved clusters are filled: the head, the step's bytes, the tail.
+/// The contents to fill reserved clusters with: the head, the step's bytes, the tail.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Fill {
     pub(crate) allocation: Allocation,
     /// The bytes before the step's in its first cluster.
     pub(crate) head: Edge,
-    /// The bytes behind the step's in its last cluster.
+    /// The bytes after the step's in its last cluster.
     pub(crate) tail: Edge,
 }
 
 /// The bytes between those of a step and the border of a cluster.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Edge {
-    /// How many; 0 if the step's bytes reach the border.
+    /// Length in bytes; 0 if the step's bytes reach the border.
     pub(crate) len: u64,
     pub(crate) content: EdgeContent,
 }
 
-/// What an edge is to hold.
+/// The content of an edge.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum EdgeContent {
-    /// What the host has there: zeros.
+    /// The host's present content: zeros.
     Kept,
     /// Zeros, which have to be written.
     Zeros,
-    /// What the guest cluster held before, which has to be copied.
+    /// The guest cluster's old content, which has to be copied.
     Old(OldCluster),
 }
 
-/// Where the old bytes of a guest cluster are.
+/// The source of a guest cluster's old bytes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum OldCluster {
-    /// In a host cluster, which begins here.
+    /// A host cluster, which begins here.
     Data(HostOffset),
-    /// In a compressed cluster.
+    /// A compressed cluster.
     Compressed(CompressedExtent),
-    /// In the backing file.
+    /// The backing file.
     Backing,
 }
 
@@ -75,11 +75,11 @@ pub(crate) enum OldCluster {
 pub(crate) struct Allocation {
     /// The first guest cluster.
     pub(crate) guest: GuestCluster,
-    /// How many clusters.
+    /// The number of clusters.
     pub(crate) count: u64,
-    /// Where the first host cluster begins.
+    /// The offset of the first host cluster.
     pub(crate) host: HostOffset,
-    /// The host cluster was kept for this guest cluster while it read as zeros: nothing was allocated.
+    /// The guest cluster keeps the host cluster that it had while it read as zeros: nothing was allocated.
     pub(crate) kept: bool,
     /// The L2 slice that maps them, pinned.
     slice: u64,
@@ -152,7 +152,7 @@ impl Metadata {
         }
     }
 
-    /// Reserves clusters for as many neighbours as need some, and plans to fill them.
+    /// Reserves clusters for all neighbours that need some, and plans to fill them.
     fn plan_allocation(
         &mut self,
         slice: u64,
@@ -171,7 +171,7 @@ impl Metadata {
                 Ok(L2Mapping::Data { copied: true, .. } | L2Mapping::Zero { copied: true, .. }) | Err(_) => {
                     break;
                 }
-                // It fails when the write gets there: what it would be a copy of cannot be read.
+                // The write fails when it gets there: the old content to copy cannot be read.
                 Ok(old) if self.past_end(&old).is_some() => break,
                 Ok(_) => count += 1,
             }
@@ -217,7 +217,7 @@ impl Metadata {
             edge(offset - start, old[0], guest),
             edge(border - end, old[1], guest + (count - 1)),
         ];
-        // If something is copied, whole clusters are written, which suits direct I/O.
+        // If anything is copied, whole clusters are written, which suits direct I/O.
         if edges
             .iter()
             .any(|edge| matches!(edge.content, EdgeContent::Old(_)))
@@ -241,7 +241,7 @@ impl Metadata {
         }
     }
 
-    /// Returns what an edge in a cluster that was mapped to `old` is to hold. `is_zero`: the host has zeros there.
+    /// Returns the content of an edge in a cluster that was mapped to `old`. `is_zero`: the host has zeros there.
     fn edge_content(&self, old: L2Mapping, cluster: GuestCluster, is_zero: bool) -> EdgeContent {
         let zeros = if is_zero {
             EdgeContent::Kept
@@ -260,8 +260,8 @@ impl Metadata {
         }
     }
 
-    /// Maps an allocation whose clusters are filled. Returns those who wait for them, however it ended; drop the list without
-    /// the lock.
+    /// Maps an allocation whose clusters are filled. Returns the waiters to wake, also on failure; drop the list
+    /// without the lock.
     ///
     /// # Errors
     ///
@@ -277,15 +277,15 @@ impl Metadata {
         (self.in_flight.leave(allocation.guest), result)
     }
 
-    /// Undoes an allocation whose clusters could not be filled. Returns those who wait for them; drop the list without the
-    /// lock.
+    /// Undoes an allocation whose clusters could not be filled. Returns the waiters to wake; drop the list without
+    /// the lock.
     pub(crate) fn abandon(&mut self, allocation: &Allocation) -> WaitList {
         self.l2.unpin(allocation.slice);
         if !allocation.kept {
             let first = self.geometry.host_cluster(allocation.host);
             for cluster in first.until(first + allocation.count) {
                 if self.refcounts.give_back(cluster).is_err() {
-                    // Its slice was evicted meanwhile; it is freed like a mapped one.
+                    // Its slice was evicted meanwhile; the cluster is freed like a mapped one.
                     self.drops.push(Dropped::one(cluster));
                 }
             }

@@ -1,15 +1,18 @@
 //! Reference counts in memory: the refcount table, cached slices of its blocks, and the allocator.
 //!
-//! The allocator hands out host clusters in three ways, in this order: runs that were freed and
-//! have passed every stage of freeing; clusters below the end of the file that a forward scan finds with a
-//! count of zero; and new clusters past the end. The scan's cursor never goes back, so that a cluster is
-//! found by one of the three only. Tables of several clusters get theirs from a search of their own ([`run`]).
+//! The allocator hands out host clusters from three sources, in this order: freed runs that have passed every stage
+//! of freeing; clusters below the end of the file that a forward scan finds with a count of zero; and new clusters
+//! past the end. The scan's cursor never goes back, so that only one of the three finds a cluster. A separate search
+//! allocates tables of several clusters ([`run`]).
 //!
-//! What must stay true: a count goes from 0 to 1 here before anything can point at the cluster, and the
-//! count is durable before that pointer is (see `engine::flush`). A new refcount block is counted by itself or
-//! by a block that is made at the same instant, and these are durable before the refcount table points at them. The
-//! table in memory never has more entries than its place on disk has room for. A cluster that counts zero and is known to be
-//! in use all the same is never handed out: it fails whoever asked ([`Stuck::InUse`]).
+//! Invariants:
+//! - a count goes from 0 to 1 here before anything can point at the cluster, and the count is durable before that
+//!   pointer is (see `engine::flush`);
+//! - a new refcount block is counted by itself or by a block that is made at the same instant, and these are durable
+//!   before the refcount table points at them;
+//! - the table in memory never has more entries than its place on disk has room for;
+//! - a cluster that counts zero and is known to be in use all the same is never handed out: the allocation fails
+//!   ([`Stuck::InUse`]).
 
 mod run;
 
@@ -21,14 +24,14 @@ use super::slices::SliceCache;
 use super::structures::{InUse, Structure, Structures};
 use crate::format::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
 
-/// Why the allocator cannot go on under the lock.
+/// The reason that the allocator cannot go on under the lock.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Stuck {
     /// This refcount slice must be loaded first.
     Load(u64),
     /// A count is wrong: the image is corrupt.
     InUse(InUse),
-    /// It failed.
+    /// The allocation failed.
     Failed(IoError),
 }
 
@@ -49,16 +52,16 @@ impl From<IoError> for Stuck {
 pub(crate) struct Run {
     /// The first cluster.
     pub(crate) first: HostCluster,
-    /// How many.
+    /// The number of clusters.
     pub(crate) count: u64,
-    /// They are known to read as zeros.
+    /// True if they are known to read as zeros.
     pub(crate) zero: bool,
 }
 
-/// Where the refcount table was before it moved, until the header says so on disk.
+/// The place of a table in the file.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct TablePlace {
-    /// Where it begins.
+    /// The offset of its first byte.
     pub(crate) offset: HostOffset,
     /// Length in clusters.
     pub(crate) clusters: u64,
@@ -70,35 +73,35 @@ pub(crate) struct Refcounts {
     pub(super) geometry: Geometry,
     table: Vec<RefcountTableEntry>,
     pub(crate) place: TablePlace,
-    /// The table has moved and the header does not know it yet; what was left behind.
+    /// The places that the table has left while the header does not record the move yet.
     pub(crate) moved_from: Vec<TablePlace>,
     /// 512-byte parts of the table that differ from the disk.
     pub(crate) dirty_parts: FxHashSet<usize>,
     /// Blocks the table on disk does not point at yet, by table index.
     pub(crate) fresh: FxHashSet<usize>,
     pub(crate) slices: SliceCache,
-    /// What clusters are known to be used for, whatever they count; empty unless the image is written.
+    /// The known use of clusters, whatever they count; empty unless the image is written.
     pub(crate) structures: Structures,
     /// Logarithm of the counts per slice.
     slice_bits: u32,
     cursor: HostCluster,
     /// From here on no byte was ever written: clusters read as zeros.
     virgin: HostCluster,
-    /// How far the searches for runs of so many clusters, behind the end or anywhere, have come: they begin anew when a
-    /// slice that they lack has been loaded.
+    /// The progress of the searches for runs, by (clusters, past the end only). A search continues when a
+    /// slice that it lacked has been loaded.
     searches: FxHashMap<(u64, bool), HostCluster>,
-    /// The first cluster there is no room for; [`NO_LIMIT`] for a file that grows.
+    /// The first cluster past the end of the space; [`NO_LIMIT`] for a file that grows.
     limit: HostCluster,
     free: FreeRuns,
     /// The cluster after the last one ever handed out or counted.
     end: HostCluster,
-    /// Up to here the host has space reserved past `end`.
+    /// The end of the space that the host has reserved past `end`.
     reserved: HostCluster,
-    /// Somebody is reserving more, or it was found to be of no use.
+    /// A task is reserving more, or reserving was found to be of no use.
     reserving: bool,
 }
 
-/// The end of a file that grows.
+/// The limit of a file that grows.
 pub(crate) const NO_LIMIT: HostCluster = HostCluster::new(u64::MAX);
 
 /// The least and the most that is reserved at once, in bytes.
@@ -109,8 +112,8 @@ const RESERVE_BYTES_MAX: u64 = 64 << 20;
 pub(crate) const PART_ENTRIES: usize = 64;
 
 impl Refcounts {
-    /// Takes over the refcount table as it is on disk. `file_end` is the first cluster wholly past the
-    /// end of the file; `limit` the first there is no room for.
+    /// Takes over the refcount table as it is on disk. `file_end` is the first cluster wholly past the end of the
+    /// file; `limit` is the first past the end of the space.
     pub(crate) fn new(
         geometry: Geometry,
         table: Vec<RefcountTableEntry>,
@@ -146,27 +149,27 @@ impl Refcounts {
         self.geometry.refcount_table_index(cluster)
     }
 
-    /// The refcount block that a slice is part of.
+    /// Returns the index of the refcount block that a slice is part of.
     fn block_of(&self, slice: u64) -> usize {
         self.block_index(self.slice_start(slice))
     }
 
-    /// The first cluster that a slice counts.
+    /// Returns the first cluster that a slice counts.
     fn slice_start(&self, slice: u64) -> HostCluster {
         HostCluster::new(slice << self.slice_bits)
     }
 
-    /// The entry, within its slice, that counts a cluster.
+    /// Returns the index, within its slice, of the entry that counts a cluster.
     fn index_in_slice(&self, cluster: HostCluster) -> usize {
         (cluster.index() & ((1 << self.slice_bits) - 1)) as usize
     }
 
-    /// The slice that holds a cluster's count.
+    /// Returns the slice that holds a cluster's count.
     pub(crate) fn slice_of(&self, cluster: HostCluster) -> u64 {
         cluster.index() >> self.slice_bits
     }
 
-    /// Where a slice is on disk; `None` if its block does not exist.
+    /// Returns the offset of a slice on disk; `None` if its block does not exist.
     pub(crate) fn slice_offset(&self, slice: u64) -> Result<Option<HostOffset>, IoError> {
         let index = self.block_of(slice);
         let Some(block) = self.block_offset(index)? else {
@@ -178,7 +181,7 @@ impl Refcounts {
         ))
     }
 
-    /// Where block `index` of the table is on disk.
+    /// Returns the offset of block `index` of the table on disk.
     pub(crate) fn block_offset(&self, index: usize) -> Result<Option<HostOffset>, IoError> {
         let Some(entry) = self.table.get(index) else {
             return Ok(None);
@@ -192,29 +195,29 @@ impl Refcounts {
         }
     }
 
-    /// The slices of block `index`.
+    /// Returns the slices of block `index`.
     pub(crate) fn block_slices(&self, index: usize) -> std::ops::Range<u64> {
         let per_block = self.geometry.cluster_size() / self.slices.slice_bytes() as u64;
         let first = index as u64 * per_block;
         first..first + per_block
     }
 
-    /// Whether the block that a slice belongs to is not reachable on disk yet.
+    /// Returns true if the block that a slice belongs to is not reachable on disk yet.
     pub(crate) fn is_fresh(&self, slice: u64) -> bool {
         self.fresh.contains(&self.block_of(slice))
     }
 
-    /// The cluster after the last one in use or in the file.
+    /// Returns the cluster after the last one in use or in the file.
     #[inline]
     pub(crate) fn end(&self) -> HostCluster {
         self.end
     }
 
-    /// Whether more space should be reserved past the end: from which cluster, and how many. The caller
-    /// does it and reports to [`Refcounts::reserved`].
+    /// Returns the first cluster and the number of clusters to reserve past the end, if more space should be
+    /// reserved. The caller does it and reports to [`Refcounts::reserved`].
     pub(crate) fn reserve_ahead(&mut self) -> Option<(HostCluster, u64)> {
         let size = self.geometry.cluster_size();
-        // An eighth of the file, within bounds: as much is left over after a crash.
+        // An eighth of the file, within bounds: a crash leaves as much behind.
         let step = (self.end.index() * size / 8).clamp(RESERVE_BYTES_MIN, RESERVE_BYTES_MAX) / size;
         if self.reserving || self.end + step / 2 <= self.reserved {
             return None;
@@ -224,12 +227,12 @@ impl Refcounts {
         Some((from, step.max(1)))
     }
 
-    /// Where the file ends if what was reserved and not used is cut off; `None` if nothing is.
+    /// Returns the file's end after unused reserved space is cut off; `None` if there is none.
     pub(crate) fn unused_reserve(&self) -> Option<HostCluster> {
         (self.limit == NO_LIMIT && self.reserved > self.end).then_some(self.end)
     }
 
-    /// Space is reserved up to cluster `end`; `None` if it cannot be had, and is not asked for again.
+    /// Records that space is reserved up to cluster `end`. `None` if that failed; it is not tried again.
     pub(crate) fn reserved(&mut self, end: Option<HostCluster>) {
         if let Some(end) = end {
             self.reserved = self.reserved.max(end);
@@ -237,7 +240,8 @@ impl Refcounts {
         }
     }
 
-    /// The block device that holds the image ends before cluster `limit` now. Returns true if that is further on.
+    /// Records that the block device that holds the image now ends before cluster `limit`. Returns true if it has
+    /// grown.
     pub(crate) fn extend(&mut self, limit: HostCluster) -> bool {
         let more = self.limit != NO_LIMIT && limit > self.limit;
         if more {
@@ -246,7 +250,7 @@ impl Refcounts {
         more
     }
 
-    /// The table's entries in 512-byte part `part`, as they are on disk.
+    /// Returns the table's entries in 512-byte part `part`, as they are on disk.
     pub(crate) fn table_part(&self, part: usize) -> Vec<u8> {
         let entries = self.table.iter().skip(part * PART_ENTRIES).take(PART_ENTRIES);
         let mut bytes: Vec<u8> = entries.flat_map(|entry| entry.raw().to_be_bytes()).collect();
@@ -254,12 +258,12 @@ impl Refcounts {
         bytes
     }
 
-    /// How many 512-byte parts the table has.
+    /// Returns the number of 512-byte parts of the table.
     pub(crate) fn table_parts(&self) -> usize {
         self.table.len().div_ceil(PART_ENTRIES)
     }
 
-    /// A cluster's count.
+    /// Returns a cluster's count.
     pub(crate) fn get(&mut self, cluster: HostCluster) -> Result<u64, Stuck> {
         let slice = self.slice_of(cluster);
         if !self.slices.contains(slice) {
@@ -278,7 +282,7 @@ impl Refcounts {
         count.ok_or(Stuck::Failed(IoError::Corrupt))
     }
 
-    /// Sets a cluster's count. Its block exists.
+    /// Sets a cluster's count. Its block must exist.
     pub(crate) fn set(&mut self, cluster: HostCluster, count: u64) -> Result<(), Stuck> {
         let slice = self.slice_of(cluster);
         if !self.slices.contains(slice) {
@@ -302,7 +306,7 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Counts a cluster that counts zero, for whoever gets it.
+    /// Counts a cluster whose count is zero, for a new user.
     ///
     /// # Errors
     ///
@@ -341,7 +345,7 @@ impl Refcounts {
             for cluster in first.until(first + found) {
                 match self.claim(cluster) {
                     Ok(()) => claimed += 1,
-                    // What was claimed so far is handed out; whoever asks next hears of the rest.
+                    // The clusters claimed so far are handed out; the next caller gets the error.
                     Err(_) if claimed > 0 => break,
                     Err(stuck) => return Err(stuck),
                 }
@@ -385,7 +389,7 @@ impl Refcounts {
         Ok(Some((first, found)))
     }
 
-    /// Counts clusters that were free; gives them back if their slice must be loaded first.
+    /// Counts clusters that were free; returns them to the set if their slice must be loaded first.
     fn claim_freed(&mut self, first: HostCluster, count: u64, zero: bool) -> Result<Run, Stuck> {
         for cluster in first.until(first + count) {
             let claimed = match self.get(cluster) {
@@ -397,7 +401,7 @@ impl Refcounts {
                 Err(stuck) => Err(stuck),
             };
             if let Err(stuck) = claimed {
-                // What was claimed so far is handed out; the rest goes back.
+                // The clusters claimed so far are handed out; the rest goes back.
                 self.free.insert(cluster, first + count - cluster, zero);
                 if cluster == first {
                     return Err(stuck);
@@ -412,8 +416,8 @@ impl Refcounts {
         Ok(Run { first, count, zero })
     }
 
-    /// Makes the refcount block of table entry `index` in cluster `cluster`, which is counted by a block that is as
-    /// new: otherwise the table could point at the block before its own count is durable.
+    /// Makes the refcount block of table entry `index` in cluster `cluster`. A block that is as new must count that
+    /// cluster: otherwise the table could point at the block before its own count is durable.
     fn new_block_at(&mut self, index: usize, cluster: HostCluster) -> Result<(), Stuck> {
         self.structures.check_free(cluster)?;
         let host = self.geometry.host_offset(cluster);
@@ -424,7 +428,7 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Counts and notes a refcount block of [`Refcounts::new_block_at`].
+    /// Counts and records a refcount block of [`Refcounts::new_block_at`].
     fn claim_block(&mut self, cluster: HostCluster) -> Result<(), Stuck> {
         self.claim(cluster)?;
         self.structures.made(Structure::RefcountBlock, cluster, 1);
@@ -432,7 +436,7 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Takes back a cluster that nothing ever pointed at.
+    /// Frees a cluster that nothing ever pointed at.
     pub(crate) fn give_back(&mut self, cluster: HostCluster) -> Result<(), Stuck> {
         self.set(cluster, 0)?;
         self.release(cluster, 1, false);
@@ -441,7 +445,7 @@ impl Refcounts {
 
     /// Makes clusters whose count is zero, and which are past every stage of freeing, usable again.
     pub(crate) fn release(&mut self, first: HostCluster, count: u64, zero: bool) {
-        // Those the cursor has yet to pass it will find by itself.
+        // The cursor will find the clusters that it has yet to pass.
         let below = count.min(self.cursor.max(first) - first);
         self.free.insert(first, below, zero);
     }

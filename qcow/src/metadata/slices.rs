@@ -1,10 +1,10 @@
 //! Cached slices of on-disk tables: L2 tables and refcount blocks, a few KiB at a time.
 //!
-//! A slice is known by its number: which stretch of guest clusters (L2) or host clusters (refcounts) it
-//! describes. It holds the bytes as they are on disk. The cache has a budget; past it, slices that
-//! nobody needs are dropped, least recently used first (by a clock's hand).
+//! A slice's number determines the range of guest clusters (L2) or host clusters (refcounts) that it describes. A
+//! slice holds the bytes as they are on disk. The cache has a budget. Past it, unused slices are dropped, least
+//! recently used first (the clock algorithm).
 //!
-//! What must stay true: a slice that is dirty, being written back or pinned is never dropped.
+//! Invariant: a slice that is dirty, being written back or pinned is never dropped.
 
 use std::task::Waker;
 
@@ -20,10 +20,10 @@ pub(crate) struct Slice {
     dirty: bool,
     /// Part of a write-back that has not ended.
     flushing: bool,
-    /// Changes to come that count on the slice being here.
+    /// The number of changes to come that need the slice to stay cached.
     pins: u32,
     used: AtomicBool,
-    /// Whether its entries may be changed and written through; else they are looked at first.
+    /// True if its entries may be changed and written through; otherwise they must be checked first.
     checked: bool,
 }
 
@@ -41,7 +41,7 @@ pub(crate) struct SliceCache {
 }
 
 impl SliceCache {
-    /// An empty cache for slices of `slice_bytes`, which keeps about `budget_bytes` of them.
+    /// Creates an empty cache for slices of `slice_bytes`, which keeps about `budget_bytes` of them.
     pub(crate) fn new(slice_bytes: usize, budget_bytes: u64) -> Self {
         let budget = usize::try_from(budget_bytes).unwrap_or(usize::MAX) / slice_bytes;
         Self {
@@ -60,13 +60,13 @@ impl SliceCache {
         self.slice_bytes
     }
 
-    /// The bytes of a slice, if it is cached.
+    /// Returns the bytes of a slice, if it is cached.
     #[inline]
     pub(crate) fn get(&self, key: u64) -> Option<&[u8]> {
         Some(self.get_with_state(key)?.0)
     }
 
-    /// The bytes of a slice, if it is cached, and whether it may be written through.
+    /// Returns the bytes of a slice, if it is cached, and true if it may be written through.
     #[inline]
     pub(crate) fn get_with_state(&self, key: u64) -> Option<(&[u8], bool)> {
         let slice = self.slot(key)?;
@@ -76,8 +76,7 @@ impl SliceCache {
         Some((&slice.data, slice.checked))
     }
 
-    /// The bytes of a cached slice that is yet to be looked at. From now on it counts as looked at, and whoever
-    /// calls does so.
+    /// Returns the bytes of an unchecked slice and marks it checked; the caller must check it.
     pub(crate) fn take_unchecked(&mut self, key: u64) -> Option<&mut [u8]> {
         let slice = self.slot_mut(key)?;
         if std::mem::replace(&mut slice.checked, true) {
@@ -101,7 +100,7 @@ impl SliceCache {
         self.index.contains_key(&key)
     }
 
-    /// The bytes of a cached slice to change; it becomes dirty.
+    /// Returns the bytes of a cached slice to change; it becomes dirty.
     pub(crate) fn get_mut(&mut self, key: u64) -> Option<&mut [u8]> {
         let slot = *self.index.get(&key)?;
         let slice = self.slots.get_mut(slot as usize)?.as_mut()?;
@@ -114,12 +113,12 @@ impl SliceCache {
         Some(&mut slice.data)
     }
 
-    /// Puts a slice in, clean or dirty, unless it is there already; makes room first if it can.
+    /// Inserts a slice, clean or dirty, unless it is cached already. Makes room first if possible.
     pub(crate) fn insert(&mut self, key: u64, data: Box<[u8]>, dirty: bool) {
         self.put(key, data, dirty, true);
     }
 
-    /// As [`SliceCache::insert`], clean and yet to be looked at.
+    /// Inserts a slice as [`SliceCache::insert`] does, clean and unchecked.
     pub(crate) fn insert_unchecked(&mut self, key: u64, data: Box<[u8]>) {
         self.put(key, data, false, false);
     }
@@ -155,7 +154,7 @@ impl SliceCache {
         }
     }
 
-    /// Drops one slice that may be dropped; `false` if there is none.
+    /// Drops one slice that may be dropped. Returns `false` if there is none.
     fn evict_one(&mut self) -> bool {
         let count = self.slots.len();
         for _ in 0..count * 2 {
@@ -180,7 +179,7 @@ impl SliceCache {
         false
     }
 
-    /// Drops a slice whatever its state: its table is no more.
+    /// Drops a slice whatever its state: its table no longer exists.
     pub(crate) fn discard(&mut self, key: u64) {
         if let Some(slot) = self.index.remove(&key) {
             if let Some(place) = self.slots.get_mut(slot as usize) {
@@ -198,7 +197,7 @@ impl SliceCache {
         }
     }
 
-    /// Takes back one [`SliceCache::pin`].
+    /// Undoes one [`SliceCache::pin`].
     pub(crate) fn unpin(&mut self, key: u64) {
         if let Some(slice) = self.slot_mut(key) {
             slice.pins = slice.pins.saturating_sub(1);
@@ -209,7 +208,7 @@ impl SliceCache {
         self.dirty.len()
     }
 
-    /// Whether so much is dirty that eviction will soon find nothing to drop.
+    /// Returns true if so many slices are dirty that eviction will soon find nothing to drop.
     pub(crate) fn is_dirty_past_budget(&self) -> bool {
         self.dirty.len() > self.budget / 2
     }
@@ -229,7 +228,7 @@ impl SliceCache {
         copies
     }
 
-    /// The write-back of these slices has ended. If it failed they are dirty again.
+    /// Ends the write-back of these slices. If it failed they are dirty again.
     pub(crate) fn end_flush(&mut self, keys: impl Iterator<Item = u64>, written: bool) {
         for key in keys {
             let Some(slice) = self.slot_mut(key) else { continue };
@@ -241,12 +240,12 @@ impl SliceCache {
         }
     }
 
-    /// Whether the caller is to load the slice. If somebody else is loading it, `waker` is woken at the end.
+    /// Returns true if the caller must load the slice. If another task is loading it, `waker` is woken at the end.
     pub(crate) fn begin_load(&mut self, key: u64, waker: &Waker) -> bool {
         self.loading.begin(key, waker)
     }
 
-    /// A load has ended, well or not. Returns those who wait for it; drop the list without the lock.
+    /// Ends a load, successful or not. Returns the waiters to wake; drop the list without the lock.
     pub(crate) fn end_load(&mut self, key: u64) -> WaitList {
         self.loading.end(&key)
     }

@@ -1,6 +1,6 @@
-//! What a FLUSH writes: copies of everything dirty, as it was at one instant.
+//! The write-back set of a FLUSH: copies of everything dirty, as it was at one instant.
 //!
-//! Taken under the lock and written without it. What changes meanwhile is dirty for the next FLUSH.
+//! It is taken under the lock and written without it. Changes made meanwhile are dirty for the next FLUSH.
 
 use super::refcounts::{Refcounts, TablePlace};
 use super::structures::{Structure, Structures};
@@ -8,10 +8,10 @@ use super::tables::L1_PART_BYTES;
 use super::{Dropped, Metadata};
 use crate::format::{Geometry, HostOffset};
 
-/// Bytes and where they go in the file.
+/// Bytes and their offset in the file.
 pub(crate) type Place = (HostOffset, Box<[u8]>);
 
-/// Everything that was dirty.
+/// A write-back set: everything that was dirty.
 #[derive(Debug, Default)]
 pub(crate) struct Snapshot {
     /// Refcount blocks that the table on disk does not point at, whole.
@@ -26,27 +26,27 @@ pub(crate) struct Snapshot {
     pub(crate) l2: Vec<Place>,
     /// Parts of the L1 table.
     pub(crate) l1: Vec<Place>,
-    /// What the header is to say, if it changes, once all else is durable.
+    /// The header's new fields, if they change, written once all else is durable.
     pub(crate) header: Option<HeaderChange>,
-    /// What left the mapping.
+    /// References that left the mapping.
     pub(crate) drops: Vec<Dropped>,
-    /// Something here would be written where no table of its kind is known to be: nothing may be written.
+    /// The first write that would go where no table of its kind is known to be: nothing may be written then.
     pub(crate) misplaced: Option<Misplaced>,
-    /// The new blocks are durable as a whole. What fails from here on may have made them reachable.
+    /// The new blocks are durable as a whole. A later failure may have made them reachable.
     pub(crate) blocks_complete: bool,
-    /// The new tables are durable as a whole. What fails from here on may have made them reachable.
+    /// The new tables are durable as a whole. A later failure may have made them reachable.
     pub(crate) tables_complete: bool,
     keys: Keys,
 }
 
-/// Metadata that was about to be written where it does not belong.
+/// Metadata that was about to be written to a wrong place.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Misplaced {
-    /// Where.
+    /// The offset of the write.
     pub(crate) offset: HostOffset,
-    /// What was to be written.
+    /// The structure to be written.
     pub(crate) what: &'static str,
-    /// What is known to be there.
+    /// The structure that is known to be there.
     pub(crate) there: &'static str,
 }
 
@@ -55,13 +55,13 @@ pub(crate) struct Misplaced {
 pub(crate) struct HeaderChange {
     /// The disk's size in bytes.
     pub(crate) size_bytes: u64,
-    /// How many entries the L1 table has.
+    /// The number of entries of the L1 table.
     pub(crate) l1_entries: u32,
-    /// Where it is.
+    /// The offset of the L1 table.
     pub(crate) l1_offset: HostOffset,
 }
 
-/// What the copies were made of, to settle it afterwards.
+/// The sources of the copies, to settle them afterwards.
 #[derive(Debug, Default)]
 struct Keys {
     l2_slices: Vec<u64>,
@@ -75,7 +75,7 @@ struct Keys {
 }
 
 impl Snapshot {
-    /// Notes the first table that does not lie where tables of its kind are known to be.
+    /// Records the first table that is not in a place of its kind.
     fn expect(
         &mut self,
         structures: &Structures,
@@ -93,7 +93,7 @@ impl Snapshot {
         }
     }
 
-    /// Whether there is nothing to write.
+    /// Returns true if there is nothing to write.
     pub(crate) fn is_empty(&self) -> bool {
         self.new_blocks.is_empty()
             && self.moved_table.is_none()
@@ -112,7 +112,7 @@ fn sorted<T: Ord + Copy>(set: impl Iterator<Item = T>) -> Vec<T> {
     list
 }
 
-/// Gathers the slices of one table into the whole table; slices that are not there are zeros.
+/// Gathers the slices of one table into the whole table; missing slices are zeros.
 fn whole(cluster_size: usize, first: u64, slices: &[(u64, Box<[u8]>)]) -> Box<[u8]> {
     let mut bytes = vec![0; cluster_size].into_boxed_slice();
     for (key, slice) in slices {
@@ -124,7 +124,7 @@ fn whole(cluster_size: usize, first: u64, slices: &[(u64, Box<[u8]>)]) -> Box<[u
     bytes
 }
 
-/// The part of sorted `copies` whose keys lie in `range`.
+/// Returns the part of sorted `copies` whose keys lie in `range`.
 fn within(copies: &[(u64, Box<[u8]>)], range: std::ops::Range<u64>) -> &[(u64, Box<[u8]>)] {
     let start = copies.partition_point(|copy| copy.0 < range.start);
     let end = copies.partition_point(|copy| copy.0 < range.end);
@@ -132,7 +132,7 @@ fn within(copies: &[(u64, Box<[u8]>)], range: std::ops::Range<u64>) -> &[(u64, B
 }
 
 impl Metadata {
-    /// Copies everything dirty; it counts as clean from here on, and `settle` says how that went.
+    /// Copies everything dirty. It counts as clean from here on; `settle` records the result of the writes.
     pub(crate) fn snapshot(&mut self) -> Snapshot {
         let geometry = *self.geometry();
         let cluster_size = geometry.cluster_size() as usize;
@@ -145,7 +145,7 @@ impl Metadata {
         let copies = self.l2.snapshot_dirty();
         let fresh = sorted(self.fresh_tables.iter().copied());
         for &l1_index in &fresh {
-            // A table that is fresh was just given its place: the entry decodes.
+            // A fresh table was just given its place: the entry decodes.
             let Ok(Some(offset)) = self.table_offset(l1_index) else {
                 continue;
             };
@@ -170,7 +170,7 @@ impl Metadata {
         let parts = if self.l1_moved_from.is_empty() {
             snapshot.keys.l1_parts.clone()
         } else {
-            // Nothing of the table is in its new place yet.
+            // No part of the table is in its new place yet.
             (0..self.l1_parts()).collect()
         };
         for part in parts {
@@ -189,8 +189,8 @@ impl Metadata {
         snapshot
     }
 
-    /// The snapshot is durable, or it could not be written and everything in it is dirty again.
-    /// Returns what left the mapping for good.
+    /// Settles a write-back set that is durable, or that could not be written; then everything in it is dirty again.
+    /// Returns the references that left the mapping for good.
     pub(crate) fn settle(&mut self, snapshot: Snapshot, written: bool) -> Vec<Dropped> {
         self.flushing = false;
         let Snapshot {
@@ -205,7 +205,7 @@ impl Metadata {
         self.refcounts
             .slices
             .end_flush(keys.refcount_slices.into_iter(), written);
-        // A write that failed may have taken effect: what an L1 entry or a table entry may point at is not
+        // A write that failed may have taken effect. A table or block that an L1 or table entry may point at is not
         // fresh any more, or the next round would write it before the counts it needs.
         if written || tables_complete {
             for l1_index in keys.fresh_tables {

@@ -1,10 +1,9 @@
-//! What each host cluster is known to be used for, so that no damaged count or entry leads anybody where
-//! they must not write.
+//! The known use of each host cluster, so that no damaged count or entry leads to a write over the wrong cluster.
 //!
-//! Two things are kept. The *structures*: the header, the tables, what snapshots and bitmaps have of their
-//! own; gathered when an image is opened for writing, and kept up as tables are made and freed. And a few bits
-//! for each host cluster that was *seen in the mapping* or *handed out* since. Each place a write can go is
-//! checked once, when it becomes known:
+//! Two things are kept. The *structures* are the header, the tables, and the clusters of snapshots and bitmaps. They
+//! are gathered when an image is opened for writing, and updated as tables are made and freed. And a few bits for
+//! each host cluster that was *seen in the mapping* or *handed out* since. Each place a write can go is checked once,
+//! when it becomes known:
 //!
 //! | a write | is checked |
 //! |---|---|
@@ -12,11 +11,11 @@
 //! | to a fresh cluster | when the allocator takes it ([`Structures::check_free`]) |
 //! | of a table, at FLUSH | when it is copied for writing ([`Structures::find`]) |
 //!
-//! So the hot path pays nothing, a load one look for each 64 neighbouring clusters, an allocation one look.
+//! So the hot path pays nothing, a load pays one lookup for each 64 neighbouring clusters, an allocation one lookup.
 //!
-//! What must stay true: a bit of a cluster is cleared when its count becomes zero and no sooner, or a sound
-//! image would be called corrupt; and it is cleared before the cluster can be handed out again, for the same
-//! reason. [`Refcounts::set`](super::refcounts::Refcounts::set) is the one place for that.
+//! Invariant: a bit of a cluster is cleared when its count becomes zero and no sooner, or a sound image would be
+//! called corrupt. It is cleared before the cluster can be handed out again, for the same reason. Only
+//! [`Refcounts::set`](super::refcounts::Refcounts::set) clears it.
 
 mod known;
 #[cfg(test)]
@@ -30,7 +29,7 @@ use crate::format::{
     RefcountTableEntry,
 };
 
-/// What a host cluster is part of. One byte, as a damaged image may claim millions.
+/// The structure that a host cluster is part of. One byte, as a damaged image may claim millions.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[repr(u8)]
 pub(crate) enum Structure {
@@ -47,7 +46,8 @@ pub(crate) enum Structure {
 }
 
 impl Structure {
-    /// All of them, each at the place of its number. Of two that share a cluster the later one lies over the other.
+    /// All structures, each at the index of its number. If two overlap, the later one is reported to lie over the
+    /// other.
     const ALL: [Self; 10] = [
         Self::Header,
         Self::L1Table,
@@ -61,7 +61,7 @@ impl Structure {
         Self::RefcountBlock,
     ];
 
-    /// How messages call it.
+    /// Returns its name in messages.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Header => "the header",
@@ -77,7 +77,7 @@ impl Structure {
         }
     }
 
-    /// Whether several may lead to the same one: snapshots share their tables with each other and the disk.
+    /// Returns true if both may use the same cluster: snapshots share their tables with each other and the disk.
     fn is_shared_with(self, other: Self) -> bool {
         matches!(
             (self, other),
@@ -87,17 +87,17 @@ impl Structure {
     }
 }
 
-/// Two structures lie over each other, or one is not counted.
+/// Two structures overlap, or one is not counted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum StructureError {
     /// Two structures share a host cluster.
     #[error("{structure} at {offset:#x} lies over {other}")]
     Overlap {
-        /// The structure that an entry leads to.
+        /// The structure that an entry points to.
         structure: &'static str,
-        /// Where, in bytes.
+        /// Its offset, in bytes.
         offset: u64,
-        /// What is there already.
+        /// The structure that is there already.
         other: &'static str,
     },
     /// The refcount block that counts a structure is missing.
@@ -105,14 +105,14 @@ pub enum StructureError {
     Uncounted {
         /// The structure.
         structure: &'static str,
-        /// Where it is, in bytes.
+        /// Its offset, in bytes.
         offset: u64,
-        /// The refcount table entry that should lead to its count.
+        /// The refcount table entry that should point to its count.
         index: usize,
     },
 }
 
-/// A place that snapshots or bitmaps have of their own.
+/// A place that belongs to snapshots or bitmaps.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extra {
     pub(crate) structure: Structure,
@@ -125,24 +125,24 @@ pub(crate) struct Extra {
 pub(crate) struct InUse {
     /// The cluster's number.
     pub(crate) cluster: HostCluster,
-    /// What uses it.
+    /// The name of its user.
     pub(crate) by: &'static str,
 }
 
-/// An entry that leads where no entry may.
+/// An exposed entry: it points to a cluster that no L2 entry, or not this one, may use.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Exposed {
-    /// Its index in the bytes that were looked at.
+    /// Its index in the bytes that were checked.
     pub(crate) index: usize,
-    /// Where it leads.
+    /// The host offset that it points to.
     pub(crate) host: HostOffset,
-    /// What is there.
+    /// A description of that cluster.
     pub(crate) what: &'static str,
-    /// It may be read through all the same: another entry leads there too.
+    /// True if it may be read through all the same: another entry points to the same cluster.
     pub(crate) readable: bool,
 }
 
-/// What is known of 64 neighbouring host clusters besides structures, a bit for each.
+/// Facts about 64 neighbouring host clusters besides structures, a bit for each.
 #[derive(Clone, Copy, Debug, Default)]
 struct Word {
     /// An entry that was loaded refers to it.
@@ -157,28 +157,28 @@ impl Word {
     }
 }
 
-/// How many words there may always be: some MiB of them.
+/// The number of words that are always allowed: some MiB of them.
 const WORDS_MIN: usize = 28 << 10;
-/// How many words of slices that were seen there may be.
+/// The largest number of words of slices that were seen.
 const SEEN_MAX: usize = 448 << 10;
 
-/// How many entries a hash map may have that takes about `memory` bytes: its places are a power of two, and an eighth of
-/// them stays free.
+/// Returns the number of entries of a hash map that takes about `memory` bytes: its places are a power of two, and an
+/// eighth of them stays free.
 fn entries_in(memory: u64, entry_bytes: usize) -> usize {
     let places = usize::try_from(memory).unwrap_or(usize::MAX) / (entry_bytes + 1);
     let places = 1 << places.max(1).ilog2();
     places / 8 * 7
 }
 
-/// What is known of the host clusters of an image that is written.
+/// The known use of the host clusters of an image that is written.
 #[derive(Debug, Default)]
 pub(crate) struct Structures {
-    /// Whether the image is written at all; otherwise nothing is kept and everything is admitted.
+    /// True if the image is written at all; otherwise nothing is kept and everything is admitted.
     watching: bool,
     clusters: Known,
     /// By cluster / 64.
     words: FxHashMap<u64, Word>,
-    /// Past so many, clusters of the mapping are no longer noted; structures always are.
+    /// Past this number, clusters of the mapping are no longer recorded; structures always are.
     words_max: usize,
     /// L2 slices that were loaded or made since the image was opened, by slice / 64.
     seen: FxHashMap<u64, u64>,
@@ -189,12 +189,12 @@ fn place(index: u64) -> (u64, u64) {
 }
 
 impl Structures {
-    /// Gathers the structures of an image as it is on disk. Entries that do not decode lead nowhere. Notes on
-    /// the mapping may take about `memory` bytes.
+    /// Gathers the structures of an image as it is on disk. Entries that do not decode are skipped. Records of the
+    /// mapping may take about `memory` bytes.
     ///
     /// # Errors
     ///
-    /// [`StructureError`], if two lie over each other or one has no place for its count.
+    /// [`StructureError`], if two overlap or one has no refcount block.
     pub(crate) fn gather(
         header: &Header,
         l1: &[L1Entry],
@@ -234,7 +234,7 @@ impl Structures {
         Ok(structures)
     }
 
-    /// Looks for structures over each other before the refcounts are rebuilt: what counts them is left out.
+    /// Looks for overlapping structures before the refcounts are rebuilt: the refcount structures are left out.
     ///
     /// # Errors
     ///
@@ -245,7 +245,7 @@ impl Structures {
         structures.sort(&header.geometry())
     }
 
-    /// All but the refcount structure, for which there is room for `more` clusters.
+    /// Adds all structures but the refcount structures, for which there is room for `more` clusters.
     fn add_all(&mut self, header: &Header, l1: &[L1Entry], extras: &[Extra], more: u64) {
         let geometry = header.geometry();
         let tables = || l1.iter().filter_map(|entry| entry.decode(&geometry).ok()?);
@@ -272,7 +272,7 @@ impl Structures {
         }
     }
 
-    /// Sorts what was added.
+    /// Sorts the added clusters.
     fn sort(&mut self, geometry: &Geometry) -> Result<(), StructureError> {
         let sorted = self.clusters.sort();
         sorted.map_err(|(cluster, structure, other)| StructureError::Overlap {
@@ -282,7 +282,7 @@ impl Structures {
         })
     }
 
-    /// A structure is made in clusters that were handed out for it.
+    /// Records a structure that is made in clusters that were handed out for it.
     pub(crate) fn made(&mut self, structure: Structure, first: HostCluster, count: u64) {
         if !self.watching {
             return;
@@ -292,7 +292,7 @@ impl Structures {
         }
     }
 
-    /// A cluster counts zero now: whatever it was, it is nothing.
+    /// Records that a cluster counts zero now: it has no use any more.
     pub(crate) fn freed(&mut self, cluster: HostCluster) {
         self.clusters.remove(cluster);
         let (key, bit) = place(cluster.index());
@@ -306,17 +306,17 @@ impl Structures {
         }
     }
 
-    /// What a cluster is part of.
+    /// Returns the structure that a cluster is part of.
     pub(crate) fn find(&self, cluster: HostCluster) -> Option<Structure> {
         self.clusters.find(cluster)
     }
 
-    /// Whether a table that is about to be written lies where tables of its kind are known to be.
+    /// Returns true if a table that is about to be written lies in a known place of its kind.
     pub(crate) fn is_place_of(&self, structure: Structure, cluster: HostCluster) -> bool {
         !self.watching || self.find(cluster) == Some(structure)
     }
 
-    /// Checks that a cluster whose count is zero is what that says.
+    /// Checks that a cluster whose count is zero is free.
     ///
     /// # Errors
     ///
@@ -336,7 +336,7 @@ impl Structures {
         }
     }
 
-    /// Notes that the allocator has handed out a cluster.
+    /// Records that the allocator has handed out a cluster.
     pub(crate) fn given(&mut self, cluster: HostCluster) {
         self.note(cluster, |word, bit| word.given |= bit);
     }
@@ -351,14 +351,14 @@ impl Structures {
         }
     }
 
-    /// Whether an L2 slice was in memory before, and what led where none may was looked for then.
+    /// Returns true if an L2 slice was in memory before and its entries were checked then.
     pub(crate) fn has_seen(&self, slice: u64) -> bool {
         let (key, bit) = place(slice);
         self.seen.get(&key).is_some_and(|word| word & bit != 0)
     }
 
-    /// Notes that an L2 slice is in memory. Returns whether it was before. When very many have been, all the others
-    /// count as seen too: a sound slice must not be called corrupt for what came to it since.
+    /// Records that an L2 slice is in memory. Returns true if it was before. When very many have been, all the others
+    /// count as seen too: a sound slice must not be called corrupt for entries added since.
     pub(crate) fn saw_slice(&mut self, slice: u64) -> bool {
         if !self.watching {
             return true;
@@ -373,16 +373,16 @@ impl Structures {
         before
     }
 
-    /// Looks at the entries of an L2 slice that has been read, before anybody goes by them. Returns those that
-    /// lead to one of the image's structures and, if the slice was not in memory since the image was opened, those
-    /// that lead to a cluster that was handed out meanwhile, or claim one for themselves that another entry
-    /// leads to as well. All the others are in use from now on.
+    /// Checks the entries of an L2 slice that has been read, before anything uses them. Returns those that point to
+    /// one of the image's structures. If the slice was not in memory since the image was opened, also returns those
+    /// that point to a cluster that was handed out meanwhile, and COPIED ones whose cluster another entry refers to.
+    /// The clusters of all other entries are in use from now on.
     pub(crate) fn admit(&mut self, geometry: &Geometry, slice: u64, bytes: &[u8]) -> Vec<Exposed> {
         let mut exposed = Vec::new();
         if !self.watching {
             return exposed;
         }
-        // What was handed out since is in entries of slices in memory only, so an older one cannot mean it.
+        // Only entries of slices in memory refer to clusters handed out since, so an older entry cannot mean one.
         let is_old = !self.saw_slice(slice);
         let mut current = (u64::MAX, Word::default());
         let mut structures = 0;
@@ -435,7 +435,7 @@ impl Structures {
     }
 }
 
-/// The first and the last host byte an entry means, if it means any.
+/// Returns the first and the last host byte that an entry refers to, if any.
 fn targets(entry: L2Entry, geometry: &Geometry) -> Option<(HostOffset, HostOffset)> {
     match entry.decode(geometry) {
         Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => Some((host, host)),

@@ -1,7 +1,7 @@
-//! L1 and L2 tables in memory: where they are, slices of them in the cache, and tables that are made or replaced.
+//! L1 and L2 tables in memory: their places, slices of them in the cache, and tables that are made or replaced.
 //!
-//! What must stay true: a table that is shared with a snapshot is never changed, and a slice with an entry that leads
-//! where none may ([`L2Entry::REFUSED`]) is never written.
+//! Invariant: a table that is shared with a snapshot is never changed, and a slice with a refused entry
+//! ([`L2Entry::REFUSED`]) is never written.
 
 use std::ops::Range;
 use std::task::Waker;
@@ -17,7 +17,7 @@ use crate::format::{
     EntryError, Geometry, GuestCluster, HostCluster, HostOffset, L1Entry, L2Entry, L2TableMut, L2TableRef,
 };
 
-/// Bytes of the L1 table that are written as one: a sector.
+/// The unit in which the L1 table is written, in bytes: a sector.
 pub(super) const L1_PART_BYTES: u64 = 512;
 /// L1 entries in such a part.
 const PART_ENTRIES: usize = (L1_PART_BYTES / L1_ENTRY_SIZE) as usize;
@@ -31,45 +31,45 @@ impl Metadata {
             .decode(&self.geometry)
     }
 
-    /// The L1 entry that the slice's table hangs on.
+    /// Returns the index of the L1 entry that points to the slice's table.
     pub(crate) fn table_of(&self, slice: u64) -> usize {
         (slice >> (self.geometry.l2_bits() - self.slice_bits)) as usize
     }
 
-    /// The slices of the table that hangs on an L1 entry.
+    /// Returns the slices of the table that an L1 entry points to.
     pub(crate) fn table_slices(&self, l1_index: usize) -> Range<u64> {
         let bits = self.geometry.l2_bits() - self.slice_bits;
         ((l1_index as u64) << bits)..((l1_index as u64 + 1) << bits)
     }
 
-    /// The slice that describes a guest cluster.
+    /// Returns the slice that describes a guest cluster.
     #[inline]
     pub(super) fn slice_of(&self, cluster: GuestCluster) -> u64 {
         cluster.index() >> self.slice_bits
     }
 
-    /// The entry, within its slice, that describes a guest cluster.
+    /// Returns the index, within its slice, of the entry that describes a guest cluster.
     #[inline]
     pub(super) fn index_in_slice(&self, cluster: GuestCluster) -> usize {
         (cluster.index() & ((1 << self.slice_bits) - 1)) as usize
     }
 
-    /// The guest cluster after the last one that a slice describes.
+    /// Returns the guest cluster after the last one that a slice describes.
     pub(super) fn slice_end(&self, slice: u64) -> GuestCluster {
         GuestCluster::new((slice + 1) << self.slice_bits)
     }
 
-    /// How many guest bytes a slice describes.
+    /// Returns the number of guest bytes that a slice describes.
     pub(super) fn slice_span(&self) -> u64 {
         self.geometry.cluster_size() << self.slice_bits
     }
 
-    /// Where a table is on disk.
+    /// Returns the offset of a table on disk.
     pub(crate) fn table_offset(&self, l1_index: usize) -> Result<Option<HostOffset>, EntryError> {
         Ok(self.l1_entry(l1_index)?.map(|table| table.host))
     }
 
-    /// Where a slice is on disk.
+    /// Returns the offset of a slice on disk.
     pub(crate) fn slice_offset(&self, slice: u64) -> Result<Option<HostOffset>, EntryError> {
         let table = self.table_of(slice);
         let within = slice - self.table_slices(table).start;
@@ -78,7 +78,7 @@ impl Metadata {
             .map(|host| host + within * self.l2.slice_bytes() as u64))
     }
 
-    /// The L1 entries of 512-byte part `part`, as they are on disk.
+    /// Returns the L1 entries of 512-byte part `part`, as they are on disk.
     pub(crate) fn l1_part(&self, part: usize) -> Vec<u8> {
         let entries = self.l1.iter().skip(part * PART_ENTRIES).take(PART_ENTRIES);
         let mut bytes: Vec<u8> = entries.flat_map(|entry| entry.raw().to_be_bytes()).collect();
@@ -86,7 +86,7 @@ impl Metadata {
         bytes
     }
 
-    /// How many entries the L1 table has.
+    /// Returns the number of entries of the L1 table.
     pub(crate) fn l1_entries(&self) -> usize {
         self.l1.len()
     }
@@ -116,24 +116,25 @@ impl Metadata {
         }
         let old = self.l1.len();
         self.l1.resize(needed as usize, L1Entry::UNALLOCATED);
-        // What lies behind the old end on disk was never part of the table.
+        // The bytes past the old end on disk were never part of the table.
         self.l1_dirty_parts
             .extend(old / PART_ENTRIES..self.l1.len().div_ceil(PART_ENTRIES));
         self.header_dirty = true;
         Ok(())
     }
 
-    /// Whether this caller is to copy the table of `l1_index`; otherwise `waker` is woken when somebody has.
+    /// Returns true if the caller must copy the table of `l1_index`; otherwise `waker` is woken when the copy has
+    /// ended.
     pub(crate) fn begin_copy(&mut self, l1_index: usize, waker: &Waker) -> bool {
         self.copying.begin(l1_index, waker)
     }
 
-    /// A table copy has ended, well or not. Returns those who wait for it; drop the list without the lock.
+    /// Ends a table copy, successful or not. Returns the waiters to wake; drop the list without the lock.
     pub(crate) fn end_copy(&mut self, l1_index: usize) -> WaitList {
         self.copying.end(&l1_index)
     }
 
-    /// How many 512-byte parts the L1 table has.
+    /// Returns the number of 512-byte parts of the L1 table.
     pub(super) fn l1_parts(&self) -> usize {
         self.l1.len().div_ceil(PART_ENTRIES)
     }
@@ -173,7 +174,7 @@ impl Metadata {
         Ok(())
     }
 
-    /// Hangs a table that is not on disk yet, in host cluster `cluster`, on an L1 entry.
+    /// Points an L1 entry at a table in host cluster `cluster` that is not on disk yet.
     fn set_table(&mut self, l1_index: usize, cluster: HostCluster) {
         self.refcounts.structures.made(Structure::L2Table, cluster, 1);
         let entry = L1Entry::encode(L2TableRef {
@@ -191,7 +192,7 @@ impl Metadata {
     ///
     /// # Errors
     ///
-    /// [`Blocked`], with nothing changed. `Ok(false)` if the entry is no longer what it was.
+    /// [`Blocked`], with nothing changed. `Ok(false)` if the entry has changed meanwhile.
     pub(crate) fn adopt_table(
         &mut self,
         l1_index: usize,
@@ -219,11 +220,11 @@ impl Metadata {
         Ok(true)
     }
 
-    /// Puts a slice that was read in the cache. Entries that lead where none may answer with an error from then
-    /// on, the others are as usable as before, and nothing is changed any more.
+    /// Inserts a slice that was read into the cache. If entries are exposed, those that are not readable answer with
+    /// an error from then on, the others stay usable, and nothing is changed any more.
     ///
-    /// A slice that comes back, in an image that is sound so far, is what it was when it was looked at: reading goes
-    /// by it at once, and [`Metadata::check_slice`] looks at it again before anything is written through it.
+    /// In an image that is sound so far, a slice that comes back is as it was when it was checked. Reads use it at
+    /// once, and [`Metadata::check_slice`] checks it again before anything is written through it.
     pub(crate) fn adopt_slice(&mut self, slice: u64, mut bytes: Box<[u8]>) -> Vec<Exposed> {
         if !self.corrupt && self.refcounts.structures.has_seen(slice) {
             self.l2.insert_unchecked(slice, bytes);
@@ -235,7 +236,7 @@ impl Metadata {
         exposed
     }
 
-    /// Looks at a cached slice, if that has yet to be done, as [`Metadata::adopt_slice`] does.
+    /// Checks a cached slice, if it is unchecked, as [`Metadata::adopt_slice`] does.
     pub(crate) fn check_slice(&mut self, slice: u64) -> Vec<Exposed> {
         let Some(bytes) = self.l2.take_unchecked(slice) else {
             return Vec::new();
@@ -245,8 +246,8 @@ impl Metadata {
         exposed
     }
 
-    /// Looks at all entries of a table that is to be adopted. Returns the first one that leads where none may,
-    /// its index counted from the table's start.
+    /// Checks all entries of a table that is to be adopted. Returns the first exposed one, its index counted from the
+    /// table's start.
     pub(crate) fn inspect_table(&mut self, l1_index: usize, table: &[u8]) -> Option<Exposed> {
         let slices = self.table_slices(l1_index);
         let parts = table.chunks_exact(self.l2.slice_bytes());
@@ -264,7 +265,7 @@ impl Metadata {
     }
 }
 
-/// Makes entries that lead where none may answer with an error. Returns true if there are any.
+/// Makes exposed entries that are not readable answer with an error. Returns true if any entry is exposed.
 fn refuse(geometry: &Geometry, bytes: &mut [u8], exposed: &[Exposed]) -> bool {
     let mut entries = L2TableMut::new(bytes, geometry);
     for entry in exposed.iter().filter(|entry| !entry.readable) {

@@ -1,15 +1,15 @@
 //! Runs of neighbouring clusters for tables, and the refcount table's own growth.
 //!
-//! A run is planned first and taken then: a search that fails changes nothing, whatever it fails with, so that
-//! clusters are handed out afterwards as before. A run that needs a longer refcount table gets it in the same step,
-//! with the table in front of it.
+//! A run is first planned and then taken. A search that fails changes nothing, so that clusters are handed out
+//! afterwards as before. A run that needs a longer refcount table gets it in the same step, with the table before the
+//! run.
 //!
-//! In a file that grows a run lies behind everything that is in use, so that nothing has to be searched; on a block
-//! device it is the first that is long enough behind the scan's cursor, or one that was freed.
+//! In a file that grows a run lies past everything that is in use, so that nothing has to be searched. On a block
+//! device it is the first that is long enough past the scan's cursor, or one that was freed.
 //!
-//! What must stay true: a run lies in ranges that all have a refcount block, or in ranges that all have none. In the
-//! second case the blocks are made in the clusters in front of the run, so that each is counted by one of them: a
-//! count in an older block would become durable together with the table entry that leads to the new block.
+//! Invariant: a run lies in ranges that all have a refcount block, or in ranges that all have none. In the second
+//! case the blocks are made in the clusters before the run, so that each is counted by one of them. A count in an
+//! older block would become durable together with the table entry that points to the new block.
 
 use block::IoError;
 
@@ -19,7 +19,7 @@ use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use crate::format::{Geometry, HostCluster, RefcountTableEntry};
 use crate::metadata::structures::Structure;
 
-/// How many bytes of counts the longest run there can be has. The cache must hold them all at once.
+/// Returns the number of bytes that count the longest possible run. The cache must hold them all at once.
 pub(super) fn count_bytes_max(geometry: &Geometry) -> u64 {
     let clusters =
         geometry.clusters_for(L1_TABLE_MAX_BYTES) + geometry.clusters_for(REFCOUNT_TABLE_MAX_BYTES);
@@ -30,13 +30,13 @@ pub(super) fn count_bytes_max(geometry: &Geometry) -> u64 {
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     first: HostCluster,
-    /// Refcount blocks to be made, one for each range that the plan touches, or none.
+    /// The number of refcount blocks to make: one for each range that the plan touches, or none.
     blocks: u64,
-    /// Clusters of the longer refcount table; none if it stays.
+    /// The number of clusters of the longer refcount table; 0 if it stays.
     table: u64,
-    /// Clusters of the run.
+    /// The number of clusters of the run.
     count: u64,
-    /// They were freed and wait to be used.
+    /// True if the clusters come from the set of freed ones.
     freed: bool,
 }
 
@@ -49,7 +49,7 @@ impl Plan {
         self.blocks + self.table + self.count
     }
 
-    /// The last cluster.
+    /// Returns the last cluster.
     fn last(&self) -> HostCluster {
         self.first + (self.len() - 1)
     }
@@ -78,7 +78,7 @@ impl Refcounts {
 
     /// Finds room for a run, and for a refcount table that has entry `index` and counts all of it.
     fn plan(&mut self, count: u64, index: usize) -> Result<Plan, Stuck> {
-        // In a file that grows behind its end, unless it is longer than a refcount table can count.
+        // Past the end of a file that grows, unless that is further than a refcount table can count.
         let behind = (self.limit == NO_LIMIT).then(|| self.cursor.max(self.end));
         let mut failed = no_space();
         for (start, is_behind) in behind
@@ -105,7 +105,7 @@ impl Refcounts {
         Err(failed)
     }
 
-    /// The first plan from cluster `at` on; `at` moves on to where there may be one.
+    /// Returns the first plan from cluster `at` on; `at` moves on to the next candidate.
     fn plan_from(&mut self, at: &mut HostCluster, count: u64, index: usize) -> Result<Plan, Stuck> {
         let mut entries = self.entries_for(index)?;
         loop {
@@ -120,14 +120,14 @@ impl Refcounts {
         }
     }
 
-    /// How many entries a table that has entry `index` is to have: as many as now, or that one and some more.
+    /// Returns the number of entries of a table with entry `index`: unchanged, or enough for that one and some more.
     pub(super) fn entries_for(&self, index: usize) -> Result<usize, Stuck> {
         let max = (REFCOUNT_TABLE_MAX_BYTES / 8) as usize;
         if index < self.table.len() {
             return Ok(self.table.len());
         }
         if index >= max {
-            // No space on the host would help.
+            // Space on the host would not help.
             tracing::error!(
                 entries = max,
                 "the refcount table has its largest size and cannot count more of the file"
@@ -139,7 +139,7 @@ impl Refcounts {
         Ok(entries.min(max))
     }
 
-    /// The first clusters from `at` on that a longer table and a run fit in.
+    /// Finds the first clusters from `at` on that a longer table and a run fit in.
     fn find(&mut self, at: &mut HostCluster, table: u64, count: u64) -> Result<Plan, Stuck> {
         loop {
             let mut plan = Plan {
@@ -193,7 +193,8 @@ impl Refcounts {
         Ok(self.block_offset(index)?.is_some())
     }
 
-    /// Looks for a cluster in `first..end` that is in use or that no block counts. Returns where to go on.
+    /// Looks for a cluster in `first..end` that is in use or that no block counts. Returns the cluster to continue
+    /// from.
     fn next_unfit(&mut self, first: HostCluster, end: HostCluster) -> Result<Option<HostCluster>, Stuck> {
         for cluster in first.until(end) {
             if !self.has_block(self.block_index(cluster))? {
@@ -207,7 +208,7 @@ impl Refcounts {
         Ok(None)
     }
 
-    /// Finds room among what was freed.
+    /// Finds room among freed clusters.
     fn plan_freed(&mut self, count: u64, index: usize) -> Result<Option<Plan>, Stuck> {
         let entries = self.entries_for(index)?;
         let table = match entries > self.table.len() {
@@ -251,7 +252,7 @@ impl Refcounts {
         }
         for cluster in plan.first.until(plan.end()) {
             if let Err(stuck) = self.claim(cluster) {
-                // A slice that was there has gone since, for another one. Those that were changed are there.
+                // A loaded slice was evicted for another one. Those that were changed are still cached.
                 for cluster in plan.first.until(cluster) {
                     self.set(cluster, 0)?;
                 }
@@ -273,7 +274,7 @@ impl Refcounts {
         if plan.freed {
             self.free.remove(plan.first, plan.len());
         } else {
-            // The scan gets there later, and what is free there then may have been written.
+            // The scan gets there later, and clusters that are free then may have been written.
             self.virgin = self.virgin.max(plan.end());
         }
         self.end = self.end.max(plan.end());

@@ -1,6 +1,6 @@
-//! Which clusters are structures: a sorted list of those that an image was opened with, and what has changed since.
+//! The clusters that are structures: a sorted list of those that an image was opened with, and the changes since.
 //!
-//! An image may claim millions, scattered as it likes: the list takes eight bytes for each. Changes are kept apart until
+//! An image may claim millions, scattered at will: the list takes eight bytes for each. Changes are kept apart until
 //! there are many, and are then merged into it.
 
 use std::cmp::Ordering;
@@ -10,10 +10,10 @@ use rustc_hash::FxHashMap;
 use super::{Structure, place};
 use crate::format::HostCluster;
 
-/// How many structures may be made before they go into the list.
+/// The number of changes that are kept apart before they are merged into the list.
 const CHANGES_MAX: usize = 1 << 18;
 
-/// A cluster's number and what it is, as one number that sorts by cluster.
+/// A cluster's number and its structure, as one number that sorts by cluster.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct Packed(u64);
 
@@ -34,7 +34,7 @@ impl Packed {
     }
 }
 
-/// What has changed of 64 neighbouring clusters.
+/// The changes of 64 neighbouring clusters.
 #[derive(Clone, Copy, Debug, Default)]
 struct Change {
     made: u64,
@@ -47,12 +47,12 @@ pub(super) struct Known {
     sorted: Vec<Packed>,
     /// By cluster / 64.
     changes: FxHashMap<u64, Change>,
-    /// What those are that were made since.
+    /// The structures that were made since.
     made: FxHashMap<HostCluster, Structure>,
 }
 
 impl Known {
-    /// A list that `count` clusters will be added to with [`Known::push`].
+    /// Creates a list with room for `count` clusters, to be added with [`Known::push`].
     pub(super) fn with_capacity(count: u64) -> Self {
         Self {
             sorted: Vec::with_capacity(usize::try_from(count).unwrap_or(0)),
@@ -65,11 +65,11 @@ impl Known {
         self.sorted.push(Packed::new(cluster, structure));
     }
 
-    /// Sorts what was pushed. A cluster that is shared stays what it is first.
+    /// Sorts the pushed clusters. A shared cluster keeps its first structure.
     ///
     /// # Errors
     ///
-    /// A cluster, and what two structures claim it that may not share it.
+    /// A cluster, and two structures that claim it and may not share it.
     pub(super) fn sort(&mut self) -> Result<(), (HostCluster, Structure, Structure)> {
         self.sorted.sort_unstable();
         let mut overlap = None;
@@ -87,13 +87,13 @@ impl Known {
         overlap.map_or(Ok(()), Err)
     }
 
-    /// The clusters of the list, without what has changed since.
+    /// Returns the clusters of the list, without the changes since.
     pub(super) fn iter(&self) -> impl Iterator<Item = (HostCluster, Structure)> {
         let known = self.sorted.iter();
         known.filter_map(|packed| Some((packed.cluster(), packed.structure()?)))
     }
 
-    /// What a cluster is part of.
+    /// Returns the structure that a cluster is part of.
     pub(super) fn find(&self, cluster: HostCluster) -> Option<Structure> {
         let (key, bit) = place(cluster.index());
         if let Some(change) = self.changes.get(&key) {
@@ -110,7 +110,7 @@ impl Known {
         self.sorted.get(found.ok()?)?.structure()
     }
 
-    /// Which of the 64 clusters of `key` are structures, a bit for each.
+    /// Returns a bit for each of the 64 clusters of `key`, set for structures.
     pub(super) fn bits(&self, key: u64) -> u64 {
         let key_of = |packed: &Packed| packed.cluster().index() / 64;
         let from = self.sorted.partition_point(|packed| key_of(packed) < key);
@@ -122,7 +122,7 @@ impl Known {
         (listed & !change.gone) | change.made
     }
 
-    /// A cluster is a structure from now on.
+    /// Records that a cluster is a structure from now on.
     pub(super) fn insert(&mut self, cluster: HostCluster, structure: Structure) {
         let (key, bit) = place(cluster.index());
         let change = self.changes.entry(key).or_default();
@@ -132,7 +132,7 @@ impl Known {
         self.merge_if_many();
     }
 
-    /// A cluster is no structure any more.
+    /// Records that a cluster is no structure any more.
     pub(super) fn remove(&mut self, cluster: HostCluster) {
         if self.find(cluster).is_none() {
             return;
