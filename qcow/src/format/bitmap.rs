@@ -1,5 +1,5 @@
-//! Persistent bitmaps, as far as checking and invalidating them needs: the directory that lists
-//! them and the tables that lead to their data. Spec: "Bitmaps".
+//! Persistent bitmaps, as far as checking and invalidating them needs: the directory that lists them and the tables
+//! that point to their data. Spec: "Bitmaps".
 
 use super::bytes::{pad_to_8, u16_at, u32_at, u64_at};
 use super::l1::OFFSET_MASK;
@@ -21,7 +21,7 @@ pub const BITMAP_NAME_MAX: usize = 1023;
 pub const BITMAP_EXTRA_MAX: usize = 64 << 10;
 /// Bytes in a bitmap table entry.
 pub const BITMAP_TABLE_ENTRY_SIZE: u64 = 8;
-/// Where an entry's flags are, in bytes from its start.
+/// The offset of an entry's flags, in bytes from its start.
 pub const BITMAP_FLAGS_AT: usize = 12;
 const DIRTY_TRACKING: u8 = 1;
 
@@ -29,11 +29,11 @@ bitflags::bitflags! {
     /// A directory entry's flags.
     #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
     pub struct BitmapFlags: u32 {
-        /// The bitmap was not saved; what it says may be out of date.
+        /// The bitmap was not saved; its contents may be out of date.
         const IN_USE = 1 << 0;
         /// The bitmap must record every change of the disk.
         const AUTO = 1 << 1;
-        /// The bitmap may be used by those who do not know its extra data.
+        /// The bitmap may be used by programs that do not know its extra data.
         const EXTRA_DATA_COMPATIBLE = 1 << 2;
         const _ = !0;
     }
@@ -42,17 +42,17 @@ bitflags::bitflags! {
 /// One persistent bitmap.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct BitmapDirectoryEntry {
-    /// Where the bitmap's table starts.
+    /// The offset of the bitmap's table.
     pub table_offset: HostOffset,
-    /// How many entries it has.
+    /// The number of entries of the table.
     pub table_entries: u32,
-    /// What state the bitmap is in.
+    /// The state of the bitmap.
     pub flags: BitmapFlags,
-    /// What sort of bitmap it is; 1 tracks dirty data, the rest is reserved.
+    /// The type of the bitmap: 1 tracks dirty data, the rest is reserved.
     pub kind: u8,
-    /// The logarithm of the guest bytes that one bit stands for.
+    /// The logarithm of the guest bytes that one bit covers.
     pub granularity_bits: u8,
-    /// Data for the sort of bitmap, kept as it is.
+    /// Extra data of the bitmap's type, kept as it is.
     pub extra: Vec<u8>,
     /// The bitmap's name.
     pub name: Vec<u8>,
@@ -66,7 +66,7 @@ pub enum BitmapError {
     Truncated {
         /// The entry's length in bytes, as far as it is known.
         needed: usize,
-        /// The bytes there are.
+        /// The bytes that are available.
         available: usize,
     },
     /// A field has a value the format or QEMU's limits rule out.
@@ -74,21 +74,21 @@ pub enum BitmapError {
     Field {
         /// The specification's name of the field.
         field: &'static str,
-        /// What it holds.
+        /// The value found.
         found: u64,
-        /// What it may hold.
+        /// The values allowed.
         expected: &'static str,
     },
 }
 
 impl BitmapDirectoryEntry {
-    /// How many bytes the entry that starts with `bytes` takes, padding included. Its first
+    /// Returns the length in bytes of the entry that starts with `bytes`, padding included. Its first
     /// [`BITMAP_FIXED_SIZE`] bytes are enough.
     ///
     /// # Errors
     ///
-    /// [`BitmapError::Truncated`] if those are not there, [`BitmapError::Field`] for more than [`BITMAP_EXTRA_MAX`] bytes
-    /// of extra data.
+    /// [`BitmapError::Truncated`] if those are missing, [`BitmapError::Field`] for more than [`BITMAP_EXTRA_MAX`]
+    /// bytes of extra data.
     pub fn peek_len(bytes: &[u8]) -> Result<usize, BitmapError> {
         let (name, extra) = lengths(bytes)?;
         // The last multiple of eight cannot be passed: the sum has at most 33 bits.
@@ -98,7 +98,7 @@ impl BitmapDirectoryEntry {
             .next_multiple_of(8))
     }
 
-    /// Parses the entry that `bytes` starts with; [`Self::peek_len`] tells where the next one is.
+    /// Parses the entry that `bytes` starts with; [`Self::peek_len`] returns the distance to the next one.
     ///
     /// # Errors
     ///
@@ -126,8 +126,8 @@ impl BitmapDirectoryEntry {
         })
     }
 
-    /// Appends the entry, padded to eight bytes. `None`, with nothing appended, if the name or
-    /// the extra data is longer than its length field allows.
+    /// Appends the entry, padded to eight bytes. Returns `None`, with nothing appended, if the name or the extra data
+    /// is longer than its length field allows.
     pub fn encode_into(&self, out: &mut Vec<u8>) -> Option<()> {
         let name_len = u16::try_from(self.name.len()).ok()?;
         let extra_len = u32::try_from(self.extra.len()).ok()?;
@@ -194,7 +194,7 @@ impl BitmapDirectoryEntry {
         Ok(())
     }
 
-    /// How many guest bytes one bit stands for.
+    /// Returns the number of guest bytes that one bit covers.
     pub fn granularity(&self) -> u64 {
         1u64.checked_shl(u32::from(self.granularity_bits))
             .unwrap_or_default()
@@ -223,7 +223,7 @@ fn lengths(bytes: &[u8]) -> Result<(usize, usize), BitmapError> {
 #[repr(transparent)]
 pub struct BitmapTableEntry(u64);
 
-/// What one cluster of a bitmap's data is.
+/// The content of one cluster of a bitmap's data.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum BitmapCluster {
     /// All bits are clear.
@@ -240,7 +240,7 @@ impl BitmapTableEntry {
         Self(raw)
     }
 
-    /// What the entry says.
+    /// Decodes the entry.
     ///
     /// # Errors
     ///

@@ -1,8 +1,8 @@
 //! Checked big-endian access to byte slices, shared by the parsers beside it.
 //!
-//! Out-of-range reads are `None`, never a panic; the caller knows which field that was.
+//! Out-of-range reads return `None` and never panic; the caller knows the field.
 
-/// The `N` bytes at `at`, if `bytes` holds them.
+/// Returns the `N` bytes at `at`, if `bytes` holds them.
 pub(crate) fn array_at<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..)?.first_chunk::<N>().copied()
 }

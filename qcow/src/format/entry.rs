@@ -1,6 +1,6 @@
-//! What can be wrong with one table entry, whichever table it is in.
+//! Errors in one table entry, for all tables.
 //!
-//! The entry's place (which table, which index) is the caller's knowledge; it adds that.
+//! The caller knows the entry's place (table and index) and adds it.
 
 /// A table entry breaks the format's rules. The cluster it describes must not be touched.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
@@ -8,7 +8,7 @@ pub enum EntryError {
     /// Bits that the format reserves are set.
     #[error("{structure} {entry:#018x} has reserved bits set: {bits:#x}")]
     ReservedBits {
-        /// Which kind of entry.
+        /// The kind of entry.
         structure: &'static str,
         /// The entry as read.
         entry: u64,
@@ -20,7 +20,7 @@ pub enum EntryError {
         "{structure} {entry:#018x} points to {offset:#x}, which is not a multiple of {cluster_size} bytes"
     )]
     Unaligned {
-        /// Which kind of entry.
+        /// The kind of entry.
         structure: &'static str,
         /// The entry as read.
         entry: u64,
@@ -41,10 +41,10 @@ pub enum EntryError {
         /// The entry as read.
         entry: u64,
     },
-    /// The entry claims a refcount of one for nothing.
+    /// The entry claims a refcount of one without an offset.
     #[error("{structure} {entry:#018x} has the COPIED flag but no offset")]
     CopiedWithoutOffset {
-        /// Which kind of entry.
+        /// The kind of entry.
         structure: &'static str,
         /// The entry as read.
         entry: u64,

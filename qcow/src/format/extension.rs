@@ -2,7 +2,7 @@
 //! Spec: "Header extensions", "Feature name table", "Bitmaps extension", "Full disk encryption
 //! header pointer".
 //!
-//! Their order is kept, and so are the ones nobody here knows.
+//! Their order is kept, and unknown ones are kept too.
 
 use super::HostOffset;
 use super::bytes::{array_at, pad_to_8, u32_at, u64_at};
@@ -30,9 +30,9 @@ pub enum Extension {
     BackingFormat(Vec<u8>),
     /// Names for feature bits.
     FeatureNames(Vec<FeatureName>),
-    /// Where the persistent bitmaps are.
+    /// The place of the persistent bitmaps.
     Bitmaps(BitmapsExtension),
-    /// Where the encryption header is.
+    /// The place of the encryption header.
     CryptoHeader {
         /// Its first byte; a multiple of the cluster size.
         offset: HostOffset,
@@ -41,7 +41,7 @@ pub enum Extension {
     },
     /// The external data file's name.
     DataFile(Vec<u8>),
-    /// Something newer; kept as it is.
+    /// An unknown extension, perhaps newer; kept as it is.
     Unknown {
         /// The extension's type.
         kind: u32,
@@ -50,7 +50,7 @@ pub enum Extension {
     },
 }
 
-/// Which of the header's feature fields a [`FeatureName`] is about.
+/// The header's feature field that a [`FeatureName`] belongs to.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum FeatureKind {
     /// [`super::Incompatible`].
@@ -59,7 +59,7 @@ pub enum FeatureKind {
     Compatible,
     /// [`super::Autoclear`].
     Autoclear,
-    /// None that this edition of the format defines.
+    /// A field that this edition of the format does not define.
     Other(u8),
 }
 
@@ -74,10 +74,10 @@ pub struct FeatureName {
     pub name: [u8; FEATURE_NAME_SIZE - 2],
 }
 
-/// Where the directory of persistent bitmaps is.
+/// The place of the directory of persistent bitmaps.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct BitmapsExtension {
-    /// How many bitmaps the directory lists.
+    /// The number of bitmaps in the directory.
     pub count: u32,
     /// Reserved by the format, to be zero.
     pub reserved: u32,
@@ -97,20 +97,20 @@ pub enum ExtensionError {
     TooLong {
         /// The extension's type.
         kind: u32,
-        /// Where it starts, in bytes.
+        /// The header byte where it starts.
         at: usize,
         /// The length it claims, in bytes.
         len: u32,
         /// The bytes left in the area.
         room: usize,
     },
-    /// The backing file name, or the end of the file, cuts its type and length off.
+    /// The backing file name, or the end of the file, cuts off its type and length.
     #[error(
         "header extension at header byte {at} has {room} bytes before the backing file name or the end of the \
          header; its type and length take {EXTENSION_HEADER_SIZE}"
     )]
     Cut {
-        /// Where it starts, in bytes.
+        /// The header byte where it starts.
         at: usize,
         /// The bytes left in the area.
         room: usize,
@@ -120,11 +120,11 @@ pub enum ExtensionError {
     Length {
         /// The extension's type.
         kind: u32,
-        /// Where it starts, in bytes.
+        /// The header byte where it starts.
         at: usize,
         /// The length it claims, in bytes.
         len: u32,
-        /// The length in words.
+        /// The expected length in words.
         expected: &'static str,
     },
     /// A type that may appear once appears again.
@@ -132,13 +132,13 @@ pub enum ExtensionError {
     Repeated {
         /// The extension's type.
         kind: u32,
-        /// Where the second one starts, in bytes.
+        /// The header byte where the second one starts.
         at: usize,
     },
 }
 
 impl FeatureName {
-    /// A table entry; a name longer than 46 bytes is cut.
+    /// Creates a table entry; a name longer than 46 bytes is cut.
     pub fn new(kind: FeatureKind, bit: u8, name: &str) -> Self {
         let mut padded = [0; FEATURE_NAME_SIZE - 2];
         for (to, from) in padded.iter_mut().zip(name.bytes()) {
@@ -151,7 +151,7 @@ impl FeatureName {
         }
     }
 
-    /// The name as text, with what is not UTF-8 replaced.
+    /// Returns the name as text, with invalid UTF-8 replaced.
     pub fn text(&self) -> String {
         let name = self.name.split(|&byte| byte == 0).next().unwrap_or_default();
         String::from_utf8_lossy(name).into_owned()
@@ -198,7 +198,7 @@ impl Extension {
     ///
     /// # Errors
     ///
-    /// [`ExtensionError`] naming the extension and where it starts.
+    /// [`ExtensionError`] naming the extension and its offset.
     pub fn parse_all(area: &[u8], area_at: usize) -> Result<Vec<Self>, ExtensionError> {
         let mut extensions: Vec<Self> = Vec::new();
         let mut rest = area;
@@ -239,7 +239,7 @@ impl Extension {
         Ok(extensions)
     }
 
-    /// Parses one extension's data; the error is the length that was expected.
+    /// Parses one extension's data. Returns the expected length as the error.
     fn parse(kind: u32, data: &[u8]) -> Result<Self, &'static str> {
         let extension = match kind {
             BACKING_FORMAT if data.len() > BACKING_FORMAT_MAX => return Err("at most 15"),

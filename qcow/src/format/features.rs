@@ -1,5 +1,5 @@
-//! Feature bits and the choices the header makes: compression, encryption. Spec: "Header", bytes
-//! 32..36, 72..96 and 104; "Feature name table".
+//! Feature bits and the header's choices of compression and encryption. Spec: "Header", bytes 32..36, 72..96 and 104;
+//! "Feature name table".
 //!
 //! Unknown bits are kept as they are, so that a rewrite loses nothing.
 
@@ -24,7 +24,7 @@ bitflags::bitflags! {
 }
 
 bitflags::bitflags! {
-    /// Bits anyone may ignore (header bytes 80..88).
+    /// Bits that any program may ignore (header bytes 80..88).
     #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
     pub struct Compatible: u64 {
         /// Refcount updates may be postponed while [`Incompatible::DIRTY`] is set.
@@ -69,10 +69,10 @@ impl Incompatible {
     }
 }
 
-/// How compressed clusters are compressed; one choice for the whole image.
+/// The compression of compressed clusters; one choice for the whole image.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 pub enum CompressionType {
-    /// Raw deflate, what QEMU calls `zlib`.
+    /// Raw deflate, QEMU's `zlib`.
     #[default]
     Deflate,
     /// Zstandard frames.
@@ -112,10 +112,10 @@ impl fmt::Display for CompressionType {
     }
 }
 
-/// How guest data is encrypted.
+/// The encryption of guest data.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 pub enum CryptMethod {
-    /// It is not.
+    /// No encryption.
     #[default]
     None,
     /// AES-CBC, long deprecated.
@@ -160,7 +160,7 @@ impl fmt::Display for CryptMethod {
     }
 }
 
-/// A well-formed image that this crate cannot serve; nothing of it may be read as guest data.
+/// A well-formed image that this crate cannot serve; none of it may be read as guest data.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum Unsupported {
     /// Incompatible feature bits the format does not define.
@@ -168,7 +168,7 @@ pub enum Unsupported {
     UnknownFeatures {
         /// The unknown bits.
         bits: u64,
-        /// Their names, from the image's own feature name table where it has them.
+        /// Their names, from the image's own feature name table if it has them.
         names: String,
     },
     /// Extended L2 entries.

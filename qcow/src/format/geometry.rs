@@ -1,8 +1,8 @@
-//! Geometry: how big a cluster is, which cluster a byte is in, and which table entry describes it.
+//! Geometry: the cluster size, the cluster that holds a byte, and the table entry that describes it.
 //!
-//! Offsets count bytes; cluster numbers count from zero; each is its own type, so mixing them
-//! does not compile. Nothing here does I/O, and every method is total: results that cannot be
-//! represented saturate or are `None`. Spec: "Header", "Host cluster management", "Cluster mapping".
+//! Offsets count bytes, and cluster numbers count from zero. Each is its own type, so mixing them does not compile.
+//! Nothing here does I/O, and every method is total: results that cannot be represented saturate or are `None`. Spec:
+//! "Header", "Host cluster management", "Cluster mapping".
 
 use std::fmt;
 use std::ops::{Add, AddAssign, Sub};
@@ -15,7 +15,7 @@ pub const FILE_OFFSET_MAX: u64 = i64::MAX as u64;
 /// The smallest unit a guest addresses, in bytes.
 pub const SECTOR_SIZE: u64 = 512;
 
-/// Which edition of the format an image is written in.
+/// The edition of the format that an image is written in.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Version {
     /// `compat=0.10`: no feature bits, no zero clusters, 16-bit refcounts.
@@ -55,7 +55,7 @@ pub struct ClusterBitsOutOfRange {
 }
 
 impl ClusterBits {
-    /// 64 KiB clusters, what images have unless asked otherwise.
+    /// 64 KiB clusters, the default for images.
     pub const DEFAULT: Self = Self(16);
 
     /// Parses the header field `cluster_bits`. The floor is the format's, the ceiling QEMU's.
@@ -96,7 +96,7 @@ pub struct RefcountOrderOutOfRange {
 }
 
 impl RefcountOrder {
-    /// 16 bits: the default, and all that version 2 knows.
+    /// 16 bits: the default, and the only width of version 2.
     pub const DEFAULT: Self = Self(4);
 
     /// Parses the header field `refcount_order`.
@@ -184,7 +184,7 @@ pub struct GuestCluster(u64);
 pub struct HostCluster(u64);
 
 /// Sums and differences of positions that are known to lie on a disk or in a file: they cannot overflow, which debug
-/// builds check. What an image claims goes through `checked_add`.
+/// builds check. Positions that an image claims go through `checked_add`.
 macro_rules! distances {
     ($type:ident) => {
         #[expect(
@@ -250,7 +250,7 @@ macro_rules! offset_methods {
                 }
             }
 
-            /// Whether the offset is a multiple of `bytes`, a power of two.
+            /// Returns true if the offset is a multiple of `bytes`, a power of two.
             #[inline]
             pub const fn is_aligned_to(self, bytes: u64) -> bool {
                 self.0 & bytes.wrapping_sub(1) == 0
@@ -313,7 +313,7 @@ offset_methods!(HostOffset);
 cluster_methods!(GuestCluster);
 cluster_methods!(HostCluster);
 
-/// The sizes everything else in an image is computed from. Small and `Copy`: pass it by value.
+/// The sizes from which everything else in an image is computed. Small and `Copy`: pass it by value.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Geometry {
     version: Version,
@@ -340,7 +340,7 @@ impl Geometry {
         }
     }
 
-    /// The same image with L2 entries of another width.
+    /// Returns the geometry of the same image with L2 entries of another width.
     #[must_use]
     pub const fn with_l2_entry_width(self, l2_entry_width: L2EntryWidth) -> Self {
         Self {
@@ -349,7 +349,7 @@ impl Geometry {
         }
     }
 
-    /// The same image with a disk of another size.
+    /// Returns the geometry of the same image with a disk of another size.
     #[must_use]
     pub const fn with_virtual_size(self, virtual_size_bytes: u64) -> Self {
         Self {
@@ -382,20 +382,20 @@ impl Geometry {
         self.virtual_size_bytes
     }
 
-    /// How many guest clusters the disk has, the last one possibly partial.
+    /// Returns the number of guest clusters of the disk, the last one possibly partial.
     #[inline]
     pub const fn guest_clusters(&self) -> u64 {
         self.clusters_for(self.virtual_size_bytes)
     }
 
-    /// How many clusters `bytes` bytes need, rounded up.
+    /// Returns the number of clusters that `bytes` bytes need, rounded up.
     #[inline]
     pub const fn clusters_for(&self, bytes: u64) -> u64 {
         let whole = bytes.wrapping_shr(self.cluster_bits.0);
         whole.saturating_add((self.offset_in_cluster(bytes) != 0) as u64)
     }
 
-    /// `bytes` rounded up to whole clusters, unless that overflows.
+    /// Returns `bytes` rounded up to whole clusters, unless that overflows.
     #[inline]
     pub const fn align_up(&self, bytes: u64) -> Option<u64> {
         bytes.checked_next_multiple_of(self.cluster_size())
@@ -443,19 +443,19 @@ impl Geometry {
         self.l2_entry_width
     }
 
-    /// How many entries an L2 table has: it fills one cluster.
+    /// Returns the number of entries of an L2 table, which fills one cluster.
     #[inline]
     pub const fn l2_entries(&self) -> usize {
         1usize.wrapping_shl(self.l2_bits())
     }
 
-    /// How many guest bytes one L2 table, and so one L1 entry, describes.
+    /// Returns the number of guest bytes that one L2 table, and so one L1 entry, describes.
     #[inline]
     pub const fn l2_table_span(&self) -> u64 {
         1u64.wrapping_shl(self.cluster_bits.0.saturating_add(self.l2_bits()))
     }
 
-    /// The L1 entry that leads to a guest byte.
+    /// Returns the index of the L1 entry that leads to a guest byte.
     #[inline]
     pub const fn l1_index(&self, offset: GuestOffset) -> usize {
         offset
@@ -463,13 +463,13 @@ impl Geometry {
             .wrapping_shr(self.cluster_bits.0.saturating_add(self.l2_bits())) as usize
     }
 
-    /// The entry, within its L2 table, that describes a guest byte.
+    /// Returns the index, within its L2 table, of the entry that describes a guest byte.
     #[inline]
     pub const fn l2_index(&self, offset: GuestOffset) -> usize {
         offset.0.wrapping_shr(self.cluster_bits.0) as usize & self.l2_entries().wrapping_sub(1)
     }
 
-    /// How many L1 entries a disk of `virtual_size_bytes` needs.
+    /// Returns the number of L1 entries that a disk of `virtual_size_bytes` needs.
     #[inline]
     pub const fn l1_entries_needed(&self, virtual_size_bytes: u64) -> u64 {
         virtual_size_bytes.div_ceil(self.l2_table_span())
@@ -502,31 +502,31 @@ impl Geometry {
             .saturating_sub(self.refcount_order.0)
     }
 
-    /// How many host clusters one refcount block counts: it fills one cluster.
+    /// Returns the number of host clusters that one refcount block counts; a block fills one cluster.
     #[inline]
     pub const fn refcount_block_entries(&self) -> usize {
         1usize.wrapping_shl(self.refcount_block_bits())
     }
 
-    /// How many bytes of the image file one refcount block counts.
+    /// Returns the number of bytes of the image file that one refcount block counts.
     #[inline]
     pub const fn refcount_block_span(&self) -> u64 {
         1u64.wrapping_shl(self.cluster_bits.0.saturating_add(self.refcount_block_bits()))
     }
 
-    /// The refcount table entry that leads to a host cluster's count.
+    /// Returns the index of the refcount table entry that leads to a host cluster's count.
     #[inline]
     pub const fn refcount_table_index(&self, cluster: HostCluster) -> usize {
         cluster.0.wrapping_shr(self.refcount_block_bits()) as usize
     }
 
-    /// The entry, within its refcount block, that counts a host cluster.
+    /// Returns the index, within its refcount block, of the entry that counts a host cluster.
     #[inline]
     pub const fn refcount_block_index(&self, cluster: HostCluster) -> usize {
         cluster.0 as usize & self.refcount_block_entries().wrapping_sub(1)
     }
 
-    /// How many 8-byte entries one cluster of a table (L1, refcount table) holds.
+    /// Returns the number of 8-byte entries in one cluster of a table (L1, refcount table).
     #[inline]
     pub const fn table_entries_per_cluster(&self) -> usize {
         1usize.wrapping_shl(self.cluster_bits.0.saturating_sub(3))

@@ -1,7 +1,7 @@
 //! The image header: the first cluster's fields, extensions and backing file name.
 //!
-//! Offsets and sizes are in bytes. A field at or past `header_length` is absent. Fields and
-//! extensions nobody here knows are kept. Spec: "Header", "Additional fields", "Header padding".
+//! Offsets and sizes are in bytes. A field at or past `header_length` is absent. Unknown fields and extensions are
+//! kept. Spec: "Header", "Additional fields", "Header padding".
 
 use super::bytes::{array_at, u32_at, u64_at};
 use super::extension::{BitmapsExtension, ExtensionError, FeatureKind};
@@ -23,7 +23,7 @@ pub const V3_HEADER_LENGTH: u32 = 112;
 /// The longest backing file name, in bytes.
 pub const BACKING_NAME_MAX: u32 = 1023;
 
-/// Where each field is, in bytes from the start of the file, for updates in place.
+/// The offset of each field, in bytes from the start of the file, for updates in place.
 pub mod at {
     #![expect(missing_docs, reason = "named after the specification's fields")]
     pub const MAGIC: usize = 0;
@@ -47,7 +47,7 @@ pub mod at {
     pub const COMPRESSION_TYPE: usize = 104;
 }
 
-/// Everything the first cluster says.
+/// All contents of the first cluster.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Header {
     /// The edition of the format.
@@ -56,23 +56,23 @@ pub struct Header {
     pub cluster_bits: ClusterBits,
     /// The guest disk's size in bytes, as written; see [`Header::geometry`].
     pub virtual_size: u64,
-    /// How guest data is encrypted.
+    /// The encryption of guest data.
     pub crypt_method: CryptMethod,
-    /// How many entries the active L1 table has.
+    /// The number of entries of the active L1 table.
     pub l1_entries: u32,
-    /// Where the active L1 table starts.
+    /// The offset of the active L1 table.
     pub l1_offset: HostOffset,
-    /// Where the refcount table starts.
+    /// The offset of the refcount table.
     pub refcount_table_offset: HostOffset,
-    /// How many clusters the refcount table fills.
+    /// The number of clusters that the refcount table fills.
     pub refcount_table_clusters: u32,
-    /// How many internal snapshots there are.
+    /// The number of internal snapshots.
     pub snapshot_count: u32,
-    /// Where the snapshot table starts.
+    /// The offset of the snapshot table.
     pub snapshot_table_offset: HostOffset,
     /// Features a reader must understand; none in version 2.
     pub incompatible: Incompatible,
-    /// Features anyone may ignore; none in version 2.
+    /// Features any program may ignore; none in version 2.
     pub compatible: Compatible,
     /// Promises a writer must keep or withdraw; none in version 2.
     pub autoclear: Autoclear,
@@ -80,7 +80,7 @@ pub struct Header {
     pub refcount_order: RefcountOrder,
     /// The length of the fixed fields in bytes: 72 in version 2.
     pub header_length: u32,
-    /// How compressed clusters are compressed.
+    /// The compression of compressed clusters.
     pub compression: CompressionType,
     /// The header's bytes after `compression_type` and up to `header_length`, kept as they are.
     pub unknown_fields: Vec<u8>,
@@ -106,7 +106,7 @@ pub enum HeaderError {
         what: &'static str,
         /// The bytes it needs, from the start of the file.
         needed: u64,
-        /// The bytes there are.
+        /// The bytes that are available.
         available: u64,
     },
     /// A field has a value the format or QEMU's limits rule out.
@@ -114,11 +114,11 @@ pub enum HeaderError {
     Field {
         /// The specification's name of the field.
         field: &'static str,
-        /// Where the field is, in bytes.
+        /// The field's offset, in bytes.
         at: usize,
-        /// What it holds.
+        /// The value found.
         found: u64,
-        /// What it may hold.
+        /// The values allowed.
         expected: String,
     },
     /// The cluster size is out of range.
@@ -153,7 +153,7 @@ impl HeaderError {
     }
 }
 
-/// The fields of a header's first 24 bytes, enough to know how much more to read.
+/// Parses the fields of a header's first 24 bytes, which determine how much more to read.
 fn prologue(bytes: &[u8]) -> Result<(Version, ClusterBits), HeaderError> {
     let cut = |needed| HeaderError::Truncated {
         what: "the header",
@@ -181,8 +181,8 @@ fn prologue(bytes: &[u8]) -> Result<(Version, ClusterBits), HeaderError> {
 }
 
 impl Header {
-    /// The cluster size in bytes: how much of the file [`Self::decode`] wants to see. The file's
-    /// first 24 bytes are enough.
+    /// Returns the cluster size in bytes, which is the part of the file that [`Self::decode`] needs. The file's first
+    /// 24 bytes are enough.
     ///
     /// # Errors
     ///
@@ -195,19 +195,19 @@ impl Header {
     ///
     /// # Errors
     ///
-    /// Theirs.
+    /// The errors of both.
     pub fn parse(first_cluster: &[u8]) -> Result<Self, HeaderError> {
         let header = Self::decode(first_cluster)?;
         header.validate()?;
         Ok(header)
     }
 
-    /// Reads the header from the file's first cluster (less if the file is shorter; more is
-    /// ignored). Checks only what is needed to know what the fields are; see [`Self::validate`].
+    /// Reads the header from the file's first cluster (less if the file is shorter; more is ignored). Checks only as
+    /// much as decoding the fields needs; see [`Self::validate`].
     ///
     /// # Errors
     ///
-    /// [`HeaderError`] naming the field, its place, what it holds and what it may hold.
+    /// [`HeaderError`] naming the field, its offset, the value found and the values allowed.
     pub fn decode(first_cluster: &[u8]) -> Result<Self, HeaderError> {
         let (version, cluster_bits) = prologue(first_cluster)?;
         let cluster_size = cluster_bits.size();
@@ -333,13 +333,13 @@ impl Header {
         })
     }
 
-    /// The header as bytes: fields, extensions, backing file name. The rest of the first cluster
-    /// is to be zeros. `header_length` is taken from the unknown fields, not from the field.
+    /// Encodes the header: fields, extensions, backing file name. The rest of the first cluster must be zeros.
+    /// `header_length` is taken from the unknown fields, not from the field.
     ///
     /// # Errors
     ///
-    /// [`HeaderError::TooLarge`] if that is more than a cluster, and [`HeaderError::Field`] if the
-    /// version or `header_length` has no place for a value, or the backing name is too long.
+    /// [`HeaderError::TooLarge`] if that is more than a cluster, and [`HeaderError::Field`] if a value does not fit
+    /// the version or `header_length`, or the backing name is too long.
     pub fn encode(&self) -> Result<Vec<u8>, HeaderError> {
         let mut out = self.encode_fields()?;
         for extension in &self.extensions {
@@ -426,8 +426,8 @@ impl Header {
         Ok(out)
     }
 
-    /// The sizes the tables are computed from. A disk whose size is not a multiple of 512 bytes
-    /// is cut to one, as QEMU does.
+    /// Returns the sizes from which the tables are computed. A disk size that is not a multiple of 512 bytes is
+    /// rounded down to one, as in QEMU.
     pub fn geometry(&self) -> Geometry {
         let size = self.virtual_size.wrapping_sub(self.virtual_size % SECTOR_SIZE);
         let width = if self.incompatible.contains(Incompatible::EXTENDED_L2) {
@@ -454,7 +454,7 @@ impl Header {
         })
     }
 
-    /// Where the persistent bitmaps are, if there are any.
+    /// Returns the place of the persistent bitmaps, if there are any.
     pub fn bitmaps(&self) -> Option<BitmapsExtension> {
         self.extensions.iter().find_map(|extension| match extension {
             Extension::Bitmaps(bitmaps) => Some(*bitmaps),
@@ -462,7 +462,7 @@ impl Header {
         })
     }
 
-    /// Where the encryption header is and its length in bytes, if there is one.
+    /// Returns the offset of the encryption header and its length in bytes, if there is one.
     pub fn crypto_header(&self) -> Option<(HostOffset, u64)> {
         self.extensions.iter().find_map(|extension| match extension {
             Extension::CryptoHeader { offset, len } => Some((*offset, *len)),
@@ -485,8 +485,8 @@ impl Header {
     }
 }
 
-/// Where the backing file name is, after checking that it lies in the first cluster behind the
-/// header. `None` without a backing file.
+/// Returns the range of the backing file name, after checking that it lies in the first cluster after the header.
+/// `None` without a backing file.
 fn backing_range(
     offset: u64,
     size: u32,

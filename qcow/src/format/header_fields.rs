@@ -9,10 +9,10 @@ use super::{Autoclear, HostOffset, Incompatible, Version};
 pub(crate) struct HeaderFields([u8; Self::BYTES]);
 
 impl HeaderFields {
-    /// How many bytes that is.
+    /// The length of that sector in bytes.
     pub(crate) const BYTES: usize = 512;
 
-    /// Takes the first bytes of an image. Those that are missing are zeros.
+    /// Takes the first bytes of an image. Missing bytes are zeros.
     pub(crate) fn new(bytes: &[u8]) -> Self {
         let mut fields = [0; Self::BYTES];
         for (field, byte) in fields.iter_mut().zip(bytes) {
@@ -21,7 +21,7 @@ impl HeaderFields {
         Self(fields)
     }
 
-    /// The bytes, to be written at the beginning of the file.
+    /// Returns the bytes to write at the beginning of the file.
     pub(crate) fn bytes(&self) -> &[u8; Self::BYTES] {
         &self.0
     }
@@ -46,7 +46,7 @@ impl HeaderFields {
         }
     }
 
-    /// Clears the autoclear bits that the format does not define, as it demands of whoever writes. Version 2 has none.
+    /// Clears the autoclear bits that the format does not define, as it demands of every writer. Version 2 has none.
     pub(crate) fn disown_unknown(&mut self) {
         if self.is_v3() {
             let bits = Autoclear::from_bits_retain(self.u64_at(at::AUTOCLEAR_FEATURES));
@@ -77,13 +77,13 @@ impl HeaderFields {
         }
     }
 
-    /// Says that the refcount table begins at `offset` and has so many clusters.
+    /// Sets the offset of the refcount table and its number of clusters.
     pub(crate) fn set_refcount_table(&mut self, offset: HostOffset, clusters: u32) {
         self.put(at::REFCOUNT_TABLE_OFFSET, offset.bytes().to_be_bytes());
         self.put(at::REFCOUNT_TABLE_CLUSTERS, clusters.to_be_bytes());
     }
 
-    /// Says that the disk has `size_bytes`, and that its L1 table begins at `l1_offset` and has so many entries.
+    /// Sets the disk's size in bytes, and the offset of its L1 table and its number of entries.
     pub(crate) fn set_disk(&mut self, size_bytes: u64, l1_offset: HostOffset, l1_entries: u32) {
         self.put(at::SIZE, size_bytes.to_be_bytes());
         self.put(at::L1_SIZE, l1_entries.to_be_bytes());

@@ -1,4 +1,4 @@
-//! L1 table entries: where an L2 table is. Spec: "Cluster mapping", "L1 table entry".
+//! L1 table entries: the places of L2 tables. Spec: "Cluster mapping", "L1 table entry".
 
 use super::{EntryError, Geometry, HostOffset};
 
@@ -20,10 +20,9 @@ pub struct L1Entry(u64);
 /// A reference to an L2 table, as an L1 entry holds it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct L2TableRef {
-    /// Where the table starts; a multiple of the cluster size, never 0.
+    /// The offset of the table; a multiple of the cluster size, never 0.
     pub host: HostOffset,
-    /// The table's refcount is exactly one: it may be changed in place. Only the active L1
-    /// table can be trusted on this.
+    /// The table's refcount is exactly one: it may be changed in place. This is reliable only in the active L1 table.
     pub copied: bool,
 }
 
@@ -31,7 +30,7 @@ impl L1Entry {
     /// No L2 table: everything it would describe is unallocated.
     pub const UNALLOCATED: Self = Self(0);
 
-    /// An entry from its 64 bits.
+    /// Creates an entry from its 64 bits.
     #[inline]
     pub const fn from_raw(raw: u64) -> Self {
         Self(raw)
@@ -43,25 +42,25 @@ impl L1Entry {
         self.0
     }
 
-    /// The entry that points to `table`.
+    /// Returns the entry that points to `table`.
     #[inline]
     pub const fn encode(table: L2TableRef) -> Self {
         Self((table.host.bytes() & OFFSET_MASK) | if table.copied { COPIED } else { 0 })
     }
 
-    /// The same entry with the COPIED flag set or cleared.
+    /// Returns the same entry with the COPIED flag set or cleared.
     #[inline]
     #[must_use]
     pub const fn with_copied(self, copied: bool) -> Self {
         Self(if copied { self.0 | COPIED } else { self.0 & !COPIED })
     }
 
-    /// What the entry says: an L2 table, or none.
+    /// Decodes the entry: an L2 table, or none.
     ///
     /// # Errors
     ///
-    /// [`EntryError`] if reserved bits are set, the offset is not cluster-aligned, or there is a
-    /// COPIED flag without an offset (which QEMU takes for a table in the header).
+    /// [`EntryError`] if reserved bits are set, the offset is not cluster-aligned, or there is a COPIED flag without
+    /// an offset (which QEMU takes for a table in the header).
     #[inline]
     pub const fn decode(self, geometry: &Geometry) -> Result<Option<L2TableRef>, EntryError> {
         if self.0 & RESERVED != 0 {

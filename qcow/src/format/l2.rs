@@ -1,7 +1,7 @@
-//! L2 tables and their entries: where a guest cluster's bytes are. Spec: "Cluster mapping", "L2 table entry",
+//! L2 tables and their entries: the places of guest clusters' bytes. Spec: "Cluster mapping", "L2 table entry",
 //! "Standard Cluster Descriptor", "Compressed Clusters Descriptor".
 //!
-//! [`L2Table`] and [`L2TableMut`] are the only code that knows where in a table's bytes an entry is, and how wide it is.
+//! Only [`L2Table`] and [`L2TableMut`] know the offset of an entry in a table's bytes, and its width.
 //! An [`L2Entry`] is the cluster descriptor, the first eight bytes of an entry of either width. Images with extended
 //! entries are refused before any is decoded.
 
@@ -21,7 +21,7 @@ const SECTOR: u64 = 512;
 #[repr(transparent)]
 pub struct L2Entry(u64);
 
-/// Where the bytes of one guest cluster come from.
+/// The source of one guest cluster's bytes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum L2Mapping {
     /// Not in this image: the backing file's bytes, or zeros.
@@ -33,30 +33,30 @@ pub enum L2Mapping {
         /// The kept host cluster's refcount is exactly one.
         copied: bool,
     },
-    /// A host cluster of its own.
+    /// An uncompressed host cluster.
     Data {
-        /// Where it starts; a multiple of the cluster size, never 0.
+        /// The offset of the cluster; a multiple of the cluster size, never 0.
         host: HostOffset,
-        /// Its refcount is exactly one: it may be overwritten in place. Only tables reached
-        /// through the active L1 can be trusted on this.
+        /// Its refcount is exactly one: it may be overwritten in place. This is reliable only in tables reached
+        /// through the active L1.
         copied: bool,
     },
     /// Compressed bytes somewhere in the file; never to be overwritten in place.
     Compressed(CompressedExtent),
 }
 
-/// The bytes of one compressed cluster. They may run into the next host cluster, and past the end
-/// of the file, where they read as nothing: the decompressor stops after one cluster of output.
+/// The bytes of one compressed cluster. They may run into the next host cluster, and past the end of the file, where
+/// there are none: the decompressor stops after one cluster of output.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct CompressedExtent {
     /// The first byte, of any alignment.
     pub host: HostOffset,
-    /// The most bytes the compressed data can have: up to the end of its last 512-byte sector.
+    /// The largest length of the compressed data, in bytes: up to the end of its last 512-byte sector.
     pub len_max: u32,
 }
 
 impl CompressedExtent {
-    /// The byte after the last one that may belong to the data.
+    /// Returns the offset after the last byte that may belong to the data.
     #[inline]
     pub const fn end(&self) -> u64 {
         self.host.bytes().saturating_add(self.len_max as u64)
@@ -68,11 +68,11 @@ impl L2Entry {
     pub const UNALLOCATED: Self = Self(0);
     /// The guest cluster reads as zeros and keeps no host cluster. Version 3 only.
     pub const ZERO_PLAIN: Self = Self(ZERO);
-    /// No entry: what stands in memory, and never on disk, for one that leads where none may. It decodes to an
-    /// error, as every reserved bit is set.
+    /// A refused entry: it replaces an exposed one in memory, and never on disk. It decodes to an error, as every
+    /// reserved bit is set.
     pub const REFUSED: Self = Self(RESERVED);
 
-    /// An entry from its 64 bits.
+    /// Creates an entry from its 64 bits.
     #[inline]
     pub const fn from_raw(raw: u64) -> Self {
         Self(raw)
@@ -84,21 +84,20 @@ impl L2Entry {
         self.0
     }
 
-    /// A data cluster at `host`, a non-zero multiple of the cluster size.
+    /// Returns the entry of a data cluster at `host`, a non-zero multiple of the cluster size.
     #[inline]
     pub const fn data(host: HostOffset, copied: bool) -> Self {
         Self((host.bytes() & OFFSET_MASK) | if copied { COPIED } else { 0 })
     }
 
-    /// A cluster that reads as zeros and keeps the host cluster at `host`. Version 3 only.
+    /// Returns the entry of a cluster that reads as zeros and keeps the host cluster at `host`. Version 3 only.
     #[inline]
     pub const fn zero_allocated(host: HostOffset, copied: bool) -> Self {
         Self(Self::data(host, copied).0 | ZERO)
     }
 
-    /// A compressed cluster whose data is the `len` bytes at `host`, or `None` if the descriptor
-    /// cannot express that: no bytes, more sectors than a cluster's worth and one, or too far
-    /// into the file.
+    /// Returns the entry of a compressed cluster whose data is the `len` bytes at `host`. `None` if the descriptor
+    /// cannot express that: no bytes, more sectors than a cluster's worth and one, or too far into the file.
     pub const fn compressed(host: HostOffset, len: u32, geometry: &Geometry) -> Option<Self> {
         let shift = compressed_shift(geometry);
         let Some(last) = host.bytes().checked_add((len as u64).wrapping_sub(1)) else {
@@ -114,7 +113,7 @@ impl L2Entry {
         Some(Self(COMPRESSED | sectors_more.wrapping_shl(shift) | host.bytes()))
     }
 
-    /// The entry for a mapping; `None` only for a compressed extent that cannot be expressed.
+    /// Returns the entry for a mapping; `None` only for a compressed extent that cannot be expressed.
     pub const fn encode(mapping: L2Mapping, geometry: &Geometry) -> Option<Self> {
         match mapping {
             L2Mapping::Unallocated => Some(Self::UNALLOCATED),
@@ -128,26 +127,26 @@ impl L2Entry {
         }
     }
 
-    /// The same entry with the COPIED flag set or cleared.
+    /// Returns the same entry with the COPIED flag set or cleared.
     #[inline]
     #[must_use]
     pub const fn with_copied(self, copied: bool) -> Self {
         Self(if copied { self.0 | COPIED } else { self.0 & !COPIED })
     }
 
-    /// Whether the COPIED flag is set.
+    /// Returns true if the COPIED flag is set.
     #[inline]
     pub const fn is_copied(self) -> bool {
         self.0 & COPIED != 0
     }
 
-    /// Whether the entry describes a compressed cluster.
+    /// Returns true if the entry describes a compressed cluster.
     #[inline]
     pub const fn is_compressed(self) -> bool {
         self.0 & COMPRESSED != 0
     }
 
-    /// What the entry says. COPIED without an offset is unallocated (or plain zero), as in QEMU.
+    /// Decodes the entry. COPIED without an offset is unallocated (or plain zero), as in QEMU.
     ///
     /// # Errors
     ///
@@ -202,8 +201,8 @@ impl L2Entry {
         })
     }
 
-    /// Where a compressed entry's bytes are, whatever its COPIED flag says; `None` if the entry
-    /// is not compressed or its offset has reserved bits. For tools that check and repair.
+    /// Returns the place of a compressed entry's bytes, whatever its COPIED flag; `None` if the entry is not
+    /// compressed or its offset has reserved bits. For tools that check and repair.
     pub const fn compressed_extent(self, geometry: &Geometry) -> Option<CompressedExtent> {
         if self.0 & COMPRESSED == 0 {
             return None;
@@ -248,7 +247,7 @@ pub struct L2Table<'a> {
 }
 
 impl<'a> L2Table<'a> {
-    /// A view of a table's bytes, whose entries are as wide as those of `geometry`.
+    /// Creates a view of a table's bytes, whose entries are as wide as those of `geometry`.
     #[inline]
     pub const fn new(bytes: &'a [u8], geometry: &Geometry) -> Self {
         Self {
@@ -257,7 +256,7 @@ impl<'a> L2Table<'a> {
         }
     }
 
-    /// Returns how many entries there are.
+    /// Returns the number of entries.
     #[inline]
     pub const fn len(&self) -> usize {
         self.bytes.len().wrapping_shr(self.entry_bits)
@@ -286,7 +285,7 @@ impl<'a> L2Table<'a> {
         })
     }
 
-    /// Returns where entry `index` of a table begins, in bytes from the table's first.
+    /// Returns the offset of entry `index` of a table, in bytes from the table's start.
     #[inline]
     pub const fn offset_of(geometry: &Geometry, index: usize) -> u64 {
         (index as u64).wrapping_shl(geometry.l2_entry_width().bits())
@@ -301,7 +300,7 @@ pub struct L2TableMut<'a> {
 }
 
 impl<'a> L2TableMut<'a> {
-    /// A view of a table's bytes, whose entries are as wide as those of `geometry`.
+    /// Creates a view of a table's bytes, whose entries are as wide as those of `geometry`.
     #[inline]
     pub const fn new(bytes: &'a mut [u8], geometry: &Geometry) -> Self {
         Self {
@@ -328,7 +327,7 @@ impl<'a> L2TableMut<'a> {
         }
     }
 
-    /// Replaces each entry by what `change` makes of it. Returns true if that changed any.
+    /// Replaces each entry by the result of `change`. Returns true if that changed any.
     pub fn update(&mut self, change: impl Fn(L2Entry) -> L2Entry) -> bool {
         let mut changed = false;
         for bytes in self.bytes.chunks_exact_mut(1usize.wrapping_shl(self.entry_bits)) {
@@ -343,12 +342,12 @@ impl<'a> L2TableMut<'a> {
     }
 }
 
-/// `x` of the specification: where the sector count starts in a compressed descriptor.
+/// Returns `x` of the specification: the bit where the sector count starts in a compressed descriptor.
 const fn compressed_shift(geometry: &Geometry) -> u32 {
     62u32.wrapping_sub(geometry.cluster_bits().get().wrapping_sub(8))
 }
 
-/// How many bits of a compressed descriptor's offset field may be used.
+/// Returns the number of bits of a compressed descriptor's offset field that may be used.
 const fn offset_bits(shift: u32) -> u32 {
     if shift < OFFSET_BITS { shift } else { OFFSET_BITS }
 }

@@ -1,18 +1,17 @@
-//! What a QCOW2 image holds on disk: parse and encode, pure functions over bytes.
+//! The contents of a QCOW2 image on disk: parse and encode, pure functions over bytes.
 //!
-//! One file per on-disk structure, each named after its section in the format's specification
-//! (`docs/interop/qcow2` of QEMU). What must stay true here:
+//! One file per on-disk structure, each named after its section in the format's specification (`docs/interop/qcow2`
+//! of QEMU). Invariants:
 //!
 //! - nothing does I/O, and nothing keeps state;
-//! - every input is untrusted: no function panics, overflows or allocates more than its input's
-//!   length, whatever the bytes say;
-//! - what is not understood is kept, so that parse and encode together change nothing else;
+//! - every input is untrusted: no function panics, overflows or allocates more than its input's length, whatever the
+//!   bytes say;
+//! - unknown contents are kept, so that parse and encode together change nothing else;
 //! - all integers on disk are big-endian.
 //!
-//! Whether an image is *usable* is decided in three steps, so that tools which only describe an
-//! image can stop early: [`Header::decode`] (the bytes have the format's shape),
-//! [`Header::validate`] (the values keep the format's rules and QEMU's limits), and
-//! [`Header::require_supported`] (this crate can serve it).
+//! Three steps decide if an image is *usable*, so that tools which only describe an image can stop early:
+//! [`Header::decode`] (the bytes have the format's shape), [`Header::validate`] (the values keep the format's rules
+//! and QEMU's limits), and [`Header::require_supported`] (this crate can serve it).
 
 #![cfg_attr(not(test), warn(clippy::arithmetic_side_effects, clippy::indexing_slicing))]
 

@@ -23,7 +23,7 @@ impl RefcountTableEntry {
     /// No block: every cluster it would count is free.
     pub const UNALLOCATED: Self = Self(0);
 
-    /// An entry from its 64 bits.
+    /// Creates an entry from its 64 bits.
     #[inline]
     pub const fn from_raw(raw: u64) -> Self {
         Self(raw)
@@ -35,13 +35,13 @@ impl RefcountTableEntry {
         self.0
     }
 
-    /// The entry for the block at `host`, a non-zero multiple of the cluster size.
+    /// Returns the entry for the block at `host`, a non-zero multiple of the cluster size.
     #[inline]
     pub const fn encode(host: HostOffset) -> Self {
         Self(host.bytes() & !RESERVED)
     }
 
-    /// Where the block is, if there is one.
+    /// Returns the offset of the block, if there is one.
     ///
     /// # Errors
     ///
@@ -74,13 +74,13 @@ impl RefcountTableEntry {
     }
 }
 
-/// A count that does not fit the image's refcount width, or a place outside the block.
+/// A count that does not fit the image's refcount width, or an index outside the block.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum SetRefcountError {
-    /// The count needs more bits than the image gives it.
+    /// The count needs more bits than the image's refcount width.
     #[error("refcount {value} does not fit in {bits} bits")]
     TooLarge {
-        /// The count asked for.
+        /// The requested count.
         value: u64,
         /// The image's refcount width in bits.
         bits: u32,
@@ -88,7 +88,7 @@ pub enum SetRefcountError {
     /// The block has no such entry.
     #[error("refcount block entry {index} is outside a block of {block_bytes} bytes")]
     OutsideBlock {
-        /// The entry asked for.
+        /// The requested entry.
         index: usize,
         /// The block's length in bytes.
         block_bytes: usize,
@@ -96,7 +96,7 @@ pub enum SetRefcountError {
 }
 
 impl RefcountOrder {
-    /// Count number `index` of a refcount block, or `None` outside the block.
+    /// Returns count number `index` of a refcount block, or `None` outside the block.
     #[inline]
     pub fn read(self, block: &[u8], index: usize) -> Option<u64> {
         match self.get() {
@@ -156,7 +156,7 @@ impl RefcountOrder {
     }
 }
 
-/// The byte that holds a count narrower than a byte, and how far up in it the count starts.
+/// Returns the byte that holds a count narrower than a byte, and the bit in it where the count starts.
 #[inline]
 const fn place_in_byte(order: u32, index: usize) -> (usize, u32) {
     let per_byte_log = 3u32.wrapping_sub(order);

@@ -1,7 +1,7 @@
-//! Snapshot table entries: where a snapshot's L1 table is, and what the snapshot is called.
+//! Snapshot table entries: a snapshot's L1 table and name.
 //!
-//! Entries have variable length, are padded to eight bytes and follow one another; the header
-//! tells how many there are. Extra data nobody here knows is kept. Spec: "Snapshots".
+//! Entries have variable length, are padded to eight bytes and follow one another; the header has their number.
+//! Unknown extra data is kept. Spec: "Snapshots".
 
 use super::bytes::{pad_to_8, u16_at, u32_at, u64_at};
 use super::{HostOffset, Version};
@@ -16,19 +16,19 @@ pub const SNAPSHOT_EXTRA_V3_MIN: usize = 16;
 /// One internal snapshot.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct SnapshotEntry {
-    /// Where the snapshot's L1 table starts.
+    /// The offset of the snapshot's L1 table.
     pub l1_offset: HostOffset,
-    /// How many entries it has.
+    /// The number of entries of that table.
     pub l1_entries: u32,
     /// The unique ID, usually a decimal number.
     pub id: Vec<u8>,
     /// The name.
     pub name: Vec<u8>,
-    /// When it was taken, in seconds since the epoch.
+    /// The time of the snapshot, in seconds since the epoch.
     pub date_seconds: u32,
     /// The part of a second beyond that, in nanoseconds.
     pub date_nanoseconds: u32,
-    /// How long the guest had run, in nanoseconds.
+    /// The guest's running time, in nanoseconds.
     pub guest_clock_ns: u64,
     /// The VM state's size in bytes, unless the extra data has it too.
     pub vm_state_size_32: u32,
@@ -44,7 +44,7 @@ pub enum SnapshotError {
     Truncated {
         /// The entry's length in bytes, as far as it is known.
         needed: usize,
-        /// The bytes there are.
+        /// The bytes that are available.
         available: usize,
     },
     /// More extra data than QEMU accepts.
@@ -56,12 +56,12 @@ pub enum SnapshotError {
 }
 
 impl SnapshotEntry {
-    /// How many bytes the entry that starts with `bytes` takes, padding included. Its first
+    /// Returns the length in bytes of the entry that starts with `bytes`, padding included. Its first
     /// [`SNAPSHOT_FIXED_SIZE`] bytes are enough.
     ///
     /// # Errors
     ///
-    /// [`SnapshotError`] if those are not there, or claim too much extra data.
+    /// [`SnapshotError`] if those are missing, or claim too much extra data.
     pub fn peek_len(bytes: &[u8]) -> Result<usize, SnapshotError> {
         let (id, name, extra) = lengths(bytes)?;
         let len = SNAPSHOT_FIXED_SIZE
@@ -71,7 +71,7 @@ impl SnapshotEntry {
         Ok(len.next_multiple_of(8))
     }
 
-    /// Parses the entry that `bytes` starts with; [`Self::peek_len`] tells where the next one is.
+    /// Parses the entry that `bytes` starts with; [`Self::peek_len`] returns the distance to the next one.
     ///
     /// # Errors
     ///
@@ -104,8 +104,8 @@ impl SnapshotEntry {
         })
     }
 
-    /// Appends the entry, padded to eight bytes. `None`, with nothing appended, if the ID, the
-    /// name or the extra data is longer than its length field or limit allows.
+    /// Appends the entry, padded to eight bytes. Returns `None`, with nothing appended, if the ID, the name or the
+    /// extra data is longer than its length field or limit allows.
     pub fn encode_into(&self, out: &mut Vec<u8>) -> Option<()> {
         let id_len = u16::try_from(self.id.len()).ok()?;
         let name_len = u16::try_from(self.name.len()).ok()?;
@@ -128,22 +128,22 @@ impl SnapshotEntry {
         Some(())
     }
 
-    /// The VM state's size in bytes, from the wide field where there is one.
+    /// Returns the VM state's size in bytes, from the wide field if there is one.
     pub fn vm_state_size(&self) -> u64 {
         u64_at(&self.extra, 0).unwrap_or(u64::from(self.vm_state_size_32))
     }
 
-    /// The guest disk's size in bytes when the snapshot was taken; older images don't tell.
+    /// Returns the guest disk's size in bytes at the time of the snapshot; older images do not record it.
     pub fn disk_size(&self) -> Option<u64> {
         u64_at(&self.extra, 8)
     }
 
-    /// How many instructions the guest had executed, where QEMU counted them.
+    /// Returns the number of instructions that the guest had executed, if QEMU counted them.
     pub fn icount(&self) -> Option<u64> {
         u64_at(&self.extra, 16).filter(|&count| count != u64::MAX)
     }
 
-    /// Whether the entry has the extra data its edition of the format demands.
+    /// Returns true if the entry has the extra data that its edition of the format demands.
     pub fn is_complete(&self, version: Version) -> bool {
         version == Version::V2 || self.extra.len() >= SNAPSHOT_EXTRA_V3_MIN
     }

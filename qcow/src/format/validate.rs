@@ -1,9 +1,9 @@
-//! Whether a header's values keep the format's rules and QEMU's limits, and whether this crate
-//! can serve what they describe.
+//! Checks of a header's values against the format's rules and QEMU's limits, and of this crate's support for the
+//! image.
 //!
-//! Everything here is decided by the header alone, plus the file's length where a table must lie
-//! inside it; nothing is allocated. After [`Header::validate`], table sizes are bounded by the
-//! constants below, and table ends do not overflow.
+//! The header alone decides everything here, plus the file's length where a table must lie inside it; nothing is
+//! allocated. After [`Header::validate`], table sizes are bounded by the constants below, and table ends do not
+//! overflow.
 
 use super::extension::FeatureKind;
 use super::geometry::FILE_OFFSET_MAX;
@@ -33,7 +33,7 @@ impl Header {
         self.validate_features()
     }
 
-    /// As [`Self::validate`], but the refcount table may be missing, so that tools can rebuild it.
+    /// Checks as [`Self::validate`] does, but the refcount table may be missing, so that tools can rebuild it.
     ///
     /// # Errors
     ///
@@ -50,13 +50,13 @@ impl Header {
         }
     }
 
-    /// Some place for a table that is valid.
+    /// Returns some valid place for a table.
     fn any_aligned_offset(&self) -> HostOffset {
         HostOffset::new(self.cluster_bits.size())
     }
 
-    /// Checks that the tables lie inside a file of `file_len` bytes. QEMU writes a table's last
-    /// cluster whole, but only the entries the header counts have to be there.
+    /// Checks that the tables lie inside a file of `file_len` bytes. QEMU writes a table's last cluster whole, but
+    /// only the entries that the header counts must be there.
     ///
     /// # Errors
     ///
@@ -158,8 +158,8 @@ impl Header {
         )
     }
 
-    /// A table must start on a cluster boundary, not in the header's cluster, and end where a
-    /// file can. An empty table may be anywhere aligned.
+    /// Checks that a table starts on a cluster boundary, not in the header's cluster, and ends within the largest
+    /// file. An empty table may be anywhere aligned.
     fn validate_table(
         &self,
         field: &'static str,
@@ -256,7 +256,7 @@ impl Header {
         Ok(())
     }
 
-    /// Names for incompatible feature bits, from the image's table where it has them.
+    /// Returns names for incompatible feature bits, from the image's table if it has them.
     fn incompatible_names(&self, bits: u64) -> String {
         let set = (0u8..64).filter(|&bit| bits & 1u64.wrapping_shl(u32::from(bit)) != 0);
         let names = set.map(|bit| match self.feature_name(FeatureKind::Incompatible, bit) {
