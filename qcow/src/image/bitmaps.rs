@@ -1,7 +1,7 @@
 //! Persistent bitmaps: listing them, and finding those that a write makes out of date.
 //!
-//! This crate does not keep bitmaps in step with the disk. Before the guest first writes, the engine marks each one that
-//! records changes as in use, which is what a crashed QEMU leaves behind: everybody then knows that the bitmap is out of
+//! This crate does not keep bitmaps in step with the disk. Before the guest first writes, the engine marks each one
+//! that records changes as in use, as a crashed QEMU leaves it. Every program then knows that the bitmap is out of
 //! date, and its clusters stay accounted for.
 
 use block::file::FileView;
@@ -19,14 +19,14 @@ pub enum BitmapDirectoryError {
     /// It could not be read.
     #[error(transparent)]
     Read(#[from] ReadError),
-    /// The header extension that leads to it has a value the format or QEMU's limits rule out.
+    /// The header extension that points to it has a value the format or QEMU's limits rule out.
     #[error("the bitmaps extension's {field} is {found:#x}; expected {expected}")]
     Extension {
         /// The specification's name of the field.
         field: &'static str,
-        /// What it holds.
+        /// The value found.
         found: u64,
-        /// What it may hold.
+        /// The values allowed.
         expected: &'static str,
     },
     /// One of its entries is malformed.
@@ -34,13 +34,13 @@ pub enum BitmapDirectoryError {
     Entry {
         /// The entry's number, from zero.
         index: u32,
-        /// What is wrong.
+        /// The error in the entry.
         #[source]
         source: BitmapError,
     },
 }
 
-/// Where the bitmaps are, if the image has some that are consistent with its metadata.
+/// Returns the place of the bitmaps, if the image has some that are consistent with its metadata.
 pub fn consistent_bitmaps(header: &Header) -> Option<BitmapsExtension> {
     let valid = header.version == Version::V3 && header.autoclear.contains(Autoclear::BITMAPS);
     header.bitmaps().filter(|_| valid)
@@ -87,8 +87,8 @@ fn check_extension(
     Ok(())
 }
 
-/// Reads the bitmap directory that `extension` describes and calls `each(place in bytes, entry)`. What was called before an
-/// error proves nothing.
+/// Reads the bitmap directory that `extension` describes and calls `each(place in bytes, entry)`. Calls made before
+/// an error prove nothing.
 ///
 /// # Errors
 ///
@@ -129,12 +129,12 @@ pub(crate) async fn for_each_bitmap(
     Ok(())
 }
 
-/// Where a bitmap's flags are, and what they are.
+/// The place and value of a bitmap's flags.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Mark {
-    /// In bytes.
+    /// The offset in bytes.
     pub(crate) offset: u64,
-    /// As they are on disk.
+    /// The flags as they are on disk.
     pub(crate) flags: BitmapFlags,
 }
 

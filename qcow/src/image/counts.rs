@@ -1,17 +1,17 @@
 //! A reference count for every cluster of a window of a file, in little memory.
 //!
-//! Counts come in chunks that exist only where something was counted, each in the smallest of four shapes: all the
-//! same, a few, a byte each, or eight bytes each. An image that is full and one that is nearly empty both take next
-//! to nothing; what a map takes is known at any time ([`CountMap::memory_bytes`]), so that whoever fills it can stop.
+//! Counts come in chunks that exist only if something was counted in them. Each has the smallest of four shapes: all
+//! the same, a few, a byte each, or eight bytes each. A full image and a nearly empty one both take next to nothing.
+//! The memory of a map is known at any time ([`CountMap::memory_bytes`]), so that its user can stop.
 
 use std::ops::Range;
 
-/// How many clusters one chunk counts; windows begin at a multiple of it.
+/// The number of clusters of one chunk; windows begin at a multiple of it.
 pub(crate) const CHUNK: u64 = 4096;
 const CHUNK_LEN: usize = CHUNK as usize;
-/// How many counts a chunk of few may hold. Tables that are scattered on purpose lie this thin.
+/// The largest number of counts in a chunk of few. Tables that are scattered on purpose lie this thin.
 const FEW_MAX: usize = 256;
-/// What an allocation takes besides its bytes, about.
+/// The approximate overhead of an allocation, in bytes.
 const ALLOCATION_BYTES: usize = 16;
 
 /// The counts of a few clusters, sorted by cluster; the others have none.
@@ -29,7 +29,7 @@ impl Few {
             .unwrap_or(0)
     }
 
-    /// Sets a count. `false`, and nothing is set, if there is no room.
+    /// Sets a count. Returns `false`, with nothing set, if there is no room.
     fn set(&mut self, at: u16, count: u8) -> bool {
         let place = match self.at.last() {
             Some(&last) if last >= at => self.at.binary_search(&at),
@@ -60,7 +60,7 @@ impl Few {
 #[derive(Clone, Debug)]
 struct Bytes {
     counts: [u8; CHUNK_LEN],
-    /// How many of them are 1: when all are, the chunk shrinks.
+    /// The number of counts that are 1: when all are, the chunk shrinks.
     ones: usize,
 }
 
@@ -122,7 +122,7 @@ impl Chunk {
         }
     }
 
-    /// A byte for each cluster, of what was none, all or few.
+    /// Turns a chunk of none, all or few into one with a byte for each cluster.
     fn spread(&mut self) {
         let mut counts = [0; CHUNK_LEN];
         match self {
@@ -149,7 +149,7 @@ impl Chunk {
         *self = Self::Wide(counts);
     }
 
-    /// What is on the heap.
+    /// Returns the size of its heap memory in bytes.
     fn heap_bytes(&self) -> usize {
         match self {
             Self::None | Self::All(_) => 0,
@@ -159,7 +159,7 @@ impl Chunk {
         }
     }
 
-    /// The counts of clusters `from..to` that are not 0, in order.
+    /// Returns the counts of clusters `from..to` that are not 0, in order.
     fn nonzero(&self, from: usize, to: usize) -> impl DoubleEndedIterator<Item = (usize, u64)> + '_ {
         let (few, dense) = match self {
             Self::None => (None, 0..0),
@@ -191,7 +191,7 @@ pub(crate) struct CountMap {
 }
 
 impl CountMap {
-    /// No counts, of the clusters in `window`, which begins at a multiple of [`CHUNK`].
+    /// Creates a map without counts, of the clusters in `window`, which begins at a multiple of [`CHUNK`].
     pub(crate) fn new(window: Range<u64>) -> Self {
         Self {
             window,
@@ -200,7 +200,7 @@ impl CountMap {
         }
     }
 
-    /// The memory it takes.
+    /// Returns the memory of the map in bytes.
     pub(crate) fn memory_bytes(&self) -> usize {
         self.heap_bytes + self.chunks.capacity() * size_of::<Chunk>()
     }
@@ -211,7 +211,7 @@ impl CountMap {
         inside.then_some(((index / CHUNK) as usize, (index % CHUNK) as usize))
     }
 
-    /// The count of a cluster; 0 unless something was counted.
+    /// Returns the count of a cluster; 0 unless something was counted.
     pub(crate) fn get(&self, cluster: u64) -> u64 {
         let place = self.place(cluster);
         place.map_or(0, |(chunk, at)| {
@@ -236,8 +236,8 @@ impl CountMap {
         self.heap_bytes = self.heap_bytes + chunk.heap_bytes() - before;
     }
 
-    /// Adds `more` to a cluster's count. `false`, and the count stays at `max`, if that would
-    /// take it beyond. Clusters outside the window are nobody's business here.
+    /// Adds `more` to a cluster's count. Returns `false`, and the count stays at `max`, if that would take it beyond.
+    /// Clusters outside the window are ignored.
     #[must_use]
     pub(crate) fn add(&mut self, cluster: u64, more: u64, max: u64) -> bool {
         if self.place(cluster).is_none() {
@@ -248,12 +248,13 @@ impl CountMap {
         sum <= max
     }
 
-    /// The clusters with a count, in order.
+    /// Returns the clusters with a count, in order.
     pub(crate) fn nonzero(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.nonzero_in(self.window.clone())
     }
 
-    /// The chunks that hold some of `clusters`: the first cluster of each, and the first and last place that counts.
+    /// Returns the chunks that hold some of `clusters`: the first cluster of each, and the first and last place that
+    /// counts.
     fn chunks_in(
         &self,
         clusters: Range<u64>,
@@ -270,7 +271,7 @@ impl CountMap {
         })
     }
 
-    /// Those of `clusters` with a count, in order.
+    /// Returns those of `clusters` with a count, in order.
     pub(crate) fn nonzero_in(&self, clusters: Range<u64>) -> impl Iterator<Item = (u64, u64)> + '_ {
         let chunks = self.chunks_in(clusters, self.chunks.len());
         chunks.flat_map(|(index, first, from, to)| {
@@ -279,7 +280,7 @@ impl CountMap {
         })
     }
 
-    /// The last cluster with a count.
+    /// Returns the last cluster with a count.
     pub(crate) fn last(&self) -> Option<u64> {
         let mut chunks = self.chunks.iter().enumerate().rev();
         chunks.find_map(|(index, chunk)| {
@@ -293,7 +294,7 @@ impl CountMap {
         self.for_each_difference_in(self.window.clone(), other, each);
     }
 
-    /// As [`Self::for_each_difference`], of some clusters.
+    /// Calls `each` as [`Self::for_each_difference`] does, for some clusters.
     pub(crate) fn for_each_difference_in(
         &self,
         clusters: Range<u64>,

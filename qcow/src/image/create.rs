@@ -1,8 +1,8 @@
-//! Creating an image: header, refcounts, L1, and as much of the disk as preallocation asks for.
+//! Creation of an image: header, refcounts, L1, and as much of the disk as preallocation asks for.
 //!
-//! The image is laid out without gaps: header, refcount table, refcount blocks, L1, L2 tables,
-//! data. The header is written last, after a sync, so a cut leaves no image or a whole one. The
-//! refcount table is given room for the disk's full size, so that it need not grow under a guest.
+//! The image is laid out without gaps: header, refcount table, refcount blocks, L1, L2 tables, data. The header is
+//! written last, after a sync, so a cut leaves no image or a whole one. The refcount table has room for the disk's
+//! full size, so that it need not grow under a guest.
 
 use block::file::FileView;
 use block::{AlignedBuf, IoError};
@@ -17,16 +17,16 @@ use crate::format::{
     L2TableRef, RefcountOrder, RefcountTableEntry, Version,
 };
 
-/// How much is written at once, in bytes.
+/// The size of one write, in bytes.
 const PART: u64 = 1 << 20;
 
-/// How much of the disk gets its clusters at once.
+/// The part of the disk whose clusters are allocated at creation.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Preallocation {
-    /// Nothing.
+    /// No cluster.
     #[default]
     Off,
-    /// Every cluster has its place; the host has reserved none of it.
+    /// Every cluster is mapped; the host has reserved no space for it.
     Metadata,
     /// As [`Self::Metadata`], and the host has reserved the space.
     Falloc,
@@ -35,7 +35,7 @@ pub enum Preallocation {
 }
 
 impl Preallocation {
-    /// The mode with QEMU's name `name`.
+    /// Returns the mode with QEMU's name `name`.
     pub fn from_name(name: &str) -> Option<Self> {
         match name {
             "off" => Some(Self::Off),
@@ -47,11 +47,11 @@ impl Preallocation {
     }
 }
 
-/// What image to create.
+/// The properties of a new image.
 #[derive(Clone, Debug)]
 pub struct CreateOptions {
-    /// The guest disk's size in bytes; rounded up to whole sectors. With a backing file and no
-    /// size of its own, the caller passes the backing disk's.
+    /// The guest disk's size in bytes; rounded up to whole sectors. For a backing file's size, the caller passes the
+    /// size of the backing disk.
     pub size: u64,
     /// The cluster size in bytes.
     pub cluster_size: u64,
@@ -65,14 +65,14 @@ pub struct CreateOptions {
     pub backing_format: Option<String>,
     /// Allow refcount updates to be postponed.
     pub lazy_refcounts: bool,
-    /// How compressed clusters will be compressed.
+    /// The compression of compressed clusters.
     pub compression: CompressionType,
-    /// How much of the disk gets its clusters at once.
+    /// The part of the disk whose clusters are allocated at creation.
     pub preallocation: Preallocation,
 }
 
 impl CreateOptions {
-    /// The defaults, as `qemu-img create` has them: version 3, 64 KiB clusters, 16-bit refcounts.
+    /// Returns the defaults of `qemu-img create`: version 3, 64 KiB clusters, 16-bit refcounts.
     pub fn new(size_bytes: u64) -> Self {
         Self {
             size: size_bytes,
@@ -91,14 +91,14 @@ impl CreateOptions {
 /// An image could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum CreateError {
-    /// An option has a value that makes no image.
+    /// An option has an invalid value.
     #[error("{option}={value}: expected {expected}")]
     Option {
         /// The option's name, as on the command line.
         option: &'static str,
-        /// What it was.
+        /// The value found.
         value: String,
-        /// What it may be.
+        /// The values allowed.
         expected: String,
     },
     /// Names and tables do not fit in the header.
@@ -109,9 +109,9 @@ pub enum CreateError {
     Io {
         /// The structure.
         what: &'static str,
-        /// Where, in bytes.
+        /// The offset, in bytes.
         offset: u64,
-        /// Why.
+        /// The host's error.
         #[source]
         source: IoError,
     },
@@ -131,7 +131,7 @@ impl CreateError {
     }
 }
 
-/// Where everything goes. Counts and positions in clusters.
+/// The layout of the image. Counts and positions in clusters.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     geometry: Geometry,
@@ -220,7 +220,7 @@ impl Plan {
     }
 }
 
-/// Creates an image in `file`, in place of whatever is there. Durable when it returns.
+/// Creates an image in `file`, in place of its contents. Durable when it returns.
 ///
 /// # Errors
 ///
@@ -295,7 +295,7 @@ async fn write_refcounts(file: &FileView, plan: &Plan) -> Result<(), CreateError
     Ok(())
 }
 
-/// A block whose first `used` clusters have one reference each.
+/// Returns a block whose first `used` clusters have one reference each.
 fn refcount_block(geometry: &Geometry, used: u64) -> Vec<u8> {
     let mut block = vec![0; geometry.cluster_size() as usize];
     for index in 0..used as usize {
@@ -505,7 +505,7 @@ fn header(options: &CreateOptions, plan: &Plan) -> Result<Header, CreateError> {
     Ok(header)
 }
 
-/// The names of all features this edition of the format defines.
+/// Returns the names of all features that this edition of the format defines.
 fn feature_names() -> Vec<FeatureName> {
     let name = FeatureName::new;
     vec![

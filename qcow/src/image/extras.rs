@@ -1,7 +1,8 @@
-//! What an image has besides the disk's own tables, and no guest may be led to: what belongs to its snapshots
-//! and its bitmaps.
+//! Clusters of an image besides the disk's own tables that no guest may reach: those of its snapshots and its
+//! bitmaps.
 //!
-//! What of it is malformed is passed over, with a warning: it is not needed to serve the disk, and `check` says
+//! Malformed structures are skipped, with a warning: they are not needed to serve the disk, and `check` says more.
+//! The number of clusters gathered is bounded, whatever the image claims.
 //! more. What is gathered is bounded, whatever the image claims.
 
 use block::file::FileView;
@@ -17,7 +18,7 @@ const ENTRIES_MAX: u64 = 1 << 20;
 /// The most clusters that are gathered besides.
 const CLUSTERS_MAX: u64 = 1 << 20;
 
-/// The places of snapshots' tables and bitmaps' tables.
+/// Returns the places of snapshots' tables and bitmaps' tables.
 pub(super) async fn extras(file: &FileView, header: &Header, file_len: u64) -> Vec<Extra> {
     let mut found = Found {
         file,

@@ -1,9 +1,11 @@
-//! What happens to an image as a whole: create, describe, check and repair it.
+//! Operations on an image as a whole: create, describe, check and repair it.
 //!
-//! Everything runs over a [`FileView`](block::file::FileView), so the same code serves tools (on
-//! plain system calls), the open path of a running disk, and a simulated disk. What must stay
-//! true: an image is untrusted, so memory and time are bounded by the file's length, never by a
-//! number in it; and only `create` and `repair` write.
+//! Everything runs over a [`FileView`](block::file::FileView), so the same code serves tools (on plain system calls),
+//! the open path of a running disk, and a simulated disk.
+//!
+//! Invariants:
+//! - an image is untrusted, so memory and time are bounded by the file's length, never by a number in it;
+//! - only `create` and `repair` write.
 
 pub mod bitmaps;
 pub mod check;

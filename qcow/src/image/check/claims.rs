@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::super::counts::CountMap;
 
-/// What metadata is called, by the number it has in [`Claims`], from one.
+/// The names of metadata structures, by their number in [`Claims`], from one.
 const STRUCTURES: [&str; 12] = [
     "header",
     "refcount table",
@@ -33,30 +33,31 @@ pub(super) fn structure_of(kind: u64) -> &'static str {
         .unwrap_or("structure")
 }
 
-/// Whether it is the refcounts that something else is too: then they can be written somewhere else.
+/// Returns true for refcounts, whose clusters may have another use as well: they can be written somewhere else.
 pub(super) fn is_refcounts(kind: u64) -> bool {
     kind == kind_of("refcount table") || kind == kind_of("refcount block")
 }
 
-/// How often metadata refers to each cluster, and which does so first: a number that is as small as both of them.
+/// The number of references to each cluster, and the first kind of metadata that refers to it, packed into one
+/// integer.
 #[derive(Debug)]
 pub(super) struct Claims(CountMap);
 
 impl Claims {
     const KIND_BITS: u32 = 4;
-    /// More than all tables together can refer to anything.
+    /// More than all tables together can refer to any cluster.
     const COUNT_MAX: u64 = u64::MAX >> Self::KIND_BITS;
 
     pub(super) fn new(window: Range<u64>) -> Self {
         Self(CountMap::new(window))
     }
 
-    /// The map behind it, for what it takes.
+    /// Returns the map behind it, to measure its memory.
     pub(super) fn map(&self) -> &CountMap {
         &self.0
     }
 
-    /// Counts references; returns the kind that refers to the cluster already, or 0.
+    /// Counts references. Returns the kind that refers to the cluster already, or 0.
     pub(super) fn add(&mut self, cluster: u64, structure: &str, references: u64) -> u64 {
         let (other, count) = Self::split(self.0.get(cluster));
         let kind = if other == 0 { kind_of(structure) } else { other };
@@ -69,7 +70,7 @@ impl Claims {
         (packed & ((1 << Self::KIND_BITS) - 1), packed >> Self::KIND_BITS)
     }
 
-    /// Every cluster that metadata refers to, the kind, and how often.
+    /// Returns every cluster that metadata refers to, the kind, and the number of references.
     pub(super) fn all(&self) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
         let claims = self.0.nonzero();
         claims.map(|(cluster, packed)| {

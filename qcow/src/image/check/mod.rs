@@ -1,12 +1,12 @@
-//! Checking an image: does every reference lead somewhere sensible, and does every cluster's
-//! refcount say how many references it has?
+//! Checks of an image: every reference must point to a valid place, and every cluster's refcount must equal its
+//! number of references.
 //!
-//! The verdict is `qemu-img check`'s, with two deliberate exceptions where we are stricter: metadata
-//! that anything else also refers to is corrupt even if the refcounts agree, and so is the
-//! all-zeros flag in a version 2 image, which our reads refuse. Nothing is written.
+//! The verdict is `qemu-img check`'s, with two deliberate exceptions where this check is stricter. Metadata that
+//! anything else also refers to is corrupt even if the refcounts agree. So is the all-zeros flag in a version 2
+//! image, which reads here refuse. Nothing is written.
 //!
-//! Every L1 and L2 table is read once in a pass, however often it is referred to, so time is linear in the
-//! file's length. Memory is bounded whatever the image says: see `survey`.
+//! Every L1 and L2 table is read once in a pass, however often it is referred to, so time is linear in the file's
+//! length. Memory is bounded whatever the image says: see `survey`.
 
 mod claims;
 mod refblocks;
@@ -34,16 +34,16 @@ pub enum CheckError {
     /// The header could not be read.
     #[error(transparent)]
     Read(#[from] ReadError),
-    /// The header's values make no sense.
+    /// The header's values are invalid.
     #[error(transparent)]
     Header(#[from] HeaderError),
-    /// The image is of a kind we cannot look into.
+    /// The image is of a kind that cannot be checked.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
-    /// The file has more clusters than we can count.
+    /// The file has more clusters than can be counted.
     #[error("the file has {clusters} clusters; at most {CLUSTERS_MAX} can be checked")]
     TooManyClusters {
-        /// How many it has.
+        /// The number of its clusters.
         clusters: u64,
     },
     /// The host failed.
@@ -51,7 +51,7 @@ pub enum CheckError {
     Io(#[from] IoError),
 }
 
-/// Everything a check or a repair needs to know about the image it works on.
+/// The image that a check or a repair works on.
 #[derive(Debug)]
 pub(crate) struct Subject<'a> {
     pub(crate) file: &'a FileView,
@@ -61,7 +61,7 @@ pub(crate) struct Subject<'a> {
 }
 
 impl<'a> Subject<'a> {
-    /// Decides whether the image can be looked into. A missing refcount table is no obstacle.
+    /// Decides if the image can be checked. A missing refcount table is no obstacle.
     pub(crate) fn new(file: &'a FileView, located: &'a Located) -> Result<Self, CheckError> {
         let Located { header, file_len } = located;
         header.validate_except_missing_refcount_table()?;
@@ -83,7 +83,7 @@ impl<'a> Subject<'a> {
         })
     }
 
-    /// How many clusters the file has, the last one possibly partial.
+    /// Returns the number of clusters of the file, the last one possibly partial.
     pub(crate) fn file_clusters(&self) -> u64 {
         self.geometry.clusters_for(self.file_len)
     }
@@ -93,13 +93,12 @@ impl<'a> Subject<'a> {
 ///
 /// # Errors
 ///
-/// [`CheckError`] if the image cannot be checked; what is wrong with an image that can be is in
-/// the report.
+/// [`CheckError`] if the image cannot be checked; the faults of an image that can be are in the report.
 pub async fn check(file: &FileView) -> Result<CheckReport, CheckError> {
     check_within(file, survey::MEMORY_MAX_BYTES).await
 }
 
-/// As [`check`], in about this much memory. The less it is, the more often the tables are read.
+/// Checks as [`check`] does, in about this much memory. The less it is, the more often the tables are read.
 ///
 /// # Errors
 ///
@@ -129,7 +128,7 @@ pub async fn check_within(file: &FileView, memory_max_bytes: usize) -> Result<Ch
     })
 }
 
-/// Compares the counts found with those on disk; returns the cluster behind the last used one.
+/// Compares the counts found with those on disk. Returns the cluster after the last used one.
 fn compare(walk: &mut Walk<'_>) -> u64 {
     let cluster_size = walk.subject.geometry.cluster_size();
     let findings = &mut walk.findings;

@@ -4,8 +4,8 @@ use super::super::read::{for_each_entry, read};
 use super::{Remedy, Walk};
 use crate::format::{HostOffset, RefcountTableEntry};
 
-/// Loads the refcounts of the window's clusters, and claims the clusters that hold refcounts. Counts of
-/// clusters behind the end of the file are left out, as QEMU does: nothing is lost there.
+/// Loads the refcounts of the window's clusters, and claims the clusters that hold refcounts. Counts of clusters past
+/// the end of the file are left out, as in QEMU: no space is lost there.
 pub(super) async fn load(walk: &mut Walk<'_>) {
     let subject = walk.subject;
     let geometry = subject.geometry;
@@ -82,8 +82,8 @@ pub(super) async fn load(walk: &mut Walk<'_>) {
     walk.blocks = blocks;
 }
 
-/// The blocks that the refcount table leads to, by table entry. A block that two entries lead to counts for the
-/// first alone.
+/// Lists the blocks that the refcount table points to, by table entry. A block that two entries point to counts for
+/// the first alone.
 async fn list_blocks(walk: &mut Walk<'_>, table_at: HostOffset, entries: u64) -> Vec<(u64, HostOffset)> {
     let subject = walk.subject;
     let geometry = subject.geometry;

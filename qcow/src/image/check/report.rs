@@ -1,11 +1,11 @@
-//! What a check found: exact counts, and the first findings in words.
+//! The findings of a check: exact counts, and the first findings in words.
 
 use serde::Serialize;
 
-/// The most findings a report spells out; the counts go on.
+/// The most findings that a report spells out; the counts go on.
 const FINDINGS_MAX: usize = 1000;
 
-/// How bad a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
@@ -13,21 +13,21 @@ pub enum Severity {
     Corruption,
     /// Space is lost.
     Leak,
-    /// The check could not look.
+    /// A structure could not be read.
     Error,
 }
 
-/// One thing that is wrong.
+/// A fault in the image.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Finding {
-    /// How bad it is.
+    /// The severity.
     pub severity: Severity,
     /// The structure it is in.
     pub structure: &'static str,
-    /// Where in the file, in bytes.
+    /// The offset in the file, in bytes.
     pub offset: u64,
-    /// What is wrong.
+    /// A description of the fault.
     pub message: String,
 }
 
@@ -45,7 +45,7 @@ pub enum Verdict {
 }
 
 impl Verdict {
-    /// The exit code `qemu-img check` has for it.
+    /// Returns the exit code of `qemu-img check` for it.
     pub const fn exit_code(self) -> u8 {
         match self {
             Self::Clean => 0,
@@ -56,7 +56,7 @@ impl Verdict {
     }
 }
 
-/// What a check found. Names as in `qemu-img check --output=json`, where it has them.
+/// The result of a check. Names as in `qemu-img check --output=json`, where it has them.
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct CheckReport {
@@ -64,32 +64,32 @@ pub struct CheckReport {
     pub filename: String,
     /// Always `qcow2`.
     pub format: &'static str,
-    /// How many things are corrupt.
+    /// The number of corruptions.
     pub corruptions: u64,
-    /// How many clusters are lost.
+    /// The number of leaked clusters.
     pub leaks: u64,
-    /// How many structures could not be read.
+    /// The number of structures that could not be read.
     pub check_errors: u64,
     /// The header says that refcounts may be wrong.
     pub dirty: bool,
     /// The header says that the image is corrupt.
     pub marked_corrupt: bool,
-    /// Where the last used cluster ends, in bytes.
+    /// The end of the last used cluster, in bytes.
     pub image_end_offset: u64,
-    /// How many clusters the guest's disk has.
+    /// The number of clusters of the guest's disk.
     pub total_clusters: u64,
-    /// How many of them are in this image.
+    /// The number of them that are in this image.
     pub allocated_clusters: u64,
-    /// How many of those are compressed.
+    /// The number of those that are compressed.
     pub compressed_clusters: u64,
-    /// How many do not follow their predecessor in the file.
+    /// The number of clusters that do not follow their predecessor in the file.
     pub fragmented_clusters: u64,
     /// The first findings.
     pub findings: Vec<Finding>,
 }
 
 impl CheckReport {
-    /// The outcome in one word.
+    /// Returns the outcome in one word.
     pub fn verdict(&self) -> Verdict {
         match (self.check_errors, self.corruptions, self.leaks) {
             (0, 0, 0) => Verdict::Clean,
@@ -100,7 +100,7 @@ impl CheckReport {
     }
 }
 
-/// Whether new refcounts make a finding go away.
+/// The effect of new refcounts on a finding.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Remedy {
     /// They do.
@@ -126,7 +126,7 @@ pub(crate) struct Findings {
     leaks: u64,
     check_errors: u64,
     list: Vec<Finding>,
-    /// The first finding that new refcounts would not mend.
+    /// The first finding that new refcounts would not repair.
     blocker: Option<Finding>,
 }
 
@@ -161,7 +161,7 @@ impl Findings {
         self.push(Severity::Error, structure, offset, remedy, message);
     }
 
-    /// Notes what is no fault by itself, and that nothing may be repaired while it is so.
+    /// Records a fact that is no fault by itself, but prevents any repair.
     pub(crate) fn block(&mut self, structure: &'static str, offset: u64, message: impl FnOnce() -> String) {
         self.blocker.get_or_insert_with(|| Finding {
             severity: Severity::Corruption,
@@ -197,7 +197,7 @@ impl Findings {
         }
     }
 
-    /// How much has been found so far.
+    /// Returns the present point, for [`Findings::rewind`].
     pub(crate) fn mark(&self) -> Mark {
         Mark {
             corruptions: self.corruptions,
@@ -208,7 +208,7 @@ impl Findings {
         }
     }
 
-    /// Forgets what has been found since `mark`.
+    /// Drops the findings since `mark`.
     pub(crate) fn rewind(&mut self, mark: Mark) {
         self.corruptions = mark.corruptions;
         self.leaks = mark.leaks;
@@ -219,12 +219,12 @@ impl Findings {
         }
     }
 
-    /// The first finding that new refcounts would not mend.
+    /// Returns the first finding that new refcounts would not repair.
     pub(crate) fn blocker(&self) -> Option<&Finding> {
         self.blocker.as_ref()
     }
 
-    /// The report, but for what is not about findings.
+    /// Returns the report with the fields that are about findings.
     pub(crate) fn into_report(self) -> CheckReport {
         CheckReport {
             corruptions: self.corruptions,

@@ -1,11 +1,11 @@
-//! Looking at an image in as many passes as memory makes necessary.
+//! Surveys of an image, in as many passes as memory makes necessary.
 //!
-//! A pass counts the references to the clusters of one window of the file. As a rule the window is the whole file
-//! and there is one pass. If the maps of a pass outgrow the budget, the pass starts over with half the window: only
-//! files made to be expensive, or huge and badly fragmented, get there, and they cost time instead of memory.
+//! A pass counts the references to the clusters of one window of the file. As a rule the window is the whole file and
+//! there is one pass. If the maps of a pass outgrow the budget, the pass starts over with half the window. Only files
+//! made to be expensive, or huge and badly fragmented ones, need this, and they cost time instead of memory.
 //!
-//! What must stay true: the windows cover every cluster once, so each finding about a cluster comes once, and
-//! findings about anything else come from the first pass alone.
+//! Invariant: the windows cover every cluster once, so each finding about a cluster comes once, and findings about
+//! anything else come from the first pass alone.
 
 use std::ops::Range;
 
@@ -13,16 +13,16 @@ use super::super::counts::CHUNK;
 use super::walk::{Stats, Walk};
 use super::{Findings, Subject};
 
-/// The memory that a pass may take, unless told otherwise: its maps and its lists. All that a check or a repair holds
-/// besides is some MiB.
+/// The default memory of a pass, in bytes: its maps and its lists. All other memory of a check or a repair is some
+/// MiB.
 pub(crate) const MEMORY_MAX_BYTES: usize = 96 << 20;
 
-/// What has been seen of an image, pass by pass.
+/// The results of the passes over an image so far.
 #[derive(Debug)]
 pub(crate) struct Survey<'a> {
     subject: &'a Subject<'a>,
     memory_max_bytes: usize,
-    /// Whether the refcounts on disk are looked at too.
+    /// True if the refcounts on disk are checked too.
     with_on_disk: bool,
     next: Option<u64>,
     window_clusters: u64,
@@ -45,7 +45,7 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// The next pass, walked; `None` after the last. The caller gives it back with [`Self::done`].
+    /// Walks the next pass and returns it; `None` after the last. The caller passes it on to [`Self::done`].
     pub(crate) async fn next(&mut self) -> Option<Walk<'a>> {
         let start = self.next?;
         loop {
@@ -68,7 +68,7 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// Takes over what a pass has found.
+    /// Takes over the findings of a pass.
     pub(crate) fn done(&mut self, walk: Walk<'a>) {
         let file_clusters = self.subject.file_clusters();
         self.next = Some(walk.window.end).filter(|&end| end < file_clusters);
@@ -79,7 +79,8 @@ impl<'a> Survey<'a> {
         self.findings = walk.findings;
     }
 
-    /// The last window has no end: what is written behind the file is counted in it.
+    /// Returns the window from `start` on. The last window has no end: it includes what is written past the end of
+    /// the file.
     fn window_at(&self, start: u64) -> Range<u64> {
         let end = start.saturating_add(self.window_clusters);
         if end >= self.subject.file_clusters() {

@@ -1,12 +1,14 @@
-//! One pass over everything that refers to clusters: header, L1 and L2 tables of the disk and of
-//! its snapshots, the snapshot table, bitmaps, the encryption header.
+//! One pass over everything that refers to clusters: header, L1 and L2 tables of the disk and of its snapshots, the
+//! snapshot table, bitmaps, the encryption header.
 //!
-//! It counts the references to the clusters of its window, and notices what must not be whatever the refcounts say:
-//! entries that do not decode, references behind the end of the file, metadata that something else also refers to.
+//! It counts the references to the clusters of its window. It also finds faults that do not depend on the refcounts:
+//! entries that do not decode, references past the end of the file, metadata that something else also refers to.
 //!
-//! What must stay true: what a pass holds is bounded. Maps are watched at every reference ([`Walk::is_over_budget`]) and
-//! have what lists leave of the budget; L2 tables are listed a bounded number at a time, and all other tables are read in
-//! parts. A table that is read whole is read once: L1 tables and bitmap tables that lie over each other would multiply
+//! Invariants:
+//! - The memory of a pass is bounded. The maps' memory is checked at every reference ([`Walk::is_over_budget`]); they
+//!   have the part of the budget that lists leave. L2 tables are listed a bounded number at a time, and all other
+//!   tables are read in parts.
+//! - A table that is read whole is read once: L1 tables and bitmap tables that overlap would multiply the file.
 //! the file.
 
 use std::collections::BTreeMap;
@@ -23,7 +25,7 @@ use crate::format::{
     L2Mapping, L2Table,
 };
 
-/// How often a table is referred to.
+/// The number of references to a table.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct References {
     /// By all L1 tables together.
@@ -47,39 +49,39 @@ struct L1Table {
     offset: u64,
     entries: u64,
     references: References,
-    /// Its bytes are another L1 table's too.
+    /// Its bytes also belong to another L1 table.
     overlaps: bool,
 }
 
 /// The most L2 tables that are listed at once.
 const TABLES_MAX: usize = 1 << 18;
-/// What such a list takes for each, in bytes: the nodes of the tree are half full.
+/// The memory of such a list for each table, in bytes: the nodes of the tree are half full.
 const TABLE_LISTED_BYTES: usize = 2 * size_of::<(u64, References)>();
-/// The most entries of a bitmap table that are looked at together.
+/// The most entries of a bitmap table that are checked together.
 const BITMAP_PART: u64 = 1 << 15;
 
 /// The state of a pass.
 #[derive(Debug)]
 pub(crate) struct Walk<'a> {
     pub(crate) subject: &'a Subject<'a>,
-    /// The clusters that are counted.
+    /// The clusters whose references are counted.
     pub(crate) window: Range<u64>,
-    /// How many references each cluster has.
+    /// The number of references to each cluster.
     pub(crate) expected: CountMap,
-    /// How many it has by the refcounts on disk, if they were looked at.
+    /// The refcounts on disk, if they were read.
     pub(crate) on_disk: CountMap,
-    /// The refcount blocks by table entry, if they were looked at.
+    /// The refcount blocks by table entry, if they were read.
     pub(crate) blocks: Vec<(u64, HostOffset)>,
-    /// Whether the refcounts themselves are out of place, so that mending counts in place is not enough.
+    /// True if the refcount structure itself is damaged, so that mending counts in place is not enough.
     pub(crate) refcounts_damaged: bool,
     pub(crate) findings: Findings,
     pub(crate) stats: Stats,
     memory_max_bytes: usize,
-    /// What is left of it for the maps.
+    /// The part of the memory that is left for the maps.
     maps_max_bytes: usize,
     claims: Claims,
     with_on_disk: bool,
-    /// Whether this is the first pass, which tells what is not about a cluster.
+    /// True in the first pass, which reports the findings that are not about a cluster.
     first: bool,
     l1_tables: Vec<L1Table>,
     /// A part of the file that is known to be a hole.
@@ -108,24 +110,24 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Whether the window is the whole file.
+    /// Returns true if the window is the whole file.
     pub(crate) fn is_whole(&self) -> bool {
         self.window == (0..u64::MAX)
     }
 
-    /// Whether the maps have outgrown what they may take; then nothing in them is to be believed.
+    /// Returns true if the maps have outgrown their budget; then nothing in them is valid.
     pub(super) fn is_over_budget(&self) -> bool {
         let maps = [&self.expected, &self.on_disk, self.claims.map()];
         maps.iter().map(|map| map.memory_bytes()).sum::<usize>() > self.maps_max_bytes
     }
 
-    /// Sets aside what a list takes, which is kept during the pass. At least half of the budget stays for the maps.
+    /// Reserves the memory of a list that is kept during the pass. At least half of the budget stays for the maps.
     pub(super) fn set_aside(&mut self, bytes: usize) {
         let left = self.maps_max_bytes.saturating_sub(bytes);
         self.maps_max_bytes = left.max(self.memory_max_bytes / 2);
     }
 
-    /// Gives the pass a budget, in bytes; it has none to begin with.
+    /// Sets the budget of the pass, in bytes; it has none to begin with.
     pub(super) fn limit_memory(&mut self, max_bytes: usize) {
         (self.memory_max_bytes, self.maps_max_bytes) = (max_bytes, max_bytes);
     }
@@ -214,7 +216,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Finds every L1 table, with how often it is referred to.
+    /// Finds every L1 table and its number of references.
     async fn list_l1_tables(&mut self) {
         let Subject {
             file,
@@ -265,7 +267,7 @@ impl<'a> Walk<'a> {
                         }
                         _ => self.note("snapshot table", table_at, Remedy::None, message),
                     }
-                    // What comes before the damage proves nothing about what comes behind it.
+                    // Entries before the damage prove nothing about those after it.
                     tables.retain(|&key, _| key == active);
                 }
             }
@@ -274,14 +276,14 @@ impl<'a> Walk<'a> {
         self.set_aside(self.l1_tables.capacity() * size_of::<L1Table>());
     }
 
-    /// Has nothing more to tell: what is wrong is known, and somebody mends it.
+    /// Stops reporting: the faults are known and are being repaired.
     pub(crate) fn hush(&mut self) {
         self.first = false;
         self.with_on_disk = false;
     }
 
-    /// The first L2 tables, by where they are, behind `after`; fewer than [`TABLES_MAX`] if these are the last.
-    /// What is wrong with L1 tables is told when listing begins.
+    /// Returns the first L2 tables, by offset, after `after`; fewer than [`TABLES_MAX`] if these are the last. Faults
+    /// of L1 tables are reported when listing begins.
     pub(crate) async fn tables_behind(&mut self, after: Option<u64>) -> BTreeMap<u64, References> {
         let mut tables = BTreeMap::new();
         let l1_tables = std::mem::take(&mut self.l1_tables);
@@ -296,12 +298,12 @@ impl<'a> Walk<'a> {
         let Subject { file, geometry, .. } = *self.subject;
         let structure = l1.structure;
         let (tell, table_at) = (after.is_none(), HostOffset::new(l1.offset));
-        // Its clusters were claimed; what is not in the file has been told.
+        // Its clusters were claimed; missing ones have been reported.
         if !self.ends_in_file(l1.offset, l1.entries * 8) {
             return;
         }
         self.find_missing_part(structure, l1.offset, l1.entries * 8);
-        // The last table there is room for; those behind it are for the next time.
+        // The last table there is room for; those after it are for the next time.
         let mut largest = u64::MAX;
         if tables.len() == TABLES_MAX {
             largest = tables.last_key_value().map_or(u64::MAX, |(&last, _)| last);
@@ -496,14 +498,15 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Whether a range ends in the file. Like QEMU, allows the last cluster of the file to be there only in part.
+    /// Returns true if a range ends in the file. Like QEMU, allows the last cluster of the file to be there only in
+    /// part.
     fn ends_in_file(&self, offset: u64, len: u64) -> bool {
         let end = offset.saturating_add(len);
         end.saturating_sub(self.subject.file_len) < self.subject.geometry.cluster_size()
     }
 
-    /// Whether `len` bytes at `offset` are in a hole, and so zeros that need no reading: what costs nothing to put
-    /// into a file costs nothing to check. To find a hole's end takes long where it is far: it is found once.
+    /// Returns true if `len` bytes at `offset` are in a hole, and so zeros that need no reading. A hole costs nothing
+    /// to make, so it must cost nothing to check. Finding a hole's far end takes long: it is found once.
     pub(crate) fn is_in_hole(&mut self, offset: u64, len: u64) -> bool {
         let end = offset.saturating_add(len);
         if self.hole.start <= offset && end <= self.hole.end {
@@ -517,8 +520,8 @@ impl<'a> Walk<'a> {
         true
     }
 
-    /// Notices a table that the file ends in. It reads as zeros from there on, and QEMU finds no fault; but what it
-    /// referred to would look lost, so nothing may be repaired.
+    /// Finds a table that the file's end cuts off. It reads as zeros from there on, and QEMU finds no fault. But the
+    /// clusters it referred to would look leaked, so nothing may be repaired.
     fn find_missing_part(&mut self, structure: &'static str, offset: u64, len: u64) {
         let file_len = self.subject.file_len;
         if offset.saturating_add(len) > file_len {
@@ -528,7 +531,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Whether `len` bytes at `offset` are in the file; tells if they are not.
+    /// Returns true if `len` bytes at `offset` are in the file; reports them otherwise, if `tell` is set.
     fn is_inside(
         &mut self,
         structure: &'static str,
@@ -547,7 +550,7 @@ impl<'a> Walk<'a> {
         inside
     }
 
-    /// Counts references from an L2 entry to a range of the file. `false` if it is not there.
+    /// Counts references from an L2 entry to a range of the file. Returns `false` if the range is not in the file.
     fn count(&mut self, entry_at: u64, offset: u64, len: u64, references: u64) -> bool {
         if !self.is_inside("L2 table", entry_at, offset, len, true) {
             return false;
@@ -569,7 +572,7 @@ impl<'a> Walk<'a> {
         true
     }
 
-    /// Counts a range as metadata that nothing else may refer to. `false` if it is not in the file.
+    /// Counts a range as metadata that nothing else may refer to. Returns `false` if it is not in the file.
     pub(super) fn claim(
         &mut self,
         structure: &'static str,
@@ -640,7 +643,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// The L1 tables in order, the active one's first. Those that lie over one before them are marked.
+/// Returns the L1 tables in order. Those that overlap the active one, or one before them, are marked.
 fn lay_out(tables: &BTreeMap<(u64, u64), References>, active: (u64, u64)) -> Vec<L1Table> {
     let end = |(offset, entries): (u64, u64)| offset.saturating_add(entries * 8);
     let mut read_until = 0;
