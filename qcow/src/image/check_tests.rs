@@ -132,7 +132,7 @@ fn entries(world: &World, name: &str) -> Vec<(&'static str, u64)> {
     places
 }
 
-/// How many random images of each kind a test makes.
+/// The number of random images of each kind that a test makes.
 const SEEDS: u64 = 40;
 
 fn verdict(world: &World, name: &str) -> (Option<Verdict>, String) {
@@ -156,7 +156,7 @@ fn disagreement(world: &World, name: &str) -> Option<String> {
     (!agree).then(text)
 }
 
-/// Whether QEMU refuses an image for what it is, not for damage.
+/// Returns true if QEMU refuses an image for a feature, not for damage.
 fn sound_but_refused(text: &str) -> bool {
     ["extra data is not supported", "key-secret"]
         .iter()

@@ -3,7 +3,6 @@
 //!
 //! Malformed structures are skipped, with a warning: they are not needed to serve the disk, and `check` says more.
 //! The number of clusters gathered is bounded, whatever the image claims.
-//! more. What is gathered is bounded, whatever the image claims.
 
 use block::file::FileView;
 

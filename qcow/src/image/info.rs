@@ -1,6 +1,5 @@
-//! Describing an image, also one that cannot be served: encrypted, with external data, or with
-//! features nobody here knows. Names follow `qemu-img info --output=json`. Nothing is written, and
-//! no other file is opened.
+//! Descriptions of images, also of those that cannot be served: encrypted, with external data, or with unknown
+//! features. Names follow `qemu-img info --output=json`. Nothing is written, and no other file is opened.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -16,7 +15,7 @@ use crate::format::{
     SnapshotEntry, Version,
 };
 
-/// What an image is.
+/// The description of an image.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ImageInfo {
@@ -28,7 +27,7 @@ pub struct ImageInfo {
     pub virtual_size: u64,
     /// The cluster size in bytes.
     pub cluster_size: u64,
-    /// How many bytes the file takes on the host, where that can be known.
+    /// The number of bytes that the file takes on the host, if known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub actual_size: Option<u64>,
     /// The image was not closed properly.
@@ -48,12 +47,12 @@ pub struct ImageInfo {
     /// The internal snapshots.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<SnapshotInfo>,
-    /// How many more there are, which are not listed as their names would take too much memory.
+    /// The number of further snapshots, which are not listed as their names would take too much memory.
     #[serde(skip_serializing_if = "is_none")]
     pub snapshots_not_listed: u64,
-    /// What only this format has.
+    /// The facts that only this format has.
     pub format_specific: FormatSpecific,
-    /// Why this crate would not serve the image, if it would not.
+    /// The reason that this crate would not serve the image, if any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unsupported: Option<String>,
 }
@@ -74,9 +73,9 @@ pub struct FormatSpecific {
 pub struct QcowInfo {
     /// The edition of the format: `0.10` or `1.1`.
     pub compat: &'static str,
-    /// How compressed clusters are compressed.
+    /// The compression of compressed clusters.
     pub compression_type: &'static str,
-    /// Refcount updates may be postponed. Version 3 only, as what follows.
+    /// Refcount updates may be postponed. Version 3 only, as are the fields below.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lazy_refcounts: Option<bool>,
     /// The refcount width.
@@ -93,18 +92,18 @@ pub struct QcowInfo {
     /// The external data file reads as a raw image.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_file_raw: Option<bool>,
-    /// How guest data is encrypted.
+    /// The encryption of guest data.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encrypt: Option<EncryptInfo>,
     /// The persistent bitmaps.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub bitmaps: Vec<BitmapInfo>,
-    /// How many more there are, which are not listed as their names would take too much memory.
+    /// The number of further bitmaps, which are not listed as their names would take too much memory.
     #[serde(skip_serializing_if = "is_none")]
     pub bitmaps_not_listed: u64,
 }
 
-/// How guest data is encrypted.
+/// The encryption of guest data.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct EncryptInfo {
     /// `aes` or `luks`.
@@ -121,15 +120,15 @@ pub struct SnapshotInfo {
     pub name: String,
     /// The VM state's size in bytes.
     pub vm_state_size: u64,
-    /// When it was taken, in seconds since the epoch.
+    /// The time of the snapshot, in seconds since the epoch.
     pub date_sec: u32,
     /// The part of a second beyond that, in nanoseconds.
     pub date_nsec: u32,
-    /// How long the guest had run, in seconds.
+    /// The guest's running time, in seconds.
     pub vm_clock_sec: u64,
     /// The part of a second beyond that, in nanoseconds.
     pub vm_clock_nsec: u64,
-    /// How many instructions the guest had executed, where they were counted.
+    /// The number of instructions that the guest had executed, if they were counted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub icount: Option<u64>,
 }
@@ -139,7 +138,7 @@ pub struct SnapshotInfo {
 pub struct BitmapInfo {
     /// The name.
     pub name: String,
-    /// How many guest bytes one bit stands for.
+    /// The number of guest bytes that one bit covers.
     pub granularity: u64,
     /// `in-use`, `auto`.
     pub flags: Vec<&'static str>,
@@ -195,7 +194,7 @@ fn actual_size(file: &FileView) -> Option<u64> {
     Some(metadata.blocks().saturating_mul(512))
 }
 
-/// The backing file's path. Names with a protocol, such as `json:`, are not paths.
+/// Returns the backing file's path. Names with a protocol, such as `json:`, are not paths.
 fn full_backing_name(file: &FileView, name: &str) -> String {
     let protocol = name
         .split_once(':')
@@ -230,11 +229,11 @@ async fn bitmaps(file: &FileView, header: &Header, file_len: u64) -> Listed<Bitm
     listed
 }
 
-/// What names in the file may take of a list, in bytes. Those that are no UTF-8 take three times as much, and are written
+/// The most bytes of names that a list may hold. Names that are not UTF-8 take three times as much, and are written
 /// out once more as JSON.
 const NAMES_MAX_BYTES: usize = 8 << 20;
 
-/// The first entries of a list of the image's, as many as fit in memory.
+/// The first entries of one of the image's lists, as many as fit in memory.
 #[derive(Debug)]
 struct Listed<T> {
     list: Vec<T>,
@@ -253,7 +252,7 @@ impl<T> Default for Listed<T> {
 }
 
 impl<T> Listed<T> {
-    /// Adds what `describe` returns, whose names have `names_bytes` in the image.
+    /// Adds the result of `describe`, whose names have `names_bytes` in the image.
     fn push(&mut self, names_bytes: usize, describe: impl FnOnce() -> T) {
         self.names_bytes = self.names_bytes.saturating_add(names_bytes);
         if self.names_bytes > NAMES_MAX_BYTES {
@@ -294,7 +293,7 @@ impl QcowInfo {
     }
 }
 
-/// As much of a snapshot's name as QEMU keeps. What is longer is no name, and there may be thousands.
+/// Returns the part of a snapshot's name that QEMU keeps. A longer one is no name, and there may be thousands.
 fn start(name: &[u8]) -> &[u8] {
     const NAME_MAX: usize = 255;
     name.get(..NAME_MAX).unwrap_or(name)

@@ -1,4 +1,4 @@
-//! Where a new refcount structure goes, and how large it must be: it counts itself.
+//! The place and size of a new refcount structure, which counts itself.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -7,20 +7,20 @@ use super::counts::CountMap;
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use crate::format::{Geometry, HostCluster, HostOffset};
 
-/// A refcount structure to be written into clusters nobody uses: blocks first, then the table.
+/// A refcount structure to be written into unused clusters: blocks first, then the table.
 #[derive(Debug, Eq, PartialEq)]
 pub(crate) struct RefcountLayout {
     /// The first cluster of the structure.
     pub(crate) start: HostCluster,
     /// The refcount table entries that have a block; block number `i` counts from zero in here.
     pub(crate) blocks: Vec<u64>,
-    /// How many clusters the table fills.
+    /// The number of clusters that the table fills.
     pub(crate) table_clusters: u64,
 }
 
 impl RefcountLayout {
-    /// A structure that starts at `start`, behind everything that is counted, and holds the
-    /// counts, which need the table entries `blocks`, and itself. `None` if the table would be larger than QEMU accepts.
+    /// Plans a structure that starts at `start`, after everything that is counted. It holds the counts, which need
+    /// the table entries `blocks`, and itself. Returns `None` if the table would be larger than QEMU accepts.
     pub(crate) fn plan(mut blocks: BTreeSet<u64>, start: HostCluster, geometry: &Geometry) -> Option<Self> {
         let index = |cluster| geometry.refcount_table_index(HostCluster::new(cluster)) as u64;
         let mut table_clusters = 0;
@@ -45,28 +45,28 @@ impl RefcountLayout {
         })
     }
 
-    /// All clusters of the structure.
+    /// Returns all clusters of the structure.
     pub(crate) fn clusters(&self) -> std::ops::Range<u64> {
         let start = self.start.index();
         start..start + self.blocks.len() as u64 + self.table_clusters
     }
 
-    /// Where block number `i` of [`Self::blocks`] goes.
+    /// Returns the offset of block number `i` of [`Self::blocks`].
     pub(crate) fn block_at(&self, i: u64, geometry: &Geometry) -> HostOffset {
         geometry.host_offset(HostCluster::new(self.start.index() + i))
     }
 
-    /// Where the table goes.
+    /// Returns the offset of the table.
     pub(crate) fn table_at(&self, geometry: &Geometry) -> HostOffset {
         self.block_at(self.blocks.len() as u64, geometry)
     }
 
-    /// How many bytes the table has, whole clusters.
+    /// Returns the length of the table in bytes, whole clusters.
     pub(crate) fn table_bytes(&self, geometry: &Geometry) -> u64 {
         self.table_clusters * geometry.cluster_size()
     }
 
-    /// Bytes `part` of the table, which are whole entries.
+    /// Returns bytes `part` of the table, which are whole entries.
     pub(crate) fn table_part(&self, part: Range<u64>, geometry: &Geometry) -> Vec<u8> {
         let mut bytes = vec![0; (part.end - part.start) as usize];
         let entries = part.start / 8..part.end / 8;
@@ -81,8 +81,8 @@ impl RefcountLayout {
         bytes
     }
 
-    /// The part of block number `i` that counts clusters of `window`: where it starts in the block, and its bytes.
-    /// `None` if none of it does. A window begins and ends at a chunk, so a part is whole sectors.
+    /// Returns the part of block number `i` that counts clusters of `window`: its offset in the block, and its bytes.
+    /// `None` if there is no such part. A window begins and ends at a chunk, so a part is whole sectors.
     pub(crate) fn block_part(
         &self,
         i: usize,

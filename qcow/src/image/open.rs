@@ -1,9 +1,10 @@
-//! Opening an image: lock, header, tables, backing chain; and, if it is to be written, what must be done before the first
-//! write.
+//! Opening of images: lock, header, tables, backing chain, and the preparations for the first write.
 //!
-//! What must stay true: nothing is probed (a format is given or recorded), backing files are opened only
-//! when allowed, a chain is finite (no image twice, a bounded depth), and a failed open leaves every byte
-//! as it was.
+//! Invariants:
+//! - nothing is probed (a format is given or recorded);
+//! - backing files are opened only when allowed;
+//! - a chain is finite (no image twice, a bounded depth);
+//! - a failed open leaves every byte as it was.
 
 use std::fs::Metadata as FileMetadata;
 use std::os::unix::ffi::OsStrExt;
@@ -34,10 +35,10 @@ use crate::metadata::structures::Structures;
 /// The most images a chain may have.
 pub const CHAIN_DEPTH_MAX: usize = 64;
 
-/// The table cache that is used unless another is asked for, at most: it maps 256 GiB at 64 KiB clusters.
+/// The largest default table cache: it maps 256 GiB at 64 KiB clusters.
 pub const L2_CACHE_DEFAULT_MAX_BYTES: u64 = 32 << 20;
 
-/// How to open an image.
+/// The options for opening an image.
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
     /// Refuse writes, and lock the image as a reader.
@@ -46,24 +47,24 @@ pub struct OpenOptions {
     pub direct: bool,
     /// Open the backing file the image names. Without it such an image is refused.
     pub backing_files: bool,
-    /// Give space back on discard; otherwise clusters stay allocated.
+    /// Return space to the host on discard; otherwise clusters stay allocated.
     pub sparse: bool,
-    /// Keep a discarded cluster's place in the file, and give back only its space.
+    /// Keep a discarded cluster's place in the file, and return only its space.
     pub discard_no_unref: bool,
-    /// Answer a change only when the mapping that reaches it is in the file, so that all that was answered
-    /// outlives this process, flushed or not. Costs a flush for each round of changes that allocate; without it,
-    /// a process that is killed forgets, as a power cut does, what was not flushed.
+    /// Answer a change only when the mapping that reaches it is in the file, so that every answered change outlives
+    /// this process, flushed or not. Costs a flush for each round of changes that allocate. Without it, a killed
+    /// process loses what was not flushed, as a power cut does.
     pub persist_mappings: bool,
-    /// The budget of the L2 table cache in bytes; by default what maps the whole disk, at most
+    /// The budget of the L2 table cache in bytes; by default enough to map the whole disk, at most
     /// [`L2_CACHE_DEFAULT_MAX_BYTES`]. The refcount cache gets a quarter of it on top.
     pub l2_cache_bytes: Option<u64>,
-    /// How many threads inflate compressed clusters; with none the queues' workers do it themselves.
+    /// The number of threads that inflate compressed clusters; with none the queues' workers inflate them.
     pub inflate_threads: usize,
     /// Hold a write that the host has no space for until there is some, instead of failing it.
     pub wait_for_space: bool,
     /// Lock images as QEMU does; `None` locks nothing.
     pub lock: Option<LockGranularity>,
-    /// What the locks of the whole chain are a part of; by default a set of their own.
+    /// The lock set for the locks of the whole chain; by default a set of their own.
     pub lock_set: LockSet,
 }
 
@@ -85,13 +86,13 @@ impl Default for OpenOptions {
     }
 }
 
-/// Why an image could not be opened.
+/// An image could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// Its file could not be opened.
     #[error(transparent)]
     File(#[from] OpenFileError),
-    /// Somebody else has it.
+    /// Another open of the image holds a conflicting lock.
     #[error(transparent)]
     Lock(#[from] LockError),
     /// Its header or a table cannot be used.
@@ -99,7 +100,7 @@ pub enum OpenError {
     Image {
         /// The image.
         path: PathBuf,
-        /// What is wrong.
+        /// The error in the image.
         #[source]
         source: ImageError,
     },
@@ -108,22 +109,22 @@ pub enum OpenError {
     Backing {
         /// The image that names it.
         path: PathBuf,
-        /// Why.
+        /// The error of that image.
         #[source]
         source: Box<OpenError>,
     },
 }
 
-/// What is wrong with an image.
+/// An error in an image.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     /// It could not be read.
     #[error(transparent)]
     Read(#[from] ReadError),
-    /// A header field is malformed, or asks for what this crate does not do.
+    /// A header field is malformed, or asks for an unsupported feature.
     #[error(transparent)]
     Header(#[from] HeaderError),
-    /// It uses a feature this crate does not do.
+    /// It uses an unsupported feature.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
     /// Its structures contradict each other, and it may only be read.
@@ -137,7 +138,7 @@ pub enum ImageError {
     Io {
         /// The operation.
         what: &'static str,
-        /// Why.
+        /// The host's error.
         #[source]
         source: IoError,
     },
@@ -147,7 +148,7 @@ pub enum ImageError {
         /// The name, as recorded.
         name: String,
     },
-    /// It does not say what format its backing file has.
+    /// It does not record the format of its backing file.
     #[error(
         "it does not record the format of its backing file {name:?}, and formats are not guessed; record it \
          with `qemu-img rebase -u -b {name} -F FORMAT`"
@@ -156,7 +157,7 @@ pub enum ImageError {
         /// The name, as recorded.
         name: String,
     },
-    /// Its backing file has a format this crate does not know.
+    /// Its backing file has an unknown format.
     #[error("its backing file has format {format:?}; expected \"qcow2\" or \"raw\"")]
     BackingFormat {
         /// The format, as recorded.
@@ -187,7 +188,7 @@ pub enum ImageError {
     Rebuild(#[from] RepairError),
 }
 
-/// What the images of a chain have in common while it is opened.
+/// The state that the images of a chain share while it is opened.
 struct Chain<'a> {
     cx: &'a Context,
     files: &'a dyn OpenFiles,
@@ -204,7 +205,7 @@ impl QcowDisk {
     /// [`OpenError`]. No byte of any image has been changed then, unless the host failed while the refcounts of an
     /// image that was not closed cleanly were being rebuilt.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<Self>, OpenError> {
-        // Opening is not worth a ring: it is a few reads.
+        // A ring would be wasted on the few reads of an open.
         let io = |error: std::io::Error| OpenError::Image {
             path: path.to_owned(),
             source: ImageError::Io {
@@ -219,7 +220,7 @@ impl QcowDisk {
         }
     }
 
-    /// As [`QcowDisk::open`], with the images taken from `files` and the I/O done by `cx`.
+    /// Opens as [`QcowDisk::open`] does, with the images taken from `files` and the I/O done by `cx`.
     ///
     /// # Errors
     ///
@@ -283,7 +284,7 @@ impl Chain<'_> {
         Ok((file, lock))
     }
 
-    /// Boxed, as an image below is opened the same way.
+    /// Opens the next image of the chain. Boxed, as the image below is opened the same way.
     fn open(&mut self, path: PathBuf, write: bool) -> LocalBoxFuture<'_, Result<Arc<QcowDisk>, OpenError>> {
         Box::pin(async move {
             let image = |source: ImageError| OpenError::Image {
@@ -302,7 +303,7 @@ impl Chain<'_> {
             })?;
             let header = check_header(&view, write).await.map_err(image)?;
             let backing = self.open_backing(&path, &header).await?;
-            // Nothing has been written so far, and from here on only what a rebuild needs.
+            // Nothing has been written so far; from here on only a rebuild writes.
             let header = prepare(&view, header, write).await.map_err(image)?;
             let covered_bytes = backing.as_ref().map_or(0, |backing| backing.size);
             let metadata = load(&view, &header, self.options.l2_cache_bytes, covered_bytes, write)
@@ -316,7 +317,7 @@ impl Chain<'_> {
             let first_sector = read(&view, "the header", 0, HeaderFields::BYTES)
                 .await
                 .map_err(|error| image(error.into()))?;
-            // Not sooner: whoever opens an image wants to hear that there is no space.
+            // Not sooner: a caller that opens an image needs the error that there is no space.
             if write && self.options.wait_for_space {
                 file.wait_for_space();
             }
@@ -464,7 +465,7 @@ async fn prepare(view: &FileView, header: Header, write: bool) -> Result<Header,
             image = %view.file().path().display(),
             "the image was not closed cleanly; rebuilding its refcounts"
         );
-        // What would be refused afterwards is refused before the first write.
+        // Structures that would be refused afterwards are refused before the first write.
         let file_len = view.len().map_err(io_length)?;
         {
             let l1 = read_l1(view, &header).await?;
@@ -475,7 +476,7 @@ async fn prepare(view: &FileView, header: Header, write: bool) -> Result<Header,
     Ok(header)
 }
 
-/// Finds out what others are to be told before the first write: what this crate does not keep up to date.
+/// Returns the announcements to make before the first write: structures that this crate does not keep up to date.
 async fn announcement(view: &FileView, header: &Header) -> Announcement {
     if header.version == Version::V2 || header.autoclear.is_empty() {
         return Announcement::default();
@@ -483,7 +484,7 @@ async fn announcement(view: &FileView, header: &Header) -> Announcement {
     let mut keep = Autoclear::empty();
     let mut marks = Default::default();
     if header.autoclear.contains(Autoclear::BITMAPS) {
-        // Bitmaps that say themselves that they are out of date are consistent with the image.
+        // Bitmaps that are marked as out of date are consistent with the image.
         match bitmaps::marks(view, header).await {
             Ok(found) => (keep, marks) = (Autoclear::BITMAPS, found),
             Err(error) => {

@@ -1,7 +1,6 @@
-//! Reading an image's structures: the header, tables of 8-byte entries, the snapshot table.
+//! Reads of an image's structures: the header, tables of 8-byte entries, the snapshot table.
 //!
-//! Reads are cut into parts of bounded size. Nothing here decides whether what it read is right,
-//! beyond what is needed to read on.
+//! Reads are cut into parts of bounded size. Their results are checked only as far as reading on needs.
 
 use block::IoError;
 use block::file::FileView;
@@ -10,7 +9,7 @@ use crate::format::snapshot::{SNAPSHOT_EXTRA_MAX, SNAPSHOT_FIXED_SIZE, SnapshotE
 use crate::format::validate::SNAPSHOT_TABLE_MAX_BYTES;
 use crate::format::{Header, HeaderError, HostOffset, SnapshotEntry};
 
-/// How much of a table is read at once, in bytes.
+/// The size of one read of a table, in bytes.
 pub(crate) const PART: u64 = 256 << 10;
 
 /// A structure of an image could not be read.
@@ -21,13 +20,13 @@ pub enum ReadError {
     Io {
         /// The structure.
         what: &'static str,
-        /// Where, in bytes.
+        /// The offset, in bytes.
         offset: u64,
-        /// Why.
+        /// The host's error.
         #[source]
         source: IoError,
     },
-    /// The header is not one.
+    /// The header is invalid.
     #[error(transparent)]
     Header(#[from] HeaderError),
 }
@@ -38,7 +37,7 @@ impl ReadError {
     }
 }
 
-/// A header, and the length of the file it was found in.
+/// A header, and the length of its file.
 #[derive(Clone, Debug)]
 pub struct Located {
     /// The header, decoded but not validated.
@@ -106,7 +105,7 @@ pub(crate) async fn for_each_entry(
 pub(crate) struct Parts<'a> {
     file: &'a FileView,
     what: &'static str,
-    /// Where the table ends at the latest, in bytes.
+    /// The latest end of the table, in bytes.
     limit: u64,
     part: block::AlignedBuf,
     part_at: u64,
@@ -123,8 +122,8 @@ impl<'a> Parts<'a> {
         }
     }
 
-    /// Returns the bytes from `offset` on: the whole entry that starts there, as long as `len_of` says, if it ends before
-    /// the limit and fits in [`PART`].
+    /// Returns the bytes from `offset` on: the whole entry that starts there, with the length from `len_of`, if it
+    /// ends before the limit and fits in [`PART`].
     pub(crate) async fn at(
         &mut self,
         offset: u64,
@@ -141,7 +140,7 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// What went wrong with the snapshot table.
+/// An error in the snapshot table.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum SnapshotTableError {
     /// It could not be read.
@@ -152,9 +151,9 @@ pub enum SnapshotTableError {
     Entry {
         /// The entry's number, from zero.
         index: u32,
-        /// Where it starts, in bytes.
+        /// The offset of its start, in bytes.
         offset: u64,
-        /// What is wrong.
+        /// The error in the entry.
         #[source]
         source: SnapshotError,
     },
@@ -163,15 +162,15 @@ pub enum SnapshotTableError {
     TooLong {
         /// The entry's number, from zero.
         index: u32,
-        /// Where the entry would end, in bytes.
+        /// The offset of the entry's end, in bytes.
         end: u64,
-        /// Where the table must end, in bytes.
+        /// The largest offset of the table's end, in bytes.
         limit: u64,
     },
 }
 
-/// Reads the snapshot table and calls `each(index, entry)`; returns the bytes the entries take together. The last
-/// entry may lack its padding at the end of the file.
+/// Reads the snapshot table and calls `each(index, entry)`. Returns the total length of the entries in bytes. The
+/// last entry may lack its padding at the end of the file.
 pub(crate) async fn for_each_snapshot(
     file: &FileView,
     header: &Header,

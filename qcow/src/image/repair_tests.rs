@@ -254,10 +254,10 @@ fn the_old_structure_is_intact_until_the_header_switches() {
     assert_eq!(world.qemu_check("disk.qcow2").0, 3);
 }
 
-/// What it is called, and what to patch.
+/// A breakage's name, and its patches: offsets and bytes.
 type Breakage = (&'static str, Vec<(u64, Vec<u8>)>);
 
-/// Ways to break what refcounts mend: each takes the header and says what to patch.
+/// Returns ways to break an image that new refcounts repair.
 fn breakages(world: &World) -> Vec<Breakage> {
     let header = header(world);
     let cluster = header.cluster_bits.size();
@@ -312,7 +312,7 @@ fn breakages(world: &World) -> Vec<Breakage> {
     breakages
 }
 
-/// What a guest reads, and what it read when the snapshot was taken, if QEMU can still tell.
+/// Returns the guest's data now, and when the snapshot was taken, if QEMU can still read them.
 fn contents(world: &World, name: &str) -> Option<Vec<Vec<u8>>> {
     let read = |arguments: &[&str]| {
         let mut all = vec!["convert", "-f", "qcow2", "-O", "raw"];

@@ -1,4 +1,4 @@
-//! What the tests beside it share: temporary images, QEMU's tools, and a view on plain system calls.
+//! Helpers that the tests share: temporary images, QEMU's tools, and a view on plain system calls.
 
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -54,7 +54,7 @@ impl World {
         );
     }
 
-    /// `qemu-img check`'s exit code, and what it printed.
+    /// Returns `qemu-img check`'s exit code, and its output.
     pub(crate) fn qemu_check(&self, image: &str) -> (i32, String) {
         let output = self.tool("qemu-img", &["check", "-f", "qcow2", image]);
         let text = [output.stdout, output.stderr].concat();
@@ -89,7 +89,7 @@ impl World {
         file.write_all_at(bytes, at).unwrap();
     }
 
-    /// The big-endian 64 bits at a place of a file.
+    /// Returns the big-endian 64 bits at an offset of a file.
     pub(crate) fn u64_at(&self, name: &str, at: u64) -> u64 {
         use std::os::unix::fs::FileExt;
         let mut bytes = [0; 8];

@@ -33,7 +33,7 @@ pub(super) fn structure_of(kind: u64) -> &'static str {
         .unwrap_or("structure")
 }
 
-/// Returns true for refcounts, whose clusters may have another use as well: they can be written somewhere else.
+/// Returns true for refcounts: if their clusters have another use as well, they can be written somewhere else.
 pub(super) fn is_refcounts(kind: u64) -> bool {
     kind == kind_of("refcount table") || kind == kind_of("refcount block")
 }

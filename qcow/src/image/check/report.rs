@@ -103,9 +103,9 @@ impl CheckReport {
 /// The effect of new refcounts on a finding.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Remedy {
-    /// They do.
+    /// New refcounts remove the finding.
     Rebuild,
-    /// They do not: something refers to where it must not.
+    /// New refcounts do not help: a reference points to a wrong place.
     None,
 }
 

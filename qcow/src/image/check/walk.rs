@@ -9,7 +9,6 @@
 //!   have the part of the budget that lists leave. L2 tables are listed a bounded number at a time, and all other
 //!   tables are read in parts.
 //! - A table that is read whole is read once: L1 tables and bitmap tables that overlap would multiply the file.
-//! the file.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -28,9 +27,9 @@ use crate::format::{
 /// The number of references to a table.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct References {
-    /// By all L1 tables together.
+    /// References from all L1 tables together.
     pub(crate) all: u64,
-    /// By the active L1 table.
+    /// References from the active L1 table.
     pub(crate) active: u64,
 }
 
@@ -643,7 +642,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Returns the L1 tables in order. Those that overlap the active one, or one before them, are marked.
+/// Returns the L1 tables in order, the active one first. Those that overlap it, or one before them, are marked.
 fn lay_out(tables: &BTreeMap<(u64, u64), References>, active: (u64, u64)) -> Vec<L1Table> {
     let end = |(offset, entries): (u64, u64)| offset.saturating_add(entries * 8);
     let mut read_until = 0;

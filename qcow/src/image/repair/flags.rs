@@ -1,7 +1,7 @@
 //! COPIED flags, made to agree with the references that were counted.
 //!
-//! Flags only become truer here, one sector at a time. None is cleared while its cluster's count on disk is too low:
-//! whoever writes next would copy the cluster and free what others refer to.
+//! A flag only ever changes to its right value, one sector at a time. None is cleared while its cluster's count on
+//! disk is too low: the next writer would copy the cluster and free data that others refer to.
 
 use block::file::FileView;
 
@@ -28,7 +28,7 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Res
     let expected = std::mem::replace(&mut walk.expected, none());
     let found = std::mem::replace(&mut walk.on_disk, none());
     let on_disk = (extent == Extent::Leaks).then_some(&found);
-    // Whether the cluster has one reference, if this pass knows.
+    // `Some(true)` if the cluster has one reference; `None` if this pass does not know.
     let is_single = |host: u64| {
         let cluster = host / geometry.cluster_size();
         let right = expected.get(cluster);
@@ -47,7 +47,7 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Res
         }
         changed
     };
-    // Other tables' flags mean nothing, but for the one that compressed clusters must not have.
+    // Other tables' flags mean nothing, except for the one that compressed clusters must not have.
     let compressed = |entry: L2Entry| {
         if entry.is_compressed() {
             entry.with_copied(false)
@@ -96,7 +96,7 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Res
     Ok(())
 }
 
-/// Has `fix` change the entries of a table, and writes the table if it says that it did.
+/// Lets `fix` change the entries of a table, and writes the table if `fix` returns true.
 async fn fix_entries(
     file: &FileView,
     what: &'static str,

@@ -1,10 +1,10 @@
-//! Refcounts mended where they are, for images whose refcount structure itself is in place.
+//! Repair of refcounts in place, for images whose refcount structure itself is intact.
 //!
-//! In this order: counts that are too low are raised; then, durably after that, COPIED flags are made to agree and
-//! counts that are too high are lowered; after these are durable too, the header's warnings are withdrawn. Were a flag
-//! cleared before its count is raised, whoever writes next would copy the cluster and free what others refer to. A
-//! count or flag never changes but to the right value, each in one sector; so a cut anywhere leaves an image with
-//! fewer errors of the same kinds, and nothing is free that something refers to.
+//! The order is: counts that are too low are raised. Durably after that, COPIED flags are made to agree and counts
+//! that are too high are lowered. After these are durable too, the header's warnings are withdrawn. If a flag were
+//! cleared before its count is raised, the next writer would copy the cluster and free data that others refer to. A
+//! count or flag never changes but to the right value, each in one sector. So a cut anywhere leaves an image with
+//! fewer errors of the same kinds, and no cluster in use is free.
 
 use block::file::FileView;
 
@@ -16,7 +16,7 @@ use crate::format::{HostCluster, Incompatible};
 use crate::image::check::{Subject, Survey, Walk};
 use crate::image::read::{read, read_header};
 
-/// What is done in one go over the image.
+/// The action of one pass over the image.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Phase {
     Raise,
@@ -24,7 +24,7 @@ enum Phase {
     Lower,
 }
 
-/// Mends counts in place. `false`, and nothing is written, if the refcount structure is damaged itself.
+/// Repairs counts in place. Returns `false`, with nothing written, if the refcount structure itself is damaged.
 pub(super) async fn mend(
     file: &FileView,
     extent: Extent,
@@ -65,7 +65,7 @@ pub(super) async fn mend(
                 survey.done(walk);
             }
         }
-        // Flags and counts that are too high may land in any order: neither alone leads anybody to free too much.
+        // Flags and counts that are too high may land in any order: neither alone makes a writer free too much.
         if phase != Phase::Flags {
             sync(file).await?;
         }
@@ -80,7 +80,7 @@ pub(super) async fn mend(
     Ok(true)
 }
 
-/// A cluster that is used and that no refcount block counts.
+/// Returns a cluster that is used and that no refcount block counts.
 fn misplaced(walk: &Walk<'_>) -> Option<u64> {
     let geometry = walk.subject.geometry;
     let mut found = None;
@@ -106,7 +106,7 @@ async fn carry_out(walk: &mut Walk<'_>, phase: Phase, extent: Extent) -> Result<
     }
 }
 
-/// Writes the right count wherever `wanted(right, found)`.
+/// Writes the right count of each cluster for which `wanted(right, found)` is true.
 async fn write_counts(walk: &Walk<'_>, wanted: impl Fn(u64, u64) -> bool) -> Result<(), RepairError> {
     let Subject { file, geometry, .. } = *walk.subject;
     // By table entry, in order.

@@ -1,11 +1,11 @@
-//! Repair: count every reference anew, and make refcounts and COPIED flags agree.
+//! Repair: counts every reference anew, and makes refcounts and COPIED flags agree.
 //!
-//! There are two ways. Counts are mended where they are (`mend`) if the refcount structure is in place; otherwise a
-//! new one is written (`rebuild`). Either can be cut at any write: what is left has no errors it did not have
-//! before, reads the same, and can be repaired.
+//! There are two ways. Counts are repaired in place (`mend`) if the refcount structure is intact; otherwise a new one
+//! is written (`rebuild`). Either can be cut at any write: the image then has no new errors, reads the same, and can
+//! be repaired.
 //!
-//! References that lead nowhere sensible are not repaired, as that would be to invent data. And as long as there are
-//! any, nothing is written at all: what seems to be lost may be what they should lead to.
+//! References to invalid places are not repaired, as that would be to invent data. And as long as there are any,
+//! nothing is written at all: a cluster that seems to be leaked may be their proper target.
 
 mod flags;
 mod mend;
@@ -24,19 +24,19 @@ use crate::format::{Header, HeaderError, Incompatible};
 /// An image could not be repaired.
 #[derive(Debug, thiserror::Error)]
 pub enum RepairError {
-    /// The image cannot be looked into.
+    /// The image cannot be checked.
     #[error(transparent)]
     Check(#[from] CheckError),
-    /// Something cannot be read.
+    /// A structure cannot be read.
     #[error(transparent)]
     Read(#[from] ReadError),
-    /// Something is wrong that new refcounts do not mend.
+    /// The image has a fault that new refcounts do not repair.
     #[error(
         "{} at {:#x} {}; repair derives refcounts from sound tables only",
         .0.structure, .0.offset, .0.message
     )]
     Damaged(Finding),
-    /// Leaks were to be mended, and the refcount structure is damaged itself.
+    /// Leaks were to be repaired, and the refcount structure itself is damaged.
     #[error("the refcount table or a refcount block is damaged; leaks alone cannot be mended, all can")]
     RefcountsDamaged,
     /// The refcount table would be larger than QEMU accepts.
@@ -47,9 +47,9 @@ pub enum RepairError {
     Write {
         /// The structure.
         what: &'static str,
-        /// Where, in bytes.
+        /// The offset, in bytes.
         offset: u64,
-        /// Why.
+        /// The host's error.
         #[source]
         source: IoError,
     },
@@ -61,49 +61,49 @@ impl From<HeaderError> for RepairError {
     }
 }
 
-/// What to repair.
+/// The extent of a repair.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Extent {
     /// Clusters that count as used and are not.
     Leaks,
-    /// Everything that right refcounts and COPIED flags mend, and the header's warnings.
+    /// Everything that right refcounts and COPIED flags repair, and the header's warnings.
     All,
 }
 
-/// What a repair did.
+/// The result of a repair.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct RepairReport {
-    /// The image as it was.
+    /// The image before the repair.
     pub before: CheckReport,
-    /// The image as it is.
+    /// The image after the repair.
     pub after: CheckReport,
 }
 
 impl RepairReport {
-    /// How many leaks are no more.
+    /// Returns the number of leaks that were repaired.
     #[must_use]
     pub fn leaks_fixed(&self) -> u64 {
         self.before.leaks.saturating_sub(self.after.leaks)
     }
 
-    /// How many corruptions are no more.
+    /// Returns the number of corruptions that were repaired.
     #[must_use]
     pub fn corruptions_fixed(&self) -> u64 {
         self.before.corruptions.saturating_sub(self.after.corruptions)
     }
 }
 
-/// Checks the image, and mends as much of what is wrong as `extent` says.
+/// Checks the image, and repairs the faults within `extent`.
 ///
 /// # Errors
 ///
-/// [`RepairError`], also if damage was found that new refcounts do not mend; then nothing was written.
+/// [`RepairError`], also if damage was found that new refcounts do not repair; then nothing was written.
 pub async fn repair(file: &FileView, extent: Extent) -> Result<RepairReport, RepairError> {
     repair_within(file, extent, MEMORY_MAX_BYTES).await
 }
 
-/// As [`repair`], in about this much memory. The less it is, the more often the tables are read.
+/// Repairs as [`repair`] does, in about this much memory. The less it is, the more often the tables are read.
 ///
 /// # Errors
 ///
@@ -133,8 +133,8 @@ pub async fn repair_within(
     Ok(RepairReport { before, after })
 }
 
-/// Rebuilds the refcounts of an image whose dirty bit is set, before anything is written to it,
-/// and clears the bit. Returns the header as it is now.
+/// Rebuilds the refcounts of an image whose dirty bit is set, before anything is written to it, and clears the bit.
+/// Returns the new header.
 ///
 /// # Errors
 ///

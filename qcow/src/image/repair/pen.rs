@@ -31,8 +31,8 @@ pub(super) async fn sync(file: &FileView) -> Result<(), RepairError> {
     Ok(())
 }
 
-/// Clears the autoclear bits of features that are not known here, durably, as the format demands of whoever writes: what
-/// such a feature has in the image looks like a leak, and a bit that stays set would vouch for it.
+/// Clears the unknown autoclear bits, durably, as the format demands of every writer. The clusters of such a feature
+/// look leaked, and a bit that stays set would vouch for them.
 pub(super) async fn disown_unknown(file: &FileView, header: &Header) -> Result<(), RepairError> {
     if header.version == Version::V2 || header.autoclear.unknown().is_empty() {
         return Ok(());
@@ -51,7 +51,7 @@ pub(super) async fn switch_header(file: &FileView, header: &Header) -> Result<()
     sync(file).await
 }
 
-/// What a repair wrote, in order.
+/// The writes and syncs of a repair, in order.
 #[cfg(test)]
 pub(crate) mod record {
     use std::cell::RefCell;
@@ -71,7 +71,7 @@ pub(crate) mod record {
         STEPS.with_borrow_mut(|steps| steps.push(step));
     }
 
-    /// The steps that this thread's repairs made since the last call.
+    /// Returns the steps that this thread's repairs made since the last call.
     pub(crate) fn take() -> Vec<Step> {
         STEPS.take()
     }

@@ -1,10 +1,11 @@
-//! A refcount structure written anew, for images whose own is missing, out of place, or not to be believed.
+//! A new refcount structure, for images whose own is missing, out of place, or invalid.
 //!
-//! The new structure goes behind all that is in use and is durable before the one write of the header's first
-//! sector that switches to it. A cut before that write leaves the image as it was. COPIED flags follow, as a flag that
-//! is cleared while a count is too low leads a writer to free what others refer to. Until they are mended too, the header
-//! says that the image is dirty (version 2 has no bit for that), as before it may have been too damaged to be written
-//! to; its warnings are withdrawn last. What the old structure and leaks occupied is free afterwards.
+//! The new structure goes past everything in use. It is durable before the one write of the header's first sector
+//! that switches to it. A cut before that write leaves the image as it was. COPIED flags follow: a flag that is
+//! cleared while a count is too low leads a writer to free data that others refer to. Until they are repaired too,
+//! the header says that the image is dirty (version 2 has no bit for that), as before it may have been too damaged to
+//! be written to. Its warnings are withdrawn last. The clusters of the old structure and leaked ones are free
+//! afterwards.
 
 use std::collections::BTreeSet;
 
@@ -19,10 +20,10 @@ use crate::image::check::{Subject, Survey, Walk};
 use crate::image::layout::RefcountLayout;
 use crate::image::read::{ReadError, for_each_entry, read_header};
 
-/// How much of the refcount table is written at once, in bytes.
+/// The size of one write of the refcount table, in bytes.
 const TABLE_PART: usize = 256 << 10;
 
-/// Rebuilds all refcounts, and withdraws header warnings. Returns the header as it is now.
+/// Rebuilds all refcounts, and withdraws header warnings. Returns the new header.
 pub(super) async fn rebuild(
     file: &FileView,
     withdraw: Incompatible,
@@ -101,7 +102,7 @@ pub(super) async fn rebuild(
     Ok(header)
 }
 
-/// Writes the counts that one pass knows.
+/// Writes the counts of one pass.
 async fn write_counts(walk: &mut Walk<'_>, layout: &RefcountLayout) -> Result<(), RepairError> {
     let Subject { file, geometry, .. } = *walk.subject;
     for cluster in layout.clusters() {
@@ -116,8 +117,8 @@ async fn write_counts(walk: &mut Walk<'_>, layout: &RefcountLayout) -> Result<()
     Ok(())
 }
 
-/// The cluster behind the refcount structure as it is on disk, as far as that lies in the file.
-/// The new structure goes behind it, so that the old one is whole until the header switches.
+/// Returns the cluster after the refcount structure on disk, as far as that lies in the file. The new structure goes
+/// past it, so that the old one is whole until the header switches.
 async fn old_structure_end(subject: &Subject<'_>) -> Result<u64, ReadError> {
     let geometry = subject.geometry;
     let table_at = subject.header.refcount_table_offset;
