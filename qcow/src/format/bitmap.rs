@@ -235,7 +235,7 @@ pub enum BitmapCluster {
 }
 
 impl BitmapTableEntry {
-    /// An entry from its 64 bits.
+    /// Creates an entry from its 64 bits.
     pub const fn from_raw(raw: u64) -> Self {
         Self(raw)
     }

@@ -7,17 +7,17 @@ pub(crate) fn array_at<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N
     bytes.get(at..)?.first_chunk::<N>().copied()
 }
 
-/// The big-endian `u16` at `at`.
+/// Returns the big-endian `u16` at `at`.
 pub(crate) fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
     array_at(bytes, at).map(u16::from_be_bytes)
 }
 
-/// The big-endian `u32` at `at`.
+/// Returns the big-endian `u32` at `at`.
 pub(crate) fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     array_at(bytes, at).map(u32::from_be_bytes)
 }
 
-/// The big-endian `u64` at `at`.
+/// Returns the big-endian `u64` at `at`.
 pub(crate) fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
     array_at(bytes, at).map(u64::from_be_bytes)
 }

@@ -181,7 +181,7 @@ impl FeatureKind {
 }
 
 impl Extension {
-    /// The extension's type field.
+    /// Returns the extension's type field.
     pub const fn kind(&self) -> u32 {
         match self {
             Self::BackingFormat(_) => BACKING_FORMAT,

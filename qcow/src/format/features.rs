@@ -49,7 +49,7 @@ impl Autoclear {
     /// Every bit this edition of the format defines.
     pub const DEFINED: Self = Self::BITMAPS.union(Self::RAW_EXTERNAL_DATA);
 
-    /// The bits the format does not define.
+    /// Returns the bits that the format does not define.
     pub const fn unknown(self) -> Self {
         self.difference(Self::DEFINED)
     }
@@ -63,7 +63,7 @@ impl Incompatible {
         .union(Self::COMPRESSION_TYPE)
         .union(Self::EXTENDED_L2);
 
-    /// The bits the format does not define.
+    /// Returns the bits that the format does not define.
     pub const fn unknown(self) -> Self {
         self.difference(Self::DEFINED)
     }
@@ -89,7 +89,7 @@ impl CompressionType {
         }
     }
 
-    /// The header field.
+    /// Returns the header field.
     pub const fn number(self) -> u8 {
         match self {
             Self::Deflate => 0,
@@ -97,7 +97,7 @@ impl CompressionType {
         }
     }
 
-    /// QEMU's name for it.
+    /// Returns QEMU's name for it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Deflate => "zlib",
@@ -135,7 +135,7 @@ impl CryptMethod {
         }
     }
 
-    /// The header field.
+    /// Returns the header field.
     pub const fn number(self) -> u32 {
         match self {
             Self::None => 0,
@@ -144,7 +144,7 @@ impl CryptMethod {
         }
     }
 
-    /// QEMU's name for it.
+    /// Returns QEMU's name for it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::None => "none",

@@ -25,7 +25,7 @@ pub enum Version {
 }
 
 impl Version {
-    /// The header field `version`.
+    /// Returns the header field `version`.
     pub const fn number(self) -> u32 {
         match self {
             Self::V2 => 2,
@@ -33,7 +33,7 @@ impl Version {
         }
     }
 
-    /// QEMU's name for it, as in `qemu-img create -o compat=…`.
+    /// Returns QEMU's name for it, as in `qemu-img create -o compat=…`.
     pub const fn compat(self) -> &'static str {
         match self {
             Self::V2 => "0.10",
@@ -70,13 +70,13 @@ impl ClusterBits {
         }
     }
 
-    /// The logarithm itself, 9 to 21.
+    /// Returns the logarithm, 9 to 21.
     #[inline]
     pub const fn get(self) -> u32 {
         self.0
     }
 
-    /// The cluster size in bytes.
+    /// Returns the cluster size in bytes.
     #[inline]
     pub const fn size(self) -> u64 {
         1u64.wrapping_shl(self.0)
@@ -111,7 +111,7 @@ impl RefcountOrder {
         }
     }
 
-    /// The order for a width in bits, if it is one of 1, 2, 4, 8, 16, 32, 64.
+    /// Returns the order for a width in bits, if it is one of 1, 2, 4, 8, 16, 32, 64.
     pub const fn from_bits(bits: u32) -> Option<Self> {
         match bits {
             1 | 2 | 4 | 8 | 16 | 32 | 64 => Some(Self(bits.trailing_zeros())),
@@ -119,19 +119,19 @@ impl RefcountOrder {
         }
     }
 
-    /// The logarithm itself, 0 to 6.
+    /// Returns the logarithm, 0 to 6.
     #[inline]
     pub const fn get(self) -> u32 {
         self.0
     }
 
-    /// The width of one count, in bits.
+    /// Returns the width of one count, in bits.
     #[inline]
     pub const fn bits(self) -> u32 {
         1u32.wrapping_shl(self.0)
     }
 
-    /// The largest count the width can hold.
+    /// Returns the largest count the width can hold.
     #[inline]
     pub const fn max(self) -> u64 {
         u64::MAX.wrapping_shr(64u32.saturating_sub(self.bits()))
@@ -151,7 +151,7 @@ pub enum L2EntryWidth {
 }
 
 impl L2EntryWidth {
-    /// The width in bytes, as its base-two logarithm.
+    /// Returns the width in bytes, as its base-two logarithm.
     #[inline]
     pub const fn bits(self) -> u32 {
         match self {
@@ -160,7 +160,7 @@ impl L2EntryWidth {
         }
     }
 
-    /// The width in bytes.
+    /// Returns the width in bytes.
     #[inline]
     pub const fn bytes(self) -> usize {
         1usize.wrapping_shl(self.bits())
@@ -229,19 +229,19 @@ macro_rules! distances {
 macro_rules! offset_methods {
     ($type:ident) => {
         impl $type {
-            /// The offset of byte number `bytes`.
+            /// Creates the offset of byte number `bytes`.
             #[inline]
             pub const fn new(bytes: u64) -> Self {
                 Self(bytes)
             }
 
-            /// The offset, in bytes.
+            /// Returns the offset, in bytes.
             #[inline]
             pub const fn bytes(self) -> u64 {
                 self.0
             }
 
-            /// The offset `bytes` further on, unless it overflows.
+            /// Returns the offset `bytes` further on, unless it overflows.
             #[inline]
             pub const fn checked_add(self, bytes: u64) -> Option<Self> {
                 match self.0.checked_add(bytes) {
@@ -270,19 +270,19 @@ macro_rules! offset_methods {
 macro_rules! cluster_methods {
     ($type:ident) => {
         impl $type {
-            /// Cluster number `index`.
+            /// Creates cluster number `index`.
             #[inline]
             pub const fn new(index: u64) -> Self {
                 Self(index)
             }
 
-            /// The cluster's number.
+            /// Returns the cluster's number.
             #[inline]
             pub const fn index(self) -> u64 {
                 self.0
             }
 
-            /// The cluster `count` further on, unless its number overflows.
+            /// Returns the cluster `count` further on, unless its number overflows.
             #[inline]
             pub const fn checked_add(self, count: u64) -> Option<Self> {
                 match self.0.checked_add(count) {
@@ -324,7 +324,7 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// The geometry of an image with 8-byte L2 entries and a disk of `virtual_size_bytes`.
+    /// Creates the geometry of an image with 8-byte L2 entries and a disk of `virtual_size_bytes`.
     pub const fn new(
         version: Version,
         cluster_bits: ClusterBits,
@@ -358,25 +358,25 @@ impl Geometry {
         }
     }
 
-    /// The edition of the format.
+    /// Returns the edition of the format.
     #[inline]
     pub const fn version(&self) -> Version {
         self.version
     }
 
-    /// The cluster size's logarithm.
+    /// Returns the cluster size's logarithm.
     #[inline]
     pub const fn cluster_bits(&self) -> ClusterBits {
         self.cluster_bits
     }
 
-    /// The cluster size in bytes.
+    /// Returns the cluster size in bytes.
     #[inline]
     pub const fn cluster_size(&self) -> u64 {
         self.cluster_bits.size()
     }
 
-    /// The guest disk's size in bytes.
+    /// Returns the guest disk's size in bytes.
     #[inline]
     pub const fn virtual_size(&self) -> u64 {
         self.virtual_size_bytes
@@ -401,43 +401,43 @@ impl Geometry {
         bytes.checked_next_multiple_of(self.cluster_size())
     }
 
-    /// The part of an offset, guest or host, that lies within its cluster, in bytes.
+    /// Returns the part of an offset, guest or host, that lies within its cluster, in bytes.
     #[inline]
     pub const fn offset_in_cluster(&self, bytes: u64) -> u64 {
         bytes & self.cluster_size().wrapping_sub(1)
     }
 
-    /// The guest cluster that holds a guest byte.
+    /// Returns the guest cluster that holds a guest byte.
     #[inline]
     pub const fn guest_cluster(&self, offset: GuestOffset) -> GuestCluster {
         GuestCluster(offset.0.wrapping_shr(self.cluster_bits.0))
     }
 
-    /// The first byte of a guest cluster; saturates for clusters no disk can have.
+    /// Returns the first byte of a guest cluster; saturates for clusters no disk can have.
     #[inline]
     pub const fn guest_offset(&self, cluster: GuestCluster) -> GuestOffset {
         GuestOffset(cluster.0.saturating_mul(self.cluster_size()))
     }
 
-    /// The host cluster that holds a byte of the image file.
+    /// Returns the host cluster that holds a byte of the image file.
     #[inline]
     pub const fn host_cluster(&self, offset: HostOffset) -> HostCluster {
         HostCluster(offset.0.wrapping_shr(self.cluster_bits.0))
     }
 
-    /// The first byte of a host cluster; saturates for clusters no file can have.
+    /// Returns the first byte of a host cluster; saturates for clusters no file can have.
     #[inline]
     pub const fn host_offset(&self, cluster: HostCluster) -> HostOffset {
         HostOffset(cluster.0.saturating_mul(self.cluster_size()))
     }
 
-    /// The logarithm of [`Self::l2_entries`].
+    /// Returns the logarithm of [`Self::l2_entries`].
     #[inline]
     pub const fn l2_bits(&self) -> u32 {
         self.cluster_bits.0.saturating_sub(self.l2_entry_width.bits())
     }
 
-    /// The width of an L2 entry.
+    /// Returns the width of an L2 entry.
     #[inline]
     pub const fn l2_entry_width(&self) -> L2EntryWidth {
         self.l2_entry_width
@@ -475,25 +475,25 @@ impl Geometry {
         virtual_size_bytes.div_ceil(self.l2_table_span())
     }
 
-    /// The refcount width.
+    /// Returns the refcount width.
     #[inline]
     pub const fn refcount_order(&self) -> RefcountOrder {
         self.refcount_order
     }
 
-    /// The refcount width in bits, 1 to 64.
+    /// Returns the refcount width in bits, 1 to 64.
     #[inline]
     pub const fn refcount_bits(&self) -> u32 {
         self.refcount_order.bits()
     }
 
-    /// The largest reference count a cluster can have.
+    /// Returns the largest reference count a cluster can have.
     #[inline]
     pub const fn refcount_max(&self) -> u64 {
         self.refcount_order.max()
     }
 
-    /// The logarithm of [`Self::refcount_block_entries`].
+    /// Returns the logarithm of [`Self::refcount_block_entries`].
     #[inline]
     pub const fn refcount_block_bits(&self) -> u32 {
         self.cluster_bits

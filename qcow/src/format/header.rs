@@ -438,7 +438,7 @@ impl Header {
         Geometry::new(self.version, self.cluster_bits, self.refcount_order, size).with_l2_entry_width(width)
     }
 
-    /// The backing file's format, if the image names one.
+    /// Returns the backing file's format, if the image names one.
     pub fn backing_format(&self) -> Option<&[u8]> {
         self.extensions.iter().find_map(|extension| match extension {
             Extension::BackingFormat(name) => Some(name.as_slice()),
@@ -446,7 +446,7 @@ impl Header {
         })
     }
 
-    /// The external data file's name, if the image gives one.
+    /// Returns the external data file's name, if the image gives one.
     pub fn data_file(&self) -> Option<&[u8]> {
         self.extensions.iter().find_map(|extension| match extension {
             Extension::DataFile(name) => Some(name.as_slice()),
@@ -470,7 +470,7 @@ impl Header {
         })
     }
 
-    /// The image's own name for a feature bit.
+    /// Returns the image's own name for a feature bit.
     pub fn feature_name(&self, kind: FeatureKind, bit: u8) -> Option<String> {
         let names = self.extensions.iter().find_map(|extension| match extension {
             Extension::FeatureNames(names) => Some(names),

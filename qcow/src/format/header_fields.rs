@@ -54,7 +54,7 @@ impl HeaderFields {
         }
     }
 
-    /// The incompatible features; none in version 2.
+    /// Returns the incompatible features; none in version 2.
     pub(crate) fn incompatible(&self) -> Incompatible {
         if self.is_v3() {
             Incompatible::from_bits_retain(self.u64_at(at::INCOMPATIBLE_FEATURES))

@@ -44,14 +44,14 @@ fn patched(patches: &[(usize, &[u8])]) -> Vec<u8> {
     bytes
 }
 
-/// The error a header gives when one of its `u32` fields is replaced.
+/// Returns the error a header gives when one of its `u32` fields is replaced.
 fn error_u32(at: usize, value: u32) -> String {
     Header::parse(&patched(&[(at, &value.to_be_bytes())]))
         .unwrap_err()
         .to_string()
 }
 
-/// The error a header gives when one of its `u64` fields is replaced.
+/// Returns the error a header gives when one of its `u64` fields is replaced.
 fn error_u64(at: usize, value: u64) -> String {
     Header::parse(&patched(&[(at, &value.to_be_bytes())]))
         .unwrap_err()

@@ -78,7 +78,7 @@ impl L2Entry {
         Self(raw)
     }
 
-    /// The entry's 64 bits.
+    /// Returns the entry's 64 bits.
     #[inline]
     pub const fn raw(self) -> u64 {
         self.0

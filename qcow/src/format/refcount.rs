@@ -29,7 +29,7 @@ impl RefcountTableEntry {
         Self(raw)
     }
 
-    /// The entry's 64 bits.
+    /// Returns the entry's 64 bits.
     #[inline]
     pub const fn raw(self) -> u64 {
         self.0

@@ -149,7 +149,7 @@ impl SnapshotEntry {
     }
 }
 
-/// The lengths of ID, name and extra data, in bytes.
+/// Returns the lengths of ID, name and extra data, in bytes.
 fn lengths(bytes: &[u8]) -> Result<(usize, usize, usize), SnapshotError> {
     let cut = SnapshotError::Truncated {
         needed: SNAPSHOT_FIXED_SIZE,

@@ -83,12 +83,12 @@ impl Header {
         Ok(())
     }
 
-    /// The active L1 table's size in bytes.
+    /// Returns the active L1 table's size in bytes.
     pub fn l1_bytes(&self) -> u64 {
         u64::from(self.l1_entries).saturating_mul(L1_ENTRY_SIZE)
     }
 
-    /// The refcount table's size in bytes.
+    /// Returns the refcount table's size in bytes.
     pub fn refcount_table_bytes(&self) -> u64 {
         u64::from(self.refcount_table_clusters).saturating_mul(self.cluster_bits.size())
     }

@@ -8,7 +8,7 @@ fn create_in(world: &World, name: &str, options: &CreateOptions) -> Result<Heade
     world.on(name, async |file| create(&file, options).await)
 }
 
-/// The error that options give, as a person reads it.
+/// Returns the error that options give, as a person reads it.
 fn refused(options: CreateOptions) -> String {
     let world = World::new();
     let error = create_in(&world, "refused.qcow2", &options)

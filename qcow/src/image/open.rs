@@ -92,7 +92,7 @@ pub enum OpenError {
     /// Its file could not be opened.
     #[error(transparent)]
     File(#[from] OpenFileError),
-    /// Another open of the image holds a conflicting lock.
+    /// The image could not be locked, as when another process has it open.
     #[error(transparent)]
     Lock(#[from] LockError),
     /// Its header or a table cannot be used.
@@ -109,7 +109,7 @@ pub enum OpenError {
     Backing {
         /// The image that names it.
         path: PathBuf,
-        /// The error of that image.
+        /// The backing image's error.
         #[source]
         source: Box<OpenError>,
     },

@@ -1,7 +1,7 @@
 //! An image's metadata in memory, and the lookups and plans that requests need.
 //!
 //! One [`Metadata`] is shared by all queues behind a lock. Nothing here does I/O or waits. An operation that needs a
-//! table that is not cached returns its name, and the engine loads it with the lock released.
+//! slice that is not cached returns its number, and the engine loads it with the lock released.
 //!
 //! Invariants:
 //! - an L2 entry is set only once the data it exposes is written;

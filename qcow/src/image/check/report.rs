@@ -197,7 +197,7 @@ impl Findings {
         }
     }
 
-    /// Returns the present point, for [`Findings::rewind`].
+    /// Returns the present point, for `rewind`.
     pub(crate) fn mark(&self) -> Mark {
         Mark {
             corruptions: self.corruptions,
