@@ -54,8 +54,8 @@ const LAYOUTS: [&str; 5] = [
     "cluster_size=64k,compat=0.10",
 ];
 
-/// The format wants an autoclear bit that is not known cleared by whoever writes: what its feature has in the image looks
-/// like a leak and is freed, and a bit that stays set would vouch for it. It is gone before anything else is written.
+/// Every writer must clear an unknown autoclear bit. The clusters of its feature look leaked and are freed, and a bit
+/// that stays set would vouch for them. It is cleared before anything else is written.
 #[test]
 fn a_repair_clears_unknown_autoclear_bits_before_it_writes() {
     for (extent, spoil) in [(Extent::Leaks, false), (Extent::All, false), (Extent::All, true)] {

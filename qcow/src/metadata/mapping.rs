@@ -38,8 +38,8 @@ pub(crate) enum Lookup {
 }
 
 impl Metadata {
-    /// Returns the content of the guest bytes from `offset` on. It covers at most `len` bytes of
-    /// one extent, within one L2 slice or one unallocated L2 table.
+    /// Returns the content of the guest bytes from `offset` on. It covers at most `len` bytes of one
+    /// extent, within one L2 slice or one unallocated L2 table.
     #[inline]
     pub(crate) fn lookup(&self, offset: GuestOffset, len: u64) -> Lookup {
         let geometry = &self.geometry;

@@ -87,8 +87,8 @@ pub(crate) struct Refcounts {
     cursor: HostCluster,
     /// From here on no byte was ever written: clusters read as zeros.
     virgin: HostCluster,
-    /// The progress of the searches for runs, by (clusters, past the end only). A search continues when a
-    /// slice that it lacked has been loaded.
+    /// The progress of the searches for runs, by (clusters, past the end only). A search continues when a slice
+    /// that it lacked has been loaded.
     searches: FxHashMap<(u64, bool), HostCluster>,
     /// The first cluster past the end of the space; [`NO_LIMIT`] for a file that grows.
     limit: HostCluster,

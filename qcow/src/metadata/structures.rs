@@ -1,9 +1,9 @@
 //! The known use of each host cluster, so that no damaged count or entry leads to a write over the wrong cluster.
 //!
 //! Two things are kept. The *structures* are the header, the tables, and the clusters of snapshots and bitmaps. They
-//! are gathered when an image is opened for writing, and updated as tables are made and freed. And a few bits for
-//! each host cluster that was *seen in the mapping* or *handed out* since. Each place a write can go is checked once,
-//! when it becomes known:
+//! are gathered when an image is opened for writing, and updated as tables are made and freed. The others are a few
+//! bits for each host cluster that was *seen in the mapping* or *handed out* since. Each place a write can go is
+//! checked once, when it becomes known:
 //!
 //! | a write | is checked |
 //! |---|---|

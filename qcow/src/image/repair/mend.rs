@@ -4,7 +4,7 @@
 //! that are too high are lowered. After these are durable too, the header's warnings are withdrawn. If a flag were
 //! cleared before its count is raised, the next writer would copy the cluster and free data that others refer to. A
 //! count or flag never changes but to the right value, each in one sector. So a cut anywhere leaves an image with
-//! fewer errors of the same kinds, and no cluster in use is free.
+//! fewer errors of the same kinds, and no cluster in use becomes free.
 
 use block::file::FileView;
 
