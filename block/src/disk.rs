@@ -1,6 +1,6 @@
-//! What a disk is to those who use it: an opened image, and one queue's view of it.
+//! Interface between frontends and formats: an opened image, and one queue's view of it.
 //!
-//! Frontends know nothing of formats and formats nothing of frontends; this is all they share.
+//! Frontends do not depend on formats, nor formats on frontends; this module is all they share.
 
 use std::fmt;
 use std::future::Future;
@@ -12,30 +12,30 @@ use crate::hold::HoldOff;
 use crate::request::Request;
 use crate::task::Context;
 
-/// What a disk is like, in the units a frontend needs to describe it to a guest.
+/// Properties of a disk, in the units in which a frontend describes it to a guest.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct DiskInfo {
     /// The size of the guest's disk in bytes; a multiple of 512.
     pub size_bytes: u64,
-    /// Whether writes are refused.
+    /// True if writes are refused.
     pub read_only: bool,
     /// The size of the unit the image is managed in (the cluster size; for raw, the host's block size),
     /// in bytes. A guest that aligns to it avoids copy-on-write.
     pub preferred_io_bytes: u32,
     /// The smallest write that needs no read-modify-write on the host, in bytes (a power of two, ≥ 512).
     pub physical_block_bytes: u32,
-    /// Whether discard is offered.
+    /// True if discard is supported.
     pub discard: bool,
     /// The unit in which a discard frees space, in bytes.
     pub discard_granularity_bytes: u32,
-    /// Whether write-zeroes is offered.
+    /// True if write-zeroes is supported.
     pub write_zeroes: bool,
 }
 
 /// A future that stays on the worker that made it.
 pub type LocalBoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
-/// Why a queue of a disk could not be opened on a worker.
+/// Error: a queue of a disk could not be opened on a worker.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot open a queue on {disk}")]
 pub struct OpenQueueError {
@@ -48,32 +48,32 @@ pub struct OpenQueueError {
 
 /// An opened image. Shared by all workers that serve it.
 pub trait Disk: Send + Sync + fmt::Debug {
-    /// What the disk is like now.
+    /// Returns the disk's current properties.
     fn info(&self) -> DiskInfo;
 
-    /// The files the disk is made of, its own first and then those below it.
+    /// Returns the files the disk is made of, its own first and then those below it.
     fn files(&self) -> Vec<std::path::PathBuf> {
         Vec::new()
     }
 
-    /// One queue's view of the disk, on the worker that `cx` belongs to.
+    /// Opens one queue's view of the disk, on the worker that `cx` belongs to.
     ///
     /// # Errors
     ///
     /// If the worker's ring cannot take the disk's files.
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError>;
 
-    /// Makes everything durable and leaves the image as a clean shutdown should. Call it when the queues
-    /// have drained and are dropped; a disk dropped without it is as safe as after a power cut.
+    /// Makes everything durable and leaves the image as a clean shutdown should. The queues must have
+    /// drained and been dropped. A disk dropped without it is as safe as after a power cut.
     ///
-    /// Nothing waits for the host's space or a rate limit any more from here on.
+    /// From this call on, no request waits for the host's space or a rate limit.
     fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>>;
 
-    /// Makes the disk larger; `size_bytes` is rounded down to whole sectors. Durable when it is answered. What is new
-    /// reads as zeros. Whoever serves the disk tells its guest.
+    /// Makes the disk larger; `size_bytes` is rounded down to whole sectors. The new size is durable when the future
+    /// completes. New bytes read as zeros. The caller must notify the guest.
     ///
-    /// Answers [`IoError::Unsupported`] for a disk that does not grow, [`IoError::OutOfRange`] for a size that is
-    /// smaller or too large, [`IoError::ReadOnly`], or what the host answers; then the disk has its old size.
+    /// Fails with [`IoError::Unsupported`] for a disk that does not grow, [`IoError::OutOfRange`] for a size that is
+    /// smaller or too large, [`IoError::ReadOnly`], or the host's error; the disk then keeps its old size.
     fn resize(
         self: Arc<Self>,
         cx: &Context,
@@ -83,9 +83,9 @@ pub trait Disk: Send + Sync + fmt::Debug {
         Box::pin(async { Err(IoError::Unsupported) })
     }
 
-    /// Ends every wait for the host's space and for a rate limit, and lets none begin while the answer lives: whoever
-    /// drains a queue holds one meanwhile, as a request that waits may wait for ever. `None` from a disk that never
-    /// waits.
+    /// Ends every wait for the host's space and for a rate limit, and lets none begin while the returned value lives.
+    /// A caller that drains a queue must hold one, as a waiting request may wait for ever. Returns `None` if the disk
+    /// never waits.
     fn hold_off(&self) -> Option<HoldOff> {
         None
     }

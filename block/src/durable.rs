@@ -1,12 +1,12 @@
 //! Syncs of one image, over all its workers: one at a time, and none after one that failed.
 //!
-//! When a sync fails, the kernel may have dropped the pages it could not write, and it tells so *once*: workers'
-//! descriptors are duplicates, which share what has been told already. A later sync, or one that runs beside the
-//! failing one, may succeed and have made nothing durable. So an image remembers the first failure for as long as
-//! it is open, and its syncs take turns: who asks while one runs shares the next one.
+//! When a sync fails, the kernel may have dropped the pages it could not write, and it reports that *once*: workers'
+//! descriptors are duplicates, which share the error state. A later sync, or one that runs beside the failing one,
+//! may succeed and have made nothing durable. So an image remembers the first failure for as long as it is open.
+//! Its syncs run one at a time, and callers that arrive during one share the next.
 //!
-//! What must stay true: a sync succeeds only if it began after it was asked for, and no sync of the image has
-//! failed until it ended.
+//! Invariant: a sync succeeds only if it began after it was requested, and no sync of the image had failed by the
+//! time it ended.
 
 use crate::canary::{Rule, broken};
 use crate::error::IoError;
@@ -17,13 +17,13 @@ use crate::sync::atomic::{AtomicI32, Ordering};
 /// The syncs of one image.
 #[derive(Debug, Default)]
 pub(crate) struct Syncs {
-    /// The errno of the first that failed.
+    /// The errno of the first failed sync; 0 if none has failed.
     failed: AtomicI32,
     rounds: Mutex<Rounds>,
 }
 
 impl Syncs {
-    /// Remembers a failure. `true` if it is the first.
+    /// Records a failure. Returns true if it is the first.
     pub(crate) fn fail(&self, errno: i32) -> bool {
         if broken(Rule::FailedSyncForgotten) {
             return true;
@@ -34,11 +34,11 @@ impl Syncs {
         first.is_ok()
     }
 
-    /// Whether nothing is known to have been lost.
+    /// Fails if a sync has failed, so that written data may be lost.
     ///
     /// # Errors
     ///
-    /// The first sync's that failed.
+    /// The error of the first sync that failed.
     #[inline]
     pub(crate) fn check(&self) -> Result<(), IoError> {
         match self.failed.load(Ordering::SeqCst) {
@@ -47,7 +47,7 @@ impl Syncs {
         }
     }
 
-    /// Carries out `sync`, in turn, or shares another's.
+    /// Runs `sync` in its turn, or shares the round of another caller.
     pub(crate) async fn run<F>(&self, sync: impl FnOnce() -> F) -> Result<(), IoError>
     where
         F: Future<Output = Result<(), IoError>>,
@@ -58,7 +58,7 @@ impl Syncs {
             self.check()
         })
         .await?;
-        // Another may have failed between the round's end and now.
+        // Another sync may have failed since the round ended.
         self.check()
     }
 }

@@ -1,12 +1,12 @@
-//! What a request can end with.
+//! The errors that a request can end with.
 //!
-//! An [`IoError`] travels back to the guest's frontend with every failed request, so it is small and
-//! `Copy`. The full story (path, offset, field) is logged where the error arose; what a frontend needs
-//! is only which of its own answers to give.
+//! An [`IoError`] is returned to the guest's frontend with every failed request, so it is small and
+//! `Copy`. The details (path, offset, field) are logged where the error arose; a frontend only needs to
+//! choose its own error code.
 
 use std::io;
 
-/// Why a request failed.
+/// Error of a request.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum IoError {
     /// The host's kernel refused or failed the I/O.
@@ -21,7 +21,7 @@ pub enum IoError {
     /// Offset or length is not a multiple of 512 bytes.
     #[error("offset and length must be multiples of 512 bytes")]
     Misaligned,
-    /// The buffer's length is not the request's.
+    /// The buffer's length differs from the request's.
     #[error("the buffer is not as long as the request")]
     BufferLength,
     /// The buffer is registered with another worker's ring.
@@ -39,13 +39,13 @@ pub enum IoError {
     /// The request was cancelled before it took effect.
     #[error("cancelled")]
     Cancelled,
-    /// Whoever held the request dropped it without an answer.
+    /// The request's last owner dropped it without an answer.
     #[error("the request was dropped unanswered")]
     Dropped,
 }
 
 impl IoError {
-    /// The error of a failed system call. A cancelled op becomes [`IoError::Cancelled`].
+    /// Converts the errno of a failed system call. A cancelled op becomes [`IoError::Cancelled`].
     #[must_use]
     pub fn from_errno(errno: i32) -> Self {
         if errno == libc::ECANCELED {
@@ -55,7 +55,7 @@ impl IoError {
         }
     }
 
-    /// The errno that says it best, positive.
+    /// Returns the closest errno, positive.
     #[must_use]
     pub fn errno(self) -> i32 {
         match self {
@@ -68,7 +68,7 @@ impl IoError {
         }
     }
 
-    /// Whether the host ran out of space.
+    /// Returns true if the host ran out of space (`ENOSPC` or `EDQUOT`).
     #[must_use]
     pub fn is_no_space(self) -> bool {
         matches!(self, Self::Host { errno } if errno == libc::ENOSPC || errno == libc::EDQUOT)

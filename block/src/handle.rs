@@ -1,6 +1,6 @@
-//! Files as the ops of a ring name them.
+//! File handles, by which the ops of a ring name files.
 //!
-//! What must stay true: a file stays open and registered with its ring while a handle or an op holds it.
+//! Invariant: a file stays open and registered with its ring while a handle or an op holds it.
 
 use std::fmt;
 use std::os::fd::{OwnedFd, RawFd};
@@ -17,7 +17,7 @@ pub(crate) struct FileSlot {
     pub(crate) fixed: Option<u32>,
 }
 
-/// What an op does with its file.
+/// Operation of an op on its file.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Kind {
     /// Read into the slices.
@@ -32,26 +32,26 @@ pub(crate) enum Kind {
     Truncate,
     /// Report every time the descriptor becomes readable.
     Watch,
-    /// A command of the file's own driver (`IORING_OP_URING_CMD`): its code and what goes with it.
+    /// A command of the file's own driver (`IORING_OP_URING_CMD`): its code and its data.
     Command { code: u32, data: [u8; 16] },
 }
 
 impl Kind {
-    /// Whether an op is asked to end early when its ring wants to drain.
+    /// Returns true if an op of this kind is cancelled when its ring drains.
     pub(crate) fn ends_when_cancelled(self) -> bool {
         !matches!(self, Self::Watch | Self::Command { .. })
     }
 }
 
-/// Hears of each op on a file that the host fails, whoever asked for it.
+/// Observer of the ops on a file that the host fails, whoever submitted them.
 pub(crate) trait Observer {
-    /// An op of this kind has failed at this byte of the file.
+    /// Records that an op of this kind has failed at this byte of the file.
     fn failed(&self, kind: Kind, offset: u64, error: IoError);
 }
 
-/// A ring, as its files see it.
+/// A ring's interface for its files.
 pub(crate) trait Registry {
-    /// Forgets a file that no op uses any more.
+    /// Unregisters a file that no op uses any more.
     fn unregister(&self, slot: FileSlot);
 }
 
@@ -77,7 +77,7 @@ pub struct FileHandle {
 }
 
 impl FileHandle {
-    /// The handle of `fd`, which `registry` knows as `slot` until the last clone is dropped.
+    /// Makes a handle of `fd`, registered with `registry` as `slot` until the last clone is dropped.
     pub(crate) fn new(
         fd: OwnedFd,
         slot: FileSlot,
@@ -103,7 +103,7 @@ impl FileHandle {
         self.registered.observer.as_ref()
     }
 
-    /// The descriptor, for calls that are not ops.
+    /// Returns the descriptor, for calls that are not ops.
     #[must_use]
     pub fn fd(&self) -> &OwnedFd {
         &self.registered.fd

@@ -1,13 +1,12 @@
-//! Waits of a disk that end when it is to drain: for the host's space, where that was asked for (`werror=wait`), and for
-//! the tokens of a rate limit ([`crate::throttle`]).
+//! Waits of a disk that a drain ends: for the host's space, if configured (`werror=wait`), and for the tokens of a
+//! rate limit ([`crate::throttle`]).
 //!
-//! A write that the host has no space for is then not answered but tried again after a moment, which grows from
-//! [`WAIT_MIN`] to [`WAIT_MAX`]. A wait ends early when the disk's queues are to drain: whoever drains takes a
-//! [`HoldOff`], and as long as there is one nothing waits, and a write for which there is no space fails with
-//! the host's error as it would without all this. A disk that closes takes one for good.
+//! A write that the host has no space for is then not answered but retried after a delay, which grows from
+//! [`WAIT_MIN`] to [`WAIT_MAX`]. To drain a disk's queues, the caller takes a [`HoldOff`]. While one exists nothing
+//! waits, and a write without space fails with the host's error. A disk that closes takes one for good.
 //!
-//! What must stay true: only what the host refused *whole or in part* is tried again, never what it may have
-//! forgotten: a failed sync is never held (see [`mod@crate::file`]).
+//! Invariant: only operations that the host refused *whole or in part* are retried, never those whose data it may
+//! have lost: a failed sync is never held (see [`mod@crate::file`]).
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -21,9 +20,9 @@ use crate::sync::Monitor;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::task::Context;
 
-/// How long to wait before the first further try.
+/// The delay before the first retry.
 pub const WAIT_MIN: Duration = Duration::from_millis(50);
-/// The longest wait between two tries.
+/// The longest delay between two tries.
 pub const WAIT_MAX: Duration = Duration::from_secs(2);
 
 /// The waits of one image or disk, shared by all its workers.
@@ -35,27 +34,27 @@ pub(crate) struct Holds {
 
 #[derive(Debug, Default)]
 struct Off {
-    /// How many want that nothing waits.
+    /// The number of live [`HoldOff`]s, and of those made permanent.
     holders: usize,
-    /// How many have wanted it so far: who began to wait before the last of them waits no more, even if that one
-    /// has what it wanted by the time the waiter looks.
+    /// The number of hold-offs so far. A wait that began before the last of them is over, even if that one has
+    /// been dropped by the time the waiter looks.
     ended: u64,
 }
 
 impl Off {
-    /// Returns true if a wait is over that began when `began` had been ended.
+    /// Returns true if a wait is over that began when `ended` was `began`.
     fn ends(&self, began: u64) -> bool {
         self.holders > 0 || self.ended != began
     }
 }
 
 impl Holds {
-    /// From now on writes wait for space.
+    /// Lets writes wait for space from now on.
     pub(crate) fn want(&self) {
         self.wanted.store(true, Ordering::SeqCst);
     }
 
-    /// Whether writes wait for space, unless they are not to just now.
+    /// Returns true if writes are to wait for space when no hold-off is in effect.
     #[inline]
     pub(crate) fn is_wanted(&self) -> bool {
         self.wanted.load(Ordering::Relaxed)
@@ -73,7 +72,8 @@ impl Holds {
         self.off.with(|off| off.holders -= 1);
     }
 
-    /// Waits for `time`. `false`, perhaps at once, if nobody is to wait.
+    /// Waits for `time`. Returns false, perhaps at once, if waits are not wanted or have been ended, or if the timer
+    /// fails.
     pub(crate) async fn wait(&self, cx: &Context, time: Duration) -> bool {
         if !self.is_wanted() {
             return false;
@@ -92,7 +92,7 @@ impl Holds {
     }
 }
 
-/// As long as this lives, nothing of a disk waits: see [`Disk::hold_off`](crate::Disk::hold_off).
+/// Guard: while it lives, no request of a disk waits. See [`Disk::hold_off`](crate::Disk::hold_off).
 #[derive(Debug)]
 #[must_use = "waits may begin again when this is dropped"]
 pub struct HoldOff {
@@ -107,12 +107,12 @@ impl HoldOff {
         }
     }
 
-    /// This one holds off what `other` does, too.
+    /// Adds the waits that `other` holds off to this one.
     pub(crate) fn join(&mut self, mut other: Self) {
         self.holds.append(&mut other.holds);
     }
 
-    /// Nothing waits from here on.
+    /// Makes the hold-off permanent.
     pub fn for_good(self) {
         self.holds.iter().for_each(|holds| holds.turn_off());
     }

@@ -1,8 +1,8 @@
-//! What goes wrong with an image, told once: the same thing happens to thousands of requests, and a log that
-//! repeats it for each is a second failure.
+//! Log rate limiter for the errors of an image: one fault hits thousands of requests, and a log line for each
+//! would be a second failure.
 //!
-//! Each image has one [`Reports`]. The first message of a kind is let through; of those that follow, one a minute,
-//! with how many were held back. Kinds are few, whatever a guest or an image does.
+//! Each image has one [`Reports`]. The first message of a kind passes; of those that follow, one a minute, with the
+//! number suppressed. The number of kinds is small, whatever a guest or an image does.
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,17 +11,17 @@ use parking_lot::Mutex;
 
 use crate::error::IoError;
 
-/// How long a kind of message stays quiet once it was told.
+/// The time for which further messages of a kind are suppressed after one was logged.
 pub const QUIET: Duration = Duration::from_secs(60);
 
-/// What the host was asked to do.
+/// Operation that the host was asked to do.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Action {
     /// Read bytes.
     Read,
     /// Write bytes.
     Write,
-    /// Make what was written durable.
+    /// Make written data durable.
     Sync,
     /// Reserve, zero or give back space.
     Allocate,
@@ -30,7 +30,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// How messages call it.
+    /// Returns the action's name in messages.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -43,10 +43,10 @@ impl Action {
     }
 }
 
-/// What messages are told apart by.
+/// Class of messages that share a limit.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Kind {
-    /// The host failed something with this errno.
+    /// The host failed this action with this errno.
     Host(Action, i32),
     /// The image is corrupt, in this way.
     Corrupt(&'static str),
@@ -66,8 +66,8 @@ pub struct Reports {
 }
 
 impl Reports {
-    /// Returns `Some` if a message of this kind is to be written at time `now`, with the number of those like it that
-    /// were held back, if any were.
+    /// Returns `Some` if a message of this kind is to be written at time `now`, with the number suppressed since the
+    /// last one, if any were.
     pub fn admit(&self, kind: Kind, now: Duration) -> Option<Option<u64>> {
         let mut told = self.told.lock();
         let Some(before) = told.iter_mut().find(|told| told.kind == kind) else {
@@ -87,8 +87,8 @@ impl Reports {
         Some((held_back > 0).then_some(held_back))
     }
 
-    /// Tells that the host failed an operation on the image at `path`, at byte `offset` of the file.
-    /// `consequence` says what becomes of it. Returns true if a line was written.
+    /// Logs that the host failed an operation on the image at `path`, at byte `offset` of the file.
+    /// `consequence` states the effect. Returns true if a line was written.
     pub fn host_error(
         &self,
         path: &Path,

@@ -1,8 +1,8 @@
-//! One disk request, and the token that makes sure it is answered exactly once.
+//! One disk request, and the token that ensures it is answered exactly once.
 //!
-//! A frontend makes a [`Request`] and gives it away; whoever ends up with it calls [`Request::finish`].
-//! A request that is dropped unanswered answers [`IoError::Dropped`], so a forgotten path costs an
-//! error and never a hung guest. The answer carries the buffer back, so that an embedder can use it again.
+//! A frontend makes a [`Request`] and submits it; its last owner calls [`Request::finish`].
+//! A request that is dropped unanswered answers [`IoError::Dropped`], so a code path that forgets it causes
+//! an error and never a hung guest. The answer returns the buffer, so that an embedder can reuse it.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -15,7 +15,7 @@ use crate::canary::{Rule, strikes};
 use crate::epoch::EpochGuard;
 use crate::error::IoError;
 
-/// What a request asks for.
+/// Operation of a request.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Op {
     /// Fill the buffer from the disk.
@@ -39,7 +39,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Whether the operation changes the disk.
+    /// Returns true if the operation changes the disk.
     #[must_use]
     pub fn is_write(self) -> bool {
         !matches!(self, Self::Read | Self::Flush)
@@ -51,34 +51,34 @@ impl Op {
 pub struct Done {
     /// The tag the frontend gave the request.
     pub tag: u64,
-    /// How it ended. `Ok` means the whole length.
+    /// The result. `Ok` means the whole length.
     pub result: Result<(), IoError>,
-    /// The request's buffer, for its owner to use again.
+    /// The request's buffer, returned to its owner for reuse.
     pub buffer: Buffer,
 }
 
-/// Where the answers of one frontend's requests gather until it publishes them.
+/// Queue of answers to one frontend's requests, until it publishes them.
 ///
-/// One per virtqueue: answers of a round are taken out together.
+/// There is one per virtqueue; all waiting answers are taken out together.
 #[derive(Debug, Default)]
 pub struct CompletionSink {
     done: RefCell<Vec<Done>>,
 }
 
 impl CompletionSink {
-    /// An empty sink.
+    /// Makes an empty sink.
     #[must_use]
     pub fn new() -> Rc<Self> {
         Rc::new(Self::default())
     }
 
-    /// Whether an answer is waiting.
+    /// Returns true if no answer is waiting.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.done.borrow().is_empty()
     }
 
-    /// Moves all waiting answers to the end of `out`, in the order they were given.
+    /// Appends all waiting answers to `out`, in the order in which they were given.
     pub fn drain_into(&self, out: &mut Vec<Done>) {
         out.append(&mut self.done.borrow_mut());
     }
@@ -103,21 +103,21 @@ struct LocalCell {
 /// Not `Send`: a request lives and is answered on the worker it was made on.
 #[derive(Debug)]
 pub struct Request {
-    /// What to do.
+    /// The operation.
     pub op: Op,
     /// The first byte, in bytes from the start of the guest's disk; a multiple of 512.
     pub offset: u64,
-    /// How many bytes; a multiple of 512. Zero for a flush.
+    /// The length in bytes; a multiple of 512. Zero for a flush.
     pub len: u64,
     /// The memory to read into or write from; empty for operations without data.
     pub buffer: Buffer,
-    /// Held until the request is answered: keeps the host clusters it may have seen from being reused.
+    /// Held until the request is answered: prevents reuse of the host clusters the request may have seen.
     pub guard: Option<EpochGuard>,
     target: Target,
 }
 
 impl Request {
-    /// A request answered into `sink` under `tag`.
+    /// Makes a request that is answered into `sink` under `tag`.
     #[must_use]
     pub fn new(op: Op, offset: u64, len: u64, buffer: Buffer, sink: &Rc<CompletionSink>, tag: u64) -> Self {
         Self {
@@ -130,7 +130,7 @@ impl Request {
         }
     }
 
-    /// A request answered to a future on the same worker.
+    /// Makes a request that is answered to a future on the same worker.
     pub fn local(op: Op, offset: u64, len: u64, buffer: Buffer) -> (Self, LocalAnswer) {
         let cell = Rc::new(LocalCell::default());
         let request = Self {
@@ -149,8 +149,8 @@ impl Request {
         self.answer(result);
     }
 
-    /// Takes the buffer out, for parts of the request to share. Give it back with
-    /// [`Request::finish_with`], or the answer carries an empty one.
+    /// Takes the buffer out, for parts of the request to share. Return it with
+    /// [`Request::finish_with`]; otherwise the answer carries an empty one.
     #[must_use]
     pub fn take_buffer(&mut self) -> Buffer {
         std::mem::take(&mut self.buffer)
@@ -162,12 +162,12 @@ impl Request {
         self.answer(result);
     }
 
-    /// Checks what every disk checks: the range lies inside `disk_bytes`, is made of whole sectors, the
-    /// buffer is as long as the request, and a read-only disk is not written.
+    /// Makes the checks common to all disks: the range lies inside `disk_bytes` and is made of whole sectors,
+    /// the buffer is as long as the request, and a read-only disk is not written.
     ///
     /// # Errors
     ///
-    /// The [`IoError`] that the request should be answered with.
+    /// Returns the [`IoError`] that the request should be answered with.
     #[inline]
     pub fn check(&self, disk_bytes: u64, read_only: bool) -> Result<(), IoError> {
         if self.op == Op::Flush {
@@ -194,7 +194,7 @@ impl Request {
 
     #[inline]
     fn answer(&mut self, result: Result<(), IoError>) {
-        // What protects the request's clusters and memory goes before the answer: the answer's
+        // Drop the protection of the request's clusters and memory before the answer: the answer's
         // receiver may free both.
         self.guard = None;
         let buffer = std::mem::take(&mut self.buffer);

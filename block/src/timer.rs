@@ -1,10 +1,10 @@
-//! Time, as a worker's code may know it: what it is now, and a sleep.
+//! Time on a worker: the current time and sleeps.
 //!
-//! Both come from a [`Clock`], so that a simulated world can have its own. The host's is the monotonic clock, and
-//! a timer descriptor that the worker's ring watches like any other event: an alarm ends the ring's wait, and
-//! `Timers::fire`, which the executor calls before it looks for tasks, wakes who has slept enough.
+//! Both come from a [`Clock`], so that a simulated world can have its own. The host's is the monotonic clock and a
+//! timerfd that the worker's ring watches like any other event. An alarm ends the ring's wait. `Timers::fire`, which
+//! the executor calls before it looks for tasks, wakes the sleeps that have expired.
 //!
-//! What must stay true: while somebody sleeps, the alarm is set for the first of them or earlier.
+//! Invariant: while any task sleeps, the alarm is set for the earliest expiry or before it.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -22,10 +22,10 @@ use crate::ring::{Ring, Watch, set_timer, timer};
 
 /// A worker's time.
 pub trait Clock: fmt::Debug {
-    /// Time since some moment that is the same for all workers of a process; it never goes back.
+    /// Returns the time since an instant that is the same for all workers of a process; it never goes back.
     fn now(&self) -> Duration;
 
-    /// Makes `ring` end a wait at time `at`, or soon after. Replaces what was asked for before.
+    /// Makes `ring` end a wait at time `at`, or soon after. Replaces the previous alarm.
     ///
     /// # Errors
     ///
@@ -65,13 +65,13 @@ impl Clock for HostClock {
     }
 }
 
-/// Who sleeps on one worker, and until when.
+/// The sleeps of one worker, ordered by expiry.
 #[derive(Debug)]
 pub(crate) struct Timers {
     clock: Rc<dyn Clock>,
     sleepers: RefCell<BTreeMap<(Duration, u64), Waker>>,
     next: Cell<u64>,
-    /// What the alarm is set for.
+    /// The time for which the alarm is set.
     armed: Cell<Option<Duration>>,
 }
 
@@ -85,7 +85,7 @@ impl Timers {
         })
     }
 
-    /// Sets the alarm for `at`, unless it is.
+    /// Sets the alarm for `at`, unless it is set for that time already.
     fn arm(&self, ring: &Ring, at: Duration) -> io::Result<()> {
         if self.armed.get() == Some(at) {
             return Ok(());
@@ -99,7 +99,7 @@ impl Timers {
         self.clock.now()
     }
 
-    /// Wakes those who have slept enough.
+    /// Wakes the sleeps that have expired.
     #[inline]
     pub(crate) fn fire(&self, ring: &Ring) {
         if !self.sleepers.borrow().is_empty() {
@@ -111,7 +111,7 @@ impl Timers {
     fn wake(&self, ring: &Ring) {
         let now = self.clock.now();
         if self.armed.get().is_some_and(|at| at <= now) {
-            // It has rung, or is about to for nothing.
+            // It has expired, or will expire to no effect.
             self.armed.set(None);
         }
         loop {
@@ -134,7 +134,7 @@ impl Timers {
     }
 }
 
-/// A sleep. It ends when its time has come; an error says that it cannot be waited for.
+/// A sleep. It ends at its expiry; an error means that the alarm could not be set.
 #[derive(Debug)]
 #[must_use = "a sleep that is not awaited does nothing"]
 pub struct Sleep {
