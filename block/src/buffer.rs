@@ -1,12 +1,12 @@
-//! Memory that an I/O may touch, owned until the I/O has ended.
+//! Memory of an I/O, owned until the I/O has ended.
 //!
-//! A [`Buffer`] is memory of our own ([`AlignedBuf`]), slices of a guest's memory together with a hold on the
-//! mapping they live in, or a [registered](Registration) buffer, whose bytes only the kernel reaches. It never
-//! shows a reference to guest memory: a guest may write it at any time, so its bytes are only ever copied,
-//! through raw pointers, and only by way of a [`Memory`], which a registered buffer has none of.
+//! A [`Buffer`] is memory of our own ([`AlignedBuf`]), slices of guest memory together with a hold on their mapping,
+//! or a [registered](Registration) buffer, whose bytes only the kernel reaches. It never exposes a reference to
+//! guest memory: a guest may write it at any time. Its bytes are only copied, through raw pointers, by way of a
+//! [`Memory`], which a registered buffer does not have.
 //!
-//! What must stay true: as long as a `Buffer` (or an op that shares it) lives, every address it names is
-//! mapped and is not freed, and every registered buffer is its own.
+//! Invariant: as long as a `Buffer` (or an op that shares it) lives, every address it names is mapped and is not
+//! freed, and every registered buffer that it names stays leased to it.
 
 #![expect(
     unsafe_code,
@@ -36,7 +36,7 @@ pub struct AlignedBuf {
     ptr: NonNull<u8>,
     len: usize,
     capacity: usize,
-    /// Whether it is a mapping of its own, and not the allocator's.
+    /// True if the memory is a mapping of its own, and not the allocator's.
     mapped: bool,
 }
 
@@ -46,7 +46,7 @@ unsafe impl Send for AlignedBuf {}
 unsafe impl Sync for AlignedBuf {}
 
 impl AlignedBuf {
-    /// `len` zero bytes.
+    /// Allocates `len` zero bytes.
     ///
     /// # Panics
     ///
@@ -68,12 +68,12 @@ impl AlignedBuf {
         }
     }
 
-    /// `len` zero bytes straight from the system: what is never touched takes no memory. [`AlignedBuf::zeroed`] writes
-    /// every byte, because the allocator may have memory to use again.
+    /// Maps `len` zero bytes (`mmap`): pages that are never touched take no memory. [`AlignedBuf::zeroed`] may write
+    /// every byte, because the allocator may reuse memory.
     ///
     /// # Errors
     ///
-    /// If the system has no room for it.
+    /// If the mapping fails for lack of memory.
     ///
     /// # Panics
     ///
@@ -98,7 +98,7 @@ impl AlignedBuf {
         if ptr == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // Else one byte could cost 2 MiB. A kernel that has no huge pages refuses, and none come.
+        // Otherwise one byte could cost 2 MiB. A kernel without huge pages refuses, which has the same effect.
         // SAFETY: the range is the new mapping, and the advice changes no byte of it.
         unsafe { libc::madvise(ptr, capacity, libc::MADV_NOHUGEPAGE) };
         let ptr = NonNull::new(ptr.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
@@ -110,7 +110,7 @@ impl AlignedBuf {
         })
     }
 
-    /// A copy of `bytes`.
+    /// Allocates a copy of `bytes`.
     #[must_use]
     pub fn from_slice(bytes: &[u8]) -> Self {
         let mut buf = Self::zeroed(bytes.len());
@@ -124,7 +124,7 @@ impl AlignedBuf {
     }
 
     /// Shortens the buffer to `len` bytes, or lengthens it up to its capacity (a multiple of
-    /// [`BUFFER_ALIGN`]); bytes that come back hold what they last held.
+    /// [`BUFFER_ALIGN`]). Bytes that reappear keep their last contents.
     ///
     /// # Panics
     ///
@@ -138,7 +138,7 @@ impl AlignedBuf {
         self.len = len;
     }
 
-    /// The bytes allocated.
+    /// Returns the number of bytes allocated.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.capacity
@@ -202,7 +202,7 @@ impl IoSlice {
         self.0.iov_len
     }
 
-    /// Whether there is nothing in it.
+    /// Returns true if its length is zero.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.iov_len == 0
@@ -213,12 +213,12 @@ impl IoSlice {
         self.0.iov_base.cast()
     }
 
-    /// What it was before `bytes` of it were skipped.
+    /// Undoes [`IoSlice::skip`] of `bytes`.
     pub(crate) fn unskip(&self, bytes: usize) -> Self {
         Self::new(self.ptr().wrapping_sub(bytes), self.len() + bytes)
     }
 
-    /// What is left after `bytes` of it.
+    /// Returns the rest after the first `bytes`.
     pub(crate) fn skip(&self, bytes: usize) -> Self {
         Self::new(self.ptr().wrapping_add(bytes), self.len().saturating_sub(bytes))
     }
@@ -233,8 +233,8 @@ impl fmt::Debug for IoSlice {
 /// The list of stretches an op reads into or writes from.
 pub(crate) type IoSlices = SmallVec<[IoSlice; 4]>;
 
-/// What keeps a guest's memory mapped. Cloned per buffer, so it is counted without atomics: make one per
-/// worker and memory map.
+/// Keeps a guest's memory mapped. Cloned per buffer, so its count is not atomic: make one per worker and
+/// memory map.
 pub type MemoryHold = Rc<dyn Any>;
 
 #[derive(Default)]
@@ -250,7 +250,7 @@ enum Repr {
     Registered(Registered),
 }
 
-/// Requests in memory do not pay for those that are not.
+/// A registered buffer must not make the others larger.
 const _: () = assert!(size_of::<Registered>() <= size_of::<(SmallVec<[IoSlice; 2]>, usize, MemoryHold)>());
 
 /// The memory of one request.
@@ -260,7 +260,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Starts a buffer over guest memory that `hold` keeps mapped; add to it with
+    /// Starts a buffer over guest memory that `hold` keeps mapped; add memory with
     /// [`GuestBufferBuilder::push`].
     #[must_use]
     pub fn guest(hold: MemoryHold) -> GuestBufferBuilder {
@@ -271,7 +271,7 @@ impl Buffer {
         }
     }
 
-    /// A buffer over `len` bytes of another from `offset` on, which it keeps alive.
+    /// Makes a buffer over `len` bytes of `whole` from `offset` on, and keeps `whole` alive.
     ///
     /// # Panics
     ///
@@ -295,7 +295,7 @@ impl Buffer {
         Self { repr }
     }
 
-    /// A buffer whose bytes only the kernel reaches, by the place it has in the table of a ring and through a
+    /// Makes a buffer whose bytes only the kernel reaches, by its slot in a ring's buffer table and through a
     /// file.
     ///
     /// # Errors
@@ -319,13 +319,13 @@ impl Buffer {
         }
     }
 
-    /// Whether it holds no bytes.
+    /// Returns true if it holds no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The bytes, if they are our own and not a guest's.
+    /// Returns the bytes if this process owns them.
     #[must_use]
     pub fn as_owned(&self) -> Option<&AlignedBuf> {
         match &self.repr {
@@ -334,7 +334,7 @@ impl Buffer {
         }
     }
 
-    /// The bytes to change, if they are our own and not a guest's.
+    /// Returns the bytes for changing if this process owns them.
     #[must_use]
     pub fn as_owned_mut(&mut self) -> Option<&mut AlignedBuf> {
         match &mut self.repr {
@@ -343,7 +343,7 @@ impl Buffer {
         }
     }
 
-    /// The memory itself, if it is our own and not a guest's.
+    /// Returns the memory itself if this process owns it.
     #[must_use]
     pub fn into_owned(self) -> Option<AlignedBuf> {
         match self.repr {
@@ -352,9 +352,9 @@ impl Buffer {
         }
     }
 
-    /// The bytes, if this process can reach them.
+    /// Returns the bytes, if this process can reach them.
     ///
-    /// `None` of a [registered](Buffer::registered) buffer: the [ring](crate::ring::Ring::copy) copies to and from it.
+    /// `None` for a [registered](Buffer::registered) buffer: the [ring](crate::ring::Ring::copy) copies to and from it.
     #[must_use]
     #[inline]
     pub fn memory(&self) -> Option<Memory<'_>> {
@@ -364,7 +364,7 @@ impl Buffer {
         }
     }
 
-    /// What it is made of.
+    /// Returns the location of its bytes: memory, or a ring's buffer table.
     #[inline]
     pub(crate) fn place(&self) -> Place<'_> {
         let stretches = match &self.repr {
@@ -385,7 +385,7 @@ impl Buffer {
         check_range(self.len(), offset, len);
     }
 
-    /// Whether every stretch starts at a multiple of `address_align` and is a multiple of `len_align`
+    /// Returns true if every stretch starts at a multiple of `address_align` and is a multiple of `len_align`
     /// bytes long (powers of two).
     #[must_use]
     #[inline]
@@ -393,7 +393,7 @@ impl Buffer {
         self.is_range_aligned(0, self.len(), address_align, len_align)
     }
 
-    /// As [`Buffer::is_aligned`], of bytes `offset..offset + len` alone.
+    /// As [`Buffer::is_aligned`], for bytes `offset..offset + len` alone.
     ///
     /// # Panics
     ///
@@ -432,11 +432,11 @@ fn check_range(whole: usize, offset: usize, len: usize) {
     assert!(end <= whole, "bytes {offset}..{end} of a buffer of {whole}");
 }
 
-/// What a buffer is made of.
+/// Location of a buffer's bytes.
 pub(crate) enum Place<'a> {
     /// Addresses of this process.
     Memory(Memory<'a>),
-    /// A place in a ring's table.
+    /// A slot of a ring's buffer table.
     Registered(&'a Registered),
 }
 
@@ -521,7 +521,7 @@ impl Memory<'_> {
     ///
     /// # Panics
     ///
-    /// If the buffer has not that many.
+    /// If the buffer does not have that many.
     pub fn read(self, offset: usize, out: &mut [u8]) {
         let (base, len, mut at) = (out.as_mut_ptr(), out.len(), 0);
         self.for_each(offset, len, |slice| {
@@ -598,19 +598,19 @@ impl GuestBufferBuilder {
         self.slices.push(IoSlice::new(ptr, len));
     }
 
-    /// The bytes gathered so far.
+    /// Returns the number of bytes gathered so far.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing was gathered.
+    /// Returns true if no bytes were gathered.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The finished buffer.
+    /// Returns the finished buffer.
     #[must_use]
     pub fn build(self) -> Buffer {
         Buffer {
@@ -632,15 +632,15 @@ pub enum Piece {
         buffer: Rc<Buffer>,
         /// The first byte.
         offset: usize,
-        /// How many bytes.
+        /// The length in bytes.
         len: usize,
     },
-    /// So many zero bytes. Only to be written.
+    /// This number of zero bytes; only for writes.
     Zeros(usize),
 }
 
 impl Piece {
-    /// A whole buffer.
+    /// Makes a piece of a whole buffer.
     #[must_use]
     pub fn whole(buffer: &Rc<Buffer>) -> Self {
         Self::Bytes {
@@ -659,18 +659,18 @@ impl Piece {
         }
     }
 
-    /// Whether there is nothing in it.
+    /// Returns true if its length is zero.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether its bytes are a registered buffer's, which an op names alone.
+    /// Returns true if its bytes are a registered buffer's. An op can name no other piece beside it.
     pub(crate) fn is_registered(&self) -> bool {
         matches!(self, Self::Bytes { buffer, .. } if matches!(buffer.repr, Repr::Registered(_)))
     }
 
-    /// Its first `at` bytes, and the rest. All of it and nothing, if it is not longer.
+    /// Returns its first `at` bytes and the rest. If it is not longer than that, the rest is empty.
     #[must_use]
     pub fn split_at(&self, at: usize) -> (Self, Self) {
         let at = at.min(self.len());
@@ -696,7 +696,7 @@ struct ZeroBlock([u8; ZERO_BLOCK_BYTES]);
 
 static ZERO_BLOCK: ZeroBlock = ZeroBlock([0; ZERO_BLOCK_BYTES]);
 
-/// Adds `len` zero bytes, to be written from, to `out`.
+/// Appends `len` zero bytes, as the source of a write, to `out`.
 pub(crate) fn append_zeros(mut len: usize, out: &mut IoSlices) {
     while len > 0 {
         let part = len.min(ZERO_BLOCK_BYTES);
@@ -709,27 +709,27 @@ pub(crate) fn append_zeros(mut len: usize, out: &mut IoSlices) {
 /// Fills the stretches of an op that has ended, and still owns their memory, with zeros.
 pub(crate) fn zero_slices(slices: &[IoSlice]) {
     for slice in slices {
-        // SAFETY: called by the slot that holds the op's memory, before it lets go of it: the stretch
+        // SAFETY: called by the slot that holds the op's memory, before it releases it: the stretch
         // is mapped and writable, as the read it belonged to required.
         unsafe { std::ptr::write_bytes(slice.ptr(), 0, slice.len()) };
     }
 }
 
-/// Buffers of one worker, kept to be used again.
+/// Pool of one worker's buffers for reuse.
 ///
-/// They come out with whatever they last held.
+/// A buffer taken from it has arbitrary contents.
 #[derive(Debug, Default)]
 pub struct BufferPool {
     free: RefCell<Vec<AlignedBuf>>,
 }
 
-/// At most this many buffers wait in a pool, none larger than [`POOLED_BYTES_MAX`].
+/// The largest number of buffers in a pool, none larger than [`POOLED_BYTES_MAX`].
 const POOLED_BUFFERS_MAX: usize = 32;
 /// The largest buffer a pool keeps.
 const POOLED_BYTES_MAX: usize = 256 * 1024;
 
 impl BufferPool {
-    /// A buffer of `len` bytes; their contents are arbitrary.
+    /// Returns a buffer of `len` bytes with arbitrary contents.
     #[must_use]
     pub fn take(&self, len: usize) -> AlignedBuf {
         let mut free = self.free.borrow_mut();
@@ -743,7 +743,7 @@ impl BufferPool {
         AlignedBuf::zeroed(len)
     }
 
-    /// Gives a buffer back.
+    /// Returns a buffer to the pool.
     pub fn put(&self, buf: AlignedBuf) {
         let mut free = self.free.borrow_mut();
         if buf.capacity <= POOLED_BYTES_MAX && free.len() < POOLED_BUFFERS_MAX {

@@ -1,7 +1,7 @@
-//! Registered buffers: who has which place in a ring's table, and the doors beside them.
+//! Leases on the slots of a ring's buffer table, and the doors beside registered buffers.
 //!
-//! What must stay true: a place is leased to one buffer at a time. It is given back when the last buffer that has it is
-//! gone, which is when the last op has ended that names it.
+//! Invariant: a slot is leased to one buffer at a time. It is released when the last buffer that holds the lease is
+//! gone, which is when the last op that names it has ended.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -9,21 +9,21 @@ use std::rc::Rc;
 
 use crate::handle::FileHandle;
 
-/// Which places of a ring's table are leased.
+/// Lease states of the slots of a ring's buffer table.
 #[derive(Debug)]
 pub(crate) struct Leases {
     taken: RefCell<Vec<bool>>,
 }
 
 impl Leases {
-    /// So many places, none of them leased.
+    /// Makes a table of `places` slots, none of them leased.
     pub(crate) fn new(places: usize) -> Rc<Self> {
         Rc::new(Self {
             taken: RefCell::new(vec![false; places]),
         })
     }
 
-    /// Leases a place that nobody else has.
+    /// Leases a slot, unless it is leased already.
     pub(crate) fn take(self: &Rc<Self>, index: u16) -> Result<FixedBuffer, LeaseError> {
         let mut taken = self.taken.borrow_mut();
         let places = taken.len();
@@ -41,33 +41,33 @@ impl Leases {
     }
 }
 
-/// Why a place in a ring's table cannot be had.
+/// Error: a slot of a ring's buffer table cannot be leased.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum LeaseError {
-    /// There is no such place.
+    /// The table has no such slot.
     #[error("place {index} of a table of {places} registered buffers")]
     NoPlace {
-        /// The place.
+        /// The slot.
         index: u16,
-        /// How many there are.
+        /// The number of slots.
         places: usize,
     },
     /// An op or a buffer still names it.
     #[error("registered buffer {index} is still in use")]
     InUse {
-        /// The place.
+        /// The slot.
         index: u16,
     },
 }
 
-/// A lease on a place in a ring's table, given back on drop.
+/// A lease on a slot of a ring's buffer table, released on drop.
 pub struct FixedBuffer {
     leases: Rc<Leases>,
     index: u16,
 }
 
 impl FixedBuffer {
-    /// The number of the place.
+    /// Returns the index of the slot.
     #[must_use]
     pub fn index(&self) -> u16 {
         self.index
@@ -92,16 +92,16 @@ impl Drop for FixedBuffer {
     }
 }
 
-/// A file at which the bytes of registered buffers are read and written. Cheap to clone.
+/// A file through which the bytes of registered buffers are read and written. Cheap to clone.
 ///
-/// Unlike an image's file it has no end past which there are zeros: bytes that it does not have are an error.
+/// Unlike an image's file it does not read as zeros past its end: missing bytes are an error.
 #[derive(Clone, Debug)]
 pub struct Door {
     pub(crate) file: FileHandle,
 }
 
 impl Door {
-    /// The door that this file is; it is registered with the ring whose table the buffers are in.
+    /// Makes a door of `file`, which must be registered with the ring whose table holds the buffers.
     #[must_use]
     pub fn new(file: FileHandle) -> Self {
         Self { file }

@@ -1,16 +1,18 @@
 //! Files that hold images: one opened file shared by all workers, and each worker's view of it.
 //!
 //! An [`ImageFile`] is opened once. Every worker makes a [`FileView`] with a descriptor of its own,
-//! registered with its ring. A view hides what direct I/O demands: offset, length and address alignment
-//! are three separate conditions, found with `statx(2)` (`STATX_DIOALIGN`), and only what breaks one of
-//! them is bounced through a buffer of ours.
+//! registered with its ring. A view hides the demands of direct I/O: offset, length and address alignment
+//! are three separate conditions, found with `statx(2)` (`STATX_DIOALIGN`). Only transfers that break one of
+//! them go through a bounce buffer.
 //!
-//! What must stay true: only positional I/O (duplicates share an offset); a read-modify-write of a
-//! block excludes every other write, punch and zeroing in that block until it has ended; and once a sync has failed, on whichever
-//! view, none succeeds any more (`durable`).
+//! Invariants:
 //!
-//! A forced write through the page cache is a write and then a sync, so that it is known which of the two failed:
-//! a write for which there was no space has lost nothing, a sync may have.
+//! - All I/O is positional (duplicates share an offset).
+//! - A read-modify-write of a block excludes every other write, punch and zeroing in that block until it has ended.
+//! - Once a sync has failed, on any view, none succeeds any more (`durable`).
+//!
+//! A forced write through the page cache is a write and then a sync, to tell which of the two failed: a write
+//! that failed for lack of space has lost nothing, a sync may have.
 
 #![expect(unsafe_code, reason = "statx and open flags")]
 
@@ -50,7 +52,7 @@ pub use inherited::DescriptorRefusal;
 use ranges::RangeLocks;
 use transfer::{Transfer, is_one_op};
 
-/// How to open an [`ImageFile`].
+/// Options for opening an [`ImageFile`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FileOptions {
     /// Open for writing too.
@@ -59,7 +61,7 @@ pub struct FileOptions {
     pub direct: bool,
 }
 
-/// Why a file could not be opened as an image.
+/// Error: a file could not be opened as an image.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenFileError {
     /// The kernel refused.
@@ -67,16 +69,16 @@ pub enum OpenFileError {
     Open {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// The path names a descriptor that was not inherited, or that allows less than is asked for.
+    /// The path names a descriptor that was not inherited, or that allows less than is requested.
     #[error("cannot open {}: {refusal}", path.display())]
     Descriptor {
         /// The path, `/dev/fd/N`.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         refusal: DescriptorRefusal,
     },
     /// Neither a regular file nor a block device.
@@ -85,7 +87,7 @@ pub enum OpenFileError {
         /// The file.
         path: PathBuf,
     },
-    /// Direct I/O was asked for where there is none.
+    /// Direct I/O was requested on a file system without it.
     #[error("{} is on a file system without direct I/O; use direct=off", path.display())]
     NoDirectIo {
         /// The file.
@@ -93,7 +95,7 @@ pub enum OpenFileError {
     },
 }
 
-/// Where image files come from: the host's file system, or a simulated one.
+/// Source of image files: the host's file system, or a simulated one.
 pub trait OpenFiles {
     /// Opens the file at `path`.
     ///
@@ -113,7 +115,7 @@ impl OpenFiles for HostFiles {
     }
 }
 
-/// What I/O on a file must be aligned to, in bytes (powers of two).
+/// Alignment that I/O on a file requires, in bytes (powers of two).
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Alignment {
     /// Addresses of memory.
@@ -127,8 +129,8 @@ impl Alignment {
     pub const NONE: Self = Self { memory: 1, offset: 1 };
 }
 
-/// The most that is bounced at a time, in bytes: a power of two. What a request costs in memory of ours, then, does
-/// not depend on how large a guest makes it.
+/// The largest part that is bounced at a time, in bytes: a power of two. It bounds the bounce memory of a request,
+/// however large a guest makes it.
 const BOUNCE_BYTES_MAX: u64 = 256 << 10;
 
 /// An opened file that holds an image or a part of one. Shared by all workers.
@@ -146,14 +148,14 @@ pub struct ImageFile {
     no_zero_range: AtomicBool,
     syncs: Syncs,
     holds: Arc<Holds>,
-    /// The log says that writes wait for space, and not yet that they go on.
+    /// The log says that writes wait for space, and not yet that they continue.
     short: AtomicBool,
     reports: Reports,
 }
 
 impl ImageFile {
-    /// Opens the file at `path`. `/dev/fd/N` is the file of a descriptor that this process inherited, opened anew
-    /// for no more than that descriptor allows.
+    /// Opens the file at `path`. `/dev/fd/N` is the file of a descriptor that this process inherited, reopened
+    /// with no more access than that descriptor allows.
     ///
     /// # Errors
     ///
@@ -191,7 +193,7 @@ impl ImageFile {
                 path: path.to_owned(),
             });
         }
-        // Opened without waiting (a FIFO would hang); regular I/O must not fail with EAGAIN for it.
+        // Opened with `O_NONBLOCK` (a FIFO would hang); regular I/O must not fail with EAGAIN because of it.
         clear_nonblocking(&file).map_err(open)?;
         Ok(Arc::new(Self::from_file(
             path.to_owned(),
@@ -201,7 +203,7 @@ impl ImageFile {
         )))
     }
 
-    /// Wraps a file that is already open. `path` is for messages; `options` says how it was opened.
+    /// Wraps a file that is already open. `path` is for messages; `options` are those it was opened with.
     #[must_use]
     pub fn from_fd(path: &Path, file: File, options: FileOptions) -> Arc<Self> {
         let block_device = file
@@ -219,7 +221,7 @@ impl ImageFile {
         Self::with_alignment(path, file, options.write, block_device, alignment)
     }
 
-    /// Wraps a file whose I/O must be aligned like this, whatever the kernel says of its descriptor.
+    /// Wraps a file whose I/O must have this alignment, whatever the kernel reports for its descriptor.
     pub(crate) fn with_alignment(
         path: PathBuf,
         file: File,
@@ -230,7 +232,7 @@ impl ImageFile {
         let fd = OwnedFd::from(file);
         Self {
             path,
-            // Without one the last view is as any other.
+            // Without one the last view needs a new descriptor, like any other.
             spare: Mutex::new(writable.then(|| fd.try_clone().ok()).flatten()),
             fd,
             writable,
@@ -246,57 +248,57 @@ impl ImageFile {
         }
     }
 
-    /// From now on a write that the host has no space for waits until it has: see [`crate::hold`].
+    /// Lets writes wait for the host's space from now on: see [`crate::hold`].
     pub fn wait_for_space(&self) {
         self.holds.want();
     }
 
-    /// Ends all waits for space, and lets none begin while the answer lives.
+    /// Ends all waits for space, and lets none begin while the returned value lives.
     pub fn hold_off(self: &Arc<Self>) -> HoldOff {
         HoldOff::new(Arc::clone(&self.holds))
     }
 
-    /// The messages about this image.
+    /// Returns the log rate limiter of this image.
     #[must_use]
     pub fn reports(&self) -> &Reports {
         &self.reports
     }
 
-    /// Whether every sync so far has succeeded.
+    /// Fails if any sync so far has failed.
     ///
     /// # Errors
     ///
-    /// That of the first which did not. What was written before may be lost, and no sync succeeds until the
+    /// The error of the first failed sync. Data written before it may be lost, and no sync succeeds until the
     /// file is opened again.
     pub fn check_syncs(&self) -> Result<(), IoError> {
         self.syncs.check()
     }
 
-    /// The path it was opened by.
+    /// Returns the path it was opened by.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether it can be written.
+    /// Returns true if it is open for writing.
     #[must_use]
     pub fn is_writable(&self) -> bool {
         self.writable
     }
 
-    /// Whether it is a block device, which does not grow.
+    /// Returns true for a block device, which does not grow.
     #[must_use]
     pub fn is_block_device(&self) -> bool {
         self.block_device
     }
 
-    /// What I/O on it must be aligned to.
+    /// Returns the alignment that I/O on it requires.
     #[must_use]
     pub fn alignment(&self) -> Alignment {
         self.alignment
     }
 
-    /// Whether an allocation failed only because the host does not do that kind.
+    /// Returns true if an allocation failed only because the host does not support its mode.
     fn is_refusal(&self, error: IoError) -> bool {
         let errno = error.errno();
         [libc::EOPNOTSUPP, libc::ENOSYS, libc::ENODEV].contains(&errno)
@@ -304,7 +306,7 @@ impl ImageFile {
             || errno == libc::EINVAL && self.block_device
     }
 
-    /// A worker's view, with a descriptor of its own.
+    /// Makes a worker's view, with a descriptor of its own.
     ///
     /// # Errors
     ///
@@ -313,8 +315,8 @@ impl ImageFile {
         self.view_by(self.fd.try_clone()?, cx)
     }
 
-    /// The view that closes a file: as [`ImageFile::view`], but the first one of a file that is written finds a
-    /// descriptor when the process has none left.
+    /// Makes the view that closes a file. As [`ImageFile::view`], but for a writable file the first call succeeds
+    /// even when the process has no descriptor left.
     ///
     /// # Errors
     ///
@@ -344,7 +346,7 @@ impl AsFd for ImageFile {
     }
 }
 
-/// Takes note of what fails on one worker.
+/// Observer that records and logs one worker's failed ops.
 struct ViewObserver {
     file: Arc<ImageFile>,
     timers: Rc<Timers>,
@@ -387,7 +389,7 @@ impl Observer for ViewObserver {
     }
 }
 
-/// A command about descriptor flags; `argument` is for those that set some.
+/// Calls `fcntl(2)` for descriptor flags; `argument` is for commands that set some.
 fn fcntl_flags(fd: RawFd, command: libc::c_int, argument: libc::c_int) -> io::Result<libc::c_int> {
     assert!([libc::F_GETFD, libc::F_GETFL, libc::F_SETFL].contains(&command));
     // SAFETY: these commands are passed no memory, and close and make no descriptor.
@@ -405,7 +407,7 @@ fn clear_nonblocking(file: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// What direct I/O on `file` must be aligned to; 4096 where the kernel does not say.
+/// Returns the alignment that direct I/O on `file` requires; 4096 if the kernel does not report one.
 fn direct_alignment(file: &File) -> Alignment {
     let careful = Alignment {
         memory: BUFFER_ALIGN,
@@ -445,35 +447,35 @@ pub struct FileView {
 }
 
 impl FileView {
-    /// The shared file.
+    /// Returns the shared file.
     #[must_use]
     pub fn file(&self) -> &Arc<ImageFile> {
         &self.file
     }
 
-    /// The worker's context.
+    /// Returns the worker's context.
     #[must_use]
     pub fn context(&self) -> &Context {
         &self.cx
     }
 
-    /// The length in bytes now.
+    /// Returns the current length in bytes.
     ///
     /// # Errors
     ///
-    /// If the kernel does not tell.
+    /// If the kernel does not report it.
     pub fn len(&self) -> Result<u64, IoError> {
         Ok(self.cx.ring().file_len(&self.handle)?)
     }
 
-    /// The first place at or behind `offset` where the file may hold data, in bytes; what is before it reads as
-    /// zeros. `None` if all the rest does. A file that cannot tell is all data.
+    /// Returns the first byte offset at or after `offset` where the file may hold data; bytes before it read as
+    /// zeros. Returns `None` if all the rest does. A file that cannot tell counts as all data.
     #[must_use]
     pub fn next_data(&self, offset: u64) -> Option<u64> {
         self.cx.ring().next_data(&self.handle, offset)
     }
 
-    /// Whether the file is empty.
+    /// Returns true if the file is empty.
     ///
     /// # Errors
     ///
@@ -483,12 +485,12 @@ impl FileView {
     }
 
     /// Starts a read, write or flush request at `host_offset`, if it needs no bouncing. Reads and writes are one
-    /// op; what may have to wait for its turn or for space is a task.
+    /// op; a request that may have to wait for its turn or for space becomes a task.
     ///
     /// # Errors
     ///
-    /// Gives the request back if the ring is full or the alignment is wrong; then
-    /// [`FileView::read`] or [`FileView::write`] from a task do it.
+    /// Returns the request if the ring is full or the alignment is wrong; the caller must then use
+    /// [`FileView::read`] or [`FileView::write`] from a task.
     #[inline]
     pub fn submit(&self, host_offset: u64, request: Request) -> Result<(), Request> {
         let align = self.file.alignment;
@@ -513,7 +515,7 @@ impl FileView {
         self.cx.ring().submit_request(&self.handle, host_offset, request)
     }
 
-    /// Like [`FileView::read`], but the op is started at once where it can be.
+    /// Like [`FileView::read`], but starts the op at once if possible.
     ///
     /// # Panics
     ///
@@ -526,7 +528,7 @@ impl FileView {
         IoFuture::Task(Box::pin(async move { view.read(offset, pieces).await }))
     }
 
-    /// Like [`FileView::write`], but the op is started at once where it can be.
+    /// Like [`FileView::write`], but starts the op at once if possible.
     pub fn start_write(&self, offset: u64, pieces: Pieces) -> IoFuture {
         let waits = self.file.holds.is_wanted();
         let at_once = !waits && self.file.alignment.offset <= 512 && is_one_op(&pieces);
@@ -537,11 +539,11 @@ impl FileView {
         IoFuture::Task(Box::pin(async move { view.write(offset, pieces, false).await }))
     }
 
-    /// Reads into the pieces from `offset` on. Past the end of the file there are zeros.
+    /// Reads into the pieces from `offset` on. Bytes past the end of the file read as zeros.
     ///
     /// # Errors
     ///
-    /// What the host answers.
+    /// The host's error.
     ///
     /// # Panics
     ///
@@ -564,7 +566,7 @@ impl FileView {
     ///
     /// # Errors
     ///
-    /// What the host answers. After an error any part of the range may have been written.
+    /// The host's error. After an error any part of the range may have been written.
     pub async fn write(&self, offset: u64, pieces: Pieces, dsync: bool) -> Result<(), IoError> {
         let forced = dsync && self.file.alignment.offset > 1;
         if dsync {
@@ -583,7 +585,7 @@ impl FileView {
         }
     }
 
-    /// Does something until there is space for it, or nobody is to wait for that any more.
+    /// Retries `work` until there is space for it, or until waits are ended.
     async fn with_space(&self, mut work: impl AsyncFnMut() -> Result<(), IoError>) -> Result<(), IoError> {
         let (mut time, mut waited) = (WAIT_MIN, false);
         loop {
@@ -629,26 +631,26 @@ impl FileView {
         Ok(())
     }
 
-    /// Reads `len` bytes into memory of our own.
+    /// Reads `len` bytes into a new buffer.
     ///
     /// # Errors
     ///
-    /// What the host answers.
+    /// The host's error.
     pub async fn read_at(&self, offset: u64, len: usize) -> Result<AlignedBuf, IoError> {
         let buffer = Rc::new(Buffer::from(AlignedBuf::zeroed(len)));
         self.read(offset, smallvec![Piece::whole(&buffer)]).await?;
-        // The op has ended and let go of its clone.
+        // The op has ended and dropped its clone.
         Rc::try_unwrap(buffer)
             .ok()
             .and_then(Buffer::into_owned)
             .ok_or(IoError::Dropped)
     }
 
-    /// Writes memory of our own.
+    /// Writes all of `bytes`.
     ///
     /// # Errors
     ///
-    /// What the host answers.
+    /// The host's error.
     pub async fn write_at(&self, offset: u64, bytes: AlignedBuf) -> Result<(), IoError> {
         let buffer = Rc::new(Buffer::from(bytes));
         self.write(offset, smallvec![Piece::whole(&buffer)], false).await
@@ -658,14 +660,14 @@ impl FileView {
     ///
     /// # Errors
     ///
-    /// What the host answers, or has answered to any sync of the file before. After an error nothing is known
-    /// about what is durable.
+    /// The host's error, of this or any earlier sync of the file. After an error it is not known which writes
+    /// are durable.
     pub async fn sync(&self) -> Result<(), IoError> {
         let sync = || self.cx.ring().sync(&self.handle);
         self.file.syncs.run(sync).await
     }
 
-    /// Waits a moment for the host's space, if that was asked for. Whether to try again.
+    /// Waits a moment for the host's space, if such waits are enabled. Returns true if the caller should retry.
     pub async fn wait_for_space(&self) -> bool {
         self.file.holds.wait(&self.cx, WAIT_MAX / 4).await
     }
@@ -674,7 +676,7 @@ impl FileView {
     ///
     /// # Errors
     ///
-    /// What the host answers.
+    /// The host's error.
     pub async fn set_len(&self, len: u64) -> Result<(), IoError> {
         self.cx.ring().truncate(&self.handle, len).await
     }
@@ -683,28 +685,28 @@ impl FileView {
     ///
     /// # Errors
     ///
-    /// What the host answers; [`IoError::is_no_space`] if there is none.
+    /// The host's error; [`IoError::is_no_space`] if there is no space.
     pub async fn preallocate(&self, offset: u64, len: u64) -> Result<(), IoError> {
         self.cx.ring().allocate(&self.handle, 0, offset, len).await
     }
 
-    /// Gives the space of a range back to the host; the range reads as zeros. `Ok(false)` if the host
-    /// cannot, and the range is as it was.
+    /// Gives the space of a range back to the host (`FALLOC_FL_PUNCH_HOLE`); the range reads as zeros. Returns
+    /// `Ok(false)` if the host does not support it, and leaves the range unchanged.
     ///
     /// # Errors
     ///
-    /// What the host answers.
+    /// The host's error.
     pub async fn punch(&self, offset: u64, len: u64) -> Result<bool, IoError> {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         self.optional_allocate(&self.file.no_punch, mode, offset, len)
             .await
     }
 
-    /// Makes a range read as zeros, by the cheapest means the host has.
+    /// Makes a range read as zeros, by `FALLOC_FL_ZERO_RANGE` if the host supports it, else by writing zeros.
     ///
     /// # Errors
     ///
-    /// What the host answers.
+    /// The host's error.
     pub async fn zero(&self, offset: u64, len: u64) -> Result<(), IoError> {
         self.with_space(async || self.zero_once(offset, len).await).await
     }
@@ -741,7 +743,7 @@ impl FileView {
         if unsupported.load(Ordering::Relaxed) {
             return Ok(false);
         }
-        // A read-modify-write of a block that the range ends in would bring back what was there.
+        // A concurrent read-modify-write of a block at the range's edge would restore the old bytes.
         let _lock = if self.file.alignment.offset > 512 {
             let (start, end) = self.widen(offset, len)?;
             Some(self.file.ranges.lock(start, end).await)
@@ -770,13 +772,13 @@ impl FileView {
             Piece::Bytes { buffer, offset, len } => {
                 buffer.is_range_aligned(*offset, *len, align.memory, len_align)
             }
-            // The zeros themselves lie as `BUFFER_ALIGN` has it.
+            // The zero block itself is aligned to `BUFFER_ALIGN`.
             Piece::Zeros(len) => align.memory <= BUFFER_ALIGN && len & (len_align - 1) == 0,
         };
         offset & (align.offset - 1) == 0 && pieces.iter().all(fits)
     }
 
-    /// The aligned range around `offset..offset + len`.
+    /// Returns the aligned range around `offset..offset + len`.
     fn widen(&self, offset: u64, len: u64) -> Result<(u64, u64), IoError> {
         let align = self.file.alignment.offset;
         let end = offset.checked_add(len).ok_or(IoError::OutOfRange)?;
@@ -806,12 +808,12 @@ async fn carry_out(view: FileView, offset: u64, mut request: Request) {
     request.finish_with(Rc::try_unwrap(buffer).unwrap_or_default(), result);
 }
 
-/// A read or write under way.
+/// A read or write in progress.
 #[must_use = "the result of an op says whether it happened"]
 pub enum IoFuture {
     /// One op on the ring.
     Op(OpFuture),
-    /// Several, because something had to be bounced.
+    /// A task: the transfer is bounced, takes several ops, or may have to wait.
     Task(LocalBoxFuture<'static, Result<(), IoError>>),
 }
 

@@ -1,25 +1,26 @@
-//! Bytes that only the kernel reaches: a registered buffer, and the door beside it.
+//! Registered buffers, whose bytes only the kernel reaches, and the door beside each.
 //!
-//! A driver like ublk puts a request's pages into the table of a worker's ring and gives them no address here.
-//! The kernel moves file bytes straight to and from them ([`Kind::Read`](crate::ring) and write ops that name a
-//! place in the table instead of memory). What is not a file's bytes goes through a *door*: a file, at some
-//! position of which the very same bytes are read and written.
+//! A driver like ublk puts a request's pages into the buffer table of a worker's ring; they have no address in this
+//! process. The kernel moves file bytes straight to and from them ([`Kind::Read`](crate::ring) and write ops that
+//! name a slot of the table instead of memory). Other bytes go through a *door*: a file, at some position of which
+//! the very same bytes are read and written.
 //!
-//! How a driver's frontend uses it:
+//! Use by a driver's frontend:
 //!
-//! 1. Its worker asks for as many places as it has requests
+//! 1. Its worker asks for as many slots as it has requests
 //!    ([`WorkerConfig::registered_buffers`](crate::worker::WorkerConfig)), and registers the driver's device with its ring
 //!    as the [`Door`].
-//! 2. For each request it [leases](crate::ring::Ring::lease_fixed) the place that the driver puts the pages into, and makes
-//!    the buffer: `base` 0, as the kernel counts registered pages from there, and the request's position at the device. A
-//!    place that is [in use](crate::ring::LeaseError::InUse) is still named by an op; its pages must not be given back.
-//! 3. When the request is answered it drops the buffer, and only then tells the driver.
+//! 2. For each request it [leases](crate::ring::Ring::lease_fixed) the slot into which the driver puts the pages, and
+//!    makes the buffer: `base` 0, from which the kernel counts registered pages, and the request's position at the
+//!    device. A slot that is [in use](crate::ring::LeaseError::InUse) is still named by an op; its pages must not be
+//!    given back.
+//! 3. When the request is answered it drops the buffer, and only then completes the request to the driver.
 //!
-//! A request whose pages could not be registered, or which is too small for that to pay, gets memory and is copied to and
-//! from the device by the frontend itself.
+//! If a request's pages could not be registered, or it is too small for that to pay, it gets memory, and the frontend
+//! itself copies to and from the device.
 //!
-//! What must stay true: a place in the table is leased to one buffer, and stays so until the last op, part or
-//! clone that names it is gone; an op names the ring that the place belongs to.
+//! Invariants: a slot of the table is leased to one buffer, and stays so until the last op, part or clone that names
+//! it is gone; an op names the ring that the slot belongs to.
 
 use std::fmt;
 use std::rc::Rc;
@@ -27,23 +28,23 @@ use std::rc::Rc;
 use super::MemoryHold;
 use crate::door::{Door, FixedBuffer};
 
-/// What a [registered buffer](super::Buffer::registered) is made of.
+/// Parameters of a [registered buffer](super::Buffer::registered).
 pub struct Registration {
-    /// The place in the ring's table.
+    /// The lease on its slot in the ring's buffer table.
     pub fixed: FixedBuffer,
-    /// What the kernel calls the first byte: its address, where memory of a process was registered; 0, where a
-    /// driver registered pages.
+    /// The kernel's name for the first byte: its address if memory of a process was registered, 0 if a driver
+    /// registered pages.
     pub base: u64,
     /// The length in bytes.
     pub len: usize,
-    /// Where the bytes are read and written otherwise.
+    /// The file through which the bytes are read and written otherwise.
     pub door: Door,
-    /// The position of the first byte there.
+    /// The position of the first byte at the door.
     pub door_offset: u64,
-    /// What the beginning and the length of each stretch of pages is a multiple of, in bytes: a power of two. For a
-    /// block device its DMA alignment; what direct I/O demands beyond that goes through memory of ours.
+    /// The alignment of the beginning and the length of each stretch of pages, in bytes: a power of two. For a block
+    /// device its DMA alignment; if direct I/O demands more, the transfer is bounced.
     pub align: usize,
-    /// Dropped when nothing names the bytes any more.
+    /// Dropped when no op or buffer names the bytes any more.
     pub hold: MemoryHold,
 }
 
@@ -53,19 +54,19 @@ impl fmt::Debug for Registration {
     }
 }
 
-/// Why there can be no such registered buffer.
+/// Error: invalid parameters of a registered buffer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum RegistrationError {
     /// The alignment is no power of two.
     #[error("the alignment of a registered buffer is {align} bytes; expected a power of two")]
     Alignment {
-        /// What was given.
+        /// The alignment given, in bytes.
         align: usize,
     },
-    /// Its end is past all that the kernel can name.
+    /// Its end is past the largest position that the kernel can name.
     #[error("a registered buffer of {len} bytes at {start:#x} ends past {:#x}", i64::MAX)]
     TooLong {
-        /// Where it begins, in the table's terms or the door's.
+        /// Its first byte, as the table or the door counts.
         start: u64,
         /// Its length in bytes.
         len: usize,
@@ -83,13 +84,13 @@ pub(crate) struct Registered {
     _hold: MemoryHold,
 }
 
-/// Bytes of a registered buffer, as an op names them.
+/// Position of bytes of a registered buffer, for an op.
 pub(crate) struct FixedRange<'a> {
     pub(crate) fixed: &'a FixedBuffer,
-    /// What the kernel calls the first byte.
+    /// The kernel's name for the first byte.
     pub(crate) address: u64,
     pub(crate) door: &'a Door,
-    /// The position of the first byte there.
+    /// The position of the first byte at the door.
     pub(crate) door_offset: u64,
 }
 
@@ -128,7 +129,7 @@ impl Registered {
         self.len
     }
 
-    /// Bytes from `offset` on, which lie inside; `hold` keeps the whole.
+    /// Makes a part of `len` bytes from `offset` on, which must lie inside; `hold` keeps the whole alive.
     pub(super) fn part(&self, offset: usize, len: usize, hold: MemoryHold) -> Self {
         Self {
             fixed: Rc::clone(&self.fixed),
@@ -141,7 +142,7 @@ impl Registered {
         }
     }
 
-    /// What the stretches of the bytes from `offset` on begin at a multiple of.
+    /// Returns the alignment of the stretches from `offset` on.
     pub(super) fn align_at(&self, offset: usize) -> usize {
         match offset {
             0 => self.align,
@@ -149,7 +150,7 @@ impl Registered {
         }
     }
 
-    /// The bytes from `offset` on, which lies inside.
+    /// Returns the position of the bytes from `offset` on, which must lie inside.
     pub(crate) fn range(&self, offset: usize) -> FixedRange<'_> {
         FixedRange {
             fixed: &self.fixed,

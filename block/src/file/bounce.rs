@@ -1,4 +1,4 @@
-//! Transfers that direct I/O refuses as they are: through memory of ours, a bounded part at a time.
+//! Bounced transfers: those that direct I/O refuses go through a bounce buffer, a bounded part at a time.
 
 use std::rc::Rc;
 
@@ -12,13 +12,14 @@ use crate::join::join_all;
 use crate::ring::Pieces;
 
 impl FileView {
-    /// What is bounced at a time, and where: a guest's requests may be large and many, and it is our memory.
+    /// Splits a transfer into parts that are bounced one at a time, each with its offset. This bounds the memory of a
+    /// request, as a guest's may be large and many.
     pub(super) fn bounced_parts(&self, offset: u64, pieces: &Pieces) -> Vec<(u64, Pieces)> {
         let part_max = BOUNCE_BYTES_MAX.max(self.file.alignment.offset);
         let mut parts = Vec::new();
         let (mut at, mut rest) = (offset, pieces.clone());
         while !rest.is_empty() {
-            // Parts meet where blocks do, so that no block is written twice.
+            // Parts end at block boundaries, so that no block is written twice.
             let room = part_max - (at & (part_max - 1));
             let behind = split_off(&mut rest, usize::try_from(room).unwrap_or(usize::MAX));
             let next = at.saturating_add(total(&rest));
@@ -28,7 +29,7 @@ impl FileView {
         parts
     }
 
-    /// Reads the blocks from `start` on into `bounce` and, of these, the bytes from `offset` on into the pieces.
+    /// Reads the blocks from `start` on into `bounce`, and copies the bytes from `offset` on into the pieces.
     pub(super) async fn read_bounced(
         &self,
         offset: u64,
@@ -95,7 +96,7 @@ impl FileView {
     }
 }
 
-/// Shortens `pieces` to their first `len` bytes, and gives the rest.
+/// Shortens `pieces` to their first `len` bytes, and returns the rest.
 fn split_off(pieces: &mut Pieces, len: usize) -> Pieces {
     let mut room = len;
     for index in 0..pieces.len() {

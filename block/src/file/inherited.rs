@@ -1,24 +1,24 @@
-//! Paths that name a descriptor: `/dev/fd/N`, an image that whoever started us opened.
+//! Paths that name an inherited descriptor: `/dev/fd/N`, an image opened by the parent process.
 //!
-//! The kernel opens such a path by asking whether *we* may open the file, not what the descriptor allows: a
-//! descriptor that was opened for reading would be opened for writing wherever our user may. Whoever hands over a
-//! descriptor means what it says, so it is the limit here.
+//! The kernel checks such a path against *our* permissions on the file, not against the descriptor's mode. A
+//! descriptor opened for reading would be reopened for writing wherever our user may. The parent process limits
+//! access by the descriptor's mode, so that mode is enforced here.
 
 use std::os::fd::RawFd;
 use std::path::Path;
 
 use super::fcntl_flags;
 
-/// What is wrong with a descriptor that a path names.
+/// Error: a path names a descriptor that cannot be used.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum DescriptorRefusal {
-    /// There was none when this process started. Those that it opened itself since are nobody's to name.
+    /// It was not open when this process started. A path cannot name those that the process opened itself since.
     #[error("no descriptor {number} was inherited")]
     NotInherited {
         /// Its number.
         number: RawFd,
     },
-    /// Writing is asked for.
+    /// Open for reading only, but write access is requested.
     #[error(
         "descriptor {number} is open for reading only; hand over one for reading and writing, or use readonly=on"
     )]
@@ -26,7 +26,7 @@ pub enum DescriptorRefusal {
         /// Its number.
         number: RawFd,
     },
-    /// Every image is read.
+    /// Not open for reading; every image is read.
     #[error("descriptor {number} is not open for reading")]
     NotReadable {
         /// Its number.
@@ -34,7 +34,7 @@ pub enum DescriptorRefusal {
     },
 }
 
-/// The descriptor that `path` names.
+/// Returns the descriptor that `path` names.
 fn named(path: &Path) -> Option<RawFd> {
     if path == Path::new("/dev/stdin") {
         return Some(0);
@@ -46,14 +46,14 @@ fn named(path: &Path) -> Option<RawFd> {
     number.to_str()?.parse().ok()
 }
 
-/// Refuses a path that names a descriptor which this process did not inherit, or which allows less than is wanted.
+/// Refuses a path that names a descriptor which was not inherited, or which allows less than is requested.
 pub(super) fn check(path: &Path, write: bool) -> Result<(), DescriptorRefusal> {
     let Some(number) = named(path) else {
         return Ok(());
     };
     let get =
         |command| fcntl_flags(number, command, 0).map_err(|_| DescriptorRefusal::NotInherited { number });
-    // All of ours are closed on exec, which none that came through one is.
+    // All of our own descriptors have `FD_CLOEXEC`; inherited ones cannot have it.
     if get(libc::F_GETFD)? & libc::FD_CLOEXEC != 0 {
         return Err(DescriptorRefusal::NotInherited { number });
     }

@@ -1,7 +1,7 @@
-//! Ranges of a file that a read-modify-write is working on.
+//! Locks on ranges of a file against concurrent read-modify-writes.
 //!
-//! Where the host's block is larger than a guest's sector, two writes to different sectors may share a block. Then every write,
-//! punch and zeroing takes its blocks first, on whichever worker.
+//! If the host's block is larger than a guest's sector, two writes to different sectors may share a block. Then every
+//! write, punch and zeroing, on any worker, locks its blocks first.
 
 use crate::sync::{ChangeOnDrop, Monitor};
 
@@ -12,7 +12,7 @@ type Ranges = Vec<(u64, u64)>;
 pub(super) struct RangeLocks(Monitor<Ranges>);
 
 impl RangeLocks {
-    /// Waits until nothing in `start..end` is locked, and locks it until the answer is dropped.
+    /// Waits until no part of `start..end` is locked, and locks it until the returned value is dropped.
     pub(super) async fn lock(
         &self,
         start: u64,

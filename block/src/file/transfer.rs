@@ -1,7 +1,7 @@
-//! Aligned reads and writes of pieces: one op, or several where pieces of registered buffers are among them.
+//! Aligned reads and writes of pieces: one op, or several if pieces of registered buffers are among them.
 //!
-//! The kernel takes memory of a process or a registered buffer, but not both in one op. A copy-on-write, say, whose
-//! edges are memory and whose middle is the guest's registered pages is then three ops, started together.
+//! The kernel takes memory of a process or a registered buffer, but not both in one op. For example, a copy-on-write
+//! whose edges are memory and whose middle is the guest's registered pages is three ops, started together.
 
 use smallvec::{SmallVec, smallvec};
 
@@ -11,7 +11,7 @@ use crate::error::IoError;
 use crate::join::join_all;
 use crate::ring::{OpFuture, Pieces};
 
-/// Which way bytes go.
+/// Direction of a transfer.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Transfer {
     /// From the file.
@@ -20,7 +20,7 @@ pub(super) enum Transfer {
     Write { dsync: bool },
 }
 
-/// Whether one op can name all pieces.
+/// Returns true if one op can name all pieces.
 #[inline]
 pub(super) fn is_one_op(pieces: &Pieces) -> bool {
     pieces.len() == 1 || !pieces.iter().any(Piece::is_registered)
@@ -41,7 +41,7 @@ impl FileView {
             }
             at = at.saturating_add(bytes);
         }
-        // Apart, so that the future of what is one op stays small.
+        // Boxed, so that the future of a single-op transfer stays small.
         Box::pin(join_all(ops)).await
     }
 
@@ -53,7 +53,7 @@ impl FileView {
     }
 }
 
-/// Pieces in groups that one op names each.
+/// Groups the pieces so that one op can name each group.
 fn runs(pieces: Pieces) -> SmallVec<[Pieces; 3]> {
     let mut runs: SmallVec<[Pieces; 3]> = SmallVec::new();
     let mut alone = true;
@@ -68,5 +68,5 @@ fn runs(pieces: Pieces) -> SmallVec<[Pieces; 3]> {
     runs
 }
 
-/// Ops under way for one transfer.
+/// The ops in flight for one transfer.
 pub(super) type Ops = SmallVec<[OpFuture; 3]>;
