@@ -1,19 +1,21 @@
-//! Grace periods: when has every request that could have seen an old mapping ended?
+//! Grace periods: the end of every request that could have seen an old mapping.
 //!
 //! A host cluster that was dropped from the mapping may still be read or written by requests that looked
 //! it up before. It may be reused only once they have all ended. Each queue counts its requests in two
-//! cells, chosen by the parity of the epoch in which the request began; the epoch moves on only when
-//! the cell that the new epoch will use has emptied. Something dropped in epoch `e` is past grace in `e + 2`
+//! cells, chosen by the parity of the epoch in which the request began. The epoch advances only when
+//! the cell that the new epoch will use is zero. A cluster dropped in epoch `e` is past grace in `e + 2`
 //! ([`is_past_grace`]): in `e + 1` requests that began in `e`, before the drop, may still be in flight.
 //!
-//! What must stay true: a request takes its guard *before* it looks at the mapping, and the mapping's
-//! lock orders that against the drop. Then whoever advances the epoch after the drop sees the count. The drop's
-//! epoch is read under the lock in which epochs advance: an advance that has looked at the counts before the drop
-//! must not move on after it.
+//! Invariants:
 //!
-//! A task that needs what was dropped may wait for it ([`Epochs::watch`]): the end of the last request of a cell wakes it. That
-//! end looks for waiters after it has counted, and a waiter counts as one before it looks at the counts, both with a fence
-//! between: one of the two sees the other.
+//! - A request takes its guard *before* it reads the mapping, and the mapping's lock orders that against the drop.
+//!   Then an advance of the epoch after the drop sees the count.
+//! - The drop's epoch is read under the lock in which epochs advance: an advance that has read the counts before the
+//!   drop must not complete after it.
+//!
+//! A task that needs a dropped cluster may wait for it ([`Epochs::watch`]): the end of the last request of a cell
+//! wakes it. That end looks for waiters after it has counted, and a waiter registers before it reads the counts, both
+//! with a fence between. So one of the two sees the other.
 
 use std::fmt;
 use std::rc::Rc;
@@ -23,7 +25,7 @@ use crate::canary::{Rule, broken};
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 use crate::sync::{Monitor, Mutex};
 
-/// Returns true if what was dropped in epoch `dropped_in` may be reused in epoch `now`, as [`Epochs::now`] and
+/// Returns true if a cluster dropped in epoch `dropped_in` may be reused in epoch `now`, as [`Epochs::now`] and
 /// [`Epochs::advance`] returned them.
 #[must_use]
 pub fn is_past_grace(dropped_in: u64, now: u64) -> bool {
@@ -42,13 +44,13 @@ struct Counts {
 pub struct Epochs {
     now: AtomicU64,
     queues: Mutex<Vec<Arc<Counts>>>,
-    /// The number of those who watch; without any, a request's end does not take the lock below.
+    /// The number of watches; without any, a request's end does not take the lock below.
     watching: AtomicUsize,
-    /// The number of ends that came while somebody watched.
+    /// The number of ends that came while a watch existed.
     ends: Monitor<u64>,
 }
 
-/// One who waits until an epoch may move on. Ends are counted for it until it is dropped.
+/// A waiter for the advance of an epoch. Ends are counted for it until it is dropped.
 #[derive(Debug)]
 #[must_use = "what ends after this is dropped wakes nobody"]
 pub struct Watch {
@@ -57,8 +59,8 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Waits until something has ended since the watch began, or since the last wait: then [`Epochs::advance`] may move
-    /// on where it could not before.
+    /// Waits until a request has ended since the watch began, or since the last wait. [`Epochs::advance`] may then
+    /// succeed where it could not before.
     pub async fn ended(&mut self) {
         let before = self.seen;
         let ends = &self.epochs.ends;
@@ -73,22 +75,22 @@ impl Drop for Watch {
 }
 
 impl Epochs {
-    /// Epoch zero, without queues.
+    /// Starts at epoch zero, without queues.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::new(Self::default())
     }
 
-    /// The current epoch, to tag a drop with. Waits for an advance that is under way.
+    /// Returns the current epoch, to tag a drop with. Waits for an advance in progress.
     #[must_use]
     pub fn now(&self) -> u64 {
         let _queues = self.queues.lock();
         self.now.load(Ordering::Relaxed)
     }
 
-    /// Moves on as far as the requests in flight allow, at most two epochs, and returns the epoch now.
+    /// Advances as far as the requests in flight allow, at most two epochs, and returns the current epoch.
     ///
-    /// [`is_past_grace`] says what that means for a drop.
+    /// [`is_past_grace`] tells if that ends the grace period of a drop.
     pub fn advance(&self) -> u64 {
         let queues = self.queues.lock();
         let mut now = self.now.load(Ordering::Relaxed);
@@ -106,10 +108,10 @@ impl Epochs {
         now
     }
 
-    /// Begins to watch for the ends of requests. What ended before is seen by an [`Epochs::advance`] from now on.
+    /// Starts to watch for the ends of requests. An [`Epochs::advance`] from now on sees those that ended before.
     pub fn watch(self: &Arc<Self>) -> Watch {
         self.watching.fetch_add(1, Ordering::Relaxed);
-        // Before the counts are looked at: see the module's head.
+        // Before the counts are read: see the module's head.
         fence(Ordering::SeqCst);
         let seen = self.ends.with(|ends| *ends);
         Watch {
@@ -118,8 +120,8 @@ impl Epochs {
         }
     }
 
-    /// Wakes those who watch, if any: a request has ended that may have held an epoch back, or what was waited for has been
-    /// reused by somebody else.
+    /// Wakes the waiters, if any: a request has ended that may have held an epoch back, or another task has reused what
+    /// they wait for.
     pub fn wake(&self) {
         fence(Ordering::SeqCst);
         if self.watching.load(Ordering::Relaxed) == 0 {
@@ -128,7 +130,7 @@ impl Epochs {
         self.ends.change(|ends| *ends += 1);
     }
 
-    /// A queue's own counts.
+    /// Adds a queue with counts of its own.
     #[must_use]
     pub fn register(self: &Arc<Self>) -> EpochQueue {
         let counts = Arc::new(Counts::default());

@@ -1,22 +1,22 @@
-//! Image locks: two writers of one image are refused, whichever program they are.
+//! Image locks: a second writer of an image is refused, whichever program it is.
 //!
-//! QEMU's tools mark an open image with locks on single bytes of the file (bytes 100 and up say
-//! what an opener *does*, bytes 200 and up what it *cannot bear others to do*). The locks here
+//! QEMU's tools mark an open image with locks on single bytes of the file. Bytes 100 and up state
+//! what an opener *does*, bytes 200 and up what it *does not let others do*. The locks here
 //! are the same ones, so `qemu-img` refuses an image we write, and we refuse one QEMU writes.
 //!
-//! What must stay true:
+//! Invariants:
 //!
 //! - Locks are **taken first and checked second**. Two openers that race may both be refused;
-//!   they are never both let in.
+//!   they never both succeed.
 //! - All locks are shared (`F_RDLCK`) locks of the open file description, so closing another
 //!   descriptor of the same file does not lose them, as it would with plain POSIX locks.
 //! - Nothing is written: locking byte 100 does not touch byte 100.
 //!
-//! - A lock that is handed over to another process ([`LockSet`]) is never without an owner: the open file description goes,
-//!   and the lock with it.
+//! - A lock that is handed over to another process ([`LockSet`]) always has an owner: the open file description is
+//!   passed, and the lock with it.
 //!
 //! With [`LockGranularity::Full`] the whole file is locked instead, for file systems which
-//! cannot lock ranges. Such a lock keeps out QEMU's tools too, readers included.
+//! cannot lock ranges. Such a lock excludes QEMU's tools too, readers included.
 #![expect(
     unsafe_code,
     reason = "fcntl has no safe wrapper for locks of an open file description"
@@ -35,9 +35,9 @@ mod set;
 
 pub use set::LockSet;
 
-/// First byte of the "what I do" locks; a permission's bit number is added.
+/// First byte of the locks on what an opener does; a permission's bit number is added.
 const PERMISSION_BASE: i64 = 100;
-/// First byte of the "what others must not do" locks; a permission's bit number is added.
+/// First byte of the locks on what others must not do; a permission's bit number is added.
 const UNSHARED_BASE: i64 = 200;
 
 /// Bit number: reads that must be consistent.
@@ -47,20 +47,20 @@ const WRITE: i64 = 1;
 /// Bit number: changes of size.
 const RESIZE: i64 = 3;
 
-/// How long the lock of a process that is gone is waited for, and how often it is looked at.
+/// Timeout for the lock of a process that has died, and the interval between two tries.
 const LINGER_MAX: Duration = Duration::from_secs(5);
 const LINGER_STEP: Duration = Duration::from_millis(5);
 
-/// What the holder of a lock will do with the image.
+/// Access that the holder of a lock needs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum LockMode {
-    /// Read, write and resize; nobody else may write or resize. As with QEMU, others may read what is consistent.
+    /// Read, write and resize; nobody else may write or resize. As with QEMU, others may do consistent reads.
     Write,
-    /// Read only, as for a backing file; other readers are welcome, writers are not.
+    /// Read only, as for a backing file; other readers are allowed, writers are not.
     Read,
 }
 
-/// How much of the file the locks cover.
+/// Part of the file that the locks cover.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum LockGranularity {
     /// Single bytes, understood by QEMU's tools.
@@ -85,7 +85,7 @@ impl fmt::Display for Holder {
     }
 }
 
-/// Why an image could not be locked.
+/// Error: an image could not be locked.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
     /// Another opener's lock conflicts with ours.
@@ -98,17 +98,17 @@ pub enum LockError {
     Held {
         /// The image.
         path: PathBuf,
-        /// What the other opener does, as far as its locks say.
+        /// The other opener's access, as far as its locks tell.
         other: LockMode,
-        /// Who it is, if that could be found out.
+        /// The other opener's process, if found.
         holder: Option<Holder>,
     },
-    /// The system refused to lock at all.
+    /// The system refused the lock call.
     #[error("cannot lock {}", path.display())]
     Os {
         /// The image.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
@@ -116,8 +116,8 @@ pub enum LockError {
 
 /// A held image lock; dropping it releases it.
 ///
-/// The lock belongs to the open file description it was taken on: descriptors duplicated from it
-/// share the lock, and the lock ends when this value is dropped, even if they live on. Taking two
+/// The lock belongs to the open file description it was taken on. Descriptors duplicated from it
+/// share the lock. The lock ends when this value is dropped, even if they stay open. Taking two
 /// locks on one description is not detected as a conflict.
 ///
 /// The lock of a [`LockSet`] that another process shares stays with that process when this value is dropped.
@@ -128,7 +128,7 @@ pub struct ImageLock {
     set: LockSet,
 }
 
-/// One range and how it is locked. A length of zero means "to the end, however far it grows".
+/// One locked range and its kind of lock. A length of zero means up to the end of the file, however far it grows.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct ByteLock {
     start: i64,
@@ -153,7 +153,7 @@ impl ByteLock {
         }
     }
 
-    /// Whether a lock reported as `first..=last` (`last` absent: to the end) touches this range.
+    /// Returns true if a lock reported as `first..=last` (`last` absent: to the end) overlaps this range.
     fn overlaps(&self, first: i64, last: Option<i64>) -> bool {
         let ends_before = self.len != 0 && self.start + self.len <= first;
         let starts_after = last.is_some_and(|last| self.start > last);
@@ -161,10 +161,10 @@ impl ByteLock {
     }
 }
 
-/// The locks a mode takes, and the bytes on which nobody else may then hold any.
+/// The locks that a mode takes, and the bytes on which nobody else may then hold any.
 struct Plan {
     take: Vec<ByteLock>,
-    /// Bytes to test, each with what a foreign lock on it means.
+    /// Bytes to test, each with the access that a foreign lock on it implies.
     test: Vec<(ByteLock, LockMode)>,
 }
 
@@ -174,7 +174,7 @@ impl Plan {
             LockMode::Write => &[CONSISTENT_READ, WRITE, RESIZE],
             LockMode::Read => &[CONSISTENT_READ],
         };
-        // Nobody, reader or writer, lets others write or resize.
+        // No opener, reader or writer, lets others write or resize.
         let unshared = [WRITE, RESIZE];
         match granularity {
             LockGranularity::Full => Self {
@@ -187,7 +187,7 @@ impl Plan {
                     .map(|bit| ByteLock::byte(PERMISSION_BASE + bit))
                     .chain(unshared.iter().map(|bit| ByteLock::byte(UNSHARED_BASE + bit)))
                     .collect(),
-                // Someone who writes is named as a writer, so their bytes are tested first.
+                // Writers' bytes are tested first, so that a writer is reported as one.
                 test: unshared
                     .iter()
                     .map(|bit| (ByteLock::byte(PERMISSION_BASE + bit), LockMode::Write))
@@ -203,11 +203,11 @@ impl Plan {
 }
 
 impl ImageLock {
-    /// Locks the image behind `fd`, or says who has it.
+    /// Locks the image behind `fd`, or returns the holder of a conflicting lock.
     ///
-    /// Waits only for the dead, and for a few seconds at most: when a process is killed, the kernel ends its
+    /// Waits only for killed processes, and for a few seconds at most. When a process is killed, the kernel ends its
     /// io_uring, and with it the I/O in flight and the lock on the image, a moment later. That lock is
-    /// respected, because the I/O may still land; it has no holder that could be named.
+    /// respected, because the I/O may still reach the image; its holder cannot be found.
     ///
     /// `fd` must be open for reading, and for writing too if `mode` is [`LockMode::Write`] and
     /// `granularity` is [`LockGranularity::Full`]. `path` is only for messages.
@@ -226,12 +226,12 @@ impl ImageLock {
         Self::acquire_in(&LockSet::default(), fd, path, mode, granularity)
     }
 
-    /// As [`ImageLock::acquire`], as a part of `set`: if that has inherited a description of the same file, the lock is
-    /// taken on it, where it may be held already.
+    /// As [`ImageLock::acquire`], as a part of `set`. If the set has inherited a description of the same file, the lock
+    /// is taken on it, where it may be held already.
     ///
     /// # Errors
     ///
-    /// As [`ImageLock::acquire`]. An inherited lock stays with whoever shares it.
+    /// As [`ImageLock::acquire`]. An inherited lock stays with the process that shares it.
     pub fn acquire_in(
         set: &LockSet,
         fd: BorrowedFd<'_>,
@@ -290,7 +290,7 @@ impl ImageLock {
         Ok(lock)
     }
 
-    /// Gives back every range held, unless another process shares the lock.
+    /// Releases every range held, unless another process shares the lock.
     fn release(&mut self) {
         if self.set.is_shared() {
             return;
@@ -302,9 +302,9 @@ impl ImageLock {
         }
     }
 
-    /// The error for a conflict on `range`, with the holder if it can be found.
+    /// Returns the error for a conflict on `range`, with the holder if it can be found.
     ///
-    /// Gives back what was already taken first, so that the search does not find ourselves.
+    /// Releases the ranges already taken first, so that the search does not find this process.
     fn held_by_other(mut self, path: &Path, range: ByteLock, other: LockMode) -> LockError {
         self.release();
         let probe = ByteLock {
@@ -319,7 +319,7 @@ impl ImageLock {
             pid,
             name: process_name(pid),
         });
-        // A search would find those who share the lock.
+        // A search would find the processes that share the lock.
         let is_shared = self.set.is_shared();
         let search = || (!is_shared).then(|| self.search_holder(range)).flatten();
         LockError::Held {
@@ -329,10 +329,10 @@ impl ImageLock {
         }
     }
 
-    /// Looks through `/proc` for a process holding a lock on `range` of this file.
+    /// Searches `/proc` for a process that holds a lock on `range` of this file.
     ///
-    /// The kernel reports no process id for locks of an open file description; only the
-    /// descriptor's own `fdinfo` tells, and only to those who may look into the process.
+    /// The kernel reports no process id for locks of an open file description. Only the
+    /// descriptor's own `fdinfo` shows them, and only to processes that may inspect the holder.
     fn search_holder(&self, range: ByteLock) -> Option<Holder> {
         let ours = fs::metadata(format!("/proc/self/fd/{}", self.fd.as_raw_fd())).ok()?;
         for process in fs::read_dir("/proc").ok()?.flatten() {
@@ -374,7 +374,7 @@ impl Drop for ImageLock {
     }
 }
 
-/// The ranges of the `lock:` lines of a `/proc/<pid>/fdinfo/<fd>` file; an absent end is "EOF".
+/// Returns the ranges of the `lock:` lines of a `/proc/<pid>/fdinfo/<fd>` file; an absent end is "EOF".
 fn fdinfo_locks(info: &str) -> impl Iterator<Item = (i64, Option<i64>)> + '_ {
     info.lines().filter_map(|line| {
         let mut words = line.strip_prefix("lock:")?.split_whitespace().rev();
@@ -387,7 +387,7 @@ fn fdinfo_locks(info: &str) -> impl Iterator<Item = (i64, Option<i64>)> + '_ {
     })
 }
 
-/// The command name of a process, or `unknown` if it has gone.
+/// Returns the command name of a process, or `unknown` if it has ended.
 fn process_name(pid: u32) -> String {
     match fs::read_to_string(format!("/proc/{pid}/comm")) {
         Ok(name) => name.trim_end().to_owned(),
@@ -395,12 +395,12 @@ fn process_name(pid: u32) -> String {
     }
 }
 
-/// Whether a failed lock call means "someone else has it".
+/// Returns true if a lock call failed because of a conflicting lock.
 fn is_conflict(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES))
 }
 
-/// Takes a lock, failing at once with `EAGAIN` if a foreign one is in the way.
+/// Takes a lock; fails at once with `EAGAIN` if a foreign one conflicts.
 fn take(fd: RawFd, range: ByteLock) -> io::Result<()> {
     let kind = if range.exclusive {
         libc::F_WRLCK
@@ -410,19 +410,19 @@ fn take(fd: RawFd, range: ByteLock) -> io::Result<()> {
     call(fd, libc::F_OFD_SETLK, range, kind).map(drop)
 }
 
-/// Gives a lock back.
+/// Releases a lock.
 fn unset(fd: RawFd, range: ByteLock) -> io::Result<()> {
     call(fd, libc::F_OFD_SETLK, range, libc::F_UNLCK).map(drop)
 }
 
-/// Whether any foreign lock touches `range`: its process id as the kernel tells it, which
-/// is -1 for a lock of an open file description.
+/// Finds a foreign lock that overlaps `range`, and returns its process id as the kernel reports it:
+/// -1 for a lock of an open file description.
 fn conflicts(fd: RawFd, range: ByteLock) -> io::Result<Option<i32>> {
     let found = call(fd, libc::F_OFD_GETLK, range, libc::F_WRLCK)?;
     Ok((i32::from(found.l_type) != libc::F_UNLCK).then_some(found.l_pid))
 }
 
-/// One `fcntl` lock call; the structure comes back as the kernel left it.
+/// Makes one `fcntl` lock call and returns the structure as the kernel left it.
 fn call(fd: RawFd, command: libc::c_int, range: ByteLock, kind: libc::c_int) -> io::Result<libc::flock> {
     // The kernel's lock kinds are 0, 1 and 2: they fit the narrower field.
     let l_type = i16::try_from(kind).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;

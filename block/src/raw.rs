@@ -1,10 +1,12 @@
-//! The raw format: the smallest disk there is, and the yardstick for the others.
+//! The raw format: the simplest disk, and the baseline for the others.
 //!
 //! Guest offset and host offset are the same. Sizes that are not a multiple of 512 bytes are rounded down.
 //!
-//! What must stay true: a disk that grows shows its new size when the file has it durably, and what is new reads as
-//! zeros, whatever was behind the disk's end before; and no write makes the file longer: the next to open it would find a
-//! larger disk.
+//! Invariants:
+//!
+//! - A disk that grows shows its new size only once the file has it durably. New bytes read as zeros, whatever lay
+//!   past the disk's end before.
+//! - No write makes the file longer: the next open would find a larger disk.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -56,8 +58,8 @@ impl RawDisk {
     ///
     /// # Errors
     ///
-    /// If its size cannot be found out, or if a write of its last sector would make the file longer, as direct I/O does
-    /// where a block of the file system is larger than what the file has there.
+    /// If its size cannot be determined, or if a write of its last sector would make the file longer. Direct I/O does
+    /// that if the file ends inside a block of the file system.
     pub fn open(file: Arc<ImageFile>, discard: bool, cx: &Context) -> Result<Arc<Self>, OpenQueueError> {
         let error = |source| OpenQueueError {
             disk: file.path().display().to_string(),
@@ -87,7 +89,7 @@ fn ends_at_a_block(file: &ImageFile, size_bytes: u64) -> bool {
     (size_bytes & !511).is_multiple_of(file.alignment().offset)
 }
 
-/// Growth is one at a time, while this lives.
+/// Guard of a growth in progress: only one at a time.
 struct Growing<'a>(&'a RawDisk);
 
 impl Drop for Growing<'_> {

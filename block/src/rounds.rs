@@ -1,10 +1,10 @@
 //! Work in rounds that callers share: a sync of a file, a write-back of metadata.
 //!
-//! One round runs at a time. It may have passed over what was done since it began, so those who ask while one runs share the next
-//! one, whoever of them leads it.
+//! One round runs at a time. It may not cover changes made since it began, so callers that arrive while one runs
+//! share the next one, whichever of them leads it.
 //!
-//! What must stay true: a caller is answered only by a round that began after it asked; and a round ends however its task
-//! does, without success if it was given up.
+//! Invariants: a caller is answered only by a round that began after its call; a round ends however its task ends,
+//! with an error if the task was dropped.
 
 use std::future::poll_fn;
 use std::task::Poll;
@@ -50,11 +50,11 @@ impl Rounds {
         self.running
     }
 
-    /// Carries out `round`, or waits for one that another caller began after this call, and returns how it ended.
+    /// Runs `round`, or waits for one that another caller began after this call, and returns its result.
     ///
     /// # Errors
     ///
-    /// The round's, whoever led it; [`IoError::Dropped`] if the task that led it was dropped.
+    /// The round's error, whoever led it; [`IoError::Dropped`] if the task that led it was dropped.
     pub async fn share(
         rounds: &Mutex<Self>,
         round: impl AsyncFnOnce() -> Result<(), IoError>,

@@ -1,8 +1,8 @@
-//! Rate limits: so many bytes and so many requests in a time, for one disk or for several together.
+//! Rate limits in bytes and requests per time, for one disk or for several together.
 //!
-//! A [`Limiter`] holds the tokens; a [`ThrottledDisk`] is a disk whose requests wait for them. Requests of one queue keep
-//! their order, and only the first of them has a claim on tokens: so queues take turns, request by request, and one with
-//! many requests does not keep one with few from getting its own.
+//! A [`Limiter`] holds the tokens; a [`ThrottledDisk`] is a disk whose requests wait for them. Requests of one queue
+//! keep their order, and only the first of them takes tokens. So queues take turns, request by request, and one with
+//! many requests does not starve one with few.
 //!
 //! ```text
 //! submit ──tokens there, nobody before it──▶ the disk's queue
@@ -12,9 +12,11 @@
 //! A read or write costs its bytes and one op; a flush, discard or write-zeroes carries no bytes and costs one op.
 //! Waiting delays only the submission, so a FLUSH still covers what was answered before it.
 //!
-//! What must stay true: nothing waits for tokens while somebody holds the disk off (see [`crate::hold`]), and what
-//! passes then is owed, so that no guest gets more by resetting its device; and nobody passes before those that came
-//! before it on its queue.
+//! Invariants:
+//!
+//! - No request waits for tokens while a [`HoldOff`] of the disk exists (see [`crate::hold`]). Requests that pass
+//!   then leave a debt, so that no guest gets more by resetting its device.
+//! - No request passes before an earlier one of its queue.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -37,10 +39,10 @@ mod tests;
 use bucket::Bucket;
 pub use bucket::Rate;
 
-/// The longest sleep of a request that waits; it sleeps again after it.
+/// The longest single sleep of a waiting request; a longer wait takes several.
 const SLEEP_MAX: Duration = Duration::from_secs(3600);
 
-/// What a disk, or a group of disks, may do in a time.
+/// Rate limits of a disk, or of a group of disks.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct RateLimits {
     /// Bytes read and written.
@@ -50,7 +52,7 @@ pub struct RateLimits {
 }
 
 impl RateLimits {
-    /// Whether nothing is limited.
+    /// Returns true if nothing is limited.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.bandwidth.is_none() && self.ops.is_none()
@@ -70,7 +72,7 @@ struct Buckets {
 }
 
 impl Limiter {
-    /// Full buckets.
+    /// Makes a limiter with full buckets.
     #[must_use]
     pub fn new(limits: &RateLimits) -> Arc<Self> {
         Arc::new(Self {
@@ -81,7 +83,7 @@ impl Limiter {
         })
     }
 
-    /// Takes what `request` costs. Answers when it may pass.
+    /// Takes the tokens that `request` costs. Returns the time at which it may pass.
     fn take(&self, request: &Request, now: Duration) -> Duration {
         let bytes = match request.op {
             Op::Read | Op::Write { .. } => request.len,
@@ -108,7 +110,7 @@ pub struct ThrottledDisk {
 }
 
 impl ThrottledDisk {
-    /// `disk`, within the limits of `limiter`.
+    /// Wraps `disk`, within the limits of `limiter`.
     #[must_use]
     pub fn new(disk: Arc<dyn Disk>, limiter: Arc<Limiter>) -> Arc<Self> {
         let holds = Arc::new(Holds::default());
@@ -175,9 +177,9 @@ struct Lane {
     queue: Box<dyn DiskQueue>,
     disk: Arc<ThrottledDisk>,
     cx: Context,
-    /// Who waits, the first first; only that one has taken its tokens.
+    /// Waiting requests in order; only the first has taken its tokens.
     waiting: RefCell<VecDeque<Request>>,
-    /// Whether a task sees to those who wait. It stays until none does.
+    /// True while a task serves the waiting requests. It runs until none waits.
     is_watched: Cell<bool>,
 }
 
@@ -199,7 +201,7 @@ impl DiskQueue for ThrottledQueue {
 }
 
 impl Lane {
-    /// Lets those pass who wait, each in its turn; the first at `due`.
+    /// Submits the waiting requests, each in its turn; the first at `due`.
     async fn watch(self: Rc<Self>, mut due: Duration) {
         loop {
             self.wait_until(due).await;
@@ -214,7 +216,7 @@ impl Lane {
         }
     }
 
-    /// Ends at `due`, or when nobody is to wait.
+    /// Waits until `due`, or until waits are ended.
     async fn wait_until(&self, due: Duration) {
         loop {
             let left = due.saturating_sub(self.cx.now());

@@ -1,13 +1,13 @@
 //! The worker: one thread, one ring, one executor, and the frontends it serves.
 //!
-//! Everything a worker waits for comes through its ring: kicks and wake-ups are watched eventfds, I/O
-//! ends as completions. One system call both starts and waits. When there is nothing to do the worker
-//! first polls for a bounded time, which grows while polling finds work and shrinks to nothing on an idle
-//! disk, and only then asks its guests for notifications and sleeps. Where even requests come through the ring and nobody
-//! polls, the call that starts what a round has begun is the one that waits.
+//! Every event a worker waits for comes through its ring: kicks and wake-ups are watched eventfds, I/O
+//! ends as completions. One system call both submits and waits. An idle worker first polls for a bounded
+//! time, which grows while polling finds work and shrinks to zero on an idle disk. Only then does it ask its
+//! guests for notifications and sleep. If even requests come through the ring and the worker does not poll,
+//! the call that submits a round's ops is the one that waits.
 //!
-//! What must stay true: between asking for notifications and sleeping every queue is looked at once
-//! more; and a frontend is removed only when each of its requests has been answered and published.
+//! Invariants: between asking for notifications and sleeping every queue is checked once more; a frontend is
+//! removed only when each of its requests has been answered and published.
 
 use std::fmt;
 use std::io;
@@ -21,42 +21,42 @@ use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Mutex, mpsc};
 use crate::task::{Context, RunQueue};
 
-/// Something that brings a worker requests and takes the answers: a virtqueue, a ublk queue.
+/// Source of a worker's requests and receiver of the answers: a virtqueue, a ublk queue.
 ///
 /// Called by its worker only. None of these may block.
 pub trait Frontend {
-    /// Takes all requests that are there and submits them. Returns whether there were any.
+    /// Takes all available requests and submits them. Returns true if there were any.
     fn poll(&mut self) -> bool;
 
-    /// Publishes all answers that are there, with at most one notification. Returns whether there were any.
+    /// Publishes all available answers, with at most one notification. Returns true if there were any.
     fn publish(&mut self) -> bool;
 
     /// Asks for a notification when a request comes, because the worker is about to sleep. Returns
-    /// `true` if one is there already, or an answer to be published: then the worker does not sleep.
+    /// true if a request or an answer to publish is there already; the worker then does not sleep.
     fn prepare_sleep(&mut self) -> bool;
 
-    /// The worker polls again; notifications are a waste.
+    /// Turns notifications off: the worker polls again.
     fn end_sleep(&mut self);
 
-    /// Whether its requests come through the worker's ring. Then looking for them is no cheaper than asking to be woken, and
-    /// the worker may sleep behind a round that has found some.
+    /// Returns true if requests arrive as ring completions. Polling such a frontend is no cheaper than sleeping, so the
+    /// worker may sleep right after a busy round.
     fn comes_through_ring(&self) -> bool {
         false
     }
 
-    /// Requests taken and not yet published.
+    /// Returns the number of requests taken and not yet published.
     fn in_flight(&self) -> usize;
 
-    /// Called once, after removal was asked for and [`Frontend::in_flight`] has reached zero; the frontend
-    /// is dropped next. From the asking until then [`Frontend::poll`] is not called any more.
+    /// Called once, after removal was requested and [`Frontend::in_flight`] has reached zero; the frontend
+    /// is dropped next. From the request on, [`Frontend::poll`] is not called any more.
     fn removed(&mut self) {}
 }
 
-/// A frontend of a worker.
+/// The id of a worker's frontend.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct FrontendId(u64);
 
-/// What a worker's thread does last before it serves, such as giving up rights that only setting up needs.
+/// Last step of a worker's thread before it serves, such as dropping privileges that only its setup needs.
 #[derive(Clone)]
 pub struct StartHook(Arc<dyn Fn() -> io::Result<()> + Send + Sync>);
 
@@ -82,22 +82,22 @@ impl fmt::Debug for StartHook {
     }
 }
 
-/// How a worker is set up.
+/// Configuration of a worker.
 #[derive(Clone, Debug)]
 pub struct WorkerConfig {
     /// The thread's name.
     pub name: String,
     /// The ring's driver.
     pub ring: RingKind,
-    /// How many ops may be in flight.
+    /// The number of ops that may be in flight.
     pub depth: u32,
-    /// How many places the ring has for buffers that a driver of the kernel registers.
+    /// The number of slots in the ring's table for buffers that a kernel driver registers.
     pub registered_buffers: u16,
     /// The CPUs to run on; empty for all.
     pub cpus: Vec<usize>,
     /// The longest time to poll before sleeping; zero never polls.
     pub poll_max: Duration,
-    /// What the thread does last before it serves.
+    /// The thread's last step before it serves.
     pub on_start: Option<StartHook>,
 }
 
@@ -115,7 +115,7 @@ impl Default for WorkerConfig {
     }
 }
 
-/// Why a worker could not be started.
+/// Error: a worker could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum StartWorkerError {
     /// The thread could not be made.
@@ -133,9 +133,9 @@ pub enum StartWorkerError {
     /// The CPUs cannot be used.
     #[error("cannot run a worker on CPUs {cpus:?}; it may run on CPUs {allowed}")]
     Affinity {
-        /// The CPUs asked for.
+        /// The requested CPUs.
         cpus: Vec<usize>,
-        /// The CPUs there are for it, such as `0-3,6`.
+        /// The CPUs it may use, such as `0-3,6`.
         allowed: String,
         /// The reason.
         #[source]
@@ -158,7 +158,7 @@ struct Commands {
     ended: AtomicBool,
 }
 
-/// What runs on the worker's thread. Reached through [`WorkerHandle::run`], or made [by hand](Worker::by_hand).
+/// State of a worker, on its thread. Reached through [`WorkerHandle::run`], or made [by hand](Worker::by_hand).
 pub struct Worker {
     cx: Context,
     frontends: Vec<Entry>,
@@ -171,7 +171,7 @@ struct Entry {
     id: FrontendId,
     frontend: Box<dyn Frontend>,
     watches: Vec<Watch>,
-    /// Set once removal was asked for: who wants to know when it is done.
+    /// Senders that are dropped when the removal is done; not empty once removal was requested.
     removal: Vec<mpsc::Sender<()>>,
 }
 
@@ -184,14 +184,14 @@ impl fmt::Debug for Worker {
     }
 }
 
-/// The wake-up's token; frontends' watches all share the other. Events only end a sleep: what happened is
-/// found by looking.
+/// The wake-up's token; frontends' watches all share the other. Events only end a sleep; the next round finds the
+/// work by polling.
 const WAKE: EventToken = 0;
 const KICK: EventToken = 1;
 
 impl Worker {
-    /// A worker without a thread: its owner calls [`Worker::round`], and several of them interleave in one
-    /// thread as their owner likes.
+    /// Makes a worker without a thread: its owner calls [`Worker::round`], and can interleave several of them in one
+    /// thread.
     #[must_use]
     pub fn by_hand(cx: Context) -> Self {
         let poll = PollTime {
@@ -211,7 +211,7 @@ impl Worker {
         }
     }
 
-    /// The worker's ring, executor and pool.
+    /// Returns the worker's ring, executor and pool.
     #[must_use]
     pub fn context(&self) -> &Context {
         &self.cx
@@ -242,8 +242,8 @@ impl Worker {
         Ok(id)
     }
 
-    /// Asks for a frontend's removal; `done` hears when it has drained and is gone. An unknown frontend
-    /// is gone already.
+    /// Requests a frontend's removal; `done` is dropped when it has drained and is gone. An unknown frontend
+    /// counts as gone.
     pub fn remove(&mut self, id: FrontendId, done: mpsc::Sender<()>) {
         if let Some(entry) = self.frontends.iter_mut().find(|entry| entry.id == id) {
             entry.watches.clear();
@@ -266,11 +266,11 @@ impl Worker {
         true
     }
 
-    /// One round: new requests, tasks, the ring, answers. Never waits. Returns whether anything happened.
+    /// Runs one round: new requests, tasks, the ring, answers. Never waits. Returns true if anything happened.
     ///
     /// # Errors
     ///
-    /// If the ring cannot go on.
+    /// If the ring has failed.
     pub fn round(&mut self) -> io::Result<bool> {
         let mut worked = self.run_commands();
         for entry in &mut self.frontends {
@@ -304,17 +304,16 @@ impl Worker {
             && !self.commands.waiting.load(Ordering::Acquire)
     }
 
-    /// Whether the worker may go to sleep behind a round that did something, too, unless [`Worker::prepare_sleep`] says
-    /// that there is more.
+    /// Returns true if the worker may sleep even after a busy round, unless [`Worker::prepare_sleep`] finds more work.
     #[must_use]
     pub fn may_sleep_at_once(&self) -> bool {
-        // Who is to be removed is not asked for more.
+        // A frontend that is being removed is not polled.
         let may = |entry: &Entry| entry.removal.is_empty() && entry.frontend.comes_through_ring();
         self.frontends.iter().all(may)
     }
 
-    /// Asks everybody who may have work for this worker to wake it, and looks once more. `false` if there is
-    /// something to do already. [`Worker::end_sleep`] comes next, if only after the sleep.
+    /// Asks every source of work to wake this worker, and checks each once more. Returns false if there is work
+    /// already. The caller must call [`Worker::end_sleep`] next, or after the sleep.
     pub fn prepare_sleep(&mut self) -> bool {
         let mut stay = false;
         for entry in &mut self.frontends {
@@ -325,13 +324,13 @@ impl Worker {
         !stay && self.cx.run_queue().prepare_sleep()
     }
 
-    /// Whether another worker or a task has woken this one since [`Worker::prepare_sleep`].
+    /// Returns true if another worker or a task has woken this one since [`Worker::prepare_sleep`].
     #[must_use]
     pub fn is_woken(&self) -> bool {
         !self.cx.run_queue().is_sleeping()
     }
 
-    /// Nobody needs to wake this worker any more.
+    /// Turns wake-ups and notifications off again.
     pub fn end_sleep(&mut self) {
         self.cx.run_queue().end_sleep();
         for entry in &mut self.frontends {
@@ -339,7 +338,7 @@ impl Worker {
         }
     }
 
-    /// Sleeps until something happens, unless something has.
+    /// Sleeps until an event comes, unless there is work already.
     fn sleep(&mut self) -> io::Result<()> {
         if self.prepare_sleep() {
             let commanded = self.commands.waiting.load(Ordering::SeqCst);
@@ -357,8 +356,8 @@ impl Worker {
             let worked = self.round()?;
             self.cx.ring().take_events(&mut events);
             events.clear();
-            // Polling is for guests. What is under way wakes the worker: from the kernel that is as quick, and a
-            // task without I/O waits for another thread, which may need this CPU.
+            // Polling is for guests' requests only. I/O in flight wakes the worker just as fast, and a task without
+            // I/O waits for another thread, which may need this CPU.
             let waits_for_guests = self.cx.ring().in_flight() == 0 && self.cx.tasks() == 0;
             let polls = waits_for_guests && !self.poll.window.is_zero();
             if worked {
@@ -387,7 +386,7 @@ impl Worker {
     }
 }
 
-/// How long to poll before sleeping.
+/// Adaptive polling time before a sleep.
 #[derive(Debug)]
 struct PollTime {
     window: Duration,
@@ -404,7 +403,7 @@ impl PollTime {
         }
     }
 
-    /// It slept: had it polled a little longer, would it have been spared?
+    /// Records a sleep: grows the window if polling a little longer would have avoided it, else halves it.
     fn slept(&mut self, total: Duration) {
         if total < self.max {
             self.grow();
@@ -462,11 +461,11 @@ impl WorkerHandle {
                             tracing::error!(%error, "a worker's ring has failed; its requests fail");
                         }
                     }
-                    // The receiver is waiting below; if it is gone there is nobody to tell.
+                    // The receiver waits below; an error without a receiver can be dropped.
                     Err(error) => report.send(Err(error)).unwrap_or_default(),
                 }
                 ended.ended.store(true, Ordering::SeqCst);
-                // Commands that come too late are dropped, and with them their answers' senders.
+                // Late commands are dropped, and with them their answers' senders.
                 ended.list.lock().clear();
             })
             .map_err(StartWorkerError::Thread)?;
@@ -480,7 +479,7 @@ impl WorkerHandle {
         })
     }
 
-    /// What carries out the ring's ops.
+    /// Returns the name of the ring's driver.
     #[must_use]
     pub fn driver_name(&self) -> &'static str {
         self.driver
@@ -507,7 +506,7 @@ impl WorkerHandle {
         f: impl FnOnce(&mut Worker) -> T + Send + 'static,
     ) -> Result<T, WorkerGone> {
         let (answer, answered) = mpsc::channel();
-        // An answer nobody waits for any more may be dropped.
+        // An answer without a waiter may be dropped.
         self.command(Box::new(move |worker| answer.send(f(worker)).unwrap_or_default()));
         answered.recv().map_err(|_| WorkerGone)
     }
@@ -531,8 +530,8 @@ impl WorkerHandle {
         answered.recv().map_err(|_| WorkerGone)
     }
 
-    /// Removes a frontend: no more requests are taken from it, and this returns when those taken have
-    /// been answered and published and the frontend has been dropped.
+    /// Removes a frontend: takes no more requests from it, and returns when those taken have been answered
+    /// and published and the frontend has been dropped.
     ///
     /// # Errors
     ///
@@ -540,7 +539,7 @@ impl WorkerHandle {
     pub fn remove(&self, id: FrontendId) -> Result<(), WorkerGone> {
         let (done, gone) = mpsc::channel();
         self.run(move |worker| worker.remove(id, done))?;
-        // The sender goes with the frontend, so the channel's end is the answer.
+        // The sender is dropped with the frontend, so the channel's end is the answer.
         if gone.recv().is_err() && self.commands.ended.load(Ordering::SeqCst) {
             return Err(WorkerGone);
         }

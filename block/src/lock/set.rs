@@ -1,8 +1,10 @@
-//! The locks of one server, and how they go to the next: by their open file descriptions.
+//! The locks of one server, and their transfer to the next by their open file descriptions.
 //!
-//! A lock lives as long as its description, whichever process has it. The old server passes descriptors of all its locks
-//! to the new one and, from then on, drops none of them explicitly; the new one locks its images on what it inherited.
-//! What must stay true: as long as two processes may have a description, neither gives its lock back but by closing it.
+//! A lock lives as long as its description, whichever process has it. The old server passes descriptors of all its
+//! locks to the new one and, from then on, releases none of them explicitly. The new one takes its locks on the
+//! inherited descriptions.
+//!
+//! Invariant: as long as two processes may have a description, neither releases its lock except by closing it.
 
 use std::fs::File;
 use std::io;
@@ -27,21 +29,21 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Locks {
-    /// From another process, and not used so far.
+    /// Descriptions from another process, not used so far.
     inherited: Vec<OwnedFd>,
-    /// Those of locks that are, or were, held, with their ranges.
+    /// Descriptions of locks that are, or were, held, with their ranges.
     held: Vec<(Weak<OwnedFd>, Vec<ByteLock>)>,
 }
 
-/// Device and inode of an open file.
+/// Returns the device and inode of an open file.
 fn identity(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
     let found = File::from(fd.try_clone_to_owned().ok()?).metadata().ok()?;
     Some((found.dev(), found.ino()))
 }
 
 impl LockSet {
-    /// Returns a set that takes its locks on these descriptions, where one is of the file to be locked. Until
-    /// [`LockSet::keep`] they are another process's as well: a lock that is dropped stays held there.
+    /// Makes a set that takes its locks on these descriptions, if one is of the file to be locked. Until
+    /// [`LockSet::keep`] another process shares them: a lock that is dropped stays held there.
     #[must_use]
     pub fn inherit(descriptors: Vec<OwnedFd>) -> Self {
         let locks = Locks {
@@ -65,14 +67,14 @@ impl LockSet {
         held.map(|fd| fd.try_clone()).collect()
     }
 
-    /// Leaves the locks to whoever else has their descriptions: from now on a lock that is dropped is not given back.
+    /// Leaves the locks to the process that shares their descriptions: from now on a dropped lock is not released.
     pub fn leave(&self) {
         self.0.is_shared.store(true, Ordering::Release);
     }
 
-    /// Makes the locks this process's alone: a lock that is dropped is given back again. Closes what was inherited and not
-    /// used, and gives back what the other process had locked beyond what is needed. Call it when no other process
-    /// relies on them any more.
+    /// Makes the locks this process's alone: a dropped lock is released again. Closes unused inherited descriptions,
+    /// and releases ranges that the other process had locked beyond those needed. The caller must ensure that no
+    /// other process relies on the locks any more.
     pub fn keep(&self) {
         self.0.is_shared.store(false, Ordering::Release);
         let mut locks = self.locks();
@@ -92,7 +94,7 @@ impl LockSet {
         self.0.is_shared.load(Ordering::Acquire)
     }
 
-    /// Takes out a description of the file behind `fd` that was inherited.
+    /// Takes an inherited description of the file behind `fd` out of the set.
     pub(super) fn take_inherited(&self, fd: BorrowedFd<'_>) -> Option<OwnedFd> {
         let mut locks = self.locks();
         if locks.inherited.is_empty() {

@@ -1,21 +1,20 @@
-//! A ring's table of registered buffers: what is in it when the ring begins, and [leases](crate::door) of its places.
+//! A ring's buffer table: its initial contents, and [leases](crate::door) on its slots.
 //!
-//! A driver that is about to put other pages into a place takes a lease first, and so finds out whether the old ones are still
-//! in use.
+//! Before a driver puts other pages into a slot, it must take a lease, which fails while the old pages are in use.
 
 use super::Ring;
 use crate::buffer::IoSlice;
 use crate::door::{FixedBuffer, LeaseError};
 
-/// What the table of a ring holds when the ring begins.
+/// Initial contents of a ring's buffer table.
 #[derive(Debug, Default)]
 pub struct FixedTable {
-    /// Empty where a driver of the kernel is going to put pages.
+    /// One stretch for each slot; empty if a kernel driver is going to put pages there.
     pub(super) places: Vec<IoSlice>,
 }
 
 impl FixedTable {
-    /// So many places, for a driver of the kernel to put pages into.
+    /// Makes a table of `places` empty slots, for a kernel driver to put pages into.
     #[must_use]
     pub fn sparse(places: u16) -> Self {
         Self {
@@ -23,18 +22,19 @@ impl FixedTable {
         }
     }
 
-    /// One place for each of these stretches of memory, which no Rust reference covers while the ring lives.
+    /// Makes a table with a slot for each of these stretches of memory. No Rust reference may cover them while the ring
+    /// lives.
     pub(crate) fn of_memory(places: Vec<IoSlice>) -> Self {
         Self { places }
     }
 
-    /// How many places there are.
+    /// Returns the number of slots.
     #[must_use]
     pub fn len(&self) -> usize {
         self.places.len()
     }
 
-    /// Whether there is no place.
+    /// Returns true if there are no slots.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.places.is_empty()
@@ -42,11 +42,11 @@ impl FixedTable {
 }
 
 impl Ring {
-    /// Takes a place in the table, which nobody else has.
+    /// Leases a slot of the buffer table.
     ///
     /// # Errors
     ///
-    /// [`LeaseError`] if somebody has it, or there is none.
+    /// [`LeaseError`] if it is in use, or does not exist.
     pub fn lease_fixed(&self, index: u16) -> Result<FixedBuffer, LeaseError> {
         self.inner.leases.take(index)
     }

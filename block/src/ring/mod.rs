@@ -1,14 +1,14 @@
-//! The only code that talks to the kernel about I/O.
+//! The ring, the only code that submits I/O to the kernel.
 //!
 //! A [`Ring`] belongs to one worker. Ops are started on it either for a whole [`Request`] (the fast path:
 //! no task, no allocation; the request is answered when the op ends) or as a future. Either way the op
-//! owns its memory through its slot until its completion has been reaped: dropping a future frees
+//! owns its memory through its slot until its completion has been reaped. Dropping a future frees
 //! nothing early, and dropping the ring cancels and drains first.
 //!
-//! What an op moves to or from a file is memory or, where only the kernel reaches a request's bytes, a
-//! [registered buffer](Buffer::registered); [`Ring::fill_zeros`] and [`Ring::copy`] hide which.
+//! An op moves bytes between a file and memory or, if only the kernel reaches a request's bytes, a
+//! [registered buffer](Buffer::registered); [`Ring::fill_zeros`] and [`Ring::copy`] hide the difference.
 //!
-//! What must stay true:
+//! Invariants:
 //! - memory named by a started op is held by its slot;
 //! - a short transfer is continued, a read past the end of the file is completed with zeros, and only
 //!   then is an op successful;
@@ -58,7 +58,7 @@ pub use crate::handle::FileHandle;
 pub use fixed::FixedTable;
 pub(crate) use sys::{set_timer, signal_event, timer};
 
-/// Which driver carries out a ring's ops.
+/// Driver of a ring.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum RingKind {
     /// io_uring if the kernel allows it, plain system calls otherwise.
@@ -66,7 +66,7 @@ pub enum RingKind {
     Auto,
     /// io_uring or an error.
     IoUring,
-    /// io_uring that carries commands of drivers too, or an error.
+    /// io_uring that can submit driver commands too, or an error.
     IoUringCommands,
     /// Plain system calls, one op at a time.
     Syscalls,
@@ -74,23 +74,23 @@ pub enum RingKind {
     Null,
 }
 
-/// Why there is no ring.
+/// Error: a ring could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum RingError {
-    /// The kernel has no io_uring for us.
+    /// The kernel refuses io_uring to this process.
     #[error(
         "io_uring is refused here (is kernel.io_uring_disabled set, or a seccomp filter in force?); use the \
          system-call driver"
     )]
     Refused {
-        /// Why.
+        /// The reason.
         #[source]
         source: io::Error,
     },
     /// The process has no descriptor left for a wake-up.
     #[error("a worker cannot be woken: no descriptor for that")]
     Wake {
-        /// Why.
+        /// The reason.
         #[source]
         source: io::Error,
     },
@@ -104,7 +104,7 @@ impl From<RingError> for io::Error {
     }
 }
 
-/// What a watch reports under.
+/// Token that a watch reports.
 pub type EventToken = u64;
 
 /// A worker's ring. Cheap to clone; all clones are the same ring.
@@ -122,9 +122,9 @@ struct Inner {
     unpushed: RefCell<Vec<u32>>,
     /// Ops in flight, watches and commands not counted.
     in_flight: Cell<usize>,
-    /// Who has which registered buffer.
+    /// The leases on registered buffers.
     leases: Rc<Leases>,
-    /// Commands in flight: what they wait for may never come.
+    /// Commands in flight; they may never complete.
     commands: Cell<usize>,
 }
 
@@ -139,7 +139,7 @@ impl fmt::Debug for Ring {
 
 impl Registry for Inner {
     fn unregister(&self, slot: FileSlot) {
-        // One that is let go of while the driver is at work stays registered as long as the ring is there.
+        // A file dropped while the driver is borrowed stays registered as long as the ring lives.
         if let Ok(mut driver) = self.driver.try_borrow_mut() {
             driver.unregister_file(slot);
         }
@@ -147,20 +147,20 @@ impl Registry for Inner {
 }
 
 impl Ring {
-    /// A ring with room for `depth` ops in flight (at least 16).
+    /// Makes a ring with room for `depth` ops in flight (at least 16).
     ///
     /// # Errors
     ///
-    /// If io_uring was asked for and is refused.
+    /// If io_uring was requested and is refused.
     pub fn new(kind: RingKind, depth: u32) -> Result<Self, RingError> {
         Self::with_fixed(kind, depth, &FixedTable::default())
     }
 
-    /// A ring with a table of registered buffers. One that is not io_uring reaches their bytes through their doors.
+    /// Makes a ring with a table of registered buffers. Drivers other than io_uring reach their bytes through the doors.
     ///
     /// # Errors
     ///
-    /// If io_uring was asked for and is refused, or has no such tables (Linux 5.19).
+    /// If io_uring was requested and is refused, or has no such tables (Linux 5.19).
     pub fn with_fixed(kind: RingKind, depth: u32, table: &FixedTable) -> Result<Self, RingError> {
         let depth = depth_within_bounds(depth);
         Ok(Self::with_driver(
@@ -170,7 +170,7 @@ impl Ring {
         ))
     }
 
-    /// A ring on `driver` with a table of so many registered buffers.
+    /// Makes a ring on `driver` with a table of `places` registered buffers.
     pub(crate) fn with_driver(driver: Box<dyn Driver>, depth: u32, places: usize) -> Self {
         Self {
             inner: Rc::new(Inner {
@@ -186,20 +186,20 @@ impl Ring {
         }
     }
 
-    /// What carries out the ops: `"io_uring"`, `"syscalls"`, `"null"` or `"sim"`.
+    /// Returns the driver's name: `"io_uring"`, `"syscalls"`, `"null"` or `"sim"`.
     #[must_use]
     pub fn driver_name(&self) -> &'static str {
         self.inner.driver.borrow().name()
     }
 
-    /// Ops in flight, watches and commands not counted.
+    /// Returns the number of ops in flight, without watches and commands.
     #[must_use]
     #[inline]
     pub fn in_flight(&self) -> usize {
         self.inner.in_flight.get()
     }
 
-    /// Makes a file known to the ring.
+    /// Registers a file with the ring.
     ///
     /// # Errors
     ///
@@ -208,7 +208,7 @@ impl Ring {
         self.register_observed(fd, None)
     }
 
-    /// Makes a file known to the ring; `observer` is told of every op on it that fails.
+    /// Registers a file with the ring; `observer` is called for every op on it that fails.
     pub(crate) fn register_observed(
         &self,
         fd: OwnedFd,
@@ -219,12 +219,12 @@ impl Ring {
         Ok(FileHandle::new(fd, slot, observer, ring))
     }
 
-    /// Starts the one op that carries out a read or write request in full, at `host_offset` of `file`;
-    /// for a flush request, a sync of `file`. The request is answered when it ends.
+    /// Starts a read or write request as one op, at `host_offset` of `file`, or a flush request as a sync of
+    /// `file`. The request is answered when the op ends.
     ///
     /// # Errors
     ///
-    /// Gives the request back if no slot is free, or if it asks for something else.
+    /// Returns the request if no slot is free, or if it is another operation.
     #[inline]
     pub fn submit_request(
         &self,
@@ -325,9 +325,9 @@ impl Ring {
         OpState::Started(index, generation)
     }
 
-    /// Reads into the pieces. Past the end of the file there are zeros.
+    /// Reads into the pieces. Bytes past the end of the file read as zeros.
     ///
-    /// Bytes of a registered buffer are an op of their own: with other pieces beside them it ends with
+    /// Bytes of a registered buffer need an op of their own. With other pieces beside them the op fails with
     /// [`IoError::Unsupported`], and on a ring that they are not registered with, with [`IoError::ForeignBuffer`].
     ///
     /// # Panics
@@ -342,18 +342,18 @@ impl Ring {
         self.op(file, Kind::Read, offset, len, pieces)
     }
 
-    /// Writes the pieces; with `dsync`, durably before it ends. Of registered buffers, what [`Ring::read`] says.
+    /// Writes the pieces; with `dsync`, durably before it ends. Registered buffers are limited as in [`Ring::read`].
     pub fn write(&self, file: &FileHandle, offset: u64, pieces: Pieces, dsync: bool) -> OpFuture {
         let len = pieces_len(&pieces);
         self.op(file, Kind::Write { dsync }, offset, len, pieces)
     }
 
-    /// `fdatasync(2)`.
+    /// Starts an `fdatasync(2)`.
     pub fn sync(&self, file: &FileHandle) -> OpFuture {
         self.op(file, Kind::DataSync, 0, 0, Pieces::new())
     }
 
-    /// `fallocate(2)` with mode bits `mode`.
+    /// Starts an `fallocate(2)` with mode bits `mode`.
     pub fn allocate(&self, file: &FileHandle, mode: i32, offset: u64, len: u64) -> OpFuture {
         self.op(file, Kind::Allocate { mode }, offset, len, Pieces::new())
     }
@@ -363,17 +363,17 @@ impl Ring {
         self.op(file, Kind::Truncate, 0, len, Pieces::new())
     }
 
-    /// The length of a file, or the size of a block device, in bytes.
+    /// Returns the length of a file, or the size of a block device, in bytes.
     ///
     /// # Errors
     ///
-    /// If the kernel does not tell.
+    /// If the kernel does not report it.
     pub fn file_len(&self, file: &FileHandle) -> io::Result<u64> {
         self.inner.driver.borrow().file_len(file.slot())
     }
 
-    /// The first place at or behind `offset` where a file may hold data, in bytes; what is before it reads as zeros.
-    /// `None` if all the rest does.
+    /// Returns the first byte offset at or after `offset` where a file may hold data; bytes before it read as zeros.
+    /// Returns `None` if all the rest does.
     #[must_use]
     pub fn next_data(&self, file: &FileHandle, offset: u64) -> Option<u64> {
         self.inner.driver.borrow().next_data(file.slot(), offset)
@@ -407,30 +407,30 @@ impl Ring {
         })
     }
 
-    /// Moves the tokens of watches that fired to the end of `out`.
+    /// Appends the tokens of watches that fired to `out`.
     pub fn take_events(&self, out: &mut Vec<EventToken>) {
         out.append(&mut self.inner.events.borrow_mut());
     }
 
-    /// Starts what was submitted and takes in what has ended: answers requests, wakes futures, notes
-    /// events. With `wait`, returns only when something ended, or a signal came; without, there is no
-    /// system call unless something is to be started or has ended. Returns how many completions there were.
+    /// Starts the submitted ops and reaps completions: answers requests, wakes futures, records events. With
+    /// `wait`, returns only when an op ended or a signal came. Without, makes no system call unless an op is
+    /// to be started or has ended. Returns the number of completions.
     ///
     /// # Errors
     ///
-    /// If the kernel refuses to go on at all.
+    /// If the kernel fails the call as a whole.
     pub fn turn(&self, wait: bool) -> io::Result<usize> {
         self.inner.turn(wait)
     }
 
-    /// Asks for every op in flight to be cancelled. Their ends still come.
+    /// Requests cancellation of every op in flight. Their completions still come.
     pub fn cancel_all(&self) {
         self.inner.cancel_all();
     }
 }
 
 impl Inner {
-    /// Whether an op can name these pieces: bytes of a buffer registered here alone, or none of such.
+    /// Fails unless one op can name these pieces: bytes of one buffer registered here, or of no registered buffer.
     fn check_registered(&self, pieces: &Pieces) -> Result<(), IoError> {
         for piece in pieces {
             let Piece::Bytes { buffer, offset, len } = piece else {
@@ -580,7 +580,7 @@ impl Inner {
         }
     }
 
-    /// Tells the observer of a failed op's file, without the slots in hand.
+    /// Calls the observer of a failed op's file, with the slots not borrowed.
     #[cold]
     fn tell<'a>(&'a self, slots: RefMut<'a, Slots>, index: u32, error: IoError) -> RefMut<'a, Slots> {
         let failed = slots.get(index).and_then(|slot| {
@@ -600,7 +600,7 @@ impl Inner {
         for (index, slot) in slots.busy().filter(|(_, slot)| slot.kind.ends_when_cancelled()) {
             let user_data = user_data(index, slot.generation);
             if driver.cancel(user_data).is_err() && driver.enter(Wait::No).is_ok() {
-                // A second refusal only means that this op is waited for.
+                // After a second refusal this op is not cancelled, only waited for.
                 driver.cancel(user_data).unwrap_or_default();
             }
         }
@@ -621,8 +621,8 @@ impl Drop for Inner {
                 return;
             }
         }
-        // A command waits for what only its driver can bring, and cannot be cancelled; it ends with the kernel's
-        // ring, some time after this. Until then its driver may write where it was told to.
+        // A command waits for an event of its driver, and cannot be cancelled. It ends with the kernel's
+        // ring, some time after this. Until then its driver may write to the memory it was given.
         if self.commands.get() > 0 {
             for memory in self.slots.borrow_mut().abandon() {
                 Box::leak(Box::new(memory));
@@ -635,7 +635,7 @@ fn depth_within_bounds(depth: u32) -> u32 {
     depth.clamp(16, 16384)
 }
 
-/// What carries out the ops of a ring with room for `depth` of them.
+/// Makes the driver of a ring with room for `depth` ops.
 pub(crate) fn driver_of(
     kind: RingKind,
     depth: u32,
@@ -653,7 +653,7 @@ pub(crate) fn driver_of(
         RingKind::Auto => match uring::UringDriver::new(entries, table) {
             Ok(driver) => Box::new(driver),
             Err(error) => {
-                // Every worker finds this out anew; it is one fact.
+                // Every worker finds this out again; log it once.
                 static TOLD: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
                 if !TOLD.swap(true, std::sync::atomic::Ordering::Relaxed) {
                     tracing::warn!(%error, "io_uring is refused here; using plain system calls");
@@ -682,7 +682,7 @@ struct PendingOp {
     pieces: Pieces,
     /// The file is the door of registered buffers.
     at_door: bool,
-    /// What else lives as long as the op.
+    /// A buffer that must live as long as the op.
     keep: Option<Rc<Buffer>>,
 }
 
@@ -691,12 +691,12 @@ enum OpState {
     /// Waits for a free slot.
     Pending(Option<PendingOp>),
     Started(u32, u32),
-    /// It never began.
+    /// The op was not started.
     Refused(IoError),
     Gone,
 }
 
-/// An op in flight. It was started when it was made, unless every slot was taken; dropping it neither
+/// An op in flight. It was started when it was made, unless no slot was free. Dropping it neither
 /// stops the op nor frees its memory early.
 #[derive(Debug)]
 #[must_use = "the result of an op says whether it happened"]
@@ -764,7 +764,7 @@ impl Drop for OpFuture {
     }
 }
 
-/// A watched descriptor; dropped, it is watched no more.
+/// A watched descriptor; dropping it ends the watch.
 pub struct Watch {
     ring: Weak<Inner>,
     index: u32,

@@ -1,27 +1,27 @@
-//! A token bucket: how much may pass, and when.
+//! A token bucket, which limits the rate of requests.
 //!
-//! A bucket holds up to `size` tokens and refills without a step, `size` tokens in every `refill`. What passes takes its
-//! tokens and may leave a debt behind, so that a request larger than the bucket passes too, from a full one; whoever
-//! comes next waits until the debt is paid.
+//! A bucket holds up to `size` tokens and refills continuously, `size` tokens in every `refill`. A request takes its
+//! tokens and may leave a debt, so that one larger than the bucket passes too, from a full one. The next request
+//! waits until the debt is paid.
 //!
-//! Amounts are kept in units of one `1/refill` token, so that a nanosecond refills exactly `size` of them: nothing is
-//! rounded, and no rate is lost however often one looks. What does not fit saturates.
+//! Amounts are kept in units of one `1/refill` token, so that a nanosecond refills exactly `size` of them. Nothing is
+//! rounded, so frequent calls do not lower the rate. Overflow saturates.
 
 use std::time::Duration;
 
-/// A limit: so many tokens in so much time, and how many may come at once.
+/// A rate: tokens per time, and the size of a burst.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Rate {
-    /// How many tokens refill in one `refill`, and how many are held at most. Zero counts as one.
+    /// The number of tokens that refill in one `refill`, and the most that are held. Zero counts as one.
     pub size: u64,
     /// The time in which an empty bucket becomes full. Less than a nanosecond counts as one.
     pub refill: Duration,
-    /// How many tokens there are beside `size` in the beginning; they do not come again.
+    /// Initial tokens beside `size`; they do not refill.
     pub one_time_burst: u64,
 }
 
-/// A bucket holds what refills in this time even if its size is less, so that a timer that is late by as much
-/// costs nothing of a fast rate.
+/// A bucket holds the tokens of this time even if its size is less, so that a timer that is late by as much
+/// does not lower a fast rate.
 const SLACK_NS: u64 = 50_000_000;
 
 /// The tokens of one [`Rate`].
@@ -29,9 +29,9 @@ const SLACK_NS: u64 = 50_000_000;
 pub(super) struct Bucket {
     size: u64,
     refill_ns: u64,
-    /// What is there, in `1/refill_ns` tokens; below zero, what is owed.
+    /// The balance, in `1/refill_ns` tokens; negative for a debt.
     level: i128,
-    /// When `level` was right.
+    /// The time of `level`.
     at_ns: u64,
 }
 
@@ -39,13 +39,13 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// `a × b`, which only just may not fit.
+/// Returns `a × b`, saturated at `i128::MAX`.
 fn times(a: u64, b: u64) -> i128 {
     i128::try_from(u128::from(a) * u128::from(b)).unwrap_or(i128::MAX)
 }
 
 impl Bucket {
-    /// A full bucket, and its burst: at time zero, and so whenever it is first looked at.
+    /// Makes a bucket that is full, with its burst, at time zero, and so at its first use.
     pub(super) fn new(rate: &Rate) -> Self {
         let (size, refill_ns) = (rate.size.max(1), nanos(rate.refill).max(1));
         Self {
@@ -56,8 +56,8 @@ impl Bucket {
         }
     }
 
-    /// Takes `tokens`. Answers when what they are for may pass: `now`, if they were there. Who comes later passes
-    /// later, so turns are kept whatever anybody asks for.
+    /// Takes `tokens`. Returns the time at which their request may pass: `now`, if the tokens were available. Later
+    /// requests pass later, whatever their size, so order is kept.
     pub(super) fn take(&mut self, tokens: u64, now: Duration) -> Duration {
         self.refill(nanos(now));
         if tokens == 0 {
@@ -71,12 +71,12 @@ impl Bucket {
         now.saturating_add(Duration::from_nanos(u64::try_from(wait).unwrap_or(u64::MAX)))
     }
 
-    /// Adds what has come since the last look. Looks may come a little out of order, from several threads.
+    /// Adds the tokens since the last call. Calls may come slightly out of order, from several threads.
     fn refill(&mut self, now_ns: u64) {
         let passed = now_ns.saturating_sub(self.at_ns);
         self.at_ns = self.at_ns.max(now_ns);
         let most = times(self.size, self.refill_ns.max(SLACK_NS));
-        // Above that only the burst reaches, which does not refill.
+        // Only the burst exceeds this, and it does not refill.
         if self.level < most {
             self.level = self.level.saturating_add(times(self.size, passed)).min(most);
         }
