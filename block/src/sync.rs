@@ -1,13 +1,12 @@
-//! What threads share is made of these: locks, atomics, channels, and sleeping until a descriptor is ready.
+//! Primitives for state that threads share: locks, atomics, channels, and sleeping until a descriptor is ready.
 //!
-//! In production they are parking_lot's and the standard library's own types, by other names. Under
-//! `--cfg loom` or `--cfg shuttle` they are those of the model checker, which then decides at each use which
-//! thread goes on: loom tries every order, as far as memory orderings allow, of small parts; shuttle tries many
-//! random orders of whole workers. The tests are the `model` modules and `qcow/tests/threads.rs`; `make models`
-//! runs them.
+//! In production they are re-exports of parking_lot's and the standard library's types. Under
+//! `--cfg loom` or `--cfg shuttle` they are those of the model checker, which schedules the threads at each use.
+//! Loom tries every order of small parts, as far as memory orderings allow. Shuttle tries many random orders of whole
+//! workers. The tests are the `model` modules and `qcow/tests/threads.rs`; `make models` runs them.
 //!
-//! What must stay true: whatever two threads use at once comes from here, or the checkers do not see it.
-//! Reference counts ([`std::sync::Arc`]) and wakers need not.
+//! Invariant: every primitive that two threads use at once comes from here, or the checkers do not see it.
+//! Reference counts ([`std::sync::Arc`]) and wakers are exempt.
 
 mod wait;
 
@@ -51,12 +50,12 @@ pub(crate) mod modelled {
     use super::Condvar;
     use super::{Checked, MutexGuard};
 
-    /// The model checker's mutex with the face of parking_lot's.
+    /// The model checker's mutex with the interface of parking_lot's.
     #[derive(Debug, Default)]
     pub struct Mutex<T>(Checked<T>);
 
     impl<T> Mutex<T> {
-        /// A mutex nobody holds.
+        /// Makes an unlocked mutex.
         pub fn new(value: T) -> Self {
             Self(Checked::new(value))
         }
@@ -69,7 +68,7 @@ pub(crate) mod modelled {
         }
     }
 
-    /// Tries every order of `model` with at most so many preemptions.
+    /// Tries every order of `model` with at most this many preemptions.
     #[cfg(all(test, loom))]
     pub(crate) fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
         let mut builder = loom::model::Builder::new();
@@ -77,7 +76,7 @@ pub(crate) mod modelled {
         builder.check(model);
     }
 
-    /// Runs `future` on this thread, which sleeps between its polls. Loom fails where nobody is left to wake it.
+    /// Runs `future` on this thread, which sleeps between its polls. Loom fails if no thread is left to wake it.
     #[cfg(all(test, loom))]
     pub(crate) fn block_on<T>(future: impl Future<Output = T>) -> T {
         struct Flag(Mutex<bool>, Condvar);
@@ -103,7 +102,7 @@ pub(crate) mod modelled {
     }
 }
 
-/// Sleeping on descriptors, so that a model checker knows who sleeps and what wakes.
+/// Sleeping on descriptors, in a way that a model checker sees sleepers and wake-ups.
 #[cfg(any(loom, shuttle))]
 pub(crate) mod park {
     use super::{Checked, Condvar};
@@ -118,7 +117,7 @@ pub(crate) mod park {
         static ref SIGNALS: Signals = Signals { lock: Checked::new(()), changed: Condvar::new() };
     }
 
-    /// Makes some descriptor ready, and wakes who waits for that.
+    /// Makes a descriptor ready, and wakes the threads that wait for one.
     pub(crate) fn signal(make_ready: impl FnOnce()) {
         let guard = SIGNALS
             .lock
@@ -129,7 +128,7 @@ pub(crate) mod park {
         drop(guard);
     }
 
-    /// Sleeps until `look`, which is tried after every signal, returns something.
+    /// Sleeps until `look`, which is called after every signal, returns `Some`.
     pub(crate) fn until<T>(mut look: impl FnMut() -> Option<T>) -> T {
         let mut guard = SIGNALS
             .lock

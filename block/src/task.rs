@@ -1,10 +1,10 @@
-//! The executor of one worker, and what a worker's code needs at hand.
+//! The executor of one worker, and the context for code that runs on it.
 //!
-//! Straight-line `async` code runs here next to the ring. Tasks stay on their worker; a wake-up may come
-//! from any thread, and then reaches a sleeping worker through an eventfd that its ring watches.
+//! `async` code runs here next to the ring. Tasks stay on their worker. A wake-up may come from any
+//! thread, and reaches a sleeping worker through an eventfd that its ring watches.
 //!
-//! What must stay true: a wake-up is never lost. The worker says that it sleeps *before* it looks at the
-//! queue a last time; a waker queues *before* it looks whether the worker sleeps.
+//! Invariant: a wake-up is never lost. The worker marks itself as sleeping *before* its last check of the
+//! queue; a waker queues *before* it checks if the worker sleeps.
 
 #![expect(unsafe_code, reason = "creates an eventfd, pins threads to CPUs")]
 
@@ -28,7 +28,7 @@ use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use crate::timer::{Clock, HostClock, Sleep, Timers};
 
-/// A new eventfd, blocking, close-on-exec.
+/// Makes a new eventfd, blocking, close-on-exec.
 ///
 /// # Errors
 ///
@@ -43,7 +43,7 @@ pub fn eventfd() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Lets the calling thread run on these CPUs only.
+/// Pins the calling thread to these CPUs.
 pub(crate) fn pin_to(cpus: &[usize]) -> io::Result<()> {
     // SAFETY: an all-zero `cpu_set_t` is the empty set of that plain C struct.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
@@ -86,7 +86,7 @@ pub(crate) fn allowed_cpus() -> String {
     ranges.join(",")
 }
 
-/// The tasks that are ready, and how to wake the worker that runs them.
+/// The ready tasks, and the wake-up of the worker that runs them.
 pub(crate) struct RunQueue {
     ready: Mutex<VecDeque<Runnable>>,
     len: AtomicUsize,
@@ -120,7 +120,7 @@ impl RunQueue {
         }
     }
 
-    /// Says that the worker is about to sleep. `false` if a task is ready after all.
+    /// Marks the worker as about to sleep. Returns false if a task is ready after all.
     pub(crate) fn prepare_sleep(&self) -> bool {
         self.set_sleeping(true);
         fence(Ordering::SeqCst);
@@ -131,18 +131,18 @@ impl RunQueue {
         true
     }
 
-    /// Whether the worker sleeps, or is about to, and nobody has woken it.
+    /// Returns true if the worker sleeps, or is about to, and has not been woken.
     pub(crate) fn is_sleeping(&self) -> bool {
         self.sleeping.load(Ordering::SeqCst)
     }
 
-    /// Says that the worker is awake.
+    /// Marks the worker as awake.
     pub(crate) fn end_sleep(&self) {
         self.set_sleeping(false);
     }
 
     fn set_sleeping(&self, sleeping: bool) {
-        // An exchange costs what this store would, and puts all changes of the flag in one order that loom knows too.
+        // An exchange costs as much as a store here, and orders all changes of the flag in a way that loom models too.
         self.sleeping.swap(sleeping, Ordering::SeqCst);
     }
 
@@ -162,7 +162,7 @@ struct Inner {
     batch: RefCell<VecDeque<Runnable>>,
 }
 
-/// What code on a worker has at hand: the ring, the executor, the buffer pool. Cheap to clone.
+/// Context of code on a worker: the ring, the executor, the buffer pool. Cheap to clone.
 #[derive(Clone)]
 pub struct Context {
     inner: Rc<Inner>,
@@ -178,7 +178,7 @@ impl fmt::Debug for Context {
 }
 
 impl Context {
-    /// A context with a ring of its own.
+    /// Makes a context with a ring of its own.
     ///
     /// # Errors
     ///
@@ -187,7 +187,7 @@ impl Context {
         Self::try_on(Ring::new(kind, depth)?)
     }
 
-    /// A context on an existing ring.
+    /// Makes a context on an existing ring.
     ///
     /// # Errors
     ///
@@ -197,7 +197,7 @@ impl Context {
         Ok(Self::woken_by(wake, ring, Rc::new(HostClock::default())))
     }
 
-    /// A context on plain system calls: what image tools use.
+    /// Makes a context on plain system calls, for image tools.
     ///
     /// # Panics
     ///
@@ -207,7 +207,7 @@ impl Context {
         Self::new(RingKind::Syscalls, 64).expect("the system-call driver needs nothing of the kernel")
     }
 
-    /// A context on an existing ring.
+    /// Makes a context on an existing ring.
     ///
     /// # Panics
     ///
@@ -217,7 +217,7 @@ impl Context {
         Self::with_clock(ring, Rc::new(HostClock::default()))
     }
 
-    /// A context on an existing ring, with a time of its own.
+    /// Makes a context on an existing ring, with a clock of its own.
     ///
     /// # Panics
     ///
@@ -248,32 +248,32 @@ impl Context {
         }
     }
 
-    /// The worker's ring.
+    /// Returns the worker's ring.
     #[must_use]
     #[inline]
     pub fn ring(&self) -> &Ring {
         &self.inner.ring
     }
 
-    /// The worker's spare buffers.
+    /// Returns the worker's buffer pool.
     #[must_use]
     pub fn pool(&self) -> &BufferPool {
         &self.inner.pool
     }
 
-    /// Tasks that have not ended.
+    /// Returns the number of tasks that have not ended.
     #[must_use]
     pub fn tasks(&self) -> usize {
         self.inner.tasks.get()
     }
 
-    /// The time, since some moment that is the same for all workers of the process.
+    /// Returns the time since an instant that is the same for all workers of the process.
     #[must_use]
     pub fn now(&self) -> Duration {
         self.inner.timers.now()
     }
 
-    /// Ends after `time`, on this worker.
+    /// Returns a sleep on this worker that ends after `time`.
     pub fn sleep(&self, time: Duration) -> Sleep {
         Sleep::new(&self.inner.timers, &self.inner.ring, time)
     }
@@ -306,8 +306,7 @@ impl Context {
         runnable.schedule();
     }
 
-    /// Starts a task that nobody waits for, but that must not be left half-way: [`Context::block_on`] does not end
-    /// before it.
+    /// Starts a background task that must run to its end: [`Context::block_on`] does not return before it.
     pub fn spawn_chore(&self, future: impl Future<Output = ()> + 'static) {
         struct Counted(Rc<Inner>);
         impl Drop for Counted {
@@ -323,8 +322,8 @@ impl Context {
         });
     }
 
-    /// Runs every task that is ready, those included that become ready meanwhile, up to a bound.
-    /// Returns whether there were any.
+    /// Runs every ready task, including those that become ready meanwhile, up to a bound.
+    /// Returns true if there were any.
     pub fn run_ready(&self) -> bool {
         self.inner.timers.fire(&self.inner.ring);
         let mut any = false;
@@ -347,18 +346,18 @@ impl Context {
         any
     }
 
-    /// Whether a task is ready to run.
+    /// Returns true if a task is ready to run.
     #[must_use]
     pub fn has_ready(&self) -> bool {
         self.inner.queue.len.load(Ordering::SeqCst) != 0
     }
 
-    /// Runs `future`, and every task of this context meanwhile, until `future` has its output and no chore is
-    /// left: the context may be dropped then.
+    /// Runs `future`, and every task of this context meanwhile, until `future` has its output and no chore
+    /// ([`Context::spawn_chore`]) is left. The context may be dropped then.
     ///
     /// # Errors
     ///
-    /// If the ring cannot go on.
+    /// If the ring has failed.
     pub fn block_on<T>(&self, future: impl Future<Output = T>) -> io::Result<T> {
         struct Flag {
             woken: AtomicBool,
@@ -371,14 +370,14 @@ impl Context {
             }
         }
         let flag = Arc::new(Flag {
-            // So that the loop begins with a look, whatever became of a wake-up that came before it.
+            // Set, so that the loop begins with a poll even if an earlier wake-up was consumed.
             woken: AtomicBool::new(true),
             queue: Arc::clone(&self.inner.queue),
         });
         let waker = Waker::from(Arc::clone(&flag));
         let mut future = pin!(future);
         let mut output = None;
-        // A watch keeps its slot of the ring until a turn. What is ready needs neither, however often.
+        // A watch keeps its slot of the ring until a turn. A future that is ready at once needs neither.
         if let Poll::Ready(ready) = future.as_mut().poll(&mut std::task::Context::from_waker(&waker)) {
             if self.inner.chores.get() == 0 {
                 return Ok(ready);

@@ -1,5 +1,5 @@
-//! Ops that move bytes between a file and a registered buffer where the kernel has no such buffer: through memory of ours and the
-//! buffer's door, now.
+//! Synchronous ops between a file and a registered buffer, for drivers without registered buffers: through scratch
+//! memory and the buffer's door.
 
 #![expect(unsafe_code, reason = "passes on the memory contract of Driver::push")]
 
@@ -7,17 +7,17 @@ use super::driver::{FileSlot, FixedOp, KernelOp, Kind};
 use super::sys;
 use crate::buffer::{AlignedBuf, IoSlice};
 
-/// How much of a registered buffer goes through our memory at a time. A longer op continues like a short one.
+/// The most bytes copied through the scratch memory at a time. A longer op continues like a short one.
 const SCRATCH_BYTES: usize = 256 << 10;
 
-/// The memory that bytes go through, once there were any.
+/// Scratch memory for such copies, allocated at the first use.
 #[derive(Debug, Default)]
 pub(super) struct AtDoors {
     scratch: Option<AlignedBuf>,
 }
 
 impl AtDoors {
-    /// Carries out a read or write: a byte count, or minus the errno.
+    /// Performs a read or write. Returns a byte count, or minus the errno.
     ///
     /// # Safety
     ///
@@ -30,7 +30,7 @@ impl AtDoors {
         }
     }
 
-    /// Moves bytes between a file and a registered buffer: how many, or the errno.
+    /// Moves bytes between a file and a registered buffer. Returns their number, or the errno.
     ///
     /// # Safety
     ///
@@ -61,7 +61,7 @@ impl AtDoors {
             let result = unsafe { sys::carry_out(&op) };
             usize::try_from(result).map_err(|_| result.saturating_neg())
         };
-        // All of it or an error: the door has every byte of a buffer.
+        // All bytes or an error: the door has every byte of a buffer.
         let at_door = |kind, len: usize| {
             let mut done = 0;
             while done < len {

@@ -1,7 +1,7 @@
-//! What an engine does to a request's bytes beside file I/O: zeros, and copies to and from memory of its own.
+//! Operations on a request's bytes other than file I/O: filling with zeros, and copies to and from an engine's memory.
 //!
-//! Where the bytes are memory it is done at once. Where they are a registered buffer it is an op at the buffer's
-//! door, which keeps both sides until it has ended. An engine asks for the one or the other in the same words.
+//! On memory they are done at once. On a registered buffer they are an op at the buffer's door, which keeps both
+//! sides until it has ended. The interface is the same for both.
 
 use std::rc::Rc;
 
@@ -16,7 +16,7 @@ use crate::error::IoError;
 use crate::request::Request;
 
 impl Ring {
-    /// Makes `len` bytes of `buffer` from `offset` on zeros. `None` if that is done already, which it is in memory.
+    /// Fills `len` bytes of `buffer` from `offset` on with zeros. Returns `None` if that is done already, as in memory.
     ///
     /// # Panics
     ///
@@ -38,8 +38,8 @@ impl Ring {
         }
     }
 
-    /// Copies `len` bytes of `from` to `to`. `None` if that is done already, which it is between memory and memory.
-    /// Between two registered buffers it ends with [`IoError::Unsupported`].
+    /// Copies `len` bytes of `from` to `to`. Returns `None` if that is done already, as between memory and memory.
+    /// Between two registered buffers it fails with [`IoError::Unsupported`].
     ///
     /// # Panics
     ///
@@ -81,7 +81,7 @@ impl Ring {
         }
     }
 
-    /// An op between memory and the door of bytes of `registered`.
+    /// Starts an op between memory and the door of bytes of `registered`.
     fn at_door(
         &self,
         range: &FixedRange<'_>,
@@ -96,17 +96,17 @@ impl Ring {
             offset: range.door_offset,
             len: len as u64,
             pieces,
-            // What the door does not have is not zeros: a guest's data would be lost without a word.
+            // Bytes missing at the door must not read as zeros: a guest's data would be lost silently.
             at_door: true,
             keep: Some(Rc::clone(registered)),
         })
     }
 
-    /// Answers a read request with zeros: at once where its buffer is memory, when they are there otherwise.
+    /// Answers a read request with zeros: at once if its buffer is memory, else when the op has ended.
     ///
     /// # Errors
     ///
-    /// Gives the request back if the ring is full.
+    /// Returns the request if the ring is full.
     #[inline]
     pub fn answer_with_zeros(&self, request: Request) -> Result<(), Request> {
         match request.buffer.memory() {

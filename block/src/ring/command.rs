@@ -1,7 +1,7 @@
-//! Commands of a device's own driver, and transfers with it: what a ublk queue is served by.
+//! Commands to a device's own driver, and transfers with it; they serve a ublk queue.
 //!
-//! A command may wait for ever, for instance for a request that nobody makes. So it is not counted among the ring's
-//! ops in flight, and its result goes to a [`CommandSink`] that its owner looks into.
+//! A command may wait for ever, for instance for a request that never comes. So it is not counted among the ring's
+//! ops in flight, and its result goes to a [`CommandSink`] that its owner polls.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -12,26 +12,26 @@ use super::{FileHandle, Ring, sys};
 use crate::buffer::{Buffer, IoSlices};
 use crate::error::IoError;
 
-/// Where the results of one owner's commands gather until it takes them.
+/// Queue of results of one owner's commands, until it takes them.
 #[derive(Debug, Default)]
 pub struct CommandSink {
     results: RefCell<Vec<(u64, i32)>>,
 }
 
 impl CommandSink {
-    /// An empty sink.
+    /// Makes an empty sink.
     #[must_use]
     pub fn new() -> Rc<Self> {
         Rc::new(Self::default())
     }
 
-    /// Whether nothing has ended that was not taken.
+    /// Returns true if no result is waiting.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.results.borrow().is_empty()
     }
 
-    /// Moves all results to the end of `out`, in the order of their ends: the tag, and what the driver answered.
+    /// Appends all results to `out`, in the order in which the commands ended: the tag, and the driver's answer.
     pub fn drain_into(&self, out: &mut Vec<(u64, i32)>) {
         out.append(&mut self.results.borrow_mut());
     }
@@ -46,18 +46,18 @@ impl CommandSink {
 #[error("every slot of the ring is taken")]
 pub struct NoSlot;
 
-/// A command of a device's driver, as it goes into the ring.
+/// A command to a device's driver, for the ring.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct DeviceCommand {
     /// Its number.
     pub code: u32,
-    /// What goes beside it.
+    /// Its data.
     pub data: [u8; 16],
-    /// What is where other ops have an address: for some drivers not one, but more that goes beside the command.
+    /// The address field of the op; some drivers use it for further data, not an address.
     pub address: u64,
 }
 
-/// Which way bytes go between memory and a device.
+/// Direction of a transfer between memory and a device.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Direction {
     /// From the device into the memory.
@@ -67,19 +67,19 @@ pub enum Direction {
 }
 
 impl Ring {
-    /// Starts a command of `file`'s driver. What the driver answers goes to `sink`, under `tag`. Only a ring of
+    /// Starts a command of `file`'s driver. The driver's answer goes to `sink`, under `tag`. Only a ring of
     /// [`RingKind::IoUringCommands`](super::RingKind::IoUringCommands) has commands; on others the answer is
     /// `EOPNOTSUPP` or `EACCES`.
     ///
     /// # Errors
     ///
-    /// [`NoSlot`]; nothing was started then.
+    /// [`NoSlot`]; the command was not started then.
     ///
     /// # Safety
     ///
     /// Memory that the command makes the driver read or write must be that of `keep`, or memory that is valid for it
-    /// as long as the process lives. `keep` is held until the command has ended, and leaked if the ring goes first.
-    /// The caller must touch it only when the driver does not.
+    /// as long as the process lives. `keep` is held until the command has ended, and leaked if the ring is dropped
+    /// first. The caller must touch it only when the driver does not.
     pub unsafe fn command(
         &self,
         file: &FileHandle,
@@ -103,12 +103,12 @@ impl Ring {
         Ok(())
     }
 
-    /// Moves the first `len` bytes of `buffer` to or from `file` at `offset`, before this returns: for devices whose
-    /// transfers are copies of memory, which io_uring would hand to a thread of the kernel.
+    /// Moves the first `len` bytes of `buffer` to or from `file` at `offset` synchronously. Meant for devices whose
+    /// transfers are copies of memory, which io_uring would punt to a kernel thread.
     ///
     /// # Errors
     ///
-    /// What the device answered, or `EIO` if it moved less.
+    /// The device's error, or `EIO` if it moved fewer bytes.
     ///
     /// # Panics
     ///
@@ -121,7 +121,7 @@ impl Ring {
         buffer: &Buffer,
         len: usize,
     ) -> Result<(), IoError> {
-        // A registered buffer is reached by ops.
+        // A registered buffer is reached only by ops.
         let memory = buffer.memory().ok_or(IoError::Unsupported)?;
         let mut at = 0;
         while at < len {

@@ -1,9 +1,8 @@
-//! Commands that set a device up: one at a time, each with a bound on how long it may take; and such as are to end
-//! unanswered.
+//! Commands that set up a device, one at a time and each with a timeout, and commands that are abandoned on purpose.
 //!
 //! They go through a small ring of their own, because they take submission entries of 128 bytes and may block in the
-//! kernel for as long as they like. A command that has not ended in time keeps its memory for ever, and its ring
-//! takes no other: what it does to the device is then unknown.
+//! kernel without bound. A command that has not ended in time keeps its memory for ever, and its ring takes no other:
+//! its effect on the device is then unknown.
 
 use std::fmt;
 use std::io;
@@ -15,25 +14,25 @@ use io_uring::{IoUring, cqueue, opcode, squeue};
 
 use crate::buffer::AlignedBuf;
 
-/// Why a command has no answer.
+/// Error of a command.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
     /// The driver refused.
     #[error(transparent)]
     Refused(io::Error),
-    /// It has not ended in time.
+    /// The command has not ended in time.
     #[error("no answer in {} s", .0.as_secs())]
     Stuck(Duration),
     /// The ring failed, and not the command.
     #[error("io_uring failed")]
     Ring(#[source] io::Error),
-    /// Whoever was to carry it out is gone.
+    /// The executor of commands has ended.
     #[error("what carries out commands has ended")]
     Lost(#[source] io::Error),
 }
 
 impl ControlError {
-    /// What the driver answered, if it did.
+    /// Returns the driver's error number, if the driver refused the command.
     #[must_use]
     pub fn errno(&self) -> Option<i32> {
         match self {
@@ -60,7 +59,7 @@ impl fmt::Debug for ControlRing {
 }
 
 impl ControlRing {
-    /// A ring for one command at a time.
+    /// Makes a ring for one command at a time.
     ///
     /// # Errors
     ///
@@ -73,7 +72,7 @@ impl ControlRing {
         })
     }
 
-    /// Carries out command `code` of `file`'s driver and waits for its end. `data` makes what goes with it from the
+    /// Submits command `code` of `file`'s driver and waits for its end. `data` makes the command's data from the
     /// address of `buffer`, whose bytes the driver may read and write. Returns the driver's answer, not negative.
     ///
     /// # Errors
@@ -143,14 +142,14 @@ impl ControlRing {
     }
 }
 
-/// Starts commands `code` of `file`'s driver on a thread that ends at once, and has them end with it. Those of a group are
-/// started together: no signal comes between them. Returns how many of each group's have waited.
+/// Starts commands `code` of `file`'s driver on a thread that ends at once, and with it the commands. Those of a group
+/// are started together: no signal comes between them. Returns the number of commands of each group that have waited.
 ///
-/// What a driver ties to the thread that waits in it, it takes for that of a thread that has ended then.
+/// State that the driver ties to the waiting thread then belongs to a thread that has ended.
 ///
 /// # Errors
 ///
-/// If the thread or its ring cannot be had, or the ring fails.
+/// If the thread or its ring cannot be made, or the ring fails.
 ///
 /// # Safety
 ///
@@ -172,7 +171,7 @@ pub unsafe fn start_and_end(file: OwnedFd, code: u32, groups: Vec<Vec<[u8; 16]>>
             while started < group.len() {
                 started += ring.submit()?;
             }
-            // An end that belongs to a group before would only make it fewer.
+            // A completion of an earlier group can only lower the count.
             waiting.push(group.len().saturating_sub(ring.completion().count()));
         }
         Ok(waiting)

@@ -156,7 +156,7 @@ impl Ring {
         Self::with_fixed(kind, depth, &FixedTable::default())
     }
 
-    /// Makes a ring with a table of registered buffers. Drivers other than io_uring reach their bytes through the doors.
+    /// Makes a ring with a table of registered buffers. Drivers other than io_uring reach their bytes through doors.
     ///
     /// # Errors
     ///

@@ -1,8 +1,8 @@
-//! The in-flight slots: what an op holds from submission until its completion is reaped.
+//! The in-flight slots: the state of each op from submission until its completion is reaped.
 //!
-//! Slots are made once per ring and never move, because the kernel may read a slot's slice list while
+//! Slots are allocated once per ring and never move, because the kernel may read a slot's slice list while
 //! the op is being started. `user_data` is a slot's index and its generation, so that a stale completion
-//! is recognised. A slot's life: `Free → InFlight → (Finished →) Free`.
+//! is detected. Life cycle of a slot: `Free → InFlight → (Finished →) Free`.
 
 use std::rc::Rc;
 use std::task::Waker;
@@ -20,18 +20,18 @@ use crate::handle::FileHandle;
 use crate::request::Request;
 use crate::sync::WaitList;
 
-/// Who gets an op's result, and with it what the op owned.
+/// Recipient of an op's result, which also owns the op's memory.
 #[derive(Debug)]
 pub(super) enum Owner {
-    /// Nobody: the slot is free.
+    /// None: the slot is free.
     Free,
-    /// The request is answered as it is.
+    /// A request, answered with the result.
     Request(Request),
-    /// A future, to be woken.
+    /// A future, woken at the end.
     Waiting(Option<Waker>),
-    /// A future, which has not fetched the result yet.
+    /// A future that has not fetched the result yet.
     Finished(Result<(), IoError>),
-    /// Its future was dropped; the memory goes when the op has ended.
+    /// None, as the future was dropped; the memory is freed when the op has ended.
     Orphan,
     /// A watch, which reports under this token.
     Watch(EventToken),
@@ -39,17 +39,17 @@ pub(super) enum Owner {
     Command(Rc<CommandSink>, u64),
 }
 
-/// What the stretches of an op are.
+/// Kind of memory that the stretches of an op name.
 #[derive(Debug, Default)]
 pub(super) enum Named {
     /// Addresses of this process.
     #[default]
     Memory,
-    /// One stretch of a registered buffer, by what the kernel calls its bytes.
+    /// One stretch of a registered buffer, by the kernel's names for its bytes.
     Fixed {
         index: u16,
         door: Door,
-        /// What to add to that for the position at the door.
+        /// The difference between the position at the door and the kernel's name.
         to_door: u64,
     },
     /// Zeros, for the rest of a registered buffer that was read into past the end of this file.
@@ -63,29 +63,29 @@ pub(super) struct Slot {
     pub(super) kind: Kind,
     /// Keeps the file registered.
     pub(super) file: Option<FileHandle>,
-    /// Where the op continues in the file, in bytes.
+    /// The file offset at which the op continues, in bytes.
     pub(super) offset: u64,
     /// The length of an allocation, or the bytes of a transfer still to do.
     pub(super) left: u64,
     pub(super) slices: IoSlices,
     pub(super) named: Named,
-    /// The file is the door of registered buffers: a read finds no end of it past which there are zeros.
+    /// True if the file is the door of registered buffers, which does not read as zeros past its end.
     pub(super) at_door: bool,
-    /// The first slice that is not done; its start and length are what is left of it.
+    /// The first slice that is not done; its start and length cover only the rest of it.
     pub(super) first_slice: usize,
-    /// How much of that slice is done.
+    /// The bytes of that slice that are done.
     within_slice: usize,
-    /// How many bytes are done.
+    /// The number of bytes done.
     done: u64,
     pub(super) retries: u8,
-    /// Keeps the memory of `slices`, where the owner does not.
+    /// Keeps the memory of `slices` if the owner does not.
     pub(super) keep: SmallVec<[Rc<Buffer>; 2]>,
 }
 
-/// How often an op that the kernel asks to repeat is repeated.
+/// The number of times that an op is retried if the kernel asks for that.
 const RETRIES_MAX: u8 = 100;
 
-/// What follows from a completion.
+/// Next step after a completion.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Step {
     /// The op has ended.
@@ -114,13 +114,13 @@ impl Slot {
         }
     }
 
-    /// Adds bytes of this process's memory to what the op reads into or writes from.
+    /// Adds bytes of this process's memory to those the op reads into or writes from.
     #[inline]
     pub(super) fn name_memory(&mut self, memory: Memory<'_>, offset: usize, len: usize) {
         memory.for_each(offset, len, |slice| self.slices.push(slice));
     }
 
-    /// Lets the op read into, or write from, `len` bytes of a registered buffer and nothing else.
+    /// Lets the op read into, or write from, `len` bytes of a registered buffer only.
     pub(super) fn name_fixed(&mut self, range: &FixedRange<'_>, len: usize) {
         // A number for the kernel: never a pointer to us.
         let address = usize::try_from(range.address).unwrap_or(usize::MAX);
@@ -133,7 +133,7 @@ impl Slot {
         };
     }
 
-    /// The op as a driver takes it; `None` if the slot has no file, which no started op lacks.
+    /// Returns the op for a driver; `None` if the slot has no file, which every started op has.
     pub(super) fn kernel_op(&self) -> Option<KernelOp> {
         let slices = &self.slices[self.first_slice.min(self.slices.len())..];
         Some(KernelOp {
@@ -155,14 +155,14 @@ impl Slot {
         })
     }
 
-    /// What the kernel calls the first byte that is still to do of a registered buffer.
+    /// Returns the kernel's name for the first byte of a registered buffer that is not done.
     fn address(&self) -> u64 {
         self.slices
             .get(self.first_slice)
             .map_or(0, |slice| slice.ptr().addr() as u64)
     }
 
-    /// Takes one completion into account. A short transfer goes on where it stopped; a read at the end
+    /// Processes one completion. A short transfer continues where it stopped; a read at the end
     /// of the file is completed with zeros; a write that makes no progress fails.
     pub(super) fn advance(&mut self, result: i32) -> Step {
         if result < 0 {
@@ -209,7 +209,7 @@ impl Slot {
                 break;
             }
             skip -= slice.len();
-            // Whole again, so that `step_back` finds all of it.
+            // Restored to its full length, for `step_back`.
             *slice = slice.unskip(self.within_slice);
             self.within_slice = 0;
             self.first_slice += 1;
@@ -217,8 +217,8 @@ impl Slot {
         Step::Again
     }
 
-    /// Lets a read that has come to the end of its file end with zeros. Where these go to a registered buffer, that
-    /// is I/O of its own: the op goes on as a write at the door.
+    /// Completes a read that has reached the end of its file with zeros. For a registered buffer that is I/O of its
+    /// own: the op continues as a write at the door.
     fn past_end(&mut self) -> Step {
         match std::mem::take(&mut self.named) {
             Named::Memory | Named::PastEnd { .. } => {
@@ -242,8 +242,8 @@ impl Slot {
     }
 
     /// Goes back to the start of a block, or of the op. Direct I/O ends short in the middle of a block only
-    /// where the file does; if the file has grown meanwhile, going on from there is refused. `false` if
-    /// there is nowhere to go back to.
+    /// at the end of the file; if the file has grown meanwhile, continuing from there is refused. Returns
+    /// false if it cannot go back.
     fn step_back(&mut self) -> bool {
         let back = (self.offset % BUFFER_ALIGN as u64).min(self.done);
         if self.kind != Kind::Read || back == 0 || self.retries >= RETRIES_MAX {
@@ -288,7 +288,7 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// Slots for `count` ops, and some for watches.
+    /// Makes slots for `count` ops, and some for watches.
     pub(super) fn new(count: u32) -> Self {
         let count = count + WATCH_SLOTS;
         Self {
@@ -307,7 +307,7 @@ impl Slots {
         if self.has_free() { self.free.pop() } else { None }
     }
 
-    /// Takes a free slot for a watch: those ops leave alone are there for it.
+    /// Takes a free slot for a watch, including those reserved for watches.
     pub(super) fn take_for_watch(&mut self) -> Option<u32> {
         self.free.pop()
     }
@@ -325,7 +325,7 @@ impl Slots {
         self.waiters.register(waker);
     }
 
-    /// Frees a slot and whatever it held.
+    /// Frees a slot and everything it held, and returns its owner.
     pub(super) fn release(&mut self, index: u32) -> Owner {
         let Some(slot) = self.list.get_mut(index as usize) else {
             return Owner::Free;
@@ -342,14 +342,14 @@ impl Slots {
         slot.retries = 0;
         slot.keep.clear();
         self.free.push(index);
-        // All of them: a waker on the list may belong to a task that has what it wanted, and one of
+        // All of them: a waker on the list may belong to a task that no longer waits, and one of
         // the others would then sleep for ever.
         self.waiters.wake_all();
         owner
     }
 
-    /// Frees what commands in flight hold, but for their memory, which the kernel may still write; that is given back.
-    /// Their files must not stay open for it.
+    /// Closes the files of commands in flight, and returns their memory, which the kernel may still write. The files
+    /// must not stay open for it.
     pub(super) fn abandon(&mut self) -> Vec<Rc<Buffer>> {
         let mut memory = Vec::new();
         for slot in &mut self.list {
@@ -362,7 +362,7 @@ impl Slots {
         memory
     }
 
-    /// The indices of all slots that are not free.
+    /// Returns all slots with an op in flight, with their indices.
     pub(super) fn busy(&self) -> impl Iterator<Item = (u32, &Slot)> {
         (0u32..)
             .zip(&self.list)
@@ -370,7 +370,7 @@ impl Slots {
     }
 }
 
-/// A slot and its generation as one number.
+/// Packs a slot's index and its generation into one number.
 pub(super) fn user_data(index: u32, generation: u32) -> u64 {
     u64::from(generation) << 32 | u64::from(index)
 }

@@ -14,10 +14,10 @@ pub(crate) const IOV_MAX: u32 = 1024;
 /// The most bytes one op is started with; a longer one continues like a short one.
 pub(crate) const TRANSFER_BYTES_MAX: u32 = 1 << 30;
 
-/// `POLLIN` as the kernel's poll ops want it.
+/// `POLLIN` in the type of the kernel's poll ops.
 pub(crate) const POLL_IN: u32 = libc::POLLIN as u32;
 
-/// Carries out a read, write, sync or allocation now: a byte count, or minus the errno.
+/// Performs a read, write, sync, allocation or truncation now. Returns a byte count, or minus the errno.
 ///
 /// # Safety
 ///
@@ -77,22 +77,22 @@ pub(crate) unsafe fn carry_out(op: &KernelOp) -> i32 {
     i32::try_from(result).unwrap_or(i32::MAX)
 }
 
-/// The length of a file, or the size of a block device, in bytes.
+/// Returns the length of a file, or the size of a block device, in bytes.
 pub(crate) fn file_len(fd: RawFd) -> io::Result<u64> {
-    // SAFETY: no memory is passed. Positional I/O only: nobody leans on the offset this moves.
+    // SAFETY: no memory is passed. Positional I/O only: nothing depends on the offset this moves.
     let end = unsafe { libc::lseek(fd, 0, libc::SEEK_END) };
     u64::try_from(end).map_err(|_| io::Error::last_os_error())
 }
 
-/// Whether a file was opened with `O_DIRECT`; not, if the kernel does not say.
+/// Returns true if a file was opened with `O_DIRECT`; false if the kernel does not tell.
 pub(crate) fn is_direct(fd: RawFd) -> bool {
     // SAFETY: no memory is passed.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
     flags >= 0 && flags & libc::O_DIRECT != 0
 }
 
-/// Whether a file lies in memory (tmpfs, a memfd) and does not promise the kernel that I/O on it never blocks
-/// (`RWF_NOWAIT` in `readv(2)`); not, if the kernel does not say. Reading it may still wait for swap.
+/// Returns true for a file on tmpfs (or a memfd) that does not promise the kernel that I/O on it never blocks
+/// (`RWF_NOWAIT` in `readv(2)`); false if the kernel does not tell. Reading it may still wait for swap.
 pub(crate) fn is_in_memory(fd: RawFd) -> bool {
     // SAFETY: an all-zero `statfs` is a valid value of that plain C struct.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
@@ -110,22 +110,22 @@ pub(crate) fn is_in_memory(fd: RawFd) -> bool {
     read < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EOPNOTSUPP)
 }
 
-/// The first place at or behind `offset` where the file may hold data; `None` if it is a hole from there on.
+/// Returns the first byte offset at or after `offset` where the file may hold data; `None` if the rest is a hole.
 pub(crate) fn next_data(fd: RawFd, offset: u64) -> Option<u64> {
     let Ok(start) = libc::off_t::try_from(offset) else {
         return Some(offset);
     };
-    // SAFETY: no memory is passed. Positional I/O only: nobody leans on the offset this moves.
+    // SAFETY: no memory is passed. Positional I/O only: nothing depends on the offset this moves.
     let found = unsafe { libc::lseek(fd, start, libc::SEEK_DATA) };
     match u64::try_from(found) {
         Ok(found) => Some(found),
         Err(_) if io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO) => None,
-        // Not every file can tell, and then it is all data.
+        // A file that cannot tell counts as all data.
         Err(_) => Some(offset),
     }
 }
 
-/// Waits until one of `fds` is readable, or not at all; tells which are. An interrupted wait finds none.
+/// Returns for each of `fds` if it is readable; with `wait`, waits until one is. An interrupted wait finds none.
 pub(crate) fn poll_readable(fds: &[RawFd], wait: bool) -> io::Result<Vec<bool>> {
     #[cfg(any(loom, shuttle))]
     return crate::sync::park::until(|| match poll_now(fds, false) {
@@ -158,9 +158,9 @@ fn poll_now(fds: &[RawFd], wait: bool) -> io::Result<Vec<bool>> {
     Ok(list.iter().map(|entry| entry.revents != 0).collect())
 }
 
-/// Takes the count out of an eventfd that `poll` said is readable.
+/// Reads the count out of an eventfd that `poll` reported as readable.
 pub(crate) fn take_event(fd: RawFd) {
-    // What is taken here happened before what follows, which the model checker only knows from its own lock.
+    // The signal happened before the code that follows; the model checker learns that only from its own lock.
     #[cfg(any(loom, shuttle))]
     crate::sync::park::until(|| Some(take_count(fd)));
     #[cfg(not(any(loom, shuttle)))]
@@ -191,7 +191,7 @@ fn add_one(fd: RawFd) {
     let _written = unsafe { libc::write(fd, one.as_ptr().cast(), one.len()) };
 }
 
-/// A timer that becomes readable when its time has come.
+/// Makes a timerfd, which becomes readable at its expiry.
 pub(crate) fn timer() -> io::Result<OwnedFd> {
     // SAFETY: no memory is passed.
     let fd = unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, libc::TFD_CLOEXEC | libc::TFD_NONBLOCK) };
@@ -202,7 +202,7 @@ pub(crate) fn timer() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Sets a timer to go off once, `left` from now; not zero.
+/// Sets a timerfd to expire once, `left` from now; not zero.
 pub(crate) fn set_timer(fd: RawFd, left: Duration) -> io::Result<()> {
     let seconds = libc::time_t::try_from(left.as_secs()).unwrap_or(libc::time_t::MAX);
     let zero = libc::timespec {

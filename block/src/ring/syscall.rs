@@ -1,11 +1,11 @@
-//! The plain-syscalls driver: where io_uring is refused, and for image tools.
+//! The system-call driver, for image tools and for systems that refuse io_uring.
 //!
-//! Every op is carried out while it is pushed and its completion waits to be reaped, so the code above
-//! runs as on io_uring, only one op at a time. Watches are polled when there is nothing else to do.
+//! Every op is performed in `push` and its completion waits to be reaped. So the code above runs as on
+//! io_uring, only one op at a time. Watches are polled when there is nothing else to do.
 //!
 //! It has no registered buffers: the bytes of one go through its [door](super::at_door).
 //!
-//! For the model checker shuttle an op is carried out some time after it was pushed and in any order, so that
+//! For the model checker shuttle an op is performed some time after `push` and in any order, so that
 //! other threads find it in flight.
 
 #![expect(unsafe_code, reason = "passes on the memory contract of Driver::push")]
@@ -27,7 +27,7 @@ pub(crate) struct SyscallDriver {
 }
 
 impl SyscallDriver {
-    /// Does the op and notes how it ended.
+    /// Performs the op and records its completion.
     ///
     /// # Safety
     ///
@@ -46,7 +46,7 @@ impl SyscallDriver {
         });
     }
 
-    /// Carries out some of the ops that were pushed, at least one to `wait` for; other threads run before each.
+    /// Performs some of the pushed ops, at least one with `wait`; other threads run before each.
     #[cfg(shuttle)]
     fn carry_out_some(&mut self, wait: bool) {
         use shuttle::rand::{Rng, thread_rng};

@@ -1,9 +1,9 @@
-//! The io_uring driver: production.
+//! The io_uring driver, for production.
 //!
-//! One ring per worker thread, made by that thread and used by it alone (`SINGLE_ISSUER`), with
-//! completions delivered only when it asks (`DEFER_TASKRUN`) where the kernel has these; older kernels
-//! fall back to `COOP_TASKRUN` or to none. Files are registered. Before it is used a ring is restricted to the
-//! ops of disk I/O, so that whoever gets hold of it cannot open or connect anything through it. Sources: `io_uring_setup(2)`,
+//! Each worker thread makes one ring and uses it alone (`SINGLE_ISSUER`), with completions delivered only
+//! when it asks (`DEFER_TASKRUN`), if the kernel has these; on older kernels `COOP_TASKRUN` or neither is
+//! used. Files are registered. Before it is used a ring is restricted to the ops of disk I/O, so that an
+//! attacker who controls it cannot open or connect anything through it. Sources: `io_uring_setup(2)`,
 //! `io_uring_enter(2)`, `linux/io_uring.h`.
 
 #![expect(
@@ -25,31 +25,31 @@ use super::fixed::FixedTable;
 use super::sys;
 use crate::buffer::IoSlice;
 
-/// How many files a ring can have registered; past that, plain descriptors are used.
+/// The number of files that a ring can have registered; past that, plain descriptors are used.
 const FIXED_FILES: u32 = 128;
 
-/// How many ops on files with direct I/O are started together. A disk that is given all ops of a round at
-/// once idles while they are prepared and, when they have ended together, again: that costs it a tenth of
-/// its throughput. I/O through the page cache mostly ends where it starts, and gains by larger batches.
+/// The number of ops on files with direct I/O that are started together. A disk that gets all ops of a round
+/// at once idles while they are prepared and again when they have ended together, which costs a tenth of its
+/// throughput. I/O through the page cache mostly completes at submission, and gains by larger batches.
 const DIRECT_START_MAX: usize = 8;
 
-/// The longest read or write of a file on tmpfs that the worker carries out itself, in bytes. A longer one is worth a thread of the
-/// kernel's, and the worker goes on meanwhile.
+/// The longest read or write of a file on tmpfs that the worker performs itself, in bytes. A longer one is worth a
+/// kernel thread, and the worker continues meanwhile.
 const IN_MEMORY_BYTES_MAX: usize = 32 << 10;
 
-/// What a registered file does with ops.
+/// Way in which a registered file performs ops.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Nature {
-    /// It may have to wait for a disk, or answer from the page cache: the kernel knows.
+    /// Through the page cache; it may have to wait for a disk, which the kernel decides.
     Cached,
-    /// It bypasses the page cache.
+    /// Bypassing the page cache.
     Direct,
-    /// It is on tmpfs, but io_uring believes that it blocks and would give each op to a thread of the kernel first: a copy
-    /// of 4 KiB costs a hand-over there and one back.
+    /// On tmpfs, where io_uring assumes that ops block and punts each to a kernel thread: a copy of 4 KiB costs a
+    /// thread switch there and one back.
     InMemory,
 }
 
-/// The ops a ring carries out, and no others.
+/// The only ops that a ring allows.
 const OPS: [u8; 10] = [
     opcode::Read::CODE,
     opcode::Write::CODE,
@@ -63,13 +63,13 @@ const OPS: [u8; 10] = [
     opcode::AsyncCancel::CODE,
 ];
 
-/// What a ring that serves a device's driver carries out as well.
+/// The further op of a ring that serves a device's driver.
 const COMMAND_OP: u8 = opcode::UringCmd16::CODE;
 
-/// `IORING_REGISTER_FILES_UPDATE` of `linux/io_uring.h`: what is registered while a ring is in use.
+/// `IORING_REGISTER_FILES_UPDATE` of `linux/io_uring.h`: the only registration while a ring is in use.
 const REGISTER_FILES_UPDATE: u8 = 6;
 
-/// `IORING_ENTER_NO_IOWAIT` of `linux/io_uring.h` (Linux 6.15): the time that a call waits is no I/O wait.
+/// `IORING_ENTER_NO_IOWAIT` of `linux/io_uring.h` (Linux 6.15): waiting in the call does not count as I/O wait.
 const NO_IOWAIT: u32 = 1 << 7;
 
 /// Completions of cancel requests themselves carry this.
@@ -78,16 +78,16 @@ const CANCEL_USER_DATA: u64 = u64::MAX;
 pub(crate) struct UringDriver {
     ring: IoUring,
     fixed_free: Vec<u32>,
-    /// What the registered files do, by index.
+    /// The natures of the registered files, by index.
     natures: Vec<Nature>,
-    /// What carries out ops between files on tmpfs and registered buffers.
+    /// Performs ops between files on tmpfs and registered buffers.
     at_doors: AtDoors,
-    /// Pushed since the last enter, and how many of them on files that bypass the page cache.
+    /// Ops pushed since the last enter, and the number of them on files that bypass the page cache.
     unstarted: usize,
     unstarted_direct: usize,
-    /// Ops that were carried out while they were pushed.
+    /// Completions of ops that were performed in `push`.
     done: Vec<Completion>,
-    /// `IORING_ENTER_NO_IOWAIT` where the kernel has it, else no flag.
+    /// `IORING_ENTER_NO_IOWAIT` if the kernel has it, else no flag.
     no_iowait: u32,
 }
 
@@ -98,7 +98,7 @@ impl fmt::Debug for UringDriver {
 }
 
 impl UringDriver {
-    /// A ring with `entries` submission and four times as many completion entries, and this table of registered
+    /// Makes a ring with `entries` submission and four times as many completion entries, and this table of registered
     /// buffers.
     pub(crate) fn new(entries: u32, table: &FixedTable) -> io::Result<Self> {
         Self::with_ops(entries, table, &OPS)
@@ -235,7 +235,7 @@ impl UringDriver {
                 .offset(op.offset)
                 .mode(mode)
                 .build()),
-            // Carried out by `push`; a no-op would be harmless.
+            // Performed by `push`; a no-op would be harmless.
             Kind::Truncate => opcode::Nop::new().build(),
             Kind::Watch => on_file!(|file| opcode::PollAdd::new(file, sys::POLL_IN).multi(true).build()),
             Kind::Command { code, data } => {
@@ -269,15 +269,15 @@ impl UringDriver {
         entered.map(drop)
     }
 
-    /// Whether completions wait in the kernel for an enter that asks for them. Where it defers none, it
-    /// never says so.
+    /// Returns true if completions wait in the kernel for an enter that asks for them; never true if the kernel
+    /// does not defer any.
     fn has_deferred(&mut self) -> bool {
         let submission = self.ring.submission();
         submission.taskrun() || submission.cq_overflow()
     }
 }
 
-/// Gives a ring its table of registered buffers, once and for all: a restricted ring takes no other memory.
+/// Registers a ring's table of buffers, which is final: a restricted ring takes no other memory.
 fn register_buffers(ring: &IoUring, table: &FixedTable) -> io::Result<()> {
     if table.places.is_empty() {
         return Ok(());
@@ -295,19 +295,19 @@ fn register_buffers(ring: &IoUring, table: &FixedTable) -> io::Result<()> {
             iov_len: place.len(),
         })
         .collect();
-    // SAFETY: the kernel pins the pages for as long as the ring has them, so they are never others'; whoever made the
-    // table says that no Rust reference covers the memory (`FixedTable::of_memory`).
+    // SAFETY: the kernel pins the pages for as long as the ring has them, so they are never reused; the maker of the
+    // table guarantees that no Rust reference covers the memory (`FixedTable::of_memory`).
     unsafe { ring.submitter().register_buffers_update(0, &memory, None) }
 }
 
-/// Returns `flag` if the kernel knows it, else zero: a call that has nothing to do refuses only a flag it does not know.
+/// Returns `flag` if the kernel knows it, else zero: an otherwise empty call fails only for an unknown flag.
 fn supported_enter_flag(ring: &IoUring, flag: u32) -> u32 {
     // SAFETY: without an extended argument nothing is passed to the kernel but numbers.
     let entered = unsafe { ring.submitter().enter::<libc::sigset_t>(0, 0, flag, None) };
     if entered.is_ok() { flag } else { 0 }
 }
 
-/// Allows `ops` only, on registered files or others, and lets the ring begin (Linux 5.10).
+/// Restricts the ring to `ops`, on registered files or others, and enables it (Linux 5.10).
 fn restrict(ring: &IoUring, ops: &[u8]) -> io::Result<()> {
     let mut allowed: Vec<Restriction> = ops.iter().copied().map(Restriction::sqe_op).collect();
     allowed.push(Restriction::register_op(REGISTER_FILES_UPDATE));
@@ -328,7 +328,7 @@ impl Nature {
     }
 }
 
-/// Whether an op on a file on tmpfs is a sync, which is nothing there, or moves few bytes.
+/// Returns true if an op on a file on tmpfs is a sync, which is a no-op there, or moves few bytes.
 fn is_short(op: &KernelOp) -> bool {
     match op.kind {
         Kind::Read | Kind::Write { .. } => {
@@ -388,8 +388,8 @@ impl Driver for UringDriver {
         let nature = nature.copied().unwrap_or(Nature::Cached);
         let at_once = op.kind == Kind::Truncate || op.at_door || nature == Nature::InMemory && is_short(op);
         if at_once {
-            // Truncation is rare, and io_uring has it only since Linux 6.9. The others are copies in memory, which io_uring
-            // would give to a thread of the kernel: tmpfs, memfds and ublk's device do not say that they never block.
+            // Truncation is rare, and io_uring has it only since Linux 6.9. The others are copies in memory, which
+            // io_uring would punt to a kernel thread: tmpfs, memfds and ublk's device do not declare that they never block.
             let result = match op.fixed {
                 // SAFETY: a truncation and a sync name no memory; the caller vouches for that of a copy, for longer than it
                 // takes.
@@ -408,7 +408,7 @@ impl Driver for UringDriver {
         if nature == Nature::Direct {
             self.unstarted_direct += 1;
             if self.unstarted_direct >= DIRECT_START_MAX {
-                // What cannot be started now stays queued, and the next `Driver::enter` reports why.
+                // An op that cannot be started now stays queued, and the next `Driver::enter` reports the error.
                 self.start(0, 0).unwrap_or_default();
             }
         }
@@ -435,7 +435,7 @@ impl Driver for UringDriver {
         }
         match self.start(u32::from(wait != Wait::No), flags) {
             Ok(()) => Ok(()),
-            // A signal came, or the completion queue wants reaping first: the caller does that next.
+            // A signal came, or the completion queue must be reaped first: the caller does that next.
             Err(error)
                 if matches!(
                     error.raw_os_error(),
