@@ -1,10 +1,10 @@
-//! Rules that a special build can break on purpose, to prove that the simulator sees it.
+//! Canaries: rules that a special build can break on purpose, to prove that the simulator detects it.
 //!
 //! Without the feature `canary` nothing is ever broken: [`broken`] is a constant, and so is every branch on it.
-//! The same build can also kill the process it plays between two stores to a guest's memory ([`may_store`]).
+//! The same build can also kill its simulated process between two stores to a guest's memory ([`may_store`]).
 //! Only the explorer's own build, with a target folder of its own, has the feature.
 
-/// A rule of the architecture, as the canary that breaks it is called.
+/// A rule of the architecture, by the name of the canary that breaks it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[expect(missing_docs, reason = "`name` says it")]
 pub enum Rule {
@@ -85,7 +85,7 @@ impl Rule {
         Self::UblkSleepsOnAnswers,
     ];
 
-    /// What is broken, in a word.
+    /// Returns the rule's short name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -138,21 +138,21 @@ thread_local! {
     static STORES: std::cell::Cell<u64> = const { std::cell::Cell::new(u64::MAX) };
 }
 
-/// Lets the process that this thread plays make so many more stores that outlive it; `None` for as many as it likes.
+/// Limits the stores outliving the process that this thread's simulated process may still make; `None` for no limit.
 #[cfg(feature = "canary")]
 pub fn kill_after(stores: Option<u64>) {
     STORES.set(stores.unwrap_or(u64::MAX));
 }
 
-/// Whether the process that this thread plays has been killed.
+/// Returns true if this thread's simulated process has been killed.
 #[cfg(feature = "canary")]
 #[must_use]
 pub fn is_killed() -> bool {
     STORES.get() == 0
 }
 
-/// Whether the process is still alive, asked before each store that outlives it and that a guest or a
-/// successor goes by.
+/// Returns true if the process is still alive. Must be called before each store that outlives it and that a
+/// guest or a successor relies on.
 #[cfg(feature = "canary")]
 #[must_use]
 pub fn may_store() -> bool {
@@ -166,7 +166,7 @@ pub fn may_store() -> bool {
     }
 }
 
-/// Whether the process is still alive: it is.
+/// Returns true: without the feature `canary` the process is alive.
 #[cfg(not(feature = "canary"))]
 #[must_use]
 #[inline(always)]
@@ -180,14 +180,14 @@ pub fn set(rule: Option<Rule>) {
     BROKEN.set((rule, 0));
 }
 
-/// Whether `rule` is broken on this thread.
+/// Returns true if `rule` is broken on this thread.
 #[cfg(feature = "canary")]
 #[must_use]
 pub fn broken(rule: Rule) -> bool {
     BROKEN.get().0 == Some(rule)
 }
 
-/// Whether `rule` is broken this time: each `every`th.
+/// Returns true if `rule` is broken this time: at each `every`th call.
 #[cfg(feature = "canary")]
 #[must_use]
 pub fn strikes(rule: Rule, every: u64) -> bool {
@@ -199,7 +199,7 @@ pub fn strikes(rule: Rule, every: u64) -> bool {
     (count + 1).is_multiple_of(every)
 }
 
-/// Whether `rule` is broken: never.
+/// Returns false: without the feature `canary` no rule is broken.
 #[cfg(not(feature = "canary"))]
 #[must_use]
 #[inline(always)]
@@ -207,7 +207,7 @@ pub const fn broken(_rule: Rule) -> bool {
     false
 }
 
-/// Whether `rule` is broken this time: never.
+/// Returns false: without the feature `canary` no rule is broken at any call.
 #[cfg(not(feature = "canary"))]
 #[must_use]
 #[inline(always)]

@@ -1,6 +1,6 @@
 //! Syncs of one image, over all its workers: one at a time, and none after one that failed.
 //!
-//! When a sync fails, the kernel may have dropped the pages it could not write, and it reports that *once*: workers'
+//! After a failed sync the kernel may have dropped the pages it could not write, and it reports that *once*: workers'
 //! descriptors are duplicates, which share the error state. A later sync, or one that runs beside the failing one,
 //! may succeed and have made nothing durable. So an image remembers the first failure for as long as it is open.
 //! Its syncs run one at a time, and callers that arrive during one share the next.

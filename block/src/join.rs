@@ -10,11 +10,11 @@ use crate::error::IoError;
 
 /// Waits until every operation has ended. All are polled, so that all make progress.
 ///
-/// Not before, also after an error: the memory that they name is the caller's.
+/// Does not return earlier after an error either: the memory that they name is the caller's.
 ///
 /// # Errors
 ///
-/// That of the first that failed.
+/// The error of the first operation that failed.
 pub async fn join_all<F>(ops: impl IntoIterator<Item = F>) -> Result<(), IoError>
 where
     F: Future<Output = Result<(), IoError>> + Unpin,

@@ -62,7 +62,7 @@ pub(crate) fn pin_to(cpus: &[usize]) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns the CPUs that the calling thread may run on, as the kernel writes them: `0-3,6`. Empty if they are not known.
+/// Returns the CPUs that the calling thread may run on, as the kernel writes them: `0-3,6`. Empty if they are unknown.
 pub(crate) fn allowed_cpus() -> String {
     // SAFETY: an all-zero `cpu_set_t` is the empty set of that plain C struct.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };

@@ -8,8 +8,8 @@
 //! Use by a driver's frontend:
 //!
 //! 1. Its worker asks for as many slots as it has requests
-//!    ([`WorkerConfig::registered_buffers`](crate::worker::WorkerConfig)), and registers the driver's device with its ring
-//!    as the [`Door`].
+//!    ([`WorkerConfig::registered_buffers`](crate::worker::WorkerConfig)), and registers the driver's device with its
+//!    ring as the [`Door`].
 //! 2. For each request it [leases](crate::ring::Ring::lease_fixed) the slot into which the driver puts the pages, and
 //!    makes the buffer: `base` 0, from which the kernel counts registered pages, and the request's position at the
 //!    device. A slot that is [in use](crate::ring::LeaseError::InUse) is still named by an op; its pages must not be

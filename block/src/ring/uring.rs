@@ -389,7 +389,8 @@ impl Driver for UringDriver {
         let at_once = op.kind == Kind::Truncate || op.at_door || nature == Nature::InMemory && is_short(op);
         if at_once {
             // Truncation is rare, and io_uring has it only since Linux 6.9. The others are copies in memory, which
-            // io_uring would punt to a kernel thread: tmpfs, memfds and ublk's device do not declare that they never block.
+            // io_uring would punt to a kernel thread: tmpfs, memfds and ublk's device do not declare that they
+            // never block.
             let result = match op.fixed {
                 // SAFETY: a truncation and a sync name no memory; the caller vouches for that of a copy, for longer than it
                 // takes.

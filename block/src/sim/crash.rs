@@ -1,14 +1,14 @@
-//! What a power cut can leave of a file.
+//! The crash states of a file: everything that a power cut can leave of it.
 //!
-//! For each sector with open versions, and for the length, any one of them or the durable one. Sectors
+//! Each sector with open versions, and the length, may have any one of them or the durable one. Sectors
 //! whose versions are all alike count once. The choices are enumerated like the digits of a number, or
-//! drawn.
+//! drawn at random.
 
 use super::file::Contents;
 use super::image::{SectorId, SimImage};
 use super::random::Random;
 
-/// Every state a power cut at one instant can leave a file in.
+/// Every state in which a power cut at one instant can leave a file.
 #[derive(Clone, Debug)]
 pub struct CrashSpace {
     base: SimImage,
@@ -43,7 +43,7 @@ impl CrashSpace {
         }
     }
 
-    /// How many combinations there are. Some may be the same image: a sector past the length is not seen.
+    /// Returns the number of combinations. Some may be the same image: a sector past the length is not visible.
     #[must_use]
     pub fn count(&self) -> u128 {
         self.sectors
@@ -53,13 +53,13 @@ impl CrashSpace {
             })
     }
 
-    /// How many sectors are open.
+    /// Returns the number of sectors with open versions.
     #[must_use]
     pub fn open_sectors(&self) -> usize {
         self.sectors.len()
     }
 
-    /// A number that tells spaces of one store apart.
+    /// Returns a hash that distinguishes spaces of one store.
     #[must_use]
     pub fn fingerprint(&self) -> u64 {
         let choices = self
@@ -83,7 +83,7 @@ impl CrashSpace {
         image
     }
 
-    /// Combination `number`, below [`CrashSpace::count`].
+    /// Returns combination `number`, below [`CrashSpace::count`].
     #[must_use]
     pub fn nth(&self, mut number: u128) -> SimImage {
         self.build(|count| {
@@ -93,8 +93,8 @@ impl CrashSpace {
         })
     }
 
-    /// A combination by chance. Extremes come up often: most is new, most is old, one sector is the odd
-    /// one out.
+    /// Draws a random combination. Extremes come up often: most sectors new, most old, or one sector
+    /// different from the rest.
     pub fn draw(&self, random: &mut Random) -> SimImage {
         let old = [500, 500, 30, 970, 0, 1000][random.below(6) as usize];
         let odd = random.below(self.sectors.len() as u64 + 1) as usize;

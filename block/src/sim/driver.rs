@@ -1,4 +1,4 @@
-//! One worker's end of a simulated world: what a ring sees of it.
+//! Driver of one worker's ring on a simulated world.
 
 #![expect(unsafe_code, reason = "implements Driver::push")]
 
@@ -15,9 +15,9 @@ use crate::ring::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFul
 pub(super) struct SimDriver {
     world: Rc<RefCell<World>>,
     ring: u32,
-    /// Descriptors that never become readable: in a simulation nobody sleeps.
+    /// Watches, whose descriptors never become readable: no worker sleeps in a simulation.
     watches: Vec<u64>,
-    /// What has ended without the world.
+    /// Completions of ops that did not reach the world.
     ended: Vec<Completion>,
 }
 
@@ -51,7 +51,7 @@ impl Driver for SimDriver {
     }
 
     fn register_file(&mut self, fd: RawFd) -> io::Result<FileSlot> {
-        // An eventfd is none of the world's files, and only watched.
+        // An eventfd is not a file of the world, and only watched.
         let fixed = self.world.borrow().find(fd)?;
         Ok(FileSlot { fd, fixed })
     }

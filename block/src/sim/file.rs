@@ -1,24 +1,24 @@
-//! One simulated file: what readers see, what is durable, and everything in between.
+//! One simulated file: the contents that readers see, the durable contents, and the versions in between.
 //!
-//! Each sector, and the length, has a list of versions written since its durable one, in the order they
-//! took effect. A power cut leaves any one of them, each sector for itself. A sync makes durable, sector
-//! by sector, the last version whose op had completed before the sync was submitted, and forgets what is
-//! older; younger versions stay open. After a failed sync the versions it covered may or may not have
-//! reached the disk and no later sync says anything about them, while readers still see them: a page that
-//! could not be written back is clean again, as in Linux.
+//! Each sector, and the length, has a list of versions written since its durable one, in the order in which
+//! they took effect. A power cut leaves any one of them, independently for each sector. A sync makes durable,
+//! sector by sector, the last version whose op had completed before the sync was submitted, and drops older
+//! ones; younger versions stay open. After a failed sync the versions it covered may or may not have reached
+//! the disk, and no later sync covers them. Readers still see them: a page that could not be written back is
+//! clean again, as in Linux.
 //!
-//! What must stay true: the durable version plus the open ones are all that a power cut can leave.
+//! Invariant: the durable version plus the open ones are all that a power cut can leave.
 
 use std::collections::BTreeMap;
 
 use super::image::{SECTOR, SectorId, SimImage, ZEROS};
 
-/// Something written and not known to be durable.
+/// A written version that is not known to be durable.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Version<T> {
     pub(super) value: T,
     op: u64,
-    /// When its op had completed.
+    /// The time at which its op completed.
     completed: Option<u64>,
     /// A sync that covered it failed.
     forgotten: bool,
@@ -39,7 +39,7 @@ impl<T> Version<T> {
     }
 }
 
-/// Takes the versions up to the last that `durable` holds for; returns that one's value.
+/// Removes the versions up to the last for which `durable` holds; returns that one's value.
 fn settle<T: Copy>(versions: &mut Vec<Version<T>>, durable: impl Fn(&Version<T>) -> bool) -> Option<T> {
     let last = versions.iter().rposition(durable)?;
     let value = versions[last].value;
@@ -71,7 +71,7 @@ impl Contents {
         contents
     }
 
-    /// Everything written so far is durable.
+    /// Makes everything written so far durable.
     pub(super) fn make_durable(&mut self) {
         self.sectors.clear();
         self.lens.clear();
@@ -103,7 +103,7 @@ impl Contents {
         }
     }
 
-    /// Writes bytes for `op`; for nobody, durably at once.
+    /// Writes bytes for `op`; without an op, durably at once.
     pub(super) fn write(&mut self, op: Option<u64>, offset: u64, bytes: &[u8]) {
         self.reserve(offset, bytes.len() as u64);
         let mut done = 0;
@@ -122,7 +122,7 @@ impl Contents {
         }
         let end = offset + bytes.len() as u64;
         if end > self.now.len() || (op.is_some() && end > self.durable.len()) {
-            // A sync that covers the data covers the length it is read back with, whoever set that.
+            // A sync that covers the data covers the length needed to read it, whichever op set that.
             self.set_len(op, end.max(self.now.len()));
         }
     }
@@ -149,7 +149,7 @@ impl Contents {
         }
     }
 
-    /// Reserves space, and makes the file as long as that if it is shorter.
+    /// Reserves space and, unless `keep_size`, extends the file to the end of the range.
     pub(super) fn preallocate(&mut self, op: Option<u64>, offset: u64, len: u64, keep_size: bool) {
         self.reserve(offset, len);
         if !keep_size {
@@ -157,7 +157,7 @@ impl Contents {
         }
     }
 
-    /// Sets the length. What is cut off reads as zeros if the file grows again.
+    /// Sets the length. Bytes cut off read as zeros if the file grows again.
     pub(super) fn truncate(&mut self, op: Option<u64>, len: u64) {
         let old = self.now.len();
         if len < old {
@@ -174,13 +174,13 @@ impl Contents {
         self.reserved[first as usize..end as usize].fill(true);
     }
 
-    /// Whether a range can be written without more space.
+    /// Returns true if a range can be written without more space.
     pub(super) fn has_space(&self, offset: u64, len: u64) -> bool {
         let (first, end) = sectors_of(offset, len);
         (first..end).all(|sector| self.reserved.get(sector as usize) == Some(&true))
     }
 
-    /// Op `op`, which touched this range, has completed.
+    /// Records the completion of op `op`, which touched this range.
     pub(super) fn complete(&mut self, op: u64, offset: u64, len: u64, time: u64) {
         let (first, end) = sectors_of(offset, len);
         for (_, versions) in self.sectors.range_mut(first..end) {
@@ -191,7 +191,7 @@ impl Contents {
         own.for_each(|version| version.completed = Some(time));
     }
 
-    /// All ops but these have ended, whatever was said of them.
+    /// Marks the versions of all ops but these as completed, whatever their results were.
     pub(super) fn complete_ended(&mut self, in_flight: &[u64], time: u64) {
         let ended = |op: u64, completed: &mut Option<u64>| {
             if completed.is_none() && !in_flight.contains(&op) {
@@ -206,7 +206,7 @@ impl Contents {
         }
     }
 
-    /// Op `op` wrote this range durably, and what is needed to read it back.
+    /// Makes the range that op `op` wrote durable, and the length needed to read it back.
     pub(super) fn force(&mut self, op: u64, offset: u64, len: u64) {
         let (first, end) = sectors_of(offset, len);
         for (&sector, versions) in self.sectors.range_mut(first..end) {
@@ -223,7 +223,7 @@ impl Contents {
         }
     }
 
-    /// A sync that was submitted at `submitted` has succeeded.
+    /// Applies the success of a sync that was submitted at `submitted`.
     pub(super) fn sync(&mut self, submitted: u64) {
         for (&sector, versions) in &mut self.sectors {
             if let Some(id) = settle(versions, |version| version.is_covered(submitted)) {
@@ -236,8 +236,8 @@ impl Contents {
         }
     }
 
-    /// A sync that was submitted at `submitted` has failed: each version it covered is, as `lost` says,
-    /// written back some time after all, or forgotten.
+    /// Applies the failure of a sync that was submitted at `submitted`: each version it covered is forgotten
+    /// if `lost` returns true, and may still be written back otherwise.
     pub(super) fn fail_sync(&mut self, submitted: u64, mut lost: impl FnMut() -> bool) {
         for versions in self.sectors.values_mut() {
             for version in versions
@@ -257,7 +257,7 @@ impl Contents {
     }
 }
 
-/// The sectors a range of bytes touches: the first, and the one after the last.
+/// Returns the sectors that a range of bytes touches: the first, and the one after the last.
 fn sectors_of(offset: u64, len: u64) -> (u64, u64) {
     let first = offset / SECTOR as u64;
     (first, (offset + len).div_ceil(SECTOR as u64).max(first))

@@ -1,9 +1,9 @@
 //! File contents as lists of interned sectors, so that a crash image costs a copy of small numbers.
 //!
 //! Every distinct content of a sector is stored once, in a [`Store`] that worlds and images share. An
-//! image is then a list of numbers: copying one, comparing two and telling a thousand apart is cheap.
+//! image is then a list of numbers, which is cheap to copy, compare and hash.
 //!
-//! What must stay true: number 0 is the sector of zeros, and an image's list never ends with it.
+//! Invariant: number 0 is the sector of zeros, and an image's list never ends with it.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -11,7 +11,7 @@ use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::rc::Rc;
 
-/// The unit of everything a disk does, in bytes.
+/// The sector size of simulated disks, in bytes.
 pub const SECTOR: usize = 512;
 
 /// A sector's content by number.
@@ -20,7 +20,7 @@ pub(super) type SectorId = u32;
 /// The sector of zeros.
 pub(super) const ZEROS: SectorId = 0;
 
-/// Passes on a number that is a hash already.
+/// Hasher for numbers that are hashes already.
 #[derive(Default)]
 struct Given(u64);
 
@@ -61,7 +61,7 @@ struct Contents {
     index: HashMap<u64, SectorId, BuildHasherDefault<Given>>,
 }
 
-/// Every sector content there is, each once. Cheap to clone; all clones are the same store.
+/// All sector contents, each stored once. Cheap to clone; all clones are the same store.
 #[derive(Clone)]
 pub struct Store(Rc<RefCell<Contents>>);
 
@@ -88,7 +88,7 @@ impl Store {
             if contents.sectors[id as usize] == *bytes {
                 return id;
             }
-            // Two contents with one hash: the second goes under the next number.
+            // Two contents with one hash: the second is stored under the next number.
             hash = hash.wrapping_add(1);
         }
         let id = SectorId::try_from(contents.sectors.len()).expect("a world has fewer than 2^32 sectors");
@@ -103,7 +103,7 @@ impl Store {
     }
 }
 
-/// The contents of a file: a length and sectors. What no sector was written to reads as zeros.
+/// The contents of a file: a length and sectors. Unwritten sectors read as zeros.
 #[derive(Clone, Debug)]
 pub struct SimImage {
     store: Store,
@@ -118,7 +118,7 @@ impl PartialEq for SimImage {
 }
 
 impl SimImage {
-    /// An empty file.
+    /// Makes an empty file.
     #[must_use]
     pub fn new(store: &Store) -> Self {
         Self {
@@ -128,7 +128,7 @@ impl SimImage {
         }
     }
 
-    /// A file that holds `bytes`.
+    /// Makes a file that holds `bytes`.
     #[must_use]
     pub fn from_bytes(store: &Store, bytes: &[u8]) -> Self {
         let mut image = Self::new(store);
@@ -141,7 +141,7 @@ impl SimImage {
         image
     }
 
-    /// The whole file.
+    /// Returns the whole file.
     ///
     /// # Panics
     ///
@@ -167,7 +167,7 @@ impl SimImage {
         }
     }
 
-    /// Changes bytes from `offset` on; the file is as long as it was, or longer if they reach past its end.
+    /// Changes bytes from `offset` on; extends the file if they reach past its end.
     pub fn patch(&mut self, offset: u64, bytes: &[u8]) {
         let mut done = 0;
         while done < bytes.len() {
@@ -183,7 +183,7 @@ impl SimImage {
         self.len = self.len.max(offset + bytes.len() as u64);
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     #[expect(
         clippy::len_without_is_empty,

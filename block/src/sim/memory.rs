@@ -1,12 +1,12 @@
-//! Who holds which memory: memory that is freed, unmapped or used again under an op is a fault.
+//! Checker for the memory of ops: memory that is freed, unmapped or reused under an op is a fault.
 //!
-//! A simulated driver notes each stretch of memory an op names, from its submission to its completion, and
-//! touches it late, at the moment the op takes effect. Three things are noticed meanwhile:
+//! A simulated driver records each stretch of memory an op names, from its submission to its completion, and
+//! touches it late, at the moment the op takes effect. Three faults are detected meanwhile:
 //!
 //! - memory of the heap that is freed, if the program allocates with a [`GuardAlloc`]. It is then filled
-//!   with [`POISON`] and kept for ever, so that what follows is wrong but defined;
+//!   with [`POISON`] and kept for ever, so that later accesses are wrong but defined;
 //! - a [`GuestRegion`] that is dropped, which is kept too;
-//! - an op that is to write into memory that another op in flight uses.
+//! - an op that writes into memory that another op in flight uses.
 //!
 //! Everything is per thread, as a simulated world is.
 
@@ -20,7 +20,7 @@ use std::rc::Rc;
 
 use crate::buffer::{AlignedBuf, Buffer};
 
-/// What memory that was freed under an op is filled with.
+/// Fill byte of memory that was freed under an op.
 pub const POISON: u8 = 0xDB;
 
 #[derive(Clone, Debug)]
@@ -32,12 +32,12 @@ struct Held {
 
 thread_local! {
     static HELD: RefCell<Vec<Held>> = const { RefCell::new(Vec::new()) };
-    /// The lowest and the highest address held lately; empty when nothing is held.
+    /// The lowest and the highest address held since the list was last empty; an empty range when no memory is held.
     static SPAN: Cell<(usize, usize)> = const { Cell::new((usize::MAX, 0)) };
     static FAULTS: Cell<[Option<MemoryFault>; 4]> = const { Cell::new([None; 4]) };
 }
 
-/// Memory was not left alone while an op held it.
+/// Fault: memory was freed, unmapped or reused while an op held it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum MemoryFault {
     /// It was given back to the allocator.
@@ -46,7 +46,7 @@ pub enum MemoryFault {
         /// The op's number in the trace.
         op: u64,
     },
-    /// A guest's region went away.
+    /// A guest's region was dropped.
     #[error("guest memory of op {op} was unmapped while the op was in flight")]
     Unmapped {
         /// The op's number in the trace.
@@ -72,13 +72,13 @@ pub(super) fn report(fault: MemoryFault) {
     });
 }
 
-/// The first faults since this was last asked, on this thread.
+/// Returns the first faults on this thread since the last call.
 #[must_use]
 pub fn take_faults() -> Vec<MemoryFault> {
     FAULTS.with(|faults| faults.take().into_iter().flatten().collect())
 }
 
-/// Notes that `op` holds `range`; `written` if it writes there.
+/// Records that `op` holds `range`; `written` if it writes there.
 pub(super) fn hold(op: u64, range: Range<usize>, written: bool) {
     if range.is_empty() {
         return;
@@ -107,7 +107,7 @@ pub(super) fn hold(op: u64, range: Range<usize>, written: bool) {
     }
 }
 
-/// Notes that `op` has ended.
+/// Records that `op` has ended.
 pub(super) fn let_go(op: u64) {
     HELD.with_borrow_mut(|held| {
         held.retain(|held| held.op != op);
@@ -117,16 +117,16 @@ pub(super) fn let_go(op: u64) {
     });
 }
 
-/// The op of this thread's worlds that holds some of the memory at these addresses, if one does.
+/// Returns the op of this thread's worlds that holds some of the memory at these addresses, if one does.
 #[must_use]
 pub fn holder(range: Range<usize>) -> Option<u64> {
-    // Outside a simulation, and for nearly all memory, this is all.
+    // Outside a simulation, and for nearly all memory, this check is enough.
     let (low, high) = SPAN.try_with(Cell::get).unwrap_or((usize::MAX, 0));
     if range.end <= low || high <= range.start {
         return None;
     }
     HELD.try_with(|held| {
-        // Borrowed: it is the list itself that grows.
+        // Already borrowed: the list itself is growing.
         let held = held.try_borrow().ok()?;
         let found = held
             .iter()
@@ -137,7 +137,7 @@ pub fn holder(range: Range<usize>) -> Option<u64> {
     .flatten()
 }
 
-/// An allocator that notices memory freed under an op in flight.
+/// An allocator that detects memory freed under an op in flight.
 ///
 /// ```text
 /// #[global_allocator]
@@ -146,8 +146,8 @@ pub fn holder(range: Range<usize>) -> Option<u64> {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GuardAlloc<A>(pub A);
 
-// SAFETY: every call goes to `A` with the same arguments, but for memory an op holds: that is never given
-// back, so it stays allocated, which no caller can tell.
+// SAFETY: every call goes to `A` with the same arguments, except for memory an op holds: that is never freed,
+// so it stays allocated, which no caller can tell.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for GuardAlloc<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's contract is `A`'s.
@@ -192,7 +192,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for GuardAlloc<A> {
     }
 }
 
-/// A stretch of a pretended guest's memory. Buffers made of it keep it mapped, if they are told to.
+/// A stretch of a simulated guest's memory. Buffers made of it keep it mapped, if made so.
 pub struct GuestRegion {
     memory: Option<AlignedBuf>,
     start: usize,
@@ -205,7 +205,7 @@ impl fmt::Debug for GuestRegion {
 }
 
 impl GuestRegion {
-    /// `len` zero bytes.
+    /// Makes a region of `len` zero bytes.
     #[must_use]
     pub fn new(len: usize) -> Rc<Self> {
         let mut memory = AlignedBuf::zeroed(len);
@@ -228,13 +228,13 @@ impl GuestRegion {
         std::ptr::with_exposed_provenance_mut(self.start + offset)
     }
 
-    /// A buffer over the stretches (offset, length), which keeps the region mapped.
+    /// Makes a buffer over the stretches (offset, length), which keeps the region mapped.
     #[must_use]
     pub fn buffer(self: &Rc<Self>, stretches: &[(usize, usize)]) -> Buffer {
         self.build(Rc::clone(self) as Rc<dyn std::any::Any>, stretches)
     }
 
-    /// As [`GuestRegion::buffer`], but the region may go while the buffer lives: for tests of the detector.
+    /// As [`GuestRegion::buffer`], but the region may be dropped while the buffer lives: for tests of the detector.
     #[cfg(test)]
     fn unheld_buffer(&self, stretches: &[(usize, usize)]) -> Buffer {
         self.build(Rc::new(()), stretches)

@@ -1,21 +1,25 @@
 //! The third ring: a simulated world of disks, seeded and deterministic.
 //!
 //! A [`SimWorld`] holds files and the ops in flight on them. [`SimWorld::context`] makes a worker's context
-//! whose ring runs on it; everything above the ring is what production runs. Nothing happens by itself: the
-//! world's owner lets it take one [step](SimWorld::step) at a time, between the rounds of as many
-//! [workers](crate::worker::Worker::by_hand) as there are, all in one thread.
+//! whose ring runs on it; everything above the ring is production code. Nothing happens by itself: the
+//! world's owner lets it take one [step](SimWorld::step) at a time, between the rounds of any number of
+//! [workers](crate::worker::Worker::by_hand), all in one thread.
 //!
-//! What a disk does, each as the seed has it and the [`Profile`] allows: ops take effect in any order,
-//! whole or piece by piece, at any moment between submission and completion, and complete later still;
-//! writes stay in a volatile cache until a sync that was submitted after they had completed; a power cut
-//! leaves [any subset](CrashSpace) of the sectors that were not synced; any op may fail, be cut short,
-//! be cancelled or asked to be repeated; space runs out and comes back. Direct and buffered I/O look the
-//! same, but that a file with an [alignment](SimWorld::set_alignment) refuses what is not aligned. The
-//! memory of ops is [watched](memory). What a driver of the kernel registers is played by [pages](pages::Pages), in
-//! the world and on a real ring.
+//! The seed decides the behaviour of a disk within the limits of the [`Profile`]:
 //!
-//! What must stay true: the same seed and the same calls give the same [trace](SimWorld::trace_hash). No
-//! decision depends on an address, a clock, a descriptor's number or the order of a randomly seeded map.
+//! - Ops take effect in any order, whole or piece by piece, at any moment between submission and completion, and
+//!   complete later still.
+//! - Writes stay in a volatile cache until a sync that was submitted after they had completed. A power cut leaves
+//!   [any subset](CrashSpace) of the sectors that were not synced.
+//! - Any op may fail, be cut short, be cancelled or have to be retried. Space runs out and comes back.
+//! - Direct and buffered I/O behave the same, but a file with an [alignment](SimWorld::set_alignment) refuses
+//!   misaligned ops.
+//!
+//! The memory of ops is [watched](memory). [Pages](pages::Pages) stand in for the buffers that a kernel driver
+//! registers, in the world and on a real ring.
+//!
+//! Invariant: the same seed and the same calls give the same [trace](SimWorld::trace_hash). No decision
+//! depends on an address, a clock, a descriptor's number or the order of a randomly seeded map.
 
 mod crash;
 mod driver;
@@ -45,23 +49,23 @@ use driver::SimDriver;
 use pages::{Pages, Tags};
 use world::{FixedPlace, World};
 
-/// How a world's disks behave. Chances are in a thousand; the default is a disk without faults that does
-/// one thing after the other, in the order of submission.
+/// Behaviour of a world's disks. Chances are in a thousand. The default is a disk without faults that performs
+/// one op after the other, in the order of submission.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Profile {
-    /// Carry out each op while it is submitted, durably: for setting things up and for looking at them.
+    /// Perform each op at submission, durably: for set-up and inspection.
     pub immediate: bool,
     /// Ops take effect in any order.
     pub reorder: bool,
-    /// An op takes effect piece by piece, with other things between.
+    /// An op takes effect piece by piece, with other ops between.
     pub piecewise: u32,
     /// An op's completion comes some steps after its effect.
     pub linger: u32,
-    /// An op is left alone for a long time.
+    /// An op is delayed for a long time.
     pub late: u32,
-    /// A read is, beside what `late` has it.
+    /// A read is delayed, in addition to `late`.
     pub late_reads: u32,
-    /// A read or write does only a part.
+    /// A read or write transfers only a part.
     pub short: u32,
     /// `EAGAIN` or `EINTR`, without effect.
     pub again: u32,
@@ -84,7 +88,7 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// Everything happens at once and nothing fails.
+    /// Every op is performed at once and none fails.
     pub const IMMEDIATE: Self = Self {
         immediate: true,
         reorder: false,
@@ -104,7 +108,7 @@ impl Profile {
         no_zero_range: false,
     };
 
-    /// Whether requests may fail on this disk.
+    /// Returns true if requests may fail on this disk.
     #[must_use]
     pub fn has_errors(&self) -> bool {
         let errors = [
@@ -119,15 +123,15 @@ impl Profile {
     }
 }
 
-/// When a world last made an op fail, by the op's kind, as [`SimWorld::time`] has it. What is to be asked again does not
-/// count, nor what the host cannot do.
+/// The times ([`SimWorld::time`]) of the last failed ops, by the op's kind. Retries and operations that the host does
+/// not support do not count.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Faults {
     /// A read.
     pub read: Option<u64>,
     /// A write.
     pub write: Option<u64>,
-    /// A sync, or a write that was to be durable.
+    /// A sync, or a forced write.
     pub sync: Option<u64>,
     /// An allocation, a punch or a change of length.
     pub allocate: Option<u64>,
@@ -144,13 +148,13 @@ pub struct SimWorld {
 }
 
 impl SimWorld {
-    /// A world without files, whose chances `seed` determines.
+    /// Makes a world without files, whose random choices `seed` determines.
     #[must_use]
     pub fn new(seed: u64, profile: Profile) -> Self {
         Self::with_store(seed, profile, &Store::default())
     }
 
-    /// As [`SimWorld::new`], on the sectors of other worlds, so that images go from one to the other.
+    /// As [`SimWorld::new`], on the sectors of other worlds, so that images can be moved between them.
     #[must_use]
     pub fn with_store(seed: u64, profile: Profile, store: &Store) -> Self {
         Self {
@@ -158,18 +162,18 @@ impl SimWorld {
         }
     }
 
-    /// The sectors this world's files are made of.
+    /// Returns the store of this world's sectors.
     #[must_use]
     pub fn store(&self) -> Store {
         self.world.borrow().store().clone()
     }
 
-    /// Changes how disks behave from here on.
+    /// Changes the behaviour of disks from now on.
     pub fn set_profile(&self, profile: Profile) {
         self.world.borrow_mut().profile = profile;
     }
 
-    /// A worker's context on this world, with room for `depth` ops in flight.
+    /// Makes a worker's context on this world, with room for `depth` ops in flight.
     ///
     /// # Panics
     ///
@@ -180,8 +184,8 @@ impl SimWorld {
         Context::on(Ring::with_driver(Box::new(driver), depth, 0))
     }
 
-    /// As [`SimWorld::context`], with so many registered buffers of `place_bytes` each. The first byte of one is called
-    /// 0, as if a driver of the kernel had registered it, or by its address.
+    /// As [`SimWorld::context`], with `places` registered buffers of `place_bytes` each. The first byte of one is named
+    /// 0, as if a kernel driver had registered it, or by its address.
     ///
     /// # Panics
     ///
@@ -214,7 +218,7 @@ impl SimWorld {
         (cx, tags)
     }
 
-    /// The file `name`, made empty if there is none.
+    /// Opens the file `name`, made empty if there is none.
     ///
     /// # Panics
     ///
@@ -234,22 +238,22 @@ impl SimWorld {
         ))
     }
 
-    /// What I/O on a file must be aligned to, from the next [`SimWorld::file`] on.
+    /// Sets the alignment that I/O on a file requires, from the next [`SimWorld::file`] on.
     pub fn set_alignment(&self, name: impl AsRef<Path>, alignment: Alignment) {
         let mut world = self.world.borrow_mut();
         let file = world.find_or_make(name.as_ref());
         world.set_alignment(file, alignment);
     }
 
-    /// From the next [`SimWorld::file`] on a file is a block device of the length that it has: a write behind its end
-    /// fails with `ENOSPC`, and its length cannot be changed.
+    /// Turns a file into a block device of its current length, from the next [`SimWorld::file`] on. A write past its
+    /// end fails with `ENOSPC`, and its length cannot be changed.
     pub fn fix_size(&self, name: impl AsRef<Path>) {
         let mut world = self.world.borrow_mut();
         let file = world.find_or_make(name.as_ref());
         world.fix_size(file);
     }
 
-    /// What readers of a file see now.
+    /// Returns the contents that readers of a file see now.
     #[must_use]
     pub fn contents(&self, name: impl AsRef<Path>) -> SimImage {
         let mut world = self.world.borrow_mut();
@@ -264,12 +268,12 @@ impl SimWorld {
         world.set_contents(file, image);
     }
 
-    /// Makes all that was written durable.
+    /// Makes all writes durable.
     pub fn settle(&self) {
         self.world.borrow_mut().settle();
     }
 
-    /// What a power cut now can leave of a file.
+    /// Returns the crash states of a file, for a power cut now.
     #[must_use]
     pub fn crash_space(&self, name: impl AsRef<Path>) -> CrashSpace {
         let mut world = self.world.borrow_mut();
@@ -277,8 +281,8 @@ impl SimWorld {
         CrashSpace::new(world.contents(file))
     }
 
-    /// Lets so many ops take space from here on: of each later one that needs some every attempt fails with `ENOSPC`. `None`
-    /// for any number.
+    /// Lets only this number of ops take space from now on: every attempt of each later one that needs space fails with
+    /// `ENOSPC`. `None` for no limit.
     pub fn limit_space(&self, ops: Option<u64>) {
         self.world.borrow_mut().space_left = ops;
     }
@@ -294,76 +298,76 @@ impl SimWorld {
         self.world.borrow_mut().hold_next = true;
     }
 
-    /// Lets go of all ops that are held.
+    /// Releases all ops that are held.
     pub fn release(&self) {
         self.world.borrow_mut().release();
     }
 
-    /// Lets one thing happen. `false` if no op is in flight but those that are [held](SimWorld::hold_next).
+    /// Takes one step. Returns false if no op is in flight except those that are [held](SimWorld::hold_next).
     pub fn step(&self) -> bool {
         self.world.borrow_mut().step()
     }
 
-    /// Returns true if each op in flight is one that is left alone for a long time, which the next step would end.
+    /// Returns true if every op in flight is one delayed for a long time; the next step would end the delay.
     #[must_use]
     pub fn is_only_late(&self) -> bool {
         self.world.borrow().is_only_late()
     }
 
-    /// How many ops are in flight, completions that were not reaped included.
+    /// Returns the number of ops in flight, including completions that were not reaped.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.world.borrow().in_flight()
     }
 
-    /// A number that grows whenever what a power cut can leave may have changed.
+    /// Returns a counter that grows whenever the crash states may have changed.
     #[must_use]
     pub fn changes(&self) -> u64 {
         self.world.borrow().changes
     }
 
-    /// How many steps were taken and ops submitted so far.
+    /// Returns the number of steps taken and ops submitted so far.
     #[must_use]
     pub fn time(&self) -> u64 {
         self.world.borrow().time()
     }
 
-    /// Returns what was made to fail so far.
+    /// Returns the times of the last failed ops so far.
     #[must_use]
     pub fn faults(&self) -> Faults {
         self.world.borrow().faults
     }
 
-    /// The process dies that all contexts so far belong to, while the host goes on: what these submit from here
-    /// on has no effect and ends with `ECANCELED`; what is in flight the host carries out, or gives up before it
-    /// begins. What readers of files see stays.
+    /// Kills the process that all contexts so far belong to, while the host continues. Ops that these submit from
+    /// now on have no effect and end with `ECANCELED`. Ops in flight are performed, or dropped before they begin.
+    /// The contents that readers of files see stay.
     pub fn kill_process(&self) {
         self.world.borrow_mut().kill_process();
     }
 
-    /// Whether a context has completions to reap. Contexts are numbered from zero as they are made.
+    /// Returns true if a context has completions to reap. Contexts are numbered from zero as they are made.
     #[must_use]
     pub fn has_completion(&self, context: u32) -> bool {
         self.world.borrow().has_completion(context)
     }
 
-    /// From here on no op has an effect and each ends with `EIO`: for letting go of workers after a cut.
+    /// Lets no op have an effect from now on and each end with `EIO`, to drop workers after a power cut.
     pub fn cut_power(&self) {
         self.world.borrow_mut().cut_power();
     }
 
-    /// Keeps the events from here on, to be read with [`SimWorld::trace`].
+    /// Keeps the events from now on, to be read with [`SimWorld::trace`].
     pub fn record(&self) {
         self.world.borrow_mut().trace.record();
     }
 
-    /// The events kept since [`SimWorld::record`].
+    /// Returns the events kept since [`SimWorld::record`].
     #[must_use]
     pub fn trace(&self) -> Vec<Event> {
         self.world.borrow().trace.events().to_vec()
     }
 
-    /// A hash of every event so far, kept or not.
+    /// Returns a hash of every event so far, kept or not.
     #[must_use]
     pub fn trace_hash(&self) -> u64 {
         self.world.borrow().trace.hash()

@@ -1,12 +1,12 @@
-//! Stand-ins for a driver of the kernel that registers the pages of requests, as ublk does.
+//! Stand-ins for a kernel driver that registers the pages of requests, as ublk does.
 //!
-//! [`Pages`] is memory that is mapped here and is a file, too: registered with a ring, its bytes are reached by the
-//! ops that name a place in the ring's table; as a file, it is their door. That is all that a disk engine sees of
-//! ublk's zero copy and USER_COPY. [`Tags`] hands out the pages as a driver does, a place for each request.
+//! [`Pages`] is a mapped memfd. Registered with a ring, its bytes are reached by the ops that name a slot of the
+//! ring's buffer table; as a file, it is their door. That is all that a disk engine sees of ublk's zero copy and
+//! USER_COPY. [`Tags`] hands out the pages as a driver does, a slot for each request.
 //!
 //! It works on real rings and in a simulated world alike.
 //!
-//! What must stay true: the mapping outlives every op that was told of it, and no Rust reference covers it.
+//! Invariant: the mapping outlives every op that names it, and no Rust reference covers it.
 
 #![expect(unsafe_code, reason = "maps memory, and copies to and from it")]
 
@@ -25,7 +25,7 @@ use crate::buffer::{Buffer, IoSlice, MemoryHold, Registration, RegistrationError
 use crate::ring::{Door, FixedTable, LeaseError, Ring, RingError, RingKind, driver_of};
 use crate::task::Context;
 
-/// A new file in memory.
+/// Makes a new memfd.
 pub(super) fn memfd() -> File {
     // SAFETY: the name is a C string, and no other memory is passed.
     let fd = unsafe { libc::memfd_create(c"simulated".as_ptr(), libc::MFD_CLOEXEC) };
@@ -38,22 +38,22 @@ pub(super) fn memfd() -> File {
     unsafe { File::from_raw_fd(fd) }
 }
 
-/// The bytes of a place among pages.
+/// Returns the bytes of a tag's place among the pages.
 pub(super) fn place(tag: u16, place_bytes: usize) -> Range<usize> {
     let start = usize::from(tag) * place_bytes;
     start..start + place_bytes
 }
 
-/// Memory that is a file, too.
+/// A mapped memfd.
 pub struct Pages {
     file: File,
     memory: NonNull<u8>,
     len: usize,
-    /// Ranges that ops only write, or only read.
+    /// Ranges that ops may only write, or only read.
     limits: RefCell<Vec<(Range<usize>, Way)>>,
 }
 
-/// What a request's pages are there for.
+/// Direction in which a request uses its pages.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Way {
     /// They are filled: the request reads.
@@ -69,7 +69,7 @@ impl fmt::Debug for Pages {
 }
 
 impl Pages {
-    /// `len` zero bytes.
+    /// Makes `len` zero bytes.
     ///
     /// # Panics
     ///
@@ -111,7 +111,7 @@ impl Pages {
         self.file.try_clone().expect("a descriptor for pages")
     }
 
-    /// The memory of a range, for ops alone.
+    /// Returns the memory of a range, for ops only.
     pub(super) fn stretch(&self, offset: usize, len: usize) -> IoSlice {
         assert!(
             offset <= self.len && len <= self.len - offset,
@@ -121,7 +121,7 @@ impl Pages {
         IoSlice::new(self.memory.as_ptr().wrapping_add(offset), len)
     }
 
-    /// What the first byte of a place at `offset` is called.
+    /// Returns the kernel's name for the first byte of a place at `offset`.
     pub(super) fn base(&self, offset: usize, from_zero: bool) -> u64 {
         if from_zero {
             0
@@ -130,14 +130,14 @@ impl Pages {
         }
     }
 
-    /// From here on, ops go only this way in a range.
+    /// Limits ops in a range to one direction from now on.
     fn limit(&self, range: Range<usize>, way: Way) {
         let mut limits = self.limits.borrow_mut();
         limits.retain(|(other, _)| *other != range);
         limits.push((range, way));
     }
 
-    /// Whether ops may go this way somewhere.
+    /// Returns true if ops may go this way in a range.
     pub(super) fn allows(&self, range: &Range<usize>, way: Way) -> bool {
         let limits = self.limits.borrow();
         let meets = |other: &Range<usize>| other.start < range.end && range.start < other.end;
@@ -168,7 +168,7 @@ impl Pages {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.ptr(), bytes.len()) };
     }
 
-    /// The op of this thread's simulated worlds that uses a range, if one does.
+    /// Returns the op of this thread's simulated worlds that uses a range, if one does.
     fn holder(&self, range: Range<usize>) -> Option<u64> {
         let start = self.memory.addr().get();
         memory::holder(start + range.start..start + range.end)
@@ -178,7 +178,7 @@ impl Pages {
 impl Drop for Pages {
     fn drop(&mut self) {
         if let Some(op) = self.holder(0..self.len) {
-            // The op will still touch them: they stay.
+            // The op will still touch them: leak them.
             memory::report(MemoryFault::Unmapped { op });
             return;
         }
@@ -188,18 +188,18 @@ impl Drop for Pages {
     }
 }
 
-/// Why there is no buffer for a tag.
+/// Error: a tag's buffer cannot be made.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum TagError {
-    /// The tag cannot be had.
+    /// The tag cannot be leased.
     #[error(transparent)]
     Lease(#[from] LeaseError),
-    /// It makes no buffer.
+    /// The buffer's parameters are invalid.
     #[error(transparent)]
     Registration(#[from] RegistrationError),
 }
 
-/// Places for requests among the pages that are registered with a ring: what the tags of a driver are.
+/// The tags of a driver: places for requests among the pages that are registered with a ring.
 #[derive(Debug)]
 pub struct Tags {
     ring: Ring,
@@ -221,12 +221,12 @@ impl Tags {
         }
     }
 
-    /// A worker's context on a ring of this kind, with so many places of `place_bytes` each. With `short`, a seed, ops
-    /// of that ring do less than they were asked now and then, or ask to be repeated.
+    /// Makes a worker's context on a ring of this kind, with `places` places of `place_bytes` each. With `short`, a
+    /// seed, ops of that ring are sometimes cut short or must be retried.
     ///
     /// # Errors
     ///
-    /// If there is no such ring.
+    /// If the ring cannot be made.
     ///
     /// # Panics
     ///
@@ -255,18 +255,18 @@ impl Tags {
         Ok((Context::on(ring), tags))
     }
 
-    /// The bytes of each place.
+    /// Returns the size of each place in bytes.
     #[must_use]
     pub fn place_bytes(&self) -> usize {
         self.place_bytes
     }
 
-    /// The buffer of a tag's request: `len` bytes, the first of them `skip` into its place, where the driver says that
-    /// its pages are aligned to `align`.
+    /// Makes the buffer of a tag's request: `len` bytes, the first of them `skip` into its place. `align` is the
+    /// alignment that the driver reports for the pages.
     ///
     /// # Errors
     ///
-    /// [`TagError`] if something still names the tag's place.
+    /// [`TagError`] if an op or a buffer still names the tag's slot, or if the parameters are invalid.
     ///
     /// # Panics
     ///
@@ -285,8 +285,8 @@ impl Tags {
         })?)
     }
 
-    /// Says what the pages of a tag's place are there for. In a simulated world ops that go the other way are refused, as
-    /// by a driver: with `EFAULT` if they name the place, with `EACCES` at the door.
+    /// Sets the direction in which the pages of a tag's place are used. In a simulated world ops in the other direction
+    /// are refused, as by a driver: with `EFAULT` if they name the slot, with `EACCES` at the door.
     pub fn limit(&self, tag: u16, way: Way) {
         self.pages.limit(place(tag, self.place_bytes), way);
     }
@@ -311,8 +311,8 @@ impl Tags {
         self.pages.write(place(tag, self.place_bytes).start + skip, bytes);
     }
 
-    /// The op of a simulated world that still uses a tag's place, if one does: a driver that heard of the request's end
-    /// would give the pages back under it.
+    /// Returns the op of a simulated world that still uses a tag's place, if one does. A driver that completed the
+    /// request now would free the pages under it.
     #[must_use]
     pub fn holder(&self, tag: u16) -> Option<u64> {
         self.pages.holder(place(tag, self.place_bytes))

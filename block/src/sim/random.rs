@@ -1,17 +1,17 @@
-//! Where a simulated world's chances come from: a small generator whose whole state is one number.
+//! Random source of a simulated world: a small generator whose whole state is one number.
 
 /// SplitMix64: the same seed gives the same numbers on every machine.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// A generator that `seed` alone determines.
+    /// Makes a generator that `seed` alone determines.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self(seed ^ 0x5851_F42D_4C95_7F2D)
     }
 
-    /// The next number.
+    /// Returns the next number.
     pub fn draw(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
@@ -20,28 +20,28 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number below `n`, or zero if `n` is.
+    /// Returns a number below `n`, or zero if `n` is zero.
     pub fn below(&mut self, n: u64) -> u64 {
         // The high half of the product: no division, and bias far below what matters here.
         ((u128::from(self.draw()) * u128::from(n)) >> 64) as u64
     }
 
-    /// True in `per_mille` of a thousand cases. Draws nothing for zero, so that a switched-off chance
+    /// Returns true in `per_mille` of a thousand cases. Draws nothing for zero, so that a switched-off chance
     /// does not disturb the others.
     pub fn chance(&mut self, per_mille: u32) -> bool {
         per_mille > 0 && self.below(1000) < u64::from(per_mille)
     }
 
-    /// True once in `n` cases.
+    /// Returns true once in `n` cases.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 
-    /// One of `of`.
+    /// Returns a random element of `of`.
     ///
     /// # Panics
     ///
-    /// If there is none.
+    /// If `of` is empty.
     pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.below(of.len() as u64) as usize]
     }

@@ -1,6 +1,6 @@
-//! A real ring whose ops do less than they were asked, now and then, or ask to be repeated.
+//! A driver for a real ring that sometimes cuts ops short or lets them fail with a request to retry.
 //!
-//! Files on a quiet host hardly ever do that, and what goes on after a short result is where data is lost.
+//! Files on a quiet host hardly ever do that, and code that continues after a short result can lose data.
 
 #![expect(unsafe_code, reason = "implements Driver::push with a list of its own")]
 
@@ -12,17 +12,17 @@ use super::random::Random;
 use crate::buffer::IoSlice;
 use crate::ring::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull, Wait};
 
-/// What an op that is cut short does a multiple of: no direct I/O ends inside a block but at a file's end.
+/// Unit to which ops are cut short, in bytes: direct I/O ends inside a block only at a file's end.
 const UNIT: usize = 4096;
 
-/// A driver, and what is done to its ops.
+/// A driver whose ops are cut short or refused.
 #[derive(Debug)]
 pub(super) struct ShortDriver {
     inner: Box<dyn Driver>,
     random: Random,
-    /// The lists of ops that were cut short, until they have ended.
+    /// The slice lists of ops that were cut short, until they have ended.
     lists: HashMap<u64, Vec<IoSlice>>,
-    /// Ops that are to be repeated.
+    /// Completions of ops that must be retried.
     refused: Vec<Completion>,
 }
 
@@ -36,7 +36,7 @@ impl ShortDriver {
         }
     }
 
-    /// The first part of an op's list; `None` if it is carried out whole.
+    /// Returns the first part of an op's slice list; `None` if the op is not cut short.
     fn cut(&mut self, slices: &[IoSlice]) -> Option<Vec<IoSlice>> {
         let bytes: usize = slices.iter().map(IoSlice::len).sum();
         if bytes <= UNIT || !self.random.one_in(3) {

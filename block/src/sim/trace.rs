@@ -1,24 +1,24 @@
-//! What happened in a world, in few words: the same seed must give the same words.
+//! The trace of a world, in a compact form: the same seed must give the same trace.
 
 use std::fmt;
 
 use crate::ring::driver::Kind;
 
-/// One thing that happened.
+/// One event in a world.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Event {
-    /// When: counted in steps and submissions.
+    /// The time, counted in steps and submissions.
     pub time: u64,
-    /// On which worker's ring, in the order they were made.
+    /// The worker's ring, numbered in the order in which they were made.
     pub ring: u32,
-    /// The op, in the order they were submitted.
+    /// The op, numbered in the order of submission.
     pub op: u64,
-    /// The file, in the order they were made.
+    /// The file, numbered in the order in which they were made.
     pub file: u32,
     pub(super) kind: Kind,
-    /// Where, in bytes.
+    /// The offset in bytes.
     pub offset: u64,
-    /// How many bytes.
+    /// The length in bytes.
     pub len: u64,
     pub(super) what: What,
 }
@@ -62,7 +62,7 @@ impl fmt::Display for Event {
     }
 }
 
-/// The events of a world: always hashed, kept if asked.
+/// The events of a world: always hashed, kept on request.
 #[derive(Debug, Default)]
 pub(super) struct Trace {
     hash: u64,

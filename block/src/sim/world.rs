@@ -1,10 +1,10 @@
-//! Files, ops in flight, and what happens to them next.
+//! State of a simulated world: files, ops in flight, and their next steps.
 //!
-//! An op's life: submitted, taking effect (at once or in pieces), done, completed. What is left to chance is
+//! Life cycle of an op: submitted, taking effect (at once or in pieces), done, completed. Random choices are
 //! drawn when an op's turn comes, from the world's one source.
 //!
-//! What must stay true: the memory of an op is touched only between its submission and its completion,
-//! and nothing here iterates over anything whose order is not that of submission.
+//! Invariants: the memory of an op is touched only between its submission and its completion; all iteration is
+//! in the order of submission.
 
 #![expect(unsafe_code, reason = "touches the memory of ops, as a kernel would")]
 
@@ -26,17 +26,17 @@ use crate::buffer::IoSlice;
 use crate::file::Alignment;
 use crate::ring::driver::{Completion, KernelOp, Kind};
 
-/// A file of the world. A memfd stands for it outside, and is told by its inode.
+/// A file of the world. A memfd represents it outside, and is identified by its inode.
 #[derive(Debug)]
 struct SimFile {
     name: PathBuf,
     descriptor: File,
     identity: (u64, u64),
     alignment: Alignment,
-    /// It has the length it has, as a block device.
+    /// True if its length is fixed, as a block device's.
     fixed_size: bool,
     contents: Contents,
-    /// It is no disk but the door of these pages, and has their bytes.
+    /// Set if it is not a disk but the door of these pages, with their bytes.
     pages: Option<Rc<Pages>>,
 }
 
@@ -49,18 +49,18 @@ impl SimFile {
     }
 }
 
-/// A place in a ring's table of registered buffers.
+/// A slot in a ring's buffer table.
 #[derive(Debug)]
 pub(super) struct FixedPlace {
     pub(super) pages: Rc<Pages>,
     /// Its bytes in the pages.
     pub(super) range: Range<usize>,
-    /// What the first of them is called.
+    /// The kernel's name for the first of them.
     pub(super) base: u64,
 }
 
 impl FixedPlace {
-    /// The memory behind a stretch that an op names; none past its end, nor if ops must not go this way.
+    /// Returns the memory behind a stretch that an op names; `None` past its end, or if ops must not go this way.
     fn find(&self, stretch: &IoSlice, way: Way) -> Option<IoSlice> {
         let skip = (stretch.ptr().addr() as u64).checked_sub(self.base)?;
         let skip = usize::try_from(skip).ok()?;
@@ -71,12 +71,12 @@ impl FixedPlace {
     }
 }
 
-/// What will become of an op.
+/// Outcome of an op.
 #[derive(Clone, Copy, Debug)]
 struct Fate {
-    /// How many bytes take effect.
+    /// The number of bytes that take effect.
     bytes: u64,
-    /// The result, unless it is what took effect.
+    /// The error, if the result is not the number of bytes.
     errno: Option<i32>,
 }
 
@@ -88,26 +88,26 @@ struct SimOp {
     kind: Kind,
     file: usize,
     offset: u64,
-    /// The bytes it is about.
+    /// The number of bytes of the operation.
     len: u64,
     slices: *const IoSlice,
     slice_count: usize,
-    /// The one stretch it has instead, if that is a registered buffer's.
+    /// The one stretch that replaces the slices, if it is a registered buffer's.
     fixed: Option<IoSlice>,
     submitted: u64,
     not_before: u64,
     fate: Option<Fate>,
-    /// How much has taken effect.
+    /// The number of bytes that have taken effect.
     done: u64,
-    /// Its effect is over; the completion is to come.
+    /// The result, once its effect is over and only the completion is to come.
     result: Option<i32>,
     cancelled: bool,
 }
 
-/// When the turn of an op comes that is held.
+/// The turn of an op that is held: never, until it is released.
 const HELD: u64 = u64::MAX;
 
-/// Everything there is.
+/// The whole state of a simulated world.
 #[derive(Debug)]
 pub(super) struct World {
     random: Random,
@@ -120,11 +120,11 @@ pub(super) struct World {
     fixed: Vec<Vec<FixedPlace>>,
     time: u64,
     next_op: u64,
-    /// Until when there is no space.
+    /// The time until which there is no space.
     full_until: u64,
-    /// The ops that may still take space; any number, if that is not limited.
+    /// The number of ops that may still take space; `None` if not limited.
     pub(super) space_left: Option<u64>,
-    /// An op has found none left.
+    /// True if an op has found no space left because of that limit.
     pub(super) starved: bool,
     dead: bool,
     /// The next op is held when it is submitted.
@@ -210,7 +210,7 @@ impl World {
         self.files.len() - 1
     }
 
-    /// The file that a descriptor stands for.
+    /// Returns the file that a descriptor represents.
     pub(super) fn find(&self, fd: RawFd) -> io::Result<Option<u32>> {
         // SAFETY: an all-zero `stat` is a valid value of that plain C struct.
         let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -267,8 +267,8 @@ impl World {
     pub(super) fn kill_process(&mut self) {
         self.first_alive = self.completions.len() as u32;
         self.ops.iter_mut().for_each(|op| op.cancelled = true);
-        // That a write failed which had its effect, only the dead process knew. To whoever comes after it, what is read is
-        // there, and a sync covers it.
+        // Only the dead process knew that a write with an effect had failed. Its successors read the data, and a
+        // sync of theirs covers it.
         let in_flight: Vec<u64> = self.ops.iter().map(|op| op.id).collect();
         for file in &mut self.files {
             file.contents.complete_ended(&in_flight, self.time);
@@ -304,7 +304,7 @@ impl World {
         }
     }
 
-    /// Takes an op in.
+    /// Submits an op.
     ///
     /// # Safety
     ///
@@ -342,7 +342,7 @@ impl World {
             };
             behind = place.and_then(|place| place.find(slices.first()?, way));
             if behind.is_none() || slices.len() != 1 {
-                // As Linux says of a place that is empty, ends before the stretch does, or is for the other way.
+                // As in Linux for a slot that is empty, ends before the stretch does, or is for the other direction.
                 self.push_completion(ring, user_data, -libc::EFAULT);
                 return;
             }
@@ -353,7 +353,7 @@ impl World {
             slice.ptr().addr().is_multiple_of(align.memory)
                 && (slice.len() as u64).is_multiple_of(align.offset)
         };
-        // As in Linux, a read past the end is answered before its alignment is looked at.
+        // As in Linux, a read past the end is answered before its alignment is checked.
         let past_end = op.kind == Kind::Read && op.offset >= self.files[file as usize].len();
         if transfer && !past_end && !(op.offset.is_multiple_of(align.offset) && slices.iter().all(aligned)) {
             self.push_completion(ring, user_data, -libc::EINVAL);
@@ -440,7 +440,7 @@ impl World {
         });
     }
 
-    /// Lets one thing happen. `false` if no op is in flight.
+    /// Takes one step. Returns false if no op is in flight, or only held ones.
     pub(super) fn step(&mut self) -> bool {
         if self.ops.is_empty() {
             return false;
@@ -483,7 +483,7 @@ impl World {
         true
     }
 
-    /// The op whose turn it is.
+    /// Chooses the op whose turn it is.
     fn choose(&mut self) -> usize {
         let ready = self.ops.iter().filter(|op| op.not_before <= self.time).count() as u64;
         if ready == 0 {
@@ -519,8 +519,8 @@ impl World {
         self.profile.no_space == 0 || self.time >= self.full_until
     }
 
-    /// Returns the fate of an op by itself: on a block device what fits is written, nothing fits behind the end, and the
-    /// length is what it is, as Linux has it.
+    /// Returns the outcome of an op without injected faults. As in Linux, a write to a block device stops at its end
+    /// and fails past it, and its length cannot be changed.
     fn bounds(&self, op: &SimOp) -> Fate {
         let file = &self.files[op.file];
         let whole = Fate {
@@ -550,7 +550,7 @@ impl World {
         }
     }
 
-    /// Draws what will become of an op.
+    /// Draws the outcome of an op.
     fn fate(&mut self, op: &SimOp) -> Fate {
         let profile = self.profile;
         let fail = |errno| Fate {
@@ -624,7 +624,7 @@ impl World {
             bytes: op.len,
             errno: None,
         });
-        // For whom versions are kept; in an immediate world for nobody.
+        // The op that versions are kept for; none in an immediate world.
         let owner = (!self.profile.immediate).then_some(op.id);
         let all = self.files[op.file].len();
         let SimFile { contents, pages, .. } = &mut self.files[op.file];
@@ -703,7 +703,7 @@ impl World {
         }
     }
 
-    /// The completion of an op whose effect is over.
+    /// Completes an op whose effect is over.
     fn complete(&mut self, op: SimOp) {
         let result = op.result.unwrap_or(-libc::EIO);
         self.note_fault(&op, -result);
@@ -725,7 +725,7 @@ impl World {
                     }
                 }
                 Kind::Allocate { .. } => contents.complete(op.id, op.offset, op.len, self.time),
-                // What it cut off lies past its length, however far.
+                // The range cut off lies past its length, however far.
                 Kind::Truncate => contents.complete(op.id, op.len, u64::MAX / 2, self.time),
             }
         }
@@ -759,8 +759,8 @@ impl World {
 }
 
 impl SimOp {
-    /// Calls `f` with each stretch of the next `len` bytes of the op's memory, and how far into those bytes
-    /// it begins.
+    /// Calls `f` with each stretch of the next `len` bytes of the op's memory, and the position of the stretch
+    /// in those bytes.
     fn copy(&self, mut f: impl FnMut(&mut [u8], usize), len: u64) {
         if self.slice_count == 0 || len == 0 {
             return;

@@ -1,10 +1,11 @@
-//! Tasks that wait for a change, on whichever worker, and what wakes them.
+//! Lists of tasks, on any worker, that wait for a change, and their wake-up.
 //!
-//! A [`WaitList`] lies under the lock that guards what its tasks wait for. A [`Monitor`] is such a lock with its list: most code
-//! wants that. A [`SingleFlight`] is a table of lists for work that one task does for all.
+//! A [`WaitList`] lies under the lock that guards the state its tasks wait for. A [`Monitor`] is such a lock with its
+//! list, for most uses. A [`SingleFlight`] is a table of lists for work that one task does for all.
 //!
-//! What must stay true: a task looks and gets on the list under one hold of the lock, and a change is made under the lock before
-//! the list is taken. So no wake-up is lost. Wakers are called without the lock: they queue a task, and may signal its worker.
+//! Invariants: a task checks the state and joins the list under one hold of the lock, and a change is made under the
+//! lock before the list is taken. So no wake-up is lost. Wakers are called without the lock: they queue a task, and
+//! may signal its worker.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,17 +15,18 @@ use std::task::{Poll, Waker};
 
 use super::Mutex;
 
-/// Tasks that wait, as their wakers. Dropping a list wakes them.
+/// The wakers of waiting tasks. Dropping a list wakes them.
 #[derive(Debug, Default)]
 #[must_use = "dropped at once, a list wakes its tasks with the lock held"]
 pub struct WaitList {
-    /// By ascending number.
+    /// In ascending order of number.
     waiters: Vec<(u64, Waker)>,
     numbers: u64,
 }
 
 impl WaitList {
-    /// Adds a task, unless it was the last one to be added. A task that no longer waits stays on the list and is woken for nothing.
+    /// Adds a task, unless it was the last one to be added. A task that no longer waits stays on the list and is woken
+    /// to no effect.
     pub fn register(&mut self, waker: &Waker) {
         if !self.waiters.last().is_some_and(|(_, last)| last.will_wake(waker)) {
             self.push(waker);
@@ -37,7 +39,7 @@ impl WaitList {
         self.numbers
     }
 
-    /// Takes all tasks off the list. Drop the answer without the lock: that wakes them.
+    /// Takes all tasks off the list. The caller must drop the returned list without the lock, which wakes them.
     pub fn take(&mut self) -> Self {
         Self {
             waiters: std::mem::take(&mut self.waiters),
@@ -62,7 +64,7 @@ impl WaitList {
         self.waiters.is_empty()
     }
 
-    /// Puts a task on the list under a number of its own, or brings its waker up to date if it is there under `number`.
+    /// Adds a task under a new number, or updates its waker if it is on the list under `number`.
     fn enter(&mut self, number: Option<u64>, waker: &Waker) -> u64 {
         let place = number.and_then(|number| self.place(number));
         match (number, place) {
@@ -74,7 +76,7 @@ impl WaitList {
         }
     }
 
-    /// Takes one task off the list, if it is still there.
+    /// Removes one task from the list, if it is still there.
     fn leave(&mut self, number: u64) {
         if let Some(place) = self.place(number) {
             self.waiters.remove(place);
@@ -107,7 +109,7 @@ struct State<T> {
 }
 
 impl<T> Monitor<T> {
-    /// Creates a monitor of `value` that no task waits on.
+    /// Makes a monitor of `value` without waiters.
     pub fn new(value: T) -> Self {
         let waiters = WaitList::default();
         Self {
@@ -115,12 +117,13 @@ impl<T> Monitor<T> {
         }
     }
 
-    /// Calls `look` with the value and the lock held. Wakes nobody: what a task may wait for is changed by [`Monitor::change`].
+    /// Calls `look` with the value and the lock held. Wakes no task: state that a task may wait for must be changed by
+    /// [`Monitor::change`].
     pub fn with<R>(&self, look: impl FnOnce(&mut T) -> R) -> R {
         look(&mut self.state.lock().value)
     }
 
-    /// Calls `change` with the value and the lock held, then wakes all who wait.
+    /// Calls `change` with the value and the lock held, then wakes all waiters.
     pub fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
         let mut state = self.state.lock();
         let result = change(&mut state.value);
@@ -130,7 +133,7 @@ impl<T> Monitor<T> {
         result
     }
 
-    /// Returns a guard that makes `change` when it is dropped, and then wakes all who wait.
+    /// Returns a guard that makes `change` when it is dropped, and then wakes all waiters.
     pub fn change_on_drop<F: FnOnce(&mut T)>(&self, change: F) -> ChangeOnDrop<'_, T, F> {
         ChangeOnDrop {
             monitor: self,
@@ -138,7 +141,7 @@ impl<T> Monitor<T> {
         }
     }
 
-    /// Waits until `ready`, which is called with the lock held at first and after each change, returns something.
+    /// Waits until `ready`, which is called with the lock held at first and after each change, returns `Some`.
     pub async fn wait<R>(&self, mut ready: impl FnMut(&mut T) -> Option<R>) -> R {
         let mut place = Place {
             monitor: self,
@@ -169,7 +172,7 @@ impl<T> Monitor<T> {
     }
 }
 
-/// One wait's place on the list of a monitor, given back on drop: a wait that was given up leaves no waker behind.
+/// One wait's entry on the list of a monitor, removed on drop: a cancelled wait leaves no waker behind.
 struct Place<'a, T> {
     monitor: &'a Monitor<T>,
     number: Option<u64>,
@@ -204,7 +207,7 @@ impl<T, F: FnOnce(&mut T)> Drop for ChangeOnDrop<'_, T, F> {
     }
 }
 
-/// Work that one task does while all others who need it wait, by key. Lies under a lock, like a [`WaitList`].
+/// Work, by key, that one task does while all others that need it wait. Lies under a lock, like a [`WaitList`].
 #[derive(Debug)]
 pub struct SingleFlight<K> {
     under_way: HashMap<K, WaitList>,
@@ -219,8 +222,8 @@ impl<K> Default for SingleFlight<K> {
 }
 
 impl<K: Eq + Hash> SingleFlight<K> {
-    /// Returns true if the caller is to do the work for `key`, and then to call [`SingleFlight::end`] however that ends. If
-    /// another does it, `waker` is woken at its end.
+    /// Returns true if the caller must do the work for `key`, and then call [`SingleFlight::end`] however that ends. If
+    /// another task does it, `waker` is woken at its end.
     pub fn begin(&mut self, key: K, waker: &Waker) -> bool {
         if let Some(waiters) = self.under_way.get_mut(&key) {
             waiters.register(waker);
@@ -230,7 +233,7 @@ impl<K: Eq + Hash> SingleFlight<K> {
         true
     }
 
-    /// Ends the work for `key`, done or not. Returns those who wait for it; drop the list without the lock.
+    /// Ends the work for `key`, done or not. Returns its waiters; the caller must drop the list without the lock.
     pub fn end(&mut self, key: &K) -> WaitList {
         self.under_way.remove(key).unwrap_or_default()
     }
