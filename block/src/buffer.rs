@@ -195,7 +195,7 @@ impl IoSlice {
         })
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     #[inline]
     pub fn len(&self) -> usize {
@@ -307,7 +307,7 @@ impl Buffer {
         })
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     #[inline]
     pub fn len(&self) -> usize {
@@ -650,7 +650,7 @@ impl Piece {
         }
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {

@@ -38,8 +38,8 @@ pub trait Frontend {
     /// Turns notifications off: the worker polls again.
     fn end_sleep(&mut self);
 
-    /// Returns true if requests arrive as ring completions. Polling such a frontend is no cheaper than sleeping, so the
-    /// worker may sleep right after a busy round.
+    /// Returns true if requests arrive as ring completions. Polling such a frontend is no cheaper than asking to be
+    /// woken, so the worker may sleep right after a busy round.
     fn comes_through_ring(&self) -> bool {
         false
     }
@@ -47,8 +47,8 @@ pub trait Frontend {
     /// Returns the number of requests taken and not yet published.
     fn in_flight(&self) -> usize;
 
-    /// Called once, after removal was requested and [`Frontend::in_flight`] has reached zero; the frontend
-    /// is dropped next. From the request on, [`Frontend::poll`] is not called any more.
+    /// Ends the frontend's service: called once, after removal was requested and [`Frontend::in_flight`] has
+    /// reached zero. The frontend is dropped next. From the request on, [`Frontend::poll`] is not called any more.
     fn removed(&mut self) {}
 }
 
@@ -61,7 +61,7 @@ pub struct FrontendId(u64);
 pub struct StartHook(Arc<dyn Fn() -> io::Result<()> + Send + Sync>);
 
 impl StartHook {
-    /// A hook that calls `f` once on each worker's thread.
+    /// Makes a hook that calls `f` once on each worker's thread.
     pub fn new(f: impl Fn() -> io::Result<()> + Send + Sync + 'static) -> Self {
         Self(Arc::new(f))
     }
@@ -396,7 +396,7 @@ struct PollTime {
 impl PollTime {
     const FIRST: Duration = Duration::from_micros(8);
 
-    /// Polling found work after `waited`.
+    /// Records that polling found work after `waited`.
     fn found(&mut self, waited: Duration) {
         if waited * 2 > self.window {
             self.grow();

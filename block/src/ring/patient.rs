@@ -1,4 +1,4 @@
-//! A driver for tests: ops end when somebody waits for them, and calls are counted.
+//! A driver for tests: ops end when the ring waits for them, and calls are counted.
 
 #![expect(unsafe_code, reason = "implements Driver::push")]
 

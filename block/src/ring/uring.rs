@@ -392,8 +392,8 @@ impl Driver for UringDriver {
             // io_uring would punt to a kernel thread: tmpfs, memfds and ublk's device do not declare that they
             // never block.
             let result = match op.fixed {
-                // SAFETY: a truncation and a sync name no memory; the caller vouches for that of a copy, for longer than it
-                // takes.
+                // SAFETY: a truncation and a sync name no memory; the caller vouches for that of a copy, for longer
+                // than it takes.
                 None => unsafe { sys::carry_out(op) },
                 // SAFETY: the caller's contract is the same and lasts longer.
                 Some(fixed) => unsafe { self.at_doors.carry_out(op, fixed) },

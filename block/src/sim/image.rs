@@ -235,7 +235,7 @@ impl SimImage {
         }
     }
 
-    /// A hash of the contents: the same for the same bytes, whatever world they are in.
+    /// Returns a hash of the contents: the same for the same bytes in any world.
     #[must_use]
     pub fn fingerprint(&self) -> u64 {
         let contents = self.store.0.borrow();
