@@ -197,7 +197,7 @@ impl EpochQueue {
     }
 }
 
-/// A request in flight. What it may have seen in the mapping is not reused while this lives.
+/// Guard of a request in flight. Clusters that it may have seen in the mapping are not reused while this lives.
 #[derive(Debug)]
 pub struct EpochGuard {
     inner: Rc<Inner>,

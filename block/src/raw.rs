@@ -103,7 +103,7 @@ impl RawDisk {
         if self.opened.read_only {
             return Err(IoError::ReadOnly);
         }
-        // How large a device is, others say.
+        // The size of a block device is set elsewhere.
         if self.file.is_block_device() {
             return Err(IoError::Unsupported);
         }
@@ -127,7 +127,7 @@ impl RawDisk {
             if before < new {
                 view.set_len(new).await?;
             }
-            // Half a sector, or what somebody else has put there.
+            // Half a sector, or bytes that another program has written there.
             if before > old {
                 view.zero(old, before.min(new) - old).await?;
             }
@@ -135,7 +135,7 @@ impl RawDisk {
         };
         if let Err(error) = grown.await {
             if before < new {
-                // Nobody writes there. A file that stays too long is a disk of the old size all the same.
+                // No request writes there. If the file stays too long, the disk still has its old size.
                 view.set_len(before).await.unwrap_or_default();
             }
             return Err(error);
@@ -203,7 +203,7 @@ impl DiskQueue for RawQueue {
         if request.len == 0 && request.op != Op::Flush {
             return request.finish(Ok(()));
         }
-        // A disk that cannot be written has nothing to lose.
+        // A read-only disk has nothing to flush.
         if request.op == Op::Flush && read_only {
             return request.finish(Ok(()));
         }

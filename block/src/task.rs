@@ -377,7 +377,7 @@ impl Context {
         let waker = Waker::from(Arc::clone(&flag));
         let mut future = pin!(future);
         let mut output = None;
-        // A watch keeps its slot of the ring until a turn. A future that is ready at once needs neither.
+        // A watch keeps its slot of the ring until a turn. A future that is ready at once needs no watch.
         if let Poll::Ready(ready) = future.as_mut().poll(&mut std::task::Context::from_waker(&waker)) {
             if self.inner.chores.get() == 0 {
                 return Ok(ready);
