@@ -226,7 +226,7 @@ fn a_paused_machines_image_holds_what_was_answered_and_its_disk_grows_while_it_r
         "{all}"
     );
     assert!(
-        value("smaller ").contains("disk data.qcow2 cannot be made 1048576 bytes large"),
+        value("smaller ").contains("cannot resize disk data.qcow2 to 1048576 bytes"),
         "{all}"
     );
     assert!(value("grown ").contains("268435456"), "{all}");
