@@ -145,19 +145,16 @@ impl RefcountOrder {
 pub enum L2EntryWidth {
     /// Eight bytes: a cluster descriptor.
     #[default]
-    Standard,
+    Standard = 3,
     /// Sixteen bytes: a cluster descriptor, and a bitmap of the cluster's 32 subclusters.
-    Extended,
+    Extended = 4,
 }
 
 impl L2EntryWidth {
     /// Returns the width in bytes, as its base-two logarithm.
     #[inline]
     pub const fn bits(self) -> u32 {
-        match self {
-            Self::Standard => 3,
-            Self::Extended => 4,
-        }
+        self as u32
     }
 
     /// Returns the width in bytes.
