@@ -25,7 +25,7 @@ RUNS ?= 1
 
 .PHONY: check test setup lint doc build models explore canaries asan tsan coverage demo bench peers mutants soak soak-ublk soak-crash fuzz
 
-# Neither QEMU nor the lab is needed, but for what unit tests ask for.
+# Needs no lab; unit tests of qcow need the tools of QEMU.
 check: lint
 	env --default-signal=HUP,INT,QUIT,TERM cargo test --workspace --lib --bins --test tidy --test guest_scripts
 	cargo run --release -p ringdisk-sim -- explore --states 8000 --seeds 40

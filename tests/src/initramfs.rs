@@ -11,7 +11,7 @@ use crate::Error;
 /// The kernel looks for the next archive at a multiple of this many bytes.
 const ALIGNMENT_BYTES: usize = 4;
 
-/// What every script begins with.
+/// The beginning of every script.
 const FUNCTIONS: &str = include_str!("../guest/functions.sh");
 
 /// Writes to `target` the archive `base`, followed by one that holds `/script`: the shared functions and `script`.

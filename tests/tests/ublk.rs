@@ -36,7 +36,7 @@ mod zero_copy;
 
 const MIB: u64 = 1 << 20;
 
-/// What every script begins with. The images are in memory; `ringdisk` is on the disk `tools`.
+/// The beginning of every script. The images are in memory; `ringdisk` is on the disk `tools`.
 const PRELUDE: &str = include_str!("../guest/ublk/functions.sh");
 
 /// The memory of a guest, in MiB.

@@ -23,7 +23,7 @@ impl Fingerprint {
     ///
     /// # Errors
     ///
-    /// What the host says.
+    /// The error of the host.
     pub fn of(path: &Path) -> io::Result<Self> {
         let metadata = std::fs::metadata(path)?;
         let short = metadata.len() < COMPARED_BYTES_MAX;

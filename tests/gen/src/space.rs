@@ -9,7 +9,7 @@ use std::path::Path;
 ///
 /// # Errors
 ///
-/// What the host says; and [`io::ErrorKind::Unsupported`] if `folder` is not a tmpfs.
+/// The error of the host; or [`io::ErrorKind::Unsupported`] if `folder` is not a tmpfs.
 pub fn removed_bytes(folder: &Path) -> io::Result<u64> {
     const TMPFS_MAGIC: i64 = 0x0102_1994;
     if rustix::fs::statfs(folder)?.f_type != TMPFS_MAGIC {

@@ -20,7 +20,7 @@ const GUEST_MAX: Duration = Duration::from_secs(600);
 /// How long a guest on KVM may take to its first word.
 const KVM_BOOT_MAX: Duration = Duration::from_secs(60);
 
-/// What the guest does. Lines that begin with `* ` are shown.
+/// The script of the guest. Lines that begin with `* ` are shown.
 const SCRIPT: &str = include_str!("../../guest/demo.sh");
 
 fn main() -> ExitCode {

@@ -19,7 +19,7 @@ use crate::server::Program;
 const DISK_BYTES: u64 = 256 << 20;
 const PATIENCE: Duration = Duration::from_secs(1500);
 
-/// What the guest does: devices of all sides take turns, and servers are killed and recovered.
+/// The script of the guest: devices of all sides take turns, and servers are killed and recovered.
 const TURNS: &str = include_str!("../../../guest/bench/ublk.sh");
 
 /// One kernel: what takes part there.

@@ -49,7 +49,7 @@ const BESIDE_CLOUD_HYPERVISOR: [&str; 5] = [
     "write-128k-sequential-d16-cloud-hypervisor",
 ];
 
-/// What the outer guest does: machines of all sides take turns.
+/// The script of the outer guest: machines of all sides take turns.
 const TURNS: &str = include_str!("../../../guest/bench/vmm.sh");
 
 /// What the inner guest does for the figures of I/O.
