@@ -78,4 +78,4 @@ fi
 echo "  not part of this: make asan, tsan, fuzz, coverage, mutants, soak, soak-ublk, soak-crash, bench"
 echo "=================================================================="
 [ "$passed" -gt 0 ] || { echo "no test ran at all" >&2; exit 1; }
-[ "$again" -le "$AGAIN_MAX" ] || { echo "$again tests were begun again: more than an emulator's failures explain" >&2; exit 1; }
+[ "$again" -le "$AGAIN_MAX" ] || { echo "$again tests were begun again: more than known faults of the emulator and of kernels explain" >&2; exit 1; }

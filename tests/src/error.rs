@@ -4,6 +4,7 @@ use std::error::Error as _;
 use std::fmt;
 use std::path::PathBuf;
 
+use crate::fault;
 use crate::results::{PANICKED, RESTARTED};
 
 /// Anything that keeps the lab from doing what a test asked.
@@ -117,6 +118,8 @@ pub enum Error {
         lines: String,
         /// The end of the kernel's console.
         console: String,
+        /// What failed, if the console shows a known fault of the guest's own kernel.
+        kernels_fault: Option<&'static str>,
     },
 }
 
@@ -128,24 +131,21 @@ impl Error {
         match self {
             Self::Timeout { .. } => true,
             Self::Guest { what, .. } => what == PANICKED || what == RESTARTED,
-            _ => self.is_emulators(),
+            _ => self.reason_to_begin_again().is_some(),
         }
     }
 
-    /// Returns true if QEMU's emulation of a processor failed: once in many runs, QEMU 10.0 ends with an assertion in
-    /// `iotlb_to_section` when a guest's CPUs change its page tables. Any other assertion may be the answer to what a
-    /// vhost-user server of ours sent.
+    /// What failed, if it was a known fault of the emulator or of the guest's own kernel: then, and only then, may a test
+    /// [begin again](crate::begun_again).
     #[must_use]
-    pub fn is_emulators(&self) -> bool {
-        let Self::Ended {
-            command, status, log, ..
-        } = self
-        else {
-            return false;
-        };
-        command.contains("qemu-system")
-            && status.contains("signal: 6 ")
-            && log.contains("iotlb_to_section: Assertion")
+    pub fn reason_to_begin_again(&self) -> Option<&'static str> {
+        match self {
+            Self::Ended {
+                command, status, log, ..
+            } => fault::of_emulator(command, status, log),
+            Self::Guest { kernels_fault, .. } => *kernels_fault,
+            _ => None,
+        }
     }
 }
 
@@ -166,31 +166,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_emulator_that_fails_in_itself_is_told_from_one_that_was_killed_or_refused() {
-        let ended = |command: &str, status: &str, log: &str| Error::Ended {
-            command: command.to_owned(),
-            status: status.to_owned(),
-            expected: "not 0",
-            log: log.to_owned(),
-        };
-        let assertion =
-            "qemu: ../accel/tcg/cputlb.c: iotlb_to_section: Assertion `section_index < n' failed.";
-        let aborted = "signal: 6 (SIGABRT)";
-        assert!(ended("qemu-system-x86_64 -smp 2", aborted, assertion).is_emulators());
-        assert!(!ended("ringdisk serve", aborted, assertion).is_emulators());
-        assert!(!ended("qemu-system-x86_64", aborted, "").is_emulators());
-        let ours = "qemu: ../hw/virtio/vhost-user.c: vhost_user_read: Assertion `size == 8' failed.";
-        assert!(!ended("qemu-system-x86_64", aborted, ours).is_emulators());
-        assert!(!ended("qemu-system-x86_64", "signal: 9 (SIGKILL)", assertion).is_emulators());
-        assert!(!ended("qemu-system-x86_64", "exit status: 1", assertion).is_emulators());
-    }
-
-    #[test]
     fn a_guest_that_fails_as_a_whole_is_told_from_a_script_that_fails() {
         let guest = |what: &str| Error::Guest {
             what: what.to_owned(),
             lines: "the guest panicked".to_owned(),
             console: String::new(),
+            kernels_fault: None,
         };
         assert!(guest(PANICKED).is_of_whole_guest());
         assert!(guest(RESTARTED).is_of_whole_guest());

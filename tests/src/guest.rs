@@ -17,7 +17,7 @@ use crate::again::begun_again;
 use crate::heartbeat::{self, Heartbeat, Pulse};
 use crate::process::{GLANCE, Process, read_lossy, tail};
 use crate::results::{PANICKED, boots, scripts_part};
-use crate::{Error, Lab, Scratch, initramfs};
+use crate::{Error, Lab, Scratch, fault, initramfs};
 
 /// The PCI slot of the first disk; the next ones follow. Below are QEMU's own devices.
 const FIRST_SLOT: usize = 5;
@@ -417,7 +417,8 @@ impl RunningGuest {
     ///
     /// # Errors
     ///
-    /// [`Error::Guest`] if the kernel panicked, the script failed or the guest stopped without saying so;
+    /// [`Error::Guest`] if the kernel panicked or [failed in a known way](Error::reason_to_begin_again), the script failed
+    /// or the guest stopped without saying so;
     /// [`Error::Ended`] if QEMU failed; [`Error::Timeout`].
     pub fn finish(mut self) -> Result<Outcome, Error> {
         self.outcome()
@@ -441,10 +442,11 @@ impl RunningGuest {
             });
         }
         let boots = boots(&self.said()).map_err(|what| self.failed(&what))?;
-        Ok(Outcome {
-            boots,
-            console: read_lossy(&self.console),
-        })
+        let console = read_lossy(&self.console);
+        if fault::of_kernel(&console, complains).is_some() {
+            return Err(self.failed("did what it had to, but its kernel failed"));
+        }
+        Ok(Outcome { boots, console })
     }
 
     /// Kills QEMU as a crash would (SIGKILL), and gives what the script had printed.
@@ -493,10 +495,12 @@ impl RunningGuest {
     }
 
     fn failed(&self, what: &str) -> Error {
+        let console = read_lossy(&self.console);
         Error::Guest {
             what: what.to_owned(),
             lines: tail(&read_lossy(&self.results)),
-            console: tail(&format!("{}{}", self.process.log(), read_lossy(&self.console))),
+            kernels_fault: fault::of_kernel(&console, complains),
+            console: tail(&format!("{}{console}", self.process.log())),
         }
     }
 }
@@ -528,11 +532,13 @@ impl Outcome {
     /// The lines of the console in which the kernel complains of a disk, a file system or itself.
     #[must_use]
     pub fn complaints(&self) -> Vec<&str> {
-        self.console
-            .lines()
-            .filter(|line| COMPLAINTS.iter().any(|complaint| line.contains(complaint)))
-            .collect()
+        self.console.lines().filter(|line| complains(line)).collect()
     }
+}
+
+/// Whether this line of a console is a complaint.
+fn complains(line: &str) -> bool {
+    COMPLAINTS.iter().any(|complaint| line.contains(complaint))
 }
 
 /// The PCI address of the disk number `index`.

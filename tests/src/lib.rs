@@ -33,8 +33,8 @@
 //!   the command that installs it.
 //! - Tests share only read-only files (the kernel, the base image). Everything else is in a folder
 //!   of the test's own, so any number of tests, and of checkouts, run at once.
-//! - Nothing is repeated silently. Only a failed emulator is a reason, and a repetition prints a line
-//!   that is counted ([`begun_again`]).
+//! - Nothing is repeated silently. Only a known fault of the emulator or of the guest's kernel is a reason, and a
+//!   repetition prints a line that is counted ([`begun_again`]).
 //! - No process outlives the test that started it: each is killed when its handle is dropped, and by the
 //!   kernel if the test itself is killed.
 //!
@@ -43,6 +43,7 @@
 mod again;
 pub mod crash;
 mod error;
+mod fault;
 mod guest;
 mod heartbeat;
 pub mod image;

@@ -288,6 +288,7 @@ mod tests {
             what: what.to_owned(),
             lines: lines.to_owned(),
             console: String::new(),
+            kernels_fault: None,
         };
         let again = |failure: &Error, pulse| reason_to_try_again(failure, pulse).is_some();
         let stopped = Pulse::Stopped(STOPPED);

@@ -113,7 +113,8 @@ fn run_with(
     run_in(lab, scratch, 2, script, more, |guest| guest)
 }
 
-/// As [`run_with`], in a guest with so many CPUs that is not as the others. Once more if QEMU fails in itself.
+/// As [`run_with`], in a guest with so many CPUs that is not as the others. Once more after a known fault of QEMU or of
+/// the guest's kernel.
 fn run_in<'lab>(
     lab: &'lab Lab,
     scratch: &Scratch,
@@ -152,13 +153,13 @@ fn run_in<'lab>(
         }
         Ok(outcome)
     };
-    match once() {
-        Err(failure) if failure.is_emulators() => {
-            lab::begun_again("QEMU failed in iotlb_to_section", &failure.to_string());
+    once().or_else(|failure| match failure.reason_to_begin_again() {
+        Some(reason) => {
+            lab::begun_again(reason, &failure.to_string());
             once()
         }
-        outcome => outcome,
-    }
+        None => Err(failure),
+    })
 }
 
 /// Does `each` with every kernel, with all of them at the same time: guests wait more than they work.

@@ -1,0 +1,86 @@
+//! Faults of the programs below the tests, each known by its signature.
+//!
+//! They are the only reasons to [begin a test again](crate::begun_again). A signature is as narrow as its fault: what looks
+//! only alike may be the answer to something that a server of ours did, and fails its test.
+
+/// The assertion with which QEMU 10.0 ends, once in many runs, when the CPUs of an emulated guest change its page tables.
+const EMULATOR: &str = "iotlb_to_section: Assertion";
+
+/// The function in which Linux 7.2 follows a pointer of a list entry that it has deleted, seen once in 130 hand-overs on
+/// a busy machine: the ring of a process that has ended cancels its ublk commands.
+const CANCEL: &str = "io_uring_try_cancel_uring_cmd";
+
+/// What failed, if a QEMU that ended as `status` says, with this log, failed in its own emulation of a processor.
+pub(crate) fn of_emulator(command: &str, status: &str, log: &str) -> Option<&'static str> {
+    let own = command.contains("qemu-system") && status.contains("signal: 6 ") && log.contains(EMULATOR);
+    own.then_some("QEMU failed in iotlb_to_section")
+}
+
+/// What failed, if this console shows a known fault of the guest's own kernel, and nothing before it that it complained of.
+///
+/// `complains` tells the lines with a complaint.
+pub(crate) fn of_kernel(console: &str, complains: impl Fn(&str) -> bool) -> Option<&'static str> {
+    let mut lines = console.lines().skip_while(|line| !complains(line));
+    let first = lines.next()?;
+    let report: Vec<&str> = lines.take_while(|line| !line.contains("end trace")).collect();
+    let has = |what: &str, text: &str| {
+        report
+            .iter()
+            .any(|line| line.contains(what) && line.contains(text))
+    };
+    let deleted = first.contains("Oops: general protection fault") && first.contains("0xdead000000000100");
+    (deleted && has("RIP: ", CANCEL) && has("Workqueue: iou_exit", "io_ring_exit_work"))
+        .then_some("its guest's kernel failed in io_uring_try_cancel_uring_cmd")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_emulator_that_fails_in_itself_is_told_from_one_that_was_killed_or_refused() {
+        let assertion =
+            "qemu: ../accel/tcg/cputlb.c: iotlb_to_section: Assertion `section_index < n' failed.";
+        let aborted = "signal: 6 (SIGABRT)";
+        assert!(of_emulator("qemu-system-x86_64 -smp 2", aborted, assertion).is_some());
+        assert!(of_emulator("ringdisk serve", aborted, assertion).is_none());
+        assert!(of_emulator("qemu-system-x86_64", aborted, "").is_none());
+        let ours = "qemu: ../hw/virtio/vhost-user.c: vhost_user_read: Assertion `size == 8' failed.";
+        assert!(of_emulator("qemu-system-x86_64", aborted, ours).is_none());
+        assert!(of_emulator("qemu-system-x86_64", "signal: 9 (SIGKILL)", assertion).is_none());
+        assert!(of_emulator("qemu-system-x86_64", "exit status: 1", assertion).is_none());
+    }
+
+    /// The lines that matter of a console where it happened.
+    const OOPS: &str = "\
+lab: init
+[   44.264624] Oops: general protection fault, probably for non-canonical address 0xdead000000000100: 0000 [#1] SMP NOPTI
+[   44.264624] CPU: 1 UID: 0 PID: 29 Comm: kworker/u8:1 Not tainted 7.2.12+deb14-cloud-amd64 #1 PREEMPT(lazy)
+[   44.264624] Workqueue: iou_exit io_ring_exit_work
+[   44.264624] RIP: 0010:io_uring_try_cancel_uring_cmd+0x4e/0x120
+[   44.301529] ---[ end trace 0000000000000000 ]---
+[   82.901253] EXT4-fs (vda): re-mounted 11e85bab-3fb2-4b83-bd74-624568686dd8 ro.
+";
+
+    #[test]
+    fn the_known_fault_of_the_kernel_is_told_from_all_others() {
+        let complains = |line: &str| line.contains("Oops") || line.contains("I/O error");
+        let known = |console: &str| of_kernel(console, complains).is_some();
+        assert!(known(OOPS));
+        assert!(!known(""));
+        assert!(
+            !known(&OOPS.replace("try_cancel_uring_cmd", "cmd_done")),
+            "another place"
+        );
+        assert!(
+            !known(&OOPS.replace("iou_exit io_ring_exit_work", "ublk")),
+            "another way to it"
+        );
+        assert!(
+            !known(&OOPS.replace("0xdead000000000100", "0x8")),
+            "another pointer"
+        );
+        let before = format!("[ 40.0] I/O error, dev ublkb0, sector 8\n{OOPS}");
+        assert!(!known(&before), "something else went wrong first");
+    }
+}
