@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use crate::error::IoError;
 use crate::hold::HoldOff;
-use crate::request::Request;
+use crate::request::{Request, check_range};
+use crate::status::{Content, StatusRange, StatusRanges};
 use crate::task::Context;
 
 /// Properties of a disk, in the units in which a frontend describes it to a guest.
@@ -81,6 +82,34 @@ pub trait Disk: Send + Sync + fmt::Debug {
     ) -> LocalBoxFuture<'static, Result<(), IoError>> {
         let _unused = (cx, size_bytes);
         Box::pin(async { Err(IoError::Unsupported) })
+    }
+
+    /// Returns the origin of the bytes `offset..offset + len`: ranges without gaps that begin at `offset`. They may end
+    /// sooner than asked, because one call returns at most [`STATUS_RANGES_MAX`] of them, but there is at least one unless
+    /// `len` is 0. A disk that cannot tell is all data.
+    ///
+    /// Fails with [`IoError::OutOfRange`] past the end of the disk, or with the error of reading a table.
+    ///
+    /// [`STATUS_RANGES_MAX`]: crate::status::STATUS_RANGES_MAX
+    fn status(
+        self: Arc<Self>,
+        cx: &Context,
+        offset: u64,
+        len: u64,
+    ) -> LocalBoxFuture<'static, Result<Vec<StatusRange>, IoError>> {
+        let _unused = cx;
+        let size_bytes = self.info().size_bytes;
+        Box::pin(async move {
+            check_range(offset, len, size_bytes)?;
+            let mut ranges = StatusRanges::default();
+            ranges.push(StatusRange {
+                offset,
+                len,
+                content: Content::Data { at: None },
+                depth: 0,
+            });
+            Ok(ranges.into_vec())
+        })
     }
 
     /// Ends every wait for the host's space and for a rate limit, and lets none begin while the returned value lives.

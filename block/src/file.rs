@@ -29,7 +29,7 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::Poll;
 
 use smallvec::smallvec;
@@ -40,6 +40,7 @@ use crate::durable::Syncs;
 use crate::error::IoError;
 use crate::handle::{FileHandle, Kind, Observer};
 use crate::hold::{HoldOff, Holds, WAIT_MAX, WAIT_MIN};
+use crate::lock::{ImageLock, LockError, LockGranularity, LockMode, LockSet};
 use crate::report::{Action, Reports};
 use crate::request::{Op, Request};
 use crate::ring::{OpFuture, Pieces};
@@ -148,6 +149,8 @@ pub struct ImageFile {
     no_zero_range: AtomicBool,
     syncs: Syncs,
     holds: Arc<Holds>,
+    /// The lock on the image; it ends with the last user of this file.
+    lock: OnceLock<ImageLock>,
     /// The log says that writes wait for space, and not yet that they continue.
     short: AtomicBool,
     reports: Reports,
@@ -243,9 +246,24 @@ impl ImageFile {
             no_zero_range: AtomicBool::new(false),
             syncs: Syncs::default(),
             holds: Arc::default(),
+            lock: OnceLock::new(),
             short: AtomicBool::new(false),
             reports: Reports::default(),
         }
+    }
+
+    /// Locks the image, as a part of `set`, for as long as anybody uses this file. A file that is locked stays locked
+    /// as it is.
+    ///
+    /// # Errors
+    ///
+    /// As [`ImageLock::acquire`].
+    pub fn lock(&self, set: &LockSet, mode: LockMode, granularity: LockGranularity) -> Result<(), LockError> {
+        if self.lock.get().is_none() {
+            let lock = ImageLock::acquire(set, self.fd.as_fd(), &self.path, mode, granularity)?;
+            let _kept = self.lock.set(lock);
+        }
+        Ok(())
     }
 
     /// Lets writes wait for the host's space from now on: see [`crate::hold`].
@@ -473,6 +491,13 @@ impl FileView {
     #[must_use]
     pub fn next_data(&self, offset: u64) -> Option<u64> {
         self.cx.ring().next_data(&self.handle, offset)
+    }
+
+    /// Returns the first byte offset at or after `offset` where the file has a hole. Returns `None` if there is none
+    /// before its end, or if the file cannot tell.
+    #[must_use]
+    pub fn next_hole(&self, offset: u64) -> Option<u64> {
+        self.cx.ring().next_hole(&self.handle, offset)
     }
 
     /// Returns true if the file is empty.

@@ -203,7 +203,8 @@ impl Plan {
 }
 
 impl ImageLock {
-    /// Locks the image behind `fd`, or returns the holder of a conflicting lock.
+    /// Locks the image behind `fd`, as a part of `set`, or returns the holder of a conflicting lock. If the set has
+    /// inherited a description of the same file, the lock is taken on it, where it may be held already.
     ///
     /// Waits only for killed processes, and for a few seconds at most. When a process is killed, the kernel ends its
     /// io_uring, and with it the I/O in flight and the lock on the image, a moment later. That lock is
@@ -216,23 +217,8 @@ impl ImageLock {
     ///
     /// [`LockError::Held`] if another open file description holds a conflicting lock, and
     /// [`LockError::Os`] if the file system cannot lock or `fd` is of the wrong kind. No lock
-    /// stays behind.
+    /// stays behind, but an inherited one stays with the process that shares it.
     pub fn acquire(
-        fd: BorrowedFd<'_>,
-        path: &Path,
-        mode: LockMode,
-        granularity: LockGranularity,
-    ) -> Result<Self, LockError> {
-        Self::acquire_in(&LockSet::default(), fd, path, mode, granularity)
-    }
-
-    /// As [`ImageLock::acquire`], as a part of `set`. If the set has inherited a description of the same file, the lock
-    /// is taken on it, where it may be held already.
-    ///
-    /// # Errors
-    ///
-    /// As [`ImageLock::acquire`]. An inherited lock stays with the process that shares it.
-    pub fn acquire_in(
         set: &LockSet,
         fd: BorrowedFd<'_>,
         path: &Path,

@@ -8,6 +8,7 @@
 //!   past the disk's end before.
 //! - No write makes the file longer: the next open would find a larger disk.
 
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,7 +20,9 @@ use crate::disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
 use crate::error::IoError;
 use crate::file::{FileView, ImageFile};
 use crate::hold::HoldOff;
-use crate::request::{Op, Request};
+use crate::open::{Access, Format, OpenError, Opening};
+use crate::request::{Op, Request, check_range};
+use crate::status::{Content, StatusRange, StatusRanges};
 use crate::task::Context;
 
 /// A file or block device offered as it is.
@@ -83,6 +86,49 @@ impl RawDisk {
         Ok(Self::new(file, size, discard))
     }
 }
+
+/// The raw format.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Raw {
+    /// Return space to the host on discard.
+    pub discard: bool,
+    /// Hold a write that the host has no space for until there is some, instead of failing it.
+    pub wait_for_space: bool,
+}
+
+impl Format for Raw {
+    fn name(&self) -> &'static str {
+        "raw"
+    }
+
+    fn open<'a>(
+        &'a self,
+        opening: &'a Opening<'a>,
+        path: &'a Path,
+        access: Access,
+    ) -> LocalBoxFuture<'a, Result<Arc<dyn Disk>, OpenError>> {
+        Box::pin(async move {
+            let file = opening.open_file(path, access)?;
+            if self.wait_for_space && access.is_write() {
+                file.wait_for_space();
+            }
+            let cx = opening.context();
+            if access != Access::Below {
+                return Ok(RawDisk::open(file, self.discard, cx)? as Arc<dyn Disk>);
+            }
+            let size = file.view(cx).map_err(IoError::from).and_then(|view| view.len());
+            let size = size.map_err(|source| OpenError::image(path, LengthError(source)))?;
+            // Rounded up, as the image above may have been made for all of its bytes. The file reads as zeros past its end.
+            let size = size.checked_next_multiple_of(512).unwrap_or(size);
+            Ok(RawDisk::new(file, size, false) as Arc<dyn Disk>)
+        })
+    }
+}
+
+/// Error: the length of a raw image is unknown.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot find the length of the file")]
+struct LengthError(#[source] IoError);
 
 /// Returns true if writing the last sectors of a disk of `size_bytes` on `file` leaves the file as long as it is.
 fn ends_at_a_block(file: &ImageFile, size_bytes: u64) -> bool {
@@ -183,9 +229,46 @@ impl Disk for RawDisk {
         Box::pin(async move { self.grow(&view?, size_bytes).await })
     }
 
+    fn status(
+        self: Arc<Self>,
+        cx: &Context,
+        offset: u64,
+        len: u64,
+    ) -> LocalBoxFuture<'static, Result<Vec<StatusRange>, IoError>> {
+        let view = self.file.view(cx);
+        let checked = check_range(offset, len, self.size_bytes.load(Ordering::Acquire));
+        Box::pin(async move {
+            checked?;
+            Ok(allocation(&view?, offset, offset + len))
+        })
+    }
+
     fn hold_off(&self) -> Option<HoldOff> {
         Some(self.file.hold_off())
     }
+}
+
+/// Returns what of `from..to` is data and what are holes, as far as the file can tell.
+fn allocation(view: &FileView, from: u64, to: u64) -> Vec<StatusRange> {
+    let mut ranges = StatusRanges::default();
+    let mut here = from;
+    while here < to && !ranges.is_full() {
+        let data = view.next_data(here).unwrap_or(to).clamp(here, to);
+        let (content, end) = if data > here {
+            (Content::Zero, data)
+        } else {
+            let hole = view.next_hole(here).filter(|&hole| hole > here).unwrap_or(to);
+            (Content::Data { at: Some(here) }, hole.min(to))
+        };
+        ranges.push(StatusRange {
+            offset: here,
+            len: end - here,
+            content,
+            depth: 0,
+        });
+        here = end;
+    }
+    ranges.into_vec()
 }
 
 #[derive(Debug)]
@@ -322,6 +405,43 @@ mod tests {
             cx.block_on(disk.close(&cx))
                 .expect("the ring turns")
                 .expect("a clean close");
+        }
+    }
+
+    #[test]
+    fn status_tells_holes_from_data_on_both_rings() {
+        for kind in [RingKind::IoUring, RingKind::Syscalls] {
+            let cx = Context::new(kind, 16).expect("these tests need io_uring");
+            let file = tempfile::tempfile().expect("a temporary file");
+            file.set_len(1 << 20).expect("its length");
+            std::os::unix::fs::FileExt::write_all_at(&file, &[1; 65536], 256 << 10).expect("data");
+            let image = ImageFile::from_fd("test".as_ref(), file, FileOptions::default());
+            let disk = RawDisk::open(image, true, &cx).expect("a disk");
+            let status = |offset, len| {
+                let status = Arc::clone(&disk).status(&cx, offset, len);
+                cx.block_on(status).expect("the ring turns")
+            };
+            let range = |offset, len, content| StatusRange {
+                offset,
+                len,
+                content,
+                depth: 0,
+            };
+            let data = |at| Content::Data { at: Some(at) };
+            assert_eq!(
+                status(0, 1 << 20),
+                Ok(vec![
+                    range(0, 256 << 10, Content::Zero),
+                    range(256 << 10, 64 << 10, data(256 << 10)),
+                    range(320 << 10, 704 << 10, Content::Zero),
+                ])
+            );
+            assert_eq!(
+                status((256 << 10) + 512, 1024),
+                Ok(vec![range((256 << 10) + 512, 1024, data((256 << 10) + 512))])
+            );
+            assert_eq!(status(1 << 20, 0), Ok(vec![]));
+            assert_eq!(status(1 << 20, 512), Err(IoError::OutOfRange));
         }
     }
 

@@ -179,13 +179,7 @@ impl Request {
         if (self.offset | self.len) & 511 != 0 {
             return Err(IoError::Misaligned);
         }
-        if self
-            .offset
-            .checked_add(self.len)
-            .is_none_or(|end| end > disk_bytes)
-        {
-            return Err(IoError::OutOfRange);
-        }
+        check_range(self.offset, self.len, disk_bytes)?;
         if matches!(self.op, Op::Read | Op::Write { .. }) && self.buffer.len() as u64 != self.len {
             return Err(IoError::BufferLength);
         }
@@ -250,6 +244,18 @@ impl Future for LocalAnswer {
                 Poll::Pending
             }
         }
+    }
+}
+
+/// Checks that `offset..offset + len` lies on a disk of `size_bytes`.
+///
+/// # Errors
+///
+/// [`IoError::OutOfRange`].
+pub fn check_range(offset: u64, len: u64, size_bytes: u64) -> Result<(), IoError> {
+    match offset.checked_add(len) {
+        Some(end) if end <= size_bytes => Ok(()),
+        _ => Err(IoError::OutOfRange),
     }
 }
 

@@ -29,6 +29,7 @@ use crate::disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
 use crate::error::IoError;
 use crate::hold::{HoldOff, Holds};
 use crate::request::{Op, Request};
+use crate::status::StatusRange;
 use crate::sync::Mutex;
 use crate::task::Context;
 
@@ -150,6 +151,15 @@ impl Disk for ThrottledDisk {
         size_bytes: u64,
     ) -> LocalBoxFuture<'static, Result<(), IoError>> {
         Arc::clone(&self.disk).resize(cx, size_bytes)
+    }
+
+    fn status(
+        self: Arc<Self>,
+        cx: &Context,
+        offset: u64,
+        len: u64,
+    ) -> LocalBoxFuture<'static, Result<Vec<StatusRange>, IoError>> {
+        Arc::clone(&self.disk).status(cx, offset, len)
     }
 
     fn hold_off(&self) -> Option<HoldOff> {

@@ -50,4 +50,4 @@ pub mod image;
 mod metadata;
 
 pub use engine::QcowDisk;
-pub use image::{OpenError, OpenOptions};
+pub use image::{OpenError, OpenOptions, Qcow2};

@@ -4,13 +4,12 @@
 //! the texts. `info`, and `check` without `--repair`, open the image read-only.
 
 use std::io::Write;
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use block::Context;
 use block::file::{FileOptions, FileView, ImageFile};
-use block::lock::{ImageLock, LockGranularity, LockMode};
+use block::lock::{LockError, LockGranularity, LockMode, LockSet};
 use clap::{Args, Subcommand};
 use qcow::image as tools;
 use serde::Serialize;
@@ -102,8 +101,7 @@ pub fn run(command: ImageCommand) -> Result<u8, CommandFailure> {
 }
 
 fn info(arguments: &InfoArguments, out: &mut dyn Write) -> Result<u8, CommandFailure> {
-    let (file, _lock) =
-        open_to_read(&arguments.path, arguments.force_share).map_err(CommandFailure::Failed)?;
+    let file = open_to_read(&arguments.path, arguments.force_share).map_err(CommandFailure::Failed)?;
     let found = on_image(&file, &Context::syscalls(), async |view| tools::info(&view).await)?
         .map_err(|error| CommandFailure::about(arguments.path.display(), error))?;
     if arguments.json {
@@ -118,7 +116,7 @@ fn info(arguments: &InfoArguments, out: &mut dyn Write) -> Result<u8, CommandFai
 fn open_to_read(
     path: &Path,
     force_share: bool,
-) -> Result<(Arc<ImageFile>, Option<ImageLock>), Box<dyn std::error::Error + Send + Sync>> {
+) -> Result<Arc<ImageFile>, Box<dyn std::error::Error + Send + Sync>> {
     let file = ImageFile::open(
         path,
         FileOptions {
@@ -126,11 +124,15 @@ fn open_to_read(
             direct: false,
         },
     )?;
-    if force_share {
-        return Ok((file, None));
+    if !force_share {
+        lock(&file, LockMode::Read)?;
     }
-    let lock = ImageLock::acquire(file.as_fd(), path, LockMode::Read, LockGranularity::ByteRange)?;
-    Ok((file, Some(lock)))
+    Ok(file)
+}
+
+/// Locks an image for a tool.
+fn lock(file: &ImageFile, mode: LockMode) -> Result<(), LockError> {
+    file.lock(&LockSet::default(), mode, LockGranularity::ByteRange)
 }
 
 /// Runs `work` over a view of the file, to its end.

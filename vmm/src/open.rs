@@ -5,19 +5,19 @@
 //! to be raw. Whatever else it may look like, it must be said to be raw, because a guest can write any
 //! magic into a raw disk.
 
-use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use block::file::{FileOptions, ImageFile, OpenFileError};
-use block::lock::{ImageLock, LockError, LockMode, LockSet};
-use block::raw::RawDisk;
+use block::file::{FileOptions, HostFiles, ImageFile};
+use block::lock::{LockGranularity, LockSet};
+use block::open::{Access, ChainOptions, Format};
+use block::raw::Raw;
 use block::ring::RingKind;
 use block::throttle::{Limiter, ThrottledDisk};
 use block::worker::WorkerConfig;
-use block::{Context, Disk, IoError, OpenQueueError};
-use qcow::{OpenOptions, QcowDisk};
+use block::{Context, Disk, IoError};
+use qcow::{OpenOptions, Qcow2};
 
 use crate::disk_config::{DiskConfig, ImageType, WriteErrors};
 use crate::ublk::claim::{ClaimError, refuse_claimed};
@@ -28,12 +28,9 @@ const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
 /// An error of opening a disk. Nothing was written.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// The file could not be opened.
+    /// The disk, or an image below it, could not be opened.
     #[error(transparent)]
-    File(#[from] OpenFileError),
-    /// Another program has the image.
-    #[error(transparent)]
-    Lock(#[from] LockError),
+    Disk(#[from] block::open::OpenError),
     /// The file could not be read.
     #[error("cannot read {}", path.display())]
     Read {
@@ -52,9 +49,6 @@ pub enum OpenError {
         /// The file.
         path: PathBuf,
     },
-    /// The raw disk refused.
-    #[error(transparent)]
-    Raw(#[from] OpenQueueError),
     /// It belongs to a block device of the host.
     #[error(transparent)]
     Claimed(#[from] ClaimError),
@@ -72,34 +66,20 @@ pub enum OpenError {
         /// The group.
         id: String,
     },
-    /// The QCOW2 image, or one below it, cannot be used.
-    #[error(transparent)]
-    Qcow(#[from] qcow::OpenError),
 }
 
 impl OpenError {
     /// Returns true if another program has an image that is needed.
     #[must_use]
     pub fn is_locked(&self) -> bool {
-        let mut error = match self {
-            Self::Lock(error) => return matches!(error, LockError::Held { .. }),
-            Self::Qcow(error) => error,
-            _ => return false,
-        };
-        while let qcow::OpenError::Backing { source, .. } = error {
-            error = source;
-        }
-        matches!(error, qcow::OpenError::Lock(LockError::Held { .. }))
+        matches!(self, Self::Disk(error) if error.is_locked())
     }
 }
 
 /// An opened disk, locked until this and all its sharers are dropped.
 #[derive(Debug)]
 pub struct OpenedDisk {
-    // Dropped in this order: nobody is let in while the disk still lives here.
     disk: Arc<dyn Disk>,
-    /// The lock of a raw disk; a QCOW2 disk holds those of its whole chain itself.
-    _lock: Option<ImageLock>,
 }
 
 impl OpenedDisk {
@@ -158,11 +138,18 @@ pub fn open_as(config: &DiskConfig, how: &Opening) -> Result<OpenedDisk, OpenErr
     if !config.readonly {
         refuse_claimed(&config.path, how.device)?;
     }
-    let mut opened = open_unlimited(config, how)?;
-    if let Some(limiter) = limiter {
-        opened.disk = ThrottledDisk::new(opened.disk, limiter);
-    }
-    Ok(opened)
+    let access = if config.readonly {
+        Access::Read
+    } else {
+        Access::Write
+    };
+    let disk = open_chain(config, how, access, Some(config.lock_granularity))?;
+    Ok(OpenedDisk {
+        disk: match limiter {
+            Some(limiter) => ThrottledDisk::new(disk, limiter),
+            None => disk,
+        },
+    })
 }
 
 /// Returns the limiter of the disk's requests, if it has limits.
@@ -182,61 +169,51 @@ fn limiter(config: &DiskConfig) -> Result<Option<Arc<Limiter>>, OpenError> {
 
 /// Returns a context for a few reads, which do not justify a ring.
 fn context(config: &DiskConfig) -> Result<Context, OpenError> {
-    Context::new(RingKind::Syscalls, 64).map_err(|error| OpenError::Read {
-        path: config.path.clone(),
-        source: std::io::Error::from(error).into(),
-    })
+    Context::new(RingKind::Syscalls, 64).map_err(|error| read_error(config, error.into()))
 }
 
-fn open_unlimited(config: &DiskConfig, how: &Opening) -> Result<OpenedDisk, OpenError> {
-    let cx = context(config)?;
-    match image_type(config, &cx)? {
-        ImageType::Raw => {
-            let options = FileOptions {
-                write: !config.readonly,
-                direct: config.direct,
-            };
-            let file = ImageFile::open(&config.path, options)?;
-            let mode = if config.readonly {
-                LockMode::Read
-            } else {
-                LockMode::Write
-            };
-            let lock = ImageLock::acquire_in(
-                &how.lock_set,
-                file.as_fd(),
-                &config.path,
-                mode,
-                config.lock_granularity,
-            )?;
-            if config.werror == WriteErrors::Wait {
-                file.wait_for_space();
-            }
-            Ok(OpenedDisk {
-                disk: RawDisk::open(file, config.sparse, &cx)?,
-                _lock: Some(lock),
-            })
-        }
-        ImageType::Qcow2 => {
-            let options = OpenOptions {
-                read_only: config.readonly,
-                direct: config.direct,
-                backing_files: config.backing_files,
-                sparse: config.sparse,
-                discard_no_unref: config.discard_no_unref,
-                persist_mappings: how.persist_mappings,
-                l2_cache_bytes: config.l2_cache_bytes,
-                wait_for_space: config.werror == WriteErrors::Wait,
-                lock: Some(config.lock_granularity),
-                lock_set: how.lock_set.clone(),
-                ..OpenOptions::default()
-            };
-            Ok(OpenedDisk {
-                disk: QcowDisk::open(&config.path, &options)?,
-                _lock: None,
-            })
-        }
+fn read_error(config: &DiskConfig, error: std::io::Error) -> OpenError {
+    OpenError::Read {
+        path: config.path.clone(),
+        source: error.into(),
     }
+}
+
+/// Opens the disk's chain of images. This is the place that knows which formats there are.
+fn open_chain(
+    config: &DiskConfig,
+    how: &Opening,
+    access: Access,
+    lock: Option<LockGranularity>,
+) -> Result<Arc<dyn Disk>, OpenError> {
+    let cx = context(config)?;
+    let wait_for_space = config.werror == WriteErrors::Wait;
+    let raw = Raw {
+        discard: config.sparse,
+        wait_for_space,
+    };
+    let qcow2 = Qcow2(OpenOptions {
+        sparse: config.sparse,
+        discard_no_unref: config.discard_no_unref,
+        persist_mappings: how.persist_mappings,
+        l2_cache_bytes: config.l2_cache_bytes,
+        wait_for_space,
+        ..OpenOptions::default()
+    });
+    let formats: [&dyn Format; 2] = [&qcow2, &raw];
+    let options = ChainOptions {
+        direct: config.direct,
+        backing_files: config.backing_files,
+        lock,
+        lock_set: how.lock_set.clone(),
+    };
+    let format = match image_type(config, &cx)? {
+        ImageType::Raw => formats[1],
+        ImageType::Qcow2 => formats[0],
+    };
+    let opening = block::open::Opening::new(&cx, &HostFiles, &formats, options);
+    let opened = cx.block_on(format.open(&opening, &config.path, access));
+    Ok(opened.map_err(|error| read_error(config, error))??)
 }
 
 /// Finds out what would keep a disk from being opened, but for others who have it open: nothing is locked,
@@ -246,21 +223,13 @@ fn open_unlimited(config: &DiskConfig, how: &Opening) -> Result<OpenedDisk, Open
 ///
 /// [`OpenError`], naming the file.
 pub fn rehearse(config: &DiskConfig) -> Result<(), OpenError> {
-    let cx = context(config)?;
-    let options = FileOptions {
-        write: !config.readonly,
-        direct: config.direct,
-    };
-    ImageFile::open(&config.path, options)?;
-    if image_type(config, &cx)? == ImageType::Qcow2 {
-        let options = OpenOptions {
-            read_only: true,
+    open_chain(config, &Opening::default(), Access::Read, None)?;
+    if !config.readonly {
+        let options = FileOptions {
+            write: true,
             direct: config.direct,
-            backing_files: config.backing_files,
-            lock: None,
-            ..OpenOptions::default()
         };
-        QcowDisk::open(&config.path, &options)?;
+        ImageFile::open(&config.path, options).map_err(block::open::OpenError::from)?;
     }
     Ok(())
 }
@@ -270,7 +239,7 @@ fn image_type(config: &DiskConfig, cx: &Context) -> Result<ImageType, OpenError>
     if let Some(given) = config.image_type {
         return Ok(given);
     }
-    let file = ImageFile::open(&config.path, FileOptions::default())?;
+    let file = ImageFile::open(&config.path, FileOptions::default()).map_err(block::open::OpenError::from)?;
     let read = |source| OpenError::Read {
         path: config.path.clone(),
         source,

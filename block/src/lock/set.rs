@@ -174,7 +174,7 @@ mod tests {
 
         /// Locks the image on a description of its own, if `set` has none.
         fn lock(&self, set: &LockSet, how: (LockMode, LockGranularity)) -> Result<ImageLock, LockError> {
-            ImageLock::acquire_in(set, self.open().as_fd(), Path::new("image"), how.0, how.1)
+            ImageLock::acquire(set, self.open().as_fd(), Path::new("image"), how.0, how.1)
         }
 
         /// Returns true if a stranger could write the image now. It does not try, so that it is in nobody's way.

@@ -48,7 +48,7 @@ impl World {
         mode: LockMode,
         granularity: LockGranularity,
     ) -> Result<ImageLock, LockError> {
-        ImageLock::acquire(file.as_fd(), &self.path, mode, granularity)
+        ImageLock::acquire(&LockSet::default(), file.as_fd(), &self.path, mode, granularity)
     }
 
     /// Whether the kernel lists a lock on `byte` of the image.

@@ -103,6 +103,12 @@ pub(crate) trait Driver: fmt::Debug {
         Some(offset)
     }
 
+    /// Returns the first byte offset at or after `offset` where a file has a hole, which reads as zeros. Returns `None` if
+    /// there is none before the end of the file, or if the driver cannot tell.
+    fn next_hole(&self, _file: FileSlot, _offset: u64) -> Option<u64> {
+        None
+    }
+
     /// Appends all available completions to `out`.
     fn reap(&mut self, out: &mut Vec<Completion>);
 }

@@ -379,6 +379,12 @@ impl Ring {
         self.inner.driver.borrow().next_data(file.slot(), offset)
     }
 
+    /// Returns the first byte offset at or after `offset` where a file has a hole; `None` if there is none before its end.
+    #[must_use]
+    pub fn next_hole(&self, file: &FileHandle, offset: u64) -> Option<u64> {
+        self.inner.driver.borrow().next_hole(file.slot(), offset)
+    }
+
     /// Reports `token` from [`Ring::take_events`] whenever `fd` (an eventfd) is signalled, until the
     /// returned watch is dropped.
     ///

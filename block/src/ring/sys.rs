@@ -112,16 +112,28 @@ pub(crate) fn is_in_memory(fd: RawFd) -> bool {
 
 /// Returns the first byte offset at or after `offset` where the file may hold data; `None` if the rest is a hole.
 pub(crate) fn next_data(fd: RawFd, offset: u64) -> Option<u64> {
-    let Ok(start) = libc::off_t::try_from(offset) else {
-        return Some(offset);
-    };
+    // A file that cannot tell counts as all data.
+    seek(fd, offset, libc::SEEK_DATA).unwrap_or(Some(offset))
+}
+
+/// Returns the first byte offset at or after `offset` where the file has a hole; `None` if the rest of it is data.
+pub(crate) fn next_hole(fd: RawFd, offset: u64) -> Option<u64> {
+    let found = seek(fd, offset, libc::SEEK_HOLE).ok().flatten()?;
+    // Every file has a hole at its end.
+    (found < file_len(fd).ok()?).then_some(found)
+}
+
+/// Looks for data or a hole from `offset` on. Returns `Ok(None)` if there is none, an error if the file cannot tell.
+fn seek(fd: RawFd, offset: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
+    let start = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
     // SAFETY: no memory is passed. Positional I/O only: nothing depends on the offset this moves.
-    let found = unsafe { libc::lseek(fd, start, libc::SEEK_DATA) };
+    let found = unsafe { libc::lseek(fd, start, whence) };
     match u64::try_from(found) {
-        Ok(found) => Some(found),
-        Err(_) if io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO) => None,
-        // A file that cannot tell counts as all data.
-        Err(_) => Some(offset),
+        Ok(found) => Ok(Some(found)),
+        Err(_) => match io::Error::last_os_error() {
+            error if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+            error => Err(error),
+        },
     }
 }
 

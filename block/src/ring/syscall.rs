@@ -131,6 +131,10 @@ impl Driver for SyscallDriver {
         sys::next_data(file.fd, offset)
     }
 
+    fn next_hole(&self, file: FileSlot, offset: u64) -> Option<u64> {
+        sys::next_hole(file.fd, offset)
+    }
+
     fn reap(&mut self, out: &mut Vec<Completion>) {
         out.append(&mut self.done);
     }

@@ -457,6 +457,10 @@ impl Driver for UringDriver {
         sys::next_data(file.fd, offset)
     }
 
+    fn next_hole(&self, file: FileSlot, offset: u64) -> Option<u64> {
+        sys::next_hole(file.fd, offset)
+    }
+
     fn reap(&mut self, out: &mut Vec<Completion>) {
         for entry in self.ring.completion() {
             if entry.user_data() == CANCEL_USER_DATA {

@@ -108,6 +108,10 @@ impl Driver for ShortDriver {
         self.inner.next_data(file, offset)
     }
 
+    fn next_hole(&self, file: FileSlot, offset: u64) -> Option<u64> {
+        self.inner.next_hole(file, offset)
+    }
+
     fn reap(&mut self, out: &mut Vec<Completion>) {
         let before = out.len();
         out.append(&mut self.refused);

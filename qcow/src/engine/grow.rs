@@ -12,9 +12,9 @@ use std::sync::atomic::Ordering;
 
 use block::IoError;
 
-use super::{Queue, announce, corrupt, flush, load, space, zero};
+use super::{Queue, announce, flush, load, space, zero};
 use crate::format::GuestOffset;
-use crate::metadata::{Extent, Lookup};
+use crate::metadata::Extent;
 
 /// Makes the disk `size_bytes` large, durably.
 pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoError> {
@@ -89,26 +89,16 @@ async fn hide(queue: &Rc<Queue>, from: GuestOffset, to: GuestOffset) -> Result<(
     let _guard = queue.enter();
     let mut here = from;
     while here < to {
-        let found = queue.shared.read()?.lookup(here, to - here);
-        here += match found {
-            Lookup::Found {
-                extent: Extent::Zero,
-                len,
-            } => len,
-            Lookup::Found {
-                extent: Extent::Unallocated,
-                len,
-            } if !queue.shared.backing_covers(here) => len,
-            Lookup::Found { len, .. } => {
-                zero::write_zeroes(queue, here, len, true).await?;
-                len
-            }
-            Lookup::Miss(slice) => {
-                load::load_l2(queue, slice).await?;
-                0
-            }
-            broken => return Err(corrupt::found(queue, broken, here)),
+        let (extent, len) = load::extent(queue, here, to - here).await?;
+        let hidden = match extent {
+            Extent::Zero => true,
+            Extent::Unallocated => !queue.shared.backing_covers(here),
+            Extent::Data { .. } | Extent::Compressed(_) => false,
         };
+        if !hidden {
+            zero::write_zeroes(queue, here, len, true).await?;
+        }
+        here += len;
     }
     Ok(())
 }

@@ -10,9 +10,9 @@ use block::IoError;
 use block::canary::{Rule, broken};
 
 use super::{Queue, Shared, corrupt};
-use crate::format::HostOffset;
-use crate::metadata::Blocked;
+use crate::format::{GuestOffset, HostOffset};
 use crate::metadata::refcounts::Stuck;
+use crate::metadata::{Blocked, Extent, Lookup};
 
 #[derive(Clone, Copy, Debug)]
 enum Kind {
@@ -44,6 +44,22 @@ impl Drop for LoadGuard {
 /// Loads an L2 slice into the cache.
 pub(super) async fn load_l2(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError> {
     load(queue, Kind::L2, slice).await
+}
+
+/// Returns the extent at `offset`, and how many of `len` bytes it covers; loads its table first if it must.
+pub(super) async fn extent(
+    queue: &Rc<Queue>,
+    offset: GuestOffset,
+    len: u64,
+) -> Result<(Extent, u64), IoError> {
+    loop {
+        let found = queue.shared.read()?.lookup(offset, len);
+        match found {
+            Lookup::Found { extent, len } => return Ok((extent, len)),
+            Lookup::Miss(slice) => load_l2(queue, slice).await?,
+            broken => return Err(corrupt::found(queue, broken, offset)),
+        }
+    }
 }
 
 /// Checks a slice that came back to the cache, before anything is written through it.

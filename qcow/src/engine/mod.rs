@@ -23,6 +23,7 @@ mod queue;
 mod read;
 mod reclaim;
 mod space;
+mod status;
 mod turn;
 mod write;
 mod zero;
@@ -34,7 +35,8 @@ use std::sync::Arc;
 use block::epoch::Epochs;
 use block::file::ImageFile;
 use block::hold::HoldOff;
-use block::lock::ImageLock;
+use block::request::check_range;
+use block::status::StatusRange;
 use block::sync::Mutex;
 use block::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 #[cfg(shuttle)]
@@ -98,7 +100,6 @@ pub(crate) struct Shared {
     /// True once metadata was found corrupt: the image is not written any more.
     corrupt: AtomicBool,
     pub(crate) inflater: Inflater,
-    _lock: Option<ImageLock>,
 }
 
 impl fmt::Debug for Shared {
@@ -119,7 +120,6 @@ pub(crate) struct Parts {
     pub(crate) header: HeaderFields,
     pub(crate) announcement: Announcement,
     pub(crate) inflate_threads: usize,
-    pub(crate) lock: Option<ImageLock>,
 }
 
 impl Shared {
@@ -197,7 +197,6 @@ impl QcowDisk {
             growing: turn::Turns::default(),
             corrupt: AtomicBool::new(false),
             inflater: Inflater::new(parts.inflate_threads),
-            _lock: parts.lock,
         };
         Arc::new(Self {
             shared: Arc::new(shared),
@@ -322,6 +321,21 @@ impl Disk for QcowDisk {
         Box::pin(async move {
             let queue = queue.map_err(|error| IoError::from(error.source))?;
             grow::grow(&queue, size_bytes & !511).await
+        })
+    }
+
+    fn status(
+        self: Arc<Self>,
+        cx: &Context,
+        offset: u64,
+        len: u64,
+    ) -> LocalBoxFuture<'static, Result<Vec<StatusRange>, IoError>> {
+        let queue = self.queue(cx);
+        Box::pin(async move {
+            let queue = queue.map_err(|error| IoError::from(error.source))?;
+            check_range(offset, len, queue.shared.size_bytes())?;
+            let from = GuestOffset::new(offset);
+            status::status(&queue, from, from + len).await
         })
     }
 

@@ -21,7 +21,7 @@ pub mod repair;
 pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check, check_within};
 pub use create::{CreateError, CreateOptions, Preallocation, create};
 pub use info::{ImageInfo, info};
-pub use open::{ImageError, OpenError, OpenOptions, StructureError, backing_path};
+pub use open::{ImageError, OpenError, OpenOptions, Qcow2, StructureError, backing_path};
 pub use read::{Located, ReadError, read_header};
 pub use repair::{Extent, RepairError, RepairReport, rebuild_refcounts, repair};
 

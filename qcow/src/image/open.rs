@@ -6,15 +6,15 @@
 //! - a chain is finite (no image twice, a bounded depth);
 //! - a failed open leaves every byte as it was.
 
-use std::fs::Metadata as FileMetadata;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use block::file::{FileOptions, FileView, HostFiles, ImageFile, OpenFileError, OpenFiles};
-use block::lock::{ImageLock, LockError, LockGranularity, LockMode, LockSet};
-use block::raw::RawDisk;
+use block::file::{FileView, HostFiles, OpenFiles};
+use block::lock::{LockGranularity, LockSet};
+pub use block::open::OpenError;
+use block::open::{Access, ChainOptions, Format, Opening};
+use block::raw::Raw;
 use block::ring::RingKind;
 use block::{Context, Disk, IoError, LocalBoxFuture};
 
@@ -22,7 +22,6 @@ use super::extras::extras;
 use super::read::{ReadError, for_each_entry, read, read_header};
 use super::{RepairError, bitmaps, rebuild_refcounts};
 use crate::engine::{Announcement, Backing, Parts, Policy, QcowDisk};
-use crate::format::geometry::SECTOR_SIZE;
 use crate::format::{
     Autoclear, Geometry, Header, HeaderError, HeaderFields, HostCluster, HostOffset, Incompatible, L1Entry,
     RefcountTableEntry, Unsupported, Version,
@@ -31,9 +30,6 @@ use crate::metadata::Metadata;
 use crate::metadata::refcounts::{NO_LIMIT, Refcounts, TablePlace};
 pub use crate::metadata::structures::StructureError;
 use crate::metadata::structures::Structures;
-
-/// The most images a chain may have.
-pub const CHAIN_DEPTH_MAX: usize = 64;
 
 /// The largest default table cache: it maps 256 GiB at 64 KiB clusters.
 pub const L2_CACHE_DEFAULT_MAX_BYTES: u64 = 32 << 20;
@@ -86,36 +82,20 @@ impl Default for OpenOptions {
     }
 }
 
-/// An image could not be opened.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    /// Its file could not be opened.
-    #[error(transparent)]
-    File(#[from] OpenFileError),
-    /// The image could not be locked, as when another process has it open.
-    #[error(transparent)]
-    Lock(#[from] LockError),
-    /// Its header or a table cannot be used.
-    #[error("{}", path.display())]
-    Image {
-        /// The image.
-        path: PathBuf,
-        /// The error in the image.
-        #[source]
-        source: ImageError,
-    },
-    /// The image below could not be opened.
-    #[error("backing file of {}", path.display())]
-    Backing {
-        /// The image that names it.
-        path: PathBuf,
-        /// The backing image's error.
-        #[source]
-        source: Box<OpenError>,
-    },
+impl OpenOptions {
+    /// Returns the options that hold for all images of the chain.
+    #[must_use]
+    pub fn of_chain(&self) -> ChainOptions {
+        ChainOptions {
+            direct: self.direct,
+            backing_files: self.backing_files,
+            lock: self.lock,
+            lock_set: self.lock_set.clone(),
+        }
+    }
 }
 
-/// An error in an image.
+/// An error in an image; the source of [`OpenError::Image`] for a QCOW2 image.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     /// It could not be read.
@@ -157,27 +137,12 @@ pub enum ImageError {
         /// The name, as recorded.
         name: String,
     },
-    /// Its backing file has an unknown format.
-    #[error("its backing file has format {format:?}; expected \"qcow2\" or \"raw\"")]
-    BackingFormat {
-        /// The format, as recorded.
-        format: String,
-    },
     /// Its backing file is not a path.
     #[error("its backing file {name:?} is not a path of a local file")]
     BackingName {
         /// The name, as recorded.
         name: String,
     },
-    /// An image comes up twice in its own chain.
-    #[error("its backing chain comes back to {}", path.display())]
-    Cycle {
-        /// The image that comes up twice.
-        path: PathBuf,
-    },
-    /// The chain is too long.
-    #[error("its backing chain has more than {CHAIN_DEPTH_MAX} images")]
-    TooDeep,
     /// It is marked corrupt and may only be read.
     #[error(
         "it is marked corrupt and may only be opened read-only; repair it with `ringdisk image check --repair all`"
@@ -188,30 +153,43 @@ pub enum ImageError {
     Rebuild(#[from] RepairError),
 }
 
-/// The state that the images of a chain share while it is opened.
-struct Chain<'a> {
-    cx: &'a Context,
-    files: &'a dyn OpenFiles,
-    options: &'a OpenOptions,
-    /// Device and inode of each image so far.
-    seen: Vec<(u64, u64)>,
+/// The QCOW2 format. Images below the first are opened with the same options, read-only.
+#[derive(Clone, Debug, Default)]
+pub struct Qcow2(pub OpenOptions);
+
+impl Format for Qcow2 {
+    fn name(&self) -> &'static str {
+        "qcow2"
+    }
+
+    fn open<'a>(
+        &'a self,
+        opening: &'a Opening<'a>,
+        path: &'a Path,
+        access: Access,
+    ) -> LocalBoxFuture<'a, Result<Arc<dyn Disk>, OpenError>> {
+        Box::pin(async move { Ok(self.open_image(opening, path, access).await? as Arc<dyn Disk>) })
+    }
 }
 
 impl QcowDisk {
-    /// Opens the image at `path`, and its backing chain if that is allowed.
+    /// Opens the image at `path`, and its backing chain of QCOW2 and raw files if that is allowed.
     ///
     /// # Errors
     ///
-    /// [`OpenError`]. No byte of any image has been changed then, unless the host failed while the refcounts of an
-    /// image that was not closed cleanly were being rebuilt.
+    /// [`OpenError`], with an [`ImageError`] for what is wrong in an image. No byte of any image has been changed then,
+    /// unless the host failed while the refcounts of an image that was not closed cleanly were being rebuilt.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<Self>, OpenError> {
         // A ring would be wasted on the few reads of an open.
-        let io = |error: std::io::Error| OpenError::Image {
-            path: path.to_owned(),
-            source: ImageError::Io {
-                what: "wait for I/O",
-                source: error.into(),
-            },
+        let io = |error: std::io::Error| {
+            let source = error.into();
+            OpenError::image(
+                path,
+                ImageError::Io {
+                    what: "wait for I/O",
+                    source,
+                },
+            )
         };
         let cx = Context::new(RingKind::Syscalls, 64).map_err(|error| io(error.into()))?;
         match cx.block_on(Self::open_on(&cx, &HostFiles, path, options)) {
@@ -231,200 +209,99 @@ impl QcowDisk {
         path: &Path,
         options: &OpenOptions,
     ) -> Result<Arc<Self>, OpenError> {
-        let mut chain = Chain {
-            cx,
-            files,
-            options,
-            seen: Vec::new(),
+        let qcow2 = Qcow2(options.clone());
+        let formats: [&dyn Format; 2] = [&qcow2, &Raw::default()];
+        let opening = Opening::new(cx, files, &formats, options.of_chain());
+        let access = if options.read_only {
+            Access::Read
+        } else {
+            Access::Write
         };
-        chain.open(path.to_owned(), !options.read_only).await
+        qcow2.open_image(&opening, path, access).await
     }
 }
 
-fn identity(file: &ImageFile) -> Option<(u64, u64)> {
-    use std::os::fd::AsFd;
-    let file = std::fs::File::from(file.as_fd().try_clone_to_owned().ok()?);
-    file.metadata()
-        .ok()
-        .map(|meta: FileMetadata| (meta.dev(), meta.ino()))
-}
-
-impl Chain<'_> {
-    fn open_file(
-        &mut self,
+impl Qcow2 {
+    async fn open_image(
+        &self,
+        opening: &Opening<'_>,
         path: &Path,
-        write: bool,
-    ) -> Result<(Arc<ImageFile>, Option<ImageLock>), OpenError> {
-        use std::os::fd::AsFd;
-        let options = FileOptions {
-            write,
-            direct: self.options.direct,
-        };
-        let file = self.files.open(path, options)?;
-        if let Some(identity) = identity(&file) {
-            if self.seen.contains(&identity) {
-                let source = ImageError::Cycle {
-                    path: path.to_owned(),
-                };
-                return Err(OpenError::Image {
-                    path: path.to_owned(),
-                    source,
-                });
-            }
-            self.seen.push(identity);
-        }
-        let mode = if write { LockMode::Write } else { LockMode::Read };
-        let lock = match self.options.lock {
-            Some(granularity) => {
-                let set = &self.options.lock_set;
-                Some(ImageLock::acquire_in(set, file.as_fd(), path, mode, granularity)?)
-            }
-            None => None,
-        };
-        Ok((file, lock))
-    }
-
-    /// Opens the next image of the chain. Boxed, as the image below is opened the same way.
-    fn open(&mut self, path: PathBuf, write: bool) -> LocalBoxFuture<'_, Result<Arc<QcowDisk>, OpenError>> {
-        Box::pin(async move {
-            let image = |source: ImageError| OpenError::Image {
-                path: path.clone(),
-                source,
-            };
-            if self.seen.len() >= CHAIN_DEPTH_MAX {
-                return Err(image(ImageError::TooDeep));
-            }
-            let (file, lock) = self.open_file(&path, write)?;
-            let view = file.view(self.cx).map_err(|error| {
-                image(ImageError::Io {
-                    what: "duplicate a descriptor",
-                    source: error.into(),
-                })
-            })?;
-            let header = check_header(&view, write).await.map_err(image)?;
-            let backing = self.open_backing(&path, &header).await?;
-            // Nothing has been written so far; from here on only a rebuild writes.
-            let header = prepare(&view, header, write).await.map_err(image)?;
-            let covered_bytes = backing.as_ref().map_or(0, |backing| backing.size);
-            let metadata = load(&view, &header, self.options.l2_cache_bytes, covered_bytes, write)
-                .await
-                .map_err(image)?;
-            let announcement = if write {
-                announcement(&view, &header).await
-            } else {
-                Announcement::default()
-            };
-            let first_sector = read(&view, "the header", 0, HeaderFields::BYTES)
-                .await
-                .map_err(|error| image(error.into()))?;
-            // Not sooner: a caller that opens an image needs the error that there is no space.
-            if write && self.options.wait_for_space {
-                file.wait_for_space();
-            }
-            Ok(QcowDisk::from_parts(Parts {
-                file,
-                policy: Policy {
-                    read_only: !write,
-                    sparse: self.options.sparse,
-                    discard_no_unref: self.options.discard_no_unref,
-                    persist_mappings: self.options.persist_mappings,
-                    fixed_size: header.version == Version::V2 && header.snapshot_count > 0,
-                },
-                compression: header.compression,
-                backing,
-                metadata,
-                header: HeaderFields::new(&first_sector),
-                announcement,
-                inflate_threads: self.options.inflate_threads,
-                lock,
-            }))
-        })
-    }
-
-    async fn open_backing(&mut self, path: &Path, header: &Header) -> Result<Option<Backing>, OpenError> {
-        let Some(name) = &header.backing_name else {
-            return Ok(None);
-        };
-        let image = |source| OpenError::Image {
-            path: path.to_owned(),
-            source,
-        };
-        let text = String::from_utf8_lossy(name).into_owned();
-        if !self.options.backing_files {
-            return Err(image(ImageError::BackingNotAllowed { name: text }));
-        }
-        let Some(format) = header.backing_format() else {
-            return Err(image(ImageError::BackingFormatMissing { name: text }));
-        };
-        let below = backing_path(path, name).ok_or_else(|| image(ImageError::BackingName { name: text }))?;
-        let disk = match format {
-            b"qcow2" => self.open(below, false).await.map(|disk| disk as Arc<dyn Disk>),
-            b"raw" => self.open_raw(&below),
-            other => {
-                let format = String::from_utf8_lossy(other).into_owned();
-                return Err(image(ImageError::BackingFormat { format }));
-            }
-        };
-        let disk = disk.map_err(|error| OpenError::Backing {
-            path: path.to_owned(),
-            source: Box::new(error),
+        access: Access,
+    ) -> Result<Arc<QcowDisk>, OpenError> {
+        let (options, write) = (&self.0, access.is_write());
+        let image = |source: ImageError| OpenError::image(path, source);
+        let file = opening.open_file(path, access)?;
+        let view = file.view(opening.context()).map_err(|error| {
+            image(ImageError::Io {
+                what: "duplicate a descriptor",
+                source: error.into(),
+            })
         })?;
-        let size = disk.info().size_bytes;
-        Ok(Some(Backing { disk, size }))
-    }
-
-    fn open_raw(&mut self, path: &Path) -> Result<Arc<dyn Disk>, OpenError> {
-        let (file, lock) = self.open_file(path, false)?;
-        let size = file
-            .view(self.cx)
-            .map_err(IoError::from)
-            .and_then(|view| view.len());
-        let size = size.map_err(|source| OpenError::Image {
-            path: path.to_owned(),
-            source: ImageError::Io {
-                what: "find the length of the file",
-                source,
+        let header = check_header(&view, write).await.map_err(image)?;
+        let backing = open_backing(opening, path, &header).await?;
+        // Nothing has been written so far; from here on only a rebuild writes.
+        let header = prepare(&view, header, write).await.map_err(image)?;
+        let covered_bytes = backing.as_ref().map_or(0, |backing| backing.size);
+        let metadata = load(&view, &header, options.l2_cache_bytes, covered_bytes, write)
+            .await
+            .map_err(image)?;
+        let announcement = if write {
+            announcement(&view, &header).await
+        } else {
+            Announcement::default()
+        };
+        let first_sector = read(&view, "the header", 0, HeaderFields::BYTES)
+            .await
+            .map_err(|error| image(error.into()))?;
+        // Not sooner: a caller that opens an image needs the error that there is no space.
+        if write && options.wait_for_space {
+            file.wait_for_space();
+        }
+        Ok(QcowDisk::from_parts(Parts {
+            file,
+            policy: Policy {
+                read_only: !write,
+                sparse: options.sparse,
+                discard_no_unref: options.discard_no_unref,
+                persist_mappings: options.persist_mappings,
+                fixed_size: header.version == Version::V2 && header.snapshot_count > 0,
             },
-        })?;
-        // Rounded up, as the image above may have been made for all of its bytes. The file reads as zeros past its end.
-        let size = size.checked_next_multiple_of(SECTOR_SIZE).unwrap_or(size);
-        Ok(Locked::wrap(RawDisk::new(file, size, false), lock))
+            compression: header.compression,
+            backing,
+            metadata,
+            header: HeaderFields::new(&first_sector),
+            announcement,
+            inflate_threads: options.inflate_threads,
+        }))
     }
 }
 
-/// A disk that keeps its image locked.
-#[derive(Debug)]
-struct Locked {
-    disk: Arc<dyn Disk>,
-    _lock: Option<ImageLock>,
-}
-
-impl Locked {
-    fn wrap(disk: Arc<dyn Disk>, lock: Option<ImageLock>) -> Arc<dyn Disk> {
-        Arc::new(Self { disk, _lock: lock })
+async fn open_backing(
+    opening: &Opening<'_>,
+    path: &Path,
+    header: &Header,
+) -> Result<Option<Backing>, OpenError> {
+    let Some(name) = &header.backing_name else {
+        return Ok(None);
+    };
+    let text = String::from_utf8_lossy(name).into_owned();
+    if !opening.allows_backing_files() {
+        return Err(OpenError::image(
+            path,
+            ImageError::BackingNotAllowed { name: text },
+        ));
     }
-}
-
-impl Disk for Locked {
-    fn info(&self) -> block::DiskInfo {
-        self.disk.info()
-    }
-
-    fn files(&self) -> Vec<PathBuf> {
-        self.disk.files()
-    }
-
-    fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn block::DiskQueue>, block::OpenQueueError> {
-        Arc::clone(&self.disk).open_queue(cx)
-    }
-
-    fn close(self: Arc<Self>, cx: &Context) -> block::LocalBoxFuture<'static, Result<(), IoError>> {
-        Arc::clone(&self.disk).close(cx)
-    }
-
-    fn hold_off(&self) -> Option<block::hold::HoldOff> {
-        self.disk.hold_off()
-    }
+    let Some(format) = header.backing_format() else {
+        return Err(OpenError::image(
+            path,
+            ImageError::BackingFormatMissing { name: text },
+        ));
+    };
+    let below = backing_path(path, name)
+        .ok_or_else(|| OpenError::image(path, ImageError::BackingName { name: text }))?;
+    let disk = opening.open_below(path, &below, format).await?;
+    let size = disk.info().size_bytes;
+    Ok(Some(Backing { disk, size }))
 }
 
 /// Returns the path of the backing file that `image` names: relative names count from the image's folder, and `file:`

@@ -2,16 +2,15 @@
 
 use std::error::Error;
 use std::io::Write;
-use std::os::fd::AsFd;
 
 use block::Context;
 use block::file::{FileOptions, ImageFile};
-use block::lock::{ImageLock, LockGranularity, LockMode};
+use block::lock::LockMode;
 use clap::ValueEnum;
 use qcow::image::{self as tools, CheckReport, Extent, RepairError, RepairReport};
 use serde::Serialize;
 
-use super::{CheckArguments, on_image, open_to_read, text, write_json};
+use super::{CheckArguments, lock, on_image, open_to_read, text, write_json};
 use crate::error::{CommandFailure, chain};
 use crate::ublk::claim::refuse_claimed;
 
@@ -49,8 +48,7 @@ pub(super) fn run(arguments: &CheckArguments, out: &mut dyn Write) -> Result<u8,
     if let Some(what) = arguments.repair {
         return repair(arguments, what.into(), out);
     }
-    let (file, _lock) =
-        open_to_read(&arguments.path, arguments.force_share).map_err(CommandFailure::Failed)?;
+    let file = open_to_read(&arguments.path, arguments.force_share).map_err(CommandFailure::Failed)?;
     let report = on_image(&file, &Context::syscalls(), async |view| {
         tools::check(&view).await
     })?;
@@ -79,8 +77,7 @@ fn repair(arguments: &CheckArguments, extent: Extent, out: &mut dyn Write) -> Re
     };
     refuse_claimed(path, None).map_err(|error| CommandFailure::Failed(error.into()))?;
     let file = ImageFile::open(path, options).map_err(|error| CommandFailure::Failed(error.into()))?;
-    let _lock = ImageLock::acquire(file.as_fd(), path, LockMode::Write, LockGranularity::ByteRange)
-        .map_err(|error| CommandFailure::Failed(error.into()))?;
+    lock(&file, LockMode::Write).map_err(|error| CommandFailure::Failed(error.into()))?;
     let cx = Context::syscalls();
     let repaired = on_image(&file, &cx, async |view| tools::repair(&view, extent).await)?;
     let answer = match repaired {

@@ -2,17 +2,16 @@
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
-use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use block::Context;
 use block::file::{FileOptions, ImageFile};
-use block::lock::{ImageLock, LockGranularity, LockMode};
+use block::lock::LockMode;
 use qcow::image::{self as tools, CreateError, CreateOptions};
 
 use super::create_options::{self, Given};
-use super::{CreateArguments, on_image, open_to_read, write_json};
+use super::{CreateArguments, lock, on_image, open_to_read, write_json};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::size::parse_bytes;
 
@@ -38,13 +37,7 @@ pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8
     };
     let file = ImageFile::open(&arguments.path, file_options)
         .map_err(|error| CommandFailure::Failed(error.into()))?;
-    let lock = ImageLock::acquire(
-        file.as_fd(),
-        &arguments.path,
-        LockMode::Write,
-        LockGranularity::ByteRange,
-    );
-    let _lock = lock.map_err(|error| CommandFailure::Failed(error.into()))?;
+    lock(&file, LockMode::Write).map_err(|error| CommandFailure::Failed(error.into()))?;
     let made = on_image(&file, &cx, async |view| tools::create(&view, &options).await)?;
     if let Err(error) = made {
         return Err(match error {
@@ -90,7 +83,7 @@ fn backing_disk_size(path: &Path, options: &CreateOptions) -> Result<Option<u64>
         return Err(about(error.into()));
     }
     let cx = Context::syscalls();
-    let (file, _) = open_to_read(&backing, true).map_err(about)?;
+    let file = open_to_read(&backing, true).map_err(about)?;
     let size = if format == "qcow2" {
         on_image(&file, &cx, async |view| tools::info(&view).await)?
             .map_err(|error| about(error.into()))?

@@ -1,0 +1,81 @@
+//! Block status: the mapping as tools see it, down the whole chain ([`block::status`]).
+//!
+//! Nothing but tables is read, and nothing waits for requests: a cluster that is being remapped has its old status.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use block::IoError;
+use block::status::{Content, StatusRange, StatusRanges};
+
+use super::{Queue, load};
+use crate::format::GuestOffset;
+use crate::metadata::Extent;
+
+/// Returns the origin of the bytes `from..to`, as far as one answer goes.
+pub(super) async fn status(
+    queue: &Rc<Queue>,
+    from: GuestOffset,
+    to: GuestOffset,
+) -> Result<Vec<StatusRange>, IoError> {
+    let mut ranges = StatusRanges::default();
+    let mut here = from;
+    while here < to && !ranges.is_full() {
+        let (extent, len) = load::extent(queue, here, to - here).await?;
+        let content = match extent {
+            Extent::Data { at, .. } => Content::Data { at: Some(at.bytes()) },
+            Extent::Zero => Content::Zero,
+            Extent::Compressed(_) => Content::Compressed,
+            Extent::Unallocated => {
+                here += unallocated(queue, here, len, &mut ranges).await?;
+                continue;
+            }
+        };
+        ranges.push(StatusRange {
+            offset: here.bytes(),
+            len,
+            content,
+            depth: 0,
+        });
+        here += len;
+    }
+    Ok(ranges.into_vec())
+}
+
+/// Appends the status of bytes that this image does not have: that of the image below, as far as it reaches. Returns the
+/// number of bytes it covers.
+async fn unallocated(
+    queue: &Queue,
+    offset: GuestOffset,
+    len: u64,
+    ranges: &mut StatusRanges,
+) -> Result<u64, IoError> {
+    let backed = queue.shared.backed(offset, len);
+    let Some(backing) = queue.shared.backing.as_ref().filter(|_| backed > 0) else {
+        ranges.push(StatusRange {
+            offset: offset.bytes(),
+            len,
+            content: Content::Absent,
+            depth: 0,
+        });
+        return Ok(len);
+    };
+    let below = Arc::clone(&backing.disk).status(&queue.cx, offset.bytes(), backed);
+    let mut covered = 0;
+    for range in below.await? {
+        if ranges.is_full() {
+            break;
+        }
+        covered += range.len;
+        ranges.push(StatusRange {
+            depth: range.depth.saturating_add(1),
+            ..range
+        });
+    }
+    // A disk that covers nothing would be asked for ever.
+    if covered == 0 {
+        Err(IoError::Unsupported)
+    } else {
+        Ok(covered)
+    }
+}
