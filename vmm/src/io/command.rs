@@ -85,6 +85,8 @@ pub enum Command {
     AioFlush,
     /// Shows the size of the disk.
     Length,
+    /// Shows which parts of the disk its own image holds.
+    Map,
     /// Lists the commands.
     Help,
     /// Ends the session.
@@ -268,6 +270,14 @@ static SPECS: &[Spec] = &[
         about: "prints the size of the disk",
     },
     Spec {
+        name: "map",
+        switches: "",
+        valued: "",
+        arguments: (0, 0),
+        usage: "map",
+        about: "prints which parts of the disk are allocated in its image, and which are not",
+    },
+    Spec {
         name: "help",
         switches: "",
         valued: "",
@@ -315,6 +325,7 @@ impl Command {
             "flush" => Ok(Some(Self::Flush)),
             "aio_flush" => Ok(Some(Self::AioFlush)),
             "length" => Ok(Some(Self::Length)),
+            "map" => Ok(Some(Self::Map)),
             "help" => Ok(Some(Self::Help)),
             "quit" => Ok(Some(Self::Quit)),
             _ => words.transfer().map(Some),

@@ -123,6 +123,11 @@ impl Lane {
             .map_err(LaneError::Kick)
     }
 
+    /// Returns the worker it runs on.
+    pub(super) fn worker(&self) -> &WorkerHandle {
+        &self.worker
+    }
+
     /// Closes the queue when its jobs have ended, and returns the worker it ran on.
     pub(super) fn close(self) -> Result<WorkerHandle, WorkerGone> {
         self.worker.remove(self.frontend)?;

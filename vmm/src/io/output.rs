@@ -24,6 +24,23 @@ pub fn report(verb: &str, range: Range, took: Duration) -> String {
     )
 }
 
+/// The line of `map` for a range that is allocated in the disk's own image, or that is not.
+#[must_use]
+pub fn mapped(range: Range, allocated: bool) -> String {
+    format!(
+        "{} ({:#x}) bytes {} at offset {} ({:#x})\n",
+        human(range.len),
+        range.len,
+        if allocated {
+            "    allocated"
+        } else {
+            "not allocated"
+        },
+        human(range.offset),
+        range.offset,
+    )
+}
+
 /// `00.25 sec` below a minute, `1:02:03.25` from then on.
 fn clock(took: Duration) -> String {
     let (seconds, hundredths) = (took.as_secs(), took.subsec_millis() / 10);

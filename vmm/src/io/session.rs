@@ -8,10 +8,11 @@ use std::io::{self, Write};
 use std::sync::Arc;
 use std::sync::mpsc;
 
+use block::status::{Content, StatusRange};
 use block::worker::{WorkerConfig, WorkerGone};
 use block::{Disk, IoError};
 
-use super::command::{Command, Transfer, help};
+use super::command::{Command, Range, Transfer, help};
 use super::lane::{Job, Lane, LaneError, Outcome, Work};
 use super::{output, transfer};
 use crate::size::human;
@@ -114,10 +115,48 @@ impl<'a> Session<'a> {
             })?,
             Command::AioFlush => self.wait_all()?,
             Command::Length => self.print(&format!("{}\n", human(self.disk.info().size_bytes)))?,
+            Command::Map => self.map()?,
             Command::Help => self.print(&help())?,
             Command::Quit => return Ok(false),
         }
         Ok(true)
+    }
+
+    /// Prints what the disk's own image holds and what it does not, when background jobs have ended.
+    fn map(&mut self) -> Result<(), SessionError> {
+        self.wait_all()?;
+        let size = self.disk.info().size_bytes;
+        let (mut here, mut run) = (0, None);
+        while here < size {
+            let disk = Arc::clone(&self.disk);
+            let worker = self.lanes[0].worker();
+            let ranges = match worker.block_on(move |cx| disk.status(cx, here, size - here))? {
+                Ok(ranges) => ranges,
+                Err(error) => return self.fail(&format!("map failed: {error}\n")),
+            };
+            for StatusRange {
+                offset,
+                len,
+                content,
+                depth,
+            } in ranges
+            {
+                here = offset + len;
+                let allocated = depth == 0 && content != Content::Absent;
+                match &mut run {
+                    Some((Range { len: before, .. }, same)) if *same == allocated => *before += len,
+                    _ => {
+                        if let Some((range, allocated)) = run.replace((Range { offset, len }, allocated)) {
+                            self.print(&output::mapped(range, allocated))?;
+                        }
+                    }
+                }
+            }
+        }
+        match run {
+            Some((range, allocated)) => self.print(&output::mapped(range, allocated)),
+            None => Ok(()),
+        }
     }
 
     /// Counts and reports a line that is not a command.

@@ -34,8 +34,9 @@ fn compare(disk: &str, qemu: &[&str], create: impl Fn(&World, &str), lines: &[&s
     }
 }
 
-const SCRIPT: [&str; 26] = [
+const SCRIPT: [&str; 28] = [
     "length",
+    "map",
     "write -P 0xaa 0 64k",
     "read -P 0xaa 0 64k",
     "read -P 0xab 1 100",
@@ -46,6 +47,7 @@ const SCRIPT: [&str; 26] = [
     "write 1M 0x200",
     "read -v 1M 16",
     "write -P 5 100 1000",
+    "map",
     "read -P 5 100 1000",
     "read -P 0xaa 1100 512",
     "write -z 10 20",
