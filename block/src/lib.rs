@@ -60,6 +60,7 @@ pub mod hold;
 mod join;
 pub mod lock;
 pub mod open;
+pub mod pool;
 pub mod raw;
 pub mod report;
 pub mod request;

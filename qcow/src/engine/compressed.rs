@@ -14,13 +14,11 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::future::poll_fn;
 use std::rc::Rc;
-use std::sync::Arc;
-use std::task::{Poll, Waker};
+use std::task::Poll;
 
 use block::buffer::Piece;
-use block::sync::mpsc::{Receiver, Sender, channel};
-use block::sync::thread::{self, JoinHandle};
-use block::sync::{Mutex, SingleFlight};
+use block::pool::Pool;
+use block::sync::SingleFlight;
 use block::{AlignedBuf, Buffer, IoError};
 use flate2::{Decompress, FlushDecompress};
 use libdeflater::Decompressor;
@@ -114,23 +112,19 @@ pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<R
     let out_bytes = usize::try_from(shared.geometry.cluster_size()).map_err(|_| IoError::OutOfRange)?;
     let evicted = queue.inflated.borrow_mut().evict(out_bytes);
     let output = evicted.unwrap_or_else(|| AlignedBuf::zeroed(out_bytes));
-    let (input, output) = if out_bytes <= INLINE_BYTES || !shared.inflater.is_running() {
-        let mut output = output;
+    let kind = shared.compression;
+    let (input, output) = if out_bytes <= INLINE_BYTES || !shared.inflater.start() {
         let mut inflated = queue.inflated.borrow_mut();
-        if inflated.inline.is_none() {
-            inflated.inline = Some(Inflate::new()?);
-        }
-        let result = match &mut inflated.inline {
-            Some(inflate) => inflate.inflate(shared.compression, &input, &mut output),
-            None => Err(IoError::Dropped),
+        let inflate = match &mut inflated.inline {
+            Some(inflate) => inflate,
+            none => none.insert(Inflate::new()?),
         };
-        (Some(input), result.map(|()| output))
+        inflate.inflate_owned(kind, input, output)
     } else {
-        shared.inflater.inflate(shared.compression, input, output).await
+        let work = move |inflate: &mut Inflate| inflate.inflate_owned(kind, input, output);
+        shared.inflater.run(work).await?
     };
-    if let Some(input) = input {
-        queue.cx.pool().put(input);
-    }
+    queue.cx.pool().put(input);
     let output = output.inspect_err(|error| {
         let host = host.bytes();
         tracing::error!(%image, host, %error, "a compressed cluster cannot be inflated");
@@ -142,7 +136,7 @@ pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<R
 }
 
 /// One thread's decompressors.
-struct Inflate {
+pub(crate) struct Inflate {
     deflate: Decompressor,
     zlib: Decompress,
     zstd: Decoder<'static>,
@@ -164,6 +158,17 @@ impl Inflate {
             zlib: Decompress::new(false),
             zstd,
         })
+    }
+
+    /// Inflates `input` into all of `output`. Returns the input for reuse.
+    fn inflate_owned(
+        &mut self,
+        kind: CompressionType,
+        input: AlignedBuf,
+        mut output: AlignedBuf,
+    ) -> (AlignedBuf, Result<AlignedBuf, IoError>) {
+        let result = self.inflate(kind, &input, &mut output);
+        (input, result.map(|()| output))
     }
 
     /// Fills `output` exactly; input past the end of the stream is ignored.
@@ -203,175 +208,12 @@ impl Inflate {
     }
 }
 
-/// The result of a job: its input buffer, for reuse, and the cluster.
-type Inflated = (Option<AlignedBuf>, Result<AlignedBuf, IoError>);
+/// The threads that inflate clusters for all queues.
+pub(crate) type Inflater = Pool<Inflate>;
 
-type Answer = Arc<Mutex<(Option<Inflated>, Option<Waker>)>>;
-
-struct Job {
-    kind: CompressionType,
-    /// The compressed bytes and the output buffer; `None` once they were used.
-    buffers: Option<(AlignedBuf, AlignedBuf)>,
-    answer: Answer,
-}
-
-impl Drop for Job {
-    fn drop(&mut self) {
-        // A job that dies with its thread is answered too.
-        answer(&self.answer, (None, Err(IoError::Dropped)));
-    }
-}
-
-fn answer(to: &Answer, result: Inflated) {
-    let mut slot = to.lock();
-    if slot.0.is_none() {
-        slot.0 = Some(result);
-    }
-    let waker = slot.1.take();
-    drop(slot);
-    if let Some(waker) = waker {
-        waker.wake();
-    }
-}
-
-/// The job queue's sender and the threads that serve it.
-type Running = (Sender<Job>, Vec<JoinHandle<()>>);
-
-/// The inflating threads. They start with the first job.
-pub(crate) struct Inflater {
-    threads: usize,
-    running: Mutex<Option<Running>>,
-    /// The number of threads that can be started, to simulate a process limit.
-    #[cfg(test)]
-    pub(crate) can_start: std::sync::atomic::AtomicUsize,
-}
-
-impl fmt::Debug for Inflater {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Inflater")
-            .field("threads", &self.threads)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Inflater {
-    /// Creates an inflater with `threads` threads. With none, each queue's worker inflates for itself.
-    pub(crate) fn new(threads: usize) -> Self {
-        Self {
-            threads,
-            running: Mutex::new(None),
-            #[cfg(test)]
-            can_start: std::sync::atomic::AtomicUsize::new(threads),
-        }
-    }
-
-    /// Starts the threads if they are not running. Returns `false` if there are none: the worker inflates then.
-    fn is_running(&self) -> bool {
-        if self.threads == 0 {
-            return false;
-        }
-        let mut running = self.running.lock();
-        if running.is_none() {
-            match self.start() {
-                Ok(threads) => *running = Some(threads),
-                // Tried again with the next cluster: threads may be available by then.
-                Err(error) => tracing::debug!(%error, "no thread to inflate clusters can be started"),
-            }
-        }
-        running.is_some()
-    }
-
-    fn start(&self) -> Result<Running, IoError> {
-        let (send, receive) = channel::<Job>();
-        let receive = Arc::new(Mutex::new(receive));
-        let mut handles = Vec::new();
-        for _ in 0..self.threads {
-            let receive = Arc::clone(&receive);
-            match self.spawn(move || serve(&receive)) {
-                Ok(handle) => handles.push(handle),
-                // Fewer threads suffice.
-                Err(_) if !handles.is_empty() => break,
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Ok((send, handles))
-    }
-
-    fn spawn(&self, work: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
-        #[cfg(test)]
-        {
-            use std::sync::atomic::Ordering::Relaxed;
-            let left = self
-                .can_start
-                .fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1));
-            left.map_err(|_| std::io::ErrorKind::WouldBlock)?;
-        }
-        let thread = thread::Builder::new().name("ringdisk-inflate".to_owned());
-        thread.spawn(work)
-    }
-
-    fn send(
-        &self,
-        kind: CompressionType,
-        input: AlignedBuf,
-        output: AlignedBuf,
-        answer: &Answer,
-    ) -> Result<(), IoError> {
-        let running = self.running.lock();
-        let job = Job {
-            kind,
-            buffers: Some((input, output)),
-            answer: Arc::clone(answer),
-        };
-        match &*running {
-            Some((send, _)) => send.send(job).map_err(|_| IoError::Dropped),
-            None => Err(IoError::Dropped),
-        }
-    }
-
-    async fn inflate(&self, kind: CompressionType, input: AlignedBuf, output: AlignedBuf) -> Inflated {
-        let slot: Answer = Arc::default();
-        if let Err(error) = self.send(kind, input, output, &slot) {
-            return (None, Err(error));
-        }
-        poll_fn(|cx| {
-            let mut slot = slot.lock();
-            match slot.0.take() {
-                Some(result) => Poll::Ready(result),
-                None => {
-                    slot.1 = Some(cx.waker().clone());
-                    Poll::Pending
-                }
-            }
-        })
-        .await
-    }
-}
-
-impl Drop for Inflater {
-    fn drop(&mut self) {
-        if let Some((send, handles)) = self.running.lock().take() {
-            drop(send);
-            for handle in handles {
-                if handle.join().is_err() {
-                    tracing::error!("an inflating thread panicked");
-                }
-            }
-        }
-    }
-}
-
-fn serve(jobs: &Mutex<Receiver<Job>>) {
-    let Ok(mut inflate) = Inflate::new() else { return };
-    loop {
-        let job = jobs.lock().recv();
-        let Ok(mut job) = job else { return };
-        let Some((input, mut output)) = job.buffers.take() else {
-            continue;
-        };
-        let result = inflate.inflate(job.kind, &input, &mut output);
-        answer(&job.answer, (Some(input), result.map(|()| output)));
-    }
+/// Makes the threads; with none, each queue's worker inflates for itself.
+pub(crate) fn inflater(threads: usize) -> Inflater {
+    Pool::new("ringdisk-inflate", threads, Inflate::new)
 }
 
 #[cfg(test)]
@@ -379,39 +221,33 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    /// Without threads, reads of large clusters succeed as before. Threads that can be started later are used then,
-    /// as many as there are.
     #[test]
     fn clusters_are_inflated_on_the_worker_without_threads() {
         use crate::image::testing::World;
         use crate::{OpenOptions, QcowDisk};
         use block::ring::RingKind;
         use block::{Context, Disk, Op, Request};
-        use std::sync::atomic::Ordering;
+        use std::sync::Arc;
 
         let world = World::new();
         std::fs::write(world.path("plain"), vec![7; 1 << 18]).expect("a file");
         world.qemu_img(&["convert", "-c", "-f", "raw", "-O", "qcow2", "plain", "a.qcow2"]);
-        let disk = QcowDisk::open(&world.path("a.qcow2"), &OpenOptions::default()).expect("an image");
-        let inflater = &disk.shared.inflater;
-        assert!(inflater.threads > 1);
-        let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
-        let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
-        for (at, threads) in [(0, 0), (1 << 16, 0), (1 << 17, 1)] {
-            inflater.can_start.store(threads, Ordering::Relaxed);
-            let (request, answer) = Request::local(Op::Read, at, 65536, AlignedBuf::zeroed(65536).into());
-            queue.submit(request);
-            let done = cx.block_on(answer).expect("the ring turns");
-            assert_eq!(done.result, Ok(()));
-            assert!(
-                done.buffer
-                    .into_owned()
-                    .expect("our own")
-                    .iter()
-                    .all(|&byte| byte == 7)
-            );
-            let running = inflater.running.lock();
-            assert_eq!(running.as_ref().map_or(0, |(_, handles)| handles.len()), threads);
+        for inflate_threads in [0, 1] {
+            let options = OpenOptions {
+                inflate_threads,
+                ..OpenOptions::default()
+            };
+            let disk = QcowDisk::open(&world.path("a.qcow2"), &options).expect("an image");
+            let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
+            let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
+            for at in [0, 1 << 16, 1 << 17] {
+                let (request, answer) = Request::local(Op::Read, at, 65536, AlignedBuf::zeroed(65536).into());
+                queue.submit(request);
+                let done = cx.block_on(answer).expect("the ring turns");
+                assert_eq!(done.result, Ok(()));
+                let read = done.buffer.into_owned().expect("our own");
+                assert!(read.iter().all(|&byte| byte == 7));
+            }
         }
     }
 

@@ -196,7 +196,7 @@ impl QcowDisk {
             announcements: announce::Announcements::new(parts.announcement),
             growing: turn::Turns::default(),
             corrupt: AtomicBool::new(false),
-            inflater: Inflater::new(parts.inflate_threads),
+            inflater: compressed::inflater(parts.inflate_threads),
         };
         Arc::new(Self {
             shared: Arc::new(shared),
