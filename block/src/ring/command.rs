@@ -3,43 +3,13 @@
 //! A command may wait for ever, for instance for a request that never comes. So it is not counted among the ring's
 //! ops in flight, and its result goes to a [`CommandSink`] that its owner polls.
 
-use std::cell::RefCell;
 use std::rc::Rc;
 
 use super::driver::{KernelOp, Kind};
 use super::slots::Owner;
-use super::{FileHandle, Ring, sys};
+use super::{CommandSink, FileHandle, Ring, sys};
 use crate::buffer::{Buffer, IoSlices};
 use crate::error::IoError;
-
-/// Queue of results of one owner's commands, until it takes them.
-#[derive(Debug, Default)]
-pub struct CommandSink {
-    results: RefCell<Vec<(u64, i32)>>,
-}
-
-impl CommandSink {
-    /// Makes an empty sink.
-    #[must_use]
-    pub fn new() -> Rc<Self> {
-        Rc::new(Self::default())
-    }
-
-    /// Returns true if no result is waiting.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.results.borrow().is_empty()
-    }
-
-    /// Appends all results to `out`, in the order in which the commands ended: the tag, and the driver's answer.
-    pub fn drain_into(&self, out: &mut Vec<(u64, i32)>) {
-        out.append(&mut self.results.borrow_mut());
-    }
-
-    pub(super) fn push(&self, tag: u64, result: i32) {
-        self.results.borrow_mut().push((tag, result));
-    }
-}
 
 /// Every slot of the ring is taken; some become free when ops end.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]

@@ -19,6 +19,7 @@
 mod at_door;
 mod bytes;
 mod command;
+mod command_sink;
 mod control;
 pub(crate) mod driver;
 mod fixed;
@@ -50,7 +51,8 @@ use crate::request::{Op, Request};
 use driver::{Completion, Driver, FileSlot, Kind, Wait};
 use slots::{Owner, Slots, Step, user_data};
 
-pub use command::{CommandSink, DeviceCommand, Direction, NoSlot};
+pub use command::{DeviceCommand, Direction, NoSlot};
+pub use command_sink::CommandSink;
 pub use control::{ControlError, ControlRing, start_and_end};
 
 pub use crate::door::{Door, FixedBuffer, LeaseError};

@@ -10,7 +10,7 @@ use std::task::Waker;
 use smallvec::SmallVec;
 
 use super::EventToken;
-use super::command::CommandSink;
+use super::command_sink::CommandSink;
 use super::driver::{FixedOp, KernelOp, Kind};
 use crate::buffer::{BUFFER_ALIGN, Buffer, FixedRange, IoSlice, IoSlices, Memory, append_zeros};
 use crate::canary::{Rule, broken};
