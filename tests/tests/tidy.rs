@@ -15,7 +15,7 @@ const UNSAFE: [&str; 52] = [
     "block/src/ring/command.rs",
     "block/src/ring/control.rs",
     "block/src/ring/driver.rs",
-    "block/src/ring/mod.rs",
+    "block/src/ring/in_flight.rs",
     "block/src/ring/null.rs",
     "block/src/ring/patient.rs",
     "block/src/ring/sys.rs",

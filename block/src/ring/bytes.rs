@@ -8,8 +8,9 @@ use std::rc::Rc;
 use smallvec::smallvec;
 
 use super::driver::Kind;
+use super::ops::PendingOp;
 use super::slots::Owner;
-use super::{OpFuture, OpState, PendingOp, Pieces, Ring};
+use super::{OpFuture, Pieces, Ring};
 use crate::buffer::{Buffer, FixedRange, Piece, Place, append_zeros};
 use crate::canary::{Rule, broken};
 use crate::error::IoError;
@@ -74,10 +75,7 @@ impl Ring {
                 let range = registered.range(from_offset);
                 Some(self.at_door(&range, Kind::Read, len, piece(to, to_offset), from))
             }
-            (Place::Registered(_), Place::Registered(_)) => Some(OpFuture {
-                ring: self.clone(),
-                state: OpState::Refused(IoError::Unsupported),
-            }),
+            (Place::Registered(_), Place::Registered(_)) => Some(self.refuse(IoError::Unsupported)),
         }
     }
 
@@ -120,7 +118,7 @@ impl Ring {
     }
 
     fn submit_zeros(&self, request: Request) -> Result<(), Request> {
-        let mut slots = self.inner.slots.borrow_mut();
+        let mut slots = self.in_flight.slots.borrow_mut();
         let Some(index) = slots.take() else {
             return Err(request);
         };
@@ -139,7 +137,7 @@ impl Ring {
         // The slot owns the request, and the request the registered buffer.
         slot.owner = Owner::Request(request);
         drop(slots);
-        self.inner.start(index);
+        self.in_flight.start(index);
         Ok(())
     }
 }

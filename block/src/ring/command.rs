@@ -3,6 +3,8 @@
 //! A command may wait for ever, for instance for a request that never comes. So it is not counted among the ring's
 //! ops in flight, and its result goes to a [`CommandSink`] that its owner polls.
 
+#![expect(unsafe_code, reason = "the memory of a command is its caller's promise")]
+
 use std::rc::Rc;
 
 use super::driver::{KernelOp, Kind};
@@ -58,7 +60,7 @@ impl Ring {
         sink: &Rc<CommandSink>,
         tag: u64,
     ) -> Result<(), NoSlot> {
-        let mut slots = self.inner.slots.borrow_mut();
+        let mut slots = self.in_flight.slots.borrow_mut();
         let index = slots.take().ok_or(NoSlot)?;
         let slot = slots.get_mut(index).ok_or(NoSlot)?;
         let DeviceCommand { code, data, address } = command;
@@ -68,8 +70,8 @@ impl Ring {
         slot.keep.extend(keep);
         slot.owner = Owner::Command(Rc::clone(sink), tag);
         drop(slots);
-        self.inner.commands.set(self.inner.commands.get() + 1);
-        self.inner.push(index);
+        self.in_flight.commands.set(self.in_flight.commands.get() + 1);
+        self.in_flight.push(index);
         Ok(())
     }
 

@@ -4,6 +4,8 @@
 //! kernel without bound. A command that has not ended in time keeps its memory for ever, and its ring takes no other:
 //! its effect on the device is then unknown.
 
+#![expect(unsafe_code, reason = "the memory of a command is its caller's promise")]
+
 use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};

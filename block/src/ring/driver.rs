@@ -4,6 +4,8 @@
 //! [simulated world](crate::sim). The ring handles short results, retries, ownership and waking, the same
 //! way for all. A driver only starts ops and reports their results.
 
+#![expect(unsafe_code, reason = "an op names memory by its address")]
+
 use std::fmt;
 use std::io;
 use std::os::fd::RawFd;

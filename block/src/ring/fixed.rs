@@ -48,6 +48,6 @@ impl Ring {
     ///
     /// [`LeaseError`] if it is in use, or does not exist.
     pub fn lease_fixed(&self, index: u16) -> Result<FixedBuffer, LeaseError> {
-        self.inner.leases.take(index)
+        self.in_flight.leases.take(index)
     }
 }

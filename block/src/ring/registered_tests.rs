@@ -3,13 +3,15 @@
 //! That a buffer's bytes never come by an address is what the pages cannot show, as theirs have one. The simulated
 //! world registers them from zero, where nobody's memory is.
 
+use std::cell::Cell;
 use std::rc::Rc;
 
 use smallvec::smallvec;
 
 use super::*;
-use crate::buffer::{AlignedBuf, RegistrationError};
-use crate::request::CompletionSink;
+use crate::buffer::{AlignedBuf, Buffer, Piece, RegistrationError};
+use crate::error::IoError;
+use crate::request::{CompletionSink, Op, Request};
 use crate::sim::pages::{TagError, Tags};
 use crate::sim::{Profile, SimImage, SimWorld};
 use crate::task;

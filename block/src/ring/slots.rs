@@ -9,7 +9,6 @@ use std::task::Waker;
 
 use smallvec::SmallVec;
 
-use super::EventToken;
 use super::command_sink::CommandSink;
 use super::driver::{FixedOp, KernelOp, Kind};
 use crate::buffer::{BUFFER_ALIGN, Buffer, FixedRange, IoSlice, IoSlices, Memory, append_zeros};
@@ -19,6 +18,9 @@ use crate::error::IoError;
 use crate::handle::FileHandle;
 use crate::request::Request;
 use crate::sync::WaitList;
+
+/// Token that a watch reports.
+pub type EventToken = u64;
 
 /// Recipient of an op's result, which also owns the op's memory.
 #[derive(Debug)]

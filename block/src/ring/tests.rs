@@ -4,13 +4,17 @@ use std::cell::RefCell;
 use std::io::{Seek, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::rc::Rc;
+use std::task::Context;
 
 use smallvec::smallvec;
 
+use super::driver::Wait;
 use super::patient::PatientDriver;
 use super::*;
-use crate::buffer::{AlignedBuf, Buffer};
-use crate::request::CompletionSink;
+use crate::buffer::{AlignedBuf, Buffer, Piece};
+use crate::error::IoError;
+use crate::handle::Kind;
+use crate::request::{CompletionSink, Op, Request};
 use crate::task;
 
 fn rings() -> Vec<Ring> {
