@@ -5,11 +5,15 @@ use std::rc::Rc;
 use smallvec::smallvec;
 
 use super::transfer::Ops;
-use super::{BOUNCE_BYTES_MAX, FileView, to_usize, total};
+use super::view::{FileView, to_usize, total};
 use crate::buffer::{Buffer, Piece};
 use crate::error::IoError;
 use crate::join::join_all;
 use crate::ring::Pieces;
+
+/// The largest part that is bounced at a time, in bytes: a power of two. It bounds the bounce memory of a request,
+/// however large a guest makes it.
+pub(super) const BOUNCE_BYTES_MAX: u64 = 256 << 10;
 
 impl FileView {
     /// Splits a transfer into parts that are bounced one at a time, each with its offset. This bounds the memory of a

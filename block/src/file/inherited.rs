@@ -7,7 +7,7 @@
 use std::os::fd::RawFd;
 use std::path::Path;
 
-use super::fcntl_flags;
+use super::flags::fcntl_flags;
 
 /// Error: a path names a descriptor that cannot be used.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]

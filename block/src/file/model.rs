@@ -1,7 +1,14 @@
 //! Random orders of writes that share a block of the host's, from two workers.
 
+use std::rc::Rc;
+use std::sync::Arc;
+
+use smallvec::smallvec;
+
 use super::*;
+use crate::buffer::{AlignedBuf, Buffer, Piece};
 use crate::sync::thread;
+use crate::task::Context;
 
 /// Fails if a read-modify-write does not hold its range, holds too little of it, or lets go without waking.
 #[test]
@@ -9,15 +16,11 @@ fn writes_to_one_block_from_two_workers_all_land() {
     let run = || {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
         file.set_len(12288).unwrap();
-        let options = FileOptions {
-            write: true,
-            direct: false,
-        };
-        let mut image = ImageFile::from_file("test".into(), file, options, false);
-        image.alignment = Alignment {
+        let alignment = Alignment {
             memory: 512,
             offset: 4096,
         };
+        let image = ImageFile::with_alignment("test".into(), file, true, false, alignment);
         let image = Arc::new(image);
         // Each worker writes every other sector, some of them across two blocks.
         let write = |image: Arc<ImageFile>, which: u64| {

@@ -1,12 +1,20 @@
 //! Registered pages between a guest and files of every alignment: aligned or not, with memory beside them or not.
 
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use smallvec::smallvec;
+
 use super::*;
+use crate::buffer::{AlignedBuf, Buffer, Piece};
 use crate::disk::Disk;
 use crate::raw::RawDisk;
-use crate::request::{CompletionSink, Done};
-use crate::ring::RingKind;
+use crate::request::{CompletionSink, Done, Op, Request};
+use crate::ring::{Pieces, RingKind};
 use crate::sim::Random;
 use crate::sim::pages::Tags;
+use crate::task::Context;
 
 const PLACE: usize = 600 << 10;
 /// What lies beside a request's bytes.

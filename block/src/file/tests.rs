@@ -1,22 +1,26 @@
 //! Alignment, bouncing, zeroing: what a view does that a plain descriptor does not.
 
-use super::*;
 use std::io::Write;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use smallvec::smallvec;
+
+use super::bounce::BOUNCE_BYTES_MAX;
+use super::view::{to_usize, total};
+use super::*;
+use crate::buffer::{AlignedBuf, Buffer, Piece};
+use crate::error::IoError;
+use crate::ring::Pieces;
+use crate::sync::atomic::Ordering;
+use crate::task::Context;
 
 fn view(alignment: Alignment, contents: &[u8]) -> (Context, FileView) {
     let cx = Context::syscalls();
     let mut file = tempfile::tempfile().expect("a temporary file");
     file.write_all(contents).expect("its contents");
-    let mut image = ImageFile::from_file(
-        "test".into(),
-        file,
-        FileOptions {
-            write: true,
-            direct: false,
-        },
-        false,
-    );
-    image.alignment = alignment;
+    let image = ImageFile::with_alignment("test".into(), file, true, false, alignment);
     let view = Arc::new(image).view(&cx).expect("a view");
     (cx, view)
 }

@@ -5,7 +5,7 @@
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{FileView, total};
+use super::view::{FileView, total};
 use crate::buffer::Piece;
 use crate::error::IoError;
 use crate::join::join_all;
