@@ -9,7 +9,7 @@ use crate::disk::DiskQueue;
 use crate::file::{FileOptions, ImageFile};
 use crate::raw::RawDisk;
 use crate::request::{CompletionSink, Op, Request};
-use crate::sync::Mutex;
+use crate::ring::RingKind;
 use crate::{AlignedBuf, Disk};
 
 /// A queue in "guest memory": requests, whether the guest is to kick, and answers.

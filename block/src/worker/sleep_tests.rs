@@ -5,9 +5,9 @@ use std::rc::Rc;
 
 use super::*;
 use crate::request::{CompletionSink, Op, Request};
-use crate::ring::FileHandle;
 use crate::ring::driver::Wait;
 use crate::ring::patient::PatientDriver;
+use crate::ring::{FileHandle, Ring};
 
 /// A frontend whose requests are the ends of ops, and whose answers are the next ops: none of it comes from elsewhere. After
 /// so many it has its worker end.
@@ -70,10 +70,7 @@ fn worker(commands: &Arc<Commands>) -> (Worker, Rc<RefCell<Vec<Wait>>>) {
     let driver = PatientDriver::default();
     let calls = Rc::clone(&driver.calls);
     let ring = Ring::with_driver(Box::new(driver), 16, 0);
-    let poll = PollTime {
-        window: Duration::ZERO,
-        max: Duration::ZERO,
-    };
+    let poll = PollTime::up_to(Duration::ZERO);
     (Worker::new(Context::on(ring), Arc::clone(commands), poll), calls)
 }
 

@@ -1,8 +1,11 @@
 //! Every order in which a worker can sleep, take commands and end.
 
+use std::time::Duration;
+
 use loom::thread;
 
 use super::*;
+use crate::ring::RingKind;
 use crate::sync::atomic::AtomicUsize;
 use crate::sync::modelled::check;
 

@@ -1,0 +1,132 @@
+//! Workers with a thread: requests, removal, futures.
+
+use std::os::fd::AsRawFd;
+use std::rc::Rc;
+use std::time::Duration;
+
+use super::*;
+use crate::buffer::{AlignedBuf, Buffer};
+use crate::disk::{Disk, DiskQueue};
+use crate::file::{FileOptions, ImageFile};
+use crate::raw::RawDisk;
+use crate::request::{CompletionSink, Done, Op, Request};
+use crate::ring::RingKind;
+
+/// A frontend fed through a channel, like a guest with a very simple queue.
+struct Channel {
+    queue: Box<dyn DiskQueue>,
+    requests: mpsc::Receiver<(Op, u64)>,
+    answers: mpsc::Sender<Done2>,
+    sink: Rc<CompletionSink>,
+    in_flight: usize,
+}
+type Done2 = (u64, bool);
+
+impl Frontend for Channel {
+    fn poll(&mut self) -> bool {
+        let mut any = false;
+        while let Ok((op, offset)) = self.requests.try_recv() {
+            let buffer = if op == Op::Flush {
+                Buffer::default()
+            } else {
+                AlignedBuf::zeroed(4096).into()
+            };
+            let len = buffer.len() as u64;
+            self.in_flight += 1;
+            self.queue
+                .submit(Request::new(op, offset, len, buffer, &self.sink, offset));
+            any = true;
+        }
+        any
+    }
+    fn publish(&mut self) -> bool {
+        let mut done: Vec<Done> = Vec::new();
+        self.sink.drain_into(&mut done);
+        self.in_flight -= done.len();
+        let any = !done.is_empty();
+        for done in done {
+            self.answers
+                .send((done.tag, done.result.is_ok()))
+                .expect("the test waits");
+        }
+        any
+    }
+    fn prepare_sleep(&mut self) -> bool {
+        self.poll()
+    }
+    fn end_sleep(&mut self) {}
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+}
+
+#[test]
+fn requests_are_served_until_the_worker_is_stopped_and_none_is_left_behind() {
+    for ring in [RingKind::IoUring, RingKind::Syscalls] {
+        let file = tempfile::tempfile().expect("a temporary file");
+        file.set_len(1 << 20).expect("its length");
+        let options = FileOptions {
+            write: true,
+            direct: false,
+        };
+        let disk = RawDisk::new(ImageFile::from_fd("test".as_ref(), file, options), 1 << 20, true);
+        let config = WorkerConfig {
+            ring,
+            poll_max: Duration::from_micros(20),
+            ..WorkerConfig::default()
+        };
+        let worker = WorkerHandle::spawn(config).expect("a worker");
+        let (send, requests) = mpsc::channel();
+        let (answers, answered) = mpsc::channel();
+        let kick = crate::task::eventfd().expect("an eventfd");
+        let kicked = kick.try_clone().expect("a duplicate");
+        let id = worker
+            .run(move |worker| {
+                let queue = disk.open_queue(worker.context()).expect("a queue");
+                let channel = Channel {
+                    queue,
+                    requests,
+                    answers,
+                    sink: CompletionSink::new(),
+                    in_flight: 0,
+                };
+                worker.add(Box::new(channel), vec![kicked]).expect("a frontend")
+            })
+            .expect("the worker runs");
+        for round in 0..50 {
+            for n in 0..8 {
+                let op = if n == 7 {
+                    Op::Flush
+                } else {
+                    Op::Write { fua: false }
+                };
+                send.send((op, n * 4096)).expect("the frontend listens");
+            }
+            crate::ring::signal_event(kick.as_raw_fd());
+            if round % 10 == 0 {
+                std::thread::yield_now();
+            }
+            for _ in 0..8 {
+                assert!(
+                    answered
+                        .recv_timeout(Duration::from_secs(10))
+                        .expect("an answer")
+                        .1
+                );
+            }
+        }
+        worker.remove(id).expect("the worker runs");
+        assert!(send.send((Op::Flush, 0)).is_err(), "the frontend is gone");
+        worker.stop();
+    }
+}
+
+#[test]
+fn a_future_runs_on_the_worker_and_its_output_comes_back() {
+    let worker = WorkerHandle::spawn(WorkerConfig::default()).expect("a worker");
+    let here = std::thread::current().id();
+    let there = worker
+        .block_on(|_cx| Box::pin(async { std::thread::current().id() }))
+        .expect("the worker runs");
+    assert_ne!(here, there);
+}
