@@ -7,8 +7,8 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use crate::delay::HoldOff;
 use crate::error::IoError;
-use crate::hold::HoldOff;
 use crate::request::{Request, check_range};
 use crate::status::{Content, StatusRange, StatusRanges};
 use crate::task::Context;

@@ -9,7 +9,7 @@
 //!
 //! - All I/O is positional (duplicates share an offset).
 //! - A read-modify-write of a block excludes every other write, punch and zeroing in that block until it has ended.
-//! - Once a sync has failed, on any view, none succeeds any more (`durable`).
+//! - Once a sync has failed, on any view, none succeeds any more (`sync_rounds`).
 //!
 //! ```text
 //!  open, alignment ──▶ ImageFile (shared) ──▶ FileView (one per worker) ──▶ read_write, allocation ──▶ Ring

@@ -10,7 +10,7 @@
 //! Memory of an I/O is in [`buffer`], a request in [`request`], the traits of a disk in [`disk`], the only code that asks
 //! the kernel for I/O in [`ring`]. A worker is made of [`task`] (executor) and [`worker`] (thread). [`mod@file`] owns an
 //! image file and its alignment rules, [`raw`] is the raw format, [`lock`] the image locks, [`epoch`] grace periods,
-//! [`throttle`] rate limits, [`hold`] waits that a drain ends, [`rounds`] work that callers share, [`report`] log limits,
+//! [`throttle`] rate limits, [`delay`] waits that a drain ends, [`rounds`] work that callers share, [`report`] log limits,
 //! [`timer`] time. [`sync`] names locks, atomics and lists of waiting tasks that a model checker replaces; [`sim`] is the simulated world.
 //!
 //! A sector is written durably to a raw disk and read back, on plain system calls:
@@ -49,14 +49,13 @@
 pub mod buffer;
 #[doc(hidden)]
 pub mod canary;
+pub mod delay;
 pub mod disk;
 mod door;
-mod durable;
 pub mod epoch;
 pub mod error;
 pub mod file;
 mod handle;
-pub mod hold;
 mod join;
 pub mod lock;
 pub mod open;
@@ -69,6 +68,7 @@ pub mod rounds;
 pub mod sim;
 pub mod status;
 pub mod sync;
+mod sync_rounds;
 pub mod task;
 pub mod throttle;
 pub mod timer;

@@ -16,10 +16,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use smallvec::smallvec;
 
 use crate::buffer::Piece;
+use crate::delay::HoldOff;
 use crate::disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
 use crate::error::IoError;
 use crate::file::{FileView, ImageFile};
-use crate::hold::HoldOff;
 use crate::open::{Access, Format, OpenError, Opening};
 use crate::request::{Op, Request, check_range};
 use crate::status::{Content, StatusRange, StatusRanges};

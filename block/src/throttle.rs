@@ -14,7 +14,7 @@
 //!
 //! Invariants:
 //!
-//! - No request waits for tokens while a [`HoldOff`] of the disk exists (see [`crate::hold`]). Requests that pass
+//! - No request waits for tokens while a [`HoldOff`] of the disk exists (see [`crate::delay`]). Requests that pass
 //!   then leave a debt, so that no guest gets more by resetting its device.
 //! - No request passes before an earlier one of its queue.
 
@@ -25,9 +25,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::delay::{Delays, HoldOff};
 use crate::disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
 use crate::error::IoError;
-use crate::hold::{HoldOff, Holds};
 use crate::request::{Op, Request};
 use crate::status::StatusRange;
 use crate::sync::Mutex;
@@ -107,16 +107,20 @@ impl Limiter {
 pub struct ThrottledDisk {
     disk: Arc<dyn Disk>,
     limiter: Arc<Limiter>,
-    holds: Arc<Holds>,
+    delays: Arc<Delays>,
 }
 
 impl ThrottledDisk {
     /// Wraps `disk`, within the limits of `limiter`.
     #[must_use]
     pub fn new(disk: Arc<dyn Disk>, limiter: Arc<Limiter>) -> Arc<Self> {
-        let holds = Arc::new(Holds::default());
-        holds.want();
-        Arc::new(Self { disk, limiter, holds })
+        let delays = Arc::new(Delays::default());
+        delays.want();
+        Arc::new(Self {
+            disk,
+            limiter,
+            delays,
+        })
     }
 }
 
@@ -141,7 +145,7 @@ impl Disk for ThrottledDisk {
     }
 
     fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>> {
-        HoldOff::new(Arc::clone(&self.holds)).for_good();
+        HoldOff::new(Arc::clone(&self.delays)).for_good();
         Arc::clone(&self.disk).close(cx)
     }
 
@@ -163,7 +167,7 @@ impl Disk for ThrottledDisk {
     }
 
     fn hold_off(&self) -> Option<HoldOff> {
-        let mut off = HoldOff::new(Arc::clone(&self.holds));
+        let mut off = HoldOff::new(Arc::clone(&self.delays));
         if let Some(below) = self.disk.hold_off() {
             off.join(below);
         }
@@ -230,7 +234,7 @@ impl Lane {
     async fn wait_until(&self, due: Duration) {
         loop {
             let left = due.saturating_sub(self.cx.now());
-            if left.is_zero() || !self.disk.holds.wait(&self.cx, left.min(SLEEP_MAX)).await {
+            if left.is_zero() || !self.disk.delays.wait(&self.cx, left.min(SLEEP_MAX)).await {
                 return;
             }
         }

@@ -34,7 +34,7 @@ impl Observer for ViewObserver {
         }
         let forced = matches!(kind, Kind::Write { dsync: true }) && !error.is_no_space();
         let synced = kind == Kind::DataSync || forced;
-        let waits = !synced && error.is_no_space() && file.holds.is_wanted();
+        let waits = !synced && error.is_no_space() && file.delays.is_wanted();
         let consequence = if synced {
             file.syncs.fail(error.errno());
             "no FLUSH succeeds until the image is reopened"

@@ -14,13 +14,13 @@ use std::sync::{Arc, OnceLock};
 use super::alignment::{Alignment, direct_alignment};
 use super::open::{self, FileOptions, OpenFileError};
 use super::ranges::RangeLocks;
-use crate::durable::Syncs;
+use crate::delay::{Delays, HoldOff};
 use crate::error::IoError;
-use crate::hold::{HoldOff, Holds};
 use crate::lock::{ImageLock, LockError, LockGranularity, LockMode, LockSet};
 use crate::report::Reports;
 use crate::sync::Mutex;
 use crate::sync::atomic::AtomicBool;
+use crate::sync_rounds::Syncs;
 
 /// Source of image files: the host's file system, or a simulated one.
 pub trait OpenFiles {
@@ -56,7 +56,7 @@ pub struct ImageFile {
     pub(super) no_punch: AtomicBool,
     pub(super) no_zero_range: AtomicBool,
     pub(super) syncs: Syncs,
-    pub(super) holds: Arc<Holds>,
+    pub(super) delays: Arc<Delays>,
     /// The lock on the image; it ends with the last user of this file.
     lock: OnceLock<ImageLock>,
     /// The log says that writes wait for space, and not yet that they continue.
@@ -120,21 +120,21 @@ impl ImageFile {
             no_punch: AtomicBool::new(false),
             no_zero_range: AtomicBool::new(false),
             syncs: Syncs::default(),
-            holds: Arc::default(),
+            delays: Arc::default(),
             lock: OnceLock::new(),
             short: AtomicBool::new(false),
             reports: Reports::default(),
         }
     }
 
-    /// Lets writes wait for the host's space from now on: see [`crate::hold`].
+    /// Lets writes wait for the host's space from now on: see [`crate::delay`].
     pub fn wait_for_space(&self) {
-        self.holds.want();
+        self.delays.want();
     }
 
     /// Ends all waits for space, and lets none begin while the returned value lives.
     pub fn hold_off(self: &Arc<Self>) -> HoldOff {
-        HoldOff::new(Arc::clone(&self.holds))
+        HoldOff::new(Arc::clone(&self.delays))
     }
 
     /// Locks the image, as a part of `set`, for as long as anybody uses this file. A file that is locked stays locked

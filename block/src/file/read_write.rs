@@ -36,9 +36,9 @@ impl FileView {
         let align = self.file.alignment;
         match request.op {
             Op::Read => {}
-            Op::Write { fua: false } if !self.file.holds.is_wanted() => {}
+            Op::Write { fua: false } if !self.file.delays.is_wanted() => {}
             Op::Write { .. } | Op::Flush => {
-                self.cx.spawn(carry_out(self.clone(), host_offset, request));
+                self.cx.spawn(write_or_sync(self.clone(), host_offset, request));
                 return Ok(());
             }
             _ => return Err(request),
@@ -70,7 +70,7 @@ impl FileView {
 
     /// Like [`FileView::write`], but starts the op at once if possible.
     pub fn start_write(&self, offset: u64, pieces: Pieces) -> IoFuture {
-        let waits = self.file.holds.is_wanted();
+        let waits = self.file.delays.is_wanted();
         let at_once = !waits && self.file.alignment.offset <= 512 && is_one_op(&pieces);
         if at_once && self.is_aligned(offset, &pieces) {
             return IoFuture::Op(self.cx.ring().write(&self.handle, offset, pieces, false));
@@ -112,7 +112,7 @@ impl FileView {
         if dsync {
             self.file.check_syncs()?;
         }
-        if self.file.holds.is_wanted() {
+        if self.file.delays.is_wanted() {
             self.with_space(async || self.write_once(offset, pieces.clone(), forced).await)
                 .await?;
         } else {
@@ -177,7 +177,7 @@ impl FileView {
 }
 
 /// Answers a write or flush request from a task.
-async fn carry_out(view: FileView, offset: u64, mut request: Request) {
+async fn write_or_sync(view: FileView, offset: u64, mut request: Request) {
     let Op::Write { fua } = request.op else {
         let result = view.sync().await;
         return request.finish(result);

@@ -3,8 +3,8 @@
 //! Invariant: only operations that the host refused are retried, never those whose data it may have lost.
 
 use super::view::FileView;
+use crate::delay::{RETRY_MAX, RETRY_MIN};
 use crate::error::IoError;
-use crate::hold::{WAIT_MAX, WAIT_MIN};
 use crate::sync::atomic::Ordering;
 
 impl FileView {
@@ -13,15 +13,15 @@ impl FileView {
         &self,
         mut work: impl AsyncFnMut() -> Result<(), IoError>,
     ) -> Result<(), IoError> {
-        let (mut time, mut waited) = (WAIT_MIN, false);
+        let (mut time, mut waited) = (RETRY_MIN, false);
         loop {
             match work().await {
                 Err(error) if error.is_no_space() => {
                     waited = true;
-                    if !self.file.holds.wait(&self.cx, time).await {
+                    if !self.file.delays.wait(&self.cx, time).await {
                         return Err(error);
                     }
-                    time = (time * 2).min(WAIT_MAX);
+                    time = (time * 2).min(RETRY_MAX);
                 }
                 Ok(()) if waited && self.file.short.swap(false, Ordering::Relaxed) => {
                     let image = self.file.path.display();
@@ -35,6 +35,6 @@ impl FileView {
 
     /// Waits a moment for the host's space, if such waits are enabled. Returns true if the caller should retry.
     pub async fn wait_for_space(&self) -> bool {
-        self.file.holds.wait(&self.cx, WAIT_MAX / 4).await
+        self.file.delays.wait(&self.cx, RETRY_MAX / 4).await
     }
 }

@@ -114,7 +114,7 @@ impl Ring {
             };
             // SAFETY: the list is a live local, and its entries name memory of `buffer`, which is borrowed
             // longer than the call. The handle keeps the file open.
-            let moved = unsafe { sys::carry_out(&op) };
+            let moved = unsafe { sys::perform(&op) };
             match moved {
                 1.. => at += moved.unsigned_abs() as usize,
                 0 => return Err(IoError::Host { errno: libc::EIO }),

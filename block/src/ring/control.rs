@@ -90,10 +90,10 @@ impl ControlRing {
         code: u32,
         buffer: &mut AlignedBuf,
         data: impl FnOnce(u64) -> [u8; 80],
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<i32, ControlError> {
-        if let Some(patience) = self.stuck {
-            return Err(ControlError::Stuck(patience));
+        if let Some(timeout) = self.stuck {
+            return Err(ControlError::Stuck(timeout));
         }
         self.number += 1;
         let data = data(buffer.as_mut_ptr().addr() as u64);
@@ -105,16 +105,16 @@ impl ControlRing {
         // returns; if the command has not ended by then, it is leaked below.
         unsafe { self.ring.submission().push(&entry) }
             .map_err(|_| ControlError::Ring(io::ErrorKind::WouldBlock.into()))?;
-        let answer = self.wait(patience);
+        let answer = self.wait(timeout);
         if !matches!(answer, Ok(_) | Err(ControlError::Refused(_))) {
-            self.stuck = Some(patience);
+            self.stuck = Some(timeout);
             Box::leak(Box::new(std::mem::replace(buffer, AlignedBuf::zeroed(0))));
         }
         answer
     }
 
-    fn wait(&mut self, patience: Duration) -> Result<i32, ControlError> {
-        let deadline = std::time::Instant::now() + patience;
+    fn wait(&mut self, timeout: Duration) -> Result<i32, ControlError> {
+        let deadline = std::time::Instant::now() + timeout;
         loop {
             let number = self.number;
             let ended = self.ring.completion().find(|entry| entry.user_data() == number);
@@ -128,7 +128,7 @@ impl ControlRing {
             }
             let left = deadline.saturating_duration_since(std::time::Instant::now());
             if left.is_zero() {
-                return Err(ControlError::Stuck(patience));
+                return Err(ControlError::Stuck(timeout));
             }
             let time = Timespec::from(left);
             match self

@@ -19,19 +19,19 @@
 //!   then is an op successful;
 //! - the ring never calls out while its state is borrowed: answers and wake-ups only queue work.
 
-mod at_door;
-mod bytes;
 mod choose_driver;
 mod command;
 mod command_sink;
 mod control;
+mod copy_through;
+#[cfg(test)]
+pub(crate) mod counting;
 pub(crate) mod driver;
+mod fill_and_copy;
 mod fixed;
 mod in_flight;
 mod null;
 mod ops;
-#[cfg(test)]
-pub(crate) mod patient;
 mod slots;
 mod sys;
 mod syscall;

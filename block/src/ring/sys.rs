@@ -22,7 +22,7 @@ pub(crate) const POLL_IN: u32 = libc::POLLIN as u32;
 /// # Safety
 ///
 /// As for [`super::driver::Driver::push`], until this returns.
-pub(crate) unsafe fn carry_out(op: &KernelOp) -> i32 {
+pub(crate) unsafe fn perform(op: &KernelOp) -> i32 {
     let fd = op.file.fd;
     let count = i32::try_from(op.slice_count)
         .unwrap_or(i32::MAX)

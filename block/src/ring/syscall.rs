@@ -3,7 +3,7 @@
 //! Every op is performed in `push` and its completion waits to be reaped. So the code above runs as on
 //! io_uring, only one op at a time. Watches are polled when there is nothing else to do.
 //!
-//! It has no registered buffers: the bytes of one go through its [door](super::at_door).
+//! It has no registered buffers: the bytes of one go through its [door](super::copy_through).
 //!
 //! For the model checker shuttle an op is performed some time after `push` and in any order, so that
 //! other threads find it in flight.
@@ -13,14 +13,14 @@
 use std::io;
 use std::os::fd::RawFd;
 
-use super::at_door::AtDoors;
+use super::copy_through::ScratchCopies;
 use super::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull, Wait};
 use super::sys;
 
 #[derive(Debug, Default)]
 pub(crate) struct SyscallDriver {
     done: Vec<Completion>,
-    at_doors: AtDoors,
+    copies: ScratchCopies,
     #[cfg(shuttle)]
     pending: Vec<(KernelOp, u64)>,
     watches: Vec<(RawFd, u64)>,
@@ -32,12 +32,12 @@ impl SyscallDriver {
     /// # Safety
     ///
     /// As for [`Driver::push`].
-    unsafe fn carry_out(&mut self, op: &KernelOp, user_data: u64) {
+    unsafe fn perform(&mut self, op: &KernelOp, user_data: u64) {
         let result = match op.fixed {
             // SAFETY: the caller's contract is the same and lasts longer.
-            None => unsafe { sys::carry_out(op) },
+            None => unsafe { sys::perform(op) },
             // SAFETY: as above, of the list alone.
-            Some(fixed) => unsafe { self.at_doors.carry_out(op, fixed) },
+            Some(fixed) => unsafe { self.copies.transfer(op, fixed) },
         };
         self.done.push(Completion {
             user_data,
@@ -48,14 +48,14 @@ impl SyscallDriver {
 
     /// Performs some of the pushed ops, at least one with `wait`; other threads run before each.
     #[cfg(shuttle)]
-    fn carry_out_some(&mut self, wait: bool) {
+    fn perform_some(&mut self, wait: bool) {
         use shuttle::rand::{Rng, thread_rng};
         while !self.pending.is_empty() && ((wait && self.done.is_empty()) || thread_rng().r#gen()) {
             crate::sync::thread::yield_now();
             let index = thread_rng().gen_range(0..self.pending.len());
             let (op, user_data) = self.pending.swap_remove(index);
             // SAFETY: the op has not been reaped, so the contract of `push` still holds.
-            unsafe { self.carry_out(&op, user_data) };
+            unsafe { self.perform(&op, user_data) };
         }
     }
 }
@@ -81,7 +81,7 @@ impl Driver for SyscallDriver {
         // SAFETY: the caller's contract is the same and lasts longer.
         #[cfg(not(shuttle))]
         unsafe {
-            self.carry_out(op, user_data);
+            self.perform(op, user_data);
         }
         Ok(())
     }
@@ -101,7 +101,7 @@ impl Driver for SyscallDriver {
     fn enter(&mut self, wait: Wait) -> io::Result<()> {
         let wait = wait != Wait::No;
         #[cfg(shuttle)]
-        self.carry_out_some(wait);
+        self.perform_some(wait);
         if !self.done.is_empty() || self.watches.is_empty() {
             return Ok(());
         }

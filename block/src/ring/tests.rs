@@ -8,8 +8,8 @@ use std::task::Context;
 
 use smallvec::smallvec;
 
+use super::counting::CountingDriver;
 use super::driver::Wait;
-use super::patient::PatientDriver;
 use super::*;
 use crate::buffer::{AlignedBuf, Buffer, Piece};
 use crate::error::IoError;
@@ -48,7 +48,7 @@ fn run<T>(ring: &Ring, future: impl Future<Output = T>) -> T {
 /// A host's alarms look at I/O wait (`/proc/pressure/io`, `iowait`): an idle server is no slow disk.
 #[test]
 fn only_a_wait_for_image_io_is_said_to_be_one() {
-    let driver = PatientDriver::default();
+    let driver = CountingDriver::default();
     let calls = Rc::clone(&driver.calls);
     let ring = Ring::with_driver(Box::new(driver), 16, 0);
     let event = task::eventfd().expect("an eventfd");
@@ -204,12 +204,12 @@ fn a_free_slot_wakes_who_still_waits() {
             .register(file_with(&[1; 4096]).into())
             .expect("a registered file");
         let mut busy: Vec<_> = (0..16).map(|_| Box::pin(ring.sync(&file))).collect();
-        let mut patient = Box::pin(ring.sync(&file));
+        let mut waiting = Box::pin(ring.sync(&file));
         let mut hasty = Box::pin(ring.sync(&file));
         let woken = std::sync::Arc::new(Flag::default());
         let waker = std::task::Waker::from(std::sync::Arc::clone(&woken));
         assert!(
-            patient
+            waiting
                 .as_mut()
                 .poll(&mut Context::from_waker(&waker))
                 .is_pending()

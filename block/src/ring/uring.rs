@@ -19,7 +19,7 @@ use io_uring::register::Restriction;
 use io_uring::types::{Fd, Fixed, FsyncFlags};
 use io_uring::{IoUring, opcode, squeue};
 
-use super::at_door::AtDoors;
+use super::copy_through::ScratchCopies;
 use super::driver::{Completion, Driver, FileSlot, FixedOp, KernelOp, Kind, QueueFull, Wait};
 use super::fixed::FixedTable;
 use super::sys;
@@ -81,7 +81,7 @@ pub(crate) struct UringDriver {
     /// The natures of the registered files, by index.
     natures: Vec<Nature>,
     /// Performs ops between files on tmpfs and registered buffers.
-    at_doors: AtDoors,
+    copies: ScratchCopies,
     /// Ops pushed since the last enter, and the number of them on files that bypass the page cache.
     unstarted: usize,
     unstarted_direct: usize,
@@ -134,7 +134,7 @@ impl UringDriver {
             ring,
             fixed_free,
             natures: vec![Nature::Cached; FIXED_FILES as usize],
-            at_doors: AtDoors::default(),
+            copies: ScratchCopies::default(),
             unstarted: 0,
             unstarted_direct: 0,
             done: Vec::new(),
@@ -394,9 +394,9 @@ impl Driver for UringDriver {
             let result = match op.fixed {
                 // SAFETY: a truncation and a sync name no memory; the caller vouches for that of a copy, for longer
                 // than it takes.
-                None => unsafe { sys::carry_out(op) },
+                None => unsafe { sys::perform(op) },
                 // SAFETY: the caller's contract is the same and lasts longer.
-                Some(fixed) => unsafe { self.at_doors.carry_out(op, fixed) },
+                Some(fixed) => unsafe { self.copies.transfer(op, fixed) },
             };
             self.done.push(Completion {
                 user_data,

@@ -5,8 +5,8 @@ use std::rc::Rc;
 
 use super::*;
 use crate::request::{CompletionSink, Op, Request};
+use crate::ring::counting::CountingDriver;
 use crate::ring::driver::Wait;
-use crate::ring::patient::PatientDriver;
 use crate::ring::{FileHandle, Ring};
 
 /// A frontend whose requests are the ends of ops, and whose answers are the next ops: none of it comes from elsewhere. After
@@ -67,7 +67,7 @@ impl Frontend for Loop {
 
 /// A worker that never polls, and its calls of the kernel.
 fn worker(commands: &Arc<Commands>) -> (Worker, Rc<RefCell<Vec<Wait>>>) {
-    let driver = PatientDriver::default();
+    let driver = CountingDriver::default();
     let calls = Rc::clone(&driver.calls);
     let ring = Ring::with_driver(Box::new(driver), 16, 0);
     let poll = PollTime::up_to(Duration::ZERO);

@@ -32,9 +32,9 @@ use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use block::delay::HoldOff;
 use block::epoch::Epochs;
 use block::file::ImageFile;
-use block::hold::HoldOff;
 use block::request::check_range;
 use block::status::StatusRange;
 use block::sync::Mutex;

@@ -890,7 +890,7 @@ impl Disk for Full {
         Box::pin(async { Ok(()) })
     }
 
-    fn hold_off(&self) -> Option<block::hold::HoldOff> {
+    fn hold_off(&self) -> Option<block::delay::HoldOff> {
         self.0.hold_off()
     }
 }

@@ -139,7 +139,7 @@ fn short_ops_of_registered_buffers_on_files_in_memory_go_through_the_door_at_onc
         driver.register_file(door.as_raw_fd()).expect("a place"),
         driver.register_file(image.as_raw_fd()).expect("a place"),
     );
-    let mut carry_out = |kind: Kind, offset: u64, len: usize| {
+    let mut perform = |kind: Kind, offset: u64, len: usize| {
         let slice = IoSlice::new(std::ptr::without_provenance_mut(0), len);
         let fixed = FixedOp {
             index: 0,
@@ -154,16 +154,16 @@ fn short_ops_of_registered_buffers_on_files_in_memory_go_through_the_door_at_onc
         file.read_exact_at(&mut bytes, at).expect("readable");
         bytes
     };
-    assert_eq!(carry_out(Kind::Read, 1000, 96), Some(96));
+    assert_eq!(perform(Kind::Read, 1000, 96), Some(96));
     assert_eq!(read(&door, 0, 100), [0; 100]);
     assert_eq!(read(&door, 100, 97), [&[7; 96][..], &[0]].concat());
     // Up to the end of the file; the ring's slot goes on from there.
-    assert_eq!(carry_out(Kind::Read, 4000, 512), Some(96));
-    assert_eq!(carry_out(Kind::Read, 4096, 96), Some(0));
+    assert_eq!(perform(Kind::Read, 4000, 512), Some(96));
+    assert_eq!(perform(Kind::Read, 4096, 96), Some(0));
     door.write_all_at(&[9; 512], 100).expect("memory");
-    assert_eq!(carry_out(Kind::Write { dsync: false }, 8000, 512), Some(512));
+    assert_eq!(perform(Kind::Write { dsync: false }, 8000, 512), Some(512));
     assert_eq!(read(&image, 8000, 512), [9; 512]);
     // A long one is the kernel's, which fails here: nobody has registered a buffer.
-    assert_eq!(carry_out(Kind::Read, 0, IN_MEMORY_BYTES_MAX + 1), None);
-    assert_eq!(carry_out(Kind::Read, 0, IN_MEMORY_BYTES_MAX), Some(8512));
+    assert_eq!(perform(Kind::Read, 0, IN_MEMORY_BYTES_MAX + 1), None);
+    assert_eq!(perform(Kind::Read, 0, IN_MEMORY_BYTES_MAX), Some(8512));
 }

@@ -1,4 +1,4 @@
-//! A driver for tests: ops end when the ring waits for them, and calls are counted.
+//! A driver for tests that counts the calls of the kernel; ops end when the ring waits for them.
 
 #![expect(unsafe_code, reason = "implements Driver::push")]
 
@@ -10,7 +10,7 @@ use std::rc::Rc;
 use super::driver::{Completion, Driver, FileSlot, KernelOp, QueueFull, Wait};
 
 #[derive(Debug, Default)]
-pub(crate) struct PatientDriver {
+pub(crate) struct CountingDriver {
     begun: Vec<u64>,
     started: Vec<u64>,
     ended: Vec<u64>,
@@ -18,9 +18,9 @@ pub(crate) struct PatientDriver {
     pub(crate) calls: Rc<RefCell<Vec<Wait>>>,
 }
 
-impl Driver for PatientDriver {
+impl Driver for CountingDriver {
     fn name(&self) -> &'static str {
-        "patient"
+        "counting"
     }
 
     fn register_file(&mut self, fd: RawFd) -> io::Result<FileSlot> {

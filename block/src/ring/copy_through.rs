@@ -12,17 +12,17 @@ const SCRATCH_BYTES: usize = 256 << 10;
 
 /// Scratch memory for such copies, allocated at the first use.
 #[derive(Debug, Default)]
-pub(super) struct AtDoors {
+pub(super) struct ScratchCopies {
     scratch: Option<AlignedBuf>,
 }
 
-impl AtDoors {
+impl ScratchCopies {
     /// Performs a read or write. Returns a byte count, or minus the errno.
     ///
     /// # Safety
     ///
     /// As for [`Driver::push`](super::driver::Driver::push), until this returns.
-    pub(super) unsafe fn carry_out(&mut self, op: &KernelOp, fixed: FixedOp) -> i32 {
+    pub(super) unsafe fn transfer(&mut self, op: &KernelOp, fixed: FixedOp) -> i32 {
         // SAFETY: the caller's contract is the same.
         match unsafe { self.moved(op, fixed) } {
             Ok(bytes) => bytes,
@@ -58,7 +58,7 @@ impl AtDoors {
                 at_door: false,
             };
             // SAFETY: the one stretch lies in the scratch memory, which nothing else uses meanwhile.
-            let result = unsafe { sys::carry_out(&op) };
+            let result = unsafe { sys::perform(&op) };
             usize::try_from(result).map_err(|_| result.saturating_neg())
         };
         // All bytes or an error: the door has every byte of a buffer.

@@ -1,8 +1,8 @@
-//! Waits of a disk that a drain ends: for the host's space, if configured (`werror=wait`), and for the tokens of a
+//! Delays of a disk's requests that a drain ends: waits for the host's space, if configured (`werror=wait`), and for the tokens of a
 //! rate limit ([`crate::throttle`]).
 //!
 //! A write that the host has no space for is then not answered but retried after a delay, which grows from
-//! [`WAIT_MIN`] to [`WAIT_MAX`]. To drain a disk's queues, the caller takes a [`HoldOff`]. While one exists nothing
+//! [`RETRY_MIN`] to [`RETRY_MAX`]. To drain a disk's queues, the caller takes a [`HoldOff`]. While one exists nothing
 //! waits, and a write without space fails with the host's error. A disk that closes takes one for good.
 //!
 //! Invariant: only operations that the host refused *whole or in part* are retried, never those whose data it may
@@ -21,13 +21,13 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::task::Context;
 
 /// The delay before the first retry.
-pub const WAIT_MIN: Duration = Duration::from_millis(50);
+pub const RETRY_MIN: Duration = Duration::from_millis(50);
 /// The longest delay between two tries.
-pub const WAIT_MAX: Duration = Duration::from_secs(2);
+pub const RETRY_MAX: Duration = Duration::from_secs(2);
 
-/// The waits of one image or disk, shared by all its workers.
+/// The delays of one image or disk, shared by all its workers.
 #[derive(Debug, Default)]
-pub(crate) struct Holds {
+pub(crate) struct Delays {
     wanted: AtomicBool,
     off: Monitor<Off>,
 }
@@ -48,7 +48,7 @@ impl Off {
     }
 }
 
-impl Holds {
+impl Delays {
     /// Lets writes wait for space from now on.
     pub(crate) fn want(&self) {
         self.wanted.store(true, Ordering::SeqCst);
@@ -60,7 +60,7 @@ impl Holds {
         self.wanted.load(Ordering::Relaxed)
     }
 
-    /// Ends every wait, and lets none begin until [`Holds::turn_on`].
+    /// Ends every wait, and lets none begin until [`Delays::turn_on`].
     fn turn_off(&self) {
         self.off.change(|off| {
             off.holders += 1;
@@ -96,31 +96,31 @@ impl Holds {
 #[derive(Debug)]
 #[must_use = "waits may begin again when this is dropped"]
 pub struct HoldOff {
-    holds: SmallVec<[Arc<Holds>; 2]>,
+    delays: SmallVec<[Arc<Delays>; 2]>,
 }
 
 impl HoldOff {
-    pub(crate) fn new(holds: Arc<Holds>) -> Self {
-        holds.turn_off();
+    pub(crate) fn new(delays: Arc<Delays>) -> Self {
+        delays.turn_off();
         Self {
-            holds: smallvec![holds],
+            delays: smallvec![delays],
         }
     }
 
     /// Adds the waits that `other` holds off to this one.
     pub(crate) fn join(&mut self, mut other: Self) {
-        self.holds.append(&mut other.holds);
+        self.delays.append(&mut other.delays);
     }
 
     /// Makes the hold-off permanent.
     pub fn for_good(self) {
-        self.holds.iter().for_each(|holds| holds.turn_off());
+        self.delays.iter().for_each(|delays| delays.turn_off());
     }
 }
 
 impl Drop for HoldOff {
     fn drop(&mut self) {
-        self.holds.iter().for_each(|holds| holds.turn_on());
+        self.delays.iter().for_each(|delays| delays.turn_on());
     }
 }
 
@@ -134,21 +134,21 @@ mod tests {
     #[test]
     fn a_wait_that_was_ended_is_over_though_waits_may_begin_again() {
         let cx = Context::syscalls();
-        let holds = Rc::new(Holds::default());
-        holds.want();
+        let delays = Rc::new(Delays::default());
+        delays.want();
         let ended = Rc::new(Cell::new(None));
-        let (inner, mine, answer) = (cx.clone(), Rc::clone(&holds), Rc::clone(&ended));
+        let (inner, mine, answer) = (cx.clone(), Rc::clone(&delays), Rc::clone(&ended));
         cx.spawn(async move { answer.set(Some(mine.wait(&inner, Duration::from_secs(3600)).await)) });
         cx.run_ready();
         assert_eq!(ended.get(), None);
-        holds.turn_off();
-        holds.turn_on();
+        delays.turn_off();
+        delays.turn_on();
         cx.run_ready();
         assert_eq!(ended.get(), Some(false));
-        let again = cx.block_on(holds.wait(&cx, Duration::from_millis(1)));
+        let again = cx.block_on(delays.wait(&cx, Duration::from_millis(1)));
         assert!(again.expect("the ring turns"), "a new wait is one");
         assert_eq!(
-            holds.off.waiting(),
+            delays.off.waiting(),
             0,
             "a wait that is over leaves nothing behind"
         );
