@@ -174,7 +174,7 @@ fn status_is_bounded_however_scattered_the_mapping_is() {
         ..OpenOptions::default()
     };
     let disk = QcowDisk::open(&folder.path("a.qcow2"), &options).expect("the image");
-    assert_eq!(our_ranges(&disk, u64::MAX & !511).len(), 4096);
+    assert_eq!(our_ranges(&disk, !511).len(), 4096);
     let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
     let past = Arc::clone(&disk).status(&cx, 2 << 20, 512);
     assert_eq!(
