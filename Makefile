@@ -56,12 +56,12 @@ doc:
 build:
 	cargo build --release -p ringdisk
 
-# Each checker wants the crates built its way, hence the target directories.
+# Each checker wants our crates built its way, and only ours: their dependencies are those of the tests.
+MODEL = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/tests/cfg-$(1) cargo test
 models:
-	RUSTFLAGS="--cfg loom" cargo test --target-dir target/loom -p ringdisk-block --lib model::
-	THREADS_RUNS=$(RUNS) RUSTFLAGS="--cfg shuttle" cargo test --target-dir target/shuttle \
-	    -p ringdisk-block -p ringdisk-virtio-devices --lib model::
-	THREADS_RUNS=$(RUNS) RUSTFLAGS="--cfg shuttle" cargo test --target-dir target/shuttle -p ringdisk-qcow --test threads
+	$(call MODEL,loom) -p ringdisk-block --lib model::
+	THREADS_RUNS=$(RUNS) $(call MODEL,shuttle) -p ringdisk-block -p ringdisk-virtio-devices --lib model::
+	THREADS_RUNS=$(RUNS) $(call MODEL,shuttle) -p ringdisk-qcow --test threads
 
 # The sanitizer's runtime comes with rustc, the switch is not stable yet; --target leaves build scripts alone. C code is
 # instrumented too, documentation examples are not; libdeflate compiles one template into two units, whose tables then look like one defined twice.
