@@ -4,7 +4,6 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use block::canary::{Rule, broken};
 use block::epoch::{EpochGuard, EpochQueue};
 use block::file::FileView;
 use block::{Context, DiskQueue, IoError, Op, OpenQueueError, Request};
@@ -166,7 +165,7 @@ impl Queue {
 
 /// Makes the metadata that a change needs durable before the change is answered.
 async fn settle(queue: &Rc<Queue>, fua: bool) -> Result<(), IoError> {
-    let persists = queue.shared.policy.persist_mappings && !broken(Rule::MappingForgotten);
+    let persists = queue.shared.policy.persist_mappings;
     if fua || persists && !queue.shared.read()?.is_clean() {
         return flush::flush(queue).await;
     }
@@ -199,7 +198,7 @@ async fn carry_out(queue: Rc<Queue>, mut request: Request) {
             let write = async || write::write(&queue, &source, offset, len).await;
             let mut result = space::with_space(&queue, &mut request, write).await;
             if result.is_ok() {
-                result = settle(&queue, fua && !broken(Rule::ForcedWriteIsNot)).await;
+                result = settle(&queue, fua).await;
             }
             drop(source);
             request.finish_with(Rc::try_unwrap(buffer).unwrap_or_default(), result);

@@ -20,6 +20,7 @@ use crate::oracle::{Asked, Expected, Oracle};
 use crate::pace::Pace;
 use crate::places::{Places, Taken};
 use crate::plan::{Ask, Planned};
+use crate::served::served;
 use crate::shape::Shape;
 
 /// What became of the servers of a ublk device, and how they were asked.
@@ -480,7 +481,7 @@ impl Lane {
     ) -> Self {
         Self {
             cx: cx.clone(),
-            queue: Arc::clone(disk)
+            queue: served(Arc::clone(disk) as Arc<dyn Disk>)
                 .open_queue(cx)
                 .unwrap_or_else(|error| panic!("{error}")),
             disk: Arc::clone(disk),

@@ -42,6 +42,7 @@ pub mod replay;
 pub mod run;
 pub mod scenario;
 pub mod serve;
+mod served;
 pub mod server;
 pub mod shape;
 pub mod shrink;

@@ -8,6 +8,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc;
 
+use block::canary::{Rule, broken};
 use block::file::Alignment;
 use block::sim::pages::Tags;
 use block::sim::{Event, Faults, Profile, Random, SimImage, SimWorld, Store, memory};
@@ -261,7 +262,7 @@ impl<'a> Run<'a> {
         let slot: Slot<Result<Arc<QcowDisk>, OpenError>> = Rc::default();
         let (cx, world, place) = (self.context(0), self.world.clone(), Rc::clone(&slot));
         let options = OpenOptions {
-            persist_mappings: self.case.restarts(),
+            persist_mappings: self.case.restarts() && !broken(Rule::MappingForgotten),
             ..self.case.shape.options()
         };
         let task_cx = cx.clone();

@@ -22,6 +22,7 @@ use crate::lane::Book;
 use crate::places::PLACE_BYTES;
 use crate::plan::{Planned, Ublk};
 use crate::run::{Run, without_errors};
+use crate::served::served;
 use crate::server::{Mishap, Mishaps, Sleepers, revive};
 use crate::shape::chain;
 
@@ -173,7 +174,9 @@ impl Run<'_> {
             if let Some(table) = &tables[index] {
                 queue.model().register_with(table);
             }
-            let opened = Arc::clone(disk).open_queue(&cx).map_err(|error| chain(&error))?;
+            let opened = served(Arc::clone(disk) as Arc<dyn Disk>)
+                .open_queue(&cx)
+                .map_err(|error| chain(&error))?;
             let broken = Arc::clone(&host.broken);
             let events: Events = Arc::new(move |event| {
                 if let QueueEvent::Broken { what, .. } = event {

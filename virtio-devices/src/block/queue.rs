@@ -347,7 +347,6 @@ impl BlockQueue {
                 let buffer = self.ring.memory().buffer(self.chain.readable());
                 self.submit_data(head, status, Op::Write { fua }, offset, buffer, false);
             }
-            Ok(Kind::Flush) if broken(Rule::FlushAnsweredEarly) => self.answer(head, status, Status::OK, 1),
             Ok(Kind::Flush) => self.submit_data(head, status, Op::Flush, 0, Buffer::default(), false),
             Ok(Kind::Id) => self.identify(head, status),
             Ok(Kind::Discard) => self.submit_ranges(head, status, VIRTIO_BLK_F_DISCARD),
