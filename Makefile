@@ -70,7 +70,7 @@ asan:
 	ASAN_OPTIONS=detect_stack_use_after_return=1:detect_odr_violation=0:quarantine_size_mb=64 \
 	LSAN_OPTIONS=suppressions=$(CURDIR)/tests/leaks.txt:print_suppressions=0 \
 	env --default-signal=HUP,INT,QUIT,TERM cargo test --target x86_64-unknown-linux-gnu --target-dir target/asan \
-	    -p ringdisk-block -p ringdisk-qcow -p ringdisk-virtio-devices -p ringdisk --lib --bins --tests --examples --no-fail-fast
+	    -p ringdisk-block -p ringdisk-simulator -p ringdisk-qcow -p ringdisk-virtio-devices -p ringdisk --lib --bins --tests --examples --no-fail-fast
 
 # A standard library that is not instrumented hides what its locks and channels order, so it is built anew.
 TSAN = RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread" TSAN_OPTIONS=halt_on_error=1 \
@@ -81,7 +81,7 @@ tsan:
 	    echo "ThreadSanitizer needs the standard library's source: rustup component add rust-src" >&2; \
 	    exit 1; \
 	fi
-	$(TSAN) -p ringdisk-block --lib
+	$(TSAN) -p ringdisk-block -p ringdisk-simulator --lib
 	$(TSAN) -p ringdisk-qcow --test stress
 
 coverage:

@@ -1,5 +1,5 @@
-//! Delays of a disk's requests that a drain ends: waits for the host's space, if configured (`werror=wait`), and for the tokens of a
-//! rate limit ([`crate::throttle`]).
+//! Delays of a disk's requests that a drain ends: waits for the host's space, if configured (`werror=wait`), and for
+//! the tokens of a rate limit ([`crate::throttle`]).
 //!
 //! A write that the host has no space for is then not answered but retried after a delay, which grows from
 //! [`RETRY_MIN`] to [`RETRY_MAX`]. To drain a disk's queues, the caller takes a [`HoldOff`]. While one exists nothing

@@ -41,6 +41,4 @@ pub use view::FileView;
 #[cfg(all(test, shuttle))]
 mod model;
 #[cfg(test)]
-mod registered_tests;
-#[cfg(test)]
 mod tests;

@@ -10,30 +10,41 @@ use crate::error::IoError;
 
 /// A file as a ring's driver knows it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct FileSlot {
+pub struct FileSlot {
     /// The descriptor, open as long as the slot is registered.
-    pub(crate) fd: RawFd,
+    pub fd: RawFd,
     /// Its index among the driver's registered files, if it has one.
-    pub(crate) fixed: Option<u32>,
+    pub fixed: Option<u32>,
 }
 
 /// Operation of an op on its file.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Kind {
+pub enum Kind {
     /// Read into the slices.
     Read,
     /// Write from the slices; `dsync` makes this write durable before it completes.
-    Write { dsync: bool },
+    Write {
+        /// Durable before it completes.
+        dsync: bool,
+    },
     /// Make all completed writes of the file, and the metadata needed to read them back, durable.
     DataSync,
     /// `fallocate(2)` with these mode bits on `offset..offset + len`.
-    Allocate { mode: i32 },
+    Allocate {
+        /// `FALLOC_FL_…`; 0 reserves space.
+        mode: i32,
+    },
     /// Set the file's length to `len` bytes.
     Truncate,
     /// Report every time the descriptor becomes readable.
     Watch,
     /// A command of the file's own driver (`IORING_OP_URING_CMD`): its code and its data.
-    Command { code: u32, data: [u8; 16] },
+    Command {
+        /// The driver's number for it.
+        code: u32,
+        /// Its data.
+        data: [u8; 16],
+    },
 }
 
 impl Kind {

@@ -11,7 +11,8 @@
 //! the kernel for I/O in [`ring`]. A worker is made of [`task`] (executor) and [`worker`] (thread). [`mod@file`] owns an
 //! image file and its alignment rules, [`raw`] is the raw format, [`lock`] the image locks, [`epoch`] grace periods,
 //! [`throttle`] rate limits, [`delay`] waits that a drain ends, [`rounds`] work that callers share, [`report`] log limits,
-//! [`timer`] time. [`sync`] names locks, atomics and lists of waiting tasks that a model checker replaces; [`sim`] is the simulated world.
+//! [`timer`] time. [`sync`] names locks, atomics and lists of waiting tasks that a model checker replaces. The simulated world
+//! is a crate of its own, `ringdisk-simulator`.
 //!
 //! A sector is written durably to a raw disk and read back, on plain system calls:
 //!
@@ -65,7 +66,6 @@ pub mod report;
 pub mod request;
 pub mod ring;
 pub mod rounds;
-pub mod sim;
 pub mod status;
 pub mod sync;
 mod sync_rounds;

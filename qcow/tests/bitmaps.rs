@@ -9,10 +9,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::ring::RingKind;
-use block::sim::{Profile, SimImage, SimWorld};
 use block::{AlignedBuf, Buffer, Context, Disk, Op, Request};
 use common::{Folder, Lane, close, open, patch};
 use qcow::{OpenOptions, QcowDisk};
+use simulator::{Profile, SimImage, SimWorld};
 
 /// Where the autoclear bits are, and one that no edition of the format has.
 const AUTOCLEAR: u64 = 88;

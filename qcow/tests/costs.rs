@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use block::file::Alignment;
-use block::sim::{Profile, SimImage, SimWorld};
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Op, Request};
 use qcow::image::{CreateOptions, create};
 use qcow::{OpenOptions, QcowDisk};
+use simulator::{Profile, SimImage, SimWorld};
 
 const DISK: &str = "disk";
 const CLUSTER: u64 = 4096;

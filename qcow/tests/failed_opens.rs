@@ -7,10 +7,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use block::sim::{Profile, SimImage, SimWorld};
 use block::{AlignedBuf, Buffer, Context, Disk, Op, Request};
 use qcow::image::{CreateOptions, OpenError, Verdict, check, create};
 use qcow::{OpenOptions, QcowDisk};
+use simulator::{Profile, SimImage, SimWorld};
 
 const DISK: &str = "disk";
 const BASE: &str = "base";

@@ -4,10 +4,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use block::sim::{Profile, SimWorld};
 use block::{AlignedBuf, Buffer, Disk, Done, IoError, Op};
 use qcow::image::{CreateOptions, Verdict, check, create};
 use qcow::{OpenOptions, QcowDisk};
+use simulator::{Profile, SimWorld};
 
 #[path = "common/workers.rs"]
 mod workers;

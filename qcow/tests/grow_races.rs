@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use block::sim::{Profile, SimImage, SimWorld};
 use block::{AlignedBuf, Buffer, Disk, Done, IoError, Op};
 use qcow::image::{CreateOptions, Verdict, check, create};
 use qcow::{OpenOptions, QcowDisk};
+use simulator::{Profile, SimImage, SimWorld};
 
 #[path = "common/workers.rs"]
 mod workers;

@@ -11,10 +11,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::file::Alignment;
-use block::sim::{Profile, Random, SimImage, SimWorld};
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op, Request};
 use qcow::image::{CreateOptions, Verdict, check, create};
 use qcow::{OpenOptions, QcowDisk};
+use simulator::{Profile, Random, SimImage, SimWorld};
 
 const DISK: &str = "disk";
 const BASE: &str = "base";

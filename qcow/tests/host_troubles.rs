@@ -21,13 +21,13 @@ use std::time::{Duration, Instant};
 use block::file::{FileOptions, ImageFile};
 use block::raw::RawDisk;
 use block::ring::RingKind;
-use block::sim::pages::Tags;
 use block::worker::{WorkerConfig, WorkerHandle};
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
 use common::create;
 use qcow::image::CreateOptions;
 use qcow::{OpenOptions, QcowDisk};
 use ringdisk_gen::space::removed_bytes;
+use simulator::pages::Tags;
 
 const CLUSTER: u64 = 65536;
 const DISK: u64 = 32 << 20;

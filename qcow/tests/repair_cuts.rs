@@ -8,10 +8,10 @@ use std::process::Command;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use block::sim::{Profile, Random, SimImage, SimWorld};
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op, Request};
 use qcow::image::{CheckReport, Extent, Severity, Verdict, check, repair};
 use qcow::{OpenOptions, QcowDisk};
+use simulator::{Profile, Random, SimImage, SimWorld};
 
 const DISK: &str = "disk";
 const CLUSTER: u64 = 512;

@@ -18,12 +18,12 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use block::ring::RingKind;
-use block::sim::pages::Tags;
 use block::worker::{WorkerConfig, WorkerHandle};
 use block::{AlignedBuf, Buffer, Disk, DiskQueue, IoError, Op, Request};
 use common::{Folder, Lane, assert_same, close, open};
 use qcow::{OpenOptions, QcowDisk};
 use ringdisk_gen::Random;
+use simulator::pages::Tags;
 
 const DISK: u64 = 8 << 20;
 const SECTOR: u64 = 512;

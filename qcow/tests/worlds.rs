@@ -6,10 +6,10 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use block::sim::{Profile, SimImage, SimWorld};
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op, Request};
 use qcow::image::{CreateOptions, check, create};
 use qcow::{OpenOptions, QcowDisk};
+use simulator::{Profile, SimImage, SimWorld};
 
 const DISK: &str = "disk";
 

@@ -14,7 +14,9 @@ use smallvec::SmallVec;
 pub struct IoSlice(libc::iovec);
 
 impl IoSlice {
-    pub(crate) fn new(ptr: *mut u8, len: usize) -> Self {
+    /// Names `len` bytes at `ptr`.
+    #[must_use]
+    pub fn new(ptr: *mut u8, len: usize) -> Self {
         Self(libc::iovec {
             iov_base: ptr.cast(),
             iov_len: len,
@@ -34,8 +36,10 @@ impl IoSlice {
         self.0.iov_len == 0
     }
 
+    /// Returns the address.
+    #[must_use]
     #[inline]
-    pub(crate) fn ptr(&self) -> *mut u8 {
+    pub fn ptr(&self) -> *mut u8 {
         self.0.iov_base.cast()
     }
 

@@ -99,8 +99,10 @@ impl ImageFile {
         Self::with_alignment(path, file, options.write, block_device, alignment)
     }
 
-    /// Wraps a file whose I/O must have this alignment, whatever the kernel reports for its descriptor.
-    pub(crate) fn with_alignment(
+    /// Wraps a file whose I/O must have this alignment, whatever the kernel reports for its descriptor. `path` is for
+    /// messages.
+    #[must_use]
+    pub fn with_alignment(
         path: PathBuf,
         file: File,
         writable: bool,

@@ -60,11 +60,11 @@ pub(super) fn depth_within_bounds(depth: u32) -> u32 {
 }
 
 /// Makes the driver of a ring with room for `depth` ops.
-pub(crate) fn driver_of(
-    kind: RingKind,
-    depth: u32,
-    table: &FixedTable,
-) -> Result<Box<dyn Driver>, RingError> {
+///
+/// # Errors
+///
+/// If io_uring was requested and is refused.
+pub fn driver_of(kind: RingKind, depth: u32, table: &FixedTable) -> Result<Box<dyn Driver>, RingError> {
     let entries = depth_within_bounds(depth).next_power_of_two();
     Ok(match kind {
         RingKind::IoUring => {

@@ -1,8 +1,13 @@
 //! Interface between a ring and its driver.
 //!
 //! The three rings of the design differ only behind this trait: io_uring, plain system calls, and the
-//! [simulated world](crate::sim). The ring handles short results, retries, ownership and waking, the same
-//! way for all. A driver only starts ops and reports their results.
+//! simulated world (the crate `ringdisk-simulator`). The ring handles short results, retries, ownership and waking,
+//! the same way for all. A driver only starts ops and reports their results.
+//!
+//! It is public for the simulator alone, hidden from the documentation and free to change
+//! ([decision](https://github.com/ringdisk/ringdisk/blob/main/docs/decisions/simulator.md)).
+//!
+//! Invariant: memory that an op names belongs to the driver from [`Driver::push`] until the op's last completion.
 
 #![expect(unsafe_code, reason = "an op names memory by its address")]
 
@@ -11,55 +16,58 @@ use std::io;
 use std::os::fd::RawFd;
 
 use crate::buffer::IoSlice;
-pub(crate) use crate::handle::{FileSlot, Kind};
+pub use crate::handle::{FileSlot, Kind};
 
 /// One op for a driver to start.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct KernelOp {
-    pub(crate) kind: Kind,
-    pub(crate) file: FileSlot,
+pub struct KernelOp {
+    /// The operation.
+    pub kind: Kind,
+    /// The file, registered with the driver.
+    pub file: FileSlot,
     /// Byte offset in the file; for a [`Kind::Command`], its address field.
-    pub(crate) offset: u64,
+    pub offset: u64,
     /// Length in bytes, for [`Kind::Allocate`] and [`Kind::Truncate`].
-    pub(crate) len: u64,
-    /// The memory of a read or write: `slice_count` stretches at `slices`.
-    pub(crate) slices: *const IoSlice,
-    pub(crate) slice_count: usize,
+    pub len: u64,
+    /// The memory of a read or write: `slice_count` stretches.
+    pub slices: *const IoSlice,
+    /// The number of stretches.
+    pub slice_count: usize,
     /// If set, there is one stretch, and it is not this process's memory but a registered buffer's.
-    pub(crate) fixed: Option<FixedOp>,
+    pub fixed: Option<FixedOp>,
     /// True if the file is a door, and the op only a copy in memory.
-    pub(crate) at_door: bool,
+    pub at_door: bool,
 }
 
 /// The registered buffer that a read or write moves bytes to or from.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct FixedOp {
+pub struct FixedOp {
     /// The slot in the ring's buffer table; the op's stretch begins at the kernel's name for its first byte.
-    pub(crate) index: u16,
+    pub index: u16,
     /// The file in which a driver without such a table finds the same bytes.
-    pub(crate) door: FileSlot,
+    pub door: FileSlot,
     /// The position of the first byte at the door.
-    pub(crate) door_offset: u64,
+    pub door_offset: u64,
 }
 
 /// Completion of an op, or one report of a watch.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct Completion {
+pub struct Completion {
     /// The value passed to [`Driver::push`].
-    pub(crate) user_data: u64,
+    pub user_data: u64,
     /// A byte count, or minus the errno.
-    pub(crate) result: i32,
+    pub result: i32,
     /// More completions follow for this op (watches only).
-    pub(crate) more: bool,
+    pub more: bool,
 }
 
 /// The submission queue is full: enter, and push again.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct QueueFull;
+pub struct QueueFull;
 
 /// The kind of completion that a [`Driver::enter`] waits for.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Wait {
+pub enum Wait {
     /// Nothing: it returns at once.
     No,
     /// A completion, while an image's I/O is in flight. The kernel may count the time as I/O wait.
@@ -70,17 +78,31 @@ pub(crate) enum Wait {
 }
 
 /// Driver of a ring: starts ops and reports completions.
-pub(crate) trait Driver: fmt::Debug {
+///
+/// # Safety
+///
+/// The ring frees an op's memory, or lends it to somebody else, as soon as its completion is reaped. An implementation
+/// must report a completion (one without [`Completion::more`]) once for each op that was pushed, for no other `user_data`,
+/// and only when neither it nor the kernel will touch the op's memory any more.
+pub unsafe trait Driver: fmt::Debug {
     /// Returns the driver's name for logs.
     fn name(&self) -> &'static str;
 
     /// Registers a descriptor. The caller must keep it open until [`Driver::unregister_file`].
+    ///
+    /// # Errors
+    ///
+    /// If the kernel refuses to register it.
     fn register_file(&mut self, fd: RawFd) -> io::Result<FileSlot>;
 
     /// Unregisters a descriptor that no op uses any more.
     fn unregister_file(&mut self, file: FileSlot);
 
     /// Queues an op; it starts at the next [`Driver::enter`] or earlier.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueFull`]; the op was not queued then.
     ///
     /// # Safety
     ///
@@ -90,13 +112,25 @@ pub(crate) trait Driver: fmt::Debug {
     unsafe fn push(&mut self, op: &KernelOp, user_data: u64) -> Result<(), QueueFull>;
 
     /// Requests cancellation of the op `user_data`. Its completion still comes.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueFull`]; the op is not cancelled then.
     fn cancel(&mut self, user_data: u64) -> Result<(), QueueFull>;
 
     /// Starts the pushed ops. Unless `wait` is [`Wait::No`], returns only when a completion is there or a signal came.
     /// With [`Wait::No`] it must cost nothing if no op was pushed and none has ended: workers poll with it.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel fails the call as a whole.
     fn enter(&mut self, wait: Wait) -> io::Result<()>;
 
     /// Returns the length of a file, or the size of a block device, in bytes.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel does not report it.
     fn file_len(&self, file: FileSlot) -> io::Result<u64>;
 
     /// Returns the first byte offset at or after `offset` where a file may hold data; bytes before it read as zeros.

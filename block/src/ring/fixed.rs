@@ -2,6 +2,8 @@
 //!
 //! Before a driver puts other pages into a slot, it must take a lease, which fails while the old pages are in use.
 
+#![expect(unsafe_code, reason = "registers memory by its address")]
+
 use super::Ring;
 use crate::buffer::IoSlice;
 use crate::door::{FixedBuffer, LeaseError};
@@ -22,9 +24,15 @@ impl FixedTable {
         }
     }
 
-    /// Makes a table with a slot for each of these stretches of memory. No Rust reference may cover them while the ring
-    /// lives.
-    pub(crate) fn of_memory(places: Vec<IoSlice>) -> Self {
+    /// Makes a table with a slot for each of these stretches of memory.
+    ///
+    /// # Safety
+    ///
+    /// The stretches must be mapped, readable and writable when a ring is made with the table, which pins their pages. No
+    /// Rust reference may cover them as long as that ring lives.
+    #[doc(hidden)]
+    #[must_use]
+    pub unsafe fn of_memory(places: Vec<IoSlice>) -> Self {
         Self { places }
     }
 

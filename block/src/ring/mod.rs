@@ -26,7 +26,8 @@ mod control;
 mod copy_through;
 #[cfg(test)]
 pub(crate) mod counting;
-pub(crate) mod driver;
+#[doc(hidden)]
+pub mod driver;
 mod fill_and_copy;
 mod fixed;
 mod in_flight;
@@ -48,7 +49,8 @@ use choose_driver::depth_within_bounds;
 use driver::Driver;
 use in_flight::InFlight;
 
-pub(crate) use choose_driver::driver_of;
+#[doc(hidden)]
+pub use choose_driver::driver_of;
 pub use choose_driver::{RingError, RingKind};
 pub use command::{DeviceCommand, Direction, NoSlot};
 pub use command_sink::CommandSink;
@@ -101,8 +103,10 @@ impl Ring {
         ))
     }
 
-    /// Makes a ring on `driver` with a table of `places` registered buffers.
-    pub(crate) fn with_driver(driver: Box<dyn Driver>, depth: u32, places: usize) -> Self {
+    /// Makes a ring on `driver`, with room for `depth` ops and a table of `places` registered buffers.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn with_driver(driver: Box<dyn Driver>, depth: u32, places: usize) -> Self {
         Self {
             in_flight: Rc::new(InFlight::new(driver, depth, places)),
         }
@@ -180,7 +184,5 @@ impl Ring {
     }
 }
 
-#[cfg(test)]
-mod registered_tests;
 #[cfg(test)]
 mod tests;

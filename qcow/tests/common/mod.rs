@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use block::file::{FileOptions, ImageFile};
 use block::ring::RingKind;
-use block::sim::pages::Tags;
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
 use qcow::{OpenOptions, QcowDisk};
+use simulator::pages::Tags;
 
 /// A folder for images, gone with the test. On a real file system, so that direct I/O works there.
 pub struct Folder(tempfile::TempDir);

@@ -4,9 +4,9 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use block::sim::SimWorld;
 use block::{Buffer, Context, Disk, DiskQueue, Done, Op, Request};
 use qcow::QcowDisk;
+use simulator::SimWorld;
 
 /// The place of a task's output, once it has ended.
 pub(crate) type Slot<T> = Rc<RefCell<Option<T>>>;

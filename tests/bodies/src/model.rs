@@ -7,11 +7,11 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use block::sim::{Profile, SimImage, SimWorld};
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, Op, Request};
 use qcow::QcowDisk;
 use qcow::image::{Verdict, check};
 use ringdisk_gen::{Image, ImageSpec};
+use simulator::{Profile, SimImage, SimWorld};
 
 use crate::cursor::Cursor;
 use crate::guest::options;

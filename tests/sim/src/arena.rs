@@ -7,7 +7,7 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use block::sim::memory;
+use simulator::memory;
 use vm_memory::{
     Bytes, FileOffset, GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
 };

@@ -11,9 +11,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 
-use block::sim::{Random, SECTOR};
 use block::{Context, Disk, IoError, Op};
 use qcow::QcowDisk;
+use simulator::{Random, SECTOR};
 use virtio_devices::ublk::abi::op;
 use virtio_devices::ublk::model::{Io, Model};
 

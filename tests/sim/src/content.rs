@@ -1,6 +1,6 @@
 //! What guest sectors hold: one word, repeated, that tells which version of which sector it is.
 
-use block::sim::SECTOR;
+use simulator::SECTOR;
 
 /// The word of a sector of zeros.
 pub const ZERO: u64 = 0;

@@ -1,6 +1,6 @@
 //! Disks that grow by any amount, while other queues write, discard, zero and flush up to the end that they know.
 
-use block::sim::{Profile, Random, SECTOR};
+use simulator::{Profile, Random, SECTOR};
 
 use crate::plan::{Ask, Case, DATA_SECTORS_MAX, Planned};
 use crate::shape::{Below, Shape};

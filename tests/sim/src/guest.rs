@@ -15,10 +15,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use block::canary::may_store;
-use block::sim::{Random, SECTOR};
 use block::worker::Frontend;
 use block::{Context, IoError, Op};
 use qcow::QcowDisk;
+use simulator::{Random, SECTOR};
 use virtio_devices::block::{BlockQueue, Notify};
 use virtio_devices::virtqueue::RingAddresses;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};

@@ -5,13 +5,13 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use block::sim::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
 use block::{AlignedBuf, Buffer, Context, Disk, IoError, Op};
 use qcow::format::header::at;
 use qcow::format::{Incompatible, Version};
 use qcow::image::{CheckReport, Extent, Verdict, check, repair};
 use qcow::{OpenOptions, QcowDisk};
 use rustc_hash::FxHashSet;
+use simulator::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
 
 use crate::content::{ZERO, word, word_of};
 use crate::oracle::{BLOCK_SECTORS, Oracle};

@@ -8,11 +8,11 @@ use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use block::sim::memory::GuestRegion;
-use block::sim::{Random, SECTOR, SimWorld};
 use block::worker::Frontend;
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
 use qcow::QcowDisk;
+use simulator::memory::GuestRegion;
+use simulator::{Random, SECTOR, SimWorld};
 
 use crate::content::{ZERO, bytes_of, word, word_of};
 use crate::leaks::Leaks;

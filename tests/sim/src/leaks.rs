@@ -10,7 +10,7 @@
 //! A server that is killed leaks what it had under way for good, until a check repairs it. Where the host has failed
 //! anything there is no bound.
 
-use block::sim::SECTOR;
+use simulator::SECTOR;
 
 use crate::plan::{Ask, Planned};
 use crate::shape::Shape;

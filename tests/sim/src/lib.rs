@@ -1,4 +1,4 @@
-//! The explorer: searches for faults and power cuts that damage an image, in the simulated world of `block::sim`.
+//! The explorer: searches for faults and power cuts that damage an image, in the simulated world of `simulator`.
 //!
 //! ```text
 //!  seed or Scenario ──▶ Case: Shape (image), habits and faults of the disk, Plan (requests)
@@ -51,8 +51,8 @@ pub mod watchdog;
 
 /// Notices memory that is freed while an op uses it.
 #[global_allocator]
-static ALLOCATOR: block::sim::memory::GuardAlloc<std::alloc::System> =
-    block::sim::memory::GuardAlloc(std::alloc::System);
+static ALLOCATOR: simulator::memory::GuardAlloc<std::alloc::System> =
+    simulator::memory::GuardAlloc(std::alloc::System);
 
 /// Runs that failed once, and must not again: one line each, see [`replay`].
 pub const KEPT: &str = include_str!("../seeds.txt");

@@ -5,8 +5,8 @@
 //! changed what was to be written.
 
 use block::Buffer;
-use block::sim::Random;
-use block::sim::pages::{Tags, Way};
+use simulator::Random;
+use simulator::pages::{Tags, Way};
 
 use crate::plan::Registered;
 

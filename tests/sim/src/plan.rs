@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use block::sim::{Profile, Random, SECTOR};
+use simulator::{Profile, Random, SECTOR};
 use virtio_devices::ublk::{Recovery, Transport};
 
 use crate::growth;

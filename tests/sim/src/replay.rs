@@ -11,7 +11,7 @@
 
 use std::fmt::Write as _;
 
-use block::sim::Profile;
+use simulator::Profile;
 use virtio_devices::ublk::{Recovery, Transport};
 
 use crate::explore::Source;

@@ -10,12 +10,12 @@ use std::sync::mpsc;
 
 use block::canary::{Rule, broken};
 use block::file::Alignment;
-use block::sim::pages::Tags;
-use block::sim::{Event, Faults, Profile, Random, SimImage, SimWorld, Store, memory};
 use block::worker::{FrontendId, Worker};
 use block::{Context, Disk, IoError};
 use qcow::{OpenError, OpenOptions, QcowDisk};
 use rustc_hash::FxHashSet;
+use simulator::pages::Tags;
+use simulator::{Event, Faults, Profile, Random, SimImage, SimWorld, Store, memory};
 
 use crate::judge::{Demand, Judge, Tally};
 use crate::lane::{Lane, Reached, Record};

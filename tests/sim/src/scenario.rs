@@ -1,8 +1,8 @@
 //! Small worlds, one for each kind of metadata change, looked at whole: the power goes at every step, and
 //! every subset of what was not synced is judged, up to a bound that is printed.
 
-use block::sim::{Profile, Random};
 use qcow::format::CompressionType;
+use simulator::{Profile, Random};
 
 use crate::plan::{Ask, Case, Explore, Planned};
 use crate::shape::{Below, Shape};

@@ -8,8 +8,8 @@ use std::rc::Rc;
 use std::sync::{Arc, mpsc};
 
 use block::Disk;
-use block::sim::SECTOR;
 use block::worker::{FrontendId, Worker};
+use simulator::SECTOR;
 use virtio_devices::block::{BlockDevice, BlockDeviceConfig, BlockQueue, BlockQueueConfig, QueueReport};
 
 use crate::arena::Arena;

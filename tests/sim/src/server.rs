@@ -4,8 +4,8 @@
 //! host to do is done, or given up before it began. The file as readers see it stays. The next server starts when the
 //! last I/O of the dead one has ended, as the image's lock has it.
 
-use block::sim::{Random, SimWorld};
 use block::worker::Worker;
+use simulator::{Random, SimWorld};
 
 use crate::run::Run;
 use crate::shape::chain;

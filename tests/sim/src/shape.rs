@@ -11,12 +11,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::file::OpenFiles;
-use block::sim::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
 use block::{AlignedBuf, Buffer, Context, Disk, IoError, Op, Request};
 use qcow::format::header::at;
 use qcow::format::{CompressionType, Incompatible, Version};
 use qcow::image::{CreateOptions, create};
 use qcow::{OpenOptions, QcowDisk};
+use simulator::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
 
 use crate::content::{ZERO, bytes_of, word};
 

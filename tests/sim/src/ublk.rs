@@ -10,10 +10,10 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 
-use block::sim::SimWorld;
-use block::sim::pages::Tags;
 use block::worker::{Frontend, FrontendId, Worker};
 use block::{Context, Disk};
+use simulator::SimWorld;
+use simulator::pages::Tags;
 use virtio_devices::ublk::model::{Model, ModelChannel, RingTable};
 use virtio_devices::ublk::{Duty, Events, QueueEvent, QueueState, Transport, UblkQueue, first_place};
 

@@ -16,6 +16,7 @@ mod control;
 mod device;
 #[cfg(test)]
 mod hand_over_tests;
+#[cfg(any(test, feature = "model"))]
 pub mod model;
 mod params;
 mod queue;

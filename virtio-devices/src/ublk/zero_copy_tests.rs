@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use block::file::{FileOptions, ImageFile};
 use block::raw::RawDisk;
 use block::ring::RingKind;
-use block::sim::pages::Tags;
 use block::worker::Worker;
 use block::{Buffer, Context, Disk, DiskQueue, Request};
+use simulator::pages::Tags;
 
 use super::abi::op;
 use super::device::first_place;

@@ -2,8 +2,8 @@
 
 use block::canary::may_store;
 use block::ring::{LeaseError, NoSlot};
-use block::sim::pages::TagError;
 use block::{AlignedBuf, Buffer, IoError};
+use simulator::pages::TagError;
 
 use super::super::abi::{IoDescriptor, op};
 use super::super::channel::{Channel, PagesError, Places};

@@ -30,8 +30,8 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use block::ring::NoSlot;
-use block::sim::{Random, memory};
 use block::{AlignedBuf, Buffer, IoError};
+use simulator::{Random, memory};
 
 use super::abi::{IO_RES_ABORT, IO_RES_OK, op};
 use super::channel::Places;

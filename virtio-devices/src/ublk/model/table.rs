@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use block::ring::LeaseError;
-use block::sim::pages::{TagError, Tags, Way};
+use simulator::pages::{TagError, Tags, Way};
 
 use super::super::abi::op;
 use super::Io;

@@ -157,7 +157,7 @@ fn a_driver_that_holds_back_ends_no_tag_and_gives_the_rest_to_the_next_server() 
 /// Two queues whose server gives them the same places of their ring's table.
 #[test]
 fn two_queues_of_a_ring_cannot_have_their_pages_in_one_place() {
-    let world = block::sim::SimWorld::new(1, block::sim::Profile::IMMEDIATE);
+    let world = simulator::SimWorld::new(1, simulator::Profile::IMMEDIATE);
     let (_cx, tags) = world.context_with_tags(8, 4, BYTES, true);
     let table = RingTable::new(&Rc::new(tags), 4);
     for (second_place, fine) in [(1, true), (0, false)] {

@@ -21,9 +21,9 @@ use std::rc::Rc;
 
 use super::memory::{self, MemoryFault};
 use super::short::ShortDriver;
-use crate::buffer::{Buffer, IoSlice, MemoryHold, Registration, RegistrationError};
-use crate::ring::{Door, FixedTable, LeaseError, Ring, RingError, RingKind, driver_of};
-use crate::task::Context;
+use block::buffer::{Buffer, IoSlice, MemoryHold, Registration, RegistrationError};
+use block::ring::{Door, FixedTable, LeaseError, Ring, RingError, RingKind, driver_of};
+use block::task::Context;
 
 /// Makes a new memfd.
 pub(super) fn memfd() -> File {
@@ -243,7 +243,8 @@ impl Tags {
             let range = place(tag, place_bytes);
             pages.stretch(range.start, range.len())
         });
-        let table = FixedTable::of_memory(stretches.collect());
+        // SAFETY: the pages are mapped until `pages` and every buffer of them are gone, and only raw pointers reach them.
+        let table = unsafe { FixedTable::of_memory(stretches.collect()) };
         let ring = match short {
             None => Ring::with_fixed(kind, depth, &table)?,
             Some(seed) => {

@@ -18,14 +18,15 @@ use std::rc::Rc;
 
 use super::file::Contents;
 use super::image::{SECTOR, SimImage, Store};
+use super::memory;
 use super::pages::{self, Pages, Way};
+use super::profile::{Faults, Profile};
 use super::random::Random;
 use super::trace::{Event, Trace, What};
-use super::{Faults, Profile, memory};
-use crate::buffer::IoSlice;
-use crate::canary::{Rule, broken};
-use crate::file::Alignment;
-use crate::ring::driver::{Completion, KernelOp, Kind};
+use block::buffer::IoSlice;
+use block::canary::{Rule, broken};
+use block::file::Alignment;
+use block::ring::driver::{Completion, KernelOp, Kind};
 
 /// A file of the world. A memfd represents it outside, and is identified by its inode.
 #[derive(Debug)]
@@ -309,7 +310,7 @@ impl World {
     ///
     /// # Safety
     ///
-    /// As for [`crate::ring::driver::Driver::push`].
+    /// As for [`block::ring::driver::Driver::push`].
     pub(super) unsafe fn submit(&mut self, ring: u32, op: &KernelOp, user_data: u64) {
         self.time += 1;
         let id = self.next_op;

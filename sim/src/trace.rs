@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::ring::driver::Kind;
+use block::ring::driver::Kind;
 
 /// One event in a world.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -4,17 +4,17 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use block::buffer::{AlignedBuf, Buffer, Piece};
+use block::disk::Disk;
+use block::file::{Alignment, FileOptions, ImageFile};
+use block::raw::RawDisk;
+use block::request::{CompletionSink, Done, Op, Request};
+use block::ring::{Pieces, RingKind};
+use block::task::Context;
 use smallvec::smallvec;
 
-use super::*;
-use crate::buffer::{AlignedBuf, Buffer, Piece};
-use crate::disk::Disk;
-use crate::raw::RawDisk;
-use crate::request::{CompletionSink, Done, Op, Request};
-use crate::ring::{Pieces, RingKind};
-use crate::sim::Random;
-use crate::sim::pages::Tags;
-use crate::task::Context;
+use super::Random;
+use super::pages::Tags;
 
 const PLACE: usize = 600 << 10;
 /// What lies beside a request's bytes.

@@ -1,150 +1,28 @@
-//! The third ring: a simulated world of disks, seeded and deterministic.
+//! A simulated world as its owner sees it: files, contexts, steps, power cuts.
 //!
-//! A [`SimWorld`] holds files and the ops in flight on them. [`SimWorld::context`] makes a worker's context
-//! whose ring runs on it; everything above the ring is production code. Nothing happens by itself: the
-//! world's owner lets it take one [step](SimWorld::step) at a time, between the rounds of any number of
-//! [workers](crate::worker::Worker::by_hand), all in one thread.
-//!
-//! The seed decides the behaviour of a disk within the limits of the [`Profile`]:
-//!
-//! - Ops take effect in any order, whole or piece by piece, at any moment between submission and completion, and
-//!   complete later still.
-//! - Writes stay in a volatile cache until a sync that was submitted after they had completed. A power cut leaves
-//!   [any subset](CrashSpace) of the sectors that were not synced.
-//! - Any op may fail, be cut short, be cancelled or have to be retried. Space runs out and comes back.
-//! - Direct and buffered I/O behave the same, but a file with an [alignment](SimWorld::set_alignment) refuses
-//!   misaligned ops.
-//!
-//! The memory of ops is [watched](memory). [`Pages`] stand in for the buffers that a kernel driver
-//! registers, in the world and on a real ring.
-//!
-//! Invariant: the same seed and the same calls give the same [trace](SimWorld::trace_hash). No decision
-//! depends on an address, a clock, a descriptor's number or the order of a randomly seeded map.
-
-mod crash;
-mod driver;
-mod file;
-mod image;
-pub mod memory;
-pub mod pages;
-mod random;
-mod short;
-mod trace;
-mod world;
+//! Invariant: all clones are one world, and all of it runs in one thread.
 
 use std::cell::RefCell;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-pub use crash::CrashSpace;
-pub use image::{SECTOR, SimImage, Store};
-pub use random::Random;
-pub use trace::Event;
+use block::Context;
+use block::file::{Alignment, FileOptions, ImageFile, OpenFileError, OpenFiles};
+use block::ring::Ring;
 
-use crate::file::{Alignment, FileOptions, ImageFile, OpenFileError, OpenFiles};
-use crate::ring::Ring;
-use crate::task::Context;
-use driver::SimDriver;
-use pages::{Pages, Tags};
-use world::{FixedPlace, World};
-
-/// Behaviour of a world's disks. Chances are in a thousand. The default is a disk without faults that performs
-/// one op after the other, in the order of submission.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Profile {
-    /// Perform each op at submission, durably: for set-up and inspection.
-    pub immediate: bool,
-    /// Ops take effect in any order.
-    pub reorder: bool,
-    /// An op takes effect piece by piece, with other ops between.
-    pub piecewise: u32,
-    /// An op's completion comes some steps after its effect.
-    pub linger: u32,
-    /// An op is delayed for a long time.
-    pub late: u32,
-    /// A read is delayed, in addition to `late`.
-    pub late_reads: u32,
-    /// A read or write transfers only a part.
-    pub short: u32,
-    /// `EAGAIN` or `EINTR`, without effect.
-    pub again: u32,
-    /// `ECANCELED`, unasked, with any part of the effect.
-    pub cancel: u32,
-    /// `EIO` for a read.
-    pub read_error: u32,
-    /// `EIO` for a write, with any part of the effect.
-    pub write_error: u32,
-    /// `EIO` for a sync; the cache forgets any part of what it covered.
-    pub sync_error: u32,
-    /// `EIO` for an allocation, a punch or a change of length.
-    pub allocate_error: u32,
-    /// The chance at each step that space runs out; it comes back after a while.
-    pub no_space: u32,
-    /// The host cannot punch holes.
-    pub no_punch: bool,
-    /// The host cannot zero ranges.
-    pub no_zero_range: bool,
-}
-
-impl Profile {
-    /// Every op is performed at once and none fails.
-    pub const IMMEDIATE: Self = Self {
-        immediate: true,
-        reorder: false,
-        piecewise: 0,
-        linger: 0,
-        late: 0,
-        late_reads: 0,
-        short: 0,
-        again: 0,
-        cancel: 0,
-        read_error: 0,
-        write_error: 0,
-        sync_error: 0,
-        allocate_error: 0,
-        no_space: 0,
-        no_punch: false,
-        no_zero_range: false,
-    };
-
-    /// Returns true if requests may fail on this disk.
-    #[must_use]
-    pub fn has_errors(&self) -> bool {
-        let errors = [
-            self.cancel,
-            self.read_error,
-            self.write_error,
-            self.sync_error,
-            self.allocate_error,
-            self.no_space,
-        ];
-        errors.iter().any(|&chance| chance > 0)
-    }
-}
-
-/// The times ([`SimWorld::time`]) of the last failed ops, by the op's kind. Retries and operations that the host does
-/// not support do not count.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct Faults {
-    /// A read.
-    pub read: Option<u64>,
-    /// A write.
-    pub write: Option<u64>,
-    /// A sync, or a forced write.
-    pub sync: Option<u64>,
-    /// An allocation, a punch or a change of length.
-    pub allocate: Option<u64>,
-    /// An op on registered pages, at their door.
-    pub door: Option<u64>,
-    /// An op of any kind that ended with `ECANCELED`.
-    pub cancel: Option<u64>,
-}
+use super::crash::CrashSpace;
+use super::driver::SimDriver;
+use super::image::{SimImage, Store};
+use super::pages::{self, Pages, Tags};
+use super::profile::{Faults, Profile};
+use super::trace::Event;
+use super::world::{FixedPlace, World};
 
 /// A world of simulated disks. Cheap to clone; all clones are the same world.
 #[derive(Clone, Debug)]
 pub struct SimWorld {
-    world: Rc<RefCell<World>>,
+    pub(super) world: Rc<RefCell<World>>,
 }
 
 impl SimWorld {
@@ -387,6 +265,3 @@ impl OpenFiles for SimWorld {
         Ok(self.file(path, options.write))
     }
 }
-
-#[cfg(test)]
-mod tests;

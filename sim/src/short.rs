@@ -9,8 +9,8 @@ use std::io;
 use std::os::fd::RawFd;
 
 use super::random::Random;
-use crate::buffer::IoSlice;
-use crate::ring::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull, Wait};
+use block::buffer::IoSlice;
+use block::ring::driver::{Completion, Driver, FileSlot, KernelOp, Kind, QueueFull, Wait};
 
 /// Unit to which ops are cut short, in bytes: direct I/O ends inside a block only at a file's end.
 const UNIT: usize = 4096;
@@ -56,7 +56,8 @@ impl ShortDriver {
     }
 }
 
-impl Driver for ShortDriver {
+// SAFETY: completions are those of the driver below, and one for each op that is not passed on to it.
+unsafe impl Driver for ShortDriver {
     fn name(&self) -> &'static str {
         self.inner.name()
     }

@@ -3,18 +3,19 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::rc::Rc;
+use std::sync::Arc;
 
+use block::buffer::{AlignedBuf, Buffer, Piece};
+use block::disk::{Disk, DiskQueue};
+use block::error::IoError;
+use block::file::{Alignment, FileOptions, FileView, ImageFile, OpenFileError, OpenFiles};
+use block::raw::RawDisk;
+use block::request::{CompletionSink, Done, Op, Request};
+use block::worker::{Frontend, Worker};
 use smallvec::smallvec;
 
 use super::memory::GuardAlloc;
 use super::*;
-use crate::buffer::{AlignedBuf, Buffer, Piece};
-use crate::disk::{Disk, DiskQueue};
-use crate::error::IoError;
-use crate::file::{Alignment, FileView};
-use crate::raw::RawDisk;
-use crate::request::{CompletionSink, Done, Op, Request};
-use crate::worker::{Frontend, Worker};
 
 #[global_allocator]
 static ALLOCATOR: GuardAlloc<std::alloc::System> = GuardAlloc(std::alloc::System);

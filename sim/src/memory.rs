@@ -18,7 +18,7 @@ use std::fmt;
 use std::ops::Range;
 use std::rc::Rc;
 
-use crate::buffer::{AlignedBuf, Buffer};
+use block::buffer::{AlignedBuf, Buffer};
 
 /// Fill byte of memory that was freed under an op.
 pub const POISON: u8 = 0xDB;
@@ -289,10 +289,10 @@ impl Drop for GuestRegion {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::request::{Op, Request};
-    use crate::sim::{Profile, SimWorld};
+    use crate::{Profile, SimWorld};
+    use block::request::{Op, Request};
 
-    fn world() -> (SimWorld, crate::Context, crate::file::FileView) {
+    fn world() -> (SimWorld, block::Context, block::file::FileView) {
         let world = SimWorld::new(1, Profile::default());
         let cx = world.context(16);
         let view = world.file("disk", true).view(&cx).expect("a view");

@@ -6,15 +6,15 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
+use block::buffer::{AlignedBuf, Buffer, Piece, RegistrationError};
+use block::error::IoError;
+use block::request::{CompletionSink, Op, Request};
+use block::ring::{Door, FileHandle, FixedTable, LeaseError, Ring, RingKind};
+use block::task;
 use smallvec::smallvec;
 
-use super::*;
-use crate::buffer::{AlignedBuf, Buffer, Piece, RegistrationError};
-use crate::error::IoError;
-use crate::request::{CompletionSink, Op, Request};
-use crate::sim::pages::{TagError, Tags};
-use crate::sim::{Profile, SimImage, SimWorld};
-use crate::task;
+use super::pages::{TagError, Tags};
+use super::{Profile, SimImage, SimWorld};
 
 const PLACE: usize = 1 << 20;
 
@@ -223,7 +223,7 @@ fn a_door_that_ends_early_is_an_error_and_not_zeros() {
         let kept = file.try_clone().expect("a duplicate");
         let file = ring.register(file.into()).expect("a registered file");
         let guests = Rc::new(
-            Buffer::registered(crate::buffer::Registration {
+            Buffer::registered(block::buffer::Registration {
                 fixed: ring.lease_fixed(0).expect("a place"),
                 base: 0,
                 len: 4096,
@@ -289,7 +289,7 @@ fn what_no_op_can_name_is_refused_and_names_why() {
     let none = LeaseError::NoPlace { index: 4, places: 4 };
     assert_eq!(cx.ring().lease_fixed(4).expect_err("past the end"), none);
     let bad = |base, len, align| {
-        Buffer::registered(crate::buffer::Registration {
+        Buffer::registered(block::buffer::Registration {
             fixed: cx.ring().lease_fixed(3).expect("a place"),
             base,
             len,
@@ -348,7 +348,7 @@ fn a_hold_goes_when_nothing_names_the_bytes_any_more_and_after_the_lease() {
     let file = tempfile::tempfile().expect("a temporary file");
     let file = ring.register(file.into()).expect("a registered file");
     let gone = Rc::new(Cell::new(None));
-    let whole = Buffer::registered(crate::buffer::Registration {
+    let whole = Buffer::registered(block::buffer::Registration {
         fixed: ring.lease_fixed(0).expect("a place"),
         base: 0,
         len: 4096,
