@@ -10,8 +10,10 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use block::throttle::RateLimits;
+use block::worker::WorkerConfig;
 
 use crate::key_value::{self, SyntaxError};
 
@@ -326,6 +328,31 @@ impl DiskConfig {
     pub fn cpus_of(&self, queue: u16) -> Option<&[usize]> {
         let entry = self.queue_affinity.iter().find(|entry| entry.queue == queue)?;
         Some(&entry.cpus)
+    }
+
+    /// Returns the settings of the worker that serves `queue`: those of `base`, with the CPUs, the polling and the depth that
+    /// this configuration gives.
+    #[must_use]
+    pub fn worker(&self, queue: u16, base: &WorkerConfig) -> WorkerConfig {
+        WorkerConfig {
+            // The kernel keeps 15 bytes of a thread's name.
+            name: format!("queue {queue}"),
+            // Requests beyond this wait for a free slot.
+            depth: u32::from(self.queue_size).clamp(128, 1024) * 2,
+            cpus: self.cpus_of(queue).unwrap_or_default().to_vec(),
+            poll_max: self
+                .poll_us
+                .map_or(base.poll_max, |us| Duration::from_micros(us.into())),
+            ..base.clone()
+        }
+    }
+
+    /// Returns the settings of the workers of all queues, in order.
+    #[must_use]
+    pub fn workers(&self, base: &WorkerConfig) -> Vec<WorkerConfig> {
+        (0..self.num_queues)
+            .map(|queue| self.worker(queue, base))
+            .collect()
     }
 
     /// Stores one value; `None` if the key does not take it.

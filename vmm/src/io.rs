@@ -6,6 +6,8 @@
 
 use std::io::{BufRead, Write};
 
+use block::worker::WorkerConfig;
+
 use crate::disk_config::{DiskConfig, MAX_QUEUES};
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::open;
@@ -39,7 +41,7 @@ pub fn run(config: DiskConfig, queues: Option<u16>, commands: &[String]) -> Resu
         .collect::<Result<Vec<_>, _>>()?;
     let opened = open::open(&config).map_err(|error| CommandFailure::Failed(error.into()))?;
     let workers = (0..queues)
-        .map(|queue| open::worker_config(&config, queue))
+        .map(|queue| config.worker(queue, &WorkerConfig::default()))
         .collect();
 
     let mut out = std::io::stdout().lock();

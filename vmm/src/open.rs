@@ -15,7 +15,6 @@ use block::open::{Access, ChainOptions, Format};
 use block::raw::Raw;
 use block::ring::RingKind;
 use block::throttle::{Limiter, ThrottledDisk};
-use block::worker::WorkerConfig;
 use block::{Context, Disk, IoError};
 use qcow::{OpenOptions, Qcow2};
 
@@ -256,19 +255,4 @@ fn image_type(config: &DiskConfig, cx: &Context) -> Result<ImageType, OpenError>
             path: config.path.clone(),
         })
     }
-}
-
-/// Returns the worker configuration of one queue.
-#[must_use]
-pub fn worker_config(config: &DiskConfig, queue: u16) -> WorkerConfig {
-    let mut worker = WorkerConfig {
-        // The kernel keeps 15 bytes of a thread's name.
-        name: format!("disk-q{queue}"),
-        cpus: config.cpus_of(queue).map(<[usize]>::to_vec).unwrap_or_default(),
-        ..WorkerConfig::default()
-    };
-    if let Some(poll_us) = config.poll_us {
-        worker.poll_max = Duration::from_micros(poll_us.into());
-    }
-    worker
 }

@@ -13,7 +13,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use block::lock::LockSet;
-use block::worker::StartHook;
+use block::worker::{StartHook, WorkerConfig};
 use parking_lot::Mutex;
 use virtio_devices::vhost_user::{
     PausedClient, StopToken, VhostUserConfig, VhostUserServer, descriptors_max,
@@ -447,22 +447,18 @@ fn serve(
 
 /// Returns the server's part of the disk's configuration.
 fn server_config(config: &DiskConfig, options: Options) -> VhostUserConfig {
-    let mut server = VhostUserConfig {
+    let worker = WorkerConfig {
+        on_start: Some(StartHook::new(move || Ok(confine(Task::Queue, options)?))),
+        ..WorkerConfig::default()
+    };
+    VhostUserConfig {
         name: config.name(),
         num_queues: config.num_queues,
         queue_size: config.queue_size,
         serial: config.serial.clone().unwrap_or_default(),
-        queue_affinity: (0..config.num_queues)
-            .map(|queue| config.cpus_of(queue).map(<[usize]>::to_vec).unwrap_or_default())
-            .collect(),
+        workers: config.workers(&worker),
         restartable: options.restartable,
-        worker_hook: Some(StartHook::new(move || Ok(confine(Task::Queue, options)?))),
-        ..VhostUserConfig::default()
-    };
-    if let Some(poll_us) = config.poll_us {
-        server.poll_max = Duration::from_micros(poll_us.into());
     }
-    server
 }
 
 /// Serves until stopped or paused. A server that fails stops the others, so that the failure is seen.

@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use block::ring::RingKind;
+use block::worker::WorkerConfig;
 use rustix::fs::{MemfdFlags, SealFlags};
 use virtio_devices::vhost_user::{ServeError, StopToken, VhostUserConfig, VhostUserServer};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
@@ -42,9 +43,13 @@ fn server() -> &'static Server {
         let name = format!("ringdisk-bodies-{}", std::process::id());
         let address = SocketAddr::from_abstract_name(name).expect("an address");
         let listener = UnixListener::bind_addr(&address).expect("a socket");
+        let worker = WorkerConfig {
+            ring: RingKind::Syscalls,
+            ..WorkerConfig::default()
+        };
         let config = VhostUserConfig {
             num_queues: QUEUES,
-            ring: RingKind::Syscalls,
+            workers: vec![worker; QUEUES.into()],
             restartable: true,
             ..VhostUserConfig::default()
         };

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use block::ring::RingKind;
-use block::worker::{FrontendId, StartHook, StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
+use block::worker::{FrontendId, StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
 use block::{Disk, IoError, OpenQueueError};
 
 use super::abi::{
@@ -113,16 +113,24 @@ pub struct UblkConfig {
     pub recovery: Recovery,
     /// The number of queues that share a worker thread; at least 1.
     pub queues_per_worker: u16,
-    /// The CPUs that the worker of each queue may run on, by queue. Where there is no entry or an empty one, those
-    /// whose requests come to the queue.
-    pub queue_affinity: Vec<Vec<usize>>,
+    /// The settings of the queues' workers, in order; [`UblkConfig::default_worker`] for a queue without an entry. Queues
+    /// that share a worker share their CPUs, and have the other settings of the first. A queue without CPUs has those whose
+    /// requests come to it. The device sets name, ring, depth and registered buffers itself.
+    pub workers: Vec<WorkerConfig>,
     /// True if the host scans for partitions. Leave it off for contents that a guest wrote.
     pub partitions: bool,
-    /// The longest a worker polls before it sleeps; not at all by default, because a request that comes wakes it from the call
-    /// that has started its answers, and who would make the next one may need the CPU.
-    pub poll_max: Duration,
-    /// Runs on each worker before it serves.
-    pub worker_hook: Option<StartHook>,
+}
+
+impl UblkConfig {
+    /// Returns the settings of a worker that was given none. It does not poll: requests arrive as ring completions, which end
+    /// the system call that submitted its answers, and the host's program that makes the next request may need the CPU.
+    #[must_use]
+    pub fn default_worker() -> WorkerConfig {
+        WorkerConfig {
+            poll_max: Duration::ZERO,
+            ..WorkerConfig::default()
+        }
+    }
 }
 
 impl Default for UblkConfig {
@@ -138,10 +146,8 @@ impl Default for UblkConfig {
             registered_buffers_max: REGISTERED_BUFFERS_MAX,
             recovery: Recovery::Reissue,
             queues_per_worker: 1,
-            queue_affinity: Vec::new(),
+            workers: Vec::new(),
             partitions: false,
-            poll_max: Duration::ZERO,
-            worker_hook: None,
         }
     }
 }
@@ -573,8 +579,8 @@ impl UblkDevice {
         let last = queue.saturating_add(each).min(self.info.nr_hw_queues);
         let (mut cpus, mut suggested) = (Vec::new(), false);
         for queue in queue..last {
-            match config.queue_affinity.get(usize::from(queue)) {
-                Some(given) if !given.is_empty() => cpus.extend_from_slice(given),
+            match config.workers.get(usize::from(queue)) {
+                Some(given) if !given.cpus.is_empty() => cpus.extend_from_slice(&given.cpus),
                 _ => {
                     suggested = true;
                     cpus.extend(control.queue_affinity(self.info.dev_id, queue)?);
@@ -582,7 +588,7 @@ impl UblkDevice {
             }
         }
         let tags = u32::from(last - queue) * u32::from(self.info.queue_depth);
-        let hook = config.worker_hook.clone();
+        let given = config.workers.get(usize::from(queue));
         let worker = WorkerConfig {
             name: format!("ublk{} q{queue}", self.info.dev_id),
             ring: RingKind::IoUringCommands,
@@ -593,8 +599,7 @@ impl UblkDevice {
                 _ => 0,
             },
             cpus,
-            poll_max: config.poll_max,
-            on_start: hook,
+            ..given.cloned().unwrap_or_else(UblkConfig::default_worker)
         };
         let started = match WorkerHandle::spawn(worker.clone()) {
             // CPUs that only the driver thought of may be none of ours.

@@ -37,8 +37,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use block::ring::RingKind;
-use block::worker::{StartHook, StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
+use block::worker::{StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
 use block::{Disk, IoError};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
@@ -73,15 +72,8 @@ pub struct VhostUserConfig {
     pub queue_size: u16,
     /// The serial number that the guest reads: at most 20 bytes.
     pub serial: String,
-    /// The CPUs that the worker of each queue may run on, by queue; all CPUs where a queue has no entry or
-    /// an empty one.
-    pub queue_affinity: Vec<Vec<usize>>,
-    /// The longest a worker polls before it sleeps; it polls less where that does not pay.
-    pub poll_max: Duration,
-    /// The kind of ring.
-    pub ring: RingKind,
-    /// Runs on the worker of each queue before it reads the first byte of a guest.
-    pub worker_hook: Option<StartHook>,
+    /// The settings of the queues' workers, in order; the defaults for a queue without an entry.
+    pub workers: Vec<WorkerConfig>,
     /// Offer inflight tracking, so that a client can connect to a new server after this one was killed. Only
     /// right if what the disk has answered survives that: see [`VhostUserServer::start`].
     pub restartable: bool,
@@ -94,10 +86,7 @@ impl Default for VhostUserConfig {
             num_queues: 1,
             queue_size: 128,
             serial: String::new(),
-            queue_affinity: Vec::new(),
-            poll_max: WorkerConfig::default().poll_max,
-            ring: RingKind::Auto,
-            worker_hook: None,
+            workers: Vec::new(),
             restartable: false,
         }
     }
@@ -195,17 +184,11 @@ impl VhostUserServer {
         device.set_cache_mode(CacheMode::Unknown);
         let workers = (0..config.num_queues)
             .map(|queue| {
-                let cpus = config.queue_affinity.get(usize::from(queue));
-                let worker = WorkerConfig {
-                    name: format!("queue {queue}"),
-                    ring: config.ring,
-                    // Requests beyond this wait for a free slot.
-                    depth: u32::from(config.queue_size).clamp(128, 1024) * 2,
-                    registered_buffers: 0,
-                    cpus: cpus.cloned().unwrap_or_default(),
-                    poll_max: config.poll_max,
-                    on_start: config.worker_hook.clone(),
-                };
+                let worker = config
+                    .workers
+                    .get(usize::from(queue))
+                    .cloned()
+                    .unwrap_or_default();
                 WorkerHandle::spawn(worker).map_err(|source| StartError::Worker { queue, source })
             })
             .collect::<Result<_, _>>()?;

@@ -9,6 +9,8 @@ use std::time::Instant;
 
 use block::file::{FileOptions, ImageFile};
 use block::raw::RawDisk;
+use block::ring::RingKind;
+use block::worker::WorkerConfig;
 use block::{IoError, Op};
 use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
@@ -71,10 +73,14 @@ impl World {
         let listener = UnixListener::bind(&path).expect("a socket");
         let stop = StopToken::new().expect("a token");
         let token = stop.clone();
+        let worker = WorkerConfig {
+            ring,
+            ..WorkerConfig::default()
+        };
         let config = VhostUserConfig {
             num_queues,
             serial: "serial-2".to_owned(),
-            ring,
+            workers: vec![worker; num_queues.into()],
             restartable,
             ..VhostUserConfig::default()
         };
@@ -848,7 +854,13 @@ fn a_server_that_cannot_be_started_says_why() {
         format!("serial `{}` has 21 bytes; at most 20 fit", "x".repeat(21))
     );
     assert_eq!(
-        start(|config| config.queue_affinity = vec![vec![1000]]),
+        start(|config| {
+            let cpus = vec![1000];
+            config.workers = vec![WorkerConfig {
+                cpus,
+                ..WorkerConfig::default()
+            }];
+        }),
         "cannot start the worker of queue 0"
     );
 }

@@ -16,6 +16,42 @@ fn refused(text: &str) -> String {
 }
 
 #[test]
+fn a_worker_gets_the_queues_cpus_polling_and_depth_over_the_base() {
+    let base = WorkerConfig {
+        poll_max: Duration::from_micros(7),
+        registered_buffers: 3,
+        ..WorkerConfig::default()
+    };
+    let config = parse("path=a,num_queues=2,queue_size=512,poll_us=20,queue_affinity=[1@[3,5]]");
+    let seen: Vec<_> = config
+        .workers(&base)
+        .into_iter()
+        .map(|worker| {
+            (
+                worker.name,
+                worker.depth,
+                worker.cpus,
+                worker.poll_max.as_micros(),
+                worker.registered_buffers,
+            )
+        })
+        .collect();
+    assert_eq!(
+        seen,
+        [
+            ("queue 0".to_owned(), 1024, vec![], 20, 3),
+            ("queue 1".to_owned(), 1024, vec![3, 5], 20, 3),
+        ]
+    );
+    let plain = parse("path=a,queue_size=4").worker(300, &base);
+    assert_eq!(
+        (plain.poll_max, plain.depth, plain.cpus.is_empty()),
+        (base.poll_max, 256, true),
+        "without keys the base's time, and no fewer ops than a small queue needs"
+    );
+}
+
+#[test]
 fn a_path_alone_gets_the_documented_defaults() {
     let config = parse("path=/a/disk.qcow2");
     assert_eq!(config, DiskConfig::new("/a/disk.qcow2"));

@@ -95,25 +95,16 @@ impl Attached {
     /// Returns the PCI configuration of an image's disk.
     fn function(&self) -> PciDiskConfig {
         let config = &self.config;
-        let worker = |queue: u16| {
-            WorkerConfig {
-                name: format!("queue {queue}"),
-                // Requests beyond this wait for a free slot.
-                depth: u32::from(config.queue_size).clamp(128, 1024) * 2,
-                cpus: config.cpus_of(queue).unwrap_or_default().to_vec(),
-                poll_max: config.poll_us.map_or(WorkerConfig::default().poll_max, |us| {
-                    Duration::from_micros(us.into())
-                }),
-                on_start: self.hook(Task::Queue),
-                ..WorkerConfig::default()
-            }
+        let worker = WorkerConfig {
+            on_start: self.hook(Task::Queue),
+            ..WorkerConfig::default()
         };
         PciDiskConfig {
             name: self.name(),
             num_queues: config.num_queues,
             queue_size: config.queue_size,
             serial: config.serial.clone().unwrap_or_default(),
-            workers: (0..config.num_queues).map(worker).collect(),
+            workers: config.workers(&worker),
         }
     }
 

@@ -11,6 +11,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use block::lock::LockSet;
+use block::worker::WorkerConfig;
 use parking_lot::Mutex;
 use serde_json::json;
 use virtio_devices::ublk::{
@@ -290,22 +291,19 @@ fn config(disk: &DiskConfig, serve: &ServeArguments) -> Result<UblkConfig, Comma
         let told = format!("disk {name} has queue_size={found}; expected at most 4096 for a ublk device");
         return Err(CommandFailure::Usage(told));
     }
-    let mut config = UblkConfig {
+    let worker = WorkerConfig {
+        on_start: fence::worker_hook(serve.is_confined()),
+        ..UblkConfig::default_worker()
+    };
+    Ok(UblkConfig {
         name: disk.name(),
         num_queues: disk.num_queues,
         queue_depth: disk.queue_size,
         queues_per_worker: serve.queues_per_worker.unwrap_or(1),
         registered_buffers_max: serve.registered_buffers,
-        worker_hook: fence::worker_hook(serve.is_confined()),
-        queue_affinity: (0..disk.num_queues)
-            .map(|queue| disk.cpus_of(queue).map(<[usize]>::to_vec).unwrap_or_default())
-            .collect(),
+        workers: disk.workers(&worker),
         ..UblkConfig::default()
-    };
-    if let Some(poll_us) = disk.poll_us {
-        config.poll_max = Duration::from_micros(poll_us.into());
-    }
-    Ok(config)
+    })
 }
 
 /// Serves all of them until the end, some of them instead of others who do so now.
