@@ -12,27 +12,30 @@
 
 pub mod abi;
 mod channel;
+mod config;
 mod control;
 mod device;
+mod error;
 #[cfg(test)]
 mod hand_over_tests;
 #[cfg(any(test, feature = "model"))]
 pub mod model;
 mod params;
 mod queue;
+mod rights;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
 mod zero_copy_tests;
 
 pub use channel::{Channel, KernelChannel, PagesError, Transport};
+pub use config::{Recovery, TransportChoice, UblkConfig, ZERO_COPY_FROM, first_place};
 pub use control::{
     Carrier, CommandError, Control, ControlCall, ControlDevice, OpenControlError, block_path, char_path,
     open_control,
 };
-pub use device::{
-    AddError, CloseError, HandOverError, RecoveringDevice, Recovery, ResizeError, Settling, Step,
-    TransportChoice, UblkConfig, UblkDevice, ZERO_COPY_FROM, first_place, may_administer, parting_duty,
-};
+pub use device::{HandOverError, RecoveringDevice, Settling, Step, UblkDevice, parting_duty};
+pub use error::{AddError, CloseError, ResizeError};
 pub use params::ParamsError;
 pub use queue::{Counts, Duty, Events, QueueEvent, QueueState, UblkQueue};
+pub use rights::may_administer;

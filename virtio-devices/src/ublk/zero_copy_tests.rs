@@ -14,7 +14,7 @@ use block::{Buffer, Context, Disk, DiskQueue, Request};
 use simulator::pages::Tags;
 
 use super::abi::op;
-use super::device::first_place;
+use super::config::first_place;
 use super::model::{Io, Model, ModelChannel, RingTable};
 use super::queue::{Counts, QueueState, UblkQueue};
 use ringdisk_gen::Random;

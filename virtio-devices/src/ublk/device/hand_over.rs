@@ -17,9 +17,11 @@ use block::canary::{Rule, broken};
 use block::worker::WorkerGone;
 
 use super::super::abi::Flags;
+use super::super::config::Recovery;
 use super::super::control::{CommandError, Control};
+use super::super::error::DRAIN;
 use super::super::queue::Duty;
-use super::{DRAIN, Recovery, UblkDevice};
+use super::UblkDevice;
 
 /// The time that the driver may wait for a tag without a request. The exit of the process frees all tags anyway.
 const QUIESCE: Duration = Duration::from_millis(1);

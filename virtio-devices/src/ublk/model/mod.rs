@@ -35,7 +35,7 @@ use simulator::{Random, memory};
 
 use super::abi::{IO_RES_ABORT, IO_RES_OK, op};
 use super::channel::Places;
-use super::device::Recovery;
+use super::config::Recovery;
 pub use channel::ModelChannel;
 pub use table::RingTable;
 use table::Table;
