@@ -1,10 +1,21 @@
 //! Both sides of a takeover in one process, and servers of the version before.
 
-use super::*;
 use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use virtio_devices::vhost_user::HandOverError;
+
+use super::message::{GREETING, GREETING_WITHOUT_LOCKS, NOT_UNDERSTOOD, receive, request, send, socket_path};
+use super::offer::ask;
+use super::successor::OPEN_MAX;
+use super::*;
+use crate::socket::Socket;
 
 struct World {
     folder: tempfile::TempDir,
@@ -29,12 +40,12 @@ impl World {
         locks.collect::<io::Result<_>>().expect("descriptors")
     }
 
-    fn open(&self) -> (Socket, Door, Keeper) {
+    fn open(&self) -> (Socket, TakeoverSocket, TakeoverListener) {
         let sockets = self.sockets();
         let socket = Socket::listen(&sockets[0]).expect("a socket");
-        let door = Door::open(&sockets).expect("a door");
-        let keeper = door.keeper().expect("a keeper");
-        (socket, door, keeper)
+        let takeover_socket = TakeoverSocket::open(&sockets).expect("a takeover socket");
+        let listener = takeover_socket.listener_for_thread().expect("a listener");
+        (socket, takeover_socket, listener)
     }
 }
 
@@ -42,18 +53,31 @@ impl World {
 fn serve<R: Send>(
     world: &World,
     new: impl FnOnce() -> R + Send,
-    old: impl FnOnce(&Socket, &Door, Successor),
+    old: impl FnOnce(&Socket, &TakeoverSocket, Successor),
 ) -> R {
-    let (socket, door, keeper) = world.open();
+    let (socket, takeover_socket, listener) = world.open();
     thread::scope(|scope| {
         let new = scope.spawn(new);
-        old(&socket, &door, keeper.wait().expect("somebody comes"));
+        old(
+            &socket,
+            &takeover_socket,
+            listener.wait().expect("somebody comes"),
+        );
         new.join().expect("no panic")
     })
 }
 
-fn hand_over(successor: &Successor, socket: &Socket, door: &Door, locks: &[OwnedFd]) -> io::Result<()> {
-    successor.hand_over(door.listener(), locks, [(socket.listener(), None)].into_iter())
+fn hand_over(
+    successor: &Successor,
+    socket: &Socket,
+    takeover_socket: &TakeoverSocket,
+    locks: &[OwnedFd],
+) -> io::Result<()> {
+    successor.hand_over(
+        takeover_socket.listener(),
+        locks,
+        [(socket.listener(), None)].into_iter(),
+    )
 }
 
 #[test]
@@ -65,9 +89,9 @@ fn take_over_has_the_locks_when_the_old_server_has_ended() {
         offer.accept().expect("the old one ends");
         offer.disks.len()
     };
-    let disks = serve(world, new, |socket, door, successor| {
+    let disks = serve(world, new, |socket, takeover_socket, successor| {
         assert!(successor.takes_locks());
-        hand_over(&successor, socket, door, &world.locks(300)).expect("it takes them");
+        hand_over(&successor, socket, takeover_socket, &world.locks(300)).expect("it takes them");
     });
     assert_eq!(disks, 1);
 }
@@ -85,8 +109,8 @@ fn take_back_waits_until_the_new_server_has_closed_its_images() {
         is_open(false);
         drop(offer);
     };
-    serve(world, new, |socket, door, successor| {
-        hand_over(&successor, socket, door, &[]).expect_err("it gives up");
+    serve(world, new, |socket, takeover_socket, successor| {
+        hand_over(&successor, socket, takeover_socket, &[]).expect_err("it gives up");
         successor.take_back(Duration::from_secs(20)).expect("it lets go");
         assert!(!*image.lock());
     });
@@ -102,8 +126,8 @@ fn take_back_waits_until_the_new_server_has_closed_its_images() {
         // Whatever it says now, nobody hears it.
         assert!(offer.accept().is_err());
     };
-    serve(world, new, |socket, door, successor| {
-        send_offer(&successor, socket, door);
+    serve(world, new, |socket, takeover_socket, successor| {
+        send_offer(&successor, socket, takeover_socket);
         begins.recv().expect("a word");
         let error = successor
             .take_back(Duration::from_millis(100))
@@ -114,13 +138,13 @@ fn take_back_waits_until_the_new_server_has_closed_its_images() {
 }
 
 /// Offers everything, and does not wait for it to be taken.
-fn send_offer(successor: &Successor, socket: &Socket, door: &Door) {
+fn send_offer(successor: &Successor, socket: &Socket, takeover_socket: &TakeoverSocket) {
     let token = successor.token.as_ref().expect("a token");
     let connection = &successor.connection;
     send(
         connection,
         b"o",
-        &[door.listener().as_raw_fd(), token.0.as_raw_fd()],
+        &[takeover_socket.listener().as_raw_fd(), token.0.as_raw_fd()],
     )
     .expect("sent");
     send(connection, &0u32.to_ne_bytes(), &[]).expect("sent");
@@ -137,8 +161,8 @@ fn begin_fails_when_the_old_server_has_taken_its_images_back() {
         hears.recv().expect("a word");
         offer.begin().expect_err("too late")
     };
-    let error = serve(world, new, |socket, door, successor| {
-        send_offer(&successor, socket, door);
+    let error = serve(world, new, |socket, takeover_socket, successor| {
+        send_offer(&successor, socket, takeover_socket);
         let begun = Instant::now();
         successor
             .take_back(Duration::from_secs(20))
@@ -155,16 +179,16 @@ fn hand_over_gives_up_a_new_server_that_does_not_read() {
     let world = &World::new();
     let (told, hears) = std::sync::mpsc::channel::<()>();
     let new = move || {
-        let stream = UnixStream::connect(door_path(&world.sockets()[0])).expect("a door");
+        let stream = UnixStream::connect(socket_path(&world.sockets()[0])).expect("a takeover socket");
         let asked = request(GREETING, &world.sockets()).expect("a request");
         send(&stream, &asked, &[]).expect("sent");
         // Nothing is read until the other side has given up.
         assert!(hears.recv().is_err());
     };
-    serve(world, new, |socket, door, successor| {
+    serve(world, new, |socket, takeover_socket, successor| {
         let locks = world.locks(700);
         let begun = Instant::now();
-        hand_over(&successor, socket, door, &locks).expect_err("nobody reads");
+        hand_over(&successor, socket, takeover_socket, &locks).expect_err("nobody reads");
         assert!(begun.elapsed() < OPEN_MAX, "{:?}", begun.elapsed());
         successor
             .take_back(Duration::from_secs(20))
@@ -183,28 +207,28 @@ fn servers_of_the_version_before_are_taken_over_from_and_take_over_without_locks
         offer.accept().expect("the old one ends");
         assert!(offer.token.is_none());
     };
-    serve(world, new, |socket, door, successor| {
+    serve(world, new, |socket, takeover_socket, successor| {
         assert!(!successor.takes_locks());
-        hand_over(&successor, socket, door, &[]).expect("it takes them");
+        hand_over(&successor, socket, takeover_socket, &[]).expect("it takes them");
     });
 
     // An old server that knows only that request, and refuses others in its words.
     let world = &World::new();
-    let (socket, mut door, _) = world.open();
-    door.requests.now = door.requests.without_locks.clone();
-    let keeper = door.keeper().expect("a keeper");
+    let (socket, mut takeover_socket, _) = world.open();
+    takeover_socket.requests.now = takeover_socket.requests.without_locks.clone();
+    let listener = takeover_socket.listener_for_thread().expect("a listener");
     thread::scope(|scope| {
         let new = scope.spawn(|| take_over(&world.sockets()).map(|offer| (offer.accept(), offer.token)));
-        let (connection, _) = keeper.listener.accept().expect("somebody comes");
+        let (connection, _) = listener.listener.accept().expect("somebody comes");
         receive(&connection).expect("a request");
         Successor {
             connection,
             token: None,
         }
         .refuse(NOT_UNDERSTOOD);
-        let mut successor = keeper.wait().expect("it comes again");
+        let mut successor = listener.wait().expect("it comes again");
         successor.token = None;
-        hand_over(&successor, &socket, &door, &[]).expect("it takes them");
+        hand_over(&successor, &socket, &takeover_socket, &[]).expect("it takes them");
         let (accepted, token) = new.join().expect("no panic").expect("an offer");
         accepted.expect("the old one ends");
         assert!(token.is_none());

@@ -4,6 +4,7 @@
 //! locked before its device appears, and the device is gone before the image is closed.
 
 pub mod arguments;
+mod bring_up;
 pub mod claim;
 mod claimed_file;
 mod devices;
@@ -15,12 +16,15 @@ mod links;
 mod page_cache;
 mod parallel;
 mod process;
+mod requests;
 mod resume;
 mod serve;
+mod served;
 mod sooner;
 mod state;
 mod upgrade;
 mod usage;
+mod wanted;
 
 use arguments::UblkCommand;
 

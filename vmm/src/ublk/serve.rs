@@ -1,4 +1,4 @@
-//! The server: creates devices for disks, or recovers those whose server was killed, and serves them until the end.
+//! `ringdisk ublk add`, `recover` and `upgrade`: the server's process, from its start to its end.
 //!
 //! Invariants: after a stop signal every device is stopped, drained and deleted, and each image closed cleanly,
 //! even if another one fails. A device with a broken queue does no more I/O, and is left untouched until this process
@@ -6,101 +6,23 @@
 
 use std::collections::BTreeMap;
 use std::io::Write;
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
-use std::time::{Duration, Instant};
 
-use block::lock::LockSet;
-use block::worker::WorkerConfig;
 use parking_lot::Mutex;
-use serde_json::json;
-use virtio_devices::ublk::{
-    CloseError, Control, Events, QueueEvent, RecoveringDevice, Recovery, Transport, TransportChoice,
-    UblkConfig, UblkDevice, block_path, may_administer,
-};
+use virtio_devices::ublk::{QueueEvent, block_path};
 
 use super::arguments::{AddArguments, RecoverArguments, ServeArguments, UpgradeArguments};
-use super::claimed_file::ClaimedFile;
-use super::groups::Groups;
-use super::resume::{self, Found};
-use super::sooner::Sooner;
-use super::state::{self, DeviceState};
+use super::bring_up::{bring_up, open_disk};
+use super::served::{Event, Server, Shared, close};
 use super::upgrade::{self, Predecessor};
-use super::{devices, fence, hand_over, helper, links, page_cache, parallel, usage};
-use crate::control::{Control as ControlSocket, Request, Server as ControlServer};
-use crate::disk_config::DiskConfig;
+use super::wanted::{self, Wanted};
+use super::{devices, fence, hand_over, helper, parallel, requests, state};
+use crate::control::{Control as ControlSocket, Server as ControlServer};
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
-use crate::open::{self, OpenedDisk, Opening};
+use crate::open;
 use crate::signals::StopSignals;
 use crate::socket::Socket;
-use crate::{background, limits, once, sd_notify, size};
-
-/// The longest time that I/O of a killed server may keep its image locked: as long as a request may take the driver.
-const UNLOCK_MAX: Duration = Duration::from_secs(30);
-
-/// A device and the image behind it. Dropped in this order: the image's lock goes last.
-struct Served {
-    device: UblkDevice,
-    name: String,
-    serial: Option<String>,
-    opened: OpenedDisk,
-    /// True if it had another server before.
-    recovered: bool,
-}
-
-/// The state that the main thread and the control socket share.
-struct Shared {
-    control: Control,
-    devices: BTreeMap<u32, Served>,
-    /// The images of detached devices, held until this process exits.
-    left: Vec<OpenedDisk>,
-    /// They are another server's now, and this process is about to end.
-    handed_over: bool,
-}
-
-impl Shared {
-    /// Lets go of a device: it stays as it is until the end of this process, which the driver takes for its server's death. So
-    /// does its image's lock.
-    fn leave(&mut self, served: Served) {
-        let Served { device, opened, .. } = served;
-        drop(device);
-        self.left.push(opened);
-    }
-
-    /// Lets go of all devices that this process has not made: they are the next server's, as they would be had it not come.
-    fn leave_recovered(&mut self) {
-        let (recovered, made) = std::mem::take(&mut self.devices)
-            .into_iter()
-            .partition::<BTreeMap<_, _>, _>(|(_, served)| served.recovered);
-        self.devices = made;
-        recovered.into_values().for_each(|served| self.leave(served));
-    }
-}
-
-type Server = Arc<Mutex<Shared>>;
-
-/// An event for the main thread.
-enum Event {
-    Stop(&'static str),
-    Queue(QueueEvent),
-}
-
-/// A disk to be served, and how.
-struct Wanted {
-    /// The device to recover; `None` makes a new one.
-    recover: Option<u32>,
-    /// A device that is deleted first, because it never had a server.
-    half_made: Option<u32>,
-    text: String,
-    rate_limit_group: Option<String>,
-    directory: PathBuf,
-    disk: DiskConfig,
-    config: UblkConfig,
-    /// True if answered writes must outlive this process.
-    outlives: bool,
-    /// True if the host may read the contents.
-    partitions: bool,
-}
+use crate::{background, limits, sd_notify};
 
 /// `ringdisk ublk add`.
 ///
@@ -108,75 +30,7 @@ struct Wanted {
 ///
 /// A failure that names the disk; no device of this call is left then.
 pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
-    let transport = match arguments.transport.as_str() {
-        "copy" => TransportChoice::Only(Transport::Copy),
-        "user-copy" => TransportChoice::Only(Transport::UserCopy),
-        "zero-copy" => TransportChoice::Only(Transport::ZeroCopy),
-        _ => TransportChoice::Auto,
-    };
-    let recovery = match arguments.recovery.as_str() {
-        // The driver lets no I/O wait for a user.
-        _ if !may_administer() => Recovery::Off,
-        "wait" => Recovery::Wait,
-        "fail" => Recovery::Fail,
-        "off" => Recovery::Off,
-        _ => Recovery::Reissue,
-    };
-    let io_bytes_max = size::parse_bytes(&arguments.max_io)
-        .ok()
-        .and_then(|bytes| u32::try_from(bytes).ok())
-        .filter(|bytes| bytes.is_power_of_two() && (4096..=1 << 25).contains(bytes));
-    let Some(io_bytes_max) = io_bytes_max else {
-        let found = &arguments.max_io;
-        let told = format!("--max-io {found}: expected a power of two from 4K to 32M");
-        return Err(CommandFailure::Usage(told));
-    };
-    let zero_copy_from = size::parse_bytes(&arguments.zero_copy_from)
-        .ok()
-        .and_then(|bytes| u32::try_from(bytes).ok());
-    let Some(zero_copy_from) = zero_copy_from else {
-        let found = &arguments.zero_copy_from;
-        let told = format!("--zero-copy-from {found}: expected a size such as 64K, below 4G");
-        return Err(CommandFailure::Usage(told));
-    };
-    let directory = here()?;
-    let mut groups = Groups::parse(&arguments.serve.rate_limit_group)?;
-    let texts = &arguments.disk;
-    let disks = texts
-        .iter()
-        .map(|text| parse(text))
-        .collect::<Result<Vec<_>, _>>()?;
-    once::check_images(&disks)?;
-    let mut wanted = Vec::new();
-    for ((text, mut disk), nth) in texts.iter().zip(disks).zip(0u32..) {
-        let rate_limit_group = groups.join(&mut disk, None)?;
-        let id = arguments.id.map(|first| first.saturating_add(nth));
-        let found = match id {
-            Some(id) if arguments.or_recover => resume::look(id, text, &directory)?,
-            _ => Found::Nothing,
-        };
-        let config = UblkConfig {
-            id,
-            transport,
-            zero_copy_from,
-            recovery,
-            io_bytes_max,
-            partitions: arguments.partitions,
-            ..config(&disk, &arguments.serve)?
-        };
-        let recover = id.filter(|_| found == Found::Waits);
-        wanted.push(Wanted {
-            recover,
-            half_made: id.filter(|_| found == Found::HalfMade),
-            text: text.clone(),
-            rate_limit_group,
-            directory: directory.clone(),
-            disk,
-            config,
-            outlives: recover.is_some() || recovery != Recovery::Off,
-            partitions: arguments.partitions,
-        });
-    }
+    let wanted = wanted::added(arguments)?;
     if arguments.serve.daemonize {
         return background::start();
     }
@@ -203,7 +57,7 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
         writeln!(std::io::stderr(), "no device waits for a server")?;
         return Ok(EXIT_OK);
     }
-    let wanted = again(&ids, &arguments.disk, &arguments.serve)?;
+    let wanted = wanted::again(&ids, &arguments.disk, &arguments.serve)?;
     if arguments.serve.daemonize {
         return background::start();
     }
@@ -226,7 +80,7 @@ pub(super) fn upgrade(arguments: &UpgradeArguments) -> Result<u8, CommandFailure
         writeln!(std::io::stderr(), "no device has a server to take over from")?;
         return Ok(EXIT_OK);
     }
-    let wanted = again(&ids, &[], &arguments.serve)?;
+    let wanted = wanted::again(&ids, &[], &arguments.serve)?;
     for wanted in &wanted {
         open::rehearse(&wanted.disk).map_err(|error| CommandFailure::Failed(error.into()))?;
     }
@@ -234,76 +88,6 @@ pub(super) fn upgrade(arguments: &UpgradeArguments) -> Result<u8, CommandFailure
         return background::start();
     }
     serve(wanted, predecessors, &arguments.serve)
-}
-
-/// Devices that there are already, with their disks as they are given or, where none are, remembered.
-fn again(ids: &[u32], disks: &[String], arguments: &ServeArguments) -> Result<Vec<Wanted>, CommandFailure> {
-    let mut groups = Groups::parse(&arguments.rate_limit_group)?;
-    let mut wanted = Vec::new();
-    for (index, &id) in ids.iter().enumerate() {
-        let remembered = DeviceState::load(id);
-        let (text, directory) = match (disks.get(index), &remembered) {
-            (Some(text), _) => (text.clone(), here()?),
-            (None, Some(state)) => (state.disk.clone(), state.directory.clone()),
-            (None, None) => {
-                let told = format!("no saved state for {}; pass --disk", block_path(id));
-                return Err(CommandFailure::Failed(told.into()));
-            }
-        };
-        let mut disk = parse(&text)?;
-        let each = remembered.as_ref().map(|state| state.queues_per_worker);
-        let partitions = remembered.as_ref().is_some_and(|state| state.partitions);
-        let group = remembered.and_then(|state| state.rate_limit_group);
-        let rate_limit_group = groups.join(&mut disk, group.as_deref())?;
-        disk.path = directory.join(&disk.path);
-        let mut config = config(&disk, arguments)?;
-        config.queues_per_worker = arguments.queues_per_worker.or(each).unwrap_or(1);
-        wanted.push(Wanted {
-            recover: Some(id),
-            half_made: None,
-            text,
-            rate_limit_group,
-            directory,
-            disk,
-            config,
-            outlives: true,
-            partitions,
-        });
-    }
-    Ok(wanted)
-}
-
-fn here() -> Result<PathBuf, CommandFailure> {
-    std::env::current_dir().map_err(|error| CommandFailure::about("cannot read the current directory", error))
-}
-
-/// A disk as it is given.
-fn parse(text: &str) -> Result<DiskConfig, CommandFailure> {
-    let disk = DiskConfig::parse(text)?;
-    disk.is_own()?;
-    Ok(disk)
-}
-
-/// Returns the device configuration that follows from the disk's.
-fn config(disk: &DiskConfig, serve: &ServeArguments) -> Result<UblkConfig, CommandFailure> {
-    if disk.queue_size > 4096 {
-        let (name, found) = (disk.name(), disk.queue_size);
-        let told = format!("disk {name} has queue_size={found}; expected at most 4096 for a ublk device");
-        return Err(CommandFailure::Usage(told));
-    }
-    let worker = WorkerConfig {
-        on_start: fence::worker_hook(serve.is_confined()),
-        ..UblkConfig::default_worker()
-    };
-    Ok(UblkConfig {
-        name: disk.name(),
-        num_queues: disk.num_queues,
-        queue_depth: disk.queue_size,
-        queues_per_worker: serve.queues_per_worker.unwrap_or(1),
-        registered_buffers_max: serve.registered_buffers,
-        workers: disk.workers(&worker),
-        ..UblkConfig::default()
-    })
 }
 
 /// Serves all of them until the end, some of them instead of others who do so now.
@@ -343,7 +127,7 @@ fn serve(
     state::sweep(&state::folder());
     let socket = state::socket(std::process::id());
     let shared = Arc::clone(&server);
-    let answer = move |request| answer(&shared, request);
+    let answer = move |request| requests::answer(&shared, request);
     let (shared, own) = (Arc::clone(&server), socket.clone());
     let told = move || {
         if shared.lock().handed_over {
@@ -414,162 +198,6 @@ fn serve(
     first_failure.map_or(Ok(EXIT_OK), Err)
 }
 
-/// Opens and locks a disk. One whose server was killed is locked until the last of its I/O has ended.
-fn open_disk(wanted: &Wanted, lock_set: &LockSet) -> Result<OpenedDisk, CommandFailure> {
-    let begun = Instant::now();
-    let device = wanted.recover.or(wanted.half_made);
-    let had_server = device.is_some();
-    let how = Opening {
-        persist_mappings: wanted.outlives,
-        device,
-        lock_set: lock_set.clone(),
-    };
-    loop {
-        match open::open_as(&wanted.disk, &how) {
-            Err(error) if had_server && error.is_locked() && begun.elapsed() < UNLOCK_MAX => {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            disk => return disk.map_err(|error| CommandFailure::Failed(error.into())),
-        }
-    }
-}
-
-/// A device that is on its way.
-enum Begun {
-    Made(UblkDevice),
-    /// Nothing is asked of it yet.
-    Recovering(RecoveringDevice),
-}
-
-/// Serves the disks; answers the lines that say so. I/O of devices in recovery flows only when all of them have their
-/// queues: that of the first would take the others' time. If one of them fails then, it waits for another server, and the
-/// others are served: that failure is the second part of the answer.
-fn bring_up(
-    server: &Server,
-    disks: Vec<(Wanted, OpenedDisk)>,
-    events: &mpsc::Sender<Event>,
-    socket: &Path,
-    arguments: &ServeArguments,
-) -> Result<(String, Option<CommandFailure>), CommandFailure> {
-    let mut shared = server.lock();
-    let about = |wanted: &Wanted, error| CommandFailure::about(wanted.disk.name(), error);
-    let (mut begun, mut failure, mut late) = (Vec::new(), None, None);
-    for (wanted, opened) in disks {
-        if let Some(id) = wanted.half_made
-            // Its image is ours now, so nobody is about to serve it.
-            && let Err(error) = shared.control.delete(id)
-        {
-            failure = Some(CommandFailure::Failed(error.into()));
-            break;
-        }
-        let events = events.clone();
-        // If nobody listens any more, the process is ending.
-        let events: Events = Arc::new(move |event| events.send(Event::Queue(event)).unwrap_or_default());
-        let (control, config) = (&mut shared.control, &wanted.config);
-        let device = match wanted.recover {
-            None => UblkDevice::add(control, opened.disk(), config, &events).map(Begun::Made),
-            Some(id) => {
-                UblkDevice::recover(control, id, opened.disk(), config, &events).map(Begun::Recovering)
-            }
-        };
-        match device {
-            Ok(device) => begun.push((wanted, opened, device)),
-            Err(error) => {
-                failure = Some(about(&wanted, error));
-                break;
-            }
-        }
-    }
-    let (mut served, mut recovering, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
-    for (wanted, opened, device) in begun {
-        match device {
-            Begun::Made(device) => served.push((wanted, opened, device)),
-            Begun::Recovering(device) => {
-                recovering.push(device);
-                waiting.push((wanted, opened));
-            }
-        }
-    }
-    // From now on I/O flows, and everybody's threads are after a CPU: what is left to do here goes first.
-    let _sooner = Sooner::begin();
-    // All of them wait for another server if one cannot be had.
-    if failure.is_none() {
-        let finished = RecoveringDevice::finish(recovering, &mut shared.control);
-        for ((wanted, opened), device) in waiting.into_iter().zip(finished) {
-            match device {
-                Ok(device) => served.push((wanted, opened, device)),
-                Err(error) => {
-                    tracing::error!(disk = %wanted.disk.name(), %error, "the device was not recovered");
-                    late.get_or_insert(about(&wanted, error));
-                    shared.left.push(opened);
-                }
-            }
-        }
-    }
-    let mut lines = String::new();
-    for (wanted, opened, device) in served {
-        lines += &remember(&mut shared, wanted, opened, device, socket, arguments);
-    }
-    let nobody = shared.devices.is_empty();
-    match failure.or_else(|| late.take_if(|_| nobody)) {
-        Some(failure) => Err(failure),
-        None => Ok((lines, late)),
-    }
-}
-
-/// Keeps a device that is served; answers the line that says so.
-fn remember(
-    shared: &mut Shared,
-    wanted: Wanted,
-    opened: OpenedDisk,
-    device: UblkDevice,
-    socket: &Path,
-    arguments: &ServeArguments,
-) -> String {
-    let (id, name) = (device.id(), wanted.disk.name());
-    let remembered = DeviceState {
-        id,
-        pid: std::process::id(),
-        disk: wanted.text,
-        directory: wanted.directory,
-        queues_per_worker: wanted.config.queues_per_worker,
-        rate_limit_group: wanted.rate_limit_group,
-        control: socket.to_owned(),
-        sequence: state::sequence(Path::new(state::BLOCK_DEVICES), id),
-        outlives: Recovery::of(device.info().flags()) != Recovery::Off,
-        partitions: wanted.partitions,
-        files: opened
-            .disk()
-            .files()
-            .iter()
-            .filter_map(|file| ClaimedFile::of(file))
-            .collect(),
-    };
-    if let Err(error) = remembered.store() {
-        tracing::warn!(%error, device = id, "cannot save the state of the device; `ublk recover` will need --disk");
-    }
-    links::make(id, wanted.disk.serial.as_deref());
-    let path = block_path(id);
-    let line = if arguments.json {
-        let transport = device.transport().to_string();
-        let queues = device.info().nr_hw_queues;
-        json!({"id": id, "path": path, "disk": name, "transport": transport, "queues": queues}).to_string()
-    } else {
-        path
-    };
-    shared.devices.insert(
-        id,
-        Served {
-            device,
-            name,
-            serial: wanted.disk.serial,
-            opened,
-            recovered: wanted.recover.is_some(),
-        },
-    );
-    line + "\n"
-}
-
 /// Waits for a stop, or the end of every device. The failure is the first there was.
 fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailure> {
     let mut first_failure = None;
@@ -610,92 +238,6 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailur
         }
     }
     first_failure
-}
-
-/// Stops and deletes one device and closes its image.
-fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
-    let Served {
-        device,
-        name,
-        serial,
-        opened: _opened,
-        recovered: _,
-    } = served;
-    let (id, path) = (device.id(), block_path(device.id()));
-    if !device.is_ended() {
-        match usage::user_of(&path) {
-            Ok(Some(user)) => {
-                tracing::warn!(device = id, %user, "the device was removed while in use; its users get I/O errors");
-                page_cache::sync();
-            }
-            Ok(None) => {}
-            // The sandbox does not let us see who has it open.
-            Err(_) => page_cache::flush(path.clone()),
-        }
-    }
-    links::remove_own(id, serial.as_deref());
-    let closed = device.close(control);
-    if let Err(CloseError::Undrained { .. }) = &closed {
-        // Only the end of the process frees what the kernel waits for, and it must come soon.
-        tracing::error!(device = id, "exiting: requests are still in flight");
-        std::process::exit(EXIT_FAILURE.into());
-    }
-    state::forget(id, Some(std::process::id()));
-    match &closed {
-        Ok(()) => tracing::info!(disk = %name, device = id, "the image was closed cleanly"),
-        Err(error) => tracing::error!(disk = %name, device = id, %error, "the image was not closed cleanly"),
-    }
-    closed.map_err(|error| CommandFailure::about(name, error))
-}
-
-/// Carries out what the control socket is asked.
-fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String> {
-    let mut shared = server.lock();
-    let Shared {
-        control,
-        devices,
-        handed_over,
-        ..
-    } = &mut *shared;
-    match request {
-        Request::Info {} => {
-            let list = devices.iter().map(|(id, served)| {
-                let counts = served.device.counts();
-                json!({
-                    "id": id,
-                    "disk": served.name,
-                    "transport": served.device.transport().to_string(),
-                    "workers": served.device.workers(),
-                    "requests": counts.requests,
-                    "bytes": counts.bytes,
-                    "errors": counts.errors,
-                    "zero_copied": counts.zero_copied,
-                    "copied": counts.copied,
-                    "fallbacks": counts.fallbacks,
-                })
-            });
-            Ok(
-                json!({"devices": list.collect::<Vec<_>>(), "hand_over": hand_over::VERSION, "passes_locks": true}),
-            )
-        }
-        Request::HandOver {
-            version,
-            devices: asked,
-        } => {
-            let devices: Vec<&UblkDevice> = devices.values().map(|served| &served.device).collect();
-            let left = hand_over::leave(control, &devices, version, &asked)?;
-            *handed_over = true;
-            Ok(left)
-        }
-        Request::DiskResize { id, size } => {
-            let served = id.parse().ok().and_then(|id: u32| devices.get(&id));
-            let served = served.ok_or_else(|| format!("this server has no device {id}"))?;
-            let resized = served.device.resize(control, size);
-            let size = resized.map_err(|error| crate::error::chain(&error))?;
-            Ok(json!({ "size": size }))
-        }
-        _ => Err("a ublk server does not support this request".to_owned()),
-    }
 }
 
 /// The state that a stop signal needs before the devices are ready.

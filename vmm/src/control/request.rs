@@ -1,0 +1,104 @@
+//! The language of a control socket: the requests, and the form of a line.
+//!
+//! Invariant: a request with a field that it does not have is refused, so that a client's mistake never looks like success.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::os::unix::net::UnixStream;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::disk_config::{DiskConfig, DiskConfigError};
+use crate::key_value;
+
+/// A request to a control socket.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Request {
+    /// Returns the state and the disks.
+    Info {},
+    /// Stop the guest; when it is answered, its images hold every write that the guest believes done.
+    Pause {},
+    /// Resumes the guest.
+    Resume {},
+    /// Make a disk larger.
+    DiskResize {
+        /// The disk, by its id or, without one, its path.
+        id: String,
+        /// Its new size in bytes.
+        size: u64,
+    },
+    /// Add a disk.
+    DiskAdd {
+        /// The keys of `--disk`.
+        disk: DiskKeys,
+    },
+    /// Ask the guest to let a disk go, and close it when it has.
+    DiskRemove {
+        /// The disk, by its id or, without one, its path.
+        id: String,
+    },
+    /// Passes descriptors of the locks of all images, for the next server of the devices. They come with spaces
+    /// before the answer; see [`ask_for_locks`](super::ask_for_locks).
+    PassLocks {},
+    /// Hands the block devices over to the caller, and exits.
+    HandOver {
+        /// The protocol version: 1.
+        version: u32,
+        /// All devices that the server has.
+        devices: Vec<u32>,
+    },
+}
+
+/// The keys of `--disk` with their values.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct DiskKeys(BTreeMap<String, Setting>);
+
+/// The value of a key: as text, or in the form that JSON has for it.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(untagged)]
+enum Setting {
+    /// `on` or `off`.
+    Switch(bool),
+    Number(u64),
+    Text(String),
+}
+
+impl DiskKeys {
+    /// The keys of a `--disk` text.
+    ///
+    /// # Errors
+    ///
+    /// As [`DiskConfig::parse`].
+    pub fn parse(text: &str) -> Result<Self, DiskConfigError> {
+        DiskConfig::parse(text)?;
+        let items = key_value::items(text).map_err(DiskConfigError::Syntax)?;
+        let keys = items.into_iter();
+        Ok(Self(
+            keys.map(|(key, value)| (key.to_owned(), Setting::Text(value.to_owned())))
+                .collect(),
+        ))
+    }
+
+    /// The disk that they describe.
+    ///
+    /// # Errors
+    ///
+    /// As [`DiskConfig::parse`].
+    pub fn config(&self) -> Result<DiskConfig, DiskConfigError> {
+        let text = |setting: &Setting| match setting {
+            Setting::Switch(true) => "on".to_owned(),
+            Setting::Switch(false) => "off".to_owned(),
+            Setting::Number(number) => number.to_string(),
+            Setting::Text(text) => text.clone(),
+        };
+        let items: Vec<_> = self.0.iter().map(|(key, setting)| (key, text(setting))).collect();
+        DiskConfig::from_items(items.iter().map(|(key, value)| (key.as_str(), value.as_str())))
+    }
+}
+
+/// Sends one JSON object as a line.
+pub(super) fn send_line(mut stream: &UnixStream, object: &Value) -> io::Result<()> {
+    stream.write_all(format!("{object}\n").as_bytes())
+}

@@ -1,0 +1,201 @@
+//! The server of a control socket.
+//!
+//! Invariants: no input stops the machine; a request is completed before the next one is read; a client that sends
+//! nothing, an incomplete request or too much occupies one thread of eight and nothing else.
+
+use std::fmt;
+use std::io::{self, BufRead, BufReader, Read};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+use super::request::{Request, send_line};
+use crate::socket::{Socket, SocketError};
+
+/// The longest request, in bytes.
+const REQUEST_MAX: u64 = 64 << 10;
+/// The most clients at a time.
+pub(super) const CLIENTS_MAX: usize = 8;
+/// After what time a client that could not be let in is tried again.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
+
+/// Executes requests. Returns the fields to send beside `"ok": true`, or the error's text.
+pub type Handler = dyn Fn(Request) -> Result<Value, String> + Send + Sync;
+
+/// Called after an answer was sent.
+pub type Told = dyn Fn() + Send + Sync;
+
+/// Returns the descriptors for [`Request::PassLocks`].
+pub type Locks = dyn Fn() -> io::Result<Vec<OwnedFd>> + Send + Sync;
+
+/// The server of a control socket.
+#[derive(Clone)]
+pub struct Server {
+    /// Carries requests out.
+    pub handler: Arc<Handler>,
+    /// Is called after each answer, whether or not the client has taken it.
+    pub told: Arc<Told>,
+    /// Has the descriptors of image locks.
+    pub locks: Arc<Locks>,
+}
+
+impl fmt::Debug for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Server").finish_non_exhaustive()
+    }
+}
+
+/// A control socket that is served until it is dropped.
+#[derive(Debug)]
+pub struct Control {
+    _socket: Socket,
+}
+
+impl Control {
+    /// Listens at `path`, with mode 0600, and serves clients on threads of their own.
+    ///
+    /// # Errors
+    ///
+    /// [`SocketError`], naming the path.
+    pub fn serve(path: &Path, handler: Arc<Handler>) -> Result<Self, SocketError> {
+        let server = Server {
+            handler,
+            told: Arc::new(|| ()),
+            locks: Arc::new(|| Ok(Vec::new())),
+        };
+        Self::serve_on(Socket::listen(path)?, &server)
+    }
+
+    /// As [`Control::serve`], on a socket that listens already, by threads as confined as the calling one.
+    ///
+    /// # Errors
+    ///
+    /// As [`Control::serve`].
+    pub fn serve_on(socket: Socket, server: &Server) -> Result<Self, SocketError> {
+        let server = server.clone();
+        let path = socket.path().to_owned();
+        let failed = |source| SocketError::Os {
+            action: "serve",
+            path: path.clone(),
+            source,
+        };
+        let listener = socket.listener().try_clone().map_err(failed)?;
+        // One that is asked to poll would spin here.
+        listener.set_nonblocking(false).map_err(failed)?;
+        let clients = Arc::new(AtomicUsize::new(0));
+        let accept = move || {
+            loop {
+                let stream = match listener.accept() {
+                    Ok((stream, _)) => stream,
+                    Err(error) => {
+                        // No descriptor left, perhaps: others give theirs back.
+                        tracing::debug!(%error, "a client of the control socket");
+                        std::thread::sleep(ACCEPT_AGAIN);
+                        continue;
+                    }
+                };
+                let seat = Seat::take(&clients);
+                if seat.is_none() {
+                    let error = "too many clients at a time";
+                    send_line(&stream, &json!({"ok": false, "error": error})).unwrap_or_default();
+                    continue;
+                }
+                let server = server.clone();
+                let serve = move || {
+                    let _seat = seat;
+                    if let Err(error) = serve_client(&stream, &server) {
+                        tracing::debug!(%error, "a client of the control socket");
+                    }
+                };
+                let thread = std::thread::Builder::new().name("control".to_owned());
+                if let Err(error) = thread.spawn(serve) {
+                    tracing::debug!(%error, "a client of the control socket");
+                }
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name("control".to_owned())
+            .spawn(accept);
+        thread.map_err(failed)?;
+        Ok(Self { _socket: socket })
+    }
+}
+
+/// A client's place among those at a time, until it is dropped, however its thread ends.
+struct Seat(Arc<AtomicUsize>);
+
+impl Seat {
+    fn take(clients: &Arc<AtomicUsize>) -> Option<Self> {
+        let seat = Self(Arc::clone(clients));
+        (clients.fetch_add(1, Ordering::SeqCst) < CLIENTS_MAX).then_some(seat)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Calls the handler. A panic of the handler becomes an error, and the connection continues.
+fn call_handler(handler: &Handler, request: Request) -> Result<Value, String> {
+    let done = catch_unwind(AssertUnwindSafe(|| handler(request)));
+    done.unwrap_or_else(|_| Err("internal error; see the log on standard error".to_owned()))
+}
+
+/// Answers one client's requests, line by line.
+fn serve_client(stream: &UnixStream, server: &Server) -> io::Result<()> {
+    let mut reader = BufReader::new(stream);
+    loop {
+        let mut line = Vec::new();
+        reader
+            .by_ref()
+            .take(REQUEST_MAX + 1)
+            .read_until(b'\n', &mut line)?;
+        if line.is_empty() {
+            return Ok(());
+        }
+        if line.last() != Some(&b'\n') {
+            let error = if line.len() as u64 > REQUEST_MAX {
+                format!("the request is longer than {REQUEST_MAX} bytes")
+            } else {
+                "the request is incomplete; expected one JSON object on one line".to_owned()
+            };
+            return send_line(stream, &json!({"ok": false, "error": error}));
+        }
+        let answer = match serde_json::from_slice::<Request>(&line) {
+            Ok(Request::PassLocks {}) => match pass_locks(stream, server) {
+                Ok(count) => json!({"ok": true, "locks": count}),
+                Err(error) => json!({"ok": false, "error": error.to_string()}),
+            },
+            Ok(request) => match call_handler(&*server.handler, request) {
+                Ok(Value::Object(mut fields)) => {
+                    fields.insert("ok".to_owned(), true.into());
+                    Value::Object(fields)
+                }
+                Ok(_) => json!({"ok": true}),
+                Err(error) => json!({"ok": false, "error": error}),
+            },
+            Err(error) => json!({"ok": false, "error": format!("invalid request: {error}")}),
+        };
+        let sent = send_line(stream, &answer);
+        (server.told)();
+        sent?;
+    }
+}
+
+/// Sends the descriptors of image locks, each with a space. Returns how many there are.
+fn pass_locks(stream: &UnixStream, server: &Server) -> io::Result<usize> {
+    let locks = (server.locks)()?;
+    for lock in &locks {
+        stream.send_with_fd(&b" "[..], lock.as_raw_fd())?;
+    }
+    Ok(locks.len())
+}

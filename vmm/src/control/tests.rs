@@ -1,0 +1,289 @@
+//! The control socket as a client sees it, and the documented requests.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use virtio_devices::connect::{Cancel, connect_within};
+
+use super::server::CLIENTS_MAX;
+use super::*;
+use crate::disk_config::DiskConfig;
+use crate::socket::Socket;
+
+fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("control");
+    let handler = |request| match request {
+        Request::Info {} => Ok(json!({"state": "running"})),
+        Request::Pause {} => Err("it will not".to_owned()),
+        Request::Resume {} => Ok(Value::Null),
+        // As a panic is, and without its noise.
+        Request::DiskResize { size: 13, .. } => std::panic::resume_unwind(Box::new("bad luck")),
+        Request::DiskResize { id, size } => Ok(json!({ "id": id, "size": size })),
+        Request::DiskAdd { disk } => match disk.config() {
+            Ok(config) => Ok(json!({"id": config.name(), "queues": config.num_queues})),
+            Err(error) => Err(error.to_string()),
+        },
+        Request::DiskRemove { id } => Ok(json!({ "id": id })),
+        Request::HandOver { devices, .. } => Ok(json!({ "devices": devices })),
+        Request::PassLocks {} => Err("it is not for the handler".to_owned()),
+    };
+    let control = Control::serve(&path, Arc::new(handler)).expect("a socket");
+    (folder, path, control)
+}
+
+fn say(path: &Path, bytes: &[u8]) -> String {
+    let mut stream = UnixStream::connect(path).expect("it listens");
+    stream.write_all(bytes).expect("it reads");
+    stream.shutdown(std::net::Shutdown::Write).expect("a socket");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("text");
+    answer
+}
+
+#[test]
+fn requests_are_answered_in_turn_on_one_connection() {
+    let (_folder, path, _control) = served();
+    let answer = say(
+        &path,
+        b"{\"command\":\"info\"}\n{\"command\":\"pause\"}\n{\"command\":\"resume\"}\n",
+    );
+    let lines: Vec<Value> = answer
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .collect();
+    assert_eq!(
+        lines,
+        [
+            json!({"ok": true, "state": "running"}),
+            json!({"ok": false, "error": "it will not"}),
+            json!({"ok": true}),
+        ]
+    );
+    let resize = Request::DiskResize {
+        id: "a".to_owned(),
+        size: 7,
+    };
+    let answer = ask(&path, &resize).expect("an answer");
+    assert_eq!(answer, json!({"ok": true, "id": "a", "size": 7}));
+}
+
+/// Every line of the page that is a request is one, and every request is on the page.
+#[test]
+fn the_documented_requests_are_the_ones_there_are() {
+    let page = include_str!("../../../docs/control.md");
+    let mut examples: Vec<Value> = Vec::new();
+    for block in page.split("```json\n").skip(1) {
+        let block = block.split("```").next().expect("the end of the block");
+        let values = serde_json::Deserializer::from_str(block).into_iter();
+        examples.extend(values.map(|value| value.expect("JSON")));
+    }
+    let (requests, answers): (Vec<Value>, Vec<Value>) = examples
+        .into_iter()
+        .partition(|value| value.get("command").is_some());
+    let mut commands: Vec<&str> = Vec::new();
+    for request in requests {
+        let parsed: Request = serde_json::from_value(request).expect("a request");
+        commands.push(match parsed {
+            Request::Info {} => "info",
+            Request::Pause {} => "pause",
+            Request::Resume {} => "resume",
+            Request::DiskAdd { disk } => {
+                disk.config().expect("a disk");
+                "disk-add"
+            }
+            Request::DiskRemove { .. } => "disk-remove",
+            Request::DiskResize { .. } => "disk-resize",
+            Request::HandOver { .. } => "hand-over",
+            Request::PassLocks {} => "pass-locks",
+        });
+    }
+    assert_eq!(
+        commands,
+        [
+            "info",
+            "pause",
+            "resume",
+            "disk-add",
+            "disk-remove",
+            "disk-resize",
+            "pass-locks",
+            "hand-over"
+        ]
+    );
+    assert_eq!(answers.len(), 9, "an answer for each, and an error");
+    for answer in answers {
+        let refused = answer["error"].is_string();
+        assert_eq!(answer["ok"], Value::Bool(!refused), "{answer}");
+    }
+}
+
+#[test]
+fn ask_for_locks_returns_every_description_and_further_requests_are_heard() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("control");
+    let image = std::fs::File::create(folder.path().join("image")).expect("a file");
+    let own = image.try_clone().expect("a descriptor");
+    let server = Server {
+        handler: Arc::new(|_| Ok(json!({"state": "running"}))),
+        told: Arc::new(|| ()),
+        locks: Arc::new(move || (0..300).map(|_| Ok(own.try_clone()?.into())).collect()),
+    };
+    let socket = Socket::listen(&path).expect("a socket");
+    let _control = Control::serve_on(socket, &server).expect("it serves");
+    let locks = ask_for_locks(&path, Duration::from_secs(20)).expect("locks");
+    assert_eq!(locks.len(), 300);
+    // The same description: they share a position.
+    let mut last = std::fs::File::from(locks.into_iter().next_back().expect("one"));
+    last.write_all(b"four").expect("written");
+    assert_eq!(
+        std::io::Seek::stream_position(&mut &image).expect("a position"),
+        4
+    );
+    assert!(ask(&path, &Request::Info {}).is_ok());
+
+    let (_folder, path, _control) = served();
+    assert!(
+        ask_for_locks(&path, Duration::from_secs(20))
+            .expect("none")
+            .is_empty()
+    );
+}
+
+#[test]
+fn a_disk_is_added_by_the_keys_of_the_command_line() {
+    let (_folder, path, _control) = served();
+    let text = r#"path="a,b.qcow2",id=a,num_queues=2,queue_affinity=[0@[0],1@[1-2]],readonly=on"#;
+    let keys = DiskKeys::parse(text).expect("a disk");
+    assert_eq!(keys.config(), DiskConfig::parse(text));
+    let answer = ask(&path, &Request::DiskAdd { disk: keys.clone() }).expect("an answer");
+    assert_eq!(answer, json!({"ok": true, "id": "a", "queues": 2}));
+    // The forms that JSON has for them mean the same.
+    let json =
+        r#"{"path":"a,b.qcow2","id":"a","num_queues":2,"queue_affinity":"[0@[0],1@[1-2]]","readonly":true}"#;
+    let written: DiskKeys = serde_json::from_str(json).expect("keys");
+    assert_eq!(written.config(), keys.config());
+    for (disk, said) in [
+        (r#"{"path":"a","pth":"b"}"#, "unknown key `pth`"),
+        (r#"{"id":"b"}"#, "`path` is missing"),
+        (r#"{"path":"a","num_queues":0}"#, "`num_queues=0`"),
+        (r#"{"path":"a","num_queues":-1}"#, "invalid request"),
+        (
+            r#"{"path":"a","readonly":1}"#,
+            "`readonly=1`: readonly takes on or off",
+        ),
+        (r#"{"path":["a"]}"#, "invalid request"),
+        (r#""path=a""#, "invalid request"),
+    ] {
+        let request = format!("{{\"command\":\"disk-add\",\"disk\":{disk}}}\n");
+        let answer = say(&path, request.as_bytes());
+        assert!(
+            answer.contains(said) && answer.contains("\"ok\":false"),
+            "{disk}: {answer}"
+        );
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_answered_and_the_next_client_served() {
+    let (_folder, path, _control) = served();
+    for (bytes, said) in [
+        (
+            &b"{\"command\":\"dance\"}\n"[..],
+            "invalid request: unknown variant `dance`",
+        ),
+        (b"{\"command\":\"pause\",\"really\":true}\n", "invalid request: "),
+        (
+            b"{\"command\":\"disk-resize\",\"id\":\"a\"}\n",
+            "missing field `size`",
+        ),
+        (b"nonsense\n", "invalid request: "),
+        (b"{\"command\":\"inf", "the request is incomplete"),
+        (&[b'x'; 70_000], "longer than 65536 bytes"),
+    ] {
+        let answer = say(&path, bytes);
+        assert!(
+            answer.contains(said) && answer.contains("\"ok\":false"),
+            "{answer}"
+        );
+    }
+    assert!(ask(&path, &Request::Info {}).is_ok());
+}
+
+#[test]
+fn a_mistake_of_ours_is_an_answer_and_costs_no_seat() {
+    let (_folder, path, _control) = served();
+    for _ in 0..2 * CLIENTS_MAX {
+        let answer = say(
+            &path,
+            b"{\"command\":\"disk-resize\",\"id\":\"a\",\"size\":13}\n{\"command\":\"info\"}\n",
+        );
+        assert!(
+            answer.contains("internal error") && answer.contains("running"),
+            "{answer}"
+        );
+    }
+}
+
+#[test]
+fn whoever_does_not_answer_in_time_is_not_waited_for_and_an_end_comes_after_its_answer() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("control");
+    let silent = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
+    let asked = ask_within(&path, &Request::Info {}, Some(Duration::from_millis(30)));
+    assert!(matches!(asked, Err(AskError::Unanswered(error)) if error.kind() == io::ErrorKind::TimedOut));
+    drop(silent);
+    std::fs::remove_file(&path).expect("it is there");
+    // Nor one that accepts nobody and whose backlog is full: connecting would take as long as it does.
+    let deaf = Socket::listen(&path).expect("a socket");
+    let connect = || connect_within(&path, Duration::from_millis(10), &Cancel::never());
+    let waiting: Vec<UnixStream> = std::iter::from_fn(|| connect().ok()).collect();
+    let asked = ask_within(&path, &Request::Info {}, Some(Duration::from_millis(30)));
+    assert!(matches!(asked, Err(AskError::Unanswered(error)) if error.kind() == io::ErrorKind::TimedOut));
+    drop((deaf, waiting));
+
+    let (count, heard) = (Arc::new(AtomicUsize::new(0)), folder.path().join("other"));
+    let (asked, told) = (Arc::clone(&count), Arc::clone(&count));
+    let handler = move |_| Ok(json!({ "before": asked.load(Ordering::SeqCst) }));
+    let told = move || {
+        told.fetch_add(1, Ordering::SeqCst);
+    };
+    let server = Server {
+        handler: Arc::new(handler),
+        told: Arc::new(told),
+        locks: Arc::new(|| Ok(Vec::new())),
+    };
+    let socket = Socket::listen(&heard).expect("a socket");
+    let _control = Control::serve_on(socket, &server).expect("threads");
+    let answer = say(&heard, b"{\"command\":\"info\"}\n{\"command\":\"info\"}\n");
+    assert!(
+        answer.contains("\"before\":0") && answer.contains("\"before\":1"),
+        "{answer}"
+    );
+    assert_eq!(count.load(Ordering::SeqCst), 2);
+}
+
+#[test]
+fn clients_that_say_nothing_leave_room_for_others_when_they_go() {
+    let (_folder, path, _control) = served();
+    let silent: Vec<UnixStream> = (0..CLIENTS_MAX)
+        .map(|_| UnixStream::connect(&path).expect("it listens"))
+        .collect();
+    // They are threads of their own: wait until all have been let in.
+    let full = (0..500).any(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+        say(&path, b"").contains("too many clients")
+    });
+    assert!(full, "all were let in");
+    drop(silent);
+    let free = (0..500).any(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+        ask(&path, &Request::Info {}).is_ok()
+    });
+    assert!(free, "nobody was let in again");
+}

@@ -1,0 +1,81 @@
+//! Errors of a takeover, as the new server's user reads them.
+//!
+//! Invariant: each says which of the two servers continues to serve.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use virtio_devices::vhost_user::HandOverError;
+
+use crate::error::CommandFailure;
+
+/// An error of a takeover.
+#[derive(Debug, thiserror::Error)]
+pub enum TakeoverError {
+    /// There is no server to take over from.
+    #[error("no server to take over from listens at {}; start without --takeover", path.display())]
+    Nobody {
+        /// The takeover socket.
+        path: PathBuf,
+        /// The error of the system call.
+        #[source]
+        source: io::Error,
+    },
+    /// The listening server belongs to another user.
+    #[error("the server at {} belongs to another user", path.display())]
+    Stranger {
+        /// The takeover socket.
+        path: PathBuf,
+    },
+    /// The old server refuses and continues.
+    #[error("the running server refuses: {reason}")]
+    Refused {
+        /// The reason, as the server states it.
+        reason: String,
+    },
+    /// The conversation broke off.
+    #[error("the running server closed the connection during the takeover")]
+    BrokenOff(#[source] io::Error),
+    /// The old server, or its disks, hang.
+    #[error("the running server did not answer within {} s; it continues to serve its clients", waited.as_secs())]
+    Silent {
+        /// The time that was waited.
+        waited: Duration,
+    },
+    /// The old server has given this one up.
+    #[error("the running server continues to serve: this one did not take over in time")]
+    TooLate,
+}
+
+impl TakeoverError {
+    /// Returns the error for an answer that did not arrive within this time.
+    pub(super) fn heard(error: io::Error, waited: Duration) -> Self {
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Silent { waited },
+            _ => Self::BrokenOff(error),
+        }
+    }
+}
+
+/// The failure to take the client of disk `name` in, with what would be right where that is known.
+#[must_use]
+pub fn not_adopted(name: &str, error: HandOverError) -> CommandFailure {
+    let HandOverError::Refused { code, reason } = &error else {
+        return CommandFailure::about(name, error);
+    };
+    // "… bits 0x1000 were not offered": bit 12 is several queues among a device's features, and memory for what is in flight among
+    // the protocol's.
+    let bits = reason
+        .split("bits 0x")
+        .nth(1)
+        .and_then(|rest| rest.split(' ').next());
+    let bits = bits.and_then(|bits| u64::from_str_radix(bits, 16).ok());
+    let has_bit_12 = bits.is_some_and(|bits| bits & 1 << 12 != 0);
+    let told = match code {
+        2 if has_bit_12 => "its client uses several queues; this server needs the old one's num_queues=",
+        16 if has_bit_12 => "its client is served with --restartable; this server needs --restartable too",
+        _ => return CommandFailure::about(name, error),
+    };
+    CommandFailure::Failed(format!("{name}: {told}").into())
+}

@@ -1,0 +1,97 @@
+//! Messages of a takeover: the greetings, bytes with descriptors, and the token.
+//!
+//! Invariant: a message that is too long is refused before memory is taken for it.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, eventfd};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+/// The greeting of a new server.
+pub(super) const GREETING: &[u8] = b"ringdisk takeover 3";
+/// The greeting of a new server of the version before, which takes no locks.
+pub(super) const GREETING_WITHOUT_LOCKS: &[u8] = b"ringdisk takeover 2";
+/// The answer to a greeting of an unknown version.
+pub(super) const NOT_UNDERSTOOD: &str = "it does not understand what was asked";
+/// The longest time that either may take to read what the other has sent.
+pub(super) const SEND_MAX: Duration = Duration::from_secs(5);
+/// The longest request or message that is listened to, in bytes.
+const BYTES_MAX: u32 = 1 << 16;
+
+/// Returns the path of the takeover socket of the server whose first socket is at `socket`.
+pub(super) fn socket_path(socket: &Path) -> PathBuf {
+    let mut path = socket.as_os_str().to_owned();
+    path.push(".takeover");
+    path.into()
+}
+
+/// A request: the greeting and the absolute paths, with zero bytes between.
+pub(super) fn request(greeting: &[u8], sockets: &[PathBuf]) -> io::Result<Vec<u8>> {
+    let mut bytes = greeting.to_vec();
+    for path in sockets {
+        bytes.push(0);
+        bytes.extend(std::path::absolute(path)?.as_os_str().as_bytes());
+    }
+    Ok(bytes)
+}
+
+/// Sends bytes of a known length, with descriptors: the length, how many descriptors, each with a byte of its own, the
+/// bytes.
+pub(super) fn send(mut stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> io::Result<()> {
+    let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
+    let len = u32::try_from(bytes.len()).ok().filter(|len| *len <= BYTES_MAX);
+    let count = u8::try_from(fds.len()).map_err(|_| invalid())?;
+    stream.write_all(&len.ok_or_else(invalid)?.to_ne_bytes())?;
+    stream.write_all(&[count])?;
+    for fd in fds {
+        stream.send_with_fd(&b"d"[..], *fd).map_err(io::Error::from)?;
+    }
+    stream.write_all(bytes)
+}
+
+/// Receives what [`send`] sent.
+pub(super) fn receive(mut stream: &UnixStream) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    let (mut len, mut count) = ([0; 4], [0]);
+    stream.read_exact(&mut len)?;
+    stream.read_exact(&mut count)?;
+    let len = u32::from_ne_bytes(len);
+    if len > BYTES_MAX {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let fds = (0..count[0]).map(|_| match stream.recv_with_fd(&mut [0]) {
+        Ok((1, Some(file))) => Ok(OwnedFd::from(file)),
+        Ok(_) => Err(io::ErrorKind::UnexpectedEof.into()),
+        Err(error) => Err(error.into()),
+    });
+    let fds = fds.collect::<io::Result<_>>()?;
+    let mut bytes = vec![0; len as usize];
+    stream.read_exact(&mut bytes)?;
+    Ok((bytes, fds))
+}
+
+/// Receives a message that has exactly one descriptor.
+pub(super) fn receive_one(stream: &UnixStream) -> io::Result<OwnedFd> {
+    let (_, fds) = receive(stream)?;
+    let [fd] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| io::ErrorKind::InvalidData)?;
+    Ok(fd)
+}
+
+/// Decides which of two servers may open the images: an eventfd that holds a 1, until one of them has read it.
+#[derive(Debug)]
+pub(super) struct Token(pub(super) OwnedFd);
+
+impl Token {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self(eventfd(1, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+    }
+
+    /// Takes it; returns false if it was taken.
+    pub(super) fn take(&self) -> bool {
+        rustix::io::read(&self.0, &mut [0; 8]) == Ok(8)
+    }
+}

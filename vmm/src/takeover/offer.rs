@@ -1,0 +1,167 @@
+//! The new server's side of a takeover: it asks, and is offered sockets, locks and clients.
+//!
+//! Invariant: until the offer is accepted the old server can continue; an offer that is dropped gives everything back.
+
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use block::lock::LockSet;
+use virtio_devices::connect::{Cancel, connect_within};
+use virtio_devices::vhost_user::{ClientState, Message};
+
+use super::error::TakeoverError;
+use super::message::{
+    GREETING, GREETING_WITHOUT_LOCKS, NOT_UNDERSTOOD, SEND_MAX, Token, receive, receive_one, request, send,
+    socket_path,
+};
+use crate::socket::is_same_user;
+
+/// The longest time that the old server may take to drain and close. If it is asked and the new one has given up, it
+/// continues.
+const DRAIN_MAX: Duration = Duration::from_secs(60);
+
+/// The part of a handover that concerns one disk.
+#[derive(Debug)]
+pub struct Handed {
+    /// The socket that clients connect to.
+    pub listener: UnixListener,
+    /// The client that is connected, if one is.
+    pub client: Option<ClientState>,
+}
+
+/// The offer of an old server. Unless it is accepted, the old server continues.
+#[derive(Debug)]
+pub struct Offer {
+    connection: UnixStream,
+    /// The token to read before an image is opened; a server of the version before has none.
+    pub(super) token: Option<Token>,
+    /// The images' locks, to open them with.
+    pub lock_set: LockSet,
+    /// The takeover socket, which stays open all the time.
+    pub takeover_socket: UnixListener,
+    /// By disk, in the order that was asked for.
+    pub disks: Vec<Handed>,
+}
+
+/// Asks the server that serves exactly the sockets at `sockets` for them. When this returns it has closed its
+/// images.
+///
+/// # Errors
+///
+/// [`TakeoverError`]. The old server then continues as before.
+pub fn take_over(sockets: &[PathBuf]) -> Result<Offer, TakeoverError> {
+    match ask(sockets, GREETING) {
+        Err(TakeoverError::Refused { reason }) if reason == NOT_UNDERSTOOD => {
+            ask(sockets, GREETING_WITHOUT_LOCKS)
+        }
+        answer => answer,
+    }
+}
+
+/// Asks with one version's greeting.
+pub(super) fn ask(sockets: &[PathBuf], greeting: &[u8]) -> Result<Offer, TakeoverError> {
+    let path = socket_path(sockets.first().map_or(Path::new(""), PathBuf::as_path));
+    let nobody = |source| TakeoverError::Nobody {
+        path: path.clone(),
+        source,
+    };
+    let connected = connect_within(&path, SEND_MAX, &Cancel::never());
+    let connection = connected.map_err(|error| match error.kind() {
+        io::ErrorKind::TimedOut => TakeoverError::Silent { waited: SEND_MAX },
+        _ => nobody(error),
+    })?;
+    if !is_same_user(&connection) {
+        return Err(TakeoverError::Stranger { path });
+    }
+    let broken = TakeoverError::BrokenOff;
+    connection.set_read_timeout(Some(DRAIN_MAX)).map_err(broken)?;
+    connection.set_write_timeout(Some(SEND_MAX)).map_err(broken)?;
+    let asked = request(greeting, sockets).map_err(broken)?;
+    send(&connection, &asked, &[]).map_err(|error| TakeoverError::heard(error, SEND_MAX))?;
+
+    let heard = |error| TakeoverError::heard(error, DRAIN_MAX);
+    let (verdict, fds) = receive(&connection).map_err(heard)?;
+    if verdict != b"o" {
+        let reason = verdict.strip_prefix(b"n").unwrap_or(&verdict);
+        let reason = String::from_utf8_lossy(reason).into_owned();
+        return Err(TakeoverError::Refused { reason });
+    }
+    let mut fds = fds.into_iter();
+    let takeover_socket = fds.next().ok_or(io::ErrorKind::InvalidData.into());
+    let takeover_socket = takeover_socket.map_err(broken)?;
+    let token = fds.next().map(Token);
+    let lock_set = match &token {
+        Some(_) => LockSet::inherit(receive_locks(&connection).map_err(heard)?),
+        None => LockSet::default(),
+    };
+    let disks = sockets.iter().map(|_| receive_disk(&connection));
+    let disks = disks.collect::<io::Result<_>>().map_err(heard)?;
+    Ok(Offer {
+        connection,
+        token,
+        lock_set,
+        takeover_socket: takeover_socket.into(),
+        disks,
+    })
+}
+
+/// Receives the descriptors of locks: how many, and a message for each.
+fn receive_locks(connection: &UnixStream) -> io::Result<Vec<OwnedFd>> {
+    let (count, _) = receive(connection)?;
+    let count: [u8; 4] = count[..].try_into().map_err(|_| io::ErrorKind::InvalidData)?;
+    let locks = (0..u32::from_ne_bytes(count)).map(|_| receive_one(connection));
+    locks.collect()
+}
+
+fn receive_disk(connection: &UnixStream) -> io::Result<Handed> {
+    let listener = UnixListener::from(receive_one(connection)?);
+    let (count, mut fds) = receive(connection)?;
+    let client = match fds.pop() {
+        None => None,
+        Some(client) => {
+            let count: [u8; 4] = count[..].try_into().map_err(|_| io::ErrorKind::InvalidData)?;
+            let messages = (0..u32::from_ne_bytes(count)).map(|_| {
+                let (bytes, fds) = receive(connection)?;
+                Ok(Message { bytes, fds })
+            });
+            Some(ClientState {
+                connection: client.into(),
+                messages: messages.collect::<io::Result<_>>()?,
+            })
+        }
+    };
+    Ok(Handed { listener, client })
+}
+
+impl Offer {
+    /// Begins to open the images, which the old server does not open again before this value is dropped. Drop it after
+    /// them.
+    ///
+    /// # Errors
+    ///
+    /// [`TakeoverError::TooLate`] if the old server has them open again.
+    pub fn begin(&self) -> Result<(), TakeoverError> {
+        match &self.token {
+            // Whoever reads it has it.
+            Some(token) if !token.take() => Err(TakeoverError::TooLate),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes what was offered, for good: the old server ends. Call it when nothing can fail any more.
+    ///
+    /// # Errors
+    ///
+    /// If the old server does not receive that in time; it then continues, or has died.
+    pub fn accept(&self) -> Result<(), TakeoverError> {
+        let broken = TakeoverError::BrokenOff;
+        (&self.connection).write_all(b"c").map_err(broken)?;
+        let read = (&self.connection).read_exact(&mut [0]);
+        read.map_err(|error| TakeoverError::heard(error, DRAIN_MAX))?;
+        self.lock_set.keep();
+        Ok(())
+    }
+}

@@ -1,0 +1,294 @@
+//! The old server's side of a takeover: its takeover socket, and the new server that asks.
+//!
+//! Invariant: only a process of the same user that names exactly our sockets is a successor.
+
+use std::ffi::{OsStr, OsString};
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use virtio_devices::vhost_user::{ClientState, Message};
+
+use super::message::{
+    GREETING, GREETING_WITHOUT_LOCKS, NOT_UNDERSTOOD, SEND_MAX, Token, receive, request, send, socket_path,
+};
+use crate::socket::{Socket, SocketError, is_same_user};
+
+/// The longest time that a new server may take to send its request.
+const REQUEST_MAX: Duration = Duration::from_secs(1);
+/// The longest time that the new server may take to open the images, before the old one wants them back.
+pub(super) const OPEN_MAX: Duration = Duration::from_secs(20);
+
+/// A server's takeover socket. Its file is removed on drop.
+#[derive(Debug)]
+pub struct TakeoverSocket {
+    socket: Socket,
+    pub(super) requests: Requests,
+}
+
+/// The requests that a takeover socket accepts.
+#[derive(Clone, Debug)]
+pub(super) struct Requests {
+    pub(super) now: Vec<u8>,
+    pub(super) without_locks: Vec<u8>,
+}
+
+impl TakeoverSocket {
+    /// Opens the takeover socket of a server of `sockets`.
+    ///
+    /// # Errors
+    ///
+    /// [`SocketError`], if its socket cannot be made.
+    pub fn open(sockets: &[PathBuf]) -> Result<Self, SocketError> {
+        Self::at(sockets, Socket::listen)
+    }
+
+    /// Opens like [`TakeoverSocket::open`], with a takeover socket that was handed over.
+    ///
+    /// # Errors
+    ///
+    /// [`SocketError`], if it is gone.
+    pub fn adopt(listener: UnixListener, sockets: &[PathBuf]) -> Result<Self, SocketError> {
+        Self::at(sockets, |path| Socket::adopt(listener, path))
+    }
+
+    fn at(
+        sockets: &[PathBuf],
+        make: impl FnOnce(&Path) -> Result<Socket, SocketError>,
+    ) -> Result<Self, SocketError> {
+        let path = socket_path(sockets.first().map_or(Path::new(""), PathBuf::as_path));
+        let request = |greeting| {
+            request(greeting, sockets).map_err(|source| SocketError::Os {
+                action: "name",
+                path: path.clone(),
+                source,
+            })
+        };
+        let requests = Requests {
+            now: request(GREETING)?,
+            without_locks: request(GREETING_WITHOUT_LOCKS)?,
+        };
+        Ok(Self {
+            socket: make(&path)?,
+            requests,
+        })
+    }
+
+    /// The socket, to be handed over.
+    #[must_use]
+    pub fn listener(&self) -> &UnixListener {
+        self.socket.listener()
+    }
+
+    /// Takes ownership of the socket's file.
+    ///
+    /// # Errors
+    ///
+    /// [`SocketError`] if it is gone.
+    pub fn keep(&mut self) -> Result<(), SocketError> {
+        self.socket.keep()
+    }
+
+    /// Leaves the socket's file to the new server.
+    pub fn give_up(self) {
+        self.socket.give_up();
+    }
+
+    /// Returns the listener of the takeover socket, for its own thread.
+    ///
+    /// # Errors
+    ///
+    /// If the process has no descriptor left.
+    pub fn listener_for_thread(&self) -> io::Result<TakeoverListener> {
+        Ok(TakeoverListener {
+            listener: self.socket.listener().try_clone()?,
+            requests: self.requests.clone(),
+        })
+    }
+}
+
+/// Waits on the takeover socket.
+#[derive(Debug)]
+pub struct TakeoverListener {
+    pub(super) listener: UnixListener,
+    requests: Requests,
+}
+
+/// The answer to a request on the takeover socket.
+enum Heard {
+    /// It can have the sockets, and the locks if it knows how to take them.
+    Fine { passes_locks: bool },
+    /// The reason for the refusal.
+    Refused(String),
+}
+
+impl TakeoverListener {
+    /// Waits for a new server that requests exactly our sockets. Other requests are refused with a reason.
+    ///
+    /// # Errors
+    ///
+    /// If the takeover socket cannot be waited on.
+    pub fn wait(&self) -> io::Result<Successor> {
+        loop {
+            let (connection, _) = self.listener.accept()?;
+            let mut new = Successor {
+                connection,
+                token: None,
+            };
+            match self.check(&new.connection) {
+                Ok(Heard::Fine { passes_locks }) => {
+                    if passes_locks {
+                        new.token = Some(Token::new()?);
+                    }
+                    return Ok(new);
+                }
+                Ok(Heard::Refused(reason)) => {
+                    tracing::warn!(reason, "a takeover was refused");
+                    new.refuse(&reason);
+                }
+                Err(error) => tracing::warn!(%error, "cannot read a takeover request"),
+            }
+        }
+    }
+
+    /// Checks a request on the takeover socket.
+    fn check(&self, connection: &UnixStream) -> io::Result<Heard> {
+        if !is_same_user(connection) {
+            return Ok(Heard::Refused("it belongs to another user".to_owned()));
+        }
+        connection.set_read_timeout(Some(REQUEST_MAX))?;
+        connection.set_write_timeout(Some(SEND_MAX))?;
+        let (asked, _) = receive(connection)?;
+        let passes_locks = asked == self.requests.now;
+        if passes_locks || asked == self.requests.without_locks {
+            return Ok(Heard::Fine { passes_locks });
+        }
+        let list = |bytes: &[u8]| {
+            let paths = bytes.split(|byte| *byte == 0).skip(1).map(OsStr::from_bytes);
+            let paths: Vec<OsString> = paths.map(OsStr::to_owned).collect();
+            format!("{paths:?}")
+        };
+        let is_known = [GREETING, GREETING_WITHOUT_LOCKS]
+            .iter()
+            .any(|greeting| asked.starts_with(greeting));
+        Ok(Heard::Refused(if is_known {
+            format!("it serves {}, not {}", list(&self.requests.now), list(&asked))
+        } else {
+            NOT_UNDERSTOOD.to_owned()
+        }))
+    }
+}
+
+/// A new server that waits for the sockets.
+#[derive(Debug)]
+pub struct Successor {
+    pub(super) connection: UnixStream,
+    /// The token that only one server can read. `None`: the new server knows nothing of locks.
+    pub(super) token: Option<Token>,
+}
+
+impl Successor {
+    /// Returns true if it takes the images' locks; else they are to be given back before anything is offered.
+    #[must_use]
+    pub fn takes_locks(&self) -> bool {
+        self.token.is_some()
+    }
+
+    /// Offers the sockets of disks whose images are closed, their clients, and the images' locks if it takes them. Returns
+    /// when the new server has taken them, for good.
+    ///
+    /// # Errors
+    ///
+    /// If the new server has exited, or takes too long. Nothing was handed over then, if [`Successor::take_back`]
+    /// confirms it.
+    pub fn hand_over<'a>(
+        &self,
+        takeover_socket: &UnixListener,
+        locks: &[OwnedFd],
+        disks: impl Iterator<Item = (&'a UnixListener, Option<ClientState>)>,
+    ) -> io::Result<()> {
+        let connection = &self.connection;
+        connection.set_read_timeout(Some(OPEN_MAX))?;
+        match &self.token {
+            None => send(connection, b"o", &[takeover_socket.as_raw_fd()])?,
+            Some(token) => {
+                send(
+                    connection,
+                    b"o",
+                    &[takeover_socket.as_raw_fd(), token.0.as_raw_fd()],
+                )?;
+                let count = u32::try_from(locks.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+                send(connection, &count.to_ne_bytes(), &[])?;
+                for lock in locks {
+                    send(connection, b"k", &[lock.as_raw_fd()])?;
+                }
+            }
+        }
+        for (listener, client) in disks {
+            send(connection, b"l", &[listener.as_raw_fd()])?;
+            let Some(ClientState {
+                connection: client,
+                messages,
+            }) = client
+            else {
+                send(connection, b"", &[])?;
+                continue;
+            };
+            let count = u32::try_from(messages.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+            send(connection, &count.to_ne_bytes(), &[client.as_raw_fd()])?;
+            for Message { bytes, fds } in &messages {
+                let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+                send(connection, bytes, &raw)?;
+            }
+        }
+        let mut stream = connection;
+        stream.read_exact(&mut [0])?;
+        stream.write_all(b"a")
+    }
+
+    /// Takes everything back after a hand-over that failed: waits `patience` for the new server to close what it has open.
+    /// It opens nothing from now on.
+    ///
+    /// # Errors
+    ///
+    /// If it still has the images open then. They are not to be opened.
+    pub fn take_back(self, patience: Duration) -> io::Result<()> {
+        let Some(token) = &self.token else {
+            // Their locks say whether it has them.
+            return Ok(());
+        };
+        if token.take() {
+            return Ok(());
+        }
+        // It waits for an answer, perhaps.
+        self.connection.shutdown(Shutdown::Write).unwrap_or_default();
+        let until = Instant::now() + patience;
+        let mut stream = &self.connection;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            stream.set_read_timeout(Some(left))?;
+            match stream.read(&mut [0]) {
+                // Its end, or that of its process.
+                Ok(0) => return Ok(()),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Tells the new server that it gets nothing.
+    pub fn refuse(self, reason: &str) {
+        // One that has gone need not be told.
+        send(&self.connection, format!("n{reason}").as_bytes(), &[]).unwrap_or_default();
+    }
+}

@@ -1,0 +1,98 @@
+//! The devices that this process serves, and how it lets each of them go.
+//!
+//! The main thread and the control socket's threads share them. Invariants: a device is stopped and drained before its image is
+//! closed, and the image's lock goes last. A device that is left to the next server stays untouched, and its image locked, until
+//! this process exits.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use virtio_devices::ublk::{CloseError, Control, QueueEvent, UblkDevice, block_path};
+
+use super::{links, page_cache, state, usage};
+use crate::error::{CommandFailure, EXIT_FAILURE};
+use crate::open::OpenedDisk;
+
+/// A device and the image behind it. Dropped in this order: the image's lock goes last.
+pub(super) struct Served {
+    pub(super) device: UblkDevice,
+    pub(super) name: String,
+    pub(super) serial: Option<String>,
+    pub(super) opened: OpenedDisk,
+    /// True if it had another server before.
+    pub(super) recovered: bool,
+}
+
+/// The state that the main thread and the control socket share.
+pub(super) struct Shared {
+    pub(super) control: Control,
+    pub(super) devices: BTreeMap<u32, Served>,
+    /// The images of detached devices, held until this process exits.
+    pub(super) left: Vec<OpenedDisk>,
+    /// They are another server's now, and this process is about to end.
+    pub(super) handed_over: bool,
+}
+
+impl Shared {
+    /// Lets go of a device: it stays as it is until the end of this process, which the driver takes for its server's death. So
+    /// does its image's lock.
+    pub(super) fn leave(&mut self, served: Served) {
+        let Served { device, opened, .. } = served;
+        drop(device);
+        self.left.push(opened);
+    }
+
+    /// Lets go of all devices that this process has not made: they are the next server's, as they would be had it not come.
+    pub(super) fn leave_recovered(&mut self) {
+        let (recovered, made) = std::mem::take(&mut self.devices)
+            .into_iter()
+            .partition::<BTreeMap<_, _>, _>(|(_, served)| served.recovered);
+        self.devices = made;
+        recovered.into_values().for_each(|served| self.leave(served));
+    }
+}
+
+pub(super) type Server = Arc<Mutex<Shared>>;
+
+/// An event for the main thread.
+pub(super) enum Event {
+    Stop(&'static str),
+    Queue(QueueEvent),
+}
+
+/// Stops and deletes one device and closes its image.
+pub(super) fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
+    let Served {
+        device,
+        name,
+        serial,
+        opened: _opened,
+        recovered: _,
+    } = served;
+    let (id, path) = (device.id(), block_path(device.id()));
+    if !device.is_ended() {
+        match usage::user_of(&path) {
+            Ok(Some(user)) => {
+                tracing::warn!(device = id, %user, "the device was removed while in use; its users get I/O errors");
+                page_cache::sync();
+            }
+            Ok(None) => {}
+            // The sandbox does not let us see who has it open.
+            Err(_) => page_cache::flush(path.clone()),
+        }
+    }
+    links::remove_own(id, serial.as_deref());
+    let closed = device.close(control);
+    if let Err(CloseError::Undrained { .. }) = &closed {
+        // Only the end of the process frees what the kernel waits for, and it must come soon.
+        tracing::error!(device = id, "exiting: requests are still in flight");
+        std::process::exit(EXIT_FAILURE.into());
+    }
+    state::forget(id, Some(std::process::id()));
+    match &closed {
+        Ok(()) => tracing::info!(disk = %name, device = id, "the image was closed cleanly"),
+        Err(error) => tracing::error!(disk = %name, device = id, %error, "the image was not closed cleanly"),
+    }
+    closed.map_err(|error| CommandFailure::about(name, error))
+}

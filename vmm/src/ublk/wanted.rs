@@ -1,0 +1,187 @@
+//! The disks that a server is to serve: from the command line, or from the saved state of their devices.
+//!
+//! It makes decisions only: no device is created and no image opened here. Invariant: every argument is checked, and each image
+//! named once, before the first device appears.
+
+use std::path::PathBuf;
+
+use block::worker::WorkerConfig;
+use virtio_devices::ublk::{Recovery, Transport, TransportChoice, UblkConfig, block_path, may_administer};
+
+use super::arguments::{AddArguments, ServeArguments};
+use super::fence;
+use super::groups::Groups;
+use super::resume::{self, Found};
+use super::state::DeviceState;
+use crate::disk_config::DiskConfig;
+use crate::error::CommandFailure;
+use crate::{once, size};
+
+/// A disk to be served, and how.
+pub(super) struct Wanted {
+    /// The device to recover; `None` makes a new one.
+    pub(super) recover: Option<u32>,
+    /// A device that is deleted first, because it never had a server.
+    pub(super) half_made: Option<u32>,
+    pub(super) text: String,
+    pub(super) rate_limit_group: Option<String>,
+    pub(super) directory: PathBuf,
+    pub(super) disk: DiskConfig,
+    pub(super) config: UblkConfig,
+    /// True if answered writes must outlive this process.
+    pub(super) outlives: bool,
+    /// True if the host may read the contents.
+    pub(super) partitions: bool,
+}
+
+/// Returns the disks of `ringdisk ublk add`.
+///
+/// # Errors
+///
+/// A failure that names the argument or the disk.
+pub(super) fn added(arguments: &AddArguments) -> Result<Vec<Wanted>, CommandFailure> {
+    let transport = match arguments.transport.as_str() {
+        "copy" => TransportChoice::Only(Transport::Copy),
+        "user-copy" => TransportChoice::Only(Transport::UserCopy),
+        "zero-copy" => TransportChoice::Only(Transport::ZeroCopy),
+        _ => TransportChoice::Auto,
+    };
+    let recovery = match arguments.recovery.as_str() {
+        // The driver lets no I/O wait for a user.
+        _ if !may_administer() => Recovery::Off,
+        "wait" => Recovery::Wait,
+        "fail" => Recovery::Fail,
+        "off" => Recovery::Off,
+        _ => Recovery::Reissue,
+    };
+    let io_bytes_max = size::parse_bytes(&arguments.max_io)
+        .ok()
+        .and_then(|bytes| u32::try_from(bytes).ok())
+        .filter(|bytes| bytes.is_power_of_two() && (4096..=1 << 25).contains(bytes));
+    let Some(io_bytes_max) = io_bytes_max else {
+        let found = &arguments.max_io;
+        let told = format!("--max-io {found}: expected a power of two from 4K to 32M");
+        return Err(CommandFailure::Usage(told));
+    };
+    let zero_copy_from = size::parse_bytes(&arguments.zero_copy_from)
+        .ok()
+        .and_then(|bytes| u32::try_from(bytes).ok());
+    let Some(zero_copy_from) = zero_copy_from else {
+        let found = &arguments.zero_copy_from;
+        let told = format!("--zero-copy-from {found}: expected a size such as 64K, below 4G");
+        return Err(CommandFailure::Usage(told));
+    };
+    let directory = here()?;
+    let mut groups = Groups::parse(&arguments.serve.rate_limit_group)?;
+    let texts = &arguments.disk;
+    let disks = texts
+        .iter()
+        .map(|text| parse(text))
+        .collect::<Result<Vec<_>, _>>()?;
+    once::check_images(&disks)?;
+    let mut wanted = Vec::new();
+    for ((text, mut disk), nth) in texts.iter().zip(disks).zip(0u32..) {
+        let rate_limit_group = groups.join(&mut disk, None)?;
+        let id = arguments.id.map(|first| first.saturating_add(nth));
+        let found = match id {
+            Some(id) if arguments.or_recover => resume::look(id, text, &directory)?,
+            _ => Found::Nothing,
+        };
+        let config = UblkConfig {
+            id,
+            transport,
+            zero_copy_from,
+            recovery,
+            io_bytes_max,
+            partitions: arguments.partitions,
+            ..config(&disk, &arguments.serve)?
+        };
+        let recover = id.filter(|_| found == Found::Waits);
+        wanted.push(Wanted {
+            recover,
+            half_made: id.filter(|_| found == Found::HalfMade),
+            text: text.clone(),
+            rate_limit_group,
+            directory: directory.clone(),
+            disk,
+            config,
+            outlives: recover.is_some() || recovery != Recovery::Off,
+            partitions: arguments.partitions,
+        });
+    }
+    Ok(wanted)
+}
+
+/// Devices that there are already, with their disks as they are given or, where none are, remembered.
+pub(super) fn again(
+    ids: &[u32],
+    disks: &[String],
+    arguments: &ServeArguments,
+) -> Result<Vec<Wanted>, CommandFailure> {
+    let mut groups = Groups::parse(&arguments.rate_limit_group)?;
+    let mut wanted = Vec::new();
+    for (index, &id) in ids.iter().enumerate() {
+        let remembered = DeviceState::load(id);
+        let (text, directory) = match (disks.get(index), &remembered) {
+            (Some(text), _) => (text.clone(), here()?),
+            (None, Some(state)) => (state.disk.clone(), state.directory.clone()),
+            (None, None) => {
+                let told = format!("no saved state for {}; pass --disk", block_path(id));
+                return Err(CommandFailure::Failed(told.into()));
+            }
+        };
+        let mut disk = parse(&text)?;
+        let each = remembered.as_ref().map(|state| state.queues_per_worker);
+        let partitions = remembered.as_ref().is_some_and(|state| state.partitions);
+        let group = remembered.and_then(|state| state.rate_limit_group);
+        let rate_limit_group = groups.join(&mut disk, group.as_deref())?;
+        disk.path = directory.join(&disk.path);
+        let mut config = config(&disk, arguments)?;
+        config.queues_per_worker = arguments.queues_per_worker.or(each).unwrap_or(1);
+        wanted.push(Wanted {
+            recover: Some(id),
+            half_made: None,
+            text,
+            rate_limit_group,
+            directory,
+            disk,
+            config,
+            outlives: true,
+            partitions,
+        });
+    }
+    Ok(wanted)
+}
+
+fn here() -> Result<PathBuf, CommandFailure> {
+    std::env::current_dir().map_err(|error| CommandFailure::about("cannot read the current directory", error))
+}
+
+/// A disk as it is given.
+fn parse(text: &str) -> Result<DiskConfig, CommandFailure> {
+    let disk = DiskConfig::parse(text)?;
+    disk.is_own()?;
+    Ok(disk)
+}
+
+/// Returns the device configuration that follows from the disk's.
+fn config(disk: &DiskConfig, serve: &ServeArguments) -> Result<UblkConfig, CommandFailure> {
+    if disk.queue_size > 4096 {
+        let (name, found) = (disk.name(), disk.queue_size);
+        let told = format!("disk {name} has queue_size={found}; expected at most 4096 for a ublk device");
+        return Err(CommandFailure::Usage(told));
+    }
+    let worker = WorkerConfig {
+        on_start: fence::worker_hook(serve.is_confined()),
+        ..UblkConfig::default_worker()
+    };
+    Ok(UblkConfig {
+        name: disk.name(),
+        num_queues: disk.num_queues,
+        queue_depth: disk.queue_size,
+        queues_per_worker: serve.queues_per_worker.unwrap_or(1),
+        registered_buffers_max: serve.registered_buffers,
+        workers: disk.workers(&worker),
+        ..UblkConfig::default()
+    })
+}

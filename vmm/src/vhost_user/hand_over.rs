@@ -1,0 +1,203 @@
+//! Takeovers as the server does them: it hands its disks over, or takes an old server's; [`crate::takeover`] is the protocol.
+//!
+//! Invariants: an image is closed before it is offered. If the new server does not take what is offered, the images are opened
+//! again, and the same clients are served.
+
+use std::path::PathBuf;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use block::lock::LockSet;
+use parking_lot::Mutex;
+use virtio_devices::vhost_user::{PausedClient, StopToken};
+
+use super::served::{Options, Served, confine, opening};
+use crate::error::CommandFailure;
+use crate::open;
+use crate::sandbox::Task;
+use crate::socket::{Socket, SocketError};
+use crate::takeover::{self, Offer, Successor, TakeoverSocket};
+
+/// The longest time that a client may take to complete a message, and its thread to execute it, during a takeover. It
+/// is long enough for a busy machine, because slower clients are disconnected.
+const MESSAGE_MAX: Duration = Duration::from_secs(1);
+/// The longest wait for the image locks after a failed takeover: the new server may still be exiting.
+const REOPEN_MAX: Duration = Duration::from_secs(20);
+
+/// The state of a pending takeover.
+pub(super) struct Takeover {
+    pub(super) takeover_socket: TakeoverSocket,
+    pub(super) successor: Arc<Mutex<Option<Successor>>>,
+    /// Reopens the takeover socket after a failed takeover.
+    pub(super) again: mpsc::Sender<()>,
+}
+
+/// The sockets that an old server offers, in order.
+pub(super) fn adopt_sockets(paths: &[PathBuf], offer: &mut Offer) -> Result<Vec<Socket>, SocketError> {
+    let listeners = offer.disks.iter().zip(paths);
+    let adopted = listeners.map(|(disk, path)| {
+        let listener = disk.listener.try_clone().map_err(|source| SocketError::Os {
+            action: "take over",
+            path: path.clone(),
+            source,
+        })?;
+        Socket::adopt(listener, path)
+    });
+    adopted.collect()
+}
+
+/// Adopts the clients of an old server. Until the new server confirms, the old one can continue with them.
+pub(super) fn accept(offer: &mut Offer, served: &mut [Served]) -> Result<(), CommandFailure> {
+    for (disk, handed) in served.iter_mut().zip(std::mem::take(&mut offer.disks)) {
+        let client = handed.client.map(|state| disk.server.adopt(state)).transpose();
+        disk.client = client.map_err(|error| takeover::not_adopted(&disk.name, error))?;
+    }
+    offer
+        .accept()
+        .map_err(|error| CommandFailure::Failed(error.into()))
+}
+
+/// The names of these disks, for the log.
+pub(super) fn names(served: &[Served]) -> String {
+    let names: Vec<&str> = served.iter().map(|disk| disk.name.as_str()).collect();
+    names.join(", ")
+}
+
+/// Explains a failure of a takeover's connection.
+pub(super) fn lost(error: std::io::Error) -> std::io::Error {
+    use std::io::{Error, ErrorKind};
+    match error.kind() {
+        ErrorKind::UnexpectedEof | ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
+            Error::new(error.kind(), "it has exited or given up; see its own output")
+        }
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => Error::new(error.kind(), "it did not answer in time"),
+        _ => error,
+    }
+}
+
+/// The failure of a handover.
+pub(super) enum HandOverFailure {
+    /// An image was not closed cleanly, and must be checked before another server opens it.
+    Close(CommandFailure),
+    /// The new server has exited, or refused. The images are closed and sound.
+    NotTaken(std::io::Error),
+}
+
+/// Closes the images and offers everything to a new server. If that does not take it, `lock_set` has what
+/// is to be opened again with.
+pub(super) fn hand_over(
+    served: &mut [Served],
+    takeover_socket: &TakeoverSocket,
+    successor: Successor,
+    lock_set: &mut LockSet,
+) -> Result<(), HandOverFailure> {
+    let mut locks = Vec::new();
+    if successor.takes_locks() {
+        match lock_set.descriptors() {
+            Ok(held) => {
+                locks = held;
+                lock_set.leave();
+            }
+            // Given back, as by a server that takes none, and taken again by whoever opens the images.
+            Err(error) => tracing::warn!(%error, "cannot pass the image locks to the new server"),
+        }
+    }
+    let mut failed = None;
+    for disk in served.iter_mut() {
+        let closed = disk.server.close_disk(disk.client.as_ref());
+        disk.opened = None;
+        if let Err(error) = closed {
+            tracing::error!(disk = %disk.name, %error, "the image was not closed cleanly");
+            failed.get_or_insert(CommandFailure::about(&disk.name, error));
+        }
+    }
+    if let Some(failure) = failed {
+        successor.refuse("it failed to close an image, which may need repair");
+        return Err(HandOverFailure::Close(failure));
+    }
+    let states = served
+        .iter()
+        .map(|disk| disk.client.as_ref().map(PausedClient::state).transpose());
+    let states = states.collect::<std::io::Result<Vec<_>>>();
+    let listeners = served.iter().map(|disk| disk.socket.listener());
+    let handed = states
+        .and_then(|states| successor.hand_over(takeover_socket.listener(), &locks, listeners.zip(states)));
+    handed.map_err(|error| {
+        *lock_set = LockSet::inherit(locks);
+        match successor.take_back(REOPEN_MAX) {
+            Ok(()) => HandOverFailure::NotTaken(error),
+            Err(error) => {
+                let told = "the new server has neither taken over nor released the images";
+                HandOverFailure::Close(CommandFailure::about(told, error))
+            }
+        }
+    })
+}
+
+/// Opens the images again that were closed for a new server, which did not take them.
+pub(super) fn reopen(
+    served: &mut [Served],
+    options: Options,
+    lock_set: &LockSet,
+) -> Result<(), CommandFailure> {
+    let deadline = Instant::now() + REOPEN_MAX;
+    for disk in served {
+        let opened = loop {
+            match open::open_as(&disk.config, &opening(options, lock_set)) {
+                Err(error) if error.is_locked() && Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                opened => break opened.map_err(|error| CommandFailure::Failed(error.into()))?,
+            }
+        };
+        disk.server.reopen(opened.disk(), disk.client.as_ref());
+        disk.opened = Some(opened);
+    }
+    lock_set.keep();
+    Ok(())
+}
+
+/// Opens the takeover socket. Without one, because the socket's name is too long for it, the server only cannot be
+/// taken over.
+pub(super) fn open_takeover_socket(sockets: &[PathBuf]) -> Option<TakeoverSocket> {
+    TakeoverSocket::open(sockets)
+        .inspect_err(|error| tracing::warn!(%error, "no new server can take over from this one"))
+        .ok()
+}
+
+/// Starts the thread that pauses the server when a new one wants to take over.
+pub(super) fn stop_on_takeover(
+    takeover_socket: TakeoverSocket,
+    stop: StopToken,
+    options: Options,
+) -> std::io::Result<Takeover> {
+    let listener = takeover_socket.listener_for_thread()?;
+    let successor = Arc::new(Mutex::new(None));
+    let shared = Arc::clone(&successor);
+    let (again, resumed) = mpsc::channel();
+    let wait_and_pause = move || -> std::io::Result<()> {
+        confine(Task::Control, options)?;
+        loop {
+            let new = listener.wait()?;
+            tracing::info!("handing over to a new server");
+            *shared.lock() = Some(new);
+            stop.pause(MESSAGE_MAX);
+            if resumed.recv().is_err() {
+                return Ok(());
+            }
+        }
+    };
+    let report = move || {
+        if let Err(error) = wait_and_pause() {
+            tracing::error!(%error, "cannot wait for a takeover");
+        }
+    };
+    std::thread::Builder::new()
+        .name("takeover".to_owned())
+        .spawn(report)?;
+    Ok(Takeover {
+        takeover_socket,
+        successor,
+        again,
+    })
+}
