@@ -43,6 +43,17 @@ pub(super) struct Backend {
     worker_gone: bool,
 }
 
+/// Error: a client accepted features that were not offered to it.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+pub(super) enum NotOffered {
+    /// Bits of `SET_FEATURES`.
+    #[error("feature bits {0:#x} were not offered")]
+    Features(u64),
+    /// Bits of `SET_PROTOCOL_FEATURES`.
+    #[error("protocol feature bits {0:#x} were not offered")]
+    ProtocolFeatures(u64),
+}
+
 /// Refuses what a message asks, with an answer.
 fn refuse(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> MessageError {
     MessageError::ReqHandlerError(io::Error::other(error))
@@ -242,7 +253,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
     fn set_features(&mut self, features: u64) -> Result<()> {
         let unknown = features & !self.offered();
         if unknown != 0 {
-            return Err(refuse(format!("feature bits {unknown:#x} were not offered")));
+            return Err(refuse(NotOffered::Features(unknown)));
         }
         if features == self.features {
             return Ok(());
@@ -333,9 +344,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
         let offered = self.get_protocol_features()?;
         let unknown = features & !offered.bits();
         if unknown != 0 {
-            return Err(refuse(format!(
-                "protocol feature bits {unknown:#x} were not offered"
-            )));
+            return Err(refuse(NotOffered::ProtocolFeatures(unknown)));
         }
         self.protocol = VhostUserProtocolFeatures::from_bits_truncate(features);
         Ok(())

@@ -12,6 +12,7 @@
 //! Invariants: the messages leave every queue where it was drained, and none of them starts one; queues are started
 //! by [`VhostUserServer::serve_on`] only. Until then the old server can continue as before.
 
+use std::error::Error;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Write};
@@ -21,10 +22,10 @@ use std::sync::{Arc, Mutex};
 
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError, VhostUserBackendReqHandlerMut};
-use virtio_bindings::virtio_blk::VIRTIO_BLK_F_CONFIG_WCE;
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_MQ};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-use super::backend::{Backend, PROTOCOL_FEATURES};
+use super::backend::{Backend, NotOffered, PROTOCOL_FEATURES};
 use super::memory::RegionInfo;
 use super::{ServeError, VhostUserServer, event, lock};
 use crate::block::{CacheMode, WRITEBACK_OFFSET};
@@ -74,7 +75,13 @@ pub enum HandOverError {
     /// The process has no descriptor left, or a socket failed.
     #[error("cannot hand a client's descriptors over")]
     Os(#[from] io::Error),
-    /// The new server does not do what the client uses.
+    /// The client uses `VIRTIO_BLK_F_MQ`, and the new server has one queue.
+    #[error("its client uses several queues, and this server has only one")]
+    SeveralQueues,
+    /// The client uses `VHOST_USER_PROTOCOL_F_INFLIGHT_SHMFD`, which the new server does not offer.
+    #[error("its client shares a record of its requests in flight, and this server keeps none")]
+    InflightTracking,
+    /// The new server cannot do something else that the client uses.
     #[error("message {code} of a client was refused: {reason}")]
     Refused {
         /// The message's code.
@@ -82,6 +89,30 @@ pub enum HandOverError {
         /// The cause.
         reason: String,
     },
+}
+
+impl HandOverError {
+    /// Returns the error for a message that the new server refused.
+    fn refused(code: u32, error: &MessageError) -> Self {
+        let not_offered = match error {
+            MessageError::ReqHandlerError(error) => {
+                error.get_ref().and_then(<dyn Error + Send + Sync>::downcast_ref)
+            }
+            _ => None,
+        };
+        match not_offered {
+            Some(NotOffered::Features(bits)) if bits & 1 << VIRTIO_BLK_F_MQ != 0 => Self::SeveralQueues,
+            Some(NotOffered::ProtocolFeatures(bits))
+                if bits & VhostUserProtocolFeatures::INFLIGHT_SHMFD.bits() != 0 =>
+            {
+                Self::InflightTracking
+            }
+            _ => Self::Refused {
+                code,
+                reason: error.to_string(),
+            },
+        }
+    }
 }
 
 fn words(words: impl IntoIterator<Item = u64>) -> Vec<u8> {
@@ -292,10 +323,7 @@ impl VhostUserServer {
             client
                 .messages
                 .handle_request()
-                .map_err(|error| HandOverError::Refused {
-                    code,
-                    reason: error.to_string(),
-                })?;
+                .map_err(|error| HandOverError::refused(code, &error))?;
         }
         // The answers to what was asked go nowhere, with `teller`.
         event::replace(client.messages.as_raw_fd(), state.connection.as_fd())?;
@@ -330,5 +358,44 @@ impl VhostUserServer {
             tracing::warn!(%error, "cannot restart a queue");
         }
         Ok(client)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::VhostUserConfig;
+    use super::*;
+    use crate::testing::MemDisk;
+
+    /// A server of one queue, without inflight tracking, to which a client comes that accepted `features` and `protocol`.
+    fn refused(features: u64, protocol: VhostUserProtocolFeatures) -> HandOverError {
+        let disk = MemDisk::new();
+        let server = VhostUserServer::start(disk.disk(), &VhostUserConfig::default()).expect("a server");
+        let mut script = Script::default();
+        script.say(FrontendReq::SET_OWNER, &[]);
+        script.say(FrontendReq::GET_FEATURES, &[]);
+        script.say(FrontendReq::SET_FEATURES, &words([features | PROTOCOL_FEATURES]));
+        script.say(FrontendReq::GET_PROTOCOL_FEATURES, &[]);
+        script.say(FrontendReq::SET_PROTOCOL_FEATURES, &words([protocol.bits()]));
+        let (connection, _client) = UnixStream::pair().expect("sockets");
+        let adopted = server.adopt(ClientState {
+            connection,
+            messages: script.0,
+        });
+        adopted.expect_err("it is refused")
+    }
+
+    #[test]
+    fn adopt_names_the_option_that_a_client_needs() {
+        let none = VhostUserProtocolFeatures::empty();
+        let queues = refused(1 << VIRTIO_BLK_F_MQ, none);
+        assert!(matches!(queues, HandOverError::SeveralQueues), "{queues}");
+        let inflight = refused(0, VhostUserProtocolFeatures::INFLIGHT_SHMFD);
+        assert!(matches!(inflight, HandOverError::InflightTracking), "{inflight}");
+        let other = refused(1 << 60, none).to_string();
+        assert!(
+            other.contains("message 2") && other.contains("0x1000000000000000"),
+            "{other}"
+        );
     }
 }

@@ -58,24 +58,17 @@ impl TakeoverError {
     }
 }
 
-/// The failure to take the client of disk `name` in, with what would be right where that is known.
+/// Returns the failure to adopt the client of disk `name`, with the option that is missing where that is known.
 #[must_use]
 pub fn not_adopted(name: &str, error: HandOverError) -> CommandFailure {
-    let HandOverError::Refused { code, reason } = &error else {
-        return CommandFailure::about(name, error);
-    };
-    // "… bits 0x1000 were not offered": bit 12 is several queues among a device's features, and memory for what is in flight among
-    // the protocol's.
-    let bits = reason
-        .split("bits 0x")
-        .nth(1)
-        .and_then(|rest| rest.split(' ').next());
-    let bits = bits.and_then(|bits| u64::from_str_radix(bits, 16).ok());
-    let has_bit_12 = bits.is_some_and(|bits| bits & 1 << 12 != 0);
-    let told = match code {
-        2 if has_bit_12 => "its client uses several queues; this server needs the old one's num_queues=",
-        16 if has_bit_12 => "its client is served with --restartable; this server needs --restartable too",
-        _ => return CommandFailure::about(name, error),
+    let told = match error {
+        HandOverError::SeveralQueues => {
+            "its client uses several queues; this server needs the old one's num_queues="
+        }
+        HandOverError::InflightTracking => {
+            "its client is served with --restartable; this server needs --restartable too"
+        }
+        error => return CommandFailure::about(name, error),
     };
     CommandFailure::Failed(format!("{name}: {told}").into())
 }

@@ -248,21 +248,15 @@ fn an_old_server_that_says_nothing_is_told_from_one_that_broke_off() {
 
 #[test]
 fn not_adopted_says_which_option_a_client_needs() {
-    let told = |code, reason: &str| {
-        let reason = reason.to_owned();
-        not_adopted("a.qcow2", HandOverError::Refused { code, reason }).line()
-    };
-    let restartable = told(
-        16,
-        "handler failed: protocol feature bits 0x1000 were not offered",
-    )
-    .expect("a line");
+    let line = |error| not_adopted("a.qcow2", error).line().expect("a line");
+    let restartable = line(HandOverError::InflightTracking);
     assert!(
         restartable.starts_with("a.qcow2: ") && restartable.contains("needs --restartable"),
         "{restartable}"
     );
-    let queues = told(2, "handler failed: feature bits 0x1000 were not offered").expect("a line");
+    let queues = line(HandOverError::SeveralQueues);
     assert!(queues.contains("num_queues="), "{queues}");
-    let other = told(2, "handler failed: feature bits 0x4 were not offered").expect("a line");
+    let reason = "feature bits 0x4 were not offered".to_owned();
+    let other = line(HandOverError::Refused { code: 2, reason });
     assert!(other.contains("message 2") && other.contains("0x4"), "{other}");
 }
