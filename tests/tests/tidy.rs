@@ -48,7 +48,7 @@ const UNSAFE: [&str; 56] = [
     "virtio-devices/src/ublk/channel.rs",
     "virtio-devices/src/ublk/control.rs",
     "virtio-devices/src/vhost_user/event.rs",
-    "virtio-devices/src/vhost_user/fault.rs",
+    "virtio-devices/src/vhost_user/sigbus.rs",
     "virtio-devices/src/vhost_user/inflight.rs",
     "virtio-devices/src/virtqueue/inflight.rs",
     "virtio-devices/src/virtqueue/memory.rs",

@@ -49,7 +49,7 @@ pub(crate) fn start() -> Result<u8, CommandFailure> {
         }
     }
     // It has said why.
-    Err(CommandFailure::Told(EXIT_FAILURE))
+    Err(CommandFailure::Reported(EXIT_FAILURE))
 }
 
 /// The process in between: starts the one that stays, and ends.

@@ -10,4 +10,4 @@ mod tests;
 
 pub use client::{AskError, ask, ask_for_locks, ask_within};
 pub use request::{DiskKeys, Request};
-pub use server::{Control, Handler, Locks, Server, Told};
+pub use server::{AfterAnswer, Control, Handler, Locks, Server};

@@ -277,7 +277,7 @@ impl DiskConfig {
                 takes: key.takes,
             })?;
         }
-        config.rate_limits = limits.finish().map_err(|(key, missing)| {
+        config.rate_limits = limits.build().map_err(|(key, missing)| {
             let takes = keys::find(missing).map_or("", |key| key.takes);
             DiskConfigError::Incomplete { key, missing, takes }
         })?;

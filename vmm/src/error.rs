@@ -23,7 +23,7 @@ pub enum CommandFailure {
     /// Standard output was closed by its reader; nothing is reported.
     OutputClosed,
     /// A child process has reported the failure already; this is the exit code.
-    Told(u8),
+    Reported(u8),
 }
 
 impl CommandFailure {
@@ -41,7 +41,7 @@ impl CommandFailure {
         match self {
             Self::Usage(_) => EXIT_USAGE,
             Self::Failed(_) | Self::OutputClosed => EXIT_FAILURE,
-            Self::Told(code) => *code,
+            Self::Reported(code) => *code,
         }
     }
 
@@ -51,7 +51,7 @@ impl CommandFailure {
         match self {
             Self::Usage(message) => Some(one_line(message)),
             Self::Failed(error) => Some(one_line(&chain(error.as_ref()))),
-            Self::OutputClosed | Self::Told(_) => None,
+            Self::OutputClosed | Self::Reported(_) => None,
         }
     }
 }

@@ -13,13 +13,13 @@ use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::open;
 
 pub mod command;
-mod lane;
 pub mod output;
 mod session;
 mod transfer;
+mod worker_queue;
 
-pub use lane::LaneError;
 pub use session::SessionError;
+pub use worker_queue::WorkerQueueError;
 
 use command::Command;
 use session::Session;

@@ -314,7 +314,7 @@ fn live(config: &RunConfig, desk: &Arc<Desk>) -> Result<(), CommandFailure> {
                     return Ok(());
                 }
             }
-            Reason::Failed(told) => return Err(CommandFailure::Failed(told.into())),
+            Reason::Failed(message) => return Err(CommandFailure::Failed(message.into())),
             _ => return Ok(()),
         }
     }

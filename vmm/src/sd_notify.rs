@@ -20,15 +20,15 @@ impl Manager {
 
     /// Says that the server is ready: `READY=1`.
     pub(crate) fn ready(&self) {
-        self.tell("READY=1");
+        self.notify("READY=1");
     }
 
     /// Says which process the service is: `MAINPID=`. The manager goes by how that one ends.
     pub(crate) fn main(&self, pid: u32) {
-        self.tell(&format!("MAINPID={pid}"));
+        self.notify(&format!("MAINPID={pid}"));
     }
 
-    fn tell(&self, message: &str) {
+    fn notify(&self, message: &str) {
         if let Some(manager) = &self.0
             && let Err(error) = manager.send(message.as_bytes())
         {

@@ -95,10 +95,10 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
             disk.map_err(|error| CommandFailure::Failed(error.into()))?,
         ));
     }
-    let fence = |error: SandboxError| CommandFailure::Failed(error.into());
+    let not_confined = |error: SandboxError| CommandFailure::Failed(error.into());
     if options.sandbox {
         // Threads that are started later are inside.
-        sandbox::restrict_files(&allowed(&opened)).map_err(fence)?;
+        sandbox::restrict_files(&allowed(&opened)).map_err(not_confined)?;
     }
     let mut served = opened
         .into_iter()

@@ -11,7 +11,7 @@ use std::rc::Rc;
 
 use block::{Disk, IoError};
 use virtio_devices::ublk::abi::Flags;
-use virtio_devices::ublk::{Duty, Recovery, Settling, Step, parting_duty};
+use virtio_devices::ublk::{Duty, HandOverProgress, Recovery, Step, parting_duty};
 
 use crate::judge::Demand;
 use crate::plan::Quiesce;
@@ -83,7 +83,7 @@ impl Run<'_> {
     fn settle(&mut self) -> Result<bool, String> {
         let disk = self.disk.clone().ok_or("no disk")?;
         let _held = disk.hold_off();
-        let mut settling = Settling::default();
+        let mut progress = HandOverProgress::default();
         loop {
             if self.schedule.one_in(64) {
                 return Ok(false);
@@ -93,7 +93,7 @@ impl Run<'_> {
             }
             let mut all = self.host.iter().flat_map(|host| &host.served);
             let finished = all.all(|served| served.state.unfinished() == Some(0));
-            match settling.after_round(finished) {
+            match progress.after_round(finished) {
                 Step::Wait => {}
                 Step::Keep => self.set_duty(Duty::Keep)?,
                 Step::Close => break,

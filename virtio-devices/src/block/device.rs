@@ -14,7 +14,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use super::config::{self, CONFIG_BYTES, WRITEBACK_OFFSET};
-use super::told::Told;
+use super::log_limit::LogLimit;
 
 /// The longest serial number, in bytes.
 pub const SERIAL_BYTES: usize = VIRTIO_BLK_ID_BYTES as usize;
@@ -90,7 +90,7 @@ pub struct BlockDevice {
     serial: [u8; SERIAL_BYTES],
     /// The number of a [`CacheMode`].
     cache_mode: AtomicU8,
-    told: Arc<Told>,
+    log_limit: Arc<LogLimit>,
 }
 
 impl fmt::Debug for BlockDevice {
@@ -126,7 +126,7 @@ impl BlockDevice {
             queue_size: config.queue_size,
             serial,
             cache_mode: AtomicU8::new(CacheMode::Writeback as u8),
-            told: Arc::default(),
+            log_limit: Arc::default(),
         })
     }
 
@@ -138,7 +138,7 @@ impl BlockDevice {
             queue_size: self.queue_size,
             serial: self.serial,
             cache_mode: AtomicU8::new(self.cache_mode() as u8),
-            told: Arc::default(),
+            log_limit: Arc::default(),
         }
     }
 
@@ -153,8 +153,8 @@ impl BlockDevice {
     }
 
     /// Returns the rate limiter of log messages about the client's and the guest's mistakes.
-    pub(crate) fn told(&self) -> &Arc<Told> {
-        &self.told
+    pub(crate) fn log_limit(&self) -> &Arc<LogLimit> {
+        &self.log_limit
     }
 
     /// The disk.

@@ -263,7 +263,7 @@ impl BlockQueue {
 
     #[cold]
     fn fail(&mut self, error: QueueError) {
-        if let Some(held_back) = self.device.told().admit() {
+        if let Some(held_back) = self.device.log_limit().admit() {
             tracing::warn!(%error, held_back, "the guest broke a queue; the queue is stopped");
         }
         self.broken = true;
@@ -378,7 +378,7 @@ impl BlockQueue {
         self.disk
             .submit(Request::new(op, offset, len as u64, buffer, &self.sink, tag));
         if fills && strikes(Rule::BufferBackEarly, 5) {
-            self.finish(&Done {
+            self.complete_part(&Done {
                 tag,
                 result: Ok(()),
                 buffer: Buffer::default(),
@@ -440,9 +440,9 @@ impl BlockQueue {
         self.ring.give_back(head, len);
     }
 
-    /// Takes in one answer of the disk.
+    /// Completes one of the disk requests of a chain, and answers the chain after the last.
     #[inline]
-    fn finish(&mut self, done: &Done) {
+    fn complete_part(&mut self, done: &Done) {
         // Tags are heads of chains in flight, as `submit_data` and `submit_ranges` gave them.
         let head = done.tag as u16;
         let slot = &mut self.slots[usize::from(head)];
@@ -487,7 +487,7 @@ impl Frontend for BlockQueue {
                 self.lose_memory();
             }
             for done in done.drain(..) {
-                self.finish(&done);
+                self.complete_part(&done);
             }
             self.done = done;
             // Here and not in `poll`, which is not called any more when the queue is to be removed.

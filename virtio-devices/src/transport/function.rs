@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
 use super::msix::Vectors;
-use crate::block::Told;
+use crate::block::LogLimit;
 
 /// The most queues of a function.
 pub(super) const QUEUES_MAX: u16 = 256;
@@ -24,7 +24,7 @@ pub(super) fn signal(event: BorrowedFd<'_>) {
 pub(super) struct Shared {
     pub(super) name: String,
     /// The rate limiter of log messages about its guest and its backend.
-    pub(super) told: Arc<Told>,
+    pub(super) log_limit: Arc<LogLimit>,
     pub(super) status: AtomicU8,
     pub(super) isr: AtomicU8,
     pub(super) generation: AtomicU8,

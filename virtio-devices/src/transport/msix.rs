@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use super::{Interrupt, Machine, MsiMessage};
-use crate::block::Told;
+use crate::block::LogLimit;
 
 /// The bytes of a table entry: address, data, control.
 pub(super) const ENTRY_BYTES: u64 = 16;
@@ -34,12 +34,12 @@ pub(super) struct Msix {
     entries: Vec<Entry>,
     vectors: Vectors,
     control: u16,
-    told: Arc<Told>,
+    log_limit: Arc<LogLimit>,
 }
 
 impl Msix {
     /// A table of `count` interrupts of `machine`, all masked.
-    pub(super) fn new(machine: &dyn Machine, count: u16, told: &Arc<Told>) -> io::Result<Self> {
+    pub(super) fn new(machine: &dyn Machine, count: u16, log_limit: &Arc<LogLimit>) -> io::Result<Self> {
         let vectors: Vec<_> = (0..count)
             .map(|_| machine.interrupt())
             .collect::<Result<_, _>>()?;
@@ -52,7 +52,7 @@ impl Msix {
             entries: vec![entry; vectors.len()],
             vectors: vectors.into(),
             control: 0,
-            told: Arc::clone(told),
+            log_limit: Arc::clone(log_limit),
         })
     }
 
@@ -83,7 +83,7 @@ impl Msix {
         match changed {
             Ok(()) => entry.connected = wanted,
             Err(error) => {
-                if let Some(held_back) = self.told.admit() {
+                if let Some(held_back) = self.log_limit.admit() {
                     tracing::error!(index, %error, held_back, "cannot set up an interrupt");
                 }
             }

@@ -24,7 +24,7 @@ use super::in_process::InProcess;
 use super::msix::{Msix, NO_VECTOR};
 use super::queue::PciQueue;
 use super::{Machine, PciFunction, Window};
-use crate::block::{BlockDevice, BlockDeviceConfig, Told};
+use crate::block::{BlockDevice, BlockDeviceConfig, LogLimit};
 pub use layout::BAR_BYTES;
 use layout::{COMMON, COMMON_BYTES, DEVICE, ISR, NOTIFY, NOTIFY_STRIDE, PENDING, TABLE};
 use registers::STATUS_DRIVER_OK;
@@ -92,7 +92,7 @@ impl VirtioPciBlock {
             serial: &config.serial,
         };
         let device = BlockDevice::new(disk, &shown)?;
-        let told = Arc::clone(device.told());
+        let log_limit = Arc::clone(device.log_limit());
         let workers = config.workers.into_iter().map(WorkerHandle::spawn);
         let workers = workers.collect::<Result<Vec<_>, _>>()?;
         Self::show(
@@ -101,7 +101,7 @@ impl VirtioPciBlock {
             config.name,
             queues,
             config.queue_size,
-            told,
+            log_limit,
             |shared| Box::new(InProcess::new(device, memory, shared, workers)),
         )
     }
@@ -142,10 +142,10 @@ impl VirtioPciBlock {
         name: String,
         queues: u16,
         queue_size: u16,
-        told: Arc<Told>,
+        log_limit: Arc<LogLimit>,
         make: impl FnOnce(Arc<Shared>) -> Box<dyn Device>,
     ) -> Result<Self, PlugError> {
-        let msix = Msix::new(&*machine, queues + 1, &told)?;
+        let msix = Msix::new(&*machine, queues + 1, &log_limit)?;
         let layout::Capabilities {
             space,
             msix_at,
@@ -153,7 +153,7 @@ impl VirtioPciBlock {
         } = layout::capabilities(window, queues);
         let shared = Arc::new(Shared {
             name,
-            told,
+            log_limit,
             status: AtomicU8::new(0),
             isr: AtomicU8::new(0),
             generation: AtomicU8::new(0),
@@ -261,7 +261,7 @@ impl VirtioPciBlock {
         }
         for queue in &mut self.queues {
             if let Err(error) = queue.start(&mut *self.device, self.features) {
-                if let Some(held_back) = self.shared.told.admit() {
+                if let Some(held_back) = self.shared.log_limit.admit() {
                     tracing::warn!(disk = %self.shared.name, %error, held_back, "cannot start a queue");
                 }
                 self.shared.needs_reset();
@@ -282,7 +282,7 @@ impl VirtioPciBlock {
             for result in [unwatched, watched].into_iter().flatten() {
                 // The guest's write comes here instead.
                 if let Err(error) = result
-                    && let Some(held_back) = self.shared.told.admit()
+                    && let Some(held_back) = self.shared.log_limit.admit()
                 {
                     tracing::warn!(disk = %self.shared.name, %error, held_back, "cannot watch for kicks");
                 }
@@ -293,7 +293,7 @@ impl VirtioPciBlock {
 
     fn write_device(&mut self, offset: u64, data: &[u8]) {
         if let Err(error) = self.device.write_config(offset, data, self.features) {
-            if let Some(held_back) = self.shared.told.admit() {
+            if let Some(held_back) = self.shared.log_limit.admit() {
                 tracing::error!(disk = %self.shared.name, %error, held_back, "cannot change the configuration");
             }
             self.shared.needs_reset();

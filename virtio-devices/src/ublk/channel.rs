@@ -401,13 +401,13 @@ impl Channel for KernelChannel {
     }
 }
 
-/// Gives every queue of the device that `file` is a server that has ended at once, unless it had one: a recovery that
-/// stopped half way has left some without. Returns how many those were. I/O of the device must wait for a recovery.
+/// Ends a recovery of the device `file` that stopped half way: each queue without a server gets one, which ends at once.
+/// Returns how many queues had none. I/O of the device must wait for a recovery.
 ///
 /// # Errors
 ///
 /// If io_uring fails.
-pub(super) fn finish_fetches(file: OwnedFd, info: &DeviceInfo) -> io::Result<usize> {
+pub(super) fn end_half_recovery(file: OwnedFd, info: &DeviceInfo) -> io::Result<usize> {
     // Where the driver wants memory, it gets an address at which there never is any: nothing comes, so nothing is copied.
     let addr = match Transport::of(info.flags()) {
         Transport::Copy => 1,

@@ -26,7 +26,7 @@ use super::control::{CommandError, Control, char_path};
 use super::error::{AddError, CloseError, DRAIN, ResizeError};
 use super::queue::{Counts, Events, QueueState, UblkQueue};
 use super::rights::give_up_admin;
-pub use hand_over::{HandOverError, Settling, Step, parting_duty};
+pub use hand_over::{HandOverError, HandOverProgress, Step, parting_duty};
 pub use recover::RecoveringDevice;
 
 /// The longest wait for the character device's node.

@@ -34,7 +34,7 @@ pub use control::{
     Carrier, CommandError, Control, ControlCall, ControlDevice, OpenControlError, block_path, char_path,
     open_control,
 };
-pub use device::{HandOverError, RecoveringDevice, Settling, Step, UblkDevice, parting_duty};
+pub use device::{HandOverError, HandOverProgress, RecoveringDevice, Step, UblkDevice, parting_duty};
 pub use error::{AddError, CloseError, ResizeError};
 pub use params::ParamsError;
 pub use queue::{Counts, Duty, Events, QueueEvent, QueueState, UblkQueue};

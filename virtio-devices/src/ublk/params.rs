@@ -64,18 +64,18 @@ pub(super) fn describe(info: &DiskInfo, io_bytes_max: u32) -> Params {
 /// # Errors
 ///
 /// [`ParamsError`], naming the difference.
-pub(super) fn verify(told: &Params, taken: &Params) -> Result<(), ParamsError> {
+pub(super) fn verify(asked: &Params, taken: &Params) -> Result<(), ParamsError> {
     let lost = |what: String| Err(ParamsError { what });
     for (name, part) in [("its size and limits", param::BASIC), ("discard", param::DISCARD)] {
         if taken.types & part == 0 {
             return lost(name.to_owned());
         }
     }
-    if taken.basic != told.basic {
-        return lost(format!("{:?} became {:?}", told.basic, taken.basic));
+    if taken.basic != asked.basic {
+        return lost(format!("{:?} became {:?}", asked.basic, taken.basic));
     }
-    if taken.discard != told.discard {
-        return lost(format!("{:?} became {:?}", told.discard, taken.discard));
+    if taken.discard != asked.discard {
+        return lost(format!("{:?} became {:?}", asked.discard, taken.discard));
     }
     Ok(())
 }
@@ -125,16 +125,16 @@ mod tests {
 
     #[test]
     fn what_a_driver_drops_is_noticed_but_for_what_does_not_matter() {
-        let told = describe(&INFO, 1 << 20);
-        let mut taken = told;
+        let asked = describe(&INFO, 1 << 20);
+        let mut taken = asked;
         taken.types &= !param::DMA_ALIGN;
         taken.types |= param::DEVT;
-        verify(&told, &taken).expect("no loss");
+        verify(&asked, &taken).expect("no loss");
         taken.types &= !param::DISCARD;
-        let error = verify(&told, &taken).expect_err("a loss");
+        let error = verify(&asked, &taken).expect_err("a loss");
         assert!(error.to_string().contains("discard"), "{error}");
-        let mut taken = told;
+        let mut taken = asked;
         taken.basic.max_sectors = 8;
-        assert!(verify(&told, &taken).is_err());
+        assert!(verify(&asked, &taken).is_err());
     }
 }

@@ -184,7 +184,7 @@ impl QueueState {
         }
     }
 
-    fn tell(&self, event: QueueEvent) {
+    fn send_event(&self, event: QueueEvent) {
         (self.events)(event);
     }
 }
@@ -237,7 +237,7 @@ impl<C> Drop for UblkQueue<C> {
         // Its worker has ended, unless its owner let it go.
         if self.live > 0 && !self.state.abandoned.load(Ordering::Acquire) {
             let (device, what) = (self.state.device, "its worker has ended".to_owned());
-            self.state.tell(QueueEvent::Broken { device, what });
+            self.state.send_event(QueueEvent::Broken { device, what });
         }
     }
 }
@@ -308,7 +308,7 @@ impl<C: Channel> UblkQueue<C> {
     fn broken(&mut self, what: String) {
         tracing::error!(device = self.state.device, %what, "a queue is broken");
         let device = self.state.device;
-        self.state.tell(QueueEvent::Broken { device, what });
+        self.state.send_event(QueueEvent::Broken { device, what });
     }
 
     fn end(&mut self, tag: u16) {
@@ -317,7 +317,7 @@ impl<C: Channel> UblkQueue<C> {
         self.state.tags.store(self.live, Ordering::Release);
         if self.live == 0 {
             let device = self.state.device;
-            self.state.tell(QueueEvent::Ended { device });
+            self.state.send_event(QueueEvent::Ended { device });
         }
     }
 
@@ -433,8 +433,8 @@ impl<C: Channel> UblkQueue<C> {
         pages
     }
 
-    /// Takes in one answer of the disk.
-    fn finish(&mut self, done: Done) {
+    /// Answers a request that the disk has completed, or keeps it for the next server.
+    fn answer_disk_request(&mut self, done: Done) {
         // Tags come back as they were given.
         let tag = done.tag as u16;
         let Some(&Tag::Served { answer, deliver }) = self.tags.get(usize::from(tag)) else {
@@ -535,7 +535,7 @@ impl<C: Channel> Frontend for UblkQueue<C> {
             let mut done = std::mem::take(&mut self.done);
             self.sink.drain_into(&mut done);
             for done in done.drain(..) {
-                self.finish(done);
+                self.answer_disk_request(done);
             }
             self.done = done;
         }

@@ -127,7 +127,7 @@ impl Backend {
                 if self.worker_gone {
                     return Err(error);
                 }
-                if let Some(held_back) = self.device.told().admit() {
+                if let Some(held_back) = self.device.log_limit().admit() {
                     tracing::warn!(queue = index, %error, held_back, "a queue cannot run with the client's memory");
                 }
             }
@@ -157,7 +157,7 @@ impl Backend {
             return;
         }
         self.mode_reported = true;
-        if let Some(held_back) = self.device.told().admit() {
+        if let Some(held_back) = self.device.log_limit().admit() {
             tracing::warn!(
                 held_back,
                 "the client reconnected without its guest's cache mode: every write is made durable, as for \
@@ -388,7 +388,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
 
     fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
         inflight::make(asked, self.vrings.len()).map_err(|error| {
-            if let Some(held_back) = self.device.told().admit() {
+            if let Some(held_back) = self.device.log_limit().admit() {
                 tracing::warn!(%error, held_back, "cannot provide inflight memory to a client");
             }
             // The answer has no room for a refusal.

@@ -338,7 +338,7 @@ impl VhostUserServer {
     /// [`super::CloseError`]: the image may need repair on its next open, as after a power cut.
     pub fn close_disk(&mut self, client: Option<&PausedClient>) -> Result<(), super::CloseError> {
         let closed = self.close_on_worker();
-        self.reopen(Arc::new(super::closed::Closed), client);
+        self.reopen(Arc::new(super::detached_disk::DetachedDisk), client);
         closed
     }
 

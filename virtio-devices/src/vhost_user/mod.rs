@@ -13,9 +13,8 @@
 //! memory or a queue away has been answered, nothing touches either any more.
 
 mod backend;
-mod closed;
+mod detached_disk;
 pub(crate) mod event;
-mod fault;
 mod handover;
 mod inflight;
 #[cfg(test)]
@@ -23,9 +22,10 @@ mod limits_tests;
 mod memory;
 #[cfg(test)]
 mod restart_tests;
+mod sigbus;
 #[cfg(test)]
 mod state_tests;
-mod stop;
+mod stop_token;
 #[cfg(test)]
 mod tests;
 mod vring;
@@ -41,10 +41,10 @@ use block::worker::{StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
 use block::{Disk, IoError};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
-use crate::block::{BlockDevice, BlockDeviceConfig, CacheMode, SerialTooLong, Told};
+use crate::block::{BlockDevice, BlockDeviceConfig, CacheMode, LogLimit, SerialTooLong};
 use backend::Backend;
 pub use handover::{ClientState, HandOverError, Message, PausedClient};
-pub use stop::StopToken;
+pub use stop_token::StopToken;
 
 /// The most queues a vhost-user device can have: what its messages can number.
 pub const QUEUES_MAX: u16 = 256;
@@ -145,7 +145,7 @@ pub struct VhostUserServer {
     workers: Arc<[WorkerHandle]>,
     restartable: bool,
     /// The rate limiter of log messages about clients that connect and disconnect.
-    told: Told,
+    log_limit: LogLimit,
 }
 
 impl fmt::Debug for VhostUserServer {
@@ -169,7 +169,7 @@ impl VhostUserServer {
     ///
     /// [`StartError`]: a value of `config` is out of range, or a worker cannot be started.
     pub fn start(disk: Arc<dyn Disk>, config: &VhostUserConfig) -> Result<Self, StartError> {
-        fault::prepare();
+        sigbus::prepare();
         let found = config.num_queues;
         if found == 0 || found > QUEUES_MAX {
             return Err(StartError::Queues { found });
@@ -197,7 +197,7 @@ impl VhostUserServer {
             device,
             workers,
             restartable: config.restartable,
-            told: Told::default(),
+            log_limit: LogLimit::default(),
         })
     }
 
@@ -251,7 +251,7 @@ impl VhostUserServer {
                         tracing::warn!(disk = %self.name, %error, "cannot serve a client");
                         continue;
                     }
-                    if let Some(held_back) = self.told.admit() {
+                    if let Some(held_back) = self.log_limit.admit() {
                         tracing::info!(disk = %self.name, held_back, "a client has connected");
                     }
                     if let Some(paused) = self.serve_client(self.receive(stream), listener, stop)? {
@@ -347,7 +347,7 @@ impl VhostUserServer {
                 Ok(()) | Err(MessageError::SocketRetry(_)) => {}
                 // The backend refused something and the client was told, if it wanted to know.
                 Err(MessageError::ReqHandlerError(error)) if lock(&backend).answers_errors() => {
-                    if let Some(held_back) = self.device.told().admit() {
+                    if let Some(held_back) = self.device.log_limit().admit() {
                         tracing::warn!(disk = %self.name, %error, held_back, "refused a message of the client");
                     }
                 }
@@ -360,12 +360,12 @@ impl VhostUserServer {
         match result {
             _ if stop.is_stopped() => tracing::info!(disk = %self.name, "disconnecting the client"),
             MessageError::Disconnected => {
-                if let Some(held_back) = self.told.admit() {
+                if let Some(held_back) = self.log_limit.admit() {
                     tracing::info!(disk = %self.name, held_back, "the client has disconnected");
                 }
             }
             error => {
-                if let Some(held_back) = self.device.told().admit() {
+                if let Some(held_back) = self.device.log_limit().admit() {
                     tracing::warn!(disk = %self.name, %error, held_back, "disconnecting the client");
                 }
             }
@@ -377,7 +377,7 @@ impl VhostUserServer {
 
     /// Logs that another client waits for this one to go: neither of them can know.
     fn report_waiting(&self, connection: &UnixStream) {
-        if let Some(held_back) = self.device.told().admit() {
+        if let Some(held_back) = self.device.log_limit().admit() {
             let connected = event::peer_process(connection.as_fd());
             tracing::warn!(
                 disk = %self.name, connected_process = connected, held_back,

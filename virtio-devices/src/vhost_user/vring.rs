@@ -17,8 +17,8 @@ use std::sync::Arc;
 use block::worker::{WorkerGone, WorkerHandle};
 
 use super::event::ClientEvent;
-use super::fault::LossWatch;
 use super::memory::ClientMemory;
+use super::sigbus::LossWatch;
 use crate::block::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
 use crate::virtqueue::{InflightRegion, RingAddresses};
 

@@ -38,7 +38,7 @@ pub fn ask(path: &Path, request: &Request) -> Result<Value, CommandFailure> {
         AskError::Unanswered(error) => {
             CommandFailure::about(format!("no machine answers at {}", path.display()), error)
         }
-        AskError::Refused(told) => CommandFailure::Failed(told.into()),
+        AskError::Refused(message) => CommandFailure::Failed(message.into()),
     })
 }
 
@@ -98,8 +98,8 @@ fn read_answer(stream: &UnixStream, mut line: String) -> Result<Value, AskError>
     if answer["ok"] == Value::Bool(true) {
         return Ok(answer);
     }
-    let told = answer["error"]
+    let message = answer["error"]
         .as_str()
         .unwrap_or("it says nothing that makes sense");
-    Err(AskError::Refused(told.to_owned()))
+    Err(AskError::Refused(message.to_owned()))
 }

@@ -30,7 +30,7 @@ const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 pub type Handler = dyn Fn(Request) -> Result<Value, String> + Send + Sync;
 
 /// Called after an answer was sent.
-pub type Told = dyn Fn() + Send + Sync;
+pub type AfterAnswer = dyn Fn() + Send + Sync;
 
 /// Returns the descriptors for [`Request::PassLocks`].
 pub type Locks = dyn Fn() -> io::Result<Vec<OwnedFd>> + Send + Sync;
@@ -41,7 +41,7 @@ pub struct Server {
     /// Carries requests out.
     pub handler: Arc<Handler>,
     /// Is called after each answer, whether or not the client has taken it.
-    pub told: Arc<Told>,
+    pub after_answer: Arc<AfterAnswer>,
     /// Has the descriptors of image locks.
     pub locks: Arc<Locks>,
 }
@@ -67,7 +67,7 @@ impl Control {
     pub fn serve(path: &Path, handler: Arc<Handler>) -> Result<Self, SocketError> {
         let server = Server {
             handler,
-            told: Arc::new(|| ()),
+            after_answer: Arc::new(|| ()),
             locks: Arc::new(|| Ok(Vec::new())),
         };
         Self::serve_on(Socket::listen(path)?, &server)
@@ -186,7 +186,7 @@ fn serve_client(stream: &UnixStream, server: &Server) -> io::Result<()> {
             Err(error) => json!({"ok": false, "error": format!("invalid request: {error}")}),
         };
         let sent = send_line(stream, &answer);
-        (server.told)();
+        (server.after_answer)();
         sent?;
     }
 }

@@ -131,7 +131,7 @@ fn ask_for_locks_returns_every_description_and_further_requests_are_heard() {
     let own = image.try_clone().expect("a descriptor");
     let server = Server {
         handler: Arc::new(|_| Ok(json!({"state": "running"}))),
-        told: Arc::new(|| ()),
+        after_answer: Arc::new(|| ()),
         locks: Arc::new(move || (0..300).map(|_| Ok(own.try_clone()?.into())).collect()),
     };
     let socket = Socket::listen(&path).expect("a socket");
@@ -255,7 +255,7 @@ fn whoever_does_not_answer_in_time_is_not_waited_for_and_an_end_comes_after_its_
     };
     let server = Server {
         handler: Arc::new(handler),
-        told: Arc::new(told),
+        after_answer: Arc::new(told),
         locks: Arc::new(|| Ok(Vec::new())),
     };
     let socket = Socket::listen(&heard).expect("a socket");

@@ -20,8 +20,8 @@ struct RateKeys {
 }
 
 impl RateKeys {
-    /// The limit, if there is one; or the key that is there without another, and that other.
-    fn finish(
+    /// Returns the limit, if there is one. The error is a key that was given, and the one that is missing beside it.
+    fn build(
         &self,
         [size, burst, refill]: [&'static str; 3],
     ) -> Result<Option<Rate>, (&'static str, &'static str)> {
@@ -65,15 +65,15 @@ impl LimitKeys {
         })
     }
 
-    /// The limits; or a key that is there without another, and that other.
-    pub(super) fn finish(&self) -> Result<RateLimits, (&'static str, &'static str)> {
+    /// Returns the limits. The error is a key that was given, and the one that is missing beside it.
+    pub(super) fn build(&self) -> Result<RateLimits, (&'static str, &'static str)> {
         Ok(RateLimits {
             bandwidth: self
                 .bandwidth
-                .finish(["bw_size", "bw_one_time_burst", "bw_refill_time"])?,
+                .build(["bw_size", "bw_one_time_burst", "bw_refill_time"])?,
             ops: self
                 .ops
-                .finish(["ops_size", "ops_one_time_burst", "ops_refill_time"])?,
+                .build(["ops_size", "ops_one_time_burst", "ops_refill_time"])?,
         })
     }
 }
@@ -291,7 +291,7 @@ fn group(text: &str) -> Result<(String, RateLimits), RateLimitGroupError> {
     }
     let id = id.ok_or(RateLimitGroupError::NoId)?;
     let limits = limits
-        .finish()
+        .build()
         .map_err(|(key, missing)| RateLimitGroupError::Incomplete {
             key,
             missing,

@@ -1,4 +1,4 @@
-//! A session of `ringdisk io`: commands in, requests to the lanes, lines out.
+//! A session of `ringdisk io`: commands in, requests to the queues, lines out.
 //!
 //! Invariants: a foreground command has finished when the next one starts; one that writes a part of a sector runs
 //! while no other is in flight; when the session ends, every job has ended and was reported.
@@ -13,7 +13,7 @@ use block::worker::{WorkerConfig, WorkerGone};
 use block::{Disk, IoError};
 
 use super::command::{Command, Range, Transfer, help};
-use super::lane::{Job, Lane, LaneError, Outcome, Work};
+use super::worker_queue::{Job, Outcome, Work, WorkerQueue, WorkerQueueError};
 use super::{output, transfer};
 use crate::size::human;
 
@@ -26,7 +26,7 @@ const BACKGROUND_MAX: usize = 1024;
 pub enum SessionError {
     /// A queue could not be set up.
     #[error(transparent)]
-    Lane(#[from] LaneError),
+    WorkerQueue(#[from] WorkerQueueError),
     /// A worker has ended before its time.
     #[error(transparent)]
     Worker(#[from] WorkerGone),
@@ -45,14 +45,14 @@ struct Pending {
     quiet: bool,
 }
 
-/// An open disk, its lanes, and the jobs in flight.
+/// An open disk, its queues, and the jobs in flight.
 pub(super) struct Session<'a> {
     disk: Arc<dyn Disk>,
-    lanes: Vec<Lane>,
+    queues: Vec<WorkerQueue>,
     outcomes: mpsc::Receiver<Outcome>,
     pending: HashMap<u64, Pending>,
     next_job: u64,
-    next_lane: usize,
+    next_queue: usize,
     failures: u64,
     out: &'a mut dyn Write,
 }
@@ -65,18 +65,18 @@ impl<'a> Session<'a> {
         out: &'a mut dyn Write,
     ) -> Result<Self, SessionError> {
         let (sender, outcomes) = mpsc::channel();
-        let lanes = workers
+        let queues = workers
             .into_iter()
-            .map(|config| Lane::open(&disk, config, sender.clone()))
+            .map(|config| WorkerQueue::open(&disk, config, sender.clone()))
             .collect::<Result<_, _>>()?;
         let pending = HashMap::new();
         Ok(Self {
             disk,
-            lanes,
+            queues,
             outcomes,
             pending,
             next_job: 0,
-            next_lane: 0,
+            next_queue: 0,
             failures: 0,
             out,
         })
@@ -103,9 +103,9 @@ impl<'a> Session<'a> {
                     if self.pending.len() >= BACKGROUND_MAX {
                         self.wait_one()?;
                     }
-                    let lane = self.next_lane % self.lanes.len();
-                    self.next_lane = lane + 1;
-                    self.start(lane, named)?;
+                    let queue = self.next_queue % self.queues.len();
+                    self.next_queue = queue + 1;
+                    self.start(queue, named)?;
                 }
             }
             Command::Flush => self.run_alone_or_beside(Pending {
@@ -129,7 +129,7 @@ impl<'a> Session<'a> {
         let (mut here, mut run) = (0, None);
         while here < size {
             let disk = Arc::clone(&self.disk);
-            let worker = self.lanes[0].worker();
+            let worker = self.queues[0].worker();
             let ranges = match worker.block_on(move |cx| disk.status(cx, here, size - here))? {
                 Ok(ranges) => ranges,
                 Err(error) => return self.fail(&format!("map failed: {error}\n")),
@@ -169,11 +169,11 @@ impl<'a> Session<'a> {
     ///
     /// The disk is closed even if the outcome of a job cannot be reported any more.
     pub(super) fn close(mut self) -> Result<u64, SessionError> {
-        let told = self.wait_all();
+        let printed = self.wait_all();
         let workers = self
-            .lanes
+            .queues
             .drain(..)
-            .map(Lane::close)
+            .map(WorkerQueue::close)
             .collect::<Result<Vec<_>, _>>()?;
         if let Some(worker) = workers.first() {
             let disk = Arc::clone(&self.disk);
@@ -181,10 +181,10 @@ impl<'a> Session<'a> {
                 .block_on(move |cx| disk.close(cx))?
                 .map_err(SessionError::Close)?;
         }
-        told.map(|()| self.failures)
+        printed.map(|()| self.failures)
     }
 
-    /// Runs a foreground job: on the first lane, and waits for it. Background jobs continue, unless a part of a
+    /// Runs a foreground job: on the first queue, and waits for it. Background jobs continue, unless a part of a
     /// sector is written.
     fn run_alone_or_beside(&mut self, job: Pending) -> Result<(), SessionError> {
         if let Work::Transfer(transfer, range) = job.work
@@ -199,11 +199,11 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    fn start(&mut self, lane: usize, job: Pending) -> Result<u64, SessionError> {
+    fn start(&mut self, queue: usize, job: Pending) -> Result<u64, SessionError> {
         let number = self.next_job;
         self.next_job += 1;
         let work = job.work;
-        self.lanes[lane].start(Job { number, work })?;
+        self.queues[queue].start(Job { number, work })?;
         self.pending.insert(number, job);
         Ok(number)
     }
@@ -219,12 +219,12 @@ impl<'a> Session<'a> {
     fn wait_one(&mut self) -> Result<(), SessionError> {
         let outcome = self.outcomes.recv().map_err(|_| WorkerGone)?;
         if let Some(pending) = self.pending.remove(&outcome.number) {
-            self.tell(&pending, &outcome)?;
+            self.print_outcome(&pending, &outcome)?;
         }
         Ok(())
     }
 
-    fn tell(&mut self, pending: &Pending, outcome: &Outcome) -> Result<(), SessionError> {
+    fn print_outcome(&mut self, pending: &Pending, outcome: &Outcome) -> Result<(), SessionError> {
         let data = match &outcome.result {
             Ok(data) => data,
             Err(error) => return self.fail(&format!("{} failed: {error}\n", failing_name(pending.name))),

@@ -47,12 +47,12 @@ pub(super) fn touches_edges(transfer: Transfer, range: Range) -> bool {
     matches!(transfer, Transfer::Write { .. }) && !whole_sectors
 }
 
-/// Carries out one transfer on a disk of `disk_bytes` and returns the bytes of a read, exactly those asked for.
+/// Runs one transfer on a disk of `disk_bytes` and returns the bytes of a read, exactly those asked for.
 ///
 /// # Errors
 ///
 /// The disk's error; a range outside the disk is out of range, whatever its alignment.
-pub(super) async fn carry_out(
+pub(super) async fn run(
     queue: &dyn DiskQueue,
     disk_bytes: u64,
     transfer: Transfer,
@@ -273,7 +273,7 @@ mod tests {
     fn run(disk: &Memory, transfer: Transfer, offset: u64, len: u64) -> Result<Vec<u8>, IoError> {
         let range = Range { offset, len };
         block::Context::syscalls()
-            .block_on(carry_out(disk, DISK_BYTES, transfer, range))
+            .block_on(super::run(disk, DISK_BYTES, transfer, range))
             .expect("the ring turns")
     }
 

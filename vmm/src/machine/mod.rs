@@ -188,8 +188,8 @@ impl Stop {
         self.asked.notify_all();
     }
 
-    fn fail(&self, told: String) {
-        self.ask(Reason::Failed(told));
+    fn fail(&self, message: String) {
+        self.ask(Reason::Failed(message));
     }
 
     /// Returns true if a stop or restart was requested.

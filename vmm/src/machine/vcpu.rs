@@ -204,7 +204,7 @@ fn run(mut cpu: VcpuFd, index: usize, state: &State, bus: &Bus, stop: &Stop) {
         {
             let mut wish = state.wish.lock();
             if *wish == Wish::Pause
-                && let Err(error) = tell_of_pause(&cpu)
+                && let Err(error) = mark_paused(&cpu)
             {
                 tracing::debug!(cpu = index, %error, "cannot notify the guest's clock of the pause");
             }
@@ -261,8 +261,8 @@ fn run(mut cpu: VcpuFd, index: usize, state: &State, bus: &Bus, stop: &Stop) {
                 2
             }
             Ok(other) => {
-                let told = format!("{other:?}");
-                stop.fail(format!("KVM stopped CPU {index}: {told}"));
+                let message = format!("{other:?}");
+                stop.fail(format!("KVM stopped CPU {index}: {message}"));
                 park(state);
                 2
             }
@@ -278,9 +278,8 @@ fn run(mut cpu: VcpuFd, index: usize, state: &State, bus: &Bus, stop: &Stop) {
     }
 }
 
-/// Tells the guest's clock, if it has KVM's, that the CPU does not run for a while: a watchdog does not take the time for
-/// one in which the kernel hung.
-fn tell_of_pause(cpu: &VcpuFd) -> io::Result<()> {
+/// Marks the guest's KVM clock as paused (`KVM_KVMCLOCK_CTRL`), so that its watchdogs do not take the time for a hang.
+fn mark_paused(cpu: &VcpuFd) -> io::Result<()> {
     match cpu.kvmclock_ctrl() {
         Ok(()) => Ok(()),
         // The guest has another clock, or none yet.
@@ -332,8 +331,8 @@ mod tests {
         assert_eq!((state.still.load(Ordering::SeqCst), stop.is_asked()), (0, false));
         thread(true).join().expect_err("a panic");
         assert_eq!(state.still.load(Ordering::SeqCst), 1);
-        let told = "the thread of CPU 3 panicked".to_owned();
-        assert_eq!(stop.wait(), Reason::Failed(told));
+        let message = "the thread of CPU 3 panicked".to_owned();
+        assert_eq!(stop.wait(), Reason::Failed(message));
         let cpus = Cpus {
             state,
             threads: Mutex::new(vec![std::thread::spawn(|| ())]),

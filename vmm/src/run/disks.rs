@@ -30,20 +30,20 @@ const SHARED_MAX: Duration = Duration::from_secs(5);
 #[derive(Debug, Default)]
 pub(super) struct Departure {
     ended: Mutex<Option<Result<(), String>>>,
-    told: Condvar,
+    changed: Condvar,
 }
 
 impl Departure {
     fn end(&self, result: Result<(), String>) {
         *self.ended.lock() = Some(result);
-        self.told.notify_all();
+        self.changed.notify_all();
     }
 
     /// Waits until the disk is closed: whether that went well. `None`: it was not within `patience`.
     pub(super) fn wait(&self, patience: Duration) -> Option<Result<(), String>> {
         let mut ended = self.ended.lock();
         let is_missing = |ended: &mut Option<_>| ended.is_none();
-        self.told.wait_while_for(&mut ended, is_missing, patience);
+        self.changed.wait_while_for(&mut ended, is_missing, patience);
         ended.clone()
     }
 }

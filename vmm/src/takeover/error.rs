@@ -50,7 +50,7 @@ pub enum TakeoverError {
 
 impl TakeoverError {
     /// Returns the error for an answer that did not arrive within this time.
-    pub(super) fn heard(error: io::Error, waited: Duration) -> Self {
+    pub(super) fn unanswered(error: io::Error, waited: Duration) -> Self {
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Silent { waited },
             _ => Self::BrokenOff(error),
@@ -61,7 +61,7 @@ impl TakeoverError {
 /// Returns the failure to adopt the client of disk `name`, with the option that is missing where that is known.
 #[must_use]
 pub fn not_adopted(name: &str, error: HandOverError) -> CommandFailure {
-    let told = match error {
+    let message = match error {
         HandOverError::SeveralQueues => {
             "its client uses several queues; this server needs the old one's num_queues="
         }
@@ -70,5 +70,5 @@ pub fn not_adopted(name: &str, error: HandOverError) -> CommandFailure {
         }
         error => return CommandFailure::about(name, error),
     };
-    CommandFailure::Failed(format!("{name}: {told}").into())
+    CommandFailure::Failed(format!("{name}: {message}").into())
 }

@@ -80,10 +80,10 @@ pub(super) fn ask(sockets: &[PathBuf], greeting: &[u8]) -> Result<Offer, Takeove
     connection.set_read_timeout(Some(DRAIN_MAX)).map_err(broken)?;
     connection.set_write_timeout(Some(SEND_MAX)).map_err(broken)?;
     let asked = request(greeting, sockets).map_err(broken)?;
-    send(&connection, &asked, &[]).map_err(|error| TakeoverError::heard(error, SEND_MAX))?;
+    send(&connection, &asked, &[]).map_err(|error| TakeoverError::unanswered(error, SEND_MAX))?;
 
-    let heard = |error| TakeoverError::heard(error, DRAIN_MAX);
-    let (verdict, fds) = receive(&connection).map_err(heard)?;
+    let unanswered = |error| TakeoverError::unanswered(error, DRAIN_MAX);
+    let (verdict, fds) = receive(&connection).map_err(unanswered)?;
     if verdict != b"o" {
         let reason = verdict.strip_prefix(b"n").unwrap_or(&verdict);
         let reason = String::from_utf8_lossy(reason).into_owned();
@@ -94,11 +94,11 @@ pub(super) fn ask(sockets: &[PathBuf], greeting: &[u8]) -> Result<Offer, Takeove
     let takeover_socket = takeover_socket.map_err(broken)?;
     let token = fds.next().map(Token);
     let lock_set = match &token {
-        Some(_) => LockSet::inherit(receive_locks(&connection).map_err(heard)?),
+        Some(_) => LockSet::inherit(receive_locks(&connection).map_err(unanswered)?),
         None => LockSet::default(),
     };
     let disks = sockets.iter().map(|_| receive_disk(&connection));
-    let disks = disks.collect::<io::Result<_>>().map_err(heard)?;
+    let disks = disks.collect::<io::Result<_>>().map_err(unanswered)?;
     Ok(Offer {
         connection,
         token,
@@ -160,7 +160,7 @@ impl Offer {
         let broken = TakeoverError::BrokenOff;
         (&self.connection).write_all(b"c").map_err(broken)?;
         let read = (&self.connection).read_exact(&mut [0]);
-        read.map_err(|error| TakeoverError::heard(error, DRAIN_MAX))?;
+        read.map_err(|error| TakeoverError::unanswered(error, DRAIN_MAX))?;
         self.lock_set.keep();
         Ok(())
     }

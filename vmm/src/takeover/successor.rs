@@ -119,9 +119,9 @@ pub struct TakeoverListener {
 }
 
 /// The answer to a request on the takeover socket.
-enum Heard {
+enum Verdict {
     /// It can have the sockets, and the locks if it knows how to take them.
-    Fine { passes_locks: bool },
+    Accepted { passes_locks: bool },
     /// The reason for the refusal.
     Refused(String),
 }
@@ -140,13 +140,13 @@ impl TakeoverListener {
                 token: None,
             };
             match self.check(&new.connection) {
-                Ok(Heard::Fine { passes_locks }) => {
+                Ok(Verdict::Accepted { passes_locks }) => {
                     if passes_locks {
                         new.token = Some(Token::new()?);
                     }
                     return Ok(new);
                 }
-                Ok(Heard::Refused(reason)) => {
+                Ok(Verdict::Refused(reason)) => {
                     tracing::warn!(reason, "a takeover was refused");
                     new.refuse(&reason);
                 }
@@ -156,16 +156,16 @@ impl TakeoverListener {
     }
 
     /// Checks a request on the takeover socket.
-    fn check(&self, connection: &UnixStream) -> io::Result<Heard> {
+    fn check(&self, connection: &UnixStream) -> io::Result<Verdict> {
         if !is_same_user(connection) {
-            return Ok(Heard::Refused("it belongs to another user".to_owned()));
+            return Ok(Verdict::Refused("it belongs to another user".to_owned()));
         }
         connection.set_read_timeout(Some(REQUEST_MAX))?;
         connection.set_write_timeout(Some(SEND_MAX))?;
         let (asked, _) = receive(connection)?;
         let passes_locks = asked == self.requests.now;
         if passes_locks || asked == self.requests.without_locks {
-            return Ok(Heard::Fine { passes_locks });
+            return Ok(Verdict::Accepted { passes_locks });
         }
         let list = |bytes: &[u8]| {
             let paths = bytes.split(|byte| *byte == 0).skip(1).map(OsStr::from_bytes);
@@ -175,7 +175,7 @@ impl TakeoverListener {
         let is_known = [GREETING, GREETING_WITHOUT_LOCKS]
             .iter()
             .any(|greeting| asked.starts_with(greeting));
-        Ok(Heard::Refused(if is_known {
+        Ok(Verdict::Refused(if is_known {
             format!("it serves {}, not {}", list(&self.requests.now), list(&asked))
         } else {
             NOT_UNDERSTOOD.to_owned()

@@ -237,12 +237,12 @@ fn servers_of_the_version_before_are_taken_over_from_and_take_over_without_locks
 
 #[test]
 fn an_old_server_that_says_nothing_is_told_from_one_that_broke_off() {
-    let silent = TakeoverError::heard(io::ErrorKind::WouldBlock.into(), Duration::from_secs(60));
+    let silent = TakeoverError::unanswered(io::ErrorKind::WouldBlock.into(), Duration::from_secs(60));
     assert_eq!(
         silent.to_string(),
         "the running server did not answer within 60 s; it continues to serve its clients"
     );
-    let ended = TakeoverError::heard(io::ErrorKind::UnexpectedEof.into(), Duration::from_secs(60));
+    let ended = TakeoverError::unanswered(io::ErrorKind::UnexpectedEof.into(), Duration::from_secs(60));
     assert!(matches!(ended, TakeoverError::BrokenOff(_)), "{ended}");
 }
 

@@ -12,10 +12,10 @@ use serde_json::json;
 use virtio_devices::ublk::{Events, RecoveringDevice, Recovery, UblkDevice, block_path};
 
 use super::arguments::ServeArguments;
+use super::by_id;
 use super::claimed_file::ClaimedFile;
-use super::links;
+use super::priority::RaisedPriority;
 use super::served::{Event, Served, Server, Shared};
-use super::sooner::Sooner;
 use super::state::{self, DeviceState};
 use super::wanted::Wanted;
 use crate::error::CommandFailure;
@@ -101,10 +101,10 @@ pub(super) fn bring_up(
         }
     }
     // From now on I/O flows, and everybody's threads are after a CPU: what is left to do here goes first.
-    let _sooner = Sooner::begin();
+    let _priority = RaisedPriority::begin();
     // All of them wait for another server if one cannot be had.
     if failure.is_none() {
-        let finished = RecoveringDevice::finish(recovering, &mut shared.control);
+        let finished = RecoveringDevice::start_io(recovering, &mut shared.control);
         for ((wanted, opened), device) in waiting.into_iter().zip(finished) {
             match device {
                 Ok(device) => served.push((wanted, opened, device)),
@@ -158,7 +158,7 @@ fn remember(
     if let Err(error) = remembered.store() {
         tracing::warn!(%error, device = id, "cannot save the state of the device; `ublk recover` will need --disk");
     }
-    links::make(id, wanted.disk.serial.as_deref());
+    by_id::make(id, wanted.disk.serial.as_deref());
     let path = block_path(id);
     let line = if arguments.json {
         let transport = device.transport().to_string();

@@ -200,10 +200,10 @@ mod tests {
         let world = World::new();
         let pid = std::process::id();
         world.remember(|state| state.pid = pid);
-        let told = world.refusal("a", None).expect("it is served");
+        let message = world.refusal("a", None).expect("it is served");
         assert!(
-            told.ends_with(&format!("the disk of /dev/ublkb3, which process {pid} serves")),
-            "{told}"
+            message.ends_with(&format!("the disk of /dev/ublkb3, which process {pid} serves")),
+            "{message}"
         );
     }
 

@@ -10,7 +10,7 @@ use virtio_devices::ublk::{CommandError, Control, Recovery, Transport, block_pat
 
 use super::process::is_alive;
 use super::state::{self, DeviceState};
-use super::{helper, links, page_cache, usage};
+use super::{by_id, command_process, in_use, page_cache};
 use crate::control::{self, Request, ask_within};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::size;
@@ -40,7 +40,7 @@ pub(super) fn all() -> Vec<u32> {
 ///
 /// The driver's error.
 pub(super) fn waiting() -> Result<Vec<u32>, CommandFailure> {
-    let mut control = helper::control()?;
+    let mut control = command_process::control()?;
     let mut waiting = Vec::new();
     for id in all() {
         let info = control.info(id).map_err(failed)?;
@@ -59,7 +59,7 @@ pub(super) fn waiting() -> Result<Vec<u32>, CommandFailure> {
 ///
 /// If there are none; what the driver refuses.
 pub(super) fn served_by(pid: u32) -> Result<Vec<u32>, CommandFailure> {
-    let mut control = helper::control()?;
+    let mut control = command_process::control()?;
     let mut served = Vec::new();
     for id in all() {
         let info = match control.info(id) {
@@ -74,8 +74,8 @@ pub(super) fn served_by(pid: u32) -> Result<Vec<u32>, CommandFailure> {
         }
     }
     if served.is_empty() {
-        let told = format!("process {pid} serves no device");
-        return Err(CommandFailure::Failed(told.into()));
+        let message = format!("process {pid} serves no device");
+        return Err(CommandFailure::Failed(message.into()));
     }
     Ok(served)
 }
@@ -86,12 +86,12 @@ pub(super) fn served_by(pid: u32) -> Result<Vec<u32>, CommandFailure> {
 ///
 /// If one of them is served, or is not there.
 pub(super) fn refuse_served(ids: &[u32]) -> Result<(), CommandFailure> {
-    let mut control = helper::control()?;
+    let mut control = command_process::control()?;
     for &id in ids {
         let info = control.info(id).map_err(failed)?;
         if info.state() == State::Live && is_alive(&info) {
-            let told = format!("{} is served by process {}", block_path(id), info.ublksrv_pid);
-            return Err(CommandFailure::Failed(told.into()));
+            let message = format!("{} is served by process {}", block_path(id), info.ublksrv_pid);
+            return Err(CommandFailure::Failed(message.into()));
         }
     }
     Ok(())
@@ -162,7 +162,7 @@ fn line(device: &Value) -> String {
 ///
 /// If there is no driver, or it refuses.
 pub(super) fn list(json: bool) -> Result<u8, CommandFailure> {
-    let mut control = helper::control()?;
+    let mut control = command_process::control()?;
     let mut devices = Vec::new();
     for id in all() {
         match describe(&mut control, id) {
@@ -189,7 +189,7 @@ pub(super) fn list(json: bool) -> Result<u8, CommandFailure> {
 ///
 /// If there is no such device.
 pub(super) fn info(id: u32, json: bool) -> Result<u8, CommandFailure> {
-    let mut device = describe(&mut helper::control()?, id).map_err(failed)?;
+    let mut device = describe(&mut command_process::control()?, id).map_err(failed)?;
     if let Some(state) = DeviceState::load(id)
         && let Ok(answer) = ask_within(&state.control, &Request::Info {}, Some(PROMPT))
         && let Some(own) = answer["devices"]
@@ -238,7 +238,7 @@ pub(super) fn info(id: u32, json: bool) -> Result<u8, CommandFailure> {
 ///
 /// If there is no driver.
 pub(super) fn features(json: bool) -> Result<u8, CommandFailure> {
-    let features = helper::control()?.features().map_err(failed)?;
+    let features = command_process::control()?.features().map_err(failed)?;
     let unknown = features.bits() & !known();
     let mut output = std::io::stdout();
     if json {
@@ -270,10 +270,15 @@ fn known() -> u64 {
 pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
     let size = size::parse_bytes(text).map_err(|error| CommandFailure::Usage(error.to_string()))?;
     // Says so if there is no such device.
-    let bytes = helper::control()?.params(id).map_err(failed)?.basic.dev_sectors * SECTOR_BYTES;
+    let bytes = command_process::control()?
+        .params(id)
+        .map_err(failed)?
+        .basic
+        .dev_sectors
+        * SECTOR_BYTES;
     if size < bytes {
-        let told = format!("{} has {bytes} bytes; expected a larger size", block_path(id));
-        return Err(CommandFailure::Failed(told.into()));
+        let message = format!("{} has {bytes} bytes; expected a larger size", block_path(id));
+        return Err(CommandFailure::Failed(message.into()));
     }
     let state = DeviceState::load(id).ok_or_else(|| {
         CommandFailure::Failed(
@@ -299,7 +304,7 @@ pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
 ///
 /// The first failure; the other devices were tried.
 pub(super) fn delete(ids: Vec<u32>, everything: bool, force: bool) -> Result<u8, CommandFailure> {
-    let mut control = helper::control()?;
+    let mut control = command_process::control()?;
     let ids = if everything { all() } else { ids };
     let mut first_failure = None;
     for id in ids {
@@ -313,7 +318,7 @@ pub(super) fn delete(ids: Vec<u32>, everything: bool, force: bool) -> Result<u8,
 fn delete_one(control: &mut Control, id: u32, force: bool) -> Result<(), CommandFailure> {
     let info = control.info(id).map_err(failed)?;
     let path = block_path(id);
-    let user = usage::user_of(&path).map_err(|error| CommandFailure::about(&path, error))?;
+    let user = in_use::user_of(&path).map_err(|error| CommandFailure::about(&path, error))?;
     match user {
         Some(user) if !force => {
             return Err(CommandFailure::Failed(
@@ -346,7 +351,7 @@ fn delete_one(control: &mut Control, id: u32, force: bool) -> Result<(), Command
         Err(error) if error.errno() != Some(libc::ENODEV) => return Err(failed(error)),
         _ => {}
     }
-    links::remove(id);
+    by_id::remove(id);
     state::forget(id, None);
     Ok(())
 }

@@ -109,8 +109,8 @@ mod tests {
         let mut disk = DiskConfig::parse("path=a,rate_limit_group=fast").expect("a disk");
         let mut groups = Groups::parse(&["id=slow,ops_size=1,ops_refill_time=1".to_owned()]).expect("one");
         let failure = groups.join(&mut disk, None).expect_err("no such group");
-        let told = format!("{failure:?}");
-        assert!(told.contains("fast") && told.contains("slow"), "{told}");
+        let message = format!("{failure:?}");
+        assert!(message.contains("fast") && message.contains("slow"), "{message}");
         assert!(Groups::parse(&["id=slow".to_owned()]).is_err());
     }
 }

@@ -40,9 +40,9 @@ pub(super) fn leave(
     tracing::info!(?ids, "handing over");
     let mut failures = Vec::new();
     let mut note = |error: HandOverError| {
-        let told = chain(&error);
-        tracing::error!(%told, "not handed over cleanly");
-        failures.push(told);
+        let message = chain(&error);
+        tracing::error!(error = %message, "not handed over cleanly");
+        failures.push(message);
     };
     for (index, device) in devices.iter().enumerate() {
         match device.retire(control) {
@@ -53,7 +53,7 @@ pub(super) fn leave(
         }
     }
     for device in devices {
-        if let Err(error) = device.settle() {
+        if let Err(error) = device.drain_and_close() {
             note(error);
         }
     }

@@ -5,25 +5,25 @@
 
 pub mod arguments;
 mod bring_up;
+mod by_id;
 pub mod claim;
 mod claimed_file;
+mod command_process;
 mod devices;
-mod fence;
 mod groups;
 mod hand_over;
-mod helper;
-mod links;
+mod in_use;
+mod or_recover;
 mod page_cache;
 mod parallel;
+mod priority;
 mod process;
 mod requests;
-mod resume;
+mod sandbox;
 mod serve;
 mod served;
-mod sooner;
 mod state;
 mod upgrade;
-mod usage;
 mod wanted;
 
 use arguments::UblkCommand;
@@ -54,12 +54,12 @@ pub fn run(command: UblkCommand) -> Result<u8, CommandFailure> {
             contents,
         } => {
             if contents {
-                links::print_contents(device)
+                by_id::print_contents(device)
             } else {
-                links::print(device, owner)
+                by_id::print(device, owner)
             }
         }
-        UblkCommand::Commands { sync } => helper::serve(sync),
+        UblkCommand::Commands { sync } => command_process::serve(sync),
         UblkCommand::Del { devices, all, force } => devices::delete(devices, all, force),
     }
 }

@@ -4,14 +4,14 @@ use std::fs::File;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use super::helper;
+use super::command_process;
 
 /// The time in which a device in use may write back the host's page cache.
 const SYNC_MAX: Duration = Duration::from_secs(10);
 
 /// Has the host write what it keeps in memory, in bounded time: there may be disks that hang.
 pub(super) fn sync() {
-    match helper::sync(SYNC_MAX) {
+    match command_process::sync(SYNC_MAX) {
         Ok(true) => {}
         Ok(false) => tracing::warn!(
             "the host has not written back its page cache within {} s",

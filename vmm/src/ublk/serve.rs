@@ -16,7 +16,7 @@ use super::bring_up::{bring_up, open_disk};
 use super::served::{Event, Server, Shared, close};
 use super::upgrade::{self, Predecessor};
 use super::wanted::{self, Wanted};
-use super::{devices, fence, hand_over, helper, parallel, requests, state};
+use super::{command_process, devices, hand_over, parallel, requests, sandbox, state};
 use crate::control::{Control as ControlSocket, Server as ControlServer};
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::open;
@@ -50,8 +50,8 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
         arguments.devices.clone()
     };
     if !arguments.disk.is_empty() && arguments.disk.len() != ids.len() {
-        let told = format!("{} --disk for {} devices", arguments.disk.len(), ids.len());
-        return Err(CommandFailure::Usage(told));
+        let message = format!("{} --disk for {} devices", arguments.disk.len(), ids.len());
+        return Err(CommandFailure::Usage(message));
     }
     if ids.is_empty() {
         writeln!(std::io::stderr(), "no device waits for a server")?;
@@ -116,7 +116,7 @@ fn serve(
             .map(|disk| 32 + 16 * u64::from(disk.disk.num_queues))
             .sum(),
     );
-    let control = helper::control()?;
+    let control = command_process::control()?;
     state::make_folder().map_err(|error| CommandFailure::about(state::folder().display(), error))?;
     let server: Server = Arc::new(Mutex::new(Shared {
         control,
@@ -129,7 +129,7 @@ fn serve(
     let shared = Arc::clone(&server);
     let answer = move |request| requests::answer(&shared, request);
     let (shared, own) = (Arc::clone(&server), socket.clone());
-    let told = move || {
+    let after_answer = move || {
         if shared.lock().handed_over {
             hand_over::end(&own);
         }
@@ -163,14 +163,14 @@ fn serve(
     if brought.is_some() && arguments.is_confined() {
         let devices: Vec<String> = server.lock().devices.keys().map(|&id| block_path(id)).collect();
         // Threads that are started from here on are inside.
-        if let Err(failure) = fence::confine(devices) {
+        if let Err(failure) = sandbox::confine(devices) {
             first_failure = Some(failure);
             brought = None;
         }
     }
     let asked = ControlServer {
         handler: Arc::new(answer),
-        told: Arc::new(told),
+        after_answer: Arc::new(after_answer),
         locks: Arc::new(move || lock_set.descriptors()),
     };
     let _socket = ControlSocket::serve_on(listening, &asked)
@@ -226,10 +226,10 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailur
             }
             Event::Queue(QueueEvent::Broken { device, what }) => {
                 if let Some(served) = shared.devices.remove(&device) {
-                    let told = format!("{}: {what}; run `ringdisk ublk recover`", block_path(device));
+                    let message = format!("{}: {what}; run `ringdisk ublk recover`", block_path(device));
                     tracing::error!(device, %what, "detaching from a broken device");
                     shared.leave(served);
-                    first_failure.get_or_insert(CommandFailure::Failed(told.into()));
+                    first_failure.get_or_insert(CommandFailure::Failed(message.into()));
                 }
             }
         }
@@ -252,7 +252,7 @@ struct Early {
 fn stop_on_signal(signals: StopSignals, events: mpsc::Sender<Event>, early: Early) -> std::io::Result<()> {
     let wait_and_stop = move || -> std::io::Result<()> {
         if early.confined {
-            fence::confine_early()?;
+            sandbox::confine_early()?;
         }
         let signal = signals.wait()?;
         let may_end = early.may_end.lock();

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use virtio_devices::ublk::{CloseError, Control, QueueEvent, UblkDevice, block_path};
 
-use super::{links, page_cache, state, usage};
+use super::{by_id, in_use, page_cache, state};
 use crate::error::{CommandFailure, EXIT_FAILURE};
 use crate::open::OpenedDisk;
 
@@ -72,7 +72,7 @@ pub(super) fn close(control: &mut Control, served: Served) -> Result<(), Command
     } = served;
     let (id, path) = (device.id(), block_path(device.id()));
     if !device.is_ended() {
-        match usage::user_of(&path) {
+        match in_use::user_of(&path) {
             Ok(Some(user)) => {
                 tracing::warn!(device = id, %user, "the device was removed while in use; its users get I/O errors");
                 page_cache::sync();
@@ -82,7 +82,7 @@ pub(super) fn close(control: &mut Control, served: Served) -> Result<(), Command
             Err(_) => page_cache::flush(path.clone()),
         }
     }
-    links::remove_own(id, serial.as_deref());
+    by_id::remove_own(id, serial.as_deref());
     let closed = device.close(control);
     if let Err(CloseError::Undrained { .. }) = &closed {
         // Only the end of the process frees what the kernel waits for, and it must come soon.

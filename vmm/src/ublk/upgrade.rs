@@ -21,7 +21,7 @@ use virtio_devices::ublk::{Recovery, block_path};
 
 use super::hand_over::{VERSION, names};
 use super::state::DeviceState;
-use super::{devices, helper, process};
+use super::{command_process, devices, process};
 use crate::control::{AskError, Request, ask_for_locks, ask_within};
 use crate::error::CommandFailure;
 
@@ -37,8 +37,8 @@ const LOOK_MS: u32 = 100;
 /// The kernel's default I/O timeout, in milliseconds.
 const DEFAULT_MS: &str = "30000";
 
-fn failed(told: String) -> CommandFailure {
-    CommandFailure::Failed(told.into())
+fn failed(message: String) -> CommandFailure {
+    CommandFailure::Failed(message.into())
 }
 
 /// A server that is to leave its devices.
@@ -70,7 +70,7 @@ impl Predecessor {
 ///
 /// A failure that names the device or its server, which continues.
 pub(super) fn find(ids: &[u32], everything: bool) -> Result<Vec<Predecessor>, CommandFailure> {
-    let mut control = helper::control()?;
+    let mut control = command_process::control()?;
     let mut servers: BTreeMap<u32, Predecessor> = BTreeMap::new();
     let ids = if everything { devices::all() } else { ids.to_vec() };
     for id in ids {
@@ -182,7 +182,7 @@ pub(super) fn take(servers: Vec<Predecessor>) -> Result<Taken, CommandFailure> {
                 locks.extend(passed);
             }
             Err(failure) => {
-                tell(&failure);
+                log_failure(&failure);
                 taken.refused.extend(ids);
                 taken.failure.get_or_insert(failure);
             }
@@ -197,7 +197,7 @@ pub(super) fn take(servers: Vec<Predecessor>) -> Result<Taken, CommandFailure> {
     }
 }
 
-fn tell(failure: &CommandFailure) {
+fn log_failure(failure: &CommandFailure) {
     tracing::error!(
         failure = failure.line().unwrap_or_default(),
         "the upgrade continues without this server"
@@ -215,10 +215,10 @@ impl Taken {
         if self.ours.is_empty() {
             return failure;
         }
-        let told = failure.line().unwrap_or_default();
+        let message = failure.line().unwrap_or_default();
         let names = names(&self.ours);
         failed(format!(
-            "{told}; {names} may have no server now: run `ringdisk ublk recover`"
+            "{message}; {names} may have no server now: run `ringdisk ublk recover`"
         ))
     }
 
@@ -240,7 +240,7 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<Vec<Owne
     let gone = || failed(format!("{about} has exited; run `ringdisk ublk recover`"));
     let process = pidfd_open(number.ok_or_else(gone)?, PidfdFlags::empty()).map_err(|_| gone())?;
     // The number is not another's meanwhile.
-    let mut control = helper::control()?;
+    let mut control = command_process::control()?;
     for &id in &ids {
         let info = control
             .info(id)

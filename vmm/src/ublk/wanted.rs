@@ -9,9 +9,9 @@ use block::worker::WorkerConfig;
 use virtio_devices::ublk::{Recovery, Transport, TransportChoice, UblkConfig, block_path, may_administer};
 
 use super::arguments::{AddArguments, ServeArguments};
-use super::fence;
 use super::groups::Groups;
-use super::resume::{self, Found};
+use super::or_recover::{self, Found};
+use super::sandbox;
 use super::state::DeviceState;
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
@@ -60,16 +60,16 @@ pub(super) fn added(arguments: &AddArguments) -> Result<Vec<Wanted>, CommandFail
         .filter(|bytes| bytes.is_power_of_two() && (4096..=1 << 25).contains(bytes));
     let Some(io_bytes_max) = io_bytes_max else {
         let found = &arguments.max_io;
-        let told = format!("--max-io {found}: expected a power of two from 4K to 32M");
-        return Err(CommandFailure::Usage(told));
+        let message = format!("--max-io {found}: expected a power of two from 4K to 32M");
+        return Err(CommandFailure::Usage(message));
     };
     let zero_copy_from = size::parse_bytes(&arguments.zero_copy_from)
         .ok()
         .and_then(|bytes| u32::try_from(bytes).ok());
     let Some(zero_copy_from) = zero_copy_from else {
         let found = &arguments.zero_copy_from;
-        let told = format!("--zero-copy-from {found}: expected a size such as 64K, below 4G");
-        return Err(CommandFailure::Usage(told));
+        let message = format!("--zero-copy-from {found}: expected a size such as 64K, below 4G");
+        return Err(CommandFailure::Usage(message));
     };
     let directory = here()?;
     let mut groups = Groups::parse(&arguments.serve.rate_limit_group)?;
@@ -84,7 +84,7 @@ pub(super) fn added(arguments: &AddArguments) -> Result<Vec<Wanted>, CommandFail
         let rate_limit_group = groups.join(&mut disk, None)?;
         let id = arguments.id.map(|first| first.saturating_add(nth));
         let found = match id {
-            Some(id) if arguments.or_recover => resume::look(id, text, &directory)?,
+            Some(id) if arguments.or_recover => or_recover::look(id, text, &directory)?,
             _ => Found::Nothing,
         };
         let config = UblkConfig {
@@ -126,8 +126,8 @@ pub(super) fn again(
             (Some(text), _) => (text.clone(), here()?),
             (None, Some(state)) => (state.disk.clone(), state.directory.clone()),
             (None, None) => {
-                let told = format!("no saved state for {}; pass --disk", block_path(id));
-                return Err(CommandFailure::Failed(told.into()));
+                let message = format!("no saved state for {}; pass --disk", block_path(id));
+                return Err(CommandFailure::Failed(message.into()));
             }
         };
         let mut disk = parse(&text)?;
@@ -168,11 +168,11 @@ fn parse(text: &str) -> Result<DiskConfig, CommandFailure> {
 fn config(disk: &DiskConfig, serve: &ServeArguments) -> Result<UblkConfig, CommandFailure> {
     if disk.queue_size > 4096 {
         let (name, found) = (disk.name(), disk.queue_size);
-        let told = format!("disk {name} has queue_size={found}; expected at most 4096 for a ublk device");
-        return Err(CommandFailure::Usage(told));
+        let message = format!("disk {name} has queue_size={found}; expected at most 4096 for a ublk device");
+        return Err(CommandFailure::Usage(message));
     }
     let worker = WorkerConfig {
-        on_start: fence::worker_hook(serve.is_confined()),
+        on_start: sandbox::worker_hook(serve.is_confined()),
         ..UblkConfig::default_worker()
     };
     Ok(UblkConfig {

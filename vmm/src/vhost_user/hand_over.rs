@@ -127,8 +127,8 @@ pub(super) fn hand_over(
         match successor.take_back(REOPEN_MAX) {
             Ok(()) => HandOverFailure::NotTaken(error),
             Err(error) => {
-                let told = "the new server has neither taken over nor released the images";
-                HandOverFailure::Close(CommandFailure::about(told, error))
+                let message = "the new server has neither taken over nor released the images";
+                HandOverFailure::Close(CommandFailure::about(message, error))
             }
         }
     })

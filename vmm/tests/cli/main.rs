@@ -9,6 +9,6 @@ mod machine;
 mod packaging;
 mod run;
 mod terminal;
-mod usage;
+mod in_use;
 mod vhost_user;
 mod world;

@@ -117,15 +117,15 @@ fn negotiate(connection: &Connection, queues: u16) -> Result<(u64, bool, Config)
         socket: link.socket().to_owned(),
         what,
     };
-    link.tell("SET_OWNER", |backend| backend.set_owner())?;
-    let features = link.tell("GET_FEATURES", |backend| backend.get_features())?;
+    link.send("SET_OWNER", |backend| backend.set_owner())?;
+    let features = link.send("GET_FEATURES", |backend| backend.get_features())?;
     if features & PROTOCOL_FEATURES == 0 {
         return Err(lacks("VHOST_USER_F_PROTOCOL_FEATURES"));
     }
     if features & 1 << VIRTIO_F_VERSION_1 == 0 {
         return Err(lacks("VIRTIO_F_VERSION_1"));
     }
-    let offered = link.tell("GET_PROTOCOL_FEATURES", |backend| backend.get_protocol_features())?;
+    let offered = link.send("GET_PROTOCOL_FEATURES", |backend| backend.get_protocol_features())?;
     if !offered.contains(Protocol::CONFIG) {
         return Err(lacks("VHOST_USER_PROTOCOL_F_CONFIG"));
     }
@@ -135,7 +135,7 @@ fn negotiate(connection: &Connection, queues: u16) -> Result<(u64, bool, Config)
         | Protocol::BACKEND_REQ
         | Protocol::INFLIGHT_SHMFD;
     let agreed = offered & known;
-    link.tell("SET_PROTOCOL_FEATURES", |backend| {
+    link.send("SET_PROTOCOL_FEATURES", |backend| {
         backend.set_protocol_features(agreed)?;
         if agreed.contains(Protocol::REPLY_ACK) {
             backend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
@@ -144,7 +144,7 @@ fn negotiate(connection: &Connection, queues: u16) -> Result<(u64, bool, Config)
         Ok(())
     })?;
     let found = if agreed.contains(Protocol::MQ) {
-        link.tell("GET_QUEUE_NUM", |backend| backend.get_queue_num())?
+        link.send("GET_QUEUE_NUM", |backend| backend.get_queue_num())?
     } else {
         1
     };
@@ -156,7 +156,7 @@ fn negotiate(connection: &Connection, queues: u16) -> Result<(u64, bool, Config)
         });
     }
     if agreed.contains(Protocol::BACKEND_REQ) {
-        link.tell("SET_BACKEND_REQ_FD", |backend| {
+        link.send("SET_BACKEND_REQ_FD", |backend| {
             backend.set_backend_request_fd(connection.channel())
         })?;
     }
@@ -172,7 +172,7 @@ fn negotiate(connection: &Connection, queues: u16) -> Result<(u64, bool, Config)
 pub(super) fn read_config(link: &Link, queues: u16) -> Result<Config, BackendError> {
     let mut config = [0; CONFIG_BYTES];
     let flags = VhostUserConfigFlags::empty();
-    let (_, bytes) = link.tell("GET_CONFIG", |backend| {
+    let (_, bytes) = link.send("GET_CONFIG", |backend| {
         backend.get_config(0, CONFIG_BYTES as u32, flags, &config)
     })?;
     for (byte, value) in config.iter_mut().zip(bytes) {

@@ -220,13 +220,13 @@ impl Link {
         }
         self.function.set(Arc::clone(function)).unwrap_or_default();
         if self.is_gone() {
-            self.tell_of_loss(function, &"it has closed the connection");
+            self.report_loss(function, &"it has closed the connection");
         }
     }
 
-    fn tell_of_loss(&self, function: &Shared, why: &dyn fmt::Display) {
+    fn report_loss(&self, function: &Shared, why: &dyn fmt::Display) {
         let (disk, socket) = (&function.name, self.socket.display());
-        let admitted = function.told.admit();
+        let admitted = function.log_limit.admit();
         if let Some(keeper) = self.keeper.get() {
             if let Some(held_back) = admitted {
                 tracing::warn!(%disk, %socket, %why, held_back, "lost the vhost-user backend; requests wait until it is back");
@@ -246,10 +246,10 @@ impl Link {
     }
 
     /// Sends a message and waits for what it is answered, if it is. One at a time.
-    pub(super) fn tell<T>(
+    pub(super) fn send<T>(
         &self,
         message: &'static str,
-        send: impl FnOnce(&mut Frontend) -> vhost::Result<T>,
+        message_call: impl FnOnce(&mut Frontend) -> vhost::Result<T>,
     ) -> Result<T, BackendError> {
         let socket = || self.socket.clone();
         if self.is_gone() {
@@ -258,7 +258,7 @@ impl Link {
         let (deadline, patience) = self.limit.lock().deadline();
         *self.deadline.lock() = deadline;
         signal(self.wake.as_fd());
-        let answer = send(&mut self.frontend.clone());
+        let answer = message_call(&mut self.frontend.clone());
         *self.deadline.lock() = None;
         answer.map_err(|source| {
             if self.overdue.load(Ordering::SeqCst) {
@@ -292,7 +292,7 @@ impl Link {
         // One that is shut down already is as good.
         self.stream.shutdown(Shutdown::Both).unwrap_or_default();
         if let Some(function) = self.function.get() {
-            self.tell_of_loss(function, why);
+            self.report_loss(function, why);
         }
     }
 
@@ -355,7 +355,7 @@ impl Link {
 
     fn queue_broken(&self) {
         if let Some(function) = self.function.get() {
-            if let Some(held_back) = function.told.admit() {
+            if let Some(held_back) = function.log_limit.admit() {
                 let disk = &function.name;
                 tracing::warn!(%disk, held_back, "the guest broke a queue; the vhost-user backend has stopped it");
             }

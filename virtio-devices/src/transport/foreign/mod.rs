@@ -180,8 +180,8 @@ impl Device for Foreign {
         match data {
             &[value @ (0 | 1)] if may && offset == WRITEBACK_OFFSET as u64 => {
                 state.chosen = Some(value);
-                let told = state.set_writeback(value);
-                state.unless_awaited(told)
+                let result = state.set_writeback(value);
+                state.unless_awaited(result)
             }
             _ => Ok(()),
         }
@@ -209,7 +209,7 @@ impl Device for Foreign {
         let queue = usize::from(index);
         let mut state = self.state.lock();
         let running = state.running.get_mut(queue).and_then(Option::take);
-        let base = state.link().tell("GET_VRING_BASE", |backend| {
+        let base = state.link().send("GET_VRING_BASE", |backend| {
             backend.set_vring_enable(queue, false)?;
             backend.get_vring_base(queue)
         });
@@ -223,8 +223,8 @@ impl Device for Foreign {
 
     fn rewire(&mut self, index: u16, interrupt: &QueueInterrupt) -> Result<(), DeviceError> {
         let state = self.state.lock();
-        let told = state.set_call(index.into(), interrupt);
-        state.unless_awaited(told)
+        let result = state.set_call(index.into(), interrupt);
+        state.unless_awaited(result)
     }
 
     fn reset(&mut self) {

@@ -76,10 +76,10 @@ impl State {
         self.running.len() as u16
     }
 
-    /// As [`Told::admit`](crate::block::Told::admit), of the function's lines.
+    /// As [`LogLimit::admit`](crate::block::LogLimit::admit), of the function's lines.
     pub(super) fn admit(&self) -> Option<Option<u64>> {
         let function = self.function.as_ref();
-        function.map_or(Some(None), |(function, _)| function.told.admit())
+        function.map_or(Some(None), |(function, _)| function.log_limit.admit())
     }
 
     /// Returns true if the backend was lost and is being waited for, without the guest's knowledge.
@@ -88,10 +88,10 @@ impl State {
     }
 
     /// Ignores a failed message if the backend is lost and awaited: the next one gets the whole state.
-    pub(super) fn unless_awaited(&self, told: Result<(), BackendError>) -> Result<(), DeviceError> {
-        match told {
+    pub(super) fn unless_awaited(&self, result: Result<(), BackendError>) -> Result<(), DeviceError> {
+        match result {
             Err(_) if self.is_awaited() => Ok(()),
-            told => Ok(told?),
+            result => Ok(result?),
         }
     }
 
@@ -118,17 +118,17 @@ impl State {
         });
         let regions = regions.collect::<Result<Vec<_>, _>>()?;
         let link = self.connection.link();
-        link.tell("SET_FEATURES", |backend| backend.set_features(features))?;
-        link.tell("SET_MEM_TABLE", |backend| backend.set_mem_table(&regions))?;
+        link.send("SET_FEATURES", |backend| backend.set_features(features))?;
+        link.send("SET_MEM_TABLE", |backend| backend.set_mem_table(&regions))?;
         if self.has_inflight {
             if self.inflight.is_none() {
                 let asked = VhostUserInflight::new(0, 0, self.queues(), self.queue_size);
-                let given = link.tell("GET_INFLIGHT_FD", |backend| backend.get_inflight_fd(&asked))?;
+                let given = link.send("GET_INFLIGHT_FD", |backend| backend.get_inflight_fd(&asked))?;
                 self.inflight = Some(given);
             }
             if let Some((shape, file)) = &self.inflight {
                 let file = file.as_raw_fd();
-                link.tell("SET_INFLIGHT_FD", |backend| backend.set_inflight_fd(shape, file))?;
+                link.send("SET_INFLIGHT_FD", |backend| backend.set_inflight_fd(shape, file))?;
             }
         }
         if let Some(chosen) = self.chosen {
@@ -148,7 +148,7 @@ impl State {
     pub(super) fn set_call(&self, queue: usize, interrupt: &QueueInterrupt) -> Result<(), BackendError> {
         let event = event_of(interrupt.event().unwrap_or(self.nobody.as_fd())).map_err(BackendError::Host)?;
         self.link()
-            .tell("SET_VRING_CALL", |backend| backend.set_vring_call(queue, &event))
+            .send("SET_VRING_CALL", |backend| backend.set_vring_call(queue, &event))
     }
 
     /// Has the backend run a queue.
@@ -167,13 +167,13 @@ impl State {
         let kick = event_of(start.kick.as_fd()).map_err(BackendError::Host)?;
         let link = self.link();
         let broken = event_of(link.broken()).map_err(BackendError::Host)?;
-        link.tell("SET_VRING_NUM", |backend| backend.set_vring_num(queue, size))?;
-        link.tell("SET_VRING_BASE", |backend| backend.set_vring_base(queue, base))?;
-        link.tell("SET_VRING_ADDR", |backend| backend.set_vring_addr(queue, &rings))?;
-        link.tell("SET_VRING_ERR", |backend| backend.set_vring_err(queue, &broken))?;
+        link.send("SET_VRING_NUM", |backend| backend.set_vring_num(queue, size))?;
+        link.send("SET_VRING_BASE", |backend| backend.set_vring_base(queue, base))?;
+        link.send("SET_VRING_ADDR", |backend| backend.set_vring_addr(queue, &rings))?;
+        link.send("SET_VRING_ERR", |backend| backend.set_vring_err(queue, &broken))?;
         self.set_call(queue, &start.interrupt)?;
-        link.tell("SET_VRING_KICK", |backend| backend.set_vring_kick(queue, &kick))?;
-        link.tell("SET_VRING_ENABLE", |backend| {
+        link.send("SET_VRING_KICK", |backend| backend.set_vring_kick(queue, &kick))?;
+        link.send("SET_VRING_ENABLE", |backend| {
             backend.set_vring_enable(queue, true)
         })?;
         // What is available already may have been kicked for before the backend listened.
@@ -202,7 +202,7 @@ impl State {
             return Ok(());
         }
         let (offset, flags) = (WRITEBACK_OFFSET as u32, VhostUserConfigFlags::empty());
-        self.link().tell("SET_CONFIG", |backend| {
+        self.link().send("SET_CONFIG", |backend| {
             backend.set_config(offset, flags, &[value])
         })?;
         self.writeback_there = value;
@@ -239,7 +239,7 @@ impl State {
         self.serve();
         if let Some((function, _)) = &self.function {
             let (disk, socket) = (&function.name, self.link().socket().display());
-            if let Some(held_back) = function.told.admit() {
+            if let Some(held_back) = function.log_limit.admit() {
                 tracing::info!(%disk, %socket, held_back, "reconnected to the vhost-user backend");
             }
             if self.config != before {

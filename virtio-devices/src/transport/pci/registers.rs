@@ -143,7 +143,7 @@ impl VirtioPciBlock {
     }
 
     fn cannot_stop(&self, error: &DeviceError) {
-        if let Some(held_back) = self.shared.told.admit() {
+        if let Some(held_back) = self.shared.log_limit.admit() {
             tracing::error!(disk = %self.shared.name, %error, held_back, "cannot stop a queue");
         }
     }
@@ -155,7 +155,7 @@ impl VirtioPciBlock {
         };
         if (offset, len) == (26, 2) {
             if let Err(error) = queue.set_vector(vector, &mut *self.device) {
-                if let Some(held_back) = self.shared.told.admit() {
+                if let Some(held_back) = self.shared.log_limit.admit() {
                     let disk = &self.shared.name;
                     tracing::error!(%disk, %error, held_back, "cannot change a queue's interrupt");
                 }

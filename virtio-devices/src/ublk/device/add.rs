@@ -117,8 +117,8 @@ impl UblkDevice {
             // Every command looks at it, and it becomes the user's a moment later.
             drop(open_char(info.dev_id, NODE)?);
         }
-        let told = params::describe(&disk.info(), info.max_io_buf_bytes);
-        params::verify(&told, &control.set_params(info.dev_id, &told)?)?;
+        let asked = params::describe(&disk.info(), info.max_io_buf_bytes);
+        params::verify(&asked, &control.set_params(info.dev_id, &asked)?)?;
         let served = Self::serve(control, info, transport, disk, config, events)?;
         if let Err(error) = control.start(info.dev_id) {
             served.take_down(control);

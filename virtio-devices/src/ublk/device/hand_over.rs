@@ -5,7 +5,7 @@
 //! Closing them earlier gains nothing, and harms drivers before 6.15: their cancelling races with requests that are
 //! on their way to the ring.
 //!
-//! Invariants: once [`UblkDevice::settle`] has returned, no request of the driver reaches the disk any more. No request fails
+//! Invariants: once [`UblkDevice::drain_and_close`] has returned, no request of the driver reaches the disk any more. No request fails
 //! because of the hand-over: if the driver can hold requests back, those that it has sent are answered; if not, unanswered
 //! ones are repeated by the next server, which needs [`Recovery::Reissue`].
 
@@ -100,12 +100,12 @@ pub enum Step {
 /// The progress of queues whose server hands over: each takes its [`parting_duty`], finishes its requests, and then
 /// keeps the rest.
 #[derive(Debug, Default)]
-pub struct Settling {
+pub struct HandOverProgress {
     quiet_rounds: u32,
     keeps: bool,
 }
 
-impl Settling {
+impl HandOverProgress {
     /// Requests that the driver sent before it was told to stop arrive within one whole round. Such a round lies
     /// between two commands to a worker.
     const QUIET_ROUNDS: u32 = 3;
@@ -155,12 +155,12 @@ impl UblkDevice {
     /// # Errors
     ///
     /// [`HandOverError`]. The device is to be recovered then as after a kill.
-    pub fn settle(&self) -> Result<(), HandOverError> {
+    pub fn drain_and_close(&self) -> Result<(), HandOverError> {
         let device = self.info.dev_id;
         // Whoever waits for the host's space would wait for ever.
         let _held = self.disk.hold_off();
         let deadline = Instant::now() + DRAIN;
-        let mut settling = Settling::default();
+        let mut progress = HandOverProgress::default();
         loop {
             if Instant::now() > deadline {
                 return Err(HandOverError::Undrained { device });
@@ -170,7 +170,7 @@ impl UblkDevice {
             }
             let finished = |queue: &super::Queue| queue.state.unfinished() == Some(0);
             let finished = self.queues.iter().all(finished);
-            match settling.after_round(finished) {
+            match progress.after_round(finished) {
                 Step::Wait if finished => {}
                 Step::Wait => std::thread::sleep(Duration::from_micros(200)),
                 Step::Keep => self.set_duty(Duty::Keep)?,
@@ -202,9 +202,9 @@ mod tests {
 
     #[test]
     fn a_disk_is_closed_after_three_quiet_rounds_of_finishing_and_three_of_keeping() {
-        let mut settling = Settling::default();
+        let mut progress = HandOverProgress::default();
         let mut steps = |rounds: &[bool]| -> Vec<Step> {
-            let step = |&finished: &bool| settling.after_round(finished);
+            let step = |&finished: &bool| progress.after_round(finished);
             rounds.iter().map(step).collect()
         };
         use Step::{Close, Keep, Wait};

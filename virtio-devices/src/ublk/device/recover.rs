@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use block::Disk;
 
 use super::super::abi::{Flags, State};
-use super::super::channel::{Transport, finish_fetches};
+use super::super::channel::{Transport, end_half_recovery};
 use super::super::config::UblkConfig;
 use super::super::control::Control;
 use super::super::error::AddError;
@@ -26,7 +26,7 @@ impl UblkDevice {
     /// I/O has ended. Waits for the driver to notice the death. The number of queues, their depth and the transport are
     /// the device's, whatever `config` says.
     ///
-    /// I/O does not start before [`RecoveringDevice::finish`]. To recover several devices, call this for all of them
+    /// I/O does not start before [`RecoveringDevice::start_io`]. To recover several devices, call this for all of them
     /// first: the I/O of one would delay the others.
     ///
     /// # Errors
@@ -59,8 +59,8 @@ impl UblkDevice {
         // must be spared: they let requests flow as soon as each queue has a server.
         if !control.features()?.contains(Flags::SUPPORT_ZERO_COPY) {
             let file = open_char(device, NOTICE)?;
-            let unserved =
-                finish_fetches(file, &info).map_err(|source| AddError::HalfRecovered { device, source })?;
+            let unserved = end_half_recovery(file, &info)
+                .map_err(|source| AddError::HalfRecovered { device, source })?;
             if unserved > 0 {
                 tracing::info!(device, unserved, "cleaning up an interrupted recovery");
             }
@@ -84,7 +84,7 @@ pub struct RecoveringDevice {
 impl RecoveringDevice {
     /// Lets I/O flow, what the old server had taken first. The answers are in the order of `devices`: [`AddError`] for each
     /// that waits for another server.
-    pub fn finish(devices: Vec<Self>, control: &mut Control) -> Vec<Result<UblkDevice, AddError>> {
+    pub fn start_io(devices: Vec<Self>, control: &mut Control) -> Vec<Result<UblkDevice, AddError>> {
         let ids: Vec<u32> = devices.iter().map(|device| device.served.id()).collect();
         // All at once: the I/O of the first would take the time of the others.
         let ended = control.end_recovery(&ids);

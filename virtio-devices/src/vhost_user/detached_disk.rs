@@ -7,9 +7,9 @@ use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, OpenQue
 
 /// A disk that is not there.
 #[derive(Debug)]
-pub(super) struct Closed;
+pub(super) struct DetachedDisk;
 
-impl Disk for Closed {
+impl Disk for DetachedDisk {
     fn info(&self) -> DiskInfo {
         DiskInfo {
             size_bytes: 0,

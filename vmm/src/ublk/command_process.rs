@@ -46,8 +46,8 @@ pub(super) fn control() -> Result<Control, CommandFailure> {
     let again = |error| CommandFailure::about("cannot start a process for commands to the driver", error);
     // Says what is wrong with io_uring here, if anything is.
     ControlDevice::new(file.try_clone().map_err(again)?).map_err(failed)?;
-    let helper = Helper::start(program(), file).map_err(again)?;
-    Ok(Control::over(Box::new(helper)))
+    let process = CommandProcess::start(program(), file).map_err(again)?;
+    Ok(Control::over(Box::new(process)))
 }
 
 /// This program, as the second process. Its file may have been replaced meanwhile, so it is not looked up by name.
@@ -99,7 +99,7 @@ fn ends_until(mut child: Child, until: Instant) -> bool {
 
 /// The second process, as the first one sees it.
 #[derive(Debug)]
-struct Helper {
+struct CommandProcess {
     program: Command,
     /// For the next one, if this one is killed.
     file: File,
@@ -110,7 +110,7 @@ struct Helper {
     grace: Duration,
 }
 
-impl Helper {
+impl CommandProcess {
     /// Starts `program`, which finds the control device in its standard input and the socket in its output.
     fn start(mut program: Command, file: File) -> io::Result<Self> {
         let (child, socket) = spawn(&mut program, &file)?;
@@ -130,7 +130,7 @@ impl Helper {
     }
 
     /// Waits for the next answer.
-    fn hear(&mut self, patience: Duration) -> io::Result<Answer> {
+    fn receive_answer(&mut self, patience: Duration) -> io::Result<Answer> {
         let deadline = Instant::now() + patience + self.grace;
         let mut head = [0; 12];
         read_until(&mut self.socket, &mut head, deadline)?;
@@ -152,15 +152,15 @@ struct Answer {
     bytes: Vec<u8>,
 }
 
-impl Helper {
+impl CommandProcess {
     /// Converts an answer, or its absence, to a result.
     fn judge(
         &mut self,
-        heard: io::Result<Answer>,
+        answer: io::Result<Answer>,
         patience: Duration,
         buffer: &mut AlignedBuf,
     ) -> Result<i32, ControlError> {
-        let error = match heard {
+        let error = match answer {
             Ok(answer) if answer.kind == ANSWERED && answer.bytes.len() == buffer.len() => {
                 buffer.copy_from_slice(&answer.bytes);
                 return Ok(answer.value);
@@ -188,14 +188,14 @@ impl Helper {
     }
 }
 
-impl Carrier for Helper {
+impl Carrier for CommandProcess {
     fn carry(&mut self, call: &ControlCall, buffer: &mut AlignedBuf) -> Result<i32, ControlError> {
         if let Some(patience) = self.stuck {
             return Err(ControlError::Stuck(patience));
         }
         let asked = self.socket.write_all(&encode(call, buffer));
-        let heard = asked.and_then(|()| self.hear(call.patience));
-        self.judge(heard, call.patience, buffer)
+        let answer = asked.and_then(|()| self.receive_answer(call.patience));
+        self.judge(answer, call.patience, buffer)
     }
 
     fn carry_all(&mut self, calls: &[ControlCall]) -> Vec<Result<i32, ControlError>> {
@@ -212,23 +212,23 @@ impl Carrier for Helper {
                     answers.push(Err(ControlError::Stuck(patience)));
                     continue;
                 }
-                let heard = match std::mem::replace(&mut asked, Ok(())) {
+                let answer = match std::mem::replace(&mut asked, Ok(())) {
                     // Those behind one that its process has not survived were not carried out.
                     Ok(()) if self.process() != process => {
                         answers.push(Err(ControlError::Lost(io::ErrorKind::BrokenPipe.into())));
                         continue;
                     }
-                    Ok(()) => self.hear(call.patience),
+                    Ok(()) => self.receive_answer(call.patience),
                     Err(error) => Err(error),
                 };
-                answers.push(self.judge(heard, call.patience, &mut none));
+                answers.push(self.judge(answer, call.patience, &mut none));
             }
         }
         answers
     }
 }
 
-impl Drop for Helper {
+impl Drop for CommandProcess {
     fn drop(&mut self) {
         // It ends by itself when the socket is closed. One that is stuck ends when the kernel lets it.
         let Some(mut child) = self.child.take() else {
@@ -405,15 +405,16 @@ mod tests {
     }
 
     /// A helper whose process does nothing but exist, as one that the kernel holds.
-    fn hung() -> Helper {
+    fn hung() -> CommandProcess {
         let mut program = Command::new("sleep");
         program.arg("1000");
-        let mut helper = Helper::start(program, tempfile::tempfile().expect("a file")).expect("a process");
+        let mut helper =
+            CommandProcess::start(program, tempfile::tempfile().expect("a file")).expect("a process");
         helper.grace = Duration::from_millis(100);
         helper
     }
 
-    fn kill(helper: &mut Helper) {
+    fn kill(helper: &mut CommandProcess) {
         let child = helper.child.as_mut().expect("a process");
         child.kill().expect("it is ours");
     }
@@ -438,7 +439,7 @@ mod tests {
     }
 
     /// A helper that `Driver` answers for.
-    fn answered(helper: &mut Helper) -> std::thread::JoinHandle<io::Result<()>> {
+    fn answered(helper: &mut CommandProcess) -> std::thread::JoinHandle<io::Result<()>> {
         let (ours, theirs) = UnixStream::pair().expect("a socket");
         helper.socket = ours;
         std::thread::spawn(move || serve_on(theirs, &mut Driver))
@@ -482,11 +483,11 @@ mod tests {
         let stuck = helper.carry(&call(1, Duration::from_millis(200)), &mut buffer);
         assert!(matches!(stuck, Err(ControlError::Stuck(_))), "{stuck:?}");
         let mut control = Control::over(Box::new(helper));
-        let told = control.add(&DeviceInfo::default()).expect_err("it hangs");
-        let told = crate::error::chain(&told);
+        let message = control.add(&DeviceInfo::default()).expect_err("it hangs");
+        let message = crate::error::chain(&message);
         assert!(
-            told.starts_with("ADD_DEV of /dev/ublkb0 failed (the kernel hangs: see its log"),
-            "{told}"
+            message.starts_with("ADD_DEV of /dev/ublkb0 failed (the kernel hangs: see its log"),
+            "{message}"
         );
         drop(control);
         assert!(began.elapsed() < Duration::from_secs(10));

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use block::worker::StartHook;
 
-use super::{links, state};
+use super::{by_id, state};
 use crate::error::CommandFailure;
 use crate::sandbox::{self, AllowedFiles, Task};
 
@@ -32,7 +32,7 @@ pub(super) fn confine_early() -> Result<(), sandbox::SandboxError> {
 ///
 /// If the kernel has what that takes, and refuses.
 pub(super) fn confine(devices: impl IntoIterator<Item = String>) -> Result<(), CommandFailure> {
-    let folders = [state::folder(), links::FOLDER.into()];
+    let folders = [state::folder(), by_id::FOLDER.into()];
     let mut allowed = AllowedFiles {
         // To be flushed in the end.
         readable: devices.into_iter().map(PathBuf::from).collect(),
@@ -41,6 +41,7 @@ pub(super) fn confine(devices: impl IntoIterator<Item = String>) -> Result<(), C
     };
     // Who the server is that a device is remembered with.
     allowed.readable.push(state::folder());
-    let fenced = sandbox::restrict_files(&allowed).and_then(|()| sandbox::restrict_calls(Task::UblkControl));
-    fenced.map_err(|error| CommandFailure::Failed(error.into()))
+    let confined =
+        sandbox::restrict_files(&allowed).and_then(|()| sandbox::restrict_calls(Task::UblkControl));
+    confined.map_err(|error| CommandFailure::Failed(error.into()))
 }

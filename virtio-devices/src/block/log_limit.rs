@@ -18,11 +18,11 @@ struct State {
 
 /// Counts the lines about one client.
 #[derive(Debug, Default)]
-pub(crate) struct Told {
+pub(crate) struct LogLimit {
     state: Mutex<State>,
 }
 
-impl Told {
+impl LogLimit {
     /// Returns `Some` if a line may be logged now, with the number of suppressed lines before it, if any.
     pub(crate) fn admit(&self) -> Option<Option<u64>> {
         self.admit_at(Instant::now())
@@ -53,15 +53,15 @@ mod tests {
 
     #[test]
     fn so_many_lines_are_written_a_minute_and_then_how_many_were_not() {
-        let told = Told::default();
+        let log_limit = LogLimit::default();
         let start = Instant::now();
         for _ in 0..LINES_MAX {
-            assert_eq!(told.admit_at(start), Some(None));
+            assert_eq!(log_limit.admit_at(start), Some(None));
         }
         for second in 0..60 {
-            assert_eq!(told.admit_at(start + Duration::from_secs(second)), None);
+            assert_eq!(log_limit.admit_at(start + Duration::from_secs(second)), None);
         }
-        assert_eq!(told.admit_at(start + PERIOD), Some(Some(60)));
-        assert_eq!(told.admit_at(start + PERIOD), Some(None));
+        assert_eq!(log_limit.admit_at(start + PERIOD), Some(Some(60)));
+        assert_eq!(log_limit.admit_at(start + PERIOD), Some(None));
     }
 }

@@ -1,6 +1,6 @@
 //! One queue of the disk on a worker of its own, fed with jobs from the session's thread.
 //!
-//! To the worker a lane is a frontend like a virtqueue: it is kicked through an eventfd, takes all jobs that are available,
+//! To the worker a queue is a frontend like a virtqueue: it is kicked through an eventfd, takes all jobs that are available,
 //! and is removed when none is in flight.
 
 use std::cell::Cell;
@@ -18,7 +18,7 @@ use block::{Context, Disk, DiskQueue, IoError, OpenQueueError};
 use super::command::{Range, Transfer};
 use super::transfer;
 
-/// A kind of job for a lane.
+/// A kind of job for a queue.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Work {
     /// A transfer.
@@ -47,9 +47,9 @@ pub(super) struct Outcome {
     pub(super) took: Duration,
 }
 
-/// An error of starting a lane.
+/// An error of starting a queue.
 #[derive(Debug, thiserror::Error)]
-pub enum LaneError {
+pub enum WorkerQueueError {
     /// The worker did not start.
     #[error(transparent)]
     Start(#[from] StartWorkerError),
@@ -66,7 +66,7 @@ pub enum LaneError {
 
 /// A queue of the disk on its worker.
 #[derive(Debug)]
-pub(super) struct Lane {
+pub(super) struct WorkerQueue {
     worker: WorkerHandle,
     frontend: FrontendId,
     jobs: mpsc::Sender<Job>,
@@ -74,18 +74,18 @@ pub(super) struct Lane {
     kick: File,
 }
 
-impl Lane {
+impl WorkerQueue {
     /// Starts a worker and opens a queue of `disk` on it. Outcomes go to `outcomes`.
     pub(super) fn open(
         disk: &Arc<dyn Disk>,
         config: WorkerConfig,
         outcomes: mpsc::Sender<Outcome>,
-    ) -> Result<Self, LaneError> {
+    ) -> Result<Self, WorkerQueueError> {
         let worker = WorkerHandle::spawn(config)?;
         tracing::debug!(driver = worker.driver_name(), "a queue is served");
         let (jobs, receiver) = mpsc::channel();
-        let kick = eventfd().map_err(LaneError::Kick)?;
-        let kicked = kick.try_clone().map_err(LaneError::Kick)?;
+        let kick = eventfd().map_err(WorkerQueueError::Kick)?;
+        let kicked = kick.try_clone().map_err(WorkerQueueError::Kick)?;
         let disk = Arc::clone(disk);
         let frontend = worker.run(move |worker| {
             let disk_bytes = disk.info().size_bytes;
@@ -100,7 +100,7 @@ impl Lane {
             };
             worker
                 .add(Box::new(frontend), vec![kicked])
-                .map_err(LaneError::Kick)
+                .map_err(WorkerQueueError::Kick)
         })??;
         Ok(Self {
             worker,
@@ -115,12 +115,12 @@ impl Lane {
     /// # Errors
     ///
     /// If the worker has ended.
-    pub(super) fn start(&self, job: Job) -> Result<(), LaneError> {
+    pub(super) fn start(&self, job: Job) -> Result<(), WorkerQueueError> {
         self.jobs.send(job).map_err(|_| WorkerGone)?;
         // Adding one to an eventfd's count can only fail, or wait, near 2^64 unread kicks.
         (&self.kick)
             .write_all(&1_u64.to_ne_bytes())
-            .map_err(LaneError::Kick)
+            .map_err(WorkerQueueError::Kick)
     }
 
     /// Returns the worker it runs on.
@@ -135,7 +135,7 @@ impl Lane {
     }
 }
 
-/// The lane's end on the worker.
+/// The queue's end on the worker.
 struct JobFrontend {
     cx: Context,
     queue: Rc<dyn DiskQueue>,
@@ -158,7 +158,7 @@ impl Frontend for JobFrontend {
                 let started = Instant::now();
                 let result = match job.work {
                     Work::Transfer(transfer, range) => {
-                        transfer::carry_out(queue.as_ref(), disk_bytes, transfer, range).await
+                        transfer::run(queue.as_ref(), disk_bytes, transfer, range).await
                     }
                     Work::Flush => transfer::flush(queue.as_ref()).await.map(|()| Vec::new()),
                 };

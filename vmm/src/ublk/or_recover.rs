@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use virtio_devices::ublk::abi::State;
 use virtio_devices::ublk::{CommandError, block_path};
 
-use super::helper;
+use super::command_process;
 use super::process::is_alive;
 use super::state::DeviceState;
 use crate::disk_config::DiskConfig;
@@ -31,31 +31,31 @@ pub(super) enum Found {
 /// If it is served, or waits for another disk; what the driver refuses.
 pub(super) fn look(id: u32, text: &str, directory: &Path) -> Result<Found, CommandFailure> {
     let failed = |error: CommandError| CommandFailure::Failed(error.into());
-    let mut control = helper::control()?;
+    let mut control = command_process::control()?;
     let info = match control.info(id) {
         Err(error) if error.errno() == Some(libc::ENODEV) => return Ok(Found::Nothing),
         info => info.map_err(failed)?,
     };
     let path = block_path(id);
-    let told = |told: String| Err(CommandFailure::Failed(told.into()));
+    let fail = |message: String| Err(CommandFailure::Failed(message.into()));
     if info.state() == State::Dead {
         return Ok(Found::HalfMade);
     }
     if info.state() == State::Live && is_alive(&info) {
-        return told(format!("{path} is served by process {}", info.ublksrv_pid));
+        return fail(format!("{path} is served by process {}", info.ublksrv_pid));
     }
     match DeviceState::load(id) {
         Some(state) if is_same(&state, text, directory) => Ok(Found::Waits),
-        Some(state) if file(&state.disk, &state.directory) == file(text, directory) => told(format!(
+        Some(state) if file(&state.disk, &state.directory) == file(text, directory) => fail(format!(
             "{path} waits for a server of this disk with other keys: it was created with --disk {}. Pass the same keys, or run \
              `ringdisk ublk recover {id} --disk {text}`",
             state.disk
         )),
-        Some(state) => told(format!(
+        Some(state) => fail(format!(
             "{path} waits for a server of another disk ({}): run `ringdisk ublk recover`, or `ringdisk ublk del`",
             state.disk
         )),
-        None => told(format!(
+        None => fail(format!(
             "{path} waits for a server and has no saved state: run `ringdisk ublk recover --disk`"
         )),
     }

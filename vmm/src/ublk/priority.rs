@@ -6,11 +6,11 @@
 use rustix::process::{getpriority_process, setpriority_process};
 
 /// The calling thread goes before others until this is dropped, if it may. Threads it starts meanwhile would too.
-pub(super) struct Sooner {
+pub(super) struct RaisedPriority {
     before: i32,
 }
 
-impl Sooner {
+impl RaisedPriority {
     /// From now on; `None` without the right to it.
     pub(super) fn begin() -> Option<Self> {
         let before = getpriority_process(None).ok()?;
@@ -19,7 +19,7 @@ impl Sooner {
     }
 }
 
-impl Drop for Sooner {
+impl Drop for RaisedPriority {
     fn drop(&mut self) {
         if let Err(error) = setpriority_process(None, self.before) {
             tracing::warn!(%error, "cannot restore the priority of this thread");

@@ -299,8 +299,7 @@ mod tests {
         if std::env::var_os(CHILD).is_some() {
             return fault_outside();
         }
-        let name =
-            "vhost_user::fault::tests::a_fault_outside_a_client_s_memory_ends_the_process_inside_the_sandbox";
+        let name = "vhost_user::sigbus::tests::a_fault_outside_a_client_s_memory_ends_the_process_inside_the_sandbox";
         let mut child = Command::new(std::env::current_exe().expect("this program"))
             .args(["--exact", name])
             .env(CHILD, "1")
