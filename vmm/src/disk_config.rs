@@ -99,7 +99,7 @@ pub struct DiskConfig {
     /// The longest time that an idle worker polls before it sleeps, in microseconds; adaptive if absent.
     pub poll_us: Option<u32>,
     /// Its place in a machine of `ringdisk run`.
-    pub pci: PciPlace,
+    pub pci: PciAddress,
     /// The disk's own rate limits.
     pub rate_limits: RateLimits,
     /// The group whose rate limits it shares; then it has none of its own.
@@ -108,7 +108,7 @@ pub struct DiskConfig {
 
 /// The PCI address of a disk, as far as it was given. A machine has one PCI segment and no IOMMU.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct PciPlace {
+pub struct PciAddress {
     /// The slot, 1 to 31; the lowest free one if absent.
     pub device_id: Option<u8>,
     /// True if `pci_segment=0` was given.
@@ -228,7 +228,7 @@ impl DiskConfig {
             discard_no_unref: false,
             werror: WriteErrors::Report,
             poll_us: None,
-            pci: PciPlace::default(),
+            pci: PciAddress::default(),
             rate_limits: RateLimits::default(),
             rate_limit_group: None,
         }

@@ -20,7 +20,7 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 use vm_memory::GuestMemoryMmap;
 
 use super::device::{BlockDevice, SERIAL_BYTES, has};
-use super::request::{self, Kind, Range, Status};
+use super::request::{self, BlockRequest, Range, Status};
 use crate::virtqueue::{
     Chain, InflightError, InflightQueue, InflightRegion, QueueError, QueueSetup, RingAddresses, SetupError,
     Slice, Virtqueue,
@@ -338,19 +338,19 @@ impl BlockQueue {
             inflight.take(head);
         }
         match request::parse(&mut self.chain, self.ring.memory()) {
-            Ok(Kind::Read { offset }) => {
+            Ok(BlockRequest::Read { offset }) => {
                 let buffer = self.ring.memory().buffer(self.chain.writable());
                 self.submit_data(head, status, Op::Read, offset, buffer, true);
             }
-            Ok(Kind::Write { offset }) => {
+            Ok(BlockRequest::Write { offset }) => {
                 let fua = self.device.is_writethrough(self.features);
                 let buffer = self.ring.memory().buffer(self.chain.readable());
                 self.submit_data(head, status, Op::Write { fua }, offset, buffer, false);
             }
-            Ok(Kind::Flush) => self.submit_data(head, status, Op::Flush, 0, Buffer::default(), false),
-            Ok(Kind::Id) => self.identify(head, status),
-            Ok(Kind::Discard) => self.submit_ranges(head, status, VIRTIO_BLK_F_DISCARD),
-            Ok(Kind::WriteZeroes) => self.submit_ranges(head, status, VIRTIO_BLK_F_WRITE_ZEROES),
+            Ok(BlockRequest::Flush) => self.submit_data(head, status, Op::Flush, 0, Buffer::default(), false),
+            Ok(BlockRequest::Id) => self.identify(head, status),
+            Ok(BlockRequest::Discard) => self.submit_ranges(head, status, VIRTIO_BLK_F_DISCARD),
+            Ok(BlockRequest::WriteZeroes) => self.submit_ranges(head, status, VIRTIO_BLK_F_WRITE_ZEROES),
             Err(error) => self.answer(head, status, error, 1),
         }
         Ok(())

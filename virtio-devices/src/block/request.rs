@@ -32,9 +32,9 @@ impl From<IoError> for Status {
     }
 }
 
-/// A request's type, and where on the disk, in bytes.
+/// The type of a guest's request, and its offset on the disk in bytes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Kind {
+pub(super) enum BlockRequest {
     Read { offset: u64 },
     Write { offset: u64 },
     Flush,
@@ -53,7 +53,7 @@ const DATA_BYTES_MAX: u64 = 1 << 30;
 ///
 /// The status to answer with.
 #[inline]
-pub(super) fn parse(chain: &mut Chain, memory: &QueueMemory) -> Result<Kind, Status> {
+pub(super) fn parse(chain: &mut Chain, memory: &QueueMemory) -> Result<BlockRequest, Status> {
     if chain.defect().is_some() {
         return Err(Status::IO_ERROR);
     }
@@ -66,16 +66,16 @@ pub(super) fn parse(chain: &mut Chain, memory: &QueueMemory) -> Result<Kind, Sta
         offset.filter(|_| whole).ok_or(Status::IO_ERROR)
     };
     match kind {
-        VIRTIO_BLK_T_IN => Ok(Kind::Read {
+        VIRTIO_BLK_T_IN => Ok(BlockRequest::Read {
             offset: offset(chain.writable_bytes())?,
         }),
-        VIRTIO_BLK_T_OUT => Ok(Kind::Write {
+        VIRTIO_BLK_T_OUT => Ok(BlockRequest::Write {
             offset: offset(chain.readable_bytes())?,
         }),
-        VIRTIO_BLK_T_FLUSH => Ok(Kind::Flush),
-        VIRTIO_BLK_T_GET_ID => Ok(Kind::Id),
-        VIRTIO_BLK_T_DISCARD => Ok(Kind::Discard),
-        VIRTIO_BLK_T_WRITE_ZEROES => Ok(Kind::WriteZeroes),
+        VIRTIO_BLK_T_FLUSH => Ok(BlockRequest::Flush),
+        VIRTIO_BLK_T_GET_ID => Ok(BlockRequest::Id),
+        VIRTIO_BLK_T_DISCARD => Ok(BlockRequest::Discard),
+        VIRTIO_BLK_T_WRITE_ZEROES => Ok(BlockRequest::WriteZeroes),
         _ => Err(Status::UNSUPPORTED),
     }
 }

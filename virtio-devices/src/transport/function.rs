@@ -21,7 +21,7 @@ pub(super) fn signal(event: BorrowedFd<'_>) {
 
 /// The state of a function that other threads change, too.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct FunctionState {
     pub(super) name: String,
     /// The rate limiter of log messages about its guest and its backend.
     pub(super) log_limit: Arc<LogLimit>,
@@ -32,7 +32,7 @@ pub(super) struct Shared {
     pub(super) vectors: Vectors,
 }
 
-impl Shared {
+impl FunctionState {
     /// Reports to the guest that a queue is broken and the device needs a reset.
     pub(super) fn needs_reset(&self) {
         self.status.fetch_or(STATUS_NEEDS_RESET, Ordering::SeqCst);

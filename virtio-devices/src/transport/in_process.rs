@@ -8,13 +8,13 @@ use vm_memory::GuestMemoryMmap;
 
 use super::device::{Device, DeviceError, QueueInterrupt, QueueStart};
 use super::error::ResizeError;
-use super::function::{Shared, signal};
+use super::function::{FunctionState, signal};
 use crate::block::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
 
 /// Raises the interrupts of one queue.
 struct Events {
     interrupt: QueueInterrupt,
-    shared: Arc<Shared>,
+    shared: Arc<FunctionState>,
 }
 
 impl Notify for Events {
@@ -34,7 +34,7 @@ impl Notify for Events {
 pub(super) struct InProcess {
     device: Arc<BlockDevice>,
     memory: GuestMemoryMmap,
-    shared: Arc<Shared>,
+    shared: Arc<FunctionState>,
     queues: Vec<(WorkerHandle, Option<RunningQueue>)>,
 }
 
@@ -43,7 +43,7 @@ impl InProcess {
     pub(super) fn new(
         device: BlockDevice,
         memory: GuestMemoryMmap,
-        shared: Arc<Shared>,
+        shared: Arc<FunctionState>,
         workers: Vec<WorkerHandle>,
     ) -> Self {
         Self {

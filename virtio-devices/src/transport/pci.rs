@@ -19,7 +19,7 @@ use super::config_space::{COMMAND_MEMORY, ConfigSpace, at};
 use super::device::{Device, DeviceError};
 use super::error::{PlugError, ResizeError};
 use super::foreign::{Foreign, VhostUserBackend};
-use super::function::{QUEUES_MAX, Shared, signal};
+use super::function::{FunctionState, QUEUES_MAX, signal};
 use super::in_process::InProcess;
 use super::msix::{Msix, NO_VECTOR};
 use super::queue::PciQueue;
@@ -53,7 +53,7 @@ pub struct VirtioPciBlock {
     msix: Msix,
     msix_at: u16,
     access_at: u16,
-    shared: Arc<Shared>,
+    shared: Arc<FunctionState>,
     queues: Vec<PciQueue>,
     device_feature_select: u32,
     driver_feature_select: u32,
@@ -143,7 +143,7 @@ impl VirtioPciBlock {
         queues: u16,
         queue_size: u16,
         log_limit: Arc<LogLimit>,
-        make: impl FnOnce(Arc<Shared>) -> Box<dyn Device>,
+        make: impl FnOnce(Arc<FunctionState>) -> Box<dyn Device>,
     ) -> Result<Self, PlugError> {
         let msix = Msix::new(&*machine, queues + 1, &log_limit)?;
         let layout::Capabilities {
@@ -151,7 +151,7 @@ impl VirtioPciBlock {
             msix_at,
             access_at,
         } = layout::capabilities(window, queues);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(FunctionState {
             name,
             log_limit,
             status: AtomicU8::new(0),

@@ -229,7 +229,7 @@ pub struct DeviceInfo {
     pub nr_hw_queues: u16,
     /// Requests of each queue.
     pub queue_depth: u16,
-    /// A [`State`].
+    /// A [`DeviceState`].
     pub state: u16,
     /// Zero.
     pub pad0: u16,
@@ -264,20 +264,20 @@ impl DeviceInfo {
 
     /// Returns the state of the device.
     #[must_use]
-    pub fn state(&self) -> State {
+    pub fn state(&self) -> DeviceState {
         match self.state {
-            0 => State::Dead,
-            1 => State::Live,
-            2 => State::Quiesced,
-            3 => State::FailIo,
-            other => State::Unknown(other),
+            0 => DeviceState::Dead,
+            1 => DeviceState::Live,
+            2 => DeviceState::Quiesced,
+            3 => DeviceState::FailIo,
+            other => DeviceState::Unknown(other),
         }
     }
 }
 
 /// The state of a device.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum State {
+pub enum DeviceState {
     /// There is no block device.
     Dead,
     /// It is served.
@@ -290,7 +290,7 @@ pub enum State {
     Unknown(u16),
 }
 
-impl std::fmt::Display for State {
+impl std::fmt::Display for DeviceState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Dead => f.write_str("dead"),

@@ -19,7 +19,7 @@ use block::Disk;
 use block::ring::RingKind;
 use block::worker::{FrontendId, StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
 
-use super::abi::{DeviceInfo, Flags, State};
+use super::abi::{DeviceInfo, DeviceState, Flags};
 use super::channel::{KernelChannel, Transport, become_io_flusher};
 use super::config::{self, UblkConfig, first_place};
 use super::control::{CommandError, Control, char_path};
@@ -294,13 +294,13 @@ impl UblkDevice {
     /// Lets go of a device that does not serve yet.
     fn take_down(self, control: &mut Control) {
         // Ends the tags that wait. A device in recovery is not ours to stop: the end of the process ends them.
-        if self.info.state() == State::Dead
+        if self.info.state() == DeviceState::Dead
             && let Err(error) = control.stop(self.info.dev_id)
         {
             tracing::warn!(%error, "cannot stop the device");
         }
         let deadline = Instant::now() + Duration::from_secs(5);
-        while self.info.state() == State::Dead && !self.is_ended() && Instant::now() < deadline {
+        while self.info.state() == DeviceState::Dead && !self.is_ended() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
     }

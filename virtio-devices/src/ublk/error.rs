@@ -8,7 +8,7 @@ use std::time::Duration;
 use block::worker::{StartWorkerError, WorkerGone};
 use block::{IoError, OpenQueueError};
 
-use super::abi::{Flags, State};
+use super::abi::{DeviceState, Flags};
 use super::channel::Transport;
 use super::control::CommandError;
 use super::params::ParamsError;
@@ -90,7 +90,7 @@ pub enum AddError {
         /// The device.
         device: u32,
         /// Its state.
-        state: State,
+        state: DeviceState,
     },
     /// A recovery of the device has stopped half way, and cannot be brought to where another one may begin.
     #[error("cannot clean up an interrupted recovery of /dev/ublkb{device}")]

@@ -98,7 +98,7 @@ fn every_key_reaches_its_field() {
         l2_cache_bytes: Some(4 << 20),
         discard_no_unref: true,
         werror: WriteErrors::Report,
-        pci: PciPlace::default(),
+        pci: PciAddress::default(),
         poll_us: Some(50),
         rate_limits: RateLimits::default(),
         rate_limit_group: None,

@@ -15,8 +15,8 @@ use super::arguments::ServeArguments;
 use super::by_id;
 use super::claimed_file::ClaimedFile;
 use super::priority::RaisedPriority;
-use super::served::{Event, Served, Server, Shared};
-use super::state::{self, DeviceState};
+use super::served::{Event, Served, Server, ServerState};
+use super::state::{self, SavedDevice};
 use super::wanted::Wanted;
 use crate::error::CommandFailure;
 use crate::open::{self, OpenedDisk, Opening};
@@ -129,7 +129,7 @@ pub(super) fn bring_up(
 
 /// Keeps a device that is served; answers the line that says so.
 fn remember(
-    shared: &mut Shared,
+    shared: &mut ServerState,
     wanted: Wanted,
     opened: OpenedDisk,
     device: UblkDevice,
@@ -137,7 +137,7 @@ fn remember(
     arguments: &ServeArguments,
 ) -> String {
     let (id, name) = (device.id(), wanted.disk.name());
-    let remembered = DeviceState {
+    let remembered = SavedDevice {
         id,
         pid: std::process::id(),
         disk: wanted.text,

@@ -16,7 +16,7 @@ use virtio_devices::ublk::abi::Flags;
 use virtio_devices::ublk::{Control, block_path};
 
 use super::process::is_process_alive;
-use super::state::{BLOCK_DEVICES, DeviceState};
+use super::state::{BLOCK_DEVICES, SavedDevice};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_OK};
 
@@ -197,7 +197,7 @@ pub(super) fn print(device: u32, owner: bool) -> Result<u8, CommandFailure> {
         }
         return Ok(EXIT_OK);
     }
-    let state = DeviceState::load(device);
+    let state = SavedDevice::load(device);
     if let Some(name) = state.and_then(|state| name_of(&state, Path::new(BLOCK_DEVICES))) {
         writeln!(std::io::stdout(), "RINGDISK_LINK={name}")?;
     }
@@ -210,7 +210,7 @@ pub(super) fn print(device: u32, owner: bool) -> Result<u8, CommandFailure> {
 ///
 /// If standard output is closed.
 pub(super) fn print_contents(device: u32) -> Result<u8, CommandFailure> {
-    let state = DeviceState::load(device);
+    let state = SavedDevice::load(device);
     if state.is_some_and(|state| may_be_read(&state, Path::new(BLOCK_DEVICES))) {
         writeln!(std::io::stdout(), "RINGDISK_CONTENTS=1")?;
     }
@@ -219,13 +219,13 @@ pub(super) fn print_contents(device: u32) -> Result<u8, CommandFailure> {
 
 /// Returns true if the host may read the contents of the device, which must be one in `devices` and that of `state`.
 /// Another device with this number may belong to anyone.
-fn may_be_read(state: &DeviceState, devices: &Path) -> bool {
+fn may_be_read(state: &SavedDevice, devices: &Path) -> bool {
     state.partitions && state.sequence.is_some() && state.is_of_present_device(devices)
 }
 
 /// The name of the device, among those in `devices`, of which `state` is remembered; `None` if its disk has no serial
 /// number, or another device has its number now.
-fn name_of(state: &DeviceState, devices: &Path) -> Option<String> {
+fn name_of(state: &SavedDevice, devices: &Path) -> Option<String> {
     // An older server has not remembered which device it was: it has to be alive.
     let is_known = state.sequence.is_some() || is_process_alive(state.pid);
     if !is_known || !state.is_of_present_device(devices) {
@@ -253,7 +253,7 @@ mod tests {
             fs::create_dir_all(devices.path().join("ublkb0")).expect("a folder");
             fs::write(devices.path().join("ublkb0/diskseq"), sequence).expect("a file");
         };
-        let mut state = DeviceState {
+        let mut state = SavedDevice {
             id: 0,
             // No process has the largest number that fits.
             pid: u32::MAX,

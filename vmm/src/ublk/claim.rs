@@ -12,7 +12,7 @@ use virtio_devices::ublk::block_path;
 
 use super::claimed_file::Identity;
 use super::process::is_process_alive;
-use super::state::{self, DeviceState};
+use super::state::{self, SavedDevice};
 
 /// An image that may not be opened for writing.
 #[derive(Debug, thiserror::Error)]
@@ -77,7 +77,7 @@ fn refuse_in(folder: &Path, devices: &Path, path: &Path, own: Option<u32>) -> Re
         let id = name
             .to_str()
             .and_then(|name| name.strip_suffix(".json")?.parse().ok());
-        let Some(state) = id.and_then(|id| DeviceState::load_from(folder, id)) else {
+        let Some(state) = id.and_then(|id| SavedDevice::load_from(folder, id)) else {
             continue;
         };
         let (id, pid) = (state.id, state.pid);
@@ -137,9 +137,9 @@ mod tests {
             fs::write(self.path("sys/ublkb3/diskseq"), format!("{sequence}\n")).expect("a file");
         }
 
-        fn remember(&self, change: impl FnOnce(&mut DeviceState)) {
+        fn remember(&self, change: impl FnOnce(&mut SavedDevice)) {
             let files = ["a", "base"].map(|name| ClaimedFile::of(&self.path(name)).expect("a file"));
-            let mut state = DeviceState {
+            let mut state = SavedDevice {
                 id: 3,
                 // No process has the largest number that fits.
                 pid: u32::MAX,

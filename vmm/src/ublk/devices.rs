@@ -5,11 +5,11 @@ use std::io::Write;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use virtio_devices::ublk::abi::{Flags, SECTOR_BYTES, State};
+use virtio_devices::ublk::abi::{DeviceState, Flags, SECTOR_BYTES};
 use virtio_devices::ublk::{CommandError, Control, Recovery, Transport, block_path};
 
 use super::process::is_alive;
-use super::state::{self, DeviceState};
+use super::state::{self, SavedDevice};
 use super::{by_id, command_process, in_use, page_cache};
 use crate::control::{self, Request, ask_within};
 use crate::error::{CommandFailure, EXIT_OK};
@@ -44,9 +44,9 @@ pub(super) fn waiting() -> Result<Vec<u32>, CommandFailure> {
     let mut waiting = Vec::new();
     for id in all() {
         let info = control.info(id).map_err(failed)?;
-        let dead = info.state() == State::Live && !is_alive(&info);
-        let waits = matches!(info.state(), State::Quiesced | State::FailIo) || dead;
-        if waits && DeviceState::load(id).is_some() {
+        let dead = info.state() == DeviceState::Live && !is_alive(&info);
+        let waits = matches!(info.state(), DeviceState::Quiesced | DeviceState::FailIo) || dead;
+        if waits && SavedDevice::load(id).is_some() {
             waiting.push(id);
         }
     }
@@ -69,7 +69,7 @@ pub(super) fn served_by(pid: u32) -> Result<Vec<u32>, CommandFailure> {
             }
             info => info.map_err(failed)?,
         };
-        if info.state() == State::Live && u32::try_from(info.ublksrv_pid) == Ok(pid) {
+        if info.state() == DeviceState::Live && u32::try_from(info.ublksrv_pid) == Ok(pid) {
             served.push(id);
         }
     }
@@ -89,7 +89,7 @@ pub(super) fn refuse_served(ids: &[u32]) -> Result<(), CommandFailure> {
     let mut control = command_process::control()?;
     for &id in ids {
         let info = control.info(id).map_err(failed)?;
-        if info.state() == State::Live && is_alive(&info) {
+        if info.state() == DeviceState::Live && is_alive(&info) {
             let message = format!("{} is served by process {}", block_path(id), info.ublksrv_pid);
             return Err(CommandFailure::Failed(message.into()));
         }
@@ -114,7 +114,7 @@ fn names(flags: Flags) -> Vec<String> {
 fn describe(control: &mut Control, id: u32) -> Result<Value, CommandError> {
     let info = control.info(id)?;
     let bytes = control.params(id)?.basic.dev_sectors * SECTOR_BYTES;
-    let remembered = DeviceState::load(id);
+    let remembered = SavedDevice::load(id);
     Ok(json!({
         "id": id,
         "path": block_path(id),
@@ -190,7 +190,7 @@ pub(super) fn list(json: bool) -> Result<u8, CommandFailure> {
 /// If there is no such device.
 pub(super) fn info(id: u32, json: bool) -> Result<u8, CommandFailure> {
     let mut device = describe(&mut command_process::control()?, id).map_err(failed)?;
-    if let Some(state) = DeviceState::load(id)
+    if let Some(state) = SavedDevice::load(id)
         && let Ok(answer) = ask_within(&state.control, &Request::Info {}, Some(PROMPT))
         && let Some(own) = answer["devices"]
             .as_array()
@@ -280,7 +280,7 @@ pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
         let message = format!("{} has {bytes} bytes; expected a larger size", block_path(id));
         return Err(CommandFailure::Failed(message.into()));
     }
-    let state = DeviceState::load(id).ok_or_else(|| {
+    let state = SavedDevice::load(id).ok_or_else(|| {
         CommandFailure::Failed(
             format!(
                 "no saved state for {}; its server cannot be reached",

@@ -4,12 +4,12 @@
 
 use std::path::{Path, PathBuf};
 
-use virtio_devices::ublk::abi::State;
+use virtio_devices::ublk::abi::DeviceState;
 use virtio_devices::ublk::{CommandError, block_path};
 
 use super::command_process;
 use super::process::is_alive;
-use super::state::DeviceState;
+use super::state::SavedDevice;
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
 
@@ -38,13 +38,13 @@ pub(super) fn look(id: u32, text: &str, directory: &Path) -> Result<Found, Comma
     };
     let path = block_path(id);
     let fail = |message: String| Err(CommandFailure::Failed(message.into()));
-    if info.state() == State::Dead {
+    if info.state() == DeviceState::Dead {
         return Ok(Found::HalfMade);
     }
-    if info.state() == State::Live && is_alive(&info) {
+    if info.state() == DeviceState::Live && is_alive(&info) {
         return fail(format!("{path} is served by process {}", info.ublksrv_pid));
     }
-    match DeviceState::load(id) {
+    match SavedDevice::load(id) {
         Some(state) if is_same(&state, text, directory) => Ok(Found::Waits),
         Some(state) if file(&state.disk, &state.directory) == file(text, directory) => fail(format!(
             "{path} waits for a server of this disk with other keys: it was created with --disk {}. Pass the same keys, or run \
@@ -62,7 +62,7 @@ pub(super) fn look(id: u32, text: &str, directory: &Path) -> Result<Found, Comma
 }
 
 /// Returns true if a device was created with the same text, which means the same file.
-fn is_same(state: &DeviceState, text: &str, directory: &Path) -> bool {
+fn is_same(state: &SavedDevice, text: &str, directory: &Path) -> bool {
     state.disk == text && file(text, &state.directory) == file(text, directory)
 }
 
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn a_disk_is_the_same_if_its_text_is_and_means_the_same_file() {
-        let state = |disk: &str, directory: &str| DeviceState {
+        let state = |disk: &str, directory: &str| SavedDevice {
             id: 1,
             pid: 2,
             disk: disk.to_owned(),

@@ -6,13 +6,13 @@ use serde_json::json;
 use virtio_devices::ublk::UblkDevice;
 
 use super::hand_over;
-use super::served::{Server, Shared};
+use super::served::{Server, ServerState};
 use crate::control::Request;
 
 /// Carries out what the control socket is asked.
 pub(super) fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String> {
     let mut shared = server.lock();
-    let Shared {
+    let ServerState {
         control,
         devices,
         handed_over,

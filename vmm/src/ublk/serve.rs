@@ -13,7 +13,7 @@ use virtio_devices::ublk::{QueueEvent, block_path};
 
 use super::arguments::{AddArguments, RecoverArguments, ServeArguments, UpgradeArguments};
 use super::bring_up::{bring_up, open_disk};
-use super::served::{Event, Server, Shared, close};
+use super::served::{Event, Server, ServerState, close};
 use super::upgrade::{self, Predecessor};
 use super::wanted::{self, Wanted};
 use super::{command_process, devices, hand_over, parallel, requests, sandbox, state};
@@ -118,7 +118,7 @@ fn serve(
     );
     let control = command_process::control()?;
     state::make_folder().map_err(|error| CommandFailure::about(state::folder().display(), error))?;
-    let server: Server = Arc::new(Mutex::new(Shared {
+    let server: Server = Arc::new(Mutex::new(ServerState {
         control,
         devices: BTreeMap::new(),
         left: Vec::new(),

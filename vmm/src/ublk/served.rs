@@ -25,7 +25,7 @@ pub(super) struct Served {
 }
 
 /// The state that the main thread and the control socket share.
-pub(super) struct Shared {
+pub(super) struct ServerState {
     pub(super) control: Control,
     pub(super) devices: BTreeMap<u32, Served>,
     /// The images of detached devices, held until this process exits.
@@ -34,7 +34,7 @@ pub(super) struct Shared {
     pub(super) handed_over: bool,
 }
 
-impl Shared {
+impl ServerState {
     /// Lets go of a device: it stays as it is until the end of this process, which the driver takes for its server's death. So
     /// does its image's lock.
     pub(super) fn leave(&mut self, served: Served) {
@@ -53,7 +53,7 @@ impl Shared {
     }
 }
 
-pub(super) type Server = Arc<Mutex<Shared>>;
+pub(super) type Server = Arc<Mutex<ServerState>>;
 
 /// An event for the main thread.
 pub(super) enum Event {

@@ -33,7 +33,7 @@ pub(super) fn folder() -> PathBuf {
 
 /// The saved state of one device.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) struct DeviceState {
+pub(super) struct SavedDevice {
     /// The device's number.
     pub(super) id: u32,
     /// Its server.
@@ -111,7 +111,7 @@ pub(super) fn sweep(folder: &Path) {
     }
 }
 
-impl DeviceState {
+impl SavedDevice {
     /// Stores it, all or nothing.
     ///
     /// # Errors
@@ -130,7 +130,7 @@ impl DeviceState {
         Self::load_from(&folder(), id)
     }
 
-    /// As [`DeviceState::load`], from `folder`.
+    /// As [`SavedDevice::load`], from `folder`.
     pub(super) fn load_from(folder: &Path, id: u32) -> Option<Self> {
         let state: Self = serde_json::from_slice(&fs::read(path_in(folder, id)).ok()?).ok()?;
         (state.id == id).then_some(state)
@@ -158,7 +158,7 @@ impl DeviceState {
 
 /// Forgets device `id`, if `pid` is its server or `None`.
 pub(super) fn forget(id: u32, pid: Option<u32>) {
-    if pid.is_none_or(|pid| DeviceState::load(id).is_some_and(|state| state.pid == pid)) {
+    if pid.is_none_or(|pid| SavedDevice::load(id).is_some_and(|state| state.pid == pid)) {
         // A file that is not there is forgotten.
         fs::remove_file(path(id)).unwrap_or_default();
     }
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn what_is_remembered_comes_back_and_other_text_is_nothing() {
-        let state = DeviceState {
+        let state = SavedDevice {
             id: 3,
             pid: 7,
             disk: "path=a.qcow2".to_owned(),
@@ -199,10 +199,10 @@ mod tests {
         };
         let text = serde_json::to_string(&state).expect("JSON");
         assert_eq!(
-            serde_json::from_str::<DeviceState>(&text).expect("the same"),
+            serde_json::from_str::<SavedDevice>(&text).expect("the same"),
             state
         );
-        assert!(serde_json::from_str::<DeviceState>("{\"id\":3}").is_err());
-        assert_eq!(DeviceState::load(u32::MAX), None);
+        assert!(serde_json::from_str::<SavedDevice>("{\"id\":3}").is_err());
+        assert_eq!(SavedDevice::load(u32::MAX), None);
     }
 }

@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 use block::lock::LockSet;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use virtio_devices::ublk::abi::{Flags, State};
+use virtio_devices::ublk::abi::{DeviceState, Flags};
 use virtio_devices::ublk::{Recovery, block_path};
 
 use super::hand_over::{VERSION, names};
-use super::state::DeviceState;
+use super::state::SavedDevice;
 use super::{command_process, devices, process};
 use crate::control::{AskError, Request, ask_for_locks, ask_within};
 use crate::error::CommandFailure;
@@ -78,8 +78,8 @@ pub(super) fn find(ids: &[u32], everything: bool) -> Result<Vec<Predecessor>, Co
         let info = control
             .info(id)
             .map_err(|error| CommandFailure::Failed(error.into()))?;
-        let is_served = info.state() == State::Live && process::is_alive(&info);
-        let remembered = DeviceState::load(id);
+        let is_served = info.state() == DeviceState::Live && process::is_alive(&info);
+        let remembered = SavedDevice::load(id);
         if everything && (!is_served || remembered.is_none()) {
             continue;
         }
@@ -245,7 +245,7 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<Vec<Owne
         let info = control
             .info(id)
             .map_err(|error| CommandFailure::Failed(error.into()))?;
-        if u32::try_from(info.ublksrv_pid) != Ok(pid) || info.state() != State::Live {
+        if u32::try_from(info.ublksrv_pid) != Ok(pid) || info.state() != DeviceState::Live {
             return Err(gone());
         }
     }

@@ -12,7 +12,7 @@ use super::arguments::{AddArguments, ServeArguments};
 use super::groups::Groups;
 use super::or_recover::{self, Found};
 use super::sandbox;
-use super::state::DeviceState;
+use super::state::SavedDevice;
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
 use crate::{once, size};
@@ -121,7 +121,7 @@ pub(super) fn again(
     let mut groups = Groups::parse(&arguments.rate_limit_group)?;
     let mut wanted = Vec::new();
     for (index, &id) in ids.iter().enumerate() {
-        let remembered = DeviceState::load(id);
+        let remembered = SavedDevice::load(id);
         let (text, directory) = match (disks.get(index), &remembered) {
             (Some(text), _) => (text.clone(), here()?),
             (None, Some(state)) => (state.disk.clone(), state.directory.clone()),

@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 
 use super::agreement::{agree, thread};
 use super::link::{Ask, BackendError};
-use super::state::State;
+use super::state::BackendState;
 use crate::connect::Cancel;
 
 /// The interval between two attempts to reconnect to a lost backend.
@@ -36,7 +36,7 @@ pub(super) struct Connector {
 impl Connector {
     /// Starts the thread, which can do what the caller can and `on_start` leaves it.
     pub(super) fn start(
-        state: &Arc<Mutex<State>>,
+        state: &Arc<Mutex<BackendState>>,
         socket: &Path,
         patience: Duration,
         on_start: Option<StartHook>,
@@ -97,7 +97,7 @@ impl Drop for Connector {
 }
 
 fn see_to(
-    state: &Weak<Mutex<State>>,
+    state: &Weak<Mutex<BackendState>>,
     asks: &Receiver<Ask>,
     socket: &Path,
     patience: Duration,
@@ -138,7 +138,7 @@ fn see_to(
 
 /// Connects, if there is no connection, and continues where the last one was.
 fn come_back(
-    state: &Weak<Mutex<State>>,
+    state: &Weak<Mutex<BackendState>>,
     socket: &Path,
     patience: Duration,
     cancel: &Cancel,

@@ -23,7 +23,7 @@ use vhost::vhost_user::{
     Error as MessageError, Frontend, FrontendReqHandler, HandlerResult, VhostUserFrontendReqHandler,
 };
 
-use super::super::function::{Shared, signal};
+use super::super::function::{FunctionState, signal};
 use crate::connect::{Cancel, connect_within};
 use crate::vhost_user::event::{Wait, duplicate, poll_all};
 
@@ -175,7 +175,7 @@ pub(super) struct Link {
     /// Signalled by the backend when a guest has broken a queue.
     broken: OwnedFd,
     /// The function, once there is one.
-    function: OnceLock<Arc<Shared>>,
+    function: OnceLock<Arc<FunctionState>>,
     /// The thread that waits for the backend to come back, if it records requests in flight.
     keeper: OnceLock<Sender<Ask>>,
     /// True if the backend expects an answer to its own messages.
@@ -212,7 +212,7 @@ impl Link {
 
     /// Reports events to `function` from now on; messages get the longer timeout and are not cancelled. With a
     /// `keeper`, a loss is reported to that one and not to the guest.
-    pub(super) fn serve(&self, function: &Arc<Shared>, keeper: Option<&Sender<Ask>>) {
+    pub(super) fn serve(&self, function: &Arc<FunctionState>, keeper: Option<&Sender<Ask>>) {
         *self.limit.lock() = Limit::Each(PATIENCE);
         // A connection serves one function, so this is the first.
         if let Some(keeper) = keeper {
@@ -224,7 +224,7 @@ impl Link {
         }
     }
 
-    fn report_loss(&self, function: &Shared, why: &dyn fmt::Display) {
+    fn report_loss(&self, function: &FunctionState, why: &dyn fmt::Display) {
         let (disk, socket) = (&function.name, self.socket.display());
         let admitted = function.log_limit.admit();
         if let Some(keeper) = self.keeper.get() {

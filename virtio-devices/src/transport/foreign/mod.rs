@@ -33,14 +33,14 @@ use vm_memory::GuestMemoryMmap;
 
 use super::device::{Device, DeviceError, QueueInterrupt, QueueStart};
 use super::error::{PlugError, ResizeError};
-use super::function::{QUEUES_MAX, Shared};
+use super::function::{FunctionState, QUEUES_MAX};
 use crate::block::WRITEBACK_OFFSET;
 use crate::connect::Cancel;
 use agreement::{Agreed, agree, agree_after, read_config};
 use connector::Connector;
 pub use link::BackendError;
 use link::SETUP_PATIENCE;
-use state::{Running, State};
+use state::{BackendState, Running};
 
 /// A disk function whose queues another program runs.
 #[derive(Clone, Debug)]
@@ -63,7 +63,7 @@ pub struct VhostUserDiskConfig {
 pub(super) struct Foreign {
     // Ends first: it uses the state.
     connector: Connector,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<BackendState>>,
 }
 
 /// A vhost-user-blk backend that has agreed to be a machine's disk, and is not in one yet.
@@ -116,7 +116,7 @@ impl Foreign {
             config,
             patience,
         } = backend;
-        let state = Arc::new(Mutex::new(State {
+        let state = Arc::new(Mutex::new(BackendState {
             connection: agreed.connection,
             memory,
             queue_size: config.queue_size,
@@ -140,7 +140,7 @@ impl Foreign {
     }
 
     /// Reports events of the backend to `function` from now on.
-    pub(super) fn serve(self, function: Arc<Shared>) -> Self {
+    pub(super) fn serve(self, function: Arc<FunctionState>) -> Self {
         {
             let mut state = self.state.lock();
             state.function = Some((function, self.connector.asked().clone()));

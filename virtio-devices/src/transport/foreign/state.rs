@@ -12,7 +12,7 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
 use super::super::device::{DeviceError, QueueInterrupt};
-use super::super::function::{Shared, signal};
+use super::super::function::{FunctionState, signal};
 use super::agreement::{Agreed, Config, PROTOCOL_FEATURES};
 use super::link::{Ask, BackendError, Connection, Link};
 use crate::block::WRITEBACK_OFFSET;
@@ -30,13 +30,13 @@ pub(super) struct Running {
 }
 
 /// The state of the device towards guest and backend, and the connection.
-pub(super) struct State {
+pub(super) struct BackendState {
     pub(super) connection: Connection,
     pub(super) memory: GuestMemoryMmap,
     /// The most entries of a queue.
     pub(super) queue_size: u16,
     /// The function, once there is one, and the thread that waits for a lost backend.
-    pub(super) function: Option<(Arc<Shared>, Sender<Ask>)>,
+    pub(super) function: Option<(Arc<FunctionState>, Sender<Ask>)>,
     pub(super) features: u64,
     /// The configuration that the driver reads, with the cache mode that it has chosen.
     pub(super) config: Config,
@@ -58,16 +58,16 @@ pub(super) struct State {
     pub(super) nobody: OwnedFd,
 }
 
-impl fmt::Debug for State {
+impl fmt::Debug for BackendState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("State")
+        f.debug_struct("BackendState")
             .field("connection", &self.connection)
             .field("running", &self.running)
             .finish_non_exhaustive()
     }
 }
 
-impl State {
+impl BackendState {
     pub(super) fn link(&self) -> &Link {
         self.connection.link()
     }

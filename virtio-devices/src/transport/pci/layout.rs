@@ -26,12 +26,12 @@ const DEVICE_BLOCK: u16 = 0x1042;
 const CLASS: u32 = 0x01_80_00;
 const CAPABILITY_VENDOR: u8 = 0x09;
 const CAPABILITY_MSIX: u8 = 0x11;
-/// Kinds of virtio capabilities: virtio 1.2, 4.1.4.
-const KIND_COMMON: u8 = 1;
-const KIND_NOTIFY: u8 = 2;
-const KIND_ISR: u8 = 3;
-const KIND_DEVICE: u8 = 4;
-const KIND_ACCESS: u8 = 5;
+/// `cfg_type` of virtio capabilities: virtio 1.2, 4.1.4.
+const CFG_COMMON: u8 = 1;
+const CFG_NOTIFY: u8 = 2;
+const CFG_ISR: u8 = 3;
+const CFG_DEVICE: u8 = 4;
+const CFG_ACCESS: u8 = 5;
 
 /// The configuration space of a function, and the offsets of the capabilities that are more than read.
 pub(super) struct Capabilities {
@@ -48,17 +48,17 @@ pub(super) fn capabilities(window: u32, queues: u16) -> Capabilities {
     space.put(at::BAR0, &window.to_le_bytes());
     space.add(
         CAPABILITY_VENDOR,
-        &virtio_part(KIND_COMMON, COMMON, COMMON_BYTES, &[]),
+        &virtio_capability(CFG_COMMON, COMMON, COMMON_BYTES, &[]),
     );
-    space.add(CAPABILITY_VENDOR, &virtio_part(KIND_ISR, ISR, 1, &[]));
+    space.add(CAPABILITY_VENDOR, &virtio_capability(CFG_ISR, ISR, 1, &[]));
     space.add(
         CAPABILITY_VENDOR,
-        &virtio_part(KIND_DEVICE, DEVICE, DEVICE_BYTES, &[]),
+        &virtio_capability(CFG_DEVICE, DEVICE, DEVICE_BYTES, &[]),
     );
     let (stride, room) = (NOTIFY_STRIDE as u32, NOTIFY_STRIDE * u64::from(QUEUES_MAX));
-    let notify = virtio_part(KIND_NOTIFY, NOTIFY, room, &stride.to_le_bytes());
+    let notify = virtio_capability(CFG_NOTIFY, NOTIFY, room, &stride.to_le_bytes());
     space.add(CAPABILITY_VENDOR, &notify);
-    let access_at = space.add(CAPABILITY_VENDOR, &virtio_part(KIND_ACCESS, 0, 0, &[0; 4]));
+    let access_at = space.add(CAPABILITY_VENDOR, &virtio_capability(CFG_ACCESS, 0, 0, &[0; 4]));
     // Which window, where in it, how much, and the bytes there: all the guest's.
     space.allow(access_at + 4, &[0xFF]);
     space.allow(access_at + 8, &[0xFF; 8]);
@@ -74,9 +74,9 @@ pub(super) fn capabilities(window: u32, queues: u16) -> Capabilities {
     }
 }
 
-/// A virtio capability behind its identifier and link: its length, kind, place, and what its kind adds.
-fn virtio_part(kind: u8, offset: u64, len: u64, more: &[u8]) -> Vec<u8> {
-    let mut body = vec![16 + more.len() as u8, kind, 0, 0, 0, 0];
+/// Returns a virtio capability behind its identifier and link: its length, type, offset, and what its type adds.
+fn virtio_capability(cfg_type: u8, offset: u64, len: u64, more: &[u8]) -> Vec<u8> {
+    let mut body = vec![16 + more.len() as u8, cfg_type, 0, 0, 0, 0];
     body.extend((offset as u32).to_le_bytes());
     body.extend((len as u32).to_le_bytes());
     body.extend(more);

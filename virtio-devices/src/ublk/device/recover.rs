@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use block::Disk;
 
-use super::super::abi::{Flags, State};
+use super::super::abi::{DeviceState, Flags};
 use super::super::channel::{Transport, end_half_recovery};
 use super::super::config::UblkConfig;
 use super::super::control::Control;
@@ -40,7 +40,7 @@ impl UblkDevice {
         events: &Events,
     ) -> Result<RecoveringDevice, AddError> {
         let info = control.info(device)?;
-        if info.state() == State::Dead || !info.flags().contains(Flags::USER_RECOVERY) {
+        if info.state() == DeviceState::Dead || !info.flags().contains(Flags::USER_RECOVERY) {
             let state = info.state();
             return Err(AddError::NotRecoverable { device, state });
         }
