@@ -100,7 +100,7 @@ pub(super) fn bring_up(
             }
         }
     }
-    // From now on I/O flows, and everybody's threads are after a CPU: what is left to do here goes first.
+    // From here on the devices' I/O competes with this thread for the CPUs.
     let _priority = RaisedPriority::begin();
     // All of them wait for another server if one cannot be had.
     if failure.is_none() {

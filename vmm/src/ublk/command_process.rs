@@ -20,6 +20,7 @@ use block::ring::ControlError;
 use virtio_devices::ublk::abi;
 use virtio_devices::ublk::{Carrier, Control, ControlCall, ControlDevice, OpenControlError, open_control};
 
+use super::priority;
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::sandbox::Task;
 use crate::signals::StopSignals;
@@ -315,10 +316,7 @@ pub(super) fn serve(sync: bool) -> Result<u8, CommandFailure> {
     let failed = |error: io::Error| CommandFailure::about("this command is internal to ringdisk", error);
     // What stops the first process, such as a key, may reach this one too, which is needed then.
     StopSignals::block().map_err(failed)?;
-    // It waits most of the time, and whoever waits for it has I/O that waits too.
-    if let Err(error) = rustix::process::nice(-20) {
-        tracing::debug!(%error, "commands to the driver go no sooner than others");
-    }
+    priority::raise();
     let file = io::stdin().as_fd().try_clone_to_owned().map_err(failed)?;
     let socket = io::stdout().as_fd().try_clone_to_owned().map_err(failed)?;
     let mut device = ControlDevice::new(file.into()).map_err(|error| CommandFailure::Failed(error.into()))?;

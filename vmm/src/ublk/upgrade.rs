@@ -31,8 +31,9 @@ const PROMPT: Duration = Duration::from_secs(10);
 const PATIENT: Duration = Duration::from_secs(120);
 /// The longest time that its process may take to exit after that.
 const END: Duration = Duration::from_secs(30);
-/// The I/O timeout during an upgrade for drivers without QUIESCE, in milliseconds. It has no effect while the server
-/// lives. If the server has every request of a queue when it exits, such a driver notices only by this timeout.
+/// The I/O timeout (`queue/io_timeout`) during an upgrade for drivers before Linux 6.16 (without QUIESCE), in milliseconds. If the
+/// server has every request of a queue when it exits, such a driver notices only by this timeout: on any host, I/O would stop
+/// for the 30 s of the kernel's default. It has no effect while the server lives.
 const LOOK_MS: u32 = 100;
 /// The kernel's default I/O timeout, in milliseconds.
 const DEFAULT_MS: &str = "30000";
