@@ -45,7 +45,7 @@ impl Leases {
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum LeaseError {
     /// The table has no such slot.
-    #[error("place {index} of a table of {places} registered buffers")]
+    #[error("the ring has no registered buffer {index}: its table has {places}")]
     NoPlace {
         /// The slot.
         index: u16,

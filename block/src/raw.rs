@@ -78,8 +78,8 @@ impl RawDisk {
             return Err(error(std::io::Error::new(
                 std::io::ErrorKind::InvalidInput,
                 format!(
-                    "its length is {size} bytes, and direct I/O writes whole blocks of {block} there: the last one would \
-                     make it longer; use direct=off, or make it a multiple of {block} bytes long"
+                    "its length, {size} bytes, is not a multiple of {block} bytes, the smallest write of direct I/O, so that writing \
+                     the last sector would extend the file; pass direct=off, or extend it to a multiple of {block} bytes"
                 ),
             )));
         }

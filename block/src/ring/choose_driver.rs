@@ -37,8 +37,8 @@ pub enum RingError {
         #[source]
         source: io::Error,
     },
-    /// The process has no descriptor left for a wake-up.
-    #[error("a worker cannot be woken: no descriptor for that")]
+    /// The eventfd that wakes the worker could not be created: the process has no descriptor left.
+    #[error("cannot create the eventfd that wakes a worker")]
     Wake {
         /// The reason.
         #[source]
