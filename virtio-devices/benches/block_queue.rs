@@ -7,7 +7,7 @@ use block::ring::RingKind;
 use block::worker::Frontend;
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, OpenQueueError, Request};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use virtio_devices::block::{
+use virtio_devices::blk::{
     BlockDevice, BlockDeviceConfig, BlockQueue, BlockQueueConfig, Notify, QueueReport,
 };
 use virtio_devices::virtqueue::RingAddresses;

@@ -1,23 +1,23 @@
 //! Frontends that offer a disk to virtual machines and to the host. They know guests and no image formats: anything that
-//! implements [`block::Disk`](::block::Disk) can be offered.
+//! implements [`block::Disk`] can be offered.
 //!
 //! ```text
 //!  guest of another process ──vhost-user──▶ vhost_user ─┐
-//!  guest of this process ───virtio-pci────▶ transport  ─┼▶ block (virtio-blk) ──▶ virtqueue
+//!  guest of this process ───virtio-pci────▶ transport  ─┼▶ blk (virtio-blk) ────▶ virtqueue
 //!                                                       │         │
 //!  host, /dev/ublkbN ───────ublk driver───▶ ublk ───────┴─Request─▶ block::DiskQueue
 //! ```
 //!
-//! [`virtqueue`] has split virtqueues, [`block`] the virtio-blk device, [`vhost_user`] its vhost-user backend,
+//! [`virtqueue`] has split virtqueues, [`blk`] the virtio-blk device, [`vhost_user`] its vhost-user backend,
 //! [`transport`] its PCI function (in front of a disk in this process, or of another vhost-user backend), and [`ublk`] the
 //! server of the kernel's ublk driver.
 //!
 //! A device offers features that follow from its disk:
 //!
 //! ```
-//! use ::block::file::{FileOptions, ImageFile};
-//! use ::block::raw::RawDisk;
-//! use virtio_devices::block::{BlockDevice, BlockDeviceConfig};
+//! use block::file::{FileOptions, ImageFile};
+//! use block::raw::RawDisk;
+//! use virtio_devices::blk::{BlockDevice, BlockDeviceConfig};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let file = tempfile::NamedTempFile::new()?;
@@ -34,7 +34,7 @@
 //! Invariants: guests and clients are untrusted. Their input costs at most their own disk, never this process, its memory
 //! or its other clients.
 
-pub mod block;
+pub mod blk;
 pub mod connect;
 pub mod transport;
 pub mod ublk;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use block::task::eventfd;
 use block::worker::{WorkerConfig, WorkerHandle};
 use qcow::{OpenOptions, QcowDisk};
-use virtio_devices::block::{BlockDevice, BlockDeviceConfig, BlockQueueConfig, Notify, RunningQueue};
+use virtio_devices::blk::{BlockDevice, BlockDeviceConfig, BlockQueueConfig, Notify, RunningQueue};
 use virtio_devices::virtqueue::RingAddresses;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 

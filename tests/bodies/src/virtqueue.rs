@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use block::worker::Frontend;
 use block::{Context, Disk};
-use virtio_devices::block::{
+use virtio_devices::blk::{
     BlockDevice, BlockDeviceConfig, BlockQueue, BlockQueueConfig, Notify, QueueReport,
 };
 use virtio_devices::virtqueue::RingAddresses;

@@ -19,7 +19,7 @@ use block::worker::Frontend;
 use block::{Context, IoError, Op};
 use qcow::QcowDisk;
 use simulator::{Random, SECTOR};
-use virtio_devices::block::{BlockQueue, Notify};
+use virtio_devices::blk::{BlockQueue, Notify};
 use virtio_devices::virtqueue::RingAddresses;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, mpsc};
 use block::Disk;
 use block::worker::{FrontendId, Worker};
 use simulator::SECTOR;
-use virtio_devices::block::{BlockDevice, BlockDeviceConfig, BlockQueue, BlockQueueConfig, QueueReport};
+use virtio_devices::blk::{BlockDevice, BlockDeviceConfig, BlockQueue, BlockQueueConfig, QueueReport};
 
 use crate::arena::Arena;
 use crate::guest::{Guest, Interrupt, Served};

@@ -7,7 +7,7 @@ use block::worker::{StartWorkerError, WorkerGone};
 
 use super::foreign::link::BackendError;
 use super::function::QUEUES_MAX;
-use crate::block::SerialTooLong;
+use crate::blk::SerialTooLong;
 
 /// An error of creating a PCI function.
 #[derive(Debug, thiserror::Error)]

@@ -9,7 +9,7 @@ use vm_memory::GuestMemoryMmap;
 use super::device::{Device, DeviceError, QueueInterrupt, QueueStart};
 use super::error::ResizeError;
 use super::function::{FunctionState, signal};
-use crate::block::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
+use crate::blk::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
 
 /// Raises the interrupts of one queue.
 struct Events {
@@ -118,7 +118,7 @@ impl Device for InProcess {
     fn flush(&mut self) -> io::Result<()> {
         let disk = Arc::clone(self.device.disk());
         let worker = self.worker().map_err(io::Error::other)?;
-        crate::block::flush(worker, disk).map_err(io::Error::other)
+        crate::blk::flush(worker, disk).map_err(io::Error::other)
     }
 
     fn resize(&mut self, size_bytes: u64) -> Result<u64, ResizeError> {

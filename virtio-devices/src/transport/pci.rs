@@ -24,7 +24,7 @@ use super::in_process::InProcess;
 use super::msix::{Msix, NO_VECTOR};
 use super::queue::PciQueue;
 use super::{Machine, PciFunction, Window};
-use crate::block::{BlockDevice, BlockDeviceConfig, LogLimit};
+use crate::blk::{BlockDevice, BlockDeviceConfig, LogLimit};
 pub use layout::BAR_BYTES;
 use layout::{COMMON, COMMON_BYTES, DEVICE, ISR, NOTIFY, NOTIFY_STRIDE, PENDING, TABLE};
 use registers::STATUS_DRIVER_OK;

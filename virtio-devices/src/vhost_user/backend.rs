@@ -23,7 +23,7 @@ use vhost::vhost_user::{
 use super::inflight::{self, InflightMemory};
 use super::memory::{ClientMemory, REGIONS_MAX, RegionInfo};
 use super::vring::{Vring, VringError};
-use crate::block::{BlockDevice, CacheMode, FlushError, RunQueueError};
+use crate::blk::{BlockDevice, CacheMode, FlushError, RunQueueError};
 use crate::virtqueue::{RingAddresses, SetupError};
 
 /// One client's device.
@@ -219,7 +219,7 @@ impl Backend {
         let Some(worker) = self.workers.first() else {
             return Ok(());
         };
-        crate::block::flush(worker, Arc::clone(self.device.disk())).map_err(|error| {
+        crate::blk::flush(worker, Arc::clone(self.device.disk())).map_err(|error| {
             self.worker_gone |= matches!(error, FlushError::Worker(_));
             refuse(error)
         })

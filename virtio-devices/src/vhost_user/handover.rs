@@ -28,7 +28,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use super::backend::{Backend, NotOffered, PROTOCOL_FEATURES};
 use super::memory::RegionInfo;
 use super::{ServeError, VhostUserServer, event, lock};
-use crate::block::{CacheMode, WRITEBACK_OFFSET};
+use crate::blk::{CacheMode, WRITEBACK_OFFSET};
 
 /// The bytes before a message's body: code, flags, length of the body.
 const HEADER_BYTES: usize = 12;

@@ -29,7 +29,7 @@ use vhost::vhost_user::message::VhostUserInflight;
 use vm_memory::mmap::MmapRegionError;
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
 
-use crate::block::CacheMode;
+use crate::blk::CacheMode;
 use crate::virtqueue::InflightRegion;
 
 /// The most entries a split queue has.

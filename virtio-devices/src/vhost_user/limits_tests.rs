@@ -12,7 +12,7 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 
 use super::memory::{BYTES_MAX, REGIONS_MAX};
 use super::tests::{Client, World, message, send, wait};
-use crate::block::IN_FLIGHT_MAX;
+use crate::blk::IN_FLIGHT_MAX;
 use crate::testing::{BASE, Driver, MemDisk, REGION_BYTES, allow_descriptors};
 use crate::virtqueue::RingAddresses;
 

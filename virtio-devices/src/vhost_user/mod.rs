@@ -41,7 +41,7 @@ use block::worker::{StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
 use block::{Disk, IoError};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
-use crate::block::{BlockDevice, BlockDeviceConfig, CacheMode, LogLimit, SerialTooLong};
+use crate::blk::{BlockDevice, BlockDeviceConfig, CacheMode, LogLimit, SerialTooLong};
 use backend::Backend;
 pub use handover::{ClientState, HandOverError, Message, PausedClient};
 pub use stop_token::StopToken;

@@ -19,7 +19,7 @@ use block::worker::{WorkerGone, WorkerHandle};
 use super::event::ClientEvent;
 use super::memory::ClientMemory;
 use super::sigbus::LossWatch;
-use crate::block::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
+use crate::blk::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
 use crate::virtqueue::{InflightRegion, RingAddresses};
 
 /// Clients that share so little do not share their guest's memory, but some firmware at most, in bytes.

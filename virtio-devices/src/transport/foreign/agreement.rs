@@ -20,7 +20,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use super::link::{BackendError, Connection, Link};
-use crate::block::CONFIG_BYTES;
+use crate::blk::CONFIG_BYTES;
 use crate::connect::Cancel;
 
 /// `VHOST_USER_F_PROTOCOL_FEATURES`.

@@ -34,7 +34,7 @@ use vm_memory::GuestMemoryMmap;
 use super::device::{Device, DeviceError, QueueInterrupt, QueueStart};
 use super::error::{PlugError, ResizeError};
 use super::function::{FunctionState, QUEUES_MAX};
-use crate::block::WRITEBACK_OFFSET;
+use crate::blk::WRITEBACK_OFFSET;
 use crate::connect::Cancel;
 use agreement::{Agreed, agree, agree_after, read_config};
 use connector::Connector;

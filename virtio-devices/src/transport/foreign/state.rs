@@ -15,7 +15,7 @@ use super::super::device::{DeviceError, QueueInterrupt};
 use super::super::function::{FunctionState, signal};
 use super::agreement::{Agreed, Config, PROTOCOL_FEATURES};
 use super::link::{Ask, BackendError, Connection, Link};
-use crate::block::WRITEBACK_OFFSET;
+use crate::blk::WRITEBACK_OFFSET;
 use crate::vhost_user::event::event_of;
 use crate::virtqueue::RingAddresses;
 
@@ -76,7 +76,7 @@ impl BackendState {
         self.running.len() as u16
     }
 
-    /// As [`LogLimit::admit`](crate::block::LogLimit::admit), of the function's lines.
+    /// As [`LogLimit::admit`](crate::blk::LogLimit::admit), of the function's lines.
     pub(super) fn admit(&self) -> Option<Option<u64>> {
         let function = self.function.as_ref();
         function.map_or(Some(None), |(function, _)| function.log_limit.admit())
