@@ -84,7 +84,7 @@ impl Base {
             ("a snapshot's L1 table", snapshot_l1),
             ("a snapshot's L2 table", u64_at(&path, snapshot_l1) & OFFSET),
             ("the bitmap directory", bitmaps),
-            ("a bitmap's table", u64_at(&path, bitmaps)),
+            ("a bitmap table", u64_at(&path, bitmaps)),
         ];
         for (index, (name, place)) in list.iter().enumerate() {
             assert!(

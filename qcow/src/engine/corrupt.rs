@@ -10,7 +10,7 @@ use block::IoError;
 use block::report::Kind;
 
 use super::{Queue, chores, header};
-use crate::format::{GuestOffset, HostOffset, Incompatible, L2Table, Version};
+use crate::format::{ClusterUse, GuestOffset, HostOffset, Incompatible, L2Table, Version};
 use crate::metadata::Lookup;
 use crate::metadata::snapshot::Misplaced;
 use crate::metadata::structures::{Exposed, InUse};
@@ -45,7 +45,7 @@ pub(super) fn exposed(queue: &Rc<Queue>, offset: HostOffset, entries: &[Exposed]
         let entry = offset.bytes() + L2Table::offset_of(&queue.shared.geometry, first.index);
         let host = first.host.bytes();
         let others = entries.len() - 1;
-        tracing::error!(%image, entry, host, others, "an L2 entry leads to {}", first.what);
+        tracing::error!(%image, entry, host, others, "an L2 entry leads to {}", first.reason);
     }
     mark(queue);
     IoError::Corrupt
@@ -56,7 +56,7 @@ pub(super) fn in_use(queue: &Rc<Queue>, found: InUse) -> IoError {
     if admit(queue, "a count").is_some() {
         let image = queue.shared.file.path().display();
         let offset = queue.shared.geometry.host_offset(found.cluster).bytes();
-        tracing::error!(%image, offset, "a cluster has a reference count of zero and is in use by {}", found.by);
+        tracing::error!(%image, offset, "a cluster has a reference count of zero and is in use by {}", found.by.phrase());
     }
     mark(queue);
     IoError::Corrupt
@@ -66,7 +66,8 @@ pub(super) fn in_use(queue: &Rc<Queue>, found: InUse) -> IoError {
 /// request.
 pub(super) fn misplaced(queue: &Rc<Queue>, found: Misplaced) -> IoError {
     let image = queue.shared.file.path().display();
-    let (offset, what, there) = (found.offset.bytes(), found.what, found.there);
+    let (offset, what) = (found.offset.bytes(), found.what.phrase());
+    let there = found.there.map_or("nothing known", ClusterUse::phrase);
     tracing::error!(%image, offset, what, there, "metadata was about to be written where it does not belong");
     mark(queue);
     IoError::Corrupt
@@ -107,8 +108,8 @@ mod tests {
     use block::ring::RingKind;
     use block::{AlignedBuf, Buffer, Context, Disk, IoError, Op, Request};
 
+    use crate::format::ClusterUse;
     use crate::image::testing::World;
-    use crate::metadata::structures::Structure;
     use crate::{OpenOptions, QcowDisk};
 
     async fn ask(queue: &dyn block::DiskQueue, op: Op, buffer: Buffer) -> Result<(), IoError> {
@@ -121,7 +122,7 @@ mod tests {
     /// nothing at all, is known to be.
     #[test]
     fn a_table_is_not_written_where_it_does_not_belong() {
-        for there in [None, Some(Structure::RefcountBlock)] {
+        for there in [None, Some(ClusterUse::RefcountBlock)] {
             let world = World::new();
             world.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "1M"]);
             world.qemu_io("a.qcow2", &["write -P 1 0 64k"]);

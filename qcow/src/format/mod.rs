@@ -17,6 +17,7 @@
 
 pub mod bitmap;
 mod bytes;
+mod cluster_use;
 mod entry;
 pub mod extension;
 mod features;
@@ -32,6 +33,7 @@ pub mod snapshot;
 pub mod validate;
 
 pub use bitmap::{BitmapCluster, BitmapDirectoryEntry, BitmapFlags, BitmapTableEntry};
+pub use cluster_use::ClusterUse;
 pub use entry::EntryError;
 pub use extension::{BitmapsExtension, Extension, ExtensionError, FeatureKind, FeatureName};
 pub use geometry::{

@@ -11,7 +11,9 @@ use crate::format::bitmap::{
     BITMAP_DIRECTORY_MAX_BYTES, BITMAP_EXTRA_MAX, BITMAP_FIXED_SIZE, BITMAP_FLAGS_AT, BITMAPS_MAX,
     BitmapError,
 };
-use crate::format::{Autoclear, BitmapDirectoryEntry, BitmapFlags, BitmapsExtension, Header, Version};
+use crate::format::{
+    Autoclear, BitmapDirectoryEntry, BitmapFlags, BitmapsExtension, ClusterUse, Header, Version,
+};
 
 /// The bitmap directory cannot be used.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -106,7 +108,7 @@ pub(crate) async fn for_each_bitmap(
     check_extension(header, extension, file_len)?;
     let start = extension.directory_offset.bytes();
     let end = start.saturating_add(extension.directory_size);
-    let mut parts = Parts::new(file, "the bitmap directory", end);
+    let mut parts = Parts::new(file, ClusterUse::BitmapDirectory, end);
     let mut at = start;
     for index in 0..extension.count {
         let malformed = |source| BitmapDirectoryError::Entry { index, source };
@@ -151,7 +153,7 @@ pub(crate) async fn marks(
     let Some(extension) = consistent_bitmaps(header) else {
         return Ok(Default::default());
     };
-    let file_len = file.len().map_err(ReadError::io("the file's length", 0))?;
+    let file_len = file.len().map_err(ReadError::Length)?;
     let (mut recording, mut others) = (Vec::new(), Vec::new());
     let each = |at: u64, entry: BitmapDirectoryEntry| {
         let mark = Mark {

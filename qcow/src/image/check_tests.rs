@@ -7,7 +7,7 @@ use super::testing::World;
 use super::*;
 use crate::format::header::at;
 use crate::format::l1::OFFSET_MASK;
-use crate::format::{Header, Version};
+use crate::format::{ClusterUse, Header, Version};
 use ringdisk_gen::Random;
 
 /// A kind of image to damage.
@@ -412,7 +412,7 @@ fn guest_data_in_metadata_is_corruption_even_if_the_refcounts_agree() {
     world.assert_flawless("bad.qcow2");
     let report = world.on("bad.qcow2", async |file| check(&file).await.unwrap());
     assert_eq!(report.verdict(), Verdict::Corrupt);
-    assert_eq!(report.findings[0].structure, "L1 table");
+    assert_eq!(report.findings[0].structure, ClusterUse::L1Table);
     assert!(report.findings[0].message.contains("guest data"));
 }
 
@@ -427,7 +427,7 @@ fn findings_name_structure_and_place() {
     let found = &report.findings[0];
     assert_eq!(
         (found.severity, found.structure, found.offset),
-        (Severity::Corruption, "L2 table", l2 + 8)
+        (Severity::Corruption, ClusterUse::L2Table, l2 + 8)
     );
     assert!(found.message.contains("0x7fff00000000"), "{}", found.message);
     assert_eq!(report.leaks, 1);

@@ -9,8 +9,8 @@ use block::file::FileView;
 use super::bitmaps::for_each_bitmap;
 use super::read::{for_each_entry, for_each_snapshot};
 use crate::format::l1::L1_TABLE_MAX_BYTES;
-use crate::format::{BitmapDirectoryEntry, Header, L1Entry};
-use crate::metadata::structures::{Extra, Structure};
+use crate::format::{BitmapDirectoryEntry, ClusterUse, Header, L1Entry};
+use crate::metadata::structures::Extra;
 
 /// The most entries of snapshots' L1 tables that are read: 8 MiB of them.
 const ENTRIES_MAX: u64 = 1 << 20;
@@ -70,7 +70,7 @@ impl Found<'_> {
             Err(error) => {
                 tracing::warn!(%image, %error, "the snapshot table is malformed; what it leads to is not guarded");
                 self.add(Extra {
-                    structure: Structure::SnapshotTable,
+                    structure: ClusterUse::SnapshotTable,
                     offset,
                     bytes: 1,
                 });
@@ -78,7 +78,7 @@ impl Found<'_> {
             }
         };
         self.add(Extra {
-            structure: Structure::SnapshotTable,
+            structure: ClusterUse::SnapshotTable,
             offset,
             bytes,
         });
@@ -97,7 +97,7 @@ impl Found<'_> {
         tables.dedup();
         for (offset, entries) in tables {
             self.add(Extra {
-                structure: Structure::SnapshotL1Table,
+                structure: ClusterUse::SnapshotL1Table,
                 offset,
                 bytes: entries * 8,
             });
@@ -107,19 +107,25 @@ impl Found<'_> {
             }
             self.entries += entries;
             let mut hosts = Vec::new();
-            let read = for_each_entry(self.file, "a snapshot's L1 table", offset, entries, |_, raw| {
-                if let Ok(Some(table)) = L1Entry::from_raw(raw).decode(&geometry)
-                    && table.host.bytes() < file_len
-                {
-                    hosts.push(table.host);
-                }
-            });
+            let read = for_each_entry(
+                self.file,
+                ClusterUse::SnapshotL1Table,
+                offset,
+                entries,
+                |_, raw| {
+                    if let Ok(Some(table)) = L1Entry::from_raw(raw).decode(&geometry)
+                        && table.host.bytes() < file_len
+                    {
+                        hosts.push(table.host);
+                    }
+                },
+            );
             if let Err(error) = read.await {
                 tracing::warn!(%image, %error, "a snapshot's tables are not guarded");
             }
             for offset in hosts {
                 self.add(Extra {
-                    structure: Structure::SnapshotL2Table,
+                    structure: ClusterUse::SnapshotL2Table,
                     offset,
                     bytes: 1,
                 });
@@ -144,13 +150,13 @@ impl Found<'_> {
             return;
         }
         self.add(Extra {
-            structure: Structure::BitmapDirectory,
+            structure: ClusterUse::BitmapDirectory,
             offset: extension.directory_offset,
             bytes: extension.directory_size,
         });
         for (offset, bytes) in tables {
             self.add(Extra {
-                structure: Structure::BitmapTable,
+                structure: ClusterUse::BitmapTable,
                 offset,
                 bytes,
             });

@@ -23,8 +23,8 @@ use super::read::{ReadError, for_each_entry, read, read_header};
 use super::{RepairError, bitmaps, rebuild_refcounts};
 use crate::engine::{Announcement, Backing, Parts, Policy, QcowDisk};
 use crate::format::{
-    Autoclear, Geometry, Header, HeaderError, HeaderFields, HostCluster, HostOffset, Incompatible, L1Entry,
-    RefcountTableEntry, Unsupported, Version,
+    Autoclear, ClusterUse, Geometry, Header, HeaderError, HeaderFields, HostCluster, HostOffset,
+    Incompatible, L1Entry, RefcountTableEntry, Unsupported, Version,
 };
 use crate::metadata::Metadata;
 use crate::metadata::refcounts::{NO_LIMIT, Refcounts, TablePlace};
@@ -250,7 +250,7 @@ impl Qcow2 {
         } else {
             Announcement::default()
         };
-        let first_sector = read(&view, "the header", 0, HeaderFields::BYTES)
+        let first_sector = read(&view, ClusterUse::Header, 0, HeaderFields::BYTES)
             .await
             .map_err(|error| image(error.into()))?;
         // Not sooner: a caller that opens an image needs the error that there is no space.
@@ -395,7 +395,7 @@ async fn load(
     let mut table = vec![RefcountTableEntry::UNALLOCATED; entries as usize];
     for_each_entry(
         view,
-        "the refcount table",
+        ClusterUse::RefcountTable,
         header.refcount_table_offset,
         entries,
         |index, raw| {
@@ -443,11 +443,17 @@ fn io_length(source: IoError) -> ImageError {
 async fn read_l1(view: &FileView, header: &Header) -> Result<Vec<L1Entry>, ImageError> {
     let mut l1 = vec![L1Entry::default(); header.l1_entries as usize];
     let entries = u64::from(header.l1_entries);
-    for_each_entry(view, "the L1 table", header.l1_offset, entries, |index, raw| {
-        if let Some(place) = l1.get_mut(index as usize) {
-            *place = L1Entry::from_raw(raw);
-        }
-    })
+    for_each_entry(
+        view,
+        ClusterUse::L1Table,
+        header.l1_offset,
+        entries,
+        |index, raw| {
+            if let Some(place) = l1.get_mut(index as usize) {
+                *place = L1Entry::from_raw(raw);
+            }
+        },
+    )
     .await?;
     Ok(l1)
 }

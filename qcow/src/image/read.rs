@@ -7,7 +7,7 @@ use block::file::FileView;
 
 use crate::format::snapshot::{SNAPSHOT_EXTRA_MAX, SNAPSHOT_FIXED_SIZE, SnapshotError};
 use crate::format::validate::SNAPSHOT_TABLE_MAX_BYTES;
-use crate::format::{Header, HeaderError, HostOffset, SnapshotEntry};
+use crate::format::{ClusterUse, Header, HeaderError, HostOffset, SnapshotEntry};
 
 /// The size of one read of a table, in bytes.
 pub(crate) const PART: u64 = 256 << 10;
@@ -16,23 +16,26 @@ pub(crate) const PART: u64 = 256 << 10;
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum ReadError {
     /// The host failed the read.
-    #[error("cannot read {what} at {offset:#x}")]
+    #[error("cannot read {} at {offset:#x}", .what.phrase())]
     Io {
         /// The structure.
-        what: &'static str,
+        what: ClusterUse,
         /// The offset, in bytes.
         offset: u64,
         /// The host's error.
         #[source]
         source: IoError,
     },
+    /// The host failed to find the length of the file.
+    #[error("cannot find the length of the file")]
+    Length(#[source] IoError),
     /// The header is invalid.
     #[error(transparent)]
     Header(#[from] HeaderError),
 }
 
 impl ReadError {
-    pub(crate) fn io(what: &'static str, offset: u64) -> impl FnOnce(IoError) -> Self {
+    fn io(what: ClusterUse, offset: u64) -> impl FnOnce(IoError) -> Self {
         move |source| Self::Io { what, offset, source }
     }
 }
@@ -52,19 +55,19 @@ pub struct Located {
 ///
 /// [`ReadError`] if the file cannot be read or holds no header.
 pub async fn read_header(file: &FileView) -> Result<Located, ReadError> {
-    let file_len = file.len().map_err(ReadError::io("the file's length", 0))?;
+    let file_len = file.len().map_err(ReadError::Length)?;
     let prologue_len = usize::try_from(file_len.min(512)).unwrap_or(512);
-    let prologue = read(file, "the header", 0, prologue_len).await?;
+    let prologue = read(file, ClusterUse::Header, 0, prologue_len).await?;
     let cluster_size = Header::peek_cluster_size(&prologue)?;
     let cluster_len = usize::try_from(file_len.min(cluster_size)).unwrap_or(prologue_len);
-    let header = Header::decode(&read(file, "the header", 0, cluster_len).await?)?;
+    let header = Header::decode(&read(file, ClusterUse::Header, 0, cluster_len).await?)?;
     Ok(Located { header, file_len })
 }
 
-/// Reads `len` bytes of the structure called `what`.
+/// Reads `len` bytes of the structure `what`.
 pub(crate) async fn read(
     file: &FileView,
-    what: &'static str,
+    what: ClusterUse,
     offset: u64,
     len: usize,
 ) -> Result<block::AlignedBuf, ReadError> {
@@ -77,7 +80,7 @@ pub(crate) async fn read(
 /// file, which are zero, may be left out.
 pub(crate) async fn for_each_entry(
     file: &FileView,
-    what: &'static str,
+    what: ClusterUse,
     offset: HostOffset,
     count: u64,
     mut each: impl FnMut(u64, u64),
@@ -104,7 +107,7 @@ pub(crate) async fn for_each_entry(
 /// A table of entries of different lengths, read a part at a time.
 pub(crate) struct Parts<'a> {
     file: &'a FileView,
-    what: &'static str,
+    what: ClusterUse,
     /// The latest end of the table, in bytes.
     limit: u64,
     part: block::AlignedBuf,
@@ -112,7 +115,7 @@ pub(crate) struct Parts<'a> {
 }
 
 impl<'a> Parts<'a> {
-    pub(crate) fn new(file: &'a FileView, what: &'static str, limit: u64) -> Self {
+    pub(crate) fn new(file: &'a FileView, what: ClusterUse, limit: u64) -> Self {
         Self {
             file,
             what,
@@ -183,7 +186,7 @@ pub(crate) async fn for_each_snapshot(
     // One part holds at least one entry of the largest kind.
     const ENTRY_MAX: usize = SNAPSHOT_FIXED_SIZE + SNAPSHOT_EXTRA_MAX as usize + 2 * u16::MAX as usize + 8;
     const _: () = assert!(PART as usize >= ENTRY_MAX);
-    let mut parts = Parts::new(file, "the snapshot table", limit);
+    let mut parts = Parts::new(file, ClusterUse::SnapshotTable, limit);
     for index in 0..header.snapshot_count {
         let offset = start.saturating_add(table_len);
         let malformed = |source| SnapshotTableError::Entry {

@@ -21,8 +21,8 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::extents::FreeRuns;
 use super::slices::SliceCache;
-use super::structures::{InUse, Structure, Structures};
-use crate::format::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
+use super::structures::{InUse, Structures};
+use crate::format::{ClusterUse, Geometry, HostCluster, HostOffset, RefcountTableEntry};
 
 /// The reason that the allocator cannot go on under the lock.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -431,7 +431,7 @@ impl Refcounts {
     /// Counts and records a refcount block of [`Refcounts::new_block_at`].
     fn claim_block(&mut self, cluster: HostCluster) -> Result<(), Stuck> {
         self.claim(cluster)?;
-        self.structures.made(Structure::RefcountBlock, cluster, 1);
+        self.structures.made(ClusterUse::RefcountBlock, cluster, 1);
         self.end = self.end.max(cluster + 1);
         Ok(())
     }

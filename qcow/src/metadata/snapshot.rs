@@ -3,10 +3,10 @@
 //! It is taken under the lock and written without it. Changes made meanwhile are dirty for the next FLUSH.
 
 use super::refcounts::{Refcounts, TablePlace};
-use super::structures::{Structure, Structures};
+use super::structures::Structures;
 use super::tables::L1_PART_BYTES;
 use super::{Dropped, Metadata};
-use crate::format::{Geometry, HostOffset};
+use crate::format::{ClusterUse, Geometry, HostOffset};
 
 /// Bytes and their offset in the file.
 pub(crate) type Place = (HostOffset, Box<[u8]>);
@@ -45,9 +45,9 @@ pub(crate) struct Misplaced {
     /// The offset of the write.
     pub(crate) offset: HostOffset,
     /// The structure to be written.
-    pub(crate) what: &'static str,
+    pub(crate) what: ClusterUse,
     /// The structure that is known to be there.
-    pub(crate) there: &'static str,
+    pub(crate) there: Option<ClusterUse>,
 }
 
 /// The header fields that change when a disk grows.
@@ -80,15 +80,15 @@ impl Snapshot {
         &mut self,
         structures: &Structures,
         geometry: &Geometry,
-        structure: Structure,
+        structure: ClusterUse,
         offset: HostOffset,
     ) {
         let cluster = geometry.host_cluster(offset);
         if !structures.is_place_of(structure, cluster) {
             self.misplaced.get_or_insert(Misplaced {
                 offset,
-                what: structure.name(),
-                there: structures.find(cluster).map_or("nothing known", Structure::name),
+                what: structure,
+                there: structures.find(cluster),
             });
         }
     }
@@ -149,7 +149,7 @@ impl Metadata {
             let Ok(Some(offset)) = self.table_offset(l1_index) else {
                 continue;
             };
-            snapshot.expect(&self.refcounts.structures, &geometry, Structure::L2Table, offset);
+            snapshot.expect(&self.refcounts.structures, &geometry, ClusterUse::L2Table, offset);
             let range = self.table_slices(l1_index);
             let bytes = whole(cluster_size, range.start, within(&copies, range));
             snapshot.new_tables.push((offset, bytes));
@@ -160,7 +160,7 @@ impl Metadata {
                 continue;
             }
             if let Ok(Some(offset)) = self.slice_offset(slice) {
-                snapshot.expect(&self.refcounts.structures, &geometry, Structure::L2Table, offset);
+                snapshot.expect(&self.refcounts.structures, &geometry, ClusterUse::L2Table, offset);
                 snapshot.l2.push((offset, bytes));
             }
         }
@@ -175,7 +175,7 @@ impl Metadata {
         };
         for part in parts {
             let offset = self.l1_place.offset + part as u64 * L1_PART_BYTES;
-            snapshot.expect(&self.refcounts.structures, &geometry, Structure::L1Table, offset);
+            snapshot.expect(&self.refcounts.structures, &geometry, ClusterUse::L1Table, offset);
             snapshot.l1.push((offset, self.l1_part(part).into()));
         }
         if std::mem::take(&mut self.header_dirty) {
@@ -245,7 +245,12 @@ impl Refcounts {
             let Ok(Some(offset)) = self.block_offset(index) else {
                 continue;
             };
-            snapshot.expect(&self.structures, &self.geometry, Structure::RefcountBlock, offset);
+            snapshot.expect(
+                &self.structures,
+                &self.geometry,
+                ClusterUse::RefcountBlock,
+                offset,
+            );
             let range = self.block_slices(index);
             snapshot
                 .new_blocks
@@ -257,7 +262,12 @@ impl Refcounts {
                 continue;
             }
             if let Ok(Some(offset)) = self.slice_offset(slice) {
-                snapshot.expect(&self.structures, &self.geometry, Structure::RefcountBlock, offset);
+                snapshot.expect(
+                    &self.structures,
+                    &self.geometry,
+                    ClusterUse::RefcountBlock,
+                    offset,
+                );
                 snapshot.refcounts.push((offset, bytes));
             }
         }
@@ -267,7 +277,12 @@ impl Refcounts {
         if self.moved_from.is_empty() {
             for part in snapshot.keys.table_parts.clone() {
                 let offset = self.place.offset + part as u64 * 512;
-                snapshot.expect(&self.structures, &self.geometry, Structure::RefcountTable, offset);
+                snapshot.expect(
+                    &self.structures,
+                    &self.geometry,
+                    ClusterUse::RefcountTable,
+                    offset,
+                );
                 snapshot.refcounts.push((offset, self.table_part(part).into()));
             }
         } else {
@@ -277,7 +292,12 @@ impl Refcounts {
             bytes.resize(self.place.clusters as usize * cluster_size, 0);
             for cluster in 0..self.place.clusters {
                 let offset = self.place.offset + cluster * cluster_size as u64;
-                snapshot.expect(&self.structures, &self.geometry, Structure::RefcountTable, offset);
+                snapshot.expect(
+                    &self.structures,
+                    &self.geometry,
+                    ClusterUse::RefcountTable,
+                    offset,
+                );
             }
             snapshot.moved_table = Some((self.place, bytes.into()));
         }

@@ -21,90 +21,34 @@ mod known;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
+
 use known::Known;
 use rustc_hash::FxHashMap;
 
 use crate::format::{
-    CompressedExtent, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Entry, L2Mapping, L2Table,
-    RefcountTableEntry,
+    ClusterUse, CompressedExtent, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Entry, L2Mapping,
+    L2Table, RefcountTableEntry,
 };
-
-/// The structure that a host cluster is part of. One byte, as a damaged image may claim millions.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[repr(u8)]
-pub(crate) enum Structure {
-    Header,
-    L1Table,
-    L2Table,
-    SnapshotTable,
-    SnapshotL1Table,
-    SnapshotL2Table,
-    BitmapDirectory,
-    BitmapTable,
-    RefcountTable,
-    RefcountBlock,
-}
-
-impl Structure {
-    /// All structures, each at the index of its number. If two overlap, the later one is reported to lie over the
-    /// other.
-    const ALL: [Self; 10] = [
-        Self::Header,
-        Self::L1Table,
-        Self::L2Table,
-        Self::SnapshotTable,
-        Self::SnapshotL1Table,
-        Self::SnapshotL2Table,
-        Self::BitmapDirectory,
-        Self::BitmapTable,
-        Self::RefcountTable,
-        Self::RefcountBlock,
-    ];
-
-    /// Returns its name in messages.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Header => "the header",
-            Self::RefcountTable => "the refcount table",
-            Self::RefcountBlock => "a refcount block",
-            Self::L1Table => "the L1 table",
-            Self::L2Table => "an L2 table",
-            Self::SnapshotTable => "the snapshot table",
-            Self::SnapshotL1Table => "a snapshot's L1 table",
-            Self::SnapshotL2Table => "a snapshot's L2 table",
-            Self::BitmapDirectory => "the bitmap directory",
-            Self::BitmapTable => "a bitmap's table",
-        }
-    }
-
-    /// Returns true if both may use the same cluster: snapshots share their tables with each other and the disk.
-    fn is_shared_with(self, other: Self) -> bool {
-        matches!(
-            (self, other),
-            (Self::SnapshotL1Table, Self::SnapshotL1Table)
-                | (Self::SnapshotL2Table, Self::SnapshotL2Table | Self::L2Table)
-        )
-    }
-}
 
 /// Two structures overlap, or one is not counted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum StructureError {
     /// Two structures share a host cluster.
-    #[error("{structure} at {offset:#x} lies over {other}")]
+    #[error("{} at {offset:#x} lies over {}", .structure.phrase(), .other.phrase())]
     Overlap {
         /// The structure that an entry points to.
-        structure: &'static str,
+        structure: ClusterUse,
         /// Its offset, in bytes.
         offset: u64,
         /// The structure that is there already.
-        other: &'static str,
+        other: ClusterUse,
     },
     /// The refcount block that counts a structure is missing.
-    #[error("{structure} at {offset:#x} is not counted: refcount table entry {index} is empty")]
+    #[error("{} at {offset:#x} is not counted: refcount table entry {index} is empty", .structure.phrase())]
     Uncounted {
         /// The structure.
-        structure: &'static str,
+        structure: ClusterUse,
         /// Its offset, in bytes.
         offset: u64,
         /// The refcount table entry that should point to its count.
@@ -115,7 +59,7 @@ pub enum StructureError {
 /// A place that belongs to snapshots or bitmaps.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extra {
-    pub(crate) structure: Structure,
+    pub(crate) structure: ClusterUse,
     pub(crate) offset: HostOffset,
     pub(crate) bytes: u64,
 }
@@ -125,8 +69,8 @@ pub(crate) struct Extra {
 pub(crate) struct InUse {
     /// The cluster's number.
     pub(crate) cluster: HostCluster,
-    /// The name of its user.
-    pub(crate) by: &'static str,
+    /// Its use.
+    pub(crate) by: ClusterUse,
 }
 
 /// An exposed entry: it points to a cluster that no L2 entry, or not this one, may use.
@@ -136,10 +80,36 @@ pub(crate) struct Exposed {
     pub(crate) index: usize,
     /// The host offset that it points to.
     pub(crate) host: HostOffset,
-    /// A description of that cluster.
-    pub(crate) what: &'static str,
-    /// True if it may be read through all the same: another entry points to the same cluster.
-    pub(crate) readable: bool,
+    /// The reason that it may not use that cluster.
+    pub(crate) reason: Exposure,
+}
+
+/// The reason that an entry may not use the cluster that it points to.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Exposure {
+    /// The cluster is a structure of the image.
+    Structure(ClusterUse),
+    /// The cluster counted zero, and has been handed out since.
+    HandedOut,
+    /// The entry claims the cluster for itself, and another entry points to it as well.
+    Shared,
+}
+
+impl Exposure {
+    /// Returns true if the entry may be read through all the same.
+    pub(crate) fn is_readable(self) -> bool {
+        self == Self::Shared
+    }
+}
+
+impl fmt::Display for Exposure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Structure(structure) => structure.phrase(),
+            Self::HandedOut => "a cluster that counted zero and is somebody else's now",
+            Self::Shared => "a cluster that another entry leads to as well",
+        })
+    }
 }
 
 /// Facts about 64 neighbouring host clusters besides structures, a bit for each.
@@ -213,9 +183,9 @@ impl Structures {
         structures.add_all(header, l1, extras, own);
         let at = header.refcount_table_offset;
         let bytes = header.refcount_table_bytes();
-        structures.add(&geometry, Structure::RefcountTable, at, bytes);
+        structures.add(&geometry, ClusterUse::RefcountTable, at, bytes);
         for block in blocks() {
-            structures.add(&geometry, Structure::RefcountBlock, block, 1);
+            structures.add(&geometry, ClusterUse::RefcountBlock, block, 1);
         }
         structures.sort(&geometry)?;
         for (cluster, structure) in structures.clusters.iter() {
@@ -225,7 +195,7 @@ impl Structures {
                 .is_none_or(|entry| matches!(entry.decode(&geometry), Ok(None)));
             if missing {
                 return Err(StructureError::Uncounted {
-                    structure: structure.name(),
+                    structure,
                     offset: geometry.host_offset(cluster).bytes(),
                     index,
                 });
@@ -255,17 +225,22 @@ impl Structures {
             .sum();
         let known = 1 + geometry.clusters_for(header.l1_bytes()) + tables().count() as u64 + extra;
         self.clusters = Known::with_capacity(known + more);
-        self.add(&geometry, Structure::Header, HostOffset::new(0), 1);
-        self.add(&geometry, Structure::L1Table, header.l1_offset, header.l1_bytes());
+        self.add(&geometry, ClusterUse::Header, HostOffset::new(0), 1);
+        self.add(
+            &geometry,
+            ClusterUse::L1Table,
+            header.l1_offset,
+            header.l1_bytes(),
+        );
         for table in tables() {
-            self.add(&geometry, Structure::L2Table, table.host, 1);
+            self.add(&geometry, ClusterUse::L2Table, table.host, 1);
         }
         for extra in extras {
             self.add(&geometry, extra.structure, extra.offset, extra.bytes);
         }
     }
 
-    fn add(&mut self, geometry: &Geometry, structure: Structure, offset: HostOffset, bytes: u64) {
+    fn add(&mut self, geometry: &Geometry, structure: ClusterUse, offset: HostOffset, bytes: u64) {
         let first = geometry.host_cluster(offset);
         for cluster in first.until(first + geometry.clusters_for(bytes)) {
             self.clusters.push(structure, cluster);
@@ -276,14 +251,14 @@ impl Structures {
     fn sort(&mut self, geometry: &Geometry) -> Result<(), StructureError> {
         let sorted = self.clusters.sort();
         sorted.map_err(|(cluster, structure, other)| StructureError::Overlap {
-            structure: structure.name(),
+            structure,
             offset: geometry.host_offset(cluster).bytes(),
-            other: other.name(),
+            other,
         })
     }
 
     /// Records a structure that is made in clusters that were handed out for it.
-    pub(crate) fn made(&mut self, structure: Structure, first: HostCluster, count: u64) {
+    pub(crate) fn made(&mut self, structure: ClusterUse, first: HostCluster, count: u64) {
         if !self.watching {
             return;
         }
@@ -307,12 +282,12 @@ impl Structures {
     }
 
     /// Returns the structure that a cluster is part of.
-    pub(crate) fn find(&self, cluster: HostCluster) -> Option<Structure> {
+    pub(crate) fn find(&self, cluster: HostCluster) -> Option<ClusterUse> {
         self.clusters.find(cluster)
     }
 
     /// Returns true if a table that is about to be written lies in a known place of its kind.
-    pub(crate) fn is_place_of(&self, structure: Structure, cluster: HostCluster) -> bool {
+    pub(crate) fn is_place_of(&self, structure: ClusterUse, cluster: HostCluster) -> bool {
         !self.watching || self.find(cluster) == Some(structure)
     }
 
@@ -323,14 +298,16 @@ impl Structures {
     /// [`InUse`]: the count is wrong, and the cluster must not be handed out.
     pub(crate) fn check_free(&self, cluster: HostCluster) -> Result<(), InUse> {
         if let Some(structure) = self.find(cluster) {
-            let by = structure.name();
-            return Err(InUse { cluster, by });
+            return Err(InUse {
+                cluster,
+                by: structure,
+            });
         }
         let (key, bit) = place(cluster.index());
         match self.words.get(&key) {
             Some(word) if (word.mapped | word.given) & bit != 0 => Err(InUse {
                 cluster,
-                by: "the mapping",
+                by: ClusterUse::GuestData,
             }),
             _ => Ok(()),
         }
@@ -402,12 +379,13 @@ impl Structures {
                     structures = self.clusters.bits(key);
                 }
                 let word = &mut current.1;
-                let (what, readable) = if structures & bit != 0 {
-                    (self.find(cluster).map_or("a structure", Structure::name), false)
+                let structure = (structures & bit != 0).then(|| self.find(cluster)).flatten();
+                let reason = if let Some(structure) = structure {
+                    Exposure::Structure(structure)
                 } else if is_old && word.given & bit != 0 {
-                    ("a cluster that counted zero and is somebody else's now", false)
+                    Exposure::HandedOut
                 } else if is_old && word.mapped & bit != 0 && entry.is_copied() {
-                    ("a cluster that another entry leads to as well", true)
+                    Exposure::Shared
                 } else {
                     word.mapped |= bit;
                     continue;
@@ -415,8 +393,7 @@ impl Structures {
                 exposed.push(Exposed {
                     index,
                     host: first,
-                    what,
-                    readable,
+                    reason,
                 });
                 break;
             }

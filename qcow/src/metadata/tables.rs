@@ -10,11 +10,12 @@ use block::IoError;
 use block::sync::WaitList;
 
 use super::refcounts::{Stuck, TablePlace};
-use super::structures::{Exposed, Structure};
+use super::structures::Exposed;
 use super::{Blocked, Dropped, Metadata, corrupt};
 use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
 use crate::format::{
-    EntryError, Geometry, GuestCluster, HostCluster, HostOffset, L1Entry, L2Entry, L2TableMut, L2TableRef,
+    ClusterUse, EntryError, Geometry, GuestCluster, HostCluster, HostOffset, L1Entry, L2Entry, L2TableMut,
+    L2TableRef,
 };
 
 /// The unit in which the L1 table is written, in bytes: a sector.
@@ -110,7 +111,7 @@ impl Metadata {
             let offset = self.geometry.host_offset(first);
             self.refcounts
                 .structures
-                .made(Structure::L1Table, first, clusters);
+                .made(ClusterUse::L1Table, first, clusters);
             self.l1_moved_from.push(self.l1_place);
             self.l1_place = TablePlace { offset, clusters };
         }
@@ -176,7 +177,7 @@ impl Metadata {
 
     /// Points an L1 entry at a table in host cluster `cluster` that is not on disk yet.
     fn set_table(&mut self, l1_index: usize, cluster: HostCluster) {
-        self.refcounts.structures.made(Structure::L2Table, cluster, 1);
+        self.refcounts.structures.made(ClusterUse::L2Table, cluster, 1);
         let entry = L1Entry::encode(L2TableRef {
             host: self.geometry.host_offset(cluster),
             copied: true,
@@ -268,7 +269,7 @@ impl Metadata {
 /// Makes exposed entries that are not readable answer with an error. Returns true if any entry is exposed.
 fn refuse(geometry: &Geometry, bytes: &mut [u8], exposed: &[Exposed]) -> bool {
     let mut entries = L2TableMut::new(bytes, geometry);
-    for entry in exposed.iter().filter(|entry| !entry.readable) {
+    for entry in exposed.iter().filter(|entry| !entry.reason.is_readable()) {
         entries.set(entry.index, L2Entry::REFUSED);
     }
     !exposed.is_empty()

@@ -7,6 +7,7 @@ use block::Context;
 use block::file::{FileOptions, ImageFile};
 use block::lock::LockMode;
 use clap::ValueEnum;
+use qcow::format::ClusterUse;
 use qcow::image::{self as tools, CheckReport, Extent, RepairError, RepairReport};
 use serde::Serialize;
 
@@ -125,7 +126,7 @@ fn nothing_to_do(extent: Extent, done: &RepairReport) -> Option<String> {
 /// Returns the reason why nothing was repaired, and the alternative.
 fn refusal(error: &RepairError) -> String {
     let instead = match error {
-        RepairError::Damaged(finding) if finding.structure == "snapshot table" => {
+        RepairError::Damaged(finding) if finding.structure == ClusterUse::SnapshotTable => {
             "; use `qemu-img check -r all` to repair snapshot table entries"
         }
         RepairError::Damaged(_) => {

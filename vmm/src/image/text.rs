@@ -198,6 +198,7 @@ fn push(text: &mut String, line: std::fmt::Arguments<'_>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use qcow::format::ClusterUse;
     use qcow::image::Finding;
 
     #[test]
@@ -221,7 +222,7 @@ mod tests {
     fn findings_are_listed_counted_and_explained() {
         let finding = |severity| Finding {
             severity,
-            structure: "cluster",
+            structure: ClusterUse::Unknown,
             offset: 0x1_0000,
             message: "is lost".to_owned(),
         };

@@ -18,7 +18,7 @@ use block::IoError;
 use block::file::FileView;
 
 use super::read::{Located, ReadError, read_header};
-use crate::format::{Geometry, Header, HeaderError, Incompatible, Unsupported};
+use crate::format::{ClusterUse, Geometry, Header, HeaderError, Incompatible, Unsupported};
 
 pub use report::{CheckReport, Finding, Severity, Verdict};
 pub(crate) use report::{Findings, Remedy};
@@ -136,11 +136,11 @@ fn compare(walk: &mut Walk<'_>) -> u64 {
         .for_each_difference(&walk.on_disk, |cluster, expected, found| {
             let offset = cluster * cluster_size;
             if found < expected {
-                findings.corruption("cluster", offset, Remedy::Rebuild, || {
+                findings.corruption(ClusterUse::Unknown, offset, Remedy::Rebuild, || {
                     format!("refcount is {found}, but there are {expected} references")
                 });
             } else {
-                findings.leak("cluster", offset, || {
+                findings.leak(ClusterUse::Unknown, offset, || {
                     format!("refcount is {found}, but there are only {expected} references")
                 });
             }

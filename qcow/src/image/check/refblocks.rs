@@ -2,7 +2,7 @@
 
 use super::super::read::{for_each_entry, read};
 use super::{Remedy, Walk};
-use crate::format::{HostOffset, RefcountTableEntry};
+use crate::format::{ClusterUse, HostOffset, RefcountTableEntry};
 
 /// Loads the refcounts of the window's clusters, and claims the clusters that hold refcounts. Counts of clusters past
 /// the end of the file are left out, as in QEMU: no space is lost there.
@@ -13,13 +13,13 @@ pub(super) async fn load(walk: &mut Walk<'_>) {
     let table_bytes = subject.header.refcount_table_bytes();
     if table_bytes == 0 {
         walk.refcounts_damaged = true;
-        walk.note("header", 56, Remedy::Rebuild, || {
+        walk.note(ClusterUse::Header, 56, Remedy::Rebuild, || {
             "there is no refcount table".into()
         });
         return;
     }
     if !walk.claim(
-        "refcount table",
+        ClusterUse::RefcountTable,
         table_at.bytes(),
         table_bytes,
         1,
@@ -36,7 +36,7 @@ pub(super) async fn load(walk: &mut Walk<'_>) {
         }
         let cluster_size = geometry.cluster_size();
         walk.claim(
-            "refcount block",
+            ClusterUse::RefcountBlock,
             block_at.bytes(),
             cluster_size,
             1,
@@ -52,7 +52,7 @@ pub(super) async fn load(walk: &mut Walk<'_>) {
         }
         let block = read(
             subject.file,
-            "a refcount block",
+            ClusterUse::RefcountBlock,
             block_at.bytes(),
             cluster_size as usize,
         )
@@ -74,7 +74,7 @@ pub(super) async fn load(walk: &mut Walk<'_>) {
                 if walk.window.contains(&first) {
                     let (at, message) = (block_at.bytes(), || error.to_string());
                     walk.findings
-                        .error("refcount block", at, Remedy::Rebuild, message);
+                        .error(ClusterUse::RefcountBlock, at, Remedy::Rebuild, message);
                 }
             }
         }
@@ -99,14 +99,17 @@ async fn list_blocks(walk: &mut Walk<'_>, table_at: HostOffset, entries: u64) ->
             Err(error) => error.to_string(),
         };
         walk.refcounts_damaged = true;
-        walk.note("refcount table", entry_at, Remedy::Rebuild, || problem);
+        walk.note(ClusterUse::RefcountTable, entry_at, Remedy::Rebuild, || problem);
     };
-    let table = for_each_entry(subject.file, "the refcount table", table_at, entries, each).await;
+    let table = for_each_entry(subject.file, ClusterUse::RefcountTable, table_at, entries, each).await;
     if let Err(error) = table {
         walk.refcounts_damaged = true;
-        walk.note_error("refcount table", table_at.bytes(), Remedy::Rebuild, || {
-            error.to_string()
-        });
+        walk.note_error(
+            ClusterUse::RefcountTable,
+            table_at.bytes(),
+            Remedy::Rebuild,
+            || error.to_string(),
+        );
     }
     let listed = blocks.len();
     blocks.sort_unstable_by_key(|&(index, block)| (block, index));
@@ -119,7 +122,12 @@ async fn list_blocks(walk: &mut Walk<'_>, table_at: HostOffset, entries: u64) ->
                 listed - blocks.len()
             )
         };
-        walk.note("refcount table", table_at.bytes(), Remedy::Rebuild, message);
+        walk.note(
+            ClusterUse::RefcountTable,
+            table_at.bytes(),
+            Remedy::Rebuild,
+            message,
+        );
     }
     blocks.sort_unstable();
     blocks

@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use crate::format::ClusterUse;
+
 /// The most findings that a report spells out; the counts go on.
 const FINDINGS_MAX: usize = 1000;
 
@@ -24,7 +26,7 @@ pub struct Finding {
     /// The severity.
     pub severity: Severity,
     /// The structure it is in.
-    pub structure: &'static str,
+    pub structure: ClusterUse,
     /// The offset in the file, in bytes.
     pub offset: u64,
     /// A description of the fault.
@@ -134,7 +136,7 @@ impl Findings {
     /// Records a corruption.
     pub(crate) fn corruption(
         &mut self,
-        structure: &'static str,
+        structure: ClusterUse,
         offset: u64,
         remedy: Remedy,
         message: impl FnOnce() -> String,
@@ -144,7 +146,7 @@ impl Findings {
     }
 
     /// Records a leaked cluster.
-    pub(crate) fn leak(&mut self, structure: &'static str, offset: u64, message: impl FnOnce() -> String) {
+    pub(crate) fn leak(&mut self, structure: ClusterUse, offset: u64, message: impl FnOnce() -> String) {
         self.leaks += 1;
         self.push(Severity::Leak, structure, offset, Remedy::Rebuild, message);
     }
@@ -152,7 +154,7 @@ impl Findings {
     /// Records a structure that could not be read.
     pub(crate) fn error(
         &mut self,
-        structure: &'static str,
+        structure: ClusterUse,
         offset: u64,
         remedy: Remedy,
         message: impl FnOnce() -> String,
@@ -162,7 +164,7 @@ impl Findings {
     }
 
     /// Records a fact that is no fault by itself, but prevents any repair.
-    pub(crate) fn block(&mut self, structure: &'static str, offset: u64, message: impl FnOnce() -> String) {
+    pub(crate) fn block(&mut self, structure: ClusterUse, offset: u64, message: impl FnOnce() -> String) {
         self.blocker.get_or_insert_with(|| Finding {
             severity: Severity::Corruption,
             structure,
@@ -174,7 +176,7 @@ impl Findings {
     fn push(
         &mut self,
         severity: Severity,
-        structure: &'static str,
+        structure: ClusterUse,
         offset: u64,
         remedy: Remedy,
         message: impl FnOnce() -> String,

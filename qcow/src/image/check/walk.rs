@@ -16,12 +16,12 @@ use std::ops::Range;
 use super::super::bitmaps::{consistent_bitmaps, for_each_bitmap};
 use super::super::counts::CountMap;
 use super::super::read::{SnapshotTableError, for_each_entry, for_each_snapshot, read};
-use super::claims::{Claims, is_refcounts, structure_of};
+use super::claims::Claims;
 use super::{Findings, Remedy, Subject, refblocks};
 use crate::format::l1::{L1_TABLE_MAX_BYTES, OFFSET_MASK};
 use crate::format::{
-    BitmapCluster, BitmapDirectoryEntry, BitmapTableEntry, EntryError, HostOffset, L1Entry, L2Entry,
-    L2Mapping, L2Table,
+    BitmapCluster, BitmapDirectoryEntry, BitmapTableEntry, ClusterUse, EntryError, HostOffset, L1Entry,
+    L2Entry, L2Mapping, L2Table,
 };
 
 /// The number of references to a table.
@@ -44,7 +44,7 @@ pub(crate) struct Stats {
 /// An L1 table.
 #[derive(Clone, Copy, Debug)]
 struct L1Table {
-    structure: &'static str,
+    structure: ClusterUse,
     offset: u64,
     entries: u64,
     references: References,
@@ -134,7 +134,7 @@ impl<'a> Walk<'a> {
     /// Records a corruption that is not about a cluster's count.
     pub(super) fn note(
         &mut self,
-        structure: &'static str,
+        structure: ClusterUse,
         offset: u64,
         remedy: Remedy,
         message: impl FnOnce() -> String,
@@ -147,7 +147,7 @@ impl<'a> Walk<'a> {
     /// Records that a structure could not be read.
     pub(super) fn note_error(
         &mut self,
-        structure: &'static str,
+        structure: ClusterUse,
         offset: u64,
         remedy: Remedy,
         message: impl FnOnce() -> String,
@@ -161,7 +161,7 @@ impl<'a> Walk<'a> {
     pub(super) async fn run(&mut self, with_on_disk: bool) {
         self.with_on_disk = with_on_disk;
         let Subject { header, geometry, .. } = *self.subject;
-        self.claim("header", 0, geometry.cluster_size(), 1, Remedy::None);
+        self.claim(ClusterUse::Header, 0, geometry.cluster_size(), 1, Remedy::None);
         if with_on_disk {
             refblocks::load(self).await;
         }
@@ -185,7 +185,7 @@ impl<'a> Walk<'a> {
             return;
         }
         if let Some((offset, len)) = header.crypto_header() {
-            self.claim("encryption header", offset.bytes(), len, 1, Remedy::None);
+            self.claim(ClusterUse::EncryptionHeader, offset.bytes(), len, 1, Remedy::None);
         }
         self.walk_bitmaps().await;
         self.find_shared_metadata();
@@ -202,7 +202,13 @@ impl<'a> Walk<'a> {
                 self.set_aside(tables.len() * TABLE_LISTED_BYTES);
             }
             for (&offset, &references) in &tables {
-                self.claim("L2 table", offset, cluster_size, references.all, Remedy::None);
+                self.claim(
+                    ClusterUse::L2Table,
+                    offset,
+                    cluster_size,
+                    references.all,
+                    Remedy::None,
+                );
                 self.walk_l2(offset, references).await;
                 if self.is_over_budget() {
                     return;
@@ -243,28 +249,28 @@ impl<'a> Walk<'a> {
                 };
                 if !snapshot.is_complete(header.version) {
                     let extra = snapshot.extra.len();
-                    self.note("snapshot table", table_at, Remedy::None, || {
+                    self.note(ClusterUse::SnapshotTable, table_at, Remedy::None, || {
                         format!("snapshot {index} has {extra} bytes of extra data; expected at least 16")
                     });
                 }
                 if let Some(problem) = problem {
                     let message = || format!("snapshot {index}: {problem}");
-                    self.note("snapshot table", table_at, Remedy::None, message);
+                    self.note(ClusterUse::SnapshotTable, table_at, Remedy::None, message);
                 } else if entries > 0 {
                     tables.entry((offset.bytes(), entries)).or_default().all += 1;
                 }
             };
             match for_each_snapshot(file, header, file_len, each).await {
                 Ok(len) => {
-                    self.claim("snapshot table", table_at, len, 1, Remedy::None);
+                    self.claim(ClusterUse::SnapshotTable, table_at, len, 1, Remedy::None);
                 }
                 Err(error) => {
                     let message = || error.to_string();
                     match error {
                         SnapshotTableError::Read(_) => {
-                            self.note_error("snapshot table", table_at, Remedy::None, message);
+                            self.note_error(ClusterUse::SnapshotTable, table_at, Remedy::None, message);
                         }
-                        _ => self.note("snapshot table", table_at, Remedy::None, message),
+                        _ => self.note(ClusterUse::SnapshotTable, table_at, Remedy::None, message),
                     }
                     // Entries before the damage prove nothing about those after it.
                     tables.retain(|&key, _| key == active);
@@ -351,7 +357,7 @@ impl<'a> Walk<'a> {
                 largest = tables.last_key_value().map_or(u64::MAX, |(&last, _)| last);
             }
         };
-        let walked = for_each_entry(file, "an L1 table", table_at, l1.entries, each).await;
+        let walked = for_each_entry(file, structure, table_at, l1.entries, each).await;
         if let (Err(error), true) = (walked, tell) {
             self.note_error(structure, table_at.bytes(), Remedy::None, || error.to_string());
         }
@@ -359,14 +365,21 @@ impl<'a> Walk<'a> {
 
     async fn walk_l2(&mut self, table_at: u64, references: References) {
         let Subject { file, geometry, .. } = *self.subject;
-        self.find_missing_part("L2 table", table_at, geometry.cluster_size());
+        self.find_missing_part(ClusterUse::L2Table, table_at, geometry.cluster_size());
         if self.is_in_hole(table_at, geometry.cluster_size()) {
             return;
         }
-        let table = match read(file, "an L2 table", table_at, geometry.cluster_size() as usize).await {
+        let table = match read(
+            file,
+            ClusterUse::L2Table,
+            table_at,
+            geometry.cluster_size() as usize,
+        )
+        .await
+        {
             Ok(table) => table,
             Err(error) => {
-                self.note_error("L2 table", table_at, Remedy::None, || error.to_string());
+                self.note_error(ClusterUse::L2Table, table_at, Remedy::None, || error.to_string());
                 return;
             }
         };
@@ -380,7 +393,7 @@ impl<'a> Walk<'a> {
                     EntryError::CompressedCopied { .. } => Remedy::Rebuild,
                     _ => Remedy::None,
                 };
-                self.note("L2 table", entry_at, remedy, || error.to_string());
+                self.note(ClusterUse::L2Table, entry_at, remedy, || error.to_string());
             }
             if let Some(extent) = entry.compressed_extent(&geometry) {
                 let (start, len) = (extent.host.bytes(), u64::from(extent.len_max));
@@ -409,13 +422,13 @@ impl<'a> Walk<'a> {
             next_contiguous = host.checked_add(geometry.cluster_size());
             let inside = self.count(entry_at, host, geometry.cluster_size(), references.all);
             if inside && references.active > 0 {
-                self.check_copied("L2 table", entry_at, entry.raw(), host);
+                self.check_copied(ClusterUse::L2Table, entry_at, entry.raw(), host);
             }
         }
     }
 
     /// Checks an entry's COPIED flag against the refcount of its cluster, if that is in the window.
-    fn check_copied(&mut self, structure: &'static str, entry_at: u64, raw: u64, host: u64) {
+    fn check_copied(&mut self, structure: ClusterUse, entry_at: u64, raw: u64, host: u64) {
         let cluster = host / self.subject.geometry.cluster_size();
         if !self.with_on_disk || !self.window.contains(&cluster) {
             return;
@@ -445,20 +458,28 @@ impl<'a> Walk<'a> {
         let mut tables = Vec::new();
         let each = |entry_at: u64, entry: BitmapDirectoryEntry| match entry.validate(&geometry) {
             Ok(()) => tables.push((entry.table_offset, u64::from(entry.table_entries))),
-            Err(error) => self.note("bitmap directory", entry_at, Remedy::None, || error.to_string()),
+            Err(error) => self.note(ClusterUse::BitmapDirectory, entry_at, Remedy::None, || {
+                error.to_string()
+            }),
         };
         if let Err(error) = for_each_bitmap(file, header, &extension, file_len, each).await {
-            self.note("bitmap directory", directory_at, Remedy::None, || {
+            self.note(ClusterUse::BitmapDirectory, directory_at, Remedy::None, || {
                 error.to_string()
             });
             return;
         }
         let len = extension.directory_size;
-        self.claim("bitmap directory", directory_at, len, 1, Remedy::None);
+        self.claim(ClusterUse::BitmapDirectory, directory_at, len, 1, Remedy::None);
         tables.sort_unstable();
         let mut read_until = 0;
         for (table_at, count) in tables {
-            let inside = self.claim("bitmap table", table_at.bytes(), count * 8, 1, Remedy::None);
+            let inside = self.claim(
+                ClusterUse::BitmapTable,
+                table_at.bytes(),
+                count * 8,
+                1,
+                Remedy::None,
+            );
             if !inside || table_at.bytes() < read_until {
                 continue;
             }
@@ -481,17 +502,23 @@ impl<'a> Walk<'a> {
             let at = part_at.bytes() + index * 8;
             match BitmapTableEntry::from_raw(raw).decode(&geometry) {
                 Ok(BitmapCluster::Data(host)) => {
-                    if self.is_inside("bitmap table", at, host.bytes(), cluster_size, true) {
-                        self.claim("bitmap data", host.bytes(), cluster_size, 1, Remedy::None);
+                    if self.is_inside(ClusterUse::BitmapTable, at, host.bytes(), cluster_size, true) {
+                        self.claim(
+                            ClusterUse::BitmapData,
+                            host.bytes(),
+                            cluster_size,
+                            1,
+                            Remedy::None,
+                        );
                     }
                 }
                 Ok(BitmapCluster::Zeros | BitmapCluster::Ones) => {}
-                Err(error) => self.note("bitmap table", at, Remedy::None, || error.to_string()),
+                Err(error) => self.note(ClusterUse::BitmapTable, at, Remedy::None, || error.to_string()),
             }
         };
-        let walked = for_each_entry(file, "a bitmap table", part_at, count, each).await;
+        let walked = for_each_entry(file, ClusterUse::BitmapTable, part_at, count, each).await;
         if let Err(error) = walked {
-            self.note_error("bitmap table", part_at.bytes(), Remedy::None, || {
+            self.note_error(ClusterUse::BitmapTable, part_at.bytes(), Remedy::None, || {
                 error.to_string()
             });
         }
@@ -521,7 +548,7 @@ impl<'a> Walk<'a> {
 
     /// Finds a table that the file's end cuts off. It reads as zeros from there on, and QEMU finds no fault. But the
     /// clusters it referred to would look leaked, so nothing may be repaired.
-    fn find_missing_part(&mut self, structure: &'static str, offset: u64, len: u64) {
+    fn find_missing_part(&mut self, structure: ClusterUse, offset: u64, len: u64) {
         let file_len = self.subject.file_len;
         if offset.saturating_add(len) > file_len {
             self.findings.block(structure, offset, || {
@@ -531,14 +558,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Returns true if `len` bytes at `offset` are in the file; reports them otherwise, if `tell` is set.
-    fn is_inside(
-        &mut self,
-        structure: &'static str,
-        entry_at: u64,
-        offset: u64,
-        len: u64,
-        tell: bool,
-    ) -> bool {
+    fn is_inside(&mut self, structure: ClusterUse, entry_at: u64, offset: u64, len: u64, tell: bool) -> bool {
         let inside = self.ends_in_file(offset, len);
         if !inside && tell {
             let file_len = self.subject.file_len;
@@ -551,7 +571,7 @@ impl<'a> Walk<'a> {
 
     /// Counts references from an L2 entry to a range of the file. Returns `false` if the range is not in the file.
     fn count(&mut self, entry_at: u64, offset: u64, len: u64, references: u64) -> bool {
-        if !self.is_inside("L2 table", entry_at, offset, len, true) {
+        if !self.is_inside(ClusterUse::L2Table, entry_at, offset, len, true) {
             return false;
         }
         let geometry = self.subject.geometry;
@@ -563,9 +583,10 @@ impl<'a> Walk<'a> {
                 break;
             }
             if !self.expected.add(cluster, references, max) {
-                self.findings.corruption("L2 table", entry_at, Remedy::None, || {
-                    format!("cluster {cluster} has more references than a refcount can hold, {max}")
-                });
+                self.findings
+                    .corruption(ClusterUse::L2Table, entry_at, Remedy::None, || {
+                        format!("cluster {cluster} has more references than a refcount can hold, {max}")
+                    });
             }
         }
         true
@@ -574,7 +595,7 @@ impl<'a> Walk<'a> {
     /// Counts a range as metadata that nothing else may refer to. Returns `false` if it is not in the file.
     pub(super) fn claim(
         &mut self,
-        structure: &'static str,
+        structure: ClusterUse,
         offset: u64,
         len: u64,
         references: u64,
@@ -607,16 +628,15 @@ impl<'a> Walk<'a> {
                 });
             }
             let other = self.claims.add(cluster, structure, references);
-            if other != 0 {
-                let remedy = if is_refcounts(other) {
+            if let Some(other) = other {
+                let remedy = if other.is_refcounts() {
                     Remedy::Rebuild
                 } else {
                     remedy
                 };
                 self.refcounts_damaged |= remedy == Remedy::Rebuild;
-                self.findings.corruption(structure, at, remedy, || {
-                    format!("is also the {}", structure_of(other))
-                });
+                self.findings
+                    .corruption(structure, at, remedy, || format!("is also the {other}"));
             }
         }
         true
@@ -625,10 +645,10 @@ impl<'a> Walk<'a> {
     /// Finds metadata that guest data also refers to.
     fn find_shared_metadata(&mut self) {
         let cluster_size = self.subject.geometry.cluster_size();
-        for (cluster, kind, claimed) in self.claims.all() {
+        for (cluster, structure, claimed) in self.claims.all() {
             if self.expected.get(cluster) > claimed {
-                let (structure, offset) = (structure_of(kind), cluster * cluster_size);
-                let remedy = if is_refcounts(kind) {
+                let offset = cluster * cluster_size;
+                let remedy = if structure.is_refcounts() {
                     Remedy::Rebuild
                 } else {
                     Remedy::None
@@ -655,9 +675,9 @@ fn lay_out(tables: &BTreeMap<(u64, u64), References>, active: (u64, u64)) -> Vec
             read_until = read_until.max(end(key));
         }
         let structure = if is_active {
-            "L1 table"
+            ClusterUse::L1Table
         } else {
-            "snapshot's L1 table"
+            ClusterUse::SnapshotL1Table
         };
         list.push(L1Table {
             structure,

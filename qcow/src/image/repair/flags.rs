@@ -7,7 +7,7 @@ use block::file::FileView;
 
 use super::pen::write;
 use super::{Extent, RepairError};
-use crate::format::{L1Entry, L2Entry, L2Mapping, L2TableMut};
+use crate::format::{ClusterUse, L1Entry, L2Entry, L2Mapping, L2TableMut};
 use crate::image::check::{Subject, Walk};
 use crate::image::counts::CountMap;
 use crate::image::read::read;
@@ -70,14 +70,14 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Res
     let mut done = 0;
     while done < l1_bytes {
         let len = (l1_bytes - done).min(PART);
-        fix_entries(file, "the L1 table", l1_at + done, len, fix_l1).await?;
+        fix_entries(file, ClusterUse::L1Table, l1_at + done, len, fix_l1).await?;
         done += len;
     }
     let mut after = None;
     loop {
         let tables = walk.tables_behind(after).await;
         for (&table_at, references) in &tables {
-            let (what, len) = ("an L2 table", geometry.cluster_size());
+            let (what, len) = (ClusterUse::L2Table, geometry.cluster_size());
             if walk.is_in_hole(table_at, len) {
                 continue;
             }
@@ -99,7 +99,7 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Res
 /// Lets `fix` change the entries of a table, and writes the table if `fix` returns true.
 async fn fix_entries(
     file: &FileView,
-    what: &'static str,
+    what: ClusterUse,
     offset: u64,
     len: u64,
     fix: impl Fn(&mut [u8]) -> bool,

@@ -12,7 +12,7 @@ use super::flags::fix_copied_flags;
 use super::pen::{disown_unknown, switch_header, sync, write};
 use super::{Extent, RepairError};
 use crate::format::geometry::SECTOR_SIZE;
-use crate::format::{HostCluster, Incompatible};
+use crate::format::{ClusterUse, HostCluster, Incompatible};
 use crate::image::check::{Subject, Survey, Walk};
 use crate::image::read::{read, read_header};
 
@@ -126,7 +126,7 @@ async fn write_counts(walk: &Walk<'_>, wanted: impl Fn(u64, u64) -> bool) -> Res
             continue;
         }
         let len = geometry.cluster_size() as usize;
-        let mut block = read(file, "a refcount block", block_at.bytes(), len).await?;
+        let mut block = read(file, ClusterUse::RefcountBlock, block_at.bytes(), len).await?;
         let first = index << geometry.refcount_block_bits();
         let end = first + geometry.refcount_block_entries() as u64;
         let mut changed: Option<(u64, u64)> = None;
@@ -145,7 +145,7 @@ async fn write_counts(walk: &Walk<'_>, wanted: impl Fn(u64, u64) -> bool) -> Res
         if let Some((first, last)) = changed {
             let bytes = &block[(first * SECTOR_SIZE) as usize..((last + 1) * SECTOR_SIZE) as usize];
             let offset = block_at.bytes() + first * SECTOR_SIZE;
-            write(file, "a refcount block", offset, bytes).await?;
+            write(file, ClusterUse::RefcountBlock, offset, bytes).await?;
         }
     }
     Ok(())

@@ -19,7 +19,7 @@ use serde::Serialize;
 use super::check::survey::MEMORY_MAX_BYTES;
 use super::check::{CheckError, CheckReport, Finding, Verdict, check_within};
 use super::read::ReadError;
-use crate::format::{Header, HeaderError, Incompatible};
+use crate::format::{ClusterUse, Header, HeaderError, Incompatible};
 
 /// An image could not be repaired.
 #[derive(Debug, thiserror::Error)]
@@ -43,16 +43,19 @@ pub enum RepairError {
     #[error("the refcount table would be larger than 8 MiB")]
     TableTooLarge,
     /// The host failed a write.
-    #[error("cannot write {what} at {offset:#x}")]
+    #[error("cannot write {} at {offset:#x}", .what.phrase())]
     Write {
         /// The structure.
-        what: &'static str,
+        what: ClusterUse,
         /// The offset, in bytes.
         offset: u64,
         /// The host's error.
         #[source]
         source: IoError,
     },
+    /// The host failed a sync.
+    #[error("cannot make the repair durable (sync)")]
+    Sync(#[source] IoError),
 }
 
 impl From<HeaderError> for RepairError {

@@ -4,12 +4,12 @@ use block::AlignedBuf;
 use block::file::FileView;
 
 use super::RepairError;
-use crate::format::{Header, HeaderFields, Version};
+use crate::format::{ClusterUse, Header, HeaderFields, Version};
 use crate::image::read::read;
 
 pub(super) async fn write(
     file: &FileView,
-    what: &'static str,
+    what: ClusterUse,
     offset: u64,
     bytes: &[u8],
 ) -> Result<(), RepairError> {
@@ -20,12 +20,7 @@ pub(super) async fn write(
 }
 
 pub(super) async fn sync(file: &FileView) -> Result<(), RepairError> {
-    let synced = file.sync().await;
-    synced.map_err(|source| RepairError::Write {
-        what: "everything (sync)",
-        offset: 0,
-        source,
-    })?;
+    file.sync().await.map_err(RepairError::Sync)?;
     #[cfg(test)]
     record::push(record::Step::Sync);
     Ok(())
@@ -42,12 +37,12 @@ pub(super) async fn disown_unknown(file: &FileView, header: &Header) -> Result<(
 
 /// Writes the header fields that a repair changes, in one sector, durably.
 pub(super) async fn switch_header(file: &FileView, header: &Header) -> Result<(), RepairError> {
-    let sector = read(file, "the header", 0, HeaderFields::BYTES).await?;
+    let sector = read(file, ClusterUse::Header, 0, HeaderFields::BYTES).await?;
     let mut fields = HeaderFields::new(&sector);
     fields.disown_unknown();
     fields.set_refcount_table(header.refcount_table_offset, header.refcount_table_clusters);
     fields.set_incompatible(header.incompatible);
-    write(file, "the header", 0, fields.bytes()).await?;
+    write(file, ClusterUse::Header, 0, fields.bytes()).await?;
     sync(file).await
 }
 

@@ -15,7 +15,7 @@ use super::flags::fix_copied_flags;
 use super::pen::{disown_unknown, switch_header, sync, write};
 use super::{Extent, RepairError};
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
-use crate::format::{Header, HostCluster, Incompatible, RefcountTableEntry, Version};
+use crate::format::{ClusterUse, Header, HostCluster, Incompatible, RefcountTableEntry, Version};
 use crate::image::check::{Subject, Survey, Walk};
 use crate::image::layout::RefcountLayout;
 use crate::image::read::{ReadError, for_each_entry, read_header};
@@ -72,7 +72,7 @@ pub(super) async fn rebuild(
     let table_bytes = layout.table_bytes(&geometry);
     for from in (0..table_bytes).step_by(TABLE_PART) {
         let part = layout.table_part(from..table_bytes.min(from + TABLE_PART as u64), &geometry);
-        write(file, "the refcount table", table_at.bytes() + from, &part).await?;
+        write(file, ClusterUse::RefcountTable, table_at.bytes() + from, &part).await?;
     }
     sync(file).await?;
 
@@ -111,7 +111,7 @@ async fn write_counts(walk: &mut Walk<'_>, layout: &RefcountLayout) -> Result<()
     for i in 0..layout.blocks.len() {
         if let Some((skip, part)) = layout.block_part(i, &walk.expected, &walk.window, &geometry) {
             let offset = layout.block_at(i as u64, &geometry).bytes() + skip;
-            write(file, "a refcount block", offset, &part).await?;
+            write(file, ClusterUse::RefcountBlock, offset, &part).await?;
         }
     }
     Ok(())
@@ -129,7 +129,7 @@ async fn old_structure_end(subject: &Subject<'_>) -> Result<u64, ReadError> {
         .min(file_clusters);
     for_each_entry(
         subject.file,
-        "the refcount table",
+        ClusterUse::RefcountTable,
         table_at,
         table_bytes / 8,
         |_, raw| {

@@ -16,8 +16,7 @@ use block::IoError;
 use super::{FxHashMap, NO_LIMIT, Refcounts, Stuck, TablePlace, no_space};
 use crate::format::l1::L1_TABLE_MAX_BYTES;
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
-use crate::format::{Geometry, HostCluster, RefcountTableEntry};
-use crate::metadata::structures::Structure;
+use crate::format::{ClusterUse, Geometry, HostCluster, RefcountTableEntry};
 
 /// Returns the number of bytes that count the longest possible run. The cache must hold them all at once.
 pub(super) fn count_bytes_max(geometry: &Geometry) -> u64 {
@@ -261,10 +260,10 @@ impl Refcounts {
             }
         }
         self.structures
-            .made(Structure::RefcountBlock, plan.first, plan.blocks);
+            .made(ClusterUse::RefcountBlock, plan.first, plan.blocks);
         if plan.table > 0 {
             let first = plan.first + plan.blocks;
-            self.structures.made(Structure::RefcountTable, first, plan.table);
+            self.structures.made(ClusterUse::RefcountTable, first, plan.table);
             self.moved_from.push(self.place);
             self.place = TablePlace {
                 offset: self.geometry.host_offset(first),

@@ -7,8 +7,8 @@ use std::cmp::Ordering;
 
 use rustc_hash::FxHashMap;
 
-use super::{Structure, place};
-use crate::format::HostCluster;
+use super::place;
+use crate::format::{ClusterUse, HostCluster};
 
 /// The number of changes that are kept apart before they are merged into the list.
 const CHANGES_MAX: usize = 1 << 18;
@@ -18,19 +18,16 @@ const CHANGES_MAX: usize = 1 << 18;
 struct Packed(u64);
 
 impl Packed {
-    const KIND_BITS: u32 = 4;
-
-    fn new(cluster: HostCluster, structure: Structure) -> Self {
-        Self((cluster.index() << Self::KIND_BITS) | structure as u64)
+    fn new(cluster: HostCluster, structure: ClusterUse) -> Self {
+        Self((cluster.index() << ClusterUse::BITS) | structure.number())
     }
 
     fn cluster(self) -> HostCluster {
-        HostCluster::new(self.0 >> Self::KIND_BITS)
+        HostCluster::new(self.0 >> ClusterUse::BITS)
     }
 
-    fn structure(self) -> Option<Structure> {
-        let kind = (self.0 & ((1 << Self::KIND_BITS) - 1)) as usize;
-        Structure::ALL.get(kind).copied()
+    fn structure(self) -> Option<ClusterUse> {
+        ClusterUse::from_number(self.0 & ((1 << ClusterUse::BITS) - 1))
     }
 }
 
@@ -48,7 +45,7 @@ pub(super) struct Known {
     /// By cluster / 64.
     changes: FxHashMap<u64, Change>,
     /// The structures that were made since.
-    made: FxHashMap<HostCluster, Structure>,
+    made: FxHashMap<HostCluster, ClusterUse>,
 }
 
 impl Known {
@@ -61,7 +58,7 @@ impl Known {
     }
 
     /// Adds a cluster, in any order; [`Known::sort`] makes it known.
-    pub(super) fn push(&mut self, structure: Structure, cluster: HostCluster) {
+    pub(super) fn push(&mut self, structure: ClusterUse, cluster: HostCluster) {
         self.sorted.push(Packed::new(cluster, structure));
     }
 
@@ -70,7 +67,7 @@ impl Known {
     /// # Errors
     ///
     /// A cluster, and two structures that claim it and may not share it.
-    pub(super) fn sort(&mut self) -> Result<(), (HostCluster, Structure, Structure)> {
+    pub(super) fn sort(&mut self) -> Result<(), (HostCluster, ClusterUse, ClusterUse)> {
         self.sorted.sort_unstable();
         let mut overlap = None;
         self.sorted.dedup_by(|next, first| {
@@ -88,13 +85,13 @@ impl Known {
     }
 
     /// Returns the clusters of the list, without the changes since.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (HostCluster, Structure)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (HostCluster, ClusterUse)> {
         let known = self.sorted.iter();
         known.filter_map(|packed| Some((packed.cluster(), packed.structure()?)))
     }
 
     /// Returns the structure that a cluster is part of.
-    pub(super) fn find(&self, cluster: HostCluster) -> Option<Structure> {
+    pub(super) fn find(&self, cluster: HostCluster) -> Option<ClusterUse> {
         let (key, bit) = place(cluster.index());
         if let Some(change) = self.changes.get(&key) {
             if change.made & bit != 0 {
@@ -123,7 +120,7 @@ impl Known {
     }
 
     /// Records that a cluster is a structure from now on.
-    pub(super) fn insert(&mut self, cluster: HostCluster, structure: Structure) {
+    pub(super) fn insert(&mut self, cluster: HostCluster, structure: ClusterUse) {
         let (key, bit) = place(cluster.index());
         let change = self.changes.entry(key).or_default();
         change.made |= bit;
@@ -182,8 +179,8 @@ mod tests {
         let mut known = Known::default();
         let mut model = FxHashMap::default();
         for cluster in (0..5000).rev() {
-            known.push(Structure::L2Table, HostCluster::new(cluster * 7));
-            model.insert(HostCluster::new(cluster * 7), Structure::L2Table);
+            known.push(ClusterUse::L2Table, HostCluster::new(cluster * 7));
+            model.insert(HostCluster::new(cluster * 7), ClusterUse::L2Table);
         }
         known.sort().expect("each cluster once");
         let mut random = ringdisk_gen::Random::new(1);
@@ -194,8 +191,8 @@ mod tests {
                 known.remove(cluster);
                 model.remove(&cluster);
             } else {
-                known.insert(cluster, Structure::RefcountBlock);
-                model.insert(cluster, Structure::RefcountBlock);
+                known.insert(cluster, ClusterUse::RefcountBlock);
+                model.insert(cluster, ClusterUse::RefcountBlock);
             }
         }
         assert!(known.changes.len() < CHANGES_MAX && known.made.len() < CHANGES_MAX);
@@ -215,18 +212,22 @@ mod tests {
     fn a_cluster_of_two_structures_is_found_unless_they_may_share_it() {
         let mut known = Known::default();
         for structure in [
-            Structure::SnapshotL2Table,
-            Structure::L2Table,
-            Structure::SnapshotL2Table,
+            ClusterUse::SnapshotL2Table,
+            ClusterUse::L2Table,
+            ClusterUse::SnapshotL2Table,
         ] {
             known.push(structure, HostCluster::new(9));
         }
         assert_eq!(known.sort(), Ok(()));
-        assert_eq!(known.find(HostCluster::new(9)), Some(Structure::L2Table));
-        known.push(Structure::RefcountBlock, HostCluster::new(9));
+        assert_eq!(known.find(HostCluster::new(9)), Some(ClusterUse::L2Table));
+        known.push(ClusterUse::RefcountBlock, HostCluster::new(9));
         assert_eq!(
             known.sort(),
-            Err((HostCluster::new(9), Structure::RefcountBlock, Structure::L2Table))
+            Err((
+                HostCluster::new(9),
+                ClusterUse::RefcountBlock,
+                ClusterUse::L2Table
+            ))
         );
     }
 }
