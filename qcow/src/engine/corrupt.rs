@@ -12,8 +12,8 @@ use block::report::Kind;
 use super::{Queue, chores, header};
 use crate::format::{ClusterUse, GuestOffset, HostOffset, Incompatible, L2Table, Version};
 use crate::metadata::Lookup;
+use crate::metadata::cluster_use::{Exposed, InUse};
 use crate::metadata::snapshot::Misplaced;
-use crate::metadata::structures::{Exposed, InUse};
 
 /// Logs the corruption that a lookup at a guest offset found, marks the image, and returns the error for the request.
 pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: GuestOffset) -> IoError {
@@ -142,9 +142,9 @@ mod tests {
                     let mut metadata = disk.shared.write().unwrap();
                     let table = metadata.table_offset(0).unwrap().unwrap();
                     let table = metadata.geometry().host_cluster(table);
-                    metadata.refcounts.structures.freed(table);
+                    metadata.refcounts.uses.freed(table);
                     if let Some(structure) = there {
-                        metadata.refcounts.structures.made(structure, table, 1);
+                        metadata.refcounts.uses.made(structure, table, 1);
                     }
                 }
                 assert_eq!(

@@ -29,6 +29,7 @@ mod header_tests;
 pub mod l1;
 pub mod l2;
 pub mod refcount;
+pub(crate) mod references;
 pub mod snapshot;
 pub mod validate;
 

@@ -11,11 +11,12 @@ pub mod bitmaps;
 pub mod check;
 mod counts;
 pub mod create;
-mod extras;
+mod guarded_tables;
 pub mod info;
 mod layout;
 pub mod open;
 pub mod read;
+pub(crate) mod references;
 pub mod repair;
 
 pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check, check_within};

@@ -18,7 +18,7 @@ use block::raw::Raw;
 use block::ring::RingKind;
 use block::{Context, Disk, IoError, LocalBoxFuture};
 
-use super::extras::extras;
+use super::guarded_tables::guarded_tables;
 use super::read::{ReadError, for_each_entry, read, read_header};
 use super::{RepairError, bitmaps, rebuild_refcounts};
 use crate::engine::{Announcement, Backing, Parts, Policy, QcowDisk};
@@ -27,9 +27,9 @@ use crate::format::{
     Incompatible, L1Entry, RefcountTableEntry, Unsupported, Version,
 };
 use crate::metadata::Metadata;
+pub use crate::metadata::cluster_use::StructureError;
+use crate::metadata::cluster_use::UseMap;
 use crate::metadata::refcounts::{NO_LIMIT, Refcounts, TablePlace};
-pub use crate::metadata::structures::StructureError;
-use crate::metadata::structures::Structures;
 
 /// The largest default table cache: it maps 256 GiB at 64 KiB clusters.
 pub const L2_CACHE_DEFAULT_MAX_BYTES: u64 = 32 << 20;
@@ -342,11 +342,11 @@ async fn prepare(view: &FileView, header: Header, write: bool) -> Result<Header,
             image = %view.file().path().display(),
             "the image was not closed cleanly; rebuilding its refcounts"
         );
-        // Structures that would be refused afterwards are refused before the first write.
+        // UseMap that would be refused afterwards are refused before the first write.
         let file_len = view.len().map_err(io_length)?;
         {
             let l1 = read_l1(view, &header).await?;
-            Structures::compare(&header, &l1, &extras(view, &header, file_len).await)?;
+            UseMap::compare(&header, &l1, &guarded_tables(view, &header, file_len).await)?;
         }
         return Ok(rebuild_refcounts(view).await?);
     }
@@ -407,11 +407,11 @@ async fn load(
     .await?;
 
     let cache = l2_cache_bytes.unwrap_or_else(|| default_cache(&geometry));
-    let structures = if write {
-        let extras = extras(view, header, file_len).await;
-        Structures::gather(header, &l1, &table, &extras, cache)?
+    let uses = if write {
+        let guarded = guarded_tables(view, header, file_len).await;
+        UseMap::gather(header, &l1, &table, &guarded, cache)?
     } else {
-        Structures::default()
+        UseMap::default()
     };
     let place = TablePlace {
         offset: header.refcount_table_offset,
@@ -424,7 +424,7 @@ async fn load(
         NO_LIMIT
     };
     let mut refcounts = Refcounts::new(geometry, table, place, end, limit, (cache / 4).max(256 << 10));
-    refcounts.structures = structures;
+    refcounts.uses = uses;
     Ok(Metadata::new(
         geometry,
         l1,

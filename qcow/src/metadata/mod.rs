@@ -11,6 +11,7 @@
 //!   entry ([`L2Entry::REFUSED`]) is never written.
 
 pub(crate) mod clear;
+pub(crate) mod cluster_use;
 pub(crate) mod extents;
 mod in_flight;
 pub(crate) mod mapping;
@@ -18,7 +19,6 @@ pub(crate) mod plan;
 pub(crate) mod refcounts;
 pub(crate) mod slices;
 pub(crate) mod snapshot;
-pub(crate) mod structures;
 mod tables;
 
 use block::IoError;
@@ -27,11 +27,11 @@ use rustc_hash::FxHashSet;
 
 use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::{EntryError, Geometry, GuestCluster, GuestOffset, HostCluster, HostOffset, L1Entry};
+use cluster_use::InUse;
 use in_flight::InFlight;
 pub(crate) use mapping::{Extent, Lookup};
 use refcounts::{Refcounts, Stuck, TablePlace};
 use slices::SliceCache;
-use structures::InUse;
 
 /// The reason that a change cannot be planned under the lock.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -19,9 +19,9 @@ mod run;
 use block::IoError;
 use rustc_hash::{FxHashMap, FxHashSet};
 
+use super::cluster_use::{InUse, UseMap};
 use super::extents::FreeRuns;
 use super::slices::SliceCache;
-use super::structures::{InUse, Structures};
 use crate::format::{ClusterUse, Geometry, HostCluster, HostOffset, RefcountTableEntry};
 
 /// The reason that the allocator cannot go on under the lock.
@@ -81,7 +81,7 @@ pub(crate) struct Refcounts {
     pub(crate) fresh: FxHashSet<usize>,
     pub(crate) slices: SliceCache,
     /// The known use of clusters, whatever they count; empty unless the image is written.
-    pub(crate) structures: Structures,
+    pub(crate) uses: UseMap,
     /// Logarithm of the counts per slice.
     slice_bits: u32,
     cursor: HostCluster,
@@ -132,7 +132,7 @@ impl Refcounts {
             dirty_parts: FxHashSet::default(),
             fresh: FxHashSet::default(),
             slices: SliceCache::new(slice_bytes, cache_bytes.max(4 * run::count_bytes_max(&geometry))),
-            structures: Structures::default(),
+            uses: UseMap::default(),
             slice_bits,
             cursor: HostCluster::new(0),
             virgin: if limit == NO_LIMIT { file_end } else { NO_LIMIT },
@@ -301,7 +301,7 @@ impl Refcounts {
             Stuck::Failed(IoError::Corrupt)
         })?;
         if count == 0 {
-            self.structures.freed(cluster);
+            self.uses.freed(cluster);
         }
         Ok(())
     }
@@ -312,9 +312,9 @@ impl Refcounts {
     ///
     /// [`Stuck`]; [`Stuck::InUse`] if it is not free, whatever it counts.
     fn claim(&mut self, cluster: HostCluster) -> Result<(), Stuck> {
-        self.structures.check_free(cluster)?;
+        self.uses.check_free(cluster)?;
         self.set(cluster, 1)?;
-        self.structures.given(cluster);
+        self.uses.given(cluster);
         Ok(())
     }
 
@@ -419,7 +419,7 @@ impl Refcounts {
     /// Makes the refcount block of table entry `index` in cluster `cluster`. A block that is as new must count that
     /// cluster: otherwise the table could point at the block before its own count is durable.
     fn new_block_at(&mut self, index: usize, cluster: HostCluster) -> Result<(), Stuck> {
-        self.structures.check_free(cluster)?;
+        self.uses.check_free(cluster)?;
         let host = self.geometry.host_offset(cluster);
         let entry = self.table.get_mut(index).ok_or(IoError::Corrupt)?;
         *entry = RefcountTableEntry::encode(host);
@@ -431,7 +431,7 @@ impl Refcounts {
     /// Counts and records a refcount block of [`Refcounts::new_block_at`].
     fn claim_block(&mut self, cluster: HostCluster) -> Result<(), Stuck> {
         self.claim(cluster)?;
-        self.structures.made(ClusterUse::RefcountBlock, cluster, 1);
+        self.uses.made(ClusterUse::RefcountBlock, cluster, 1);
         self.end = self.end.max(cluster + 1);
         Ok(())
     }

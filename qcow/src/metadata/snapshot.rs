@@ -2,8 +2,8 @@
 //!
 //! It is taken under the lock and written without it. Changes made meanwhile are dirty for the next FLUSH.
 
+use super::cluster_use::UseMap;
 use super::refcounts::{Refcounts, TablePlace};
-use super::structures::Structures;
 use super::tables::L1_PART_BYTES;
 use super::{Dropped, Metadata};
 use crate::format::{ClusterUse, Geometry, HostOffset};
@@ -76,19 +76,13 @@ struct Keys {
 
 impl Snapshot {
     /// Records the first table that is not in a place of its kind.
-    fn expect(
-        &mut self,
-        structures: &Structures,
-        geometry: &Geometry,
-        structure: ClusterUse,
-        offset: HostOffset,
-    ) {
+    fn expect(&mut self, uses: &UseMap, geometry: &Geometry, structure: ClusterUse, offset: HostOffset) {
         let cluster = geometry.host_cluster(offset);
-        if !structures.is_place_of(structure, cluster) {
+        if !uses.is_place_of(structure, cluster) {
             self.misplaced.get_or_insert(Misplaced {
                 offset,
                 what: structure,
-                there: structures.find(cluster),
+                there: uses.find(cluster),
             });
         }
     }
@@ -149,7 +143,7 @@ impl Metadata {
             let Ok(Some(offset)) = self.table_offset(l1_index) else {
                 continue;
             };
-            snapshot.expect(&self.refcounts.structures, &geometry, ClusterUse::L2Table, offset);
+            snapshot.expect(&self.refcounts.uses, &geometry, ClusterUse::L2Table, offset);
             let range = self.table_slices(l1_index);
             let bytes = whole(cluster_size, range.start, within(&copies, range));
             snapshot.new_tables.push((offset, bytes));
@@ -160,7 +154,7 @@ impl Metadata {
                 continue;
             }
             if let Ok(Some(offset)) = self.slice_offset(slice) {
-                snapshot.expect(&self.refcounts.structures, &geometry, ClusterUse::L2Table, offset);
+                snapshot.expect(&self.refcounts.uses, &geometry, ClusterUse::L2Table, offset);
                 snapshot.l2.push((offset, bytes));
             }
         }
@@ -175,7 +169,7 @@ impl Metadata {
         };
         for part in parts {
             let offset = self.l1_place.offset + part as u64 * L1_PART_BYTES;
-            snapshot.expect(&self.refcounts.structures, &geometry, ClusterUse::L1Table, offset);
+            snapshot.expect(&self.refcounts.uses, &geometry, ClusterUse::L1Table, offset);
             snapshot.l1.push((offset, self.l1_part(part).into()));
         }
         if std::mem::take(&mut self.header_dirty) {
@@ -245,12 +239,7 @@ impl Refcounts {
             let Ok(Some(offset)) = self.block_offset(index) else {
                 continue;
             };
-            snapshot.expect(
-                &self.structures,
-                &self.geometry,
-                ClusterUse::RefcountBlock,
-                offset,
-            );
+            snapshot.expect(&self.uses, &self.geometry, ClusterUse::RefcountBlock, offset);
             let range = self.block_slices(index);
             snapshot
                 .new_blocks
@@ -262,12 +251,7 @@ impl Refcounts {
                 continue;
             }
             if let Ok(Some(offset)) = self.slice_offset(slice) {
-                snapshot.expect(
-                    &self.structures,
-                    &self.geometry,
-                    ClusterUse::RefcountBlock,
-                    offset,
-                );
+                snapshot.expect(&self.uses, &self.geometry, ClusterUse::RefcountBlock, offset);
                 snapshot.refcounts.push((offset, bytes));
             }
         }
@@ -277,12 +261,7 @@ impl Refcounts {
         if self.moved_from.is_empty() {
             for part in snapshot.keys.table_parts.clone() {
                 let offset = self.place.offset + part as u64 * 512;
-                snapshot.expect(
-                    &self.structures,
-                    &self.geometry,
-                    ClusterUse::RefcountTable,
-                    offset,
-                );
+                snapshot.expect(&self.uses, &self.geometry, ClusterUse::RefcountTable, offset);
                 snapshot.refcounts.push((offset, self.table_part(part).into()));
             }
         } else {
@@ -292,12 +271,7 @@ impl Refcounts {
             bytes.resize(self.place.clusters as usize * cluster_size, 0);
             for cluster in 0..self.place.clusters {
                 let offset = self.place.offset + cluster * cluster_size as u64;
-                snapshot.expect(
-                    &self.structures,
-                    &self.geometry,
-                    ClusterUse::RefcountTable,
-                    offset,
-                );
+                snapshot.expect(&self.uses, &self.geometry, ClusterUse::RefcountTable, offset);
             }
             snapshot.moved_table = Some((self.place, bytes.into()));
         }

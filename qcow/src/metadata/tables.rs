@@ -9,8 +9,8 @@ use std::task::Waker;
 use block::IoError;
 use block::sync::WaitList;
 
+use super::cluster_use::Exposed;
 use super::refcounts::{Stuck, TablePlace};
-use super::structures::Exposed;
 use super::{Blocked, Dropped, Metadata, corrupt};
 use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
 use crate::format::{
@@ -109,9 +109,7 @@ impl Metadata {
         if clusters > self.l1_place.clusters {
             let first = self.refcounts.allocate_run(clusters)?;
             let offset = self.geometry.host_offset(first);
-            self.refcounts
-                .structures
-                .made(ClusterUse::L1Table, first, clusters);
+            self.refcounts.uses.made(ClusterUse::L1Table, first, clusters);
             self.l1_moved_from.push(self.l1_place);
             self.l1_place = TablePlace { offset, clusters };
         }
@@ -162,7 +160,7 @@ impl Metadata {
             return Err(Blocked::LoadL2(slice));
         }
         self.l2.insert(slice, vec![0; self.l2.slice_bytes()].into(), true);
-        self.refcounts.structures.saw_slice(slice);
+        self.refcounts.uses.saw_slice(slice);
         Ok(slice)
     }
 
@@ -177,7 +175,7 @@ impl Metadata {
 
     /// Points an L1 entry at a table in host cluster `cluster` that is not on disk yet.
     fn set_table(&mut self, l1_index: usize, cluster: HostCluster) {
-        self.refcounts.structures.made(ClusterUse::L2Table, cluster, 1);
+        self.refcounts.uses.made(ClusterUse::L2Table, cluster, 1);
         let entry = L1Entry::encode(L2TableRef {
             host: self.geometry.host_offset(cluster),
             copied: true,
@@ -227,11 +225,11 @@ impl Metadata {
     /// In an image that is sound so far, a slice that comes back is as it was when it was checked. Reads use it at
     /// once, and [`Metadata::check_slice`] checks it again before anything is written through it.
     pub(crate) fn adopt_slice(&mut self, slice: u64, mut bytes: Box<[u8]>) -> Vec<Exposed> {
-        if !self.corrupt && self.refcounts.structures.has_seen(slice) {
+        if !self.corrupt && self.refcounts.uses.has_seen(slice) {
             self.l2.insert_unchecked(slice, bytes);
             return Vec::new();
         }
-        let exposed = self.refcounts.structures.admit(&self.geometry, slice, &bytes);
+        let exposed = self.refcounts.uses.admit(&self.geometry, slice, &bytes);
         self.corrupt |= refuse(&self.geometry, &mut bytes, &exposed);
         self.l2.insert(slice, bytes, false);
         exposed
@@ -242,7 +240,7 @@ impl Metadata {
         let Some(bytes) = self.l2.take_unchecked(slice) else {
             return Vec::new();
         };
-        let exposed = self.refcounts.structures.admit(&self.geometry, slice, bytes);
+        let exposed = self.refcounts.uses.admit(&self.geometry, slice, bytes);
         self.corrupt |= refuse(&self.geometry, bytes, &exposed);
         exposed
     }
@@ -253,7 +251,7 @@ impl Metadata {
         let slices = self.table_slices(l1_index);
         let parts = table.chunks_exact(self.l2.slice_bytes());
         for (slice, (at, part)) in slices.zip(parts.enumerate()) {
-            let exposed = self.refcounts.structures.admit(&self.geometry, slice, part);
+            let exposed = self.refcounts.uses.admit(&self.geometry, slice, part);
             if let Some(first) = exposed.first() {
                 self.corrupt = true;
                 return Some(Exposed {

@@ -13,7 +13,7 @@ pub(super) async fn load(walk: &mut Walk<'_>) {
     let table_bytes = subject.header.refcount_table_bytes();
     if table_bytes == 0 {
         walk.refcounts_damaged = true;
-        walk.note(ClusterUse::Header, 56, Remedy::Rebuild, || {
+        walk.report(ClusterUse::Header, 56, Remedy::Rebuild, || {
             "there is no refcount table".into()
         });
         return;
@@ -99,12 +99,12 @@ async fn list_blocks(walk: &mut Walk<'_>, table_at: HostOffset, entries: u64) ->
             Err(error) => error.to_string(),
         };
         walk.refcounts_damaged = true;
-        walk.note(ClusterUse::RefcountTable, entry_at, Remedy::Rebuild, || problem);
+        walk.report(ClusterUse::RefcountTable, entry_at, Remedy::Rebuild, || problem);
     };
     let table = for_each_entry(subject.file, ClusterUse::RefcountTable, table_at, entries, each).await;
     if let Err(error) = table {
         walk.refcounts_damaged = true;
-        walk.note_error(
+        walk.report_unreadable(
             ClusterUse::RefcountTable,
             table_at.bytes(),
             Remedy::Rebuild,
@@ -122,7 +122,7 @@ async fn list_blocks(walk: &mut Walk<'_>, table_at: HostOffset, entries: u64) ->
                 listed - blocks.len()
             )
         };
-        walk.note(
+        walk.report(
             ClusterUse::RefcountTable,
             table_at.bytes(),
             Remedy::Rebuild,

@@ -10,19 +10,17 @@
 //!   tables are read in parts.
 //! - A table that is read whole is read once: L1 tables and bitmap tables that overlap would multiply the file.
 
-use std::collections::BTreeMap;
+mod bitmaps;
+mod mapping;
+
 use std::ops::Range;
 
-use super::super::bitmaps::{consistent_bitmaps, for_each_bitmap};
 use super::super::counts::CountMap;
-use super::super::read::{SnapshotTableError, for_each_entry, for_each_snapshot, read};
+use super::super::references::Table;
 use super::claims::Claims;
 use super::{Findings, Remedy, Subject, refblocks};
-use crate::format::l1::{L1_TABLE_MAX_BYTES, OFFSET_MASK};
-use crate::format::{
-    BitmapCluster, BitmapDirectoryEntry, BitmapTableEntry, ClusterUse, EntryError, HostOffset, L1Entry,
-    L2Entry, L2Mapping, L2Table,
-};
+use crate::format::references::Reference;
+use crate::format::{ClusterUse, HostOffset};
 
 /// The number of references to a table.
 #[derive(Clone, Copy, Debug, Default)]
@@ -44,20 +42,11 @@ pub(crate) struct Stats {
 /// An L1 table.
 #[derive(Clone, Copy, Debug)]
 struct L1Table {
-    structure: ClusterUse,
-    offset: u64,
-    entries: u64,
+    table: Table,
     references: References,
     /// Its bytes also belong to another L1 table.
     overlaps: bool,
 }
-
-/// The most L2 tables that are listed at once.
-const TABLES_MAX: usize = 1 << 18;
-/// The memory of such a list for each table, in bytes: the nodes of the tree are half full.
-const TABLE_LISTED_BYTES: usize = 2 * size_of::<(u64, References)>();
-/// The most entries of a bitmap table that are checked together.
-const BITMAP_PART: u64 = 1 << 15;
 
 /// The state of a pass.
 #[derive(Debug)]
@@ -131,8 +120,8 @@ impl<'a> Walk<'a> {
         (self.memory_max_bytes, self.maps_max_bytes) = (max_bytes, max_bytes);
     }
 
-    /// Records a corruption that is not about a cluster's count.
-    pub(super) fn note(
+    /// Reports a corruption that is not about a cluster's count, in the first pass.
+    pub(super) fn report(
         &mut self,
         structure: ClusterUse,
         offset: u64,
@@ -144,8 +133,8 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Records that a structure could not be read.
-    pub(super) fn note_error(
+    /// Reports that a structure could not be read, in the first pass.
+    pub(super) fn report_unreadable(
         &mut self,
         structure: ClusterUse,
         offset: u64,
@@ -168,13 +157,7 @@ impl<'a> Walk<'a> {
         self.list_l1_tables().await;
         let l1_tables = std::mem::take(&mut self.l1_tables);
         for table in &l1_tables {
-            self.claim(
-                table.structure,
-                table.offset,
-                table.entries * 8,
-                table.references.all,
-                Remedy::None,
-            );
+            self.claim_table(&table.table, table.references.all);
         }
         self.l1_tables = l1_tables;
         if self.is_over_budget() {
@@ -191,337 +174,10 @@ impl<'a> Walk<'a> {
         self.find_shared_metadata();
     }
 
-    /// Walks the L2 tables.
-    async fn walk_tables(&mut self) {
-        let cluster_size = self.subject.geometry.cluster_size();
-        let mut after = None;
-        loop {
-            let tables = self.tables_behind(after).await;
-            if after.is_none() {
-                // The first list is the longest.
-                self.set_aside(tables.len() * TABLE_LISTED_BYTES);
-            }
-            for (&offset, &references) in &tables {
-                self.claim(
-                    ClusterUse::L2Table,
-                    offset,
-                    cluster_size,
-                    references.all,
-                    Remedy::None,
-                );
-                self.walk_l2(offset, references).await;
-                if self.is_over_budget() {
-                    return;
-                }
-            }
-            after = tables.last_key_value().map(|(&last, _)| last);
-            if tables.len() < TABLES_MAX {
-                return;
-            }
-        }
-    }
-
-    /// Finds every L1 table and its number of references.
-    async fn list_l1_tables(&mut self) {
-        let Subject {
-            file,
-            header,
-            geometry,
-            file_len,
-        } = *self.subject;
-        let mut tables: BTreeMap<(u64, u64), References> = BTreeMap::new();
-        let active = (header.l1_offset.bytes(), u64::from(header.l1_entries));
-        if active.1 > 0 {
-            tables.insert(active, References { all: 1, active: 1 });
-        }
-        let table_at = header.snapshot_table_offset.bytes();
-        if header.snapshot_count > 0 {
-            let each = |index: u32, snapshot: crate::format::SnapshotEntry| {
-                let (offset, entries) = (snapshot.l1_offset, u64::from(snapshot.l1_entries));
-                let problem = if !offset.is_aligned_to(geometry.cluster_size()) {
-                    Some(format!("its L1 table, at {offset}, is not cluster-aligned"))
-                } else if entries * 8 > L1_TABLE_MAX_BYTES {
-                    Some(format!(
-                        "its L1 table has {entries} entries; expected at most 32 MiB"
-                    ))
-                } else {
-                    None
-                };
-                if !snapshot.is_complete(header.version) {
-                    let extra = snapshot.extra.len();
-                    self.note(ClusterUse::SnapshotTable, table_at, Remedy::None, || {
-                        format!("snapshot {index} has {extra} bytes of extra data; expected at least 16")
-                    });
-                }
-                if let Some(problem) = problem {
-                    let message = || format!("snapshot {index}: {problem}");
-                    self.note(ClusterUse::SnapshotTable, table_at, Remedy::None, message);
-                } else if entries > 0 {
-                    tables.entry((offset.bytes(), entries)).or_default().all += 1;
-                }
-            };
-            match for_each_snapshot(file, header, file_len, each).await {
-                Ok(len) => {
-                    self.claim(ClusterUse::SnapshotTable, table_at, len, 1, Remedy::None);
-                }
-                Err(error) => {
-                    let message = || error.to_string();
-                    match error {
-                        SnapshotTableError::Read(_) => {
-                            self.note_error(ClusterUse::SnapshotTable, table_at, Remedy::None, message);
-                        }
-                        _ => self.note(ClusterUse::SnapshotTable, table_at, Remedy::None, message),
-                    }
-                    // Entries before the damage prove nothing about those after it.
-                    tables.retain(|&key, _| key == active);
-                }
-            }
-        }
-        self.l1_tables = lay_out(&tables, active);
-        self.set_aside(self.l1_tables.capacity() * size_of::<L1Table>());
-    }
-
     /// Stops reporting: the faults are known and are being repaired.
-    pub(crate) fn hush(&mut self) {
+    pub(crate) fn stop_reporting(&mut self) {
         self.first = false;
         self.with_on_disk = false;
-    }
-
-    /// Returns the first L2 tables, by offset, after `after`; fewer than [`TABLES_MAX`] if these are the last. Faults
-    /// of L1 tables are reported when listing begins.
-    pub(crate) async fn tables_behind(&mut self, after: Option<u64>) -> BTreeMap<u64, References> {
-        let mut tables = BTreeMap::new();
-        let l1_tables = std::mem::take(&mut self.l1_tables);
-        for table in l1_tables.iter().filter(|table| !table.overlaps) {
-            self.walk_l1(*table, after, &mut tables).await;
-        }
-        self.l1_tables = l1_tables;
-        tables
-    }
-
-    async fn walk_l1(&mut self, l1: L1Table, after: Option<u64>, tables: &mut BTreeMap<u64, References>) {
-        let Subject { file, geometry, .. } = *self.subject;
-        let structure = l1.structure;
-        let (tell, table_at) = (after.is_none(), HostOffset::new(l1.offset));
-        // Its clusters were claimed; missing ones have been reported.
-        if !self.ends_in_file(l1.offset, l1.entries * 8) {
-            return;
-        }
-        self.find_missing_part(structure, l1.offset, l1.entries * 8);
-        // The last table there is room for; those after it are for the next time.
-        let mut largest = u64::MAX;
-        if tables.len() == TABLES_MAX {
-            largest = tables.last_key_value().map_or(u64::MAX, |(&last, _)| last);
-        }
-        let each = |index: u64, raw: u64| {
-            if raw == 0 {
-                return;
-            }
-            // Most entries of a long list are for another time: the cheapest test comes first.
-            let place = raw & OFFSET_MASK;
-            let is_listed = after.is_some_and(|after| place <= after);
-            let is_too_far = place > largest;
-            if (is_listed || is_too_far) && !tell {
-                return;
-            }
-            let entry_at = table_at.bytes() + index * 8;
-            let entry = L1Entry::from_raw(raw);
-            let table = entry.decode(&geometry);
-            if let (Err(error), true) = (&table, tell) {
-                self.note(structure, entry_at, Remedy::None, || error.to_string());
-            }
-            let offset = match table {
-                Ok(Some(table)) => table.host.bytes(),
-                Err(EntryError::ReservedBits { .. }) => place,
-                Ok(None) | Err(_) => 0,
-            };
-            if offset == 0 || geometry.offset_in_cluster(offset) != 0 {
-                return;
-            }
-            if !self.is_inside(structure, entry_at, offset, geometry.cluster_size(), tell) {
-                return;
-            }
-            if l1.references.active > 0 && tell {
-                self.check_copied(structure, entry_at, raw, offset);
-            }
-            if is_listed || is_too_far {
-                return;
-            }
-            let known: &mut References = tables.entry(offset).or_default();
-            known.all = known.all.saturating_add(l1.references.all);
-            known.active += l1.references.active;
-            if tables.len() > TABLES_MAX {
-                tables.pop_last();
-            }
-            if tables.len() == TABLES_MAX {
-                largest = tables.last_key_value().map_or(u64::MAX, |(&last, _)| last);
-            }
-        };
-        let walked = for_each_entry(file, structure, table_at, l1.entries, each).await;
-        if let (Err(error), true) = (walked, tell) {
-            self.note_error(structure, table_at.bytes(), Remedy::None, || error.to_string());
-        }
-    }
-
-    async fn walk_l2(&mut self, table_at: u64, references: References) {
-        let Subject { file, geometry, .. } = *self.subject;
-        self.find_missing_part(ClusterUse::L2Table, table_at, geometry.cluster_size());
-        if self.is_in_hole(table_at, geometry.cluster_size()) {
-            return;
-        }
-        let table = match read(
-            file,
-            ClusterUse::L2Table,
-            table_at,
-            geometry.cluster_size() as usize,
-        )
-        .await
-        {
-            Ok(table) => table,
-            Err(error) => {
-                self.note_error(ClusterUse::L2Table, table_at, Remedy::None, || error.to_string());
-                return;
-            }
-        };
-        let mut next_contiguous = None;
-        let entries = L2Table::new(&table, &geometry).iter().enumerate();
-        for (index, entry) in entries.filter(|(_, entry)| *entry != L2Entry::UNALLOCATED) {
-            let entry_at = table_at + L2Table::offset_of(&geometry, index);
-            let mapping = entry.decode(&geometry);
-            if let Err(error) = mapping {
-                let remedy = match error {
-                    EntryError::CompressedCopied { .. } => Remedy::Rebuild,
-                    _ => Remedy::None,
-                };
-                self.note(ClusterUse::L2Table, entry_at, remedy, || error.to_string());
-            }
-            if let Some(extent) = entry.compressed_extent(&geometry) {
-                let (start, len) = (extent.host.bytes(), u64::from(extent.len_max));
-                self.count(entry_at, start, len, references.all);
-                self.stats.allocated += references.active;
-                self.stats.compressed += references.active;
-                self.stats.fragmented += references.active;
-                continue;
-            }
-            let host = match mapping {
-                Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => host.bytes(),
-                Err(EntryError::ReservedBits { .. } | EntryError::ZeroFlagInVersion2 { .. })
-                    if !entry.is_compressed() =>
-                {
-                    entry.raw() & OFFSET_MASK
-                }
-                _ => continue,
-            };
-            if host == 0 || geometry.offset_in_cluster(host) != 0 {
-                continue;
-            }
-            self.stats.allocated += references.active;
-            if next_contiguous.is_some_and(|next| next != host) {
-                self.stats.fragmented += references.active;
-            }
-            next_contiguous = host.checked_add(geometry.cluster_size());
-            let inside = self.count(entry_at, host, geometry.cluster_size(), references.all);
-            if inside && references.active > 0 {
-                self.check_copied(ClusterUse::L2Table, entry_at, entry.raw(), host);
-            }
-        }
-    }
-
-    /// Checks an entry's COPIED flag against the refcount of its cluster, if that is in the window.
-    fn check_copied(&mut self, structure: ClusterUse, entry_at: u64, raw: u64, host: u64) {
-        let cluster = host / self.subject.geometry.cluster_size();
-        if !self.with_on_disk || !self.window.contains(&cluster) {
-            return;
-        }
-        let refcount = self.on_disk.get(cluster);
-        let copied = L2Entry::from_raw(raw).is_copied();
-        if copied != (refcount == 1) {
-            self.findings
-                .corruption(structure, entry_at, Remedy::Rebuild, || {
-                    let state = if copied { "set" } else { "clear" };
-                    format!("entry {raw:#018x} has COPIED {state}, but its cluster's refcount is {refcount}")
-                });
-        }
-    }
-
-    async fn walk_bitmaps(&mut self) {
-        let Subject {
-            file,
-            header,
-            geometry,
-            file_len,
-        } = *self.subject;
-        let Some(extension) = consistent_bitmaps(header) else {
-            return;
-        };
-        let directory_at = extension.directory_offset.bytes();
-        let mut tables = Vec::new();
-        let each = |entry_at: u64, entry: BitmapDirectoryEntry| match entry.validate(&geometry) {
-            Ok(()) => tables.push((entry.table_offset, u64::from(entry.table_entries))),
-            Err(error) => self.note(ClusterUse::BitmapDirectory, entry_at, Remedy::None, || {
-                error.to_string()
-            }),
-        };
-        if let Err(error) = for_each_bitmap(file, header, &extension, file_len, each).await {
-            self.note(ClusterUse::BitmapDirectory, directory_at, Remedy::None, || {
-                error.to_string()
-            });
-            return;
-        }
-        let len = extension.directory_size;
-        self.claim(ClusterUse::BitmapDirectory, directory_at, len, 1, Remedy::None);
-        tables.sort_unstable();
-        let mut read_until = 0;
-        for (table_at, count) in tables {
-            let inside = self.claim(
-                ClusterUse::BitmapTable,
-                table_at.bytes(),
-                count * 8,
-                1,
-                Remedy::None,
-            );
-            if !inside || table_at.bytes() < read_until {
-                continue;
-            }
-            read_until = table_at.bytes() + count * 8;
-            if self.is_over_budget() {
-                return;
-            }
-            for first in (0..count).step_by(BITMAP_PART as usize) {
-                let part_at = HostOffset::new(table_at.bytes() + first * 8);
-                self.walk_bitmap_part(part_at, (count - first).min(BITMAP_PART))
-                    .await;
-            }
-        }
-    }
-
-    async fn walk_bitmap_part(&mut self, part_at: HostOffset, count: u64) {
-        let Subject { file, geometry, .. } = *self.subject;
-        let cluster_size = geometry.cluster_size();
-        let each = |index: u64, raw: u64| {
-            let at = part_at.bytes() + index * 8;
-            match BitmapTableEntry::from_raw(raw).decode(&geometry) {
-                Ok(BitmapCluster::Data(host)) => {
-                    if self.is_inside(ClusterUse::BitmapTable, at, host.bytes(), cluster_size, true) {
-                        self.claim(
-                            ClusterUse::BitmapData,
-                            host.bytes(),
-                            cluster_size,
-                            1,
-                            Remedy::None,
-                        );
-                    }
-                }
-                Ok(BitmapCluster::Zeros | BitmapCluster::Ones) => {}
-                Err(error) => self.note(ClusterUse::BitmapTable, at, Remedy::None, || error.to_string()),
-            }
-        };
-        let walked = for_each_entry(file, ClusterUse::BitmapTable, part_at, count, each).await;
-        if let Err(error) = walked {
-            self.note_error(ClusterUse::BitmapTable, part_at.bytes(), Remedy::None, || {
-                error.to_string()
-            });
-        }
     }
 
     /// Returns true if a range ends in the file. Like QEMU, allows the last cluster of the file to be there only in
@@ -557,31 +213,37 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Returns true if `len` bytes at `offset` are in the file; reports them otherwise, if `tell` is set.
-    fn is_inside(&mut self, structure: ClusterUse, entry_at: u64, offset: u64, len: u64, tell: bool) -> bool {
+    /// Returns true if `len` bytes at `offset` are in the file; reports them otherwise, if `report` is set.
+    fn is_inside(
+        &mut self,
+        structure: ClusterUse,
+        entry_at: u64,
+        offset: u64,
+        len: u64,
+        report: bool,
+    ) -> bool {
         let inside = self.ends_in_file(offset, len);
-        if !inside && tell {
+        if !inside && report {
             let file_len = self.subject.file_len;
-            self.note(structure, entry_at, Remedy::None, || {
+            self.report(structure, entry_at, Remedy::None, || {
                 format!("refers to {offset:#x} and {len:#x} bytes on; the file ends at {file_len:#x}")
             });
         }
         inside
     }
 
-    /// Counts references from an L2 entry to a range of the file. Returns `false` if the range is not in the file.
-    fn count(&mut self, entry_at: u64, offset: u64, len: u64, references: u64) -> bool {
-        if !self.is_inside(ClusterUse::L2Table, entry_at, offset, len, true) {
+    /// Counts references from an L2 entry to guest data. Returns `false` if that is not in the file.
+    fn count(&mut self, entry_at: u64, data: Reference, references: u64) -> bool {
+        if !self.is_inside(ClusterUse::L2Table, entry_at, data.host.bytes(), data.len, true) {
             return false;
         }
         let geometry = self.subject.geometry;
         let max = geometry.refcount_max();
-        let last = offset.saturating_add(len.saturating_sub(1));
-        let clusters = offset / geometry.cluster_size()..=last / geometry.cluster_size();
-        for cluster in clusters {
+        for cluster in data.clusters(&geometry) {
             if self.is_over_budget() {
                 break;
             }
+            let cluster = cluster.index();
             if !self.expected.add(cluster, references, max) {
                 self.findings
                     .corruption(ClusterUse::L2Table, entry_at, Remedy::None, || {
@@ -590,6 +252,12 @@ impl<'a> Walk<'a> {
             }
         }
         true
+    }
+
+    /// Counts a table as [`Self::claim`] does.
+    fn claim_table(&mut self, table: &Table, references: u64) -> bool {
+        let (offset, len) = (table.offset.bytes(), table.bytes());
+        self.claim(table.kind, offset, len, references, Remedy::None)
     }
 
     /// Counts a range as metadata that nothing else may refer to. Returns `false` if it is not in the file.
@@ -607,7 +275,7 @@ impl<'a> Walk<'a> {
         let geometry = self.subject.geometry;
         if !self.ends_in_file(offset, len) {
             let file_len = self.subject.file_len;
-            self.note(structure, offset, remedy, || {
+            self.report(structure, offset, remedy, || {
                 format!("has {len:#x} bytes; the file ends at {file_len:#x}")
             });
             return false;
@@ -660,33 +328,4 @@ impl<'a> Walk<'a> {
             }
         }
     }
-}
-
-/// Returns the L1 tables in order, the active one first. Those that overlap it, or one before them, are marked.
-fn lay_out(tables: &BTreeMap<(u64, u64), References>, active: (u64, u64)) -> Vec<L1Table> {
-    let end = |(offset, entries): (u64, u64)| offset.saturating_add(entries * 8);
-    let mut read_until = 0;
-    let mut list = Vec::new();
-    for (&key, &references) in tables {
-        let is_active = references.active > 0;
-        let over_active = key.0 < end(active) && active.0 < end(key);
-        let overlaps = !is_active && (key.0 < read_until || over_active);
-        if !overlaps {
-            read_until = read_until.max(end(key));
-        }
-        let structure = if is_active {
-            ClusterUse::L1Table
-        } else {
-            ClusterUse::SnapshotL1Table
-        };
-        list.push(L1Table {
-            structure,
-            offset: key.0,
-            entries: key.1,
-            references,
-            overlaps,
-        });
-    }
-    list.sort_by_key(|table| table.references.active == 0);
-    list
 }

@@ -21,7 +21,7 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Res
         geometry,
         ..
     } = *walk.subject;
-    walk.hush();
+    walk.stop_reporting();
     let window = walk.window.clone();
     // Lent, as a copy would take as much again. Listing tables does not need them.
     let none = || CountMap::new(window.clone());

@@ -182,7 +182,7 @@ impl Refcounts {
                 return Err(no_space());
             }
             for cluster in plan.first.until(plan.end()) {
-                self.structures.check_free(cluster)?;
+                self.uses.check_free(cluster)?;
             }
             return Ok(plan);
         }
@@ -202,7 +202,7 @@ impl Refcounts {
             if self.get(cluster)? != 0 {
                 return Ok(Some(cluster + 1));
             }
-            self.structures.check_free(cluster)?;
+            self.uses.check_free(cluster)?;
         }
         Ok(None)
     }
@@ -259,11 +259,10 @@ impl Refcounts {
                 return Err(stuck);
             }
         }
-        self.structures
-            .made(ClusterUse::RefcountBlock, plan.first, plan.blocks);
+        self.uses.made(ClusterUse::RefcountBlock, plan.first, plan.blocks);
         if plan.table > 0 {
             let first = plan.first + plan.blocks;
-            self.structures.made(ClusterUse::RefcountTable, first, plan.table);
+            self.uses.made(ClusterUse::RefcountTable, first, plan.table);
             self.moved_from.push(self.place);
             self.place = TablePlace {
                 offset: self.geometry.host_offset(first),

@@ -7,9 +7,9 @@
 //!
 //! | a write | is checked |
 //! |---|---|
-//! | over a guest's own cluster | when its slice is loaded first, and before the first write through it later ([`Structures::admit`]) |
-//! | to a fresh cluster | when the allocator takes it ([`Structures::check_free`]) |
-//! | of a table, at FLUSH | when it is copied for writing ([`Structures::find`]) |
+//! | over a guest's own cluster | when its slice is loaded first, and before the first write through it later ([`UseMap::admit`]) |
+//! | to a fresh cluster | when the allocator takes it ([`UseMap::check_free`]) |
+//! | of a table, at FLUSH | when it is copied for writing ([`UseMap::find`]) |
 //!
 //! So the hot path pays nothing, a load pays one lookup for each 64 neighbouring clusters, an allocation one lookup.
 //!
@@ -26,9 +26,9 @@ use std::fmt;
 use known::Known;
 use rustc_hash::FxHashMap;
 
+use crate::format::references::{Reference, references};
 use crate::format::{
-    ClusterUse, CompressedExtent, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Entry, L2Mapping,
-    L2Table, RefcountTableEntry,
+    ClusterUse, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Table, RefcountTableEntry,
 };
 
 /// Two structures overlap, or one is not counted.
@@ -54,14 +54,6 @@ pub enum StructureError {
         /// The refcount table entry that should point to its count.
         index: usize,
     },
-}
-
-/// A place that belongs to snapshots or bitmaps.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Extra {
-    pub(crate) structure: ClusterUse,
-    pub(crate) offset: HostOffset,
-    pub(crate) bytes: u64,
 }
 
 /// A cluster that counts zero and is in use all the same.
@@ -142,7 +134,7 @@ fn entries_in(memory: u64, entry_bytes: usize) -> usize {
 
 /// The known use of the host clusters of an image that is written.
 #[derive(Debug, Default)]
-pub(crate) struct Structures {
+pub(crate) struct UseMap {
     /// True if the image is written at all; otherwise nothing is kept and everything is admitted.
     watching: bool,
     clusters: Known,
@@ -158,7 +150,7 @@ fn place(index: u64) -> (u64, u64) {
     (index / 64, 1 << (index % 64))
 }
 
-impl Structures {
+impl UseMap {
     /// Gathers the structures of an image as it is on disk. Entries that do not decode are skipped. Records of the
     /// mapping may take about `memory` bytes.
     ///
@@ -169,26 +161,31 @@ impl Structures {
         header: &Header,
         l1: &[L1Entry],
         table: &[RefcountTableEntry],
-        extras: &[Extra],
+        guarded: &[Reference],
         memory: u64,
     ) -> Result<Self, StructureError> {
         let geometry = header.geometry();
-        let mut structures = Self {
+        let mut uses = Self {
             watching: true,
             words_max: entries_in(memory, size_of::<(u64, Word)>()).max(WORDS_MIN),
             ..Self::default()
         };
-        let blocks = || table.iter().filter_map(|entry| entry.decode(&geometry).ok()?);
+        let blocks = || references(table.iter().copied(), &geometry).map(|(_, _, block)| block);
         let own = geometry.clusters_for(header.refcount_table_bytes()) + blocks().count() as u64;
-        structures.add_all(header, l1, extras, own);
-        let at = header.refcount_table_offset;
-        let bytes = header.refcount_table_bytes();
-        structures.add(&geometry, ClusterUse::RefcountTable, at, bytes);
+        uses.add_all(header, l1, guarded, own);
+        uses.add(
+            &geometry,
+            Reference {
+                target: ClusterUse::RefcountTable,
+                host: header.refcount_table_offset,
+                len: header.refcount_table_bytes(),
+            },
+        );
         for block in blocks() {
-            structures.add(&geometry, ClusterUse::RefcountBlock, block, 1);
+            uses.add(&geometry, block);
         }
-        structures.sort(&geometry)?;
-        for (cluster, structure) in structures.clusters.iter() {
+        uses.sort(&geometry)?;
+        for (cluster, structure) in uses.clusters.iter() {
             let index = geometry.refcount_table_index(cluster);
             let missing = table
                 .get(index)
@@ -201,7 +198,7 @@ impl Structures {
                 });
             }
         }
-        Ok(structures)
+        Ok(uses)
     }
 
     /// Looks for overlapping structures before the refcounts are rebuilt: the refcount structures are left out.
@@ -209,41 +206,39 @@ impl Structures {
     /// # Errors
     ///
     /// [`StructureError::Overlap`].
-    pub(crate) fn compare(header: &Header, l1: &[L1Entry], extras: &[Extra]) -> Result<(), StructureError> {
-        let mut structures = Self::default();
-        structures.add_all(header, l1, extras, 0);
-        structures.sort(&header.geometry())
+    pub(crate) fn compare(
+        header: &Header,
+        l1: &[L1Entry],
+        guarded: &[Reference],
+    ) -> Result<(), StructureError> {
+        let mut uses = Self::default();
+        uses.add_all(header, l1, guarded, 0);
+        uses.sort(&header.geometry())
     }
 
     /// Adds all structures but the refcount structures, for which there is room for `more` clusters.
-    fn add_all(&mut self, header: &Header, l1: &[L1Entry], extras: &[Extra], more: u64) {
+    fn add_all(&mut self, header: &Header, l1: &[L1Entry], guarded: &[Reference], more: u64) {
         let geometry = header.geometry();
-        let tables = || l1.iter().filter_map(|entry| entry.decode(&geometry).ok()?);
-        let extra: u64 = extras
-            .iter()
-            .map(|extra| geometry.clusters_for(extra.bytes))
-            .sum();
-        let known = 1 + geometry.clusters_for(header.l1_bytes()) + tables().count() as u64 + extra;
-        self.clusters = Known::with_capacity(known + more);
-        self.add(&geometry, ClusterUse::Header, HostOffset::new(0), 1);
-        self.add(
-            &geometry,
-            ClusterUse::L1Table,
-            header.l1_offset,
-            header.l1_bytes(),
-        );
-        for table in tables() {
-            self.add(&geometry, ClusterUse::L2Table, table.host, 1);
+        let tables = || references(l1.iter().copied(), &geometry).map(|(_, _, table)| table);
+        let guarded_clusters = guarded.iter().map(|table| geometry.clusters_for(table.len));
+        let known = 1 + geometry.clusters_for(header.l1_bytes()) + tables().count() as u64;
+        self.clusters = Known::with_capacity(known + guarded_clusters.sum::<u64>() + more);
+        let own = [
+            (ClusterUse::Header, HostOffset::new(0), 1),
+            (ClusterUse::L1Table, header.l1_offset, header.l1_bytes()),
+        ];
+        for (target, host, len) in own {
+            self.add(&geometry, Reference { target, host, len });
         }
-        for extra in extras {
-            self.add(&geometry, extra.structure, extra.offset, extra.bytes);
+        for table in tables().chain(guarded.iter().copied()) {
+            self.add(&geometry, table);
         }
     }
 
-    fn add(&mut self, geometry: &Geometry, structure: ClusterUse, offset: HostOffset, bytes: u64) {
-        let first = geometry.host_cluster(offset);
-        for cluster in first.until(first + geometry.clusters_for(bytes)) {
-            self.clusters.push(structure, cluster);
+    fn add(&mut self, geometry: &Geometry, structure: Reference) {
+        let first = geometry.host_cluster(structure.host);
+        for cluster in first.until(first + geometry.clusters_for(structure.len)) {
+            self.clusters.push(structure.target, cluster);
         }
     }
 
@@ -363,15 +358,9 @@ impl Structures {
         let is_old = !self.saw_slice(slice);
         let mut current = (u64::MAX, Word::default());
         let mut structures = 0;
-        for (index, entry) in L2Table::new(bytes, geometry).iter().enumerate() {
-            if entry == L2Entry::UNALLOCATED {
-                continue;
-            }
-            let Some((first, last)) = targets(entry, geometry) else {
-                continue;
-            };
-            let end = geometry.host_cluster(last) + 1;
-            for cluster in geometry.host_cluster(first).until(end) {
+        let entries = L2Table::new(bytes, geometry).iter();
+        for (index, entry, data) in references(entries, geometry) {
+            for cluster in data.clusters(geometry) {
                 let (key, bit) = place(cluster.index());
                 if current.0 != key {
                     self.put_mapped(current);
@@ -392,7 +381,7 @@ impl Structures {
                 };
                 exposed.push(Exposed {
                     index,
-                    host: first,
+                    host: data.host,
                     reason,
                 });
                 break;
@@ -410,17 +399,4 @@ impl Structures {
             *place = word;
         }
     }
-}
-
-/// Returns the first and the last host byte that an entry refers to, if any.
-fn targets(entry: L2Entry, geometry: &Geometry) -> Option<(HostOffset, HostOffset)> {
-    match entry.decode(geometry) {
-        Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => Some((host, host)),
-        Ok(L2Mapping::Compressed(extent)) => Some((extent.host, last_of(extent))),
-        _ => None,
-    }
-}
-
-fn last_of(extent: CompressedExtent) -> HostOffset {
-    HostOffset::new(extent.end() - 1)
 }

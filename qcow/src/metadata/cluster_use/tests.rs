@@ -23,15 +23,15 @@ fn maps_take_what_they_may_and_no_more() {
 
 #[test]
 fn slices_past_so_many_count_as_seen() {
-    let mut structures = Structures {
+    let mut uses = UseMap {
         watching: true,
-        ..Structures::default()
+        ..UseMap::default()
     };
     for word in 0..SEEN_MAX as u64 {
-        assert!(!structures.saw_slice(word * 64));
+        assert!(!uses.saw_slice(word * 64));
     }
-    assert!(!structures.saw_slice(1), "there is a word for it");
-    assert!(structures.saw_slice(1) && structures.has_seen(1));
-    assert!(structures.saw_slice(SEEN_MAX as u64 * 64), "there is none");
-    assert_eq!(structures.seen.len(), SEEN_MAX);
+    assert!(!uses.saw_slice(1), "there is a word for it");
+    assert!(uses.saw_slice(1) && uses.has_seen(1));
+    assert!(uses.saw_slice(SEEN_MAX as u64 * 64), "there is none");
+    assert_eq!(uses.seen.len(), SEEN_MAX);
 }
