@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op, Request};
-use qcow::image::{CheckReport, Extent, Severity, Verdict, check, repair};
+use qcow::image::{CheckReport, RepairScope, Severity, Verdict, check, repair};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, Random, SimImage, SimWorld};
 
@@ -234,14 +234,14 @@ fn write_to(world: &SimWorld, cx: &Context, should: &[Vec<Vec<u8>>; 2]) -> Optio
 }
 
 /// Repairs the image step by step; `look` sees what a cut can leave whenever that changes.
-fn repair_step_by_step(world: &SimWorld, extent: Extent, mut look: impl FnMut()) {
+fn repair_step_by_step(world: &SimWorld, scope: RepairScope, mut look: impl FnMut()) {
     let cx = world.context(64);
     let view = world.file(DISK, true).view(&cx).expect("a view");
     let done = Rc::new(Cell::new(false));
     let set_done = Rc::clone(&done);
     cx.spawn(async move {
-        let report = repair(&view, extent).await.expect("a repair");
-        if extent == Extent::All {
+        let report = repair(&view, scope).await.expect("a repair");
+        if scope == RepairScope::All {
             assert_eq!(
                 report.after.verdict(),
                 Verdict::Clean,
@@ -405,16 +405,16 @@ fn damaged(sound: &Image) -> Vec<(&'static str, Image)> {
 
 #[test]
 fn a_repair_that_the_power_cuts_leaves_nothing_worse_than_it_was() {
-    cut_everywhere(Extent::All);
+    cut_everywhere(RepairScope::All);
 }
 
 #[test]
 fn a_repair_of_leaks_that_the_power_cuts_leaves_nothing_worse_than_it_was() {
-    cut_everywhere(Extent::Leaks);
+    cut_everywhere(RepairScope::Leaks);
 }
 
 #[expect(clippy::print_stdout, reason = "how far it looked is part of the result")]
-fn cut_everywhere(extent: Extent) {
+fn cut_everywhere(scope: RepairScope) {
     let (mut judged, mut drawn) = (0, 0);
     let sound = sound();
     for (what, damaged) in damaged(&sound) {
@@ -425,7 +425,7 @@ fn cut_everywhere(extent: Extent) {
         let (judge, cx) = calm(&world, start.clone());
         let before = look(&judge, &cx);
         assert_ne!(before.verdict(), Verdict::Clean, "{what}");
-        if extent == Extent::Leaks && (before.leaks == 0 || what.contains("lost")) {
+        if scope == RepairScope::Leaks && (before.leaks == 0 || what.contains("lost")) {
             continue;
         }
         let (was_wrong, was_uncounted) = (wrong(&before), uncounted(&before));
@@ -442,7 +442,7 @@ fn cut_everywhere(extent: Extent) {
         let mut seen = HashSet::new();
         let mut random = Random::new(7);
         let mut written = 0;
-        repair_step_by_step(&world, extent, || {
+        repair_step_by_step(&world, scope, || {
             let space = world.crash_space(DISK);
             let all = space.count() <= STATES_PER_INSTANT;
             drawn += u64::from(!all);
@@ -485,7 +485,7 @@ fn cut_everywhere(extent: Extent) {
                 let (again, cx) = calm(&world, state);
                 let view = again.file(DISK, true).view(&cx).expect("a view");
                 let report = cx
-                    .block_on(repair(&view, Extent::All))
+                    .block_on(repair(&view, RepairScope::All))
                     .expect("nothing waits for ever");
                 let after = report.expect("a repair").after;
                 assert_eq!(after.verdict(), Verdict::Clean, "{name}: {:?}", after.findings);

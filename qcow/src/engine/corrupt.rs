@@ -9,11 +9,11 @@ use std::rc::Rc;
 use block::IoError;
 use block::report::Kind;
 
-use super::{Queue, chores, header};
+use super::{Queue, background, header};
 use crate::format::{ClusterUse, GuestOffset, HostOffset, Incompatible, L2Table, Version};
 use crate::metadata::Lookup;
 use crate::metadata::cluster_use::{Exposed, InUse};
-use crate::metadata::snapshot::Misplaced;
+use crate::metadata::write_back::Misplaced;
 
 /// Logs the corruption that a lookup at a guest offset found, marks the image, and returns the error for the request.
 pub(super) fn found(queue: &Rc<Queue>, lookup: Lookup, offset: GuestOffset) -> IoError {
@@ -88,7 +88,7 @@ pub(super) fn mark(queue: &Rc<Queue>) {
     if !shared.mark_corrupt() || shared.policy.read_only || shared.geometry.version() == Version::V2 {
         return;
     }
-    chores::start(queue, async |queue: Rc<Queue>| {
+    background::start(queue, async |queue: Rc<Queue>| {
         let written = header::change(&queue, |fields| {
             fields.set_incompatible(fields.incompatible() | Incompatible::CORRUPT);
         });

@@ -18,10 +18,10 @@ use block::join_all;
 pub(super) use block::rounds::Rounds;
 use block::{AlignedBuf, IoError};
 
-use super::{Queue, Shared, chores, corrupt, header, reclaim};
+use super::{Queue, Shared, background, corrupt, header, reclaim};
 use crate::format::HostOffset;
 use crate::metadata::Dropped;
-use crate::metadata::snapshot::{Place, Snapshot};
+use crate::metadata::write_back::{Place, WriteBackSet};
 
 /// Makes every write answered before this call, on any queue, durable.
 pub(super) async fn flush(queue: &Rc<Queue>) -> Result<(), IoError> {
@@ -38,7 +38,7 @@ pub(super) fn in_background(queue: &Rc<Queue>) {
     if queue.shared.rounds.lock().is_running() {
         return;
     }
-    chores::start(queue, async |queue: Rc<Queue>| {
+    background::start(queue, async |queue: Rc<Queue>| {
         if let Err(error) = flush(&queue).await {
             let image = queue.shared.file.path().display();
             tracing::warn!(%image, %error, "metadata could not be written back; it stays in memory");
@@ -49,17 +49,17 @@ pub(super) fn in_background(queue: &Rc<Queue>) {
 async fn round(queue: &Rc<Queue>) -> Result<(), IoError> {
     let shared = &queue.shared;
     shared.file.check_syncs()?;
-    let snapshot = shared.write()?.snapshot();
-    let freeing = !snapshot.drops.is_empty();
-    let mut snapshot = SnapshotGuard {
+    let set = shared.write()?.take_write_back_set();
+    let freeing = !set.drops.is_empty();
+    let mut set = WriteBackGuard {
         shared,
-        snapshot: Some(snapshot),
+        set: Some(set),
     };
-    let result = match snapshot.get().misplaced {
-        None => write_back(queue, snapshot.get()).await,
+    let result = match set.get().misplaced {
+        None => write_back(queue, set.get()).await,
         Some(found) => Err(corrupt::misplaced(queue, found)),
     };
-    let drops = snapshot.settle(result.is_ok())?;
+    let drops = set.settle(result.is_ok())?;
     result?;
     if !drops.is_empty() {
         shared.freeing.lock().push(shared.epochs.now(), drops);
@@ -71,43 +71,43 @@ async fn round(queue: &Rc<Queue>) -> Result<(), IoError> {
 }
 
 /// A write-back set that is settled as not written unless it is settled otherwise.
-struct SnapshotGuard<'a> {
+struct WriteBackGuard<'a> {
     shared: &'a Shared,
-    snapshot: Option<Snapshot>,
+    set: Option<WriteBackSet>,
 }
 
-impl SnapshotGuard<'_> {
-    fn get(&mut self) -> &mut Snapshot {
-        self.snapshot.get_or_insert_default()
+impl WriteBackGuard<'_> {
+    fn get(&mut self) -> &mut WriteBackSet {
+        self.set.get_or_insert_default()
     }
 
     fn settle(&mut self, written: bool) -> Result<Vec<Dropped>, IoError> {
-        let Some(snapshot) = self.snapshot.take() else {
+        let Some(set) = self.set.take() else {
             return Ok(Vec::new());
         };
-        Ok(self.shared.write()?.settle(snapshot, written))
+        Ok(self.shared.write()?.settle(set, written))
     }
 }
 
-impl Drop for SnapshotGuard<'_> {
+impl Drop for WriteBackGuard<'_> {
     fn drop(&mut self) {
         // Only a task that was dropped half-way gets here with a write-back set; a poisoned lock needs none.
         self.settle(false).unwrap_or_default();
     }
 }
 
-async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), IoError> {
-    if snapshot.is_empty() {
+async fn write_back(queue: &Rc<Queue>, set: &mut WriteBackSet) -> Result<(), IoError> {
+    if set.is_empty() {
         return queue.file.sync().await;
     }
-    if !snapshot.new_blocks.is_empty() || snapshot.moved_table.is_some() {
-        write_places(queue, std::mem::take(&mut snapshot.new_blocks)).await?;
+    if !set.new_blocks.is_empty() || set.moved_table.is_some() {
+        write_places(queue, std::mem::take(&mut set.new_blocks)).await?;
         queue.file.sync().await?;
-        snapshot.blocks_complete = true;
-        if let Some((place, bytes)) = snapshot.moved_table.take() {
+        set.blocks_complete = true;
+        if let Some((place, bytes)) = set.moved_table.take() {
             // Not with the blocks: a round that failed may have pointed the header here already. Older blocks may
             // count the table's own clusters; those counts are written before the header points to the table.
-            let mut places = std::mem::take(&mut snapshot.refcounts);
+            let mut places = std::mem::take(&mut set.refcounts);
             places.push((place.offset, bytes));
             write_places(queue, places).await?;
             queue.file.sync().await?;
@@ -115,10 +115,10 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
             queue.file.sync().await?;
         }
     }
-    let mut first = std::mem::take(&mut snapshot.refcounts);
-    first.append(&mut snapshot.new_tables);
-    let mut second = std::mem::take(&mut snapshot.l2);
-    second.append(&mut snapshot.l1);
+    let mut first = std::mem::take(&mut set.refcounts);
+    first.append(&mut set.new_tables);
+    let mut second = std::mem::take(&mut set.l2);
+    second.append(&mut set.l1);
     if broken(Rule::L2BeforeRefcount) {
         std::mem::swap(&mut first, &mut second);
     } else if broken(Rule::L1BeforeTable) {
@@ -126,12 +126,12 @@ async fn write_back(queue: &Rc<Queue>, snapshot: &mut Snapshot) -> Result<(), Io
     }
     write_places(queue, first).await?;
     queue.file.sync().await?;
-    snapshot.tables_complete = true;
+    set.tables_complete = true;
     if !second.is_empty() {
         write_places(queue, second).await?;
         queue.file.sync().await?;
     }
-    if let Some(change) = snapshot.header {
+    if let Some(change) = set.header {
         header::change(queue, |fields| {
             fields.set_disk(change.size_bytes, change.l1_offset, change.l1_entries);
         })

@@ -10,7 +10,7 @@
 //! - A request holds its epoch guard from before it reads the mapping until it is answered.
 
 mod announce;
-mod chores;
+mod background;
 mod compressed;
 mod corrupt;
 mod data;
@@ -50,7 +50,7 @@ use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteG
 use crate::format::{CompressionType, Geometry, GuestOffset, HeaderFields, Version};
 use crate::metadata::{Extent, Lookup, Metadata};
 pub(crate) use announce::Announcement;
-use chores::Chores;
+use background::Background;
 pub(crate) use compressed::Inflater;
 use flush::Rounds;
 pub(crate) use queue::Queue;
@@ -91,7 +91,7 @@ pub(crate) struct Shared {
     metadata: ShardedLock<Metadata>,
     rounds: Mutex<Rounds>,
     freeing: Mutex<Freeing>,
-    chores: Mutex<Chores>,
+    background: Mutex<Background>,
     header: header::HeaderWriter,
     /// Announcements to other programs before the image changes.
     announcements: announce::Announcements,
@@ -191,7 +191,7 @@ impl QcowDisk {
             metadata: ShardedLock::new(parts.metadata),
             rounds: Mutex::default(),
             freeing: Mutex::default(),
-            chores: Mutex::default(),
+            background: Mutex::default(),
             header: header::HeaderWriter::new(parts.header),
             announcements: announce::Announcements::new(parts.announcement),
             growing: turn::Turns::default(),
@@ -296,12 +296,12 @@ impl Disk for QcowDisk {
             let queue = queue.map_err(|error| IoError::from(error.source))?;
             let flushed = flush::flush(&queue).await;
             // Above all a pass that frees clusters: its lowered counts are yet to be written.
-            chores::ended(&queue.shared).await;
+            background::ended(&queue.shared).await;
             flushed?;
             // The queues are gone, so every drop is past grace; the lowered counts are written.
             reclaim::reclaim(&queue).await?;
             flush::flush(&queue).await?;
-            chores::ended(&queue.shared).await;
+            background::ended(&queue.shared).await;
             // Reserved space that was not used is returned.
             let end = queue.shared.read()?.refcounts.unused_reserve();
             if let Some(end) = end {

@@ -19,10 +19,10 @@ use block::epoch::is_past_grace;
 use block::join_all;
 use rustc_hash::FxHashMap;
 
-use super::{Queue, Shared, chores, load};
+use super::{Queue, Shared, background, load};
 use crate::format::HostCluster;
 use crate::metadata::Dropped;
-use crate::metadata::extents::runs_of;
+use crate::metadata::free_runs::runs_of;
 
 /// Drops that wait to be freed.
 #[derive(Debug, Default)]
@@ -79,7 +79,7 @@ impl Drop for PassGuard<'_> {
 
 /// Starts a pass that nobody waits for.
 pub(super) fn in_background(queue: &Rc<Queue>) {
-    chores::start(queue, async |queue: Rc<Queue>| {
+    background::start(queue, async |queue: Rc<Queue>| {
         if let Err(error) = reclaim(&queue).await {
             let image = queue.shared.file.path().display();
             tracing::warn!(%image, %error, "freed clusters could not be reclaimed; they are leaked");

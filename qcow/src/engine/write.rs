@@ -21,7 +21,7 @@ use smallvec::{SmallVec, smallvec};
 
 use super::part::Part;
 use super::read::start_backing;
-use super::{Queue, Shared, chores, compressed, flush, load};
+use super::{Queue, Shared, background, compressed, flush, load};
 use crate::format::{GuestOffset, HostCluster};
 use crate::metadata::Blocked;
 use crate::metadata::plan::{Action, Allocation, Edge, EdgeContent, Fill, OldCluster, WriteStep};
@@ -97,7 +97,7 @@ pub(super) async fn write(
             flush::in_background(queue);
         }
         if let Some((from, count)) = ahead {
-            chores::start(queue, async move |queue: Rc<Queue>| {
+            background::start(queue, async move |queue: Rc<Queue>| {
                 reserve(&queue, from, count).await
             });
         }

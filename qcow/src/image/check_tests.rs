@@ -281,7 +281,7 @@ fn random_damage_is_repaired_or_left_alone() {
                 world.patch("bad.qcow2", place, &bad.to_be_bytes());
             }
             let before = std::fs::read(world.path("bad.qcow2")).unwrap();
-            match world.on("bad.qcow2", async |file| repair(&file, Extent::All).await) {
+            match world.on("bad.qcow2", async |file| repair(&file, RepairScope::All).await) {
                 Ok(report) => {
                     assert_eq!(
                         report.after.verdict(),

@@ -24,7 +24,7 @@ pub use create::{CreateError, CreateOptions, Preallocation, create};
 pub use info::{ImageInfo, info};
 pub use open::{ImageError, OpenError, OpenOptions, Qcow2, StructureError, backing_path};
 pub use read::{Located, ReadError, read_header};
-pub use repair::{Extent, RepairError, RepairReport, rebuild_refcounts, repair};
+pub use repair::{RepairError, RepairReport, RepairScope, rebuild_refcounts, repair};
 
 #[cfg(test)]
 mod check_tests;

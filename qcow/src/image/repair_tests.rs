@@ -6,8 +6,8 @@ use crate::format::header::at;
 use crate::format::l1::OFFSET_MASK;
 use crate::format::{Header, Incompatible};
 use crate::image::check::survey::MEMORY_MAX_BYTES;
-use crate::image::repair::pen::record::{self, Step};
 use crate::image::repair::repair_within;
+use crate::image::repair::writer::record::{self, Step};
 
 /// An image with data, compressed clusters and a snapshot.
 fn build(world: &World, options: &str) -> Header {
@@ -58,7 +58,11 @@ const LAYOUTS: [&str; 5] = [
 /// that stays set would vouch for them. It is cleared before anything else is written.
 #[test]
 fn a_repair_clears_unknown_autoclear_bits_before_it_writes() {
-    for (extent, spoil) in [(Extent::Leaks, false), (Extent::All, false), (Extent::All, true)] {
+    for (scope, spoil) in [
+        (RepairScope::Leaks, false),
+        (RepairScope::All, false),
+        (RepairScope::All, true),
+    ] {
         let world = World::new();
         let header = build(&world, "cluster_size=64k");
         world.qemu_img(&["bitmap", "--add", "disk.qcow2", "bitmap"]);
@@ -80,7 +84,7 @@ fn a_repair_clears_unknown_autoclear_bits_before_it_writes() {
         }
         std::fs::write(&path, &bytes).unwrap();
         record::take();
-        let report = world.on("disk.qcow2", async |file| repair(&file, extent).await.unwrap());
+        let report = world.on("disk.qcow2", async |file| repair(&file, scope).await.unwrap());
         assert_eq!(report.after.verdict(), Verdict::Clean, "{:?}", report.after);
         let after = std::fs::read(&path).unwrap();
         assert_eq!(&after[at::AUTOCLEAR_FEATURES..][..8], [0, 0, 0, 0, 0, 0, 0, 1]);
@@ -103,7 +107,7 @@ fn refcounts_lost_altogether_are_rebuilt_and_the_contents_kept() {
         world.patch("disk.qcow2", block, &zeros);
         assert_eq!(world.qemu_check("disk.qcow2").0, 2, "{options}");
         let report = world.on("disk.qcow2", async |file| {
-            repair(&file, Extent::All).await.unwrap()
+            repair(&file, RepairScope::All).await.unwrap()
         });
         assert_eq!(
             (report.before.verdict(), report.after.verdict()),
@@ -120,12 +124,12 @@ fn a_refcount_table_that_is_nonsense_or_missing_is_replaced() {
     let table = build(&world, "cluster_size=64k").refcount_table_offset.bytes();
     world.patch("disk.qcow2", table, &[0xff; 4096]);
     world.on("disk.qcow2", async |file| {
-        repair(&file, Extent::All).await.unwrap()
+        repair(&file, RepairScope::All).await.unwrap()
     });
     world.assert_flawless("disk.qcow2");
     world.patch("disk.qcow2", at::REFCOUNT_TABLE_CLUSTERS as u64, &[0; 4]);
     world.on("disk.qcow2", async |file| {
-        repair(&file, Extent::All).await.unwrap()
+        repair(&file, RepairScope::All).await.unwrap()
     });
     world.assert_flawless("disk.qcow2");
     assert_contents_kept(&world);
@@ -139,7 +143,7 @@ fn leaks_are_freed() {
     world.patch("disk.qcow2", l2 + 8, &[0; 8]);
     assert_eq!(world.qemu_check("disk.qcow2").0, 3);
     let report = world.on("disk.qcow2", async |file| {
-        repair(&file, Extent::All).await.unwrap()
+        repair(&file, RepairScope::All).await.unwrap()
     });
     assert_eq!(
         (report.before.verdict(), report.before.leaks),
@@ -166,7 +170,7 @@ fn copied_flags_are_made_to_agree() {
     world.patch("disk.qcow2", l2 + 80 * 8, &(compressed | 1 << 63).to_be_bytes());
     assert_eq!(world.qemu_check("disk.qcow2").0, 2);
     world.on("disk.qcow2", async |file| {
-        repair(&file, Extent::All).await.unwrap()
+        repair(&file, RepairScope::All).await.unwrap()
     });
     world.assert_flawless("disk.qcow2");
     assert_contents_kept(&world);
@@ -214,7 +218,7 @@ fn an_image_that_is_clean_is_not_touched() {
     build(&world, "cluster_size=64k");
     let before = std::fs::read(world.path("disk.qcow2")).unwrap();
     world.on("disk.qcow2", async |file| {
-        repair(&file, Extent::All).await.unwrap()
+        repair(&file, RepairScope::All).await.unwrap()
     });
     assert_eq!(std::fs::read(world.path("disk.qcow2")).unwrap(), before);
 }
@@ -228,7 +232,7 @@ fn damage_that_refcounts_do_not_mend_is_named_and_nothing_is_written() {
         world.patch("disk.qcow2", l2 + 8, &bad.to_be_bytes());
         let before = std::fs::read(world.path("disk.qcow2")).unwrap();
         let error = world.on("disk.qcow2", async |file| {
-            repair(&file, Extent::All).await.unwrap_err()
+            repair(&file, RepairScope::All).await.unwrap_err()
         });
         assert!(matches!(error, RepairError::Damaged(_)), "{error}");
         assert_eq!(std::fs::read(world.path("disk.qcow2")).unwrap(), before);
@@ -420,7 +424,7 @@ fn repairs_cut_anywhere(options: &str, memory: usize) -> usize {
         let name = format!("{options}: {what}");
         record::take();
         let repaired = world.on("disk.qcow2", async |file| {
-            repair_within(&file, Extent::All, memory).await
+            repair_within(&file, RepairScope::All, memory).await
         });
         let steps = record::take();
         let report = repaired.unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -440,7 +444,7 @@ fn repairs_cut_anywhere(options: &str, memory: usize) -> usize {
                 cut.findings
             );
             let again = world.on("cut.qcow2", async |file| {
-                repair_within(&file, Extent::All, memory).await
+                repair_within(&file, RepairScope::All, memory).await
             });
             let again = again.unwrap_or_else(|error| panic!("{name}: {error}"));
             assert_eq!(again.after.verdict(), Verdict::Clean, "{name}: {again:#?}");
@@ -471,7 +475,7 @@ fn leaks_alone_are_mended_in_place_and_corruption_is_left_as_it_was() {
         let width = u64::from(header.refcount_order.bits()) / 8;
         world.patch("disk.qcow2", block + width - 1, &[0]);
         let report = world.on("disk.qcow2", async |file| {
-            repair(&file, Extent::Leaks).await.unwrap()
+            repair(&file, RepairScope::Leaks).await.unwrap()
         });
         assert_eq!((report.leaks_fixed(), report.after.leaks), (1, 0), "{options}");
         assert_eq!(
@@ -482,7 +486,7 @@ fn leaks_alone_are_mended_in_place_and_corruption_is_left_as_it_was() {
         assert_eq!(std::fs::metadata(world.path("disk.qcow2")).unwrap().len(), len);
         assert_eq!(world.qemu_check("disk.qcow2").0, 2);
         world.on("disk.qcow2", async |file| {
-            repair(&file, Extent::All).await.unwrap()
+            repair(&file, RepairScope::All).await.unwrap()
         });
         world.assert_flawless("disk.qcow2");
         assert_eq!(std::fs::metadata(world.path("disk.qcow2")).unwrap().len(), len);
@@ -525,10 +529,8 @@ fn a_table_that_the_file_ends_in_or_before_is_no_reason_to_free_what_it_led_to()
             .unwrap();
         file.set_len(end + cut).unwrap();
         let before = std::fs::read(world.path("disk.qcow2")).unwrap();
-        for extent in [Extent::Leaks, Extent::All] {
-            let error = world.on("disk.qcow2", async |file| {
-                repair(&file, extent).await.unwrap_err()
-            });
+        for scope in [RepairScope::Leaks, RepairScope::All] {
+            let error = world.on("disk.qcow2", async |file| repair(&file, scope).await.unwrap_err());
             assert!(matches!(error, RepairError::Damaged(_)), "{what}: {error}");
         }
         assert_eq!(std::fs::read(world.path("disk.qcow2")).unwrap(), before, "{what}");

@@ -12,14 +12,14 @@
 
 pub(crate) mod clear;
 pub(crate) mod cluster_use;
-pub(crate) mod extents;
+pub(crate) mod free_runs;
 mod in_flight;
 pub(crate) mod mapping;
 pub(crate) mod plan;
 pub(crate) mod refcounts;
 pub(crate) mod slices;
-pub(crate) mod snapshot;
 mod tables;
+pub(crate) mod write_back;
 
 use block::IoError;
 use block::sync::SingleFlight;

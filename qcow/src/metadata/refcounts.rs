@@ -20,7 +20,7 @@ use block::IoError;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::cluster_use::{InUse, UseMap};
-use super::extents::FreeRuns;
+use super::free_runs::FreeRuns;
 use super::slices::SliceCache;
 use crate::format::{ClusterUse, Geometry, HostCluster, HostOffset, RefcountTableEntry};
 

@@ -214,7 +214,7 @@ impl SliceCache {
     }
 
     /// Takes copies of all dirty slices, in order of their numbers, and marks them as being written.
-    pub(crate) fn snapshot_dirty(&mut self) -> Vec<(u64, Box<[u8]>)> {
+    pub(crate) fn copy_dirty(&mut self) -> Vec<(u64, Box<[u8]>)> {
         let mut keys: Vec<u64> = self.dirty.drain().collect();
         keys.sort_unstable();
         let mut copies = Vec::with_capacity(keys.len());
@@ -276,7 +276,7 @@ mod tests {
             "dirty and pinned slices stay"
         );
         cache.unpin(8);
-        let copies = cache.snapshot_dirty();
+        let copies = cache.copy_dirty();
         assert_eq!(copies.len(), 8);
         for key in 200..300 {
             cache.insert(key, slice(4), false);
@@ -307,21 +307,21 @@ mod tests {
         let mut cache = SliceCache::new(512, 1 << 20);
         cache.insert(1, slice(1), true);
         cache.insert(2, slice(1), true);
-        let copies = cache.snapshot_dirty();
+        let copies = cache.copy_dirty();
         cache.get_mut(1).expect("cached")[0] = 9;
         cache.end_flush(copies.iter().map(|copy| copy.0), false);
-        assert_eq!(cache.snapshot_dirty().len(), 2);
+        assert_eq!(cache.copy_dirty().len(), 2);
     }
 
     #[test]
     fn a_slice_changed_while_it_is_written_is_dirty_afterwards() {
         let mut cache = SliceCache::new(512, 1 << 20);
         cache.insert(1, slice(1), true);
-        let copies = cache.snapshot_dirty();
+        let copies = cache.copy_dirty();
         cache.get_mut(1).expect("cached")[0] = 9;
         cache.end_flush(copies.iter().map(|copy| copy.0), true);
         assert_eq!(copies[0].1[0], 1);
-        assert_eq!(cache.snapshot_dirty()[0].1[0], 9);
+        assert_eq!(cache.copy_dirty()[0].1[0], 9);
     }
 
     #[test]

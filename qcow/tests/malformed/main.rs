@@ -21,7 +21,7 @@ use block::file::{FileOptions, ImageFile};
 use block::ring::RingKind;
 use block::{AlignedBuf, Buffer, Context, Disk, Op};
 use common::{Folder, Lane, chain};
-use qcow::image::{Extent, check, info, repair};
+use qcow::image::{RepairScope, check, info, repair};
 use qcow::{OpenOptions, QcowDisk};
 use ringdisk_gen::fingerprint::Fingerprint;
 use ringdisk_gen::image::u64_in;
@@ -145,7 +145,10 @@ fn look(path: &Path) -> Outcome {
         described.is_ok() || checked.is_err(),
         "checked and not described: {described:?}"
     );
-    match cx.block_on(repair(&view, Extent::All)).expect("the ring turns") {
+    match cx
+        .block_on(repair(&view, RepairScope::All))
+        .expect("the ring turns")
+    {
         Ok(report) => assert_eq!(report.after.verdict(), qcow::image::Verdict::Clean, "{report:?}"),
         Err(_) => assert!(same(), "a repair that failed has changed the image"),
     }

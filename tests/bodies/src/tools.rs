@@ -2,7 +2,7 @@
 //! nothing.
 
 use block::Context;
-use qcow::image::{Extent, Verdict, check, info, repair};
+use qcow::image::{RepairScope, Verdict, check, info, repair};
 
 use crate::host::MemoryFile;
 
@@ -21,7 +21,7 @@ pub fn body(bytes: &[u8]) -> &'static str {
         assert!(described.is_ok(), "checked, but not described: {described:?}");
         assert!(report.findings.len() <= 1000);
     }
-    match cx.block_on(repair(&view, Extent::All)).expect("the ring turns") {
+    match cx.block_on(repair(&view, RepairScope::All)).expect("the ring turns") {
         Ok(report) => {
             assert_eq!(report.after.verdict(), Verdict::Clean, "{report:#?}");
             if report.before.verdict() == Verdict::Clean {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use block::{AlignedBuf, Buffer, Context, Disk, IoError, Op};
 use qcow::format::header::at;
 use qcow::format::{Incompatible, Version};
-use qcow::image::{CheckReport, Extent, Verdict, check, repair};
+use qcow::image::{CheckReport, RepairScope, Verdict, check, repair};
 use qcow::{OpenOptions, QcowDisk};
 use rustc_hash::FxHashSet;
 use simulator::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
@@ -211,7 +211,7 @@ impl Judge {
                 .file(DISK, true)
                 .view(cx)
                 .map_err(|error| error.to_string())?;
-            let report = repair(&view, Extent::Leaks).await;
+            let report = repair(&view, RepairScope::Leaks).await;
             report.map_err(|error| format!("its leaks cannot be repaired: {}", chain(&error)))?;
             demand_check(&view, Demand::Flawless, "with its leaks repaired").await?;
             let disk = open(world, cx, options).await?;

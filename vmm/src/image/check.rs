@@ -8,7 +8,7 @@ use block::file::{FileOptions, ImageFile};
 use block::lock::LockMode;
 use clap::ValueEnum;
 use qcow::format::ClusterUse;
-use qcow::image::{self as tools, CheckReport, Extent, RepairError, RepairReport};
+use qcow::image::{self as tools, CheckReport, RepairScope, RepairError, RepairReport};
 use serde::Serialize;
 
 use super::{CheckArguments, lock, on_image, open_to_read, text, write_json};
@@ -24,7 +24,7 @@ pub(super) enum Repair {
     All,
 }
 
-impl From<Repair> for Extent {
+impl From<Repair> for RepairScope {
     fn from(repair: Repair) -> Self {
         match repair {
             Repair::Leaks => Self::Leaks,
@@ -70,7 +70,7 @@ fn cannot(
     CommandFailure::about(format!("cannot {what} {}", arguments.path.display()), error)
 }
 
-fn repair(arguments: &CheckArguments, extent: Extent, out: &mut dyn Write) -> Result<u8, CommandFailure> {
+fn repair(arguments: &CheckArguments, scope: RepairScope, out: &mut dyn Write) -> Result<u8, CommandFailure> {
     let path = &arguments.path;
     let options = FileOptions {
         write: true,
@@ -80,12 +80,12 @@ fn repair(arguments: &CheckArguments, extent: Extent, out: &mut dyn Write) -> Re
     let file = ImageFile::open(path, options).map_err(|error| CommandFailure::Failed(error.into()))?;
     lock(&file, LockMode::Write).map_err(|error| CommandFailure::Failed(error.into()))?;
     let cx = Context::syscalls();
-    let repaired = on_image(&file, &cx, async |view| tools::repair(&view, extent).await)?;
+    let repaired = on_image(&file, &cx, async |view| tools::repair(&view, scope).await)?;
     let answer = match repaired {
         Ok(done) => Repaired {
             leaks_fixed: done.leaks_fixed(),
             corruptions_fixed: done.corruptions_fixed(),
-            repair_refused: nothing_to_do(extent, &done),
+            repair_refused: nothing_to_do(scope, &done),
             report: done.after,
         },
         Err(
@@ -117,9 +117,9 @@ fn repair(arguments: &CheckArguments, extent: Extent, out: &mut dyn Write) -> Re
     Ok(answer.report.verdict().exit_code())
 }
 
-/// Returns the reason if a repair of `extent` changed nothing although the image has errors.
-fn nothing_to_do(extent: Extent, done: &RepairReport) -> Option<String> {
-    let needless = extent == Extent::Leaks && done.before.leaks == 0 && done.after.corruptions > 0;
+/// Returns the reason if a repair of `scope` changed nothing although the image has errors.
+fn nothing_to_do(scope: RepairScope, done: &RepairReport) -> Option<String> {
+    let needless = scope == RepairScope::Leaks && done.before.leaks == 0 && done.after.corruptions > 0;
     needless.then(|| "no cluster is leaked; use --repair all to repair corruption".to_owned())
 }
 

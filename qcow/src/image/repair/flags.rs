@@ -5,8 +5,8 @@
 
 use block::file::FileView;
 
-use super::pen::write;
-use super::{Extent, RepairError};
+use super::writer::write;
+use super::{RepairError, RepairScope};
 use crate::format::{ClusterUse, L1Entry, L2Entry, L2Mapping, L2TableMut};
 use crate::image::check::{Subject, Walk};
 use crate::image::counts::CountMap;
@@ -14,7 +14,7 @@ use crate::image::read::read;
 
 /// Sets each COPIED flag that is reached through the active L1 table to agree with the counts. All counts that were
 /// too low have been raised, unless only leaks are mended: then their clusters' flags stay as they are.
-pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Result<(), RepairError> {
+pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, scope: RepairScope) -> Result<(), RepairError> {
     let Subject {
         file,
         header,
@@ -27,7 +27,7 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, extent: Extent) -> Res
     let none = || CountMap::new(window.clone());
     let expected = std::mem::replace(&mut walk.expected, none());
     let found = std::mem::replace(&mut walk.on_disk, none());
-    let on_disk = (extent == Extent::Leaks).then_some(&found);
+    let on_disk = (scope == RepairScope::Leaks).then_some(&found);
     // `Some(true)` if the cluster has one reference; `None` if this pass does not know.
     let is_single = |host: u64| {
         let cluster = host / geometry.cluster_size();

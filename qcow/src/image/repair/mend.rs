@@ -9,8 +9,8 @@
 use block::file::FileView;
 
 use super::flags::fix_copied_flags;
-use super::pen::{disown_unknown, switch_header, sync, write};
-use super::{Extent, RepairError};
+use super::writer::{disown_unknown, switch_header, sync, write};
+use super::{RepairError, RepairScope};
 use crate::format::geometry::SECTOR_SIZE;
 use crate::format::{ClusterUse, HostCluster, Incompatible};
 use crate::image::check::{Subject, Survey, Walk};
@@ -27,7 +27,7 @@ enum Phase {
 /// Repairs counts in place. Returns `false`, with nothing written, if the refcount structure itself is damaged.
 pub(super) async fn mend(
     file: &FileView,
-    extent: Extent,
+    scope: RepairScope,
     memory_max_bytes: usize,
 ) -> Result<bool, RepairError> {
     let located = read_header(file).await?;
@@ -51,17 +51,17 @@ pub(super) async fn mend(
     }
 
     disown_unknown(file, &located.header).await?;
-    let phases: &[Phase] = match extent {
-        Extent::Leaks => &[Phase::Flags, Phase::Lower],
-        Extent::All => &[Phase::Raise, Phase::Flags, Phase::Lower],
+    let phases: &[Phase] = match scope {
+        RepairScope::Leaks => &[Phase::Flags, Phase::Lower],
+        RepairScope::All => &[Phase::Raise, Phase::Flags, Phase::Lower],
     };
     for &phase in phases {
         if let Some(walk) = &mut whole {
-            carry_out(walk, phase, extent).await?;
+            carry_out(walk, phase, scope).await?;
         } else {
             let mut survey = Survey::new(&subject, true, memory_max_bytes);
             while let Some(mut walk) = survey.next().await {
-                carry_out(&mut walk, phase, extent).await?;
+                carry_out(&mut walk, phase, scope).await?;
                 survey.done(walk);
             }
         }
@@ -73,7 +73,7 @@ pub(super) async fn mend(
 
     let mut header = located.header.clone();
     let warnings = Incompatible::DIRTY | Incompatible::CORRUPT;
-    if extent == Extent::All && header.incompatible.intersects(warnings) {
+    if scope == RepairScope::All && header.incompatible.intersects(warnings) {
         header.incompatible.remove(warnings);
         switch_header(file, &header).await?;
     }
@@ -98,10 +98,10 @@ fn misplaced(walk: &Walk<'_>) -> Option<u64> {
     found
 }
 
-async fn carry_out(walk: &mut Walk<'_>, phase: Phase, extent: Extent) -> Result<(), RepairError> {
+async fn carry_out(walk: &mut Walk<'_>, phase: Phase, scope: RepairScope) -> Result<(), RepairError> {
     match phase {
         Phase::Raise => write_counts(walk, |expected, found| expected > found).await,
-        Phase::Flags => fix_copied_flags(walk, extent).await,
+        Phase::Flags => fix_copied_flags(walk, scope).await,
         Phase::Lower => write_counts(walk, |expected, found| expected < found).await,
     }
 }

@@ -9,8 +9,8 @@
 
 mod flags;
 mod mend;
-pub(super) mod pen;
 mod rebuild;
+pub(super) mod writer;
 
 use block::IoError;
 use block::file::FileView;
@@ -64,9 +64,9 @@ impl From<HeaderError> for RepairError {
     }
 }
 
-/// The extent of a repair.
+/// The faults that a repair mends.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Extent {
+pub enum RepairScope {
     /// Clusters that count as used and are not.
     Leaks,
     /// Everything that right refcounts and COPIED flags repair, and the header's warnings.
@@ -97,13 +97,13 @@ impl RepairReport {
     }
 }
 
-/// Checks the image, and repairs the faults within `extent`.
+/// Checks the image, and repairs the faults within `scope`.
 ///
 /// # Errors
 ///
 /// [`RepairError`], also if damage was found that new refcounts do not repair; then nothing was written.
-pub async fn repair(file: &FileView, extent: Extent) -> Result<RepairReport, RepairError> {
-    repair_within(file, extent, MEMORY_MAX_BYTES).await
+pub async fn repair(file: &FileView, scope: RepairScope) -> Result<RepairReport, RepairError> {
+    repair_within(file, scope, MEMORY_MAX_BYTES).await
 }
 
 /// Repairs as [`repair`] does, in about this much memory. The less it is, the more often the tables are read.
@@ -113,20 +113,20 @@ pub async fn repair(file: &FileView, extent: Extent) -> Result<RepairReport, Rep
 /// As for [`repair`].
 pub async fn repair_within(
     file: &FileView,
-    extent: Extent,
+    scope: RepairScope,
     memory_max_bytes: usize,
 ) -> Result<RepairReport, RepairError> {
     let before = check_within(file, memory_max_bytes).await?;
-    let needed = match extent {
-        Extent::Leaks => before.leaks > 0,
-        Extent::All => before.verdict() != Verdict::Clean || before.dirty || before.marked_corrupt,
+    let needed = match scope {
+        RepairScope::Leaks => before.leaks > 0,
+        RepairScope::All => before.verdict() != Verdict::Clean || before.dirty || before.marked_corrupt,
     };
     if !needed {
         let after = before.clone();
         return Ok(RepairReport { before, after });
     }
-    if !mend::mend(file, extent, memory_max_bytes).await? {
-        if extent == Extent::Leaks {
+    if !mend::mend(file, scope, memory_max_bytes).await? {
+        if scope == RepairScope::Leaks {
             return Err(RepairError::RefcountsDamaged);
         }
         let warnings = Incompatible::DIRTY | Incompatible::CORRUPT;

@@ -12,8 +12,8 @@ use std::collections::BTreeSet;
 use block::file::FileView;
 
 use super::flags::fix_copied_flags;
-use super::pen::{disown_unknown, switch_header, sync, write};
-use super::{Extent, RepairError};
+use super::writer::{disown_unknown, switch_header, sync, write};
+use super::{RepairError, RepairScope};
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use crate::format::{ClusterUse, Header, HostCluster, Incompatible, RefcountTableEntry, Version};
 use crate::image::check::{Subject, Survey, Walk};
@@ -86,11 +86,11 @@ pub(super) async fn rebuild(
     switch_header(file, &header).await?;
 
     if let Some(walk) = &mut whole {
-        fix_copied_flags(walk, Extent::All).await?;
+        fix_copied_flags(walk, RepairScope::All).await?;
     } else {
         let mut survey = Survey::new(&subject, false, memory_max_bytes);
         while let Some(mut walk) = survey.next().await {
-            fix_copied_flags(&mut walk, Extent::All).await?;
+            fix_copied_flags(&mut walk, RepairScope::All).await?;
             survey.done(walk);
         }
     }

@@ -13,7 +13,7 @@ pub(crate) type Place = (HostOffset, Box<[u8]>);
 
 /// A write-back set: everything that was dirty.
 #[derive(Debug, Default)]
-pub(crate) struct Snapshot {
+pub(crate) struct WriteBackSet {
     /// Refcount blocks that the table on disk does not point at, whole.
     pub(crate) new_blocks: Vec<Place>,
     /// The whole refcount table, if it has moved, and its new place.
@@ -74,7 +74,7 @@ struct Keys {
     l1_places_left: usize,
 }
 
-impl Snapshot {
+impl WriteBackSet {
     /// Records the first table that is not in a place of its kind.
     fn expect(&mut self, uses: &UseMap, geometry: &Geometry, structure: ClusterUse, offset: HostOffset) {
         let cluster = geometry.host_cluster(offset);
@@ -127,74 +127,74 @@ fn within(copies: &[(u64, Box<[u8]>)], range: std::ops::Range<u64>) -> &[(u64, B
 
 impl Metadata {
     /// Copies everything dirty. It counts as clean from here on; `settle` records the result of the writes.
-    pub(crate) fn snapshot(&mut self) -> Snapshot {
+    pub(crate) fn take_write_back_set(&mut self) -> WriteBackSet {
         let geometry = *self.geometry();
         let cluster_size = geometry.cluster_size() as usize;
-        let mut snapshot = Snapshot {
+        let mut set = WriteBackSet {
             drops: std::mem::take(&mut self.drops),
-            ..Snapshot::default()
+            ..WriteBackSet::default()
         };
         self.flushing = true;
 
-        let copies = self.l2.snapshot_dirty();
+        let copies = self.l2.copy_dirty();
         let fresh = sorted(self.fresh_tables.iter().copied());
         for &l1_index in &fresh {
             // A fresh table was just given its place: the entry decodes.
             let Ok(Some(offset)) = self.table_offset(l1_index) else {
                 continue;
             };
-            snapshot.expect(&self.refcounts.uses, &geometry, ClusterUse::L2Table, offset);
+            set.expect(&self.refcounts.uses, &geometry, ClusterUse::L2Table, offset);
             let range = self.table_slices(l1_index);
             let bytes = whole(cluster_size, range.start, within(&copies, range));
-            snapshot.new_tables.push((offset, bytes));
+            set.new_tables.push((offset, bytes));
         }
-        snapshot.keys.l2_slices = copies.iter().map(|copy| copy.0).collect();
+        set.keys.l2_slices = copies.iter().map(|copy| copy.0).collect();
         for (slice, bytes) in copies {
             if self.fresh_tables.contains(&self.table_of(slice)) {
                 continue;
             }
             if let Ok(Some(offset)) = self.slice_offset(slice) {
-                snapshot.expect(&self.refcounts.uses, &geometry, ClusterUse::L2Table, offset);
-                snapshot.l2.push((offset, bytes));
+                set.expect(&self.refcounts.uses, &geometry, ClusterUse::L2Table, offset);
+                set.l2.push((offset, bytes));
             }
         }
-        snapshot.keys.fresh_tables = fresh;
-        snapshot.keys.l1_parts = sorted(self.l1_dirty_parts.drain());
-        snapshot.keys.l1_places_left = self.l1_moved_from.len();
+        set.keys.fresh_tables = fresh;
+        set.keys.l1_parts = sorted(self.l1_dirty_parts.drain());
+        set.keys.l1_places_left = self.l1_moved_from.len();
         let parts = if self.l1_moved_from.is_empty() {
-            snapshot.keys.l1_parts.clone()
+            set.keys.l1_parts.clone()
         } else {
             // No part of the table is in its new place yet.
             (0..self.l1_parts()).collect()
         };
         for part in parts {
             let offset = self.l1_place.offset + part as u64 * L1_PART_BYTES;
-            snapshot.expect(&self.refcounts.uses, &geometry, ClusterUse::L1Table, offset);
-            snapshot.l1.push((offset, self.l1_part(part).into()));
+            set.expect(&self.refcounts.uses, &geometry, ClusterUse::L1Table, offset);
+            set.l1.push((offset, self.l1_part(part).into()));
         }
         if std::mem::take(&mut self.header_dirty) {
-            snapshot.header = Some(HeaderChange {
+            set.header = Some(HeaderChange {
                 size_bytes: self.size_bytes,
                 l1_entries: self.l1_entries() as u32,
                 l1_offset: self.l1_place.offset,
             });
         }
-        self.refcounts.snapshot(&mut snapshot, cluster_size);
-        snapshot
+        self.refcounts.add_dirty(&mut set, cluster_size);
+        set
     }
 
     /// Settles a write-back set that is durable, or that could not be written; then everything in it is dirty again.
     /// Returns the references that left the mapping for good.
-    pub(crate) fn settle(&mut self, snapshot: Snapshot, written: bool) -> Vec<Dropped> {
+    pub(crate) fn settle(&mut self, set: WriteBackSet, written: bool) -> Vec<Dropped> {
         self.flushing = false;
-        let Snapshot {
+        let WriteBackSet {
             keys,
             mut drops,
             header,
             blocks_complete,
             tables_complete,
             ..
-        } = snapshot;
+        } = set;
         self.l2.end_flush(keys.l2_slices.into_iter(), written);
         self.refcounts
             .slices
@@ -232,37 +232,36 @@ impl Metadata {
 }
 
 impl Refcounts {
-    fn snapshot(&mut self, snapshot: &mut Snapshot, cluster_size: usize) {
-        let copies = self.slices.snapshot_dirty();
+    fn add_dirty(&mut self, set: &mut WriteBackSet, cluster_size: usize) {
+        let copies = self.slices.copy_dirty();
         let fresh = sorted(self.fresh.iter().copied());
         for &index in &fresh {
             let Ok(Some(offset)) = self.block_offset(index) else {
                 continue;
             };
-            snapshot.expect(&self.uses, &self.geometry, ClusterUse::RefcountBlock, offset);
+            set.expect(&self.uses, &self.geometry, ClusterUse::RefcountBlock, offset);
             let range = self.block_slices(index);
-            snapshot
-                .new_blocks
+            set.new_blocks
                 .push((offset, whole(cluster_size, range.start, within(&copies, range))));
         }
-        snapshot.keys.refcount_slices = copies.iter().map(|copy| copy.0).collect();
+        set.keys.refcount_slices = copies.iter().map(|copy| copy.0).collect();
         for (slice, bytes) in copies {
             if self.is_fresh(slice) {
                 continue;
             }
             if let Ok(Some(offset)) = self.slice_offset(slice) {
-                snapshot.expect(&self.uses, &self.geometry, ClusterUse::RefcountBlock, offset);
-                snapshot.refcounts.push((offset, bytes));
+                set.expect(&self.uses, &self.geometry, ClusterUse::RefcountBlock, offset);
+                set.refcounts.push((offset, bytes));
             }
         }
-        snapshot.keys.fresh_blocks = fresh;
-        snapshot.keys.table_parts = sorted(self.dirty_parts.drain());
-        snapshot.keys.places_left = self.moved_from.len();
+        set.keys.fresh_blocks = fresh;
+        set.keys.table_parts = sorted(self.dirty_parts.drain());
+        set.keys.places_left = self.moved_from.len();
         if self.moved_from.is_empty() {
-            for part in snapshot.keys.table_parts.clone() {
+            for part in set.keys.table_parts.clone() {
                 let offset = self.place.offset + part as u64 * 512;
-                snapshot.expect(&self.uses, &self.geometry, ClusterUse::RefcountTable, offset);
-                snapshot.refcounts.push((offset, self.table_part(part).into()));
+                set.expect(&self.uses, &self.geometry, ClusterUse::RefcountTable, offset);
+                set.refcounts.push((offset, self.table_part(part).into()));
             }
         } else {
             let mut bytes: Vec<u8> = (0..self.table_parts())
@@ -271,9 +270,9 @@ impl Refcounts {
             bytes.resize(self.place.clusters as usize * cluster_size, 0);
             for cluster in 0..self.place.clusters {
                 let offset = self.place.offset + cluster * cluster_size as u64;
-                snapshot.expect(&self.uses, &self.geometry, ClusterUse::RefcountTable, offset);
+                set.expect(&self.uses, &self.geometry, ClusterUse::RefcountTable, offset);
             }
-            snapshot.moved_table = Some((self.place, bytes.into()));
+            set.moved_table = Some((self.place, bytes.into()));
         }
     }
 }
@@ -302,11 +301,11 @@ mod tests {
             assert_eq!(cx.block_on(answer).unwrap().result, Ok(()));
 
             let mut metadata = disk.shared.write().unwrap();
-            let mut first = metadata.snapshot();
+            let mut first = metadata.take_write_back_set();
             assert_eq!((first.new_tables.len(), first.l1.len()), (1, 1));
             first.tables_complete = complete;
             metadata.settle(first, false);
-            let second = metadata.snapshot();
+            let second = metadata.take_write_back_set();
             assert_eq!(second.new_tables.is_empty(), complete);
             assert_eq!(second.l2.is_empty(), !complete);
             assert_eq!(second.l1.len(), 1);

@@ -18,28 +18,28 @@ use super::{Queue, Shared};
 
 /// The background work of an image, on all workers.
 #[derive(Debug, Default)]
-pub(super) struct Chores {
+pub(super) struct Background {
     under_way: usize,
     waiters: WaitList,
 }
 
 /// One piece of background work, until it has ended or was dropped.
-struct Chore(Arc<Shared>);
+struct Task(Arc<Shared>);
 
-impl Drop for Chore {
+impl Drop for Task {
     fn drop(&mut self) {
-        let mut chores = self.0.chores.lock();
-        chores.under_way -= 1;
-        let ended = (chores.under_way == 0).then(|| chores.waiters.take());
-        drop(chores);
+        let mut background = self.0.background.lock();
+        background.under_way -= 1;
+        let ended = (background.under_way == 0).then(|| background.waiters.take());
+        drop(background);
         drop(ended);
     }
 }
 
 /// Starts background work on the queue's worker.
 pub(super) fn start(queue: &Rc<Queue>, work: impl AsyncFnOnce(Rc<Queue>) + 'static) {
-    queue.shared.chores.lock().under_way += 1;
-    let chore = Chore(Arc::clone(&queue.shared));
+    queue.shared.background.lock().under_way += 1;
+    let chore = Task(Arc::clone(&queue.shared));
     let worker = Rc::clone(queue);
     queue.cx.spawn_chore(async move {
         let _chore = chore;
@@ -50,11 +50,11 @@ pub(super) fn start(queue: &Rc<Queue>, work: impl AsyncFnOnce(Rc<Queue>) + 'stat
 /// Returns when no background work is under way on any worker.
 pub(super) async fn ended(shared: &Shared) {
     poll_fn(|cx| {
-        let mut chores = shared.chores.lock();
-        if chores.under_way == 0 {
+        let mut background = shared.background.lock();
+        if background.under_way == 0 {
             return Poll::Ready(());
         }
-        chores.waiters.register(cx.waker());
+        background.waiters.register(cx.waker());
         Poll::Pending
     })
     .await;
