@@ -1,18 +1,103 @@
-//! Log rate limiter for the errors of an image: one fault hits thousands of requests, and a log line for each
-//! would be a second failure.
+//! Log rate limiters: one fault hits thousands of requests, and a log line for each would be a second failure.
 //!
-//! Each image has one [`Reports`]. The first message of a kind passes; of those that follow, one a minute, with the
-//! number suppressed. The number of kinds is small, whatever a guest or an image does.
+//! - [`LogLimit`] allows a number of lines a minute. Each client and each guest has one.
+//! - [`Reports`] allows one line a minute of each kind of error of an image. The number of kinds is small, whatever a
+//!   guest or an image does.
+//! - [`LoggedOnce`] allows one line. It is for facts about the machine, which every thread finds out again.
+//!
+//! The line that follows suppressed ones states their number.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use crate::error::IoError;
+use crate::timer::{Clock, HostClock};
 
-/// The time for which further messages of a kind are suppressed after one was logged.
-pub const QUIET: Duration = Duration::from_secs(60);
+/// The period in which a number of lines is allowed. It begins with a line.
+pub const PERIOD: Duration = Duration::from_secs(60);
+
+/// The number of lines about one client, or one guest, in each [`PERIOD`].
+pub const CLIENT_LINES_MAX: u32 = 50;
+
+/// Limits the lines about one subject to a number in each [`PERIOD`].
+#[derive(Debug)]
+pub struct LogLimit {
+    lines_max: u32,
+    state: Mutex<Lines>,
+}
+
+/// The lines of the present period.
+#[derive(Debug, Default)]
+struct Lines {
+    begun: Option<Duration>,
+    count: u32,
+    suppressed: u64,
+}
+
+impl Lines {
+    /// Returns `Some` if a line may be logged at time `now`, with the number of suppressed lines before it, if any.
+    fn admit(&mut self, lines_max: u32, now: Duration) -> Option<Option<u64>> {
+        if self.begun.is_none_or(|begun| now.saturating_sub(begun) >= PERIOD) {
+            self.begun = Some(now);
+            self.count = 0;
+        }
+        if self.count >= lines_max {
+            self.suppressed += 1;
+            return None;
+        }
+        self.count += 1;
+        let suppressed = std::mem::take(&mut self.suppressed);
+        Some((suppressed > 0).then_some(suppressed))
+    }
+}
+
+impl Default for LogLimit {
+    /// Returns the limit for a client or a guest.
+    fn default() -> Self {
+        Self::new(CLIENT_LINES_MAX)
+    }
+}
+
+impl LogLimit {
+    /// Creates a limit of `lines_max` lines in each [`PERIOD`].
+    #[must_use]
+    pub fn new(lines_max: u32) -> Self {
+        Self {
+            lines_max,
+            state: Mutex::default(),
+        }
+    }
+
+    /// Returns `Some` if a line may be logged now, with the number of suppressed lines before it, if any.
+    pub fn admit(&self) -> Option<Option<u64>> {
+        self.admit_at(HostClock::default().now())
+    }
+
+    /// Returns as [`Self::admit`] does, for a clock that is not the host's. It must be the same one each time.
+    pub fn admit_at(&self, now: Duration) -> Option<Option<u64>> {
+        self.state.lock().admit(self.lines_max, now)
+    }
+}
+
+/// Allows one line in the life of the process.
+#[derive(Debug, Default)]
+pub struct LoggedOnce(AtomicBool);
+
+impl LoggedOnce {
+    /// Creates the limit, for a static.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(AtomicBool::new(false))
+    }
+
+    /// Returns true the first time.
+    pub fn admit(&self) -> bool {
+        !self.0.swap(true, Ordering::Relaxed)
+    }
+}
 
 /// Operation that the host was asked to do.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -52,39 +137,24 @@ pub enum Kind {
     Corrupt(&'static str),
 }
 
-#[derive(Debug)]
-struct Told {
-    kind: Kind,
-    at: Duration,
-    held_back: u64,
-}
-
 /// The messages about one image.
 #[derive(Debug, Default)]
 pub struct Reports {
-    told: Mutex<Vec<Told>>,
+    kinds: Mutex<Vec<(Kind, Lines)>>,
 }
 
 impl Reports {
     /// Returns `Some` if a message of this kind is to be written at time `now`, with the number suppressed since the
     /// last one, if any were.
     pub fn admit(&self, kind: Kind, now: Duration) -> Option<Option<u64>> {
-        let mut told = self.told.lock();
-        let Some(before) = told.iter_mut().find(|told| told.kind == kind) else {
-            told.push(Told {
-                kind,
-                at: now,
-                held_back: 0,
-            });
-            return Some(None);
-        };
-        if now.saturating_sub(before.at) < QUIET {
-            before.held_back += 1;
-            return None;
+        let mut kinds = self.kinds.lock();
+        if let Some((_, lines)) = kinds.iter_mut().find(|(known, _)| *known == kind) {
+            return lines.admit(1, now);
         }
-        before.at = now;
-        let held_back = std::mem::take(&mut before.held_back);
-        Some((held_back > 0).then_some(held_back))
+        let mut lines = Lines::default();
+        let admitted = lines.admit(1, now);
+        kinds.push((kind, lines));
+        admitted
     }
 
     /// Logs that the host failed an operation on the image at `path`, at byte `offset` of the file.
@@ -112,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_of_a_kind_is_told_and_then_one_a_minute_with_how_many_there_were() {
+    fn reports_admit_the_first_of_a_kind_and_then_one_a_minute() {
         let reports = Reports::default();
         let full = Kind::Host(Action::Write, libc::ENOSPC);
         let second = Duration::from_secs(1);
@@ -130,5 +200,25 @@ mod tests {
         ] {
             assert_eq!(reports.admit(other, 66 * second), Some(None), "{other:?}");
         }
+    }
+    #[test]
+    fn a_limit_admits_its_lines_a_minute_and_counts_the_others() {
+        let limit = LogLimit::default();
+        let start = Duration::from_secs(7);
+        for _ in 0..CLIENT_LINES_MAX {
+            assert_eq!(limit.admit_at(start), Some(None));
+        }
+        for second in 0..60 {
+            assert_eq!(limit.admit_at(start + Duration::from_secs(second)), None);
+        }
+        assert_eq!(limit.admit_at(start + PERIOD), Some(Some(60)));
+        assert_eq!(limit.admit_at(start + PERIOD), Some(None));
+    }
+
+    #[test]
+    fn logged_once_admits_once() {
+        static LIMIT: LoggedOnce = LoggedOnce::new();
+        assert!(LIMIT.admit());
+        assert!(!LIMIT.admit());
     }
 }

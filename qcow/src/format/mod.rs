@@ -28,8 +28,8 @@ mod header_fields;
 mod header_tests;
 pub mod l1;
 pub mod l2;
-pub(crate) mod references;
 pub mod refcount;
+pub(crate) mod references;
 pub mod snapshot;
 pub mod validate;
 

@@ -105,7 +105,11 @@ impl World {
                 op.done += part;
                 if op.done >= there {
                     // A driver that calls a short read a whole one.
-                    let moved = if broken(Rule::ShortReadIsSuccess) { op.len } else { op.done };
+                    let moved = if broken(Rule::ShortReadIsSuccess) {
+                        op.len
+                    } else {
+                        op.done
+                    };
                     op.result = Some(failed.unwrap_or(moved as i32));
                 }
             }

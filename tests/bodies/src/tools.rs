@@ -21,7 +21,10 @@ pub fn body(bytes: &[u8]) -> &'static str {
         assert!(described.is_ok(), "checked, but not described: {described:?}");
         assert!(report.findings.len() <= 1000);
     }
-    match cx.block_on(repair(&view, RepairScope::All)).expect("the ring turns") {
+    match cx
+        .block_on(repair(&view, RepairScope::All))
+        .expect("the ring turns")
+    {
         Ok(report) => {
             assert_eq!(report.after.verdict(), Verdict::Clean, "{report:#?}");
             if report.before.verdict() == Verdict::Clean {

@@ -8,7 +8,6 @@
 
 mod config;
 mod device;
-mod log_limit;
 mod queue;
 mod request;
 mod run;
@@ -18,9 +17,6 @@ mod tests;
 pub(crate) use config::{CONFIG_BYTES, WRITEBACK_OFFSET};
 pub(crate) use device::CacheMode;
 pub use device::{BlockDevice, BlockDeviceConfig, ConfigWriteError, SERIAL_BYTES, SerialTooLong};
-#[cfg(test)]
-pub(crate) use log_limit::LINES_MAX;
-pub(crate) use log_limit::LogLimit;
 pub use queue::{BlockQueue, BlockQueueConfig, IN_FLIGHT_MAX, Notify, QueueReport, StartQueueError};
 pub(crate) use run::{FlushError, flush};
 pub use run::{RunQueueError, RunningQueue};

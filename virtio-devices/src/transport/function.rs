@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
 use super::msix::Vectors;
-use crate::blk::LogLimit;
+use block::report::LogLimit;
 
 /// The most queues of a function.
 pub(super) const QUEUES_MAX: u16 = 256;

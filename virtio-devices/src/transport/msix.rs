@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use super::{Interrupt, Machine, MsiMessage};
-use crate::blk::LogLimit;
+use block::report::LogLimit;
 
 /// The bytes of a table entry: address, data, control.
 pub(super) const ENTRY_BYTES: u64 = 16;

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
 use block::Disk;
+use block::report::LogLimit;
 use block::worker::{WorkerConfig, WorkerHandle};
 use virtio_bindings::virtio_blk::VIRTIO_BLK_F_RO;
 use vm_memory::GuestMemoryMmap;
@@ -24,7 +25,7 @@ use super::in_process::InProcess;
 use super::msix::{Msix, NO_VECTOR};
 use super::queue::PciQueue;
 use super::{Machine, PciFunction, Window};
-use crate::blk::{BlockDevice, BlockDeviceConfig, LogLimit};
+use crate::blk::{BlockDevice, BlockDeviceConfig};
 pub use layout::BAR_BYTES;
 use layout::{COMMON, COMMON_BYTES, DEVICE, ISR, NOTIFY, NOTIFY_STRIDE, PENDING, TABLE};
 use registers::STATUS_DRIVER_OK;

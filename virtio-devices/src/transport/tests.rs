@@ -502,7 +502,7 @@ impl tracing::Subscriber for Lines {
 /// Whatever a guest does wrong as fast as it can is written down so many times a minute.
 #[test]
 fn a_guest_cannot_flood_the_log() {
-    let most = u64::from(crate::blk::LINES_MAX);
+    let most = u64::from(block::report::CLIENT_LINES_MAX);
     // Queues that cannot run, and windows at which cannot watch for kicks.
     for kicks in [false, true] {
         let mut board = Board::new(1);

@@ -37,11 +37,12 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use block::report::LogLimit;
 use block::worker::{StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
 use block::{Disk, IoError};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
-use crate::blk::{BlockDevice, BlockDeviceConfig, CacheMode, LogLimit, SerialTooLong};
+use crate::blk::{BlockDevice, BlockDeviceConfig, CacheMode, SerialTooLong};
 use backend::Backend;
 pub use handover::{ClientState, HandOverError, Message, PausedClient};
 pub use stop_token::StopToken;

@@ -8,7 +8,7 @@ use block::file::{FileOptions, ImageFile};
 use block::lock::LockMode;
 use clap::ValueEnum;
 use qcow::format::ClusterUse;
-use qcow::image::{self as tools, CheckReport, RepairScope, RepairError, RepairReport};
+use qcow::image::{self as tools, CheckReport, RepairError, RepairReport, RepairScope};
 use serde::Serialize;
 
 use super::{CheckArguments, lock, on_image, open_to_read, text, write_json};

@@ -4,12 +4,12 @@
 //! TCP, and, from Linux 6.12 on, abstract sockets of others and signals to them. Descriptors that are open stay
 //! usable.
 
+use block::report::LoggedOnce;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset,
     RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope,
 };
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::{AllowedFiles, SandboxError};
 
@@ -40,8 +40,8 @@ pub(super) fn restrict(allowed: &AllowedFiles) -> Result<(), SandboxError> {
         }
     }
     let status = ruleset.restrict_self().map_err(SandboxError::Landlock)?;
-    static TOLD: AtomicBool = AtomicBool::new(false);
-    if status.ruleset == RulesetStatus::FullyEnforced || TOLD.swap(true, Ordering::Relaxed) {
+    static LOGGED: LoggedOnce = LoggedOnce::new();
+    if status.ruleset == RulesetStatus::FullyEnforced || !LOGGED.admit() {
         return Ok(());
     }
     match status.ruleset {

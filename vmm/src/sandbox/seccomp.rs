@@ -8,8 +8,8 @@
 //! this process.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 
+use block::report::LoggedOnce;
 use seccompiler::{
     BpfProgram, Error, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, TargetArch,
@@ -284,7 +284,7 @@ fn programs(task: Task) -> Result<[BpfProgram; 2], Error> {
 }
 
 pub(super) fn restrict(task: Task) -> Result<(), SandboxError> {
-    static TOLD: AtomicBool = AtomicBool::new(false);
+    static LOGGED: LoggedOnce = LoggedOnce::new();
     // The second goes in first: the first does not allow a further one.
     let [listed, without] = programs(task)?;
     for program in [without, listed] {
@@ -293,7 +293,7 @@ pub(super) fn restrict(task: Task) -> Result<(), SandboxError> {
             Err(Error::Seccomp(error))
                 if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL)) =>
             {
-                if !TOLD.swap(true, Ordering::Relaxed) {
+                if LOGGED.admit() {
                     tracing::warn!(
                         "this kernel has no seccomp filters: system calls are not restricted; the rest of the \
                          sandbox is on"

@@ -76,7 +76,7 @@ impl BackendState {
         self.running.len() as u16
     }
 
-    /// As [`LogLimit::admit`](crate::blk::LogLimit::admit), of the function's lines.
+    /// As [`LogLimit::admit`](block::report::LogLimit::admit), of the function's lines.
     pub(super) fn admit(&self) -> Option<Option<u64>> {
         let function = self.function.as_ref();
         function.map_or(Some(None), |(function, _)| function.log_limit.admit())
