@@ -5,7 +5,8 @@
 
 use super::bytes::{array_at, u32_at, u64_at};
 use super::extension::{BitmapsExtension, ExtensionError, FeatureKind};
-use super::geometry::{ClusterBitsOutOfRange, RefcountOrderOutOfRange, SECTOR_SIZE};
+use super::positions::SECTOR_SIZE;
+use super::sizes::{ClusterBitsOutOfRange, RefcountOrderOutOfRange};
 use super::{
     ClusterBits, Extension, FeatureName, Geometry, HostOffset, L2EntryWidth, RefcountOrder, Version,
 };

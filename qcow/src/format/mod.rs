@@ -28,8 +28,10 @@ mod header_fields;
 mod header_tests;
 pub mod l1;
 pub mod l2;
+pub mod positions;
 pub mod refcount;
 pub(crate) mod references;
+pub mod sizes;
 pub mod snapshot;
 pub mod validate;
 
@@ -37,15 +39,14 @@ pub use bitmap::{BitmapCluster, BitmapDirectoryEntry, BitmapFlags, BitmapTableEn
 pub use cluster_use::ClusterUse;
 pub use entry::EntryError;
 pub use extension::{BitmapsExtension, Extension, ExtensionError, FeatureKind, FeatureName};
-pub use geometry::{
-    ClusterBits, Geometry, GuestCluster, GuestOffset, HostCluster, HostOffset, L2EntryWidth, RefcountOrder,
-    Version,
-};
+pub use geometry::Geometry;
 pub use header::{
     Autoclear, Compatible, CompressionType, CryptMethod, Header, HeaderError, Incompatible, Unsupported,
 };
 pub(crate) use header_fields::HeaderFields;
 pub use l1::{L1Entry, L2TableRef};
 pub use l2::{CompressedExtent, L2Entry, L2Mapping, L2Table, L2TableMut};
+pub use positions::{GuestCluster, GuestOffset, HostCluster, HostOffset};
 pub use refcount::{RefcountTableEntry, SetRefcountError};
+pub use sizes::{ClusterBits, L2EntryWidth, RefcountOrder, Version};
 pub use snapshot::SnapshotEntry;

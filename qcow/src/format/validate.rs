@@ -6,9 +6,9 @@
 //! overflow.
 
 use super::extension::FeatureKind;
-use super::geometry::FILE_OFFSET_MAX;
 use super::header::{CompressionType, CryptMethod, HeaderError, Incompatible, Unsupported, at};
 use super::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
+use super::positions::FILE_OFFSET_MAX;
 use super::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use super::{Header, HostOffset};
 

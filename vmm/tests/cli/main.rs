@@ -9,6 +9,6 @@ mod machine;
 mod packaging;
 mod run;
 mod terminal;
-mod in_use;
+mod usage;
 mod vhost_user;
 mod world;

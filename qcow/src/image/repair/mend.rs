@@ -11,7 +11,7 @@ use block::file::FileView;
 use super::flags::fix_copied_flags;
 use super::writer::{disown_unknown, switch_header, sync, write};
 use super::{RepairError, RepairScope};
-use crate::format::geometry::SECTOR_SIZE;
+use crate::format::positions::SECTOR_SIZE;
 use crate::format::{ClusterUse, HostCluster, Incompatible};
 use crate::image::check::{Subject, Survey, Walk};
 use crate::image::read::{read, read_header};
