@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::sync::Mutex;
 
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Request};
+use virtio_devices::virtqueue::QueueSetup;
 
 use crate::cursor::Cursor;
-use crate::memory::{BASE, END, REGION_BYTES};
+use crate::memory::{BASE, EDGE, END};
 
 /// The disk's size in bytes.
 pub const DISK_BYTES: u64 = 1 << 20;
@@ -17,7 +18,8 @@ pub const DESCRIPTORS: u64 = BASE;
 pub const AVAILABLE: u64 = BASE + 0x2000;
 /// See [`DESCRIPTORS`].
 pub const USED: u64 = BASE + 0x3000;
-const TABLE: u64 = BASE + 0x4000;
+/// Where indirect tables are.
+pub const TABLE: u64 = BASE + 0x4000;
 const HEADERS: u64 = BASE + 0x5000;
 const DATA: u64 = BASE + 0x8000;
 
@@ -113,10 +115,9 @@ impl DiskQueue for MemoryQueue {
 
 /// A guest address: often one that is right.
 fn address(cursor: &mut Cursor<'_>) -> u64 {
-    let edge = BASE + REGION_BYTES;
     match cursor.below(8) {
         0 => cursor.u64(),
-        1 => cursor.pick(&[0, BASE - 1, BASE, edge - 3, edge, END - 1, END, u64::MAX]),
+        1 => cursor.pick(&[0, BASE - 1, BASE, EDGE - 3, EDGE, END - 1, END, u64::MAX]),
         2 => TABLE + 16 * cursor.below(8),
         3 => HEADERS + 16 * cursor.below(8),
         4 => cursor.pick(&[DESCRIPTORS, AVAILABLE, USED]) + cursor.below(64),
@@ -223,5 +224,102 @@ fn whole_request(cursor: &mut Cursor<'_>, size: u16, write: &mut dyn FnMut(u64, 
     write(AVAILABLE + 4 + 2 * place, &(3 * slot as u16).to_le_bytes());
     if !cursor.one_in(4) {
         write(AVAILABLE + 2, &(place as u16 + 1).to_le_bytes());
+    }
+}
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+
+/// A descriptor before it is written.
+#[derive(Clone, Copy)]
+struct Draft {
+    /// Where it is written.
+    at: u64,
+    address: u64,
+    len: u32,
+    flags: u16,
+    next: u16,
+}
+
+/// Lays out a chain of any length in the queue's table or an indirect one, with at most one mistake. Returns its head.
+pub fn lay_out_chain(cursor: &mut Cursor<'_>, setup: &QueueSetup, write: &mut dyn FnMut(u64, &[u8])) -> u16 {
+    let size = setup.size;
+    let head = cursor.below(size.into()) as u16;
+    let wanted = match cursor.below(32) {
+        0 => 1000 + cursor.below(100),
+        1 => 1 + cursor.below(24),
+        _ => 1 + cursor.below(5),
+    };
+    let direct = |ahead: u16, address, len, flags| {
+        let index = head.wrapping_add(ahead) % size;
+        Draft {
+            at: setup.addresses.descriptors + 16 * u64::from(index),
+            address,
+            len,
+            flags,
+            next: (index + 1) % size,
+        }
+    };
+    let mut drafts = Vec::new();
+    let is_indirect = cursor.one_in(3) && (setup.indirect || cursor.one_in(8));
+    let count = if is_indirect {
+        wanted.min(64) as u16
+    } else {
+        wanted.min(size.into()) as u16
+    };
+    if is_indirect {
+        let table = TABLE + 1024 * cursor.below(4);
+        if size > 1 && cursor.one_in(4) {
+            drafts.push(direct(0, DATA, 32, NEXT));
+        }
+        let link = direct(drafts.len() as u16, table, 16 * u32::from(count), INDIRECT);
+        drafts.push(link);
+        drafts.extend((0..count).map(|index| Draft {
+            at: table + 16 * u64::from(index),
+            address: 0,
+            len: 0,
+            flags: NEXT,
+            next: index + 1,
+        }));
+    } else {
+        drafts.extend((0..count).map(|index| direct(index, 0, 0, NEXT)));
+    }
+    let readable = cursor.below(u64::from(count) + 1) as usize;
+    let buffers = drafts.len() - usize::from(count);
+    for (index, draft) in drafts[buffers..].iter_mut().enumerate() {
+        draft.len = cursor.pick(&[1, 16, 512, 4096]);
+        // Some lie over the edge between the regions, which is allowed.
+        draft.address = cursor.pick(&[DATA, EDGE - 2048, EDGE - 8]) + cursor.below(64);
+        draft.flags |= if index >= readable { WRITE } else { 0 };
+    }
+    if let Some(last) = drafts.last_mut() {
+        last.flags &= !NEXT;
+    }
+    if cursor.one_in(12) {
+        let which = cursor.below(drafts.len() as u64) as usize;
+        spoil(cursor, &mut drafts[which], size);
+    }
+    for draft in drafts {
+        let mut bytes = draft.address.to_le_bytes().to_vec();
+        bytes.extend(draft.len.to_le_bytes());
+        bytes.extend(draft.flags.to_le_bytes());
+        bytes.extend(draft.next.to_le_bytes());
+        write(draft.at, &bytes);
+    }
+    head
+}
+
+/// Makes one mistake in a descriptor.
+fn spoil(cursor: &mut Cursor<'_>, draft: &mut Draft, size: u16) {
+    match cursor.below(8) {
+        0 => draft.len = cursor.pick(&[0, 8, 24, u32::MAX, 0x2_0000]),
+        1 => draft.flags ^= WRITE,
+        2 => draft.flags ^= NEXT,
+        3 => draft.flags |= INDIRECT,
+        4 => (draft.flags, draft.next) = (draft.flags | NEXT, cursor.u32() as u16),
+        5 => (draft.flags, draft.next) = (draft.flags | NEXT, cursor.below(size.into()) as u16),
+        6 => draft.address = cursor.pick(&[0, BASE - 1, EDGE - 16, EDGE - 32, END - 1, END, u64::MAX]),
+        _ => (draft.flags, draft.next) = (draft.flags | NEXT, 0),
     }
 }

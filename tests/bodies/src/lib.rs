@@ -30,6 +30,7 @@ pub mod memory;
 pub mod model;
 pub mod mutate;
 pub mod mutated;
+pub mod rings;
 pub mod seeds;
 pub mod tools;
 pub mod vhost_user;
@@ -136,6 +137,34 @@ pub const BODIES: &[Body] = &[
         bytes_max: 4 << 10,
         cases: 100_000,
         reaches: &[("refused", 1), ("silent", 1), ("served", 4500), ("broken", 30000)],
+        seeds: seeds::random,
+        takes_any: true,
+    },
+    Body {
+        name: "rings",
+        run: rings::body,
+        bytes_max: 4 << 10,
+        cases: 60_000,
+        reaches: &[
+            ("refused", 12000),
+            ("queue in two regions", 140),
+            ("available index", 4000),
+            ("descriptor index", 5000),
+            ("loop", 1200),
+            ("more than 1,024 descriptors", 8),
+            ("indirect, not negotiated", 900),
+            ("indirect in indirect", 350),
+            ("next after indirect", 1100),
+            ("indirect table of odd length", 250),
+            ("indirect table outside memory", 200),
+            ("empty buffer", 800),
+            ("readable after writable", 700),
+            ("buffer outside memory", 380),
+            ("more than 2^32 bytes", 60),
+            ("no interrupt", 1000),
+            ("first answers", 4400),
+            ("equal", 16000),
+        ],
         seeds: seeds::random,
         takes_any: true,
     },

@@ -12,6 +12,8 @@ use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 pub const BASE: u64 = 0x1_0000;
 /// The length of each region and of each guard, in bytes.
 pub const REGION_BYTES: u64 = 1 << 16;
+/// Where the second region begins.
+pub const EDGE: u64 = BASE + REGION_BYTES;
 /// The first guest address that is not memory.
 pub const END: u64 = BASE + 2 * REGION_BYTES;
 

@@ -17,7 +17,7 @@ const INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
 
 /// A chain that was followed to its end. Kept and filled again, so that nothing is allocated per request.
 #[derive(Debug, Default)]
-pub(crate) struct Chain {
+pub struct Chain {
     segments: Vec<Slice>,
     /// So many segments at the front are to be read; the others to be written.
     readable: usize,
@@ -50,7 +50,7 @@ impl Chain {
 
     /// Follows the chain that begins at descriptor `head`, in place of what `self` held.
     #[inline]
-    pub(crate) fn follow(
+    pub(super) fn follow(
         &mut self,
         memory: &QueueMemory,
         descriptors: DescriptorTable,
@@ -130,8 +130,9 @@ impl Chain {
     }
 
     /// Returns the chain's defect, if it has one.
+    #[must_use]
     #[inline]
-    pub(crate) fn defect(&self) -> Option<ChainDefect> {
+    pub fn defect(&self) -> Option<ChainDefect> {
         self.defect
     }
 
@@ -170,26 +171,30 @@ impl Chain {
     }
 
     /// Returns the readable bytes that are left.
+    #[must_use]
     #[inline]
-    pub(crate) fn readable(&self) -> &[Slice] {
+    pub fn readable(&self) -> &[Slice] {
         &self.segments[..self.readable]
     }
 
     /// Returns the number of readable bytes that are left.
+    #[must_use]
     #[inline]
-    pub(crate) fn readable_bytes(&self) -> u64 {
+    pub fn readable_bytes(&self) -> u64 {
         self.readable_bytes
     }
 
     /// Returns the writable bytes that are left.
+    #[must_use]
     #[inline]
-    pub(crate) fn writable(&self) -> &[Slice] {
+    pub fn writable(&self) -> &[Slice] {
         &self.segments[self.readable..]
     }
 
     /// Returns the number of writable bytes that are left.
+    #[must_use]
     #[inline]
-    pub(crate) fn writable_bytes(&self) -> u64 {
+    pub fn writable_bytes(&self) -> u64 {
         self.writable_bytes
     }
 }

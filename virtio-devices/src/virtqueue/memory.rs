@@ -23,7 +23,7 @@ use super::ChainDefect;
 
 /// Bytes inside one region of guest memory. Only [`QueueMemory`] makes them.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct Slice {
+pub struct Slice {
     region: u32,
     len: u32,
     offset: u64,
@@ -31,8 +31,10 @@ pub(crate) struct Slice {
 
 impl Slice {
     /// The length in bytes.
+    #[expect(clippy::len_without_is_empty, reason = "no chain has an empty slice")]
+    #[must_use]
     #[inline]
-    pub(crate) fn len(self) -> u32 {
+    pub fn len(self) -> u32 {
         self.len
     }
 
@@ -87,7 +89,7 @@ fn prefetch(pointer: NonNull<u8>) {
 }
 
 /// The memory map of one queue.
-pub(crate) struct QueueMemory {
+pub struct QueueMemory {
     /// Sorted by guest address, not overlapping.
     regions: Box<[Region]>,
     recent: [Cell<usize>; 2],
@@ -201,8 +203,9 @@ impl QueueMemory {
     /// # Panics
     ///
     /// If they are not inside the slice, or the slice is not of this memory.
+    #[must_use]
     #[inline]
-    pub(crate) fn pointer(&self, slice: Slice, at: u32, len: u32) -> NonNull<u8> {
+    pub fn pointer(&self, slice: Slice, at: u32, len: u32) -> NonNull<u8> {
         let region = &self.regions[slice.region as usize];
         let inside = u64::from(at) + u64::from(len) <= u64::from(slice.len)
             && slice.offset + u64::from(slice.len) <= region.len;

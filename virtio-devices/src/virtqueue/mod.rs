@@ -16,12 +16,11 @@ mod ring;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub(crate) use chain::Chain;
+pub use chain::Chain;
 pub(crate) use inflight::InflightQueue;
 pub use inflight::{InflightError, InflightRegion};
-pub(crate) use memory::{QueueMemory, Slice};
-pub(crate) use ring::Virtqueue;
-pub use ring::{QueueSetup, RingAddresses};
+pub use memory::{QueueMemory, Slice};
+pub use ring::{QueueSetup, RingAddresses, Virtqueue};
 
 /// The longest chain that is followed, in descriptors: no I/O takes more memory ranges at once, and it is
 /// QEMU's limit too.

@@ -55,7 +55,7 @@ const DESCRIPTORS_AHEAD: u16 = 6;
 const TARGETS_AHEAD: u16 = 3;
 
 /// A split virtqueue that runs.
-pub(crate) struct Virtqueue {
+pub struct Virtqueue {
     memory: QueueMemory,
     table: DescriptorTable,
     /// The available ring: mapped, for as long as `memory` lives, with its `used_event`.
@@ -92,7 +92,7 @@ impl Virtqueue {
     /// # Errors
     ///
     /// [`SetupError`], naming the part that is not where it may be.
-    pub(crate) fn new(memory: GuestMemoryMmap, setup: &QueueSetup) -> Result<Self, SetupError> {
+    pub fn new(memory: GuestMemoryMmap, setup: &QueueSetup) -> Result<Self, SetupError> {
         let size = setup.size;
         if !size.is_power_of_two() || size > 1 << 15 {
             return Err(SetupError::Size { size: size.into() });
@@ -176,29 +176,33 @@ impl Virtqueue {
     }
 
     /// The memory the queue lives in.
+    #[must_use]
     #[inline]
-    pub(crate) fn memory(&self) -> &QueueMemory {
+    pub fn memory(&self) -> &QueueMemory {
         &self.memory
     }
 
     /// The entries.
-    pub(crate) fn size(&self) -> u16 {
+    #[must_use]
+    pub fn size(&self) -> u16 {
         self.size
     }
 
     /// The available index of the next chain to take.
-    pub(crate) fn next_available(&self) -> u16 {
+    #[must_use]
+    pub fn next_available(&self) -> u16 {
         self.next_available
     }
 
     /// The used index as the guest sees it.
+    #[must_use]
     #[inline]
-    pub(crate) fn used_index(&self) -> u16 {
+    pub fn used_index(&self) -> u16 {
         self.published
     }
 
     /// From now on chains are taken from this available index on.
-    pub(crate) fn set_next_available(&mut self, index: u16) {
+    pub fn set_next_available(&mut self, index: u16) {
         self.next_available = index;
     }
 
@@ -208,7 +212,7 @@ impl Virtqueue {
     ///
     /// If the guest's index moved by more than the queue can hold.
     #[inline]
-    pub(crate) fn available(&self) -> Result<u16, QueueError> {
+    pub fn available(&self) -> Result<u16, QueueError> {
         // Acquire: the entries and descriptors before the index are read after it.
         let found = u16::from_le(self.available_word(INDEX).load(Ordering::Acquire));
         let count = found.wrapping_sub(self.next_available);
@@ -234,7 +238,7 @@ impl Virtqueue {
     /// guest wrote them on another processor, and waiting for each in turn would cost more than all the
     /// rest.
     #[inline]
-    pub(crate) fn prefetch(&self, left: u16) {
+    pub fn prefetch(&self, left: u16) {
         let table = self.table.table;
         for (ahead, target) in [(DESCRIPTORS_AHEAD, false), (TARGETS_AHEAD, true)] {
             if ahead >= left {
@@ -260,7 +264,7 @@ impl Virtqueue {
     ///
     /// If the chain cannot be followed to its end.
     #[inline]
-    pub(crate) fn take(&mut self, chain: &mut Chain) -> Result<u16, QueueError> {
+    pub fn take(&mut self, chain: &mut Chain) -> Result<u16, QueueError> {
         let head = self.head(0);
         chain.follow(&self.memory, self.table, head)?;
         self.next_available = self.next_available.wrapping_add(1);
@@ -272,14 +276,14 @@ impl Virtqueue {
     /// # Errors
     ///
     /// As for [`Virtqueue::take`].
-    pub(crate) fn take_again(&self, head: u16, chain: &mut Chain) -> Result<(), QueueError> {
+    pub fn take_again(&self, head: u16, chain: &mut Chain) -> Result<(), QueueError> {
         chain.follow(&self.memory, self.table, head)
     }
 
     /// Gives a chain back, with `len` bytes written to it. The guest sees it at the next
     /// [`Virtqueue::publish`].
     #[inline]
-    pub(crate) fn give_back(&mut self, head: u16, len: u32) {
+    pub fn give_back(&mut self, head: u16, len: u32) {
         if strikes(Rule::VirtqueueLostUsed, 20) {
             return;
         }
@@ -306,14 +310,15 @@ impl Virtqueue {
     }
 
     /// Returns the number of chains that were returned but not published.
+    #[must_use]
     #[inline]
-    pub(crate) fn unpublished(&self) -> u16 {
+    pub fn unpublished(&self) -> u16 {
         self.next_used.wrapping_sub(self.published)
     }
 
     /// Lets the guest see what was given back. Returns whether it wants a notification.
     #[inline]
-    pub(crate) fn publish(&mut self) -> bool {
+    pub fn publish(&mut self) -> bool {
         let (old, new) = (self.published, self.next_used);
         if old == new {
             return false;
@@ -342,7 +347,7 @@ impl Virtqueue {
     /// # Errors
     ///
     /// As for [`Virtqueue::available`].
-    pub(crate) fn enable_notifications(&mut self) -> Result<bool, QueueError> {
+    pub fn enable_notifications(&mut self) -> Result<bool, QueueError> {
         if self.event_idx {
             self.avail_event()
                 .store(self.next_available.to_le(), Ordering::Relaxed);
@@ -358,7 +363,7 @@ impl Virtqueue {
 
     /// Tells the guest that it need not notify.
     #[inline]
-    pub(crate) fn disable_notifications(&mut self) {
+    pub fn disable_notifications(&mut self) {
         if self.notifications && !self.event_idx {
             let flags = VRING_USED_F_NO_NOTIFY as u16;
             self.used_word(0).store(flags.to_le(), Ordering::Relaxed);
