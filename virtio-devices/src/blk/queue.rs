@@ -22,8 +22,8 @@ use vm_memory::GuestMemoryMmap;
 use super::device::{BlockDevice, SERIAL_BYTES, has};
 use super::request::{self, BlockRequest, Range, Status};
 use crate::virtqueue::{
-    Chain, InflightError, InflightQueue, InflightRegion, QueueError, QueueSetup, RingAddresses, SetupError,
-    Slice, Virtqueue,
+    Chain, InflightError, InflightQueue, InflightRegion, QueueError, QueueSetup, RingAddresses, ServedQueue,
+    SetupError, Slice,
 };
 
 /// The maximum number of chains taken in one round. A guest processes the answers of one round during the next; a
@@ -108,7 +108,7 @@ impl Slot {
 /// One queue of a [`BlockDevice`].
 pub struct BlockQueue {
     device: Arc<BlockDevice>,
-    ring: Virtqueue,
+    ring: ServedQueue,
     disk: Box<dyn DiskQueue>,
     features: u64,
     notify: Box<dyn Notify>,
@@ -216,7 +216,7 @@ impl BlockQueue {
             event_idx: has(config.features, VIRTIO_RING_F_EVENT_IDX),
             indirect: has(config.features, VIRTIO_RING_F_INDIRECT_DESC),
         };
-        let mut ring = Virtqueue::new(config.memory, &setup)?;
+        let mut ring = ServedQueue::new(config.memory, &setup)?;
         let (mut inflight, mut again) = (None, Vec::new());
         if let Some(region) = &config.inflight {
             let (queue, found) = InflightQueue::open(region, ring.size(), ring.used_index())?;

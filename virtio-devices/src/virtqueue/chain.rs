@@ -39,7 +39,7 @@ pub(crate) struct DescriptorTable {
 }
 
 impl Chain {
-    fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.segments.clear();
         self.readable = 0;
         self.readable_bytes = 0;
@@ -108,7 +108,7 @@ impl Chain {
     }
 
     #[inline]
-    fn add(&mut self, memory: &QueueMemory, address: u64, len: u32, writable: bool) {
+    pub(super) fn add(&mut self, memory: &QueueMemory, address: u64, len: u32, writable: bool) {
         self.ends_writable = false;
         let segments = &mut self.segments;
         let result = if len == 0 {

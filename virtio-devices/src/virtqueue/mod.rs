@@ -13,6 +13,8 @@ mod chain;
 mod inflight;
 mod memory;
 mod ring;
+#[cfg(feature = "virtio-queue")]
+mod rust_vmm;
 #[cfg(test)]
 pub(crate) mod tests;
 
@@ -21,6 +23,12 @@ pub(crate) use inflight::InflightQueue;
 pub use inflight::{InflightError, InflightRegion};
 pub use memory::{QueueMemory, Slice};
 pub use ring::{QueueSetup, RingAddresses, Virtqueue};
+
+/// The rings that block queues are served from.
+#[cfg(not(feature = "virtio-queue"))]
+pub(crate) use ring::Virtqueue as ServedQueue;
+#[cfg(feature = "virtio-queue")]
+pub(crate) use rust_vmm::Virtqueue as ServedQueue;
 
 /// The longest chain that is followed, in descriptors: no I/O takes more memory ranges at once, and it is
 /// QEMU's limit too.

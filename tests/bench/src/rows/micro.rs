@@ -44,6 +44,11 @@ pub(crate) fn rows() -> Vec<Row> {
         },
         listed("micro/allocation", "ringdisk-qcow", "allocation"),
         listed("micro/round-trip", "ringdisk-block", "round_trip"),
+        Row {
+            name: "micro/block-queue",
+            promises: Vec::new(),
+            run: Box::new(block_queue),
+        },
     ]
 }
 
@@ -51,7 +56,7 @@ pub(crate) fn rows() -> Vec<Row> {
 /// Expects `lookup_hit_1_thread` (ns for one lookup) and `lookup_hit_2_threads` (ns for one lookup on
 /// either thread, both at work).
 fn mapping(row: &Row, _: &mut Bench) -> io::Result<Vec<Entry>> {
-    let figures = run("ringdisk-qcow", "mapping")?;
+    let figures = run("ringdisk-qcow", "mapping", &[])?;
     let of = |name: &str| {
         let found = figures.iter().find(|figure| figure.name == name);
         found
@@ -72,24 +77,41 @@ fn mapping(row: &Row, _: &mut Bench) -> io::Result<Vec<Entry>> {
     ])
 }
 
+/// A request through the block queue and a disk that does nothing: our rings beside those of `virtio-queue`.
+fn block_queue(row: &Row, _: &mut Bench) -> io::Result<Vec<Entry>> {
+    let (package, bench) = ("ringdisk-virtio-devices", "block_queue");
+    let ours = run(package, bench, &[])?;
+    let theirs = run(package, bench, &["--features", "virtio-queue"])?;
+    Ok(ours
+        .into_iter()
+        .map(|figure| {
+            let peer = theirs.iter().find(|peer| peer.name == figure.name);
+            let peer = ("virtio-queue", peer.map_or(0.0, |peer| peer.value));
+            row.entry(&figure.name, &figure.unit, Better::Lower, figure.value, peer)
+        })
+        .collect())
+}
+
 /// The figures of a benchmark that nothing is promised of.
 fn listed(row: &Row, package: &str, bench: &str) -> io::Result<Vec<Entry>> {
-    let figures = run(package, bench)?;
+    let figures = run(package, bench, &[])?;
     Ok(figures
         .into_iter()
         .map(|figure| row.alone(&figure.name, &figure.unit, Better::Lower, figure.value))
         .collect())
 }
 
-/// Runs `cargo bench -p package --bench bench` and collects its `bench_result` lines.
+/// Runs `cargo bench -p package --bench bench`, with `more` arguments of cargo, and collects its `bench_result` lines.
 ///
 /// # Errors
 ///
 /// If there is no such benchmark, it fails, or it prints no figure.
-pub(crate) fn run(package: &str, bench: &str) -> io::Result<Vec<Figure>> {
+pub(crate) fn run(package: &str, bench: &str, more: &[&str]) -> io::Result<Vec<Figure>> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
-    command.args(["bench", "-q", "-p", package, "--bench", bench]);
+    command
+        .args(["bench", "-q", "-p", package, "--bench", bench])
+        .args(more);
     let figures = parse(&process::output(command, LIMIT)?);
     if figures.is_empty() {
         return Err(io::Error::other(format!(
