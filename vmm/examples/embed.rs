@@ -1,7 +1,10 @@
 //! How a machine monitor attaches a QCOW2 disk to a virtio transport of its own: [`Attached`] is all it takes.
 //!
+//! The transport keeps its queue as a `virtio_queue::Queue`, hands its state over to [`Attached::start`] and takes it back from
+//! [`Attached::stop`].
+//!
 //! Run it with an image: `cargo run --example embed -- disk.qcow2`. `main` plays the transport and the guest: it reads
-//! the disk's first sector through a virtqueue, and prints how it begins.
+//! the disk's first sector through a virtqueue, takes the queue back, hands it over once more, and prints what it found.
 #![expect(clippy::print_stdout, reason = "an example shows something")]
 
 use std::error::Error;
@@ -12,8 +15,11 @@ use std::sync::Arc;
 use block::task::eventfd;
 use block::worker::{WorkerConfig, WorkerHandle};
 use qcow::{OpenOptions, QcowDisk};
-use virtio_devices::blk::{BlockDevice, BlockDeviceConfig, BlockQueueConfig, Notify, RunningQueue};
+use virtio_devices::blk::{
+    BlockDevice, BlockDeviceConfig, BlockQueueConfig, Notify, QueueReport, RunningQueue,
+};
 use virtio_devices::virtqueue::RingAddresses;
+use virtio_queue::{Queue, QueueState, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 /// A disk with one queue. The transport asks `device` for features and configuration space, and calls
@@ -51,19 +57,55 @@ impl Attached {
         Ok(())
     }
 
-    /// A reset or a pause: when this returns nothing of the queue touches guest memory any more. The answer is where
-    /// the queue goes on, as `next_available`, should it start again.
-    fn stop(&mut self) -> Result<u16, Box<dyn Error>> {
-        let Some(running) = self.running.take() else {
-            return Ok(0);
-        };
-        Ok(running.stop(&self.worker)?.next_available())
+    /// A reset or a pause: when this returns nothing of the queue touches guest memory any more. The report says where
+    /// the queue goes on.
+    fn stop(&mut self) -> Result<Arc<QueueReport>, Box<dyn Error>> {
+        let running = self.running.take().ok_or("the queue does not run")?;
+        Ok(running.stop(&self.worker)?)
     }
 
     /// The machine ends: the image is left as a clean shutdown should.
     fn close(self) -> Result<(), Box<dyn Error>> {
         let disk = Arc::clone(self.device.disk());
         Ok(self.worker.block_on(move |cx| disk.close(cx))??)
+    }
+}
+
+/// The transport's queue as the disk's. The state does not hold the memory and the features that the driver negotiated.
+fn hand_over(
+    state: &QueueState,
+    memory: GuestMemoryMmap,
+    features: u64,
+    notify: Box<dyn Notify + Send>,
+) -> Result<BlockQueueConfig, Box<dyn Error>> {
+    if !state.ready {
+        return Err("the driver has not set the queue up".into());
+    }
+    if state.event_idx_enabled != (features & EVENT_IDX != 0) {
+        return Err("the queue's event index is not what was negotiated".into());
+    }
+    let in_flight = state.next_avail.wrapping_sub(state.next_used);
+    if in_flight != 0 {
+        return Err(format!("{in_flight} requests are in flight; answer them first").into());
+    }
+    let rings = RingAddresses {
+        descriptors: state.desc_table,
+        available: state.avail_ring,
+        used: state.used_ring,
+    };
+    let queue = BlockQueueConfig::new(memory, state.size, rings, features, notify);
+    Ok(BlockQueueConfig {
+        next_available: state.next_avail,
+        ..queue
+    })
+}
+
+/// The transport's queue after the disk has served it.
+fn take_back(state: &QueueState, report: &QueueReport) -> QueueState {
+    QueueState {
+        next_avail: report.next_available(),
+        next_used: report.next_used(),
+        ..*state
     }
 }
 
@@ -81,12 +123,11 @@ impl Notify for Interrupt {
     }
 }
 
-/// The guest's memory: three parts of a queue, and a request's header, data and status.
-const RINGS: RingAddresses = RingAddresses {
-    descriptors: 0x1000,
-    available: 0x2000,
-    used: 0x3000,
-};
+const VERSION_1: u64 = 1 << 32;
+const EVENT_IDX: u64 = 1 << 29;
+
+/// Where the guest has its available ring, and a request's header, data and status.
+const AVAILABLE: u64 = 0x2000;
 const HEADER: u64 = 0x4000;
 const DATA: u64 = 0x5000;
 const STATUS: u64 = 0x6000;
@@ -95,7 +136,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     let path = std::env::args_os().nth(1).ok_or("name an image")?;
     let mut disk = Attached::open(Path::new(&path))?;
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)])?;
-    // What the driver would write: read sector 0; a header to read, data and a status to write.
+    // What the driver would tell the transport.
+    let mut queue = Queue::new(128)?;
+    queue.set_desc_table_address(Some(0x1000), Some(0));
+    queue.set_avail_ring_address(Some(AVAILABLE as u32), Some(0));
+    queue.set_used_ring_address(Some(0x3000), Some(0));
+    queue.set_ready(true);
+    // What it would write: read sector 0; a header to read, data and a status to write.
     for (index, (at, len, flags, next)) in [(HEADER, 16u32, 1u16, 1u16), (DATA, 512, 3, 2), (STATUS, 1, 2, 0)]
         .iter()
         .enumerate()
@@ -107,25 +154,32 @@ fn main() -> Result<(), Box<dyn Error>> {
             &next.to_le_bytes(),
         ]
         .concat();
-        memory.write_slice(&descriptor, GuestAddress(RINGS.descriptors + 16 * index as u64))?;
+        memory.write_slice(&descriptor, GuestAddress(queue.desc_table() + 16 * index as u64))?;
     }
-    memory.write_obj(1u16, GuestAddress(RINGS.available + 2))?;
     let (kick, interrupt) = (eventfd()?, eventfd()?);
-    rustix::io::write(&kick, &1u64.to_ne_bytes())?;
-    let version_1 = 1 << 32;
-    let features = disk.device.features() & version_1;
-    let notify = Box::new(Interrupt(interrupt.try_clone()?));
-    let queue = BlockQueueConfig::new(memory.clone(), 128, RINGS, features, notify);
-    disk.start(kick, queue)?;
-    rustix::io::read(&interrupt, &mut [0; 8])?;
-    let (status, first): (u8, [u8; 8]) = (
-        memory.read_obj(GuestAddress(STATUS))?,
-        memory.read_obj(GuestAddress(DATA))?,
-    );
-    println!(
-        "status {status}, {} bytes, the disk begins with {first:02x?}",
-        disk.device.disk().info().size_bytes
-    );
-    disk.stop()?;
+    let features = disk.device.features() & VERSION_1;
+    for available in 1..=2_u16 {
+        memory.write_obj(0xff_u8, GuestAddress(STATUS))?;
+        memory.write_obj(available, GuestAddress(AVAILABLE + 2))?;
+        rustix::io::write(&kick, &1u64.to_ne_bytes())?;
+        let notify = Box::new(Interrupt(interrupt.try_clone()?));
+        let state = queue.state();
+        disk.start(
+            kick.try_clone()?,
+            hand_over(&state, memory.clone(), features, notify)?,
+        )?;
+        rustix::io::read(&interrupt, &mut [0; 8])?;
+        queue = Queue::try_from(take_back(&state, &*disk.stop()?))?;
+        let (status, first): (u8, [u8; 8]) = (
+            memory.read_obj(GuestAddress(STATUS))?,
+            memory.read_obj(GuestAddress(DATA))?,
+        );
+        println!(
+            "status {status}, {} bytes, the disk begins with {first:02x?}; taken {}, used {}",
+            disk.device.disk().info().size_bytes,
+            queue.next_avail(),
+            queue.next_used()
+        );
+    }
     disk.close()
 }

@@ -53,6 +53,7 @@ pub trait Notify {
 #[derive(Debug, Default)]
 pub struct QueueReport {
     next_available: AtomicU16,
+    next_used: AtomicU16,
     broken: AtomicBool,
 }
 
@@ -61,6 +62,12 @@ impl QueueReport {
     #[must_use]
     pub fn next_available(&self) -> u16 {
         self.next_available.load(Ordering::Acquire)
+    }
+
+    /// The used index: as many chains were given back, modulo 65536. Valid once the queue was removed.
+    #[must_use]
+    pub fn next_used(&self) -> u16 {
+        self.next_used.load(Ordering::Acquire)
     }
 
     /// Returns true if the guest broke the queue.
@@ -543,5 +550,8 @@ impl Frontend for BlockQueue {
         self.report
             .next_available
             .store(self.ring.next_available(), Ordering::Release);
+        self.report
+            .next_used
+            .store(self.ring.used_index(), Ordering::Release);
     }
 }

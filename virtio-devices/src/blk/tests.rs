@@ -522,6 +522,7 @@ fn a_removed_queue_reports_where_to_go_on() {
     world.ask(FLUSH, 0, &[]);
     world.queue.removed();
     assert_eq!(world.report.next_available(), 2);
+    assert_eq!(world.report.next_used(), 2);
 }
 
 #[test]
