@@ -7,9 +7,9 @@
 use block::file::FileView;
 use block::{AlignedBuf, IoError};
 
-use crate::format::positions::{FILE_OFFSET_MAX, SECTOR_SIZE};
 use crate::format::header::{BACKING_NAME_MAX, V2_HEADER_LENGTH, V3_HEADER_LENGTH, V3_HEADER_LENGTH_MIN};
 use crate::format::l1::L1_TABLE_MAX_BYTES;
+use crate::format::positions::{FILE_OFFSET_MAX, SECTOR_SIZE};
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use crate::format::{
     Autoclear, ClusterBits, Compatible, CompressionType, CryptMethod, Extension, FeatureKind, FeatureName,
