@@ -23,7 +23,7 @@
 //! - Direct and buffered I/O behave the same, but a file with an [alignment](SimWorld::set_alignment) refuses
 //!   misaligned ops.
 //!
-//! The memory of ops is [watched](memory). [`Pages`] stand in for the buffers that a kernel driver
+//! The memory of ops is [watched](memory). [`Pages`](pages::Pages) stand in for the buffers that a kernel driver
 //! registers, in the world and on a real ring.
 //!
 //! Invariant: the same seed and the same calls give the same [trace](SimWorld::trace_hash). No decision

@@ -24,7 +24,7 @@ pub(super) enum Stretches<'a> {
     Many(&'a [IoSlice]),
 }
 
-/// The bytes of a [`Buffer`] that this process can reach, its own or a guest's.
+/// The bytes of a [`Buffer`](super::Buffer) that this process can reach, its own or a guest's.
 #[derive(Clone, Copy, Debug)]
 pub struct Memory<'a> {
     pub(super) stretches: Stretches<'a>,
