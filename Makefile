@@ -28,7 +28,7 @@ RUNS ?= 1
 # Needs no lab; unit tests of qcow need the tools of QEMU.
 check: lint
 	env --default-signal=HUP,INT,QUIT,TERM cargo test --workspace --lib --bins --test tidy --test guest_scripts
-	cargo run --release -p ringdisk-sim -- explore --states 8000 --seeds 40
+	cargo run --release -p ringdisk-sim --features assertions -- explore --states 8000 --seeds 40
 
 # The steps before the tests are made by the script, which measures them.
 test:
@@ -36,7 +36,7 @@ test:
 
 # Half of the states are of the same seeds each time, half of new ones; those are printed, and `--from` repeats them.
 explore:
-	cargo run --release -p ringdisk-sim -- explore --states 160000 --seeds 800
+	cargo run --release -p ringdisk-sim --features assertions -- explore --states 160000 --seeds 800
 
 # No other build can break rules, nor kill servers between two stores: cargo keeps what it builds with a feature apart, so that
 # neither is built again for the other. First it explores 40,000 states more.
@@ -105,7 +105,7 @@ bench: setup build peers
 	cargo run --release -p ringdisk-bench
 
 soak:
-	cargo run --release -p ringdisk-sim -- soak --seconds $(SECONDS)
+	cargo run --release -p ringdisk-sim --features assertions -- soak --seconds $(SECONDS)
 
 soak-ublk: setup build
 	RINGDISK_SOAK_SECONDS=$(SECONDS) env --default-signal=HUP,INT,QUIT,TERM \

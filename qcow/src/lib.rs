@@ -47,6 +47,7 @@
 mod engine;
 pub mod format;
 pub mod image;
+mod invariant;
 mod metadata;
 
 pub use engine::QcowDisk;

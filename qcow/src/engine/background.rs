@@ -39,10 +39,10 @@ impl Drop for Task {
 /// Starts background work on the queue's worker.
 pub(super) fn start(queue: &Rc<Queue>, work: impl AsyncFnOnce(Rc<Queue>) + 'static) {
     queue.shared.background.lock().under_way += 1;
-    let chore = Task(Arc::clone(&queue.shared));
+    let task = Task(Arc::clone(&queue.shared));
     let worker = Rc::clone(queue);
     queue.cx.spawn_chore(async move {
-        let _chore = chore;
+        let _task = task;
         work(worker).await;
     });
 }

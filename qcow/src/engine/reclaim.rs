@@ -21,6 +21,7 @@ use rustc_hash::FxHashMap;
 
 use super::{Queue, Shared, background, load};
 use crate::format::HostCluster;
+use crate::invariant::invariant;
 use crate::metadata::Dropped;
 use crate::metadata::free_runs::runs_of;
 
@@ -38,6 +39,11 @@ pub(super) struct Freeing {
 
 impl Freeing {
     pub(super) fn push(&mut self, epoch: u64, drops: Vec<Dropped>) {
+        // The pass looks at the oldest batch alone.
+        invariant!(
+            self.batches.back().is_none_or(|&(last, _)| last <= epoch),
+            "drops of epoch {epoch} come after later ones"
+        );
         self.batches.push_back((epoch, drops));
     }
 
@@ -66,6 +72,7 @@ impl Drop for PassGuard<'_> {
     fn drop(&mut self) {
         let is_missed = {
             let mut freeing = self.shared.freeing.lock();
+            invariant!(freeing.running, "two passes free clusters at once");
             freeing.running = false;
             std::mem::take(&mut freeing.missed)
         };

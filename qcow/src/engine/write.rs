@@ -23,6 +23,7 @@ use super::part::Part;
 use super::read::start_backing;
 use super::{Queue, Shared, background, compressed, flush, load};
 use crate::format::{GuestOffset, HostCluster};
+use crate::invariant::invariant;
 use crate::metadata::Blocked;
 use crate::metadata::plan::{Action, Allocation, Edge, EdgeContent, Fill, OldCluster, WriteStep};
 
@@ -58,7 +59,7 @@ pub(super) async fn write(
     offset: GuestOffset,
     len: u64,
 ) -> Result<(), IoError> {
-    debug_assert!(
+    invariant!(
         queue.is_entered(),
         "what is written in place may be reused meanwhile"
     );
@@ -76,6 +77,11 @@ pub(super) async fn write(
             while here < end && steps.len() < STEPS_MAX {
                 match metadata.plan_write(here, end) {
                     Ok(step) => {
+                        // A step that stands still would be planned for ever; one that goes too far, over others' data.
+                        invariant!(
+                            step.offset == here && step.len > 0 && step.len <= end - here,
+                            "{step:?} is no step from {here} to {end}"
+                        );
                         here += step.len;
                         steps.push(step);
                     }
@@ -236,7 +242,10 @@ async fn write_clusters(queue: &Rc<Queue>, fill: &Fill, piece: Piece) -> Result<
 /// Returns the piece to write at an edge, if any. If old contents are copied, `old` is their cluster and they begin
 /// at `offset` in it.
 fn edge(edge: &Edge, old: Option<&Rc<Buffer>>, offset: u64) -> Option<Piece> {
-    debug_assert_eq!(old.is_some(), matches!(edge.content, EdgeContent::Old(_)));
+    invariant!(
+        old.is_some() == matches!(edge.content, EdgeContent::Old(_)),
+        "{edge:?} has other contents than were read for it"
+    );
     match (old, edge.content) {
         (Some(buffer), _) => Some(Piece::Bytes {
             buffer: Rc::clone(buffer),

@@ -13,6 +13,7 @@ use block::IoError;
 use super::write::{Source, change, write};
 use super::{Queue, flush};
 use crate::format::{GuestCluster, GuestOffset, Version};
+use crate::invariant::invariant;
 use crate::metadata::clear::{Clear, Cleared};
 use crate::metadata::{Extent, Lookup};
 
@@ -99,7 +100,10 @@ async fn clear(
         }
         match cleared {
             None => break,
-            Some(Cleared::Until(next)) => here = next,
+            Some(Cleared::Until(next)) => {
+                invariant!(next > here, "nothing was cleared from {here} on");
+                here = next;
+            }
             Some(Cleared::Punch {
                 guest,
                 count,

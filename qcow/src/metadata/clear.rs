@@ -6,6 +6,7 @@ use block::sync::WaitList;
 
 use super::{Blocked, Metadata};
 use crate::format::{GuestCluster, HostOffset, L2Entry, L2Mapping, Version};
+use crate::invariant::invariant;
 
 /// The options for clearing clusters.
 #[derive(Clone, Copy, Debug)]
@@ -120,6 +121,19 @@ impl Metadata {
         slice: u64,
         done: bool,
     ) -> (WaitList, Result<(), IoError>) {
+        // A write that came in between would have been punched away.
+        invariant!(
+            self.in_flight.is_entered(guest, count),
+            "{count} guest clusters from {guest} on are not in flight"
+        );
+        invariant!(
+            !done
+                || guest.until(guest + count).all(|cluster| matches!(
+                    self.mapping(slice, cluster),
+                    Ok(L2Mapping::Data { copied: true, .. })
+                )),
+            "the mapping of punched clusters has changed"
+        );
         self.l2.unpin(slice);
         let mut result = Ok(());
         for cluster in guest.until(guest + count).filter(|_| done) {

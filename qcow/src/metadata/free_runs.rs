@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::format::HostCluster;
+use crate::invariant::invariant;
 
 /// Free runs of host clusters. Each run records whether it is known to read as zeros.
 #[derive(Debug, Default)]
@@ -27,13 +28,21 @@ impl FreeRuns {
         self.total += count;
         let (mut first, mut count) = (first, count);
         if let Some((&before, &(len, kind))) = self.runs.range(..first).next_back() {
-            debug_assert!(before + len <= first, "a cluster is freed twice");
+            // It would be handed out twice.
+            invariant!(before + len <= first, "cluster {first} is freed twice");
             if before + len == first && kind == zero {
                 self.runs.remove(&before);
                 first = before;
                 count += len;
             }
         }
+        invariant!(
+            self.runs
+                .range(first..)
+                .next()
+                .is_none_or(|(&behind, _)| first + count <= behind),
+            "a cluster in {count} from {first} on is freed twice"
+        );
         if let Some(&(len, kind)) = self.runs.get(&(first + count))
             && kind == zero
         {
@@ -65,6 +74,11 @@ impl FreeRuns {
 
     /// Takes `count` clusters from `first` on; a run of at least that many must begin there.
     pub(crate) fn remove(&mut self, first: HostCluster, count: u64) {
+        // The caller has found the run, and its clusters are counted already.
+        invariant!(
+            self.runs.get(&first).is_some_and(|run| run.0 >= count),
+            "no run of {count} clusters begins at {first}"
+        );
         if let Some((len, zero)) = self.runs.remove(&first) {
             self.total -= len;
             self.insert(first + count, len.saturating_sub(count), zero);

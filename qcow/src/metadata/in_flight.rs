@@ -10,6 +10,7 @@ use block::canary::{Rule, broken};
 use block::sync::WaitList;
 
 use crate::format::GuestCluster;
+use crate::invariant::invariant;
 
 /// The clusters that are being remapped, and their waiters.
 #[derive(Debug, Default)]
@@ -43,7 +44,8 @@ impl InFlight {
 
     /// Enters `count` clusters from `first` on, none of which is being remapped.
     pub(crate) fn enter(&mut self, first: GuestCluster, count: u64) {
-        debug_assert!(
+        // A second remapping would drop what the first one publishes.
+        invariant!(
             !self.touches(first, first + (count - 1)),
             "guest cluster {first} is remapped twice at once"
         );
@@ -56,9 +58,37 @@ impl InFlight {
     /// Removes the clusters that were entered with `first`. Returns the waiters to wake; drop the list without the
     /// metadata's lock.
     pub(crate) fn leave(&mut self, first: GuestCluster) -> WaitList {
-        match self.0.iter().position(|entry| entry.clusters.start == first) {
-            Some(index) => self.0.swap_remove(index).waiters,
-            None => WaitList::default(),
-        }
+        let index = self.0.iter().position(|entry| entry.clusters.start == first);
+        // Whoever leaves twice lets a second writer in beside another one.
+        invariant!(index.is_some(), "guest cluster {first} is not being remapped");
+        index.map_or_else(WaitList::default, |index| self.0.swap_remove(index).waiters)
+    }
+
+    /// Returns true if exactly these clusters were entered together and have not left.
+    pub(crate) fn is_entered(&self, first: GuestCluster, count: u64) -> bool {
+        let clusters = first..first + count;
+        self.0.iter().any(|entry| entry.clusters == clusters)
+    }
+}
+
+#[cfg(all(test, debug_assertions, not(feature = "canary")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "remapped twice at once")]
+    fn entering_a_cluster_twice_is_noticed() {
+        let mut in_flight = InFlight::default();
+        in_flight.enter(GuestCluster::new(3), 4);
+        in_flight.enter(GuestCluster::new(6), 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "is not being remapped")]
+    fn leaving_twice_is_noticed() {
+        let mut in_flight = InFlight::default();
+        in_flight.enter(GuestCluster::new(3), 4);
+        drop(in_flight.leave(GuestCluster::new(3)));
+        drop(in_flight.leave(GuestCluster::new(3)));
     }
 }

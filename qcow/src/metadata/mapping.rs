@@ -8,6 +8,7 @@ use crate::format::{
     CompressedExtent, EntryError, GuestCluster, GuestOffset, HostOffset, L2Entry, L2Mapping, L2Table,
     L2TableMut,
 };
+use crate::invariant::invariant;
 
 /// The content of a uniform range of the guest's disk.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -140,10 +141,15 @@ impl Metadata {
         new: L2Entry,
     ) -> Result<(), Blocked> {
         let old = self.mapping(slice, cluster)?;
-        let kept = new
-            .decode(&self.geometry)
-            .ok()
-            .and_then(|mapping| host_of(&mapping));
+        let decoded = new.decode(&self.geometry);
+        // It will be written: this program must be able to read it.
+        invariant!(decoded.is_ok(), "{new:?} is no entry of an L2 table");
+        // Snapshots would see the change.
+        invariant!(
+            matches!(self.l1_entry(self.table_of(slice)), Ok(Some(table)) if table.copied),
+            "an entry of a shared L2 table is changed"
+        );
+        let kept = decoded.ok().and_then(|mapping| host_of(&mapping));
         match old {
             L2Mapping::Compressed(extent) => {
                 let first = self.geometry.host_cluster(extent.host);

@@ -14,6 +14,8 @@ pub(crate) mod clear;
 pub(crate) mod cluster_use;
 pub(crate) mod free_runs;
 mod in_flight;
+#[cfg(all(test, debug_assertions, not(feature = "canary")))]
+mod invariant_tests;
 pub(crate) mod mapping;
 pub(crate) mod plan;
 pub(crate) mod refcounts;

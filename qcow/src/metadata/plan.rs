@@ -12,6 +12,7 @@ use block::sync::WaitList;
 
 use super::{Blocked, Dropped, Metadata};
 use crate::format::{CompressedExtent, GuestCluster, GuestOffset, HostOffset, L2Entry, L2Mapping};
+use crate::invariant::invariant;
 
 /// One step of a write: `len` guest bytes from `offset` on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -177,6 +178,13 @@ impl Metadata {
             }
         }
         let run = self.refcounts.allocate(count)?;
+        // The write goes there before anything refers to them.
+        invariant!(
+            run.first
+                .until(run.first + run.count)
+                .all(|cluster| self.refcounts.is_given(cluster)),
+            "{run:?} is reserved and has another user"
+        );
         let last = self.mapping(slice, guest + (run.count - 1))?;
         let allocation = Allocation {
             guest,
@@ -268,6 +276,12 @@ impl Metadata {
     /// If the metadata is not as planned, which is a corruption.
     pub(crate) fn publish(&mut self, allocation: &Allocation) -> (WaitList, Result<(), IoError>) {
         let size = self.geometry.cluster_size();
+        self.assert_in_flight(allocation);
+        // Only the request in flight may change the mapping that its plan was made for.
+        invariant!(
+            (0..allocation.count).all(|index| self.is_as_planned(allocation, index)),
+            "{allocation:?} is not published as it was planned"
+        );
         self.l2.unpin(allocation.slice);
         let result = (0..allocation.count).try_for_each(|index| {
             let entry = L2Entry::data(allocation.host + index * size, true);
@@ -277,9 +291,33 @@ impl Metadata {
         (self.in_flight.leave(allocation.guest), result)
     }
 
+    /// Checks that an allocation is in flight, as it was reserved.
+    fn assert_in_flight(&self, allocation: &Allocation) {
+        // Otherwise another request may have remapped its guest clusters.
+        invariant!(
+            self.in_flight.is_entered(allocation.guest, allocation.count),
+            "{allocation:?} is not in flight"
+        );
+    }
+
+    /// Returns true if cluster `index` of an allocation is mapped as a plan for it demands. Corrupt entries are found
+    /// when it is published.
+    fn is_as_planned(&self, allocation: &Allocation, index: u64) -> bool {
+        match self.mapping(allocation.slice, allocation.guest + index) {
+            Ok(L2Mapping::Zero {
+                host: Some(host),
+                copied: true,
+            }) => allocation.kept && host == allocation.host,
+            Ok(L2Mapping::Data { copied: true, .. }) => false,
+            Ok(_) => !allocation.kept,
+            Err(_) => true,
+        }
+    }
+
     /// Undoes an allocation whose clusters could not be filled. Returns the waiters to wake; drop the list without
     /// the lock.
     pub(crate) fn abandon(&mut self, allocation: &Allocation) -> WaitList {
+        self.assert_in_flight(allocation);
         self.l2.unpin(allocation.slice);
         if !allocation.kept {
             let first = self.geometry.host_cluster(allocation.host);

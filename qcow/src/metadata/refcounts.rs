@@ -23,6 +23,7 @@ use super::cluster_use::{InUse, UseMap};
 use super::free_runs::FreeRuns;
 use super::slices::SliceCache;
 use crate::format::{ClusterUse, Geometry, HostCluster, HostOffset, RefcountTableEntry};
+use crate::invariant::invariant;
 
 /// The reason that the allocator cannot go on under the lock.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -282,6 +283,19 @@ impl Refcounts {
         count.ok_or(Stuck::Failed(IoError::Corrupt))
     }
 
+    /// Returns a cluster's count if it is in memory.
+    pub(super) fn peek(&self, cluster: HostCluster) -> Option<u64> {
+        let bytes = self.slices.peek(self.slice_of(cluster))?;
+        let index = self.index_in_slice(cluster);
+        self.geometry.refcount_order().read(bytes, index)
+    }
+
+    /// Returns true if a cluster may be one that was handed out to one user: its count is 1, as far as it is in memory,
+    /// and it is no structure.
+    pub(super) fn is_given(&self, cluster: HostCluster) -> bool {
+        self.peek(cluster).is_none_or(|count| count == 1) && self.uses.find(cluster).is_none()
+    }
+
     /// Sets a cluster's count. Its block must exist.
     pub(crate) fn set(&mut self, cluster: HostCluster, count: u64) -> Result<(), Stuck> {
         let slice = self.slice_of(cluster);
@@ -313,6 +327,11 @@ impl Refcounts {
     /// [`Stuck`]; [`Stuck::InUse`] if it is not free, whatever it counts.
     fn claim(&mut self, cluster: HostCluster) -> Result<(), Stuck> {
         self.uses.check_free(cluster)?;
+        // All three sources of clusters look at the count themselves.
+        invariant!(
+            self.peek(cluster).is_none_or(|count| count == 0),
+            "cluster {cluster} is handed out and has a user"
+        );
         self.set(cluster, 1)?;
         self.uses.given(cluster);
         Ok(())
@@ -422,6 +441,11 @@ impl Refcounts {
         self.uses.check_free(cluster)?;
         let host = self.geometry.host_offset(cluster);
         let entry = self.table.get_mut(index).ok_or(IoError::Corrupt)?;
+        // Its counts would be lost.
+        invariant!(
+            *entry == RefcountTableEntry::UNALLOCATED,
+            "refcount table entry {index} has a block"
+        );
         *entry = RefcountTableEntry::encode(host);
         self.fresh.insert(index);
         self.dirty_parts.insert(index / PART_ENTRIES);
@@ -445,6 +469,14 @@ impl Refcounts {
 
     /// Makes clusters whose count is zero, and which are past every stage of freeing, usable again.
     pub(crate) fn release(&mut self, first: HostCluster, count: u64, zero: bool) {
+        // A cluster that the scan has found meanwhile would be handed out twice.
+        invariant!(
+            first
+                .until(first + count)
+                .all(|cluster| self.peek(cluster).is_none_or(|count| count == 0)
+                    && self.uses.find(cluster).is_none()),
+            "a cluster in {count} from {first} on is released and in use"
+        );
         // The cursor will find the clusters that it has yet to pass.
         let below = count.min(self.cursor.max(first) - first);
         self.free.insert(first, below, zero);

@@ -12,6 +12,8 @@ use block::sync::atomic::{AtomicBool, Ordering};
 use block::sync::{SingleFlight, WaitList};
 use rustc_hash::{FxHashMap, FxHashSet};
 
+use crate::invariant::invariant;
+
 /// One cached slice.
 #[derive(Debug)]
 pub(crate) struct Slice {
@@ -96,6 +98,11 @@ impl SliceCache {
         self.slots.get_mut(slot as usize)?.as_mut()
     }
 
+    /// Returns the bytes of a slice, if it is cached, and leaves the order of eviction as it is.
+    pub(crate) fn peek(&self, key: u64) -> Option<&[u8]> {
+        Some(&self.slot(key)?.data)
+    }
+
     pub(crate) fn contains(&self, key: u64) -> bool {
         self.index.contains_key(&key)
     }
@@ -104,7 +111,8 @@ impl SliceCache {
     pub(crate) fn get_mut(&mut self, key: u64) -> Option<&mut [u8]> {
         let slot = *self.index.get(&key)?;
         let slice = self.slots.get_mut(slot as usize)?.as_mut()?;
-        debug_assert!(slice.checked);
+        // Its entries could lead the write to the image's own structures.
+        invariant!(slice.checked, "slice {key} is changed before it was checked");
         slice.used.store(true, Ordering::Relaxed);
         if !slice.dirty {
             slice.dirty = true;
@@ -124,7 +132,13 @@ impl SliceCache {
     }
 
     fn put(&mut self, key: u64, data: Box<[u8]>, dirty: bool, checked: bool) {
-        debug_assert_eq!(data.len(), self.slice_bytes);
+        invariant!(
+            data.len() == self.slice_bytes,
+            "slice {key} has {} bytes",
+            data.len()
+        );
+        // One task loads a slice, and nobody makes one that is cached: one of the two would lose its changes.
+        invariant!(!self.contains(key), "slice {key} is cached twice");
         if self.contains(key) {
             return;
         }
@@ -149,6 +163,7 @@ impl SliceCache {
             }
         };
         if let Some(place) = self.slots.get_mut(slot as usize) {
+            invariant!(place.is_none(), "the slot of slice {key} is in use");
             *place = Some(slice);
             self.index.insert(key, slot);
         }
@@ -181,6 +196,12 @@ impl SliceCache {
 
     /// Drops a slice whatever its state: its table no longer exists.
     pub(crate) fn discard(&mut self, key: u64) {
+        // The slices of a table that is shared are never changed, so no change of one can be lost.
+        invariant!(
+            self.slot(key)
+                .is_none_or(|slice| !slice.dirty && !slice.flushing && slice.pins == 0),
+            "slice {key} is discarded while it is changed"
+        );
         if let Some(slot) = self.index.remove(&key) {
             if let Some(place) = self.slots.get_mut(slot as usize) {
                 *place = None;
@@ -192,6 +213,8 @@ impl SliceCache {
 
     /// Keeps a cached slice in the cache until [`SliceCache::unpin`].
     pub(crate) fn pin(&mut self, key: u64) {
+        // A change to come finds its slice only if that is in the cache now.
+        invariant!(self.contains(key), "slice {key} is pinned and not cached");
         if let Some(slice) = self.slot_mut(key) {
             slice.pins += 1;
         }
@@ -199,6 +222,11 @@ impl SliceCache {
 
     /// Undoes one [`SliceCache::pin`].
     pub(crate) fn unpin(&mut self, key: u64) {
+        // Dropped or unpinned too early, it could have been evicted before the change that needs it.
+        invariant!(
+            self.slot(key).is_some_and(|slice| slice.pins > 0),
+            "slice {key} is not pinned"
+        );
         if let Some(slice) = self.slot_mut(key) {
             slice.pins = slice.pins.saturating_sub(1);
         }
@@ -219,6 +247,11 @@ impl SliceCache {
         keys.sort_unstable();
         let mut copies = Vec::with_capacity(keys.len());
         for key in keys {
+            // Otherwise its changes are lost.
+            invariant!(
+                self.slot(key).is_some_and(|slice| slice.dirty),
+                "dirty slice {key} is not cached"
+            );
             if let Some(slice) = self.slot_mut(key) {
                 slice.dirty = false;
                 slice.flushing = true;
@@ -231,6 +264,11 @@ impl SliceCache {
     /// Ends the write-back of these slices. If it failed they are dirty again.
     pub(crate) fn end_flush(&mut self, keys: impl Iterator<Item = u64>, written: bool) {
         for key in keys {
+            // One round at a time; a slice stays until its own has ended.
+            invariant!(
+                self.slot(key).is_some_and(|slice| slice.flushing),
+                "slice {key} is not being written"
+            );
             let Some(slice) = self.slot_mut(key) else { continue };
             slice.flushing = false;
             if !written && !slice.dirty {
@@ -242,6 +280,8 @@ impl SliceCache {
 
     /// Returns true if the caller must load the slice. If another task is loading it, `waker` is woken at the end.
     pub(crate) fn begin_load(&mut self, key: u64, waker: &Waker) -> bool {
+        // What was read would replace what has been changed since.
+        invariant!(!self.contains(key), "slice {key} is loaded and cached");
         self.loading.begin(key, waker)
     }
 
@@ -331,5 +371,57 @@ mod tests {
         assert!(!cache.begin_load(1, Waker::noop()));
         assert_eq!(cache.end_load(1).len(), 1);
         assert!(cache.begin_load(1, Waker::noop()));
+    }
+}
+
+#[cfg(all(test, debug_assertions, not(feature = "canary")))]
+mod invariant_tests {
+    use super::*;
+
+    fn cache() -> SliceCache {
+        let mut cache = SliceCache::new(512, 1 << 20);
+        cache.insert(1, vec![0; 512].into(), true);
+        cache
+    }
+
+    #[test]
+    #[should_panic(expected = "slice 2 is pinned and not cached")]
+    fn pinning_a_slice_that_is_not_cached_is_noticed() {
+        cache().pin(2);
+    }
+
+    #[test]
+    #[should_panic(expected = "slice 1 is not pinned")]
+    fn unpinning_twice_is_noticed() {
+        let mut cache = cache();
+        cache.pin(1);
+        cache.unpin(1);
+        cache.unpin(1);
+    }
+
+    #[test]
+    #[should_panic(expected = "slice 1 is discarded while it is changed")]
+    fn discarding_a_dirty_slice_is_noticed() {
+        cache().discard(1);
+    }
+
+    #[test]
+    #[should_panic(expected = "slice 1 is not being written")]
+    fn ending_a_write_back_that_did_not_begin_is_noticed() {
+        cache().end_flush([1].into_iter(), true);
+    }
+
+    #[test]
+    #[should_panic(expected = "slice 1 is loaded and cached")]
+    fn loading_a_cached_slice_is_noticed() {
+        cache().begin_load(1, Waker::noop());
+    }
+
+    #[test]
+    #[should_panic(expected = "slice 3 is changed before it was checked")]
+    fn changing_an_unchecked_slice_is_noticed() {
+        let mut cache = cache();
+        cache.insert_unchecked(3, vec![0; 512].into());
+        cache.get_mut(3);
     }
 }

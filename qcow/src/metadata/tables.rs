@@ -17,6 +17,7 @@ use crate::format::{
     ClusterUse, EntryError, Geometry, GuestCluster, HostCluster, HostOffset, L1Entry, L2Entry, L2TableMut,
     L2TableRef,
 };
+use crate::invariant::invariant;
 
 /// The unit in which the L1 table is written, in bytes: a sector.
 pub(super) const L1_PART_BYTES: u64 = 512;
@@ -175,6 +176,15 @@ impl Metadata {
 
     /// Points an L1 entry at a table in host cluster `cluster` that is not on disk yet.
     fn set_table(&mut self, l1_index: usize, cluster: HostCluster) {
+        // Its entries would be lost.
+        invariant!(
+            !matches!(self.l1_entry(l1_index), Ok(Some(table)) if table.copied),
+            "the L2 table of L1 entry {l1_index} is replaced and not shared"
+        );
+        invariant!(
+            self.refcounts.is_given(cluster),
+            "the L2 table of L1 entry {l1_index} is made in a cluster in use"
+        );
         self.refcounts.uses.made(ClusterUse::L2Table, cluster, 1);
         let entry = L1Entry::encode(L2TableRef {
             host: self.geometry.host_offset(cluster),
@@ -206,6 +216,11 @@ impl Metadata {
             Ok(_) => return Ok(false),
             Err(error) => return Err(corrupt(error)),
         }
+        invariant!(
+            table.len() as u64 == self.geometry.cluster_size(),
+            "{} bytes are no L2 table",
+            table.len()
+        );
         let run = self.refcounts.allocate(1)?;
         self.set_table(l1_index, run.first);
         for (slice, bytes) in self

@@ -6,7 +6,9 @@ use super::cluster_use::UseMap;
 use super::refcounts::{Refcounts, TablePlace};
 use super::tables::L1_PART_BYTES;
 use super::{Dropped, Metadata};
+use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::{ClusterUse, Geometry, HostOffset};
+use crate::invariant::invariant;
 
 /// Bytes and their offset in the file.
 pub(crate) type Place = (HostOffset, Box<[u8]>);
@@ -134,9 +136,22 @@ impl Metadata {
             drops: std::mem::take(&mut self.drops),
             ..WriteBackSet::default()
         };
+        // A second round could settle what the first one has not written.
+        invariant!(!self.flushing, "two write-back sets at once");
         self.flushing = true;
 
         let copies = self.l2.copy_dirty();
+        // Snapshots would see the change; and a slice without a table has no place.
+        invariant!(
+            copies
+                .iter()
+                .all(|(slice, _)| self.is_owned(self.table_of(*slice))),
+            "a changed slice belongs to no L2 table of this disk's own"
+        );
+        invariant!(
+            self.fresh_tables.iter().all(|&l1_index| self.is_owned(l1_index)),
+            "a new L2 table has no L1 entry of its own"
+        );
         let fresh = sorted(self.fresh_tables.iter().copied());
         for &l1_index in &fresh {
             // A fresh table was just given its place: the entry decodes.
@@ -172,6 +187,18 @@ impl Metadata {
             set.expect(&self.refcounts.uses, &geometry, ClusterUse::L1Table, offset);
             set.l1.push((offset, self.l1_part(part).into()));
         }
+        // A header with too few entries makes the image one that no program opens.
+        invariant!(
+            !self.header_dirty
+                || self.l1_entries() as u64 >= self.geometry.l1_entries_needed(self.size_bytes),
+            "the L1 table has {} entries, too few for {} bytes",
+            self.l1_entries(),
+            self.size_bytes
+        );
+        invariant!(
+            self.l1_entries() as u64 * L1_ENTRY_SIZE <= self.l1_place.clusters * self.geometry.cluster_size(),
+            "the L1 table is longer than its place"
+        );
         if std::mem::take(&mut self.header_dirty) {
             set.header = Some(HeaderChange {
                 size_bytes: self.size_bytes,
@@ -183,9 +210,15 @@ impl Metadata {
         set
     }
 
+    /// Returns true if the L2 table of an L1 entry is the disk's alone.
+    fn is_owned(&self, l1_index: usize) -> bool {
+        matches!(self.l1_entry(l1_index), Ok(Some(table)) if table.copied)
+    }
+
     /// Settles a write-back set that is durable, or that could not be written; then everything in it is dirty again.
     /// Returns the references that left the mapping for good.
     pub(crate) fn settle(&mut self, set: WriteBackSet, written: bool) -> Vec<Dropped> {
+        invariant!(self.flushing, "no write-back set was taken");
         self.flushing = false;
         let WriteBackSet {
             keys,
@@ -234,6 +267,16 @@ impl Metadata {
 impl Refcounts {
     fn add_dirty(&mut self, set: &mut WriteBackSet, cluster_size: usize) {
         let copies = self.slices.copy_dirty();
+        invariant!(
+            copies
+                .iter()
+                .all(|(slice, _)| matches!(self.slice_offset(*slice), Ok(Some(_)))),
+            "a changed slice belongs to no refcount block"
+        );
+        invariant!(
+            self.table_parts() as u64 * 512 <= self.place.clusters * self.geometry.cluster_size(),
+            "the refcount table is longer than its place"
+        );
         let fresh = sorted(self.fresh.iter().copied());
         for &index in &fresh {
             let Ok(Some(offset)) = self.block_offset(index) else {

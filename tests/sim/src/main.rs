@@ -281,12 +281,19 @@ fn summary(explored: &Explored, from: u64, took: Duration) {
     );
 }
 
+/// The command that runs this build of the explorer.
+const AGAIN: &str = if cfg!(feature = "assertions") {
+    "cargo run --release -p ringdisk-sim --features assertions --"
+} else {
+    "cargo run --release -p ringdisk-sim --"
+};
+
 /// Tells about a failure: the shortest run that still fails, and how to see it again.
 fn report(failed: &Failed) {
     eprintln!("FAILED: {} {}", failed.what, failed.failure);
     eprintln!("  commit:  {}", commit());
     eprintln!(
-        "  again:   cargo run --release -p ringdisk-sim -- replay {}",
+        "  again:   {AGAIN} replay {}",
         replay::line_of(&failed.what, &failed.case)
     );
     eprintln!("  looking for a shorter one...");
@@ -316,7 +323,7 @@ fn tell(source: &Source, case: &Case, failure: &Failure) {
     for event in &outcome.trace[skip..] {
         eprintln!("  {event}");
     }
-    eprintln!("  again:   cargo run --release -p ringdisk-sim -- replay --as-is {line}");
+    eprintln!("  again:   {AGAIN} replay --as-is {line}");
     eprintln!("  keep it: add this line to tests/sim/seeds.txt: {line}");
 }
 

@@ -1,4 +1,5 @@
-//! Ends the process when a run makes no progress: a lock held across an await stops the thread it is on.
+//! Ends the process when a run makes no progress: a lock held across an await stops the thread it is on. Names the run
+//! in which an assertion fails.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -26,6 +27,7 @@ impl Watchdog {
         let beats: Arc<Beats> = Arc::default();
         let watched = Arc::downgrade(&beats);
         std::thread::spawn(move || watch(&watched));
+        name_runs_that_panic(&beats);
         Self { beats }
     }
 
@@ -40,6 +42,21 @@ impl Watchdog {
         let mut beats = self.beats.lock().unwrap_or_else(PoisonError::into_inner);
         beats.remove(&std::thread::current().id());
     }
+}
+
+/// Has a panic's message followed by the run that this thread was in.
+#[expect(clippy::print_stderr, reason = "the last words of a process")]
+fn name_runs_that_panic(beats: &Arc<Beats>) {
+    let beats = Arc::downgrade(beats);
+    let print = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        print(panic);
+        let Some(beats) = beats.upgrade() else { return };
+        let Ok(beats) = beats.try_lock() else { return };
+        if let Some((_, what)) = beats.get(&std::thread::current().id()) {
+            eprintln!("FAILED: {what}: a panic");
+        }
+    }));
 }
 
 #[expect(clippy::print_stderr, reason = "the last words of a process")]

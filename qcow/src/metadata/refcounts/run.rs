@@ -17,6 +17,7 @@ use super::{FxHashMap, NO_LIMIT, Refcounts, Stuck, TablePlace, no_space};
 use crate::format::l1::L1_TABLE_MAX_BYTES;
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use crate::format::{ClusterUse, Geometry, HostCluster, RefcountTableEntry};
+use crate::invariant::invariant;
 
 /// Returns the number of bytes that count the longest possible run. The cache must hold them all at once.
 pub(super) fn count_bytes_max(geometry: &Geometry) -> u64 {
@@ -263,6 +264,10 @@ impl Refcounts {
         if plan.table > 0 {
             let first = plan.first + plan.blocks;
             self.uses.made(ClusterUse::RefcountTable, first, plan.table);
+            invariant!(
+                self.table.len() as u64 * 8 <= plan.table * self.geometry.cluster_size(),
+                "the refcount table is longer than its new place"
+            );
             self.moved_from.push(self.place);
             self.place = TablePlace {
                 offset: self.geometry.host_offset(first),

@@ -348,3 +348,44 @@ fn the_table_grows_by_half() {
         Err(Stuck::Failed(IoError::OutOfRange))
     );
 }
+
+#[cfg(all(debug_assertions, not(feature = "canary")))]
+mod invariants {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "is released and in use")]
+    fn releasing_a_cluster_in_use_is_noticed() {
+        refcounts(200, 200).release(at(2), 1, true);
+    }
+
+    #[test]
+    #[should_panic(expected = "is freed twice")]
+    fn releasing_a_cluster_twice_is_noticed() {
+        let mut refcounts = refcounts(200, 200);
+        assert_eq!(fill(&mut refcounts), 197);
+        refcounts.give_back(at(50)).expect("the first block is loaded");
+        refcounts.give_back(at(50)).expect("the first block is loaded");
+    }
+
+    #[test]
+    #[should_panic(expected = "is handed out and has a user")]
+    fn handing_out_a_cluster_in_use_is_noticed() {
+        assert!(refcounts(200, 200).claim(at(2)).is_err());
+    }
+
+    #[test]
+    #[should_panic(expected = "refcount table entry 0 has a block")]
+    fn replacing_a_refcount_block_is_noticed() {
+        assert!(refcounts(200, 200).new_block_at(0, at(9)).is_err());
+    }
+
+    #[test]
+    #[should_panic(expected = "no run of 3 clusters begins at 50")]
+    fn taking_a_run_that_is_not_free_is_noticed() {
+        let mut refcounts = refcounts(200, 200);
+        assert_eq!(fill(&mut refcounts), 197);
+        refcounts.give_back(at(50)).expect("the first block is loaded");
+        refcounts.free.remove(at(50), 3);
+    }
+}

@@ -1,0 +1,134 @@
+//! States that only this crate's own code can break, broken on purpose: each is noticed.
+
+use super::plan::{Action, Allocation};
+use super::refcounts::NO_LIMIT;
+use super::write_back::WriteBackSet;
+use super::*;
+use crate::format::{ClusterBits, L2Entry, RefcountOrder, RefcountTableEntry, Version};
+
+const CLUSTER: u64 = 1 << 16;
+
+/// An empty image of 1 GiB: header, refcount table, refcount block.
+fn metadata() -> Metadata {
+    let geometry = Geometry::new(Version::V3, ClusterBits::DEFAULT, RefcountOrder::DEFAULT, 1 << 30);
+    let mut table = vec![RefcountTableEntry::UNALLOCATED; geometry.table_entries_per_cluster()];
+    table[0] = RefcountTableEntry::encode(HostOffset::new(2 * CLUSTER));
+    let place = TablePlace {
+        offset: HostOffset::new(CLUSTER),
+        clusters: 1,
+    };
+    let mut refcounts = Refcounts::new(geometry, table, place, HostCluster::new(3), NO_LIMIT, 1 << 20);
+    refcounts.slices.insert(0, vec![0; 4096].into(), false);
+    for cluster in 0..3 {
+        refcounts
+            .set(HostCluster::new(cluster), 1)
+            .expect("the slice is cached");
+    }
+    let l1 = vec![L1Entry::UNALLOCATED; 2];
+    Metadata::new(geometry, l1, HostOffset::new(0), refcounts, 1 << 20, 0)
+}
+
+/// Plans a write of the first guest cluster.
+fn reserve(metadata: &mut Metadata) -> Allocation {
+    let step = metadata.plan_write(GuestOffset::new(0), GuestOffset::new(CLUSTER));
+    match step.expect("an empty image").action {
+        Action::Fill(fill) => fill.allocation,
+        Action::Overwrite(at) => panic!("nothing is mapped, and {at} is to be overwritten"),
+    }
+}
+
+fn shared_with_a_snapshot(metadata: &mut Metadata) {
+    metadata.l1[0] = metadata.l1[0].with_copied(false);
+}
+
+#[test]
+fn a_plan_is_published_and_written_back() {
+    let mut metadata = metadata();
+    let allocation = reserve(&mut metadata);
+    assert_eq!(metadata.publish(&allocation).1, Ok(()));
+    let set = metadata.take_write_back_set();
+    assert_eq!((set.new_tables.len(), set.l1.len()), (1, 1));
+    metadata.settle(set, true);
+    assert!(metadata.is_clean());
+}
+
+#[test]
+#[should_panic(expected = "is not in flight")]
+fn publishing_twice_is_noticed() {
+    let mut metadata = metadata();
+    let allocation = reserve(&mut metadata);
+    drop(metadata.publish(&allocation));
+    drop(metadata.publish(&allocation));
+}
+
+#[test]
+#[should_panic(expected = "is not in flight")]
+fn abandoning_what_was_published_is_noticed() {
+    let mut metadata = metadata();
+    let allocation = reserve(&mut metadata);
+    drop(metadata.publish(&allocation));
+    drop(metadata.abandon(&allocation));
+}
+
+#[test]
+#[should_panic(expected = "is not published as it was planned")]
+fn remapping_a_cluster_in_flight_is_noticed() {
+    let mut metadata = metadata();
+    let allocation = reserve(&mut metadata);
+    let other = L2Entry::data(HostOffset::new(9 * CLUSTER), true);
+    metadata
+        .set_mapping(0, GuestCluster::new(0), other)
+        .expect("the slice is cached");
+    drop(metadata.publish(&allocation));
+}
+
+#[test]
+#[should_panic(expected = "is no entry of an L2 table")]
+fn setting_an_entry_that_does_not_decode_is_noticed() {
+    let mut metadata = metadata();
+    reserve(&mut metadata);
+    let set = metadata.set_mapping(0, GuestCluster::new(1), L2Entry::REFUSED);
+    assert!(set.is_err());
+}
+
+#[test]
+#[should_panic(expected = "an entry of a shared L2 table is changed")]
+fn changing_a_table_of_a_snapshot_is_noticed() {
+    let mut metadata = metadata();
+    let allocation = reserve(&mut metadata);
+    shared_with_a_snapshot(&mut metadata);
+    drop(metadata.publish(&allocation));
+}
+
+#[test]
+#[should_panic(expected = "belongs to no L2 table of this disk's own")]
+fn writing_a_table_of_a_snapshot_is_noticed() {
+    let mut metadata = metadata();
+    let allocation = reserve(&mut metadata);
+    drop(metadata.publish(&allocation));
+    shared_with_a_snapshot(&mut metadata);
+    metadata.take_write_back_set();
+}
+
+#[test]
+#[should_panic(expected = "too few for")]
+fn a_header_with_too_short_an_l1_table_is_noticed() {
+    let mut metadata = metadata();
+    metadata.size_bytes = 2 << 30;
+    metadata.header_dirty = true;
+    metadata.take_write_back_set();
+}
+
+#[test]
+#[should_panic(expected = "two write-back sets at once")]
+fn a_second_round_is_noticed() {
+    let mut metadata = metadata();
+    drop(metadata.take_write_back_set());
+    drop(metadata.take_write_back_set());
+}
+
+#[test]
+#[should_panic(expected = "no write-back set was taken")]
+fn settling_what_was_not_taken_is_noticed() {
+    metadata().settle(WriteBackSet::default(), true);
+}
