@@ -24,6 +24,7 @@ use crate::format::HostCluster;
 use crate::invariant::invariant;
 use crate::metadata::Dropped;
 use crate::metadata::free_runs::runs_of;
+use crate::metadata::refcounts::{Refcounts, Stuck};
 
 /// Drops that wait to be freed.
 #[derive(Debug, Default)]
@@ -169,23 +170,25 @@ async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
 
     for chunk in left.chunks(CLUSTERS_PER_LOCK) {
         let mut rest = chunk;
-        while let [(cluster, count), tail @ ..] = rest {
-            let set = { queue.shared.write()?.refcounts.set(*cluster, *count) };
-            match set {
-                Ok(()) => rest = tail,
-                Err(stuck) => load::unstick(queue, stuck).await?,
+        while !rest.is_empty() {
+            let stuck = lower(&mut queue.shared.write()?.refcounts, &mut rest, zero);
+            if let Err(stuck) = stuck {
+                load::unstick(queue, stuck).await?;
             }
         }
     }
-    {
-        let mut metadata = queue.shared.write()?;
-        for &(first, count) in &runs {
-            metadata.refcounts.release(first, count, zero);
-        }
-        queue.shared.freeing.lock().freed += runs.iter().map(|run| run.1).sum::<u64>();
-    }
+    queue.shared.freeing.lock().freed += runs.iter().map(|run| run.1).sum::<u64>();
     if punches_late {
         punch(queue, &runs).await;
+    }
+    Ok(())
+}
+
+/// Lowers counts until one cannot be; takes those that were from `rest`.
+fn lower(refcounts: &mut Refcounts, rest: &mut &[(HostCluster, u64)], zero: bool) -> Result<(), Stuck> {
+    while let [(cluster, count), tail @ ..] = *rest {
+        refcounts.lower(*cluster, *count, zero)?;
+        *rest = tail;
     }
     Ok(())
 }
@@ -225,4 +228,81 @@ async fn punch(queue: &Rc<Queue>, runs: &[(HostCluster, u64)]) -> bool {
         zero &= join_all(parts).await.is_ok();
     }
     zero
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::sync::Arc;
+
+    use block::ring::RingKind;
+    use block::{AlignedBuf, Buffer, Context, Disk, Op, Request};
+
+    use crate::format::HostOffset;
+    use crate::image::testing::World;
+    use crate::{OpenOptions, QcowDisk};
+
+    /// Frees clusters while another thread allocates, and then allocates as many as were freed.
+    fn free_while_another_worker_allocates(world: &World) {
+        const BYTES: u64 = 16 << 20;
+        let disk = QcowDisk::open(&world.path("a.qcow2"), &OpenOptions::default()).unwrap();
+        let cx = Context::new(RingKind::Syscalls, 64).unwrap();
+        let queue = Arc::clone(&disk).open_queue(&cx).unwrap();
+        let ask = async |op: Op, len: u64, buffer: Buffer| {
+            let (request, answer) = Request::local(op, 0, len, buffer);
+            queue.submit(request);
+            assert_eq!(answer.await.result, Ok(()));
+        };
+        let buffer = AlignedBuf::zeroed(512).into();
+        cx.block_on(ask(Op::Read, 512, buffer)).unwrap();
+        let first = HostOffset::new(disk.cached_host_offset(0).unwrap());
+        let first = disk.geometry().host_cluster(first);
+
+        let other = std::thread::spawn({
+            let disk = Arc::clone(&disk);
+            // It looks and allocates under one hold of the lock, as a request does.
+            move || loop {
+                let mut metadata = disk.shared.write().unwrap();
+                if metadata.refcounts.peek(first) == Some(0) {
+                    break metadata.refcounts.allocate(64).unwrap();
+                }
+            }
+        });
+        cx.block_on(async {
+            ask(Op::Discard, BYTES, Buffer::default()).await;
+            ask(Op::Flush, 0, Buffer::default()).await;
+        })
+        .unwrap();
+        let run = other.join().unwrap();
+        let mut given: HashSet<_> = run.first.until(run.first + run.count).collect();
+        let mut metadata = disk.shared.write().unwrap();
+        for _ in 0..BYTES / 4096 - 64 {
+            let run = metadata.refcounts.allocate(1).expect("a free cluster");
+            assert!(given.insert(run.first), "{} is handed out twice", run.first);
+        }
+    }
+
+    /// The image was opened a moment ago, so the scan has yet to pass what is freed: it finds the clusters by their
+    /// counts, while another worker is lowering these.
+    ///
+    /// Method: threads, as often as makes it likely that one gets in between.
+    #[test]
+    fn a_cluster_that_is_found_while_others_are_freed_is_handed_out_once() {
+        let world = World::new();
+        world.qemu_img(&[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-o",
+            "cluster_size=4096",
+            "full.qcow2",
+            "64M",
+        ]);
+        world.qemu_io("full.qcow2", &["write -q 0 16M"]);
+        for _ in 0..40 {
+            std::fs::copy(world.path("full.qcow2"), world.path("a.qcow2")).unwrap();
+            free_while_another_worker_allocates(&world);
+        }
+    }
 }

@@ -284,7 +284,7 @@ impl Refcounts {
     }
 
     /// Returns a cluster's count if it is in memory.
-    pub(super) fn peek(&self, cluster: HostCluster) -> Option<u64> {
+    pub(crate) fn peek(&self, cluster: HostCluster) -> Option<u64> {
         let bytes = self.slices.peek(self.slice_of(cluster))?;
         let index = self.index_in_slice(cluster);
         self.geometry.refcount_order().read(bytes, index)
@@ -462,13 +462,21 @@ impl Refcounts {
 
     /// Frees a cluster that nothing ever pointed at.
     pub(crate) fn give_back(&mut self, cluster: HostCluster) -> Result<(), Stuck> {
-        self.set(cluster, 0)?;
-        self.release(cluster, 1, false);
+        self.lower(cluster, 0, false)
+    }
+
+    /// Lowers a cluster's count. At zero the cluster is usable again: it is past every stage of freeing, and if `zero`,
+    /// it reads as zeros. Both are one step, or the scan could find a cluster that comes to the freed ones afterwards.
+    pub(crate) fn lower(&mut self, cluster: HostCluster, count: u64, zero: bool) -> Result<(), Stuck> {
+        self.set(cluster, count)?;
+        if count == 0 {
+            self.release(cluster, 1, zero);
+        }
         Ok(())
     }
 
     /// Makes clusters whose count is zero, and which are past every stage of freeing, usable again.
-    pub(crate) fn release(&mut self, first: HostCluster, count: u64, zero: bool) {
+    fn release(&mut self, first: HostCluster, count: u64, zero: bool) {
         // A cluster that the scan has found meanwhile would be handed out twice.
         invariant!(
             first
