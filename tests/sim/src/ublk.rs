@@ -15,7 +15,7 @@ use block::{Context, Disk};
 use simulator::SimWorld;
 use simulator::pages::Tags;
 use virtio_devices::ublk::model::{Model, ModelChannel, RingTable};
-use virtio_devices::ublk::{Duty, Events, QueueEvent, QueueState, Transport, UblkQueue, first_place};
+use virtio_devices::ublk::{Duty, Events, QueueEvent, QueueState, Transport, UblkQueue, first_slot};
 
 use crate::block_layer::HostQueue;
 use crate::lane::Book;
@@ -188,7 +188,7 @@ impl Run<'_> {
             let frontend = UblkQueue::start(
                 queue
                     .model()
-                    .channel(first_place(number, ublk.queues_per_worker, ublk.depth)),
+                    .channel(first_slot(number, ublk.queues_per_worker, ublk.depth)),
                 opened,
                 ublk.depth,
                 ublk.io_bytes_max,

@@ -182,16 +182,16 @@ pub const IO_FETCH: u32 = code(3, 0x20, size_of::<IoCommand>());
 /// Answers the request under a tag and waits for the next.
 pub const IO_COMMIT_AND_FETCH: u32 = code(3, 0x21, size_of::<IoCommand>());
 
-/// The most places for registered buffers that a ring has, `IORING_MAX_REG_BUFFERS` of the kernel's io_uring.
+/// The most registered-buffer slots that a ring has, `IORING_MAX_REG_BUFFERS` of the kernel's io_uring.
 pub const REGISTERED_BUFFERS_MAX: u16 = 1 << 14;
 
 /// Returns the `addr` of a fetch with [`Flags::AUTO_BUF_REG`] (`struct ublk_auto_buf_reg`): the slot of the ring's
 /// table for the request's pages, and the fallback that hands out a request whose pages cannot be registered with
 /// [`op::FLAG_NEED_REG_BUF`]. Without the fallback such a request fails, and the server never sees it.
 #[must_use]
-pub fn auto_buf_reg(place: u16) -> u64 {
+pub fn auto_buf_reg(slot: u16) -> u64 {
     const FALLBACK: u64 = 1 << 0;
-    u64::from(place) | FALLBACK << 16
+    u64::from(slot) | FALLBACK << 16
 }
 
 /// A request has come.

@@ -72,7 +72,7 @@ impl fmt::Display for Transport {
 /// An error of leasing the pages of a request.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum PagesError {
-    /// Its place cannot.
+    /// Its slot cannot.
     #[error(transparent)]
     Lease(#[from] LeaseError),
     /// They make no buffer.
@@ -138,13 +138,13 @@ pub trait Channel: fmt::Debug {
 
 /// The slots of a queue's tags in the table of its ring.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Places {
-    /// The place of the queue's first tag. Several queues share a worker's ring, and its table.
+pub(super) struct TagSlots {
+    /// The slot of the queue's first tag. Several queues share a worker's ring, and its table.
     pub(super) first: u16,
 }
 
-impl Places {
-    /// The place of a tag. If it is past the end of the table, the driver says so with each request.
+impl TagSlots {
+    /// Returns the slot of a tag. If it is past the end of the table, the driver says so with each request.
     pub(super) fn of(self, tag: u16) -> u16 {
         self.first.saturating_add(tag)
     }
@@ -207,10 +207,10 @@ impl Descriptors {
 
     fn get(&self, tag: u16) -> IoDescriptor {
         assert!(tag < self.depth, "tag {tag} of a queue of {}", self.depth);
-        let place = self.map.as_ptr().wrapping_add(usize::from(tag));
-        // SAFETY: `tag < depth`, so the place is inside the map, which is page-aligned and stays until this is
+        let descriptor = self.map.as_ptr().wrapping_add(usize::from(tag));
+        // SAFETY: `tag < depth`, so the descriptor is inside the map, which is page-aligned and stays until this is
         // dropped. The driver writes it only while the tag is fetched for; volatile, because it is another's.
-        unsafe { place.read_volatile() }
+        unsafe { descriptor.read_volatile() }
     }
 }
 
@@ -240,13 +240,13 @@ pub struct KernelChannel {
     descriptors: Descriptors,
     memory: Memory,
     /// The slots into which the driver registers pages, if it does.
-    places: Option<Places>,
+    slots: Option<TagSlots>,
     sink: Rc<CommandSink>,
 }
 
 impl KernelChannel {
-    /// The end of `queue` in the device that `file` is, on the worker of `cx`. With zero copy its tags have the places
-    /// from `first_place` on in that worker's table; those past its end are served by copies.
+    /// The end of `queue` in the device that `file` is, on the worker of `cx`. With zero copy its tags have the slots
+    /// from `first_slot` on in that worker's table; those past its end are served by copies.
     ///
     /// # Errors
     ///
@@ -258,7 +258,7 @@ impl KernelChannel {
         depth: u16,
         transport: Transport,
         io_bytes_max: u32,
-        first_place: u16,
+        first_slot: u16,
     ) -> io::Result<Self> {
         let descriptors = Descriptors::map(&file, queue, depth)?;
         let bytes = io_bytes_max as usize;
@@ -271,14 +271,14 @@ impl KernelChannel {
             ),
             Transport::UserCopy | Transport::ZeroCopy => Memory::UserCopy((0..depth).map(|_| None).collect()),
         };
-        let places = (transport == Transport::ZeroCopy).then_some(Places { first: first_place });
+        let slots = (transport == Transport::ZeroCopy).then_some(TagSlots { first: first_slot });
         Ok(Self {
             ring: cx.ring().clone(),
             file: cx.ring().register(file)?,
             queue,
             descriptors,
             memory,
-            places,
+            slots,
             sink: CommandSink::new(),
         })
     }
@@ -303,11 +303,11 @@ impl KernelChannel {
         let command = DeviceCommand {
             code,
             data,
-            address: self.places.map_or(0, |places| places.command(tag)),
+            address: self.slots.map_or(0, |slots| slots.command(tag)),
         };
         // SAFETY: in copy mode the driver reads and writes at `addr` at most as many bytes as the device's requests
         // may have, which is how long `keep` is; otherwise it touches no memory of ours, as what stands for the
-        // command's address is the number of a place. The queue gives the buffer out only between a fetch's
+        // command's address is the number of a slot. The queue gives the buffer out only between a fetch's
         // completion and the next.
         unsafe {
             self.ring
@@ -340,9 +340,9 @@ impl Channel for KernelChannel {
     fn data(&mut self, tag: u16, len: usize) -> Result<Buffer, IoError> {
         let buffer = self.room(tag, len);
         if let Memory::UserCopy(_) = self.memory {
-            let place = abi::data_offset(self.queue, tag);
+            let offset = abi::data_offset(self.queue, tag);
             self.ring
-                .transfer_now(&self.file, Direction::Read, place, &buffer, len)?;
+                .transfer_now(&self.file, Direction::Read, offset, &buffer, len)?;
         }
         Ok(buffer)
     }
@@ -364,9 +364,9 @@ impl Channel for KernelChannel {
 
     fn deliver(&mut self, tag: u16, data: &Buffer) -> Result<(), IoError> {
         if let Memory::UserCopy(_) = self.memory {
-            let place = abi::data_offset(self.queue, tag);
+            let offset = abi::data_offset(self.queue, tag);
             self.ring
-                .transfer_now(&self.file, Direction::Write, place, data, data.len())?;
+                .transfer_now(&self.file, Direction::Write, offset, data, data.len())?;
         }
         Ok(())
     }
@@ -380,9 +380,9 @@ impl Channel for KernelChannel {
     }
 
     fn pages(&mut self, tag: u16, len: usize) -> Result<Buffer, PagesError> {
-        let place = self.places.unwrap_or_default().of(tag);
+        let slot = self.slots.unwrap_or_default().of(tag);
         Ok(Buffer::registered(Registration {
-            fixed: self.ring.lease_fixed(place)?,
+            fixed: self.ring.lease_fixed(slot)?,
             // Registered pages are counted from zero.
             base: 0,
             len,
@@ -395,9 +395,9 @@ impl Channel for KernelChannel {
     }
 
     fn is_free(&self, tag: u16) -> bool {
-        let lease = |places: Places| self.ring.lease_fixed(places.of(tag));
-        // There is nothing to give back of a tag that has no place.
-        !matches!(self.places.map(lease), Some(Err(LeaseError::InUse { .. })))
+        let lease = |slots: TagSlots| self.ring.lease_fixed(slots.of(tag));
+        // There is nothing to give back of a tag that has no slot.
+        !matches!(self.slots.map(lease), Some(Err(LeaseError::InUse { .. })))
     }
 }
 
@@ -440,12 +440,12 @@ mod tests {
 
     #[test]
     fn no_two_tags_of_a_ring_have_one_place_and_a_tag_too_many_has_none() {
-        let (first, second) = (Places { first: 0 }, Places { first: 128 });
+        let (first, second) = (TagSlots { first: 0 }, TagSlots { first: 128 });
         let mut places: Vec<u16> = (0..128).flat_map(|tag| [first.of(tag), second.of(tag)]).collect();
         places.sort_unstable();
         assert_eq!(places, (0..256).collect::<Vec<_>>());
         assert_eq!(second.command(3) & 0xffff, 131);
-        let far = Places { first: u16::MAX - 1 };
+        let far = TagSlots { first: u16::MAX - 1 };
         assert!((0..4096).all(|tag| far.of(tag) >= abi::REGISTERED_BUFFERS_MAX));
     }
 

@@ -84,7 +84,7 @@ pub struct UblkConfig {
     pub transport: TransportChoice,
     /// The length in bytes from which on [`TransportChoice::Auto`] serves requests without copies.
     pub zero_copy_from: u32,
-    /// The most places for registered buffers that a worker's ring has, up to 16384. Requests under tags for which
+    /// The most registered-buffer slots that a worker's ring has, up to 16384. Requests under tags for which
     /// none is left are copied.
     pub registered_buffers_max: u16,
     /// The policy for I/O after this server is gone.
@@ -150,16 +150,16 @@ pub(super) fn check(config: &UblkConfig) -> Result<(), AddError> {
     range("the largest request", bytes.into(), expected, small)
 }
 
-/// The places that the ring of a worker with so many tags needs.
-pub(super) fn places(tags: u32, config: &UblkConfig) -> u16 {
+/// Returns the number of registered-buffer slots that the ring of a worker with `tags` tags needs.
+pub(super) fn registered_slots(tags: u32, config: &UblkConfig) -> u16 {
     let most = config.registered_buffers_max.min(REGISTERED_BUFFERS_MAX);
     u16::try_from(tags).unwrap_or(u16::MAX).min(most)
 }
 
-/// The first of the places that the tags of `queue` have in the table of its worker's ring, if so many queues of `depth`
-/// tags share a worker.
+/// Returns the slot of the first tag of `queue` in the buffer table of its worker's ring, which `queues_per_worker` queues of
+/// `depth` tags share.
 #[must_use]
-pub fn first_place(queue: u16, queues_per_worker: u16, depth: u16) -> u16 {
+pub fn first_slot(queue: u16, queues_per_worker: u16, depth: u16) -> u16 {
     (queue % queues_per_worker.max(1)).saturating_mul(depth)
 }
 

@@ -21,7 +21,7 @@ use block::worker::{FrontendId, StartWorkerError, WorkerConfig, WorkerGone, Work
 
 use super::abi::{DeviceInfo, DeviceState, Flags};
 use super::channel::{KernelChannel, Transport, become_io_flusher};
-use super::config::{self, UblkConfig, first_place};
+use super::config::{self, UblkConfig, first_slot};
 use super::control::{CommandError, Control, char_path};
 use super::error::{AddError, CloseError, DRAIN, ResizeError};
 use super::queue::{Counts, Events, QueueState, UblkQueue};
@@ -122,7 +122,7 @@ impl UblkDevice {
             // A slot for each tag's command, and as many for I/O.
             depth: tags * 2 + 64,
             registered_buffers: match self.transport {
-                Transport::ZeroCopy => config::places(tags, config),
+                Transport::ZeroCopy => config::registered_slots(tags, config),
                 _ => 0,
             },
             cpus,
@@ -156,7 +156,7 @@ impl UblkDevice {
         let file = file.try_clone().map_err(failed)?;
         let (disk, shared) = (Arc::clone(&self.disk), Arc::clone(&state));
         let (depth, bytes, transport) = (self.info.queue_depth, self.info.max_io_buf_bytes, self.transport);
-        let first_place = first_place(queue, config.queues_per_worker, depth);
+        let first_slot = first_slot(queue, config.queues_per_worker, depth);
         // The driver keeps what `add` gave it.
         let from = u32::try_from(self.info.ublksrv_flags).unwrap_or(u32::MAX);
         let zero_copy_from = (transport == Transport::ZeroCopy).then_some(from);
@@ -167,7 +167,7 @@ impl UblkDevice {
             }
             let cx = worker.context().clone();
             let disk = disk.open_queue(&cx)?;
-            let channel = KernelChannel::open(&cx, file, queue, depth, transport, bytes, first_place);
+            let channel = KernelChannel::open(&cx, file, queue, depth, transport, bytes, first_slot);
             let channel = channel.map_err(failed)?;
             let frontend = UblkQueue::start(channel, disk, depth, bytes, zero_copy_from, shared);
             worker.add(Box::new(frontend), Vec::new()).map_err(failed)

@@ -29,7 +29,7 @@ mod tests;
 mod zero_copy_tests;
 
 pub use channel::{Channel, KernelChannel, PagesError, Transport};
-pub use config::{Recovery, TransportChoice, UblkConfig, ZERO_COPY_FROM, first_place};
+pub use config::{Recovery, TransportChoice, UblkConfig, ZERO_COPY_FROM, first_slot};
 pub use control::{
     Carrier, CommandError, Control, ControlCall, ControlDevice, OpenControlError, block_path, char_path,
     open_control,

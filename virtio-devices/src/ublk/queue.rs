@@ -335,8 +335,8 @@ impl<C: Channel> UblkQueue<C> {
         for (tag, result) in results.drain(..) {
             // Tags come back as they were given.
             let tag = tag as u16;
-            let place = self.tags.get(usize::from(tag));
-            assert_eq!(place, Some(&Tag::Waiting), "tag {tag} was not waiting");
+            let state = self.tags.get(usize::from(tag));
+            assert_eq!(state, Some(&Tag::Waiting), "tag {tag} was not waiting");
             match result {
                 IO_RES_OK if self.state.duty() == Duty::Keep && !broken(Rule::UblkServesOn) => {
                     self.tags[usize::from(tag)] = Tag::Kept;
@@ -503,8 +503,8 @@ impl<C: Channel> UblkQueue<C> {
         let (channel, tags) = (&mut self.channel, &mut self.tags);
         let (before, mut full) = (self.answered.len(), false);
         self.answered.retain(|&tag| {
-            let place = &mut tags[usize::from(tag)];
-            let Tag::Answered { answer } = *place else {
+            let state = &mut tags[usize::from(tag)];
+            let Tag::Answered { answer } = *state else {
                 return false;
             };
             if full || !channel.is_free(tag) {
@@ -512,7 +512,7 @@ impl<C: Channel> UblkQueue<C> {
             }
             full = channel.commit_and_fetch(tag, answer).is_err();
             if !full {
-                *place = Tag::Waiting;
+                *state = Tag::Waiting;
             }
             full
         });

@@ -14,7 +14,7 @@ use block::{Buffer, Context, Disk, DiskQueue, Request};
 use simulator::pages::Tags;
 
 use super::abi::op;
-use super::config::first_place;
+use super::config::first_slot;
 use super::model::{Io, Model, ModelChannel, RingTable};
 use super::queue::{Counts, QueueState, UblkQueue};
 use ringdisk_gen::Random;
@@ -70,7 +70,7 @@ impl Server {
         for (model, number) in models.iter().zip(0..) {
             let state = QueueState::new(0, Arc::new(|_| {}));
             model.register_with(&table);
-            let channel = model.channel(first_place(number, models.len() as u16, depth));
+            let channel = model.channel(first_slot(number, models.len() as u16, depth));
             let shared = Arc::clone(&state);
             let queue: UblkQueue<ModelChannel> =
                 UblkQueue::start(channel, open(&cx), depth, IO_BYTES_MAX, Some(from), shared);

@@ -6,7 +6,7 @@ use block::{AlignedBuf, Buffer, IoError};
 use simulator::pages::TagError;
 
 use super::super::abi::{IoDescriptor, op};
-use super::super::channel::{Channel, PagesError, Places};
+use super::super::channel::{Channel, PagesError, TagSlots};
 use super::super::params::DMA_ALIGN;
 use super::{Model, State, Tag};
 
@@ -14,15 +14,15 @@ use super::{Model, State, Tag};
 #[derive(Debug)]
 pub struct ModelChannel {
     model: Model,
-    places: Places,
+    slots: TagSlots,
     generation: u32,
 }
 
 impl ModelChannel {
-    pub(super) fn new(model: Model, places: Places, generation: u32) -> Self {
+    pub(super) fn new(model: Model, slots: TagSlots, generation: u32) -> Self {
         Self {
             model,
-            places,
+            slots,
             generation,
         }
     }
@@ -42,7 +42,7 @@ impl ModelChannel {
         let named = state
             .table
             .as_mut()
-            .map(|table| table.name(tag, self.places.command(tag)));
+            .map(|table| table.name(tag, self.slots.command(tag)));
         if let Some(Err(text)) = named {
             state.fault(|| text);
         }
@@ -161,7 +161,7 @@ impl Channel for ModelChannel {
         if number.is_some_and(|number| state.unregistered.contains(&number)) {
             state.fault(|| format!("the request under tag {tag} has no pages"));
         }
-        let place = self.places.of(tag);
+        let place = self.slots.of(tag);
         let Some(table) = &state.table else {
             state.fault(|| "no pages are registered".to_owned());
             return Err(LeaseError::NoPlace {
@@ -182,7 +182,7 @@ impl Channel for ModelChannel {
         state
             .table
             .as_ref()
-            .is_none_or(|table| table.is_free(self.places.of(tag)))
+            .is_none_or(|table| table.is_free(self.slots.of(tag)))
     }
 }
 

@@ -34,7 +34,7 @@ use block::{AlignedBuf, Buffer, IoError};
 use simulator::{Random, memory};
 
 use super::abi::{IO_RES_ABORT, IO_RES_OK, op};
-use super::channel::Places;
+use super::channel::TagSlots;
 use super::config::Recovery;
 pub use channel::ModelChannel;
 pub use table::RingTable;
@@ -223,11 +223,11 @@ impl Model {
         }
     }
 
-    /// The end of the server that is there now. Its tags have the places from `first_place` on.
+    /// The end of the server that is there now. Its tags have the slots from `first_slot` on.
     #[must_use]
-    pub fn channel(&self, first_place: u16) -> ModelChannel {
+    pub fn channel(&self, first_slot: u16) -> ModelChannel {
         let generation = self.state.borrow().generation;
-        ModelChannel::new(self.clone(), Places { first: first_place }, generation)
+        ModelChannel::new(self.clone(), TagSlots { first: first_slot }, generation)
     }
 
     /// The host makes a request; returns its number.
