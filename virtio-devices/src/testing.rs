@@ -1,4 +1,4 @@
-//! Test support of this crate: a driver for a queue, and a disk in memory whose requests can be held.
+//! Test support of this crate: guest memory with drivers in it, and a disk in memory whose requests can be held.
 
 #![expect(unsafe_code, reason = "a backlog of nothing, and the limit of descriptors")]
 
@@ -13,7 +13,8 @@ use std::time::Duration;
 use block::sync::Monitor;
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Request};
 use parking_lot::Mutex;
-use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
+use ringdisk_driver::{Driver, Rings, blk};
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
 use crate::connect::{Cancel, connect_within};
 use crate::virtqueue::RingAddresses;
@@ -26,19 +27,30 @@ pub(crate) const REGION_BYTES: u64 = 1 << 20;
 pub(crate) const END: u64 = BASE + 2 * REGION_BYTES;
 /// The address of the tests' indirect tables.
 pub(crate) const TABLE: u64 = BASE + 0x2_0000;
-/// The address of the tests' headers, 16 bytes for each descriptor.
-pub(crate) const HEADERS: u64 = BASE + 0x3_0000;
-/// The address of the tests' status bytes, one for each descriptor.
-pub(crate) const STATUSES: u64 = BASE + 0x4_0000;
+/// The address of the tests' headers and status bytes, and the bytes of those of one queue.
+const REQUESTS: u64 = BASE + 0x3_0000;
+const REQUESTS_BYTES: u64 = 0x2000;
 /// The address of the tests' data.
 pub(crate) const DATA: u64 = BASE + 0x5_0000;
 
-pub(crate) const NEXT: u16 = 1;
-pub(crate) const WRITE: u16 = 2;
-pub(crate) const INDIRECT: u16 = 4;
-
 /// The feature bits that tests negotiate unless they say otherwise.
-pub(crate) const RING_FEATURES: u64 = 1 << 28 | 1 << 29 | 1 << 32;
+pub(crate) const RING_FEATURES: u64 = blk::F_INDIRECT_DESC | blk::F_EVENT_IDX | blk::F_VERSION_1;
+
+/// Returns the driver of queue `index` of `size` entries (256 at most) in `memory`.
+pub(crate) fn driver(memory: GuestMemoryMmap, index: u64, size: u16) -> Driver {
+    let rings = Rings::at(BASE + index * Rings::BYTES);
+    Driver::new(memory, rings, size, REQUESTS + index * REQUESTS_BYTES)
+}
+
+impl From<Rings> for RingAddresses {
+    fn from(rings: Rings) -> Self {
+        Self {
+            descriptors: rings.descriptors,
+            available: rings.available,
+            used: rings.used,
+        }
+    }
+}
 
 /// Guest memory of two adjacent regions. With a file, that file, which must be long enough.
 pub(crate) fn guest_memory(file: Option<&std::fs::File>) -> GuestMemoryMmap {
@@ -81,175 +93,6 @@ pub(crate) fn allow_descriptors(needed: u64) {
     // SAFETY: the kernel reads one `rlimit`, which is live.
     let set = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
     assert_eq!(set, 0);
-}
-
-/// A descriptor as a driver writes it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Desc(pub(crate) u64, pub(crate) u32, pub(crate) u16, pub(crate) u16);
-
-/// The driver's side of one queue.
-pub(crate) struct Driver {
-    pub(crate) memory: GuestMemoryMmap,
-    pub(crate) addresses: RingAddresses,
-    pub(crate) size: u16,
-    pub(crate) available: u16,
-    pub(crate) used: u16,
-    next_descriptor: u16,
-}
-
-impl Driver {
-    /// Queue number `index` of `size` entries (256 at most) in `memory`.
-    pub(crate) fn new(memory: GuestMemoryMmap, index: u64, size: u16) -> Self {
-        let base = BASE + index * 0x4000;
-        let addresses = RingAddresses {
-            descriptors: base,
-            available: base + 0x1000,
-            used: base + 0x2000,
-        };
-        Self {
-            memory,
-            addresses,
-            size,
-            available: 0,
-            used: 0,
-            next_descriptor: 0,
-        }
-    }
-
-    /// The same driver on a copy of its memory.
-    pub(crate) fn in_memory(&self, memory: &GuestMemoryMmap) -> Self {
-        Self {
-            memory: memory.clone(),
-            ..*self
-        }
-    }
-
-    pub(crate) fn write(&self, address: u64, bytes: &[u8]) {
-        self.memory
-            .write_slice(bytes, GuestAddress(address))
-            .expect("inside guest memory");
-    }
-
-    pub(crate) fn read(&self, address: u64, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        self.memory
-            .read_slice(&mut bytes, GuestAddress(address))
-            .expect("inside guest memory");
-        bytes
-    }
-
-    fn read_u16(&self, address: u64) -> u16 {
-        let bytes = self.read(address, 2);
-        u16::from_le_bytes([bytes[0], bytes[1]])
-    }
-
-    fn read_u32(&self, address: u64) -> u32 {
-        let bytes = self.read(address, 4);
-        u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
-    }
-
-    /// Writes descriptor `index` of the table at `table`.
-    pub(crate) fn descriptor_in(&self, table: u64, index: u16, desc: Desc) {
-        let Desc(address, len, flags, next) = desc;
-        let mut bytes = address.to_le_bytes().to_vec();
-        bytes.extend(len.to_le_bytes());
-        bytes.extend(flags.to_le_bytes());
-        bytes.extend(next.to_le_bytes());
-        self.write(table + 16 * u64::from(index), &bytes);
-    }
-
-    pub(crate) fn descriptor(&self, index: u16, desc: Desc) {
-        self.descriptor_in(self.addresses.descriptors, index, desc);
-    }
-
-    /// Puts `head` into the available ring without moving its index.
-    pub(crate) fn stage(&mut self, head: u16) {
-        let position = u64::from(self.available % self.size);
-        self.write(self.addresses.available + 4 + 2 * position, &head.to_le_bytes());
-        self.available = self.available.wrapping_add(1);
-    }
-
-    /// Shows the device what was staged.
-    pub(crate) fn publish(&self) {
-        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
-        self.write(self.addresses.available + 2, &self.available.to_le_bytes());
-        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
-    }
-
-    pub(crate) fn make_available(&mut self, head: u16) {
-        self.stage(head);
-        self.publish();
-    }
-
-    pub(crate) fn set_used_event(&self, event: u16) {
-        let offset = 4 + 2 * u64::from(self.size);
-        self.write(self.addresses.available + offset, &event.to_le_bytes());
-    }
-
-    pub(crate) fn avail_event(&self) -> u16 {
-        self.read_u16(self.addresses.used + 4 + 8 * u64::from(self.size))
-    }
-
-    pub(crate) fn used_flags(&self) -> u16 {
-        self.read_u16(self.addresses.used)
-    }
-
-    pub(crate) fn used_index(&self) -> u16 {
-        self.read_u16(self.addresses.used + 2)
-    }
-
-    /// Takes the next used entry: head and length.
-    pub(crate) fn take_used(&mut self) -> Option<(u32, u32)> {
-        if self.used == self.used_index() {
-            return None;
-        }
-        let entry = self.addresses.used + 4 + 8 * u64::from(self.used % self.size);
-        self.used = self.used.wrapping_add(1);
-        Some((self.read_u32(entry), self.read_u32(entry + 4)))
-    }
-
-    /// Lays out a chain of these buffers (address, length, writable) in free descriptors and returns
-    /// its head. Descriptors are taken in turn; a test has no more in flight than the queue holds.
-    pub(crate) fn chain(&mut self, buffers: &[(u64, u32, bool)]) -> u16 {
-        let head = self.next_descriptor;
-        for (at, &(address, len, writable)) in buffers.iter().enumerate() {
-            let index = self.next_descriptor;
-            let next = (index + 1) % self.size;
-            let last = at + 1 == buffers.len();
-            let flags = if last { 0 } else { NEXT } | if writable { WRITE } else { 0 };
-            self.descriptor(index, Desc(address, len, flags, next));
-            self.next_descriptor = next;
-        }
-        head
-    }
-
-    /// Returns the address of the status of the request with this head. It is 0xff until it is written.
-    fn status_address(&self, head: u16) -> u64 {
-        STATUSES + (self.addresses.descriptors - BASE) / 0x4000 * 0x100 + u64::from(head)
-    }
-
-    pub(crate) fn status(&self, head: u16) -> u8 {
-        self.read(self.status_address(head), 1)[0]
-    }
-
-    /// Lays out a request of header, `data` buffers and status; stages it; returns its head.
-    pub(crate) fn request(&mut self, kind: u32, sector: u64, data: &[(u64, u32, bool)]) -> u16 {
-        let head = self.next_descriptor;
-        let queue = (self.addresses.descriptors - BASE) / 0x4000;
-        let header = HEADERS + queue * 0x1000 + 16 * u64::from(head);
-        let mut bytes = kind.to_le_bytes().to_vec();
-        bytes.extend([0; 4]);
-        bytes.extend(sector.to_le_bytes());
-        self.write(header, &bytes);
-        let status = self.status_address(head);
-        self.write(status, &[0xff]);
-        let mut buffers = vec![(header, 16, false)];
-        buffers.extend(data);
-        buffers.push((status, 1, true));
-        self.chain(&buffers);
-        self.stage(head);
-        head
-    }
 }
 
 #[derive(Debug)]

@@ -8,18 +8,13 @@ use std::fs::File;
 use std::sync::Arc;
 
 use simulator::memory;
-use vm_memory::{
-    Bytes, FileOffset, GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
-};
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion};
 
+use ringdisk_driver::Rings;
 use virtio_devices::virtqueue::{InflightRegion, RingAddresses};
 
 /// Where guest memory begins.
 const BASE: u64 = 0x1_0000;
-/// The bytes of a queue's rings, and where in them its parts are.
-const RINGS_BYTES: u64 = 0x4000;
-const AVAILABLE_AT: u64 = 0x1000;
-const USED_AT: u64 = 0x2000;
 /// How many places for requests a queue has.
 pub const PLACES: usize = 16;
 /// The bytes of a place: its first page is for what is not data.
@@ -51,8 +46,8 @@ impl Arena {
     #[must_use]
     pub fn new(queues: usize, entries: u16) -> Self {
         let queues = queues as u64;
-        let first = queues * RINGS_BYTES + DATA_AT + 0x1000;
-        let whole = queues * (RINGS_BYTES + PLACES as u64 * PLACE_BYTES);
+        let first = queues * Rings::BYTES + DATA_AT + 0x1000;
+        let whole = queues * (Rings::BYTES + PLACES as u64 * PLACE_BYTES);
         let sizes = [first, whole - first];
         let file = rustix::fs::memfd_create(c"guest", rustix::fs::MemfdFlags::CLOEXEC);
         let file = File::from(file.unwrap_or_else(|error| panic!("guest memory: {error}")));
@@ -94,12 +89,22 @@ impl Arena {
 
     /// Where the rings of a queue are.
     #[must_use]
-    pub fn rings(queue: usize) -> RingAddresses {
-        let descriptors = BASE + queue as u64 * RINGS_BYTES;
+    pub fn rings(queue: usize) -> Rings {
+        Rings::at(BASE + queue as u64 * Rings::BYTES)
+    }
+
+    /// The same, for the device.
+    #[must_use]
+    pub fn ring_addresses(queue: usize) -> RingAddresses {
+        let Rings {
+            descriptors,
+            available,
+            used,
+        } = Self::rings(queue);
         RingAddresses {
             descriptors,
-            available: descriptors + AVAILABLE_AT,
-            used: descriptors + USED_AT,
+            available,
+            used,
         }
     }
 
@@ -107,7 +112,7 @@ impl Arena {
     #[must_use]
     pub fn place(&self, queue: usize, number: usize) -> (u64, u64) {
         let number = (queue * PLACES + number) as u64;
-        let start = BASE + self.queues * RINGS_BYTES + number * PLACE_BYTES;
+        let start = BASE + self.queues * Rings::BYTES + number * PLACE_BYTES;
         (start, start + DATA_AT)
     }
 
@@ -179,36 +184,4 @@ fn map(file: &File, sizes: [u64; 2]) -> Vec<Arc<GuestRegionMmap>> {
 fn collect(regions: &[Arc<GuestRegionMmap>]) -> GuestMemoryMmap {
     GuestMemoryMmap::from_arc_regions(regions.to_vec())
         .unwrap_or_else(|error| panic!("guest memory: {error}"))
-}
-
-/// Little-endian words of guest memory.
-pub(crate) trait Words {
-    fn put(&self, address: u64, bytes: &[u8]);
-    fn take<const N: usize>(&self, address: u64) -> [u8; N];
-
-    fn put_u16(&self, address: u64, word: u16) {
-        self.put(address, &word.to_le_bytes());
-    }
-
-    fn u16_at(&self, address: u64) -> u16 {
-        u16::from_le_bytes(self.take(address))
-    }
-
-    fn u32_at(&self, address: u64) -> u32 {
-        u32::from_le_bytes(self.take(address))
-    }
-}
-
-impl Words for GuestMemoryMmap {
-    fn put(&self, address: u64, bytes: &[u8]) {
-        self.write_slice(bytes, GuestAddress(address))
-            .unwrap_or_else(|error| panic!("{address:#x} in guest memory: {error}"));
-    }
-
-    fn take<const N: usize>(&self, address: u64) -> [u8; N] {
-        let mut bytes = [0; N];
-        self.read_slice(&mut bytes, GuestAddress(address))
-            .unwrap_or_else(|error| panic!("{address:#x} in guest memory: {error}"));
-        bytes
-    }
 }

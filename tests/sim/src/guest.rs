@@ -18,21 +18,16 @@ use block::canary::may_store;
 use block::worker::Frontend;
 use block::{Context, IoError, Op};
 use qcow::QcowDisk;
+use ringdisk_driver::{Driver, Part, blk};
 use simulator::{Random, SECTOR};
 use virtio_devices::blk::{BlockQueue, Notify};
-use virtio_devices::virtqueue::RingAddresses;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory::{Bytes, GuestAddress};
 
-use crate::arena::{Arena, DATA_BYTES_MAX, PLACES, Words};
+use crate::arena::{Arena, DATA_BYTES_MAX, PLACES};
 use crate::content::bytes_of;
 use crate::lane::{Book, Entry};
 use crate::plan::{Ask, Planned, Virtio};
 
-const NEXT: u16 = 1;
-const WRITE: u16 = 2;
-const INDIRECT: u16 = 4;
-const NO_INTERRUPT: u16 = 1;
-const NO_NOTIFY: u16 = 1;
 /// Where an indirect table and the status are in the first page of a place, if they have their own.
 const TABLE_AT: u64 = 0x100;
 const STATUS_AT: u64 = 0x800;
@@ -147,16 +142,12 @@ struct Chain {
     written: u32,
 }
 
-/// A descriptor to be: address, length, writable.
-type Part = (u64, u32, bool);
-
-/// The driver of one queue.
+/// The driver of one queue: a [`Driver`] that draws the shape of its chains, and holds back what was used.
 #[derive(Debug)]
 pub struct Guest {
     number: usize,
-    memory: GuestMemoryMmap,
+    driver: Driver,
     arena: Rc<RefCell<Arena>>,
-    rings: RingAddresses,
     virtio: Virtio,
     wire: Arc<Wire>,
     /// What the device offered and this driver accepted.
@@ -168,9 +159,6 @@ pub struct Guest {
     free: Vec<u16>,
     places: Vec<usize>,
     chains: BTreeMap<u16, Chain>,
-    available: u16,
-    /// Used entries that were looked at.
-    seen: u16,
     /// Chains that are used and whose memory was not taken back yet.
     used: Vec<Chain>,
     asleep: bool,
@@ -189,15 +177,15 @@ impl Guest {
         depth: usize,
         seed: u64,
     ) -> Self {
-        let rings = Arena::rings(number);
         let memory = arena.borrow().guest();
-        memory.put_u16(rings.available + 2, virtio.start);
-        memory.put_u16(rings.used + 2, virtio.start);
+        // Headers and status bytes are in the arena's places.
+        let mut driver = Driver::new(memory, Arena::rings(number), virtio.size, 0);
+        driver.start_at(virtio.start);
+        driver.event_idx = virtio.event_idx;
         Self {
             number,
-            memory,
+            driver,
             arena: Rc::clone(arena),
-            rings,
             virtio,
             wire: Arc::default(),
             features: 0,
@@ -208,8 +196,6 @@ impl Guest {
             free: (0..virtio.size).rev().collect(),
             places: (0..PLACES).rev().collect(),
             chains: BTreeMap::new(),
-            available: virtio.start,
-            seen: virtio.start,
             used: Vec::new(),
             asleep: false,
             random: Random::new(seed),
@@ -248,7 +234,7 @@ impl Guest {
     /// The available index of the next chain.
     #[must_use]
     pub fn available(&self) -> u16 {
-        self.available
+        self.driver.available
     }
 
     /// Looks what the device has used since the last time.
@@ -263,8 +249,7 @@ impl Guest {
                 self.number
             ));
         }
-        let index = self.memory.u16_at(self.rings.used + 2);
-        let count = usize::from(index.wrapping_sub(self.seen));
+        let count = usize::from(self.driver.used_index().wrapping_sub(self.driver.used));
         if count > self.chains.len() {
             return Err(format!(
                 "queue {}: {count} chains were used at once while {} are in flight: one was answered twice",
@@ -272,10 +257,7 @@ impl Guest {
                 self.chains.len()
             ));
         }
-        while self.seen != index {
-            let entry = self.rings.used + 4 + 8 * u64::from(self.seen % self.virtio.size);
-            self.seen = self.seen.wrapping_add(1);
-            let (head, len) = (self.memory.u32_at(entry), self.memory.u32_at(entry + 4));
+        while let Some((head, len)) = self.driver.take_used() {
             let chain = u16::try_from(head)
                 .ok()
                 .and_then(|head| self.chains.remove(&head));
@@ -291,14 +273,14 @@ impl Guest {
     }
 
     fn answer(&mut self, chain: Chain, len: u32) -> Result<(), String> {
-        let [status] = self.memory.take(chain.status);
+        let status = self.driver.read(chain.status, 1)[0];
         let result = match status {
-            0 => Ok(()),
-            1 => Err(IoError::Host { errno: libc_eio() }),
-            2 => Err(IoError::Unsupported),
+            blk::OK => Ok(()),
+            blk::IOERR => Err(IoError::Host { errno: libc_eio() }),
+            blk::UNSUPP => Err(IoError::Unsupported),
             other => return Err(format!("queue {}: a status is {other:#x}", self.number)),
         };
-        let expected = if status == 0 { chain.written } else { 1 };
+        let expected = if status == blk::OK { chain.written } else { 1 };
         if len != expected {
             return Err(format!(
                 "queue {}: {len} bytes were written to a chain, expected {expected}",
@@ -314,7 +296,7 @@ impl Guest {
             ));
         }
         drop(arena);
-        let (memory, data) = (&self.memory, &chain.data);
+        let (memory, data) = (&self.driver.memory, &chain.data);
         self.book.answer(chain.tag, result, |bytes| {
             let mut at = 0;
             for &(address, len) in data {
@@ -348,23 +330,20 @@ impl Guest {
         self.wire.interrupted.set(false);
         self.observe()?;
         self.take_back(&mut any);
-        let mut added = 0;
         while let Some(&next) = self.plan.front() {
             let alone = next.alone && self.book.in_flight > 0;
             let full = self.book.in_flight >= self.depth;
-            if alone || full || (any && self.random.one_in(2)) || !self.ask(next, &mut added) {
+            if alone || full || (any && self.random.one_in(2)) || !self.ask(next) {
                 break;
             }
             self.plan.pop_front();
             any = true;
         }
-        if added > 0 {
-            self.publish(added);
+        if self.driver.has_staged() && self.driver.publish() {
+            self.wire.kicked.set(true);
         }
         if any {
-            if !self.virtio.event_idx {
-                self.memory.put_u16(self.rings.available, NO_INTERRUPT);
-            }
+            self.driver.want_no_interrupt();
             return Ok(true);
         }
         self.go_to_sleep()
@@ -372,15 +351,10 @@ impl Guest {
 
     /// Asks for an interrupt, and sleeps unless the answer is there already.
     fn go_to_sleep(&mut self) -> Result<bool, String> {
-        if self.virtio.event_idx {
-            let place = self.rings.available + 4 + 2 * u64::from(self.virtio.size);
-            self.memory.put_u16(place, self.seen);
-        } else {
-            self.memory.put_u16(self.rings.available, 0);
-        }
-        let before = self.seen;
+        self.driver.want_interrupt();
+        let before = self.driver.used;
         self.observe()?;
-        self.asleep = self.seen == before;
+        self.asleep = self.driver.used == before;
         Ok(!self.asleep)
     }
 
@@ -389,13 +363,13 @@ impl Guest {
         while let Some(chain) = self.used.pop() {
             *any = true;
             let (start, _) = self.arena.borrow().place(self.number, chain.place);
-            self.memory.put(start, &[SCRUB; 0x1000]);
+            self.driver.write(start, &[SCRUB; 0x1000]);
             for &(address, len) in &chain.data {
-                self.memory.put(address, &vec![SCRUB; len as usize]);
+                self.driver.write(address, &vec![SCRUB; len as usize]);
             }
             for &index in &chain.descriptors {
-                self.memory
-                    .put(self.rings.descriptors + 16 * u64::from(index), &[SCRUB; 16]);
+                self.driver
+                    .write(self.driver.rings.descriptor(index), &[SCRUB; 16]);
             }
             self.free.extend(chain.descriptors);
             self.places.push(chain.place);
@@ -405,26 +379,8 @@ impl Guest {
         }
     }
 
-    /// Shows the device `added` more chains, and kicks it if it wants that.
-    fn publish(&mut self, added: u16) {
-        let old = self.available;
-        self.available = old.wrapping_add(added);
-        self.memory.put_u16(self.rings.available + 2, self.available);
-        let wanted = if self.virtio.event_idx {
-            let event = self
-                .memory
-                .u16_at(self.rings.used + 4 + 8 * u64::from(self.virtio.size));
-            self.available.wrapping_sub(event).wrapping_sub(1) < added
-        } else {
-            self.memory.u16_at(self.rings.used) & NO_NOTIFY == 0
-        };
-        if wanted {
-            self.wire.kicked.set(true);
-        }
-    }
-
     /// Lays out what is planned as a chain. `false` if there is no room for it now.
-    fn ask(&mut self, mut planned: Planned, added: &mut u16) -> bool {
+    fn ask(&mut self, mut planned: Planned) -> bool {
         if let Ask::Grow(bytes) = planned.ask {
             if let Some((cx, disk)) = &self.host {
                 self.book.grow(cx, disk, planned, bytes);
@@ -462,26 +418,27 @@ impl Guest {
         let Some(entry) = self.book.ask(planned) else {
             return true;
         };
-        self.lay_out(&planned, &entry, &shape, *added);
-        *added += 1;
+        self.lay_out(&planned, &entry, &shape);
         true
     }
 
-    fn lay_out(&mut self, planned: &Planned, entry: &Entry, layout: &Layout, added: u16) {
+    fn lay_out(&mut self, planned: &Planned, entry: &Entry, layout: &Layout) {
         let place = self.places.pop().unwrap_or_default();
         let (start, data_at) = self.arena.borrow().place(self.number, place);
         let (kind, data, reads) = match entry.op {
-            Op::Read => (0_u32, vec![0xCC; planned.count as usize * SECTOR], true),
-            Op::Write { .. } => (1, bytes_of(&entry.words), false),
-            Op::Flush => (4, Vec::new(), false),
-            Op::Discard => (11, layout.segments(planned, 0), false),
-            Op::WriteZeroes { unmap, .. } => (13, layout.segments(planned, u32::from(unmap)), false),
+            Op::Read => (blk::IN, vec![0xCC; planned.count as usize * SECTOR], true),
+            Op::Write { .. } => (blk::OUT, bytes_of(&entry.words), false),
+            Op::Flush => (blk::FLUSH, Vec::new(), false),
+            Op::Discard => (blk::DISCARD, layout.segments(planned, 0), false),
+            Op::WriteZeroes { unmap, .. } => (
+                blk::WRITE_ZEROES,
+                layout.segments(planned, u32::from(unmap)),
+                false,
+            ),
         };
         let transfer = matches!(entry.op, Op::Read | Op::Write { .. });
         let sector = if transfer { planned.first } else { 0 };
-        let header = [kind.to_le_bytes(), [0; 4]].concat();
-        self.memory
-            .put(start, &[&header[..], &sector.to_le_bytes()].concat());
+        self.driver.write(start, &blk::header(kind, sector));
 
         let mut parts: Vec<Part> = match layout.header_cut {
             0 => vec![(start, 16, false)],
@@ -498,7 +455,7 @@ impl Guest {
             } else {
                 len
             };
-            self.memory.put(at, &data[done..done + len]);
+            self.driver.write(at, &data[done..done + len]);
             pieces.push((at, len as u32));
             parts.push((at, len as u32, reads));
             done += len;
@@ -520,12 +477,13 @@ impl Guest {
                 start + STATUS_AT
             }
         };
-        self.memory.put(status, &[NO_STATUS]);
-        let descriptors = self.link(&parts, layout.indirect.then_some(start + TABLE_AT));
+        self.driver.write(status, &[NO_STATUS]);
+        let table = layout.indirect.then_some(start + TABLE_AT);
+        let own = if table.is_some() { 1 } else { parts.len() };
+        let descriptors = self.free.split_off(self.free.len() - own);
+        self.driver.link(&descriptors, &parts, table);
         let head = descriptors[0];
-        let position = self.available.wrapping_add(added) % self.virtio.size;
-        self.memory
-            .put_u16(self.rings.available + 4 + 2 * u64::from(position), head);
+        self.driver.stage(head);
         let chain = Chain {
             tag: entry.tag,
             descriptors,
@@ -535,38 +493,6 @@ impl Guest {
             data: if transfer { pieces } else { Vec::new() },
         };
         self.chains.insert(head, chain);
-    }
-
-    /// Writes descriptors for `parts`, in a table of their own if there is to be one. Returns those of the
-    /// queue's table, the head first.
-    fn link(&mut self, parts: &[Part], table: Option<u64>) -> Vec<u16> {
-        let own = if table.is_some() { 1 } else { parts.len() };
-        let indices: Vec<u16> = self.free.split_off(self.free.len() - own);
-        let put = |at: u64, (address, len, writable): Part, next: Option<u16>, more: u16| {
-            let flags = if writable { WRITE } else { 0 } | if next.is_some() { NEXT } else { 0 } | more;
-            let mut bytes = address.to_le_bytes().to_vec();
-            bytes.extend(len.to_le_bytes());
-            bytes.extend(flags.to_le_bytes());
-            bytes.extend(next.unwrap_or(0).to_le_bytes());
-            self.memory.put(at, &bytes);
-        };
-        let in_queue = |index: u16| self.rings.descriptors + 16 * u64::from(index);
-        match table {
-            Some(table) => {
-                for (at, &part) in (0_u16..).zip(parts) {
-                    let next = (usize::from(at) + 1 < parts.len()).then_some(at + 1);
-                    put(table + 16 * u64::from(at), part, next, 0);
-                }
-                let bytes = 16 * parts.len() as u32;
-                put(in_queue(indices[0]), (table, bytes, false), None, INDIRECT);
-            }
-            None => {
-                for (at, &part) in parts.iter().enumerate() {
-                    put(in_queue(indices[at]), part, indices.get(at + 1).copied(), 0);
-                }
-            }
-        }
-        indices
     }
 }
 
@@ -579,8 +505,8 @@ impl fmt::Display for Guest {
             self.number,
             self.plan.len(),
             self.chains.len(),
-            self.available,
-            self.seen
+            self.driver.available,
+            self.driver.used
         )
     }
 }
@@ -661,9 +587,7 @@ impl Layout {
             if from == to && from == end {
                 continue;
             }
-            bytes.extend(from.to_le_bytes());
-            bytes.extend(((to - from) as u32).to_le_bytes());
-            bytes.extend(flags.to_le_bytes());
+            bytes.extend(blk::segment(from, (to - from) as u32, flags));
         }
         bytes
     }

@@ -117,7 +117,7 @@ impl Run<'_> {
         let config = BlockQueueConfig {
             memory: memory.map(),
             size: virtio.size,
-            addresses: Arena::rings(index),
+            addresses: Arena::ring_addresses(index),
             next_available,
             inflight: marks.then(|| memory.marks(index, recover)).flatten(),
             features,

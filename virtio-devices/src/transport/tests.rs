@@ -12,7 +12,8 @@ use parking_lot::Mutex;
 
 use super::*;
 use crate::connect::Cancel;
-use crate::testing::{DATA, Driver, MemDisk, guest_memory};
+use crate::testing::{DATA, MemDisk, driver, guest_memory};
+use ringdisk_driver::{Driver, blk};
 
 const WINDOW: u32 = 0xC000_8000;
 pub(super) const VERSION_1: u64 = 1 << 32;
@@ -209,7 +210,7 @@ impl Board {
 
     /// Sets a queue up at the driver's place, with vector `index + 1`, and enables it.
     pub(super) fn enable(&mut self, index: u16) -> Driver {
-        let driver = Driver::new(self.memory.clone(), index.into(), 64);
+        let driver = driver(self.memory.clone(), index.into(), 64);
         self.set(22, 2, index.into());
         self.set(24, 2, 64);
         let vector = u64::from(index) + 1;
@@ -219,10 +220,10 @@ impl Board {
         self.set(0x4000 + vector * 16, 4, 0xFEE0_0000);
         self.set(0x4000 + vector * 16 + 8, 4, 0x40 + vector);
         self.set(0x4000 + vector * 16 + 12, 4, 0);
-        self.set(32, 8, driver.addresses.descriptors);
-        self.set(40, 4, driver.addresses.available & 0xFFFF_FFFF);
-        self.set(44, 4, driver.addresses.available >> 32);
-        self.set(48, 8, driver.addresses.used);
+        self.set(32, 8, driver.rings.descriptors);
+        self.set(40, 4, driver.rings.available & 0xFFFF_FFFF);
+        self.set(44, 4, driver.rings.available >> 32);
+        self.set(48, 8, driver.rings.used);
         self.set(28, 2, 1);
         driver
     }
@@ -249,7 +250,7 @@ pub(super) fn wait_used(driver: &mut Driver) -> (u32, u32) {
 /// A write of one sector of `fill` to sector 2; its status.
 pub(super) fn write(driver: &mut Driver, fill: u8) -> u16 {
     driver.write(DATA, &[fill; 512]);
-    let head = driver.request(1, 2, &[(DATA, 512, false)]);
+    let head = driver.request(blk::OUT, 2, &[(DATA, 512, false)]);
     driver.publish();
     head
 }

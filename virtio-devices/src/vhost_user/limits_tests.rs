@@ -13,11 +13,9 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use super::memory::{BYTES_MAX, REGIONS_MAX};
 use super::tests::{Client, World, message, send, wait};
 use crate::blk::IN_FLIGHT_MAX;
-use crate::testing::{BASE, Driver, MemDisk, REGION_BYTES, allow_descriptors};
-use crate::virtqueue::RingAddresses;
-
-const FLUSH: u32 = 4;
-const OK: u8 = 0;
+use crate::testing::{BASE, MemDisk, REGION_BYTES, allow_descriptors};
+use ringdisk_driver::blk::{FLUSH, OK};
+use ringdisk_driver::{Driver, Rings};
 
 /// A guest may make its queue long: what waits in it costs us nothing.
 #[test]
@@ -29,13 +27,13 @@ fn a_long_queue_has_a_bounded_number_of_requests_in_flight() {
     let mut client = world.client(1);
     client.frontend.get_vring_base(0).expect("GET_VRING_BASE");
     let second = BASE + REGION_BYTES;
-    let mut driver = Driver::new(client.drivers[0].memory.clone(), 0, ENTRIES);
-    driver.addresses = RingAddresses {
+    let rings = Rings {
         descriptors: second,
         available: second + 0x2_0000,
         used: second + 0x3_0000,
     };
-    client.drivers[0] = driver;
+    let memory = client.drivers[0].memory.clone();
+    client.drivers[0] = Driver::new(memory, rings, ENTRIES, second + 0x5_0000);
     client.start(0, 0);
     disk.hold();
     let heads: Vec<u16> = (0..REQUESTS)

@@ -16,13 +16,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::tests::{Client, SECOND, World, wait};
 use crate::testing::{DATA, MemDisk, REGION_BYTES};
 use crate::virtqueue::InflightRegion;
+use ringdisk_driver::blk::{FLUSH, IN, IOERR, OK, OUT};
 use ringdisk_gen::Random;
-
-const IN: u32 = 0;
-const OUT: u32 = 1;
-const FLUSH: u32 = 4;
-const OK: u8 = 0;
-const IOERR: u8 = 1;
 
 const SIZE: u16 = 64;
 

@@ -32,10 +32,8 @@ use super::restart_tests::{copy, inflight};
 use super::tests::{Client, wait};
 use super::{PausedClient, StopToken, VhostUserConfig, VhostUserServer};
 use crate::testing::{DATA, MemDisk};
+use ringdisk_driver::blk::{FLUSH, OK, OUT};
 
-const OUT: u32 = 1;
-const FLUSH: u32 = 4;
-const OK: u8 = 0;
 const PROTOCOL_FEATURES: u64 = 1 << 30;
 /// The offset of the cache mode in the configuration space.
 const WRITEBACK: usize = 32;

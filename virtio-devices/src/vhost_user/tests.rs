@@ -20,21 +20,12 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::*;
-use crate::testing::{BASE, DATA, DISK_BYTES, Driver, MemDisk, REGION_BYTES, RING_FEATURES, guest_memory};
+use crate::testing::{BASE, DATA, DISK_BYTES, MemDisk, REGION_BYTES, RING_FEATURES, driver, guest_memory};
+use ringdisk_driver::Driver;
+use ringdisk_driver::blk::{DISCARD, F_CONFIG_WCE, FLUSH, GET_ID, IN, IOERR, OK, OUT, WRITE_ZEROES};
 use ringdisk_gen::Random;
 
-const IN: u32 = 0;
-const OUT: u32 = 1;
-const FLUSH: u32 = 4;
-const GET_ID: u32 = 8;
-const DISCARD: u32 = 11;
-const WRITE_ZEROES: u32 = 13;
-
-const OK: u8 = 0;
-const IOERR: u8 = 1;
-
 const PROTOCOL_FEATURES: u64 = 1 << 30;
-const F_CONFIG_WCE: u64 = 1 << 11;
 /// The start of the second region.
 pub(super) const SECOND: u64 = BASE + REGION_BYTES;
 
@@ -173,7 +164,7 @@ impl Client {
         let mut client = Self {
             frontend: Self::negotiate(path, queues),
             drivers: (0..queues)
-                .map(|index| Driver::new(memory.clone(), index, 64))
+                .map(|index| driver(memory.clone(), index, 64))
                 .collect(),
             kicks: (0..queues).map(|_| event()).collect(),
             calls: (0..queues).map(|_| event()).collect(),
@@ -281,9 +272,9 @@ impl Client {
             queue_max_size: driver.size,
             queue_size: driver.size,
             flags: 0,
-            desc_table_addr: user(&self.memory, driver.addresses.descriptors),
-            used_ring_addr: user(&self.memory, driver.addresses.used),
-            avail_ring_addr: user(&self.memory, driver.addresses.available),
+            desc_table_addr: user(&self.memory, driver.rings.descriptors),
+            used_ring_addr: user(&self.memory, driver.rings.used),
+            avail_ring_addr: user(&self.memory, driver.rings.available),
             log_addr: None,
         };
         frontend.set_vring_addr(index, &config).expect("SET_VRING_ADDR");
@@ -798,7 +789,7 @@ fn a_client_without_kicks_and_without_replies_is_polled() {
     let stream = UnixStream::connect(&world.path).expect("a connection");
     let file = memory_file();
     let memory = guest_memory(Some(&file));
-    let mut driver = Driver::new(memory.clone(), 0, 64);
+    let mut driver = driver(memory.clone(), 0, 64);
     // Without PROTOCOL_FEATURES queues are enabled from the start.
     send(&stream, &message(3, &[]), &[]);
     send(
@@ -818,9 +809,9 @@ fn a_client_without_kicks_and_without_replies_is_polled() {
     );
     let mut body = [0u32, 0].map(u32::to_ne_bytes).concat();
     for address in [
-        driver.addresses.descriptors,
-        driver.addresses.used,
-        driver.addresses.available,
+        driver.rings.descriptors,
+        driver.rings.used,
+        driver.rings.available,
     ] {
         body.extend(user(&memory, address).to_ne_bytes());
     }

@@ -1,18 +1,17 @@
 //! The queue against drivers that do as they should and drivers that don't.
 
 use super::*;
+use ringdisk_driver::{Desc, Driver, INDIRECT, NEXT, WRITE};
 use ringdisk_gen::Random;
 
-use crate::testing::{
-    BASE, DATA, Desc, Driver, END, INDIRECT, NEXT, REGION_BYTES, TABLE, WRITE, guest_memory,
-};
+use crate::testing::{BASE, DATA, END, REGION_BYTES, TABLE, driver, guest_memory};
 
 const SIZE: u16 = 16;
 
 fn setup(driver: &Driver) -> QueueSetup {
     QueueSetup {
         size: driver.size,
-        addresses: driver.addresses,
+        addresses: driver.rings.into(),
         next_available: 0,
         event_idx: true,
         indirect: true,
@@ -20,7 +19,7 @@ fn setup(driver: &Driver) -> QueueSetup {
 }
 
 fn pair() -> (Driver, Virtqueue) {
-    let driver = Driver::new(guest_memory(None), 0, SIZE);
+    let driver = driver(guest_memory(None), 0, SIZE);
     let queue = Virtqueue::new(driver.memory.clone(), &setup(&driver)).expect("a queue");
     (driver, queue)
 }
@@ -299,7 +298,7 @@ fn an_available_index_that_jumps_and_a_head_outside_the_table_are_errors() {
 
 #[test]
 fn an_indirect_table_that_was_not_negotiated_is_an_error() {
-    let mut driver = Driver::new(guest_memory(None), 0, SIZE);
+    let mut driver = driver(guest_memory(None), 0, SIZE);
     let mut setup = setup(&driver);
     setup.indirect = false;
     let mut queue = Virtqueue::new(driver.memory.clone(), &setup).expect("a queue");
@@ -311,7 +310,7 @@ fn an_indirect_table_that_was_not_negotiated_is_an_error() {
 
 #[test]
 fn rings_outside_memory_or_misaligned_or_of_a_wrong_size_do_not_start() {
-    let driver = Driver::new(guest_memory(None), 0, SIZE);
+    let driver = driver(guest_memory(None), 0, SIZE);
     let start = |change: &dyn Fn(&mut QueueSetup)| {
         let mut setup = setup(&driver);
         change(&mut setup);
@@ -391,7 +390,7 @@ fn a_guest_is_notified_when_the_index_passes_its_event_and_once_after_the_start(
 
 #[test]
 fn without_event_indices_flags_say_who_is_notified() {
-    let mut driver = Driver::new(guest_memory(None), 0, SIZE);
+    let mut driver = driver(guest_memory(None), 0, SIZE);
     let mut setup = setup(&driver);
     setup.event_idx = false;
     let mut queue = Virtqueue::new(driver.memory.clone(), &setup).expect("a queue");
@@ -404,7 +403,7 @@ fn without_event_indices_flags_say_who_is_notified() {
     assert_eq!(driver.used_flags(), 1);
     queue.give_back(0, 0);
     assert!(queue.publish());
-    driver.write(driver.addresses.available, &[1]);
+    driver.write(driver.rings.available, &[1]);
     queue.give_back(0, 0);
     assert!(!queue.publish());
 }
@@ -424,13 +423,11 @@ fn asking_for_notifications_finds_what_came_just_before() {
 
 #[test]
 fn indices_wrap_around() {
-    let driver = Driver::new(guest_memory(None), 0, SIZE);
+    let mut driver = driver(guest_memory(None), 0, SIZE);
     let mut setup = setup(&driver);
     setup.next_available = u16::MAX - 1;
-    driver.write(driver.addresses.used + 2, &(u16::MAX - 1).to_le_bytes());
+    driver.start_at(u16::MAX - 1);
     let mut queue = Virtqueue::new(driver.memory.clone(), &setup).expect("a queue");
-    let mut driver = driver;
-    (driver.available, driver.used) = (u16::MAX - 1, u16::MAX - 1);
     driver.set_used_event(u16::MAX);
     for round in 0..4 {
         let head = driver.chain(&[(DATA, 16, true)]);

@@ -7,16 +7,16 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::Path;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use ringdisk_driver::{Driver, Rings, blk};
 use ringdisk_gen::Random;
 use vhost::vhost_user::message::{
     VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
 };
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
-use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap};
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 const MEMORY_BYTES: u64 = 4 << 20;
@@ -26,17 +26,11 @@ pub(crate) const SLOTS: usize = 32;
 /// The unit of requests and of the model, in bytes.
 pub(crate) const BLOCK: usize = 4096;
 
-const DESCRIPTORS: u64 = 0;
-const AVAILABLE: u64 = 0x1000;
-const USED: u64 = 0x2000;
-const HEADERS: u64 = 0x4000;
-const STATUSES: u64 = 0x5000;
+const RINGS: Rings = Rings::at(0);
+const REQUESTS: u64 = Rings::BYTES;
 const DATA: u64 = 0x10_0000;
 
 const PROTOCOL_FEATURES: u64 = 1 << 30;
-const F_CONFIG_WCE: u64 = 1 << 11;
-/// Where the configuration has the cache mode.
-const WRITEBACK_AT: u32 = 32;
 
 /// What a client asks for.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -51,16 +45,14 @@ pub(crate) enum Ask {
 
 /// What outlives a connection: the memory, the rings in it, and what is in flight.
 pub(crate) struct Client {
-    memory: GuestMemoryMmap,
+    driver: Driver,
     file: File,
     kick: EventFd,
     call: EventFd,
     inflight: Option<(VhostUserInflight, File)>,
     frontend: Option<Frontend>,
-    available: u16,
-    used: u16,
-    /// By slot: what is asked, of which block.
-    in_flight: [Option<(Ask, usize)>; SLOTS],
+    /// By slot, which is a place for data: the head of the chain, what is asked, of which block.
+    in_flight: [Option<(u16, Ask, usize)>; SLOTS],
     /// What each block holds: the number written last, zero for zeros.
     pub(crate) model: Vec<u64>,
     pub(crate) answered: u64,
@@ -88,14 +80,12 @@ impl Client {
         let memory = GuestMemoryMmap::from_regions(vec![region.expect("a mapping")]).expect("one region");
         let event = || EventFd::new(EFD_NONBLOCK).expect("an eventfd");
         Self {
-            memory,
+            driver: Driver::new(memory, RINGS, QUEUE, REQUESTS),
             file,
             kick: event(),
             call: event(),
             inflight: None,
             frontend: None,
-            available: 0,
-            used: 0,
             in_flight: [None; SLOTS],
             model: vec![0; blocks],
             answered: 0,
@@ -116,7 +106,7 @@ impl Client {
             std::thread::sleep(Duration::from_millis(1));
         };
         frontend.set_owner().expect("SET_OWNER");
-        let hidden = if self.chooses_mode { 0 } else { F_CONFIG_WCE };
+        let hidden = if self.chooses_mode { 0 } else { blk::F_CONFIG_WCE };
         let features = frontend.get_features().expect("GET_FEATURES") & !hidden | PROTOCOL_FEATURES;
         frontend.set_features(features).expect("SET_FEATURES");
         let protocol = frontend.get_protocol_features().expect("GET_PROTOCOL_FEATURES");
@@ -126,10 +116,11 @@ impl Client {
         frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         if self.reads_config {
             frontend
-                .get_config(WRITEBACK_AT, 1, VhostUserConfigFlags::WRITABLE, &[0])
+                .get_config(blk::WRITEBACK_AT, 1, VhostUserConfigFlags::WRITABLE, &[0])
                 .expect("GET_CONFIG");
         }
         let base = self
+            .driver
             .memory
             .find_region(GuestAddress(0))
             .expect("a region")
@@ -155,15 +146,15 @@ impl Client {
         frontend.set_vring_num(0, QUEUE).expect("SET_VRING_NUM");
         // As QEMU has it after a broken connection: what is in flight is not known.
         frontend
-            .set_vring_base(0, self.used_index())
+            .set_vring_base(0, self.driver.used_index())
             .expect("SET_VRING_BASE");
         let config = VringConfigData {
             queue_max_size: QUEUE,
             queue_size: QUEUE,
             flags: 0,
-            desc_table_addr: base + DESCRIPTORS,
-            used_ring_addr: base + USED,
-            avail_ring_addr: base + AVAILABLE,
+            desc_table_addr: base + RINGS.descriptors,
+            used_ring_addr: base + RINGS.used,
+            avail_ring_addr: base + RINGS.available,
             log_addr: None,
         };
         frontend.set_vring_addr(0, &config).expect("SET_VRING_ADDR");
@@ -183,7 +174,7 @@ impl Client {
     /// Has the guest choose a cache mode: 0 writethrough, 1 writeback.
     pub(crate) fn choose_mode(&mut self, mode: u8) {
         let frontend = self.frontend.as_mut().expect("a connection");
-        let set = frontend.set_config(WRITEBACK_AT, VhostUserConfigFlags::empty(), &[mode]);
+        let set = frontend.set_config(blk::WRITEBACK_AT, VhostUserConfigFlags::empty(), &[mode]);
         set.expect("SET_CONFIG");
     }
 
@@ -192,21 +183,9 @@ impl Client {
         let frontend = self.frontend.as_mut().expect("a connection");
         let flags = VhostUserConfigFlags::WRITABLE;
         let (_, shown) = frontend
-            .get_config(WRITEBACK_AT, 1, flags, &[0])
+            .get_config(blk::WRITEBACK_AT, 1, flags, &[0])
             .expect("GET_CONFIG");
         shown[0]
-    }
-
-    fn put(&self, address: u64, bytes: &[u8]) {
-        self.memory
-            .write_slice(bytes, GuestAddress(address))
-            .expect("inside memory");
-    }
-
-    fn used_index(&self) -> u16 {
-        self.memory
-            .load(GuestAddress(USED + 2), Ordering::SeqCst)
-            .expect("inside memory")
     }
 
     pub(crate) fn in_flight(&self) -> usize {
@@ -223,7 +202,7 @@ impl Client {
             .in_flight
             .iter()
             .flatten()
-            .any(|(other, at)| *other != Ask::Flush && *at == block);
+            .any(|(_, other, at)| *other != Ask::Flush && *at == block);
         let Some(slot) = self
             .in_flight
             .iter()
@@ -233,88 +212,50 @@ impl Client {
             return false;
         };
         let sector = (block * BLOCK / 512) as u64;
-        let (kind, data): (u32, Option<(u32, bool)>) = match ask {
-            Ask::Read => (0, Some((BLOCK as u32, true))),
-            Ask::Write(_) => (1, Some((BLOCK as u32, false))),
-            Ask::Flush => (4, None),
-            Ask::Discard => (11, Some((16, false))),
-            Ask::WriteZeroes => (13, Some((16, false))),
+        let data = Self::data(slot);
+        let whole = BLOCK as u32;
+        let segment = (data, blk::SEGMENT_BYTES, false);
+        let (kind, sector, parts) = match ask {
+            Ask::Read => (blk::IN, sector, vec![(data, whole, true)]),
+            Ask::Write(_) => (blk::OUT, sector, vec![(data, whole, false)]),
+            Ask::Flush => (blk::FLUSH, sector, vec![]),
+            Ask::Discard => (blk::DISCARD, 0, vec![segment]),
+            Ask::WriteZeroes => (blk::WRITE_ZEROES, 0, vec![segment]),
         };
-        let ranged = matches!(ask, Ask::Discard | Ask::WriteZeroes);
         match ask {
-            Ask::Write(value) => self.put(Self::data(slot), &value.to_le_bytes().repeat(BLOCK / 8)),
+            Ask::Write(value) => self.driver.write(data, &value.to_le_bytes().repeat(BLOCK / 8)),
             Ask::Discard | Ask::WriteZeroes => {
-                let mut segment = sector.to_le_bytes().to_vec();
-                segment.extend(((BLOCK / 512) as u32).to_le_bytes());
                 // Unmap, where it may be asked for.
-                segment.extend(u32::from(ask == Ask::WriteZeroes).to_le_bytes());
-                self.put(Self::data(slot), &segment);
+                let unmap = u32::from(ask == Ask::WriteZeroes);
+                let segment = blk::segment((block * BLOCK / 512) as u64, whole / 512, unmap);
+                self.driver.write(data, &segment);
             }
-            _ => self.put(Self::data(slot), &[0xEE; BLOCK]),
+            Ask::Read | Ask::Flush => self.driver.write(data, &[0xEE; BLOCK]),
         }
-        let header = HEADERS + 16 * slot as u64;
-        self.put(
-            header,
-            &[
-                u64::from(kind).to_le_bytes(),
-                if ranged { [0; 8] } else { sector.to_le_bytes() },
-            ]
-            .concat(),
-        );
-        let status = STATUSES + slot as u64;
-        self.put(status, &[0xff]);
-        let head = 3 * slot as u16;
-        let mut buffers = vec![(header, 16, false)];
-        buffers.extend(data.map(|(len, writable)| (Self::data(slot), len, writable)));
-        buffers.push((status, 1, true));
-        for (index, (address, len, writable)) in (head..).zip(&buffers) {
-            let last = usize::from(index - head) + 1 == buffers.len();
-            let flags = u16::from(!last) | u16::from(*writable) << 1;
-            let mut bytes = address.to_le_bytes().to_vec();
-            bytes.extend(u32::to_le_bytes(*len));
-            bytes.extend(flags.to_le_bytes());
-            bytes.extend((index + 1).to_le_bytes());
-            self.put(DESCRIPTORS + 16 * u64::from(index), &bytes);
-        }
-        self.put(
-            AVAILABLE + 4 + 2 * u64::from(self.available % QUEUE),
-            &head.to_le_bytes(),
-        );
-        self.available = self.available.wrapping_add(1);
-        self.in_flight[slot] = Some((ask, block));
-        self.memory
-            .store(self.available, GuestAddress(AVAILABLE + 2), Ordering::SeqCst)
-            .expect("inside memory");
+        let head = self.driver.request(kind, sector, &parts);
+        self.in_flight[slot] = Some((head, ask, block));
+        self.driver.publish();
         self.kick.write(1).expect("a kick");
         true
     }
 
     /// Takes the answers that are there, and checks each. Returns how many.
     pub(crate) fn take_answers(&mut self) -> usize {
-        let end = self.used_index();
         let mut count = 0;
-        while self.used != end {
-            let at = USED + 4 + 8 * u64::from(self.used % QUEUE);
-            let head: u32 = self.memory.read_obj(GuestAddress(at)).expect("inside memory");
-            self.used = self.used.wrapping_add(1);
-            let slot = head as usize / 3;
-            let asked = self.in_flight.get_mut(slot).and_then(Option::take);
-            let (ask, block) =
+        while let Some((head, _)) = self.driver.take_used() {
+            let is_asked =
+                |slot: &Option<(u16, Ask, usize)>| slot.is_some_and(|(asked, _, _)| u32::from(asked) == head);
+            let slot = self.in_flight.iter().position(is_asked);
+            let asked = slot.and_then(|slot| Some((slot, self.in_flight[slot].take()?)));
+            let (slot, (head, ask, block)) =
                 asked.unwrap_or_else(|| panic!("head {head} was answered and is not in flight"));
-            let status: u8 = self
-                .memory
-                .read_obj(GuestAddress(STATUSES + slot as u64))
-                .expect("inside memory");
-            assert_eq!(status, 0, "{ask:?} of block {block}");
+            assert_eq!(self.driver.status(head), blk::OK, "{ask:?} of block {block}");
             match ask {
                 Ask::Read => {
-                    let mut bytes = [0; BLOCK];
-                    self.memory
-                        .read_slice(&mut bytes, GuestAddress(Self::data(slot)))
-                        .expect("inside memory");
+                    let bytes = self.driver.read(Self::data(slot), BLOCK);
                     let expected = self.model[block].to_le_bytes().repeat(BLOCK / 8);
                     assert!(
-                        bytes == *expected,
+                        bytes == expected,
                         "block {block} reads {:02x?}, expected {:#x}",
                         &bytes[..16],
                         self.model[block]

@@ -11,11 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::thread::JoinHandle;
 
+use ringdisk_driver::{NEXT, crossed};
 use virtio_driver::QueueNotifier;
 
 use super::Connection;
 use super::memory::SharedMemory;
-use super::ring::{DESC_NEXT, Descriptor, QUEUE_SIZE, RequestBuf, Ring, RingMemory, SLOTS_MAX, field};
+use super::ring::{Descriptor, QUEUE_SIZE, RequestBuf, Ring, RingMemory, SLOTS_MAX, field};
 
 /// The client's kicks, which a device that never sleeps has no use for.
 struct Unheard;
@@ -142,7 +143,7 @@ fn serve(memory: &SharedMemory, call: &File, disk_bytes: u64, stop: &AtomicBool)
         index.store(used, Ordering::SeqCst);
         // SAFETY: the client's event index.
         let wanted = unsafe { field(part(AVAILABLE), interrupt_at) }.load(Ordering::SeqCst);
-        if super::ring::crossed(wanted, used, old) {
+        if crossed(wanted, used, old) {
             let one = 1_u64.to_ne_bytes();
             // SAFETY: writes 8 bytes of ours to an open eventfd; a full counter needs no more.
             unsafe { libc::write(call.as_raw_fd(), one.as_ptr().cast(), 8) };
@@ -165,7 +166,7 @@ fn answer(memory: &SharedMemory, head: u16, disk_bytes: u64) {
     // are the sector.
     let sector = unsafe { (header.address as *const u64).add(1).read_volatile() };
     let mut last = header;
-    while last.flags & DESC_NEXT != 0 {
+    while last.flags & NEXT != 0 {
         last = descriptor(last.next);
     }
     let status = u8::from(sector * 512 >= disk_bytes);

@@ -2,7 +2,7 @@
 //!
 //! `virtio-driver` connects and places the rings; its own queue object publishes every request on its
 //! own and calls through two trait objects per descriptor, which at a million requests a second would
-//! measure the client. Here each slot owns three descriptors for good (header, data, status), a request
+//! measure the client; so would [`ringdisk_driver::Driver`], which allocates. Here each slot owns three descriptors for good (header, data, status), a request
 //! is five stores, a batch is published with one store and at most one kick, and nothing is allocated.
 //!
 //! Both sides negotiate EVENT_IDX, as a Linux guest does. While the client polls, `used_event` is kept
@@ -16,19 +16,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, Ordering, fence};
 use std::time::Duration;
 
+use ringdisk_driver::{NEXT, WRITE, blk, crossed};
 use virtio_driver::QueueNotifier;
 
 /// Entries in each queue: 85 requests of three descriptors.
 pub(crate) const QUEUE_SIZE: u16 = 256;
 /// How many requests one queue can hold.
 pub(crate) const SLOTS_MAX: u16 = QUEUE_SIZE / 3;
-
-/// The descriptor is followed by another.
-pub(crate) const DESC_NEXT: u16 = 1;
-const DESC_WRITE: u16 = 2;
-const TYPE_IN: u32 = 0;
-const TYPE_OUT: u32 = 1;
-const TYPE_FLUSH: u32 = 4;
 
 /// What the device reads and writes of a request besides its data. A cache line each, so that two
 /// requests never share one.
@@ -147,14 +141,9 @@ impl Ring {
         // SAFETY: `status` is a field of the slot's own request buffer.
         let status = unsafe { &raw mut (*request).status };
         let parts = [
-            (request as u64, 16, DESC_NEXT, head + 1),
-            (
-                self.data(slot) as u64,
-                self.memory.block_bytes,
-                DESC_NEXT,
-                head + 2,
-            ),
-            (status as u64, 1, DESC_WRITE, 0),
+            (request as u64, 16, NEXT, head + 1),
+            (self.data(slot) as u64, self.memory.block_bytes, NEXT, head + 2),
+            (status as u64, 1, WRITE, 0),
         ];
         for (index, (address, len, flags, next)) in (head..).zip(parts) {
             // SAFETY: `index` < 3 × SLOTS_MAX ≤ QUEUE_SIZE, inside the table; the device has not been
@@ -215,16 +204,16 @@ impl Ring {
         let head = slot * 3;
         let request = self.request(slot);
         let (number, next, data_flags) = match kind {
-            Kind::Read => (TYPE_IN, head + 1, DESC_NEXT | DESC_WRITE),
-            Kind::Write => (TYPE_OUT, head + 1, DESC_NEXT),
-            Kind::Flush => (TYPE_FLUSH, head + 2, DESC_NEXT),
+            Kind::Read => (blk::IN, head + 1, NEXT | WRITE),
+            Kind::Write => (blk::OUT, head + 1, NEXT),
+            Kind::Flush => (blk::FLUSH, head + 2, NEXT),
         };
         // SAFETY: the slot is idle, so the device neither reads nor writes its request buffer and
         // descriptors; the indices are those of the slot. The device sees the stores after `publish`.
         unsafe {
             (&raw mut (*request).kind).write(number);
             (&raw mut (*request).sector).write(offset / 512);
-            (&raw mut (*request).status).write(0xff);
+            (&raw mut (*request).status).write(blk::NO_STATUS);
             (&raw mut (*self.descriptor(head)).next).write(next);
             (&raw mut (*self.descriptor(head + 1)).flags).write(data_flags);
         }
@@ -345,24 +334,4 @@ impl Ring {
 pub(crate) unsafe fn field<'a>(base: *mut u8, offset: usize) -> &'a AtomicU16 {
     // SAFETY: mapped and 2-aligned by the caller's promise; both sides only ever access it whole.
     unsafe { AtomicU16::from_ptr(base.add(offset).cast()) }
-}
-
-/// Whether going from `old` to `new` passed `event` (virtio 1.2, "2.7.10").
-pub(crate) fn crossed(event: u16, new: u16, old: u16) -> bool {
-    new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_kick_is_due_only_when_the_event_index_was_passed() {
-        assert!(crossed(5, 6, 5));
-        assert!(crossed(5, 9, 4));
-        assert!(!crossed(6, 6, 5));
-        assert!(!crossed(4, 6, 5));
-        assert!(crossed(u16::MAX, 0, u16::MAX));
-        assert!(!crossed(0x8000, 10, 0));
-    }
 }

@@ -13,9 +13,10 @@ use virtio_bindings::virtio_blk::VIRTIO_BLK_F_MQ;
 use super::super::tests::{Board, VERSION_1, wait_used, write};
 use super::agreement::PROTOCOL_FEATURES;
 use super::*;
-use crate::testing::{DATA, DISK_BYTES, Driver, MemDisk, fill_backlog, guest_memory};
+use crate::testing::{DATA, DISK_BYTES, MemDisk, fill_backlog, guest_memory};
 use crate::transport::PlugError;
 use crate::vhost_user::{StopToken, VhostUserConfig, VhostUserServer};
+use ringdisk_driver::{Driver, blk};
 
 const SIZE: u64 = DISK_BYTES / 512;
 const RING_RESET: u64 = 1 << 40;
@@ -108,7 +109,7 @@ fn work(board: &mut Board, driver: &mut Driver, index: u64, fill: u8) {
 
 /// Sets queue `index` up anew, in rings that are as empty as a driver makes them.
 fn enable_anew(board: &mut Board, index: u16, old: &Driver) -> Driver {
-    for ring in [old.addresses.available, old.addresses.used] {
+    for ring in [old.rings.available, old.rings.used] {
         old.write(ring, &[0; 0x400]);
     }
     board.enable(index)
@@ -735,7 +736,7 @@ fn qemus_storage_daemon_serves_too_and_tells_when_its_disk_grows() {
     assert_ne!(board.get(21, 1), generation);
     assert_eq!(board.function.size_bytes(), 4 * DISK_BYTES);
     drivers[0].write(DATA, &[0x99; 512]);
-    let head = drivers[0].request(1, 3 * SIZE, &[(DATA, 512, false)]);
+    let head = drivers[0].request(blk::OUT, 3 * SIZE, &[(DATA, 512, false)]);
     drivers[0].publish();
     board.kick(0);
     assert_eq!(wait_used(&mut drivers[0]).0, u32::from(head));
