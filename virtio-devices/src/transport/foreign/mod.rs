@@ -28,7 +28,7 @@ use block::worker::StartHook;
 use parking_lot::Mutex;
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
-use virtio_bindings::virtio_blk::VIRTIO_BLK_F_CONFIG_WCE;
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH};
 use vm_memory::GuestMemoryMmap;
 
 use super::device::{Device, DeviceError, QueueInterrupt, QueueStart};
@@ -155,7 +155,7 @@ impl Device for Foreign {
         self.state.lock().features
     }
 
-    fn read_config(&self, offset: u64, data: &mut [u8], _features: u64) {
+    fn read_config(&self, offset: u64, data: &mut [u8], features: u64) {
         let mut state = self.state.lock();
         if state.link().take_stale() {
             match read_config(state.link(), state.queues()) {
@@ -167,9 +167,14 @@ impl Device for Foreign {
                 }
             }
         }
+        let mut config = state.config;
+        if features & 1 << VIRTIO_BLK_F_CONFIG_WCE != 0 && features & 1 << VIRTIO_BLK_F_FLUSH == 0 {
+            // Virtio 1.2, 5.2.5.2. The backend was asked before there was a driver.
+            config[WRITEBACK_OFFSET] = 0;
+        }
         let rest = usize::try_from(offset)
             .ok()
-            .and_then(|offset| state.config.get(offset..));
+            .and_then(|offset| config.get(offset..));
         let mut bytes = rest.unwrap_or_default().iter();
         data.fill_with(|| bytes.next().copied().unwrap_or(0));
     }
