@@ -42,4 +42,6 @@ pub mod vhost_user;
 pub mod virtqueue;
 
 #[cfg(test)]
+mod conformance;
+#[cfg(test)]
 mod testing;

@@ -97,12 +97,14 @@ pub(crate) fn allow_descriptors(needed: u64) {
 
 #[derive(Debug)]
 struct Shared {
+    /// All but the size, which is that of `bytes`.
     info: DiskInfo,
     bytes: Mutex<Vec<u8>>,
     log: Mutex<Vec<(Op, u64, u64)>>,
     /// Whether requests are held up.
     closed: Monitor<bool>,
-    failing: Mutex<Option<IoError>>,
+    /// Requests from this offset on fail.
+    failing: Mutex<Option<(u64, IoError)>>,
 }
 
 /// A disk in memory.
@@ -165,9 +167,19 @@ impl MemDisk {
         self.shared.closed.waiting()
     }
 
+    /// Makes the disk larger.
+    pub(crate) fn grow(&self, bytes: u64) {
+        self.shared.bytes.lock().resize(bytes as usize, 0);
+    }
+
     /// From now on requests fail, or not.
     pub(crate) fn fail(&self, error: Option<IoError>) {
-        *self.shared.failing.lock() = error;
+        *self.shared.failing.lock() = error.map(|error| (0, error));
+    }
+
+    /// From now on requests of what lies at `offset` or behind it fail.
+    pub(crate) fn fail_from(&self, offset: u64, error: IoError) {
+        *self.shared.failing.lock() = Some((offset, error));
     }
 
     pub(crate) fn bytes(&self, offset: usize, len: usize) -> Vec<u8> {
@@ -180,11 +192,19 @@ impl MemDisk {
 }
 
 impl Shared {
+    fn info(&self) -> DiskInfo {
+        DiskInfo {
+            size_bytes: self.bytes.lock().len() as u64,
+            ..self.info
+        }
+    }
+
     fn carry_out(&self, request: Request) {
-        if let Err(error) = request.check(self.info.size_bytes, self.info.read_only) {
+        if let Err(error) = request.check(self.info().size_bytes, self.info.read_only) {
             return request.finish(Err(error));
         }
-        if let Some(error) = *self.failing.lock() {
+        let failing = *self.failing.lock();
+        if let Some((_, error)) = failing.filter(|(from, _)| request.offset >= *from) {
             return request.finish(Err(error));
         }
         let Some(memory) = request.buffer.memory() else {
@@ -205,7 +225,16 @@ impl Shared {
 
 impl Disk for MemDisk {
     fn info(&self) -> DiskInfo {
-        self.shared.info
+        self.shared.info()
+    }
+
+    fn resize(
+        self: Arc<Self>,
+        _cx: &Context,
+        size_bytes: u64,
+    ) -> LocalBoxFuture<'static, Result<(), IoError>> {
+        self.grow(size_bytes);
+        Box::pin(async { Ok(()) })
     }
 
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {

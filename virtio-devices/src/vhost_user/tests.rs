@@ -20,26 +20,16 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::*;
+pub(super) use crate::conformance::wait;
+use crate::conformance::{self, Grows, QUEUE_SIZE, SERIAL, Transport, holds_within};
 use crate::testing::{BASE, DATA, DISK_BYTES, MemDisk, REGION_BYTES, RING_FEATURES, driver, guest_memory};
 use ringdisk_driver::Driver;
-use ringdisk_driver::blk::{DISCARD, F_CONFIG_WCE, FLUSH, GET_ID, IN, IOERR, OK, OUT, WRITE_ZEROES};
+use ringdisk_driver::blk::{F_CONFIG_WCE, F_EVENT_IDX, F_MQ, FLUSH, IN, IOERR, OK, OUT};
 use ringdisk_gen::Random;
 
 const PROTOCOL_FEATURES: u64 = 1 << 30;
 /// The start of the second region.
 pub(super) const SECOND: u64 = BASE + REGION_BYTES;
-
-/// Waits until `true` comes.
-pub(super) fn wait(what: &str, mut condition: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !condition() {
-        assert!(
-            start.elapsed() < Duration::from_secs(20),
-            "still waiting for {what}"
-        );
-        std::thread::sleep(Duration::from_micros(50));
-    }
-}
 
 /// A server in a thread of its own.
 pub(super) struct World {
@@ -70,7 +60,8 @@ impl World {
         };
         let config = VhostUserConfig {
             num_queues,
-            serial: "serial-2".to_owned(),
+            queue_size: QUEUE_SIZE,
+            serial: SERIAL.to_owned(),
             workers: vec![worker; num_queues.into()],
             restartable,
             ..VhostUserConfig::default()
@@ -158,11 +149,18 @@ impl Client {
 
     /// Connects without a look at the configuration.
     pub(super) fn connect_unread(path: &Path, queues: u64) -> Self {
+        let mut client = Self::on(Self::negotiate(path, queues), queues);
+        assert!(client.set_up(&vec![0; queues as usize]), "SET_VRING_ENABLE");
+        client
+    }
+
+    /// A client of memory that its server does not know yet.
+    fn on(frontend: Frontend, queues: u64) -> Self {
         let file = memory_file();
         let memory = guest_memory(Some(&file));
         let event = || EventFd::new(EFD_NONBLOCK).expect("an eventfd");
-        let mut client = Self {
-            frontend: Self::negotiate(path, queues),
+        Self {
+            frontend,
             drivers: (0..queues)
                 .map(|index| driver(memory.clone(), index, 64))
                 .collect(),
@@ -170,25 +168,29 @@ impl Client {
             calls: (0..queues).map(|_| event()).collect(),
             memory,
             file,
-        };
-        assert!(client.set_up(&vec![0; queues as usize]), "SET_VRING_ENABLE");
-        client
+        }
     }
 
     /// A connection on which the features have been agreed upon.
     fn negotiate(path: &Path, queues: u64) -> Frontend {
+        let (frontend, features) = Self::greet(path, queues);
+        frontend
+            .set_features(features & !F_MQ | PROTOCOL_FEATURES)
+            .expect("SET_FEATURES");
+        frontend
+    }
+
+    /// A connection on which the protocol's own features have been agreed upon, and the device's that are offered.
+    fn greet(path: &Path, queues: u64) -> (Frontend, u64) {
         let mut frontend = Frontend::connect(path, queues).expect("a connection");
         frontend.set_owner().expect("SET_OWNER");
         let features = frontend.get_features().expect("GET_FEATURES");
-        frontend
-            .set_features(features & !(1 << 12) | PROTOCOL_FEATURES)
-            .expect("SET_FEATURES");
         let protocol = frontend.get_protocol_features().expect("GET_PROTOCOL_FEATURES");
         frontend
             .set_protocol_features(protocol)
             .expect("SET_PROTOCOL_FEATURES");
         frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
-        frontend
+        (frontend, features)
     }
 
     /// Reads the configuration.
@@ -311,73 +313,106 @@ impl Client {
     }
 }
 
-#[test]
-fn every_request_is_served_on_both_queues_of_a_raw_disk_with_both_drivers() {
-    for ring in [RingKind::IoUring, RingKind::Syscalls] {
-        serve_every_request(ring);
-    }
+/// A client of a server, as a transport of the conformance suite.
+struct Served {
+    // Hangs up first.
+    client: Client,
+    offered: u64,
+    errors: Vec<EventFd>,
+    _world: World,
 }
 
-fn serve_every_request(ring: RingKind) {
-    let file = tempfile::tempfile().expect("a file");
-    file.set_len(DISK_BYTES).expect("its length");
-    let options = FileOptions {
-        write: true,
-        direct: false,
-    };
-    let raw = RawDisk::new(
-        ImageFile::from_fd("raw".as_ref(), file, options),
-        DISK_BYTES,
-        true,
-    );
-    let world = World::on(ring, raw, 2, false);
-    let mut client = world.client(2);
-    assert_eq!(client.frontend.get_queue_num().expect("GET_QUEUE_NUM"), 2);
-    let config = client.config();
-    assert_eq!(config[..8], (DISK_BYTES / 512).to_le_bytes());
-    for queue in 0..2 {
-        let other = 1 - queue;
-        let at = DATA + 0x1_0000 * queue as u64;
-        client.drivers[0].write(at, &[queue as u8 + 5; 4096]);
-        assert_eq!(client.ask(queue, OUT, 8, &[(at, 4096, false)]), OK);
-        assert_eq!(client.ask(queue, FLUSH, 0, &[]), OK);
-        assert_eq!(client.ask(other, IN, 8, &[(at + 8192, 4096, true)]), OK);
-        assert_eq!(client.drivers[0].read(at + 8192, 4096), [queue as u8 + 5; 4096]);
-        let mut segment = 8u64.to_le_bytes().to_vec();
-        segment.extend([4, 0, 0, 0, 0, 0, 0, 0]);
-        client.drivers[0].write(at, &segment);
-        assert_eq!(client.ask(queue, WRITE_ZEROES, 0, &[(at, 16, false)]), OK);
-        assert_eq!(client.ask(other, IN, 8, &[(at + 8192, 4096, true)]), OK);
-        let read = client.drivers[0].read(at + 8192, 4096);
+impl Transport for Served {
+    fn new(disk: Arc<dyn Disk>, queues: u16, ring: RingKind) -> Self {
+        let world = World::on(ring, disk, queues, false);
+        let (mut frontend, offered) = Client::greet(&world.path, queues.into());
         assert_eq!(
-            (&read[..2048], &read[2048..]),
-            (&[0; 2048][..], &[queue as u8 + 5; 2048][..])
+            frontend.get_queue_num().expect("GET_QUEUE_NUM"),
+            u64::from(queues)
         );
-        assert_eq!(client.ask(queue, DISCARD, 0, &[(at, 16, false)]), OK);
-        assert_eq!(client.ask(queue, GET_ID, 0, &[(at, 20, true)]), OK);
-        assert_eq!(client.drivers[0].read(at, 8), b"serial-2");
+        let mut client = Client::on(frontend, queues.into());
+        // As a client that begins anew: it learns the cache mode.
+        client.config();
+        Self {
+            client,
+            offered: offered & !PROTOCOL_FEATURES,
+            errors: (0..queues)
+                .map(|_| EventFd::new(EFD_NONBLOCK).expect("an eventfd"))
+                .collect(),
+            _world: world,
+        }
     }
-    drop(client);
-    world.stop();
+
+    fn offered(&mut self) -> u64 {
+        self.offered
+    }
+
+    fn start(&mut self, features: u64) -> bool {
+        let client = &mut self.client;
+        if client
+            .frontend
+            .set_features(features | PROTOCOL_FEATURES)
+            .is_err()
+        {
+            return false;
+        }
+        for (index, own) in client.drivers.iter_mut().enumerate() {
+            *own = driver(client.memory.clone(), index as u64, QUEUE_SIZE);
+            own.clear_rings();
+            own.event_idx = features & F_EVENT_IDX != 0;
+            let told = client.frontend.set_vring_err(index, &self.errors[index]);
+            told.expect("SET_VRING_ERR");
+        }
+        let bases = vec![0; client.drivers.len()];
+        client.set_up(&bases)
+    }
+
+    fn driver(&mut self, queue: usize) -> &mut Driver {
+        &mut self.client.drivers[queue]
+    }
+
+    fn kick(&mut self, queue: usize) {
+        self.client.kicks[queue].write(1).expect("a kick");
+    }
+
+    fn is_interrupted(&mut self, queue: usize, patience: Duration) -> bool {
+        holds_within(patience, || self.client.calls[queue].read().is_ok())
+    }
+
+    fn is_broken(&mut self, queue: usize, patience: Duration) -> bool {
+        holds_within(patience, || self.errors[queue].read().is_ok())
+    }
+
+    fn config(&mut self) -> Vec<u8> {
+        self.client.config()
+    }
+
+    fn write_config(&mut self, offset: u32, bytes: &[u8]) {
+        let flags = VhostUserConfigFlags::empty();
+        // What a driver may not write is refused, and a client does not tell its guest.
+        self.client
+            .frontend
+            .set_config(offset, flags, bytes)
+            .unwrap_or_default();
+    }
+
+    fn reset(&mut self) {
+        self.client.frontend.reset_device().expect("RESET_DEVICE");
+    }
 }
 
-#[test]
-fn many_requests_at_once_are_all_answered_and_the_client_is_called() {
-    let disk = MemDisk::new();
-    let world = World::new(disk.disk(), 1);
-    let mut client = world.client(1);
-    for round in 0..200u64 {
-        // The next call is wanted when the last answer of this round has come.
-        client.drivers[0].set_used_event(client.drivers[0].used.wrapping_add(19));
-        for request in 0..20 {
-            client.drivers[0].request(IN, (round + request) % 2048, &[(DATA, 512, true)]);
-        }
-        client.kick(0);
-        wait("the call", || client.calls[0].read().is_ok());
-        for _ in 0..20 {
-            assert_eq!(client.answer(0).1, 513, "round {round}");
-        }
+/// The protocol's own announcement is not offered: a client that asks finds the new size.
+impl Grows for Served {
+    fn grow(&mut self, disk: &MemDisk, bytes: u64) {
+        disk.grow(bytes);
     }
+}
+
+mod conformance_suite {
+    use super::{Served, conformance};
+
+    conformance::suite!(Served);
+    conformance::suite!(Served: device::grown_disk_is_shown_and_can_be_written);
 }
 
 #[test]
@@ -556,29 +591,6 @@ fn a_disabled_queue_rests_until_it_is_enabled() {
         .set_vring_enable(0, true)
         .expect("SET_VRING_ENABLE");
     client.answer(0);
-}
-
-#[test]
-fn a_reset_device_starts_over() {
-    let disk = MemDisk::new();
-    let world = World::new(disk.disk(), 1);
-    let mut client = world.client(1);
-    assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
-    client.frontend.reset_device().expect("RESET_DEVICE");
-    client.submit(0, FLUSH, 0, &[]);
-    std::thread::sleep(Duration::from_millis(10));
-    assert_eq!(disk.log().len(), 1);
-    client
-        .frontend
-        .set_features(RING_FEATURES | PROTOCOL_FEATURES)
-        .expect("SET_FEATURES");
-    client.start(0, 1);
-    client
-        .frontend
-        .set_vring_enable(0, true)
-        .expect("SET_VRING_ENABLE");
-    client.answer(0);
-    assert_eq!(disk.log().len(), 2);
 }
 
 #[test]
