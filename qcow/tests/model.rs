@@ -13,8 +13,11 @@ use block::{Buffer, Done, Op};
 use common::{Folder, Lane, Placed, close, open};
 use qcow::OpenOptions;
 use ringdisk_gen::Random;
+use ringdisk_gen::array::{Array, Ask};
 
 const DISK: u64 = 3 << 20;
+/// The most requests in flight.
+const TAGS: u64 = 12;
 
 /// What the image under test is like.
 #[derive(Clone, Debug)]
@@ -153,32 +156,16 @@ fn make(folder: &Folder, shape: &Shape, random: &mut Random) -> Vec<u8> {
     model
 }
 
-/// One request under way, and what its range holds once it is answered.
-struct Under {
-    first: u64,
-    end: u64,
-    read: bool,
-    fill: Vec<u8>,
-    /// The lane, and where the request's bytes are.
-    placed: Option<(usize, Placed)>,
-}
-
 struct Run<'a> {
     lanes: Vec<Lane>,
-    under: Vec<Option<Under>>,
-    model: &'a mut Vec<u8>,
+    array: &'a mut Array,
+    /// By tag: the lane, and where the request's bytes are.
+    placed: Vec<Option<(usize, Placed)>>,
     seed: u64,
     shape: &'a Shape,
 }
 
 impl Run<'_> {
-    fn free(&self, first: u64, end: u64) -> bool {
-        self.under
-            .iter()
-            .flatten()
-            .all(|other| end <= other.first || other.end <= first)
-    }
-
     fn step(&mut self, random: &mut Random, tag: usize) {
         let lane = random.below(self.lanes.len() as u64) as usize;
         let sectors = DISK / 512;
@@ -189,63 +176,29 @@ impl Run<'_> {
         let count = 1 + random.below(most).min(sectors - first - 1);
         let (first, end) = (first * 512, (first + count) * 512);
         let len = end - first;
-        let range = first as usize..end as usize;
-        let (op, bytes, mut under) = match random.below(20) {
-            0..=6 => {
-                let fill = self.model[range].to_vec();
-                let under = Under {
-                    first,
-                    end,
-                    read: true,
-                    fill,
-                    placed: None,
-                };
-                (Op::Read, vec![0xCC; len as usize], under)
-            }
+        let (op, bytes, ask) = match random.below(20) {
+            0..=6 => (Op::Read, vec![0xCC; len as usize], Ask::Read),
             7..=14 => {
                 let fill = pattern(random, len);
                 let op = Op::Write {
                     fua: random.one_in(10),
                 };
-                let bytes = fill.clone();
-                let under = Under {
-                    first,
-                    end,
-                    read: false,
-                    fill,
-                    placed: None,
-                };
-                (op, bytes, under)
+                (op, fill.clone(), Ask::Write(fill))
             }
             15..=16 => {
                 let op = Op::WriteZeroes {
                     unmap: random.one_in(2),
                     fua: random.one_in(10),
                 };
-                let under = Under {
-                    first,
-                    end,
-                    read: false,
-                    fill: vec![0; len as usize],
-                    placed: None,
-                };
-                (op, Vec::new(), under)
+                (op, Vec::new(), Ask::Zeroes)
             }
-            17..=18 => (Op::Discard, Vec::new(), self.discard(first, end)),
+            17..=18 => (Op::Discard, Vec::new(), Ask::Discard),
             _ => {
-                let under = Under {
-                    first: 0,
-                    end: 0,
-                    read: false,
-                    fill: Vec::new(),
-                    placed: None,
-                };
-                self.under[tag] = Some(under);
+                assert!(self.array.begin(tag, 0..0, Ask::Flush));
                 return self.lanes[lane].submit(Op::Flush, 0, 0, Buffer::default(), tag as u64);
             }
         };
-        // A discard may clear whole clusters only, but never more than its range.
-        if !self.free(first, end) {
+        if !self.array.begin(tag, first..end, ask) {
             return;
         }
         let mut buffer = Buffer::default();
@@ -254,63 +207,23 @@ impl Run<'_> {
             let skip = [0, 512, 4096, 100, 4, 0, 1536, 0][(first / 512 + count) as usize % 8];
             let placed;
             (buffer, placed) = self.lanes[lane].place(skip, &bytes);
-            under.placed = Some((lane, placed));
+            self.placed[tag] = Some((lane, placed));
         }
-        self.under[tag] = Some(under);
         self.lanes[lane].submit(op, first, len, buffer, tag as u64);
-    }
-
-    /// What a discard leaves: zeros in whole clusters where the engine promises them, the rest as it was.
-    fn discard(&self, first: u64, end: u64) -> Under {
-        let size = 1u64 << self.shape.cluster_bits;
-        let mut fill = self.model[first as usize..end as usize].to_vec();
-        let uncovers = self.shape.v2 && self.shape.backing.is_some();
-        if self.shape.sparse && !uncovers {
-            let (from, mut to) = (first.next_multiple_of(size), end / size * size);
-            if end == DISK {
-                to = end;
-            }
-            if from < to {
-                fill[(from - first) as usize..(to - first) as usize].fill(0);
-            }
-        }
-        Under {
-            first,
-            end,
-            read: false,
-            fill,
-            placed: None,
-        }
     }
 
     fn take(&mut self, done: Done) {
         let tag = done.tag as usize;
-        let under = self.under[tag].take().expect("one answer for each request");
         let (seed, shape) = (self.seed, self.shape);
-        assert_eq!(
-            done.result,
-            Ok(()),
-            "seed {seed}: {}..{} {shape:?}",
-            under.first,
-            under.end
-        );
-        let bytes = match &under.placed {
-            Some((lane, placed)) => self.lanes[*lane].placed(placed, done.buffer, under.read),
+        let range = self.array.range(tag);
+        assert_eq!(done.result, Ok(()), "seed {seed}: {range:?} {shape:?}");
+        let read = self.array.is_read(tag);
+        let bytes = match self.placed[tag].take() {
+            Some((lane, placed)) => self.lanes[lane].placed(&placed, done.buffer, read),
             None => Vec::new(),
         };
-        if under.read {
-            if let Some(at) = (0..bytes.len()).find(|&at| bytes[at] != under.fill[at]) {
-                panic!(
-                    "seed {seed}: byte {:#x} is {:#04x}, expected {:#04x}; read {:#x}..{:#x} {shape:?}",
-                    under.first as usize + at,
-                    bytes[at],
-                    under.fill[at],
-                    under.first,
-                    under.end
-                );
-            }
-        } else {
-            self.model[under.first as usize..under.end as usize].copy_from_slice(&under.fill);
+        if let Err(difference) = self.array.end(tag, &bytes) {
+            panic!("seed {seed}: {difference} {shape:?}");
         }
     }
 }
@@ -322,7 +235,10 @@ fn run(seed: u64) {
     // Not drawn, so that the others stay as they were.
     shape.registered = seed % 2 == 1;
     let folder = Folder::new();
-    let mut model = make(&folder, &shape, &mut random);
+    let contents = make(&folder, &shape, &mut random);
+    let mut array = Array::new(contents, 1 << shape.cluster_bits, TAGS as usize);
+    // Version 2 has no zero clusters to hide a backing file's with.
+    array.discards = shape.sparse && !(shape.v2 && shape.backing.is_some());
     let before = shape.snapshot.then(|| snapshot(&folder));
     let options = OpenOptions {
         direct: shape.direct,
@@ -341,26 +257,24 @@ fn run(seed: u64) {
                 false => Lane::new(&disk, shape.ring),
             })
             .collect();
-        let tags = 12;
-        let under = (0..tags).map(|_| None).collect();
         let mut run = Run {
             lanes,
-            under,
-            model: &mut model,
+            array: &mut array,
+            placed: (0..TAGS).map(|_| None).collect(),
             seed,
             shape: &shape,
         };
         let mut done = Vec::new();
         for _ in 0..600 {
-            let tag = random.below(tags) as usize;
-            if run.under[tag].is_none() {
+            let tag = random.below(TAGS) as usize;
+            if !run.array.is_in_flight(tag) {
                 run.step(&mut random, tag);
             }
             let lane = random.below(run.lanes.len() as u64) as usize;
             run.lanes[lane].turn(&mut done);
             done.drain(..).for_each(|done| run.take(done));
         }
-        while run.under.iter().any(Option::is_some) {
+        while !run.array.is_idle() {
             for lane in &run.lanes {
                 lane.turn(&mut done);
             }
@@ -370,12 +284,18 @@ fn run(seed: u64) {
             run.lanes.iter().for_each(|lane| lane.turn(&mut done));
         }
         let all = run.lanes[0].read(0, DISK);
-        assert!(all == *run.model, "seed {seed}: the whole disk differs {shape:?}");
+        assert!(
+            all == run.array.bytes(),
+            "seed {seed}: the whole disk differs {shape:?}"
+        );
         drop(run);
         close(disk);
         folder.assert_flawless("disk.qcow2", false);
         let qemu = folder.qemu_reads("disk.qcow2");
-        assert!(qemu == model, "seed {seed}: QEMU reads something else {shape:?}");
+        assert!(
+            qemu == array.bytes(),
+            "seed {seed}: QEMU reads something else {shape:?}"
+        );
     }
     if let Some(before) = before {
         assert!(

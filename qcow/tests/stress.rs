@@ -10,20 +10,18 @@
 
 mod common;
 
-use std::future::{Future, poll_fn};
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use block::ring::RingKind;
 use block::worker::{WorkerConfig, WorkerHandle};
 use block::{AlignedBuf, Buffer, Disk, DiskQueue, IoError, Op, Request};
-use common::{Folder, Lane, assert_same, close, open};
+use common::{Folder, Lane, assert_same, close, join, open};
 use qcow::{OpenOptions, QcowDisk};
 use ringdisk_gen::Random;
 use simulator::pages::Tags;
+use ringdisk_gen::array::{Array, Ask};
 
 const DISK: u64 = 8 << 20;
 const SECTOR: u64 = 512;
@@ -62,12 +60,11 @@ impl Variant {
 struct Actor {
     random: Random,
     cluster: u64,
-    sparse: bool,
     /// The first sector of the shared half that is this actor's; the others follow at distance [`ACTORS`].
     first: u64,
     /// Its part of the other half: first sector and how many.
     own: (u64, u64),
-    model: Vec<u8>,
+    model: Array,
     /// How many requests it has made.
     requests: u64,
 }
@@ -132,20 +129,16 @@ impl Actor {
     fn new(index: u64, seed: u64, variant: &Variant, disk: &[u8]) -> Self {
         let half = DISK / SECTOR / 2;
         let share = half / ACTORS * SECTOR / variant.cluster * variant.cluster / SECTOR;
+        let mut model = Array::new(disk.to_vec(), variant.cluster, 1);
+        model.discards = variant.options.sparse;
         Self {
             random: Random::new(seed * 1000 + index),
             cluster: variant.cluster / SECTOR,
-            sparse: variant.options.sparse,
             first: index,
             own: (half + index * share, share),
-            model: disk.to_vec(),
+            model,
             requests: 0,
         }
-    }
-
-    /// The bytes of some sectors in the model.
-    fn bytes(&mut self, sector: u64, count: u64) -> &mut [u8] {
-        &mut self.model[(sector * SECTOR) as usize..((sector + count) * SECTOR) as usize]
     }
 
     fn shared_sector(&mut self) -> u64 {
@@ -176,53 +169,50 @@ impl Actor {
                 self.own_range()
             };
             let what = self.random.below(20);
-            let failed = |error| format!("request {what} of {count} sectors at {sector}: {error}");
-            match what {
-                0..=5 => {
-                    let buffer = bytes.buffer(&vec![0xCC; (count * SECTOR) as usize], &mut self.random)?;
-                    let read = ask(&*queue, Op::Read, sector, count, buffer).await;
-                    let read = bytes.found(read.map_err(failed)?)?;
-                    if *self.bytes(sector, count) != *read {
-                        return Err(format!("a read of {count} sectors at {sector} differs"));
-                    }
-                }
+            let (op, sector, count, ask) = match what {
+                0..=5 => (Op::Read, sector, count, Ask::Read),
                 6..=14 => {
                     let fill = content(&mut self.random, self.requests, count);
                     let fua = what == 6 && self.random.one_in(8);
-                    let buffer = bytes.buffer(&fill, &mut self.random)?;
-                    let written = ask(&*queue, Op::Write { fua }, sector, count, buffer).await;
-                    if bytes.found(written.map_err(failed)?)? != fill {
-                        return Err(format!(
-                            "a write of {count} sectors at {sector} changed what it writes"
-                        ));
-                    }
-                    self.bytes(sector, count).copy_from_slice(&fill);
+                    (Op::Write { fua }, sector, count, Ask::Write(fill))
                 }
                 15..=16 => {
-                    let op = Op::WriteZeroes {
-                        unmap: what == 15,
-                        fua: false,
-                    };
-                    let zeroed = ask(&*queue, op, sector, count, Buffer::default()).await;
-                    zeroed.map_err(failed)?;
-                    self.bytes(sector, count).fill(0);
+                    let (unmap, fua) = (what == 15, false);
+                    (Op::WriteZeroes { unmap, fua }, sector, count, Ask::Zeroes)
                 }
                 17..=18 => {
                     let (first, len) = self.own;
                     let cluster = self.cluster;
                     let start = first + self.random.below(len / cluster) * cluster;
                     let count = cluster * (1 + self.random.below(((first + len - start) / cluster).min(8)));
-                    let discarded = ask(&*queue, Op::Discard, start, count, Buffer::default()).await;
-                    discarded.map_err(failed)?;
-                    if self.sparse {
-                        self.bytes(start, count).fill(0);
-                    }
+                    (Op::Discard, start, count, Ask::Discard)
                 }
-                _ => {
-                    let flushed = ask(&*queue, Op::Flush, 0, 0, Buffer::default()).await;
-                    flushed.map_err(failed)?;
-                }
+                _ => (Op::Flush, 0, 0, Ask::Flush),
+            };
+            let carried = match &ask {
+                Ask::Read => vec![0xCC; (count * SECTOR) as usize],
+                Ask::Write(fill) => fill.clone(),
+                _ => Vec::new(),
+            };
+            let buffer = match carried.is_empty() {
+                true => Buffer::default(),
+                false => bytes.buffer(&carried, &mut self.random)?,
+            };
+            let range = sector * SECTOR..(sector + count) * SECTOR;
+            assert!(self.model.begin(0, range, ask), "one request at a time");
+            let failed = |error| format!("{op:?} of {count} sectors at {sector}: {error}");
+            let buffer = self::ask(&*queue, op, sector, count, buffer).await;
+            let buffer = buffer.map_err(failed)?;
+            let found = match carried.is_empty() {
+                true => Vec::new(),
+                false => bytes.found(buffer)?,
+            };
+            if matches!(op, Op::Write { .. }) && found != carried {
+                return Err(format!(
+                    "a write of {count} sectors at {sector} changed what it writes"
+                ));
             }
+            self.model.end(0, &found)?;
         }
         Ok(self)
     }
@@ -236,26 +226,6 @@ fn content(random: &mut Random, version: u64, count: u64) -> Vec<u8> {
         sector[504..].copy_from_slice(&version.to_le_bytes());
     }
     bytes
-}
-
-/// Waits for all of some futures.
-async fn join<T>(futures: Vec<impl Future<Output = T> + 'static>) -> Vec<T> {
-    type Running<T> = Pin<Box<dyn Future<Output = T>>>;
-    let mut running: Vec<(Option<Running<T>>, Option<T>)> = futures
-        .into_iter()
-        .map(|future| (Some(Box::pin(future) as Running<T>), None))
-        .collect();
-    poll_fn(|cx| {
-        for (future, output) in &mut running {
-            if let Some(Poll::Ready(value)) = future.as_mut().map(|future| future.as_mut().poll(cx)) {
-                (*future, *output) = (None, Some(value));
-            }
-        }
-        let pending = running.iter().any(|(future, _)| future.is_some());
-        if pending { Poll::Pending } else { Poll::Ready(()) }
-    })
-    .await;
-    running.into_iter().filter_map(|(_, output)| output).collect()
 }
 
 /// Makes the image; returns what is in it.
@@ -384,7 +354,7 @@ fn stress(variant: Variant) {
     });
     let mut requests = 0;
     for actor in ended {
-        let mut actor = actor.unwrap_or_else(|error| panic!("{variant:?}, STRESS_SEED={seed}: {error}"));
+        let actor = actor.unwrap_or_else(|error| panic!("{variant:?}, STRESS_SEED={seed}: {error}"));
         requests += actor.requests;
         let (own, len) = actor.own;
         for (sector, count) in (actor.first..DISK / SECTOR / 2)
@@ -393,7 +363,7 @@ fn stress(variant: Variant) {
             .chain([(own, len)])
         {
             let range = (sector * SECTOR) as usize..((sector + count) * SECTOR) as usize;
-            model[range].copy_from_slice(actor.bytes(sector, count));
+            model[range.clone()].copy_from_slice(&actor.model.bytes()[range]);
         }
     }
     workers.into_iter().for_each(WorkerHandle::stop);

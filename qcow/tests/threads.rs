@@ -16,19 +16,16 @@ mod common;
 #[path = "common/on_disk.rs"]
 mod on_disk;
 
-use std::future::{Future, poll_fn};
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use block::ring::RingKind;
 use block::sync::mpsc;
 use block::worker::{WorkerConfig, WorkerHandle};
 use block::{AlignedBuf, Buffer, Disk, DiskQueue, Op, Request};
-use common::{Folder, close, open};
+use common::{Folder, close, join, open};
 use on_disk::OnDisk;
 use qcow::OpenOptions;
 use shuttle::rand::{Rng, thread_rng};
@@ -209,27 +206,6 @@ impl Actor {
             }
         }
     }
-}
-
-/// Waits for all of some futures.
-async fn join(futures: Vec<impl Future<Output = ()> + 'static>) {
-    let mut running: Vec<Option<Pin<Box<dyn Future<Output = ()>>>>> = Vec::new();
-    for future in futures {
-        running.push(Some(Box::pin(future)));
-    }
-    poll_fn(|cx| {
-        for place in &mut running {
-            if place
-                .as_mut()
-                .is_some_and(|future| future.as_mut().poll(cx).is_ready())
-            {
-                *place = None;
-            }
-        }
-        let pending = running.iter().any(Option::is_some);
-        if pending { Poll::Pending } else { Poll::Ready(()) }
-    })
-    .await;
 }
 
 /// One run from a fresh image to a clean close.

@@ -3,6 +3,7 @@
 
 #![allow(dead_code, unreachable_pub, reason = "each test uses its part of this module")]
 
+use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -333,4 +334,18 @@ pub fn drain(cx: &Context) {
         cx.run_ready();
         cx.ring().turn(false).expect("the ring turns");
     }
+}
+
+/// Waits for all of `futures`. Returns their outputs in the order in which they end.
+pub async fn join<T>(futures: Vec<impl Future<Output = T> + 'static>) -> Vec<T> {
+    let outputs = RefCell::new(Vec::new());
+    let running = futures.into_iter().map(|future| {
+        Box::pin(async {
+            let output = future.await;
+            outputs.borrow_mut().push(output);
+            Ok(())
+        })
+    });
+    block::join_all(running).await.expect("nothing that fails");
+    outputs.into_inner()
 }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, Op, Request};
 use qcow::QcowDisk;
 use qcow::image::{Verdict, check};
+use ringdisk_gen::array::{Array, Ask};
 use ringdisk_gen::{Image, ImageSpec};
 use simulator::{Profile, SimImage, SimWorld};
 
@@ -28,15 +29,6 @@ const TURNS_MAX: u32 = 1_000_000;
 /// The length of the backing file, in bytes.
 const BACKING_BYTES: usize = 40 << 10;
 
-/// What is asked and not answered yet, and what its range holds then.
-#[derive(Debug)]
-struct Asked {
-    first: u64,
-    end: u64,
-    read: bool,
-    fill: Vec<u8>,
-}
-
 struct Lane {
     cx: Context,
     queue: Box<dyn DiskQueue>,
@@ -47,8 +39,7 @@ struct Run {
     world: SimWorld,
     spec: ImageSpec,
     lanes: Vec<Lane>,
-    asked: Vec<Option<Asked>>,
-    model: Vec<u8>,
+    model: Array,
     answered: u64,
 }
 
@@ -67,10 +58,9 @@ pub fn body(data: &[u8]) -> &'static str {
     world.set_contents(DISK, SimImage::from_bytes(&world.store(), &image.bytes));
     world.set_contents(BACKING, SimImage::from_bytes(&world.store(), &backing));
     let mut run = Run {
-        model: contents(&image, &backing),
+        model: Array::new(contents(&image, &backing), image.cluster(), TAGS),
         spec: image.spec,
         lanes: Vec::new(),
-        asked: (0..TAGS).map(|_| None).collect(),
         answered: 0,
         world,
     };
@@ -115,6 +105,9 @@ impl Run {
         options.discard_no_unref = cursor.one_in(4);
         options.persist_mappings = cursor.one_in(8);
         options.l2_cache_bytes = Some(cursor.pick(&[4096, 64 << 10]));
+        // Version 2 has no zero clusters to hide a backing file's with.
+        let uncovers = self.spec.version == 2 && self.spec.backing.is_some();
+        self.model.discards = options.sparse && !uncovers;
         let cx = contexts[0].clone();
         let opened = cx.block_on(QcowDisk::open_on(&cx, &self.world, Path::new(DISK), &options));
         let disk = opened.expect("nothing waits for ever").expect("a sound image");
@@ -132,7 +125,7 @@ impl Run {
             if cursor.below(3) == 0 {
                 self.turn();
             } else {
-                self.ask(cursor, options.sparse);
+                self.ask(cursor);
             }
         }
         self.settle();
@@ -160,12 +153,13 @@ impl Run {
         ));
         let disk = opened.expect("nothing waits for ever").expect("an image");
         let queue = Arc::clone(&disk).open_queue(cx).expect("a queue");
-        let buffer = AlignedBuf::from_slice(&vec![0xCC; self.model.len()]);
-        let (request, answer) = Request::local(Op::Read, 0, self.model.len() as u64, buffer.into());
+        let expected = self.model.bytes();
+        let buffer = AlignedBuf::from_slice(&vec![0xCC; expected.len()]);
+        let (request, answer) = Request::local(Op::Read, 0, expected.len() as u64, buffer.into());
         queue.submit(request);
         let done = cx.block_on(answer).expect("nothing waits for ever");
         assert_eq!(done.result, Ok(()));
-        assert_same(&done.buffer.into_owned().expect("our own buffer"), &self.model, 0);
+        assert_same(&done.buffer.into_owned().expect("our own buffer"), expected);
     }
 
     /// Each lane and the disk do something.
@@ -185,95 +179,71 @@ impl Run {
     fn settle(&mut self) {
         for _ in 0..TURNS_MAX {
             let idle = |lane: &Lane| lane.cx.tasks() == 0 && lane.cx.ring().in_flight() == 0;
-            if self.asked.iter().all(Option::is_none) && self.lanes.iter().all(idle) {
+            if self.model.is_idle() && self.lanes.iter().all(idle) {
                 return;
             }
             self.turn();
         }
-        panic!(
-            "{:?} are never answered",
-            self.asked.iter().flatten().collect::<Vec<_>>()
-        );
+        let late: Vec<_> = (0..TAGS).filter(|&tag| self.model.is_in_flight(tag)).collect();
+        let ranges: Vec<_> = late.iter().map(|&tag| self.model.range(tag)).collect();
+        panic!("{ranges:?} are never answered");
     }
 
-    fn ask(&mut self, cursor: &mut Cursor<'_>, sparse: bool) {
-        let Some(tag) = self.asked.iter().position(Option::is_none) else {
+    fn ask(&mut self, cursor: &mut Cursor<'_>) {
+        let Some(tag) = self.model.free_tag() else {
             return self.turn();
         };
-        let sectors = self.model.len() as u64 / SECTOR;
+        let sectors = self.model.bytes().len() as u64 / SECTOR;
         let first = cursor.below(sectors);
         let most = cursor.pick(&[1, 4, 16, 200]).min(sectors - first);
         let end = first + 1 + cursor.below(most);
         let (first, end) = (first * SECTOR, end * SECTOR);
-        let free = |other: &Asked| end <= other.first || other.end <= first;
-        if !self.asked.iter().flatten().all(free) {
+        if !self.model.is_free(&(first..end)) {
             return self.turn();
         }
-        let old = || self.model[first as usize..end as usize].to_vec();
-        let zeros = || vec![0; (end - first) as usize];
-        let (op, buffer, fill) = match cursor.below(8) {
+        let (op, buffer, ask) = match cursor.below(8) {
             0 | 1 => {
                 let buffer = AlignedBuf::from_slice(&vec![0xCC; (end - first) as usize]);
-                (Op::Read, buffer.into(), old())
+                (Op::Read, buffer.into(), Ask::Read)
             }
             2..=4 => {
                 let tag = cursor.byte();
                 let fill: Vec<u8> = (first..end).map(|at| tag ^ (at / SECTOR) as u8).collect();
                 let fua = cursor.one_in(8);
-                (Op::Write { fua }, AlignedBuf::from_slice(&fill).into(), fill)
+                let buffer = AlignedBuf::from_slice(&fill).into();
+                (Op::Write { fua }, buffer, Ask::Write(fill))
             }
             5 => {
                 let (unmap, fua) = (cursor.one_in(2), cursor.one_in(8));
-                (Op::WriteZeroes { unmap, fua }, Buffer::default(), zeros())
+                (Op::WriteZeroes { unmap, fua }, Buffer::default(), Ask::Zeroes)
             }
-            6 => (Op::Discard, Buffer::default(), self.discarded(first, end, sparse)),
-            _ => (Op::Flush, Buffer::default(), Vec::new()),
+            6 => (Op::Discard, Buffer::default(), Ask::Discard),
+            _ => (Op::Flush, Buffer::default(), Ask::Flush),
         };
         let (first, end) = if op == Op::Flush { (0, 0) } else { (first, end) };
-        let read = op == Op::Read;
-        self.asked[tag] = Some(Asked {
-            first,
-            end,
-            read,
-            fill,
-        });
+        assert!(self.model.begin(tag, first..end, ask), "it is free");
         let lane = &self.lanes[cursor.below(self.lanes.len() as u64) as usize];
         let request = Request::new(op, first, end - first, buffer, &lane.sink, tag as u64);
         lane.queue.submit(request);
     }
 
-    /// What a discard leaves: zeros in whole clusters where the engine promises them, the rest as it was.
-    fn discarded(&self, first: u64, end: u64, sparse: bool) -> Vec<u8> {
-        let cluster = 1 << self.spec.cluster_bits;
-        let mut fill = self.model[first as usize..end as usize].to_vec();
-        let uncovers = self.spec.version == 2 && self.spec.backing.is_some();
-        let from = first.next_multiple_of(cluster);
-        let last = end == self.model.len() as u64;
-        let to = if last { end } else { end / cluster * cluster };
-        if sparse && !uncovers && from < to {
-            fill[(from - first) as usize..(to - first) as usize].fill(0);
-        }
-        fill
-    }
-
     fn take(&mut self, done: Done) {
-        let asked = self.asked[done.tag as usize].take();
-        let asked = asked.expect("one answer for each request");
-        assert_eq!(done.result, Ok(()), "{:#x}..{:#x}", asked.first, asked.end);
+        let tag = done.tag as usize;
+        assert_eq!(done.result, Ok(()), "{:?}", self.model.range(tag));
         self.answered += 1;
-        if asked.read {
-            let bytes = done.buffer.into_owned().expect("our own buffer");
-            assert_same(&bytes, &asked.fill, asked.first);
-        } else {
-            self.model[asked.first as usize..asked.end as usize].copy_from_slice(&asked.fill);
-        }
+        let read = self.model.is_read(tag).then(|| done.buffer.into_owned());
+        let bytes = read.map(|buffer| buffer.expect("our own buffer").to_vec());
+        let ended = self.model.end(tag, &bytes.unwrap_or_default());
+        ended.unwrap_or_else(|difference| panic!("{difference}"));
     }
 }
 
-fn assert_same(found: &[u8], expected: &[u8], offset: u64) {
+fn assert_same(found: &[u8], expected: &[u8]) {
     if let Some(at) = (0..expected.len()).find(|&at| found[at] != expected[at]) {
-        let (place, found, expected) = (offset + at as u64, found[at], expected[at]);
-        panic!("byte {place:#x} is {found:#04x}, expected {expected:#04x}");
+        panic!(
+            "byte {at:#x} is {:#04x}, expected {:#04x}",
+            found[at], expected[at]
+        );
     }
 }
 

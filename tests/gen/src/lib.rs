@@ -17,6 +17,7 @@
 //!
 //! Invariant: the same seed gives the same input.
 
+pub mod array;
 pub mod fingerprint;
 pub mod image;
 pub mod kernel;
