@@ -6,6 +6,7 @@ use std::sync::Mutex;
 
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Request};
 use virtio_devices::virtqueue::QueueSetup;
+use ringdisk_driver::{Desc, NEXT, Rings, WRITE, blk};
 
 use crate::cursor::Cursor;
 use crate::memory::{BASE, EDGE, END};
@@ -18,6 +19,11 @@ pub const DESCRIPTORS: u64 = BASE;
 pub const AVAILABLE: u64 = BASE + 0x2000;
 /// See [`DESCRIPTORS`].
 pub const USED: u64 = BASE + 0x3000;
+const RINGS: Rings = Rings {
+    descriptors: DESCRIPTORS,
+    available: AVAILABLE,
+    used: USED,
+};
 /// Where indirect tables are.
 pub const TABLE: u64 = BASE + 0x4000;
 const HEADERS: u64 = BASE + 0x5000;
@@ -147,20 +153,14 @@ pub fn lay_out(cursor: &mut Cursor<'_>, size: u16, write: &mut dyn FnMut(u64, &[
                 0 => cursor.u32() as u16,
                 _ => cursor.below(u64::from(size.clamp(1, 16))) as u16,
             };
-            let mut bytes = address(cursor).to_le_bytes().to_vec();
-            bytes.extend(len.to_le_bytes());
-            bytes.extend(flags.to_le_bytes());
-            bytes.extend(next.to_le_bytes());
-            write(table + 16 * index, &bytes);
+            let desc = Desc(address(cursor), len, flags, next);
+            write(table + 16 * index, &desc.to_bytes());
         }
         7..=9 => whole_request(cursor, size, write),
         3 => {
             let kind = cursor.pick(&[0_u32, 1, 4, 8, 11, 13, 99]);
             let sector = cursor.pick(&[0, 1, 2047, 2048, u64::MAX]);
-            let mut bytes = kind.to_le_bytes().to_vec();
-            bytes.extend([0; 4]);
-            bytes.extend(sector.to_le_bytes());
-            write(HEADERS + 16 * cursor.below(8), &bytes);
+            write(HEADERS + 16 * cursor.below(8), &blk::header(kind, sector));
         }
         4 => {
             let place = cursor.below(u64::from(size.max(1)));
@@ -190,10 +190,7 @@ fn whole_request(cursor: &mut Cursor<'_>, size: u16, write: &mut dyn FnMut(u64, 
     let kind = cursor.pick(&[0_u32, 1, 4, 8, 11, 13]);
     let slot = cursor.below(u64::from(size.clamp(3, 18) / 3));
     let header = HEADERS + 16 * slot;
-    let mut bytes = kind.to_le_bytes().to_vec();
-    bytes.extend([0; 4]);
-    bytes.extend(cursor.below(2100).to_le_bytes());
-    write(header, &bytes);
+    write(header, &blk::header(kind, cursor.below(2100)));
     let range = [
         cursor.below(2100).to_le_bytes(),
         cursor.below(1 << 33).to_le_bytes(),
@@ -201,29 +198,31 @@ fn whole_request(cursor: &mut Cursor<'_>, size: u16, write: &mut dyn FnMut(u64, 
     .concat();
     let data = DATA + 4096 * slot;
     write(data, &range);
-    let writes: u16 = if matches!(kind, 0 | 8) { 2 } else { 0 };
+    let writes = if matches!(kind, blk::IN | blk::GET_ID) {
+        WRITE
+    } else {
+        0
+    };
     let len = if kind > 8 {
         16
     } else {
         512 * (1 + cursor.below(8) as u32)
     };
     let parts = [
-        (header, 16, 1_u16),
-        (data, len, 1 | writes),
-        (data + 0x7000, 1, 2),
+        (header, 16, NEXT),
+        (data, len, NEXT | writes),
+        (data + 0x7000, 1, WRITE),
     ];
     for (index, (address, len, flags)) in (3 * slot..).zip(parts) {
-        let mut bytes = address.to_le_bytes().to_vec();
-        bytes.extend(len.to_le_bytes());
-        bytes.extend(flags.to_le_bytes());
-        bytes.extend((index as u16 + 1).to_le_bytes());
-        write(DESCRIPTORS + 16 * index, &bytes);
+        let desc = Desc(address, len, flags, index as u16 + 1);
+        write(RINGS.descriptor(index as u16), &desc.to_bytes());
     }
     // Mostly in the first places of the ring, and then one more is there.
     let place = cursor.below(u64::from(size.clamp(1, 8)));
-    write(AVAILABLE + 4 + 2 * place, &(3 * slot as u16).to_le_bytes());
+    let entry = RINGS.available_entry(place as u16, size.max(1));
+    write(entry, &(3 * slot as u16).to_le_bytes());
     if !cursor.one_in(4) {
-        write(AVAILABLE + 2, &(place as u16 + 1).to_le_bytes());
+        write(RINGS.available_index(), &(place as u16 + 1).to_le_bytes());
     }
 }
 
