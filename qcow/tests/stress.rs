@@ -20,8 +20,8 @@ use block::{AlignedBuf, Buffer, Disk, DiskQueue, IoError, Op, Request};
 use common::{Folder, Lane, assert_same, close, join, open};
 use qcow::{OpenOptions, QcowDisk};
 use ringdisk_gen::Random;
-use simulator::pages::Tags;
 use ringdisk_gen::array::{Array, Ask};
+use simulator::pages::Tags;
 
 const DISK: u64 = 8 << 20;
 const SECTOR: u64 = 512;

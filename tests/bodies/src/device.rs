@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::Mutex;
 
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Request};
+use ringdisk_driver::{Desc, INDIRECT, NEXT, Rings, WRITE, blk};
 use virtio_devices::virtqueue::QueueSetup;
-use ringdisk_driver::{Desc, NEXT, Rings, WRITE, blk};
 
 use crate::cursor::Cursor;
 use crate::memory::{BASE, EDGE, END};
@@ -225,10 +225,6 @@ fn whole_request(cursor: &mut Cursor<'_>, size: u16, write: &mut dyn FnMut(u64, 
         write(RINGS.available_index(), &(place as u16 + 1).to_le_bytes());
     }
 }
-
-const NEXT: u16 = 1;
-const WRITE: u16 = 2;
-const INDIRECT: u16 = 4;
 
 /// A descriptor before it is written.
 #[derive(Clone, Copy)]

@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use block::ring::RingKind;
+use block::worker::WorkerConfig;
 use block::{Disk, Op};
 use virtio_bindings::virtio_blk::VIRTIO_BLK_F_MQ;
 
@@ -55,11 +56,15 @@ impl Server {
         std::fs::remove_file(socket).unwrap_or_default();
         let listener = UnixListener::bind(socket).expect("a socket");
         let stop = StopToken::new().expect("a token");
+        let worker = WorkerConfig {
+            ring,
+            ..WorkerConfig::default()
+        };
         let config = VhostUserConfig {
             num_queues,
             queue_size: QUEUE_SIZE,
             serial: SERIAL.to_owned(),
-            ring,
+            workers: vec![worker; num_queues.into()],
             restartable,
             ..VhostUserConfig::default()
         };
