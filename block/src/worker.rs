@@ -15,6 +15,7 @@
 //! removed only when each of its requests has been answered and published.
 
 mod config;
+mod cpus;
 mod frontend;
 mod handle;
 mod poll_time;

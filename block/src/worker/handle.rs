@@ -10,7 +10,7 @@ use std::sync::Arc;
 use super::config::{StartWorkerError, WorkerConfig};
 use super::frontend::FrontendId;
 use super::poll_time::PollTime;
-use super::{Command, Commands, WAKE, Worker};
+use super::{Command, Commands, WAKE, Worker, cpus};
 use crate::disk::LocalBoxFuture;
 use crate::ring::{FixedTable, Ring, Watch};
 use crate::sync::atomic::Ordering;
@@ -178,9 +178,9 @@ impl Drop for WorkerHandle {
 /// Makes the worker on its own thread, and the watch that wakes it.
 fn set_up(config: &WorkerConfig, commands: Arc<Commands>) -> Result<(Worker, Watch), StartWorkerError> {
     if !config.cpus.is_empty() {
-        crate::task::pin_to(&config.cpus).map_err(|source| StartWorkerError::Affinity {
+        cpus::pin_to(&config.cpus).map_err(|source| StartWorkerError::Affinity {
             cpus: config.cpus.clone(),
-            allowed: crate::task::allowed_cpus(),
+            allowed: cpus::allowed_cpus(),
             source,
         })?;
     }
