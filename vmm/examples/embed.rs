@@ -101,12 +101,15 @@ fn hand_over(
 }
 
 /// The transport's queue after the disk has served it.
-fn take_back(state: &QueueState, report: &QueueReport) -> QueueState {
-    QueueState {
+fn take_back(state: &QueueState, report: &QueueReport) -> Result<QueueState, Box<dyn Error>> {
+    if report.is_broken() {
+        return Err("the guest broke the queue: reset it".into());
+    }
+    Ok(QueueState {
         next_avail: report.next_available(),
         next_used: report.next_used(),
         ..*state
-    }
+    })
 }
 
 /// How the guest hears of answers.
@@ -169,7 +172,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             hand_over(&state, memory.clone(), features, notify)?,
         )?;
         rustix::io::read(&interrupt, &mut [0; 8])?;
-        queue = Queue::try_from(take_back(&state, &*disk.stop()?))?;
+        queue = Queue::try_from(take_back(&state, &*disk.stop()?)?)?;
         let (status, first): (u8, [u8; 8]) = (
             memory.read_obj(GuestAddress(STATUS))?,
             memory.read_obj(GuestAddress(DATA))?,
