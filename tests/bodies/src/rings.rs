@@ -8,7 +8,7 @@
 //! | what a driver does | ours | `virtio-queue` |
 //! |---|---|---|
 //! | makes a part of the queue span two memory regions | refuses to start | translates at every access |
-//! | moves the available index by more than the queue has | `AvailableIndex`, on every look | the same when it takes; says that a chain waits |
+//! | moves the available index too far | `AvailableIndex`, on every look | the same on a take |
 //! | names a descriptor that is not in the table | `DescriptorIndex` | ends the chain before it, silently |
 //! | makes a loop | `TooLong` | ends the chain after as many descriptors as the table has |
 //! | makes a chain of more than 1,024 descriptors | `TooLong`: no I/O takes as many buffers | follows it |

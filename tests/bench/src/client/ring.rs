@@ -1,12 +1,12 @@
 //! The driver's side of one split virtqueue, as lean as it can be made.
 //!
-//! `virtio-driver` connects and places the rings; its own queue object publishes every request on its
-//! own and calls through two trait objects per descriptor, which at a million requests a second would
-//! measure the client; so would [`ringdisk_driver::Driver`], which allocates. Here each slot owns three descriptors for good (header, data, status), a request
-//! is five stores, a batch is published with one store and at most one kick, and nothing is allocated.
+//! `virtio-driver` connects and places the rings; its own queue object publishes every request on its own and calls
+//! through two trait objects per descriptor, which at a million requests a second would measure the client; so would
+//! [`ringdisk_driver::Driver`], which allocates. Here each slot owns three descriptors for good (header, data, status),
+//! a request is five stores, a batch is published with one store and at most one kick, and nothing is allocated.
 //!
-//! Both sides negotiate EVENT_IDX, as a Linux guest does. While the client polls, `used_event` is kept
-//! half the index space away, so the server has no reason to interrupt; a sleeping client arms it.
+//! Both sides negotiate EVENT_IDX, as a Linux guest does. While the client polls, `used_event` is kept half the index
+//! space away, so the server has no reason to interrupt; a sleeping client arms it.
 #![expect(unsafe_code, reason = "shares rings and buffers with another process")]
 
 use std::fs::File;
