@@ -7,6 +7,7 @@ use std::io;
 
 use super::driver::Driver;
 use super::{FixedTable, null, syscall, uring};
+use crate::report::LoggedOnce;
 
 /// Driver of a ring.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -78,8 +79,8 @@ pub fn driver_of(kind: RingKind, depth: u32, table: &FixedTable) -> Result<Box<d
             Ok(driver) => Box::new(driver),
             Err(error) => {
                 // Every worker finds this out again; log it once.
-                static TOLD: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
-                if !TOLD.swap(true, std::sync::atomic::Ordering::Relaxed) {
+                static REFUSED: LoggedOnce = LoggedOnce::new();
+                if REFUSED.admit() {
                     tracing::warn!(%error, "io_uring is refused here; using plain system calls");
                 }
                 Box::new(syscall::SyscallDriver::default())
