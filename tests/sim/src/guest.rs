@@ -14,7 +14,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use block::canary::may_store;
+use block::canary::{Rule, broken, may_store, strikes};
 use block::worker::Frontend;
 use block::{Context, IoError, Op};
 use qcow::QcowDisk;
@@ -78,7 +78,7 @@ pub struct Interrupt(pub Arc<Wire>);
 
 impl Notify for Interrupt {
     fn used(&self) {
-        if may_store() {
+        if may_store() && !strikes(Rule::AnswerNotNotified, 4) {
             self.0.interrupted.set(true);
         }
     }
@@ -107,7 +107,7 @@ impl Frontend for Served {
     }
 
     fn prepare_sleep(&mut self) -> bool {
-        !self.wire.dead.get() && self.queue.prepare_sleep()
+        !self.wire.dead.get() && self.queue.prepare_sleep() && !broken(Rule::SleepWithoutLook)
     }
 
     fn end_sleep(&mut self) {
@@ -117,7 +117,7 @@ impl Frontend for Served {
     }
 
     fn in_flight(&self) -> usize {
-        if self.wire.dead.get() {
+        if self.wire.dead.get() || broken(Rule::RemovedInFlight) {
             return 0;
         }
         self.queue.in_flight()

@@ -515,7 +515,7 @@ impl Frontend for BlockQueue {
         if let Some(inflight) = &mut self.inflight {
             inflight.published(self.ring.used_index());
         }
-        if wanted && !strikes(Rule::AnswerNotNotified, 4) {
+        if wanted {
             self.notify.used();
         }
         true
@@ -526,7 +526,6 @@ impl Frontend for BlockQueue {
             return false;
         }
         match self.ring.enable_notifications() {
-            Ok(_) if broken(Rule::SleepWithoutLook) => false,
             Ok(waiting) => (waiting || !self.again.is_empty()) && self.room() > 0 || self.polled,
             Err(error) => {
                 self.fail(error);
@@ -540,9 +539,6 @@ impl Frontend for BlockQueue {
     }
 
     fn in_flight(&self) -> usize {
-        if broken(Rule::RemovedInFlight) {
-            return 0;
-        }
         self.in_flight + self.again.len() + usize::from(self.ring.unpublished())
     }
 

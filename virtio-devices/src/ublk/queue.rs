@@ -328,10 +328,6 @@ impl<C: Channel> UblkQueue<C> {
         }
         let mut results = std::mem::take(&mut self.results);
         self.channel.take_results(&mut results);
-        if results.len() > 1 && broken(Rule::UblkTagForgotten) && self.state.counts().requests == 0 {
-            // As of a server that comes after another and is given all that one had.
-            results.pop();
-        }
         for (tag, result) in results.drain(..) {
             // Tags come back as they were given.
             let tag = tag as u16;
@@ -475,8 +471,7 @@ impl<C: Channel> UblkQueue<C> {
 
     /// Answers the request under a tag; if the ring is full or its pages are not free, as soon as that has changed.
     fn answer(&mut self, tag: u16, answer: i32) {
-        let free = self.channel.is_free(tag) || broken(Rule::UblkPagesBackEarly);
-        let now = self.answered.is_empty() && free;
+        let now = self.answered.is_empty() && self.channel.is_free(tag);
         if now && self.channel.commit_and_fetch(tag, answer).is_ok() {
             self.tags[usize::from(tag)] = Tag::Waiting;
         } else {

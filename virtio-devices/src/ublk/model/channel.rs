@@ -1,6 +1,6 @@
 //! The server's end of a [`Model`].
 
-use block::canary::may_store;
+use block::canary::{Rule, broken, may_store};
 use block::ring::{LeaseError, NoSlot};
 use block::{AlignedBuf, Buffer, IoError};
 use simulator::pages::TagError;
@@ -16,6 +16,8 @@ pub struct ModelChannel {
     model: Model,
     slots: TagSlots,
     generation: u32,
+    /// The server has taken results.
+    has_taken: bool,
 }
 
 impl ModelChannel {
@@ -24,6 +26,7 @@ impl ModelChannel {
             model,
             slots,
             generation,
+            has_taken: false,
         }
     }
 
@@ -81,7 +84,12 @@ impl Channel for ModelChannel {
     }
 
     fn take_results(&mut self, out: &mut Vec<(u64, i32)>) {
+        let first = !std::mem::replace(&mut self.has_taken, true);
         out.append(&mut self.model.state.borrow_mut().results);
+        if first && out.len() > 1 && broken(Rule::UblkTagForgotten) {
+            // As of a server that comes after another and is given all that one had.
+            out.pop();
+        }
     }
 
     fn descriptor(&self, tag: u16) -> IoDescriptor {
@@ -179,10 +187,8 @@ impl Channel for ModelChannel {
 
     fn is_free(&self, tag: u16) -> bool {
         let state = self.model.state.borrow();
-        state
-            .table
-            .as_ref()
-            .is_none_or(|table| table.is_free(self.slots.of(tag)))
+        let table = state.table.as_ref();
+        broken(Rule::UblkPagesBackEarly) || table.is_none_or(|table| table.is_free(self.slots.of(tag)))
     }
 }
 
