@@ -294,14 +294,14 @@ impl DiskQueue for RawQueue {
             Ok(()) => {}
             Err(request) => {
                 let view = self.view.clone();
-                self.view.context().spawn(carry_out(view, request));
+                self.view.context().spawn(execute(view, request));
             }
         }
     }
 }
 
 /// Answers a request that does not fit one op.
-async fn carry_out(view: FileView, mut request: Request) {
+async fn execute(view: FileView, mut request: Request) {
     let (offset, len) = (request.offset, request.len);
     match request.op {
         Op::Read => {

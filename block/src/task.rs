@@ -113,7 +113,7 @@ struct Inner {
     timers: Rc<Timers>,
     queue: Arc<RunQueue>,
     tasks: Cell<usize>,
-    chores: Cell<usize>,
+    background: Cell<usize>,
     pool: BufferPool,
     /// Spare list, so that running tasks does not hold the lock.
     batch: RefCell<VecDeque<Runnable>>,
@@ -198,7 +198,7 @@ impl Context {
                 timers: Timers::new(clock),
                 queue: Arc::new(queue),
                 tasks: Cell::new(0),
-                chores: Cell::new(0),
+                background: Cell::new(0),
                 pool: BufferPool::default(),
                 batch: RefCell::default(),
             }),
@@ -264,14 +264,14 @@ impl Context {
     }
 
     /// Starts a background task that must run to its end: [`Context::block_on`] does not return before it.
-    pub fn spawn_chore(&self, future: impl Future<Output = ()> + 'static) {
+    pub fn spawn_background(&self, future: impl Future<Output = ()> + 'static) {
         struct Counted(Rc<Inner>);
         impl Drop for Counted {
             fn drop(&mut self) {
-                self.0.chores.set(self.0.chores.get() - 1);
+                self.0.background.set(self.0.background.get() - 1);
             }
         }
-        self.inner.chores.set(self.inner.chores.get() + 1);
+        self.inner.background.set(self.inner.background.get() + 1);
         let counted = Counted(Rc::clone(&self.inner));
         self.spawn(async move {
             let _counted = counted;
@@ -309,8 +309,8 @@ impl Context {
         self.inner.queue.len.load(Ordering::SeqCst) != 0
     }
 
-    /// Runs `future`, and every task of this context meanwhile, until `future` has its output and no chore
-    /// ([`Context::spawn_chore`]) is left. The context may be dropped then.
+    /// Runs `future`, and every task of this context meanwhile, until `future` has its output and no background task
+    /// ([`Context::spawn_background`]) is left. The context may be dropped then.
     ///
     /// # Errors
     ///
@@ -336,7 +336,7 @@ impl Context {
         let mut output = None;
         // A watch keeps its slot of the ring until a turn. A future that is ready at once needs no watch.
         if let Poll::Ready(ready) = future.as_mut().poll(&mut std::task::Context::from_waker(&waker)) {
-            if self.inner.chores.get() == 0 {
+            if self.inner.background.get() == 0 {
                 return Ok(ready);
             }
             output = Some(ready);
@@ -351,7 +351,7 @@ impl Context {
             {
                 output = Some(ready);
             }
-            if self.inner.chores.get() == 0
+            if self.inner.background.get() == 0
                 && let Some(output) = output.take()
             {
                 return Ok(output);

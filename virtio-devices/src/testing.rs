@@ -199,7 +199,7 @@ impl Shared {
         }
     }
 
-    fn carry_out(&self, request: Request) {
+    fn execute(&self, request: Request) {
         if let Err(error) = request.check(self.info().size_bytes, self.info.read_only) {
             return request.finish(Err(error));
         }
@@ -260,14 +260,14 @@ impl DiskQueue for MemQueue {
         let shared = Arc::clone(&self.shared);
         shared.log.lock().push((request.op, request.offset, request.len));
         if !shared.closed.with(|closed| *closed) {
-            return shared.carry_out(request);
+            return shared.execute(request);
         }
         let request = Rc::new(RefCell::new(Some(request)));
         self.cx.spawn(async move {
             shared.closed.wait(|closed| (!*closed).then_some(())).await;
             let request = request.borrow_mut().take();
             if let Some(request) = request {
-                shared.carry_out(request);
+                shared.execute(request);
             }
         });
     }

@@ -41,7 +41,7 @@ pub(super) fn start(queue: &Rc<Queue>, work: impl AsyncFnOnce(Rc<Queue>) + 'stat
     queue.shared.background.lock().under_way += 1;
     let task = Task(Arc::clone(&queue.shared));
     let worker = Rc::clone(queue);
-    queue.cx.spawn_chore(async move {
+    queue.cx.spawn_background(async move {
         let _task = task;
         work(worker).await;
     });

@@ -59,7 +59,7 @@ async fn round(queue: &Rc<Queue>) -> Result<(), IoError> {
         None => write_back(queue, set.get()).await,
         Some(found) => Err(corrupt::misplaced(queue, found)),
     };
-    let drops = set.settle(result.is_ok())?;
+    let drops = set.end(result.is_ok())?;
     result?;
     if !drops.is_empty() {
         shared.freeing.lock().push(shared.epochs.now(), drops);
@@ -81,18 +81,18 @@ impl WriteBackGuard<'_> {
         self.set.get_or_insert_default()
     }
 
-    fn settle(&mut self, written: bool) -> Result<Vec<Dropped>, IoError> {
+    fn end(&mut self, written: bool) -> Result<Vec<Dropped>, IoError> {
         let Some(set) = self.set.take() else {
             return Ok(Vec::new());
         };
-        Ok(self.shared.write()?.settle(set, written))
+        Ok(self.shared.write()?.end_write_back(set, written))
     }
 }
 
 impl Drop for WriteBackGuard<'_> {
     fn drop(&mut self) {
         // Only a task that was dropped half-way gets here with a write-back set; a poisoned lock needs none.
-        self.settle(false).unwrap_or_default();
+        self.end(false).unwrap_or_default();
     }
 }
 

@@ -91,7 +91,7 @@ impl DiskQueue for QcowQueue {
             _ => Some(request),
         };
         if let Some(request) = request {
-            self.0.cx.spawn(carry_out(Rc::clone(&self.0), request));
+            self.0.cx.spawn(execute(Rc::clone(&self.0), request));
         }
     }
 }
@@ -164,7 +164,7 @@ impl Queue {
 }
 
 /// Makes the metadata that a change needs durable before the change is answered.
-async fn settle(queue: &Rc<Queue>, fua: bool) -> Result<(), IoError> {
+async fn make_durable(queue: &Rc<Queue>, fua: bool) -> Result<(), IoError> {
     let persists = queue.shared.policy.persist_mappings;
     if fua || persists && !queue.shared.read()?.is_clean() {
         return flush::flush(queue).await;
@@ -173,7 +173,7 @@ async fn settle(queue: &Rc<Queue>, fua: bool) -> Result<(), IoError> {
 }
 
 /// Executes and answers a request from a task.
-async fn carry_out(queue: Rc<Queue>, mut request: Request) {
+async fn execute(queue: Rc<Queue>, mut request: Request) {
     let (offset, len) = (GuestOffset::new(request.offset), request.len);
     if request.op.is_write() && queue.shared.is_corrupt() {
         return request.finish(Err(IoError::Corrupt));
@@ -198,7 +198,7 @@ async fn carry_out(queue: Rc<Queue>, mut request: Request) {
             let write = async || write::write(&queue, &source, offset, len).await;
             let mut result = space::with_space(&queue, &mut request, write).await;
             if result.is_ok() {
-                result = settle(&queue, fua).await;
+                result = make_durable(&queue, fua).await;
             }
             drop(source);
             request.finish_with(Rc::try_unwrap(buffer).unwrap_or_default(), result);
@@ -211,7 +211,7 @@ async fn carry_out(queue: Rc<Queue>, mut request: Request) {
             let discard = async || zero::discard(&queue, offset, len).await;
             let mut result = space::with_space(&queue, &mut request, discard).await;
             if result.is_ok() {
-                result = settle(&queue, false).await;
+                result = make_durable(&queue, false).await;
             }
             request.finish(result);
         }
@@ -219,7 +219,7 @@ async fn carry_out(queue: Rc<Queue>, mut request: Request) {
             let zero = async || zero::write_zeroes(&queue, offset, len, unmap).await;
             let mut result = space::with_space(&queue, &mut request, zero).await;
             if result.is_ok() {
-                result = settle(&queue, fua).await;
+                result = make_durable(&queue, fua).await;
             }
             request.finish(result);
         }

@@ -48,7 +48,7 @@ fn a_plan_is_published_and_written_back() {
     assert_eq!(metadata.publish(&allocation).1, Ok(()));
     let set = metadata.take_write_back_set();
     assert_eq!((set.new_tables.len(), set.l1.len()), (1, 1));
-    metadata.settle(set, true);
+    metadata.end_write_back(set, true);
     assert!(metadata.is_clean());
 }
 
@@ -130,5 +130,5 @@ fn a_second_round_is_noticed() {
 #[test]
 #[should_panic(expected = "no write-back set was taken")]
 fn settling_what_was_not_taken_is_noticed() {
-    metadata().settle(WriteBackSet::default(), true);
+    metadata().end_write_back(WriteBackSet::default(), true);
 }

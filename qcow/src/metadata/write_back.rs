@@ -63,7 +63,7 @@ pub(crate) struct HeaderChange {
     pub(crate) l1_offset: HostOffset,
 }
 
-/// The sources of the copies, to settle them afterwards.
+/// The sources of the copies, to record afterwards whether they were written.
 #[derive(Debug, Default)]
 struct Keys {
     l2_slices: Vec<u64>,
@@ -128,7 +128,7 @@ fn within(copies: &[(u64, Box<[u8]>)], range: std::ops::Range<u64>) -> &[(u64, B
 }
 
 impl Metadata {
-    /// Copies everything dirty. It counts as clean from here on; `settle` records the result of the writes.
+    /// Copies everything dirty. It counts as clean from here on; `end_write_back` records the result of the writes.
     pub(crate) fn take_write_back_set(&mut self) -> WriteBackSet {
         let geometry = *self.geometry();
         let cluster_size = geometry.cluster_size() as usize;
@@ -136,7 +136,7 @@ impl Metadata {
             drops: std::mem::take(&mut self.drops),
             ..WriteBackSet::default()
         };
-        // A second round could settle what the first one has not written.
+        // A second round could end what the first one has not written.
         invariant!(!self.flushing, "two write-back sets at once");
         self.flushing = true;
 
@@ -215,9 +215,9 @@ impl Metadata {
         matches!(self.l1_entry(l1_index), Ok(Some(table)) if table.copied)
     }
 
-    /// Settles a write-back set that is durable, or that could not be written; then everything in it is dirty again.
+    /// Ends the round of a write-back set that is durable, or that could not be written; then everything in it is dirty again.
     /// Returns the references that left the mapping for good.
-    pub(crate) fn settle(&mut self, set: WriteBackSet, written: bool) -> Vec<Dropped> {
+    pub(crate) fn end_write_back(&mut self, set: WriteBackSet, written: bool) -> Vec<Dropped> {
         invariant!(self.flushing, "no write-back set was taken");
         self.flushing = false;
         let WriteBackSet {
@@ -347,12 +347,12 @@ mod tests {
             let mut first = metadata.take_write_back_set();
             assert_eq!((first.new_tables.len(), first.l1.len()), (1, 1));
             first.tables_complete = complete;
-            metadata.settle(first, false);
+            metadata.end_write_back(first, false);
             let second = metadata.take_write_back_set();
             assert_eq!(second.new_tables.is_empty(), complete);
             assert_eq!(second.l2.is_empty(), !complete);
             assert_eq!(second.l1.len(), 1);
-            metadata.settle(second, false);
+            metadata.end_write_back(second, false);
         }
     }
 }

@@ -57,11 +57,11 @@ pub(super) async fn mend(
     };
     for &phase in phases {
         if let Some(walk) = &mut whole {
-            carry_out(walk, phase, scope).await?;
+            run_phase(walk, phase, scope).await?;
         } else {
             let mut survey = Survey::new(&subject, true, memory_max_bytes);
             while let Some(mut walk) = survey.next().await {
-                carry_out(&mut walk, phase, scope).await?;
+                run_phase(&mut walk, phase, scope).await?;
                 survey.done(walk);
             }
         }
@@ -98,7 +98,7 @@ fn misplaced(walk: &Walk<'_>) -> Option<u64> {
     found
 }
 
-async fn carry_out(walk: &mut Walk<'_>, phase: Phase, scope: RepairScope) -> Result<(), RepairError> {
+async fn run_phase(walk: &mut Walk<'_>, phase: Phase, scope: RepairScope) -> Result<(), RepairError> {
     match phase {
         Phase::Raise => write_counts(walk, |expected, found| expected > found).await,
         Phase::Flags => fix_copied_flags(walk, scope).await,
