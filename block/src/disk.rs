@@ -7,9 +7,10 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use crate::buffer::Buffer;
 use crate::delay::HoldOff;
 use crate::error::IoError;
-use crate::request::{Request, check_range};
+use crate::request::{Op, Request, check_range};
 use crate::status::{Content, StatusRange, StatusRanges};
 use crate::task::Context;
 
@@ -124,4 +125,23 @@ pub trait Disk: Send + Sync + fmt::Debug {
 pub trait DiskQueue: fmt::Debug {
     /// Takes a request. It is answered exactly once, perhaps before this returns.
     fn submit(&self, request: Request);
+}
+
+/// Has a queue execute one request, and returns the buffer: with what was read, or for reuse. For tools and tests; a
+/// frontend hands over requests without a future for each.
+///
+/// # Errors
+///
+/// The request's error; the buffer is lost then.
+pub async fn ask(
+    queue: &dyn DiskQueue,
+    op: Op,
+    offset: u64,
+    len: u64,
+    buffer: Buffer,
+) -> Result<Buffer, IoError> {
+    let (request, answer) = Request::local(op, offset, len, buffer);
+    queue.submit(request);
+    let done = answer.await;
+    done.result.map(|()| done.buffer)
 }

@@ -19,7 +19,7 @@
 //! ```
 //! use block::file::{FileOptions, ImageFile};
 //! use block::raw::RawDisk;
-//! use block::{AlignedBuf, Context, Disk, Op, Request};
+//! use block::{AlignedBuf, Context, Disk, Op, ask};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let file = tempfile::NamedTempFile::new()?;
@@ -31,15 +31,11 @@
 //! let queue = disk.open_queue(&cx)?;
 //!
 //! let data = AlignedBuf::from_slice(&[0xaa; 512]);
-//! let (write, answer) = Request::local(Op::Write { fua: true }, 4096, 512, data.into());
-//! queue.submit(write);
-//! cx.block_on(answer)?.result?;
+//! cx.block_on(ask(&*queue, Op::Write { fua: true }, 4096, 512, data.into()))??;
 //!
-//! let (read, answer) = Request::local(Op::Read, 4096, 512, AlignedBuf::zeroed(512).into());
-//! queue.submit(read);
-//! let done = cx.block_on(answer)?;
-//! done.result?;
-//! assert_eq!(done.buffer.into_owned().expect("our buffer")[..], [0xaa; 512]);
+//! let room = AlignedBuf::zeroed(512).into();
+//! let read = cx.block_on(ask(&*queue, Op::Read, 4096, 512, room))??;
+//! assert_eq!(read.into_owned().expect("our buffer")[..], [0xaa; 512]);
 //! # Ok(())
 //! # }
 //! ```
@@ -75,7 +71,7 @@ pub mod timer;
 pub mod worker;
 
 pub use buffer::{AlignedBuf, Buffer, Registration, RegistrationError};
-pub use disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
+pub use disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError, ask};
 pub use error::IoError;
 pub use join::join_all;
 pub use request::{CompletionSink, Done, Op, Request};

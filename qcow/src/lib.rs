@@ -14,7 +14,7 @@
 //!
 //! ```
 //! use block::file::{FileOptions, ImageFile};
-//! use block::{AlignedBuf, Context, Disk, Op, Request};
+//! use block::{AlignedBuf, Context, Disk, Op, ask};
 //! use qcow::image::{CreateOptions, create};
 //! use qcow::{OpenOptions, QcowDisk};
 //!
@@ -29,9 +29,7 @@
 //!
 //! let queue = disk.clone().open_queue(&cx)?;
 //! let data = AlignedBuf::from_slice(&[0xaa; 4096]);
-//! let (write, answer) = Request::local(Op::Write { fua: false }, 0, 4096, data.into());
-//! queue.submit(write);
-//! cx.block_on(answer)?.result?;
+//! cx.block_on(ask(&*queue, Op::Write { fua: false }, 0, 4096, data.into()))??;
 //!
 //! drop(queue);
 //! cx.block_on(disk.close(&cx))??; // flushes; the write is durable

@@ -7,7 +7,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use block::{AlignedBuf, Buffer, Context, Disk, Op, Request};
+use block::{AlignedBuf, Buffer, Context, Disk, Op};
 use qcow::image::{CreateOptions, OpenError, Verdict, check, create};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, SimImage, SimWorld};
@@ -30,11 +30,11 @@ async fn open(world: &SimWorld, cx: &Context, name: &str) -> Result<Arc<QcowDisk
 
 async fn ask(disk: &Arc<QcowDisk>, cx: &Context, op: Op, offset: u64, buffer: Buffer) -> AlignedBuf {
     let queue = Arc::clone(disk).open_queue(cx).expect("a queue");
-    let (request, answer) = Request::local(op, offset, buffer.len() as u64, buffer);
-    queue.submit(request);
-    let done = answer.await;
-    done.result.expect("nothing fails here");
-    done.buffer.into_owned().expect("our own buffer")
+    let len = buffer.len() as u64;
+    let done = block::ask(&*queue, op, offset, len, buffer).await;
+    done.expect("nothing fails here")
+        .into_owned()
+        .expect("our own buffer")
 }
 
 /// An image and the one below it, both with data.

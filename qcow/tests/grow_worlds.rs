@@ -11,7 +11,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::file::Alignment;
-use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op, Request};
+use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Op, ask};
 use qcow::image::{CreateOptions, Verdict, check, create};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, Random, SimImage, SimWorld};
@@ -81,19 +81,6 @@ fn options() -> OpenOptions {
         lock: None,
         ..OpenOptions::default()
     }
-}
-
-async fn ask(
-    queue: &dyn DiskQueue,
-    op: Op,
-    offset: u64,
-    len: u64,
-    buffer: Buffer,
-) -> Result<Buffer, IoError> {
-    let (request, answer) = Request::local(op, offset, len, buffer);
-    queue.submit(request);
-    let done = answer.await;
-    done.result.map(|()| done.buffer)
 }
 
 impl Bench {

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op, Request};
+use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op};
 use qcow::image::{CheckReport, RepairScope, Severity, Verdict, check, repair};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, Random, SimImage, SimWorld};
@@ -168,9 +168,8 @@ struct Harm {
 }
 
 async fn ask(queue: &dyn DiskQueue, op: Op, offset: u64, buffer: Buffer) -> Result<(), IoError> {
-    let (request, answer) = Request::local(op, offset, buffer.len() as u64, buffer);
-    queue.submit(request);
-    answer.await.result
+    let len = buffer.len() as u64;
+    block::ask(queue, op, offset, len, buffer).await.map(drop)
 }
 
 /// Opens the image for writing, writes to shared, own and fresh clusters, closes it; and again. `None` if it may

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use block::ring::RingKind;
 use block::worker::{WorkerConfig, WorkerHandle};
-use block::{AlignedBuf, Buffer, Disk, DiskQueue, IoError, Op, Request};
+use block::{AlignedBuf, Buffer, Disk, DiskQueue, IoError, Op};
 use common::{Folder, Lane, assert_same, close, join, open};
 use qcow::{OpenOptions, QcowDisk};
 use ringdisk_gen::Random;
@@ -119,10 +119,7 @@ async fn ask(
     count: u64,
     buffer: Buffer,
 ) -> Result<Buffer, IoError> {
-    let (request, answer) = Request::local(op, sector * SECTOR, count * SECTOR, buffer);
-    queue.submit(request);
-    let done = answer.await;
-    done.result.map(|()| done.buffer)
+    block::ask(queue, op, sector * SECTOR, count * SECTOR, buffer).await
 }
 
 impl Actor {

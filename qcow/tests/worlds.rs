@@ -6,7 +6,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op, Request};
+use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op};
 use qcow::image::{CreateOptions, check, create};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, SimImage, SimWorld};
@@ -39,10 +39,8 @@ async fn open(world: &SimWorld, cx: &Context) -> (Arc<QcowDisk>, Box<dyn DiskQue
 }
 
 async fn ask(queue: &dyn DiskQueue, op: Op, offset: u64, buffer: Buffer) -> Result<Buffer, IoError> {
-    let (request, answer) = Request::local(op, offset, buffer.len() as u64, buffer);
-    queue.submit(request);
-    let done = answer.await;
-    done.result.map(|()| done.buffer)
+    let len = buffer.len() as u64;
+    block::ask(queue, op, offset, len, buffer).await
 }
 
 /// An L2 table of 16 slices that was just made: one of them is in memory, and nothing of it on disk.
@@ -313,9 +311,8 @@ async fn filled(world: &SimWorld, cx: &Context, clusters: u64) -> (Arc<QcowDisk>
 }
 
 async fn discard(queue: &dyn DiskQueue, len: u64) {
-    let (request, answer) = Request::local(Op::Discard, 0, len, Buffer::default());
-    queue.submit(request);
-    answer.await.result.expect("a discard");
+    let discard = block::ask(queue, Op::Discard, 0, len, Buffer::default());
+    discard.await.expect("a discard");
 }
 
 /// A FLUSH leaves freeing to the background. Closing right behind it must wait for that: what would be counted

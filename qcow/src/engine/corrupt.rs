@@ -113,9 +113,8 @@ mod tests {
     use crate::{OpenOptions, QcowDisk};
 
     async fn ask(queue: &dyn block::DiskQueue, op: Op, buffer: Buffer) -> Result<(), IoError> {
-        let (request, answer) = Request::local(op, 0, buffer.len() as u64, buffer);
-        queue.submit(request);
-        answer.await.result
+        let len = buffer.len() as u64;
+        block::ask(queue, op, 0, len, buffer).await.map(drop)
     }
 
     /// As a mistake of ours would have it: a table is about to be written where another kind of table, or

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use block::{AlignedBuf, Buffer, Context, Disk, IoError, Op};
+use block::{AlignedBuf, Buffer, Context, Disk, IoError, Op, ask};
 use qcow::format::header::at;
 use qcow::format::{Incompatible, Version};
 use qcow::image::{CheckReport, RepairScope, Verdict, check, repair};
@@ -15,7 +15,7 @@ use simulator::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
 
 use crate::content::{ZERO, word, word_of};
 use crate::oracle::{BLOCK_SECTORS, Oracle};
-use crate::shape::{Beginning, DISK, ask, chain, u64_at, write_words};
+use crate::shape::{Beginning, DISK, chain, u64_at, write_words};
 
 /// What has been looked at, over many runs.
 #[derive(Debug, Default)]

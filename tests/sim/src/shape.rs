@@ -11,7 +11,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::file::OpenFiles;
-use block::{AlignedBuf, Buffer, Context, Disk, IoError, Op, Request};
+use block::{AlignedBuf, Context, Disk, IoError, Op, ask};
 use qcow::format::header::at;
 use qcow::format::{CompressionType, Incompatible, Version};
 use qcow::image::{CreateOptions, create};
@@ -279,24 +279,6 @@ impl Beginning {
             world.set_contents(name, SimImage::from_bytes(&store, bytes));
         }
     }
-}
-
-/// A request answered on a world where everything happens at once.
-///
-/// # Errors
-///
-/// How the request ended.
-pub async fn ask(
-    queue: &dyn block::DiskQueue,
-    op: Op,
-    offset: u64,
-    len: u64,
-    buffer: Buffer,
-) -> Result<Buffer, IoError> {
-    let (request, answer) = Request::local(op, offset, len, buffer);
-    queue.submit(request);
-    let done = answer.await;
-    done.result.map(|()| done.buffer)
 }
 
 /// Writes these words from the disk's first sector on.

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use block::worker::{FrontendId, WorkerGone, WorkerHandle};
-use block::{Buffer, Disk, IoError, Op, Request};
+use block::{Buffer, Disk, IoError, Op, ask};
 
 use super::{BlockDevice, BlockQueue, BlockQueueConfig, QueueReport, StartQueueError};
 
@@ -85,9 +85,7 @@ pub(crate) fn flush(worker: &WorkerHandle, disk: Arc<dyn Disk>) -> Result<(), Fl
         let queue = disk.open_queue(cx);
         Box::pin(async move {
             let queue = queue.map_err(|error| IoError::from(error.source))?;
-            let (request, answer) = Request::local(Op::Flush, 0, 0, Buffer::default());
-            queue.submit(request);
-            answer.await.result
+            ask(&*queue, Op::Flush, 0, 0, Buffer::default()).await.map(drop)
         })
     })??;
     Ok(())

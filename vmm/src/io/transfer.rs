@@ -6,7 +6,7 @@
 //! Invariants: the read and the write of an edge are two requests, so no other write may be in flight meanwhile.
 //! [`touches_edges`] returns which transfers must run alone.
 
-use block::{AlignedBuf, Buffer, DiskQueue, IoError, Op, Request};
+use block::{AlignedBuf, Buffer, DiskQueue, IoError, Op, ask};
 
 use super::command::{Content, Range, Transfer};
 
@@ -86,7 +86,7 @@ pub(super) async fn run(
         }
         Transfer::Discard => {
             if let Some(sectors) = Sectors::inside(range) {
-                request(
+                ask(
                     queue,
                     Op::Discard,
                     sectors.start,
@@ -106,20 +106,7 @@ pub(super) async fn run(
 ///
 /// The disk's error.
 pub(super) async fn flush(queue: &dyn DiskQueue) -> Result<(), IoError> {
-    request(queue, Op::Flush, 0, 0, Buffer::default()).await.map(drop)
-}
-
-async fn request(
-    queue: &dyn DiskQueue,
-    op: Op,
-    offset: u64,
-    len: u64,
-    buffer: Buffer,
-) -> Result<Buffer, IoError> {
-    let (request, answer) = Request::local(op, offset, len, buffer);
-    queue.submit(request);
-    let done = answer.await;
-    done.result.map(|()| done.buffer)
+    ask(queue, Op::Flush, 0, 0, Buffer::default()).await.map(drop)
 }
 
 /// A buffer for `len` bytes. Commands are bounded far below what memory can address.
@@ -131,7 +118,7 @@ fn buffer_of(len: u64) -> Result<AlignedBuf, IoError> {
 
 async fn read_sectors(queue: &dyn DiskQueue, sectors: &Sectors) -> Result<AlignedBuf, IoError> {
     let buffer = buffer_of(sectors.len())?;
-    let buffer = request(queue, Op::Read, sectors.start, sectors.len(), buffer.into()).await?;
+    let buffer = ask(queue, Op::Read, sectors.start, sectors.len(), buffer.into()).await?;
     buffer.into_owned().ok_or(IoError::BufferLength)
 }
 
@@ -172,7 +159,7 @@ async fn write_pattern(queue: &dyn DiskQueue, range: Range, pattern: u8, fua: bo
         .get_mut(skip..skip + len)
         .ok_or(IoError::BufferLength)?
         .fill(pattern);
-    request(
+    ask(
         queue,
         Op::Write { fua },
         sectors.start,
@@ -211,7 +198,7 @@ async fn write_zeroes(queue: &dyn DiskQueue, range: Range, unmap: bool, fua: boo
         write_pattern(queue, head, 0, fua).await?;
     }
     let op = Op::WriteZeroes { unmap, fua };
-    request(queue, op, inside.start, inside.len(), Buffer::default()).await?;
+    ask(queue, op, inside.start, inside.len(), Buffer::default()).await?;
     if inside.end < end {
         let tail = Range {
             offset: inside.end,
@@ -225,6 +212,7 @@ async fn write_zeroes(queue: &dyn DiskQueue, range: Range, unmap: bool, fua: boo
 #[cfg(test)]
 mod tests {
     use super::*;
+    use block::Request;
     use std::cell::RefCell;
 
     const DISK_BYTES: u64 = 4096;
