@@ -55,6 +55,7 @@ pub mod file;
 mod handle;
 mod join;
 pub mod lock;
+mod logged_once;
 pub mod open;
 pub mod pool;
 pub mod raw;

@@ -8,12 +8,12 @@
 //! The line that follows suppressed ones states their number.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use crate::error::IoError;
+pub use crate::logged_once::LoggedOnce;
 use crate::timer::{Clock, HostClock};
 
 /// The period in which a number of lines is allowed. It begins with a line.
@@ -79,23 +79,6 @@ impl LogLimit {
     /// Returns as [`Self::admit`] does, for a clock that is not the host's. It must be the same one each time.
     pub fn admit_at(&self, now: Duration) -> Option<Option<u64>> {
         self.state.lock().admit(self.lines_max, now)
-    }
-}
-
-/// Allows one line in the life of the process.
-#[derive(Debug, Default)]
-pub struct LoggedOnce(AtomicBool);
-
-impl LoggedOnce {
-    /// Creates the limit, for a static.
-    #[must_use]
-    pub const fn new() -> Self {
-        Self(AtomicBool::new(false))
-    }
-
-    /// Returns true the first time.
-    pub fn admit(&self) -> bool {
-        !self.0.swap(true, Ordering::Relaxed)
     }
 }
 

@@ -7,7 +7,7 @@ use std::io;
 
 use super::driver::Driver;
 use super::{FixedTable, null, syscall, uring};
-use crate::report::LoggedOnce;
+use crate::logged_once::LoggedOnce;
 
 /// Driver of a ring.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
