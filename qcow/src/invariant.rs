@@ -1,6 +1,6 @@
 //! Assertions on states that only this crate's own code can break.
 //!
-//! What an image, a guest or the host can break is an error, and never an assertion.
+//! An error, and never an assertion, meets what an image, a guest or the host can break.
 
 /// True where [`invariant!`] is checked: in debug builds (all tests, fuzzing), and in others with the feature
 /// `assertions` (the explorer). Not where the canaries break rules on purpose: their symptoms are looked for elsewhere.

@@ -11,7 +11,7 @@ use common::Folder;
 use qcow::{OpenOptions, QcowDisk};
 use ringdisk_gen::Random;
 
-/// What a tool must know of a sector: the image that decides, whether any has it, its content, and where it lies.
+/// Status of one sector: the image that decides, whether any has it, its content, and where it lies.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Sector {
     depth: u64,
@@ -181,4 +181,28 @@ fn status_is_bounded_however_scattered_the_mapping_is() {
         cx.block_on(past).expect("the ring turns"),
         Err(IoError::OutOfRange)
     );
+}
+
+/// Every table of 512 bytes is a lookup of its own, and all of them are one range.
+#[test]
+fn status_looks_at_a_bounded_part_of_a_mapping_that_is_all_the_same() {
+    let folder = Folder::new();
+    folder.qemu_img(&[
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-o",
+        "cluster_size=512",
+        "a.qcow2",
+        "256m",
+    ]);
+    let options = OpenOptions {
+        read_only: true,
+        ..OpenOptions::default()
+    };
+    let disk = QcowDisk::open(&folder.path("a.qcow2"), &options).expect("the image");
+    let ranges = our_ranges(&disk, !511);
+    assert_eq!(ranges.len(), 2, "each call ends half-way: {ranges:?}");
+    assert!(ranges.iter().all(|range| range.content == Content::Absent));
 }

@@ -1,6 +1,6 @@
 //! The choice of a ring's driver: io_uring, plain system calls, or none.
 //!
-//! Where io_uring is refused (seccomp, old kernels, `kernel.io_uring_disabled`), a ring falls back to plain system
+//! If io_uring is refused (seccomp, old kernels, `kernel.io_uring_disabled`), a ring falls back to plain system
 //! calls, unless its owner insists.
 
 use std::io;

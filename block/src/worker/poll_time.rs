@@ -1,4 +1,4 @@
-//! How long a worker polls before it sleeps.
+//! Time that a worker polls before it sleeps.
 //!
 //! A sleep costs a wake-up, and polling costs a CPU. The window grows while polling finds work, and shrinks to zero on an
 //! idle disk.

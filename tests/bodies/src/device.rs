@@ -24,7 +24,7 @@ const RINGS: Rings = Rings {
     available: AVAILABLE,
     used: USED,
 };
-/// Where indirect tables are.
+/// The guest address of the first indirect table.
 pub const TABLE: u64 = BASE + 0x4000;
 const HEADERS: u64 = BASE + 0x5000;
 const DATA: u64 = BASE + 0x8000;
