@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The closing summary of a run of the suite, from the output of cargo: summary.sh LOG [STEPS]
 #
-# Prints the time of each step (the lines `NAME SECONDS` of the file STEPS), of each suite and of the slowest tests, what
-# could not run, what was begun again, and the totals. Fails if no test ran, or if more than one test was begun again: an
+# Prints the time of each step (the lines `NAME SECONDS` of the file STEPS), of each suite and of the slowest tests, the
+# output of each failed test, what could not run, what was begun again, and the totals. Fails if no test ran, or if more than one test was begun again: an
 # emulator fails so rarely by itself.
 set -euo pipefail
 
@@ -10,6 +10,7 @@ log=$1
 steps=${2:-}
 AGAIN_MAX=1
 SLOWEST=15
+FAILURE_LINES=60
 
 # A guest's console may have put any byte into the log.
 count() { grep -ac "$1" "$log" || true; }
@@ -54,6 +55,18 @@ slowest() {
         }' | sort -rn | awk -v most="$SLOWEST" 'NR <= most'
 }
 
+# The output of each failed test, at most so many lines of it: between `failures:` and the list of names under the second one.
+failures() {
+    by_suite | awk -F '\t' -v most="$FAILURE_LINES" '
+        { line = substr($0, length($1) + 2); suite = $1; sub(/ .*/, "", suite) }
+        line ~ /^     Running |^   Doc-tests |^test result:/ { lists = 0; next }
+        line == "failures:" { lists++; next }
+        lists != 1 || line == "" { next }
+        line ~ /^---- .* stdout ----$/ { split(line, word, " "); print suite ": " word[2]; printed = 0; next }
+        ++printed <= most { print "    " line; next }
+        printed == most + 1 { print "    [...]" }'
+}
+
 echo
 if [ -n "$steps" ]; then
     echo "=== steps"
@@ -63,6 +76,10 @@ echo "=== suites"
 suites
 echo "=== the slowest tests"
 slowest
+if [ "$failed" -gt 0 ]; then
+    echo "=== output of failed tests"
+    failures
+fi
 echo "=================================================================="
 echo "  $passed passed, $failed failed"
 if [ $((ignored + unrun)) -gt 0 ]; then

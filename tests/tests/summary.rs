@@ -97,6 +97,57 @@ fn summary_prints_the_slowest_tests_and_the_time_of_each_step() {
     assert_eq!(slowest[1], "     19.0 s  x: t19", "{said}");
 }
 
+/// A long log is cut somewhere in its middle, where the reason is.
+#[test]
+fn summary_ends_with_the_output_of_failed_tests() {
+    let long: String = (0..100).map(|n| format!("line {n}\n")).collect();
+    let log = format!(
+        "{LOG}     Running tests/x.rs (target/debug/deps/x-01)
+test good ... ok <0.000s>
+test bad ... FAILED <0.100s>
+
+successes:
+
+---- good stdout ----
+nobody asks
+
+successes:
+    good
+
+failures:
+
+---- bad stdout ----
+
+thread 'bad' panicked at tests/x.rs:7:1:
+left:\t1
+---- long stdout ----
+{long}
+
+failures:
+    bad
+    long
+
+test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.10s
+"
+    );
+    let (said, _) = summary(&log);
+    let failures = section(&said, "output of failed tests");
+    assert_eq!(
+        failures[..5],
+        [
+            "x: bad",
+            "    thread 'bad' panicked at tests/x.rs:7:1:",
+            "    left:\t1",
+            "x: long",
+            "    line 0",
+        ],
+        "{said}"
+    );
+    assert_eq!(failures[63..], ["    line 59", "    [...]"], "{said}");
+    let (said, _) = summary("test result: ok. 1 passed; 0 failed;\n");
+    assert!(!said.contains("=== output"), "{said}");
+}
+
 /// The harness prints it only for an option that is not stable yet.
 #[test]
 fn a_test_run_by_the_script_prints_its_time() {

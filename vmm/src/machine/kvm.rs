@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::Arc;
 
 use kvm_bindings::{KVM_IRQ_ROUTING_MSI, KvmIrqRouting, kvm_irq_routing_entry};
-use kvm_ioctls::{Cap, IoEventAddress, Kvm, NoDatamatch, VmFd};
+use kvm_ioctls::{Cap, Error, IoEventAddress, Kvm, NoDatamatch, VmFd};
 use parking_lot::Mutex;
 use virtio_devices::transport::{Interrupt, Machine, MsiMessage};
 use vm_memory::GuestMemoryMmap;
@@ -71,6 +71,20 @@ fn open() -> Result<Kvm, KvmError> {
     })
 }
 
+/// The number of times that a call may be interrupted before it has failed.
+const INTERRUPTED_MAX: usize = 100;
+
+/// Calls again what a signal interrupts: `KVM_CREATE_VM` takes long, and does not start again by itself.
+fn uninterrupted<T>(mut call: impl FnMut() -> Result<T, Error>) -> Result<T, Error> {
+    for _ in 1..INTERRUPTED_MAX {
+        match call() {
+            Err(error) if error.errno() == libc::EINTR => {}
+            result => return result,
+        }
+    }
+    call()
+}
+
 impl KvmMachine {
     /// A machine with this memory and interrupt controllers, and no CPU yet.
     ///
@@ -94,7 +108,7 @@ impl KvmMachine {
                 return Err(KvmError::Lacks { what }.into());
             }
         }
-        let vm = kvm.create_vm().map_err(refuses("creating a machine"))?;
+        let vm = uninterrupted(|| kvm.create_vm()).map_err(refuses("creating a machine"))?;
         arch::before_cpus(&vm)?;
         memory::plug(&vm, &memory).map_err(refuses("the guest's memory"))?;
         let machine = Self {
@@ -275,6 +289,26 @@ impl Machine for KvmBus {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn uninterrupted_calls_again_for_eintr_only_and_not_for_ever() {
+        let after = |interrupts: usize, last: Result<u8, i32>| {
+            let mut calls = 0;
+            let result = uninterrupted(|| {
+                calls += 1;
+                if calls <= interrupts {
+                    Err(Error::new(libc::EINTR))
+                } else {
+                    last.map_err(Error::new)
+                }
+            });
+            (calls, result.map_err(|error| error.errno()))
+        };
+        assert_eq!(after(0, Ok(7)), (1, Ok(7)));
+        assert_eq!(after(3, Ok(7)), (4, Ok(7)));
+        assert_eq!(after(2, Err(libc::EBUSY)), (3, Err(libc::EBUSY)));
+        assert_eq!(after(usize::MAX, Ok(7)), (INTERRUPTED_MAX, Err(libc::EINTR)));
+    }
 
     #[test]
     fn a_message_that_is_refused_is_not_kept_in_the_table() {
