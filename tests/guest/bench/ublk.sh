@@ -3,33 +3,35 @@
 modprobe ublk_drv
 modprobe nbd max_part=0 || true
 mount -o ro /dev/lab/tools /mnt
-mkdir -p /tmp/work /run/lock /var/work
-mount -t tmpfs -o size=1400m none /tmp/work
+mkdir -p /tmp/work /run/lock
+# Images on a RAM disk, with direct I/O for everyone: past the page cache, and io_uring hands nothing to threads of the kernel.
+modprobe brd rd_nr=1 rd_size=1500000 max_part=0
+mke2fs -q -t ext4 -O ^has_journal -m 0 -E nodiscard,lazy_itable_init=0 /dev/ram0
+mount -o discard /dev/ram0 /tmp/work
 cd /tmp/work
 /mnt/ringdisk image create q.qcow2 128M >/dev/null
 for part in 0 64; do
     /mnt/ringdisk io --disk path=q.qcow2 -c "write -P 1 ${part}M 64M" >/dev/null
 done
 head -c 128M /dev/zero | tr '\0' '\1' >r.raw
+sync
 # key WHO: as the name of a variable may be.
 key() { echo $1 | tr - _; }
 # attach WHO ID: makes a device of an image, served in the background.
 attach() {
     image=$1.qcow2
     case $1 in
-    disk-*) image=/var/work/$1.qcow2 ;;
     *raw | *loop*) image=r.raw ;;
     esac
-    [ -e $image ] || cp q.qcow2 $image
+    [ -e $image ] || { cp q.qcow2 $image; sync; echo 1 >/proc/sys/vm/drop_caches; }
     device=/dev/ublkb$2
     server=
     case $1 in
-    ours-* | disk-*)
-        disk=path=$image
+    ours-*)
+        disk=path=$image,direct=on
         how=auto
         case $1 in
         *raw) disk=$disk,image_type=raw ;;
-        disk-*) sync; disk=$disk,direct=on ;;
         *two-queues) disk=$disk,num_queues=2 ;;
         esac
         case $1 in
@@ -49,7 +51,7 @@ attach() {
         until [ -b $device ]; do sleep 0.05; done ;;
     nbd)
         device=/dev/nbd0
-        /mnt/qemu-nbd -f qcow2 --cache=writeback --aio=io_uring -c $device $image
+        /mnt/qemu-nbd -f qcow2 --cache=none --aio=io_uring -c $device $image
         until [ "$(cat /sys/block/nbd0/size)" -gt 0 ]; do sleep 0.05; done ;;
     esac
     echo none >/sys/block/$(basename $device)/queue/scheduler 2>/dev/null || true
@@ -64,7 +66,7 @@ attach() {
 detach() {
     eval "device=\$device_$(key $1) server=\$server_$(key $1)"
     case $1 in
-    ours-* | disk-*) kill $server; wait $server ;;
+    ours-*) kill $server; wait $server ;;
     rublk-*) /mnt/rublk del -n ${device#/dev/ublkb} >/dev/null 2>&1; while [ -e $device ]; do sleep 0.05; done ;;
     nbd) /mnt/qemu-nbd -d $device >/dev/null; while [ "$(cat /sys/block/nbd0/size)" -gt 0 ]; do sleep 0.05; done ;;
     esac
@@ -98,7 +100,7 @@ figure() {
     two-queues-4k:ours-auto | two-queues-4k:ours-two-queues) two $1 $2 4k 32 ;;
     two-queues-128k:ours-user-copy*) two $1 $2 128k 16 ;;
     two-queues-*) ;;
-    *:*two-queues | *:ours-user-copy | *-4k:disk-* | *-128k:nbd) ;;
+    *:*two-queues | *-4k:ours-user-copy | *-128k:nbd) ;;
     read-4k:*) work $1 $2 randread 4k 32 1 ;;
     write-4k:*) work $1 $2 randwrite 4k 32 1 ;;
     read-128k:*) work $1 $2 read 128k 16 1 ;;
@@ -145,7 +147,7 @@ many() {
     for n in $(seq $1); do
         rm -f m$n.qcow2
         /mnt/ringdisk image create m$n.qcow2 16M >/dev/null
-        disks="$disks path=m$n.qcow2,num_queues=4,queue_size=128"
+        disks="$disks path=m$n.qcow2,direct=on,num_queues=4,queue_size=128"
     done
     : >out
     /mnt/ringdisk ublk add --disk $disks --queues-per-worker 4 >out 2>err & server=$!

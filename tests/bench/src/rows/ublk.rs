@@ -1,5 +1,5 @@
 //! Block devices of this machine: `ringdisk ublk` beside `rublk` and `qemu-nbd`, in one emulated guest for each kernel,
-//! two CPUs, images in memory unless a row says otherwise, fio.
+//! two CPUs, images on a RAM disk with ext4 and direct I/O, fio.
 //!
 //! `rublk` is a published crate; `make bench` installs it, or `RUBLK` names its binary. The guest is emulated, so
 //! absolute figures mean nothing, and ratios only within one run.
@@ -75,8 +75,7 @@ const ALWAYS: [Compared; 8] = [
     ("write-128k/raw", "ours-auto", "ours-raw", "write-128k", 0.92),
 ];
 
-/// What is compared where the driver has zero copy too. It is beside our own user copy on a disk: an image in memory is copied once
-/// by either.
+/// What is compared where the driver has zero copy too.
 const ZERO_COPY: [Compared; 8] = [
     (
         "read-128k/rublk-qcow2",
@@ -107,16 +106,16 @@ const ZERO_COPY: [Compared; 8] = [
         1.0,
     ),
     (
-        "read-128k/disk-user-copy",
-        "disk-zero-copy",
-        "disk-user-copy",
+        "read-128k/user-copy",
+        "ours-auto",
+        "ours-user-copy",
         "read-128k",
         1.5,
     ),
     (
-        "write-128k/disk-user-copy",
-        "disk-zero-copy",
-        "disk-user-copy",
+        "write-128k/user-copy",
+        "ours-auto",
+        "ours-user-copy",
         "write-128k",
         1.5,
     ),
@@ -169,7 +168,7 @@ impl Place {
             "ours-user-copy-two-queues",
         ];
         if self.zero_copy {
-            whom.extend(["disk-user-copy", "disk-zero-copy", "rublk-loop-z"]);
+            whom.push("rublk-loop-z");
         }
         whom.join(" ")
     }
