@@ -180,6 +180,15 @@ impl Images {
         &self.directory
     }
 
+    /// Waits until the file system of the images has nothing left to be written.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot write.
+    pub(crate) fn settle(&self) -> io::Result<()> {
+        Ok(rustix::fs::syncfs(File::open(&self.directory)?)?)
+    }
+
     /// The image of a kind, made now if it is not there yet.
     ///
     /// # Errors

@@ -68,6 +68,9 @@ pub(crate) struct RunArguments {
     /// How often each side of a row is measured.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=99))]
     pairs: u32,
+    /// Measure a row so often at the most while one of its targets is undecided. Rows in guests are measured as often as `--pairs` says.
+    #[arg(long, value_name = "PAIRS", value_parser = clap::value_parser!(u32).range(1..=99))]
+    until_decided: Option<u32>,
     /// Seconds of each measurement.
     #[arg(long, env = "RINGDISK_BENCH_SECONDS", default_value_t = 3.0)]
     seconds: f64,

@@ -25,6 +25,9 @@ pub(crate) struct Entry {
     pub(crate) target: Option<f64>,
     /// Whether it does.
     pub(crate) met: Option<bool>,
+    /// The lowest and the highest ratio that the turns leave possible: see [`spread`].
+    #[serde(default)]
+    pub(crate) spread: Option<[f64; 2]>,
 }
 
 /// Which figures are good.
@@ -55,6 +58,37 @@ impl Entry {
             ratio,
             target: None,
             met: None,
+            spread: None,
+        }
+    }
+
+    /// Compares the medians of what both sides had in each turn.
+    #[must_use]
+    pub(crate) fn of_turns(
+        row: String,
+        unit: &str,
+        better: Better,
+        ours: &[f64],
+        peer: (&str, &[f64]),
+    ) -> Self {
+        let middle = |figures: &[f64]| median(figures.iter().copied());
+        let whole = Self::new(row, unit, better, middle(ours), (peer.0, middle(peer.1)));
+        let ratios = ours
+            .iter()
+            .zip(peer.1)
+            .filter_map(|(ours, peer)| Self::new(String::new(), unit, better, *ours, ("", *peer)).ratio);
+        Self {
+            spread: spread(ratios),
+            ..whole
+        }
+    }
+
+    /// Returns true if more turns could change whether the target is met.
+    #[must_use]
+    pub(crate) fn is_undecided(&self) -> bool {
+        match (self.target, self.spread) {
+            (Some(target), Some([low, high])) => low < target && target <= high,
+            _ => false,
         }
     }
 
@@ -76,6 +110,30 @@ pub(crate) fn median(figures: impl IntoIterator<Item = f64>) -> f64 {
         .get(figures.len().saturating_sub(1) / 2)
         .copied()
         .unwrap_or_default()
+}
+
+/// Returns the bounds between which the true median of the ratios lies with a probability of 95 %; of fewer than six ratios, the
+/// lowest and the highest. `None` for fewer than two.
+///
+/// The bounds are order statistics: a ratio lies below the true median as often as above it, whatever its distribution.
+#[must_use]
+pub(crate) fn spread(ratios: impl IntoIterator<Item = f64>) -> Option<[f64; 2]> {
+    let mut ratios: Vec<f64> = ratios.into_iter().collect();
+    ratios.sort_by(f64::total_cmp);
+    let count = ratios.len();
+    // The probability that at most so many of `count` fair coins show heads: outside 2.5 % on each side.
+    let mut left_out = 0;
+    let (mut exactly, mut at_most) = (0.5_f64.powi(i32::try_from(count).ok()?), 0.0);
+    loop {
+        at_most += exactly;
+        if at_most > 0.025 {
+            break;
+        }
+        exactly *= (count - left_out) as f64 / (left_out + 1) as f64;
+        left_out += 1;
+    }
+    let first = left_out.saturating_sub(1);
+    (count > 1).then(|| [ratios[first], ratios[count - 1 - first]])
 }
 
 /// A figure with as many digits as it deserves, thousands apart.
@@ -102,9 +160,9 @@ pub(crate) fn figure(value: f64) -> String {
     }
 }
 
-const HEADS: [&str; 7] = ["row", "ours", "peer", "unit", "ratio", "target", "met"];
+const HEADS: [&str; 8] = ["row", "ours", "peer", "unit", "ratio", "spread", "target", "met"];
 
-fn cells(entry: &Entry) -> [String; 7] {
+fn cells(entry: &Entry) -> [String; 8] {
     let peer = match (entry.peer, &entry.peer_name) {
         (Some(peer), Some(name)) => format!("{} ({name})", figure(peer)),
         (Some(peer), None) => figure(peer),
@@ -112,10 +170,14 @@ fn cells(entry: &Entry) -> [String; 7] {
     };
     let times = |ratio: Option<f64>| ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.2}×"));
     let met = match entry.met {
+        Some(_) if entry.is_undecided() => "undecided",
         Some(true) => "yes",
         Some(false) => "NO",
         None => "",
     };
+    let spread = entry
+        .spread
+        .map_or(String::new(), |[low, high]| format!("{low:.2}–{high:.2}"));
     let target = entry
         .target
         .map_or(String::new(), |target| format!("≥ {target:.2}×"));
@@ -126,6 +188,7 @@ fn cells(entry: &Entry) -> [String; 7] {
         peer,
         entry.unit.clone(),
         ratio,
+        spread,
         target,
         met.to_owned(),
     ]
@@ -134,7 +197,7 @@ fn cells(entry: &Entry) -> [String; 7] {
 /// The entries as an aligned table.
 #[must_use]
 pub(crate) fn table(entries: &[Entry]) -> String {
-    let rows: Vec<[String; 7]> = entries.iter().map(cells).collect();
+    let rows: Vec<[String; 8]> = entries.iter().map(cells).collect();
     let widths: Vec<usize> = HEADS
         .iter()
         .enumerate()
@@ -147,13 +210,13 @@ pub(crate) fn table(entries: &[Entry]) -> String {
             widest.max(head.chars().count())
         })
         .collect();
-    let line = |row: &[String; 7]| {
+    let line = |row: &[String; 8]| {
         let padded: Vec<String> = row
             .iter()
             .zip(&widths)
             .enumerate()
             .map(|(column, (cell, &width))| match column {
-                0 | 2 | 3 | 6 => format!("{cell:<width$}"),
+                0 | 2 | 3 | 7 => format!("{cell:<width$}"),
                 _ => format!("{cell:>width$}"),
             })
             .collect();
@@ -169,25 +232,29 @@ pub(crate) fn table(entries: &[Entry]) -> String {
 #[must_use]
 pub(crate) fn markdown(promises: &[(String, f64)], entries: &[Entry]) -> String {
     let mut lines = vec![
-        "| figure | promise | measured | ours | beside | kept |".to_owned(),
-        "|---|--:|--:|--:|---|---|".to_owned(),
+        "| figure | promise | measured | spread | ours | beside | kept |".to_owned(),
+        "|---|--:|--:|--:|--:|---|---|".to_owned(),
     ];
     for (name, ratio) in promises {
         let promise = format!("≥ {ratio:.2}×");
         lines.push(match entries.iter().find(|entry| entry.row == *name) {
             Some(entry) => {
-                let [_, ours, peer, unit, measured, _, _] = cells(entry);
-                let kept = if entry.met == Some(true) { "yes" } else { "**no**" };
-                format!("| `{name}` | {promise} | {measured} | {ours} {unit} | {peer} | {kept} |")
+                let [_, ours, peer, unit, measured, spread, ..] = cells(entry);
+                let kept = match entry.met {
+                    _ if entry.is_undecided() => "*undecided*",
+                    Some(true) => "yes",
+                    _ => "**no**",
+                };
+                format!("| `{name}` | {promise} | {measured} | {spread} | {ours} {unit} | {peer} | {kept} |")
             }
-            None => format!("| `{name}` | {promise} | – | – | – | *unproven* |"),
+            None => format!("| `{name}` | {promise} | – | – | – | – | *unproven* |"),
         });
     }
     lines.push(String::new());
     lines.push("| figure | ours | beside | unit | ratio |".to_owned());
     lines.push("|---|--:|---|---|--:|".to_owned());
     for entry in entries.iter().filter(|entry| entry.target.is_none()) {
-        let [row, ours, peer, unit, ratio, _, _] = cells(entry);
+        let [row, ours, peer, unit, ratio, ..] = cells(entry);
         lines.push(format!("| `{row}` | {ours} | {peer} | {unit} | {ratio} |"));
     }
     lines.join("\n")
@@ -246,7 +313,7 @@ mod tests {
     fn the_json_has_the_promised_keys_and_null_where_no_target_is_set() {
         let entry = Entry::new("a".into(), "IOPS", Better::Higher, 2.0, ("x", 1.0));
         let json = serde_json::to_string(&entry).unwrap_or_default();
-        let keys = r#"{"row":"a","ours":2.0,"peer":1.0,"peer_name":"x","unit":"IOPS","ratio":2.0,"target":null,"met":null}"#;
+        let keys = r#"{"row":"a","ours":2.0,"peer":1.0,"peer_name":"x","unit":"IOPS","ratio":2.0,"target":null,"met":null,"spread":null}"#;
         assert_eq!(json, keys);
     }
 
@@ -255,6 +322,51 @@ mod tests {
         assert!((median([3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
         assert!((median([4.0, 1.0]) - 1.0).abs() < 1e-9);
         assert!(median([]).abs() < 1e-9);
+    }
+
+    /// P(at most k of n fair coins): 6 → 1.6 % for none; 9 → 2.0 % for one; 12 → 1.9 % for two; 20 → 2.1 % for five.
+    #[test]
+    fn spread_narrows_with_the_number_of_turns() {
+        let of = |count: usize| spread((1..=count).rev().map(|n| n as f64));
+        assert_eq!([of(0), of(1)], [None, None]);
+        for (count, low) in [(2, 1), (3, 1), (5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (20, 6)] {
+            let bounds = [low as f64, (count + 1 - low) as f64];
+            assert_eq!(of(count), Some(bounds), "{count}");
+        }
+    }
+
+    #[test]
+    fn entry_is_undecided_while_its_spread_covers_the_target() {
+        let entry = |ours: &[f64], target| {
+            let turns = Entry::of_turns(
+                "a".into(),
+                "IOPS",
+                Better::Higher,
+                ours,
+                ("x", &[100.0, 200.0, 100.0]),
+            );
+            turns.target(Some(target))
+        };
+        let noisy = entry(&[90.0, 260.0, 110.0], 1.2);
+        assert_eq!((noisy.ratio, noisy.spread), (Some(1.1), Some([0.9, 1.3])));
+        assert_eq!((noisy.met, noisy.is_undecided()), (Some(false), true));
+        assert!(table(std::slice::from_ref(&noisy)).contains("0.90–1.30  ≥ 1.20×  undecided"));
+        for (target, met) in [(0.9, true), (1.31, false)] {
+            let decided = entry(&[90.0, 260.0, 110.0], target);
+            assert_eq!(
+                (decided.met, decided.is_undecided()),
+                (Some(met), false),
+                "{target}"
+            );
+        }
+        let lower = Entry::of_turns(
+            "b".into(),
+            "MiB",
+            Better::Lower,
+            &[50.0, 20.0],
+            ("x", &[100.0, 10.0]),
+        );
+        assert_eq!(lower.spread, Some([0.5, 2.0]));
     }
 
     #[test]

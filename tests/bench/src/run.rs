@@ -93,6 +93,7 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
         images: Images::new(&arguments.images, arguments.keep_images)?,
         before: arguments.before.clone(),
         pairs: arguments.pairs,
+        pairs_max: arguments.until_decided.unwrap_or(0).max(arguments.pairs),
         wait: arguments.wait,
         timing: Timing {
             warm_up: Duration::from_secs_f64((arguments.seconds / 5.0).clamp(0.1, 1.0)),
@@ -109,18 +110,21 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
 
     let entries = in_order(&all, &progress);
     println!("\n{}\n", report::table(&entries));
-    let missed: Vec<_> = entries
+    let (undecided, decided): (Vec<_>, Vec<_>) = entries
         .iter()
-        .filter(|entry| entry.met == Some(false))
-        .map(|entry| entry.row.as_str())
-        .collect();
-    let met = entries.iter().filter(|entry| entry.met == Some(true)).count();
+        .filter(|entry| entry.met.is_some())
+        .partition(|entry| entry.is_undecided());
+    let (met, missed): (Vec<_>, Vec<_>) = decided.into_iter().partition(|entry| entry.met == Some(true));
     println!(
-        "{met} of {} targets met; figures in {}",
-        met + missed.len(),
+        "{} of {} targets met, {} undecided; figures in {}",
+        met.len(),
+        met.len() + missed.len() + undecided.len(),
+        undecided.len(),
         summary.display()
     );
-    missed.iter().for_each(|row| println!("missed: {row}"));
+    for (what, entries) in [("missed", missed), ("undecided", undecided)] {
+        entries.iter().for_each(|entry| println!("{what}: {}", entry.row));
+    }
     problems
         .iter()
         .for_each(|problem| eprintln!("not measured: {problem}"));
@@ -216,13 +220,14 @@ fn run_id(arguments: &RunArguments) -> String {
     };
     let RunArguments {
         pairs,
+        until_decided,
         seconds,
         ours,
         wait,
         before,
         ..
     } = arguments;
-    format!("{commit}, {pairs} x {seconds} s, {ours:?}, {wait:?}, {before:?}")
+    format!("{commit}, {pairs} x {seconds} s, {until_decided:?}, {ours:?}, {wait:?}, {before:?}")
 }
 
 /// Our side: the binary given, or the one built now beside this program.

@@ -5,7 +5,7 @@
 use std::io;
 use std::path::Path;
 
-use super::{Bench, Row, Served, measure_served, medians, workload};
+use super::{Bench, Row, Served, in_turns, measure_served, workload};
 use crate::cache;
 use crate::client::drive::Wait;
 use crate::engines::{self, Engine};
@@ -83,33 +83,40 @@ fn run(
             Program::Ringdisk(before.join("ringdisk")),
         ),
     ];
-    let mut samples = [Vec::new(), Vec::new()];
-    for turn in 0..bench.pairs as usize {
-        // Whoever comes second finds a warmer machine: they take turns in that too.
-        for side in [turn % 2, 1 - turn % 2] {
-            let (engines, server) = &sides[side];
-            samples[side].push(match way {
-                Way::Engine { direct } => run_engine(bench, engines, source, direct, workload)?,
-                Way::Served { direct, cache_kib } => {
-                    let served = Served {
-                        source,
-                        direct,
-                        queues: 1,
-                        workload: *workload,
-                        wait: Wait::Poll,
-                        cache_kib,
-                    };
-                    measure_served(bench, server, &served)?
-                }
-            });
+    let measure = |bench: &mut Bench, side: usize| {
+        let (engines, server) = &sides[side];
+        match way {
+            Way::Engine { direct } => run_engine(bench, engines, source, direct, workload),
+            Way::Served { direct, cache_kib } => {
+                let served = Served {
+                    source,
+                    direct,
+                    queues: 1,
+                    workload: *workload,
+                    wait: Wait::Poll,
+                    cache_kib,
+                };
+                measure_served(bench, server, &served)
+            }
         }
-    }
-    let [ours, older] = samples.map(|samples| medians(&samples));
-    let peer = "the older build";
-    Ok(vec![
-        row.entry("iops", "IOPS", Better::Higher, ours.iops, (peer, older.iops)),
-        row.entry("cpu", "CPU s/M", Better::Lower, ours.cpu, (peer, older.cpu)),
-    ])
+    };
+    in_turns(bench, &[0, 1], measure, |samples| match samples {
+        [ours, older] => {
+            let older = ("the older build", &older[..]);
+            vec![
+                row.compare("iops", "IOPS", Better::Higher, ours, older, Sample::iops),
+                row.compare(
+                    "cpu",
+                    "CPU s/M",
+                    Better::Lower,
+                    ours,
+                    older,
+                    Sample::cpu_per_million,
+                ),
+            ]
+        }
+        _ => Vec::new(),
+    })
 }
 
 fn run_engine(

@@ -2,12 +2,12 @@
 
 use std::io;
 
-use super::{Bench, Row, medians};
+use super::{Bench, Row, in_turns};
 use crate::client::drive::{self, Wait};
 use crate::client::null_device::NullDevice;
 use crate::images::DATA_BYTES;
-use crate::report::{Better, Entry};
-use crate::workload::{Pattern, Workload};
+use crate::report::{Better, Entry, median};
+use crate::workload::{Pattern, Sample, Workload};
 
 /// The rows of this part.
 pub(crate) fn rows() -> Vec<Row> {
@@ -25,21 +25,12 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
         depth: 64,
         disk_bytes: DATA_BYTES,
     };
-    let mut samples = Vec::new();
-    for _ in 0..bench.pairs {
+    let measure = |bench: &mut Bench, ()| {
         let (_device, connection) = NullDevice::start(workload.disk_bytes, workload.block_bytes)?;
-        samples.push(drive::run(
-            connection,
-            &workload,
-            Wait::Poll,
-            bench.timing,
-            &|| Ok(0.0),
-        )?);
-    }
-    Ok(vec![row.alone(
-        "iops",
-        "IOPS",
-        Better::Higher,
-        medians(&samples).iops,
-    )])
+        drive::run(connection, &workload, Wait::Poll, bench.timing, &|| Ok(0.0))
+    };
+    in_turns(bench, &[()], measure, |samples| {
+        let middle = median(samples.iter().flatten().map(Sample::iops));
+        vec![row.alone("iops", "IOPS", Better::Higher, middle)]
+    })
 }

@@ -2,10 +2,10 @@
 
 use std::io;
 
-use super::{Bench, Figures, Row, medians, workload};
+use super::{Bench, Row, in_turns, workload};
 use crate::engines::{self, Engine};
 use crate::images::{self, Source};
-use crate::report::{Better, Entry};
+use crate::report::{Better, Entry, median};
 use crate::workload::{Pattern, Sample, Workload};
 use crate::{cache, fio};
 
@@ -112,57 +112,71 @@ impl Plan {
 
 fn run(row: &Row, bench: &mut Bench, plan: &Plan) -> io::Result<Vec<Entry>> {
     let sides = plan.sides();
-    let mut samples: Vec<Vec<Sample>> = vec![Vec::new(); sides.len()];
-    for _ in 0..bench.pairs {
-        for (side, samples) in sides.iter().zip(&mut samples) {
-            samples.push(plan.measure(bench, *side)?);
-        }
-    }
-    let found: Vec<(Side, Figures)> = sides
-        .into_iter()
-        .zip(samples.iter().map(|samples| medians(samples)))
-        .collect();
-    Ok(entries(row, &found))
+    let measure = |bench: &mut Bench, side| plan.measure(bench, side);
+    in_turns(bench, &sides, measure, |samples| {
+        let found: Vec<_> = sides
+            .iter()
+            .copied()
+            .zip(samples.iter().map(Vec::as_slice))
+            .collect();
+        entries(row, &found)
+    })
 }
 
-fn entries(row: &Row, found: &[(Side, Figures)]) -> Vec<Entry> {
+fn entries(row: &Row, found: &[(Side, &[Sample])]) -> Vec<Entry> {
     use Better::{Higher, Lower};
     let of = |wanted: Side| {
+        let mut found = found.iter();
         found
-            .iter()
             .find(|(side, _)| *side == wanted)
-            .map(|(_, figures)| *figures)
+            .map(|(_, samples)| *samples)
     };
     let Some(ours) = of(Side::Ours) else {
         return Vec::new();
     };
-    let iops = |what: &str, name: &str, peer: f64| row.entry(what, "IOPS", Higher, ours.iops, (name, peer));
+    let iops = |what: &str, name: &str, peer: &[Sample]| {
+        row.compare(what, "IOPS", Higher, ours, (name, peer), Sample::iops)
+    };
+    let cpu = |what: &str, name: &str, peer: &[Sample]| {
+        row.compare(
+            what,
+            "CPU s/M",
+            Lower,
+            ours,
+            (name, peer),
+            Sample::cpu_per_million,
+        )
+    };
     let mut entries = Vec::new();
     let (imago, qcow2_rs) = (of(Side::Peer(Engine::Imago)), of(Side::Peer(Engine::Qcow2Rs)));
     match (imago, qcow2_rs) {
         (Some(imago), Some(qcow2_rs)) => {
             let names = (Engine::Imago.name(), Engine::Qcow2Rs.name());
-            let better = if imago.iops >= qcow2_rs.iops {
-                (names.0, imago.iops)
+            let middle = |samples: &[Sample]| median(samples.iter().map(Sample::iops));
+            let better = if middle(imago) >= middle(qcow2_rs) {
+                (names.0, imago)
             } else {
-                (names.1, qcow2_rs.iops)
+                (names.1, qcow2_rs)
             };
             entries.push(iops("better-of-both", better.0, better.1));
-            entries.push(iops("imago", names.0, imago.iops));
-            entries.push(iops("qcow2-rs", names.1, qcow2_rs.iops));
-            entries.push(row.entry("cpu", "CPU s/M", Lower, ours.cpu, (names.1, qcow2_rs.cpu)));
+            entries.push(iops("imago", names.0, imago));
+            entries.push(iops("qcow2-rs", names.1, qcow2_rs));
+            entries.push(cpu("cpu", names.1, qcow2_rs));
         }
-        _ => entries.push(row.alone("iops", "IOPS", Higher, ours.iops)),
+        _ => {
+            let middle = median(ours.iter().map(Sample::iops));
+            entries.push(row.alone("iops", "IOPS", Higher, middle));
+        }
     }
     if let Some(qemu) = of(Side::Peer(Engine::QemuImg)) {
-        entries.push(iops("qemu", Engine::QemuImg.name(), qemu.iops));
+        entries.push(iops("qemu", Engine::QemuImg.name(), qemu));
     }
     if let Some(raw) = of(Side::Raw) {
-        entries.push(iops("raw", "our raw disk", raw.iops));
-        entries.push(row.entry("raw-cpu", "CPU s/M", Lower, ours.cpu, ("our raw disk", raw.cpu)));
+        entries.push(iops("raw", "our raw disk", raw));
+        entries.push(cpu("raw-cpu", "our raw disk", raw));
     }
     if let Some(fio) = of(Side::Fio) {
-        entries.push(iops("limit", "fio raw", fio.iops));
+        entries.push(iops("limit", "fio raw", fio));
     }
     entries
 }

@@ -3,11 +3,11 @@
 
 use std::io;
 
-use super::{Bench, Figures, Row, Served, measure_served, medians, workload};
+use super::{Bench, Row, Served, in_turns, measure_served, workload};
 use crate::client::drive::Wait;
 use crate::images::Source;
 use crate::report::{Better, Entry};
-use crate::workload::Pattern;
+use crate::workload::{Pattern, Sample};
 use crate::{cache, fio};
 
 /// Whether fio runs beside a row, and which share of its IOPS must be reached.
@@ -79,49 +79,58 @@ pub(crate) fn rows() -> Vec<Row> {
         .collect()
 }
 
+/// Whose turn it is.
+#[derive(Clone, Copy, Debug)]
+enum Side {
+    Ours,
+    Peer,
+    Fio,
+}
+
 fn run(row: &Row, bench: &mut Bench, served: &Served, with_fio: bool) -> io::Result<Vec<Entry>> {
-    let (mut ours, mut peers, mut limits) = (Vec::new(), Vec::new(), Vec::new());
     let (our_program, peer_program) = (bench.ours.clone(), bench.peer.clone());
-    for _ in 0..bench.pairs {
-        ours.push(measure_served(bench, &our_program, served)?);
-        peers.push(measure_served(bench, &peer_program, served)?);
-        if with_fio {
+    let mut sides = vec![Side::Ours, Side::Peer];
+    sides.extend(with_fio.then_some(Side::Fio));
+    let measure = |bench: &mut Bench, side| match side {
+        Side::Ours => measure_served(bench, &our_program, served),
+        Side::Peer => measure_served(bench, &peer_program, served),
+        Side::Fio => {
             let writes = served.workload.pattern.writes();
-            let raw = bench
-                .images
-                .image(if writes { Source::RawScratch } else { Source::Raw })?;
+            let source = if writes { Source::RawScratch } else { Source::Raw };
+            let raw = bench.images.image(source)?;
             cache::prepare(&raw, !served.direct)?;
-            limits.push(fio::run(
-                &raw.path,
-                served.direct,
-                &served.workload,
-                bench.timing,
-            )?);
+            fio::run(&raw.path, served.direct, &served.workload, bench.timing)
         }
-    }
-    let (ours, peer) = (medians(&ours), medians(&peers));
-    let mut entries = compare(row, &ours, &peer, peer_program.name());
-    if with_fio {
-        let limit = ("fio raw", medians(&limits).iops);
-        entries.push(row.entry("limit", "IOPS", Better::Higher, ours.iops, limit));
-    }
-    Ok(entries)
+    };
+    in_turns(bench, &sides, measure, |samples| match samples {
+        [ours, peer, limits @ ..] => {
+            let mut entries = compare(row, ours, (peer_program.name(), peer));
+            let fio = |limit: &Vec<Sample>| {
+                let limit = ("fio raw", &limit[..]);
+                row.compare("limit", "IOPS", Better::Higher, ours, limit, Sample::iops)
+            };
+            entries.extend(limits.first().map(fio));
+            entries
+        }
+        _ => Vec::new(),
+    })
 }
 
 /// The figures of two servers side by side.
-fn compare(row: &Row, ours: &Figures, peer: &Figures, name: &str) -> Vec<Entry> {
+fn compare(row: &Row, ours: &[Sample], peer: (&str, &[Sample])) -> Vec<Entry> {
     use Better::{Higher, Lower};
     vec![
-        row.entry("iops", "IOPS", Higher, ours.iops, (name, peer.iops)),
-        row.entry("latency-mean", "µs", Lower, ours.mean_us, (name, peer.mean_us)),
-        row.entry("latency-p99", "µs", Lower, ours.p99_us, (name, peer.p99_us)),
-        row.entry("server-cpu", "CPU s/M", Lower, ours.cpu, (name, peer.cpu)),
-        row.entry(
-            "resident",
-            "MiB",
+        row.compare("iops", "IOPS", Higher, ours, peer, Sample::iops),
+        row.compare("latency-mean", "µs", Lower, ours, peer, |sample| sample.mean_us),
+        row.compare("latency-p99", "µs", Lower, ours, peer, |sample| sample.p99_us),
+        row.compare(
+            "server-cpu",
+            "CPU s/M",
             Lower,
-            ours.resident_mib,
-            (name, peer.resident_mib),
+            ours,
+            peer,
+            Sample::cpu_per_million,
         ),
+        row.compare("resident", "MiB", Lower, ours, peer, |sample| sample.resident_mib),
     ]
 }

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use crate::client::Connection;
 use crate::client::drive::{self, Timing, Wait};
 use crate::images::{self, Image, Images, Source};
-use crate::report::{Better, Entry, median};
+use crate::report::{Better, Entry};
 use crate::server::{Program, Serve, Server};
 use crate::workload::{Pattern, Sample, Workload};
 use crate::{cache, content};
@@ -35,6 +35,8 @@ pub(crate) struct Bench {
     pub(crate) before: Option<PathBuf>,
     /// How often each side is measured; the sides take turns.
     pub(crate) pairs: u32,
+    /// How often at the most, while a target is undecided.
+    pub(crate) pairs_max: u32,
     /// How clients wait, if not as each row has it.
     pub(crate) wait: Option<Wait>,
     /// How long one measurement takes.
@@ -79,6 +81,34 @@ impl Row {
             .target(promised.map(|(_, ratio)| *ratio))
     }
 
+    /// As [`Row::entry`], of what both sides had in each turn.
+    fn compare(
+        &self,
+        what: &str,
+        unit: &str,
+        better: Better,
+        ours: &[Sample],
+        peer: (&str, &[Sample]),
+        figure: fn(&Sample) -> f64,
+    ) -> Entry {
+        let of = |samples: &[Sample]| samples.iter().map(figure).collect::<Vec<_>>();
+        self.compare_figures(what, unit, better, &of(ours), (peer.0, &of(peer.1)))
+    }
+
+    /// As [`Row::compare`], of figures.
+    fn compare_figures(
+        &self,
+        what: &str,
+        unit: &str,
+        better: Better,
+        ours: &[f64],
+        peer: (&str, &[f64]),
+    ) -> Entry {
+        let promised = self.promises.iter().find(|(figure, _)| *figure == what);
+        Entry::of_turns(format!("{}/{what}", self.name), unit, better, ours, peer)
+            .target(promised.map(|(_, ratio)| *ratio))
+    }
+
     /// A figure that nobody else has.
     fn alone(&self, what: &str, unit: &str, better: Better, ours: f64) -> Entry {
         let entry = self.entry(what, unit, better, ours, ("", 0.0));
@@ -106,6 +136,34 @@ pub(crate) fn all(before: bool) -> Vec<Row> {
     rows.extend(vmm::rows());
     rows.extend(ublk::rows());
     rows
+}
+
+/// Measures all `sides` in turns, and returns the entries that `entries` makes of the samples of each side. The order is turned
+/// round after each turn, and nothing that one side wrote is left to be written while another is measured. Turns are added up to
+/// [`Bench::pairs_max`] while a target is undecided.
+fn in_turns<S: Copy>(
+    bench: &mut Bench,
+    sides: &[S],
+    mut measure: impl FnMut(&mut Bench, S) -> io::Result<Sample>,
+    entries: impl Fn(&[Vec<Sample>]) -> Vec<Entry>,
+) -> io::Result<Vec<Entry>> {
+    let mut samples = vec![Vec::new(); sides.len()];
+    let mut order: Vec<usize> = (0..sides.len()).collect();
+    for turn in 1.. {
+        for &index in &order {
+            bench.images.settle()?;
+            samples[index].push(measure(bench, sides[index])?);
+        }
+        order.reverse();
+        if turn < bench.pairs {
+            continue;
+        }
+        let entries = entries(&samples);
+        if turn >= bench.pairs_max || !entries.iter().any(Entry::is_undecided) {
+            return Ok(entries);
+        }
+    }
+    Ok(Vec::new())
 }
 
 /// How to measure one side over vhost-user.
@@ -174,28 +232,6 @@ fn spoiled(name: &str, image: &Image, error: &io::Error) -> io::Error {
         "{name} left {} with errors: {error}",
         image.path.display()
     ))
-}
-
-/// Medians of what several measurements found, each figure for itself.
-fn medians(samples: &[Sample]) -> Figures {
-    let of = |figure: fn(&Sample) -> f64| median(samples.iter().map(figure));
-    Figures {
-        iops: of(Sample::iops),
-        mean_us: of(|sample| sample.mean_us),
-        p99_us: of(|sample| sample.p99_us),
-        cpu: of(Sample::cpu_per_million),
-        resident_mib: of(|sample| sample.resident_mib),
-    }
-}
-
-/// The medians.
-#[derive(Clone, Copy, Debug)]
-struct Figures {
-    iops: f64,
-    mean_us: f64,
-    p99_us: f64,
-    cpu: f64,
-    resident_mib: f64,
 }
 
 /// A workload on all of an image.

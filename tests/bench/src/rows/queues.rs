@@ -4,11 +4,11 @@
 
 use std::io;
 
-use super::{Bench, Row, Served, measure_served, medians, workload};
+use super::{Bench, Row, Served, in_turns, measure_served, workload};
 use crate::client::drive::Wait;
 use crate::images::Source;
 use crate::report::{Better, Entry};
-use crate::workload::Pattern;
+use crate::workload::{Pattern, Sample};
 
 /// The CPU time of a request may grow to 1.1 of what it is with one queue.
 const TARGET: f64 = 1.0 / 1.1;
@@ -33,15 +33,20 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
         cache_kib: None,
     };
     let program = bench.ours.clone();
-    let (mut one, mut two) = (Vec::new(), Vec::new());
-    for _ in 0..bench.pairs {
-        two.push(measure_served(bench, &program, &served(2))?);
-        one.push(measure_served(bench, &program, &served(1))?);
-    }
-    let (one, two) = (medians(&one), medians(&two));
     let name = format!("{}, one queue", program.name());
-    Ok(vec![
-        row.entry("server-cpu", "CPU s/M", Better::Lower, two.cpu, (&name, one.cpu)),
-        row.entry("iops", "IOPS", Better::Higher, two.iops, (&name, one.iops)),
-    ])
+    let measure = |bench: &mut Bench, queues| measure_served(bench, &program, &served(queues));
+    in_turns(bench, &[2, 1], measure, |samples| match samples {
+        [two, one] => vec![
+            row.compare(
+                "server-cpu",
+                "CPU s/M",
+                Better::Lower,
+                two,
+                (&name, one),
+                Sample::cpu_per_million,
+            ),
+            row.compare("iops", "IOPS", Better::Higher, two, (&name, one), Sample::iops),
+        ],
+        _ => Vec::new(),
+    })
 }

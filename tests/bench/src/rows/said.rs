@@ -32,9 +32,18 @@ impl Said {
     ///
     /// If there is none.
     pub(crate) fn median(&self, who: &str, what: &str) -> io::Result<f64> {
+        Ok(median(self.turns(who, what)?.iter().copied()))
+    }
+
+    /// A figure of each turn.
+    ///
+    /// # Errors
+    ///
+    /// If there is none.
+    pub(crate) fn turns(&self, who: &str, what: &str) -> io::Result<&[f64]> {
         let figures = self.0.get(&(who.to_owned(), what.to_owned()));
         figures
-            .map(|figures| median(figures.iter().copied()))
+            .map(Vec::as_slice)
             .ok_or_else(|| io::Error::other(format!("{who} has told no {what}")))
     }
 }

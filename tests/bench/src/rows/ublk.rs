@@ -203,8 +203,8 @@ fn run(row: &Row, bench: &mut Bench, place: Place) -> io::Result<Vec<Entry>> {
     let mut entries = Entries::default();
     for (name, ours, peer, what, _) in place.compared() {
         let entry = || {
-            let beside = (*peer, of(peer, what)?);
-            Ok(row.entry(name, "IOPS", Better::Higher, of(ours, what)?, beside))
+            let beside = (*peer, said.turns(peer, what)?);
+            Ok(row.compare_figures(name, "IOPS", Better::Higher, said.turns(ours, what)?, beside))
         };
         entries.add(entry());
     }
@@ -215,9 +215,9 @@ fn run(row: &Row, bench: &mut Bench, place: Place) -> io::Result<Vec<Entry>> {
             .median(one, &idle)
             .map(|idle| 100.0 / (100.0 - idle.min(99.0)));
         let entry = |room: f64| {
-            let beside = ("one queue", of(one, what)?);
+            let beside = ("one queue", said.turns(one, what)?);
             let allowed = room >= TWO_QUEUES_MIN / 0.95;
-            let entry = row.entry(what, "IOPS", Better::Higher, of(two, what)?, beside);
+            let entry = row.compare_figures(what, "IOPS", Better::Higher, said.turns(two, what)?, beside);
             Ok(entry.target(allowed.then_some(TWO_QUEUES_MIN)))
         };
         if let Ok(room) = room {

@@ -99,9 +99,13 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
     }
     for (peer, suffix) in peers {
         let mut add = |name: String, unit, better, what, divisor: f64| {
+            let turns = |who| -> io::Result<Vec<f64>> {
+                let figures = said.turns(who, what)?;
+                Ok(figures.iter().map(|figure| figure / divisor).collect())
+            };
             let entry = || {
-                let beside = (peer, of(peer, what)? / divisor);
-                Ok(row.entry(&name, unit, better, of(ours, what)? / divisor, beside))
+                let (ours, beside) = (turns(ours)?, turns(peer)?);
+                Ok(row.compare_figures(&name, unit, better, &ours, (peer, &beside)))
             };
             entries.add(entry());
         };
