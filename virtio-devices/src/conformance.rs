@@ -84,29 +84,29 @@ macro_rules! suite {
             device::features_follow_the_disk
             device::features_not_offered_are_refused
             device::config_follows_the_disk
-            device::config_is_read_only_but_for_the_cache_mode
+            device::config_is_read_only_except_the_cache_mode
             device::cache_mode_decides_which_writes_are_durable
-            device::cache_mode_is_writethrough_for_a_driver_that_cannot_flush
-            device::reset_drains_what_is_in_flight
+            device::cache_mode_is_writethrough_without_flush
+            device::reset_drains_requests_in_flight
             device::reset_device_starts_over
-            requests::data_is_the_same_however_buffers_are_cut
-            requests::indirect_request_with_status_behind_the_data_is_served
-            requests::flush_is_passed_on_and_id_returns_the_serial_number
-            requests::malformed_requests_fail_and_never_reach_the_disk
-            requests::header_that_is_too_short_fails
-            requests::segments_are_carried_out_each_and_answered_once
-            requests::segments_are_checked_before_the_first_is_carried_out
-            requests::failed_segment_fails_the_request_when_all_have_ended
+            requests::data_is_the_same_for_any_split_of_buffers
+            requests::indirect_request_with_status_after_data_is_served
+            requests::flush_reaches_the_disk_and_get_id_returns_the_serial
+            requests::malformed_requests_fail_without_reaching_the_disk
+            requests::short_header_fails
+            requests::segments_run_separately_and_are_answered_once
+            requests::segments_are_all_checked_before_the_first_runs
+            requests::failed_segment_fails_the_request_after_all_end
             requests::disk_errors_become_statuses
             requests::requests_without_their_feature_are_unsupported
             requests::read_only_disk_fails_writes
             requests::raw_file_serves_every_type_on_both_queues
             queues::interrupt_comes_when_the_event_index_is_passed
             queues::interrupt_follows_the_flag_without_event_indices
-            queues::requests_are_found_when_only_wanted_kicks_are_sent
+            queues::queue_needs_only_the_kicks_it_asked_for
             queues::full_queue_is_served
-            queues::broken_queue_is_told_and_takes_nothing_more
-            queues::chain_available_twice_breaks_the_queue_and_is_answered_once
+            queues::broken_queue_is_reported_and_takes_nothing_more
+            queues::repeated_chain_breaks_the_queue_and_is_answered_once
         }
     };
     ($transport:ty: $($part:ident::$case:ident)+) => {$(

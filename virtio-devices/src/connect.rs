@@ -111,7 +111,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     #[test]
-    fn connect_within_gives_up_on_a_full_backlog_and_connects_when_there_is_room() {
+    fn connect_within_waits_for_room_until_deadline_or_cancel() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("socket");
         let missing = connect_within(&path, SLICE, &Cancel::never()).expect_err("nobody listens");

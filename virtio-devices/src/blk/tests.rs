@@ -123,7 +123,7 @@ impl World {
 }
 
 #[test]
-fn only_the_cache_mode_can_be_written_and_only_if_negotiated() {
+fn write_config_takes_only_a_negotiated_cache_mode() {
     let disk = MemDisk::new();
     let world = World::new(&disk);
     let read_only = |offset, len| Err(ConfigWriteError::ReadOnly { offset, len });
@@ -148,14 +148,14 @@ fn only_the_cache_mode_can_be_written_and_only_if_negotiated() {
 }
 
 #[test]
-fn config_past_its_end_reads_as_zeros() {
+fn read_config_past_the_end_returns_zeros() {
     let world = World::new(&MemDisk::new());
     assert_eq!(world.device.read_config(56, 8, 0), [1, 0, 0, 0, 0, 0, 0, 0]);
     assert_eq!(world.device.read_config(u64::MAX, 2, 0), [0, 0]);
 }
 
 #[test]
-fn a_serial_number_that_does_not_fit_is_refused() {
+fn device_refuses_a_serial_over_20_bytes() {
     let config = BlockDeviceConfig {
         num_queues: 1,
         queue_size: 128,
@@ -169,7 +169,7 @@ fn a_serial_number_that_does_not_fit_is_refused() {
 }
 
 #[test]
-fn answers_of_a_round_come_with_one_notification() {
+fn queue_notifies_once_per_round() {
     let disk = MemDisk::new();
     let mut world = World::new(&disk);
     for sector in 0..8 {
@@ -181,7 +181,7 @@ fn answers_of_a_round_come_with_one_notification() {
 }
 
 #[test]
-fn a_queue_whose_requests_are_all_in_flight_sleeps_and_takes_no_more() {
+fn queue_takes_nothing_and_sleeps_when_full() {
     let disk = MemDisk::new();
     let mut world = World::with(disk.disk(), ALL, 4);
     disk.hold();
@@ -209,7 +209,7 @@ fn a_queue_whose_requests_are_all_in_flight_sleeps_and_takes_no_more() {
 }
 
 #[test]
-fn a_removed_queue_reports_where_to_go_on() {
+fn removed_queue_reports_its_next_indices() {
     let disk = MemDisk::new();
     let mut world = World::new(&disk);
     world.ask(FLUSH, 0, &[]);
@@ -219,8 +219,7 @@ fn a_removed_queue_reports_where_to_go_on() {
     assert_eq!(world.report.next_used(), 2);
 }
 
-/// Whatever the guest writes into its rings and headers, the device neither panics nor hangs, and what
-/// it took it gives back.
+/// No content of rings and headers makes the device panic or hang, and every chain it took is returned.
 #[test]
 fn random_requests_are_answered_or_break_the_queue() {
     for seed in 1..=200 {
@@ -255,10 +254,9 @@ fn random_requests_are_answered_or_break_the_queue() {
     }
 }
 
-/// Removal is asked for before the worker's first round, from which on it polls the queue no more: what a killed
-/// server left would never be answered, and the marks would be gone with the next start.
+/// A worker polls a removed queue no more. Chains that a killed server left would stay unanswered, and their marks be lost.
 #[test]
-fn a_queue_that_is_stopped_before_its_first_round_answers_what_a_killed_server_left() {
+fn queue_answers_recovered_chains_when_stopped_early() {
     const SIZE: u16 = 16;
     let map = Arc::new(MmapRegion::new(InflightRegion::bytes(SIZE)).expect("memory"));
     let marks = |recover| InflightRegion::new(&map, 0, SIZE, recover);

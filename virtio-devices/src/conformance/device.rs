@@ -66,7 +66,7 @@ pub(crate) fn config_follows_the_disk<T: Transport>() {
     assert_eq!(config[34..36], [1, 0], "num_queues");
 }
 
-pub(crate) fn config_is_read_only_but_for_the_cache_mode<T: Transport>() {
+pub(crate) fn config_is_read_only_except_the_cache_mode<T: Transport>() {
     for (features, writable) in [(ALL, true), (ALL & !F_CONFIG_WCE, false)] {
         let mut guest = Guest::<T>::with(features, 1);
         let before = guest.transport.config();
@@ -112,7 +112,7 @@ pub(crate) fn cache_mode_decides_which_writes_are_durable<T: Transport>() {
 }
 
 /// Virtio 1.2, "5.2.5.2": a driver that may choose the mode and cannot flush begins in writethrough.
-pub(crate) fn cache_mode_is_writethrough_for_a_driver_that_cannot_flush<T: Transport>() {
+pub(crate) fn cache_mode_is_writethrough_without_flush<T: Transport>() {
     let absent = F_FLUSH | F_CONFIG_WCE;
     for (without, mode) in [(0, 1), (F_FLUSH, 0), (F_CONFIG_WCE, 1), (absent, 1)] {
         let mut guest = Guest::<T>::with(ALL & !without, 1);
@@ -121,7 +121,7 @@ pub(crate) fn cache_mode_is_writethrough_for_a_driver_that_cannot_flush<T: Trans
     }
 }
 
-pub(crate) fn reset_drains_what_is_in_flight<T: Transport + Send>() {
+pub(crate) fn reset_drains_requests_in_flight<T: Transport + Send>() {
     let mut guest = Guest::<T>::new();
     guest.disk.hold();
     let head = guest.submit(0, OUT, 2, &[(DATA, 512, false)]);
@@ -161,7 +161,7 @@ pub(crate) fn reset_device_starts_over<T: Transport>() {
 }
 
 /// Not for vhost-user, whose client keeps a copy of the mode: `vhost_user/state_tests.rs`.
-pub(crate) fn reset_takes_the_cache_mode_back<T: Transport>() {
+pub(crate) fn reset_restores_writeback<T: Transport>() {
     let mut guest = Guest::<T>::new();
     guest.transport.write_config(WRITEBACK_AT, &[0]);
     guest.transport.reset();
@@ -171,7 +171,7 @@ pub(crate) fn reset_takes_the_cache_mode_back<T: Transport>() {
     assert_eq!(guest.disk.log().last(), Some(&(Op::Write { fua: false }, 0, 512)));
 }
 
-pub(crate) fn grown_disk_is_shown_and_can_be_written<T: Grows>() {
+pub(crate) fn grown_disk_is_shown_and_writable<T: Grows>() {
     let mut guest = Guest::<T>::before(MemDisk::new(), 2);
     guest.start(with_queues(ALL, 2));
     let end = DISK_BYTES / 512;

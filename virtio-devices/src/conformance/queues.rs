@@ -45,7 +45,7 @@ pub(crate) fn interrupt_follows_the_flag_without_event_indices<T: Transport>() {
 }
 
 /// A kick that the device says it does not want must not be missed.
-pub(crate) fn requests_are_found_when_only_wanted_kicks_are_sent<T: Transport>() {
+pub(crate) fn queue_needs_only_the_kicks_it_asked_for<T: Transport>() {
     for features in [ALL, ALL & !F_EVENT_IDX] {
         let mut guest = Guest::<T>::with(features, 1);
         for round in 0..300 {
@@ -84,7 +84,7 @@ pub(crate) fn full_queue_is_served<T: Transport>() {
 }
 
 /// Chains that no device can answer; the other queue runs on.
-pub(crate) fn broken_queue_is_told_and_takes_nothing_more<T: Transport>() {
+pub(crate) fn broken_queue_is_reported_and_takes_nothing_more<T: Transport>() {
     type Break = fn(&mut Driver);
     let breaks: [(&str, Break); 4] = [
         ("an index that jumps", |driver| {
@@ -115,7 +115,7 @@ pub(crate) fn broken_queue_is_told_and_takes_nothing_more<T: Transport>() {
     }
 }
 
-pub(crate) fn chain_available_twice_breaks_the_queue_and_is_answered_once<T: Transport>() {
+pub(crate) fn repeated_chain_breaks_the_queue_and_is_answered_once<T: Transport>() {
     let mut guest = Guest::<T>::new();
     guest.disk.hold();
     let head = guest.submit(0, IN, 0, &[(DATA, 512, true)]);

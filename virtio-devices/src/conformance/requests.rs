@@ -15,7 +15,7 @@ use ringdisk_driver::{Desc, INDIRECT, NEXT, Part, WRITE};
 use super::{ALL, Guest, SERIAL, SILENCE, Transport, holds_within, with_queues};
 use crate::testing::{DATA, DISK_BYTES, END, MemDisk, RING_FEATURES, TABLE};
 
-pub(crate) fn data_is_the_same_however_buffers_are_cut<T: Transport>() {
+pub(crate) fn data_is_the_same_for_any_split_of_buffers<T: Transport>() {
     let mut guest = Guest::<T>::new();
     let data: Vec<u8> = (0..2048u32).map(|byte| (byte % 251) as u8).collect();
     guest.write(DATA, &data);
@@ -28,7 +28,7 @@ pub(crate) fn data_is_the_same_however_buffers_are_cut<T: Transport>() {
     assert_eq!(guest.read(DATA + 16384, 1048), data[1000..]);
 }
 
-pub(crate) fn indirect_request_with_status_behind_the_data_is_served<T: Transport>() {
+pub(crate) fn indirect_request_with_status_after_data_is_served<T: Transport>() {
     let mut guest = Guest::<T>::new();
     guest.disk.set_bytes(512, &[7; 512]);
     guest.write(DATA, &header(IN, 1));
@@ -45,7 +45,7 @@ pub(crate) fn indirect_request_with_status_behind_the_data_is_served<T: Transpor
     assert_eq!(guest.read(DATA + 4096, 513), expected);
 }
 
-pub(crate) fn flush_is_passed_on_and_id_returns_the_serial_number<T: Transport>() {
+pub(crate) fn flush_reaches_the_disk_and_get_id_returns_the_serial<T: Transport>() {
     let mut guest = Guest::<T>::new();
     assert_eq!(guest.ask(FLUSH, 0, &[]), (OK, 1));
     assert_eq!(guest.disk.log(), [(Op::Flush, 0, 0)]);
@@ -59,7 +59,7 @@ pub(crate) fn flush_is_passed_on_and_id_returns_the_serial_number<T: Transport>(
     assert_eq!(guest.ask(GET_ID, 0, &[]), (IOERR, 1));
 }
 
-pub(crate) fn malformed_requests_fail_and_never_reach_the_disk<T: Transport>() {
+pub(crate) fn malformed_requests_fail_without_reaching_the_disk<T: Transport>() {
     let mut guest = Guest::<T>::new();
     let read = |len| (DATA, len, true);
     let write = |len| (DATA, len, false);
@@ -94,7 +94,7 @@ pub(crate) fn malformed_requests_fail_and_never_reach_the_disk<T: Transport>() {
     assert_eq!(guest.ask(IN, end - 1, &[read(512)]), (OK, 513));
 }
 
-pub(crate) fn header_that_is_too_short_fails<T: Transport>() {
+pub(crate) fn short_header_fails<T: Transport>() {
     let mut guest = Guest::<T>::new();
     let driver = guest.driver(0);
     let head = driver.chain(&[(DATA, 15, false), (DATA + 64, 513, true)]);
@@ -105,7 +105,7 @@ pub(crate) fn header_that_is_too_short_fails<T: Transport>() {
     assert_eq!(guest.disk.log(), []);
 }
 
-pub(crate) fn segments_are_carried_out_each_and_answered_once<T: Transport>() {
+pub(crate) fn segments_run_separately_and_are_answered_once<T: Transport>() {
     let mut guest = Guest::<T>::new();
     guest.disk.set_bytes(0, &[9; 8192]);
     let segments = guest.segments(&[(0, 1, 0), (4, 2, 1), (8, 0, 0)]);
@@ -126,7 +126,7 @@ pub(crate) fn segments_are_carried_out_each_and_answered_once<T: Transport>() {
     assert_eq!(guest.disk.log().len(), 4, "a segment of nothing asks for nothing");
 }
 
-pub(crate) fn segments_are_checked_before_the_first_is_carried_out<T: Transport>() {
+pub(crate) fn segments_are_all_checked_before_the_first_runs<T: Transport>() {
     let mut guest = Guest::<T>::new();
     let end = DISK_BYTES / 512;
     for (segment, status) in [
@@ -144,7 +144,7 @@ pub(crate) fn segments_are_checked_before_the_first_is_carried_out<T: Transport>
     assert_eq!(guest.disk.log(), []);
 }
 
-pub(crate) fn failed_segment_fails_the_request_when_all_have_ended<T: Transport>() {
+pub(crate) fn failed_segment_fails_the_request_after_all_end<T: Transport>() {
     let mut guest = Guest::<T>::new();
     guest.disk.hold();
     let segments = guest.segments(&[(0, 1, 0), (4, 2, 0), (8, 8, 0)]);

@@ -371,13 +371,13 @@ mod conformance_suite {
 
     conformance::suite!(Plugged<Workers>);
     conformance::suite!(Plugged<Workers>:
-        device::reset_takes_the_cache_mode_back
-        device::grown_disk_is_shown_and_can_be_written
+        device::reset_restores_writeback
+        device::grown_disk_is_shown_and_writable
     );
 }
 
 #[test]
-fn the_configuration_space_says_what_the_function_is() {
+fn config_space_describes_the_function() {
     let mut board = Board::new(2);
     assert_eq!(board.config_u32(0), 0x1042_1AF4);
     assert_eq!(board.config_u32(8) >> 8, 0x01_80_00);
@@ -407,7 +407,7 @@ fn the_configuration_space_says_what_the_function_is() {
 }
 
 #[test]
-fn a_driver_negotiates_writes_and_is_interrupted() {
+fn driver_negotiates_writes_and_is_interrupted() {
     let mut board = Board::new(2);
     board.negotiate(VERSION_1);
     let mut drivers = [board.enable(0), board.enable(1)];
@@ -447,7 +447,7 @@ fn driver_without_version_1_is_not_accepted() {
 }
 
 #[test]
-fn nothing_runs_before_the_driver_is_ready_after_a_reset_or_while_paused() {
+fn queue_runs_only_while_driver_is_ready_and_not_paused() {
     let mut board = Board::new(1);
     board.negotiate(VERSION_1);
     let mut driver = board.enable(0);
@@ -485,9 +485,9 @@ fn nothing_runs_before_the_driver_is_ready_after_a_reset_or_while_paused() {
     assert_eq!(board.get(28, 2), 0, "the queue is not enabled any more");
 }
 
-/// One request an hour: the guest's debt must not hold up those who pause or reset it, nor the flush of a pause.
+/// One request an hour: neither a pause with its flush nor a reset may wait until the guest has tokens again.
 #[test]
-fn neither_a_pause_nor_a_reset_waits_for_a_rate_limit() {
+fn pause_and_reset_do_not_wait_for_a_rate_limit() {
     use block::throttle::{Limiter, Rate, RateLimits, ThrottledDisk};
     let hourly = Rate {
         size: 1,
@@ -527,7 +527,7 @@ fn neither_a_pause_nor_a_reset_waits_for_a_rate_limit() {
 }
 
 #[test]
-fn a_masked_interrupt_waits_and_its_pending_bit_says_so() {
+fn masked_interrupt_sets_its_pending_bit_and_is_kept() {
     let mut board = Board::new(1);
     board.negotiate(VERSION_1);
     let mut driver = board.enable(0);
@@ -552,7 +552,7 @@ fn a_masked_interrupt_waits_and_its_pending_bit_says_so() {
 }
 
 #[test]
-fn kicks_follow_the_window() {
+fn kick_watch_follows_the_bar() {
     let mut board = Board::new(1);
     assert!(board.bench.watched.lock().is_empty(), "memory accesses are off");
     board.function.write_config(4, &2u16.to_le_bytes());
@@ -592,9 +592,9 @@ impl tracing::Subscriber for Lines {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-/// Whatever a guest does wrong as fast as it can is written down so many times a minute.
+/// A guest that makes errors as fast as it can gets a fixed number of log lines a minute.
 #[test]
-fn a_guest_cannot_flood_the_log() {
+fn log_of_guest_errors_is_rate_limited() {
     let most = u64::from(block::report::CLIENT_LINES_MAX);
     // Queues that cannot run, and windows at which cannot watch for kicks.
     for kicks in [false, true] {
@@ -623,7 +623,7 @@ fn a_guest_cannot_flood_the_log() {
 
 /// A CPU may have found the function just before it was unplugged.
 #[test]
-fn a_function_that_was_unplugged_registers_nothing_any_more() {
+fn unplugged_function_registers_nothing() {
     let mut board = Board::new(1);
     board.negotiate(VERSION_1);
     board.enable(0);
@@ -639,7 +639,7 @@ fn a_function_that_was_unplugged_registers_nothing_any_more() {
 }
 
 #[test]
-fn a_queue_that_cannot_run_asks_for_a_reset_and_tells() {
+fn queue_that_cannot_run_sets_needs_reset_and_interrupts() {
     let mut board = Board::new(1);
     board.negotiate(VERSION_1);
     board.set(16, 2, 0);
@@ -658,7 +658,7 @@ fn a_queue_that_cannot_run_asks_for_a_reset_and_tells() {
 }
 
 #[test]
-fn the_access_capability_reaches_the_window() {
+fn access_capability_reads_and_writes_the_window() {
     let mut board = Board::new(3);
     let access = board.capability(9, 5);
     board.function.write_config(access + 8, &18u32.to_le_bytes());
@@ -673,9 +673,9 @@ fn the_access_capability_reaches_the_window() {
     assert_eq!(board.get(22, 2), 2);
 }
 
-/// Whatever a guest writes wherever: no panic, and the function still says what it is.
+/// No write of a guest makes the function panic or changes its identity.
 #[test]
-fn nonsense_is_survived() {
+fn function_survives_random_writes() {
     let mut board = Board::new(2);
     let mut random = ringdisk_gen::Random::new(11);
     for _ in 0..20_000 {

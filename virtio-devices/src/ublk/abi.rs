@@ -484,7 +484,7 @@ mod tests {
 
     /// The numbers as a C compiler makes them of the header's macros.
     #[test]
-    fn commands_have_the_kernels_numbers() {
+    fn command_codes_match_the_kernel_header() {
         assert_eq!(Command::AddDev.code(), 0xc020_7504);
         assert_eq!(Command::GetFeatures.code(), 0x8020_7513);
         assert_eq!(Command::UpdateSize.code(), 0xc020_7515);
@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_are_a_fixed_distance_apart_and_data_has_a_place_per_tag() {
+    fn descriptor_and_data_offsets_follow_queue_and_tag() {
         assert_eq!(descriptors_stride(4096), 98_304);
         assert_eq!(descriptors_stride(65_536), 131_072);
         assert_eq!(descriptors_bytes(128, 4096), 4096);

@@ -439,7 +439,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_two_tags_of_a_ring_have_one_place_and_a_tag_too_many_has_none() {
+    fn tag_slots_of_a_ring_are_distinct_and_bounded() {
         let (first, second) = (TagSlots { first: 0 }, TagSlots { first: 128 });
         let mut places: Vec<u16> = (0..128).flat_map(|tag| [first.of(tag), second.of(tag)]).collect();
         places.sort_unstable();
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_is_served_as_its_flags_say() {
+    fn transport_of_follows_the_device_flags() {
         for transport in [Transport::Copy, Transport::UserCopy, Transport::ZeroCopy] {
             let flags = transport.flags() | Flags::USER_RECOVERY;
             assert_eq!(Transport::of(flags), transport);

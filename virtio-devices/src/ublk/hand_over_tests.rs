@@ -13,9 +13,9 @@ fn writes(disk: &MemDisk) -> usize {
     disk.log().into_iter().filter(is_write).count()
 }
 
-/// Not one byte of what comes after the last count reaches the disk, however long the driver goes on bringing requests.
+/// After the last count no byte reaches the disk, however many requests the driver still brings.
 #[test]
-fn nothing_reaches_the_disk_once_requests_are_kept_and_the_next_server_does_all_of_it() {
+fn kept_requests_reach_the_disk_only_through_the_next_server() {
     let disk = MemDisk::new();
     let mut old = World::new(&disk, 4);
     // Some are at the disk when it begins, one is done, and more come.
@@ -66,9 +66,9 @@ fn nothing_reaches_the_disk_once_requests_are_kept_and_the_next_server_does_all_
     assert_eq!(disk.bytes(0, 12 * 512), expected);
 }
 
-/// A driver that brings nothing new is answered all it has brought.
+/// A driver that brings nothing new gets an answer to every request it has brought.
 #[test]
-fn what_is_to_be_finished_is_answered_and_counted_until_it_is() {
+fn finish_duty_counts_requests_until_each_is_answered() {
     let disk = MemDisk::new();
     let mut world = World::new(&disk, 4);
     disk.hold();
@@ -96,9 +96,9 @@ fn what_is_to_be_finished_is_answered_and_counted_until_it_is() {
     assert_eq!((world.state.unfinished(), world.state.tags()), (Some(0), 0));
 }
 
-/// A write that fails because its server goes, as one that waits for space does, is no error to whoever wrote.
+/// A write that fails because its server goes, such as one that waits for space, is no error for its issuer.
 #[test]
-fn what_fails_meanwhile_is_tried_by_the_next_server_if_that_may_do_it_again() {
+fn failed_request_is_kept_if_the_next_server_may_repeat_it() {
     for (duty, kept) in [(Duty::Finish, false), (Duty::FinishWell, true)] {
         let disk = MemDisk::new();
         let mut old = World::new(&disk, 4);
@@ -133,10 +133,9 @@ fn what_fails_meanwhile_is_tried_by_the_next_server_if_that_may_do_it_again() {
     }
 }
 
-/// An impossible answer of the driver ends the queue, not the device: its requests, the one under that very tag
-/// included, wait until this process has exited, and go to the next server.
+/// An impossible result of the driver ends the queue, not the device. Its requests, that tag's included, are kept.
 #[test]
-fn what_a_broken_queue_had_is_kept_and_done_by_the_next_server() {
+fn broken_queue_leaves_its_requests_to_the_next_server() {
     for lie in [-libc::EINVAL, -libc::EBUSY, -libc::EIO, 7] {
         let disk = MemDisk::new();
         let mut old = World::new(&disk, 4);
@@ -177,9 +176,9 @@ fn what_a_broken_queue_had_is_kept_and_done_by_the_next_server() {
     }
 }
 
-/// As many as there are tags, at once and one after the other: whoever writes in order has it written in order.
+/// As many requests as tags, at once and one after the other: ordered writes must reach the disk in order.
 #[test]
-fn requests_reach_the_disk_in_the_order_in_which_the_driver_brings_them() {
+fn queue_submits_requests_in_driver_order() {
     let disk = MemDisk::new();
     let mut world = World::new(&disk, 16);
     for round in 0..8u64 {

@@ -95,7 +95,7 @@ mod tests {
     };
 
     #[test]
-    fn a_disk_is_described_by_its_clusters_and_blocks() {
+    fn describe_follows_cluster_and_block_size() {
         let params = describe(&INFO, 1 << 20);
         assert_eq!(params.len, 120);
         let basic = params.basic;
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_cannot_be_written_offers_nothing_that_writes() {
+    fn describe_offers_no_writes_for_a_read_only_disk() {
         let info = DiskInfo {
             read_only: true,
             ..INFO
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_driver_drops_is_noticed_but_for_what_does_not_matter() {
+    fn verify_reports_lost_parameters_except_harmless_ones() {
         let asked = describe(&INFO, 1 << 20);
         let mut taken = asked;
         taken.types &= !param::DMA_ALIGN;

@@ -84,7 +84,7 @@ impl World {
 }
 
 #[test]
-fn every_operation_reaches_the_disk_as_it_was_meant() {
+fn queue_maps_every_operation_to_the_disk() {
     let disk = MemDisk::new();
     let mut world = World::new(&disk, 4);
     let data: Vec<u8> = (0..4096).map(|index| (index / 7) as u8).collect();
@@ -125,7 +125,7 @@ fn every_operation_reaches_the_disk_as_it_was_meant() {
 }
 
 #[test]
-fn a_request_that_fails_is_answered_with_its_error() {
+fn failed_request_is_answered_with_its_errno() {
     let disk = MemDisk::new();
     let mut world = World::new(&disk, 4);
     for (error, errno) in [
@@ -146,9 +146,9 @@ fn a_request_that_fails_is_answered_with_its_error() {
     assert_eq!(world.ask(Io::new(op::READ, past - 1, 1)), 512);
 }
 
-/// The driver is the kernel's, but a mistake must cost a request and nothing more.
+/// The driver is the kernel's, but its mistake must cost one request and nothing more.
 #[test]
-fn a_descriptor_that_makes_no_sense_is_answered_with_an_error() {
+fn invalid_descriptor_is_answered_with_an_errno() {
     let disk = MemDisk::new();
     let mut world = World::new(&disk, 2);
     let long = IO_BYTES_MAX / 512 + 1;
@@ -168,7 +168,7 @@ fn a_descriptor_that_makes_no_sense_is_answered_with_an_error() {
 }
 
 #[test]
-fn data_that_cannot_be_moved_fails_its_request_alone() {
+fn failed_transfer_fails_only_its_request() {
     let disk = MemDisk::new();
     let mut world = World::new(&disk, 2);
     world
@@ -186,7 +186,7 @@ fn data_that_cannot_be_moved_fails_its_request_alone() {
 }
 
 #[test]
-fn answers_that_find_no_slot_are_committed_later_each_once() {
+fn answers_are_committed_once_after_a_full_ring() {
     let disk = MemDisk::new();
     let mut world = World::new(&disk, 8);
     disk.hold();
@@ -206,9 +206,9 @@ fn answers_that_find_no_slot_are_committed_later_each_once() {
     assert_eq!(world.model.fetches(), 16, "a fetch for each tag, and a commit");
 }
 
-/// A device that was stopped: what waits is ended, and what the disk still has is committed before its tag ends too.
+/// The device was stopped: idle tags end, and a request at the disk is committed before its tag ends too.
 #[test]
-fn a_queue_ends_when_its_last_tag_has_and_not_before() {
+fn queue_ends_only_after_its_last_tag() {
     let disk = MemDisk::new();
     let mut world = World::new(&disk, 4);
     disk.hold();
@@ -230,9 +230,9 @@ fn a_queue_ends_when_its_last_tag_has_and_not_before() {
     assert_eq!(world.events().len(), 1);
 }
 
-/// A worker that is to let a queue go does not poll it any more; the driver does not know that.
+/// A worker does not poll a removed queue any more, but the driver does not know that it is removed.
 #[test]
-fn a_queue_that_is_to_be_removed_goes_on_until_the_driver_has_ended_it() {
+fn removed_queue_is_served_until_the_driver_ends_it() {
     let disk = MemDisk::new();
     let mut world = World::new(&disk, 4);
     let mut worker = Worker::by_hand(world.cx.clone());
@@ -254,9 +254,9 @@ fn a_queue_that_is_to_be_removed_goes_on_until_the_driver_has_ended_it() {
     assert_eq!(world.events(), [QueueEvent::Ended { device: DEVICE }]);
 }
 
-/// Counted as an end it would hang the device, and ignored it would lose the tag.
+/// Counting the result as an end would hang the device; ignoring it would lose the tag.
 #[test]
-fn an_answer_of_the_driver_that_is_no_abort_is_told_and_the_others_are_served() {
+fn unknown_driver_result_is_reported_and_costs_one_tag() {
     let disk = MemDisk::new();
     for lie in [-libc::EINVAL, -libc::EBUSY, -libc::EIO, 1, 7] {
         let mut world = World::new(&disk, 4);
@@ -273,7 +273,7 @@ fn an_answer_of_the_driver_that_is_no_abort_is_told_and_the_others_are_served() 
 }
 
 #[test]
-fn a_queue_that_is_dropped_unasked_says_so_and_one_that_was_let_go_does_not() {
+fn dropped_queue_reports_broken_unless_abandoned() {
     let disk = MemDisk::new();
     let mut world = World::new(&disk, 4);
     world.queue = None;
@@ -292,10 +292,9 @@ fn a_queue_that_is_dropped_unasked_says_so_and_one_that_was_let_go_does_not() {
     world.cx.run_ready();
 }
 
-/// Somebody reads and writes single sectors, never one that is under way; servers fail to find slots, are held up and
-/// are killed. Whatever was answered is what is read, and in the end everything was answered.
+/// Single-sector reads and writes, while servers find no slots, are delayed and are killed. Every request is answered.
 #[test]
-fn what_was_answered_survives_servers_that_die_at_any_time() {
+fn answered_requests_survive_killed_servers() {
     for seed in 1..200u64 {
         let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let disk = MemDisk::new();

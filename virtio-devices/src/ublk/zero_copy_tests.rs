@@ -135,9 +135,9 @@ fn read(sector: u64, bytes: usize) -> Io {
     Io::new(op::READ, sector, (bytes / 512) as u32)
 }
 
-/// By size, by what the driver could do, and by nothing else; each way moves the right bytes.
+/// Only size and registration decide; each way moves the right bytes.
 #[test]
-fn requests_go_by_their_pages_if_they_are_long_and_the_driver_has_registered_them() {
+fn zero_copy_serves_only_long_registered_requests() {
     let (disk, model) = (disk(), Model::new(4));
     let models = [model.clone()];
     let mut server = Server::new(&disk, &models, (4, 4), 8192, None);
@@ -180,7 +180,7 @@ fn requests_go_by_their_pages_if_they_are_long_and_the_driver_has_registered_the
 }
 
 #[test]
-fn a_request_that_fails_gives_its_place_back() {
+fn failed_request_gives_its_buffer_slot_back() {
     let (disk, model) = (disk(), Model::new(1));
     let models = [model.clone()];
     let mut server = Server::new(&disk, &models, (1, 1), 0, None);
@@ -196,7 +196,7 @@ fn a_request_that_fails_gives_its_place_back() {
 
 /// Tags beyond the end of the table are served as well.
 #[test]
-fn requests_without_a_place_are_copied_and_counted() {
+fn requests_without_a_buffer_slot_are_copied_and_counted() {
     let (disk, model) = (disk(), Model::new(8));
     let models = [model.clone()];
     let mut server = Server::new(&disk, &models, (8, 3), 0, None);
@@ -233,9 +233,9 @@ impl DiskQueue for Hoarder {
     }
 }
 
-/// An op that names a place would find the next request's pages there.
+/// An op that still names the slot would reach the next request's pages.
 #[test]
-fn an_answer_waits_until_nothing_names_the_pages() {
+fn answer_waits_until_no_op_names_its_pages() {
     let model = Model::new(2);
     let models = [model.clone()];
     let kept = Rc::new(RefCell::new(Vec::new()));
@@ -324,10 +324,9 @@ impl Load {
     }
 }
 
-/// Two queues of one ring; ops that do less than they were asked, registrations that fail, rings that are full, and servers
-/// that are killed with all of that under way. Each request is answered once, with its own bytes.
+/// Two queues of one ring with short ops, failed registrations, full rings and killed servers. Each answer comes once.
 #[test]
-fn requests_keep_to_their_own_pages_whatever_becomes_of_their_servers() {
+fn requests_use_only_their_own_pages_across_server_deaths() {
     for seed in 1..24u64 {
         let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let disk = disk();

@@ -202,7 +202,7 @@ mod tests {
     use std::io::Read;
 
     #[test]
-    fn a_full_eventfd_neither_blocks_nor_fails_the_signal() {
+    fn signal_neither_blocks_nor_fails_on_a_full_eventfd() {
         let eventfd = block::task::eventfd().expect("an eventfd");
         let mut client = File::from(eventfd.try_clone().expect("a duplicate"));
         client
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_that_was_exchanged_is_signalled_in_the_new_place_only() {
+    fn signal_uses_only_the_newest_eventfd() {
         let pair = || {
             let fd = block::task::eventfd().expect("an eventfd");
             (File::from(fd.try_clone().expect("a duplicate")), File::from(fd))

@@ -17,9 +17,9 @@ use crate::testing::{BASE, MemDisk, REGION_BYTES, allow_descriptors};
 use ringdisk_driver::blk::{FLUSH, OK};
 use ringdisk_driver::{Driver, Rings};
 
-/// A guest may make its queue long: what waits in it costs us nothing.
+/// A guest may make its queue long; requests that wait in it must cost the server nothing.
 #[test]
-fn a_long_queue_has_a_bounded_number_of_requests_in_flight() {
+fn long_queue_bounds_requests_in_flight() {
     const ENTRIES: u16 = 8192;
     const REQUESTS: u16 = ENTRIES / 2;
     let disk = MemDisk::new();
@@ -72,7 +72,7 @@ fn region(file: &File, at: u64, bytes: u64) -> VhostUserMemoryRegionInfo {
 
 /// Two clients at their limit: neither is refused because of the other.
 #[test]
-fn memory_regions_are_bounded_in_number_for_each_client() {
+fn memory_regions_are_bounded_in_number_per_client() {
     allow_descriptors(2 * REGIONS_MAX as u64);
     let disk = MemDisk::new();
     let worlds = [World::new(disk.disk(), 1), World::new(disk.disk(), 1)];
@@ -97,9 +97,9 @@ fn memory_regions_are_bounded_in_number_for_each_client() {
     assert_eq!(clients[0].ask(0, FLUSH, 0, &[]), OK);
 }
 
-/// Address space is the process's, and so the other clients'.
+/// The address space belongs to the process, and so to the other clients too.
 #[test]
-fn memory_regions_are_bounded_in_size() {
+fn memory_regions_are_bounded_in_total_size() {
     let world = World::new(MemDisk::new().disk(), 1);
     let mut client = world.client(1);
     let half = sparse(BYTES_MAX / 2);
@@ -177,7 +177,7 @@ fn pair(first: u32, second: u32) -> Vec<u8> {
 }
 
 #[test]
-fn queues_beyond_those_offered_and_lengths_beyond_the_specification_are_refused() {
+fn vring_messages_refuse_unknown_queues_and_bad_sizes() {
     const NUM: u32 = 8;
     const BASE_OF: u32 = 10;
     const ENABLE: u32 = 18;
@@ -213,7 +213,7 @@ fn queues_beyond_those_offered_and_lengths_beyond_the_specification_are_refused(
 }
 
 #[test]
-fn messages_that_are_too_large_or_bring_other_descriptors_than_they_should_are_refused() {
+fn messages_with_wrong_size_or_descriptors_are_refused() {
     const TABLE: u32 = 5;
     const NUM: u32 = 8;
     const KICK: u32 = 12;

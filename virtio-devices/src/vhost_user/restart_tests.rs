@@ -40,10 +40,9 @@ pub(super) fn inflight(client: &mut Client) -> (VhostUserInflight, File) {
     (shape, file)
 }
 
-/// Method: several answers before the kill, so that indices have moved; requests on both queues in flight;
-/// one made available and never seen by the first server.
+/// Method: answers before the kill move the indices; both queues have requests in flight, and one was never seen.
 #[test]
-fn a_new_server_answers_what_a_killed_one_had_in_flight_first_and_in_order() {
+fn new_server_answers_inflight_requests_first_and_in_order() {
     let disk = MemDisk::new();
     let world = World::restartable(disk.disk(), 2);
     let mut client = world.client(2);
@@ -86,7 +85,7 @@ fn a_new_server_answers_what_a_killed_one_had_in_flight_first_and_in_order() {
 }
 
 #[test]
-fn a_queue_that_is_stopped_and_started_again_goes_on_from_its_base() {
+fn restarted_queue_continues_from_its_base() {
     let disk = MemDisk::new();
     let world = World::restartable(disk.disk(), 2);
     let mut client = world.client(2);
@@ -102,9 +101,9 @@ fn a_queue_that_is_stopped_and_started_again_goes_on_from_its_base() {
     assert_eq!(disk.log().len(), 150);
 }
 
-/// The client's lies cost its own queue at most: it runs on what is said, or not at all.
+/// False contents cost the client its own queue at most: they are refused, or the queue runs on them.
 #[test]
-fn whatever_inflight_memory_holds_harms_nobody_else() {
+fn inflight_memory_of_any_content_harms_only_its_client() {
     let disk = MemDisk::new();
     let world = World::restartable(disk.disk(), 2);
     for seed in 1..=60 {
@@ -136,7 +135,7 @@ fn whatever_inflight_memory_holds_harms_nobody_else() {
 }
 
 #[test]
-fn inflight_memory_that_cannot_be_used_is_refused() {
+fn set_inflight_fd_refuses_unusable_memory() {
     let world = World::restartable(MemDisk::new().disk(), 2);
     let mut client = world.client(2);
     let asked = VhostUserInflight::new(0, 0, 2, SIZE);
@@ -185,7 +184,7 @@ fn inflight_memory_that_cannot_be_used_is_refused() {
 }
 
 #[test]
-fn a_server_that_is_not_restartable_does_not_offer_it() {
+fn inflight_feature_is_offered_only_if_restartable() {
     use vhost::vhost_user::message::VhostUserProtocolFeatures as Features;
     let offers = |world: World| {
         let mut client = world.client(1);
@@ -199,10 +198,9 @@ fn a_server_that_is_not_restartable_does_not_offer_it() {
     assert!(offers(World::restartable(MemDisk::new().disk(), 1)));
 }
 
-/// A client can take back, at any moment, what lies behind the memory it gave. Touching that would end this
-/// process, if nobody saw to it, and the other client's server with it.
+/// A client can truncate its memory at any moment. An unhandled SIGBUS would end the server of every client.
 #[test]
-fn a_client_that_shrinks_its_memory_harms_only_itself() {
+fn shrunk_memory_harms_only_its_client() {
     let disk = MemDisk::new();
     let (world, other) = (World::new(disk.disk(), 1), World::new(disk.disk(), 1));
     let mut neighbour = other.client(1);
@@ -220,9 +218,9 @@ fn a_client_that_shrinks_its_memory_harms_only_itself() {
     assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
 }
 
-/// A write whose data are gone must not be answered as if the disk had them. The rings are in another region.
+/// A write whose data are gone must not be answered with success. The rings are in another region.
 #[test]
-fn a_write_from_memory_that_is_gone_fails_and_the_queue_stops() {
+fn write_from_truncated_memory_fails_and_breaks_the_queue() {
     let disk = MemDisk::new();
     let world = World::new(disk.disk(), 2);
     let mut client = world.client(2);

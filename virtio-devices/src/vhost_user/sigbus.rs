@@ -216,9 +216,9 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
 mod tests {
     use super::*;
 
-    /// One client must not use up what another one's memory needs.
+    /// One client must not use up the slots that another one's memory needs.
     #[test]
-    fn the_table_grows_and_finds_every_region() {
+    fn guard_table_grows_and_finds_every_region() {
         // Addresses that nothing has mapped: they are looked up, not touched.
         let base = 1usize << 60;
         let guards: Vec<FaultGuard> = (0..3 * SLOTS)
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_outside_a_client_s_memory_ends_the_process_inside_the_sandbox() {
+    fn fault_outside_client_memory_ends_a_sandboxed_process() {
         use std::os::unix::process::ExitStatusExt;
         use std::process::{Command, Stdio};
         use std::time::{Duration, Instant};
@@ -299,7 +299,7 @@ mod tests {
         if std::env::var_os(CHILD).is_some() {
             return fault_outside();
         }
-        let name = "vhost_user::sigbus::tests::a_fault_outside_a_client_s_memory_ends_the_process_inside_the_sandbox";
+        let name = "vhost_user::sigbus::tests::fault_outside_client_memory_ends_a_sandboxed_process";
         let mut child = Command::new(std::env::current_exe().expect("this program"))
             .args(["--exact", name])
             .env(CHILD, "1")

@@ -370,28 +370,28 @@ fn check_all(event: Event) {
 }
 
 #[test]
-fn a_reset_takes_features_and_rings_and_leaves_mode_memory_and_events() {
+fn reset_clears_only_features_and_rings() {
     check_all(Event::Reset);
 }
 
 #[test]
-fn a_new_connection_finds_the_cache_mode_of_the_last_one() {
+fn reconnect_keeps_the_cache_mode() {
     check_all(Event::Reconnect);
 }
 
 #[test]
-fn a_new_server_finds_the_cache_mode_or_makes_every_write_durable() {
+fn new_server_finds_the_cache_mode_or_forces_durable_writes() {
     check_all(Event::Kill);
 }
 
 #[test]
-fn a_takeover_leaves_all_state() {
+fn takeover_keeps_all_state() {
     check_all(Event::Takeover);
 }
 
-/// Memory that another server made has no room for the mode.
+/// Inflight memory that another server made ends behind its queues and has no room for the mode.
 #[test]
-fn inflight_memory_that_ends_behind_its_queues_is_taken_without_a_mode() {
+fn inflight_memory_without_a_cache_mode_is_accepted() {
     let mut world = World::new(Mode::Writeback, true);
     let (shape, file) = world.inflight.take().expect("tracked");
     let short = VhostUserInflight::new(shape.mmap_size - 64, 0, QUEUES, shape.queue_size);

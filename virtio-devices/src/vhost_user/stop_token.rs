@@ -197,9 +197,9 @@ mod tests {
         }
     }
 
-    /// The pause may learn late that it is over, on a busy machine; the connection is served again by then.
+    /// On a busy machine the pause may notice late that it is over; the connection is served again by then.
     #[test]
-    fn a_pause_that_is_over_disconnects_nobody() {
+    fn pause_disconnects_nobody_after_resume() {
         let token = StopToken::new().expect("a token");
         let (ours, theirs) = UnixStream::pair().expect("a pair");
         let guard = token.watch(ours.try_clone().expect("a duplicate"));
@@ -215,9 +215,9 @@ mod tests {
         });
     }
 
-    /// A thread that the machine has not run yet will see the pause when it is run.
+    /// A thread that is not scheduled yet will see the pause when it runs.
     #[test]
-    fn only_who_is_in_a_message_is_disconnected() {
+    fn pause_disconnects_only_connections_in_a_message() {
         let token = StopToken::new().expect("a token");
         let (ours, theirs) = UnixStream::pair().expect("a pair");
         let (slow, slows) = UnixStream::pair().expect("a pair");
@@ -247,9 +247,9 @@ mod model {
     use block::sync::thread;
     use std::io::Read;
 
-    /// Fails if a connection that comes while the token stops is not looked at by either side.
+    /// Fails if neither side looks at a connection that comes while the token stops.
     #[test]
-    fn a_connection_made_while_stopping_is_shut_down() {
+    fn stop_shuts_down_a_connection_made_meanwhile() {
         let run = || {
             let token = StopToken::new().unwrap();
             let (ours, mut theirs) = UnixStream::pair().unwrap();

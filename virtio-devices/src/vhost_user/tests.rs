@@ -412,11 +412,11 @@ mod conformance_suite {
     use super::{Served, conformance};
 
     conformance::suite!(Served);
-    conformance::suite!(Served: device::grown_disk_is_shown_and_can_be_written);
+    conformance::suite!(Served: device::grown_disk_is_shown_and_writable);
 }
 
 #[test]
-fn a_client_that_vanishes_with_requests_in_flight_is_drained_and_the_next_one_served() {
+fn vanished_client_is_drained_before_the_next_is_served() {
     let disk = MemDisk::new();
     let world = World::new(disk.disk(), 1);
     disk.set_bytes(0, &[3; 512]);
@@ -459,7 +459,7 @@ fn a_client_that_vanishes_with_requests_in_flight_is_drained_and_the_next_one_se
 }
 
 #[test]
-fn memory_that_is_removed_with_requests_in_flight_is_let_go_after_they_ended() {
+fn rem_mem_reg_waits_for_requests_in_flight() {
     let disk = MemDisk::new();
     disk.set_bytes(0, &[4; 512]);
     let world = World::new(disk.disk(), 1);
@@ -494,7 +494,7 @@ fn memory_that_is_removed_with_requests_in_flight_is_let_go_after_they_ended() {
 }
 
 #[test]
-fn a_new_memory_table_takes_effect_for_new_requests_and_old_ones_end_in_the_old() {
+fn set_mem_table_applies_only_to_new_requests() {
     let disk = MemDisk::new();
     disk.set_bytes(0, &[6; 512]);
     let world = World::new(disk.disk(), 2);
@@ -545,7 +545,7 @@ fn a_new_memory_table_takes_effect_for_new_requests_and_old_ones_end_in_the_old(
 }
 
 #[test]
-fn asking_for_the_base_drains_the_queue_and_it_goes_on_from_there() {
+fn get_vring_base_drains_and_returns_where_to_continue() {
     let disk = MemDisk::new();
     let world = World::new(disk.disk(), 2);
     let mut client = world.client(2);
@@ -575,7 +575,7 @@ fn asking_for_the_base_drains_the_queue_and_it_goes_on_from_there() {
 }
 
 #[test]
-fn a_disabled_queue_rests_until_it_is_enabled() {
+fn disabled_queue_rests_until_enabled() {
     let disk = MemDisk::new();
     let world = World::new(disk.disk(), 1);
     let mut client = world.client(1);
@@ -594,7 +594,7 @@ fn a_disabled_queue_rests_until_it_is_enabled() {
 }
 
 #[test]
-fn choosing_writethrough_flushes_and_makes_writes_durable() {
+fn writethrough_flushes_and_makes_writes_durable() {
     let disk = MemDisk::new();
     let world = World::new(disk.disk(), 1);
     let mut client = world.client(1);
@@ -625,7 +625,7 @@ fn choosing_writethrough_flushes_and_makes_writes_durable() {
 }
 
 #[test]
-fn a_guest_that_breaks_its_queue_is_told_and_the_other_queue_runs_on() {
+fn broken_queue_signals_its_client_and_others_run_on() {
     let disk = MemDisk::new();
     let world = World::new(disk.disk(), 2);
     let mut client = world.client(2);
@@ -654,7 +654,7 @@ fn a_guest_that_breaks_its_queue_is_told_and_the_other_queue_runs_on() {
 }
 
 #[test]
-fn what_cannot_be_meant_is_refused_and_the_client_may_go_on() {
+fn invalid_messages_are_refused_on_a_live_connection() {
     let disk = MemDisk::new();
     let world = World::new(disk.disk(), 1);
     let mut client = world.client(1);
@@ -698,7 +698,7 @@ fn what_cannot_be_meant_is_refused_and_the_client_may_go_on() {
 }
 
 #[test]
-fn stopping_finishes_what_is_in_flight_and_disconnects() {
+fn stop_drains_requests_and_disconnects() {
     let disk = MemDisk::new();
     let world = World::new(disk.disk(), 1);
     let mut client = world.client(1);
@@ -715,7 +715,7 @@ fn stopping_finishes_what_is_in_flight_and_disconnects() {
 }
 
 #[test]
-fn a_stopped_server_serves_nobody_and_an_idle_one_stops_at_once() {
+fn stop_does_not_wait_for_idle_or_silent_clients() {
     World::new(MemDisk::new().disk(), 3).stop();
     let world = World::new(MemDisk::new().disk(), 1);
     // A client that connects and says nothing, or half a message, does not hold the server up.
@@ -744,7 +744,7 @@ pub(super) fn send(stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> bool {
 }
 
 #[test]
-fn garbage_messages_cost_their_sender_the_connection_at_most() {
+fn garbage_messages_cost_at_most_their_connection() {
     let disk = MemDisk::new();
     let world = World::new(disk.disk(), 2);
     for seed in 1..=150 {
@@ -795,7 +795,7 @@ fn garbage_messages_cost_their_sender_the_connection_at_most() {
 }
 
 #[test]
-fn a_client_without_kicks_and_without_replies_is_polled() {
+fn client_without_kicks_and_replies_is_polled() {
     let disk = MemDisk::new();
     let world = World::new(disk.disk(), 1);
     let stream = UnixStream::connect(&world.path).expect("a connection");
@@ -841,7 +841,7 @@ fn a_client_without_kicks_and_without_replies_is_polled() {
 }
 
 #[test]
-fn a_server_that_cannot_be_started_says_why() {
+fn start_error_names_the_cause() {
     let start = |change: fn(&mut VhostUserConfig)| {
         let mut config = VhostUserConfig::default();
         change(&mut config);
@@ -911,7 +911,7 @@ impl Disk for Full {
 }
 
 #[test]
-fn a_queue_whose_writes_wait_for_space_drains_when_it_is_stopped() {
+fn get_vring_base_ends_waits_for_space() {
     for ring in [RingKind::IoUring, RingKind::Syscalls] {
         let world = World::on(ring, Full::disk(), 2, false);
         let mut client = world.client(2);

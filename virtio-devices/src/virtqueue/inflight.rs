@@ -442,10 +442,9 @@ mod tests {
         in_flight
     }
 
-    /// Killed after any store, the next server finds exactly what is in flight, in order, and goes on from
-    /// there; and so does the one after it, also when the recovery itself is cut short.
+    /// The next server finds exactly the chains in flight, in order. So does the one after it if the recovery is cut short.
     #[test]
-    fn a_kill_between_any_two_stores_loses_no_chain_and_repeats_no_published_one() {
+    fn recovery_is_exact_after_a_kill_between_any_two_stores() {
         for seed in 1..=400u64 {
             let mut random = Random::new(seed * 0x9e37_79b9 + 1);
             let map = memory();
@@ -480,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn a_region_that_is_not_to_be_believed_is_cleared() {
+    fn open_clears_the_region_unless_recovering() {
         let map = memory();
         let (mut queue, _) = open(&map, false, 7).expect("fresh");
         queue.take(3);
@@ -495,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_and_nothing_a_region_says_leads_out_of_it() {
+    fn open_refuses_an_impossible_region() {
         let map = memory();
         let (mut queue, _) = open(&map, false, 100).expect("fresh");
         queue.take(3);
@@ -530,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_a_region_holds_is_refused_or_names_each_head_once() {
+    fn open_refuses_random_regions_or_names_each_head_once() {
         let map = memory();
         for seed in 1..=3000u64 {
             let mut random = Random::new(seed * 7919);
@@ -570,7 +569,7 @@ mod tests {
     }
 
     #[test]
-    fn a_region_that_does_not_fit_is_not_made() {
+    fn region_is_refused_unless_it_fits_its_mapping() {
         let map = memory();
         assert!(InflightRegion::new(&map, 2, SIZE, true).is_none());
         assert!(InflightRegion::new(&map, usize::MAX, SIZE, true).is_none());

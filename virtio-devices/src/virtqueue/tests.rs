@@ -33,7 +33,7 @@ fn take(queue: &mut Virtqueue) -> Result<(u16, Chain), QueueError> {
 }
 
 #[test]
-fn a_chain_of_readable_and_writable_buffers_is_followed() {
+fn take_follows_readable_and_writable_buffers() {
     let (mut driver, mut queue) = pair();
     driver.write(DATA, &[1; 16]);
     let head = driver.chain(&[(DATA, 16, false), (DATA + 64, 32, false), (DATA + 512, 65, true)]);
@@ -53,7 +53,7 @@ fn a_chain_of_readable_and_writable_buffers_is_followed() {
 }
 
 #[test]
-fn a_header_cut_anywhere_reads_the_same() {
+fn take_header_joins_a_header_split_anywhere() {
     let header: Vec<u8> = (1..=16).collect();
     let expected = [0x0807_0605_0403_0201, 0x100f_0e0d_0c0b_0a09];
     for cut in 1..16 {
@@ -86,7 +86,7 @@ fn a_header_cut_anywhere_reads_the_same() {
 }
 
 #[test]
-fn a_buffer_across_two_adjacent_regions_is_one_buffer_of_two_slices() {
+fn buffer_may_span_two_adjacent_regions() {
     let (mut driver, mut queue) = pair();
     let edge = BASE + REGION_BYTES;
     driver.write(edge - 2, &[1, 2, 3, 4]);
@@ -108,7 +108,7 @@ fn a_buffer_across_two_adjacent_regions_is_one_buffer_of_two_slices() {
 }
 
 #[test]
-fn an_indirect_table_may_follow_direct_descriptors_and_be_longer_than_the_queue() {
+fn indirect_table_may_follow_descriptors_and_exceed_the_queue() {
     let (mut driver, mut queue) = pair();
     let count = u32::from(SIZE) * 2;
     driver.descriptor(0, Desc(DATA, 8, NEXT, 1));
@@ -128,9 +128,9 @@ fn an_indirect_table_may_follow_direct_descriptors_and_be_longer_than_the_queue(
     );
 }
 
-/// Everything that makes a chain impossible to follow, and the error that says so.
+/// Each way to make a chain impossible to follow, and its error.
 #[test]
-fn chains_that_cannot_be_followed_are_errors_that_name_what_is_wrong() {
+fn take_names_what_breaks_a_chain() {
     type Case = (&'static str, fn(&Driver), QueueError);
     let cases: &[Case] = &[
         (
@@ -222,9 +222,9 @@ fn chains_that_cannot_be_followed_are_errors_that_name_what_is_wrong() {
     }
 }
 
-/// Everything that is wrong inside a chain whose end is known: the chain can still be answered.
+/// Each defect inside a chain whose end is known: the chain can still be answered.
 #[test]
-fn chains_with_a_defect_keep_their_status_byte() {
+fn defective_chain_keeps_its_status_byte() {
     let status = (DATA, 1, true);
     let outside = |address, len| ChainDefect::OutsideMemory { address, len };
     type Case = (&'static str, (u64, u32, bool), ChainDefect);
@@ -262,7 +262,7 @@ fn chains_with_a_defect_keep_their_status_byte() {
 }
 
 #[test]
-fn a_chain_that_does_not_end_in_a_writable_byte_has_no_status() {
+fn take_status_needs_a_writable_last_byte() {
     for end in [(DATA, 16, false), (DATA, 0, true), (END, 1, true)] {
         let (mut driver, mut queue) = pair();
         let head = driver.chain(&[(DATA, 16, true), end]);
@@ -273,7 +273,7 @@ fn a_chain_that_does_not_end_in_a_writable_byte_has_no_status() {
 }
 
 #[test]
-fn an_available_index_that_jumps_and_a_head_outside_the_table_are_errors() {
+fn queue_refuses_a_jumping_index_and_a_head_outside() {
     let (mut driver, queue) = pair();
     driver.available = SIZE + 1;
     driver.publish();
@@ -297,7 +297,7 @@ fn an_available_index_that_jumps_and_a_head_outside_the_table_are_errors() {
 }
 
 #[test]
-fn an_indirect_table_that_was_not_negotiated_is_an_error() {
+fn take_refuses_indirect_tables_not_negotiated() {
     let mut driver = driver(guest_memory(None), 0, SIZE);
     let mut setup = setup(&driver);
     setup.indirect = false;
@@ -309,7 +309,7 @@ fn an_indirect_table_that_was_not_negotiated_is_an_error() {
 }
 
 #[test]
-fn rings_outside_memory_or_misaligned_or_of_a_wrong_size_do_not_start() {
+fn new_refuses_rings_of_wrong_place_alignment_or_size() {
     let driver = driver(guest_memory(None), 0, SIZE);
     let start = |change: &dyn Fn(&mut QueueSetup)| {
         let mut setup = setup(&driver);
@@ -357,7 +357,7 @@ fn rings_outside_memory_or_misaligned_or_of_a_wrong_size_do_not_start() {
 }
 
 #[test]
-fn used_entries_of_a_round_become_visible_together() {
+fn publish_shows_all_used_entries_at_once() {
     let (mut driver, mut queue) = pair();
     queue.give_back(3, 10);
     queue.give_back(5, 20);
@@ -371,7 +371,7 @@ fn used_entries_of_a_round_become_visible_together() {
 }
 
 #[test]
-fn a_guest_is_notified_when_the_index_passes_its_event_and_once_after_the_start() {
+fn publish_notifies_at_start_and_past_the_event_index() {
     let (driver, mut queue) = pair();
     driver.set_used_event(0x8000);
     let mut round = |count| {
@@ -389,7 +389,7 @@ fn a_guest_is_notified_when_the_index_passes_its_event_and_once_after_the_start(
 }
 
 #[test]
-fn without_event_indices_flags_say_who_is_notified() {
+fn flags_decide_notifications_without_event_indices() {
     let mut driver = driver(guest_memory(None), 0, SIZE);
     let mut setup = setup(&driver);
     setup.event_idx = false;
@@ -409,7 +409,7 @@ fn without_event_indices_flags_say_who_is_notified() {
 }
 
 #[test]
-fn asking_for_notifications_finds_what_came_just_before() {
+fn enable_notifications_finds_a_chain_made_just_before() {
     let (mut driver, mut queue) = pair();
     assert_eq!(queue.enable_notifications(), Ok(false));
     assert_eq!(driver.avail_event(), 0);
@@ -422,7 +422,7 @@ fn asking_for_notifications_finds_what_came_just_before() {
 }
 
 #[test]
-fn indices_wrap_around() {
+fn queue_indices_wrap_around() {
     let mut driver = driver(guest_memory(None), 0, SIZE);
     let mut setup = setup(&driver);
     setup.next_available = u16::MAX - 1;
@@ -468,10 +468,9 @@ pub(crate) fn nearly_right(random: &mut Random) -> Desc {
     Desc(address, len, flags, next)
 }
 
-/// Whatever the rings hold, taking chains ends, and every slice it finds is inside guest memory
-/// (`QueueMemory` panics otherwise when the slice is used, and each one is used here).
+/// Taking chains ends, and every slice lies inside guest memory (`QueueMemory` panics otherwise).
 #[test]
-fn random_rings_neither_panic_nor_reach_outside_memory() {
+fn take_stays_inside_memory_for_random_rings() {
     for seed in 1..=300 {
         let mut random = Random::new(seed);
         let (mut driver, mut queue) = pair();

@@ -137,11 +137,11 @@ mod conformance_suite {
     use super::{Plugged, There, conformance};
 
     conformance::suite!(Plugged<There>);
-    conformance::suite!(Plugged<There>: device::reset_takes_the_cache_mode_back);
+    conformance::suite!(Plugged<There>: device::reset_restores_writeback);
 }
 
 #[test]
-fn a_driver_finds_the_backends_disk_and_is_interrupted_by_it() {
+fn function_offers_the_backends_disk_and_interrupts() {
     let (_folder, _server, mut board, mut drivers) = ready(2);
     assert_eq!(board.function.driver_name(), "vhost-user");
     assert_eq!(board.function.size_bytes(), DISK_BYTES);
@@ -173,7 +173,7 @@ fn a_driver_finds_the_backends_disk_and_is_interrupted_by_it() {
 }
 
 #[test]
-fn a_read_only_disk_and_a_single_queue_are_shown_as_such() {
+fn function_shows_read_only_and_its_own_queue_count() {
     let (_folder, socket) = folder();
     let disk = MemDisk::with(|info| info.read_only = true);
     let _server = Server::start(&socket, &disk, 4);
@@ -188,7 +188,7 @@ fn a_read_only_disk_and_a_single_queue_are_shown_as_such() {
 }
 
 #[test]
-fn a_masked_interrupt_waits_and_another_vector_is_taken_at_once() {
+fn interrupt_is_kept_while_masked_and_follows_its_vector() {
     let (_folder, _server, mut board, mut drivers) = ready(2);
     let driver = &mut drivers[0];
     board.set(0x4000 + 16 + 12, 4, 1);
@@ -215,7 +215,7 @@ fn a_masked_interrupt_waits_and_another_vector_is_taken_at_once() {
 }
 
 #[test]
-fn queues_stop_with_a_pause_or_a_reset_and_go_on_where_they_were() {
+fn queues_stop_on_pause_or_reset_and_serve_again() {
     let (_folder, _server, mut board, mut drivers) = ready(2);
     for round in 0..3 {
         work(&mut board, &mut drivers[0], 0, 10 + round);
@@ -254,7 +254,7 @@ fn queues_stop_with_a_pause_or_a_reset_and_go_on_where_they_were() {
 }
 
 #[test]
-fn the_cache_mode_is_the_drivers_to_choose_and_a_reset_takes_the_choice_back() {
+fn cache_mode_follows_the_driver_until_reset() {
     let (_folder, socket) = folder();
     let disk = MemDisk::new();
     let _server = Server::start(&socket, &disk, 1);
@@ -280,7 +280,7 @@ fn the_cache_mode_is_the_drivers_to_choose_and_a_reset_takes_the_choice_back() {
 }
 
 #[test]
-fn rings_outside_of_memory_ask_for_a_reset() {
+fn queue_outside_memory_sets_needs_reset() {
     let (_folder, socket) = folder();
     let disk = MemDisk::new();
     let _server = Server::start(&socket, &disk, 1);
@@ -299,7 +299,7 @@ fn rings_outside_of_memory_ask_for_a_reset() {
 }
 
 #[test]
-fn a_backend_that_goes_costs_the_guest_its_disk_until_a_reset_finds_another() {
+fn lost_backend_sets_needs_reset_until_a_reset_reconnects() {
     let (folder, server, mut board, mut drivers) = ready(2);
     board.set(16, 2, 0);
     work(&mut board, &mut drivers[0], 0, 1);
@@ -332,9 +332,9 @@ fn a_backend_that_goes_costs_the_guest_its_disk_until_a_reset_finds_another() {
     board.function.unplug().expect("a drain");
 }
 
-/// A driver at work while its server comes and goes; it notices nothing but that answers take longer.
+/// The driver works while its server comes and goes. It notices only that answers take longer.
 #[test]
-fn a_backend_that_notes_what_is_in_flight_is_waited_for() {
+fn lost_backend_is_waited_for_if_it_tracks_inflight() {
     let (_folder, socket) = folder();
     let disk = MemDisk::new();
     let mut server = Server::start_as(&socket, &disk, 2, true);
@@ -448,9 +448,9 @@ fn a_backend_that_notes_what_is_in_flight_is_waited_for() {
     work(&mut board, &mut drivers[0], 0, 0xCC);
 }
 
-/// The backend that comes while the machine is paused is told the cache mode before a queue runs again.
+/// A backend that connects while the machine is paused gets the cache mode before a queue runs again.
 #[test]
-fn a_backend_that_comes_during_a_pause_is_told_the_cache_mode() {
+fn backend_reconnected_in_a_pause_gets_the_cache_mode() {
     let (_folder, socket) = folder();
     let disk = MemDisk::new();
     let server = Server::start_as(&socket, &disk, 1, true);
@@ -486,7 +486,7 @@ fn refused(socket: &Path, queues: u16) -> String {
 }
 
 #[test]
-fn a_backend_that_is_not_there_or_too_small_is_refused_in_one_line() {
+fn connect_names_a_backend_that_is_missing_or_too_small() {
     let (_folder, socket) = folder();
     let place = socket.display();
     assert_eq!(
@@ -535,7 +535,7 @@ fn given_up(socket: &Path, patience: Duration, cancel: &Cancel) -> BackendError 
 }
 
 #[test]
-fn a_backend_that_never_answers_is_given_up() {
+fn connect_times_out_on_a_silent_backend() {
     let (_folder, socket) = folder();
     // It listens, and serves another.
     let listener = UnixListener::bind(&socket).expect("a socket");
@@ -552,9 +552,9 @@ fn a_backend_that_never_answers_is_given_up() {
     );
 }
 
-/// Each answer comes in time, and all of them together too late.
+/// Each answer comes in time, but all of them together come too late.
 #[test]
-fn a_backend_that_answers_slowly_has_one_deadline_for_its_set_up() {
+fn connect_has_one_deadline_for_a_slow_backend() {
     const ANSWERED: [u8; 3] = [1, 15, 17];
     let (_folder, socket) = folder();
     let listener = UnixListener::bind(&socket).expect("a socket");
@@ -581,7 +581,7 @@ fn a_backend_that_answers_slowly_has_one_deadline_for_its_set_up() {
 }
 
 #[test]
-fn connecting_to_a_backend_can_be_cancelled() {
+fn connect_can_be_cancelled() {
     let (_folder, socket) = folder();
     let listener = UnixListener::bind(&socket).expect("a socket");
     for full in [false, true] {
@@ -593,9 +593,9 @@ fn connecting_to_a_backend_can_be_cancelled() {
     }
 }
 
-/// The disk of a backend that was lost ends at once, although somebody is trying to connect again.
+/// The disk of a lost backend is dropped at once, although a reconnect is under way.
 #[test]
-fn the_end_of_a_disk_does_not_wait_for_a_backend_that_accepts_nobody() {
+fn drop_does_not_wait_for_a_reconnect() {
     for full in [false, true] {
         let (_folder, socket) = folder();
         let disk = MemDisk::new();
@@ -615,7 +615,7 @@ fn the_end_of_a_disk_does_not_wait_for_a_backend_that_accepts_nobody() {
 }
 
 #[test]
-fn memory_that_cannot_be_shared_is_told_when_it_is_needed() {
+fn set_up_refuses_memory_that_cannot_be_shared() {
     let (_folder, socket) = folder();
     let _server = Server::start(&socket, &MemDisk::new(), 1);
     let config = VhostUserDiskConfig {
@@ -693,7 +693,7 @@ impl Drop for Daemon {
 }
 
 #[test]
-fn qemus_storage_daemon_serves_too_and_tells_when_its_disk_grows() {
+fn qemu_storage_daemon_serves_and_reports_growth() {
     let (folder, socket) = folder();
     let mut daemon = Daemon::start(folder.path(), &socket);
     let mut board = Board::foreign(&socket, 2, MemDisk::new()).expect("a function");

@@ -200,8 +200,9 @@ impl UblkDevice {
 mod tests {
     use super::*;
 
+    /// Three quiet rounds of finishing, then three of keeping; then the disk is closed.
     #[test]
-    fn a_disk_is_closed_after_three_quiet_rounds_of_finishing_and_three_of_keeping() {
+    fn hand_over_progress_needs_three_quiet_rounds_per_phase() {
         let mut progress = HandOverProgress::default();
         let mut steps = |rounds: &[bool]| -> Vec<Step> {
             let step = |&finished: &bool| progress.after_round(finished);
@@ -214,9 +215,9 @@ mod tests {
         assert_eq!(steps(&[true]), [Close]);
     }
 
-    /// Requests that cannot be repeated are finished in any case; those of a driver that keeps sending are kept.
+    /// Requests that cannot be repeated are always finished. A driver that keeps sending has its requests kept.
     #[test]
-    fn what_queues_do_at_parting_is_what_their_driver_can() {
+    fn parting_duty_follows_recovery_and_quiesce() {
         for (recovery, quiesce, duty) in [
             (Recovery::Reissue, Flags::empty(), Some(Duty::Keep)),
             (Recovery::Reissue, Flags::QUIESCE, Some(Duty::FinishWell)),

@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_in_which_the_driver_waits_outlives_its_device_and_any_other_does_not() {
+    fn ring_outlives_its_device_only_while_the_driver_waits() {
         let disk = MemDisk::new();
         let mut waiting = world(&disk);
         let device = waiting.device.take();

@@ -29,7 +29,7 @@ fn fault(model: &Model) -> String {
 }
 
 #[test]
-fn what_the_kernel_would_not_take_is_told() {
+fn model_reports_what_the_kernel_would_refuse() {
     let (model, mut channel) = served(Model::new(2));
     channel.fetch(0).expect("a slot");
     assert!(fault(&model).contains("fetched for already"));
@@ -55,9 +55,9 @@ fn what_the_kernel_would_not_take_is_told() {
     assert!(fault(&model).contains("before tag 0 was fetched for"));
 }
 
-/// The driver copies what a write writes when it gives it out, and what a read found when it is answered.
+/// The driver copies written data when it hands a request out, and read data when the request is answered.
 #[test]
-fn in_copy_mode_data_goes_through_the_servers_own_buffer() {
+fn model_copies_through_the_servers_buffer_in_copy_mode() {
     let (model, mut channel) = served(Model::in_copy_mode(1));
     let written = model.request(Io::write(0, &[7; BYTES]));
     let mut found = [0; BYTES];
@@ -79,9 +79,9 @@ fn in_copy_mode_data_goes_through_the_servers_own_buffer() {
     assert_eq!(model.take_fault(), None);
 }
 
-/// By mode: what the dead server had, what came before it died and had no tag, and what came afterwards.
+/// For each mode: a request of the dead server, one that had no tag when it died, and a later one.
 #[test]
-fn requests_without_a_server_wait_or_fail_as_the_device_was_made() {
+fn model_keeps_or_fails_requests_by_recovery_mode() {
     let served_later = (None, false);
     let failed = (Some(-libc::EIO), true);
     for (recovery, expected, reissued) in [
@@ -117,7 +117,7 @@ fn requests_without_a_server_wait_or_fail_as_the_device_was_made() {
 }
 
 #[test]
-fn a_server_that_hands_over_gets_nothing_new_and_each_tag_ends_when_it_is_answered() {
+fn model_quiesce_ends_each_tag_once_answered() {
     let (model, mut channel) = served(Model::new(2));
     model.request(Io::new(op::READ, 0, 1));
     assert_eq!(taken(&mut channel), [(0, IO_RES_OK)]);
@@ -136,9 +136,9 @@ fn a_server_that_hands_over_gets_nothing_new_and_each_tag_ends_when_it_is_answer
     );
 }
 
-/// Tags that wait stay with a driver that only holds back, and so does what the server keeps.
+/// A driver that only holds back ends no idle tag and keeps the requests that the server kept.
 #[test]
-fn a_driver_that_holds_back_ends_no_tag_and_gives_the_rest_to_the_next_server() {
+fn model_hold_back_leaves_requests_to_the_next_server() {
     let (model, mut channel) = served(Model::new(2));
     let kept = model.request(Io::new(op::READ, 7, 1));
     assert_eq!(taken(&mut channel), [(0, IO_RES_OK)]);
@@ -154,9 +154,9 @@ fn a_driver_that_holds_back_ends_no_tag_and_gives_the_rest_to_the_next_server() 
     );
 }
 
-/// Two queues whose server gives them the same places of their ring's table.
+/// The server gives two queues of one ring the same slots of the ring's buffer table.
 #[test]
-fn two_queues_of_a_ring_cannot_have_their_pages_in_one_place() {
+fn model_reports_two_queues_that_share_a_buffer_slot() {
     let world = simulator::SimWorld::new(1, simulator::Profile::IMMEDIATE);
     let (_cx, tags) = world.context_with_tags(8, 4, BYTES, true);
     let table = RingTable::new(&Rc::new(tags), 4);
@@ -187,7 +187,7 @@ fn two_queues_of_a_ring_cannot_have_their_pages_in_one_place() {
 }
 
 #[test]
-fn the_seed_alone_says_which_tag_a_request_gets() {
+fn model_shuffle_is_decided_by_its_seed() {
     let tags = |seed| {
         let (model, mut channel) = served(Model::new(8));
         model.shuffle(seed);
