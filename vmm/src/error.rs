@@ -140,7 +140,7 @@ mod tests {
     struct InTheMiddle(#[source] io::Error);
 
     #[test]
-    fn a_failure_is_one_line_with_its_sources() {
+    fn failure_is_one_line_with_its_sources() {
         let source = io::Error::from_raw_os_error(libc::ENOENT);
         let failure = CommandFailure::about("cannot open\nx\u{1b}[1m", source);
         assert_eq!(
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_already_in_its_parent_s_text_is_not_repeated() {
+    fn chain_omits_a_source_its_parent_already_quotes() {
         let error = Repeats(io::Error::other("inner"));
         assert_eq!(chain(&error), "outer of inner");
         let error = InTheMiddle(io::Error::other("inner"));
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_pipe_is_a_quiet_failure() {
+    fn closed_pipe_is_a_quiet_failure() {
         let failure = CommandFailure::from(io::Error::from(io::ErrorKind::BrokenPipe));
         assert_eq!((failure.line(), failure.exit_code()), (None, 1));
     }

@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn one_image_is_two_disks_only_if_nobody_writes() {
+    fn check_images_allows_sharing_only_among_readers() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = |name: &str| folder.path().join(name);
         fs::write(path("a"), "").expect("a file");
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_is_one_however_it_is_written() {
+    fn check_sockets_finds_repeats_in_any_spelling() {
         let check = |names: &[&str]| check_sockets(&names.iter().map(PathBuf::from).collect::<Vec<_>>());
         assert!(check(&["s", "t"]).is_ok());
         for twice in ["s", "./s"] {

@@ -399,7 +399,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guest_that_restarts_at_once_is_waited_for_longer_each_time() {
+    fn restarts_back_off_when_a_guest_restarts_at_once() {
         let mut restarts = Restarts::default();
         let quick = Duration::from_millis(5);
         let waits: Vec<u64> = (0..12).map(|_| restarts.next(quick).as_secs()).collect();

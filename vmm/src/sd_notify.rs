@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_manager_with_a_path_or_an_abstract_name_hears_of_it() {
+    fn ready_reaches_a_path_or_abstract_socket() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("notify");
         let name = format!("ringdisk-test-{}", std::process::id());

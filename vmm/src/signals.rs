@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_blocked_signal_is_waited_for_and_named() {
+    fn wait_names_a_blocked_signal() {
         // In a thread of its own: the block must not leak into the other tests' threads.
         std::thread::spawn(|| {
             let signals = StopSignals::block().expect("block");

@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_decimal_hexadecimal_or_carry_a_suffix_of_either_case() {
+    fn parse_bytes_takes_decimal_hex_and_suffixes() {
         for (text, bytes) in [
             ("0", 0),
             ("512", 512),
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_size_is_refused_and_never_rounded() {
+    fn parse_bytes_refuses_other_text_and_never_rounds() {
         use SizeError::{Fraction, Malformed, TooLarge};
         for (text, error) in [
             ("", Malformed),
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_shown_in_the_largest_unit_they_reach() {
+    fn human_uses_the_largest_unit_reached() {
         for (bytes, text) in [
             (0, "0 bytes"),
             (512, "512 bytes"),
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn short_sizes_have_three_significant_digits() {
+    fn human_short_has_three_significant_digits() {
         for (bytes, text) in [
             (0, "0 B"),
             (512, "512 B"),

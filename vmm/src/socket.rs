@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_is_private_accepts_connections_and_goes_away_with_its_server() {
+    fn listen_makes_a_private_socket_removed_on_drop() {
         let directory = directory();
         let path = directory.path().join("s");
         let socket = Socket::listen(&path).expect("listen");
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_live_server_is_refused_by_name_and_left_alone() {
+    fn listen_names_a_live_server_and_leaves_it_alone() {
         let directory = directory();
         let path = directory.path().join("s");
         let _server = UnixListener::bind(&path).expect("bind");
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn a_live_server_with_a_full_backlog_is_refused_without_waiting() {
+    fn listen_refuses_a_server_with_a_full_backlog_at_once() {
         let directory = directory();
         let path = directory.path().join("s");
         let _server = Socket::listen(&path).expect("listen");
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stale_socket_is_replaced() {
+    fn listen_replaces_a_stale_socket() {
         let directory = directory();
         let path = directory.path().join("s");
         drop(UnixListener::bind(&path).expect("bind"));
@@ -426,10 +426,9 @@ mod tests {
         UnixStream::connect(socket.path()).expect("connect");
     }
 
-    /// Each that starts probes the leftover, removes it and makes its own socket: without a lock it may remove another's
-    /// that is new.
+    /// Each start probes the stale socket, removes it and makes its own. Without a lock it may remove a new one.
     #[test]
-    fn of_many_that_start_at_once_on_a_leftover_one_has_the_socket() {
+    fn listen_succeeds_once_among_concurrent_starts() {
         for round in 0..200 {
             let directory = directory();
             let path = directory.path().join("s");
@@ -454,8 +453,9 @@ mod tests {
         }
     }
 
+    /// Another start may be replacing the stale socket while it holds the folder's lock.
     #[test]
-    fn a_leftover_is_not_looked_at_while_another_start_may_replace_it() {
+    fn listen_waits_for_the_folder_lock_but_not_forever() {
         let directory = directory();
         let path = directory.path().join("s");
         drop(UnixListener::bind(&path).expect("bind"));
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_socket_is_refused_and_kept() {
+    fn listen_refuses_and_keeps_a_file_that_is_no_socket() {
         let directory = directory();
         let path = directory.path().join("s");
         fs::write(&path, "precious").expect("write");
@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn a_successor_s_socket_is_not_removed() {
+    fn drop_keeps_a_successors_socket() {
         let directory = directory();
         let path = directory.path().join("s");
         let old = Socket::listen(&path).expect("listen");
@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_does_not_fit_or_cannot_be_made_says_so() {
+    fn listen_names_a_path_it_cannot_bind() {
         let long = Path::new("/tmp").join("x".repeat(200));
         let refused = Socket::listen(&long).expect_err("too long").to_string();
         assert!(refused.contains("longer than 107 bytes"), "{refused}");

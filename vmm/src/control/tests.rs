@@ -47,7 +47,7 @@ fn say(path: &Path, bytes: &[u8]) -> String {
 }
 
 #[test]
-fn requests_are_answered_in_turn_on_one_connection() {
+fn control_answers_requests_in_turn_on_one_connection() {
     let (_folder, path, _control) = served();
     let answer = say(
         &path,
@@ -73,9 +73,9 @@ fn requests_are_answered_in_turn_on_one_connection() {
     assert_eq!(answer, json!({"ok": true, "id": "a", "size": 7}));
 }
 
-/// Every line of the page that is a request is one, and every request is on the page.
+/// Every request on the page parses, and every request is on the page.
 #[test]
-fn the_documented_requests_are_the_ones_there_are() {
+fn control_page_lists_exactly_the_requests() {
     let page = include_str!("../../../docs/control.md");
     let mut examples: Vec<Value> = Vec::new();
     for block in page.split("```json\n").skip(1) {
@@ -124,7 +124,7 @@ fn the_documented_requests_are_the_ones_there_are() {
 }
 
 #[test]
-fn ask_for_locks_returns_every_description_and_further_requests_are_heard() {
+fn ask_for_locks_returns_every_lock_and_serving_continues() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("control");
     let image = std::fs::File::create(folder.path().join("image")).expect("a file");
@@ -156,7 +156,7 @@ fn ask_for_locks_returns_every_description_and_further_requests_are_heard() {
 }
 
 #[test]
-fn a_disk_is_added_by_the_keys_of_the_command_line() {
+fn disk_add_takes_the_command_line_keys() {
     let (_folder, path, _control) = served();
     let text = r#"path="a,b.qcow2",id=a,num_queues=2,queue_affinity=[0@[0],1@[1-2]],readonly=on"#;
     let keys = DiskKeys::parse(text).expect("a disk");
@@ -190,7 +190,7 @@ fn a_disk_is_added_by_the_keys_of_the_command_line() {
 }
 
 #[test]
-fn what_makes_no_sense_is_answered_and_the_next_client_served() {
+fn invalid_request_is_answered_and_the_next_client_served() {
     let (_folder, path, _control) = served();
     for (bytes, said) in [
         (
@@ -216,7 +216,7 @@ fn what_makes_no_sense_is_answered_and_the_next_client_served() {
 }
 
 #[test]
-fn a_mistake_of_ours_is_an_answer_and_costs_no_seat() {
+fn handler_panic_is_answered_and_costs_no_seat() {
     let (_folder, path, _control) = served();
     for _ in 0..2 * CLIENTS_MAX {
         let answer = say(
@@ -231,7 +231,7 @@ fn a_mistake_of_ours_is_an_answer_and_costs_no_seat() {
 }
 
 #[test]
-fn whoever_does_not_answer_in_time_is_not_waited_for_and_an_end_comes_after_its_answer() {
+fn ask_within_times_out_and_after_answer_follows_the_answer() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("control");
     let silent = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
@@ -269,7 +269,7 @@ fn whoever_does_not_answer_in_time_is_not_waited_for_and_an_end_comes_after_its_
 }
 
 #[test]
-fn clients_that_say_nothing_leave_room_for_others_when_they_go() {
+fn control_frees_the_seats_of_silent_clients_that_leave() {
     let (_folder, path, _control) = served();
     let silent: Vec<UnixStream> = (0..CLIENTS_MAX)
         .map(|_| UnixStream::connect(&path).expect("it listens"))

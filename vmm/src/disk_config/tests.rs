@@ -16,7 +16,7 @@ fn refused(text: &str) -> String {
 }
 
 #[test]
-fn a_worker_gets_the_queues_cpus_polling_and_depth_over_the_base() {
+fn workers_apply_the_disks_keys_over_the_base() {
     let base = WorkerConfig {
         poll_max: Duration::from_micros(7),
         registered_buffers: 3,
@@ -52,7 +52,7 @@ fn a_worker_gets_the_queues_cpus_polling_and_depth_over_the_base() {
 }
 
 #[test]
-fn a_path_alone_gets_the_documented_defaults() {
+fn parse_fills_in_the_documented_defaults() {
     let config = parse("path=/a/disk.qcow2");
     assert_eq!(config, DiskConfig::new("/a/disk.qcow2"));
     assert_eq!((config.num_queues, config.queue_size), (1, 128));
@@ -66,7 +66,7 @@ fn a_path_alone_gets_the_documented_defaults() {
 }
 
 #[test]
-fn every_key_reaches_its_field() {
+fn parse_sets_the_field_of_every_key() {
     let config = parse(
         "queue_affinity=[0@[1,3],1@[4-6,5]],path=d,image_type=qcow2,readonly=on,direct=on,num_queues=2,\
          queue_size=256,serial=root disk,id=d0,backing_files=on,sparse=off,lock_granularity=full,\
@@ -109,7 +109,7 @@ fn every_key_reaches_its_field() {
 }
 
 #[test]
-fn writes_without_space_fail_unless_they_are_to_wait() {
+fn werror_is_report_unless_set_to_wait() {
     assert_eq!(parse("path=d").werror, WriteErrors::Report);
     assert_eq!(parse("path=d,werror=report").werror, WriteErrors::Report);
     assert_eq!(
@@ -136,7 +136,7 @@ fn rate(size: u64, refill_ms: u64, one_time_burst: u64) -> Option<Rate> {
 }
 
 #[test]
-fn limits_are_a_size_in_a_time_and_perhaps_a_burst() {
+fn rate_limits_need_a_size_and_a_refill_time() {
     let config = parse(
         "path=d,bw_size=100M,bw_refill_time=1000,bw_one_time_burst=1G,ops_size=18446744073709551615,ops_refill_time=1",
     );
@@ -173,7 +173,7 @@ fn limits_are_a_size_in_a_time_and_perhaps_a_burst() {
 }
 
 #[test]
-fn a_disk_that_another_program_serves_is_a_socket_and_little_more() {
+fn vhost_user_disk_takes_a_socket_and_few_other_keys() {
     let config = parse("vhost_user=on,socket=/run/s,num_queues=2,queue_size=256,id=d");
     let mut expected = DiskConfig::new("/run/s");
     (expected.vhost_user, expected.num_queues, expected.queue_size) = (true, 2, 256);
@@ -226,7 +226,7 @@ fn groups(texts: &[&str]) -> Result<RateLimitGroups, String> {
 }
 
 #[test]
-fn disks_of_a_group_share_its_tokens_and_nobody_joins_one_that_is_not_there() {
+fn join_shares_a_groups_limiter_and_refuses_unknown_groups() {
     let groups = groups(&[
         "id=a,ops_size=1,ops_refill_time=1",
         "bw_size=1M,bw_refill_time=10,id=b",
@@ -265,7 +265,7 @@ fn disks_of_a_group_share_its_tokens_and_nobody_joins_one_that_is_not_there() {
 }
 
 #[test]
-fn a_group_that_makes_no_sense_is_refused_by_name() {
+fn groups_refuse_an_invalid_group_by_name() {
     for (texts, message) in [
         (
             &["id=a"][..],
@@ -312,7 +312,7 @@ fn a_group_that_makes_no_sense_is_refused_by_name() {
 }
 
 #[test]
-fn the_table_of_keys_and_the_parser_know_the_same_keys() {
+fn keys_table_matches_the_parser() {
     for key in KEYS {
         let text = format!("path=d,{}=\u{1}", key.name);
         let error = DiskConfig::parse(&text).err();
@@ -360,7 +360,7 @@ fn the_table_of_keys_and_the_parser_know_the_same_keys() {
 }
 
 #[test]
-fn values_may_be_quoted_and_file_names_may_hold_brackets_and_equals_signs() {
+fn parse_takes_quotes_brackets_and_equals_signs_in_values() {
     assert_eq!(
         parse("path=\"a,b=c.img\",readonly=on").path,
         PathBuf::from("a,b=c.img")
@@ -372,7 +372,7 @@ fn values_may_be_quoted_and_file_names_may_hold_brackets_and_equals_signs() {
 }
 
 #[test]
-fn text_that_is_not_items_is_refused_with_the_item() {
+fn parse_names_the_malformed_item() {
     for (text, message) in [
         ("", "--disk: ``: expected key=value, found nothing"),
         ("disk.qcow2", "--disk: `disk.qcow2`: expected key=value"),
@@ -403,7 +403,7 @@ fn text_that_is_not_items_is_refused_with_the_item() {
 }
 
 #[test]
-fn an_unknown_key_is_named_with_the_one_it_resembles() {
+fn parse_suggests_a_key_for_an_unknown_one() {
     let message = refused("path=a,sprase=on");
     assert_eq!(
         message,
@@ -420,7 +420,7 @@ fn an_unknown_key_is_named_with_the_one_it_resembles() {
 }
 
 #[test]
-fn keys_of_the_full_syntax_are_refused_with_where_they_apply() {
+fn keys_of_other_commands_are_refused_with_their_place() {
     for key in ["iommu=off", "pci_segment=0", "pci_device_id=31"] {
         let config = parse(&format!("path=a,{key}"));
         let message = config.is_own().expect_err("it has a place on a bus").to_string();
@@ -436,7 +436,7 @@ fn keys_of_the_full_syntax_are_refused_with_where_they_apply() {
 }
 
 #[test]
-fn a_key_given_twice_is_refused_even_with_the_same_value() {
+fn parse_refuses_a_repeated_key_even_with_the_same_value() {
     assert_eq!(
         refused("path=a,readonly=on,readonly=on"),
         "--disk: `readonly` is given more than once"
@@ -445,7 +445,7 @@ fn a_key_given_twice_is_refused_even_with_the_same_value() {
 }
 
 #[test]
-fn a_missing_or_empty_path_is_refused() {
+fn parse_refuses_a_missing_or_empty_path() {
     assert_eq!(
         refused("readonly=on"),
         "--disk: `path` is missing; it takes the name of a file"
@@ -458,7 +458,7 @@ fn a_missing_or_empty_path_is_refused() {
 }
 
 #[test]
-fn wrong_values_name_the_key_and_what_it_takes() {
+fn wrong_value_error_names_the_key_and_valid_values() {
     for (item, takes) in [
         ("image_type=vmdk", "raw or qcow2"),
         ("image_type=QCOW2", "raw or qcow2"),
@@ -513,7 +513,7 @@ fn wrong_values_name_the_key_and_what_it_takes() {
 }
 
 #[test]
-fn limits_themselves_are_accepted() {
+fn parse_accepts_values_at_their_bounds() {
     assert_eq!(parse("path=a,num_queues=256").num_queues, 256);
     assert_eq!(parse("path=a,queue_size=4").queue_size, 4);
     assert_eq!(parse("path=a,queue_size=32768").queue_size, 32768);
@@ -533,7 +533,7 @@ fn limits_themselves_are_accepted() {
 }
 
 #[test]
-fn a_malformed_affinity_is_refused() {
+fn parse_refuses_a_malformed_affinity() {
     for value in [
         "0@[1]",
         "[]",
@@ -564,7 +564,7 @@ fn a_malformed_affinity_is_refused() {
 }
 
 #[test]
-fn contradictions_name_both_keys() {
+fn contradiction_error_names_both_keys() {
     for (text, message) in [
         (
             "path=a,image_type=raw,backing_files=on",
@@ -589,7 +589,7 @@ fn contradictions_name_both_keys() {
 }
 
 #[test]
-fn no_text_makes_the_parser_panic() {
+fn parse_never_panics() {
     // Every string of up to five characters over the ones with a meaning, multi-byte included.
     let alphabet = [
         "path",
@@ -617,7 +617,7 @@ fn no_text_makes_the_parser_panic() {
 }
 
 #[test]
-fn a_place_on_the_bus_is_a_slot_of_the_one_segment_without_an_iommu() {
+fn pci_keys_take_a_slot_of_segment_0_without_iommu() {
     let place = parse("path=a,pci_device_id=7,pci_segment=0,iommu=off").pci;
     assert_eq!(place.device_id, Some(7));
     parse("vhost_user=on,socket=s,pci_device_id=1");

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn every_option_reaches_its_field_from_one_or_several_texts() {
+    fn parse_sets_every_option_from_one_or_several_texts() {
         let (options, given) = parse([
             "cluster_size=4k,compat=0.10,refcount_bits=1",
             "backing_file=\"a,b.img\",backing_fmt=raw,lazy_refcounts=on,preallocation=falloc,compression_type=zstd",
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_values_name_the_option_and_what_it_takes() {
+    fn wrong_value_error_names_the_option_and_valid_values() {
         for (item, takes) in [
             ("cluster_size=x", "a power of two from 512 to 2M"),
             ("compat=2", "0.10 (version 2) or 1.1 (version 3)"),
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_unsupported_and_repeated_options_are_told_apart() {
+    fn parse_tells_unknown_unsupported_and_repeated_apart() {
         assert!(
             refused("foo=1").starts_with("-o: unknown option `foo`; expected one of cluster_size, compat,")
         );

@@ -202,7 +202,7 @@ mod tests {
     use qcow::image::Finding;
 
     #[test]
-    fn a_clean_image_is_said_to_be_clean_with_its_statistics() {
+    fn check_prints_a_clean_image_with_its_statistics() {
         let report = CheckReport {
             total_clusters: 16,
             allocated_clusters: 4,
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn findings_are_listed_counted_and_explained() {
+    fn check_lists_counts_and_explains_findings() {
         let finding = |severity| Finding {
             severity,
             structure: ClusterUse::Unknown,

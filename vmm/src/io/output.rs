@@ -116,7 +116,7 @@ mod tests {
     };
 
     #[test]
-    fn a_transfer_is_reported_as_qemu_io_does() {
+    fn report_matches_qemu_io() {
         assert_eq!(
             report("read", RANGE, Duration::from_millis(250)),
             "read 65536/65536 bytes at offset 512\n64 KiB, 1 ops; 00.25 sec (256 KiB/sec and 4.0000 ops/sec)\n"
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn verification_looks_at_the_whole_part_and_nothing_else() {
+    fn verify_checks_exactly_its_range() {
         let mut data = vec![7; 16];
         data[3] = 8;
         let check = |start, len| {
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dump_has_sixteen_bytes_a_line() {
+    fn dump_prints_16_bytes_per_line() {
         assert_eq!(
             dump(b"ABCDEFGHIJKLMNOP\x00\xaaq :/", 0x20),
             "00000020:  41 42 43 44 45 46 47 48 49 4a 4b 4c 4d 4e 4f 50  ABCDEFGHIJKLMNOP\n\

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn any_range_reads_and_writes_exactly_its_bytes() {
+    fn transfer_touches_exactly_its_range() {
         let zeroes = Transfer::Write {
             content: Content::Zeroes { unmap: true },
             fua: true,
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_sectors_are_one_request() {
+    fn transfer_of_whole_sectors_is_one_request() {
         let disk = Memory::new();
         run(&disk, write(1), 512, 1024).expect("a write");
         let zeroes = Transfer::Write {
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_discard_keeps_to_whole_sectors() {
+    fn discard_is_cut_to_whole_sectors() {
         let disk = Memory::new();
         run(&disk, Transfer::Discard, 1, 1022).expect("nothing to discard");
         assert!(disk.asked.borrow().is_empty());
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_lie_inside_the_disk_is_out_of_range_and_changes_nothing() {
+    fn transfer_outside_the_disk_fails_without_changes() {
         let disk = Memory::new();
         let before = disk.bytes.borrow().clone();
         for (offset, len) in [

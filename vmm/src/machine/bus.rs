@@ -216,7 +216,7 @@ mod tests {
 
     /// A function stays locked while it drains its queues.
     #[test]
-    fn a_function_that_is_busy_holds_up_nobody_else() {
+    fn busy_function_does_not_block_the_others() {
         let slots = Arc::new(Slots::default());
         let functions: Vec<Function> = (1..=3)
             .map(|number| {

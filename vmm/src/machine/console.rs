@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_typed_between_two_machines_waits_for_the_second() {
+    fn input_between_two_machines_waits_for_the_second() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("console");
         let console =
@@ -486,9 +486,9 @@ mod tests {
 
     const INSIDE: &str = "RINGDISK_TEST_PANICS";
 
-    /// Method: the test runs itself with a terminal, has it in raw mode, and panics.
+    /// Method: the test runs itself on a terminal, sets raw mode, and panics.
     #[test]
-    fn a_panic_puts_the_terminal_back() {
+    fn terminal_is_restored_after_a_panic() {
         if std::env::var_os(INSIDE).is_some() {
             let stop = Arc::default();
             let _console = Console::open(&ConsoleConfig::Terminal, &stop).expect("a console");
@@ -512,7 +512,7 @@ mod tests {
         let child = Command::new(std::env::current_exe().expect("this program"))
             .args([
                 "--exact",
-                "machine::console::tests::a_panic_puts_the_terminal_back",
+                "machine::console::tests::terminal_is_restored_after_a_panic",
             ])
             .args(["--nocapture", "--test-threads=1"])
             .env(INSIDE, "1")

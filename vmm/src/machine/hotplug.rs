@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn the_line_is_high_until_the_guest_has_heard_all() {
+    fn line_is_high_until_every_event_is_acknowledged() {
         let (mut ports, lines, _) = registers();
         ports.0.insert(3);
         ports.0.insert(31);
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_is_ejected_has_nothing_to_say_any_more() {
+    fn ejected_slot_has_no_pending_events() {
         let (mut ports, lines, ejected) = registers();
         ports.0.insert(1);
         ports.0.ask(1);
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_whole_register_does_nothing() {
+    fn partial_register_access_does_nothing() {
         let (mut ports, lines, ejected) = registers();
         ports.0.insert(0);
         ports.write(EJECT, &[1]);

@@ -291,7 +291,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn uninterrupted_calls_again_for_eintr_only_and_not_for_ever() {
+    fn uninterrupted_retries_only_eintr_and_not_forever() {
         let after = |interrupts: usize, last: Result<u8, i32>| {
             let mut calls = 0;
             let result = uninterrupted(|| {
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_that_is_refused_is_not_kept_in_the_table() {
+    fn routes_keep_no_refused_message() {
         let message = |data| MsiMessage {
             address: 0xFEE0_0000,
             data,

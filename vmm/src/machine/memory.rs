@@ -263,9 +263,9 @@ mod tests {
         }
     }
 
-    /// A backend that cut the memory would have this process killed by SIGBUS, with its images open.
+    /// A backend that truncated the memory would kill this process by SIGBUS, with its images open.
     #[test]
-    fn the_length_of_the_memory_is_sealed() {
+    fn guest_memory_length_is_sealed() {
         for hugepage_bytes in [None, Some(2 << 20)] {
             // Pages are not taken before the file is mapped.
             let file = match make_file(&config(hugepage_bytes)) {
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn the_memory_is_in_no_core_dump() {
+    fn guest_memory_is_in_no_core_dump() {
         let memory = make(&config(None), |bytes| vec![(0, bytes / 2), (1 << 32, bytes / 2)]).expect("memory");
         let maps = std::fs::read_to_string("/proc/self/smaps").expect("the process's mappings");
         for region in memory.iter() {

@@ -306,9 +306,9 @@ mod tests {
     use super::*;
     use crate::machine::Reason;
 
-    /// A pause or an end that waits for a CPU whose thread is gone would wait for ever.
+    /// A pause or an end must not wait forever for a CPU whose thread is gone.
     #[test]
-    fn a_cpu_that_panics_is_still_and_ends_the_machine() {
+    fn panicked_cpu_counts_as_still_and_ends_the_machine() {
         let state = Arc::new(State {
             wish: Mutex::new(Wish::Run),
             changed: Condvar::new(),

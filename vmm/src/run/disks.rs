@@ -372,7 +372,7 @@ mod tests {
     const NOW: Duration = Duration::ZERO;
 
     #[test]
-    fn a_disk_that_left_is_closed_and_its_image_free_when_it_is_told() {
+    fn departure_ends_after_image_is_closed() {
         let (folder, disks) = two();
         let (slot, departure) = disks.ask("b").expect("a disk");
         assert_eq!((slot, departure.wait(NOW)), (2, None));
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_is_gone_when_the_guest_starts_again_and_nothing_else() {
+    fn leave_asked_removes_only_requested_disks() {
         let (_folder, disks) = two();
         let (_, departure) = disks.ask("a").expect("a disk");
         disks.leave_asked();
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_waits_for_disks_that_are_leaving() {
+    fn close_waits_for_departing_disks() {
         let (folder, disks) = two();
         let (_, departure) = disks.ask("a").expect("a disk");
         disks.leave(1);
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn names_and_images_that_are_in_use_are_told_apart() {
+    fn check_refuses_ids_and_images_in_use() {
         let (folder, disks) = two();
         let refused = |text: String| {
             let config = DiskConfig::parse(&text).expect("a disk");

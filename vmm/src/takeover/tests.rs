@@ -81,7 +81,7 @@ fn hand_over(
 }
 
 #[test]
-fn take_over_has_the_locks_when_the_old_server_has_ended() {
+fn take_over_holds_the_locks_after_the_old_server_ends() {
     let world = &World::new();
     let new = || {
         let offer = take_over(&world.sockets()).expect("an offer");
@@ -97,7 +97,7 @@ fn take_over_has_the_locks_when_the_old_server_has_ended() {
 }
 
 #[test]
-fn take_back_waits_until_the_new_server_has_closed_its_images() {
+fn take_back_waits_for_the_new_server_to_close_images() {
     let world = &World::new();
     let image = Mutex::new(false);
     let is_open = |open: bool| *image.lock() = open;
@@ -153,7 +153,7 @@ fn send_offer(successor: &Successor, socket: &Socket, takeover_socket: &Takeover
 }
 
 #[test]
-fn begin_fails_when_the_old_server_has_taken_its_images_back() {
+fn begin_fails_after_the_old_server_took_back() {
     let world = &World::new();
     let (told, hears) = std::sync::mpsc::channel();
     let new = move || {
@@ -173,9 +173,9 @@ fn begin_fails_when_the_old_server_has_taken_its_images_back() {
     assert!(matches!(error, TakeoverError::TooLate), "{error}");
 }
 
-/// A new server that was stopped, with more on its way to it than its socket holds.
+/// The new server is stopped, and more is on its way to it than its socket holds.
 #[test]
-fn hand_over_gives_up_a_new_server_that_does_not_read() {
+fn hand_over_times_out_on_a_server_that_does_not_read() {
     let world = &World::new();
     let (told, hears) = std::sync::mpsc::channel::<()>();
     let new = move || {
@@ -198,7 +198,7 @@ fn hand_over_gives_up_a_new_server_that_does_not_read() {
 }
 
 #[test]
-fn servers_of_the_version_before_are_taken_over_from_and_take_over_without_locks() {
+fn takeover_works_without_locks_with_the_previous_version() {
     // A new server that asks as it did.
     let world = &World::new();
     let new = || {
@@ -236,7 +236,7 @@ fn servers_of_the_version_before_are_taken_over_from_and_take_over_without_locks
 }
 
 #[test]
-fn an_old_server_that_says_nothing_is_told_from_one_that_broke_off() {
+fn unanswered_tells_silence_from_a_broken_connection() {
     let silent = TakeoverError::unanswered(io::ErrorKind::WouldBlock.into(), Duration::from_secs(60));
     assert_eq!(
         silent.to_string(),
@@ -247,7 +247,7 @@ fn an_old_server_that_says_nothing_is_told_from_one_that_broke_off() {
 }
 
 #[test]
-fn not_adopted_says_which_option_a_client_needs() {
+fn not_adopted_names_the_option_a_client_needs() {
     let line = |error| not_adopted("a.qcow2", error).line().expect("a line");
     let restartable = line(HandOverError::InflightTracking);
     assert!(

@@ -226,13 +226,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_default_size_for_zero_copy_is_that_of_the_library() {
+    fn zero_copy_from_default_is_the_librarys() {
         let bytes = crate::size::parse_bytes(ZERO_COPY_FROM_TEXT).expect("a size");
         assert_eq!(bytes, u64::from(virtio_devices::ublk::ZERO_COPY_FROM));
     }
 
     #[test]
-    fn a_device_is_a_number_or_a_path() {
+    fn device_takes_a_number_or_a_path() {
         for text in ["7", "/dev/ublkb7", "/dev/ublkc7", "ublkb7", "ublkc7"] {
             assert_eq!(device(text), Ok(7), "{text}");
         }

@@ -240,14 +240,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_have_nothing_that_a_path_or_udev_minds_and_differ_where_serials_do() {
+    fn name_escapes_for_udev_and_stays_unique() {
         assert_eq!(name("DATA-1.a"), "ringdisk-DATA-1.a");
         assert_eq!(name("../x y\\z"), r"ringdisk-..\x2fx\x20y\x5cz");
         assert_ne!(name("a b"), name(r"a\x20b"));
     }
 
     #[test]
-    fn name_of_names_no_device_that_came_after_the_remembered_one() {
+    fn name_of_ignores_a_newer_device_of_that_number() {
         let devices = tempfile::tempdir().expect("a folder");
         let is_device = |sequence: &str| {
             fs::create_dir_all(devices.path().join("ublkb0")).expect("a folder");
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_there_from_beginning_to_end_and_is_nobody_elses() {
+    fn link_stays_with_its_device_until_removed() {
         let (dev, links) = dev();
         let leads_to = |name: &str| fs::read_link(links.join(name)).ok();
         let make = |device, name| make_in(&links, device, name).expect("a link");
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_devices_that_went_lead_nobody_astray() {
+    fn stale_links_are_replaced_or_removed() {
         let (dev, links) = dev();
         make_in(&links, 0, Some("ringdisk-old")).expect("a link");
         make_in(&links, 1, Some("ringdisk-b")).expect("a link");

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn refuse_claimed_names_the_device_that_waits_by_whatever_path_its_image_is_reached() {
+    fn refuse_claimed_names_the_waiting_device_for_any_path() {
         let world = World::new();
         fs::hard_link(world.path("a"), world.path("hard")).expect("a link");
         std::os::unix::fs::symlink("a", world.path("soft")).expect("a link");
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn refuse_claimed_names_the_server_of_a_device_that_is_served() {
+    fn refuse_claimed_names_the_server_of_a_served_device() {
         let world = World::new();
         let pid = std::process::id();
         world.remember(|state| state.pid = pid);
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn refuse_claimed_lets_everybody_have_what_only_a_stale_state_claims() {
+    fn refuse_claimed_ignores_a_stale_state() {
         let world = World::new();
         // Another device has the number now.
         world.is_device(42);
@@ -229,7 +229,7 @@ mod tests {
 
     /// Older versions saved neither files nor sequence numbers.
     #[test]
-    fn refuse_claimed_understands_the_state_of_an_older_server() {
+    fn refuse_claimed_reads_the_state_of_older_versions() {
         let world = World::new();
         let text = format!(
             r#"{{"id":3,"pid":4294967295,"disk":"path=a","directory":{:?},"queues_per_worker":1,"control":"/run/x"}}"#,

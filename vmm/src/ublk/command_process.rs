@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn helper_leaves_no_zombie_when_it_is_dropped() {
+    fn helper_leaves_no_zombie_on_drop() {
         let mut helper = hung();
         let stuck = helper.carry(&call(1, Duration::ZERO), &mut AlignedBuf::zeroed(0));
         assert!(matches!(stuck, Err(ControlError::Stuck(_))), "{stuck:?}");
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_command_says_and_is_answered_goes_over_the_socket_unchanged() {
+    fn carry_passes_calls_and_answers_unchanged() {
         let mut helper = hung();
         let driver = answered(&mut helper);
         let patience = Duration::from_secs(20);
@@ -474,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_asks_a_process_that_hangs_is_told_in_time_and_need_not_wait_for_its_end() {
+    fn carry_times_out_on_a_hung_process() {
         let began = Instant::now();
         let mut helper = hung();
         let mut buffer = AlignedBuf::from_slice(&[0; 64]);
@@ -492,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_waited_for_until_it_ends_and_no_longer_than_said() {
+    fn ends_until_waits_no_longer_than_its_deadline() {
         let start = |name: &str| Command::new(name).arg("1000").spawn().expect("a process");
         let began = Instant::now();
         assert!(ends_until(start("true"), began + Duration::from_secs(60)));
@@ -509,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_was_killed_fails_one_command_and_has_a_successor() {
+    fn killed_process_fails_one_command_and_is_replaced() {
         let mut helper = hung();
         kill(&mut helper);
         let before = helper.process();

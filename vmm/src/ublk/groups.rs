@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_of_one_text_share_and_the_command_line_goes_first() {
+    fn join_shares_equal_groups_and_prefers_the_command_line() {
         let (slow, slower) = (
             "id=slow,ops_size=10,ops_refill_time=100",
             "id=slow,ops_size=5,ops_refill_time=100",
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_that_is_not_there_is_named() {
+    fn join_names_an_unknown_group() {
         let mut disk = DiskConfig::parse("path=a,rate_limit_group=fast").expect("a disk");
         let mut groups = Groups::parse(&["id=slow,ops_size=1,ops_refill_time=1".to_owned()]).expect("one");
         let failure = groups.join(&mut disk, None).expect_err("no such group");

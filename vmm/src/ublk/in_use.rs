@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_block_device_or_is_not_there_is_not_in_use() {
+    fn user_of_is_none_for_a_missing_or_non_block_device() {
         assert_eq!(user_of("/dev/null").expect("a look"), None);
         assert_eq!(user_of("/dev/no-such-device").expect("a look"), None);
     }

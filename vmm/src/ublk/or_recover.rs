@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_is_the_same_if_its_text_is_and_means_the_same_file() {
+    fn is_same_compares_text_and_resolved_file() {
         let state = |disk: &str, directory: &str| SavedDevice {
             id: 1,
             pid: 2,

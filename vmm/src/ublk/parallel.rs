@@ -56,7 +56,7 @@ mod tests {
     use std::sync::Barrier;
 
     #[test]
-    fn work_is_done_side_by_side_and_answered_in_order() {
+    fn each_runs_in_parallel_and_answers_in_order() {
         let items: Vec<usize> = (0..3 * THREADS_MAX).collect();
         // Passed only if so many are at it at once.
         let together = Barrier::new(THREADS_MAX);
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_error_in_order_is_told_and_nothing_else_is_begun() {
+    fn each_returns_the_first_error_and_starts_no_more() {
         let begun = Mutex::new(0);
         let failed = each((0..1000).collect(), |&item: &usize| {
             *begun.lock() += 1;

@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sockets_of_processes_that_are_not_there_go() {
+    fn sweep_removes_sockets_of_missing_processes() {
         let folder = tempfile::tempdir().expect("a folder");
         let own = format!("server-{}.sock", std::process::id());
         // No process has the largest number that fits.
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_comes_back_and_other_text_is_nothing() {
+    fn saved_device_round_trips_and_refuses_other_text() {
         let state = SavedDevice {
             id: 3,
             pid: 7,

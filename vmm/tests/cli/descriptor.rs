@@ -28,7 +28,7 @@ fn disks(world: &World) -> [(&'static str, String); 2] {
 }
 
 #[test]
-fn a_descriptor_is_read_and_written_though_its_file_has_no_name_any_more() {
+fn fd_disk_works_after_its_file_is_unlinked() {
     let world = World::new();
     for (file, disk) in disks(&world) {
         let commands = [
@@ -52,7 +52,7 @@ fn a_descriptor_is_read_and_written_though_its_file_has_no_name_any_more() {
 }
 
 #[test]
-fn a_descriptor_for_reading_is_never_opened_for_writing() {
+fn read_only_fd_is_never_opened_for_writing() {
     let world = World::new();
     for (file, disk) in disks(&world) {
         let before = world.bytes(file);
@@ -90,7 +90,7 @@ fn a_descriptor_for_reading_is_never_opened_for_writing() {
 }
 
 #[test]
-fn a_descriptor_for_writing_only_is_not_read() {
+fn write_only_fd_is_refused() {
     let world = World::new();
     for (file, disk) in disks(&world) {
         for readonly in ["", ",readonly=on"] {
@@ -101,9 +101,9 @@ fn a_descriptor_for_writing_only_is_not_read() {
     }
 }
 
-/// Whatever the process has opened by then, another disk among it.
+/// The number may be any that the process has opened by then, such as another disk's.
 #[test]
-fn a_descriptor_that_was_not_handed_over_is_refused_whatever_has_that_number() {
+fn fd_that_was_not_inherited_is_refused() {
     let world = World::new();
     disks(&world);
     // What we ourselves were started with is not handed on.
@@ -130,7 +130,7 @@ fn a_descriptor_that_was_not_handed_over_is_refused_whatever_has_that_number() {
 }
 
 #[test]
-fn a_descriptor_of_no_image_is_refused_by_what_it_is() {
+fn fd_that_is_no_file_or_block_device_is_refused() {
     let world = World::new();
     for redirection in ["7</dev/null", "7< <(echo)", "7<."] {
         let disk = "path=/dev/fd/7,image_type=raw,readonly=on";

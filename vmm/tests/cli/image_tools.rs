@@ -9,7 +9,7 @@ fn json(text: &str) -> Value {
 }
 
 #[test]
-fn created_images_are_flawless_and_what_was_asked_for() {
+fn image_create_makes_flawless_images_as_requested() {
     let world = World::new();
     world.sparse_file("base.img", 3 << 20);
     for (options, size) in [
@@ -46,7 +46,7 @@ fn created_images_are_flawless_and_what_was_asked_for() {
 }
 
 #[test]
-fn create_says_what_qemu_img_says() {
+fn image_create_prints_what_qemu_img_prints() {
     let world = World::new();
     for name in ["base.qcow2", "a,b.qcow2"] {
         world.qemu_create(name, "compat=1.1", "1M");
@@ -78,9 +78,9 @@ fn create_says_what_qemu_img_says() {
     assert_eq!(ours.success(), theirs.success());
 }
 
-/// Who opens the overlay resolves the name, so who makes it does so in the same way.
+/// The command that makes an overlay resolves the name as the one that opens it.
 #[test]
-fn a_backing_file_name_may_start_with_file_and_no_other_protocol() {
+fn backing_file_name_may_have_only_the_file_protocol() {
     let world = World::new();
     world.qemu_create("base.qcow2", "compat=1.1", "7M");
     let absolute = world.path("base.qcow2");
@@ -128,7 +128,7 @@ fn assert_same_facts(ours: &Value, theirs: &Value, about: &str) {
 }
 
 #[test]
-fn an_overlay_without_a_size_gets_its_backing_disk_s() {
+fn overlay_without_a_size_takes_its_backing_files() {
     let world = World::new();
     world.qemu_create("base.qcow2", "compat=1.1", "7M");
     std::fs::create_dir(world.path("sub")).expect("a folder");
@@ -155,7 +155,7 @@ fn an_overlay_without_a_size_gets_its_backing_disk_s() {
 }
 
 #[test]
-fn an_image_is_never_made_its_own_backing_file() {
+fn image_create_refuses_an_image_backed_by_itself() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let before = world.bytes("a.qcow2");
@@ -168,7 +168,7 @@ fn an_image_is_never_made_its_own_backing_file() {
 }
 
 #[test]
-fn info_speaks_the_words_of_qemu_img() {
+fn image_info_prints_the_lines_of_qemu_img() {
     let world = World::new();
     world.qemu_create("base.qcow2", "compat=1.1", "1M");
     world.qemu_create(
@@ -200,7 +200,7 @@ fn refcount_offset(image: &[u8], cluster: u64) -> u64 {
 }
 
 #[test]
-fn check_tells_clean_leaking_corrupt_and_unreadable_images_apart() {
+fn image_check_tells_clean_leaked_corrupt_and_unreadable_apart() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "16M");
     world
@@ -251,7 +251,7 @@ fn check_tells_clean_leaking_corrupt_and_unreadable_images_apart() {
 
 /// QEMU says "Header extension too large": the name of the backing file begins in the middle of it.
 #[test]
-fn an_extension_that_reaches_over_the_backing_file_name_is_refused() {
+fn header_extension_over_the_backing_file_name_is_refused() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     world.patch("a.qcow2", 112, &[0x12, 0x34, 0x56, 0x78, 0x7f, 0xff, 0xff, 0xff]);
@@ -270,7 +270,7 @@ fn an_extension_that_reaches_over_the_backing_file_name_is_refused() {
 }
 
 #[test]
-fn looking_at_an_image_changes_nothing() {
+fn check_info_and_read_only_open_change_nothing() {
     let world = World::new();
     world.qemu_create("a.qcow2", "lazy_refcounts=on", "16M");
     // The dirty bit: a writable open would rebuild refcounts.
@@ -302,7 +302,7 @@ fn damaged(world: &World, corrupt: bool) {
 }
 
 #[test]
-fn repair_mends_what_it_was_asked_to_and_says_so_as_qemu_img_does() {
+fn repair_fixes_and_reports_only_what_was_requested() {
     for (corrupt, what, code, leaks, corruptions) in [
         (false, "leaks", 0, 1, 0),
         (false, "all", 0, 1, 0),
@@ -343,7 +343,7 @@ fn repair_mends_what_it_was_asked_to_and_says_so_as_qemu_img_does() {
 }
 
 #[test]
-fn what_refcounts_do_not_mend_is_not_touched_and_the_reason_is_told() {
+fn repair_leaves_damage_beyond_refcounts_and_says_why() {
     let world = World::new();
     damaged(&world, true);
     let image = world.bytes("a.qcow2");
@@ -364,7 +364,7 @@ fn what_refcounts_do_not_mend_is_not_touched_and_the_reason_is_told() {
 }
 
 #[test]
-fn repair_of_leaks_says_so_if_there_is_only_corruption() {
+fn repair_leaks_says_when_only_corruption_is_left() {
     let world = World::new();
     damaged(&world, true);
     let repair = |what| world.ringdisk(&["image", "check", "-r", what, "a.qcow2"]);
@@ -381,7 +381,7 @@ fn repair_of_leaks_says_so_if_there_is_only_corruption() {
 
 /// An entry with 8 bytes of extra data, where version 3 demands 16. QEMU rewrites the table; see the page of differences.
 #[test]
-fn a_snapshot_table_entry_is_reported_and_left_to_qemu_img() {
+fn repair_leaves_snapshot_table_entries_to_qemu_img() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     world
@@ -416,7 +416,7 @@ fn a_snapshot_table_entry_is_reported_and_left_to_qemu_img() {
 }
 
 #[test]
-fn info_describes_an_image_that_cannot_be_served() {
+fn image_info_describes_an_unsupported_image() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     world.patch("a.qcow2", 72, &(1_u64 << 63).to_be_bytes());
@@ -430,9 +430,9 @@ fn info_describes_an_image_that_cannot_be_served() {
     );
 }
 
-/// What howto-trouble advises for an image that was cut short: make it longer by the size of the disk.
+/// Follows howto-trouble for a truncated image: extend it by the size of the disk.
 #[test]
-fn an_image_that_was_cut_short_is_sound_again_once_it_is_longer() {
+fn truncated_image_is_sound_once_extended() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "16M");
     world

@@ -66,7 +66,7 @@ const SCRIPT: [&str; 28] = [
 ];
 
 #[test]
-fn a_qcow2_image_is_read_and_written_as_qemu_io_does() {
+fn io_matches_qemu_io_on_qcow2_images() {
     for options in [
         "cluster_size=64k",
         "cluster_size=512,refcount_bits=64",
@@ -77,9 +77,9 @@ fn a_qcow2_image_is_read_and_written_as_qemu_io_does() {
     }
 }
 
-/// A read with every byte that can be shown, in a disk whose size is no round number.
+/// A read of every byte value, on a disk whose size is no multiple of a cluster.
 #[test]
-fn what_is_shown_and_sizes_that_are_not_round_look_as_in_qemu_io() {
+fn io_dumps_and_odd_sizes_match_qemu_io() {
     let script: Vec<String> = (0..256)
         .map(|byte| format!("write -q -P {byte} {byte} 1"))
         .chain(["length", "read -v 0 256"].map(str::to_owned))
@@ -90,7 +90,7 @@ fn what_is_shown_and_sizes_that_are_not_round_look_as_in_qemu_io() {
 }
 
 #[test]
-fn a_failure_has_the_name_that_qemu_io_gives_it() {
+fn io_failures_are_named_like_qemu_io() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     for (line, name) in [
@@ -114,7 +114,7 @@ fn a_failure_has_the_name_that_qemu_io_gives_it() {
 }
 
 #[test]
-fn a_raw_image_is_read_and_written_as_qemu_io_does() {
+fn io_matches_qemu_io_on_raw_images() {
     compare(
         "image_type=raw",
         &["-f", "raw"],
@@ -124,7 +124,7 @@ fn a_raw_image_is_read_and_written_as_qemu_io_does() {
 }
 
 #[test]
-fn direct_io_gives_the_same_answers() {
+fn io_matches_qemu_io_with_direct_io() {
     let world = World::new();
     world.sparse_file("raw", 4 << 20);
     let probe = world.io("path=raw,image_type=raw,direct=on", &["length"]);
@@ -138,7 +138,7 @@ fn direct_io_gives_the_same_answers() {
 }
 
 #[test]
-fn background_writes_over_several_queues_all_arrive() {
+fn aio_writes_over_several_queues_all_arrive() {
     let world = World::new();
     world.qemu_create("a.qcow2", "cluster_size=4k", "16M");
     // Each cluster is written in part by two neighbours, so that queues meet in clusters.
@@ -159,7 +159,7 @@ fn background_writes_over_several_queues_all_arrive() {
 }
 
 #[test]
-fn a_background_write_of_parts_of_sectors_loses_no_neighbour() {
+fn aio_write_of_partial_sectors_keeps_neighbours() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let writes: Vec<String> = (0..100)
@@ -179,7 +179,7 @@ fn a_background_write_of_parts_of_sectors_loses_no_neighbour() {
 }
 
 #[test]
-fn a_discard_frees_what_it_covers() {
+fn discard_zeroes_its_range_and_leaks_nothing() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "4M");
     let lines = [
@@ -200,7 +200,7 @@ fn a_discard_frees_what_it_covers() {
 }
 
 #[test]
-fn a_failed_request_is_told_and_the_rest_is_still_done() {
+fn io_reports_a_failed_command_and_runs_the_rest() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let ended = world.io(
@@ -229,7 +229,7 @@ fn a_failed_request_is_told_and_the_rest_is_still_done() {
 }
 
 #[test]
-fn lines_come_from_standard_input_when_no_command_is_given() {
+fn io_reads_standard_input_without_commands() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let with_input = |input: &str| -> Ended {
@@ -295,7 +295,7 @@ impl Drop for QemuHolds {
 }
 
 #[test]
-fn an_image_that_qemu_has_open_is_refused_by_every_command_and_says_who_has_it() {
+fn every_command_refuses_an_image_locked_by_qemu() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let holder = QemuHolds::new(&world, "a.qcow2");
@@ -336,10 +336,9 @@ fn an_image_that_qemu_has_open_is_refused_by_every_command_and_says_who_has_it()
     world.assert_flawless("a.qcow2");
 }
 
-/// A file that may not become as large as a guest wants it (`ulimit -f`) is that request's error; the kernel's signal
-/// would end every other guest of the process too. It comes with plain system calls, and now and then with io_uring.
+/// The kernel's SIGXFSZ (`ulimit -f`) would end all guests of the process. It comes with system calls, sometimes with io_uring.
 #[test]
-fn a_limit_of_file_sizes_fails_a_request_and_not_the_process() {
+fn file_size_limit_fails_the_request_not_the_process() {
     let world = World::new();
     let limited = |arguments: &[&str]| -> Ended {
         let mut command = Command::new("prlimit");

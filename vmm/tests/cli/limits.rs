@@ -35,7 +35,7 @@ fn assert_takes(seconds: f64, what: &str, work: impl Fn() -> Duration) {
 }
 
 #[test]
-fn bytes_and_requests_take_the_time_that_was_asked_for() {
+fn rate_limits_hold_for_bytes_requests_and_groups() {
     let world = World::new();
     world.sparse_file("a.img", 1 << 20);
     let limited = "path=a.img,image_type=raw";
@@ -59,7 +59,7 @@ fn bytes_and_requests_take_the_time_that_was_asked_for() {
 }
 
 #[test]
-fn a_limit_that_makes_no_sense_is_one_line_and_exit_code_2() {
+fn invalid_rate_limit_is_one_line_and_exit_code_2() {
     let world = World::new();
     for (arguments, said) in [
         (

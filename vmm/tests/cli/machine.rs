@@ -143,7 +143,7 @@ fn hear(mut stream: &UnixStream, letter: u8) {
 }
 
 #[test]
-fn a_kernel_that_begins_by_pvh_prints_and_switches_off_with_any_number_of_cpus() {
+fn pvh_kernel_runs_and_powers_off_on_any_number_of_cpus() {
     let Some(world) = machines("a kernel that begins by PVH") else {
         return;
     };
@@ -163,7 +163,7 @@ fn a_kernel_that_begins_by_pvh_prints_and_switches_off_with_any_number_of_cpus()
 }
 
 #[test]
-fn a_console_on_a_socket_serves_one_client_after_another_and_none_stops_the_guest() {
+fn socket_console_serves_in_turn_and_never_blocks_the_guest() {
     let Some(world) = machines("a console on a socket") else {
         return;
     };
@@ -207,7 +207,7 @@ fn a_console_on_a_socket_serves_one_client_after_another_and_none_stops_the_gues
 }
 
 #[test]
-fn a_console_that_cannot_be_had_is_named() {
+fn console_error_names_its_path() {
     let Some(world) = machines("consoles that cannot be had") else {
         return;
     };
@@ -231,9 +231,9 @@ fn a_console_that_cannot_be_had_is_named() {
     }
 }
 
-/// Method: the kernel lets its disk go when it is told to, not when it is asked.
+/// Method: the guest ejects its disk when its console says so, not when it is asked to.
 #[test]
-fn a_disk_that_a_guest_does_not_let_go_stays_until_it_does_or_starts_again() {
+fn disk_remove_waits_for_eject_or_restart() {
     let Some(world) = machines("disks that a guest does not let go") else {
         return;
     };
@@ -317,7 +317,7 @@ fn a_disk_that_a_guest_does_not_let_go_stays_until_it_does_or_starts_again() {
 }
 
 #[test]
-fn slots_run_out_with_one_line_and_a_failed_disk_leaves_nothing_behind() {
+fn disk_add_says_when_slots_run_out_and_leaves_no_trace() {
     let Some(world) = machines("slots that run out") else {
         return;
     };
@@ -354,7 +354,7 @@ fn slots_run_out_with_one_line_and_a_failed_disk_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_disk_is_in_the_slot_it_was_given_and_the_others_where_there_is_room() {
+fn disks_get_their_given_slot_or_a_free_one() {
     let Some(world) = machines("disks in slots") else {
         return;
     };
@@ -394,9 +394,9 @@ fn a_disk_is_in_the_slot_it_was_given_and_the_others_where_there_is_room() {
     machine.ended().success();
 }
 
-/// Each queue takes descriptors: the machine has as many as the system lets it have, not as a shell's default says.
+/// Each queue takes descriptors; the machine raises its soft limit to the hard one.
 #[test]
-fn a_machine_with_many_queues_raises_its_limit_of_descriptors() {
+fn machine_raises_its_descriptor_limit_for_many_queues() {
     let Some(world) = machines("machines with many queues") else {
         return;
     };
@@ -417,11 +417,9 @@ fn a_machine_with_many_queues_raises_its_limit_of_descriptors() {
     Ended::from(output.expect("prlimit, of util-linux")).success();
 }
 
-/// The machine, its disks and its control socket go on when it has no descriptor left.
-///
-/// Method: one limit after the other, so that the last one is missed at each step of adding a disk.
+/// The machine, its disks and its control socket go on. Method: one limit after the other, so that each step misses one.
 #[test]
-fn descriptors_run_out_with_one_line_at_every_step() {
+fn disk_add_fails_cleanly_when_descriptors_run_out() {
     let Some(world) = machines("machines without descriptors") else {
         return;
     };
@@ -461,9 +459,9 @@ fn descriptors_run_out_with_one_line_at_every_step() {
     }
 }
 
-/// Method: what the kernel says of each thread.
+/// Method: `Seccomp` and `NoNewPrivs` of each thread in `/proc`.
 #[test]
-fn the_threads_that_a_guest_reaches_are_confined_unless_they_are_not_to_be() {
+fn sandbox_option_decides_if_guest_threads_are_confined() {
     let Some(world) = machines("confined machines") else {
         return;
     };
@@ -524,7 +522,7 @@ fn the_threads_that_a_guest_reaches_are_confined_unless_they_are_not_to_be() {
 }
 
 #[test]
-fn a_guest_that_kvm_cannot_run_is_told_and_a_triple_fault_is_a_restart() {
+fn unrunnable_code_is_reported_and_a_triple_fault_restarts() {
     let Some(world) = machines("guests that KVM cannot run") else {
         return;
     };
@@ -555,9 +553,9 @@ fn a_guest_that_kvm_cannot_run_is_told_and_a_triple_fault_is_a_restart() {
     assert!(said.contains("restarts within a second of its start"), "{said}");
 }
 
-/// One that fails at once does not take a CPU of the host for ever, and a signal is heard between two machines.
+/// A guest that fails at once must not occupy a CPU of the host, and a signal is heard between two machines.
 #[test]
-fn a_guest_that_restarts_at_once_is_slowed_down_or_ends_if_it_is_asked_to() {
+fn fast_restarts_are_slowed_down_or_end_with_no_reboot() {
     let Some(world) = machines("guests that restart at once") else {
         return;
     };
@@ -584,9 +582,9 @@ fn a_guest_that_restarts_at_once_is_slowed_down_or_ends_if_it_is_asked_to() {
     assert!(begun.elapsed() < Duration::from_secs(20));
 }
 
-/// A guest whose clock is not told takes the time of a pause for one in which it hung.
+/// Otherwise the guest takes the time of a pause for a hang.
 #[test]
-fn a_pause_is_told_to_the_clock_of_the_guest() {
+fn pause_is_reported_to_the_guest_clock() {
     const STOPPED: u8 = 2;
     let Some(world) = machines("the clock of a guest that was paused") else {
         return;
@@ -626,7 +624,7 @@ fn a_pause_is_told_to_the_clock_of_the_guest() {
 }
 
 #[test]
-fn huge_pages_and_nodes_that_the_host_does_not_have_are_named() {
+fn memory_error_names_missing_huge_pages_and_nodes() {
     let Some(world) = machines("memory that the host does not have") else {
         return;
     };
@@ -665,9 +663,9 @@ fn huge_pages_and_nodes_that_the_host_does_not_have_are_named() {
     memory("size=64M,host_numa_node=0").success();
 }
 
-/// Method: a file system namespace whose `/dev` holds what a host might have in KVM's place.
+/// Method: a mount namespace whose `/dev` holds what a host may have in place of KVM.
 #[test]
-fn a_kvm_that_is_missing_forbidden_or_something_else_is_told_apart() {
+fn kvm_error_tells_missing_forbidden_and_foreign_devices_apart() {
     let world = World::new();
     fs::write(world.path("tiny"), kernel::tiny()).expect("a file");
     world.ringdisk(&["image", "create", "disk.qcow2", "1M"]).success();

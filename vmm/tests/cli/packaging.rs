@@ -14,7 +14,7 @@ fn packaging(name: &str) -> String {
 }
 
 #[test]
-fn systemd_finds_nothing_wrong_with_the_unit() {
+fn unit_file_passes_systemd_analyze() {
     let folder = tempfile::tempdir().expect("a folder");
     let unit = packaging("ringdisk-ublk@.service");
     let here = unit.replace("/usr/bin/ringdisk", env!("CARGO_BIN_EXE_ringdisk"));
@@ -41,9 +41,9 @@ fn systemd_finds_nothing_wrong_with_the_unit() {
     assert!(!fine || said.contains("/no/such/program"), "{said}");
 }
 
-/// The options that the unit gives are options, and the rule's command is one.
+/// The options in the unit exist, and so do the commands in the rules.
 #[test]
-fn the_unit_and_the_rule_use_commands_that_there_are() {
+fn unit_and_rules_use_existing_commands() {
     let world = World::new();
     let unit = packaging("ringdisk-ublk@.service");
     for (setting, command) in [("ExecStart", "add"), ("ExecReload", "upgrade")] {

@@ -26,7 +26,7 @@ fn refused(world: &World, more: &[&str], code: i32) -> String {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_before_anything_is_opened() {
+fn run_refuses_invalid_options_before_opening_anything() {
     let world = world();
     for (arguments, said) in [
         (
@@ -97,7 +97,7 @@ fn what_makes_no_sense_is_refused_before_anything_is_opened() {
 }
 
 #[test]
-fn what_is_missing_or_no_kernel_is_named() {
+fn run_names_missing_files_and_invalid_values() {
     let world = world();
     let line = world
         .ringdisk(&["run", "--kernel", "vmlinuz", "--serial", "off"])
@@ -133,10 +133,9 @@ fn what_is_missing_or_no_kernel_is_named() {
     );
 }
 
-/// Without KVM the machine says how to get it; with it, that the file is no kernel. The images are closed cleanly
-/// either way.
+/// Without KVM the machine says how to get it; with it, that the file is no kernel. Both close the images cleanly.
 #[test]
-fn a_machine_that_cannot_start_closes_its_images() {
+fn failed_start_closes_the_images() {
     let world = world();
     let line = refused(&world, &["--disk", "path=disk.qcow2"], 1);
     let no_kvm = kvm::runs_tiny_kernels().is_err() && line.to_lowercase().contains("kvm");
@@ -152,10 +151,9 @@ fn a_machine_that_cannot_start_closes_its_images() {
         .success();
 }
 
-/// Method: an image that was not closed has its reference counts rebuilt when it is opened, and this one has 65,536 tables
-/// of 64 KiB to read for that, all of them holes.
+/// Method: opening rebuilds the reference counts of an unclosed image, here from 65,536 tables of 64 KiB, all holes.
 #[test]
-fn a_signal_ends_a_machine_whose_images_are_still_being_opened() {
+fn signal_ends_a_machine_while_it_opens_images() {
     const TABLES: u64 = 1 << 16;
     const CLUSTER: u64 = 1 << 16;
     const COPIED: u64 = 1 << 63;
@@ -195,7 +193,7 @@ fn a_signal_ends_a_machine_whose_images_are_still_being_opened() {
 }
 
 #[test]
-fn help_tells_of_the_disks_keys() {
+fn run_help_lists_the_disk_keys() {
     let world = World::new();
     let help = world.ringdisk(&["run", "--help"]).success();
     assert!(
@@ -204,10 +202,9 @@ fn help_tells_of_the_disks_keys() {
     );
 }
 
-/// The example in `docs/embedding.md` does what it says, and its queue goes on where it was taken back. Cargo builds it
-/// with the tests.
+/// The example of `docs/embedding.md`; its queue continues where it was taken back. Cargo builds it with the tests.
 #[test]
-fn the_example_of_embedding_reads_a_disk_through_its_own_transport() {
+fn embed_example_reads_a_disk_through_its_own_transport() {
     let world = world();
     world
         .ringdisk(&["io", "--disk", "path=disk.qcow2", "-c", "write -P 0xab 0 512"])

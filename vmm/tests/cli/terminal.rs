@@ -89,7 +89,7 @@ fn wait_said(said: &Receiver<Vec<u8>>, wanted: &[u8]) {
 }
 
 #[test]
-fn every_key_is_the_guest_s_and_the_terminal_is_put_back_at_every_end() {
+fn terminal_passes_every_key_and_is_restored_at_every_end() {
     let Some(world) = machines("machines on a terminal") else {
         return;
     };
@@ -116,7 +116,7 @@ fn every_key_is_the_guest_s_and_the_terminal_is_put_back_at_every_end() {
 }
 
 #[test]
-fn the_keys_that_end_a_machine_are_heard_when_the_guest_hears_nothing() {
+fn end_keys_work_when_the_guest_reads_nothing() {
     let Some(world) = machines("machines whose guest hears nothing") else {
         return;
     };
@@ -139,7 +139,7 @@ fn the_keys_that_end_a_machine_are_heard_when_the_guest_hears_nothing() {
 }
 
 #[test]
-fn a_machine_that_fails_puts_the_terminal_back() {
+fn terminal_is_restored_when_a_machine_fails() {
     let Some(world) = machines("failing machines on a terminal") else {
         return;
     };
@@ -161,9 +161,9 @@ fn a_machine_that_fails_puts_the_terminal_back() {
     }
 }
 
-/// Nobody reads what the guest prints: its CPU waits in a write to the terminal.
+/// Nobody reads the guest's output: its CPU waits in a write to the terminal.
 #[test]
-fn a_terminal_that_nobody_reads_does_not_keep_a_machine_from_its_clean_end() {
+fn full_terminal_does_not_prevent_a_clean_end() {
     let Some(world) = machines("machines on a terminal that nobody reads") else {
         return;
     };
@@ -198,9 +198,9 @@ fn a_terminal_that_nobody_reads_does_not_keep_a_machine_from_its_clean_end() {
     world.assert_flawless("disk.qcow2");
 }
 
-/// Method: a log that nobody reads holds the clean end up.
+/// Method: a log that nobody reads blocks the clean end.
 #[test]
-fn a_second_signal_ends_a_machine_that_cannot_end_and_puts_the_terminal_back() {
+fn second_signal_ends_a_stuck_machine_and_restores_the_terminal() {
     let Some(world) = machines("machines that cannot end") else {
         return;
     };

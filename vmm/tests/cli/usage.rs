@@ -3,7 +3,7 @@
 use crate::world::{World, exists};
 
 #[test]
-fn help_and_version_are_no_failure() {
+fn help_and_version_succeed() {
     let world = World::new();
     let version = world.ringdisk(&["--version"]).success();
     assert!(version.starts_with("ringdisk "));
@@ -52,7 +52,7 @@ fn help_and_version_are_no_failure() {
 }
 
 #[test]
-fn a_command_line_that_makes_no_sense_is_one_line_and_exit_code_2() {
+fn invalid_command_line_is_one_line_and_exit_code_2() {
     let world = World::new();
     for (arguments, said) in [
         (&[][..], "a command is missing"),
@@ -158,7 +158,7 @@ fn a_command_line_that_makes_no_sense_is_one_line_and_exit_code_2() {
 }
 
 #[test]
-fn what_cannot_be_opened_is_named_and_exit_code_1() {
+fn failed_open_names_the_file_with_exit_code_1() {
     let world = World::new();
     world.sparse_file("raw.img", 1 << 20);
     std::fs::create_dir(world.path("folder")).expect("a folder");
@@ -215,7 +215,7 @@ fn what_cannot_be_opened_is_named_and_exit_code_1() {
 }
 
 #[test]
-fn a_cpu_that_is_not_there_is_refused_with_those_that_are() {
+fn missing_cpu_is_refused_with_the_allowed_list() {
     let world = World::new();
     world.sparse_file("raw.img", 1 << 20);
     let disk = "path=raw.img,image_type=raw,queue_affinity=[0@[1023]]";
@@ -230,9 +230,9 @@ fn a_cpu_that_is_not_there_is_refused_with_those_that_are() {
     assert!(line.contains(&expected), "{line}");
 }
 
-/// Before the driver is asked, which this machine may not have, and before the image's lock would name this very process.
+/// It refuses before it asks the driver, which may be missing here, and before the image's lock names this process.
 #[test]
-fn ublk_add_refuses_an_image_that_is_given_twice() {
+fn ublk_add_refuses_an_image_given_twice() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     std::os::unix::fs::symlink("a.qcow2", world.path("b.qcow2")).expect("a link");
@@ -246,7 +246,7 @@ fn ublk_add_refuses_an_image_that_is_given_twice() {
 }
 
 #[test]
-fn a_device_and_a_pipe_are_no_images() {
+fn character_device_is_refused_as_an_image() {
     let world = World::new();
     let line = world
         .ringdisk(&["io", "--disk", "path=/dev/null,image_type=raw"])
@@ -258,7 +258,7 @@ fn a_device_and_a_pipe_are_no_images() {
 }
 
 #[test]
-fn an_image_that_names_a_backing_file_is_refused_unless_that_is_allowed() {
+fn backing_file_is_refused_unless_allowed() {
     let world = World::new();
     world.qemu_create("base.qcow2", "compat=1.1", "1M");
     world.qemu_create("top.qcow2", "backing_file=base.qcow2,backing_fmt=qcow2", "1M");
@@ -273,7 +273,7 @@ fn an_image_that_names_a_backing_file_is_refused_unless_that_is_allowed() {
 }
 
 #[test]
-fn a_failed_open_changes_nothing() {
+fn failed_open_changes_nothing() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     // An incompatible feature bit that nobody has defined.
@@ -285,7 +285,7 @@ fn a_failed_open_changes_nothing() {
 }
 
 #[test]
-fn the_readme_lists_every_key_and_is_short() {
+fn readme_lists_every_key_and_is_short() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md");
     let readme = std::fs::read_to_string(path).expect("the README");
     assert!(readme.lines().count() <= 120);

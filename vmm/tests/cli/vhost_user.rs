@@ -124,7 +124,7 @@ impl Drop for Server {
 }
 
 #[test]
-fn a_stop_signal_ends_the_server_cleanly_without_a_warning_or_leftovers() {
+fn stop_signal_ends_the_server_without_warnings_or_leftovers() {
     for signal in ["TERM", "INT", "HUP"] {
         let world = World::new();
         world.qemu_create("a.qcow2", "compat=1.1", "1M");
@@ -147,7 +147,7 @@ fn a_stop_signal_ends_the_server_cleanly_without_a_warning_or_leftovers() {
 }
 
 #[test]
-fn a_signal_that_is_ignored_when_the_server_starts_stays_ignored() {
+fn signal_ignored_at_start_stays_ignored() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let environment = ["--ignore-signal=HUP", "RINGDISK_LOG=info"];
@@ -163,7 +163,7 @@ fn a_signal_that_is_ignored_when_the_server_starts_stays_ignored() {
 }
 
 #[test]
-fn one_client_after_another_is_served() {
+fn server_serves_one_client_after_another() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let mut server = Server::start(&world, &[("s", "path=a.qcow2")]);
@@ -176,7 +176,7 @@ fn one_client_after_another_is_served() {
 }
 
 #[test]
-fn several_disks_have_a_socket_each_in_order() {
+fn disks_and_sockets_pair_up_in_order() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     world.sparse_file("b.img", 1 << 20);
@@ -191,7 +191,7 @@ fn several_disks_have_a_socket_each_in_order() {
 }
 
 #[test]
-fn a_socket_in_use_is_refused_by_name_and_one_whose_server_died_is_replaced() {
+fn server_refuses_a_socket_in_use_and_replaces_a_stale_one() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     world.qemu_create("b.qcow2", "compat=1.1", "1M");
@@ -216,7 +216,7 @@ fn a_socket_in_use_is_refused_by_name_and_one_whose_server_died_is_replaced() {
 }
 
 #[test]
-fn a_served_image_is_locked_against_everybody_until_the_server_ends() {
+fn served_image_is_locked_until_the_server_ends() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let mut server = Server::start(&world, &[("s", "path=a.qcow2")]);
@@ -238,7 +238,7 @@ fn a_served_image_is_locked_against_everybody_until_the_server_ends() {
 }
 
 #[test]
-fn a_read_only_disk_is_shared_with_other_readers() {
+fn read_only_disk_is_shared_with_readers_only() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let _server = Server::start(&world, &[("s", "path=a.qcow2,readonly=on")]);
@@ -251,7 +251,7 @@ fn a_read_only_disk_is_shared_with_other_readers() {
 }
 
 #[test]
-fn sockets_that_cannot_be_are_refused_before_anything_is_opened() {
+fn too_long_socket_path_is_refused_before_opening() {
     let world = World::new();
     let long = "x".repeat(200);
     let pair = ["--disk", "path=a.qcow2"];
@@ -263,7 +263,7 @@ fn sockets_that_cannot_be_are_refused_before_anything_is_opened() {
 }
 
 #[test]
-fn the_same_image_twice_is_refused_and_nothing_stays_behind() {
+fn server_refuses_an_image_given_twice() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let pairs = [
@@ -282,7 +282,7 @@ fn the_same_image_twice_is_refused_and_nothing_stays_behind() {
 }
 
 #[test]
-fn the_same_socket_twice_is_refused() {
+fn server_refuses_a_socket_given_twice() {
     let world = World::new();
     for name in ["a.qcow2", "b.qcow2"] {
         world.qemu_create(name, "compat=1.1", "1M");
@@ -294,7 +294,7 @@ fn the_same_socket_twice_is_refused() {
 }
 
 #[test]
-fn logs_are_written_when_asked_for() {
+fn ringdisk_log_enables_the_log() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let ended: Ended = world
@@ -328,7 +328,7 @@ fn threads(pid: u32, lines: &[&str]) -> Vec<(String, Vec<String>)> {
 }
 
 #[test]
-fn every_thread_of_a_server_is_in_the_sandbox_unless_it_is_off() {
+fn sandbox_holds_every_server_thread_unless_off() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     // Outside the sandbox they have what we have: a container may be in one of its own.
@@ -359,7 +359,7 @@ fn every_thread_of_a_server_is_in_the_sandbox_unless_it_is_off() {
 }
 
 #[test]
-fn an_image_can_be_a_descriptor_that_the_server_inherits() {
+fn server_takes_an_inherited_descriptor_as_image() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let ringdisk = world.ringdisk_command();
@@ -379,9 +379,9 @@ fn an_image_can_be_a_descriptor_that_the_server_inherits() {
     world.assert_flawless("b.qcow2");
 }
 
-/// The name of a socket proves nothing: one that a killed server left is there already.
+/// A socket's name proves nothing: a killed server may have left it.
 #[test]
-fn a_service_manager_hears_when_clients_can_connect() {
+fn ready_is_notified_when_clients_can_connect() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let manager = UnixDatagram::bind(world.path("notify")).expect("a socket");
@@ -410,7 +410,7 @@ fn a_service_manager_hears_when_clients_can_connect() {
 }
 
 #[test]
-fn a_server_in_the_background_is_reported_when_it_serves_or_has_failed() {
+fn daemonize_returns_when_it_serves_or_has_failed() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
     let daemonize = |disk: &str| -> Ended {

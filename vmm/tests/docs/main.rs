@@ -46,7 +46,7 @@ fn blocks(path: &Path) -> Vec<Block> {
 }
 
 #[test]
-fn what_can_run_here_works_as_pasted() {
+fn documented_commands_work_as_pasted() {
     let (mut run, mut served) = (0, 0);
     for path in documents() {
         let blocks = blocks(&path);
@@ -62,7 +62,7 @@ fn what_can_run_here_works_as_pasted() {
 }
 
 #[test]
-fn what_cannot_run_here_is_listed_and_its_command_lines_parse() {
+fn commands_that_cannot_run_here_are_listed_and_parsed() {
     let mut commands = 0;
     for path in documents() {
         for block in blocks(&path) {
@@ -78,9 +78,9 @@ fn what_cannot_run_here_is_listed_and_its_command_lines_parse() {
     );
 }
 
-/// The control: a document with one fault of each kind is refused, and says where.
+/// The control: a document with one fault of each kind is refused with the fault's place.
 #[test]
-fn a_command_that_does_not_work_is_found() {
+fn broken_commands_are_found() {
     let refused = |text: &str| {
         let blocks = block::parse("x.md", text)?;
         for block in &blocks {

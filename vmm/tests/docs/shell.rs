@@ -48,7 +48,7 @@ pub(crate) fn commands(script: &str) -> Result<Vec<Vec<String>>, String> {
 }
 
 #[test]
-fn words_quotes_comments_and_operators_are_those_of_the_shell() {
+fn commands_splits_words_like_the_shell() {
     let script = "a 'b c'\"d\\\"e\" \\\n  f#g # h 'i\nj | k>l && m # n\no \"\"\\ p; q";
     let expected = [
         &["a", "b cd\"e", "f#g"][..],

@@ -138,7 +138,7 @@ fn assert_structures_stand(what: &str, before: &[u8], after: &[u8]) {
 }
 
 #[test]
-fn every_class_is_survived_by_the_command() {
+fn command_survives_every_defect_class() {
     let (world, base) = (World::new(), malformed::base());
     let cases = malformed::cases(&base);
     for case in &cases {
@@ -147,9 +147,9 @@ fn every_class_is_survived_by_the_command() {
     assert!(cases.len() > 300);
 }
 
-/// Each eighth pair: the library's own test faces all of them.
+/// Each eighth pair; the library's own test covers all of them.
 #[test]
-fn pairs_of_defects_are_survived_by_the_command() {
+fn command_survives_pairs_of_defects() {
     let (world, base) = (World::new(), malformed::base());
     let pairs = malformed::pairs(&malformed::cases(&base));
     for case in pairs.iter().step_by(8) {
@@ -160,9 +160,9 @@ fn pairs_of_defects_are_survived_by_the_command() {
     assert!(pairs.len() > 8 * 400);
 }
 
-/// The control of the tests above: an image that is sound passes all of it, and within the same limits.
+/// The control of the tests above: a sound image passes them within the same limits.
 #[test]
-fn a_sound_image_is_read_and_written_within_the_limits() {
+fn sound_image_passes_within_the_limits() {
     let (world, base) = (World::new(), malformed::base());
     world.put(&base.bytes);
     world.ringdisk("check", &["image", "check", CASE]);

@@ -83,13 +83,13 @@ fn compare(cases: &[Case]) -> Vec<String> {
 }
 
 #[test]
-fn our_verdict_is_that_of_qemu_on_every_class() {
+fn verdict_matches_qemu_on_every_defect_class() {
     let wrong = compare(&malformed::cases(&malformed::base()));
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 #[test]
-fn our_verdict_is_that_of_qemu_on_pairs_of_defects() {
+fn verdict_matches_qemu_on_pairs_of_defects() {
     let pairs = malformed::pairs(&malformed::cases(&malformed::base()));
     // What is refused for certain is no verdict to compare; of the rest a third.
     let open = pairs

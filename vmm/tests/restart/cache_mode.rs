@@ -78,7 +78,7 @@ fn nothing_answered_is_lost(event: Event, arguments: &[&str]) {
 }
 
 #[test]
-fn a_guest_in_writethrough_loses_no_answered_write() {
+fn writethrough_guest_loses_no_answered_write() {
     for event in [Event::Kill, Event::Stop, Event::Takeover] {
         for arguments in [&[][..], &["--restartable"]] {
             nothing_answered_is_lost(event, arguments);
@@ -87,7 +87,7 @@ fn a_guest_in_writethrough_loses_no_answered_write() {
 }
 
 #[test]
-fn a_guest_in_writeback_stays_there_where_the_mode_can_be_known() {
+fn writeback_guest_stays_so_if_the_mode_is_known() {
     for (event, arguments, known) in [
         (Event::Kill, &["--restartable"][..], true),
         (Event::Stop, &["--restartable"], true),

@@ -7,9 +7,9 @@ use crate::client::{BLOCK, Client};
 use crate::server::World;
 use ringdisk_gen::Random;
 
-/// Neither the server nor anybody else can find the file by name then.
+/// No process can find the file by name any more.
 #[test]
-fn a_disk_without_a_name_is_served_and_handed_to_the_next_server() {
+fn unlinked_disk_is_served_and_taken_over() {
     let world = World::new("cluster_size=65536", 256 * BLOCK);
     let mut file = File::open(world.path("disk.qcow2")).expect("the image");
     // The second server inherits the same file: it was opened while it had a name.

@@ -73,7 +73,7 @@ fn kernel_can_tell() -> Result<(), String> {
 
 #[test]
 #[expect(clippy::print_stdout, reason = "what cannot run here is said and counted")]
-fn an_idle_server_does_not_count_as_io_wait() {
+fn idle_server_does_not_count_as_io_wait() {
     let group = match kernel_can_tell().and_then(|()| Group::new()) {
         Ok(group) => group,
         Err(why) => {

@@ -53,12 +53,12 @@ fn goes_on(clusters: usize, blocks: usize, seed: u64) {
 }
 
 #[test]
-fn no_request_is_lost_or_answered_twice_when_the_server_is_killed() {
+fn killed_server_loses_and_repeats_no_request() {
     goes_on(1 << 16, 2048, 0x5eed);
 }
 
 /// Small clusters and much space: nearly every write allocates, and tables are made all the time.
 #[test]
-fn no_mapping_is_lost_when_the_server_is_killed_while_it_allocates() {
+fn server_killed_while_allocating_loses_no_mapping() {
     goes_on(BLOCK, 16384, 0xa110c);
 }

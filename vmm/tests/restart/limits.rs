@@ -33,7 +33,7 @@ fn read(client: &mut Client, from: Instant, until: Instant) -> f64 {
 }
 
 #[test]
-fn two_disks_of_a_group_share_what_was_asked_for_in_halves() {
+fn rate_limit_group_is_shared_in_halves() {
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     let bytes = (BLOCKS * BLOCK).to_string();
     world.qemu_img(&["create", "-q", "-f", "qcow2", "second.qcow2", &bytes]);
@@ -91,7 +91,7 @@ fn throttled(world: &World) -> (Server, Client) {
 }
 
 #[test]
-fn a_stop_does_not_wait_for_a_limit_and_answers_everything() {
+fn stop_answers_everything_despite_a_rate_limit() {
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     let (server, mut client) = throttled(&world);
     let asked = Instant::now();
@@ -103,7 +103,7 @@ fn a_stop_does_not_wait_for_a_limit_and_answers_everything() {
 }
 
 #[test]
-fn a_takeover_does_not_wait_for_a_limit() {
+fn takeover_does_not_wait_for_a_rate_limit() {
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     let (mut old, mut client) = throttled(&world);
     let asked = Instant::now();

@@ -196,7 +196,7 @@ fn work_a_little(path: &Path) {
 }
 
 #[test]
-fn peers_that_mean_ill_harm_their_own_disk_only() {
+fn hostile_peers_harm_only_their_own_disk() {
     type Attack = fn(&Path);
     const ATTACKS: [(&str, Attack); 7] = [
         ("regions", regions),
@@ -270,10 +270,9 @@ fn peers_that_mean_ill_harm_their_own_disk_only() {
     client.assert_contents(&world.contents());
 }
 
-/// One client holds every descriptor that the server may have. The others' disks go on; who wants to connect waits,
-/// and costs nothing until there is room.
+/// One client holds every descriptor of the server. Other disks go on; a new client waits at no cost for room.
 #[test]
-fn a_server_out_of_descriptors_goes_on_and_waits_without_spinning() {
+fn server_out_of_descriptors_serves_on_without_spinning() {
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     for name in ["hog.qcow2", "late.qcow2"] {
         world.qemu_img(&["create", "-q", "-f", "qcow2", name, "1M"]);
@@ -336,9 +335,9 @@ fn a_server_out_of_descriptors_goes_on_and_waits_without_spinning() {
     world.assert_sound(false);
 }
 
-/// Neither the client nor the one behind it can know why nothing happens.
+/// Neither the client nor the user behind it can know why nothing happens.
 #[test]
-fn a_second_client_that_waits_is_named_in_the_log() {
+fn waiting_second_client_is_logged_once() {
     let world = World::new("cluster_size=65536", 64 * BLOCK);
     let server = world.serve(&[]);
     let mut first = Client::new(64, false);
@@ -368,7 +367,7 @@ fn a_second_client_that_waits_is_named_in_the_log() {
 
 /// A connection may end a moment after the next one was made: a child that its process forked shares it until exec(2).
 #[test]
-fn a_second_client_that_waits_a_moment_only_is_not_named() {
+fn briefly_waiting_second_client_is_not_logged() {
     const QUICK: Duration = Duration::from_millis(900);
     let world = World::new("cluster_size=65536", 64 * BLOCK);
     let server = world.serve(&[]);
@@ -393,9 +392,9 @@ fn a_second_client_that_waits_a_moment_only_is_not_named() {
     assert_eq!(server.stop(), Some(0), "{}", world.log());
 }
 
-/// A monitor whose guest memory is not shared gives none, or what it has of firmware.
+/// A monitor whose guest memory is not shared passes no regions, or only those of its firmware.
 #[test]
-fn a_client_without_shared_memory_is_told_what_is_missing() {
+fn unshared_client_memory_is_explained_in_the_log() {
     let world = World::new("cluster_size=65536", 64 * BLOCK);
     let server = world.serve(&[]);
     wait_for("the server", || UnixStream::connect(world.path("socket")).is_ok());

@@ -146,8 +146,8 @@ impl Scene {
 }
 
 #[test]
-fn a_write_without_space_waits_in_the_sandbox_and_is_done_when_there_is_some() {
-    let test = "space::a_write_without_space_waits_in_the_sandbox_and_is_done_when_there_is_some";
+fn sandboxed_write_waits_for_space_and_completes() {
+    let test = "space::sandboxed_write_waits_for_space_and_completes";
     let Some(folder) = place(test) else { return };
     for raw in [false, true] {
         let (mut scene, server) = Scene::new(&folder, raw);
@@ -169,8 +169,8 @@ fn a_write_without_space_waits_in_the_sandbox_and_is_done_when_there_is_some() {
 
 /// The writes that waited fail, and were never acknowledged.
 #[test]
-fn a_stop_ends_a_wait_for_space_in_the_sandbox_and_loses_nothing_flushed() {
-    let test = "space::a_stop_ends_a_wait_for_space_in_the_sandbox_and_loses_nothing_flushed";
+fn sandboxed_stop_ends_space_waits_and_keeps_flushed_data() {
+    let test = "space::sandboxed_stop_ends_space_waits_and_keeps_flushed_data";
     let Some(folder) = place(test) else { return };
     for raw in [false, true] {
         let (mut scene, mut server) = Scene::new(&folder, raw);

@@ -38,7 +38,7 @@ fn reap(tid: libc::pid_t) {
 }
 
 #[test]
-fn a_second_stop_signal_ends_a_server_that_cannot_drain() {
+fn second_signal_ends_a_server_that_cannot_drain() {
     let world = World::new("cluster_size=65536", 64 * BLOCK);
     let mut server = world.serve(&[]);
     let mut client = Client::new(64, false);
@@ -102,9 +102,9 @@ fn hold_up_at_first_thread(pid: libc::pid_t) {
     assert_eq!(unsafe { libc::ptrace(libc::PTRACE_DETACH, thread, 0, 0) }, 0);
 }
 
-/// Opening an image may take minutes, and a supervisor does not wait so long: whoever opens it is held up here.
+/// Opening an image may take minutes, longer than a supervisor waits. The test holds the opening thread.
 #[test]
-fn a_stop_signal_ends_a_server_that_is_still_opening_its_images() {
+fn signal_ends_a_server_while_it_opens_images() {
     let world = World::new("cluster_size=65536", 64 * BLOCK);
     let wrapper = [
         "sh",
@@ -144,7 +144,7 @@ fn a_stop_signal_ends_a_server_that_is_still_opening_its_images() {
 }
 
 #[test]
-fn a_stop_needs_no_descriptor() {
+fn stop_needs_no_descriptor() {
     let world = World::new("cluster_size=65536", 64 * BLOCK);
     let mut server = world.serve(&[]);
     let mut client = Client::new(64, false);

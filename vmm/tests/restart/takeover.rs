@@ -50,7 +50,7 @@ fn watch_lock(image: &Path, over: &AtomicBool) -> (u64, u64) {
 }
 
 #[test]
-fn an_image_is_locked_all_the_time_while_servers_follow_each_other() {
+fn image_stays_locked_across_takeovers() {
     const BLOCKS: usize = 1024;
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     let mut random = Random::new(0x10c4);
@@ -97,7 +97,7 @@ fn an_image_is_locked_all_the_time_while_servers_follow_each_other() {
 }
 
 #[test]
-fn a_new_server_takes_over_under_load_without_the_client_noticing() {
+fn takeover_under_load_keeps_the_connection() {
     const BLOCKS: usize = 4096;
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     let mut random = Random::new(0x7a4e);
@@ -131,9 +131,9 @@ fn a_new_server_takes_over_under_load_without_the_client_noticing() {
     client.assert_contents(&world.contents());
 }
 
-/// Between two servers that mark what is in flight, and to one that does not: that one is refused what the client uses.
+/// A server without in-flight tracking cannot take over a client that uses it; one with tracking can.
 #[test]
-fn a_takeover_by_a_server_that_can_do_less_leaves_the_old_one_serving() {
+fn less_capable_takeover_leaves_the_old_server_serving() {
     const BLOCKS: usize = 1024;
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     let mut random = Random::new(0x1e55);
@@ -167,10 +167,9 @@ fn a_takeover_by_a_server_that_can_do_less_leaves_the_old_one_serving() {
     client.assert_contents(&world.contents());
 }
 
-/// The new server is killed at any moment. Whoever serves then serves everything; if nobody does, because it was killed
-/// after it had taken over, a third one finds all that was answered and flushed.
+/// The server that is alive after the kill serves everything. If none is, a third one finds all that was answered and flushed.
 #[test]
-fn a_new_server_killed_at_any_moment_leaves_the_old_one_serving_or_has_taken_over() {
+fn takeover_is_all_or_nothing_when_the_new_server_dies() {
     const BLOCKS: usize = 1024;
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     let mut random = Random::new(0xdead);
@@ -221,7 +220,7 @@ fn a_new_server_killed_at_any_moment_leaves_the_old_one_serving_or_has_taken_ove
 }
 
 #[test]
-fn a_takeover_that_cannot_be_is_refused_before_anything_stops() {
+fn impossible_takeover_is_refused_before_anything_stops() {
     let world = World::new("cluster_size=65536", 16 * BLOCK);
     // Nobody is there to take over from.
     assert_eq!(world.serve(&["--takeover"]).wait(), Some(1));

@@ -120,7 +120,7 @@ fn assert_confined() {
 }
 
 #[test]
-fn a_cpu_thread_sets_up_a_backends_disk_loses_it_and_connects_again() {
+fn confined_cpu_thread_sets_up_and_reconnects_a_backend() {
     let folder = tempfile::tempdir().expect("a folder");
     let (image, socket) = (folder.path().join("image"), folder.path().join("socket"));
     std::fs::File::create(&image)

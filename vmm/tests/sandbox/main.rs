@@ -220,9 +220,9 @@ fn open_at(path: &Path, flags: libc::c_int) -> [usize; 6] {
 }
 
 #[test]
-fn a_queue_thread_opens_nothing_and_finds_no_way_out() {
+fn queue_thread_opens_nothing_and_cannot_escape() {
     inside(
-        "a_queue_thread_opens_nothing_and_finds_no_way_out",
+        "queue_thread_opens_nothing_and_cannot_escape",
         Task::Queue,
         |folder| {
             const NO: &[i32] = &[libc::EPERM];
@@ -251,11 +251,11 @@ fn a_queue_thread_opens_nothing_and_finds_no_way_out() {
     );
 }
 
-/// A machine that a guest's CPU could change, or another one that it could make, would be a way out.
+/// A CPU thread that could change its machine, or make another one, could escape.
 #[test]
-fn a_cpu_thread_opens_nothing_and_makes_no_machine() {
+fn cpu_thread_opens_nothing_and_makes_no_machine() {
     inside(
-        "a_cpu_thread_opens_nothing_and_makes_no_machine",
+        "cpu_thread_opens_nothing_and_makes_no_machine",
         Task::Cpu,
         |folder| {
             const NO: &[i32] = &[libc::EPERM];
@@ -301,9 +301,9 @@ fn a_cpu_thread_opens_nothing_and_makes_no_machine() {
 }
 
 #[test]
-fn a_control_thread_opens_the_images_only_and_finds_no_way_out() {
+fn control_thread_opens_only_images_and_cannot_escape() {
     inside(
-        "a_control_thread_opens_the_images_only_and_finds_no_way_out",
+        "control_thread_opens_only_images_and_cannot_escape",
         Task::Control,
         |folder| {
             const NO: &[i32] = &[libc::EACCES];

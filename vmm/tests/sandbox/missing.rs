@@ -79,9 +79,9 @@ fn no_new_privileges() {
 }
 
 #[test]
-fn without_landlock_system_calls_are_restricted() {
+fn sandbox_without_landlock_restricts_system_calls() {
     let log = inside_after(
-        "missing::without_landlock_system_calls_are_restricted",
+        "missing::sandbox_without_landlock_restricts_system_calls",
         no_landlock,
         Task::Queue,
         |_| {
@@ -96,9 +96,9 @@ fn without_landlock_system_calls_are_restricted() {
 }
 
 #[test]
-fn without_seccomp_files_are_restricted() {
+fn sandbox_without_seccomp_restricts_files() {
     let log = inside_after(
-        "missing::without_seccomp_files_are_restricted",
+        "missing::sandbox_without_seccomp_restricts_files",
         no_seccomp,
         Task::Control,
         |folder| {
@@ -116,9 +116,9 @@ fn without_seccomp_files_are_restricted() {
 }
 
 #[test]
-fn without_both_each_is_said_and_privileges_are_not_gained() {
+fn sandbox_without_both_warns_and_gains_no_privileges() {
     let log = inside_after(
-        "missing::without_both_each_is_said_and_privileges_are_not_gained",
+        "missing::sandbox_without_both_warns_and_gains_no_privileges",
         neither,
         Task::Control,
         |_| {
@@ -133,10 +133,10 @@ fn without_both_each_is_said_and_privileges_are_not_gained() {
 
 /// A ring that cannot be restricted is not used at all.
 #[test]
-fn without_ring_restrictions_plain_system_calls_are_used() {
+fn ring_without_restrictions_falls_back_to_syscalls() {
     const REGISTER_RESTRICTIONS: u64 = 11;
     let log = inside_after(
-        "missing::without_ring_restrictions_plain_system_calls_are_used",
+        "missing::ring_without_restrictions_falls_back_to_syscalls",
         || {
             logging::start(Some("warn")).expect("a log");
             without(

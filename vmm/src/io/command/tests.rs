@@ -37,7 +37,7 @@ const PATTERN: Transfer = Transfer::Write {
 };
 
 #[test]
-fn plain_commands_are_read_as_typed() {
+fn parse_reads_plain_commands() {
     assert_eq!(parse("read 0 64k"), transfer(READ, 0, 65536));
     assert_eq!(parse("  write\t0x200   1.5k "), transfer(PATTERN, 512, 1536));
     assert_eq!(
@@ -61,7 +61,7 @@ fn plain_commands_are_read_as_typed() {
 }
 
 #[test]
-fn flags_may_be_joined_hold_their_value_and_follow_arguments() {
+fn parse_takes_joined_and_trailing_flags_with_values() {
     let expected = Command::Transfer {
         name: "write",
         transfer: Transfer::Write {
@@ -94,7 +94,7 @@ fn flags_may_be_joined_hold_their_value_and_follow_arguments() {
 }
 
 #[test]
-fn background_commands_take_the_flags_of_the_ones_they_are_named_after() {
+fn aio_commands_take_the_flags_of_read_and_write() {
     let expected = |name, transfer| Command::Transfer {
         name,
         transfer,
@@ -119,7 +119,7 @@ fn background_commands_take_the_flags_of_the_ones_they_are_named_after() {
 }
 
 #[test]
-fn a_read_may_verify_a_part_of_what_it_reads() {
+fn read_verifies_a_part_inside_its_range() {
     let check = |start, len| {
         Some(Check {
             pattern: 1,
@@ -150,7 +150,7 @@ fn a_read_may_verify_a_part_of_what_it_reads() {
 }
 
 #[test]
-fn what_is_no_command_says_what_would_be() {
+fn parse_error_says_what_would_be_valid() {
     for (line, message) in [
         ("frob 1", "command \"frob\" not found; `help` lists the commands"),
         (
@@ -206,7 +206,7 @@ fn what_is_no_command_says_what_would_be() {
 }
 
 #[test]
-fn lengths_that_add_up_to_more_than_fits_are_refused() {
+fn parse_refuses_lengths_whose_sum_is_too_large() {
     assert!(refused("discard 7E 9E").contains("more bytes than a file can hold"));
     assert!(refused("aio_write -z 0 7E 7E 7E").contains("length cannot exceed"));
     // Zeros and discards are not held in memory.

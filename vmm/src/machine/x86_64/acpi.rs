@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cpu_up_to_the_most_is_in_the_tables_once() {
+    fn tables_list_every_cpu_once() {
         for cpus in [1, 4, 32] {
             let tables = tables(cpus);
             let madt = find(&tables, *b"APIC");
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn every_slot_but_the_bridges_can_be_ejected() {
+    fn tables_make_every_slot_but_the_bridges_ejectable() {
         let tables = tables(2);
         let dsdt = find(&tables, *b"DSDT");
         let count = |wanted: &[u8]| {

@@ -301,9 +301,9 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Debian's kernels are some 12 MiB, and take 64 MiB and more from 16 MiB on while they unpack themselves.
+    /// Debian's kernels have some 12 MiB, and use 64 MiB and more from 16 MiB on to unpack themselves.
     #[test]
-    fn an_initramfs_is_above_what_a_kernel_takes_to_unpack_itself() {
+    fn initramfs_lies_above_the_kernels_unpack_area() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 128 << 20)]).expect("memory");
         let loaded = |load: u64, prefers: u64, takes: u64| {
             let mut header = linux_loader::loader::bootparam::setup_header::default();
