@@ -147,9 +147,9 @@ fn read(path: &Path) -> Result<Vec<u8>, Error> {
 mod tests {
     use super::*;
 
-    /// QEMU as the server: its image is right after the whole plan, and one wrong byte of data or metadata is told.
+    /// QEMU is the server: its image is right after the whole plan, and one wrong byte of data or metadata is reported.
     #[test]
-    fn an_image_after_its_plan_is_right_and_one_that_lost_a_piece_is_not() {
+    fn judge_accepts_a_whole_image_and_finds_a_lost_piece() {
         let scratch = Scratch::new().unwrap();
         let world = World::new(&scratch, "w", 16384).unwrap();
         let plan = Plan::new(3, DISK, 12);

@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guest_that_fails_as_a_whole_is_told_from_a_script_that_fails() {
+    fn is_of_whole_guest_tells_guests_from_scripts() {
         let guest = |what: &str| Error::Guest {
             what: what.to_owned(),
             lines: "the guest panicked".to_owned(),
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failing_test_shows_the_message_and_its_cause() {
+    fn error_shows_its_message_and_cause() {
         let source = std::io::Error::from(std::io::ErrorKind::PermissionDenied);
         let error = Error::Spawn {
             command: "qemu-img check".to_owned(),

@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_emulator_that_fails_in_itself_is_told_from_one_that_was_killed_or_refused() {
+    fn of_emulator_finds_only_the_emulators_own_faults() {
         let assertion =
             "qemu: ../accel/tcg/cputlb.c: iotlb_to_section: Assertion `section_index < n' failed.";
         let aborted = "signal: 6 (SIGABRT)";
@@ -63,7 +63,7 @@ lab: init
 ";
 
     #[test]
-    fn the_known_fault_of_the_kernel_is_told_from_all_others() {
+    fn of_kernel_finds_only_the_known_fault() {
         let complains = |line: &str| line.contains("Oops") || line.contains("I/O error");
         let known = |console: &str| of_kernel(console, complains).is_some();
         assert!(known(OOPS));

@@ -558,7 +558,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_guest_that_lives_and_has_not_begun_is_to_be_started_again() {
+    fn boots_within_is_false_only_for_a_live_guest_not_begun() {
         let scratch = Scratch::new().unwrap();
         let boots = |says: &str, does: &str| {
             let console = scratch.file("console");

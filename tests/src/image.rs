@@ -323,14 +323,14 @@ mod tests {
     }
 
     #[test]
-    fn a_sound_image_is_flawless() {
+    fn check_flawless_accepts_a_sound_image() {
         let scratch = Scratch::new().unwrap();
         check_flawless(&image(&scratch)).unwrap();
     }
 
     /// A cluster appended behind QEMU's back, with a refcount of one, belongs to nothing: a leak.
     #[test]
-    fn a_leak_is_flawed_but_sound_and_a_lost_refcount_is_neither() {
+    fn leak_is_sound_but_flawed_and_lost_refcount_neither() {
         let scratch = Scratch::new().unwrap();
         let path = image(&scratch);
         let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_pattern_is_an_error() {
+    fn qemu_io_reports_a_wrong_pattern() {
         let scratch = Scratch::new().unwrap();
         let path = image(&scratch);
         qemu_io(&path, &["read -P 0xaa 0 64k"]).unwrap();
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_compares_equal_until_it_is_changed() {
+    fn compare_finds_a_changed_copy() {
         let scratch = Scratch::new().unwrap();
         let path = image(&scratch);
         let copy = scratch.file("copy.raw");

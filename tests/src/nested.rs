@@ -283,7 +283,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_an_outer_guest_that_stops_or_restarts_is_begun_again() {
+    fn retry_needs_an_outer_guest_that_stopped_or_restarted() {
         let guest = |what: &str, lines: &str| Error::Guest {
             what: what.to_owned(),
             lines: lines.to_owned(),

@@ -231,7 +231,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_target_folder_is_found_from_a_test_and_from_a_binary() {
+    fn target_folder_is_found_from_tests_and_binaries() {
         for executable in [
             "/t/debug/deps/guest-0123",
             "/t/release/demo",
@@ -245,9 +245,9 @@ mod tests {
         }
     }
 
-    /// Not asked for yet, it is a fault of the set-up; where it cannot be had, a test may go without.
+    /// A kernel that was not built is a fault of the set-up. Where it cannot be had, a test may go without.
     #[test]
-    fn a_newer_kernel_that_nobody_tried_to_get_is_told_from_one_that_cannot_be_had() {
+    fn newer_kernel_not_built_is_told_from_unavailable() {
         let cache = crate::Scratch::new().unwrap();
         let cache = cache.file("cache");
         fs::create_dir(&cache).unwrap();
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_tool_says_its_package_and_the_command_to_get_it() {
+    fn missing_tool_names_its_package_and_command() {
         assert_eq!(find_program("no-such-program"), None);
         let message = Error::MissingTool {
             tool: "qemu-img",

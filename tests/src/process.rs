@@ -196,7 +196,7 @@ mod tests {
     use crate::Scratch;
 
     #[test]
-    fn a_dropped_process_is_gone() {
+    fn dropped_process_is_gone() {
         let scratch = Scratch::new().unwrap();
         let mut command = Command::new("sleep");
         command.arg("1000");
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failing_tool_is_quoted_with_its_command_and_output() {
+    fn run_ok_quotes_a_failing_command_and_its_output() {
         let mut command = Command::new("sh");
         command.args(["-c", "echo no such luck; exit 7"]);
         let message = run_ok(command).unwrap_err().to_string();
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tail_never_splits_a_character() {
+    fn tail_never_splits_a_character() {
         let log = "é".repeat(TAIL_BYTES);
         assert!(tail(&log).chars().all(|c| c == 'é'));
     }

@@ -63,20 +63,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn results_are_split_by_boot() {
+    fn boots_splits_results_by_boot() {
         let results = "@@begin\none\ntwo\n@@exit 0\n@@stop\n@@begin\nthree\n@@exit 0\n@@stop\n";
         assert_eq!(boots(results).unwrap(), [vec!["one", "two"], vec!["three"]]);
     }
 
     #[test]
-    fn what_a_kernel_says_on_the_same_port_is_told_apart() {
+    fn scripts_part_drops_kernel_messages() {
         let said = "[ 1.0] Linux\r\n@@begin\r\none\r\n@@exit 0\r\n@@stop\r\n[ 2.0] reboot\r\n@@begin\r\ntw";
         assert_eq!(scripts_part(said), "@@begin\none\n@@exit 0\n@@stop\n@@begin\ntw");
         assert_eq!(scripts_part("Linux\n@@failed no disk\n"), "@@failed no disk\n");
     }
 
     #[test]
-    fn a_script_that_fails_or_is_cut_short_is_told() {
+    fn boots_reports_a_failed_or_cut_short_script() {
         assert!(boots("@@begin\n@@exit 7\n@@stop\n").unwrap_err().contains('7'));
         assert!(
             boots("@@begin\nwork\n")

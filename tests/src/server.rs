@@ -216,7 +216,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     #[test]
-    fn only_a_listening_socket_counts_as_ready() {
+    fn listens_needs_a_listening_socket() {
         let scratch = Scratch::new().unwrap();
         let socket = scratch.file("socket");
         assert!(!listens(&socket));
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_gives_up_is_quoted() {
+    fn storage_daemon_error_quotes_its_output() {
         let scratch = Scratch::new().unwrap();
         let missing = scratch.file("missing.qcow2");
         let error = Server::storage_daemon(&scratch.file("socket"), &missing, 1).unwrap_err();

@@ -10,7 +10,7 @@ use lab::{Error, Scratch};
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn the_demo_works_on_this_machine_and_says_how() {
+fn demo_works_here_and_says_how() {
     let _lab = lab::require();
     let output = Command::new(env!("CARGO_BIN_EXE_demo"))
         .output()
@@ -28,7 +28,7 @@ fn the_demo_works_on_this_machine_and_says_how() {
 }
 
 #[test]
-fn the_demo_uses_our_own_machine_where_kvm_is_real() -> Result<(), Error> {
+fn demo_uses_our_machine_where_kvm_is_real() -> Result<(), Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let mut toolbox = Toolbox::new(&lab, &scratch)?

@@ -61,10 +61,9 @@ impl Disks {
 
 const WORK: &str = include_str!("../guest/vhost_user/work.sh");
 
-/// The whole life of a disk: made, filled, trimmed, unmounted, rebooted, powered off, offered to a second
-/// guest by the same server, closed; and then read by QEMU.
+/// A disk's whole life: made, filled, trimmed, rebooted, served to a second guest, closed, and read by QEMU.
 #[test]
-fn qcow2_disks_are_flawless_after_a_guest_worked_hard_on_them() -> Result<(), Error> {
+fn disks_are_flawless_after_hard_work_in_a_guest() -> Result<(), Error> {
     let lab = lab::require();
     let disks = Disks::new(&lab, 192 * MIB)?;
     let servers = disks.serve()?;
@@ -149,10 +148,9 @@ fn qcow2_disks_are_flawless_after_a_guest_worked_hard_on_them() -> Result<(), Er
 
 const LOAD: &str = include_str!("../guest/vhost_user/load.sh");
 
-/// `kill -9` of the guest and of its servers, in either order, several times on the same images: whatever
-/// the guest had synced is there at the next boot, and the images hold no errors (leaks may remain).
+/// Method: `kill -9` of the guest and its servers, in either order, several times on the same images. Leaks may remain.
 #[test]
-fn what_a_guest_synced_survives_kill_nine_of_everything() -> Result<(), Error> {
+fn synced_data_survives_kill_9_of_guest_and_servers() -> Result<(), Error> {
     /// How many files a guest syncs before it may be killed.
     const FILES: usize = 8;
     const ROUNDS: u64 = 3;

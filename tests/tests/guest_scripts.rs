@@ -55,7 +55,7 @@ fn complaints(shells: &[(&[&str], &str)], path: &Path) -> String {
 }
 
 #[test]
-fn every_script_is_one_that_its_shells_can_read() {
+fn every_script_parses_in_its_shells() {
     let guests = scripts();
     let guests = guests.iter().map(String::as_str);
     for script in guests.chain(["tests/guest/init", "tests/guest/lab-init"]) {
@@ -69,7 +69,7 @@ fn every_script_is_one_that_its_shells_can_read() {
 }
 
 #[test]
-fn a_script_with_a_mistake_is_complained_of() {
+fn complaints_name_a_script_error() {
     let scratch = Scratch::new().unwrap();
     let path = scratch.file("script");
     std::fs::write(&path, "for n in 1 2; do echo $n\n").unwrap();
@@ -78,9 +78,9 @@ fn a_script_with_a_mistake_is_complained_of() {
     assert!(complaints(&HOST, &path).contains("bash: "));
 }
 
-/// The name of a script is what `include_str!` ends with.
+/// `include_str!` ends with a script's name.
 #[test]
-fn every_script_of_a_guest_is_in_use_and_says_what_it_does() {
+fn guest_scripts_are_in_use_and_described() {
     let sources: String = tracked("tests")
         .iter()
         .filter(|file| file.ends_with(".rs"))

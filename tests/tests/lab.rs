@@ -7,7 +7,7 @@ use lab::{Guest, Kernel, Scratch, Server, image};
 
 /// A guest writes, restarts, finds its file, and powers off; the image is flawless.
 #[test]
-fn a_guest_boots_and_reboots_on_qemus_storage_daemon() -> Result<(), lab::Error> {
+fn guest_boots_and_reboots_on_qemu_storage_daemon() -> Result<(), lab::Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let root = scratch.file("root.qcow2");
@@ -37,7 +37,7 @@ fn a_guest_boots_and_reboots_on_qemus_storage_daemon() -> Result<(), lab::Error>
 
 /// Both kernels boot the same root, and have the drivers that make a block device of a program.
 #[test]
-fn guests_of_both_kernels_have_the_drivers_of_the_hosts_disks() -> Result<(), lab::Error> {
+fn both_kernels_have_the_drivers_of_the_hosts_disks() -> Result<(), lab::Error> {
     for (kernel, major) in [(Kernel::V6_12, "6."), (Kernel::V7, "7.")] {
         let Some(lab) = lab::require_kernel(kernel) else {
             continue;
@@ -72,7 +72,7 @@ fn guests_of_both_kernels_have_the_drivers_of_the_hosts_disks() -> Result<(), la
 
 /// A test must be able to fail: the script's status, the line it waits for, and an early end all come back.
 #[test]
-fn a_script_that_fails_is_an_error_with_its_output() -> Result<(), lab::Error> {
+fn failed_script_is_an_error_with_its_output() -> Result<(), lab::Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let root = scratch.file("root.qcow2");
@@ -92,9 +92,9 @@ fn a_script_that_fails_is_an_error_with_its_output() -> Result<(), lab::Error> {
     server.stop()
 }
 
-/// Only the second may be begun again: the first says itself which of its programs hangs, and where.
+/// Only a stopped emulator is begun again: a guest with a hung program says itself which one hangs, and where.
 #[test]
-fn a_guest_ticks_while_its_program_hangs_and_not_while_its_emulator_is_stopped() -> Result<(), lab::Error> {
+fn heartbeat_tells_a_hung_program_from_a_stopped_emulator() -> Result<(), lab::Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let root = scratch.file("root.qcow2");

@@ -14,7 +14,7 @@ const KILLS: u64 = 20;
 const WORK: &str = include_str!("../guest/vhost_user/killed.sh");
 
 #[test]
-fn a_guest_goes_on_while_its_servers_are_killed_twenty_times() -> Result<(), Error> {
+fn guest_goes_on_while_its_servers_are_killed() -> Result<(), Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let (root, data) = (scratch.file("root.qcow2"), scratch.file("data.qcow2"));

@@ -68,13 +68,13 @@ fn inner(outcome: &Outcome) -> Vec<&str> {
 const WORK: &str = include_str!("../guest/run/work.inner.sh");
 
 #[test]
-fn a_machine_boots_from_an_overlay_works_restarts_and_switches_itself_off() -> Result<(), Error> {
+fn machine_on_an_overlay_works_restarts_and_powers_off() -> Result<(), Error> {
     work_twice(false, [6, 0])
 }
 
 /// After the guest's restart the machine connects to the same server again.
 #[test]
-fn a_machine_works_with_a_disk_that_our_own_server_serves() -> Result<(), Error> {
+fn machine_works_on_a_disk_of_our_vhost_user_server() -> Result<(), Error> {
     work_twice(true, [4, 2])
 }
 
@@ -164,7 +164,7 @@ fn work_twice(served: bool, drivers: [usize; 2]) -> Result<(), Error> {
 const VERIFY: &str = include_str!("../guest/run/killed_server.inner.sh");
 
 #[test]
-fn a_server_that_is_killed_under_a_running_machine_is_followed_by_another() -> Result<(), Error> {
+fn killed_backend_of_a_machine_is_replaced() -> Result<(), Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let script = include_str!("../guest/run/killed_server.sh");
@@ -184,7 +184,7 @@ fn a_server_that_is_killed_under_a_running_machine_is_followed_by_another() -> R
 const LOAD: &str = include_str!("../guest/run/killed_machine.inner.sh");
 
 #[test]
-fn a_machine_that_is_killed_under_load_leaves_images_that_boot_again() -> Result<(), Error> {
+fn machine_killed_under_load_leaves_bootable_images() -> Result<(), Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let script = include_str!("../guest/run/killed_machine.sh");
@@ -205,7 +205,7 @@ fn a_machine_that_is_killed_under_load_leaves_images_that_boot_again() -> Result
 const COUNT: &str = include_str!("../guest/run/paused.inner.sh");
 
 #[test]
-fn a_paused_machines_image_holds_what_was_answered_and_its_disk_grows_while_it_runs() -> Result<(), Error> {
+fn paused_image_is_complete_and_a_running_disk_grows() -> Result<(), Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let script = include_str!("../guest/run/paused.sh");
@@ -263,7 +263,7 @@ const HOT: &str = include_str!("../guest/run/hot_plug.inner.sh");
 
 /// The kernel is the ELF file inside the lab's, begun by PVH; on four CPUs, in huge pages of one NUMA node.
 #[test]
-fn disks_are_added_to_a_running_machine_and_removed_from_it() -> Result<(), Error> {
+fn disks_are_hot_plugged_and_removed() -> Result<(), Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let failed = |path: &Path| {

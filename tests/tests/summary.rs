@@ -148,9 +148,9 @@ test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; 
     assert!(!said.contains("=== output"), "{said}");
 }
 
-/// The harness prints it only for an option that is not stable yet.
+/// The harness prints it only for an unstable option.
 #[test]
-fn a_test_run_by_the_script_prints_its_time() {
+fn timed_script_prints_a_tests_time() {
     let this = std::env::current_exe().unwrap();
     let output = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/timed.sh"))
         .arg(this)

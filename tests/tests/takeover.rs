@@ -32,7 +32,7 @@ fn longest_ms(line: &str) -> Option<f64> {
 }
 
 #[test]
-fn a_guest_does_not_notice_that_its_servers_are_replaced() -> Result<(), Error> {
+fn guest_does_not_notice_replaced_servers() -> Result<(), Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let (root, data) = (scratch.file("root.qcow2"), scratch.file("data.qcow2"));

@@ -99,7 +99,7 @@ fn read(file: &str) -> String {
 }
 
 #[test]
-fn no_source_file_is_too_long_to_review_whole() {
+fn source_files_are_short_enough_to_review_whole() {
     for file in tracked(&[".rs"]) {
         let text = read(&file);
         let lines = text.lines().count();
@@ -112,7 +112,7 @@ fn no_source_file_is_too_long_to_review_whole() {
 }
 
 #[test]
-fn unsafe_code_stays_in_the_files_that_are_known_for_it() {
+fn unsafe_code_stays_in_known_files() {
     for file in tracked(&[".rs"]) {
         let found = read(&file).lines().any(|line| {
             let code = line.split("//").next().unwrap_or_default();
@@ -130,7 +130,7 @@ fn unsafe_code_stays_in_the_files_that_are_known_for_it() {
 }
 
 #[test]
-fn nothing_is_left_for_later_in_the_code() {
+fn code_has_no_marks_of_unfinished_work() {
     let marks = [
         ["FIX", "ME"].concat(),
         ["TO", "DO"].concat(),
@@ -146,7 +146,7 @@ fn nothing_is_left_for_later_in_the_code() {
 }
 
 #[test]
-fn every_source_file_is_reached_and_says_what_it_is_for() {
+fn source_files_are_reached_and_say_their_purpose() {
     for file in tracked(&[".rs"]) {
         let text = read(&file);
         assert!(
@@ -192,7 +192,7 @@ fn no_large_file_is_tracked() {
 
 /// Shipped code must not contain the simulated world, the model of the ublk driver, or rules that can be broken on purpose.
 #[test]
-fn the_binary_is_built_without_what_serves_tests() {
+fn binary_is_built_without_test_support() {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)
         .args([

@@ -202,7 +202,7 @@ fn transports(kernel: Kernel) -> &'static [&'static str] {
 }
 
 /// Each transport on one kernel: what a server does there is the same on all. The pairs are covered by
-/// [`devices_of_every_transport_hold_what_was_written`] and, with servers that are killed, by [`soak`].
+/// [`devices_of_every_transport_keep_their_data`] and, with servers that are killed, by [`soak`].
 fn own_transports(kernel: Kernel) -> &'static [&'static str] {
     match kernel {
         Kernel::V6_12 => &["copy", "user-copy"],
@@ -217,7 +217,7 @@ fn said(outcome: &Outcome) -> String {
 const WORK: &str = include_str!("../guest/ublk/work.sh");
 
 #[test]
-fn devices_of_every_transport_hold_what_was_written() -> Result<(), Error> {
+fn devices_of_every_transport_keep_their_data() -> Result<(), Error> {
     on_both(WORK, |kernel, outcome| {
         let all = said(outcome);
         let count = |wanted: &str| outcome.lines().filter(|line| line.contains(wanted)).count();
@@ -240,7 +240,7 @@ fn devices_of_every_transport_hold_what_was_written() -> Result<(), Error> {
 const LIFE: &str = include_str!("../guest/ublk/life.sh");
 
 #[test]
-fn file_systems_live_on_devices_and_nobody_removes_them_from_under_their_users() -> Result<(), Error> {
+fn devices_in_use_carry_file_systems_and_cannot_be_removed() -> Result<(), Error> {
     on_both(LIFE, |kernel, outcome| {
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
@@ -320,9 +320,9 @@ fn file_systems_live_on_devices_and_nobody_removes_them_from_under_their_users()
 /// Devices of many kinds, each removed under load.
 const CHURN: &str = include_str!("../guest/ublk/churn.sh");
 
-/// Devices that are removed with every tag of every queue under way, by others and by their own server's end.
+/// Others, or the end of the server, remove devices while every tag of every queue is under way.
 #[test]
-fn devices_come_and_go_under_load_and_leave_nothing_behind() -> Result<(), Error> {
+fn devices_removed_under_load_leave_nothing_behind() -> Result<(), Error> {
     on_both(CHURN, |kernel, outcome| {
         let all = said(outcome);
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
@@ -360,7 +360,7 @@ fn devices_come_and_go_under_load_and_leave_nothing_behind() -> Result<(), Error
 const DEATH: &str = include_str!("../guest/ublk/death.sh");
 
 #[test]
-fn io_waits_for_the_next_server_when_one_is_killed_and_nothing_is_lost() -> Result<(), Error> {
+fn io_waits_for_the_next_server_after_a_kill_without_loss() -> Result<(), Error> {
     on_both(DEATH, |kernel, outcome| {
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));

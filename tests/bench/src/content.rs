@@ -24,7 +24,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_blocks_differ_and_none_has_zeros_only() {
+    fn fill_differs_per_block_and_is_never_all_zeros() {
         let (mut one, mut two) = (vec![0; BLOCK_BYTES], vec![0; BLOCK_BYTES]);
         fill(0, &mut one);
         fill(255, &mut two);

@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_job_is_read_from_behind_a_note() {
+    fn parse_reads_a_job_after_a_note() {
         let text = r#"note: something
             {"jobs": [{"usr_cpu": 10.0, "sys_cpu": 40.0, "read": {"total_ios": 2000, "iops": 1000.0,
              "runtime": 2000}}]}"#;

@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_bucket_holds_its_own_middle() {
+    fn bucket_middle_is_close_to_its_values() {
         for ns in [
             0,
             1,
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn the_99th_percentile_ignores_the_slowest_hundredth() {
+    fn percentile_99_ignores_the_slowest_hundredth() {
         let mut histogram = Histogram::default();
         for _ in 0..990 {
             histogram.record(10_000);
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn merged_histograms_count_both() {
+    fn merge_counts_both_histograms() {
         let mut one = Histogram::default();
         one.record(1_000);
         let mut two = Histogram::default();

@@ -242,21 +242,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cpu_ticks_are_found_behind_a_name_with_spaces_and_brackets() {
+    fn cpu_ticks_skips_a_name_with_spaces_and_brackets() {
         let stat = "7 (a) b (c)) S 1 2 3 4 5 6 7 8 9 10 300 45 0 0 20 0 1 0";
         assert_eq!(cpu_ticks(stat), Some(345));
         assert_eq!(cpu_ticks("7 (a S 1"), None);
     }
 
     #[test]
-    fn resident_memory_leaves_shared_memory_out() {
+    fn resident_kib_excludes_shared_memory() {
         let status =
             "Name:\tx\nVmRSS:\t 9000 kB\nRssAnon:\t 1000 kB\nRssFile:\t 2000 kB\nRssShmem:\t 6000 kB\n";
         assert_eq!(resident_kib(status), 3000);
     }
 
     #[test]
-    fn our_own_process_has_memory_and_used_cpu_time() {
+    fn own_process_has_memory_and_cpu_time() {
         let spin = Instant::now();
         while spin.elapsed() < Duration::from_millis(30) {}
         assert!(own_cpu_seconds() > 0.01);
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_fails_says_why() {
+    fn output_quotes_a_failing_child() {
         let mut command = Command::new("sh");
         command.args(["-c", "echo no such luck >&2; exit 3"]);
         let error = output(command, Duration::from_secs(10)).map_err(|error| error.to_string());

@@ -294,7 +294,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_larger_ratio_is_better_whichever_way_the_figure_goes() {
+    fn ratio_above_one_is_better_in_both_directions() {
         let faster = Entry::new("a".into(), "IOPS", Better::Higher, 300.0, ("x", 100.0)).target(Some(3.0));
         assert_eq!((faster.ratio, faster.met), (Some(3.0), Some(true)));
         let leaner = Entry::new("b".into(), "MiB", Better::Lower, 20.0, ("x", 10.0)).target(Some(1.0));
@@ -304,13 +304,13 @@ mod tests {
     }
 
     #[test]
-    fn a_figure_of_nothing_meets_no_target() {
+    fn zero_figure_meets_no_target() {
         let none = Entry::new("a".into(), "IOPS", Better::Higher, 0.0, ("x", 100.0)).target(Some(0.1));
         assert_eq!((none.ratio, none.met), (None, Some(false)));
     }
 
     #[test]
-    fn the_json_has_the_promised_keys_and_null_where_no_target_is_set() {
+    fn json_has_every_key_and_null_without_a_target() {
         let entry = Entry::new("a".into(), "IOPS", Better::Higher, 2.0, ("x", 1.0));
         let json = serde_json::to_string(&entry).unwrap_or_default();
         let keys = r#"{"row":"a","ours":2.0,"peer":1.0,"peer_name":"x","unit":"IOPS","ratio":2.0,"target":null,"met":null,"spread":null}"#;
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn the_median_is_the_middle_of_what_was_measured() {
+    fn median_is_the_middle_value() {
         assert!((median([3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
         assert!((median([4.0, 1.0]) - 1.0).abs() < 1e-9);
         assert!(median([]).abs() < 1e-9);
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn a_promise_without_a_figure_is_marked_unproven() {
+    fn promise_without_a_figure_is_unproven() {
         let kept = Entry::new("a/iops".into(), "IOPS", Better::Higher, 3.0, ("x", 1.0)).target(Some(2.0));
         let text = markdown(&[("a/iops".into(), 2.0), ("b/iops".into(), 1.5)], &[kept]);
         let promised = |name: &str| {
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_grouped_and_short() {
+    fn figure_groups_thousands_and_shortens() {
         assert_eq!(figure(1_234_567.8), "1,234,568");
         assert_eq!(figure(999.6), "1,000");
         assert_eq!(figure(12.345), "12.3");

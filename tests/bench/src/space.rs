@@ -44,7 +44,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     #[test]
-    fn a_file_with_holes_goes_and_a_missing_one_is_no_error() -> io::Result<()> {
+    fn remove_takes_sparse_and_missing_files() -> io::Result<()> {
         let path = std::env::temp_dir().join(format!("ringdisk-bench-space-{}", std::process::id()));
         let file = fs::File::create(&path)?;
         file.write_at(b"x", 1 << 20)?;

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn random_offsets_are_whole_blocks_inside_the_disk_and_reach_all_of_it() {
+    fn random_offsets_are_whole_blocks_and_reach_the_whole_disk() {
         let mut offsets = Offsets::new(&workload(Pattern::RandomRead, 64 * 4096), 7);
         let mut seen = HashSet::new();
         for _ in 0..2000 {
@@ -194,14 +194,14 @@ mod tests {
     }
 
     #[test]
-    fn sequential_offsets_start_again_at_the_end() {
+    fn sequential_offsets_wrap_at_the_end() {
         let mut offsets = Offsets::new(&workload(Pattern::SequentialRead, 3 * 4096), 1);
         let first: Vec<_> = (0..4).filter_map(|_| offsets.next_offset()).collect();
         assert_eq!(first, [0, 4096, 8192, 0]);
     }
 
     #[test]
-    fn a_sample_divides_by_its_own_time_and_operations() {
+    fn sample_divides_by_its_own_time_and_operations() {
         let sample = Sample {
             ops: 2_000_000,
             seconds: 4.0,

@@ -128,8 +128,9 @@ mod tests {
 
     use super::*;
 
+    /// A side that fails on a sound image is a finding; on a damaged image it is not.
     #[test]
-    fn a_side_that_fails_on_a_sound_image_is_a_finding_and_on_a_damaged_one_it_is_not() {
+    fn demand_damage_accepts_only_a_damaged_image() {
         let mut spec = ImageSpec::new(16, 1 << 20);
         spec.clusters.insert(0, Content::Data(1));
         let image = Image::new(spec);

@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn chain_is_laid_out_as_the_specification_says() {
+    fn chain_has_the_layout_of_the_specification() {
         let mut driver = driver(4);
         let head = driver.chain(&[(0x1122, 3, false), (0x3344, 5, true)]);
         driver.make_available(head);
@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_are_free_again_only_when_their_chain_is_used() {
+    fn descriptors_are_freed_when_their_chain_is_used() {
         let mut driver = driver(4);
         let heads = [1, 2].map(|_| {
             let head = driver.chain(&[(0, 1, false), (0, 1, true)]);
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn indices_wrap_and_the_device_is_kicked_when_it_wants_to_be() {
+    fn publish_wraps_indices_and_kicks_when_wanted() {
         let mut driver = driver(4);
         driver.start_at(u16::MAX - 1);
         for (event, kick) in [(u16::MAX - 1, true), (5, false), (0, true), (0, false)] {

@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_in_flight_share_no_byte_and_take_effect_when_they_end() {
+    fn array_requests_never_overlap_and_apply_at_their_end() {
         let mut array = Array::new(vec![1; 8], 4, 3);
         assert!(array.begin(0, 0..4, Ask::Write(vec![2; 4])));
         assert!(!array.begin(1, 3..5, Ask::Read));
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn discards_clear_whole_clusters_and_the_end_of_the_disk() {
+    fn discard_clears_whole_clusters_and_the_disks_end() {
         for (range, left) in [(1..10, [1, 1, 1, 1, 0, 0, 0, 0, 1, 1]), (5..10, [1; 10])] {
             let mut array = Array::new(vec![1; 11], 4, 1);
             assert!(array.begin(0, range, Ask::Discard));

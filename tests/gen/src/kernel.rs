@@ -241,14 +241,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_kernel_has_no_kernel_in_it() {
+    fn vmlinux_is_none_without_a_kernel() {
         assert_eq!(vmlinux(&[]), None);
         assert_eq!(vmlinux(&[0; 4096]), None);
         assert_eq!(vmlinux(&tiny()), None);
     }
 
     #[test]
-    fn a_payload_is_taken_out_with_what_is_behind_its_frame() {
+    fn vmlinux_unpacks_a_payload_with_trailing_bytes() {
         let mut payload = zstd::encode_all(&tiny()[..], 1).expect("memory");
         payload.extend((tiny().len() as u32).to_le_bytes());
         let mut file = vec![0; 3 * 512 + 100];

@@ -179,9 +179,9 @@ fn run(steps: &[&[u8]]) -> Result<(), String> {
 mod tests {
     use super::*;
 
-    /// A probe that says yes to everything would turn a host's fault into one of ours.
+    /// A probe that always succeeds would turn a fault of the host into one of ours.
     #[test]
-    fn a_probe_names_what_stops_it() {
+    fn probe_names_what_stops_it() {
         if let Err(why) = runs_tiny_kernels() {
             assert!(why.contains("kvm") || why.contains("KVM"), "{why}");
             return;

@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_server_had_under_way_stays_leaked() {
+    fn leaks_of_a_killed_server_stay() {
         let mut leaks = Leaks::default();
         leaks.ask(&Shape::PLAIN, 64, &Planned::new(Ask::Discard, 0, 4), 0);
         let most = leaks.most();

@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_promises_what_was_answered_before_it_was_asked_for() {
+    fn flush_promises_only_earlier_answers() {
         let mut oracle = Oracle::new(&[1]);
         let second = change(&mut oracle, 2);
         oracle.answer_change(&second, true, false);
@@ -432,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_in_flight_may_win_over_one_that_was_flushed() {
+    fn change_in_flight_may_win_over_a_flushed_one() {
         let mut oracle = Oracle::new(&[1]);
         let late = change(&mut oracle, 2);
         let second = change(&mut oracle, 3);
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_change_may_show_until_something_follows_it() {
+    fn failed_change_may_show_until_another_follows() {
         let mut oracle = Oracle::new(&[1]);
         let failed = change(&mut oracle, 2);
         oracle.answer_change(&failed, false, false);
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_sees_the_last_answer_or_what_is_in_flight() {
+    fn read_sees_the_last_answer_or_a_change_in_flight() {
         let mut oracle = Oracle::new(&[1]);
         let second = change(&mut oracle, 2);
         oracle.answer_change(&second, true, false);
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_do_not_alternate_between_changes_that_were_under_way_at_once() {
+    fn reads_do_not_alternate_between_concurrent_changes() {
         let mut oracle = Oracle::new(&[1]);
         let (second, third) = (change(&mut oracle, 2), change(&mut oracle, 3));
         oracle.answer_change(&second, true, false);
@@ -501,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_and_not_answered_outdoes_for_readers_alone() {
+    fn unanswered_change_once_read_binds_readers_only() {
         let mut oracle = Oracle::new(&[1]);
         let second = change(&mut oracle, 2);
         let read = oracle.ask_read(0, 1);
@@ -517,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_that_was_not_over_may_show_after_another_was_read() {
+    fn unfinished_change_may_show_after_another_was_read() {
         let mut oracle = Oracle::new(&[1]);
         let (second, third) = (change(&mut oracle, 2), change(&mut oracle, 3));
         oracle.answer_change(&third, true, false);
@@ -528,9 +528,9 @@ mod tests {
         oracle.answer_change(&second, true, false);
     }
 
-    /// A promise made while a read is under way does not take from it what it may see.
+    /// A promise made while a read is under way does not narrow what the read may see.
     #[test]
-    fn a_read_that_began_before_a_flush_may_see_what_the_flush_outdates() {
+    fn read_begun_before_a_flush_may_see_older_data() {
         let mut oracle = Oracle::new(&[1]);
         let read = oracle.ask_read(0, 1);
         let second = change(&mut oracle, 2);

@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rounds_begin_when_their_reads_are_asked_for() {
+    fn pace_begins_a_round_after_its_reads() {
         let mut pace = Pace::new(2);
         assert!(!pace.ask(), "the second queue is not there yet");
         assert!(!pace.begin(), "no reads yet");
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_a_queue_that_has_ended_or_is_alone() {
+    fn pace_waits_for_no_ended_or_lone_queue() {
         let mut pace = Pace::new(2);
         pace.set_free(0, true);
         assert!(pace.begin());

@@ -320,7 +320,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shortened_run_comes_back_from_its_line() {
+    fn shortened_run_round_trips_through_its_line() {
         for seed in 0..50 {
             let source = Source::Seed(seed);
             let mut case = Case::draw(seed);
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_comes_back_from_its_line_without_its_habits() {
+    fn guest_without_habits_round_trips_through_its_line() {
         for seed in 0..50 {
             let source = Source::Guest(seed);
             let mut case = Case::draw_guest(seed);
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ublk_device_comes_back_from_its_line_without_its_habits() {
+    fn ublk_device_without_habits_round_trips_through_its_line() {
         for seed in 0..1200 {
             let source = Source::Ublk(seed);
             let mut case = Case::draw_ublk(seed);
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_with_registered_pages_comes_back_from_its_line() {
+    fn registered_run_round_trips_through_its_line() {
         for seed in 0..50 {
             let source = Source::Registered(seed);
             let mut case = Case::draw_registered(seed);
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_frees_what_is_read_comes_back_from_its_line() {
+    fn churn_run_round_trips_through_its_line() {
         for seed in 0..50 {
             let source = Source::Churn(seed);
             let mut case = Case::draw_churn(seed);
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_whose_disk_grows_comes_back_from_its_line() {
+    fn growth_run_round_trips_through_its_line() {
         for seed in 0..50 {
             let source = Source::Growth(seed);
             let mut case = Case::draw_growing(seed);
@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scenario_comes_back_from_its_line() {
+    fn scenario_round_trips_through_its_line() {
         let scenario = &scenario::all()[3];
         let source = Source::Scenario(scenario.name, 2);
         let line = line_of(&source, &scenario.case(2));
@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_line_is_refused() {
+    fn parse_refuses_other_text() {
         for line in [
             "",
             "seed",

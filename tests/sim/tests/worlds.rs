@@ -10,9 +10,9 @@ use ringdisk_sim::plan::Ask;
 use ringdisk_sim::run::run;
 use ringdisk_sim::{kept_lines, replay, scenario};
 
-/// Two runs of one seed are the same to the last event and the last crash state.
+/// Two runs of one seed are equal up to the last event and the last crash state.
 #[test]
-fn a_seed_gives_the_same_trace_and_the_same_crash_states_every_time() {
+fn seed_repeats_its_trace_and_crash_states() {
     for seed in 500..512 {
         let case = Source::of_number(seed).case().expect("a number has a run");
         let (mut first, mut second) = (Tally::default(), Tally::default());
@@ -28,9 +28,9 @@ fn a_seed_gives_the_same_trace_and_the_same_crash_states_every_time() {
     }
 }
 
-/// Threads that meet the same states count them once, and go on until there are enough.
+/// Threads that meet the same states count them once, and continue until there are enough.
 #[test]
-fn an_exploration_reaches_its_goal_whatever_its_threads_have_in_common() {
+fn explore_reaches_its_goal_despite_shared_states() {
     for states in [300, 500, 700] {
         let goal = Goal {
             states,
@@ -45,7 +45,7 @@ fn an_exploration_reaches_its_goal_whatever_its_threads_have_in_common() {
 }
 
 #[test]
-fn runs_that_failed_once_do_not_fail_again() {
+fn kept_runs_do_not_fail_again() {
     for line in kept_lines() {
         let (_, case) = replay::parse(line).unwrap_or_else(|error| panic!("{error}"));
         let failure = run(&case, false, &mut Tally::default()).failure;
@@ -53,9 +53,9 @@ fn runs_that_failed_once_do_not_fail_again() {
     }
 }
 
-/// Each kind of metadata change, in the order it was asked for, at every step.
+/// Each kind of metadata change, in submission order, cut at every step.
 #[test]
-fn every_scenario_survives_a_cut_at_every_step() {
+fn scenarios_survive_a_cut_at_every_step() {
     for mut scenario in scenario::all() {
         scenario.all_up_to = 16;
         let mut tally = Tally::default();
@@ -70,10 +70,9 @@ fn every_scenario_survives_a_cut_at_every_step() {
     }
 }
 
-/// The seeds of disks that grow reach what they are there for: ends of every kind, L1 tables of more clusters, every
-/// refcount width, and discards of the old end while the disk grows.
+/// The seeds reach every kind of end, longer L1 tables, every refcount width, and discards of the old end during growth.
 #[test]
-fn disks_that_grow_reach_every_end_and_every_width() {
+fn growth_seeds_reach_every_end_and_refcount_width() {
     let mut widths = BTreeMap::new();
     let (mut in_sector, mut in_block, mut in_cluster, mut longer_l1, mut devices) = (0, 0, 0, 0, 0);
     let mut growths = 0;
@@ -111,10 +110,9 @@ fn disks_that_grow_reach_every_end_and_every_width() {
     assert!(growths > 30, "only {growths} growths");
 }
 
-/// The seeds of ublk devices are about what they are there for: by each transport, with workers of one queue and of several,
-/// with servers that die and hand over while they have requests, by drivers that can be told so and others.
+/// The seeds reach each transport, workers of one queue and of several, and servers that die or hand over with requests.
 #[test]
-fn ublk_devices_reach_every_transport_and_every_end_of_a_server() {
+fn ublk_seeds_reach_every_transport_and_server_end() {
     let mut sum = Reached::default();
     // By transport: requests with data on workers of their own, and on workers that several queues share.
     let mut moved: BTreeMap<String, [u64; 2]> = BTreeMap::new();

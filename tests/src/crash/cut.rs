@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_flush_covers_and_what_was_durable_by_itself_is_in_every_state() {
+    fn flushed_and_fua_writes_are_in_every_crash_state() {
         let (log, initial) = (log(), vec![9; 4096]);
         let mut seen = std::collections::HashSet::new();
         for kept in KINDS {
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_entry_and_a_device_that_differs_are_seen_and_discarded_sectors_are_not_compared() {
+    fn difference_sees_lost_entries_but_not_discarded_sectors() {
         let (mut log, initial) = (log(), vec![9; 4096]);
         let whole = without(&initial, &log, usize::MAX);
         assert_eq!(difference(&initial, &log, &whole), None);
@@ -271,8 +271,9 @@ mod tests {
         assert_eq!(difference(&initial, &log, &without(&initial, &log, 3)), None);
     }
 
+    /// A short log is cut at every place. In a long one at least half of the cuts follow marks.
     #[test]
-    fn every_place_is_cut_where_there_are_few_and_half_come_after_marks_where_there_are_many() {
+    fn draw_cuts_everywhere_or_half_after_marks() {
         let log = log();
         let ends: Vec<usize> = draw(&log, 9, 1).iter().map(|cut| cut.end).collect();
         assert_eq!(ends, [0, 1, 2, 3, 4, 5, 6, 7, 8]);

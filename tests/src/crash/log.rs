@@ -203,7 +203,7 @@ mod tests {
     const END_MARK: (u64, u64, u64, &[u8]) = (0, 0, MARK, END.as_bytes());
 
     #[test]
-    fn entries_are_read_in_order_with_their_places_in_bytes() {
+    fn parse_reads_entries_in_order_with_byte_offsets() {
         for sector in [512_u64, 4096] {
             let data = vec![7; 2 * sector as usize];
             let (scratch, bytes) = log(
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_did_not_end_or_is_damaged_is_refused_with_the_place() {
+    fn parse_refuses_a_damaged_or_unfinished_log_with_its_offset() {
         let write: (u64, u64, u64, &[u8]) = (1, 1, 0, &[1; 512]);
         let (scratch, whole) = log(512, 2, &[write, END_MARK]);
         assert_eq!(parse(&scratch, &whole).unwrap().len(), 1);

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sector_holds_what_a_flush_covers_or_what_came_later_and_was_asked_for() {
+    fn sector_holds_flushed_or_later_values_only() {
         let changes = [
             change(Some(1), 0, 1),
             change(Some(2), 1, 3),
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_is_seen_where_a_sector_must_have_changed() {
+    fn is_seen_needs_a_sector_that_must_have_changed() {
         let seen = |changes: &[Change], mark| {
             let mut plan = Plan::new(1, 1 << 20, 1);
             plan.sectors = vec![changes.to_vec()];
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_of_a_round_do_not_overlap_and_marks_follow_flushes() {
+    fn plan_rounds_do_not_overlap_and_marks_follow_flushes() {
         let plan = Plan::new(7, 8 << 20, 60);
         let mut marks = 0;
         let mut last = "flush".to_owned();
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn a_byte_that_may_not_be_there_is_a_difference() {
+    fn difference_finds_a_byte_that_may_not_be_there() {
         let plan = Plan::new(1, 1 << 20, 4);
         let last = plan.marks() - 1;
         let before: Vec<u8> = (0..1 << 20).map(|at: u32| (at / 7) as u8).collect();

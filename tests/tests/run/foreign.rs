@@ -7,8 +7,7 @@ use lab::{Error, Scratch, image};
 const INNER: &str = include_str!("../../guest/run/foreign.inner.sh");
 
 #[test]
-fn a_disk_that_another_process_serves_is_added_to_a_running_machine_and_removed_from_it() -> Result<(), Error>
-{
+fn backend_disk_is_hot_plugged_and_removed() -> Result<(), Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let script = include_str!("../../guest/run/foreign.sh");

@@ -6,7 +6,7 @@ use lab::{Error, Outcome};
 const CLAIMS: &str = include_str!("../../guest/ublk/claims.sh");
 
 #[test]
-fn nobody_writes_the_image_of_a_device_that_waits_for_a_server() -> Result<(), Error> {
+fn claimed_image_cannot_be_written_by_others() -> Result<(), Error> {
     on_both(CLAIMS, |_, outcome| judge(outcome))
 }
 

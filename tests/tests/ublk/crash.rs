@@ -213,13 +213,13 @@ fn once(kernel: Kernel, lab: &lab::Lab, seed: u64) -> Result<Vec<String>, Error>
     runs.iter().map(|run| run.judge(&scratch, &all)).collect()
 }
 
-/// `RINGDISK_CRASH_SEED` begins with the same requests and cuts; what the kernel makes of them differs each time.
+/// Runs of one `RINGDISK_CRASH_SEED` begin with the same requests and cuts; what the kernel makes of them differs.
 #[test]
 #[expect(
     clippy::print_stdout,
     reason = "seeds, and what was judged, are what somebody who soaks wants to know"
 )]
-fn a_power_cut_at_any_write_loses_nothing_that_was_flushed() -> Result<(), Error> {
+fn power_cut_at_any_write_loses_no_flushed_data() -> Result<(), Error> {
     let number = |name: &str| -> Option<u64> { std::env::var(name).ok()?.parse().ok() };
     let seconds = number("RINGDISK_SOAK_SECONDS").unwrap_or(0);
     let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");

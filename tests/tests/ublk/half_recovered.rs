@@ -11,7 +11,7 @@ use super::{on_both, own_transports, said};
 const HALVES: &str = include_str!("../../guest/ublk/half_recovered.sh");
 
 #[test]
-fn a_recovery_that_stopped_anywhere_is_followed_by_one_that_does_not() -> Result<(), Error> {
+fn interrupted_recovery_is_completed_by_the_next() -> Result<(), Error> {
     on_both(HALVES, |kernel, outcome| {
         let all = said(outcome);
         for transport in own_transports(kernel) {

@@ -17,8 +17,7 @@ fn count(outcome: &Outcome, wanted: &str) -> usize {
 }
 
 #[test]
-fn devices_wait_for_a_server_whatever_becomes_of_the_successor_and_no_write_comes_late() -> Result<(), Error>
-{
+fn devices_outlive_any_failed_successor_without_late_writes() -> Result<(), Error> {
     on_both(&format!("{SERVERS}{DEATHS}"), |kernel, outcome| {
         let all = said(outcome);
         let once = |line: &str| assert_eq!(count(outcome, line), 1, "{line}: {all}");

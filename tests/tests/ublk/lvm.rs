@@ -17,7 +17,7 @@ const TABLES: u64 = 8;
 const LVM: &str = include_str!("../../guest/ublk/lvm.sh");
 
 #[test]
-fn an_image_on_a_logical_volume_fills_it_and_goes_on_when_it_grows() -> Result<(), Error> {
+fn image_fills_a_logical_volume_and_goes_on_when_it_grows() -> Result<(), Error> {
     on_each(|kernel, lab| {
         let scratch = Scratch::new()?;
         let outcome = run_in(lab, &scratch, 2, LVM, Ok, |guest| {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 const OPERATIONS: &str = include_str!("../../guest/ublk/operations.sh");
 
 #[test]
-fn names_stay_one_command_line_is_enough_and_devices_share_limits() -> Result<(), Error> {
+fn names_persist_one_command_recovers_and_limits_are_shared() -> Result<(), Error> {
     on_both(OPERATIONS, |kernel, outcome| {
         let all = said(outcome);
         let lines = |key: &str| -> Vec<String> {
@@ -83,7 +83,7 @@ fn udev() -> [PathBuf; 3] {
 const UDEV: &str = include_str!("../../guest/ublk/udev.sh");
 
 #[test]
-fn udev_gives_names_by_our_rules_and_reads_only_what_it_may() -> Result<(), Error> {
+fn udev_names_devices_and_reads_only_allowed_contents() -> Result<(), Error> {
     let [daemon, tool, rules] = udev();
     let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging");
     on_each(|_, lab| {
@@ -139,7 +139,7 @@ fn judge_udev(outcome: &Outcome) {
 const SANDBOX: &str = include_str!("../../guest/ublk/sandbox.sh");
 
 #[test]
-fn a_server_and_all_its_threads_have_given_up_what_serving_does_not_take() -> Result<(), Error> {
+fn server_threads_drop_every_unneeded_privilege() -> Result<(), Error> {
     on_both(SANDBOX, |kernel, outcome| {
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));

@@ -40,7 +40,7 @@ fn ms(outcome: &Outcome, key: &str) -> u64 {
 
 /// The bounds are for machines that do other things too; `make bench` measures.
 #[test]
-fn many_busy_devices_are_recovered_together_and_soon() -> Result<(), Error> {
+fn many_busy_devices_recover_together_and_soon() -> Result<(), Error> {
     on_both(4, MANY, |kernel, outcome| {
         let all = said(outcome);
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
@@ -79,7 +79,7 @@ fn many_busy_devices_are_recovered_together_and_soon() -> Result<(), Error> {
 }
 
 #[test]
-fn io_fails_or_waits_without_a_server_as_its_mode_says() -> Result<(), Error> {
+fn io_without_a_server_waits_or_fails_by_mode() -> Result<(), Error> {
     on_both(2, MODES, |kernel, outcome| {
         let all = said(outcome);
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
@@ -117,10 +117,9 @@ fn io_fails_or_waits_without_a_server_as_its_mode_says() -> Result<(), Error> {
     })
 }
 
-/// A removal waits in the kernel for a server that has stopped answering, and whoever else asks for the device waits for
-/// the removal. Neither can be killed there; the programs end all the same.
+/// A removal waits in the kernel for a server that does not answer, and other commands wait for the removal.
 #[test]
-fn a_program_whose_command_hangs_in_the_kernel_says_so_and_ends() -> Result<(), Error> {
+fn hung_kernel_command_is_reported_and_the_program_ends() -> Result<(), Error> {
     // It waits for the kernel all the time, and leaves the machine's other CPUs to other guests.
     on_both(1, HANG, |_, outcome| {
         let all = said(outcome);

@@ -23,7 +23,7 @@ fn numbers(line: &str) -> Vec<u64> {
     clippy::print_stdout,
     reason = "what was counted is what somebody who soaks wants to know"
 )]
-fn a_soak_of_devices_loses_no_data_and_a_server_does_not_grow() -> Result<(), Error> {
+fn soaked_devices_lose_no_data_and_the_server_does_not_grow() -> Result<(), Error> {
     let seconds = std::env::var("RINGDISK_SOAK_SECONDS").ok();
     let seconds: u64 = seconds.and_then(|seconds| seconds.parse().ok()).unwrap_or(SHORT);
     on_each(|kernel, lab| {

@@ -9,7 +9,7 @@ use super::{on_both, said, zero_copy};
 const RELAY: &str = include_str!("../../guest/ublk/relay.sh");
 
 #[test]
-fn servers_follow_each_other_under_load_and_nobody_notices() -> Result<(), Error> {
+fn upgrades_under_load_go_unnoticed() -> Result<(), Error> {
     on_both(RELAY, |kernel, outcome| {
         let all = said(outcome);
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
@@ -51,7 +51,7 @@ fn servers_follow_each_other_under_load_and_nobody_notices() -> Result<(), Error
 const REFUSALS: &str = include_str!("../../guest/ublk/refusals.sh");
 
 #[test]
-fn what_keeps_a_server_from_being_replaced_is_said_and_it_goes_on() -> Result<(), Error> {
+fn refused_upgrade_says_why_and_the_server_goes_on() -> Result<(), Error> {
     on_both(REFUSALS, |kernel, outcome| {
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));

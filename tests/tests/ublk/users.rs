@@ -6,7 +6,7 @@ use lab::Error;
 const USERS: &str = include_str!("../../guest/ublk/users.sh");
 
 #[test]
-fn a_user_without_rights_has_a_device_of_their_own_if_the_machine_allows_it() -> Result<(), Error> {
+fn unprivileged_user_gets_a_device_if_allowed() -> Result<(), Error> {
     on_both(USERS, |_, outcome| {
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));

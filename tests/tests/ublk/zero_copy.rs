@@ -43,8 +43,7 @@ fn ways(line: &str) -> (u64, u64, u64) {
 }
 
 #[test]
-fn pages_of_requests_hold_what_is_no_files_bytes_and_small_or_unregistered_ones_are_copied()
--> Result<(), Error> {
+fn zero_copy_fills_pages_and_copies_small_or_unregistered() -> Result<(), Error> {
     let Some(lab) = lab::require_kernel(Kernel::V7) else {
         return Ok(());
     };

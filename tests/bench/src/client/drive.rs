@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn every_pattern_runs_at_every_depth_however_the_client_waits() {
+    fn drive_runs_every_pattern_at_every_depth_and_wait() {
         use Pattern::{RandomRead, RandomWrite, SequentialRead, WriteFlush};
         for pattern in [RandomRead, RandomWrite, SequentialRead, WriteFlush] {
             for depth in [1, 2, 64, SLOTS_MAX] {
@@ -435,14 +435,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_once_counts_every_cluster_and_ends_by_itself() -> io::Result<()> {
+    fn once_per_cluster_counts_every_cluster_and_ends() -> io::Result<()> {
         let sample = drive(Pattern::OncePerCluster, 7, Wait::Poll, DISK_BYTES, DISK_BYTES)?;
         assert_eq!(sample.ops, DISK_BYTES / crate::workload::CLUSTER_BYTES);
         Ok(())
     }
 
     #[test]
-    fn a_failed_request_ends_the_run_and_names_its_offset() {
+    fn drive_names_the_offset_of_a_failed_request() {
         let failed = drive(Pattern::SequentialRead, 1, Wait::Sleep, DISK_BYTES, 4096);
         let text = failed.map_err(|error| error.to_string());
         assert!(text.is_err_and(|text| text.contains("0x1000 ") && text.contains("status 1")));

@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_buffer_is_as_long_as_asked_and_aligned() {
+    fn aligned_buffer_has_its_length_and_alignment() {
         let mut buffer = Aligned::new(512);
         assert_eq!(buffer.as_mut().len(), 512);
         assert_eq!(buffer.as_mut().as_ptr() as usize % ALIGN, 0);

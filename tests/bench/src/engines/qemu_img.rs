@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_time_is_read_from_its_line() {
+    fn parse_reads_the_time_of_a_run() {
         assert_eq!(
             parse("Sending 5 write requests\nRun completed in 3.250 seconds.\n"),
             Some(3.25)

@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_are_picked_from_criterions_output() {
+    fn parse_picks_figures_from_criterion_output() {
         let text = "mapping  time: [41.1 ns 41.3 ns 41.5 ns]\nbench_result lookup_hit_1_thread 41.3 ns\n\
                     bench_result broken x ns\n";
         let expected = Figure {

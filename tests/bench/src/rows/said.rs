@@ -128,7 +128,7 @@ mod tests {
     use crate::report::Better;
 
     #[test]
-    fn figures_of_a_guest_that_failed_are_kept_and_the_missing_named() {
+    fn figures_of_a_failed_guest_are_kept_and_missing_ones_named() {
         let mut said = Said::default();
         said.add("@ ours boot-ms 900\nnoise\n@ ours boot-ms 1100\n@ ours boot-ms 1000\n@ ours read".lines());
         let entry = |what| {
