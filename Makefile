@@ -5,6 +5,7 @@
 #   make test    everything that must hold: setup, lint, doc, and all tests; says what could not run here
 #   make demo    boot a stock Linux guest on a QCOW2 overlay served by Ringdisk, and check the image
 #   make bench   Ringdisk beside its peers; writes target/bench/summary.json
+#   make bench-check  this tree beside a reference commit; fails if a row is more than 3 % worse
 #   make models  what threads share, under the model checkers loom and shuttle; RUNS times as many random orders
 #   make asan    the suites of all crates under AddressSanitizer
 #   make tsan    the workers and the stress tests under ThreadSanitizer, with an instrumented standard library
@@ -23,7 +24,7 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: check test setup lint doc build models explore canaries asan tsan coverage demo bench peers mutants soak soak-ublk soak-crash fuzz
+.PHONY: check test setup lint doc build models explore canaries asan tsan coverage demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
 
 # Needs no lab; unit tests of qcow need the tools of QEMU.
 check: lint
@@ -103,6 +104,10 @@ peers:
 
 bench: setup build peers
 	cargo run --release -p ringdisk-bench
+
+# REFERENCE=… is another commit than docs/numbers.md names.
+bench-check: setup
+	tests/bench-check.sh $(REFERENCE)
 
 soak:
 	cargo run --release -p ringdisk-sim --features assertions -- soak --seconds $(SECONDS)

@@ -193,6 +193,23 @@ fn on_both(script: &str, judge: impl Fn(Kernel, &Outcome) + Sync) -> Result<(), 
     })
 }
 
+/// Runs `script` on the newest kernel that is to be had, and hands what it said to `judge`: what our programs decide for themselves,
+/// whatever the driver is.
+fn on_newest(cpus: u16, script: &str, judge: impl Fn(&Outcome)) -> Result<(), Error> {
+    let lab = newest();
+    let scratch = Scratch::new()?;
+    judge(&run_in(&lab, &scratch, cpus, script, Ok, |guest| guest)?);
+    Ok(())
+}
+
+/// The lab with the newest kernel that is to be had.
+fn newest() -> Lab {
+    let newer = lab::require_kernel(Kernel::V7);
+    newer
+        .or_else(|| lab::require_kernel(Kernel::V6_12))
+        .expect("the kernel of the lab itself")
+}
+
 /// The transports that a kernel has.
 fn transports(kernel: Kernel) -> &'static [&'static str] {
     match kernel {

@@ -89,6 +89,9 @@ pub(crate) struct RunArguments {
     /// Compare with an older build, instead of with peers: the directory of its `ringdisk` and `ringdisk-bench`.
     #[arg(long, value_name = "DIR")]
     before: Option<PathBuf>,
+    /// Fail if a target is missed, and not merely undecided.
+    #[arg(long)]
+    strict: bool,
     /// How clients over vhost-user wait for answers, instead of as each row has it.
     #[arg(long, value_enum)]
     wait: Option<Wait>,

@@ -1,13 +1,13 @@
 //! The image of a device that waits for a server is nobody else's to write.
 
-use super::{on_both, said};
+use super::{on_newest, said};
 use lab::{Error, Outcome};
 
 const CLAIMS: &str = include_str!("../../guest/ublk/claims.sh");
 
 #[test]
 fn claimed_image_cannot_be_written_by_others() -> Result<(), Error> {
-    on_both(CLAIMS, |_, outcome| judge(outcome))
+    on_newest(2, CLAIMS, judge)
 }
 
 fn judge(outcome: &Outcome) {

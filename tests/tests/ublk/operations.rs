@@ -1,7 +1,7 @@
 //! What an operator has around devices: names that stay, a command line that goes on where a killed server was, and
 //! limits that devices share.
 
-use super::{on_both, on_each, run_with, said};
+use super::{newest, on_both, run_with, said};
 use lab::{Error, Kernel, Outcome, Scratch};
 use std::path::{Path, PathBuf};
 
@@ -86,20 +86,18 @@ const UDEV: &str = include_str!("../../guest/ublk/udev.sh");
 fn udev_names_devices_and_reads_only_allowed_contents() -> Result<(), Error> {
     let [daemon, tool, rules] = udev();
     let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging");
-    on_each(|_, lab| {
-        let scratch = Scratch::new()?;
-        let outcome = run_with(lab, &scratch, UDEV, |tools| {
-            tools
-                .program(&daemon, "systemd-udevd")?
-                .program(&tool, "udevadm")?
-                .file(&rules)?
-                .file(&packaging.join("59-ringdisk.rules"))?
-                .file(&packaging.join("60-ringdisk.rules"))?
-                .file(&packaging.join("60-ringdisk-users.rules"))
-        })?;
-        judge_udev(&outcome);
-        Ok(())
-    })
+    let (lab, scratch) = (newest(), Scratch::new()?);
+    let outcome = run_with(&lab, &scratch, UDEV, |tools| {
+        tools
+            .program(&daemon, "systemd-udevd")?
+            .program(&tool, "udevadm")?
+            .file(&rules)?
+            .file(&packaging.join("59-ringdisk.rules"))?
+            .file(&packaging.join("60-ringdisk.rules"))?
+            .file(&packaging.join("60-ringdisk-users.rules"))
+    })?;
+    judge_udev(&outcome);
+    Ok(())
 }
 
 fn judge_udev(outcome: &Outcome) {

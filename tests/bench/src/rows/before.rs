@@ -3,9 +3,9 @@
 //! The older build's own programs run its side, so that each is measured by the code that it shipped with.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use super::{Bench, Row, Served, in_turns, measure_served, workload};
+use super::{Bench, Row, Served, in_turns, measure_served, memory, workload};
 use crate::cache;
 use crate::client::drive::Wait;
 use crate::engines::{self, Engine};
@@ -15,7 +15,9 @@ use crate::server::Program;
 use crate::workload::{Pattern, Sample, Workload};
 
 /// What a change may cost.
-const KEPT: f64 = 0.98;
+pub(super) const KEPT: f64 = 0.97;
+/// What the older build is called.
+pub(super) const OLDER: &str = "the older build";
 const K4: u32 = 4 << 10;
 /// A budget of the L2 table cache that holds a quarter of the image's tables: three reads of four load a slice.
 const CACHE_KIB: u32 = 64;
@@ -51,16 +53,26 @@ pub(crate) fn rows() -> Vec<Row> {
         ("before/vhost/disk/write-flush-4k-d1", Scratch, served(true, None), WriteFlush, 1),
         ("before/vhost/cached/load-slices-4k-d64", Data, served(false, Some(CACHE_KIB)), RandomRead, 64),
     ];
-    rows.into_iter()
-        .map(|(name, source, way, pattern, depth)| {
-            let workload = workload(source, pattern, K4, depth);
-            Row {
-                name,
-                promises: vec![("iops", KEPT), ("cpu", KEPT)],
-                run: Box::new(move |row, bench| run(row, bench, source, way, &workload)),
-            }
-        })
-        .collect()
+    let rows = rows.into_iter().map(|(name, source, way, pattern, depth)| {
+        let workload = workload(source, pattern, K4, depth);
+        Row {
+            name,
+            promises: vec![("iops", KEPT), ("cpu", KEPT)],
+            run: Box::new(move |row, bench| run(row, bench, source, way, &workload)),
+        }
+    });
+    rows.chain([memory::beside_older()]).collect()
+}
+
+/// The directory of the older build.
+pub(super) fn older(bench: &Bench) -> io::Result<PathBuf> {
+    let none = || io::Error::other("name the directory of the older build with --before");
+    bench.before.clone().ok_or_else(none)
+}
+
+/// The older build's server.
+pub(super) fn server(older: &Path) -> Program {
+    Program::Ringdisk(older.join("ringdisk"))
 }
 
 fn run(
@@ -70,18 +82,11 @@ fn run(
     way: Way,
     workload: &Workload,
 ) -> io::Result<Vec<Entry>> {
-    let Some(before) = bench.before.clone() else {
-        return Err(io::Error::other(
-            "name the directory of the older build with --before",
-        ));
-    };
+    let older = older(bench)?;
     let here = std::env::current_exe()?;
     let sides = [
         (here, bench.ours.clone()),
-        (
-            before.join("ringdisk-bench"),
-            Program::Ringdisk(before.join("ringdisk")),
-        ),
+        (older.join("ringdisk-bench"), server(&older)),
     ];
     let measure = |bench: &mut Bench, side: usize| {
         let (engines, server) = &sides[side];
@@ -102,7 +107,7 @@ fn run(
     };
     in_turns(bench, &[0, 1], measure, |samples| match samples {
         [ours, older] => {
-            let older = ("the older build", &older[..]);
+            let older = (OLDER, &older[..]);
             vec![
                 row.compare("iops", "IOPS", Better::Higher, ours, older, Sample::iops),
                 row.compare(

@@ -4,7 +4,7 @@
 use std::io;
 use std::time::Duration;
 
-use super::{Bench, Row, explained, workload};
+use super::{Bench, Row, before, explained, workload};
 use crate::client::Connection;
 use crate::client::drive::{self, Timing, Wait};
 use crate::images::Source;
@@ -50,6 +50,25 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
             (peer.name(), peer_busy),
         ),
     ])
+}
+
+/// The same, beside an older build.
+#[must_use]
+pub(super) fn beside_older() -> Row {
+    Row {
+        name: "before/vhost/memory-1tib",
+        promises: vec![("idle", before::KEPT), ("after-reads", before::KEPT)],
+        run: Box::new(|row, bench| {
+            let (ours, older) = (bench.ours.clone(), before::server(&before::older(bench)?));
+            let (ours, older) = (resident(bench, &ours)?, resident(bench, &older)?);
+            let entry =
+                |what, ours, older| row.entry(what, "MiB", Better::Lower, ours, (before::OLDER, older));
+            Ok(vec![
+                entry("idle", ours.0, older.0),
+                entry("after-reads", ours.1, older.1),
+            ])
+        }),
+    }
 }
 
 /// Resident memory idle and after reads, in MiB.
