@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_go_to_and_come_from_every_slice() {
+    fn buffer_reads_writes_and_fills_across_slices() {
         let mut parts = [vec![0u8; 5], vec![0u8; 7], vec![0u8; 3]];
         let buffer = guest(&mut parts);
         assert_eq!(buffer.len(), 15);
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbouring_slices_become_one() {
+    fn buffer_merges_adjacent_slices() {
         let mut memory = vec![0u8; 64];
         let mut builder = Buffer::guest(Rc::new(()));
         // SAFETY: `memory` outlives the buffer and is not used meanwhile.
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn alignment_is_checked_for_address_and_length_apart() {
+    fn is_aligned_checks_address_and_length_separately() {
         let mut memory = AlignedBuf::zeroed(8192);
         let base = memory.as_mut_ptr();
         for (offset, len, address_ok, len_ok) in [

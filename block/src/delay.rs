@@ -130,9 +130,9 @@ mod tests {
     use std::cell::Cell;
     use std::rc::Rc;
 
-    /// Who drains may have finished before a waiter on another worker has come to look.
+    /// A drain may end before a waiter on another worker is polled.
     #[test]
-    fn a_wait_that_was_ended_is_over_though_waits_may_begin_again() {
+    fn delay_wait_stays_ended_after_turn_on() {
         let cx = Context::syscalls();
         let delays = Rc::new(Delays::default());
         delays.want();

@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_request_of_a_cell_wakes_who_watches() {
+    fn epoch_watch_wakes_when_last_request_of_cell_ends() {
         let epochs = Epochs::new();
         let queue = epochs.register();
         let (first, last) = (queue.enter(), queue.enter());
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drop_is_not_past_grace_while_an_older_request_is_in_flight() {
+    fn drop_is_not_past_grace_while_older_request_runs() {
         let epochs = Epochs::new();
         let queue = epochs.register();
         let guard = queue.enter();
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_that_began_after_the_drop_do_not_hold_it_back_for_ever() {
+    fn drop_is_past_grace_though_younger_request_runs() {
         let epochs = Epochs::new();
         let queue = epochs.register();
         let old = queue.enter();
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_is_gone_holds_nothing_back() {
+    fn dropped_queue_delays_grace_only_for_its_requests() {
         let epochs = Epochs::new();
         let queue = epochs.register();
         let guard = queue.enter();

@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn join_all_ends_with_the_last_operation_and_the_first_error() {
+    fn join_all_returns_earliest_error_after_last_op() {
         let ops: [Op; 4] = Default::default();
         let mut cx = Context::from_waker(Waker::noop());
         let mut all = Box::pin(join_all(ops.iter().map(ended)));
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn join_all_of_nothing_has_ended() {
+    fn join_all_of_nothing_is_ready_at_once() {
         let mut cx = Context::from_waker(Waker::noop());
         let none: [std::future::Ready<_>; 0] = [];
         assert_eq!(

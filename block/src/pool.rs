@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn pool_answers_every_job_with_the_state_of_its_thread() {
+    fn pool_runs_every_job_on_its_threads_state() {
         let pool = Pool::new("test", 2, || Ok(40));
         assert!(pool.start());
         let cx = context();
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn pool_starts_as_many_threads_as_it_can_and_tries_again_without_any() {
+    fn pool_starts_fewer_threads_and_retries_if_none_started() {
         let pool = Pool::new("test", 3, || Ok(()));
         let cx = context();
         pool.can_start.store(0, Relaxed);
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn pool_answers_jobs_whose_thread_panics_or_has_no_state() {
+    fn pool_fails_jobs_when_thread_panics_or_has_no_state() {
         let cx = context();
         let pool = Pool::new("test", 1, || Ok(()));
         assert!(pool.start());

@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn every_operation_does_what_it_says_on_both_rings() {
+    fn raw_disk_performs_every_operation_on_both_rings() {
         for kind in [RingKind::IoUring, RingKind::Syscalls] {
             let cx = Context::new(kind, 16).expect("these tests need io_uring");
             let file = tempfile::tempfile().expect("a temporary file");
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn status_tells_holes_from_data_on_both_rings() {
+    fn raw_status_tells_holes_from_data_on_both_rings() {
         for kind in [RingKind::IoUring, RingKind::Syscalls] {
             let cx = Context::new(kind, 16).expect("these tests need io_uring");
             let file = tempfile::tempfile().expect("a temporary file");
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_grows_under_its_queues_and_what_is_new_reads_as_zeros() {
+    fn raw_disk_grows_with_zeros_under_open_queues() {
         // Half a sector behind the end of the disk.
         let (disk, file, cx) = on_file(&[9; 4096 + 300]);
         let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_cannot_grow_has_its_old_size_and_file() {
+    fn raw_resize_keeps_size_and_file_when_it_fails() {
         let (disk, _, cx) = on_file(&[9; 4096]);
         // Another growth is under way.
         disk.growing.store(true, Ordering::Release);

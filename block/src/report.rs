@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reports_admit_the_first_of_a_kind_and_then_one_a_minute() {
+    fn reports_admit_first_then_one_a_minute_per_kind() {
         let reports = Reports::default();
         let full = Kind::Host(Action::Write, libc::ENOSPC);
         let second = Duration::from_secs(1);
@@ -185,7 +185,7 @@ mod tests {
         }
     }
     #[test]
-    fn a_limit_admits_its_lines_a_minute_and_counts_the_others() {
+    fn log_limit_admits_lines_per_minute_and_counts_rest() {
         let limit = LogLimit::default();
         let start = Duration::from_secs(7);
         for _ in 0..CLIENT_LINES_MAX {

@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dropped_request_answers_with_an_error_exactly_once() {
+    fn dropped_request_completes_once_with_an_error() {
         let sink = CompletionSink::new();
         drop(Request::new(Op::Flush, 0, 0, Buffer::default(), &sink, 7));
         let mut done = Vec::new();
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answered_request_is_not_answered_again_when_dropped() {
+    fn finished_request_does_not_complete_again_on_drop() {
         let sink = CompletionSink::new();
         Request::new(Op::Flush, 0, 0, Buffer::default(), &sink, 1).finish(Ok(()));
         let mut done = Vec::new();
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_that_wraps_around_is_out_of_range() {
+    fn request_check_refuses_a_range_that_wraps_around() {
         let sink = CompletionSink::new();
         let request = Request::new(Op::Discard, !511, 1024, Buffer::default(), &sink, 0);
         assert_eq!(request.check(1 << 40, false), Err(IoError::OutOfRange));

@@ -161,7 +161,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn callers_that_arrive_during_a_round_share_the_next_one() {
+    fn callers_during_a_round_share_the_next_one() {
         let (cx, rounds, slow, answers) = (
             Context::syscalls(),
             Rc::default(),
@@ -188,7 +188,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_error_is_that_of_all_who_share_the_round_and_of_no_others() {
+    fn round_error_reaches_exactly_its_sharers() {
         let (cx, rounds, slow, answers) = (
             Context::syscalls(),
             Rc::default(),
@@ -210,7 +210,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_round_that_is_given_up_is_nobodys_success() {
+    fn abandoned_round_is_no_success_for_waiting_callers() {
         let (cx, slow, answers) = (Context::syscalls(), Rc::<Slow>::default(), Answers::default());
         let rounds = Rc::<Mutex<Rounds>>::default();
         {
@@ -227,7 +227,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_round_that_is_given_up_fails_those_who_share_it() {
+    fn abandoned_round_fails_its_sharers() {
         let (cx, slow, answers) = (Context::syscalls(), Rc::<Slow>::default(), Answers::default());
         let rounds = Rc::<Mutex<Rounds>>::default();
         let mut first = Box::pin(Rounds::share(&rounds, std::future::pending));

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_join_only_what_continues_on_the_disk_and_in_the_file() {
+    fn status_ranges_merge_only_contiguous_disk_and_file_ranges() {
         let data = |at| Content::Data { at: Some(at) };
         let mut ranges = StatusRanges::default();
         for next in [

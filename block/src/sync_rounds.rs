@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_failure_nothing_is_synced_any_more() {
+    fn syncs_fail_without_syncing_after_a_failure() {
         let (cx, slow, answers) = (Context::syscalls(), Rc::default(), Answers::default());
         let syncs = Rc::new(Syncs::default());
         ask(&cx, &syncs, &slow, &answers);

@@ -375,7 +375,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_ready_can_be_waited_for_any_number_of_times() {
+    fn block_on_returns_ready_futures_any_number_of_times() {
         for kind in [RingKind::Auto, RingKind::Syscalls] {
             let cx = Context::new(kind, 16).expect("a ring");
             for number in 0..1000 {
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wake_up_from_another_thread_reaches_a_sleeping_worker() {
+    fn wake_from_another_thread_reaches_sleeping_worker() {
         for kind in [RingKind::Auto, RingKind::Syscalls] {
             let cx = Context::new(kind, 16).expect("a ring");
             let shared = Arc::new((AtomicBool::new(false), Mutex::new(None::<Waker>)));

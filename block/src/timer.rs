@@ -195,7 +195,7 @@ mod tests {
     use crate::task;
 
     #[test]
-    fn sleepers_wake_in_order_and_not_before_their_time() {
+    fn sleepers_wake_in_order_and_not_early() {
         for kind in [RingKind::IoUring, RingKind::Syscalls] {
             let cx = task::Context::new(kind, 16).expect("these tests need io_uring");
             let begin = cx.now();
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn time_is_the_clocks_own() {
+    fn context_takes_time_from_its_clock() {
         let clock = Rc::new(Still::default());
         let ring = Ring::new(RingKind::Syscalls, 16).expect("no kernel support is needed");
         let cx = task::Context::with_clock(ring, Rc::clone(&clock) as Rc<dyn Clock>);

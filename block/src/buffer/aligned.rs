@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn untouched_memory_is_there_only_where_it_was_used() {
+    fn untouched_buffer_is_resident_only_where_written() {
         // Room for several huge pages, none of which is to come.
         const PAGES: usize = 2048;
         let mut buffer = AlignedBuf::untouched(PAGES * BUFFER_ALIGN - 1).expect("room");

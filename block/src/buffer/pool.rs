@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pool_gives_back_what_fits() {
+    fn buffer_pool_reuses_a_buffer_that_fits() {
         let pool = BufferPool::default();
         let mut buf = pool.take(4096);
         buf[0] = 9;

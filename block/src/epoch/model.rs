@@ -57,10 +57,10 @@ impl World {
     }
 }
 
-/// Fails if a request looks at the mapping before it is counted, if the epoch moves on without looking at
-/// the counts, if grace ends an epoch early, and if a drop's epoch is read while somebody is moving on ([`Epochs::now`] without the lock).
+/// Fails if a request looks at the mapping before it is counted, if the epoch advances without a check of the counts, if
+/// grace ends an epoch early, and if a drop's epoch is read during an advance ([`Epochs::now`] without the lock).
 #[test]
-fn a_cluster_is_reused_only_when_no_request_that_saw_it_is_in_flight() {
+fn cluster_is_reused_only_after_requests_that_saw_it() {
     check(5, || {
         let world = World::new();
         let requests = {
@@ -82,9 +82,9 @@ fn a_cluster_is_reused_only_when_no_request_that_saw_it_is_in_flight() {
     });
 }
 
-/// Fails if a queue that goes takes a count with it that is not zero, or leaves one behind.
+/// Fails if a dropped queue takes a nonzero count with it, or leaves a count behind.
 #[test]
-fn queues_that_come_and_go_hold_back_what_they_saw_and_nothing_else() {
+fn dropped_queues_delay_grace_only_for_their_requests() {
     check(5, || {
         let world = World::new();
         let requests = {
@@ -109,10 +109,10 @@ fn queues_that_come_and_go_hold_back_what_they_saw_and_nothing_else() {
     });
 }
 
-/// Fails if the end of a request is not seen by a watch and is not counted for it either: without the fences, and if the
-/// watch begins after the look at the counts.
+/// Fails if a request's end is neither seen by a watch nor counted for it: without the fences, and if the watch begins
+/// after the check of the counts.
 #[test]
-fn a_watch_misses_no_end() {
+fn epoch_watch_misses_no_request_end() {
     check(5, || {
         let world = World::new();
         let requests = {

@@ -10,9 +10,9 @@ use crate::buffer::{AlignedBuf, Buffer, Piece};
 use crate::sync::thread;
 use crate::task::Context;
 
-/// Fails if a read-modify-write does not hold its range, holds too little of it, or lets go without waking.
+/// Fails if a read-modify-write does not lock its range, locks too little of it, or unlocks without waking.
 #[test]
-fn writes_to_one_block_from_two_workers_all_land() {
+fn misaligned_writes_of_two_workers_to_one_block_land() {
     let run = || {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
         file.set_len(12288).unwrap();

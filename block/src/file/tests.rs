@@ -32,7 +32,7 @@ fn pieces(bytes: &[u8]) -> Pieces {
 }
 
 #[test]
-fn misaligned_writes_leave_their_neighbours_alone() {
+fn misaligned_write_keeps_neighbouring_bytes() {
     for (offset, len) in [
         (1, 1),
         (0, 100),
@@ -68,9 +68,9 @@ fn misaligned_writes_leave_their_neighbours_alone() {
     }
 }
 
-/// A guest chooses how large its requests are and where its buffers lie.
+/// The guest chooses the size of its requests and the addresses of its buffers.
 #[test]
-fn a_large_misaligned_request_is_bounced_in_parts_of_bounded_size() {
+fn misaligned_request_is_bounced_in_bounded_parts() {
     let alignment = Alignment {
         memory: 512,
         offset: 4096,
@@ -117,7 +117,7 @@ fn a_large_misaligned_request_is_bounced_in_parts_of_bounded_size() {
 }
 
 #[test]
-fn two_writes_to_one_block_both_land() {
+fn concurrent_writes_to_one_block_both_land() {
     let (cx, view) = view(
         Alignment {
             memory: 512,
@@ -143,7 +143,7 @@ fn two_writes_to_one_block_both_land() {
 }
 
 #[test]
-fn direct_io_tells_its_alignment_and_reads_what_was_written() {
+fn direct_file_reports_alignment_and_reads_back_writes() {
     let path = tempfile::NamedTempFile::new_in("/var/tmp").expect("a temporary file");
     let options = FileOptions {
         write: true,
@@ -165,13 +165,13 @@ fn direct_io_tells_its_alignment_and_reads_what_was_written() {
 }
 
 #[test]
-fn a_directory_is_not_an_image() {
+fn open_refuses_a_directory() {
     let error = ImageFile::open(Path::new("/tmp"), FileOptions::default()).expect_err("a directory");
     assert!(matches!(error, OpenFileError::WrongKind { .. }), "{error}");
 }
 
 #[test]
-fn zeroing_and_punching_give_zeros() {
+fn zero_and_punch_read_back_as_zeros() {
     let (cx, view) = view(Alignment::NONE, &[9; 65536]);
     cx.block_on(async {
         view.zero(4096, 8192).await?;

@@ -195,7 +195,7 @@ mod tests {
     ];
 
     #[test]
-    fn lock_set_passes_locks_on_without_a_moment_in_which_nobody_has_them() {
+    fn lock_set_hands_locks_over_without_a_gap() {
         for how in WAYS {
             let world = World::new();
             let old = LockSet::default();
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn lock_set_that_inherited_and_fails_takes_nothing_from_the_other() {
+    fn lock_set_keeps_old_owners_locks_when_heir_fails() {
         for how in WAYS {
             let world = World::new();
             let old = LockSet::default();
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn lock_set_does_not_take_a_description_of_another_file() {
+    fn lock_set_does_not_adopt_description_of_another_file() {
         let how = WAYS[0];
         let world = World::new();
         let old = LockSet::default();
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn lock_set_gives_back_what_the_other_needed_and_it_does_not() {
+    fn lock_set_releases_inherited_locks_it_does_not_need() {
         for (before, after) in [(WAYS[0], WAYS[2]), (WAYS[1], WAYS[2]), (WAYS[1], WAYS[0])] {
             let world = World::new();
             let old = LockSet::default();

@@ -109,7 +109,7 @@ impl Drop for QemuHolds {
 }
 
 #[test]
-fn two_writers_are_refused_and_the_holder_is_named() {
+fn lock_refuses_second_writer_and_names_the_holder() {
     let world = World::new();
     let (first, second) = (world.open(), world.open());
     let _held = world.lock(&first, Write, ByteRange).expect("the first writer");
@@ -135,7 +135,7 @@ fn two_writers_are_refused_and_the_holder_is_named() {
 }
 
 #[test]
-fn readers_share_and_a_reader_and_a_writer_exclude_each_other_in_either_order() {
+fn lock_admits_readers_together_and_a_writer_alone() {
     for granularity in [ByteRange, Full] {
         let world = World::new();
         let (first, second, third) = (world.open(), world.open(), world.open());
@@ -158,7 +158,7 @@ fn readers_share_and_a_reader_and_a_writer_exclude_each_other_in_either_order() 
 }
 
 #[test]
-fn a_refused_lock_leaves_nothing_behind_and_a_dropped_one_is_gone() {
+fn lock_leaves_no_bytes_locked_when_refused_or_dropped() {
     let world = World::new();
     let (first, second) = (world.open(), world.open());
     let held = world.lock(&first, Read, ByteRange).expect("a reader");
@@ -179,7 +179,7 @@ fn a_refused_lock_leaves_nothing_behind_and_a_dropped_one_is_gone() {
 }
 
 #[test]
-fn a_lock_survives_the_close_of_the_descriptor_it_was_taken_on_and_of_others() {
+fn lock_survives_close_of_its_and_other_descriptors() {
     let world = World::new();
     let first = world.open();
     let _held = world.lock(&first, Write, ByteRange).expect("a writer");
@@ -209,7 +209,7 @@ fn whole_file_and_byte_range_writers_exclude_each_other() {
 }
 
 #[test]
-fn an_image_that_qemu_writes_is_refused_with_its_name() {
+fn lock_refuses_image_qemu_writes_and_names_qemu() {
     let world = World::new();
     let qemu_io = QemuHolds::new(&world, &[]);
 
@@ -233,7 +233,7 @@ fn an_image_that_qemu_writes_is_refused_with_its_name() {
 }
 
 #[test]
-fn an_image_that_qemu_reads_may_be_read_but_not_written() {
+fn lock_admits_only_readers_of_image_qemu_reads() {
     let world = World::new();
     let _qemu_io = QemuHolds::new(&world, &["-r"]);
 
@@ -250,7 +250,7 @@ fn an_image_that_qemu_reads_may_be_read_but_not_written() {
 }
 
 #[test]
-fn qemu_refuses_an_image_that_we_write() {
+fn qemu_refuses_image_under_write_lock() {
     let world = World::new();
     let file = world.open();
     for granularity in [ByteRange, Full] {
@@ -268,7 +268,7 @@ fn qemu_refuses_an_image_that_we_write() {
 }
 
 #[test]
-fn qemu_may_read_but_not_write_an_image_that_we_read() {
+fn qemu_only_reads_image_under_read_lock() {
     let world = World::new();
     let file = world.open();
     let _held = world.lock(&file, Read, ByteRange).expect("a reader");
@@ -284,7 +284,7 @@ fn qemu_may_read_but_not_write_an_image_that_we_read() {
 }
 
 #[test]
-fn lock_lines_are_read_as_the_kernel_writes_them() {
+fn fdinfo_locks_parses_kernel_lock_lines() {
     let info = "pos:\t0\nlock:\t1: OFDLCK ADVISORY  READ -1 fe:00:99 100 101\n\
                 lock:\t2: POSIX  ADVISORY  WRITE 7 fe:00:99 0 EOF\nino:\t99\n";
     assert_eq!(

@@ -156,9 +156,9 @@ mod tests {
         results[0].1
     }
 
-    /// A file has no commands; a ring for disks alone does not even ask it.
+    /// A regular file supports no commands; a ring for image I/O refuses them before the file is asked.
     #[test]
-    fn commands_are_for_rings_that_were_made_for_them() {
+    fn ring_passes_commands_only_when_made_for_them() {
         for (kind, errno) in [
             (RingKind::IoUringCommands, libc::EOPNOTSUPP),
             (RingKind::IoUring, libc::EACCES),
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_moved_at_once_and_too_few_are_an_error() {
+    fn transfer_now_moves_bytes_and_fails_when_short() {
         let ring = Ring::new(RingKind::Syscalls, 16).expect("no kernel support is needed");
         let file = ring
             .register(tempfile::tempfile().expect("a file").into())
@@ -218,9 +218,9 @@ mod tests {
         fn reap(&mut self, _out: &mut Vec<Completion>) {}
     }
 
-    /// The kernel may still write the memory; and an open file would keep its device from going.
+    /// The kernel may still write to the memory, and an open file would block the removal of its device.
     #[test]
-    fn a_ring_that_goes_with_a_command_under_way_closes_its_file_and_leaves_its_memory() {
+    fn ring_drop_during_command_closes_file_and_leaks_memory() {
         let (mut reader, writer) = io::pipe().expect("a pipe");
         let buffer = Rc::new(Buffer::from(AlignedBuf::zeroed(4096)));
         let ring = Ring::with_driver(Box::new(Never), 16, 0);

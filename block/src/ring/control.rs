@@ -189,7 +189,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
-    fn commands_that_a_file_does_not_know_do_not_wait() {
+    fn start_and_end_reports_no_waits_for_unknown_commands() {
         let file = tempfile::tempfile().expect("a file");
         let groups = vec![vec![[0; 16]; 3], Vec::new(), vec![[0; 16]; 128]];
         // SAFETY: a file carries out no command.
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_a_file_does_not_know_is_refused() {
+    fn control_ring_reports_unknown_command_as_unsupported() {
         let file = tempfile::tempfile().expect("a file");
         let mut ring = ControlRing::new().expect("these tests need io_uring");
         let mut buffer = AlignedBuf::zeroed(64);

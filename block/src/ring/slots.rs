@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_read_continues_inside_a_slice() {
+    fn short_read_continues_inside_a_slice() {
         let mut memory = [1u8; 64];
         let mut slot = transfer(Kind::Read, &[16, 16, 32], &mut memory);
         assert_eq!(slot.advance(20), Step::Again);
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_at_end_of_file_is_completed_with_zeros() {
+    fn read_at_end_of_file_is_filled_with_zeros() {
         let mut memory = [1u8; 64];
         let mut slot = transfer(Kind::Read, &[32, 32], &mut memory);
         assert_eq!(slot.advance(40), Step::Again);
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_that_makes_no_progress_fails() {
+    fn write_without_progress_fails() {
         let mut memory = [1u8; 64];
         let mut slot = transfer(Kind::Write { dsync: false }, &[64], &mut memory);
         assert_eq!(
@@ -424,10 +424,9 @@ mod tests {
         );
     }
 
-    /// The end of the file was in the middle of a block, and is further on now: from there direct I/O does
-    /// not go on.
+    /// The file ended inside a block and has grown since: direct I/O refuses to continue from there.
     #[test]
-    fn a_read_that_may_not_go_on_inside_a_block_goes_back_to_its_start() {
+    fn read_refused_inside_a_block_restarts_at_its_start() {
         let mut memory = vec![1u8; 9000];
         let start = memory.as_ptr();
         let mut slot = transfer(Kind::Read, &[4000, 100, 4092], &mut memory);
@@ -447,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn an_op_is_not_repeated_for_ever() {
+    fn op_gives_up_after_repeated_eagain() {
         let mut memory = [1u8; 64];
         let mut slot = transfer(Kind::Read, &[64], &mut memory);
         let ended = (0..1000).find(|_| slot.advance(-libc::EAGAIN) != Step::Again);

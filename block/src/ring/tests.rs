@@ -45,9 +45,9 @@ fn run<T>(ring: &Ring, future: impl Future<Output = T>) -> T {
         .expect("the ring turns")
 }
 
-/// A host's alarms look at I/O wait (`/proc/pressure/io`, `iowait`): an idle server is no slow disk.
+/// Hosts alert on I/O wait (`/proc/pressure/io`, `iowait`): an idle server must not look like a slow disk.
 #[test]
-fn only_a_wait_for_image_io_is_said_to_be_one() {
+fn ring_reports_io_wait_only_for_image_io() {
     let driver = CountingDriver::default();
     let calls = Rc::clone(&driver.calls);
     let ring = Ring::with_driver(Box::new(driver), 16, 0);
@@ -68,7 +68,7 @@ fn only_a_wait_for_image_io_is_said_to_be_one() {
 }
 
 #[test]
-fn ops_that_start_while_more_are_pushed_all_end() {
+fn ops_started_while_more_are_pushed_all_end() {
     for ring in rings() {
         let file = file_with(&[9; 4096]);
         // Where direct I/O is impossible, these reads are as any others.
@@ -98,7 +98,7 @@ fn ops_that_start_while_more_are_pushed_all_end() {
 }
 
 #[test]
-fn a_turn_without_waiting_finds_what_the_kernel_has_deferred() {
+fn turn_without_waiting_reaps_deferred_completions() {
     let ring =
         Ring::new(RingKind::IoUring, 16).expect("these tests need io_uring: kernel.io_uring_disabled=0");
     let event = task::eventfd().expect("an eventfd");
@@ -115,7 +115,7 @@ fn a_turn_without_waiting_finds_what_the_kernel_has_deferred() {
 }
 
 #[test]
-fn what_is_written_is_read_back_on_every_driver() {
+fn ring_reads_back_its_writes_on_every_driver() {
     for ring in rings() {
         let file = ring.register(file_with(&[]).into()).expect("a registered file");
         let data = Rc::new(Buffer::from(AlignedBuf::from_slice(&[7; 3000])));
@@ -144,7 +144,7 @@ fn what_is_written_is_read_back_on_every_driver() {
 }
 
 #[test]
-fn a_read_past_the_end_of_the_file_gives_zeros() {
+fn read_past_end_of_file_gives_zeros() {
     for ring in rings() {
         let file = ring
             .register(file_with(&[3; 600]).into())
@@ -167,7 +167,7 @@ fn a_read_past_the_end_of_the_file_gives_zeros() {
 }
 
 #[test]
-fn a_full_ring_gives_the_request_back_and_futures_wait_their_turn() {
+fn full_ring_returns_request_and_queues_future() {
     for ring in rings() {
         let file = ring
             .register(file_with(&[1; 4096]).into())
@@ -197,7 +197,7 @@ fn a_full_ring_gives_the_request_back_and_futures_wait_their_turn() {
 
 /// A task that gave up must not use up the wake-up of one that still waits.
 #[test]
-fn a_free_slot_wakes_who_still_waits() {
+fn free_slot_wakes_a_task_that_still_waits() {
     for ring in rings() {
         let cx = task::Context::on(ring.clone());
         let file = ring
@@ -242,7 +242,7 @@ impl std::task::Wake for Flag {
 }
 
 #[test]
-fn a_dropped_future_keeps_its_memory_until_the_op_has_ended() {
+fn dropped_future_keeps_memory_until_op_ends() {
     for ring in rings() {
         let (read_end, write_end) = pipe();
         let file = ring.register(read_end.into()).expect("a registered file");
@@ -267,7 +267,7 @@ fn pipe() -> (std::io::PipeReader, std::io::PipeWriter) {
 }
 
 #[test]
-fn a_watch_reports_every_signal_until_it_is_dropped() {
+fn watch_reports_every_signal_until_dropped() {
     for ring in rings() {
         let event = task::eventfd().expect("an eventfd");
         let watch = ring
@@ -291,7 +291,7 @@ fn a_watch_reports_every_signal_until_it_is_dropped() {
 }
 
 #[test]
-fn an_error_of_the_kernel_reaches_the_request() {
+fn ring_write_returns_the_kernels_error() {
     for ring in rings() {
         let path = tempfile::NamedTempFile::new().expect("a temporary file");
         let read_only = std::fs::File::open(path.path()).expect("a file opened to read");

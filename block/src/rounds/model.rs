@@ -37,10 +37,10 @@ impl Image {
     }
 }
 
-/// Fails if a caller joins a round that is running, if two rounds run at once, and (a task sleeps for ever) if the end of a round
+/// Fails if a caller joins a running round, if two rounds run at once, and (a task sleeps for ever) if the end of a round
 /// does not wake its waiters.
 #[test]
-fn a_round_covers_what_was_done_before_it_was_asked_for() {
+fn round_covers_changes_made_before_it_was_requested() {
     check(3, || {
         let image = Arc::new(Image::default());
         let others: Vec<_> = (0..2)

@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_list_wakes_each_waiter_once_when_it_is_dropped() {
+    fn wait_list_wakes_each_waiter_once_on_drop() {
         let ((first, first_waker), (second, second_waker)) = (Count::new(), Count::new());
         let mut list = WaitList::default();
         list.register(&first_waker);
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_monitor_lets_a_waiter_go_on_after_the_change_it_waits_for() {
+    fn monitor_wait_ends_after_the_change_it_waits_for() {
         let (count, waker) = Count::new();
         let monitor = Monitor::new(0);
         let mut wait = Box::pin(monitor.wait(|value| (*value >= 2).then_some(*value)));
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_that_is_given_up_leaves_the_list_and_takes_nobody_along() {
+    fn dropped_wait_removes_only_itself_from_the_list() {
         let ((stays, stays_waker), (given_up, given_up_waker)) = (Count::new(), Count::new());
         let monitor = Monitor::new(false);
         let ready = |value: &mut bool| value.then_some(());
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn single_flight_gives_work_to_one_and_wakes_the_others_at_its_end() {
+    fn single_flight_admits_one_and_wakes_others_after() {
         let (count, waker) = Count::new();
         let mut flights = SingleFlight::default();
         assert!(flights.begin(1, Waker::noop()));

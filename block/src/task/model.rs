@@ -36,10 +36,10 @@ impl Events {
     }
 }
 
-/// Fails (nobody is left to run) if the worker looks for ready tasks before it says that it sleeps, if a
-/// waker looks whether the worker sleeps before it queues, and if either fence goes.
+/// Fails (nobody is left to run) if the worker looks for ready tasks before it announces sleep, if a waker checks for
+/// a sleeping worker before it queues the task, and if either fence is missing.
 #[test]
-fn a_task_that_two_threads_wake_is_run_by_a_worker_that_goes_to_sleep() {
+fn task_woken_by_two_threads_runs_as_worker_falls_asleep() {
     check(3, || {
         let events = Arc::new(Events::default());
         let others: Vec<_> = (0..2)
@@ -75,7 +75,7 @@ fn a_task_that_two_threads_wake_is_run_by_a_worker_that_goes_to_sleep() {
 
 /// Fails if `block_on` sleeps without another look at whether its own future was woken.
 #[test]
-fn a_future_that_another_thread_wakes_is_polled_again() {
+fn block_on_repolls_future_woken_by_another_thread() {
     check(3, || {
         let events = Arc::new(Events::default());
         let other = {

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_bucket_passes_its_size_at_once_and_the_rest_at_its_rate() {
+    fn bucket_passes_its_size_at_once_then_its_rate() {
         let mut bucket = bucket(RATE);
         for _ in 0..10 {
             assert_eq!(bucket.take(100, Duration::ZERO), Duration::ZERO);
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn refill_is_continuous_and_never_lost_to_rounding() {
+    fn bucket_refill_is_continuous_and_not_lost_to_rounding() {
         // Three tokens in seven nanoseconds, looked at each nanosecond.
         let mut bucket = bucket(Rate {
             size: 3,
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_bucket_holds_its_size_and_no_more_however_long() {
+    fn idle_bucket_holds_no_more_than_its_size() {
         for idle in [ms(1000), ms(5000), Duration::from_secs(1 << 40), Duration::MAX] {
             let mut bucket = bucket(RATE);
             bucket.take(1000, Duration::ZERO);
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_comes_once() {
+    fn bucket_grants_one_time_burst_once() {
         let mut bucket = bucket(Rate {
             one_time_burst: 500,
             ..RATE
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_larger_than_the_bucket_passes_from_a_full_one_and_the_next_pays() {
+    fn full_bucket_passes_oversized_request_and_next_one_pays() {
         let mut bucket = bucket(RATE);
         assert_eq!(bucket.take(5000, Duration::ZERO), Duration::ZERO);
         assert_eq!(bucket.take(10, Duration::ZERO), ms(4010));
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn turns_are_kept_whatever_is_asked_for() {
+    fn bucket_keeps_order_for_requests_of_any_size() {
         let mut bucket = bucket(RATE);
         let mut last = Duration::ZERO;
         for round in 0..10_000_u64 {
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timer_that_is_late_costs_nothing() {
+    fn bucket_keeps_its_rate_when_timers_fire_late() {
         // One token a millisecond, and none to spare.
         let mut bucket = bucket(Rate {
             size: 1,
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_at_their_limits_neither_panic_nor_let_anything_back() {
+    fn bucket_at_numeric_limits_never_panics_or_passes_early() {
         let values = [1, 2, 1 << 32, 1 << 63, u64::MAX];
         for size in values {
             for refill in [0, 1, 1 << 40, u64::MAX] {
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn time_that_seems_to_go_back_gives_nothing_twice() {
+    fn bucket_grants_nothing_twice_when_time_goes_back() {
         let mut bucket = bucket(RATE);
         bucket.take(1000, ms(0));
         assert_eq!(bucket.take(10, ms(10)), ms(10));

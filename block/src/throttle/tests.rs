@@ -132,7 +132,7 @@ impl Drop for Bench {
 }
 
 #[test]
-fn requests_wait_for_their_tokens_to_the_millisecond_and_keep_their_order() {
+fn throttle_delays_requests_to_the_millisecond_in_order() {
     // 4096 bytes in 4 ms; the slack lets it hold more, but only while nobody asks.
     let mut bench = Bench::new(RateLimits {
         bandwidth: rate(8192, 8),
@@ -166,7 +166,7 @@ fn requests_wait_for_their_tokens_to_the_millisecond_and_keep_their_order() {
 }
 
 #[test]
-fn only_reads_and_writes_cost_bytes_and_everything_costs_an_op() {
+fn throttle_charges_bytes_for_reads_and_writes_ops_for_all() {
     let ops = [
         (Op::Read, true),
         (Op::Write { fua: true }, true),
@@ -198,7 +198,7 @@ fn only_reads_and_writes_cost_bytes_and_everything_costs_an_op() {
 }
 
 #[test]
-fn both_limits_hold_together() {
+fn throttle_applies_both_limits_together() {
     let mut bench = Bench::new(RateLimits {
         bandwidth: rate(1 << 20, 1000),
         ops: rate(10, 1000),
@@ -214,7 +214,7 @@ fn both_limits_hold_together() {
 }
 
 #[test]
-fn queues_take_turns_however_many_requests_each_has() {
+fn throttled_queues_take_turns_at_any_depth() {
     let limiter = Limiter::new(&RateLimits {
         bandwidth: None,
         ops: rate(100, 1000),
@@ -239,7 +239,7 @@ fn queues_take_turns_however_many_requests_each_has() {
 }
 
 #[test]
-fn who_drains_waits_for_no_tokens_and_what_passed_is_owed() {
+fn drained_requests_skip_the_wait_but_are_charged() {
     let mut bench = Bench::new(RateLimits {
         bandwidth: None,
         ops: rate(1, 3_600_000),
@@ -326,7 +326,7 @@ fn work(disk: Arc<dyn Disk>, len: u64, from: Instant, until: Instant, count: &At
 }
 
 #[test]
-fn what_is_measured_is_what_was_asked_for_within_two_in_a_hundred() {
+fn measured_rate_matches_limit_within_two_percent() {
     let mut all = Vec::new();
     for (disks, queues) in [(1, 1), (1, 4), (2, 2)] {
         all.push(Measured {

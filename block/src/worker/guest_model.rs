@@ -74,9 +74,9 @@ impl Frontend for Guest {
 }
 
 /// Fails if a worker sleeps without another look at its queues after asking for kicks, if a frontend is removed with a
-/// request in flight, if its removal is not told, and if a worker ends before everything has.
+/// request in flight, if its removal is not reported, and if a worker ends before everything has.
 #[test]
-fn every_request_is_answered_and_removal_waits_for_the_answers() {
+fn frontend_removal_waits_for_answers_to_all_requests() {
     let run = || {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
         file.set_len(1 << 16).unwrap();

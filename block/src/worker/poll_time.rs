@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn polling_grows_while_it_pays_and_stops_on_an_idle_disk() {
+    fn poll_window_grows_while_useful_and_ends_when_idle() {
         let mut poll = PollTime::up_to(Duration::from_micros(50));
         poll.slept(Duration::from_micros(20));
         assert_eq!(poll.window, PollTime::FIRST);

@@ -95,14 +95,16 @@ fn calls(through_ring: bool) -> usize {
     calls.borrow().len()
 }
 
+/// The call that starts an answer also waits for the next request.
 #[test]
-fn one_call_starts_answers_and_waits_for_requests_where_both_go_through_the_ring() {
+fn ring_frontend_costs_one_call_per_op() {
     // The first op is started before the first round has done anything.
     assert_eq!(calls(true), 101);
 }
 
+/// Requests that do not arrive as ring completions cost a second call for each op.
 #[test]
-fn who_has_requests_elsewhere_is_looked_at_once_more_before_the_worker_sleeps() {
+fn other_frontend_is_polled_once_more_before_sleep() {
     assert_eq!(calls(false), 200);
 }
 
@@ -130,7 +132,7 @@ impl Frontend for Slow {
 }
 
 #[test]
-fn a_worker_does_not_sleep_on_what_is_to_be_removed() {
+fn worker_does_not_sleep_with_a_frontend_to_remove() {
     let commands: Arc<Commands> = Arc::default();
     let (mut worker, _) = worker(&commands);
     let id = worker.add(Box::new(Slow(5)), Vec::new()).expect("a frontend");

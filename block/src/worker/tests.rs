@@ -61,7 +61,7 @@ impl Frontend for Channel {
 }
 
 #[test]
-fn requests_are_served_until_the_worker_is_stopped_and_none_is_left_behind() {
+fn worker_answers_all_requests_until_frontend_is_removed() {
     for ring in [RingKind::IoUring, RingKind::Syscalls] {
         let file = tempfile::tempfile().expect("a temporary file");
         file.set_len(1 << 20).expect("its length");
@@ -122,7 +122,7 @@ fn requests_are_served_until_the_worker_is_stopped_and_none_is_left_behind() {
 }
 
 #[test]
-fn a_future_runs_on_the_worker_and_its_output_comes_back() {
+fn worker_block_on_runs_future_on_its_thread() {
     let worker = WorkerHandle::spawn(WorkerConfig::default()).expect("a worker");
     let here = std::thread::current().id();
     let there = worker

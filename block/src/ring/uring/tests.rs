@@ -13,7 +13,7 @@ fn result_of(driver: &mut UringDriver, entry: squeue::Entry) -> i32 {
 }
 
 #[test]
-fn a_ring_opens_connects_and_sends_nothing_and_registers_only_files() {
+fn uring_driver_refuses_ops_and_registrations_off_its_list() {
     let mut driver = UringDriver::new(8, &FixedTable::sparse(4)).expect("these tests need io_uring");
     let here = Fd(libc::AT_FDCWD);
     let address = libc::sockaddr_un {
@@ -92,7 +92,7 @@ fn at_once(driver: &mut UringDriver, fd: RawFd, kind: Kind, memory: &mut [u8]) -
 
 #[test]
 #[expect(clippy::print_stdout, reason = "what cannot run here says so")]
-fn short_ops_on_files_in_memory_have_ended_when_they_were_pushed_and_no_others() {
+fn push_performs_only_short_tmpfs_ops_at_once() {
     use std::os::fd::AsRawFd as _;
     let mut driver = UringDriver::new(8, &FixedTable::default()).expect("these tests need io_uring");
     let file = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
@@ -120,7 +120,7 @@ fn short_ops_on_files_in_memory_have_ended_when_they_were_pushed_and_no_others()
 
 #[test]
 #[expect(clippy::print_stdout, reason = "what cannot run here says so")]
-fn short_ops_of_registered_buffers_on_files_in_memory_go_through_the_door_at_once() {
+fn push_performs_short_registered_tmpfs_ops_through_door() {
     use std::os::fd::AsRawFd as _;
     use std::os::unix::fs::FileExt as _;
     let mut driver = UringDriver::new(8, &FixedTable::sparse(1)).expect("these tests need io_uring");

@@ -9,10 +9,10 @@ use super::*;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::modelled::{block_on, check};
 
-/// Fails (a task sleeps for ever) if a wait gets on the list after it let go of the lock, and if a change is made after the list
-/// was taken.
+/// Fails (a task sleeps for ever) if a wait joins the list after it has released the lock, and if a change is made after the
+/// list was taken.
 #[test]
-fn a_change_on_another_thread_reaches_a_wait() {
+fn monitor_wait_sees_changes_of_other_threads() {
     check(3, || {
         let monitor = Arc::new(Monitor::new(0));
         let others: Vec<_> = (0..2)
@@ -46,10 +46,9 @@ impl Turns {
     }
 }
 
-/// Fails if two waits are let go on by one change, if a guard's change wakes nobody, and if a wait that is given up takes another
-/// off the list.
+/// Fails if one change ends two waits, if a guard's change wakes nobody, and if a dropped wait takes another off the list.
 #[test]
-fn turns_are_taken_one_after_another_though_one_who_waits_gives_up() {
+fn monitor_keeps_turns_when_a_wait_is_dropped() {
     check(3, || {
         let turns = Arc::new(Turns::default());
         let first = block_on(turns.take());

@@ -10,9 +10,9 @@ use crate::sync::atomic::AtomicUsize;
 use crate::sync::modelled::check;
 
 /// Fails (nobody is left to run) if a worker sleeps without another look at its commands, and if either fence
-/// between saying and looking goes.
+/// between announcing sleep and that look is missing.
 #[test]
-fn a_worker_carries_out_what_it_was_told_before_it_ends() {
+fn worker_runs_queued_commands_before_it_ends() {
     check(3, || {
         let commands = Arc::new(Commands::default());
         let config = WorkerConfig {
