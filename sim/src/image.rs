@@ -251,7 +251,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_image_holds_what_was_patched_into_it() {
+    fn sim_image_holds_what_was_patched_into_it() {
         let store = Store::default();
         let mut image = SimImage::from_bytes(&store, &[7; 1300]);
         image.patch(500, &[9; 30]);
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_contents_are_equal_images_however_they_came_about() {
+    fn sim_images_of_equal_contents_are_equal() {
         let store = Store::default();
         let mut a = SimImage::from_bytes(&store, &[3; 2048]);
         let b = SimImage::from_bytes(&store, &[3; 1024]);

@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_left_alone_is_no_fault() {
+    fn memory_left_alone_during_an_op_is_no_fault() {
         let (world, _cx, view) = world();
         let region = GuestRegion::new(4096);
         let buffer = region.buffer(&[(0, 512), (2048, 512)]);
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_region_unmapped_under_an_op_is_a_fault() {
+    fn region_unmapped_under_an_op_is_a_fault() {
         let (world, _cx, view) = world();
         let region = GuestRegion::new(4096);
         let buffer = region.unheld_buffer(&[(512, 512)]);
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn two_ops_that_write_one_buffer_are_a_fault() {
+    fn buffer_written_by_two_ops_is_a_fault() {
         let (world, _cx, view) = world();
         let region = GuestRegion::new(4096);
         for _ in 0..2 {

@@ -80,7 +80,7 @@ fn alignments() -> Vec<Alignment> {
 /// Method: pieces of registered pages, memory and zeros, cut anywhere, are written and read anywhere; compare with an
 /// array, and what lies beside the pieces with what was there.
 #[test]
-fn pieces_of_any_kind_go_anywhere_and_nothing_beside_them_changes() {
+fn image_file_moves_pieces_of_any_kind_exactly() {
     for ring in RINGS {
         let mut files: Vec<Option<Alignment>> = alignments().into_iter().map(Some).collect();
         files.push(None);
@@ -191,7 +191,7 @@ fn turn_until(cx: &Context, sink: &CompletionSink, count: usize) -> Vec<Done> {
 
 /// Method: many requests of registered pages to a raw disk at once, none of which share a sector; compare the file.
 #[test]
-fn a_raw_disk_serves_requests_of_registered_pages_many_at_once() {
+fn raw_disk_serves_many_registered_requests_at_once() {
     const SIZE: usize = 1 << 20;
     for ring in RINGS {
         for alignment in alignments() {
@@ -253,10 +253,10 @@ fn a_raw_disk_serves_requests_of_registered_pages_many_at_once() {
     }
 }
 
-/// A block that two requests write a part of is read, changed and written by one after the other, though what changes
-/// it comes by I/O.
+/// A block that several requests write parts of is read, changed and written by one of them at a time, though the new
+/// bytes arrive by I/O.
 #[test]
-fn two_writes_of_registered_pages_to_one_block_both_land() {
+fn registered_writes_to_one_block_all_land() {
     let alignment = Alignment {
         memory: 512,
         offset: 4096,

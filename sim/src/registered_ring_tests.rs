@@ -69,7 +69,7 @@ fn bytes(tags: &Tags, tag: u16, skip: usize, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_written_from_registered_pages_is_read_back_into_others() {
+fn ring_reads_back_registered_pages_into_others() {
     let data = pattern(700_000);
     for (cx, tags, file) in worlds(&[]) {
         let name = cx.ring().driver_name();
@@ -90,9 +90,9 @@ fn what_is_written_from_registered_pages_is_read_back_into_others() {
     }
 }
 
-/// The fast path: the op is the request's, and so is the lease on its place.
+/// The fast path: one op per request, which holds the lease on its slot.
 #[test]
-fn a_request_is_answered_with_its_registered_buffer_which_only_then_is_free() {
+fn request_holds_registered_buffer_until_answer_is_dropped() {
     let data = pattern(8192);
     for (cx, tags, file) in worlds(&data) {
         let name = cx.ring().driver_name();
@@ -124,7 +124,7 @@ fn a_request_is_answered_with_its_registered_buffer_which_only_then_is_free() {
 
 /// There is no memory to fill: the zeros go through the door.
 #[test]
-fn a_read_past_the_end_of_the_file_gives_zeros_in_registered_pages_too() {
+fn read_past_end_zeroes_registered_pages() {
     let data = pattern(600 << 10);
     for (cx, tags, file) in worlds(&data) {
         let name = cx.ring().driver_name();
@@ -157,7 +157,7 @@ fn a_read_past_the_end_of_the_file_gives_zeros_in_registered_pages_too() {
 }
 
 #[test]
-fn zeros_and_copies_go_through_the_door_and_keep_both_sides() {
+fn copies_and_zeros_through_the_door_keep_both_buffers() {
     let data = pattern(300_000);
     for (cx, tags, _file) in worlds(&[]) {
         let name = cx.ring().driver_name();
@@ -186,7 +186,7 @@ fn zeros_and_copies_go_through_the_door_and_keep_both_sides() {
 }
 
 #[test]
-fn a_read_is_answered_with_zeros_in_registered_pages() {
+fn answer_with_zeros_fills_registered_pages() {
     for (cx, tags, _file) in worlds(&[]) {
         tags.write(1, 0, &vec![0xCC; PLACE]);
         let sink = CompletionSink::new();
@@ -211,9 +211,9 @@ fn a_read_is_answered_with_zeros_in_registered_pages() {
     }
 }
 
-/// What a door does not have must not become zeros on a disk.
+/// Bytes missing behind a door must not become zeros on a disk.
 #[test]
-fn a_door_that_ends_early_is_an_error_and_not_zeros() {
+fn door_that_ends_early_is_an_error_not_zeros() {
     for kind in [RingKind::IoUring, RingKind::Syscalls] {
         let ring = Ring::with_fixed(kind, 16, &FixedTable::sparse(1)).expect("a ring");
         let cx = task::Context::on(ring.clone());
@@ -252,7 +252,7 @@ fn a_door_that_ends_early_is_an_error_and_not_zeros() {
 }
 
 #[test]
-fn what_no_op_can_name_is_refused_and_names_why() {
+fn ring_refuses_buffers_no_op_can_name() {
     let mut worlds = worlds(&[1; 8192]);
     let (other, _tags, other_file) = worlds.pop().expect("a world");
     let (cx, tags, file) = worlds.swap_remove(0);
@@ -309,7 +309,7 @@ fn what_no_op_can_name_is_refused_and_names_why() {
 }
 
 #[test]
-fn a_part_is_aligned_as_far_as_its_whole_and_its_place_in_it_are() {
+fn buffer_part_alignment_follows_whole_and_offset() {
     let (cx, tags) = Tags::on_ring(RingKind::Syscalls, 16, 1, 65536, None).expect("a ring");
     let whole = Rc::new(tags.buffer(0, 0, 65536, 4096).expect("a free tag"));
     assert!(whole.is_aligned(4096, 4096));
@@ -335,9 +335,9 @@ fn a_part_is_aligned_as_far_as_its_whole_and_its_place_in_it_are() {
     cx.ring().lease_fixed(0).expect("nobody has it any more");
 }
 
-/// Whoever made the buffer hears last of all that it is gone, and may have the place again at once.
+/// The hold is dropped last of all, so that its owner may lease the slot again at once.
 #[test]
-fn a_hold_goes_when_nothing_names_the_bytes_any_more_and_after_the_lease() {
+fn hold_is_dropped_after_last_op_and_lease() {
     struct Hold(Ring, Rc<Cell<Option<bool>>>);
     impl Drop for Hold {
         fn drop(&mut self) {
@@ -369,9 +369,9 @@ fn a_hold_goes_when_nothing_names_the_bytes_any_more_and_after_the_lease() {
     assert_eq!(gone.get(), Some(true));
 }
 
-/// Somebody stops waiting; the kernel does not.
+/// The caller stops waiting; the kernel does not.
 #[test]
-fn a_dropped_future_leaves_its_place_taken_until_the_op_has_ended() {
+fn dropped_future_keeps_its_slot_leased_until_op_ends() {
     for (cx, tags, file) in worlds(&[5; 4096]) {
         let buffer = shared(&tags, 0, 0, 4096);
         drop(cx.ring().read(&file, 0, smallvec![Piece::whole(&buffer)]));

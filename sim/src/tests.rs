@@ -66,7 +66,7 @@ fn sector(image: &SimImage, index: u64) -> u8 {
 }
 
 #[test]
-fn a_cut_leaves_any_subset_of_what_was_not_synced_and_all_that_was() {
+fn cut_keeps_synced_and_any_subset_of_unsynced_sectors() {
     let (world, view) = world(Profile::default());
     write(&view, 0, &[A; 4 * SECTOR]).expect("a write");
     run(&view, view.sync()).expect("a sync");
@@ -86,7 +86,7 @@ fn a_cut_leaves_any_subset_of_what_was_not_synced_and_all_that_was() {
 }
 
 #[test]
-fn each_version_since_the_last_sync_may_be_the_one_that_survives() {
+fn cut_may_keep_any_version_since_the_last_sync() {
     let (world, view) = world(Profile::default());
     for version in 1..=5 {
         write(&view, 0, &[version; SECTOR]).expect("a write");
@@ -101,7 +101,7 @@ fn each_version_since_the_last_sync_may_be_the_one_that_survives() {
 
 /// The sync is submitted while the write is in flight, and completes after it.
 #[test]
-fn a_sync_covers_only_what_had_completed_when_it_was_submitted() {
+fn sync_covers_only_ops_completed_before_it_was_submitted() {
     let (world, view) = world(Profile::default());
     write(&view, 0, &[A; SECTOR]).expect("a write");
     run(&view, view.sync()).expect("a sync");
@@ -120,10 +120,10 @@ fn a_sync_covers_only_what_had_completed_when_it_was_submitted() {
     assert_eq!(found, [B]);
 }
 
-/// A write says that it was cancelled, and has had its effect. Who was told of it takes nothing for granted; who comes
-/// after a kill was told nothing, reads it, and makes it durable.
+/// A write reports that it was cancelled but has had its effect. The process that got the report takes nothing for granted;
+/// one that starts after a kill knows nothing of it, reads the bytes, and makes them durable.
 #[test]
-fn what_a_killed_process_was_told_of_a_write_nobody_else_knows() {
+fn sync_makes_cancelled_write_durable_only_after_a_kill() {
     for killed in [false, true] {
         let (world, view) = world(Profile::default());
         write(&view, 0, &[A; SECTOR]).expect("a write");
@@ -155,7 +155,7 @@ fn what_a_killed_process_was_told_of_a_write_nobody_else_knows() {
 
 /// A write of one sector reads and writes its whole block: what was punched or zeroed beside it stays zero.
 #[test]
-fn zeros_beside_a_write_of_the_same_block_stay() {
+fn write_keeps_zeros_beside_it_in_the_same_block() {
     let block = Alignment {
         memory: 512,
         offset: 4096,
@@ -195,7 +195,7 @@ fn zeros_beside_a_write_of_the_same_block_stay() {
 }
 
 #[test]
-fn a_forced_write_is_durable_with_the_length_it_needs_and_nothing_else_is() {
+fn forced_write_makes_only_itself_and_its_length_durable() {
     // With direct I/O: through the page cache a forced write is a write and a sync of everything.
     let (world, view) = world(Profile::default());
     let alignment = Alignment {
@@ -216,7 +216,7 @@ fn a_forced_write_is_durable_with_the_length_it_needs_and_nothing_else_is() {
 
 /// The write that made the file longer is in flight; another one, inside that length, is synced.
 #[test]
-fn synced_data_is_not_cut_off_by_the_length_of_another_write_in_flight() {
+fn sync_keeps_data_inside_length_of_a_pending_write() {
     let (world, view) = world(Profile::default());
     let bytes = Rc::new(Buffer::from(AlignedBuf::from_slice(&[A; SECTOR])));
     let far = view.start_write(7 * SECTOR as u64, smallvec![Piece::whole(&bytes)]);
@@ -239,7 +239,7 @@ fn synced_data_is_not_cut_off_by_the_length_of_another_write_in_flight() {
 /// Linux: pages that could not be written back are clean afterwards. A later sync succeeds and has
 /// written nothing of them.
 #[test]
-fn what_a_failed_sync_lost_stays_lost_though_readers_see_it() {
+fn data_lost_by_failed_sync_stays_lost_but_readable() {
     let (world, view) = world(Profile::default());
     write(&view, 0, &[A; 2 * SECTOR]).expect("a write");
     run(&view, view.sync()).expect("a sync");
@@ -300,7 +300,7 @@ fn lengths_and_holes_are_as_volatile_as_data() {
 }
 
 #[test]
-fn the_ring_hides_short_results_and_requests_to_repeat() {
+fn ring_hides_short_results_and_repeats() {
     let profile = Profile {
         short: 700,
         again: 300,
@@ -318,7 +318,7 @@ fn the_ring_hides_short_results_and_requests_to_repeat() {
 }
 
 #[test]
-fn every_fault_comes_and_space_returns() {
+fn every_fault_occurs_and_space_returns() {
     let profile = Profile {
         cancel: 50,
         read_error: 50,
@@ -349,7 +349,7 @@ fn every_fault_comes_and_space_returns() {
 }
 
 #[test]
-fn a_host_without_holes_says_so() {
+fn punch_reports_a_host_without_holes() {
     let (_world, view) = world(Profile {
         no_punch: true,
         no_zero_range: true,
@@ -362,7 +362,7 @@ fn a_host_without_holes_says_so() {
 }
 
 #[test]
-fn what_is_not_aligned_is_refused_as_direct_io_refuses_it() {
+fn misaligned_op_is_refused_like_direct_io() {
     let world = SimWorld::new(1, Profile::default());
     let align = Alignment {
         memory: 512,
@@ -397,7 +397,7 @@ fn what_is_not_aligned_is_refused_as_direct_io_refuses_it() {
 /// A block of the host is larger than a sector, and the file ends inside one. While the end is read the file
 /// grows, and direct I/O does not go on from where it stopped.
 #[test]
-fn the_end_of_a_file_that_grows_can_be_read_with_direct_io() {
+fn direct_read_at_end_of_a_growing_file_succeeds() {
     let world = SimWorld::new(1, Profile::default());
     let align = Alignment {
         memory: 512,
@@ -520,7 +520,7 @@ fn interleave(seed: u64) -> (u64, usize) {
 
 /// A raw disk's growth is in the file, whatever is cut, when it is answered; one that fails leaves all as it was.
 #[test]
-fn a_raw_disk_that_has_grown_is_large_after_a_cut_and_one_that_failed_is_as_it_was() {
+fn raw_growth_is_durable_or_changes_nothing() {
     let (world, view) = world(Profile::default());
     write(&view, 0, &[A; 4 * SECTOR]).expect("a write");
     run(&view, view.sync()).expect("a sync");
@@ -553,10 +553,10 @@ fn a_raw_disk_that_has_grown_is_large_after_a_cut_and_one_that_failed_is_as_it_w
     }
 }
 
-/// Where direct I/O writes blocks larger than a sector, a file that ends inside one would get longer with the write of its
-/// last sector, and the next to open it would find a larger disk.
+/// With direct I/O in blocks larger than a sector, a write of the last sector would lengthen a file that ends inside a
+/// block, and the next open would find a larger disk.
 #[test]
-fn a_raw_disk_that_ends_inside_a_block_is_not_opened_for_direct_writes() {
+fn raw_open_refuses_direct_writes_with_partial_last_block() {
     for (sectors, block, write, opens) in [
         (20, 4096, true, false),
         (20, 4096, false, true),
@@ -593,7 +593,7 @@ fn a_raw_disk_that_ends_inside_a_block_is_not_opened_for_direct_writes() {
 }
 
 #[test]
-fn the_same_seed_gives_the_same_trace_and_another_another() {
+fn trace_is_the_same_for_the_same_seed_only() {
     let (first, len) = interleave(5);
     // Memory is elsewhere the second time, and must not matter.
     let _shift: Vec<Vec<u8>> = (1..50).map(|n| vec![0; n * 100]).collect();
@@ -603,14 +603,14 @@ fn the_same_seed_gives_the_same_trace_and_another_another() {
 }
 
 #[test]
-fn a_worker_that_would_sleep_for_ever_is_told() {
+fn block_on_fails_when_nothing_can_wake_it() {
     let (_world, view) = world(Profile::default());
     let error = view.context().block_on(std::future::pending::<()>());
     error.expect_err("nothing will ever come");
 }
 
 #[test]
-fn after_a_cut_nothing_takes_effect() {
+fn pending_write_has_no_effect_after_a_cut() {
     let (world, view) = world(Profile::default());
     let bytes = Rc::new(Buffer::from(AlignedBuf::from_slice(&[A; SECTOR])));
     let late = view.start_write(0, smallvec![Piece::whole(&bytes)]);
@@ -620,7 +620,7 @@ fn after_a_cut_nothing_takes_effect() {
 }
 
 #[test]
-fn opening_a_file_that_is_not_there_is_an_error() {
+fn open_fails_for_a_missing_file() {
     let (world, _view) = world(Profile::default());
     world
         .open("disk".as_ref(), FileOptions::default())
@@ -631,7 +631,7 @@ fn opening_a_file_that_is_not_there_is_an_error() {
 
 /// A block device: what fits is written, what lies behind its end is refused, and its length stays.
 #[test]
-fn a_file_of_fixed_size_takes_what_fits() {
+fn fixed_size_file_takes_only_what_fits() {
     for profile in [Profile::IMMEDIATE, Profile::default()] {
         let world = SimWorld::new(7, profile);
         let image = SimImage::from_bytes(&world.store(), &[A; 4 * SECTOR]);
