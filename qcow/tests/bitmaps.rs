@@ -50,7 +50,7 @@ fn is_unknown_set(path: &Path) -> bool {
 const IN_USE: &str = r#"["in-use","auto"]"#;
 
 #[test]
-fn an_image_that_is_opened_for_writing_and_only_read_stays_as_it_is() {
+fn writable_open_with_only_reads_changes_no_byte() {
     for ring in [RingKind::IoUring, RingKind::Syscalls] {
         let folder = Folder::new();
         let path = image(&folder);
@@ -67,7 +67,7 @@ fn an_image_that_is_opened_for_writing_and_only_read_stays_as_it_is() {
 }
 
 #[test]
-fn the_first_change_marks_bitmaps_that_record_changes_and_no_others() {
+fn first_change_marks_only_recording_bitmaps() {
     type Change = fn(&Lane);
     let changes: [Change; 5] = [
         |lane| lane.write(0, &[2; 512]),
@@ -112,10 +112,9 @@ fn growth_marks_all_bitmaps() {
     assert!(!is_unknown_set(&path));
 }
 
-/// Whatever a power cut leaves: where a byte of the guest's has changed, the bitmap says that it is out of date, and the
-/// unknown bit is gone.
+/// After any power cut, a bitmap is marked out of date if a byte of the guest's has changed, and the unknown bit is clear.
 #[test]
-fn no_cut_leaves_a_change_that_a_bitmap_does_not_know_of() {
+fn power_cut_leaves_no_change_unknown_to_bitmaps() {
     let folder = Folder::new();
     let before = std::fs::read(image(&folder)).expect("the image");
     let world = SimWorld::new(1, Profile::IMMEDIATE);

@@ -140,7 +140,7 @@ fn pattern(offset: u64, len: usize, round: u64) -> Vec<u8> {
 /// With 512-byte clusters the L1 table outgrows its cluster at 2 MiB, and QEMU's refcount table its own at 8 MiB of
 /// the device.
 #[test]
-fn every_table_grows_on_a_device_with_room() {
+fn tables_grow_on_a_device_with_room() {
     for ((ring, direct), ours) in WAYS.into_iter().zip([false, true]) {
         let folder = Folder::new();
         let Some(device) = Device::new("tables on devices", &folder, 40 << 20, 512) else {
@@ -170,10 +170,10 @@ fn every_table_grows_on_a_device_with_room() {
     }
 }
 
-/// What the engine believes of a device's end, and what the device has: the last cluster is used, one more fails, and
-/// nothing else does. Then what is discarded is room, without a FLUSH of the guest's.
+/// The engine uses the device to its last cluster: one more write fails, and nothing else does. Discarded space is then
+/// reused without a FLUSH of the guest's.
 #[test]
-fn a_full_device_keeps_working_and_discarded_space_is_room_again() {
+fn full_device_keeps_working_and_reuses_discarded_space() {
     for (ring, direct) in WAYS {
         for (cluster, ours, sector) in [
             (512, false, 512),
@@ -265,9 +265,9 @@ fn clusters_reached(disk: &Arc<QcowDisk>, lane: &Lane, cluster: u64) -> u64 {
     end
 }
 
-/// A write that may wait for space holds up nothing that could make some: what is discarded meanwhile lets it go on.
+/// A write that waits for space delays no discard, and the discarded space ends the wait.
 #[test]
-fn a_write_that_waits_goes_on_when_something_is_discarded() {
+fn write_waiting_for_space_goes_on_after_a_discard() {
     for (ring, direct) in WAYS {
         let folder = Folder::new();
         let Some(device) = Device::new("writes that wait", &folder, 4 << 20, 512) else {
@@ -318,9 +318,9 @@ fn a_write_that_waits_goes_on_when_something_is_discarded() {
     }
 }
 
-/// The device is made larger while its disk is served; then the disk is.
+/// The device is enlarged while its disk is served; then the disk is.
 #[test]
-fn a_device_that_grows_is_used_at_once() {
+fn grown_device_is_used_at_once() {
     for (ring, direct) in WAYS {
         let folder = Folder::new();
         let Some(device) = Device::new("devices that grow", &folder, 4 << 20, 512) else {
@@ -358,9 +358,9 @@ fn a_device_that_grows_is_used_at_once() {
 }
 
 /// A device with hardly more room than the disk needs, and a guest that writes, discards and zeroes at random without
-/// asking for durability: it never hears that there is no space.
+/// FLUSHes: no request fails for want of space.
 #[test]
-fn a_guest_that_discards_never_runs_out_of_a_tight_device() {
+fn discarding_guest_never_fills_a_tight_device() {
     const DISK: u64 = 4 << 20;
     for (seed, (ring, direct)) in WAYS.into_iter().enumerate() {
         for cluster in [512, 4096, 65536] {
@@ -415,10 +415,10 @@ fn a_guest_that_discards_never_runs_out_of_a_tight_device() {
     }
 }
 
-/// An image that QEMU made and filled, whose refcount table has no room: what a FLUSH is asked for does not depend on
+/// An image that QEMU made and filled, whose refcount table has no room to grow: FLUSHes and overwrites do not depend on
 /// it.
 #[test]
-fn a_refcount_table_without_room_to_grow_fails_nothing_else() {
+fn refcount_table_without_room_fails_nothing_else() {
     for (ring, direct) in WAYS {
         let folder = Folder::new();
         // 64 entries count 8 MiB; one cluster is left, and a longer table needs three.
@@ -448,9 +448,9 @@ fn a_refcount_table_without_room_to_grow_fails_nothing_else() {
     }
 }
 
-/// Nothing of what was on the device shows, wherever a guest looks.
+/// No read of the guest's returns bytes that were on the device before the image was created.
 #[test]
-fn what_was_on_the_device_before_never_shows() {
+fn old_device_contents_never_show() {
     for (ring, direct) in WAYS {
         for (cluster, sector) in [(4096, 512), (65536, 4096), (512, 4096)] {
             let folder = Folder::new();

@@ -88,7 +88,7 @@ fn told(entries: &[usize], host: fn(&Path) -> u64) -> (Vec<String>, u64, u64) {
 }
 
 #[test]
-fn entries_that_lead_to_a_structure_are_told_once_with_the_place_of_the_first() {
+fn log_reports_exposed_entries_once() {
     type Place = fn(&Path) -> u64;
     let places: [(&str, Place); 3] = [
         ("the L1 table", |path| u64_at(path, 40)),

@@ -123,7 +123,7 @@ fn op(kind: &str, clusters: u64) -> (String, u64) {
 }
 
 #[test]
-fn a_read_takes_one_operation_for_each_extent_of_the_host() {
+fn read_takes_one_op_per_host_extent() {
     let bench = Bench::new();
     bench.ask(WRITE, 0, 4 * CLUSTER);
     bench.ask(WRITE, 8 * CLUSTER, CLUSTER);
@@ -135,9 +135,9 @@ fn a_read_takes_one_operation_for_each_extent_of_the_host() {
     assert_eq!(read(64 << 19, 512 * CLUSTER), [], "there is no table either");
 }
 
-/// The read ends where a table does, and the one behind it is not asked for.
+/// The read ends at the end of a table, and the next table is not loaded.
 #[test]
-fn a_read_loads_the_tables_of_its_range() {
+fn read_loads_only_the_tables_of_its_range() {
     let bench = Bench::new();
     for table in 0..3 {
         bench.ask(WRITE, (table * 512 + 511) * CLUSTER, CLUSTER);
@@ -151,10 +151,10 @@ fn a_read_loads_the_tables_of_its_range() {
     assert_eq!(read(511 * CLUSTER, CLUSTER), [data]);
 }
 
-/// A write in place whose mapping is durable asks for nothing more: a durable one for its own sync, one that has to outlive
-/// the process for none.
+/// A write in place with a durable mapping needs no metadata I/O: with FUA only its own sync, and with
+/// `persist_mappings` none.
 #[test]
-fn a_write_whose_mapping_is_durable_flushes_nothing() {
+fn write_with_durable_mapping_flushes_nothing() {
     let bench = Bench::new();
     bench.ask(WRITE, 0, CLUSTER);
     bench.ask(Op::Flush, 0, 0);
@@ -172,7 +172,7 @@ fn a_write_whose_mapping_is_durable_flushes_nothing() {
 }
 
 #[test]
-fn a_write_into_new_clusters_takes_one_operation() {
+fn write_into_new_clusters_takes_one_op() {
     let bench = Bench::new();
     // The first one makes the tables and reserves space ahead.
     bench.ask(WRITE, 0, CLUSTER);
@@ -187,7 +187,7 @@ fn a_write_into_new_clusters_takes_one_operation() {
 }
 
 #[test]
-fn a_write_reads_what_it_replaces_in_part_and_nothing_else() {
+fn write_reads_only_clusters_it_replaces_in_part() {
     let top = Bench::with(Some("below"), Alignment::NONE, None);
     // The first one makes the tables and reserves space ahead.
     top.ask(WRITE, 0, CLUSTER);
@@ -212,7 +212,7 @@ fn a_write_reads_what_it_replaces_in_part_and_nothing_else() {
 }
 
 #[test]
-fn a_disk_that_grows_over_nothing_makes_no_tables() {
+fn growth_over_unallocated_space_makes_no_tables() {
     let bench = Bench::new();
     bench.ask(WRITE, 0, CLUSTER);
     bench.ask(Op::Flush, 0, 0);
@@ -230,7 +230,7 @@ fn a_disk_that_grows_over_nothing_makes_no_tables() {
 }
 
 #[test]
-fn a_flush_writes_what_changed_and_no_more() {
+fn flush_writes_only_what_changed() {
     let bench = Bench::new();
     bench.ask(WRITE, 0, CLUSTER);
     bench.ask(Op::Flush, 0, 0);
@@ -267,7 +267,7 @@ fn a_flush_writes_what_changed_and_no_more() {
 
 /// Direct writes that make a file longer wait for each other in the host's file system.
 #[test]
-fn direct_writes_reserve_space_ahead_and_others_do_not() {
+fn only_direct_writes_reserve_space_ahead() {
     const AHEAD: u64 = 4 << 20;
     for (offset, reserves) in [(1, false), (512, true)] {
         let bench = Bench::with(None, Alignment { offset, memory: 1 }, None);
@@ -284,7 +284,7 @@ fn direct_writes_reserve_space_ahead_and_others_do_not() {
 
 /// Each of these writes changes another L2 table, and hardly any changes another refcount block.
 #[test]
-fn tables_that_changed_are_written_before_they_fill_the_cache() {
+fn dirty_tables_are_written_before_they_fill_the_cache() {
     let bench = Bench::with(None, Alignment::NONE, Some(16 * CLUSTER));
     let ops = bench.costs(|| {
         for table in 0..16 {
@@ -295,7 +295,7 @@ fn tables_that_changed_are_written_before_they_fill_the_cache() {
 }
 
 #[test]
-fn zeroes_over_a_backing_file_are_a_change_of_the_mapping() {
+fn write_zeroes_over_backing_file_remaps_whole_clusters() {
     let top = Bench::with(Some("below"), Alignment::NONE, None);
     top.ask(WRITE, 0, CLUSTER);
     let zeroes = Op::WriteZeroes {
@@ -309,9 +309,9 @@ fn zeroes_over_a_backing_file_are_a_change_of_the_mapping() {
     assert_eq!(part, both);
 }
 
-/// Whether zeroes and discards give a cluster back, punch it, or keep it as it is.
+/// Discards and write-zeroes free a cluster, punch it or keep it, as the request and the options say.
 #[test]
-fn a_cluster_is_given_back_when_that_is_asked_for_and_allowed() {
+fn cluster_is_freed_when_requested_and_allowed() {
     let zeroes = |unmap| Op::WriteZeroes { unmap, fua: false };
     let bare = Bench::options;
     let keeps_place = OpenOptions {

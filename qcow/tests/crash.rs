@@ -301,14 +301,14 @@ fn wait_for_lock(path: &Path) {
 }
 
 #[test]
-fn a_killed_process_loses_nothing_flushed() {
-    let name = "a_killed_process_loses_nothing_flushed";
+fn killed_process_loses_nothing_flushed() {
+    let name = "killed_process_loses_nothing_flushed";
     kill_and_look(name, 8, Mode::default());
 }
 
 #[test]
-fn a_killed_process_over_a_backing_file_loses_nothing_flushed() {
-    let name = "a_killed_process_over_a_backing_file_loses_nothing_flushed";
+fn killed_process_over_backing_file_loses_nothing_flushed() {
+    let name = "killed_process_over_backing_file_loses_nothing_flushed";
     let mode = Mode {
         backing: true,
         ..Mode::default()
@@ -317,8 +317,8 @@ fn a_killed_process_over_a_backing_file_loses_nothing_flushed() {
 }
 
 #[test]
-fn a_killed_process_on_direct_io_loses_nothing_flushed() {
-    let name = "a_killed_process_on_direct_io_loses_nothing_flushed";
+fn killed_process_on_direct_io_loses_nothing_flushed() {
+    let name = "killed_process_on_direct_io_loses_nothing_flushed";
     let mode = Mode {
         backing: true,
         direct: true,
@@ -328,8 +328,8 @@ fn a_killed_process_on_direct_io_loses_nothing_flushed() {
 }
 
 #[test]
-fn a_killed_process_that_persists_mappings_loses_nothing_answered() {
-    let name = "a_killed_process_that_persists_mappings_loses_nothing_answered";
+fn killed_process_persisting_mappings_loses_nothing_answered() {
+    let name = "killed_process_persisting_mappings_loses_nothing_answered";
     let mode = Mode {
         backing: true,
         persist: true,

@@ -83,7 +83,7 @@ fn failing(seed: u64, from: &SimWorld, disk: &SimImage, profile: Profile) -> Sim
 }
 
 #[test]
-fn an_open_that_the_host_fails_writes_nothing() {
+fn open_writes_nothing_when_the_host_fails_it() {
     let (sound, _) = images();
     let disk = sound.contents(DISK);
     let (mut failed, mut opened) = (0, 0);
@@ -117,7 +117,7 @@ fn an_open_that_the_host_fails_writes_nothing() {
 }
 
 #[test]
-fn a_rebuild_that_the_host_fails_leaves_a_dirty_image_with_its_bytes() {
+fn failed_rebuild_leaves_dirty_image_with_its_bytes() {
     let (sound, guest) = images();
     let mut dirty = sound.contents(DISK);
     let mut header = vec![0; 512];

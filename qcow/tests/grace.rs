@@ -159,7 +159,7 @@ fn hold(op: Op, bytes: u8, earlier: u64) -> (Bench, Answer) {
 }
 
 #[test]
-fn a_cluster_is_not_reused_under_a_read() {
+fn cluster_is_not_reused_under_a_read() {
     for earlier in 0..4 {
         let (bench, held) = hold(Op::Read, 0xEE, earlier);
         let read = one_byte(take(&held).expect("a read"));
@@ -170,7 +170,7 @@ fn a_cluster_is_not_reused_under_a_read() {
 }
 
 #[test]
-fn a_cluster_is_not_reused_under_a_write_in_place() {
+fn cluster_is_not_reused_under_a_write_in_place() {
     for earlier in 0..4 {
         let (bench, held) = hold(WRITE, 0xAA, earlier);
         take(&held).expect("a write");
@@ -186,9 +186,9 @@ fn a_cluster_is_not_reused_under_a_write_in_place() {
     }
 }
 
-/// A write that is given a new cluster holds up who touches that guest cluster, and nobody else.
+/// An allocating write delays requests to its guest cluster, and no others.
 #[test]
-fn who_waits_for_a_cluster_that_is_remapped_touches_it() {
+fn remap_delays_only_requests_to_its_cluster() {
     let bench = Bench::new(&OpenOptions::default());
     for cluster in [39, 41] {
         bench.write(1, cluster, 0xBB);
@@ -215,7 +215,7 @@ fn who_waits_for_a_cluster_that_is_remapped_touches_it() {
 /// A discard that keeps the host cluster punches it. A write in place must wait for the punch: else it is answered, lands in
 /// the hole, and disappears when the cluster is marked as zeros.
 #[test]
-fn a_write_in_place_waits_for_the_punch_of_its_cluster() {
+fn write_in_place_waits_for_punch_of_its_cluster() {
     let options = OpenOptions {
         discard_no_unref: true,
         ..OpenOptions::default()
@@ -238,9 +238,9 @@ fn a_write_in_place_waits_for_the_punch_of_its_cluster() {
     bench.close();
 }
 
-/// What the host has forgotten at a failed sync nobody knows: a later round must not write on top of it.
+/// The host may have lost any earlier write at a failed sync: a later round must not build on them.
 #[test]
-fn a_flush_after_a_failed_sync_fails_and_writes_nothing() {
+fn flush_after_failed_sync_fails_and_writes_nothing() {
     let bench = Bench::new(&OpenOptions::default());
     bench.write(0, 40, 1);
     bench.world.set_profile(Profile {

@@ -10,7 +10,7 @@ use qcow::OpenOptions;
 /// Method: 512-byte clusters make an L1 table outgrow its cluster at 2 MiB, and a refcount table at 8 MiB of
 /// file; the disk is written before, between and after.
 #[test]
-fn a_disk_that_grows_keeps_its_bytes_and_moves_its_tables() {
+fn growth_keeps_bytes_and_moves_tables() {
     for version in ["0.10", "1.1"] {
         let folder = Folder::new();
         let options = format!("cluster_size=512,compat={version}");
@@ -85,10 +85,10 @@ fn growth_does_not_uncover_a_longer_backing_file() {
     }
 }
 
-/// Version 2 has no zero clusters, so what a longer backing file has is hidden by zeros that are written: that, and not
-/// all that the disk gains.
+/// Version 2 has no zero clusters: zeros are written where a longer backing file would show, and not over all the space
+/// that the disk gains.
 #[test]
-fn growth_of_version_2_writes_zeros_over_the_backing_file_alone() {
+fn growth_of_version_2_zeroes_only_over_backing_file() {
     let folder = Folder::new();
     std::fs::write(folder.path("base.raw"), vec![0xBB; (1 << 20) + (100 << 10)]).expect("a base image");
     let options = "cluster_size=65536,compat=0.10";
@@ -121,7 +121,7 @@ fn grow(disk: &std::sync::Arc<qcow::QcowDisk>, bytes: u64) {
 
 /// The L1 table of a small disk leaves most of its cluster to whatever was there before.
 #[test]
-fn growth_takes_nothing_behind_the_l1_table_for_entries() {
+fn growth_takes_no_bytes_behind_l1_table_for_entries() {
     for entries in [1, 64] {
         let folder = Folder::new();
         let path = folder.path("disk.qcow2");
@@ -152,7 +152,7 @@ fn growth_takes_nothing_behind_the_l1_table_for_entries() {
 
 /// A disk that QEMU has shrunk ends inside a cluster, whose rest holds what was there before.
 #[test]
-fn growth_does_not_uncover_the_rest_of_a_cluster_that_a_shrunk_disk_ends_in() {
+fn growth_after_shrink_does_not_uncover_rest_of_cluster() {
     for (version, snapshot) in [("0.10", false), ("1.1", false), ("1.1", true)] {
         let folder = Folder::new();
         let options = format!("compat={version}");
@@ -210,9 +210,9 @@ fn growth_does_not_show_vm_state_as_disk_contents() {
     }
 }
 
-/// Snapshots of version 2 do not record the disk's size. QEMU takes it for the image's and could not restore them.
+/// Snapshots of version 2 do not record the disk's size: QEMU would take the new one, and could not restore them.
 #[test]
-fn an_image_of_version_2_with_snapshots_does_not_grow() {
+fn growth_refuses_version_2_image_with_snapshots() {
     for (version, snapshot, grows) in [("0.10", true, false), ("0.10", false, true), ("1.1", true, true)] {
         let folder = Folder::new();
         let options = format!("compat={version}");
@@ -238,7 +238,7 @@ fn an_image_of_version_2_with_snapshots_does_not_grow() {
 }
 
 #[test]
-fn a_disk_does_not_shrink_or_grow_past_what_a_table_holds() {
+fn growth_refuses_to_shrink_or_exceed_the_l1_table() {
     let folder = Folder::new();
     folder.qemu_img(&[
         "create",

@@ -121,7 +121,7 @@ fn result(answer: &Slot<Done>) -> Result<(), IoError> {
 /// The zeros that hide a longer backing file's bytes are written in place. While that write is under way, the guest
 /// discards the cluster: its place on the host is not given to another guest cluster before the write has ended.
 #[test]
-fn growth_that_writes_in_place_holds_its_cluster_back_from_reuse() {
+fn growth_write_in_place_delays_reuse_of_its_cluster() {
     let bench = Bench::open(world(8 << 10 | 512, 64 << 10));
     bench.write(0, 8 << 10, 512, 0x11);
     bench.flush(0);
@@ -151,7 +151,7 @@ fn growth_that_writes_in_place_holds_its_cluster_back_from_reuse() {
 /// A discard or write-zeroes up to the disk's end clears the last cluster, of which the disk has a part. When it
 /// comes to that cluster the disk has grown, and the guest has written behind the old end.
 #[test]
-fn clearing_up_to_the_old_end_leaves_what_was_written_behind_it() {
+fn clear_up_to_old_end_keeps_writes_behind_it() {
     const END: u64 = 128 << 10 | 512;
     let zeroes = |unmap| Op::WriteZeroes { unmap, fua: false };
     for (op, zero) in [(Op::Discard, false), (zeroes(true), true), (zeroes(false), true)] {
@@ -180,10 +180,10 @@ fn clearing_up_to_the_old_end_leaves_what_was_written_behind_it() {
     }
 }
 
-/// Two make the disk larger. Once either has ended the guest writes what is new, and the other, which began when that
-/// was behind the end, does not zero it.
+/// Two growths run at once. As soon as one has ended the guest writes to the new space, and the other, which began when
+/// that space was behind the end, does not zero it.
 #[test]
-fn growth_that_began_earlier_does_not_zero_what_another_has_shown() {
+fn earlier_growth_does_not_zero_space_another_exposed() {
     const END: u64 = 8 << 10 | 512;
     let bench = Bench::open(world(END, 64 << 10));
     bench.write(0, 8 << 10, 512, 0x11);

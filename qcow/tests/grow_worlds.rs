@@ -327,7 +327,7 @@ fn run(seed: u64) {
 }
 
 #[test]
-fn disks_that_grow_by_any_amount_keep_what_was_flushed_and_show_zeros() {
+fn growth_keeps_flushed_data_and_shows_zeros() {
     // The last one: a run of clusters for the L1 table crosses what a refcount block counts, and the power goes.
     for seed in (0..60).chain([394]) {
         run(seed);

@@ -193,7 +193,7 @@ fn finish(disk: Arc<QcowDisk>, lane: Lane) {
 }
 
 #[test]
-fn a_structure_that_counts_zero_is_not_handed_out() {
+fn structure_with_refcount_zero_is_not_allocated() {
     let base = Base::new();
     for (name, place) in base.structures() {
         let path = base.case();
@@ -215,10 +215,10 @@ fn a_structure_that_counts_zero_is_not_handed_out() {
     }
 }
 
-/// The guards forget a cluster that is freed: one that a guest had before the image was opened, and one that was
-/// handed out since, are handed out again, and the image is not called corrupt for it.
+/// The guards forget a freed cluster, whether the guest had it before the image was opened or got it since: it is handed
+/// out again, and the image is not marked corrupt for it.
 #[test]
-fn a_cluster_that_was_freed_is_handed_out_again_and_nothing_is_called_corrupt() {
+fn freed_cluster_is_reused_without_corrupt_mark() {
     const CLUSTERS: u64 = 8;
     let base = Base::new();
     let path = base.case();
@@ -252,7 +252,7 @@ fn a_cluster_that_was_freed_is_handed_out_again_and_nothing_is_called_corrupt() 
 }
 
 #[test]
-fn a_guests_cluster_that_counts_zero_is_not_handed_out() {
+fn guest_cluster_with_refcount_zero_is_not_allocated() {
     let base = Base::new();
     let path = base.case();
     let table = u64_at(&path, u64_at(&path, 40)) & OFFSET;
@@ -274,10 +274,10 @@ fn a_guests_cluster_that_counts_zero_is_not_handed_out() {
     assert_eq!(base.verdict(), verdict);
 }
 
-/// The count of a cluster lies, its entry is not in memory, and it is handed out. Whoever then looks at the
-/// entry must not see, let alone write, what is another guest cluster's now.
+/// A cluster's count is zero though an entry that is not in memory points to it, and it is handed out. A request through
+/// that entry must not read, let alone write, the other guest cluster's data.
 #[test]
-fn an_entry_whose_cluster_was_handed_out_before_it_was_seen_leads_nowhere() {
+fn unseen_entry_to_a_reallocated_cluster_is_refused() {
     let base = Base::new();
     let path = base.case();
     let table = u64_at(&path, u64_at(&path, 40) + 8) & OFFSET;
@@ -305,7 +305,7 @@ fn an_entry_whose_cluster_was_handed_out_before_it_was_seen_leads_nowhere() {
 }
 
 #[test]
-fn an_entry_that_leads_to_a_structure_costs_its_own_range_and_all_writes() {
+fn exposed_entry_fails_its_range_and_all_writes() {
     let base = Base::new();
     let target = DATA + CLUSTER;
     for (name, place) in base.structures().into_iter().skip(1) {
@@ -339,9 +339,9 @@ fn an_entry_that_leads_to_a_structure_costs_its_own_range_and_all_writes() {
     }
 }
 
-/// Reading finds the lie just as well, and other requests of the same slice are served.
+/// A read detects the bad entry as well, and other requests of the same slice are served.
 #[test]
-fn a_read_that_loads_a_bad_entry_marks_the_image_too() {
+fn read_that_loads_exposed_entry_marks_image_corrupt() {
     let base = Base::new();
     let path = base.case();
     set_entry(&path, DATA, u64_at(&path, 40) | COPIED);
@@ -364,7 +364,7 @@ fn a_read_that_loads_a_bad_entry_marks_the_image_too() {
 }
 
 #[test]
-fn a_cluster_that_two_entries_claim_is_read_and_not_written() {
+fn cluster_claimed_by_two_entries_is_read_not_written() {
     let base = Base::new();
     for other in [DATA + CLUSTER, 3 << 20] {
         let path = base.case();
@@ -383,7 +383,7 @@ fn a_cluster_that_two_entries_claim_is_read_and_not_written() {
 }
 
 #[test]
-fn what_was_acknowledged_before_the_damage_was_found_is_flushed_after_it() {
+fn acknowledged_writes_are_flushed_after_damage_is_found() {
     let base = Base::new();
     let path = base.case();
     set_entry(&path, 3 << 20, u64_at(&path, 40) | COPIED);
@@ -453,7 +453,7 @@ fn made_while_open(
 }
 
 #[test]
-fn tables_made_while_the_image_is_open_are_guarded_like_those_it_had() {
+fn tables_made_since_open_are_guarded_too() {
     let folder = Folder::new();
     // 512-byte clusters: an L2 table maps 32 KiB, a refcount block counts 128 KiB, a cluster of the refcount
     // table 8 MiB.
@@ -527,9 +527,9 @@ fn tables_made_while_the_image_is_open_are_guarded_like_those_it_had() {
     made_while_open("the L1 table", &path, liar, set, grow, moved_l1);
 }
 
-/// An entry past the end of the file must not become somebody's as the file grows.
+/// The cluster of an entry past the end of the file must not get a second owner as the file grows.
 #[test]
-fn an_entry_past_the_end_is_not_caught_up_with() {
+fn entry_past_end_is_not_reached_by_growth() {
     let base = Base::new();
     let path = base.case();
     let end = std::fs::metadata(&path)
@@ -551,10 +551,10 @@ fn an_entry_past_the_end_is_not_caught_up_with() {
     finish(disk, lane);
 }
 
-/// A write over two clusters of which the second, shared with a snapshot, leads past the end: what would be copied
-/// from there cannot be read, so it does not become zeros.
+/// A write over two clusters, of which the second is shared with a snapshot and lies past the end of the file. The bytes
+/// to copy cannot be read, and do not become zeros.
 #[test]
-fn a_copy_from_past_the_end_is_an_error_and_not_zeros() {
+fn copy_from_past_end_fails_without_zeros() {
     let base = Base::new();
     let path = base.case();
     let second = FREE + CLUSTER;
@@ -572,10 +572,10 @@ fn a_copy_from_past_the_end_is_an_error_and_not_zeros() {
     finish(disk, lane);
 }
 
-/// A slice that was looked at and then dropped from the cache comes back from the disk. Whatever became of it
-/// there: no write goes through an entry that leads to a structure.
+/// A slice that was validated and then evicted is loaded again. If it has changed on disk meanwhile, no write goes
+/// through an entry that points to a structure.
 #[test]
-fn an_entry_that_changed_while_its_slice_was_not_cached_is_not_written_through() {
+fn write_refuses_entry_changed_while_slice_was_uncached() {
     let folder = Folder::new();
     folder.qemu_img(&[
         "create",

@@ -300,8 +300,8 @@ fn assert_flawless(folder: &Path) {
 const RINGS: [RingKind; 2] = [RingKind::IoUring, RingKind::Syscalls];
 
 #[test]
-fn without_space_a_write_fails_and_nothing_acknowledged_is_lost() {
-    let test = "without_space_a_write_fails_and_nothing_acknowledged_is_lost";
+fn write_fails_without_space_and_loses_nothing_acknowledged() {
+    let test = "write_fails_without_space_and_loses_nothing_acknowledged";
     let Some(folder) = place(test, SMALL) else { return };
     for ring in RINGS {
         let disk = qcow(&folder, false);
@@ -342,8 +342,8 @@ fn without_space_a_write_fails_and_nothing_acknowledged_is_lost() {
 }
 
 #[test]
-fn a_write_that_waits_for_space_is_answered_when_there_is_some() {
-    let test = "a_write_that_waits_for_space_is_answered_when_there_is_some";
+fn write_waiting_for_space_is_answered_when_space_returns() {
+    let test = "write_waiting_for_space_is_answered_when_space_returns";
     let Some(folder) = place(test, SMALL) else { return };
     for ring in RINGS {
         for fua in [false, true] {
@@ -385,8 +385,8 @@ fn wait_for_space(
 }
 
 #[test]
-fn a_flush_that_waits_for_space_loses_nothing() {
-    let test = "a_flush_that_waits_for_space_loses_nothing";
+fn flush_waiting_for_space_loses_nothing() {
+    let test = "flush_waiting_for_space_loses_nothing";
     let Some(folder) = place(test, SMALL) else { return };
     for ring in RINGS {
         let disk = qcow(&folder, true);
@@ -421,8 +421,8 @@ fn a_flush_that_waits_for_space_loses_nothing() {
 }
 
 #[test]
-fn a_wait_ends_when_a_queue_is_to_drain_and_none_begins_until_it_has() {
-    let test = "a_wait_ends_when_a_queue_is_to_drain_and_none_begins_until_it_has";
+fn drain_ends_space_waits_and_starts_none_meanwhile() {
+    let test = "drain_ends_space_waits_and_starts_none_meanwhile";
     let Some(folder) = place(test, SMALL) else { return };
     for ring in RINGS {
         for disk in [qcow(&folder, true), raw(&folder, true, false)] {
@@ -460,10 +460,10 @@ fn a_wait_ends_when_a_queue_is_to_drain_and_none_begins_until_it_has() {
     }
 }
 
-/// The host's own sync would succeed the second time: the kernel tells of a failure once.
+/// The host's own sync would succeed the second time: the kernel reports a failure once.
 #[test]
-fn after_a_failed_sync_nothing_is_called_durable_until_the_image_is_reopened() {
-    let test = "after_a_failed_sync_nothing_is_called_durable_until_the_image_is_reopened";
+fn failed_sync_fails_later_syncs_until_reopen() {
+    let test = "failed_sync_fails_later_syncs_until_reopen";
     let Some(folder) = place(test, FAULTY) else { return };
     let images = folder.join("fs");
     let fua = Op::Write { fua: true };
@@ -548,10 +548,10 @@ fn after_a_failed_sync_nothing_is_called_durable_until_the_image_is_reopened() {
     }
 }
 
-/// A forced write is its own sync: what it finds out counts for the FLUSHes of all queues.
+/// An FUA write is its own sync: its failure fails the FLUSHes of all queues.
 #[test]
-fn a_forced_write_that_fails_is_a_failed_sync() {
-    let test = "a_forced_write_that_fails_is_a_failed_sync";
+fn failed_fua_write_counts_as_failed_sync() {
+    let test = "failed_fua_write_counts_as_failed_sync";
     let Some(folder) = place(test, FAULTY) else { return };
     let images = folder.join("fs");
     for ring in RINGS {

@@ -315,7 +315,7 @@ impl World {
 
 /// Method: QEMU writes, we read; we write over it, QEMU reads and checks; QEMU writes over that, we read.
 #[test]
-fn what_either_writes_the_other_reads_over_the_whole_matrix() {
+fn qemu_and_engine_read_each_others_writes() {
     let shapes = shapes();
     assert!((20..60).contains(&shapes.len()), "{} images", shapes.len());
     for shape in shapes {
@@ -338,7 +338,7 @@ fn what_either_writes_the_other_reads_over_the_whole_matrix() {
 /// Method: `qemu-img convert -c` packs many small compressed clusters into shared host clusters and lets
 /// them run over host cluster borders; read all, overwrite some of each neighbourhood, check.
 #[test]
-fn images_that_qemu_compressed_are_read_and_overwritten() {
+fn images_compressed_by_qemu_are_read_and_overwritten() {
     for (kind, cluster) in [
         ("zlib", 512),
         ("zlib", 4096),
@@ -391,7 +391,7 @@ fn images_that_qemu_compressed_are_read_and_overwritten() {
 
 /// Method: our `create` makes the image; QEMU reads zeros and writes, we read and write, QEMU reads.
 #[test]
-fn images_we_create_serve_both_in_every_preallocation() {
+fn created_images_serve_both_in_every_preallocation() {
     let modes = [
         Preallocation::Off,
         Preallocation::Metadata,
@@ -447,7 +447,7 @@ fn images_we_create_serve_both_in_every_preallocation() {
 
 /// Method: three images deep, each link of another size and cluster size, written only on top.
 #[test]
-fn an_overlay_we_create_over_a_chain_reads_through_and_leaves_the_chain_alone() {
+fn overlay_reads_through_chain_and_never_writes_it() {
     let folder = Folder::new();
     let below = pattern(11, 3 << 20);
     std::fs::write(folder.path("base.raw"), &below).expect("a base");

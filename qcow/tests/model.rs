@@ -323,7 +323,7 @@ fn snapshot(folder: &Folder) -> Vec<u8> {
 /// Method: draw an image and a run from each seed; compare every read, the whole disk after, QEMU's reading
 /// of the closed image, its check of it, and the snapshot.
 #[test]
-fn random_operations_on_several_queues_agree_with_a_plain_array() {
+fn random_operations_on_queues_agree_with_an_array() {
     let number = |name: &str| {
         std::env::var(name)
             .ok()

@@ -9,7 +9,7 @@ use qcow::OpenOptions;
 
 /// QEMU rounds the length of a raw file up to whole sectors, and reads zeros behind its end.
 #[test]
-fn the_last_partial_sector_of_a_raw_backing_file_shows_and_is_copied() {
+fn raw_backing_partial_sector_is_read_and_copied() {
     for (len, direct, ring) in [
         (1000, false, RingKind::IoUring),
         (1000, true, RingKind::IoUring),

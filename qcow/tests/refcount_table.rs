@@ -12,7 +12,7 @@ const CHUNK: u64 = 384 << 10;
 /// writes a FLUSH, after which a copy of the file, as a crash would leave it, must be sound and hold everything; after the
 /// close the image must be flawless. Space that is given back before the last move must be found again.
 #[test]
-fn an_image_that_outgrows_its_refcount_table_moves_it_and_stays_sound_at_every_flush() {
+fn outgrown_refcount_table_moves_soundly_at_every_flush() {
     for (bits, size) in [(16, 24 * CHUNK), (64, 16 * CHUNK)] {
         let folder = Folder::new();
         let options = format!("cluster_size=512,refcount_bits={bits}");

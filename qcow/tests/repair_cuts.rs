@@ -403,12 +403,12 @@ fn damaged(sound: &Image) -> Vec<(&'static str, Image)> {
 }
 
 #[test]
-fn a_repair_that_the_power_cuts_leaves_nothing_worse_than_it_was() {
+fn full_repair_cut_by_power_loss_makes_nothing_worse() {
     cut_everywhere(RepairScope::All);
 }
 
 #[test]
-fn a_repair_of_leaks_that_the_power_cuts_leaves_nothing_worse_than_it_was() {
+fn leak_repair_cut_by_power_loss_makes_nothing_worse() {
     cut_everywhere(RepairScope::Leaks);
 }
 

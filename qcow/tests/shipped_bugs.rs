@@ -86,10 +86,10 @@ fn answers(lanes: &[Lane], count: usize) -> Vec<Done> {
 /// Cloud Hypervisor #8624: queue A discards, queue B's FLUSH publishes the cluster as free, it becomes an L2
 /// table, and A's late hole punch erases the table.
 ///
-/// Method: A is left standing after 0, 1, 2, ... turns of its discard while B flushes and fills the disk, so that
-/// whatever A has not done yet comes last.
+/// Method: A is suspended after 0, 1, 2, ... turns of its discard while B flushes and fills the disk, so that
+/// the rest of A's discard comes last.
 #[test]
-fn a_cluster_that_one_queue_discards_is_not_punched_after_another_queue_made_it_a_table() {
+fn discard_never_punches_cluster_reused_as_table() {
     for no_unref in [false, true] {
         for turns in 0..14 {
             let folder = Folder::new();
@@ -149,7 +149,7 @@ fn a_cluster_that_one_queue_discards_is_not_punched_after_another_queue_made_it_
 /// Method: four queues write neighbouring sectors of the same clusters, all at once, so that each cluster's first
 /// writers race to copy it; the rest of the cluster must stay the backing file's.
 #[test]
-fn several_queues_that_copy_the_same_clusters_from_a_backing_file_keep_every_sector() {
+fn concurrent_copies_from_backing_keep_every_sector() {
     for (cluster, ring) in [
         (65536, RingKind::IoUring),
         (4096, RingKind::Syscalls),
@@ -220,7 +220,7 @@ fn write_zeroes_never_uncovers_the_backing_file() {
 
 /// Cloud Hypervisor #8597: each fsync stranded a cluster; the file doubled while `check` stayed clean.
 #[test]
-fn writing_and_flushing_the_same_place_again_and_again_does_not_make_the_file_grow() {
+fn repeated_write_and_flush_does_not_grow_the_file() {
     let folder = Folder::new();
     create(&folder, "cluster_size=4096", "16M");
     let disk = open(&folder.path("disk.qcow2"), &OpenOptions::default());
@@ -259,7 +259,7 @@ fn writing_and_flushing_the_same_place_again_and_again_does_not_make_the_file_gr
 /// Method: so many tables that most are not cached, freed and allocated clusters mixed, and the image opened
 /// again and again, so that the allocator starts over from what is on disk.
 #[test]
-fn clusters_that_hold_tables_are_never_handed_out_again() {
+fn clusters_of_live_tables_are_never_handed_out_again() {
     let folder = Folder::new();
     create(&folder, "cluster_size=512", "24M");
     let mut model = vec![0; 24 << 20];
@@ -292,7 +292,7 @@ fn clusters_that_hold_tables_are_never_handed_out_again() {
 ///
 /// Method: requests of all queues, at offsets all over the disk, are in flight at once, on both drivers.
 #[test]
-fn queues_that_read_and_write_at_once_do_not_move_each_others_offsets() {
+fn concurrent_queues_do_not_move_each_others_offsets() {
     for ring in [RingKind::IoUring, RingKind::Syscalls] {
         for direct in [false, true] {
             let folder = Folder::new();
@@ -339,7 +339,7 @@ fn at_address(bytes: &[u8], shift: usize) -> (Rc<Buffer>, Buffer) {
 /// Cloud Hypervisor #5722, #7720, #8007, #8051, #8335: with direct I/O, offset, length and pointer each have to be
 /// aligned, and firmware and Windows guests break each rule by itself.
 #[test]
-fn direct_io_takes_any_offset_any_length_and_any_address_each_by_itself() {
+fn direct_io_takes_any_offset_length_and_address() {
     let folder = Folder::new();
     create(&folder, "cluster_size=4096", "1M");
     let mut model = vec![0; 1 << 20];
@@ -386,9 +386,9 @@ fn direct_io_takes_any_offset_any_length_and_any_address_each_by_itself() {
     finish(&folder, disk, vec![lane], &model);
 }
 
-/// Seen by reading in two implementations: an encrypted image was opened as if it were plain.
+/// Found in the code of two implementations: an encrypted image was opened as if it were plain.
 #[test]
-fn an_encrypted_image_is_refused_by_name_and_not_changed() {
+fn open_refuses_encrypted_image_and_changes_nothing() {
     let folder = Folder::new();
     folder.qemu_img(&[
         "create",
@@ -418,9 +418,9 @@ fn an_encrypted_image_is_refused_by_name_and_not_changed() {
     }
 }
 
-/// The other features this crate does not do, as QEMU makes them: each refused by name.
+/// The other unsupported features, in images that QEMU makes.
 #[test]
-fn features_not_supported_are_refused_by_name_and_not_opened_as_something_else() {
+fn open_refuses_unsupported_features_by_name() {
     let folder = Folder::new();
     for (options, says) in [
         ("extended_l2=on", "extended L2"),
@@ -436,9 +436,9 @@ fn features_not_supported_are_refused_by_name_and_not_opened_as_something_else()
     }
 }
 
-/// Seen by reading in two implementations: clusters that a snapshot shares were overwritten in place.
+/// Found in the code of two implementations: clusters that a snapshot shares were overwritten in place.
 #[test]
-fn clusters_and_tables_that_a_snapshot_shares_are_never_written_in_place() {
+fn snapshot_clusters_and_tables_are_not_written_in_place() {
     for (options, refcounts) in [("compat=0.10", 16), ("compat=1.1,refcount_bits=2", 2)] {
         let folder = Folder::new();
         create(&folder, &format!("cluster_size=4096,{options}"), "4M");
@@ -499,7 +499,7 @@ fn clusters_and_tables_that_a_snapshot_shares_are_never_written_in_place() {
 /// QEMU gitlab #1621: discards scatter what is written later all over the file, which grows past its virtual size;
 /// `discard-no-unref` keeps each cluster's place.
 #[test]
-fn with_discard_no_unref_a_cluster_comes_back_to_its_place_and_the_file_does_not_grow() {
+fn discard_no_unref_keeps_cluster_places_and_file_size() {
     let folder = Folder::new();
     create(&folder, "cluster_size=65536", "16M");
     let options = OpenOptions {
@@ -560,7 +560,7 @@ fn with_discard_no_unref_a_cluster_comes_back_to_its_place_and_the_file_does_not
 /// Method: with the disk still open, another process reads the file after one queue's FLUSH; it must see what was
 /// acknowledged before on every queue.
 #[test]
-fn after_a_flush_the_file_holds_what_was_acknowledged_on_every_queue() {
+fn flush_covers_acknowledged_writes_of_every_queue() {
     let folder = Folder::new();
     create(&folder, "cluster_size=4096", "2M");
     let disk = open(&folder.path("disk.qcow2"), &OpenOptions::default());
@@ -593,7 +593,7 @@ fn after_a_flush_the_file_holds_what_was_acknowledged_on_every_queue() {
 
 /// Cloud Hypervisor #8358: an upgrade took a disk for another format and overwrote its first 64 KiB.
 #[test]
-fn a_disk_of_another_format_is_refused_and_not_one_byte_of_it_is_changed() {
+fn open_refuses_another_format_and_changes_no_byte() {
     let folder = Folder::new();
     let path = folder.path("disk.qcow2");
     let mut raw = numbered(1 << 20);
@@ -615,10 +615,10 @@ fn a_disk_of_another_format_is_refused_and_not_one_byte_of_it_is_changed() {
     }
 }
 
-/// Not a report of its own but the root of several: an offset that wraps around, or leads past the disk's end, must
-/// reach neither data nor header.
+/// The root of several reports: an offset that wraps around, or lies past the disk's end, must reach neither data nor
+/// header.
 #[test]
-fn requests_past_the_end_of_the_disk_are_refused_and_change_nothing() {
+fn requests_past_disk_end_fail_and_change_nothing() {
     let folder = Folder::new();
     create(&folder, "cluster_size=65536", "1M");
     let disk = open(&folder.path("disk.qcow2"), &OpenOptions::default());

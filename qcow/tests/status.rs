@@ -153,7 +153,7 @@ fn status_agrees_with_qemu_img_map_on_random_chains() {
 }
 
 #[test]
-fn status_is_bounded_however_scattered_the_mapping_is() {
+fn status_is_bounded_for_a_scattered_mapping() {
     let folder = Folder::new();
     // Every other cluster holds data.
     let raw: Vec<u8> = (0..2 << 20).map(|at| u8::from(at & 512 == 0)).collect();
@@ -183,9 +183,9 @@ fn status_is_bounded_however_scattered_the_mapping_is() {
     );
 }
 
-/// Every table of 512 bytes is a lookup of its own, and all of them are one range.
+/// Each table of 512 bytes is a lookup of its own, and all of them make one range.
 #[test]
-fn status_looks_at_a_bounded_part_of_a_mapping_that_is_all_the_same() {
+fn status_examines_a_bounded_part_of_a_uniform_mapping() {
     let folder = Folder::new();
     folder.qemu_img(&[
         "create",

@@ -377,12 +377,12 @@ fn stress(variant: Variant) {
 }
 
 #[test]
-fn threads_that_share_every_cluster_of_a_plain_image_agree() {
+fn threads_sharing_clusters_of_a_plain_image_agree() {
     stress(Variant::new("plain", 65536));
 }
 
 #[test]
-fn threads_that_copy_the_same_clusters_from_a_backing_image_agree() {
+fn threads_copying_from_a_backing_image_agree() {
     stress(Variant {
         backing: true,
         ..Variant::new("backing", 65536)
@@ -390,7 +390,7 @@ fn threads_that_copy_the_same_clusters_from_a_backing_image_agree() {
 }
 
 #[test]
-fn threads_that_overwrite_parts_of_the_same_compressed_clusters_agree() {
+fn threads_overwriting_compressed_clusters_agree() {
     stress(Variant {
         compressed: true,
         ..Variant::new("compressed", 16384)
@@ -408,21 +408,21 @@ fn threads_on_direct_io_agree() {
 }
 
 #[test]
-fn threads_that_evict_each_others_tables_agree() {
+fn threads_evicting_each_others_tables_agree() {
     let mut variant = Variant::new("tiny cache", 512);
     variant.options.l2_cache_bytes = Some(4096);
     stress(variant);
 }
 
 #[test]
-fn threads_on_a_disk_that_keeps_its_space_agree() {
+fn threads_on_a_disk_that_is_not_sparse_agree() {
     let mut variant = Variant::new("not sparse", 65536);
     variant.options.sparse = false;
     stress(variant);
 }
 
 #[test]
-fn threads_that_discard_but_keep_their_places_agree() {
+fn threads_with_discard_no_unref_agree() {
     let mut variant = Variant::new("discard, no unref", 4096);
     variant.options.discard_no_unref = true;
     stress(variant);
@@ -439,7 +439,7 @@ fn threads_on_plain_system_calls_agree() {
 }
 
 #[test]
-fn threads_whose_requests_have_registered_pages_agree() {
+fn threads_with_registered_pages_agree() {
     stress(Variant {
         backing: true,
         registered: true,
@@ -448,7 +448,7 @@ fn threads_whose_requests_have_registered_pages_agree() {
 }
 
 #[test]
-fn threads_whose_requests_have_registered_pages_agree_on_direct_io_and_compressed_clusters() {
+fn threads_with_registered_pages_direct_compressed_agree() {
     let mut variant = Variant {
         compressed: true,
         registered: true,
@@ -459,7 +459,7 @@ fn threads_whose_requests_have_registered_pages_agree_on_direct_io_and_compresse
 }
 
 #[test]
-fn threads_whose_requests_have_registered_pages_agree_on_plain_system_calls() {
+fn threads_with_registered_pages_on_system_calls_agree() {
     stress(Variant {
         backing: true,
         registered: true,

@@ -328,13 +328,13 @@ fn case() -> Case {
 /// Fails if a write does not wait for another that is allocating the same cluster, if a reservation's waiters
 /// are not woken, and if a FLUSH is answered by a round that had begun before it was asked for.
 #[test]
-fn workers_that_write_parts_of_the_same_clusters_agree() {
+fn workers_writing_parts_of_the_same_clusters_agree() {
     check(2000, case());
 }
 
 /// Fails if two reclaiming passes run at once.
 #[test]
-fn workers_that_free_and_reuse_clusters_agree() {
+fn workers_freeing_and_reusing_clusters_agree() {
     check(
         2000,
         Case {
@@ -350,7 +350,7 @@ fn workers_that_free_and_reuse_clusters_agree() {
 
 /// Fails if a slice is dropped that is dirty or being written, and if a load's waiters are not woken.
 #[test]
-fn workers_that_evict_each_others_tables_agree() {
+fn workers_evicting_each_others_tables_agree() {
     let mut case = Case {
         cluster: 512,
         disk: 2 << 20,
@@ -367,7 +367,7 @@ fn workers_that_evict_each_others_tables_agree() {
 
 /// Fails if the inflating threads lose a job, an answer or a wake-up.
 #[test]
-fn workers_that_write_into_compressed_clusters_agree() {
+fn workers_writing_into_compressed_clusters_agree() {
     check(
         1000,
         Case {

@@ -45,7 +45,7 @@ async fn ask(queue: &dyn DiskQueue, op: Op, offset: u64, buffer: Buffer) -> Resu
 
 /// An L2 table of 16 slices that was just made: one of them is in memory, and nothing of it on disk.
 #[test]
-fn a_new_table_reads_as_zeros_in_every_slice_that_nothing_was_written_in() {
+fn new_l2_table_reads_as_zeros_in_unwritten_slices() {
     const CLUSTER: u64 = 64 << 10;
     /// What a slice of 512 entries maps.
     const SLICE: u64 = 512 * CLUSTER;
@@ -83,10 +83,10 @@ fn a_new_table_reads_as_zeros_in_every_slice_that_nothing_was_written_in() {
     ended.expect("nothing waits for ever");
 }
 
-/// A read whose pieces fill every slot of the ring needs a second table. Were its pieces not waited for first,
-/// their slots would stay taken, and the table's read would wait for one for ever.
+/// A read whose pieces fill every slot of the ring needs a second table. If it did not wait for its pieces first, their
+/// slots would stay taken, and the table's read would wait for one for ever.
 #[test]
-fn a_read_of_many_pieces_leaves_the_ring_room_to_load_a_table() {
+fn many_piece_read_leaves_slots_for_table_load() {
     const BYTES: u64 = 128 << 10;
     let world = world(BYTES);
     let cx = world.context(64);
@@ -138,10 +138,10 @@ fn flush(queue: &Rc<Box<dyn DiskQueue>>, cx: &Context) -> (Rc<Cell<bool>>, Rc<Ce
     (done, well)
 }
 
-/// What fails may have had its effect. The write of an L1 entry is reported as failed: from then on its L2
-/// table may be reachable, and the next FLUSH must not write it before the refcounts it needs are durable.
+/// A failed write may have had its effect. After the write of an L1 entry is reported as failed, its L2 table may be
+/// reachable, and the next FLUSH must not write it before the refcounts it needs are durable.
 #[test]
-fn a_table_whose_l1_entry_could_not_be_written_counts_as_reachable() {
+fn table_counts_as_reachable_after_failed_l1_write() {
     let image = world(32 << 10).contents(DISK).to_bytes();
     let mut header = [0; 8];
     header.copy_from_slice(&image[40..48]);
@@ -201,10 +201,10 @@ fn a_table_whose_l1_entry_could_not_be_written_counts_as_reachable() {
     assert!(effects > 0, "the write never had an effect");
 }
 
-/// One op of a FLUSH fails, whichever, with or without its effect; more is written, and a FLUSH follows. At every step a cut leaves
-/// an image without corruptions. After a failed sync no FLUSH succeeds; after any other fault the next one does.
+/// One op of a FLUSH fails, whichever, with or without its effect; more is written, and a FLUSH follows. At every step a
+/// cut leaves an image without corruptions. After a failed sync no FLUSH succeeds; after any other fault the next one does.
 #[test]
-fn a_fault_at_any_step_of_a_flush_leaves_a_sound_image() {
+fn fault_at_any_flush_step_leaves_a_sound_image() {
     let image = world(64 << 10).contents(DISK).to_bytes();
     let mut faults = 0;
     for step in 0.. {
@@ -268,9 +268,9 @@ fn a_fault_at_any_step_of_a_flush_leaves_a_sound_image() {
     assert!(faults > 3, "only {faults} steps");
 }
 
-/// Of two that make a disk larger at once, the one that wants less does not cut it back.
+/// Of two concurrent growths, the smaller one does not cut the disk back.
 #[test]
-fn a_disk_that_two_make_larger_ends_up_with_the_larger_size() {
+fn concurrent_growths_end_with_the_larger_size() {
     let world = world(32 << 10);
     world.set_profile(Profile::default());
     let cx = world.context(64);
@@ -315,10 +315,10 @@ async fn discard(queue: &dyn DiskQueue, len: u64) {
     discard.await.expect("a discard");
 }
 
-/// A FLUSH leaves freeing to the background. Closing right behind it must wait for that: what would be counted
-/// down after the last write-back is leaked.
+/// A FLUSH leaves freeing to the background. A close right after it must wait for that: what would be counted down after
+/// the last write-back is leaked.
 #[test]
-fn closing_behind_a_flush_leaves_nothing_leaked() {
+fn close_right_after_flush_leaks_nothing() {
     for seed in 0..50 {
         let image = world(64 << 10).contents(DISK).to_bytes();
         let slow = Profile {
@@ -353,9 +353,9 @@ fn closing_behind_a_flush_leaves_nothing_leaked() {
     }
 }
 
-/// A worker that did one thing and went away leaves no pass half-way: whoever closes would wait for it for ever.
+/// A worker that ends after one FLUSH leaves no pass unfinished: a close would wait for it for ever.
 #[test]
-fn a_worker_that_did_one_thing_leaves_nothing_behind() {
+fn short_lived_worker_leaves_no_unfinished_pass() {
     let world = world(64 << 10);
     world.set_profile(Profile::default());
     let cx = world.context(64);

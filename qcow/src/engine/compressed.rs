@@ -222,7 +222,7 @@ mod tests {
     use std::io::Write;
 
     #[test]
-    fn clusters_are_inflated_on_the_worker_without_threads() {
+    fn compressed_read_inflates_on_worker_without_threads() {
         use crate::image::testing::World;
         use crate::{OpenOptions, QcowDisk};
         use block::ring::RingKind;
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_cut_short_is_an_error() {
+    fn inflate_fails_on_truncated_data() {
         let plain: Vec<u8> = (0..65536u32).map(|i| (i * 7 % 253) as u8).collect();
         let mut inflate = Inflate::new().expect("decompressors");
         let zstd = zstd::bulk::compress(&plain, 3).expect("in memory");
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_compressed_comes_back_and_what_follows_is_ignored() {
+    fn inflate_restores_data_and_ignores_trailing_bytes() {
         let plain: Vec<u8> = (0..65536u32).map(|i| (i * 7 % 253) as u8).collect();
         let mut inflate = Inflate::new().expect("decompressors");
         let mut zlib = deflated(&plain);
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn too_little_and_garbage_are_errors_and_too_much_is_cut() {
+    fn inflate_refuses_short_or_garbage_and_cuts_excess() {
         let mut inflate = Inflate::new().expect("decompressors");
         let mut out = [1; 512];
         let short = deflated(&[1; 100]);

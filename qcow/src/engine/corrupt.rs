@@ -117,10 +117,10 @@ mod tests {
         block::ask(queue, op, 0, len, buffer).await.map(drop)
     }
 
-    /// As a mistake of ours would have it: a table is about to be written where another kind of table, or
-    /// nothing at all, is known to be.
+    /// Simulates a bug of the engine: a table is about to be written where the use map knows another kind of table, or
+    /// nothing at all.
     #[test]
-    fn a_table_is_not_written_where_it_does_not_belong() {
+    fn flush_refuses_to_write_a_misplaced_table() {
         for there in [None, Some(ClusterUse::RefcountBlock)] {
             let world = World::new();
             world.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "1M"]);

@@ -282,12 +282,12 @@ mod tests {
         }
     }
 
-    /// The image was opened a moment ago, so the scan has yet to pass what is freed: it finds the clusters by their
-    /// counts, while another worker is lowering these.
+    /// In an image opened a moment ago the scan has yet to pass the clusters that are freed: it finds them by their
+    /// counts, while another worker lowers these.
     ///
-    /// Method: threads, as often as makes it likely that one gets in between.
+    /// Method: threads, repeated until an interleaving is likely.
     #[test]
-    fn a_cluster_that_is_found_while_others_are_freed_is_handed_out_once() {
+    fn scan_hands_clusters_out_once_during_frees() {
         let world = World::new();
         world.qemu_img(&[
             "create",

@@ -300,7 +300,7 @@ mod tests {
 
     /// Method: break one field at a time of an entry that is otherwise valid.
     #[test]
-    fn each_field_out_of_its_range_is_named() {
+    fn directory_entry_validate_names_each_bad_field() {
         assert_eq!(valid().validate(&GEOMETRY), Ok(()));
         let field_of = |entry: BitmapDirectoryEntry| match entry.validate(&GEOMETRY) {
             Err(BitmapError::Field { field, .. }) => field,
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bitmap_in_use_need_not_fit_the_disk() {
+    fn bitmap_in_use_need_not_fit_the_disk() {
         let big = GEOMETRY.with_virtual_size(1 << 50);
         assert!(valid().validate(&big).is_err());
         assert_eq!(
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn table_entries_decode_as_the_specification_says() {
+    fn bitmap_table_entry_decodes_per_specification() {
         let decode = |raw| BitmapTableEntry::from_raw(raw).decode(&GEOMETRY);
         assert_eq!(decode(0), Ok(BitmapCluster::Zeros));
         assert_eq!(decode(1), Ok(BitmapCluster::Ones));
@@ -381,7 +381,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn entries_survive_encoding(
+        fn directory_entry_survives_encoding(
             fixed in any::<(u64, u32, u32, u8, u8)>(),
             extra in prop::collection::vec(any::<u8>(), 0..40),
             name in prop::collection::vec(any::<u8>(), 0..40),
@@ -399,7 +399,7 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_make_the_parser_panic(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+        fn directory_entry_parse_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
             let _outcome = BitmapDirectoryEntry::parse(&bytes).map(|entry| entry.validate(&GEOMETRY));
         }
     }

@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_use_is_found_again_by_its_number() {
+    fn cluster_use_round_trips_through_its_number() {
         for (index, &cluster_use) in ClusterUse::ALL.iter().enumerate() {
             assert_eq!(cluster_use.number(), index as u64 + 1);
             assert_eq!(ClusterUse::from_number(cluster_use.number()), Some(cluster_use));

@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_run_out_of_the_area_are_errors_with_their_place() {
+    fn parse_all_locates_extension_longer_than_the_area() {
         for len in [9, 1 << 31, u32::MAX] {
             let mut area = encode(&[Extension::BackingFormat(b"raw".to_vec())]);
             let at = 104 + area.len() - 8;
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn an_extension_that_the_end_of_the_area_cuts_off_is_an_error() {
+    fn parse_all_refuses_extension_header_cut_by_area_end() {
         let whole = encode(&[Extension::DataFile(b"disk.raw".to_vec())]);
         let before_end = whole.len() - EXTENSION_HEADER_SIZE;
         for room in 1..EXTENSION_HEADER_SIZE {
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fixed_size_extension_of_another_size_is_an_error() {
+    fn parse_all_refuses_known_extension_of_wrong_length() {
         for (kind, expected) in [(BITMAPS, "24"), (CRYPTO, "16"), (BACKING_FORMAT, "at most 15")] {
             for len in [0_u32, 15, 17, 25, 32] {
                 if kind == BACKING_FORMAT && len <= 15 {
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_known_extension_may_appear_once_and_an_unknown_one_often() {
+    fn parse_all_refuses_repeats_of_known_extensions_only() {
         let raw = Extension::BackingFormat(b"raw".to_vec());
         let twice = encode(&[raw.clone(), raw]);
         assert!(matches!(
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn an_area_without_end_marker_ends_at_its_end() {
+    fn parse_all_accepts_an_area_without_end_marker() {
         let mut area = encode(&[Extension::DataFile(b"disk.raw".to_vec())]);
         area.truncate(area.len() - 8);
         assert_eq!(
@@ -454,7 +454,7 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_make_the_parser_panic(area in prop::collection::vec(any::<u8>(), 0..256), at: usize) {
+        fn parse_all_never_panics(area in prop::collection::vec(any::<u8>(), 0..256), at: usize) {
             let _outcome = Extension::parse_all(&area, at);
         }
     }

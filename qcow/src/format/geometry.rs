@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_geometry_matches_the_specification() {
+    fn default_geometry_matches_the_specification() {
         let geometry = geometry(16, 4);
         assert_eq!(geometry.l2_entries(), 8192);
         assert_eq!(geometry.l2_table_span(), 512 << 20);
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn extended_entries_halve_what_a_table_maps_and_nothing_else() {
+    fn extended_l2_entries_halve_only_what_a_table_maps() {
         let standard = geometry(16, 4);
         let extended = standard.with_l2_entry_width(L2EntryWidth::Extended);
         assert_eq!(extended.l2_entries(), 4096);
@@ -270,7 +270,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_guest_byte_is_found_again_from_its_table_indices(
+        fn guest_offset_round_trips_through_table_indices(
             bits in 9u32..=21, order in 0u32..=6, byte in any::<u64>(), extended in any::<bool>(),
         ) {
             let width = if extended { L2EntryWidth::Extended } else { L2EntryWidth::Standard };
@@ -284,7 +284,7 @@ mod tests {
         }
 
         #[test]
-        fn a_host_cluster_is_found_again_from_its_refcount_indices(
+        fn host_cluster_round_trips_through_refcount_indices(
             bits in 9u32..=21, order in 0u32..=6, index in any::<u64>(),
         ) {
             let geometry = geometry(bits, order);
@@ -295,7 +295,7 @@ mod tests {
         }
 
         #[test]
-        fn rounding_to_clusters_never_loses_a_byte(bits in 9u32..=21, bytes in any::<u64>()) {
+        fn clusters_for_rounds_up_to_whole_clusters(bits in 9u32..=21, bytes in any::<u64>()) {
             let geometry = geometry(bits, 4);
             let clusters = geometry.clusters_for(bytes);
             let room = u128::from(clusters) << bits;

@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_is_decoded_as_it_was_set() {
+    fn header_fields_decode_as_they_were_set() {
         let mut fields = fields(3);
         fields.set_incompatible(Incompatible::CORRUPT | Incompatible::DIRTY);
         fields.set_autoclear(Autoclear::BITMAPS);
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn version_2_has_no_feature_bits_to_set() {
+    fn header_fields_of_version_2_set_no_feature_bits() {
         let mut fields = fields(2);
         let before = fields.clone();
         fields.set_incompatible(Incompatible::CORRUPT);
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn only_unknown_autoclear_bits_are_disowned() {
+    fn disown_unknown_clears_only_unknown_autoclear_bits() {
         let mut fields = fields(3);
         fields.set_autoclear(Autoclear::from_bits_retain(u64::MAX));
         fields.disown_unknown();

@@ -66,7 +66,7 @@ fn assert_names(error: &str, parts: &[&str]) {
 }
 
 #[test]
-fn both_versions_survive_encoding() {
+fn header_of_either_version_survives_encoding() {
     for version in [Version::V2, Version::V3] {
         let header = plain(version);
         let bytes = header.encode().unwrap();
@@ -75,7 +75,7 @@ fn both_versions_survive_encoding() {
 }
 
 #[test]
-fn something_else_is_not_an_image() {
+fn parse_refuses_foreign_and_empty_data() {
     assert_names(
         &Header::parse(b"<xml>").unwrap_err().to_string(),
         &["not a QCOW2 image", "QFI"],
@@ -91,7 +91,7 @@ fn something_else_is_not_an_image() {
 }
 
 #[test]
-fn a_header_cut_anywhere_is_an_error() {
+fn parse_refuses_a_header_cut_anywhere() {
     for version in [Version::V2, Version::V3] {
         let bytes = plain(version).encode().unwrap();
         for len in 0..bytes.len() {
@@ -102,14 +102,14 @@ fn a_header_cut_anywhere_is_an_error() {
 }
 
 #[test]
-fn unknown_versions_are_refused() {
+fn parse_refuses_unknown_versions() {
     for version in [0, 1, 4, u32::MAX] {
         assert_names(&error_u32(at::VERSION, version), &["version", "byte 4", "2 or 3"]);
     }
 }
 
 #[test]
-fn cluster_sizes_out_of_range_are_refused() {
+fn parse_refuses_cluster_size_out_of_range() {
     for bits in [0, 8, 22, 63, u32::MAX] {
         assert_names(
             &error_u32(at::CLUSTER_BITS, bits),
@@ -119,21 +119,21 @@ fn cluster_sizes_out_of_range_are_refused() {
 }
 
 #[test]
-fn a_disk_larger_than_a_file_can_be_is_refused() {
+fn parse_refuses_disk_larger_than_any_file() {
     for size in [1 << 63, u64::MAX] {
         assert_names(&error_u64(at::SIZE, size), &["size", "byte 24"]);
     }
 }
 
 #[test]
-fn a_disk_of_odd_size_is_cut_to_whole_sectors() {
+fn geometry_rounds_odd_disk_size_down_to_sectors() {
     let header = Header::parse(&patched(&[(at::SIZE, &1_000_001_u64.to_be_bytes())])).unwrap();
     assert_eq!(header.geometry().virtual_size(), 1_000_001 / 512 * 512);
     assert_eq!(header.virtual_size, 1_000_001);
 }
 
 #[test]
-fn l1_tables_too_small_too_large_or_misplaced_are_refused() {
+fn parse_refuses_l1_table_of_bad_size_or_place() {
     for entries in [0, 1] {
         assert_names(
             &error_u32(at::L1_SIZE, entries),
@@ -155,7 +155,7 @@ fn l1_tables_too_small_too_large_or_misplaced_are_refused() {
 }
 
 #[test]
-fn refcount_tables_missing_too_large_or_misplaced_are_refused() {
+fn parse_refuses_refcount_table_of_bad_size_or_place() {
     for clusters in [0, 129, u32::MAX] {
         let parts = ["refcount_table_clusters", "byte 56", "1 to 128"];
         assert_names(&error_u32(at::REFCOUNT_TABLE_CLUSTERS, clusters), &parts);
@@ -167,7 +167,7 @@ fn refcount_tables_missing_too_large_or_misplaced_are_refused() {
 }
 
 #[test]
-fn snapshot_tables_too_large_or_misplaced_are_refused() {
+fn parse_refuses_snapshot_table_of_bad_size_or_place() {
     for count in [SNAPSHOTS_MAX + 1, u32::MAX] {
         assert_names(
             &error_u32(at::NB_SNAPSHOTS, count),
@@ -185,7 +185,7 @@ fn snapshot_tables_too_large_or_misplaced_are_refused() {
 }
 
 #[test]
-fn refcount_widths_out_of_range_are_refused() {
+fn parse_refuses_refcount_width_out_of_range() {
     for order in [7, u32::MAX] {
         assert_names(
             &error_u32(at::REFCOUNT_ORDER, order),
@@ -195,7 +195,7 @@ fn refcount_widths_out_of_range_are_refused() {
 }
 
 #[test]
-fn header_lengths_out_of_range_or_odd_are_refused() {
+fn parse_refuses_header_length_unaligned_or_out_of_range() {
     for length in [0, 72, 103, 105, 0x1_0001, 0x1_0008, u32::MAX] {
         assert_names(
             &error_u32(at::HEADER_LENGTH, length),
@@ -205,7 +205,7 @@ fn header_lengths_out_of_range_or_odd_are_refused() {
 }
 
 #[test]
-fn extensions_that_run_out_of_the_cluster_are_refused() {
+fn parse_refuses_extension_past_the_first_cluster() {
     for length in [1_u32 << 31, u32::MAX] {
         let error = error_u32(112 + 4, length);
         assert_names(&error, &["0xe2792aca", "byte 112"]);
@@ -213,7 +213,7 @@ fn extensions_that_run_out_of_the_cluster_are_refused() {
 }
 
 #[test]
-fn backing_names_outside_the_first_cluster_are_refused() {
+fn parse_refuses_backing_name_outside_first_cluster() {
     for offset in [1, 71, 111, 0x1_0001, u64::MAX] {
         assert_names(
             &error_u64(at::BACKING_FILE_OFFSET, offset),
@@ -233,7 +233,7 @@ fn backing_names_outside_the_first_cluster_are_refused() {
 }
 
 #[test]
-fn an_image_without_backing_offset_has_no_backing_file_whatever_its_size_field_says() {
+fn parse_ignores_backing_size_without_backing_offset() {
     let bytes = patched(&[
         (at::BACKING_FILE_OFFSET, &[0; 8]),
         (at::BACKING_FILE_SIZE, &[0xff; 4]),
@@ -242,7 +242,7 @@ fn an_image_without_backing_offset_has_no_backing_file_whatever_its_size_field_s
 }
 
 #[test]
-fn compression_type_and_its_bit_must_agree() {
+fn parse_requires_compression_type_to_match_its_bit() {
     let bit = Incompatible::COMPRESSION_TYPE.bits().to_be_bytes();
     let without_type = patched(&[(at::INCOMPATIBLE_FEATURES, &bit)]);
     let without_bit = patched(&[(at::COMPRESSION_TYPE, &[1])]);
@@ -262,7 +262,7 @@ fn compression_type_and_its_bit_must_agree() {
 }
 
 #[test]
-fn extended_l2_entries_need_clusters_of_16_kib() {
+fn parse_refuses_extended_l2_with_clusters_below_16_kib() {
     let bit = Incompatible::EXTENDED_L2.bits().to_be_bytes();
     let patches: [(usize, &[u8]); 2] = [
         (at::INCOMPATIBLE_FEATURES, &bit),
@@ -275,7 +275,7 @@ fn extended_l2_entries_need_clusters_of_16_kib() {
 }
 
 #[test]
-fn what_is_not_supported_is_refused_by_name() {
+fn require_supported_names_each_unsupported_feature() {
     let unsupported = |header: Header| header.require_supported().unwrap_err().to_string();
     let with = |incompatible| Header {
         incompatible,
@@ -305,12 +305,12 @@ fn what_is_not_supported_is_refused_by_name() {
 }
 
 #[test]
-fn an_unknown_encryption_method_is_refused() {
+fn parse_refuses_unknown_encryption_method() {
     assert_names(&error_u32(at::CRYPT_METHOD, 3), &["crypt_method", "byte 32"]);
 }
 
 #[test]
-fn tables_past_the_end_of_the_file_are_errors() {
+fn validate_within_refuses_tables_past_end_of_file() {
     let header = plain(Version::V3);
     assert_eq!(header.validate_within(0x3_0010), Ok(()));
     let error = header.validate_within(0x3_000f).unwrap_err().to_string();
@@ -322,7 +322,7 @@ fn tables_past_the_end_of_the_file_are_errors() {
 }
 
 #[test]
-fn a_header_too_large_for_its_cluster_is_not_encoded() {
+fn encode_refuses_header_larger_than_its_cluster() {
     let header = Header {
         cluster_bits: ClusterBits::parse(9).unwrap(),
         backing_name: Some(vec![b'b'; 600]),
@@ -335,7 +335,7 @@ fn a_header_too_large_for_its_cluster_is_not_encoded() {
 }
 
 #[test]
-fn version_2_has_no_place_for_features_or_other_refcount_widths() {
+fn encode_refuses_version_2_with_version_3_fields() {
     let lazy = Header {
         compatible: Compatible::LAZY_REFCOUNTS,
         ..plain(Version::V2)
@@ -350,7 +350,7 @@ fn version_2_has_no_place_for_features_or_other_refcount_widths() {
 
 proptest! {
     #[test]
-    fn no_bytes_make_the_parser_panic(
+    fn header_parse_never_panics_and_bounds_table_sizes(
         patches in prop::collection::vec((0usize..160, any::<[u8; 4]>()), 0..12),
         len in 0usize..0x2_0000,
     ) {
@@ -370,7 +370,7 @@ proptest! {
     }
 
     #[test]
-    fn unknown_fields_and_extensions_are_kept(
+    fn header_encoding_keeps_unknown_fields_and_extensions(
         fields in prop::collection::vec(any::<u8>(), 0..64),
         kind in 1u32..0x1000_0000,
         data in prop::collection::vec(any::<u8>(), 0..200),

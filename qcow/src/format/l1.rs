@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_without_offset_means_no_table_unless_it_claims_a_refcount() {
+    fn l1_entry_without_offset_decodes_as_none_unless_copied() {
         assert_eq!(L1Entry::UNALLOCATED.decode(&geometry(16)), Ok(None));
         let entry = 1 << 63;
         let expected = EntryError::CopiedWithoutOffset {
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn each_reserved_bit_is_an_error_that_names_it() {
+    fn l1_entry_with_reserved_bit_names_it() {
         for bit in (0..9).chain(56..63) {
             let entry = 0x10_0000 | 1 << bit;
             let expected = EntryError::ReservedBits {
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unaligned_table_is_an_error() {
+    fn l1_entry_refuses_unaligned_table() {
         assert!(matches!(
             L1Entry::from_raw(0x10_0200).decode(&geometry(16)),
             Err(EntryError::Unaligned {
@@ -151,14 +151,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decoding_then_encoding_gives_the_entry_back(raw in any::<u64>(), bits in 9u32..=21) {
+        fn l1_entry_survives_decoding_and_encoding(raw in any::<u64>(), bits in 9u32..=21) {
             if let Ok(Some(table)) = L1Entry::from_raw(raw).decode(&geometry(bits)) {
                 prop_assert_eq!(L1Entry::encode(table).raw(), raw);
             }
         }
 
         #[test]
-        fn encoding_then_decoding_gives_the_table_back(
+        fn l2_table_ref_survives_encoding_and_decoding(
             cluster in 1u64..(1 << 35), copied: bool, bits in 9u32..=21,
         ) {
             let table = L2TableRef { host: HostOffset::new(cluster << bits & OFFSET_MASK), copied };

@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plain_kinds_decode_as_the_specification_says() {
+    fn l2_entry_decodes_plain_kinds_per_specification() {
         let host = HostOffset::new(0x5_0000);
         assert_eq!(decode(0), Ok(L2Mapping::Unallocated));
         assert_eq!(decode(1 << 63), Ok(L2Mapping::Unallocated));
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn a_compressed_entry_ends_with_its_last_sector() {
+    fn compressed_extent_ends_at_its_last_sector() {
         // 64 KiB clusters: x = 54. Two more sectors after the one that holds byte 0x50123.
         let raw = 1 << 62 | 2 << 54 | 0x5_0123;
         let host = HostOffset::new(0x5_0123);
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn a_compressed_entry_with_copied_is_an_error_but_can_be_located() {
+    fn compressed_entry_with_copied_is_refused_but_located() {
         let entry = 3 << 62 | 0x5_0123;
         assert_eq!(decode(entry), Err(EntryError::CompressedCopied { entry }));
         let extent = L2Entry::from_raw(entry)
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn reserved_bits_are_worse_than_copied_in_a_compressed_entry() {
+    fn compressed_entry_reports_reserved_bits_before_copied() {
         let entry = 3 << 62 | 1 << 56;
         let entry = L2Entry::from_raw(entry);
         let geometry = geometry(Version::V3, 9);
@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn compressed_offsets_past_bit_55_are_reserved_when_clusters_are_small() {
+    fn small_clusters_reserve_compressed_offset_bits_past_55() {
         let entry = 1 << 62 | 1 << 56;
         let found = L2Entry::from_raw(entry).decode(&geometry(Version::V3, 9));
         assert_eq!(
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn each_reserved_bit_is_an_error_that_names_it() {
+    fn l2_entry_with_reserved_bit_names_it() {
         for bit in (1..9).chain(56..62) {
             let entry = 0x5_0000 | 1 << bit;
             let expected = EntryError::ReservedBits {
@@ -469,13 +469,13 @@ mod tests {
     }
 
     #[test]
-    fn the_zero_flag_is_an_error_in_version_2() {
+    fn l2_entry_refuses_zero_flag_in_version_2() {
         let found = L2Entry::ZERO_PLAIN.decode(&geometry(Version::V2, 16));
         assert_eq!(found, Err(EntryError::ZeroFlagInVersion2 { entry: 1 }));
     }
 
     #[test]
-    fn an_unaligned_data_cluster_is_an_error() {
+    fn l2_entry_refuses_unaligned_data_cluster() {
         assert!(matches!(
             decode(0x5_0200),
             Err(EntryError::Unaligned { offset: 0x5_0200, .. })
@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn a_compressed_extent_that_does_not_fit_the_descriptor_is_refused() {
+    fn compressed_refuses_extent_that_does_not_fit() {
         let geometry = geometry(Version::V3, 16);
         let at = HostOffset::new;
         assert!(L2Entry::compressed(at(0), 0, &geometry).is_none());
@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_of_either_width_give_and_take_the_same_entries() {
+    fn l2_table_reads_and_writes_either_entry_width() {
         for width in [L2EntryWidth::Standard, L2EntryWidth::Extended] {
             let geometry = geometry(Version::V3, 16).with_l2_entry_width(width);
             let mut bytes = vec![0xFF; 4 * width.bytes()];
@@ -518,7 +518,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_entry_that_decodes_encodes_to_the_same_meaning(raw in any::<u64>(), bits in 9u32..=21) {
+        fn l2_entry_keeps_its_meaning_through_decode_and_encode(raw in any::<u64>(), bits in 9u32..=21) {
             let geometry = geometry(Version::V3, bits);
             if let Ok(mapping) = L2Entry::from_raw(raw).decode(&geometry) {
                 let again = L2Entry::encode(mapping, &geometry).unwrap();

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn narrow_counts_start_at_the_least_significant_bit() {
+    fn narrow_refcounts_start_at_least_significant_bit() {
         let block = [0b1000_0001, 0b0000_0010];
         let bits: Vec<_> = (0..16).map(|i| order(0).read(&block, i).unwrap()).collect();
         assert_eq!(bits, [1, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0]);
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn wide_counts_are_big_endian() {
+    fn wide_refcounts_are_big_endian() {
         let block = [0x12, 0x34, 0x56, 0x78, 0x9a, 0xbc, 0xde, 0xf0];
         assert_eq!(order(3).read(&block, 7), Some(0xf0));
         assert_eq!(order(4).read(&block, 1), Some(0x5678));
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_count_too_wide_or_outside_is_refused_and_changes_nothing() {
+    fn refcount_write_refuses_count_too_large_or_outside() {
         for o in 0..=6 {
             let mut block = [0x5a; 16];
             let entries = 128 >> o;
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn table_entries_with_reserved_or_unaligned_bits_are_errors() {
+    fn refcount_table_entry_refuses_reserved_or_unaligned_bits() {
         let geometry = Geometry::new(Version::V3, ClusterBits::DEFAULT, RefcountOrder::DEFAULT, 0);
         let decode = |raw| RefcountTableEntry::from_raw(raw).decode(&geometry);
         assert_eq!(decode(0), Ok(None));
@@ -237,7 +237,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_block_behaves_like_a_list_of_counts(
+        fn refcount_block_behaves_like_a_list(
             o in 0u32..=6, writes in prop::collection::vec((any::<usize>(), any::<u64>()), 0..64),
         ) {
             let mut block = [0; 64];

@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_refers_to_nothing_in_any_table() {
+    fn zero_entry_refers_to_nothing_in_any_table() {
         assert_eq!(of::<L1Entry>(0), (None, false));
         assert_eq!(of::<L2Entry>(0), (None, false));
         assert_eq!(of::<RefcountTableEntry>(0), (None, false));
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn sound_entries_refer_to_a_cluster() {
+    fn sound_entry_refers_to_its_cluster() {
         let whole = (Some((AT, CLUSTER)), false);
         assert_eq!(of::<L1Entry>(COPIED | AT), whole);
         assert_eq!(of::<L2Entry>(AT), whole);
@@ -218,7 +218,7 @@ mod tests {
 
     /// QEMU's check counts these references too, or a repair would free clusters that the damaged entry means.
     #[test]
-    fn a_damaged_entry_refers_to_the_cluster_that_it_names() {
+    fn damaged_entry_refers_to_the_cluster_it_names() {
         let named = (Some((AT, CLUSTER)), true);
         assert_eq!(of::<L1Entry>(AT | 1), named);
         assert_eq!(of::<L2Entry>(AT | 2), named);
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn compressed_data_refers_to_every_cluster_that_it_touches() {
+    fn compressed_entry_refers_to_every_cluster_it_touches() {
         let host = HostOffset::new(6 * CLUSTER - 100);
         let entry = L2Entry::compressed(host, 200, &geometry(Version::V3)).unwrap();
         let copied = L2Entry::from_raw(entry.raw() | COPIED);
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn the_references_of_a_table_are_those_of_its_sound_entries() {
+    fn references_yields_only_sound_entries() {
         let entries = [0, 3 * CLUSTER, AT | 2, 4 * CLUSTER].map(L2Entry::from_raw);
         let geometry = geometry(Version::V3);
         let found: Vec<_> = references(entries.into_iter(), &geometry)

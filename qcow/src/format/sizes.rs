@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cluster_bits_outside_the_range_are_refused_with_their_value() {
+    fn cluster_bits_parse_refuses_values_out_of_range() {
         for found in [0, 8, 22, 63, u32::MAX] {
             assert_eq!(ClusterBits::parse(found), Err(ClusterBitsOutOfRange { found }));
         }
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn refcount_orders_beyond_64_bits_are_refused() {
+    fn refcount_order_parse_refuses_more_than_64_bits() {
         for found in [7, u32::MAX] {
             assert_eq!(
                 RefcountOrder::parse(found),

@@ -170,7 +170,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn too_much_extra_data_is_refused_with_its_value() {
+    fn snapshot_entry_refuses_too_much_extra_data() {
         let mut bytes = [0; SNAPSHOT_FIXED_SIZE];
         bytes[36..].copy_from_slice(&1025_u32.to_be_bytes());
         assert_eq!(
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn the_wide_vm_state_size_wins_over_the_narrow_one() {
+    fn snapshot_entry_prefers_wide_vm_state_size() {
         let narrow = SnapshotEntry {
             vm_state_size_32: 7,
             ..Default::default()
@@ -226,7 +226,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_table_of_entries_survives_encoding(entries in prop::collection::vec(any_entry(), 0..5)) {
+        fn snapshot_table_survives_encoding(entries in prop::collection::vec(any_entry(), 0..5)) {
             let mut table = Vec::new();
             for entry in &entries {
                 entry.encode_into(&mut table).unwrap();
@@ -240,7 +240,7 @@ mod tests {
         }
 
         #[test]
-        fn a_cut_entry_is_an_error_wherever_it_is_cut(entry in any_entry(), cut in any::<prop::sample::Index>()) {
+        fn snapshot_entry_cut_anywhere_is_an_error(entry in any_entry(), cut in any::<prop::sample::Index>()) {
             let mut bytes = Vec::new();
             entry.encode_into(&mut bytes).unwrap();
             let needed = SNAPSHOT_FIXED_SIZE + entry.extra.len() + entry.id.len() + entry.name.len();

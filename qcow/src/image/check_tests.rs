@@ -164,7 +164,7 @@ fn sound_but_refused(text: &str) -> bool {
 }
 
 #[test]
-fn a_sound_image_is_clean_and_its_numbers_are_qemus() {
+fn check_of_sound_image_is_clean_with_qemus_numbers() {
     for kind in KINDS {
         let world = World::new();
         build(&world, kind);
@@ -187,7 +187,7 @@ fn a_sound_image_is_clean_and_its_numbers_are_qemus() {
 
 /// Method: change one entry of a sound image to each of a list of bad values, and compare.
 #[test]
-fn each_kind_of_damage_to_each_table_gets_qemus_verdict() {
+fn check_agrees_with_qemu_on_each_table_damage() {
     let mut failures = String::new();
     for kind in KINDS {
         let world = World::new();
@@ -228,7 +228,7 @@ fn each_kind_of_damage_to_each_table_gets_qemus_verdict() {
 
 /// Method: several random changes to a sound image's metadata at once; every failure names its seed.
 #[test]
-fn random_damage_gets_qemus_verdict() {
+fn check_agrees_with_qemu_on_random_damage() {
     let mut failures = String::new();
     for kind in KINDS {
         let world = World::new();
@@ -262,10 +262,10 @@ fn random_damage_gets_qemus_verdict() {
     assert!(failures.is_empty(), "{failures}");
 }
 
-/// Method: random damage again; a repair either makes QEMU find nothing, or says why not and
-/// leaves every byte as it was.
+/// Method: random damage again. After a repair QEMU finds nothing; a repair that fails says why and leaves every byte as
+/// it was.
 #[test]
-fn random_damage_is_repaired_or_left_alone() {
+fn repair_mends_random_damage_or_writes_nothing() {
     for kind in KINDS {
         let world = World::new();
         build(&world, kind);
@@ -310,7 +310,7 @@ fn random_damage_is_repaired_or_left_alone() {
 
 /// Method: one random change to a field of a sound image's header; every failure names its seed.
 #[test]
-fn random_damage_to_the_header_gets_qemus_verdict() {
+fn check_agrees_with_qemu_on_random_header_damage() {
     let mut failures = String::new();
     for kind in KINDS {
         let world = World::new();
@@ -344,7 +344,7 @@ fn random_damage_to_the_header_gets_qemus_verdict() {
 
 /// QEMU reads such an entry as zeros and finds nothing wrong; the format has no such flag.
 #[test]
-fn the_zero_flag_in_a_version_2_image_is_corruption() {
+fn check_calls_zero_flag_in_version_2_corrupt() {
     let world = World::new();
     world.qemu_img(&[
         "create",
@@ -363,7 +363,7 @@ fn the_zero_flag_in_a_version_2_image_is_corruption() {
 }
 
 #[test]
-fn an_image_cut_short_anywhere_gets_qemus_verdict() {
+fn check_agrees_with_qemu_on_truncated_images() {
     let mut failures = String::new();
     for kind in KINDS {
         let world = World::new();
@@ -388,7 +388,7 @@ fn an_image_cut_short_anywhere_gets_qemus_verdict() {
 }
 
 #[test]
-fn a_missing_refcount_table_is_corruption_as_for_qemu() {
+fn check_calls_missing_refcount_table_corrupt_like_qemu() {
     let world = World::new();
     build(&world, KINDS[0]);
     std::fs::copy(world.path("good.qcow2"), world.path("bad.qcow2")).unwrap();
@@ -397,9 +397,9 @@ fn a_missing_refcount_table_is_corruption_as_for_qemu() {
     assert_eq!(verdict(&world, "bad.qcow2").0, Some(Verdict::Corrupt));
 }
 
-/// Two guest clusters in one host cluster whose refcount says so are legal; metadata is not.
+/// Two guest clusters may share a host cluster if its refcount says so; guest data may never lie in metadata.
 #[test]
-fn guest_data_in_metadata_is_corruption_even_if_the_refcounts_agree() {
+fn check_finds_guest_data_in_metadata_despite_refcounts() {
     let world = World::new();
     world.qemu_img(&["create", "-q", "-f", "qcow2", "bad.qcow2", "1M"]);
     world.qemu_io("bad.qcow2", &["write 0 64k"]);
@@ -417,7 +417,7 @@ fn guest_data_in_metadata_is_corruption_even_if_the_refcounts_agree() {
 }
 
 #[test]
-fn findings_name_structure_and_place() {
+fn check_findings_name_structure_and_place() {
     let world = World::new();
     world.qemu_img(&["create", "-q", "-f", "qcow2", "bad.qcow2", "1M"]);
     world.qemu_io("bad.qcow2", &["write 0 128k"]);
@@ -434,7 +434,7 @@ fn findings_name_structure_and_place() {
 }
 
 #[test]
-fn a_table_that_is_referred_to_everywhere_is_read_once() {
+fn check_reads_a_table_once_however_often_referenced() {
     let world = World::new();
     world.qemu_img(&[
         "create",
@@ -457,9 +457,9 @@ fn a_table_that_is_referred_to_everywhere_is_read_once() {
     assert!(report.findings.len() <= 1000);
 }
 
-/// Method: damaged images, in one pass and in as many as next to no memory makes necessary.
+/// Method: check damaged images in one pass, and in the many passes that very little memory requires.
 #[test]
-fn little_memory_changes_the_order_of_findings_and_nothing_else() {
+fn check_with_little_memory_changes_only_findings_order() {
     for kind in KINDS {
         let world = World::new();
         build(&world, kind);
@@ -502,10 +502,10 @@ fn little_memory_changes_the_order_of_findings_and_nothing_else() {
     }
 }
 
-/// Method: a file with as many clusters as may be, and references all over it: a few hundred KiB on the host. The
+/// Method: a sparse file with as many clusters as may be, and references all over it: a few hundred KiB on the host. The
 /// process may not need a tenth of what a byte per cluster would take.
 #[test]
-fn a_sparse_file_of_two_thousand_million_clusters_takes_little_memory() {
+fn check_takes_little_memory_for_two_billion_clusters() {
     let world = World::new();
     world.qemu_img(&[
         "create",

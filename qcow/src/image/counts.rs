@@ -338,7 +338,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_counts_like_a_plain_map(
+        fn count_map_counts_like_a_plain_map(
             ops in prop::collection::vec((0u64..20_000, 0u64..400, any::<bool>()), 0..2000),
             runs in prop::collection::vec((0u64..5, 0u64..3), 0..4),
             max in 1u64..1000,
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn differences_come_from_either_map_in_order() {
+    fn count_map_yields_differences_of_both_in_order() {
         let (mut ours, mut theirs) = (CountMap::new(0..u64::MAX), CountMap::new(0..u64::MAX));
         ours.set(5, 1);
         ours.set(6, 1);
@@ -406,7 +406,7 @@ mod tests {
 
     /// A full terabyte at 64 KiB is sixteen million clusters.
     #[test]
-    fn what_is_full_and_what_is_nearly_empty_take_little() {
+    fn count_map_takes_little_memory_full_or_sparse() {
         let mut full = CountMap::new(0..u64::MAX);
         (0..1 << 24).for_each(|cluster| full.set(cluster, 1));
         assert!(full.memory_bytes() < 256 << 10, "{}", full.memory_bytes());

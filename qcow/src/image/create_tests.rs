@@ -44,7 +44,7 @@ fn assert_usable(options: &CreateOptions) {
 }
 
 #[test]
-fn every_cluster_size_and_refcount_width_is_flawless() {
+fn create_is_flawless_for_every_cluster_and_refcount_size() {
     for bits in 9..=21 {
         for refcount_bits in [1, 2, 4, 8, 16, 32, 64] {
             let cluster_size = 1 << bits;
@@ -63,7 +63,7 @@ fn every_cluster_size_and_refcount_width_is_flawless() {
 }
 
 #[test]
-fn every_preallocation_is_flawless_for_every_cluster_size() {
+fn create_is_flawless_in_every_preallocation_mode() {
     for preallocation in [
         Preallocation::Metadata,
         Preallocation::Falloc,
@@ -92,7 +92,7 @@ fn every_preallocation_is_flawless_for_every_cluster_size() {
 }
 
 #[test]
-fn preallocated_space_is_what_was_asked_for() {
+fn create_allocates_as_its_preallocation_mode_says() {
     use std::os::unix::fs::MetadataExt;
     let world = World::new();
     let blocks = |preallocation| {
@@ -115,7 +115,7 @@ fn preallocated_space_is_what_was_asked_for() {
 }
 
 #[test]
-fn tiny_and_huge_disks_are_flawless() {
+fn create_is_flawless_for_tiny_and_huge_disks() {
     for size in [0, 1, 512, 65_535, 1 << 40, 64 << 40] {
         assert_usable(&CreateOptions::new(size));
     }
@@ -130,7 +130,7 @@ fn tiny_and_huge_disks_are_flawless() {
 }
 
 #[test]
-fn other_options_are_flawless_and_qemu_reads_them_back() {
+fn create_is_flawless_with_other_options_qemu_reads_back() {
     let world = World::new();
     world.qemu_img(&["create", "-q", "-f", "raw", "base.raw", "2M"]);
     let options = CreateOptions {
@@ -159,7 +159,7 @@ fn other_options_are_flawless_and_qemu_reads_them_back() {
 }
 
 #[test]
-fn the_smallest_cluster_has_room_for_a_backing_name() {
+fn create_fits_backing_name_into_smallest_cluster() {
     let world = World::new();
     world.qemu_img(&["create", "-q", "-f", "qcow2", "base.qcow2", "2M"]);
     for version in [Version::V2, Version::V3] {
@@ -176,7 +176,7 @@ fn the_smallest_cluster_has_room_for_a_backing_name() {
 }
 
 #[test]
-fn an_image_replaces_whatever_was_in_the_file() {
+fn create_replaces_the_files_old_contents() {
     let world = World::new();
     std::fs::write(world.path("old.qcow2"), vec![0xaa; 3 << 20]).unwrap();
     let options = CreateOptions {
@@ -189,7 +189,7 @@ fn an_image_replaces_whatever_was_in_the_file() {
 }
 
 #[test]
-fn each_option_out_of_range_is_refused_by_name_before_anything_is_written() {
+fn create_names_option_out_of_range_and_writes_nothing() {
     let new = || CreateOptions::new(1 << 30);
     for cluster_size in [0, 1, 256, 513, 3 << 9, 4 << 20, u64::MAX] {
         assert!(

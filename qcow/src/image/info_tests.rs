@@ -38,7 +38,7 @@ fn assert_agrees(world: &World, name: &str) {
 }
 
 #[test]
-fn images_are_described_as_qemu_does() {
+fn info_describes_images_as_qemu_does() {
     let world = World::new();
     let create = |name: &str, options: &str| {
         world.qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, name, "16M"]);
@@ -54,7 +54,7 @@ fn images_are_described_as_qemu_does() {
 }
 
 #[test]
-fn snapshots_and_bitmaps_are_listed_as_qemu_does() {
+fn info_lists_snapshots_and_bitmaps_as_qemu_does() {
     let world = World::new();
     world.qemu_img(&["create", "-q", "-f", "qcow2", "disk.qcow2", "16M"]);
     for name in ["first", "the second"] {
@@ -85,7 +85,7 @@ fn snapshots_and_bitmaps_are_listed_as_qemu_does() {
 }
 
 #[test]
-fn an_encrypted_image_is_described_and_said_to_be_unsupported() {
+fn info_describes_encrypted_image_as_unsupported() {
     let world = World::new();
     let secret = "secret,id=key,data=hunter2";
     let options = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10";
@@ -110,7 +110,7 @@ fn an_encrypted_image_is_described_and_said_to_be_unsupported() {
 }
 
 #[test]
-fn what_is_not_an_image_is_said_to_be_none() {
+fn info_refuses_a_file_that_is_no_image() {
     let world = World::new();
     std::fs::write(world.path("text"), "hello, this is no image").unwrap();
     let error = world.on("text", async |file| info(&file).await.unwrap_err());

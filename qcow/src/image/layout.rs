@@ -115,7 +115,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_plan_counts_every_used_cluster_and_itself(
+        fn refcount_plan_counts_used_clusters_and_itself(
             bits in 9u32..=16, order in 0u32..=6, used in prop::collection::btree_set(0u64..200_000, 0..50),
         ) {
             let geometry = Geometry::new(

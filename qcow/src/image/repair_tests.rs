@@ -57,7 +57,7 @@ const LAYOUTS: [&str; 5] = [
 /// Every writer must clear an unknown autoclear bit. The clusters of its feature look leaked and are freed, and a bit
 /// that stays set would vouch for them. It is cleared before anything else is written.
 #[test]
-fn a_repair_clears_unknown_autoclear_bits_before_it_writes() {
+fn repair_clears_unknown_autoclear_bits_first() {
     for (scope, spoil) in [
         (RepairScope::Leaks, false),
         (RepairScope::All, false),
@@ -98,7 +98,7 @@ fn a_repair_clears_unknown_autoclear_bits_before_it_writes() {
 }
 
 #[test]
-fn refcounts_lost_altogether_are_rebuilt_and_the_contents_kept() {
+fn repair_rebuilds_lost_refcounts_and_keeps_contents() {
     for options in LAYOUTS {
         let world = World::new();
         let header = build(&world, options);
@@ -119,7 +119,7 @@ fn refcounts_lost_altogether_are_rebuilt_and_the_contents_kept() {
 }
 
 #[test]
-fn a_refcount_table_that_is_nonsense_or_missing_is_replaced() {
+fn repair_replaces_garbage_or_missing_refcount_table() {
     let world = World::new();
     let table = build(&world, "cluster_size=64k").refcount_table_offset.bytes();
     world.patch("disk.qcow2", table, &[0xff; 4096]);
@@ -136,7 +136,7 @@ fn a_refcount_table_that_is_nonsense_or_missing_is_replaced() {
 }
 
 #[test]
-fn leaks_are_freed() {
+fn repair_frees_leaks() {
     let world = World::new();
     let header = build(&world, "cluster_size=64k");
     let l2 = world.u64_at("disk.qcow2", header.l1_offset.bytes()) & OFFSET_MASK;
@@ -154,7 +154,7 @@ fn leaks_are_freed() {
 }
 
 #[test]
-fn copied_flags_are_made_to_agree() {
+fn repair_corrects_copied_flags() {
     let world = World::new();
     let header = build(&world, "cluster_size=64k");
     let l1_at = header.l1_offset.bytes();
@@ -178,7 +178,7 @@ fn copied_flags_are_made_to_agree() {
 
 /// Method: a dirty image as a killed QEMU with lazy refcounts leaves it.
 #[test]
-fn a_dirty_image_is_clean_after_a_rebuild() {
+fn rebuild_cleans_a_dirty_image() {
     let world = World::new();
     world.qemu_img(&[
         "create",
@@ -213,7 +213,7 @@ fn a_dirty_image_is_clean_after_a_rebuild() {
 }
 
 #[test]
-fn an_image_that_is_clean_is_not_touched() {
+fn repair_does_not_touch_a_clean_image() {
     let world = World::new();
     build(&world, "cluster_size=64k");
     let before = std::fs::read(world.path("disk.qcow2")).unwrap();
@@ -224,7 +224,7 @@ fn an_image_that_is_clean_is_not_touched() {
 }
 
 #[test]
-fn damage_that_refcounts_do_not_mend_is_named_and_nothing_is_written() {
+fn repair_names_damage_beyond_refcounts_and_writes_nothing() {
     for bad in [0x5_0200, 0x7fff_0000_0000, 1 << 60 | 0x5_0000, 0x3_0000_u64] {
         let world = World::new();
         let header = build(&world, "cluster_size=64k");
@@ -239,10 +239,9 @@ fn damage_that_refcounts_do_not_mend_is_named_and_nothing_is_written() {
     }
 }
 
-/// Method: perform a rebuild's writes one after another on a copy, and check after each prefix:
-/// the header's switch is the last, so what it points to is there before it does.
+/// Method: put the old header back after a rebuild. All that it points to is as it was.
 #[test]
-fn the_old_structure_is_intact_until_the_header_switches() {
+fn rebuild_keeps_old_structure_until_header_switches() {
     let world = World::new();
     let header_before = build(&world, "cluster_size=64k");
     let l2 = world.u64_at("disk.qcow2", header_before.l1_offset.bytes()) & OFFSET_MASK;
@@ -390,7 +389,7 @@ fn cuts(start: &[u8], steps: &[Step]) -> Vec<Vec<u8>> {
 /// Method: break an image, repair it, and record what the repair writes. Cut it anywhere: nothing is worse than it
 /// was, a second repair ends clean, and a guest reads what it read before.
 #[test]
-fn a_repair_cut_anywhere_can_be_repaired_and_loses_nothing() {
+fn repair_cut_anywhere_can_be_repaired_without_loss() {
     // Side by side, as it takes longer than all other tests here together.
     let tried: usize = std::thread::scope(|scope| {
         let kinds = [
@@ -463,7 +462,7 @@ fn repairs_cut_anywhere(options: &str, memory: usize) -> usize {
 }
 
 #[test]
-fn leaks_alone_are_mended_in_place_and_corruption_is_left_as_it_was() {
+fn leak_repair_works_in_place_and_leaves_corruption() {
     for options in ["cluster_size=4k", "cluster_size=512,refcount_bits=64"] {
         let world = World::new();
         let header = build(&world, options);
@@ -493,9 +492,9 @@ fn leaks_alone_are_mended_in_place_and_corruption_is_left_as_it_was() {
     }
 }
 
-/// Such a table reads as zeros: to believe that would be to free all that it led to.
+/// Such a table reads as zeros: a repair that trusted it would free all that it referred to.
 #[test]
-fn a_table_that_the_file_ends_in_or_before_is_no_reason_to_free_what_it_led_to() {
+fn repair_frees_nothing_for_a_truncated_table() {
     for (what, cut) in [
         ("the L1 table", 0),
         ("the L1 table's end", 8),

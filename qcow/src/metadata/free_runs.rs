@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_join_if_they_are_alike() {
+    fn free_runs_join_neighbours_if_alike() {
         let mut free = FreeRuns::default();
         free.insert(at(10), 2, true);
         free.insert(at(14), 2, true);
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_long_enough_is_preferred() {
+    fn free_runs_prefer_a_run_long_enough() {
         let mut free = FreeRuns::default();
         free.insert(at(10), 1, true);
         free.insert(at(20), 8, true);
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn scattered_clusters_become_sorted_runs() {
+    fn runs_of_sorts_and_joins_scattered_clusters() {
         assert_eq!(
             runs_of([5, 3, 4, 9, 3].map(at).into()),
             vec![(at(3), 3), (at(9), 1)]

@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "remapped twice at once")]
-    fn entering_a_cluster_twice_is_noticed() {
+    fn in_flight_enter_panics_on_a_cluster_entered_twice() {
         let mut in_flight = InFlight::default();
         in_flight.enter(GuestCluster::new(3), 4);
         in_flight.enter(GuestCluster::new(6), 1);
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "is not being remapped")]
-    fn leaving_twice_is_noticed() {
+    fn in_flight_leave_panics_when_left_twice() {
         let mut in_flight = InFlight::default();
         in_flight.enter(GuestCluster::new(3), 4);
         drop(in_flight.leave(GuestCluster::new(3)));

@@ -42,7 +42,7 @@ fn shared_with_a_snapshot(metadata: &mut Metadata) {
 }
 
 #[test]
-fn a_plan_is_published_and_written_back() {
+fn allocation_is_published_and_written_back() {
     let mut metadata = metadata();
     let allocation = reserve(&mut metadata);
     assert_eq!(metadata.publish(&allocation).1, Ok(()));
@@ -54,7 +54,7 @@ fn a_plan_is_published_and_written_back() {
 
 #[test]
 #[should_panic(expected = "is not in flight")]
-fn publishing_twice_is_noticed() {
+fn publish_panics_when_called_twice() {
     let mut metadata = metadata();
     let allocation = reserve(&mut metadata);
     drop(metadata.publish(&allocation));
@@ -63,7 +63,7 @@ fn publishing_twice_is_noticed() {
 
 #[test]
 #[should_panic(expected = "is not in flight")]
-fn abandoning_what_was_published_is_noticed() {
+fn abandon_panics_after_publish() {
     let mut metadata = metadata();
     let allocation = reserve(&mut metadata);
     drop(metadata.publish(&allocation));
@@ -72,7 +72,7 @@ fn abandoning_what_was_published_is_noticed() {
 
 #[test]
 #[should_panic(expected = "is not published as it was planned")]
-fn remapping_a_cluster_in_flight_is_noticed() {
+fn publish_panics_when_cluster_was_remapped() {
     let mut metadata = metadata();
     let allocation = reserve(&mut metadata);
     let other = L2Entry::data(HostOffset::new(9 * CLUSTER), true);
@@ -84,7 +84,7 @@ fn remapping_a_cluster_in_flight_is_noticed() {
 
 #[test]
 #[should_panic(expected = "is no entry of an L2 table")]
-fn setting_an_entry_that_does_not_decode_is_noticed() {
+fn set_mapping_panics_when_entry_does_not_decode() {
     let mut metadata = metadata();
     reserve(&mut metadata);
     let set = metadata.set_mapping(0, GuestCluster::new(1), L2Entry::REFUSED);
@@ -93,7 +93,7 @@ fn setting_an_entry_that_does_not_decode_is_noticed() {
 
 #[test]
 #[should_panic(expected = "an entry of a shared L2 table is changed")]
-fn changing_a_table_of_a_snapshot_is_noticed() {
+fn publish_panics_when_l2_table_is_shared() {
     let mut metadata = metadata();
     let allocation = reserve(&mut metadata);
     shared_with_a_snapshot(&mut metadata);
@@ -102,7 +102,7 @@ fn changing_a_table_of_a_snapshot_is_noticed() {
 
 #[test]
 #[should_panic(expected = "belongs to no L2 table of this disk's own")]
-fn writing_a_table_of_a_snapshot_is_noticed() {
+fn write_back_panics_when_l2_table_is_shared() {
     let mut metadata = metadata();
     let allocation = reserve(&mut metadata);
     drop(metadata.publish(&allocation));
@@ -112,7 +112,7 @@ fn writing_a_table_of_a_snapshot_is_noticed() {
 
 #[test]
 #[should_panic(expected = "too few for")]
-fn a_header_with_too_short_an_l1_table_is_noticed() {
+fn write_back_panics_when_l1_table_is_too_short() {
     let mut metadata = metadata();
     metadata.size_bytes = 2 << 30;
     metadata.header_dirty = true;
@@ -121,7 +121,7 @@ fn a_header_with_too_short_an_l1_table_is_noticed() {
 
 #[test]
 #[should_panic(expected = "two write-back sets at once")]
-fn a_second_round_is_noticed() {
+fn write_back_panics_when_a_set_is_already_taken() {
     let mut metadata = metadata();
     drop(metadata.take_write_back_set());
     drop(metadata.take_write_back_set());
@@ -129,6 +129,6 @@ fn a_second_round_is_noticed() {
 
 #[test]
 #[should_panic(expected = "no write-back set was taken")]
-fn settling_what_was_not_taken_is_noticed() {
+fn end_write_back_panics_when_no_set_was_taken() {
     metadata().end_write_back(WriteBackSet::default(), true);
 }

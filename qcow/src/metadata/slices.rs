@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn the_budget_is_kept_by_dropping_clean_slices_only() {
+    fn slice_cache_keeps_budget_by_dropping_clean_slices() {
         let mut cache = SliceCache::new(512, 16 * 512);
         for key in 0..8 {
             cache.insert(key, slice(1), true);
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slice_that_is_looked_at_outlives_those_that_are_not() {
+    fn slice_cache_keeps_slices_that_are_used() {
         let mut cache = SliceCache::new(512, 16 * 512);
         for key in 0..=16 {
             cache.insert(key, slice(1), false);
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_write_back_leaves_everything_dirty() {
+    fn failed_write_back_leaves_every_slice_dirty() {
         let mut cache = SliceCache::new(512, 1 << 20);
         cache.insert(1, slice(1), true);
         cache.insert(2, slice(1), true);
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slice_changed_while_it_is_written_is_dirty_afterwards() {
+    fn slice_changed_during_write_back_stays_dirty() {
         let mut cache = SliceCache::new(512, 1 << 20);
         cache.insert(1, slice(1), true);
         let copies = cache.copy_dirty();
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn the_second_to_ask_for_a_load_waits_for_the_first() {
+    fn begin_load_makes_second_caller_wait_for_first() {
         let mut cache = SliceCache::new(512, 1 << 20);
         assert!(cache.begin_load(1, Waker::noop()));
         assert!(!cache.begin_load(1, Waker::noop()));
@@ -386,13 +386,13 @@ mod invariant_tests {
 
     #[test]
     #[should_panic(expected = "slice 2 is pinned and not cached")]
-    fn pinning_a_slice_that_is_not_cached_is_noticed() {
+    fn pin_panics_when_slice_is_not_cached() {
         cache().pin(2);
     }
 
     #[test]
     #[should_panic(expected = "slice 1 is not pinned")]
-    fn unpinning_twice_is_noticed() {
+    fn unpin_panics_when_slice_is_not_pinned() {
         let mut cache = cache();
         cache.pin(1);
         cache.unpin(1);
@@ -401,25 +401,25 @@ mod invariant_tests {
 
     #[test]
     #[should_panic(expected = "slice 1 is discarded while it is changed")]
-    fn discarding_a_dirty_slice_is_noticed() {
+    fn discard_panics_when_slice_is_dirty() {
         cache().discard(1);
     }
 
     #[test]
     #[should_panic(expected = "slice 1 is not being written")]
-    fn ending_a_write_back_that_did_not_begin_is_noticed() {
+    fn end_flush_panics_when_slice_is_not_being_written() {
         cache().end_flush([1].into_iter(), true);
     }
 
     #[test]
     #[should_panic(expected = "slice 1 is loaded and cached")]
-    fn loading_a_cached_slice_is_noticed() {
+    fn begin_load_panics_when_slice_is_cached() {
         cache().begin_load(1, Waker::noop());
     }
 
     #[test]
     #[should_panic(expected = "slice 3 is changed before it was checked")]
-    fn changing_an_unchecked_slice_is_noticed() {
+    fn get_mut_panics_when_slice_is_unchecked() {
         let mut cache = cache();
         cache.insert_unchecked(3, vec![0; 512].into());
         cache.get_mut(3);

@@ -328,10 +328,10 @@ mod tests {
     use crate::image::testing::World;
     use crate::{OpenOptions, QcowDisk};
 
-    /// The round failed when it wrote L1 entries, and one of them may be on disk: its table is reachable, and
-    /// must not be written together with the counts that its new entries need.
+    /// A round failed while it wrote L1 entries, and one of them may be on disk. Its table is then reachable, and must not be
+    /// written together with the counts that its new entries need.
     #[test]
-    fn a_table_that_a_failed_round_may_have_made_reachable_is_not_fresh() {
+    fn table_is_not_fresh_after_round_failed_writing_l1() {
         for complete in [false, true] {
             let world = World::new();
             world.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "1M"]);

@@ -13,10 +13,10 @@ use super::{Trial, WAYS, Worker};
 /// How long a repair of the worst image may take on a busy host: it is some ten seconds of computing.
 const REPAIR_TIME_MAX: Duration = Duration::from_secs(300);
 
-/// Method: the header as it is, and tables far away in a file of almost no blocks: what a byte of memory for each
-/// cluster, or a table read whole, would cost is far more than the child has.
+/// Method: valid headers, and tables far away in a file of almost no blocks. A byte of memory for each cluster, or a table
+/// read whole, would cost far more memory than the child has.
 #[test]
-fn a_huge_file_of_almost_nothing_takes_no_memory() {
+fn sparse_huge_file_takes_no_memory() {
     let folder = Folder::new();
     let mut trial = Trial::new(&folder);
     for (name, bits, order) in [
@@ -221,7 +221,7 @@ impl Scattered {
 }
 
 #[test]
-fn tables_scattered_over_a_huge_file_take_no_memory() {
+fn tables_scattered_over_huge_file_take_no_memory() {
     let worst = Scattered {
         bits: 9,
         tables: 4 << 20,

@@ -39,7 +39,7 @@ const TIME_MAX: Duration = Duration::from_secs(30);
 /// Tells a child what folder its cases are in.
 const FOLDER_VARIABLE: &str = "RINGDISK_MALFORMED_FOLDER";
 /// The test that is the child.
-const CHILD: &str = "a_child_works_the_images_it_is_given";
+const CHILD: &str = "child_works_the_images_it_is_given";
 
 /// How a case fared in one way of using it.
 #[derive(Debug, Default)]
@@ -167,7 +167,7 @@ const WAYS: [&str; 3] = ["reader", "writer", "look"];
 ///
 /// On its own, this test works the unbroken image: every step must do its work, or the cases would prove nothing.
 #[test]
-fn a_child_works_the_images_it_is_given() {
+fn child_works_the_images_it_is_given() {
     let Ok(folder) = std::env::var(FOLDER_VARIABLE) else {
         let folder = Folder::new();
         let base = malformed::base().bytes;
@@ -406,7 +406,7 @@ fn assert_structures_stand(what: &str, before: &[u8], after: &[u8]) {
 
 /// The generator's control: QEMU finds nothing wrong with the base, and reads what it should hold.
 #[test]
-fn the_base_image_is_sound() {
+fn base_image_is_sound() {
     let folder = Folder::new();
     let base = malformed::base();
     std::fs::write(folder.path("base.qcow2"), &base.bytes).expect("the image");
@@ -416,7 +416,7 @@ fn the_base_image_is_sound() {
 
 /// The watch's control: it sees a backing file that is allowed, and so would see one that is not.
 #[test]
-fn the_watch_sees_a_backing_file_that_is_opened() {
+fn watch_sees_an_opened_backing_file() {
     let folder = Folder::new();
     let mut trial = Trial::new(&folder);
     let spec = |spec: &mut ringdisk_gen::ImageSpec| {
@@ -432,7 +432,7 @@ fn the_watch_sees_a_backing_file_that_is_opened() {
 }
 
 #[test]
-fn every_class_is_survived_and_what_is_refused_is_refused_by_name() {
+fn every_defect_is_survived_or_refused_by_name() {
     let base = malformed::base();
     let folder = Folder::new();
     let mut trial = Trial::new(&folder);
@@ -444,7 +444,7 @@ fn every_class_is_survived_and_what_is_refused_is_refused_by_name() {
 }
 
 #[test]
-fn two_defects_at_once_are_survived_too() {
+fn pairs_of_defects_are_survived_or_refused_by_name() {
     let base = malformed::base();
     let folder = Folder::new();
     let mut trial = Trial::new(&folder);
@@ -456,7 +456,7 @@ fn two_defects_at_once_are_survived_too() {
 }
 
 #[test]
-fn backing_names_that_lead_nowhere_or_back_are_refused() {
+fn open_refuses_backing_names_that_dangle_or_loop() {
     let folder = Folder::new();
     let mut trial = Trial::new(&folder);
     let named = |name: &str, format: &str| {

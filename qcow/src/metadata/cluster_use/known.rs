@@ -175,7 +175,7 @@ mod tests {
     /// Method: the same changes in a plain map, with few enough clusters that each is made and freed often, and more
     /// changes than are kept apart.
     #[test]
-    fn changes_and_merges_are_as_in_a_plain_map() {
+    fn known_changes_and_merges_like_a_plain_map() {
         let mut known = Known::default();
         let mut model = FxHashMap::default();
         for cluster in (0..5000).rev() {
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cluster_of_two_structures_is_found_unless_they_may_share_it() {
+    fn known_sort_reports_forbidden_sharing_of_a_cluster() {
         let mut known = Known::default();
         for structure in [
             ClusterUse::SnapshotL2Table,

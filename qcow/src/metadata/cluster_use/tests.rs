@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn maps_take_what_they_may_and_no_more() {
+fn entries_in_uses_its_memory_and_no_more() {
     for entry_bytes in [1, 8, 24, 40] {
         for shift in 12..30 {
             for memory in [1 << shift, (3 << shift) / 2, (2 << shift) - 1] {
@@ -22,7 +22,7 @@ fn maps_take_what_they_may_and_no_more() {
 }
 
 #[test]
-fn slices_past_so_many_count_as_seen() {
+fn use_map_counts_slices_past_its_limit_as_seen() {
     let mut uses = UseMap {
         watching: true,
         ..UseMap::default()

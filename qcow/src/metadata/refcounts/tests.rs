@@ -49,7 +49,7 @@ fn fill(refcounts: &mut Refcounts) -> u64 {
 }
 
 #[test]
-fn a_run_on_a_device_lies_behind_the_cursor_and_not_behind_the_device() {
+fn allocate_run_takes_space_at_cursor_within_the_device() {
     let mut refcounts = refcounts(4096, 4096);
     let run = refcounts.allocate(2).expect("an empty device");
     assert_eq!((run.first, run.count), (at(3), 2));
@@ -59,7 +59,7 @@ fn a_run_on_a_device_lies_behind_the_cursor_and_not_behind_the_device() {
 
 /// A device with room for 300 clusters, all in use but a gap: the run does not fit, and everything else goes on.
 #[test]
-fn a_run_without_room_takes_nothing_from_who_comes_next() {
+fn allocate_run_without_room_leaves_free_space_usable() {
     let mut refcounts = refcounts(300, 300);
     for cluster in (3..250).step_by(2) {
         refcounts.set(at(cluster), 1).expect("the first block is loaded");
@@ -74,7 +74,7 @@ fn a_run_without_room_takes_nothing_from_who_comes_next() {
 }
 
 #[test]
-fn a_run_comes_from_what_was_freed_when_nothing_else_is_left() {
+fn allocate_run_reuses_freed_clusters_when_full() {
     let mut refcounts = refcounts(200, 200);
     assert_eq!(fill(&mut refcounts), 197);
     assert_eq!(refcounts.allocate_run(3), Err(ENOSPC));
@@ -86,10 +86,10 @@ fn a_run_comes_from_what_was_freed_when_nothing_else_is_left() {
     assert_eq!(fill(&mut refcounts), 2);
 }
 
-/// A freed run of which a slice is not in memory: what is counted there is handed out, and the rest waits. Nothing behind
+/// A freed run with a slice that is not in memory: its cached part is handed out, and the rest waits. Nothing behind
 /// the run goes with it.
 #[test]
-fn a_freed_run_is_handed_out_as_far_as_its_counts_are_in_memory() {
+fn allocate_takes_cached_part_of_a_freed_run() {
     let mut refcounts = refcounts(4096, 4096);
     refcounts.table[1] = RefcountTableEntry::encode(geometry().host_offset(HostCluster::new(3)));
     refcounts.cursor = at(4096);
@@ -108,9 +108,9 @@ fn a_freed_run_is_handed_out_as_far_as_its_counts_are_in_memory() {
     assert_eq!(refcounts.allocate(10), Err(ENOSPC));
 }
 
-/// 64 entries count 16384 clusters. The table grows in time, and when it cannot nothing is half done.
+/// 64 entries count 16384 clusters. The table grows in time; if it cannot, nothing is left half done.
 #[test]
-fn the_table_grows_on_a_device_or_stays_as_it_was() {
+fn refcount_table_on_device_grows_or_stays() {
     for (room, moves) in [(16_384, 0), (16_384 + 2, 0), (16_384 + 3, 1), (20_000, 1)] {
         let mut refcounts = refcounts(room, room);
         let taken = fill(&mut refcounts);
@@ -139,10 +139,10 @@ fn the_table_grows_on_a_device_or_stays_as_it_was() {
     }
 }
 
-/// The last cluster that the longest table counts is in use: the file cannot become longer, and what is free in it
-/// can be had all the same.
+/// The last cluster that the longest table counts is in use: the file cannot grow, and its free space can be allocated
+/// all the same.
 #[test]
-fn a_file_past_the_largest_table_has_runs_where_something_is_free() {
+fn allocate_run_reuses_free_space_when_table_is_largest() {
     let mut refcounts = refcounts((1 << 20) * 256, u64::MAX);
     assert_eq!(refcounts.allocate_run(7), Ok(at(3)));
     assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(at(10)));
@@ -156,7 +156,7 @@ fn a_file_past_the_largest_table_has_runs_where_something_is_free() {
 /// A run that crosses into ranges without a block: each new block is counted by one that is made with it, never by
 /// one that is in use.
 #[test]
-fn blocks_that_a_run_needs_are_counted_by_blocks_made_with_it() {
+fn allocate_run_counts_new_blocks_by_new_blocks() {
     for end in [3, 200, 250, 255, 256, 300, 511] {
         for count in [1, 2, 6, 56, 57, 255, 256, 300, 20_000] {
             let mut refcounts = refcounts(end, u64::MAX);
@@ -194,7 +194,7 @@ fn blocks_that_a_run_needs_are_counted_by_blocks_made_with_it() {
 
 /// A slice that must be loaded stops the search, which then goes on from there: it never needs all slices at once.
 #[test]
-fn a_search_goes_on_where_it_stopped_for_a_slice() {
+fn allocate_run_search_resumes_after_a_slice_load() {
     let mut table = vec![RefcountTableEntry::UNALLOCATED; 4096];
     for (index, entry) in table.iter_mut().enumerate() {
         *entry = RefcountTableEntry::encode(geometry().host_offset(HostCluster::new(100 + index as u64)));
@@ -227,7 +227,7 @@ fn a_search_goes_on_where_it_stopped_for_a_slice() {
 
 /// Clusters of 64 KiB: a block has 16 slices of 4096 bytes.
 #[test]
-fn slices_of_a_block_lie_one_behind_the_other() {
+fn refcount_block_slices_are_contiguous() {
     let bits = ClusterBits::parse(16).expect("a cluster size");
     let order = RefcountOrder::from_bits(16).expect("a width");
     let geometry = Geometry::new(Version::V3, bits, order, 1 << 40);
@@ -251,7 +251,7 @@ fn slices_of_a_block_lie_one_behind_the_other() {
 }
 
 #[test]
-fn a_corrupt_table_entry_behind_the_end_is_not_passed_over_for_room_elsewhere() {
+fn allocate_run_fails_on_corrupt_table_entry_past_end() {
     let mut refcounts = refcounts(300, u64::MAX);
     refcounts.table[1] = RefcountTableEntry::from_raw(1);
     let corrupt = Err(Stuck::Failed(IoError::Corrupt));
@@ -262,14 +262,14 @@ fn a_corrupt_table_entry_behind_the_end_is_not_passed_over_for_room_elsewhere() 
 
 /// The last cluster of a device becomes the block that would count those behind it.
 #[test]
-fn the_end_is_behind_a_block_in_the_last_cluster() {
+fn refcounts_end_includes_block_in_last_cluster() {
     let mut refcounts = refcounts(200, 257);
     assert_eq!(fill(&mut refcounts), 253);
     assert_eq!(refcounts.end(), at(257));
 }
 
 #[test]
-fn an_eighth_of_the_file_is_reserved_within_bounds() {
+fn reserve_ahead_takes_a_bounded_eighth_of_the_file() {
     const MIB: u64 = (1 << 20) / 512;
     for (file, step) in [(1, 4), (32, 4), (64, 8), (160, 20), (512, 64), (4096, 64)] {
         let mut refcounts = refcounts(file * MIB, u64::MAX);
@@ -304,9 +304,9 @@ fn an_eighth_of_the_file_is_reserved_within_bounds() {
     assert_eq!((device.reserve_ahead(), device.unused_reserve()), (None, None));
 }
 
-/// The longest run there is needs more slices at once than a small cache would hold.
+/// The longest possible run needs more slices at once than a small cache would hold.
 #[test]
-fn the_longest_run_is_found_with_the_smallest_cache() {
+fn allocate_run_finds_longest_run_with_smallest_cache() {
     let count = geometry().clusters_for(crate::format::l1::L1_TABLE_MAX_BYTES);
     // 32 MiB of L1 table and 8 MiB of refcount table, counted by two bytes for each cluster of 512.
     assert_eq!(run::count_bytes_max(&geometry()), (32 + 8) * 2048 * 2);
@@ -335,7 +335,7 @@ fn the_longest_run_is_found_with_the_smallest_cache() {
 
 /// Each time by half, so that what is copied stays in proportion to what is counted.
 #[test]
-fn the_table_grows_by_half() {
+fn refcount_table_grows_by_half() {
     let mut refcounts = refcounts(640 * 256, u64::MAX);
     refcounts.table.resize(640, RefcountTableEntry::UNALLOCATED);
     assert_eq!(refcounts.entries_for(639), Ok(640));
@@ -355,13 +355,13 @@ mod invariants {
 
     #[test]
     #[should_panic(expected = "is released and in use")]
-    fn releasing_a_cluster_in_use_is_noticed() {
+    fn release_panics_when_cluster_is_in_use() {
         refcounts(200, 200).release(at(2), 1, true);
     }
 
     #[test]
     #[should_panic(expected = "is freed twice")]
-    fn releasing_a_cluster_twice_is_noticed() {
+    fn give_back_panics_when_cluster_is_free() {
         let mut refcounts = refcounts(200, 200);
         assert_eq!(fill(&mut refcounts), 197);
         refcounts.give_back(at(50)).expect("the first block is loaded");
@@ -370,19 +370,19 @@ mod invariants {
 
     #[test]
     #[should_panic(expected = "is handed out and has a user")]
-    fn handing_out_a_cluster_in_use_is_noticed() {
+    fn claim_panics_when_cluster_is_in_use() {
         assert!(refcounts(200, 200).claim(at(2)).is_err());
     }
 
     #[test]
     #[should_panic(expected = "refcount table entry 0 has a block")]
-    fn replacing_a_refcount_block_is_noticed() {
+    fn new_block_at_panics_when_entry_has_a_block() {
         assert!(refcounts(200, 200).new_block_at(0, at(9)).is_err());
     }
 
     #[test]
     #[should_panic(expected = "no run of 3 clusters begins at 50")]
-    fn taking_a_run_that_is_not_free_is_noticed() {
+    fn free_runs_remove_panics_when_run_is_not_free() {
         let mut refcounts = refcounts(200, 200);
         assert_eq!(fill(&mut refcounts), 197);
         refcounts.give_back(at(50)).expect("the first block is loaded");
