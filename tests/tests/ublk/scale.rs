@@ -121,7 +121,7 @@ fn io_without_a_server_waits_or_fails_by_mode() -> Result<(), Error> {
 #[test]
 fn hung_kernel_command_is_reported_and_the_program_ends() -> Result<(), Error> {
     // It waits for the kernel all the time, and leaves the machine's other CPUs to other guests.
-    super::on_newest(1, HANG, |outcome| {
+    super::on_newest(1, &format!("{CLOCK}{HANG}"), |outcome| {
         let all = said(outcome);
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
         for (who, command, seconds) in [("del", "STOP_DEV", 60), ("list", "GET_PARAMS", 20)] {
