@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::buffer::Buffer;
 use crate::delay::HoldOff;
 use crate::error::IoError;
-use crate::request::{Op, Request, check_range};
+use crate::request::{Op, Request};
 use crate::status::{Content, StatusRange, StatusRanges};
 use crate::task::Context;
 
@@ -85,34 +85,6 @@ pub trait Disk: Send + Sync + fmt::Debug {
         Box::pin(async { Err(IoError::Unsupported) })
     }
 
-    /// Returns the origin of the bytes `offset..offset + len`: ranges without gaps that begin at `offset`. They may end
-    /// sooner than asked, because one call returns at most [`STATUS_RANGES_MAX`] of them, but there is at least one unless
-    /// `len` is 0. A disk that cannot tell is all data.
-    ///
-    /// Fails with [`IoError::OutOfRange`] past the end of the disk, or with the error of reading a table.
-    ///
-    /// [`STATUS_RANGES_MAX`]: crate::status::STATUS_RANGES_MAX
-    fn status(
-        self: Arc<Self>,
-        cx: &Context,
-        offset: u64,
-        len: u64,
-    ) -> LocalBoxFuture<'static, Result<Vec<StatusRange>, IoError>> {
-        let _unused = cx;
-        let size_bytes = self.info().size_bytes;
-        Box::pin(async move {
-            check_range(offset, len, size_bytes)?;
-            let mut ranges = StatusRanges::default();
-            ranges.push(StatusRange {
-                offset,
-                len,
-                content: Content::Data { at: None },
-                depth: 0,
-            });
-            Ok(ranges.into_vec())
-        })
-    }
-
     /// Ends every wait for the host's space and for a rate limit, and lets none begin while the returned value lives.
     /// A caller that drains a queue must hold one, as a waiting request may wait for ever. Returns `None` if the disk
     /// never waits.
@@ -125,6 +97,36 @@ pub trait Disk: Send + Sync + fmt::Debug {
 pub trait DiskQueue: fmt::Debug {
     /// Takes a request. It is answered exactly once, perhaps before this returns.
     fn submit(&self, request: Request);
+
+    /// Returns the origin of the bytes `offset..offset + len`: ranges without gaps that begin at `offset`. They may end
+    /// sooner than asked, because one call returns at most [`STATUS_RANGES_MAX`] of them, but there is at least one unless
+    /// `len` is 0. A disk that cannot tell is all data. No descriptor is opened.
+    ///
+    /// Fails with [`IoError::OutOfRange`] past the end of the disk, or with the error of reading a table.
+    ///
+    /// [`STATUS_RANGES_MAX`]: crate::status::STATUS_RANGES_MAX
+    fn status(&self, offset: u64, len: u64) -> LocalBoxFuture<'_, Result<Vec<StatusRange>, IoError>> {
+        // Only `submit` knows the disk's size: an empty read at the end of the range, rounded up to a sector, checks it.
+        let end = offset
+            .checked_add(len)
+            .and_then(|end| end.checked_next_multiple_of(512));
+        let inside = end.map(|end| {
+            let (request, answer) = Request::local(Op::Read, end, 0, Buffer::default());
+            self.submit(request);
+            answer
+        });
+        Box::pin(async move {
+            inside.ok_or(IoError::OutOfRange)?.await.result?;
+            let mut ranges = StatusRanges::default();
+            ranges.push(StatusRange {
+                offset,
+                len,
+                content: Content::Data { at: None },
+                depth: 0,
+            });
+            Ok(ranges.into_vec())
+        })
+    }
 }
 
 /// Has a queue execute one request, and returns the buffer: with what was read, or for reuse. For tools and tests; a

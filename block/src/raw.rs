@@ -229,20 +229,6 @@ impl Disk for RawDisk {
         Box::pin(async move { self.grow(&view?, size_bytes).await })
     }
 
-    fn status(
-        self: Arc<Self>,
-        cx: &Context,
-        offset: u64,
-        len: u64,
-    ) -> LocalBoxFuture<'static, Result<Vec<StatusRange>, IoError>> {
-        let view = self.file.view(cx);
-        let checked = check_range(offset, len, self.size_bytes.load(Ordering::Acquire));
-        Box::pin(async move {
-            checked?;
-            Ok(allocation(&view?, offset, offset + len))
-        })
-    }
-
     fn hold_off(&self) -> Option<HoldOff> {
         Some(self.file.hold_off())
     }
@@ -297,6 +283,13 @@ impl DiskQueue for RawQueue {
                 self.view.context().spawn(execute(view, request));
             }
         }
+    }
+
+    fn status(&self, offset: u64, len: u64) -> LocalBoxFuture<'_, Result<Vec<StatusRange>, IoError>> {
+        Box::pin(async move {
+            check_range(offset, len, self.disk.size_bytes.load(Ordering::Acquire))?;
+            Ok(allocation(&self.view, offset, offset + len))
+        })
     }
 }
 
@@ -417,10 +410,8 @@ mod tests {
             std::os::unix::fs::FileExt::write_all_at(&file, &[1; 65536], 256 << 10).expect("data");
             let image = ImageFile::from_fd("test".as_ref(), file, FileOptions::default());
             let disk = RawDisk::open(image, true, &cx).expect("a disk");
-            let status = |offset, len| {
-                let status = Arc::clone(&disk).status(&cx, offset, len);
-                cx.block_on(status).expect("the ring turns")
-            };
+            let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
+            let status = |offset, len| cx.block_on(queue.status(offset, len)).expect("the ring turns");
             let range = |offset, len, content| StatusRange {
                 offset,
                 len,

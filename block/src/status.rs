@@ -1,9 +1,9 @@
 //! Block status: which parts of a disk hold data, which read as zeros, and which image of a chain decides it.
 //!
-//! Tools that copy, compare or show disks skip what holds nothing ([`Disk::status`](crate::Disk::status)). A status
+//! Tools that copy, compare or show disks skip what holds nothing ([`DiskQueue::status`](crate::DiskQueue::status)). A status
 //! describes the disk at some time during the call; a request that is answered meanwhile may or may not be seen.
 
-/// The largest number of ranges that one call of [`Disk::status`](crate::Disk::status) returns.
+/// The largest number of ranges that one call of [`DiskQueue::status`](crate::DiskQueue::status) returns.
 pub const STATUS_RANGES_MAX: usize = 1024;
 
 /// A range of a disk whose bytes come from one place.

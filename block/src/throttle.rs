@@ -157,15 +157,6 @@ impl Disk for ThrottledDisk {
         Arc::clone(&self.disk).resize(cx, size_bytes)
     }
 
-    fn status(
-        self: Arc<Self>,
-        cx: &Context,
-        offset: u64,
-        len: u64,
-    ) -> LocalBoxFuture<'static, Result<Vec<StatusRange>, IoError>> {
-        Arc::clone(&self.disk).status(cx, offset, len)
-    }
-
     fn hold_off(&self) -> Option<HoldOff> {
         let mut off = HoldOff::new(Arc::clone(&self.delays));
         if let Some(below) = self.disk.hold_off() {
@@ -211,6 +202,10 @@ impl DiskQueue for ThrottledQueue {
         lane.waiting.borrow_mut().push_back(request);
         lane.is_watched.set(true);
         lane.cx.spawn(Rc::clone(lane).watch(due));
+    }
+
+    fn status(&self, offset: u64, len: u64) -> LocalBoxFuture<'_, Result<Vec<StatusRange>, IoError>> {
+        self.0.queue.status(offset, len)
     }
 }
 

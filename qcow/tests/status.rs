@@ -51,10 +51,11 @@ fn qemu_map(folder: &Folder, name: &str) -> Vec<Sector> {
 /// The whole disk's status, asked for in pieces of `step` bytes at most.
 fn our_ranges(disk: &Arc<QcowDisk>, step: u64) -> Vec<StatusRange> {
     let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
+    let queue = Arc::clone(disk).open_queue(&cx).expect("a queue");
     let size = disk.info().size_bytes;
     let (mut here, mut all) = (0, Vec::new());
     while here < size {
-        let status = Arc::clone(disk).status(&cx, here, step.min(size - here));
+        let status = queue.status(here, step.min(size - here));
         let ranges = cx.block_on(status).expect("the ring turns").expect("a status");
         assert!(!ranges.is_empty() && ranges.len() <= STATUS_RANGES_MAX);
         for range in ranges {
@@ -176,9 +177,9 @@ fn status_is_bounded_for_a_scattered_mapping() {
     let disk = QcowDisk::open(&folder.path("a.qcow2"), &options).expect("the image");
     assert_eq!(our_ranges(&disk, !511).len(), 4096);
     let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
-    let past = Arc::clone(&disk).status(&cx, 2 << 20, 512);
+    let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
     assert_eq!(
-        cx.block_on(past).expect("the ring turns"),
+        cx.block_on(queue.status(2 << 20, 512)).expect("the ring turns"),
         Err(IoError::OutOfRange)
     );
 }

@@ -2,14 +2,16 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
+use std::task::{Poll, Waker};
 use std::time::Instant;
 
 use super::*;
 use crate::buffer::{AlignedBuf, Buffer};
 use crate::file::{FileOptions, ImageFile};
 use crate::raw::RawDisk;
-use crate::request::{CompletionSink, Done};
+use crate::request::{CompletionSink, Done, check_range};
 use crate::ring::{Ring, RingKind};
+use crate::status::Content;
 use crate::timer::Clock;
 
 /// A time that stands still until it is told.
@@ -54,7 +56,8 @@ impl Disk for Instantly {
 
 impl DiskQueue for Instantly {
     fn submit(&self, request: Request) {
-        request.finish(Ok(()));
+        let inside = check_range(request.offset, request.len, 1 << 40);
+        request.finish(inside);
     }
 }
 
@@ -392,4 +395,43 @@ fn measured_rate_matches_limit_within_two_percent() {
             off * 100.0
         );
     });
+}
+
+#[test]
+fn status_costs_no_tokens_and_is_all_data_unless_the_disk_can_tell() {
+    let mut bench = Bench::new(RateLimits {
+        bandwidth: None,
+        ops: rate(1, 8),
+    });
+    let status = |offset, len| {
+        let mut status = bench.queue.status(offset, len);
+        match status
+            .as_mut()
+            .poll(&mut std::task::Context::from_waker(Waker::noop()))
+        {
+            Poll::Ready(status) => status,
+            Poll::Pending => panic!("it waits for tokens"),
+        }
+    };
+    let all = |offset, len| StatusRange {
+        offset,
+        len,
+        content: Content::Data { at: None },
+        depth: 0,
+    };
+    for _ in 0..4 {
+        assert_eq!(status(512, 8192), Ok(vec![all(512, 8192)]));
+    }
+    assert_eq!(status((1 << 40) - 100, 100), Ok(vec![all((1 << 40) - 100, 100)]));
+    assert_eq!(status(1 << 40, 0), Ok(vec![]));
+    for (offset, len) in [
+        (1 << 40, 1),
+        ((1 << 40) - 512, 1024),
+        (512, u64::MAX),
+        (u64::MAX - 1, 1),
+    ] {
+        assert_eq!(status(offset, len), Err(IoError::OutOfRange));
+    }
+    bench.submit(Op::Flush, 0, 1);
+    assert_eq!(bench.at(0), [1], "its tokens are left");
 }

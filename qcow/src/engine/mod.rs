@@ -35,8 +35,6 @@ use std::sync::Arc;
 use block::delay::HoldOff;
 use block::epoch::Epochs;
 use block::file::ImageFile;
-use block::request::check_range;
-use block::status::StatusRange;
 use block::sync::Mutex;
 use block::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 #[cfg(shuttle)]
@@ -321,21 +319,6 @@ impl Disk for QcowDisk {
         Box::pin(async move {
             let queue = queue.map_err(|error| IoError::from(error.source))?;
             grow::grow(&queue, size_bytes & !511).await
-        })
-    }
-
-    fn status(
-        self: Arc<Self>,
-        cx: &Context,
-        offset: u64,
-        len: u64,
-    ) -> LocalBoxFuture<'static, Result<Vec<StatusRange>, IoError>> {
-        let queue = self.queue(cx);
-        Box::pin(async move {
-            let queue = queue.map_err(|error| IoError::from(error.source))?;
-            check_range(offset, len, queue.shared.size_bytes())?;
-            let from = GuestOffset::new(offset);
-            status::status(&queue, from, from + len).await
         })
     }
 

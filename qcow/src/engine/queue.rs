@@ -6,11 +6,12 @@ use std::sync::Arc;
 
 use block::epoch::{EpochGuard, EpochQueue};
 use block::file::FileView;
-use block::{Context, DiskQueue, IoError, Op, OpenQueueError, Request};
+use block::status::StatusRange;
+use block::{Context, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Request};
 
 use super::compressed::InflatedClusters;
 use super::data::GuestData;
-use super::{Shared, announce, flush, read, space, write, zero};
+use super::{Shared, announce, flush, read, space, status, write, zero};
 use crate::format::GuestOffset;
 use crate::metadata::{Extent, Lookup};
 
@@ -93,6 +94,10 @@ impl DiskQueue for QcowQueue {
         if let Some(request) = request {
             self.0.cx.spawn(execute(Rc::clone(&self.0), request));
         }
+    }
+
+    fn status(&self, offset: u64, len: u64) -> LocalBoxFuture<'_, Result<Vec<StatusRange>, IoError>> {
+        Box::pin(status::status(&self.0, offset, len))
     }
 }
 

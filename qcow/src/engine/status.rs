@@ -3,9 +3,9 @@
 //! Nothing but tables is read, and nothing waits for requests: a cluster that is being remapped has its old status.
 
 use std::rc::Rc;
-use std::sync::Arc;
 
 use block::IoError;
+use block::request::check_range;
 use block::status::{Content, StatusRange, StatusRanges};
 
 use super::{Queue, load};
@@ -16,14 +16,12 @@ use crate::metadata::Extent;
 /// not bound the tables that an image makes it read.
 const LOOKUPS_MAX: usize = 4096;
 
-/// Returns the origin of the bytes `from..to`, as far as one answer goes.
-pub(super) async fn status(
-    queue: &Rc<Queue>,
-    from: GuestOffset,
-    to: GuestOffset,
-) -> Result<Vec<StatusRange>, IoError> {
+/// Returns the origin of `len` bytes from `offset` on, as far as one answer goes.
+pub(super) async fn status(queue: &Rc<Queue>, offset: u64, len: u64) -> Result<Vec<StatusRange>, IoError> {
+    check_range(offset, len, queue.shared.size_bytes())?;
     let mut ranges = StatusRanges::default();
-    let mut here = from;
+    let mut here = GuestOffset::new(offset);
+    let to = here + len;
     for _ in 0..LOOKUPS_MAX {
         if here >= to || ranges.is_full() {
             break;
@@ -58,7 +56,7 @@ async fn unallocated(
     ranges: &mut StatusRanges,
 ) -> Result<u64, IoError> {
     let backed = queue.shared.backed(offset, len);
-    let Some(backing) = queue.shared.backing.as_ref().filter(|_| backed > 0) else {
+    let Some((backing, _)) = queue.backing.as_ref().filter(|_| backed > 0) else {
         ranges.push(StatusRange {
             offset: offset.bytes(),
             len,
@@ -67,9 +65,8 @@ async fn unallocated(
         });
         return Ok(len);
     };
-    let below = Arc::clone(&backing.disk).status(&queue.cx, offset.bytes(), backed);
     let mut covered = 0;
-    for range in below.await? {
+    for range in backing.status(offset.bytes(), backed).await? {
         if ranges.is_full() {
             break;
         }

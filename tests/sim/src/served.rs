@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use block::canary::{Rule, broken};
 use block::delay::HoldOff;
+use block::status::StatusRange;
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Request};
 
 /// Returns the disk to open queues of.
@@ -48,5 +49,9 @@ impl DiskQueue for DisobedientQueue {
             _ => {}
         }
         self.0.submit(request);
+    }
+
+    fn status(&self, offset: u64, len: u64) -> LocalBoxFuture<'_, Result<Vec<StatusRange>, IoError>> {
+        self.0.status(offset, len)
     }
 }

@@ -128,9 +128,11 @@ impl<'a> Session<'a> {
         let size = self.disk.info().size_bytes;
         let (mut here, mut run) = (0, None);
         while here < size {
-            let disk = Arc::clone(&self.disk);
-            let worker = self.queues[0].worker();
-            let ranges = match worker.block_on(move |cx| disk.status(cx, here, size - here))? {
+            let left = Range {
+                offset: here,
+                len: size - here,
+            };
+            let ranges = match self.queues[0].status(left)? {
                 Ok(ranges) => ranges,
                 Err(error) => return self.fail(&format!("map failed: {error}\n")),
             };

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use block::status::StatusRange;
 use block::task::eventfd;
 use block::worker::{Frontend, FrontendId, StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
 use block::{Context, Disk, DiskQueue, IoError, OpenQueueError};
@@ -34,6 +35,15 @@ pub(super) struct Job {
     pub(super) number: u64,
     /// The kind of the job.
     pub(super) work: Work,
+}
+
+/// A block status, or the disk's error.
+pub(super) type Status = Result<Vec<StatusRange>, IoError>;
+
+/// An order to a queue.
+enum Order {
+    Job(Job),
+    Status(Range, mpsc::Sender<Status>),
 }
 
 /// The result of a job.
@@ -69,7 +79,7 @@ pub enum WorkerQueueError {
 pub(super) struct WorkerQueue {
     worker: WorkerHandle,
     frontend: FrontendId,
-    jobs: mpsc::Sender<Job>,
+    orders: mpsc::Sender<Order>,
     /// An eventfd that the worker watches.
     kick: File,
 }
@@ -83,7 +93,7 @@ impl WorkerQueue {
     ) -> Result<Self, WorkerQueueError> {
         let worker = WorkerHandle::spawn(config)?;
         tracing::debug!(driver = worker.driver_name(), "a queue is served");
-        let (jobs, receiver) = mpsc::channel();
+        let (orders, receiver) = mpsc::channel();
         let kick = eventfd().map_err(WorkerQueueError::Kick)?;
         let kicked = kick.try_clone().map_err(WorkerQueueError::Kick)?;
         let disk = Arc::clone(disk);
@@ -94,7 +104,7 @@ impl WorkerQueue {
                 cx: worker.context().clone(),
                 queue,
                 disk_bytes,
-                jobs: receiver,
+                orders: receiver,
                 outcomes,
                 in_flight: Rc::default(),
             };
@@ -105,7 +115,7 @@ impl WorkerQueue {
         Ok(Self {
             worker,
             frontend,
-            jobs,
+            orders,
             kick: File::from(kick),
         })
     }
@@ -116,16 +126,26 @@ impl WorkerQueue {
     ///
     /// If the worker has ended.
     pub(super) fn start(&self, job: Job) -> Result<(), WorkerQueueError> {
-        self.jobs.send(job).map_err(|_| WorkerGone)?;
+        self.order(Order::Job(job))
+    }
+
+    /// Returns the block status of `range`, or of its first part.
+    ///
+    /// # Errors
+    ///
+    /// If the worker has ended.
+    pub(super) fn status(&self, range: Range) -> Result<Status, WorkerQueueError> {
+        let (answer, answers) = mpsc::channel();
+        self.order(Order::Status(range, answer))?;
+        Ok(answers.recv().map_err(|_| WorkerGone)?)
+    }
+
+    fn order(&self, order: Order) -> Result<(), WorkerQueueError> {
+        self.orders.send(order).map_err(|_| WorkerGone)?;
         // Adding one to an eventfd's count can only fail, or wait, near 2^64 unread kicks.
         (&self.kick)
             .write_all(&1_u64.to_ne_bytes())
             .map_err(WorkerQueueError::Kick)
-    }
-
-    /// Returns the worker it runs on.
-    pub(super) fn worker(&self) -> &WorkerHandle {
-        &self.worker
     }
 
     /// Closes the queue when its jobs have ended, and returns the worker it ran on.
@@ -140,35 +160,45 @@ struct JobFrontend {
     cx: Context,
     queue: Rc<dyn DiskQueue>,
     disk_bytes: u64,
-    jobs: mpsc::Receiver<Job>,
+    orders: mpsc::Receiver<Order>,
     outcomes: mpsc::Sender<Outcome>,
     in_flight: Rc<Cell<usize>>,
+}
+
+async fn run(queue: &dyn DiskQueue, disk_bytes: u64, job: Job) -> Outcome {
+    let started = Instant::now();
+    let result = match job.work {
+        Work::Transfer(transfer, range) => transfer::run(queue, disk_bytes, transfer, range).await,
+        Work::Flush => transfer::flush(queue).await.map(|()| Vec::new()),
+    };
+    Outcome {
+        number: job.number,
+        result,
+        took: started.elapsed(),
+    }
 }
 
 impl Frontend for JobFrontend {
     fn poll(&mut self) -> bool {
         let mut any = false;
-        for job in self.jobs.try_iter() {
+        for order in self.orders.try_iter() {
             any = true;
             self.in_flight.set(self.in_flight.get() + 1);
             let queue = Rc::clone(&self.queue);
             let (outcomes, in_flight) = (self.outcomes.clone(), Rc::clone(&self.in_flight));
             let disk_bytes = self.disk_bytes;
             self.cx.spawn(async move {
-                let started = Instant::now();
-                let result = match job.work {
-                    Work::Transfer(transfer, range) => {
-                        transfer::run(queue.as_ref(), disk_bytes, transfer, range).await
+                // A session that is gone wants no answer.
+                match order {
+                    Order::Job(job) => {
+                        let outcome = run(queue.as_ref(), disk_bytes, job).await;
+                        outcomes.send(outcome).unwrap_or_default();
                     }
-                    Work::Flush => transfer::flush(queue.as_ref()).await.map(|()| Vec::new()),
-                };
-                // A session that is gone wants no outcome.
-                let outcome = Outcome {
-                    number: job.number,
-                    result,
-                    took: started.elapsed(),
-                };
-                outcomes.send(outcome).unwrap_or_default();
+                    Order::Status(range, answer) => {
+                        let status = queue.status(range.offset, range.len).await;
+                        answer.send(status).unwrap_or_default();
+                    }
+                }
                 in_flight.set(in_flight.get() - 1);
             });
         }
