@@ -9,7 +9,6 @@
 use std::future::poll_fn;
 use std::task::Poll;
 
-use crate::canary::{Rule, broken};
 use crate::error::IoError;
 use crate::sync::{Mutex, WaitList};
 
@@ -59,11 +58,7 @@ impl Rounds {
         rounds: &Mutex<Self>,
         round: impl AsyncFnOnce() -> Result<(), IoError>,
     ) -> Result<(), IoError> {
-        let need = {
-            let rounds = rounds.lock();
-            let joins = rounds.running && broken(Rule::FlushMissesQueue);
-            rounds.begun + u64::from(!joins)
-        };
+        let need = rounds.lock().begun + 1;
         let shared = poll_fn(|cx| {
             let mut rounds = rounds.lock();
             if rounds.ended >= need {

@@ -223,10 +223,11 @@ impl Contents {
         }
     }
 
-    /// Applies the success of a sync that was submitted at `submitted`.
-    pub(super) fn sync(&mut self, submitted: u64) {
+    /// Applies the success of a sync that was submitted at `submitted`, to the writes of ops that it `covers`.
+    pub(super) fn sync(&mut self, submitted: u64, covers: impl Fn(u64) -> bool) {
         for (&sector, versions) in &mut self.sectors {
-            if let Some(id) = settle(versions, |version| version.is_covered(submitted)) {
+            let durable = |version: &Version<_>| version.is_covered(submitted) && covers(version.op);
+            if let Some(id) = settle(versions, durable) {
                 self.durable.set(sector, id);
             }
         }

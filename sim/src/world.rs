@@ -8,6 +8,7 @@
 
 #![expect(unsafe_code, reason = "identifies a file by its descriptor")]
 
+mod canaries;
 mod fate;
 mod op;
 mod steps;
@@ -30,6 +31,7 @@ use super::pages::{self, Pages};
 use super::profile::{Faults, Profile};
 use super::random::Random;
 use super::trace::{Event, Trace, What};
+use canaries::Canaries;
 use op::{HELD, SimOp};
 pub(super) use submit::FixedPlace;
 
@@ -83,6 +85,7 @@ pub(super) struct World {
     pub(super) changes: u64,
     pub(super) faults: Faults,
     pub(super) trace: Trace,
+    canaries: Canaries,
 }
 
 impl World {
@@ -106,6 +109,7 @@ impl World {
             changes: 0,
             faults: Faults::default(),
             trace: Trace::default(),
+            canaries: Canaries::default(),
         }
     }
 

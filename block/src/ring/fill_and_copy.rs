@@ -12,7 +12,6 @@ use super::ops::PendingOp;
 use super::slots::Owner;
 use super::{OpFuture, Pieces, Ring};
 use crate::buffer::{Buffer, FixedRange, Piece, Place, append_zeros};
-use crate::canary::{Rule, broken};
 use crate::error::IoError;
 use crate::request::Request;
 
@@ -33,8 +32,7 @@ impl Ring {
                 assert!(offset + len <= buffer.len(), "zeros inside the buffer");
                 let zeros = smallvec![Piece::Zeros(len)];
                 let write = Kind::Write { dsync: false };
-                let op = self.at_door(&registered.range(offset), write, len, zeros, buffer);
-                (!broken(Rule::ZerosNotAwaited)).then_some(op)
+                Some(self.at_door(&registered.range(offset), write, len, zeros, buffer))
             }
         }
     }

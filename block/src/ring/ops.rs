@@ -17,7 +17,6 @@ use super::Ring;
 use super::in_flight::InFlight;
 use super::slots::Owner;
 use crate::buffer::{Buffer, Piece, Place, append_zeros};
-use crate::canary::{Rule, broken};
 use crate::error::IoError;
 use crate::handle::{FileHandle, Kind};
 use crate::request::{Op, Request};
@@ -224,9 +223,7 @@ fn try_start(ring: &InFlight, pending: PendingOp) -> OpState {
                     Place::Memory(memory) => slot.name_memory(memory, offset, len),
                     Place::Registered(registered) => slot.name_fixed(&registered.range(offset), len),
                 }
-                if !broken(Rule::MemoryFreedEarly) {
-                    slot.keep.push(buffer);
-                }
+                slot.keep.push(buffer);
             }
             Piece::Zeros(len) => append_zeros(len, &mut slot.slices),
         }

@@ -12,7 +12,6 @@ use smallvec::SmallVec;
 use super::command_sink::CommandSink;
 use super::driver::{FixedOp, KernelOp, Kind};
 use crate::buffer::{BUFFER_ALIGN, Buffer, FixedRange, IoSlice, IoSlices, Memory, append_zeros};
-use crate::canary::{Rule, broken};
 use crate::door::Door;
 use crate::error::IoError;
 use crate::handle::FileHandle;
@@ -202,10 +201,6 @@ impl Slot {
         let mut skip = usize::try_from(moved).unwrap_or(usize::MAX);
         while let Some(slice) = self.slices.get_mut(self.first_slice) {
             if skip < slice.len() {
-                if broken(Rule::RegisteredStaysBehind) && matches!(self.named, Named::Fixed { .. }) {
-                    *slice = IoSlice::new(slice.ptr(), slice.len() - skip);
-                    break;
-                }
                 *slice = slice.skip(skip);
                 self.within_slice += skip;
                 break;

@@ -165,8 +165,7 @@ async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
         .map(|(cluster, _)| *cluster)
         .collect();
     let runs = runs_of(unused);
-    let punches_late = broken(Rule::ReuseBeforePunch);
-    let zero = !punches_late && punch(queue, &runs).await;
+    let zero = punch(queue, &runs).await;
 
     for chunk in left.chunks(CLUSTERS_PER_LOCK) {
         let mut rest = chunk;
@@ -178,9 +177,6 @@ async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
         }
     }
     queue.shared.freeing.lock().freed += runs.iter().map(|run| run.1).sum::<u64>();
-    if punches_late {
-        punch(queue, &runs).await;
-    }
     Ok(())
 }
 

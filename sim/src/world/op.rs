@@ -38,6 +38,8 @@ pub(super) struct SimOp {
     /// The result, once its effect is over and only the completion is to come.
     pub(super) result: Option<i32>,
     pub(super) cancelled: bool,
+    /// The bytes that it had to write when it was completed, if that was before its effect.
+    pub(super) completed_with: Option<Vec<u8>>,
 }
 
 /// The turn of an op that is held: never, until it is released.

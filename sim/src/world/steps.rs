@@ -5,6 +5,7 @@
 use block::canary::{Rule, broken};
 use block::ring::driver::Kind;
 
+use super::canaries::Canaries;
 use super::op::{Fate, HELD, SimOp};
 use super::{SimFile, World};
 use crate::image::SECTOR;
@@ -116,10 +117,13 @@ impl World {
             Kind::Write { .. } => {
                 let part = most.min(fate.bytes - op.done);
                 let mut bytes = vec![0; part as usize];
-                op.copy(
-                    |memory, at| bytes[at..at + memory.len()].copy_from_slice(memory),
-                    part,
-                );
+                match &op.completed_with {
+                    Some(all) => bytes.copy_from_slice(&all[op.done as usize..][..part as usize]),
+                    None => op.copy(
+                        |memory, at| bytes[at..at + memory.len()].copy_from_slice(memory),
+                        part,
+                    ),
+                }
                 match pages {
                     Some(pages) => pages.write((op.offset + op.done) as usize, &bytes),
                     None => {
@@ -179,7 +183,8 @@ impl World {
             match op.kind {
                 Kind::DataSync if result < 0 => {}
                 Kind::DataSync => {
-                    contents.sync(op.submitted);
+                    let canaries = &self.canaries;
+                    contents.sync(op.submitted, |written_by| canaries.covers(op.ring, written_by));
                     self.changes += 1;
                 }
                 Kind::Read | Kind::Watch | Kind::Command { .. } => {}
@@ -220,6 +225,8 @@ impl World {
     fn answer(&mut self, op: &SimOp, result: i32) {
         self.note(op, What::Completed(result));
         memory::let_go(op.id);
-        self.push_completion(op.ring, op.user_data, result);
+        if op.completed_with.is_none() && !Canaries::loses_completion() {
+            self.push_completion(op.ring, op.user_data, result);
+        }
     }
 }

@@ -48,6 +48,7 @@ impl World {
         self.time += 1;
         let id = self.next_op;
         self.next_op += 1;
+        self.canaries.submit(ring);
         let mut slices: &[IoSlice] = if op.slice_count == 0 {
             &[]
         } else {
@@ -70,12 +71,14 @@ impl World {
         };
         let mut behind = None;
         if let Some(fixed) = op.fixed {
+            let named = slices.first();
+            let named = named.map(|&named| self.canaries.stretch(ring, user_data, named));
             let place = self.fixed[ring as usize].get(usize::from(fixed.index));
             let way = match op.kind {
                 Kind::Read => Way::Filled,
                 _ => Way::Taken,
             };
-            behind = place.and_then(|place| place.find(slices.first()?, way));
+            behind = place.and_then(|place| place.find(&named?, way));
             if behind.is_none() || slices.len() != 1 {
                 // As in Linux for a slot that is empty, ends before the stretch does, or is for the other direction.
                 self.push_completion(ring, user_data, -libc::EFAULT);
@@ -132,6 +135,7 @@ impl World {
             done: 0,
             result: None,
             cancelled: false,
+            completed_with: None,
         };
         self.note(&op, What::Submitted);
         if self.profile.immediate {
@@ -151,6 +155,7 @@ impl World {
         if std::mem::take(&mut self.hold_next) {
             op.not_before = HELD;
         }
+        self.complete_early(&mut op);
         self.ops.push(op);
     }
 }
