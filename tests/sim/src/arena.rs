@@ -8,7 +8,9 @@ use std::fs::File;
 use std::sync::Arc;
 
 use simulator::memory;
-use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion};
+use vm_memory::{
+    FileOffset, GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion, VolatileMemory,
+};
 
 use ringdisk_driver::Rings;
 use virtio_devices::virtqueue::{InflightRegion, RingAddresses};
@@ -85,6 +87,15 @@ impl Arena {
     #[must_use]
     pub fn marks(&self, index: usize, recover: bool) -> Option<InflightRegion> {
         InflightRegion::new(&self.marks, index, self.entries, recover)
+    }
+
+    /// Removes the mark of a chain of queue `index`, as a server does once its answer is published.
+    pub(crate) fn unmark(&self, index: usize, head: u16) {
+        // The vhost-user layout: a header of 16 bytes, and for each head 16 bytes that begin with the mark.
+        let at = index * InflightRegion::bytes(self.entries) + 16 * (1 + usize::from(head));
+        let mark = self.marks.get_ref::<u8>(at);
+        mark.unwrap_or_else(|error| panic!("memory for marks: {error}"))
+            .store(0);
     }
 
     /// Where the rings of a queue are.

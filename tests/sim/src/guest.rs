@@ -159,6 +159,8 @@ pub struct Guest {
     free: Vec<u16>,
     places: Vec<usize>,
     chains: BTreeMap<u16, Chain>,
+    /// A used entry that is taken once more.
+    taken_twice: Option<(u32, u32)>,
     /// Chains that are used and whose memory was not taken back yet.
     used: Vec<Chain>,
     asleep: bool,
@@ -196,6 +198,7 @@ impl Guest {
             free: (0..virtio.size).rev().collect(),
             places: (0..PLACES).rev().collect(),
             chains: BTreeMap::new(),
+            taken_twice: None,
             used: Vec::new(),
             asleep: false,
             random: Random::new(seed),
@@ -224,6 +227,11 @@ impl Guest {
         self.wire.dead.set(true);
         self.book.abandon_growth();
         self.disconnect();
+    }
+
+    /// The first descriptor of a chain in flight.
+    pub(crate) fn first_head(&self) -> Option<u16> {
+        self.chains.keys().next().copied()
     }
 
     /// There is no server any more.
@@ -257,7 +265,7 @@ impl Guest {
                 self.chains.len()
             ));
         }
-        while let Some((head, len)) = self.driver.take_used() {
+        while let Some((head, len)) = self.take_used() {
             let chain = u16::try_from(head)
                 .ok()
                 .and_then(|head| self.chains.remove(&head));
@@ -270,6 +278,16 @@ impl Guest {
             self.answer(chain, len)?;
         }
         Ok(())
+    }
+
+    /// Takes the next used entry, which the driver overlooks or takes twice if that rule is broken.
+    fn take_used(&mut self) -> Option<(u32, u32)> {
+        let entry = self.taken_twice.take().or_else(|| self.driver.take_used())?;
+        if strikes(Rule::VirtqueueLostUsed, 20) {
+            return self.driver.take_used();
+        }
+        self.taken_twice = strikes(Rule::VirtqueueDoubleUsed, 20).then_some(entry);
+        Some(entry)
     }
 
     fn answer(&mut self, chain: Chain, len: u32) -> Result<(), String> {

@@ -12,7 +12,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
-use block::canary::{Rule, broken, strikes};
+use block::canary::{Rule, strikes};
 use block::worker::Frontend;
 use block::{Buffer, CompletionSink, Context, DiskQueue, Done, Op, OpenQueueError, Request};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES};
@@ -504,12 +504,6 @@ impl Frontend for BlockQueue {
         }
         if self.ring.unpublished() == 0 {
             return false;
-        }
-        if let Some(inflight) = &mut self.inflight
-            && broken(Rule::InflightClearedEarly)
-        {
-            let used = self.ring.used_index().wrapping_add(self.ring.unpublished());
-            inflight.published(used);
         }
         let wanted = self.ring.publish();
         if let Some(inflight) = &mut self.inflight {

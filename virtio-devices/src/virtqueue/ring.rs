@@ -13,7 +13,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU16, Ordering, fence};
 
-use block::canary::{Rule, may_store, strikes};
+use block::canary::may_store;
 use virtio_bindings::virtio_ring::{VRING_AVAIL_F_NO_INTERRUPT, VRING_USED_F_NO_NOTIFY};
 use vm_memory::GuestMemoryMmap;
 
@@ -284,17 +284,6 @@ impl Virtqueue {
     /// [`Virtqueue::publish`].
     #[inline]
     pub fn give_back(&mut self, head: u16, len: u32) {
-        if strikes(Rule::VirtqueueLostUsed, 20) {
-            return;
-        }
-        self.put_used(head, len);
-        if strikes(Rule::VirtqueueDoubleUsed, 20) {
-            self.put_used(head, len);
-        }
-    }
-
-    #[inline]
-    fn put_used(&mut self, head: u16, len: u32) {
         let position = usize::from(self.next_used & self.mask);
         let entry = (u64::from(len) << 32 | u64::from(head)).to_le();
         // SAFETY: `position` is below `size`, so the entry's 8 bytes are inside the used ring that `new`
