@@ -1,5 +1,10 @@
 //! Canaries: rules that a special build can break on purpose, to prove that the simulator detects it.
 //!
+//! A rule is broken at a seam if one can break it: by the simulated kernel and disk (`sim/src/world/canaries.rs`), between
+//! a frontend and its disk (`tests/sim/src/served.rs`), by the guest, its memory, or the model of the ublk driver. The
+//! product itself is asked for the rest, which nothing outside can break: the order in which the engine writes metadata
+//! and data, who waits for whom (writers, discards, grace periods), copy-on-write, and locks.
+//!
 //! Without the feature `canary` nothing is ever broken: [`broken`] is a constant, and so is every branch on it.
 //! The same build can also kill its simulated process between two stores to a guest's memory ([`may_store`]).
 //! Only the explorer's own build, with a target folder of its own, has the feature.

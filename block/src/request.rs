@@ -11,7 +11,6 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
 use crate::buffer::Buffer;
-use crate::canary::{Rule, strikes};
 use crate::epoch::EpochGuard;
 use crate::error::IoError;
 
@@ -196,10 +195,6 @@ impl Request {
             Target::Answered => {}
             Target::Sink(sink, tag) => {
                 sink.done.borrow_mut().push(Done { tag, result, buffer });
-                if strikes(Rule::DoubleCompletion, 10) {
-                    let buffer = Buffer::default();
-                    sink.done.borrow_mut().push(Done { tag, result, buffer });
-                }
             }
             Target::Local(cell) => {
                 *cell.done.borrow_mut() = Some(Done {

@@ -8,7 +8,6 @@
 //! Invariant: a sync succeeds only if it began after it was requested, and no sync of the image had failed by the
 //! time it ended.
 
-use crate::canary::{Rule, broken};
 use crate::error::IoError;
 use crate::rounds::Rounds;
 use crate::sync::Mutex;
@@ -25,9 +24,6 @@ pub(crate) struct Syncs {
 impl Syncs {
     /// Records a failure. Returns true if it is the first.
     pub(crate) fn fail(&self, errno: i32) -> bool {
-        if broken(Rule::FailedSyncForgotten) {
-            return true;
-        }
         let first = self
             .failed
             .compare_exchange(0, errno, Ordering::SeqCst, Ordering::SeqCst);

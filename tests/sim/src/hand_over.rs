@@ -9,6 +9,7 @@
 
 use std::rc::Rc;
 
+use block::canary::{Rule, broken};
 use block::{Disk, IoError};
 use virtio_devices::ublk::abi::Flags;
 use virtio_devices::ublk::{Duty, HandOverProgress, Recovery, Step, parting_duty};
@@ -93,7 +94,7 @@ impl Run<'_> {
             }
             let mut all = self.host.iter().flat_map(|host| &host.served);
             let finished = all.all(|served| served.state.unfinished() == Some(0));
-            match progress.after_round(finished) {
+            match progress.after_round(finished || broken(Rule::UblkLeavesEarly)) {
                 Step::Wait => {}
                 Step::Keep => self.set_duty(Duty::Keep)?,
                 Step::Close => break,

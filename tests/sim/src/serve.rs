@@ -18,7 +18,7 @@ use crate::guest::{Guest, Interrupt, Served};
 use crate::lane::Book;
 use crate::plan::{Planned, Virtio};
 use crate::run::{Run, without_errors};
-use crate::served::served;
+use crate::served::{Frontend, served};
 use crate::server::{Mishap, Mishaps, Sleepers, revive};
 use crate::shape::chain;
 
@@ -76,7 +76,11 @@ impl Run<'_> {
             queue_size: serving.virtio.size,
             serial: "simulated",
         };
-        let device = BlockDevice::new(served(Arc::clone(disk) as Arc<dyn Disk>), &config).map_err(text)?;
+        let device = BlockDevice::new(
+            served(Arc::clone(disk) as Arc<dyn Disk>, Frontend::Virtio),
+            &config,
+        )
+        .map_err(text)?;
         if serving.virtio.writethrough {
             let features = serving.features(&device);
             device.write_config(WRITEBACK_AT, &[0], features).map_err(text)?;

@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 
+use block::canary::{Rule, broken};
 use block::worker::{Frontend, FrontendId, Worker};
 use block::{Context, Disk};
 use simulator::SimWorld;
@@ -22,7 +23,7 @@ use crate::lane::Book;
 use crate::places::PLACE_BYTES;
 use crate::plan::{Planned, Ublk};
 use crate::run::{Run, without_errors};
-use crate::served::served;
+use crate::served::{self, served};
 use crate::server::{Mishap, Mishaps, Sleepers, revive};
 use crate::shape::chain;
 
@@ -62,7 +63,7 @@ impl Frontend for Mortal {
     }
 
     fn prepare_sleep(&mut self) -> bool {
-        !self.dead.get() && self.queue.prepare_sleep()
+        !self.dead.get() && self.queue.prepare_sleep() && !broken(Rule::UblkSleepsOnAnswers)
     }
 
     fn end_sleep(&mut self) {
@@ -174,7 +175,7 @@ impl Run<'_> {
             if let Some(table) = &tables[index] {
                 queue.model().register_with(table);
             }
-            let opened = served(Arc::clone(disk) as Arc<dyn Disk>)
+            let opened = served(Arc::clone(disk) as Arc<dyn Disk>, served::Frontend::Ublk)
                 .open_queue(&cx)
                 .map_err(|error| chain(&error))?;
             let broken = Arc::clone(&host.broken);
@@ -230,7 +231,11 @@ impl Run<'_> {
         if let Some(Command::Duty { queue, duty }) = host.commands[turn].take() {
             let served = &mut host.served[queue];
             served.errors = Some(served.state.counts().errors);
-            served.state.set_duty(duty);
+            // A queue that serves on whatever it is told.
+            let serves_on = duty == Duty::Keep && broken(Rule::UblkServesOn);
+            served
+                .state
+                .set_duty(if serves_on { Duty::FinishWell } else { duty });
         }
         let (worker, schedule) = (&mut self.workers[turn], &mut self.schedule);
         let each = usize::from(host.ublk.queues_per_worker);

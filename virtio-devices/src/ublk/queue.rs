@@ -18,7 +18,6 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
-use block::canary::{Rule, broken, strikes};
 use block::worker::Frontend;
 use block::{Buffer, CompletionSink, DiskQueue, Done, Op, Request};
 
@@ -334,7 +333,7 @@ impl<C: Channel> UblkQueue<C> {
             let state = self.tags.get(usize::from(tag));
             assert_eq!(state, Some(&Tag::Waiting), "tag {tag} was not waiting");
             match result {
-                IO_RES_OK if self.state.duty() == Duty::Keep && !broken(Rule::UblkServesOn) => {
+                IO_RES_OK if self.state.duty() == Duty::Keep => {
                     self.tags[usize::from(tag)] = Tag::Kept;
                 }
                 IO_RES_OK => self.serve(tag),
@@ -375,11 +374,6 @@ impl<C: Channel> UblkQueue<C> {
             None
         };
         let deliver = op == Op::Read && pages.is_none();
-        let early = match op {
-            _ if pages.is_some() => strikes(Rule::UblkPagesBackEarly, 5),
-            Op::Write { .. } => strikes(Rule::UblkCommitEarly, 7),
-            _ => false,
-        };
         let answer = if moves { bytes as i32 } else { 0 };
         let buffer = match (pages, op) {
             (Some(pages), _) => pages,
@@ -395,13 +389,8 @@ impl<C: Channel> UblkQueue<C> {
             _ => Buffer::default(),
         };
         self.tags[usize::from(tag)] = Tag::Served { answer, deliver };
-        // Nobody waits for the disk's answer to what is answered early.
-        let name = if early { u64::MAX } else { tag.into() };
         self.disk
-            .submit(Request::new(op, offset, len, buffer, &self.sink, name));
-        if early {
-            self.answer(tag, answer);
-        }
+            .submit(Request::new(op, offset, len, buffer, &self.sink, tag.into()));
     }
 
     /// The pages of a request with data, if it is to be served by them.
@@ -543,8 +532,7 @@ impl<C: Channel> Frontend for UblkQueue<C> {
     }
 
     fn prepare_sleep(&mut self) -> bool {
-        let answers = !self.sink.is_empty() && !broken(Rule::UblkSleepsOnAnswers);
-        self.channel.has_results() || answers
+        self.channel.has_results() || !self.sink.is_empty()
     }
 
     fn end_sleep(&mut self) {}

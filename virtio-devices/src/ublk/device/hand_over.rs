@@ -13,7 +13,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use block::IoError;
-use block::canary::{Rule, broken};
 use block::worker::WorkerGone;
 
 use super::super::abi::Flags;
@@ -113,7 +112,6 @@ impl HandOverProgress {
     /// Every worker was given a command between two of its rounds; after that, no queue had anything
     /// [unfinished](super::super::queue::QueueState::unfinished), or one had.
     pub fn after_round(&mut self, finished: bool) -> Step {
-        let finished = finished || broken(Rule::UblkLeavesEarly);
         self.quiet_rounds = if finished { self.quiet_rounds + 1 } else { 0 };
         if self.quiet_rounds < Self::QUIET_ROUNDS {
             return Step::Wait;
