@@ -1,4 +1,4 @@
-//! What a request costs above the kernel: submitted to a raw disk, ended at once by the null driver, answered.
+//! The cost of a request above the kernel: submitted to a raw disk, ended at once by the null driver, answered.
 //!
 //! Besides criterion's report it prints `bench_result NAME VALUE UNIT` lines for `make bench`.
 

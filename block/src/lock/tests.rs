@@ -51,7 +51,7 @@ impl World {
         ImageLock::acquire(&LockSet::default(), file.as_fd(), &self.path, mode, granularity)
     }
 
-    /// Whether the kernel lists a lock on `byte` of the image.
+    /// Returns true if the kernel lists a lock on `byte` of the image.
     fn is_locked(&self, byte: i64) -> bool {
         let inode = format!(":{}", fs::metadata(&self.path).expect("stat").ino());
         fs::read_to_string("/proc/locks")

@@ -5,7 +5,7 @@ use loom::thread;
 use super::*;
 use crate::sync::modelled::check;
 
-/// What a task waits for, set by other threads.
+/// Events that a task waits for, set by other threads.
 #[derive(Default)]
 struct Events {
     state: Mutex<(usize, Option<Waker>)>,

@@ -273,7 +273,7 @@ fn drained_requests_skip_the_wait_but_are_charged() {
     );
 }
 
-/// What is measured: how many queues on how many disks, and their limit.
+/// A set-up to measure: so many disks, so many queues on each, and their limit.
 struct Measured {
     disks: usize,
     queues: usize,

@@ -1,4 +1,4 @@
-//! How often a worker calls the kernel.
+//! The number of times that a worker calls the kernel.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -74,7 +74,7 @@ fn worker(commands: &Arc<Commands>) -> (Worker, Rc<RefCell<Vec<Wait>>>) {
     (Worker::new(Context::on(ring), Arc::clone(commands), poll), calls)
 }
 
-/// How often the kernel is called for 100 ops, each begun when the one before has ended.
+/// Returns the number of kernel calls for 100 ops, each begun when the one before has ended.
 fn calls(through_ring: bool) -> usize {
     let commands: Arc<Commands> = Arc::default();
     let (mut worker, calls) = worker(&commands);
