@@ -1,4 +1,4 @@
-//! What an allocating 4 KiB write costs: reserve, fill, map, on system calls and a file in memory.
+//! The cost of an allocating 4 KiB write: reserve, fill, map, on system calls and a file in memory.
 //!
 //! Besides criterion's report it prints `bench_result NAME VALUE UNIT` lines for `make bench`.
 

@@ -1,4 +1,4 @@
-//! What a cached mapping lookup costs, on one thread and on two at once.
+//! The cost of a cached mapping lookup, on one thread and on two at once.
 //!
 //! Lookups are spread over a 4 GiB disk whose tables are all cached. Besides criterion's report it prints
 //! `bench_result NAME VALUE UNIT` lines for `make bench`.

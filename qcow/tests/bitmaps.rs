@@ -14,7 +14,7 @@ use common::{Folder, Lane, close, open, patch};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, SimImage, SimWorld};
 
-/// Where the autoclear bits are, and one that no edition of the format has.
+/// The header's offset of the autoclear bits, and one of them that no edition of the format has.
 const AUTOCLEAR: u64 = 88;
 const UNKNOWN: u8 = 0x80;
 

@@ -25,7 +25,7 @@ use qcow::{OpenOptions, QcowDisk};
 use ringdisk_gen::Random;
 
 const NO_SPACE: IoError = IoError::Host { errno: 28 };
-/// What is on a device before there is an image.
+/// The byte that fills a device before there is an image.
 const GARBAGE: u8 = 0xA5;
 
 /// A loop device, gone with the test.
@@ -255,7 +255,7 @@ fn full_device_keeps_working_and_reuses_discarded_space() {
     }
 }
 
-/// How many clusters the image reaches up to: the place of the last one written.
+/// Returns the end of the last cluster written, in clusters from the image's start.
 fn clusters_reached(disk: &Arc<QcowDisk>, lane: &Lane, cluster: u64) -> u64 {
     let mut end = 0;
     lane.read(0, 32 << 20);

@@ -1,5 +1,5 @@
-//! What the log says of a corrupt image: what was found, where, and how much more of it there is. Operators look for the
-//! place with it, so each number is checked.
+//! Log lines about a corrupt image: the corruption, its place, and how much more of it there is. Operators look for the
+//! place with them, so each number is checked.
 
 mod common;
 

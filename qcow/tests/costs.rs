@@ -1,5 +1,5 @@
-//! What requests cost: how many operations each asks of the host's disk, in the simulated world. A result can be right
-//! and still take a read, a table or a pass too many, which no test of contents sees.
+//! The cost of requests: the number of operations that each asks of the host's disk, in the simulated world. A result
+//! can be right and still take a read, a table or a pass too many, which no test of contents sees.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -31,7 +31,7 @@ const CLUSTER_SECTORS: u64 = 8;
 
 /// Zeros, as a sector's version.
 const ZERO: u64 = 0;
-/// What the image under test holds at first.
+/// The version of every sector of the image under test at first.
 const FIRST: u64 = 1;
 
 /// One note: a change asked for (sector, version) or, with version `u64::MAX`, all before it flushed. The
@@ -56,7 +56,7 @@ fn content(sector: u64, version: u64) -> Vec<u8> {
     bytes
 }
 
-/// Which queue a sector belongs to: every other one in the first half, every other cluster in the second.
+/// Returns the queue that a sector belongs to: every other one in the first half, every other cluster in the second.
 fn owner(sector: u64) -> u64 {
     if sector < SECTORS / 2 {
         sector % 2
@@ -65,7 +65,7 @@ fn owner(sector: u64) -> u64 {
     }
 }
 
-/// How the image under test is used.
+/// A way to use the image under test.
 #[derive(Clone, Copy, Default)]
 struct Mode {
     backing: bool,
@@ -152,7 +152,7 @@ fn work(lane: &Lane, queue: u64, mut random: Random, mut version: u64, persist: 
     }
 }
 
-/// What the child does until it is killed.
+/// Runs two queues of changes until the child is killed.
 fn child(folder: &Path, round: u64, mode: Mode) {
     let disk = open(&folder.join("disk.qcow2"), &options(mode));
     let log = File::options()
@@ -172,7 +172,7 @@ fn child(folder: &Path, round: u64, mode: Mode) {
     });
 }
 
-/// What each sector may hold: its last flushed value first, then those asked for since.
+/// The versions that each sector may hold: its last flushed value first, then those asked for since.
 type Candidates = HashMap<u64, Vec<u64>>;
 
 /// Applies the log to what the sectors held before. Returns how many FLUSHes were acknowledged.

@@ -16,7 +16,7 @@ const DISK: &str = "disk";
 const BASE: &str = "base";
 const BYTES: u64 = 64 << 10;
 const CLUSTER: u64 = 512;
-/// Where a version 3 header keeps the dirty bit: the lowest of `incompatible_features`.
+/// The offset of a version 3 header's byte with the dirty bit, the lowest of `incompatible_features`.
 const DIRTY_AT: u64 = 79;
 
 async fn open(world: &SimWorld, cx: &Context, name: &str) -> Result<Arc<QcowDisk>, OpenError> {

@@ -20,12 +20,12 @@ const DISK: &str = "disk";
 const BASE: &str = "base";
 const SECTOR: u64 = 512;
 
-/// What the guest knows of its sectors: those that were changed, `None` for one that may hold either of two values.
+/// The guest's knowledge of its sectors: those that were changed, `None` for one that may hold either of two values.
 type Sectors = BTreeMap<u64, Option<u8>>;
 
 #[derive(Debug)]
 struct Shape {
-    /// What it was drawn from.
+    /// The seed it was drawn from.
     #[expect(dead_code, reason = "for messages")]
     seed: u64,
     cluster_bits: u32,
@@ -131,7 +131,7 @@ impl Bench {
         }
     }
 
-    /// What a sector holds that nobody has changed.
+    /// Returns the byte that fills a sector that nobody has changed.
     fn untouched(&self, sector: u64) -> u8 {
         let below = self.shape.backing.min(self.shape.bytes) / SECTOR;
         if sector < below { 0xBB } else { 0 }

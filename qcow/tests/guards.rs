@@ -20,7 +20,7 @@ const CLUSTER: u64 = 4096;
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// What guests write here, and nothing else in an image looks like.
+/// The byte that guests write here, and that nothing else in an image looks like.
 const GUEST: u8 = 0x5A;
 
 /// Guest bytes that hold data (2), and that hold none.
@@ -95,7 +95,7 @@ impl Base {
         list
     }
 
-    /// How many errors and leaks `qemu-img check` finds, and with which exit code.
+    /// Returns the exit code of `qemu-img check`, and the lines that count the errors and leaks it finds.
     fn verdict(&self) -> (Option<i32>, Vec<String>) {
         let output = std::process::Command::new("qemu-img")
             .args(["check", "--output=json", "-f", "qcow2"])
@@ -110,7 +110,7 @@ impl Base {
     }
 }
 
-/// Where the directory is that the header's bitmaps extension leads to.
+/// Returns the offset of the directory that the header's bitmaps extension leads to.
 fn bitmap_directory(path: &Path) -> u64 {
     let mut at = u64::from(u32_at(path, 100));
     loop {

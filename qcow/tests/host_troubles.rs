@@ -1,4 +1,4 @@
-//! What becomes of requests, and of what was acknowledged, when the host runs out of space or a sync fails.
+//! The fate of requests, and of acknowledged data, when the host runs out of space or a sync fails.
 //!
 //! Method: real ones. A test runs itself again in a mount namespace of its own, where a small tmpfs can be filled
 //! to the last page and emptied again, or where a file system lies on a loop device whose own file is in that tmpfs:
@@ -37,13 +37,12 @@ const fn libc_enospc() -> i32 {
     28
 }
 
-/// Where a test is while it runs in its own namespace.
+/// The variable that names a test's folder while it runs in its own namespace.
 const PLACE: &str = "RINGDISK_TEST_PLACE";
-/// What is said before the test runs itself. A failure after it is the test's, one before it the machine's.
+/// The line that is printed before the test runs itself. A failure after it is the test's, one before it the machine's.
 const MOUNTED: &str = "the folder is mounted";
 
-/// Whether this is the test in its namespace: then the folder that was mounted for it. Otherwise runs it there,
-/// after `mounts`.
+/// Returns the mounted folder if this is the test in its namespace. Otherwise runs it there, after `mounts`.
 fn place(test: &str, mounts: &str) -> Option<PathBuf> {
     if let Some(place) = std::env::var_os(PLACE) {
         return Some(place.into());
@@ -74,8 +73,8 @@ fn run_again(command: &mut Command, test: &str, place: &Path) -> (Option<i32>, S
     (output.status.code(), String::from_utf8_lossy(&said).into_owned())
 }
 
-/// Whether this is the test in a process of its own, whose descriptors it may use up: then a folder for it. Otherwise
-/// runs it there.
+/// Returns a folder if this is the test in a process of its own, whose descriptors it may use up. Otherwise runs it
+/// there.
 fn with_few_descriptors(test: &str) -> Option<PathBuf> {
     if let Some(place) = std::env::var_os(PLACE) {
         return Some(place.into());
@@ -142,7 +141,7 @@ struct Lane {
     tags: Option<Tags>,
 }
 
-/// How many requests with registered pages may be in flight, and how large they are.
+/// The number of requests with registered pages that may be in flight, and their size in bytes.
 const PLACES: u16 = 4;
 const PLACE_BYTES: usize = 3 * CLUSTER as usize;
 

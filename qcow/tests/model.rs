@@ -19,7 +19,7 @@ const DISK: u64 = 3 << 20;
 /// The most requests in flight.
 const TAGS: u64 = 12;
 
-/// What the image under test is like.
+/// The properties of the image under test.
 #[derive(Clone, Debug)]
 struct Shape {
     cluster_bits: u64,

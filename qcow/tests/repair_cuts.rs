@@ -39,7 +39,7 @@ impl Image {
         self.0[at as usize..][..8].copy_from_slice(&value.to_be_bytes());
     }
 
-    /// Where the L1 tables of the disk and of its snapshot are.
+    /// Returns the offsets of the L1 tables of the disk and of its snapshot.
     fn l1s(&self) -> [u64; 2] {
         [self.u64(40), self.u64(self.u64(64))]
     }
@@ -48,12 +48,12 @@ impl Image {
         self.0[79]
     }
 
-    /// Where the count of a host cluster is.
+    /// Returns the offset of a host cluster's count.
     fn count_at(&self, cluster: u64) -> u64 {
         self.u64(self.u64(48) + cluster / BLOCK_COUNTS * 8) + cluster % BLOCK_COUNTS * 8
     }
 
-    /// Where the L1 entry and, if it leads to a table, the L2 entry of a guest cluster are.
+    /// Returns the offsets of a guest cluster's L1 entry and, if that leads to a table, of its L2 entry.
     fn entries(&self, l1: u64, guest: u64) -> (u64, Option<u64>) {
         let at = l1 + guest / 64 * 8;
         let table = self.u64(at) & OFFSET;
@@ -78,7 +78,7 @@ impl Image {
         bytes
     }
 
-    /// What the disk and its snapshot read as, by cluster.
+    /// Returns the contents of the disk and of its snapshot, by cluster.
     fn contents(&self) -> [Vec<Vec<u8>>; 2] {
         self.l1s()
             .map(|l1| (0..GUEST_CLUSTERS).map(|guest| self.cluster(l1, guest)).collect())
@@ -136,7 +136,8 @@ fn look(world: &SimWorld, cx: &Context) -> CheckReport {
     report.expect("a check")
 }
 
-/// What is corrupt, but for COPIED flags: while a flag and a count are both mended, one is first.
+/// Returns the corruptions but for COPIED flags, with their offsets: while a flag and a count are both mended, one is
+/// first.
 fn wrong(report: &CheckReport) -> BTreeSet<(u64, String)> {
     let corrupt = report
         .findings
@@ -156,7 +157,7 @@ fn uncounted(report: &CheckReport) -> BTreeSet<u64> {
     zero.map(|finding| finding.offset).collect()
 }
 
-/// What a guest that writes to a damaged image breaks.
+/// The damage that a guest does by writing to a damaged image.
 #[derive(Debug, Default)]
 struct Harm {
     /// Host clusters in use that count zero.

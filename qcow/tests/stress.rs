@@ -29,7 +29,7 @@ const WORKERS: u64 = 3;
 const ACTORS_PER_WORKER: u64 = 4;
 const ACTORS: u64 = WORKERS * ACTORS_PER_WORKER;
 
-/// How one variant's image is made and opened.
+/// A variant: the way its image is made and opened.
 #[derive(Clone, Debug)]
 struct Variant {
     name: &'static str,
@@ -65,21 +65,21 @@ struct Actor {
     /// Its part of the other half: first sector and how many.
     own: (u64, u64),
     model: Array,
-    /// How many requests it has made.
+    /// The number of requests it has made.
     requests: u64,
 }
 
 /// The bytes of an actor's place among registered pages.
 const PLACE_BYTES: usize = 200 * SECTOR as usize + 4096;
-/// What lies beside a request's bytes there.
+/// The byte that fills a place beside a request's bytes.
 const BESIDE: u8 = 0xA5;
 
-/// Where an actor's requests have their bytes: in memory, or in registered pages.
+/// The storage of an actor's request bytes: memory, or registered pages.
 #[derive(Default)]
 struct Bytes {
     /// The worker's pages, and the place among them that is this actor's.
     pages: Option<(Rc<Tags>, u16)>,
-    /// How far into it the bytes begin.
+    /// The offset in it at which the bytes begin.
     skip: usize,
 }
 
@@ -96,7 +96,7 @@ impl Bytes {
         buffer.map_err(|error| error.to_string())
     }
 
-    /// What they are when their request has ended.
+    /// Returns the bytes of a request that has ended. Fails if any beside them have changed.
     fn found(&self, buffer: Buffer) -> Result<Vec<u8>, String> {
         let Some((tags, tag)) = &self.pages else {
             return Ok(buffer.into_owned().ok_or("no buffer")?.to_vec());

@@ -32,7 +32,7 @@ use shuttle::rand::{Rng, thread_rng};
 
 const SECTOR: u64 = 512;
 
-/// What every sector was given, in order; the values before `answered` are no longer acceptable.
+/// The values that every sector was given, in order; those before `answered` are no longer acceptable.
 ///
 /// Shared by all threads, but behind the checker's back: it is the observer's, and nobody is stopped in it.
 #[derive(Debug, Default)]
@@ -56,7 +56,7 @@ fn bytes_of(value: Option<u64>) -> Vec<u8> {
     )
 }
 
-/// What one case does.
+/// The work of one case.
 #[derive(Clone, Debug)]
 struct Case {
     cluster: u64,
@@ -111,7 +111,7 @@ struct Actor {
     case: Arc<Case>,
     history: Shared,
     path: Arc<PathBuf>,
-    /// Which sector of each place is its own, or that its places' clusters are.
+    /// The index, in each place, of the sector that is its own.
     index: u64,
     queue: Rc<dyn DiskQueue>,
 }

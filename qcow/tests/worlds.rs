@@ -1,4 +1,4 @@
-//! What the simulated world found, each made small: one thread, no kernel, and a worker that would wait for ever
+//! Faults that the simulated world found, each made small: one thread, no kernel, and a worker that would wait for ever
 //! is an error.
 
 use std::cell::Cell;
@@ -47,7 +47,7 @@ async fn ask(queue: &dyn DiskQueue, op: Op, offset: u64, buffer: Buffer) -> Resu
 #[test]
 fn new_l2_table_reads_as_zeros_in_unwritten_slices() {
     const CLUSTER: u64 = 64 << 10;
-    /// What a slice of 512 entries maps.
+    /// The bytes that a slice of 512 entries maps.
     const SLICE: u64 = 512 * CLUSTER;
     let world = SimWorld::new(1, Profile::IMMEDIATE);
     let cx = world.context(64);

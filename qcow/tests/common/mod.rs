@@ -1,5 +1,5 @@
-//! What the engine's tests share: images made by QEMU's tools, queues driven by hand, and a small
-//! seeded random source.
+//! Helpers that the engine's tests share: images made by QEMU's tools, queues driven by hand, and a small seeded random
+//! source.
 
 #![allow(dead_code, unreachable_pub, reason = "each test uses its part of this module")]
 
@@ -68,7 +68,7 @@ impl Folder {
         assert!(!wrong, "qemu-io {name} {commands:?}: {said}");
     }
 
-    /// What QEMU reads from the image: the whole disk.
+    /// Returns the whole disk as QEMU reads it from the image.
     pub fn qemu_reads(&self, name: &str) -> Vec<u8> {
         self.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", name, "as-raw.img"]);
         std::fs::read(self.path("as-raw.img")).expect("what qemu-img wrote")
@@ -84,10 +84,11 @@ pub struct Lane {
     pub tags: Option<Tags>,
 }
 
-/// How many places for requests a lane with registered pages has, and how large they are. Pinned memory is limited.
+/// The number of places for requests in a lane with registered pages, and their size in bytes. Pinned memory is
+/// limited.
 pub const PLACES: u16 = 4;
 pub const PLACE_BYTES: usize = 360 << 10;
-/// What lies beside a request's bytes in its place.
+/// The byte that fills a place beside a request's bytes.
 const BESIDE: u8 = 0xA5;
 
 /// A request's bytes: registered pages or memory.
@@ -145,8 +146,8 @@ impl Lane {
         (buffer, Placed { place, bytes })
     }
 
-    /// What a buffer of [`Lane::place`] holds when its request has ended. Nothing beside it has changed, nor the bytes
-    /// of a write.
+    /// Returns the contents of a buffer of [`Lane::place`] when its request has ended. Nothing beside them has changed,
+    /// nor the bytes of a write.
     #[track_caller]
     pub fn placed(&self, placed: &Placed, buffer: Buffer, read: bool) -> Vec<u8> {
         assert_eq!(buffer.len(), placed.bytes.len(), "the buffer comes back");

@@ -10,7 +10,7 @@ use ringdisk_gen::{Image, ImageSpec};
 use super::common::{self, Folder};
 use super::{Trial, WAYS, Worker};
 
-/// How long a repair of the worst image may take on a busy host: it is some ten seconds of computing.
+/// The longest time for a repair of the worst image on a busy host: it is some ten seconds of computing.
 const REPAIR_TIME_MAX: Duration = Duration::from_secs(300);
 
 /// Method: valid headers, and tables far away in a file of almost no blocks. A byte of memory for each cluster, or a table

@@ -28,20 +28,20 @@ use ringdisk_gen::image::u64_in;
 use ringdisk_gen::malformed::{self, CLUSTER, Case, DISK, Fate};
 use ringdisk_gen::watch::Watch;
 
-/// What guests write here, and nothing else in an image looks like.
+/// The byte that guests write here, and that nothing else in an image looks like.
 const GUEST: u8 = 0x5A;
 /// The child's address space, in KiB.
 const ADDRESS_SPACE_KIB: u64 = 256 << 10;
-/// What a check or a repair may have resident, in KiB.
+/// The memory that a check or a repair may have resident, in KiB.
 const LOOK_RESIDENT_MAX_KIB: u64 = 128 << 10;
-/// How long one case may take.
+/// The longest time for one case.
 const TIME_MAX: Duration = Duration::from_secs(30);
 /// Tells a child what folder its cases are in.
 const FOLDER_VARIABLE: &str = "RINGDISK_MALFORMED_FOLDER";
 /// The test that is the child.
 const CHILD: &str = "child_works_the_images_it_is_given";
 
-/// How a case fared in one way of using it.
+/// The outcome of a case in one way of using it.
 #[derive(Debug, Default)]
 struct Outcome {
     refused: Option<String>,
@@ -323,7 +323,7 @@ impl<'a> Trial<'a> {
         }
     }
 
-    /// What `name` leads to with these bytes; `others` are the files that it may open.
+    /// Checks what `name` leads to with these bytes; `others` are the files that it may open.
     fn face(&mut self, name: &str, bytes: &[u8], fate: Fate, backing: bool, others: &[&str]) {
         for way in WAYS {
             let file = format!("case.{way}");
