@@ -1,4 +1,4 @@
-//! What the measured images hold: bytes that anybody can compute from their offset.
+//! The contents of the measured images: bytes that anybody can compute from their offset.
 //!
 //! Half of each block is noise and half is one byte repeated, so that compressed images shrink to about
 //! a half, as real ones do.

@@ -11,7 +11,7 @@ const SUB: usize = 1 << SUB_BITS;
 /// Powers of two covered: up to 2^40 ns.
 const RANGES: usize = 40 - SUB_BITS as usize + 1;
 
-/// How often each latency was seen.
+/// The number of times that each latency was seen.
 #[derive(Clone, Debug)]
 pub(crate) struct Histogram {
     buckets: Vec<u64>,

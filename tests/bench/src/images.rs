@@ -25,13 +25,13 @@ pub(crate) const FRESH_BYTES: u64 = 2 << 30;
 /// The size of the image whose memory needs are measured, in bytes.
 pub(crate) const HUGE_BYTES: u64 = 1 << 40;
 
-/// Where images lie below the directory that is given.
+/// The directory of the images, below the one that is given.
 const OWN_DIRECTORY: &str = "ringdisk-bench";
 
-/// How long one image may take to make.
+/// The longest time to make an image.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// What an image is.
+/// An image's format.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(crate) enum Format {
     /// The guest's bytes as they are.
@@ -75,7 +75,7 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// Whether writing to the image uses it up.
+    /// Returns true if writing to the image uses it up.
     #[must_use]
     pub(crate) fn used_up_by_writing(self) -> bool {
         matches!(self, Self::Overlay | Self::Fresh)
@@ -92,7 +92,7 @@ impl Source {
         }
     }
 
-    /// What it is.
+    /// Returns its format.
     pub(crate) fn format(self) -> Format {
         match self {
             Self::Raw | Self::RawScratch => Format::Raw,
@@ -114,7 +114,7 @@ impl Source {
         }
     }
 
-    /// Whether its blocks hold what [`content`] says.
+    /// Returns true if its blocks hold what [`content`] says.
     #[must_use]
     pub(crate) fn has_content(self) -> bool {
         matches!(
@@ -127,9 +127,9 @@ impl Source {
 /// An image file.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Image {
-    /// Where it is.
+    /// Its path.
     pub(crate) path: PathBuf,
-    /// What it is.
+    /// Its format.
     pub(crate) format: Format,
     /// The image below it.
     pub(crate) backing: Option<Box<Image>>,

@@ -48,7 +48,7 @@ enum Command {
     },
 }
 
-/// What to measure, and how.
+/// The rows to measure, and the way to measure them.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct RunArguments {
     /// Only rows whose name contains one of these.
@@ -65,7 +65,7 @@ pub(crate) struct RunArguments {
     /// Leave the images for the next run, and use those of the last.
     #[arg(long)]
     keep_images: bool,
-    /// How often each side of a row is measured.
+    /// Number of measurements of each side of a row.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=99))]
     pairs: u32,
     /// Measure a row so often at the most while one of its targets is undecided. Rows in guests are measured as often as `--pairs` says.
@@ -77,10 +77,10 @@ pub(crate) struct RunArguments {
     /// Begin no new row after so many minutes; --resume goes on with the rest. Without it, all rows are measured.
     #[arg(long)]
     minutes: Option<f64>,
-    /// Where images lie while they are measured; must be on a disk.
+    /// Directory of the images while they are measured; must be on a disk.
     #[arg(long, env = "RINGDISK_BENCH_DIR", default_value = "target/bench/images")]
     images: PathBuf,
-    /// Where the results go.
+    /// Directory of the results.
     #[arg(long, default_value = "target/bench")]
     out: PathBuf,
     /// Our server's binary; built if not given.
@@ -92,10 +92,10 @@ pub(crate) struct RunArguments {
     /// Fail if a target is missed, and not merely undecided.
     #[arg(long)]
     strict: bool,
-    /// How clients over vhost-user wait for answers, instead of as each row has it.
+    /// Way in which all clients over vhost-user wait for answers, instead of as each row has it.
     #[arg(long, value_enum)]
     wait: Option<Wait>,
-    /// Who takes our side over vhost-user. With the peer on both sides every ratio should be near 1.
+    /// Server on our side over vhost-user. With the peer on both sides every ratio should be near 1.
     #[arg(long, value_enum, default_value_t = Ours::Ringdisk)]
     ours: Ours,
 }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a server has to end by itself after SIGTERM.
+/// The time that a server has to end by itself after SIGTERM.
 const GRACE: Duration = Duration::from_secs(20);
 
 /// A running child. Dropped, it is killed.

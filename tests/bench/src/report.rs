@@ -9,28 +9,28 @@ use serde::{Deserialize, Serialize};
 /// One figure beside its peer's.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct Entry {
-    /// What was measured: place/kind/figure.
+    /// The name of what was measured: place/kind/figure.
     pub(crate) row: String,
     /// Our figure.
     pub(crate) ours: f64,
     /// The peer's, or the bound that was promised.
     pub(crate) peer: Option<f64>,
-    /// Who the peer is.
+    /// The peer's name.
     pub(crate) peer_name: Option<String>,
     /// The unit of both.
     pub(crate) unit: String,
     /// Ours against the peer's, so that larger is better.
     pub(crate) ratio: Option<f64>,
-    /// What the ratio must reach.
+    /// The ratio to reach.
     pub(crate) target: Option<f64>,
-    /// Whether it does.
+    /// True if the ratio reaches its target.
     pub(crate) met: Option<bool>,
     /// The lowest and the highest ratio that the turns leave possible: see [`spread`].
     #[serde(default)]
     pub(crate) spread: Option<[f64; 2]>,
 }
 
-/// Which figures are good.
+/// The direction in which figures are good.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Better {
     /// Large ones: operations per second.
@@ -227,8 +227,8 @@ pub(crate) fn table(entries: &[Entry]) -> String {
     lines.join("\n")
 }
 
-/// What was promised and what was measured of it, then all other figures, as Markdown. `promises` are the
-/// names of figures and the ratios they must reach; those without a figure are marked.
+/// Returns the promises with what was measured of them, then all other figures, as Markdown. `promises` are the names
+/// of figures and the ratios they must reach; those without a figure are marked.
 #[must_use]
 pub(crate) fn markdown(promises: &[(String, f64)], entries: &[Entry]) -> String {
     let mut lines = vec![

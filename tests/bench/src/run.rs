@@ -21,10 +21,10 @@ use crate::rows::{self, Bench, Row};
 use crate::server::Program;
 use crate::{Ours, RunArguments, process};
 
-/// How long building our server may take.
+/// The longest time to build our server.
 const BUILD: Duration = Duration::from_secs(1200);
 
-/// What a run has found so far, and under which settings: rows of one id may stand side by side.
+/// The results of a run so far, under the settings in `id`: rows of one id may stand side by side.
 #[derive(Debug, Default, Deserialize, Serialize)]
 struct Progress {
     id: String,

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use crate::images::{Format, Image};
 use crate::process::{self, Process};
 
-/// How long a server has until it listens.
+/// The time that a server has until it listens.
 const START: Duration = Duration::from_secs(20);
 
-/// Which server.
+/// A server's program.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Program {
     /// `ringdisk vhost-user`, the binary at this path.
@@ -33,14 +33,14 @@ impl Program {
     }
 }
 
-/// How to serve an image.
+/// The way to serve an image.
 #[derive(Clone, Debug)]
 pub(crate) struct Serve<'a> {
     /// The image.
     pub(crate) image: &'a Image,
     /// Past the page cache (`O_DIRECT`), or through it.
     pub(crate) direct: bool,
-    /// How many queues to offer.
+    /// The number of queues to offer.
     pub(crate) queues: u16,
     /// The budget of the L2 table cache in KiB, if not the server's own choice.
     pub l2_cache_kib: Option<u32>,
@@ -86,7 +86,7 @@ impl Server {
         Ok(Self { process, socket })
     }
 
-    /// Where it listens.
+    /// Returns the path of the socket it listens at.
     #[must_use]
     pub(crate) fn socket(&self) -> &Path {
         &self.socket
@@ -110,7 +110,7 @@ impl Server {
         process::resident_mib(self.process.id())
     }
 
-    /// What it printed, for an error that it may explain.
+    /// Returns the end of its output, for an error that it may explain.
     #[must_use]
     pub(crate) fn last_words(&self) -> String {
         self.process.last_words()
@@ -126,7 +126,7 @@ impl Server {
     }
 }
 
-/// Whether `/proc/net/unix` knows a listening socket of that path (the flag `SO_ACCEPTCON`).
+/// Returns true if `/proc/net/unix` knows a listening socket of that path (the flag `SO_ACCEPTCON`).
 fn is_listening(socket: &Path) -> bool {
     let Ok(absolute) = std::path::absolute(socket) else {
         return false;

@@ -17,7 +17,7 @@ pub(crate) fn install() {
     }
 }
 
-/// Whether we have been asked to end.
+/// Returns true if we have been asked to end.
 pub(crate) fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }

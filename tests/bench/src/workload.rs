@@ -1,4 +1,4 @@
-//! What is asked of a disk: which offsets, in which order, how many at a time.
+//! The requests to a disk: their offsets, their order, how many at a time.
 //!
 //! The same stream of offsets drives every engine, over vhost-user and in-process, so that a ratio
 //! compares engines and not orders. All offsets and lengths are bytes.
@@ -28,7 +28,7 @@ pub(crate) enum Pattern {
 }
 
 impl Pattern {
-    /// Whether the pattern writes.
+    /// Returns true if the pattern writes.
     #[must_use]
     pub(crate) fn writes(self) -> bool {
         !matches!(self, Self::RandomRead | Self::SequentialRead)
@@ -40,9 +40,9 @@ impl Pattern {
 pub(crate) struct Workload {
     /// The order of requests, and what they do.
     pub(crate) pattern: Pattern,
-    /// How many bytes each request moves.
+    /// The bytes that each request moves.
     pub(crate) block_bytes: u32,
-    /// How many requests are kept in flight.
+    /// The number of requests kept in flight.
     pub(crate) depth: u16,
     /// The size of the disk in bytes.
     pub(crate) disk_bytes: u64,
@@ -118,18 +118,18 @@ fn scatter(index: u64, len: u64) -> u64 {
     }
 }
 
-/// What one measurement found.
+/// The result of one measurement.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub(crate) struct Sample {
     /// Operations that completed.
     pub(crate) ops: u64,
-    /// How long that took, in seconds.
+    /// The time that they took, in seconds.
     pub(crate) seconds: f64,
     /// The mean latency, in microseconds.
     pub(crate) mean_us: f64,
     /// The latency that 99 of 100 stay below, in microseconds.
     pub p99_us: f64,
-    /// What the engine spent meanwhile, user and system, in seconds; of the server alone if there is one.
+    /// The CPU time of the engine meanwhile, user and system, in seconds; of the server alone if there is one.
     pub(crate) cpu_seconds: f64,
     /// The engine's own resident memory at the end, in MiB: without memory shared with the client.
     pub(crate) resident_mib: f64,

@@ -17,14 +17,14 @@ use crate::content;
 use crate::histogram::Histogram;
 use crate::workload::{Offsets, Pattern, Sample, Workload};
 
-/// How long a server may stay silent with requests in flight.
+/// The longest silence of a server with requests in flight.
 const SILENCE: Duration = Duration::from_secs(10);
 
 const WARMING: u8 = 0;
 const MEASURING: u8 = 1;
 const STOPPING: u8 = 2;
 
-/// How a client waits for answers.
+/// A client's way to wait for answers.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(crate) enum Wait {
     /// It looks at the ring without pause: the lowest latency, and one CPU gone.
@@ -33,7 +33,7 @@ pub(crate) enum Wait {
     Sleep,
 }
 
-/// How long to do what.
+/// The durations of a measurement.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Timing {
     /// Before anything counts. Ignored by [`Pattern::OncePerCluster`], which has nothing to repeat.
@@ -42,7 +42,7 @@ pub(crate) struct Timing {
     pub(crate) measure: Duration,
 }
 
-/// What one client counted.
+/// The counts of one client.
 #[derive(Debug, Default)]
 struct Counted {
     latencies: Histogram,
@@ -192,7 +192,7 @@ fn check(status: u8, kind: Kind, offset: u64) -> io::Result<()> {
     )))
 }
 
-/// What a slot is doing.
+/// The request in a slot.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     kind: Kind,

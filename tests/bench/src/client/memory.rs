@@ -64,7 +64,7 @@ impl SharedMemory {
         self.base.as_ptr()
     }
 
-    /// How many bytes are mapped.
+    /// Returns the number of bytes mapped.
     #[must_use]
     pub(crate) fn len(&self) -> usize {
         self.len

@@ -26,7 +26,7 @@ use ring::{QUEUE_SIZE, RequestBuf, Ring, RingMemory, SLOTS_MAX};
 
 type Transport = VhostUser<VirtioBlkConfig, RequestBuf>;
 
-/// What the rings point into. The transport unmaps the queues when it is dropped.
+/// The memory that the rings point into. The transport unmaps the queues when it is dropped.
 struct Mapped {
     _transport: Transport,
     _data: SharedMemory,

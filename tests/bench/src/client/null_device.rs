@@ -34,7 +34,7 @@ pub(crate) struct NullDevice {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Where the parts of the one queue lie in its memory, in bytes.
+/// Offsets of the parts of the one queue in its memory, in bytes.
 const AVAILABLE: usize = 0x2000;
 const USED: usize = 0x3000;
 const REQUESTS: usize = 0x4000;

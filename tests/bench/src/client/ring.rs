@@ -21,11 +21,11 @@ use virtio_driver::QueueNotifier;
 
 /// Entries in each queue: 85 requests of three descriptors.
 pub(crate) const QUEUE_SIZE: u16 = 256;
-/// How many requests one queue can hold.
+/// The most requests that one queue can hold.
 pub(crate) const SLOTS_MAX: u16 = QUEUE_SIZE / 3;
 
-/// What the device reads and writes of a request besides its data. A cache line each, so that two
-/// requests never share one.
+/// The parts of a request, besides its data, that the device reads and writes. A cache line each, so that two requests
+/// never share one.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RequestBuf {
@@ -47,7 +47,7 @@ pub(crate) struct Descriptor {
 const _: () = assert!(size_of::<Descriptor>() == 16);
 const _: () = assert!(size_of::<RequestBuf>() == 64);
 
-/// What a slot is asked to do.
+/// The operation asked of a slot.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Kind {
     /// Fill the slot's buffer.
@@ -58,7 +58,7 @@ pub(crate) enum Kind {
     Flush,
 }
 
-/// Where a queue's parts lie in this process.
+/// The addresses of a queue's parts in this process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RingMemory {
     /// The descriptor table: [`QUEUE_SIZE`] × 16 bytes.
@@ -281,7 +281,7 @@ impl Ring {
         Ok(Some((slot, status.load(Ordering::Relaxed))))
     }
 
-    /// Whether [`Ring::pop`] has something to answer.
+    /// Returns true if [`Ring::pop`] has something to answer.
     #[inline]
     pub(crate) fn has_ended(&self) -> bool {
         // SAFETY: bytes 2..4 of the used ring are its index.

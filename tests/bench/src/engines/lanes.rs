@@ -1,4 +1,4 @@
-//! What the lanes of an engine share: one stream of offsets, one count, one clock.
+//! The state that the lanes of an engine share: one stream of offsets, one count, one clock.
 //!
 //! A lane is one request after another; as many lanes as the workload is deep keep the depth. All on
 //! one thread.
@@ -15,7 +15,7 @@ use crate::workload::{Offsets, Pattern, Sample, Workload};
 #[derive(Debug)]
 pub(crate) struct Lanes {
     state: RefCell<State>,
-    /// What the lanes do.
+    /// The work of the lanes.
     pub(crate) workload: Workload,
 }
 

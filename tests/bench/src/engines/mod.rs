@@ -48,7 +48,7 @@ impl Engine {
     }
 }
 
-/// What a child is to measure.
+/// A measurement for a child to make.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Task {
     engine: Engine,

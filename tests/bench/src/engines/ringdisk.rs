@@ -62,7 +62,7 @@ fn open(task: &Task, cx: &Context) -> io::Result<Arc<dyn Disk>> {
     Ok(QcowDisk::open(path, &options).map_err(failed)?)
 }
 
-/// What a slot does, or does next.
+/// The current or next step of a slot.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum State {
     /// The next request of the workload is to be started.

@@ -14,15 +14,15 @@ use crate::report::{Better, Entry};
 use crate::server::Program;
 use crate::workload::{Pattern, Sample, Workload};
 
-/// What a change may cost.
+/// The ratio to the older build that a change must keep.
 pub(super) const KEPT: f64 = 0.97;
-/// What the older build is called.
+/// The name of the older build.
 pub(super) const OLDER: &str = "the older build";
 const K4: u32 = 4 << 10;
 /// A budget of the L2 table cache that holds a quarter of the image's tables: three reads of four load a slice.
 const CACHE_KIB: u32 = 64;
 
-/// How a row runs.
+/// The way a row runs.
 #[derive(Clone, Copy, Debug)]
 enum Way {
     /// In a process, without a guest.

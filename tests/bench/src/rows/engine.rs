@@ -19,7 +19,7 @@ struct Plan {
 
 const K4: u32 = 4 << 10;
 const K128: u32 = 128 << 10;
-/// What QCOW2 must keep of our raw disk's rate.
+/// The share of our raw disk's rate that QCOW2 must keep.
 const RAW: f64 = 0.92;
 
 /// The rows of this part.
@@ -63,7 +63,7 @@ pub(crate) fn rows() -> Vec<Row> {
         .collect()
 }
 
-/// What can be measured in a row.
+/// A side that can be measured in a row.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Side {
     Ours,

@@ -10,7 +10,7 @@ use crate::report::{Better, Entry};
 use crate::workload::{Pattern, Sample};
 use crate::{cache, fio};
 
-/// Whether fio runs beside a row, and which share of its IOPS must be reached.
+/// The use of fio beside a row, with the share of its IOPS that must be reached.
 #[derive(Clone, Copy, Debug)]
 enum Limit {
     None,
@@ -79,7 +79,7 @@ pub(crate) fn rows() -> Vec<Row> {
         .collect()
 }
 
-/// Whose turn it is.
+/// The side whose turn it is.
 #[derive(Clone, Copy, Debug)]
 enum Side {
     Ours,

@@ -1,5 +1,5 @@
-//! What a server of a one-tebibyte image holds in memory: when a client has just come, and after random
-//! reads all over the disk have been through every L2 table.
+//! The memory of a server of a one-tebibyte image: when a client has just come, and after random reads all over the
+//! disk have been through every L2 table.
 
 use std::io;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::report::{Better, Entry};
 use crate::server::{Program, Serve, Server};
 use crate::workload::Pattern;
 
-/// What a server may hold besides its table cache, in MiB.
+/// The memory that a server may hold besides its table cache, in MiB.
 const BASE_MIB: f64 = 16.0;
 /// The table cache that both are given, in MiB; the tables of the image are four times that.
 const CACHE_MIB: u32 = 32;

@@ -14,7 +14,7 @@ use super::{Bench, Row};
 use crate::process;
 use crate::report::{Better, Entry};
 
-/// How long a benchmark may take, the build included.
+/// The longest time for a benchmark, the build included.
 const LIMIT: Duration = Duration::from_secs(600);
 
 /// One figure that a benchmark printed.

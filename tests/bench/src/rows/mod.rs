@@ -22,7 +22,7 @@ use crate::server::{Program, Serve, Server};
 use crate::workload::{Pattern, Sample, Workload};
 use crate::{cache, content};
 
-/// What every row needs.
+/// The state that all rows share: images, servers, settings and problems.
 #[derive(Debug)]
 pub(crate) struct Bench {
     /// The images.
@@ -31,17 +31,17 @@ pub(crate) struct Bench {
     pub(crate) ours: Program,
     /// The server it is compared with.
     pub(crate) peer: Program,
-    /// Where an older build's programs are.
+    /// The directory of an older build's programs.
     pub(crate) before: Option<PathBuf>,
-    /// How often each side is measured; the sides take turns.
+    /// The number of measurements of each side; the sides take turns.
     pub(crate) pairs: u32,
-    /// How often at the most, while a target is undecided.
+    /// The most measurements of each side, while a target is undecided.
     pub(crate) pairs_max: u32,
-    /// How clients wait, if not as each row has it.
+    /// The clients' way to wait, if not as each row has it.
     pub(crate) wait: Option<Wait>,
-    /// How long one measurement takes.
+    /// The durations of one measurement.
     pub(crate) timing: Timing,
-    /// What a row that has measured a part says of the rest.
+    /// Problems with the rest of a row, where a part has been measured.
     pub(crate) problems: Vec<String>,
 }
 
@@ -52,7 +52,7 @@ type Measure = dyn Fn(&Row, &mut Bench) -> io::Result<Vec<Entry>>;
 pub(crate) struct Row {
     /// place/kind, as given on the command line and printed.
     pub(crate) name: &'static str,
-    /// Which of its figures must reach which ratio.
+    /// The ratios that its figures must reach, with the figures' names.
     pub(crate) promises: Vec<(&'static str, f64)>,
     run: Box<Measure>,
 }
@@ -166,7 +166,7 @@ fn in_turns<S: Copy>(
     Ok(Vec::new())
 }
 
-/// How to measure one side over vhost-user.
+/// The way to measure one side over vhost-user.
 #[derive(Clone, Copy, Debug)]
 struct Served {
     source: Source,

@@ -27,7 +27,7 @@ const TURNS: &str = include_str!("../../../guest/bench/ublk.sh");
 struct Place {
     row: &'static str,
     kernel: Kernel,
-    /// Whether the driver has zero copy.
+    /// True if the driver has zero copy.
     zero_copy: bool,
 }
 
@@ -54,10 +54,10 @@ const TWO_QUEUES: [(&str, &str, &str); 2] = [
     ("two-queues-128k", "ours-user-copy-two-queues", "ours-user-copy"),
 ];
 
-/// What two queues reach where CPUs allow.
+/// The ratio that two queues reach where CPUs allow.
 const TWO_QUEUES_MIN: f64 = 1.6;
 
-/// What is compared where the driver has only copies.
+/// The comparisons with every driver; the only ones where the driver has only copies.
 const ALWAYS: [Compared; 8] = [
     ("read-4k/rublk-qcow2", "ours-auto", "rublk-qcow2", "read-4k", 1.7),
     (
@@ -75,7 +75,7 @@ const ALWAYS: [Compared; 8] = [
     ("write-128k/raw", "ours-auto", "ours-raw", "write-128k", 0.92),
 ];
 
-/// What is compared where the driver has zero copy too.
+/// The comparisons besides where the driver has zero copy too.
 const ZERO_COPY: [Compared; 8] = [
     (
         "read-128k/rublk-qcow2",
@@ -142,13 +142,14 @@ const BOUNDS: [(&str, &str, f64); 3] = [
     ("recovery-32x4", "recovery-32-ms", 5.0),
 ];
 
-/// What is to be linear in devices: the time of one of 8 and of one of 32.
+/// Times that must be linear in devices: the figure, the time of 8 devices and that of 32.
 const LINEAR: [(&str, &str, &str); 2] = [
     ("teardown-32x4/linear", "teardown-8-ms", "teardown-32-ms"),
     ("recovery-32x4/linear", "recovery-8-ms", "recovery-32-ms"),
 ];
 
-/// What is linear is at 1, and what grows with the square of devices at a quarter.
+/// The least ratio of a linear time. One that is linear is at 1, and one that grows with the square of devices at a
+/// quarter.
 const LINEAR_MIN: f64 = 0.5;
 
 impl Place {

@@ -16,16 +16,16 @@ use super::{Bench, Row};
 use crate::report::{Better, Entry};
 use crate::server::Program;
 
-/// What a machine may hold besides the guest's memory, in MiB.
+/// The memory that a machine may hold besides the guest's, in MiB.
 const RESIDENT_MIB: f64 = 20.0;
-/// How many of a thousand requests may leave the guest for the machine's program.
+/// The most of a thousand requests that may leave the guest for the machine's program.
 const EXITS_PER_THOUSAND: f64 = 1.0;
 /// Room for the programs, the images and their kernel, in bytes.
 const DISK_BYTES: u64 = 1 << 30;
-/// How long all of it may take.
+/// The longest time for all of it.
 const PATIENCE: Duration = Duration::from_secs(1500);
 
-/// What QEMU reads beside its libraries.
+/// The files that QEMU reads beside its libraries.
 const FIRMWARE: [&str; 3] = [
     "/usr/share/seabios/bios-256k.bin",
     "/usr/share/qemu/kvmvapic.bin",
@@ -40,7 +40,7 @@ const WORKLOADS: [(&str, &str, &str, u32); 4] = [
     ("write-128k-sequential-d16", "write", "128k", 16),
 ];
 
-/// What is promised besides where Cloud Hypervisor takes turns: not to be slower than it.
+/// The figures promised besides where Cloud Hypervisor takes turns: not to be slower than it.
 const BESIDE_CLOUD_HYPERVISOR: [&str; 5] = [
     "boot-cloud-hypervisor",
     "read-4k-d32-cloud-hypervisor",
@@ -52,7 +52,7 @@ const BESIDE_CLOUD_HYPERVISOR: [&str; 5] = [
 /// The script of the outer guest: machines of all sides take turns.
 const TURNS: &str = include_str!("../../../guest/bench/vmm.sh");
 
-/// What the inner guest does for the figures of I/O.
+/// Returns the script of the inner guest for the figures of I/O.
 fn inner_script(seconds: f64) -> String {
     let workloads: String = WORKLOADS
         .iter()
