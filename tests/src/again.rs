@@ -5,7 +5,7 @@
 
 use std::thread;
 
-/// What the line starts with that says a test was begun again; `tests/summary.sh` looks for it.
+/// The start of the line that says that a test was begun again; `tests/summary.sh` looks for it.
 const MARK: &str = "begun again: ";
 
 /// Reports that the current test starts over, because of `reason`; the end of what was said follows as `log`.

@@ -23,7 +23,7 @@ pub const DEVICE: u64 = 20 << 20;
 pub const BACKING: &str = "backing.raw";
 /// The image's internal snapshot.
 const SNAPSHOT: &str = "kept";
-/// What is on a device that nobody wrote.
+/// The byte that fills a device that nobody wrote.
 const GARBAGE: u8 = 0xA5;
 
 /// An image to begin with, its disk's contents, and where its judge works.
@@ -86,7 +86,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// What is wrong, as a text.
+    /// The fault, as a text.
     pub fn judge(&self, plan: &Plan, device: &[u8], mark: u32) -> Result<u64, String> {
         let cut = self.folder.join(format!("{}.cut", self.name));
         let told = |error: Error| format!("{error:?}");
@@ -109,7 +109,7 @@ impl World {
         }
     }
 
-    /// What QEMU reads from an image, or from a snapshot of it.
+    /// Returns the disk that QEMU reads from an image, or from a snapshot of it.
     fn reads(&self, image: &Path, snapshot: Option<&str>) -> Result<Vec<u8>, Error> {
         let raw = self.folder.join(format!("{}.raw", self.name));
         match snapshot {

@@ -1,4 +1,4 @@
-//! What can go wrong in the lab, each with what a person needs to act on it.
+//! Errors of the lab, each with what a person needs to act on it.
 
 use std::error::Error as _;
 use std::fmt;
@@ -24,13 +24,13 @@ pub enum Error {
     /// The kernel and the root file system of the guests were not built.
     #[error("the lab's guest is not ready; run `make setup` as root: {message}")]
     GuestNotBuilt {
-        /// What `tests/setup.sh --where` said.
+        /// The output of `tests/setup.sh --where`.
         message: String,
     },
     /// The newer kernel cannot be had on this machine, and no installing helps.
     #[error("{why}")]
     NewerKernelUnavailable {
-        /// What `tests/setup.sh --newer` said.
+        /// The output of `tests/setup.sh --newer`.
         why: String,
     },
     /// The `ringdisk` binary was not found.
@@ -44,17 +44,17 @@ pub enum Error {
     Spawn {
         /// The command line.
         command: String,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
     /// A file of the lab could not be read or written.
     #[error("cannot {action} {}", path.display())]
     File {
-        /// What was tried, as a verb.
+        /// The action that was tried, as a verb.
         action: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
     /// A tool ran and did not succeed.
@@ -64,7 +64,7 @@ pub enum Error {
         command: String,
         /// Its exit status.
         status: String,
-        /// What it printed.
+        /// Its output.
         output: String,
     },
     /// `qemu-img check` found more than the test allows.
@@ -82,17 +82,17 @@ pub enum Error {
     WriteLog {
         /// The log.
         path: PathBuf,
-        /// Where in it, in bytes.
+        /// The offset in it, in bytes.
         offset: u64,
-        /// What is wrong there, and what would be right.
+        /// The fault there, and what would be right.
         problem: String,
     },
     /// Something did not happen in time.
     #[error("{what} did not happen within {seconds} s; the log ends:\n{log}")]
     Timeout {
-        /// What was waited for.
+        /// The event that was waited for.
         what: String,
-        /// How long, in seconds.
+        /// The length of the wait, in seconds.
         seconds: u64,
         /// The end of the log of who should have done it.
         log: String,
@@ -104,7 +104,7 @@ pub enum Error {
         command: String,
         /// Its exit status.
         status: String,
-        /// What was expected instead.
+        /// The end that was expected instead.
         expected: &'static str,
         /// The end of its log.
         log: String,
@@ -112,13 +112,13 @@ pub enum Error {
     /// A guest panicked, stopped early, or its script failed.
     #[error("the guest {what}; its script said:\n{lines}\nits console ends:\n{console}")]
     Guest {
-        /// What happened.
+        /// The event, as a verb phrase with the guest as its subject.
         what: String,
         /// The end of the script's output.
         lines: String,
         /// The end of the kernel's console.
         console: String,
-        /// What failed, if the console shows a known fault of the guest's own kernel.
+        /// The part that failed, if the console shows a known fault of the guest's own kernel.
         kernels_fault: Option<&'static str>,
     },
 }
@@ -135,8 +135,8 @@ impl Error {
         }
     }
 
-    /// What failed, if it was a known fault of the emulator or of the guest's own kernel: then, and only then, may a test
-    /// [begin again](crate::begun_again).
+    /// Returns what failed, if it was a known fault of the emulator or of the guest's own kernel: then, and only then,
+    /// may a test [begin again](crate::begun_again).
     #[must_use]
     pub fn reason_to_begin_again(&self) -> Option<&'static str> {
         match self {

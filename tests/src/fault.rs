@@ -10,13 +10,15 @@ const EMULATOR: &str = "iotlb_to_section: Assertion";
 /// a busy machine: the ring of a process that has ended cancels its ublk commands.
 const CANCEL: &str = "io_uring_try_cancel_uring_cmd";
 
-/// What failed, if a QEMU that ended as `status` says, with this log, failed in its own emulation of a processor.
+/// Returns what failed, if a QEMU that ended as `status` says, with this log, failed in its own emulation of a
+/// processor.
 pub(crate) fn of_emulator(command: &str, status: &str, log: &str) -> Option<&'static str> {
     let own = command.contains("qemu-system") && status.contains("signal: 6 ") && log.contains(EMULATOR);
     own.then_some("QEMU failed in iotlb_to_section")
 }
 
-/// What failed, if this console shows a known fault of the guest's own kernel, and nothing before it that it complained of.
+/// Returns what failed, if this console shows a known fault of the guest's own kernel, and nothing before it that it
+/// complained of.
 ///
 /// `complains` tells the lines with a complaint.
 pub(crate) fn of_kernel(console: &str, complains: impl Fn(&str) -> bool) -> Option<&'static str> {

@@ -21,15 +21,15 @@ use crate::{Error, Lab, Scratch, fault, initramfs};
 
 /// The PCI slot of the first disk; the next ones follow. Below are QEMU's own devices.
 const FIRST_SLOT: usize = 5;
-/// How long a guest may take to its script: half a minute is seen on a machine with six others.
+/// The longest time of a guest to its script: half a minute is seen on a machine with six others.
 const BOOT_MAX: Duration = Duration::from_secs(120);
-/// How long a guest may run unless told otherwise: emulated, on a machine busy with other things.
+/// The longest run of a guest unless told otherwise: emulated, on a machine busy with other things.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// All that QEMU can emulate, except for a fifth level of page tables: walking it costs a fifth of all time.
 const CPU: &str = "max,la57=off";
 
-/// What the kernel's console must not show after a good run.
+/// Texts that the kernel's console must not show after a good run.
 const COMPLAINTS: [&str; 14] = [
     "I/O error",
     "EXT4-fs error",
@@ -71,7 +71,7 @@ struct Disk {
     from: Source,
 }
 
-/// Where a disk's contents are.
+/// The place of a disk's contents.
 #[derive(Debug, Clone)]
 enum Source {
     /// With a vhost-user-blk server.
@@ -287,12 +287,12 @@ pub struct RunningGuest {
     results: PathBuf,
     deadline: Instant,
     patience: Duration,
-    /// Whether the kernel speaks where the script does.
+    /// True if the kernel speaks where the script does.
     one_port: bool,
     heartbeat: Option<Heartbeat>,
 }
 
-/// What a guest said whose script ended well, at every boot.
+/// The output of a guest whose script ended well, at every boot.
 #[derive(Debug, Clone)]
 pub struct Outcome {
     boots: Vec<Vec<String>>,
@@ -318,7 +318,7 @@ impl RunningGuest {
         }
     }
 
-    /// What the script has said so far, with its markers.
+    /// Returns the script's output so far, with its markers.
     fn said(&self) -> String {
         let said = read_lossy(&self.results);
         if self.one_port { scripts_part(&said) } else { said }
@@ -400,14 +400,14 @@ impl RunningGuest {
         self.pulse(limit) == Pulse::Beats
     }
 
-    /// Where its processes are, as the guest itself says on its heartbeat's port. Empty without a heartbeat.
+    /// Returns where its processes are, as the guest itself says on its heartbeat's port. Empty without a heartbeat.
     #[must_use]
     pub fn evidence(&self) -> String {
         let heartbeat = self.heartbeat.as_ref();
         heartbeat.map_or(String::new(), Heartbeat::evidence)
     }
 
-    /// What the program that runs the guest has said.
+    /// Returns the output of the program that runs the guest.
     #[must_use]
     pub fn last_words(&self) -> String {
         self.process.log()
@@ -506,7 +506,7 @@ impl RunningGuest {
 }
 
 impl Outcome {
-    /// How often the guest booted: 1, and 1 more for each `lab-reboot`.
+    /// Returns the number of boots: 1, and 1 more for each `lab-reboot`.
     #[must_use]
     pub fn boots(&self) -> usize {
         self.boots.len()
@@ -517,7 +517,7 @@ impl Outcome {
         self.boots.iter().flatten().map(String::as_str)
     }
 
-    /// What follows `key` in the last line that starts with it: `value("sum ")` of `sum 1234` is `1234`.
+    /// Returns the text after `key` in the last line that starts with it: `value("sum ")` of `sum 1234` is `1234`.
     #[must_use]
     pub fn value(&self, key: &str) -> Option<&str> {
         self.lines().filter_map(|line| line.strip_prefix(key)).last()
@@ -536,7 +536,7 @@ impl Outcome {
     }
 }
 
-/// Whether this line of a console is a complaint.
+/// Returns true if this line of a console is a complaint.
 fn complains(line: &str) -> bool {
     COMPLAINTS.iter().any(|complaint| line.contains(complaint))
 }

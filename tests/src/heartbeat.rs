@@ -32,7 +32,7 @@ pub(crate) struct Heartbeat {
     log: PathBuf,
 }
 
-/// How a guest's heart beats.
+/// The state of a guest's heartbeat.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Pulse {
     /// It never ticked: its script was not reached.

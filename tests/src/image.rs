@@ -9,7 +9,7 @@ use std::process::Command;
 use crate::process::{describe, run, run_ok};
 use crate::{Error, prepare};
 
-/// What `qemu-img check` says of an image.
+/// A verdict of `qemu-img check` on an image.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Verdict {
     /// No error, no leak.
@@ -46,11 +46,11 @@ pub fn overlay(path: &Path, backing: &Path) -> Result<(), Error> {
     run_ok(command).map(drop)
 }
 
-/// How often a check meets a lock before it gives up: the kernel ends a killed server's ring, and with it the
+/// The most times that a check meets a lock before it gives up: the kernel ends a killed server's ring, and with it the
 /// lock, a moment after the process.
 const LOCKED_MAX: u32 = 100;
 
-/// What `qemu-img check` says of the QCOW2 image at `path`.
+/// Returns the verdict of `qemu-img check` on the QCOW2 image at `path`.
 ///
 /// # Errors
 ///
@@ -80,7 +80,7 @@ pub fn check(path: &Path) -> Result<Verdict, Error> {
     }
 }
 
-/// How many clusters leaked, by the report in [`Verdict::Leaks`]; `None` if it does not say.
+/// Returns the number of leaked clusters, by the report in [`Verdict::Leaks`]; `None` if it does not say.
 #[must_use]
 pub fn leaked(report: &str) -> Option<u64> {
     let said = report
@@ -137,7 +137,7 @@ pub fn compare(left: (&Path, &str), right: (&Path, &str)) -> Result<(), Error> {
     run_ok(command).map(drop)
 }
 
-/// What `qemu-img info` prints of an image, backing chain included.
+/// Returns the output of `qemu-img info` for an image, backing chain included.
 ///
 /// # Errors
 ///

@@ -22,7 +22,7 @@ pub const MEMORY_MIB: u32 = 2048;
 /// in the place of `ringdisk run`. Without virtual GIF and early timers that is rare. A kernel of the lab without KVM does without.
 const KVM: &str =
     "! modprobe kvm lapic_timer_advance=0 2>/dev/null || modprobe kvm-amd vgif=0 nested=0 avic=0\n";
-/// How often a guest is started in all, where each time it was the emulated processor that failed.
+/// The most starts of a guest in all, where each time it was the emulated processor that failed.
 const ATTEMPTS: u32 = 2;
 
 /// The name that the guest's files begin with.
@@ -175,17 +175,17 @@ impl Toolbox {
 /// root as the read-only `/dev/lab/base`. KVM is there when its script starts, if the kernel has it.
 #[derive(Clone, Copy, Debug)]
 pub struct Nested<'a> {
-    /// What the guest is made of.
+    /// The lab that the guest is made of.
     pub lab: &'a Lab,
-    /// Where its files are.
+    /// The folder of its files.
     pub scratch: &'a Scratch,
-    /// What is on the disk.
+    /// The contents of the disk.
     pub toolbox: &'a Toolbox,
     /// The size of that disk.
     pub bytes: u64,
-    /// What the guest runs.
+    /// The script that the guest runs.
     pub script: &'a str,
-    /// How long that may take, from start to power-off.
+    /// The longest time for that, from start to power-off.
     pub patience: Duration,
 }
 

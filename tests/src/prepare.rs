@@ -40,7 +40,7 @@ pub fn require() -> Lab {
     }
 }
 
-/// Which kernel a guest runs.
+/// The kernel that a guest runs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Kernel {
     /// The one of the guest's own folder, 6.12.
@@ -145,7 +145,7 @@ fn setup(question: &str, cache: Option<&Path>) -> Result<(ExitStatus, String), E
     process::run(command)
 }
 
-/// Where the newer kernel is, in this cache or the usual one.
+/// Returns the folder of the newer kernel, in this cache or the usual one.
 fn newer_folder(cache: Option<&Path>) -> Result<PathBuf, Error> {
     let (status, said) = setup("--newer", cache)?;
     let said = said.trim();

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::Error;
 
-/// How often the lab looks whether something it waits for has happened.
+/// The interval at which the lab looks for something it waits for.
 pub(crate) const GLANCE: Duration = Duration::from_millis(20);
 
 /// The longest end of a log that an error quotes, in bytes.

@@ -1,9 +1,9 @@
 //! The results of a guest: what its script printed, told from the markers of the guest's init (`tests/guest/lab-init`).
 
-/// What is said of a guest whose kernel panicked.
+/// The word for a guest whose kernel panicked.
 pub(crate) const PANICKED: &str = "panicked";
 
-/// What is said of a guest that booted again without having been told to.
+/// The words for a guest that booted again without having been told to.
 pub(crate) const RESTARTED: &str = "restarted by itself";
 
 /// The lines from each `@@begin` to the next `@@stop`, and what failed before, of a port where the kernel speaks too.

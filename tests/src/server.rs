@@ -1,4 +1,4 @@
-//! Whoever serves a disk over vhost-user-blk: our own binary, or QEMU's storage daemon beside it.
+//! Servers of a disk over vhost-user-blk: our own binary, or QEMU's storage daemon beside it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use crate::process::{GLANCE, Process};
 use crate::{Error, prepare};
 
-/// How long a server may take to listen.
+/// The longest time for a server to listen.
 const START: Duration = Duration::from_secs(60);
-/// How long a server may take to drain, flush and exit after SIGTERM.
+/// The longest time for a server to drain, flush and exit after SIGTERM.
 const STOP: Duration = Duration::from_secs(60);
 
 /// A process that serves one disk at a socket. Dropping it kills it; a test that cares calls [`stop`](Self::stop).
@@ -157,7 +157,7 @@ impl Server {
         Ok(())
     }
 
-    /// Where its threads are, and the end of its log, to tell why it does not answer.
+    /// Returns where its threads are, and the end of its log, to tell why it does not answer.
     #[must_use]
     pub fn evidence(&self) -> String {
         let mut said = format!("`{}`:\n", self.process.command());
@@ -195,8 +195,8 @@ impl Server {
     }
 }
 
-/// Whether somebody listens at `socket`. Connecting would use up the server's connection, so the kernel's
-/// table of sockets is asked; a socket that is bound but does not listen yet has no `ACCEPTCON` flag there.
+/// Returns true if somebody listens at `socket`. Connecting would use up the server's connection, so the kernel's table
+/// of sockets is asked; a socket that is bound but does not listen yet has no `ACCEPTCON` flag there.
 fn listens(socket: &Path) -> bool {
     const ACCEPTCON: &str = "00010000";
     let Some(wanted) = socket.to_str() else {

@@ -50,7 +50,7 @@ impl Disks {
             .script(script)
     }
 
-    /// What the image at `path` reads as, as a raw image that `e2fsck` finds clean.
+    /// Returns the contents of the image at `path` as a raw image, which `e2fsck` finds clean.
     fn sound_file_system(&self, path: &Path) -> Result<PathBuf, Error> {
         let raw = path.with_extension("raw");
         image::convert(path, &raw, "raw")?;
@@ -151,7 +151,7 @@ const LOAD: &str = include_str!("../guest/vhost_user/load.sh");
 /// Method: `kill -9` of the guest and its servers, in either order, several times on the same images. Leaks may remain.
 #[test]
 fn synced_data_survives_kill_9_of_guest_and_servers() -> Result<(), Error> {
-    /// How many files a guest syncs before it may be killed.
+    /// The number of files a guest syncs before it may be killed.
     const FILES: usize = 8;
     const ROUNDS: u64 = 3;
     let lab = lab::require();

@@ -7,7 +7,7 @@ use std::time::Duration;
 use lab::{Error, Guest, Scratch, Server, image};
 
 const MIB: u64 = 1 << 20;
-/// How often the data disk's server is killed; the root's is at every fifth.
+/// The number of times that the data disk's server is killed; the root's is at every fifth.
 const KILLS: u64 = 20;
 
 /// Clusters are small, so that it allocates to the end.

@@ -12,7 +12,7 @@ mod foreign;
 
 const MIB: u64 = 1 << 20;
 
-/// What every outer script begins with. `run SCRIPT ARGUMENTS…` runs a machine whose console goes to `SCRIPT.log`.
+/// The beginning of every outer script. `run SCRIPT ARGUMENTS…` runs a machine whose console goes to `SCRIPT.log`.
 const OUTER: &str = include_str!("../guest/run/functions.sh");
 
 /// Runs `script` in the outer guest, with `inner` to be run by machines. Gives what was said, and the outer guest's
@@ -57,7 +57,7 @@ fn take(scratch: &Scratch, tools: &Path, name: &str) -> Result<PathBuf, Error> {
     Ok(target)
 }
 
-/// What the inner guest said on its console.
+/// Returns the lines of the inner guest's console.
 fn inner(outcome: &Outcome) -> Vec<&str> {
     outcome
         .lines()

@@ -8,10 +8,10 @@ use std::time::Duration;
 use lab::{Error, Guest, Scratch, Server, image};
 
 const MIB: u64 = 1 << 20;
-/// How often each server is replaced.
+/// The number of times that each server is replaced.
 const TAKEOVERS: u64 = 8;
-/// What takeovers may add, in milliseconds, to the longest that a request of the guest takes without them: an emulated
-/// CPU under load has long ones of its own.
+/// The time that takeovers may add, in milliseconds, to the longest that a request of the guest takes without them: an
+/// emulated CPU under load has long ones of its own.
 const INTERRUPTION_MAX_MS: f64 = 100.0;
 
 const WORK: &str = include_str!("../guest/vhost_user/replaced.sh");

@@ -42,7 +42,7 @@ const PRELUDE: &str = include_str!("../guest/ublk/functions.sh");
 /// The memory of a guest, in MiB.
 const MEMORY_MIB: u32 = 1536;
 
-/// How long a guest may take. The longest takes two minutes and a half when alone, and six beside others.
+/// The time that a guest may take. The longest takes two minutes and a half when alone, and six beside others.
 const PATIENCE: Duration = Duration::from_secs(900);
 
 /// Leave for a guest with so many CPUs to be there: of all tests together, guests have three for each of this machine's,
@@ -51,7 +51,7 @@ struct Place {
     cpus: u64,
 }
 
-/// Who is there, and who waits: the first to come is the first to go in.
+/// The guests that are there, and those that wait: the first to come is the first to go in.
 #[derive(Debug)]
 struct Places {
     cpus: u64,

@@ -13,13 +13,13 @@ impl<'a> Cursor<'a> {
         Self(Unstructured::new(bytes))
     }
 
-    /// Whether everything was used.
+    /// Returns true if everything was used.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// How many bytes are left.
+    /// Returns the number of bytes left.
     #[must_use]
     pub fn left(&self) -> usize {
         self.0.len()

@@ -1,4 +1,4 @@
-//! What a hostile guest lays out in its memory, and the disk it reaches with it.
+//! The structures that a hostile guest lays out in its memory, and the disk it reaches with them.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::memory::{BASE, EDGE, END};
 
 /// The disk's size in bytes.
 pub const DISK_BYTES: u64 = 1 << 20;
-/// Where descriptors, the available and the used ring are, unless a guest wants them elsewhere.
+/// The addresses of descriptors, the available and the used ring, unless a guest wants them elsewhere.
 pub const DESCRIPTORS: u64 = BASE;
 /// See [`DESCRIPTORS`].
 pub const AVAILABLE: u64 = BASE + 0x2000;
@@ -229,7 +229,7 @@ fn whole_request(cursor: &mut Cursor<'_>, size: u16, write: &mut dyn FnMut(u64, 
 /// A descriptor before it is written.
 #[derive(Clone, Copy)]
 struct Draft {
-    /// Where it is written.
+    /// The guest address it is written at.
     at: u64,
     address: u64,
     len: u32,

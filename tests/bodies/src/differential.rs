@@ -1,5 +1,5 @@
-//! What we read from a mutated image, and what `qemu-img convert` reads: where both read all of it, it is the same.
-//! Where only one does, the image is damaged, by the verdict of `qemu-img check`.
+//! A comparison of what we read from a mutated image with what `qemu-img convert` reads: where both read all of it, it
+//! is the same. Where only one does, the image is damaged, by the verdict of `qemu-img check`.
 //!
 //! QEMU is asked only about images that we can open, so that it is known which files they name; and it runs with
 //! little memory and time, as it can abort or go on for ever.

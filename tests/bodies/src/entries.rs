@@ -59,7 +59,7 @@ pub fn body(bytes: &[u8]) -> &'static str {
     reached
 }
 
-/// What every mapping keeps, whatever the entry was.
+/// Checks what every mapping keeps, whatever the entry was.
 fn check_mapping(mapping: L2Mapping, geometry: &Geometry) {
     match mapping {
         L2Mapping::Unallocated | L2Mapping::Zero { host: None, .. } => {}

@@ -8,7 +8,7 @@ use qcow::{OpenError, OpenOptions, QcowDisk};
 
 use crate::host::Files;
 
-/// What a guest's unexpected bytes look like before a read fills them.
+/// The byte that fills a guest's buffer before a read does.
 const UNREAD: u8 = 0xCC;
 
 /// An opened image and one queue of it.
@@ -19,7 +19,8 @@ pub struct Guest {
     queue: Box<dyn DiskQueue>,
 }
 
-/// How cases open images: nothing but the image itself matters, and one thread does everything.
+/// Returns the options with which cases open images: nothing but the image itself matters, and one thread does
+/// everything.
 #[must_use]
 pub fn options(read_only: bool, backing_files: bool) -> OpenOptions {
     OpenOptions {
@@ -38,7 +39,7 @@ impl Guest {
     ///
     /// # Errors
     ///
-    /// Why it was refused.
+    /// The reason why it was refused.
     ///
     /// # Panics
     ///
@@ -112,7 +113,7 @@ impl Guest {
     ///
     /// # Errors
     ///
-    /// Why it is not closed cleanly.
+    /// The reason why it is not closed cleanly.
     ///
     /// # Panics
     ///

@@ -50,7 +50,7 @@ impl MemoryFile {
         self.0.metadata().expect("the file's length").len()
     }
 
-    /// Whether it holds nothing.
+    /// Returns true if it holds nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -71,7 +71,7 @@ impl MemoryFile {
         bytes
     }
 
-    /// Whether it holds `bytes` and nothing else.
+    /// Returns true if it holds `bytes` and nothing else.
     #[must_use]
     pub fn holds(&self, bytes: &[u8]) -> bool {
         self.len() == bytes.len() as u64 && self.read(0, bytes.len()) == bytes

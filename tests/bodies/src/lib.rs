@@ -49,14 +49,14 @@ pub struct Body {
     pub run: fn(&[u8]) -> &'static str,
     /// Longer inputs teach nothing new.
     pub bytes_max: usize,
-    /// How many cases `make test` runs.
+    /// The number of cases that `make test` runs.
     pub cases: u64,
-    /// How far those cases must come: at least so many of 100,000 end with each label; otherwise the body tests less than
-    /// it says.
+    /// The labels that those cases must reach: at least so many of 100,000 end with each; otherwise the body tests less
+    /// than it says.
     pub reaches: &'static [(&'static str, u64)],
     /// Inputs to start from.
     pub seeds: fn() -> Vec<Seed>,
-    /// Whether any bytes do as well as those a fuzzer evolves, so that fresh random ones are the better test.
+    /// True if any bytes do as well as those a fuzzer evolves, so that fresh random ones are the better test.
     pub takes_any: bool,
 }
 

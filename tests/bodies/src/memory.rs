@@ -7,12 +7,12 @@ use std::ptr::NonNull;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 
-/// Where guest memory begins. There are two regions, the second right behind the first for the guest, and with a
-/// guard between them for us.
+/// The first address of guest memory. There are two regions, the second right behind the first for the guest, and with
+/// a guard between them for us.
 pub const BASE: u64 = 0x1_0000;
 /// The length of each region and of each guard, in bytes.
 pub const REGION_BYTES: u64 = 1 << 16;
-/// Where the second region begins.
+/// The first address of the second region.
 pub const EDGE: u64 = BASE + REGION_BYTES;
 /// The first guest address that is not memory.
 pub const END: u64 = BASE + 2 * REGION_BYTES;

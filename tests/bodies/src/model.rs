@@ -20,7 +20,7 @@ use crate::mutate::{BACKING, spec};
 
 const DISK: &str = "disk";
 const SECTOR: u64 = 512;
-/// How many requests are in flight at once.
+/// The number of requests in flight at once.
 const TAGS: usize = 12;
 /// The most decisions of a case.
 const DECISIONS_MAX: u32 = 400;
@@ -77,7 +77,7 @@ pub fn body(data: &[u8]) -> &'static str {
     }
 }
 
-/// What the guest sees at first.
+/// Returns the disk that the guest sees at first.
 fn contents(image: &Image, backing: &[u8]) -> Vec<u8> {
     let mut disk = image.guest();
     if image.spec.backing.is_none() {

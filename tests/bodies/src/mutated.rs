@@ -1,6 +1,6 @@
 //! A sound image with fields changed on purpose, in the hands of a guest.
 //!
-//! What must hold: a reader and a failed open change nothing, and no other file is asked for. And if the check found
+//! Invariants: a reader and a failed open change nothing, and no other file is asked for. And if the check found
 //! nothing wrong with the image, it is as good as any: what was written is read back, what was not is as it was,
 //! snapshots too, and afterwards the check finds nothing corrupt.
 
@@ -15,18 +15,18 @@ use crate::host::{Files, MemoryFile};
 use crate::mutate::{BACKING, mutate, spec};
 
 const SECTOR: u64 = 512;
-/// How much of a disk is looked at: mutations make disks of any size.
+/// The length of the part of a disk that is looked at: mutations make disks of any size.
 const DISK_MAX: u64 = 1 << 20;
 /// The most requests of a case.
 const REQUESTS_MAX: u32 = 24;
 /// The length of the backing file: shorter and longer than disks are.
 const BACKING_BYTES: usize = 40 << 10;
 
-/// What the disk must hold, by sector; `None` where that is not known.
+/// The sectors that the disk must hold; `None` where that is not known.
 struct Model(Vec<Option<Vec<u8>>>);
 
 impl Model {
-    /// What is read now.
+    /// Returns the sectors that are read now.
     fn of(guest: &Guest) -> Self {
         let size = guest.size().min(DISK_MAX);
         let mut sectors = Vec::new();
@@ -141,7 +141,8 @@ pub fn body(data: &[u8]) -> &'static str {
     "written, sound"
 }
 
-/// Whether no count was mutated. One of a cluster behind the end of the file is no leak until the file reaches it.
+/// Returns true if no count was mutated. One of a cluster behind the end of the file is no leak until the file reaches
+/// it.
 fn counts_stand(image: &Image, bytes: &[u8]) -> bool {
     let counts = [Structure::RefcountTable, Structure::RefcountBlock];
     let mut places = counts.into_iter().flat_map(|kind| image.all(kind));
@@ -250,7 +251,7 @@ impl Run {
     }
 }
 
-/// What snapshots hold: each as the disk of a copy whose header leads to it.
+/// Returns the sectors of snapshots, each read as the disk of a copy whose header leads to it.
 fn read_snapshots(image: &Image, file: &MemoryFile) -> Vec<Model> {
     let bytes = file.read(0, usize::MAX);
     let table = image

@@ -126,7 +126,7 @@ pub fn body(data: &[u8]) -> &'static str {
     pair.met
 }
 
-/// Where the parts of the queue are: mostly where they may be.
+/// Returns the addresses of the queue's parts: mostly where they may be.
 fn place(cursor: &mut Cursor<'_>, size: u16) -> RingAddresses {
     let usual = if size <= SMALL_MAX {
         [DESCRIPTORS, AVAILABLE, USED]
@@ -493,7 +493,7 @@ impl Pair {
     }
 }
 
-/// Whether the oracle came to the end of the chain.
+/// Returns true if the oracle came to the end of the chain.
 fn is_complete(descriptors: &[Descriptor]) -> bool {
     descriptors.last().is_some_and(|last| !last.has_next())
 }

@@ -23,11 +23,11 @@ use crate::memory::{BASE, REGION_BYTES};
 
 /// The most messages of a case.
 const MESSAGES_MAX: u32 = 64;
-/// How long the server may take to answer the next client. A machine may be busy.
+/// The longest time for the server to answer the next client. A machine may be busy.
 const TIME_MAX: Duration = Duration::from_secs(30);
 /// The longest stay of a client that waits for an answer.
 const ANSWER_MAX: Duration = Duration::from_millis(2);
-/// Where the client says that it has mapped its memory.
+/// The address at which the client says that it has mapped its memory.
 const USER: u64 = 0x7f00_0000_0000;
 const QUEUES: u16 = 2;
 
@@ -60,7 +60,7 @@ fn server() -> &'static Server {
     })
 }
 
-/// What a client can pass along.
+/// The files that a client can pass along.
 struct Belongings {
     memory: File,
     sealed: File,
@@ -148,7 +148,7 @@ impl Client {
         self.send(&message(code, FLAGS, &words(body)), &[]);
     }
 
-    /// What a client should begin with.
+    /// Sends the messages that a client should begin with.
     fn introduce(&mut self) {
         self.say(3, &[]);
         self.say(1, &[]);

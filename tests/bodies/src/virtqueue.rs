@@ -24,7 +24,7 @@ thread_local! {
     static MEMORY: GuardedMemory = GuardedMemory::new();
 }
 
-/// How often the guest was told.
+/// Counts of the notifications to the guest.
 #[derive(Clone, Debug, Default)]
 struct Told {
     used: Arc<AtomicU64>,

@@ -1,7 +1,7 @@
 //! Arbitrary bytes as an image in the hands of a guest: opened, read all over, written.
 //!
-//! What must hold: a reader and a failed open change nothing, no other file is asked for, and a guest's bytes never
-//! replace what the header says.
+//! Invariants: a reader and a failed open change nothing, no other file is asked for, and a guest's bytes never replace
+//! what the header says.
 
 use block::Op;
 
@@ -10,9 +10,9 @@ use crate::host::{Files, MemoryFile};
 
 /// The most that is read at once, and of a stretch.
 const PART: u64 = 64 << 10;
-/// How many stretches of a large disk are read.
+/// The number of stretches of a large disk that are read.
 const STRETCHES: u64 = 16;
-/// What a guest writes.
+/// The byte that a guest writes.
 const GUEST: u8 = 0x5A;
 
 /// Opens, reads and writes.
@@ -70,7 +70,7 @@ fn write(files: &Files, bytes: &[u8]) -> bool {
     true
 }
 
-/// Where a disk of `size` bytes is looked at: all over, and at its ends. Multiples of 512.
+/// Returns the offsets at which a disk of `size` bytes is looked at: all over, and at its ends. Multiples of 512.
 fn places(size: u64) -> impl Iterator<Item = u64> {
     let step = (size / STRETCHES).max(PART) / 512 * 512;
     let last = size.saturating_sub(PART / 2) / 512 * 512;

@@ -15,7 +15,7 @@ use ringdisk_bodies::inputs::Inputs;
 use ringdisk_bodies::{Body, body};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// How long one case may take, on a machine that is busy with other things.
+/// The longest time for one case, on a machine that is busy with other things.
 const TIME_MAX: Duration = Duration::from_secs(60);
 
 /// The address space of this process: what allocates as a field of its input says ends it.

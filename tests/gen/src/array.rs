@@ -118,7 +118,7 @@ impl Array {
         true
     }
 
-    /// What a discard leaves of `bytes`: zeros in whole clusters, of which the last may be cut by the disk's end.
+    /// Returns `bytes` after a discard: zeros in whole clusters, of which the last may be cut by the disk's end.
     fn discarded(&self, range: &Range<u64>, mut bytes: Vec<u8>) -> Vec<u8> {
         let from = range.start.next_multiple_of(self.cluster_bytes);
         let to = if range.end == self.bytes.len() as u64 {

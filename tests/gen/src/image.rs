@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::io::Write;
 
-/// What the guest must find in one cluster.
+/// The contents that the guest must find in one cluster.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Content {
     /// A cluster of its own, filled with a pattern of this tag.
@@ -26,7 +26,7 @@ pub struct Snapshot {
     pub own: BTreeMap<u64, Content>,
 }
 
-/// What image to write.
+/// A description of an image to write.
 #[derive(Clone, Debug)]
 pub struct ImageSpec {
     /// 2 or 3.
@@ -37,17 +37,17 @@ pub struct ImageSpec {
     pub refcount_order: u32,
     /// The guest's disk, in bytes.
     pub size_bytes: u64,
-    /// What is in the disk's clusters; the others are unallocated.
+    /// The contents of the disk's clusters; the others are unallocated.
     pub clusters: BTreeMap<u64, Content>,
     /// Snapshots, oldest first. A refcount must be able to count them all.
     pub snapshots: Vec<Snapshot>,
-    /// Whether compressed clusters are zstd frames (version 3).
+    /// True if compressed clusters are zstd frames (version 3).
     pub zstd: bool,
     /// Backing file name and format.
     pub backing: Option<(Vec<u8>, Vec<u8>)>,
     /// More header extensions, as they are in the file.
     pub extensions: Vec<u8>,
-    /// Whether there is a persistent bitmap (version 3).
+    /// True if there is a persistent bitmap (version 3).
     pub bitmap: bool,
     /// `incompatible_features`, beyond the compression bit.
     pub incompatible: u64,
@@ -102,14 +102,14 @@ pub enum Structure {
     Data,
 }
 
-/// Where a structure is, in bytes.
+/// The place of a structure, in bytes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Place {
-    /// What it is.
+    /// The kind of structure.
     pub structure: Structure,
-    /// Where it starts.
+    /// The offset at which it starts.
     pub offset: u64,
-    /// How long it is.
+    /// Its length.
     pub len: u64,
 }
 
@@ -120,7 +120,7 @@ pub struct Image {
     pub bytes: Vec<u8>,
     /// Its structures, in the order they were written.
     pub places: Vec<Place>,
-    /// What it was made from.
+    /// The description it was made from.
     pub spec: ImageSpec,
 }
 
@@ -162,7 +162,7 @@ struct Writer {
     bytes: Vec<u8>,
     places: Vec<Place>,
     refcounts: Vec<u64>,
-    /// Where the next compressed cluster may start: they are packed, as QEMU packs them.
+    /// The offset at which the next compressed cluster may start: they are packed, as QEMU packs them.
     packed: Option<u64>,
 }
 
@@ -370,7 +370,7 @@ impl Image {
         self.spec.cluster()
     }
 
-    /// What the guest reads if there is no backing file.
+    /// Returns the disk that the guest reads if there is no backing file.
     #[must_use]
     pub fn guest(&self) -> Vec<u8> {
         let cluster = self.spec.cluster();
@@ -385,7 +385,7 @@ impl Image {
     }
 }
 
-/// What the header says of the rest.
+/// The header's references to the rest of the image.
 struct HeaderFields {
     l1_at: u64,
     l1_entries: u64,

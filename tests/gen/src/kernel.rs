@@ -5,11 +5,11 @@
 
 use std::io::Read;
 
-/// Where the tiny kernel is loaded and begins.
+/// The address at which the tiny kernel is loaded and begins.
 const LOAD: u32 = 0x10_0000;
-/// What it prints first.
+/// The line that it prints first.
 pub const GREETING: &str = "tiny kernel\n";
-/// How much it prints when it prints a lot.
+/// The number of bytes it prints when it prints a lot.
 pub const LOTS: usize = 32 << 10;
 const HEADER_BYTES: usize = 64;
 const SEGMENT_BYTES: usize = 56;
@@ -21,7 +21,8 @@ const RESET_PORT: u16 = 0x601;
 const ASKED_PORT: u16 = 0x614;
 const EJECT_PORT: u16 = 0x618;
 
-/// Where KVM's clock writes, and where in that the flags are: `struct pvclock_vcpu_time_info`.
+/// The register of KVM's clock, the address that the clock writes to, and the offset of the flags there: `struct
+/// pvclock_vcpu_time_info`.
 const MSR_CLOCK: u32 = 0x4B56_4D01;
 const CLOCK: u32 = 0x9000;
 const CLOCK_FLAGS: u32 = 29;
@@ -30,7 +31,7 @@ const CLOCK_FLAGS: u32 = 29;
 #[derive(Default)]
 struct Code {
     bytes: Vec<u8>,
-    /// Where a distance of one byte is missing, and to which label.
+    /// The places where a distance of one byte is missing, and the label that each leads to.
     open: Vec<(usize, &'static str)>,
     labels: Vec<(&'static str, usize)>,
 }

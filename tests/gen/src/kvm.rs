@@ -13,16 +13,16 @@ use kvm_ioctls::{Error, Kvm, VcpuExit};
 
 /// The memory of the probe's machine.
 const MEMORY_BYTES: usize = 2 << 20;
-/// Where its code is.
+/// The address of its code.
 const CODE: usize = 0x1000;
-/// Where its stack ends.
+/// The end of its stack.
 const STACK: u64 = 0x8000;
 /// The port that says that the code has come to its end.
 const END_PORT: u16 = 0x600;
 /// More exits than the code makes.
 const EXITS_MAX: usize = 16;
 
-/// What every machine of ours does: 32 bits without paging, a stack, calls, an interrupt table, CPUID, string
+/// The code that every machine of ours runs: 32 bits without paging, a stack, calls, an interrupt table, CPUID, string
 /// instructions, and ports.
 const PLAIN: &[&[u8]] = &[
     // call the next instruction; pop edi
@@ -37,7 +37,7 @@ const PLAIN: &[&[u8]] = &[
     &[0x66, 0xBA, 0xFD, 0x03, 0xEC],
 ];
 
-/// What a kernel of a distribution does before it prints a line, beyond that: registers of 128 bits.
+/// The code that a kernel of a distribution runs before it prints a line, beyond that: registers of 128 bits.
 const VECTORS: &[&[u8]] = &[
     // mov eax, cr4; or eax, OSFXSR | OSXMMEXCPT; mov cr4, eax
     &[0x0F, 0x20, 0xE0, 0x0D, 0, 0x06, 0, 0, 0x0F, 0x22, 0xE0],
@@ -52,7 +52,7 @@ const VECTORS: &[&[u8]] = &[
 ///
 /// # Errors
 ///
-/// What is missing, as a sentence.
+/// The missing feature, as a sentence.
 pub fn runs_tiny_kernels() -> Result<(), String> {
     run(PLAIN)
 }
@@ -61,7 +61,7 @@ pub fn runs_tiny_kernels() -> Result<(), String> {
 ///
 /// # Errors
 ///
-/// What is missing, as a sentence.
+/// The missing feature, as a sentence.
 pub fn runs_stock_kernels() -> Result<(), String> {
     run(&[PLAIN, VECTORS].concat())
 }

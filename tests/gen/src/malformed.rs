@@ -16,7 +16,7 @@ pub const DATA: u64 = 8;
 /// A compressed guest cluster.
 pub const COMPRESSED_CLUSTER: u64 = 20;
 
-/// What must become of a case.
+/// The required outcome of a case.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Fate {
     /// Refused to readers and writers; the error says this.
@@ -36,13 +36,13 @@ pub enum Fate {
 pub struct Case {
     /// The class it belongs to, as `docs/trust.md` lists them.
     pub class: &'static str,
-    /// What is broken.
+    /// The name of what is broken.
     pub name: String,
     /// Bytes to replace; a patch behind the end makes the file longer.
     pub patches: Vec<(u64, Vec<u8>)>,
-    /// Where to cut the file, before the patches.
+    /// The length to cut the file to, before the patches.
     pub cut: Option<u64>,
-    /// What must become of it.
+    /// The required outcome.
     pub fate: Fate,
 }
 
@@ -113,7 +113,7 @@ pub fn base_with(change: impl FnOnce(&mut ImageSpec)) -> Image {
     Image::new(spec)
 }
 
-/// Where things are in the base image, in bytes.
+/// The offsets of structures in the base image, in bytes.
 struct Places {
     bytes: Vec<u8>,
     l1: u64,
@@ -142,7 +142,7 @@ impl Places {
         u64_in(&self.bytes, self.l2 + guest * 8)
     }
 
-    /// What gives the image these extensions and no others, and the backing name after them.
+    /// Returns the patches that give the image these extensions and no others, and the backing name after them.
     fn extensions(&self, extensions: &[u8], backing: &[u8]) -> Vec<(u64, Vec<u8>)> {
         let first = 112;
         let mut area = vec![0; (CLUSTER - first) as usize];

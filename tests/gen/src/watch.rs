@@ -1,4 +1,5 @@
-//! Who opens a file, as the kernel tells it: what a test says about files that must not be opened is checked.
+//! A watch on opens of files, as the kernel tells of them: what a test says about files that must not be opened is
+//! checked.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -20,7 +21,7 @@ impl Watch {
     ///
     /// # Errors
     ///
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn new(folder: &Path) -> io::Result<Self> {
         let fd = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?;
         inotify::add_watch(&fd, folder, WatchFlags::OPEN)?;
@@ -31,7 +32,7 @@ impl Watch {
     ///
     /// # Errors
     ///
-    /// What the kernel says; also if it has lost count.
+    /// The kernel's error; also if it has lost count.
     pub fn opened(&self) -> io::Result<BTreeSet<String>> {
         let mut names = BTreeSet::new();
         let mut buffer = [MaybeUninit::uninit(); 4096];

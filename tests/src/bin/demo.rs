@@ -1,7 +1,7 @@
 //! `make demo`: a stock Linux guest runs on a QCOW2 overlay, and QEMU's tools find the image flawless afterwards.
 //!
-//! Where KVM really works the guest is a machine of `ringdisk run`; elsewhere QEMU emulates one, whose disk is served by
-//! `ringdisk vhost-user`. Whether KVM works is found out by a probe that runs what a stock kernel runs.
+//! The guest is a machine of `ringdisk run` where KVM really works; elsewhere QEMU emulates one, whose disk is served
+//! by `ringdisk vhost-user`. A probe that runs what a stock kernel runs finds out if KVM works.
 //!
 //! Exits with 0 and the words "It worked" only if every step did.
 
@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 use lab::{Guest, Lab, Machine, Outcome, Scratch, Server, image};
 use ringdisk_gen::kvm;
 
-/// How long the guest may take in all, emulated and on a busy machine.
+/// The longest time for the guest in all, emulated and on a busy machine.
 const GUEST_MAX: Duration = Duration::from_secs(600);
-/// How long a guest on KVM may take to its first word.
+/// The longest time of a guest on KVM to its first word.
 const KVM_BOOT_MAX: Duration = Duration::from_secs(60);
 
 /// The script of the guest. Lines that begin with `* ` are shown.

@@ -1,4 +1,4 @@
-//! What a power cut may leave on a device whose writes were logged.
+//! States that a power cut may leave on a device whose writes were logged.
 //!
 //! All that a FLUSH covers is there, and each FUA write that had ended. Of what came after the last FLUSH a disk with a
 //! volatile cache keeps any part, in sectors.
@@ -7,10 +7,10 @@ use ringdisk_gen::Random;
 
 use super::log::Entry;
 
-/// What a disk writes as a whole or not at all, in bytes.
+/// The length that a disk writes as a whole or not at all, in bytes.
 const SECTOR: usize = 512;
 
-/// Which part of the writes that no FLUSH covers is on the disk.
+/// The part of the writes that no FLUSH covers and that is on the disk.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Kept {
     /// All, so that the state is a prefix of the log.
@@ -40,9 +40,9 @@ const KINDS: [Kept; 6] = [
 /// A power cut: after so many entries of the log, and what it kept.
 #[derive(Clone, Copy, Debug)]
 pub struct Cut {
-    /// How many entries there were.
+    /// The number of entries there were.
     pub end: usize,
-    /// What is there of those that no FLUSH covers.
+    /// The part that is there of those that no FLUSH covers.
     pub kept: Kept,
     /// Decides what chance decides.
     pub seed: u64,

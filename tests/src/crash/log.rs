@@ -21,7 +21,7 @@ const MARK: u64 = 1 << 3;
 
 /// The bytes of an entry's header that mean something; a mark's text follows.
 const HEADER_BYTES: usize = 32;
-/// What the kernel logs when the device is removed. A log without it has stopped before.
+/// The mark that the kernel logs when the device is removed. A log without it has stopped before.
 const END: &str = "dm-log-writes-end";
 
 /// One thing that reached the device, or was said to the log.
@@ -29,23 +29,23 @@ const END: &str = "dm-log-writes-end";
 pub enum Entry {
     /// Bytes written at a byte offset; `fua` if they were durable when the write ended.
     Write {
-        /// Where, in bytes.
+        /// The offset, in bytes.
         at: u64,
-        /// What.
+        /// The bytes written.
         data: Vec<u8>,
-        /// Whether the write was durable by itself.
+        /// True if the write was durable by itself.
         fua: bool,
     },
     /// A range whose contents do not matter any more, in bytes.
     Discard {
-        /// Where it begins.
+        /// The offset at which it begins.
         at: u64,
-        /// How long it is.
+        /// Its length.
         len: u64,
     },
     /// A FLUSH that has ended: every entry before it is durable.
     Flush,
-    /// What `dmsetup message DEVICE 0 mark TEXT` said.
+    /// The text of a `dmsetup message DEVICE 0 mark TEXT`.
     Mark(String),
 }
 

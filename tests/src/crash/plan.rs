@@ -1,4 +1,4 @@
-//! What a client asks of a disk, and what each sector may hold after a cut.
+//! Requests that a client makes to a disk, and the values that each sector may hold after a cut.
 //!
 //! A plan follows from its seed alone, so that whoever judges needs no word of the client's. It is a text in the language of
 //! `qemu-io`: rounds of requests that do not overlap within a round, are all in flight together, and have ended when the next
@@ -11,7 +11,7 @@ pub const SECTOR: u64 = 512;
 
 /// Requests of one round at most.
 const ROUND: u64 = 24;
-/// How long requests are, in sectors.
+/// The lengths of requests, in sectors.
 const LENGTHS: [u64; 10] = [1, 3, 8, 8, 8, 16, 32, 64, 128, 256];
 /// The part of the disk that has half of the requests, in sectors.
 const HOT: u64 = 1024;
@@ -19,7 +19,7 @@ const HOT: u64 = 1024;
 /// One request's share in a sector.
 #[derive(Clone, Copy, Debug)]
 struct Change {
-    /// What it writes; `None` if it discards.
+    /// The byte it writes; `None` if it discards.
     value: Option<u8>,
     /// The last mark before it was asked for.
     asked: u32,
@@ -134,13 +134,13 @@ impl Plan {
         self.lines.iter().map(|line| format!("{line}\n")).collect()
     }
 
-    /// How many requests there are.
+    /// Returns the number of requests.
     #[must_use]
     pub fn requests(&self) -> u64 {
         self.requests
     }
 
-    /// How many marks there are.
+    /// Returns the number of marks.
     #[must_use]
     pub fn marks(&self) -> u32 {
         self.next
@@ -164,8 +164,8 @@ impl Plan {
         })
     }
 
-    /// Where `found`, the whole disk after a cut that came after mark `mark` and before the next, holds what it may not, as a
-    /// text. The disk held `before` before the first request.
+    /// Returns, as a text, a place where `found`, the whole disk after a cut that came after mark `mark` and before the
+    /// next, holds what it may not. The disk held `before` before the first request.
     #[must_use]
     pub fn difference(&self, before: &[u8], found: &[u8], mark: u32) -> Option<String> {
         if found.len() != before.len() {
@@ -201,7 +201,7 @@ impl Plan {
     }
 }
 
-/// Whether a sector may hold what it held at first, and which bytes it may be full of.
+/// Returns true if a sector may hold what it held at first, and the bytes it may be full of.
 fn allowed(changes: &[Change], mark: u32) -> (bool, [bool; 256]) {
     let (mut original, mut allowed) = (true, [false; 256]);
     for change in changes.iter().filter(|change| change.asked <= mark) {

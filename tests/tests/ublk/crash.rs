@@ -13,17 +13,18 @@ use lab::crash::plan::Plan;
 use lab::crash::{BACKING, DISK, World};
 use lab::{Error, Kernel, Scratch};
 
-/// How many rounds of requests each server gets, and how many cuts of each run are judged.
+/// The rounds of requests that each server gets, and the cuts of each run that are judged.
 const ROUNDS: u32 = 40;
 const CUTS: usize = 60;
-/// How many FLUSHes of each run are judged as if they had done nothing.
+/// The FLUSHes of each run that are judged as if they had done nothing.
 const LIES: usize = 6;
 /// Room for what is logged, in bytes; the file is sparse.
 const LOG: u64 = 1 << 30;
-/// How many clusters may leak in a cut, in bytes: no more than are replaced between two write-backs, all of the disk at most.
+/// The clusters that may leak in a cut, in bytes: no more than are replaced between two write-backs, all of the disk at
+/// most.
 const LEAKED: u64 = DISK;
 
-/// Who serves the image.
+/// The server of the image.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Way {
     /// `ringdisk ublk add`, on io_uring, by this transport.

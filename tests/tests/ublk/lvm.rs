@@ -8,7 +8,7 @@ use lab::{Error, Kernel, Scratch};
 
 /// The size of the physical volume, in bytes.
 const VOLUME: usize = 104 << 20;
-/// What is discarded last, on both rings, in bytes.
+/// The bytes discarded last, on both rings.
 const DISCARDED: u64 = 8 << 20;
 /// The clusters of the image, of 64 KiB, that hold no data: the header, the tables and the blocks of refcounts, L1 and L2, with
 /// one more where a table was made anew.

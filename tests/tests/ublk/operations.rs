@@ -1,4 +1,4 @@
-//! What an operator has around devices: names that stay, a command line that goes on where a killed server was, and
+//! Operation of devices: names that stay, a command line that goes on where a killed server was, and
 //! limits that devices share.
 
 use super::{newest, on_both, run_with, said};
@@ -133,7 +133,7 @@ fn judge_udev(outcome: &Outcome) {
     }
 }
 
-/// Who is inside the sandbox, and whether everything can be done there.
+/// A count of the threads inside the sandbox, and a try of everything that must work there.
 const SANDBOX: &str = include_str!("../../guest/ublk/sandbox.sh");
 
 #[test]

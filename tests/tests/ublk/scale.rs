@@ -4,13 +4,13 @@
 use super::{run_in, said};
 use lab::{Error, Kernel, Lab, Outcome, Scratch};
 
-/// What the scripts measure with.
+/// Functions with which the scripts measure.
 const CLOCK: &str = include_str!("../../guest/ublk/clock.sh");
 
 /// Sixteen devices with four queues each, all of them busy when the server is killed.
 const MANY: &str = include_str!("../../guest/ublk/many.sh");
 
-/// What I/O sees in the modes that do nothing again.
+/// Reads in the modes of recovery that do nothing again.
 const MODES: &str = include_str!("../../guest/ublk/modes.sh");
 
 /// A command that the kernel holds, because a server does not answer.

@@ -6,9 +6,9 @@ use std::time::Duration;
 use super::{on_each, run_in, said};
 use lab::{Error, Scratch};
 
-/// How long it takes in each kernel unless it is told, in seconds.
+/// The seconds that it takes in each kernel unless it is told.
 const SHORT: u64 = 10;
-/// What the long-lived server's memory may grow by, in KiB: its allocator's doing.
+/// The growth allowed to the long-lived server's memory, in KiB: its allocator's doing.
 const GROWTH_KIB: u64 = 6 << 10;
 
 const SOAK: &str = include_str!("../../guest/ublk/soak.sh");

@@ -47,7 +47,7 @@ fn upgrades_under_load_go_unnoticed() -> Result<(), Error> {
     })
 }
 
-/// What keeps a server from being replaced, found before it is asked; and what does not.
+/// Conditions that keep a server from being replaced, found before it is asked; and others that do not.
 const REFUSALS: &str = include_str!("../../guest/ublk/refusals.sh");
 
 #[test]
