@@ -34,7 +34,7 @@ pub(crate) const ALL: u64 = RING_FEATURES | F_FLUSH | F_CONFIG_WCE | F_DISCARD |
 
 /// The longest wait for what must come.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// How long nothing must come, where nothing may.
+/// The time for which nothing must come, where nothing may.
 const SILENCE: Duration = Duration::from_millis(30);
 
 /// A device for a disk, and the way to it.

@@ -101,7 +101,7 @@ struct Shared {
     info: DiskInfo,
     bytes: Mutex<Vec<u8>>,
     log: Mutex<Vec<(Op, u64, u64)>>,
-    /// Whether requests are held up.
+    /// True while requests are held up.
     closed: Monitor<bool>,
     /// Requests from this offset on fail.
     failing: Mutex<Option<(u64, IoError)>>,

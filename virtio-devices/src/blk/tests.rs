@@ -1,6 +1,6 @@
 //! The device and one queue of it without a transport and without a worker: errors of the interface, rounds, random requests.
 //!
-//! What a guest sees of each request is in `crate::conformance`.
+//! The guest's view of each request is in `crate::conformance`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};

@@ -265,7 +265,7 @@ pub(super) fn write(driver: &mut Driver, fill: u8) -> u16 {
     head
 }
 
-/// What a board of the conformance suite has behind its function.
+/// The backend behind the function on a board of the conformance suite.
 pub(super) trait Behind: Sized {
     /// Plugs a function with `queues` queues for `disk` into a board.
     fn plug(disk: Arc<dyn Disk>, queues: u16, ring: RingKind) -> (Board, Self);

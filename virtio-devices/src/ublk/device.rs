@@ -1,6 +1,6 @@
 //! One device that is served: its workers and queues, from their start to the close of the disk.
 //!
-//! How it came to be is in `add` and `recover`; how it goes to another process, in `hand_over`.
+//! Its beginning is in `add` and `recover`, its way to another process in `hand_over`.
 //!
 //! Invariants: a device that outlives its servers is left as it was found. A ring in which the driver waits is closed only by
 //! the exit of the process.

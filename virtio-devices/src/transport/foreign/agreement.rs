@@ -1,4 +1,4 @@
-//! What is agreed upon with a backend before a guest drives it: the protocol, the features, the configuration.
+//! The agreement with a backend before a guest drives it: the protocol, the features, the configuration.
 //!
 //! Spec: vhost-user, "Front-end message types".
 
