@@ -1,4 +1,5 @@
-//! How a machine monitor attaches a QCOW2 disk to a virtio transport of its own: [`Attached`] is all it takes.
+//! An example of a machine monitor that attaches a QCOW2 disk to a virtio transport of its own: [`Attached`] is all it
+//! takes.
 //!
 //! The transport keeps its queue as a `virtio_queue::Queue`, hands its state over to [`Attached::start`] and takes it back from
 //! [`Attached::stop`].
@@ -112,7 +113,7 @@ fn take_back(state: &QueueState, report: &QueueReport) -> Result<QueueState, Box
     })
 }
 
-/// How the guest hears of answers.
+/// The event that tells the guest of answers.
 struct Interrupt(OwnedFd);
 
 impl Notify for Interrupt {
@@ -129,7 +130,7 @@ impl Notify for Interrupt {
 const VERSION_1: u64 = 1 << 32;
 const EVENT_IDX: u64 = 1 << 29;
 
-/// Where the guest has its available ring, and a request's header, data and status.
+/// Guest addresses of the available ring, and of a request's header, data and status.
 const AVAILABLE: u64 = 0x2000;
 const HEADER: u64 = 0x4000;
 const DATA: u64 = 0x5000;

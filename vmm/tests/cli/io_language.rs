@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::world::{Ended, World};
 
-/// What was said, without the lines about speed.
+/// Returns the lines that were printed, without those about speed.
 fn without_speed(output: &str) -> Vec<&str> {
     output.lines().filter(|line| !line.contains(" ops; ")).collect()
 }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::world::World;
 
-/// How long `ringdisk io` takes for background reads of `count` times `len` bytes on four queues.
+/// Returns the time that `ringdisk io` takes for background reads of `count` times `len` bytes on four queues.
 fn took(world: &World, arguments: &[&str], count: usize, len: &str) -> Duration {
     let read = format!("aio_read -q 0 {len}");
     let mut command = world.ringdisk_command();

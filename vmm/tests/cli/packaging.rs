@@ -1,4 +1,4 @@
-//! What packages install beside the binary, as the programs that read it judge it.
+//! Files that packages install beside the binary, as the programs that read them judge them.
 
 use std::fs;
 use std::path::Path;

@@ -52,7 +52,7 @@ impl Terminal {
         (&self.far).write_all(keys).expect("a terminal");
     }
 
-    /// What programs print, as a person reads it.
+    /// Returns the output of programs, as a person reads it.
     fn read(&self) -> Receiver<Vec<u8>> {
         let (sender, receiver) = channel();
         let mut far = self.far.try_clone().expect("a descriptor");

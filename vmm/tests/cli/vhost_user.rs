@@ -11,7 +11,7 @@ use crate::world::{Ended, World, exists};
 /// A running `ringdisk vhost-user`; killed when dropped.
 struct Server {
     child: Option<Child>,
-    /// What it has printed so far.
+    /// Its output so far.
     said: String,
 }
 

@@ -8,7 +8,7 @@ pub(crate) struct World {
     directory: tempfile::TempDir,
 }
 
-/// How a program ended.
+/// The end of a program: its exit code and its output.
 #[derive(Debug)]
 pub(crate) struct Ended {
     pub(crate) code: Option<i32>,
@@ -149,7 +149,7 @@ pub(crate) fn be_u64(bytes: &[u8], offset: usize) -> u64 {
     u64::from_be_bytes(bytes[offset..offset + 8].try_into().expect("eight bytes"))
 }
 
-/// Whether `path` exists, symbolic links not followed.
+/// Returns true if `path` exists, symbolic links not followed.
 pub(crate) fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 
 use crate::shell;
 
-/// What is to be done with a block.
+/// The use to be made of a block.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Use {
     /// Run it.
@@ -20,7 +20,7 @@ pub(crate) enum Use {
 pub(crate) struct Block {
     /// Its document and line.
     pub(crate) place: String,
-    /// What is to be done with it.
+    /// The use to be made of it.
     pub(crate) usage: Use,
     /// Its lines, without the indentation of the fence.
     pub(crate) text: String,

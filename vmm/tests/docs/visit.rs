@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::block::{Block, Use};
 
-/// How long a server may take to serve, or to end.
+/// The longest time for a server to serve, or to end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Runs the blocks of a document that can run, and ends the servers that it started.

@@ -29,7 +29,7 @@ const WRITE: [&str; 12] = [
     "flush",
     "write -q -P 0x5a 0 256k",
 ];
-/// What guests write here, and nothing else in an image looks like.
+/// The bytes that guests write here, and that nothing else in an image looks like.
 const GUEST: [u8; 8] = [0x5A; 8];
 
 fn io(world: &World, what: &str, disk: &str, commands: &[&str]) -> Ended {

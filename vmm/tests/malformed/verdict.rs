@@ -13,7 +13,7 @@ use crate::world::{CASE, World};
 /// Corrupt, leaked.
 type Verdict = (bool, bool);
 
-/// Where we differ on purpose: class, part of the name, and why.
+/// The cases where we differ on purpose: class, part of the name, and why.
 const DIFFERENCES: &[(&str, &str, &str)] = &[
     ("L2 entry", "to unaligned data", UNALIGNED),
     ("zero cluster's place", "to unaligned data", UNALIGNED),

@@ -10,9 +10,9 @@ use ringdisk_gen::watch::Watch;
 const ADDRESS_SPACE_KIB: u64 = 256 << 10;
 /// QEMU's: it needs much to begin with.
 const QEMU_ADDRESS_SPACE_KIB: u64 = 4 << 20;
-/// How long a command may take, in seconds.
+/// The longest time for a command, in seconds.
 const SECONDS_MAX: u32 = 30;
-/// What `timeout` exits with if it had to end a command.
+/// The exit code of `timeout` if it had to end a command.
 const TIMED_OUT: i32 = 124;
 
 /// The image under test.
@@ -24,7 +24,7 @@ pub(crate) struct World {
     shadow: Watch,
 }
 
-/// How a command ended.
+/// The end of a command: its exit code and its output.
 #[derive(Debug)]
 pub(crate) struct Ended {
     /// The exit code; more than 128 if a signal ended it.
@@ -34,7 +34,7 @@ pub(crate) struct Ended {
 }
 
 impl Ended {
-    /// What a command that did nothing but refuse said: one line that begins with its name.
+    /// Returns the message of a command that did nothing but refuse: one line that begins with its name.
     pub(crate) fn refusal(&self) -> Option<&str> {
         let line = self.stderr.strip_prefix("ringdisk: ")?;
         let one = self.code == 1 && self.stdout.is_empty() && line.lines().count() == 1;

@@ -32,7 +32,7 @@ const DATA: u64 = 0x10_0000;
 
 const PROTOCOL_FEATURES: u64 = 1 << 30;
 
-/// What a client asks for.
+/// A request of a client.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Ask {
     Read,
@@ -43,7 +43,7 @@ pub(crate) enum Ask {
     WriteZeroes,
 }
 
-/// What outlives a connection: the memory, the rings in it, and what is in flight.
+/// The part of a client that outlives a connection: the memory, the rings in it, and what is in flight.
 pub(crate) struct Client {
     driver: Driver,
     file: File,
@@ -53,14 +53,14 @@ pub(crate) struct Client {
     frontend: Option<Frontend>,
     /// By slot, which is a place for data: the head of the chain, what is asked, of which block.
     in_flight: [Option<(u16, Ask, usize)>; SLOTS],
-    /// What each block holds: the number written last, zero for zeros.
+    /// The contents of each block: the number written last, zero for zeros.
     pub(crate) model: Vec<u64>,
     pub(crate) answered: u64,
-    /// Whether a discarded block reads as zeros: clusters are blocks.
+    /// True if a discarded block reads as zeros: clusters are blocks.
     discards: bool,
-    /// Whether its guest may choose the cache mode.
+    /// True if its guest may choose the cache mode.
     pub(crate) chooses_mode: bool,
-    /// Whether it reads the configuration when it connects, as a monitor does that starts.
+    /// True if it reads the configuration when it connects, as a monitor does that starts.
     pub(crate) reads_config: bool,
 }
 
@@ -164,7 +164,7 @@ impl Client {
         self.frontend = Some(frontend);
     }
 
-    /// Whether the server still answers messages.
+    /// Returns true if the server still answers messages.
     pub(crate) fn is_connected(&self) -> bool {
         self.frontend
             .as_ref()

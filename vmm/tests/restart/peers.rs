@@ -18,7 +18,7 @@ use crate::server::{Server, World};
 use ringdisk_gen::Random;
 
 const BLOCKS: usize = 1024;
-/// How often the log may mention one disk's peers in a minute, whatever they do.
+/// The most lines of the log that may mention one disk's peers in a minute, whatever they do.
 const LINES_MAX: usize = 60;
 
 /// A header: the code, version 1, the size of the body.

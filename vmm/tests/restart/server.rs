@@ -87,7 +87,7 @@ impl World {
         Server { child }
     }
 
-    /// What all servers said so far.
+    /// Returns the log of all servers so far.
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(self.path("log")).unwrap_or_default()
     }

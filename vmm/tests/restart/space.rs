@@ -16,11 +16,11 @@ use crate::client::{Ask, BLOCK, Client};
 use crate::server::{Server, World};
 
 const BLOCKS: usize = 256;
-/// Where a test is while it runs in its own namespace.
+/// The variable that names a test's folder while it runs in its own namespace.
 const PLACE: &str = "RINGDISK_TEST_PLACE";
 const MOUNT: &str = "mount -t tmpfs -o size=8m,huge=never none \"$RINGDISK_TEST_PLACE\" || exit 77; echo 'the folder is mounted'; \
     exec \"$0\" \"$@\"";
-/// What is said before the test runs itself. A failure after it is the test's, one before it the machine's.
+/// The line that is printed before the test runs itself. A failure after it is the test's, one before it the machine's.
 const MOUNTED: &str = "the folder is mounted";
 
 /// The small file system, in the test's own namespace; otherwise runs it there.

@@ -11,7 +11,7 @@ use crate::client::{BLOCK, Client};
 use crate::server::World;
 use ringdisk_gen::Random;
 
-/// What a takeover may take that the machine does not hold up.
+/// The longest interruption by a takeover that the machine does not hold up.
 const INTERRUPTION_MAX: Duration = Duration::from_millis(100);
 
 /// Keeps the disk busy until `over`; the longest time without an answer.

@@ -70,7 +70,7 @@ fn serve(socket: &Path, disk: Arc<dyn block::Disk>) -> impl FnOnce() {
 const READY: u8 = 15;
 const NEEDS_RESET: u8 = 64;
 
-/// What a driver does until its queue runs; the status then.
+/// Drives the function as a driver does until its queue runs; returns the status then.
 fn drive(function: &mut VirtioPciBlock) -> u8 {
     let mut set = |offset: u64, bytes: &[u8]| function.write(offset, bytes);
     set(20, &[0]);

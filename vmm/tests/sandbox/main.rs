@@ -72,7 +72,7 @@ fn refused(what: &str, errnos: &[i32], call: libc::c_long, arguments: [usize; 6]
     }
 }
 
-/// What no thread may do, whatever its task.
+/// Tries what no thread may do, whatever its task.
 fn try_everything() {
     const NO: &[i32] = &[libc::EPERM];
     let none = [0; 6];
@@ -190,7 +190,7 @@ fn try_everything() {
     );
 }
 
-/// What every thread must be able to do.
+/// Does what every thread must be able to do.
 fn live() {
     let threads: Vec<_> = (0u8..4)
         .map(|number| {
