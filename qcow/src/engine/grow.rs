@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 use block::IoError;
 
 use super::{Queue, announce, flush, load, space, zero};
-use crate::format::GuestOffset;
+use crate::format::{GuestOffset, Version};
 use crate::metadata::Extent;
 
 /// Makes the disk `size_bytes` large, durably.
@@ -33,7 +33,8 @@ pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoErr
     if size_bytes == old {
         return Ok(());
     }
-    if shared.policy.fixed_size {
+    // Such snapshots do not record the disk's size.
+    if shared.geometry.version() == Version::V2 && shared.header.snapshot_count() > 0 {
         let image = shared.file.path().display();
         tracing::error!(%image, "an image of version 2 with snapshots does not grow: they do not record the disk's size");
         return Err(IoError::Unsupported);

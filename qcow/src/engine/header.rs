@@ -1,7 +1,7 @@
-//! Changes of the header while the image is open: one write of its first sector, which holds every field that ever
-//! changes.
+//! The header while the image is open: the whole header cluster, and changes of it by one write of its first sector,
+//! which holds every field that ever changes.
 //!
-//! Invariant: one such write at a time, from one copy of the sector, so that none undoes another.
+//! Invariant: one such write at a time, from one copy of the header, so that none undoes another.
 
 use block::sync::Mutex;
 use block::{AlignedBuf, IoError};
@@ -10,21 +10,26 @@ use super::Queue;
 use super::turn::Turns;
 use crate::format::HeaderFields;
 
-/// The header fields that change, and the turns to write them.
+/// The header, and the turns to write it.
 #[derive(Debug)]
 pub(super) struct HeaderWriter {
-    /// The fields as they are on disk or are being written.
+    /// The header cluster as it is on disk or is being written.
     fields: Mutex<HeaderFields>,
     turns: Turns,
 }
 
 impl HeaderWriter {
-    /// Takes over the fields as they are on disk.
+    /// Takes over the header cluster as it is on disk.
     pub(super) fn new(fields: HeaderFields) -> Self {
         Self {
             fields: Mutex::new(fields),
             turns: Turns::default(),
         }
+    }
+
+    /// Returns the number of internal snapshots.
+    pub(super) fn snapshot_count(&self) -> u32 {
+        self.fields.lock().snapshot_count()
     }
 }
 
@@ -37,7 +42,7 @@ pub(super) async fn change(queue: &Queue, change: impl FnOnce(&mut HeaderFields)
         let mut fields = header.fields.lock();
         fields.disown_unknown();
         change(&mut fields);
-        AlignedBuf::from_slice(fields.bytes())
+        AlignedBuf::from_slice(fields.first_sector())
     };
     queue.file.write_at(0, bytes).await
 }

@@ -72,8 +72,6 @@ pub(crate) struct Policy {
     pub(crate) discard_no_unref: bool,
     /// Answer a change only when the mapping that reaches it is in the file.
     pub(crate) persist_mappings: bool,
-    /// The disk cannot grow: snapshots that do not record its size could not be restored.
-    pub(crate) fixed_size: bool,
 }
 
 /// State that all queues of an image share.

@@ -1,29 +1,39 @@
-//! The header fields that change while an image exists. All of them lie in its first 512 bytes, so that one write of a
-//! sector changes any number of them at once. Spec: "Header".
+//! The header as it is in the file: the fields that change while an image exists, and all bytes that this crate does not
+//! know. Spec: "Header", "Header extensions".
+//!
+//! Invariant: the fields that change lie in the first 512 bytes, so that one write of a sector changes any number of them
+//! at once. No other byte of the header changes.
 
 use super::header::at;
-use super::{Autoclear, HostOffset, Incompatible, Version};
+use super::{Autoclear, Header, HeaderError, HostOffset, Incompatible, Version};
 
-/// The first 512 bytes of an image.
+/// The header cluster of an image: fields, extensions, backing file name, and whatever else is there.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct HeaderFields([u8; Self::BYTES]);
+pub(crate) struct HeaderFields(Vec<u8>);
 
 impl HeaderFields {
-    /// The length of that sector in bytes.
+    /// The length of the first sector, in bytes.
     pub(crate) const BYTES: usize = 512;
 
-    /// Takes the first bytes of an image. Missing bytes are zeros.
+    /// Takes over the first bytes of an image: its first cluster, or less if the file is shorter.
     pub(crate) fn new(bytes: &[u8]) -> Self {
-        let mut fields = [0; Self::BYTES];
-        for (field, byte) in fields.iter_mut().zip(bytes) {
-            *field = *byte;
-        }
-        Self(fields)
+        let mut bytes = bytes.to_vec();
+        bytes.resize(bytes.len().max(Self::BYTES), 0);
+        Self(bytes)
     }
 
-    /// Returns the bytes to write at the beginning of the file.
-    pub(crate) fn bytes(&self) -> &[u8; Self::BYTES] {
-        &self.0
+    /// Returns the bytes to write at the beginning of the file: all that may have changed.
+    pub(crate) fn first_sector(&self) -> &[u8] {
+        self.0.get(..Self::BYTES).unwrap_or_default()
+    }
+
+    /// Decodes the header as it is now.
+    ///
+    /// # Errors
+    ///
+    /// [`HeaderError`], as for [`Header::decode`].
+    pub(crate) fn decode(&self) -> Result<Header, HeaderError> {
+        Header::decode(&self.0)
     }
 
     fn is_v3(&self) -> bool {
@@ -83,6 +93,11 @@ impl HeaderFields {
         self.put(at::REFCOUNT_TABLE_CLUSTERS, clusters.to_be_bytes());
     }
 
+    /// Returns the number of internal snapshots.
+    pub(crate) fn snapshot_count(&self) -> u32 {
+        self.u32_at(at::NB_SNAPSHOTS)
+    }
+
     /// Sets the disk's size in bytes, and the offset of its L1 table and its number of entries.
     pub(crate) fn set_disk(&mut self, size_bytes: u64, l1_offset: HostOffset, l1_entries: u32) {
         self.put(at::SIZE, size_bytes.to_be_bytes());
@@ -94,7 +109,7 @@ impl HeaderFields {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::Header;
+    use crate::format::{Extension, Header};
 
     /// A header as `image create` writes it.
     fn fields(version: u32) -> HeaderFields {
@@ -116,7 +131,7 @@ mod tests {
         fields.set_autoclear(Autoclear::BITMAPS);
         fields.set_refcount_table(HostOffset::new(0x3_0000), 7);
         fields.set_disk(5 << 30, HostOffset::new(0x5_0000), 10);
-        let header = Header::decode(fields.bytes()).expect("a header");
+        let header = fields.decode().expect("a header");
         assert_eq!(header.incompatible, Incompatible::CORRUPT | Incompatible::DIRTY);
         assert_eq!(fields.incompatible(), header.incompatible);
         assert_eq!(header.autoclear, Autoclear::BITMAPS);
@@ -124,6 +139,31 @@ mod tests {
         assert_eq!(header.refcount_table_clusters, 7);
         assert_eq!((header.virtual_size, header.l1_entries), (5 << 30, 10));
         assert_eq!(header.l1_offset, HostOffset::new(0x5_0000));
+    }
+
+    /// An unknown extension reaches past the first sector, and the backing file's name lies behind it.
+    #[test]
+    fn decode_sees_what_lies_past_the_first_sector_after_fields_change() {
+        let mut bytes = fields(3).0;
+        bytes.resize(1 << 16, 0);
+        let unknown: Vec<u8> = (0..1000_u32).map(|at| at as u8 | 1).collect();
+        let mut extensions = [0x1234_5678_u32, 1000].map(u32::to_be_bytes).concat();
+        extensions.extend_from_slice(&unknown);
+        bytes[104..][..extensions.len()].copy_from_slice(&extensions);
+        bytes[2000..][..4].copy_from_slice(b"base");
+        bytes[at::BACKING_FILE_OFFSET..][..8].copy_from_slice(&2000_u64.to_be_bytes());
+        bytes[at::BACKING_FILE_SIZE..][..4].copy_from_slice(&4_u32.to_be_bytes());
+        let mut fields = HeaderFields::new(&bytes);
+        fields.set_disk(1 << 20, HostOffset::new(0x5_0000), 1);
+        let header = fields.decode().expect("a header");
+        assert_eq!(header.backing_name.as_deref(), Some(&b"base"[..]));
+        let kept = Extension::Unknown {
+            kind: 0x1234_5678,
+            data: unknown,
+        };
+        assert_eq!(header.extensions, [kept]);
+        bytes[..HeaderFields::BYTES].copy_from_slice(fields.first_sector());
+        assert_eq!(fields.0, bytes, "only the first sector changes");
     }
 
     #[test]
@@ -143,7 +183,7 @@ mod tests {
         fields.set_autoclear(Autoclear::from_bits_retain(u64::MAX));
         fields.disown_unknown();
         let known = Autoclear::from_bits_retain(u64::MAX);
-        let header = Header::decode(fields.bytes()).expect("a header");
+        let header = Header::decode(fields.first_sector()).expect("a header");
         assert_eq!(header.autoclear, known.difference(known.unknown()));
     }
 }

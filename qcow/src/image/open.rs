@@ -241,6 +241,14 @@ impl Qcow2 {
         let backing = open_backing(opening, path, &header).await?;
         // Nothing has been written so far; from here on only a rebuild writes.
         let header = prepare(&view, header, write).await.map_err(image)?;
+        // What the engine writes back is what it was opened from.
+        let file_len = view.len().map_err(io_length).map_err(image)?;
+        let cluster_len = header.cluster_bits.size().min(file_len) as usize;
+        let header_cluster = read(&view, ClusterUse::Header, 0, cluster_len)
+            .await
+            .map_err(|error| image(error.into()))?;
+        let fields = HeaderFields::new(&header_cluster);
+        let header = fields.decode().map_err(|error| image(error.into()))?;
         let covered_bytes = backing.as_ref().map_or(0, |backing| backing.size);
         let metadata = load(&view, &header, options.l2_cache_bytes, covered_bytes, write)
             .await
@@ -250,9 +258,6 @@ impl Qcow2 {
         } else {
             Announcement::default()
         };
-        let first_sector = read(&view, ClusterUse::Header, 0, HeaderFields::BYTES)
-            .await
-            .map_err(|error| image(error.into()))?;
         // Not sooner: a caller that opens an image needs the error that there is no space.
         if write && options.wait_for_space {
             file.wait_for_space();
@@ -264,12 +269,11 @@ impl Qcow2 {
                 sparse: options.sparse,
                 discard_no_unref: options.discard_no_unref,
                 persist_mappings: options.persist_mappings,
-                fixed_size: header.version == Version::V2 && header.snapshot_count > 0,
             },
             compression: header.compression,
             backing,
             metadata,
-            header: HeaderFields::new(&first_sector),
+            header: fields,
             announcement,
             inflate_threads: options.inflate_threads,
         }))

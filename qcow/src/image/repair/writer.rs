@@ -42,7 +42,7 @@ pub(super) async fn switch_header(file: &FileView, header: &Header) -> Result<()
     fields.disown_unknown();
     fields.set_refcount_table(header.refcount_table_offset, header.refcount_table_clusters);
     fields.set_incompatible(header.incompatible);
-    write(file, ClusterUse::Header, 0, fields.bytes()).await?;
+    write(file, ClusterUse::Header, 0, fields.first_sector()).await?;
     sync(file).await
 }
 
