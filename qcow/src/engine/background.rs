@@ -24,7 +24,8 @@ pub(super) struct Background {
 }
 
 /// One piece of background work, until it has ended or was dropped.
-struct Task(Arc<Shared>);
+#[must_use = "the work counts until this is dropped"]
+pub(super) struct Task(Arc<Shared>);
 
 impl Drop for Task {
     fn drop(&mut self) {
@@ -36,10 +37,15 @@ impl Drop for Task {
     }
 }
 
+/// Counts a task that is under way without a request in flight as background work, until the guard is dropped.
+pub(super) fn enter(shared: &Arc<Shared>) -> Task {
+    shared.background.lock().under_way += 1;
+    Task(Arc::clone(shared))
+}
+
 /// Starts background work on the queue's worker.
 pub(super) fn start(queue: &Rc<Queue>, work: impl AsyncFnOnce(Rc<Queue>) + 'static) {
-    queue.shared.background.lock().under_way += 1;
-    let task = Task(Arc::clone(&queue.shared));
+    let task = enter(&queue.shared);
     let worker = Rc::clone(queue);
     queue.cx.spawn_background(async move {
         let _task = task;

@@ -46,6 +46,20 @@ pub(super) fn in_background(queue: &Rc<Queue>) {
     });
 }
 
+/// Writes everything back and frees every dropped cluster. No request is in flight and nobody else starts background
+/// work, so nothing is under way afterwards.
+pub(super) async fn settle(queue: &Rc<Queue>) -> Result<(), IoError> {
+    let flushed = flush(queue).await;
+    // Above all a pass that frees clusters: its lowered counts are yet to be written.
+    background::ended(&queue.shared).await;
+    flushed?;
+    // Every drop is past grace; the lowered counts are written.
+    reclaim::reclaim(queue).await?;
+    flush(queue).await?;
+    background::ended(&queue.shared).await;
+    Ok(())
+}
+
 async fn round(queue: &Rc<Queue>) -> Result<(), IoError> {
     let shared = &queue.shared;
     shared.file.check_syncs()?;

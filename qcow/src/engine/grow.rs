@@ -22,7 +22,7 @@ pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoErr
     if shared.policy.read_only {
         return Err(IoError::ReadOnly);
     }
-    let _turn = shared.growing.take().await;
+    let _turn = shared.changes.take().await;
     if shared.is_corrupt() {
         return Err(IoError::Corrupt);
     }

@@ -8,7 +8,7 @@ use block::{AlignedBuf, IoError};
 
 use super::Queue;
 use super::turn::Turns;
-use crate::format::HeaderFields;
+use crate::format::{Header, HeaderError, HeaderFields};
 
 /// The header, and the turns to write it.
 #[derive(Debug)]
@@ -25,6 +25,15 @@ impl HeaderWriter {
             fields: Mutex::new(fields),
             turns: Turns::default(),
         }
+    }
+
+    /// Decodes the header.
+    ///
+    /// # Errors
+    ///
+    /// [`HeaderError`], if another program has damaged it before the image was opened.
+    pub(super) fn decode(&self) -> Result<Header, HeaderError> {
+        self.fields.lock().decode()
     }
 
     /// Returns the number of internal snapshots.

@@ -14,6 +14,7 @@ mod background;
 mod compressed;
 mod corrupt;
 mod data;
+mod exclusive;
 mod flush;
 mod grow;
 mod header;
@@ -22,8 +23,10 @@ mod part;
 mod queue;
 mod read;
 mod reclaim;
+mod snapshots;
 mod space;
 mod status;
+mod switch;
 mod turn;
 mod write;
 mod zero;
@@ -53,6 +56,7 @@ pub(crate) use compressed::Inflater;
 use flush::Rounds;
 pub(crate) use queue::Queue;
 use reclaim::Freeing;
+pub use snapshots::{SnapshotError, SnapshotSelector};
 
 /// The image below this one.
 #[derive(Debug)]
@@ -91,8 +95,10 @@ pub(crate) struct Shared {
     header: header::HeaderWriter,
     /// Announcements to other programs before the image changes.
     announcements: announce::Announcements,
-    /// Turns of tasks that make the disk larger: one at a time.
-    growing: turn::Turns,
+    /// Turns of tasks that change the image as a whole (growth, operations that run alone, the close): one at a time.
+    changes: turn::Turns,
+    /// Queues are held off for an operation that runs alone.
+    hold: exclusive::Hold,
     /// True once metadata was found corrupt: the image is not written any more.
     corrupt: AtomicBool,
     pub(crate) inflater: Inflater,
@@ -119,10 +125,14 @@ pub(crate) struct Parts {
 }
 
 impl Shared {
-    /// Locks the metadata to read. Returns `None` if a task is changing it: the hot path does not wait.
+    /// Locks the metadata to read. Returns `None` if a task is changing it, or queues are held off: the hot path does
+    /// not wait.
     #[inline]
     fn try_read(&self) -> Option<ShardedLockReadGuard<'_, Metadata>> {
-        self.metadata.try_read().ok()
+        self.metadata
+            .try_read()
+            .ok()
+            .filter(|metadata| !metadata.held_off)
     }
 
     /// Locks the metadata to read. Never keep the guard across an await.
@@ -144,6 +154,11 @@ impl Shared {
             tracing::error!(%image, "the image is corrupt; it is not written any more");
         }
         first
+    }
+
+    /// Accepts no more writes.
+    fn stop_writes(&self) {
+        self.corrupt.store(true, Ordering::SeqCst);
     }
 
     /// Returns the guest disk's size in bytes, whole sectors.
@@ -190,7 +205,8 @@ impl QcowDisk {
             background: Mutex::default(),
             header: header::HeaderWriter::new(parts.header),
             announcements: announce::Announcements::new(parts.announcement),
-            growing: turn::Turns::default(),
+            changes: turn::Turns::default(),
+            hold: exclusive::Hold::default(),
             corrupt: AtomicBool::new(false),
             inflater: compressed::inflater(parts.inflate_threads),
         };
@@ -290,14 +306,8 @@ impl Disk for QcowDisk {
         let queue = Queue::open_last(&self.shared, cx);
         Box::pin(async move {
             let queue = queue.map_err(|error| IoError::from(error.source))?;
-            let flushed = flush::flush(&queue).await;
-            // Above all a pass that frees clusters: its lowered counts are yet to be written.
-            background::ended(&queue.shared).await;
-            flushed?;
-            // The queues are gone, so every drop is past grace; the lowered counts are written.
-            reclaim::reclaim(&queue).await?;
-            flush::flush(&queue).await?;
-            background::ended(&queue.shared).await;
+            let _turn = queue.shared.changes.take().await;
+            flush::settle(&queue).await?;
             // Reserved space that was not used is returned.
             let end = queue.shared.read()?.refcounts.unused_reserve();
             if let Some(end) = end {

@@ -11,7 +11,7 @@ use block::{Context, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Req
 
 use super::compressed::InflatedClusters;
 use super::data::GuestData;
-use super::{Shared, announce, flush, read, space, status, write, zero};
+use super::{Shared, announce, exclusive, flush, read, space, status, write, zero};
 use crate::format::GuestOffset;
 use crate::metadata::{Extent, Lookup};
 
@@ -180,6 +180,14 @@ async fn make_durable(queue: &Rc<Queue>, fua: bool) -> Result<(), IoError> {
 /// Executes and answers a request from a task.
 async fn execute(queue: Rc<Queue>, mut request: Request) {
     let (offset, len) = (GuestOffset::new(request.offset), request.len);
+    if !queue.shared.policy.read_only
+        && let Some(guard) = request.guard.take()
+    {
+        match exclusive::admit(&queue, guard).await {
+            Ok(guard) => request.guard = Some(guard),
+            Err(error) => return request.finish(Err(error)),
+        }
+    }
     if request.op.is_write() && queue.shared.is_corrupt() {
         return request.finish(Err(IoError::Corrupt));
     }

@@ -7,15 +7,16 @@
 //! for could never be freed. It is planned anew from its beginning.
 
 use std::future::poll_fn;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::Poll;
 use std::time::Duration;
 
+use block::epoch::Watch;
 use block::report::Action;
 use block::{IoError, Request};
 
-use super::{Queue, flush, reclaim};
+use super::{Queue, background, exclusive, flush, reclaim};
 
 /// The time that a change waits for freed clusters before it fails; requests in flight may delay freeing.
 const FREEING_MAX: Duration = Duration::from_secs(2);
@@ -30,12 +31,15 @@ pub(super) async fn with_space(
             Err(error) if error.is_no_space() && queue.file.file().is_block_device() => error,
             result => return result,
         };
+        let task = background::enter(&queue.shared);
         request.guard = None;
-        let again = is_room_made(queue).await? || {
+        let is_room_made = is_room_made(queue).await?;
+        drop(task);
+        let again = is_room_made || {
             report(queue, error);
             queue.file.wait_for_space().await
         };
-        request.guard = Some(queue.enter());
+        request.guard = Some(exclusive::admit(queue, queue.enter()).await?);
         if !again {
             return Err(error);
         }
@@ -86,17 +90,25 @@ async fn is_room_made(queue: &Rc<Queue>) -> Result<bool, IoError> {
             }
         }
         // A request that is older than the drop has to end, or another worker's pass.
-        let mut ended = pin!(watch.ended());
-        let is_woken = poll_fn(|cx| {
-            if ended.as_mut().poll(cx).is_ready() {
-                return Poll::Ready(Ok(true));
-            }
-            timeout.as_mut().poll(cx).map(|slept| slept.map(|()| false))
-        });
-        if !is_woken.await? {
+        if !is_ended_before(&mut watch, timeout.as_mut()).await? {
             return Ok(false);
         }
     }
+}
+
+/// Waits for the end of a request. Returns false if `timeout` ends first.
+pub(super) async fn is_ended_before(
+    watch: &mut Watch,
+    mut timeout: Pin<&mut impl Future<Output = std::io::Result<()>>>,
+) -> Result<bool, IoError> {
+    let mut ended = pin!(watch.ended());
+    poll_fn(|cx| {
+        if ended.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Ok(true));
+        }
+        timeout.as_mut().poll(cx).map(|slept| Ok(slept.map(|()| false)?))
+    })
+    .await
 }
 
 fn report(queue: &Queue, error: IoError) {

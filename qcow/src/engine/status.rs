@@ -1,6 +1,7 @@
 //! Block status: the mapping as tools see it, down the whole chain ([`block::status`]).
 //!
-//! Nothing but tables is read, and nothing waits for requests: a cluster that is being remapped has its old status.
+//! Nothing but tables is read. A cluster that is being remapped has its old status; only an operation that runs alone
+//! ([`exclusive`](super::exclusive)) is waited for.
 
 use std::rc::Rc;
 
@@ -8,7 +9,7 @@ use block::IoError;
 use block::request::check_range;
 use block::status::{Content, StatusRange, StatusRanges};
 
-use super::{Queue, load};
+use super::{Queue, exclusive, load};
 use crate::format::GuestOffset;
 use crate::metadata::Extent;
 
@@ -19,6 +20,7 @@ const LOOKUPS_MAX: usize = 4096;
 /// Returns the origin of `len` bytes from `offset` on, as far as one answer goes.
 pub(super) async fn status(queue: &Rc<Queue>, offset: u64, len: u64) -> Result<Vec<StatusRange>, IoError> {
     check_range(offset, len, queue.shared.size_bytes())?;
+    let _guard = exclusive::admit(queue, queue.enter()).await?;
     let mut ranges = StatusRanges::default();
     let mut here = GuestOffset::new(offset);
     let to = here + len;

@@ -98,6 +98,12 @@ impl HeaderFields {
         self.u32_at(at::NB_SNAPSHOTS)
     }
 
+    /// Sets the number of internal snapshots and the offset of their table.
+    pub(crate) fn set_snapshots(&mut self, count: u32, offset: HostOffset) {
+        self.put(at::NB_SNAPSHOTS, count.to_be_bytes());
+        self.put(at::SNAPSHOTS_OFFSET, offset.bytes().to_be_bytes());
+    }
+
     /// Sets the disk's size in bytes, and the offset of its L1 table and its number of entries.
     pub(crate) fn set_disk(&mut self, size_bytes: u64, l1_offset: HostOffset, l1_entries: u32) {
         self.put(at::SIZE, size_bytes.to_be_bytes());
@@ -131,6 +137,7 @@ mod tests {
         fields.set_autoclear(Autoclear::BITMAPS);
         fields.set_refcount_table(HostOffset::new(0x3_0000), 7);
         fields.set_disk(5 << 30, HostOffset::new(0x5_0000), 10);
+        fields.set_snapshots(3, HostOffset::new(0x7_0000));
         let header = fields.decode().expect("a header");
         assert_eq!(header.incompatible, Incompatible::CORRUPT | Incompatible::DIRTY);
         assert_eq!(fields.incompatible(), header.incompatible);
@@ -139,6 +146,8 @@ mod tests {
         assert_eq!(header.refcount_table_clusters, 7);
         assert_eq!((header.virtual_size, header.l1_entries), (5 << 30, 10));
         assert_eq!(header.l1_offset, HostOffset::new(0x5_0000));
+        assert_eq!((header.snapshot_count, fields.snapshot_count()), (3, 3));
+        assert_eq!(header.snapshot_table_offset, HostOffset::new(0x7_0000));
     }
 
     /// An unknown extension reaches past the first sector, and the backing file's name lies behind it.

@@ -5,7 +5,7 @@
 //!
 //! Invariants:
 //! - an image is untrusted, so memory and time are bounded by the file's length, never by a number in it;
-//! - only `create` and `repair` write.
+//! - only `create` and `repair` write; `snapshots` has the engine write.
 
 pub mod bitmaps;
 pub mod check;
@@ -18,6 +18,7 @@ pub mod open;
 pub mod read;
 pub(crate) mod references;
 pub mod repair;
+pub mod snapshots;
 
 pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check, check_within};
 pub use create::{CreateError, CreateOptions, Preallocation, create};
@@ -25,6 +26,7 @@ pub use info::{ImageInfo, info};
 pub use open::{ImageError, OpenError, OpenOptions, Qcow2, StructureError, backing_path};
 pub use read::{Located, ReadError, read_header};
 pub use repair::{RepairError, RepairReport, RepairScope, rebuild_refcounts, repair};
+pub use snapshots::{ChangeSnapshotsError, create_snapshot, delete_snapshot};
 
 #[cfg(test)]
 mod check_tests;

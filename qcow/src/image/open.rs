@@ -168,7 +168,9 @@ impl Format for Qcow2 {
         path: &'a Path,
         access: Access,
     ) -> LocalBoxFuture<'a, Result<Arc<dyn Disk>, OpenError>> {
-        Box::pin(async move { Ok(self.open_image(opening, path, access).await? as Arc<dyn Disk>) })
+        Box::pin(
+            async move { Ok(self.open_image(opening, path, access, Below::Opened).await? as Arc<dyn Disk>) },
+        )
     }
 }
 
@@ -217,8 +219,31 @@ impl QcowDisk {
         } else {
             Access::Write
         };
-        qcow2.open_image(&opening, path, access).await
+        qcow2.open_image(&opening, path, access, Below::Opened).await
     }
+}
+
+/// Opens the image at `path` for writing, and no image below it: for operations that no guest's data is needed for. What
+/// the image does not map must not be read or written.
+pub(crate) async fn open_without_backing(
+    cx: &Context,
+    path: &Path,
+    options: &OpenOptions,
+) -> Result<Arc<QcowDisk>, OpenError> {
+    let opening = Opening::new(cx, &HostFiles, &[], options.of_chain());
+    let qcow2 = Qcow2(options.clone());
+    qcow2
+        .open_image(&opening, path, Access::Write, Below::LeftOut)
+        .await
+}
+
+/// The images below an image that is opened.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Below {
+    /// Opened with it.
+    Opened,
+    /// Not needed.
+    LeftOut,
 }
 
 impl Qcow2 {
@@ -227,6 +252,7 @@ impl Qcow2 {
         opening: &Opening<'_>,
         path: &Path,
         access: Access,
+        below: Below,
     ) -> Result<Arc<QcowDisk>, OpenError> {
         let (options, write) = (&self.0, access.is_write());
         let image = |source: ImageError| OpenError::image(path, source);
@@ -238,7 +264,10 @@ impl Qcow2 {
             })
         })?;
         let header = check_header(&view, write).await.map_err(image)?;
-        let backing = open_backing(opening, path, &header).await?;
+        let backing = match below {
+            Below::Opened => open_backing(opening, path, &header).await?,
+            Below::LeftOut => None,
+        };
         // Nothing has been written so far; from here on only a rebuild writes.
         let header = prepare(&view, header, write).await.map_err(image)?;
         // What the engine writes back is what it was opened from.

@@ -133,7 +133,7 @@ fn entries_in(memory: u64, entry_bytes: usize) -> usize {
 }
 
 /// The known use of the host clusters of an image that is written.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct UseMap {
     /// True if the image is written at all; otherwise nothing is kept and everything is admitted.
     watching: bool,

@@ -6,7 +6,7 @@ use crate::format::HostCluster;
 use crate::invariant::invariant;
 
 /// Free runs of host clusters. Each run records whether it is known to read as zeros.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct FreeRuns {
     /// First cluster → (number of clusters, known to be zero).
     runs: BTreeMap<HostCluster, (u64, bool)>,
@@ -18,6 +18,11 @@ impl FreeRuns {
     #[cfg(test)]
     pub(crate) fn total(&self) -> u64 {
         self.total
+    }
+
+    /// Takes no run to be zeros from now on.
+    pub(crate) fn forget_zeros(&mut self) {
+        self.runs.values_mut().for_each(|(_, zero)| *zero = false);
     }
 
     /// Adds `count` clusters from `first` on, which are not in the set.

@@ -17,6 +17,7 @@ mod in_flight;
 #[cfg(all(test, debug_assertions, not(feature = "canary")))]
 mod invariant_tests;
 pub(crate) mod mapping;
+mod next;
 pub(crate) mod plan;
 pub(crate) mod refcounts;
 pub(crate) mod slices;
@@ -32,6 +33,7 @@ use crate::format::{EntryError, Geometry, GuestCluster, GuestOffset, HostCluster
 use cluster_use::InUse;
 use in_flight::InFlight;
 pub(crate) use mapping::{Extent, Lookup};
+pub(crate) use next::Counted;
 use refcounts::{Refcounts, Stuck, TablePlace};
 use slices::SliceCache;
 
@@ -108,6 +110,8 @@ pub(crate) struct Metadata {
     /// L1 entries whose tables are being copied.
     copying: SingleFlight<usize>,
     pub(crate) drops: Vec<Dropped>,
+    /// Queues are held off: an operation runs alone.
+    pub(crate) held_off: bool,
     /// A FLUSH is writing the metadata that was dirty when it began.
     pub(crate) flushing: bool,
 }
@@ -144,6 +148,7 @@ impl Metadata {
             in_flight: InFlight::default(),
             copying: SingleFlight::default(),
             drops: Vec::new(),
+            held_off: false,
             flushing: false,
         }
     }

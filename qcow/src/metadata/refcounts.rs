@@ -72,7 +72,7 @@ pub(crate) struct TablePlace {
 #[derive(Debug)]
 pub(crate) struct Refcounts {
     pub(super) geometry: Geometry,
-    table: Vec<RefcountTableEntry>,
+    pub(super) table: Vec<RefcountTableEntry>,
     pub(crate) place: TablePlace,
     /// The places that the table has left while the header does not record the move yet.
     pub(crate) moved_from: Vec<TablePlace>,
@@ -84,22 +84,22 @@ pub(crate) struct Refcounts {
     /// The known use of clusters, whatever they count; empty unless the image is written.
     pub(crate) uses: UseMap,
     /// Logarithm of the counts per slice.
-    slice_bits: u32,
-    cursor: HostCluster,
+    pub(super) slice_bits: u32,
+    pub(super) cursor: HostCluster,
     /// From here on no byte was ever written: clusters read as zeros.
-    virgin: HostCluster,
+    pub(super) virgin: HostCluster,
     /// The progress of the searches for runs, by (clusters, past the end only). A search continues when a slice
     /// that it lacked has been loaded.
-    searches: FxHashMap<(u64, bool), HostCluster>,
+    pub(super) searches: FxHashMap<(u64, bool), HostCluster>,
     /// The first cluster past the end of the space; [`NO_LIMIT`] for a file that grows.
-    limit: HostCluster,
-    free: FreeRuns,
+    pub(super) limit: HostCluster,
+    pub(super) free: FreeRuns,
     /// The cluster after the last one ever handed out or counted.
-    end: HostCluster,
+    pub(super) end: HostCluster,
     /// The end of the space that the host has reserved past `end`.
-    reserved: HostCluster,
+    pub(super) reserved: HostCluster,
     /// A task is reserving more, or reserving was found to be of no use.
-    reserving: bool,
+    pub(super) reserving: bool,
 }
 
 /// The limit of a file that grows.
@@ -151,12 +151,12 @@ impl Refcounts {
     }
 
     /// Returns the index of the refcount block that a slice is part of.
-    fn block_of(&self, slice: u64) -> usize {
+    pub(super) fn block_of(&self, slice: u64) -> usize {
         self.block_index(self.slice_start(slice))
     }
 
     /// Returns the first cluster that a slice counts.
-    fn slice_start(&self, slice: u64) -> HostCluster {
+    pub(super) fn slice_start(&self, slice: u64) -> HostCluster {
         HostCluster::new(slice << self.slice_bits)
     }
 

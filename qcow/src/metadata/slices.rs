@@ -58,6 +58,11 @@ impl SliceCache {
         }
     }
 
+    /// Returns an empty cache of the same size.
+    pub(crate) fn emptied(&self) -> Self {
+        Self::new(self.slice_bytes, (self.budget * self.slice_bytes) as u64)
+    }
+
     pub(crate) fn slice_bytes(&self) -> usize {
         self.slice_bytes
     }
@@ -230,6 +235,11 @@ impl SliceCache {
         if let Some(slice) = self.slot_mut(key) {
             slice.pins = slice.pins.saturating_sub(1);
         }
+    }
+
+    /// Returns the numbers of the dirty slices, in no order.
+    pub(crate) fn dirty_keys(&self) -> impl Iterator<Item = u64> {
+        self.dirty.iter().copied()
     }
 
     pub(crate) fn dirty_count(&self) -> usize {

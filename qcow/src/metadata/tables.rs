@@ -25,7 +25,7 @@ pub(super) const L1_PART_BYTES: u64 = 512;
 const PART_ENTRIES: usize = (L1_PART_BYTES / L1_ENTRY_SIZE) as usize;
 
 impl Metadata {
-    pub(super) fn l1_entry(&self, index: usize) -> Result<Option<L2TableRef>, EntryError> {
+    pub(crate) fn l1_entry(&self, index: usize) -> Result<Option<L2TableRef>, EntryError> {
         self.l1
             .get(index)
             .copied()

@@ -39,7 +39,7 @@ struct Change {
 }
 
 /// The clusters of structures.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Known {
     sorted: Vec<Packed>,
     /// By cluster / 64.

@@ -1,0 +1,462 @@
+//! Internal snapshots of an open image: create, list, delete.
+//!
+//! Each operation runs alone ([`exclusive`]) and switches the metadata by one header write ([`Switch`]).
+//! A new snapshot takes over the L1 table and the L2 tables as they are. The disk gets copies in which nothing is COPIED,
+//! as all data is shared now. An L2 table that is shared already stays shared.
+//! A deletion gives up one reference for each reference of the snapshot, and copies those tables of the disk that become,
+//! or whose data become, the disk's alone.
+//!
+//! Persistent bitmaps stay as they are: the guest's data does not change.
+
+mod error;
+
+use std::rc::Rc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use block::{Context, IoError};
+
+use error::{SNAPSHOT_NAME_MAX, text};
+pub use error::{SnapshotError, SnapshotSelector};
+
+use super::switch::Switch;
+use super::{QcowDisk, Queue, corrupt, exclusive, flush};
+use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
+use crate::format::references::Entry;
+use crate::format::validate::{SNAPSHOT_TABLE_MAX_BYTES, SNAPSHOTS_MAX};
+use crate::format::{
+    ClusterUse, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Entry, L2Mapping, L2Table, L2TableMut,
+    L2TableRef, SnapshotEntry,
+};
+use crate::image::ReadError;
+use crate::image::read::{SnapshotTableError, for_each_snapshot};
+use crate::image::references::{Table, for_each_reference};
+use crate::metadata::Counted;
+
+impl QcowDisk {
+    /// Returns the image's internal snapshots, in the order of their table.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError`].
+    pub async fn snapshots(&self, cx: &Context) -> Result<Vec<SnapshotEntry>, SnapshotError> {
+        let queue = self
+            .queue(cx)
+            .map_err(|error| SnapshotError::Queue(error.source))?;
+        // An operation may be replacing the table.
+        let _turn = queue.shared.changes.take().await;
+        Ok(read_entries(&queue, &queue.shared.header.decode()?).await?)
+    }
+
+    /// Creates an internal snapshot of the disk as it is, with everything that was answered before. It is durable when
+    /// the call returns. Requests of all queues wait meanwhile. Returns its ID.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError`]; then there is no new snapshot, unless the header's write or sync failed, after which the image
+    /// is not written any more.
+    pub async fn create_snapshot(
+        &self,
+        cx: &Context,
+        name: &str,
+        date: SystemTime,
+    ) -> Result<String, SnapshotError> {
+        let queue = self
+            .queue(cx)
+            .map_err(|error| SnapshotError::Queue(error.source))?;
+        let id = create(&queue, name, date).await?;
+        flush::in_background(&queue);
+        Ok(id)
+    }
+
+    /// Deletes an internal snapshot, durably. Requests of all queues wait meanwhile. Clusters that nothing uses any more
+    /// are freed in the background.
+    ///
+    /// # Errors
+    ///
+    /// As for [`QcowDisk::create_snapshot`].
+    pub async fn delete_snapshot(
+        &self,
+        cx: &Context,
+        selector: &SnapshotSelector,
+    ) -> Result<(), SnapshotError> {
+        let queue = self
+            .queue(cx)
+            .map_err(|error| SnapshotError::Queue(error.source))?;
+        delete(&queue, selector).await?;
+        flush::in_background(&queue);
+        Ok(())
+    }
+}
+
+async fn read_entries(queue: &Queue, header: &Header) -> Result<Vec<SnapshotEntry>, SnapshotTableError> {
+    let mut entries = Vec::new();
+    let file_len = queue.file.len().map_err(ReadError::Length)?;
+    for_each_snapshot(&queue.file, header, file_len, |_, entry| entries.push(entry)).await?;
+    Ok(entries)
+}
+
+/// Encodes the table. An entry that was read fits its length fields.
+fn encode(entries: &[SnapshotEntry]) -> Result<Vec<u8>, SnapshotError> {
+    let mut table = Vec::new();
+    for entry in entries {
+        entry.encode_into(&mut table).ok_or(IoError::OutOfRange)?;
+    }
+    let bytes = table.len() as u64;
+    if bytes > SNAPSHOT_TABLE_MAX_BYTES {
+        return Err(SnapshotError::TableTooLong { bytes });
+    }
+    Ok(table)
+}
+
+/// Returns the ID of the next snapshot, as QEMU chooses it: one more than the largest number that an ID begins with.
+fn next_id(entries: &[SnapshotEntry]) -> String {
+    let number = |entry: &SnapshotEntry| {
+        let digits = entry.id.iter().take_while(|byte| byte.is_ascii_digit());
+        digits.fold(0_u64, |number, digit| {
+            number.saturating_mul(10).saturating_add(u64::from(digit - b'0'))
+        })
+    };
+    let largest = entries.iter().map(number).max().unwrap_or(0);
+    largest.saturating_add(1).to_string()
+}
+
+async fn create(queue: &Rc<Queue>, name: &str, date: SystemTime) -> Result<String, SnapshotError> {
+    if name.is_empty() || name.len() > SNAPSHOT_NAME_MAX {
+        return Err(SnapshotError::Name { len: name.len() });
+    }
+    let section = exclusive::begin(queue).await?;
+    let header = queue.shared.header.decode()?;
+    let mut entries = read_entries(queue, &header).await?;
+    let old_table_bytes = encode(&entries)?.len() as u64;
+    if entries.len() as u32 >= SNAPSHOTS_MAX {
+        return Err(SnapshotError::TooMany);
+    }
+    if let Some(other) = entries.iter().find(|entry| entry.name == name.as_bytes()) {
+        return Err(SnapshotError::Exists {
+            name: name.to_owned(),
+            id: text(&other.id),
+        });
+    }
+    let id = next_id(&entries);
+    let mut operation = Operation {
+        queue,
+        switch: Switch::new(queue, &section)?,
+        geometry: queue.shared.geometry,
+    };
+    let since = date.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let old_l1 = operation.share_all().await?;
+    let extra = [0, operation.switch.next.size_bytes, u64::MAX];
+    entries.push(SnapshotEntry {
+        l1_offset: old_l1,
+        l1_entries: operation.switch.next.l1_entries() as u32,
+        id: id.clone().into_bytes(),
+        name: name.as_bytes().to_vec(),
+        date_seconds: u32::try_from(since.as_secs()).unwrap_or(u32::MAX),
+        date_nanoseconds: since.subsec_nanos(),
+        guest_clock_ns: 0,
+        vm_state_size_32: 0,
+        extra: extra.map(u64::to_be_bytes).concat(),
+    });
+    operation.commit(&header, &entries, old_table_bytes).await?;
+    Ok(id)
+}
+
+async fn delete(queue: &Rc<Queue>, selector: &SnapshotSelector) -> Result<(), SnapshotError> {
+    let section = exclusive::begin(queue).await?;
+    let header = queue.shared.header.decode()?;
+    let mut entries = read_entries(queue, &header).await?;
+    let old_table_bytes = encode(&entries)?.len() as u64;
+    let snapshot = entries.remove(selector.find(&entries)?);
+    let mut operation = Operation {
+        queue,
+        switch: Switch::new(queue, &section)?,
+        geometry: queue.shared.geometry,
+    };
+    operation.release(&snapshot).await?;
+    operation.take_back().await?;
+    operation.commit(&header, &entries, old_table_bytes).await
+}
+
+/// An operation that runs alone, and the next state of the metadata.
+struct Operation<'a> {
+    queue: &'a Rc<Queue>,
+    switch: Switch<'a>,
+    geometry: Geometry,
+}
+
+impl Operation<'_> {
+    /// Returns the L2 tables of the disk, with their indices.
+    fn tables(&self) -> Result<Vec<(usize, L2TableRef)>, SnapshotError> {
+        let metadata = &self.switch.next;
+        let mut tables = Vec::new();
+        for index in 0..metadata.l1_entries() {
+            match metadata.l1_entry(index) {
+                Ok(table) => tables.extend(table.map(|table| (index, table))),
+                Err(error) => {
+                    let at = metadata.l1_place.offset + index as u64 * L1_ENTRY_SIZE;
+                    return Err(self.damaged(ClusterUse::L1Table, at, &error));
+                }
+            }
+        }
+        Ok(tables)
+    }
+
+    /// Marks the image corrupt and returns the error.
+    fn damaged(&self, what: ClusterUse, offset: HostOffset, reason: &dyn ToString) -> SnapshotError {
+        corrupt::mark(self.queue);
+        SnapshotError::Damaged {
+            what,
+            offset: offset.bytes(),
+            reason: reason.to_string(),
+        }
+    }
+
+    /// Returns the host clusters that the entries of an L2 table refer to, once for each reference, as ranges.
+    fn data_of(
+        &self,
+        at: HostOffset,
+        table: &[u8],
+    ) -> Result<Vec<(HostCluster, HostCluster)>, SnapshotError> {
+        let mut ranges: Vec<(HostCluster, HostCluster)> = Vec::new();
+        for (index, entry) in L2Table::new(table, &self.geometry).iter().enumerate() {
+            let referred = entry.referred(&self.geometry);
+            if let Some(fault) = referred.fault {
+                let at = at + L2Table::offset_of(&self.geometry, index);
+                return Err(self.damaged(ClusterUse::L2Table, at, &fault));
+            }
+            let Some(data) = referred.reference else { continue };
+            for cluster in data.clusters(&self.geometry) {
+                match ranges.last_mut() {
+                    Some((_, end)) if *end == cluster => *end = cluster + 1,
+                    _ => ranges.push((cluster, cluster + 1)),
+                }
+            }
+        }
+        Ok(ranges)
+    }
+
+    /// Returns where a change of counts goes on, or the error that ends the operation.
+    fn went(&self, counted: Counted) -> Result<HostCluster, SnapshotError> {
+        let offset = |cluster| self.geometry.host_offset(cluster);
+        match counted {
+            Counted::Until(cluster) => Ok(cluster),
+            Counted::Full(cluster) => Err(SnapshotError::RefcountFull {
+                offset: offset(cluster).bytes(),
+                bits: self.geometry.refcount_bits(),
+            }),
+            Counted::Uncounted(cluster) => {
+                corrupt::mark(self.queue);
+                let offset = offset(cluster).bytes();
+                Err(SnapshotError::Uncounted { offset })
+            }
+            Counted::Structure(cluster, structure) => {
+                let reason = "an entry of the snapshot leads to it, as if it were something else";
+                Err(self.damaged(structure, offset(cluster), &reason))
+            }
+        }
+    }
+
+    async fn raise(&mut self, (first, end): (HostCluster, HostCluster)) -> Result<(), SnapshotError> {
+        let mut here = first;
+        while here < end {
+            let counted = self
+                .switch
+                .step(|next, _| next.refcounts.raise(here, end))
+                .await?;
+            here = self.went(counted)?;
+        }
+        Ok(())
+    }
+
+    async fn lower(
+        &mut self,
+        (first, end): (HostCluster, HostCluster),
+        known: impl Fn(ClusterUse) -> bool,
+    ) -> Result<(), SnapshotError> {
+        let mut here = first;
+        while here < end {
+            let lower = self
+                .switch
+                .step(|next, left| next.refcounts.release_references(here, end, &known, left));
+            let counted = lower.await?;
+            here = self.went(counted)?;
+        }
+        Ok(())
+    }
+
+    fn cluster_at(&self, offset: HostOffset) -> (HostCluster, HostCluster) {
+        let cluster = self.geometry.host_cluster(offset);
+        (cluster, cluster + 1)
+    }
+
+    /// Gives the disk's tables to a snapshot, and the disk copies that share all data with them. Returns the snapshot's L1
+    /// table.
+    async fn share_all(&mut self) -> Result<HostOffset, SnapshotError> {
+        let tables = self.tables()?;
+        let mut l1 = self.switch.next.l1().to_vec();
+        for some in tables.chunks(self.switch.tables_at_once()) {
+            let places: Vec<HostOffset> = some.iter().map(|(_, table)| table.host).collect();
+            let contents = self.switch.read_clusters(&places).await?;
+            let mut copies = Vec::new();
+            for (&(index, table), bytes) in some.iter().zip(contents) {
+                for range in self.data_of(table.host, &bytes)? {
+                    self.raise(range).await?;
+                }
+                if !table.copied {
+                    self.raise(self.cluster_at(table.host)).await?;
+                    continue;
+                }
+                let mut bytes = bytes.to_vec();
+                L2TableMut::new(&mut bytes, &self.geometry).update(|entry| match entry.is_compressed() {
+                    true => entry,
+                    false => entry.with_copied(false),
+                });
+                let host = self.switch.new_l2_table().await?;
+                copies.push((host, bytes));
+                let old = self.geometry.host_cluster(table.host);
+                self.switch
+                    .next
+                    .refcounts
+                    .uses
+                    .made(ClusterUse::SnapshotL2Table, old, 1);
+                if let Some(place) = l1.get_mut(index) {
+                    *place = L1Entry::encode(L2TableRef { host, copied: true });
+                }
+            }
+            self.switch.write(copies).await?;
+        }
+        if l1.is_empty() {
+            return Ok(HostOffset::default());
+        }
+        let old = self.switch.replace_l1(&l1).await?;
+        let first = self.geometry.host_cluster(old.offset);
+        let uses = &mut self.switch.next.refcounts.uses;
+        uses.made(ClusterUse::SnapshotL1Table, first, old.clusters);
+        Ok(old.offset)
+    }
+
+    /// Gives up all references of a snapshot.
+    async fn release(&mut self, snapshot: &SnapshotEntry) -> Result<(), SnapshotError> {
+        let (at, entries) = (snapshot.l1_offset, u64::from(snapshot.l1_entries));
+        if entries == 0 {
+            return Ok(());
+        }
+        if !at.is_aligned_to(self.geometry.cluster_size()) || entries * L1_ENTRY_SIZE > L1_TABLE_MAX_BYTES {
+            let reason = format!("it has {entries} entries and lies at {at}");
+            return Err(self.damaged(ClusterUse::SnapshotL1Table, at, &reason));
+        }
+        let table = Table {
+            kind: ClusterUse::SnapshotL1Table,
+            offset: at,
+            entries,
+        };
+        let mut l1 = Vec::new();
+        for_each_reference(&self.queue.file, table, |at, entry: L1Entry| l1.push((at, entry))).await?;
+        let mut places = Vec::with_capacity(l1.len());
+        for (at, entry) in l1 {
+            match entry.decode(&self.geometry) {
+                Ok(table) => places.extend(table.map(|table| table.host)),
+                Err(error) => {
+                    return Err(self.damaged(ClusterUse::SnapshotL1Table, HostOffset::new(at), &error));
+                }
+            }
+        }
+        for some in places.chunks(self.switch.tables_at_once()) {
+            let contents = self.switch.read_clusters(some).await?;
+            for (&host, bytes) in some.iter().zip(contents) {
+                for range in self.data_of(host, &bytes)? {
+                    self.lower(range, |_| false).await?;
+                }
+                let is_table = |found| matches!(found, ClusterUse::L2Table | ClusterUse::SnapshotL2Table);
+                self.lower(self.cluster_at(host), is_table).await?;
+            }
+        }
+        let first = self.geometry.host_cluster(at);
+        let end = first + self.geometry.clusters_for(entries * L1_ENTRY_SIZE);
+        self.lower((first, end), |found| found == ClusterUse::SnapshotL1Table)
+            .await
+    }
+
+    /// Sets COPIED wherever the disk has become the only user, in copies of its tables.
+    async fn take_back(&mut self) -> Result<(), SnapshotError> {
+        let tables = self.tables()?;
+        let mut l1 = self.switch.next.l1().to_vec();
+        let mut is_changed = false;
+        for some in tables.chunks(self.switch.tables_at_once()) {
+            let places: Vec<HostOffset> = some.iter().map(|(_, table)| table.host).collect();
+            let contents = self.switch.read_clusters(&places).await?;
+            let mut copies = Vec::new();
+            for (&(index, table), bytes) in some.iter().zip(contents) {
+                let (old, _) = self.cluster_at(table.host);
+                if self.count(old).await? != 1 {
+                    continue;
+                }
+                let mut bytes = bytes.to_vec();
+                if !self.claim_data(&mut bytes).await? && table.copied {
+                    continue;
+                }
+                is_changed = true;
+                let host = self.switch.new_l2_table().await?;
+                copies.push((host, bytes));
+                self.switch.leave(old, 1);
+                if let Some(place) = l1.get_mut(index) {
+                    *place = L1Entry::encode(L2TableRef { host, copied: true });
+                }
+            }
+            self.switch.write(copies).await?;
+        }
+        if is_changed {
+            let old = self.switch.replace_l1(&l1).await?;
+            self.switch
+                .leave(self.geometry.host_cluster(old.offset), old.clusters);
+        }
+        Ok(())
+    }
+
+    async fn count(&mut self, cluster: HostCluster) -> Result<u64, SnapshotError> {
+        Ok(self.switch.step(|next, _| next.refcounts.get(cluster)).await?)
+    }
+
+    /// Sets COPIED in the entries of an L2 table whose cluster counts one. Returns true if any entry has changed.
+    async fn claim_data(&mut self, table: &mut [u8]) -> Result<bool, SnapshotError> {
+        let mut is_changed = false;
+        for index in 0..L2Table::new(table, &self.geometry).len() {
+            let entry: L2Entry = L2Table::new(table, &self.geometry).get(index);
+            let host = match entry.decode(&self.geometry) {
+                Ok(L2Mapping::Data { host, copied: false }) => host,
+                Ok(L2Mapping::Zero {
+                    host: Some(host),
+                    copied: false,
+                }) => host,
+                _ => continue,
+            };
+            if self.count(self.geometry.host_cluster(host)).await? == 1 {
+                L2TableMut::new(table, &self.geometry).set(index, entry.with_copied(true));
+                is_changed = true;
+            }
+        }
+        Ok(is_changed)
+    }
+
+    /// Puts the next state in force, with these snapshots.
+    async fn commit(
+        mut self,
+        header: &Header,
+        entries: &[SnapshotEntry],
+        old_table_bytes: u64,
+    ) -> Result<(), SnapshotError> {
+        let table = encode(entries)?;
+        let place = match table.is_empty() {
+            true => HostOffset::default(),
+            false => self.switch.new_table(ClusterUse::SnapshotTable, table).await?,
+        };
+        let old = self.geometry.host_cluster(header.snapshot_table_offset);
+        self.switch
+            .leave(old, self.geometry.clusters_for(old_table_bytes));
+        let count = entries.len() as u32;
+        self.switch
+            .commit(|fields| fields.set_snapshots(count, place))
+            .await?;
+        Ok(())
+    }
+}

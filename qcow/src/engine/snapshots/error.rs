@@ -1,0 +1,170 @@
+//! Errors of operations on snapshots, and the choice of the snapshot that one is meant for.
+
+use block::IoError;
+
+use super::super::exclusive::Refused;
+use crate::format::validate::{SNAPSHOT_TABLE_MAX_BYTES, SNAPSHOTS_MAX};
+use crate::format::{ClusterUse, HeaderError, SnapshotEntry};
+use crate::image::ReadError;
+use crate::image::read::SnapshotTableError;
+
+/// The longest name of a new snapshot, in bytes: QEMU cuts longer ones.
+pub(super) const SNAPSHOT_NAME_MAX: usize = 255;
+
+/// An operation on snapshots failed. Unless it says otherwise, the image is as it was.
+#[derive(Debug, thiserror::Error)]
+pub enum SnapshotError {
+    /// The host failed a read, write or sync, or the image does not accept changes.
+    #[error(transparent)]
+    Io(#[from] IoError),
+    /// Requests in flight did not end.
+    #[error(
+        "requests in flight did not end within 5 seconds, and nothing was changed; try again when the host has answered them"
+    )]
+    Busy,
+    /// No worker could be used.
+    #[error("cannot open a queue")]
+    Queue(#[source] std::io::Error),
+    /// The header is damaged.
+    #[error(transparent)]
+    Header(#[from] HeaderError),
+    /// The snapshot table is damaged.
+    #[error(transparent)]
+    Table(#[from] SnapshotTableError),
+    /// A table could not be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// The name is too short or too long.
+    #[error("the snapshot's name has {len} bytes; expected 1 to {SNAPSHOT_NAME_MAX}")]
+    Name {
+        /// The name's length in bytes.
+        len: usize,
+    },
+    /// There is a snapshot of this name.
+    #[error(
+        "there is a snapshot {name:?} already, with id={id}; choose another name, or delete that one first"
+    )]
+    Exists {
+        /// The name.
+        name: String,
+        /// The ID of the snapshot that has it.
+        id: String,
+    },
+    /// There are as many snapshots as the format's users accept.
+    #[error("the image has {SNAPSHOTS_MAX} snapshots, the most that it can have; delete one first")]
+    TooMany,
+    /// The table would be longer than the format's users accept.
+    #[error(
+        "the snapshot table would have {bytes} bytes; expected at most {SNAPSHOT_TABLE_MAX_BYTES}; delete snapshots first"
+    )]
+    TableTooLong {
+        /// The length that it would have, in bytes.
+        bytes: u64,
+    },
+    /// No snapshot is selected.
+    #[error("there is no snapshot {0}")]
+    NotFound(SnapshotSelector),
+    /// Several snapshots are selected.
+    #[error("{selector} may mean {count} snapshots; select one by id=, such as id={first}")]
+    Ambiguous {
+        /// The selector.
+        selector: SnapshotSelector,
+        /// The number of snapshots that it may mean.
+        count: usize,
+        /// The ID of the first of them.
+        first: String,
+    },
+    /// A cluster cannot have another reference.
+    #[error(
+        "the cluster at {offset:#x} has as many references as refcount_bits={bits} can count; delete a snapshot, or convert \
+         the image to one of wider refcounts"
+    )]
+    RefcountFull {
+        /// The cluster's offset, in bytes.
+        offset: u64,
+        /// The width of the image's reference counts.
+        bits: u32,
+    },
+    /// A cluster in use counts no reference.
+    #[error(
+        "the cluster at {offset:#x} is in use and its refcount is 0; `ringdisk image check --repair all` mends that"
+    )]
+    Uncounted {
+        /// The cluster's offset, in bytes.
+        offset: u64,
+    },
+    /// An entry of a table is damaged, or leads to a wrong place.
+    #[error("{} at {offset:#x} is damaged: {reason}; see `ringdisk image check`", .what.phrase())]
+    Damaged {
+        /// The table, or the structure that an entry leads to.
+        what: ClusterUse,
+        /// Its offset, in bytes.
+        offset: u64,
+        /// The damage.
+        reason: String,
+    },
+}
+
+impl From<Refused> for SnapshotError {
+    fn from(refused: Refused) -> Self {
+        match refused {
+            Refused::Busy => Self::Busy,
+            Refused::Failed(error) => Self::Io(error),
+        }
+    }
+}
+
+/// The snapshot that an operation is meant for.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum SnapshotSelector {
+    /// The one with this ID.
+    Id(String),
+    /// The one with this name.
+    Name(String),
+    /// The one with this ID or name.
+    Any(String),
+}
+
+impl std::fmt::Display for SnapshotSelector {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Id(id) => write!(f, "id={id}"),
+            Self::Name(name) => write!(f, "name={name}"),
+            Self::Any(text) => write!(f, "with the ID or name {text:?}"),
+        }
+    }
+}
+
+impl SnapshotSelector {
+    fn matches(&self, entry: &SnapshotEntry) -> bool {
+        match self {
+            Self::Id(id) => entry.id == id.as_bytes(),
+            Self::Name(name) => entry.name == name.as_bytes(),
+            Self::Any(text) => entry.id == text.as_bytes() || entry.name == text.as_bytes(),
+        }
+    }
+
+    /// Returns the index of the one snapshot that is meant.
+    pub(super) fn find(&self, entries: &[SnapshotEntry]) -> Result<usize, SnapshotError> {
+        let found: Vec<usize> = (0..entries.len())
+            .filter(|&index| entries.get(index).is_some_and(|entry| self.matches(entry)))
+            .collect();
+        match *found {
+            [index] => Ok(index),
+            [] => Err(SnapshotError::NotFound(self.clone())),
+            [first, ..] => Err(SnapshotError::Ambiguous {
+                selector: self.clone(),
+                count: found.len(),
+                first: entries
+                    .get(first)
+                    .map(|entry| text(&entry.id))
+                    .unwrap_or_default(),
+            }),
+        }
+    }
+}
+
+/// Returns text, with a mark for what is none.
+pub(super) fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}

@@ -1,0 +1,214 @@
+//! The switch from one state of the metadata to the next by one write of the header, for operations that run alone.
+//!
+//! The next state is built in free clusters ([`Metadata::next`]) and made durable; then the header's first sector, which
+//! has the places of the L1 table, the refcount table and the snapshot table, puts it in force. So a cut at any write
+//! leaves one of the two states, whole. The tables that only the old one needs are dropped afterwards, as clusters of the
+//! guest are; a cut before they are freed leaves leaks.
+//!
+//! Invariant: nothing of the state in use is written before the switch.
+
+use std::rc::Rc;
+
+use block::buffer::Piece;
+use block::{AlignedBuf, Buffer, IoError, join_all};
+use smallvec::smallvec;
+
+use super::exclusive::Exclusive;
+use super::{Queue, Shared, header};
+use crate::format::{ClusterUse, HeaderFields, HostCluster, HostOffset, L1Entry};
+use crate::metadata::refcounts::{Stuck, TablePlace};
+use crate::metadata::{Dropped, Metadata};
+
+/// The largest number of bytes of tables that are read or written at once.
+const BATCH_BYTES: u64 = 2 << 20;
+
+/// The next state of an image's metadata, until it is in force.
+pub(super) struct Switch<'a> {
+    queue: &'a Rc<Queue>,
+    pub(super) next: Metadata,
+    /// Clusters that the old state alone uses.
+    left: Vec<Dropped>,
+    replaces_l1: bool,
+}
+
+impl<'a> Switch<'a> {
+    /// Begins with the state in use, which is durable and does not change in an exclusive section.
+    pub(super) fn new<Turn>(queue: &'a Rc<Queue>, _section: &Exclusive<'_, Turn>) -> Result<Self, IoError> {
+        let next = queue.shared.write()?.next();
+        Ok(Self {
+            queue,
+            next,
+            left: Vec::new(),
+            replaces_l1: false,
+        })
+    }
+
+    /// Returns the number of L2 tables to read or write at once.
+    pub(super) fn tables_at_once(&self) -> usize {
+        (BATCH_BYTES / self.next.geometry().cluster_size()).clamp(1, 256) as usize
+    }
+
+    /// Repeats a step until it has the slices of counts that it needs.
+    pub(super) async fn step<T>(
+        &mut self,
+        mut step: impl FnMut(&mut Metadata, &mut Vec<Dropped>) -> Result<T, Stuck>,
+    ) -> Result<T, IoError> {
+        loop {
+            match step(&mut self.next, &mut self.left) {
+                Ok(value) => return Ok(value),
+                Err(Stuck::Load(slice)) => self.load(slice).await?,
+                Err(Stuck::InUse(cluster)) => return Err(super::corrupt::in_use(self.queue, cluster)),
+                Err(Stuck::Failed(error)) => return Err(error),
+            }
+        }
+    }
+
+    async fn load(&mut self, slice: u64) -> Result<(), IoError> {
+        let refcounts = &mut self.next.refcounts;
+        let offset = refcounts.slice_offset(slice)?.ok_or(IoError::Corrupt)?;
+        let bytes = self
+            .queue
+            .file
+            .read_at(offset.bytes(), refcounts.slices.slice_bytes());
+        let bytes = bytes.await?;
+        refcounts.slices.insert(slice, (*bytes).into(), false);
+        Ok(())
+    }
+
+    /// Takes a cluster for an L2 table of the next state.
+    pub(super) async fn new_l2_table(&mut self) -> Result<HostOffset, IoError> {
+        let cluster = self.step(|next, _| Ok(next.refcounts.allocate(1)?.first)).await?;
+        self.next.refcounts.uses.made(ClusterUse::L2Table, cluster, 1);
+        Ok(self.next.geometry().host_offset(cluster))
+    }
+
+    /// Writes a table of several clusters, and returns its place.
+    pub(super) async fn new_table(
+        &mut self,
+        what: ClusterUse,
+        mut bytes: Vec<u8>,
+    ) -> Result<HostOffset, IoError> {
+        let geometry = *self.next.geometry();
+        let clusters = geometry.clusters_for(bytes.len() as u64);
+        bytes.resize((clusters * geometry.cluster_size()) as usize, 0);
+        let first = self.step(|next, _| next.refcounts.allocate_run(clusters)).await?;
+        self.next.refcounts.uses.made(what, first, clusters);
+        let offset = geometry.host_offset(first);
+        self.write(vec![(offset, bytes)]).await?;
+        Ok(offset)
+    }
+
+    /// Replaces the L1 table. Returns the place of the old one, which is not dropped.
+    pub(super) async fn replace_l1(&mut self, l1: &[L1Entry]) -> Result<TablePlace, IoError> {
+        self.replaces_l1 = true;
+        self.step(|next, _| next.replace_l1(l1)).await
+    }
+
+    /// Drops clusters of the old state once the next one is in force.
+    pub(super) fn leave(&mut self, first: HostCluster, count: u64) {
+        if count > 0 {
+            self.left.push(Dropped { first, count });
+        }
+    }
+
+    /// Reads the clusters at `places`.
+    pub(super) async fn read_clusters(&self, places: &[HostOffset]) -> Result<Vec<AlignedBuf>, IoError> {
+        let size = self.next.geometry().cluster_size() as usize;
+        let buffers: Vec<Rc<Buffer>> = places
+            .iter()
+            .map(|_| Rc::new(Buffer::from(self.queue.cx.pool().take(size))))
+            .collect();
+        let reads = places.iter().zip(&buffers).map(|(place, buffer)| {
+            let pieces = smallvec![Piece::whole(buffer)];
+            self.queue.file.start_read(place.bytes(), pieces)
+        });
+        join_all(reads.collect::<Vec<_>>()).await?;
+        let bytes = buffers.into_iter().map(|buffer| {
+            let owned = Rc::try_unwrap(buffer).ok().and_then(Buffer::into_owned);
+            owned.ok_or(IoError::Dropped)
+        });
+        bytes.collect()
+    }
+
+    /// Writes tables of the next state.
+    pub(super) async fn write(&self, tables: Vec<(HostOffset, Vec<u8>)>) -> Result<(), IoError> {
+        let writes = tables.into_iter().map(|(offset, bytes)| {
+            let buffer = Rc::new(AlignedBuf::from_slice(&bytes).into());
+            let pieces = smallvec![Piece::whole(&buffer)];
+            self.queue.file.start_write(offset.bytes(), pieces)
+        });
+        join_all(writes.collect::<Vec<_>>()).await
+    }
+
+    /// Makes the next state durable and puts it in force, with the header fields that `change` sets.
+    ///
+    /// # Errors
+    ///
+    /// The host's error. If the header's write failed, either state may be in force, and the image is not written any more.
+    pub(super) async fn commit(mut self, change: impl FnOnce(&mut HeaderFields)) -> Result<(), IoError> {
+        self.step(|next, left| next.refcounts.relocate(left)).await?;
+        let blocks = self.next.refcounts.fresh_blocks();
+        for some in blocks.chunks(self.tables_at_once()) {
+            let blocks = some.iter().map(|&index| self.next.refcounts.fresh_block(index));
+            self.write(blocks.collect::<Result<_, _>>()?).await?;
+        }
+        let geometry = *self.next.geometry();
+        let (table, l1) = (self.next.refcounts.place, self.next.l1_place);
+        self.write(vec![(table.offset, self.next.refcounts.table_bytes())])
+            .await?;
+        if self.replaces_l1 {
+            let mut bytes = self.next.l1_bytes();
+            bytes.resize((l1.clusters * geometry.cluster_size()) as usize, 0);
+            self.write(vec![(l1.offset, bytes)]).await?;
+        }
+        let table_clusters = u32::try_from(table.clusters).map_err(|_| IoError::OutOfRange)?;
+        let (size, l1_entries) = (self.next.size_bytes, self.next.l1_entries() as u32);
+        let file = &self.queue.file;
+        file.sync().await?;
+        let mut deciding = Deciding {
+            shared: &self.queue.shared,
+            next: Some(self.next),
+        };
+        header::change(self.queue, |fields| {
+            fields.set_refcount_table(table.offset, table_clusters);
+            fields.set_disk(size, l1.offset, l1_entries);
+            change(fields);
+        })
+        .await?;
+        file.sync().await?;
+        deciding.switched(self.left)
+    }
+}
+
+/// The time in which either state may be in force. If it ends without a decision the image is not written any more: what
+/// suits one state would damage the other.
+struct Deciding<'a> {
+    shared: &'a Shared,
+    next: Option<Metadata>,
+}
+
+impl Deciding<'_> {
+    /// Puts the next state in force in memory.
+    fn switched(&mut self, mut left: Vec<Dropped>) -> Result<(), IoError> {
+        let mut metadata = self.shared.write()?;
+        if let Some(mut next) = self.next.take() {
+            left.append(&mut next.refcounts.switched());
+            next.drops = left;
+            *metadata = next;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Deciding<'_> {
+    fn drop(&mut self) {
+        let Some(next) = &self.next else { return };
+        let image = self.shared.file.path().display();
+        tracing::error!(%image, "the header could not be written, or not be synced; the image is not written before it is opened anew");
+        self.shared.stop_writes();
+        if let Ok(mut metadata) = self.shared.write() {
+            metadata.corrupt = true;
+            metadata.refcounts.keep_tail_of(&next.refcounts);
+        }
+    }
+}

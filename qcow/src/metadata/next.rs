@@ -1,0 +1,307 @@
+//! The next state of an image's metadata, built beside the one in use, while an operation runs alone.
+//!
+//! Everything that the next state changes lies in clusters that are free in the state in use: new L2 tables, a new L1
+//! table, new refcount blocks, a new refcount table. So a single write of the header switches between them: a crash
+//! before it leaves the old state as it was, and a crash after it the new one, with the old tables leaked. If the
+//! operation fails, the next state is dropped, and the one in use goes on.
+
+use super::refcounts::{Refcounts, Stuck, TablePlace};
+use super::{Dropped, Metadata};
+use crate::format::l1::L1_ENTRY_SIZE;
+use crate::format::{ClusterUse, HostCluster, HostOffset, L1Entry, RefcountTableEntry};
+use crate::invariant::invariant;
+
+/// The result of a change of the counts of neighbouring clusters.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Counted {
+    /// The counts of all clusters before this one have changed.
+    Until(HostCluster),
+    /// This cluster has the largest count that the image can hold.
+    Full(HostCluster),
+    /// This cluster is in use and counts zero.
+    Uncounted(HostCluster),
+    /// This cluster lost a reference and is part of a structure that must not be freed.
+    Structure(HostCluster, ClusterUse),
+}
+
+impl Metadata {
+    /// Returns the next state, as yet with the tables of this one. Nothing is dirty or in flight. From now on this state
+    /// takes no free cluster to be zeros: the operation may write to it and fail.
+    pub(crate) fn next(&mut self) -> Self {
+        invariant!(
+            self.held_off && self.is_clean(),
+            "metadata is changing while its next state is made"
+        );
+        let refcounts = self.refcounts.next();
+        Self {
+            geometry: self.geometry,
+            l1: self.l1.clone(),
+            l1_place: self.l1_place,
+            l1_moved_from: Vec::new(),
+            header_dirty: false,
+            size_bytes: self.size_bytes,
+            l1_dirty_parts: Default::default(),
+            fresh_tables: Default::default(),
+            l2: self.l2.emptied(),
+            refcounts,
+            corrupt: self.corrupt,
+            slice_bits: self.slice_bits,
+            covered_bytes: self.covered_bytes,
+            in_flight: Default::default(),
+            copying: Default::default(),
+            drops: Vec::new(),
+            held_off: true,
+            flushing: false,
+        }
+    }
+
+    /// Returns the L1 table.
+    pub(crate) fn l1(&self) -> &[L1Entry] {
+        &self.l1
+    }
+
+    /// Replaces the L1 table by one of the same length, in a new place. Returns the old place.
+    ///
+    /// # Errors
+    ///
+    /// [`Stuck`], with nothing changed.
+    pub(crate) fn replace_l1(&mut self, l1: &[L1Entry]) -> Result<TablePlace, Stuck> {
+        invariant!(l1.len() == self.l1.len(), "the L1 table changes its length");
+        let clusters = self.geometry.clusters_for(l1.len() as u64 * L1_ENTRY_SIZE);
+        let first = self.refcounts.allocate_run(clusters)?;
+        self.refcounts.uses.made(ClusterUse::L1Table, first, clusters);
+        self.l1 = l1.to_vec();
+        let place = TablePlace {
+            offset: self.geometry.host_offset(first),
+            clusters,
+        };
+        Ok(std::mem::replace(&mut self.l1_place, place))
+    }
+
+    /// Returns the bytes of the L1 table, as they are on disk.
+    pub(crate) fn l1_bytes(&self) -> Vec<u8> {
+        self.l1
+            .iter()
+            .flat_map(|entry| entry.raw().to_be_bytes())
+            .collect()
+    }
+}
+
+impl Refcounts {
+    fn next(&mut self) -> Self {
+        let next = Self {
+            geometry: self.geometry,
+            table: self.table.clone(),
+            place: self.place,
+            moved_from: Vec::new(),
+            dirty_parts: Default::default(),
+            fresh: Default::default(),
+            slices: self.slices.emptied(),
+            uses: self.uses.clone(),
+            slice_bits: self.slice_bits,
+            cursor: self.cursor,
+            virgin: self.virgin,
+            searches: Default::default(),
+            limit: self.limit,
+            free: self.free.clone(),
+            end: self.end,
+            reserved: self.reserved,
+            reserving: self.reserving,
+        };
+        self.virgin = super::refcounts::NO_LIMIT;
+        self.free.forget_zeros();
+        next
+    }
+
+    /// Changes the counts from `first` up to `end`, as far as they are in one slice. `change` gets a cluster and its
+    /// count, and returns the new one.
+    fn change(
+        &mut self,
+        first: HostCluster,
+        end: HostCluster,
+        mut change: impl FnMut(&super::cluster_use::UseMap, HostCluster, u64) -> Result<u64, Counted>,
+    ) -> Result<Counted, Stuck> {
+        // Loads the slice, unless there is no block.
+        if self.get(first)? == 0 {
+            return Ok(Counted::Uncounted(first));
+        }
+        let slice = self.slice_of(first);
+        let until = end.min(self.slice_start(slice + 1));
+        let order = self.geometry.refcount_order();
+        let bytes = self.slices.get_mut(slice).ok_or(block::IoError::Corrupt)?;
+        for (index, cluster) in (first.index() & ((1 << self.slice_bits) - 1)..).zip(first.until(until)) {
+            let index = index as usize;
+            let counted = match order.read(bytes, index) {
+                None | Some(0) => Err(Counted::Uncounted(cluster)),
+                Some(count) => change(&self.uses, cluster, count),
+            };
+            let stored = counted.map(|count| order.write(bytes, index, count));
+            match stored {
+                Ok(Ok(())) => {}
+                Ok(Err(_)) => return Ok(Counted::Full(cluster)),
+                Err(stop) => return Ok(stop),
+            }
+        }
+        Ok(Counted::Until(until))
+    }
+
+    /// Counts one more reference to each cluster from `first` up to `end`, as far as their counts are in one slice.
+    ///
+    /// # Errors
+    ///
+    /// [`Stuck`], with nothing changed.
+    pub(crate) fn raise(&mut self, first: HostCluster, end: HostCluster) -> Result<Counted, Stuck> {
+        let max = self.geometry.refcount_order().max();
+        self.change(first, end, |_, cluster, count| {
+            if count == max {
+                Err(Counted::Full(cluster))
+            } else {
+                Ok(count + 1)
+            }
+        })
+    }
+
+    /// Counts one reference less to each cluster from `first` up to `end`, as far as their counts are in one slice. A
+    /// cluster that loses its last one keeps its count and is added to `drops`. `known` tells if such a cluster may be
+    /// this structure.
+    ///
+    /// # Errors
+    ///
+    /// [`Stuck`], with nothing changed.
+    pub(crate) fn release_references(
+        &mut self,
+        first: HostCluster,
+        end: HostCluster,
+        known: impl Fn(ClusterUse) -> bool,
+        drops: &mut Vec<Dropped>,
+    ) -> Result<Counted, Stuck> {
+        self.change(first, end, |uses, cluster, count| {
+            if let Some(structure) = uses.find(cluster)
+                && !known(structure)
+            {
+                return Err(Counted::Structure(cluster, structure));
+            }
+            if count > 1 {
+                return Ok(count - 1);
+            }
+            match drops.last_mut() {
+                Some(last) if last.first + last.count == cluster => last.count += 1,
+                _ => drops.push(Dropped::one(cluster)),
+            }
+            Ok(1)
+        })
+    }
+
+    /// Gives each refcount block that has changed, and the refcount table, a new place. Adds the old places to `left`.
+    ///
+    /// # Errors
+    ///
+    /// [`Stuck`]; then the call may be repeated.
+    pub(crate) fn relocate(&mut self, left: &mut Vec<Dropped>) -> Result<(), Stuck> {
+        loop {
+            self.relocate_blocks(left)?;
+            if !self.moved_from.is_empty() {
+                return Ok(());
+            }
+            // The counts of its new clusters change blocks in turn.
+            let clusters = self.place.clusters;
+            let first = self.allocate_run(clusters)?;
+            if !self.moved_from.is_empty() {
+                // It has become longer, and has moved with that.
+                for cluster in first.until(first + clusters) {
+                    self.give_back(cluster)?;
+                }
+                continue;
+            }
+            self.uses.made(ClusterUse::RefcountTable, first, clusters);
+            let offset = self.geometry.host_offset(first);
+            let place = TablePlace { offset, clusters };
+            self.moved_from.push(std::mem::replace(&mut self.place, place));
+        }
+    }
+
+    fn relocate_blocks(&mut self, left: &mut Vec<Dropped>) -> Result<(), Stuck> {
+        loop {
+            let dirty = self.slices.dirty_keys().map(|slice| self.block_of(slice));
+            let mut changed: Vec<usize> = dirty.filter(|index| !self.fresh.contains(index)).collect();
+            if changed.is_empty() {
+                return Ok(());
+            }
+            changed.sort_unstable();
+            changed.dedup();
+            for index in changed {
+                let old = self.block_offset(index)?.ok_or(block::IoError::Corrupt)?;
+                for slice in self.block_slices(index) {
+                    // Dirty, it stays in the cache until the block is written whole.
+                    if self.slices.get_mut(slice).is_none() {
+                        return Err(Stuck::Load(slice));
+                    }
+                }
+                let new = self.allocate(1)?.first;
+                let host = self.geometry.host_offset(new);
+                let entry = self.table.get_mut(index).ok_or(block::IoError::Corrupt)?;
+                *entry = RefcountTableEntry::encode(host);
+                self.fresh.insert(index);
+                self.uses.made(ClusterUse::RefcountBlock, new, 1);
+                left.push(Dropped::one(self.geometry.host_cluster(old)));
+            }
+        }
+    }
+
+    /// Returns the table indices of the blocks that are not on disk yet.
+    pub(crate) fn fresh_blocks(&self) -> Vec<usize> {
+        self.fresh.iter().copied().collect()
+    }
+
+    /// Returns the place and the bytes of a block that is not on disk yet.
+    ///
+    /// # Errors
+    ///
+    /// [`block::IoError::Corrupt`] if there is no such block.
+    pub(crate) fn fresh_block(&self, index: usize) -> Result<(HostOffset, Vec<u8>), block::IoError> {
+        let offset = self.block_offset(index)?.ok_or(block::IoError::Corrupt)?;
+        let mut bytes = Vec::with_capacity(self.geometry.cluster_size() as usize);
+        for slice in self.block_slices(index) {
+            let len = bytes.len() + self.slices.slice_bytes();
+            bytes.extend_from_slice(self.slices.peek(slice).unwrap_or_default());
+            bytes.resize(len, 0);
+        }
+        Ok((offset, bytes))
+    }
+
+    /// Returns the bytes of the refcount table, as they are on disk.
+    pub(crate) fn table_bytes(&self) -> Vec<u8> {
+        let mut bytes: Vec<u8> = self
+            .table
+            .iter()
+            .flat_map(|entry| entry.raw().to_be_bytes())
+            .collect();
+        let room = self.place.clusters * self.geometry.cluster_size();
+        invariant!(
+            bytes.len() as u64 <= room,
+            "the refcount table is longer than its place"
+        );
+        bytes.resize(room as usize, 0);
+        bytes
+    }
+
+    /// Records that the state is in the file, and in force. Returns the places that the refcount table has left.
+    pub(crate) fn switched(&mut self) -> Vec<Dropped> {
+        self.fresh.clear();
+        self.dirty_parts.clear();
+        self.slices = self.slices.emptied();
+        let geometry = self.geometry;
+        let left = self.moved_from.drain(..).map(|place| Dropped {
+            first: geometry.host_cluster(place.offset),
+            count: place.clusters,
+        });
+        left.collect()
+    }
+
+    /// Keeps the file as long as it is or as `other` needs it: it may be the state that is in force.
+    pub(crate) fn keep_tail_of(&mut self, other: &Self) {
+        self.end = self.end.max(other.end);
+        self.reserved = self.end;
+        self.reserving = true;
+    }
+}

@@ -1,0 +1,421 @@
+//! Snapshots while requests are under way, in the simulated world: one operation is held while others end, tasks are
+//! dropped, writes fail, and the power may go at any step.
+
+use std::cell::Cell;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::UNIX_EPOCH;
+
+use block::{AlignedBuf, Buffer, Disk, Done, IoError, Op};
+use qcow::image::{CreateOptions, Verdict, check, create};
+use qcow::{OpenOptions, QcowDisk, SnapshotError};
+use simulator::{Profile, SimImage, SimWorld};
+
+#[path = "common/snapshot_content.rs"]
+mod snapshot_content;
+#[path = "common/workers.rs"]
+mod workers;
+
+use snapshot_content::{as_disk, content, entries};
+use workers::{Slot, Workers};
+
+const DISK: &str = "disk";
+const BASE: &str = "base";
+const WRITE: Op = Op::Write { fua: false };
+const BYTES: u64 = 24 << 10;
+
+fn options() -> OpenOptions {
+    OpenOptions {
+        backing_files: true,
+        lock: None,
+        ..OpenOptions::default()
+    }
+}
+
+/// A world with an empty image over a base of 0xBB, half as long.
+fn world(seed: u64, cluster: u64) -> SimWorld {
+    let world = SimWorld::new(seed, Profile::IMMEDIATE);
+    world.set_contents(
+        BASE,
+        SimImage::from_bytes(&world.store(), &[0xBB; BYTES as usize / 2]),
+    );
+    let cx = world.context(64);
+    let view = world.file(DISK, true).view(&cx).expect("a view");
+    let mut options = CreateOptions::new(BYTES);
+    options.cluster_size = cluster;
+    options.backing_file = Some(BASE.to_owned());
+    options.backing_format = Some("raw".to_owned());
+    let made = cx.block_on(create(&view, &options));
+    made.expect("nothing waits for ever").expect("an image");
+    world
+}
+
+struct Bench {
+    world: SimWorld,
+    disk: Arc<QcowDisk>,
+    workers: Workers,
+}
+
+impl Bench {
+    fn new(seed: u64) -> Self {
+        Self::with_clusters(seed, 512)
+    }
+
+    fn with_clusters(seed: u64, cluster: u64) -> Self {
+        let world = world(seed, cluster);
+        let cx = world.context(64);
+        let disk = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new(DISK), &options()));
+        let disk = disk.expect("nothing waits for ever").expect("a disk");
+        let workers = Workers::new(&world, &disk);
+        world.set_profile(Profile::default());
+        Self { world, disk, workers }
+    }
+
+    fn write(&self, worker: usize, offset: u64, byte: u8) -> Slot<Done> {
+        let buffer = AlignedBuf::from_slice(&[byte; 512]).into();
+        self.workers.ask(worker, WRITE, offset, 512, buffer)
+    }
+
+    fn read(&self, worker: usize, offset: u64) -> Slot<Done> {
+        let buffer = AlignedBuf::from_slice(&[0xEE; 512]).into();
+        self.workers.ask(worker, Op::Read, offset, 512, buffer)
+    }
+
+    #[track_caller]
+    fn reads(&self, worker: usize, offset: u64) -> u8 {
+        byte_of(&self.read(worker, offset))
+    }
+
+    fn create(&self, worker: usize, name: &'static str) -> Slot<Result<String, SnapshotError>> {
+        let (cx, disk) = (self.workers.context(worker).clone(), Arc::clone(&self.disk));
+        self.workers.run(worker, async move {
+            disk.create_snapshot(&cx, name, UNIX_EPOCH).await
+        })
+    }
+
+    /// Closes the disk. Returns its image, which has no flaw.
+    fn close(self) -> SimWorld {
+        drop(self.workers);
+        let cx = self.world.context(64);
+        let closed = cx.block_on(Arc::clone(&self.disk).close(&cx));
+        closed.expect("nothing waits for ever").expect("a clean close");
+        self.world.set_profile(Profile::IMMEDIATE);
+        let view = self.world.file(DISK, false).view(&cx).expect("a view");
+        let report = cx.block_on(check(&view)).expect("it turns").expect("a check");
+        assert_eq!(report.verdict(), Verdict::Clean, "{:?}", report.findings);
+        self.world
+    }
+}
+
+#[track_caller]
+fn byte_of(answer: &Slot<Done>) -> u8 {
+    let done = answer.take().expect("an answer");
+    done.result.expect("a read");
+    let bytes = done.buffer.into_owned().expect("our own buffer");
+    assert!(bytes.iter().all(|&byte| byte == bytes[0]), "a torn sector");
+    bytes[0]
+}
+
+#[track_caller]
+fn is_ok(answer: &Slot<Done>) {
+    answer.take().expect("an answer").result.expect("success");
+}
+
+fn content_of(world: &SimWorld, name: &str) -> Vec<u8> {
+    let image = world.contents(DISK).to_bytes();
+    let entry = entries(&image)
+        .into_iter()
+        .find(|entry| entry.name == name.as_bytes());
+    let judge = SimWorld::with_store(0, Profile::IMMEDIATE, &world.store());
+    judge.set_contents(BASE, world.contents(BASE));
+    let cx = judge.context(64);
+    content(&judge, &cx, &as_disk(&image, &entry.expect("the snapshot")))
+}
+
+/// A write is in flight: the snapshot waits for it and has it. Requests that come meanwhile wait, and are answered.
+#[test]
+fn create_waits_for_requests_in_flight_and_holds_later_ones_off() {
+    let bench = Bench::new(1);
+    is_ok(&bench.write(1, 0, 0x11));
+    is_ok(&bench.write(1, 512, 0x12));
+    bench.world.hold_next();
+    let held = bench.write(1, 1024, 0x13);
+    let created = bench.create(0, "one");
+    assert!(created.borrow().is_none(), "a write is in flight");
+    let in_place = bench.write(1, 0, 0x21);
+    let (read, flushed) = (
+        bench.read(1, 512),
+        bench.workers.ask(1, Op::Flush, 0, 0, Buffer::default()),
+    );
+    let zeroes = Op::WriteZeroes {
+        unmap: true,
+        fua: false,
+    };
+    let zeroed = bench.workers.ask(0, zeroes, 512, 512, Buffer::default());
+    for answer in [&held, &in_place, &read, &flushed, &zeroed] {
+        assert!(answer.borrow().is_none(), "it was let through");
+    }
+    bench.world.release();
+    bench.workers.settle();
+    created.take().expect("an answer").expect("a snapshot");
+    for answer in [&held, &in_place, &flushed, &zeroed] {
+        is_ok(answer);
+    }
+    assert!([0, 0x12].contains(&byte_of(&read)));
+    assert_eq!([0, 512, 1024].map(|at| bench.reads(1, at)), [0x21, 0, 0x13]);
+    let world = bench.close();
+    assert_eq!(content_of(&world, "one")[..4], [0x11, 0x12, 0x13, 0xBB]);
+}
+
+/// The operation itself is under way, at each of its I/Os: no request of either queue gets through.
+#[test]
+fn no_request_is_served_while_create_is_under_way() {
+    let mut ios = 0;
+    for io in 0.. {
+        let bench = Bench::new(io);
+        for (at, byte) in [(0, 0x11), (512, 0x12), (1024, 0x13)] {
+            is_ok(&bench.write(0, at, byte));
+        }
+        is_ok(&bench.workers.ask(0, Op::Flush, 0, 0, Buffer::default()));
+        let created = start(&bench, 0, "one", io);
+        if created.borrow().is_some() {
+            created.take().expect("an answer").expect("a snapshot");
+            ios = io;
+            break;
+        }
+        let written = bench.write(1, 0, 0x21);
+        let (read, other) = (bench.read(1, 0), bench.read(0, 1024));
+        assert!(
+            written.borrow().is_none() && read.borrow().is_none(),
+            "I/O {io}: let through"
+        );
+        assert!(
+            other.borrow().is_none(),
+            "I/O {io}: its own queue was let through"
+        );
+        bench.world.release();
+        bench.workers.settle();
+        created.take().expect("an answer").expect("a snapshot");
+        is_ok(&written);
+        assert_eq!(byte_of(&other), 0x13);
+        read.take().expect("an answer").result.expect("a read");
+        assert_eq!(bench.reads(0, 0), 0x21);
+        let world = bench.close();
+        assert_eq!(content_of(&world, "one")[..3], [0x11, 0x12, 0x13]);
+    }
+    assert!(ios > 6, "only {ios} I/Os");
+}
+
+/// Starts a creation and holds its I/O number `io`; if it has fewer, it has ended.
+fn start(bench: &Bench, worker: usize, name: &'static str, io: u64) -> Slot<Result<String, SnapshotError>> {
+    let (cx, disk) = (bench.workers.context(worker).clone(), Arc::clone(&bench.disk));
+    let place = Slot::default();
+    let put = Rc::clone(&place);
+    cx.clone().spawn(async move {
+        *put.borrow_mut() = Some(disk.create_snapshot(&cx, name, UNIX_EPOCH).await);
+    });
+    let cx = bench.workers.context(worker);
+    for _ in 0..io {
+        cx.run_ready();
+        cx.ring().turn(false).expect("the ring turns");
+        bench.world.step();
+    }
+    bench.world.hold_next();
+    bench.workers.settle();
+    place
+}
+
+/// The task of an operation is dropped half-way, at each of its I/Os: the requests that it held off go on, and the image
+/// is the old one or the new one.
+#[test]
+fn requests_go_on_when_the_task_of_a_create_is_dropped() {
+    for io in 0..24 {
+        let bench = Bench::new(io);
+        for (at, byte) in [(0, 0x11), (512, 0x12)] {
+            is_ok(&bench.write(1, at, byte));
+        }
+        let cx = bench.world.context(64);
+        let disk = Arc::clone(&bench.disk);
+        let is_over = Rc::new(Cell::new(false));
+        let mut task = Box::pin({
+            let (cx, is_over) = (cx.clone(), Rc::clone(&is_over));
+            async move {
+                let created = disk.create_snapshot(&cx, "one", UNIX_EPOCH).await;
+                is_over.set(true);
+                created
+            }
+        });
+        for _ in 0..io {
+            let waker = std::task::Waker::noop();
+            if !is_over.get() {
+                let polled = task.as_mut().poll(&mut std::task::Context::from_waker(waker));
+                assert_eq!(polled.is_ready(), is_over.get());
+            }
+            cx.run_ready();
+            cx.ring().turn(false).expect("the ring turns");
+            bench.world.step();
+        }
+        let late = bench.write(1, 0, 0x21);
+        drop(task);
+        for _ in 0..64 {
+            cx.run_ready();
+            cx.ring().turn(false).expect("the ring turns");
+            bench.world.step();
+        }
+        bench.workers.settle();
+        let result = late.take().expect("I/O {io}: it waits for ever").result;
+        assert!(
+            result == Ok(()) || result == Err(IoError::Corrupt),
+            "I/O {io}: {result:?}"
+        );
+        let expected = if result.is_ok() { 0x21 } else { 0x11 };
+        assert_eq!(bench.reads(1, 0), expected, "I/O {io}");
+        drop(cx);
+        if result.is_ok() {
+            let world = bench.close();
+            if !entries(&world.contents(DISK).to_bytes()).is_empty() {
+                assert_eq!(content_of(&world, "one")[..2], [0x11, 0x12], "I/O {io}");
+            }
+        }
+    }
+}
+
+/// A request that does not end, because the host has no answer: the operation gives up, and the queues go on.
+#[test]
+fn create_gives_up_when_a_request_in_flight_does_not_end() {
+    let bench = Bench::new(1);
+    is_ok(&bench.write(1, 0, 0x11));
+    bench.world.hold_next();
+    let held = bench.write(1, 512, 0x12);
+    let created = bench.create(0, "one");
+    let read = bench.read(1, 0);
+    let mut turns = 0;
+    while created.borrow().is_none() {
+        bench.workers.settle();
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        turns += 1;
+        assert!(turns < 400, "it waits for ever");
+    }
+    assert!(matches!(created.take(), Some(Err(SnapshotError::Busy))));
+    bench.workers.settle();
+    assert_eq!(byte_of(&read), 0x11);
+    bench.world.release();
+    bench.workers.settle();
+    is_ok(&held);
+    bench.close();
+}
+
+/// One step of a creation fails, whichever, with or without its effect. The image is the old one or the new one. If the
+/// header's write failed nobody knows which, and the guest's changes are refused; after any other fault they go on, and
+/// what was written for the snapshot does not show in clusters that are new.
+#[test]
+fn create_that_fails_at_any_step_leaves_a_sound_image() {
+    const LARGE: u64 = 2048;
+    let failing = Profile {
+        read_error: 1000,
+        write_error: 1000,
+        sync_error: 1000,
+        allocate_error: 1000,
+        ..Profile::default()
+    };
+    let (mut failures, mut refusals) = (0, 0);
+    for step in 0.. {
+        let bench = Bench::with_clusters(step, LARGE);
+        for (at, byte) in [(0, 0x11), (LARGE, 0x12), (6 * LARGE, 0x13)] {
+            is_ok(&bench.write(1, at, byte));
+        }
+        is_ok(&bench.workers.ask(1, Op::Flush, 0, 0, Buffer::default()));
+        let (cx, disk) = (bench.workers.context(0).clone(), Arc::clone(&bench.disk));
+        let created = Slot::default();
+        let put = Rc::clone(&created);
+        let own = cx.clone();
+        cx.spawn(async move {
+            *put.borrow_mut() = Some(disk.create_snapshot(&own, "one", UNIX_EPOCH).await);
+        });
+        let mut steps = 0;
+        while created.borrow().is_none() {
+            bench.world.set_profile(if steps == step {
+                failing
+            } else {
+                Profile::default()
+            });
+            cx.run_ready();
+            cx.ring().turn(false).expect("the ring turns");
+            bench.world.step();
+            steps += 1;
+        }
+        bench.world.set_profile(Profile::default());
+        bench.workers.settle();
+        if steps <= step {
+            created.take().expect("an answer").expect("nothing failed");
+            break;
+        }
+        let created = created.take().expect("an answer");
+        failures += u64::from(created.is_err());
+        let mut last = 0x13;
+        for (at, byte) in [
+            (8 * LARGE, 0x21),
+            (9 * LARGE, 0x22),
+            (10 * LARGE, 0x23),
+            (6 * LARGE, 0x24),
+        ] {
+            let written = bench.write(1, at + 512, byte).take().expect("an answer").result;
+            if written == Err(IoError::Corrupt) {
+                refusals += 1;
+                assert!(created.is_err(), "step {step}");
+                continue;
+            }
+            assert_eq!(written, Ok(()), "step {step}");
+            assert_eq!(bench.reads(1, at + 512), byte);
+            if at == 6 * LARGE {
+                last = 0x24;
+            } else {
+                assert_eq!(
+                    [0, 1024, 1536].map(|more| bench.reads(1, at + more)),
+                    [0; 3],
+                    "step {step}"
+                );
+            }
+        }
+        bench.workers.ask(1, Op::Flush, 0, 0, Buffer::default());
+        let world = bench.world.clone();
+        drop(bench);
+        world.settle();
+        let image = world.contents(DISK).to_bytes();
+        let judge = SimWorld::with_store(0, Profile::IMMEDIATE, &world.store());
+        judge.set_contents(BASE, world.contents(BASE));
+        judge.set_contents(DISK, world.contents(DISK));
+        let cx = judge.context(64);
+        let view = judge.file(DISK, false).view(&cx).expect("a view");
+        let report = cx.block_on(check(&view)).expect("it turns").expect("a check");
+        assert_eq!(report.corruptions, 0, "step {step}: {:?}", report.findings);
+        let sector = |bytes: &[u8], at: u64| bytes[(at / 512) as usize];
+        let found = content(&judge, &cx, &image);
+        assert_eq!(
+            [0, LARGE, 6 * LARGE].map(|at| sector(&found, at)),
+            [0x11, 0x12, 0x13],
+            "step {step}"
+        );
+        let beside = sector(&found, 6 * LARGE + 512);
+        assert!(beside == 0 || beside == last, "step {step}: {beside:#x}");
+        for entry in entries(&image) {
+            let found = content(&judge, &cx, &as_disk(&image, &entry));
+            assert_eq!(
+                [0, LARGE, 6 * LARGE].map(|at| sector(&found, at)),
+                [0x11, 0x12, 0x13],
+                "step {step}"
+            );
+            assert_eq!(
+                sector(&found, 6 * LARGE + 512),
+                0,
+                "step {step}: the snapshot has changed"
+            );
+        }
+        assert!(created.is_err() || entries(&image).len() == 1, "step {step}");
+    }
+    assert!(
+        failures > 5 && refusals > 0,
+        "{failures} failures, {refusals} refusals"
+    );
+}
