@@ -1,4 +1,4 @@
-//! `ringdisk image`: creates, describes, checks and repairs images.
+//! `ringdisk image`: creates, describes, checks and repairs images, and has their snapshots.
 //!
 //! [`qcow::image`] does the work, on plain system calls; this module has the command line, the image locks and
 //! the texts. `info`, and `check` without `--repair`, open the image read-only.
@@ -19,6 +19,7 @@ use crate::error::{CommandFailure, EXIT_OK};
 mod check;
 mod create;
 pub mod create_options;
+mod snapshot;
 pub mod text;
 
 /// A subcommand of `ringdisk image`.
@@ -34,6 +35,9 @@ pub enum ImageCommand {
     /// Exits with 0 if the image is clean, or clean after the repair; with 1 if it could not be checked; with 2 if it is
     /// corrupt; with 3 if it has leaked clusters but no errors.
     Check(CheckArguments),
+    /// Create, list and delete internal snapshots of an image
+    #[command(subcommand)]
+    Snapshot(snapshot::SnapshotCommand),
 }
 
 /// The command line of `image create`.
@@ -95,6 +99,7 @@ pub fn run(command: ImageCommand) -> Result<u8, CommandFailure> {
         ImageCommand::Create(arguments) => create::run(&arguments, &mut out)?,
         ImageCommand::Info(arguments) => info(&arguments, &mut out)?,
         ImageCommand::Check(arguments) => check::run(&arguments, &mut out)?,
+        ImageCommand::Snapshot(command) => snapshot::run(&command, &mut out)?,
     };
     out.flush()?;
     Ok(code)

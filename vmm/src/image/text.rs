@@ -1,8 +1,72 @@
-//! The text output of `image info` and `image check`, in the wording of `qemu-img`.
+//! The text output of `image info` and `image check`, in the wording of `qemu-img`, and of `image snapshot list`.
 
 use qcow::image::{CheckReport, ImageInfo, Severity};
 
 use crate::size::human_short;
+
+/// Returns the output of `image snapshot list`: a line for each snapshot, under a line of titles.
+#[must_use]
+pub fn snapshots(info: &ImageInfo) -> String {
+    let rows = info.snapshots.iter().map(|snapshot| {
+        let date = utc(u64::from(snapshot.date_sec));
+        let state = human_short(snapshot.vm_state_size);
+        [snapshot.id.clone(), date, state, snapshot.name.clone()]
+    });
+    let titles = ["ID", "DATE (UTC)", "VM STATE", "NAME"].map(str::to_owned);
+    let rows: Vec<[String; 4]> = std::iter::once(titles).chain(rows).collect();
+    let width = |column: usize| {
+        rows.iter()
+            .map(|row| row[column].chars().count())
+            .max()
+            .unwrap_or(0)
+    };
+    let (id, state) = (width(0), width(2));
+    let mut text: String = rows
+        .iter()
+        .map(|[at, date, size, name]| format!("{at:<id$}  {date:<19}  {size:>state$}  {name}\n"))
+        .collect();
+    if info.snapshots_not_listed > 0 {
+        text.push_str(&format!("… and {} more\n", info.snapshots_not_listed));
+    }
+    text
+}
+
+/// Returns a time as `YYYY-MM-DD HH:MM:SS`, from the seconds since the epoch.
+fn utc(seconds: u64) -> String {
+    let is_leap =
+        |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    let (mut days, rest) = (seconds / 86_400, seconds % 86_400);
+    let mut year = 1970;
+    while days >= 365 + u64::from(is_leap(year)) {
+        days -= 365 + u64::from(is_leap(year));
+        year += 1;
+    }
+    let mut month = 1;
+    for length in [
+        31,
+        28 + u64::from(is_leap(year)),
+        31,
+        30,
+        31,
+        30,
+        31,
+        31,
+        30,
+        31,
+        30,
+    ] {
+        if days < length {
+            break;
+        }
+        days -= length;
+        month += 1;
+    }
+    let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);
+    format!(
+        "{year}-{month:02}-{:02} {hour:02}:{minute:02}:{second:02}",
+        days + 1
+    )
+}
 
 /// Returns the output of `image info`.
 #[must_use]
@@ -247,5 +311,19 @@ mod tests {
             assert!(text.contains(part), "{part:?} is not in:\n{text}");
         }
         assert!(!text.contains("No errors"));
+    }
+
+    #[test]
+    fn utc_knows_leap_years_and_the_ends_of_months() {
+        for (seconds, expected) in [
+            (0, "1970-01-01 00:00:00"),
+            (951_782_399, "2000-02-28 23:59:59"),
+            (951_782_400, "2000-02-29 00:00:00"),
+            (1_704_067_199, "2023-12-31 23:59:59"),
+            (1_709_251_200, "2024-03-01 00:00:00"),
+            (u64::from(u32::MAX), "2106-02-07 06:28:15"),
+        ] {
+            assert_eq!(super::utc(seconds), expected);
+        }
     }
 }

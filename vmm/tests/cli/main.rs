@@ -8,6 +8,7 @@ mod limits;
 mod machine;
 mod packaging;
 mod run;
+mod snapshots;
 mod terminal;
 mod usage;
 mod vhost_user;

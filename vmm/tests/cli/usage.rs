@@ -27,6 +27,8 @@ fn help_and_version_succeed() {
         &["vhost-user", "--help"],
         &["io", "--help"],
         &["image", "create", "--help"],
+        &["image", "snapshot", "--help"],
+        &["image", "snapshot", "delete", "--help"],
     ] {
         assert!(
             world.ringdisk(command).success().contains("Usage: ringdisk"),
@@ -150,6 +152,8 @@ fn invalid_command_line_is_one_line_and_exit_code_2() {
             "backing_fmt",
         ),
         (&["image", "check"], "<PATH>"),
+        (&["image", "snapshot", "create", "x.qcow2"], "<NAME>"),
+        (&["image", "snapshot", "apply", "x.qcow2", "a"], "apply"),
     ] {
         let line = world.ringdisk(arguments).refused(2);
         assert!(line.contains(said), "{arguments:?}: {line}");
@@ -177,6 +181,18 @@ fn failed_open_names_the_file_with_exit_code_1() {
         (&["image", "info", "none"], "cannot open none: No such file"),
         (&["image", "info", "raw.img"], "not a QCOW2 image"),
         (&["image", "check", "raw.img"], "cannot check raw.img"),
+        (
+            &["image", "snapshot", "create", "none", "a"],
+            "cannot open none: No such file",
+        ),
+        (
+            &["image", "snapshot", "delete", "raw.img", "a"],
+            "not a QCOW2 image",
+        ),
+        (
+            &["image", "snapshot", "list", "raw.img"],
+            "raw.img: not a QCOW2 image",
+        ),
         (
             &["image", "create", "nowhere/x.qcow2", "1M"],
             "cannot create nowhere/x.qcow2: No such file",

@@ -1,0 +1,114 @@
+//! `ringdisk image snapshot`: creates, lists and deletes internal snapshots of an image that is not served.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use block::Context;
+use clap::{Args, Subcommand};
+use qcow::SnapshotSelector;
+use qcow::image::{self as tools, ChangeSnapshotsError};
+
+use super::{on_image, open_to_read, text, write_json};
+use crate::error::{CommandFailure, EXIT_OK};
+use crate::ublk::claim::refuse_claimed;
+
+/// A subcommand of `ringdisk image snapshot`.
+#[derive(Debug, Subcommand)]
+pub enum SnapshotCommand {
+    /// Create a snapshot of the disk; print its ID
+    ///
+    /// A power cut leaves the image with the whole snapshot or without it.
+    Create(CreateArguments),
+    /// List the snapshots
+    List(ListArguments),
+    /// Delete a snapshot
+    ///
+    /// A power cut leaves the image with the whole snapshot or without it, and at most leaked clusters.
+    Delete(DeleteArguments),
+}
+
+/// The command line of `image snapshot create`.
+#[derive(Args, Debug)]
+pub struct CreateArguments {
+    /// Image file; no program may have it open for writing
+    path: PathBuf,
+    /// Name of the snapshot, up to 255 bytes; no other may have it
+    name: String,
+}
+
+/// The command line of `image snapshot list`.
+#[derive(Args, Debug)]
+pub struct ListArguments {
+    /// Print JSON with the field names of `qemu-img info`
+    #[arg(long)]
+    json: bool,
+    /// Read the image even if another program is writing it; the output may be out of date
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Image file
+    path: PathBuf,
+}
+
+/// The command line of `image snapshot delete`.
+#[derive(Args, Debug)]
+pub struct DeleteArguments {
+    /// Image file; no program may have it open for writing
+    path: PathBuf,
+    /// Snapshot: id=ID, name=NAME, or an ID or a name that means one snapshot only
+    #[arg(value_name = "SNAPSHOT")]
+    selector: String,
+}
+
+/// Runs one snapshot command and returns its exit code.
+pub(super) fn run(command: &SnapshotCommand, out: &mut dyn Write) -> Result<u8, CommandFailure> {
+    match command {
+        SnapshotCommand::Create(arguments) => {
+            unclaimed(&arguments.path)?;
+            let created = tools::create_snapshot(&arguments.path, &arguments.name, SystemTime::now());
+            writeln!(
+                out,
+                "{}",
+                created.map_err(|error| failure(&arguments.path, error))?
+            )?;
+        }
+        SnapshotCommand::List(arguments) => list(arguments, out)?,
+        SnapshotCommand::Delete(arguments) => {
+            unclaimed(&arguments.path)?;
+            tools::delete_snapshot(&arguments.path, &selector(&arguments.selector))
+                .map_err(|error| failure(&arguments.path, error))?;
+        }
+    }
+    Ok(EXIT_OK)
+}
+
+/// Fails if a block device that waits for a server has the image.
+fn unclaimed(path: &Path) -> Result<(), CommandFailure> {
+    refuse_claimed(path, None).map_err(|error| CommandFailure::Failed(error.into()))
+}
+
+fn failure(path: &Path, error: ChangeSnapshotsError) -> CommandFailure {
+    match error {
+        // It names the path.
+        ChangeSnapshotsError::Open(error) => CommandFailure::Failed(error.into()),
+        error => CommandFailure::about(path.display(), error),
+    }
+}
+
+fn selector(text: &str) -> SnapshotSelector {
+    match (text.strip_prefix("id="), text.strip_prefix("name=")) {
+        (Some(id), _) => SnapshotSelector::Id(id.to_owned()),
+        (_, Some(name)) => SnapshotSelector::Name(name.to_owned()),
+        _ => SnapshotSelector::Any(text.to_owned()),
+    }
+}
+
+fn list(arguments: &ListArguments, out: &mut dyn Write) -> Result<(), CommandFailure> {
+    let file = open_to_read(&arguments.path, arguments.force_share).map_err(CommandFailure::Failed)?;
+    let info = on_image(&file, &Context::syscalls(), async |view| tools::info(&view).await)?
+        .map_err(|error| CommandFailure::about(arguments.path.display(), error))?;
+    if arguments.json {
+        return write_json(out, &info.snapshots);
+    }
+    Ok(out.write_all(text::snapshots(&info).as_bytes())?)
+}

@@ -1,0 +1,142 @@
+//! `ringdisk image snapshot` beside `qemu-img`.
+
+use qcow::{OpenOptions, QcowDisk};
+use serde_json::Value;
+
+use crate::world::World;
+
+/// The IDs and names that `qemu-img` lists.
+fn qemu_lists(world: &World) -> Vec<(String, String)> {
+    let info = world
+        .qemu("qemu-img", &["info", "--output=json", "a.qcow2"])
+        .success();
+    let info: Value = serde_json::from_str(&info).expect("JSON");
+    let text = |value: &Value| value.as_str().expect("a text").to_owned();
+    info["snapshots"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|snapshot| (text(&snapshot["id"]), text(&snapshot["name"])))
+        .collect()
+}
+
+fn qemu_io(world: &World, command: &str) {
+    world
+        .qemu("qemu-io", &["-f", "qcow2", "-c", command, "a.qcow2"])
+        .success();
+}
+
+#[test]
+fn snapshots_are_created_listed_and_deleted_as_qemu_sees_them() {
+    let world = World::new();
+    world.sparse_file("base.img", 1 << 20);
+    let options = "backing_file=base.img,backing_fmt=raw";
+    world
+        .ringdisk(&["image", "create", "-o", options, "a.qcow2", "4M"])
+        .success();
+    // The backing file is not needed, and not opened.
+    std::fs::rename(world.path("base.img"), world.path("away.img")).expect("a renamed file");
+    assert_eq!(
+        world
+            .ringdisk(&["image", "snapshot", "create", "a.qcow2", "first"])
+            .success(),
+        "1\n"
+    );
+    std::fs::rename(world.path("away.img"), world.path("base.img")).expect("a renamed file");
+    qemu_io(&world, "write -P 17 0 1M");
+    assert_eq!(
+        world
+            .ringdisk(&["image", "snapshot", "create", "a.qcow2", "2"])
+            .success(),
+        "2\n"
+    );
+    qemu_io(&world, "write -P 34 0 1M");
+    world.assert_flawless("a.qcow2");
+    let pair = |id: &str, name: &str| (id.to_owned(), name.to_owned());
+    assert_eq!(qemu_lists(&world), [pair("1", "first"), pair("2", "2")]);
+
+    let list = world
+        .ringdisk(&["image", "snapshot", "list", "a.qcow2"])
+        .success();
+    let lines: Vec<Vec<&str>> = list
+        .lines()
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    assert_eq!(lines[0], ["ID", "DATE", "(UTC)", "VM", "STATE", "NAME"]);
+    assert_eq!(
+        (lines.len(), lines[1][0], lines[1].last()),
+        (3, "1", Some(&"first"))
+    );
+    assert!(lines[1][1].starts_with("20") && lines[1][2].len() == 8, "{list}");
+    let list = world
+        .ringdisk(&["image", "snapshot", "list", "--json", "a.qcow2"])
+        .success();
+    let theirs = world
+        .qemu("qemu-img", &["info", "--output=json", "a.qcow2"])
+        .success();
+    let (ours, theirs): (Value, Value) = (
+        serde_json::from_str(&list).expect("JSON"),
+        serde_json::from_str(&theirs).expect("JSON"),
+    );
+    assert_eq!(ours, theirs["snapshots"]);
+
+    world
+        .qemu("qemu-img", &["snapshot", "-a", "2", "a.qcow2"])
+        .success();
+    qemu_io(&world, "read -P 17 0 1M");
+    world
+        .ringdisk(&["image", "snapshot", "delete", "a.qcow2", "id=1"])
+        .success();
+    world
+        .ringdisk(&["image", "snapshot", "delete", "a.qcow2", "name=2"])
+        .success();
+    assert_eq!(qemu_lists(&world), []);
+    world.assert_flawless("a.qcow2");
+    qemu_io(&world, "read -P 17 0 1M");
+    assert_eq!(
+        world
+            .ringdisk(&["image", "snapshot", "list", "--json", "a.qcow2"])
+            .success(),
+        "[]\n"
+    );
+}
+
+#[test]
+fn refused_changes_say_what_would_be_right_and_change_nothing() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "refcount_bits=2", "1M");
+    qemu_io(&world, "write -P 17 0 64k");
+    for name in ["b", "b"] {
+        world
+            .qemu("qemu-img", &["snapshot", "-c", name, "a.qcow2"])
+            .success();
+    }
+    let before = std::fs::read(world.path("a.qcow2")).expect("an image");
+    for (arguments, said) in [
+        (["create", "a.qcow2", "c"], "refcount_bits=2"),
+        (["create", "a.qcow2", "b"], "choose another name"),
+        (["create", "a.qcow2", ""], "has 0 bytes; expected 1 to 255"),
+        (
+            ["delete", "a.qcow2", "b"],
+            "may mean 2 snapshots; select one by id=, such as id=1",
+        ),
+        (["delete", "a.qcow2", "name=1"], "there is no snapshot name=1"),
+    ] {
+        let line = world
+            .ringdisk(&[&["image", "snapshot"][..], &arguments].concat())
+            .refused(1);
+        assert!(
+            line.contains("a.qcow2: ") && line.contains(said),
+            "{arguments:?}: {line}"
+        );
+    }
+    let after = std::fs::read(world.path("a.qcow2")).expect("an image");
+    assert!(after[..before.len()] == before, "the image has changed");
+    world.assert_flawless("a.qcow2");
+    let served = QcowDisk::open(&world.path("a.qcow2"), &OpenOptions::default()).expect("a disk");
+    let line = world
+        .ringdisk(&["image", "snapshot", "create", "a.qcow2", "c"])
+        .refused(1);
+    assert!(line.contains("a.qcow2 is locked"), "{line}");
+    drop(served);
+}
