@@ -419,3 +419,67 @@ fn create_that_fails_at_any_step_leaves_a_sound_image() {
         "{failures} failures, {refusals} refusals"
     );
 }
+
+/// The host has no space at any step, and writes wait for it: the operation does not, and the queues go on.
+#[test]
+fn create_fails_without_space_and_does_not_wait_for_it() {
+    let mut failures = 0;
+    for space in 0.. {
+        let world = world(1, 512);
+        let cx = world.context(64);
+        let waiting = OpenOptions {
+            wait_for_space: true,
+            ..options()
+        };
+        let disk = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new(DISK), &waiting));
+        let disk = disk.expect("nothing waits for ever").expect("a disk");
+        let workers = Workers::new(&world, &disk);
+        world.set_profile(Profile::default());
+        let bench = Bench { world, disk, workers };
+        for at in 0..8 {
+            is_ok(&bench.write(1, at * 512, 0x11));
+        }
+        is_ok(&bench.workers.ask(1, Op::Flush, 0, 0, Buffer::default()));
+        bench.world.limit_space(Some(space));
+        let created = bench.create(0, "one");
+        bench.world.limit_space(None);
+        match created.take().expect("it waits for space") {
+            Err(SnapshotError::Io(error)) if error.is_no_space() => failures += 1,
+            created => assert_eq!(created.expect("a snapshot"), "1"),
+        }
+        assert_eq!(bench.reads(1, 0), 0x11, "space for {space}");
+        is_ok(&bench.write(1, 0, 0x22));
+        if !bench.world.is_starved() {
+            break;
+        }
+    }
+    assert!(failures > 3, "{failures} failures");
+}
+
+/// A block device without room for the next state: the operation fails, and the image is as it was.
+#[test]
+fn create_on_a_full_block_device_leaves_the_image_as_it_was() {
+    let bench = Bench::new(1);
+    for at in 0..8 {
+        is_ok(&bench.write(1, at * 512, 0x11));
+    }
+    let world = bench.close();
+    world.fix_size(DISK);
+    let before = world.contents(DISK).to_bytes();
+    let cx = world.context(64);
+    let disk = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new(DISK), &options()));
+    let disk = disk.expect("nothing waits for ever").expect("a disk");
+    let created = cx.block_on(disk.create_snapshot(&cx, "one", UNIX_EPOCH));
+    let error = created
+        .expect("nothing waits for ever")
+        .expect_err("there is no room");
+    assert!(
+        matches!(error, SnapshotError::Io(error) if error.is_no_space()),
+        "{error}"
+    );
+    cx.block_on(disk.close(&cx))
+        .expect("it turns")
+        .expect("a clean close");
+    world.settle();
+    assert!(world.contents(DISK).to_bytes() == before, "the image has changed");
+}

@@ -14,6 +14,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use block::IoError;
+use block::delay::HoldOff;
 use block::epoch::{EpochGuard, is_past_grace};
 use block::sync::Monitor;
 
@@ -48,6 +49,8 @@ pub(super) struct Exclusive<'a, Turn> {
     shared: &'a Shared,
     /// Held until the queues go on.
     _turn: Turn,
+    /// Its writes do not wait for space on the host: reads would wait with them.
+    no_waits: Option<HoldOff>,
 }
 
 impl<Turn> fmt::Debug for Exclusive<'_, Turn> {
@@ -64,7 +67,11 @@ impl<'a, Turn> Exclusive<'a, Turn> {
             *is_held = true;
         });
         // From here on the drop ends the hold.
-        let section = Self { shared, _turn: turn };
+        let section = Self {
+            shared,
+            _turn: turn,
+            no_waits: None,
+        };
         shared.write()?.held_off = true;
         Ok(section)
     }
@@ -91,8 +98,12 @@ pub(super) async fn begin<'a>(queue: &'a Rc<Queue>) -> Result<Exclusive<'a, impl
         return Err(IoError::ReadOnly.into());
     }
     let turn = shared.changes.take().await;
-    let section = Exclusive::hold(shared, turn)?;
+    let mut section = Exclusive::hold(shared, turn)?;
     drain(queue).await?;
+    // On a block device writes need no space, and requests may be waiting for clusters, which this would end.
+    if !shared.file.is_block_device() {
+        section.no_waits = Some(shared.file.hold_off());
+    }
     // Also tasks that wait for freed clusters, which no request of theirs counts for.
     background::ended(shared).await;
     flush::settle(queue).await?;

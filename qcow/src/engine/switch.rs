@@ -191,11 +191,15 @@ impl Deciding<'_> {
     /// Puts the next state in force in memory.
     fn switched(&mut self, mut left: Vec<Dropped>) -> Result<(), IoError> {
         let mut metadata = self.shared.write()?;
-        if let Some(mut next) = self.next.take() {
-            left.append(&mut next.refcounts.switched());
-            next.drops = left;
-            *metadata = next;
-        }
+        let Some(mut next) = self.next.take() else {
+            return Ok(());
+        };
+        left.append(&mut next.refcounts.switched());
+        next.drops = left;
+        let old = std::mem::replace(&mut *metadata, next);
+        drop(metadata);
+        // Not under the lock: it may be large.
+        drop(old);
         Ok(())
     }
 }
