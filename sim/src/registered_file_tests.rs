@@ -17,7 +17,7 @@ use super::Random;
 use super::pages::Tags;
 
 const PLACE: usize = 600 << 10;
-/// What lies beside a request's bytes.
+/// The byte that fills the pages beside a request's bytes.
 const BESIDE: u8 = 0xA5;
 
 const RINGS: [(RingKind, Option<u64>); 4] = [
@@ -62,7 +62,7 @@ fn pattern(random: &mut Random, len: usize) -> Vec<u8> {
         .collect()
 }
 
-/// What a driver whose pages begin `skip` bytes into a block can promise of them.
+/// Returns the alignment, in bytes, that a driver can promise of pages that begin `skip` bytes into a block.
 fn promise(skip: usize) -> usize {
     if skip == 0 {
         4096

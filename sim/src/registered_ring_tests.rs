@@ -1,7 +1,7 @@
 //! Registered buffers on every driver: pages that are memory, registered, and a file, all at once.
 //!
-//! That a buffer's bytes never come by an address is what the pages cannot show, as theirs have one. The simulated
-//! world registers them from zero, where nobody's memory is.
+//! These pages have an address too, so they cannot show that nothing reaches a buffer's bytes by it. The simulated
+//! world registers them from address zero, where nobody's memory is.
 
 use std::cell::Cell;
 use std::rc::Rc;

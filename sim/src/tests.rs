@@ -1,4 +1,4 @@
-//! The simulated disk does what it says, and nothing a real one could not do.
+//! Tests of the simulated disk: it keeps its promises, and does nothing that a real one could not do.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
