@@ -1,8 +1,8 @@
-//! A guest's memory, and the memory in which a server's requests are marked: what outlives the server.
+//! Memory that outlives a server: the guest's, and the in-flight regions in which servers mark its requests.
 //!
-//! The guest sees its memory through one mapping and each server through another, so that it can be told when
-//! the server has let go of its own: that is when a real one would unmap it. Nothing is unmapped as long as an
-//! op holds it; instead [`Arena::check`] complains.
+//! The guest sees its memory through one mapping and each server through another, so that [`Arena::check`] finds out
+//! when a server has released its own. A real server would unmap it then. Here nothing is unmapped as long as an op
+//! uses it; [`Arena::check`] fails instead.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -15,9 +15,9 @@ use vm_memory::{
 use ringdisk_driver::Rings;
 use virtio_devices::virtqueue::{InflightRegion, RingAddresses};
 
-/// Where guest memory begins.
+/// The guest address at which memory begins.
 const BASE: u64 = 0x1_0000;
-/// How many places for requests a queue has.
+/// The number of places for requests in a queue.
 pub const PLACES: usize = 16;
 /// The bytes of a place: its first page is for what is not data.
 const PLACE_BYTES: u64 = 0xC000;
@@ -32,7 +32,7 @@ pub struct Arena {
     /// Two regions: the second begins in the middle of a request's data.
     sizes: [u64; 2],
     guest: GuestMemoryMmap,
-    /// What servers have, or had and did not let go of.
+    /// The mappings of servers, each until its server has released it.
     mappings: Vec<Vec<Arc<GuestRegionMmap>>>,
     marks: Arc<MmapRegion>,
     queues: u64,
@@ -83,7 +83,8 @@ impl Arena {
             .unwrap_or_default()
     }
 
-    /// Where the requests of queue `index` are marked; with `recover`, what a killed server left there counts.
+    /// Returns the memory in which the requests of queue `index` are marked. With `recover`, the marks of a killed
+    /// server count.
     #[must_use]
     pub fn marks(&self, index: usize, recover: bool) -> Option<InflightRegion> {
         InflightRegion::new(&self.marks, index, self.entries, recover)
@@ -98,7 +99,7 @@ impl Arena {
             .store(0);
     }
 
-    /// Where the rings of a queue are.
+    /// Returns the addresses of a queue's rings.
     #[must_use]
     pub fn rings(queue: usize) -> Rings {
         Rings::at(BASE + queue as u64 * Rings::BYTES)
@@ -151,7 +152,7 @@ impl Arena {
         }
     }
 
-    /// Whether every server has let go of its mapping.
+    /// Returns true if every server has released its mapping.
     #[must_use]
     pub fn is_let_go(&self) -> bool {
         self.mappings.is_empty()

@@ -1,11 +1,10 @@
-//! The host's side of a ublk queue: what the block layer makes of the requests that are planned.
+//! The host's side of a ublk queue: the block layer, which makes the planned requests and gives them to the driver.
 //!
 //! Requests longer than the device takes become several, each under a tag of its own, and are answered when all of
 //! them are. What the driver's [model](virtio_devices::ublk::model) has been committed counts at once.
 //!
-//! What must stay true: a request that a server was killed with, and that the next one does again, stays one request:
-//! until it is answered, the oracle takes it for one in flight, which may show, and show again over what was answered
-//! meanwhile.
+//! Invariant: a request that a server was killed with, and that the next one does again, stays one request. Until it is
+//! answered, the oracle takes it for one in flight, which may show, and show again over what was answered meanwhile.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -26,9 +25,9 @@ use crate::plan::{Ask, Planned, Ublk};
 struct Bio {
     /// Of the driver's requests, those that were not answered.
     left: usize,
-    /// What was read.
+    /// The bytes that were read.
     data: Vec<u8>,
-    /// How the first failed that did.
+    /// The errno of the first of them that failed.
     error: Option<i32>,
     /// The driver itself has answered one: it had no server.
     by_driver: bool,
@@ -40,7 +39,7 @@ pub(crate) struct HostQueue {
     number: usize,
     model: Model,
     ublk: Ublk,
-    /// Who serves it, if somebody does.
+    /// The context and the disk of the server, if there is one.
     server: Option<(Context, Arc<QcowDisk>)>,
     book: Book,
     plan: VecDeque<Planned>,

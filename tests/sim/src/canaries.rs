@@ -1,7 +1,7 @@
-//! Rules of the engine broken on purpose: what watches over them must see each one.
+//! Rules of the engine, broken on purpose: the checks that guard a rule must detect that it is broken.
 //!
-//! Only a build with the feature `canary` can break any. There each rule is broken in a process of its own, as a
-//! rule about locks may stop the thread it is broken on.
+//! Only a build with the feature `canary` can break any. There each rule is broken in a process of its own, as a rule
+//! about locks may stop the thread it is broken on.
 
 use block::canary::Rule;
 
@@ -11,7 +11,8 @@ pub fn find(name: &str) -> Option<Rule> {
     Rule::ALL.into_iter().find(|rule| rule.name() == name)
 }
 
-/// What the failure says if it is the rule's, one of these; nothing where too much can come of it to tell.
+/// Returns the texts of which a failure contains one if `rule` caused it. There are none for a rule whose failures are
+/// too diverse to tell.
 #[must_use]
 pub const fn symptoms(rule: Rule) -> &'static [&'static str] {
     match rule {
@@ -49,7 +50,7 @@ pub fn is_symptom(rule: Rule, failure: &str) -> bool {
     known.is_empty() || known.iter().any(|text| failure.contains(text))
 }
 
-/// What came of seeds with a rule broken.
+/// The outcome of a hunt: seeds run with one rule broken.
 #[cfg(feature = "canary")]
 #[derive(Debug)]
 pub enum Hunted {

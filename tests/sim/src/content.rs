@@ -1,4 +1,4 @@
-//! What guest sectors hold: one word, repeated, that tells which version of which sector it is.
+//! The contents of guest sectors: one word, repeated, that names the sector and its version.
 
 use simulator::SECTOR;
 

@@ -14,7 +14,7 @@ use crate::watchdog::Watchdog;
 /// In how many orders each scenario is run; the first is the order in which things were asked for.
 pub const ORDERS: u64 = 4;
 
-/// When to stop.
+/// The condition on which an exploration stops.
 #[derive(Clone, Copy, Debug)]
 pub struct Goal {
     /// As soon as so many distinct crash states were judged, this exploration's scenarios included.
@@ -28,15 +28,15 @@ pub struct Goal {
 /// A run that failed.
 #[derive(Clone, Debug)]
 pub struct Failed {
-    /// Which.
+    /// The source of the run.
     pub what: Source,
     /// The run.
     pub case: Case,
-    /// How.
+    /// The failure.
     pub failure: Failure,
 }
 
-/// Where a run came from.
+/// The origin of a run.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Source {
     /// A scenario, in this order.
@@ -56,8 +56,9 @@ pub enum Source {
 }
 
 impl Source {
-    /// What is run for each of the numbers that are counted through: of sixteen, five are a guest's, three have registered
-    /// pages, four are ublk devices, two have disks that grow by any amount, and one frees what is being read.
+    /// Returns the source of the run of a number. Of sixteen numbers, five are a guest's, three have registered pages,
+    /// four are ublk devices, two have disks that grow by any amount, one frees what is being read, and one asks the
+    /// disk itself.
     #[must_use]
     pub fn of_number(number: u64) -> Self {
         if matches!(number % 8, 2 | 5) {
@@ -107,10 +108,10 @@ impl fmt::Display for Source {
     }
 }
 
-/// What an exploration came to.
+/// The result of an exploration.
 #[derive(Debug, Default)]
 pub struct Explored {
-    /// What was looked at.
+    /// Counts of the images that were judged.
     pub tally: Tally,
     /// Seeds that were run to their end.
     pub seeds: u64,

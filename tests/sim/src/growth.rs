@@ -26,8 +26,8 @@ pub(crate) fn larger(shape: &Shape, bytes: u64, most: u64, random: &mut Random) 
     (bytes + sector * (1 + random.below(2 * table / sector))).min(most.max(bytes + sector))
 }
 
-/// How many bytes of the guest one L2 table maps and one cluster of the L1 table, and how many of the file one refcount
-/// block counts.
+/// Returns the bytes of the guest that one L2 table maps, those that one cluster of the L1 table maps, and the bytes of
+/// the file that one refcount block counts.
 fn spans(shape: &Shape) -> (u64, u64, u64) {
     let cluster = shape.cluster();
     let table = cluster * (cluster / 8);

@@ -4,8 +4,8 @@
 //! memory and a [`Wire`]. The guest works in turns of its own and, when it has nothing to do, sleeps until it
 //! is interrupted. What the used ring says counts at once, whether the guest is awake or not: it could look.
 //!
-//! What must stay true: a guest touches the memory of a chain only before it makes the chain available and
-//! after it has found it used, and then it overwrites all of it.
+//! Invariant: a guest touches the memory of a chain only before it makes the chain available and after it has found it
+//! used, and then it overwrites all of it.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -28,12 +28,13 @@ use crate::content::bytes_of;
 use crate::lane::{Book, Entry};
 use crate::plan::{Ask, Planned, Virtio};
 
-/// Where an indirect table and the status are in the first page of a place, if they have their own.
+/// The offset of an indirect table in the first page of a place.
 const TABLE_AT: u64 = 0x100;
+/// The offset of a status byte there, unless it follows the data.
 const STATUS_AT: u64 = 0x800;
-/// What a status byte holds until the device has written it.
+/// The value of a status byte until the device has written it.
 const NO_STATUS: u8 = 0xEE;
-/// What the memory of a chain that was used is filled with.
+/// The byte that overwrites the memory of a used chain.
 const SCRUB: u8 = 0xA5;
 
 /// A yes or no that both ends of a wire see.
@@ -41,18 +42,18 @@ const SCRUB: u8 = 0xA5;
 pub struct Flag(AtomicBool);
 
 impl Flag {
-    /// What it is.
+    /// Returns the value.
     #[must_use]
     pub fn get(&self) -> bool {
         self.0.load(Relaxed)
     }
 
-    /// Makes it so.
+    /// Sets the value.
     pub fn set(&self, value: bool) {
         self.0.store(value, Relaxed);
     }
 
-    /// Makes it so; what it was.
+    /// Sets the value and returns the old one.
     #[must_use]
     pub fn replace(&self, value: bool) -> bool {
         self.0.swap(value, Relaxed)
@@ -138,7 +139,7 @@ struct Chain {
     place: usize,
     data: Vec<(u64, u32)>,
     status: u64,
-    /// How many bytes the device writes if all goes well.
+    /// The number of bytes that the device writes if the request succeeds.
     written: u32,
 }
 
@@ -150,7 +151,7 @@ pub struct Guest {
     arena: Rc<RefCell<Arena>>,
     virtio: Virtio,
     wire: Arc<Wire>,
-    /// What the device offered and this driver accepted.
+    /// The features that the device offered and this driver accepted.
     features: u64,
     host: Option<(Context, Arc<QcowDisk>)>,
     book: Book,
@@ -533,14 +534,15 @@ fn libc_eio() -> i32 {
     rustix::io::Errno::IO.raw_os_error()
 }
 
-/// How a request is cut into buffers.
+/// The division of a request into buffers.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     indirect: bool,
-    /// Where the header is cut, if it is.
+    /// The bytes of the header before the cut; 0 if it is in one buffer.
     header_cut: u32,
-    /// How long pieces of data are, but for the last; and how many there are at most.
+    /// The length of all pieces of data but the last, in bytes; `None` if the data is in one piece.
     piece: Option<usize>,
+    /// The most pieces of data.
     pieces: usize,
     /// Bytes before the data and between its pieces.
     offset: u64,
@@ -587,7 +589,7 @@ impl Layout {
         }
     }
 
-    /// How many descriptors of the queue's table it takes at most.
+    /// Returns the most descriptors of the queue's table that it takes.
     fn descriptors(&self) -> usize {
         if self.indirect {
             return 1;

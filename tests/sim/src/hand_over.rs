@@ -1,11 +1,11 @@
-//! A server that hands its device over: what it does until its process ends, by the steps of production, and what must
-//! hold of that.
+//! A server that hands its device over: it takes the steps of production until its process ends. Its answers and the
+//! image that it leaves are checked.
 //!
-//! The driver is told to bring nothing new, if it can be told, and goes on bringing requests to the last otherwise. The
-//! server's process may be killed at any step; then nothing more is asked of it than of any server that is killed.
+//! The driver is told to bring no new requests. One that cannot be told brings them to the last. The server's process
+//! may be killed at any step; then it has to meet no more than any server that is killed.
 //!
-//! What must stay true: once the disk is closed nothing of the old server changes the image; no request fails for the
-//! change of servers; and what it leaves, of a disk without faults, is an image without as much as a leak.
+//! Invariants: once the disk is closed nothing of the old server changes the image; no request fails for the change of
+//! servers; and the image that it leaves has no leaks, if the disk had no faults.
 
 use std::rc::Rc;
 
@@ -120,7 +120,7 @@ impl Run<'_> {
         }
     }
 
-    /// Whether the image is as a clean shutdown leaves it.
+    /// Fails unless the image is as a clean shutdown leaves it.
     fn look_at_what_is_left(&mut self) -> Result<(), String> {
         if self.world.in_flight() > 0 {
             return Err("a server has closed its disk with I/O in flight".to_owned());
@@ -135,7 +135,7 @@ impl Run<'_> {
         self.judge_now(&image, demand)
     }
 
-    /// Whether a server that leaves, and whose requests the next one can try, has answered an error.
+    /// Fails if a server that leaves has answered an error to a request that the next one could have tried again.
     fn look_at_errors(&self) -> Result<(), String> {
         let Some(host) = &self.host else {
             return Ok(());

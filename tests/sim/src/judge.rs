@@ -1,4 +1,5 @@
-//! Looks at what a power cut left: our own open, our own check, every guest sector, and now and then QEMU.
+//! The judge of images that a power cut left: it opens and checks each with the engine, compares the guest's sectors
+//! with the oracle, and asks `qemu-img` about a few.
 
 use std::cell::{Cell, RefCell};
 use std::path::Path;
@@ -17,20 +18,20 @@ use crate::content::{ZERO, word, word_of};
 use crate::oracle::{BLOCK_SECTORS, Oracle};
 use crate::shape::{Beginning, DISK, chain, u64_at, write_words};
 
-/// What has been looked at, over many runs.
+/// Counts of the images that were judged, over many runs.
 #[derive(Debug, Default)]
 pub struct Tally {
     /// Fingerprints of all images looked at.
     pub images: FxHashSet<u64>,
-    /// How often an image was judged: the same one is judged anew when more was promised of it.
+    /// The number of judgements: the same image is judged anew when more was promised of it.
     pub judged: u64,
-    /// How many images were written to again after the cut.
+    /// The number of images that were written to again after the cut.
     pub resumed: u64,
-    /// In how many of them the power went a second time.
+    /// The number of those in which the power went a second time.
     pub cut_again: u64,
-    /// How many images had their leaks repaired.
+    /// The number of images whose leaks were repaired.
     pub mended: u64,
-    /// How many images QEMU was asked about.
+    /// The number of images that QEMU was asked about.
     pub asked_qemu: u64,
     /// Of every so many images QEMU is asked about one; 0 for none.
     pub qemu_every: u64,
@@ -50,7 +51,7 @@ impl Tally {
     }
 }
 
-/// What is demanded of an image beside what every one must have.
+/// The demand on an image beyond the rules for every image.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Demand {
     /// Leaks are allowed.
@@ -67,13 +68,13 @@ const CUT_AGAIN: u64 = 96;
 /// Of so many images that leak clusters one is repaired.
 const MENDED: u64 = 24;
 
-/// How many states of a second cut are looked at.
+/// The most states of a second cut that are judged.
 const LOOKS: usize = 4;
 
 /// So many blocks of a disk are always read; of what is behind, those that were never touched only now and then.
 const WHOLE: u64 = 8;
 
-/// How the disk behaves between two cuts.
+/// The behaviour of the disk between two cuts.
 const SLOW: Profile = Profile {
     immediate: false,
     reorder: true,
@@ -92,7 +93,7 @@ pub struct Judge {
     /// Kept for the next look.
     buffer: Option<AlignedBuf>,
     random: Random,
-    /// Which images are repaired: from a source of its own, so that other chances stay what they are.
+    /// The source of the choice of images to repair: its own, so that other chances stay as they are.
     mends: Random,
     /// Every image is written again.
     resumes_all: bool,
@@ -165,7 +166,7 @@ impl Judge {
         Ok(())
     }
 
-    /// What an image holds, and how many clusters it leaks, after all that must hold of it does.
+    /// Checks all that must hold of an image. Returns the words that were read and the number of leaked clusters.
     fn look(&mut self, image: &SimImage, oracle: &Oracle, demand: Demand) -> Result<(Vec<u64>, u64), String> {
         self.world.set_contents(DISK, image.clone());
         let mut buffer = self.buffer.take();
@@ -437,7 +438,7 @@ impl Judge {
     }
 }
 
-/// What is asked of an image after a cut: writes of these words, and FLUSHes.
+/// The requests to an image after a cut: writes of these words from a sector on, and FLUSHes (`None`).
 type Requests = Vec<Option<(u64, Vec<u64>)>>;
 
 /// A write of a few sectors, which hold words of their own from then on.
@@ -483,7 +484,7 @@ async fn go_on(
     Ok(disk)
 }
 
-/// How the host fails what there is no room for.
+/// The error of a write for which the host has no space.
 const NO_SPACE: IoError = IoError::Host {
     errno: rustix::io::Errno::NOSPC.raw_os_error(),
 };

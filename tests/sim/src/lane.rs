@@ -1,7 +1,7 @@
-//! One guest queue: asks what is planned, notes every answer, and compares what it reads.
+//! One guest queue: makes the planned requests, records every answer, and compares what it reads with the oracle.
 //!
-//! A [`Lane`] asks the disk itself, as a frontend would; a [`Guest`](crate::guest::Guest) asks through a virtqueue, and the
-//! host's block layer a driver. What was asked and answered is noted in the book of each.
+//! A [`Lane`] asks the disk itself, as a frontend would. A [`Guest`](crate::guest::Guest) asks through a virtqueue, and
+//! the host's block layer asks a driver. Each keeps its requests and their answers in a `Book`.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -24,7 +24,7 @@ use crate::plan::{Ask, Planned};
 use crate::served::{self, served};
 use crate::shape::Shape;
 
-/// What became of the servers of a ublk device, and how they were asked.
+/// Counts of the fates of a ublk device's servers and requests.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Reached {
     /// Servers that were killed.
@@ -45,22 +45,22 @@ pub struct Reached {
     pub zero_copied: u64,
     /// Requests with data that was copied.
     pub copied: u64,
-    /// How many of the latter were copied because their pages could not be registered.
+    /// Requests among the latter that were copied because their pages could not be registered.
     pub fallbacks: u64,
 }
 
-/// What all queues of a run note down.
+/// The record that all queues of a run share.
 #[derive(Debug)]
 pub struct Record {
-    /// What was promised.
+    /// The promises that were made.
     pub oracle: Oracle,
-    /// What went wrong first.
+    /// The first problem, in words.
     pub problem: Option<String>,
     /// The disk's size that guests know, in sectors.
     pub sectors: u64,
-    /// How many times the disk is to grow.
+    /// The number of times that the disk is to grow.
     pub grows: usize,
-    /// How many times it has begun to, and how many of these have ended.
+    /// The number of times that it has begun to grow, and the number of these that have ended.
     pub growths: [u64; 2],
     /// Requests that have not ended yet, asked for or not.
     pub left: usize,
@@ -80,15 +80,15 @@ pub struct Record {
     pub may_be_full: bool,
     /// The request that is being answered was failed by the driver, which had no server.
     pub by_driver: bool,
-    /// How far two queues are that keep step.
+    /// The progress of two queues that keep step.
     pub pace: Option<Pace>,
-    /// What a cut may leak.
+    /// The clusters that a cut may leak.
     pub leaks: Leaks,
-    /// When this server began, in the world's time.
+    /// The start of this server, in the world's time.
     pub server_since: u64,
     /// A server was killed that had been told of a failed sync: of what that covered, nobody knows any more.
     pub forgotten: bool,
-    /// What a ublk device went through.
+    /// Counts of what happened to a ublk device.
     pub reached: Reached,
     world: SimWorld,
     version: u64,
@@ -177,7 +177,7 @@ const JOINED: u64 = 200;
 #[derive(Debug)]
 struct Slot {
     planned: Planned,
-    /// When it was asked for, in the world's time.
+    /// The time at which it was asked for, in the world's time.
     since: u64,
     kind: SlotKind,
     answered: bool,
@@ -196,21 +196,21 @@ enum SlotKind {
 #[derive(Debug)]
 struct Tail {
     asked: Asked,
-    /// How often the disk had begun to grow, if it was not growing.
+    /// The number of times that the disk had begun to grow, if it was not growing.
     growths: Option<u64>,
 }
 
 /// A disk being made larger.
 pub(crate) type Growth = (Planned, u64, Result<(), IoError>);
 
-/// What one queue has asked for, and what it was answered.
+/// The requests of one queue and their answers.
 #[derive(Debug)]
 pub(crate) struct Book {
     shape: Shape,
     pub(crate) record: Rc<RefCell<Record>>,
     slots: Vec<Slot>,
     pub(crate) in_flight: usize,
-    /// How many times the disk is being made larger.
+    /// The number of this queue's requests to grow the disk that are under way.
     growing: usize,
     grown: Rc<RefCell<Vec<Growth>>>,
 }
@@ -221,7 +221,7 @@ pub(crate) struct Entry {
     /// Its place in the book.
     pub(crate) tag: usize,
     pub(crate) op: Op,
-    /// What a write writes.
+    /// The words that it changes sectors to; none for a read or a FLUSH.
     pub(crate) words: Vec<u64>,
 }
 
@@ -270,8 +270,8 @@ impl Book {
         }
     }
 
-    /// How many of the `count` sectors that a change is about are changed even if the disk grows meanwhile: not those of a discard
-    /// that are in the disk's last cluster, if it is a part of one.
+    /// Returns the number of a change's `count` sectors that are changed even if the disk grows meanwhile: not those of
+    /// a discard that are in the disk's last cluster, if the disk fills that only in part.
     fn whole(&self, record: &Record, ask: Ask, from: u64, count: u64) -> usize {
         let per_cluster = self.shape.cluster() / SECTOR as u64;
         let last = record.sectors / per_cluster * per_cluster;
@@ -329,7 +329,7 @@ impl Book {
         Some(Entry { tag, op, words })
     }
 
-    /// What is planned next is not asked after all.
+    /// Notes that the next planned request is not made after all.
     pub(crate) fn skip(&mut self) {
         self.record.borrow_mut().left -= 1;
     }
@@ -458,9 +458,9 @@ pub struct Lane {
     done: Vec<Done>,
     /// Pages that some requests have in place of memory.
     places: Option<Rc<Places>>,
-    /// Where the requests are that have some.
+    /// The places of those requests that have one, by tag.
     taken: BTreeMap<usize, Taken>,
-    /// Which of two queues that keep step it is.
+    /// The index of this queue among the two that keep step; `None` for any other queue.
     number: Option<usize>,
 }
 

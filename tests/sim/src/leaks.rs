@@ -1,4 +1,5 @@
-//! How many clusters a power cut may leak: those that changes since the last quiet FLUSHes have taken or dropped.
+//! The bound on the clusters that a power cut may leak: those that changes since the last quiet FLUSHes have taken or
+//! dropped.
 //!
 //! A change takes clusters, whose counts are durable before their entries are, and drops others, whose counts go down last. What it
 //! took is no leak any more when a FLUSH that was asked for after its answer is answered. What it dropped is freed then, as
@@ -18,7 +19,7 @@ use crate::shape::Shape;
 /// The most clusters a refcount table of these worlds has.
 const TABLE_CLUSTERS: u64 = 8;
 
-/// What changes may have leaked.
+/// The most clusters that changes may have leaked.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Leaks {
     /// For good, by servers that were killed.
@@ -30,7 +31,7 @@ pub struct Leaks {
     quiet: Quiet,
 }
 
-/// How far a quiet FLUSH is.
+/// The progress of a quiet FLUSH.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 enum Quiet {
     #[default]
@@ -84,7 +85,7 @@ impl Leaks {
     }
 }
 
-/// How many clusters a change takes or drops, at most.
+/// Returns the most clusters that a change takes or drops.
 fn cost(shape: &Shape, sectors: u64, planned: &Planned) -> u64 {
     let cluster = shape.cluster();
     let per_cluster = cluster / SECTOR as u64;

@@ -27,10 +27,10 @@ enum Task {
     /// Runs kept lines, every scenario, and seeds until enough distinct crash states were judged: half of them of the same seeds
     /// each time, half of new ones.
     Explore {
-        /// How many distinct crash states.
+        /// The number of distinct crash states to judge.
         #[arg(long, default_value_t = 200_000)]
         states: u64,
-        /// How many seeds at least.
+        /// The least number of seeds to run.
         #[arg(long, default_value_t = 200)]
         seeds: u64,
         /// The first of the new seeds; drawn from the clock by default.
@@ -39,7 +39,7 @@ enum Task {
         /// The most seconds.
         #[arg(long, default_value_t = 600)]
         seconds: u64,
-        /// How many threads; as many as there are CPUs by default.
+        /// The number of threads; one for each CPU by default.
         #[arg(long)]
         threads: Option<usize>,
         /// Fail unless so many states were judged per second and thread.
@@ -51,22 +51,23 @@ enum Task {
         /// The first seed.
         #[arg(long, default_value_t = 1)]
         from: u64,
-        /// How many.
+        /// The number of seeds.
         #[arg(long, default_value_t = 1000)]
         seeds: u64,
-        /// `seed`, `guest`, `registered`, `ublk`, `churn` or `growth`: what all of them are run as; otherwise each as its number has it.
+        /// The kind of all runs: `seed`, `guest`, `registered`, `ublk`, `churn` or `growth`; by default each seed's
+        /// number decides.
         #[arg(long)]
         kind: Option<String>,
     },
     /// Goes on from the seed after the last that was ever run.
     Soak {
-        /// For how long.
+        /// The time to run, in seconds.
         #[arg(long, default_value_t = 60)]
         seconds: u64,
-        /// Where the next seed is kept.
+        /// The file that keeps the next seed.
         #[arg(long, default_value = "target/soak/next-seed")]
         state: PathBuf,
-        /// How many threads; as many as there are CPUs by default.
+        /// The number of threads; one for each CPU by default.
         #[arg(long)]
         threads: Option<usize>,
     },
@@ -86,19 +87,19 @@ enum Task {
     /// Explores new seeds with nothing broken, then breaks each rule on purpose and demands that it is seen (a build with the
     /// feature `canary`).
     Canaries {
-        /// How many distinct crash states with nothing broken.
+        /// The number of distinct crash states to judge with nothing broken.
         #[arg(long, default_value_t = 40_000)]
         states: u64,
-        /// How many seeds each rule may take: about 40 seconds for one that is not seen.
+        /// The most seeds for each rule; the default takes about 40 seconds for a rule that is not detected.
         #[arg(long, default_value_t = 1000)]
         seeds: u64,
     },
     /// Breaks one rule in this process.
     #[command(hide = true)]
     Canary {
-        /// Which.
+        /// The name of the rule.
         rule: String,
-        /// How many seeds it may take.
+        /// The most seeds.
         #[arg(long)]
         seeds: u64,
     },

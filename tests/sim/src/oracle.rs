@@ -1,4 +1,4 @@
-//! What a reader may see, at once and after a crash.
+//! The contents that a reader may see, at once and after a crash.
 //!
 //! Every change a guest asks for is remembered for each sector it touches, with when it was asked for
 //! and when it was answered. A change is *over* when it was answered, well or not. One change *follows*
@@ -27,7 +27,7 @@ use crate::content::ZERO;
 struct Change {
     word: u64,
     asked: u64,
-    /// When it was answered, and whether well.
+    /// The time at which it was answered, and true if it was answered well.
     answered: Option<(u64, bool)>,
     /// It can survive no cut any more.
     gone: bool,
@@ -43,7 +43,7 @@ const ANY: u64 = u64::MAX;
 
 type Changes = SmallVec<[Change; 2]>;
 
-/// What was promised of a disk.
+/// The promises made of a disk.
 #[derive(Clone, Debug)]
 pub struct Oracle {
     sectors: Vec<Changes>,
@@ -53,8 +53,8 @@ pub struct Oracle {
     /// Grows with every promise: crash states judged before are judged anew.
     promises: u64,
     reads: usize,
-    /// What was read stays: false for disks whose failed syncs forget what was read already, and for those whose servers die with
-    /// changes that were read and not answered.
+    /// True if a value that was read stays. False for disks whose failed syncs forget what was read already, and for
+    /// those whose servers die with changes that were read and not answered.
     pub reads_settle: bool,
 }
 
@@ -66,7 +66,7 @@ pub struct Asked {
     count: u64,
 }
 
-/// What a read may see: for each of its sectors, any of these words.
+/// The words that a read may see: for each of its sectors, any of these.
 #[derive(Clone, Debug)]
 pub struct Expected {
     asked: Asked,
@@ -99,7 +99,7 @@ impl Oracle {
         }
     }
 
-    /// How many sectors the disk has, at most.
+    /// Returns the number of sectors that the disk has at its largest.
     #[must_use]
     pub fn sectors(&self) -> u64 {
         self.sectors.len() as u64
@@ -111,7 +111,7 @@ impl Oracle {
         self.untouched.get(block as usize).copied().unwrap_or(true)
     }
 
-    /// How many promises were made so far.
+    /// Returns the number of promises made so far.
     #[must_use]
     pub fn promises(&self) -> u64 {
         self.promises
@@ -161,7 +161,7 @@ impl Oracle {
         self.promises += u64::from(forced && well);
     }
 
-    /// What a cut may leave has become less in another way: states judged before are judged anew.
+    /// Has states that were judged before judged anew: a cut may leave less now, though no promise was made.
     pub(crate) fn renew(&mut self) {
         self.promises += 1;
     }
@@ -300,7 +300,7 @@ impl Oracle {
         self.reads -= 1;
     }
 
-    /// Whether a disk with this word in `sector` is one that a cut now may leave.
+    /// Returns true if a cut may now leave a disk with this word in `sector`.
     #[must_use]
     pub fn survives(&self, sector: u64, word: u64) -> bool {
         self.sectors
@@ -383,12 +383,12 @@ impl Oracle {
     }
 }
 
-/// Whether a change was answered well before `time`.
+/// Returns true if the change had succeeded before `time`.
 fn is_before(change: &Change, time: u64) -> bool {
     matches!(change.answered, Some((answered, true)) if answered < time)
 }
 
-/// Whether a change was over when the change asked for at `time` came.
+/// Returns true if the change was over when the request of `time` was made.
 fn is_over_before(change: &Change, time: u64) -> bool {
     matches!(change.answered, Some((answered, _)) if answered < time)
 }

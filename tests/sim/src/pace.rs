@@ -1,7 +1,7 @@
 //! Keeps two queues in step: in each round the first one asks for a few reads, and only then the second one begins to
 //! change what they read. Without it the reads, many at a time, are over long before the changes are.
 
-/// How far the two queues are.
+/// The progress of the two queues.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
     /// Rounds whose reads the first queue has begun to ask for.

@@ -1,4 +1,4 @@
-//! Registered pages for the requests of a queue, as a driver of the kernel has them.
+//! Registered pages for the requests of a queue, as a kernel driver provides them.
 //!
 //! A driver takes a request's pages back when it hears of the request's end, whatever is still under way. So at each
 //! answer no op may use them any more; and no op may ever have touched what lies beside the request's bytes, or
@@ -12,7 +12,7 @@ use crate::plan::Registered;
 
 /// The bytes of a place.
 pub(crate) const PLACE_BYTES: usize = 48 << 10;
-/// What lies beside a request's bytes.
+/// The byte that fills a place beside a request's bytes.
 const BESIDE: u8 = 0xA5;
 
 /// The places of a queue.
@@ -27,9 +27,9 @@ pub(crate) struct Places {
 pub(crate) struct Taken {
     tag: u16,
     skip: usize,
-    /// What it had at first.
+    /// The bytes that it had at first.
     bytes: Vec<u8>,
-    /// And still has to have at the end.
+    /// True if it must still have them at the end.
     stays: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What guests ask for in a run: drawn from the seed before it begins, so that a failing plan can be shortened.
+//! The requests of guests in a run: drawn from the seed before it begins, so that a failing plan can be shortened.
 
 use std::fmt;
 
@@ -36,13 +36,13 @@ pub enum Ask {
 /// A request of one queue.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Planned {
-    /// Whose it is.
+    /// The index of the queue.
     pub lane: usize,
-    /// What is asked.
+    /// The kind of request.
     pub ask: Ask,
     /// The first sector.
     pub first: u64,
-    /// How many sectors.
+    /// The number of sectors.
     pub count: u64,
     /// It is not asked before everything this queue asked is answered.
     pub alone: bool,
@@ -86,7 +86,7 @@ impl fmt::Display for Planned {
     }
 }
 
-/// Which crash states of a step are looked at.
+/// The crash states of a step that are judged.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Explore {
     /// All of them, if there are no more than this.
@@ -95,12 +95,12 @@ pub struct Explore {
     pub draws: u64,
 }
 
-/// Virtqueues between the guest and the disk, and what happens to who serves them.
+/// Virtqueues between the guest and the disk, and the mishaps of the server.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Virtio {
     /// The entries of each queue.
     pub size: u16,
-    /// Where the indices of the rings begin.
+    /// The first index of the rings.
     pub start: u16,
     /// Both sides say from which index on they want to be told.
     pub event_idx: bool,
@@ -108,9 +108,9 @@ pub struct Virtio {
     pub indirect: bool,
     /// The driver has switched the write cache off.
     pub writethrough: bool,
-    /// How many times the server is killed, and another goes on with what it left.
+    /// The number of times that the server is killed, and another goes on with what it left.
     pub kills: u32,
-    /// How many times a queue is stopped, and started again on another mapping of the guest's memory.
+    /// The number of times that a queue is stopped, and started again on another mapping of the guest's memory.
     pub stops: u32,
 }
 
@@ -128,7 +128,7 @@ impl Virtio {
     }
 }
 
-/// What the driver does when it is told that a server is about to leave.
+/// The behaviour of the driver when it is told that a server is about to leave.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Quiesce {
     /// It cannot be told, as before Linux 6.16.
@@ -139,10 +139,10 @@ pub enum Quiesce {
     HoldsBack,
 }
 
-/// A ublk device between the queues and the disk: how its driver is, and what happens to who serves it.
+/// A ublk device between the queues and the disk: the habits of its driver, and the mishaps of the server.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Ublk {
-    /// How data travels.
+    /// The way that data travels between driver and server.
     pub transport: Transport,
     /// The tags of each queue.
     pub depth: u16,
@@ -150,21 +150,21 @@ pub struct Ublk {
     pub io_bytes_max: u32,
     /// From how many bytes on requests go by their registered pages, with [`Transport::ZeroCopy`].
     pub zero_copy_from: u32,
-    /// How many places for registered pages a queue has; other requests are copied.
+    /// The number of places for registered pages in a queue; other requests are copied.
     pub places: u16,
-    /// How many of a thousand turns of the host are followed by registrations that fail.
+    /// The share of the host's turns in which the next registrations are made to fail, in thousandths.
     pub unregistered: u32,
-    /// What becomes of I/O without a server.
+    /// The fate of I/O without a server.
     pub recovery: Recovery,
     /// The driver gives up a dead server at once and not when its last I/O has ended, as before Linux 6.16.
     pub hasty: bool,
-    /// How many times the server is killed, and another goes on.
+    /// The number of times that the server is killed, and another goes on.
     pub kills: u32,
-    /// How many times a server hands the device over to another one.
+    /// The number of times that a server hands the device over to another one.
     pub handovers: u32,
-    /// How the driver takes that.
+    /// The behaviour of the driver when a server hands over.
     pub quiesce: Quiesce,
-    /// How many queues share a worker.
+    /// The number of queues that share a worker.
     pub queues_per_worker: u16,
 }
 
@@ -198,7 +198,7 @@ impl Ublk {
         }
     }
 
-    /// Whether servers follow each other, so that what was answered must outlive them.
+    /// Returns true if servers follow each other, so that what was answered must outlive them.
     #[must_use]
     pub fn restarts(&self) -> bool {
         self.kills > 0 || self.handovers > 0
@@ -208,11 +208,11 @@ impl Ublk {
 /// Requests whose bytes only the kernel reaches: a driver has registered their pages.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Registered {
-    /// How many places a queue has; requests beyond that have memory.
+    /// The number of places in a queue; requests beyond that have memory.
     pub places: u16,
     /// The pages have no address: their first byte is called 0.
     pub from_zero: bool,
-    /// How many of a thousand requests with data have registered pages, if there is a place.
+    /// The share of requests with data that have registered pages if there is a place, in thousandths.
     pub share: u32,
     /// Pages begin anywhere, and the driver promises no more.
     pub unaligned: bool,
@@ -234,33 +234,34 @@ impl Registered {
 pub struct Case {
     /// The seed it was drawn from.
     pub seed: u64,
-    /// What the order of things is drawn from.
+    /// The seed of the order of things.
     pub schedule: u64,
     /// The image it begins with.
     pub shape: Shape,
-    /// What is done before anything can go wrong.
+    /// The requests made before anything can go wrong.
     pub before: Vec<Planned>,
-    /// How the disk behaves.
+    /// The behaviour of the disk.
     pub profile: Profile,
-    /// How many queues there are, each on a worker of its own but those of a ublk device, some of which share one.
+    /// The number of queues, each on a worker of its own but those of a ublk device, some of which share one.
     pub lanes: usize,
-    /// How many requests of a queue are in flight at most.
+    /// The most requests of a queue in flight.
     pub depth: usize,
-    /// How many of a thousand turns are a worker's; the others are the disk's.
+    /// The share of turns that workers, guests and the host take while ops are in flight, in thousandths; the others
+    /// are the disk's.
     pub worker_turns: u32,
-    /// What lies between the queues and the disk, if anything does.
+    /// The virtqueues between the guest and the disk, if the guest has some.
     pub virtio: Option<Virtio>,
-    /// Whether the disk is one of the host's own.
+    /// The ublk device that the host has of the disk, if it has one.
     pub ublk: Option<Ublk>,
-    /// Whether some requests have registered pages.
+    /// The registered pages of some requests, if some have them.
     pub registered: Option<Registered>,
     /// Two queues keep step ([`Pace`](crate::pace::Pace)).
     pub paced: bool,
     /// After so many ops that took space there is none, until all is answered. Each image is then written again after the cut.
     pub space: Option<u64>,
-    /// What is asked, each queue's in this order.
+    /// The requests, each queue's in this order.
     pub plan: Vec<Planned>,
-    /// Which crash states are looked at.
+    /// The crash states that are judged.
     pub explore: Explore,
 }
 
@@ -371,7 +372,7 @@ impl Case {
         });
     }
 
-    /// Whether servers follow each other.
+    /// Returns true if servers follow each other.
     #[must_use]
     pub fn restarts(&self) -> bool {
         self.virtio.is_some_and(|virtio| virtio.kills > 0) || self.ublk.is_some_and(|ublk| ublk.restarts())
@@ -439,7 +440,7 @@ impl Case {
         }
     }
 
-    /// How many sectors the disk has at its largest.
+    /// Returns the number of sectors that the disk has at its largest.
     #[must_use]
     pub fn sectors(&self) -> u64 {
         let grown = self
@@ -454,7 +455,7 @@ impl Case {
     }
 }
 
-/// How many clusters of the disk are used by runs that free them; half of them are mapped at a time.
+/// The number of clusters in use by a run that frees clusters; half of them are mapped at a time.
 const CHURNED: u64 = 12;
 
 /// In each of 30 rounds one queue reads a cluster, among others. As soon as that was asked for the other one forgets the

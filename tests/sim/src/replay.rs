@@ -1,4 +1,4 @@
-//! A run as a line of text, to be run again: what a failure prints, and what the file of kept seeds holds.
+//! A run as one line of text, which runs it again: a failure prints it, and the file of kept seeds holds such lines.
 //!
 //! `seed N` is the run of that seed, `guest N` one whose queues are a guest's virtqueues, `registered N` one some of
 //! whose requests have registered pages, `ublk N` one whose disk is a ublk device, `churn N` one that frees what is being

@@ -1,4 +1,4 @@
-//! One run: workers and disk take turns, and after each turn of the disk the power could have gone.
+//! One run: workers and disk take turns, and after each turn of the disk the judge gets what a power cut would leave.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -31,14 +31,14 @@ use crate::ublk::{self, Host};
 /// The most turns a run takes; a run that takes more hangs.
 const TURNS_MAX: u64 = 4_000_000;
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// What went wrong, if something did.
+    /// The failure, if there was one.
     pub failure: Option<Failure>,
     /// A hash of all that happened.
     pub trace_hash: u64,
-    /// What happened on the disk, if it was recorded.
+    /// The events on the disk, if they were recorded.
     pub trace: Vec<Event>,
     /// Instants at which the power could have gone and that differ from the one before.
     pub cuts: u64,
@@ -52,18 +52,18 @@ pub struct Outcome {
     pub flushes: u64,
     /// There was no space for some op ([`Case::space`]).
     pub starved: bool,
-    /// How often the disk was made larger, or was tried to be.
+    /// The number of attempts to make the disk larger.
     pub growths: u64,
-    /// What a ublk device went through.
+    /// Counts of what happened to a ublk device.
     pub reached: Reached,
 }
 
-/// What went wrong, and when.
+/// A failure and its time.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// In the world's steps.
+    /// The time, in the world's steps.
     pub time: u64,
-    /// In words.
+    /// The failure, in words.
     pub what: String,
 }
 
@@ -128,7 +128,7 @@ pub(crate) struct Run<'a> {
     pub(crate) workers: Vec<Worker>,
     /// The registered pages of each worker's own lane.
     places: Vec<Option<Rc<Places>>>,
-    /// Where the driver of a ublk device registers pages, for each worker.
+    /// The pages that the driver of a ublk device registers, by worker.
     pub(crate) tags: Vec<Option<Rc<Tags>>>,
     pub(crate) disk: Option<Arc<QcowDisk>>,
     pub(crate) serving: Option<Serving>,
@@ -234,7 +234,7 @@ impl<'a> Run<'a> {
         self.close()
     }
 
-    /// What is done before anything can go wrong.
+    /// Makes the requests that come before anything can go wrong, and closes the disk.
     fn before(&mut self) -> Result<(), String> {
         self.open()?;
         let lanes = self.start_lanes(&self.case.before, 1)?;
@@ -404,7 +404,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// How many turns have been taken.
+    /// Returns the number of turns taken so far.
     pub(crate) fn turns(&self) -> u64 {
         self.turns
     }
@@ -424,7 +424,7 @@ impl<'a> Run<'a> {
         self.cut(false)
     }
 
-    /// What must hold between two turns of workers.
+    /// Checks the rules that hold between two turns of workers.
     fn after_round(&mut self) -> Result<(), String> {
         self.look_at_guests()?;
         if let Some(problem) = self.record.borrow_mut().problem.take() {
@@ -466,7 +466,7 @@ impl<'a> Run<'a> {
             .map_err(|text| format!("a copy made during a pause: {text}"))
     }
 
-    /// What a cut may leak now.
+    /// Returns the demand on an image that a cut leaves now.
     fn demand(&self, record: &Record) -> Demand {
         let servers = self.case.ublk.is_some_and(|ublk| ublk.restarts());
         if servers || self.world.faults() != Faults::default() {

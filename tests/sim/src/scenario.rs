@@ -13,13 +13,13 @@ pub const ALL_UP_TO: u128 = 4096;
 /// A small world and what changes in it.
 #[derive(Clone, Debug)]
 pub struct Scenario {
-    /// What kind of change it is about.
+    /// The kind of change that it is about.
     pub name: &'static str,
     /// The image it begins with.
     pub shape: Shape,
-    /// What is done before the power can go.
+    /// The requests made before the power can go.
     pub before: Vec<Planned>,
-    /// What is done then, one thing after the other.
+    /// The requests made then, one after the other.
     pub plan: Vec<Planned>,
     /// The most states of one instant that are all looked at.
     pub all_up_to: u128,

@@ -22,7 +22,7 @@ use crate::served::{Frontend, served};
 use crate::server::{Mishap, Mishaps, Sleepers, revive};
 use crate::shape::chain;
 
-/// Where the cache mode is in the configuration space.
+/// The offset of the cache mode in the configuration space, in bytes.
 const WRITEBACK_AT: u64 = 32;
 
 /// A guest, its memory, and who serves it.
@@ -159,7 +159,7 @@ impl Run<'_> {
         sleepers.turn(turn, worker, &self.world, schedule, || wire.kicked.replace(false))
     }
 
-    /// Who waits for what, when nothing happens any more.
+    /// Describes the guests and workers, and what they wait for, when nothing happens any more.
     pub(crate) fn describe_guests(&self) -> String {
         let Some(serving) = &self.serving else {
             return self.describe_host();
@@ -176,13 +176,13 @@ impl Run<'_> {
         each.collect()
     }
 
-    /// How many take turns.
+    /// Returns the number of workers, guests and queues of the host that take turns.
     pub(crate) fn actors(&self) -> usize {
         let guests = self.serving.as_ref().map_or(0, |serving| serving.guests.len());
         self.workers.len() + guests + self.host_queues()
     }
 
-    /// What must hold of the guest's side between two turns.
+    /// Checks the rules that hold of the guest's side between two turns.
     pub(crate) fn look_at_guests(&mut self) -> Result<(), String> {
         let Some(serving) = &mut self.serving else {
             return self.look_at_host();

@@ -1,4 +1,4 @@
-//! What servers of every kind go through: their workers sleep, they are killed, and others follow.
+//! The life of a server, of whatever kind: its workers sleep, it is killed, and another one follows.
 //!
 //! A killed server's memory is gone, and with it what it had not written to the image's file; what it had asked the
 //! host to do is done, or given up before it began. The file as readers see it stays. The next server starts when the
@@ -10,7 +10,7 @@ use simulator::{Random, SimWorld};
 use crate::run::Run;
 use crate::shape::chain;
 
-/// Whether workers sleep.
+/// The sleep states of a server's workers.
 #[derive(Debug)]
 pub(crate) struct Sleepers {
     /// Workers that sleep.
@@ -81,7 +81,7 @@ impl Sleepers {
     }
 }
 
-/// What happens to a server.
+/// An event in the life of a server.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Mishap {
     /// It is killed.
@@ -90,7 +90,7 @@ pub(crate) enum Mishap {
     Stop,
 }
 
-/// When what happens to a server: spread over the run.
+/// The schedule of a server's mishaps: spread over the run.
 #[derive(Debug)]
 pub(crate) struct Mishaps {
     kills: u32,
@@ -118,7 +118,8 @@ impl Mishaps {
         }
     }
 
-    /// What happens now, when so many requests of all have been answered. It is quiet from then on.
+    /// Returns the mishap that happens now, when `answered` requests of `all` have been answered. No other one happens
+    /// until `quiet` is reset.
     pub(crate) fn due(&mut self, answered: u64, all: u64, schedule: &mut Random) -> Option<Mishap> {
         if self.quiet {
             return None;
@@ -215,7 +216,7 @@ fn is_killed() -> bool {
     false
 }
 
-/// What is played from here on is another process.
+/// Clears the kill of this thread: from here on it plays another process.
 pub(crate) fn revive() {
     #[cfg(feature = "canary")]
     block::canary::kill_after(None);

@@ -27,7 +27,7 @@ pub const BASE: &str = "base";
 /// The file below that.
 pub const GROUND: &str = "ground";
 
-/// What lies below the image.
+/// The files below the image.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Below {
     /// Nothing.
@@ -49,7 +49,7 @@ impl Below {
     }
 }
 
-/// What an image is like.
+/// The properties of an image.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Shape {
     /// The cluster size is two to this.
@@ -62,9 +62,9 @@ pub struct Shape {
     pub bytes: u64,
     /// So many bytes of its last sector are behind its end all the same.
     pub ragged: u64,
-    /// What lies below.
+    /// The files below it.
     pub below: Below,
-    /// How its clusters are compressed, all of them.
+    /// The compression of its clusters, all of them, if they are compressed.
     pub compressed: Option<CompressionType>,
     /// There is a snapshot, taken when `filled` of it was written.
     pub snapshot: bool,
@@ -72,9 +72,9 @@ pub struct Shape {
     pub lazy: bool,
     /// It was not closed cleanly, and its refcounts are wrong.
     pub dirty: bool,
-    /// How many of a thousand clusters hold data.
+    /// The share of clusters that hold data, in thousandths.
     pub filled: u32,
-    /// What I/O on its file must be aligned to, in bytes; 1 for buffered I/O.
+    /// The alignment that its file demands of I/O, in bytes; 1 for buffered I/O.
     pub alignment: u64,
     /// Its file is a block device with so many bytes behind the image; 0 for a file that grows.
     pub device: u64,
@@ -194,7 +194,7 @@ impl Shape {
         self.bytes - self.ragged
     }
 
-    /// How many bytes the file below has.
+    /// Returns the size of the file below, in bytes.
     #[must_use]
     pub(crate) fn below_bytes(&self) -> u64 {
         self.below.bytes()
@@ -206,7 +206,7 @@ impl Shape {
         1 << self.cluster_bits
     }
 
-    /// How the image is opened.
+    /// Returns the options that the image is opened with.
     #[must_use]
     pub fn options(&self) -> OpenOptions {
         OpenOptions {
@@ -220,7 +220,7 @@ impl Shape {
         }
     }
 
-    /// Whether a discard of whole clusters makes them read as zeros.
+    /// Returns true if a discard of whole clusters makes them read as zeros.
     #[must_use]
     pub fn discards(&self) -> bool {
         self.sparse && !(self.v2 && self.below != Below::Nothing)
@@ -285,7 +285,7 @@ impl Beginning {
 ///
 /// # Errors
 ///
-/// How the request ended.
+/// If the request fails.
 pub async fn write_words(queue: &dyn block::DiskQueue, first: u64, words: &[u64]) -> Result<(), IoError> {
     let buffer = AlignedBuf::from_slice(&bytes_of(words)).into();
     let (offset, len) = (first * SECTOR as u64, (words.len() * SECTOR) as u64);

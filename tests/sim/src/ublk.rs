@@ -1,9 +1,10 @@
 //! The server of a ublk device: production queues on a [model](virtio_devices::ublk::model) of the driver.
 //!
-//! A [killed server](crate::server)'s requests are the driver's again, which gives them to the next one or fails them.
-//! Others [hand over](crate::hand_over). Several queues may share a worker, its ring and the table of that.
+//! A [killed server](crate::server)'s requests are the driver's again, which gives them to the next server or fails
+//! them. Other servers [hand over](crate::hand_over). Several queues may share a worker, its ring and the ring's buffer
+//! table.
 //!
-//! What must stay true: nobody is given a request before the last op of every server before has ended.
+//! Invariant: no server is given a request before the last op of every earlier server has ended.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -38,7 +39,7 @@ pub(crate) fn context(world: &SimWorld, ublk: &Ublk, queues: usize) -> (Context,
     (cx, Some(Rc::new(tags)))
 }
 
-/// How many queues each worker has of a device with `queues` queues.
+/// Returns the number of queues of each worker, for a device with `queues` queues.
 pub(crate) fn shares(ublk: &Ublk, queues: usize) -> impl Iterator<Item = usize> {
     let each = usize::from(ublk.queues_per_worker);
     (0..queues)
@@ -84,16 +85,16 @@ impl Frontend for Mortal {
     }
 }
 
-/// What the server has of a queue.
+/// The server's side of a queue.
 #[derive(Debug)]
 pub(crate) struct Served {
     id: FrontendId,
     pub(crate) state: Arc<QueueState>,
-    /// How many errors it had answered when it was last given a duty.
+    /// The number of errors that it had answered when it was last given a duty.
     pub(crate) errors: Option<u64>,
 }
 
-/// What a worker is told to do between two rounds.
+/// A command that a worker carries out between two rounds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Command {
     /// Nothing: who has told it knows that a round has ended, and another one begins.
@@ -117,7 +118,7 @@ pub(crate) struct Host {
     dead: Rc<Cell<bool>>,
     sleepers: Sleepers,
     mishaps: Mishaps,
-    /// What a queue has complained about.
+    /// The complaint of a queue that is broken.
     broken: Arc<Mutex<Option<String>>>,
 }
 
@@ -266,12 +267,12 @@ impl Run<'_> {
         self.drive(|run| !pending(run))
     }
 
-    /// How many queues of the host's take turns.
+    /// Returns the number of the host's queues, which take turns.
     pub(crate) fn host_queues(&self) -> usize {
         self.host.as_ref().map_or(0, |host| host.queues.len())
     }
 
-    /// Who waits for what, when nothing happens any more.
+    /// Describes the host's queues, and what they wait for, when nothing happens any more.
     pub(crate) fn describe_host(&self) -> String {
         let Some(host) = &self.host else {
             return String::new();
@@ -287,7 +288,7 @@ impl Run<'_> {
         each.collect()
     }
 
-    /// What must hold of the host's side between two turns.
+    /// Checks the rules that hold of the host's side between two turns.
     pub(crate) fn look_at_host(&mut self) -> Result<(), String> {
         let Some(host) = &mut self.host else {
             return Ok(());

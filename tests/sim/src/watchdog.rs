@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-/// How long one run may take.
+/// The longest that one run may take.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The exit code of a process that was ended.
