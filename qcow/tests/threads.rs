@@ -19,15 +19,15 @@ mod on_disk;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use block::ring::RingKind;
 use block::sync::mpsc;
 use block::worker::{WorkerConfig, WorkerHandle};
-use block::{AlignedBuf, Buffer, Disk, DiskQueue, Op, Request};
+use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Op, Request};
 use common::{Folder, close, join, open};
 use on_disk::OnDisk;
-use qcow::OpenOptions;
+use qcow::{OpenOptions, QcowDisk, SnapshotSelector};
 use shuttle::rand::{Rng, thread_rng};
 
 const SECTOR: u64 = 512;
@@ -68,6 +68,8 @@ struct Case {
     /// The clusters that actors of every worker touch: the first of each of so many stretches this far apart.
     places: u64,
     distance: u64,
+    /// Each actor also creates snapshots, which it deletes a moment later.
+    snapshots: bool,
     options: OpenOptions,
 }
 
@@ -114,9 +116,28 @@ struct Actor {
     /// The index, in each place, of the sector that is its own.
     index: u64,
     queue: Rc<dyn DiskQueue>,
+    disk: Arc<QcowDisk>,
+    cx: Context,
 }
 
 impl Actor {
+    /// Takes a snapshot, after which what was answered before is in the file, and deletes it.
+    async fn snapshot(&self) {
+        let before = note(&self.history, |history| history.answered.clone());
+        let name = self.index.to_string();
+        let created = self.disk.create_snapshot(&self.cx, &name, UNIX_EPOCH).await;
+        created.expect("a snapshot");
+        let image = OnDisk::read(&self.path);
+        for (sector, &from) in before.iter().enumerate().filter(|(_, from)| **from > 0) {
+            self.assert_in_file(&image, sector, from);
+        }
+        let deleted = self
+            .disk
+            .delete_snapshot(&self.cx, &SnapshotSelector::Name(name))
+            .await;
+        deleted.expect("a deletion");
+    }
+
     async fn ask(&self, op: Op, sector: u64, buffer: Buffer) -> Buffer {
         let len = if op == Op::Flush { 0 } else { SECTOR };
         let (request, answer) = Request::local(op, sector * SECTOR, len, buffer);
@@ -189,7 +210,7 @@ impl Actor {
                 unmap: thread_rng().gen_range(0..4) > 0,
                 fua: false,
             };
-            match thread_rng().gen_range(0..10) {
+            match thread_rng().gen_range(0..if self.case.snapshots { 13 } else { 10 }) {
                 0..=3 => self.give(Op::Write { fua: false }, sector).await,
                 4 => {
                     self.give(Op::Write { fua: true }, sector).await;
@@ -202,7 +223,8 @@ impl Actor {
                     self.read(sector - self.index + others).await;
                 }
                 7..=8 => self.give(zeroes, sector).await,
-                _ => self.flush().await,
+                9 => self.flush().await,
+                _ => self.snapshot().await,
             }
         }
     }
@@ -238,7 +260,8 @@ fn run(case: &Arc<Case>, path: &Path, template: &[u8]) {
             let (disk, case, history) = (Arc::clone(&disk), Arc::clone(case), Arc::clone(&history));
             let (path, ended) = (Arc::clone(&shared_path), ended.clone());
             let ran = handle.run(move |on| {
-                let queue: Rc<dyn DiskQueue> = Rc::from(disk.open_queue(on.context()).expect("a queue"));
+                let opened = Arc::clone(&disk).open_queue(on.context());
+                let queue: Rc<dyn DiskQueue> = Rc::from(opened.expect("a queue"));
                 let actors: Vec<_> = (0..case.actors)
                     .map(|actor| Actor {
                         case: Arc::clone(&case),
@@ -246,10 +269,12 @@ fn run(case: &Arc<Case>, path: &Path, template: &[u8]) {
                         path: Arc::clone(&path),
                         index: (actor * case.workers + worker) as u64,
                         queue: Rc::clone(&queue),
+                        disk: Arc::clone(&disk),
+                        cx: on.context().clone(),
                     })
                     .map(Actor::run)
                     .collect();
-                drop(queue);
+                drop((queue, disk));
                 on.context().spawn(async move {
                     join(actors).await;
                     ended.send(()).expect("somebody waits");
@@ -318,6 +343,7 @@ fn case() -> Case {
         compressed: false,
         places: 2,
         distance: 2048,
+        snapshots: false,
         options: OpenOptions {
             lock: None,
             ..OpenOptions::default()
@@ -379,6 +405,22 @@ fn workers_writing_into_compressed_clusters_agree() {
                 inflate_threads: 2,
                 ..case().options
             },
+            ..case()
+        },
+    );
+}
+
+/// Fails if the task of a request gets through while an operation runs alone, if one that it holds off is not woken, and if
+/// what one operation leaves to the background runs into the next.
+#[test]
+fn workers_that_take_snapshots_while_others_write_agree() {
+    check(
+        1000,
+        Case {
+            cluster: 512,
+            actors: 2,
+            distance: 4096,
+            snapshots: true,
             ..case()
         },
     );

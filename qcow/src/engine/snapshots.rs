@@ -63,9 +63,7 @@ impl QcowDisk {
         let queue = self
             .queue(cx)
             .map_err(|error| SnapshotError::Queue(error.source))?;
-        let id = create(&queue, name, date).await?;
-        flush::in_background(&queue);
-        Ok(id)
+        create(&queue, name, date).await
     }
 
     /// Deletes an internal snapshot, durably. Requests of all queues wait meanwhile. Clusters that nothing uses any more
@@ -82,9 +80,7 @@ impl QcowDisk {
         let queue = self
             .queue(cx)
             .map_err(|error| SnapshotError::Queue(error.source))?;
-        delete(&queue, selector).await?;
-        flush::in_background(&queue);
-        Ok(())
+        delete(&queue, selector).await
     }
 }
 
@@ -457,6 +453,8 @@ impl Operation<'_> {
         self.switch
             .commit(|fields| fields.set_snapshots(count, place))
             .await?;
+        // Still alone, so that the next operation waits for it.
+        flush::in_background(self.queue);
         Ok(())
     }
 }
