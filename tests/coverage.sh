@@ -2,17 +2,12 @@
 # How many lines of the format engine (qcow/src) the suite reaches: per file, the lines it does not, the total.
 #
 # Lines of tests do not count: neither whole files of them nor the modules at the end of a file. Fails below
-# COVERAGE_MIN percent (default 90). Needs cargo-llvm-cov, and LLVM's tools as new as rustc's LLVM.
+# COVERAGE_MIN percent (default 90). Installs cargo-llvm-cov and the tools of rustc's own LLVM where they are missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-major=$(rustc -vV | sed -n 's/^LLVM version: \([0-9]*\).*/\1/p')
-for tool in llvm-cov llvm-profdata; do
-    path=$(command -v "$tool-$major" || true)
-    [ -n "$path" ] || { echo "rustc is built on LLVM $major: install the package llvm-$major" >&2; exit 1; }
-    name=${tool^^}
-    export "${name//-/_}=$path"
-done
+tools=$(rustc --print target-libdir)/../bin
+[ -x "$tools/llvm-cov" ] || rustup component add llvm-tools
 command -v cargo-llvm-cov >/dev/null || cargo install --locked cargo-llvm-cov
 
 target=$PWD/target/coverage
