@@ -2,7 +2,7 @@
 # Measures this tree beside a reference commit, in turns, and fails if a row is more than 3 % worse: bench-check.sh [COMMIT]
 #
 # Without COMMIT the reference is the one that docs/numbers.md names. Its programs are built once and kept. A row that the noise of
-# this machine leaves undecided is named and fails nothing; PAIRS=20 has each row measured up to so often before that.
+# this machine leaves undecided is named and fails nothing; PAIRS=30 has each row measured up to so often before that.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -20,4 +20,4 @@ if [ ! -d "$built" ]; then
     cp "${programs[@]/#/target/bench/reference/target/release/}" "$built.part"
     mv "$built.part" "$built"
 fi
-exec cargo run --release -p ringdisk-bench -- --before "$built" --strict --pairs 3 --until-decided "${PAIRS:-7}" --seconds 0.5
+exec cargo run --release -p ringdisk-bench -- --before "$built" --strict --pairs 9 --until-decided "${PAIRS:-15}" --seconds 0.5
