@@ -9,7 +9,7 @@ use clap::{Args, Subcommand};
 use qcow::SnapshotSelector;
 use qcow::image::{self as tools, ChangeSnapshotsError};
 
-use super::{on_image, open_to_read, text, write_json};
+use super::{InfoArguments, on_image, open_to_read, text, write_json};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::ublk::claim::refuse_claimed;
 
@@ -21,7 +21,7 @@ pub enum SnapshotCommand {
     /// A power cut leaves the image with the whole snapshot or without it.
     Create(CreateArguments),
     /// List the snapshots
-    List(ListArguments),
+    List(InfoArguments),
     /// Delete a snapshot
     ///
     /// A power cut leaves the image with the whole snapshot or without it, and at most leaked clusters.
@@ -35,19 +35,6 @@ pub struct CreateArguments {
     path: PathBuf,
     /// Name of the snapshot, up to 255 bytes; no other may have it
     name: String,
-}
-
-/// The command line of `image snapshot list`.
-#[derive(Args, Debug)]
-pub struct ListArguments {
-    /// Print JSON with the field names of `qemu-img info`
-    #[arg(long)]
-    json: bool,
-    /// Read the image even if another program is writing it; the output may be out of date
-    #[arg(short = 'U', long)]
-    force_share: bool,
-    /// Image file
-    path: PathBuf,
 }
 
 /// The command line of `image snapshot delete`.
@@ -103,7 +90,7 @@ fn selector(text: &str) -> SnapshotSelector {
     }
 }
 
-fn list(arguments: &ListArguments, out: &mut dyn Write) -> Result<(), CommandFailure> {
+fn list(arguments: &InfoArguments, out: &mut dyn Write) -> Result<(), CommandFailure> {
     let file = open_to_read(&arguments.path, arguments.force_share).map_err(CommandFailure::Failed)?;
     let info = on_image(&file, &Context::syscalls(), async |view| tools::info(&view).await)?
         .map_err(|error| CommandFailure::about(arguments.path.display(), error))?;
