@@ -71,16 +71,7 @@ impl Device {
     fn create(&self, folder: &Folder, ours: bool, cluster: u64, bytes: u64) {
         if !ours {
             let options = format!("cluster_size={cluster}");
-            folder.qemu_img(&[
-                "create",
-                "-q",
-                "-f",
-                "qcow2",
-                "-o",
-                &options,
-                self.name(),
-                &bytes.to_string(),
-            ]);
+            folder.qemu_create(self.name(), &options, &bytes.to_string());
             return;
         }
         let mut options = CreateOptions::new(bytes);

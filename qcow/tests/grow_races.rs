@@ -1,10 +1,9 @@
 //! Disks that grow while requests are under way: in the simulated world one operation is held while others end.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use block::{AlignedBuf, Buffer, Disk, Done, IoError, Op};
-use qcow::image::{CreateOptions, Verdict, check, create};
+use qcow::image::{CreateOptions, create};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, SimImage, SimWorld};
 
@@ -51,11 +50,7 @@ fn world(bytes: u64, backing: usize) -> SimWorld {
 
 impl Bench {
     fn open(world: SimWorld) -> Self {
-        let cx = world.context(64);
-        let disk = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new(DISK), &options()));
-        let disk = disk.expect("nothing waits for ever").expect("a disk");
-        let workers = Workers::new(&world, &disk);
-        world.set_profile(Profile::default());
+        let (disk, workers) = Workers::open(&world, DISK, &options());
         Self { world, disk, workers }
     }
 
@@ -99,17 +94,9 @@ impl Bench {
         self.disk.cached_host_offset(offset)
     }
 
-    /// Closes the disk. Returns its world, whose image has no flaw.
+    #[track_caller]
     fn close(self) -> SimWorld {
-        drop(self.workers);
-        let cx = self.world.context(64);
-        let closed = cx.block_on(Arc::clone(&self.disk).close(&cx));
-        closed.expect("nothing waits for ever").expect("a clean close");
-        self.world.set_profile(Profile::IMMEDIATE);
-        let view = self.world.file(DISK, false).view(&cx).expect("a view");
-        let report = cx.block_on(check(&view)).expect("it turns").expect("a check");
-        assert_eq!(report.verdict(), Verdict::Clean, "{:?}", report.findings);
-        self.world
+        self.workers.close(&self.disk, DISK)
     }
 }
 

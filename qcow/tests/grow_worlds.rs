@@ -12,9 +12,12 @@ use std::sync::Arc;
 
 use block::file::Alignment;
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Op, ask};
-use qcow::image::{CreateOptions, Verdict, check, create};
+use qcow::image::{CreateOptions, check, create};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, Random, SimImage, SimWorld};
+
+#[path = "common/closing.rs"]
+mod closing;
 
 const DISK: &str = "disk";
 const BASE: &str = "base";
@@ -309,21 +312,7 @@ fn run(seed: u64) {
         ..
     } = bench;
     drop(queue);
-    let closed = cx.block_on(Arc::clone(&disk).close(&cx));
-    closed.expect("nothing waits for ever").expect("a clean close");
-    world.settle();
-    judging.set_contents(DISK, world.contents(DISK));
-    let view = judging.file(DISK, true).view(&judge_cx).expect("a view");
-    let report = judge_cx
-        .block_on(check(&view))
-        .expect("it turns")
-        .expect("a check");
-    assert_eq!(
-        report.verdict(),
-        Verdict::Clean,
-        "seed {seed}: {:?}",
-        report.findings
-    );
+    closing::close(&world, &cx, &disk, DISK, &format!("seed {seed}"));
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
 use block::{AlignedBuf, Buffer, Disk, Done, IoError, Op};
-use qcow::image::{CreateOptions, Verdict, check, create};
+use qcow::image::{CreateOptions, check, create};
 use qcow::{OpenOptions, QcowDisk, SnapshotError};
 use simulator::{Profile, SimImage, SimWorld};
 
@@ -64,11 +64,7 @@ impl Bench {
 
     fn with_clusters(seed: u64, cluster: u64) -> Self {
         let world = world(seed, cluster);
-        let cx = world.context(64);
-        let disk = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new(DISK), &options()));
-        let disk = disk.expect("nothing waits for ever").expect("a disk");
-        let workers = Workers::new(&world, &disk);
-        world.set_profile(Profile::default());
+        let (disk, workers) = Workers::open(&world, DISK, &options());
         Self { world, disk, workers }
     }
 
@@ -94,17 +90,9 @@ impl Bench {
         })
     }
 
-    /// Closes the disk. Returns its image, which has no flaw.
+    #[track_caller]
     fn close(self) -> SimWorld {
-        drop(self.workers);
-        let cx = self.world.context(64);
-        let closed = cx.block_on(Arc::clone(&self.disk).close(&cx));
-        closed.expect("nothing waits for ever").expect("a clean close");
-        self.world.set_profile(Profile::IMMEDIATE);
-        let view = self.world.file(DISK, false).view(&cx).expect("a view");
-        let report = cx.block_on(check(&view)).expect("it turns").expect("a check");
-        assert_eq!(report.verdict(), Verdict::Clean, "{:?}", report.findings);
-        self.world
+        self.workers.close(&self.disk, DISK)
     }
 }
 
@@ -426,15 +414,11 @@ fn create_fails_without_space_and_does_not_wait_for_it() {
     let mut failures = 0;
     for space in 0.. {
         let world = world(1, 512);
-        let cx = world.context(64);
         let waiting = OpenOptions {
             wait_for_space: true,
             ..options()
         };
-        let disk = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new(DISK), &waiting));
-        let disk = disk.expect("nothing waits for ever").expect("a disk");
-        let workers = Workers::new(&world, &disk);
-        world.set_profile(Profile::default());
+        let (disk, workers) = Workers::open(&world, DISK, &waiting);
         let bench = Bench { world, disk, workers };
         for at in 0..8 {
             is_ok(&bench.write(1, at * 512, 0x11));

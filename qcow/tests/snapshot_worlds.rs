@@ -12,10 +12,12 @@ use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Op, ask};
-use qcow::image::{CreateOptions, Verdict, check, create};
+use qcow::image::{CreateOptions, check, create};
 use qcow::{OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
 use simulator::{Profile, Random, SimImage, SimWorld};
 
+#[path = "common/closing.rs"]
+mod closing;
 #[path = "common/snapshot_content.rs"]
 mod snapshot_content;
 
@@ -261,23 +263,8 @@ fn run(seed: u64) {
         ..
     } = bench;
     drop(queue);
-    let closed = cx.block_on(Arc::clone(&disk).close(&cx));
-    closed.expect("nothing waits for ever").expect("a clean close");
-    world.settle();
+    closing::close(&world, &cx, &disk, DISK, &format!("seed {seed}"));
     let image = world.contents(DISK).to_bytes();
-    judge.world.set_contents(DISK, world.contents(DISK));
-    let view = judge.world.file(DISK, true).view(&judge.cx).expect("a view");
-    let report = judge
-        .cx
-        .block_on(check(&view))
-        .expect("it turns")
-        .expect("a check");
-    assert_eq!(
-        report.verdict(),
-        Verdict::Clean,
-        "seed {seed}: {:?}",
-        report.findings
-    );
     assert!(
         content(&judge.world, &judge.cx, &image) == *known.borrow(),
         "seed {seed}"

@@ -99,7 +99,7 @@ impl Shape {
             .expect("a base");
             format += ",backing_file=base.raw,backing_fmt=raw";
         }
-        folder.qemu_img(&["create", "-q", "-f", "qcow2", "-o", &format, IMAGE, &size]);
+        folder.qemu_create(IMAGE, &format, &size);
         let mut commands = vec![
             format!("write -P 17 0 {}", cluster * 3),
             format!("write -c -P 34 {} {cluster}", cluster * 5),
@@ -244,7 +244,7 @@ fn create_fails_before_anything_changes_where_a_count_would_overflow() {
     for (bits, most) in [(1, 0), (2, 2), (4, 14)] {
         let folder = Folder::new();
         let format = format!("refcount_bits={bits},cluster_size=4096");
-        folder.qemu_img(&["create", "-q", "-f", "qcow2", "-o", &format, IMAGE, "1M"]);
+        folder.qemu_create(IMAGE, &format, "1M");
         folder.qemu_io("qcow2", IMAGE, &["write -P 17 0 256k"]);
         let disk = open(&folder.path(IMAGE), &options());
         for at in 0..most {
@@ -269,7 +269,7 @@ fn create_fails_before_anything_changes_where_a_count_would_overflow() {
 #[test]
 fn bad_names_and_selectors_are_errors_that_name_them() {
     let folder = Folder::new();
-    folder.qemu_img(&["create", "-q", "-f", "qcow2", IMAGE, "1M"]);
+    folder.qemu_create(IMAGE, "", "1M");
     for snapshot in ["twice", "twice", "2"] {
         folder.qemu_img(&["snapshot", "-c", snapshot, IMAGE]);
     }
@@ -317,7 +317,7 @@ fn bad_names_and_selectors_are_errors_that_name_them() {
 #[test]
 fn a_disk_of_version_2_does_not_grow_while_it_has_snapshots() {
     let folder = Folder::new();
-    folder.qemu_img(&["create", "-q", "-f", "qcow2", "-o", "compat=0.10", IMAGE, "1M"]);
+    folder.qemu_create(IMAGE, "compat=0.10", "1M");
     let disk = open(&folder.path(IMAGE), &options());
     let cx = Context::syscalls();
     let grow = |size| cx.block_on(disk.grow(&cx, size)).expect("the ring turns");
@@ -334,7 +334,7 @@ fn a_disk_of_version_2_does_not_grow_while_it_has_snapshots() {
 #[test]
 fn create_and_delete_leave_bitmaps_alone() {
     let folder = Folder::new();
-    folder.qemu_img(&["create", "-q", "-f", "qcow2", IMAGE, "1M"]);
+    folder.qemu_create(IMAGE, "", "1M");
     folder.qemu_img(&["bitmap", "--add", IMAGE, "b"]);
     folder.qemu_io("qcow2", IMAGE, &["write -P 17 64k 64k"]);
     let before = folder.qemu_img(&["info", "--output=json", IMAGE]);
@@ -367,16 +367,7 @@ fn sector(writer: u64, version: u64) -> u64 {
 #[test]
 fn a_snapshot_under_load_has_what_every_queue_had_written_at_one_instant() {
     let folder = Folder::new();
-    folder.qemu_img(&[
-        "create",
-        "-q",
-        "-f",
-        "qcow2",
-        "-o",
-        "cluster_size=2048",
-        IMAGE,
-        "1M",
-    ]);
+    folder.qemu_create(IMAGE, "cluster_size=2048", "1M");
     let disk = open(&folder.path(IMAGE), &options());
     let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
     let snapshots = 12;
@@ -452,7 +443,7 @@ fn a_snapshot_under_load_has_what_every_queue_had_written_at_one_instant() {
 #[test]
 fn the_entry_of_a_snapshot_is_as_qemu_writes_it() {
     let folder = Folder::new();
-    folder.qemu_img(&["create", "-q", "-f", "qcow2", IMAGE, "1M"]);
+    folder.qemu_create(IMAGE, "", "1M");
     let disk = open(&folder.path(IMAGE), &options());
     create(&disk, "one").expect("a snapshot");
     close(disk);

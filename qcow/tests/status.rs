@@ -188,16 +188,7 @@ fn status_is_bounded_for_a_scattered_mapping() {
 #[test]
 fn status_examines_a_bounded_part_of_a_uniform_mapping() {
     let folder = Folder::new();
-    folder.qemu_img(&[
-        "create",
-        "-q",
-        "-f",
-        "qcow2",
-        "-o",
-        "cluster_size=512",
-        "a.qcow2",
-        "256m",
-    ]);
+    folder.qemu_create("a.qcow2", "cluster_size=512", "256m");
     let options = OpenOptions {
         read_only: true,
         ..OpenOptions::default()

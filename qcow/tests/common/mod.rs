@@ -41,6 +41,16 @@ impl Folder {
         self.run("qemu-img", args)
     }
 
+    /// Makes an image with `qemu-img create -o options`; of empty ones without `-o`.
+    pub fn qemu_create(&self, name: &str, options: &str, size: &str) {
+        let mut args = vec!["create", "-q", "-f", "qcow2"];
+        if !options.is_empty() {
+            args.extend(["-o", options]);
+        }
+        args.extend([name, size]);
+        self.qemu_img(&args);
+    }
+
     /// `qemu-img check` finds no error and, unless `leaks` are allowed, no leak.
     #[track_caller]
     pub fn assert_flawless(&self, name: &str, leaks: bool) {

@@ -1,12 +1,16 @@
 //! Two workers of a disk in the simulated world, turned by hand while others' operations are held.
 
 use std::cell::RefCell;
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use block::{Buffer, Context, Disk, DiskQueue, Done, Op, Request};
-use qcow::QcowDisk;
-use simulator::SimWorld;
+use qcow::{OpenOptions, QcowDisk};
+use simulator::{Profile, SimWorld};
+
+#[path = "closing.rs"]
+mod closing;
 
 /// The place of a task's output, once it has ended.
 pub(crate) type Slot<T> = Rc<RefCell<Option<T>>>;
@@ -18,6 +22,25 @@ pub(crate) struct Workers {
 }
 
 impl Workers {
+    /// Opens the image `name` of a world whose I/O takes time from then on.
+    pub(crate) fn open(world: &SimWorld, name: &str, options: &OpenOptions) -> (Arc<QcowDisk>, Self) {
+        let cx = world.context(64);
+        let disk = cx.block_on(QcowDisk::open_on(&cx, world, Path::new(name), options));
+        let disk = disk.expect("nothing waits for ever").expect("a disk");
+        let workers = Self::new(world, &disk);
+        world.set_profile(Profile::default());
+        (disk, workers)
+    }
+
+    /// Ends the workers and closes their disk, the image `name`. Returns its world, whose image has no flaw.
+    #[track_caller]
+    pub(crate) fn close(self, disk: &Arc<QcowDisk>, name: &str) -> SimWorld {
+        let Self { world, each } = self;
+        drop(each);
+        closing::close(&world, &world.context(64), disk, name, "closed");
+        world
+    }
+
     pub(crate) fn new(world: &SimWorld, disk: &Arc<QcowDisk>) -> Self {
         let each = (0..2).map(|_| {
             let cx = world.context(64);
