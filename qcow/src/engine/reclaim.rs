@@ -130,12 +130,41 @@ pub(super) async fn reclaim(queue: &Rc<Queue>) -> Result<(), IoError> {
         };
         let Some((_, drops)) = batch else { return Ok(()) };
         pass.is_idle = false;
-        free(queue, drops).await?;
+        for part in parts(drops) {
+            free(queue, part).await?;
+        }
     }
 }
 
 /// The largest number of clusters whose counts are lowered under one hold of the lock.
 const CLUSTERS_PER_LOCK: usize = 256;
+
+/// The most clusters that are freed at once: memory is needed for each.
+const CLUSTERS_AT_ONCE: u64 = 1 << 16;
+
+/// Cuts drops into parts of at most [`CLUSTERS_AT_ONCE`] clusters.
+fn parts(drops: Vec<Dropped>) -> impl Iterator<Item = Vec<Dropped>> {
+    let mut drops = drops.into_iter();
+    let mut next = drops.next();
+    std::iter::from_fn(move || {
+        let (mut part, mut room) = (Vec::new(), CLUSTERS_AT_ONCE);
+        while room > 0
+            && let Some(Dropped { first, count }) = next
+        {
+            let taken = count.min(room);
+            part.push(Dropped { first, count: taken });
+            room -= taken;
+            next = match count - taken {
+                0 => drops.next(),
+                rest => Some(Dropped {
+                    first: first + taken,
+                    count: rest,
+                }),
+            };
+        }
+        (!part.is_empty()).then_some(part)
+    })
+}
 
 async fn free(queue: &Rc<Queue>, drops: Vec<Dropped>) -> Result<(), IoError> {
     let mut references: FxHashMap<HostCluster, u64> = FxHashMap::default();
@@ -234,9 +263,37 @@ mod tests {
     use block::ring::RingKind;
     use block::{AlignedBuf, Buffer, Context, Disk, Op, Request};
 
-    use crate::format::HostOffset;
+    use super::{CLUSTERS_AT_ONCE, parts};
+    use crate::format::{HostCluster, HostOffset};
     use crate::image::testing::World;
+    use crate::metadata::Dropped;
     use crate::{OpenOptions, QcowDisk};
+
+    #[test]
+    fn parts_have_every_dropped_cluster_and_are_bounded() {
+        let counts = [1, CLUSTERS_AT_ONCE - 1, 2 * CLUSTERS_AT_ONCE + 5, 7, 1];
+        let at = |index: usize| HostCluster::new(index as u64 * 10 * CLUSTERS_AT_ONCE);
+        let drops = counts.iter().enumerate();
+        let drops: Vec<Dropped> = drops
+            .map(|(index, &count)| Dropped {
+                first: at(index),
+                count,
+            })
+            .collect();
+        let clusters = |drops: &[Dropped]| -> Vec<HostCluster> {
+            let each = drops.iter();
+            each.flat_map(|drop| drop.first.until(drop.first + drop.count))
+                .collect()
+        };
+        let cut: Vec<Vec<Dropped>> = parts(drops.clone()).collect();
+        assert_eq!(cut.len(), 4);
+        assert!(
+            cut.iter()
+                .all(|part| clusters(part).len() as u64 <= CLUSTERS_AT_ONCE)
+        );
+        assert!(clusters(&cut.concat()) == clusters(&drops));
+        assert_eq!(parts(Vec::new()).count(), 0);
+    }
 
     /// Frees clusters while another thread allocates, and then allocates as many as were freed.
     fn free_while_another_worker_allocates(world: &World) {

@@ -6,6 +6,9 @@
 //! A deletion gives up one reference for each reference of the snapshot, and copies those tables of the disk that become,
 //! or whose data become, the disk's alone.
 //!
+//! All references are followed before anything is written, in bounded memory and time; a count that is full or wrong shows
+//! then. Tables are read a second time to be copied.
+//!
 //! Persistent bitmaps stay as they are: the guest's data does not change.
 
 mod error;
@@ -13,12 +16,12 @@ mod error;
 use std::rc::Rc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use block::{Context, IoError};
+use block::{AlignedBuf, Context, IoError};
 
-use error::{SNAPSHOT_NAME_MAX, text};
+use error::{L2_TABLES_BYTES_MAX, SNAPSHOT_NAME_MAX, text};
 pub use error::{SnapshotError, SnapshotSelector};
 
-use super::switch::Switch;
+use super::switch::{Switch, Unfollowed};
 use super::{QcowDisk, Queue, corrupt, exclusive, flush};
 use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
 use crate::format::references::Entry;
@@ -168,8 +171,9 @@ async fn delete(queue: &Rc<Queue>, selector: &SnapshotSelector) -> Result<(), Sn
         switch: Switch::new(queue, &section)?,
         geometry: queue.shared.geometry,
     };
-    operation.release(&snapshot).await?;
-    operation.take_back().await?;
+    let tables = operation.tables()?;
+    operation.release(&snapshot, &entries, tables.len()).await?;
+    operation.take_back(tables).await?;
     operation.commit(&header, &entries, old_table_bytes).await
 }
 
@@ -195,6 +199,30 @@ impl Operation<'_> {
             }
         }
         Ok(tables)
+    }
+
+    /// Fails if so many L2 tables are more than an operation reads.
+    fn bound(&self, tables: usize) -> Result<(), SnapshotError> {
+        let bytes = tables as u64 * self.geometry.cluster_size();
+        if bytes > L2_TABLES_BYTES_MAX {
+            return Err(SnapshotError::TooManyTables { bytes });
+        }
+        Ok(())
+    }
+
+    /// Returns the error of a reference that was not followed to its count.
+    fn unfollowed(&self, reason: Unfollowed) -> SnapshotError {
+        match reason {
+            Unfollowed::Failed(error) => SnapshotError::Io(error),
+            Unfollowed::TooMany(cluster) => SnapshotError::TooManyCounts {
+                offset: self.geometry.host_offset(cluster).bytes(),
+            },
+        }
+    }
+
+    fn undercounted(&self, cluster: HostCluster) -> SnapshotError {
+        let offset = self.geometry.host_offset(cluster).bytes();
+        SnapshotError::Undercounted { offset }
     }
 
     /// Marks the image corrupt and returns the error.
@@ -245,6 +273,10 @@ impl Operation<'_> {
                 let offset = offset(cluster).bytes();
                 Err(SnapshotError::Uncounted { offset })
             }
+            Counted::Undercounted(cluster) => Err(self.undercounted(cluster)),
+            Counted::Scattered(cluster) => Err(SnapshotError::TooScattered {
+                offset: offset(cluster).bytes(),
+            }),
             Counted::Structure(cluster, structure) => {
                 let reason = "an entry of the snapshot leads to it, as if it were something else";
                 Err(self.damaged(structure, offset(cluster), &reason))
@@ -257,8 +289,9 @@ impl Operation<'_> {
         while here < end {
             let counted = self
                 .switch
-                .step(|next, _| next.refcounts.raise(here, end))
-                .await?;
+                .follow(|next, _| next.refcounts.raise(here, end))
+                .await;
+            let counted = counted.map_err(|reason| self.unfollowed(reason))?;
             here = self.went(counted)?;
         }
         Ok(())
@@ -271,13 +304,20 @@ impl Operation<'_> {
     ) -> Result<(), SnapshotError> {
         let mut here = first;
         while here < end {
-            let lower = self
-                .switch
-                .step(|next, left| next.refcounts.release_references(here, end, &known, left));
-            let counted = lower.await?;
+            let lower = self.switch.follow(|next, released| {
+                let refcounts = &mut next.refcounts;
+                refcounts.release_references(here, end, &known, released)
+            });
+            let counted = lower.await.map_err(|reason| self.unfollowed(reason))?;
             here = self.went(counted)?;
         }
         Ok(())
+    }
+
+    /// Returns the contents of L2 tables.
+    async fn read(&self, tables: &[(usize, L2TableRef)]) -> Result<Vec<AlignedBuf>, SnapshotError> {
+        let places: Vec<HostOffset> = tables.iter().map(|(_, table)| table.host).collect();
+        Ok(self.switch.read_clusters(&places).await?)
     }
 
     fn cluster_at(&self, offset: HostOffset) -> (HostCluster, HostCluster) {
@@ -288,20 +328,23 @@ impl Operation<'_> {
     /// Gives the disk's tables to a snapshot, and the disk copies that share all data with them. Returns the snapshot's L1
     /// table.
     async fn share_all(&mut self) -> Result<HostOffset, SnapshotError> {
-        let tables = self.tables()?;
-        let mut l1 = self.switch.next.l1().to_vec();
+        let mut tables = self.tables()?;
+        self.bound(tables.len())?;
         for some in tables.chunks(self.switch.tables_at_once()) {
-            let places: Vec<HostOffset> = some.iter().map(|(_, table)| table.host).collect();
-            let contents = self.switch.read_clusters(&places).await?;
-            let mut copies = Vec::new();
-            for (&(index, table), bytes) in some.iter().zip(contents) {
+            for (&(_, table), bytes) in some.iter().zip(self.read(some).await?) {
                 for range in self.data_of(table.host, &bytes)? {
                     self.raise(range).await?;
                 }
                 if !table.copied {
                     self.raise(self.cluster_at(table.host)).await?;
-                    continue;
                 }
+            }
+        }
+        tables.retain(|(_, table)| table.copied);
+        let mut l1 = self.switch.next.l1().to_vec();
+        for some in tables.chunks(self.switch.tables_at_once()) {
+            let mut copies = Vec::new();
+            for (&(index, table), bytes) in some.iter().zip(self.read(some).await?) {
                 let mut bytes = bytes.to_vec();
                 L2TableMut::new(&mut bytes, &self.geometry).update(|entry| match entry.is_compressed() {
                     true => entry,
@@ -331,8 +374,13 @@ impl Operation<'_> {
         Ok(old.offset)
     }
 
-    /// Gives up all references of a snapshot.
-    async fn release(&mut self, snapshot: &SnapshotEntry) -> Result<(), SnapshotError> {
+    /// Gives up all references of a snapshot. `others` stay, and so do the disk's `own` L2 tables, which are read later.
+    async fn release(
+        &mut self,
+        snapshot: &SnapshotEntry,
+        others: &[SnapshotEntry],
+        own: usize,
+    ) -> Result<(), SnapshotError> {
         let (at, entries) = (snapshot.l1_offset, u64::from(snapshot.l1_entries));
         if entries == 0 {
             return Ok(());
@@ -346,16 +394,31 @@ impl Operation<'_> {
             offset: at,
             entries,
         };
-        let mut l1 = Vec::new();
-        for_each_reference(&self.queue.file, table, |at, entry: L1Entry| l1.push((at, entry))).await?;
-        let mut places = Vec::with_capacity(l1.len());
-        for (at, entry) in l1 {
-            match entry.decode(&self.geometry) {
-                Ok(table) => places.extend(table.map(|table| table.host)),
-                Err(error) => {
-                    return Err(self.damaged(ClusterUse::SnapshotL1Table, HostOffset::new(at), &error));
-                }
+        let geometry = self.geometry;
+        let (mut places, mut fault) = (Vec::new(), None);
+        let each = |at, entry: L1Entry| match entry.decode(&geometry) {
+            Ok(table) => places.extend(table.map(|table| table.host)),
+            Err(error) => {
+                fault.get_or_insert((at, error));
             }
+        };
+        for_each_reference(&self.queue.file, table, each).await?;
+        if let Some((at, error)) = fault {
+            return Err(self.damaged(ClusterUse::SnapshotL1Table, HostOffset::new(at), &error));
+        }
+        self.bound(places.len() + own)?;
+        // In any order: each is counted for itself. Two entries that lead to one table would multiply what it leads to.
+        places.sort_unstable();
+        let twice = places.windows(2).find_map(|pair| match *pair {
+            [one, other] if one == other => Some(one),
+            _ => None,
+        });
+        if let Some(twice) = twice {
+            return Err(SnapshotError::Damaged {
+                what: ClusterUse::SnapshotL1Table,
+                offset: at.bytes(),
+                reason: format!("two of its entries lead to the L2 table at {twice}; expected one at most"),
+            });
         }
         for some in places.chunks(self.switch.tables_at_once()) {
             let contents = self.switch.read_clusters(some).await?;
@@ -370,38 +433,65 @@ impl Operation<'_> {
         let first = self.geometry.host_cluster(at);
         let end = first + self.geometry.clusters_for(entries * L1_ENTRY_SIZE);
         self.lower((first, end), |found| found == ClusterUse::SnapshotL1Table)
-            .await
+            .await?;
+        let ranges = others.iter().map(|other| {
+            let from = geometry.host_cluster(other.l1_offset);
+            let clusters = geometry.clusters_for(u64::from(other.l1_entries) * L1_ENTRY_SIZE);
+            (from, (from + clusters).min(end))
+        });
+        let mut ranges: Vec<_> = ranges.filter(|&(_, end)| end > first).collect();
+        ranges.sort_unstable();
+        let mut here = first;
+        for (from, end) in ranges {
+            self.check_kept(from.max(here).until(end))?;
+            here = here.max(end);
+        }
+        Ok(())
+    }
+
+    /// Fails if a cluster that something else uses is released all the same.
+    fn check_kept(&self, mut clusters: impl Iterator<Item = HostCluster>) -> Result<(), SnapshotError> {
+        match clusters.find(|&cluster| self.switch.released.contains(cluster)) {
+            Some(cluster) => Err(self.undercounted(cluster)),
+            None => Ok(()),
+        }
     }
 
     /// Sets COPIED wherever the disk has become the only user, in copies of its tables.
-    async fn take_back(&mut self) -> Result<(), SnapshotError> {
-        let tables = self.tables()?;
-        let mut l1 = self.switch.next.l1().to_vec();
-        let mut is_changed = false;
+    async fn take_back(&mut self, tables: Vec<(usize, L2TableRef)>) -> Result<(), SnapshotError> {
+        let mut changed = Vec::new();
         for some in tables.chunks(self.switch.tables_at_once()) {
-            let places: Vec<HostOffset> = some.iter().map(|(_, table)| table.host).collect();
-            let contents = self.switch.read_clusters(&places).await?;
+            for (&(index, table), bytes) in some.iter().zip(self.read(some).await?) {
+                let (old, end) = self.cluster_at(table.host);
+                self.check_kept(old.until(end))?;
+                for entry in L2Table::new(&bytes, &self.geometry).iter() {
+                    if let Some(data) = entry.referred(&self.geometry).reference {
+                        self.check_kept(data.clusters(&self.geometry))?;
+                    }
+                }
+                if self.count(old).await? == 1
+                    && (!table.copied || self.claim_data(&mut bytes.to_vec()).await?)
+                {
+                    changed.push((index, table));
+                }
+            }
+        }
+        let mut l1 = self.switch.next.l1().to_vec();
+        for some in changed.chunks(self.switch.tables_at_once()) {
             let mut copies = Vec::new();
-            for (&(index, table), bytes) in some.iter().zip(contents) {
-                let (old, _) = self.cluster_at(table.host);
-                if self.count(old).await? != 1 {
-                    continue;
-                }
+            for (&(index, table), bytes) in some.iter().zip(self.read(some).await?) {
                 let mut bytes = bytes.to_vec();
-                if !self.claim_data(&mut bytes).await? && table.copied {
-                    continue;
-                }
-                is_changed = true;
+                self.claim_data(&mut bytes).await?;
                 let host = self.switch.new_l2_table().await?;
                 copies.push((host, bytes));
-                self.switch.leave(old, 1);
+                self.switch.leave(self.geometry.host_cluster(table.host), 1);
                 if let Some(place) = l1.get_mut(index) {
                     *place = L1Entry::encode(L2TableRef { host, copied: true });
                 }
             }
             self.switch.write(copies).await?;
         }
-        if is_changed {
+        if !changed.is_empty() {
             let old = self.switch.replace_l1(&l1).await?;
             self.switch
                 .leave(self.geometry.host_cluster(old.offset), old.clusters);
@@ -410,7 +500,11 @@ impl Operation<'_> {
     }
 
     async fn count(&mut self, cluster: HostCluster) -> Result<u64, SnapshotError> {
-        Ok(self.switch.step(|next, _| next.refcounts.get(cluster)).await?)
+        if let Some(count) = self.switch.next.refcounts.peek(cluster) {
+            return Ok(count);
+        }
+        let count = self.switch.follow(|next, _| next.refcounts.get(cluster)).await;
+        count.map_err(|reason| self.unfollowed(reason))
     }
 
     /// Sets COPIED in the entries of an L2 table whose cluster counts one. Returns true if any entry has changed.

@@ -5,19 +5,22 @@
 //! leaves one of the two states, whole. The tables that only the old one needs are dropped afterwards, as clusters of the
 //! guest are; a cut before they are freed leaves leaks.
 //!
-//! Invariant: nothing of the state in use is written before the switch.
+//! Invariants:
+//! - nothing of the state in use is written before the switch;
+//! - the counts that an operation follows references to are bounded ([`COUNTS_BYTES_MAX`]), whatever an image claims.
 
 use std::rc::Rc;
 
 use block::buffer::Piece;
 use block::{AlignedBuf, Buffer, IoError, join_all};
+use rustc_hash::FxHashSet;
 use smallvec::smallvec;
 
 use super::exclusive::Exclusive;
 use super::{Queue, Shared, header};
 use crate::format::{ClusterUse, HeaderFields, HostCluster, HostOffset, L1Entry};
 use crate::metadata::refcounts::{Stuck, TablePlace};
-use crate::metadata::{Dropped, Metadata};
+use crate::metadata::{COUNTS_BYTES_MAX, Dropped, Metadata, Released};
 
 /// The largest number of bytes of tables that are read or written at once.
 const BATCH_BYTES: u64 = 2 << 20;
@@ -28,7 +31,19 @@ pub(super) struct Switch<'a> {
     pub(super) next: Metadata,
     /// Clusters that the old state alone uses.
     left: Vec<Dropped>,
+    /// Clusters that lose their last reference.
+    pub(super) released: Released,
+    /// The refcount blocks that references were followed to, by table index.
+    followed: FxHashSet<usize>,
     replaces_l1: bool,
+}
+
+/// The reason that a reference was not followed to its count.
+pub(super) enum Unfollowed {
+    /// The host failed a read, or the image is corrupt.
+    Failed(IoError),
+    /// This cluster's count lies in one refcount block more than an operation may follow references to.
+    TooMany(HostCluster),
 }
 
 impl<'a> Switch<'a> {
@@ -39,6 +54,8 @@ impl<'a> Switch<'a> {
             queue,
             next,
             left: Vec::new(),
+            released: Released::default(),
+            followed: FxHashSet::default(),
             replaces_l1: false,
         })
     }
@@ -57,9 +74,38 @@ impl<'a> Switch<'a> {
             match step(&mut self.next, &mut self.left) {
                 Ok(value) => return Ok(value),
                 Err(Stuck::Load(slice)) => self.load(slice).await?,
-                Err(Stuck::InUse(cluster)) => return Err(super::corrupt::in_use(self.queue, cluster)),
-                Err(Stuck::Failed(error)) => return Err(error),
+                Err(stuck) => return Err(self.failure(stuck)),
             }
+        }
+    }
+
+    /// Repeats a step that follows references to their counts, until it has the slices of these.
+    pub(super) async fn follow<T>(
+        &mut self,
+        mut step: impl FnMut(&mut Metadata, &mut Released) -> Result<T, Stuck>,
+    ) -> Result<T, Unfollowed> {
+        loop {
+            let slice = match step(&mut self.next, &mut self.released) {
+                Ok(value) => return Ok(value),
+                Err(Stuck::Load(slice)) => slice,
+                Err(stuck) => return Err(Unfollowed::Failed(self.failure(stuck))),
+            };
+            let refcounts = &self.next.refcounts;
+            self.followed.insert(refcounts.block_of(slice));
+            // A changed block is rewritten whole.
+            if self.followed.len() as u64 * self.next.geometry().cluster_size() > COUNTS_BYTES_MAX {
+                return Err(Unfollowed::TooMany(refcounts.slice_start(slice)));
+            }
+            self.load(slice).await.map_err(Unfollowed::Failed)?;
+        }
+    }
+
+    /// Returns the error of a step that cannot be repeated.
+    fn failure(&self, stuck: Stuck) -> IoError {
+        match stuck {
+            Stuck::InUse(cluster) => super::corrupt::in_use(self.queue, cluster),
+            Stuck::Failed(error) => error,
+            Stuck::Load(_) => IoError::Corrupt,
         }
     }
 
@@ -176,6 +222,7 @@ impl<'a> Switch<'a> {
         })
         .await?;
         file.sync().await?;
+        self.left.append(&mut self.released.into_drops());
         deciding.switched(self.left)
     }
 }
@@ -194,7 +241,7 @@ impl Deciding<'_> {
         let Some(mut next) = self.next.take() else {
             return Ok(());
         };
-        left.append(&mut next.refcounts.switched());
+        left.append(&mut next.refcounts.switched(&metadata.refcounts));
         next.drops = left;
         let old = std::mem::replace(&mut *metadata, next);
         drop(metadata);

@@ -20,6 +20,7 @@ pub(crate) mod mapping;
 mod next;
 pub(crate) mod plan;
 pub(crate) mod refcounts;
+mod released;
 pub(crate) mod slices;
 mod tables;
 pub(crate) mod write_back;
@@ -33,8 +34,9 @@ use crate::format::{EntryError, Geometry, GuestCluster, GuestOffset, HostCluster
 use cluster_use::InUse;
 use in_flight::InFlight;
 pub(crate) use mapping::{Extent, Lookup};
-pub(crate) use next::Counted;
+pub(crate) use next::{COUNTS_BYTES_MAX, Counted};
 use refcounts::{Refcounts, Stuck, TablePlace};
+pub(crate) use released::Released;
 use slices::SliceCache;
 
 /// The reason that a change cannot be planned under the lock.

@@ -6,10 +6,16 @@
 //! operation fails, the next state is dropped, and the one in use goes on.
 
 use super::refcounts::{Refcounts, Stuck, TablePlace};
+use super::released::Released;
+use super::slices::SliceCache;
 use super::{Dropped, Metadata};
 use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::{ClusterUse, HostCluster, HostOffset, L1Entry, RefcountTableEntry};
 use crate::invariant::invariant;
+
+/// The most bytes of refcount blocks whose counts an operation may follow references to; it keeps them in memory. They
+/// count 16 TiB of 64 KiB clusters with 16 bits each.
+pub(crate) const COUNTS_BYTES_MAX: u64 = 512 << 20;
 
 /// The result of a change of the counts of neighbouring clusters.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -20,6 +26,10 @@ pub(crate) enum Counted {
     Full(HostCluster),
     /// This cluster is in use and counts zero.
     Uncounted(HostCluster),
+    /// This cluster has more references than it counts.
+    Undercounted(HostCluster),
+    /// Up to this cluster so many were released, in so many places, that no more can be.
+    Scattered(HostCluster),
     /// This cluster lost a reference and is part of a structure that must not be freed.
     Structure(HostCluster, ClusterUse),
 }
@@ -96,7 +106,8 @@ impl Refcounts {
             moved_from: Vec::new(),
             dirty_parts: Default::default(),
             fresh: Default::default(),
-            slices: self.slices.emptied(),
+            // What an operation follows stays in memory: looked up in any order, it would be read again and again.
+            slices: SliceCache::new(self.slices.slice_bytes(), COUNTS_BYTES_MAX),
             uses: self.uses.clone(),
             slice_bits: self.slice_bits,
             cursor: self.cursor,
@@ -162,8 +173,8 @@ impl Refcounts {
     }
 
     /// Counts one reference less to each cluster from `first` up to `end`, as far as their counts are in one slice. A
-    /// cluster that loses its last one keeps its count and is added to `drops`. `known` tells if such a cluster may be
-    /// this structure.
+    /// cluster that loses its last one keeps its count and is added to `released`. `known` tells if such a cluster may
+    /// be this structure.
     ///
     /// # Errors
     ///
@@ -173,7 +184,7 @@ impl Refcounts {
         first: HostCluster,
         end: HostCluster,
         known: impl Fn(ClusterUse) -> bool,
-        drops: &mut Vec<Dropped>,
+        released: &mut Released,
     ) -> Result<Counted, Stuck> {
         self.change(first, end, |uses, cluster, count| {
             if let Some(structure) = uses.find(cluster)
@@ -184,9 +195,11 @@ impl Refcounts {
             if count > 1 {
                 return Ok(count - 1);
             }
-            match drops.last_mut() {
-                Some(last) if last.first + last.count == cluster => last.count += 1,
-                _ => drops.push(Dropped::one(cluster)),
+            if !released.insert(cluster) {
+                return Err(Counted::Undercounted(cluster));
+            }
+            if released.is_full() {
+                return Err(Counted::Scattered(cluster));
             }
             Ok(1)
         })
@@ -285,11 +298,12 @@ impl Refcounts {
         bytes
     }
 
-    /// Records that the state is in the file, and in force. Returns the places that the refcount table has left.
-    pub(crate) fn switched(&mut self) -> Vec<Dropped> {
+    /// Records that the state is in the file, and in force in place of `old`. Returns the places that the refcount table
+    /// has left.
+    pub(crate) fn switched(&mut self, old: &Self) -> Vec<Dropped> {
         self.fresh.clear();
         self.dirty_parts.clear();
-        self.slices = self.slices.emptied();
+        self.slices = old.slices.emptied();
         let geometry = self.geometry;
         let left = self.moved_from.drain(..).map(|place| Dropped {
             first: geometry.host_cluster(place.offset),

@@ -151,12 +151,12 @@ impl Refcounts {
     }
 
     /// Returns the index of the refcount block that a slice is part of.
-    pub(super) fn block_of(&self, slice: u64) -> usize {
+    pub(crate) fn block_of(&self, slice: u64) -> usize {
         self.block_index(self.slice_start(slice))
     }
 
     /// Returns the first cluster that a slice counts.
-    pub(super) fn slice_start(&self, slice: u64) -> HostCluster {
+    pub(crate) fn slice_start(&self, slice: u64) -> HostCluster {
         HostCluster::new(slice << self.slice_bits)
     }
 

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Images are written from the specification alone, without Ringdisk's crates, so that an error in our encoder is not
-//! repeated in its test. Only [`watch`], [`fingerprint`], [`space`] and [`kvm`] do I/O.
+//! repeated in its test. Only [`costly`], [`watch`], [`fingerprint`], [`space`] and [`kvm`] do I/O.
 //!
 //! ```
 //! use ringdisk_gen::Random;
@@ -18,6 +18,7 @@
 //! Invariant: the same seed gives the same input.
 
 pub mod array;
+pub mod costly;
 pub mod fingerprint;
 pub mod image;
 pub mod kernel;

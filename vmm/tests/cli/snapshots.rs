@@ -1,6 +1,9 @@
 //! `ringdisk image snapshot` beside `qemu-img`.
 
 use qcow::{OpenOptions, QcowDisk};
+use ringdisk_gen::costly::Costly;
+use ringdisk_gen::fingerprint::Fingerprint;
+use ringdisk_gen::image::{put, u64_in};
 use serde_json::Value;
 
 use crate::world::World;
@@ -101,6 +104,57 @@ fn snapshots_are_created_listed_and_deleted_as_qemu_sees_them() {
     );
 }
 
+/// Images that are made to cost very much, or that name a cluster more often than it counts.
+#[test]
+fn snapshots_of_costly_and_damaged_images_are_refused_unchanged() {
+    let world = World::new();
+    let path = world.path("a.qcow2");
+    let refused = |arguments: [&str; 3], said: &str| {
+        let before = Fingerprint::of(&path).expect("an image");
+        let line = world
+            .ringdisk(&[&["image", "snapshot"][..], &arguments].concat())
+            .refused(1);
+        assert!(
+            line.contains("a.qcow2: ") && line.contains(said),
+            "{arguments:?}: {line}"
+        );
+        let after = Fingerprint::of(&path).expect("an image");
+        assert!(after == before, "{line}: the image has changed");
+    };
+    Costly::Counts(257).write(&path).expect("an image");
+    refused(["create", "a.qcow2", "s"], "536870912 bytes");
+    Costly::Tables(4097, false).write(&path).expect("an image");
+    refused(["create", "a.qcow2", "s"], "expected at most 8589934592");
+    Costly::Tables(4097, true).write(&path).expect("an image");
+    refused(["delete", "a.qcow2", "s"], "expected at most 8589934592");
+
+    world.qemu_create("a.qcow2", "cluster_size=512", "64k");
+    qemu_io(&world, "write -P 17 0 64k");
+    world
+        .qemu("qemu-img", &["snapshot", "-c", "s", "a.qcow2"])
+        .success();
+    qemu_io(&world, "write -P 34 0 64k");
+    let mut image = std::fs::read(&path).expect("an image");
+    let offset = |bytes: &[u8], at: u64| u64_in(bytes, at) & 0x00ff_ffff_ffff_fe00;
+    let l1 = u64_in(&image, u64_in(&image, 64));
+    let l2 = offset(&image, l1);
+    let (host, entry) = (offset(&image, l2), u64_in(&image, l2));
+    put(&mut image, l2 + 8, &entry.to_be_bytes());
+    std::fs::write(&path, &image).expect("an image");
+    refused(
+        ["delete", "a.qcow2", "s"],
+        &format!("the cluster at {host:#x} has more references than its refcount"),
+    );
+    let table = u64_in(&image, l1);
+    put(&mut image, l2 + 8, &[0; 8]);
+    put(&mut image, l1 + 8, &table.to_be_bytes());
+    std::fs::write(&path, &image).expect("an image");
+    refused(
+        ["delete", "a.qcow2", "s"],
+        &format!("two of its entries lead to the L2 table at {l2:#x}"),
+    );
+}
+
 #[test]
 fn refused_changes_say_what_would_be_right_and_change_nothing() {
     let world = World::new();
@@ -131,7 +185,7 @@ fn refused_changes_say_what_would_be_right_and_change_nothing() {
         );
     }
     let after = std::fs::read(world.path("a.qcow2")).expect("an image");
-    assert!(after[..before.len()] == before, "the image has changed");
+    assert!(after == before, "the image has changed");
     world.assert_flawless("a.qcow2");
     let served = QcowDisk::open(&world.path("a.qcow2"), &OpenOptions::default()).expect("a disk");
     let line = world

@@ -7,9 +7,13 @@ use crate::format::validate::{SNAPSHOT_TABLE_MAX_BYTES, SNAPSHOTS_MAX};
 use crate::format::{ClusterUse, HeaderError, SnapshotEntry};
 use crate::image::ReadError;
 use crate::image::read::SnapshotTableError;
+use crate::metadata::COUNTS_BYTES_MAX;
 
 /// The longest name of a new snapshot, in bytes: QEMU cuts longer ones.
 pub(super) const SNAPSHOT_NAME_MAX: usize = 255;
+
+/// The most bytes of L2 tables that an operation reads while requests wait. With 64 KiB clusters they map 64 TiB.
+pub(super) const L2_TABLES_BYTES_MAX: u64 = 8 << 30;
 
 /// An operation on snapshots failed. Unless it says otherwise, the image is as it was.
 #[derive(Debug, thiserror::Error)]
@@ -91,6 +95,42 @@ pub enum SnapshotError {
     )]
     Uncounted {
         /// The cluster's offset, in bytes.
+        offset: u64,
+    },
+    /// A cluster has more references than it counts.
+    #[error(
+        "the cluster at {offset:#x} has more references than its refcount, and what else uses it would be lost; nothing was \
+         changed; `ringdisk image check --repair all` mends that"
+    )]
+    Undercounted {
+        /// The cluster's offset, in bytes.
+        offset: u64,
+    },
+    /// The tables to follow are more than an operation reads.
+    #[error(
+        "the L2 tables to read have {bytes} bytes; expected at most {L2_TABLES_BYTES_MAX} while requests wait; use `qemu-img \
+         snapshot` on the closed image"
+    )]
+    TooManyTables {
+        /// Their length, in bytes.
+        bytes: u64,
+    },
+    /// The counts to look at are more than an operation keeps in memory.
+    #[error(
+        "the refcount block that counts the cluster at {offset:#x} is one more than the {COUNTS_BYTES_MAX} bytes of them that an \
+         operation has memory for; use `qemu-img snapshot` on the closed image"
+    )]
+    TooManyCounts {
+        /// The offset of a cluster that the block counts, in bytes.
+        offset: u64,
+    },
+    /// The clusters to free lie in more places than an operation keeps in memory.
+    #[error(
+        "the clusters to free up to {offset:#x} lie in more places than an operation has memory for; use `qemu-img snapshot` on \
+         the closed image"
+    )]
+    TooScattered {
+        /// The offset of the last of them, in bytes.
         offset: u64,
     },
     /// An entry of a table is damaged, or leads to a wrong place.

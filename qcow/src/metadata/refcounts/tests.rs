@@ -1,5 +1,6 @@
 //! Finding clusters for data and runs of clusters for tables: on files that grow, on devices that do not.
 
+use super::super::{Counted, Released};
 use super::*;
 use crate::format::{ClusterBits, RefcountOrder, Version};
 
@@ -388,4 +389,25 @@ mod invariants {
         refcounts.give_back(at(50)).expect("the first block is loaded");
         refcounts.free.remove(at(50), 3);
     }
+}
+
+#[test]
+fn release_references_drops_each_cluster_once_and_in_bounded_runs() {
+    let mut refcounts = refcounts(4096, 4096);
+    for (cluster, count) in [(10, 1), (11, 2), (12, 1), (14, 1)] {
+        refcounts.set(at(cluster), count).expect("it is loaded");
+    }
+    let mut released = Released::nearly_full();
+    let mut release =
+        |first, end, released: &mut _| refcounts.release_references(at(first), at(end), |_| false, released);
+    assert_eq!(release(10, 12, &mut released), Ok(Counted::Until(at(12))));
+    assert!(released.contains(at(10)) && !released.contains(at(11)));
+    assert_eq!(
+        release(11, 13, &mut released),
+        Ok(Counted::Until(at(13))),
+        "neighbours"
+    );
+    assert_eq!(release(11, 12, &mut released), Ok(Counted::Undercounted(at(11))));
+    assert_eq!(release(14, 15, &mut released), Ok(Counted::Scattered(at(14))));
+    assert_eq!(release(20, 21, &mut released), Ok(Counted::Uncounted(at(20))));
 }

@@ -1,0 +1,234 @@
+//! Snapshots of images that are damaged, or made to cost very much: an operation on one fails before it writes anything,
+//! says what is wrong and where, and the guest goes on.
+
+mod common;
+
+use std::path::Path;
+use std::time::UNIX_EPOCH;
+
+use block::Context;
+use block::ring::RingKind;
+use common::{Folder, Lane, close, open, patch, u32_at, u64_at};
+use qcow::{OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
+use ringdisk_gen::costly::Costly;
+use ringdisk_gen::fingerprint::Fingerprint;
+
+const IMAGE: &str = "disk.qcow2";
+const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+const CLUSTER: u64 = 512;
+
+fn create(disk: &QcowDisk) -> Result<String, SnapshotError> {
+    let cx = Context::syscalls();
+    cx.block_on(disk.create_snapshot(&cx, "new", UNIX_EPOCH))
+        .expect("the ring turns")
+}
+
+fn delete(disk: &QcowDisk, name: &str) -> Result<(), SnapshotError> {
+    let cx = Context::syscalls();
+    let which = SnapshotSelector::Name(name.to_owned());
+    cx.block_on(disk.delete_snapshot(&cx, &which))
+        .expect("the ring turns")
+}
+
+/// Does `change`, which fails and leaves the file as it is. Returns the error in words.
+#[track_caller]
+fn refused<T: std::fmt::Debug>(
+    path: &Path,
+    change: impl FnOnce(&QcowDisk) -> Result<T, SnapshotError>,
+) -> SnapshotError {
+    let disk = open(path, &OpenOptions::default());
+    let before = Fingerprint::of(path).expect("an image");
+    let error = change(&disk).expect_err("it cannot be done");
+    assert!(
+        Fingerprint::of(path).expect("an image") == before,
+        "the image has changed: {error}"
+    );
+    close(disk);
+    error
+}
+
+#[test]
+fn counts_in_very_many_refcount_blocks_are_refused() {
+    let folder = Folder::new();
+    let path = folder.path(IMAGE);
+    Costly::Counts(8).write(&path).expect("an image");
+    let disk = open(&path, &OpenOptions::default());
+    assert_eq!(create(&disk).expect("a snapshot"), "1");
+    close(disk);
+    Costly::Counts(257).write(&path).expect("an image");
+    let error = refused(&path, create);
+    let text = error.to_string();
+    assert!(
+        matches!(error, SnapshotError::TooManyCounts { offset } if offset == 257 << 41),
+        "{text}"
+    );
+    assert!(
+        text.contains("536870912 bytes") && text.contains("qemu-img snapshot"),
+        "{text}"
+    );
+}
+
+#[test]
+fn tables_of_many_gigabytes_are_refused_unread() {
+    let folder = Folder::new();
+    let path = folder.path(IMAGE);
+    for is_snapshot in [false, true] {
+        Costly::Tables(4097, is_snapshot).write(&path).expect("an image");
+        let error = match is_snapshot {
+            false => refused(&path, create),
+            true => refused(&path, |disk| delete(disk, "s")),
+        };
+        let text = error.to_string();
+        assert!(
+            matches!(error, SnapshotError::TooManyTables { bytes } if bytes == 4097 << 21),
+            "{text}"
+        );
+        assert!(text.contains("at most 8589934592"), "{text}");
+    }
+}
+
+/// An image of two L2 tables and a snapshot `a`, after which `then` has changed it; and snapshot `b` if there are two.
+struct Damaged {
+    folder: Folder,
+    /// The offsets of the snapshots' entries.
+    entries: Vec<u64>,
+}
+
+impl Damaged {
+    fn new(then: &[&str], names: &[&str]) -> Self {
+        let folder = Folder::new();
+        folder.qemu_create(IMAGE, "cluster_size=512", "64k");
+        folder.qemu_io("qcow2", IMAGE, &["write -P 17 0 64k"]);
+        for name in names {
+            folder.qemu_img(&["snapshot", "-c", name, IMAGE]);
+        }
+        if !then.is_empty() {
+            folder.qemu_io("qcow2", IMAGE, then);
+        }
+        let path = folder.path(IMAGE);
+        let mut at = u64_at(&path, 64);
+        let mut entries = Vec::new();
+        for _ in 0..u32_at(&path, 60) {
+            entries.push(at);
+            let strings = u32_at(&path, at + 12);
+            let len = 40 + u64::from(u32_at(&path, at + 36) + (strings >> 16) + (strings & 0xFFFF));
+            at += len.next_multiple_of(8);
+        }
+        Self { folder, entries }
+    }
+
+    fn u64(&self, at: u64) -> u64 {
+        u64_at(&self.folder.path(IMAGE), at)
+    }
+
+    fn put(&self, at: u64, value: u64) {
+        patch(&self.folder.path(IMAGE), at, &value.to_be_bytes());
+    }
+
+    /// The place of an entry of a snapshot's L1 table.
+    fn l1(&self, snapshot: usize, index: u64) -> u64 {
+        self.u64(self.entries[snapshot]) + index * 8
+    }
+
+    /// The place of an entry of a snapshot's first L2 table.
+    fn l2(&self, snapshot: usize, index: u64) -> u64 {
+        (self.u64(self.l1(snapshot, 0)) & OFFSET) + index * 8
+    }
+
+    /// The place of a cluster's count.
+    fn count(&self, offset: u64) -> u64 {
+        let (block, index) = (offset / CLUSTER / 256, offset / CLUSTER % 256);
+        (self.u64(self.u64(48) + block * 8) & OFFSET) + index * 2
+    }
+
+    /// Deleting `a` fails because of the cluster at `offset`, and changes nothing; the guest goes on; and when the image
+    /// is repaired the snapshot can be deleted.
+    #[track_caller]
+    fn assert_refused(self, offset: u64) {
+        let path = self.folder.path(IMAGE);
+        let guest = self.folder.qemu_reads(IMAGE);
+        let error = refused(&path, |disk| delete(disk, "a"));
+        assert!(
+            matches!(error, SnapshotError::Undercounted { offset: found } if found == offset),
+            "{offset:#x}: {error}"
+        );
+        assert!(
+            error.to_string().contains("ringdisk image check --repair all"),
+            "{error}"
+        );
+        let disk = open(&path, &OpenOptions::default());
+        let lane = Lane::new(&disk, RingKind::Syscalls);
+        delete(&disk, "a").expect_err("it is as it was");
+        assert!(
+            lane.read(0, guest.len() as u64) == guest,
+            "the guest has lost data"
+        );
+        lane.write(60 << 10, &[0x77; 512]);
+        lane.flush();
+        lane.settle();
+        drop(lane);
+        close(disk);
+        let cx = Context::syscalls();
+        let write = block::file::FileOptions {
+            write: true,
+            direct: false,
+        };
+        let file = block::file::ImageFile::open(&path, write).expect("the image");
+        let view = file.view(&cx).expect("a view");
+        let repaired = cx.block_on(qcow::image::repair(&view, qcow::image::RepairScope::All));
+        repaired.expect("the ring turns").expect("a repair");
+        drop((view, file));
+        let disk = open(&path, &OpenOptions::default());
+        delete(&disk, "a").expect("a deletion");
+        close(disk);
+        self.folder.assert_flawless(IMAGE, false);
+    }
+}
+
+/// Given up twice and counted once, it would be freed although something else may use it.
+#[test]
+fn delete_refuses_a_cluster_that_the_snapshot_names_twice_and_that_counts_one() {
+    let image = Damaged::new(&["write -P 34 0 64k"], &["a"]);
+    let host = image.u64(image.l2(0, 3));
+    image.put(image.l2(0, 4), host);
+    image.assert_refused(host & OFFSET);
+}
+
+#[test]
+fn delete_refuses_to_free_a_cluster_of_the_disk() {
+    let image = Damaged::new(&[], &["a"]);
+    let host = image.u64(image.l2(0, 3)) & OFFSET;
+    let path = image.folder.path(IMAGE);
+    patch(&path, image.count(host), &1_u16.to_be_bytes());
+    image.assert_refused(host);
+}
+
+#[test]
+fn delete_refuses_to_free_an_l2_table_of_the_disk() {
+    let image = Damaged::new(&[], &["a"]);
+    let table = image.u64(image.l1(0, 1)) & OFFSET;
+    let path = image.folder.path(IMAGE);
+    patch(&path, image.count(table), &1_u16.to_be_bytes());
+    image.assert_refused(table);
+}
+
+#[test]
+fn delete_refuses_to_free_an_l1_table_of_another_snapshot() {
+    let image = Damaged::new(&[], &["a", "b"]);
+    let l1 = image.l1(0, 0);
+    image.put(image.entries[1], l1);
+    image.assert_refused(l1);
+}
+
+/// All entries name one table: what that refers to would be given up again and again.
+#[test]
+fn delete_refuses_an_l1_table_that_names_an_l2_table_twice() {
+    let image = Damaged::new(&["write -P 34 0 64k"], &["a"]);
+    let table = image.u64(image.l1(0, 0));
+    image.put(image.l1(0, 1), table);
+    let error = refused(&image.folder.path(IMAGE), |disk| delete(disk, "a"));
+    let text = error.to_string();
+    assert!(matches!(error, SnapshotError::Damaged { .. }), "{text}");
+    let expected = format!("two of its entries lead to the L2 table at {:#x}", table & OFFSET);
+    assert!(text.contains(&expected), "{text}");
+}
