@@ -53,12 +53,14 @@ pub enum Source {
     Churn(u64),
     /// A seed whose disk grows by any amount.
     Growth(u64),
+    /// A seed whose disk has snapshots created and deleted.
+    Snapshots(u64),
 }
 
 impl Source {
-    /// Returns the source of the run of a number. Of sixteen numbers, five are a guest's, three have registered pages,
-    /// four are ublk devices, two have disks that grow by any amount, one frees what is being read, and one asks the
-    /// disk itself.
+    /// Returns the source of the run of a number. Of sixteen numbers, five are a guest's, two have registered pages,
+    /// four are ublk devices, two have disks that grow by any amount, one has snapshots, one frees what is being read,
+    /// and one asks the disk itself.
     #[must_use]
     pub fn of_number(number: u64) -> Self {
         if matches!(number % 8, 2 | 5) {
@@ -67,6 +69,8 @@ impl Source {
             Self::Churn(number)
         } else if matches!(number % 16, 6 | 11) {
             Self::Growth(number)
+        } else if number % 16 == 15 {
+            Self::Snapshots(number)
         } else if number.is_multiple_of(2) {
             Self::Guest(number)
         } else if number % 4 == 3 {
@@ -90,6 +94,7 @@ impl Source {
             Self::Ublk(seed) => Some(Case::draw_ublk(*seed)),
             Self::Churn(seed) => Some(Case::draw_churn(*seed)),
             Self::Growth(seed) => Some(Case::draw_growing(*seed)),
+            Self::Snapshots(seed) => Some(Case::draw_snapshots(*seed)),
         }
     }
 }
@@ -104,6 +109,7 @@ impl fmt::Display for Source {
             Self::Ublk(seed) => write!(f, "ublk {seed}"),
             Self::Churn(seed) => write!(f, "churn {seed}"),
             Self::Growth(seed) => write!(f, "growth {seed}"),
+            Self::Snapshots(seed) => write!(f, "snapshots {seed}"),
         }
     }
 }
@@ -125,6 +131,8 @@ pub struct Explored {
     pub answered: u64,
     /// FLUSHes answered well.
     pub flushes: u64,
+    /// Snapshots created and deleted.
+    pub snapshots: u64,
 }
 
 /// Runs one scenario in one order; tells about it on one line.
@@ -242,6 +250,7 @@ pub fn explore(
                 own.seeds += 1;
                 own.answered += outcome.answered;
                 own.flushes += outcome.flushes;
+                own.snapshots += outcome.snapshots;
                 outcome.failure.map(|failure| Failed { what, case, failure })
             };
             let new = own.tally.images.len() - before;
@@ -259,6 +268,7 @@ pub fn explore(
         total.busy += own.busy;
         total.answered += own.answered;
         total.flushes += own.flushes;
+        total.snapshots += own.snapshots;
         if total.failed.is_none() {
             total.failed = own.failed;
         }

@@ -15,8 +15,9 @@ use rustc_hash::FxHashSet;
 use simulator::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
 
 use crate::content::{ZERO, word, word_of};
-use crate::oracle::{BLOCK_SECTORS, Oracle};
+use crate::oracle::{BLOCK_SECTORS, Found, Oracle};
 use crate::shape::{Beginning, DISK, chain, u64_at, write_words};
+use crate::snapshots;
 
 /// Counts of the images that were judged, over many runs.
 #[derive(Debug, Default)]
@@ -31,6 +32,8 @@ pub struct Tally {
     pub cut_again: u64,
     /// The number of images whose leaks were repaired.
     pub mended: u64,
+    /// The number of images with snapshots that the run has made, each of which was read.
+    pub with_snapshots: u64,
     /// The number of images that QEMU was asked about.
     pub asked_qemu: u64,
     /// Of every so many images QEMU is asked about one; 0 for none.
@@ -47,6 +50,7 @@ impl Tally {
         self.resumed += other.resumed;
         self.cut_again += other.cut_again;
         self.mended += other.mended;
+        self.with_snapshots += other.with_snapshots;
         self.asked_qemu += other.asked_qemu;
     }
 }
@@ -60,6 +64,14 @@ pub enum Demand {
     Leaks(u64),
     /// It was closed cleanly: not even leaks.
     Flawless,
+}
+
+/// What a cut left: the words of the disk's sectors, the number of leaked clusters, and the snapshots.
+#[derive(Debug)]
+struct Left {
+    words: Vec<u64>,
+    leaks: u64,
+    snapshots: Found,
 }
 
 /// Of so many images one loses power a second time.
@@ -141,18 +153,20 @@ impl Judge {
         }
         tally.judged += 1;
         let new = tally.images.insert(fingerprint);
-        let (words, leaks) = self.look(image, oracle, demand)?;
-        if leaks > 0 && new && self.mends.one_in(MENDED) {
+        let left = self.look(image, oracle, demand)?;
+        let begun_with = usize::from(self.beginning.snapshot.is_some());
+        tally.with_snapshots += u64::from(new && left.snapshots.len() > begun_with);
+        if left.leaks > 0 && new && self.mends.one_in(MENDED) {
             tally.mended += 1;
-            self.mend(image, &words)?;
+            self.mend(image, &left)?;
         }
         if new && (self.resumes_all || self.random.one_in(24)) {
             tally.resumed += 1;
-            self.resume(image, &words)?;
+            self.resume(image, &left)?;
         }
         if new && self.random.one_in(CUT_AGAIN) {
             tally.cut_again += 1;
-            self.cut_again(image, &words)
+            self.cut_again(image, &left)
                 .map_err(|text| format!("a second time: {text}"))?;
         }
         let every = tally.qemu_every;
@@ -161,13 +175,13 @@ impl Judge {
         if tally.qemu_due && !is_dirty(image) {
             tally.qemu_due = false;
             tally.asked_qemu += 1;
-            self.ask_qemu(image, &words)?;
+            self.ask_qemu(image, &left.words)?;
         }
         Ok(())
     }
 
-    /// Checks all that must hold of an image. Returns the words that were read and the number of leaked clusters.
-    fn look(&mut self, image: &SimImage, oracle: &Oracle, demand: Demand) -> Result<(Vec<u64>, u64), String> {
+    /// Checks all that must hold of an image. Returns what it holds.
+    fn look(&mut self, image: &SimImage, oracle: &Oracle, demand: Demand) -> Result<Left, String> {
         self.world.set_contents(DISK, image.clone());
         let mut buffer = self.buffer.take();
         let (world, cx, options) = (&self.world, &self.cx, &self.options);
@@ -197,14 +211,20 @@ impl Judge {
             Ok::<_, String>((words, leaks))
         });
         self.buffer = buffer;
-        let words = result.map_err(|error| format!("looking at it hangs: {error}"))??;
+        let (words, leaks) = result.map_err(|error| format!("looking at it hangs: {error}"))??;
         self.drain()?;
-        self.look_at_snapshot(image)?;
-        Ok(words)
+        let snapshots = self.snapshots(image)?;
+        oracle.judge_snapshots(&snapshots)?;
+        Ok(Left {
+            words,
+            leaks,
+            snapshots,
+        })
     }
 
     /// Repairs an image's leaks, of which there are none then; and what it holds stays.
-    fn mend(&mut self, image: &SimImage, words: &[u64]) -> Result<(), String> {
+    fn mend(&mut self, image: &SimImage, left: &Left) -> Result<(), String> {
+        let words = &left.words;
         self.world.set_contents(DISK, image.clone());
         let (world, cx, options) = (&self.world, &self.cx, &self.options);
         let result = cx.block_on(async {
@@ -231,8 +251,7 @@ impl Judge {
         });
         result.map_err(|error| format!("repairing leaks hangs: {error}"))??;
         self.drain()?;
-        let mended = self.world.contents(DISK);
-        self.look_at_snapshot(&mended)
+        self.compare_snapshots(left)
     }
 
     /// Lets tasks end that nobody waits for, before the image under them is another.
@@ -247,46 +266,37 @@ impl Judge {
         Err(format!("{} tasks do not end", self.cx.tasks()))
     }
 
-    /// The snapshot holds what it held when it was taken: read through an image whose active table is the
-    /// snapshot's.
-    fn look_at_snapshot(&mut self, image: &SimImage) -> Result<(), String> {
-        let Some(expected) = &self.beginning.snapshot else {
-            return Ok(());
-        };
-        let mut patched = image.clone();
-        let mut header = [0; 512];
-        image.read(0, &mut header);
-        let mut entry = [0; 64];
-        image.read(u64_at(&header, at::SNAPSHOTS_OFFSET), &mut entry);
-        patched.patch(at::L1_TABLE_OFFSET as u64, &entry[..8]);
-        patched.patch(at::L1_SIZE as u64, &entry[8..12]);
-        let bytes = (expected.len() * SECTOR) as u64;
-        patched.patch(at::SIZE as u64, &bytes.to_be_bytes());
-        self.world.set_contents(DISK, patched);
+    /// Reads the snapshots of an image, each through an image whose active table is the snapshot's.
+    fn snapshots(&mut self, image: &SimImage) -> Result<Found, String> {
+        let mut found = Found::new();
         let options = OpenOptions {
             read_only: true,
             ..self.options.clone()
         };
-        let (world, cx) = (&self.world, &self.cx);
-        let result = cx.block_on(async {
-            let disk = open(world, cx, &options).await?;
-            let found = read_all(&disk, cx, &mut None).await?;
-            match (0..)
-                .zip(&found)
-                .find(|(at, word)| expected.get(*at) != word.as_ref())
-            {
-                None => Ok(()),
-                Some((sector, word)) => Err(format!(
-                    "sector {sector} of the snapshot holds {word:x?}, expected {:x?}",
-                    expected.get(sector)
-                )),
-            }
-        });
-        result.map_err(|error| format!("looking at the snapshot hangs: {error}"))?
+        for (name, patched) in snapshots::of_image(image, self.beginning.shape.bytes)? {
+            self.world.set_contents(DISK, patched);
+            let (world, cx) = (&self.world, &self.cx);
+            let result = cx.block_on(async {
+                let disk = open(world, cx, &options).await?;
+                read_all(&disk, cx, &mut None).await
+            });
+            let words = result.map_err(|error| format!("looking at snapshot {name} hangs: {error}"))??;
+            found.insert(name, words);
+        }
+        Ok(found)
+    }
+
+    /// The image in the world has the snapshots that the cut had left.
+    fn compare_snapshots(&mut self, left: &Left) -> Result<(), String> {
+        let image = self.world.contents(DISK);
+        let mut oracle = Oracle::new(&[]);
+        oracle.keep_snapshots(left.snapshots.clone());
+        oracle.judge_snapshots(&self.snapshots(&image)?)
     }
 
     /// Goes on with an image after the cut: what is written then must not harm what is there.
-    fn resume(&mut self, image: &SimImage, words: &[u64]) -> Result<(), String> {
+    fn resume(&mut self, image: &SimImage, left: &Left) -> Result<(), String> {
+        let words = &left.words;
         self.world.set_contents(DISK, image.clone());
         let mut requests = Requests::new();
         for version in 0..6 {
@@ -334,21 +344,20 @@ impl Judge {
         });
         result.map_err(|error| format!("after the cut {} hangs: {error}", phase.get()))??;
         self.drain()?;
-        if self.beginning.snapshot.is_some() {
-            let image = self.world.contents(DISK);
-            self.look_at_snapshot(&image)?;
-        }
-        Ok(())
+        self.compare_snapshots(left)
     }
 
     /// Goes on with an image after the cut, on a disk that is slow and does things in any order, until the power goes a second
     /// time: while the image is opened, which may rebuild its refcounts, or while it is written.
-    fn cut_again(&mut self, image: &SimImage, words: &[u64]) -> Result<(), String> {
+    fn cut_again(&mut self, image: &SimImage, left: &Left) -> Result<(), String> {
+        let words = &left.words;
         let world = SimWorld::with_store(self.random.draw(), SLOW, &self.world.store());
         self.beginning.install(&world);
         world.set_contents(DISK, image.clone());
         let cx = world.context(64);
-        let oracle = Rc::new(RefCell::new(Oracle::new(words)));
+        let mut oracle = Oracle::new(words);
+        oracle.keep_snapshots(left.snapshots.clone());
+        let oracle = Rc::new(RefCell::new(oracle));
         let ended: Rc<RefCell<Option<Result<(), String>>>> = Rc::default();
         let requests = draw_requests(&mut self.random, words.len() as u64);
         let task = go_on(

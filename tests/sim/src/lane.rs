@@ -23,6 +23,7 @@ use crate::places::{Places, Taken};
 use crate::plan::{Ask, Planned};
 use crate::served::{self, served};
 use crate::shape::Shape;
+use crate::snapshots::Snapshotting;
 
 /// Counts of the fates of a ublk device's servers and requests.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -62,6 +63,8 @@ pub struct Record {
     pub grows: usize,
     /// The number of times that it has begun to grow, and the number of these that have ended.
     pub growths: [u64; 2],
+    /// Snapshots created and deleted.
+    pub snapshots: u64,
     /// Requests that have not ended yet, asked for or not.
     pub left: usize,
     /// Requests that are asked for and not answered.
@@ -105,6 +108,7 @@ impl Record {
             sectors,
             grows: 0,
             growths: [0; 2],
+            snapshots: 0,
             left: 0,
             in_flight: 0,
             answered: 0,
@@ -132,7 +136,13 @@ impl Record {
         }
     }
 
-    fn note_asked(&mut self, shape: &Shape, planned: &Planned) {
+    /// Returns the time, in the world's steps.
+    pub(crate) fn time(&self) -> u64 {
+        self.world.time()
+    }
+
+    /// Notes that a request is asked for.
+    pub(crate) fn note_asked(&mut self, shape: &Shape, planned: &Planned) {
         let (sectors, in_flight) = (self.sectors, self.in_flight);
         self.leaks.ask(shape, sectors, planned, in_flight);
         self.in_flight += 1;
@@ -155,7 +165,7 @@ impl Record {
     }
 
     /// Notes how a request that was asked for at `since` ended; complains if it must not end so.
-    fn ended(&mut self, planned: &Planned, since: u64, result: Result<(), IoError>) {
+    pub(crate) fn ended(&mut self, planned: &Planned, since: u64, result: Result<(), IoError>) {
         self.answered += 1;
         self.left -= 1;
         self.in_flight -= 1;
@@ -451,6 +461,7 @@ pub struct Lane {
     disk: Arc<QcowDisk>,
     queue: Box<dyn DiskQueue>,
     book: Book,
+    snapshots: Snapshotting,
     plan: VecDeque<Planned>,
     sink: Rc<CompletionSink>,
     depth: usize,
@@ -487,6 +498,7 @@ impl Lane {
                 .unwrap_or_else(|error| panic!("{error}")),
             disk: Arc::clone(disk),
             book: Book::new(shape, &plan, record),
+            snapshots: Snapshotting::new(shape, record),
             plan,
             sink: CompletionSink::new(),
             depth,
@@ -509,8 +521,11 @@ impl Lane {
     fn is_held(&self, next: &Planned) -> bool {
         // What is read in the next round may begin while reads of the last one are late.
         let in_step = self.number == Some(0) && next.ask == Ask::Read;
-        let alone = next.alone && self.book.in_flight > 0 && !in_step;
-        alone || self.book.in_flight >= self.depth
+        let alone = next.alone && self.in_flight() > 0 && !in_step;
+        let is_snapshot = matches!(next.ask, Ask::Snapshot(_) | Ask::Unsnapshot(_));
+        // One of these at a time, so that it is known which snapshots there are.
+        let in_turn = is_snapshot && self.snapshots.under_way > 0;
+        alone || in_turn || self.book.in_flight >= self.depth
     }
 
     /// Returns true if the next request, which is asked then, need not wait for the other queue.
@@ -568,8 +583,12 @@ impl Lane {
     }
 
     fn ask(&mut self, planned: Planned) {
-        if let Ask::Grow(bytes) = planned.ask {
-            return self.book.grow(&self.cx, &self.disk, planned, bytes);
+        match planned.ask {
+            Ask::Grow(bytes) => return self.book.grow(&self.cx, &self.disk, planned, bytes),
+            Ask::Snapshot(_) | Ask::Unsnapshot(_) => {
+                return self.snapshots.ask(&self.cx, &self.disk, planned);
+            }
+            _ => {}
         }
         let Some(Entry { tag, op, words }) = self.book.ask(planned) else {
             return;
@@ -610,7 +629,7 @@ impl Frontend for Lane {
             done.push(Done { tag, result, buffer });
         }
         let mut any = !done.is_empty();
-        any |= self.book.note_growth(grown);
+        any |= self.book.note_growth(grown) | self.snapshots.note();
         for Done { tag, result, buffer } in done.drain(..) {
             let pages = self.places.as_ref().zip(self.taken.remove(&(tag as usize)));
             if let Some((places, taken)) = &pages
@@ -639,6 +658,6 @@ impl Frontend for Lane {
     fn end_sleep(&mut self) {}
 
     fn in_flight(&self) -> usize {
-        self.book.in_flight
+        self.book.in_flight + self.snapshots.under_way
     }
 }

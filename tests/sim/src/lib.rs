@@ -46,6 +46,7 @@ mod served;
 pub mod server;
 pub mod shape;
 pub mod shrink;
+mod snapshots;
 pub mod ublk;
 pub mod watchdog;
 

@@ -54,8 +54,8 @@ enum Task {
         /// The number of seeds.
         #[arg(long, default_value_t = 1000)]
         seeds: u64,
-        /// The kind of all runs: `seed`, `guest`, `registered`, `ublk`, `churn` or `growth`; by default each seed's
-        /// number decides.
+        /// The kind of all runs: `seed`, `guest`, `registered`, `ublk`, `churn`, `growth` or `snapshots`; by default
+        /// each seed's number decides.
         #[arg(long)]
         kind: Option<String>,
     },
@@ -73,8 +73,8 @@ enum Task {
     },
     /// Runs one line again and tells what happens.
     Replay {
-        /// `seed N …`, `guest N …`, `registered N …`, `ublk N …`, `churn N …`, `growth N …` or `scenario NAME order N …`,
-        /// as a failure prints it.
+        /// `seed N …`, `guest N …`, `registered N …`, `ublk N …`, `churn N …`, `growth N …`, `snapshots N …` or `scenario
+        /// NAME order N …`, as a failure prints it.
         #[arg(required = true)]
         line: Vec<String>,
         /// Print what happens on the disk.
@@ -273,11 +273,13 @@ fn summary(explored: &Explored, from: u64, took: Duration) {
     );
     println!(
         "explored: {} per second and thread; {} images written to again after the cut, {} cut again then, {} with leaks \
-         repaired, {} held against qemu-img",
+         repaired, {} with snapshots ({} snapshots created and deleted), {} held against qemu-img",
         per_second(explored),
         explored.tally.resumed,
         explored.tally.cut_again,
         explored.tally.mended,
+        explored.tally.with_snapshots,
+        explored.snapshots,
         explored.tally.asked_qemu,
     );
 }

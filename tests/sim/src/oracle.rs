@@ -18,9 +18,13 @@
 //! again. Neither does a cut leave it, once what the read saw was answered well before a FLUSH. That holds only
 //! for disks that [stay](Oracle::reads_settle) what they were read as.
 
+mod snapshots;
+
 use smallvec::SmallVec;
 
 use crate::content::ZERO;
+use snapshots::Snapshots;
+pub use snapshots::{Found, Words};
 
 /// One value a sector was given.
 #[derive(Clone, Copy, Debug)]
@@ -53,6 +57,7 @@ pub struct Oracle {
     /// Grows with every promise: crash states judged before are judged anew.
     promises: u64,
     reads: usize,
+    snapshots: Snapshots,
     /// True if a value that was read stays. False for disks whose failed syncs forget what was read already, and for
     /// those whose servers die with changes that were read and not answered.
     pub reads_settle: bool,
@@ -95,6 +100,7 @@ impl Oracle {
             time: 1,
             promises: 0,
             reads: 0,
+            snapshots: Snapshots::default(),
             reads_settle: true,
         }
     }

@@ -31,6 +31,10 @@ pub enum Ask {
     },
     /// Make the disk this many bytes long.
     Grow(u64),
+    /// Create the snapshot of this number.
+    Snapshot(u32),
+    /// Delete the snapshot of this number.
+    Unsnapshot(u32),
 }
 
 /// A request of one queue.
@@ -71,6 +75,8 @@ impl fmt::Display for Planned {
         match self.ask {
             Ask::Flush => write!(f, "queue {lane}: flush{when}"),
             Ask::Grow(bytes) => write!(f, "queue {lane}: grow to {bytes} bytes{when}"),
+            Ask::Snapshot(number) => write!(f, "queue {lane}: create snapshot s{number}{when}"),
+            Ask::Unsnapshot(number) => write!(f, "queue {lane}: delete snapshot s{number}{when}"),
             ask => {
                 let what = match ask {
                     Ask::Read => "read",
@@ -415,6 +421,12 @@ impl Case {
     #[must_use]
     pub fn draw_growing(seed: u64) -> Self {
         growth::draw(seed)
+    }
+
+    /// The run of a seed whose disk has snapshots created and deleted while all queues go on.
+    #[must_use]
+    pub fn draw_snapshots(seed: u64) -> Self {
+        crate::snapshots::draw(seed)
     }
 
     /// Has the first queue make the disk larger a few times, beside everything else.

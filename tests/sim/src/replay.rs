@@ -2,7 +2,8 @@
 //!
 //! `seed N` is the run of that seed, `guest N` one whose queues are a guest's virtqueues, `registered N` one some of
 //! whose requests have registered pages, `ublk N` one whose disk is a ublk device, `churn N` one that frees what is being
-//! read, `growth N` one whose disk grows by any amount. `seed N schedule S plan A,B,C` is what is left of it after
+//! read, `growth N` one whose disk grows by any amount, `snapshots N` one whose disk has snapshots created and deleted.
+//! `seed N schedule S plan A,B,C` is what is left of it after
 //! shrinking: only those requests of the plan (by number, from zero), with things in the order of `S`. A shortened run
 //! may also have `lanes N`, `space N` (how many ops find
 //! space), `plain NAME,NAME` (what a guest, or a
@@ -102,6 +103,7 @@ fn source_line(source: &Source) -> String {
         Source::Ublk(seed) => format!("ublk {seed}"),
         Source::Churn(seed) => format!("churn {seed}"),
         Source::Growth(seed) => format!("growth {seed}"),
+        Source::Snapshots(seed) => format!("snapshots {seed}"),
         Source::Scenario(name, order) => format!("scenario {} order {order}", name.replace(' ', "_")),
     }
 }
@@ -232,6 +234,11 @@ pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
                 let seed = number(value)?;
                 source = Some(Source::Growth(seed));
                 case = Some(Case::draw_growing(seed));
+            }
+            ("snapshots", None) => {
+                let seed = number(value)?;
+                source = Some(Source::Snapshots(seed));
+                case = Some(Case::draw_snapshots(seed));
             }
             ("scenario", None) => {
                 let name = value.replace('_', " ");
@@ -415,11 +422,14 @@ mod tests {
     }
 
     #[test]
-    fn growth_run_round_trips_through_its_line() {
-        for seed in 0..50 {
-            let source = Source::Growth(seed);
-            let mut case = Case::draw_growing(seed);
-            assert_eq!(line_of(&source, &case), format!("growth {seed}"));
+    fn growth_and_snapshots_runs_round_trip_through_their_lines() {
+        for (kind, seed) in (0..50).flat_map(|seed| [("growth", seed), ("snapshots", seed)]) {
+            let source = match kind {
+                "growth" => Source::Growth(seed),
+                _ => Source::Snapshots(seed),
+            };
+            let mut case = source.case().expect("a seed has a run");
+            assert_eq!(line_of(&source, &case), format!("{kind} {seed}"));
             case.plan.truncate(9);
             let line = line_of(&source, &case);
             let (again, parsed) = parse(&line).unwrap_or_else(|error| panic!("{error}"));

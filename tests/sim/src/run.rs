@@ -54,6 +54,8 @@ pub struct Outcome {
     pub starved: bool,
     /// The number of attempts to make the disk larger.
     pub growths: u64,
+    /// The number of snapshots created and deleted.
+    pub snapshots: u64,
     /// Counts of what happened to a ublk device.
     pub reached: Reached,
 }
@@ -97,6 +99,7 @@ pub fn run(case: &Case, record_trace: bool, tally: &mut Tally) -> Outcome {
     (outcome.answered, outcome.flushes) = (record.answered, record.flushes);
     outcome.starved = run.world.is_starved();
     outcome.growths = record.growths[1];
+    outcome.snapshots = record.snapshots;
     outcome.reached = record.reached;
     drop(record);
     // After a failure ops may be in flight: they end without effect, and let go of their memory.
@@ -173,6 +176,7 @@ impl<'a> Run<'a> {
         let mut words = beginning.words.clone();
         words.resize(case.sectors() as usize, 0);
         let mut oracle = Oracle::new(&words);
+        oracle.keep_snapshots(beginning.snapshots());
         oracle.reads_settle = case.profile.sync_error == 0 && !case.restarts();
         let record = Record::new(
             oracle,

@@ -225,6 +225,29 @@ pub fn all() -> Vec<Scenario> {
             },
             &[(WRITE, 1, 1), FLUSH, (WRITE, 5, 2), (WRITE, 30, 1), FLUSH, FLUSH],
         ),
+        Scenario {
+            all_up_to: 256,
+            ..Scenario::new(
+                "snapshots created and deleted",
+                Shape {
+                    filled: 500,
+                    bytes: 16 << 10,
+                    ..coarse
+                },
+                &[
+                    (WRITE, 1, 1),
+                    (Ask::Snapshot(0), 0, 0),
+                    (WRITE, 1, 1),
+                    (Ask::Snapshot(1), 0, 0),
+                    (Ask::Discard, 4, 4),
+                    (Ask::Unsnapshot(0), 0, 0),
+                    (WRITE, 2, 1),
+                    (Ask::Unsnapshot(1), 0, 0),
+                    (WRITE, 1, 1),
+                    FLUSH,
+                ],
+            )
+        },
         Scenario::new(
             "write-zeroes that keeps space",
             Shape {

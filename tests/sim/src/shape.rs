@@ -19,6 +19,8 @@ use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
 
 use crate::content::{ZERO, bytes_of, word};
+use crate::oracle::{Found, Words};
+use crate::snapshots;
 
 /// The file that the image under test is in.
 pub const DISK: &str = "disk";
@@ -260,6 +262,26 @@ pub struct Beginning {
 }
 
 impl Beginning {
+    /// Returns the snapshots that the image has.
+    ///
+    /// # Panics
+    ///
+    /// If its snapshot table is malformed.
+    #[must_use]
+    pub fn snapshots(&self) -> Found {
+        let Some(words) = &self.snapshot else {
+            return Found::new();
+        };
+        let image = SimImage::from_bytes(&Store::default(), &self.image);
+        let listed = snapshots::of_image(&image, self.shape.bytes);
+        let listed = listed.unwrap_or_else(|error| panic!("{error}"));
+        let words: Words = words.iter().map(|&word| Some(word)).collect();
+        listed
+            .into_iter()
+            .map(|(name, _)| (name, words.clone()))
+            .collect()
+    }
+
     /// Puts the files into a world, a device with the size that it has from then on.
     pub fn install(&self, world: &SimWorld) {
         let store = world.store();

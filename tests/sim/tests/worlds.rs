@@ -110,6 +110,29 @@ fn growth_seeds_reach_every_end_and_refcount_width() {
     assert!(growths > 30, "only {growths} growths");
 }
 
+/// The seeds create and delete snapshots beside requests of every kind, and cuts show them in every state.
+#[test]
+fn snapshots_seeds_create_delete_and_cut() {
+    let (mut operations, mut beside, mut narrow) = (0, 0, 0);
+    let mut tally = Tally::default();
+    for seed in 0..64 {
+        let case = Source::Snapshots(seed).case().expect("a seed has a run");
+        let outcome = run(&case, false, &mut tally);
+        assert!(
+            outcome.failure.is_none(),
+            "snapshots {seed}: {:?}",
+            outcome.failure
+        );
+        operations += outcome.snapshots;
+        beside += u64::from(case.lanes > 1);
+        narrow += u64::from(case.shape.refcount_bits < 8);
+    }
+    assert!(operations > 100, "only {operations} operations");
+    assert!(beside > 30 && narrow > 4, "{beside} {narrow}");
+    let (with, all) = (tally.with_snapshots, tally.images.len());
+    assert!(with > 2000, "only {with} of {all} images have snapshots");
+}
+
 /// The seeds reach each transport, workers of one queue and of several, and servers that die or hand over with requests.
 #[test]
 fn ublk_seeds_reach_every_transport_and_server_end() {

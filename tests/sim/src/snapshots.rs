@@ -1,0 +1,188 @@
+//! Snapshots that a queue creates and deletes, beside the requests of all queues; and those of an image, as they are on
+//! disk.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::UNIX_EPOCH;
+
+use block::{Context, IoError};
+use qcow::format::SnapshotEntry;
+use qcow::format::header::at;
+use qcow::{QcowDisk, SnapshotError, SnapshotSelector};
+use simulator::{Profile, Random, SimImage};
+
+use crate::lane::Record;
+use crate::plan::{Ask, Case, Planned};
+use crate::run::without_errors;
+use crate::shape::{Shape, u64_at};
+
+/// An operation that ended: what was planned, when it was asked for, and its result.
+type Ended = (Planned, u64, Result<(), SnapshotError>);
+
+/// The operations of one queue, one at a time.
+#[derive(Debug)]
+pub(crate) struct Snapshotting {
+    shape: Shape,
+    record: Rc<RefCell<Record>>,
+    pub(crate) under_way: usize,
+    ended: Rc<RefCell<Vec<Ended>>>,
+}
+
+fn name_of(number: u32) -> String {
+    format!("s{number}")
+}
+
+impl Snapshotting {
+    pub(crate) fn new(shape: Shape, record: &Rc<RefCell<Record>>) -> Self {
+        Self {
+            shape,
+            record: Rc::clone(record),
+            under_way: 0,
+            ended: Rc::default(),
+        }
+    }
+
+    /// Creates the snapshot of a number, or deletes it.
+    pub(crate) fn ask(&mut self, cx: &Context, disk: &Arc<QcowDisk>, planned: Planned) {
+        self.under_way += 1;
+        let (disk, task_cx, ended) = (Arc::clone(disk), cx.clone(), Rc::clone(&self.ended));
+        let since = {
+            let mut record = self.record.borrow_mut();
+            record.note_asked(&self.shape, &planned);
+            match planned.ask {
+                Ask::Snapshot(number) => record.oracle.ask_snapshot(name_of(number)),
+                Ask::Unsnapshot(number) => {
+                    record.oracle.ask_deletion(&name_of(number));
+                }
+                _ => {}
+            }
+            record.time()
+        };
+        cx.spawn(async move {
+            let result = match planned.ask {
+                Ask::Snapshot(number) => {
+                    let created = disk.create_snapshot(&task_cx, &name_of(number), UNIX_EPOCH).await;
+                    created.map(drop)
+                }
+                Ask::Unsnapshot(number) => {
+                    let which = SnapshotSelector::Name(name_of(number));
+                    disk.delete_snapshot(&task_cx, &which).await
+                }
+                _ => Ok(()),
+            };
+            ended.borrow_mut().push((planned, since, result));
+        });
+    }
+
+    /// Notes operations that have ended. Returns true if there were any.
+    pub(crate) fn note(&mut self) -> bool {
+        let ended = std::mem::take(&mut *self.ended.borrow_mut());
+        let any = !ended.is_empty();
+        for (planned, since, result) in ended {
+            self.under_way -= 1;
+            let mut record = self.record.borrow_mut();
+            let well = result.is_ok();
+            record.snapshots += u64::from(well);
+            let expected = match (planned.ask, &result) {
+                // Of clusters of very narrow counts.
+                (Ask::Snapshot(_), Err(SnapshotError::RefcountFull { bits, .. })) => *bits < 8,
+                // Its creation failed, or is not part of the plan.
+                (Ask::Unsnapshot(number), Err(SnapshotError::NotFound(_))) => {
+                    !record.oracle.has_snapshot(&name_of(number))
+                }
+                // This machine is slow.
+                (_, Err(SnapshotError::Busy)) => true,
+                _ => false,
+            };
+            match planned.ask {
+                Ask::Snapshot(number) => record.oracle.answer_snapshot(&name_of(number), well),
+                Ask::Unsnapshot(number) => record.oracle.answer_deletion(&name_of(number), well),
+                _ => {}
+            }
+            let outcome = match result {
+                Err(error) if !expected => {
+                    if let SnapshotError::Io(error) = error {
+                        Err(error)
+                    } else {
+                        record.problem(|| format!("{planned} fails: {error}"));
+                        Err(IoError::Corrupt)
+                    }
+                }
+                _ => Ok(()),
+            };
+            record.ended(&planned, since, outcome);
+        }
+        any
+    }
+}
+
+/// The run of a seed whose disk has snapshots created and deleted while all queues go on.
+pub(crate) fn draw(seed: u64) -> Case {
+    let mut case = Case::draw(seed);
+    let random = &mut Random::new(seed.rotate_left(56));
+    // What a failed write of the header leaves is another test's: this is about what is done at once, and cuts.
+    case.profile = Profile {
+        reorder: true,
+        ..without_errors(case.profile)
+    };
+    let shape = &mut case.shape;
+    shape.cluster_bits = shape.cluster_bits.min(12);
+    shape.refcount_bits = shape.refcount_bits.max(random.pick(&[1, 2, 2, 8]));
+    if shape.device > 0 {
+        shape.device = shape.device.max(random.pick(&[shape.device, 256 << 10]));
+    }
+    if shape.v2 {
+        // Such a disk does not grow while it has snapshots.
+        let sectors = shape.bytes / simulator::SECTOR as u64;
+        case.plan.retain(|planned| {
+            !matches!(planned.ask, Ask::Grow(_)) && planned.first + planned.count <= sectors
+        });
+    }
+    case.plan.truncate(70);
+    let mut numbers: Vec<u32> = Vec::new();
+    let mut place = 0;
+    for number in 0..3 + random.below(5) as u32 {
+        place += random.below(1 + case.plan.len() as u64 / 4) as usize;
+        let ask = if !numbers.is_empty() && random.one_in(2) {
+            Ask::Unsnapshot(numbers.swap_remove(random.below(numbers.len() as u64) as usize))
+        } else {
+            numbers.push(number);
+            Ask::Snapshot(number)
+        };
+        let planned = Planned {
+            alone: random.one_in(4),
+            ..Planned::new(ask, 0, 0)
+        };
+        case.plan.insert(place.min(case.plan.len()), planned);
+        place += 1;
+    }
+    case
+}
+
+/// The snapshots of an image: the name of each, and the image with the snapshot's mapping in place of the disk's. A
+/// snapshot that does not record its size has `bytes`.
+///
+/// # Errors
+///
+/// Says which entry is malformed.
+pub(crate) fn of_image(image: &SimImage, bytes: u64) -> Result<Vec<(String, SimImage)>, String> {
+    let mut header = [0; 512];
+    image.read(0, &mut header);
+    let count = u64_at(&header, at::NB_SNAPSHOTS) >> 32;
+    let mut offset = u64_at(&header, at::SNAPSHOTS_OFFSET);
+    let mut snapshots = Vec::new();
+    for index in 0..count {
+        let mut entry = [0; 1024];
+        image.read(offset, &mut entry);
+        let malformed = |error| format!("snapshot {index} is malformed: {error}");
+        offset += SnapshotEntry::peek_len(&entry).map_err(malformed)? as u64;
+        let entry = SnapshotEntry::parse(&entry).map_err(malformed)?;
+        let mut patched = image.clone();
+        patched.patch(at::L1_TABLE_OFFSET as u64, &entry.l1_offset.bytes().to_be_bytes());
+        patched.patch(at::L1_SIZE as u64, &entry.l1_entries.to_be_bytes());
+        patched.patch(at::SIZE as u64, &entry.disk_size().unwrap_or(bytes).to_be_bytes());
+        snapshots.push((String::from_utf8_lossy(&entry.name).into_owned(), patched));
+    }
+    Ok(snapshots)
+}
