@@ -6,6 +6,10 @@ use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use vhost::VhostBackend;
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserProtocolFeatures};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+
 use crate::world::{Ended, World, exists};
 
 /// A running `ringdisk vhost-user`; killed when dropped.
@@ -175,16 +179,34 @@ fn server_serves_one_client_after_another() {
     assert_eq!(server.wait().code, Some(0));
 }
 
+/// The size in bytes of the disk that is served at a socket.
+fn capacity(world: &World, socket: &str) -> u64 {
+    let mut client = Frontend::connect(world.path(socket), 1).expect("a connection");
+    client.set_owner().expect("SET_OWNER");
+    client.get_features().expect("GET_FEATURES");
+    client
+        .set_protocol_features(VhostUserProtocolFeatures::CONFIG)
+        .expect("SET_PROTOCOL_FEATURES");
+    // The capacity in sectors is the first field.
+    let answer = client.get_config(0, 8, VhostUserConfigFlags::WRITABLE, &[0; 8]);
+    let bytes = answer.expect("GET_CONFIG").1;
+    u64::from_le_bytes(bytes.try_into().expect("eight bytes")) * 512
+}
+
 #[test]
 fn disks_and_sockets_pair_up_in_order() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
-    world.sparse_file("b.img", 1 << 20);
+    world.sparse_file("b.img", 2 << 20);
     let disks = [
         ("sa", "path=a.qcow2"),
         ("sb", "path=b.img,image_type=raw,serial=second"),
     ];
     let mut server = Server::start(&world, &disks);
+    assert_eq!(
+        ["sa", "sb"].map(|name| capacity(&world, name)),
+        [1 << 20, 2 << 20]
+    );
     server.signal("TERM");
     assert_eq!(server.wait().code, Some(0));
     assert!(!exists(&world.path("sa")) && !exists(&world.path("sb")));
