@@ -34,7 +34,7 @@ impl ScratchCopies {
     ///
     /// # Safety
     ///
-    /// As for [`Driver::push`], until this returns.
+    /// As for [`Driver::push`](super::driver::Driver::push), until this returns.
     unsafe fn moved(&mut self, op: &KernelOp, fixed: FixedOp) -> Result<i32, i32> {
         if op.slice_count != 1 {
             return Err(libc::EINVAL);
