@@ -18,13 +18,14 @@
 //! [`Refcounts::set`](super::refcounts::Refcounts::set) clears it.
 
 mod known;
+mod paged_bits;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
 
 use known::Known;
-use rustc_hash::FxHashMap;
+use paged_bits::{PAGE_BYTES, PagedBits};
 
 use crate::format::references::{Reference, references};
 use crate::format::{
@@ -104,33 +105,25 @@ impl fmt::Display for Exposure {
     }
 }
 
-/// Facts about 64 neighbouring host clusters besides structures, a bit for each.
-#[derive(Clone, Copy, Debug, Default)]
+/// The known use of 64 neighbouring host clusters besides structures, a bit for each.
+#[derive(Clone, Copy, Debug)]
 struct Word {
+    /// The first cluster's number / 64.
+    key: u64,
     /// An entry that was loaded refers to it.
     mapped: u64,
     /// The allocator handed it out since the image was opened.
     given: u64,
+    /// It is a structure.
+    structures: u64,
 }
 
-impl Word {
-    fn is_empty(self) -> bool {
-        self.mapped | self.given == 0
-    }
-}
-
-/// The number of words that are always allowed: some MiB of them.
-const WORDS_MIN: usize = 28 << 10;
-/// The largest number of words of slices that were seen.
-const SEEN_MAX: usize = 448 << 10;
-
-/// Returns the number of entries of a hash map that takes about `memory` bytes: its places are a power of two, and an
-/// eighth of them stays free.
-fn entries_in(memory: u64, entry_bytes: usize) -> usize {
-    let places = usize::try_from(memory).unwrap_or(usize::MAX) / (entry_bytes + 1);
-    let places = 1 << places.max(1).ilog2();
-    places / 8 * 7
-}
+/// The share of the table cache that pages of known uses may take: one part in this many.
+pub(crate) const CACHE_PARTS: u64 = 4;
+/// The number of pages of known uses that is always allowed: a quarter of a MiB of them.
+const PAGES_MIN: usize = 448;
+/// The largest number of pages of slices that were seen.
+const SEEN_PAGES_MAX: usize = 7 << 10;
 
 /// The known use of the host clusters of an image that is written.
 #[derive(Clone, Debug, Default)]
@@ -138,12 +131,20 @@ pub(crate) struct UseMap {
     /// True if the image is written at all; otherwise nothing is kept and everything is admitted.
     watching: bool,
     clusters: Known,
-    /// By cluster / 64.
-    words: FxHashMap<u64, Word>,
-    /// Past this number, clusters of the mapping are no longer recorded; structures always are.
-    words_max: usize,
-    /// L2 slices that were loaded or made since the image was opened, by slice / 64.
-    seen: FxHashMap<u64, u64>,
+    /// The clusters that an entry that was loaded refers to.
+    mapped: PagedBits,
+    /// The clusters that the allocator handed out since the image was opened.
+    given: PagedBits,
+    /// Past this number of pages, clusters of the mapping are no longer recorded; structures always are.
+    pages_max: usize,
+    /// L2 slices that were loaded or made since the image was opened.
+    seen: PagedBits,
+}
+
+/// Returns the number of pages of known uses beside a table cache.
+fn pages_max(cache_bytes: u64) -> usize {
+    let bytes = usize::try_from(cache_bytes / CACHE_PARTS).unwrap_or(usize::MAX);
+    (bytes / PAGE_BYTES).max(PAGES_MIN)
 }
 
 fn place(index: u64) -> (u64, u64) {
@@ -152,7 +153,7 @@ fn place(index: u64) -> (u64, u64) {
 
 impl UseMap {
     /// Gathers the structures of an image as it is on disk. Entries that do not decode are skipped. Records of the
-    /// mapping may take about `memory` bytes.
+    /// mapping take their share of a table cache of `cache_bytes` at most.
     ///
     /// # Errors
     ///
@@ -162,12 +163,12 @@ impl UseMap {
         l1: &[L1Entry],
         table: &[RefcountTableEntry],
         guarded: &[Reference],
-        memory: u64,
+        cache_bytes: u64,
     ) -> Result<Self, StructureError> {
         let geometry = header.geometry();
         let mut uses = Self {
             watching: true,
-            words_max: entries_in(memory, size_of::<(u64, Word)>()).max(WORDS_MIN),
+            pages_max: pages_max(cache_bytes),
             ..Self::default()
         };
         let blocks = || references(table.iter().copied(), &geometry).map(|(_, _, block)| block);
@@ -199,6 +200,16 @@ impl UseMap {
             }
         }
         Ok(uses)
+    }
+
+    /// Returns a map without structures, for an image whose table cache has `cache_bytes`.
+    #[cfg(test)]
+    pub(crate) fn without_structures(cache_bytes: u64) -> Self {
+        Self {
+            watching: true,
+            pages_max: pages_max(cache_bytes),
+            ..Self::default()
+        }
     }
 
     /// Looks for overlapping structures before the refcounts are rebuilt: the refcount structures are left out.
@@ -265,15 +276,14 @@ impl UseMap {
     /// Records that a cluster counts zero now: it has no use any more.
     pub(crate) fn freed(&mut self, cluster: HostCluster) {
         self.clusters.remove(cluster);
-        let (key, bit) = place(cluster.index());
-        let Some(word) = self.words.get_mut(&key) else {
-            return;
-        };
-        word.mapped &= !bit;
-        word.given &= !bit;
-        if word.is_empty() {
-            self.words.remove(&key);
-        }
+        self.mapped.remove(cluster.index());
+        self.given.remove(cluster.index());
+    }
+
+    /// Returns the memory that all of this takes, in bytes.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        let pages = self.mapped.pages() + self.given.pages() + self.seen.pages();
+        pages * PAGE_BYTES + self.clusters.memory_bytes()
     }
 
     /// Returns the structure that a cluster is part of.
@@ -298,35 +308,32 @@ impl UseMap {
                 by: structure,
             });
         }
-        let (key, bit) = place(cluster.index());
-        match self.words.get(&key) {
-            Some(word) if (word.mapped | word.given) & bit != 0 => Err(InUse {
+        if self.mapped.contains(cluster.index()) || self.given.contains(cluster.index()) {
+            return Err(InUse {
                 cluster,
                 by: ClusterUse::GuestData,
-            }),
-            _ => Ok(()),
+            });
         }
+        Ok(())
     }
 
     /// Records that the allocator has handed out a cluster.
     pub(crate) fn given(&mut self, cluster: HostCluster) {
-        self.note(cluster, |word, bit| word.given |= bit);
+        if self.watching {
+            let (key, bit) = place(cluster.index());
+            let grows = self.may_grow();
+            self.given.add(key, bit, grows);
+        }
     }
 
-    fn note(&mut self, cluster: HostCluster, set: impl FnOnce(&mut Word, u64)) {
-        let (key, bit) = place(cluster.index());
-        if !self.watching {
-        } else if self.words.len() < self.words_max {
-            set(self.words.entry(key).or_default(), bit);
-        } else if let Some(word) = self.words.get_mut(&key) {
-            set(word, bit);
-        }
+    /// Returns true if another page of known uses is allowed.
+    fn may_grow(&self) -> bool {
+        self.mapped.pages() + self.given.pages() < self.pages_max
     }
 
     /// Returns true if an L2 slice was in memory before and its entries were checked then.
     pub(crate) fn has_seen(&self, slice: u64) -> bool {
-        let (key, bit) = place(slice);
-        self.seen.get(&key).is_some_and(|word| word & bit != 0)
+        self.seen.contains(slice)
     }
 
     /// Records that an L2 slice is in memory. Returns true if it was before. When very many have been, all the others
@@ -336,13 +343,9 @@ impl UseMap {
             return true;
         }
         let (key, bit) = place(slice);
-        if self.seen.len() >= SEEN_MAX && !self.seen.contains_key(&key) {
-            return true;
-        }
-        let word = self.seen.entry(key).or_default();
-        let before = *word & bit != 0;
-        *word |= bit;
-        before
+        let grows = self.seen.pages() < SEEN_PAGES_MAX;
+        let before = self.seen.add(key, bit, grows);
+        before.is_none_or(|before| before & bit != 0)
     }
 
     /// Checks the entries of an L2 slice that has been read, before anything uses them. Returns those that point to
@@ -356,19 +359,20 @@ impl UseMap {
         }
         // Only entries of slices in memory refer to clusters handed out since, so an older entry cannot mean one.
         let is_old = !self.saw_slice(slice);
-        let mut current = (u64::MAX, Word::default());
-        let mut structures = 0;
+        let mut current: Option<Word> = None;
         let entries = L2Table::new(bytes, geometry).iter();
         for (index, entry, data) in references(entries, geometry) {
             for cluster in data.clusters(geometry) {
                 let (key, bit) = place(cluster.index());
-                if current.0 != key {
-                    self.put_mapped(current);
-                    current = (key, self.words.get(&key).copied().unwrap_or_default());
-                    structures = self.clusters.bits(key);
-                }
-                let word = &mut current.1;
-                let structure = (structures & bit != 0).then(|| self.find(cluster)).flatten();
+                let word = match &mut current {
+                    Some(word) if word.key == key => word,
+                    _ => {
+                        self.put_mapped(current);
+                        current.insert(self.word(key))
+                    }
+                };
+                let is_structure = word.structures & bit != 0;
+                let structure = is_structure.then(|| self.find(cluster)).flatten();
                 let reason = if let Some(structure) = structure {
                     Exposure::Structure(structure)
                 } else if is_old && word.given & bit != 0 {
@@ -391,12 +395,19 @@ impl UseMap {
         exposed
     }
 
-    fn put_mapped(&mut self, (key, word): (u64, Word)) {
-        if word.mapped == 0 {
-        } else if self.words.len() < self.words_max {
-            self.words.insert(key, word);
-        } else if let Some(place) = self.words.get_mut(&key) {
-            *place = word;
+    fn word(&self, key: u64) -> Word {
+        Word {
+            key,
+            mapped: self.mapped.word(key),
+            given: self.given.word(key),
+            structures: self.clusters.bits(key),
+        }
+    }
+
+    fn put_mapped(&mut self, word: Option<Word>) {
+        if let Some(word) = word.filter(|word| word.mapped != 0) {
+            let grows = self.may_grow();
+            self.mapped.add(word.key, word.mapped, grows);
         }
     }
 }

@@ -10,6 +10,8 @@
 //! - once the metadata was found corrupt no change of the mapping is planned any more, and a slice with a refused
 //!   entry ([`L2Entry::REFUSED`]) is never written.
 
+#[cfg(test)]
+mod cache_tests;
 pub(crate) mod clear;
 pub(crate) mod cluster_use;
 pub(crate) mod free_runs;

@@ -14,6 +14,9 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::invariant::invariant;
 
+/// The least number of slices that a cache keeps.
+const SLICES_MIN: usize = 16;
+
 /// One cached slice.
 #[derive(Debug)]
 pub(crate) struct Slice {
@@ -37,6 +40,9 @@ pub(crate) struct SliceCache {
     free: Vec<u32>,
     hand: usize,
     slice_bytes: usize,
+    /// The number of slices that the cache was given room for.
+    budget_max: usize,
+    /// The number of slices to keep: less, if some of the room is left to others.
     budget: usize,
     dirty: FxHashSet<u64>,
     loading: SingleFlight<u64>,
@@ -46,13 +52,15 @@ impl SliceCache {
     /// Creates an empty cache for slices of `slice_bytes`, which keeps about `budget_bytes` of them.
     pub(crate) fn new(slice_bytes: usize, budget_bytes: u64) -> Self {
         let budget = usize::try_from(budget_bytes).unwrap_or(usize::MAX) / slice_bytes;
+        let budget = budget.max(SLICES_MIN);
         Self {
             index: FxHashMap::default(),
             slots: Vec::new(),
             free: Vec::new(),
             hand: 0,
             slice_bytes,
-            budget: budget.max(16),
+            budget_max: budget,
+            budget,
             dirty: FxHashSet::default(),
             loading: SingleFlight::default(),
         }
@@ -60,7 +68,18 @@ impl SliceCache {
 
     /// Returns an empty cache of the same size.
     pub(crate) fn emptied(&self) -> Self {
-        Self::new(self.slice_bytes, (self.budget * self.slice_bytes) as u64)
+        Self::new(self.slice_bytes, (self.budget_max * self.slice_bytes) as u64)
+    }
+
+    /// Returns the number of slices that the cache was given room for.
+    pub(crate) fn budget_max(&self) -> usize {
+        self.budget_max
+    }
+
+    /// Leaves `bytes` of the room to others, but half of it at most.
+    pub(crate) fn leave_room(&mut self, bytes: usize) {
+        let left = bytes.div_ceil(self.slice_bytes).min(self.budget_max / 2);
+        self.budget = (self.budget_max - left).max(SLICES_MIN);
     }
 
     pub(crate) fn slice_bytes(&self) -> usize {
@@ -337,6 +356,24 @@ mod tests {
             cache.insert(key, slice(5), false);
         }
         assert!((0..=8).all(|key| !cache.contains(key)));
+    }
+
+    #[test]
+    fn slice_cache_leaves_room_to_others_but_half_at_most() {
+        let mut cache = SliceCache::new(512, 64 * 512);
+        let fill = |cache: &mut SliceCache, from: u64| {
+            for key in from..from + 100 {
+                cache.insert(key, slice(1), false);
+            }
+            cache.index.len()
+        };
+        assert_eq!(fill(&mut cache, 0), 64);
+        cache.leave_room(10 * 512 - 1);
+        assert_eq!(fill(&mut cache, 100), 54);
+        cache.leave_room(1 << 30);
+        assert_eq!(fill(&mut cache, 200), 32);
+        cache.leave_room(0);
+        assert_eq!(fill(&mut cache, 300), 64);
     }
 
     #[test]

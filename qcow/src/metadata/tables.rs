@@ -160,9 +160,23 @@ impl Metadata {
         if !self.fresh_tables.contains(&l1_index) {
             return Err(Blocked::LoadL2(slice));
         }
-        self.l2.insert(slice, vec![0; self.l2.slice_bytes()].into(), true);
         self.refcounts.uses.saw_slice(slice);
+        self.share_cache();
+        self.l2.insert(slice, vec![0; self.l2.slice_bytes()].into(), true);
         Ok(slice)
+    }
+
+    /// Leaves the memory of the known uses of clusters out of the table cache, unless there is room for every slice of
+    /// the image anyway.
+    fn share_cache(&mut self) {
+        let slices = self.table_slices(self.l1.len()).start;
+        let holds_all = slices <= self.l2.budget_max() as u64;
+        let taken = if holds_all {
+            0
+        } else {
+            self.refcounts.uses.memory_bytes()
+        };
+        self.l2.leave_room(taken);
     }
 
     fn new_table(&mut self, l1_index: usize) -> Result<(), Blocked> {
@@ -223,6 +237,7 @@ impl Metadata {
         );
         let run = self.refcounts.allocate(1)?;
         self.set_table(l1_index, run.first);
+        self.share_cache();
         for (slice, bytes) in self
             .table_slices(l1_index)
             .zip(table.chunks_exact(self.l2.slice_bytes()))
@@ -241,11 +256,13 @@ impl Metadata {
     /// once, and [`Metadata::check_slice`] checks it again before anything is written through it.
     pub(crate) fn adopt_slice(&mut self, slice: u64, mut bytes: Box<[u8]>) -> Vec<Exposed> {
         if !self.corrupt && self.refcounts.uses.has_seen(slice) {
+            self.share_cache();
             self.l2.insert_unchecked(slice, bytes);
             return Vec::new();
         }
         let exposed = self.refcounts.uses.admit(&self.geometry, slice, &bytes);
         self.corrupt |= refuse(&self.geometry, &mut bytes, &exposed);
+        self.share_cache();
         self.l2.insert(slice, bytes, false);
         exposed
     }

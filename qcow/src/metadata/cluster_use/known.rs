@@ -57,6 +57,15 @@ impl Known {
         }
     }
 
+    /// Returns the memory of the list and of the changes since, in bytes.
+    pub(super) fn memory_bytes(&self) -> usize {
+        // A hash map has an eighth more places than its capacity, and a byte beside each.
+        let places = |capacity: usize, entry: usize| (capacity * 8).div_ceil(7) * (entry + 1);
+        self.sorted.capacity() * size_of::<Packed>()
+            + places(self.changes.capacity(), size_of::<(u64, Change)>())
+            + places(self.made.capacity(), size_of::<(HostCluster, ClusterUse)>())
+    }
+
     /// Adds a cluster, in any order; [`Known::sort`] makes it known.
     pub(super) fn push(&mut self, structure: ClusterUse, cluster: HostCluster) {
         self.sorted.push(Packed::new(cluster, structure));
