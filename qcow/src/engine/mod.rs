@@ -45,6 +45,7 @@ use block::sync::{
     RwLock as ShardedLock, RwLockReadGuard as ShardedLockReadGuard, RwLockWriteGuard as ShardedLockWriteGuard,
 };
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, OpenQueueError};
+use crossbeam_utils::CachePadded;
 #[cfg(not(shuttle))]
 use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
 
@@ -89,9 +90,10 @@ pub(crate) struct Shared {
     size_bytes: AtomicU64,
     pub(crate) epochs: Arc<Epochs>,
     metadata: ShardedLock<Metadata>,
-    rounds: Mutex<Rounds>,
-    freeing: Mutex<Freeing>,
-    background: Mutex<Background>,
+    // Apart from each other and from the fields above, which each request reads.
+    rounds: CachePadded<Mutex<Rounds>>,
+    freeing: CachePadded<Mutex<Freeing>>,
+    background: CachePadded<Mutex<Background>>,
     header: header::HeaderWriter,
     /// Announcements to other programs before the image changes.
     announcements: announce::Announcements,
@@ -200,9 +202,9 @@ impl QcowDisk {
             size_bytes: AtomicU64::new(parts.metadata.size_bytes & !511),
             epochs: Epochs::new(),
             metadata: ShardedLock::new(parts.metadata),
-            rounds: Mutex::default(),
-            freeing: Mutex::default(),
-            background: Mutex::default(),
+            rounds: CachePadded::default(),
+            freeing: CachePadded::default(),
+            background: CachePadded::default(),
             header: header::HeaderWriter::new(parts.header),
             announcements: announce::Announcements::new(parts.announcement),
             changes: turn::Turns::default(),
