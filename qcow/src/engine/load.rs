@@ -8,11 +8,12 @@ use std::task::Poll;
 use block::IoError;
 #[cfg(feature = "canary")]
 use block::canary::{Rule, broken};
+use block::sync::WaitList;
 
 use super::{Queue, Shared, corrupt};
 use crate::format::{GuestOffset, HostOffset};
 use crate::metadata::refcounts::Stuck;
-use crate::metadata::{Blocked, Extent, Lookup};
+use crate::metadata::{Blocked, Extent, Lookup, Metadata};
 
 #[derive(Clone, Copy, Debug)]
 enum Kind {
@@ -25,17 +26,30 @@ struct LoadGuard {
     shared: Arc<Shared>,
     kind: Kind,
     slice: u64,
+    ended: bool,
+}
+
+impl LoadGuard {
+    /// Ends the load under a lock that is held anyway. Returns its waiters; drop the list without the lock.
+    fn end(&mut self, metadata: &mut Metadata) -> WaitList {
+        self.ended = true;
+        match self.kind {
+            Kind::L2 => metadata.l2.end_load(self.slice),
+            Kind::Refcounts => metadata.refcounts.slices.end_load(self.slice),
+        }
+    }
 }
 
 impl Drop for LoadGuard {
     fn drop(&mut self) {
-        let Ok(mut metadata) = self.shared.write() else {
+        if self.ended {
+            return;
+        }
+        let shared = Arc::clone(&self.shared);
+        let Ok(mut metadata) = shared.write() else {
             return;
         };
-        let waiters = match self.kind {
-            Kind::L2 => metadata.l2.end_load(self.slice),
-            Kind::Refcounts => metadata.refcounts.slices.end_load(self.slice),
-        };
+        let waiters = self.end(&mut metadata);
         drop(metadata);
         drop(waiters);
     }
@@ -154,10 +168,11 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
     .await
     .map_err(|error| failed(queue, error))?;
     let Some(offset) = place else { return Ok(()) };
-    let guard = LoadGuard {
+    let mut guard = LoadGuard {
         shared: Arc::clone(shared),
         kind,
         slice,
+        ended: false,
     };
     let len = shared.geometry.cluster_size().min(4096) as usize;
     let bytes = {
@@ -165,9 +180,9 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
         let _held = broken(Rule::LockAcrossAwait).then(|| shared.read());
         queue.file.read_at(offset.bytes(), len).await?
     };
-    let exposed = {
+    let (exposed, waiters) = {
         let mut metadata = shared.write()?;
-        match kind {
+        let exposed = match kind {
             // The table may have been replaced meanwhile; then these bytes belong to another structure.
             Kind::L2 if metadata.slice_offset(slice) == Ok(Some(offset)) => {
                 metadata.adopt_slice(slice, (*bytes).into())
@@ -177,9 +192,10 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
                 Vec::new()
             }
             _ => Vec::new(),
-        }
+        };
+        (exposed, guard.end(&mut metadata))
     };
-    drop(guard);
+    drop(waiters);
     if !exposed.is_empty() {
         // The caller may need another entry of the slice, which is still valid.
         corrupt::exposed(queue, offset, &exposed);
