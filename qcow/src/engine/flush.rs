@@ -170,7 +170,7 @@ async fn write_places(queue: &Rc<Queue>, mut places: Vec<Place>) -> Result<(), I
             {
                 list.extend_from_slice(&bytes);
             }
-            _ => joined.push((offset, bytes.into_vec())),
+            _ => joined.push((offset, bytes.to_vec())),
         }
     }
     let mut parts = Vec::new();

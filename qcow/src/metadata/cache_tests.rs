@@ -39,7 +39,7 @@ fn load(metadata: &mut Metadata, slices: u64) -> u64 {
             let cluster = (1 + slice) * 4096 + index as u64;
             entries.set(index, L2Entry::data(HostOffset::new(cluster * CLUSTER), true));
         }
-        assert!(metadata.adopt_slice(slice, bytes).is_empty());
+        assert!(metadata.adopt_slice(slice, bytes.into()).is_empty());
     }
     (0..slices).filter(|&slice| metadata.l2.contains(slice)).count() as u64
 }

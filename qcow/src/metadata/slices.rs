@@ -6,6 +6,7 @@
 //!
 //! Invariant: a slice that is dirty, being written back or pinned is never dropped.
 
+use std::sync::Arc;
 use std::task::Waker;
 
 use block::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +22,8 @@ const SLICES_MIN: usize = 16;
 #[derive(Debug)]
 pub(crate) struct Slice {
     key: u64,
-    data: Box<[u8]>,
+    /// Shared with a write-back set while that is being written; a change copies it then.
+    data: Arc<[u8]>,
     dirty: bool,
     /// Part of a write-back that has not ended.
     flushing: bool,
@@ -108,7 +110,7 @@ impl SliceCache {
         if std::mem::replace(&mut slice.checked, true) {
             return None;
         }
-        Some(&mut slice.data)
+        Some(Arc::make_mut(&mut slice.data))
     }
 
     #[inline]
@@ -142,20 +144,20 @@ impl SliceCache {
             slice.dirty = true;
             self.dirty.insert(key);
         }
-        Some(&mut slice.data)
+        Some(Arc::make_mut(&mut slice.data))
     }
 
     /// Inserts a slice, clean or dirty, unless it is cached already. Makes room first if possible.
-    pub(crate) fn insert(&mut self, key: u64, data: Box<[u8]>, dirty: bool) {
+    pub(crate) fn insert(&mut self, key: u64, data: Arc<[u8]>, dirty: bool) {
         self.put(key, data, dirty, true);
     }
 
     /// Inserts a slice as [`SliceCache::insert`] does, clean and unchecked.
-    pub(crate) fn insert_unchecked(&mut self, key: u64, data: Box<[u8]>) {
+    pub(crate) fn insert_unchecked(&mut self, key: u64, data: Arc<[u8]>) {
         self.put(key, data, false, false);
     }
 
-    fn put(&mut self, key: u64, data: Box<[u8]>, dirty: bool, checked: bool) {
+    fn put(&mut self, key: u64, data: Arc<[u8]>, dirty: bool, checked: bool) {
         invariant!(
             data.len() == self.slice_bytes,
             "slice {key} has {} bytes",
@@ -270,8 +272,9 @@ impl SliceCache {
         self.dirty.len() > self.budget / 2
     }
 
-    /// Takes copies of all dirty slices, in order of their numbers, and marks them as being written.
-    pub(crate) fn copy_dirty(&mut self) -> Vec<(u64, Box<[u8]>)> {
+    /// Takes all dirty slices as they are now, in order of their numbers, and marks them as being written. No byte is
+    /// copied: the lock that the caller holds keeps all queues from their requests.
+    pub(crate) fn take_dirty(&mut self) -> Vec<(u64, Arc<[u8]>)> {
         let mut keys: Vec<u64> = self.dirty.drain().collect();
         keys.sort_unstable();
         let mut copies = Vec::with_capacity(keys.len());
@@ -284,7 +287,7 @@ impl SliceCache {
             if let Some(slice) = self.slot_mut(key) {
                 slice.dirty = false;
                 slice.flushing = true;
-                copies.push((key, slice.data.clone()));
+                copies.push((key, Arc::clone(&slice.data)));
             }
         }
         copies
@@ -324,8 +327,8 @@ impl SliceCache {
 mod tests {
     use super::*;
 
-    fn slice(byte: u8) -> Box<[u8]> {
-        vec![byte; 512].into_boxed_slice()
+    fn slice(byte: u8) -> Arc<[u8]> {
+        vec![byte; 512].into()
     }
 
     #[test]
@@ -345,7 +348,7 @@ mod tests {
             "dirty and pinned slices stay"
         );
         cache.unpin(8);
-        let copies = cache.copy_dirty();
+        let copies = cache.take_dirty();
         assert_eq!(copies.len(), 8);
         for key in 200..300 {
             cache.insert(key, slice(4), false);
@@ -394,21 +397,38 @@ mod tests {
         let mut cache = SliceCache::new(512, 1 << 20);
         cache.insert(1, slice(1), true);
         cache.insert(2, slice(1), true);
-        let copies = cache.copy_dirty();
+        let copies = cache.take_dirty();
         cache.get_mut(1).expect("cached")[0] = 9;
         cache.end_flush(copies.iter().map(|copy| copy.0), false);
-        assert_eq!(cache.copy_dirty().len(), 2);
+        assert_eq!(cache.take_dirty().len(), 2);
     }
 
     #[test]
     fn slice_changed_during_write_back_stays_dirty() {
         let mut cache = SliceCache::new(512, 1 << 20);
         cache.insert(1, slice(1), true);
-        let copies = cache.copy_dirty();
+        let copies = cache.take_dirty();
         cache.get_mut(1).expect("cached")[0] = 9;
         cache.end_flush(copies.iter().map(|copy| copy.0), true);
         assert_eq!(copies[0].1[0], 1);
-        assert_eq!(cache.copy_dirty()[0].1[0], 9);
+        assert_eq!(cache.take_dirty()[0].1[0], 9);
+    }
+
+    #[test]
+    fn take_dirty_copies_no_slice_that_stays_as_it_is() {
+        let mut cache = SliceCache::new(512, 1 << 20);
+        cache.insert(1, slice(1), true);
+        cache.insert(2, slice(1), true);
+        let place = |cache: &SliceCache, key| cache.peek(key).map(<[u8]>::as_ptr);
+        let (first, second) = (place(&cache, 1), place(&cache, 2));
+        let taken = cache.take_dirty();
+        assert_eq!(Some(taken[0].1.as_ptr()), first);
+        cache.get_mut(2).expect("cached")[0] = 9;
+        assert_eq!(place(&cache, 1), first);
+        assert_ne!(place(&cache, 2), second, "it was changed meanwhile");
+        drop(taken);
+        cache.get_mut(1).expect("cached")[0] = 9;
+        assert_eq!(place(&cache, 1), first, "nobody else has it any more");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! ([`L2Entry::REFUSED`]) is never written.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::task::Waker;
 
 use block::IoError;
@@ -254,14 +255,14 @@ impl Metadata {
     ///
     /// In an image that is sound so far, a slice that comes back is as it was when it was checked. Reads use it at
     /// once, and [`Metadata::check_slice`] checks it again before anything is written through it.
-    pub(crate) fn adopt_slice(&mut self, slice: u64, mut bytes: Box<[u8]>) -> Vec<Exposed> {
+    pub(crate) fn adopt_slice(&mut self, slice: u64, mut bytes: Arc<[u8]>) -> Vec<Exposed> {
         if !self.corrupt && self.refcounts.uses.has_seen(slice) {
             self.share_cache();
             self.l2.insert_unchecked(slice, bytes);
             return Vec::new();
         }
         let exposed = self.refcounts.uses.admit(&self.geometry, slice, &bytes);
-        self.corrupt |= refuse(&self.geometry, &mut bytes, &exposed);
+        self.corrupt |= refuse(&self.geometry, Arc::make_mut(&mut bytes), &exposed);
         self.share_cache();
         self.l2.insert(slice, bytes, false);
         exposed

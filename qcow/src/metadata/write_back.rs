@@ -1,6 +1,9 @@
-//! The write-back set of a FLUSH: copies of everything dirty, as it was at one instant.
+//! The write-back set of a FLUSH: everything dirty, as it was at one instant.
 //!
-//! It is taken under the lock and written without it. Changes made meanwhile are dirty for the next FLUSH.
+//! It is taken under the lock and written without it. A slice is shared with the cache until it is changed again;
+//! changes made meanwhile are dirty for the next FLUSH.
+
+use std::sync::Arc;
 
 use super::cluster_use::UseMap;
 use super::refcounts::{Refcounts, TablePlace};
@@ -11,7 +14,7 @@ use crate::format::{ClusterUse, Geometry, HostOffset};
 use crate::invariant::invariant;
 
 /// Bytes and their offset in the file.
-pub(crate) type Place = (HostOffset, Box<[u8]>);
+pub(crate) type Place = (HostOffset, Arc<[u8]>);
 
 /// A write-back set: everything that was dirty.
 #[derive(Debug, Default)]
@@ -19,7 +22,7 @@ pub(crate) struct WriteBackSet {
     /// Refcount blocks that the table on disk does not point at, whole.
     pub(crate) new_blocks: Vec<Place>,
     /// The whole refcount table, if it has moved, and its new place.
-    pub(crate) moved_table: Option<(TablePlace, Box<[u8]>)>,
+    pub(crate) moved_table: Option<(TablePlace, Arc<[u8]>)>,
     /// Slices of refcount blocks, and parts of the refcount table.
     pub(crate) refcounts: Vec<Place>,
     /// L2 tables that the L1 table on disk does not point at, whole.
@@ -109,19 +112,20 @@ fn sorted<T: Ord + Copy>(set: impl Iterator<Item = T>) -> Vec<T> {
 }
 
 /// Gathers the slices of one table into the whole table; missing slices are zeros.
-fn whole(cluster_size: usize, first: u64, slices: &[(u64, Box<[u8]>)]) -> Box<[u8]> {
-    let mut bytes = vec![0; cluster_size].into_boxed_slice();
+fn whole(cluster_size: usize, first: u64, slices: &[(u64, Arc<[u8]>)]) -> Arc<[u8]> {
+    let mut shared: Arc<[u8]> = std::iter::repeat_n(0, cluster_size).collect();
+    let bytes = Arc::make_mut(&mut shared);
     for (key, slice) in slices {
         let at = (key - first) as usize * slice.len();
         if let Some(place) = bytes.get_mut(at..at + slice.len()) {
             place.copy_from_slice(slice);
         }
     }
-    bytes
+    shared
 }
 
 /// Returns the part of sorted `copies` whose keys lie in `range`.
-fn within(copies: &[(u64, Box<[u8]>)], range: std::ops::Range<u64>) -> &[(u64, Box<[u8]>)] {
+fn within(copies: &[(u64, Arc<[u8]>)], range: std::ops::Range<u64>) -> &[(u64, Arc<[u8]>)] {
     let start = copies.partition_point(|copy| copy.0 < range.start);
     let end = copies.partition_point(|copy| copy.0 < range.end);
     copies.get(start..end).unwrap_or_default()
@@ -140,7 +144,7 @@ impl Metadata {
         invariant!(!self.flushing, "two write-back sets at once");
         self.flushing = true;
 
-        let copies = self.l2.copy_dirty();
+        let copies = self.l2.take_dirty();
         // Snapshots would see the change; and a slice without a table has no place.
         invariant!(
             copies
@@ -266,7 +270,7 @@ impl Metadata {
 
 impl Refcounts {
     fn add_dirty(&mut self, set: &mut WriteBackSet, cluster_size: usize) {
-        let copies = self.slices.copy_dirty();
+        let copies = self.slices.take_dirty();
         invariant!(
             copies
                 .iter()
