@@ -3,8 +3,9 @@
 use std::io::IsTerminal;
 use std::str::FromStr;
 
-use tracing_subscriber::EnvFilter;
-use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::error::CommandFailure;
 
@@ -35,12 +36,14 @@ pub fn start(option: Option<&str>) -> Result<(), CommandFailure> {
     if let Some(word) = text.split(',').find(|word| is_unknown_level(word)) {
         return Err(wrong(&format_args!("there is no level `{word}`")));
     }
-    let filter = EnvFilter::try_new(text).map_err(|error| wrong(&error))?;
-    // A second start, as in tests, keeps the first one's filter.
-    let started = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let filter = Targets::from_str(text).map_err(|error| wrong(&error))?;
+    let printed = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
+        .with_ansi(std::io::stderr().is_terminal());
+    // A second start, as in tests, keeps the first one's filter.
+    let started = tracing_subscriber::registry()
+        .with(printed)
+        .with(filter)
         .try_init();
     if started.is_err() {
         tracing::debug!("logging was already started");
@@ -48,7 +51,7 @@ pub fn start(option: Option<&str>) -> Result<(), CommandFailure> {
     Ok(())
 }
 
-/// Returns true for a word that is neither a level nor part of a pair or of a filter by span.
+/// Returns true for a word that is neither a level nor part of a pair.
 fn is_unknown_level(word: &str) -> bool {
     let plain = word
         .bytes()
