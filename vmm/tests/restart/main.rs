@@ -7,6 +7,7 @@ mod descriptor;
 mod idle;
 mod kill;
 mod limits;
+mod memory;
 mod peers;
 mod server;
 mod space;

@@ -1,0 +1,68 @@
+//! The memory of a server, before a client has come and after reads all over a disk of one tebibyte.
+
+use std::time::{Duration, Instant};
+
+use crate::client::{BLOCK, Client};
+use crate::server::{Server, World};
+
+/// The disk: its tables are four times the cache.
+const DISK_BYTES: usize = 1 << 40;
+/// The table cache in KiB, as `--disk` has it below.
+const CACHE_KIB: u64 = 32 << 10;
+/// The guest bytes that a cached slice of a table maps.
+const SLICE_SPAN: usize = 512 << 16;
+
+/// The memory of a server that its program file does not hold, in KiB: what it has allocated and written to. The pages of
+/// the program are left out, because a build for tests has more of them.
+fn private_kib(server: &Server) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("its status");
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let number = line.and_then(|rest| rest.trim().strip_suffix(" kB"));
+    number
+        .and_then(|number| number.parse().ok())
+        .unwrap_or_else(|| panic!("RssAnon in {status}"))
+}
+
+/// The server keeps its table cache within `l2_cache=`, and what guards the writes with it.
+#[test]
+#[expect(clippy::print_stdout, reason = "what cannot run here is said and counted")]
+fn server_memory_stays_within_its_bounds() {
+    if std::env::var_os("ASAN_OPTIONS").is_some() {
+        println!("cannot run here: the memory of a server, because AddressSanitizer adds its own");
+        return;
+    }
+    let world = World::new("cluster_size=65536,preallocation=metadata", DISK_BYTES);
+    let disk = "path=disk.qcow2,l2_cache=32M,poll_us=0";
+    let server = world.serve_disk(&["env", "--default-signal"], disk, &[]);
+    let mut client = Client::new(DISK_BYTES / BLOCK, false);
+    client.connect(&world.path("socket"));
+    client.submit(crate::client::Ask::Read, 0);
+    client.drain();
+    let idle = private_kib(&server);
+
+    // Each slice twice, in an order that the cache is no help for.
+    let slices = DISK_BYTES / SLICE_SPAN;
+    let deadline = Instant::now() + Duration::from_secs(120);
+    for read in 0..2 * slices {
+        let slice = read * 7919 % slices;
+        while !client.submit(crate::client::Ask::Read, slice * (SLICE_SPAN / BLOCK)) {
+            assert!(Instant::now() < deadline, "the reads take too long");
+            if client.take_answers() == 0 {
+                std::thread::yield_now();
+            }
+        }
+    }
+    client.drain();
+    let after = private_kib(&server);
+    println!("private memory: {idle} KiB idle, {after} KiB after reads");
+    assert!(idle <= 2 << 10, "{idle} KiB idle");
+    assert!(
+        after >= CACHE_KIB * 7 / 8,
+        "{after} KiB: the reads did not fill the cache"
+    );
+    assert!(
+        after <= CACHE_KIB + (6 << 10),
+        "{after} KiB beside a table cache of {CACHE_KIB}"
+    );
+    assert_eq!(server.stop(), Some(0));
+}
