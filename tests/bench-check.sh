@@ -2,7 +2,8 @@
 # Measures this tree beside a reference commit, in turns, and fails if a row is more than 3 % worse: bench-check.sh [COMMIT]
 #
 # Without COMMIT the reference is the one that docs/numbers.md names. Its programs are built once and kept. A row that the noise of
-# this machine leaves undecided is named and fails nothing; PAIRS=30 has each row measured up to so often before that.
+# this machine leaves undecided is named and fails nothing; PAIRS=30 has each row measured up to so often before that. While others
+# use the machine, which is said loudly, every row is undecided.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

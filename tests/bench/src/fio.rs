@@ -27,6 +27,7 @@ pub(crate) fn run(path: &Path, direct: bool, workload: &Workload, timing: Timing
         Pattern::RandomRead => "randread",
         Pattern::RandomWrite | Pattern::OncePerCluster | Pattern::WriteFlush => "randwrite",
         Pattern::SequentialRead => "read",
+        Pattern::SequentialWrite => "write",
     };
     let mut fio = Command::new("fio");
     fio.args([
@@ -76,10 +77,8 @@ fn parse(text: &str, writes: bool) -> Option<Sample> {
     Some(Sample {
         ops,
         seconds,
-        mean_us: 0.0,
-        p99_us: 0.0,
         cpu_seconds: cpu / 100.0 * seconds,
-        resident_mib: 0.0,
+        ..Sample::default()
     })
 }
 

@@ -25,6 +25,10 @@ pub(crate) const FRESH_BYTES: u64 = 2 << 30;
 /// The size of the image whose memory needs are measured, in bytes.
 pub(crate) const HUGE_BYTES: u64 = 1 << 40;
 
+/// The size of the images of a test, in bytes.
+#[cfg(test)]
+pub(crate) const TEST_BYTES: u64 = 8 << 20;
+
 /// The directory of the images, below the one that is given.
 const OWN_DIRECTORY: &str = "ringdisk-bench";
 
@@ -133,6 +137,8 @@ pub(crate) struct Image {
     pub(crate) format: Format,
     /// The image below it.
     pub(crate) backing: Option<Box<Image>>,
+    /// True if its blocks hold what [`content`] says.
+    pub(crate) has_content: bool,
 }
 
 /// The directory of images.
@@ -174,6 +180,20 @@ impl Images {
         })
     }
 
+    /// The images of a test: [`Source::Raw`] and [`Source::Data`] with [`TEST_BYTES`] each.
+    #[cfg(test)]
+    pub(crate) fn of_test(directory: &Path) -> io::Result<Self> {
+        let mut images = Self {
+            directory: directory.to_owned(),
+            made: HashMap::new(),
+        };
+        write_content(&directory.join(Source::Raw.file_name()), TEST_BYTES)?;
+        let data = directory.join(Source::Data.file_name());
+        images.convert(TEST_BYTES, &["-o", "cluster_size=64k"], &data)?;
+        images.image(Source::Data)?;
+        Ok(images)
+    }
+
     /// The directory, for sockets and logs.
     #[must_use]
     pub(crate) fn directory(&self) -> &Path {
@@ -205,6 +225,16 @@ impl Images {
         Ok(image)
     }
 
+    /// Forgets an image that somebody may have spoiled: it is made anew for whoever asks next.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot be removed.
+    pub(crate) fn forget(&mut self, source: Source) -> io::Result<()> {
+        self.made.remove(&source);
+        space::remove(&self.directory.join(source.file_name()))
+    }
+
     fn make(&mut self, source: Source) -> io::Result<Image> {
         let path = self.directory.join(source.file_name());
         let backing = match source {
@@ -222,6 +252,7 @@ impl Images {
             path,
             format: source.format(),
             backing,
+            has_content: source.has_content(),
         })
     }
 

@@ -1,8 +1,9 @@
 //! Benchmarks of Ringdisk beside its peers: `make bench`.
 //!
 //! Every figure is the median of several measurements, ours and the peer's taking turns in one run on one
-//! machine: ratios mean something, absolute figures only here. A row that fails is reported and left out;
-//! the run then ends with an error. What was measured goes to `target/bench/summary.json` after each row.
+//! machine: ratios mean something, absolute figures only here. A row in which our side fails is reported and left out;
+//! the run then ends with an error. A peer that fails is named, and the figures beside it are not measured. Where others use the
+//! machine, nothing is decided. What was measured goes to `target/bench/summary.json` after each row.
 
 mod cache;
 mod client;
@@ -11,6 +12,8 @@ mod engines;
 mod fio;
 mod histogram;
 mod images;
+mod load;
+mod peer;
 mod process;
 mod report;
 mod rows;
@@ -18,6 +21,7 @@ mod run;
 mod server;
 mod signals;
 mod space;
+mod target;
 mod workload;
 
 use std::path::PathBuf;
@@ -89,7 +93,7 @@ pub(crate) struct RunArguments {
     /// Compare with an older build, instead of with peers: the directory of its `ringdisk` and `ringdisk-bench`.
     #[arg(long, value_name = "DIR")]
     before: Option<PathBuf>,
-    /// Fail if a target is missed, and not merely undecided.
+    /// Fail if a target is missed or not measured, and not merely undecided.
     #[arg(long)]
     strict: bool,
     /// Way in which all clients over vhost-user wait for answers, instead of as each row has it.

@@ -6,6 +6,11 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use crate::target::{self, Either, Measured, Ratios, Target, Verdict, Way};
+
+/// The reason for a row that more turns could decide.
+const SPREAD: &str = "the spread of its turns covers the target";
+
 /// One figure beside its peer's.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct Entry {
@@ -21,13 +26,22 @@ pub(crate) struct Entry {
     pub(crate) unit: String,
     /// Ours against the peer's, so that larger is better.
     pub(crate) ratio: Option<f64>,
-    /// The ratio to reach.
+    /// The ratio to reach. Of two of which one is enough ([`Either`]), the one that the ratio is measured by.
     pub(crate) target: Option<f64>,
-    /// True if the ratio reaches its target.
+    /// True if the target is met; `None` if there is none, or if that is not decided.
     pub(crate) met: Option<bool>,
     /// The lowest and the highest ratio that the turns leave possible: see [`spread`].
     #[serde(default)]
     pub(crate) spread: Option<[f64; 2]>,
+    /// The bound that was met where one of two is enough, or how far it is from both.
+    #[serde(default)]
+    pub(crate) by: Option<String>,
+    /// The reason why the target is neither met nor missed.
+    #[serde(default)]
+    pub(crate) undecided: Option<String>,
+    /// The reason why the peer, or whoever else it takes, was not measured.
+    #[serde(default)]
+    pub(crate) not_measured: Option<String>,
 }
 
 /// The direction in which figures are good.
@@ -59,6 +73,19 @@ impl Entry {
             target: None,
             met: None,
             spread: None,
+            by: None,
+            undecided: None,
+            not_measured: None,
+        }
+    }
+
+    /// An entry of our figure alone: `peer` was not measured, for this `reason`.
+    #[must_use]
+    pub(crate) fn without_peer(row: String, unit: &str, ours: f64, peer: &str, reason: &str) -> Self {
+        Self {
+            peer: None,
+            not_measured: Some(reason.to_owned()),
+            ..Self::new(row, unit, Better::Higher, ours, (peer, 0.0))
         }
     }
 
@@ -86,18 +113,107 @@ impl Entry {
     /// Returns true if more turns could change whether the target is met.
     #[must_use]
     pub(crate) fn is_undecided(&self) -> bool {
-        match (self.target, self.spread) {
-            (Some(target), Some([low, high])) => low < target && target <= high,
-            _ => false,
-        }
+        self.undecided.is_some()
     }
 
-    /// With what the ratio must reach, if anything.
+    /// Returns true if there is a target, and no figure to decide about it.
+    #[must_use]
+    pub(crate) fn lacks_measurement(&self) -> bool {
+        self.target.is_some() && self.met.is_none() && self.undecided.is_none()
+    }
+
+    /// With the ratio to reach, if any.
     #[must_use]
     pub(crate) fn target(mut self, target: Option<f64>) -> Self {
         self.target = target;
-        self.met = target.map(|target| self.ratio.is_some_and(|ratio| ratio >= target));
+        if let Some(target) = target {
+            self.settle(target::decide(self.measured(), target));
+        }
         self
+    }
+
+    /// Leaves a target open: what was measured decides nothing, for this `reason`.
+    pub(crate) fn leave_undecided(&mut self, reason: &str) {
+        if self.target.is_some() && !self.lacks_measurement() {
+            self.met = None;
+            self.undecided = Some(reason.to_owned());
+        }
+    }
+
+    /// An entry for the target that `either` of two comparisons meets: `limit` with the device below, `peer` with the peer;
+    /// `cpu` compares the CPU time of a request with the peer's. It has the figures of the comparison that met it, or of the one with
+    /// the peer.
+    #[must_use]
+    pub(crate) fn either(
+        row: String,
+        either: &Either,
+        limit: &Self,
+        peer: &Self,
+        cpu: Option<&Self>,
+    ) -> Self {
+        let ratios = Ratios {
+            limit: limit.measured(),
+            peer: peer.measured(),
+            cpu: cpu.map_or(Measured::unknown(), Self::measured),
+        };
+        let way = either.way_met(&ratios);
+        let (shown, target) = match way {
+            Some(Way::Limit) => (limit, either.of_limit),
+            _ => (peer, either.of_peer),
+        };
+        let name = |entry: &Self| entry.peer_name.clone().unwrap_or_default();
+        let times = |entry: &Self| entry.ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.2}"));
+        let cpu_share = |entry: &&Self| {
+            let ratio = entry.ratio.filter(|_| either.cpu_max.is_some())?;
+            Some(format!(" with {:.2} of its CPU", 1.0 / ratio))
+        };
+        let of_limit = format!("{} of {}", times(limit), name(limit));
+        let of_peer = format!(
+            "{}× {}{}",
+            times(peer),
+            name(peer),
+            cpu.as_ref().and_then(cpu_share).unwrap_or_default()
+        );
+        let by = match way {
+            Some(Way::Limit) => of_limit,
+            Some(Way::Peer) => of_peer,
+            None => format!("neither: {of_limit}, {of_peer}"),
+        };
+        let mut missing: Vec<_> = [Some(limit), Some(peer), cpu]
+            .into_iter()
+            .flatten()
+            .filter_map(|part| part.not_measured.clone())
+            .collect();
+        missing.dedup();
+        let mut entry = Self {
+            row,
+            target: Some(target),
+            by: Some(by),
+            undecided: None,
+            not_measured: None,
+            ..shown.clone()
+        };
+        match either.decide(&ratios) {
+            Verdict::NotMeasured => entry.not_measured = Some(missing.join("; ")),
+            verdict => entry.settle(verdict),
+        }
+        entry
+    }
+
+    fn settle(&mut self, verdict: Verdict) {
+        self.met = match verdict {
+            Verdict::Met(met) => Some(met),
+            Verdict::Undecided | Verdict::NotMeasured => None,
+        };
+        self.undecided = (verdict == Verdict::Undecided).then(|| SPREAD.to_owned());
+    }
+
+    /// Returns the ratio with its spread. A figure of zero, beside which nothing has a ratio, counts as the worst.
+    fn measured(&self) -> Measured {
+        match self.not_measured {
+            Some(_) => Measured::unknown(),
+            None => Measured::new(self.ratio.unwrap_or(0.0), self.spread),
+        }
     }
 }
 
@@ -166,14 +282,20 @@ fn cells(entry: &Entry) -> [String; 8] {
     let peer = match (entry.peer, &entry.peer_name) {
         (Some(peer), Some(name)) => format!("{} ({name})", figure(peer)),
         (Some(peer), None) => figure(peer),
-        (None, _) => "–".to_owned(),
+        (None, Some(name)) => format!("– ({name})"),
+        (None, None) => "–".to_owned(),
     };
     let times = |ratio: Option<f64>| ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.2}×"));
-    let met = match entry.met {
-        Some(_) if entry.is_undecided() => "undecided",
-        Some(true) => "yes",
-        Some(false) => "NO",
-        None => "",
+    let met = match (entry.met, entry.target) {
+        (Some(true), _) => "yes",
+        (Some(false), _) => "NO",
+        (None, Some(_)) if entry.is_undecided() => "undecided",
+        (None, Some(_)) => "not measured",
+        (None, None) => "",
+    };
+    let met = match (&entry.by, entry.met) {
+        (Some(by), Some(_)) => format!("{met}: {by}"),
+        _ => met.to_owned(),
     };
     let spread = entry
         .spread
@@ -190,7 +312,7 @@ fn cells(entry: &Entry) -> [String; 8] {
         ratio,
         spread,
         target,
-        met.to_owned(),
+        met,
     ]
 }
 
@@ -228,22 +350,27 @@ pub(crate) fn table(entries: &[Entry]) -> String {
 }
 
 /// Returns the promises with what was measured of them, then all other figures, as Markdown. `promises` are the names
-/// of figures and the ratios they must reach; those without a figure are marked.
+/// of figures and their targets; those without a figure are marked.
 #[must_use]
-pub(crate) fn markdown(promises: &[(String, f64)], entries: &[Entry]) -> String {
+pub(crate) fn markdown(promises: &[(String, Target)], entries: &[Entry]) -> String {
     let mut lines = vec![
         "| figure | promise | measured | spread | ours | beside | kept |".to_owned(),
         "|---|--:|--:|--:|--:|---|---|".to_owned(),
     ];
-    for (name, ratio) in promises {
-        let promise = format!("≥ {ratio:.2}×");
+    for (name, promise) in promises {
         lines.push(match entries.iter().find(|entry| entry.row == *name) {
             Some(entry) => {
                 let [_, ours, peer, unit, measured, spread, ..] = cells(entry);
                 let kept = match entry.met {
-                    _ if entry.is_undecided() => "*undecided*",
                     Some(true) => "yes",
-                    _ => "**no**",
+                    Some(false) => "**no**",
+                    None if entry.is_undecided() => "*undecided*",
+                    None => "*not measured*",
+                };
+                let kept = match (&entry.by, &entry.undecided, &entry.not_measured) {
+                    (Some(reason), None, None) | (_, _, Some(reason)) => format!("{kept}: {reason}"),
+                    (_, Some(reason), _) if reason != SPREAD => format!("{kept}: {reason}"),
+                    _ => kept.to_owned(),
                 };
                 format!("| `{name}` | {promise} | {measured} | {spread} | {ours} {unit} | {peer} | {kept} |")
             }
@@ -313,7 +440,10 @@ mod tests {
     fn json_has_every_key_and_null_without_a_target() {
         let entry = Entry::new("a".into(), "IOPS", Better::Higher, 2.0, ("x", 1.0));
         let json = serde_json::to_string(&entry).unwrap_or_default();
-        let keys = r#"{"row":"a","ours":2.0,"peer":1.0,"peer_name":"x","unit":"IOPS","ratio":2.0,"target":null,"met":null,"spread":null}"#;
+        let keys = concat!(
+            r#"{"row":"a","ours":2.0,"peer":1.0,"peer_name":"x","unit":"IOPS","ratio":2.0,"#,
+            r#""target":null,"met":null,"spread":null,"by":null,"undecided":null,"not_measured":null}"#
+        );
         assert_eq!(json, keys);
     }
 
@@ -349,7 +479,7 @@ mod tests {
         };
         let noisy = entry(&[90.0, 260.0, 110.0], 1.2);
         assert_eq!((noisy.ratio, noisy.spread), (Some(1.1), Some([0.9, 1.3])));
-        assert_eq!((noisy.met, noisy.is_undecided()), (Some(false), true));
+        assert_eq!((noisy.met, noisy.is_undecided()), (None, true));
         assert!(table(std::slice::from_ref(&noisy)).contains("0.90–1.30  ≥ 1.20×  undecided"));
         for (target, met) in [(0.9, true), (1.31, false)] {
             let decided = entry(&[90.0, 260.0, 110.0], target);
@@ -370,9 +500,77 @@ mod tests {
     }
 
     #[test]
+    fn entry_of_two_ways_says_which_was_met() {
+        let either = Either {
+            of_limit: 0.97,
+            of_peer: 1.25,
+            cpu_max: Some(0.6),
+            floor: 1.0,
+        };
+        let entry = |limit: f64, peer: f64, ours_cpu: f64| {
+            let beside =
+                |name, unit, better, theirs| Entry::new(String::new(), unit, better, 100.0, (name, theirs));
+            let limit = beside("fio", "IOPS", Better::Higher, 100.0 / limit);
+            let peer = beside("qsd", "IOPS", Better::Higher, 100.0 / peer);
+            let cpu = beside("qsd", "CPU s/M", Better::Lower, 100.0 / ours_cpu);
+            Entry::either("disk/reach".into(), &either, &limit, &peer, Some(&cpu))
+        };
+        let limit = entry(0.98, 1.02, 0.9);
+        assert_eq!(
+            (limit.met, limit.target, limit.by.as_deref()),
+            (Some(true), Some(0.97), Some("0.98 of fio"))
+        );
+        let peer = entry(0.8, 1.5, 0.5);
+        let by = "1.50× qsd with 0.50 of its CPU";
+        assert_eq!(
+            (peer.met, peer.target, peer.by.as_deref()),
+            (Some(true), Some(1.25), Some(by))
+        );
+        let neither = entry(0.8, 1.5, 0.7);
+        assert_eq!(neither.met, Some(false));
+        let text = table(&[limit, neither]);
+        assert!(text.contains("yes: 0.98 of fio"), "{text}");
+        assert!(
+            text.contains("NO: neither: 0.80 of fio, 1.50× qsd with 0.70 of its CPU"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn entry_of_two_ways_is_open_for_the_reason_of_its_parts() {
+        let either = Either {
+            of_limit: 0.97,
+            of_peer: 1.25,
+            cpu_max: None,
+            floor: 0.0,
+        };
+        let turns = |name, theirs: &[f64]| {
+            Entry::of_turns(
+                String::new(),
+                "IOPS",
+                Better::Higher,
+                &[100.0, 100.0],
+                (name, theirs),
+            )
+        };
+        let (limit, peer) = (turns("fio", &[100.0, 110.0]), turns("qsd", &[100.0, 100.0]));
+        let noisy = Entry::either("a".into(), &either, &limit, &peer, None);
+        assert_eq!((noisy.met, noisy.undecided.as_deref()), (None, Some(SPREAD)));
+        let gone = Entry::without_peer(String::new(), "IOPS", 100.0, "fio", "fio is gone");
+        let open = Entry::either("a".into(), &either, &gone, &peer, None);
+        assert!(open.lacks_measurement());
+        assert_eq!(open.not_measured.as_deref(), Some("fio is gone"));
+        let text = markdown(&[("a".into(), either.into())], &[open]);
+        assert!(text.contains("*not measured*: fio is gone"), "{text}");
+    }
+
+    #[test]
     fn promise_without_a_figure_is_unproven() {
         let kept = Entry::new("a/iops".into(), "IOPS", Better::Higher, 3.0, ("x", 1.0)).target(Some(2.0));
-        let text = markdown(&[("a/iops".into(), 2.0), ("b/iops".into(), 1.5)], &[kept]);
+        let text = markdown(
+            &[("a/iops".into(), 2.0.into()), ("b/iops".into(), 1.5.into())],
+            &[kept],
+        );
         let promised = |name: &str| {
             text.lines()
                 .find(|line| line.contains(name))

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::client::drive::Timing;
 use crate::images::Images;
+use crate::load::Watch;
 use crate::report::{self, Entry};
 use crate::rows::{self, Bench, Row};
 use crate::server::Program;
@@ -29,7 +30,7 @@ const BUILD: Duration = Duration::from_secs(1200);
 struct Progress {
     id: String,
     rows: BTreeMap<String, Vec<Entry>>,
-    /// The rows that lack a part. They are measured anew if the run is resumed.
+    /// The rows that lack a part, or were measured on a busy machine. They are measured anew if the run is resumed.
     #[serde(default)]
     partial: BTreeSet<String>,
 }
@@ -52,7 +53,7 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
             .flat_map(|row| {
                 row.promises
                     .iter()
-                    .map(|(what, ratio)| (format!("{}/{what}", row.name), *ratio))
+                    .map(|(what, target)| (format!("{}/{what}", row.name), *target))
             })
             .collect();
         let entries = match report::read(&summary) {
@@ -89,7 +90,7 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
     }
     let mut bench = Bench {
         ours: our_program(arguments)?,
-        peer: Program::StorageDaemon,
+        peer: Program::storage_daemon(),
         images: Images::new(&arguments.images, arguments.keep_images)?,
         before: arguments.before.clone(),
         pairs: arguments.pairs,
@@ -100,8 +101,20 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
             measure: Duration::from_secs_f64(arguments.seconds),
         },
         problems: Vec::new(),
+        peers_failed: Vec::new(),
     };
-    let problems = measure(arguments, &selected, &mut bench, &mut progress, &store, &summary)?;
+    let mut watch = Watch::new()?;
+    let mut look = || watch.look();
+    let files = (&*store, &*summary);
+    let problems = measure(
+        arguments,
+        &all,
+        &selected,
+        &mut bench,
+        &mut progress,
+        files,
+        &mut look,
+    )?;
     if arguments.keep_images {
         println!("images left in {}", arguments.images.display());
     } else {
@@ -110,22 +123,7 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
 
     let entries = in_order(&all, &progress);
     println!("\n{}\n", report::table(&entries));
-    let (undecided, decided): (Vec<_>, Vec<_>) = entries
-        .iter()
-        .filter(|entry| entry.met.is_some())
-        .partition(|entry| entry.is_undecided());
-    let (met, missed): (Vec<_>, Vec<_>) = decided.into_iter().partition(|entry| entry.met == Some(true));
-    println!(
-        "{} of {} targets met, {} undecided; figures in {}",
-        met.len(),
-        met.len() + missed.len() + undecided.len(),
-        undecided.len(),
-        summary.display()
-    );
-    let kept = !arguments.strict || missed.is_empty();
-    for (what, entries) in [("missed", missed), ("undecided", undecided)] {
-        entries.iter().for_each(|entry| println!("{what}: {}", entry.row));
-    }
+    let kept = conclude(&entries, &summary) || !arguments.strict;
     problems
         .iter()
         .for_each(|problem| eprintln!("not measured: {problem}"));
@@ -136,20 +134,62 @@ pub(crate) fn run(arguments: &RunArguments) -> io::Result<ExitCode> {
     })
 }
 
-/// Measures the rows that are still missing; answers what went wrong.
+/// Prints what became of each target. Returns false if one is missed, or its figures were not taken.
+fn conclude(entries: &[Entry], summary: &Path) -> bool {
+    let promised = entries.iter().filter(|entry| entry.target.is_some());
+    let (decided, open): (Vec<_>, Vec<_>) = promised.partition(|entry| entry.met.is_some());
+    let (met, missed): (Vec<_>, Vec<_>) = decided.into_iter().partition(|entry| entry.met == Some(true));
+    let (lacking, undecided): (Vec<_>, Vec<_>) =
+        open.into_iter().partition(|entry| entry.lacks_measurement());
+    println!(
+        "{} of {} targets met, {} undecided, {} not measured; figures in {}",
+        met.len(),
+        met.len() + missed.len() + undecided.len() + lacking.len(),
+        undecided.len(),
+        lacking.len(),
+        summary.display()
+    );
+    for entry in &missed {
+        println!("missed: {}", entry.row);
+    }
+    for entry in undecided {
+        println!(
+            "undecided: {}: {}",
+            entry.row,
+            entry.undecided.as_deref().unwrap_or_default()
+        );
+    }
+    for entry in entries {
+        if let Some(reason) = &entry.not_measured {
+            println!("not measured: {}: {reason}", entry.row);
+        }
+    }
+    missed.is_empty() && lacking.is_empty()
+}
+
+/// Says loudly that this machine is busy.
+fn warn_of_load(reason: &str) {
+    eprintln!("!!!\n!!! {reason}\n!!! What is measured now decides nothing.\n!!!");
+}
+
+/// Measures the rows that are still missing; answers what went wrong. `files` are those of the progress and of the summary. `look`
+/// returns a reason if the machine is too busy to decide anything: it is asked before and after each row.
 fn measure(
     arguments: &RunArguments,
+    all: &[Row],
     selected: &[&Row],
     bench: &mut Bench,
     progress: &mut Progress,
-    store: &Path,
-    summary: &Path,
+    (store, summary): (&Path, &Path),
+    look: &mut dyn FnMut() -> io::Result<Option<String>>,
 ) -> io::Result<Vec<String>> {
     let begun = Instant::now();
-    let all = rows::all(arguments.before.is_some());
     // From here on the file tells of this run only.
-    report::write(summary, &in_order(&all, progress))?;
+    report::write(summary, &in_order(all, progress))?;
     let mut problems = Vec::new();
+    bench.images.settle()?;
+    let mut before = look()?;
+    before.iter().for_each(|reason| warn_of_load(reason));
     for (index, row) in selected.iter().enumerate() {
         if progress.rows.contains_key(row.name) {
             continue;
@@ -164,17 +204,31 @@ fn measure(
             continue;
         }
         println!("[{}/{}] {}", index + 1, selected.len(), row.name);
-        match row.measure(bench) {
-            Ok(entries) => {
-                println!("{}", report::table(&entries));
-                for problem in bench.problems.drain(..) {
-                    eprintln!("{}: {problem}", row.name);
-                    problems.push(format!("{}: {problem}", row.name));
+        let measured = row.measure(bench);
+        bench.images.settle()?;
+        let after = look()?;
+        after.iter().for_each(|reason| warn_of_load(reason));
+        let busy = before.or_else(|| after.clone());
+        before = after;
+        for failure in bench.peers_failed.drain(..) {
+            eprintln!("{}: a peer failed, and is left out: {failure}", row.name);
+            progress.partial.insert(row.name.to_owned());
+        }
+        for problem in bench.problems.drain(..) {
+            eprintln!("{}: {problem}", row.name);
+            problems.push(format!("{}: {problem}", row.name));
+            progress.partial.insert(row.name.to_owned());
+        }
+        match measured {
+            Ok(mut entries) => {
+                if let Some(reason) = &busy {
+                    entries.iter_mut().for_each(|entry| entry.leave_undecided(reason));
                     progress.partial.insert(row.name.to_owned());
                 }
+                println!("{}", report::table(&entries));
                 progress.rows.insert(row.name.to_owned(), entries);
                 report::write_json(store, progress)?;
-                report::write(summary, &in_order(&all, progress))?;
+                report::write(summary, &in_order(all, progress))?;
             }
             Err(error) => {
                 eprintln!("{}: {error}", row.name);
@@ -234,7 +288,7 @@ fn run_id(arguments: &RunArguments) -> String {
 /// Our side: the binary given, or the one built now beside this program.
 fn our_program(arguments: &RunArguments) -> io::Result<Program> {
     if arguments.ours == Ours::StorageDaemon {
-        return Ok(Program::StorageDaemon);
+        return Ok(Program::storage_daemon());
     }
     if let Some(binary) = &arguments.ringdisk {
         return Ok(Program::Ringdisk(binary.canonicalize()?));
@@ -255,4 +309,96 @@ fn our_program(arguments: &RunArguments) -> io::Result<Program> {
         )));
     }
     Ok(Program::Ringdisk(binary))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+    use crate::report::Better;
+
+    /// Runs two rows, each with a figure that meets its target, where `look` sees the load of others.
+    fn two_rows(mut look: impl FnMut() -> Option<String>) -> (Vec<Entry>, Progress, Vec<String>) {
+        let scratch = lab::Scratch::new().unwrap();
+        let arguments = crate::Arguments::parse_from(["ringdisk-bench", "--seconds", "0.1"]).run;
+        let row = |name: &'static str| {
+            Row::new(name, vec![("iops", 2.0.into())], |row, bench| {
+                if row.name == "second" {
+                    bench.peers_failed.push("the peer is gone".to_owned());
+                }
+                let name = format!("{}/iops", row.name);
+                let entry = Entry::new(name, "IOPS", Better::Higher, 3.0, ("x", 1.0));
+                Ok(vec![entry.target(Some(2.0))])
+            })
+        };
+        let all = [row("first"), row("second")];
+        let selected: Vec<&Row> = all.iter().collect();
+        let mut bench = Bench::of_test(&scratch.file(""), Program::storage_daemon()).unwrap();
+        let mut progress = Progress::default();
+        let (store, summary) = (scratch.file("run.json"), scratch.file("summary.json"));
+        let problems = measure(
+            &arguments,
+            &all,
+            &selected,
+            &mut bench,
+            &mut progress,
+            (&store, &summary),
+            &mut || Ok(look()),
+        );
+        (report::read(&summary).unwrap(), progress, problems.unwrap())
+    }
+
+    #[test]
+    fn busy_machine_leaves_every_row_undecided_with_the_reason() {
+        let busy = || Some("the machine is busy: others use 1.00 of 2 CPUs".to_owned());
+        let (entries, progress, problems) = two_rows(busy);
+        assert_eq!(problems, [""; 0], "a busy machine is no error");
+        for entry in &entries {
+            assert_eq!(entry.met, None);
+            assert!(
+                entry
+                    .undecided
+                    .as_ref()
+                    .is_some_and(|reason| reason.contains("others use 1.00"))
+            );
+            assert!(!entry.lacks_measurement());
+        }
+        assert_eq!(
+            (entries.len(), progress.partial.len()),
+            (2, 2),
+            "to be measured anew"
+        );
+        assert!(conclude(&entries, Path::new("summary.json")), "nothing is missed");
+    }
+
+    #[test]
+    fn load_decides_nothing_about_the_rows_before_and_after_it_alone() {
+        let mut looks = [None, None, Some("busy".to_owned())].into_iter();
+        let (entries, ..) = two_rows(move || looks.next().flatten());
+        assert_eq!(entries[0].met, Some(true));
+        assert_eq!(
+            (entries[1].met, entries[1].undecided.as_deref()),
+            (None, Some("busy"))
+        );
+    }
+
+    #[test]
+    fn quiet_machine_decides_and_a_failed_peer_ends_nothing() {
+        let (entries, progress, problems) = two_rows(|| None);
+        assert!(entries.iter().all(|entry| entry.met == Some(true)), "{entries:?}");
+        assert_eq!((entries.len(), problems.len()), (2, 0));
+        assert!(progress.partial.contains("second") && !progress.partial.contains("first"));
+    }
+
+    #[test]
+    fn strict_run_wants_every_target_measured() {
+        let lacking = Entry::without_peer("a".into(), "IOPS", 3.0, "x", "x is gone").target(Some(2.0));
+        assert!(!conclude(&[lacking], Path::new("summary.json")));
+        let shown = Entry::without_peer("a".into(), "IOPS", 3.0, "x", "x is gone");
+        assert!(
+            conclude(&[shown], Path::new("summary.json")),
+            "nothing was promised"
+        );
+    }
 }

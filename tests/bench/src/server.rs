@@ -18,17 +18,23 @@ const START: Duration = Duration::from_secs(20);
 pub(crate) enum Program {
     /// `ringdisk vhost-user`, the binary at this path.
     Ringdisk(PathBuf),
-    /// QEMU's storage daemon, found on the path.
-    StorageDaemon,
+    /// QEMU's storage daemon, the binary at this path or of this name.
+    StorageDaemon(PathBuf),
 }
 
 impl Program {
+    /// Returns QEMU's storage daemon as it is found on the path.
+    #[must_use]
+    pub(crate) fn storage_daemon() -> Self {
+        Self::StorageDaemon("qemu-storage-daemon".into())
+    }
+
     /// The name to print.
     #[must_use]
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Ringdisk(_) => "ringdisk",
-            Self::StorageDaemon => "qemu-storage-daemon",
+            Self::StorageDaemon(_) => "qemu-storage-daemon",
         }
     }
 }
@@ -67,7 +73,7 @@ impl Server {
         }
         let command = match program {
             Program::Ringdisk(binary) => ringdisk(binary, serve, &socket),
-            Program::StorageDaemon => storage_daemon(serve, &socket),
+            Program::StorageDaemon(binary) => storage_daemon(binary, serve, &socket),
         };
         let mut process = Process::start(command, &directory.join("server.log"))?;
         let since = Instant::now();
@@ -172,8 +178,8 @@ fn ringdisk(binary: &Path, serve: &Serve<'_>, socket: &Path) -> Command {
 }
 
 /// As fast as it can be made: io_uring for every file, one I/O thread.
-fn storage_daemon(serve: &Serve<'_>, socket: &Path) -> Command {
-    let mut command = Command::new("qemu-storage-daemon");
+fn storage_daemon(binary: &Path, serve: &Serve<'_>, socket: &Path) -> Command {
+    let mut command = Command::new(binary);
     command.args(["--object", "iothread,id=io0"]);
     let mut top = String::new();
     let chain = serve.image.backing.iter().map(|base| (&base.path, base.format));

@@ -20,6 +20,8 @@ pub(crate) enum Pattern {
     RandomWrite,
     /// Reads from the start of the disk to its end, then again.
     SequentialRead,
+    /// Writes from the start of the disk to its end, then again.
+    SequentialWrite,
     /// Writes of one block in every cluster, each cluster once, in a scattered order; then one flush,
     /// which counts into the time.
     OncePerCluster,
@@ -83,7 +85,7 @@ impl Offsets {
                 let high = (u128::from(self.random.draw()) * u128::from(self.blocks)) >> 64;
                 Some(high as u64 * self.block_bytes)
             }
-            Pattern::SequentialRead => {
+            Pattern::SequentialRead | Pattern::SequentialWrite => {
                 let block = self.next;
                 self.next = if block + 1 == self.blocks { 0 } else { block + 1 };
                 Some(block * self.block_bytes)
@@ -128,7 +130,10 @@ pub(crate) struct Sample {
     /// The mean latency, in microseconds.
     pub(crate) mean_us: f64,
     /// The latency that 99 of 100 stay below, in microseconds.
-    pub p99_us: f64,
+    pub(crate) p99_us: f64,
+    /// The latency that 999 of 1,000 stay below, in microseconds.
+    #[serde(default)]
+    pub(crate) p999_us: f64,
     /// The CPU time of the engine meanwhile, user and system, in seconds; of the server alone if there is one.
     pub(crate) cpu_seconds: f64,
     /// The engine's own resident memory at the end, in MiB: without memory shared with the client.

@@ -4,11 +4,22 @@ modprobe ublk_drv
 modprobe nbd max_part=0 || true
 mount -o ro /dev/lab/tools /mnt
 mkdir -p /tmp/work /run/lock
-# Images on a RAM disk, with direct I/O for everyone: past the page cache, and io_uring hands nothing to threads of the kernel.
-modprobe brd rd_nr=1 rd_size=1500000 max_part=0
-mke2fs -q -t ext4 -O ^has_journal -m 0 -E nodiscard,lazy_itable_init=0 /dev/ram0
-mount -o discard /dev/ram0 /tmp/work
-cd /tmp/work
+# Images on a RAM disk, with direct I/O for everyone: past the page cache, and io_uring hands nothing to threads of the kernel. fio has
+# one of its own, as the device below. Or images on the disk of the tools, and for fio a file there.
+if [ $on_disk = 1 ]; then
+    mount -o remount,rw /mnt
+    mkdir -p /mnt/work
+    cd /mnt/work
+    below=$PWD/below.raw
+    head -c 128M /dev/zero | tr '\0' '\1' >$below
+else
+    modprobe brd rd_nr=2 rd_size=1500000 max_part=0
+    mke2fs -q -t ext4 -O ^has_journal -m 0 -E nodiscard,lazy_itable_init=0 /dev/ram0
+    mount -o discard /dev/ram0 /tmp/work
+    cd /tmp/work
+    below=/dev/ram1
+    head -c 128M /dev/zero | tr '\0' '\1' | dd of=$below bs=1M iflag=fullblock oflag=direct status=none
+fi
 /mnt/ringdisk image create q.qcow2 128M >/dev/null
 for part in 0 64; do
     /mnt/ringdisk io --disk path=q.qcow2 -c "write -P 1 ${part}M 64M" >/dev/null
@@ -17,11 +28,20 @@ head -c 128M /dev/zero | tr '\0' '\1' >r.raw
 sync
 # key WHO: as the name of a variable may be.
 key() { echo $1 | tr - _; }
+# missing WHO REASON: a peer takes no turns, or no more. Nobody of ours may be missing.
+missing() {
+    case $1 in
+    ours-* | device) echo "$*" >&2; exit 1 ;;
+    esac
+    echo "@missing $*"
+    whom=$(for who in $whom; do [ $who = $1 ] || echo $who; done | tr '\n' ' ')
+}
 # attach WHO ID: makes a device of an image, served in the background.
 attach() {
     image=$1.qcow2
     case $1 in
     *raw | *loop*) image=r.raw ;;
+    device) image=$below ;;
     esac
     [ -e $image ] || { cp q.qcow2 $image; sync; echo 1 >/proc/sys/vm/drop_caches; }
     device=/dev/ublkb$2
@@ -47,12 +67,15 @@ attach() {
         *loop) what="loop -f $image" ;;
         *loop-z) what="loop -f $image -z" ;;
         esac
-        /mnt/rublk add $what -n $2 -q 1 -d 128 >out 2>&1
-        until [ -b $device ]; do sleep 0.05; done ;;
+        /mnt/rublk add $what -n $2 -q 1 -d 128 >out 2>&1 || true
+        for again in $(seq 600); do [ ! -b $device ] || break; sleep 0.05; done
+        [ -b $device ] || { missing $1 "makes no device: $(tail -n 1 out)"; return 0; } ;;
     nbd)
         device=/dev/nbd0
-        /mnt/qemu-nbd -f qcow2 --cache=none --aio=io_uring -c $device $image
-        until [ "$(cat /sys/block/nbd0/size)" -gt 0 ]; do sleep 0.05; done ;;
+        /mnt/qemu-nbd -f qcow2 --cache=none --aio=io_uring -c $device $image >out 2>&1 || true
+        for again in $(seq 600); do [ "$(cat /sys/block/nbd0/size)" = 0 ] || break; sleep 0.05; done
+        [ "$(cat /sys/block/nbd0/size)" -gt 0 ] || { missing $1 "makes no device: $(tail -n 1 out)"; return 0; } ;;
+    device) device=$below ;;
     esac
     echo none >/sys/block/$(basename $device)/queue/scheduler 2>/dev/null || true
     eval "device_$(key $1)=$device server_$(key $1)=$server"
@@ -71,11 +94,20 @@ detach() {
     nbd) /mnt/qemu-nbd -d $device >/dev/null; while [ "$(cat /sys/block/nbd0/size)" -gt 0 ]; do sleep 0.05; done ;;
     esac
 }
+# has_right_bytes WHO: its device must have the bytes of the image, of which nothing was overwritten yet.
+md5_of() { md5sum | cut -c 1-32; }
+has_right_bytes() {
+    eval "device=\${device_$(key $1):-}"
+    [ -n "$device" ] || return 0
+    right=$(head -c 16M /dev/zero | tr '\0' '\1' | md5_of)
+    [ "$(dd if=$device bs=1M count=16 iflag=direct status=none | md5_of)" = $right ] || missing $1 "reads wrong bytes"
+}
 # work WHO FIGURE PATTERN BLOCK DEPTH JOBS [MORE]: one second of it.
 work() {
     eval "device=\$device_$(key $1)"
     fio --name=job --filename=$device --size=128m --rw=$3 --bs=$4 --iodepth=$5 --numjobs=$6 --group_reporting --direct=1 \
-        --ioengine=io_uring --norandommap --randrepeat=0 --time_based --runtime=1 --minimal ${7:-} ${8:-} >fio
+        --ioengine=io_uring --norandommap --randrepeat=0 --time_based --runtime=1 --minimal ${7:-} ${8:-} >fio ||
+        { missing $1 "its device fails in $2"; return 0; }
     awk -F';' -v what="@ $1 $2" '{ print what, $8 + $49 }' fio
 }
 # cpus: how long the CPUs were idle so far, and all of their time.
@@ -110,17 +142,18 @@ figure() {
 # All of them are there all the time, and take turns of a second: the machine's speed changes from minute to minute.
 turns() {
     id=0
-    for who in $whom; do
-        attach $who $id
+    for one in $whom; do
+        attach $one $id
+        has_right_bytes $one
         id=$((id + 1))
     done
     for figure in read-4k write-4k read-128k write-128k two-queues-4k two-queues-128k; do
         for round in $(seq $rounds); do
-            for who in $whom; do figure $who $figure; done
+            for one in $whom; do figure $one $figure; done
             whom=$(for who in $whom; do echo $who; done | tac | tr '\n' ' ')
         done
     done
-    for who in $whom; do detach $who; done
+    for one in $whom; do detach $one; done
     /mnt/ringdisk image check ours-auto.qcow2
 }
 # Killed, and served again: from the kill to the first answer. Then many devices at a time.
@@ -180,9 +213,11 @@ many() {
     wait $server
 }
 turns
-for again in $(seq $pairs); do recover; done
-rm -f *.qcow2
-for again in 1 2 3; do
-    many 8
-    many 32
-done
+if [ $on_disk = 0 ]; then
+    for again in $(seq $pairs); do recover; done
+    rm -f *.qcow2
+    for again in 1 2 3; do
+        many 8
+        many 32
+    done
+fi

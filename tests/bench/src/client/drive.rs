@@ -114,6 +114,7 @@ pub(crate) fn run(
         sample.seconds = if rate > 0.0 { sample.ops as f64 / rate } else { 0.0 };
         sample.mean_us = latencies.mean_us();
         sample.p99_us = latencies.percentile_us(0.99);
+        sample.p999_us = latencies.percentile_us(0.999);
         sample.cpu_seconds = cpu_after - cpu_before;
         if sample.ops == 0 {
             return Err(io::Error::other(format!(
@@ -131,33 +132,17 @@ pub(crate) fn run(
 ///
 /// If a read fails or answers other bytes; the message names the offset.
 pub(crate) fn verify(connection: &mut Connection, disk_bytes: u64, blocks: u32) -> io::Result<()> {
-    let workload = Workload {
-        pattern: Pattern::RandomRead,
-        block_bytes: connection.block_bytes,
-        depth: 1,
-        disk_bytes,
-    };
     let Some(ring) = connection.rings.first_mut() else {
         return Ok(());
     };
-    let mut offsets = Offsets::new(&workload, 99);
     let mut found = vec![0; content::BLOCK_BYTES];
-    let mut expected = vec![0; content::BLOCK_BYTES];
-    for _ in 0..blocks {
-        let Some(offset) = offsets.next_offset() else {
-            break;
-        };
+    for offset in content::samples(disk_bytes, connection.block_bytes, blocks) {
         ring.push(0, Kind::Read, offset);
         ring.publish()?;
         let status = await_one(ring)?;
         check(status, Kind::Read, offset)?;
         ring.copy_data(0, &mut found);
-        content::fill(offset / content::BLOCK_BYTES as u64, &mut expected);
-        if found != expected {
-            return Err(io::Error::other(format!(
-                "the server answered wrong bytes for offset {offset:#x}"
-            )));
-        }
+        content::check(offset, &found)?;
     }
     Ok(())
 }
@@ -422,8 +407,14 @@ mod tests {
 
     #[test]
     fn drive_runs_every_pattern_at_every_depth_and_wait() {
-        use Pattern::{RandomRead, RandomWrite, SequentialRead, WriteFlush};
-        for pattern in [RandomRead, RandomWrite, SequentialRead, WriteFlush] {
+        use Pattern::{RandomRead, RandomWrite, SequentialRead, SequentialWrite, WriteFlush};
+        for pattern in [
+            RandomRead,
+            RandomWrite,
+            SequentialRead,
+            SequentialWrite,
+            WriteFlush,
+        ] {
             for depth in [1, 2, 64, SLOTS_MAX] {
                 for wait in [Wait::Poll, Wait::Sleep] {
                     let sample = drive(pattern, depth, wait, DISK_BYTES, DISK_BYTES);

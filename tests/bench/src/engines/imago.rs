@@ -11,6 +11,7 @@ use tokio::task::LocalSet;
 use super::Task;
 use super::aligned::Aligned;
 use super::lanes::Lanes;
+use crate::content;
 use crate::workload::{Pattern, Sample};
 
 /// Runs a task.
@@ -29,6 +30,11 @@ async fn all_lanes(task: &Task) -> io::Result<Sample> {
         .open(PermissiveImplicitOpenGate::default())
         .await?;
     let disk = Rc::new(FormatAccess::new(image));
+    let mut buffer = Aligned::new(task.block_bytes as usize);
+    for offset in task.samples() {
+        disk.read(buffer.as_mut(), offset).await?;
+        content::check(offset, buffer.as_mut())?;
+    }
     let lanes = Rc::new(Lanes::new(task));
     let running: Vec<_> = (0..task.depth)
         .map(|_| tokio::task::spawn_local(lane(Rc::clone(&disk), Rc::clone(&lanes))))

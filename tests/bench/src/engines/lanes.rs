@@ -120,6 +120,7 @@ impl State {
             seconds: (now - self.counting_from).as_secs_f64(),
             mean_us: self.latencies.mean_us(),
             p99_us: self.latencies.percentile_us(0.99),
+            p999_us: self.latencies.percentile_us(0.999),
             cpu_seconds: process::own_cpu_seconds() - self.cpu_before,
             resident_mib: process::resident_mib(std::process::id()).unwrap_or_default(),
         });

@@ -19,8 +19,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::client::drive::Timing;
 use crate::images::{Format, Image};
-use crate::process;
 use crate::workload::{Pattern, Sample, Workload};
+use crate::{content, process};
+
+/// The number of blocks whose bytes each engine must have right before it is measured.
+const VERIFIED: u32 = 64;
 
 /// An engine that runs in-process.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
@@ -62,9 +65,17 @@ pub(crate) struct Task {
     disk_bytes: u64,
     warm_up_ms: u64,
     measure_ms: u64,
+    /// The number of blocks whose bytes are to be looked at before it is measured.
+    #[serde(default)]
+    verify: u32,
 }
 
 impl Task {
+    /// The offsets of the blocks to be looked at first, in bytes.
+    fn samples(&self) -> impl Iterator<Item = u64> + use<> {
+        content::samples(self.disk_bytes, self.block_bytes, self.verify)
+    }
+
     fn workload(&self) -> Workload {
         Workload {
             pattern: self.pattern,
@@ -103,6 +114,7 @@ pub(crate) fn measure_with(
     workload: &Workload,
     timing: Timing,
 ) -> io::Result<Sample> {
+    let verifiable = image.has_content && workload.block_bytes as usize >= content::BLOCK_BYTES;
     let task = Task {
         engine,
         path: image.path.clone(),
@@ -115,6 +127,7 @@ pub(crate) fn measure_with(
         disk_bytes: workload.disk_bytes,
         warm_up_ms: timing.warm_up.as_millis() as u64,
         measure_ms: timing.measure.as_millis() as u64,
+        verify: if verifiable { VERIFIED } else { 0 },
     };
     if engine == Engine::QemuImg {
         return qemu_img::run(&task);

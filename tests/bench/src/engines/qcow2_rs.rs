@@ -11,6 +11,7 @@ use ::qcow2_rs::utils::qcow2_setup_dev_uring;
 use super::Task;
 use super::aligned::Aligned;
 use super::lanes::Lanes;
+use crate::content;
 use crate::workload::{Pattern, Sample};
 
 type Device = Qcow2Dev<Qcow2IoUring>;
@@ -27,6 +28,11 @@ async fn all_lanes(task: &Task) -> io::Result<Sample> {
     // Blocks of 512 bytes and the crate's own cache sizes.
     let params = Qcow2DevParams::new(9, None, None, !task.pattern.writes(), task.direct);
     let device = Rc::new(qcow2_setup_dev_uring(&task.path, &params).await.map_err(failed)?);
+    let mut buffer = Aligned::new(task.block_bytes as usize);
+    for offset in task.samples() {
+        device.read_at(buffer.as_mut(), offset).await.map_err(failed)?;
+        content::check(offset, buffer.as_mut())?;
+    }
     let lanes = Rc::new(Lanes::new(task));
     let running: Vec<_> = (0..task.depth)
         .map(|_| tokio_uring::spawn(lane(Rc::clone(&device), Rc::clone(&lanes))))

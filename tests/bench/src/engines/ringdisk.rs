@@ -16,12 +16,14 @@ use qcow::{OpenOptions, QcowDisk};
 
 use super::Task;
 use super::lanes::Lanes;
+use crate::content;
 use crate::workload::{Pattern, Sample};
 
 /// Runs a task.
 pub(super) fn run(task: &Task) -> io::Result<Sample> {
     let cx = Context::syscalls();
     let disk = open(task, &cx)?;
+    verify(task, &disk, &cx)?;
     let worker = WorkerHandle::spawn(WorkerConfig::default()).map_err(failed)?;
     let (answer, answered) = mpsc::channel();
     let (served, task_there) = (Arc::clone(&disk), task.clone());
@@ -60,6 +62,22 @@ fn open(task: &Task, cx: &Context) -> io::Result<Arc<dyn Disk>> {
         ..OpenOptions::default()
     };
     Ok(QcowDisk::open(path, &options).map_err(failed)?)
+}
+
+/// Reads some blocks and compares them with their content.
+fn verify(task: &Task, disk: &Arc<dyn Disk>, cx: &Context) -> io::Result<()> {
+    let queue = Arc::clone(disk).open_queue(cx).map_err(failed)?;
+    for offset in task.samples() {
+        let buffer = AlignedBuf::zeroed(content::BLOCK_BYTES);
+        let (len, buffer) = (buffer.len() as u64, buffer.into());
+        let (request, answer) = Request::local(Op::Read, offset, len, buffer);
+        queue.submit(request);
+        let answer = cx.block_on(answer)?;
+        answer.result.map_err(failed)?;
+        let bytes = answer.buffer.into_owned();
+        content::check(offset, bytes.as_deref().unwrap_or_default())?;
+    }
+    Ok(())
 }
 
 /// The current or next step of a slot.

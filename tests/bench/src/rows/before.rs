@@ -57,7 +57,7 @@ pub(crate) fn rows() -> Vec<Row> {
         let workload = workload(source, pattern, K4, depth);
         Row {
             name,
-            promises: vec![("iops", KEPT), ("cpu", KEPT)],
+            promises: vec![("iops", KEPT.into()), ("cpu", KEPT.into())],
             run: Box::new(move |row, bench| run(row, bench, source, way, &workload)),
         }
     });
@@ -105,9 +105,9 @@ fn run(
             }
         }
     };
-    in_turns(bench, &[0, 1], measure, |samples| match samples {
+    in_turns(bench, &[0, 1], measure, |turns| match turns {
         [ours, older] => {
-            let older = (OLDER, &older[..]);
+            let older = (OLDER, older);
             vec![
                 row.compare("iops", "IOPS", Better::Higher, ours, older, Sample::iops),
                 row.compare(

@@ -2,11 +2,11 @@
 
 use std::io;
 
-use super::{Bench, Row, in_turns};
+use super::{Bench, Row, Turns, in_turns};
 use crate::client::drive::{self, Wait};
 use crate::client::null_device::NullDevice;
 use crate::images::DATA_BYTES;
-use crate::report::{Better, Entry, median};
+use crate::report::{Better, Entry};
 use crate::workload::{Pattern, Sample, Workload};
 
 /// The rows of this part.
@@ -29,8 +29,8 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
         let (_device, connection) = NullDevice::start(workload.disk_bytes, workload.block_bytes)?;
         drive::run(connection, &workload, Wait::Poll, bench.timing, &|| Ok(0.0))
     };
-    in_turns(bench, &[()], measure, |samples| {
-        let middle = median(samples.iter().flatten().map(Sample::iops));
-        vec![row.alone("iops", "IOPS", Better::Higher, middle)]
+    in_turns(bench, &[()], measure, |turns| {
+        let iops = |turns: &Turns| row.alone("iops", "IOPS", Better::Higher, turns.median(Sample::iops));
+        turns.iter().map(iops).collect()
     })
 }

@@ -17,8 +17,10 @@ use std::path::PathBuf;
 use crate::client::Connection;
 use crate::client::drive::{self, Timing, Wait};
 use crate::images::{self, Image, Images, Source};
-use crate::report::{Better, Entry};
+use crate::peer;
+use crate::report::{Better, Entry, median};
 use crate::server::{Program, Serve, Server};
+use crate::target::Target;
 use crate::workload::{Pattern, Sample, Workload};
 use crate::{cache, content};
 
@@ -43,6 +45,31 @@ pub(crate) struct Bench {
     pub(crate) timing: Timing,
     /// Problems with the rest of a row, where a part has been measured.
     pub(crate) problems: Vec<String>,
+    /// Peers of a row that have failed, each with what is known of it.
+    pub(crate) peers_failed: Vec<String>,
+}
+
+#[cfg(test)]
+impl Bench {
+    /// The state of a test: small images below `directory`, one turn of a moment, and QEMU's server on our side, too.
+    pub(crate) fn of_test(directory: &std::path::Path, peer: Program) -> io::Result<Self> {
+        let moment = std::time::Duration::from_millis(50);
+        Ok(Self {
+            images: Images::of_test(directory)?,
+            ours: Program::storage_daemon(),
+            peer,
+            before: None,
+            pairs: 1,
+            pairs_max: 1,
+            wait: Some(Wait::Sleep),
+            timing: Timing {
+                warm_up: moment,
+                measure: moment,
+            },
+            problems: Vec::new(),
+            peers_failed: Vec::new(),
+        })
+    }
 }
 
 /// Measures a row.
@@ -52,8 +79,8 @@ type Measure = dyn Fn(&Row, &mut Bench) -> io::Result<Vec<Entry>>;
 pub(crate) struct Row {
     /// place/kind, as given on the command line and printed.
     pub(crate) name: &'static str,
-    /// The ratios that its figures must reach, with the figures' names.
-    pub(crate) promises: Vec<(&'static str, f64)>,
+    /// The targets of its figures, with the figures' names.
+    pub(crate) promises: Vec<(&'static str, Target)>,
     run: Box<Measure>,
 }
 
@@ -66,6 +93,17 @@ impl std::fmt::Debug for Row {
 }
 
 impl Row {
+    /// A row of a test.
+    #[cfg(test)]
+    pub(crate) fn new(
+        name: &'static str,
+        promises: Vec<(&'static str, Target)>,
+        run: impl Fn(&Self, &mut Bench) -> io::Result<Vec<Entry>> + 'static,
+    ) -> Self {
+        let run = Box::new(run);
+        Self { name, promises, run }
+    }
+
     /// Measures the row.
     ///
     /// # Errors
@@ -75,10 +113,22 @@ impl Row {
         (self.run)(self, bench)
     }
 
-    fn entry(&self, what: &str, unit: &str, better: Better, ours: f64, peer: (&str, f64)) -> Entry {
+    fn promised(&self, what: &str) -> Option<Target> {
         let promised = self.promises.iter().find(|(figure, _)| *figure == what);
+        promised.map(|(_, target)| *target)
+    }
+
+    /// The ratio that a figure must reach. One with another kind of target is an entry of [`Row::either`].
+    fn ratio_promised(&self, what: &str) -> Option<f64> {
+        match self.promised(what)? {
+            Target::Ratio(ratio) => Some(ratio),
+            Target::Either(_) => None,
+        }
+    }
+
+    fn entry(&self, what: &str, unit: &str, better: Better, ours: f64, peer: (&str, f64)) -> Entry {
         Entry::new(format!("{}/{what}", self.name), unit, better, ours, peer)
-            .target(promised.map(|(_, ratio)| *ratio))
+            .target(self.ratio_promised(what))
     }
 
     /// As [`Row::entry`], of what both sides had in each turn.
@@ -87,12 +137,34 @@ impl Row {
         what: &str,
         unit: &str,
         better: Better,
-        ours: &[Sample],
-        peer: (&str, &[Sample]),
+        ours: &Turns,
+        peer: (&str, &Turns),
         figure: fn(&Sample) -> f64,
     ) -> Entry {
-        let of = |samples: &[Sample]| samples.iter().map(figure).collect::<Vec<_>>();
-        self.compare_figures(what, unit, better, &of(ours), (peer.0, &of(peer.1)))
+        let of = |turns: &Turns| turns.samples.iter().map(figure).collect::<Vec<_>>();
+        match &peer.1.failure {
+            Some(reason) => self.not_measured(what, unit, &of(ours), peer.0, reason),
+            None => self.compare_figures(what, unit, better, &of(ours), (peer.0, &of(peer.1))),
+        }
+    }
+
+    /// A figure of ours beside a peer that was not measured.
+    fn not_measured(&self, what: &str, unit: &str, ours: &[f64], peer: &str, reason: &str) -> Entry {
+        let ours = median(ours.iter().copied());
+        Entry::without_peer(format!("{}/{what}", self.name), unit, ours, peer, reason)
+            .target(self.ratio_promised(what))
+    }
+
+    /// The verdict on a figure with two ways to meet its target, by the comparisons with the device below, with the peer and, of CPU
+    /// time, with the peer. `None` if the figure has no such target.
+    fn either(&self, what: &str, limit: &Entry, peer: &Entry, cpu: Option<&Entry>) -> Option<Entry> {
+        match self.promised(what)? {
+            Target::Either(either) => {
+                let name = format!("{}/{what}", self.name);
+                Some(Entry::either(name, &either, limit, peer, cpu))
+            }
+            Target::Ratio(_) => None,
+        }
     }
 
     /// As [`Row::compare`], of figures.
@@ -104,9 +176,8 @@ impl Row {
         ours: &[f64],
         peer: (&str, &[f64]),
     ) -> Entry {
-        let promised = self.promises.iter().find(|(figure, _)| *figure == what);
         Entry::of_turns(format!("{}/{what}", self.name), unit, better, ours, peer)
-            .target(promised.map(|(_, ratio)| *ratio))
+            .target(self.ratio_promised(what))
     }
 
     /// A figure that nobody else has.
@@ -138,27 +209,59 @@ pub(crate) fn all(before: bool) -> Vec<Row> {
     rows
 }
 
+/// The samples of one side of a row, one for each turn.
+#[derive(Debug, Default)]
+pub(crate) struct Turns {
+    samples: Vec<Sample>,
+    /// The failure of a peer, which is not measured then.
+    failure: Option<String>,
+}
+
+impl Turns {
+    /// The median of a figure.
+    fn median(&self, figure: fn(&Sample) -> f64) -> f64 {
+        median(self.samples.iter().map(figure))
+    }
+}
+
 /// Measures all `sides` in turns, and returns the entries that `entries` makes of the samples of each side. The order is turned
 /// round after each turn, and nothing that one side wrote is left to be written while another is measured. Turns are added up to
-/// [`Bench::pairs_max`] while a target is undecided.
+/// [`Bench::pairs_max`] while a target is undecided. A peer that has [failed](peer::failed) takes no more turns.
+///
+/// # Errors
+///
+/// If anything but a peer fails.
 fn in_turns<S: Copy>(
     bench: &mut Bench,
     sides: &[S],
     mut measure: impl FnMut(&mut Bench, S) -> io::Result<Sample>,
-    entries: impl Fn(&[Vec<Sample>]) -> Vec<Entry>,
+    entries: impl Fn(&[Turns]) -> Vec<Entry>,
 ) -> io::Result<Vec<Entry>> {
-    let mut samples = vec![Vec::new(); sides.len()];
+    let mut turns: Vec<Turns> = sides.iter().map(|_| Turns::default()).collect();
     let mut order: Vec<usize> = (0..sides.len()).collect();
     for turn in 1.. {
         for &index in &order {
+            if turns[index].failure.is_some() {
+                continue;
+            }
             bench.images.settle()?;
-            samples[index].push(measure(bench, sides[index])?);
+            match measure(bench, sides[index]) {
+                Ok(sample) => turns[index].samples.push(sample),
+                Err(error) => {
+                    let failure = peer::failure(error)?;
+                    bench.peers_failed.push(failure.clone());
+                    turns[index] = Turns {
+                        samples: Vec::new(),
+                        failure: Some(failure),
+                    };
+                }
+            }
         }
         order.reverse();
         if turn < bench.pairs {
             continue;
         }
-        let entries = entries(&samples);
+        let entries = entries(&turns);
         if turn >= bench.pairs_max || !entries.iter().any(Entry::is_undecided) {
             return Ok(entries);
         }
@@ -216,6 +319,15 @@ fn drive_server(bench: &Bench, server: &Server, served: &Served) -> io::Result<S
     })?;
     sample.resident_mib = server.resident_mib()?;
     Ok(sample)
+}
+
+/// As [`measure_served`], with a peer as the server. If it fails, an image that it wrote to is not used again.
+fn measure_served_peer(bench: &mut Bench, program: &Program, served: &Served) -> io::Result<Sample> {
+    let measured = measure_served(bench, program, served);
+    if measured.is_err() && served.workload.pattern.writes() {
+        bench.images.forget(served.source)?;
+    }
+    measured.map_err(|error| peer::failed(program.name(), &error))
 }
 
 fn explained(name: &str, error: &io::Error, words: &str) -> io::Error {

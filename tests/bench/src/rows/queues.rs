@@ -18,7 +18,7 @@ const TARGET: f64 = 1.0 / 1.1;
 pub(crate) fn rows() -> Vec<Row> {
     vec![Row {
         name: "vhost/cached/two-queues-read-4k-d64",
-        promises: vec![("server-cpu", TARGET)],
+        promises: vec![("server-cpu", TARGET.into())],
         run: Box::new(run),
     }]
 }
@@ -35,7 +35,7 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
     let program = bench.ours.clone();
     let name = format!("{}, one queue", program.name());
     let measure = |bench: &mut Bench, queues| measure_served(bench, &program, &served(queues));
-    in_turns(bench, &[2, 1], measure, |samples| match samples {
+    in_turns(bench, &[2, 1], measure, |turns| match turns {
         [two, one] => vec![
             row.compare(
                 "server-cpu",

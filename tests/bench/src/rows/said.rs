@@ -1,4 +1,5 @@
-//! The measurements that a guest's script reports: lines `@ WHO FIGURE NUMBER`, one for each turn.
+//! The measurements that a guest's script reports: lines `@ WHO FIGURE NUMBER`, one for each turn, and `@missing WHO REASON` for a
+//! peer that takes no turns, or no more.
 #![expect(clippy::print_stderr, reason = "a run that is begun again says so")]
 
 use std::collections::BTreeMap;
@@ -9,21 +10,46 @@ use lab::nested::Nested;
 
 use crate::report::{Entry, median};
 
-/// Figures by who and what: one for each turn.
+/// Figures by who and what: one for each turn; and who is missing, with the reason.
 #[derive(Debug, Default)]
-pub(crate) struct Said(BTreeMap<(String, String), Vec<f64>>);
+pub(crate) struct Said {
+    figures: BTreeMap<(String, String), Vec<f64>>,
+    missing: BTreeMap<String, String>,
+}
 
 impl Said {
     /// Adds the figures among these lines.
     fn add<'a>(&mut self, lines: impl Iterator<Item = &'a str>) {
-        for line in lines.filter_map(|line| line.strip_prefix("@ ")) {
+        for line in lines {
+            if let Some((who, reason)) = line
+                .strip_prefix("@missing ")
+                .and_then(|line| line.split_once(' '))
+            {
+                self.missing.insert(who.to_owned(), reason.trim().to_owned());
+            }
+            let Some(line) = line.strip_prefix("@ ") else {
+                continue;
+            };
             let mut words = line.split(' ').map(str::to_owned);
             if let (Some(who), Some(what), Some(Ok(figure))) =
                 (words.next(), words.next(), words.next().map(|word| word.parse()))
             {
-                self.0.entry((who, what)).or_default().push(figure);
+                self.figures.entry((who, what)).or_default().push(figure);
             }
         }
+    }
+
+    /// The figures of a test.
+    #[cfg(test)]
+    pub(crate) fn of_lines<'a>(lines: impl Iterator<Item = &'a str>) -> Self {
+        let mut said = Self::default();
+        said.add(lines);
+        said
+    }
+
+    /// The reason why somebody takes no turns any more, with their name.
+    pub(crate) fn missing(&self, who: &str) -> Option<String> {
+        self.missing.get(who).map(|reason| format!("{who}: {reason}"))
     }
 
     /// The median of a figure.
@@ -41,7 +67,7 @@ impl Said {
     ///
     /// If there is none.
     pub(crate) fn turns(&self, who: &str, what: &str) -> io::Result<&[f64]> {
-        let figures = self.0.get(&(who.to_owned(), what.to_owned()));
+        let figures = self.figures.get(&(who.to_owned(), what.to_owned()));
         figures
             .map(Vec::as_slice)
             .ok_or_else(|| io::Error::other(format!("{who} has told no {what}")))
@@ -99,6 +125,13 @@ impl Entries {
         }
     }
 
+    /// Returns the entry of a figure.
+    pub(crate) fn named(&self, what: &str) -> Option<&Entry> {
+        self.kept
+            .iter()
+            .find(|entry| entry.row.ends_with(&format!("/{what}")))
+    }
+
     /// Returns the entries; what is missing, and why, goes to `problems`.
     ///
     /// # Errors
@@ -126,6 +159,14 @@ impl Entries {
 mod tests {
     use super::*;
     use crate::report::Better;
+
+    #[test]
+    fn peer_that_the_guest_leaves_out_is_named_with_its_reason() {
+        let mut said = Said::default();
+        said.add("@ nbd read-4k 900\n@missing nbd reads wrong bytes\n@missing\n".lines());
+        assert_eq!(said.missing("nbd"), Some("nbd: reads wrong bytes".to_owned()));
+        assert_eq!(said.missing("rublk-qcow2"), None);
+    }
 
     #[test]
     fn figures_of_a_failed_guest_are_kept_and_missing_ones_named() {

@@ -15,6 +15,7 @@ use super::said::{self, Entries, Said, failed};
 use super::{Bench, Row};
 use crate::report::{Better, Entry};
 use crate::server::Program;
+use crate::target::Target;
 
 /// The memory that a machine may hold besides the guest's, in MiB.
 const RESIDENT_MIB: f64 = 20.0;
@@ -65,10 +66,14 @@ fn inner_script(seconds: f64) -> String {
 /// The rows of this part.
 #[must_use]
 pub(crate) fn rows() -> Vec<Row> {
-    let mut promises = vec![("boot", 1.0 / 0.8), ("resident", 1.0), ("exits", 1.0)];
-    promises.extend(WORKLOADS.iter().map(|(name, ..)| (*name, 1.0)));
+    let mut promises: Vec<(_, Target)> = vec![
+        ("boot", (1.0 / 0.8).into()),
+        ("resident", 1.0.into()),
+        ("exits", 1.0.into()),
+    ];
+    promises.extend(WORKLOADS.iter().map(|(name, ..)| (*name, 1.0.into())));
     if cloud_hypervisor().is_some() {
-        promises.extend(BESIDE_CLOUD_HYPERVISOR.map(|name| (name, 1.0)));
+        promises.extend(BESIDE_CLOUD_HYPERVISOR.map(|name| (name, 1.0.into())));
     }
     vec![Row {
         name: "vmm",
