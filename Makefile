@@ -6,6 +6,7 @@
 #   make demo    boot a stock Linux guest on a QCOW2 overlay served by Ringdisk, and check the image
 #   make bench   Ringdisk beside its peers; writes target/bench/summary.json
 #   make bench-check  this tree beside a reference commit; fails if a row is more than 3 % worse
+#   make counts  the instructions of the hot paths, each with its bound
 #   make models  what threads share, under the model checkers loom and shuttle; RUNS times as many random orders
 #   make asan    the suites of all crates under AddressSanitizer
 #   make tsan    the workers and the stress tests under ThreadSanitizer, with an instrumented standard library
@@ -24,7 +25,7 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: check test setup lint doc build models explore canaries asan tsan coverage demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
+.PHONY: check test setup lint doc build counts models explore canaries asan tsan coverage demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
 
 # Needs no lab; unit tests of qcow need the tools of QEMU.
 check: lint
@@ -33,7 +34,7 @@ check: lint
 
 # The steps before the tests are made by the script, which measures them.
 test:
-	tests/run-tests.sh setup lint doc build models explore canaries
+	tests/run-tests.sh setup lint doc build counts models explore canaries
 
 # Half of the states are of the same seeds each time, half of new ones; those are printed, and `--from` repeats them.
 explore:
@@ -56,6 +57,11 @@ doc:
 
 build:
 	cargo build --release -p ringdisk
+
+# Built together with the binary, so that both have the same crates. valgrind counts; NAMES=… takes only some.
+counts:
+	cargo build --release -p ringdisk -p ringdisk-counts
+	$${CARGO_TARGET_DIR:-target}/release/ringdisk-counts $(NAMES)
 
 # Each checker wants our crates built its way, and only ours: their dependencies are those of the tests.
 MODEL = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/tests/cfg-$(1) cargo test

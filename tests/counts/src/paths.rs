@@ -1,0 +1,264 @@
+//! The hot paths: how each is set up, a round of it, and the bound of its instructions.
+
+use std::hint::black_box;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use block::file::{FileOptions, ImageFile};
+use block::ring::RingKind;
+use block::worker::Frontend;
+use block::{AlignedBuf, CompletionSink, Context, Disk, DiskQueue, Done, Op, Request};
+use qcow::image::{CreateOptions, Preallocation, create};
+use qcow::{OpenOptions, QcowDisk};
+use tempfile::TempDir;
+use virtio_devices::ublk::{QueueState, UblkQueue};
+
+use crate::channel::{NullChannel, REQUEST_BYTES};
+use crate::guest::{BATCH, Guest};
+
+const CLUSTER: u64 = 64 << 10;
+/// The size of each disk in bytes: one L2 table.
+const DISK: u64 = 8192 * CLUSTER;
+/// The bytes that a cached slice of an L2 table maps.
+const SLICE: u64 = 512 * CLUSTER;
+
+/// A hot path.
+pub(crate) struct Path {
+    /// The name to print.
+    pub(crate) name: &'static str,
+    /// The most instructions of one request.
+    pub(crate) instructions_max: f64,
+    /// Two numbers of rounds; what the second takes more than the first is counted. [`BATCH`] requests make a round.
+    pub(crate) rounds: [u32; 2],
+    /// Sets it up, and returns what does one round.
+    pub(crate) start: fn() -> Box<dyn FnMut()>,
+}
+
+/// Rounds of a path that can be repeated for ever.
+const MANY: [u32; 2] = [100, 1100];
+/// Rounds of a path that uses up clusters.
+const FEW: [u32; 2] = [16, 48];
+
+const fn path(
+    name: &'static str,
+    instructions_max: f64,
+    rounds: [u32; 2],
+    start: fn() -> Box<dyn FnMut()>,
+) -> Path {
+    Path {
+        name,
+        instructions_max,
+        rounds,
+        start,
+    }
+}
+
+/// All hot paths, each with its bound: what it takes with rustc 1.95, and a few per cent.
+pub(crate) const PATHS: [Path; 8] = [
+    path("lookup", 242.0, MANY, lookup),
+    path("cached-read", 1385.0, MANY, cached_read),
+    path("cached-write", 1425.0, MANY, cached_write),
+    path("allocating-write", 35700.0, FEW, allocating_write),
+    path("copy-on-write", 40400.0, FEW, copy_on_write),
+    path("virtqueue-read", 2380.0, MANY, || virtqueue_read(false)),
+    path("virtqueue-read-indirect", 2460.0, MANY, || virtqueue_read(true)),
+    path("ublk-read", 1500.0, MANY, ublk_read),
+];
+
+/// An open image in a folder of its own, all of whose tables are cached.
+struct Opened {
+    disk: Arc<QcowDisk>,
+    _folder: TempDir,
+}
+
+impl Opened {
+    /// Makes an image and opens it: with clusters that are `mapped`, above a `backing` image of such clusters or not.
+    fn new(mapped: bool, backing: bool) -> Self {
+        // Beside this program, which is no tmpfs: files in memory have a path of their own.
+        let program = std::env::current_exe().expect("this program's path");
+        let folder = tempfile::tempdir_in(program.parent().expect("its folder")).expect("a folder");
+        let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
+        let make = |name: &str, mapped: bool, backing: Option<&str>| {
+            let path = folder.path().join(name);
+            drop(std::fs::File::create(&path).expect("a file"));
+            let image = ImageFile::open(
+                &path,
+                FileOptions {
+                    write: true,
+                    direct: false,
+                },
+            );
+            let view = image.expect("the file").view(&cx).expect("a view");
+            let mut options = CreateOptions::new(DISK);
+            if mapped {
+                options.preallocation = Preallocation::Metadata;
+            }
+            options.backing_file = backing.map(str::to_owned);
+            options.backing_format = backing.map(|_| "qcow2".to_owned());
+            let created = cx.block_on(create(&view, &options)).expect("the ring turns");
+            created.expect("an image");
+            path
+        };
+        let base = backing.then(|| make("base.qcow2", true, None));
+        let path = make("disk.qcow2", mapped, base.map(|_| "base.qcow2"));
+        let options = OpenOptions {
+            backing_files: backing,
+            ..OpenOptions::default()
+        };
+        let opened = Self {
+            disk: QcowDisk::open(&path, &options).expect("the image opens"),
+            _folder: folder,
+        };
+        opened.warm(&cx);
+        opened
+    }
+
+    /// Writes one cluster, and reads from each slice of the tables: the null ring could load none.
+    fn warm(&self, cx: &Context) {
+        let queue = self.open_queue(cx);
+        let run = |op, offset, len: usize| {
+            let (request, answer) = Request::local(op, offset, len as u64, AlignedBuf::zeroed(len).into());
+            queue.submit(request);
+            let answer = cx.block_on(answer).expect("the ring turns");
+            answer.result.expect("it succeeds");
+        };
+        run(Op::Write { fua: false }, DISK - CLUSTER, 4096);
+        run(Op::Flush, 0, 0);
+        (0..DISK)
+            .step_by(SLICE as usize)
+            .for_each(|offset| run(Op::Read, offset, 4096));
+    }
+
+    fn open_queue(&self, cx: &Context) -> Box<dyn DiskQueue> {
+        let disk: Arc<dyn Disk> = Arc::clone(&self.disk) as Arc<dyn Disk>;
+        disk.open_queue(cx).expect("a queue")
+    }
+}
+
+fn null_ring() -> Context {
+    Context::new(RingKind::Null, 256).expect("a ring")
+}
+
+/// A queue on the null ring with [`BATCH`] requests in flight.
+struct Queue {
+    queue: Box<dyn DiskQueue>,
+    cx: Context,
+    sink: Rc<CompletionSink>,
+    done: Vec<Done>,
+    buffers: Vec<AlignedBuf>,
+    _opened: Opened,
+}
+
+impl Queue {
+    fn new(opened: Opened) -> Self {
+        let cx = null_ring();
+        Self {
+            queue: opened.open_queue(&cx),
+            cx,
+            sink: CompletionSink::new(),
+            done: Vec::new(),
+            buffers: (0..BATCH).map(|_| AlignedBuf::zeroed(4096)).collect(),
+            _opened: opened,
+        }
+    }
+
+    /// Has a request done in each of so many clusters.
+    fn round(&mut self, op: Op, mut next: impl FnMut() -> u64) {
+        for buffer in self.buffers.drain(..) {
+            let offset = next();
+            self.queue
+                .submit(Request::new(op, offset, 4096, buffer.into(), &self.sink, 0));
+        }
+        while self.done.len() < usize::from(BATCH) {
+            self.cx.ring().turn(false).expect("the ring turns");
+            self.cx.run_ready();
+            self.sink.drain_into(&mut self.done);
+        }
+        for done in self.done.drain(..) {
+            done.result.expect("it succeeds");
+            self.buffers.extend(done.buffer.into_owned());
+        }
+    }
+}
+
+/// Returns offsets that visit all clusters of a disk in no simple order.
+fn scattered() -> impl FnMut() -> u64 {
+    let mut cluster = 0;
+    move || {
+        cluster = (cluster + 5039) % (DISK / CLUSTER);
+        cluster * CLUSTER
+    }
+}
+
+/// Returns the offsets of one cluster after another.
+fn in_order() -> impl FnMut() -> u64 {
+    let mut clusters = 0..DISK / CLUSTER - 1;
+    move || clusters.next().expect("there are clusters left") * CLUSTER
+}
+
+fn lookup() -> Box<dyn FnMut()> {
+    let opened = Opened::new(true, false);
+    let mut next = scattered();
+    Box::new(move || {
+        for _ in 0..BATCH {
+            let found = opened.disk.cached_host_offset(black_box(next()));
+            assert!(black_box(found).is_some());
+        }
+    })
+}
+
+fn requests(opened: Opened, op: Op, mut next: impl FnMut() -> u64 + 'static) -> Box<dyn FnMut()> {
+    let mut queue = Queue::new(opened);
+    Box::new(move || queue.round(op, &mut next))
+}
+
+fn cached_read() -> Box<dyn FnMut()> {
+    requests(Opened::new(true, false), Op::Read, scattered())
+}
+
+fn cached_write() -> Box<dyn FnMut()> {
+    requests(Opened::new(true, false), Op::Write { fua: false }, scattered())
+}
+
+fn allocating_write() -> Box<dyn FnMut()> {
+    requests(Opened::new(false, false), Op::Write { fua: false }, in_order())
+}
+
+fn copy_on_write() -> Box<dyn FnMut()> {
+    requests(Opened::new(false, true), Op::Write { fua: false }, in_order())
+}
+
+/// A cached read from a guest's descriptors to its used ring.
+fn virtqueue_read(indirect: bool) -> Box<dyn FnMut()> {
+    let opened = Opened::new(true, false);
+    let disk = Arc::clone(&opened.disk) as Arc<dyn Disk>;
+    let mut guest = Guest::new(disk, null_ring(), indirect);
+    Box::new(move || {
+        let _image = &opened;
+        guest.round(|cx| cx.ring().turn(false).map(drop).expect("the ring turns"));
+    })
+}
+
+/// A cached read from the ublk driver's descriptor to the answer that fetches the next one.
+fn ublk_read() -> Box<dyn FnMut()> {
+    let opened = Opened::new(true, false);
+    let cx = null_ring();
+    let state = QueueState::new(0, Arc::new(|_| {}));
+    let mut queue = UblkQueue::start(
+        NullChannel::new(BATCH),
+        opened.open_queue(&cx),
+        BATCH,
+        REQUEST_BYTES as u32,
+        None,
+        Arc::clone(&state),
+    );
+    let mut rounds = 0;
+    Box::new(move || {
+        let _image = &opened;
+        queue.poll();
+        cx.ring().turn(false).expect("the ring turns");
+        queue.publish();
+        rounds += 1;
+        assert_eq!(state.counts().requests, rounds * u64::from(BATCH));
+    })
+}
