@@ -353,12 +353,17 @@ impl Virtqueue {
     /// Tells the guest that it need not notify.
     #[inline]
     pub fn disable_notifications(&mut self) {
-        if self.notifications && !self.event_idx {
+        if !std::mem::replace(&mut self.notifications, false) {
+            return;
+        }
+        if self.event_idx {
+            // The index that was asked for may be the next chain's. One that the guest has passed asks for nothing.
+            let passed = self.next_available.wrapping_sub(1);
+            self.avail_event().store(passed.to_le(), Ordering::Relaxed);
+        } else {
             let flags = VRING_USED_F_NO_NOTIFY as u16;
             self.used_word(0).store(flags.to_le(), Ordering::Relaxed);
         }
-        // With event indices, an index that has been passed asks for nothing.
-        self.notifications = false;
     }
 }
 

@@ -421,6 +421,29 @@ fn enable_notifications_finds_a_chain_made_just_before() {
     assert_eq!(driver.avail_event(), 1);
 }
 
+/// Fails if the chain that comes after a sleep is kicked for although the worker is awake.
+#[test]
+fn disabled_notifications_want_no_kick_with_event_indices() {
+    let (mut driver, mut queue) = pair();
+    let mut chain = || {
+        let head = driver.chain(&[(DATA, 16, true)]);
+        driver.stage(head);
+        driver.publish()
+    };
+    assert!(!chain(), "a queue that starts is looked at");
+    take(&mut queue).expect("a chain");
+    for _ in 0..3 {
+        assert_eq!(queue.enable_notifications(), Ok(false));
+        queue.disable_notifications();
+        assert!(!chain(), "the worker is awake");
+        take(&mut queue).expect("a chain");
+        assert_eq!(queue.enable_notifications(), Ok(false));
+        assert!(chain(), "the worker sleeps");
+        queue.disable_notifications();
+        take(&mut queue).expect("a chain");
+    }
+}
+
 #[test]
 fn queue_indices_wrap_around() {
     let mut driver = driver(guest_memory(None), 0, SIZE);
