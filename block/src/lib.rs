@@ -65,6 +65,7 @@ pub mod ring;
 pub mod rounds;
 pub mod status;
 pub mod sync;
+mod sync_history;
 mod sync_rounds;
 pub mod task;
 pub mod throttle;

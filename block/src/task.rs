@@ -26,6 +26,7 @@ use crate::buffer::BufferPool;
 use crate::ring::{Ring, RingError, RingKind, signal_event};
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use crate::sync_history::SyncHistory;
 use crate::timer::{Clock, HostClock, Sleep, Timers};
 
 /// Makes a new eventfd, blocking, close-on-exec.
@@ -115,6 +116,7 @@ struct Inner {
     tasks: Cell<usize>,
     background: Cell<usize>,
     pool: BufferPool,
+    sync_history: SyncHistory,
     /// Spare list, so that running tasks does not hold the lock.
     batch: RefCell<VecDeque<Runnable>>,
 }
@@ -200,6 +202,7 @@ impl Context {
                 tasks: Cell::new(0),
                 background: Cell::new(0),
                 pool: BufferPool::default(),
+                sync_history: SyncHistory::default(),
                 batch: RefCell::default(),
             }),
         }
@@ -237,6 +240,12 @@ impl Context {
 
     pub(crate) fn timers(&self) -> &Rc<Timers> {
         &self.inner.timers
+    }
+
+    /// Returns the history of the syncs on this worker.
+    #[inline]
+    pub(crate) fn sync_history(&self) -> &SyncHistory {
+        &self.inner.sync_history
     }
 
     pub(crate) fn run_queue(&self) -> &Arc<RunQueue> {

@@ -189,7 +189,7 @@ impl Drop for Sleep {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::ring::RingKind;
     use crate::task;
@@ -219,9 +219,9 @@ mod tests {
         }
     }
 
-    /// A world whose time stands still until it is told.
+    /// A clock that stands still until its time is set, and the time of its last alarm.
     #[derive(Debug, Default)]
-    struct Still(Cell<Duration>, Cell<Option<Duration>>);
+    pub(crate) struct Still(pub(crate) Cell<Duration>, Cell<Option<Duration>>);
 
     impl Clock for Still {
         fn now(&self) -> Duration {

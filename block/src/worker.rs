@@ -54,6 +54,8 @@ pub struct Worker {
     next_id: u64,
     commands: Arc<Commands>,
     poll: PollTime,
+    /// The time for which syncs in place blocked the last round.
+    blocked: Duration,
 }
 
 struct Entry {
@@ -93,6 +95,7 @@ impl Worker {
             next_id: 0,
             commands,
             poll,
+            blocked: Duration::ZERO,
         }
     }
 
@@ -151,6 +154,21 @@ impl Worker {
         true
     }
 
+    /// Takes the new requests of all frontends. Returns true if there were any.
+    fn take_requests(&mut self) -> bool {
+        let mut any = false;
+        for entry in &mut self.frontends {
+            if entry.removal.is_empty() {
+                any |= entry.frontend.poll();
+            }
+        }
+        if any {
+            let alone = matches!(&self.frontends[..], [only] if only.frontend.in_flight() == 1);
+            self.cx.sync_history().arrived(alone);
+        }
+        any
+    }
+
     /// Runs one round: new requests, tasks, the ring, answers. Never waits. Returns true if anything happened.
     ///
     /// # Errors
@@ -158,15 +176,19 @@ impl Worker {
     /// If the ring has failed.
     pub fn round(&mut self) -> io::Result<bool> {
         let mut worked = self.run_commands();
-        for entry in &mut self.frontends {
-            if entry.removal.is_empty() {
-                worked |= entry.frontend.poll();
-            }
-        }
+        worked |= self.take_requests();
         worked |= self.cx.run_ready();
         if self.cx.ring().turn(false)? > 0 {
             worked = true;
             self.cx.run_ready();
+        }
+        self.blocked = self.cx.sync_history().take_blocked();
+        if !self.blocked.is_zero() {
+            // What is found before the answer is published came during the sync.
+            self.cx.ring().turn(false)?;
+            if self.take_requests() {
+                self.cx.sync_history().disturbed();
+            }
         }
         for entry in &mut self.frontends {
             worked |= entry.frontend.publish();
@@ -247,7 +269,7 @@ impl Worker {
             let polls = waits_for_guests && !self.poll.window().is_zero();
             if worked {
                 if let Some(since) = idle_since.take() {
-                    self.poll.found(since.elapsed());
+                    self.poll.found(since.elapsed().saturating_sub(self.blocked));
                 }
                 if polls || !self.may_sleep_at_once() {
                     continue;
@@ -275,5 +297,7 @@ impl Worker {
 mod guest_model;
 #[cfg(test)]
 mod sleep_tests;
+#[cfg(test)]
+mod sync_tests;
 #[cfg(test)]
 mod tests;

@@ -110,8 +110,20 @@ impl FileView {
     /// The host's error, of this or any earlier sync of the file. After an error it is not known which writes
     /// are durable.
     pub async fn sync(&self) -> Result<(), IoError> {
-        let sync = || self.cx.ring().sync(&self.handle);
-        self.file.syncs.run(sync).await
+        self.file.syncs.run(|| self.sync_once()).await
+    }
+
+    /// Syncs in place if the worker may block, and on the ring otherwise.
+    async fn sync_once(&self) -> Result<(), IoError> {
+        let (ring, history) = (self.cx.ring(), self.cx.sync_history());
+        let begun = history.begin(ring.in_flight() == 0, self.cx.now());
+        let done = begun.may_block.then(|| ring.sync_now(&self.handle)).flatten();
+        let result = match done {
+            Some(result) => result,
+            None => ring.sync(&self.handle).await,
+        };
+        history.end(begun, self.cx.now(), done.is_some());
+        result
     }
 
     /// Sets the file's length.

@@ -1,21 +1,31 @@
-//! A driver for tests that counts the calls of the kernel; ops end when the ring waits for them.
+//! A driver for tests that counts the calls of the kernel; ops end when the ring waits for them, and syncs in place as the
+//! test has them end.
 
 #![expect(unsafe_code, reason = "implements Driver::push")]
 
 use std::cell::RefCell;
+use std::fmt;
 use std::io;
 use std::os::fd::RawFd;
 use std::rc::Rc;
 
 use super::driver::{Completion, Driver, FileSlot, KernelOp, QueueFull, Wait};
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct CountingDriver {
-    begun: Vec<u64>,
-    started: Vec<u64>,
-    ended: Vec<u64>,
+    begun: Vec<Completion>,
+    started: Vec<Completion>,
+    ended: Vec<Completion>,
     /// The calls that the kernel would have got, each by what it waited for.
     pub(crate) calls: Rc<RefCell<Vec<Wait>>>,
+    /// What happens during a sync in place, and its result; without it there is none.
+    pub(crate) sync_now: Option<Box<dyn FnMut() -> i32>>,
+}
+
+impl fmt::Debug for CountingDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CountingDriver").finish_non_exhaustive()
+    }
 }
 
 // SAFETY: no op's memory is touched, and each op has one completion.
@@ -30,8 +40,12 @@ unsafe impl Driver for CountingDriver {
 
     fn unregister_file(&mut self, _file: FileSlot) {}
 
-    unsafe fn push(&mut self, _op: &KernelOp, user_data: u64) -> Result<(), QueueFull> {
-        self.begun.push(user_data);
+    unsafe fn push(&mut self, op: &KernelOp, user_data: u64) -> Result<(), QueueFull> {
+        self.begun.push(Completion {
+            user_data,
+            result: i32::try_from(op.len).unwrap_or(i32::MAX),
+            more: false,
+        });
         Ok(())
     }
 
@@ -53,15 +67,15 @@ unsafe impl Driver for CountingDriver {
         Ok(())
     }
 
+    fn sync_now(&mut self, _file: FileSlot) -> Option<i32> {
+        Some(self.sync_now.as_mut()?())
+    }
+
     fn file_len(&self, _file: FileSlot) -> io::Result<u64> {
         Ok(0)
     }
 
     fn reap(&mut self, out: &mut Vec<Completion>) {
-        out.extend(self.ended.drain(..).map(|user_data| Completion {
-            user_data,
-            result: 0,
-            more: false,
-        }));
+        out.append(&mut self.ended);
     }
 }

@@ -126,6 +126,12 @@ pub unsafe trait Driver: fmt::Debug {
     /// If the kernel fails the call as a whole.
     fn enter(&mut self, wait: Wait) -> io::Result<()>;
 
+    /// Performs an `fdatasync(2)` before it returns, with the pushed ops under way. Returns zero or minus the errno, or
+    /// `None` if a sync of this driver gains nothing by blocking.
+    fn sync_now(&mut self, _file: FileSlot) -> Option<i32> {
+        None
+    }
+
     /// Returns the length of a file, or the size of a block device, in bytes.
     ///
     /// # Errors

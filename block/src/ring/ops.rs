@@ -168,6 +168,24 @@ impl Ring {
         self.op(file, Kind::DataSync, 0, 0, Pieces::new())
     }
 
+    /// Performs an `fdatasync(2)` before it returns. Returns `None` if it did not: [`Ring::sync`] does it then.
+    ///
+    /// A failure reaches the file's observer as that of an op does.
+    pub(crate) fn sync_now(&self, file: &FileHandle) -> Option<Result<(), IoError>> {
+        let result = self.in_flight.driver.borrow_mut().sync_now(file.slot())?;
+        match result.saturating_neg() {
+            libc::EINTR | libc::EAGAIN => None,
+            errno @ 1.. => {
+                let error = IoError::from_errno(errno);
+                if let Some(observer) = file.observer() {
+                    observer.failed(Kind::DataSync, 0, error);
+                }
+                Some(Err(error))
+            }
+            _ => Some(Ok(())),
+        }
+    }
+
     /// Starts an `fallocate(2)` with mode bits `mode`.
     pub fn allocate(&self, file: &FileHandle, mode: i32, offset: u64, len: u64) -> OpFuture {
         self.op(file, Kind::Allocate { mode }, offset, len, Pieces::new())

@@ -49,10 +49,7 @@ pub(crate) unsafe fn perform(op: &KernelOp) -> i32 {
             // SAFETY: as for the read.
             unsafe { libc::pwritev2(fd, op.slices.cast(), count, offset, flags) }
         }
-        Kind::DataSync => {
-            // SAFETY: no memory is passed.
-            unsafe { libc::fdatasync(fd) as isize }
-        }
+        Kind::DataSync => return data_sync(fd),
         Kind::Allocate { mode } => {
             let Ok(len) = libc::off_t::try_from(op.len) else {
                 return -libc::EINVAL;
@@ -72,9 +69,23 @@ pub(crate) unsafe fn perform(op: &KernelOp) -> i32 {
         Kind::Command { .. } => return -libc::EOPNOTSUPP,
     };
     if result < 0 {
-        return -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+        return last_error();
     }
     i32::try_from(result).unwrap_or(i32::MAX)
+}
+
+/// Performs an `fdatasync(2)` now. Returns zero, or minus the errno.
+pub(crate) fn data_sync(fd: RawFd) -> i32 {
+    // SAFETY: no memory is passed.
+    if unsafe { libc::fdatasync(fd) } < 0 {
+        return last_error();
+    }
+    0
+}
+
+/// Returns minus the errno of the call that has just failed.
+fn last_error() -> i32 {
+    -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
 }
 
 /// Returns the length of a file, or the size of a block device, in bytes.

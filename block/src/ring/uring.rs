@@ -451,6 +451,14 @@ unsafe impl Driver for UringDriver {
         }
     }
 
+    fn sync_now(&mut self, file: FileSlot) -> Option<i32> {
+        if self.unstarted > 0 {
+            // Answers, commands and watches do not wait for a sync. An error comes again with the next `Driver::enter`.
+            self.start(0, 0).unwrap_or_default();
+        }
+        Some(sys::data_sync(file.fd))
+    }
+
     fn file_len(&self, file: FileSlot) -> io::Result<u64> {
         sys::file_len(file.fd)
     }

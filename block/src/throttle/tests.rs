@@ -13,20 +13,7 @@ use crate::request::{CompletionSink, Done, check_range};
 use crate::ring::{Ring, RingKind};
 use crate::status::Content;
 use crate::timer::Clock;
-
-/// A time that stands still until it is told.
-#[derive(Debug, Default)]
-struct Still(Cell<Duration>);
-
-impl Clock for Still {
-    fn now(&self) -> Duration {
-        self.0.get()
-    }
-
-    fn wake_at(&self, _: &Ring, _: Duration) -> std::io::Result<()> {
-        Ok(())
-    }
-}
+use crate::timer::tests::Still;
 
 /// A disk that answers at once.
 #[derive(Debug)]

@@ -13,7 +13,7 @@ use crate::request::{CompletionSink, Done, Op, Request};
 use crate::ring::RingKind;
 
 /// A frontend fed through a channel, like a guest with a very simple queue.
-struct Channel {
+pub(super) struct Channel {
     queue: Box<dyn DiskQueue>,
     requests: mpsc::Receiver<(Op, u64)>,
     answers: mpsc::Sender<Done2>,
@@ -21,6 +21,36 @@ struct Channel {
     in_flight: usize,
 }
 type Done2 = (u64, bool);
+
+impl Channel {
+    /// A frontend of `disk`, the requests to it, and its answers: the offset, and true for success.
+    pub(super) fn on(
+        disk: Arc<dyn Disk>,
+        cx: &Context,
+    ) -> (Self, mpsc::Sender<(Op, u64)>, mpsc::Receiver<Done2>) {
+        let (send, requests) = mpsc::channel();
+        let (answers, answered) = mpsc::channel();
+        let channel = Self {
+            queue: disk.open_queue(cx).expect("a queue"),
+            requests,
+            answers,
+            sink: CompletionSink::new(),
+            in_flight: 0,
+        };
+        (channel, send, answered)
+    }
+}
+
+/// A disk of 1 MiB on a temporary file.
+pub(super) fn disk() -> Arc<RawDisk> {
+    let file = tempfile::tempfile().expect("a temporary file");
+    file.set_len(1 << 20).expect("its length");
+    let options = FileOptions {
+        write: true,
+        direct: false,
+    };
+    RawDisk::new(ImageFile::from_fd("test".as_ref(), file, options), 1 << 20, true)
+}
 
 impl Frontend for Channel {
     fn poll(&mut self) -> bool {
@@ -63,34 +93,20 @@ impl Frontend for Channel {
 #[test]
 fn worker_answers_all_requests_until_frontend_is_removed() {
     for ring in [RingKind::IoUring, RingKind::Syscalls] {
-        let file = tempfile::tempfile().expect("a temporary file");
-        file.set_len(1 << 20).expect("its length");
-        let options = FileOptions {
-            write: true,
-            direct: false,
-        };
-        let disk = RawDisk::new(ImageFile::from_fd("test".as_ref(), file, options), 1 << 20, true);
+        let disk = disk();
         let config = WorkerConfig {
             ring,
             poll_max: Duration::from_micros(20),
             ..WorkerConfig::default()
         };
         let worker = WorkerHandle::spawn(config).expect("a worker");
-        let (send, requests) = mpsc::channel();
-        let (answers, answered) = mpsc::channel();
         let kick = crate::task::eventfd().expect("an eventfd");
         let kicked = kick.try_clone().expect("a duplicate");
-        let id = worker
+        let (id, send, answered) = worker
             .run(move |worker| {
-                let queue = disk.open_queue(worker.context()).expect("a queue");
-                let channel = Channel {
-                    queue,
-                    requests,
-                    answers,
-                    sink: CompletionSink::new(),
-                    in_flight: 0,
-                };
-                worker.add(Box::new(channel), vec![kicked]).expect("a frontend")
+                let (channel, send, answered) = Channel::on(disk, worker.context());
+                let id = worker.add(Box::new(channel), vec![kicked]).expect("a frontend");
+                (id, send, answered)
             })
             .expect("the worker runs");
         for round in 0..50 {

@@ -167,3 +167,41 @@ fn push_performs_short_registered_tmpfs_ops_through_door() {
     assert_eq!(perform(Kind::Read, 0, IN_MEMORY_BYTES_MAX + 1), None);
     assert_eq!(perform(Kind::Read, 0, IN_MEMORY_BYTES_MAX), Some(8512));
 }
+
+#[test]
+fn sync_now_starts_pushed_ops_first() {
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::fs::FileExt as _;
+    let mut driver = UringDriver::new(8, &FixedTable::default()).expect("these tests need io_uring");
+    let file = tempfile::tempfile().expect("a file");
+    let slot = driver.register_file(file.as_raw_fd()).expect("a place");
+    let mut bytes = [7; 512];
+    let slice = IoSlice::new(bytes.as_mut_ptr(), bytes.len());
+    let op = KernelOp {
+        kind: Kind::Write { dsync: false },
+        file: slot,
+        offset: 0,
+        len: 0,
+        slices: &raw const slice,
+        slice_count: 1,
+        fixed: None,
+        at_door: false,
+    };
+    // SAFETY: slice and bytes live until the completion has been reaped.
+    unsafe { driver.push(&op, 7) }.expect("room");
+    assert_eq!(driver.unstarted, 1);
+    assert_eq!(driver.sync_now(slot), Some(0));
+    assert_eq!(driver.unstarted, 0);
+    let mut done = Vec::new();
+    while done.is_empty() {
+        driver.enter(Wait::Io).expect("the ring turns");
+        driver.reap(&mut done);
+    }
+    assert_eq!(done[0].result, 512);
+    let mut found = [0; 512];
+    file.read_exact_at(&mut found, 0).expect("readable");
+    assert_eq!(found, bytes);
+    let pipe = std::io::pipe().expect("a pipe").1;
+    let slot = driver.register_file(pipe.as_raw_fd()).expect("a place");
+    assert_eq!(driver.sync_now(slot), Some(-libc::EINVAL), "a pipe has no syncs");
+}
