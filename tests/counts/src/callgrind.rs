@@ -53,14 +53,13 @@ fn collected(said: &str) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-
+    // Not `use super::*`: a benchmark without a harness has no tests, and would not use it.
     #[test]
     fn collected_is_read_from_among_notes() {
         assert_eq!(
-            collected("==7== Events    : Ir\n==7== Collected : 12345\n"),
+            super::collected("==7== Events    : Ir\n==7== Collected : 12345\n"),
             Some(12345.0)
         );
-        assert_eq!(collected("valgrind: no such program"), None);
+        assert_eq!(super::collected("valgrind: no such program"), None);
     }
 }
