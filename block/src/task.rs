@@ -238,6 +238,18 @@ impl Context {
         Sleep::new(&self.inner.timers, &self.inner.ring, time)
     }
 
+    /// Calls `call` on this worker after `time`, between two tasks. It is no task: nothing waits for it, and it is dropped
+    /// uncalled with the worker. It must not own a `Context`, which would keep the worker's ring for ever.
+    ///
+    /// # Errors
+    ///
+    /// If the alarm cannot be set; then `call` is late, or never made.
+    pub fn call_after(&self, time: Duration, call: impl FnOnce() + 'static) -> io::Result<()> {
+        self.inner
+            .timers
+            .call_after(&self.inner.ring, time, Box::new(call))
+    }
+
     pub(crate) fn timers(&self) -> &Rc<Timers> {
         &self.inner.timers
     }

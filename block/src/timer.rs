@@ -4,7 +4,10 @@
 //! timerfd that the worker's ring watches like any other event. An alarm ends the ring's wait. `Timers::fire`, which
 //! the executor calls before it looks for tasks, wakes the sleeps that have expired.
 //!
-//! Invariant: while any task sleeps, the alarm is set for the earliest expiry or before it.
+//! A call ([`Context::call_after`](crate::Context::call_after)) expires as a sleep does, but is no task: a worker does not wait
+//! for it before it ends.
+//!
+//! Invariant: while a sleep or a call is due, the alarm is set for the earliest expiry or before it.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -65,11 +68,28 @@ impl Clock for HostClock {
     }
 }
 
-/// The sleeps of one worker, ordered by expiry.
+/// The effect of an expiry.
+enum Due {
+    /// A sleep ends.
+    Wake(Waker),
+    /// A function is called.
+    Call(Box<dyn FnOnce()>),
+}
+
+impl fmt::Debug for Due {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Wake(_) => "Wake",
+            Self::Call(_) => "Call",
+        })
+    }
+}
+
+/// The sleeps and calls of one worker, ordered by expiry.
 #[derive(Debug)]
 pub(crate) struct Timers {
     clock: Rc<dyn Clock>,
-    sleepers: RefCell<BTreeMap<(Duration, u64), Waker>>,
+    due: RefCell<BTreeMap<(Duration, u64), Due>>,
     next: Cell<u64>,
     /// The time for which the alarm is set.
     armed: Cell<Option<Duration>>,
@@ -79,7 +99,7 @@ impl Timers {
     pub(crate) fn new(clock: Rc<dyn Clock>) -> Rc<Self> {
         Rc::new(Self {
             clock,
-            sleepers: RefCell::default(),
+            due: RefCell::default(),
             next: Cell::new(0),
             armed: Cell::new(None),
         })
@@ -99,37 +119,63 @@ impl Timers {
         self.clock.now()
     }
 
-    /// Wakes the sleeps that have expired.
+    /// Calls `call` after `time`.
+    pub(crate) fn call_after(&self, ring: &Ring, time: Duration, call: Box<dyn FnOnce()>) -> io::Result<()> {
+        let key = self.key(self.now() + time);
+        if self.insert(key, Due::Call(call)) {
+            self.arm(ring, key.0)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the key of something that is due at `at`.
+    fn key(&self, at: Duration) -> (Duration, u64) {
+        let number = self.next.get();
+        self.next.set(number + 1);
+        (at, number)
+    }
+
+    /// Inserts something that is due. Returns true if nothing is due before it.
+    fn insert(&self, key: (Duration, u64), due: Due) -> bool {
+        let mut all = self.due.borrow_mut();
+        let _replaced = all.insert(key, due);
+        all.first_key_value().is_some_and(|(first, _)| *first == key)
+    }
+
+    /// Ends the sleeps, and makes the calls, that have expired.
     #[inline]
     pub(crate) fn fire(&self, ring: &Ring) {
-        if !self.sleepers.borrow().is_empty() {
-            self.wake(ring);
+        if !self.due.borrow().is_empty() {
+            self.expire(ring);
         }
     }
 
     #[cold]
-    fn wake(&self, ring: &Ring) {
+    fn expire(&self, ring: &Ring) {
         let now = self.clock.now();
         if self.armed.get().is_some_and(|at| at <= now) {
             // It has expired, or will expire to no effect.
             self.armed.set(None);
         }
         loop {
-            let mut sleepers = self.sleepers.borrow_mut();
-            let Some(first) = sleepers.first_entry() else {
+            let mut all = self.due.borrow_mut();
+            let Some(first) = all.first_entry() else {
                 return;
             };
             let at = first.key().0;
             if at > now {
-                drop(sleepers);
+                drop(all);
                 if let Err(error) = self.arm(ring, at) {
                     tracing::error!(%error, "a worker's alarm cannot be set");
                 }
                 return;
             }
-            let waker = first.remove();
-            drop(sleepers);
-            waker.wake();
+            let due = first.remove();
+            drop(all);
+            match due {
+                Due::Wake(waker) => waker.wake(),
+                Due::Call(call) => call(),
+            }
         }
     }
 }
@@ -162,17 +208,9 @@ impl Future for Sleep {
         if self.timers.now() >= self.at {
             return Poll::Ready(Ok(()));
         }
-        let key = self.key.unwrap_or_else(|| {
-            let number = self.timers.next.get();
-            self.timers.next.set(number + 1);
-            (self.at, number)
-        });
+        let key = self.key.unwrap_or_else(|| self.timers.key(self.at));
         self.key = Some(key);
-        let first = {
-            let mut sleepers = self.timers.sleepers.borrow_mut();
-            sleepers.insert(key, cx.waker().clone());
-            sleepers.first_key_value().is_some_and(|(first, _)| *first == key)
-        };
+        let first = self.timers.insert(key, Due::Wake(cx.waker().clone()));
         if first && let Err(error) = self.timers.arm(&self.ring, self.at) {
             return Poll::Ready(Err(error));
         }
@@ -183,7 +221,7 @@ impl Future for Sleep {
 impl Drop for Sleep {
     fn drop(&mut self) {
         if let Some(key) = self.key {
-            self.timers.sleepers.borrow_mut().remove(&key);
+            self.timers.due.borrow_mut().remove(&key);
         }
     }
 }
@@ -251,5 +289,31 @@ pub(crate) mod tests {
         clock.0.set(Duration::from_secs(3600));
         cx.run_ready();
         assert!(slept.get());
+    }
+
+    #[test]
+    fn call_is_made_when_due_and_is_no_task() {
+        let clock = Rc::new(Still::default());
+        let ring = Ring::new(RingKind::Syscalls, 16).expect("no kernel support is needed");
+        let cx = task::Context::with_clock(ring, Rc::clone(&clock) as Rc<dyn Clock>);
+        let calls = Rc::new(RefCell::new(Vec::new()));
+        for seconds in [2, 1, 3] {
+            let (calls, again) = (Rc::clone(&calls), cx.clone());
+            cx.call_after(Duration::from_secs(seconds), move || {
+                calls.borrow_mut().push(seconds);
+                // A call may ask for another one.
+                again
+                    .call_after(Duration::from_secs(60), || ())
+                    .expect("an alarm");
+            })
+            .expect("an alarm");
+        }
+        cx.run_ready();
+        assert_eq!((calls.borrow().len(), cx.tasks()), (0, 0));
+        assert_eq!(clock.1.get(), Some(Duration::from_secs(1)));
+        clock.0.set(Duration::from_secs(2));
+        cx.run_ready();
+        assert_eq!(*calls.borrow(), [1, 2]);
+        assert_eq!(clock.1.get(), Some(Duration::from_secs(3)));
     }
 }
