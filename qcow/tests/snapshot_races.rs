@@ -281,7 +281,7 @@ fn create_gives_up_when_a_request_in_flight_does_not_end() {
     let mut turns = 0;
     while created.borrow().is_none() {
         bench.workers.settle();
-        std::thread::sleep(std::time::Duration::from_millis(50));
+        bench.world.pass(std::time::Duration::from_millis(50));
         turns += 1;
         assert!(turns < 400, "it waits for ever");
     }

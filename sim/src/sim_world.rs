@@ -6,10 +6,12 @@ use std::cell::RefCell;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use block::Context;
 use block::file::{Alignment, FileOptions, ImageFile, OpenFileError, OpenFiles};
 use block::ring::Ring;
+use block::timer::Clock;
 
 use super::crash::CrashSpace;
 use super::driver::SimDriver;
@@ -18,6 +20,21 @@ use super::pages::{self, Pages, Tags};
 use super::profile::{Faults, Profile};
 use super::trace::Event;
 use super::world::{FixedPlace, World};
+
+/// The clock of a world's workers.
+#[derive(Debug)]
+struct SimClock(Rc<RefCell<World>>);
+
+impl Clock for SimClock {
+    fn now(&self) -> Duration {
+        self.0.borrow().clock
+    }
+
+    fn wake_at(&self, _: &Ring, _: Duration) -> std::io::Result<()> {
+        // Workers look at the time in each round, and none sleeps.
+        Ok(())
+    }
+}
 
 /// A world of simulated disks. Cheap to clone; all clones are the same world.
 #[derive(Clone, Debug)]
@@ -59,7 +76,16 @@ impl SimWorld {
     #[must_use]
     pub fn context(&self, depth: u32) -> Context {
         let driver = SimDriver::new(Rc::clone(&self.world));
-        Context::on(Ring::with_driver(Box::new(driver), depth, 0))
+        Context::with_clock(Ring::with_driver(Box::new(driver), depth, 0), self.clock())
+    }
+
+    fn clock(&self) -> Rc<SimClock> {
+        Rc::new(SimClock(Rc::clone(&self.world)))
+    }
+
+    /// Lets time pass for all workers. It stands still otherwise, so that a run does not depend on the host's speed.
+    pub fn pass(&self, time: Duration) {
+        self.world.borrow_mut().clock += time;
     }
 
     /// As [`SimWorld::context`], with `places` registered buffers of `place_bytes` each. The first byte of one is named
@@ -91,7 +117,8 @@ impl SimWorld {
             });
             world.set_fixed(driver.ring(), fixed.collect());
         }
-        let cx = Context::on(Ring::with_driver(Box::new(driver), depth, places.into()));
+        let ring = Ring::with_driver(Box::new(driver), depth, places.into());
+        let cx = Context::with_clock(ring, self.clock());
         let tags = Tags::new(cx.ring(), &pages, place_bytes, from_zero);
         (cx, tags)
     }
@@ -173,10 +200,21 @@ impl SimWorld {
 
     /// Holds the next op that is submitted: it has no effect and no completion until [`SimWorld::release`].
     pub fn hold_next(&self) {
-        self.world.borrow_mut().hold_next = true;
+        self.hold_after(0);
     }
 
-    /// Releases all ops that are held.
+    /// As [`SimWorld::hold_next`], once `ops` others have been submitted.
+    pub fn hold_after(&self, ops: u64) {
+        self.world.borrow_mut().hold = Some(ops);
+    }
+
+    /// Returns true if an op is yet to be held.
+    #[must_use]
+    pub fn is_to_hold(&self) -> bool {
+        self.world.borrow().hold.is_some()
+    }
+
+    /// Releases all ops that are held, and holds none any more.
     pub fn release(&self) {
         self.world.borrow_mut().release();
     }

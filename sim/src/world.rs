@@ -20,6 +20,7 @@ use std::os::fd::RawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::time::Duration;
 
 use block::file::Alignment;
 use block::ring::driver::Completion;
@@ -70,6 +71,8 @@ pub(super) struct World {
     /// The registered buffers of each ring.
     fixed: Vec<Vec<FixedPlace>>,
     time: u64,
+    /// The time of the workers' clocks.
+    pub(super) clock: Duration,
     next_op: u64,
     /// The time until which there is no space.
     full_until: u64,
@@ -78,8 +81,8 @@ pub(super) struct World {
     /// True if an op has found no space left because of that limit.
     pub(super) starved: bool,
     dead: bool,
-    /// The next op is held when it is submitted.
-    pub(super) hold_next: bool,
+    /// The op to be held when it is submitted, counted from the next one.
+    pub(super) hold: Option<u64>,
     /// Rings before this one are those of processes that were killed.
     first_alive: u32,
     pub(super) changes: u64,
@@ -99,12 +102,13 @@ impl World {
             completions: Vec::new(),
             fixed: Vec::new(),
             time: 0,
+            clock: Duration::ZERO,
             next_op: 0,
             full_until: 0,
             space_left: None,
             starved: false,
             dead: false,
-            hold_next: false,
+            hold: None,
             first_alive: 0,
             changes: 0,
             faults: Faults::default(),
@@ -231,6 +235,7 @@ impl World {
     pub(super) fn release(&mut self) {
         let held = self.ops.iter_mut().filter(|op| op.not_before == HELD);
         held.for_each(|op| op.not_before = self.time);
+        self.hold = None;
     }
 
     pub(super) fn is_only_late(&self) -> bool {

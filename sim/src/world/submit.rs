@@ -152,7 +152,9 @@ impl World {
         if self.random.chance(self.profile.late) || self.random.chance(late_reads) {
             op.not_before += 20 + self.random.below(400);
         }
-        if std::mem::take(&mut self.hold_next) {
+        let hold = self.hold.take();
+        self.hold = hold.and_then(|ops| ops.checked_sub(1));
+        if hold == Some(0) {
             op.not_before = HELD;
         }
         self.complete_early(&mut op);
