@@ -49,6 +49,23 @@ impl Rounds {
         self.running
     }
 
+    /// Waits until the round that is running has ended, if one is.
+    pub async fn end_of_running(rounds: &Mutex<Self>) {
+        let need = {
+            let rounds = rounds.lock();
+            if rounds.running { rounds.begun } else { 0 }
+        };
+        poll_fn(|cx| {
+            let mut rounds = rounds.lock();
+            if rounds.ended >= need {
+                return Poll::Ready(());
+            }
+            rounds.waiters.register(cx.waker());
+            Poll::Pending
+        })
+        .await;
+    }
+
     /// Runs `round`, or waits for one that another caller began after this call, and returns its result.
     ///
     /// # Errors
@@ -180,6 +197,33 @@ pub(crate) mod tests {
         assert_eq!(slow.begun.get(), 3);
         slow.end(Ok(()));
         cx.run_ready();
+    }
+
+    #[test]
+    fn end_of_running_round_begins_no_other() {
+        let (cx, rounds, slow, answers) = (
+            Context::syscalls(),
+            Rc::default(),
+            Rc::<Slow>::default(),
+            Answers::default(),
+        );
+        let wait = |rounds: &Rc<Mutex<Rounds>>| {
+            let rounds = Rc::clone(rounds);
+            note(&cx, &answers, async move {
+                Rounds::end_of_running(&rounds).await;
+                Ok(())
+            });
+        };
+        wait(&rounds);
+        assert_eq!(answers.borrow().len(), 1, "none is running");
+        let full = Err(IoError::Host { errno: libc::ENOSPC });
+        ask(&cx, &rounds, &slow, &answers);
+        wait(&rounds);
+        assert_eq!(answers.borrow().len(), 1);
+        slow.end(full);
+        cx.run_ready();
+        assert_eq!((slow.begun.get(), answers.borrow().len()), (1, 3));
+        assert!(answers.borrow().contains(&full));
     }
 
     #[test]

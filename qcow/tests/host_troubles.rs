@@ -340,6 +340,42 @@ fn write_fails_without_space_and_loses_nothing_acknowledged() {
     }
 }
 
+/// The host is full, and there is room in what was discarded and not flushed, however little.
+#[test]
+fn write_on_a_full_host_uses_discarded_space() {
+    let test = "write_on_a_full_host_uses_discarded_space";
+    let Some(folder) = place(test, SMALL) else { return };
+    for ring in RINGS {
+        for clusters in [1, 8, 40] {
+            let disk = qcow(&folder, false);
+            let lane = Lane::new(&disk, ring);
+            assert_eq!(lane.write(0, 48 * CLUSTER, 1), Ok(()));
+            assert_eq!(lane.flush(), Ok(()));
+            fill(&folder);
+            assert_eq!(lane.write(64 * CLUSTER, CLUSTER, 2), NO_SPACE);
+            assert_eq!(lane.ask(Op::Discard, 0, clusters * CLUSTER, 0), Ok(()));
+            for cluster in 64..64 + clusters {
+                let written = lane.write(cluster * CLUSTER, CLUSTER, 3);
+                assert_eq!(
+                    written,
+                    Ok(()),
+                    "{ring:?}: {cluster} after {clusters} were discarded"
+                );
+            }
+            assert_eq!(lane.write(0, CLUSTER, 4), NO_SPACE, "all is used");
+            empty(&folder);
+            assert_eq!(lane.flush(), Ok(()));
+            lane.assert_reads(64 * CLUSTER, clusters * CLUSTER, 3);
+            lane.assert_reads(0, clusters * CLUSTER, 0);
+            lane.settle();
+            drop(lane);
+            assert_eq!(close(disk), Ok(()));
+            assert_flawless(&folder);
+            std::fs::remove_file(folder.join("disk.qcow2")).expect("the disk");
+        }
+    }
+}
+
 #[test]
 fn write_waiting_for_space_is_answered_when_space_returns() {
     let test = "write_waiting_for_space_is_answered_when_space_returns";

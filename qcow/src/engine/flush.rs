@@ -20,7 +20,7 @@ use block::{AlignedBuf, IoError};
 
 use super::{Queue, Shared, background, corrupt, header, reclaim};
 use crate::format::HostOffset;
-use crate::metadata::Dropped;
+use crate::metadata::Drops;
 use crate::metadata::write_back::{Place, WriteBackSet};
 
 /// Makes every write answered before this call, on any queue, durable.
@@ -31,6 +31,11 @@ pub(super) async fn flush(queue: &Rc<Queue>) -> Result<(), IoError> {
     }
     // A running round may have taken its write-back set already; only the next one covers this call.
     Rounds::share(&shared.rounds, || round(queue)).await
+}
+
+/// Waits until the round that is running has ended, if one is. Its drops are then past being durable, or dropped again.
+pub(super) async fn end_of_running(shared: &Shared) {
+    Rounds::end_of_running(&shared.rounds).await;
 }
 
 /// Starts a round that nobody waits for, unless one is running. This bounds dirty metadata and pending frees.
@@ -95,9 +100,9 @@ impl WriteBackGuard<'_> {
         self.set.get_or_insert_default()
     }
 
-    fn end(&mut self, written: bool) -> Result<Vec<Dropped>, IoError> {
+    fn end(&mut self, written: bool) -> Result<Drops, IoError> {
         let Some(set) = self.set.take() else {
-            return Ok(Vec::new());
+            return Ok(Drops::default());
         };
         Ok(self.shared.write()?.end_write_back(set, written))
     }

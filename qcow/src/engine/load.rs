@@ -12,7 +12,7 @@ use block::sync::WaitList;
 
 use super::{Queue, Shared, corrupt};
 use crate::format::{GuestOffset, HostOffset};
-use crate::metadata::refcounts::Stuck;
+use crate::metadata::refcounts::{NO_SPACE, Stuck};
 use crate::metadata::{Blocked, Extent, Lookup, Metadata};
 
 #[derive(Clone, Copy, Debug)]
@@ -282,6 +282,8 @@ pub(super) async fn unblock(queue: &Rc<Queue>, blocked: Blocked) -> Result<(), I
             })
             .await
         }
+        // `space` catches it: the change is planned anew without its epoch guard.
+        Blocked::Growth => Err(NO_SPACE),
         Blocked::InUse(cluster) => Err(corrupt::in_use(queue, cluster)),
         Blocked::Failed(error) => give_up(queue, error),
     }

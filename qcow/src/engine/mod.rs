@@ -18,6 +18,7 @@ mod exclusive;
 mod flush;
 mod grow;
 mod header;
+mod idle;
 mod load;
 mod part;
 mod queue;
@@ -94,6 +95,8 @@ pub(crate) struct Shared {
     rounds: CachePadded<Mutex<Rounds>>,
     freeing: CachePadded<Mutex<Freeing>>,
     background: CachePadded<Mutex<Background>>,
+    /// A return of dropped clusters is due.
+    later: idle::Later,
     header: header::HeaderWriter,
     /// Announcements to other programs before the image changes.
     announcements: announce::Announcements,
@@ -205,6 +208,7 @@ impl QcowDisk {
             rounds: CachePadded::default(),
             freeing: CachePadded::default(),
             background: CachePadded::default(),
+            later: idle::Later::default(),
             header: header::HeaderWriter::new(parts.header),
             announcements: announce::Announcements::new(parts.announcement),
             changes: turn::Turns::default(),
@@ -309,6 +313,7 @@ impl Disk for QcowDisk {
         Box::pin(async move {
             let queue = queue.map_err(|error| IoError::from(error.source))?;
             let _turn = queue.shared.changes.take().await;
+            queue.shared.later.stop();
             flush::settle(&queue).await?;
             // Reserved space that was not used is returned.
             let end = queue.shared.read()?.refcounts.unused_reserve();

@@ -208,7 +208,7 @@ async fn execute(queue: Rc<Queue>, mut request: Request) {
                 buffer: Rc::clone(&buffer),
                 guest: offset,
             };
-            let write = async || write::write(&queue, &source, offset, len).await;
+            let write = async |growth| write::write(&queue, &source, offset, len, growth).await;
             let mut result = space::with_space(&queue, &mut request, write).await;
             if result.is_ok() {
                 result = make_durable(&queue, fua).await;
@@ -221,7 +221,7 @@ async fn execute(queue: Rc<Queue>, mut request: Request) {
             request.finish(result);
         }
         Op::Discard => {
-            let discard = async || zero::discard(&queue, offset, len).await;
+            let discard = async |_| zero::discard(&queue, offset, len).await;
             let mut result = space::with_space(&queue, &mut request, discard).await;
             if result.is_ok() {
                 result = make_durable(&queue, false).await;
@@ -229,7 +229,7 @@ async fn execute(queue: Rc<Queue>, mut request: Request) {
             request.finish(result);
         }
         Op::WriteZeroes { unmap, fua } => {
-            let zero = async || zero::write_zeroes(&queue, offset, len, unmap).await;
+            let zero = async |_| zero::write_zeroes(&queue, offset, len, unmap).await;
             let mut result = space::with_space(&queue, &mut request, zero).await;
             if result.is_ok() {
                 result = make_durable(&queue, fua).await;

@@ -19,18 +19,18 @@ use block::epoch::is_past_grace;
 use block::join_all;
 use rustc_hash::FxHashMap;
 
-use super::{Queue, Shared, background, load};
+use super::{Queue, Shared, background, idle, load};
 use crate::format::HostCluster;
 use crate::invariant::invariant;
-use crate::metadata::Dropped;
 use crate::metadata::free_runs::runs_of;
 use crate::metadata::refcounts::{Refcounts, Stuck};
+use crate::metadata::{Dropped, Drops};
 
 /// Drops that wait to be freed.
 #[derive(Debug, Default)]
 pub(super) struct Freeing {
     /// Drops, by the epoch in which they became durable.
-    batches: VecDeque<(u64, Vec<Dropped>)>,
+    batches: VecDeque<(u64, Drops)>,
     running: bool,
     /// Set if another pass did not begin because one is running.
     missed: bool,
@@ -39,7 +39,7 @@ pub(super) struct Freeing {
 }
 
 impl Freeing {
-    pub(super) fn push(&mut self, epoch: u64, drops: Vec<Dropped>) {
+    pub(super) fn push(&mut self, epoch: u64, drops: Drops) {
         // The pass looks at the oldest batch alone.
         invariant!(
             self.batches.back().is_none_or(|&(last, _)| last <= epoch),
@@ -85,12 +85,29 @@ impl Drop for PassGuard<'_> {
     }
 }
 
+/// Clusters of a batch that wait no more when this is dropped: they are free, or leaked.
+struct Returned<'a> {
+    shared: &'a Shared,
+    clusters: u64,
+}
+
+impl Drop for Returned<'_> {
+    fn drop(&mut self) {
+        if let Ok(mut metadata) = self.shared.write() {
+            metadata.returning.end(self.clusters);
+        }
+    }
+}
+
 /// Starts a pass that nobody waits for.
 pub(super) fn in_background(queue: &Rc<Queue>) {
     background::start(queue, async |queue: Rc<Queue>| {
         if let Err(error) = reclaim(&queue).await {
             let image = queue.shared.file.path().display();
             tracing::warn!(%image, %error, "freed clusters could not be reclaimed; they are leaked");
+        }
+        if !queue.shared.freeing.lock().is_empty() {
+            idle::look_again(&queue);
         }
     });
 }
@@ -130,7 +147,11 @@ pub(super) async fn reclaim(queue: &Rc<Queue>) -> Result<(), IoError> {
         };
         let Some((_, drops)) = batch else { return Ok(()) };
         pass.is_idle = false;
-        for part in parts(drops) {
+        let _returned = Returned {
+            shared,
+            clusters: drops.sole(),
+        };
+        for part in parts(drops.list()) {
             free(queue, part).await?;
         }
     }
@@ -143,8 +164,8 @@ const CLUSTERS_PER_LOCK: usize = 256;
 const CLUSTERS_AT_ONCE: u64 = 1 << 16;
 
 /// Cuts drops into parts of at most [`CLUSTERS_AT_ONCE`] clusters.
-fn parts(drops: Vec<Dropped>) -> impl Iterator<Item = Vec<Dropped>> {
-    let mut drops = drops.into_iter();
+fn parts(drops: &[Dropped]) -> impl Iterator<Item = Vec<Dropped>> {
+    let mut drops = drops.iter().copied();
     let mut next = drops.next();
     std::iter::from_fn(move || {
         let (mut part, mut room) = (Vec::new(), CLUSTERS_AT_ONCE);
@@ -285,14 +306,14 @@ mod tests {
             each.flat_map(|drop| drop.first.until(drop.first + drop.count))
                 .collect()
         };
-        let cut: Vec<Vec<Dropped>> = parts(drops.clone()).collect();
+        let cut: Vec<Vec<Dropped>> = parts(&drops).collect();
         assert_eq!(cut.len(), 4);
         assert!(
             cut.iter()
                 .all(|part| clusters(part).len() as u64 <= CLUSTERS_AT_ONCE)
         );
         assert!(clusters(&cut.concat()) == clusters(&drops));
-        assert_eq!(parts(Vec::new()).count(), 0);
+        assert_eq!(parts(&[]).count(), 0);
     }
 
     /// Frees clusters while another thread allocates, and then allocates as many as were freed.

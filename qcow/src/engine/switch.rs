@@ -242,7 +242,9 @@ impl Deciding<'_> {
             return Ok(());
         };
         left.append(&mut next.refcounts.switched(&metadata.refcounts));
-        next.drops = left;
+        for dropped in left {
+            next.drop_clusters(dropped, true);
+        }
         let old = std::mem::replace(&mut *metadata, next);
         drop(metadata);
         // Not under the lock: it may be large.

@@ -24,8 +24,8 @@ use super::read::start_backing;
 use super::{Queue, Shared, background, compressed, flush, load};
 use crate::format::{GuestOffset, HostCluster};
 use crate::invariant::invariant;
-use crate::metadata::Blocked;
 use crate::metadata::plan::{Action, Allocation, Edge, EdgeContent, Fill, OldCluster, WriteStep};
+use crate::metadata::{Blocked, Growth};
 
 /// The data to write.
 #[derive(Debug)]
@@ -52,12 +52,14 @@ impl Source {
 /// The largest number of steps under way at once for one request.
 const STEPS_MAX: usize = 64;
 
-/// Writes `len` guest bytes from `offset` on.
+/// Writes `len` guest bytes from `offset` on. While growth is held back it fails with `ENOSPC`, and its caller waits for
+/// space as `space` does.
 pub(super) async fn write(
     queue: &Rc<Queue>,
     source: &Source,
     offset: GuestOffset,
     len: u64,
+    growth: Growth,
 ) -> Result<(), IoError> {
     invariant!(
         queue.is_entered(),
@@ -70,12 +72,12 @@ pub(super) async fn write(
     while here < end {
         let mut steps: SmallVec<[WriteStep; 2]> = SmallVec::new();
         let mut blocked = None;
-        let mut pressed = false;
+        let pressed;
         let mut ahead = None;
         {
             let mut metadata = queue.shared.write()?;
             while here < end && steps.len() < STEPS_MAX {
-                match metadata.plan_write(here, end) {
+                match metadata.plan_write(here, end, growth) {
                     Ok(step) => {
                         // A step that stands still would be planned for ever; one that goes too far, over others' data.
                         invariant!(
@@ -95,9 +97,9 @@ pub(super) async fn write(
             if reserves && steps.iter().any(fresh) {
                 ahead = metadata.refcounts.reserve_ahead();
             }
-            if metadata.l2.is_dirty_past_budget() || metadata.refcounts.slices.is_dirty_past_budget() {
-                pressed = true;
-            }
+            pressed = metadata.l2.is_dirty_past_budget()
+                || metadata.refcounts.slices.is_dirty_past_budget()
+                || metadata.wants_return();
         }
         if pressed {
             flush::in_background(queue);

@@ -11,11 +11,11 @@ use std::rc::Rc;
 use block::IoError;
 
 use super::write::{Source, change, write};
-use super::{Queue, flush};
+use super::{Queue, flush, idle};
 use crate::format::{GuestCluster, GuestOffset, Version};
 use crate::invariant::invariant;
 use crate::metadata::clear::{Clear, Cleared};
-use crate::metadata::{Extent, Lookup};
+use crate::metadata::{Extent, Growth, Lookup};
 
 /// The number of drops that may wait for a FLUSH before one is started for them.
 const DROPS_MAX: usize = 8192;
@@ -77,7 +77,7 @@ async fn clear(
 ) -> Result<GuestOffset, IoError> {
     let geometry = queue.shared.geometry;
     let mut here = GuestCluster::new(geometry.clusters_for(offset.bytes()));
-    let mut pressed = false;
+    let (mut pressed, mut drops) = (false, false);
     while geometry.guest_offset(here) < end {
         let cleared = change(queue, |metadata| {
             // Evaluated each time: the disk may grow meanwhile, and then the rest of the cluster is the guest's.
@@ -91,10 +91,16 @@ async fn clear(
                 return Ok(None);
             }
             let cleared = metadata.clear(here, last, how);
-            pressed = metadata.drops.len() > DROPS_MAX || metadata.l2.is_dirty_past_budget();
+            drops = !metadata.drops.is_empty();
+            pressed = metadata.drops.len() > DROPS_MAX
+                || metadata.l2.is_dirty_past_budget()
+                || metadata.wants_return();
             cleared.map(Some)
         })
         .await?;
+        if drops {
+            idle::return_later(queue);
+        }
         if pressed {
             flush::in_background(queue);
         }
@@ -143,7 +149,7 @@ async fn zero_bytes(queue: &Rc<Queue>, offset: GuestOffset, end: GuestOffset) ->
                 // Past the backing file's last sector these are zeros.
                 let backed = queue.shared.backed(here, len).next_multiple_of(512).min(len);
                 if backed > 0 {
-                    write(queue, &Source::Zeros, here, backed).await?;
+                    write(queue, &Source::Zeros, here, backed, Growth::Free).await?;
                     backed
                 } else {
                     len
@@ -151,12 +157,12 @@ async fn zero_bytes(queue: &Rc<Queue>, offset: GuestOffset, end: GuestOffset) ->
             }
             // The write determines the rest for itself.
             Lookup::Found { len, .. } => {
-                write(queue, &Source::Zeros, here, len).await?;
+                write(queue, &Source::Zeros, here, len, Growth::Free).await?;
                 len
             }
             _ => {
                 let len = (end - here).min(queue.shared.geometry.cluster_size());
-                write(queue, &Source::Zeros, here, len).await?;
+                write(queue, &Source::Zeros, here, len, Growth::Free).await?;
                 len
             }
         };

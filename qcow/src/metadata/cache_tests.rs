@@ -1,7 +1,7 @@
 //! The table cache and what shares its memory.
 
 use super::*;
-use crate::format::{ClusterBits, L2Entry, L2TableMut, L2TableRef, RefcountOrder, Version};
+use crate::format::{ClusterBits, HostCluster, L2Entry, L2TableMut, L2TableRef, RefcountOrder, Version};
 use cluster_use::UseMap;
 use refcounts::NO_LIMIT;
 

@@ -20,6 +20,11 @@ impl FreeRuns {
         self.total
     }
 
+    /// Returns true if there is no cluster in the set.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+
     /// Takes no run to be zeros from now on.
     pub(crate) fn forget_zeros(&mut self) {
         self.runs.values_mut().for_each(|(_, zero)| *zero = false);

@@ -4,7 +4,7 @@ use super::plan::{Action, Allocation};
 use super::refcounts::NO_LIMIT;
 use super::write_back::WriteBackSet;
 use super::*;
-use crate::format::{ClusterBits, L2Entry, RefcountOrder, RefcountTableEntry, Version};
+use crate::format::{ClusterBits, HostCluster, L2Entry, RefcountOrder, RefcountTableEntry, Version};
 
 const CLUSTER: u64 = 1 << 16;
 
@@ -30,7 +30,7 @@ fn metadata() -> Metadata {
 
 /// Plans a write of the first guest cluster.
 fn reserve(metadata: &mut Metadata) -> Allocation {
-    let step = metadata.plan_write(GuestOffset::new(0), GuestOffset::new(CLUSTER));
+    let step = metadata.plan_write(GuestOffset::new(0), GuestOffset::new(CLUSTER), Growth::Free);
     match step.expect("an empty image").action {
         Action::Fill(fill) => fill.allocation,
         Action::Overwrite(at) => panic!("nothing is mapped, and {at} is to be overwritten"),

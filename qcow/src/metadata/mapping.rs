@@ -154,16 +154,15 @@ impl Metadata {
             L2Mapping::Compressed(extent) => {
                 let first = self.geometry.host_cluster(extent.host);
                 let last = self.geometry.host_cluster(HostOffset::new(extent.end() - 1));
-                self.drops.push(Dropped {
-                    first,
-                    count: last - first + 1,
-                });
+                let count = last - first + 1;
+                self.drop_clusters(Dropped { first, count }, false);
             }
             _ => {
                 if let Some(host) = host_of(&old)
                     && kept != Some(host)
                 {
-                    self.drops.push(Dropped::one(self.geometry.host_cluster(host)));
+                    let dropped = Dropped::one(self.geometry.host_cluster(host));
+                    self.drop_clusters(dropped, is_sole(&old));
                 }
             }
         }
@@ -181,6 +180,14 @@ fn unallocated(offset: GuestOffset, len: u64, span: u64) -> Lookup {
         extent: Extent::Unallocated,
         len: len.min(rest),
     }
+}
+
+/// Returns true if an entry is the only reference to its host cluster.
+fn is_sole(mapping: &L2Mapping) -> bool {
+    matches!(
+        mapping,
+        L2Mapping::Data { copied: true, .. } | L2Mapping::Zero { copied: true, .. }
+    )
 }
 
 fn host_of(mapping: &L2Mapping) -> Option<HostOffset> {

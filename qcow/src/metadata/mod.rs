@@ -14,6 +14,7 @@
 mod cache_tests;
 pub(crate) mod clear;
 pub(crate) mod cluster_use;
+mod drops;
 pub(crate) mod free_runs;
 mod in_flight;
 #[cfg(all(test, debug_assertions, not(feature = "canary")))]
@@ -32,8 +33,9 @@ use block::sync::SingleFlight;
 use rustc_hash::FxHashSet;
 
 use crate::format::l1::L1_ENTRY_SIZE;
-use crate::format::{EntryError, Geometry, GuestCluster, GuestOffset, HostCluster, HostOffset, L1Entry};
+use crate::format::{EntryError, Geometry, GuestCluster, GuestOffset, HostOffset, L1Entry};
 use cluster_use::InUse;
+pub(crate) use drops::{Dropped, Drops, Growth, Returning};
 use in_flight::InFlight;
 pub(crate) use mapping::{Extent, Lookup};
 pub(crate) use next::{COUNTS_BYTES_MAX, Counted};
@@ -54,6 +56,8 @@ pub(crate) enum Blocked {
     CopyTable(usize),
     /// Another request is remapping this guest cluster.
     InFlight(GuestCluster),
+    /// The file would grow while much space waits to be freed.
+    Growth,
     /// A count is wrong: the image is corrupt.
     InUse(InUse),
     /// The change failed.
@@ -66,23 +70,6 @@ impl From<Stuck> for Blocked {
             Stuck::Load(slice) => Self::LoadRefcounts(slice),
             Stuck::InUse(cluster) => Self::InUse(cluster),
             Stuck::Failed(error) => Self::Failed(error),
-        }
-    }
-}
-
-/// References to neighbouring host clusters, one to each, that left the mapping.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct Dropped {
-    pub(crate) first: HostCluster,
-    pub(crate) count: u64,
-}
-
-impl Dropped {
-    /// Returns one reference to one cluster.
-    pub(crate) const fn one(cluster: HostCluster) -> Self {
-        Self {
-            first: cluster,
-            count: 1,
         }
     }
 }
@@ -113,7 +100,8 @@ pub(crate) struct Metadata {
     pub(crate) in_flight: InFlight,
     /// L1 entries whose tables are being copied.
     copying: SingleFlight<usize>,
-    pub(crate) drops: Vec<Dropped>,
+    pub(crate) drops: Drops,
+    pub(crate) returning: Returning,
     /// Queues are held off: an operation runs alone.
     pub(crate) held_off: bool,
     /// A FLUSH is writing the metadata that was dirty when it began.
@@ -151,7 +139,8 @@ impl Metadata {
             covered_bytes,
             in_flight: InFlight::default(),
             copying: SingleFlight::default(),
-            drops: Vec::new(),
+            drops: Drops::default(),
+            returning: Returning::default(),
             held_off: false,
             flushing: false,
         }

@@ -8,7 +8,7 @@
 use super::refcounts::{Refcounts, Stuck, TablePlace};
 use super::released::Released;
 use super::slices::SliceCache;
-use super::{Dropped, Metadata};
+use super::{Dropped, Drops, Metadata, Returning};
 use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::{ClusterUse, HostCluster, HostOffset, L1Entry, RefcountTableEntry};
 use crate::invariant::invariant;
@@ -59,7 +59,8 @@ impl Metadata {
             covered_bytes: self.covered_bytes,
             in_flight: Default::default(),
             copying: Default::default(),
-            drops: Vec::new(),
+            drops: Drops::default(),
+            returning: Returning::default(),
             held_off: true,
             flushing: false,
         }

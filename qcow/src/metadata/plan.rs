@@ -10,7 +10,7 @@ use block::IoError;
 use block::canary::{Rule, broken};
 use block::sync::WaitList;
 
-use super::{Blocked, Dropped, Metadata};
+use super::{Blocked, Dropped, Growth, Metadata};
 use crate::format::{CompressedExtent, GuestCluster, GuestOffset, HostOffset, L2Entry, L2Mapping};
 use crate::invariant::invariant;
 
@@ -92,7 +92,12 @@ impl Metadata {
     /// # Errors
     ///
     /// [`Blocked`], if something must happen first.
-    pub(crate) fn plan_write(&mut self, offset: GuestOffset, end: GuestOffset) -> Result<WriteStep, Blocked> {
+    pub(crate) fn plan_write(
+        &mut self,
+        offset: GuestOffset,
+        end: GuestOffset,
+        growth: Growth,
+    ) -> Result<WriteStep, Blocked> {
         let cluster = self.geometry.guest_cluster(offset);
         if self.in_flight.touches(cluster, cluster) {
             return Err(Blocked::InFlight(cluster));
@@ -120,6 +125,7 @@ impl Metadata {
                 };
                 Ok(self.plan_fill(offset, end, allocation, false, [old; 2]))
             }
+            _ if growth == Growth::Held && self.holds_growth() => Err(Blocked::Growth),
             _ => self.plan_allocation(slice, offset, end, old),
         }
     }
@@ -324,7 +330,7 @@ impl Metadata {
             for cluster in first.until(first + allocation.count) {
                 if self.refcounts.give_back(cluster).is_err() {
                     // Its slice was evicted meanwhile; the cluster is freed like a mapped one.
-                    self.drops.push(Dropped::one(cluster));
+                    self.drop_clusters(Dropped::one(cluster), true);
                 }
             }
         }

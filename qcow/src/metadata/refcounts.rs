@@ -214,6 +214,11 @@ impl Refcounts {
         self.end
     }
 
+    /// Returns true if the next cluster that is handed out makes the file longer.
+    pub(super) fn is_growing(&self) -> bool {
+        self.limit == NO_LIMIT && self.cursor >= self.end && self.free.is_empty()
+    }
+
     /// Returns the first cluster and the number of clusters to reserve past the end, if more space should be
     /// reserved. The caller does it and reports to [`Refcounts::reserved`].
     pub(crate) fn reserve_ahead(&mut self) -> Option<(HostCluster, u64)> {
@@ -491,9 +496,11 @@ impl Refcounts {
     }
 }
 
+/// The error of an allocation without room: `ENOSPC`.
+pub(crate) const NO_SPACE: IoError = IoError::Host { errno: 28 };
+
 fn no_space() -> Stuck {
-    const ENOSPC: i32 = 28;
-    Stuck::Failed(IoError::Host { errno: ENOSPC })
+    Stuck::Failed(NO_SPACE)
 }
 
 #[cfg(test)]

@@ -246,7 +246,7 @@ impl Metadata {
             self.l2.discard(slice);
             self.l2.insert(slice, bytes.into(), true);
         }
-        self.drops.push(Dropped::one(self.geometry.host_cluster(from)));
+        self.drop_clusters(Dropped::one(self.geometry.host_cluster(from)), false);
         Ok(true)
     }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::cluster_use::UseMap;
 use super::refcounts::{Refcounts, TablePlace};
 use super::tables::L1_PART_BYTES;
-use super::{Dropped, Metadata};
+use super::{Dropped, Drops, Metadata};
 use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::{ClusterUse, Geometry, HostOffset};
 use crate::invariant::invariant;
@@ -34,7 +34,7 @@ pub(crate) struct WriteBackSet {
     /// The header's new fields, if they change, written once all else is durable.
     pub(crate) header: Option<HeaderChange>,
     /// References that left the mapping.
-    pub(crate) drops: Vec<Dropped>,
+    pub(crate) drops: Drops,
     /// The first write that would go where no table of its kind is known to be: nothing may be written then.
     pub(crate) misplaced: Option<Misplaced>,
     /// The new blocks are durable as a whole. A later failure may have made them reachable.
@@ -221,7 +221,7 @@ impl Metadata {
 
     /// Ends the round of a write-back set that is durable, or that could not be written; then everything in it is dirty again.
     /// Returns the references that left the mapping for good.
-    pub(crate) fn end_write_back(&mut self, set: WriteBackSet, written: bool) -> Vec<Dropped> {
+    pub(crate) fn end_write_back(&mut self, set: WriteBackSet, written: bool) -> Drops {
         invariant!(self.flushing, "no write-back set was taken");
         self.flushing = false;
         let WriteBackSet {
@@ -254,15 +254,15 @@ impl Metadata {
             self.header_dirty |= header.is_some();
             drops.append(&mut self.drops);
             self.drops = drops;
-            return Vec::new();
+            return Drops::default();
         }
         let geometry = *self.geometry();
         let left = self.refcounts.moved_from.drain(..keys.places_left);
         for place in left.chain(self.l1_moved_from.drain(..keys.l1_places_left)) {
-            drops.push(Dropped {
-                first: geometry.host_cluster(place.offset),
-                count: place.clusters,
-            });
+            let first = geometry.host_cluster(place.offset);
+            let count = place.clusters;
+            self.returning.begin(count);
+            drops.push(Dropped { first, count }, true);
         }
         drops
     }

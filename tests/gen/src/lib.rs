@@ -19,6 +19,7 @@
 
 pub mod array;
 pub mod costly;
+pub mod discard_loops;
 pub mod fingerprint;
 pub mod image;
 pub mod kernel;

@@ -91,7 +91,7 @@ const QUEUE: &[libc::c_long] = &[
     // What a file lies on.
     libc::SYS_fstatfs,
     libc::SYS_statx,
-    // A worker's alarm, for writes that wait for space.
+    // A worker's alarm, for writes that wait for space and discarded space that returns.
     libc::SYS_timerfd_create,
     libc::SYS_timerfd_settime,
 ];
