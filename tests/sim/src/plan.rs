@@ -407,8 +407,14 @@ impl Case {
         case.profile.late_reads = random.pick(&[100, 300, 600]);
         case.lanes = 2;
         case.depth = 16;
-        case.paced = true;
         let sectors = case.shape.cluster() / SECTOR as u64;
+        if (seed >> 4) % 2 == 1 {
+            case.shape.cluster_bits = 9;
+            case.before = vec![Planned::new(Ask::Write { fua: false }, 0, LOOPED)];
+            case.plan = draw_loop_plan(random);
+            return case;
+        }
+        case.paced = true;
         case.before = vec![Planned::new(Ask::Write { fua: false }, 0, CHURNED / 2 * sectors)];
         case.plan = draw_churn_plan(random, sectors);
         if random.one_in(2) {
@@ -502,6 +508,51 @@ fn draw_churn_plan(random: &mut Random, sectors: u64) -> Vec<Planned> {
         add(1, Ask::Write { fua: false }, fresh, true);
         mapped.push(fresh);
         unmapped.push(dropped);
+    }
+    plan
+}
+
+/// The number of clusters of a sector that a run of loops uses.
+const LOOPED: u64 = 72;
+
+/// Loops of discards of far more than may wait to be freed, and of writes by both queues, which then wait for rounds of the engine's
+/// own. A FLUSH is rare.
+fn draw_loop_plan(random: &mut Random) -> Vec<Planned> {
+    let mut plan = Vec::new();
+    for round in 0..12 {
+        let lane = round % 2;
+        let (first, count) = (random.below(LOOPED / 3), LOOPED / 3 + random.below(LOOPED / 3));
+        let drop = random.pick(&[
+            Ask::Discard,
+            Ask::Zeroes {
+                unmap: true,
+                fua: false,
+            },
+        ]);
+        let mut add = |lane, ask, first, count, alone| {
+            plan.push(Planned {
+                lane,
+                ask,
+                first,
+                count,
+                alone,
+            });
+        };
+        add(lane, drop, first, count, random.one_in(2));
+        if random.one_in(3) {
+            add(1 - lane, Ask::Read, first, count.min(8), false);
+        }
+        let mut here = first;
+        while here < first + count {
+            let len = (1 + random.below(12)).min(first + count - here);
+            let fua = random.one_in(12);
+            let to = random.below(2) as usize;
+            add(to, Ask::Write { fua }, here, len, random.one_in(3));
+            here += len;
+        }
+        if random.one_in(5) {
+            add(lane, Ask::Flush, 0, 0, random.one_in(2));
+        }
     }
     plan
 }

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc;
+use std::time::Duration;
 
 use block::canary::{Rule, broken};
 use block::file::Alignment;
@@ -30,6 +31,8 @@ use crate::ublk::{self, Host};
 
 /// The most turns a run takes; a run that takes more hangs.
 const TURNS_MAX: u64 = 4_000_000;
+/// The time of a worker's turn, in runs in which it does not stand still.
+const TURN: Duration = Duration::from_millis(10);
 
 /// The result of a run.
 #[derive(Debug, Default)]
@@ -386,6 +389,10 @@ impl<'a> Run<'a> {
             let waits = self.case.paced && idle < 16 && self.world.is_only_late();
             let in_flight = self.world.in_flight() > 0 && !waits;
             if !in_flight || self.schedule.chance(self.case.worker_turns) {
+                if self.case.schedule % 2 == 1 {
+                    // Timers expire while others are at work.
+                    self.world.pass(TURN);
+                }
                 let actors = self.actors();
                 let turn = self.schedule.below(actors as u64) as usize;
                 let worked = self.take_turn(turn)?;

@@ -325,6 +325,26 @@ pub fn all() -> Vec<Scenario> {
                 FLUSH,
             ],
         ),
+        // Far more is discarded than may wait, so that the writes after it wait for rounds of the engine's own.
+        Scenario {
+            all_up_to: 256,
+            ..Scenario::new(
+                "discard and reuse without FLUSHes",
+                full,
+                &[
+                    (Ask::Discard, 0, 24),
+                    (WRITE, 0, 4),
+                    (WRITE, 4, 20),
+                    (UNMAP, 24, 24),
+                    (WRITE, 30, 2),
+                    (WRITE, 24, 18),
+                    (Ask::Discard, 0, 40),
+                    (FUA, 0, 3),
+                    (WRITE, 3, 30),
+                    FLUSH,
+                ],
+            )
+        },
         Scenario::new(
             "discard that keeps the place",
             Shape {
