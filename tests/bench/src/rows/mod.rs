@@ -8,6 +8,7 @@ pub(crate) mod memory;
 pub(crate) mod micro;
 pub(crate) mod queues;
 mod said;
+pub(crate) mod space;
 pub(crate) mod ublk;
 pub(crate) mod vmm;
 
@@ -203,6 +204,7 @@ pub(crate) fn all(before: bool) -> Vec<Row> {
     rows.extend(queues::rows());
     rows.extend(engine::rows());
     rows.extend(memory::rows());
+    rows.extend(space::rows());
     rows.extend(micro::rows());
     rows.extend(vmm::rows());
     rows.extend(ublk::rows());
