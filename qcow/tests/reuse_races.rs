@@ -1,18 +1,18 @@
 //! Reuse of dropped clusters before the file grows, in the simulated world: the round that makes them free is held at each
 //! of its operations, fails, or meets requests in flight, snapshots and the close; and time passes without a guest's FLUSH.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
 use block::{AlignedBuf, Buffer, Disk, Done, IoError, Op};
-use qcow::image::{CreateOptions, Verdict, check, create};
+use qcow::image::{CreateOptions, create};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, SimWorld};
 
 #[path = "common/workers.rs"]
 mod workers;
 
+use workers::closing::assert_flawless;
 use workers::{Slot, Workers};
 
 const DISK: &str = "disk";
@@ -62,15 +62,8 @@ impl Bench {
     }
 
     fn open(world: SimWorld) -> Self {
-        let cx = world.context(64);
-        let opened = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new(DISK), &options()));
-        let disk = opened.expect("nothing waits for ever").expect("a disk");
-        world.set_profile(Profile::default());
-        Self {
-            workers: Workers::new(&world, &disk),
-            world,
-            disk,
-        }
+        let (disk, workers) = Workers::open(&world, DISK, &options());
+        Self { world, disk, workers }
     }
 
     /// Submits a request of `count` clusters, and turns until only what is held is under way.
@@ -157,17 +150,11 @@ impl Bench {
 
     /// Closes the disk and demands that its image is flawless.
     fn close(self) {
-        let closed = self.start_close();
-        closed.take().expect("it ends").expect("a clean close");
-        self.assert_flawless();
+        self.workers.close(&self.disk, DISK);
     }
 
     fn assert_flawless(&self) {
-        self.world.set_profile(Profile::IMMEDIATE);
-        let cx = self.world.context(64);
-        let view = self.world.file(DISK, false).view(&cx).expect("a view");
-        let report = cx.block_on(check(&view)).expect("it turns").expect("a check");
-        assert_eq!(report.verdict(), Verdict::Clean, "{:?}", report.findings);
+        assert_flawless(&self.world, &self.world.context(64), DISK, "closed");
     }
 }
 

@@ -1,5 +1,7 @@
 //! Two workers of a disk in the simulated world, turned by hand while others' operations are held.
 
+#![allow(dead_code, reason = "each test uses its part of this module")]
+
 use std::cell::RefCell;
 use std::path::Path;
 use std::rc::Rc;
@@ -10,7 +12,7 @@ use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, SimWorld};
 
 #[path = "closing.rs"]
-mod closing;
+pub(crate) mod closing;
 
 /// The place of a task's output, once it has ended.
 pub(crate) type Slot<T> = Rc<RefCell<Option<T>>>;
