@@ -1,13 +1,14 @@
 //! The cost of a cached mapping lookup, on one thread and on two at once.
 //!
-//! Lookups are spread over a 4 GiB disk whose tables are all cached. Besides criterion's report it prints
-//! `bench_result NAME VALUE UNIT` lines for `make bench`.
+//! Lookups are spread over a 4 GiB disk whose tables are all cached. Two threads on disks of their own share nothing:
+//! they show what the machine gives to two threads. Two whose locks are one cache line show what it costs that it
+//! moves. Besides criterion's report it prints `bench_result NAME VALUE UNIT` lines for `make bench`.
 
 #![expect(clippy::print_stdout, reason = "the figures are read by `make bench`")]
 
 use std::hint::black_box;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use block::file::{FileOptions, ImageFile};
@@ -60,43 +61,69 @@ fn next(at: u64) -> u64 {
     (at + 0x9E37_79B9_7000) % DISK
 }
 
-/// Nanoseconds for one lookup on each of `threads` threads at work at once.
-fn measure(disk: &Arc<QcowDisk>, threads: u64) -> f64 {
+/// Two threads whose numbers differ by so many read-lock the same cache line.
+const LOCK_SHARDS: usize = 8;
+
+/// Nanoseconds for one lookup on each of the threads at work at once, one for each of `disks`: the median of five rounds
+/// of the slowest. `idle` other threads have looked something up before them, and as many between two of them.
+fn measure(disks: &[Arc<QcowDisk>], idle: usize) -> f64 {
     const LOOKUPS: u64 = 4_000_000;
-    let mut best = f64::MAX;
-    for _ in 0..5 {
-        let go = Arc::new(AtomicBool::new(false));
-        let workers: Vec<_> = (0..threads)
-            .map(|thread| {
-                let (disk, go) = (Arc::clone(disk), Arc::clone(&go));
-                std::thread::spawn(move || {
-                    while !go.load(Ordering::Acquire) {
+    let go = AtomicBool::new(false);
+    let slowest = std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        // Working ones are the last of each group.
+        for number in 0..disks.len() * (idle + 1) {
+            let works = number % (idle + 1) == idle;
+            let disk = &disks[number / (idle + 1)];
+            let (go, (known, is_known)) = (&go, mpsc::channel());
+            threads.push(scope.spawn(move || {
+                let mut at = number as u64 * (DISK / 64);
+                // The first lookup of a thread gives it its number.
+                assert!(disk.cached_host_offset(at).is_some());
+                known.send(()).expect("somebody waits");
+                while !go.load(Ordering::Acquire) {
+                    if works {
                         std::hint::spin_loop();
+                    } else {
+                        std::thread::park_timeout(Duration::from_millis(1));
                     }
+                }
+                let mut rounds = [Duration::ZERO; 5];
+                for round in rounds.iter_mut().filter(|_| works) {
                     let begin = Instant::now();
-                    let mut at = thread * (DISK / 8);
                     for _ in 0..LOOKUPS {
                         at = next(at);
                         // A reader never finds another reader in its way.
                         assert!(black_box(disk.cached_host_offset(black_box(at))).is_some());
                     }
-                    begin.elapsed()
-                })
-            })
-            .collect();
+                    *round = begin.elapsed();
+                }
+                rounds.sort_unstable();
+                rounds[2]
+            }));
+            is_known.recv().expect("it looks something up");
+        }
         go.store(true, Ordering::Release);
-        let times: Vec<Duration> = workers
-            .into_iter()
-            .map(|worker| worker.join().expect("a thread"))
-            .collect();
-        let longest = times.into_iter().max().unwrap_or_default();
-        best = best.min(longest.as_nanos() as f64 / LOOKUPS as f64);
-    }
-    best
+        let times = threads.into_iter().map(|thread| thread.join().expect("a thread"));
+        times.max().unwrap_or_default()
+    });
+    slowest.as_nanos() as f64 / LOOKUPS as f64
 }
 
 fn lookups(criterion: &mut Criterion) {
     let (_folder, disk) = disk();
+    let (_other_folder, other) = self::disk();
+    let both = [Arc::clone(&disk), Arc::clone(&disk)];
+    // The numbers of threads that have ended are used again, so idle threads take those first. After more than two threads
+    // the numbers of two are anything.
+    for (name, disks, idle) in [
+        ("lookup_hit_1_thread", &both[..1], 0),
+        ("lookup_hit_2_threads", &both[..], 0),
+        ("lookup_hit_2_threads_apart", &[Arc::clone(&disk), other][..], 0),
+        ("lookup_hit_2_threads_one_line", &both[..], LOCK_SHARDS - 1),
+    ] {
+        println!("bench_result {name} {:.1} ns", measure(disks, idle));
+    }
     let mut at = 0;
     criterion.bench_function("lookup hit", |bencher| {
         bencher.iter(|| {
@@ -104,14 +131,6 @@ fn lookups(criterion: &mut Criterion) {
             black_box(disk.cached_host_offset(black_box(at)))
         });
     });
-    for threads in [1, 2] {
-        let name = if threads == 1 {
-            "lookup_hit_1_thread"
-        } else {
-            "lookup_hit_2_threads"
-        };
-        println!("bench_result {name} {:.1} ns", measure(&disk, threads));
-    }
 }
 
 criterion_group!(benches, lookups);
