@@ -52,7 +52,8 @@ pub struct OpenOptions {
     /// process loses what was not flushed, as a power cut does.
     pub persist_mappings: bool,
     /// The budget of the L2 table cache in bytes; by default enough to map the whole disk, at most
-    /// [`L2_CACHE_DEFAULT_MAX_BYTES`]. The refcount cache gets a quarter of it on top.
+    /// [`L2_CACHE_DEFAULT_MAX_BYTES`]. What is known of the use of clusters is part of it, unless the cache holds all
+    /// tables. The refcount cache gets a quarter of it on top.
     pub l2_cache_bytes: Option<u64>,
     /// The number of threads that inflate compressed clusters; with none the queues' workers inflate them.
     pub inflate_threads: usize,

@@ -132,7 +132,7 @@ fn within(copies: &[(u64, Arc<[u8]>)], range: std::ops::Range<u64>) -> &[(u64, A
 }
 
 impl Metadata {
-    /// Copies everything dirty. It counts as clean from here on; `end_write_back` records the result of the writes.
+    /// Takes everything dirty. It counts as clean from here on; `end_write_back` records the result of the writes.
     pub(crate) fn take_write_back_set(&mut self) -> WriteBackSet {
         let geometry = *self.geometry();
         let cluster_size = geometry.cluster_size() as usize;
