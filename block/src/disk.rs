@@ -5,6 +5,7 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use crate::buffer::Buffer;
@@ -97,6 +98,12 @@ pub trait Disk: Send + Sync + fmt::Debug {
 pub trait DiskQueue: fmt::Debug {
     /// Takes a request. It is answered exactly once, perhaps before this returns.
     fn submit(&self, request: Request);
+
+    /// Returns the queue of the image below, if bytes that this image does not have are those at the same offset there: the
+    /// image that a [`StatusRange`] of depth 1 means. A long chain has no index ([`crate::chain`]) past an image without it.
+    fn below(&self) -> Option<Rc<dyn DiskQueue>> {
+        None
+    }
 
     /// Returns the origin of the bytes `offset..offset + len`: ranges without gaps that begin at `offset`. They may end
     /// sooner than asked, because one call returns at most [`STATUS_RANGES_MAX`] of them, but there is at least one unless

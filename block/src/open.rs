@@ -11,8 +11,9 @@
 //! - No image is in a chain twice, and a chain has at most [`CHAIN_DEPTH_MAX`] images.
 //! - Images below the first are opened read-only, and only if the opening allows them.
 //! - An opened file is locked, unless the opening locks nothing, and stays locked as long as anybody uses it.
+//! - Two or more images below the first have an index ([`crate::chain`]), unless the opening has none.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::error::Error;
 use std::fmt;
 use std::os::fd::AsFd;
@@ -20,6 +21,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::chain::{ChainIndexes, LayerIdentity};
 use crate::disk::{Disk, LocalBoxFuture, OpenQueueError};
 use crate::file::{FileOptions, ImageFile, OpenFileError, OpenFiles};
 use crate::lock::{LockError, LockGranularity, LockMode, LockSet};
@@ -74,6 +76,8 @@ pub struct ChainOptions {
     pub lock: Option<LockGranularity>,
     /// The lock set for the locks of the whole chain.
     pub lock_set: LockSet,
+    /// The indexes of long chains, which disks on the same images share if they lock them; `None` uses none.
+    pub indexes: Option<ChainIndexes>,
 }
 
 /// Error of opening a disk.
@@ -157,8 +161,15 @@ pub struct Opening<'a> {
     files: &'a dyn OpenFiles,
     formats: &'a [&'a dyn Format],
     options: ChainOptions,
-    /// Device and inode of each image so far.
-    seen: RefCell<Vec<(u64, u64)>>,
+    /// Device and inode of each file so far, if they are known.
+    seen: RefCell<Vec<Option<(u64, u64)>>>,
+    /// The images below the first that are open, the lowest first.
+    layers: RefCell<Vec<LayerIdentity>>,
+    /// The number of images below the first that are being opened.
+    descents: Cell<usize>,
+    /// The smallest cluster of the layers but the lowest, and the memory for an index, in bytes.
+    cluster_bytes: Cell<u64>,
+    index_bytes: Cell<u64>,
 }
 
 impl fmt::Debug for Opening<'_> {
@@ -185,6 +196,10 @@ impl<'a> Opening<'a> {
             formats,
             options,
             seen: RefCell::default(),
+            layers: RefCell::default(),
+            descents: Cell::new(0),
+            cluster_bytes: Cell::new(u64::MAX),
+            index_bytes: Cell::new(0),
         }
     }
 
@@ -216,13 +231,12 @@ impl<'a> Opening<'a> {
             direct: self.options.direct,
         };
         let file = self.files.open(path, options)?;
-        if let Some(identity) = identity(&file) {
-            if seen.contains(&identity) {
-                let path = path.to_owned();
-                return Err(OpenError::image(&path.clone(), ChainError::Cycle { path }));
-            }
-            seen.push(identity);
+        let identity = identity(&file);
+        if identity.is_some() && seen.contains(&identity) {
+            let path = path.to_owned();
+            return Err(OpenError::image(&path.clone(), ChainError::Cycle { path }));
         }
+        seen.push(identity);
         if let Some(granularity) = self.options.lock {
             let mode = if write { LockMode::Write } else { LockMode::Read };
             file.lock(&self.options.lock_set, mode, granularity)?;
@@ -254,12 +268,47 @@ impl<'a> Opening<'a> {
                 };
                 return Err(OpenError::image(above, error));
             };
+            let first = self.seen.borrow().len();
+            self.descents.update(|descents| descents + 1);
             let opened = format.open(self, path, Access::Below).await;
-            opened.map_err(|error| OpenError::Backing {
+            self.descents.update(|descents| descents - 1);
+            let disk = opened.map_err(|error| OpenError::Backing {
                 path: above.to_owned(),
                 source: Box::new(error),
+            })?;
+            let (file, info) = (self.seen.borrow().get(first).copied().flatten(), disk.info());
+            let mut layers = self.layers.borrow_mut();
+            if !layers.is_empty() {
+                let smallest = self.cluster_bytes.get().min(info.preferred_io_bytes.into());
+                self.cluster_bytes.set(smallest);
+            }
+            layers.push(LayerIdentity {
+                file,
+                format: format.name(),
+                size_bytes: info.size_bytes,
+            });
+            Ok(match &self.options.indexes {
+                // The uppermost of them. What lies below one image has no choice of layers.
+                Some(indexes) if self.descents.get() == 0 && layers.len() > 1 => indexes.indexed(
+                    disk,
+                    &layers,
+                    self.cluster_bytes.get(),
+                    self.index_bytes.get(),
+                    self.options.lock.is_some(),
+                ),
+                _ => disk,
             })
         })
+    }
+
+    /// Divides the budget of a table cache, in bytes, of an image that lies below one and above another: returns what is left
+    /// when the chain's index has got its part, a quarter.
+    pub fn share_with_index(&self, budget: u64) -> u64 {
+        if self.options.indexes.is_none() {
+            return budget;
+        }
+        self.index_bytes.update(|bytes| bytes.saturating_add(budget / 4));
+        budget - budget / 4
     }
 }
 

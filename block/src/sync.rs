@@ -14,6 +14,7 @@ pub use wait::{ChangeOnDrop, Monitor, SingleFlight, WaitList};
 
 #[cfg(not(any(loom, shuttle)))]
 mod real {
+    pub use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
     pub use parking_lot::{Mutex, MutexGuard};
     pub use std::sync::{atomic, mpsc};
     pub use std::thread;
@@ -29,11 +30,18 @@ mod real {
     pub(super) use loom::lazy_static;
     pub(super) use loom::sync::Condvar;
     pub use loom::sync::{Mutex as Checked, MutexGuard};
+    pub use loom::sync::{
+        RwLock as ShardedLock, RwLockReadGuard as ShardedLockReadGuard,
+        RwLockWriteGuard as ShardedLockWriteGuard,
+    };
 }
 
 #[cfg(shuttle)]
 mod real {
-    pub use shuttle::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard, atomic, mpsc};
+    pub use shuttle::sync::{
+        RwLock as ShardedLock, RwLockReadGuard as ShardedLockReadGuard,
+        RwLockWriteGuard as ShardedLockWriteGuard, atomic, mpsc,
+    };
     pub use shuttle::thread;
 
     pub use super::modelled::Mutex;

@@ -6,9 +6,10 @@
 //! magic into a raw disk.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
+use block::chain::ChainIndexes;
 use block::file::{FileOptions, HostFiles, ImageFile};
 use block::lock::{LockGranularity, LockSet};
 use block::open::{Access, ChainOptions, Format};
@@ -23,6 +24,9 @@ use crate::ublk::claim::{ClaimError, refuse_claimed};
 
 /// The first bytes of every QCOW2 image.
 const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
+
+/// The indexes of the long chains that this process has open.
+static INDEXES: LazyLock<ChainIndexes> = LazyLock::new(ChainIndexes::default);
 
 /// An error of opening a disk. Nothing was written.
 #[derive(Debug, thiserror::Error)]
@@ -205,6 +209,7 @@ fn open_chain(
         backing_files: config.backing_files,
         lock,
         lock_set: how.lock_set.clone(),
+        indexes: Some(INDEXES.clone()),
     };
     let format = match image_type(config, &cx)? {
         ImageType::Raw => formats[1],

@@ -41,14 +41,9 @@ use block::epoch::Epochs;
 use block::file::ImageFile;
 use block::sync::Mutex;
 use block::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-#[cfg(shuttle)]
-use block::sync::{
-    RwLock as ShardedLock, RwLockReadGuard as ShardedLockReadGuard, RwLockWriteGuard as ShardedLockWriteGuard,
-};
+use block::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, OpenQueueError};
 use crossbeam_utils::CachePadded;
-#[cfg(not(shuttle))]
-use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
 
 use crate::format::{CompressionType, Geometry, GuestOffset, HeaderFields, Version};
 use crate::metadata::{Extent, Lookup, Metadata};

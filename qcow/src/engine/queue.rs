@@ -24,7 +24,7 @@ pub(crate) struct Queue {
     pub(crate) file: FileView,
     pub(crate) data: GuestData,
     /// The backing image's queue on this worker, and its size in bytes.
-    pub(crate) backing: Option<(Box<dyn DiskQueue>, u64)>,
+    pub(crate) backing: Option<(Rc<dyn DiskQueue>, u64)>,
     epoch: EpochQueue,
     /// Clusters inflated a moment ago.
     pub(crate) inflated: RefCell<InflatedClusters>,
@@ -33,7 +33,7 @@ pub(crate) struct Queue {
 impl Queue {
     pub(super) fn open(shared: &Arc<Shared>, cx: &Context) -> Result<Rc<Self>, OpenQueueError> {
         let backing = match &shared.backing {
-            Some(backing) => Some((Arc::clone(&backing.disk).open_queue(cx)?, backing.size)),
+            Some(backing) => Some((Arc::clone(&backing.disk).open_queue(cx)?.into(), backing.size)),
             None => None,
         };
         Self::on(shared, cx, shared.file.view(cx), backing)
@@ -49,7 +49,7 @@ impl Queue {
         shared: &Arc<Shared>,
         cx: &Context,
         view: std::io::Result<FileView>,
-        backing: Option<(Box<dyn DiskQueue>, u64)>,
+        backing: Option<(Rc<dyn DiskQueue>, u64)>,
     ) -> Result<Rc<Self>, OpenQueueError> {
         let file = view.map_err(|source| OpenQueueError {
             disk: shared.file.path().display().to_string(),
@@ -94,6 +94,10 @@ impl DiskQueue for QcowQueue {
         if let Some(request) = request {
             self.0.cx.spawn(execute(Rc::clone(&self.0), request));
         }
+    }
+
+    fn below(&self) -> Option<Rc<dyn DiskQueue>> {
+        self.0.backing.as_ref().map(|(backing, _)| Rc::clone(backing))
     }
 
     fn status(&self, offset: u64, len: u64) -> LocalBoxFuture<'_, Result<Vec<StatusRange>, IoError>> {

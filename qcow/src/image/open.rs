@@ -10,6 +10,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use block::chain::ChainIndexes;
 use block::file::{FileView, HostFiles, OpenFiles};
 use block::lock::{LockGranularity, LockSet};
 pub use block::open::OpenError;
@@ -53,7 +54,8 @@ pub struct OpenOptions {
     pub persist_mappings: bool,
     /// The budget of the L2 table cache in bytes; by default enough to map the whole disk, at most
     /// [`L2_CACHE_DEFAULT_MAX_BYTES`]. What is known of the use of clusters is part of it, unless the cache holds all
-    /// tables. The refcount cache gets a quarter of it on top.
+    /// tables. The refcount cache gets a quarter of it on top. Each image of a chain has as much; one between two others
+    /// gives a quarter of it to the chain's index.
     pub l2_cache_bytes: Option<u64>,
     /// The number of threads that inflate compressed clusters; with none the queues' workers inflate them.
     pub inflate_threads: usize,
@@ -63,6 +65,9 @@ pub struct OpenOptions {
     pub lock: Option<LockGranularity>,
     /// The lock set for the locks of the whole chain; by default a set of their own.
     pub lock_set: LockSet,
+    /// The indexes of long chains, which disks on the same images share if these are locked; by default a list of their own.
+    /// With `None` a read asks the images of a chain one after the other.
+    pub indexes: Option<ChainIndexes>,
 }
 
 impl Default for OpenOptions {
@@ -79,6 +84,7 @@ impl Default for OpenOptions {
             wait_for_space: false,
             lock: Some(LockGranularity::ByteRange),
             lock_set: LockSet::default(),
+            indexes: Some(ChainIndexes::default()),
         }
     }
 }
@@ -92,6 +98,7 @@ impl OpenOptions {
             backing_files: self.backing_files,
             lock: self.lock,
             lock_set: self.lock_set.clone(),
+            indexes: self.indexes.clone(),
         }
     }
 }
@@ -280,7 +287,11 @@ impl Qcow2 {
         let fields = HeaderFields::new(&header_cluster);
         let header = fields.decode().map_err(|error| image(error.into()))?;
         let covered_bytes = backing.as_ref().map_or(0, |backing| backing.size);
-        let metadata = load(&view, &header, options.l2_cache_bytes, covered_bytes, write)
+        let mut cache = (options.l2_cache_bytes).unwrap_or_else(|| default_cache(&header.geometry()));
+        if access == Access::Below && backing.is_some() {
+            cache = opening.share_with_index(cache);
+        }
+        let metadata = load(&view, &header, cache, covered_bytes, write)
             .await
             .map_err(image)?;
         let announcement = if write {
@@ -416,7 +427,7 @@ async fn announcement(view: &FileView, header: &Header) -> Announcement {
 async fn load(
     view: &FileView,
     header: &Header,
-    l2_cache_bytes: Option<u64>,
+    cache: u64,
     covered_bytes: u64,
     write: bool,
 ) -> Result<Metadata, ImageError> {
@@ -440,7 +451,6 @@ async fn load(
     )
     .await?;
 
-    let cache = l2_cache_bytes.unwrap_or_else(|| default_cache(&geometry));
     let uses = if write {
         let guarded = guarded_tables(view, header, file_len).await;
         UseMap::gather(header, &l1, &table, &guarded, cache)?
