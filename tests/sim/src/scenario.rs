@@ -198,6 +198,21 @@ pub fn all() -> Vec<Scenario> {
             over(Below::Qcow(24 << 10)),
             &[(WRITE, 1, 1), FLUSH, (WRITE, 2, 3), (FUA, 47, 2), FLUSH],
         ),
+        // The index of the chain is built beside the first read, and found by what follows.
+        Scenario::new(
+            "copy-on-write from a chain",
+            over(Below::Deep(24 << 10)),
+            &[
+                (Ask::Read, 0, 64),
+                (WRITE, 1, 1),
+                FLUSH,
+                (Ask::Read, 0, 64),
+                (WRITE, 2, 3),
+                (FUA, 34, 4),
+                (Ask::Read, 30, 30),
+                FLUSH,
+            ],
+        ),
         Scenario::new(
             "copy-on-write from compressed clusters",
             Shape {
