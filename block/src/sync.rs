@@ -10,6 +10,7 @@
 
 mod wait;
 
+pub use crossbeam_utils::CachePadded;
 pub use wait::{ChangeOnDrop, Monitor, SingleFlight, WaitList};
 
 #[cfg(not(any(loom, shuttle)))]

@@ -41,9 +41,8 @@ use block::epoch::Epochs;
 use block::file::ImageFile;
 use block::sync::Mutex;
 use block::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use block::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
+use block::sync::{CachePadded, ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, OpenQueueError};
-use crossbeam_utils::CachePadded;
 
 use crate::format::{CompressionType, Geometry, GuestOffset, HeaderFields, Version};
 use crate::metadata::{Extent, Lookup, Metadata};

@@ -29,6 +29,9 @@ pub(crate) const HUGE_BYTES: u64 = 1 << 40;
 #[cfg(test)]
 pub(crate) const TEST_BYTES: u64 = 8 << 20;
 
+/// The number of images below the disk of [`Source::Chain`].
+pub(crate) const CHAIN_IMAGES: u64 = 32;
+
 /// The directory of the images, below the one that is given.
 const OWN_DIRECTORY: &str = "ringdisk-bench";
 
@@ -72,6 +75,8 @@ pub(crate) enum Source {
     Zstd,
     /// An empty overlay on [`Source::Data`]. Made anew for each measurement that writes.
     Overlay,
+    /// An empty overlay on [`CHAIN_IMAGES`] images, over which the clusters are spread evenly; only read.
+    Chain,
     /// Nothing allocated. Made anew for each measurement.
     Fresh,
     /// One tebibyte, every L2 table allocated, no data.
@@ -89,7 +94,9 @@ impl Source {
     #[must_use]
     pub(crate) fn disk_bytes(self) -> u64 {
         match self {
-            Self::Raw | Self::RawScratch | Self::Data | Self::Scratch | Self::Overlay => DATA_BYTES,
+            Self::Raw | Self::RawScratch | Self::Data | Self::Scratch | Self::Overlay | Self::Chain => {
+                DATA_BYTES
+            }
             Self::Deflate | Self::Zstd => COMPRESSED_BYTES,
             Self::Fresh => FRESH_BYTES,
             Self::Huge => HUGE_BYTES,
@@ -113,6 +120,7 @@ impl Source {
             Self::Deflate => "deflate.qcow2",
             Self::Zstd => "zstd.qcow2",
             Self::Overlay => "overlay.qcow2",
+            Self::Chain => "chain.qcow2",
             Self::Fresh => "fresh.qcow2",
             Self::Huge => "huge.qcow2",
         }
@@ -239,13 +247,17 @@ impl Images {
         let path = self.directory.join(source.file_name());
         let backing = match source {
             Source::Overlay => Some(Box::new(self.image(Source::Data)?)),
+            Source::Chain => self.layers()?,
             _ => None,
         };
         if source.used_up_by_writing() || !path.exists() {
             // Under its own name only when complete: whoever finds it there may use it.
             let partial = path.with_extension("part");
             space::remove(&path)?;
-            self.write(source, &partial)?;
+            match &backing {
+                Some(below) => create_overlay(&below.path, &partial)?,
+                None => self.write(source, &partial)?,
+            }
             fs::rename(&partial, &path)?;
         }
         Ok(Image {
@@ -254,6 +266,38 @@ impl Images {
             backing,
             has_content: source.has_content(),
         })
+    }
+
+    /// The images below [`Source::Chain`]: each cluster is in one of them, neighbours mostly in different ones.
+    fn layers(&self) -> io::Result<Option<Box<Image>>> {
+        let mut below: Option<Box<Image>> = None;
+        for number in 0..CHAIN_IMAGES {
+            let path = self.directory.join(format!("layer-{number}.qcow2"));
+            if !path.exists() {
+                let partial = path.with_extension("part");
+                match &below {
+                    Some(below) => create_overlay(&below.path, &partial)?,
+                    None => create_empty("cluster_size=64k", &partial, DATA_BYTES)?,
+                }
+                let mut command = Command::new("qemu-io");
+                command.args(["-f", "qcow2"]).arg(&partial);
+                let clusters = 0..DATA_BYTES / CLUSTER_BYTES;
+                for cluster in
+                    clusters.filter(|cluster| (cluster * 13 + cluster / 32) % CHAIN_IMAGES == number)
+                {
+                    let at = cluster * CLUSTER_BYTES;
+                    command.args(["-c", &format!("write -q -P {} {at} {CLUSTER_BYTES}", number + 1)]);
+                }
+                process::output(command, LIMIT)?;
+                fs::rename(&partial, &path)?;
+            }
+            below = Some(Box::new(Image {
+                path,
+                format: Format::Qcow2,
+                backing: below,
+            }));
+        }
+        Ok(below)
     }
 
     fn write(&mut self, source: Source, path: &Path) -> io::Result<()> {
@@ -271,12 +315,7 @@ impl Images {
                 &["-c", "-W", "-o", "cluster_size=64k,compression_type=zstd"],
                 path,
             ),
-            Source::Overlay => {
-                let base = self.image(Source::Data)?.path;
-                let options = ["-o", "cluster_size=64k", "-F", "qcow2", "-b"].map(OsStr::new);
-                create(&[&options[..], &[base.as_os_str(), path.as_os_str()]].concat())
-            }
-            Source::Fresh => create_empty("cluster_size=64k", path, size),
+            Source::Overlay | Source::Chain | Source::Fresh => create_empty("cluster_size=64k", path, size),
             Source::Huge => create_empty("cluster_size=64k,preallocation=metadata", path, size),
         }
     }
@@ -306,6 +345,11 @@ impl Images {
 
 fn create(arguments: &[&OsStr]) -> io::Result<()> {
     qemu_img(&[&["create", "-q", "-f", "qcow2"].map(OsStr::new)[..], arguments].concat())
+}
+
+fn create_overlay(below: &Path, path: &Path) -> io::Result<()> {
+    let options = ["-o", "cluster_size=64k", "-F", "qcow2", "-b"].map(OsStr::new);
+    create(&[&options[..], &[below.as_os_str(), path.as_os_str()]].concat())
 }
 
 fn create_empty(options: &str, path: &Path, bytes: u64) -> io::Result<()> {

@@ -45,6 +45,7 @@ pub(crate) fn rows() -> Vec<Row> {
             promises: vec![("lookup-hit", 1.0.into()), ("lookup-two-threads", 1.8.into())],
             run: Box::new(mapping),
         },
+        listed("micro/chain", "ringdisk-qcow", "chain"),
         listed("micro/allocation", "ringdisk-qcow", "allocation"),
         listed("micro/round-trip", "ringdisk-block", "round_trip"),
         Row {

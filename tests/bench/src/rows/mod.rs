@@ -1,6 +1,7 @@
 //! The rows of the benchmark: what each measures, beside whom, and what it must reach.
 
 pub(crate) mod before;
+pub(crate) mod chain;
 pub(crate) mod client;
 pub(crate) mod engine;
 pub(crate) mod guest;
@@ -203,6 +204,7 @@ pub(crate) fn all(before: bool) -> Vec<Row> {
     rows.extend(guest::rows());
     rows.extend(queues::rows());
     rows.extend(engine::rows());
+    rows.extend(chain::rows());
     rows.extend(memory::rows());
     rows.extend(space::rows());
     rows.extend(micro::rows());
