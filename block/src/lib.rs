@@ -64,6 +64,7 @@ pub mod report;
 pub mod request;
 pub mod ring;
 pub mod rounds;
+mod sleeper;
 pub mod status;
 pub mod sync;
 mod sync_history;

@@ -3,7 +3,7 @@
 //! `async` code runs here next to the ring. Tasks stay on their worker. A wake-up may come from any
 //! thread, and reaches a sleeping worker through an eventfd that its ring watches.
 //!
-//! Invariant: a wake-up is never lost. The worker marks itself as sleeping *before* its last check of the
+//! Invariant: a wake-up is never lost ([`Sleeper`]). The worker announces its sleep *before* its last check of the
 //! queue; a waker queues *before* it checks if the worker sleeps.
 
 #![expect(unsafe_code, reason = "creates an eventfd")]
@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::future::Future;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -23,9 +23,10 @@ use std::time::Duration;
 use async_task::Runnable;
 
 use crate::buffer::BufferPool;
-use crate::ring::{Ring, RingError, RingKind, signal_event};
+use crate::ring::{Ring, RingError, RingKind};
+use crate::sleeper::Sleeper;
 use crate::sync::Mutex;
-use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync_history::SyncHistory;
 use crate::timer::{Clock, HostClock, Sleep, Timers};
 
@@ -48,8 +49,7 @@ pub fn eventfd() -> io::Result<OwnedFd> {
 pub(crate) struct RunQueue {
     ready: Mutex<VecDeque<Runnable>>,
     len: AtomicUsize,
-    sleeping: AtomicBool,
-    wake: OwnedFd,
+    sleeper: Sleeper,
 }
 
 impl fmt::Debug for RunQueue {
@@ -72,18 +72,14 @@ impl RunQueue {
 
     /// Wakes the worker if it sleeps or is about to.
     pub(crate) fn wake(&self) {
-        fence(Ordering::SeqCst);
-        if self.sleeping.load(Ordering::SeqCst) && self.sleeping.swap(false, Ordering::SeqCst) {
-            signal_event(self.wake.as_raw_fd());
-        }
+        self.sleeper.wake();
     }
 
     /// Marks the worker as about to sleep. Returns false if a task is ready after all.
     pub(crate) fn prepare_sleep(&self) -> bool {
-        self.set_sleeping(true);
-        fence(Ordering::SeqCst);
+        self.sleeper.announce();
         if self.len.load(Ordering::SeqCst) != 0 {
-            self.set_sleeping(false);
+            self.sleeper.end();
             return false;
         }
         true
@@ -91,21 +87,16 @@ impl RunQueue {
 
     /// Returns true if the worker sleeps, or is about to, and has not been woken.
     pub(crate) fn is_sleeping(&self) -> bool {
-        self.sleeping.load(Ordering::SeqCst)
+        self.sleeper.is_sleeping()
     }
 
     /// Marks the worker as awake.
     pub(crate) fn end_sleep(&self) {
-        self.set_sleeping(false);
-    }
-
-    fn set_sleeping(&self, sleeping: bool) {
-        // An exchange costs as much as a store here, and orders all changes of the flag in a way that loom models too.
-        self.sleeping.swap(sleeping, Ordering::SeqCst);
+        self.sleeper.end();
     }
 
     pub(crate) fn wake_fd(&self) -> io::Result<OwnedFd> {
-        self.wake.try_clone()
+        self.sleeper.wake_fd()
     }
 }
 
@@ -191,8 +182,7 @@ impl Context {
         let queue = RunQueue {
             ready: Mutex::new(VecDeque::new()),
             len: AtomicUsize::new(0),
-            sleeping: AtomicBool::new(false),
-            wake,
+            sleeper: Sleeper::new(wake),
         };
         Self {
             inner: Rc::new(Inner {
