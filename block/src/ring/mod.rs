@@ -38,6 +38,7 @@ mod sys;
 mod syscall;
 mod uring;
 mod watch;
+mod write_threads;
 
 use std::fmt;
 use std::io;

@@ -88,6 +88,67 @@ fn last_error() -> i32 {
     -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
 }
 
+/// An op that another thread may perform.
+#[derive(Debug)]
+pub(crate) struct DetachedOp(KernelOp);
+
+// SAFETY: whoever makes one vouches for its memory until it has been performed, by whatever thread; the op is only passed
+// to the kernel.
+unsafe impl Send for DetachedOp {}
+
+impl DetachedOp {
+    /// Makes a copy of `op` for another thread.
+    ///
+    /// # Safety
+    ///
+    /// As for [`super::driver::Driver::push`], until [`DetachedOp::perform`] has returned.
+    pub(crate) unsafe fn new(op: &KernelOp) -> Self {
+        Self(*op)
+    }
+
+    /// Makes an op that names no memory, for model checkers.
+    #[cfg(all(test, shuttle))]
+    pub(crate) fn truncation(file: super::driver::FileSlot, len: u64) -> Self {
+        Self(KernelOp {
+            kind: Kind::Truncate,
+            file,
+            offset: 0,
+            len,
+            slices: std::ptr::null(),
+            slice_count: 0,
+            fixed: None,
+            at_door: false,
+        })
+    }
+
+    /// Performs the op. Returns a byte count, or minus the errno.
+    pub(crate) fn perform(self) -> i32 {
+        // SAFETY: the contract of `DetachedOp::new` is the same.
+        unsafe { perform(&self.0) }
+    }
+}
+
+/// Performs a write if that needs no waiting (`RWF_NOWAIT` in `writev(2)`). Returns a byte count, or minus the errno:
+/// `EAGAIN` if it would have to wait, `EOPNOTSUPP` if the file takes no write in this way.
+///
+/// # Safety
+///
+/// As for [`super::driver::Driver::push`], until this returns.
+pub(crate) unsafe fn write_without_waiting(op: &KernelOp) -> i32 {
+    let count = i32::try_from(op.slice_count)
+        .unwrap_or(i32::MAX)
+        .min(IOV_MAX.cast_signed());
+    let Ok(offset) = libc::off_t::try_from(op.offset) else {
+        return -libc::EINVAL;
+    };
+    // SAFETY: `IoSlice` is laid out as `iovec`; the caller vouches for list and memory.
+    let result = unsafe { libc::pwritev2(op.file.fd, op.slices.cast(), count, offset, libc::RWF_NOWAIT) };
+    if result < 0 {
+        return last_error();
+    }
+    i32::try_from(result).unwrap_or(i32::MAX)
+}
+
 /// Returns the length of a file, or the size of a block device, in bytes.
 pub(crate) fn file_len(fd: RawFd) -> io::Result<u64> {
     // SAFETY: no memory is passed. Positional I/O only: nothing depends on the offset this moves.

@@ -22,7 +22,8 @@ use io_uring::{IoUring, opcode, squeue};
 use super::copy_through::ScratchCopies;
 use super::driver::{Completion, Driver, FileSlot, FixedOp, KernelOp, Kind, QueueFull, Wait};
 use super::fixed::FixedTable;
-use super::sys;
+use super::sys::{self, DetachedOp};
+use super::write_threads::WriteThreads;
 use crate::buffer::IoSlice;
 
 /// The number of files that a ring can have registered; past that, plain descriptors are used.
@@ -40,8 +41,13 @@ const IN_MEMORY_BYTES_MAX: usize = 32 << 10;
 /// Way in which a registered file performs ops.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Nature {
-    /// Through the page cache; it may have to wait for a disk, which the kernel decides.
+    /// Through the page cache; it may have to wait for a disk, which the kernel decides. Not written yet.
     Cached,
+    /// Through the page cache of a file system that takes writes without waiting, if it can.
+    CachedWrites,
+    /// Through the page cache of a file system that takes no write without waiting (ext4). io_uring punts each to a
+    /// kernel thread; here the file's own thread performs them, many at a time.
+    WaitingWrites,
     /// Bypassing the page cache.
     Direct,
     /// On tmpfs, where io_uring assumes that ops block and punts each to a kernel thread: a copy of 4 KiB costs a
@@ -75,6 +81,9 @@ const NO_IOWAIT: u32 = 1 << 7;
 /// Completions of cancel requests themselves carry this.
 const CANCEL_USER_DATA: u64 = u64::MAX;
 
+/// Reports of the eventfd of the write threads carry this.
+const WRITES_USER_DATA: u64 = u64::MAX - 1;
+
 pub(crate) struct UringDriver {
     ring: IoUring,
     fixed_free: Vec<u32>,
@@ -87,6 +96,10 @@ pub(crate) struct UringDriver {
     unstarted_direct: usize,
     /// Completions of ops that were performed in `push`.
     done: Vec<Completion>,
+    /// Perform buffered writes of files whose file system takes none without waiting.
+    writes: WriteThreads,
+    /// True if the ring watches the eventfd of the write threads.
+    watches_writes: bool,
     /// `IORING_ENTER_NO_IOWAIT` if the kernel has it, else no flag.
     no_iowait: u32,
 }
@@ -138,6 +151,8 @@ impl UringDriver {
             unstarted: 0,
             unstarted_direct: 0,
             done: Vec::new(),
+            writes: WriteThreads::default(),
+            watches_writes: false,
             no_iowait,
         })
     }
@@ -269,6 +284,69 @@ impl UringDriver {
         entered.map(drop)
     }
 
+    /// Starts a write through the page cache without the ring: at once, or by the file's own thread. Returns false if the
+    /// ring must do it.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Driver::push`].
+    unsafe fn push_buffered_write(
+        &mut self,
+        nature: Nature,
+        file: u32,
+        op: &KernelOp,
+        user_data: u64,
+    ) -> bool {
+        if nature == Nature::Cached {
+            // SAFETY: the caller's contract is the same and lasts longer.
+            let result = unsafe { sys::write_without_waiting(op) };
+            let found = if result == -libc::EOPNOTSUPP {
+                Nature::WaitingWrites
+            } else {
+                Nature::CachedWrites
+            };
+            if let Some(nature) = self.natures.get_mut(file as usize) {
+                *nature = found;
+            }
+            if result >= 0 {
+                self.done.push(Completion {
+                    user_data,
+                    result,
+                    more: false,
+                });
+                return true;
+            }
+            if found == Nature::CachedWrites {
+                return false;
+            }
+        }
+        if !self.writes.serves(file)
+            && let Err(error) = self.writes.start(file)
+        {
+            tracing::debug!(%error, "a thread that writes cannot be started");
+            return false;
+        }
+        if !self.watch_writes() {
+            return false;
+        }
+        // SAFETY: the caller's contract is the same and lasts longer.
+        let op = unsafe { DetachedOp::new(op) };
+        self.writes.push(file, op, user_data);
+        true
+    }
+
+    /// Has the ring watch the eventfd of the write threads, if there are any. Returns false if it cannot now.
+    fn watch_writes(&mut self) -> bool {
+        if let Some(fd) = self.writes.wake_fd()
+            && !self.watches_writes
+        {
+            let watch = opcode::PollAdd::new(Fd(fd), sys::POLL_IN).multi(true).build();
+            self.watches_writes = self.push_entry(watch.user_data(WRITES_USER_DATA)).is_ok();
+            return self.watches_writes;
+        }
+        true
+    }
+
     /// Returns true if completions wait in the kernel for an enter that asks for them; never true if the kernel
     /// does not defer any.
     fn has_deferred(&mut self) -> bool {
@@ -346,8 +424,9 @@ fn rw_flags(dsync: bool) -> i32 {
     if dsync { libc::RWF_DSYNC } else { 0 }
 }
 
-// SAFETY: the kernel posts the completion of an op when it has ended. Ops performed in `push` have ended by then, and
-// cancellations, which are no ops of the ring, are not reported.
+// SAFETY: the kernel posts the completion of an op when it has ended. Ops performed in `push` have ended by then, and those
+// of a write thread before it reports them. Cancellations and the watch of those threads, which are no ops of the ring,
+// are not reported.
 unsafe impl Driver for UringDriver {
     fn name(&self) -> &'static str {
         "io_uring"
@@ -379,6 +458,7 @@ unsafe impl Driver for UringDriver {
             if let Some(nature) = self.natures.get_mut(index as usize) {
                 *nature = Nature::Cached;
             }
+            self.writes.end(index);
             if self.ring.submitter().register_files_update(index, &[-1]).is_ok() {
                 self.fixed_free.push(index);
             }
@@ -407,6 +487,15 @@ unsafe impl Driver for UringDriver {
             });
             return Ok(());
         }
+        if matches!(nature, Nature::Cached | Nature::WaitingWrites)
+            && op.kind == (Kind::Write { dsync: false })
+            && op.fixed.is_none()
+            && let Some(file) = op.file.fixed
+            // SAFETY: the caller's contract is the same.
+            && unsafe { self.push_buffered_write(nature, file, op, user_data) }
+        {
+            return Ok(());
+        }
         self.push_entry(Self::entry(op).user_data(user_data))?;
         if nature == Nature::Direct {
             self.unstarted_direct += 1;
@@ -427,7 +516,14 @@ unsafe impl Driver for UringDriver {
     }
 
     fn enter(&mut self, wait: Wait) -> io::Result<()> {
-        let wait = if self.done.is_empty() { wait } else { Wait::No };
+        self.writes.hand_over();
+        // Without the watch nothing would end the sleep.
+        let may_sleep = wait != Wait::No && self.done.is_empty() && self.watch_writes();
+        let wait = if may_sleep && self.writes.prepare_sleep() {
+            wait
+        } else {
+            Wait::No
+        };
         if wait == Wait::No && self.unstarted == 0 && !self.has_deferred() {
             return Ok(());
         }
@@ -436,7 +532,11 @@ unsafe impl Driver for UringDriver {
         if wait == Wait::Event {
             flags |= self.no_iowait;
         }
-        match self.start(u32::from(wait != Wait::No), flags) {
+        let entered = self.start(u32::from(wait != Wait::No), flags);
+        if wait != Wait::No {
+            self.writes.end_sleep();
+        }
+        match entered {
             Ok(()) => Ok(()),
             // A signal came, or the completion queue must be reaped first: the caller does that next.
             Err(error)
@@ -473,8 +573,13 @@ unsafe impl Driver for UringDriver {
 
     fn reap(&mut self, out: &mut Vec<Completion>) {
         for entry in self.ring.completion() {
-            if entry.user_data() == CANCEL_USER_DATA {
-                continue;
+            match entry.user_data() {
+                CANCEL_USER_DATA => continue,
+                WRITES_USER_DATA => {
+                    self.watches_writes = io_uring::cqueue::more(entry.flags());
+                    continue;
+                }
+                _ => {}
             }
             out.push(Completion {
                 user_data: entry.user_data(),
@@ -483,6 +588,7 @@ unsafe impl Driver for UringDriver {
             });
         }
         out.append(&mut self.done);
+        self.writes.take(out);
     }
 }
 

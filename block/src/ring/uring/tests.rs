@@ -205,3 +205,74 @@ fn sync_now_starts_pushed_ops_first() {
     let slot = driver.register_file(pipe.as_raw_fd()).expect("a place");
     assert_eq!(driver.sync_now(slot), Some(-libc::EINVAL), "a pipe has no syncs");
 }
+
+/// io_uring would punt each of them to a kernel thread.
+#[test]
+#[expect(clippy::print_stdout, reason = "what cannot run here says so")]
+fn push_hands_buffered_writes_that_would_wait_to_thread_of_file() {
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::fs::FileExt as _;
+    const BYTES: usize = 512;
+    let mut driver = UringDriver::new(64, &FixedTable::default()).expect("these tests need io_uring");
+    let image = tempfile::tempfile().expect("a temporary file");
+    let file = driver.register_file(image.as_raw_fd()).expect("a place");
+    let index = file.fixed.expect("registered");
+    let data: Vec<u8> = (1..=20).flat_map(|byte| [byte; BYTES]).collect();
+    let write = Kind::Write { dsync: false };
+    let slices: Vec<IoSlice> = data
+        .chunks_exact(BYTES)
+        .map(|chunk| IoSlice::new(chunk.as_ptr().cast_mut(), BYTES))
+        .collect();
+    let op = |number: usize, kind: Kind| KernelOp {
+        kind,
+        file,
+        offset: (number * BYTES) as u64,
+        len: 0,
+        slices: &raw const slices[number],
+        slice_count: 1,
+        fixed: None,
+        at_door: false,
+    };
+    // SAFETY: slices and data live to the end of the test, and are only read.
+    if unsafe { sys::write_without_waiting(&op(0, write)) } != -libc::EOPNOTSUPP {
+        println!(
+            "cannot run here: threads that write, because this file system takes writes without waiting"
+        );
+        return;
+    }
+    let wait_for = |driver: &mut UringDriver, count: usize| {
+        let mut done: Vec<Completion> = Vec::new();
+        while done.len() < count {
+            driver.enter(Wait::Io).expect("the ring turns");
+            driver.reap(&mut done);
+        }
+        done.sort_by_key(|done| done.user_data);
+        done
+    };
+    for round in 0..3 {
+        for number in 0..slices.len() {
+            // SAFETY: as above.
+            unsafe { driver.push(&op(number, write), number as u64) }.expect("room");
+        }
+        // The watch of the threads alone; later not even that.
+        assert_eq!(driver.unstarted, usize::from(round == 0));
+        let done = wait_for(&mut driver, slices.len());
+        let reported: Vec<_> = done.iter().map(|done| (done.user_data, done.result)).collect();
+        let expected: Vec<_> = (0..slices.len() as u64)
+            .map(|number| (number, BYTES as i32))
+            .collect();
+        assert_eq!(reported, expected);
+        let mut found = vec![0; data.len()];
+        image.read_exact_at(&mut found, 0).expect("all of it");
+        assert_eq!(found, data);
+        image.set_len(0).expect("empty again");
+    }
+    // A sync takes its time, and others would wait behind it.
+    // SAFETY: as above.
+    unsafe { driver.push(&op(3, Kind::Write { dsync: true }), 7) }.expect("room");
+    assert_eq!(driver.unstarted, 1);
+    assert_eq!(wait_for(&mut driver, 1)[0].result, BYTES as i32);
+    assert!(driver.writes.serves(index));
+    driver.unregister_file(file);
+    assert!(!driver.writes.serves(index));
+}
