@@ -17,10 +17,14 @@ pub(super) fn fcntl_flags(fd: RawFd, command: libc::c_int, argument: libc::c_int
     Ok(result)
 }
 
-/// Makes I/O on a file block again (`O_NONBLOCK`).
-pub(super) fn clear_nonblocking(file: &File) -> io::Result<()> {
+/// Makes I/O on a file block again (`O_NONBLOCK`), and reads leave its access time alone (`O_NOATIME`) if it is ours.
+pub(super) fn set_for_io(file: &File) -> io::Result<()> {
     let fd = file.as_raw_fd();
-    let flags = fcntl_flags(fd, libc::F_GETFL, 0)?;
-    fcntl_flags(fd, libc::F_SETFL, flags & !libc::O_NONBLOCK)?;
+    let flags = fcntl_flags(fd, libc::F_GETFL, 0)? & !libc::O_NONBLOCK;
+    // The kernel looks at the access time at each read, which costs as much as finding the page. Only the owner of a
+    // file, or root, may do without.
+    if fcntl_flags(fd, libc::F_SETFL, flags | libc::O_NOATIME).is_err() {
+        fcntl_flags(fd, libc::F_SETFL, flags)?;
+    }
     Ok(())
 }

@@ -7,7 +7,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use super::flags::clear_nonblocking;
+use super::flags::set_for_io;
 use super::inherited::{self, DescriptorRefusal};
 
 /// Options for opening an [`ImageFile`](super::ImageFile).
@@ -88,6 +88,6 @@ pub(super) fn open(path: &Path, options: FileOptions) -> Result<(File, bool), Op
         });
     }
     // Opened with `O_NONBLOCK` (a FIFO would hang); regular I/O must not fail with EAGAIN because of it.
-    clear_nonblocking(&file).map_err(open)?;
+    set_for_io(&file).map_err(open)?;
     Ok((file, kind.is_block_device()))
 }

@@ -189,3 +189,34 @@ fn zero_and_punch_read_back_as_zeros() {
     .expect("the ring turns")
     .expect("I/O");
 }
+
+/// The kernel's look at the access time costs each read as much as finding its page.
+#[test]
+#[expect(clippy::print_stdout, reason = "what cannot run here says so")]
+fn read_leaves_access_time_of_own_file_alone() {
+    use std::fs::{File, FileTimes};
+    use std::time::SystemTime;
+    let directory = tempfile::tempdir().expect("a directory");
+    // Old times, which a mount with `relatime` brings up to date at the first read.
+    let old = |name: &str| {
+        let path = directory.path().join(name);
+        let mut file = File::create(&path).expect("a file");
+        file.write_all(&[7; 4096]).expect("its contents");
+        let times = FileTimes::new().set_accessed(SystemTime::UNIX_EPOCH);
+        file.set_times(times).expect("old times");
+        path
+    };
+    let accessed = |path: &Path| std::fs::metadata(path).and_then(|metadata| metadata.accessed());
+    let (other, image) = (old("other"), old("image"));
+    assert_eq!(std::fs::read(&other).expect("readable").len(), 4096);
+    if accessed(&other).expect("its times") == SystemTime::UNIX_EPOCH {
+        println!("cannot run here: access times, because this file system is mounted with `noatime`");
+        return;
+    }
+    let cx = Context::syscalls();
+    let file = ImageFile::open(&image, FileOptions::default()).expect("an image file");
+    let view = file.view(&cx).expect("a view");
+    let found = cx.block_on(view.read_at(0, 4096)).expect("the ring turns");
+    assert_eq!(found.expect("a read")[..], [7; 4096]);
+    assert_eq!(accessed(&image).expect("its times"), SystemTime::UNIX_EPOCH);
+}
