@@ -97,6 +97,22 @@ struct LocalCell {
     finished: Cell<bool>,
 }
 
+impl LocalCell {
+    #[inline(never)]
+    fn answer(&self, result: Result<(), IoError>, buffer: Buffer) {
+        *self.done.borrow_mut() = Some(Done {
+            tag: 0,
+            result,
+            buffer,
+        });
+        self.finished.set(true);
+        let waker = self.waker.borrow_mut().take();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}
+
 /// One request to a disk queue: bytes `offset..offset + len` of the guest's disk.
 ///
 /// Not `Send`: a request lives and is answered on the worker it was made on.
@@ -144,6 +160,7 @@ impl Request {
     }
 
     /// Answers the request.
+    #[inline]
     pub fn finish(mut self, result: Result<(), IoError>) {
         self.answer(result);
     }
@@ -196,18 +213,7 @@ impl Request {
             Target::Sink(sink, tag) => {
                 sink.done.borrow_mut().push(Done { tag, result, buffer });
             }
-            Target::Local(cell) => {
-                *cell.done.borrow_mut() = Some(Done {
-                    tag: 0,
-                    result,
-                    buffer,
-                });
-                cell.finished.set(true);
-                let waker = cell.waker.borrow_mut().take();
-                if let Some(waker) = waker {
-                    waker.wake();
-                }
-            }
+            Target::Local(cell) => cell.answer(result, buffer),
         }
     }
 }

@@ -33,26 +33,43 @@ impl FileView {
     /// [`FileView::read`] or [`FileView::write`] from a task.
     #[inline]
     pub fn submit(&self, host_offset: u64, request: Request) -> Result<(), Request> {
-        let align = self.file.alignment;
-        match request.op {
-            Op::Read => {}
-            Op::Write { fua: false } if !self.file.delays.is_wanted() => {}
-            Op::Write { .. } | Op::Flush => {
-                self.cx.spawn(write_or_sync(self.clone(), host_offset, request));
-                return Ok(());
-            }
-            _ => return Err(request),
-        }
-        if align.offset > 1 {
-            // Blocks larger than a sector: writes are tracked, see `RangeLocks`.
-            let tracked = align.offset > 512 && request.op != Op::Read;
-            let misaligned = (host_offset | request.len) & (align.offset - 1) != 0;
-            let len_align = usize::try_from(align.offset).unwrap_or(usize::MAX);
-            if tracked || misaligned || !request.buffer.is_aligned(align.memory, len_align) {
-                return Err(request);
-            }
+        // The request itself is moved once, when its way is known.
+        if !self.is_one_op(host_offset, &request) {
+            return self.submit_otherwise(host_offset, request);
         }
         self.cx.ring().submit_request(&self.handle, host_offset, request)
+    }
+
+    /// Returns true if a request is a read or write that one op can do now.
+    #[inline]
+    fn is_one_op(&self, host_offset: u64, request: &Request) -> bool {
+        let reads = match request.op {
+            Op::Read => true,
+            Op::Write { fua: false } if !self.file.delays.is_wanted() => false,
+            _ => return false,
+        };
+        let align = self.file.alignment;
+        if align.offset <= 1 {
+            return true;
+        }
+        // Blocks larger than a sector: writes are tracked, see `RangeLocks`.
+        let tracked = align.offset > 512 && !reads;
+        let misaligned = (host_offset | request.len) & (align.offset - 1) != 0;
+        let len_align = usize::try_from(align.offset).unwrap_or(usize::MAX);
+        !tracked && !misaligned && request.buffer.is_aligned(align.memory, len_align)
+    }
+
+    /// Starts a request that is not one op: from a task, or returns it. Kept out of the way of those that are.
+    #[inline(never)]
+    fn submit_otherwise(&self, host_offset: u64, request: Request) -> Result<(), Request> {
+        match request.op {
+            Op::Write { fua: false } if !self.file.delays.is_wanted() => Err(request),
+            Op::Write { .. } | Op::Flush => {
+                self.cx.spawn(write_or_sync(self.clone(), host_offset, request));
+                Ok(())
+            }
+            _ => Err(request),
+        }
     }
 
     /// Like [`FileView::read`], but starts the op at once if possible.

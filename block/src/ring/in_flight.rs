@@ -130,6 +130,7 @@ impl InFlight {
         count
     }
 
+    #[inline]
     fn complete(&self, completion: Completion) {
         let (index, generation) = (
             (completion.user_data & 0xffff_ffff) as u32,
@@ -141,6 +142,45 @@ impl InFlight {
             tracing::error!(index, "a completion for a slot that has ended");
             return;
         }
+        if matches!(slot.kind, Kind::Watch | Kind::Command { .. }) {
+            drop(slots);
+            return self.complete_special(index, completion);
+        }
+        match slot.advance(completion.result) {
+            Step::Again => {
+                drop(slots);
+                self.push(index);
+            }
+            Step::End(result) => {
+                self.ops.set(self.ops.get() - 1);
+                let mut slots = match result {
+                    Ok(()) => slots,
+                    Err(error) => self.report(slots, index, error),
+                };
+                let Some(slot) = slots.get_mut(index) else { return };
+                if let Owner::Waiting(waker) = &mut slot.owner {
+                    let waker = waker.take();
+                    slot.owner = Owner::Finished(result);
+                    drop(slots);
+                    if let Some(waker) = waker {
+                        waker.wake();
+                    }
+                    return;
+                }
+                let owner = slots.release(index);
+                drop(slots);
+                if let Owner::Request(request) = owner {
+                    request.finish(result);
+                }
+            }
+        }
+    }
+
+    /// Processes a completion of a watch or a command.
+    #[inline(never)]
+    fn complete_special(&self, index: u32, completion: Completion) {
+        let mut slots = self.slots.borrow_mut();
+        let Some(slot) = slots.get_mut(index) else { return };
         if slot.kind == Kind::Watch {
             let token = match slot.owner {
                 Owner::Watch(token) => Some(token),
@@ -164,41 +204,15 @@ impl InFlight {
             }
             return;
         }
-        if matches!(slot.owner, Owner::Command(..)) {
-            self.commands.set(self.commands.get() - 1);
-            let owner = slots.release(index);
-            drop(slots);
-            if let Owner::Command(sink, tag) = owner {
-                sink.push(tag, completion.result);
-            }
-            return;
-        }
-        match slot.advance(completion.result) {
-            Step::Again => {
-                drop(slots);
-                self.push(index);
-            }
-            Step::End(result) => {
-                self.ops.set(self.ops.get() - 1);
-                if let Err(error) = result {
-                    slots = self.report(slots, index, error);
-                }
-                let Some(slot) = slots.get_mut(index) else { return };
-                if let Owner::Waiting(waker) = &mut slot.owner {
-                    let waker = waker.take();
-                    slot.owner = Owner::Finished(result);
-                    drop(slots);
-                    if let Some(waker) = waker {
-                        waker.wake();
-                    }
-                    return;
-                }
-                let owner = slots.release(index);
-                drop(slots);
-                if let Owner::Request(request) = owner {
-                    request.finish(result);
-                }
-            }
+        debug_assert!(
+            matches!(slot.owner, Owner::Command(..)),
+            "a command without a sink"
+        );
+        self.commands.set(self.commands.get() - 1);
+        let owner = slots.release(index);
+        drop(slots);
+        if let Owner::Command(sink, tag) = owner {
+            sink.push(tag, completion.result);
         }
     }
 

@@ -74,7 +74,7 @@ impl Ring {
         if let Place::Registered(registered) = request.buffer.place()
             && !registered.range(0).fixed.is_of(&self.in_flight.leases)
         {
-            request.finish(Err(IoError::ForeignBuffer));
+            refuse_foreign(request);
             return Ok(());
         }
         let mut slots = self.in_flight.slots.borrow_mut();
@@ -195,6 +195,11 @@ impl Ring {
     pub fn truncate(&self, file: &FileHandle, len: u64) -> OpFuture {
         self.op(file, Kind::Truncate, 0, len, Pieces::new())
     }
+}
+
+#[cold]
+fn refuse_foreign(request: Request) {
+    request.finish(Err(IoError::ForeignBuffer));
 }
 
 /// Fails unless one op can name these pieces: bytes of one buffer registered here, or of no registered buffer.

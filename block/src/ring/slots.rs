@@ -122,6 +122,7 @@ impl Slot {
     }
 
     /// Lets the op read into, or write from, `len` bytes of a registered buffer only.
+    #[inline(never)]
     pub(super) fn name_fixed(&mut self, range: &FixedRange<'_>, len: usize) {
         // A number for the kernel: never a pointer to us.
         let address = usize::try_from(range.address).unwrap_or(usize::MAX);
@@ -135,6 +136,7 @@ impl Slot {
     }
 
     /// Returns the op for a driver; `None` if the slot has no file, which every started op has.
+    #[inline]
     pub(super) fn kernel_op(&self) -> Option<KernelOp> {
         let slices = &self.slices[self.first_slice.min(self.slices.len())..];
         Some(KernelOp {
@@ -165,7 +167,18 @@ impl Slot {
 
     /// Processes one completion. A short transfer continues where it stopped; a read at the end
     /// of the file is completed with zeros; a write that makes no progress fails.
+    #[inline]
     pub(super) fn advance(&mut self, result: i32) -> Step {
+        let transfers = matches!(self.kind, Kind::Read | Kind::Write { .. });
+        if transfers && self.left > 0 && u64::try_from(result) == Ok(self.left) {
+            self.left = 0;
+            return Step::End(Ok(()));
+        }
+        self.advance_part(result)
+    }
+
+    /// Processes the completion of an op that failed, ended short, or transfers nothing.
+    fn advance_part(&mut self, result: i32) -> Step {
         if result < 0 {
             let errno = result.saturating_neg();
             if matches!(errno, libc::EAGAIN | libc::EINTR) && self.retries < RETRIES_MAX {
@@ -323,6 +336,7 @@ impl Slots {
     }
 
     /// Frees a slot and everything it held, and returns its owner.
+    #[inline]
     pub(super) fn release(&mut self, index: u32) -> Owner {
         let Some(slot) = self.list.get_mut(index as usize) else {
             return Owner::Free;

@@ -19,7 +19,9 @@ const INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
 #[derive(Debug, Default)]
 pub struct Chain {
     segments: Vec<Slice>,
-    /// So many segments at the front are to be read; the others to be written.
+    /// So many segments at the front have been taken.
+    taken: usize,
+    /// So many segments at the front, those taken included, are to be read; the others to be written.
     readable: usize,
     readable_bytes: u64,
     writable_bytes: u64,
@@ -41,6 +43,7 @@ pub(crate) struct DescriptorTable {
 impl Chain {
     pub(super) fn clear(&mut self) {
         self.segments.clear();
+        self.taken = 0;
         self.readable = 0;
         self.readable_bytes = 0;
         self.writable_bytes = 0;
@@ -153,20 +156,17 @@ impl Chain {
     /// Takes the first 16 bytes, the header, as two little-endian words; `None` if there are fewer.
     #[inline]
     pub(crate) fn take_header(&mut self, memory: &QueueMemory) -> Option<[u64; 2]> {
-        let header = memory.load_16_across(&self.segments[..self.readable], 0)?;
+        let header = memory.load_16_across(self.readable(), 0)?;
         self.readable_bytes -= 16;
         let mut skip = 16;
-        let mut gone = 0;
-        for segment in &mut self.segments[..self.readable] {
+        for segment in &mut self.segments[self.taken..self.readable] {
             if segment.len() > skip {
                 *segment = segment.skip(skip);
                 break;
             }
             skip -= segment.len();
-            gone += 1;
+            self.taken += 1;
         }
-        self.segments.drain(..gone);
-        self.readable -= gone;
         Some(header)
     }
 
@@ -174,7 +174,7 @@ impl Chain {
     #[must_use]
     #[inline]
     pub fn readable(&self) -> &[Slice] {
-        &self.segments[..self.readable]
+        &self.segments[self.taken..self.readable]
     }
 
     /// Returns the number of readable bytes that are left.
