@@ -12,7 +12,7 @@ use block::{Context, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Req
 use super::compressed::InflatedClusters;
 use super::data::GuestData;
 use super::{Shared, announce, exclusive, flush, read, space, status, write, zero};
-use crate::format::GuestOffset;
+use crate::format::{GuestOffset, HostOffset};
 use crate::metadata::{Extent, Lookup};
 
 /// Per-worker state of an open image: file view, backing queue, epoch.
@@ -86,13 +86,20 @@ impl DiskQueue for QcowQueue {
         if !policy.read_only {
             request.guard = Some(queue.epoch.enter());
         }
-        let request = match request.op {
-            Op::Read => queue.read_now(request),
-            Op::Write { fua } => queue.write_now(request, fua),
-            _ => Some(request),
+        // The request itself is moved once, when its way is known.
+        let way = match request.op {
+            Op::Read => queue.way_of_read(&request),
+            Op::Write { fua } => queue.way_of_write(&request, fua),
+            _ => Way::Task,
         };
-        if let Some(request) = request {
-            self.0.cx.spawn(execute(Rc::clone(&self.0), request));
+        let refused = match (way, &queue.backing) {
+            (Way::Data(at), _) => queue.data.submit(at, request),
+            (Way::Zeros, _) => queue.cx.ring().answer_with_zeros(request),
+            (Way::Backing, Some((backing, _))) => return backing.submit(request),
+            (Way::Backing | Way::Task, _) => Err(request),
+        };
+        if let Err(request) = refused {
+            self.spawn(request);
         }
     }
 
@@ -102,6 +109,27 @@ impl DiskQueue for QcowQueue {
 
     fn status(&self, offset: u64, len: u64) -> LocalBoxFuture<'_, Result<Vec<StatusRange>, IoError>> {
         Box::pin(status::status(&self.0, offset, len))
+    }
+}
+
+/// The way on which a request is executed.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// One op on the image file's bytes from here on.
+    Data(HostOffset),
+    /// Its bytes are zeros.
+    Zeros,
+    /// The backing image's queue.
+    Backing,
+    /// A task, which may wait.
+    Task,
+}
+
+impl QcowQueue {
+    /// Executes a request from a task. Kept out of the way of those that need none.
+    #[inline(never)]
+    fn spawn(&self, request: Request) {
+        self.0.cx.spawn(execute(Rc::clone(&self.0), request));
     }
 }
 
@@ -116,39 +144,36 @@ impl Queue {
         self.epoch.is_entered()
     }
 
-    /// Starts a read whose mapping is cached and in one piece. Returns any other.
+    /// Returns the way of a read. It needs no task if its mapping is cached and in one piece.
     #[inline]
-    fn read_now(&self, request: Request) -> Option<Request> {
+    fn way_of_read(&self, request: &Request) -> Way {
         let found = match self.shared.try_read() {
             Some(metadata) => metadata.lookup(GuestOffset::new(request.offset), request.len),
-            None => return Some(request),
+            None => return Way::Task,
         };
         let Lookup::Found { extent, len } = found else {
-            return Some(request);
+            return Way::Task;
         };
         if len != request.len {
-            return Some(request);
+            return Way::Task;
         }
         match extent {
-            Extent::Data { at, .. } => self.data.submit(at, request).err(),
-            Extent::Zero => self.cx.ring().answer_with_zeros(request).err(),
+            Extent::Data { at, .. } => Way::Data(at),
+            Extent::Zero => Way::Zeros,
             Extent::Unallocated => match &self.backing {
-                Some((backing, size)) if request.offset + request.len <= *size => {
-                    backing.submit(request);
-                    None
-                }
-                Some((_, size)) if request.offset < *size => Some(request),
-                _ => self.cx.ring().answer_with_zeros(request).err(),
+                Some((_, size)) if request.offset + request.len <= *size => Way::Backing,
+                Some((_, size)) if request.offset < *size => Way::Task,
+                _ => Way::Zeros,
             },
-            Extent::Compressed(_) => Some(request),
+            Extent::Compressed(_) => Way::Task,
         }
     }
 
-    /// Starts an overwrite of owned host bytes. Returns any other write.
+    /// Returns the way of a write. It needs no task if it overwrites owned host bytes.
     #[inline]
-    fn write_now(&self, request: Request, fua: bool) -> Option<Request> {
+    fn way_of_write(&self, request: &Request, fua: bool) -> Way {
         if !self.shared.announcements.allow_writes() {
-            return Some(request);
+            return Way::Task;
         }
         let found = match self.shared.try_read() {
             // A forced write must find the mapping durable already; then its own sync is enough. So must a write that
@@ -156,18 +181,18 @@ impl Queue {
             Some(metadata) if !(fua || self.shared.policy.persist_mappings) || metadata.is_clean() => {
                 let offset = GuestOffset::new(request.offset);
                 if metadata.is_in_flight(offset, request.len) {
-                    return Some(request);
+                    return Way::Task;
                 }
                 metadata.lookup(offset, request.len)
             }
-            _ => return Some(request),
+            _ => return Way::Task,
         };
         match found {
             Lookup::Found {
                 extent: Extent::Data { at, owned: true },
                 len,
-            } if len == request.len && !self.shared.is_corrupt() => self.data.submit(at, request).err(),
-            _ => Some(request),
+            } if len == request.len && !self.shared.is_corrupt() => Way::Data(at),
+            _ => Way::Task,
         }
     }
 }
