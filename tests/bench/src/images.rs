@@ -295,6 +295,7 @@ impl Images {
                 path,
                 format: Format::Qcow2,
                 backing: below,
+                has_content: false,
             }));
         }
         Ok(below)

@@ -17,7 +17,7 @@ const SHORT: f64 = 0.95;
 pub(crate) fn rows() -> Vec<Row> {
     vec![Row {
         name: "engine/cached/read-4k-chain-32",
-        promises: vec![("one-below", SHORT)],
+        promises: vec![("one-below", SHORT.into())],
         run: Box::new(run),
     }]
 }
@@ -30,7 +30,7 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
         engines::measure(Engine::Ringdisk, &image, false, &workload, bench.timing)
     };
     in_turns(bench, &[Source::Chain, Source::Overlay], measure, |samples| {
-        let (chain, short) = (&samples[0], ("one image below", &samples[1][..]));
+        let (chain, short) = (&samples[0], ("one image below", &samples[1]));
         vec![
             row.compare("one-below", "IOPS", Better::Higher, chain, short, Sample::iops),
             row.compare(

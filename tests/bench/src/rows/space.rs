@@ -33,7 +33,7 @@ pub(crate) fn rows() -> Vec<Row> {
     ];
     let row = |name| Row {
         name,
-        promises: vec![("length", BESIDE_QEMU), ("in-use", BESIDE_QEMU)],
+        promises: vec![("length", BESIDE_QEMU.into()), ("in-use", BESIDE_QEMU.into())],
         run: Box::new(run),
     };
     names.map(row).into()
