@@ -51,6 +51,8 @@ use span::{RUNS_MAX, Run, Span};
 const PARTS_MAX: usize = 64;
 /// The most parts of a range that one status answer examines.
 const STATUS_PARTS_MAX: usize = 4096;
+/// The most spans of one of these parts.
+const STATUS_SPANS_MAX: u64 = 64;
 /// The number of steps in which a span is built. Other tasks run between them.
 const BUILD_STEPS: u64 = 64;
 
@@ -253,7 +255,8 @@ impl Layers {
                 break;
             }
             // A tool that looks at all of a disk once needs no index.
-            let found = self.index.find(here, end - here);
+            let most = self.index.span_bytes().saturating_mul(STATUS_SPANS_MAX);
+            let found = self.index.find(here, most.min(end - here));
             let mut covered = 0;
             for range in self.queue(found.layer).status(here, found.len).await? {
                 if ranges.is_full() {

@@ -9,7 +9,8 @@
 //!
 //! Memory of an I/O is in [`buffer`], a request in [`request`], the traits of a disk in [`disk`], the only code that asks
 //! the kernel for I/O in [`ring`]. A worker is made of [`task`] (executor) and [`worker`] (thread). [`mod@file`] owns an
-//! image file and its alignment rules, [`raw`] is the raw format, [`chain`] the index of long chains, [`lock`] the image locks, [`epoch`] grace periods,
+//! image file and its alignment rules, [`raw`] is the raw format, [`chain`] the index of long chains, [`lock`] the image locks,
+//! [`epoch`] grace periods,
 //! [`throttle`] rate limits, [`delay`] waits that a drain ends, [`rounds`] work that callers share, [`report`] log limits,
 //! [`timer`] time. [`sync`] names locks, atomics and lists of waiting tasks that a model checker replaces. The simulated world
 //! is a crate of its own, `ringdisk-simulator`.

@@ -1,6 +1,6 @@
 //! Primitives for state that threads share: locks, atomics, channels, and sleeping until a descriptor is ready.
 //!
-//! In production they are re-exports of parking_lot's and the standard library's types. Under
+//! In production they are re-exports of parking_lot's, crossbeam's and the standard library's types. Under
 //! `--cfg loom` or `--cfg shuttle` they are those of the model checker, which schedules the threads at each use.
 //! Loom tries every order of small parts, as far as memory orderings allow. Shuttle tries many random orders of whole
 //! workers. The tests are the `model` modules and `qcow/tests/threads.rs`; `make models` runs them.

@@ -419,7 +419,7 @@ fn reads_are_right_while_spans_are_dropped_and_built_again() {
     for step in 0..4000 {
         // Most reads near each other, some far away.
         let block = if step % 4 == 0 {
-            step * 7919 % blocks
+            (step * 7919 + 1) % blocks
         } else {
             step * 31 % (20 * 512)
         };
