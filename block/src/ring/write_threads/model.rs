@@ -5,8 +5,7 @@ use std::collections::BTreeSet;
 use super::*;
 use crate::ring::driver::FileSlot;
 
-/// Fails if a thread looks for a sleeping worker before it reports (nobody is left to run), if a worker sleeps without
-/// another look at what has ended, and if a report is lost or comes twice.
+/// Fails (nobody is left to run) if a worker sleeps without another look at what has ended.
 #[test]
 fn worker_gets_each_report_once_while_it_falls_asleep() {
     let run = || {
