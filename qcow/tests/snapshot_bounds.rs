@@ -4,14 +4,16 @@
 mod common;
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
-use block::Context;
 use block::ring::RingKind;
+use block::{Context, Disk};
 use common::{Folder, Lane, close, open, patch, u32_at, u64_at};
 use qcow::{OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
 use ringdisk_gen::costly::Costly;
 use ringdisk_gen::fingerprint::Fingerprint;
+use simulator::{Profile, SimImage, SimWorld};
 
 const IMAGE: &str = "disk.qcow2";
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
@@ -66,6 +68,48 @@ fn counts_in_very_many_refcount_blocks_are_refused() {
         text.contains("536870912 bytes") && text.contains("qemu-img snapshot"),
         "{text}"
     );
+}
+
+/// Its blocks have 512 slices each.
+#[test]
+fn create_reads_a_refcount_block_in_one_go() {
+    let folder = Folder::new();
+    let path = folder.path(IMAGE);
+    Costly::Counts(8).write(&path).expect("an image");
+    let world = SimWorld::new(1, Profile::IMMEDIATE);
+    let bytes = std::fs::read(&path).expect("the image");
+    world.set_contents(IMAGE, SimImage::from_bytes(&world.store(), &bytes));
+    let options = OpenOptions {
+        lock: None,
+        ..OpenOptions::default()
+    };
+    let cx = world.context(64);
+    let disk = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new(IMAGE), &options));
+    let disk = disk.expect("nothing waits for ever").expect("a disk");
+    let before = world.time();
+    let created = cx.block_on(disk.create_snapshot(&cx, "new", UNIX_EPOCH));
+    assert_eq!(created.expect("the ring turns").expect("a snapshot"), "1");
+    let steps = world.time() - before;
+    assert!(steps < 200, "{steps} steps");
+    let closed = cx.block_on(Arc::clone(&disk).close(&cx));
+    closed.expect("nothing waits for ever").expect("a clean close");
+}
+
+/// The search for free clusters would have to pass them all.
+#[test]
+fn very_many_refcount_blocks_without_a_free_cluster_are_refused() {
+    let folder = Folder::new();
+    let path = folder.path(IMAGE);
+    Costly::Full(70).write(&path).expect("an image");
+    let disk = open(&path, &OpenOptions::default());
+    let error = create(&disk).expect_err("there is no free cluster");
+    close(disk);
+    let text = error.to_string();
+    assert!(
+        matches!(error, SnapshotError::TooManyCounts { offset } if offset == 64 << 41),
+        "{text}"
+    );
+    assert!(text.contains("134217728 to find free clusters"), "{text}");
 }
 
 #[test]

@@ -21,7 +21,7 @@ use block::{AlignedBuf, Context, IoError};
 use error::{L2_TABLES_BYTES_MAX, SNAPSHOT_NAME_MAX, text};
 pub use error::{SnapshotError, SnapshotSelector};
 
-use super::switch::{Switch, Unfollowed};
+use super::switch::Switch;
 use super::{QcowDisk, Queue, corrupt, exclusive, flush};
 use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
 use crate::format::references::Entry;
@@ -210,16 +210,6 @@ impl Operation<'_> {
         Ok(())
     }
 
-    /// Returns the error of a reference that was not followed to its count.
-    fn unfollowed(&self, reason: Unfollowed) -> SnapshotError {
-        match reason {
-            Unfollowed::Failed(error) => SnapshotError::Io(error),
-            Unfollowed::TooMany(cluster) => SnapshotError::TooManyCounts {
-                offset: self.geometry.host_offset(cluster).bytes(),
-            },
-        }
-    }
-
     fn undercounted(&self, cluster: HostCluster) -> SnapshotError {
         let offset = self.geometry.host_offset(cluster).bytes();
         SnapshotError::Undercounted { offset }
@@ -291,8 +281,7 @@ impl Operation<'_> {
                 .switch
                 .follow(|next, _| next.refcounts.raise(here, end))
                 .await;
-            let counted = counted.map_err(|reason| self.unfollowed(reason))?;
-            here = self.went(counted)?;
+            here = self.went(counted?)?;
         }
         Ok(())
     }
@@ -308,7 +297,7 @@ impl Operation<'_> {
                 let refcounts = &mut next.refcounts;
                 refcounts.release_references(here, end, &known, released)
             });
-            let counted = lower.await.map_err(|reason| self.unfollowed(reason))?;
+            let counted = lower.await?;
             here = self.went(counted)?;
         }
         Ok(())
@@ -504,7 +493,7 @@ impl Operation<'_> {
             return Ok(count);
         }
         let count = self.switch.follow(|next, _| next.refcounts.get(cluster)).await;
-        count.map_err(|reason| self.unfollowed(reason))
+        Ok(count?)
     }
 
     /// Sets COPIED in the entries of an L2 table whose cluster counts one. Returns true if any entry has changed.

@@ -7,23 +7,28 @@
 //!
 //! Invariants:
 //! - nothing of the state in use is written before the switch;
-//! - the counts that an operation follows references to are bounded ([`COUNTS_BYTES_MAX`]), whatever an image claims.
+//! - a refcount block is read at most once, and stays in memory to the end;
+//! - the blocks that an operation follows references to are bounded ([`COUNTS_BYTES_MAX`]), and so are the others that it
+//!   looks for free clusters in ([`SEARCH_BYTES_MAX`]), whatever an image claims.
 
 use std::rc::Rc;
 
 use block::buffer::Piece;
 use block::{AlignedBuf, Buffer, IoError, join_all};
-use rustc_hash::FxHashSet;
 use smallvec::smallvec;
 
 use super::exclusive::Exclusive;
 use super::{Queue, Shared, header};
 use crate::format::{ClusterUse, HeaderFields, HostCluster, HostOffset, L1Entry};
 use crate::metadata::refcounts::{Stuck, TablePlace};
-use crate::metadata::{COUNTS_BYTES_MAX, Dropped, Metadata, Released};
+use crate::metadata::{COUNTS_BYTES_MAX, Dropped, Metadata, Released, Relocation};
 
 /// The largest number of bytes of tables that are read or written at once.
 const BATCH_BYTES: u64 = 2 << 20;
+
+/// The most bytes of refcount blocks that are read to find free clusters, and again at the end of the file. They count 4 TiB
+/// of 64 KiB clusters with 16 bits each, all in use.
+pub(super) const SEARCH_BYTES_MAX: u64 = 128 << 20;
 
 /// The next state of an image's metadata, until it is in force.
 pub(super) struct Switch<'a> {
@@ -33,17 +38,26 @@ pub(super) struct Switch<'a> {
     left: Vec<Dropped>,
     /// Clusters that lose their last reference.
     pub(super) released: Released,
-    /// The refcount blocks that references were followed to, by table index.
-    followed: FxHashSet<usize>,
+    /// Bytes of refcount blocks that references were followed to.
+    followed_bytes: u64,
+    /// Bytes of other refcount blocks in which free clusters were looked for.
+    searched_bytes: u64,
     replaces_l1: bool,
 }
 
-/// The reason that a reference was not followed to its count.
-pub(super) enum Unfollowed {
-    /// The host failed a read, or the image is corrupt.
+/// The reason that an operation ends.
+#[derive(Debug)]
+pub(super) enum Stopped {
+    /// The host failed an operation, or the image is corrupt.
     Failed(IoError),
-    /// This cluster's count lies in one refcount block more than an operation may follow references to.
-    TooMany(HostCluster),
+    /// The cluster at this offset is counted in one refcount block more than an operation may read.
+    TooManyCounts(HostOffset),
+}
+
+impl From<IoError> for Stopped {
+    fn from(error: IoError) -> Self {
+        Self::Failed(error)
+    }
 }
 
 impl<'a> Switch<'a> {
@@ -55,7 +69,8 @@ impl<'a> Switch<'a> {
             next,
             left: Vec::new(),
             released: Released::default(),
-            followed: FxHashSet::default(),
+            followed_bytes: 0,
+            searched_bytes: 0,
             replaces_l1: false,
         })
     }
@@ -65,64 +80,76 @@ impl<'a> Switch<'a> {
         (BATCH_BYTES / self.next.geometry().cluster_size()).clamp(1, 256) as usize
     }
 
-    /// Repeats a step until it has the slices of counts that it needs.
-    pub(super) async fn step<T>(
+    /// Repeats a step that takes free clusters until it has the counts that it needs.
+    async fn step<T>(
         &mut self,
         mut step: impl FnMut(&mut Metadata, &mut Vec<Dropped>) -> Result<T, Stuck>,
-    ) -> Result<T, IoError> {
+    ) -> Result<T, Stopped> {
         loop {
-            match step(&mut self.next, &mut self.left) {
+            let slice = match step(&mut self.next, &mut self.left) {
                 Ok(value) => return Ok(value),
-                Err(Stuck::Load(slice)) => self.load(slice).await?,
+                Err(Stuck::Load(slice)) => slice,
                 Err(stuck) => return Err(self.failure(stuck)),
+            };
+            let size = self.next.geometry().cluster_size();
+            if self.searched_bytes + size > SEARCH_BYTES_MAX {
+                if !self.next.refcounts.search_at_end() {
+                    return Err(self.too_many(slice));
+                }
+                self.searched_bytes = 0;
+                continue;
             }
+            self.searched_bytes += size;
+            self.load_block_of(slice).await?;
         }
     }
 
-    /// Repeats a step that follows references to their counts, until it has the slices of these.
+    /// Repeats a step that follows references to their counts, until it has these.
     pub(super) async fn follow<T>(
         &mut self,
         mut step: impl FnMut(&mut Metadata, &mut Released) -> Result<T, Stuck>,
-    ) -> Result<T, Unfollowed> {
+    ) -> Result<T, Stopped> {
         loop {
             let slice = match step(&mut self.next, &mut self.released) {
                 Ok(value) => return Ok(value),
                 Err(Stuck::Load(slice)) => slice,
-                Err(stuck) => return Err(Unfollowed::Failed(self.failure(stuck))),
+                Err(stuck) => return Err(self.failure(stuck)),
             };
-            let refcounts = &self.next.refcounts;
-            self.followed.insert(refcounts.block_of(slice));
-            // A changed block is rewritten whole.
-            if self.followed.len() as u64 * self.next.geometry().cluster_size() > COUNTS_BYTES_MAX {
-                return Err(Unfollowed::TooMany(refcounts.slice_start(slice)));
+            self.followed_bytes += self.next.geometry().cluster_size();
+            if self.followed_bytes > COUNTS_BYTES_MAX {
+                return Err(self.too_many(slice));
             }
-            self.load(slice).await.map_err(Unfollowed::Failed)?;
+            self.load_block_of(slice).await?;
         }
+    }
+
+    fn too_many(&self, slice: u64) -> Stopped {
+        let cluster = self.next.refcounts.slice_start(slice);
+        Stopped::TooManyCounts(self.next.geometry().host_offset(cluster))
     }
 
     /// Returns the error of a step that cannot be repeated.
-    fn failure(&self, stuck: Stuck) -> IoError {
-        match stuck {
+    fn failure(&self, stuck: Stuck) -> Stopped {
+        Stopped::Failed(match stuck {
             Stuck::InUse(cluster) => super::corrupt::in_use(self.queue, cluster),
             Stuck::Failed(error) => error,
             Stuck::Load(_) => IoError::Corrupt,
-        }
+        })
     }
 
-    async fn load(&mut self, slice: u64) -> Result<(), IoError> {
+    /// Reads the refcount block that a slice is part of. If it changes it is written whole.
+    async fn load_block_of(&mut self, slice: u64) -> Result<(), IoError> {
+        let size = self.next.geometry().cluster_size() as usize;
         let refcounts = &mut self.next.refcounts;
-        let offset = refcounts.slice_offset(slice)?.ok_or(IoError::Corrupt)?;
-        let bytes = self
-            .queue
-            .file
-            .read_at(offset.bytes(), refcounts.slices.slice_bytes());
-        let bytes = bytes.await?;
-        refcounts.slices.insert(slice, (*bytes).into(), false);
+        let index = refcounts.block_of(slice);
+        let offset = refcounts.block_offset(index)?.ok_or(IoError::Corrupt)?;
+        let bytes = self.queue.file.read_at(offset.bytes(), size).await?;
+        refcounts.insert_block(index, &bytes);
         Ok(())
     }
 
     /// Takes a cluster for an L2 table of the next state.
-    pub(super) async fn new_l2_table(&mut self) -> Result<HostOffset, IoError> {
+    pub(super) async fn new_l2_table(&mut self) -> Result<HostOffset, Stopped> {
         let cluster = self.step(|next, _| Ok(next.refcounts.allocate(1)?.first)).await?;
         self.next.refcounts.uses.made(ClusterUse::L2Table, cluster, 1);
         Ok(self.next.geometry().host_offset(cluster))
@@ -133,7 +160,7 @@ impl<'a> Switch<'a> {
         &mut self,
         what: ClusterUse,
         mut bytes: Vec<u8>,
-    ) -> Result<HostOffset, IoError> {
+    ) -> Result<HostOffset, Stopped> {
         let geometry = *self.next.geometry();
         let clusters = geometry.clusters_for(bytes.len() as u64);
         bytes.resize((clusters * geometry.cluster_size()) as usize, 0);
@@ -145,7 +172,7 @@ impl<'a> Switch<'a> {
     }
 
     /// Replaces the L1 table. Returns the place of the old one, which is not dropped.
-    pub(super) async fn replace_l1(&mut self, l1: &[L1Entry]) -> Result<TablePlace, IoError> {
+    pub(super) async fn replace_l1(&mut self, l1: &[L1Entry]) -> Result<TablePlace, Stopped> {
         self.replaces_l1 = true;
         self.step(|next, _| next.replace_l1(l1)).await
     }
@@ -190,9 +217,11 @@ impl<'a> Switch<'a> {
     ///
     /// # Errors
     ///
-    /// The host's error. If the header's write failed, either state may be in force, and the image is not written any more.
-    pub(super) async fn commit(mut self, change: impl FnOnce(&mut HeaderFields)) -> Result<(), IoError> {
-        self.step(|next, left| next.refcounts.relocate(left)).await?;
+    /// [`Stopped`]. If the header's write failed, either state may be in force, and the image is not written any more.
+    pub(super) async fn commit(mut self, change: impl FnOnce(&mut HeaderFields)) -> Result<(), Stopped> {
+        let mut relocation = Relocation::default();
+        self.step(|next, left| next.refcounts.relocate(&mut relocation, left))
+            .await?;
         let blocks = self.next.refcounts.fresh_blocks();
         for some in blocks.chunks(self.tables_at_once()) {
             let blocks = some.iter().map(|&index| self.next.refcounts.fresh_block(index));
@@ -223,7 +252,8 @@ impl<'a> Switch<'a> {
         .await?;
         file.sync().await?;
         self.left.append(&mut self.released.into_drops());
-        deciding.switched(self.left)
+        deciding.switched(self.left)?;
+        Ok(())
     }
 }
 

@@ -38,7 +38,7 @@ use cluster_use::InUse;
 pub(crate) use drops::{Dropped, Drops, Growth, Returning};
 use in_flight::InFlight;
 pub(crate) use mapping::{Extent, Lookup};
-pub(crate) use next::{COUNTS_BYTES_MAX, Counted};
+pub(crate) use next::{COUNTS_BYTES_MAX, Counted, Relocation};
 use refcounts::{Refcounts, Stuck, TablePlace};
 pub(crate) use released::Released;
 use slices::SliceCache;

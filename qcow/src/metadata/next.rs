@@ -5,7 +5,7 @@
 //! before it leaves the old state as it was, and a crash after it the new one, with the old tables leaked. If the
 //! operation fails, the next state is dropped, and the one in use goes on.
 
-use super::refcounts::{Refcounts, Stuck, TablePlace};
+use super::refcounts::{NO_LIMIT, Refcounts, Stuck, TablePlace};
 use super::released::Released;
 use super::slices::SliceCache;
 use super::{Dropped, Drops, Metadata, Returning};
@@ -16,6 +16,19 @@ use crate::invariant::invariant;
 /// The most bytes of refcount blocks whose counts an operation may follow references to; it keeps them in memory. They
 /// count 16 TiB of 64 KiB clusters with 16 bits each.
 pub(crate) const COUNTS_BYTES_MAX: u64 = 512 << 20;
+
+/// The progress of [`Refcounts::relocate`], which is called again when counts that it lacked are loaded. Without it each
+/// call would look for changed blocks from the start.
+#[derive(Debug, Default)]
+pub(crate) struct Relocation {
+    /// Blocks that have changed and perhaps not moved, by table index.
+    changed: Vec<usize>,
+    /// True if every changed block has moved.
+    is_settled: bool,
+    /// The number of dirty slices looked at.
+    #[cfg(test)]
+    pub(super) looked_at: usize,
+}
 
 /// The result of a change of the counts of neighbouring clusters.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -99,7 +112,7 @@ impl Metadata {
 }
 
 impl Refcounts {
-    fn next(&mut self) -> Self {
+    pub(super) fn next(&mut self) -> Self {
         let next = Self {
             geometry: self.geometry,
             table: self.table.clone(),
@@ -107,8 +120,9 @@ impl Refcounts {
             moved_from: Vec::new(),
             dirty_parts: Default::default(),
             fresh: Default::default(),
-            // What an operation follows stays in memory: looked up in any order, it would be read again and again.
-            slices: SliceCache::new(self.slices.slice_bytes(), COUNTS_BYTES_MAX),
+            // What is loaded stays in memory: looked up in any order, it would be read again and again. The operation
+            // bounds what it loads.
+            slices: SliceCache::new(self.slices.slice_bytes(), u64::MAX),
             uses: self.uses.clone(),
             slice_bits: self.slice_bits,
             cursor: self.cursor,
@@ -120,7 +134,7 @@ impl Refcounts {
             reserved: self.reserved,
             reserving: self.reserving,
         };
-        self.virgin = super::refcounts::NO_LIMIT;
+        self.virgin = NO_LIMIT;
         self.free.forget_zeros();
         next
     }
@@ -210,16 +224,24 @@ impl Refcounts {
     ///
     /// # Errors
     ///
-    /// [`Stuck`]; then the call may be repeated.
-    pub(crate) fn relocate(&mut self, left: &mut Vec<Dropped>) -> Result<(), Stuck> {
+    /// [`Stuck`]; then the call may be repeated with the same `relocation`.
+    pub(crate) fn relocate(
+        &mut self,
+        relocation: &mut Relocation,
+        left: &mut Vec<Dropped>,
+    ) -> Result<(), Stuck> {
         loop {
-            self.relocate_blocks(left)?;
+            if !relocation.is_settled {
+                self.relocate_blocks(relocation, left)?;
+                relocation.is_settled = true;
+            }
             if !self.moved_from.is_empty() {
                 return Ok(());
             }
             // The counts of its new clusters change blocks in turn.
             let clusters = self.place.clusters;
             let first = self.allocate_run(clusters)?;
+            relocation.is_settled = false;
             if !self.moved_from.is_empty() {
                 // It has become longer, and has moved with that.
                 for cluster in first.until(first + clusters) {
@@ -234,30 +256,59 @@ impl Refcounts {
         }
     }
 
-    fn relocate_blocks(&mut self, left: &mut Vec<Dropped>) -> Result<(), Stuck> {
+    fn relocate_blocks(&mut self, relocation: &mut Relocation, left: &mut Vec<Dropped>) -> Result<(), Stuck> {
         loop {
-            let dirty = self.slices.dirty_keys().map(|slice| self.block_of(slice));
-            let mut changed: Vec<usize> = dirty.filter(|index| !self.fresh.contains(index)).collect();
-            if changed.is_empty() {
-                return Ok(());
-            }
-            changed.sort_unstable();
-            changed.dedup();
-            for index in changed {
-                let old = self.block_offset(index)?.ok_or(block::IoError::Corrupt)?;
-                for slice in self.block_slices(index) {
-                    // Dirty, it stays in the cache until the block is written whole.
-                    if self.slices.get_mut(slice).is_none() {
-                        return Err(Stuck::Load(slice));
-                    }
+            let Some(&index) = relocation.changed.last() else {
+                relocation.changed = self.changed_blocks();
+                #[cfg(test)]
+                {
+                    relocation.looked_at += self.slices.dirty_count();
                 }
-                let new = self.allocate(1)?.first;
-                let host = self.geometry.host_offset(new);
-                let entry = self.table.get_mut(index).ok_or(block::IoError::Corrupt)?;
-                *entry = RefcountTableEntry::encode(host);
-                self.fresh.insert(index);
-                self.uses.made(ClusterUse::RefcountBlock, new, 1);
-                left.push(Dropped::one(self.geometry.host_cluster(old)));
+                if relocation.changed.is_empty() {
+                    return Ok(());
+                }
+                continue;
+            };
+            if self.fresh.contains(&index) {
+                relocation.changed.pop();
+                continue;
+            }
+            let old = self.block_offset(index)?.ok_or(block::IoError::Corrupt)?;
+            for slice in self.block_slices(index) {
+                // Dirty, it stays in the cache until the block is written whole.
+                if self.slices.get_mut(slice).is_none() {
+                    return Err(Stuck::Load(slice));
+                }
+            }
+            let new = self.allocate(1)?.first;
+            let host = self.geometry.host_offset(new);
+            let entry = self.table.get_mut(index).ok_or(block::IoError::Corrupt)?;
+            *entry = RefcountTableEntry::encode(host);
+            self.fresh.insert(index);
+            self.uses.made(ClusterUse::RefcountBlock, new, 1);
+            left.push(Dropped::one(self.geometry.host_cluster(old)));
+            // The block that counts it has changed in turn.
+            relocation.changed.push(self.block_of(self.slice_of(new)));
+        }
+    }
+
+    /// Returns the table indices of the blocks that have changed and are in their old places.
+    fn changed_blocks(&self) -> Vec<usize> {
+        let dirty = self.slices.dirty_keys().map(|slice| self.block_of(slice));
+        let mut changed: Vec<usize> = dirty.filter(|index| !self.fresh.contains(index)).collect();
+        changed.sort_unstable();
+        changed.dedup();
+        changed
+    }
+
+    /// Adds the counts of block `index`, as they are on disk, but for those that are in memory.
+    pub(crate) fn insert_block(&mut self, index: usize, bytes: &[u8]) {
+        for (slice, bytes) in self
+            .block_slices(index)
+            .zip(bytes.chunks_exact(self.slices.slice_bytes()))
+        {
+            if !self.slices.contains(slice) {
+                self.slices.insert(slice, bytes.into(), false);
             }
         }
     }
@@ -297,6 +348,18 @@ impl Refcounts {
         );
         bytes.resize(room as usize, 0);
         bytes
+    }
+
+    /// Has the search for free clusters go on at the end of a file that grows. Free clusters before are found again when
+    /// the image is next opened. Returns false if the search is there, or space is limited.
+    pub(crate) fn search_at_end(&mut self) -> bool {
+        if self.limit != NO_LIMIT || self.cursor >= self.end {
+            return false;
+        }
+        self.cursor = self.end;
+        self.free = Default::default();
+        self.searches.clear();
+        true
     }
 
     /// Records that the state is in the file, and in force in place of `old`. Returns the places that the refcount table

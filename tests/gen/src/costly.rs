@@ -17,6 +17,8 @@ pub enum Costly {
     Counts(u64),
     /// There are so many L2 tables, of the disk or, if true, of a snapshot `s`.
     Tables(u64, bool),
+    /// No cluster is free in the first refcount block and in so many behind it.
+    Full(u64),
 }
 
 impl Costly {
@@ -31,7 +33,7 @@ impl Costly {
     /// If there are more of what is costly than one refcount block or one cluster of an L1 table has room for.
     pub fn write(self, path: &Path) -> io::Result<()> {
         let (blocks, tables) = match self {
-            Self::Counts(blocks) => (1 + blocks, 1),
+            Self::Counts(blocks) | Self::Full(blocks) => (1 + blocks, 1),
             Self::Tables(tables, _) => (1, tables),
         };
         let is_snapshot = matches!(self, Self::Tables(_, true));
@@ -94,6 +96,13 @@ impl Costly {
         let counts = (0..end / CLUSTER).map(|at| u16::from(is_snapshot || !(3..5).contains(&at)));
         let counts: Vec<u8> = counts.flat_map(u16::to_be_bytes).collect();
         file.write_all_at(&counts, first_block)?;
+        if matches!(self, Self::Full(_)) {
+            let counts = [0, 1].repeat(COUNTED as usize);
+            for index in 0..blocks {
+                file.write_all_at(&counts, first_block + index * CLUSTER)?;
+            }
+            return Ok(());
+        }
         for index in 1..blocks {
             file.write_all_at(&[0, 1], first_block + index * CLUSTER)?;
         }

@@ -3,6 +3,7 @@
 use block::IoError;
 
 use super::super::exclusive::Refused;
+use super::super::switch::{SEARCH_BYTES_MAX, Stopped};
 use crate::format::validate::{SNAPSHOT_TABLE_MAX_BYTES, SNAPSHOTS_MAX};
 use crate::format::{ClusterUse, HeaderError, SnapshotEntry};
 use crate::image::ReadError;
@@ -117,8 +118,9 @@ pub enum SnapshotError {
     },
     /// The counts to look at are more than an operation keeps in memory.
     #[error(
-        "the refcount block that counts the cluster at {offset:#x} is one more than the {COUNTS_BYTES_MAX} bytes of them that an \
-         operation has memory for; use `qemu-img snapshot` on the closed image"
+        "the refcount block that counts the cluster at {offset:#x} is one more than an operation has memory for, which is \
+         {COUNTS_BYTES_MAX} bytes of them for what entries lead to and {SEARCH_BYTES_MAX} to find free clusters; use `qemu-img \
+         snapshot` on the closed image"
     )]
     TooManyCounts {
         /// The offset of a cluster that the block counts, in bytes.
@@ -143,6 +145,17 @@ pub enum SnapshotError {
         /// The damage.
         reason: String,
     },
+}
+
+impl From<Stopped> for SnapshotError {
+    fn from(stopped: Stopped) -> Self {
+        match stopped {
+            Stopped::Failed(error) => Self::Io(error),
+            Stopped::TooManyCounts(offset) => Self::TooManyCounts {
+                offset: offset.bytes(),
+            },
+        }
+    }
 }
 
 impl From<Refused> for SnapshotError {

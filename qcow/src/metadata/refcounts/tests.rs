@@ -1,6 +1,6 @@
 //! Finding clusters for data and runs of clusters for tables: on files that grow, on devices that do not.
 
-use super::super::{Counted, Released};
+use super::super::{Counted, Released, Relocation};
 use super::*;
 use crate::format::{ClusterBits, RefcountOrder, Version};
 
@@ -410,4 +410,49 @@ fn release_references_drops_each_cluster_once_and_in_bounded_runs() {
     assert_eq!(release(11, 12, &mut released), Ok(Counted::Undercounted(at(11))));
     assert_eq!(release(14, 15, &mut released), Ok(Counted::Scattered(at(14))));
     assert_eq!(release(20, 21, &mut released), Ok(Counted::Uncounted(at(20))));
+}
+
+/// A file whose first block is full, and each other but for one cluster: each block that moves changes the next one.
+#[test]
+fn relocate_looks_at_each_changed_block_once() {
+    const BLOCKS: u64 = 1000;
+    let mut table = vec![RefcountTableEntry::UNALLOCATED; 1024];
+    for (index, entry) in table.iter_mut().enumerate().take(BLOCKS as usize) {
+        *entry = RefcountTableEntry::encode(geometry().host_offset(at(100 + index as u64)));
+    }
+    let place = TablePlace {
+        offset: HostOffset::new(512),
+        clusters: 16,
+    };
+    let mut old = Refcounts::new(geometry(), table, place, at(BLOCKS * 256), NO_LIMIT, 1 << 20);
+    let mut refcounts = old.next();
+    let mut bytes = [0, 1].repeat(256);
+    bytes[511] = 0;
+    refcounts.insert_block(0, &[0, 1].repeat(256));
+    refcounts.set(at(3), 2).expect("it is loaded");
+    let (mut relocation, mut left, mut loads) = (Relocation::default(), Vec::new(), 0);
+    while let Err(stuck) = refcounts.relocate(&mut relocation, &mut left) {
+        let Stuck::Load(slice) = stuck else {
+            panic!("{stuck:?}")
+        };
+        refcounts.insert_block(slice as usize, &bytes);
+        loads += 1;
+    }
+    assert_eq!(loads, BLOCKS - 1, "each but the first is loaded once");
+    assert_eq!(left.len() as u64, BLOCKS);
+    let looked_at = relocation.looked_at as u64;
+    assert!(looked_at <= 4 * BLOCKS, "{looked_at} slices were looked at");
+}
+
+/// The clusters that are left out stay free: nothing is counted.
+#[test]
+fn search_at_end_leaves_free_clusters_and_works_once() {
+    let mut refcounts = refcounts(200, NO_LIMIT.index());
+    refcounts.set(at(199), 1).expect("it is loaded");
+    assert!(refcounts.search_at_end());
+    assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(at(200)));
+    assert_eq!(refcounts.get(at(3)), Ok(0));
+    assert!(!refcounts.search_at_end());
+    let mut device = self::refcounts(200, 200);
+    assert!(!device.search_at_end());
 }
