@@ -16,8 +16,8 @@ use simulator::{Random, SECTOR};
 use virtio_devices::ublk::abi::op;
 use virtio_devices::ublk::model::{Io, Model};
 
+use crate::book::{Book, Entry};
 use crate::content::bytes_of;
-use crate::lane::{Book, Entry};
 use crate::plan::{Ask, Planned, Ublk};
 
 /// A request of the host's, which may be several of the driver's.

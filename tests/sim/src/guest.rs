@@ -24,8 +24,8 @@ use virtio_devices::blk::{BlockQueue, Notify};
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::arena::{Arena, DATA_BYTES_MAX, PLACES};
+use crate::book::{Book, Entry};
 use crate::content::bytes_of;
-use crate::lane::{Book, Entry};
 use crate::plan::{Ask, Planned, Virtio};
 
 /// The offset of an indirect table in the first page of a place.

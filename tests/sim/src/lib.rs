@@ -25,6 +25,7 @@
 
 pub mod arena;
 pub mod block_layer;
+mod book;
 pub mod canaries;
 pub mod content;
 pub mod explore;
@@ -38,6 +39,7 @@ pub mod oracle;
 pub mod pace;
 mod places;
 pub mod plan;
+pub mod record;
 pub mod replay;
 pub mod run;
 pub mod scenario;

@@ -19,12 +19,13 @@ use simulator::pages::Tags;
 use simulator::{Event, Faults, Profile, Random, SimImage, SimWorld, Store, memory};
 
 use crate::judge::{Demand, Judge, Tally};
-use crate::lane::{Lane, Reached, Record};
+use crate::lane::Lane;
 use crate::leaks::Leaks;
 use crate::oracle::Oracle;
 use crate::pace::Pace;
 use crate::places::{PLACE_BYTES, Places};
 use crate::plan::{Case, Explore, Planned, Registered};
+use crate::record::{Reached, Record};
 use crate::serve::Serving;
 use crate::shape::{Beginning, DISK, beginning, chain};
 use crate::ublk::{self, Host};

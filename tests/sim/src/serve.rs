@@ -14,8 +14,8 @@ use simulator::SECTOR;
 use virtio_devices::blk::{BlockDevice, BlockDeviceConfig, BlockQueue, BlockQueueConfig, QueueReport};
 
 use crate::arena::Arena;
+use crate::book::Book;
 use crate::guest::{Guest, Interrupt, Served};
-use crate::lane::Book;
 use crate::plan::{Planned, Virtio};
 use crate::run::{Run, without_errors};
 use crate::served::{Frontend, served};

@@ -12,8 +12,8 @@ use qcow::format::header::at;
 use qcow::{QcowDisk, SnapshotError, SnapshotSelector};
 use simulator::{Profile, Random, SimImage};
 
-use crate::lane::Record;
 use crate::plan::{Ask, Case, Planned};
+use crate::record::Record;
 use crate::run::without_errors;
 use crate::shape::{Shape, u64_at};
 

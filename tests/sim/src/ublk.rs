@@ -20,7 +20,7 @@ use virtio_devices::ublk::model::{Model, ModelChannel, RingTable};
 use virtio_devices::ublk::{Duty, Events, QueueEvent, QueueState, Transport, UblkQueue, first_slot};
 
 use crate::block_layer::HostQueue;
-use crate::lane::Book;
+use crate::book::Book;
 use crate::places::PLACE_BYTES;
 use crate::plan::{Planned, Ublk};
 use crate::run::{Run, without_errors};

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use ringdisk_sim::explore::{Goal, Source, explore};
 use ringdisk_sim::judge::Tally;
-use ringdisk_sim::lane::Reached;
 use ringdisk_sim::plan::Ask;
+use ringdisk_sim::record::Reached;
 use ringdisk_sim::run::run;
 use ringdisk_sim::{kept_lines, replay, scenario};
 

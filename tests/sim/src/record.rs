@@ -1,0 +1,177 @@
+//! The record of a run, which all its queues share: what was promised, what is under way, what went wrong.
+
+use block::IoError;
+use simulator::SimWorld;
+
+use crate::content::word;
+use crate::leaks::Leaks;
+use crate::oracle::Oracle;
+use crate::pace::Pace;
+use crate::plan::{Ask, Planned};
+use crate::shape::Shape;
+
+/// Counts of the fates of a ublk device's servers and requests.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Reached {
+    /// Servers that were killed.
+    pub kills: u64,
+    /// Servers that handed over, or began to.
+    pub handovers: u64,
+    /// Servers that were asked to, and refused.
+    pub refused: u64,
+    /// Requests that a server left to the next one.
+    pub kept: u64,
+    /// Requests that a killed server had.
+    pub lost: u64,
+    /// Requests of the host's that the driver itself has answered.
+    pub by_driver: u64,
+    /// Requests of the host's that became several.
+    pub split: u64,
+    /// Requests with data that went by their registered pages.
+    pub zero_copied: u64,
+    /// Requests with data that was copied.
+    pub copied: u64,
+    /// Requests among the latter that were copied because their pages could not be registered.
+    pub fallbacks: u64,
+}
+
+/// The record that all queues of a run share.
+#[derive(Debug)]
+pub struct Record {
+    /// The promises that were made.
+    pub oracle: Oracle,
+    /// The first problem, in words.
+    pub problem: Option<String>,
+    /// The disk's size that guests know, in sectors.
+    pub sectors: u64,
+    /// The number of times that the disk is to grow.
+    pub grows: usize,
+    /// The number of times that it has begun to grow, and the number of these that have ended.
+    pub growths: [u64; 2],
+    /// Snapshots created and deleted.
+    pub snapshots: u64,
+    /// Requests that have not ended yet, asked for or not.
+    pub left: usize,
+    /// Requests that are asked for and not answered.
+    pub in_flight: usize,
+    /// Requests answered.
+    pub answered: u64,
+    /// FLUSHes answered well.
+    pub flushes: u64,
+    /// A request failed.
+    pub failures: u64,
+    /// A forced write failed, and with it perhaps the sync that it is.
+    pub forced_failed: bool,
+    /// Requests may fail, if a fault of the host's explains it.
+    pub may_fail: bool,
+    /// The file cannot become longer: what needs space may fail without any op that did.
+    pub may_be_full: bool,
+    /// The request that is being answered was failed by the driver, which had no server.
+    pub by_driver: bool,
+    /// The progress of two queues that keep step.
+    pub pace: Option<Pace>,
+    /// The clusters that a cut may leak.
+    pub leaks: Leaks,
+    /// The start of this server, in the world's time.
+    pub server_since: u64,
+    /// A server was killed that had been told of a failed sync: of what that covered, nobody knows any more.
+    pub forgotten: bool,
+    /// Counts of what happened to a ublk device.
+    pub reached: Reached,
+    world: SimWorld,
+    version: u64,
+    salt: u64,
+}
+
+impl Record {
+    /// Nothing has happened yet.
+    #[must_use]
+    pub fn new(oracle: Oracle, sectors: u64, world: &SimWorld, salt: u64) -> Self {
+        Self {
+            oracle,
+            problem: None,
+            sectors,
+            grows: 0,
+            growths: [0; 2],
+            snapshots: 0,
+            left: 0,
+            in_flight: 0,
+            answered: 0,
+            flushes: 0,
+            forced_failed: false,
+            failures: 0,
+            may_fail: false,
+            may_be_full: false,
+            by_driver: false,
+            pace: None,
+            world: world.clone(),
+            leaks: Leaks::default(),
+            server_since: 0,
+            forgotten: false,
+            reached: Reached::default(),
+            version: 3,
+            salt,
+        }
+    }
+
+    /// Notes what went wrong, if it is the first thing.
+    pub fn problem(&mut self, text: impl FnOnce() -> String) {
+        if self.problem.is_none() {
+            self.problem = Some(text());
+        }
+    }
+
+    /// Returns the time, in the world's steps.
+    pub(crate) fn time(&self) -> u64 {
+        self.world.time()
+    }
+
+    /// Notes that a request is asked for.
+    pub(crate) fn note_asked(&mut self, shape: &Shape, planned: &Planned) {
+        let (sectors, in_flight) = (self.sectors, self.in_flight);
+        self.leaks.ask(shape, sectors, planned, in_flight);
+        self.in_flight += 1;
+    }
+
+    /// Returns the words that the next write changes these sectors to.
+    pub(crate) fn next_words(&mut self, sectors: std::ops::Range<u64>) -> Vec<u64> {
+        self.version += 1;
+        sectors
+            .map(|sector| word(self.salt, self.version, sector))
+            .collect()
+    }
+
+    /// Returns true if something that the host failed explains that a request fails that was asked for at `since`.
+    fn is_explained(&self, ask: Ask, since: u64) -> bool {
+        let faults = self.world.faults();
+        // Who joins what another has begun may be told of what failed a moment before.
+        let from = since.saturating_sub(JOINED);
+        let lately = |fault: Option<u64>| fault.is_some_and(|time| time >= from);
+        let own = |fault: Option<u64>| fault.is_some_and(|time| time >= self.server_since);
+        let read = lately(faults.read) || lately(faults.door) || lately(faults.cancel);
+        match ask {
+            Ask::Read => read,
+            _ if self.may_be_full => true,
+            // A server remembers a failed sync.
+            _ => read || lately(faults.write) || lately(faults.allocate) || own(faults.sync),
+        }
+    }
+
+    /// Notes how a request that was asked for at `since` ended; complains if it must not end so.
+    pub(crate) fn ended(&mut self, planned: &Planned, since: u64, result: Result<(), IoError>) {
+        self.answered += 1;
+        self.left -= 1;
+        self.in_flight -= 1;
+        let Err(error) = result else { return };
+        self.failures += 1;
+        let excused = matches!(error, IoError::Host { .. } | IoError::Cancelled);
+        let explained = self.by_driver || self.is_explained(planned.ask, since);
+        if !(excused && self.may_fail && explained) {
+            let faults = self.world.faults();
+            self.problem(|| format!("{planned} fails: {error} (asked for at step {since}; {faults:?})"));
+        }
+    }
+}
+
+/// So many steps after an op was completed everybody has been told who waited for it.
+const JOINED: u64 = 200;
