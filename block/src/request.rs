@@ -4,7 +4,7 @@
 //! A request that is dropped unanswered answers [`IoError::Dropped`], so a code path that forgets it causes
 //! an error and never a hung guest. The answer returns the buffer, so that an embedder can reuse it.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -61,7 +61,28 @@ pub struct Done {
 /// There is one per virtqueue; all waiting answers are taken out together.
 #[derive(Debug, Default)]
 pub struct CompletionSink {
-    done: RefCell<Vec<Done>>,
+    done: Answers,
+}
+
+/// Answers that nobody has taken yet.
+#[derive(Debug)]
+enum Answers {
+    /// Those of a frontend.
+    Queue(RefCell<Vec<Done>>),
+    /// The one that a future waits for.
+    Local(RefCell<LocalAnswers>),
+}
+
+impl Default for Answers {
+    fn default() -> Self {
+        Self::Queue(RefCell::default())
+    }
+}
+
+#[derive(Debug, Default)]
+struct LocalAnswers {
+    done: Option<Done>,
+    waker: Option<Waker>,
 }
 
 impl CompletionSink {
@@ -74,41 +95,35 @@ impl CompletionSink {
     /// Returns true if no answer is waiting.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.done.borrow().is_empty()
+        match &self.done {
+            Answers::Queue(done) => done.borrow().is_empty(),
+            Answers::Local(local) => local.borrow().done.is_none(),
+        }
     }
 
     /// Appends all waiting answers to `out`, in the order in which they were given.
     pub fn drain_into(&self, out: &mut Vec<Done>) {
-        out.append(&mut self.done.borrow_mut());
+        match &self.done {
+            // Moves nothing.
+            Answers::Queue(done) if out.is_empty() => std::mem::swap(out, &mut *done.borrow_mut()),
+            Answers::Queue(done) => out.append(&mut done.borrow_mut()),
+            Answers::Local(local) => out.extend(local.borrow_mut().done.take()),
+        }
     }
-}
 
-#[derive(Debug)]
-enum Target {
-    Answered,
-    Sink(Rc<CompletionSink>, u64),
-    Local(Rc<LocalCell>),
-}
-
-#[derive(Debug, Default)]
-struct LocalCell {
-    done: RefCell<Option<Done>>,
-    waker: RefCell<Option<Waker>>,
-    finished: Cell<bool>,
-}
-
-impl LocalCell {
-    #[inline(never)]
-    fn answer(&self, result: Result<(), IoError>, buffer: Buffer) {
-        *self.done.borrow_mut() = Some(Done {
-            tag: 0,
-            result,
-            buffer,
-        });
-        self.finished.set(true);
-        let waker = self.waker.borrow_mut().take();
-        if let Some(waker) = waker {
-            waker.wake();
+    #[inline]
+    fn push(&self, answer: Done) {
+        match &self.done {
+            Answers::Queue(done) => done.borrow_mut().push(answer),
+            Answers::Local(local) => {
+                let mut local = local.borrow_mut();
+                local.done = Some(answer);
+                let waker = local.waker.take();
+                drop(local);
+                if let Some(waker) = waker {
+                    waker.wake();
+                }
+            }
         }
     }
 }
@@ -128,8 +143,14 @@ pub struct Request {
     pub buffer: Buffer,
     /// Held until the request is answered: prevents reuse of the host clusters the request may have seen.
     pub guard: Option<EpochGuard>,
-    target: Target,
+    /// Receives the answer; `None` if it has it.
+    sink: Option<Rc<CompletionSink>>,
+    tag: u64,
 }
+
+/// A request is moved several times on its way. Up to this size the compiler moves it in registers, above by calls of
+/// `memcpy`.
+const _: () = assert!(size_of::<Request>() <= 128);
 
 impl Request {
     /// Makes a request that is answered into `sink` under `tag`.
@@ -141,22 +162,17 @@ impl Request {
             len,
             buffer,
             guard: None,
-            target: Target::Sink(Rc::clone(sink), tag),
+            sink: Some(Rc::clone(sink)),
+            tag,
         }
     }
 
     /// Makes a request that is answered to a future on the same worker.
     pub fn local(op: Op, offset: u64, len: u64, buffer: Buffer) -> (Self, LocalAnswer) {
-        let cell = Rc::new(LocalCell::default());
-        let request = Self {
-            op,
-            offset,
-            len,
-            buffer,
-            guard: None,
-            target: Target::Local(Rc::clone(&cell)),
-        };
-        (request, LocalAnswer { cell })
+        let sink = Rc::new(CompletionSink {
+            done: Answers::Local(RefCell::default()),
+        });
+        (Self::new(op, offset, len, buffer, &sink, 0), LocalAnswer { sink })
     }
 
     /// Answers the request.
@@ -207,20 +223,20 @@ impl Request {
         // Drop the protection of the request's clusters and memory before the answer: the answer's
         // receiver may free both.
         self.guard = None;
-        let buffer = std::mem::take(&mut self.buffer);
-        match std::mem::replace(&mut self.target, Target::Answered) {
-            Target::Answered => {}
-            Target::Sink(sink, tag) => {
-                sink.done.borrow_mut().push(Done { tag, result, buffer });
-            }
-            Target::Local(cell) => cell.answer(result, buffer),
+        if let Some(sink) = self.sink.take() {
+            sink.push(Done {
+                tag: self.tag,
+                result,
+                buffer: std::mem::take(&mut self.buffer),
+            });
         }
     }
 }
 
 impl Drop for Request {
+    #[inline]
     fn drop(&mut self) {
-        if !matches!(self.target, Target::Answered) {
+        if self.sink.is_some() {
             self.answer(Err(IoError::Dropped));
         }
     }
@@ -230,21 +246,24 @@ impl Drop for Request {
 #[derive(Debug)]
 #[must_use = "an answer nobody awaits is an error nobody sees"]
 pub struct LocalAnswer {
-    cell: Rc<LocalCell>,
+    sink: Rc<CompletionSink>,
 }
 
 impl Future for LocalAnswer {
     type Output = Done;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Done> {
-        let done = self.cell.done.borrow_mut().take();
-        match done {
-            Some(done) => Poll::Ready(done),
-            None => {
-                *self.cell.waker.borrow_mut() = Some(cx.waker().clone());
-                Poll::Pending
-            }
+        let Answers::Local(local) = &self.sink.done else {
+            return Poll::Pending;
+        };
+        let mut local = local.borrow_mut();
+        if let Some(done) = local.done.take() {
+            return Poll::Ready(done);
         }
+        let before = local.waker.replace(cx.waker().clone());
+        drop(local);
+        drop(before);
+        Poll::Pending
     }
 }
 

@@ -28,7 +28,13 @@ impl CommandSink {
 
     /// Appends all results to `out`, in the order in which the commands ended: the tag, and the driver's answer.
     pub fn drain_into(&self, out: &mut Vec<(u64, i32)>) {
-        out.append(&mut self.results.borrow_mut());
+        let mut results = self.results.borrow_mut();
+        if out.is_empty() {
+            // Moves nothing.
+            std::mem::swap(out, &mut *results);
+        } else {
+            out.append(&mut results);
+        }
     }
 
     pub(super) fn push(&self, tag: u64, result: i32) {

@@ -208,11 +208,10 @@ impl InFlight {
             matches!(slot.owner, Owner::Command(..)),
             "a command without a sink"
         );
-        self.commands.set(self.commands.get() - 1);
-        let owner = slots.release(index);
-        drop(slots);
-        if let Owner::Command(sink, tag) = owner {
-            sink.push(tag, completion.result);
+        if let Owner::Command(sink, tag) = &slot.owner {
+            self.commands.set(self.commands.get() - 1);
+            sink.push(*tag, completion.result);
+            slots.free(index);
         }
     }
 

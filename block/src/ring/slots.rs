@@ -342,6 +342,17 @@ impl Slots {
             return Owner::Free;
         };
         let owner = std::mem::replace(&mut slot.owner, Owner::Free);
+        self.free(index);
+        owner
+    }
+
+    /// Frees a slot, its owner and everything it held.
+    #[inline]
+    pub(super) fn free(&mut self, index: u32) {
+        let Some(slot) = self.list.get_mut(index as usize) else {
+            return;
+        };
+        slot.owner = Owner::Free;
         slot.generation = slot.generation.wrapping_add(1);
         slot.file = None;
         slot.slices.clear();
@@ -351,12 +362,15 @@ impl Slots {
         slot.within_slice = 0;
         slot.done = 0;
         slot.retries = 0;
-        slot.keep.clear();
+        if !slot.keep.is_empty() {
+            slot.keep.clear();
+        }
         self.free.push(index);
         // All of them: a waker on the list may belong to a task that no longer waits, and one of
         // the others would then sleep for ever.
-        self.waiters.wake_all();
-        owner
+        if !self.waiters.is_empty() {
+            self.waiters.wake_all();
+        }
     }
 
     /// Closes the files of commands in flight, and returns their memory, which the kernel may still write. The files
