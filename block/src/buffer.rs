@@ -33,7 +33,7 @@ pub use piece::Piece;
 pub(crate) use piece::append_zeros;
 pub use pool::BufferPool;
 pub(crate) use registered::{FixedRange, Registered};
-pub use registered::{Registration, RegistrationError};
+pub use registered::{RegisteredSlot, Registration, RegistrationError};
 
 /// Keeps a guest's memory mapped. Cloned per buffer, so its count is not atomic: make one per worker and
 /// memory map.
@@ -51,9 +51,6 @@ enum Repr {
     },
     Registered(Registered),
 }
-
-/// A registered buffer must not make the others larger.
-const _: () = assert!(size_of::<Registered>() <= size_of::<(SmallVec<[IoSlice; 2]>, usize, MemoryHold)>());
 
 /// The memory of one request.
 #[derive(Default)]
@@ -81,7 +78,6 @@ impl Buffer {
     #[must_use]
     pub fn part(whole: &Rc<Self>, offset: usize, len: usize) -> Self {
         whole.check_range(offset, len);
-        let hold = Rc::clone(whole) as MemoryHold;
         let repr = match whole.place() {
             Place::Memory(memory) => {
                 let mut slices = SmallVec::new();
@@ -89,10 +85,10 @@ impl Buffer {
                 Repr::Guest {
                     slices,
                     len,
-                    _hold: hold,
+                    _hold: Rc::clone(whole) as MemoryHold,
                 }
             }
-            Place::Registered(registered) => Repr::Registered(registered.part(offset, len, hold)),
+            Place::Registered(registered) => Repr::Registered(registered.part(offset, len)),
         };
         Self { repr }
     }

@@ -75,7 +75,7 @@ pub mod throttle;
 pub mod timer;
 pub mod worker;
 
-pub use buffer::{AlignedBuf, Buffer, Registration, RegistrationError};
+pub use buffer::{AlignedBuf, Buffer, RegisteredSlot, Registration, RegistrationError};
 pub use disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError, ask};
 pub use error::IoError;
 pub use join::join_all;

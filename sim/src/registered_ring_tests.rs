@@ -6,7 +6,7 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use block::buffer::{AlignedBuf, Buffer, Piece, RegistrationError};
+use block::buffer::{AlignedBuf, Buffer, Piece, RegisteredSlot, RegistrationError};
 use block::error::IoError;
 use block::request::{CompletionSink, Op, Request};
 use block::ring::{Door, FileHandle, FixedTable, LeaseError, Ring, RingKind};
@@ -322,10 +322,10 @@ fn buffer_part_alignment_follows_whole_and_offset() {
     );
     let within = Buffer::part(&part, 2560, 4096);
     assert!(
-        !within.is_aligned(4096, 4096),
-        "what its whole does not promise, it does not"
+        within.is_aligned(4096, 4096),
+        "4096 bytes into the whole, a block begins"
     );
-    assert!(within.is_aligned(512, 512));
+    assert!(!within.is_aligned(8192, 512));
     assert_eq!(within.len(), 4096);
     assert!(!whole.is_range_aligned(0, 100, 512, 512));
     // A part keeps its whole, and with it the place.
@@ -333,6 +333,43 @@ fn buffer_part_alignment_follows_whole_and_offset() {
     assert!(cx.ring().lease_fixed(0).is_err());
     drop(within);
     cx.ring().lease_fixed(0).expect("nobody has it any more");
+}
+
+/// As a frontend has it: one request after another, and none before the last op of the one before.
+#[test]
+fn registered_slot_makes_one_buffer_at_a_time() {
+    let ring = Ring::with_fixed(RingKind::Syscalls, 16, &FixedTable::sparse(1)).expect("a ring");
+    let file = tempfile::tempfile().expect("a temporary file");
+    let file = ring.register(file.into()).expect("a registered file");
+    let slot = RegisteredSlot::new(block::buffer::Registration {
+        fixed: ring.lease_fixed(0).expect("a place"),
+        base: 0,
+        len: 8192,
+        door: Door::new(file.clone()),
+        door_offset: 0,
+        align: 512,
+        hold: Rc::new(()),
+    });
+    let slot = slot.expect("a slot");
+    let in_use = LeaseError::InUse { index: 0 };
+    assert_eq!(ring.lease_fixed(0).expect_err("it is the slot's"), in_use);
+    for len in [4096, 8192] {
+        let whole = Rc::new(slot.buffer(len).expect("nothing names it"));
+        assert_eq!(whole.len(), len);
+        assert_eq!(slot.buffer(512).expect_err("a buffer names it"), in_use);
+        let part = Rc::new(Buffer::part(&whole, 512, 512));
+        drop(whole);
+        assert!(!slot.is_free(), "a part names it");
+        drop(ring.read(&file, 0, smallvec![Piece::whole(&part)]));
+        drop(part);
+        assert!(!slot.is_free(), "the op names it");
+        while ring.in_flight() > 0 {
+            ring.turn(true).expect("a turn");
+        }
+        assert!(slot.is_free());
+    }
+    drop(slot);
+    ring.lease_fixed(0).expect("nobody has it any more");
 }
 
 /// The hold is dropped last of all, so that its owner may lease the slot again at once.

@@ -72,7 +72,7 @@ impl Ring {
             _ => return Err(request),
         };
         if let Place::Registered(registered) = request.buffer.place()
-            && !registered.range(0).fixed.is_of(&self.in_flight.leases)
+            && !registered.fixed().is_of(&self.in_flight.leases)
         {
             refuse_foreign(request);
             return Ok(());
@@ -214,7 +214,7 @@ fn check_registered(ring: &InFlight, pieces: &Pieces) -> Result<(), IoError> {
         if pieces.len() != 1 {
             return Err(IoError::Unsupported);
         }
-        if !registered.range(0).fixed.is_of(&ring.leases) {
+        if !registered.fixed().is_of(&ring.leases) {
             return Err(IoError::ForeignBuffer);
         }
         if offset.checked_add(*len).is_none_or(|end| end > buffer.len()) {

@@ -19,7 +19,7 @@ use std::ptr::NonNull;
 use std::rc::Rc;
 
 use block::ring::{CommandSink, DeviceCommand, Direction, Door, FileHandle, LeaseError, NoSlot, Ring};
-use block::{AlignedBuf, Buffer, Context, IoError, Registration, RegistrationError};
+use block::{AlignedBuf, Buffer, Context, IoError, RegisteredSlot, Registration, RegistrationError};
 use zerocopy::IntoBytes;
 
 use super::abi::{self, DeviceInfo, Flags, IoCommand, IoDescriptor};
@@ -157,7 +157,10 @@ impl TagSlots {
 
 /// The bytes of a page.
 pub(crate) fn page_bytes() -> usize {
-    rustix::param::page_size()
+    // SAFETY: no memory is passed.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    // Every Linux knows it; x86-64 has no other.
+    usize::try_from(bytes).unwrap_or(4096)
 }
 
 /// Lets the calling thread allocate memory without waiting for writes that it may have to execute itself
@@ -241,6 +244,9 @@ pub struct KernelChannel {
     memory: Memory,
     /// The slots into which the driver registers pages, if it does.
     slots: Option<TagSlots>,
+    /// Those slots, by tag, from the first request with pages on.
+    pages: Box<[Option<RegisteredSlot>]>,
+    io_bytes_max: usize,
     sink: Rc<CommandSink>,
 }
 
@@ -279,8 +285,27 @@ impl KernelChannel {
             descriptors,
             memory,
             slots,
+            pages: (0..depth).map(|_| None).collect(),
+            io_bytes_max: bytes,
             sink: CommandSink::new(),
         })
+    }
+
+    /// Leases the slot of a tag, for all requests under it.
+    #[cold]
+    fn lease(&self, tag: u16) -> Result<RegisteredSlot, PagesError> {
+        let slot = self.slots.unwrap_or_default().of(tag);
+        Ok(RegisteredSlot::new(Registration {
+            fixed: self.ring.lease_fixed(slot)?,
+            // Registered pages are counted from zero.
+            base: 0,
+            len: self.io_bytes_max,
+            // The same handle: a duplicate would keep the device from going.
+            door: Door::new(self.file.clone()),
+            door_offset: abi::data_offset(self.queue, tag),
+            align: DMA_ALIGN as usize,
+            hold: Rc::new(()),
+        })?)
     }
 
     fn start(&mut self, code: u32, tag: u16, result: i32) -> Result<(), NoSlot> {
@@ -380,24 +405,23 @@ impl Channel for KernelChannel {
     }
 
     fn pages(&mut self, tag: u16, len: usize) -> Result<Buffer, PagesError> {
-        let slot = self.slots.unwrap_or_default().of(tag);
-        Ok(Buffer::registered(Registration {
-            fixed: self.ring.lease_fixed(slot)?,
-            // Registered pages are counted from zero.
-            base: 0,
-            len,
-            // The same handle: a duplicate would keep the device from going.
-            door: Door::new(self.file.clone()),
-            door_offset: abi::data_offset(self.queue, tag),
-            align: DMA_ALIGN as usize,
-            hold: Rc::new(()),
-        })?)
+        let index = usize::from(tag);
+        if let Some(Some(slot)) = self.pages.get(index) {
+            return Ok(slot.buffer(len)?);
+        }
+        let slot = self.lease(tag)?;
+        let buffer = slot.buffer(len)?;
+        self.pages[index] = Some(slot);
+        Ok(buffer)
     }
 
+    #[inline]
     fn is_free(&self, tag: u16) -> bool {
-        let lease = |slots: TagSlots| self.ring.lease_fixed(slots.of(tag));
         // There is nothing to give back of a tag that has no slot.
-        !matches!(self.slots.map(lease), Some(Err(LeaseError::InUse { .. })))
+        match self.pages.get(usize::from(tag)) {
+            Some(Some(slot)) => slot.is_free(),
+            _ => true,
+        }
     }
 }
 
@@ -436,6 +460,8 @@ pub(super) fn end_half_recovery(file: OwnedFd, info: &DeviceInfo) -> io::Result<
 
 #[cfg(test)]
 mod tests {
+    use block::ring::{FixedTable, RingKind};
+
     use super::*;
 
     #[test]
@@ -447,6 +473,28 @@ mod tests {
         assert_eq!(second.command(3) & 0xffff, 131);
         let far = TagSlots { first: u16::MAX - 1 };
         assert!((0..4096).all(|tag| far.of(tag) >= abi::REGISTERED_BUFFERS_MAX));
+    }
+
+    #[test]
+    fn pages_of_a_tag_are_one_requests_at_a_time() {
+        let table = FixedTable::sparse(2);
+        let ring = Ring::with_fixed(RingKind::Null, 16, &table).expect("a ring");
+        let cx = Context::on(ring);
+        let device = tempfile::tempfile().expect("a file");
+        let open = KernelChannel::open(&cx, device.into(), 0, 2, Transport::ZeroCopy, 8192, 1);
+        let mut channel = open.expect("a channel");
+        assert!(channel.is_free(0) && channel.is_free(1));
+        let first = channel.pages(0, 4096).expect("a slot");
+        let in_use = PagesError::Lease(LeaseError::InUse { index: 1 });
+        assert_eq!(channel.pages(0, 512).expect_err("a buffer names it"), in_use);
+        assert!(!channel.is_free(0) && channel.is_free(1));
+        channel.give_back(0, first);
+        assert!(channel.is_free(0));
+        assert_eq!(channel.pages(0, 8192).expect("it is free").len(), 8192);
+        // The second tag's slot is past the end of the table.
+        let none = PagesError::Lease(LeaseError::NoPlace { index: 2, places: 2 });
+        assert_eq!(channel.pages(1, 512).expect_err("there is none"), none);
+        assert!(channel.is_free(1), "there is nothing to give back");
     }
 
     #[test]

@@ -241,6 +241,11 @@ impl<C> Drop for UblkQueue<C> {
     }
 }
 
+/// Counts. Only the queue's worker writes its counters, so that a load and a store do, without a locked instruction.
+fn add(counter: &AtomicU64, count: u64) {
+    counter.store(counter.load(Ordering::Relaxed) + count, Ordering::Relaxed);
+}
+
 /// A request of the driver's that makes no sense, as the errno to answer.
 type Refusal = i32;
 
@@ -361,7 +366,7 @@ impl<C: Channel> UblkQueue<C> {
                     ?descriptor,
                     "invalid request from the driver"
                 );
-                self.state.errors.fetch_add(1, Ordering::Relaxed);
+                add(&self.state.errors, 1);
                 return self.answer(tag, -errno);
             }
         };
@@ -382,7 +387,7 @@ impl<C: Channel> UblkQueue<C> {
                 Ok(buffer) => buffer,
                 Err(error) => {
                     tracing::warn!(device = self.state.device, %error, "cannot fetch the data of a write");
-                    self.state.errors.fetch_add(1, Ordering::Relaxed);
+                    add(&self.state.errors, 1);
                     return self.answer(tag, -error.errno());
                 }
             },
@@ -396,7 +401,7 @@ impl<C: Channel> UblkQueue<C> {
     /// The pages of a request with data, if it is to be served by them.
     fn pages(&mut self, tag: u16, descriptor: &IoDescriptor, bytes: usize) -> Option<Buffer> {
         let state = &self.state;
-        let count = |counter: &AtomicU64| counter.fetch_add(1, Ordering::Relaxed);
+        let count = |counter: &AtomicU64| add(counter, 1);
         let pages = match self.zero_copy_from {
             Some(_) if descriptor.op_flags & op::FLAG_NEED_REG_BUF != 0 => {
                 count(&state.fallbacks);
@@ -441,16 +446,14 @@ impl<C: Channel> UblkQueue<C> {
             }
             _ => {}
         }
-        state.requests.fetch_add(1, Ordering::Relaxed);
+        add(&state.requests, 1);
         match result {
             Ok(()) => {
-                state
-                    .bytes
-                    .fetch_add(u64::from(answer.unsigned_abs()), Ordering::Relaxed);
+                add(&state.bytes, u64::from(answer.unsigned_abs()));
                 self.answer(tag, answer);
             }
             Err(error) => {
-                state.errors.fetch_add(1, Ordering::Relaxed);
+                add(&self.state.errors, 1);
                 tracing::debug!(device = state.device, tag, %error, "a request failed");
                 // Zero would not be an error.
                 self.answer(tag, -error.errno().max(1));
