@@ -34,6 +34,8 @@ thread_local! {
     static HELD: RefCell<Vec<Held>> = const { RefCell::new(Vec::new()) };
     /// The lowest and the highest address held since the list was last empty; an empty range when no memory is held.
     static SPAN: Cell<(usize, usize)> = const { Cell::new((usize::MAX, 0)) };
+    /// The allocations of this thread, as far as a [`GuardAlloc`] saw them.
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
     static FAULTS: Cell<[Option<MemoryFault>; 4]> = const { Cell::new([None; 4]) };
 }
 
@@ -137,7 +139,18 @@ pub fn holder(range: Range<usize>) -> Option<u64> {
     .flatten()
 }
 
-/// An allocator that detects memory freed under an op in flight.
+/// Returns the number of allocations that this thread has made, growths included, if the program allocates with a
+/// [`GuardAlloc`].
+#[must_use]
+pub fn allocations() -> u64 {
+    ALLOCATIONS.get()
+}
+
+fn count_allocation() {
+    ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+}
+
+/// An allocator that detects memory freed under an op in flight, and counts each thread's allocations.
 ///
 /// ```text
 /// #[global_allocator]
@@ -150,11 +163,13 @@ pub struct GuardAlloc<A>(pub A);
 // so it stays allocated, which no caller can tell.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for GuardAlloc<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count_allocation();
         // SAFETY: the caller's contract is `A`'s.
         unsafe { self.0.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count_allocation();
         // SAFETY: the caller's contract is `A`'s.
         unsafe { self.0.alloc_zeroed(layout) }
     }
@@ -172,6 +187,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for GuardAlloc<A> {
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        count_allocation();
         let start = ptr.addr();
         if holder(start..start + layout.size()).is_none() {
             // SAFETY: the caller's contract is `A`'s.

@@ -8,6 +8,16 @@ use virtio_devices::ublk::{Channel, PagesError};
 /// The bytes of each request.
 pub(crate) const REQUEST_BYTES: usize = 4096;
 
+/// A read, of another cluster for each tag.
+pub(crate) fn read_under(tag: u16) -> IoDescriptor {
+    IoDescriptor {
+        op_flags: op::READ.into(),
+        nr_sectors: REQUEST_BYTES as u32 / 512,
+        start_sector: u64::from(tag) * 128,
+        addr: 0,
+    }
+}
+
 /// A driver that does nothing but to ask again.
 #[derive(Debug)]
 pub(crate) struct NullChannel {
@@ -55,12 +65,7 @@ impl Channel for NullChannel {
     }
 
     fn descriptor(&self, tag: u16) -> IoDescriptor {
-        IoDescriptor {
-            op_flags: op::READ.into(),
-            nr_sectors: REQUEST_BYTES as u32 / 512,
-            start_sector: u64::from(tag) * 128,
-            addr: 0,
-        }
+        read_under(tag)
     }
 
     fn data(&mut self, tag: u16, _len: usize) -> Result<Buffer, IoError> {

@@ -118,7 +118,27 @@ fn verdict(count: f64, bound: f64) -> Result<String, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::alloc::System;
+
+    use simulator::memory::{GuardAlloc, allocations};
+
     use super::*;
+
+    #[global_allocator]
+    static ALLOCATOR: GuardAlloc<System> = GuardAlloc(System);
+
+    /// A request whose mapping is cached allocates nothing on its way, from the second on.
+    #[test]
+    fn paths_that_repeat_for_ever_allocate_nothing() {
+        let repeating = PATHS.iter().filter(|path| path.rounds == paths::MANY);
+        for path in repeating {
+            let mut round = (path.start)();
+            (0..8).for_each(|_| round());
+            let before = allocations();
+            (0..64).for_each(|_| round());
+            assert_eq!(allocations() - before, 0, "{}", path.name);
+        }
+    }
 
     #[test]
     fn count_above_its_bound_fails() {

@@ -1,19 +1,21 @@
 //! The hot paths: how each is set up, a round of it, and the bound of its instructions.
 
 use std::hint::black_box;
+use std::os::unix::fs::FileExt;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use block::file::{FileOptions, ImageFile};
-use block::ring::RingKind;
+use block::raw::RawDisk;
+use block::ring::{FixedTable, Ring, RingKind};
 use block::worker::Frontend;
 use block::{AlignedBuf, CompletionSink, Context, Disk, DiskQueue, Done, Op, Request};
 use qcow::image::{CreateOptions, Preallocation, create};
 use qcow::{OpenOptions, QcowDisk};
 use tempfile::TempDir;
-use virtio_devices::ublk::{QueueState, UblkQueue};
+use virtio_devices::ublk::{Channel, Counts, KernelChannel, QueueState, Transport, UblkQueue};
 
-use crate::channel::{NullChannel, REQUEST_BYTES};
+use crate::channel::{NullChannel, REQUEST_BYTES, read_under};
 use crate::guest::{BATCH, Guest};
 
 const CLUSTER: u64 = 64 << 10;
@@ -35,7 +37,7 @@ pub(crate) struct Path {
 }
 
 /// Rounds of a path that can be repeated for ever.
-const MANY: [u32; 2] = [100, 1100];
+pub(crate) const MANY: [u32; 2] = [100, 1100];
 /// Rounds of a path that uses up clusters.
 const FEW: [u32; 2] = [16, 48];
 
@@ -54,29 +56,65 @@ const fn path(
 }
 
 /// All hot paths, each with its bound: what it takes with rustc 1.95, and a few per cent.
-pub(crate) const PATHS: [Path; 8] = [
+pub(crate) const PATHS: [Path; 11] = [
     path("lookup", 242.0, MANY, lookup),
-    path("cached-read", 1385.0, MANY, cached_read),
-    path("cached-write", 1425.0, MANY, cached_write),
-    path("allocating-write", 35700.0, FEW, allocating_write),
-    path("copy-on-write", 40400.0, FEW, copy_on_write),
-    path("virtqueue-read", 2380.0, MANY, || virtqueue_read(false)),
-    path("virtqueue-read-indirect", 2460.0, MANY, || virtqueue_read(true)),
-    path("ublk-read", 1500.0, MANY, ublk_read),
+    path("cached-read", 1185.0, MANY, cached_read),
+    path("cached-write", 1225.0, MANY, cached_write),
+    path("allocating-write", 35400.0, FEW, allocating_write),
+    path("copy-on-write", 39800.0, FEW, copy_on_write),
+    path("virtqueue-read", 2190.0, MANY, || virtqueue_read(false)),
+    path("virtqueue-read-indirect", 2265.0, MANY, || virtqueue_read(true)),
+    path("ublk-read", 1325.0, MANY, ublk_read),
+    path("ublk-read-zero-copy", 1910.0, MANY, || {
+        kernel_channel_read(Opened::new(true, false), Transport::ZeroCopy)
+    }),
+    path("ublk-read-zero-copy-raw", 1585.0, MANY, || {
+        kernel_channel_read(Opened::raw(), Transport::ZeroCopy)
+    }),
+    path("ublk-read-user-copy", 1995.0, MANY, || {
+        kernel_channel_read(Opened::new(true, false), Transport::UserCopy)
+    }),
 ];
 
 /// An open image in a folder of its own, all of whose tables are cached.
-struct Opened {
-    disk: Arc<QcowDisk>,
-    _folder: TempDir,
+struct Opened<D = QcowDisk> {
+    disk: Arc<D>,
+    folder: TempDir,
+}
+
+/// Makes a folder beside this program, which is no tmpfs: files in memory have a path of their own.
+fn folder() -> TempDir {
+    let program = std::env::current_exe().expect("this program's path");
+    tempfile::tempdir_in(program.parent().expect("its folder")).expect("a folder")
+}
+
+impl Opened<RawDisk> {
+    /// Opens a raw image.
+    fn raw() -> Self {
+        let folder = folder();
+        let path = folder.path().join("disk.raw");
+        let file = std::fs::File::create(&path).expect("a file");
+        file.set_len(DISK).expect("its length");
+        let image = ImageFile::open(&path, FileOptions::default()).expect("the file");
+        let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
+        Self {
+            disk: RawDisk::open(image, true, &cx).expect("a disk"),
+            folder,
+        }
+    }
+}
+
+impl<D: Disk + 'static> Opened<D> {
+    fn open_queue(&self, cx: &Context) -> Box<dyn DiskQueue> {
+        let disk: Arc<dyn Disk> = Arc::clone(&self.disk) as Arc<dyn Disk>;
+        disk.open_queue(cx).expect("a queue")
+    }
 }
 
 impl Opened {
     /// Makes an image and opens it: with clusters that are `mapped`, above a `backing` image of such clusters or not.
     fn new(mapped: bool, backing: bool) -> Self {
-        // Beside this program, which is no tmpfs: files in memory have a path of their own.
-        let program = std::env::current_exe().expect("this program's path");
-        let folder = tempfile::tempdir_in(program.parent().expect("its folder")).expect("a folder");
+        let folder = folder();
         let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
         let make = |name: &str, mapped: bool, backing: Option<&str>| {
             let path = folder.path().join(name);
@@ -107,7 +145,7 @@ impl Opened {
         };
         let opened = Self {
             disk: QcowDisk::open(&path, &options).expect("the image opens"),
-            _folder: folder,
+            folder,
         };
         opened.warm(&cx);
         opened
@@ -127,11 +165,6 @@ impl Opened {
         (0..DISK)
             .step_by(SLICE as usize)
             .for_each(|offset| run(Op::Read, offset, 4096));
-    }
-
-    fn open_queue(&self, cx: &Context) -> Box<dyn DiskQueue> {
-        let disk: Arc<dyn Disk> = Arc::clone(&self.disk) as Arc<dyn Disk>;
-        disk.open_queue(cx).expect("a queue")
     }
 }
 
@@ -241,24 +274,70 @@ fn virtqueue_read(indirect: bool) -> Box<dyn FnMut()> {
 
 /// A cached read from the ublk driver's descriptor to the answer that fetches the next one.
 fn ublk_read() -> Box<dyn FnMut()> {
-    let opened = Opened::new(true, false);
     let cx = null_ring();
+    ublk_rounds(Opened::new(true, false), cx, NullChannel::new(BATCH), None)
+}
+
+/// The same on the kernel's end of a driver. A file stands for its device, and answers each command at once.
+fn kernel_channel_read<D: Disk + 'static>(opened: Opened<D>, transport: Transport) -> Box<dyn FnMut()> {
+    let table = FixedTable::sparse(BATCH);
+    let ring = Ring::with_fixed(RingKind::Null, 256, &table).expect("a ring");
+    let cx = Context::on(ring);
+    let device = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(opened.folder.path().join("device"))
+        .expect("a file");
+    device.write_all_at(&descriptors(), 0).expect("descriptors");
+    let bytes = REQUEST_BYTES as u32;
+    let channel = KernelChannel::open(&cx, device.into(), 0, BATCH, transport, bytes, 0).expect("a channel");
+    let zero_copy_from = (transport == Transport::ZeroCopy).then_some(0);
+    ublk_rounds(opened, cx, channel, zero_copy_from)
+}
+
+/// A read under each tag, as a driver describes it.
+fn descriptors() -> Vec<u8> {
+    let of_tag = |tag: u16| {
+        let read = read_under(tag);
+        let halves = [read.op_flags, read.nr_sectors].map(u32::to_ne_bytes);
+        let words = [read.start_sector, read.addr].map(u64::to_ne_bytes);
+        [halves.concat(), words.concat()].concat()
+    };
+    (0..BATCH).flat_map(of_tag).collect()
+}
+
+fn ublk_rounds<D: Disk + 'static>(
+    opened: Opened<D>,
+    cx: Context,
+    channel: impl Channel + 'static,
+    zero_copy_from: Option<u32>,
+) -> Box<dyn FnMut()> {
     let state = QueueState::new(0, Arc::new(|_| {}));
     let mut queue = UblkQueue::start(
-        NullChannel::new(BATCH),
+        channel,
         opened.open_queue(&cx),
         BATCH,
         REQUEST_BYTES as u32,
-        None,
+        zero_copy_from,
         Arc::clone(&state),
     );
+    cx.ring().turn(false).expect("the ring turns");
     let mut rounds = 0;
     Box::new(move || {
         let _image = &opened;
         queue.poll();
         cx.ring().turn(false).expect("the ring turns");
         queue.publish();
+        // The commands that fetch the next requests.
+        cx.ring().turn(false).expect("the ring turns");
         rounds += 1;
-        assert_eq!(state.counts().requests, rounds * u64::from(BATCH));
+        let Counts {
+            requests,
+            zero_copied,
+            ..
+        } = state.counts();
+        assert_eq!(requests, rounds * u64::from(BATCH));
+        assert_eq!(zero_copied, zero_copy_from.map_or(0, |_| requests));
     })
 }
