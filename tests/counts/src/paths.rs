@@ -65,10 +65,10 @@ pub(crate) const PATHS: [Path; 11] = [
     path("virtqueue-read", 2190.0, MANY, || virtqueue_read(false)),
     path("virtqueue-read-indirect", 2265.0, MANY, || virtqueue_read(true)),
     path("ublk-read", 1325.0, MANY, ublk_read),
-    path("ublk-read-zero-copy", 1910.0, MANY, || {
+    path("ublk-read-zero-copy", 1870.0, MANY, || {
         kernel_channel_read(Opened::new(true, false), Transport::ZeroCopy)
     }),
-    path("ublk-read-zero-copy-raw", 1585.0, MANY, || {
+    path("ublk-read-zero-copy-raw", 1545.0, MANY, || {
         kernel_channel_read(Opened::raw(), Transport::ZeroCopy)
     }),
     path("ublk-read-user-copy", 1995.0, MANY, || {

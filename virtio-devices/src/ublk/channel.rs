@@ -122,7 +122,7 @@ pub trait Channel: fmt::Debug {
     /// The driver's error.
     fn deliver(&mut self, tag: u16, data: &Buffer) -> Result<(), IoError>;
 
-    /// Takes a buffer back that it gave.
+    /// Takes a buffer back that [`Channel::data`] or [`Channel::room`] gave.
     fn give_back(&mut self, tag: u16, buffer: Buffer);
 
     /// The registered pages of the `len` bytes of the request under `tag`: there is nothing to fetch or to deliver.

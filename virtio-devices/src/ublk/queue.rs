@@ -188,13 +188,24 @@ impl QueueState {
     }
 }
 
+/// What is to be done with the buffer of a request that the disk has answered.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Data {
+    /// Nothing: it is the request's pages, or empty.
+    Drop,
+    /// It goes back to the channel.
+    GiveBack,
+    /// Its bytes are delivered before.
+    Deliver,
+}
+
 /// The state of a tag.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Tag {
     /// The driver has it, until there is a request.
     Waiting,
-    /// The disk has its request, whose good answer is this, and whose data is to be delivered then.
-    Served { answer: i32, deliver: bool },
+    /// The disk has its request, whose good answer is this.
+    Served { answer: i32, data: Data },
     /// It waits for a slot of the ring, or for its pages to be free, to be committed.
     Answered { answer: i32 },
     /// Its request is the next server's.
@@ -378,7 +389,11 @@ impl<C: Channel> UblkQueue<C> {
         } else {
             None
         };
-        let deliver = op == Op::Read && pages.is_none();
+        let data = match op {
+            Op::Read if pages.is_none() => Data::Deliver,
+            Op::Write { .. } if pages.is_none() => Data::GiveBack,
+            _ => Data::Drop,
+        };
         let answer = if moves { bytes as i32 } else { 0 };
         let buffer = match (pages, op) {
             (Some(pages), _) => pages,
@@ -393,7 +408,7 @@ impl<C: Channel> UblkQueue<C> {
             },
             _ => Buffer::default(),
         };
-        self.tags[usize::from(tag)] = Tag::Served { answer, deliver };
+        self.tags[usize::from(tag)] = Tag::Served { answer, data };
         self.disk
             .submit(Request::new(op, offset, len, buffer, &self.sink, tag.into()));
     }
@@ -427,15 +442,18 @@ impl<C: Channel> UblkQueue<C> {
     fn answer_disk_request(&mut self, done: Done) {
         // Tags come back as they were given.
         let tag = done.tag as u16;
-        let Some(&Tag::Served { answer, deliver }) = self.tags.get(usize::from(tag)) else {
+        let Some(&Tag::Served { answer, data }) = self.tags.get(usize::from(tag)) else {
             tracing::error!(device = self.state.device, tag, "a request was answered twice");
             return;
         };
         let mut result = done.result;
-        if result.is_ok() && deliver {
+        if result.is_ok() && data == Data::Deliver {
             result = self.channel.deliver(tag, &done.buffer);
         }
-        if !done.buffer.is_empty() {
+        if data == Data::Drop {
+            // Before the answer: with it the driver takes the pages.
+            drop(done.buffer);
+        } else if !done.buffer.is_empty() {
             self.channel.give_back(tag, done.buffer);
         }
         let state = &self.state;
