@@ -58,20 +58,20 @@ const fn path(
 /// All hot paths, each with its bound: what it takes with rustc 1.95, and a few per cent.
 pub(crate) const PATHS: [Path; 11] = [
     path("lookup", 242.0, MANY, lookup),
-    path("cached-read", 1185.0, MANY, cached_read),
-    path("cached-write", 1225.0, MANY, cached_write),
-    path("allocating-write", 35400.0, FEW, allocating_write),
-    path("copy-on-write", 39800.0, FEW, copy_on_write),
-    path("virtqueue-read", 2190.0, MANY, || virtqueue_read(false)),
-    path("virtqueue-read-indirect", 2265.0, MANY, || virtqueue_read(true)),
-    path("ublk-read", 1325.0, MANY, ublk_read),
-    path("ublk-read-zero-copy", 1870.0, MANY, || {
+    path("cached-read", 1105.0, MANY, cached_read),
+    path("cached-write", 1135.0, MANY, cached_write),
+    path("allocating-write", 36300.0, FEW, allocating_write),
+    path("copy-on-write", 40700.0, FEW, copy_on_write),
+    path("virtqueue-read", 2070.0, MANY, || virtqueue_read(false)),
+    path("virtqueue-read-indirect", 2145.0, MANY, || virtqueue_read(true)),
+    path("ublk-read", 1225.0, MANY, ublk_read),
+    path("ublk-read-zero-copy", 1810.0, MANY, || {
         kernel_channel_read(Opened::new(true, false), Transport::ZeroCopy)
     }),
     path("ublk-read-zero-copy-raw", 1545.0, MANY, || {
         kernel_channel_read(Opened::raw(), Transport::ZeroCopy)
     }),
-    path("ublk-read-user-copy", 1995.0, MANY, || {
+    path("ublk-read-user-copy", 1950.0, MANY, || {
         kernel_channel_read(Opened::new(true, false), Transport::UserCopy)
     }),
 ];
