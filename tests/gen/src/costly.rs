@@ -22,7 +22,7 @@ pub enum Costly {
 }
 
 impl Costly {
-    /// Writes the image, a sparse file.
+    /// Writes the image, a sparse file, and syncs it: a file system may count its blocks otherwise before.
     ///
     /// # Errors
     ///
@@ -101,7 +101,7 @@ impl Costly {
             for index in 0..blocks {
                 file.write_all_at(&counts, first_block + index * CLUSTER)?;
             }
-            return Ok(());
+            return file.sync_all();
         }
         for index in 1..blocks {
             file.write_all_at(&[0, 1], first_block + index * CLUSTER)?;
@@ -109,6 +109,7 @@ impl Costly {
         put(
             first_l2,
             &mut (1..blocks).map(|index| COPIED | (index * COUNTED * CLUSTER)),
-        )
+        )?;
+        file.sync_all()
     }
 }
