@@ -3,7 +3,7 @@
 //! `async` code runs here next to the ring. Tasks stay on their worker. A wake-up may come from any
 //! thread, and reaches a sleeping worker through an eventfd that its ring watches.
 //!
-//! Invariant: a wake-up is never lost ([`Sleeper`]). The worker announces its sleep *before* its last check of the
+//! Invariant: a wake-up is never lost (`Sleeper`). The worker announces its sleep *before* its last check of the
 //! queue; a waker queues *before* it checks if the worker sleeps.
 
 #![expect(unsafe_code, reason = "creates an eventfd")]
