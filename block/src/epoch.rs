@@ -278,6 +278,13 @@ mod tests {
             .flat_map(|queue| queue.inner.counts.in_flight.each_ref().map(line))
             .collect();
         assert_eq!(lines.len(), 64);
+        // Nor is anything else of the heap in them.
+        let begins = |cell: &AtomicU64| std::ptr::from_ref(cell).addr().is_multiple_of(128);
+        assert!(
+            queues
+                .iter()
+                .all(|queue| begins(&queue.inner.counts.in_flight[0]))
+        );
     }
 
     #[test]
