@@ -3,8 +3,9 @@
 //! They are the only reasons to [begin a test again](crate::begun_again). A signature is as narrow as its fault: what looks
 //! only alike may be the answer to something that a server of ours did, and fails its test.
 
-/// The assertion with which QEMU 10.0 ends, once in many runs, when the CPUs of an emulated guest change its page tables.
-const EMULATOR: &str = "iotlb_to_section: Assertion";
+/// The assertions with which QEMU 10.0 ends, once in many runs, when the CPUs of an emulated guest change its page tables: what
+/// it remembers of a translation names a memory region that there is no more, or another one, which cannot take the access.
+const EMULATOR: [&str; 2] = ["iotlb_to_section: Assertion", "msix_table_mmio_write: Assertion"];
 
 /// The function in which Linux 7.2 follows a pointer of a list entry that it has deleted, seen once in 130 hand-overs on
 /// a busy machine: the ring of a process that has ended cancels its ublk commands.
@@ -13,8 +14,9 @@ const CANCEL: &str = "io_uring_try_cancel_uring_cmd";
 /// Returns what failed, if a QEMU that ended as `status` says, with this log, failed in its own emulation of a
 /// processor.
 pub(crate) fn of_emulator(command: &str, status: &str, log: &str) -> Option<&'static str> {
-    let own = command.contains("qemu-system") && status.contains("signal: 6 ") && log.contains(EMULATOR);
-    own.then_some("QEMU failed in iotlb_to_section")
+    let aborted = command.contains("qemu-system") && status.contains("signal: 6 ");
+    let own = aborted && EMULATOR.iter().any(|assertion| log.contains(assertion));
+    own.then_some("QEMU failed in its translation of an address")
 }
 
 /// Returns what failed, if this console shows a known fault of the guest's own kernel, and nothing before it that it
@@ -45,6 +47,8 @@ mod tests {
             "qemu: ../accel/tcg/cputlb.c: iotlb_to_section: Assertion `section_index < n' failed.";
         let aborted = "signal: 6 (SIGABRT)";
         assert!(of_emulator("qemu-system-x86_64 -smp 2", aborted, assertion).is_some());
+        let other = "qemu: hw/pci/msix.c:228: msix_table_mmio_write: Assertion `addr + size <= n' failed.";
+        assert!(of_emulator("qemu-system-x86_64 -smp 2", aborted, other).is_some());
         assert!(of_emulator("ringdisk serve", aborted, assertion).is_none());
         assert!(of_emulator("qemu-system-x86_64", aborted, "").is_none());
         let ours = "qemu: ../hw/virtio/vhost-user.c: vhost_user_read: Assertion `size == 8' failed.";

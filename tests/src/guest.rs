@@ -203,9 +203,9 @@ impl<'lab> Guest<'lab> {
 
     /// [Starts](Self::start) the guest and waits until it has booted, or has failed to.
     ///
-    /// On a busy machine an emulated kernel has been seen to loop before its first process. Such a guest is started
-    /// once more, which counts as [begun again](begun_again). From the first line of its initramfs on it uses its
-    /// disks, and is never started again.
+    /// On a busy machine an emulated kernel has been seen to loop before its first process, and the emulator to fail. Such a
+    /// guest is started once more, which counts as [begun again](begun_again). From the first line of its initramfs on it uses
+    /// its disks, and is never started again.
     ///
     /// # Errors
     ///
@@ -218,6 +218,10 @@ impl<'lab> Guest<'lab> {
                 BOOT_MAX.as_secs()
             );
             begun_again(&reason, &guest.timeout("the boot", BOOT_MAX).to_string());
+            drop(guest);
+            guest = self.start(scratch, name)?;
+        } else if let Some(fault) = guest.emulator_failed_at_boot() {
+            begun_again(fault, &guest.last_words());
             drop(guest);
             guest = self.start(scratch, name)?;
         }
@@ -382,6 +386,15 @@ impl RunningGuest {
             thread::sleep(GLANCE);
         }
         true
+    }
+
+    /// Returns what failed, if the emulator has ended by a fault of its own before the guest's initramfs began.
+    fn emulator_failed_at_boot(&mut self) -> Option<&'static str> {
+        let status = self.process.ended()?.to_string();
+        if self.has_begun() {
+            return None;
+        }
+        fault::of_emulator("qemu-system", &status, &self.process.log())
     }
 
     fn has_begun(&self) -> bool {
@@ -556,6 +569,29 @@ fn prefixed(prefix: &str, path: &Path) -> OsString {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn emulator_failed_at_boot_only_by_its_own_fault_before_the_initramfs() {
+        let scratch = Scratch::new().unwrap();
+        let failed = |console: &str, said: &str| {
+            let path = scratch.file("console");
+            std::fs::write(&path, console).unwrap();
+            let mut command = Command::new("sh");
+            command.args(["-c", &format!("echo '{said}' >&2; kill -ABRT $$")]);
+            let process = Process::start(command, scratch.file("log")).unwrap();
+            let patience = Duration::from_secs(60);
+            let mut guest = RunningGuest::on_one_port(process, path, Instant::now() + patience, patience);
+            assert!(guest.boots_within(patience));
+            guest.emulator_failed_at_boot().is_some()
+        };
+        let assertion = "qemu: iotlb_to_section: Assertion failed.";
+        assert!(failed("[ 1.6] mtrr\n", assertion));
+        assert!(
+            !failed("[ 1.6] mtrr\nlab: init\n", assertion),
+            "it uses its disks"
+        );
+        assert!(!failed("[ 1.6] mtrr\n", "vhost_user_read: Assertion failed."));
+    }
 
     #[test]
     fn boots_within_is_false_only_for_a_live_guest_not_begun() {

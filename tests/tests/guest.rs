@@ -162,7 +162,7 @@ fn synced_data_survives_kill_9_of_guest_and_servers() -> Result<(), Error> {
         let name = format!("round-{round}");
         let script = format!("expected={synced} last=no\n{LOAD}");
         let servers = disks.serve()?;
-        let mut guest = disks.guest(&lab, &script).start(&disks.scratch, &name)?;
+        let mut guest = disks.guest(&lab, &script).boot(&disks.scratch, &name)?;
         let enough = format!("synced {}", synced + FILES);
         guest.wait_for(|line| line == enough)?;
         thread::sleep(Duration::from_millis(round * 170));

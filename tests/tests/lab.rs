@@ -82,7 +82,7 @@ fn failed_script_is_an_error_with_its_output() -> Result<(), lab::Error> {
     let mut guest = Guest::new(&lab)
         .disk("root", server.socket(), 1)
         .script("echo half done\ncat /no/such/file\necho not reached")
-        .start(&scratch, "guest")?;
+        .boot(&scratch, "guest")?;
     guest.wait_for(|line| line == "half done")?;
     let message = guest.finish().expect_err("the script failed").to_string();
 

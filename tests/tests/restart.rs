@@ -33,7 +33,7 @@ fn guest_goes_on_while_its_servers_are_killed() -> Result<(), Error> {
         .disk("data", &data_socket, 2)
         .reconnects()
         .script(&format!("seconds={}\n{WORK}", KILLS + 8))
-        .start(&scratch, "guest")?;
+        .boot(&scratch, "guest")?;
     guest.wait_for(|line| line == "ready")?;
     thread::sleep(Duration::from_secs(3));
     for kill in 0..KILLS {

@@ -49,7 +49,7 @@ fn guest_does_not_notice_replaced_servers() -> Result<(), Error> {
         .disk("root", &root_socket, 1)
         .disk("data", &data_socket, 2)
         .script(&format!("seconds={}\n{WORK}", TAKEOVERS * 2 + 6))
-        .start(&scratch, "guest")?;
+        .boot(&scratch, "guest")?;
     guest.wait_for(|line| line == "ready")?;
     thread::sleep(Duration::from_secs(3));
     for _ in 0..TAKEOVERS {
