@@ -18,6 +18,11 @@ for dev in /dev/ublkb10 /dev/ublkb11; do
             --eta=never --output=/tmp/warm || { cat /tmp/warm; exit 1; }
     done
 done
+# A worker has a timer from the first discard on that it frees, a second later; meanwhile no other worker makes one.
+for cpu in 0 1; do
+    taskset -c $cpu blkdiscard -o ${cpu}M -l 1M /dev/ublkb10
+    sleep 2
+done
 cycle=0 kills=0 began=$(awk '{ print int($1) }' /proc/uptime)
 until [ $cycle -ge 4 ] && [ $(($(awk '{ print int($1) }' /proc/uptime) - began)) -ge $seconds ]; do
     [ $cycle != 1 ] || grown before
