@@ -229,38 +229,23 @@ fn chains_read_the_same_with_and_without_an_index() {
     assert!(indexed > 0, "the index was used");
 }
 
+/// Creates an empty image above another.
+fn create_above(folder: &Folder, below: &str, name: &str) {
+    folder.qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", below, name]);
+}
+
 /// Three images: the lowest has all its clusters, the middle one every other one.
 fn three(folder: &Folder) {
     folder.qemu_img(&["create", "-q", "-f", "qcow2", "low.qcow2", "4m"]);
     folder.qemu_io("qcow2", "low.qcow2", &["write -q -P 1 0 4m"]);
-    folder.qemu_img(&[
-        "create",
-        "-q",
-        "-f",
-        "qcow2",
-        "-F",
-        "qcow2",
-        "-b",
-        "low.qcow2",
-        "middle.qcow2",
-    ]);
+    create_above(folder, "low.qcow2", "middle.qcow2");
     let writes: Vec<String> = (0..32)
         .map(|at| format!("write -q -P 2 {}k 64k", at * 128))
         .collect();
     let writes: Vec<&str> = writes.iter().map(String::as_str).collect();
     folder.qemu_io("qcow2", "middle.qcow2", &writes);
     for name in ["a.qcow2", "b.qcow2"] {
-        folder.qemu_img(&[
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-F",
-            "qcow2",
-            "-b",
-            "middle.qcow2",
-            name,
-        ]);
+        create_above(folder, "middle.qcow2", name);
     }
 }
 

@@ -18,7 +18,7 @@ pub(crate) struct CountingDriver {
     ended: Vec<Completion>,
     /// The calls that the kernel would have got, each by what it waited for.
     pub(crate) calls: Rc<RefCell<Vec<Wait>>>,
-    /// What happens during a sync in place, and its result; without it there is none.
+    /// The events during a sync in place, and its result; without it there is none.
     pub(crate) sync_now: Option<Box<dyn FnMut() -> i32>>,
 }
 

@@ -16,7 +16,7 @@ struct World {
     worker: Worker,
     requests: mpsc::Sender<(Op, u64)>,
     answers: mpsc::Receiver<(u64, bool)>,
-    /// What happens during the next sync in place, and its result.
+    /// The events during the next sync in place, and its result.
     during: Rc<RefCell<Box<dyn FnMut() -> i32>>>,
     /// The number of syncs in place.
     in_place: Rc<Cell<u32>>,

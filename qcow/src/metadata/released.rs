@@ -21,7 +21,7 @@ fn place(index: u64) -> (u64, u64) {
 }
 
 impl Released {
-    /// Returns true if the cluster was added.
+    /// Returns true if the cluster is in the set.
     pub(crate) fn contains(&self, cluster: HostCluster) -> bool {
         self.has(cluster.index())
     }

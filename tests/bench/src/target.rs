@@ -98,7 +98,7 @@ pub(crate) enum Verdict {
     Met(bool),
     /// More turns could change whether it is met.
     Undecided,
-    /// What is not measured could change whether it is met.
+    /// A ratio that is not measured could change whether it is met.
     NotMeasured,
 }
 

@@ -66,7 +66,7 @@ pub enum Demand {
     Flawless,
 }
 
-/// What a cut left: the words of the disk's sectors, the number of leaked clusters, and the snapshots.
+/// The remains of a cut: the words of the disk's sectors, the number of leaked clusters, and the snapshots.
 #[derive(Debug)]
 struct Left {
     words: Vec<u64>,

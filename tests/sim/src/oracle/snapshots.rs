@@ -34,7 +34,7 @@ struct Known {
     creating: Option<Asked>,
     /// Every image has it.
     is_sure: bool,
-    /// What the first image that had it showed.
+    /// The contents in the first image that had it.
     seen: RefCell<Option<Words>>,
 }
 
