@@ -4,6 +4,7 @@
 #   SECONDS_MAX=3600 tests/mutants.sh                 go on for an hour; the next call goes on from there
 #   tests/mutants.sh 'qcow/src/engine/*.rs'           only these files (globs; cargo-mutants' own filters add files)
 #   tests/mutants.sh --report                         what was found so far
+#   COMMIT=0837836 tests/mutants.sh                   go on with an earlier commit
 #
 # .cargo/mutants.toml says what is broken, and which tests judge. The committed tree is judged, in a clone of its own
 # (target/mutants/tree), so that the checkout can change meanwhile. Mutants come in shards of a few, each a sample over all
@@ -16,15 +17,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SECONDS_MAX=${SECONDS_MAX:-600}
 # Mutants to a shard; what a call that is stopped loses.
 SHARD=4
-# Seconds that the judging tests may take. They need a fifth of it.
-TIMEOUT=${MUTANTS_TIMEOUT:-600}
+# Seconds that the judging tests may take: what a mutant costs that never ends. They need a fifth of it.
+TIMEOUT=${MUTANTS_TIMEOUT:-300}
 
 folder=$PWD/target/mutants
 tree=$folder/tree
 equivalent=$PWD/tests/mutants-equivalent.txt
 report_only=
 if [ "${1:-}" = --report ]; then report_only=yes; shift; fi
-commit=$(git rev-parse --short HEAD)
+commit=$(git rev-parse --short "${COMMIT:-HEAD}")
 run=$folder/$commit-$(printf '%s\n' "$@" | sha256sum | cut -c1-8)
 
 report() {
@@ -65,7 +66,7 @@ mkdir -p "$folder"
 [ -d "$tree" ] || git clone -q --shared . "$tree"
 git -C "$tree" fetch -q origin HEAD
 # What a mutant left behind goes, too.
-git -C "$tree" checkout -q --force --detach "$(git rev-parse HEAD)"
+git -C "$tree" checkout -q --force --detach "$(git rev-parse "$commit")"
 [ -z "$(git status --porcelain --untracked-files=no)" ] || echo "mutants: what is not committed is not judged" >&2
 
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$folder/target}
