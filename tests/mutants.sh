@@ -34,12 +34,15 @@ commit=$(git rev-parse --short "${COMMIT:-HEAD}")
 run=$folder/$commit-$(printf '%s\n' "$@" | sha256sum | cut -c1-8)
 
 report() {
-    local kind
-    for kind in caught timeout unviable; do
+    local kind shard
+    for kind in caught missed timeout unviable; do
         # One line for each mutant: path:line:column: change
-        cat "$run"/shard-*/{quick,all}/mutants.out/$kind.txt 2>/dev/null | sort >"$run/$kind" || true
+        for shard in "$run"/shard-*; do
+            [ "$kind" = missed ] || cat "$shard/quick/mutants.out/$kind.txt" 2>/dev/null || true
+            # cargo-mutants deletes fields whatever the names that it is to break.
+            grep -sFxf "$shard/quick/mutants.out/missed.txt" "$shard/all/mutants.out/$kind.txt" || true
+        done | sort >"$run/$kind"
     done
-    cat "$run"/shard-*/all/mutants.out/missed.txt 2>/dev/null | sort >"$run/missed" || true
     rm -f "$run/equivalent"
     # Places move: the list of equivalent ones has no lines and columns.
     sed -E 's/:[0-9]+:[0-9]+:/:/' "$run/missed" >"$run/missed.short"
@@ -82,10 +85,12 @@ mkdir -p "$run"
 cd "$tree"
 config=$run/mutants.toml
 cp .cargo/mutants.toml "$config"
-if [ $# -gt 0 ]; then
-    sed -i '/^examine_globs = \[/,/^\]/d' "$config"
-    printf 'examine_globs = [%s]\n' "$(printf '"%s", ' "$@")" >>"$config"
-fi
+# only_files CONFIG GLOB…: has a configuration break only these files.
+only_files() {
+    sed -i '/^examine_globs = \[/,/^\]/d' "$1"
+    printf 'examine_globs = [%s]\n' "$(printf '"%s", ' "${@:2}")" >>"$1"
+}
+[ $# = 0 ] || only_files "$config" "$@"
 if [ ! -f "$run/shards" ]; then
     count=$(cargo mutants --list --config "$config" | wc -l)
     [ "$count" -gt 0 ] || { echo "there is no such mutant" >&2; exit 1; }
@@ -130,7 +135,10 @@ for shard in $(shuf -i "0-$((shards - 1))" --random-source=<(yes)); do
     if [ -s "$out/quick/mutants.out/missed.txt" ]; then
         # The names, each as a regular expression that matches nothing else.
         names=$(sed -E 's/[][\.*^$()+?{}|/&#~-]/\\&/g' "$out/quick/mutants.out/missed.txt" | paste -sd '|')
-        judge "$config" "$TIMEOUT" "$out/all" --re "^($names)\$"
+        cp "$config" "$out/all.toml"
+        readarray -t files < <(cut -d: -f1 "$out/quick/mutants.out/missed.txt" | sort -u)
+        only_files "$out/all.toml" "${files[@]}"
+        judge "$out/all.toml" "$TIMEOUT" "$out/all" --re "^($names)\$"
     fi
     touch "$out/done"
 done
