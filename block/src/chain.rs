@@ -24,6 +24,7 @@
 mod index;
 #[cfg(all(test, shuttle))]
 mod model;
+mod places;
 mod span;
 #[cfg(test)]
 mod tests;
@@ -39,12 +40,14 @@ use crate::buffer::Buffer;
 use crate::delay::HoldOff;
 use crate::disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
 use crate::error::IoError;
+use crate::file::FileView;
 use crate::join::join_all;
 use crate::request::{Op, Request, check_range};
-use crate::status::{StatusRange, StatusRanges};
+use crate::status::{Content, StatusRange, StatusRanges};
 use crate::sync::Mutex;
 use crate::task::Context;
-use index::{Building, ChainIndex};
+use index::{Building, ChainIndex, Found};
+use places::PlaceRuns;
 use span::{RUNS_MAX, Run, Span};
 
 /// The most parts of one read under way at once.
@@ -150,7 +153,9 @@ impl Disk for IndexedDisk {
             next = queue.below();
             below.push(queue);
         }
+        let files = std::iter::once(&top).chain(&below);
         Ok(Box::new(IndexedQueue(Rc::new(Layers {
+            files: files.map(|queue| queue.data_file()).collect(),
             top,
             below,
             size_bytes: self.disk.info().size_bytes,
@@ -168,12 +173,14 @@ impl Disk for IndexedDisk {
     }
 }
 
-/// One worker's queues of the layers.
+/// One worker's queues of the layers, and their files.
 struct Layers {
     /// The uppermost: layer 0.
     top: Rc<dyn DiskQueue>,
     /// The layers from 1 on. Each is also reached through the one above it.
     below: Vec<Rc<dyn DiskQueue>>,
+    /// The file of each layer, for reads of bytes whose place is known. The layers that tell no file have none.
+    files: Vec<Option<FileView>>,
     size_bytes: u64,
     index: Arc<ChainIndex>,
     cx: Context,
@@ -201,9 +208,9 @@ impl DiskQueue for IndexedQueue {
         if !reads || request.check(layers.size_bytes, true).is_err() {
             return layers.top.submit(request);
         }
-        let (layer, len) = layers.find(request.offset, request.len);
-        if len == request.len {
-            layers.queue(layer).submit(request);
+        let found = layers.find(request.offset, request.len);
+        if found.len == request.len {
+            layers.submit(&found, request);
         } else {
             layers.cx.spawn(read_parts(Rc::clone(layers), request));
         }
@@ -228,15 +235,29 @@ impl Layers {
         &**below.and_then(|at| self.below.get(at)).unwrap_or(&self.top)
     }
 
+    /// Hands over a read that one layer decides: to its file, if the bytes lie there in one piece, or to its queue.
+    #[inline]
+    fn submit(&self, found: &Found, request: Request) {
+        let file = self.files.get(usize::from(found.layer)).and_then(Option::as_ref);
+        let refused = match found.place.zip(file) {
+            Some((place, file)) => file.submit(place, request),
+            None => Err(request),
+        };
+        // The file refuses what takes more than one op.
+        if let Err(request) = refused {
+            self.queue(found.layer).submit(request);
+        }
+    }
+
     /// Returns the layer to ask for the bytes from `offset` on, and how many of `len` it answers. Begins to build what the
     /// index lacks there.
     #[inline]
-    fn find(self: &Rc<Self>, offset: u64, len: u64) -> (u8, u64) {
+    fn find(self: &Rc<Self>, offset: u64, len: u64) -> Found {
         let found = self.index.find(offset, len);
         if let Some(span) = found.missing {
             self.build(span);
         }
-        (found.layer, found.len)
+        found
     }
 
     /// Builds a span in the background, unless others do.
@@ -290,10 +311,11 @@ async fn read_parts(layers: Rc<Layers>, mut request: Request) {
     let mut result = Ok(());
     let mut done = 0;
     while done < len && result.is_ok() {
-        let (layer, count) = layers.find(offset + done, len - done);
+        let found = layers.find(offset + done, len - done);
+        let count = found.len;
         let part = Buffer::part(&buffer, done as usize, count as usize);
         let (read, answer) = Request::local(Op::Read, offset + done, count, part);
-        layers.queue(layer).submit(read);
+        layers.submit(&found, read);
         parts.push(Box::pin(async move { answer.await.result }));
         done += count;
         if parts.len() >= PARTS_MAX {
@@ -308,11 +330,11 @@ async fn read_parts(layers: Rc<Layers>, mut request: Request) {
 /// layers below it as it does without an index.
 async fn build(layers: Weak<Layers>, building: Building) {
     match runs_of(&layers, building.span).await {
-        Ok((runs, bytes)) => {
-            let span = Span::encode(&runs, bytes).unwrap_or(Span::Whole(0));
-            building.end(span);
-        }
-        Err(Unknown::NoStatus) => building.end(Span::Whole(0)),
+        Ok((runs, places, bytes)) => match Span::encode(&runs, bytes) {
+            Some(span) => building.end(span, places.encode(bytes)),
+            None => building.end(Span::Whole(0), None),
+        },
+        Err(Unknown::NoStatus) => building.end(Span::Whole(0), None),
         Err(Unknown::Closed) => {}
     }
 }
@@ -326,9 +348,10 @@ enum Unknown {
     Closed,
 }
 
-/// Returns the runs of a span, from the status of the uppermost layer, and the span's size in bytes.
-async fn runs_of(layers: &Weak<Layers>, span: u64) -> Result<(Vec<Run>, u64), Unknown> {
+/// Returns the layers and places of a span's bytes, from the status of the uppermost layer, and the span's size in bytes.
+async fn runs_of(layers: &Weak<Layers>, span: u64) -> Result<(Vec<Run>, PlaceRuns, u64), Unknown> {
     let mut runs: Vec<Run> = Vec::new();
+    let mut places = PlaceRuns::default();
     let mut done = 0;
     loop {
         // Held for one step only: who drops the queue waits for no more than that.
@@ -337,7 +360,7 @@ async fn runs_of(layers: &Weak<Layers>, span: u64) -> Result<(Vec<Run>, u64), Un
         let start = span.saturating_mul(bytes);
         let len = bytes.min(layers.size_bytes.saturating_sub(start));
         if done >= len {
-            return Ok((runs, bytes));
+            return Ok((runs, places, bytes));
         }
         let step = (bytes / BUILD_STEPS).min(len - done);
         let status = layers.top.status(start + done, step).await;
@@ -351,6 +374,11 @@ async fn runs_of(layers: &Weak<Layers>, span: u64) -> Result<(Vec<Run>, u64), Un
             if runs.last().is_none_or(|run| run.layer != layer) {
                 runs.push(Run { start: done, layer });
             }
+            let place = match range.content {
+                Content::Data { at } => at,
+                _ => None,
+            };
+            places.push(done, place);
             done += range.len;
         }
         if done == before || done > len {

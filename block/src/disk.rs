@@ -11,6 +11,7 @@ use std::sync::Arc;
 use crate::buffer::Buffer;
 use crate::delay::HoldOff;
 use crate::error::IoError;
+use crate::file::FileView;
 use crate::request::{Op, Request};
 use crate::status::{Content, StatusRange, StatusRanges};
 use crate::task::Context;
@@ -102,6 +103,12 @@ pub trait DiskQueue: fmt::Debug {
     /// Returns the queue of the image below, if bytes that this image does not have are those at the same offset there: the
     /// image that a [`StatusRange`] of depth 1 means. A long chain has no index ([`crate::chain`]) past an image without it.
     fn below(&self) -> Option<Rc<dyn DiskQueue>> {
+        None
+    }
+
+    /// Returns the file that holds what this image's status calls [`Content::Data`], if reads of it may bypass this queue:
+    /// nothing changes the image while it is open, and the file has these bytes at the offsets that the status gives.
+    fn data_file(&self) -> Option<FileView> {
         None
     }
 

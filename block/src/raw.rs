@@ -291,6 +291,10 @@ impl DiskQueue for RawQueue {
             Ok(allocation(&self.view, offset, offset + len))
         })
     }
+
+    fn data_file(&self) -> Option<FileView> {
+        self.disk.opened.read_only.then(|| self.view.clone())
+    }
 }
 
 /// Answers a request that does not fit one op.

@@ -2,7 +2,8 @@
 //!
 //! Lookups share a sharded lock, so that two workers that look up do not write the same cache line. Spans enter and leave
 //! under its exclusive side. A span that is looked up is marked, by a write only where the mark is missing; the sweep that
-//! makes room takes marks away, and drops spans that have none (the clock algorithm).
+//! makes room takes marks away, and drops spans that have none (the clock algorithm). Places in files have what room is
+//! left: a span is entered without them if others would have to go, and loses them before a span is dropped.
 //!
 //! Invariants: a span never changes, as no layer does; the memory counted never exceeds the bound, but for the directory's
 //! own pointers; a lookup takes no lock by waiting for it.
@@ -10,6 +11,7 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Weak};
 
+use super::places::Places;
 use super::span::Span;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Mutex, ShardedLock};
@@ -32,6 +34,8 @@ const PAGE_SPANS: usize = 256;
 #[derive(Debug)]
 struct Slot {
     span: Span,
+    /// The places of its bytes, if they are known.
+    places: Option<Places>,
     /// Looked up since the sweep came by.
     used: AtomicBool,
 }
@@ -44,9 +48,13 @@ struct Directory {
     pages: Vec<Option<Page>>,
     /// The memory of pages and spans, in bytes.
     bytes: usize,
+    /// The part of it that places take.
+    places_bytes: usize,
     bound: usize,
     /// The span that the sweep examines next.
     hand: usize,
+    /// The span that loses its places next.
+    places_hand: usize,
 }
 
 /// The answer of a lookup.
@@ -57,6 +65,8 @@ pub(super) struct Found {
     pub(super) layer: u8,
     /// The number of bytes it decides, at most as many as were asked for.
     pub(super) len: u64,
+    /// The offset of these bytes in the layer's file, if that is known and they lie there in one piece.
+    pub(super) place: Option<u64>,
     /// A span that is not there, among those that hold the bytes.
     pub(super) missing: Option<u64>,
 }
@@ -81,8 +91,10 @@ impl ChainIndex {
         let directory = Directory {
             pages: (0..pages).map(|_| None).collect(),
             bytes: 0,
+            places_bytes: 0,
             bound: 0,
             hand: 0,
+            places_hand: 0,
         };
         let index = Arc::new(Self {
             span_bits,
@@ -112,6 +124,7 @@ impl ChainIndex {
         let mut found = Found {
             layer: 0,
             len,
+            place: None,
             missing: None,
         };
         // A span enters or leaves right now: the layers are asked.
@@ -120,11 +133,13 @@ impl ChainIndex {
         };
         let end = offset + len;
         let mut here = offset;
+        let mut first = None;
         while here < end {
             let number = here >> self.span_bits;
             let span_start = number << self.span_bits;
             let span_end = span_start.saturating_add(self.span_bytes());
-            let (layer, run_end) = match directory.slot(number) {
+            let slot = directory.slot(number);
+            let (layer, run_end) = match slot {
                 Some(slot) => {
                     if !slot.used.load(Ordering::Relaxed) {
                         slot.used.store(true, Ordering::Relaxed);
@@ -139,12 +154,19 @@ impl ChainIndex {
             };
             if here == offset {
                 found.layer = layer;
+                first = slot.map(|slot| (slot, offset - span_start));
             } else if layer != found.layer {
                 break;
             }
             here = run_end.min(span_end);
         }
         found.len = here.min(end) - offset;
+        // Bytes of two spans have none: their layer is asked, as for bytes in two pieces.
+        if let Some((slot, start)) = first
+            && let Some(places) = &slot.places
+        {
+            found.place = places.find(start, found.len);
+        }
         found
     }
 
@@ -179,7 +201,7 @@ impl Directory {
         page.get(number % PAGE_SPANS)?.as_ref()
     }
 
-    fn insert(&mut self, number: u64, span: Span) {
+    fn insert(&mut self, number: u64, span: Span, places: Option<Places>) {
         let number = number as usize;
         let Some(place) = self.pages.get_mut(number / PAGE_SPANS) else {
             return;
@@ -191,15 +213,44 @@ impl Directory {
         let Some(slot) = page.get_mut(number % PAGE_SPANS) else {
             return;
         };
+        if let Some(before) = slot.take() {
+            self.bytes -= before.heap_bytes();
+            self.places_bytes -= before.places_bytes();
+        }
         self.bytes += span.heap_bytes();
+        let places = places.filter(|places| self.bytes + places.heap_bytes() <= self.bound);
         let used = AtomicBool::new(false);
-        let before = slot.replace(Slot { span, used });
-        self.bytes -= before.map_or(0, |slot| slot.span.heap_bytes());
-        self.make_room();
+        let entered = slot.insert(Slot { span, places, used });
+        self.bytes += entered.places_bytes();
+        self.places_bytes += entered.places_bytes();
+        self.drop_places();
+        self.drop_spans();
     }
 
-    /// Drops spans that were not looked up lately, until the memory is within the bound.
-    fn make_room(&mut self) {
+    /// Drops places, those of one span after another, until the memory is within the bound or there are none.
+    fn drop_places(&mut self) {
+        let slots = self.pages.len() * PAGE_SPANS;
+        let mut left = slots;
+        while self.bytes > self.bound && self.places_bytes > 0 && left > 0 {
+            self.places_hand %= slots;
+            let (at, within) = (self.places_hand / PAGE_SPANS, self.places_hand % PAGE_SPANS);
+            let mut step = PAGE_SPANS - within;
+            if let Some(page) = self.pages.get_mut(at).and_then(Option::as_mut) {
+                let slot = page.get_mut(within).and_then(Option::as_mut);
+                let bytes = slot.map_or(0, |slot| {
+                    slot.places.take().map_or(0, |places| places.heap_bytes())
+                });
+                self.bytes -= bytes;
+                self.places_bytes -= bytes;
+                step = 1;
+            }
+            self.places_hand += step;
+            left = left.saturating_sub(step);
+        }
+    }
+
+    /// Drops spans that were not looked up lately, until the memory is within the bound. All places are gone by then.
+    fn drop_spans(&mut self) {
         // The first round takes all marks, the second finds none.
         let slots = self.pages.len() * PAGE_SPANS;
         let mut left = 2 * slots;
@@ -230,6 +281,17 @@ impl Directory {
 /// The memory of a page, in bytes.
 const PAGE_BYTES: usize = PAGE_SPANS * size_of::<Option<Slot>>();
 
+impl Slot {
+    /// Returns the bytes of memory that it has beside itself.
+    fn heap_bytes(&self) -> usize {
+        self.span.heap_bytes() + self.places_bytes()
+    }
+
+    fn places_bytes(&self) -> usize {
+        self.places.as_ref().map_or(0, Places::heap_bytes)
+    }
+}
+
 /// Takes the mark of a span, or drops a span without a mark. Returns the bytes that are free now.
 fn sweep(page: &mut Page, index: usize) -> usize {
     let Some(place) = page.get_mut(index) else {
@@ -237,7 +299,7 @@ fn sweep(page: &mut Page, index: usize) -> usize {
     };
     match place {
         Some(slot) if !slot.used.swap(false, Ordering::Relaxed) => {
-            let bytes = slot.span.heap_bytes();
+            let bytes = slot.heap_bytes();
             *place = None;
             bytes
         }
@@ -254,12 +316,12 @@ pub(super) struct Building {
 }
 
 impl Building {
-    /// Enters the span.
-    pub(super) fn end(self, span: Span) {
+    /// Enters the span, with the places of its bytes if there is room.
+    pub(super) fn end(self, span: Span, places: Option<Places>) {
         if let Some(index) = self.index.upgrade()
             && let Ok(mut directory) = index.directory.write()
         {
-            directory.insert(self.span, span);
+            directory.insert(self.span, span, places);
         }
     }
 }
@@ -274,6 +336,7 @@ impl Drop for Building {
 
 #[cfg(test)]
 mod tests {
+    use super::super::places::PlaceRuns;
     use super::super::span::Run;
     use super::*;
 
@@ -291,9 +354,33 @@ mod tests {
         Span::encode(&runs, bytes).expect("few runs")
     }
 
+    /// The places of a span, each cluster apart from its neighbours.
+    fn places(bytes: u64) -> Option<Places> {
+        let cluster = bytes / SPAN_CLUSTERS;
+        let mut runs = PlaceRuns::default();
+        (0..SPAN_CLUSTERS)
+            .for_each(|at| runs.push(at * cluster, Some((at * 5039 % SPAN_CLUSTERS) * cluster)));
+        runs.encode(bytes)
+    }
+
+    /// Returns true if the place of a span's second cluster is known.
+    fn has_places(index: &ChainIndex, span: u64) -> bool {
+        let cluster = index.span_bytes() / SPAN_CLUSTERS;
+        let found = index.find(span * index.span_bytes() + cluster, 512);
+        assert!(
+            found
+                .place
+                .is_none_or(|place| place == 5039 % SPAN_CLUSTERS * cluster)
+        );
+        found.place.is_some()
+    }
+
     fn build(index: &Arc<ChainIndex>, span: u64) {
         let building = index.begin(span).expect("not there");
-        building.end(scattered(index.span_bytes(), SPAN_CLUSTERS));
+        building.end(
+            scattered(index.span_bytes(), SPAN_CLUSTERS),
+            places(index.span_bytes()),
+        );
     }
 
     /// Looks a span up, which keeps it.
@@ -308,12 +395,22 @@ mod tests {
     #[test]
     fn index_of_100_gib_fits_in_64_mib() {
         // The worst case: each cluster of another layer than its neighbours.
-        for (cluster, bound) in [(K64, 3 << 20), (4096, 64 << 20)] {
+        for (cluster, bound, places_all) in [(K64, 12 << 20, true), (4096, 64 << 20, false)] {
             let index = ChainIndex::new(100 << 30, cluster, INDEX_BYTES_MAX);
             let spans = (100 << 30) / index.span_bytes();
             (0..spans).for_each(|span| build(&index, span));
             assert!(index.bytes() <= bound, "{} bytes", index.bytes());
-            assert!((0..spans).all(|span| is_found(&index, span)), "nothing had to go");
+            assert!((0..spans).all(|span| is_found(&index, span)), "no span had to go");
+            let with_places = (0..spans).filter(|span| has_places(&index, *span)).count() as u64;
+            let expected = if places_all {
+                spans..=spans
+            } else {
+                spans / 5..=spans / 2
+            };
+            assert!(
+                expected.contains(&with_places),
+                "places of {with_places} of {spans} spans"
+            );
         }
     }
 
@@ -323,6 +420,13 @@ mod tests {
         let index = ChainIndex::new(1 << 40, K64, bound);
         let hot = [5, 300, 7000];
         hot.iter().for_each(|span| build(&index, *span));
+        assert!(hot.iter().all(|span| has_places(&index, *span)), "there is room");
+        (7001..7100).for_each(|span| build(&index, span));
+        assert!(
+            !has_places(&index, 5) && has_places(&index, 7050),
+            "the oldest places go"
+        );
+        assert!(hot.iter().all(|span| is_found(&index, *span)), "before any span");
         for span in 10_000..20_000 {
             build(&index, span);
             assert!(index.bytes() <= bound as usize, "{} bytes", index.bytes());
@@ -350,27 +454,35 @@ mod tests {
         let directory = index.directory.read().expect("no panic");
         let pages = directory.pages.iter().flatten();
         let bytes: usize = pages
-            .map(|page| {
-                PAGE_BYTES
-                    + page
-                        .iter()
-                        .flatten()
-                        .map(|slot| slot.span.heap_bytes())
-                        .sum::<usize>()
-            })
+            .map(|page| PAGE_BYTES + page.iter().flatten().map(Slot::heap_bytes).sum::<usize>())
             .sum();
         assert_eq!(directory.bytes, bytes, "the memory is counted");
+        let slots = directory.pages.iter().flatten().flatten().flatten();
+        assert_eq!(
+            directory.places_bytes,
+            slots.map(Slot::places_bytes).sum::<usize>()
+        );
     }
 
     #[test]
     fn lookup_crosses_spans_of_one_layer_and_names_a_missing_one() {
         let index = ChainIndex::new(1 << 40, K64, 1 << 20);
         let bytes = index.span_bytes();
-        let put = |span, layer| index.begin(span).expect("not there").end(Span::Whole(layer));
+        let put = |span, layer| {
+            index
+                .begin(span)
+                .expect("not there")
+                .end(Span::Whole(layer), None)
+        };
         for (span, layer) in [(0, 3), (1, 3), (2, 4), (4, 0)] {
             put(span, layer);
         }
-        let found = |layer, len, missing| Found { layer, len, missing };
+        let found = |layer, len, missing| Found {
+            layer,
+            len,
+            place: None,
+            missing,
+        };
         assert_eq!(index.find(0, 3 * bytes), found(3, 2 * bytes, None));
         assert_eq!(index.find(bytes - 512, 1024), found(3, 1024, None));
         assert_eq!(index.find(2 * bytes, bytes + 512), found(4, bytes, Some(3)));
@@ -382,6 +494,37 @@ mod tests {
     }
 
     #[test]
+    fn places_end_with_their_span_and_with_a_piece() {
+        let index = ChainIndex::new(1 << 40, K64, 1 << 20);
+        let bytes = index.span_bytes();
+        // Two spans of one layer, which lie one behind the other, up to a cluster that lies elsewhere.
+        for span in [0, 1] {
+            let mut runs = PlaceRuns::default();
+            runs.push(0, Some((4 << 30) + span * bytes));
+            runs.push(bytes - K64, Some(8 << 30));
+            index
+                .begin(span)
+                .expect("not there")
+                .end(Span::Whole(1), runs.encode(bytes));
+        }
+        for (offset, len, place) in [
+            (0, 512, Some(4 << 30)),
+            (512, bytes - K64 - 512, Some((4 << 30) + 512)),
+            (512, bytes - K64, None),
+            (bytes - K64, K64, Some(8 << 30)),
+            (bytes - 512, 1024, None),
+            (bytes, 512, Some((4 << 30) + bytes)),
+        ] {
+            let found = index.find(offset, len);
+            assert_eq!(
+                (found.layer, found.len, found.place),
+                (1, len, place),
+                "{len} at {offset}"
+            );
+        }
+    }
+
+    #[test]
     fn span_is_built_by_one_at_a_time() {
         let index = ChainIndex::new(1 << 40, K64, 1 << 20);
         let first = index.begin(7).expect("not there");
@@ -389,7 +532,7 @@ mod tests {
         assert!(index.begin(8).is_some());
         drop(first);
         let second = index.begin(7).expect("the first gave up");
-        second.end(Span::Whole(1));
+        second.end(Span::Whole(1), None);
         assert!(index.begin(7).is_none(), "it is there");
         assert!(index.building.lock().is_empty());
     }
@@ -406,11 +549,12 @@ mod tests {
     #[test]
     fn lookup_does_not_wait_for_a_writer() {
         let index = ChainIndex::new(1 << 40, K64, 1 << 20);
-        index.begin(0).expect("not there").end(Span::Whole(2));
+        index.begin(0).expect("not there").end(Span::Whole(2), None);
         let held = index.directory.write().expect("no panic");
         let unknown = Found {
             layer: 0,
             len: 4096,
+            place: None,
             missing: None,
         };
         assert_eq!(index.find(0, 4096), unknown);

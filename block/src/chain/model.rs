@@ -1,6 +1,7 @@
 //! Random orders of workers that look up and build the spans of one index, which has room for some of them.
 
 use super::index::{ChainIndex, INDEX_BYTES_MAX};
+use super::places::{PlaceRuns, Places};
 use super::span::{Run, Span};
 use crate::sync::thread;
 use std::sync::Arc;
@@ -12,6 +13,14 @@ fn layer(span: u64, half: u64) -> u8 {
     (1 + 2 * span + half) as u8
 }
 
+/// The places of a span: of its first half only.
+fn places(bytes: u64, span: u64) -> Option<Places> {
+    let mut runs = PlaceRuns::default();
+    runs.push(0, Some((1 + span) * bytes));
+    runs.push(bytes / 2, None);
+    runs.encode(bytes)
+}
+
 /// One worker: a look at each span, which it builds if nobody else does. Returns the number it has built.
 fn work(index: &Arc<ChainIndex>, spans: impl Iterator<Item = u64>) -> usize {
     let bytes = index.span_bytes();
@@ -20,6 +29,8 @@ fn work(index: &Arc<ChainIndex>, spans: impl Iterator<Item = u64>) -> usize {
         for half in [0, 1] {
             let found = index.find(span * bytes + half * bytes / 2, 512);
             assert_eq!(found.len, 512);
+            let place = (found.layer > 0 && half == 0).then_some((1 + span) * bytes);
+            assert_eq!(found.place, place, "with the layer comes the place");
             match found.missing {
                 Some(missing) => assert_eq!((missing, found.layer), (span, 0)),
                 // Another may hold the lock: then nothing is known, and nothing is missing.
@@ -37,7 +48,10 @@ fn work(index: &Arc<ChainIndex>, spans: impl Iterator<Item = u64>) -> usize {
                 start: half * bytes / 2,
                 layer: layer(span, half),
             });
-            building.end(Span::encode(&runs, bytes).unwrap_or(Span::Whole(0)));
+            building.end(
+                Span::encode(&runs, bytes).unwrap_or(Span::Whole(0)),
+                places(bytes, span),
+            );
         }
     }
     built

@@ -108,17 +108,8 @@ impl Span {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::numbers;
     use super::*;
-
-    /// Small numbers that follow from a seed.
-    fn numbers(mut seed: u64) -> impl FnMut(u64) -> u64 {
-        move |below| {
-            seed = seed
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (seed >> 33) % below
-        }
-    }
 
     /// The runs of a span, given the layer of each unit.
     fn runs_of(layers: &[u8], unit: u64) -> Vec<Run> {

@@ -1,13 +1,25 @@
 //! The index over images of a few blocks each, which count who is asked.
 
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::*;
 use crate::AlignedBuf;
 use crate::disk::ask;
-use crate::status::Content;
+use crate::file::{FileOptions, ImageFile};
+use crate::ring::RingKind;
 
 const BLOCK: u64 = 4096;
+
+/// Small numbers that follow from a seed.
+pub(super) fn numbers(mut seed: u64) -> impl FnMut(u64) -> u64 {
+    move |below| {
+        seed = seed
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (seed >> 33) % below
+    }
+}
 
 /// An image with a byte for each block it has, above another one.
 #[derive(Debug, Default)]
@@ -18,6 +30,10 @@ struct Image {
     broken: Vec<u64>,
     /// The status is a range too long.
     lies: bool,
+    /// The file of its blocks, each at its [`place`](Image::place). Without one its blocks count as compressed.
+    file: Option<Arc<ImageFile>>,
+    /// No read may go to the file by itself.
+    hides_file: bool,
     requests: AtomicU64,
 }
 
@@ -40,6 +56,38 @@ impl Image {
                 (depth + 1, byte)
             }
             _ => (0, 0),
+        }
+    }
+
+    /// The offset of a block in the file: the first ones lie behind the last three.
+    fn place(&self, block: u64) -> u64 {
+        (block + 3) % self.blocks.len() as u64 * BLOCK
+    }
+
+    /// Puts its blocks and those of the images below into files.
+    fn into_files(mut self: Arc<Self>) -> Arc<Self> {
+        let image = Arc::get_mut(&mut self).expect("it is not shared");
+        let mut bytes = vec![b'!'; image.size() as usize];
+        for (block, byte) in (0..).zip(&image.blocks) {
+            let at = image.place(block) as usize;
+            bytes[at..at + BLOCK as usize].fill(byte.unwrap_or(b'!'));
+        }
+        let file = tempfile::tempfile().expect("a file");
+        file.write_all_at(&bytes, 0).expect("its bytes");
+        image.file = Some(ImageFile::from_fd("layer".as_ref(), file, FileOptions::default()));
+        image.below = image.below.take().map(Self::into_files);
+        self
+    }
+
+    /// The content of a block that the image of this depth decides, as a status has it.
+    fn content(&self, block: u64, depth: u32) -> Content {
+        match (depth, &self.below, &self.file) {
+            (1.., Some(below), _) => below.content(block, depth - 1),
+            (_, _, None) => Content::Compressed,
+            _ if self.decide(block).1 == 0 => Content::Zero,
+            _ => Content::Data {
+                at: Some(self.place(block)),
+            },
         }
     }
 
@@ -71,10 +119,12 @@ impl Disk for Image {
             Some(below) => Some(Rc::from(Arc::clone(below).open_queue(cx)?)),
             None => None,
         };
+        let view = self.file.as_ref().map(|file| file.view(cx).expect("a view"));
         let cx = cx.clone();
         Ok(Box::new(Queue {
             image: self,
             below,
+            view,
             cx,
         }))
     }
@@ -88,6 +138,7 @@ impl Disk for Image {
 struct Queue {
     image: Arc<Image>,
     below: Option<Rc<dyn DiskQueue>>,
+    view: Option<FileView>,
     cx: Context,
 }
 
@@ -142,11 +193,12 @@ impl DiskQueue for Queue {
             // Not all at once, as for a scattered mapping.
             let end = (offset + len).min(offset + 5 * BLOCK);
             for at in (offset..end).step_by(BLOCK as usize) {
+                let depth = self.image.decide(at / BLOCK).0;
                 ranges.push(StatusRange {
                     offset: at,
                     len: BLOCK * if self.image.lies { 1 << 20 } else { 1 },
-                    content: Content::Compressed,
-                    depth: self.image.decide(at / BLOCK).0,
+                    content: self.image.content(at / BLOCK, depth),
+                    depth,
                 });
             }
             Ok(ranges.into_vec())
@@ -155,6 +207,10 @@ impl DiskQueue for Queue {
 
     fn below(&self) -> Option<Rc<dyn DiskQueue>> {
         self.below.clone()
+    }
+
+    fn data_file(&self) -> Option<FileView> {
+        self.view.clone().filter(|_| !self.image.hides_file)
     }
 }
 
@@ -225,6 +281,74 @@ fn read_asks_only_the_layer_that_decides() {
     }
     assert_eq!(read(&cx, &*queue, 0, 8).as_deref(), Ok("bbac0000"));
     assert_eq!(image.take_requests(), [1, 2, 1, 0], "a part each");
+}
+
+#[test]
+fn read_of_a_known_place_asks_no_layer() {
+    let cx = Context::syscalls();
+    let image = chain(&["..a.....", "bcdefghi", "........"]).into_files();
+    let (_indexes, queue) = indexed(&image, &cx);
+    assert_eq!(read(&cx, &*queue, 0, 1).as_deref(), Ok("b"));
+    image.take_requests();
+    for (first, bytes, asked) in [
+        (0, "b", [0, 0, 0]),
+        (2, "a", [0, 0, 0]),
+        (7, "i", [0, 0, 0]),
+        (3, "ef", [0, 0, 0]),
+        (0, "bcaefghi", [0, 1, 0]),
+        (4, "fg", [0, 1, 0]),
+        (5, "ghi", [0, 0, 0]),
+    ] {
+        assert_eq!(
+            read(&cx, &*queue, first, bytes.len() as u64).as_deref(),
+            Ok(bytes)
+        );
+        assert_eq!(image.take_requests(), asked, "{bytes}: in one piece, or not");
+    }
+}
+
+#[test]
+fn read_that_is_no_data_of_a_file_asks_its_layer() {
+    let cx = Context::syscalls();
+    let mut image = chain(&["..", "b.", ".."]).into_files();
+    let top = Arc::get_mut(&mut image).expect("it is not shared");
+    let middle = top.below.as_mut().and_then(Arc::get_mut);
+    middle.expect("it is not shared").hides_file = true;
+    let (indexes, queue) = indexed(&image, &cx);
+    read(&cx, &*queue, 0, 1).expect("a read");
+    image.take_requests();
+    for (block, byte, has_place, asked) in [(0, "b", true, [0, 1, 0]), (1, "0", false, [0, 0, 1])] {
+        let found = indexes.living()[0].find(block * BLOCK, BLOCK);
+        assert_eq!(found.place.is_some(), has_place);
+        assert_eq!(read(&cx, &*queue, block, 1).as_deref(), Ok(byte));
+        assert_eq!(image.take_requests(), asked);
+    }
+}
+
+#[test]
+fn read_that_its_file_refuses_asks_its_layer() {
+    // A ring with room for 16 ops.
+    let cx = Context::new(RingKind::Syscalls, 16).expect("a ring");
+    let none = "....................";
+    let image = chain(&[none, "bcdefghijklmnopqrstu", none]).into_files();
+    let (_indexes, queue) = indexed(&image, &cx);
+    assert_eq!(read(&cx, &*queue, 0, 1).as_deref(), Ok("b"));
+    image.take_requests();
+    let answers: Vec<_> = (0..20)
+        .map(|block| {
+            let buffer = AlignedBuf::zeroed(BLOCK as usize).into();
+            let (request, answer) = Request::local(Op::Read, block * BLOCK, BLOCK, buffer);
+            queue.submit(request);
+            answer
+        })
+        .collect();
+    let asked = image.take_requests();
+    assert!(asked[0] == 0 && (4..20).contains(&asked[1]), "{asked:?}");
+    for (answer, byte) in answers.into_iter().zip(b'b'..) {
+        let done = cx.block_on(answer).expect("the ring turns");
+        let bytes = done.buffer.into_owned().expect("our own buffer");
+        assert!(done.result.is_ok() && bytes.iter().all(|found| *found == byte));
+    }
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! The guest's bytes in the image file.
 //!
 //! Invariant: no other module reads, writes, punches or reserves guest bytes. The header and tables go to the file
-//! from the modules that own them.
+//! from the modules that own them. Only the index of a chain also reads them, from an image that nothing changes
+//! (`data_file`).
 
 use block::buffer::Piece;
 use block::file::{FileView, IoFuture};
@@ -20,6 +21,11 @@ pub(crate) struct GuestData {
 impl GuestData {
     pub(super) fn new(file: FileView) -> Self {
         Self { file }
+    }
+
+    /// Returns the file.
+    pub(super) fn file(&self) -> &FileView {
+        &self.file
     }
 
     /// Submits a whole read or write whose bytes are contiguous from `at` on. The file answers it without a task or a

@@ -110,6 +110,10 @@ impl DiskQueue for QcowQueue {
     fn status(&self, offset: u64, len: u64) -> LocalBoxFuture<'_, Result<Vec<StatusRange>, IoError>> {
         Box::pin(status::status(&self.0, offset, len))
     }
+
+    fn data_file(&self) -> Option<FileView> {
+        self.0.shared.policy.read_only.then(|| self.0.data.file().clone())
+    }
 }
 
 /// The way on which a request is executed.

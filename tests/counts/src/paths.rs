@@ -56,9 +56,11 @@ const fn path(
 }
 
 /// All hot paths, each with its bound: what it takes with rustc 1.95, and a few per cent.
-pub(crate) const PATHS: [Path; 11] = [
+pub(crate) const PATHS: [Path; 13] = [
     path("lookup", 242.0, MANY, lookup),
     path("cached-read", 1105.0, MANY, cached_read),
+    path("cached-read-below", 1350.0, MANY, || cached_read_below(1)),
+    path("cached-read-chain-32", 1305.0, MANY, || cached_read_below(32)),
     path("cached-write", 1135.0, MANY, cached_write),
     path("allocating-write", 36300.0, FEW, allocating_write),
     path("copy-on-write", 40700.0, FEW, copy_on_write),
@@ -116,56 +118,97 @@ impl Opened {
     fn new(mapped: bool, backing: bool) -> Self {
         let folder = folder();
         let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
-        let make = |name: &str, mapped: bool, backing: Option<&str>| {
-            let path = folder.path().join(name);
-            drop(std::fs::File::create(&path).expect("a file"));
-            let image = ImageFile::open(
-                &path,
-                FileOptions {
-                    write: true,
-                    direct: false,
-                },
-            );
-            let view = image.expect("the file").view(&cx).expect("a view");
-            let mut options = CreateOptions::new(DISK);
-            if mapped {
-                options.preallocation = Preallocation::Metadata;
-            }
-            options.backing_file = backing.map(str::to_owned);
-            options.backing_format = backing.map(|_| "qcow2".to_owned());
-            let created = cx.block_on(create(&view, &options)).expect("the ring turns");
-            created.expect("an image");
-            path
-        };
-        let base = backing.then(|| make("base.qcow2", true, None));
-        let path = make("disk.qcow2", mapped, base.map(|_| "base.qcow2"));
-        let options = OpenOptions {
-            backing_files: backing,
-            ..OpenOptions::default()
-        };
-        let opened = Self {
-            disk: QcowDisk::open(&path, &options).expect("the image opens"),
-            folder,
-        };
+        let base = backing.then_some("base.qcow2");
+        if let Some(base) = base {
+            make(&folder, &cx, base, true, None);
+        }
+        make(&folder, &cx, "disk.qcow2", mapped, base);
+        let opened = Self::open(folder, "disk.qcow2", backing);
         opened.warm(&cx);
         opened
+    }
+
+    /// Makes an empty image above so many others, which have the clusters of the first slice in turn, and opens it.
+    fn above(images: u64) -> Self {
+        let mut folder = folder();
+        let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
+        let mut below = None;
+        for number in 0..images {
+            let name = format!("{number}.qcow2");
+            make(&folder, &cx, &name, false, below.as_deref());
+            let layer = Self::open(folder, &name, true);
+            let queue = layer.open_queue(&cx);
+            let clusters =
+                (0..SLICE / CLUSTER).filter(|cluster| (cluster * 13 + cluster / 32) % images == number);
+            let write = Op::Write { fua: false };
+            clusters.for_each(|cluster| run(&cx, &*queue, write, cluster * CLUSTER, 4096));
+            run(&cx, &*queue, Op::Flush, 0, 0);
+            folder = layer.folder;
+            below = Some(name);
+        }
+        make(&folder, &cx, "disk.qcow2", false, below.as_deref());
+        let opened = Self::open(folder, "disk.qcow2", true);
+        let queue = opened.open_queue(&cx);
+        // The first read has a chain's index built beside it; those after it load the tables of each image.
+        for cluster in 0..SLICE / CLUSTER {
+            run(&cx, &*queue, Op::Read, cluster * CLUSTER, 4096);
+        }
+        while cx.tasks() > 0 {
+            cx.run_ready();
+        }
+        opened
+    }
+
+    fn open(folder: TempDir, name: &str, backing_files: bool) -> Self {
+        let options = OpenOptions {
+            backing_files,
+            ..OpenOptions::default()
+        };
+        Self {
+            disk: QcowDisk::open(&folder.path().join(name), &options).expect("the image opens"),
+            folder,
+        }
     }
 
     /// Writes one cluster, and reads from each slice of the tables: the null ring could load none.
     fn warm(&self, cx: &Context) {
         let queue = self.open_queue(cx);
-        let run = |op, offset, len: usize| {
-            let (request, answer) = Request::local(op, offset, len as u64, AlignedBuf::zeroed(len).into());
-            queue.submit(request);
-            let answer = cx.block_on(answer).expect("the ring turns");
-            answer.result.expect("it succeeds");
-        };
-        run(Op::Write { fua: false }, DISK - CLUSTER, 4096);
-        run(Op::Flush, 0, 0);
+        run(cx, &*queue, Op::Write { fua: false }, DISK - CLUSTER, 4096);
+        run(cx, &*queue, Op::Flush, 0, 0);
         (0..DISK)
             .step_by(SLICE as usize)
-            .for_each(|offset| run(Op::Read, offset, 4096));
+            .for_each(|offset| run(cx, &*queue, Op::Read, offset, 4096));
     }
+}
+
+/// Creates an image: with clusters that are `mapped` or not, above the image `below` or none.
+fn make(folder: &TempDir, cx: &Context, name: &str, mapped: bool, below: Option<&str>) {
+    let path = folder.path().join(name);
+    drop(std::fs::File::create(&path).expect("a file"));
+    let write = FileOptions {
+        write: true,
+        direct: false,
+    };
+    let view = ImageFile::open(&path, write)
+        .expect("the file")
+        .view(cx)
+        .expect("a view");
+    let mut options = CreateOptions::new(DISK);
+    if mapped {
+        options.preallocation = Preallocation::Metadata;
+    }
+    options.backing_file = below.map(str::to_owned);
+    options.backing_format = below.map(|_| "qcow2".to_owned());
+    let created = cx.block_on(create(&view, &options)).expect("the ring turns");
+    created.expect("an image");
+}
+
+/// Has one request done.
+fn run(cx: &Context, queue: &dyn DiskQueue, op: Op, offset: u64, len: usize) {
+    let (request, answer) = Request::local(op, offset, len as u64, AlignedBuf::zeroed(len).into());
+    queue.submit(request);
+    let answer = cx.block_on(answer).expect("the ring turns");
+    answer.result.expect("it succeeds");
 }
 
 fn null_ring() -> Context {
@@ -247,6 +290,12 @@ fn requests(opened: Opened, op: Op, mut next: impl FnMut() -> u64 + 'static) -> 
 
 fn cached_read() -> Box<dyn FnMut()> {
     requests(Opened::new(true, false), Op::Read, scattered())
+}
+
+/// A read through an empty image of the first slice's clusters, which are spread evenly over `images` below it.
+fn cached_read_below(images: u64) -> Box<dyn FnMut()> {
+    let mut next = scattered();
+    requests(Opened::above(images), Op::Read, move || next() % SLICE)
 }
 
 fn cached_write() -> Box<dyn FnMut()> {
