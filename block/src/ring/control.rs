@@ -1,4 +1,4 @@
-//! Commands that set up a device, one at a time and each with a timeout, and commands that are abandoned on purpose.
+//! Commands that set up a device, each with a timeout, and commands that are abandoned on purpose.
 //!
 //! They go through a small ring of their own, because they take submission entries of 128 bytes and may block in the
 //! kernel without bound. A command that has not ended in time keeps its memory for ever, and its ring takes no other:
@@ -44,11 +44,15 @@ impl ControlError {
     }
 }
 
+/// The most commands that [`ControlRing::call_all`] has in the kernel at a time. Each occupies a kernel thread while it waits.
+const TOGETHER_MAX: u32 = 32;
+
 /// A ring for commands of a control device.
 pub struct ControlRing {
     ring: IoUring<squeue::Entry128, cqueue::Entry>,
     /// Set when a command did not end in time.
     stuck: Option<Duration>,
+    /// The number of the last command.
     number: u64,
 }
 
@@ -61,14 +65,14 @@ impl fmt::Debug for ControlRing {
 }
 
 impl ControlRing {
-    /// Makes a ring for one command at a time.
+    /// Makes a ring.
     ///
     /// # Errors
     ///
     /// If the kernel refuses io_uring, or has none with entries of 128 bytes (Linux 5.19).
     pub fn new() -> io::Result<Self> {
         Ok(Self {
-            ring: IoUring::builder().build(4)?,
+            ring: IoUring::builder().build(TOGETHER_MAX)?,
             stuck: None,
             number: 0,
         })
@@ -95,40 +99,90 @@ impl ControlRing {
         if let Some(timeout) = self.stuck {
             return Err(ControlError::Stuck(timeout));
         }
-        self.number += 1;
         let data = data(buffer.as_mut_ptr().addr() as u64);
-        let entry = opcode::UringCmd80::new(Fd(file.as_raw_fd()), code)
-            .cmd(data)
-            .build()
-            .user_data(self.number);
         // SAFETY: the memory the command names is `buffer`'s (the caller's contract), which is borrowed until this
         // returns; if the command has not ended by then, it is leaked below.
-        unsafe { self.ring.submission().push(&entry) }
-            .map_err(|_| ControlError::Ring(io::ErrorKind::WouldBlock.into()))?;
-        let answer = self.wait(timeout);
-        if !matches!(answer, Ok(_) | Err(ControlError::Refused(_))) {
-            self.stuck = Some(timeout);
+        let pushed = unsafe { self.push(file, code, data) };
+        let answer = pushed.and_then(|()| self.wait(1, timeout).remove(0));
+        if self.stuck.is_some() {
             Box::leak(Box::new(std::mem::replace(buffer, AlignedBuf::zeroed(0))));
         }
         answer
     }
 
-    fn wait(&mut self, timeout: Duration) -> Result<i32, ControlError> {
+    /// Submits commands of `file`'s driver, each a code and its data, and waits for their ends. Several at a time are in the
+    /// kernel, which may execute them in any order and at once. Returns the driver's answers, not negative, in the order of
+    /// `commands`, or [`ControlError`] for each that failed. After [`ControlError::Stuck`] the ring takes no other command.
+    ///
+    /// # Safety
+    ///
+    /// The commands must not make the driver touch memory.
+    pub unsafe fn call_all(
+        &mut self,
+        file: BorrowedFd<'_>,
+        commands: &[(u32, [u8; 80])],
+        timeout: Duration,
+    ) -> Vec<Result<i32, ControlError>> {
+        let mut answers = Vec::with_capacity(commands.len());
+        for commands in commands.chunks(TOGETHER_MAX as usize) {
+            if let Some(timeout) = self.stuck {
+                answers.extend(commands.iter().map(|_| Err(ControlError::Stuck(timeout))));
+                continue;
+            }
+            // SAFETY: the commands name no memory (the caller's contract).
+            let push = |&(code, data): &(u32, [u8; 80])| unsafe { self.push(file, code, data) };
+            let pushed: Vec<_> = commands.iter().map(push).collect();
+            let count = pushed.iter().filter(|pushed| pushed.is_ok()).count();
+            let mut ended = self.wait(count, timeout).into_iter();
+            let lost = || Err(ControlError::Ring(io::ErrorKind::WouldBlock.into()));
+            answers.extend(
+                pushed
+                    .into_iter()
+                    .map(|pushed| pushed.and_then(|()| ended.next().unwrap_or_else(lost))),
+            );
+        }
+        answers
+    }
+
+    /// Queues a command under the next number.
+    ///
+    /// # Errors
+    ///
+    /// [`ControlError::Ring`] if the queue is full.
+    ///
+    /// # Safety
+    ///
+    /// The memory that the command names must be valid for what its driver does until it has ended.
+    unsafe fn push(&mut self, file: BorrowedFd<'_>, code: u32, data: [u8; 80]) -> Result<(), ControlError> {
+        let entry = opcode::UringCmd80::new(Fd(file.as_raw_fd()), code)
+            .cmd(data)
+            .build()
+            .user_data(self.number + 1);
+        // SAFETY: by the contract of this function.
+        unsafe { self.ring.submission().push(&entry) }
+            .map_err(|_| ControlError::Ring(io::ErrorKind::WouldBlock.into()))?;
+        self.number += 1;
+        Ok(())
+    }
+
+    /// Submits the `count` commands that were pushed last and waits for their ends. Returns the answers in their order.
+    fn wait(&mut self, count: usize, timeout: Duration) -> Vec<Result<i32, ControlError>> {
         let deadline = std::time::Instant::now() + timeout;
+        let first = self.number + 1 - count as u64;
+        let mut ended = vec![None; count];
+        let mut failure = None;
         loop {
-            let number = self.number;
-            let ended = self.ring.completion().find(|entry| entry.user_data() == number);
-            match ended.map(|entry| entry.result()) {
-                Some(errno @ ..0) => {
-                    let errno = errno.saturating_neg();
-                    return Err(ControlError::Refused(io::Error::from_raw_os_error(errno)));
+            for entry in self.ring.completion() {
+                let index = entry.user_data().checked_sub(first);
+                let index = index.and_then(|index| usize::try_from(index).ok());
+                // A command that was stuck has no place here.
+                if let Some(ended) = index.and_then(|index| ended.get_mut(index)) {
+                    *ended = Some(entry.result());
                 }
-                Some(answer) => return Ok(answer),
-                None => {}
             }
             let left = deadline.saturating_duration_since(std::time::Instant::now());
-            if left.is_zero() {
-                return Err(ControlError::Stuck(timeout));
+            if left.is_zero() || ended.iter().all(Option::is_some) {
+                break;
             }
             let time = Timespec::from(left);
             match self
@@ -138,9 +192,25 @@ impl ControlRing {
             {
                 Ok(_) => {}
                 Err(error) if matches!(error.raw_os_error(), Some(libc::ETIME | libc::EINTR)) => {}
-                Err(error) => return Err(ControlError::Ring(error)),
+                Err(error) => {
+                    failure = error.raw_os_error();
+                    break;
+                }
             }
         }
+        if ended.iter().any(Option::is_none) {
+            self.stuck = Some(timeout);
+        }
+        let answer = |ended| match (ended, failure) {
+            (Some(errno @ ..0), _) => {
+                let errno = i32::saturating_neg(errno);
+                Err(ControlError::Refused(io::Error::from_raw_os_error(errno)))
+            }
+            (Some(answer), _) => Ok(answer),
+            (None, Some(errno)) => Err(ControlError::Ring(io::Error::from_raw_os_error(errno))),
+            (None, None) => Err(ControlError::Stuck(timeout)),
+        };
+        ended.into_iter().map(answer).collect()
     }
 }
 
@@ -210,5 +280,21 @@ mod tests {
             assert_eq!(error.errno(), Some(libc::EOPNOTSUPP), "{error}");
         }
         assert_eq!(buffer.len(), 64);
+    }
+
+    #[test]
+    fn call_all_answers_each_command_past_the_ring_s_room() {
+        let file = tempfile::tempfile().expect("a file");
+        let mut ring = ControlRing::new().expect("these tests need io_uring");
+        for count in [0, 1, TOGETHER_MAX as usize, 2 * TOGETHER_MAX as usize + 1] {
+            let commands = vec![(7, [0; 80]); count];
+            // SAFETY: a file carries out no command.
+            let answers = unsafe { ring.call_all(file.as_fd(), &commands, Duration::from_secs(5)) };
+            let errnos: Vec<_> = answers
+                .iter()
+                .map(|answer| answer.as_ref().err().and_then(ControlError::errno))
+                .collect();
+            assert_eq!(errnos, vec![Some(libc::EOPNOTSUPP); count]);
+        }
     }
 }

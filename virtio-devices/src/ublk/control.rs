@@ -122,7 +122,7 @@ pub struct ControlCall {
     pub patience: Duration,
 }
 
-/// Executes commands, one at a time.
+/// Executes commands.
 pub trait Carrier: fmt::Debug + Send {
     /// Carries out one, which reads and writes the bytes of `buffer`. Returns the driver's answer, not negative, or the
     /// error: [`ControlError::Stuck`] when there is none in time.
@@ -132,7 +132,8 @@ pub trait Carrier: fmt::Debug + Send {
     /// [`ControlError`]. After [`ControlError::Stuck`] there may be no other command.
     fn carry(&mut self, call: &ControlCall, buffer: &mut AlignedBuf) -> Result<i32, ControlError>;
 
-    /// Carries out several that exchange no bytes, in their order, as long as none is stuck.
+    /// Carries out several that exchange no bytes, in any order and at once where it can, as long as none is stuck. The answers
+    /// are in the order of `calls`.
     fn carry_all(&mut self, calls: &[ControlCall]) -> Vec<Result<i32, ControlError>> {
         let mut none = AlignedBuf::zeroed(0);
         calls.iter().map(|call| self.carry(call, &mut none)).collect()
@@ -172,32 +173,45 @@ impl ControlDevice {
     }
 }
 
+/// The data of a command's submission entry.
+fn payload(call: &ControlCall, address: u64, len: usize) -> [u8; 80] {
+    let fixed = ControlCommand {
+        dev_id: call.device,
+        queue_id: NO_QUEUE,
+        addr: if len > 0 { address } else { 0 },
+        // No buffer here is longer than a page.
+        len: len as u16,
+        data: call.data,
+        dev_path_len: call.path_bytes,
+        ..ControlCommand::default()
+    };
+    let mut bytes = [0; 80];
+    let fixed = fixed.as_bytes();
+    bytes[..fixed.len()].copy_from_slice(fixed);
+    bytes
+}
+
 impl Carrier for ControlDevice {
     fn carry(&mut self, call: &ControlCall, buffer: &mut AlignedBuf) -> Result<i32, ControlError> {
-        let mut fixed = ControlCommand {
-            dev_id: call.device,
-            queue_id: NO_QUEUE,
-            // No buffer here is longer than a page.
-            len: buffer.len() as u16,
-            data: call.data,
-            dev_path_len: call.path_bytes,
-            ..ControlCommand::default()
-        };
-        let payload = |address: u64| {
-            let mut bytes = [0; 80];
-            if fixed.len > 0 {
-                fixed.addr = address;
-            }
-            let fixed = fixed.as_bytes();
-            bytes[..fixed.len()].copy_from_slice(fixed);
-            bytes
-        };
+        let len = buffer.len();
+        let payload = |address: u64| payload(call, address, len);
         let code = call.command.code();
         // SAFETY: `addr` and `len` name all of `buffer` and nothing else, and no command of the driver touches
         // its buffer after it was answered.
         unsafe {
             self.ring
                 .call(self.file.as_fd(), code, buffer, payload, call.patience)
+        }
+    }
+
+    fn carry_all(&mut self, calls: &[ControlCall]) -> Vec<Result<i32, ControlError>> {
+        let command = |call: &ControlCall| (call.command.code(), payload(call, 0, 0));
+        let commands: Vec<_> = calls.iter().map(command).collect();
+        let patience = calls.iter().map(|call| call.patience).max();
+        // SAFETY: the commands have no buffers.
+        unsafe {
+            self.ring
+                .call_all(self.file.as_fd(), &commands, patience.unwrap_or_default())
         }
     }
 }
@@ -412,6 +426,12 @@ impl Control {
         self.plain(Command::StopDev, device, 0, PATIENT)
     }
 
+    /// Removes block devices like [`Control::stop`], at once, because the driver mostly waits in each. The answers are in the
+    /// order of `devices`: [`CommandError`] for each that failed.
+    pub fn stop_all(&mut self, devices: &[u32]) -> Vec<Result<(), CommandError>> {
+        self.plain_all(Command::StopDev, devices, 0)
+    }
+
     /// Removes the block device like [`Control::stop`], unless a process has it open.
     ///
     /// # Errors
@@ -428,7 +448,22 @@ impl Control {
     ///
     /// [`CommandError`].
     pub fn delete(&mut self, device: u32) -> Result<(), CommandError> {
-        match self.plain(Command::DelDevAsync, device, 0, PATIENT) {
+        let deleted = self.plain(Command::DelDevAsync, device, 0, PATIENT);
+        self.wait_deleted(device, deleted)
+    }
+
+    /// Removes devices like [`Control::delete`], at once. The answers are in the order of `devices`: [`CommandError`] for each
+    /// that failed.
+    pub fn delete_all(&mut self, devices: &[u32]) -> Vec<Result<(), CommandError>> {
+        let deleted = self.plain_all(Command::DelDevAsync, devices, 0);
+        let each = deleted.into_iter().zip(devices);
+        each.map(|(deleted, &device)| self.wait_deleted(device, deleted))
+            .collect()
+    }
+
+    /// Waits for the end of a device whose removal was begun with the answer `deleted`.
+    fn wait_deleted(&mut self, device: u32, deleted: Result<(), CommandError>) -> Result<(), CommandError> {
+        match deleted {
             // An older driver knows only how to wait.
             Err(error) if matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {
                 return self.plain(Command::DelDev, device, 0, PATIENT);
@@ -495,23 +530,35 @@ impl Control {
     /// Lets I/O of devices flow to this process. Their queues must wait for requests, or do so soon. The answers are in
     /// the order of `devices`: [`CommandError`] for each that failed.
     pub fn end_recovery(&mut self, devices: &[u32]) -> Vec<Result<(), CommandError>> {
+        self.plain_all(Command::EndUserRecovery, devices, std::process::id().into())
+    }
+
+    /// A command without a buffer to each of `devices`, at once. The answers are in their order.
+    fn plain_all(&mut self, command: Command, devices: &[u32], data: u64) -> Vec<Result<(), CommandError>> {
         let call = |&device: &u32| ControlCall {
-            command: Command::EndUserRecovery,
+            command,
             device,
-            data: std::process::id().into(),
+            data,
             path_bytes: 0,
             patience: PATIENT,
         };
-        let calls: Vec<ControlCall> = devices.iter().map(call).collect();
-        let answers = self.carrier.carry_all(&calls);
-        let said = answers.into_iter().zip(devices).map(|(answer, &device)| {
+        // The others pass a path, and so have a buffer.
+        let together = devices.iter().filter(|device| !self.by_path.contains(device));
+        let calls: Vec<ControlCall> = together.map(call).collect();
+        let mut answers = self.carrier.carry_all(&calls).into_iter();
+        let each = devices.iter().map(|&device| {
+            if self.by_path.contains(&device) {
+                return self.plain(command, device, data, PATIENT);
+            }
+            let lost = || Err(ControlError::Lost(io::ErrorKind::BrokenPipe.into()));
+            let answer = answers.next().unwrap_or_else(lost);
             answer.map(drop).map_err(|source| CommandError {
-                command: Command::EndUserRecovery,
+                command,
                 device: Some(device),
                 source,
             })
         });
-        said.collect()
+        each.collect()
     }
 }
 

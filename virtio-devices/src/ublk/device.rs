@@ -10,6 +10,7 @@ mod hand_over;
 mod park;
 mod recover;
 
+use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -34,7 +35,7 @@ const NODE: Duration = Duration::from_secs(5);
 
 /// A device and those who serve it.
 ///
-/// If it is dropped before the driver has ended it, by [`UblkDevice::close`] or another process's command, it stays
+/// If it is dropped before the driver has ended it, by [`UblkDevice::close_all`] or another process's command, it stays
 /// with this process: requests are no longer answered, its threads and the lock of the disk remain, and the driver
 /// takes the exit of the process for the death of its server.
 #[derive(Debug)]
@@ -240,35 +241,59 @@ impl UblkDevice {
         Ok(size_bytes)
     }
 
-    /// Stops the device, drains its requests, deletes it and closes the disk as a clean shutdown should. A device
-    /// that another process has stopped is deleted by that one.
+    /// Stops devices, drains their requests, deletes them and closes their disks as a clean shutdown should. They are stopped
+    /// and deleted at once, because the driver mostly waits in each. A device that another process has stopped is
+    /// deleted by that one.
     ///
-    /// # Errors
-    ///
-    /// [`CloseError`], the first if there are several. [`CloseError::Undrained`] leaves requests that only the end of
-    /// this process takes away.
-    pub fn close(self, control: &mut Control) -> Result<(), CloseError> {
-        let stopped_by_others = self.is_ended();
-        let mut first = None;
-        if !stopped_by_others && let Err(error) = unless_gone(control.stop(self.info.dev_id)) {
-            first.get_or_insert(CloseError::from(error));
-        }
-        let disk = Arc::clone(&self.disk);
-        let device = self.info.dev_id;
-        self.drain()?;
-        if let Some(worker) = self.workers.first() {
-            let closed = worker.block_on(move |cx| disk.close(cx));
-            let closed = closed.map_err(CloseError::from).and_then(|disk| Ok(disk?));
-            if let Err(error) = closed {
-                first.get_or_insert(error);
+    /// Returns the results in the order of `devices`: [`CloseError`], the first of a device if it has several.
+    /// [`CloseError::Undrained`] leaves requests that only the end of this process takes away.
+    pub fn close_all(devices: Vec<Self>, control: &mut Control) -> Vec<Result<(), CloseError>> {
+        let ours: Vec<u32> = devices
+            .iter()
+            .filter(|device| !device.is_ended())
+            .map(Self::id)
+            .collect();
+        let mut results: BTreeMap<u32, Result<(), CloseError>> = ours
+            .iter()
+            .copied()
+            .zip(control.stop_all(&ours))
+            .map(|(id, stopped)| (id, unless_gone(stopped).map_err(CloseError::from)))
+            .collect();
+        let ids: Vec<u32> = devices.iter().map(Self::id).collect();
+        let mut undrained = Vec::new();
+        for device in devices {
+            let id = device.id();
+            let ended = device.end();
+            if let Err(CloseError::Undrained { .. }) = &ended {
+                undrained.push(id);
+                results.insert(id, ended);
+                continue;
             }
+            let first = results.remove(&id).unwrap_or(Ok(()));
+            results.insert(id, first.and(ended));
         }
-        // The last hold on the character device.
-        drop(self);
-        if !stopped_by_others && let Err(error) = unless_gone(control.delete(device)) {
-            first.get_or_insert(error.into());
+        // Nothing of ours holds their character devices any more.
+        let drained = |id: &u32| !undrained.contains(id);
+        let ours: Vec<u32> = ours.into_iter().filter(drained).collect();
+        for (&id, deleted) in ours.iter().zip(control.delete_all(&ours)) {
+            let deleted = unless_gone(deleted).map_err(CloseError::from);
+            let first = results.remove(&id).unwrap_or(Ok(()));
+            results.insert(id, first.and(deleted));
         }
-        first.map_or(Ok(()), Err)
+        ids.iter()
+            .map(|id| results.remove(id).unwrap_or(Ok(())))
+            .collect()
+    }
+
+    /// Drains the requests of a stopped device, closes its disk, and lets go of its character device.
+    fn end(self) -> Result<(), CloseError> {
+        let disk = Arc::clone(&self.disk);
+        self.drain()?;
+        let Some(worker) = self.workers.first() else {
+            return Ok(());
+        };
+        let closed = worker.block_on(move |cx| disk.close(cx));
+        closed.map_err(CloseError::from).and_then(|disk| Ok(disk?))
     }
 
     /// Waits until the driver has ended all tags and the queues are gone.

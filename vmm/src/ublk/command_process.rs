@@ -1,8 +1,9 @@
 //! Driver commands, executed by a second process.
 //!
 //! A command that hangs in the kernel also keeps its process from exiting, and some kernels hang. So a second process of
-//! this program executes all commands, one at a time, which it receives over a socket. If an answer does not come in time,
-//! the first process reports that and exits. The second one exits when its socket is closed, or when the kernel lets it.
+//! this program executes all commands, one at a time or several together, which it receives over a socket. If an answer
+//! does not come in time, the first process reports that and exits. The second one exits when its socket is closed, or
+//! when the kernel lets it.
 //!
 //! Invariants: every wait for the second process is bounded, also the one for its exit. It has nothing open but the control
 //! device and the socket, because others would wait for anything else.
@@ -29,6 +30,8 @@ use crate::signals::StopSignals;
 const GRACE: Duration = Duration::from_secs(5);
 /// The most bytes that a command exchanges.
 const BYTES_MAX: usize = 4096;
+/// The most commands that are executed together.
+const TOGETHER_MAX: usize = 64;
 
 /// Result codes of a command, on the socket.
 const ANSWERED: u32 = 0;
@@ -202,26 +205,33 @@ impl Carrier for CommandProcess {
     fn carry_all(&mut self, calls: &[ControlCall]) -> Vec<Result<i32, ControlError>> {
         let mut none = AlignedBuf::zeroed(0);
         let mut answers = Vec::with_capacity(calls.len());
-        // Asked before the first is answered: the process goes from one to the next without us, who may have to wait for
-        // a CPU. So many fit into the socket.
-        for calls in calls.chunks(64) {
+        for calls in calls.chunks(TOGETHER_MAX) {
+            if let Some(patience) = self.stuck {
+                answers.extend(calls.iter().map(|_| Err(ControlError::Stuck(patience))));
+                continue;
+            }
             let process = self.process();
-            let asked: Vec<u8> = calls.iter().flat_map(|call| encode(call, &[])).collect();
+            let behind = (0..calls.len()).rev();
+            let asked: Vec<u8> = calls
+                .iter()
+                .zip(behind)
+                .flat_map(|(call, behind)| encode_with(call, &[], behind as u32))
+                .collect();
             let mut asked = self.socket.write_all(&asked);
+            let mut is_silent = false;
             for call in calls {
-                if let Some(patience) = self.stuck {
-                    answers.push(Err(ControlError::Stuck(patience)));
-                    continue;
-                }
                 let answer = match std::mem::replace(&mut asked, Ok(())) {
-                    // Those behind one that its process has not survived were not carried out.
+                    // What became of the others is not known either.
                     Ok(()) if self.process() != process => {
                         answers.push(Err(ControlError::Lost(io::ErrorKind::BrokenPipe.into())));
                         continue;
                     }
+                    // Behind an answer that has not come there is none.
+                    Ok(()) if is_silent => Err(io::ErrorKind::TimedOut.into()),
                     Ok(()) => self.receive_answer(call.patience),
                     Err(error) => Err(error),
                 };
+                is_silent |= answer.is_err();
                 answers.push(self.judge(answer, call.patience, &mut none));
             }
         }
@@ -265,8 +275,13 @@ fn words<const N: usize>(bytes: &[u8]) -> [u32; N] {
     words
 }
 
-/// A command on the socket: seven words and its bytes.
+/// A command on the socket that is executed alone: eight words and its bytes.
 fn encode(call: &ControlCall, bytes: &[u8]) -> Vec<u8> {
+    encode_with(call, bytes, 0)
+}
+
+/// As [`encode`], for a command that is executed together with so many `behind` it.
+fn encode_with(call: &ControlCall, bytes: &[u8], behind: u32) -> Vec<u8> {
     let patience = u32::try_from(call.patience.as_millis()).unwrap_or(u32::MAX);
     let (low, high) = (call.data as u32, (call.data >> 32) as u32);
     let words = [
@@ -277,6 +292,7 @@ fn encode(call: &ControlCall, bytes: &[u8]) -> Vec<u8> {
         patience,
         call.path_bytes.into(),
         bytes.len() as u32,
+        behind,
     ];
     let mut message: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
     message.extend_from_slice(bytes);
@@ -332,42 +348,69 @@ pub(super) fn serve(sync: bool) -> Result<u8, CommandFailure> {
 /// Carries out commands until the socket ends.
 fn serve_on(mut socket: UnixStream, device: &mut dyn Carrier) -> io::Result<()> {
     loop {
-        let mut head = [0; 28];
-        socket.read_exact(&mut head)?;
-        let [code, id, low, high, patience, path_bytes, bytes] = words(&head);
-        let mut sent = vec![0; (bytes as usize).min(BYTES_MAX)];
-        socket.read_exact(&mut sent)?;
-        let mut buffer = match sent.len() {
-            0 => AlignedBuf::zeroed(0),
-            _ => AlignedBuf::from_slice(&sent),
-        };
-        let answer = match abi::Command::of_code(code) {
-            None => Err(ControlError::Refused(io::Error::from_raw_os_error(
-                libc::EOPNOTSUPP,
-            ))),
-            Some(command) => {
-                let call = ControlCall {
-                    command,
-                    device: id,
-                    data: u64::from(high) << 32 | u64::from(low),
-                    path_bytes: u16::try_from(path_bytes).unwrap_or(u16::MAX),
-                    patience: Duration::from_millis(patience.into()),
-                };
-                device.carry(&call, &mut buffer)
-            }
-        };
-        let errno = |error: &io::Error| error.raw_os_error().unwrap_or(libc::EIO).cast_unsigned();
-        let (kind, value, back) = match &answer {
-            Ok(value) => (ANSWERED, value.cast_unsigned(), &buffer[..]),
-            Err(ControlError::Refused(error)) => (REFUSED, errno(error), &[][..]),
-            Err(ControlError::Stuck(_)) => (STUCK, 0, &[][..]),
-            Err(ControlError::Ring(error) | ControlError::Lost(error)) => (FAILED, errno(error), &[][..]),
-        };
-        let words = [kind, value, back.len() as u32];
-        let mut message: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        message.extend_from_slice(back);
-        socket.write_all(&message)?;
+        let mut asked = read_call(&mut socket)?;
+        if asked.behind == 0 {
+            let answer = match &asked.call {
+                Some(call) => device.carry(call, &mut asked.buffer),
+                None => Err(ControlError::Refused(io::Error::from_raw_os_error(
+                    libc::EOPNOTSUPP,
+                ))),
+            };
+            socket.write_all(&encode_answer(&answer, &asked.buffer))?;
+            continue;
+        }
+        let mut calls: Vec<ControlCall> = asked.call.into_iter().collect();
+        for _ in 0..asked.behind.min(TOGETHER_MAX as u32) {
+            calls.extend(read_call(&mut socket)?.call);
+        }
+        for answer in device.carry_all(&calls) {
+            socket.write_all(&encode_answer(&answer, &[]))?;
+        }
     }
+}
+
+/// A command that was read from the socket.
+struct Asked {
+    /// `None` for one that this program does not know.
+    call: Option<ControlCall>,
+    buffer: AlignedBuf,
+    /// The number of commands behind it that are executed together with it.
+    behind: u32,
+}
+
+fn read_call(socket: &mut UnixStream) -> io::Result<Asked> {
+    let mut head = [0; 32];
+    socket.read_exact(&mut head)?;
+    let [code, id, low, high, patience, path_bytes, bytes, behind] = words(&head);
+    let mut sent = vec![0; (bytes as usize).min(BYTES_MAX)];
+    socket.read_exact(&mut sent)?;
+    let call = abi::Command::of_code(code).map(|command| ControlCall {
+        command,
+        device: id,
+        data: u64::from(high) << 32 | u64::from(low),
+        path_bytes: u16::try_from(path_bytes).unwrap_or(u16::MAX),
+        patience: Duration::from_millis(patience.into()),
+    });
+    let buffer = match sent.len() {
+        0 => AlignedBuf::zeroed(0),
+        _ => AlignedBuf::from_slice(&sent),
+    };
+    Ok(Asked { call, buffer, behind })
+}
+
+/// An answer on the socket: three words and the bytes that the driver left.
+fn encode_answer(answer: &Result<i32, ControlError>, buffer: &[u8]) -> Vec<u8> {
+    let errno = |error: &io::Error| error.raw_os_error().unwrap_or(libc::EIO).cast_unsigned();
+    let (kind, value, back) = match answer {
+        Ok(value) => (ANSWERED, value.cast_unsigned(), buffer),
+        Err(ControlError::Refused(error)) => (REFUSED, errno(error), &[][..]),
+        Err(ControlError::Stuck(_)) => (STUCK, 0, &[][..]),
+        Err(ControlError::Ring(error) | ControlError::Lost(error)) => (FAILED, errno(error), &[][..]),
+    };
+    let words = [kind, value, back.len() as u32];
+    let mut message: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    message.extend_from_slice(back);
+    message
 }
 
 #[cfg(test)]
@@ -466,6 +509,54 @@ mod tests {
         // Nothing else is asked of it.
         let stuck = helper.carry(&call(3, patience), &mut none).expect_err("stuck");
         assert!(matches!(stuck, ControlError::Stuck(_)), "{stuck}");
+        drop(helper);
+        assert!(
+            driver.join().expect("it does not panic").is_err(),
+            "the socket's end"
+        );
+    }
+
+    /// Answers several calls only if it has them together.
+    #[derive(Debug)]
+    struct Together;
+
+    impl Carrier for Together {
+        fn carry(&mut self, _: &ControlCall, _: &mut AlignedBuf) -> Result<i32, ControlError> {
+            Err(ControlError::Refused(io::Error::from_raw_os_error(libc::EDEADLK)))
+        }
+
+        fn carry_all(&mut self, calls: &[ControlCall]) -> Vec<Result<i32, ControlError>> {
+            let driver = |call: &ControlCall| Driver.carry(call, &mut AlignedBuf::zeroed(0));
+            calls.iter().map(driver).collect()
+        }
+    }
+
+    #[test]
+    fn carry_all_passes_calls_together_and_answers_in_order() {
+        let mut helper = hung();
+        let (ours, theirs) = UnixStream::pair().expect("a socket");
+        helper.socket = ours;
+        let driver = std::thread::spawn(move || serve_on(theirs, &mut Together));
+        let patience = Duration::from_secs(20);
+        let devices = || (100..101 + TOGETHER_MAX as u32).chain([7, 3]);
+        let calls: Vec<ControlCall> = devices().map(|device| call(device, patience)).collect();
+        let said = |answer: Result<i32, ControlError>| answer.map_err(|error| error.errno());
+        let answers: Vec<_> = helper.carry_all(&calls).into_iter().map(said).collect();
+        let expected = devices().map(|device| match device {
+            7 => Err(Some(libc::EBUSY)),
+            device => Ok(device.cast_signed() + 5),
+        });
+        assert_eq!(answers, expected.collect::<Vec<_>>());
+        // One that is stuck keeps no answer from the others, and is the last.
+        let calls = [8, 3].map(|device| call(device, patience));
+        let mut answers = helper.carry_all(&calls).into_iter();
+        let stuck = answers.next().expect("an answer");
+        assert!(
+            matches!(stuck, Err(ControlError::Stuck(after)) if after == patience),
+            "{stuck:?}"
+        );
+        assert_eq!(answers.next().map(said), Some(Ok(8)));
+        assert!(matches!(helper.carry_all(&calls)[1], Err(ControlError::Stuck(_))));
         drop(helper);
         assert!(
             driver.join().expect("it does not panic").is_err(),

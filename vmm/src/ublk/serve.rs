@@ -190,10 +190,9 @@ fn serve(
         server.lock().leave_recovered();
     }
     let mut shared = server.lock();
-    while let Some((_, served)) = shared.devices.pop_first() {
-        if let Err(failure) = close(&mut shared.control, served) {
-            first_failure.get_or_insert(failure);
-        }
+    let served = std::mem::take(&mut shared.devices).into_values();
+    if let Err(failure) = close(&mut shared.control, served) {
+        first_failure.get_or_insert(failure);
     }
     first_failure.map_or(Ok(EXIT_OK), Err)
 }
@@ -219,7 +218,7 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailur
                     && let Some(served) = shared.devices.remove(&device)
                 {
                     tracing::info!(device, "the device was deleted");
-                    if let Err(failure) = close(&mut shared.control, served) {
+                    if let Err(failure) = close(&mut shared.control, [served]) {
                         first_failure.get_or_insert(failure);
                     }
                 }

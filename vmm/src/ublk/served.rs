@@ -61,15 +61,50 @@ pub(super) enum Event {
     Queue(QueueEvent),
 }
 
-/// Stops and deletes one device and closes its image.
-pub(super) fn close(control: &mut Control, served: Served) -> Result<(), CommandFailure> {
-    let Served {
-        device,
-        name,
-        serial,
-        opened: _opened,
-        recovered: _,
-    } = served;
+/// Stops and deletes devices and closes their images. The failure is the first there was.
+pub(super) fn close(
+    control: &mut Control,
+    served: impl IntoIterator<Item = Served>,
+) -> Result<(), CommandFailure> {
+    let (mut devices, mut images) = (Vec::new(), Vec::new());
+    for served in served {
+        let Served {
+            device,
+            name,
+            serial,
+            opened,
+            recovered: _,
+        } = served;
+        prepare(&device, serial.as_deref());
+        images.push((device.id(), name, opened));
+        devices.push(device);
+    }
+    let closed = UblkDevice::close_all(devices, control);
+    let (mut first_failure, mut is_undrained) = (None, false);
+    for ((id, name, _opened), closed) in images.into_iter().zip(closed) {
+        if let Err(CloseError::Undrained { .. }) = &closed {
+            is_undrained = true;
+            continue;
+        }
+        state::forget(id, Some(std::process::id()));
+        match closed {
+            Ok(()) => tracing::info!(disk = %name, device = id, "the image was closed cleanly"),
+            Err(error) => {
+                tracing::error!(disk = %name, device = id, %error, "the image was not closed cleanly");
+                first_failure.get_or_insert_with(|| CommandFailure::about(name, error));
+            }
+        }
+    }
+    if is_undrained {
+        // Only the end of the process frees what the kernel waits for, and it must come soon.
+        tracing::error!("exiting: requests are still in flight");
+        std::process::exit(EXIT_FAILURE.into());
+    }
+    first_failure.map_or(Ok(()), Err)
+}
+
+/// Writes back what the host keeps of a device that is about to be removed, and removes its link.
+fn prepare(device: &UblkDevice, serial: Option<&str>) {
     let (id, path) = (device.id(), block_path(device.id()));
     if !device.is_ended() {
         match in_use::user_of(&path) {
@@ -79,20 +114,8 @@ pub(super) fn close(control: &mut Control, served: Served) -> Result<(), Command
             }
             Ok(None) => {}
             // The sandbox does not let us see who has it open.
-            Err(_) => page_cache::flush(path.clone()),
+            Err(_) => page_cache::flush(path),
         }
     }
-    by_id::remove_own(id, serial.as_deref());
-    let closed = device.close(control);
-    if let Err(CloseError::Undrained { .. }) = &closed {
-        // Only the end of the process frees what the kernel waits for, and it must come soon.
-        tracing::error!(device = id, "exiting: requests are still in flight");
-        std::process::exit(EXIT_FAILURE.into());
-    }
-    state::forget(id, Some(std::process::id()));
-    match &closed {
-        Ok(()) => tracing::info!(disk = %name, device = id, "the image was closed cleanly"),
-        Err(error) => tracing::error!(disk = %name, device = id, %error, "the image was not closed cleanly"),
-    }
-    closed.map_err(|error| CommandFailure::about(name, error))
+    by_id::remove_own(id, serial);
 }
