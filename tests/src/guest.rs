@@ -56,6 +56,7 @@ const INITRAMFS: &str = "lab: init";
 pub struct Guest<'lab> {
     lab: &'lab Lab,
     cpus: u16,
+    possible_cpus: u16,
     memory_mib: u32,
     disks: Vec<Disk>,
     script: String,
@@ -86,6 +87,7 @@ impl<'lab> Guest<'lab> {
         Self {
             lab,
             cpus: 2,
+            possible_cpus: 0,
             memory_mib: 512,
             disks: Vec::new(),
             script: String::new(),
@@ -117,6 +119,13 @@ impl<'lab> Guest<'lab> {
     /// Sets the number of CPUs.
     pub fn cpus(mut self, cpus: u16) -> Self {
         self.cpus = cpus;
+        self
+    }
+
+    /// Sets how many CPUs its kernel provides for. Those past [`cpus`](Self::cpus) are never started, and take no time of this
+    /// machine.
+    pub fn possible_cpus(mut self, cpus: u16) -> Self {
+        self.possible_cpus = cpus;
         self
     }
 
@@ -233,6 +242,9 @@ impl<'lab> Guest<'lab> {
         // On a busy machine the emulated timer may be too late for the kernel's test of it, and the kernel panics.
         let mut line = String::from("console=ttyS0 loglevel=5 no_timer_check lab.results=ttyS1 lab.root=");
         line.push_str(&pci_address(0));
+        if self.possible_cpus > self.cpus {
+            line.push_str(&format!(" maxcpus={}", self.cpus));
+        }
         for (index, disk) in self.disks.iter().enumerate() {
             line.push_str(&format!(" lab.disk={}@{}", disk.name, pci_address(index)));
         }
@@ -246,7 +258,8 @@ impl<'lab> Guest<'lab> {
             "-cpu",
             self.cpu,
         ]);
-        command.args(["-smp", &self.cpus.to_string(), "-m", &format!("{memory}M")]);
+        let cpus = self.cpus.max(self.possible_cpus);
+        command.args(["-smp", &cpus.to_string(), "-m", &format!("{memory}M")]);
         command.args([
             "-object",
             &format!("memory-backend-memfd,id=mem,size={memory}M,share=on"),

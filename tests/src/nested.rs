@@ -187,6 +187,26 @@ pub struct Nested<'a> {
     pub script: &'a str,
     /// The longest time for that, from start to power-off.
     pub patience: Duration,
+    /// Its CPUs and memory.
+    pub size: Size,
+}
+
+/// The size of a guest with two CPUs.
+#[derive(Clone, Copy, Debug)]
+pub struct Size {
+    /// The number of CPUs that its kernel provides for.
+    pub possible_cpus: u16,
+    /// Its memory in MiB.
+    pub memory_mib: u32,
+}
+
+impl Default for Size {
+    fn default() -> Self {
+        Self {
+            possible_cpus: 2,
+            memory_mib: MEMORY_MIB,
+        }
+    }
 }
 
 impl Nested<'_> {
@@ -233,7 +253,8 @@ impl Nested<'_> {
         ];
         let mut guest = Guest::new(self.lab)
             .cpus(2)
-            .memory_mib(MEMORY_MIB)
+            .possible_cpus(self.size.possible_cpus)
+            .memory_mib(self.size.memory_mib)
             .whole_cpu()
             .heartbeat()
             .patience(self.patience)

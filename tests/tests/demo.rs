@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use lab::nested::{Nested, Toolbox};
+use lab::nested::{Nested, Size, Toolbox};
 use lab::{Error, Scratch};
 
 const MIB: u64 = 1 << 20;
@@ -51,6 +51,7 @@ PATH=/mnt:$PATH RINGDISK_LAB_GUEST=/mnt RINGDISK_BIN=/mnt/ringdisk TMPDIR=/mnt/t
         bytes: 2048 * MIB,
         script,
         patience: Duration::from_secs(180),
+        size: Size::default(),
     };
     let (outcome, _) = nested.run()?;
     let said: Vec<_> = outcome.lines().collect();

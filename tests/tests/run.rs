@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lab::nested::{Nested, Toolbox};
+use lab::nested::{Nested, Size, Toolbox};
 use lab::{Error, Lab, Outcome, Scratch, image};
 
 #[path = "run/foreign.rs"]
@@ -46,6 +46,7 @@ fn nested_with(
         bytes: 512 * MIB,
         script: &script,
         patience: Duration::from_secs(400),
+        size: Size::default(),
     };
     nested.run()
 }

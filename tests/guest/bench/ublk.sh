@@ -174,13 +174,13 @@ recover() {
     kill $server
     wait $server
 }
-# many COUNT: so many busy devices of one server, which is killed and followed by another.
+# many COUNT: so many busy devices of one server, with a queue for each CPU, which is killed and followed by another.
 many() {
     disks=
     for n in $(seq $1); do
         rm -f m$n.qcow2
         /mnt/ringdisk image create m$n.qcow2 16M >/dev/null
-        disks="$disks path=m$n.qcow2,direct=on,num_queues=4,queue_size=128"
+        disks="$disks path=m$n.qcow2,direct=on,num_queues=2,queue_size=128"
     done
     : >out
     /mnt/ringdisk ublk add --disk $disks --queues-per-worker 4 >out 2>err & server=$!

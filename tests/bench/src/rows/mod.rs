@@ -11,6 +11,7 @@ pub(crate) mod queues;
 mod said;
 pub(crate) mod space;
 pub(crate) mod ublk;
+mod ublk_scale;
 pub(crate) mod vmm;
 
 use std::io;
@@ -210,6 +211,7 @@ pub(crate) fn all(before: bool) -> Vec<Row> {
     rows.extend(micro::rows());
     rows.extend(vmm::rows());
     rows.extend(ublk::rows());
+    rows.extend(ublk_scale::rows());
     rows
 }
 

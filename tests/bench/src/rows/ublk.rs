@@ -8,7 +8,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lab::nested::{Nested, Toolbox};
+use lab::nested::{Nested, Size, Toolbox};
 use lab::{Kernel, Lab, Scratch};
 
 use super::said::{self, Entries, Said, failed};
@@ -135,14 +135,14 @@ const REACH_ZERO_COPY: [Reach; 2] = [
 /// The most that a thing may take: figure, what, seconds.
 const BOUNDS: [(&str, &str, f64); 3] = [
     ("recovery", "recovery-ms", 1.0),
-    ("teardown-32x4", "teardown-32-ms", 5.0),
-    ("recovery-32x4", "recovery-32-ms", 5.0),
+    ("teardown-32x2", "teardown-32-ms", 5.0),
+    ("recovery-32x2", "recovery-32-ms", 5.0),
 ];
 
 /// Times that must be linear in devices: the figure, the time of 8 devices and that of 32.
 const LINEAR: [(&str, &str, &str); 2] = [
-    ("teardown-32x4/linear", "teardown-8-ms", "teardown-32-ms"),
-    ("recovery-32x4/linear", "recovery-8-ms", "recovery-32-ms"),
+    ("teardown-32x2/linear", "teardown-8-ms", "teardown-32-ms"),
+    ("recovery-32x2/linear", "recovery-8-ms", "recovery-32-ms"),
 ];
 
 /// The least ratio of a linear time. One that is linear is at 1, and one that grows with the square of devices at a
@@ -301,7 +301,7 @@ fn entries(
         entries.add(took.map(|took| row.entry(name, "s", Better::Lower, took, ("bound", bound))));
     }
     let told = of("ours-auto", "told-32-ms").map(|told| told / 1000.0);
-    entries.add(told.map(|told| row.entry("recovery-32x4/told", "s", Better::Lower, told, ("bound", 5.0))));
+    entries.add(told.map(|told| row.entry("recovery-32x2/told", "s", Better::Lower, told, ("bound", 5.0))));
     for (name, few, many) in LINEAR {
         let entry = || {
             let (few, many) = (of("ours-auto", few)? / 8.0, of("ours-auto", many)? / 32.0);
@@ -340,6 +340,7 @@ fn inside(
         bytes: DISK_BYTES + if place.on_disk { IMAGES_BYTES } else { 0 },
         script: &script,
         patience: PATIENCE,
+        size: Size::default(),
     };
     said::run(place.row, &nested)
 }

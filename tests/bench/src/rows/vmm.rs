@@ -8,7 +8,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lab::nested::{Nested, Toolbox};
+use lab::nested::{Nested, Size, Toolbox};
 use lab::{Lab, Scratch};
 
 use super::said::{self, Entries, Said, failed};
@@ -161,6 +161,7 @@ fn outer(
         bytes: DISK_BYTES,
         script: &script,
         patience: PATIENCE,
+        size: Size::default(),
     };
     said::run(row, &nested)
 }
