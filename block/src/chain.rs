@@ -46,7 +46,7 @@ use crate::request::{Op, Request, check_range};
 use crate::status::{Content, StatusRange, StatusRanges};
 use crate::sync::Mutex;
 use crate::task::Context;
-use index::{Building, ChainIndex, Found};
+use index::{Building, ChainIndex, Found, IndexReader};
 use places::PlaceRuns;
 use span::{RUNS_MAX, Run, Span};
 
@@ -159,7 +159,7 @@ impl Disk for IndexedDisk {
             top,
             below,
             size_bytes: self.disk.info().size_bytes,
-            index: Arc::clone(&self.index),
+            index: self.index.reader(),
             cx: cx.clone(),
         }))))
     }
@@ -182,7 +182,7 @@ struct Layers {
     /// The file of each layer, for reads of bytes whose place is known. The layers that tell no file have none.
     files: Vec<Option<FileView>>,
     size_bytes: u64,
-    index: Arc<ChainIndex>,
+    index: IndexReader,
     cx: Context,
 }
 

@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use crate::canary::{Rule, broken};
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
-use crate::sync::{Monitor, Mutex};
+use crate::sync::{CachePadded, Monitor, Mutex};
 
 /// Returns true if a cluster dropped in epoch `dropped_in` may be reused in epoch `now`, as [`Epochs::now`] and
 /// [`Epochs::advance`] returned them.
@@ -33,11 +33,9 @@ pub fn is_past_grace(dropped_in: u64, now: u64) -> bool {
     dropped_in + epochs <= now
 }
 
-/// The two counts of one queue, written by its worker only, at the begin and end of each request. They have a cache line
-/// of their own, and the one that is prefetched with it: with another queue's counts in it, each request would take the
-/// line from another CPU.
+/// The two counts of one queue, written by its worker only, at the begin and end of each request. With another queue's
+/// counts in the same cache line, each request would take the line from another CPU.
 #[derive(Debug, Default)]
-#[repr(align(128))]
 struct Counts {
     in_flight: [AtomicU64; 2],
 }
@@ -46,7 +44,7 @@ struct Counts {
 #[derive(Debug, Default)]
 pub struct Epochs {
     now: AtomicU64,
-    queues: Mutex<Vec<Arc<Counts>>>,
+    queues: Mutex<Vec<Arc<CachePadded<Counts>>>>,
     /// The number of watches; without any, a request's end does not take the lock below.
     watching: AtomicUsize,
     /// The number of ends that came while a watch existed.
@@ -136,7 +134,7 @@ impl Epochs {
     /// Adds a queue with counts of its own.
     #[must_use]
     pub fn register(self: &Arc<Self>) -> EpochQueue {
-        let counts = Arc::new(Counts::default());
+        let counts = Arc::<CachePadded<Counts>>::default();
         self.queues.lock().push(Arc::clone(&counts));
         EpochQueue {
             inner: Rc::new(Inner {
@@ -149,7 +147,7 @@ impl Epochs {
 
 struct Inner {
     epochs: Arc<Epochs>,
-    counts: Arc<Counts>,
+    counts: Arc<CachePadded<Counts>>,
 }
 
 impl fmt::Debug for Inner {

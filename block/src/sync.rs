@@ -1,6 +1,6 @@
 //! Primitives for state that threads share: locks, atomics, channels, and sleeping until a descriptor is ready.
 //!
-//! In production they are re-exports of parking_lot's, crossbeam's and the standard library's types. Under
+//! In production they are re-exports of parking_lot's and the standard library's types. Under
 //! `--cfg loom` or `--cfg shuttle` they are those of the model checker, which schedules the threads at each use.
 //! Loom tries every order of small parts, as far as memory orderings allow. Shuttle tries many random orders of whole
 //! workers. The tests are the `model` modules and `qcow/tests/threads.rs`; `make models` runs them.
@@ -8,15 +8,18 @@
 //! Invariant: every primitive that two threads use at once comes from here, or the checkers do not see it.
 //! Reference counts ([`std::sync::Arc`]) and wakers are exempt.
 
+mod padded;
+mod sharded;
 mod wait;
 
-pub use crossbeam_utils::CachePadded;
+pub use padded::CachePadded;
+pub use sharded::{Poisoned, ReadGuard, ShardedLock, ShardedReader, WriteGuard};
 pub use wait::{ChangeOnDrop, Monitor, SingleFlight, WaitList};
 
 #[cfg(not(any(loom, shuttle)))]
 mod real {
-    pub use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
     pub use parking_lot::{Mutex, MutexGuard};
+    pub(super) use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
     pub use std::sync::{atomic, mpsc};
     pub use std::thread;
 }
@@ -28,26 +31,21 @@ mod real {
     pub use std::thread;
 
     pub use super::modelled::Mutex;
+    pub(super) use super::modelled::RwLock;
     pub(super) use loom::lazy_static;
-    pub(super) use loom::sync::Condvar;
+    pub(super) use loom::sync::{Condvar, RwLock as CheckedRwLock, RwLockReadGuard, RwLockWriteGuard};
     pub use loom::sync::{Mutex as Checked, MutexGuard};
-    pub use loom::sync::{
-        RwLock as ShardedLock, RwLockReadGuard as ShardedLockReadGuard,
-        RwLockWriteGuard as ShardedLockWriteGuard,
-    };
 }
 
 #[cfg(shuttle)]
 mod real {
-    pub use shuttle::sync::{
-        RwLock as ShardedLock, RwLockReadGuard as ShardedLockReadGuard,
-        RwLockWriteGuard as ShardedLockWriteGuard, atomic, mpsc,
-    };
+    pub use shuttle::sync::{atomic, mpsc};
     pub use shuttle::thread;
 
     pub use super::modelled::Mutex;
+    pub(super) use super::modelled::RwLock;
     pub(super) use shuttle::lazy_static;
-    pub(super) use shuttle::sync::Condvar;
+    pub(super) use shuttle::sync::{Condvar, RwLock as CheckedRwLock, RwLockReadGuard, RwLockWriteGuard};
     pub use shuttle::sync::{Mutex as Checked, MutexGuard};
 }
 
@@ -57,7 +55,7 @@ pub use real::*;
 pub(crate) mod modelled {
     #[cfg(all(test, loom))]
     use super::Condvar;
-    use super::{Checked, MutexGuard};
+    use super::{Checked, CheckedRwLock, MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
     /// The model checker's mutex with the interface of parking_lot's.
     #[derive(Debug, Default)]
@@ -74,6 +72,34 @@ pub(crate) mod modelled {
             self.0
                 .lock()
                 .unwrap_or_else(|_| panic!("a thread panicked with the lock held"))
+        }
+    }
+
+    /// The model checker's reader-writer lock with the interface of parking_lot's.
+    #[derive(Debug, Default)]
+    pub(super) struct RwLock<T>(CheckedRwLock<T>);
+
+    impl<T> RwLock<T> {
+        pub(super) fn new(value: T) -> Self {
+            Self(CheckedRwLock::new(value))
+        }
+
+        pub(super) fn read(&self) -> RwLockReadGuard<'_, T> {
+            let read = self.0.read();
+            read.unwrap_or_else(|_| panic!("a thread panicked with the lock held"))
+        }
+
+        pub(super) fn write(&self) -> RwLockWriteGuard<'_, T> {
+            let write = self.0.write();
+            write.unwrap_or_else(|_| panic!("a thread panicked with the lock held"))
+        }
+
+        pub(super) fn try_read(&self) -> Option<RwLockReadGuard<'_, T>> {
+            self.0.try_read().ok()
+        }
+
+        pub(super) fn try_write(&self) -> Option<RwLockWriteGuard<'_, T>> {
+            self.0.try_write().ok()
         }
     }
 

@@ -7,8 +7,7 @@
 #![expect(clippy::print_stdout, reason = "the figures are read by `make bench`")]
 
 use std::hint::black_box;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use block::file::{FileOptions, ImageFile};
@@ -61,74 +60,75 @@ fn next(at: u64) -> u64 {
     (at + 0x9E37_79B9_7000) % DISK
 }
 
-/// Two threads whose numbers differ by so many read-lock the same cache line.
-const LOCK_SHARDS: usize = 8;
+/// A thread's way to look a guest offset up.
+type LookUp<'a> = Box<dyn Fn(u64) -> Option<u64> + Send + 'a>;
 
-/// Nanoseconds for one lookup on each of the threads at work at once, one for each of `disks`: the median of five rounds
-/// of the slowest. `idle` other threads have looked something up before them, and as many between two of them.
-fn measure(disks: &[Arc<QcowDisk>], idle: usize) -> f64 {
+/// Nanoseconds for one lookup on each of the threads at work at once, which look up by these: the median of five rounds of
+/// the slowest.
+fn measure(threads: Vec<LookUp<'_>>) -> f64 {
     const LOOKUPS: u64 = 4_000_000;
-    let go = AtomicBool::new(false);
+    let begin = &Barrier::new(threads.len());
     let slowest = std::thread::scope(|scope| {
-        let mut threads = Vec::new();
-        // Working ones are the last of each group.
-        for number in 0..disks.len() * (idle + 1) {
-            let works = number % (idle + 1) == idle;
-            let disk = &disks[number / (idle + 1)];
-            let (go, (known, is_known)) = (&go, mpsc::channel());
-            threads.push(scope.spawn(move || {
-                let mut at = number as u64 * (DISK / 64);
-                // The first lookup of a thread gives it its number.
-                assert!(disk.cached_host_offset(at).is_some());
-                known.send(()).expect("somebody waits");
-                while !go.load(Ordering::Acquire) {
-                    if works {
-                        std::hint::spin_loop();
-                    } else {
-                        std::thread::park_timeout(Duration::from_millis(1));
-                    }
+        let work = |(number, look_up): (usize, LookUp<'_>)| {
+            let mut at = number as u64 * (DISK / 64);
+            begin.wait();
+            let mut rounds = [Duration::ZERO; 5];
+            for round in &mut rounds {
+                let begin = Instant::now();
+                for _ in 0..LOOKUPS {
+                    at = next(at);
+                    // A reader never finds another reader in its way.
+                    assert!(black_box(look_up(black_box(at))).is_some());
                 }
-                let mut rounds = [Duration::ZERO; 5];
-                for round in rounds.iter_mut().filter(|_| works) {
-                    let begin = Instant::now();
-                    for _ in 0..LOOKUPS {
-                        at = next(at);
-                        // A reader never finds another reader in its way.
-                        assert!(black_box(disk.cached_host_offset(black_box(at))).is_some());
-                    }
-                    *round = begin.elapsed();
-                }
-                rounds.sort_unstable();
-                rounds[2]
-            }));
-            is_known.recv().expect("it looks something up");
-        }
-        go.store(true, Ordering::Release);
+                *round = begin.elapsed();
+            }
+            rounds.sort_unstable();
+            rounds[2]
+        };
+        let threads: Vec<_> = (threads.into_iter().enumerate())
+            .map(|thread| scope.spawn(move || work(thread)))
+            .collect();
         let times = threads.into_iter().map(|thread| thread.join().expect("a thread"));
         times.max().unwrap_or_default()
     });
     slowest.as_nanos() as f64 / LOOKUPS as f64
 }
 
+/// Looks up by a reader of its own, as a queue does.
+fn apart(disk: &QcowDisk) -> LookUp<'_> {
+    let reader = disk.mapping_reader();
+    Box::new(move |at| reader.cached_host_offset(at))
+}
+
+/// Looks up as everybody does who has no reader of their own.
+fn together(disk: &QcowDisk) -> LookUp<'_> {
+    Box::new(|at| disk.cached_host_offset(at))
+}
+
 fn lookups(criterion: &mut Criterion) {
     let (_folder, disk) = disk();
     let (_other_folder, other) = self::disk();
-    let both = [Arc::clone(&disk), Arc::clone(&disk)];
-    // The numbers of threads that have ended are used again, so idle threads take those first. After more than two threads
-    // the numbers of two are anything.
-    for (name, disks, idle) in [
-        ("lookup_hit_1_thread", &both[..1], 0),
-        ("lookup_hit_2_threads", &both[..], 0),
-        ("lookup_hit_2_threads_apart", &[Arc::clone(&disk), other][..], 0),
-        ("lookup_hit_2_threads_one_line", &both[..], LOCK_SHARDS - 1),
-    ] {
-        println!("bench_result {name} {:.1} ns", measure(disks, idle));
+    let figures = [
+        ("lookup_hit_1_thread", measure(vec![apart(&disk)])),
+        ("lookup_hit_2_threads", measure(vec![apart(&disk), apart(&disk)])),
+        (
+            "lookup_hit_2_threads_apart",
+            measure(vec![apart(&disk), apart(&other)]),
+        ),
+        (
+            "lookup_hit_2_threads_one_line",
+            measure(vec![together(&disk), together(&disk)]),
+        ),
+    ];
+    for (name, figure) in figures {
+        println!("bench_result {name} {figure:.1} ns");
     }
+    let reader = disk.mapping_reader();
     let mut at = 0;
     criterion.bench_function("lookup hit", |bencher| {
         bencher.iter(|| {
             at = next(at);
-            black_box(disk.cached_host_offset(black_box(at)))
+            black_box(reader.cached_host_offset(black_box(at)))
         });
     });
 }

@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use super::places::Places;
 use super::span::Span;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Mutex, ShardedLock};
+use crate::sync::{Mutex, ShardedLock, ShardedReader};
 
 /// The most memory of one index, in bytes.
 pub(super) const INDEX_BYTES_MAX: u64 = 64 << 20;
@@ -118,6 +118,55 @@ impl ChainIndex {
         1 << self.span_bits
     }
 
+    /// Returns a reader. Waits while a span enters or leaves.
+    pub(super) fn reader(self: &Arc<Self>) -> IndexReader {
+        IndexReader {
+            directory: self.directory.reader(),
+            index: Arc::clone(self),
+        }
+    }
+
+    /// Begins to build a span. Returns `None` if it is there, or others build it.
+    pub(super) fn begin(self: &Arc<Self>, span: u64) -> Option<Building> {
+        // Entered first: who has just built it leaves the list after it is there.
+        if !self.building.lock().insert(span) {
+            return None;
+        }
+        let building = Building {
+            index: Arc::downgrade(self),
+            span,
+        };
+        let there = self
+            .directory
+            .read()
+            .map_or(true, |directory| directory.slot(span).is_some());
+        (!there).then_some(building)
+    }
+
+    /// Returns the memory of spans and pages, in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        self.directory.read().map_or(0, |directory| directory.bytes)
+    }
+}
+
+/// One queue's way to an index: lookups of two readers write no cache line of one another.
+#[derive(Debug)]
+pub(super) struct IndexReader {
+    index: Arc<ChainIndex>,
+    /// Of `index`.
+    directory: ShardedReader<Directory>,
+}
+
+impl std::ops::Deref for IndexReader {
+    type Target = Arc<ChainIndex>;
+
+    #[inline]
+    fn deref(&self) -> &Arc<ChainIndex> {
+        &self.index
+    }
+}
+
+impl IndexReader {
     /// Returns the layer that decides the bytes from `offset` on, and how many of `len` bytes (more than none) it does.
     #[inline]
     pub(super) fn find(&self, offset: u64, len: u64) -> Found {
@@ -128,7 +177,7 @@ impl ChainIndex {
             missing: None,
         };
         // A span enters or leaves right now: the layers are asked.
-        let Ok(directory) = self.directory.try_read() else {
+        let Some(directory) = self.directory.try_read() else {
             return found;
         };
         let end = offset + len;
@@ -168,28 +217,6 @@ impl ChainIndex {
             found.place = places.find(start, found.len);
         }
         found
-    }
-
-    /// Begins to build a span. Returns `None` if it is there, or others build it.
-    pub(super) fn begin(self: &Arc<Self>, span: u64) -> Option<Building> {
-        // Entered first: who has just built it leaves the list after it is there.
-        if !self.building.lock().insert(span) {
-            return None;
-        }
-        let building = Building {
-            index: Arc::downgrade(self),
-            span,
-        };
-        let there = self
-            .directory
-            .read()
-            .map_or(true, |directory| directory.slot(span).is_some());
-        (!there).then_some(building)
-    }
-
-    /// Returns the memory of spans and pages, in bytes.
-    pub(super) fn bytes(&self) -> usize {
-        self.directory.read().map_or(0, |directory| directory.bytes)
     }
 }
 
@@ -364,9 +391,9 @@ mod tests {
     }
 
     /// Returns true if the place of a span's second cluster is known.
-    fn has_places(index: &ChainIndex, span: u64) -> bool {
+    fn has_places(index: &Arc<ChainIndex>, span: u64) -> bool {
         let cluster = index.span_bytes() / SPAN_CLUSTERS;
-        let found = index.find(span * index.span_bytes() + cluster, 512);
+        let found = index.reader().find(span * index.span_bytes() + cluster, 512);
         assert!(
             found
                 .place
@@ -384,8 +411,12 @@ mod tests {
     }
 
     /// Looks a span up, which keeps it.
-    fn is_found(index: &ChainIndex, span: u64) -> bool {
-        index.find(span * index.span_bytes(), 512).missing.is_none()
+    fn is_found(index: &Arc<ChainIndex>, span: u64) -> bool {
+        index
+            .reader()
+            .find(span * index.span_bytes(), 512)
+            .missing
+            .is_none()
     }
 
     fn is_there(index: &ChainIndex, span: u64) -> bool {
@@ -483,12 +514,13 @@ mod tests {
             place: None,
             missing,
         };
-        assert_eq!(index.find(0, 3 * bytes), found(3, 2 * bytes, None));
-        assert_eq!(index.find(bytes - 512, 1024), found(3, 1024, None));
-        assert_eq!(index.find(2 * bytes, bytes + 512), found(4, bytes, Some(3)));
-        assert_eq!(index.find(3 * bytes, 512), found(0, 512, Some(3)));
+        let reader = index.reader();
+        assert_eq!(reader.find(0, 3 * bytes), found(3, 2 * bytes, None));
+        assert_eq!(reader.find(bytes - 512, 1024), found(3, 1024, None));
+        assert_eq!(reader.find(2 * bytes, bytes + 512), found(4, bytes, Some(3)));
+        assert_eq!(reader.find(3 * bytes, 512), found(0, 512, Some(3)));
         assert_eq!(
-            index.find(3 * bytes + 512, 2 * bytes),
+            reader.find(3 * bytes + 512, 2 * bytes),
             found(0, 2 * bytes, Some(3))
         );
     }
@@ -515,7 +547,7 @@ mod tests {
             (bytes - 512, 1024, None),
             (bytes, 512, Some((4 << 30) + bytes)),
         ] {
-            let found = index.find(offset, len);
+            let found = index.reader().find(offset, len);
             assert_eq!(
                 (found.layer, found.len, found.place),
                 (1, len, place),
@@ -550,6 +582,7 @@ mod tests {
     fn lookup_does_not_wait_for_a_writer() {
         let index = ChainIndex::new(1 << 40, K64, 1 << 20);
         index.begin(0).expect("not there").end(Span::Whole(2), None);
+        let reader = index.reader();
         let held = index.directory.write().expect("no panic");
         let unknown = Found {
             layer: 0,
@@ -557,8 +590,8 @@ mod tests {
             place: None,
             missing: None,
         };
-        assert_eq!(index.find(0, 4096), unknown);
+        assert_eq!(reader.find(0, 4096), unknown);
         drop(held);
-        assert_eq!(index.find(0, 4096).layer, 2);
+        assert_eq!(reader.find(0, 4096).layer, 2);
     }
 }

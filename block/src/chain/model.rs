@@ -24,10 +24,11 @@ fn places(bytes: u64, span: u64) -> Option<Places> {
 /// One worker: a look at each span, which it builds if nobody else does. Returns the number it has built.
 fn work(index: &Arc<ChainIndex>, spans: impl Iterator<Item = u64>) -> usize {
     let bytes = index.span_bytes();
+    let reader = index.reader();
     let mut built = 0;
     for span in spans {
         for half in [0, 1] {
-            let found = index.find(span * bytes + half * bytes / 2, 512);
+            let found = reader.find(span * bytes + half * bytes / 2, 512);
             assert_eq!(found.len, 512);
             let place = (found.layer > 0 && half == 0).then_some((1 + span) * bytes);
             assert_eq!(found.place, place, "with the layer comes the place");

@@ -318,7 +318,7 @@ fn read_that_is_no_data_of_a_file_asks_its_layer() {
     read(&cx, &*queue, 0, 1).expect("a read");
     image.take_requests();
     for (block, byte, has_place, asked) in [(0, "b", true, [0, 1, 0]), (1, "0", false, [0, 0, 1])] {
-        let found = indexes.living()[0].find(block * BLOCK, BLOCK);
+        let found = indexes.living()[0].reader().find(block * BLOCK, BLOCK);
         assert_eq!(found.place.is_some(), has_place);
         assert_eq!(read(&cx, &*queue, block, 1).as_deref(), Ok(byte));
         assert_eq!(image.take_requests(), asked);
@@ -449,7 +449,7 @@ fn layer_without_status_is_walked_and_not_asked_again() {
             assert_eq!(read(&cx, &*queue, 3, 1).as_deref(), error);
             image.take_requests();
         }
-        let whole = indexes.living()[0].find(0, 4 * BLOCK);
+        let whole = indexes.living()[0].reader().find(0, 4 * BLOCK);
         assert_eq!(
             (whole.layer, whole.missing),
             (0, None),

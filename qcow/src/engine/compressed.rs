@@ -98,7 +98,7 @@ pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<R
     let guard = PendingGuard(queue, host);
     let shared = &queue.shared;
     let image = shared.file.path().display();
-    if shared.geometry.host_cluster(host) >= shared.read()?.refcounts.end() {
+    if shared.geometry.host_cluster(host) >= queue.metadata()?.refcounts.end() {
         let host = host.bytes();
         tracing::error!(%image, host, "a compressed cluster lies past the end of the file");
         return Err(IoError::Corrupt);

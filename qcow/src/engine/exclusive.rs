@@ -110,7 +110,7 @@ pub(super) async fn begin<'a>(queue: &'a Rc<Queue>) -> Result<Exclusive<'a, impl
         flush::settle(queue).await?;
         // A request that looks and waits has a guard for a moment. It may have held clusters back that were freed after
         // the last FLUSH.
-        if shared.read()?.is_clean() {
+        if queue.metadata()?.is_clean() {
             break;
         }
     }
@@ -141,7 +141,7 @@ async fn drain(queue: &Rc<Queue>) -> Result<(), Refused> {
 /// [`IoError::Corrupt`] if a panic has poisoned the metadata lock.
 pub(super) async fn admit(queue: &Queue, mut guard: EpochGuard) -> Result<EpochGuard, IoError> {
     let shared = &queue.shared;
-    while shared.read()?.held_off {
+    while queue.metadata()?.held_off {
         drop(guard);
         shared.hold.wait(|is_held| (!*is_held).then_some(())).await;
         guard = queue.enter();

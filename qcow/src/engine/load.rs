@@ -67,7 +67,7 @@ pub(super) async fn extent(
     len: u64,
 ) -> Result<(Extent, u64), IoError> {
     loop {
-        let found = queue.shared.read()?.lookup(offset, len);
+        let found = queue.metadata()?.lookup(offset, len);
         match found {
             Lookup::Found { extent, len } => return Ok((extent, len)),
             Lookup::Miss(slice) => load_l2(queue, slice).await?,
@@ -177,7 +177,7 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
     let len = shared.geometry.cluster_size().min(4096) as usize;
     let bytes = {
         #[cfg(feature = "canary")]
-        let _held = broken(Rule::LockAcrossAwait).then(|| shared.read());
+        let _held = broken(Rule::LockAcrossAwait).then(|| queue.metadata());
         queue.file.read_at(offset.bytes(), len).await?
     };
     let (exposed, waiters) = {
@@ -236,8 +236,8 @@ async fn copy_table(queue: &Rc<Queue>, l1_index: usize) -> Result<(), IoError> {
         return Ok(());
     }
     let guard = CopyGuard(Arc::clone(shared), l1_index);
-    let from = shared
-        .read()?
+    let from = queue
+        .metadata()?
         .table_offset(l1_index)
         .map_err(|_| IoError::Corrupt)?;
     if let Some(from) = from {

@@ -23,6 +23,7 @@ mod load;
 mod part;
 mod queue;
 mod read;
+mod reader;
 mod reclaim;
 mod snapshots;
 mod space;
@@ -41,16 +42,17 @@ use block::epoch::Epochs;
 use block::file::ImageFile;
 use block::sync::Mutex;
 use block::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use block::sync::{CachePadded, ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
+use block::sync::{CachePadded, ReadGuard, ShardedLock, WriteGuard};
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, OpenQueueError};
 
 use crate::format::{CompressionType, Geometry, GuestOffset, HeaderFields, Version};
-use crate::metadata::{Extent, Lookup, Metadata};
+use crate::metadata::Metadata;
 pub(crate) use announce::Announcement;
 use background::Background;
 pub(crate) use compressed::Inflater;
 use flush::Rounds;
 pub(crate) use queue::Queue;
+pub use reader::MappingReader;
 use reclaim::Freeing;
 pub use snapshots::{SnapshotError, SnapshotSelector};
 
@@ -124,24 +126,15 @@ pub(crate) struct Parts {
 }
 
 impl Shared {
-    /// Locks the metadata to read. Returns `None` if a task is changing it, or queues are held off: the hot path does
-    /// not wait.
-    #[inline]
-    fn try_read(&self) -> Option<ShardedLockReadGuard<'_, Metadata>> {
-        self.metadata
-            .try_read()
-            .ok()
-            .filter(|metadata| !metadata.held_off)
-    }
-
-    /// Locks the metadata to read. Never keep the guard across an await.
-    pub(crate) fn read(&self) -> Result<ShardedLockReadGuard<'_, Metadata>, IoError> {
+    /// Locks the metadata to read; for callers without a [`Queue`], which all share one shard of the lock. Never keep the
+    /// guard across an await.
+    pub(crate) fn read(&self) -> Result<ReadGuard<'_, Metadata>, IoError> {
         // Poisoned: a panic left it half-changed, and nothing in it can be trusted.
         self.metadata.read().map_err(|_| IoError::Corrupt)
     }
 
     /// Locks the metadata to change it. Never keep the guard across an await.
-    pub(crate) fn write(&self) -> Result<ShardedLockWriteGuard<'_, Metadata>, IoError> {
+    pub(crate) fn write(&self) -> Result<WriteGuard<'_, Metadata>, IoError> {
         self.metadata.write().map_err(|_| IoError::Corrupt)
     }
 
@@ -221,19 +214,16 @@ impl QcowDisk {
         self.shared.geometry
     }
 
-    /// Returns the offset of a guest byte in the image file, in bytes, if its mapping is cached and it has a host
-    /// cluster. Never waits and does no I/O: the lookup of the fast path.
+    /// Returns a reader of the mapping, as each queue has one. Waits while a task changes the mapping.
     #[must_use]
-    #[inline]
+    pub fn mapping_reader(&self) -> MappingReader {
+        MappingReader::new(&self.shared.metadata)
+    }
+
+    /// As [`MappingReader::cached_host_offset`], for callers without a reader, which all share one shard of the lock.
+    #[must_use]
     pub fn cached_host_offset(&self, guest_offset: u64) -> Option<u64> {
-        let offset = GuestOffset::new(guest_offset);
-        match self.shared.try_read()?.lookup(offset, 512) {
-            Lookup::Found {
-                extent: Extent::Data { at, .. },
-                ..
-            } => Some(at.bytes()),
-            _ => None,
-        }
+        reader::host_offset(&*self.shared.metadata.try_read()?, guest_offset)
     }
 
     /// Makes the disk larger: `size_bytes` is rounded down to whole sectors. The new part reads as zeros, also where
@@ -255,7 +245,7 @@ impl QcowDisk {
     #[doc(hidden)]
     #[must_use]
     pub fn is_unlocked(&self) -> bool {
-        self.shared.metadata.try_write().is_ok()
+        self.shared.metadata.try_write().is_some()
     }
 
     fn queue(&self, cx: &Context) -> Result<Rc<Queue>, OpenQueueError> {
@@ -310,7 +300,7 @@ impl Disk for QcowDisk {
             queue.shared.later.stop();
             flush::settle(&queue).await?;
             // Reserved space that was not used is returned.
-            let end = queue.shared.read()?.refcounts.unused_reserve();
+            let end = queue.metadata()?.refcounts.unused_reserve();
             if let Some(end) = end {
                 let end = queue.shared.geometry.host_offset(end);
                 queue.file.set_len(end.bytes()).await?;

@@ -7,18 +7,20 @@ use std::sync::Arc;
 use block::epoch::{EpochGuard, EpochQueue};
 use block::file::FileView;
 use block::status::StatusRange;
+use block::sync::ReadGuard;
 use block::{Context, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Request};
 
 use super::compressed::InflatedClusters;
 use super::data::GuestData;
-use super::{Shared, announce, exclusive, flush, read, space, status, write, zero};
+use super::{MappingReader, Shared, announce, exclusive, flush, read, space, status, write, zero};
 use crate::format::{GuestOffset, HostOffset};
-use crate::metadata::{Extent, Lookup};
+use crate::metadata::{Extent, Lookup, Metadata};
 
-/// Per-worker state of an open image: file view, backing queue, epoch.
+/// Per-worker state of an open image: file view, backing queue, epoch, shard of the metadata lock.
 #[derive(Debug)]
 pub(crate) struct Queue {
     pub(crate) shared: Arc<Shared>,
+    metadata: MappingReader,
     pub(crate) cx: Context,
     /// The image file, for its header and tables.
     pub(crate) file: FileView,
@@ -57,6 +59,7 @@ impl Queue {
         })?;
         Ok(Rc::new(Self {
             shared: Arc::clone(shared),
+            metadata: MappingReader::new(&shared.metadata),
             cx: cx.clone(),
             data: GuestData::new(file.clone()),
             file,
@@ -143,6 +146,11 @@ impl Queue {
         self.epoch.enter()
     }
 
+    /// Locks the metadata to read. Never keep the guard across an await.
+    pub(super) fn metadata(&self) -> Result<ReadGuard<'_, Metadata>, IoError> {
+        self.metadata.read()
+    }
+
     /// Returns true if a guard of this queue holds clusters back from reuse.
     pub(super) fn is_entered(&self) -> bool {
         self.epoch.is_entered()
@@ -151,7 +159,7 @@ impl Queue {
     /// Returns the way of a read. It needs no task if its mapping is cached and in one piece.
     #[inline]
     fn way_of_read(&self, request: &Request) -> Way {
-        let found = match self.shared.try_read() {
+        let found = match self.metadata.try_read() {
             Some(metadata) => metadata.lookup(GuestOffset::new(request.offset), request.len),
             None => return Way::Task,
         };
@@ -179,7 +187,7 @@ impl Queue {
         if !self.shared.announcements.allow_writes() {
             return Way::Task;
         }
-        let found = match self.shared.try_read() {
+        let found = match self.metadata.try_read() {
             // A forced write must find the mapping durable already; then its own sync is enough. So must a write that
             // has to outlive this process, which needs no sync then.
             Some(metadata) if !(fua || self.shared.policy.persist_mappings) || metadata.is_clean() => {
@@ -204,7 +212,7 @@ impl Queue {
 /// Makes the metadata that a change needs durable before the change is answered.
 async fn make_durable(queue: &Rc<Queue>, fua: bool) -> Result<(), IoError> {
     let persists = queue.shared.policy.persist_mappings;
-    if fua || persists && !queue.shared.read()?.is_clean() {
+    if fua || persists && !queue.metadata()?.is_clean() {
         return flush::flush(queue).await;
     }
     Ok(())

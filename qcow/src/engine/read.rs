@@ -36,7 +36,7 @@ pub(super) async fn read(
         let mut miss = None;
         let mut wrong = None;
         {
-            let metadata = queue.shared.read()?;
+            let metadata = queue.metadata()?;
             while here < end && extents.len() < EXTENTS_MAX {
                 match metadata.lookup(here, end - here) {
                     Lookup::Found { extent, len } => {

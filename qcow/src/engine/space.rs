@@ -103,7 +103,7 @@ async fn is_room_made(queue: &Rc<Queue>, time_max: Duration) -> Result<bool, IoE
     let shared = &queue.shared;
     let before = shared.freeing.lock().freed();
     let (is_dropping, is_mostly_dropped) = {
-        let metadata = shared.read()?;
+        let metadata = queue.metadata()?;
         (!metadata.drops.is_empty(), metadata.is_mostly_dropped())
     };
     if is_dropping && (is_mostly_dropped || !shared.freeing.lock().is_pending()) {

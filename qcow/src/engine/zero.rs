@@ -136,7 +136,7 @@ async fn clear(
 async fn zero_bytes(queue: &Rc<Queue>, offset: GuestOffset, end: GuestOffset) -> Result<(), IoError> {
     let mut here = offset;
     while here < end {
-        let found = queue.shared.read()?.lookup(here, end - here);
+        let found = queue.metadata()?.lookup(here, end - here);
         let len = match found {
             Lookup::Found {
                 extent: Extent::Zero,

@@ -274,10 +274,11 @@ fn in_order() -> impl FnMut() -> u64 {
 
 fn lookup() -> Box<dyn FnMut()> {
     let opened = Opened::new(true, false);
+    let reader = opened.disk.mapping_reader();
     let mut next = scattered();
     Box::new(move || {
         for _ in 0..BATCH {
-            let found = opened.disk.cached_host_offset(black_box(next()));
+            let found = reader.cached_host_offset(black_box(next()));
             assert!(black_box(found).is_some());
         }
     })
