@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Each queue has a [`ShardedReader`]. A new one takes a shard that no other reader has, or adds one. So a lock has as
-//! many shards as it ever had readers at a time, at most 64, and a writer locks no more than these.
+//! many shards as it ever had readers at a time, at most 16, and a writer locks no more than these.
 //! Callers without a reader of their own read through the first shard.
 //!
 //! A panic of a writer poisons the lock for good: the value may be half-changed.
@@ -32,8 +32,9 @@ use smallvec::SmallVec;
 
 use super::{CachePadded, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// The most shards of a lock. With more readers some share one.
-const SHARDS_MAX: usize = 64;
+/// The most shards of a lock. With more readers some share one: a writer locks all shards one after the other, and
+/// everybody waits for that.
+const SHARDS_MAX: usize = 16;
 
 /// A writer panicked, and the value may be half-changed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -57,8 +58,8 @@ impl Links {
     }
 }
 
-/// The locks of all shards, in the order of the list. Most disks have a queue for each of a few CPUs.
-type AllShards<'a> = SmallVec<[RwLockWriteGuard<'a, bool>; 8]>;
+/// The locks of all shards, in the order of the list.
+type AllShards<'a> = SmallVec<[RwLockWriteGuard<'a, bool>; SHARDS_MAX]>;
 
 struct Inner<T> {
     first: Arc<Shard>,
