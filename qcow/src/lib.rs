@@ -48,5 +48,5 @@ pub mod image;
 mod invariant;
 mod metadata;
 
-pub use engine::{MappingReader, QcowDisk, SnapshotError, SnapshotSelector};
+pub use engine::{DiskSize, MappingReader, QcowDisk, SnapshotError, SnapshotSelector};
 pub use image::{OpenError, OpenOptions, Qcow2};

@@ -175,3 +175,29 @@ fn power_cut_leaves_no_change_unknown_to_bitmaps() {
     }
     assert!(changed > 0, "no cut has left a change");
 }
+
+/// What the disk holds changes with no write of the guest. A bitmap that does not record changes is left alone, unless the
+/// disk gets another size, which it does not cover.
+#[test]
+fn apply_of_a_snapshot_marks_the_bitmaps_that_it_makes_out_of_date() {
+    for (size, disabled) in [("1M", "[]"), ("2M", r#"["in-use"]"#)] {
+        let folder = Folder::new();
+        let path = image(&folder);
+        folder.qemu_img(&["snapshot", "-c", "s", "disk.qcow2"]);
+        folder.qemu_img(&["resize", "-q", "disk.qcow2", size]);
+        let cx = Context::syscalls();
+        let apply = |name: &str| {
+            let disk = open(&path, &OpenOptions::default());
+            let which = qcow::SnapshotSelector::Name(name.to_owned());
+            let applied = cx.block_on(disk.apply_snapshot(&cx, &which, qcow::DiskSize::MayChange));
+            close(disk);
+            applied.expect("the ring turns")
+        };
+        apply("none").expect_err("there is no such snapshot");
+        assert_eq!(flags(&folder), [r#"["auto"]"#, "[]"], "nothing has changed");
+        apply("s").expect("an application");
+        assert_eq!(flags(&folder), [IN_USE, disabled], "{size}");
+        folder.assert_flawless("disk.qcow2", false);
+        folder.qemu_io("qcow2", "disk.qcow2", &["read -P 1 0 64k", "write -P 2 0 64k"]);
+    }
+}

@@ -10,7 +10,7 @@ use std::time::UNIX_EPOCH;
 use block::ring::RingKind;
 use block::{Context, Disk};
 use common::{Folder, Lane, close, open, patch, u32_at, u64_at};
-use qcow::{OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
+use qcow::{DiskSize, OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
 use ringdisk_gen::costly::Costly;
 use ringdisk_gen::fingerprint::Fingerprint;
 use simulator::{Profile, SimImage, SimWorld};
@@ -31,6 +31,16 @@ fn delete(disk: &QcowDisk, name: &str) -> Result<(), SnapshotError> {
     cx.block_on(disk.delete_snapshot(&cx, &which))
         .expect("the ring turns")
 }
+
+fn apply(disk: &QcowDisk, name: &str) -> Result<(), SnapshotError> {
+    let cx = Context::syscalls();
+    let which = SnapshotSelector::Name(name.to_owned());
+    cx.block_on(disk.apply_snapshot(&cx, &which, DiskSize::MayChange))
+        .expect("the ring turns")
+}
+
+/// An operation on a snapshot of this name.
+type Operation = fn(&QcowDisk, &str) -> Result<(), SnapshotError>;
 
 /// Does `change`, which fails and leaves the file as it is. Returns the error in words.
 #[track_caller]
@@ -118,16 +128,21 @@ fn tables_of_many_gigabytes_are_refused_unread() {
     let path = folder.path(IMAGE);
     for is_snapshot in [false, true] {
         Costly::Tables(4097, is_snapshot).write(&path).expect("an image");
-        let error = match is_snapshot {
-            false => refused(&path, create),
-            true => refused(&path, |disk| delete(disk, "s")),
+        let errors = match is_snapshot {
+            false => vec![refused(&path, create)],
+            true => vec![
+                refused(&path, |disk| delete(disk, "s")),
+                refused(&path, |disk| apply(disk, "s")),
+            ],
         };
-        let text = error.to_string();
-        assert!(
-            matches!(error, SnapshotError::TooManyTables { bytes } if bytes == 4097 << 21),
-            "{text}"
-        );
-        assert!(text.contains("at most 8589934592"), "{text}");
+        for error in errors {
+            let text = error.to_string();
+            assert!(
+                matches!(error, SnapshotError::TooManyTables { bytes } if bytes == 4097 << 21),
+                "{text}"
+            );
+            assert!(text.contains("at most 8589934592"), "{text}");
+        }
     }
 }
 
@@ -185,13 +200,13 @@ impl Damaged {
         (self.u64(self.u64(48) + block * 8) & OFFSET) + index * 2
     }
 
-    /// Deleting `a` fails because of the cluster at `offset`, and changes nothing; the guest goes on; and when the image
-    /// is repaired the snapshot can be deleted.
+    /// The operation on `a` fails because of the cluster at `offset`, and changes nothing; the guest goes on; and when the
+    /// image is repaired the operation succeeds.
     #[track_caller]
-    fn assert_refused(self, offset: u64) {
+    fn assert_refused(self, operation: Operation, offset: u64) {
         let path = self.folder.path(IMAGE);
         let guest = self.folder.qemu_reads(IMAGE);
-        let error = refused(&path, |disk| delete(disk, "a"));
+        let error = refused(&path, |disk| operation(disk, "a"));
         assert!(
             matches!(error, SnapshotError::Undercounted { offset: found } if found == offset),
             "{offset:#x}: {error}"
@@ -202,7 +217,7 @@ impl Damaged {
         );
         let disk = open(&path, &OpenOptions::default());
         let lane = Lane::new(&disk, RingKind::Syscalls);
-        delete(&disk, "a").expect_err("it is as it was");
+        operation(&disk, "a").expect_err("it is as it was");
         assert!(
             lane.read(0, guest.len() as u64) == guest,
             "the guest has lost data"
@@ -223,7 +238,7 @@ impl Damaged {
         repaired.expect("the ring turns").expect("a repair");
         drop((view, file));
         let disk = open(&path, &OpenOptions::default());
-        delete(&disk, "a").expect("a deletion");
+        operation(&disk, "a").expect("a change");
         close(disk);
         self.folder.assert_flawless(IMAGE, false);
     }
@@ -235,7 +250,7 @@ fn delete_refuses_a_cluster_that_the_snapshot_names_twice_and_that_counts_one() 
     let image = Damaged::new(&["write -P 34 0 64k"], &["a"]);
     let host = image.u64(image.l2(0, 3));
     image.put(image.l2(0, 4), host);
-    image.assert_refused(host & OFFSET);
+    image.assert_refused(delete, host & OFFSET);
 }
 
 #[test]
@@ -244,7 +259,7 @@ fn delete_refuses_to_free_a_cluster_of_the_disk() {
     let host = image.u64(image.l2(0, 3)) & OFFSET;
     let path = image.folder.path(IMAGE);
     patch(&path, image.count(host), &1_u16.to_be_bytes());
-    image.assert_refused(host);
+    image.assert_refused(delete, host);
 }
 
 #[test]
@@ -253,7 +268,7 @@ fn delete_refuses_to_free_an_l2_table_of_the_disk() {
     let table = image.u64(image.l1(0, 1)) & OFFSET;
     let path = image.folder.path(IMAGE);
     patch(&path, image.count(table), &1_u16.to_be_bytes());
-    image.assert_refused(table);
+    image.assert_refused(delete, table);
 }
 
 #[test]
@@ -261,7 +276,7 @@ fn delete_refuses_to_free_an_l1_table_of_another_snapshot() {
     let image = Damaged::new(&[], &["a", "b"]);
     let l1 = image.l1(0, 0);
     image.put(image.entries[1], l1);
-    image.assert_refused(l1);
+    image.assert_refused(delete, l1);
 }
 
 /// All entries name one table: what that refers to would be given up again and again.
@@ -275,4 +290,102 @@ fn delete_refuses_an_l1_table_that_names_an_l2_table_twice() {
     assert!(matches!(error, SnapshotError::Damaged { .. }), "{text}");
     let expected = format!("two of its entries lead to the L2 table at {:#x}", table & OFFSET);
     assert!(text.contains(&expected), "{text}");
+}
+
+/// The disk gives up its only counted user, and would get it back as data that is free.
+#[test]
+fn apply_refuses_to_free_a_cluster_of_the_snapshot() {
+    let image = Damaged::new(&["write -P 34 0 16k"], &["a"]);
+    // The disk has its own table, and shares this cluster.
+    let host = image.u64(image.l2(0, 40)) & OFFSET;
+    let path = image.folder.path(IMAGE);
+    patch(&path, image.count(host), &1_u16.to_be_bytes());
+    image.assert_refused(apply, host);
+}
+
+#[test]
+fn apply_refuses_to_free_an_l2_table_of_the_snapshot() {
+    let image = Damaged::new(&[], &["a"]);
+    let path = image.folder.path(IMAGE);
+    // The disk takes the shared table to be its own.
+    let table = image.u64(image.l1(0, 1)) & OFFSET;
+    image.put(u64_at(&path, 40) + 8, table | 1 << 63);
+    patch(&path, image.count(table), &1_u16.to_be_bytes());
+    image.assert_refused(apply, table);
+}
+
+#[test]
+fn apply_refuses_an_l1_table_that_names_an_l2_table_twice() {
+    let image = Damaged::new(&["write -P 34 0 64k"], &["a"]);
+    let table = image.u64(image.l1(0, 0));
+    image.put(image.l1(0, 1), table);
+    let error = refused(&image.folder.path(IMAGE), |disk| apply(disk, "a"));
+    assert!(
+        error
+            .to_string()
+            .contains("two of its entries lead to the L2 table"),
+        "{error}"
+    );
+}
+
+/// A count that is wrong: none of a sound image has no room for the disk.
+#[test]
+fn apply_refuses_a_cluster_whose_count_is_full() {
+    let image = Damaged::new(&["write -P 34 0 64k"], &["a"]);
+    let host = image.u64(image.l2(0, 3)) & OFFSET;
+    let path = image.folder.path(IMAGE);
+    patch(&path, image.count(host), &u16::MAX.to_be_bytes());
+    let error = refused(&path, |disk| apply(disk, "a"));
+    assert!(
+        matches!(error, SnapshotError::RefcountFull { offset, bits: 16 } if offset == host),
+        "{error}"
+    );
+}
+
+/// The image's tables would be the guest's to write to.
+#[test]
+fn apply_refuses_an_entry_that_leads_to_a_structure_or_to_nothing_counted() {
+    type Place = fn(&Damaged) -> u64;
+    let places: [(Place, &str); 3] = [
+        (
+            |image| u64_at(&image.folder.path(IMAGE), 48),
+            "the refcount table at",
+        ),
+        (|image| image.u64(image.l1(0, 1)) & OFFSET, "L2 table at"),
+        (|_| 40 << 20, "is in use and its refcount is 0"),
+    ];
+    for (place, expected) in places {
+        let image = Damaged::new(&["write -P 34 0 64k"], &["a"]);
+        let path = image.folder.path(IMAGE);
+        let wrong = place(&image);
+        let entry = image.l2(0, 3);
+        image.put(entry, wrong);
+        let guest = image.folder.qemu_reads(IMAGE);
+        let disk = open(&path, &OpenOptions::default());
+        let error = apply(&disk, "a").expect_err("it is damaged").to_string();
+        assert!(error.contains(expected), "{error}");
+        let lane = Lane::new(&disk, RingKind::Syscalls);
+        assert!(
+            lane.read(0, guest.len() as u64) == guest,
+            "the guest has lost data"
+        );
+        drop(lane);
+        close(disk);
+        assert!(image.folder.qemu_reads(IMAGE) == guest, "the disk has changed");
+    }
+}
+
+#[test]
+fn apply_refuses_a_snapshot_whose_l2_table_is_not_counted() {
+    let image = Damaged::new(&["write -P 34 0 64k"], &["a"]);
+    let path = image.folder.path(IMAGE);
+    let past = 64 << 20;
+    image.put(image.l1(0, 1), past);
+    let disk = open(&path, &OpenOptions::default());
+    let error = apply(&disk, "a").expect_err("it is damaged");
+    assert!(
+        matches!(error, SnapshotError::Uncounted { offset } if offset == past),
+        "{error}"
+    );
+    close(disk);
 }

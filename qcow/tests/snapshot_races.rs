@@ -7,119 +7,21 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
-use block::{AlignedBuf, Buffer, Disk, Done, IoError, Op};
-use qcow::image::{CreateOptions, check, create};
+use block::{Buffer, Disk, IoError, Op};
+use qcow::image::check;
 use qcow::{OpenOptions, QcowDisk, SnapshotError};
-use simulator::{Profile, SimImage, SimWorld};
+use simulator::{Profile, SimWorld};
 
+#[path = "common/snapshot_bench.rs"]
+mod snapshot_bench;
 #[path = "common/snapshot_content.rs"]
 mod snapshot_content;
 #[path = "common/workers.rs"]
 mod workers;
 
+use snapshot_bench::{BASE, Bench, DISK, byte_of, content_of, is_ok, options, world};
 use snapshot_content::{as_disk, content, entries};
 use workers::{Slot, Workers};
-
-const DISK: &str = "disk";
-const BASE: &str = "base";
-const WRITE: Op = Op::Write { fua: false };
-const BYTES: u64 = 24 << 10;
-
-fn options() -> OpenOptions {
-    OpenOptions {
-        backing_files: true,
-        lock: None,
-        ..OpenOptions::default()
-    }
-}
-
-/// A world with an empty image over a base of 0xBB, half as long.
-fn world(seed: u64, cluster: u64) -> SimWorld {
-    let world = SimWorld::new(seed, Profile::IMMEDIATE);
-    world.set_contents(
-        BASE,
-        SimImage::from_bytes(&world.store(), &[0xBB; BYTES as usize / 2]),
-    );
-    let cx = world.context(64);
-    let view = world.file(DISK, true).view(&cx).expect("a view");
-    let mut options = CreateOptions::new(BYTES);
-    options.cluster_size = cluster;
-    options.backing_file = Some(BASE.to_owned());
-    options.backing_format = Some("raw".to_owned());
-    let made = cx.block_on(create(&view, &options));
-    made.expect("nothing waits for ever").expect("an image");
-    world
-}
-
-struct Bench {
-    world: SimWorld,
-    disk: Arc<QcowDisk>,
-    workers: Workers,
-}
-
-impl Bench {
-    fn new(seed: u64) -> Self {
-        Self::with_clusters(seed, 512)
-    }
-
-    fn with_clusters(seed: u64, cluster: u64) -> Self {
-        let world = world(seed, cluster);
-        let (disk, workers) = Workers::open(&world, DISK, &options());
-        Self { world, disk, workers }
-    }
-
-    fn write(&self, worker: usize, offset: u64, byte: u8) -> Slot<Done> {
-        let buffer = AlignedBuf::from_slice(&[byte; 512]).into();
-        self.workers.ask(worker, WRITE, offset, 512, buffer)
-    }
-
-    fn read(&self, worker: usize, offset: u64) -> Slot<Done> {
-        let buffer = AlignedBuf::from_slice(&[0xEE; 512]).into();
-        self.workers.ask(worker, Op::Read, offset, 512, buffer)
-    }
-
-    #[track_caller]
-    fn reads(&self, worker: usize, offset: u64) -> u8 {
-        byte_of(&self.read(worker, offset))
-    }
-
-    fn create(&self, worker: usize, name: &'static str) -> Slot<Result<String, SnapshotError>> {
-        let (cx, disk) = (self.workers.context(worker).clone(), Arc::clone(&self.disk));
-        self.workers.run(worker, async move {
-            disk.create_snapshot(&cx, name, UNIX_EPOCH).await
-        })
-    }
-
-    #[track_caller]
-    fn close(self) -> SimWorld {
-        self.workers.close(&self.disk, DISK)
-    }
-}
-
-#[track_caller]
-fn byte_of(answer: &Slot<Done>) -> u8 {
-    let done = answer.take().expect("an answer");
-    done.result.expect("a read");
-    let bytes = done.buffer.into_owned().expect("our own buffer");
-    assert!(bytes.iter().all(|&byte| byte == bytes[0]), "a torn sector");
-    bytes[0]
-}
-
-#[track_caller]
-fn is_ok(answer: &Slot<Done>) {
-    answer.take().expect("an answer").result.expect("success");
-}
-
-fn content_of(world: &SimWorld, name: &str) -> Vec<u8> {
-    let image = world.contents(DISK).to_bytes();
-    let entry = entries(&image)
-        .into_iter()
-        .find(|entry| entry.name == name.as_bytes());
-    let judge = SimWorld::with_store(0, Profile::IMMEDIATE, &world.store());
-    judge.set_contents(BASE, world.contents(BASE));
-    let cx = judge.context(64);
-    content(&judge, &cx, &as_disk(&image, &entry.expect("the snapshot")))
-}
 
 /// A write is in flight: the snapshot waits for it and has it. Requests that come meanwhile wait, and are answered.
 #[test]
@@ -166,7 +68,9 @@ fn no_request_is_served_while_create_is_under_way() {
             is_ok(&bench.write(0, at, byte));
         }
         is_ok(&bench.workers.ask(0, Op::Flush, 0, 0, Buffer::default()));
-        let created = start(&bench, 0, "one", io);
+        let created = bench.hold(io, async |disk, cx| {
+            disk.create_snapshot(&cx, "one", UNIX_EPOCH).await
+        });
         if created.borrow().is_some() {
             created.take().expect("an answer").expect("a snapshot");
             ios = io;
@@ -193,25 +97,6 @@ fn no_request_is_served_while_create_is_under_way() {
         assert_eq!(content_of(&world, "one")[..3], [0x11, 0x12, 0x13]);
     }
     assert!(ios > 6, "only {ios} I/Os");
-}
-
-/// Starts a creation and holds its I/O number `io`; if it has fewer, it has ended.
-fn start(bench: &Bench, worker: usize, name: &'static str, io: u64) -> Slot<Result<String, SnapshotError>> {
-    let (cx, disk) = (bench.workers.context(worker).clone(), Arc::clone(&bench.disk));
-    let place = Slot::default();
-    let put = Rc::clone(&place);
-    cx.clone().spawn(async move {
-        *put.borrow_mut() = Some(disk.create_snapshot(&cx, name, UNIX_EPOCH).await);
-    });
-    let cx = bench.workers.context(worker);
-    for _ in 0..io {
-        cx.run_ready();
-        cx.ring().turn(false).expect("the ring turns");
-        bench.world.step();
-    }
-    bench.world.hold_next();
-    bench.workers.settle();
-    place
 }
 
 /// The task of an operation is dropped half-way, at each of its I/Os: the requests that it held off go on, and the image

@@ -1,8 +1,9 @@
-//! Snapshots that are created and deleted in the simulated world while the guest writes, zeroes, discards and flushes; and
-//! the power may go at any step.
+//! Snapshots that are created, applied and deleted in the simulated world while the guest writes, zeroes, discards and
+//! flushes; and the power may go at any step.
 //!
 //! After each cut: a check finds nothing but leaks, before anything is repaired; what was flushed is there; each snapshot
 //! that was reported created, and not asked to be deleted, is there; and each that is there has the content of its moment.
+//! While one is applied, the disk is what it was or what the snapshot has, as a whole.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -13,7 +14,7 @@ use std::time::UNIX_EPOCH;
 
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Op, ask};
 use qcow::image::{CreateOptions, check, create};
-use qcow::{OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
+use qcow::{DiskSize, OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
 use simulator::{Profile, Random, SimImage, SimWorld};
 
 #[path = "common/closing.rs"]
@@ -39,6 +40,8 @@ struct Bench {
     known: RefCell<Vec<u8>>,
     /// The contents that a cut may leave.
     durable: RefCell<Sectors>,
+    /// The whole content that the disk gets by an application that is under way.
+    applying: RefCell<Option<Vec<u8>>>,
     /// The content of each snapshot, and true once it was reported.
     snapshots: RefCell<BTreeMap<String, (Vec<u8>, bool)>>,
 }
@@ -89,6 +92,7 @@ impl Bench {
         Self {
             durable: RefCell::new(known.iter().map(|&byte| vec![byte]).collect()),
             known: RefCell::new(known),
+            applying: RefCell::default(),
             snapshots: RefCell::default(),
             world,
             cx,
@@ -135,10 +139,19 @@ impl Bench {
         self.known.borrow_mut()[first as usize..][..count as usize].fill(byte);
     }
 
-    /// Creates or deletes a snapshot. Nothing is asked for meanwhile, so that its content is known.
+    /// Creates, applies or deletes a snapshot. Nothing is asked for meanwhile, so that its content is known.
     async fn snapshot(&self, round: u64, random: &mut Random) {
         let names: Vec<String> = self.snapshots.borrow().keys().cloned().collect();
-        if !names.is_empty() && random.one_in(2) {
+        if !names.is_empty() && random.one_in(3) {
+            let name = names[random.below(names.len() as u64) as usize].clone();
+            let content = self.snapshots.borrow()[&name].0.clone();
+            *self.applying.borrow_mut() = Some(content.clone());
+            let which = SnapshotSelector::Name(name);
+            let applied = self.disk.apply_snapshot(&self.cx, &which, DiskSize::Fixed);
+            applied.await.expect("an application");
+            *self.applying.borrow_mut() = None;
+            *self.known.borrow_mut() = content;
+        } else if !names.is_empty() && random.one_in(2) {
             let name = names[random.below(names.len() as u64) as usize].clone();
             if let Some((_, is_sure)) = self.snapshots.borrow_mut().get_mut(&name) {
                 *is_sure = false;
@@ -199,9 +212,10 @@ impl Judge {
         assert_eq!(report.corruptions, 0, "{what}: {:?}", report.findings);
         let found = content(&self.world, &self.cx, &image);
         let durable = bench.durable.borrow();
+        let is_applied = bench.applying.borrow().as_ref() == Some(&found);
         for (sector, (byte, values)) in found.iter().zip(durable.iter()).enumerate() {
             assert!(
-                values.contains(byte),
+                is_applied || values.contains(byte),
                 "{what}: sector {sector} has {byte:#x}, expected {values:x?}"
             );
         }
@@ -273,7 +287,7 @@ fn run(seed: u64) {
 }
 
 #[test]
-fn snapshots_survive_a_cut_at_any_step_of_create_and_delete() {
+fn snapshots_survive_a_cut_at_any_step_of_create_apply_and_delete() {
     for seed in 0..150 {
         run(seed);
     }

@@ -1,6 +1,8 @@
 //! Internal snapshots beside QEMU's tools: each lists, reads, checks and deletes what the other has made.
 
 mod common;
+#[path = "common/snapshot_shapes.rs"]
+mod snapshot_shapes;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,158 +12,14 @@ use block::ring::RingKind;
 use block::{Context, IoError};
 use common::{Folder, Lane, assert_same, close, open};
 use qcow::{OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
-
-const IMAGE: &str = "disk.qcow2";
-/// The second of a snapshot, to find it in QEMU's list.
-const SECOND: u64 = 1_700_000_000;
-
-fn options() -> OpenOptions {
-    OpenOptions {
-        backing_files: true,
-        ..OpenOptions::default()
-    }
-}
-
-fn name(text: &str) -> SnapshotSelector {
-    SnapshotSelector::Name(text.to_owned())
-}
-
-fn create(disk: &QcowDisk, text: &str) -> Result<String, SnapshotError> {
-    let cx = Context::syscalls();
-    let date = UNIX_EPOCH + Duration::from_secs(SECOND);
-    let created = cx.block_on(disk.create_snapshot(&cx, text, date));
-    created.expect("the ring turns")
-}
-
-fn delete(disk: &QcowDisk, which: &SnapshotSelector) -> Result<(), SnapshotError> {
-    let cx = Context::syscalls();
-    cx.block_on(disk.delete_snapshot(&cx, which))
-        .expect("the ring turns")
-}
-
-fn names(disk: &QcowDisk) -> Vec<(String, String)> {
-    let cx = Context::syscalls();
-    let listed = cx.block_on(disk.snapshots(&cx)).expect("the ring turns");
-    let text = |bytes| String::from_utf8(bytes).expect("plain text");
-    listed
-        .expect("a list")
-        .into_iter()
-        .map(|entry| (text(entry.id), text(entry.name)))
-        .collect()
-}
-
-fn listed(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
-    let owned = pairs.iter().map(|(id, name)| (id.to_string(), name.to_string()));
-    owned.collect()
-}
-
-/// The content of a snapshot, as QEMU reads it.
-fn qemu_reads(folder: &Folder, snapshot: &str) -> Vec<u8> {
-    let which = format!("snapshot.name={snapshot}");
-    folder.qemu_img(&[
-        "convert",
-        "-l",
-        &which,
-        "-f",
-        "qcow2",
-        "-O",
-        "raw",
-        IMAGE,
-        "snapshot.raw",
-    ]);
-    std::fs::read(folder.path("snapshot.raw")).expect("what qemu-img wrote")
-}
-
-/// An image of some shape, with data, compressed and zero clusters.
-struct Shape {
-    cluster: u64,
-    bits: u32,
-    backing: bool,
-    compat: &'static str,
-}
-
-impl Shape {
-    fn disk(&self) -> u64 {
-        (self.cluster * 24).max(64 << 10) + 512
-    }
-
-    fn make(&self, folder: &Folder) {
-        let (cluster, size) = (self.cluster, self.disk().to_string());
-        let mut format = format!(
-            "cluster_size={cluster},refcount_bits={},compat={}",
-            self.bits, self.compat
-        );
-        if self.backing {
-            std::fs::write(
-                folder.path("base.raw"),
-                vec![0xBA; self.disk() as usize / 1024 * 512],
-            )
-            .expect("a base");
-            format += ",backing_file=base.raw,backing_fmt=raw";
-        }
-        folder.qemu_create(IMAGE, &format, &size);
-        let mut commands = vec![
-            format!("write -P 17 0 {}", cluster * 3),
-            format!("write -c -P 34 {} {cluster}", cluster * 5),
-            format!("write -c -P 35 {} {cluster}", cluster * 6),
-            format!("write -P 51 {} {cluster}", cluster * 8),
-        ];
-        if self.compat != "0.10" {
-            commands.push(format!("write -z {} {cluster}", cluster * 8));
-            commands.push(format!("write -z -u {} {cluster}", cluster * 10));
-        }
-        let commands: Vec<&str> = commands.iter().map(String::as_str).collect();
-        folder.qemu_io("qcow2", IMAGE, &commands);
-    }
-}
-
-fn shapes() -> Vec<Shape> {
-    let bits = [2, 4, 8, 16, 32, 64];
-    let clusters = (9..=21).map(|bits| 1_u64 << bits);
-    let mut shapes: Vec<Shape> = clusters
-        .zip(bits.iter().cycle())
-        .enumerate()
-        .map(|(index, (cluster, &bits))| Shape {
-            cluster,
-            bits,
-            backing: index % 2 == 0,
-            compat: "1.1",
-        })
-        .collect();
-    let more = [(512, 64), (512, 16), (4096, 2), (65536, 16)];
-    shapes.extend(more.map(|(cluster, bits)| Shape {
-        cluster,
-        bits,
-        backing: true,
-        compat: "1.1",
-    }));
-    shapes.push(Shape {
-        cluster: 4096,
-        bits: 16,
-        backing: true,
-        compat: "0.10",
-    });
-    shapes
-}
-
-/// Changes that copy shared clusters, and some that go to others.
-fn change(lane: &Lane, shape: &Shape, byte: u8) {
-    let cluster = shape.cluster;
-    lane.write(512, &vec![byte; cluster as usize]);
-    lane.write(cluster * 5 + 512 * (byte as u64 % 2), &vec![byte; 512]);
-    lane.write(cluster * (12 + byte as u64 % 4), &vec![byte; 1024]);
-    lane.write_zeroes(cluster * 2, cluster, byte == 0x42);
-    lane.discard(cluster * 8, cluster * 3);
-    lane.write(shape.disk() - 512, &vec![byte; 512]);
-}
+use snapshot_shapes::{
+    IMAGE, SECOND, change, create, delete, listed, name, names, options, qemu_reads, shapes,
+};
 
 #[test]
 fn snapshots_of_every_shape_are_those_of_qemu() {
     for shape in shapes() {
-        let what = format!(
-            "cluster {} bits {} backing {} compat {}",
-            shape.cluster, shape.bits, shape.backing, shape.compat
-        );
+        let what = shape.to_string();
         let folder = Folder::new();
         shape.make(&folder);
         let disk = open(&folder.path(IMAGE), &options());

@@ -5,7 +5,7 @@
 //!
 //! - An announcement is durable before the first change of guest-visible data, and before the disk's size changes.
 //! - An image that is only read stays unchanged.
-//! - A bitmap that does not record changes is left alone unless the disk grows.
+//! - A bitmap that does not record changes is left alone unless the disk's size changes.
 
 use block::sync::Mutex;
 use block::sync::atomic::{AtomicBool, Ordering};
@@ -77,7 +77,7 @@ pub(super) async fn writes(queue: &Queue) -> Result<(), IoError> {
 }
 
 /// Announces once, durably, that the disk's size is about to change.
-pub(super) async fn growth(queue: &Queue) -> Result<(), IoError> {
+pub(super) async fn resize(queue: &Queue) -> Result<(), IoError> {
     writes(queue).await?;
     let announcements = &queue.shared.announcements;
     let _turn = announcements.turns.take().await;

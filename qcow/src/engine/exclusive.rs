@@ -120,8 +120,12 @@ pub(super) async fn begin<'a>(queue: &'a Rc<Queue>) -> Result<Exclusive<'a, impl
     Ok(section)
 }
 
-/// Waits for the requests that were in flight when the queues were held off.
-async fn drain(queue: &Rc<Queue>) -> Result<(), Refused> {
+/// Waits for the requests that are in flight while the queues are held off.
+///
+/// # Errors
+///
+/// [`Refused`], if some do not end.
+pub(super) async fn drain(queue: &Rc<Queue>) -> Result<(), Refused> {
     let epochs = &queue.shared.epochs;
     let mut watch = epochs.watch();
     let began = epochs.now();

@@ -8,7 +8,6 @@
 //! - One task at a time makes a disk larger, because it clears what lies past the end at its start.
 
 use std::rc::Rc;
-use std::sync::atomic::Ordering;
 
 use block::IoError;
 
@@ -39,7 +38,7 @@ pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoErr
         tracing::error!(%image, "an image of version 2 with snapshots does not grow: they do not record the disk's size");
         return Err(IoError::Unsupported);
     }
-    announce::growth(queue).await?;
+    announce::resize(queue).await?;
     space::with_what_is_freed(queue, async || enlarge(queue, old, size_bytes).await).await
 }
 
@@ -71,7 +70,7 @@ async fn enlarge(queue: &Rc<Queue>, old: u64, size_bytes: u64) -> Result<(), IoE
         shared.write()?.size_bytes = before;
         return Err(error);
     }
-    shared.size_bytes.store(size_bytes, Ordering::Release);
+    shared.set_size_bytes(size_bytes);
     Ok(())
 }
 

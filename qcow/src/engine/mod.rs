@@ -54,7 +54,7 @@ use flush::Rounds;
 pub(crate) use queue::Queue;
 pub use reader::MappingReader;
 use reclaim::Freeing;
-pub use snapshots::{SnapshotError, SnapshotSelector};
+pub use snapshots::{DiskSize, SnapshotError, SnapshotSelector};
 
 /// The image below this one.
 #[derive(Debug)]
@@ -157,6 +157,11 @@ impl Shared {
     #[inline]
     fn size_bytes(&self) -> u64 {
         self.size_bytes.load(Ordering::Acquire)
+    }
+
+    /// Lets the guest have a disk of `size_bytes`, rounded down to whole sectors.
+    fn set_size_bytes(&self, size_bytes: u64) {
+        self.size_bytes.store(size_bytes & !511, Ordering::Release);
     }
 
     fn is_corrupt(&self) -> bool {

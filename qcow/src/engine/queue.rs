@@ -79,15 +79,16 @@ impl DiskQueue for QcowQueue {
     fn submit(&self, mut request: Request) {
         let queue = &*self.0;
         let policy = queue.shared.policy;
+        // A read-only image frees nothing, and keeps the guard of an image above it.
+        if !policy.read_only {
+            request.guard = Some(queue.epoch.enter());
+        }
+        // After the guard: an operation that makes the disk smaller waits for requests that have seen the old size.
         if let Err(error) = request.check(queue.shared.size_bytes(), policy.read_only) {
             return request.finish(Err(error));
         }
         if request.len == 0 && request.op != Op::Flush {
             return request.finish(Ok(()));
-        }
-        // A read-only image frees nothing, and keeps the guard of an image above it.
-        if !policy.read_only {
-            request.guard = Some(queue.epoch.enter());
         }
         // The request itself is moved once, when its way is known.
         let way = match request.op {
@@ -227,6 +228,10 @@ async fn execute(queue: Rc<Queue>, mut request: Request) {
         match exclusive::admit(&queue, guard).await {
             Ok(guard) => request.guard = Some(guard),
             Err(error) => return request.finish(Err(error)),
+        }
+        // The operation that held it off may have made the disk smaller.
+        if let Err(error) = request.check(queue.shared.size_bytes(), false) {
+            return request.finish(Err(error));
         }
     }
     if request.op.is_write() && queue.shared.is_corrupt() {

@@ -1,16 +1,18 @@
-//! Internal snapshots of an open image: create, list, delete.
+//! Internal snapshots of an open image: create, list, delete, and apply.
 //!
 //! Each operation runs alone ([`exclusive`]) and switches the metadata by one header write ([`Switch`]).
 //! A new snapshot takes over the L1 table and the L2 tables as they are. The disk gets copies in which nothing is COPIED,
 //! as all data is shared now. An L2 table that is shared already stays shared.
 //! A deletion gives up one reference for each reference of the snapshot, and copies those tables of the disk that become,
 //! or whose data become, the disk's alone.
+//! [`apply`](mod@apply) gives the disk the mapping of a snapshot, which stays.
 //!
 //! All references are followed before anything is written, in bounded memory and time; a count that is full or wrong shows
 //! then. Tables are read a second time to be copied.
 //!
-//! Persistent bitmaps stay as they are: the guest's data does not change.
+//! To create and to delete leave persistent bitmaps as they are: the guest's data does not change.
 
+mod apply;
 mod error;
 
 use std::rc::Rc;
@@ -18,6 +20,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use block::{AlignedBuf, Context, IoError};
 
+pub use apply::DiskSize;
 use error::{L2_TABLES_BYTES_MAX, SNAPSHOT_NAME_MAX, text};
 pub use error::{SnapshotError, SnapshotSelector};
 
@@ -84,6 +87,27 @@ impl QcowDisk {
             .queue(cx)
             .map_err(|error| SnapshotError::Queue(error.source))?;
         delete(&queue, selector).await
+    }
+
+    /// Makes the disk what it was when an internal snapshot was created, durably. The snapshot stays. What the disk has
+    /// now is lost, and clusters that nothing uses any more are freed in the background. The disk gets the snapshot's size,
+    /// or keeps its own if the snapshot does not record one. Requests of all queues wait meanwhile; those past the end of a
+    /// disk that has become smaller fail. Bitmaps that record changes are marked as out of date.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError`]; then the disk is as it was, unless the header's write or sync failed, after which the image is
+    /// not written any more.
+    pub async fn apply_snapshot(
+        &self,
+        cx: &Context,
+        selector: &SnapshotSelector,
+        size: DiskSize,
+    ) -> Result<(), SnapshotError> {
+        let queue = self
+            .queue(cx)
+            .map_err(|error| SnapshotError::Queue(error.source))?;
+        apply::apply(&queue, selector, size).await
     }
 }
 
@@ -268,7 +292,7 @@ impl Operation<'_> {
                 offset: offset(cluster).bytes(),
             }),
             Counted::Structure(cluster, structure) => {
-                let reason = "an entry of the snapshot leads to it, as if it were something else";
+                let reason = "an L1 or L2 entry leads to it, as if it were something else";
                 Err(self.damaged(structure, offset(cluster), &reason))
             }
         }
@@ -331,27 +355,11 @@ impl Operation<'_> {
         }
         tables.retain(|(_, table)| table.copied);
         let mut l1 = self.switch.next.l1().to_vec();
-        for some in tables.chunks(self.switch.tables_at_once()) {
-            let mut copies = Vec::new();
-            for (&(index, table), bytes) in some.iter().zip(self.read(some).await?) {
-                let mut bytes = bytes.to_vec();
-                L2TableMut::new(&mut bytes, &self.geometry).update(|entry| match entry.is_compressed() {
-                    true => entry,
-                    false => entry.with_copied(false),
-                });
-                let host = self.switch.new_l2_table().await?;
-                copies.push((host, bytes));
-                let old = self.geometry.host_cluster(table.host);
-                self.switch
-                    .next
-                    .refcounts
-                    .uses
-                    .made(ClusterUse::SnapshotL2Table, old, 1);
-                if let Some(place) = l1.get_mut(index) {
-                    *place = L1Entry::encode(L2TableRef { host, copied: true });
-                }
-            }
-            self.switch.write(copies).await?;
+        self.copy_shared(&tables, &mut l1).await?;
+        let uses = &mut self.switch.next.refcounts.uses;
+        for (_, table) in &tables {
+            let old = self.geometry.host_cluster(table.host);
+            uses.made(ClusterUse::SnapshotL2Table, old, 1);
         }
         if l1.is_empty() {
             return Ok(HostOffset::default());
@@ -363,43 +371,73 @@ impl Operation<'_> {
         Ok(old.offset)
     }
 
-    /// Gives up all references of a snapshot. `others` stay, and so do the disk's `own` L2 tables, which are read later.
-    async fn release(
+    /// Points L1 entries at copies of L2 tables whose data is all shared.
+    async fn copy_shared(
         &mut self,
-        snapshot: &SnapshotEntry,
-        others: &[SnapshotEntry],
-        own: usize,
+        tables: &[(usize, L2TableRef)],
+        l1: &mut [L1Entry],
     ) -> Result<(), SnapshotError> {
+        for some in tables.chunks(self.switch.tables_at_once()) {
+            let mut copies = Vec::new();
+            for (&(index, _), bytes) in some.iter().zip(self.read(some).await?) {
+                let mut bytes = bytes.to_vec();
+                L2TableMut::new(&mut bytes, &self.geometry).update(|entry| match entry.is_compressed() {
+                    true => entry,
+                    false => entry.with_copied(false),
+                });
+                let host = self.switch.new_l2_table().await?;
+                copies.push((host, bytes));
+                if let Some(place) = l1.get_mut(index) {
+                    *place = L1Entry::encode(L2TableRef { host, copied: true });
+                }
+            }
+            self.switch.write(copies).await?;
+        }
+        Ok(())
+    }
+
+    /// Returns the L2 tables of a snapshot, with their indices, in the order of their places.
+    async fn tables_of(&self, snapshot: &SnapshotEntry) -> Result<Vec<(usize, L2TableRef)>, SnapshotError> {
         let (at, entries) = (snapshot.l1_offset, u64::from(snapshot.l1_entries));
         if entries == 0 {
-            return Ok(());
-        }
-        if !at.is_aligned_to(self.geometry.cluster_size()) || entries * L1_ENTRY_SIZE > L1_TABLE_MAX_BYTES {
-            let reason = format!("it has {entries} entries and lies at {at}");
-            return Err(self.damaged(ClusterUse::SnapshotL1Table, at, &reason));
+            return Ok(Vec::new());
         }
         let table = Table {
             kind: ClusterUse::SnapshotL1Table,
             offset: at,
             entries,
         };
+        let file_len = self.queue.file.len()?;
+        if !at.is_aligned_to(self.geometry.cluster_size())
+            || table.bytes() > L1_TABLE_MAX_BYTES
+            || table.end() > file_len
+        {
+            // Nothing that the guest uses: it goes on.
+            return Err(SnapshotError::Damaged {
+                what: ClusterUse::SnapshotL1Table,
+                offset: at.bytes(),
+                reason: format!("it has {entries} entries, and the file {file_len:#x} bytes"),
+            });
+        }
         let geometry = self.geometry;
-        let (mut places, mut fault) = (Vec::new(), None);
-        let each = |at, entry: L1Entry| match entry.decode(&geometry) {
-            Ok(table) => places.extend(table.map(|table| table.host)),
+        let (mut tables, mut fault) = (Vec::new(), None);
+        let each = |place: u64, entry: L1Entry| match entry.decode(&geometry) {
+            Ok(table) => {
+                let index = ((place - at.bytes()) / L1_ENTRY_SIZE) as usize;
+                tables.extend(table.map(|table| (index, table)));
+            }
             Err(error) => {
-                fault.get_or_insert((at, error));
+                fault.get_or_insert((place, error));
             }
         };
         for_each_reference(&self.queue.file, table, each).await?;
         if let Some((at, error)) = fault {
             return Err(self.damaged(ClusterUse::SnapshotL1Table, HostOffset::new(at), &error));
         }
-        self.bound(places.len() + own)?;
-        // In any order: each is counted for itself. Two entries that lead to one table would multiply what it leads to.
-        places.sort_unstable();
-        let twice = places.windows(2).find_map(|pair| match *pair {
-            [one, other] if one == other => Some(one),
+        tables.sort_unstable_by_key(|(_, table)| table.host);
+        // Two entries that lead to one table would multiply what it leads to.
+        let twice = tables.windows(2).find_map(|pair| match pair {
+            [(_, one), (_, other)] if one.host == other.host => Some(one.host),
             _ => None,
         });
         if let Some(twice) = twice {
@@ -409,18 +447,36 @@ impl Operation<'_> {
                 reason: format!("two of its entries lead to the L2 table at {twice}; expected one at most"),
             });
         }
-        for some in places.chunks(self.switch.tables_at_once()) {
-            let contents = self.switch.read_clusters(some).await?;
-            for (&host, bytes) in some.iter().zip(contents) {
-                for range in self.data_of(host, &bytes)? {
+        Ok(tables)
+    }
+
+    /// Gives up one reference to each of these L2 tables and to what they lead to.
+    async fn lower_tables(&mut self, tables: &[(usize, L2TableRef)]) -> Result<(), SnapshotError> {
+        for some in tables.chunks(self.switch.tables_at_once()) {
+            for (&(_, table), bytes) in some.iter().zip(self.read(some).await?) {
+                for range in self.data_of(table.host, &bytes)? {
                     self.lower(range, |_| false).await?;
                 }
                 let is_table = |found| matches!(found, ClusterUse::L2Table | ClusterUse::SnapshotL2Table);
-                self.lower(self.cluster_at(host), is_table).await?;
+                self.lower(self.cluster_at(table.host), is_table).await?;
             }
         }
-        let first = self.geometry.host_cluster(at);
-        let end = first + self.geometry.clusters_for(entries * L1_ENTRY_SIZE);
+        Ok(())
+    }
+
+    /// Gives up all references of a snapshot. `others` stay, and so do the disk's `own` L2 tables, which are read later.
+    async fn release(
+        &mut self,
+        snapshot: &SnapshotEntry,
+        others: &[SnapshotEntry],
+        own: usize,
+    ) -> Result<(), SnapshotError> {
+        let tables = self.tables_of(snapshot).await?;
+        self.bound(tables.len() + own)?;
+        self.lower_tables(&tables).await?;
+        let geometry = self.geometry;
+        let first = geometry.host_cluster(snapshot.l1_offset);
+        let end = first + geometry.clusters_for(u64::from(snapshot.l1_entries) * L1_ENTRY_SIZE);
         self.lower((first, end), |found| found == ClusterUse::SnapshotL1Table)
             .await?;
         let ranges = others.iter().map(|other| {

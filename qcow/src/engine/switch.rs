@@ -275,6 +275,7 @@ impl Deciding<'_> {
         for dropped in left {
             next.drop_clusters(dropped, true);
         }
+        self.shared.set_size_bytes(next.size_bytes);
         let old = std::mem::replace(&mut *metadata, next);
         drop(metadata);
         // Not under the lock: it may be large.

@@ -26,7 +26,7 @@ pub use info::{ImageInfo, info};
 pub use open::{ImageError, OpenError, OpenOptions, Qcow2, StructureError, backing_path};
 pub use read::{Located, ReadError, read_header};
 pub use repair::{RepairError, RepairReport, RepairScope, rebuild_refcounts, repair};
-pub use snapshots::{ChangeSnapshotsError, create_snapshot, delete_snapshot};
+pub use snapshots::{ChangeSnapshotsError, apply_snapshot, create_snapshot, delete_snapshot};
 
 #[cfg(test)]
 mod check_tests;

@@ -11,7 +11,7 @@ use block::{Context, Disk, IoError};
 
 use super::open::open_without_backing;
 use super::{OpenError, OpenOptions};
-use crate::{QcowDisk, SnapshotError, SnapshotSelector};
+use crate::{DiskSize, QcowDisk, SnapshotError, SnapshotSelector};
 
 /// A change of an image's snapshots failed.
 #[derive(Debug, thiserror::Error)]
@@ -48,6 +48,17 @@ pub fn create_snapshot(path: &Path, name: &str, date: SystemTime) -> Result<Stri
 /// [`ChangeSnapshotsError`]; with the snapshots as they were unless it says otherwise.
 pub fn delete_snapshot(path: &Path, selector: &SnapshotSelector) -> Result<(), ChangeSnapshotsError> {
     change(path, async |disk, cx| disk.delete_snapshot(cx, selector).await)
+}
+
+/// Makes the disk in the image at `path` what it was when a snapshot was created, also in size. The snapshot stays.
+///
+/// # Errors
+///
+/// [`ChangeSnapshotsError`]; with the disk as it was unless it says otherwise.
+pub fn apply_snapshot(path: &Path, selector: &SnapshotSelector) -> Result<(), ChangeSnapshotsError> {
+    change(path, async |disk, cx| {
+        disk.apply_snapshot(cx, selector, DiskSize::MayChange).await
+    })
 }
 
 fn change<T>(

@@ -84,13 +84,12 @@ impl Metadata {
         &self.l1
     }
 
-    /// Replaces the L1 table by one of the same length, in a new place. Returns the old place.
+    /// Replaces the L1 table by another, in a new place. Returns the old place.
     ///
     /// # Errors
     ///
     /// [`Stuck`], with nothing changed.
     pub(crate) fn replace_l1(&mut self, l1: &[L1Entry]) -> Result<TablePlace, Stuck> {
-        invariant!(l1.len() == self.l1.len(), "the L1 table changes its length");
         let clusters = self.geometry.clusters_for(l1.len() as u64 * L1_ENTRY_SIZE);
         let first = self.refcounts.allocate_run(clusters)?;
         self.refcounts.uses.made(ClusterUse::L1Table, first, clusters);

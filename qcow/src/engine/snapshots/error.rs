@@ -79,6 +79,26 @@ pub enum SnapshotError {
         /// The ID of the first of them.
         first: String,
     },
+    /// The snapshot is of a disk of another size, which this disk cannot get.
+    #[error("the snapshot is of a disk of {then} bytes, and the disk has {now} bytes: {reason}")]
+    OtherSize {
+        /// The size of the snapshot's disk, in bytes.
+        then: u64,
+        /// The disk's size, in bytes.
+        now: u64,
+        /// The reason that it cannot change, and what helps.
+        reason: &'static str,
+    },
+    /// The snapshot's disk is larger than the image can map.
+    #[error(
+        "the snapshot says that its disk has {bytes} bytes; expected at most {most}, which is what an L1 table can map"
+    )]
+    DiskTooLarge {
+        /// The size of the snapshot's disk, in bytes.
+        bytes: u64,
+        /// The largest size, in bytes.
+        most: u64,
+    },
     /// A cluster cannot have another reference.
     #[error(
         "the cluster at {offset:#x} has as many references as refcount_bits={bits} can count; delete a snapshot, or convert \
