@@ -35,7 +35,7 @@ pub enum ImageCommand {
     /// Exits with 0 if the image is clean, or clean after the repair; with 1 if it could not be checked; with 2 if it is
     /// corrupt; with 3 if it has leaked clusters but no errors.
     Check(CheckArguments),
-    /// Create, list and delete internal snapshots of an image
+    /// Create, list, apply and delete internal snapshots of an image
     #[command(subcommand)]
     Snapshot(snapshot::SnapshotCommand),
 }

@@ -1,4 +1,4 @@
-//! `ringdisk image snapshot`: creates, lists and deletes internal snapshots of an image that is not served.
+//! `ringdisk image snapshot`: creates, lists, applies and deletes internal snapshots of an image that is not served.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -22,10 +22,15 @@ pub enum SnapshotCommand {
     Create(CreateArguments),
     /// List the snapshots
     List(InfoArguments),
+    /// Make the disk what it was when a snapshot was created; what it has now is lost
+    ///
+    /// The snapshot stays. The disk also gets the snapshot's size. A power cut leaves the disk as it was or as it becomes,
+    /// and at most leaked clusters. Persistent bitmaps that record changes are marked as out of date.
+    Apply(SelectArguments),
     /// Delete a snapshot
     ///
     /// A power cut leaves the image with the whole snapshot or without it, and at most leaked clusters.
-    Delete(DeleteArguments),
+    Delete(SelectArguments),
 }
 
 /// The command line of `image snapshot create`.
@@ -37,9 +42,9 @@ pub struct CreateArguments {
     name: String,
 }
 
-/// The command line of `image snapshot delete`.
+/// The command line of `image snapshot apply` and `image snapshot delete`.
 #[derive(Args, Debug)]
-pub struct DeleteArguments {
+pub struct SelectArguments {
     /// Image file; no program may have it open for writing
     path: PathBuf,
     /// Snapshot: id=ID, name=NAME, or an ID or a name that means one snapshot only
@@ -60,13 +65,19 @@ pub(super) fn run(command: &SnapshotCommand, out: &mut dyn Write) -> Result<u8, 
             )?;
         }
         SnapshotCommand::List(arguments) => list(arguments, out)?,
-        SnapshotCommand::Delete(arguments) => {
-            unclaimed(&arguments.path)?;
-            tools::delete_snapshot(&arguments.path, &selector(&arguments.selector))
-                .map_err(|error| failure(&arguments.path, error))?;
-        }
+        SnapshotCommand::Apply(arguments) => change(arguments, tools::apply_snapshot)?,
+        SnapshotCommand::Delete(arguments) => change(arguments, tools::delete_snapshot)?,
     }
     Ok(EXIT_OK)
+}
+
+/// Changes something of the selected snapshot's image.
+fn change(
+    arguments: &SelectArguments,
+    change: impl FnOnce(&Path, &SnapshotSelector) -> Result<(), ChangeSnapshotsError>,
+) -> Result<(), CommandFailure> {
+    unclaimed(&arguments.path)?;
+    change(&arguments.path, &selector(&arguments.selector)).map_err(|error| failure(&arguments.path, error))
 }
 
 /// Fails if a block device that waits for a server has the image.

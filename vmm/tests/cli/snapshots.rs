@@ -104,6 +104,44 @@ fn snapshots_are_created_listed_and_deleted_as_qemu_sees_them() {
     );
 }
 
+#[test]
+fn apply_makes_the_disk_what_it_was_also_in_size() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "cluster_size=64k", "1M");
+    qemu_io(&world, "write -P 17 0 1M");
+    let snapshot = |arguments: &[&str]| {
+        world
+            .ringdisk(&[&["image", "snapshot"][..], arguments].concat())
+            .success()
+    };
+    snapshot(&["create", "a.qcow2", "before"]);
+    qemu_io(&world, "write -P 34 0 64k");
+    world
+        .qemu("qemu-img", &["resize", "-q", "a.qcow2", "2M"])
+        .success();
+    qemu_io(&world, "write -P 51 1M 1M");
+    snapshot(&["create", "a.qcow2", "after"]);
+    for (which, size, reads) in [
+        ("before", 1 << 20, &["read -P 17 0 1M"][..]),
+        (
+            "id=2",
+            2 << 20,
+            &["read -P 34 0 64k", "read -P 17 64k 960k", "read -P 51 1M 1M"],
+        ),
+        ("name=before", 1 << 20, &["read -P 17 0 1M"]),
+    ] {
+        assert_eq!(snapshot(&["apply", "a.qcow2", which]), "");
+        let info = world
+            .qemu("qemu-img", &["info", "--output=json", "a.qcow2"])
+            .success();
+        let info: Value = serde_json::from_str(&info).expect("JSON");
+        assert_eq!(info["virtual-size"], size, "{which}");
+        assert_eq!(info["snapshots"].as_array().map(Vec::len), Some(2), "{which}");
+        world.assert_flawless("a.qcow2");
+        reads.iter().for_each(|command| qemu_io(&world, command));
+    }
+}
+
 /// Images that are made to cost very much, or that name a cluster more often than it counts.
 #[test]
 fn snapshots_of_costly_and_damaged_images_are_refused_unchanged() {
@@ -127,6 +165,7 @@ fn snapshots_of_costly_and_damaged_images_are_refused_unchanged() {
     refused(["create", "a.qcow2", "s"], "expected at most 8589934592");
     Costly::Tables(4097, true).write(&path).expect("an image");
     refused(["delete", "a.qcow2", "s"], "expected at most 8589934592");
+    refused(["apply", "a.qcow2", "s"], "expected at most 8589934592");
 
     world.qemu_create("a.qcow2", "cluster_size=512", "64k");
     qemu_io(&world, "write -P 17 0 64k");
@@ -175,6 +214,14 @@ fn refused_changes_say_what_would_be_right_and_change_nothing() {
             "may mean 2 snapshots; select one by id=, such as id=1",
         ),
         (["delete", "a.qcow2", "name=1"], "there is no snapshot name=1"),
+        (
+            ["apply", "a.qcow2", "name=b"],
+            "name=b may mean 2 snapshots; select one by id=, such as id=1",
+        ),
+        (
+            ["apply", "a.qcow2", "c"],
+            "there is no snapshot with the ID or name \"c\"",
+        ),
     ] {
         let line = world
             .ringdisk(&[&["image", "snapshot"][..], &arguments].concat())
@@ -188,9 +235,37 @@ fn refused_changes_say_what_would_be_right_and_change_nothing() {
     assert!(after == before, "the image has changed");
     world.assert_flawless("a.qcow2");
     let served = QcowDisk::open(&world.path("a.qcow2"), &OpenOptions::default()).expect("a disk");
-    let line = world
-        .ringdisk(&["image", "snapshot", "create", "a.qcow2", "c"])
-        .refused(1);
-    assert!(line.contains("a.qcow2 is locked"), "{line}");
+    for arguments in [["create", "a.qcow2", "c"], ["apply", "a.qcow2", "id=1"]] {
+        let line = world
+            .ringdisk(&[&["image", "snapshot"][..], &arguments].concat())
+            .refused(1);
+        assert!(line.contains("a.qcow2 is locked"), "{line}");
+    }
     drop(served);
+
+    // What a snapshot says of itself.
+    let path = world.path("a.qcow2");
+    let (entry, len) = (u64_in(&before, 64), before.len() as u64);
+    for (at, value, said) in [
+        (
+            entry + 48,
+            1_u64 << 62,
+            "its disk has 4611686018427387904 bytes; expected at most",
+        ),
+        (
+            entry,
+            (len.div_ceil(64 << 10) + 1) << 16,
+            "is damaged: it has 1 entries, and the file",
+        ),
+    ] {
+        let mut image = before.clone();
+        put(&mut image, at, &value.to_be_bytes());
+        std::fs::write(&path, &image).expect("an image");
+        let line = world
+            .ringdisk(&["image", "snapshot", "apply", "a.qcow2", "id=1"])
+            .refused(1);
+        assert!(line.contains("a.qcow2: ") && line.contains(said), "{line}");
+        let after = std::fs::read(&path).expect("an image");
+        assert!(after == image, "{line}: the image has changed");
+    }
 }
