@@ -53,7 +53,7 @@ pub enum Source {
     Churn(u64),
     /// A seed whose disk grows by any amount.
     Growth(u64),
-    /// A seed whose disk has snapshots created and deleted.
+    /// A seed whose disk has snapshots created, applied and deleted.
     Snapshots(u64),
 }
 

@@ -90,7 +90,7 @@ impl Lane {
         // What is read in the next round may begin while reads of the last one are late.
         let in_step = self.number == Some(0) && next.ask == Ask::Read;
         let alone = next.alone && self.in_flight() > 0 && !in_step;
-        let is_snapshot = matches!(next.ask, Ask::Snapshot(_) | Ask::Unsnapshot(_));
+        let is_snapshot = next.ask.is_of_snapshots();
         // One of these at a time, so that it is known which snapshots there are.
         let in_turn = is_snapshot && self.snapshots.under_way > 0;
         alone || in_turn || self.book.in_flight >= self.depth
@@ -153,9 +153,7 @@ impl Lane {
     fn ask(&mut self, planned: Planned) {
         match planned.ask {
             Ask::Grow(bytes) => return self.book.grow(&self.cx, &self.disk, planned, bytes),
-            Ask::Snapshot(_) | Ask::Unsnapshot(_) => {
-                return self.snapshots.ask(&self.cx, &self.disk, planned);
-            }
+            ask if ask.is_of_snapshots() => return self.snapshots.ask(&self.cx, &self.disk, planned),
             _ => {}
         }
         let Some(Entry { tag, op, words }) = self.book.ask(planned) else {

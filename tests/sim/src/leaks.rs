@@ -96,7 +96,7 @@ fn cost(shape: &Shape, sectors: u64, planned: &Planned) -> u64 {
     let touched = |first: u64, end: u64, unit: u64| end.div_ceil(unit) - first / unit;
     let (clusters, tables) = match planned.ask {
         Ask::Read | Ask::Flush => return 0,
-        Ask::Snapshot(_) | Ask::Unsnapshot(_) => return SNAPSHOT_CLUSTERS,
+        Ask::Snapshot(_) | Ask::Unsnapshot(_) | Ask::Apply(_) => return SNAPSHOT_CLUSTERS,
         Ask::Grow(bytes) => {
             let end = bytes / SECTOR as u64;
             // The L1 table at both its places, the old last cluster, and tables that hide a longer backing file.

@@ -273,7 +273,7 @@ fn summary(explored: &Explored, from: u64, took: Duration) {
     );
     println!(
         "explored: {} per second and thread; {} images written to again after the cut, {} cut again then, {} with leaks \
-         repaired, {} with snapshots ({} snapshots created and deleted), {} held against qemu-img",
+         repaired, {} with snapshots ({} snapshots created, applied and deleted), {} held against qemu-img",
         per_second(explored),
         explored.tally.resumed,
         explored.tally.cut_again,

@@ -157,7 +157,8 @@ impl Oracle {
             let Some(changes) = self.sectors.get_mut(sector as usize) else {
                 continue;
             };
-            if let Some(own) = changes.iter_mut().find(|change| change.asked == asked.time) {
+            // An application of a snapshot may have several, of which one is right.
+            for own in changes.iter_mut().filter(|change| change.asked == asked.time) {
                 own.answered = Some((time, well));
             }
             if forced && well {
@@ -165,6 +166,14 @@ impl Oracle {
             }
         }
         self.promises += u64::from(forced && well);
+    }
+
+    /// A change was refused: nothing of it was done.
+    pub fn withdraw_change(&mut self, asked: &Asked) {
+        for changes in &mut self.sectors {
+            changes.retain(|change| change.asked != asked.time);
+        }
+        self.promises += 1;
     }
 
     /// Has states that were judged before judged anew: a cut may leave less now, though no promise was made.

@@ -35,6 +35,16 @@ pub enum Ask {
     Snapshot(u32),
     /// Delete the snapshot of this number.
     Unsnapshot(u32),
+    /// Make the disk what it was in the snapshot of this number.
+    Apply(u32),
+}
+
+impl Ask {
+    /// Returns true for an operation on snapshots, which runs alone.
+    #[must_use]
+    pub(crate) fn is_of_snapshots(self) -> bool {
+        matches!(self, Self::Snapshot(_) | Self::Unsnapshot(_) | Self::Apply(_))
+    }
 }
 
 /// A request of one queue.
@@ -77,6 +87,7 @@ impl fmt::Display for Planned {
             Ask::Grow(bytes) => write!(f, "queue {lane}: grow to {bytes} bytes{when}"),
             Ask::Snapshot(number) => write!(f, "queue {lane}: create snapshot s{number}{when}"),
             Ask::Unsnapshot(number) => write!(f, "queue {lane}: delete snapshot s{number}{when}"),
+            Ask::Apply(number) => write!(f, "queue {lane}: apply snapshot s{number}{when}"),
             ask => {
                 let what = match ask {
                     Ask::Read => "read",
@@ -429,7 +440,7 @@ impl Case {
         growth::draw(seed)
     }
 
-    /// The run of a seed whose disk has snapshots created and deleted while all queues go on.
+    /// The run of a seed whose disk has snapshots created, applied and deleted while all queues go on.
     #[must_use]
     pub fn draw_snapshots(seed: u64) -> Self {
         crate::snapshots::draw(seed)

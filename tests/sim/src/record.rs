@@ -48,8 +48,10 @@ pub struct Record {
     pub grows: usize,
     /// The number of times that it has begun to grow, and the number of these that have ended.
     pub growths: [u64; 2],
-    /// Snapshots created and deleted.
+    /// Snapshots created, applied and deleted.
     pub snapshots: u64,
+    /// Those of them that were applications.
+    pub applied: u64,
     /// Requests that have not ended yet, asked for or not.
     pub left: usize,
     /// Requests that are asked for and not answered.
@@ -94,6 +96,7 @@ impl Record {
             grows: 0,
             growths: [0; 2],
             snapshots: 0,
+            applied: 0,
             left: 0,
             in_flight: 0,
             answered: 0,

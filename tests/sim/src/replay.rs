@@ -2,13 +2,12 @@
 //!
 //! `seed N` is the run of that seed, `guest N` one whose queues are a guest's virtqueues, `registered N` one some of
 //! whose requests have registered pages, `ublk N` one whose disk is a ublk device, `churn N` one that frees what is being
-//! read, `growth N` one whose disk grows by any amount, `snapshots N` one whose disk has snapshots created and deleted.
-//! `seed N schedule S plan A,B,C` is what is left of it after
-//! shrinking: only those requests of the plan (by number, from zero), with things in the order of `S`. A shortened run
-//! may also have `lanes N`, `space N` (how many ops find
-//! space), `plain NAME,NAME` (what a guest, or a
-//! device, does without), `calm NAME,NAME` (faults that are off), `sectors A:N` (request `A` is about `N` sectors)
-//! and `look ALL,DRAWS` (which crash states are looked at). `scenario NAME order N` is a scenario.
+//! read, `growth N` one whose disk grows by any amount, `snapshots N` one whose disk has snapshots created, applied and
+//! deleted. `seed N schedule S plan A,B,C` is what is left of it after shrinking: only those requests of the plan (by
+//! number, from zero), with things in the order of `S`. A shortened run may also have `lanes N`, `space N` (how many ops
+//! find space), `plain NAME,NAME` (what a guest, or a device, does without), `calm NAME,NAME` (faults that are off),
+//! `sectors A:N` (request `A` is about `N` sectors) and `look ALL,DRAWS` (which crash states are looked at).
+//! `scenario NAME order N` is a scenario.
 
 use std::fmt::Write as _;
 

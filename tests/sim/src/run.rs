@@ -58,8 +58,10 @@ pub struct Outcome {
     pub starved: bool,
     /// The number of attempts to make the disk larger.
     pub growths: u64,
-    /// The number of snapshots created and deleted.
+    /// The number of snapshots created, applied and deleted.
     pub snapshots: u64,
+    /// The number of snapshots applied.
+    pub applied: u64,
     /// Counts of what happened to a ublk device.
     pub reached: Reached,
 }
@@ -104,6 +106,7 @@ pub fn run(case: &Case, record_trace: bool, tally: &mut Tally) -> Outcome {
     outcome.starved = run.world.is_starved();
     outcome.growths = record.growths[1];
     outcome.snapshots = record.snapshots;
+    outcome.applied = record.applied;
     outcome.reached = record.reached;
     drop(record);
     // After a failure ops may be in flight: they end without effect, and let go of their memory.

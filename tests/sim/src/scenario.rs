@@ -263,6 +263,31 @@ pub fn all() -> Vec<Scenario> {
                 ],
             )
         },
+        Scenario {
+            all_up_to: 256,
+            ..Scenario::new(
+                "snapshots applied",
+                Shape {
+                    filled: 500,
+                    bytes: 16 << 10,
+                    ..coarse
+                },
+                &[
+                    (WRITE, 1, 1),
+                    (Ask::Snapshot(0), 0, 0),
+                    (WRITE, 1, 1),
+                    (WRITE, 20, 4),
+                    (Ask::Apply(0), 0, 0),
+                    (WRITE, 2, 1),
+                    (WRITE, 24, 4),
+                    FLUSH,
+                    (Ask::Apply(0), 0, 0),
+                    (Ask::Unsnapshot(0), 0, 0),
+                    (WRITE, 1, 1),
+                    FLUSH,
+                ],
+            )
+        },
         Scenario::new(
             "write-zeroes that keeps space",
             Shape {

@@ -1,4 +1,4 @@
-//! Snapshots that a queue creates and deletes, beside the requests of all queues; and those of an image, as they are on
+//! Snapshots that a queue creates, applies and deletes, beside the requests of all queues; and those of an image, as they are on
 //! disk.
 
 use std::cell::RefCell;
@@ -9,16 +9,25 @@ use std::time::UNIX_EPOCH;
 use block::{Context, IoError};
 use qcow::format::SnapshotEntry;
 use qcow::format::header::at;
-use qcow::{QcowDisk, SnapshotError, SnapshotSelector};
+use qcow::{DiskSize, QcowDisk, SnapshotError, SnapshotSelector};
 use simulator::{Profile, Random, SimImage};
 
+use crate::oracle::Asked;
 use crate::plan::{Ask, Case, Planned};
 use crate::record::Record;
 use crate::run::without_errors;
 use crate::shape::{Shape, u64_at};
 
-/// An operation that ended: what was planned, when it was asked for, and its result.
-type Ended = (Planned, u64, Result<(), SnapshotError>);
+/// An operation that ended.
+#[derive(Debug)]
+struct Ended {
+    planned: Planned,
+    /// The time at which it was asked for.
+    since: u64,
+    /// The change of the whole disk that an application is.
+    change: Option<Asked>,
+    result: Result<(), SnapshotError>,
+}
 
 /// The operations of one queue, one at a time.
 #[derive(Debug)]
@@ -43,21 +52,23 @@ impl Snapshotting {
         }
     }
 
-    /// Creates the snapshot of a number, or deletes it.
+    /// Creates the snapshot of a number, applies it or deletes it.
     pub(crate) fn ask(&mut self, cx: &Context, disk: &Arc<QcowDisk>, planned: Planned) {
         self.under_way += 1;
         let (disk, task_cx, ended) = (Arc::clone(disk), cx.clone(), Rc::clone(&self.ended));
-        let since = {
+        let (since, change) = {
             let mut record = self.record.borrow_mut();
             record.note_asked(&self.shape, &planned);
+            let mut change = None;
             match planned.ask {
                 Ask::Snapshot(number) => record.oracle.ask_snapshot(name_of(number)),
                 Ask::Unsnapshot(number) => {
                     record.oracle.ask_deletion(&name_of(number));
                 }
+                Ask::Apply(number) => change = record.oracle.ask_application(&name_of(number)),
                 _ => {}
             }
-            record.time()
+            (record.time(), change)
         };
         cx.spawn(async move {
             let result = match planned.ask {
@@ -69,9 +80,18 @@ impl Snapshotting {
                     let which = SnapshotSelector::Name(name_of(number));
                     disk.delete_snapshot(&task_cx, &which).await
                 }
+                Ask::Apply(number) => {
+                    let which = SnapshotSelector::Name(name_of(number));
+                    disk.apply_snapshot(&task_cx, &which, DiskSize::Fixed).await
+                }
                 _ => Ok(()),
             };
-            ended.borrow_mut().push((planned, since, result));
+            ended.borrow_mut().push(Ended {
+                planned,
+                since,
+                change,
+                result,
+            });
         });
     }
 
@@ -79,18 +99,27 @@ impl Snapshotting {
     pub(crate) fn note(&mut self) -> bool {
         let ended = std::mem::take(&mut *self.ended.borrow_mut());
         let any = !ended.is_empty();
-        for (planned, since, result) in ended {
+        for Ended {
+            planned,
+            since,
+            change,
+            result,
+        } in ended
+        {
             self.under_way -= 1;
             let mut record = self.record.borrow_mut();
             let well = result.is_ok();
             record.snapshots += u64::from(well);
+            record.applied += u64::from(well && matches!(planned.ask, Ask::Apply(_)));
             let expected = match (planned.ask, &result) {
                 // Of clusters of very narrow counts.
                 (Ask::Snapshot(_), Err(SnapshotError::RefcountFull { bits, .. })) => *bits < 8,
                 // Its creation failed, or is not part of the plan.
-                (Ask::Unsnapshot(number), Err(SnapshotError::NotFound(_))) => {
+                (Ask::Unsnapshot(number) | Ask::Apply(number), Err(SnapshotError::NotFound(_))) => {
                     !record.oracle.has_snapshot(&name_of(number))
                 }
+                // It has grown since.
+                (Ask::Apply(_), Err(SnapshotError::OtherSize { then, now, .. })) => then < now,
                 // This machine is slow.
                 (_, Err(SnapshotError::Busy)) => true,
                 _ => false,
@@ -99,6 +128,14 @@ impl Snapshotting {
                 Ask::Snapshot(number) => record.oracle.answer_snapshot(&name_of(number), well),
                 Ask::Unsnapshot(number) => record.oracle.answer_deletion(&name_of(number), well),
                 _ => {}
+            }
+            match (change, &result) {
+                (None, _) => {}
+                (Some(change), Ok(())) => record.oracle.answer_change(&change, true, true),
+                (Some(change), Err(SnapshotError::Io(_))) => {
+                    record.oracle.answer_change(&change, false, false)
+                }
+                (Some(change), Err(_)) => record.oracle.withdraw_change(&change),
             }
             let outcome = match result {
                 Err(error) if !expected => {
@@ -117,7 +154,7 @@ impl Snapshotting {
     }
 }
 
-/// The run of a seed whose disk has snapshots created and deleted while all queues go on.
+/// The run of a seed whose disk has snapshots created, applied and deleted while all queues go on.
 pub(crate) fn draw(seed: u64) -> Case {
     let mut case = Case::draw(seed);
     let random = &mut Random::new(seed.rotate_left(56));
@@ -144,7 +181,9 @@ pub(crate) fn draw(seed: u64) -> Case {
     let mut place = 0;
     for number in 0..3 + random.below(5) as u32 {
         place += random.below(1 + case.plan.len() as u64 / 4) as usize;
-        let ask = if !numbers.is_empty() && random.one_in(2) {
+        let ask = if !numbers.is_empty() && random.one_in(3) {
+            Ask::Apply(numbers[random.below(numbers.len() as u64) as usize])
+        } else if !numbers.is_empty() && random.one_in(2) {
             Ask::Unsnapshot(numbers.swap_remove(random.below(numbers.len() as u64) as usize))
         } else {
             numbers.push(number);

@@ -110,10 +110,10 @@ fn growth_seeds_reach_every_end_and_refcount_width() {
     assert!(growths > 30, "only {growths} growths");
 }
 
-/// The seeds create and delete snapshots beside requests of every kind, and cuts show them in every state.
+/// The seeds create, apply and delete snapshots beside requests of every kind, and cuts show them in every state.
 #[test]
-fn snapshots_seeds_create_delete_and_cut() {
-    let (mut operations, mut beside, mut narrow) = (0, 0, 0);
+fn snapshots_seeds_create_apply_delete_and_cut() {
+    let (mut operations, mut applied, mut beside, mut narrow) = (0, 0, 0, 0);
     let mut tally = Tally::default();
     for seed in 0..64 {
         let case = Source::Snapshots(seed).case().expect("a seed has a run");
@@ -124,10 +124,14 @@ fn snapshots_seeds_create_delete_and_cut() {
             outcome.failure
         );
         operations += outcome.snapshots;
+        applied += outcome.applied;
         beside += u64::from(case.lanes > 1);
         narrow += u64::from(case.shape.refcount_bits < 8);
     }
-    assert!(operations > 100, "only {operations} operations");
+    assert!(
+        operations > 100 && applied > 30,
+        "only {operations} operations, {applied} applications"
+    );
     assert!(beside > 30 && narrow > 4, "{beside} {narrow}");
     let (with, all) = (tally.with_snapshots, tally.images.len());
     assert!(with > 2000, "only {with} of {all} images have snapshots");

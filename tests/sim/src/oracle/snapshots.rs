@@ -12,7 +12,8 @@ use std::collections::BTreeMap;
 
 use smallvec::SmallVec;
 
-use super::{Asked, Expected, Oracle};
+use super::{Asked, Change, Expected, Oracle};
+use crate::content::ZERO;
 
 /// The words of a snapshot's sectors as they were found; `None` for bytes that no guest wrote.
 pub type Words = Vec<Option<u64>>;
@@ -89,6 +90,40 @@ impl Oracle {
         known.is_sure = true;
         self.snapshots.known.insert(name.to_owned(), known);
         self.answer_flush(&flush);
+    }
+
+    /// The application of a snapshot is asked for: a change of each sector to what it holds. `None` if there is no such snapshot.
+    pub fn ask_application(&mut self, name: &str) -> Option<Asked> {
+        let known = self.snapshots.known.get(name)?.clone();
+        let time = self.tick();
+        for (sector, changes) in self.sectors.iter_mut().enumerate() {
+            let seen = known.seen.borrow();
+            let mut words: SmallVec<[u64; 4]> = match &*seen {
+                // Past its end the disk reads as zeros when it has grown.
+                Some(words) => words
+                    .get(sector)
+                    .copied()
+                    .unwrap_or(Some(ZERO))
+                    .into_iter()
+                    .collect(),
+                None => known.expected.words.get(sector).cloned().unwrap_or_default(),
+            };
+            words.sort_unstable();
+            words.dedup();
+            changes.extend(words.into_iter().map(|word| Change {
+                word,
+                asked: time,
+                answered: None,
+                gone: false,
+                outdone: None,
+            }));
+        }
+        self.untouched.fill(false);
+        Some(Asked {
+            time,
+            first: 0,
+            count: self.sectors(),
+        })
     }
 
     /// The deletion of a snapshot is asked for. Returns true if there is one.
@@ -232,6 +267,33 @@ mod tests {
         assert!(oracle.survives(0, 1));
         oracle.answer_snapshot(NAME, true);
         assert!(!oracle.survives(0, 1) && oracle.survives(0, 2));
+    }
+
+    #[test]
+    fn application_gives_the_disk_what_the_snapshot_holds_durably() {
+        let mut oracle = Oracle::new(&[1]);
+        change(&mut oracle, 2);
+        oracle.ask_snapshot(NAME.to_owned());
+        change(&mut oracle, 3);
+        oracle.answer_snapshot(NAME, true);
+        change(&mut oracle, 4);
+        assert!(oracle.ask_application("none").is_none());
+        let mut sure = oracle.clone();
+        sure.judge_snapshots(&found(2)).expect("one of both");
+        for (oracle, holds) in [(&mut oracle, &[2, 3][..]), (&mut sure, &[2])] {
+            let refused = oracle.ask_application(NAME).expect("there is one");
+            assert!(oracle.survives(0, 2) && oracle.survives(0, 4));
+            oracle.withdraw_change(&refused);
+            assert!(oracle.survives(0, 4));
+            let asked = oracle.ask_application(NAME).expect("there is one");
+            oracle.answer_change(&asked, true, true);
+            for word in 1..=4 {
+                assert_eq!(oracle.survives(0, word), holds.contains(&word), "{word}");
+            }
+            let read = oracle.ask_read(0, 1);
+            assert_eq!(&read.words[0][..], holds);
+            oracle.end_read();
+        }
     }
 
     #[test]
