@@ -164,6 +164,11 @@ impl Damaged {
         if !then.is_empty() {
             folder.qemu_io("qcow2", IMAGE, then);
         }
+        Self::of(folder)
+    }
+
+    /// Finds the snapshots of an image.
+    fn of(folder: Folder) -> Self {
         let path = folder.path(IMAGE);
         let mut at = u64_at(&path, 64);
         let mut entries = Vec::new();
@@ -279,6 +284,47 @@ fn delete_refuses_to_free_an_l1_table_of_another_snapshot() {
     image.assert_refused(delete, l1);
 }
 
+/// The disk does not use it any more, and its count says that only one of two snapshots does.
+#[test]
+fn delete_refuses_to_free_a_cluster_of_the_snapshot_before_or_after() {
+    for names in [["a", "b"], ["b", "a"]] {
+        let image = Damaged::new(&["write -P 34 0 64k"], &names);
+        let of_a = usize::from(names[1] == "a");
+        let host = image.u64(image.l2(of_a, 3)) & OFFSET;
+        let path = image.folder.path(IMAGE);
+        patch(&path, image.count(host), &1_u16.to_be_bytes());
+        image.assert_refused(delete, host);
+    }
+}
+
+#[test]
+fn delete_refuses_to_free_an_l2_table_of_a_snapshot_far_away() {
+    let image = Damaged::new(&["write -P 34 0 64k"], &["b", "x", "y", "a"]);
+    let path = image.folder.path(IMAGE);
+    let table = image.u64(image.l1(0, 1)) & OFFSET;
+    // Those between do not use it.
+    for between in [1, 2] {
+        image.put(image.l1(between, 1), 0);
+    }
+    patch(&path, image.count(table), &1_u16.to_be_bytes());
+    image.assert_refused(delete, table);
+}
+
+/// Another snapshot's damage is not the operation's: what is sound in it is kept.
+#[test]
+fn delete_goes_on_beside_a_snapshot_that_is_damaged() {
+    let image = Damaged::new(&["write -P 34 0 64k"], &["a", "b"]);
+    let path = image.folder.path(IMAGE);
+    image.put(image.l1(1, 1), 0x123);
+    let disk = open(&path, &OpenOptions::default());
+    delete(&disk, "a").expect("a deletion");
+    let lane = Lane::new(&disk, RingKind::Syscalls);
+    lane.write(0, &[0x77; 512]);
+    lane.settle();
+    drop(lane);
+    close(disk);
+}
+
 /// All entries name one table: what that refers to would be given up again and again.
 #[test]
 fn delete_refuses_an_l1_table_that_names_an_l2_table_twice() {
@@ -326,6 +372,22 @@ fn apply_refuses_an_l1_table_that_names_an_l2_table_twice() {
             .contains("two of its entries lead to the L2 table"),
         "{error}"
     );
+}
+
+/// It is the disk's no more, and the count says that the other snapshot does not have it.
+#[test]
+fn apply_refuses_to_free_a_cluster_of_the_newest_snapshot() {
+    let image = Damaged::new(&["write -P 34 0 16k"], &["a"]);
+    image.folder.qemu_img(&["snapshot", "-c", "b", IMAGE]);
+    let image = Damaged::of(image.folder);
+    let host = image.u64(image.l2(1, 3)) & OFFSET;
+    assert!(
+        host != image.u64(image.l2(0, 3)) & OFFSET,
+        "it is not in the older one"
+    );
+    let path = image.folder.path(IMAGE);
+    patch(&path, image.count(host), &1_u16.to_be_bytes());
+    image.assert_refused(apply, host);
 }
 
 /// A count that is wrong: none of a sound image has no room for the disk.

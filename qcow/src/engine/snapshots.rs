@@ -13,7 +13,9 @@
 //! To create and to delete leave persistent bitmaps as they are: the guest's data does not change.
 
 mod apply;
+mod delete;
 mod error;
+mod kept;
 
 use std::rc::Rc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -30,8 +32,8 @@ use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
 use crate::format::references::Entry;
 use crate::format::validate::{SNAPSHOT_TABLE_MAX_BYTES, SNAPSHOTS_MAX};
 use crate::format::{
-    ClusterUse, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Entry, L2Mapping, L2Table, L2TableMut,
-    L2TableRef, SnapshotEntry,
+    ClusterUse, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Table, L2TableMut, L2TableRef,
+    SnapshotEntry,
 };
 use crate::image::ReadError;
 use crate::image::read::{SnapshotTableError, for_each_snapshot};
@@ -86,7 +88,7 @@ impl QcowDisk {
         let queue = self
             .queue(cx)
             .map_err(|error| SnapshotError::Queue(error.source))?;
-        delete(&queue, selector).await
+        delete::delete(&queue, selector).await
     }
 
     /// Makes the disk what it was when an internal snapshot was created, durably. The snapshot stays. What the disk has
@@ -182,23 +184,6 @@ async fn create(queue: &Rc<Queue>, name: &str, date: SystemTime) -> Result<Strin
     });
     operation.commit(&header, &entries, old_table_bytes).await?;
     Ok(id)
-}
-
-async fn delete(queue: &Rc<Queue>, selector: &SnapshotSelector) -> Result<(), SnapshotError> {
-    let section = exclusive::begin(queue).await?;
-    let header = queue.shared.header.decode()?;
-    let mut entries = read_entries(queue, &header).await?;
-    let old_table_bytes = encode(&entries)?.len() as u64;
-    let snapshot = entries.remove(selector.find(&entries)?);
-    let mut operation = Operation {
-        queue,
-        switch: Switch::new(queue, &section)?,
-        geometry: queue.shared.geometry,
-    };
-    let tables = operation.tables()?;
-    operation.release(&snapshot, &entries, tables.len()).await?;
-    operation.take_back(tables).await?;
-    operation.commit(&header, &entries, old_table_bytes).await
 }
 
 /// An operation that runs alone, and the next state of the metadata.
@@ -464,113 +449,12 @@ impl Operation<'_> {
         Ok(())
     }
 
-    /// Gives up all references of a snapshot. `others` stay, and so do the disk's `own` L2 tables, which are read later.
-    async fn release(
-        &mut self,
-        snapshot: &SnapshotEntry,
-        others: &[SnapshotEntry],
-        own: usize,
-    ) -> Result<(), SnapshotError> {
-        let tables = self.tables_of(snapshot).await?;
-        self.bound(tables.len() + own)?;
-        self.lower_tables(&tables).await?;
-        let geometry = self.geometry;
-        let first = geometry.host_cluster(snapshot.l1_offset);
-        let end = first + geometry.clusters_for(u64::from(snapshot.l1_entries) * L1_ENTRY_SIZE);
-        self.lower((first, end), |found| found == ClusterUse::SnapshotL1Table)
-            .await?;
-        let ranges = others.iter().map(|other| {
-            let from = geometry.host_cluster(other.l1_offset);
-            let clusters = geometry.clusters_for(u64::from(other.l1_entries) * L1_ENTRY_SIZE);
-            (from, (from + clusters).min(end))
-        });
-        let mut ranges: Vec<_> = ranges.filter(|&(_, end)| end > first).collect();
-        ranges.sort_unstable();
-        let mut here = first;
-        for (from, end) in ranges {
-            self.check_kept(from.max(here).until(end))?;
-            here = here.max(end);
-        }
-        Ok(())
-    }
-
-    /// Fails if a cluster that something else uses is released all the same.
-    fn check_kept(&self, mut clusters: impl Iterator<Item = HostCluster>) -> Result<(), SnapshotError> {
-        match clusters.find(|&cluster| self.switch.released.contains(cluster)) {
-            Some(cluster) => Err(self.undercounted(cluster)),
-            None => Ok(()),
-        }
-    }
-
-    /// Sets COPIED wherever the disk has become the only user, in copies of its tables.
-    async fn take_back(&mut self, tables: Vec<(usize, L2TableRef)>) -> Result<(), SnapshotError> {
-        let mut changed = Vec::new();
-        for some in tables.chunks(self.switch.tables_at_once()) {
-            for (&(index, table), bytes) in some.iter().zip(self.read(some).await?) {
-                let (old, end) = self.cluster_at(table.host);
-                self.check_kept(old.until(end))?;
-                for entry in L2Table::new(&bytes, &self.geometry).iter() {
-                    if let Some(data) = entry.referred(&self.geometry).reference {
-                        self.check_kept(data.clusters(&self.geometry))?;
-                    }
-                }
-                if self.count(old).await? == 1
-                    && (!table.copied || self.claim_data(&mut bytes.to_vec()).await?)
-                {
-                    changed.push((index, table));
-                }
-            }
-        }
-        let mut l1 = self.switch.next.l1().to_vec();
-        for some in changed.chunks(self.switch.tables_at_once()) {
-            let mut copies = Vec::new();
-            for (&(index, table), bytes) in some.iter().zip(self.read(some).await?) {
-                let mut bytes = bytes.to_vec();
-                self.claim_data(&mut bytes).await?;
-                let host = self.switch.new_l2_table().await?;
-                copies.push((host, bytes));
-                self.switch.leave(self.geometry.host_cluster(table.host), 1);
-                if let Some(place) = l1.get_mut(index) {
-                    *place = L1Entry::encode(L2TableRef { host, copied: true });
-                }
-            }
-            self.switch.write(copies).await?;
-        }
-        if !changed.is_empty() {
-            let old = self.switch.replace_l1(&l1).await?;
-            self.switch
-                .leave(self.geometry.host_cluster(old.offset), old.clusters);
-        }
-        Ok(())
-    }
-
     async fn count(&mut self, cluster: HostCluster) -> Result<u64, SnapshotError> {
         if let Some(count) = self.switch.next.refcounts.peek(cluster) {
             return Ok(count);
         }
         let count = self.switch.follow(|next, _| next.refcounts.get(cluster)).await;
         Ok(count?)
-    }
-
-    /// Sets COPIED in the entries of an L2 table whose cluster counts one. Returns true if any entry has changed.
-    async fn claim_data(&mut self, table: &mut [u8]) -> Result<bool, SnapshotError> {
-        let mut is_changed = false;
-        for index in 0..L2Table::new(table, &self.geometry).len() {
-            let entry: L2Entry = L2Table::new(table, &self.geometry).get(index);
-            let host = match entry.decode(&self.geometry) {
-                Ok(L2Mapping::Data { host, copied: false }) => host,
-                Ok(L2Mapping::Zero {
-                    host: Some(host),
-                    copied: false,
-                }) => host,
-                _ => continue,
-            };
-            if self.count(self.geometry.host_cluster(host)).await? == 1 {
-                L2TableMut::new(table, &self.geometry).set(index, entry.with_copied(true));
-                is_changed = true;
-            }
-        }
-        Ok(is_changed)
     }
 
     /// Puts the next state in force, with these snapshots.

@@ -21,6 +21,11 @@ fn place(index: u64) -> (u64, u64) {
 }
 
 impl Released {
+    /// Returns true if no cluster is in the set.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.words.is_empty()
+    }
+
     /// Returns true if the cluster is in the set.
     pub(crate) fn contains(&self, cluster: HostCluster) -> bool {
         self.has(cluster.index())

@@ -37,7 +37,7 @@ pub(super) async fn apply(
     let section = exclusive::begin(queue).await?;
     let header = queue.shared.header.decode()?;
     let mut entries = read_entries(queue, &header).await?;
-    let snapshot = entries.swap_remove(selector.find(&entries)?);
+    let snapshot = entries.remove(selector.find(&entries)?);
     let mut operation = Operation {
         queue,
         switch: Switch::new(queue, &section)?,
@@ -45,7 +45,7 @@ pub(super) async fn apply(
     };
     let old_bytes = operation.switch.next.size_bytes;
     let new_bytes = operation.size_of(&snapshot, size)?;
-    operation.restore(&snapshot, new_bytes).await?;
+    operation.restore(&snapshot, &entries, new_bytes).await?;
     if new_bytes == old_bytes {
         announce::writes(queue).await?;
     } else {
@@ -89,13 +89,19 @@ impl Operation<'_> {
         Ok(then)
     }
 
-    /// Gives the disk the mapping of a snapshot, of `size_bytes` bytes.
-    async fn restore(&mut self, snapshot: &SnapshotEntry, size_bytes: u64) -> Result<(), SnapshotError> {
+    /// Gives the disk the mapping of a snapshot, of `size_bytes` bytes. `others` stay as well.
+    async fn restore(
+        &mut self,
+        snapshot: &SnapshotEntry,
+        others: &[SnapshotEntry],
+        size_bytes: u64,
+    ) -> Result<(), SnapshotError> {
         // A table of no entries would have no place.
         let entries = self.geometry.l1_entries_needed(size_bytes).max(1) as usize;
         let mut left = self.tables()?;
         let tables = self.tables_of(snapshot).await?;
-        self.bound(left.len() + tables.len())?;
+        let followed = left.len() + tables.len();
+        self.bound(followed)?;
         let index_in_snapshot = |host| {
             let found = tables.binary_search_by_key(&host, |(_, table)| table.host);
             found.ok().and_then(|at| tables.get(at)).map(|&(index, _)| index)
@@ -111,6 +117,9 @@ impl Operation<'_> {
         self.lower_tables(&left).await?;
         let is_copied = |index| l1.get(index) == Some(&L1Entry::UNALLOCATED);
         self.raise_tables(snapshot, &tables, is_copied).await?;
+        // The newest is the likeliest to share what the disk gives up.
+        let newest = others.len().checked_sub(1).into_iter();
+        self.check_others(others, newest, followed).await?;
         let copied: Vec<_> = tables
             .iter()
             .copied()

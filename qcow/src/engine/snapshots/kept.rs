@@ -1,0 +1,88 @@
+//! Checks that nothing is freed that another snapshot uses: a cluster whose count is too low would be.
+//!
+//! The L2 tables of all other snapshots are looked for, and what those of the nearest ones lead to. Snapshots share a cluster
+//! that was in use when each of them was created, so those that share it follow one another, unless one was applied
+//! meanwhile. To read the tables of all would take as long as `ringdisk image check`, while requests wait.
+
+use super::error::SnapshotError;
+use super::{L2_TABLES_BYTES_MAX, Operation};
+use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
+use crate::format::references::{Entry, references};
+use crate::format::{ClusterUse, HostCluster, HostOffset, L1Entry, L2Table, SnapshotEntry};
+use crate::image::references::{GUARDED_ENTRIES_MAX, Table, for_each_reference};
+
+impl Operation<'_> {
+    /// Fails if a cluster that something else uses is released all the same.
+    pub(super) fn check_kept(
+        &self,
+        mut clusters: impl Iterator<Item = HostCluster>,
+    ) -> Result<(), SnapshotError> {
+        match clusters.find(|&cluster| self.switch.released.contains(cluster)) {
+            Some(cluster) => Err(self.undercounted(cluster)),
+            None => Ok(()),
+        }
+    }
+
+    /// Fails if something that `others` lead to is released: their L2 tables, and, of those at the indices `nearest`, what
+    /// these lead to, as far as an operation that reads `followed` tables besides may read them. What is damaged is left out:
+    /// the operation is not about it.
+    pub(super) async fn check_others(
+        &self,
+        others: &[SnapshotEntry],
+        nearest: impl Iterator<Item = usize>,
+        followed: usize,
+    ) -> Result<(), SnapshotError> {
+        if self.switch.released.is_empty() {
+            return Ok(());
+        }
+        let mut entries = 0;
+        for other in others {
+            entries += u64::from(other.l1_entries);
+            if entries > GUARDED_ENTRIES_MAX {
+                break;
+            }
+            for host in self.sound_tables_of(other).await? {
+                let (first, end) = self.cluster_at(host);
+                self.check_kept(first.until(end))?;
+            }
+        }
+        let mut room = (L2_TABLES_BYTES_MAX / self.geometry.cluster_size()).saturating_sub(followed as u64);
+        for other in nearest.filter_map(|index| others.get(index)) {
+            let tables = self.sound_tables_of(other).await?;
+            room = room.saturating_sub(tables.len() as u64);
+            if room == 0 {
+                break;
+            }
+            for some in tables.chunks(self.switch.tables_at_once()) {
+                for bytes in self.switch.read_clusters(some).await? {
+                    let entries = L2Table::new(&bytes, &self.geometry).iter();
+                    for (_, _, data) in references(entries, &self.geometry) {
+                        self.check_kept(data.clusters(&self.geometry))?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the places of the L2 tables that sound entries of a snapshot lead to, each once.
+    async fn sound_tables_of(&self, snapshot: &SnapshotEntry) -> Result<Vec<HostOffset>, SnapshotError> {
+        let table = Table {
+            kind: ClusterUse::SnapshotL1Table,
+            offset: snapshot.l1_offset,
+            entries: u64::from(snapshot.l1_entries),
+        };
+        let mut places = Vec::new();
+        if table.bytes() <= L1_TABLE_MAX_BYTES && table.offset.is_aligned_to(L1_ENTRY_SIZE) {
+            let each = |_, entry: L1Entry| {
+                places.extend(entry.referred(&self.geometry).sound().map(|table| table.host));
+            };
+            for_each_reference(&self.queue.file, table, each).await?;
+        }
+        let end = self.switch.next.refcounts.end();
+        places.retain(|&host| self.geometry.host_cluster(host) < end);
+        places.sort_unstable();
+        places.dedup();
+        Ok(places)
+    }
+}
