@@ -49,4 +49,24 @@ pub enum EntryError {
         /// The entry as read.
         entry: u64,
     },
+    /// An extended L2 entry maps a subcluster to data and to zeros.
+    #[error(
+        "L2 entry {entry:#018x} marks subclusters {both:#x} both allocated and zero: bitmap {bitmap:#018x}"
+    )]
+    SubclustersOfTwoKinds {
+        /// The entry's descriptor as read.
+        entry: u64,
+        /// The entry's bitmap as read.
+        bitmap: u64,
+        /// The subclusters, a bit for each.
+        both: u32,
+    },
+    /// An extended L2 entry maps a subcluster to data and has no host cluster.
+    #[error("L2 entry {entry:#018x} has allocated subclusters but no offset: bitmap {bitmap:#018x}")]
+    SubclustersWithoutCluster {
+        /// The entry's descriptor as read.
+        entry: u64,
+        /// The entry's bitmap as read.
+        bitmap: u64,
+    },
 }

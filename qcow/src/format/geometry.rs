@@ -3,6 +3,7 @@
 //! Every method is total: results that cannot be represented saturate or are `None`. Spec: "Header", "Host cluster
 //! management", "Cluster mapping".
 
+use super::subclusters::SUBCLUSTER_BITS;
 use super::{
     ClusterBits, GuestCluster, GuestOffset, HostCluster, HostOffset, L2EntryWidth, RefcountOrder, Version,
 };
@@ -139,6 +140,34 @@ impl Geometry {
         self.l2_entry_width
     }
 
+    /// Returns true if L2 entries have a bitmap of subclusters.
+    #[inline]
+    pub const fn has_subclusters(&self) -> bool {
+        matches!(self.l2_entry_width, L2EntryWidth::Extended)
+    }
+
+    /// Returns the logarithm of [`Self::subcluster_size`].
+    #[inline]
+    pub const fn subcluster_bits(&self) -> u32 {
+        match self.l2_entry_width {
+            L2EntryWidth::Standard => self.cluster_bits.get(),
+            L2EntryWidth::Extended => self.cluster_bits.get().saturating_sub(SUBCLUSTER_BITS),
+        }
+    }
+
+    /// Returns the size in bytes of the least part of the disk with a mapping of its own: of a subcluster, or of a
+    /// cluster that has none.
+    #[inline]
+    pub const fn subcluster_size(&self) -> u64 {
+        1u64.wrapping_shl(self.subcluster_bits())
+    }
+
+    /// Returns the index within its cluster of the subcluster that holds a byte; 0 if clusters have none.
+    #[inline]
+    pub const fn subcluster_index(&self, bytes: u64) -> u32 {
+        self.offset_in_cluster(bytes).wrapping_shr(self.subcluster_bits()) as u32
+    }
+
     /// Returns the number of entries of an L2 table, which fills one cluster.
     #[inline]
     pub const fn l2_entries(&self) -> usize {
@@ -262,6 +291,12 @@ mod tests {
         assert_eq!(extended.l2_table_span(), 256 << 20);
         assert_eq!(extended.l1_entries_needed(1 << 40), 4096);
         assert_eq!(extended.table_entries_per_cluster(), 8192);
+        assert_eq!(
+            (standard.subcluster_size(), extended.subcluster_size()),
+            (65536, 2048)
+        );
+        assert_eq!(extended.subcluster_index(3 * 65536 + 5 * 2048 + 1), 5);
+        assert_eq!(standard.subcluster_index(3 * 65536 + 5 * 2048 + 1), 0);
         assert_eq!(
             extended.refcount_block_entries(),
             standard.refcount_block_entries()

@@ -2,11 +2,11 @@
 //! "Standard Cluster Descriptor", "Compressed Clusters Descriptor".
 //!
 //! Only [`L2Table`] and [`L2TableMut`] know the offset of an entry in a table's bytes, and its width.
-//! An [`L2Entry`] is the cluster descriptor, the first eight bytes of an entry of either width. Images with extended
-//! entries are refused before any is decoded.
+//! An [`L2Entry`] is a cluster descriptor and, in images with extended entries, the bitmap of its
+//! [subclusters](super::subclusters). Entries whose subclusters are all alike decode as those of other images do.
 
 use super::l1::{COPIED, OFFSET_MASK};
-use super::{EntryError, Geometry, HostOffset, L2EntryWidth, Version};
+use super::{EntryError, Geometry, HostOffset, L2EntryWidth, SubclusterBitmap, Version};
 
 const COMPRESSED: u64 = 1 << 62;
 const ZERO: u64 = 1;
@@ -18,8 +18,11 @@ const SECTOR: u64 = 512;
 
 /// An L2 entry as it is on disk, in native byte order.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-#[repr(transparent)]
-pub struct L2Entry(u64);
+pub struct L2Entry {
+    descriptor: u64,
+    /// Empty in an entry of eight bytes.
+    bitmap: SubclusterBitmap,
+}
 
 /// The source of one guest cluster's bytes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -43,6 +46,76 @@ pub enum L2Mapping {
     },
     /// Compressed bytes somewhere in the file; never to be overwritten in place.
     Compressed(CompressedExtent),
+    /// Subclusters that are not all alike, or that are all unallocated although they have a host cluster. In images with
+    /// extended L2 entries only.
+    Subclusters {
+        /// The host cluster that is kept for them, if any; a multiple of the cluster size, never 0. If any has data,
+        /// there is one.
+        host: Option<HostOffset>,
+        /// The host cluster's refcount is exactly one.
+        copied: bool,
+        /// The source of each subcluster's bytes.
+        bitmap: SubclusterBitmap,
+    },
+}
+
+impl L2Mapping {
+    /// Creates the mapping of a cluster by its subclusters.
+    #[inline]
+    pub const fn of_subclusters(host: Option<HostOffset>, copied: bool, bitmap: SubclusterBitmap) -> Self {
+        const UNALLOCATED: u64 = SubclusterBitmap::UNALLOCATED.raw();
+        const ZERO: u64 = SubclusterBitmap::ZERO.raw();
+        const DATA: u64 = SubclusterBitmap::DATA.raw();
+        match (bitmap.raw(), host) {
+            (UNALLOCATED, None) => Self::Unallocated,
+            (ZERO, _) => Self::Zero { host, copied },
+            (DATA, Some(host)) => Self::Data { host, copied },
+            _ => Self::Subclusters { host, copied, bitmap },
+        }
+    }
+
+    /// Returns the host cluster that the entry refers to, and true if the cluster's refcount is exactly one. `None` for
+    /// compressed clusters, which may be parts of several.
+    #[inline]
+    pub const fn cluster(&self) -> Option<(HostOffset, bool)> {
+        match *self {
+            Self::Data { host, copied } => Some((host, copied)),
+            Self::Zero {
+                host: Some(host),
+                copied,
+            }
+            | Self::Subclusters {
+                host: Some(host),
+                copied,
+                ..
+            } => Some((host, copied)),
+            Self::Unallocated
+            | Self::Zero { host: None, .. }
+            | Self::Subclusters { host: None, .. }
+            | Self::Compressed(_) => None,
+        }
+    }
+
+    /// Returns the host cluster that the entry alone refers to.
+    #[inline]
+    pub const fn owned(&self) -> Option<HostOffset> {
+        match self.cluster() {
+            Some((host, true)) => Some(host),
+            _ => None,
+        }
+    }
+
+    /// Returns the sources of the subclusters' bytes, all alike in a cluster without any. A compressed cluster counts as
+    /// allocated.
+    #[inline]
+    pub const fn subclusters(&self) -> SubclusterBitmap {
+        match self {
+            Self::Unallocated => SubclusterBitmap::UNALLOCATED,
+            Self::Zero { .. } => SubclusterBitmap::ZERO,
+            Self::Data { .. } | Self::Compressed(_) => SubclusterBitmap::DATA,
+            Self::Subclusters { bitmap, .. } => *bitmap,
+        }
+    }
 }
 
 /// The bytes of one compressed cluster. They may run into the next host cluster, and past the end of the file, where
@@ -65,35 +138,65 @@ impl CompressedExtent {
 
 impl L2Entry {
     /// The guest cluster is not in this image.
-    pub const UNALLOCATED: Self = Self(0);
-    /// The guest cluster reads as zeros and keeps no host cluster. Version 3 only.
-    pub const ZERO_PLAIN: Self = Self(ZERO);
+    pub const UNALLOCATED: Self = Self::from_raw(0);
     /// A refused entry: it replaces an exposed one in memory, and never on disk. It decodes to an error, as every
     /// reserved bit is set.
-    pub const REFUSED: Self = Self(RESERVED);
+    pub const REFUSED: Self = Self::from_raw(RESERVED);
 
-    /// Creates an entry from its 64 bits.
+    /// Creates an entry from the 64 bits of its descriptor.
     #[inline]
     pub const fn from_raw(raw: u64) -> Self {
-        Self(raw)
+        Self {
+            descriptor: raw,
+            bitmap: SubclusterBitmap::UNALLOCATED,
+        }
     }
 
-    /// Returns the entry's 64 bits.
+    /// Returns the 64 bits of the entry's descriptor.
     #[inline]
     pub const fn raw(self) -> u64 {
-        self.0
+        self.descriptor
+    }
+
+    /// Returns the same entry with another bitmap, which only an extended entry has.
+    #[inline]
+    #[must_use]
+    pub const fn with_bitmap(self, bitmap: SubclusterBitmap) -> Self {
+        Self { bitmap, ..self }
+    }
+
+    /// Returns the entry's bitmap, which is empty unless the entry is extended.
+    #[inline]
+    pub const fn bitmap(self) -> SubclusterBitmap {
+        self.bitmap
     }
 
     /// Returns the entry of a data cluster at `host`, a non-zero multiple of the cluster size.
     #[inline]
-    pub const fn data(host: HostOffset, copied: bool) -> Self {
-        Self((host.bytes() & OFFSET_MASK) | if copied { COPIED } else { 0 })
+    pub const fn data(host: HostOffset, copied: bool, geometry: &Geometry) -> Self {
+        Self::of_cluster(Some(host), copied).with_kinds(SubclusterBitmap::DATA, 0, geometry)
     }
 
-    /// Returns the entry of a cluster that reads as zeros and keeps the host cluster at `host`. Version 3 only.
+    /// Returns the entry of a cluster that reads as zeros, and keeps the host cluster at `host`, if any. Version 3 only.
     #[inline]
-    pub const fn zero_allocated(host: HostOffset, copied: bool) -> Self {
-        Self(Self::data(host, copied).0 | ZERO)
+    pub const fn zero(host: Option<HostOffset>, copied: bool, geometry: &Geometry) -> Self {
+        Self::of_cluster(host, copied).with_kinds(SubclusterBitmap::ZERO, ZERO, geometry)
+    }
+
+    const fn of_cluster(host: Option<HostOffset>, copied: bool) -> Self {
+        match host {
+            Some(host) => Self::from_raw((host.bytes() & OFFSET_MASK) | if copied { COPIED } else { 0 }),
+            None => Self::UNALLOCATED,
+        }
+    }
+
+    /// Returns the entry with its kind in the bitmap if it has one, and otherwise in the descriptor's flags.
+    #[inline]
+    const fn with_kinds(self, bitmap: SubclusterBitmap, flags: u64, geometry: &Geometry) -> Self {
+        if geometry.has_subclusters() {
+            return self.with_bitmap(bitmap);
+        }
+        Self::from_raw(self.descriptor | flags)
     }
 
     /// Returns the entry of a compressed cluster whose data is the `len` bytes at `host`. `None` if the descriptor
@@ -110,20 +213,25 @@ impl L2Entry {
         if sectors_more.wrapping_shr(62u32.wrapping_sub(shift)) != 0 {
             return None;
         }
-        Some(Self(COMPRESSED | sectors_more.wrapping_shl(shift) | host.bytes()))
+        let descriptor = COMPRESSED | sectors_more.wrapping_shl(shift) | host.bytes();
+        Some(Self::from_raw(descriptor))
     }
 
-    /// Returns the entry for a mapping; `None` only for a compressed extent that cannot be expressed.
+    /// Returns the entry for a mapping. `None` for a compressed extent that cannot be expressed, and for subclusters in
+    /// an image that has none.
     pub const fn encode(mapping: L2Mapping, geometry: &Geometry) -> Option<Self> {
         match mapping {
             L2Mapping::Unallocated => Some(Self::UNALLOCATED),
-            L2Mapping::Zero { host: None, .. } => Some(Self::ZERO_PLAIN),
-            L2Mapping::Zero {
-                host: Some(host),
-                copied,
-            } => Some(Self::zero_allocated(host, copied)),
-            L2Mapping::Data { host, copied } => Some(Self::data(host, copied)),
+            L2Mapping::Zero { host, copied } => Some(Self::zero(host, copied, geometry)),
+            L2Mapping::Data { host, copied } => Some(Self::data(host, copied, geometry)),
             L2Mapping::Compressed(extent) => Self::compressed(extent.host, extent.len_max, geometry),
+            L2Mapping::Subclusters { host, copied, bitmap } => {
+                if geometry.has_subclusters() {
+                    Some(Self::of_cluster(host, copied).with_bitmap(bitmap))
+                } else {
+                    None
+                }
+            }
         }
     }
 
@@ -131,19 +239,23 @@ impl L2Entry {
     #[inline]
     #[must_use]
     pub const fn with_copied(self, copied: bool) -> Self {
-        Self(if copied { self.0 | COPIED } else { self.0 & !COPIED })
+        let descriptor = self.descriptor & !COPIED;
+        Self {
+            descriptor: if copied { descriptor | COPIED } else { descriptor },
+            ..self
+        }
     }
 
     /// Returns true if the COPIED flag is set.
     #[inline]
     pub const fn is_copied(self) -> bool {
-        self.0 & COPIED != 0
+        self.descriptor & COPIED != 0
     }
 
     /// Returns true if the entry describes a compressed cluster.
     #[inline]
     pub const fn is_compressed(self) -> bool {
-        self.0 & COMPRESSED != 0
+        self.descriptor & COMPRESSED != 0
     }
 
     /// Decodes the entry. COPIED without an offset is unallocated (or plain zero), as in QEMU.
@@ -151,13 +263,14 @@ impl L2Entry {
     /// # Errors
     ///
     /// [`EntryError`] if reserved bits are set, the offset is not cluster-aligned, a compressed
-    /// cluster has COPIED, or a version 2 image has the all-zeros flag.
+    /// cluster has COPIED, a version 2 image has the all-zeros flag, or the bitmap contradicts itself or the offset. As in
+    /// QEMU, an extended entry's all-zeros flag and a compressed cluster's bitmap mean nothing.
     #[inline]
     pub const fn decode(self, geometry: &Geometry) -> Result<L2Mapping, EntryError> {
-        if self.0 & COMPRESSED != 0 {
+        if self.is_compressed() {
             return self.decode_compressed(geometry);
         }
-        let entry = self.0;
+        let entry = self.descriptor;
         if entry & RESERVED != 0 {
             let bits = entry & RESERVED;
             return Err(EntryError::ReservedBits {
@@ -178,6 +291,13 @@ impl L2Entry {
         }
         let copied = entry & COPIED != 0;
         let host = HostOffset::new(offset);
+        if geometry.has_subclusters() {
+            return match self.bitmap.validate(entry, offset != 0) {
+                Err(error) => Err(error),
+                Ok(bitmap) if offset == 0 => Ok(L2Mapping::of_subclusters(None, false, bitmap)),
+                Ok(bitmap) => Ok(L2Mapping::of_subclusters(Some(host), copied, bitmap)),
+            };
+        }
         if entry & ZERO != 0 {
             if matches!(geometry.version(), Version::V2) {
                 return Err(EntryError::ZeroFlagInVersion2 { entry });
@@ -204,17 +324,17 @@ impl L2Entry {
     /// Returns the place of a compressed entry's bytes, whatever its COPIED flag; `None` if the entry is not
     /// compressed or its offset has reserved bits. For tools that check and repair.
     pub const fn compressed_extent(self, geometry: &Geometry) -> Option<CompressedExtent> {
-        if self.0 & COMPRESSED == 0 {
+        if !self.is_compressed() {
             return None;
         }
-        match Self(self.0 & !COPIED).decode_compressed(geometry) {
+        match self.with_copied(false).decode_compressed(geometry) {
             Ok(L2Mapping::Compressed(extent)) => Some(extent),
             _ => None,
         }
     }
 
     const fn decode_compressed(self, geometry: &Geometry) -> Result<L2Mapping, EntryError> {
-        let entry = self.0;
+        let entry = self.descriptor;
         let shift = compressed_shift(geometry);
         let descriptor = entry & !(COMPRESSED | COPIED);
         let offset = descriptor & 1u64.wrapping_shl(shift).wrapping_sub(1);
@@ -243,7 +363,42 @@ impl L2Entry {
 #[derive(Clone, Copy, Debug)]
 pub struct L2Table<'a> {
     bytes: &'a [u8],
-    entry_bits: u32,
+    width: L2EntryWidth,
+}
+
+/// Returns the entry that `bytes` begin with; [`L2Entry::REFUSED`] if they are too few.
+#[inline]
+fn read(bytes: &[u8], width: L2EntryWidth) -> L2Entry {
+    let word = |bytes: &[u8; 8]| u64::from_be_bytes(*bytes);
+    let found = match width {
+        L2EntryWidth::Standard => bytes
+            .first_chunk::<8>()
+            .map(|descriptor| L2Entry::from_raw(word(descriptor))),
+        L2EntryWidth::Extended => bytes
+            .as_chunks::<8>()
+            .0
+            .first_chunk::<2>()
+            .map(|[descriptor, bitmap]| {
+                L2Entry::from_raw(word(descriptor)).with_bitmap(SubclusterBitmap::from_raw(word(bitmap)))
+            }),
+    };
+    found.unwrap_or(L2Entry::REFUSED)
+}
+
+/// Replaces the entry that `bytes` begin with. Returns false if they are too few.
+#[inline]
+fn write(bytes: &mut [u8], width: L2EntryWidth, entry: L2Entry) -> bool {
+    let (descriptor, bitmap) = (entry.descriptor.to_be_bytes(), entry.bitmap.raw().to_be_bytes());
+    match width {
+        L2EntryWidth::Standard => {
+            let place = bytes.first_chunk_mut::<8>();
+            place.map(|place| *place = descriptor).is_some()
+        }
+        L2EntryWidth::Extended => {
+            let place = bytes.as_chunks_mut::<8>().0.first_chunk_mut::<2>();
+            place.map(|place| *place = [descriptor, bitmap]).is_some()
+        }
+    }
 }
 
 impl<'a> L2Table<'a> {
@@ -252,14 +407,14 @@ impl<'a> L2Table<'a> {
     pub const fn new(bytes: &'a [u8], geometry: &Geometry) -> Self {
         Self {
             bytes,
-            entry_bits: geometry.l2_entry_width().bits(),
+            width: geometry.l2_entry_width(),
         }
     }
 
     /// Returns the number of entries.
     #[inline]
     pub const fn len(&self) -> usize {
-        self.bytes.len().wrapping_shr(self.entry_bits)
+        self.bytes.len().wrapping_shr(self.width.bits())
     }
 
     /// Returns true if there is no entry.
@@ -271,18 +426,16 @@ impl<'a> L2Table<'a> {
     /// Returns entry `index`; past the last one [`L2Entry::REFUSED`], which decodes to an error.
     #[inline]
     pub fn get(&self, index: usize) -> L2Entry {
-        let at = index.wrapping_shl(self.entry_bits);
-        let descriptor = self.bytes.get(at..).and_then(|bytes| bytes.first_chunk::<8>());
-        descriptor.map_or(L2Entry::REFUSED, |raw| L2Entry(u64::from_be_bytes(*raw)))
+        let at = index.wrapping_shl(self.width.bits());
+        let bytes = self.bytes.get(at..);
+        bytes.map_or(L2Entry::REFUSED, |bytes| read(bytes, self.width))
     }
 
     /// Returns the entries in order.
     pub fn iter(&self) -> impl Iterator<Item = L2Entry> + use<'a> {
-        let entries = self.bytes.chunks_exact(1usize.wrapping_shl(self.entry_bits));
-        entries.map(|entry| {
-            let descriptor = entry.first_chunk::<8>();
-            descriptor.map_or(L2Entry::REFUSED, |raw| L2Entry(u64::from_be_bytes(*raw)))
-        })
+        let width = self.width;
+        let entries = self.bytes.chunks_exact(width.bytes());
+        entries.map(move |entry| read(entry, width))
     }
 
     /// Returns the offset of entry `index` of a table, in bytes from the table's start.
@@ -296,7 +449,7 @@ impl<'a> L2Table<'a> {
 #[derive(Debug)]
 pub struct L2TableMut<'a> {
     bytes: &'a mut [u8],
-    entry_bits: u32,
+    width: L2EntryWidth,
 }
 
 impl<'a> L2TableMut<'a> {
@@ -305,38 +458,30 @@ impl<'a> L2TableMut<'a> {
     pub const fn new(bytes: &'a mut [u8], geometry: &Geometry) -> Self {
         Self {
             bytes,
-            entry_bits: geometry.l2_entry_width().bits(),
+            width: geometry.l2_entry_width(),
         }
     }
 
-    /// Replaces the descriptor of entry `index`.
+    /// Replaces entry `index`.
     ///
     /// # Panics
     ///
     /// In debug builds, if there is no such entry; in others, nothing changes then.
     #[inline]
     pub fn set(&mut self, index: usize, entry: L2Entry) {
-        let at = index.wrapping_shl(self.entry_bits);
-        let descriptor = self
-            .bytes
-            .get_mut(at..)
-            .and_then(|bytes| bytes.first_chunk_mut::<8>());
-        debug_assert!(descriptor.is_some(), "the table has no entry {index}");
-        if let Some(raw) = descriptor {
-            *raw = entry.0.to_be_bytes();
-        }
+        let at = index.wrapping_shl(self.width.bits());
+        let place = self.bytes.get_mut(at..);
+        let is_set = place.is_some_and(|bytes| write(bytes, self.width, entry));
+        debug_assert!(is_set, "the table has no entry {index}");
     }
 
     /// Replaces each entry by the result of `change`. Returns true if that changed any.
     pub fn update(&mut self, change: impl Fn(L2Entry) -> L2Entry) -> bool {
         let mut changed = false;
-        for bytes in self.bytes.chunks_exact_mut(1usize.wrapping_shl(self.entry_bits)) {
-            if let Some(raw) = bytes.first_chunk_mut::<8>() {
-                let old = L2Entry(u64::from_be_bytes(*raw));
-                let new = change(old);
-                changed |= new != old;
-                *raw = new.0.to_be_bytes();
-            }
+        for bytes in self.bytes.chunks_exact_mut(self.width.bytes()) {
+            let old = read(bytes, self.width);
+            let new = change(old);
+            changed |= new != old && write(bytes, self.width, new);
         }
         changed
     }
@@ -352,194 +497,6 @@ const fn offset_bits(shift: u32) -> u32 {
     if shift < OFFSET_BITS { shift } else { OFFSET_BITS }
 }
 
-const _: () = assert!(size_of::<L2Entry>() == L2EntryWidth::Standard.bytes());
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::format::{ClusterBits, RefcountOrder};
-    use proptest::prelude::*;
-
-    fn geometry(version: Version, bits: u32) -> Geometry {
-        Geometry::new(
-            version,
-            ClusterBits::parse(bits).unwrap(),
-            RefcountOrder::DEFAULT,
-            1 << 30,
-        )
-    }
-
-    fn decode(raw: u64) -> Result<L2Mapping, EntryError> {
-        L2Entry::from_raw(raw).decode(&geometry(Version::V3, 16))
-    }
-
-    #[test]
-    fn l2_entry_decodes_plain_kinds_per_specification() {
-        let host = HostOffset::new(0x5_0000);
-        assert_eq!(decode(0), Ok(L2Mapping::Unallocated));
-        assert_eq!(decode(1 << 63), Ok(L2Mapping::Unallocated));
-        assert_eq!(
-            decode(1),
-            Ok(L2Mapping::Zero {
-                host: None,
-                copied: false
-            })
-        );
-        assert_eq!(
-            decode(1 << 63 | 1),
-            Ok(L2Mapping::Zero {
-                host: None,
-                copied: false
-            })
-        );
-        assert_eq!(
-            decode(0x5_0001),
-            Ok(L2Mapping::Zero {
-                host: Some(host),
-                copied: false
-            })
-        );
-        assert_eq!(decode(0x5_0000), Ok(L2Mapping::Data { host, copied: false }));
-        assert_eq!(
-            decode(1 << 63 | 0x5_0000),
-            Ok(L2Mapping::Data { host, copied: true })
-        );
-    }
-
-    #[test]
-    fn compressed_extent_ends_at_its_last_sector() {
-        // 64 KiB clusters: x = 54. Two more sectors after the one that holds byte 0x50123.
-        let raw = 1 << 62 | 2 << 54 | 0x5_0123;
-        let host = HostOffset::new(0x5_0123);
-        let extent = CompressedExtent {
-            host,
-            len_max: 3 * 512 - 0x123,
-        };
-        assert_eq!(decode(raw), Ok(L2Mapping::Compressed(extent)));
-        assert_eq!(extent.end() % 512, 0);
-    }
-
-    #[test]
-    fn compressed_entry_with_copied_is_refused_but_located() {
-        let entry = 3 << 62 | 0x5_0123;
-        assert_eq!(decode(entry), Err(EntryError::CompressedCopied { entry }));
-        let extent = L2Entry::from_raw(entry)
-            .compressed_extent(&geometry(Version::V3, 16))
-            .unwrap();
-        assert_eq!(extent.host, HostOffset::new(0x5_0123));
-    }
-
-    #[test]
-    fn compressed_entry_reports_reserved_bits_before_copied() {
-        let entry = 3 << 62 | 1 << 56;
-        let entry = L2Entry::from_raw(entry);
-        let geometry = geometry(Version::V3, 9);
-        assert!(matches!(
-            entry.decode(&geometry),
-            Err(EntryError::ReservedBits { .. })
-        ));
-        assert_eq!(entry.compressed_extent(&geometry), None);
-    }
-
-    #[test]
-    fn small_clusters_reserve_compressed_offset_bits_past_55() {
-        let entry = 1 << 62 | 1 << 56;
-        let found = L2Entry::from_raw(entry).decode(&geometry(Version::V3, 9));
-        assert_eq!(
-            found,
-            Err(EntryError::ReservedBits {
-                structure: "L2 entry",
-                entry,
-                bits: 1 << 56
-            })
-        );
-    }
-
-    #[test]
-    fn l2_entry_with_reserved_bit_names_it() {
-        for bit in (1..9).chain(56..62) {
-            let entry = 0x5_0000 | 1 << bit;
-            let expected = EntryError::ReservedBits {
-                structure: "L2 entry",
-                entry,
-                bits: 1 << bit,
-            };
-            assert_eq!(decode(entry), Err(expected));
-        }
-    }
-
-    #[test]
-    fn l2_entry_refuses_zero_flag_in_version_2() {
-        let found = L2Entry::ZERO_PLAIN.decode(&geometry(Version::V2, 16));
-        assert_eq!(found, Err(EntryError::ZeroFlagInVersion2 { entry: 1 }));
-    }
-
-    #[test]
-    fn l2_entry_refuses_unaligned_data_cluster() {
-        assert!(matches!(
-            decode(0x5_0200),
-            Err(EntryError::Unaligned { offset: 0x5_0200, .. })
-        ));
-    }
-
-    #[test]
-    fn compressed_refuses_extent_that_does_not_fit() {
-        let geometry = geometry(Version::V3, 16);
-        let at = HostOffset::new;
-        assert!(L2Entry::compressed(at(0), 0, &geometry).is_none());
-        assert!(L2Entry::compressed(at(1 << 54), 1, &geometry).is_none());
-        assert!(L2Entry::compressed(at(0), 256 * 512, &geometry).is_some());
-        assert!(L2Entry::compressed(at(0), 256 * 512 + 1, &geometry).is_none());
-        assert!(L2Entry::compressed(at(u64::MAX), u32::MAX, &geometry).is_none());
-    }
-
-    #[test]
-    fn l2_table_reads_and_writes_either_entry_width() {
-        for width in [L2EntryWidth::Standard, L2EntryWidth::Extended] {
-            let geometry = geometry(Version::V3, 16).with_l2_entry_width(width);
-            let mut bytes = vec![0xFF; 4 * width.bytes()];
-            let entries = [1, 0x5_0000, 1 << 63 | 0x6_0000, 0].map(L2Entry::from_raw);
-            let mut table = L2TableMut::new(&mut bytes, &geometry);
-            for (index, &entry) in entries.iter().enumerate() {
-                table.set(index, entry);
-            }
-            assert!(!table.update(|entry| entry));
-            assert!(table.update(|entry| if entry == entries[2] { entries[0] } else { entry }));
-            let table = L2Table::new(&bytes, &geometry);
-            let expected = [entries[0], entries[1], entries[0], entries[3]];
-            assert_eq!(table.len(), 4);
-            assert!(table.iter().eq(expected));
-            assert!((0..4).map(|index| table.get(index)).eq(expected));
-            assert_eq!(table.get(4), L2Entry::REFUSED);
-            let rest = &bytes[L2Table::offset_of(&geometry, 3) as usize + 8..];
-            assert!(rest.iter().all(|&byte| byte == 0xFF), "bitmaps stay as they are");
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn l2_entry_keeps_its_meaning_through_decode_and_encode(raw in any::<u64>(), bits in 9u32..=21) {
-            let geometry = geometry(Version::V3, bits);
-            if let Ok(mapping) = L2Entry::from_raw(raw).decode(&geometry) {
-                let again = L2Entry::encode(mapping, &geometry).unwrap();
-                prop_assert_eq!(again.decode(&geometry), Ok(mapping));
-            }
-        }
-
-        #[test]
-        fn compressed_extents_survive_encoding(
-            host in 0u64..(1 << 49), len in 1u32..(2 << 20), bits in 9u32..=21,
-        ) {
-            let geometry = geometry(Version::V3, bits);
-            if let Some(entry) = L2Entry::compressed(HostOffset::new(host), len, &geometry) {
-                let Ok(L2Mapping::Compressed(extent)) = entry.decode(&geometry) else {
-                    panic!("{entry:?} is not compressed");
-                };
-                prop_assert_eq!(extent.host.bytes(), host);
-                prop_assert!(extent.len_max >= len && extent.len_max - len < 512);
-            } else {
-                prop_assert!(u64::from(len) + 511 > 1 << bits);
-            }
-        }
-    }
-}
+#[path = "l2_tests.rs"]
+mod tests;

@@ -33,6 +33,7 @@ pub mod refcount;
 pub(crate) mod references;
 pub mod sizes;
 pub mod snapshot;
+pub mod subclusters;
 pub mod validate;
 
 pub use bitmap::{BitmapCluster, BitmapDirectoryEntry, BitmapFlags, BitmapTableEntry};
@@ -50,3 +51,4 @@ pub use positions::{GuestCluster, GuestOffset, HostCluster, HostOffset};
 pub use refcount::{RefcountTableEntry, SetRefcountError};
 pub use sizes::{ClusterBits, L2EntryWidth, RefcountOrder, Version};
 pub use snapshot::SnapshotEntry;
+pub use subclusters::{SubclusterBitmap, SubclusterKind};

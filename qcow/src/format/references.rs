@@ -6,7 +6,7 @@
 use super::l1::OFFSET_MASK;
 use super::{
     BitmapCluster, BitmapTableEntry, ClusterUse, EntryError, Geometry, HostCluster, HostOffset, L1Entry,
-    L2Entry, L2Mapping, RefcountTableEntry,
+    L2Entry, RefcountTableEntry,
 };
 
 /// Host bytes with a use.
@@ -98,7 +98,9 @@ fn named(raw: u64, fault: EntryError, geometry: &Geometry) -> Option<HostOffset>
     let host = HostOffset::new(raw & OFFSET_MASK);
     let is_elsewhere = matches!(
         fault,
-        EntryError::ReservedBits { .. } | EntryError::ZeroFlagInVersion2 { .. }
+        EntryError::ReservedBits { .. }
+            | EntryError::ZeroFlagInVersion2 { .. }
+            | EntryError::SubclustersOfTwoKinds { .. }
     );
     (is_elsewhere && host.bytes() != 0 && host.is_aligned_to(geometry.cluster_size())).then_some(host)
 }
@@ -134,11 +136,7 @@ impl Entry for L2Entry {
                 fault: decoded.err(),
             };
         }
-        let host = decoded.map(|mapping| match mapping {
-            L2Mapping::Data { host, .. } => Some(host),
-            L2Mapping::Zero { host, .. } => host,
-            L2Mapping::Unallocated | L2Mapping::Compressed(_) => None,
-        });
+        let host = decoded.map(|mapping| mapping.cluster().map(|(host, _)| host));
         let named = |fault| named(self.raw(), fault, geometry);
         cluster(ClusterUse::GuestData, host, named, geometry)
     }

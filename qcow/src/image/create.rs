@@ -332,7 +332,7 @@ async fn write_mapping(file: &FileView, plan: &Plan) -> Result<(), CreateError> 
         let mut table = L2TableMut::new(&mut bytes, &plan.geometry);
         for index in 0..count {
             let data = plan.offset(plan.data_start() + done + index);
-            table.set(index as usize, L2Entry::data(data, true));
+            table.set(index as usize, L2Entry::data(data, true, &plan.geometry));
         }
         let offset = plan.offset(plan.l2_start()).bytes() + done * width as u64;
         write(file, "the L2 tables", offset, bytes).await?;

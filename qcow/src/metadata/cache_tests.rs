@@ -37,7 +37,8 @@ fn load(metadata: &mut Metadata, slices: u64) -> u64 {
         let mut entries = L2TableMut::new(&mut bytes, &metadata.geometry);
         for index in 0..512 {
             let cluster = (1 + slice) * 4096 + index as u64;
-            entries.set(index, L2Entry::data(HostOffset::new(cluster * CLUSTER), true));
+            let host = HostOffset::new(cluster * CLUSTER);
+            entries.set(index, L2Entry::data(host, true, &metadata.geometry));
         }
         assert!(metadata.adopt_slice(slice, bytes.into()).is_empty());
     }

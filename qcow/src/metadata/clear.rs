@@ -61,7 +61,7 @@ impl Metadata {
                 return Err(Blocked::InFlight(here));
             }
             let plain = match self.geometry.version() {
-                Version::V3 => L2Entry::ZERO_PLAIN,
+                Version::V3 => L2Entry::zero(None, false, &self.geometry),
                 // In version 2, callers clear only if there is no backing file.
                 Version::V2 => L2Entry::UNALLOCATED,
             };
@@ -77,7 +77,7 @@ impl Metadata {
                         }
                         return self.plan_punch(slice, here, slice_end, host);
                     }
-                    L2Entry::zero_allocated(host, true)
+                    L2Entry::zero(Some(host), true, &self.geometry)
                 }
                 _ => plain,
             };
@@ -139,7 +139,7 @@ impl Metadata {
         for cluster in guest.until(guest + count).filter(|_| done) {
             if let Ok(L2Mapping::Data { host, copied: true }) = self.mapping(slice, cluster)
                 && self
-                    .set_mapping(slice, cluster, L2Entry::zero_allocated(host, true))
+                    .set_mapping(slice, cluster, L2Entry::zero(Some(host), true, &self.geometry))
                     .is_ok()
             {
                 continue;

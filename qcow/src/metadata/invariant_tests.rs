@@ -75,7 +75,7 @@ fn abandon_panics_after_publish() {
 fn publish_panics_when_cluster_was_remapped() {
     let mut metadata = metadata();
     let allocation = reserve(&mut metadata);
-    let other = L2Entry::data(HostOffset::new(9 * CLUSTER), true);
+    let other = L2Entry::data(HostOffset::new(9 * CLUSTER), true, metadata.geometry());
     metadata
         .set_mapping(0, GuestCluster::new(0), other)
         .expect("the slice is cached");

@@ -6,7 +6,7 @@
 use super::{Blocked, Dropped, Metadata, corrupt};
 use crate::format::{
     CompressedExtent, EntryError, GuestCluster, GuestOffset, HostOffset, L2Entry, L2Mapping, L2Table,
-    L2TableMut,
+    L2TableMut, SubclusterKind,
 };
 use crate::invariant::invariant;
 
@@ -61,6 +61,9 @@ impl Metadata {
         };
         let entries = L2Table::new(bytes, geometry);
         let first = self.index_in_slice(cluster);
+        if geometry.has_subclusters() {
+            return self.lookup_subclusters(entries, first, offset, len, table.copied && checked);
+        }
         let entry = entries.get(first);
         let mapping = match entry.decode(geometry) {
             Ok(mapping) => mapping,
@@ -77,6 +80,8 @@ impl Metadata {
                 owned: copied && table.copied && checked,
             },
             L2Mapping::Compressed(compressed) => Extent::Compressed(compressed),
+            // This image has none.
+            L2Mapping::Subclusters { .. } => return Lookup::Refused,
         };
         let size = geometry.cluster_size();
         let mut found = size - within;
@@ -115,6 +120,79 @@ impl Metadata {
         }
     }
 
+    /// Returns the content of the guest bytes from `offset` on as [`Metadata::lookup`] does. Entry `first` of `entries`
+    /// describes the first of them. `owns`: what the entries own may be overwritten in place.
+    #[inline(never)]
+    fn lookup_subclusters(
+        &self,
+        entries: L2Table<'_>,
+        first: usize,
+        offset: GuestOffset,
+        len: u64,
+        owns: bool,
+    ) -> Lookup {
+        let size = self.geometry.cluster_size();
+        let within = self.geometry.offset_in_cluster(offset.bytes());
+        let (extent, end) = match self.run_of_subclusters(entries.get(first), within, owns) {
+            Ok(run) => run,
+            Err(lookup) => return lookup,
+        };
+        let mut found = end - within;
+        let mut index = first + 1;
+        // The run reaches the cluster's end, and may go on.
+        while found < len && (within + found).is_multiple_of(size) && index < entries.len() {
+            let Ok((next, end)) = self.run_of_subclusters(entries.get(index), 0, owns) else {
+                break;
+            };
+            let alike = match (extent, next) {
+                (Extent::Unallocated, Extent::Unallocated) | (Extent::Zero, Extent::Zero) => true,
+                (Extent::Data { at, owned }, _) => {
+                    next == Extent::Data {
+                        at: at + found,
+                        owned,
+                    }
+                }
+                _ => false,
+            };
+            if !alike {
+                break;
+            }
+            found += end;
+            index += 1;
+        }
+        Lookup::Found {
+            extent,
+            len: found.min(len),
+        }
+    }
+
+    /// Returns the content of the bytes from `within` on in the cluster of an extended entry, and the end in the cluster
+    /// of the subclusters with the same content.
+    fn run_of_subclusters(&self, entry: L2Entry, within: u64, owns: bool) -> Result<(Extent, u64), Lookup> {
+        let geometry = &self.geometry;
+        let mapping = match entry.decode(geometry) {
+            Ok(mapping) => mapping,
+            Err(_) if entry == L2Entry::REFUSED => return Err(Lookup::Refused),
+            Err(error) => return Err(Lookup::Corrupt(error)),
+        };
+        let (bitmap, index) = (mapping.subclusters(), geometry.subcluster_index(within));
+        let extent = match (mapping, bitmap.kind(index), mapping.cluster()) {
+            (L2Mapping::Compressed(compressed), ..) => Extent::Compressed(compressed),
+            (_, SubclusterKind::Zero, _) => Extent::Zero,
+            (_, SubclusterKind::Data, Some((host, _))) if self.is_past_end(host) => {
+                return Err(Lookup::PastEnd(host));
+            }
+            (_, SubclusterKind::Data, Some((host, copied))) => Extent::Data {
+                at: host + within,
+                owned: copied && owns,
+            },
+            // Data without a host cluster does not decode.
+            (_, SubclusterKind::Data, None) | (_, SubclusterKind::Unallocated, _) => Extent::Unallocated,
+        };
+        let end = u64::from(bitmap.run_end(index)) << geometry.subcluster_bits();
+        Ok((extent, end))
+    }
+
     /// Returns true if a host offset lies past the end of the file.
     #[inline]
     fn is_past_end(&self, host: HostOffset) -> bool {
@@ -123,7 +201,8 @@ impl Metadata {
 
     /// Returns the host cluster that a guest cluster is mapped to, if it lies past the end of the file.
     pub(super) fn past_end(&self, mapping: &L2Mapping) -> Option<HostOffset> {
-        host_of(mapping).filter(|host| self.is_past_end(*host))
+        let (host, _) = mapping.cluster()?;
+        self.is_past_end(host).then_some(host)
     }
 
     /// Returns the mapping of a guest cluster, whose slice is cached.
@@ -149,7 +228,7 @@ impl Metadata {
             matches!(self.l1_entry(self.table_of(slice)), Ok(Some(table)) if table.copied),
             "an entry of a shared L2 table is changed"
         );
-        let kept = decoded.ok().and_then(|mapping| host_of(&mapping));
+        let kept = decoded.ok().and_then(|mapping| mapping.cluster());
         match old {
             L2Mapping::Compressed(extent) => {
                 let first = self.geometry.host_cluster(extent.host);
@@ -158,11 +237,11 @@ impl Metadata {
                 self.drop_clusters(Dropped { first, count }, false);
             }
             _ => {
-                if let Some(host) = host_of(&old)
-                    && kept != Some(host)
+                if let Some((host, is_sole)) = old.cluster()
+                    && kept.is_none_or(|(kept, _)| kept != host)
                 {
                     let dropped = Dropped::one(self.geometry.host_cluster(host));
-                    self.drop_clusters(dropped, is_sole(&old));
+                    self.drop_clusters(dropped, is_sole);
                 }
             }
         }
@@ -179,21 +258,5 @@ fn unallocated(offset: GuestOffset, len: u64, span: u64) -> Lookup {
     Lookup::Found {
         extent: Extent::Unallocated,
         len: len.min(rest),
-    }
-}
-
-/// Returns true if an entry is the only reference to its host cluster.
-fn is_sole(mapping: &L2Mapping) -> bool {
-    matches!(
-        mapping,
-        L2Mapping::Data { copied: true, .. } | L2Mapping::Zero { copied: true, .. }
-    )
-}
-
-fn host_of(mapping: &L2Mapping) -> Option<HostOffset> {
-    match mapping {
-        L2Mapping::Data { host, .. } => Some(*host),
-        L2Mapping::Zero { host, .. } => *host,
-        L2Mapping::Unallocated | L2Mapping::Compressed(_) => None,
     }
 }

@@ -268,7 +268,8 @@ impl Metadata {
             L2Mapping::Unallocated if self.geometry.guest_offset(cluster).bytes() < self.covered_bytes => {
                 EdgeContent::Old(OldCluster::Backing)
             }
-            L2Mapping::Unallocated => zeros,
+            // No image that has any is written.
+            L2Mapping::Unallocated | L2Mapping::Subclusters { .. } => zeros,
             L2Mapping::Data { host, .. } => EdgeContent::Old(OldCluster::Data(host)),
             L2Mapping::Compressed(extent) => EdgeContent::Old(OldCluster::Compressed(extent)),
         }
@@ -290,7 +291,7 @@ impl Metadata {
         );
         self.l2.unpin(allocation.slice);
         let result = (0..allocation.count).try_for_each(|index| {
-            let entry = L2Entry::data(allocation.host + index * size, true);
+            let entry = L2Entry::data(allocation.host + index * size, true, &self.geometry);
             self.set_mapping(allocation.slice, allocation.guest + index, entry)
                 .map_err(|_| IoError::Corrupt)
         });

@@ -1,8 +1,8 @@
 //! Table entries of every kind, from arbitrary bytes: none may panic, and what is understood survives a round trip.
 
 use qcow::format::{
-    BitmapDirectoryEntry, BitmapTableEntry, ClusterBits, Geometry, L1Entry, L2Entry, L2Mapping,
-    RefcountOrder, RefcountTableEntry, SnapshotEntry, Version,
+    BitmapDirectoryEntry, BitmapTableEntry, ClusterBits, Geometry, L1Entry, L2Entry, L2EntryWidth, L2Mapping,
+    RefcountOrder, RefcountTableEntry, SnapshotEntry, SubclusterBitmap, Version,
 };
 
 /// Eight bytes of entry, two that choose the geometry; the rest as snapshot and bitmap entries.
@@ -26,10 +26,16 @@ pub fn body(bytes: &[u8]) -> &'static str {
     let geometry = Geometry::new(version, cluster_bits, RefcountOrder::DEFAULT, 1 << 40);
     let raw = u64::from_be_bytes(raw);
 
-    if let Ok(mapping) = L2Entry::from_raw(raw).decode(&geometry) {
-        check_mapping(mapping, &geometry);
-        let again = L2Entry::encode(mapping, &geometry).expect("what was decoded can be encoded");
-        assert_eq!(again.decode(&geometry), Ok(mapping));
+    let bitmap = bytes.get(11..).and_then(|rest| rest.first_chunk::<8>());
+    let bitmap = SubclusterBitmap::from_raw(bitmap.map_or(0, |raw| u64::from_be_bytes(*raw)));
+    for width in [L2EntryWidth::Standard, L2EntryWidth::Extended] {
+        let geometry = geometry.with_l2_entry_width(width);
+        let entry = L2Entry::from_raw(raw).with_bitmap(bitmap);
+        if let Ok(mapping) = entry.decode(&geometry) {
+            check_mapping(mapping, &geometry);
+            let again = L2Entry::encode(mapping, &geometry).expect("what was decoded can be encoded");
+            assert_eq!(again.decode(&geometry), Ok(mapping));
+        }
     }
     if let Ok(Some(table)) = L1Entry::from_raw(raw).decode(&geometry) {
         assert_eq!(L1Entry::encode(table).raw(), raw);
@@ -61,10 +67,14 @@ pub fn body(bytes: &[u8]) -> &'static str {
 
 /// Checks what every mapping keeps, whatever the entry was.
 fn check_mapping(mapping: L2Mapping, geometry: &Geometry) {
+    if let Some((host, _)) = mapping.cluster() {
+        assert!(host.bytes() != 0 && host.is_aligned_to(geometry.cluster_size()));
+    }
     match mapping {
-        L2Mapping::Unallocated | L2Mapping::Zero { host: None, .. } => {}
-        L2Mapping::Zero { host: Some(host), .. } | L2Mapping::Data { host, .. } => {
-            assert!(host.bytes() != 0 && host.is_aligned_to(geometry.cluster_size()));
+        L2Mapping::Unallocated | L2Mapping::Zero { .. } | L2Mapping::Data { .. } => {}
+        L2Mapping::Subclusters { host, bitmap, .. } => {
+            assert!(geometry.has_subclusters() && bitmap.data() & bitmap.zeros() == 0);
+            assert!(host.is_some() || bitmap.data() == 0);
         }
         L2Mapping::Compressed(extent) => {
             let max = 2 * geometry.cluster_size();

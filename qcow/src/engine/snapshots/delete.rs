@@ -8,9 +8,7 @@ use crate::engine::switch::Switch;
 use crate::engine::{Queue, exclusive};
 use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::references::Entry;
-use crate::format::{
-    ClusterUse, L1Entry, L2Entry, L2Mapping, L2Table, L2TableMut, L2TableRef, SnapshotEntry,
-};
+use crate::format::{ClusterUse, L1Entry, L2Entry, L2Table, L2TableMut, L2TableRef, SnapshotEntry};
 
 pub(super) async fn delete(queue: &Rc<Queue>, selector: &SnapshotSelector) -> Result<(), SnapshotError> {
     let section = exclusive::begin(queue).await?;
@@ -113,13 +111,9 @@ impl Operation<'_> {
         let mut is_changed = false;
         for index in 0..L2Table::new(table, &self.geometry).len() {
             let entry: L2Entry = L2Table::new(table, &self.geometry).get(index);
-            let host = match entry.decode(&self.geometry) {
-                Ok(L2Mapping::Data { host, copied: false }) => host,
-                Ok(L2Mapping::Zero {
-                    host: Some(host),
-                    copied: false,
-                }) => host,
-                _ => continue,
+            let mapping = entry.decode(&self.geometry).ok();
+            let Some((host, false)) = mapping.and_then(|mapping| mapping.cluster()) else {
+                continue;
             };
             if self.count(self.geometry.host_cluster(host)).await? == 1 {
                 L2TableMut::new(table, &self.geometry).set(index, entry.with_copied(true));

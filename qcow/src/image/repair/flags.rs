@@ -1,4 +1,4 @@
-//! COPIED flags, made to agree with the references that were counted.
+//! COPIED flags, made to agree with the references that were counted; and compressed clusters' bitmaps, which must be empty.
 //!
 //! A flag only ever changes to its right value, one sector at a time. None is cleared while its cluster's count on
 //! disk is too low: the next writer would copy the cluster and free data that others refer to.
@@ -7,7 +7,7 @@ use block::file::FileView;
 
 use super::writer::write;
 use super::{RepairError, RepairScope};
-use crate::format::{ClusterUse, L1Entry, L2Entry, L2Mapping, L2TableMut};
+use crate::format::{ClusterUse, L1Entry, L2Entry, L2TableMut, SubclusterBitmap};
 use crate::image::check::{Subject, Walk};
 use crate::image::counts::CountMap;
 use crate::image::read::read;
@@ -47,22 +47,27 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, scope: RepairScope) ->
         }
         changed
     };
-    // Other tables' flags mean nothing, except for the one that compressed clusters must not have.
+    // Other tables' flags mean nothing, except for those that compressed clusters must not have.
     let compressed = |entry: L2Entry| {
         if entry.is_compressed() {
-            entry.with_copied(false)
+            entry
+                .with_copied(false)
+                .with_bitmap(SubclusterBitmap::UNALLOCATED)
         } else {
             entry
         }
     };
     let fix_compressed = |bytes: &mut [u8]| L2TableMut::new(bytes, &geometry).update(compressed);
     let fix_l2 = |bytes: &mut [u8]| {
-        L2TableMut::new(bytes, &geometry).update(|entry| match entry.decode(&geometry) {
-            Ok(L2Mapping::Data { host, .. } | L2Mapping::Zero { host: Some(host), .. }) => {
-                let single = is_single(host.bytes());
-                single.map_or(entry, |single| entry.with_copied(single))
+        L2TableMut::new(bytes, &geometry).update(|entry| {
+            let mapping = entry.decode(&geometry).ok();
+            match mapping.and_then(|mapping| mapping.cluster()) {
+                Some((host, _)) => {
+                    let single = is_single(host.bytes());
+                    single.map_or(entry, |single| entry.with_copied(single))
+                }
+                None => compressed(entry),
             }
-            _ => compressed(entry),
         })
     };
     const PART: u64 = 256 << 10;
