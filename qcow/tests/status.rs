@@ -130,10 +130,11 @@ fn chain(folder: &Folder, random: &mut Random, cluster: &str) {
 
 #[test]
 fn status_agrees_with_qemu_img_map_on_random_chains() {
-    for seed in 0..12 {
+    for seed in 0..20 {
         let folder = Folder::new();
         let mut random = Random::new(seed);
-        let cluster = ["64k", "4k", "512"][seed as usize % 3];
+        let clusters = ["64k", "4k", "512", "64k,extended_l2=on", "16k,extended_l2=on"];
+        let cluster = clusters[seed as usize % 5];
         chain(&folder, &mut random, cluster);
         let expected = qemu_map(&folder, "top.qcow2");
         let options = OpenOptions {

@@ -17,7 +17,7 @@ bitflags::bitflags! {
         const EXTERNAL_DATA = 1 << 2;
         /// Compressed clusters are not deflate; see [`CompressionType`].
         const COMPRESSION_TYPE = 1 << 3;
-        /// L2 entries are 16 bytes and describe 32 sub-clusters each.
+        /// L2 entries are 16 bytes and describe 32 subclusters each.
         const EXTENDED_L2 = 1 << 4;
         const _ = !0;
     }
@@ -171,9 +171,6 @@ pub enum Unsupported {
         /// Their names, from the image's own feature name table if it has them.
         names: String,
     },
-    /// Extended L2 entries.
-    #[error("the image has extended L2 entries (header byte 72, bit 4), which are not supported")]
-    ExtendedL2,
     /// Guest data in another file.
     #[error(
         "the image keeps its data in an external file{}, which is not supported (header byte 72, bit 2)",

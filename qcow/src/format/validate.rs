@@ -225,8 +225,8 @@ impl Header {
         Ok(())
     }
 
-    /// Checks that this crate can serve the image: no unknown incompatible feature, no extended
-    /// L2 entries, no external data file, no encryption.
+    /// Checks that this crate can serve the image: no unknown incompatible feature, no external data file, no
+    /// encryption.
     ///
     /// # Errors
     ///
@@ -249,9 +249,6 @@ impl Header {
             return Err(Unsupported::Encrypted {
                 method: self.crypt_method,
             });
-        }
-        if self.incompatible.contains(Incompatible::EXTENDED_L2) {
-            return Err(Unsupported::ExtendedL2);
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use super::testing::World;
 use super::*;
 use crate::format::header::at;
 use crate::format::l1::OFFSET_MASK;
-use crate::format::{ClusterUse, Header, Version};
+use crate::format::{ClusterUse, Header, L2Table, Version};
 use ringdisk_gen::Random;
 
 /// A kind of image to damage.
@@ -16,33 +16,45 @@ struct Kind {
     version: Version,
     cluster_bits: u32,
     refcount_bits: u32,
+    extended: bool,
 }
 
-const KINDS: [Kind; 5] = [
+const KINDS: [Kind; 6] = [
     Kind {
         version: Version::V3,
         cluster_bits: 16,
         refcount_bits: 16,
+        extended: false,
     },
     Kind {
         version: Version::V3,
         cluster_bits: 12,
         refcount_bits: 8,
+        extended: false,
     },
     Kind {
         version: Version::V3,
         cluster_bits: 9,
         refcount_bits: 64,
+        extended: false,
     },
     Kind {
         version: Version::V3,
         cluster_bits: 12,
         refcount_bits: 2,
+        extended: false,
     },
     Kind {
         version: Version::V2,
         cluster_bits: 12,
         refcount_bits: 16,
+        extended: false,
+    },
+    Kind {
+        version: Version::V3,
+        cluster_bits: 14,
+        refcount_bits: 16,
+        extended: true,
     },
 ];
 
@@ -52,11 +64,13 @@ fn build(world: &World, kind: Kind) {
         version,
         cluster_bits,
         refcount_bits,
+        extended,
     } = kind;
     let cluster = 1u64 << cluster_bits;
     let options = format!(
-        "compat={},cluster_size={cluster},refcount_bits={refcount_bits}",
+        "compat={},cluster_size={cluster},refcount_bits={refcount_bits}{}",
         version.compat(),
+        if extended { ",extended_l2=on" } else { "" },
     );
     let size = (cluster * 200).max(1 << 20).to_string();
     world.qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, "good.qcow2", &size]);
@@ -73,6 +87,22 @@ fn build(world: &World, kind: Kind) {
         at("write -P 2", 40, 3),
         at("write -P 9", 100, 2),
     ]);
+    if extended {
+        // Clusters with every kind of subcluster.
+        let part = |command: &str, first: u64, sectors: u64| {
+            let subcluster = (cluster / 32).max(512);
+            format!(
+                "{command} {} {}",
+                first * cluster + 3 * subcluster,
+                sectors * subcluster
+            )
+        };
+        io(&[
+            part("write -P 1", 30, 2),
+            part("write -z", 30, 1),
+            part("write -z", 2, 4),
+        ]);
+    }
     io(&[at("write -c -P 3", 20, 1)]);
     if refcount_bits > 2 {
         io(&[at("write -c -P 4", 21, 1), at("write -c -P 5", 22, 1)]);
@@ -94,7 +124,7 @@ fn header_of(world: &World, name: &str) -> Header {
     world.on(name, async |file| read_header(&file).await.unwrap().header)
 }
 
-/// The places of 8-byte entries worth damaging: refcount table, L1, the L2 tables, a snapshot's L1.
+/// The places of 8-byte words worth damaging: refcount table, L1, the L2 tables, a snapshot's L1.
 fn entries(world: &World, name: &str) -> Vec<(&'static str, u64)> {
     let header = header_of(world, name);
     let mut places = Vec::new();
@@ -112,7 +142,13 @@ fn entries(world: &World, name: &str) -> Vec<(&'static str, u64)> {
             let inside = entries
                 .iter()
                 .filter(|&&entry| l2 != 0 && entry < header.geometry().l2_entries());
-            places.extend(inside.map(|&entry| ("L2", l2 + entry as u64 * 8)));
+            for &entry in inside {
+                let at = l2 + L2Table::offset_of(&header.geometry(), entry);
+                places.push(("L2", at));
+                if header.geometry().has_subclusters() {
+                    places.push(("L2 bitmap", at + 8));
+                }
+            }
         }
     }
     let snapshots = header.snapshot_table_offset.bytes();

@@ -156,6 +156,9 @@ pub enum ImageError {
         "it is marked corrupt and may only be opened read-only; repair it with `ringdisk image check --repair all`"
     )]
     MarkedCorrupt,
+    /// It has extended L2 entries and may only be read.
+    #[error("it has extended L2 entries (header byte 72, bit 4) and may only be opened read-only")]
+    ExtendedL2,
     /// Its refcounts had to be rebuilt and could not.
     #[error("it was not closed cleanly and its refcounts cannot be rebuilt")]
     Rebuild(#[from] RepairError),
@@ -377,6 +380,9 @@ async fn check_header(view: &FileView, write: bool) -> Result<Header, ImageError
     if write && header.incompatible.contains(Incompatible::CORRUPT) {
         return Err(ImageError::MarkedCorrupt);
     }
+    if write && header.incompatible.contains(Incompatible::EXTENDED_L2) {
+        return Err(ImageError::ExtendedL2);
+    }
     Ok(header)
 }
 
@@ -503,6 +509,7 @@ async fn read_l1(view: &FileView, header: &Header) -> Result<Vec<L1Entry>, Image
 }
 
 fn default_cache(geometry: &Geometry) -> u64 {
-    let whole = geometry.guest_clusters().saturating_mul(8);
+    let entry_bytes = geometry.l2_entry_width().bytes() as u64;
+    let whole = geometry.guest_clusters().saturating_mul(entry_bytes);
     whole.clamp(1 << 20, L2_CACHE_DEFAULT_MAX_BYTES)
 }

@@ -46,12 +46,13 @@ fn assert_contents_kept(world: &World) {
     world.assert_flawless("disk.qcow2");
 }
 
-const LAYOUTS: [&str; 5] = [
+const LAYOUTS: [&str; 6] = [
     "cluster_size=64k",
     "cluster_size=512",
     "cluster_size=4k,refcount_bits=64",
     "cluster_size=64k,refcount_bits=4",
     "cluster_size=64k,compat=0.10",
+    "cluster_size=64k,extended_l2=on",
 ];
 
 /// Every writer must clear an unknown autoclear bit. The clusters of its feature look leaked and are freed, and a bit
@@ -173,6 +174,36 @@ fn repair_corrects_copied_flags() {
         repair(&file, RepairScope::All).await.unwrap()
     });
     world.assert_flawless("disk.qcow2");
+    assert_contents_kept(&world);
+}
+
+/// Such a bitmap means nothing to readers, and is an error to QEMU's check. Other wrong bitmaps leave open what the guest
+/// has there: nothing is written then.
+#[test]
+fn repair_clears_bitmap_of_compressed_cluster_alone() {
+    let world = World::new();
+    let header = build(&world, "cluster_size=64k,extended_l2=on");
+    let l2 = world.u64_at("disk.qcow2", header.l1_offset.bytes()) & OFFSET_MASK;
+    let (compressed, data) = (l2 + 80 * 16, l2 + 16);
+    assert_ne!(world.u64_at("disk.qcow2", compressed) & 1 << 62, 0);
+    let bitmap = world.u64_at("disk.qcow2", data + 8);
+    world.patch("disk.qcow2", compressed + 8, &1_u64.to_be_bytes());
+    world.patch("disk.qcow2", data + 8, &(bitmap | 1 << 32).to_be_bytes());
+    assert_eq!(world.qemu_check("disk.qcow2").0, 2);
+    let before = std::fs::read(world.path("disk.qcow2")).unwrap();
+    let error = world.on("disk.qcow2", async |file| {
+        repair(&file, RepairScope::All).await.unwrap_err()
+    });
+    assert!(error.to_string().contains("both allocated and zero"), "{error}");
+    assert!(std::fs::read(world.path("disk.qcow2")).unwrap() == before);
+
+    world.patch("disk.qcow2", data + 8, &bitmap.to_be_bytes());
+    let report = world.on("disk.qcow2", async |file| {
+        repair(&file, RepairScope::All).await.unwrap()
+    });
+    let verdicts = (report.before.verdict(), report.after.verdict());
+    assert_eq!(verdicts, (Verdict::Corrupt, Verdict::Clean), "{report:?}");
+    assert_eq!(report.before.corruptions, 1, "{:?}", report.before);
     assert_contents_kept(&world);
 }
 

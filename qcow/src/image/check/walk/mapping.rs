@@ -177,6 +177,15 @@ impl Walk<'_> {
                 };
                 self.report(structure, entry_at, remedy, || error.to_string());
             }
+            let bitmap = entry.bitmap().raw();
+            if entry.is_compressed() && bitmap != 0 {
+                self.report(structure, entry_at, Remedy::Rebuild, || {
+                    format!(
+                        "entry {:#018x} is compressed and has the subcluster bitmap {bitmap:#018x}; expected none",
+                        entry.raw()
+                    )
+                });
+            }
             let Some(data) = referred.reference else {
                 continue;
             };

@@ -1,0 +1,124 @@
+//! Images with extended L2 entries, beside QEMU's tools: the same bytes, the same verdicts, and damaged bitmaps.
+
+mod common;
+
+use block::IoError;
+use block::ring::RingKind;
+use common::{Folder, Lane, assert_same, close, open, patch, u64_at};
+use qcow::OpenOptions;
+use ringdisk_gen::Random;
+
+const DISK: u64 = 3 << 20;
+const OFFSET_MASK: u64 = 0x00FF_FFFF_FFFF_FE00;
+
+/// The offset of the first L2 table of an image.
+fn first_table(folder: &Folder, name: &str) -> u64 {
+    let path = folder.path(name);
+    u64_at(&path, u64_at(&path, 40)) & OFFSET_MASK
+}
+
+/// Commands for `qemu-io` that leave clusters with subclusters of every kind.
+fn scribble(random: &mut Random, commands: usize) -> Vec<String> {
+    let command = |random: &mut Random| {
+        let first = random.below(DISK / 512);
+        let most = random.pick(&[1, 4, 40, 400]);
+        let count = 1 + random.below(most).min(DISK / 512 - first - 1);
+        let (at, len) = (first * 512, count * 512);
+        match random.below(10) {
+            0..=5 => format!("write -q -P {} {at} {len}", 1 + random.below(200)),
+            6 => format!("write -q -z {at} {len}"),
+            7 => format!("write -q -z -u {at} {len}"),
+            _ => format!("discard -q {at} {len}"),
+        }
+    };
+    (0..commands).map(|_| command(random)).collect()
+}
+
+/// A disk of QEMU's with subclusters of every kind, compressed clusters, and perhaps a backing file and a snapshot.
+fn scribbled(random: &mut Random) -> Folder {
+    let folder = Folder::new();
+    let cluster = random.pick(&["16k", "64k", "128k", "2M"]);
+    let options = format!("extended_l2=on,cluster_size={cluster}");
+    let size = DISK.to_string();
+    let mut args = vec!["create", "-q", "-f", "qcow2", "-o", &options];
+    if random.one_in(2) {
+        let bytes: Vec<u8> = (0..DISK - 512 * 7)
+            .map(|at| 201 + (at / 512 % 50) as u8)
+            .collect();
+        std::fs::write(folder.path("base.raw"), bytes).expect("a base");
+        args.extend(["-b", "base.raw", "-F", "raw"]);
+    }
+    args.extend(["disk.qcow2", &size]);
+    folder.qemu_img(&args);
+    let write = |commands: &[String]| {
+        let commands: Vec<&str> = commands.iter().map(String::as_str).collect();
+        folder.qemu_io("qcow2", "disk.qcow2", &commands);
+    };
+    write(&["write -q -c -P 7 0 2M".to_owned()]);
+    write(&scribble(random, 12));
+    if random.one_in(2) {
+        folder.qemu_img(&["snapshot", "-c", "before", "disk.qcow2"]);
+        write(&scribble(random, 6));
+    }
+    folder
+}
+
+#[test]
+fn reads_agree_with_qemu_on_random_subclusters() {
+    for seed in 0..24 {
+        let mut random = Random::new(seed);
+        let folder = scribbled(&mut random);
+        let expected = folder.qemu_reads("disk.qcow2");
+        let options = OpenOptions {
+            read_only: true,
+            backing_files: true,
+            direct: random.one_in(2),
+            ..OpenOptions::default()
+        };
+        let disk = open(&folder.path("disk.qcow2"), &options);
+        let lane = Lane::new(&disk, RingKind::IoUring);
+        assert_same(&lane.read(0, DISK), &expected, &format!("seed {seed}"));
+        for _ in 0..100 {
+            let first = random.below(DISK / 512);
+            let most = random.pick(&[1, 8, 300]);
+            let count = 1 + random.below(most).min(DISK / 512 - first - 1);
+            let (first, end) = (first * 512, (first + count) * 512);
+            let found = lane.read(first, end - first);
+            let what = format!("seed {seed}, {first:#x}..{end:#x}");
+            assert_same(&found, &expected[first as usize..end as usize], &what);
+        }
+        lane.settle();
+        drop(lane);
+        close(disk);
+    }
+}
+
+/// A bad bit is an error for the whole cluster, as in QEMU, also if another subcluster is read.
+#[test]
+fn read_fails_for_a_cluster_with_contradictory_bitmap() {
+    let folder = Folder::new();
+    folder.qemu_create("disk.qcow2", "extended_l2=on", "1M");
+    folder.qemu_io("qcow2", "disk.qcow2", &["write -q -P 1 0 128k"]);
+    let (path, table) = (folder.path("disk.qcow2"), first_table(&folder, "disk.qcow2"));
+    let (entry, bitmap) = (u64_at(&path, table), u64_at(&path, table + 8));
+    assert_eq!(bitmap, 0xFFFF_FFFF);
+    let options = OpenOptions {
+        read_only: true,
+        ..OpenOptions::default()
+    };
+    let cases = [
+        ("both kinds", entry, bitmap | 1 << 63),
+        ("no host cluster", 0, 1),
+        ("reserved bits", entry | 4, bitmap),
+    ];
+    for (what, entry, bitmap) in cases {
+        patch(&path, table, &entry.to_be_bytes());
+        patch(&path, table + 8, &bitmap.to_be_bytes());
+        let disk = open(&path, &options);
+        let lane = Lane::new(&disk, RingKind::Syscalls);
+        assert_eq!(lane.try_read(4096, 512), Err(IoError::Corrupt), "{what}");
+        assert_eq!(lane.read(64 << 10, 512), [1; 512], "{what}");
+        drop(lane);
+        close(disk);
+    }
+}
