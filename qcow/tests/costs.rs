@@ -35,12 +35,22 @@ impl Bench {
     /// With a raw backing file of the same size, if one is named, a disk that takes only what is aligned, and so many bytes of
     /// L2 tables in memory.
     fn with(backing: Option<&str>, alignment: Alignment, l2_cache_bytes: Option<u64>) -> Self {
-        let world = SimWorld::new(1, Profile::IMMEDIATE);
-        let cx = world.context(64);
         let mut shape = CreateOptions::new(64 << 20);
         shape.cluster_size = CLUSTER;
+        Self::made(shape, backing, alignment, l2_cache_bytes)
+    }
+
+    /// With an image of this shape.
+    fn made(
+        mut shape: CreateOptions,
+        backing: Option<&str>,
+        alignment: Alignment,
+        l2_cache_bytes: Option<u64>,
+    ) -> Self {
+        let world = SimWorld::new(1, Profile::IMMEDIATE);
+        let cx = world.context(64);
         if let Some(name) = backing {
-            let bytes = vec![9; 64 << 20];
+            let bytes = vec![9; shape.size as usize];
             world.set_contents(name, SimImage::from_bytes(&world.store(), &bytes));
             shape.backing_file = Some(name.to_owned());
             shape.backing_format = Some("raw".to_owned());
@@ -208,6 +218,64 @@ fn write_reads_only_clusters_it_replaces_in_part() {
         let mut expected = vec![op("read", 1); reads];
         expected.push(op("write", clusters));
         assert_eq!(ops, expected, "{offset}+{len}");
+    }
+}
+
+/// Subclusters of 2 KiB over a backing file: a write copies the rest of its own, and nothing of others.
+#[test]
+fn write_copies_no_neighbouring_subcluster() {
+    for alignment in [1, 512, 4096] {
+        let mut shape = CreateOptions::new(1 << 20);
+        shape.extended_l2 = true;
+        let alignment = Alignment {
+            offset: alignment,
+            memory: 1,
+        };
+        let top = Bench::made(shape, Some("below"), alignment, None);
+        let cluster = 64 << 10;
+        // The first one makes the tables and reserves space ahead.
+        top.ask(WRITE, 0, cluster);
+        let ops = |op, offset, len| top.costs(|| top.ask(op, offset, len));
+        let one = |kind: &str, bytes: u64| (kind.to_owned(), bytes);
+        let zeroes = Op::WriteZeroes {
+            unmap: false,
+            fua: false,
+        };
+        assert_eq!(
+            ops(WRITE, 2 * cluster, 4096),
+            [one("write", 4096)],
+            "a new cluster"
+        );
+        assert_eq!(ops(WRITE, 2 * cluster + 8192, 4096), [one("write", 4096)]);
+        assert_eq!(ops(WRITE, 2 * cluster, 4096), [one("write", 4096)], "in place");
+        assert_eq!(
+            ops(WRITE, 2 * cluster, 12288),
+            [one("write", 12288)],
+            "data, none and data"
+        );
+        assert_eq!(ops(zeroes, 2 * cluster + 4096, 8192), [], "bits of the mapping");
+        assert_eq!(
+            ops(zeroes, 5 * cluster + 4096, 8192),
+            [],
+            "and where nothing is mapped"
+        );
+        if alignment.offset == 4096 {
+            continue;
+        }
+        let copied = [one("read", 2048), one("write", 2048)];
+        assert_eq!(
+            ops(WRITE, 3 * cluster + 20480 + 512, 512),
+            copied,
+            "a new cluster"
+        );
+        assert_eq!(ops(WRITE, 3 * cluster + 30 * 2048, 512), copied);
+        assert_eq!(
+            ops(WRITE, 3 * cluster + 31 * 2048 - 512, 512),
+            [one("write", 512)]
+        );
+        let around = ops(WRITE, 3 * cluster + 512, 3 * 4096);
+        let expected = [one("read", 2048), one("read", 2048), one("write", 7 * 2048)];
+        assert_eq!(around, expected, "both ends of many");
     }
 }
 

@@ -34,6 +34,8 @@ struct Shape {
     direct: bool,
     ring: RingKind,
     lanes: u64,
+    /// Extended L2 entries: clusters have subclusters.
+    extended: bool,
     /// Some requests have registered pages, and ops of theirs end short.
     registered: bool,
 }
@@ -58,6 +60,7 @@ impl Shape {
             direct: random.one_in(3),
             ring: random.pick(&[RingKind::IoUring, RingKind::IoUring, RingKind::Syscalls]),
             lanes: 1 + random.below(4),
+            extended: false,
             registered: false,
         }
     }
@@ -90,7 +93,7 @@ fn pattern(random: &mut Random, bytes: u64) -> Vec<u8> {
 fn make(folder: &Folder, shape: &Shape, random: &mut Random) -> Vec<u8> {
     let mut model = vec![0u8; DISK as usize];
     let options = format!(
-        "cluster_size={},compat={}{}{}",
+        "cluster_size={},compat={}{}{}{}",
         1 << shape.cluster_bits,
         if shape.v2 { "0.10" } else { "1.1" },
         if shape.v2 {
@@ -102,6 +105,7 @@ fn make(folder: &Folder, shape: &Shape, random: &mut Random) -> Vec<u8> {
             .compressed
             .filter(|_| !shape.v2)
             .map_or(String::new(), |kind| format!(",compression_type={kind}")),
+        if shape.extended { ",extended_l2=on" } else { "" },
     );
     let size = DISK.to_string();
     if let Some(format) = shape.backing {
@@ -234,6 +238,10 @@ fn run(seed: u64) {
     let mut shape = Shape::draw(&mut random).sane();
     // Not drawn, so that the others stay as they were.
     shape.registered = seed % 2 == 1;
+    shape.extended = seed % 3 == 1 && !shape.v2;
+    if shape.extended {
+        shape.cluster_bits = shape.cluster_bits.max(14);
+    }
     let folder = Folder::new();
     let contents = make(&folder, &shape, &mut random);
     let mut array = Array::new(contents, 1 << shape.cluster_bits, TAGS as usize);

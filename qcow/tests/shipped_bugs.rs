@@ -432,10 +432,6 @@ fn open_refuses_encrypted_image_and_changes_nothing() {
 fn open_refuses_unsupported_features_by_name() {
     let folder = Folder::new();
     for (options, says) in [
-        (
-            "extended_l2=on",
-            "extended L2 entries (header byte 72, bit 4) and may only be opened read-only",
-        ),
         ("data_file=data.raw", "external file (data.raw)"),
         ("data_file=data.raw,data_file_raw=on", "external file (data.raw)"),
     ] {

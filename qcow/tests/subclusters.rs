@@ -2,8 +2,8 @@
 
 mod common;
 
-use block::IoError;
 use block::ring::RingKind;
+use block::{AlignedBuf, IoError, Op};
 use common::{Folder, Lane, assert_same, close, open, patch, u64_at};
 use qcow::OpenOptions;
 use ringdisk_gen::Random;
@@ -120,5 +120,128 @@ fn read_fails_for_a_cluster_with_contradictory_bitmap() {
         assert_eq!(lane.read(64 << 10, 512), [1; 512], "{what}");
         drop(lane);
         close(disk);
+    }
+}
+
+/// The header is marked, and what is sound goes on being read.
+#[test]
+fn write_through_contradictory_bitmap_marks_the_image_corrupt() {
+    let folder = Folder::new();
+    folder.qemu_create("disk.qcow2", "extended_l2=on", "1M");
+    folder.qemu_io("qcow2", "disk.qcow2", &["write -q -P 1 0 128k"]);
+    let (path, table) = (folder.path("disk.qcow2"), first_table(&folder, "disk.qcow2"));
+    patch(&path, table + 8, &(0xFFFF_FFFF_u64 | 1 << 40).to_be_bytes());
+    let disk = open(&path, &OpenOptions::default());
+    let lane = Lane::new(&disk, RingKind::Syscalls);
+    let bytes = AlignedBuf::from_slice(&[9; 512]).into();
+    let written = lane.ask(Op::Write { fua: false }, 4096, 512, bytes);
+    assert_eq!(written.result, Err(IoError::Corrupt));
+    assert_eq!(lane.read(64 << 10, 512), [1; 512]);
+    lane.settle();
+    drop(lane);
+    close(disk);
+    assert_eq!(u64_at(&path, 72), 1 << 4 | 1 << 1, "extended L2 entries, corrupt");
+}
+
+/// The disk ends in the middle of a subcluster, before its backing file does.
+#[test]
+fn growth_hides_a_longer_backing_file_by_subclusters() {
+    for written in [false, true] {
+        let folder = Folder::new();
+        std::fs::write(folder.path("base.raw"), vec![0xBB; 1 << 20]).expect("a base");
+        let old = (200 << 10) + 512;
+        folder.qemu_img(&[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-o",
+            "extended_l2=on",
+            "-b",
+            "base.raw",
+            "-F",
+            "raw",
+            "disk.qcow2",
+            &old.to_string(),
+        ]);
+        let path = folder.path("disk.qcow2");
+        let options = OpenOptions {
+            backing_files: true,
+            ..OpenOptions::default()
+        };
+        let disk = open(&path, &options);
+        let lane = Lane::new(&disk, RingKind::Syscalls);
+        if written {
+            lane.write(old - 512, &[0x11; 512]);
+        }
+        let grown = lane.cx.block_on(disk.grow(&lane.cx, 900 << 10));
+        grown.expect("the ring turns").expect("a larger disk");
+        let mut expected = vec![0; 900 << 10];
+        expected[..old as usize].fill(0xBB);
+        if written {
+            expected[old as usize - 512..old as usize].fill(0x11);
+        }
+        assert_same(&lane.read(0, 900 << 10), &expected, "the grown disk");
+        lane.settle();
+        drop(lane);
+        close(disk);
+        folder.assert_flawless("disk.qcow2", false);
+        assert_same(&folder.qemu_reads("disk.qcow2"), &expected, "QEMU's");
+    }
+}
+
+/// Method: QEMU makes an image, our engine changes it while a snapshot of QEMU's shares its clusters, QEMU changes the
+/// result, and so on; each reads what the other wrote, and the snapshot keeps its bytes.
+#[test]
+fn changes_by_qemu_and_by_us_take_turns() {
+    for seed in 100..112 {
+        let mut random = Random::new(seed);
+        let folder = scribbled(&mut random);
+        let mut expected = folder.qemu_reads("disk.qcow2");
+        folder.qemu_img(&["snapshot", "-c", "turn", "disk.qcow2"]);
+        let before = expected.clone();
+        let options = OpenOptions {
+            backing_files: true,
+            direct: random.one_in(2),
+            discard_no_unref: random.one_in(3),
+            ..OpenOptions::default()
+        };
+        for turn in 0..3 {
+            let disk = open(&folder.path("disk.qcow2"), &options);
+            let lane = Lane::new(&disk, RingKind::IoUring);
+            for _ in 0..25 {
+                let first = random.below(DISK / 512);
+                let most = random.pick(&[1, 4, 40, 400]);
+                let count = 1 + random.below(most).min(DISK / 512 - first - 1);
+                let (at, len) = (first * 512, count * 512);
+                let bytes = &mut expected[at as usize..(at + len) as usize];
+                match random.below(3) {
+                    0 => {
+                        lane.write_zeroes(at, len, random.one_in(2));
+                        bytes.fill(0);
+                    }
+                    _ => {
+                        bytes.fill(1 + random.below(200) as u8);
+                        lane.write(at, bytes);
+                    }
+                }
+            }
+            lane.settle();
+            drop(lane);
+            close(disk);
+            let what = format!("seed {seed}, turn {turn}");
+            folder.assert_flawless("disk.qcow2", false);
+            assert_same(&folder.qemu_reads("disk.qcow2"), &expected, &what);
+            let commands = scribble(&mut random, 4);
+            let commands: Vec<&str> = commands.iter().map(String::as_str).collect();
+            folder.qemu_io("qcow2", "disk.qcow2", &commands);
+            expected = folder.qemu_reads("disk.qcow2");
+        }
+        folder.qemu_img(&["snapshot", "-a", "turn", "disk.qcow2"]);
+        assert_same(
+            &folder.qemu_reads("disk.qcow2"),
+            &before,
+            &format!("seed {seed}: the snapshot"),
+        );
     }
 }

@@ -269,10 +269,10 @@ pub(super) async fn unblock(queue: &Rc<Queue>, blocked: Blocked) -> Result<(), I
         Blocked::CheckL2(slice) => check_l2(queue, slice),
         Blocked::LoadRefcounts(slice) => load_refcounts(queue, slice).await,
         Blocked::CopyTable(l1_index) => copy_table(queue, l1_index).await,
-        Blocked::InFlight(cluster) => {
+        Blocked::InFlight(offset) => {
             poll_fn(|cx| match queue.shared.write() {
                 Ok(mut metadata) => {
-                    if metadata.in_flight.wait(cluster, cx.waker()) {
+                    if metadata.in_flight.wait(offset, cx.waker()) {
                         Poll::Pending
                     } else {
                         Poll::Ready(Ok(()))

@@ -6,10 +6,12 @@
 //!
 //! Invariants:
 //!
-//! - A guest cluster is remapped by one request at a time (the in-flight table).
+//! - A guest cluster, or a subcluster of one that keeps its host cluster, is remapped by one request at a time (the
+//!   in-flight table).
 //! - A shared cluster is never written.
 //! - A request that waits for another holds no reservation.
 
+use std::ops::Range;
 use std::rc::Rc;
 
 use block::buffer::Piece;
@@ -20,7 +22,7 @@ use block::{Buffer, IoError};
 use smallvec::{SmallVec, smallvec};
 
 use super::part::Part;
-use super::read::start_backing;
+use super::read::{read, start_backing};
 use super::{Queue, Shared, background, compressed, flush, load};
 use crate::format::{GuestOffset, HostCluster};
 use crate::invariant::invariant;
@@ -140,7 +142,7 @@ async fn run(queue: &Rc<Queue>, source: &Source, steps: &[WriteStep]) -> Result<
     if let [step] = steps
         && let Action::Fill(fill) = step.action
     {
-        return fill_and_map(queue, fill, source.piece(step.offset, step.len)).await;
+        return fill_and_map(queue, fill, step.bytes(), source.piece(step.offset, step.len)).await;
     }
     let mut parts = Vec::with_capacity(steps.len());
     for step in steps {
@@ -148,16 +150,23 @@ async fn run(queue: &Rc<Queue>, source: &Source, steps: &[WriteStep]) -> Result<
         parts.push(match step.action {
             Action::Overwrite(at) => Part::Io(queue.data.start_write(at, smallvec![piece])),
             Action::Fill(fill) => {
-                let queue = Rc::clone(queue);
-                Part::Task(Box::pin(async move { fill_and_map(&queue, fill, piece).await }))
+                let (queue, bytes) = (Rc::clone(queue), step.bytes());
+                Part::Task(Box::pin(
+                    async move { fill_and_map(&queue, fill, bytes, piece).await },
+                ))
             }
         });
     }
     join_all(parts).await
 }
 
-/// Fills reserved clusters and maps them.
-async fn fill_and_map(queue: &Rc<Queue>, fill: Fill, piece: Piece) -> Result<(), IoError> {
+/// Fills reserved clusters and maps them. `piece` has the guest's `bytes`.
+async fn fill_and_map(
+    queue: &Rc<Queue>,
+    fill: Fill,
+    bytes: Range<GuestOffset>,
+    piece: Piece,
+) -> Result<(), IoError> {
     let guard = Reservation {
         shared: &queue.shared,
         allocation: &fill.allocation,
@@ -165,9 +174,9 @@ async fn fill_and_map(queue: &Rc<Queue>, fill: Fill, piece: Piece) -> Result<(),
     };
     if broken(Rule::L2BeforeData) {
         guard.publish()?;
-        return write_clusters(queue, &fill, piece).await;
+        return write_clusters(queue, &fill, bytes, piece).await;
     }
-    write_clusters(queue, &fill, piece).await?;
+    write_clusters(queue, &fill, bytes, piece).await?;
     guard.publish()
 }
 
@@ -202,56 +211,75 @@ impl Drop for Reservation<'_> {
 }
 
 /// Writes the head, the data and the tail of reserved clusters, as one op.
-async fn write_clusters(queue: &Rc<Queue>, fill: &Fill, piece: Piece) -> Result<(), IoError> {
+async fn write_clusters(
+    queue: &Rc<Queue>,
+    fill: &Fill,
+    bytes: Range<GuestOffset>,
+    piece: Piece,
+) -> Result<(), IoError> {
     let Fill {
         allocation,
         head,
         tail,
     } = fill;
-    let size = queue.shared.geometry.cluster_size();
-    let guest = queue.shared.geometry.guest_offset(allocation.guest);
-    let first = match head.content {
-        EdgeContent::Old(old) => Some(old_cluster(queue, old, guest).await?),
+    let geometry = queue.shared.geometry;
+    let size = geometry.subcluster_size();
+    // Old contents are read in whole subclusters, which suits direct I/O.
+    let before = allocation.start..GuestOffset::new(bytes.start.bytes().next_multiple_of(size));
+    let after = GuestOffset::new(bytes.end.bytes() / size * size)..allocation.end;
+    // One read is better than two, unless most of it is not needed. Edges of one cluster have the same source then.
+    let is_one_read =
+        allocation.count == 1 && after.start.bytes() <= before.end.bytes() + head.len + tail.len;
+    let first = match (head.content, tail.content) {
+        (EdgeContent::Old(old), EdgeContent::Old(other)) if is_one_read && old == other => {
+            Some(old_bytes(queue, old, before.start..after.end).await?)
+        }
+        (EdgeContent::Old(old), _) => Some(old_bytes(queue, old, before).await?),
         _ => None,
     };
     let last = match (tail.content, &first) {
-        // Both edges belong to one cluster.
-        (EdgeContent::Old(_), Some(first)) if allocation.count == 1 => Some(Rc::clone(first)),
-        (EdgeContent::Old(old), _) => {
-            let last = guest + (allocation.count - 1) * size;
-            Some(old_cluster(queue, old, last).await?)
-        }
+        (EdgeContent::Old(_), Some(first)) if first.end >= allocation.end => Some(first.clone()),
+        (EdgeContent::Old(old), _) => Some(old_bytes(queue, old, after).await?),
         _ => None,
     };
     let mut pieces = Pieces::new();
-    let mut at = allocation.host;
-    match edge(head, first.as_ref(), 0) {
-        Some(head) => pieces.push(head),
-        None => at += head.len,
+    let within = bytes.start - geometry.guest_offset(allocation.guest);
+    let mut at = allocation.host + within;
+    if let Some(piece) = edge(head, first.as_ref(), bytes.start.bytes() - head.len) {
+        at = allocation.host + (within - head.len);
+        pieces.push(piece);
     }
     pieces.push(piece);
-    pieces.extend(edge(tail, last.as_ref(), size - tail.len));
+    pieces.extend(edge(tail, last.as_ref(), bytes.end.bytes()));
     let result = queue.data.start_write(at, pieces).await;
-    for buffer in [first, last].into_iter().flatten() {
+    for old in [first, last].into_iter().flatten() {
         // The cache keeps inflated clusters; those cannot go back to the pool.
-        if let Some(bytes) = Rc::try_unwrap(buffer).ok().and_then(Buffer::into_owned) {
+        if let Some(bytes) = Rc::try_unwrap(old.buffer).ok().and_then(Buffer::into_owned) {
             queue.cx.pool().put(bytes);
         }
     }
     result
 }
 
-/// Returns the piece to write at an edge, if any. If old contents are copied, `old` is their cluster and they begin
-/// at `offset` in it.
-fn edge(edge: &Edge, old: Option<&Rc<Buffer>>, offset: u64) -> Option<Piece> {
+/// Old contents of the guest's bytes `start..end`.
+#[derive(Clone, Debug)]
+struct OldBytes {
+    buffer: Rc<Buffer>,
+    start: GuestOffset,
+    end: GuestOffset,
+}
+
+/// Returns the piece to write at an edge, if any, which begins at guest byte `offset`. If old contents are copied, they are
+/// part of `old`.
+fn edge(edge: &Edge, old: Option<&OldBytes>, offset: u64) -> Option<Piece> {
     invariant!(
         old.is_some() == matches!(edge.content, EdgeContent::Old(_)),
         "{edge:?} has other contents than were read for it"
     );
     match (old, edge.content) {
-        (Some(buffer), _) => Some(Piece::Bytes {
-            buffer: Rc::clone(buffer),
-            offset: offset as usize,
+        (Some(old), _) => Some(Piece::Bytes {
+            buffer: Rc::clone(&old.buffer),
+            offset: (offset - old.start.bytes()) as usize,
             len: edge.len as usize,
         }),
         (None, EdgeContent::Zeros) => Some(Piece::Zeros(edge.len as usize)),
@@ -259,25 +287,43 @@ fn edge(edge: &Edge, old: Option<&Rc<Buffer>>, offset: u64) -> Option<Piece> {
     }
 }
 
-/// Reads the old contents of the guest cluster that begins at `guest`.
-async fn old_cluster(queue: &Rc<Queue>, old: OldCluster, guest: GuestOffset) -> Result<Rc<Buffer>, IoError> {
-    let size = queue.shared.geometry.cluster_size() as usize;
-    let fresh = || Rc::new(Buffer::from(queue.cx.pool().take(size)));
-    match old {
+/// Reads the old contents of `bytes`, which are parts of one guest cluster.
+async fn old_bytes(
+    queue: &Rc<Queue>,
+    old: OldCluster,
+    bytes: Range<GuestOffset>,
+) -> Result<OldBytes, IoError> {
+    let geometry = queue.shared.geometry;
+    let Range { start, end } = bytes;
+    let len = end - start;
+    let fresh = || Rc::new(Buffer::from(queue.cx.pool().take(len as usize)));
+    let within = geometry.offset_in_cluster(start.bytes());
+    let buffer = match old {
         OldCluster::Data(at) => {
             let buffer = fresh();
-            queue.data.start_read(at, Piece::whole(&buffer)).await?;
-            Ok(buffer)
+            queue.data.start_read(at + within, Piece::whole(&buffer)).await?;
+            buffer
         }
-        OldCluster::Compressed(extent) => compressed::cluster(queue, extent).await,
+        OldCluster::Compressed(extent) => {
+            let start = geometry.guest_offset(geometry.guest_cluster(start));
+            let buffer = compressed::cluster(queue, extent).await?;
+            return Ok(OldBytes { buffer, start, end });
+        }
         OldCluster::Backing => {
             let buffer = fresh();
             let mut parts = Vec::new();
-            start_backing(queue, &buffer, 0, guest, size, &mut parts);
+            start_backing(queue, &buffer, 0, start, len as usize, &mut parts);
             join_all(parts).await?;
-            Ok(buffer)
+            buffer
         }
-    }
+        // Nobody else maps the cluster meanwhile.
+        OldCluster::Subclusters => {
+            let buffer = fresh();
+            read(queue, &buffer, 0, start, len).await?;
+            buffer
+        }
+    };
+    Ok(OldBytes { buffer, start, end })
 }
 
 /// Plans and unblocks as [`write`] does, for one change under the lock at a time.

@@ -52,9 +52,41 @@ pub(super) async fn write_zeroes(
     let punch = give_back && policy.discard_no_unref;
     let size = shared.geometry.cluster_size();
     let head_end = GuestOffset::new(offset.bytes().next_multiple_of(size)).min(end);
-    zero_bytes(queue, offset, head_end).await?;
+    zero_part(queue, offset, head_end).await?;
     let cleared = clear(queue, head_end, end, how(queue, keep, punch)).await?;
-    zero_bytes(queue, cleared.clamp(head_end, end), end).await
+    zero_part(queue, cleared.clamp(head_end, end), end).await
+}
+
+/// Makes a part of one cluster read as zeros: whole subclusters by their mapping.
+async fn zero_part(queue: &Rc<Queue>, offset: GuestOffset, end: GuestOffset) -> Result<(), IoError> {
+    let geometry = queue.shared.geometry;
+    if !geometry.has_subclusters() || offset >= end {
+        return zero_bytes(queue, offset, end).await;
+    }
+    let size = geometry.subcluster_size();
+    let covered = how(queue, true, false).covered;
+    let mut pressed = false;
+    let cleared = change(queue, |metadata| {
+        // Evaluated each time, as for clusters.
+        let to = if end.bytes() >= metadata.size_bytes & !511 {
+            end.bytes().next_multiple_of(size)
+        } else {
+            end.bytes() / size * size
+        };
+        let bytes = GuestOffset::new(offset.bytes().next_multiple_of(size))..GuestOffset::new(to);
+        let is_cleared = !bytes.is_empty() && metadata.clear_subclusters(&bytes, covered)?;
+        pressed = metadata.l2.is_dirty_past_budget();
+        Ok(is_cleared.then_some(bytes))
+    })
+    .await?;
+    if pressed {
+        flush::in_background(queue);
+    }
+    let Some(cleared) = cleared else {
+        return zero_bytes(queue, offset, end).await;
+    };
+    zero_bytes(queue, offset, cleared.start).await?;
+    zero_bytes(queue, cleared.end.min(end), end).await
 }
 
 fn how(queue: &Queue, keep: bool, punch: bool) -> Clear {

@@ -183,6 +183,13 @@ impl L2Entry {
         Self::of_cluster(host, copied).with_kinds(SubclusterBitmap::ZERO, ZERO, geometry)
     }
 
+    /// Returns the extended entry of a cluster whose subclusters have the kinds in `bitmap`, and of the host cluster at
+    /// `host`, if any.
+    #[inline]
+    pub const fn subclusters(host: Option<HostOffset>, copied: bool, bitmap: SubclusterBitmap) -> Self {
+        Self::of_cluster(host, copied).with_bitmap(bitmap)
+    }
+
     const fn of_cluster(host: Option<HostOffset>, copied: bool) -> Self {
         match host {
             Some(host) => Self::from_raw((host.bytes() & OFFSET_MASK) | if copied { COPIED } else { 0 }),
@@ -227,7 +234,7 @@ impl L2Entry {
             L2Mapping::Compressed(extent) => Self::compressed(extent.host, extent.len_max, geometry),
             L2Mapping::Subclusters { host, copied, bitmap } => {
                 if geometry.has_subclusters() {
-                    Some(Self::of_cluster(host, copied).with_bitmap(bitmap))
+                    Some(Self::subclusters(host, copied, bitmap))
                 } else {
                     None
                 }
@@ -267,37 +274,26 @@ impl L2Entry {
     /// QEMU, an extended entry's all-zeros flag and a compressed cluster's bitmap mean nothing.
     #[inline]
     pub const fn decode(self, geometry: &Geometry) -> Result<L2Mapping, EntryError> {
+        if geometry.has_subclusters() {
+            self.decode_extended(geometry)
+        } else {
+            self.decode_standard(geometry)
+        }
+    }
+
+    /// Decodes an entry of an image without subclusters, as [`Self::decode`] does: for the hot path, where that is known.
+    #[inline]
+    pub(crate) const fn decode_standard(self, geometry: &Geometry) -> Result<L2Mapping, EntryError> {
         if self.is_compressed() {
             return self.decode_compressed(geometry);
         }
         let entry = self.descriptor;
-        if entry & RESERVED != 0 {
-            let bits = entry & RESERVED;
-            return Err(EntryError::ReservedBits {
-                structure: "L2 entry",
-                entry,
-                bits,
-            });
-        }
-        let offset = entry & OFFSET_MASK;
-        if geometry.offset_in_cluster(offset) != 0 {
-            let cluster_size = geometry.cluster_size();
-            return Err(EntryError::Unaligned {
-                structure: "L2 entry",
-                entry,
-                offset,
-                cluster_size,
-            });
-        }
-        let copied = entry & COPIED != 0;
+        let offset = match self.offset(geometry) {
+            Ok(offset) => offset,
+            Err(error) => return Err(error),
+        };
+        let copied = self.is_copied();
         let host = HostOffset::new(offset);
-        if geometry.has_subclusters() {
-            return match self.bitmap.validate(entry, offset != 0) {
-                Err(error) => Err(error),
-                Ok(bitmap) if offset == 0 => Ok(L2Mapping::of_subclusters(None, false, bitmap)),
-                Ok(bitmap) => Ok(L2Mapping::of_subclusters(Some(host), copied, bitmap)),
-            };
-        }
         if entry & ZERO != 0 {
             if matches!(geometry.version(), Version::V2) {
                 return Err(EntryError::ZeroFlagInVersion2 { entry });
@@ -319,6 +315,50 @@ impl L2Entry {
         } else {
             L2Mapping::Data { host, copied }
         })
+    }
+
+    const fn decode_extended(self, geometry: &Geometry) -> Result<L2Mapping, EntryError> {
+        if self.is_compressed() {
+            return self.decode_compressed(geometry);
+        }
+        let offset = match self.offset(geometry) {
+            Ok(offset) => offset,
+            Err(error) => return Err(error),
+        };
+        let bitmap = match self.bitmap.validate(self.descriptor, offset != 0) {
+            Ok(bitmap) => bitmap,
+            Err(error) => return Err(error),
+        };
+        Ok(if offset == 0 {
+            L2Mapping::of_subclusters(None, false, bitmap)
+        } else {
+            L2Mapping::of_subclusters(Some(HostOffset::new(offset)), self.is_copied(), bitmap)
+        })
+    }
+
+    /// Returns the offset of a standard descriptor's cluster; 0 for none.
+    #[inline]
+    const fn offset(self, geometry: &Geometry) -> Result<u64, EntryError> {
+        let entry = self.descriptor;
+        if entry & RESERVED != 0 {
+            let bits = entry & RESERVED;
+            return Err(EntryError::ReservedBits {
+                structure: "L2 entry",
+                entry,
+                bits,
+            });
+        }
+        let offset = entry & OFFSET_MASK;
+        if geometry.offset_in_cluster(offset) != 0 {
+            let cluster_size = geometry.cluster_size();
+            return Err(EntryError::Unaligned {
+                structure: "L2 entry",
+                entry,
+                offset,
+                cluster_size,
+            });
+        }
+        Ok(offset)
     }
 
     /// Returns the place of a compressed entry's bytes, whatever its COPIED flag; `None` if the entry is not
@@ -431,6 +471,15 @@ impl<'a> L2Table<'a> {
         bytes.map_or(L2Entry::REFUSED, |bytes| read(bytes, self.width))
     }
 
+    /// Returns entry `index` as [`Self::get`] does, of a table that is known to be one of an image without subclusters.
+    #[inline]
+    pub(crate) fn get_standard(&self, index: usize) -> L2Entry {
+        let bytes = self
+            .bytes
+            .get(index.wrapping_shl(L2EntryWidth::Standard.bits())..);
+        bytes.map_or(L2Entry::REFUSED, |bytes| read(bytes, L2EntryWidth::Standard))
+    }
+
     /// Returns the entries in order.
     pub fn iter(&self) -> impl Iterator<Item = L2Entry> + use<'a> {
         let width = self.width;
@@ -496,7 +545,3 @@ const fn compressed_shift(geometry: &Geometry) -> u32 {
 const fn offset_bits(shift: u32) -> u32 {
     if shift < OFFSET_BITS { shift } else { OFFSET_BITS }
 }
-
-#[cfg(test)]
-#[path = "l2_tests.rs"]
-mod tests;

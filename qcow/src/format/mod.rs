@@ -28,6 +28,8 @@ mod header_fields;
 mod header_tests;
 pub mod l1;
 pub mod l2;
+#[cfg(test)]
+mod l2_tests;
 pub mod positions;
 pub mod refcount;
 pub(crate) mod references;

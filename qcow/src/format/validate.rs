@@ -17,7 +17,7 @@ pub const SNAPSHOTS_MAX: u32 = 65_536;
 /// QEMU's limit on the size of the snapshot table, in bytes, and ours.
 pub const SNAPSHOT_TABLE_MAX_BYTES: u64 = 64 << 20;
 /// The fewest cluster bits an image with extended L2 entries may have.
-const EXTENDED_L2_CLUSTER_BITS_MIN: u32 = 14;
+pub(crate) const EXTENDED_L2_CLUSTER_BITS_MIN: u32 = 14;
 
 impl Header {
     /// Checks every field against the format's rules and QEMU's limits.

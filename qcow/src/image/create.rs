@@ -11,10 +11,11 @@ use crate::format::header::{BACKING_NAME_MAX, V2_HEADER_LENGTH, V3_HEADER_LENGTH
 use crate::format::l1::L1_TABLE_MAX_BYTES;
 use crate::format::positions::{FILE_OFFSET_MAX, SECTOR_SIZE};
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
+use crate::format::validate::EXTENDED_L2_CLUSTER_BITS_MIN;
 use crate::format::{
     Autoclear, ClusterBits, Compatible, CompressionType, CryptMethod, Extension, FeatureKind, FeatureName,
-    Geometry, Header, HeaderError, HostCluster, HostOffset, Incompatible, L1Entry, L2Entry, L2TableMut,
-    L2TableRef, RefcountOrder, RefcountTableEntry, Version,
+    Geometry, Header, HeaderError, HostCluster, HostOffset, Incompatible, L1Entry, L2Entry, L2EntryWidth,
+    L2TableMut, L2TableRef, RefcountOrder, RefcountTableEntry, Version,
 };
 
 /// The size of one write, in bytes.
@@ -63,6 +64,8 @@ pub struct CreateOptions {
     pub backing_file: Option<String>,
     /// The backing file's format; needed with a backing file, as nothing is ever probed.
     pub backing_format: Option<String>,
+    /// Map each thirty-second part of a cluster by itself (extended L2 entries). Version 3 and clusters of 16 KiB or more.
+    pub extended_l2: bool,
     /// Allow refcount updates to be postponed.
     pub lazy_refcounts: bool,
     /// The compression of compressed clusters.
@@ -81,6 +84,7 @@ impl CreateOptions {
             refcount_bits: RefcountOrder::DEFAULT.bits(),
             backing_file: None,
             backing_format: None,
+            extended_l2: false,
             lazy_refcounts: false,
             compression: CompressionType::Deflate,
             preallocation: Preallocation::Off,
@@ -401,6 +405,9 @@ fn geometry(options: &CreateOptions) -> Result<Geometry, CreateError> {
         if refcount_order != RefcountOrder::DEFAULT {
             return Err(CreateError::option("refcount_bits", width, "16 with compat=0.10"));
         }
+        if options.extended_l2 {
+            return Err(CreateError::option("extended_l2", "on", "off with compat=0.10"));
+        }
         if options.lazy_refcounts {
             return Err(CreateError::option(
                 "lazy_refcounts",
@@ -417,7 +424,15 @@ fn geometry(options: &CreateOptions) -> Result<Geometry, CreateError> {
             ));
         }
     }
-    Ok(Geometry::new(options.version, cluster_bits, refcount_order, size))
+    let geometry = Geometry::new(options.version, cluster_bits, refcount_order, size);
+    if !options.extended_l2 {
+        return Ok(geometry);
+    }
+    if cluster_bits.get() < EXTENDED_L2_CLUSTER_BITS_MIN {
+        let expected = "16384 (16k) or more with extended_l2=on";
+        return Err(CreateError::option("cluster_size", cluster_size, expected));
+    }
+    Ok(geometry.with_l2_entry_width(L2EntryWidth::Extended))
 }
 
 /// Checks the options about names, and makes the header.
@@ -454,7 +469,12 @@ fn header(options: &CreateOptions, plan: &Plan) -> Result<Header, CreateError> {
     }
     let geometry = plan.geometry;
     let v3 = options.version == Version::V3;
-    let zstd = options.compression != CompressionType::Deflate;
+    let mut incompatible = Incompatible::empty();
+    incompatible.set(
+        Incompatible::COMPRESSION_TYPE,
+        options.compression != CompressionType::Deflate,
+    );
+    incompatible.set(Incompatible::EXTENDED_L2, options.extended_l2);
     let mut header = Header {
         version: options.version,
         cluster_bits: geometry.cluster_bits(),
@@ -470,11 +490,7 @@ fn header(options: &CreateOptions, plan: &Plan) -> Result<Header, CreateError> {
         refcount_table_clusters: plan.table_clusters as u32,
         snapshot_count: 0,
         snapshot_table_offset: HostOffset::new(0),
-        incompatible: if zstd {
-            Incompatible::COMPRESSION_TYPE
-        } else {
-            Incompatible::empty()
-        },
+        incompatible,
         compatible: if options.lazy_refcounts {
             Compatible::LAZY_REFCOUNTS
         } else {

@@ -156,9 +156,6 @@ pub enum ImageError {
         "it is marked corrupt and may only be opened read-only; repair it with `ringdisk image check --repair all`"
     )]
     MarkedCorrupt,
-    /// It has extended L2 entries and may only be read.
-    #[error("it has extended L2 entries (header byte 72, bit 4) and may only be opened read-only")]
-    ExtendedL2,
     /// Its refcounts had to be rebuilt and could not.
     #[error("it was not closed cleanly and its refcounts cannot be rebuilt")]
     Rebuild(#[from] RepairError),
@@ -379,9 +376,6 @@ async fn check_header(view: &FileView, write: bool) -> Result<Header, ImageError
     header.require_supported()?;
     if write && header.incompatible.contains(Incompatible::CORRUPT) {
         return Err(ImageError::MarkedCorrupt);
-    }
-    if write && header.incompatible.contains(Incompatible::EXTENDED_L2) {
-        return Err(ImageError::ExtendedL2);
     }
     Ok(header)
 }

@@ -1,11 +1,13 @@
-//! Changes of entries alone that make guest clusters read as zeros, or unallocated.
+//! Changes of entries alone that make guest clusters or subclusters read as zeros, or unallocated.
+
+use std::ops::Range;
 
 use block::IoError;
 use block::canary::{Rule, broken};
 use block::sync::WaitList;
 
 use super::{Blocked, Metadata};
-use crate::format::{GuestCluster, HostOffset, L2Entry, L2Mapping, Version};
+use crate::format::{GuestCluster, GuestOffset, HostOffset, L2Entry, L2Mapping, SubclusterKind, Version};
 use crate::invariant::invariant;
 
 /// The options for clearing clusters.
@@ -54,11 +56,13 @@ impl Metadata {
         let slice = self.own_slice(cluster)?;
         let slice_end = self.slice_end(slice).min(end);
         for here in cluster.until(slice_end) {
-            if self.in_flight.touches(here, here) && !broken(Rule::ClearRuns) {
+            if let Some(taken) = self.in_flight.find(&self.bytes_of(here))
+                && !broken(Rule::ClearRuns)
+            {
                 if here > cluster {
                     return Ok(Cleared::Until(here));
                 }
-                return Err(Blocked::InFlight(here));
+                return Err(Blocked::InFlight(taken));
             }
             let plain = match self.geometry.version() {
                 Version::V3 => L2Entry::zero(None, false, &self.geometry),
@@ -70,7 +74,12 @@ impl Metadata {
                 L2Mapping::Unallocated if here >= how.covered => continue,
                 L2Mapping::Zero { host: None, .. } => continue,
                 L2Mapping::Zero { copied: true, .. } if keeps => continue,
-                L2Mapping::Data { host, copied: true } if keeps => {
+                L2Mapping::Data { host, copied: true }
+                | L2Mapping::Subclusters {
+                    host: Some(host),
+                    copied: true,
+                    ..
+                } if keeps => {
                     if how.punch {
                         if here > cluster {
                             return Ok(Cleared::Until(here));
@@ -96,13 +105,13 @@ impl Metadata {
         let size = self.geometry.cluster_size();
         let mut count = 1;
         while first + count < end
-            && !self.in_flight.touches(first + count, first + count)
+            && !self.in_flight.touches(&self.bytes_of(first + count))
             && matches!(self.mapping(slice, first + count)?,
                 L2Mapping::Data { host: at, copied: true } if at == host + count * size)
         {
             count += 1;
         }
-        self.in_flight.enter(first, count);
+        self.in_flight.enter(&self.bytes_of_all(first, count));
         self.l2.pin(slice);
         Ok(Cleared::Punch {
             guest: first,
@@ -123,21 +132,21 @@ impl Metadata {
     ) -> (WaitList, Result<(), IoError>) {
         // A write that came in between would have been punched away.
         invariant!(
-            self.in_flight.is_entered(guest, count),
+            self.in_flight.is_entered(&self.bytes_of_all(guest, count)),
             "{count} guest clusters from {guest} on are not in flight"
         );
         invariant!(
             !done
-                || guest.until(guest + count).all(|cluster| matches!(
-                    self.mapping(slice, cluster),
-                    Ok(L2Mapping::Data { copied: true, .. })
-                )),
+                || guest.until(guest + count).all(|cluster| self
+                    .mapping(slice, cluster)
+                    .is_ok_and(|old| old.owned().is_some())),
             "the mapping of punched clusters has changed"
         );
         self.l2.unpin(slice);
         let mut result = Ok(());
         for cluster in guest.until(guest + count).filter(|_| done) {
-            if let Ok(L2Mapping::Data { host, copied: true }) = self.mapping(slice, cluster)
+            let old = self.mapping(slice, cluster).ok();
+            if let Some(host) = old.and_then(|old| old.owned())
                 && self
                     .set_mapping(slice, cluster, L2Entry::zero(Some(host), true, &self.geometry))
                     .is_ok()
@@ -146,6 +155,49 @@ impl Metadata {
             }
             result = Err(IoError::Corrupt);
         }
-        (self.in_flight.leave(guest), result)
+        let start = self.geometry.guest_offset(guest);
+        (self.in_flight.leave(start), result)
+    }
+
+    fn bytes_of_all(&self, first: GuestCluster, count: u64) -> Range<GuestOffset> {
+        self.geometry.guest_offset(first)..self.geometry.guest_offset(first + count)
+    }
+
+    /// Makes subclusters of one guest cluster read as zeros: `bytes` begin and end at borders of subclusters. Its host
+    /// cluster stays. Returns false, with nothing changed, if they cannot be told from the others: in compressed clusters,
+    /// and in images without subclusters.
+    ///
+    /// # Errors
+    ///
+    /// [`Blocked`], if something must happen first.
+    pub(crate) fn clear_subclusters(
+        &mut self,
+        bytes: &Range<GuestOffset>,
+        covered: GuestCluster,
+    ) -> Result<bool, Blocked> {
+        let cluster = self.geometry.guest_cluster(bytes.start);
+        let is_covered = cluster < covered;
+        if !is_covered && matches!(self.table_offset(self.geometry.l1_index(bytes.start)), Ok(None)) {
+            return Ok(true);
+        }
+        if let Some(taken) = self.in_flight.find(bytes) {
+            return Err(Blocked::InFlight(taken));
+        }
+        let slice = self.own_slice(cluster)?;
+        let old = self.mapping(slice, cluster)?;
+        if matches!(old, L2Mapping::Compressed(_)) || !self.geometry.has_subclusters() {
+            return Ok(false);
+        }
+        let from = self.geometry.subcluster_index(bytes.start.bytes());
+        let count = ((bytes.end - bytes.start) >> self.geometry.subcluster_bits()) as u32;
+        let kinds = old.subclusters().with(from..from + count, SubclusterKind::Zero);
+        let is_zero_already = !is_covered && old == L2Mapping::Unallocated;
+        if kinds != old.subclusters() && !is_zero_already {
+            let (host, copied) = old
+                .cluster()
+                .map_or((None, false), |(host, copied)| (Some(host), copied));
+            self.set_mapping(slice, cluster, L2Entry::subclusters(host, copied, kinds))?;
+        }
+        Ok(true)
     }
 }

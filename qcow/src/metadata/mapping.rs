@@ -62,10 +62,15 @@ impl Metadata {
         let entries = L2Table::new(bytes, geometry);
         let first = self.index_in_slice(cluster);
         if geometry.has_subclusters() {
-            return self.lookup_subclusters(entries, first, offset, len, table.copied && checked);
+            let found = self.lookup_subclusters(entries, first, offset, len, table.copied && checked);
+            // Of another type, or the result of every lookup would pass through memory.
+            return match found {
+                Ok((extent, len)) => Lookup::Found { extent, len },
+                Err(lookup) => *lookup,
+            };
         }
-        let entry = entries.get(first);
-        let mapping = match entry.decode(geometry) {
+        let entry = entries.get_standard(first);
+        let mapping = match entry.decode_standard(geometry) {
             Ok(mapping) => mapping,
             Err(_) if entry == L2Entry::REFUSED => return Lookup::Refused,
             Err(error) => return Lookup::Corrupt(error),
@@ -92,7 +97,7 @@ impl Metadata {
             };
         }
         for index in first + 1..entries.len() {
-            let Ok(next) = entries.get(index).decode(geometry) else {
+            let Ok(next) = entries.get_standard(index).decode_standard(geometry) else {
                 break;
             };
             let alike = match (extent, next) {
@@ -130,13 +135,12 @@ impl Metadata {
         offset: GuestOffset,
         len: u64,
         owns: bool,
-    ) -> Lookup {
+    ) -> Result<(Extent, u64), Box<Lookup>> {
         let size = self.geometry.cluster_size();
         let within = self.geometry.offset_in_cluster(offset.bytes());
-        let (extent, end) = match self.run_of_subclusters(entries.get(first), within, owns) {
-            Ok(run) => run,
-            Err(lookup) => return lookup,
-        };
+        let (extent, end) = self
+            .run_of_subclusters(entries.get(first), within, owns)
+            .map_err(Box::new)?;
         let mut found = end - within;
         let mut index = first + 1;
         // The run reaches the cluster's end, and may go on.
@@ -160,10 +164,7 @@ impl Metadata {
             found += end;
             index += 1;
         }
-        Lookup::Found {
-            extent,
-            len: found.min(len),
-        }
+        Ok((extent, found.min(len)))
     }
 
     /// Returns the content of the bytes from `within` on in the cluster of an extended entry, and the end in the cluster

@@ -5,7 +5,7 @@
 //!
 //! Invariants:
 //! - an L2 entry is set only once the data it exposes is written;
-//! - a guest cluster in the in-flight table is changed only by the request that entered it;
+//! - guest bytes in the in-flight table are remapped only by the request that entered them;
 //! - a cluster that left the mapping is in `drops` until a FLUSH has made that durable;
 //! - once the metadata was found corrupt no change of the mapping is planned any more, and a slice with a refused
 //!   entry ([`L2Entry::REFUSED`]) is never written.
@@ -27,6 +27,8 @@ mod released;
 pub(crate) mod slices;
 mod tables;
 pub(crate) mod write_back;
+
+use std::ops::Range;
 
 use block::IoError;
 use block::sync::SingleFlight;
@@ -54,8 +56,8 @@ pub(crate) enum Blocked {
     LoadRefcounts(u64),
     /// The L2 table of this L1 entry is shared with a snapshot and must be copied.
     CopyTable(usize),
-    /// Another request is remapping this guest cluster.
-    InFlight(GuestCluster),
+    /// Another request is remapping this guest byte.
+    InFlight(GuestOffset),
     /// The file would grow while much space waits to be freed.
     Growth,
     /// A count is wrong: the image is corrupt.
@@ -150,11 +152,16 @@ impl Metadata {
         &self.geometry
     }
 
-    /// Returns true if a request is remapping a guest cluster that the bytes touch.
+    /// Returns true if a request is remapping any of the guest's bytes from `offset` on.
     #[inline]
     pub(crate) fn is_in_flight(&self, offset: GuestOffset, len: u64) -> bool {
-        let last = self.geometry.guest_cluster(offset + (len - 1));
-        self.in_flight.touches(self.geometry.guest_cluster(offset), last)
+        self.in_flight.touches(&(offset..offset + len))
+    }
+
+    /// Returns the guest bytes of a cluster.
+    #[inline]
+    fn bytes_of(&self, cluster: GuestCluster) -> Range<GuestOffset> {
+        self.geometry.guest_offset(cluster)..self.geometry.guest_offset(cluster + 1)
     }
 
     /// Returns true if the mapping in memory is the durable one, and nothing waits to be freed.

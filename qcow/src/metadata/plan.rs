@@ -3,15 +3,23 @@
 //! A plan is made under the lock, step by step, and executed without it. The engine reads no entry and knows no kind
 //! of cluster. It overwrites, or it fills reserved clusters and their edges and then maps them.
 //!
-//! Invariant: from the plan until they are published or abandoned, clusters are reserved and in flight, and the slice
-//! that maps them is pinned.
+//! What is filled has the borders of subclusters, which in most images are those of clusters. In a cluster that the disk
+//! owns only the subclusters that are written are filled; others of it may be filled at the same time. A new host cluster
+//! takes over the data of the old one, and no more.
+//!
+//! Invariant: from the plan until they are published or abandoned, clusters are reserved, the bytes to fill are in flight,
+//! and the slice that maps them is pinned.
+
+use std::ops::Range;
 
 use block::IoError;
 use block::canary::{Rule, broken};
 use block::sync::WaitList;
 
 use super::{Blocked, Dropped, Growth, Metadata};
-use crate::format::{CompressedExtent, GuestCluster, GuestOffset, HostOffset, L2Entry, L2Mapping};
+use crate::format::{
+    CompressedExtent, GuestCluster, GuestOffset, HostOffset, L2Entry, L2Mapping, SubclusterKind,
+};
 use crate::invariant::invariant;
 
 /// One step of a write: `len` guest bytes from `offset` on.
@@ -20,6 +28,13 @@ pub(crate) struct WriteStep {
     pub(crate) offset: GuestOffset,
     pub(crate) len: u64,
     pub(crate) action: Action,
+}
+
+impl WriteStep {
+    /// Returns the guest's bytes of the step.
+    pub(crate) fn bytes(&self) -> Range<GuestOffset> {
+        self.offset..self.offset + self.len
+    }
 }
 
 /// The action for the bytes of a step.
@@ -35,16 +50,16 @@ pub(crate) enum Action {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Fill {
     pub(crate) allocation: Allocation,
-    /// The bytes before the step's in its first cluster.
+    /// The bytes before the step's in what is filled.
     pub(crate) head: Edge,
-    /// The bytes after the step's in its last cluster.
+    /// The bytes after the step's in what is filled.
     pub(crate) tail: Edge,
 }
 
-/// The bytes between those of a step and the border of a cluster.
+/// The bytes between those of a step and the border of what is filled.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Edge {
-    /// Length in bytes; 0 if the step's bytes reach the border.
+    /// Length in bytes; 0 if the step's bytes reach the border, or if the edge is data already.
     pub(crate) len: u64,
     pub(crate) content: EdgeContent,
 }
@@ -69,9 +84,11 @@ pub(crate) enum OldCluster {
     Compressed(CompressedExtent),
     /// The backing file.
     Backing,
+    /// Subclusters that are not all alike: what the guest reads there.
+    Subclusters,
 }
 
-/// Host clusters reserved for guest clusters, which are in flight.
+/// Host clusters reserved for guest bytes, which are in flight.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Allocation {
     /// The first guest cluster.
@@ -80,8 +97,11 @@ pub(crate) struct Allocation {
     pub(crate) count: u64,
     /// The offset of the first host cluster.
     pub(crate) host: HostOffset,
-    /// The guest cluster keeps the host cluster that it had while it read as zeros: nothing was allocated.
+    /// The guest cluster keeps the host cluster that it has: nothing was allocated.
     pub(crate) kept: bool,
+    /// The first byte to fill and the one after the last, at borders of subclusters.
+    pub(crate) start: GuestOffset,
+    pub(crate) end: GuestOffset,
     /// The L2 slice that maps them, pinned.
     slice: u64,
 }
@@ -99,8 +119,8 @@ impl Metadata {
         growth: Growth,
     ) -> Result<WriteStep, Blocked> {
         let cluster = self.geometry.guest_cluster(offset);
-        if self.in_flight.touches(cluster, cluster) {
-            return Err(Blocked::InFlight(cluster));
+        if let Some(taken) = self.in_flight.find(&self.subcluster_of(offset)) {
+            return Err(Blocked::InFlight(taken));
         }
         let slice = self.own_slice(cluster)?;
         let old = self.mapping(slice, cluster)?;
@@ -108,46 +128,86 @@ impl Metadata {
             tracing::error!(guest = offset.bytes(), %host, "the mapping leads past the end of the file");
             return Err(Blocked::Failed(IoError::Corrupt));
         }
-        match old {
-            L2Mapping::Data { host, copied } if copied || broken(Rule::InPlaceShared) => {
-                Ok(self.plan_overwrite(slice, offset, end, host))
-            }
-            L2Mapping::Zero {
-                host: Some(host),
-                copied: true,
-            } => {
-                let allocation = Allocation {
-                    guest: cluster,
-                    count: 1,
-                    host,
-                    kept: true,
-                    slice,
-                };
-                Ok(self.plan_fill(offset, end, allocation, false, [old; 2]))
-            }
-            _ if growth == Growth::Held && self.holds_growth() => Err(Blocked::Growth),
-            _ => self.plan_allocation(slice, offset, end, old),
+        let owned = match old {
+            L2Mapping::Data { host, .. } if broken(Rule::InPlaceShared) => Some(host),
+            _ => old.owned(),
+        };
+        match owned {
+            Some(host) => Ok(self.plan_in_place(slice, offset, end, host, old)),
+            None if growth == Growth::Held && self.holds_growth() => Err(Blocked::Growth),
+            None => self.plan_allocation(slice, offset, end, old),
         }
     }
 
-    /// Plans to overwrite bytes of the cluster at `host` and of those that follow it, on the host as for the guest.
-    fn plan_overwrite(
-        &self,
+    /// Returns the guest bytes of the subcluster that holds `offset`.
+    fn subcluster_of(&self, offset: GuestOffset) -> Range<GuestOffset> {
+        let start = self.floor(offset);
+        start..start + self.geometry.subcluster_size()
+    }
+
+    /// Returns the start of the subcluster that holds `offset`.
+    fn floor(&self, offset: GuestOffset) -> GuestOffset {
+        GuestOffset::new(offset.bytes() & !(self.geometry.subcluster_size() - 1))
+    }
+
+    /// Returns `offset`, or the end of the subcluster that it lies in.
+    fn ceil(&self, offset: GuestOffset) -> GuestOffset {
+        self.floor(offset + (self.geometry.subcluster_size() - 1))
+    }
+
+    /// Plans to write bytes of a guest cluster that owns the host cluster at `host`, and is mapped to `old`.
+    fn plan_in_place(
+        &mut self,
         slice: u64,
         offset: GuestOffset,
         end: GuestOffset,
         host: HostOffset,
+        old: L2Mapping,
+    ) -> WriteStep {
+        let guest = self.geometry.guest_cluster(offset);
+        let bytes = self.bytes_of(guest);
+        let mut border = bytes.end.min(end);
+        // Others fill subclusters beside.
+        if let Some(taken) = self.in_flight.find(&(offset..border)) {
+            border = taken;
+        }
+        let index = self.geometry.subcluster_index(offset.bytes());
+        let run_end = u64::from(old.subclusters().run_end(index)) << self.geometry.subcluster_bits();
+        let run_end = (bytes.start + run_end).min(bytes.end);
+        if old.subclusters().kind(index) == SubclusterKind::Data && run_end >= border {
+            return self.plan_overwrite(slice, offset..border, end, host);
+        }
+        let allocation = Allocation {
+            guest,
+            count: 1,
+            host,
+            kept: true,
+            start: self.floor(offset),
+            end: self.ceil(border),
+            slice,
+        };
+        self.plan_fill(offset, border, allocation, false, [old; 2])
+    }
+
+    /// Plans to overwrite `bytes` of the cluster at `host`, and those of the clusters that follow it up to `end`, on the
+    /// host as for the guest.
+    fn plan_overwrite(
+        &self,
+        slice: u64,
+        bytes: Range<GuestOffset>,
+        end: GuestOffset,
+        host: HostOffset,
     ) -> WriteStep {
         let size = self.geometry.cluster_size();
-        let within = self.geometry.offset_in_cluster(offset.bytes());
-        let at = host + within;
-        let mut len = (size - within).min(end - offset);
-        while offset + len < end {
+        let offset = bytes.start;
+        let at = host + self.geometry.offset_in_cluster(offset.bytes());
+        let mut len = bytes.end - offset;
+        while offset + len < end && (offset + len).is_aligned_to(size) {
             let next = self.geometry.guest_cluster(offset + len);
             let follows = self.slice_of(next) == slice
                 && matches!(self.mapping(slice, next),
                     Ok(L2Mapping::Data { host, copied: true }) if host == at + len);
-            if !follows || self.in_flight.touches(next, next) {
+            if !follows || self.in_flight.touches(&self.bytes_of(next)) {
                 break;
             }
             len += size.min(end - (offset + len));
@@ -171,13 +231,12 @@ impl Metadata {
         let last = self.geometry.guest_cluster(GuestOffset::new(end.bytes() - 1));
         let mut count = 1;
         for next in (guest + 1).until(last + 1) {
-            if self.slice_of(next) != slice || self.in_flight.touches(next, next) {
+            if self.slice_of(next) != slice || self.in_flight.touches(&self.bytes_of(next)) {
                 break;
             }
             match self.mapping(slice, next) {
-                Ok(L2Mapping::Data { copied: true, .. } | L2Mapping::Zero { copied: true, .. }) | Err(_) => {
-                    break;
-                }
+                Err(_) => break,
+                Ok(old) if old.owned().is_some() => break,
                 // The write fails when it gets there: the old content to copy cannot be read.
                 Ok(old) if self.past_end(&old).is_some() => break,
                 Ok(_) => count += 1,
@@ -191,15 +250,32 @@ impl Metadata {
                 .all(|cluster| self.refcounts.is_given(cluster)),
             "{run:?} is reserved and has another user"
         );
-        let last = self.mapping(slice, guest + (run.count - 1))?;
+        let last_cluster = guest + (run.count - 1);
+        let last = self.mapping(slice, last_cluster)?;
+        let end = end.min(self.bytes_of(last_cluster).end);
         let allocation = Allocation {
             guest,
             count: run.count,
             host: self.geometry.host_offset(run.first),
             kept: false,
+            start: self.floor(offset).min(self.data_of(guest, first).start),
+            end: self.ceil(end).max(self.data_of(last_cluster, last).end),
             slice,
         };
         Ok(self.plan_fill(offset, end, allocation, run.zero, [first, last]))
+    }
+
+    /// Returns the bytes from the first to the last subcluster with data of a cluster that is mapped to `old`. If there are
+    /// none, the range begins after the cluster and ends before it.
+    fn data_of(&self, cluster: GuestCluster, old: L2Mapping) -> Range<GuestOffset> {
+        let bytes = self.bytes_of(cluster);
+        let data = old.subclusters().data_range();
+        if data.is_empty() {
+            return bytes.end..bytes.start;
+        }
+        let at =
+            |index: u32| (bytes.start + (u64::from(index) << self.geometry.subcluster_bits())).min(bytes.end);
+        at(data.start)..at(data.end)
     }
 
     /// Plans to fill reserved clusters, of which the first and the last were mapped to `old`. `is_zero`: they read as
@@ -212,24 +288,11 @@ impl Metadata {
         is_zero: bool,
         old: [L2Mapping; 2],
     ) -> WriteStep {
-        let Allocation {
-            guest, count, slice, ..
-        } = allocation;
-        self.in_flight.enter(guest, count);
-        self.l2.pin(slice);
-        let start = self.geometry.guest_offset(guest);
-        let border = self.geometry.guest_offset(guest + count);
-        let end = end.min(border);
-        let edge = |len, old, cluster| Edge {
-            len,
-            content: match len {
-                0 => EdgeContent::Kept,
-                _ => self.edge_content(old, cluster, is_zero),
-            },
-        };
+        self.in_flight.enter(&self.in_flight_of(&allocation));
+        self.l2.pin(allocation.slice);
         let mut edges = [
-            edge(offset - start, old[0], guest),
-            edge(border - end, old[1], guest + (count - 1)),
+            self.edge(old[0], allocation.start..offset, &allocation, is_zero),
+            self.edge(old[1], end..allocation.end, &allocation, is_zero),
         ];
         // If anything is copied, whole clusters are written, which suits direct I/O.
         if edges
@@ -255,24 +318,53 @@ impl Metadata {
         }
     }
 
-    /// Returns the content of an edge in a cluster that was mapped to `old`. `is_zero`: the host has zeros there.
-    fn edge_content(&self, old: L2Mapping, cluster: GuestCluster, is_zero: bool) -> EdgeContent {
+    /// Returns the guest bytes that an allocation keeps in flight.
+    fn in_flight_of(&self, allocation: &Allocation) -> Range<GuestOffset> {
+        if allocation.kept {
+            return allocation.start..allocation.end;
+        }
+        let end = self.geometry.guest_offset(allocation.guest + allocation.count);
+        self.geometry.guest_offset(allocation.guest)..end
+    }
+
+    /// Returns the edge `bytes` of an allocation, in a cluster that is mapped to `old`. `is_zero`: the host has zeros there.
+    fn edge(
+        &self,
+        old: L2Mapping,
+        bytes: Range<GuestOffset>,
+        allocation: &Allocation,
+        is_zero: bool,
+    ) -> Edge {
+        let len = bytes.end - bytes.start;
+        let kind = old
+            .subclusters()
+            .kind(self.geometry.subcluster_index(bytes.start.bytes()));
+        if len == 0 || allocation.kept && kind == SubclusterKind::Data {
+            return Edge {
+                len: 0,
+                content: EdgeContent::Kept,
+            };
+        }
         let zeros = if is_zero {
             EdgeContent::Kept
         } else {
             EdgeContent::Zeros
         };
-        match old {
+        let is_covered = self.floor(bytes.start).bytes() < self.covered_bytes;
+        let content = match (old, kind) {
             _ if broken(Rule::NeighbourDropped) => zeros,
-            L2Mapping::Zero { .. } => zeros,
-            L2Mapping::Unallocated if self.geometry.guest_offset(cluster).bytes() < self.covered_bytes => {
-                EdgeContent::Old(OldCluster::Backing)
+            (L2Mapping::Data { host, .. }, _) => EdgeContent::Old(OldCluster::Data(host)),
+            (L2Mapping::Compressed(extent), _) => EdgeContent::Old(OldCluster::Compressed(extent)),
+            // Data of other subclusters is to be copied with it.
+            (L2Mapping::Subclusters { bitmap, .. }, _) if !allocation.kept && bitmap.data() != 0 => {
+                EdgeContent::Old(OldCluster::Subclusters)
             }
-            // No image that has any is written.
-            L2Mapping::Unallocated | L2Mapping::Subclusters { .. } => zeros,
-            L2Mapping::Data { host, .. } => EdgeContent::Old(OldCluster::Data(host)),
-            L2Mapping::Compressed(extent) => EdgeContent::Old(OldCluster::Compressed(extent)),
-        }
+            (_, SubclusterKind::Unallocated) if is_covered => EdgeContent::Old(OldCluster::Backing),
+            (_, SubclusterKind::Unallocated | SubclusterKind::Zero) => zeros,
+            // Data that has no host cluster does not decode.
+            (_, SubclusterKind::Data) => zeros,
+        };
+        Edge { len, content }
     }
 
     /// Maps an allocation whose clusters are filled. Returns the waiters to wake, also on failure; drop the list
@@ -291,18 +383,42 @@ impl Metadata {
         );
         self.l2.unpin(allocation.slice);
         let result = (0..allocation.count).try_for_each(|index| {
-            let entry = L2Entry::data(allocation.host + index * size, true, &self.geometry);
+            let host = allocation.host + index * size;
+            let entry = self.filled(allocation, index, host)?;
             self.set_mapping(allocation.slice, allocation.guest + index, entry)
-                .map_err(|_| IoError::Corrupt)
         });
-        (self.in_flight.leave(allocation.guest), result)
+        let start = self.in_flight_of(allocation).start;
+        (self.in_flight.leave(start), result.map_err(|_| IoError::Corrupt))
+    }
+
+    /// Returns the entry of cluster `index` of an allocation that is filled, and lies at `host`. Its subclusters that were
+    /// not filled stay as they are now: others may have filled some meanwhile.
+    fn filled(&self, allocation: &Allocation, index: u64, host: HostOffset) -> Result<L2Entry, Blocked> {
+        if !self.geometry.has_subclusters() {
+            return Ok(L2Entry::data(host, true, &self.geometry));
+        }
+        let cluster = allocation.guest + index;
+        let old = self.mapping(allocation.slice, cluster)?;
+        let bytes = self.bytes_of(cluster);
+        let at = |offset: GuestOffset| {
+            let within = offset.clamp(bytes.start, bytes.end) - bytes.start;
+            (within >> self.geometry.subcluster_bits()) as u32
+        };
+        let filled = at(allocation.start)..at(allocation.end);
+        let kinds = old.subclusters().with(filled.clone(), SubclusterKind::Data);
+        // The new host cluster has no other data than what was filled.
+        invariant!(
+            allocation.kept || old.subclusters().with(filled, SubclusterKind::Zero).data() == 0,
+            "{allocation:?} loses data of {old:?}"
+        );
+        Ok(L2Entry::subclusters(Some(host), true, kinds))
     }
 
     /// Checks that an allocation is in flight, as it was reserved.
     fn assert_in_flight(&self, allocation: &Allocation) {
         // Otherwise another request may have remapped its guest clusters.
         invariant!(
-            self.in_flight.is_entered(allocation.guest, allocation.count),
+            self.in_flight.is_entered(&self.in_flight_of(allocation)),
             "{allocation:?} is not in flight"
         );
     }
@@ -311,12 +427,9 @@ impl Metadata {
     /// when it is published.
     fn is_as_planned(&self, allocation: &Allocation, index: u64) -> bool {
         match self.mapping(allocation.slice, allocation.guest + index) {
-            Ok(L2Mapping::Zero {
-                host: Some(host),
-                copied: true,
-            }) => allocation.kept && host == allocation.host,
             Ok(L2Mapping::Data { copied: true, .. }) => false,
-            Ok(_) => !allocation.kept,
+            Ok(old) if allocation.kept => old.owned() == Some(allocation.host),
+            Ok(old) => old.owned().is_none(),
             Err(_) => true,
         }
     }
@@ -335,6 +448,7 @@ impl Metadata {
                 }
             }
         }
-        self.in_flight.leave(allocation.guest)
+        let start = self.in_flight_of(allocation).start;
+        self.in_flight.leave(start)
     }
 }

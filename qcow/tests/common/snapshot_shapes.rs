@@ -146,6 +146,13 @@ pub(crate) fn shapes() -> Vec<Shape> {
         backing: true,
         compat: "0.10",
     });
+    let subclusters = [(1 << 14, true), (1 << 16, false), (1 << 17, true)];
+    shapes.extend(subclusters.map(|(cluster, backing)| Shape {
+        cluster,
+        bits: 16,
+        backing,
+        compat: "1.1,extended_l2=on",
+    }));
     shapes
 }
 

@@ -120,6 +120,12 @@ pub fn all() -> Vec<Scenario> {
         bytes: 64 << 10,
         ..plain
     };
+    // Of two sectors.
+    let subclusters = Shape {
+        cluster_bits: 15,
+        extended: true,
+        ..plain
+    };
     vec![
         Scenario::new(
             "first allocation",
@@ -288,6 +294,41 @@ pub fn all() -> Vec<Scenario> {
                 ],
             )
         },
+        Scenario::new(
+            "subclusters over a backing file",
+            Shape {
+                below: Below::Raw(40 << 10),
+                bytes: 64 << 10,
+                ..subclusters
+            },
+            &[
+                (WRITE, 1, 1),
+                FLUSH,
+                (WRITE, 4, 3),
+                (ZEROES, 8, 4),
+                (WRITE, 9, 1),
+                FLUSH,
+                (UNMAP, 0, 64),
+                (WRITE, 3, 1),
+                FLUSH,
+                FLUSH,
+            ],
+        ),
+        Scenario::new(
+            "subclusters filled in any order",
+            subclusters,
+            &[(WRITE, 1, 2), (FUA, 7, 2), (ZEROES, 2, 4), (WRITE, 5, 1), FLUSH],
+        )
+        .after(&[(WRITE, 0, 1), FLUSH]),
+        Scenario::new(
+            "subclusters shared with a snapshot",
+            Shape {
+                snapshot: true,
+                filled: 500,
+                ..subclusters
+            },
+            &[(ZEROES, 4, 3), (WRITE, 1, 1), FLUSH, (WRITE, 20, 3), FLUSH, FLUSH],
+        ),
         Scenario::new(
             "write-zeroes that keeps space",
             Shape {

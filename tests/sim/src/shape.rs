@@ -56,6 +56,8 @@ impl Below {
 pub struct Shape {
     /// The cluster size is two to this.
     pub cluster_bits: u32,
+    /// Clusters have subclusters: their size is at least two to 14 then.
+    pub extended: bool,
     /// The refcount width.
     pub refcount_bits: u32,
     /// Version 2 of the format.
@@ -92,6 +94,7 @@ impl Shape {
     /// An empty disk of 32 KiB with clusters of 512 bytes.
     pub const PLAIN: Self = Self {
         cluster_bits: 9,
+        extended: false,
         refcount_bits: 16,
         v2: false,
         bytes: 32 << 10,
@@ -117,6 +120,7 @@ impl Shape {
         let kind = random.below(8);
         let mut shape = Self {
             cluster_bits,
+            extended: false,
             refcount_bits: if v2 {
                 16
             } else {
@@ -166,12 +170,17 @@ impl Shape {
         shape
     }
 
-    /// Draws what few images have: clusters as large as most images' outside, and more than one image below. From a source of
-    /// its own, so that other shapes stay what they are.
+    /// Draws what few images have: clusters as large as most images' outside, subclusters, and more than one image below.
+    /// From a source of its own, so that other shapes stay what they are.
     pub fn draw_rare(&mut self, random: &mut Random) {
         match (random.below(16), self.below) {
             (0, _) => self.cluster_bits = 16,
             (1..=8, Below::Qcow(bytes)) => self.below = Below::Deep(bytes),
+            (14.., _) if !self.v2 => {
+                // Two sectors, or only one.
+                self.cluster_bits = if random.one_in(4) { 14 } else { 15 };
+                self.extended = true;
+            }
             _ => {}
         }
     }
@@ -208,6 +217,15 @@ impl Shape {
         1 << self.cluster_bits
     }
 
+    /// The size in bytes of the least part of the disk with a mapping of its own: a subcluster, or a cluster without any.
+    fn subcluster(&self) -> u64 {
+        if self.extended {
+            self.cluster() / 32
+        } else {
+            self.cluster()
+        }
+    }
+
     /// Returns the options that the image is opened with.
     #[must_use]
     pub fn options(&self) -> OpenOptions {
@@ -233,6 +251,7 @@ impl Shape {
         options.cluster_size = self.cluster();
         options.version = if self.v2 { Version::V2 } else { Version::V3 };
         options.refcount_bits = self.refcount_bits;
+        options.extended_l2 = self.extended;
         options.lazy_refcounts = self.lazy;
         options.compression = self.compressed.unwrap_or(CompressionType::Deflate);
         let format = match self.below {
@@ -368,11 +387,11 @@ fn make(shape: Shape) -> Beginning {
     }
 
     let mut random = Random::new(u64::from(shape.filled) << 8 | 1);
-    let clusters = shape.bytes.div_ceil(shape.cluster());
-    let filled: Vec<bool> = (0..clusters)
+    let unit = shape.subcluster();
+    let filled: Vec<bool> = (0..shape.bytes.div_ceil(unit))
         .map(|_| shape.compressed.is_some() || random.chance(shape.filled))
         .collect();
-    let per_cluster = shape.cluster() / SECTOR as u64;
+    let per_cluster = unit / SECTOR as u64;
     for (sector, place) in (0..sectors).zip(&mut words) {
         if filled[(sector / per_cluster) as usize] {
             *place = word(0, 1, sector);
@@ -527,10 +546,11 @@ fn compress(shape: &Shape, kind: CompressionType, words: &[u64]) -> Vec<u8> {
         );
         if !shape.v2 {
             options += &format!(
-                ",refcount_bits={},compression_type={},lazy_refcounts={}",
+                ",refcount_bits={},compression_type={},lazy_refcounts={},extended_l2={}",
                 shape.refcount_bits,
                 kind.name(),
                 if shape.lazy { "on" } else { "off" },
+                if shape.extended { "on" } else { "off" },
             );
         }
         let args = [

@@ -164,7 +164,9 @@ pub(crate) fn draw(seed: u64) -> Case {
         ..without_errors(case.profile)
     };
     let shape = &mut case.shape;
-    shape.cluster_bits = shape.cluster_bits.min(12);
+    if !shape.extended {
+        shape.cluster_bits = shape.cluster_bits.min(12);
+    }
     shape.refcount_bits = shape.refcount_bits.max(random.pick(&[1, 2, 2, 8]));
     if shape.device > 0 {
         shape.device = shape.device.max(random.pick(&[shape.device, 256 << 10]));
