@@ -60,6 +60,35 @@ fn create_is_flawless_for_every_cluster_and_refcount_size() {
             ..CreateOptions::new(3 << 20)
         });
     }
+    for bits in 14..=21 {
+        for preallocation in [Preallocation::Off, Preallocation::Metadata] {
+            assert_usable(&CreateOptions {
+                cluster_size: 1 << bits,
+                extended_l2: true,
+                preallocation,
+                ..CreateOptions::new(3 << 20)
+            });
+        }
+    }
+}
+
+#[test]
+fn create_refuses_subclusters_where_the_format_has_none() {
+    let small = refused(CreateOptions {
+        cluster_size: 8192,
+        extended_l2: true,
+        ..CreateOptions::new(1 << 20)
+    });
+    assert_eq!(
+        small,
+        "cluster_size=8192: expected 16384 (16k) or more with extended_l2=on"
+    );
+    let old = refused(CreateOptions {
+        version: Version::V2,
+        extended_l2: true,
+        ..CreateOptions::new(1 << 20)
+    });
+    assert_eq!(old, "extended_l2=on: expected off with compat=0.10");
 }
 
 #[test]

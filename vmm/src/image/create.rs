@@ -135,7 +135,7 @@ fn describe(path: &Path, options: &CreateOptions, given: &Given) -> String {
     let mut line = format!("Formatting '{}', fmt=qcow2", path.display());
     let mut add = |name: &str, value: &dyn std::fmt::Display| line.push_str(&format!(" {name}={value}"));
     add("cluster_size", &options.cluster_size);
-    add("extended_l2", &"off");
+    add("extended_l2", &if options.extended_l2 { "on" } else { "off" });
     if let Some(preallocation) = &given.preallocation {
         add("preallocation", preallocation);
     }

@@ -46,22 +46,22 @@ pub enum CreateOptionsError {
 }
 
 /// The options and their permitted values.
-const OPTIONS: [(&str, &str); 8] = [
+const OPTIONS: [(&str, &str); 9] = [
     ("cluster_size", "a power of two from 512 to 2M"),
     ("compat", "0.10 (version 2) or 1.1 (version 3)"),
     ("refcount_bits", "1, 2, 4, 8, 16, 32 or 64"),
     ("backing_file", "the path of a file"),
     ("backing_fmt", "raw or qcow2"),
+    ("extended_l2", "on or off; on takes clusters of 16k or more"),
     ("lazy_refcounts", "on or off"),
     ("preallocation", "off, metadata, falloc or full"),
     ("compression_type", "zlib or zstd"),
 ];
 
 /// Options of `qemu-img` that are refused as such rather than as unknown.
-const UNSUPPORTED: [&str; 6] = [
+const UNSUPPORTED: [&str; 5] = [
     "data_file",
     "data_file_raw",
-    "extended_l2",
     "encryption",
     "encrypt.format",
     "encrypt.key-secret",
@@ -148,13 +148,8 @@ fn set(options: &mut CreateOptions, option: &str, value: &str) -> Option<()> {
             let known = matches!(value, "raw" | "qcow2");
             options.backing_format = Some(known.then(|| value.to_owned())?);
         }
-        "lazy_refcounts" => {
-            options.lazy_refcounts = match value {
-                "on" | "true" => true,
-                "off" | "false" => false,
-                _ => return None,
-            };
-        }
+        "extended_l2" => options.extended_l2 = switch(value)?,
+        "lazy_refcounts" => options.lazy_refcounts = switch(value)?,
         "preallocation" => options.preallocation = Preallocation::from_name(value)?,
         "compression_type" => {
             options.compression = match value {
@@ -166,6 +161,15 @@ fn set(options: &mut CreateOptions, option: &str, value: &str) -> Option<()> {
         _ => return None,
     }
     Some(())
+}
+
+/// Parses `on` or `off`.
+fn switch(value: &str) -> Option<bool> {
+    match value {
+        "on" | "true" => Some(true),
+        "off" | "false" => Some(false),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
@@ -181,6 +185,7 @@ mod tests {
         let (options, given) = parse([
             "cluster_size=4k,compat=0.10,refcount_bits=1",
             "backing_file=\"a,b.img\",backing_fmt=raw,lazy_refcounts=on,preallocation=falloc,compression_type=zstd",
+            "extended_l2=on",
         ])
         .expect("values");
         assert_eq!(
@@ -189,7 +194,7 @@ mod tests {
         );
         assert_eq!(options.backing_file.as_deref(), Some("a,b.img"));
         assert_eq!(options.backing_format.as_deref(), Some("raw"));
-        assert!(options.lazy_refcounts);
+        assert!(options.lazy_refcounts && options.extended_l2);
         assert_eq!(options.preallocation, Preallocation::Falloc);
         assert_eq!(
             (given.compat.as_deref(), given.preallocation.as_deref()),
@@ -205,6 +210,7 @@ mod tests {
             ("compat=2", "0.10 (version 2) or 1.1 (version 3)"),
             ("refcount_bits=a", "1, 2, 4, 8, 16, 32 or 64"),
             ("backing_fmt=vmdk", "raw or qcow2"),
+            ("extended_l2=1", "on or off; on takes clusters of 16k or more"),
             ("lazy_refcounts=maybe", "on or off"),
             ("preallocation=some", "off, metadata, falloc or full"),
             ("compression_type=lz4", "zlib or zstd"),
@@ -220,8 +226,8 @@ mod tests {
             refused("foo=1").starts_with("-o: unknown option `foo`; expected one of cluster_size, compat,")
         );
         assert_eq!(
-            refused("extended_l2=on"),
-            "-o: `extended_l2` is not supported; create such an image with qemu-img"
+            refused("data_file=a.raw"),
+            "-o: `data_file` is not supported; create such an image with qemu-img"
         );
         assert_eq!(
             refused("compat=1.1,compat=1.1"),

@@ -22,6 +22,9 @@ fn image_create_makes_flawless_images_as_requested() {
         ("preallocation=falloc,cluster_size=4k", "1M"),
         ("preallocation=full,refcount_bits=8", "1M"),
         ("backing_file=base.img,backing_fmt=raw", "5M"),
+        ("extended_l2=on,cluster_size=128k", "64M"),
+        ("extended_l2=on,preallocation=metadata", "10M"),
+        ("extended_l2=on,backing_file=base.img,backing_fmt=raw", "5M"),
     ] {
         let created = match options {
             "" => world.ringdisk(&["image", "create", "a.qcow2", size]),
@@ -57,6 +60,8 @@ fn image_create_prints_what_qemu_img_prints() {
         ("compat=v3,cluster_size=4k", Some("1M")),
         ("compat=0.10,refcount_bits=16", Some("1M")),
         ("preallocation=off,lazy_refcounts=on", Some("1M")),
+        ("extended_l2=on", Some("1M")),
+        ("lazy_refcounts=on,extended_l2=on,cluster_size=16k", Some("1M")),
         ("compat=1.1,preallocation=metadata", Some("1M")),
         (
             "preallocation=full,compression_type=zstd,refcount_bits=8",
