@@ -444,6 +444,21 @@ fn every_defect_is_survived_or_refused_by_name() {
 }
 
 #[test]
+fn every_defect_of_subclusters_is_survived_or_refused_by_name() {
+    let base = malformed::subcluster_base();
+    let folder = Folder::new();
+    std::fs::write(folder.path("base.qcow2"), &base.bytes).expect("the image");
+    folder.assert_flawless("base.qcow2", false);
+    assert!(folder.qemu_reads("base.qcow2") == base.guest());
+    let mut trial = Trial::new(&folder);
+    let cases = malformed::subcluster_cases(&base);
+    for case in &cases {
+        trial.face_case(case, &base.bytes);
+    }
+    assert!(cases.len() > 20);
+}
+
+#[test]
 fn pairs_of_defects_are_survived_or_refused_by_name() {
     let base = malformed::base();
     let folder = Folder::new();

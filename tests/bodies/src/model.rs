@@ -79,21 +79,10 @@ pub fn body(data: &[u8]) -> &'static str {
 
 /// Returns the disk that the guest sees at first.
 fn contents(image: &Image, backing: &[u8]) -> Vec<u8> {
-    let mut disk = image.guest();
-    if image.spec.backing.is_none() {
-        return disk;
+    match image.spec.backing {
+        Some(_) => image.guest_over(backing),
+        None => image.guest(),
     }
-    for (number, cluster) in (0..).zip(disk.chunks_mut(image.cluster() as usize)) {
-        if !image.spec.clusters.contains_key(&number) {
-            let below = backing
-                .get((number * image.cluster()) as usize..)
-                .unwrap_or_default();
-            for (byte, below) in cluster.iter_mut().zip(below) {
-                *byte = *below;
-            }
-        }
-    }
-    disk
 }
 
 impl Run {

@@ -32,18 +32,19 @@ pub fn spec(cursor: &mut Cursor<'_>) -> ImageSpec {
         (_, false) => cursor.pick(&[4, 0, 1, 2, 3, 5, 6]),
     };
     let v3 = spec.version == 3;
+    spec.extended = v3 && bits >= 14 && !clusters.is_multiple_of(3);
     spec.zstd = v3 && cursor.one_in(2);
     spec.bitmap = v3 && cursor.one_in(3);
     spec.incompatible = u64::from(v3 && cursor.one_in(5));
     spec.compatible = u64::from(v3 && cursor.one_in(4));
     for _ in 0..1 + cursor.below(12) {
-        let content = content(cursor, v3, sharing);
+        let content = content(cursor, &spec, sharing);
         spec.clusters.insert(cursor.below(clusters), content);
     }
     for _ in 0..if sharing { cursor.below(3) } else { 0 } {
         let mut own = std::collections::BTreeMap::new();
         for _ in 0..cursor.below(4) {
-            let content = content(cursor, v3, sharing);
+            let content = content(cursor, &spec, sharing);
             own.insert(cursor.below(clusters), content);
         }
         spec.snapshots.push(Snapshot { own });
@@ -61,9 +62,14 @@ pub fn spec(cursor: &mut Cursor<'_>) -> ImageSpec {
     spec
 }
 
-fn content(cursor: &mut Cursor<'_>, v3: bool, compressed: bool) -> Content {
+fn content(cursor: &mut Cursor<'_>, spec: &ImageSpec, compressed: bool) -> Content {
     let tag = 1 + cursor.byte() % 100;
+    let v3 = spec.version == 3;
     match cursor.below(5) {
+        0 if spec.extended => {
+            let data = u64::from(cursor.u32());
+            Content::Subclusters(tag, u64::from(cursor.u32()) << 32 & !(data << 32) | data)
+        }
         1 if v3 => Content::Zero,
         2 if v3 => Content::ZeroAllocated,
         3 | 4 if compressed => Content::Compressed(tag),

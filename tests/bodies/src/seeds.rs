@@ -111,6 +111,20 @@ pub fn images() -> Vec<Seed> {
             },
         ),
         (
+            "built-subclusters",
+            ImageSpec {
+                cluster_bits: 14,
+                extended: true,
+                clusters: [
+                    (0, Content::Subclusters(1, 0xff00_0000_00ff)),
+                    (1, Content::Data(2)),
+                    (2, Content::Zero),
+                ]
+                .into(),
+                ..spec.clone()
+            },
+        ),
+        (
             "built-dirty",
             ImageSpec {
                 incompatible: 1,

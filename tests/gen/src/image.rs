@@ -17,7 +17,13 @@ pub enum Content {
     ZeroAllocated,
     /// Compressed, with a pattern of this tag.
     Compressed(u8),
+    /// A cluster of its own, filled with a pattern of this tag, of which the guest finds what this bitmap says. With extended
+    /// L2 entries only.
+    Subclusters(u8, u64),
 }
+
+/// An L2 entry: the descriptor, and the bitmap that only an extended one has.
+type Entry = (u64, u64);
 
 /// An internal snapshot: what it has that the disk has not. The rest is shared.
 #[derive(Clone, Debug, Default)]
@@ -31,8 +37,10 @@ pub struct Snapshot {
 pub struct ImageSpec {
     /// 2 or 3.
     pub version: u32,
-    /// 9 to 21.
+    /// 9 to 21; 14 at least with extended L2 entries.
     pub cluster_bits: u32,
+    /// True if L2 entries are extended: they map subclusters (version 3).
+    pub extended: bool,
     /// 0 to 6; version 2 has 4.
     pub refcount_order: u32,
     /// The guest's disk, in bytes.
@@ -62,6 +70,7 @@ impl ImageSpec {
         Self {
             version: 3,
             cluster_bits,
+            extended: false,
             refcount_order: 4,
             size_bytes,
             clusters: BTreeMap::new(),
@@ -77,6 +86,12 @@ impl ImageSpec {
 
     fn cluster(&self) -> u64 {
         1 << self.cluster_bits
+    }
+
+    /// The size of an L2 entry in bytes.
+    #[must_use]
+    pub fn l2_entry_bytes(&self) -> u64 {
+        if self.extended { 16 } else { 8 }
     }
 
     fn guest_clusters(&self) -> u64 {
@@ -155,6 +170,10 @@ pub fn extension(kind: u32, payload: &[u8]) -> Vec<u8> {
 pub const COPIED: u64 = 1 << 63;
 /// The L2 entry flag of compressed clusters.
 pub const COMPRESSED: u64 = 1 << 62;
+/// The bitmap of an extended L2 entry all of whose subclusters are data.
+pub const DATA: u64 = 0xffff_ffff;
+/// The bitmap of an extended L2 entry all of whose subclusters are zeros.
+const ZEROS: u64 = DATA << 32;
 
 /// An image while it is written.
 struct Writer {
@@ -189,23 +208,25 @@ impl Writer {
     }
 
     /// Writes one cluster's content and returns its L2 entry, without COPIED.
-    fn content(&mut self, guest: u64, content: Content) -> u64 {
+    fn content(&mut self, guest: u64, content: Content) -> Entry {
         let cluster = self.spec.cluster();
+        let is_extended = self.spec.extended;
+        let mut own = |tag| {
+            let at = self.allocate(Structure::Data, cluster);
+            put(&mut self.bytes, at, &pattern(tag, guest, cluster));
+            at
+        };
         match content {
-            Content::Data(tag) => {
-                let at = self.allocate(Structure::Data, cluster);
-                put(&mut self.bytes, at, &pattern(tag, guest, cluster));
-                at
-            }
-            Content::Zero => 1,
-            Content::ZeroAllocated => {
-                let at = self.allocate(Structure::Data, cluster);
-                put(&mut self.bytes, at, &pattern(0xEE, guest, cluster));
-                at | 1
-            }
+            Content::Data(tag) if is_extended => (own(tag), DATA),
+            Content::Data(tag) => (own(tag), 0),
+            Content::Zero if is_extended => (0, ZEROS),
+            Content::Zero => (1, 0),
+            Content::ZeroAllocated if is_extended => (own(0xEE), ZEROS),
+            Content::ZeroAllocated => (own(0xEE) | 1, 0),
+            Content::Subclusters(tag, bitmap) => (own(tag), bitmap),
             Content::Compressed(tag) => {
                 let packed = compress(&pattern(tag, guest, cluster), self.spec.zstd);
-                self.compressed(&packed)
+                (self.compressed(&packed), 0)
             }
         }
     }
@@ -234,11 +255,11 @@ impl Writer {
     }
 
     fn l2_entries(&self) -> u64 {
-        self.spec.cluster() / 8
+        self.spec.cluster() / self.spec.l2_entry_bytes()
     }
 
     /// Adds one to the refcount of what an L2 entry refers to.
-    fn share(&mut self, entry: u64) {
+    fn share(&mut self, (entry, _): Entry) {
         let cluster = self.spec.cluster();
         if entry & COMPRESSED != 0 {
             let shift = 62 - (self.spec.cluster_bits - 8);
@@ -252,10 +273,10 @@ impl Writer {
     }
 
     /// Writes L2 tables for these entries and an L1 table of them.
-    fn l2_tables(&mut self, entries: &BTreeMap<u64, u64>) -> BTreeMap<u64, u64> {
+    fn l2_tables(&mut self, entries: &BTreeMap<u64, Entry>) -> BTreeMap<u64, u64> {
         let per_table = self.l2_entries();
         let mut tables = BTreeMap::new();
-        for (&guest, &entry) in entries {
+        for (&guest, &(descriptor, bitmap)) in entries {
             let index = guest / per_table;
             let table = match tables.get(&index) {
                 Some(&table) => table,
@@ -265,10 +286,12 @@ impl Writer {
                     table
                 }
             };
+            let bytes = [descriptor, bitmap].map(u64::to_be_bytes).concat();
+            let len = self.spec.l2_entry_bytes();
             put(
                 &mut self.bytes,
-                table + guest % per_table * 8,
-                &entry.to_be_bytes(),
+                table + guest % per_table * len,
+                &bytes[..len as usize],
             );
         }
         tables
@@ -373,11 +396,35 @@ impl Image {
     /// Returns the disk that the guest reads if there is no backing file.
     #[must_use]
     pub fn guest(&self) -> Vec<u8> {
+        self.guest_over(&[])
+    }
+
+    /// Returns the disk that the guest reads over a backing file that holds `below`.
+    #[must_use]
+    pub fn guest_over(&self, below: &[u8]) -> Vec<u8> {
         let cluster = self.spec.cluster();
-        let mut disk = vec![0; (self.spec.guest_clusters() * cluster) as usize];
+        let mut disk = below.to_vec();
+        disk.resize((self.spec.guest_clusters() * cluster) as usize, 0);
         for (&guest, &content) in &self.spec.clusters {
-            if let Content::Data(tag) | Content::Compressed(tag) = content {
-                put(&mut disk, guest * cluster, &pattern(tag, guest, cluster));
+            let at = guest * cluster;
+            match content {
+                Content::Data(tag) | Content::Compressed(tag) => {
+                    put(&mut disk, at, &pattern(tag, guest, cluster));
+                }
+                Content::Zero | Content::ZeroAllocated => {
+                    disk[at as usize..][..cluster as usize].fill(0);
+                }
+                Content::Subclusters(tag, bitmap) => {
+                    let (bytes, len) = (pattern(tag, guest, cluster), cluster as usize / 32);
+                    let places = disk[at as usize..].chunks_exact_mut(len);
+                    for (index, (place, data)) in places.zip(bytes.chunks_exact(len)).enumerate() {
+                        if bitmap >> index & 1 == 1 {
+                            place.copy_from_slice(data);
+                        } else if bitmap >> (index + 32) & 1 == 1 {
+                            place.fill(0);
+                        }
+                    }
+                }
             }
         }
         disk.truncate(self.spec.size_bytes as usize);
@@ -417,7 +464,7 @@ impl Writer {
     fn snapshot(
         &mut self,
         snapshot: &Snapshot,
-        entries: &BTreeMap<u64, u64>,
+        entries: &BTreeMap<u64, Entry>,
         tables: &BTreeMap<u64, u64>,
         l1_entries: u64,
     ) -> u64 {
@@ -432,7 +479,7 @@ impl Writer {
             let shared = entries
                 .range(range.clone())
                 .map(|(&guest, &entry)| (guest, entry));
-            let shared: BTreeMap<u64, u64> = shared.filter(|(guest, _)| !own.contains_key(guest)).collect();
+            let shared: BTreeMap<u64, Entry> = shared.filter(|(guest, _)| !own.contains_key(guest)).collect();
             for &entry in shared.values() {
                 self.share(entry);
             }
@@ -486,7 +533,7 @@ impl Writer {
             if single(&self.refcounts, table) {
                 put(&mut self.bytes, at, &(table | COPIED).to_be_bytes());
             }
-            for entry_at in (table..table + cluster).step_by(8) {
+            for entry_at in (table..table + cluster).step_by(self.spec.l2_entry_bytes() as usize) {
                 let entry = u64_in(&self.bytes, entry_at);
                 let host = entry & 0x00ff_ffff_ffff_fe00;
                 // What a snapshot refers to through a table it shares is not counted here again.
@@ -555,7 +602,9 @@ impl Writer {
         let mut at = 72;
         if spec.version == 3 {
             let compression = if spec.zstd { 1 << 3 } else { 0 };
-            put(bytes, 72, &(spec.incompatible | compression).to_be_bytes());
+            let extended = if spec.extended { 1 << 4 } else { 0 };
+            let incompatible = spec.incompatible | compression | extended;
+            put(bytes, 72, &incompatible.to_be_bytes());
             put(bytes, 80, &spec.compatible.to_be_bytes());
             put(bytes, 88, &u64::from(fields.bitmap.is_some()).to_be_bytes());
             put(bytes, 96, &spec.refcount_order.to_be_bytes());

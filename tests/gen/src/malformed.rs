@@ -113,6 +113,83 @@ pub fn base_with(change: impl FnOnce(&mut ImageSpec)) -> Image {
     Image::new(spec)
 }
 
+/// A sound image with extended L2 entries: subclusters of every kind, compressed clusters, and a snapshot.
+#[must_use]
+pub fn subcluster_base() -> Image {
+    let mut spec = ImageSpec::new(14, DISK);
+    spec.extended = true;
+    let mixed = |bitmap| Content::Subclusters(7, bitmap);
+    spec.clusters = [
+        (0, Content::Data(1)),
+        (1, mixed(0x0000_ff00_ff00_00ff)),
+        (2, mixed(0)),
+        (3, mixed(1 << 63 | 1)),
+        (4, Content::Zero),
+        (5, Content::ZeroAllocated),
+        (DATA, Content::Data(2)),
+        (COMPRESSED_CLUSTER, Content::Compressed(4)),
+        (COMPRESSED_CLUSTER + 1, Content::Compressed(5)),
+    ]
+    .into();
+    let own = [(1, mixed(0xff << 32 | 0xff00)), (4, Content::Data(3))].into();
+    spec.snapshots = vec![Snapshot { own }];
+    Image::new(spec)
+}
+
+/// What can be wrong with an extended L2 entry. `image` is [`subcluster_base`].
+#[must_use]
+pub fn subcluster_cases(image: &Image) -> Vec<Case> {
+    let places = Places::of(image);
+    let mut cases = Cases::default();
+    let at = |guest: u64| places.l2 + guest * image.spec.l2_entry_bytes();
+    let bytes = |words: [u64; 2]| words.map(u64::to_be_bytes).concat();
+    let (data, all) = (u64_in(&places.bytes, at(DATA)), crate::image::DATA);
+    let past = places.end.next_multiple_of(image.cluster()) + (1 << 20);
+    for (name, entry, fate) in [
+        ("data and zeros", [data, all | 1 << 32], Fate::Eio),
+        ("all bits", [data, u64::MAX], Fate::Eio),
+        (
+            "the last subcluster of both kinds",
+            [data, 1 << 63 | 1 << 31],
+            Fate::Eio,
+        ),
+        ("data without a host cluster", [0, 1], Fate::Eio),
+        ("data of COPIED alone", [COPIED, all], Fate::Eio),
+        ("every kind without a host cluster", [0, u64::MAX], Fate::Eio),
+        ("zeros without a host cluster", [0, 1 << 40], Fate::Opens),
+        ("a host cluster without data", [data, 0], Fate::Opens),
+        ("a host cluster of zeros", [data, all << 32], Fate::Opens),
+        ("the all-zeros flag", [data | 1, all], Fate::Opens),
+        ("a reserved bit", [data | 2, all], Fate::Eio),
+        ("a reserved bit beside no data", [data | 1 << 60, 0], Fate::Eio),
+        ("no multiple of the cluster size", [data | 512, all], Fate::Eio),
+        ("data past the end", [COPIED | past, all], Fate::Eio),
+        ("one subcluster past the end", [COPIED | past, 1 << 7], Fate::Eio),
+        ("zeros past the end", [COPIED | past, all << 32], Fate::Survives),
+        ("itself", [COPIED | places.l2, 1], Fate::Survives),
+        ("the header", [COPIED, 1], Fate::Eio),
+        ("the refcount table", [COPIED | places.table, all], Fate::Survives),
+        (
+            "another's cluster",
+            [u64_in(&places.bytes, at(0)), 1],
+            Fate::Survives,
+        ),
+        ("compressed past the end", [COMPRESSED | past, 1], Fate::Eio),
+        ("compressed and COPIED", [COMPRESSED | data, all], Fate::Eio),
+    ] {
+        let patches = vec![(at(DATA), bytes(entry))];
+        cases.push("extended L2 entry", name, patches, fate);
+    }
+    let compressed = u64_in(&places.bytes, at(COMPRESSED_CLUSTER));
+    for bitmap in [1, all, 1 << 32, u64::MAX] {
+        let patches = vec![(at(COMPRESSED_CLUSTER), bytes([compressed, bitmap]))];
+        let name = format!("bitmap {bitmap:#x} of a compressed cluster");
+        cases.push("bitmap of a compressed cluster", name, patches, Fate::Opens);
+    }
+    cases.word("extended L2", "read as standard entries", 72, 0, Fate::Survives);
+    cases.0
+}
+
 /// The offsets of structures in the base image, in bytes.
 struct Places {
     bytes: Vec<u8>,
