@@ -11,7 +11,9 @@ use block::{Context, Disk, IoError};
 use common::{Folder, Lane, assert_same, close, open, patch, u32_at, u64_at};
 use qcow::format::SnapshotEntry;
 use qcow::{DiskSize, OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
-use snapshot_shapes::{IMAGE, apply, change, create, delete, name, options, qemu_reads, shapes};
+use snapshot_shapes::{
+    IMAGE, apply, apply_on, change, create, create_on, delete, name, options, qemu_reads, shapes,
+};
 
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
@@ -52,7 +54,7 @@ fn apply_restores_the_disk_of_every_shape_as_qemu_does() {
         for (byte, snapshot) in [(0x41, "one"), (0x42, "two")] {
             change(&lane, &shape, byte);
             taken.push((snapshot, lane.read(0, shape.disk())));
-            create(&disk, snapshot).unwrap_or_else(|error| panic!("{what}: {error}"));
+            create_on(&lane.cx, &disk, snapshot).unwrap_or_else(|error| panic!("{what}: {error}"));
         }
         let taken: Vec<(&str, &[u8])> = taken
             .iter()
@@ -63,11 +65,12 @@ fn apply_restores_the_disk_of_every_shape_as_qemu_does() {
         };
         change(&lane, &shape, 0x43);
         // The queue that saw what the disk was sees what it has become.
-        apply(&disk, &name("one")).unwrap_or_else(|error| panic!("{what}: {error}"));
+        apply_on(&lane.cx, &disk, &name("one")).unwrap_or_else(|error| panic!("{what}: {error}"));
         assert_same(&lane.read(0, shape.disk()), one, &what);
         // Of what is there now.
-        apply(&disk, &name("one")).unwrap_or_else(|error| panic!("{what}: {error}"));
+        apply_on(&lane.cx, &disk, &name("one")).unwrap_or_else(|error| panic!("{what}: {error}"));
         assert_same(&lane.read(0, shape.disk()), one, &what);
+        lane.settle();
         drop(lane);
         close(disk);
         look(&folder, one, &taken, &what);
@@ -77,6 +80,7 @@ fn apply_restores_the_disk_of_every_shape_as_qemu_does() {
         let lane = Lane::new(&disk, RingKind::Syscalls);
         change(&lane, &shape, 0x44);
         let active = lane.read(0, shape.disk());
+        lane.settle();
         drop(lane);
         close(disk);
         look(&folder, &active, &taken, &what);
@@ -108,6 +112,7 @@ fn apply_restores_the_disk_of_every_shape_as_qemu_does() {
         lane.write(512, &[0x43; 512]);
         assert_eq!(disk.cached_host_offset(512), Some(place), "{what}: in place");
         lane.write(512, &two[512..1024]);
+        lane.settle();
         drop(lane);
         close(disk);
         look(&folder, two, &[], &what);
@@ -159,7 +164,9 @@ fn apply_gives_the_disk_the_size_of_the_snapshot() {
         lane.write(0, &[0x77; 512]);
 
         let cx = Context::syscalls();
-        let fixed = cx.block_on(disk.apply_snapshot(&cx, &name("first"), DiskSize::Fixed));
+        let fixed = lane
+            .cx
+            .block_on(disk.apply_snapshot(&lane.cx, &name("first"), DiskSize::Fixed));
         let error = fixed.expect("the ring turns").expect_err("another size");
         assert_eq!(
             error.to_string(),
@@ -173,18 +180,22 @@ fn apply_gives_the_disk_the_size_of_the_snapshot() {
             (vec![0x77; 512], then)
         );
 
-        apply(&disk, &name("first")).expect("an application");
+        apply_on(&lane.cx, &disk, &name("first")).expect("an application");
         assert_eq!(disk.info().size_bytes, first);
         assert_same(&lane.read(0, first), &before, "before");
         assert_eq!(lane.try_read(first, 512), Err(IoError::OutOfRange));
         // Where the disk has been longer it reads as zeros when it is as long again.
         if first < then {
-            let grown = cx.block_on(disk.grow(&cx, then)).expect("the ring turns");
+            let grown = lane
+                .cx
+                .block_on(disk.grow(&lane.cx, then))
+                .expect("the ring turns");
             grown.expect("growth");
             assert!(lane.read(first, then - first).iter().all(|&byte| byte == 0));
-            apply(&disk, &name("first")).expect("an application");
+            apply_on(&lane.cx, &disk, &name("first")).expect("an application");
         }
         lane.write(first - 512, &[0x78; 512]);
+        lane.settle();
         lane.settle();
         drop(lane);
         close(disk);
@@ -260,6 +271,7 @@ fn apply_leaves_vm_state_to_the_snapshot() {
     let lane = Lane::new(&disk, RingKind::Syscalls);
     lane.write(0, &[0x44; SPAN as usize]);
     lane.settle();
+    lane.settle();
     drop(lane);
     close(disk);
     folder.assert_flawless(IMAGE, false);
@@ -307,8 +319,9 @@ fn apply_overflows_no_count_that_the_disk_is_among() {
     apply(&disk, &name("one")).expect("no count changes");
     let lane = Lane::new(&disk, RingKind::Syscalls);
     lane.write(4096, &[0x22; 128 << 10]);
-    apply(&disk, &name("two")).expect("three at most");
+    apply_on(&lane.cx, &disk, &name("two")).expect("three at most");
     lane.write(0, &[0x23; 512]);
+    lane.settle();
     lane.settle();
     drop(lane);
     close(disk);

@@ -13,7 +13,7 @@ use block::{Context, IoError};
 use common::{Folder, Lane, assert_same, close, open};
 use qcow::{OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
 use snapshot_shapes::{
-    IMAGE, SECOND, change, create, delete, listed, name, names, options, qemu_reads, shapes,
+    IMAGE, SECOND, change, create, create_on, delete, listed, name, names, options, qemu_reads, shapes,
 };
 
 #[test]
@@ -28,7 +28,7 @@ fn snapshots_of_every_shape_are_those_of_qemu() {
         for (byte, snapshot) in [(0x41, "one"), (0x42, "two")] {
             change(&lane, &shape, byte);
             expected.push((snapshot, lane.read(0, shape.disk())));
-            create(&disk, snapshot).unwrap_or_else(|error| panic!("{what}: {error}"));
+            create_on(&lane.cx, &disk, snapshot).unwrap_or_else(|error| panic!("{what}: {error}"));
             assert_same(
                 &lane.read(0, shape.disk()),
                 &expected[expected.len() - 1].1,
@@ -38,6 +38,7 @@ fn snapshots_of_every_shape_are_those_of_qemu() {
         assert_eq!(names(&disk), listed(&[("1", "one"), ("2", "two")]));
         change(&lane, &shape, 0x43);
         let active = lane.read(0, shape.disk());
+        lane.settle();
         drop(lane);
         close(disk);
         let look = |expected: &[(&str, Vec<u8>)]| {
@@ -73,7 +74,8 @@ fn snapshots_of_every_shape_are_those_of_qemu() {
         let disk = open(&folder.path(IMAGE), &options());
         let lane = Lane::new(&disk, RingKind::Syscalls);
         assert_same(&lane.read(0, shape.disk()), &active, &what);
-        create(&disk, "ours").unwrap_or_else(|error| panic!("{what}: {error}"));
+        create_on(&lane.cx, &disk, "ours").unwrap_or_else(|error| panic!("{what}: {error}"));
+        lane.settle();
         drop(lane);
         close(disk);
         look(&[("theirs", active.clone()), ("ours", active.clone())]);
@@ -91,6 +93,7 @@ fn snapshots_of_every_shape_are_those_of_qemu() {
             Some(place),
             "{what}: written in place"
         );
+        lane.settle();
         drop(lane);
         close(disk);
         look(&[]);
@@ -118,6 +121,7 @@ fn create_fails_before_anything_changes_where_a_count_would_overflow() {
         assert_eq!(names(&disk).len(), most);
         let lane = Lane::new(&disk, RingKind::Syscalls);
         lane.write(0, &[0x22; 4096]);
+        lane.settle();
         drop(lane);
         close(disk);
         folder.assert_flawless(IMAGE, false);

@@ -25,11 +25,16 @@ pub(crate) fn name(text: &str) -> SnapshotSelector {
     SnapshotSelector::Name(text.to_owned())
 }
 
-pub(crate) fn create(disk: &QcowDisk, text: &str) -> Result<String, SnapshotError> {
-    let cx = Context::syscalls();
+/// Creates a snapshot on the context of the queues that are open: what they left to do in the background is waited for.
+pub(crate) fn create_on(cx: &Context, disk: &QcowDisk, text: &str) -> Result<String, SnapshotError> {
     let date = UNIX_EPOCH + Duration::from_secs(SECOND);
-    let created = cx.block_on(disk.create_snapshot(&cx, text, date));
+    let created = cx.block_on(disk.create_snapshot(cx, text, date));
     created.expect("the ring turns")
+}
+
+/// As [`create_on`], beside no queue.
+pub(crate) fn create(disk: &QcowDisk, text: &str) -> Result<String, SnapshotError> {
+    create_on(&Context::syscalls(), disk, text)
 }
 
 pub(crate) fn delete(disk: &QcowDisk, which: &SnapshotSelector) -> Result<(), SnapshotError> {
@@ -38,10 +43,15 @@ pub(crate) fn delete(disk: &QcowDisk, which: &SnapshotSelector) -> Result<(), Sn
         .expect("the ring turns")
 }
 
-pub(crate) fn apply(disk: &QcowDisk, which: &SnapshotSelector) -> Result<(), SnapshotError> {
-    let cx = Context::syscalls();
-    cx.block_on(disk.apply_snapshot(&cx, which, DiskSize::MayChange))
+/// Applies a snapshot on a context, as [`create_on`] creates one.
+pub(crate) fn apply_on(cx: &Context, disk: &QcowDisk, which: &SnapshotSelector) -> Result<(), SnapshotError> {
+    cx.block_on(disk.apply_snapshot(cx, which, DiskSize::MayChange))
         .expect("the ring turns")
+}
+
+/// As [`apply_on`], beside no queue.
+pub(crate) fn apply(disk: &QcowDisk, which: &SnapshotSelector) -> Result<(), SnapshotError> {
+    apply_on(&Context::syscalls(), disk, which)
 }
 
 pub(crate) fn names(disk: &QcowDisk) -> Vec<(String, String)> {
