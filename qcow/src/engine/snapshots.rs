@@ -28,7 +28,7 @@ pub use error::{SnapshotError, SnapshotSelector};
 
 use super::switch::Switch;
 use super::{QcowDisk, Queue, corrupt, exclusive, flush};
-use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
+use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::references::Entry;
 use crate::format::validate::{SNAPSHOT_TABLE_MAX_BYTES, SNAPSHOTS_MAX};
 use crate::format::{
@@ -37,7 +37,8 @@ use crate::format::{
 };
 use crate::image::ReadError;
 use crate::image::read::{SnapshotTableError, for_each_snapshot};
-use crate::image::references::{Table, for_each_reference};
+use crate::image::references::for_each_reference;
+use crate::image::snapshots::l1_table;
 use crate::metadata::Counted;
 
 impl QcowDisk {
@@ -383,27 +384,12 @@ impl Operation<'_> {
 
     /// Returns the L2 tables of a snapshot, with their indices, in the order of their places.
     async fn tables_of(&self, snapshot: &SnapshotEntry) -> Result<Vec<(usize, L2TableRef)>, SnapshotError> {
-        let (at, entries) = (snapshot.l1_offset, u64::from(snapshot.l1_entries));
-        if entries == 0 {
+        if snapshot.l1_entries == 0 {
             return Ok(Vec::new());
         }
-        let table = Table {
-            kind: ClusterUse::SnapshotL1Table,
-            offset: at,
-            entries,
-        };
-        let file_len = self.queue.file.len()?;
-        if !at.is_aligned_to(self.geometry.cluster_size())
-            || table.bytes() > L1_TABLE_MAX_BYTES
-            || table.end() > file_len
-        {
-            // Nothing that the guest uses: it goes on.
-            return Err(SnapshotError::Damaged {
-                what: ClusterUse::SnapshotL1Table,
-                offset: at.bytes(),
-                reason: format!("it has {entries} entries, and the file {file_len:#x} bytes"),
-            });
-        }
+        // The guest goes on if it is nowhere: the guest does not use it.
+        let table = l1_table(snapshot, &self.geometry, self.queue.file.len()?)?;
+        let at = table.offset;
         let geometry = self.geometry;
         let (mut tables, mut fault) = (Vec::new(), None);
         let each = |place: u64, entry: L1Entry| match entry.decode(&geometry) {

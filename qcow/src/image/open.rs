@@ -21,6 +21,7 @@ use block::{Context, Disk, IoError, LocalBoxFuture};
 
 use super::guarded_tables::guarded_tables;
 use super::read::{ReadError, for_each_entry, read, read_header};
+use super::snapshots::header_of;
 use super::{RepairError, bitmaps, rebuild_refcounts};
 use crate::engine::{Announcement, Backing, Parts, Policy, QcowDisk};
 use crate::format::{
@@ -31,6 +32,7 @@ use crate::metadata::Metadata;
 pub use crate::metadata::cluster_use::StructureError;
 use crate::metadata::cluster_use::UseMap;
 use crate::metadata::refcounts::{NO_LIMIT, Refcounts, TablePlace};
+use crate::{SnapshotError, SnapshotSelector};
 
 /// The largest default table cache: it maps 256 GiB at 64 KiB clusters.
 pub const L2_CACHE_DEFAULT_MAX_BYTES: u64 = 32 << 20;
@@ -40,6 +42,8 @@ pub const L2_CACHE_DEFAULT_MAX_BYTES: u64 = 32 << 20;
 pub struct OpenOptions {
     /// Refuse writes, and lock the image as a reader.
     pub read_only: bool,
+    /// Open this internal snapshot in place of the disk; only to be read. Images below are opened as they are.
+    pub snapshot: Option<SnapshotSelector>,
     /// Bypass the host's page cache.
     pub direct: bool,
     /// Open the backing file the image names. Without it such an image is refused.
@@ -74,6 +78,7 @@ impl Default for OpenOptions {
     fn default() -> Self {
         Self {
             read_only: false,
+            snapshot: None,
             direct: false,
             backing_files: false,
             sparse: true,
@@ -130,6 +135,12 @@ pub enum ImageError {
         #[source]
         source: IoError,
     },
+    /// It has no such snapshot, or none that can be read.
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+    /// Its snapshot was to be opened for writing.
+    #[error("its snapshot {0} can only be read; open it read-only, or apply it to the disk")]
+    SnapshotForWriting(SnapshotSelector),
     /// It names a backing file and none is allowed.
     #[error("it has the backing file {name:?}, and backing files are not allowed; use backing_files=on")]
     BackingNotAllowed {
@@ -264,6 +275,10 @@ impl Qcow2 {
     ) -> Result<Arc<QcowDisk>, OpenError> {
         let (options, write) = (&self.0, access.is_write());
         let image = |source: ImageError| OpenError::image(path, source);
+        let snapshot = options.snapshot.as_ref().filter(|_| access != Access::Below);
+        if let (Some(snapshot), true) = (snapshot, write) {
+            return Err(image(ImageError::SnapshotForWriting(snapshot.clone())));
+        }
         let file = opening.open_file(path, access)?;
         let view = file.view(opening.context()).map_err(|error| {
             image(ImageError::Io {
@@ -285,7 +300,11 @@ impl Qcow2 {
             .await
             .map_err(|error| image(error.into()))?;
         let fields = HeaderFields::new(&header_cluster);
-        let header = fields.decode().map_err(|error| image(error.into()))?;
+        let mut header = fields.decode().map_err(|error| image(error.into()))?;
+        if let Some(snapshot) = snapshot {
+            let found = header_of(&view, &header, snapshot).await;
+            header = found.map_err(|error| image(error.into()))?;
+        }
         let covered_bytes = backing.as_ref().map_or(0, |backing| backing.size);
         let mut cache = (options.l2_cache_bytes).unwrap_or_else(|| default_cache(&header.geometry()));
         if access == Access::Below && backing.is_some() {

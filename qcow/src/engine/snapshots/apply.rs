@@ -15,9 +15,9 @@ use super::error::SnapshotError;
 use super::{Operation, SnapshotSelector, read_entries};
 use crate::engine::switch::Switch;
 use crate::engine::{Queue, announce, exclusive, flush};
-use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
-use crate::format::positions::FILE_OFFSET_MAX;
+use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::{HostCluster, HostOffset, L1Entry, L2TableRef, SnapshotEntry, Version};
+use crate::image::snapshots::disk_size;
 use crate::metadata::Counted;
 
 /// The disk's size when a snapshot of another size is applied.
@@ -81,12 +81,7 @@ impl Operation<'_> {
         if let Some(reason) = refused {
             return Err(SnapshotError::OtherSize { then, now, reason });
         }
-        let most = (L1_TABLE_MAX_BYTES / L1_ENTRY_SIZE).saturating_mul(self.geometry.l2_table_span());
-        let most = most.min(FILE_OFFSET_MAX);
-        if then > most {
-            return Err(SnapshotError::DiskTooLarge { bytes: then, most });
-        }
-        Ok(then)
+        disk_size(snapshot, now, &self.geometry)
     }
 
     /// Gives the disk the mapping of a snapshot, of `size_bytes` bytes. `others` stay as well.

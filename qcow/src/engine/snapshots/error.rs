@@ -209,6 +209,16 @@ impl std::fmt::Display for SnapshotSelector {
 }
 
 impl SnapshotSelector {
+    /// Reads `id=ID`, `name=NAME`, or what may be either.
+    #[must_use]
+    pub fn parse(text: &str) -> Self {
+        match (text.strip_prefix("id="), text.strip_prefix("name=")) {
+            (Some(id), _) => Self::Id(id.to_owned()),
+            (_, Some(name)) => Self::Name(name.to_owned()),
+            _ => Self::Any(text.to_owned()),
+        }
+    }
+
     fn matches(&self, entry: &SnapshotEntry) -> bool {
         match self {
             Self::Id(id) => entry.id == id.as_bytes(),
@@ -218,7 +228,7 @@ impl SnapshotSelector {
     }
 
     /// Returns the index of the one snapshot that is meant.
-    pub(super) fn find(&self, entries: &[SnapshotEntry]) -> Result<usize, SnapshotError> {
+    pub(crate) fn find(&self, entries: &[SnapshotEntry]) -> Result<usize, SnapshotError> {
         let found: Vec<usize> = (0..entries.len())
             .filter(|&index| entries.get(index).is_some_and(|entry| self.matches(entry)))
             .collect();
