@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use block::throttle::RateLimits;
 use block::worker::WorkerConfig;
+use qcow::SnapshotSelector;
 
 use crate::key_value::{self, SyntaxError};
 
@@ -72,6 +73,8 @@ pub struct DiskConfig {
     pub image_type: Option<ImageType>,
     /// True if the guest may only read.
     pub readonly: bool,
+    /// The internal snapshot to show in place of the disk; then the guest may only read.
+    pub snapshot: Option<SnapshotSelector>,
     /// True if the page cache is bypassed (`O_DIRECT`).
     pub direct: bool,
     /// The number of queues of the device, 1 to [`MAX_QUEUES`]. Each is served by a worker of its own.
@@ -215,6 +218,7 @@ impl DiskConfig {
             vhost_user: false,
             image_type: None,
             readonly: false,
+            snapshot: None,
             direct: false,
             num_queues: 1,
             queue_size: 128,
@@ -287,6 +291,16 @@ impl DiskConfig {
             return Err(DiskConfigError::NoPath {
                 takes: keys::find("path")?.takes,
             });
+        }
+        if config.snapshot.is_some() {
+            if seen.contains(&"readonly") && !config.readonly {
+                return Err(DiskConfigError::Contradiction {
+                    key: "snapshot",
+                    other: "readonly=off".to_owned(),
+                    why: "a snapshot can only be read; apply it to the disk with `ringdisk image snapshot apply` to write",
+                });
+            }
+            config.readonly = true;
         }
         config.check_contradictions()?;
         Ok(config)
@@ -369,6 +383,7 @@ impl DiskConfig {
             }
             "vhost_user" => self.vhost_user = on_off(value)?,
             "readonly" => self.readonly = on_off(value)?,
+            "snapshot" => self.snapshot = Some(snapshot(value)?),
             "direct" => self.direct = on_off(value)?,
             "num_queues" => self.num_queues = number(value, 1, MAX_QUEUES.into())?.try_into().ok()?,
             "queue_size" => {
@@ -417,6 +432,9 @@ impl DiskConfig {
         let contradiction = |key, other: String, why| Err(DiskConfigError::Contradiction { key, other, why });
         if self.image_type == Some(ImageType::Raw) {
             let raw = || "image_type=raw".to_owned();
+            if self.snapshot.is_some() {
+                return contradiction("snapshot", raw(), "a raw disk has no snapshots");
+            }
             if self.backing_files {
                 return contradiction("backing_files=on", raw(), "a raw disk has no backing file");
             }
@@ -490,6 +508,13 @@ fn backend(
 
 fn non_empty(value: &str) -> Option<&str> {
     (!value.is_empty()).then_some(value)
+}
+
+fn snapshot(value: &str) -> Option<SnapshotSelector> {
+    let which = SnapshotSelector::parse(value);
+    let (SnapshotSelector::Id(text) | SnapshotSelector::Name(text) | SnapshotSelector::Any(text)) = &which;
+    non_empty(text)?;
+    Some(which)
 }
 
 fn on_off(value: &str) -> Option<bool> {

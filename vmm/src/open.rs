@@ -196,6 +196,7 @@ fn open_chain(
         wait_for_space,
     };
     let qcow2 = Qcow2(OpenOptions {
+        snapshot: config.snapshot.clone(),
         sparse: config.sparse,
         discard_no_unref: config.discard_no_unref,
         persist_mappings: how.persist_mappings,

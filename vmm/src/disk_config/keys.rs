@@ -77,6 +77,12 @@ pub static KEYS: &[Key] = &[
         "image format; a file without the QCOW2 magic needs image_type=raw",
     ),
     here("readonly", ON_OFF, "off", "refuse writes"),
+    here(
+        "snapshot",
+        "id=ID, name=NAME, or an ID or a name that means one snapshot only",
+        "none",
+        "show this internal snapshot of the image, read-only, in place of the disk",
+    ),
     here("direct", ON_OFF, "off", "bypass the host's page cache (O_DIRECT)"),
     here(
         "num_queues",

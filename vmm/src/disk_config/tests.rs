@@ -66,6 +66,42 @@ fn parse_fills_in_the_documented_defaults() {
 }
 
 #[test]
+fn snapshot_is_selected_and_makes_the_disk_read_only() {
+    let text = |text: &str| text.to_owned();
+    for (value, which) in [
+        ("before", SnapshotSelector::Any(text("before"))),
+        ("id=1", SnapshotSelector::Id(text("1"))),
+        ("name=a=b", SnapshotSelector::Name(text("a=b"))),
+        ("\"name=a,b\"", SnapshotSelector::Name(text("a,b"))),
+    ] {
+        for readonly in ["", ",readonly=on"] {
+            let config = parse(&format!("path=d,snapshot={value}{readonly}"));
+            assert_eq!((config.snapshot.as_ref(), config.readonly), (Some(&which), true));
+        }
+    }
+    for value in ["", "id=", "name="] {
+        let error = refused(&format!("path=d,snapshot={value}"));
+        assert_eq!(
+            error,
+            format!(
+                "--disk: `snapshot={value}`: snapshot takes id=ID, name=NAME, or an ID or a name that means one snapshot only"
+            )
+        );
+    }
+    for (other, why) in [
+        (
+            "readonly=off",
+            "a snapshot can only be read; apply it to the disk with",
+        ),
+        ("image_type=raw", "a raw disk has no snapshots"),
+        ("werror=wait", "a read-only disk is never written"),
+    ] {
+        let error = refused(&format!("path=d,snapshot=s,{other}"));
+        assert!(error.contains(why), "{error}");
+    }
+}
+
+#[test]
 fn parse_sets_the_field_of_every_key() {
     let config = parse(
         "queue_affinity=[0@[1,3],1@[4-6,5]],path=d,image_type=qcow2,readonly=on,direct=on,num_queues=2,\
@@ -77,6 +113,7 @@ fn parse_sets_the_field_of_every_key() {
         vhost_user: false,
         image_type: Some(ImageType::Qcow2),
         readonly: true,
+        snapshot: None,
         direct: true,
         num_queues: 2,
         queue_size: 256,
@@ -320,11 +357,13 @@ fn keys_table_matches_the_parser() {
             Scope::Elsewhere(place) => {
                 assert_eq!(error, Some(DiskConfigError::NotHere { key: key.name, place }));
             }
-            // A path or id may be any text; `path` is there twice.
+            // A path, an id or a snapshot may be any text; `path` is there twice.
             Scope::Here if key.name == "path" => {
                 assert_eq!(error, Some(DiskConfigError::Duplicate { key: "path" }));
             }
-            Scope::Here if ["id", "rate_limit_group"].contains(&key.name) => assert_eq!(error, None),
+            Scope::Here if ["id", "rate_limit_group", "snapshot"].contains(&key.name) => {
+                assert_eq!(error, None)
+            }
             // Any text, too, but not beside a path.
             Scope::Machine if key.name == "socket" => {
                 assert!(

@@ -77,7 +77,8 @@ fn change(
     change: impl FnOnce(&Path, &SnapshotSelector) -> Result<(), ChangeSnapshotsError>,
 ) -> Result<(), CommandFailure> {
     unclaimed(&arguments.path)?;
-    change(&arguments.path, &selector(&arguments.selector)).map_err(|error| failure(&arguments.path, error))
+    change(&arguments.path, &SnapshotSelector::parse(&arguments.selector))
+        .map_err(|error| failure(&arguments.path, error))
 }
 
 /// Fails if a block device that waits for a server has the image.
@@ -90,14 +91,6 @@ fn failure(path: &Path, error: ChangeSnapshotsError) -> CommandFailure {
         // It names the path.
         ChangeSnapshotsError::Open(error) => CommandFailure::Failed(error.into()),
         error => CommandFailure::about(path.display(), error),
-    }
-}
-
-fn selector(text: &str) -> SnapshotSelector {
-    match (text.strip_prefix("id="), text.strip_prefix("name=")) {
-        (Some(id), _) => SnapshotSelector::Id(id.to_owned()),
-        (_, Some(name)) => SnapshotSelector::Name(name.to_owned()),
-        _ => SnapshotSelector::Any(text.to_owned()),
     }
 }
 

@@ -142,6 +142,54 @@ fn apply_makes_the_disk_what_it_was_also_in_size() {
     }
 }
 
+#[test]
+fn snapshot_is_shown_read_only_in_place_of_the_disk() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "cluster_size=64k", "1M");
+    qemu_io(&world, "write -P 17 0 1M");
+    for name in ["before", "before"] {
+        world
+            .qemu("qemu-img", &["snapshot", "-c", name, "a.qcow2"])
+            .success();
+        qemu_io(&world, "write -P 34 0 64k");
+    }
+    world
+        .qemu("qemu-img", &["resize", "-q", "a.qcow2", "2M"])
+        .success();
+    let before = std::fs::read(world.path("a.qcow2")).expect("an image");
+    world
+        .io("path=a.qcow2,snapshot=id=1", &["read -P 17 0 1M"])
+        .success();
+    world
+        .io(
+            "path=a.qcow2,snapshot=2",
+            &["read -P 34 0 64k", "read -P 17 64k 960k"],
+        )
+        .success();
+    let refused = |disk: &str, command: &str, said: &str| {
+        let ended = world.io(disk, &[command]);
+        assert_eq!(ended.code, Some(1), "{ended:?}");
+        assert!(
+            ended.stderr.contains(said) || ended.stdout.contains(said),
+            "{ended:?}"
+        );
+    };
+    refused("path=a.qcow2,snapshot=id=1", "write -P 51 0 64k", "read-only");
+    refused("path=a.qcow2,snapshot=id=1", "read 1M 64k", "does not lie inside the disk");
+    refused(
+        "path=a.qcow2,snapshot=before",
+        "read 0 64k",
+        "may mean 2 snapshots; select one by id=, such as id=1",
+    );
+    refused(
+        "path=a.qcow2,snapshot=id=3",
+        "read 0 64k",
+        "a.qcow2: there is no snapshot id=3",
+    );
+    let after = std::fs::read(world.path("a.qcow2")).expect("an image");
+    assert!(after == before, "the image has changed");
+}
+
 /// Images that are made to cost very much, or that name a cluster more often than it counts.
 #[test]
 fn snapshots_of_costly_and_damaged_images_are_refused_unchanged() {

@@ -153,7 +153,7 @@ fn invalid_command_line_is_one_line_and_exit_code_2() {
         ),
         (&["image", "check"], "<PATH>"),
         (&["image", "snapshot", "create", "x.qcow2"], "<NAME>"),
-        (&["image", "snapshot", "apply", "x.qcow2", "a"], "apply"),
+        (&["image", "snapshot", "apply", "x.qcow2"], "<SNAPSHOT>"),
     ] {
         let line = world.ringdisk(arguments).refused(2);
         assert!(line.contains(said), "{arguments:?}: {line}");

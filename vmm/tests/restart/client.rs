@@ -58,6 +58,8 @@ pub(crate) struct Client {
     pub(crate) answered: u64,
     /// True if a discarded block reads as zeros: clusters are blocks.
     discards: bool,
+    /// True if the disk can only be read: changes are answered with an error.
+    pub(crate) reads_only: bool,
     /// True if its guest may choose the cache mode.
     pub(crate) chooses_mode: bool,
     /// True if it reads the configuration when it connects, as a monitor does that starts.
@@ -90,6 +92,7 @@ impl Client {
             model: vec![0; blocks],
             answered: 0,
             discards,
+            reads_only: false,
             chooses_mode: false,
             reads_config: false,
         }
@@ -249,8 +252,11 @@ impl Client {
             let asked = slot.and_then(|slot| Some((slot, self.in_flight[slot].take()?)));
             let (slot, (head, ask, block)) =
                 asked.unwrap_or_else(|| panic!("head {head} was answered and is not in flight"));
-            assert_eq!(self.driver.status(head), blk::OK, "{ask:?} of block {block}");
+            let is_refused = self.reads_only && !matches!(ask, Ask::Read | Ask::Flush);
+            let expected = if is_refused { blk::IOERR } else { blk::OK };
+            assert_eq!(self.driver.status(head), expected, "{ask:?} of block {block}");
             match ask {
+                _ if is_refused => {}
                 Ask::Read => {
                     let bytes = self.driver.read(Self::data(slot), BLOCK);
                     let expected = self.model[block].to_le_bytes().repeat(BLOCK / 8);

@@ -10,6 +10,7 @@ mod limits;
 mod memory;
 mod peers;
 mod server;
+mod snapshot;
 mod space;
 mod stop;
 mod takeover;
