@@ -21,6 +21,8 @@ pub enum Rule {
     GraceEndsEarly,
     FlushMissesQueue,
     NeighbourDropped,
+    SubclustersReplaced,
+    SubclustersLeftBehind,
     InPlaceShared,
     SecondWriterRuns,
     ClearRuns,
@@ -52,7 +54,7 @@ pub enum Rule {
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 35] = [
+    pub const ALL: [Self; 37] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -61,6 +63,8 @@ impl Rule {
         Self::GraceEndsEarly,
         Self::FlushMissesQueue,
         Self::NeighbourDropped,
+        Self::SubclustersReplaced,
+        Self::SubclustersLeftBehind,
         Self::InPlaceShared,
         Self::SecondWriterRuns,
         Self::ClearRuns,
@@ -102,6 +106,8 @@ impl Rule {
             Self::GraceEndsEarly => "grace-ends-early",
             Self::FlushMissesQueue => "flush-misses-another-queue",
             Self::NeighbourDropped => "copy-on-write-drops-neighbour",
+            Self::SubclustersReplaced => "publish-drops-other-subclusters",
+            Self::SubclustersLeftBehind => "new-cluster-lacks-subclusters",
             Self::InPlaceShared => "in-place-write-to-shared",
             Self::SecondWriterRuns => "second-writer-does-not-wait",
             Self::ClearRuns => "clear-does-not-wait",

@@ -18,7 +18,8 @@ use block::sync::WaitList;
 
 use super::{Blocked, Dropped, Growth, Metadata};
 use crate::format::{
-    CompressedExtent, GuestCluster, GuestOffset, HostOffset, L2Entry, L2Mapping, SubclusterKind,
+    CompressedExtent, GuestCluster, GuestOffset, HostOffset, L2Entry, L2Mapping, SubclusterBitmap,
+    SubclusterKind,
 };
 use crate::invariant::invariant;
 
@@ -270,7 +271,7 @@ impl Metadata {
     fn data_of(&self, cluster: GuestCluster, old: L2Mapping) -> Range<GuestOffset> {
         let bytes = self.bytes_of(cluster);
         let data = old.subclusters().data_range();
-        if data.is_empty() {
+        if data.is_empty() || broken(Rule::SubclustersLeftBehind) {
             return bytes.end..bytes.start;
         }
         let at =
@@ -405,7 +406,12 @@ impl Metadata {
             (within >> self.geometry.subcluster_bits()) as u32
         };
         let filled = at(allocation.start)..at(allocation.end);
-        let kinds = old.subclusters().with(filled.clone(), SubclusterKind::Data);
+        let others = if broken(Rule::SubclustersReplaced) {
+            SubclusterBitmap::UNALLOCATED
+        } else {
+            old.subclusters()
+        };
+        let kinds = others.with(filled.clone(), SubclusterKind::Data);
         // The new host cluster has no other data than what was filled.
         invariant!(
             allocation.kept || old.subclusters().with(filled, SubclusterKind::Zero).data() == 0,
