@@ -22,6 +22,8 @@ const DISK: usize = (4 << 20) + 3 * 512;
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     cluster: usize,
+    /// Extended L2 entries.
+    extended: bool,
     refcount_bits: u32,
     v2: bool,
     /// Format and length of the backing file.
@@ -30,6 +32,16 @@ struct Shape {
 }
 
 const CLUSTERS: [usize; 4] = [512, 4096, 65536, 2 << 20];
+/// Cluster sizes, and those that have subclusters.
+const KINDS: [(usize, bool); 7] = [
+    (512, false),
+    (4096, false),
+    (65536, false),
+    (2 << 20, false),
+    (16384, true),
+    (65536, true),
+    (2 << 20, true),
+];
 const WIDTHS: [u32; 5] = [1, 2, 8, 16, 64];
 const BACKINGS: [Option<(&str, usize)>; 5] = [
     None,
@@ -43,15 +55,9 @@ const COMPRESSIONS: [Option<&str>; 3] = [None, Some("zlib"), Some("zstd")];
 /// Every image the format allows, as indices into the lists above.
 fn every_shape() -> Vec<[usize; 5]> {
     let mut all = vec![[0; 5]];
-    for (field, values) in [
-        CLUSTERS.len(),
-        WIDTHS.len(),
-        2,
-        BACKINGS.len(),
-        COMPRESSIONS.len(),
-    ]
-    .into_iter()
-    .enumerate()
+    for (field, values) in [KINDS.len(), WIDTHS.len(), 2, BACKINGS.len(), COMPRESSIONS.len()]
+        .into_iter()
+        .enumerate()
     {
         let more = |of: [usize; 5]| {
             (0..values).map(move |value| {
@@ -62,9 +68,10 @@ fn every_shape() -> Vec<[usize; 5]> {
         };
         all = all.into_iter().flat_map(more).collect();
     }
-    // Version 2 has 16-bit refcounts and deflate only.
-    all.retain(|&[_, width, version, _, compression]| {
-        version == 0 || (WIDTHS[width] == 16 && COMPRESSIONS[compression] != Some("zstd"))
+    // Version 2 has 16-bit refcounts and deflate only, and no subclusters.
+    all.retain(|&[kind, width, version, _, compression]| {
+        let is_old = WIDTHS[width] == 16 && COMPRESSIONS[compression] != Some("zstd") && !KINDS[kind].1;
+        version == 0 || is_old
     });
     all
 }
@@ -87,9 +94,11 @@ fn shapes() -> Vec<Shape> {
         pairs(best).for_each(|pair| {
             missing.remove(&pair);
         });
-        let [cluster, width, version, backing, compression] = *best;
+        let [kind, width, version, backing, compression] = *best;
+        let (cluster, extended) = KINDS[kind];
         chosen.push(Shape {
-            cluster: CLUSTERS[cluster],
+            cluster,
+            extended,
             refcount_bits: WIDTHS[width],
             v2: version == 1,
             backing: BACKINGS[backing],
@@ -124,6 +133,9 @@ impl World {
         );
         if !shape.v2 {
             options += &format!(",refcount_bits={}", shape.refcount_bits);
+            if shape.extended {
+                options += ",extended_l2=on";
+            }
             if let Some(kind) = shape.compression {
                 options += &format!(",compression_type={kind}");
             }
@@ -398,20 +410,22 @@ fn created_images_serve_both_in_every_preallocation() {
         Preallocation::Falloc,
         Preallocation::Full,
     ];
-    let mut shapes: Vec<(Preallocation, u64, u32, Version)> = Vec::new();
+    let mut shapes: Vec<(Preallocation, u64, bool, u32, Version)> = Vec::new();
     for (index, &mode) in modes.iter().enumerate() {
         for (other, &cluster) in CLUSTERS.iter().enumerate() {
             let width = WIDTHS[(index + other) % WIDTHS.len()];
-            shapes.push((mode, cluster as u64, width, Version::V3));
+            shapes.push((mode, cluster as u64, false, width, Version::V3));
         }
-        shapes.push((mode, 65536, 16, Version::V2));
+        shapes.push((mode, 65536, false, 16, Version::V2));
+        shapes.push((mode, 16384 << index, true, 16, Version::V3));
     }
-    for (preallocation, cluster_size, refcount_bits, version) in shapes {
+    for (preallocation, cluster_size, extended_l2, refcount_bits, version) in shapes {
         let folder = Folder::new();
-        let what = format!("{preallocation:?} {cluster_size} {refcount_bits} {version:?}");
+        let what = format!("{preallocation:?} {cluster_size} {extended_l2} {refcount_bits} {version:?}");
         let path = folder.path("disk.qcow2");
         let options = CreateOptions {
             cluster_size,
+            extended_l2,
             refcount_bits,
             version,
             preallocation,
