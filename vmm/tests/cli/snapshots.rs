@@ -175,7 +175,11 @@ fn snapshot_is_shown_read_only_in_place_of_the_disk() {
         );
     };
     refused("path=a.qcow2,snapshot=id=1", "write -P 51 0 64k", "read-only");
-    refused("path=a.qcow2,snapshot=id=1", "read 1M 64k", "does not lie inside the disk");
+    refused(
+        "path=a.qcow2,snapshot=id=1",
+        "read 1M 64k",
+        "does not lie inside the disk",
+    );
     refused(
         "path=a.qcow2,snapshot=before",
         "read 0 64k",
