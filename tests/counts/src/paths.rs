@@ -57,7 +57,7 @@ const fn path(
 
 /// All hot paths, each with its bound: what it takes with rustc 1.95, and a few per cent.
 pub(crate) const PATHS: [Path; 13] = [
-    path("lookup", 242.0, MANY, lookup),
+    path("lookup", 248.0, MANY, lookup),
     path("cached-read", 1105.0, MANY, cached_read),
     path("cached-read-below", 1350.0, MANY, || cached_read_below(1)),
     path("cached-read-chain-32", 1305.0, MANY, || cached_read_below(32)),
