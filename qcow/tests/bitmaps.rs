@@ -176,7 +176,7 @@ fn power_cut_leaves_no_change_unknown_to_bitmaps() {
     assert!(changed > 0, "no cut has left a change");
 }
 
-/// What the disk holds changes with no write of the guest. A bitmap that does not record changes is left alone, unless the
+/// An application changes the disk without a write of the guest. A bitmap that does not record changes is left alone, unless the
 /// disk gets another size, which it does not cover.
 #[test]
 fn apply_of_a_snapshot_marks_the_bitmaps_that_it_makes_out_of_date() {

@@ -3,7 +3,7 @@
 //! A plan is made under the lock, step by step, and executed without it. The engine reads no entry and knows no kind
 //! of cluster. It overwrites, or it fills reserved clusters and their edges and then maps them.
 //!
-//! What is filled has the borders of subclusters, which in most images are those of clusters. In a cluster that the disk
+//! A fill has the borders of subclusters, which in most images are those of clusters. In a cluster that the disk
 //! owns only the subclusters that are written are filled; others of it may be filled at the same time. A new host cluster
 //! takes over the data of the old one, and no more.
 //!

@@ -136,7 +136,7 @@ pub fn subcluster_base() -> Image {
     Image::new(spec)
 }
 
-/// What can be wrong with an extended L2 entry. `image` is [`subcluster_base`].
+/// Ways in which an extended L2 entry is wrong. `image` is [`subcluster_base`].
 #[must_use]
 pub fn subcluster_cases(image: &Image) -> Vec<Case> {
     let places = Places::of(image);

@@ -46,7 +46,7 @@ const CHECK: Shape = Shape(64, 8, 512);
 const YARDSTICK: Shape = Shape(128, 24, 4096);
 const YARDSTICK_SECONDS: f64 = 2.44;
 
-/// What is measured of each shape, in milliseconds.
+/// Figures of each shape, in milliseconds.
 const FIGURES: [&str; 5] = ["create-ms", "exit-ms", "quiesce-ms", "recover-ms", "close-ms"];
 
 impl Shape {
