@@ -21,8 +21,9 @@ SECONDS_MAX=${SECONDS_MAX:-600}
 SHARD=4
 # Seconds that the judging tests may take: what a mutant costs that never ends. They need a fifth of it.
 TIMEOUT=${MUTANTS_TIMEOUT:-300}
-# The quick ones, and the seconds that they may take.
+# The quick ones, and the seconds that they may take. Those of the image tools start QEMU's, which takes longer than all others.
 QUICK='"--lib", "--test", "model", "--test", "costs", "--test", "status", "--test", "snapshots"'
+SKIPPED='"--", "--skip", "image::"'
 QUICK_TIMEOUT=$((TIMEOUT / 3))
 
 folder=$PWD/target/mutants
@@ -38,9 +39,9 @@ report() {
     for kind in caught missed timeout unviable; do
         # One line for each mutant: path:line:column: change
         for shard in "$run"/shard-*; do
-            [ "$kind" = missed ] || cat "$shard/quick/mutants.out/$kind.txt" 2>/dev/null || true
+            case $kind in caught | unviable) cat "$shard/quick/mutants.out/$kind.txt" 2>/dev/null || true ;; esac
             # cargo-mutants deletes fields whatever the names that it is to break.
-            grep -sFxf "$shard/quick/mutants.out/missed.txt" "$shard/all/mutants.out/$kind.txt" || true
+            grep -sFxf "$shard/undecided" "$shard/all/mutants.out/$kind.txt" || true
         done | sort >"$run/$kind"
     done
     rm -f "$run/equivalent"
@@ -118,12 +119,17 @@ judge() {
     0 | 2 | 3) ;;
     *) tail -n 40 "$output/log" >&2; echo "cargo-mutants ended with $status" >&2; exit 1 ;;
     esac
+    # It would pass for a mutant that does not build.
+    if grep -l 'linking with .* failed' "$output"/mutants.out/log/*.log >&2; then
+        echo "a mutant was not linked, as these logs say: empty $CARGO_TARGET_DIR" >&2
+        exit 1
+    fi
     git -C "$tree" checkout -q --force "$commit"
 }
 
 quick=$run/quick.toml
 sed -E -e 's/^test_package = .*/test_package = ["ringdisk-block", "ringdisk-qcow"]/' \
-    -e "s/^additional_cargo_test_args = .*/additional_cargo_args = [$QUICK]/" "$config" >"$quick"
+    -e "s/^additional_cargo_test_args = .*/additional_cargo_args = [$QUICK]\nadditional_cargo_test_args = [$SKIPPED]/" "$config" >"$quick"
 begun=$SECONDS
 # In an order of chance, the same each time: what a short run judges is a sample of all.
 for shard in $(shuf -i "0-$((shards - 1))" --random-source=<(yes)); do
@@ -132,11 +138,13 @@ for shard in $(shuf -i "0-$((shards - 1))" --random-source=<(yes)); do
     [ $((SECONDS - begun)) -lt "$SECONDS_MAX" ] || break
     rm -rf "$out"
     judge "$quick" "$QUICK_TIMEOUT" "$out/quick" --sharding round-robin --shard "$shard/$shards"
-    if [ -s "$out/quick/mutants.out/missed.txt" ]; then
+    # Quick tests that took too long may only have been slow: all of them decide.
+    cat "$out"/quick/mutants.out/{missed,timeout}.txt >"$out/undecided"
+    if [ -s "$out/undecided" ]; then
         # The names, each as a regular expression that matches nothing else.
-        names=$(sed -E 's/[][\.*^$()+?{}|/&#~-]/\\&/g' "$out/quick/mutants.out/missed.txt" | paste -sd '|')
+        names=$(sed -E 's/[][\.*^$()+?{}|/&#~-]/\\&/g' "$out/undecided" | paste -sd '|')
         cp "$config" "$out/all.toml"
-        readarray -t files < <(cut -d: -f1 "$out/quick/mutants.out/missed.txt" | sort -u)
+        readarray -t files < <(cut -d: -f1 "$out/undecided" | sort -u)
         only_files "$out/all.toml" "${files[@]}"
         judge "$out/all.toml" "$TIMEOUT" "$out/all" --re "^($names)\$"
     fi
