@@ -55,7 +55,8 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// Returns the disk's current properties.
     fn info(&self) -> DiskInfo;
 
-    /// Returns the files the disk is made of, its own first and then those below it.
+    /// Returns the files the disk is made of, its own first and then those below it. A temporary overlay has no path, and is
+    /// left out.
     fn files(&self) -> Vec<std::path::PathBuf> {
         Vec::new()
     }

@@ -10,6 +10,7 @@
 //! - All I/O is positional (duplicates share an offset).
 //! - A read-modify-write of a block excludes every other write, punch and zeroing in that block until it has ended.
 //! - Once a sync has failed, on any view, none succeeds any more (`sync_rounds`).
+//! - A sync of a temporary file asks the kernel for nothing: the file ends with the process.
 //!
 //! ```text
 //!  open, alignment ──▶ ImageFile (shared) ──▶ FileView (one per worker) ──▶ read_write, allocation ──▶ Ring
@@ -28,6 +29,7 @@ mod open;
 mod ranges;
 mod read_write;
 mod space;
+mod temporary;
 mod transfer;
 mod view;
 

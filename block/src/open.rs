@@ -221,16 +221,14 @@ impl<'a> Opening<'a> {
     ///
     /// [`OpenError`], also if the chain is too long or comes back to the file.
     pub fn open_file(&self, path: &Path, access: Access) -> Result<Arc<ImageFile>, OpenError> {
-        let mut seen = self.seen.borrow_mut();
-        if seen.len() >= CHAIN_DEPTH_MAX {
-            return Err(OpenError::image(path, ChainError::TooDeep));
-        }
+        self.has_room_for(path)?;
         let write = access.is_write();
         let options = FileOptions {
             write,
             direct: self.options.direct,
         };
         let file = self.files.open(path, options)?;
+        let mut seen = self.seen.borrow_mut();
         let identity = identity(&file);
         if identity.is_some() && seen.contains(&identity) {
             let path = path.to_owned();
@@ -242,6 +240,25 @@ impl<'a> Opening<'a> {
             file.lock(&self.options.lock_set, mode, granularity)?;
         }
         Ok(file)
+    }
+
+    /// Adds a temporary file to the chain: one that nobody else can open, and that needs no lock.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenError`], if the chain is too long.
+    pub fn add_temporary(&self, file: &ImageFile) -> Result<(), OpenError> {
+        debug_assert!(file.is_temporary(), "others may have it open");
+        self.has_room_for(file.path())?;
+        self.seen.borrow_mut().push(identity(file));
+        Ok(())
+    }
+
+    fn has_room_for(&self, path: &Path) -> Result<(), OpenError> {
+        if self.seen.borrow().len() >= CHAIN_DEPTH_MAX {
+            return Err(OpenError::image(path, ChainError::TooDeep));
+        }
+        Ok(())
     }
 
     /// Opens the disk below the image at `above`: the image at `path`, in the format that `above` records for it.

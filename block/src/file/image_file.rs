@@ -50,6 +50,8 @@ pub struct ImageFile {
     /// A duplicate for the last view of a file that is written, so that closing it needs no further descriptor.
     pub(super) spare: Mutex<Option<OwnedFd>>,
     writable: bool,
+    /// It has no name, and ends with the last descriptor.
+    pub(super) temporary: bool,
     pub(super) alignment: Alignment,
     block_device: bool,
     pub(super) ranges: RangeLocks,
@@ -90,7 +92,7 @@ impl ImageFile {
         Arc::new(Self::from_file(path.to_owned(), file, options, block_device))
     }
 
-    fn from_file(path: PathBuf, file: File, options: FileOptions, block_device: bool) -> Self {
+    pub(super) fn from_file(path: PathBuf, file: File, options: FileOptions, block_device: bool) -> Self {
         let alignment = if options.direct {
             direct_alignment(&file)
         } else {
@@ -116,6 +118,7 @@ impl ImageFile {
             spare: Mutex::new(writable.then(|| fd.try_clone().ok()).flatten()),
             fd,
             writable,
+            temporary: false,
             alignment,
             block_device,
             ranges: RangeLocks::default(),
@@ -167,6 +170,12 @@ impl ImageFile {
     /// file is opened again.
     pub fn check_syncs(&self) -> Result<(), IoError> {
         self.syncs.check()
+    }
+
+    /// Returns true if it is a temporary file: it has no path, only a name for messages, and a sync of it has nothing to do.
+    #[must_use]
+    pub fn is_temporary(&self) -> bool {
+        self.temporary
     }
 
     /// Returns the path it was opened by.

@@ -45,6 +45,24 @@ pub enum OpenFileError {
         /// The file.
         path: PathBuf,
     },
+    /// No temporary file could be made.
+    #[error("cannot make a temporary file in {}", folder.display())]
+    Temporary {
+        /// The folder.
+        folder: PathBuf,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
+    /// The file system of the folder has no unnamed files.
+    #[error(
+        "the file system of {} has no unnamed files (O_TMPFILE); choose a folder on ext4, XFS, Btrfs or tmpfs",
+        folder.display()
+    )]
+    NoUnnamedFiles {
+        /// The folder.
+        folder: PathBuf,
+    },
     /// Direct I/O was requested on a file system without it.
     #[error("{} is on a file system without direct I/O; use direct=off", path.display())]
     NoDirectIo {

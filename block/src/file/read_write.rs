@@ -119,13 +119,13 @@ impl FileView {
         Ok(())
     }
 
-    /// Writes the pieces from `offset` on; with `dsync`, durably.
+    /// Writes the pieces from `offset` on; with `dsync`, durably, as far as [`FileView::sync`] does.
     ///
     /// # Errors
     ///
     /// The host's error. After an error any part of the range may have been written.
     pub async fn write(&self, offset: u64, pieces: Pieces, dsync: bool) -> Result<(), IoError> {
-        let forced = dsync && self.file.alignment.offset > 1;
+        let forced = dsync && self.file.alignment.offset > 1 && !self.file.temporary;
         if dsync {
             self.file.check_syncs()?;
         }
