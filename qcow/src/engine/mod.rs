@@ -64,6 +64,13 @@ pub(crate) struct Backing {
     pub(crate) size: u64,
 }
 
+impl Backing {
+    pub(crate) fn new(disk: Arc<dyn Disk>) -> Self {
+        let size = disk.info().size_bytes;
+        Self { disk, size }
+    }
+}
+
 /// The treatment of an image by the engine; fixed while it is open.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Policy {
@@ -284,9 +291,9 @@ impl Disk for QcowDisk {
             .backing
             .iter()
             .flat_map(|backing| backing.disk.files());
-        std::iter::once(self.shared.file.path().to_owned())
-            .chain(below)
-            .collect()
+        let file = &self.shared.file;
+        let own = (!file.is_temporary()).then(|| file.path().to_owned());
+        own.into_iter().chain(below).collect()
     }
 
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {

@@ -5,7 +5,7 @@
 //!
 //! Invariants:
 //! - an image is untrusted, so memory and time are bounded by the file's length, never by a number in it;
-//! - only `create` and `repair` write; `snapshots` has the engine write.
+//! - only `create` and `repair` write; `overlay` has `create` write, `snapshots` the engine.
 
 pub mod bitmaps;
 pub mod check;
@@ -15,6 +15,7 @@ mod guarded_tables;
 pub mod info;
 mod layout;
 pub mod open;
+mod overlay;
 pub mod read;
 pub(crate) mod references;
 pub mod repair;

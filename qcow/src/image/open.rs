@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use block::chain::ChainIndexes;
-use block::file::{FileView, HostFiles, OpenFiles};
+use block::file::{FileView, HostFiles, ImageFile, OpenFiles};
 use block::lock::{LockGranularity, LockSet};
 pub use block::open::OpenError;
 use block::open::{Access, ChainOptions, Format, Opening};
@@ -257,10 +257,12 @@ pub(crate) async fn open_without_backing(
 }
 
 /// The images below an image that is opened.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Below {
+#[derive(Debug)]
+pub(super) enum Below {
     /// Opened with it.
     Opened,
+    /// Open already, whatever the header names.
+    Given(Arc<dyn Disk>),
     /// Not needed.
     LeftOut,
 }
@@ -280,6 +282,20 @@ impl Qcow2 {
             return Err(image(ImageError::SnapshotForWriting(snapshot.clone())));
         }
         let file = opening.open_file(path, access)?;
+        self.open_in(opening, file, access, snapshot, below).await
+    }
+
+    /// Opens the image in `file`, or a snapshot of it.
+    pub(super) async fn open_in(
+        &self,
+        opening: &Opening<'_>,
+        file: Arc<ImageFile>,
+        access: Access,
+        snapshot: Option<&SnapshotSelector>,
+        below: Below,
+    ) -> Result<Arc<QcowDisk>, OpenError> {
+        let (options, write, path) = (&self.0, access.is_write(), file.path());
+        let image = |source: ImageError| OpenError::image(path, source);
         let view = file.view(opening.context()).map_err(|error| {
             image(ImageError::Io {
                 what: "duplicate a descriptor",
@@ -289,6 +305,7 @@ impl Qcow2 {
         let header = check_header(&view, write).await.map_err(image)?;
         let backing = match below {
             Below::Opened => open_backing(opening, path, &header).await?,
+            Below::Given(disk) => Some(Backing::new(disk)),
             Below::LeftOut => None,
         };
         // Nothing has been written so far; from here on only a rebuild writes.
@@ -364,8 +381,7 @@ async fn open_backing(
     let below = backing_path(path, name)
         .ok_or_else(|| OpenError::image(path, ImageError::BackingName { name: text }))?;
     let disk = opening.open_below(path, &below, format).await?;
-    let size = disk.info().size_bytes;
-    Ok(Some(Backing { disk, size }))
+    Ok(Some(Backing::new(disk)))
 }
 
 /// Returns the path of the backing file that `image` names: relative names count from the image's folder, and `file:`
