@@ -295,7 +295,7 @@ fn disks_are_hot_plugged_and_removed() -> Result<(), Error> {
         "pages while 0",
         "pages after 256",
         "inner cpus 4",
-        "twice ringdisk: disk data.qcow2 has the image data.qcow2 already; expected readonly=on for both",
+        "twice ringdisk: disk data.qcow2 has the image data.qcow2 already; expected readonly=on or overlay=temporary for both",
         "id ringdisk: a disk has the id `data.qcow2` already",
         "queues ringdisk: disk hot.qcow2 has num_queues=5 for 4 CPUs",
         "corrupt ringdisk: zeros does not start with the QCOW2 magic",

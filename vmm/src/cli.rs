@@ -290,6 +290,16 @@ fn served_disks(arguments: &VhostUserArguments) -> Result<Vec<DiskConfig>, Comma
         )));
     }
     arguments.socket.iter().try_for_each(|path| check_socket(path))?;
+    for (given, option) in [
+        (arguments.restartable, "--restartable"),
+        (arguments.takeover, "--takeover"),
+    ] {
+        if given {
+            disks
+                .iter()
+                .try_for_each(|disk| disk.may_outlive_process(option))?;
+        }
+    }
     Ok(disks)
 }
 

@@ -52,6 +52,24 @@ pub enum WriteErrors {
     Wait,
 }
 
+/// A temporary overlay: it takes all writes, and ends with the process.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct TemporaryOverlay {
+    /// The directory whose file system holds it; if absent, the environment's for large temporary files.
+    pub directory: Option<PathBuf>,
+}
+
+impl TemporaryOverlay {
+    /// Returns the directory whose file system holds it: as given, else `$TMPDIR`, else `/var/tmp`.
+    #[must_use]
+    pub fn directory(&self) -> PathBuf {
+        let given = self.directory.clone();
+        // `/tmp` may be memory; an overlay may become as large as its disk.
+        let of_environment = || std::env::var_os("TMPDIR").filter(|path| !path.is_empty());
+        given.unwrap_or_else(|| of_environment().map_or_else(|| "/var/tmp".into(), PathBuf::from))
+    }
+}
+
 /// The host CPUs one queue's worker may run on.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct QueueAffinity {
@@ -73,8 +91,10 @@ pub struct DiskConfig {
     pub image_type: Option<ImageType>,
     /// True if the guest may only read.
     pub readonly: bool,
-    /// The internal snapshot to show in place of the disk; then the guest may only read.
+    /// The internal snapshot to show in place of the disk; without an overlay the guest may only read.
     pub snapshot: Option<SnapshotSelector>,
+    /// The overlay that takes the writes; then the image is only read.
+    pub overlay: Option<TemporaryOverlay>,
     /// True if the page cache is bypassed (`O_DIRECT`).
     pub direct: bool,
     /// The number of queues of the device, 1 to [`MAX_QUEUES`]. Each is served by a worker of its own.
@@ -219,6 +239,7 @@ impl DiskConfig {
             image_type: None,
             readonly: false,
             snapshot: None,
+            overlay: None,
             direct: false,
             num_queues: 1,
             queue_size: 128,
@@ -292,12 +313,20 @@ impl DiskConfig {
                 takes: keys::find("path")?.takes,
             });
         }
-        if config.snapshot.is_some() {
+        if config.overlay.is_some() && !seen.contains(&"overlay") {
+            return Err(DiskConfigError::Incomplete {
+                key: "overlay_dir",
+                missing: "overlay",
+                takes: keys::find("overlay")?.takes,
+            });
+        }
+        if config.snapshot.is_some() && config.overlay.is_none() {
             if seen.contains(&"readonly") && !config.readonly {
                 return Err(DiskConfigError::Contradiction {
                     key: "snapshot",
                     other: "readonly=off".to_owned(),
-                    why: "a snapshot can only be read; apply it to the disk with `ringdisk image snapshot apply` to write",
+                    why: "a snapshot can only be read; apply it to the disk with `ringdisk image snapshot apply` to write, or \
+                          write to a throw-away copy with overlay=temporary",
                 });
             }
             config.readonly = true;
@@ -329,6 +358,29 @@ impl DiskConfig {
             return Err(DiskConfigError::NotHere { key, place });
         }
         Ok(())
+    }
+
+    /// Returns true if the guest's writes go to the image itself.
+    #[must_use]
+    pub fn writes_image(&self) -> bool {
+        !self.readonly && self.overlay.is_none()
+    }
+
+    /// Refuses a temporary overlay beside an option by which another process would continue with the disk.
+    ///
+    /// # Errors
+    ///
+    /// [`DiskConfigError::Contradiction`], naming `option`.
+    pub fn may_outlive_process(&self, option: &str) -> Result<(), DiskConfigError> {
+        if self.overlay.is_none() {
+            return Ok(());
+        }
+        Err(DiskConfigError::Contradiction {
+            key: "overlay=temporary",
+            other: option.to_owned(),
+            why: "the overlay ends with its process, and no other one can continue with it; leave one of the two out \
+                  (`ublk add`: pass --recovery off)",
+        })
     }
 
     /// The name to use in logs: the id, or else the path.
@@ -384,6 +436,13 @@ impl DiskConfig {
             "vhost_user" => self.vhost_user = on_off(value)?,
             "readonly" => self.readonly = on_off(value)?,
             "snapshot" => self.snapshot = Some(snapshot(value)?),
+            "overlay" => {
+                (value == "temporary").then_some(())?;
+                self.overlay.get_or_insert_default();
+            }
+            "overlay_dir" => {
+                self.overlay.get_or_insert_default().directory = Some(non_empty(value)?.into());
+            }
             "direct" => self.direct = on_off(value)?,
             "num_queues" => self.num_queues = number(value, 1, MAX_QUEUES.into())?.try_into().ok()?,
             "queue_size" => {
@@ -438,10 +497,12 @@ impl DiskConfig {
             if self.backing_files {
                 return contradiction("backing_files=on", raw(), "a raw disk has no backing file");
             }
-            if self.l2_cache_bytes.is_some() {
+            // What follows is said of the overlay, if there is one.
+            let bare = self.overlay.is_none();
+            if bare && self.l2_cache_bytes.is_some() {
                 return contradiction("l2_cache", raw(), "a raw disk has no tables to cache");
             }
-            if self.discard_no_unref {
+            if bare && self.discard_no_unref {
                 return contradiction("discard_no_unref=on", raw(), "a raw disk has no clusters to keep");
             }
         }
@@ -453,6 +514,13 @@ impl DiskConfig {
             };
             let other = format!("rate_limit_group={}", group.id());
             return contradiction(own, other, "a disk has either its own limits or those of a group");
+        }
+        if self.readonly && self.overlay.is_some() {
+            return contradiction(
+                "overlay=temporary",
+                "readonly=on".to_owned(),
+                "the overlay is there to be written, and the image is only read anyway",
+            );
         }
         if self.readonly && self.werror == WriteErrors::Wait {
             return contradiction(

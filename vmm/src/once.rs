@@ -23,10 +23,10 @@ pub fn check_images(configs: &[DiskConfig]) -> Result<(), CommandFailure> {
         let file = (found.dev(), found.ino());
         let twice = seen
             .iter()
-            .find(|(other, before)| *other == file && !(before.readonly && config.readonly));
+            .find(|(other, before)| *other == file && (before.writes_image() || config.writes_image()));
         if let Some((_, before)) = twice {
             return Err(CommandFailure::Usage(format!(
-                "--disk path={} and --disk path={} are the same file; expected one writer, or readonly=on for each",
+                "--disk path={} and --disk path={} are the same file; expected one writer, or readonly=on or overlay=temporary for each",
                 before.path.display(),
                 config.path.display()
             )));

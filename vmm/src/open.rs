@@ -4,6 +4,9 @@
 //! is never guessed beyond one question: a file that starts with QCOW2's magic is QCOW2 unless it is said
 //! to be raw. Whatever else it may look like, it must be said to be raw, because a guest can write any
 //! magic into a raw disk.
+//!
+//! With a temporary overlay the image is opened, locked and found sound as one that is only read, before the overlay is
+//! made.
 
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
@@ -138,13 +141,11 @@ pub fn open_as(config: &DiskConfig, how: &Opening) -> Result<OpenedDisk, OpenErr
         return Err(OpenError::Foreign { path });
     }
     let limiter = limiter(config)?;
-    if !config.readonly {
+    let access = if config.writes_image() {
         refuse_claimed(&config.path, how.device)?;
-    }
-    let access = if config.readonly {
-        Access::Read
-    } else {
         Access::Write
+    } else {
+        Access::Read
     };
     let disk = open_chain(config, how, access, Some(config.lock_granularity))?;
     Ok(OpenedDisk {
@@ -217,8 +218,22 @@ fn open_chain(
         ImageType::Qcow2 => formats[0],
     };
     let opening = block::open::Opening::new(&cx, &HostFiles, &formats, options);
-    let opened = cx.block_on(format.open(&opening, &config.path, access));
-    Ok(opened.map_err(|error| read_error(config, error))??)
+    let opened = cx.block_on(async {
+        let disk = format.open(&opening, &config.path, access).await?;
+        let Some(overlay) = &config.overlay else {
+            return Ok(disk);
+        };
+        let directory = overlay.directory();
+        let name = format!(
+            "temporary overlay of {} in {}",
+            config.path.display(),
+            directory.display()
+        );
+        let file = ImageFile::temporary(&directory, name.into(), config.direct)?;
+        Ok(qcow2.open_over(&opening, file, disk).await? as Arc<dyn Disk>)
+    });
+    let opened: Result<_, block::open::OpenError> = opened.map_err(|error| read_error(config, error))?;
+    Ok(opened?)
 }
 
 /// Finds out what would keep a disk from being opened, but for others who have it open: nothing is locked,
@@ -229,7 +244,7 @@ fn open_chain(
 /// [`OpenError`], naming the file.
 pub fn rehearse(config: &DiskConfig) -> Result<(), OpenError> {
     open_chain(config, &Opening::default(), Access::Read, None)?;
-    if !config.readonly {
+    if config.writes_image() {
         let options = FileOptions {
             write: true,
             direct: config.direct,

@@ -27,8 +27,8 @@ use crate::socket::Socket;
 use crate::takeover::{self, TakeoverSocket};
 use crate::{background, limits, sd_notify};
 use hand_over::{
-    HandOverFailure, Takeover, accept, adopt_sockets, hand_over, lost, names, open_takeover_socket, reopen,
-    stop_on_takeover,
+    HandOverFailure, Takeover, accept, adopt_sockets, hand_over, lost, names, obstacle, open_takeover_socket,
+    reopen, stop_on_takeover,
 };
 pub use served::Options;
 use served::{Served, allowed, close, confine, descriptors, opening, serve};
@@ -131,7 +131,8 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     let mut takeover = None;
     if let Some(mut takeover_socket) = takeover_socket {
         takeover_socket.keep().map_err(|error| failed(error.into()))?;
-        takeover = Some(stop_on_takeover(takeover_socket, stop.clone(), options).map_err(start)?);
+        let stopping = stop_on_takeover(takeover_socket, obstacle(&served), stop.clone(), options);
+        takeover = Some(stopping.map_err(start)?);
     }
     // Clients could connect before; from here on nothing keeps them from being served.
     manager.ready();

@@ -4,6 +4,7 @@
 use std::fmt::Write;
 
 use block::lock::LockGranularity;
+use qcow::SnapshotSelector;
 use vmm::disk_config::{
     DiskConfig, GroupMember, ImageType, MAX_POLL_US, MAX_QUEUES, MAX_SERIAL_BYTES, MIN_L2_CACHE_BYTES,
     WriteErrors,
@@ -55,13 +56,31 @@ fn assert_within_limits(config: &DiskConfig) {
     );
     assert!(config.poll_us.is_none_or(|time| time <= MAX_POLL_US));
     assert!(!(config.readonly && config.werror == WriteErrors::Wait));
+    assert!(!(config.readonly && config.overlay.is_some()));
 }
 
 /// A text that means `config`; `None` if there is none, as nothing quotes a quote.
 fn print(config: &DiskConfig) -> Option<String> {
     let path = config.path.to_str()?;
     let group = config.rate_limit_group.as_ref().map(GroupMember::id);
-    let names = [Some(path), config.id.as_deref(), config.serial.as_deref(), group];
+    let snapshot = config.snapshot.as_ref().map(|which| match which {
+        SnapshotSelector::Id(id) => format!("id={id}"),
+        SnapshotSelector::Name(name) => format!("name={name}"),
+        SnapshotSelector::Any(text) => text.clone(),
+    });
+    let overlay_dir = config
+        .overlay
+        .as_ref()
+        .and_then(|overlay| overlay.directory.as_ref());
+    let overlay_dir = overlay_dir.map(|path| path.to_str().ok_or(())).transpose().ok()?;
+    let names = [
+        Some(path),
+        config.id.as_deref(),
+        config.serial.as_deref(),
+        group,
+        snapshot.as_deref(),
+        overlay_dir,
+    ];
     if names.iter().flatten().any(|name| name.contains('"')) {
         return None;
     }
@@ -121,8 +140,14 @@ fn print(config: &DiskConfig) -> Option<String> {
     let wait = config.werror == WriteErrors::Wait;
     add("werror", Some(if wait { "wait" } else { "report" }.to_owned()));
     add("poll_us", config.poll_us.map(|time| time.to_string()));
-    if config.image_type != Some(ImageType::Raw) {
+    add("snapshot", snapshot.map(|which| format!("\"{which}\"")));
+    add("overlay", config.overlay.as_ref().map(|_| "temporary".to_owned()));
+    add("overlay_dir", overlay_dir.map(|path| format!("\"{path}\"")));
+    let is_raw = config.image_type == Some(ImageType::Raw);
+    if !is_raw {
         add("backing_files", Some(on_off(config.backing_files).to_owned()));
+    }
+    if !is_raw || config.overlay.is_some() {
         add(
             "discard_no_unref",
             Some(on_off(config.discard_no_unref).to_owned()),

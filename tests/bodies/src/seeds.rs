@@ -191,6 +191,8 @@ pub fn disk_configs() -> Vec<Seed> {
         "path=[a],id=x=y,num_queues=256,queue_size=32768",
         "path=a,path=b",
         "path=a,socket=/run/x,rate_limit_group=g",
+        "path=a,snapshot=id=1,overlay=temporary,overlay_dir=/var/tmp,werror=wait",
+        "path=a.raw,image_type=raw,overlay=temporary,l2_cache=1M",
     ];
     let numbered = (0..).zip(texts);
     numbered

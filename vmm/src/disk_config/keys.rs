@@ -83,6 +83,18 @@ pub static KEYS: &[Key] = &[
         "none",
         "show this internal snapshot of the image, read-only, in place of the disk",
     ),
+    here(
+        "overlay",
+        "temporary",
+        "none",
+        "write to an overlay that ends with this process; the image is only read",
+    ),
+    here(
+        "overlay_dir",
+        "a directory",
+        "$TMPDIR or /var/tmp",
+        "directory whose file system holds the temporary overlay",
+    ),
     here("direct", ON_OFF, "off", "bypass the host's page cache (O_DIRECT)"),
     here(
         "num_queues",

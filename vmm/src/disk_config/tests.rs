@@ -102,6 +102,67 @@ fn snapshot_is_selected_and_makes_the_disk_read_only() {
 }
 
 #[test]
+fn overlay_takes_the_writes_in_place_of_the_image() {
+    let plain = parse("path=d,overlay=temporary");
+    assert_eq!(plain.overlay, Some(TemporaryOverlay::default()));
+    assert!(!plain.readonly && !plain.writes_image());
+    assert!(parse("path=d").writes_image() && !parse("path=d,readonly=on").writes_image());
+    // In any order.
+    let folder = parse("overlay_dir=/srv,path=d,overlay=temporary").overlay;
+    assert_eq!(folder.map(|overlay| overlay.directory()), Some("/srv".into()));
+    for text in [
+        "path=d,overlay=temporary,snapshot=s",
+        "path=d,overlay=temporary,snapshot=s,readonly=off,werror=wait",
+        "path=d,overlay=temporary,image_type=raw,l2_cache=1M,discard_no_unref=on",
+    ] {
+        assert!(!parse(text).readonly, "{text}: the guest writes");
+    }
+    for (text, why) in [
+        ("path=d,overlay=on", "`overlay=on`: overlay takes temporary"),
+        (
+            "path=d,overlay_dir=/srv",
+            "`overlay_dir` is given without `overlay`",
+        ),
+        (
+            "path=d,overlay=temporary,overlay_dir=",
+            "overlay_dir takes a directory",
+        ),
+        (
+            "path=d,overlay=temporary,readonly=on",
+            "`overlay=temporary` contradicts `readonly=on`",
+        ),
+        (
+            "path=d,overlay=temporary,snapshot=s,readonly=on",
+            "`overlay=temporary` contradicts `readonly=on`",
+        ),
+        (
+            "path=d,overlay=temporary,image_type=raw,backing_files=on",
+            "a raw disk has no backing file",
+        ),
+        (
+            "vhost_user=on,socket=s,overlay=temporary",
+            "`overlay` contradicts `vhost_user=on`",
+        ),
+    ] {
+        let error = refused(text);
+        assert!(error.contains(why), "{text}: {error}");
+    }
+}
+
+#[test]
+fn overlay_does_not_outlive_its_process() {
+    assert_eq!(parse("path=d").may_outlive_process("--restartable"), Ok(()));
+    let error = parse("path=d,overlay=temporary").may_outlive_process("--restartable");
+    let error = error.expect_err("refused").to_string();
+    assert!(
+        error.starts_with(
+            "--disk: `overlay=temporary` contradicts `--restartable`: the overlay ends with its process"
+        ),
+        "{error}"
+    );
+}
+
+#[test]
 fn parse_sets_the_field_of_every_key() {
     let config = parse(
         "queue_affinity=[0@[1,3],1@[4-6,5]],path=d,image_type=qcow2,readonly=on,direct=on,num_queues=2,\
@@ -114,6 +175,7 @@ fn parse_sets_the_field_of_every_key() {
         image_type: Some(ImageType::Qcow2),
         readonly: true,
         snapshot: None,
+        overlay: None,
         direct: true,
         num_queues: 2,
         queue_size: 256,

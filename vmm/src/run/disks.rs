@@ -249,11 +249,11 @@ impl Disks {
             if name == config.name() {
                 return Err(format!("a disk has the id `{name}` already; choose another id"));
             }
-            let shared = disk.config.readonly && config.readonly;
+            let shared = !disk.config.writes_image() && !config.writes_image();
             if !shared && real(&disk.config.path) == real(&config.path) {
                 let path = config.path.display();
                 return Err(format!(
-                    "disk {name} has the image {path} already; expected readonly=on for both"
+                    "disk {name} has the image {path} already; expected readonly=on or overlay=temporary for both"
                 ));
             }
         }

@@ -82,6 +82,12 @@ pub(super) fn added(arguments: &AddArguments) -> Result<Vec<Wanted>, CommandFail
     let mut wanted = Vec::new();
     for ((text, mut disk), nth) in texts.iter().zip(disks).zip(0u32..) {
         let rate_limit_group = groups.join(&mut disk, None)?;
+        if recovery != Recovery::Off {
+            disk.may_outlive_process(&format!("--recovery {}", arguments.recovery))?;
+        }
+        if arguments.or_recover {
+            disk.may_outlive_process("--or-recover")?;
+        }
         let id = arguments.id.map(|first| first.saturating_add(nth));
         let found = match id {
             Some(id) if arguments.or_recover => or_recover::look(id, text, &directory)?,
@@ -131,6 +137,7 @@ pub(super) fn again(
             }
         };
         let mut disk = parse(&text)?;
+        disk.may_outlive_process("ublk recover")?;
         let each = remembered.as_ref().map(|state| state.queues_per_worker);
         let partitions = remembered.as_ref().is_some_and(|state| state.partitions);
         let group = remembered.and_then(|state| state.rate_limit_group);

@@ -57,6 +57,15 @@ pub(super) fn accept(offer: &mut Offer, served: &mut [Served]) -> Result<(), Com
         .map_err(|error| CommandFailure::Failed(error.into()))
 }
 
+/// Returns the reason why no other server can continue with these disks, if there is one.
+pub(super) fn obstacle(served: &[Served]) -> Option<String> {
+    let kept = served.iter().find(|disk| disk.config.overlay.is_some())?;
+    Some(format!(
+        "its disk {} has overlay=temporary, which ends with its process",
+        kept.name
+    ))
+}
+
 /// The names of these disks, for the log.
 pub(super) fn names(served: &[Served]) -> String {
     let names: Vec<&str> = served.iter().map(|disk| disk.name.as_str()).collect();
@@ -166,8 +175,11 @@ pub(super) fn open_takeover_socket(sockets: &[PathBuf]) -> Option<TakeoverSocket
 }
 
 /// Starts the thread that pauses the server when a new one wants to take over.
+///
+/// A server of a disk that ends with its process continues instead: the new one is told the `obstacle`.
 pub(super) fn stop_on_takeover(
     takeover_socket: TakeoverSocket,
+    obstacle: Option<String>,
     stop: StopToken,
     options: Options,
 ) -> std::io::Result<Takeover> {
@@ -179,6 +191,11 @@ pub(super) fn stop_on_takeover(
         confine(Task::Control, options)?;
         loop {
             let new = listener.wait()?;
+            if let Some(reason) = &obstacle {
+                tracing::warn!(reason, "a takeover was refused");
+                new.refuse(reason);
+                continue;
+            }
             tracing::info!("handing over to a new server");
             *shared.lock() = Some(new);
             stop.pause(MESSAGE_MAX);

@@ -60,11 +60,8 @@ pub(super) fn allowed(opened: &[(Socket, DiskConfig, OpenedDisk)]) -> AllowedFil
     let mut allowed = AllowedFiles::default();
     for (socket, config, disk) in opened {
         let mut files = disk.disk().files().into_iter();
-        let own = files.next();
-        if config.readonly {
-            allowed.readable.extend(own);
-        } else {
-            allowed.writable.extend(own);
+        if config.writes_image() {
+            allowed.writable.extend(files.next());
         }
         allowed.readable.extend(files);
         let folder = socket

@@ -6,6 +6,7 @@ mod image_tools;
 mod io_language;
 mod limits;
 mod machine;
+mod overlay;
 mod packaging;
 mod run;
 mod snapshots;

@@ -64,33 +64,51 @@ fn fill(folder: &Path) {
     }
 }
 
+/// The file on the small file system.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Kind {
+    Qcow2,
+    Raw,
+    /// The temporary overlay of an image elsewhere.
+    Overlay,
+}
+
+const KINDS: [Kind; 3] = [Kind::Qcow2, Kind::Raw, Kind::Overlay];
+
 /// A disk of zeros whose writes wait for space, and a client of its server.
 struct Scene {
     world: World,
     image: PathBuf,
-    raw: bool,
+    kind: Kind,
     client: Client,
 }
 
 impl Scene {
-    fn new(folder: &Path, raw: bool) -> (Self, Server) {
+    fn new(folder: &Path, kind: Kind, werror: &str) -> (Self, Server) {
         let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
-        let (name, format) = if raw {
+        let (name, format) = if kind == Kind::Raw {
             ("disk.img", "raw")
         } else {
             ("disk.qcow2", "qcow2")
         };
-        let image = folder.join(name);
+        let image = if kind == Kind::Overlay {
+            world.path(name)
+        } else {
+            folder.join(name)
+        };
         let path = image.to_str().expect("UTF-8");
         world.qemu_img(&["create", "-q", "-f", format, path, &(BLOCKS * BLOCK).to_string()]);
-        let disk = format!("path={path},image_type={format},poll_us=0,werror=wait");
+        let mut disk = format!("path={path},image_type={format},poll_us=0,werror={werror}");
+        if kind == Kind::Overlay {
+            disk += &format!(",overlay=temporary,overlay_dir={}", folder.display());
+        }
         let server = world.serve_disk(&["env", "--default-signal"], &disk, &["--sandbox", "on"]);
         let mut client = Client::new(BLOCKS, false);
         client.connect(&world.path("socket"));
         let scene = Self {
             world,
             image,
-            raw,
+            kind,
             client,
         };
         (scene, server)
@@ -134,13 +152,20 @@ impl Scene {
     /// After the server has ended: the image is sound and holds what the client knows.
     fn assert_kept(&self, folder: &Path) {
         std::fs::remove_file(folder.join("filler")).ok();
-        if self.raw {
-            self.client
-                .assert_contents(&std::fs::read(&self.image).expect("the disk"));
-        } else {
-            std::fs::copy(&self.image, self.world.path("disk.qcow2")).expect("a copy");
-            self.world.assert_sound(false);
-            self.client.assert_contents(&self.world.contents());
+        match self.kind {
+            Kind::Raw => {
+                let contents = std::fs::read(&self.image).expect("the disk");
+                self.client.assert_contents(&contents);
+            }
+            Kind::Qcow2 => {
+                std::fs::copy(&self.image, self.world.path("disk.qcow2")).expect("a copy");
+                self.world.assert_sound(false);
+                self.client.assert_contents(&self.world.contents());
+            }
+            Kind::Overlay => {
+                let contents = self.world.contents();
+                assert!(contents.iter().all(|&byte| byte == 0), "the image has changed");
+            }
         }
     }
 }
@@ -149,8 +174,8 @@ impl Scene {
 fn sandboxed_write_waits_for_space_and_completes() {
     let test = "space::sandboxed_write_waits_for_space_and_completes";
     let Some(folder) = place(test) else { return };
-    for raw in [false, true] {
-        let (mut scene, server) = Scene::new(&folder, raw);
+    for kind in KINDS {
+        let (mut scene, server) = Scene::new(&folder, kind, "wait");
         scene.hold_two_writes(&folder);
         std::fs::remove_file(folder.join("filler")).expect("the filler");
         scene.client.drain();
@@ -172,8 +197,8 @@ fn sandboxed_write_waits_for_space_and_completes() {
 fn sandboxed_stop_ends_space_waits_and_keeps_flushed_data() {
     let test = "space::sandboxed_stop_ends_space_waits_and_keeps_flushed_data";
     let Some(folder) = place(test) else { return };
-    for raw in [false, true] {
-        let (mut scene, mut server) = Scene::new(&folder, raw);
+    for kind in KINDS {
+        let (mut scene, mut server) = Scene::new(&folder, kind, "wait");
         scene.hold_two_writes(&folder);
         server.signal("TERM");
         let deadline = Instant::now() + Duration::from_secs(5);
@@ -188,4 +213,53 @@ fn sandboxed_stop_ends_space_waits_and_keeps_flushed_data() {
         assert_eq!(server.wait(), Some(0), "{}", scene.world.log());
         scene.assert_kept(&folder);
     }
+}
+
+/// A guest whose overlay has no space is told so, and goes on when there is some.
+#[test]
+fn write_that_the_overlay_has_no_space_for_fails_and_is_repeated() {
+    let test = "space::write_that_the_overlay_has_no_space_for_fails_and_is_repeated";
+    let Some(folder) = place(test) else { return };
+    let (mut scene, server) = Scene::new(&folder, Kind::Overlay, "report");
+    scene.ask(Ask::Write(11), 0);
+    scene.client.drain();
+    scene.ask(Ask::Flush, 0);
+    scene.client.drain();
+    fill(&folder);
+    // It is answered as a change of a disk that can only be read.
+    scene.client.reads_only = true;
+    scene.ask(Ask::Write(12), 200);
+    scene.client.drain();
+    scene.client.reads_only = false;
+    let log = scene.world.log();
+    assert!(log.contains("temporary overlay of "), "{log}");
+    for block in [0, 200] {
+        scene.ask(Ask::Read, block);
+        scene.client.drain();
+    }
+    std::fs::remove_file(folder.join("filler")).expect("the filler");
+    scene.ask(Ask::Write(12), 200);
+    scene.client.drain();
+    scene.ask(Ask::Read, 200);
+    scene.client.drain();
+    assert_eq!(server.stop(), Some(0), "{}", scene.world.log());
+    scene.assert_kept(&folder);
+}
+
+/// One that has no space at all is not served, and the folder is named.
+#[test]
+fn overlay_without_space_is_refused_at_the_start() {
+    let test = "space::overlay_without_space_is_refused_at_the_start";
+    let Some(folder) = place(test) else { return };
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    fill(&folder);
+    let disk = format!(
+        "path=disk.qcow2,overlay=temporary,overlay_dir={}",
+        folder.display()
+    );
+    let server = world.serve_disk(&["env", "--default-signal"], &disk, &[]);
+    assert_eq!(server.wait(), Some(1));
+    let log = world.log();
+    let named = format!("temporary overlay of disk.qcow2 in {}", folder.display());
+    assert!(log.contains(&named) && log.contains("No space left"), "{log}");
 }
