@@ -10,17 +10,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use block::file::{HostFiles, ImageFile};
-use block::open::{Access, Format, Opening};
+use block::open::{Access, CHAIN_DEPTH_MAX, Format, Opening};
 use block::raw::Raw;
 use block::ring::RingKind;
 use block::{Context, Disk};
-use common::{Folder, Lane, assert_same, chain, close};
+use common::{Folder, Lane, assert_same, chain, close, create};
+use qcow::image::CreateOptions;
 use qcow::{OpenError, OpenOptions, Qcow2, QcowDisk, SnapshotSelector};
 use ringdisk_gen::Random;
 
 const DISK: u64 = 3 << 20;
 
 /// An overlay and its file.
+#[derive(Debug)]
 struct Overlay {
     disk: Arc<QcowDisk>,
     file: Arc<ImageFile>,
@@ -88,7 +90,7 @@ fn bases(folder: &Folder) -> Vec<(Base, Vec<u8>)> {
     fs::write(folder.path("base.img"), &contents).expect("a raw image");
     let convert = |options: &[&str], name: &str| {
         let fixed = ["convert", "-f", "raw", "-O", "qcow2"];
-        folder.qemu_img(&[&fixed, options, &["base.img", name]].concat());
+        folder.qemu_img(&[&fixed[..], options, &["base.img", name]].concat());
     };
     convert(&["-o", "cluster_size=64k"], "plain.qcow2");
     convert(&["-o", "extended_l2=on,cluster_size=128k"], "extended.qcow2");
@@ -270,7 +272,7 @@ fn image_below_is_locked_as_one_that_is_read() {
     one.close(&folder);
     other.close(&folder);
     let writer = common::open(&path, &options);
-    let refused = try_open(&path, "qcow2", &options).err().expect("it is written");
+    let refused = try_open(&path, "qcow2", &options).expect_err("it is written");
     assert!(refused.is_locked(), "{}", chain(&refused));
     close(writer);
 }
@@ -279,19 +281,23 @@ fn image_below_is_locked_as_one_that_is_read() {
 #[test]
 fn overlay_counts_as_an_image_of_the_chain() {
     let folder = Folder::new();
-    folder.qemu_create("0.qcow2", "", "1M");
-    for image in 1..block::open::CHAIN_DEPTH_MAX {
-        let options = format!("backing_file={}.qcow2,backing_fmt=qcow2", image - 1);
-        folder.qemu_create(&format!("{image}.qcow2"), &options, "1M");
+    for image in 0..CHAIN_DEPTH_MAX {
+        let below = image.checked_sub(1).map(|below| format!("{below}.qcow2"));
+        let options = CreateOptions {
+            backing_format: below.as_ref().map(|_| "qcow2".to_owned()),
+            backing_file: below,
+            ..CreateOptions::new(1 << 20)
+        };
+        create(&folder.path(&format!("{image}.qcow2")), &options);
     }
     let options = OpenOptions {
         backing_files: true,
         ..OpenOptions::default()
     };
-    let last = block::open::CHAIN_DEPTH_MAX - 1;
+    let last = CHAIN_DEPTH_MAX - 1;
     let path = |image: usize| folder.path(&format!("{image}.qcow2"));
     close(common::open(&path(last), &options));
-    let refused = try_open(&path(last), "qcow2", &options).err().expect("too long");
+    let refused = try_open(&path(last), "qcow2", &options).expect_err("too long");
     let said = chain(&refused);
     assert!(
         said.contains("temporary overlay") && said.contains("more than 64 images"),
