@@ -426,8 +426,8 @@ fn keys_table_matches_the_parser() {
             Scope::Here if ["id", "rate_limit_group", "snapshot"].contains(&key.name) => {
                 assert_eq!(error, None)
             }
-            // Any text, too, but not beside a path.
-            Scope::Machine if key.name == "socket" => {
+            // Any text, too, but not beside a path, and not without an overlay.
+            Scope::Here | Scope::Machine if ["socket", "overlay_dir"].contains(&key.name) => {
                 assert!(
                     matches!(error, Some(DiskConfigError::Incomplete { .. })),
                     "{error:?}"
