@@ -3,7 +3,7 @@
 //! A rule is broken at a seam if one can break it: by the simulated kernel and disk (`sim/src/world/canaries.rs`), between
 //! a frontend and its disk (`tests/sim/src/served.rs`), by the guest, its memory, or the model of the ublk driver. The
 //! product itself is asked for the rest, which nothing outside can break: the order in which the engine writes metadata
-//! and data, who waits for whom (writers, discards, grace periods), copy-on-write, and locks.
+//! and data, who waits for whom (writers, discards, grace periods), copy-on-write, locks, and the count of changes.
 //!
 //! Without the feature `canary` nothing is ever broken: [`broken`] is a constant, and so is every branch on it.
 //! The same build can also kill its simulated process between two stores to a guest's memory ([`may_store`]).
@@ -31,6 +31,7 @@ pub enum Rule {
     DoubleCompletion,
     LockAcrossAwait,
     FailedSyncForgotten,
+    ChangeNotCounted,
     ForcedWriteIsNot,
     MemoryFreedEarly,
     VirtqueueLostUsed,
@@ -54,7 +55,7 @@ pub enum Rule {
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 37] = [
+    pub const ALL: [Self; 38] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -73,6 +74,7 @@ impl Rule {
         Self::DoubleCompletion,
         Self::LockAcrossAwait,
         Self::FailedSyncForgotten,
+        Self::ChangeNotCounted,
         Self::ForcedWriteIsNot,
         Self::MemoryFreedEarly,
         Self::VirtqueueLostUsed,
@@ -116,6 +118,7 @@ impl Rule {
             Self::DoubleCompletion => "double-completion",
             Self::LockAcrossAwait => "lock-held-across-await",
             Self::FailedSyncForgotten => "failed-sync-forgotten",
+            Self::ChangeNotCounted => "change-not-counted",
             Self::ForcedWriteIsNot => "forced-write-is-not-durable",
             Self::MemoryFreedEarly => "memory-freed-early",
             Self::VirtqueueLostUsed => "used-entry-lost",

@@ -11,6 +11,7 @@
 //! - A read-modify-write of a block excludes every other write, punch and zeroing in that block until it has ended.
 //! - Once a sync has failed, on any view, none succeeds any more (`sync_rounds`).
 //! - A sync of a temporary file asks the kernel for nothing: the file ends with the process.
+//! - An op that may have changed the file is counted before its answer can be seen (`changes`).
 //!
 //! ```text
 //!  open, alignment ──▶ ImageFile (shared) ──▶ FileView (one per worker) ──▶ read_write, allocation ──▶ Ring

@@ -6,6 +6,7 @@ use std::fmt;
 use std::os::fd::{OwnedFd, RawFd};
 use std::rc::{Rc, Weak};
 
+use crate::changes::ChangeCounter;
 use crate::error::IoError;
 
 /// A file as a ring's driver knows it.
@@ -52,6 +53,12 @@ impl Kind {
     pub(crate) fn ends_when_cancelled(self) -> bool {
         !matches!(self, Self::Watch | Self::Command { .. })
     }
+
+    /// Returns true if an op of this kind may change its file, even if it fails.
+    #[inline]
+    pub(crate) fn may_change_file(self) -> bool {
+        matches!(self, Self::Write { .. } | Self::Allocate { .. } | Self::Truncate)
+    }
 }
 
 /// Observer of the ops on a file that the host fails, whoever submitted them.
@@ -68,6 +75,7 @@ pub(crate) trait Registry {
 
 struct Registered {
     observer: Option<Rc<dyn Observer>>,
+    changes: Option<ChangeCounter>,
     fd: Rc<OwnedFd>,
     slot: FileSlot,
     registry: Weak<dyn Registry>,
@@ -88,16 +96,19 @@ pub struct FileHandle {
 }
 
 impl FileHandle {
-    /// Makes a handle of `fd`, registered with `registry` as `slot` until the last clone is dropped.
+    /// Makes a handle of `fd`, registered with `registry` as `slot` until the last clone is dropped. That of a `view` has
+    /// its failures observed and its changes counted.
     pub(crate) fn new(
         fd: OwnedFd,
         slot: FileSlot,
-        observer: Option<Rc<dyn Observer>>,
+        view: Option<(Rc<dyn Observer>, ChangeCounter)>,
         registry: Weak<dyn Registry>,
     ) -> Self {
+        let (observer, changes) = view.unzip();
         Self {
             registered: Rc::new(Registered {
                 observer,
+                changes,
                 fd: Rc::new(fd),
                 slot,
                 registry,
@@ -108,6 +119,14 @@ impl FileHandle {
     #[inline]
     pub(crate) fn slot(&self) -> FileSlot {
         self.registered.slot
+    }
+
+    /// Counts an op that has ended and may have changed the file, before it is answered.
+    #[inline]
+    pub(crate) fn count_change(&self) {
+        if let Some(changes) = &self.registered.changes {
+            changes.add();
+        }
     }
 
     pub(crate) fn observer(&self) -> Option<&Rc<dyn Observer>> {

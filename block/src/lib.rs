@@ -48,6 +48,7 @@ pub mod buffer;
 #[doc(hidden)]
 pub mod canary;
 pub mod chain;
+mod changes;
 pub mod delay;
 pub mod disk;
 mod door;

@@ -5,9 +5,14 @@
 //! may succeed and have made nothing durable. So an image remembers the first failure for as long as it is open.
 //! Its syncs run one at a time, and callers that arrive during one share the next.
 //!
-//! Invariant: a sync succeeds only if it began after it was requested, and no sync of the image had failed by the
-//! time it ended.
+//! A sync with nothing to cover is none: it succeeds without a call of the host ([`crate::changes`]).
+//!
+//! Invariant: a sync succeeds only if it began after it was requested, or one before it covers every change that ended
+//! before the request; and no sync of the image had failed by the time it ended.
 
+use std::sync::Arc;
+
+use crate::changes::Changes;
 use crate::error::IoError;
 use crate::rounds::Rounds;
 use crate::sync::Mutex;
@@ -19,9 +24,15 @@ pub(crate) struct Syncs {
     /// The errno of the first failed sync; 0 if none has failed.
     failed: AtomicI32,
     rounds: Mutex<Rounds>,
+    changes: Arc<Changes>,
 }
 
 impl Syncs {
+    /// Returns the changes that syncs cover.
+    pub(crate) fn changes(&self) -> &Arc<Changes> {
+        &self.changes
+    }
+
     /// Records a failure. Returns true if it is the first.
     pub(crate) fn fail(&self, errno: i32) -> bool {
         let first = self
@@ -43,15 +54,22 @@ impl Syncs {
         }
     }
 
-    /// Runs `sync` in its turn, or shares the round of another caller.
+    /// Runs `sync` in its turn if there is anything for it to cover, or shares the round of another caller.
     pub(crate) async fn run<F>(&self, sync: impl FnOnce() -> F) -> Result<(), IoError>
     where
         F: Future<Output = Result<(), IoError>>,
     {
         Rounds::share(&self.rounds, async || {
             self.check()?;
+            if self.changes.are_covered() {
+                return Ok(());
+            }
+            // What ends from here on may miss the sync.
+            let ended = self.changes.ended();
             sync().await?;
-            self.check()
+            self.check()?;
+            self.changes.cover(ended);
+            Ok(())
         })
         .await?;
         // Another sync may have failed since the round ended.

@@ -308,18 +308,19 @@ fn flush_writes_only_what_changed() {
         unmap: true,
         fua: false,
     };
-    // Counts before entries that need them, and entries before what they no longer lead to is freed.
+    // Counts before entries that need them, and entries before what they no longer lead to is freed. With nothing written
+    // since the last sync, entries need none before them.
     let made = [&table, &sync, &table, &sync].map(Clone::clone);
-    let freed = [&sync, &table, &sync, &op("punch", 1)].map(Clone::clone);
+    let freed = [&table, &sync, &op("punch", 1)].map(Clone::clone);
     let counted = [&table, &sync].map(Clone::clone);
-    let nothing = std::slice::from_ref(&sync);
+    let data = std::slice::from_ref(&sync);
     for (what, request, cluster, asked, flushed) in [
-        ("nothing", None, 0, &none[..], nothing),
-        ("a write in place", Some(WRITE), 0, &[op("write", 1)], nothing),
+        ("nothing", None, 0, &none[..], &none[..]),
+        ("a write in place", Some(WRITE), 0, &[op("write", 1)], data),
         ("a write", Some(WRITE), 1, &[op("write", 1)], &made),
         ("a discard", Some(Op::Discard), 0, &none, &freed),
         ("a second discard", Some(Op::Discard), 0, &none, &counted),
-        ("zeroes for what is zero", Some(zeroes), 0, &none, nothing),
+        ("zeroes for what is zero", Some(zeroes), 0, &none, &none),
         ("zeroes", Some(zeroes), 1, &none, &freed),
     ] {
         let ops = bench.costs(|| {
@@ -331,6 +332,55 @@ fn flush_writes_only_what_changed() {
         let ops = bench.costs(|| bench.ask(Op::Flush, 0, 0));
         assert_eq!(ops, flushed, "FLUSH after {what}");
     }
+}
+
+/// QEMU and file systems send many FLUSHes after which nothing was written.
+#[test]
+fn flush_after_flush_takes_no_op() {
+    let bench = Bench::new();
+    let other = Arc::clone(&bench.disk).open_queue(&bench.cx).expect("a queue");
+    let flush_other = || {
+        let (request, answer) = Request::local(Op::Flush, 0, 0, Buffer::default());
+        other.submit(request);
+        let done = bench.cx.block_on(answer).expect("nothing waits for ever");
+        done.result.expect("a FLUSH");
+    };
+    let flush = || bench.ask(Op::Flush, 0, 0);
+    bench.ask(WRITE, 0, CLUSTER);
+    flush();
+    assert_eq!(bench.costs(flush), []);
+    assert_eq!(bench.costs(flush_other), [], "on any queue");
+    for cluster in [0, 1] {
+        let write = || bench.ask(WRITE, cluster * CLUSTER, CLUSTER);
+        let once = bench.costs(|| {
+            write();
+            flush();
+        });
+        assert!(once.len() >= 2 && once.last() == Some(&op("sync", 0)), "{once:?}");
+        assert_eq!(bench.costs(flush), []);
+        assert_eq!(bench.costs(flush_other), []);
+    }
+    let written_here = bench.costs(|| {
+        bench.ask(WRITE, 0, CLUSTER);
+        flush_other();
+    });
+    assert_eq!(written_here, [op("write", 1), op("sync", 0)]);
+    assert_eq!(bench.costs(flush), []);
+    // A read changes nothing.
+    bench.ask(Op::Read, 0, CLUSTER);
+    assert_eq!(bench.costs(flush), []);
+}
+
+/// What was written before this process opened the image may not be durable.
+#[test]
+fn first_flush_after_open_takes_a_sync() {
+    let bench = Bench::new();
+    bench.ask(WRITE, 0, CLUSTER);
+    bench.ask(Op::Flush, 0, 0);
+    let bench = bench.open_again(&Bench::options());
+    let flush = || bench.ask(Op::Flush, 0, 0);
+    assert_eq!(bench.costs(flush), [op("sync", 0)]);
+    assert_eq!(bench.costs(flush), []);
 }
 
 /// Direct writes that make a file longer wait for each other in the host's file system.

@@ -204,7 +204,8 @@ fn write_waits_for_dropped_clusters_whichever_operation_is_late() {
         bench.assert_old_content();
         bench.close();
     });
-    assert!(rounds >= 4 && waited >= rounds, "{waited} of {rounds}");
+    // The entries, their sync, and the hole.
+    assert!(rounds >= 3 && waited >= rounds, "{waited} of {rounds}");
     assert!((1..rounds).contains(&grown), "{grown} of {rounds}");
 }
 
@@ -369,7 +370,8 @@ fn timer_begins_no_work_while_an_operation_runs_alone() {
     }
 }
 
-/// Nobody asks for a FLUSH, and the space returns: after a bounded time, in one round for all discards.
+/// Nobody asks for a FLUSH, and the space returns: after a bounded time, in one round for all discards. That takes one sync,
+/// of the entries: nothing was written before them.
 #[test]
 fn idle_disk_returns_discarded_space() {
     let bench = Bench::new();
@@ -381,13 +383,13 @@ fn idle_disk_returns_discarded_space() {
     bench.pass(FLUSH_AFTER - Duration::from_millis(1));
     assert_eq!((bench.count("punch"), bench.count("sync")), (0, 0));
     bench.pass(Duration::from_millis(1));
-    assert_eq!((bench.count("punch"), bench.count("sync")), (1, 2));
+    assert_eq!((bench.count("punch"), bench.count("sync")), (1, 1));
     for cluster in 60..64 {
         bench.write(1, cluster, 0x60);
     }
     assert_eq!(bench.length(), before);
     bench.pass(FLUSH_AFTER);
-    assert_eq!(bench.count("sync"), 2, "it flushes without a reason");
+    assert_eq!(bench.count("sync"), 1, "it flushes without a reason");
     // And again.
     bench.discard(0, 10, 1);
     bench.pass(FLUSH_AFTER);
@@ -405,11 +407,11 @@ fn idle_disk_returns_space_after_the_last_request_on_it() {
     bench.discard(1, 0, 8);
     bench.pass(FLUSH_AFTER);
     bench.pass(PASS_AFTER);
-    assert_eq!((bench.count("punch"), bench.count("sync")), (0, 2));
+    assert_eq!((bench.count("punch"), bench.count("sync")), (0, 1));
     bench.release();
     take(&read).expect("a read");
     bench.pass(PASS_AFTER);
-    assert_eq!((bench.count("punch"), bench.count("sync")), (1, 2));
+    assert_eq!((bench.count("punch"), bench.count("sync")), (1, 1));
     bench.close();
 }
 

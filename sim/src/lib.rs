@@ -60,6 +60,8 @@ mod registered_ring_tests;
 mod short;
 mod sim_world;
 #[cfg(test)]
+mod sync_tests;
+#[cfg(test)]
 mod tests;
 mod trace;
 mod world;

@@ -300,6 +300,11 @@ impl OpenFiles for SimWorld {
                 source: std::io::ErrorKind::NotFound.into(),
             });
         }
-        Ok(self.file(path, options.write))
+        let file = self.file(path, options.write);
+        if options.write {
+            // A world has no locks; processes that open a file for writing take turns.
+            file.assume_sole_writer();
+        }
+        Ok(file)
     }
 }

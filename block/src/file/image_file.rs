@@ -1,7 +1,7 @@
 //! The opened file of an image, which all workers share.
 //!
-//! It holds what views on several workers have in common: the descriptor to duplicate, locks on blocks, the syncs and
-//! their first failure, the waits for space, and the log limits.
+//! It holds what views on several workers have in common: the descriptor to duplicate, locks on blocks, the syncs, their
+//! first failure and the changes that they cover, the waits for space, and the log limits.
 //!
 //! Invariant: once a sync has failed, on any view, none succeeds any more.
 
@@ -152,8 +152,18 @@ impl ImageFile {
         if self.lock.get().is_none() {
             let lock = ImageLock::acquire(set, self.fd.as_fd(), &self.path, mode, granularity)?;
             let _kept = self.lock.set(lock);
+            if mode == LockMode::Write {
+                self.assume_sole_writer();
+            }
         }
         Ok(())
+    }
+
+    /// Declares that nobody else writes to the file as long as this is open. From then on a sync is answered without one
+    /// if nothing was written since the last that succeeded. The first one after this is made in any case. A file that
+    /// is [locked](ImageFile::lock) for writing needs no such declaration.
+    pub fn assume_sole_writer(&self) {
+        self.syncs.changes().assume_alone();
     }
 
     /// Returns the log rate limiter of this image.

@@ -2,8 +2,10 @@
 
 use std::io::Write;
 use std::path::Path;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Wake, Waker};
 
 use smallvec::smallvec;
 
@@ -11,8 +13,11 @@ use super::bounce::BOUNCE_BYTES_MAX;
 use super::view::{to_usize, total};
 use super::*;
 use crate::buffer::{AlignedBuf, Buffer, Piece};
+use crate::changes::Changes;
 use crate::error::IoError;
+use crate::request::{Op, Request};
 use crate::ring::Pieces;
+use crate::sync::Mutex;
 use crate::sync::atomic::Ordering;
 use crate::task::Context;
 
@@ -219,4 +224,46 @@ fn read_leaves_access_time_of_own_file_alone() {
     let found = cx.block_on(view.read_at(0, 4096)).expect("the ring turns");
     assert_eq!(found.expect("a read")[..], [7; 4096]);
     assert_eq!(accessed(&image).expect("its times"), SystemTime::UNIX_EPOCH);
+}
+
+/// Waker that notes how many changes of a file are counted when it is woken.
+struct Noting {
+    changes: Arc<Changes>,
+    counted: Mutex<Option<u64>>,
+}
+
+impl Wake for Noting {
+    fn wake(self: Arc<Self>) {
+        *self.counted.lock() = self.changes.ended();
+    }
+}
+
+/// Returns how many changes are counted when whoever waits for `answer` is told.
+fn counted_at(answer: impl Future, cx: &Context, changes: &Arc<Changes>) -> Option<u64> {
+    let noting = Arc::new(Noting {
+        changes: Arc::clone(changes),
+        counted: Mutex::default(),
+    });
+    let waker = Waker::from(Arc::clone(&noting));
+    let mut answer = pin!(answer);
+    let polled = answer.as_mut().poll(&mut std::task::Context::from_waker(&waker));
+    assert!(polled.is_pending());
+    while cx.ring().in_flight() > 0 {
+        cx.ring().turn(true).expect("the ring turns");
+    }
+    *noting.counted.lock()
+}
+
+/// Who is told of a write may ask another worker for a FLUSH at once.
+#[test]
+fn change_is_counted_before_its_answer() {
+    let (cx, view) = view(Alignment::NONE, &[1; 4096]);
+    let changes = view.file.syncs.changes();
+    changes.assume_alone();
+    let write = view.start_write(0, pieces(&[2; 4096]));
+    assert_eq!(counted_at(write, &cx, changes), Some(1));
+    let bytes = AlignedBuf::from_slice(&[3; 4096]).into();
+    let (request, answer) = Request::local(Op::Write { fua: false }, 0, 4096, bytes);
+    view.submit(0, request).expect("room");
+    assert_eq!(counted_at(answer, &cx, changes), Some(2));
 }

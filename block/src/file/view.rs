@@ -41,7 +41,8 @@ impl ImageFile {
             file: Arc::clone(self),
             timers: Rc::clone(cx.timers()),
         };
-        let handle = cx.ring().register_observed(fd, Some(Rc::new(observer)))?;
+        let changes = self.syncs.changes().counter();
+        let handle = cx.ring().register_view(fd, Rc::new(observer), changes)?;
         Ok(FileView {
             cx: cx.clone(),
             handle,
@@ -104,7 +105,8 @@ impl FileView {
     }
 
     /// Makes every completed write, on any view, durable (`fdatasync(2)`); of a temporary file, as durable as it is itself,
-    /// without asking the kernel.
+    /// without asking the kernel. Where this file is the only writer's, a call after which nothing was written needs no
+    /// other: see [`ImageFile::assume_sole_writer`].
     ///
     /// # Errors
     ///

@@ -153,6 +153,7 @@ impl InFlight {
             }
             Step::End(result) => {
                 self.ops.set(self.ops.get() - 1);
+                slot.count_change();
                 let mut slots = match result {
                     Ok(()) => slots,
                     Err(error) => self.report(slots, index, error),

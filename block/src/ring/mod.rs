@@ -45,6 +45,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::rc::{Rc, Weak};
 
+use crate::changes::ChangeCounter;
 use crate::handle::Observer;
 use choose_driver::depth_within_bounds;
 use driver::Driver;
@@ -132,18 +133,28 @@ impl Ring {
     ///
     /// If the kernel refuses to register it.
     pub fn register(&self, fd: OwnedFd) -> io::Result<FileHandle> {
-        self.register_observed(fd, None)
+        self.register_as(fd, None)
     }
 
-    /// Registers a file with the ring; `observer` is called for every op on it that fails.
-    pub(crate) fn register_observed(
+    /// Registers the file of a view: its observer is called for every op on it that fails, and every op that may have
+    /// changed it is counted.
+    pub(crate) fn register_view(
         &self,
         fd: OwnedFd,
-        observer: Option<Rc<dyn Observer>>,
+        observer: Rc<dyn Observer>,
+        changes: ChangeCounter,
+    ) -> io::Result<FileHandle> {
+        self.register_as(fd, Some((observer, changes)))
+    }
+
+    fn register_as(
+        &self,
+        fd: OwnedFd,
+        view: Option<(Rc<dyn Observer>, ChangeCounter)>,
     ) -> io::Result<FileHandle> {
         let slot = self.in_flight.driver.borrow_mut().register_file(fd.as_raw_fd())?;
         let ring: Weak<InFlight> = Rc::downgrade(&self.in_flight);
-        Ok(FileHandle::new(fd, slot, observer, ring))
+        Ok(FileHandle::new(fd, slot, view, ring))
     }
 
     /// Returns the length of a file, or the size of a block device, in bytes.

@@ -158,6 +158,16 @@ impl Slot {
         })
     }
 
+    /// Counts the op, which has ended, if it may have changed its file.
+    #[inline]
+    pub(super) fn count_change(&self) {
+        if self.kind.may_change_file()
+            && let Some(file) = &self.file
+        {
+            file.count_change();
+        }
+    }
+
     /// Returns the kernel's name for the first byte of a registered buffer that is not done.
     fn address(&self) -> u64 {
         self.slices

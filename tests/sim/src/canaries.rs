@@ -31,6 +31,7 @@ pub const fn symptoms(rule: Rule) -> &'static [&'static str] {
         Rule::LockAcrossAwait => &["a thread waits for itself", "the metadata is locked"],
         Rule::FlushMissesQueue
         | Rule::FailedSyncForgotten
+        | Rule::ChangeNotCounted
         | Rule::ForcedWriteIsNot
         | Rule::FlushAnsweredEarly
         | Rule::MappingForgotten
