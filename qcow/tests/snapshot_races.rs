@@ -179,6 +179,40 @@ fn create_gives_up_when_a_request_in_flight_does_not_end() {
     bench.close();
 }
 
+/// Clusters are being freed, and the host has no answer: as above.
+#[test]
+fn create_gives_up_when_background_work_does_not_end() {
+    let bench = Bench::new(1);
+    let ask = |op, len| bench.workers.ask(1, op, 512, len, Buffer::default());
+    is_ok(&bench.write(1, 0, 0x11));
+    is_ok(&bench.write(1, 512, 0x12));
+    is_ok(&ask(Op::Flush, 0));
+    is_ok(&ask(Op::Discard, 512));
+    // After the entry and its sync, the hole.
+    bench.world.hold_after(2);
+    is_ok(&ask(Op::Flush, 0));
+    assert!(!bench.world.is_to_hold(), "nothing is held");
+    let created = bench.create(0, "one");
+    let read = bench.read(1, 0);
+    let mut turns = 0;
+    while created.borrow().is_none() {
+        assert!(read.borrow().is_none(), "the queues are held off");
+        bench.workers.settle();
+        bench.world.pass(std::time::Duration::from_millis(50));
+        turns += 1;
+        assert!(turns < 400, "it waits for ever");
+    }
+    assert!(turns > 90, "it had {turns} times 50 ms");
+    assert!(matches!(created.take(), Some(Err(SnapshotError::Busy))));
+    bench.workers.settle();
+    assert_eq!(byte_of(&read), 0x11);
+    bench.world.release();
+    bench.workers.settle();
+    let created = bench.create(0, "two");
+    created.take().expect("an answer").expect("a snapshot");
+    bench.close();
+}
+
 /// One step of a creation fails, whichever, with or without its effect. The image is the old one or the new one. If the
 /// header's write failed nobody knows which, and the guest's changes are refused; after any other fault they go on, and
 /// what was written for the snapshot does not show in clusters that are new.

@@ -8,13 +8,16 @@
 //!   background work.
 
 use std::future::poll_fn;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::Duration;
 
+use block::IoError;
 use block::sync::WaitList;
 
-use super::{Queue, Shared};
+use super::{Queue, Shared, space};
 
 /// The background work of an image, on all workers.
 #[derive(Debug, Default)]
@@ -53,8 +56,22 @@ pub(super) fn start(queue: &Rc<Queue>, work: impl AsyncFnOnce(Rc<Queue>) + 'stat
     });
 }
 
-/// Returns when no background work is under way on any worker.
-pub(super) async fn ended(shared: &Shared) {
+/// Waits until no background work is under way on any worker. Returns false if some has not ended within `limit`.
+///
+/// # Errors
+///
+/// If there can be no timer.
+pub(super) async fn is_ended_within(queue: &Queue, limit: Option<Duration>) -> Result<bool, IoError> {
+    let ended = ended(&queue.shared);
+    let Some(limit) = limit else {
+        ended.await;
+        return Ok(true);
+    };
+    let timeout = pin!(queue.cx.sleep(limit));
+    space::is_ended_before(ended, timeout).await
+}
+
+async fn ended(shared: &Shared) {
     poll_fn(|cx| {
         let mut background = shared.background.lock();
         if background.under_way == 0 {

@@ -21,7 +21,8 @@ use block::sync::Monitor;
 use super::{Queue, Shared, background, flush, space};
 use crate::invariant::invariant;
 
-/// The time that requests in flight have to end. They may wait for space on the host, and reads would wait with them.
+/// The time that requests in flight have to end, and then background work. They may wait for space or for an answer of
+/// the host, and reads would wait with them.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
 
 /// The hold on an image's queues, for tasks that wait for its end. [`Metadata`](crate::metadata::Metadata) has the flag
@@ -31,7 +32,7 @@ pub(super) type Hold = Monitor<bool>;
 /// The reason that an operation cannot run alone.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Refused {
-    /// Requests in flight do not end.
+    /// Requests in flight, or background work, do not end.
     Busy,
     /// A write or sync failed, or the image does not accept changes.
     Failed(IoError),
@@ -105,9 +106,13 @@ pub(super) async fn begin<'a>(queue: &'a Rc<Queue>) -> Result<Exclusive<'a, impl
         section.no_waits = Some(shared.file.hold_off());
     }
     // Also tasks that wait for freed clusters, which no request of theirs counts for.
-    background::ended(shared).await;
+    if !background::is_ended_within(queue, Some(DRAIN_MAX)).await? {
+        return Err(Refused::Busy);
+    }
     loop {
-        flush::settle(queue).await?;
+        if !flush::settle(queue, Some(DRAIN_MAX)).await? {
+            return Err(Refused::Busy);
+        }
         // A request that looks and waits has a guard for a moment. It may have held clusters back that were freed after
         // the last FLUSH.
         if queue.metadata()?.is_clean() {
@@ -131,7 +136,7 @@ pub(super) async fn drain(queue: &Rc<Queue>) -> Result<(), Refused> {
     let began = epochs.now();
     let mut timeout = pin!(queue.cx.sleep(DRAIN_MAX));
     while !is_past_grace(began, epochs.advance()) {
-        if !space::is_ended_before(&mut watch, timeout.as_mut()).await? {
+        if !space::is_ended_before(watch.ended(), timeout.as_mut()).await? {
             return Err(Refused::Busy);
         }
     }

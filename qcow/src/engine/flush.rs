@@ -12,6 +12,7 @@
 //! The file remembers the failure ([`ImageFile::check_syncs`](block::file::ImageFile::check_syncs)).
 
 use std::rc::Rc;
+use std::time::Duration;
 
 use block::canary::{Rule, broken};
 use block::join_all;
@@ -52,17 +53,19 @@ pub(super) fn in_background(queue: &Rc<Queue>) {
 }
 
 /// Writes everything back and frees every dropped cluster. No request is in flight and nobody else starts background
-/// work, so nothing is under way afterwards.
-pub(super) async fn settle(queue: &Rc<Queue>) -> Result<(), IoError> {
+/// work, so nothing is under way afterwards. Returns false if background work has not ended within `limit`.
+pub(super) async fn settle(queue: &Rc<Queue>, limit: Option<Duration>) -> Result<bool, IoError> {
     let flushed = flush(queue).await;
     // Above all a pass that frees clusters: its lowered counts are yet to be written.
-    background::ended(&queue.shared).await;
+    let is_ended = background::is_ended_within(queue, limit).await?;
     flushed?;
+    if !is_ended {
+        return Ok(false);
+    }
     // Every drop is past grace; the lowered counts are written.
     reclaim::reclaim(queue).await?;
     flush(queue).await?;
-    background::ended(&queue.shared).await;
-    Ok(())
+    background::is_ended_within(queue, limit).await
 }
 
 async fn round(queue: &Rc<Queue>) -> Result<(), IoError> {

@@ -310,7 +310,8 @@ impl Disk for QcowDisk {
             let queue = queue.map_err(|error| IoError::from(error.source))?;
             let _turn = queue.shared.changes.take().await;
             queue.shared.later.stop();
-            flush::settle(&queue).await?;
+            // However long it takes: nothing may be lost.
+            flush::settle(&queue, None).await?;
             // Reserved space that was not used is returned.
             let end = queue.metadata()?.refcounts.unused_reserve();
             if let Some(end) = end {

@@ -16,7 +16,6 @@ use std::rc::Rc;
 use std::task::Poll;
 use std::time::Duration;
 
-use block::epoch::Watch;
 use block::report::Action;
 use block::{IoError, Request};
 
@@ -126,18 +125,18 @@ async fn is_room_made(queue: &Rc<Queue>, time_max: Duration) -> Result<bool, IoE
             }
         }
         // A request that is older than the drop has to end, or another worker's pass.
-        if !is_ended_before(&mut watch, timeout.as_mut()).await? {
+        if !is_ended_before(watch.ended(), timeout.as_mut()).await? {
             return Ok(false);
         }
     }
 }
 
-/// Waits for the end of a request. Returns false if `timeout` ends first.
+/// Waits for the end of a request, or of other work. Returns false if `timeout` ends first.
 pub(super) async fn is_ended_before(
-    watch: &mut Watch,
+    ended: impl Future<Output = ()>,
     mut timeout: Pin<&mut impl Future<Output = std::io::Result<()>>>,
 ) -> Result<bool, IoError> {
-    let mut ended = pin!(watch.ended());
+    let mut ended = pin!(ended);
     poll_fn(|cx| {
         if ended.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Ok(true));

@@ -22,9 +22,10 @@ pub enum SnapshotError {
     /// The host failed a read, write or sync, or the image does not accept changes.
     #[error(transparent)]
     Io(#[from] IoError),
-    /// Requests in flight did not end.
+    /// Requests in flight, or work in the background, did not end.
     #[error(
-        "requests in flight did not end within 5 seconds, and nothing was changed; try again when the host has answered them"
+        "requests in flight, or the freeing of clusters, did not end within 5 seconds, and nothing was changed; try again when \
+         the host has answered them"
     )]
     Busy,
     /// No worker could be used.
