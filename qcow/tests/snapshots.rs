@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use block::ring::RingKind;
 use block::{Context, IoError};
 use common::{Folder, Lane, assert_same, close, open};
-use qcow::{OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
+use qcow::{DiskSize, OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
 use snapshot_shapes::{
     IMAGE, SECOND, change, create, create_on, delete, listed, name, names, options, qemu_reads, shapes,
 };
@@ -144,6 +144,9 @@ fn bad_names_and_selectors_are_errors_that_name_them() {
             format!("the snapshot's name has {} bytes; expected 1 to 255", long.len())
         );
     }
+    // QEMU would end it there, and list the same name twice.
+    let nul = say(create(&disk, "twice\0").map(drop));
+    assert_eq!(nul, "the snapshot's name has a NUL; expected a name without");
     let exists = say(create(&disk, "twice").map(drop));
     assert!(exists.contains("\"twice\" already, with id=1"), "{exists}");
     let ambiguous = say(delete(&disk, &name("twice")));
@@ -173,6 +176,29 @@ fn bad_names_and_selectors_are_errors_that_name_them() {
         create(&disk, "new"),
         Err(SnapshotError::Io(IoError::ReadOnly))
     ));
+}
+
+/// The next server has the image then: what was asked for before the close and comes after it must not write.
+#[test]
+fn closed_image_is_not_changed() {
+    let folder = Folder::new();
+    folder.qemu_create(IMAGE, "", "1M");
+    let disk = open(&folder.path(IMAGE), &options());
+    create(&disk, "one").expect("a snapshot");
+    close(Arc::clone(&disk));
+    let before = std::fs::read(folder.path(IMAGE)).expect("the image");
+    assert!(matches!(create(&disk, "two"), Err(SnapshotError::Closed)));
+    assert!(matches!(delete(&disk, &name("one")), Err(SnapshotError::Closed)));
+    let cx = Context::syscalls();
+    let applied = cx.block_on(disk.apply_snapshot(&cx, &name("one"), DiskSize::Fixed));
+    assert!(matches!(
+        applied.expect("the ring turns"),
+        Err(SnapshotError::Closed)
+    ));
+    let grown = cx.block_on(disk.grow(&cx, 2 << 20));
+    assert_eq!(grown.expect("the ring turns"), Err(IoError::Cancelled));
+    let after = std::fs::read(folder.path(IMAGE)).expect("the image");
+    assert!(before == after, "a closed image was written");
 }
 
 /// Version 2 does not record the size of the disk that a snapshot is of.

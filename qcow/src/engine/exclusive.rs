@@ -34,6 +34,8 @@ pub(super) type Hold = Monitor<bool>;
 pub(super) enum Refused {
     /// Requests in flight, or background work, do not end.
     Busy,
+    /// The image is closed, and may be another program's.
+    Closed,
     /// A write or sync failed, or the image does not accept changes.
     Failed(IoError),
 }
@@ -99,6 +101,9 @@ pub(super) async fn begin<'a>(queue: &'a Rc<Queue>) -> Result<Exclusive<'a, impl
         return Err(IoError::ReadOnly.into());
     }
     let turn = shared.changes.take().await;
+    if shared.later.is_stopped() {
+        return Err(Refused::Closed);
+    }
     let mut section = Exclusive::hold(shared, turn)?;
     drain(queue).await?;
     // On a block device writes need no space, and requests may be waiting for clusters, which this would end.

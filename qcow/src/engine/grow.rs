@@ -22,6 +22,9 @@ pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoErr
         return Err(IoError::ReadOnly);
     }
     let _turn = shared.changes.take().await;
+    if shared.later.is_stopped() {
+        return Err(IoError::Cancelled);
+    }
     if shared.is_corrupt() {
         return Err(IoError::Corrupt);
     }

@@ -44,6 +44,11 @@ impl Later {
     pub(super) fn stop(&self) {
         self.is_stopped.store(true, Ordering::SeqCst);
     }
+
+    /// Returns true if the image closes, or is closed.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.is_stopped.load(Ordering::SeqCst)
+    }
 }
 
 /// A timer is set while this lives.
@@ -97,7 +102,7 @@ fn begin(queue: &Rc<Queue>) {
         else {
             return;
         };
-        if shared.later.is_stopped.load(Ordering::SeqCst) {
+        if shared.later.is_stopped() {
             return;
         }
         if is_held {

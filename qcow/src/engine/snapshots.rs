@@ -150,6 +150,9 @@ async fn create(queue: &Rc<Queue>, name: &str, date: SystemTime) -> Result<Strin
     if name.is_empty() || name.len() > SNAPSHOT_NAME_MAX {
         return Err(SnapshotError::Name { len: name.len() });
     }
+    if name.contains('\0') {
+        return Err(SnapshotError::NulInName);
+    }
     let section = exclusive::begin(queue).await?;
     let header = queue.shared.header.decode()?;
     let mut entries = read_entries(queue, &header).await?;

@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 
 use block::file::FileView;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::bitmaps::{consistent_bitmaps, for_each_bitmap};
 use super::read::{ReadError, for_each_snapshot, read_header};
@@ -110,8 +110,34 @@ pub struct EncryptInfo {
     pub format: &'static str,
 }
 
+/// The internal snapshots of an image.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct SnapshotList {
+    /// As many as are listed.
+    pub snapshots: Vec<SnapshotInfo>,
+    /// The number of further snapshots, which are not listed as their names would take too much memory.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub snapshots_not_listed: u64,
+}
+
+impl SnapshotList {
+    /// Describes the snapshots of a table.
+    #[must_use]
+    pub fn new(entries: &[SnapshotEntry]) -> Self {
+        let mut listed = Listed::default();
+        for entry in entries {
+            listed.push_snapshot(entry);
+        }
+        Self {
+            snapshots: listed.list,
+            snapshots_not_listed: listed.left_out,
+        }
+    }
+}
+
 /// An internal snapshot.
-#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct SnapshotInfo {
     /// The unique ID.
@@ -129,7 +155,7 @@ pub struct SnapshotInfo {
     /// The part of a second beyond that, in nanoseconds.
     pub vm_clock_nsec: u64,
     /// The number of instructions that the guest had executed, if they were counted.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub icount: Option<u64>,
 }
 
@@ -156,10 +182,7 @@ pub async fn info(file: &FileView) -> Result<ImageInfo, ReadError> {
     header.validate_except_missing_refcount_table()?;
     let backing = header.backing_name.as_deref().map(lossy);
     let mut snapshots = Listed::default();
-    let read = for_each_snapshot(file, header, file_len, |_, entry| {
-        let text_bytes = start(&entry.id).len() + start(&entry.name).len();
-        snapshots.push(text_bytes, || SnapshotInfo::new(&entry));
-    });
+    let read = for_each_snapshot(file, header, file_len, |_, entry| snapshots.push_snapshot(&entry));
     if read.await.is_err() {
         snapshots = Listed::default();
     }
@@ -260,6 +283,13 @@ impl<T> Listed<T> {
         } else {
             self.list.push(describe());
         }
+    }
+}
+
+impl Listed<SnapshotInfo> {
+    fn push_snapshot(&mut self, entry: &SnapshotEntry) {
+        let names_bytes = start(&entry.id).len() + start(&entry.name).len();
+        self.push(names_bytes, || SnapshotInfo::new(entry));
     }
 }
 

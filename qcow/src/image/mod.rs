@@ -23,7 +23,7 @@ pub mod snapshots;
 
 pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check, check_within};
 pub use create::{CreateError, CreateOptions, Preallocation, create};
-pub use info::{ImageInfo, info};
+pub use info::{ImageInfo, SnapshotList, info};
 pub use open::{ImageError, OpenError, OpenOptions, Qcow2, StructureError, backing_path};
 pub use read::{Located, ReadError, read_header};
 pub use repair::{RepairError, RepairReport, RepairScope, rebuild_refcounts, repair};

@@ -193,6 +193,22 @@ impl Format for Qcow2 {
     }
 }
 
+impl Qcow2 {
+    /// Opens as [`Format::open`] does, for callers that use the disk as what it is.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Format::open`].
+    pub async fn open_qcow(
+        &self,
+        opening: &Opening<'_>,
+        path: &Path,
+        access: Access,
+    ) -> Result<Arc<QcowDisk>, OpenError> {
+        self.open_image(opening, path, access, Below::Opened).await
+    }
+}
+
 impl QcowDisk {
     /// Opens the image at `path`, and its backing chain of QCOW2 and raw files if that is allowed.
     ///

@@ -28,6 +28,9 @@ pub enum SnapshotError {
          the host has answered them"
     )]
     Busy,
+    /// The image is closed: it may be another program's already.
+    #[error("the image is closed, and nothing was changed")]
+    Closed,
     /// No worker could be used.
     #[error("cannot open a queue")]
     Queue(#[source] std::io::Error),
@@ -46,6 +49,9 @@ pub enum SnapshotError {
         /// The name's length in bytes.
         len: usize,
     },
+    /// The name has a NUL, at which QEMU's tools end it.
+    #[error("the snapshot's name has a NUL; expected a name without")]
+    NulInName,
     /// There is a snapshot of this name.
     #[error(
         "there is a snapshot {name:?} already, with id={id}; choose another name, or delete that one first"
@@ -183,6 +189,7 @@ impl From<Refused> for SnapshotError {
     fn from(refused: Refused) -> Self {
         match refused {
             Refused::Busy => Self::Busy,
+            Refused::Closed => Self::Closed,
             Refused::Failed(error) => Self::Io(error),
         }
     }
