@@ -179,6 +179,41 @@ enum CtlRequest {
         /// The disk's id or, without one, its path
         id: String,
     },
+    /// Create an internal snapshot of a disk, while the guest uses it
+    ///
+    /// The snapshot has every write that was answered before, durably. The guest's requests to this disk wait until it is
+    /// made. For snapshots of several disks of one moment, pause the guest first.
+    SnapshotCreate {
+        /// The disk's id or, without one, its path
+        id: String,
+        /// Name of the snapshot, up to 255 bytes; no other may have it
+        name: String,
+    },
+    /// List the internal snapshots of a disk
+    SnapshotList {
+        /// The disk's id or, without one, its path
+        id: String,
+    },
+    /// Make a disk what it was when a snapshot was created; what it has now is lost
+    ///
+    /// Only with --force: a guest, paused or not, that has the disk mounted would write what it has in memory over it.
+    /// Remove a disk in use instead, apply the snapshot with `ringdisk image snapshot apply`, and add the disk again.
+    SnapshotApply {
+        /// The disk's id or, without one, its path
+        id: String,
+        /// Snapshot: id=ID, name=NAME, or an ID or a name that means one snapshot only
+        snapshot: String,
+        /// Apply it: the guest has not mounted or opened the disk
+        #[arg(long)]
+        force: bool,
+    },
+    /// Delete an internal snapshot of a disk, while the guest uses the disk
+    SnapshotDelete {
+        /// The disk's id or, without one, its path
+        id: String,
+        /// Snapshot: id=ID, name=NAME, or an ID or a name that means one snapshot only
+        snapshot: String,
+    },
 }
 
 #[derive(Args, Debug)]
@@ -326,6 +361,10 @@ fn ctl_request(request: CtlRequest) -> Result<Request, CommandFailure> {
             disk: DiskKeys::parse(&disk)?,
         },
         CtlRequest::DiskRemove { id } => Request::DiskRemove { id },
+        CtlRequest::SnapshotCreate { id, name } => Request::SnapshotCreate { id, name },
+        CtlRequest::SnapshotList { id } => Request::SnapshotList { id },
+        CtlRequest::SnapshotApply { id, snapshot, force } => Request::SnapshotApply { id, snapshot, force },
+        CtlRequest::SnapshotDelete { id, snapshot } => Request::SnapshotDelete { id, snapshot },
     })
 }
 

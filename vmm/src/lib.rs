@@ -45,6 +45,7 @@ pub mod sandbox;
 mod sd_notify;
 pub mod signals;
 pub mod size;
+mod snapshots;
 pub mod socket;
 pub mod takeover;
 pub mod ublk;

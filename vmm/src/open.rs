@@ -9,7 +9,7 @@
 //! made.
 
 use std::path::PathBuf;
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, Weak};
 use std::time::{Duration, Instant};
 
 use block::chain::ChainIndexes;
@@ -20,7 +20,7 @@ use block::raw::Raw;
 use block::ring::RingKind;
 use block::throttle::{Limiter, ThrottledDisk};
 use block::{Context, Disk, IoError};
-use qcow::{OpenOptions, Qcow2};
+use qcow::{OpenOptions, Qcow2, QcowDisk};
 
 use crate::disk_config::{DiskConfig, ImageType, WriteErrors};
 use crate::ublk::claim::{ClaimError, refuse_claimed};
@@ -86,13 +86,48 @@ impl OpenError {
 #[derive(Debug)]
 pub struct OpenedDisk {
     disk: Arc<dyn Disk>,
+    /// The QCOW2 image behind it.
+    qcow: Option<Weak<QcowDisk>>,
+}
+
+/// The QCOW2 image of a disk, while that is open.
+#[derive(Clone, Debug)]
+pub struct OpenedImage {
+    disk: Weak<dyn Disk>,
+    qcow: Weak<QcowDisk>,
+}
+
+impl OpenedImage {
+    /// Calls `work` with the image, which stays open and locked meanwhile. Returns `None` if the disk was released.
+    pub fn with<T>(&self, work: impl FnOnce(&QcowDisk) -> T) -> Option<T> {
+        // What waits for the release of the disk counts its owners.
+        let _disk = self.disk.upgrade()?;
+        let qcow = self.qcow.upgrade()?;
+        Some(work(&qcow))
+    }
 }
 
 impl OpenedDisk {
+    fn of(image: Arc<QcowDisk>) -> Self {
+        Self {
+            qcow: Some(Arc::downgrade(&image)),
+            disk: image,
+        }
+    }
+
     /// The disk, to share with those who serve it.
     #[must_use]
     pub fn disk(&self) -> Arc<dyn Disk> {
         Arc::clone(&self.disk)
+    }
+
+    /// The QCOW2 image behind the disk; `None` if the disk is raw.
+    #[must_use]
+    pub fn image(&self) -> Option<OpenedImage> {
+        Some(OpenedImage {
+            disk: Arc::downgrade(&self.disk),
+            qcow: self.qcow.clone()?,
+        })
     }
 
     /// Releases the disk and its lock when the other owners have released theirs, and waits for them for `patience`.
@@ -147,13 +182,12 @@ pub fn open_as(config: &DiskConfig, how: &Opening) -> Result<OpenedDisk, OpenErr
     } else {
         Access::Read
     };
-    let disk = open_chain(config, how, access, Some(config.lock_granularity))?;
-    Ok(OpenedDisk {
-        disk: match limiter {
-            Some(limiter) => ThrottledDisk::new(disk, limiter),
-            None => disk,
-        },
-    })
+    let OpenedDisk { disk, qcow } = open_chain(config, how, access, Some(config.lock_granularity))?;
+    let disk = match limiter {
+        Some(limiter) => ThrottledDisk::new(disk, limiter),
+        None => disk,
+    };
+    Ok(OpenedDisk { disk, qcow })
 }
 
 /// Returns the limiter of the disk's requests, if it has limits.
@@ -189,7 +223,7 @@ fn open_chain(
     how: &Opening,
     access: Access,
     lock: Option<LockGranularity>,
-) -> Result<Arc<dyn Disk>, OpenError> {
+) -> Result<OpenedDisk, OpenError> {
     let cx = context(config)?;
     let wait_for_space = config.werror == WriteErrors::Wait;
     let raw = Raw {
@@ -213,15 +247,18 @@ fn open_chain(
         lock_set: how.lock_set.clone(),
         indexes: Some(INDEXES.clone()),
     };
-    let format = match image_type(config, &cx)? {
-        ImageType::Raw => formats[1],
-        ImageType::Qcow2 => formats[0],
-    };
+    let image_type = image_type(config, &cx)?;
     let opening = block::open::Opening::new(&cx, &HostFiles, &formats, options);
     let opened = cx.block_on(async {
-        let disk = format.open(&opening, &config.path, access).await?;
+        let opened = match image_type {
+            ImageType::Raw => OpenedDisk {
+                disk: raw.open(&opening, &config.path, access).await?,
+                qcow: None,
+            },
+            ImageType::Qcow2 => OpenedDisk::of(qcow2.open_qcow(&opening, &config.path, access).await?),
+        };
         let Some(overlay) = &config.overlay else {
-            return Ok(disk);
+            return Ok(opened);
         };
         let directory = overlay.directory();
         let name = format!(
@@ -230,7 +267,7 @@ fn open_chain(
             directory.display()
         );
         let file = ImageFile::temporary(&directory, name.into(), config.direct)?;
-        Ok(qcow2.open_over(&opening, file, disk).await? as Arc<dyn Disk>)
+        Ok(OpenedDisk::of(qcow2.open_over(&opening, file, opened.disk).await?))
     });
     let opened: Result<_, block::open::OpenError> = opened.map_err(|error| read_error(config, error))?;
     Ok(opened?)

@@ -22,8 +22,11 @@ use crate::machine::{
 };
 use crate::once;
 use crate::signals::{StopSignals, is_log_read};
+use crate::snapshots::ServedSnapshots;
 
 mod disks;
+#[cfg(test)]
+mod snapshot_tests;
 
 use disks::{Attached, Disks};
 
@@ -99,6 +102,10 @@ impl Desk {
             }),
             Request::DiskAdd { disk } => self.add(&disk),
             Request::DiskRemove { id } => self.remove(&id),
+            Request::SnapshotCreate { id, name } => self.snapshots(&id)?.create(&name),
+            Request::SnapshotList { id } => self.snapshots(&id)?.list(),
+            Request::SnapshotApply { id, snapshot, force } => self.snapshots(&id)?.apply(&snapshot, force),
+            Request::SnapshotDelete { id, snapshot } => self.snapshots(&id)?.delete(&snapshot),
             Request::PassLocks {} | Request::HandOver { .. } => {
                 Err("a machine has no devices to hand over".to_owned())
             }
@@ -157,6 +164,11 @@ impl Desk {
                 REMOVAL_MAX.as_secs()
             )),
         }
+    }
+
+    /// Returns the snapshots of a disk, which no lock is held for.
+    fn snapshots(&self, id: &str) -> Result<ServedSnapshots, String> {
+        self.disks.find(id, |_, disk| disk.snapshots())?
     }
 
     fn info(&self, machine: &Machine) -> Value {

@@ -39,6 +39,35 @@ pub enum Request {
         /// The disk, by its id or, without one, its path.
         id: String,
     },
+    /// Create an internal snapshot of a disk.
+    SnapshotCreate {
+        /// The disk: its id or, without one, its path; the number of a block device.
+        id: String,
+        /// The snapshot's name.
+        name: String,
+    },
+    /// List the internal snapshots of a disk.
+    SnapshotList {
+        /// The disk, as above.
+        id: String,
+    },
+    /// Make a disk what it was when a snapshot was created.
+    SnapshotApply {
+        /// The disk, as above.
+        id: String,
+        /// The snapshot, as [`SnapshotSelector::parse`](qcow::SnapshotSelector::parse) reads it.
+        snapshot: String,
+        /// True if the caller knows that nobody uses the disk.
+        #[serde(default)]
+        force: bool,
+    },
+    /// Delete a snapshot of a disk.
+    SnapshotDelete {
+        /// The disk, as above.
+        id: String,
+        /// The snapshot, as above.
+        snapshot: String,
+    },
     /// Passes descriptors of the locks of all images, for the next server of the devices. They come with spaces
     /// before the answer; see [`ask_for_locks`](super::ask_for_locks).
     PassLocks {},

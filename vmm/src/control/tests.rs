@@ -29,7 +29,12 @@ fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
             Ok(config) => Ok(json!({"id": config.name(), "queues": config.num_queues})),
             Err(error) => Err(error.to_string()),
         },
-        Request::DiskRemove { id } => Ok(json!({ "id": id })),
+        Request::DiskRemove { id } | Request::SnapshotList { id } => Ok(json!({ "id": id })),
+        Request::SnapshotCreate { id, name } => Ok(json!({ "id": id, "snapshot": name })),
+        Request::SnapshotApply { id, snapshot, force } => {
+            Ok(json!({ "id": id, "snapshot": snapshot, "force": force }))
+        }
+        Request::SnapshotDelete { id, snapshot } => Ok(json!({ "id": id, "snapshot": snapshot })),
         Request::HandOver { devices, .. } => Ok(json!({ "devices": devices })),
         Request::PassLocks {} => Err("it is not for the handler".to_owned()),
     };
@@ -65,6 +70,9 @@ fn control_answers_requests_in_turn_on_one_connection() {
             json!({"ok": true}),
         ]
     );
+    // Whoever does not say so does not force.
+    let apply = b"{\"command\":\"snapshot-apply\",\"id\":\"a\",\"snapshot\":\"1\"}\n";
+    assert!(say(&path, apply).contains("\"force\":false"));
     let resize = Request::DiskResize {
         id: "a".to_owned(),
         size: 7,
@@ -99,6 +107,10 @@ fn control_page_lists_exactly_the_requests() {
             }
             Request::DiskRemove { .. } => "disk-remove",
             Request::DiskResize { .. } => "disk-resize",
+            Request::SnapshotCreate { .. } => "snapshot-create",
+            Request::SnapshotList { .. } => "snapshot-list",
+            Request::SnapshotApply { .. } => "snapshot-apply",
+            Request::SnapshotDelete { .. } => "snapshot-delete",
             Request::HandOver { .. } => "hand-over",
             Request::PassLocks {} => "pass-locks",
         });
@@ -112,11 +124,15 @@ fn control_page_lists_exactly_the_requests() {
             "disk-add",
             "disk-remove",
             "disk-resize",
+            "snapshot-create",
+            "snapshot-list",
+            "snapshot-delete",
+            "snapshot-apply",
             "pass-locks",
             "hand-over"
         ]
     );
-    assert_eq!(answers.len(), 9, "an answer for each, and an error");
+    assert_eq!(answers.len(), 13, "an answer for each, and an error");
     for answer in answers {
         let refused = answer["error"].is_string();
         assert_eq!(answer["ok"], Value::Bool(!refused), "{answer}");
@@ -201,6 +217,22 @@ fn invalid_request_is_answered_and_the_next_client_served() {
         (
             b"{\"command\":\"disk-resize\",\"id\":\"a\"}\n",
             "missing field `size`",
+        ),
+        (
+            b"{\"command\":\"snapshot-create\",\"id\":\"a\"}\n",
+            "missing field `name`",
+        ),
+        (
+            b"{\"command\":\"snapshot-create\",\"id\":\"a\",\"name\":7}\n",
+            "invalid type: integer `7`",
+        ),
+        (
+            b"{\"command\":\"snapshot-apply\",\"id\":\"a\",\"snapshot\":\"1\",\"force\":\"yes\"}\n",
+            "invalid type: string",
+        ),
+        (
+            b"{\"command\":\"snapshot-delete\",\"id\":\"a\",\"snapshot\":\"1\",\"force\":true}\n",
+            "unknown field `force`",
         ),
         (b"nonsense\n", "invalid request: "),
         (b"{\"command\":\"inf", "the request is incomplete"),

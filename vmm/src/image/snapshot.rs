@@ -101,5 +101,5 @@ fn list(arguments: &InfoArguments, out: &mut dyn Write) -> Result<(), CommandFai
     if arguments.json {
         return write_json(out, &info.snapshots);
     }
-    Ok(out.write_all(text::snapshots(&info).as_bytes())?)
+    Ok(out.write_all(text::snapshots(&info.snapshots, info.snapshots_not_listed).as_bytes())?)
 }

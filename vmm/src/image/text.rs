@@ -1,13 +1,14 @@
 //! The text output of `image info` and `image check`, in the wording of `qemu-img`, and of `image snapshot list`.
 
+use qcow::image::info::SnapshotInfo;
 use qcow::image::{CheckReport, ImageInfo, Severity};
 
 use crate::size::human_short;
 
 /// Returns the output of `image snapshot list`: a line for each snapshot, under a line of titles.
 #[must_use]
-pub fn snapshots(info: &ImageInfo) -> String {
-    let rows = info.snapshots.iter().map(|snapshot| {
+pub fn snapshots(listed: &[SnapshotInfo], not_listed: u64) -> String {
+    let rows = listed.iter().map(|snapshot| {
         let date = utc(u64::from(snapshot.date_sec));
         let state = human_short(snapshot.vm_state_size);
         [snapshot.id.clone(), date, state, snapshot.name.clone()]
@@ -25,8 +26,8 @@ pub fn snapshots(info: &ImageInfo) -> String {
         .iter()
         .map(|[at, date, size, name]| format!("{at:<id$}  {date:<19}  {size:>state$}  {name}\n"))
         .collect();
-    if info.snapshots_not_listed > 0 {
-        text.push_str(&format!("… and {} more\n", info.snapshots_not_listed));
+    if not_listed > 0 {
+        text.push_str(&format!("… and {not_listed} more\n"));
     }
     text
 }

@@ -22,6 +22,7 @@ use crate::error::CommandFailure;
 use crate::machine::{Machine, MachineError};
 use crate::open::{self, OpenError, OpenedDisk};
 use crate::sandbox::{self, Task};
+use crate::snapshots::ServedSnapshots;
 
 /// The longest time that readers of a closed disk's properties may take.
 const SHARED_MAX: Duration = Duration::from_secs(5);
@@ -88,8 +89,23 @@ impl Attached {
         self.config.pci.device_id.map(usize::from)
     }
 
-    fn disk(&self) -> Option<Arc<dyn Disk>> {
+    pub(super) fn disk(&self) -> Option<Arc<dyn Disk>> {
         self.opened.as_ref().map(OpenedDisk::disk)
+    }
+
+    /// Returns the disk's internal snapshots.
+    ///
+    /// # Errors
+    ///
+    /// The reason that it has none, as a sentence.
+    pub(super) fn snapshots(&self) -> Result<ServedSnapshots, String> {
+        let name = format!("disk {}", self.name());
+        match &self.opened {
+            Some(opened) => ServedSnapshots::of(name, opened),
+            None => Err(format!(
+                "{name} is served by another program (vhost_user=on), which has its snapshots"
+            )),
+        }
     }
 
     /// Returns the PCI configuration of an image's disk.

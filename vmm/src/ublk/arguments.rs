@@ -53,6 +53,9 @@ pub enum UblkCommand {
         /// New size, such as 20G
         size: String,
     },
+    /// Create, list, apply and delete internal snapshots of a device's image while it is served
+    #[command(subcommand, disable_help_subcommand = true)]
+    Snapshot(UblkSnapshotCommand),
     /// Print a device's properties for the udev rules
     #[command(hide = true)]
     Udev {
@@ -84,6 +87,52 @@ pub enum UblkCommand {
         /// Only sync the host's page cache
         #[arg(long)]
         sync: bool,
+    },
+}
+
+/// A subcommand of `ringdisk ublk snapshot`.
+#[derive(Debug, Subcommand)]
+pub enum UblkSnapshotCommand {
+    /// Create a snapshot; print its ID
+    ///
+    /// The snapshot has every write that the device has answered, durably. What a mounted file system has in memory only is
+    /// not in it: run `sync` or `fsfreeze` first. Requests to the device wait until the snapshot is made.
+    Create {
+        /// Device: its number, or /dev/ublkbN
+        #[arg(value_name = "DEVICE", value_parser = device)]
+        device: u32,
+        /// Name of the snapshot, up to 255 bytes; no other may have it
+        name: String,
+    },
+    /// List the snapshots
+    List {
+        /// Device: its number, or /dev/ublkbN
+        #[arg(value_name = "DEVICE", value_parser = device)]
+        device: u32,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Make the device what it was when a snapshot was created; what it has now is lost
+    ///
+    /// The snapshot stays. Its disk must have the size of the device, which nobody may use.
+    Apply {
+        /// Device: its number, or /dev/ublkbN
+        #[arg(value_name = "DEVICE", value_parser = device)]
+        device: u32,
+        /// Snapshot: id=ID, name=NAME, or an ID or a name that means one snapshot only
+        snapshot: String,
+        /// Apply it to a device that is in use, too; its users may write what they have in memory over it
+        #[arg(long)]
+        force: bool,
+    },
+    /// Delete a snapshot
+    Delete {
+        /// Device: its number, or /dev/ublkbN
+        #[arg(value_name = "DEVICE", value_parser = device)]
+        device: u32,
+        /// Snapshot: id=ID, name=NAME, or an ID or a name that means one snapshot only
+        snapshot: String,
     },
 }
 

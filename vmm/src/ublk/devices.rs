@@ -280,6 +280,21 @@ pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
         let message = format!("{} has {bytes} bytes; expected a larger size", block_path(id));
         return Err(CommandFailure::Failed(message.into()));
     }
+    let request = Request::DiskResize {
+        id: id.to_string(),
+        size,
+    };
+    let answer = ask_server(id, &request)?;
+    writeln!(std::io::stdout(), "{}", answer["size"])?;
+    Ok(EXIT_OK)
+}
+
+/// Asks the server of a device; answers what it says.
+///
+/// # Errors
+///
+/// If it has none that is known, or what the server refuses.
+pub(super) fn ask_server(id: u32, request: &Request) -> Result<Value, CommandFailure> {
     let state = SavedDevice::load(id).ok_or_else(|| {
         CommandFailure::Failed(
             format!(
@@ -289,13 +304,7 @@ pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
             .into(),
         )
     })?;
-    let request = Request::DiskResize {
-        id: id.to_string(),
-        size,
-    };
-    let answer = control::ask(&state.control, &request)?;
-    writeln!(std::io::stdout(), "{}", answer["size"])?;
-    Ok(EXIT_OK)
+    control::ask(&state.control, request)
 }
 
 /// `ringdisk ublk del`.

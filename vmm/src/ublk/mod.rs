@@ -22,6 +22,7 @@ mod requests;
 mod sandbox;
 mod serve;
 mod served;
+mod snapshot;
 mod state;
 mod upgrade;
 mod wanted;
@@ -48,6 +49,7 @@ pub fn run(command: UblkCommand) -> Result<u8, CommandFailure> {
         UblkCommand::Info { device, json } => devices::info(device, json),
         UblkCommand::Features { json } => devices::features(json),
         UblkCommand::SetSize { device, size } => devices::set_size(device, &size),
+        UblkCommand::Snapshot(command) => snapshot::run(command),
         UblkCommand::Udev {
             device,
             owner,

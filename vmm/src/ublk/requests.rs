@@ -1,23 +1,50 @@
 //! Requests to the control socket of a ublk server.
 //!
 //! Invariant: a request holds the devices' lock while it is answered, so it never sees a device that is half up or half closed.
+//! Those about snapshots hold it only to find the image: the engine refuses one that is closed by then.
+
+use std::collections::BTreeMap;
 
 use serde_json::json;
-use virtio_devices::ublk::UblkDevice;
+use virtio_devices::ublk::{UblkDevice, block_path};
 
 use super::hand_over;
-use super::served::{Server, ServerState};
+use super::served::{Served, Server, ServerState};
 use crate::control::Request;
+use crate::snapshots::ServedSnapshots;
 
 /// Carries out what the control socket is asked.
 pub(super) fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String> {
-    let mut shared = server.lock();
+    match request {
+        Request::SnapshotCreate { id, name } => snapshots(server, &id)?.create(&name),
+        Request::SnapshotList { id } => snapshots(server, &id)?.list(),
+        Request::SnapshotApply { id, snapshot, force } => snapshots(server, &id)?.apply(&snapshot, force),
+        Request::SnapshotDelete { id, snapshot } => snapshots(server, &id)?.delete(&snapshot),
+        other => answer_locked(&mut server.lock(), other),
+    }
+}
+
+/// Returns the snapshots of a device's image.
+fn snapshots(server: &Server, id: &str) -> Result<ServedSnapshots, String> {
+    let shared = server.lock();
+    let (id, served) = find(&shared.devices, id)?;
+    ServedSnapshots::of(block_path(id), &served.opened)
+}
+
+/// Returns the device of this number.
+fn find<'a>(devices: &'a BTreeMap<u32, Served>, id: &str) -> Result<(u32, &'a Served), String> {
+    let number = id.parse().ok();
+    let found = number.and_then(|number| Some((number, devices.get(&number)?)));
+    found.ok_or_else(|| format!("this server has no device {id}"))
+}
+
+fn answer_locked(shared: &mut ServerState, request: Request) -> Result<serde_json::Value, String> {
     let ServerState {
         control,
         devices,
         handed_over,
         ..
-    } = &mut *shared;
+    } = shared;
     match request {
         Request::Info {} => {
             let list = devices.iter().map(|(id, served)| {
@@ -49,8 +76,7 @@ pub(super) fn answer(server: &Server, request: Request) -> Result<serde_json::Va
             Ok(left)
         }
         Request::DiskResize { id, size } => {
-            let served = id.parse().ok().and_then(|id: u32| devices.get(&id));
-            let served = served.ok_or_else(|| format!("this server has no device {id}"))?;
+            let (_, served) = find(devices, &id)?;
             let resized = served.device.resize(control, size);
             let size = resized.map_err(|error| crate::error::chain(&error))?;
             Ok(json!({ "size": size }))

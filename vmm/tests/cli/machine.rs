@@ -354,6 +354,51 @@ fn disk_add_says_when_slots_run_out_and_leaves_no_trace() {
 }
 
 #[test]
+fn snapshots_of_a_machines_disk_are_those_of_its_image() {
+    let Some(world) = machines("snapshots of a machine's disk") else {
+        return;
+    };
+    let disk = "path=disk.qcow2,id=one";
+    world.io("path=disk.qcow2", &["write -P 1 0 64k"]).success();
+    let mut machine = Running::machine(
+        &world,
+        &["--serial", "off", "--control", "control", "--disk", disk],
+    );
+    let ctl = |arguments: &[&str]| world.ringdisk(&[&["ctl", "--socket", "control"], arguments].concat());
+    wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
+    let created = ctl(&["snapshot-create", "one", "first"]).success();
+    assert_eq!(created, "{\"ok\":true,\"snapshot\":\"1\"}\n");
+    ctl(&["pause"]).success();
+    ctl(&["snapshot-create", "one", "second"]).success();
+    let listed = ctl(&["snapshot-list", "one"]).success();
+    assert!(
+        listed.contains("\"first\"") && listed.contains("\"second\""),
+        "{listed}"
+    );
+    // A pause does not take the disk from its guest.
+    let line = ctl(&["snapshot-apply", "one", "first"]).refused(1);
+    assert!(
+        line.starts_with("cannot apply a snapshot to disk one: the disk may be in use"),
+        "{line}"
+    );
+    ctl(&["snapshot-apply", "one", "first", "--force"]).success();
+    ctl(&["resume"]).success();
+    ctl(&["snapshot-delete", "one", "name=first"]).success();
+    let line = ctl(&["snapshot-delete", "one", "name=first"]).refused(1);
+    assert_eq!(
+        line,
+        "cannot delete a snapshot of disk one: there is no snapshot name=first"
+    );
+    let line = ctl(&["snapshot-create", "two", "a"]).refused(1);
+    assert_eq!(line, "there is no disk `two`; there are: one");
+    machine.signal("TERM");
+    machine.ended().success();
+    world.assert_flawless("disk.qcow2");
+    let shown = "path=disk.qcow2,readonly=on,snapshot=name=second";
+    world.io(shown, &["read -P 1 0 64k"]).success();
+}
+
+#[test]
 fn disks_get_their_given_slot_or_a_free_one() {
     let Some(world) = machines("disks in slots") else {
         return;

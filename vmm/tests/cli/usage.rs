@@ -29,6 +29,10 @@ fn help_and_version_succeed() {
         &["image", "create", "--help"],
         &["image", "snapshot", "--help"],
         &["image", "snapshot", "delete", "--help"],
+        &["ctl", "snapshot-create", "--help"],
+        &["ctl", "snapshot-apply", "--help"],
+        &["ublk", "snapshot", "--help"],
+        &["ublk", "snapshot", "apply", "--help"],
     ] {
         assert!(
             world.ringdisk(command).success().contains("Usage: ringdisk"),
@@ -154,6 +158,15 @@ fn invalid_command_line_is_one_line_and_exit_code_2() {
         (&["image", "check"], "<PATH>"),
         (&["image", "snapshot", "create", "x.qcow2"], "<NAME>"),
         (&["image", "snapshot", "apply", "x.qcow2"], "<SNAPSHOT>"),
+        (&["ctl", "--socket", "s", "snapshot-create", "a"], "<NAME>"),
+        (&["ctl", "--socket", "s", "snapshot-apply", "a"], "<SNAPSHOT>"),
+        (
+            &["ctl", "--socket", "s", "snapshot-delete", "a", "b", "--force"],
+            "--force",
+        ),
+        (&["ublk", "snapshot", "create", "0"], "<NAME>"),
+        (&["ublk", "snapshot", "delete", "x", "a"], "/dev/ublkb"),
+        (&["ublk", "snapshot", "apply", "0"], "<SNAPSHOT>"),
     ] {
         let line = world.ringdisk(arguments).refused(2);
         assert!(line.contains(said), "{arguments:?}: {line}");

@@ -1,0 +1,123 @@
+//! Internal snapshots of disks that are served, as the control socket asks for them.
+//!
+//! The work is done on the thread of whoever asks, with plain system calls: the workers of the disk go on, and their
+//! requests wait only while the engine runs the operation alone. No lock of the machine or the server is held meanwhile, so
+//! other requests to the control socket are answered.
+//!
+//! Invariant: a request that fails leaves the image as it was, and the disk is served on.
+
+use std::time::SystemTime;
+
+use block::Context;
+use block::ring::RingKind;
+use qcow::image::SnapshotList;
+use qcow::{DiskSize, QcowDisk, SnapshotError, SnapshotSelector};
+use serde_json::{Value, json};
+
+use crate::error::chain;
+use crate::open::{OpenedDisk, OpenedImage};
+
+/// The reason that a snapshot is not applied to a disk that may be in use, and what to do instead.
+const APPLY_UNFORCED: &str = "the disk may be in use, and what its user has in memory would be written over the snapshot; remove \
+     the disk, apply the snapshot to the closed image with `ringdisk image snapshot apply`, and add it again; or, if nobody \
+     has the disk mounted or open, use force";
+
+/// The snapshots of a disk that is served.
+#[derive(Clone, Debug)]
+pub(crate) struct ServedSnapshots {
+    /// The disk, for people.
+    disk: String,
+    image: OpenedImage,
+}
+
+impl ServedSnapshots {
+    /// Returns the snapshots of `opened`, which errors call `disk`.
+    ///
+    /// # Errors
+    ///
+    /// If it is not a QCOW2 image.
+    pub(crate) fn of(disk: String, opened: &OpenedDisk) -> Result<Self, String> {
+        match opened.image() {
+            Some(image) => Ok(Self { disk, image }),
+            None => Err(format!(
+                "{disk} has a raw image; only QCOW2 images have snapshots"
+            )),
+        }
+    }
+
+    /// Creates a snapshot of the disk as it is. Answers its ID.
+    ///
+    /// # Errors
+    ///
+    /// The error as one sentence, with the disk.
+    pub(crate) fn create(&self, name: &str) -> Result<Value, String> {
+        let created = self.ask("cannot create a snapshot of", async |disk, cx| {
+            disk.create_snapshot(cx, name, SystemTime::now()).await
+        })?;
+        tracing::info!(disk = %self.disk, name, id = %created, "created a snapshot");
+        Ok(json!({ "snapshot": created }))
+    }
+
+    /// Lists the snapshots.
+    ///
+    /// # Errors
+    ///
+    /// As for [`ServedSnapshots::create`].
+    pub(crate) fn list(&self) -> Result<Value, String> {
+        let entries = self.ask("cannot list the snapshots of", async |disk, cx| {
+            disk.snapshots(cx).await
+        })?;
+        serde_json::to_value(SnapshotList::new(&entries))
+            .map_err(|error| format!("cannot list the snapshots of {}: {error}", self.disk))
+    }
+
+    /// Makes the disk what it was when a snapshot was created. With `force`, because only the caller can know that nobody
+    /// uses the disk.
+    ///
+    /// # Errors
+    ///
+    /// As for [`ServedSnapshots::create`].
+    pub(crate) fn apply(&self, snapshot: &str, force: bool) -> Result<Value, String> {
+        const ACTION: &str = "cannot apply a snapshot to";
+        if !force {
+            return Err(format!("{ACTION} {}: {APPLY_UNFORCED}", self.disk));
+        }
+        let selector = SnapshotSelector::parse(snapshot);
+        self.ask(ACTION, async |disk, cx| {
+            disk.apply_snapshot(cx, &selector, DiskSize::Fixed).await
+        })?;
+        tracing::info!(disk = %self.disk, snapshot, "applied a snapshot");
+        Ok(json!({}))
+    }
+
+    /// Deletes a snapshot.
+    ///
+    /// # Errors
+    ///
+    /// As for [`ServedSnapshots::create`].
+    pub(crate) fn delete(&self, snapshot: &str) -> Result<Value, String> {
+        let selector = SnapshotSelector::parse(snapshot);
+        self.ask("cannot delete a snapshot of", async |disk, cx| {
+            disk.delete_snapshot(cx, &selector).await
+        })?;
+        tracing::info!(disk = %self.disk, snapshot, "deleted a snapshot");
+        Ok(json!({}))
+    }
+
+    /// Has the engine do something, on a context of this thread.
+    fn ask<T>(
+        &self,
+        action: &str,
+        work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, SnapshotError>,
+    ) -> Result<T, String> {
+        let failed = |why: String| format!("{action} {}: {why}", self.disk);
+        let done = self.image.with(|disk| -> Result<T, String> {
+            let cx = Context::new(RingKind::Syscalls, 64).map_err(|error| chain(&error))?;
+            let done = cx.block_on(work(disk, &cx));
+            done.map_err(|error| format!("cannot wait for I/O: {error}"))?
+                .map_err(|error| chain(&error))
+        });
+        done.unwrap_or_else(|| Err(chain(&SnapshotError::Closed)))
+            .map_err(failed)
+    }
+}
