@@ -206,7 +206,7 @@ fn machine_killed_under_load_leaves_bootable_images() -> Result<(), Error> {
 const COUNT: &str = include_str!("../guest/run/paused.inner.sh");
 
 #[test]
-fn paused_image_is_complete_and_a_running_disk_grows() -> Result<(), Error> {
+fn disk_in_use_has_snapshots_is_complete_when_paused_and_grows() -> Result<(), Error> {
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let script = include_str!("../guest/run/paused.sh");
@@ -237,26 +237,53 @@ fn paused_image_is_complete_and_a_running_disk_grows() -> Result<(), Error> {
     );
     assert!(all.contains("inner behind the old end 0"), "{all}");
 
+    assert!(value("first ").contains(r#""snapshot":"1""#), "{all}");
+    assert!(value("second ").contains(r#""snapshot":"2""#), "{all}");
+    assert!(value("deleted ").contains(r#""ok":true"#), "{all}");
+    let listed = value("listed ");
+    assert!(
+        listed.contains(r#""name":"live""#) && !listed.contains("gone"),
+        "{all}"
+    );
+    assert!(
+        value("taken ").contains("there is a snapshot \"live\" already, with id=2"),
+        "{all}"
+    );
+    assert!(value("unforced ").contains("the disk may be in use"), "{all}");
+
     let copy = take(&scratch, &tools, "copy.qcow2")?;
     image::check_flawless(&copy)?;
     let raw = copy.with_extension("raw");
     image::convert(&copy, &raw, "raw")?;
-    let bytes = std::fs::read(&raw).map_err(|source| Error::File {
-        action: "read",
-        path: raw.clone(),
-        source,
-    })?;
-    let held: u64 = String::from_utf8_lossy(&bytes[..512])
-        .trim()
-        .parse()
-        .unwrap_or_default();
+    let held = count_in(&raw)?;
     let told: u64 = value("last wrote ").parse().unwrap_or(u64::MAX);
     assert!(
         held >= told,
         "the image holds {held}, the guest was told that {told} is written"
     );
-    image::check_flawless(&take(&scratch, &tools, "data.qcow2")?)?;
+    let data = take(&scratch, &tools, "data.qcow2")?;
+    image::check_flawless(&data)?;
+    let raw = data.with_extension("raw");
+    image::convert_snapshot(&data, "live", &raw)?;
+    let (kept, told): (u64, u64) = (count_in(&raw)?, value("live wrote ").parse().unwrap_or(u64::MAX));
+    assert!(
+        (told..=held).contains(&kept),
+        "the snapshot holds {kept}, {told} was written before it was asked for and {held} after it"
+    );
     Ok(())
+}
+
+/// Returns the number in the first sector of a raw image.
+fn count_in(raw: &Path) -> Result<u64, Error> {
+    let bytes = std::fs::read(raw).map_err(|source| Error::File {
+        action: "read",
+        path: raw.to_owned(),
+        source,
+    })?;
+    Ok(String::from_utf8_lossy(&bytes[..512])
+        .trim()
+        .parse()
+        .unwrap_or_default())
 }
 
 /// Finds the hot-plugged disk by its serial number, and does what `say` tells the outer script that it waits for.

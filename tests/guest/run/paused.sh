@@ -1,7 +1,14 @@
-# A machine that is paused, and whose disk grows while it runs.
+# A machine whose disk gets snapshots under load, that is paused, and whose disk grows while it runs.
 run count --control control & machine=$!
 wait_for count "wrote 20"
 ctl info | sed 's/^/before /'
+ctl snapshot-create data.qcow2 gone | sed 's/^/first /'
+grep -o 'wrote [0-9]*' count.log | tail -n 1 | sed 's/^/live /'
+ctl snapshot-create data.qcow2 live | sed 's/^/second /'
+ctl snapshot-delete data.qcow2 name=gone | sed 's/^/deleted /'
+ctl snapshot-list data.qcow2 | sed 's/^/listed /'
+refused taken snapshot-create data.qcow2 live
+refused unforced snapshot-apply data.qcow2 live
 ctl pause >/dev/null
 grep -o 'wrote [0-9]*' count.log | tail -n 1 | sed 's/^/last /'
 ctl info | sed 's/^/paused /'
