@@ -145,6 +145,10 @@ impl Disk for IndexedDisk {
         self.disk.files()
     }
 
+    fn written_files(&self) -> Vec<PathBuf> {
+        self.disk.written_files()
+    }
+
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {
         let top: Rc<dyn DiskQueue> = Arc::clone(&self.disk).open_queue(cx)?.into();
         let mut below = Vec::new();

@@ -61,6 +61,12 @@ pub trait Disk: Send + Sync + fmt::Debug {
         Vec::new()
     }
 
+    /// Returns those of its files that the disk writes.
+    fn written_files(&self) -> Vec<std::path::PathBuf> {
+        let own = usize::from(!self.info().read_only);
+        self.files().into_iter().take(own).collect()
+    }
+
     /// Opens one queue's view of the disk, on the worker that `cx` belongs to.
     ///
     /// # Errors

@@ -133,6 +133,10 @@ impl Disk for ThrottledDisk {
         self.disk.files()
     }
 
+    fn written_files(&self) -> Vec<std::path::PathBuf> {
+        self.disk.written_files()
+    }
+
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {
         let lane = Lane {
             queue: Arc::clone(&self.disk).open_queue(cx)?,

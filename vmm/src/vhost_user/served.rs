@@ -58,12 +58,14 @@ pub(super) fn descriptors(config: &DiskConfig) -> u64 {
 /// Returns the files that stay accessible: the images, and the sockets to remove at the end.
 pub(super) fn allowed(opened: &[(Socket, DiskConfig, OpenedDisk)]) -> AllowedFiles {
     let mut allowed = AllowedFiles::default();
-    for (socket, config, disk) in opened {
-        let mut files = disk.disk().files().into_iter();
-        if config.writes_image() {
-            allowed.writable.extend(files.next());
-        }
-        allowed.readable.extend(files);
+    for (socket, _, disk) in opened {
+        let disk = disk.disk();
+        let written = disk.written_files();
+        let files = disk.files().into_iter();
+        allowed
+            .readable
+            .extend(files.filter(|file| !written.contains(file)));
+        allowed.writable.extend(written);
         let folder = socket
             .path()
             .parent()
