@@ -108,7 +108,7 @@ impl HoldOff {
     }
 
     /// Adds the waits that `other` holds off to this one.
-    pub(crate) fn join(&mut self, mut other: Self) {
+    pub fn join(&mut self, mut other: Self) {
         self.delays.append(&mut other.delays);
     }
 

@@ -8,8 +8,10 @@
 //! Invariants:
 //!
 //! - Nothing is probed: a format is given or recorded.
-//! - No image is in a chain twice, and a chain has at most [`CHAIN_DEPTH_MAX`] images.
-//! - Images below the first are opened read-only, and only if the opening allows them.
+//! - No image is in a chain twice, no file is an image and the data of one, and a chain has at most [`CHAIN_DEPTH_MAX`]
+//!   images.
+//! - Images below the first are opened read-only, and only if the opening allows them. So are data files: only if it allows
+//!   them, and only those of the first image for writing.
 //! - An opened file is locked, unless the opening locks nothing, and stays locked as long as anybody uses it.
 //! - Two or more images below the first have an index ([`crate::chain`]), unless the opening has none.
 
@@ -72,6 +74,8 @@ pub struct ChainOptions {
     pub direct: bool,
     /// Open the images that images name.
     pub backing_files: bool,
+    /// Open the files that images name for their data.
+    pub data_files: bool,
     /// Lock images as QEMU does; `None` locks nothing.
     pub lock: Option<LockGranularity>,
     /// The lock set for the locks of the whole chain.
@@ -101,6 +105,15 @@ pub enum OpenError {
         #[source]
         source: Box<dyn Error + Send + Sync>,
     },
+    /// The file that has an image's data could not be opened.
+    #[error("data file of {}", path.display())]
+    DataFile {
+        /// The image that names it.
+        path: PathBuf,
+        /// The data file's error.
+        #[source]
+        source: Box<OpenError>,
+    },
     /// The image below could not be opened.
     #[error("backing file of {}", path.display())]
     Backing {
@@ -127,7 +140,7 @@ impl OpenError {
     pub fn is_locked(&self) -> bool {
         match self {
             Self::Lock(error) => matches!(error, LockError::Held { .. }),
-            Self::Backing { source, .. } => source.is_locked(),
+            Self::Backing { source, .. } | Self::DataFile { source, .. } => source.is_locked(),
             _ => false,
         }
     }
@@ -150,6 +163,12 @@ pub enum ChainError {
         /// The image that comes up twice.
         path: PathBuf,
     },
+    /// An image names a file for its data that is an image of its chain, or the data file of another one.
+    #[error("its data file {} is an image of its own chain, or another image's data file", path.display())]
+    DataFileTaken {
+        /// The file.
+        path: PathBuf,
+    },
     /// The chain is too long.
     #[error("its backing chain has more than {CHAIN_DEPTH_MAX} images")]
     TooDeep,
@@ -165,6 +184,8 @@ pub struct Opening<'a> {
     seen: RefCell<Vec<Option<(u64, u64)>>>,
     /// The images below the first that are open, the lowest first.
     layers: RefCell<Vec<LayerIdentity>>,
+    /// The number of images so far.
+    images: Cell<usize>,
     /// The number of images below the first that are being opened.
     descents: Cell<usize>,
     /// The smallest cluster of the layers but the lowest, and the memory for an index, in bytes.
@@ -197,6 +218,7 @@ impl<'a> Opening<'a> {
             options,
             seen: RefCell::default(),
             layers: RefCell::default(),
+            images: Cell::new(0),
             descents: Cell::new(0),
             cluster_bytes: Cell::new(u64::MAX),
             index_bytes: Cell::new(0),
@@ -215,13 +237,53 @@ impl<'a> Opening<'a> {
         self.options.backing_files
     }
 
+    /// Returns true if the files that images name for their data may be opened.
+    #[must_use]
+    pub fn allows_data_files(&self) -> bool {
+        self.options.data_files
+    }
+
     /// Opens and locks the file of the next image of the chain.
     ///
     /// # Errors
     ///
     /// [`OpenError`], also if the chain is too long or comes back to the file.
     pub fn open_file(&self, path: &Path, access: Access) -> Result<Arc<ImageFile>, OpenError> {
-        self.has_room_for(path)?;
+        self.add_image(path)?;
+        self.open_locked(path, access, |path| {
+            OpenError::image(&path.clone(), ChainError::Cycle { path })
+        })
+    }
+
+    /// Opens and locks the file at `path`, which the image at `above` names for its data.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenError`], also if the file is one of the chain's already.
+    pub fn open_data_file(
+        &self,
+        above: &Path,
+        path: &Path,
+        access: Access,
+    ) -> Result<Arc<ImageFile>, OpenError> {
+        let is_taken = |path| OpenError::image(above, ChainError::DataFileTaken { path });
+        self.open_locked(path, access, is_taken)
+            .map_err(|error| match error {
+                OpenError::Image { .. } => error,
+                error => OpenError::DataFile {
+                    path: above.to_owned(),
+                    source: Box::new(error),
+                },
+            })
+    }
+
+    /// Opens and locks a file, unless it is one of those seen so far.
+    fn open_locked(
+        &self,
+        path: &Path,
+        access: Access,
+        is_taken: impl FnOnce(PathBuf) -> OpenError,
+    ) -> Result<Arc<ImageFile>, OpenError> {
         let write = access.is_write();
         let options = FileOptions {
             write,
@@ -231,8 +293,7 @@ impl<'a> Opening<'a> {
         let mut seen = self.seen.borrow_mut();
         let identity = identity(&file);
         if identity.is_some() && seen.contains(&identity) {
-            let path = path.to_owned();
-            return Err(OpenError::image(&path.clone(), ChainError::Cycle { path }));
+            return Err(is_taken(path.to_owned()));
         }
         seen.push(identity);
         if let Some(granularity) = self.options.lock {
@@ -249,15 +310,17 @@ impl<'a> Opening<'a> {
     /// [`OpenError`], if the chain is too long.
     pub fn add_temporary(&self, file: &ImageFile) -> Result<(), OpenError> {
         debug_assert!(file.is_temporary(), "others may have it open");
-        self.has_room_for(file.path())?;
+        self.add_image(file.path())?;
         self.seen.borrow_mut().push(identity(file));
         Ok(())
     }
 
-    fn has_room_for(&self, path: &Path) -> Result<(), OpenError> {
-        if self.seen.borrow().len() >= CHAIN_DEPTH_MAX {
+    /// Counts an image of the chain.
+    fn add_image(&self, path: &Path) -> Result<(), OpenError> {
+        if self.images.get() >= CHAIN_DEPTH_MAX {
             return Err(OpenError::image(path, ChainError::TooDeep));
         }
+        self.images.update(|images| images + 1);
         Ok(())
     }
 

@@ -427,13 +427,16 @@ fn open_refuses_encrypted_image_and_changes_nothing() {
     }
 }
 
-/// The other unsupported features, in images that QEMU makes.
+/// A data file that was not allowed, in images that QEMU makes: CVE-2024-32498, CVE-2024-4467.
 #[test]
-fn open_refuses_unsupported_features_by_name() {
+fn open_refuses_data_files_that_are_not_allowed() {
     let folder = Folder::new();
     for (options, says) in [
-        ("data_file=data.raw", "external file (data.raw)"),
-        ("data_file=data.raw,data_file_raw=on", "external file (data.raw)"),
+        ("data_file=data.raw", "external file \"data.raw\""),
+        (
+            "data_file=data.raw,data_file_raw=on",
+            "external file \"data.raw\"",
+        ),
     ] {
         create(&folder, options, "1M");
         let path = folder.path("disk.qcow2");

@@ -109,6 +109,8 @@ pub struct DiskConfig {
     pub queue_affinity: Vec<QueueAffinity>,
     /// True if the files an image names as its backing may be opened.
     pub backing_files: bool,
+    /// True if the files that images name for their data may be opened.
+    pub data_file: bool,
     /// True if discarded space is given back to the host's file system.
     pub sparse: bool,
     /// The range of the image lock.
@@ -247,6 +249,7 @@ impl DiskConfig {
             serial: None,
             queue_affinity: Vec::new(),
             backing_files: false,
+            data_file: false,
             sparse: true,
             lock_granularity: block::lock::LockGranularity::ByteRange,
             l2_cache_bytes: None,
@@ -457,6 +460,7 @@ impl DiskConfig {
             }
             "queue_affinity" => self.queue_affinity = affinity(value)?,
             "backing_files" => self.backing_files = on_off(value)?,
+            "data_file" => self.data_file = on_off(value)?,
             "sparse" => self.sparse = on_off(value)?,
             "lock_granularity" => {
                 self.lock_granularity = match value {
@@ -496,6 +500,9 @@ impl DiskConfig {
             }
             if self.backing_files {
                 return contradiction("backing_files=on", raw(), "a raw disk has no backing file");
+            }
+            if self.data_file {
+                return contradiction("data_file=on", raw(), "a raw disk is its own data");
             }
             // What follows is said of the overlay, if there is one.
             let bare = self.overlay.is_none();

@@ -243,6 +243,7 @@ fn open_chain(
     let options = ChainOptions {
         direct: config.direct,
         backing_files: config.backing_files,
+        data_files: config.data_file,
         lock,
         lock_set: how.lock_set.clone(),
         indexes: Some(INDEXES.clone()),

@@ -1,4 +1,4 @@
-//! The guest's bytes in the image file.
+//! The guest's bytes, in the image file or in a data file of their own ([why](../../../docs/decisions/data-files.md)).
 //!
 //! Invariant: no other module reads, writes, punches or reserves guest bytes. The header and tables go to the file
 //! from the modules that own them. Only the index of a chain also reads them, from an image that nothing changes
@@ -15,6 +15,7 @@ use crate::format::HostOffset;
 /// One queue's access to the guest's bytes.
 #[derive(Clone, Debug)]
 pub(crate) struct GuestData {
+    /// The file that has them.
     file: FileView,
 }
 
@@ -52,6 +53,18 @@ impl GuestData {
     /// The host's error; then the bytes are zeros or unchanged.
     pub(super) async fn punch(&self, at: HostOffset, len: u64) -> Result<bool, IoError> {
         self.file.punch(at.bytes(), len).await
+    }
+
+    /// Makes `len` bytes from `at` on zeros; `sparse`: their space is returned to the host if it can be.
+    ///
+    /// # Errors
+    ///
+    /// The host's error; then the bytes are zeros or unchanged, each.
+    pub(super) async fn zero(&self, at: HostOffset, len: u64, sparse: bool) -> Result<(), IoError> {
+        if sparse && self.file.punch(at.bytes(), len).await? {
+            return Ok(());
+        }
+        self.file.zero(at.bytes(), len).await
     }
 
     /// Makes the host reserve space for `len` bytes from `at` on, which read as zeros.

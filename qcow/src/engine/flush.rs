@@ -6,6 +6,8 @@
 //! becomes durable before its data and refcount. New refcount blocks go before A with a sync of their own. So does a
 //! refcount table that has moved, with the counts of its clusters: once per gigabytes.
 //!
+//! With a data file, sync A is one of each file: first the data file's, which has the data that the entries expose.
+//!
 //! One round runs at a time; all callers that arrive while it runs share the next one ([`block::rounds`]).
 //!
 //! Invariant: after a failed sync no round succeeds any more, because the kernel does not report the data it lost.
@@ -120,7 +122,8 @@ impl Drop for WriteBackGuard<'_> {
 
 async fn write_back(queue: &Rc<Queue>, set: &mut WriteBackSet) -> Result<(), IoError> {
     if set.is_empty() {
-        return queue.file.sync().await;
+        // What was overwritten is in the file that has the guest's bytes.
+        return queue.data.file().sync().await;
     }
     if !set.new_blocks.is_empty() || set.moved_table.is_some() {
         write_places(queue, std::mem::take(&mut set.new_blocks)).await?;
@@ -147,6 +150,9 @@ async fn write_back(queue: &Rc<Queue>, set: &mut WriteBackSet) -> Result<(), IoE
         first.append(&mut second);
     }
     write_places(queue, first).await?;
+    if queue.shared.data_file.is_some() {
+        queue.data.file().sync().await?;
+    }
     queue.file.sync().await?;
     set.tables_complete = true;
     if !second.is_empty() {

@@ -12,8 +12,9 @@ use std::rc::Rc;
 use block::IoError;
 
 use super::{Queue, announce, flush, load, space, zero};
-use crate::format::{GuestOffset, Version};
+use crate::format::{GuestOffset, HostOffset, Version};
 use crate::metadata::Extent;
+use crate::metadata::refcounts::NO_SPACE;
 
 /// Makes the disk `size_bytes` large, durably.
 pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoError> {
@@ -62,6 +63,7 @@ async fn enlarge(queue: &Rc<Queue>, old: u64, size_bytes: u64) -> Result<(), IoE
         mapped.min(GuestOffset::new(size_bytes)),
     )
     .await?;
+    extend_data_file(queue, old, size_bytes).await?;
     flush::flush(queue).await?;
     let before;
     {
@@ -75,6 +77,37 @@ async fn enlarge(queue: &Rc<Queue>, old: u64, size_bytes: u64) -> Result<(), IoE
     }
     shared.set_size_bytes(size_bytes);
     Ok(())
+}
+
+/// Makes the data file, if there is one, as long as the larger disk, durably. What lies past the disk's old end reads as
+/// zeros then: all of it in a raw data file, in others the rest of the last cluster, which is mapped with its beginning.
+async fn extend_data_file(queue: &Queue, old: u64, size_bytes: u64) -> Result<(), IoError> {
+    let Some(data) = &queue.shared.data_file else {
+        return Ok(());
+    };
+    let file = queue.data.file();
+    let len = file.len()?;
+    let mapped = if data.is_raw {
+        size_bytes
+    } else {
+        old.next_multiple_of(queue.shared.geometry.cluster_size())
+    };
+    let stale = old..len.min(mapped).min(size_bytes);
+    if !stale.is_empty() {
+        queue
+            .data
+            .zero(HostOffset::new(stale.start), stale.end - stale.start, true)
+            .await?;
+    }
+    if len < size_bytes {
+        if data.file.is_block_device() {
+            let path = data.file.path().display();
+            tracing::error!(data_file = %path, len, size_bytes, "the data file is a block device that is smaller than the disk is to be");
+            return Err(NO_SPACE);
+        }
+        file.set_len(size_bytes).await?;
+    }
+    file.sync().await
 }
 
 /// Returns the end of the guest range that the L1 table or the backing file may cover.

@@ -71,6 +71,14 @@ impl Backing {
     }
 }
 
+/// The file that has the guest's bytes of an image whose tables are in another one.
+#[derive(Debug)]
+pub(crate) struct DataFile {
+    pub(crate) file: Arc<ImageFile>,
+    /// It is the disk, byte by byte: where the disk reads as zeros it has zeros.
+    pub(crate) is_raw: bool,
+}
+
 /// The treatment of an image by the engine; fixed while it is open.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Policy {
@@ -85,7 +93,9 @@ pub(crate) struct Policy {
 
 /// State that all queues of an image share.
 pub(crate) struct Shared {
+    /// The image file: its header and tables, and the guest's bytes unless there is a data file.
     pub(crate) file: Arc<ImageFile>,
+    pub(crate) data_file: Option<DataFile>,
     pub(crate) geometry: Geometry,
     pub(crate) policy: Policy,
     pub(crate) compression: CompressionType,
@@ -123,6 +133,7 @@ impl fmt::Debug for Shared {
 /// The parts of a [`QcowDisk`], once an image has been opened.
 pub(crate) struct Parts {
     pub(crate) file: Arc<ImageFile>,
+    pub(crate) data_file: Option<DataFile>,
     pub(crate) policy: Policy,
     pub(crate) compression: CompressionType,
     pub(crate) backing: Option<Backing>,
@@ -143,6 +154,20 @@ impl Shared {
     /// Locks the metadata to change it. Never keep the guard across an await.
     pub(crate) fn write(&self) -> Result<WriteGuard<'_, Metadata>, IoError> {
         self.metadata.write().map_err(|_| IoError::Corrupt)
+    }
+
+    /// Returns the file that has the guest's bytes.
+    pub(crate) fn guest_file(&self) -> &Arc<ImageFile> {
+        self.data_file.as_ref().map_or(&self.file, |data| &data.file)
+    }
+
+    /// Ends all waits for space of requests, and lets none begin while the returned value lives.
+    fn hold_off(&self) -> HoldOff {
+        let mut hold_off = self.file.hold_off();
+        if let Some(data) = &self.data_file {
+            hold_off.join(data.file.hold_off());
+        }
+        hold_off
     }
 
     /// Records that the image is corrupt: it is not written any more. Returns `true` the first time.
@@ -198,6 +223,7 @@ impl QcowDisk {
         let shared = Shared {
             geometry: *parts.metadata.geometry(),
             file: parts.file,
+            data_file: parts.data_file,
             policy: parts.policy,
             compression: parts.compression,
             backing: parts.backing,
@@ -260,6 +286,15 @@ impl QcowDisk {
         self.shared.metadata.try_write().is_some()
     }
 
+    /// Returns the paths of its own files: of the image, unless that is temporary, and of its data file.
+    fn own_files(&self) -> impl Iterator<Item = std::path::PathBuf> {
+        let data = self.shared.data_file.iter().map(|data| &data.file);
+        std::iter::once(&self.shared.file)
+            .chain(data)
+            .filter(|file| !file.is_temporary())
+            .map(|file| file.path().to_owned())
+    }
+
     fn queue(&self, cx: &Context) -> Result<Rc<Queue>, OpenQueueError> {
         Queue::open(&self.shared, cx)
     }
@@ -276,7 +311,7 @@ impl Disk for QcowDisk {
             size_bytes: shared.size_bytes(),
             read_only: !writable,
             preferred_io_bytes: cluster,
-            physical_block_bytes: u32::try_from(shared.file.alignment().offset)
+            physical_block_bytes: u32::try_from(shared.guest_file().alignment().offset)
                 .unwrap_or(512)
                 .max(512),
             discard: writable && shared.policy.sparse && can_hide,
@@ -291,9 +326,14 @@ impl Disk for QcowDisk {
             .backing
             .iter()
             .flat_map(|backing| backing.disk.files());
-        let file = &self.shared.file;
-        let own = (!file.is_temporary()).then(|| file.path().to_owned());
-        own.into_iter().chain(below).collect()
+        self.own_files().chain(below).collect()
+    }
+
+    fn written_files(&self) -> Vec<std::path::PathBuf> {
+        if self.shared.policy.read_only {
+            return Vec::new();
+        }
+        self.own_files().collect()
     }
 
     fn open_queue(self: Arc<Self>, cx: &Context) -> Result<Box<dyn DiskQueue>, OpenQueueError> {
@@ -301,7 +341,7 @@ impl Disk for QcowDisk {
     }
 
     fn close(self: Arc<Self>, cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>> {
-        self.shared.file.hold_off().for_good();
+        self.shared.hold_off().for_good();
         if self.shared.policy.read_only {
             return Box::pin(async { Ok(()) });
         }
@@ -335,6 +375,6 @@ impl Disk for QcowDisk {
     }
 
     fn hold_off(&self) -> Option<HoldOff> {
-        Some(self.shared.file.hold_off())
+        Some(self.shared.hold_off())
     }
 }

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::epoch::{EpochGuard, EpochQueue};
-use block::file::FileView;
+use block::file::{FileView, ImageFile};
 use block::status::StatusRange;
 use block::sync::ReadGuard;
 use block::{Context, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Request};
@@ -38,30 +38,37 @@ impl Queue {
             Some(backing) => Some((Arc::clone(&backing.disk).open_queue(cx)?.into(), backing.size)),
             None => None,
         };
-        Self::on(shared, cx, shared.file.view(cx), backing)
+        Self::on(shared, cx, |file| file.view(cx), backing)
     }
 
     /// Opens the queue that closes an image. It flushes and frees, which reaches no backing file. It needs no
     /// descriptor except the one that the file keeps for it.
     pub(super) fn open_last(shared: &Arc<Shared>, cx: &Context) -> Result<Rc<Self>, OpenQueueError> {
-        Self::on(shared, cx, shared.file.last_view(cx), None)
+        Self::on(shared, cx, |file| file.last_view(cx), None)
     }
 
     fn on(
         shared: &Arc<Shared>,
         cx: &Context,
-        view: std::io::Result<FileView>,
+        view: impl Fn(&Arc<ImageFile>) -> std::io::Result<FileView>,
         backing: Option<(Rc<dyn DiskQueue>, u64)>,
     ) -> Result<Rc<Self>, OpenQueueError> {
-        let file = view.map_err(|source| OpenQueueError {
-            disk: shared.file.path().display().to_string(),
-            source,
-        })?;
+        let view = |file: &Arc<ImageFile>| {
+            view(file).map_err(|source| OpenQueueError {
+                disk: file.path().display().to_string(),
+                source,
+            })
+        };
+        let file = view(&shared.file)?;
+        let data = match &shared.data_file {
+            Some(data) => view(&data.file)?,
+            None => file.clone(),
+        };
         Ok(Rc::new(Self {
             shared: Arc::clone(shared),
             metadata: MappingReader::new(&shared.metadata),
             cx: cx.clone(),
-            data: GuestData::new(file.clone()),
+            data: GuestData::new(data),
             file,
             backing,
             epoch: shared.epochs.register(),

@@ -258,10 +258,14 @@ async fn punch(queue: &Rc<Queue>, runs: &[(HostCluster, u64)]) -> bool {
     let mut zero = true;
     for some in runs.chunks(PUNCHES_MAX) {
         let parts = some.iter().map(|&(first, count)| {
-            let data = queue.data.clone();
+            // Not through `data`: with a data file these are places of tables, here.
+            let file = queue.file.clone();
             Box::pin(async move {
-                match data
-                    .punch(geometry.host_offset(first), count * geometry.cluster_size())
+                match file
+                    .punch(
+                        geometry.host_offset(first).bytes(),
+                        count * geometry.cluster_size(),
+                    )
                     .await
                 {
                     Ok(true) => Ok(()),

@@ -153,6 +153,9 @@ async fn create(queue: &Rc<Queue>, name: &str, date: SystemTime) -> Result<Strin
     if name.contains('\0') {
         return Err(SnapshotError::NulInName);
     }
+    if queue.shared.data_file.is_some() {
+        return Err(SnapshotError::DataFile);
+    }
     let section = exclusive::begin(queue).await?;
     let header = queue.shared.header.decode()?;
     let mut entries = read_entries(queue, &header).await?;

@@ -12,9 +12,9 @@ use block::IoError;
 
 use super::write::{Source, change, write};
 use super::{Queue, flush, idle};
-use crate::format::{GuestCluster, GuestOffset, Version};
+use crate::format::{GuestCluster, GuestOffset, HostOffset, Version};
 use crate::invariant::invariant;
-use crate::metadata::clear::{Clear, Cleared};
+use crate::metadata::clear::{Clear, Cleared, HostBytes};
 use crate::metadata::{Extent, Growth, Lookup};
 
 /// The number of drops that may wait for a FLUSH before one is started for them.
@@ -28,8 +28,7 @@ pub(super) async fn discard(queue: &Rc<Queue>, offset: GuestOffset, len: u64) ->
     if !policy.sparse || uncovers {
         return Ok(());
     }
-    let keep = policy.discard_no_unref;
-    clear(queue, offset, offset + len, how(queue, keep, keep)).await?;
+    clear(queue, offset, offset + len, giving_back(queue)).await?;
     Ok(())
 }
 
@@ -47,24 +46,27 @@ pub(super) async fn write_zeroes(
     if shared.geometry.version() == Version::V2 && shared.backing.is_some() {
         return zero_bytes(queue, offset, end).await;
     }
-    let give_back = unmap && policy.sparse;
-    let keep = !give_back || policy.discard_no_unref;
-    let punch = give_back && policy.discard_no_unref;
+    let how = if unmap && policy.sparse {
+        giving_back(queue)
+    } else {
+        keeping(queue)
+    };
     let size = shared.geometry.cluster_size();
     let head_end = GuestOffset::new(offset.bytes().next_multiple_of(size)).min(end);
     zero_part(queue, offset, head_end).await?;
-    let cleared = clear(queue, head_end, end, how(queue, keep, punch)).await?;
+    let cleared = clear(queue, head_end, end, how).await?;
     zero_part(queue, cleared.clamp(head_end, end), end).await
 }
 
 /// Makes a part of one cluster read as zeros: whole subclusters by their mapping.
 async fn zero_part(queue: &Rc<Queue>, offset: GuestOffset, end: GuestOffset) -> Result<(), IoError> {
     let geometry = queue.shared.geometry;
-    if !geometry.has_subclusters() || offset >= end {
+    // The bits of subclusters change nothing in a raw data file, which must have the zeros too.
+    if !geometry.has_subclusters() || is_raw(queue) || offset >= end {
         return zero_bytes(queue, offset, end).await;
     }
     let size = geometry.subcluster_size();
-    let covered = how(queue, true, false).covered;
+    let covered = keeping(queue).covered;
     let mut pressed = false;
     let cleared = change(queue, |metadata| {
         // Evaluated each time, as for clusters.
@@ -89,12 +91,42 @@ async fn zero_part(queue: &Rc<Queue>, offset: GuestOffset, end: GuestOffset) -> 
     zero_bytes(queue, cleared.end.min(end), end).await
 }
 
-fn how(queue: &Queue, keep: bool, punch: bool) -> Clear {
+/// Returns true if the data file has to read as the disk does.
+fn is_raw(queue: &Queue) -> bool {
+    let data = &queue.shared.data_file;
+    data.as_ref().is_some_and(|data| data.is_raw)
+}
+
+/// Returns how to clear clusters whose space the host may have back.
+fn giving_back(queue: &Queue) -> Clear {
+    // In a data file each guest cluster keeps its place.
+    let keep = queue.shared.policy.discard_no_unref || queue.shared.data_file.is_some();
+    let bytes = if is_raw(queue) {
+        HostBytes::Zeroed { sparse: true }
+    } else if keep {
+        HostBytes::Punched
+    } else {
+        HostBytes::Kept
+    };
+    how(queue, keep, bytes)
+}
+
+/// Returns how to clear clusters whose space stays reserved.
+fn keeping(queue: &Queue) -> Clear {
+    let bytes = if is_raw(queue) {
+        HostBytes::Zeroed { sparse: false }
+    } else {
+        HostBytes::Kept
+    };
+    how(queue, true, bytes)
+}
+
+fn how(queue: &Queue, keep: bool, host_bytes: HostBytes) -> Clear {
     let shared = &queue.shared;
     let bytes = shared.backing.as_ref().map_or(0, |backing| backing.size);
     Clear {
         keep,
-        punch,
+        bytes: host_bytes,
         covered: GuestCluster::new(shared.geometry.clusters_for(bytes)),
     }
 }
@@ -148,11 +180,12 @@ async fn clear(
                 host,
                 slice,
             }) => {
-                let punched = queue.data.punch(host, count * geometry.cluster_size()).await;
-                let (waiters, result) = queue
-                    .shared
-                    .write()?
-                    .punched(guest, count, slice, punched.is_ok());
+                let punched = punch(queue, how.bytes, host, count).await;
+                let (waiters, result) =
+                    queue
+                        .shared
+                        .write()?
+                        .punched(guest, count, slice, how.bytes, punched.is_ok());
                 drop(waiters);
                 punched?;
                 result?;
@@ -161,6 +194,20 @@ async fn clear(
         }
     }
     Ok(geometry.guest_offset(here))
+}
+
+/// Returns the space of `count` clusters from `host` on to the host, or makes them zeros.
+async fn punch(queue: &Queue, how: HostBytes, host: HostOffset, count: u64) -> Result<(), IoError> {
+    let shared = &queue.shared;
+    let mut len = count * shared.geometry.cluster_size();
+    if shared.data_file.is_some() {
+        // It ends with the disk, which is as long as the guest can know.
+        len = len.min(shared.size_bytes().saturating_sub(host.bytes()));
+    }
+    match how {
+        HostBytes::Zeroed { sparse } => queue.data.zero(host, len, sparse).await,
+        HostBytes::Punched | HostBytes::Kept => queue.data.punch(host, len).await.map(drop),
+    }
 }
 
 /// Writes zeros to `offset..end` where it does not read as zeros already. The range is less than a cluster or has no

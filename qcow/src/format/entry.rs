@@ -41,6 +41,12 @@ pub enum EntryError {
         /// The entry as read.
         entry: u64,
     },
+    /// A compressed cluster in an image whose data is in another file.
+    #[error("L2 entry {entry:#018x} is compressed, which an image with a data file cannot have")]
+    CompressedInDataFile {
+        /// The entry as read.
+        entry: u64,
+    },
     /// The entry claims a refcount of one without an offset.
     #[error("{structure} {entry:#018x} has the COPIED flag but no offset")]
     CopiedWithoutOffset {

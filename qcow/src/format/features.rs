@@ -171,15 +171,6 @@ pub enum Unsupported {
         /// Their names, from the image's own feature name table if it has them.
         names: String,
     },
-    /// Guest data in another file.
-    #[error(
-        "the image keeps its data in an external file{}, which is not supported (header byte 72, bit 2)",
-        name.as_ref().map(|name| format!(" ({name})")).unwrap_or_default()
-    )]
-    ExternalDataFile {
-        /// The file's name, if the image gives one.
-        name: Option<String>,
-    },
     /// Encrypted guest data.
     #[error("the image is encrypted with {method} (header byte 32), which is not supported")]
     Encrypted {

@@ -17,6 +17,7 @@ pub struct Geometry {
     cluster_bits: ClusterBits,
     refcount_order: RefcountOrder,
     l2_entry_width: L2EntryWidth,
+    has_data_file: bool,
     virtual_size_bytes: u64,
 }
 
@@ -33,6 +34,7 @@ impl Geometry {
             cluster_bits,
             refcount_order,
             l2_entry_width: L2EntryWidth::Standard,
+            has_data_file: false,
             virtual_size_bytes,
         }
     }
@@ -42,6 +44,15 @@ impl Geometry {
     pub const fn with_l2_entry_width(self, l2_entry_width: L2EntryWidth) -> Self {
         Self {
             l2_entry_width,
+            ..self
+        }
+    }
+
+    /// Returns the geometry of the same image with the guest's bytes in a file of their own, or not.
+    #[must_use]
+    pub const fn with_data_file(self, has_data_file: bool) -> Self {
+        Self {
+            has_data_file,
             ..self
         }
     }
@@ -144,6 +155,19 @@ impl Geometry {
     #[inline]
     pub const fn has_subclusters(&self) -> bool {
         matches!(self.l2_entry_width, L2EntryWidth::Extended)
+    }
+
+    /// Returns true if the guest's bytes are in a file of their own. Then each guest cluster has its place there, at its
+    /// own offset, and no other.
+    #[inline]
+    pub const fn has_data_file(&self) -> bool {
+        self.has_data_file
+    }
+
+    /// Returns the place of a guest cluster in the data file.
+    #[inline]
+    pub const fn data_file_offset(&self, cluster: GuestCluster) -> HostOffset {
+        HostOffset::new(self.guest_offset(cluster).bytes())
     }
 
     /// Returns the logarithm of [`Self::subcluster_size`].

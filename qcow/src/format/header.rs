@@ -436,7 +436,9 @@ impl Header {
         } else {
             L2EntryWidth::Standard
         };
-        Geometry::new(self.version, self.cluster_bits, self.refcount_order, size).with_l2_entry_width(width)
+        Geometry::new(self.version, self.cluster_bits, self.refcount_order, size)
+            .with_l2_entry_width(width)
+            .with_data_file(self.has_data_file())
     }
 
     /// Returns the backing file's format, if the image names one.
@@ -445,6 +447,16 @@ impl Header {
             Extension::BackingFormat(name) => Some(name.as_slice()),
             _ => None,
         })
+    }
+
+    /// Returns true if the guest's bytes are in another file.
+    pub const fn has_data_file(&self) -> bool {
+        self.incompatible.contains(Incompatible::EXTERNAL_DATA)
+    }
+
+    /// Returns true if the guest's bytes are in another file, which is the disk byte by byte.
+    pub const fn has_raw_data_file(&self) -> bool {
+        self.has_data_file() && self.autoclear.contains(Autoclear::RAW_EXTERNAL_DATA)
     }
 
     /// Returns the external data file's name, if the image gives one.

@@ -275,17 +275,71 @@ fn parse_refuses_extended_l2_with_clusters_below_16_kib() {
 }
 
 #[test]
+fn data_file_name_is_checked() {
+    let named = |extensions: Vec<Extension>| {
+        let header = Header {
+            incompatible: Incompatible::EXTERNAL_DATA,
+            extensions,
+            ..plain(Version::V3)
+        };
+        header
+            .data_file_name()
+            .map(str::to_owned)
+            .map_err(|error| error.to_string())
+    };
+    let name = |name: &[u8]| named(vec![Extension::DataFile(name.to_vec())]);
+    assert_eq!(name(b"data.raw"), Ok("data.raw".to_owned()));
+    assert_eq!(name(&[b'a'; 1023]), Ok("a".repeat(1023)));
+    assert_names(
+        &named(vec![]).unwrap_err(),
+        &["external file", "0x44415441 is missing"],
+    );
+    assert_names(
+        &name(b"").unwrap_err(),
+        &["external file", "0 bytes", "1 to 1023"],
+    );
+    assert_names(&name(&[b'a'; 1024]).unwrap_err(), &["1024 bytes", "1 to 1023"]);
+    assert_names(&name(b"a\0b").unwrap_err(), &["NUL"]);
+    assert_names(&name(b"a\xff").unwrap_err(), &["not UTF-8"]);
+}
+
+#[test]
+fn validate_refuses_what_excludes_a_data_file() {
+    let external = |change: fn(&mut Header)| {
+        let mut header = Header {
+            incompatible: Incompatible::EXTERNAL_DATA,
+            autoclear: Autoclear::RAW_EXTERNAL_DATA,
+            backing_name: None,
+            ..plain(Version::V3)
+        };
+        change(&mut header);
+        header.validate().map_err(|error| error.to_string())
+    };
+    assert_eq!(external(|_| ()), Ok(()));
+    let snapshots = external(|header| {
+        header.snapshot_count = 1;
+        header.snapshot_table_offset = HostOffset::new(1 << 20);
+    });
+    assert_names(&snapshots.unwrap_err(), &["nb_snapshots", "external file"]);
+    let below = |header: &mut Header| header.backing_name = Some(b"base".to_vec());
+    assert_names(
+        &external(below).unwrap_err(),
+        &["autoclear_features", "backing file"],
+    );
+    let plain_over = |header: &mut Header| {
+        header.autoclear = Autoclear::empty();
+        header.backing_name = Some(b"base".to_vec());
+    };
+    assert_eq!(external(plain_over), Ok(()));
+}
+
+#[test]
 fn require_supported_names_each_unsupported_feature() {
     let unsupported = |header: Header| header.require_supported().unwrap_err().to_string();
     let with = |incompatible| Header {
         incompatible,
         ..plain(Version::V3)
     };
-    let mut external = with(Incompatible::EXTERNAL_DATA);
-    assert_names(&unsupported(external.clone()), &["external file"]);
-    external.extensions.push(Extension::DataFile(b"json:{}".to_vec()));
-    assert_names(&unsupported(external), &["external file", "json:{}"]);
-
     for (crypt_method, name) in [(CryptMethod::Aes, "aes"), (CryptMethod::Luks, "luks")] {
         let error = unsupported(Header {
             crypt_method,

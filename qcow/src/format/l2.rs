@@ -31,14 +31,14 @@ pub enum L2Mapping {
     Unallocated,
     /// Zeros, whatever the host cluster or the backing file hold.
     Zero {
-        /// The host cluster kept for it, if any; a multiple of the cluster size, never 0.
+        /// The host cluster kept for it, if any; a multiple of the cluster size, and 0 only in a data file.
         host: Option<HostOffset>,
         /// The kept host cluster's refcount is exactly one.
         copied: bool,
     },
     /// An uncompressed host cluster.
     Data {
-        /// The offset of the cluster; a multiple of the cluster size, never 0.
+        /// The offset of the cluster; a multiple of the cluster size, and 0 only in a data file.
         host: HostOffset,
         /// Its refcount is exactly one: it may be overwritten in place. This is reliable only in tables reached
         /// through the active L1.
@@ -49,8 +49,8 @@ pub enum L2Mapping {
     /// Subclusters that are not all alike, or that are all unallocated although they have a host cluster. In images with
     /// extended L2 entries only.
     Subclusters {
-        /// The host cluster that is kept for them, if any; a multiple of the cluster size, never 0. If any has data,
-        /// there is one.
+        /// The host cluster that is kept for them, if any; a multiple of the cluster size, and 0 only in a data file. If
+        /// any has data, there is one.
         host: Option<HostOffset>,
         /// The host cluster's refcount is exactly one.
         copied: bool,
@@ -171,7 +171,7 @@ impl L2Entry {
         self.bitmap
     }
 
-    /// Returns the entry of a data cluster at `host`, a non-zero multiple of the cluster size.
+    /// Returns the entry of a data cluster at `host`, a multiple of the cluster size, and 0 only in a data file.
     #[inline]
     pub const fn data(host: HostOffset, copied: bool, geometry: &Geometry) -> Self {
         Self::of_cluster(Some(host), copied).with_kinds(SubclusterBitmap::DATA, 0, geometry)
@@ -265,13 +265,14 @@ impl L2Entry {
         self.descriptor & COMPRESSED != 0
     }
 
-    /// Decodes the entry. COPIED without an offset is unallocated (or plain zero), as in QEMU.
+    /// Decodes the entry. COPIED without an offset is unallocated (or plain zero), as in QEMU; with a data file it is the
+    /// disk's first cluster.
     ///
     /// # Errors
     ///
-    /// [`EntryError`] if reserved bits are set, the offset is not cluster-aligned, a compressed
-    /// cluster has COPIED, a version 2 image has the all-zeros flag, or the bitmap contradicts itself or the offset. As in
-    /// QEMU, an extended entry's all-zeros flag and a compressed cluster's bitmap mean nothing.
+    /// [`EntryError`] if reserved bits are set, the offset is not cluster-aligned, a compressed cluster has COPIED or the image
+    /// a data file, a version 2 image has the all-zeros flag, or the bitmap contradicts itself or the offset. As in QEMU, an
+    /// extended entry's all-zeros flag and a compressed cluster's bitmap mean nothing.
     #[inline]
     pub const fn decode(self, geometry: &Geometry) -> Result<L2Mapping, EntryError> {
         if geometry.has_subclusters() {
@@ -298,7 +299,7 @@ impl L2Entry {
             if matches!(geometry.version(), Version::V2) {
                 return Err(EntryError::ZeroFlagInVersion2 { entry });
             }
-            return Ok(if offset == 0 {
+            return Ok(if offset == 0 && !self.is_first_in_data_file(geometry) {
                 L2Mapping::Zero {
                     host: None,
                     copied: false,
@@ -310,7 +311,7 @@ impl L2Entry {
                 }
             });
         }
-        Ok(if offset == 0 {
+        Ok(if offset == 0 && !self.is_first_in_data_file(geometry) {
             L2Mapping::Unallocated
         } else {
             L2Mapping::Data { host, copied }
@@ -325,15 +326,22 @@ impl L2Entry {
             Ok(offset) => offset,
             Err(error) => return Err(error),
         };
-        let bitmap = match self.bitmap.validate(self.descriptor, offset != 0) {
+        let has_host = offset != 0 || self.is_first_in_data_file(geometry);
+        let bitmap = match self.bitmap.validate(self.descriptor, has_host) {
             Ok(bitmap) => bitmap,
             Err(error) => return Err(error),
         };
-        Ok(if offset == 0 {
-            L2Mapping::of_subclusters(None, false, bitmap)
-        } else {
+        Ok(if has_host {
             L2Mapping::of_subclusters(Some(HostOffset::new(offset)), self.is_copied(), bitmap)
+        } else {
+            L2Mapping::of_subclusters(None, false, bitmap)
         })
+    }
+
+    /// Returns true if an entry whose offset is 0 refers to the first cluster of the data file.
+    #[inline]
+    const fn is_first_in_data_file(self, geometry: &Geometry) -> bool {
+        self.is_copied() && geometry.has_data_file()
     }
 
     /// Returns the offset of a standard descriptor's cluster; 0 for none.
@@ -375,6 +383,9 @@ impl L2Entry {
 
     const fn decode_compressed(self, geometry: &Geometry) -> Result<L2Mapping, EntryError> {
         let entry = self.descriptor;
+        if geometry.has_data_file() {
+            return Err(EntryError::CompressedInDataFile { entry });
+        }
         let shift = compressed_shift(geometry);
         let descriptor = entry & !(COMPRESSED | COPIED);
         let offset = descriptor & 1u64.wrapping_shl(shift).wrapping_sub(1);

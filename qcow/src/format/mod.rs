@@ -18,6 +18,7 @@
 pub mod bitmap;
 mod bytes;
 mod cluster_use;
+pub mod data_file;
 mod entry;
 pub mod extension;
 mod features;

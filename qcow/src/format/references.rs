@@ -125,6 +125,13 @@ impl Entry for L2Entry {
     #[inline]
     fn referred(self, geometry: &Geometry) -> Referred {
         let decoded = self.decode(geometry);
+        if geometry.has_data_file() {
+            // The offset of an entry is one in the data file.
+            return Referred {
+                reference: None,
+                fault: decoded.err(),
+            };
+        }
         if self.is_compressed() {
             let reference = self.compressed_extent(geometry).map(|extent| Reference {
                 target: ClusterUse::GuestData,

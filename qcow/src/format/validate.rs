@@ -30,7 +30,8 @@ impl Header {
         self.validate_l1()?;
         self.validate_refcount_table()?;
         self.validate_snapshot_table()?;
-        self.validate_features()
+        self.validate_features()?;
+        self.validate_data_file()
     }
 
     /// Checks as [`Self::validate`] does, but the refcount table may be missing, so that tools can rebuild it.
@@ -225,8 +226,7 @@ impl Header {
         Ok(())
     }
 
-    /// Checks that this crate can serve the image: no unknown incompatible feature, no external data file, no
-    /// encryption.
+    /// Checks that this crate can serve the image: no unknown incompatible feature, no encryption.
     ///
     /// # Errors
     ///
@@ -238,12 +238,6 @@ impl Header {
                 bits: unknown,
                 names: self.incompatible_names(unknown),
             });
-        }
-        if self.incompatible.contains(Incompatible::EXTERNAL_DATA) {
-            let name = self
-                .data_file()
-                .map(|name| String::from_utf8_lossy(name).into_owned());
-            return Err(Unsupported::ExternalDataFile { name });
         }
         if self.crypt_method != CryptMethod::None {
             return Err(Unsupported::Encrypted {

@@ -7,6 +7,7 @@
 use block::file::FileView;
 use block::{AlignedBuf, IoError};
 
+use crate::format::data_file::DATA_FILE_NAME_MAX;
 use crate::format::header::{BACKING_NAME_MAX, V2_HEADER_LENGTH, V3_HEADER_LENGTH, V3_HEADER_LENGTH_MIN};
 use crate::format::l1::L1_TABLE_MAX_BYTES;
 use crate::format::positions::{FILE_OFFSET_MAX, SECTOR_SIZE};
@@ -14,8 +15,8 @@ use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use crate::format::validate::EXTENDED_L2_CLUSTER_BITS_MIN;
 use crate::format::{
     Autoclear, ClusterBits, Compatible, CompressionType, CryptMethod, Extension, FeatureKind, FeatureName,
-    Geometry, Header, HeaderError, HostCluster, HostOffset, Incompatible, L1Entry, L2Entry, L2EntryWidth,
-    L2TableMut, L2TableRef, RefcountOrder, RefcountTableEntry, Version,
+    Geometry, GuestCluster, Header, HeaderError, HostCluster, HostOffset, Incompatible, L1Entry, L2Entry,
+    L2EntryWidth, L2TableMut, L2TableRef, RefcountOrder, RefcountTableEntry, Version,
 };
 
 /// The size of one write, in bytes.
@@ -72,6 +73,26 @@ pub struct CreateOptions {
     pub compression: CompressionType,
     /// The part of the disk whose clusters are allocated at creation.
     pub preallocation: Preallocation,
+    /// The file of its own for the guest's bytes; see [`create_with_data_file`].
+    pub data_file: Option<NewDataFile>,
+}
+
+/// The external data file of a new image. Version 3 only.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct NewDataFile {
+    /// The name, as it is to be written.
+    pub name: String,
+    /// The file is the disk byte by byte (raw). Every cluster is mapped then.
+    pub raw: bool,
+    /// The file's bytes become the disk's. Every cluster is mapped then. Otherwise the file must be empty, unless it is a
+    /// block device.
+    pub keep: bool,
+}
+
+impl NewDataFile {
+    fn maps_all(&self) -> bool {
+        self.raw || self.keep
+    }
 }
 
 impl CreateOptions {
@@ -88,6 +109,7 @@ impl CreateOptions {
             lazy_refcounts: false,
             compression: CompressionType::Deflate,
             preallocation: Preallocation::Off,
+            data_file: None,
         }
     }
 }
@@ -144,6 +166,9 @@ struct Plan {
     l1_entries: u64,
     l1_clusters: u64,
     l2_tables: u64,
+    /// The guest clusters that are mapped.
+    mapped: u64,
+    /// The clusters of this file for them; none with a data file.
     data_clusters: u64,
 }
 
@@ -159,7 +184,13 @@ impl Plan {
             );
             return Err(CreateError::option("size", options.size, expected));
         }
-        let preallocated = options.preallocation != Preallocation::Off;
+        let maps_all = options.data_file.as_ref().is_some_and(NewDataFile::maps_all);
+        let preallocated = options.preallocation != Preallocation::Off || maps_all;
+        let mapped = if preallocated {
+            geometry.guest_clusters()
+        } else {
+            0
+        };
         let mut plan = Self {
             geometry,
             table_clusters: 1,
@@ -167,18 +198,15 @@ impl Plan {
             l1_entries,
             l1_clusters: geometry.clusters_for(l1_entries * 8),
             l2_tables: if preallocated { l1_entries } else { 0 },
-            data_clusters: if preallocated {
-                geometry.guest_clusters()
-            } else {
-                0
-            },
+            mapped,
+            data_clusters: if geometry.has_data_file() { 0 } else { mapped },
         };
         // The refcount table, with room for the whole disk; at most what QEMU accepts.
         let full = plan.total()
-            + if preallocated {
-                0
-            } else {
-                l1_entries + geometry.guest_clusters()
+            + match (preallocated, geometry.has_data_file()) {
+                (true, _) => 0,
+                (false, true) => l1_entries,
+                (false, false) => l1_entries + geometry.guest_clusters(),
             };
         let blocks_full = full.div_ceil(geometry.refcount_block_entries() as u64);
         // The blocks and the table are counted too: an eighth more covers any width.
@@ -230,16 +258,53 @@ impl Plan {
 ///
 /// [`CreateError`]; nothing was written if it is about an option.
 pub async fn create(file: &FileView, options: &CreateOptions) -> Result<Header, CreateError> {
+    if let Some(data) = &options.data_file {
+        let expected = "none, as no such file was opened";
+        return Err(CreateError::option("data_file", &data.name, expected));
+    }
+    create_in(file, None, options).await
+}
+
+/// Creates an image as [`create`] does, whose guest's bytes are in `data`: the file that `options.data_file` names. The
+/// disk's bytes are those of the file if they are kept, or else zeros.
+///
+/// # Errors
+///
+/// [`CreateError`]; nothing was written if it is about an option.
+pub async fn create_with_data_file(
+    file: &FileView,
+    data: &FileView,
+    options: &CreateOptions,
+) -> Result<Header, CreateError> {
+    let Some(new) = &options.data_file else {
+        let path = data.file().path().display();
+        return Err(CreateError::option("data_file", path, "a name to record for it"));
+    };
+    create_in(file, Some((data, new)), options).await
+}
+
+async fn create_in(
+    file: &FileView,
+    data: Option<(&FileView, &NewDataFile)>,
+    options: &CreateOptions,
+) -> Result<Header, CreateError> {
     let plan = Plan::new(options)?;
     let header = header(options, &plan)?;
     let header_bytes = header.encode()?;
     header.validate()?;
 
+    if let Some((data, new)) = data {
+        prepare_data_file(data, new, options, &plan).await?;
+    }
     let end = plan.offset(plan.total()).bytes();
     make_room(file, end).await?;
     write_refcounts(file, &plan).await?;
     write_mapping(file, &plan).await?;
-    fill_data(file, options, &plan).await?;
+    if data.is_none() {
+        let start = plan.offset(plan.data_start()).bytes();
+        let len = plan.offset(plan.total()).bytes() - start;
+        fill_data(file, options, start, len).await?;
+    }
     file.sync()
         .await
         .map_err(CreateError::io("everything (sync)", 0))?;
@@ -329,13 +394,17 @@ async fn write_mapping(file: &FileView, plan: &Plan) -> Result<(), CreateError> 
     .await?;
     // The L2 tables are one run of entries: table `i` ends where table `i + 1` starts.
     let mut done = 0;
-    while done < plan.data_clusters {
+    while done < plan.mapped {
         let width = plan.geometry.l2_entry_width().bytes();
-        let count = (plan.data_clusters - done).min(PART / width as u64);
+        let count = (plan.mapped - done).min(PART / width as u64);
         let mut bytes = vec![0; count as usize * width];
         let mut table = L2TableMut::new(&mut bytes, &plan.geometry);
         for index in 0..count {
-            let data = plan.offset(plan.data_start() + done + index);
+            let data = if plan.geometry.has_data_file() {
+                plan.geometry.data_file_offset(GuestCluster::new(done + index))
+            } else {
+                plan.offset(plan.data_start() + done + index)
+            };
             table.set(index as usize, L2Entry::data(data, true, &plan.geometry));
         }
         let offset = plan.offset(plan.l2_start()).bytes() + done * width as u64;
@@ -345,9 +414,50 @@ async fn write_mapping(file: &FileView, plan: &Plan) -> Result<(), CreateError> 
     Ok(())
 }
 
-async fn fill_data(file: &FileView, options: &CreateOptions, plan: &Plan) -> Result<(), CreateError> {
-    let start = plan.offset(plan.data_start()).bytes();
-    let len = plan.offset(plan.total()).bytes() - start;
+/// Gives the data file the disk's length and, unless its bytes are kept, makes those that are mapped read as zeros. Durable
+/// when it returns.
+async fn prepare_data_file(
+    data: &FileView,
+    new: &NewDataFile,
+    options: &CreateOptions,
+    plan: &Plan,
+) -> Result<(), CreateError> {
+    let io = || CreateError::io("the data file", 0);
+    let (size, name) = (plan.geometry.virtual_size(), &new.name);
+    let len = data.len().map_err(io())?;
+    let is_device = data.file().is_block_device();
+    if is_device && len < size {
+        let expected = format!("a block device of at least {size} bytes; it has {len}");
+        return Err(CreateError::option("data_file", name, expected));
+    }
+    if !is_device && !new.keep && len > 0 {
+        let expected =
+            "a new or empty file; data_file_keep=on makes the bytes of one that is there the disk's";
+        return Err(CreateError::option("data_file", name, expected));
+    }
+    if !is_device && len > size {
+        let expected = format!("at least {len}, the data file's length");
+        return Err(CreateError::option("size", size, expected));
+    }
+    if !is_device && len < size {
+        data.set_len(size).await.map_err(io())?;
+    }
+    if !new.keep {
+        if is_device && plan.mapped > 0 {
+            data.zero(0, size).await.map_err(io())?;
+        }
+        fill_data(data, options, 0, size).await?;
+    }
+    data.sync().await.map_err(io())
+}
+
+/// Allocates `len` bytes from `start` on, as preallocation asks for.
+async fn fill_data(
+    file: &FileView,
+    options: &CreateOptions,
+    start: u64,
+    len: u64,
+) -> Result<(), CreateError> {
     match options.preallocation {
         _ if len == 0 => Ok(()),
         Preallocation::Off | Preallocation::Metadata => Ok(()),
@@ -401,6 +511,9 @@ fn geometry(options: &CreateOptions) -> Result<Geometry, CreateError> {
             format!("at most {}", FILE_OFFSET_MAX / SECTOR_SIZE * SECTOR_SIZE),
         )
     })?;
+    if let Some(data) = &options.data_file {
+        check_data_file(options, data)?;
+    }
     if options.version == Version::V2 {
         if refcount_order != RefcountOrder::DEFAULT {
             return Err(CreateError::option("refcount_bits", width, "16 with compat=0.10"));
@@ -424,7 +537,8 @@ fn geometry(options: &CreateOptions) -> Result<Geometry, CreateError> {
             ));
         }
     }
-    let geometry = Geometry::new(options.version, cluster_bits, refcount_order, size);
+    let geometry = Geometry::new(options.version, cluster_bits, refcount_order, size)
+        .with_data_file(options.data_file.is_some());
     if !options.extended_l2 {
         return Ok(geometry);
     }
@@ -433,6 +547,29 @@ fn geometry(options: &CreateOptions) -> Result<Geometry, CreateError> {
         return Err(CreateError::option("cluster_size", cluster_size, expected));
     }
     Ok(geometry.with_l2_entry_width(L2EntryWidth::Extended))
+}
+
+/// Checks what goes together with a data file.
+fn check_data_file(options: &CreateOptions, data: &NewDataFile) -> Result<(), CreateError> {
+    let name = &data.name;
+    if name.is_empty() || name.len() > DATA_FILE_NAME_MAX || name.contains('\0') {
+        let expected = format!("a name of 1 to {DATA_FILE_NAME_MAX} bytes, without NUL");
+        return Err(CreateError::option("data_file", name, expected));
+    }
+    if options.version == Version::V2 {
+        return Err(CreateError::option("data_file", name, "none with compat=0.10"));
+    }
+    for (option, on) in [("data_file_raw", data.raw), ("data_file_keep", data.keep)] {
+        if on && options.backing_file.is_some() {
+            let expected = "off with a backing file: the whole disk is in the data file";
+            return Err(CreateError::option(option, "on", expected));
+        }
+    }
+    if data.keep && matches!(options.preallocation, Preallocation::Falloc | Preallocation::Full) {
+        let expected = "off with preallocation, which writes the data file";
+        return Err(CreateError::option("data_file_keep", "on", expected));
+    }
+    Ok(())
 }
 
 /// Checks the options about names, and makes the header.
@@ -475,6 +612,12 @@ fn header(options: &CreateOptions, plan: &Plan) -> Result<Header, CreateError> {
         options.compression != CompressionType::Deflate,
     );
     incompatible.set(Incompatible::EXTENDED_L2, options.extended_l2);
+    incompatible.set(Incompatible::EXTERNAL_DATA, options.data_file.is_some());
+    let mut autoclear = Autoclear::empty();
+    if let Some(data) = &options.data_file {
+        autoclear.set(Autoclear::RAW_EXTERNAL_DATA, data.raw);
+        extensions.push(Extension::DataFile(data.name.as_bytes().to_vec()));
+    }
     let mut header = Header {
         version: options.version,
         cluster_bits: geometry.cluster_bits(),
@@ -496,7 +639,7 @@ fn header(options: &CreateOptions, plan: &Plan) -> Result<Header, CreateError> {
         } else {
             Compatible::empty()
         },
-        autoclear: Autoclear::empty(),
+        autoclear,
         refcount_order: geometry.refcount_order(),
         header_length: if v3 { V3_HEADER_LENGTH } else { V2_HEADER_LENGTH },
         compression: options.compression,

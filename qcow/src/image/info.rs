@@ -1,4 +1,4 @@
-//! Descriptions of images, also of those that cannot be served: encrypted, with external data, or with unknown
+//! Descriptions of images, also of those that cannot be served: encrypted, or with unknown
 //! features. Names follow `qemu-img info --output=json`. Nothing is written, and no other file is opened.
 
 use std::fs::File;

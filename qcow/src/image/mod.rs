@@ -22,7 +22,7 @@ pub mod repair;
 pub mod snapshots;
 
 pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check, check_within};
-pub use create::{CreateError, CreateOptions, Preallocation, create};
+pub use create::{CreateError, CreateOptions, NewDataFile, Preallocation, create, create_with_data_file};
 pub use info::{ImageInfo, SnapshotList, info};
 pub use open::{ImageError, OpenError, OpenOptions, Qcow2, StructureError, backing_path};
 pub use read::{Located, ReadError, read_header};

@@ -23,7 +23,8 @@ use super::guarded_tables::guarded_tables;
 use super::read::{ReadError, for_each_entry, read, read_header};
 use super::snapshots::header_of;
 use super::{RepairError, bitmaps, rebuild_refcounts};
-use crate::engine::{Announcement, Backing, Parts, Policy, QcowDisk};
+use crate::engine::{Announcement, Backing, DataFile, Parts, Policy, QcowDisk};
+use crate::format::data_file::DataFileNameError;
 use crate::format::{
     Autoclear, ClusterUse, Geometry, Header, HeaderError, HeaderFields, HostCluster, HostOffset,
     Incompatible, L1Entry, RefcountTableEntry, Unsupported, Version,
@@ -48,6 +49,8 @@ pub struct OpenOptions {
     pub direct: bool,
     /// Open the backing file the image names. Without it such an image is refused.
     pub backing_files: bool,
+    /// Open the data file an image of the chain names. Without it such an image is refused.
+    pub data_files: bool,
     /// Return space to the host on discard; otherwise clusters stay allocated.
     pub sparse: bool,
     /// Keep a discarded cluster's place in the file, and return only its space.
@@ -81,6 +84,7 @@ impl Default for OpenOptions {
             snapshot: None,
             direct: false,
             backing_files: false,
+            data_files: false,
             sparse: true,
             discard_no_unref: false,
             persist_mappings: false,
@@ -101,6 +105,7 @@ impl OpenOptions {
         ChainOptions {
             direct: self.direct,
             backing_files: self.backing_files,
+            data_files: self.data_files,
             lock: self.lock,
             lock_set: self.lock_set.clone(),
             indexes: self.indexes.clone(),
@@ -161,6 +166,33 @@ pub enum ImageError {
     BackingName {
         /// The name, as recorded.
         name: String,
+    },
+    /// It keeps its data in another file, and none is allowed.
+    #[error(
+        "it keeps its data in the external file {name:?}, and data files are not allowed; use data_file=on"
+    )]
+    DataFileNotAllowed {
+        /// The name, as recorded.
+        name: String,
+    },
+    /// It does not say properly which file has its data.
+    #[error(transparent)]
+    DataFileName(#[from] DataFileNameError),
+    /// Its data file is not a path.
+    #[error("its external file {name:?} is not a path of a local file")]
+    DataFilePath {
+        /// The name, as recorded.
+        name: String,
+    },
+    /// Its data file ends before the disk does.
+    #[error("its data file {} has {len} bytes; expected at least {size}, the disk's", path.display())]
+    DataFileTooShort {
+        /// The data file.
+        path: PathBuf,
+        /// Its length, in bytes.
+        len: u64,
+        /// The disk's size, in bytes.
+        size: u64,
     },
     /// It is marked corrupt and may only be read.
     #[error(
@@ -322,8 +354,13 @@ impl Qcow2 {
         let backing = match below {
             Below::Opened => open_backing(opening, path, &header).await?,
             Below::Given(disk) => Some(Backing::new(disk)),
+            Below::LeftOut if header.has_data_file() => {
+                return Err(image(SnapshotError::DataFile.into()));
+            }
             Below::LeftOut => None,
         };
+        // After the images below: it may be none of them.
+        let data_file = open_data_file(opening, path, &header, access)?;
         // Nothing has been written so far; from here on only a rebuild writes.
         let header = prepare(&view, header, write).await.map_err(image)?;
         // What the engine writes back is what it was opened from.
@@ -354,9 +391,13 @@ impl Qcow2 {
         // Not sooner: a caller that opens an image needs the error that there is no space.
         if write && options.wait_for_space {
             file.wait_for_space();
+            if let Some(data) = &data_file {
+                data.file.wait_for_space();
+            }
         }
         Ok(QcowDisk::from_parts(Parts {
             file,
+            data_file,
             policy: Policy {
                 read_only: !write,
                 sparse: options.sparse,
@@ -398,6 +439,46 @@ async fn open_backing(
         .ok_or_else(|| OpenError::image(path, ImageError::BackingName { name: text }))?;
     let disk = opening.open_below(path, &below, format).await?;
     Ok(Some(Backing::new(disk)))
+}
+
+/// Opens the file that has the image's data, if there is one.
+fn open_data_file(
+    opening: &Opening<'_>,
+    path: &Path,
+    header: &Header,
+    access: Access,
+) -> Result<Option<DataFile>, OpenError> {
+    if !header.has_data_file() {
+        return Ok(None);
+    }
+    let image = |source: ImageError| OpenError::image(path, source);
+    let name = header.data_file_name().map_err(|error| image(error.into()))?;
+    let named = || name.to_owned();
+    if !opening.allows_data_files() {
+        return Err(image(ImageError::DataFileNotAllowed { name: named() }));
+    }
+    let data = backing_path(path, name.as_bytes())
+        .ok_or_else(|| image(ImageError::DataFilePath { name: named() }))?;
+    let file = opening.open_data_file(path, &data, access)?;
+    let view = file.view(opening.context()).map_err(|error| {
+        image(ImageError::Io {
+            what: "duplicate a descriptor",
+            source: error.into(),
+        })
+    })?;
+    let len = view.len().map_err(|error| image(io_length(error)))?;
+    let size = header.geometry().virtual_size();
+    if len < size {
+        return Err(image(ImageError::DataFileTooShort {
+            path: data,
+            len,
+            size,
+        }));
+    }
+    Ok(Some(DataFile {
+        file,
+        is_raw: header.has_raw_data_file(),
+    }))
 }
 
 /// Returns the path of the backing file that `image` names: relative names count from the image's folder, and `file:`
@@ -454,12 +535,16 @@ async fn announcement(view: &FileView, header: &Header) -> Announcement {
     if header.version == Version::V2 || header.autoclear.is_empty() {
         return Announcement::default();
     }
-    let mut keep = Autoclear::empty();
+    // The engine keeps the promise of a raw data file.
+    let mut keep = header.autoclear.intersection(Autoclear::RAW_EXTERNAL_DATA);
     let mut marks = Default::default();
     if header.autoclear.contains(Autoclear::BITMAPS) {
         // Bitmaps that are marked as out of date are consistent with the image.
         match bitmaps::marks(view, header).await {
-            Ok(found) => (keep, marks) = (Autoclear::BITMAPS, found),
+            Ok(found) => {
+                keep |= Autoclear::BITMAPS;
+                marks = found;
+            }
             Err(error) => {
                 let image = view.file().path().display();
                 tracing::warn!(%image, %error, "the image's bitmaps are malformed; the first write disowns them");

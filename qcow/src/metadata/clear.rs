@@ -15,10 +15,22 @@ use crate::invariant::invariant;
 pub(crate) struct Clear {
     /// Owned clusters keep their host cluster.
     pub(crate) keep: bool,
-    /// The space of kept clusters is returned to the host by punching it.
-    pub(crate) punch: bool,
+    /// The treatment of the host's bytes of kept clusters.
+    pub(crate) bytes: HostBytes,
     /// Below this guest cluster the backing file has bytes that must stay hidden.
     pub(crate) covered: GuestCluster,
+}
+
+/// The treatment of the host's bytes where a guest cluster reads as zeros but keeps its place.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum HostBytes {
+    /// They stay: the entry hides them.
+    Kept,
+    /// Their space is returned to the host, if it can be.
+    Punched,
+    /// They become zeros, also where the entry says zeros already: a raw data file reads as the disk does. `sparse`: their
+    /// space is returned to the host.
+    Zeroed { sparse: bool },
 }
 
 /// The result of one step.
@@ -70,7 +82,15 @@ impl Metadata {
                 Version::V2 => L2Entry::UNALLOCATED,
             };
             let keeps = how.keep && self.geometry.version() == Version::V3;
+            let zeroed = matches!(how.bytes, HostBytes::Zeroed { .. });
             let new = match self.mapping(slice, here)? {
+                _ if zeroed => {
+                    if here > cluster {
+                        return Ok(Cleared::Until(here));
+                    }
+                    let place = self.geometry.data_file_offset(here);
+                    return self.plan_punch(slice, here, slice_end, place, zeroed);
+                }
                 L2Mapping::Unallocated if here >= how.covered => continue,
                 L2Mapping::Zero { host: None, .. } => continue,
                 L2Mapping::Zero { copied: true, .. } if keeps => continue,
@@ -80,11 +100,11 @@ impl Metadata {
                     copied: true,
                     ..
                 } if keeps => {
-                    if how.punch {
+                    if how.bytes == HostBytes::Punched {
                         if here > cluster {
                             return Ok(Cleared::Until(here));
                         }
-                        return self.plan_punch(slice, here, slice_end, host);
+                        return self.plan_punch(slice, here, slice_end, host, false);
                     }
                     L2Entry::zero(Some(host), true, &self.geometry)
                 }
@@ -95,19 +115,26 @@ impl Metadata {
         Ok(Cleared::Until(slice_end))
     }
 
+    /// Plans to punch clusters from `first` on, which lie from `host` on: those with data, or `all` of them.
     fn plan_punch(
         &mut self,
         slice: u64,
         first: GuestCluster,
         end: GuestCluster,
         host: HostOffset,
+        all: bool,
     ) -> Result<Cleared, Blocked> {
         let size = self.geometry.cluster_size();
         let mut count = 1;
         while first + count < end
             && !self.in_flight.touches(&self.bytes_of(first + count))
-            && matches!(self.mapping(slice, first + count)?,
-                L2Mapping::Data { host: at, copied: true } if at == host + count * size)
+            && match self.mapping(slice, first + count)? {
+                L2Mapping::Data {
+                    host: at,
+                    copied: true,
+                } if at == host + count * size => true,
+                _ => all,
+            }
         {
             count += 1;
         }
@@ -121,13 +148,15 @@ impl Metadata {
         })
     }
 
-    /// Maps punched clusters as zeros that keep their host clusters. Returns the waiters to wake; drop the list
+    /// Maps punched clusters as zeros that keep their host clusters, or as data if the host's bytes are zeros: a write in place
+    /// that is still under way then shows on the disk if it shows in the file. Returns the waiters to wake; drop the list
     /// without the lock.
     pub(crate) fn punched(
         &mut self,
         guest: GuestCluster,
         count: u64,
         slice: u64,
+        how: HostBytes,
         done: bool,
     ) -> (WaitList, Result<(), IoError>) {
         // A write that came in between would have been punched away.
@@ -139,21 +168,26 @@ impl Metadata {
             !done
                 || guest.until(guest + count).all(|cluster| self
                     .mapping(slice, cluster)
-                    .is_ok_and(|old| old.owned().is_some())),
+                    .is_ok_and(|old| self.owned(cluster, &old).is_some())),
             "the mapping of punched clusters has changed"
         );
         self.l2.unpin(slice);
         let mut result = Ok(());
         for cluster in guest.until(guest + count).filter(|_| done) {
-            let old = self.mapping(slice, cluster).ok();
-            if let Some(host) = old.and_then(|old| old.owned())
-                && self
-                    .set_mapping(slice, cluster, L2Entry::zero(Some(host), true, &self.geometry))
-                    .is_ok()
-            {
+            let Ok(old) = self.mapping(slice, cluster) else {
+                result = Err(IoError::Corrupt);
                 continue;
+            };
+            let new = match (self.owned(cluster, &old), how) {
+                (Some(_), HostBytes::Zeroed { .. }) if matches!(old, L2Mapping::Data { .. }) => continue,
+                (Some(host), HostBytes::Zeroed { .. }) => Ok(L2Entry::data(host, true, &self.geometry)),
+                (Some(host), _) => Ok(L2Entry::zero(Some(host), true, &self.geometry)),
+                (None, _) => Err(IoError::Corrupt),
+            };
+            let set = new.map(|new| self.set_mapping(slice, cluster, new).is_ok());
+            if set != Ok(true) {
+                result = Err(IoError::Corrupt);
             }
-            result = Err(IoError::Corrupt);
         }
         let start = self.geometry.guest_offset(guest);
         (self.in_flight.leave(start), result)

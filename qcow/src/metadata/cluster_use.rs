@@ -29,7 +29,7 @@ use paged_bits::{PAGE_BYTES, PagedBits};
 
 use crate::format::references::{Reference, references};
 use crate::format::{
-    ClusterUse, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Table, RefcountTableEntry,
+    ClusterUse, Geometry, GuestCluster, Header, HostCluster, HostOffset, L1Entry, L2Table, RefcountTableEntry,
 };
 
 /// Two structures overlap, or one is not counted.
@@ -86,6 +86,8 @@ pub(crate) enum Exposure {
     HandedOut,
     /// The entry claims the cluster for itself, and another entry points to it as well.
     Shared,
+    /// The cluster is not the guest cluster's own in the data file.
+    Elsewhere,
 }
 
 impl Exposure {
@@ -101,6 +103,7 @@ impl fmt::Display for Exposure {
             Self::Structure(structure) => structure.phrase(),
             Self::HandedOut => "a cluster that counted zero and is somebody else's now",
             Self::Shared => "a cluster that another entry leads to as well",
+            Self::Elsewhere => "a place in the data file that is not the guest cluster's own",
         })
     }
 }
@@ -289,6 +292,30 @@ impl UseMap {
     /// Returns the structure that a cluster is part of.
     pub(crate) fn find(&self, cluster: HostCluster) -> Option<ClusterUse> {
         self.clusters.find(cluster)
+    }
+
+    /// Checks the entries of an L2 slice that has been read, in an image with a data file. They refer to no cluster of the
+    /// image. Returns those that lead to another place in the data file than the guest cluster's own; `first` is the
+    /// slice's first.
+    pub(crate) fn admit_places(
+        &mut self,
+        geometry: &Geometry,
+        slice: u64,
+        first: GuestCluster,
+        bytes: &[u8],
+    ) -> Vec<Exposed> {
+        self.saw_slice(slice);
+        let entries = L2Table::new(bytes, geometry).iter().enumerate();
+        let misplaced = entries.filter_map(|(index, entry)| {
+            let (host, _) = entry.decode(geometry).ok()?.cluster()?;
+            let own = geometry.data_file_offset(first + index as u64);
+            (host != own).then_some(Exposed {
+                index,
+                host,
+                reason: Exposure::Elsewhere,
+            })
+        });
+        misplaced.collect()
     }
 
     /// Returns true if a table that is about to be written lies in a known place of its kind.

@@ -194,10 +194,19 @@ impl Metadata {
         Ok((extent, end))
     }
 
-    /// Returns true if a host offset lies past the end of the file.
+    /// Returns true if a host offset lies past the end of the image file that has the data.
     #[inline]
     fn is_past_end(&self, host: HostOffset) -> bool {
-        self.geometry.host_cluster(host) >= self.refcounts.end()
+        // The data file was found long enough for the disk when it was opened.
+        self.geometry.host_cluster(host) >= self.refcounts.end() && !self.geometry.has_data_file()
+    }
+
+    /// Returns the host cluster that a guest cluster, mapped to `old`, has for itself: in a data file always its own place.
+    pub(super) fn owned(&self, cluster: GuestCluster, old: &L2Mapping) -> Option<HostOffset> {
+        if self.geometry.has_data_file() {
+            return Some(self.geometry.data_file_offset(cluster));
+        }
+        old.owned()
     }
 
     /// Returns the host cluster that a guest cluster is mapped to, if it lies past the end of the file.
@@ -222,6 +231,13 @@ impl Metadata {
     ) -> Result<(), Blocked> {
         let old = self.mapping(slice, cluster)?;
         let decoded = new.decode(&self.geometry);
+        let is_own = |(host, _): (HostOffset, bool)| host == self.geometry.data_file_offset(cluster);
+        // Other guest bytes would be read there.
+        invariant!(
+            !self.geometry.has_data_file()
+                || decoded.is_ok_and(|mapping| mapping.cluster().is_none_or(is_own)),
+            "{new:?} leads to a place in the data file that is not its own"
+        );
         // It will be written: this program must be able to read it.
         invariant!(decoded.is_ok(), "{new:?} is no entry of an L2 table");
         // Snapshots would see the change.
@@ -231,6 +247,8 @@ impl Metadata {
         );
         let kept = decoded.ok().and_then(|mapping| mapping.cluster());
         match old {
+            // The place stays the guest cluster's.
+            _ if self.geometry.has_data_file() => {}
             L2Mapping::Compressed(extent) => {
                 let first = self.geometry.host_cluster(extent.host);
                 let last = self.geometry.host_cluster(HostOffset::new(extent.end() - 1));

@@ -131,7 +131,7 @@ impl Metadata {
         }
         let owned = match old {
             L2Mapping::Data { host, .. } if broken(Rule::InPlaceShared) => Some(host),
-            _ => old.owned(),
+            _ => self.owned(cluster, &old),
         };
         match owned {
             Some(host) => Ok(self.plan_in_place(slice, offset, end, host, old)),
@@ -184,10 +184,20 @@ impl Metadata {
             host,
             kept: true,
             start: self.floor(offset),
-            end: self.ceil(border),
+            end: self.end_of_fill(border),
             slice,
         };
         self.plan_fill(offset, border, allocation, false, [old; 2])
+    }
+
+    /// Returns the end of what is filled by a write that ends at `border`. A data file does not become longer than the
+    /// disk; a growth zeroes the rest of the last cluster.
+    fn end_of_fill(&self, border: GuestOffset) -> GuestOffset {
+        let end = self.ceil(border);
+        if self.geometry.has_data_file() {
+            return end.min(GuestOffset::new(self.size_bytes & !511)).max(border);
+        }
+        end
     }
 
     /// Plans to overwrite `bytes` of the cluster at `host`, and those of the clusters that follow it up to `end`, on the
@@ -405,7 +415,7 @@ impl Metadata {
             let within = offset.clamp(bytes.start, bytes.end) - bytes.start;
             (within >> self.geometry.subcluster_bits()) as u32
         };
-        let filled = at(allocation.start)..at(allocation.end);
+        let filled = at(allocation.start)..at(self.ceil(allocation.end));
         let others = if broken(Rule::SubclustersReplaced) {
             SubclusterBitmap::UNALLOCATED
         } else {
@@ -434,7 +444,7 @@ impl Metadata {
     fn is_as_planned(&self, allocation: &Allocation, index: u64) -> bool {
         match self.mapping(allocation.slice, allocation.guest + index) {
             Ok(L2Mapping::Data { copied: true, .. }) => false,
-            Ok(old) if allocation.kept => old.owned() == Some(allocation.host),
+            Ok(old) if allocation.kept => self.owned(allocation.guest + index, &old) == Some(allocation.host),
             Ok(old) => old.owned().is_none(),
             Err(_) => true,
         }

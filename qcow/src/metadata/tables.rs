@@ -10,7 +10,7 @@ use std::task::Waker;
 use block::IoError;
 use block::sync::WaitList;
 
-use super::cluster_use::Exposed;
+use super::cluster_use::{Exposed, UseMap};
 use super::refcounts::{Stuck, TablePlace};
 use super::{Blocked, Dropped, Metadata, corrupt};
 use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
@@ -55,6 +55,11 @@ impl Metadata {
     #[inline]
     pub(super) fn index_in_slice(&self, cluster: GuestCluster) -> usize {
         (cluster.index() & ((1 << self.slice_bits) - 1)) as usize
+    }
+
+    /// Returns the first guest cluster that a slice describes.
+    fn slice_start(&self, slice: u64) -> GuestCluster {
+        GuestCluster::new(slice << self.slice_bits)
     }
 
     /// Returns the guest cluster after the last one that a slice describes.
@@ -261,7 +266,8 @@ impl Metadata {
             self.l2.insert_unchecked(slice, bytes);
             return Vec::new();
         }
-        let exposed = self.refcounts.uses.admit(&self.geometry, slice, &bytes);
+        let first = self.slice_start(slice);
+        let exposed = admit(&mut self.refcounts.uses, &self.geometry, slice, first, &bytes);
         self.corrupt |= refuse(&self.geometry, Arc::make_mut(&mut bytes), &exposed);
         self.share_cache();
         self.l2.insert(slice, bytes, false);
@@ -270,10 +276,11 @@ impl Metadata {
 
     /// Checks a cached slice, if it is unchecked, as [`Metadata::adopt_slice`] does.
     pub(crate) fn check_slice(&mut self, slice: u64) -> Vec<Exposed> {
+        let first = self.slice_start(slice);
         let Some(bytes) = self.l2.take_unchecked(slice) else {
             return Vec::new();
         };
-        let exposed = self.refcounts.uses.admit(&self.geometry, slice, bytes);
+        let exposed = admit(&mut self.refcounts.uses, &self.geometry, slice, first, bytes);
         self.corrupt |= refuse(&self.geometry, bytes, &exposed);
         exposed
     }
@@ -284,7 +291,8 @@ impl Metadata {
         let slices = self.table_slices(l1_index);
         let parts = table.chunks_exact(self.l2.slice_bytes());
         for (slice, (at, part)) in slices.zip(parts.enumerate()) {
-            let exposed = self.refcounts.uses.admit(&self.geometry, slice, part);
+            let first = self.slice_start(slice);
+            let exposed = admit(&mut self.refcounts.uses, &self.geometry, slice, first, part);
             if let Some(first) = exposed.first() {
                 self.corrupt = true;
                 return Some(Exposed {
@@ -294,6 +302,21 @@ impl Metadata {
             }
         }
         None
+    }
+}
+
+/// Checks the entries of an L2 slice whose first guest cluster is `first`, before anything uses them.
+fn admit(
+    uses: &mut UseMap,
+    geometry: &Geometry,
+    slice: u64,
+    first: GuestCluster,
+    bytes: &[u8],
+) -> Vec<Exposed> {
+    if geometry.has_data_file() {
+        uses.admit_places(geometry, slice, first, bytes)
+    } else {
+        uses.admit(geometry, slice, bytes)
     }
 }
 

@@ -146,6 +146,7 @@ fn print(config: &DiskConfig) -> Option<String> {
     let is_raw = config.image_type == Some(ImageType::Raw);
     if !is_raw {
         add("backing_files", Some(on_off(config.backing_files).to_owned()));
+        add("data_file", Some(on_off(config.data_file).to_owned()));
     }
     if !is_raw || config.overlay.is_some() {
         add(

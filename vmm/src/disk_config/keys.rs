@@ -127,6 +127,12 @@ pub static KEYS: &[Key] = &[
         "off",
         "allow opening the backing files that the image names",
     ),
+    here(
+        "data_file",
+        ON_OFF,
+        "off",
+        "allow opening the external data file that the image names, or that its backing files name",
+    ),
     here("sparse", ON_OFF, "on", "return discarded space to the host"),
     here(
         "lock_granularity",

@@ -166,7 +166,7 @@ fn overlay_does_not_outlive_its_process() {
 fn parse_sets_the_field_of_every_key() {
     let config = parse(
         "queue_affinity=[0@[1,3],1@[4-6,5]],path=d,image_type=qcow2,readonly=on,direct=on,num_queues=2,\
-         queue_size=256,serial=root disk,id=d0,backing_files=on,sparse=off,lock_granularity=full,\
+         queue_size=256,serial=root disk,id=d0,backing_files=on,data_file=on,sparse=off,lock_granularity=full,\
          l2_cache=4M,discard_no_unref=on,poll_us=50",
     );
     let expected = DiskConfig {
@@ -192,6 +192,7 @@ fn parse_sets_the_field_of_every_key() {
             },
         ],
         backing_files: true,
+        data_file: true,
         sparse: false,
         lock_granularity: LockGranularity::Full,
         l2_cache_bytes: Some(4 << 20),
@@ -566,6 +567,7 @@ fn wrong_value_error_names_the_key_and_valid_values() {
         ("readonly=yes", "on or off"),
         ("direct=1", "on or off"),
         ("backing_files=", "on or off"),
+        ("data_file=raw", "on or off"),
         ("sparse=ON", "on or off"),
         ("discard_no_unref=maybe", "on or off"),
         ("num_queues=0", "a number from 1 to 256"),
@@ -670,6 +672,10 @@ fn contradiction_error_names_both_keys() {
         (
             "path=a,image_type=raw,backing_files=on",
             "--disk: `backing_files=on` contradicts `image_type=raw`: a raw disk has no backing file",
+        ),
+        (
+            "path=a,image_type=raw,data_file=on",
+            "--disk: `data_file=on` contradicts `image_type=raw`: a raw disk is its own data",
         ),
         (
             "path=a,l2_cache=1M,image_type=raw",

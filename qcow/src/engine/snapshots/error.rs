@@ -43,6 +43,11 @@ pub enum SnapshotError {
     /// A table could not be read.
     #[error(transparent)]
     Read(#[from] ReadError),
+    /// The guest's bytes are not counted.
+    #[error(
+        "an image with an external data file cannot have snapshots: the data in that file has one version only"
+    )]
+    DataFile,
     /// The name is too short or too long.
     #[error("the snapshot's name has {len} bytes; expected 1 to {SNAPSHOT_NAME_MAX}")]
     Name {

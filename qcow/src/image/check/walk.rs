@@ -29,6 +29,8 @@ pub(crate) struct References {
     pub(crate) all: u64,
     /// References from the active L1 table.
     pub(crate) active: u64,
+    /// The index of an L1 entry that refers to it.
+    pub(crate) l1_index: u64,
 }
 
 /// Guest clusters by kind, over the active L1 table.

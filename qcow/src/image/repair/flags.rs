@@ -62,6 +62,8 @@ pub(super) async fn fix_copied_flags(walk: &mut Walk<'_>, scope: RepairScope) ->
         L2TableMut::new(bytes, &geometry).update(|entry| {
             let mapping = entry.decode(&geometry).ok();
             match mapping.and_then(|mapping| mapping.cluster()) {
+                // A place in a data file has no other user.
+                Some(_) if geometry.has_data_file() => entry.with_copied(true),
                 Some((host, _)) => {
                     let single = is_single(host.bytes());
                     single.map_or(entry, |single| entry.with_copied(single))

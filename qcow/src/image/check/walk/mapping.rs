@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use super::{L1Table, References, Walk};
-use crate::format::l1::OFFSET_MASK;
+use crate::format::l1::{L1_ENTRY_SIZE, OFFSET_MASK};
 use crate::format::references::Entry;
-use crate::format::{ClusterUse, EntryError, HostOffset, L1Entry, L2Entry, L2Table};
+use crate::format::{ClusterUse, EntryError, GuestCluster, HostOffset, L1Entry, L2Entry, L2Table};
 use crate::image::check::{Remedy, Subject};
 use crate::image::read::{SnapshotTableError, read};
 use crate::image::references::{L2_TABLES_LISTED_MAX, Table, for_each_reference, snapshot_tables};
@@ -25,7 +25,12 @@ impl Walk<'_> {
         let mut tables: BTreeMap<(u64, u64), References> = BTreeMap::new();
         let active = (header.l1_offset.bytes(), u64::from(header.l1_entries));
         if active.1 > 0 {
-            tables.insert(active, References { all: 1, active: 1 });
+            let references = References {
+                all: 1,
+                active: 1,
+                l1_index: 0,
+            };
+            tables.insert(active, references);
         }
         let (structure, table_at) = (ClusterUse::SnapshotTable, header.snapshot_table_offset.bytes());
         let fault = |message| self.report(structure, table_at, Remedy::None, || message);
@@ -136,6 +141,7 @@ impl Walk<'_> {
             let known: &mut References = tables.entry(offset).or_default();
             known.all = known.all.saturating_add(references.all);
             known.active += references.active;
+            known.l1_index = (entry_at - table.offset.bytes()) / L1_ENTRY_SIZE;
             if tables.len() > L2_TABLES_LISTED_MAX {
                 tables.pop_last();
             }
@@ -186,6 +192,12 @@ impl Walk<'_> {
                     )
                 });
             }
+            if geometry.has_data_file() {
+                let first = references.l1_index.saturating_mul(geometry.l2_entries() as u64);
+                let guest = GuestCluster::new(first.saturating_add(index as u64));
+                self.check_place(entry_at, entry, guest);
+                continue;
+            }
             let Some(data) = referred.reference else {
                 continue;
             };
@@ -205,6 +217,27 @@ impl Walk<'_> {
             if inside && references.active > 0 {
                 self.check_copied(structure, entry_at, entry.raw(), data.host);
             }
+        }
+    }
+
+    /// Checks the entry of a guest cluster in an image with a data file: it has its own place there, and for itself.
+    fn check_place(&mut self, entry_at: u64, entry: L2Entry, guest: GuestCluster) {
+        let geometry = self.subject.geometry;
+        let mapping = entry.decode(&geometry).ok();
+        let Some((host, copied)) = mapping.and_then(|mapping| mapping.cluster()) else {
+            return;
+        };
+        self.stats.allocated += 1;
+        let (structure, own) = (ClusterUse::L2Table, geometry.data_file_offset(guest));
+        if host != own {
+            self.report(structure, entry_at, Remedy::None, || {
+                format!("leads to {host} in the data file; expected {own}, the guest cluster's own place")
+            });
+        } else if !copied {
+            let raw = entry.raw();
+            self.report(structure, entry_at, Remedy::Rebuild, || {
+                format!("entry {raw:#018x} has COPIED clear; expected it set in an image with a data file")
+            });
         }
     }
 
