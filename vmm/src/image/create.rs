@@ -4,6 +4,7 @@ use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use block::Context;
 use block::file::{FileOptions, ImageFile};
@@ -14,6 +15,7 @@ use super::create_options::{self, Given};
 use super::{CreateArguments, lock, on_image, open_to_read, write_json};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::size::parse_bytes;
+use crate::ublk::claim::refuse_claimed;
 
 /// Creates the image and prints a description.
 pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8, CommandFailure> {
@@ -25,20 +27,34 @@ pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8
         Some(text) => Some(parse_bytes(text).map_err(|error| usage(&format!("size `{text}`: {error}")))?),
     };
     let backing_size = backing_disk_size(&arguments.path, &options)?;
-    options.size = size.or(backing_size).ok_or_else(|| {
-        CommandFailure::Usage("the size is missing; pass one, such as 20G, or -o backing_file=…".to_owned())
+    let cx = Context::syscalls();
+    let data = DataFile::open(&arguments.path, &options)?;
+    if let Some(data) = &data {
+        data.refuse_image(&arguments.path)?;
+    }
+    let kept_size = match &data {
+        Some(data) if options.data_file.as_ref().is_some_and(|new| new.keep) => Some(data.len(&cx)?),
+        _ => None,
+    };
+    options.size = size.or(backing_size).or(kept_size).ok_or_else(|| {
+        CommandFailure::Usage(
+            "the size is missing; pass one, such as 20G, or -o backing_file=… or data_file_keep=on"
+                .to_owned(),
+        )
     })?;
 
     let created = NewFile::open(&arguments.path)?;
-    let cx = Context::syscalls();
-    let file_options = FileOptions {
-        write: true,
-        direct: false,
+    let file = open_to_write(&arguments.path)?;
+    let made = match &data {
+        Some(data) => {
+            let view = data.file.view(&cx);
+            let view = view.map_err(|error| CommandFailure::about(data.file.path().display(), error))?;
+            on_image(&file, &cx, async |image| {
+                tools::create_with_data_file(&image, &view, &options).await
+            })?
+        }
+        None => on_image(&file, &cx, async |view| tools::create(&view, &options).await)?,
     };
-    let file = ImageFile::open(&arguments.path, file_options)
-        .map_err(|error| CommandFailure::Failed(error.into()))?;
-    lock(&file, LockMode::Write).map_err(|error| CommandFailure::Failed(error.into()))?;
-    let made = on_image(&file, &cx, async |view| tools::create(&view, &options).await)?;
     if let Err(error) = made {
         return Err(match error {
             CreateError::Option { .. } => CommandFailure::Usage(error.to_string()),
@@ -46,6 +62,9 @@ pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8
         });
     }
     created.keep();
+    if let Some(data) = data {
+        data.created.keep();
+    }
 
     if arguments.json {
         let info = on_image(&file, &cx, async |view| tools::info(&view).await)?
@@ -55,6 +74,88 @@ pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8
         writeln!(out, "{}", describe(&arguments.path, &options, &given))?;
     }
     Ok(EXIT_OK)
+}
+
+/// Opens and locks a file to write an image or its data.
+fn open_to_write(path: &Path) -> Result<Arc<ImageFile>, CommandFailure> {
+    let options = FileOptions {
+        write: true,
+        direct: false,
+    };
+    let file = ImageFile::open(path, options).map_err(|error| CommandFailure::Failed(error.into()))?;
+    lock(&file, LockMode::Write).map_err(|error| CommandFailure::Failed(error.into()))?;
+    Ok(file)
+}
+
+/// The data file of the new image.
+struct DataFile {
+    file: Arc<ImageFile>,
+    created: NewFile,
+}
+
+impl DataFile {
+    /// Opens the data file that the options name, if they do. One whose bytes are kept must be there, and another one is
+    /// made.
+    fn open(image: &Path, options: &CreateOptions) -> Result<Option<Self>, CommandFailure> {
+        let Some(new) = &options.data_file else {
+            return Ok(None);
+        };
+        let name = &new.name;
+        let path = tools::backing_path(image, name.as_bytes()).ok_or_else(|| {
+            CommandFailure::Usage(format!(
+                "-o: `data_file={name}`: expected the path of a local file, which may start with file:"
+            ))
+        })?;
+        let about = |error: Box<dyn std::error::Error + Send + Sync>| {
+            CommandFailure::about(format!("data file {}", path.display()), error)
+        };
+        refuse_claimed(&path, None).map_err(|error| about(error.into()))?;
+        let backing = options.backing_file.as_ref();
+        let backing = backing.and_then(|name| tools::backing_path(image, name.as_bytes()));
+        if is_same_file(image, &path) || backing.is_some_and(|backing| is_same_file(&backing, &path)) {
+            let error = io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "it is the new image itself or its backing file; choose another file",
+            );
+            return Err(about(error.into()));
+        }
+        let created = if new.keep {
+            NewFile { made: None }
+        } else {
+            NewFile::open(&path)?
+        };
+        let file = open_to_write(&path)?;
+        Ok(Some(Self { file, created }))
+    }
+
+    /// Fails if the file is also the image at `path`, which may have been made meanwhile.
+    fn refuse_image(&self, path: &Path) -> Result<(), CommandFailure> {
+        if !is_same_file(self.file.path(), path) {
+            return Ok(());
+        }
+        let error = io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "it is the new image itself; choose another file",
+        );
+        Err(CommandFailure::about(
+            format!("data file {}", path.display()),
+            error,
+        ))
+    }
+
+    /// Returns the length of the file, in bytes.
+    fn len(&self, cx: &Context) -> Result<u64, CommandFailure> {
+        on_image(&self.file, cx, async |view| view.len())?
+            .map_err(|error| CommandFailure::about(self.file.path().display(), error))
+    }
+}
+
+/// Returns true if both paths lead to one file.
+fn is_same_file(a: &Path, b: &Path) -> bool {
+    match (fs::metadata(a), fs::metadata(b)) {
+        (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
+        _ => false,
+    }
 }
 
 /// Returns the size of the disk in the backing file, if one is given. Fails if the file is missing or not of the given
@@ -71,11 +172,7 @@ fn backing_disk_size(path: &Path, options: &CreateOptions) -> Result<Option<u64>
         ))
     })?;
     let about = |error| CommandFailure::about(format!("backing file {}", backing.display()), error);
-    let same_file = |a: &Path, b: &Path| match (fs::metadata(a), fs::metadata(b)) {
-        (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
-        _ => false,
-    };
-    if same_file(path, &backing) {
+    if is_same_file(path, &backing) {
         let error = io::Error::new(
             io::ErrorKind::InvalidInput,
             "it is the new image itself; choose another file",
@@ -149,6 +246,15 @@ fn describe(path: &Path, options: &CreateOptions, given: &Given) -> String {
     }
     if let Some(format) = &options.backing_format {
         add("backing_fmt", format);
+    }
+    if let Some(data) = &options.data_file {
+        add("data_file", &data.name.replace(',', ",,"));
+        if let Some(raw) = &given.data_file_raw {
+            add("data_file_raw", raw);
+        }
+        if data.keep {
+            add("data_file_keep", &"on");
+        }
     }
     add(
         "lazy_refcounts",

@@ -4,7 +4,7 @@
 //! the combination before it writes anything.
 
 use qcow::format::{CompressionType, Version};
-use qcow::image::{CreateOptions, Preallocation};
+use qcow::image::{CreateOptions, NewDataFile, Preallocation};
 
 use crate::key_value::{self, SyntaxError};
 use crate::size::parse_bytes;
@@ -33,6 +33,12 @@ pub enum CreateOptionsError {
         /// The option.
         option: &'static str,
     },
+    /// The option is about a data file, and there is none.
+    #[error("-o: `{option}=on` is given without `data_file`, the file that it is about")]
+    WithoutDataFile {
+        /// The option.
+        option: &'static str,
+    },
     /// The value is not one the option takes.
     #[error("-o: `{option}={value}`: {option} takes {takes}")]
     Value {
@@ -46,7 +52,7 @@ pub enum CreateOptionsError {
 }
 
 /// The options and their permitted values.
-const OPTIONS: [(&str, &str); 9] = [
+const OPTIONS: [(&str, &str); 12] = [
     ("cluster_size", "a power of two from 512 to 2M"),
     ("compat", "0.10 (version 2) or 1.1 (version 3)"),
     ("refcount_bits", "1, 2, 4, 8, 16, 32 or 64"),
@@ -56,16 +62,19 @@ const OPTIONS: [(&str, &str); 9] = [
     ("lazy_refcounts", "on or off"),
     ("preallocation", "off, metadata, falloc or full"),
     ("compression_type", "zlib or zstd"),
+    ("data_file", "the path of a file for the guest's data"),
+    (
+        "data_file_raw",
+        "on or off; on makes the data file a raw image of the disk",
+    ),
+    (
+        "data_file_keep",
+        "on or off; on makes the bytes in the data file those of the disk",
+    ),
 ];
 
 /// Options of `qemu-img` that are refused as such rather than as unknown.
-const UNSUPPORTED: [&str; 5] = [
-    "data_file",
-    "data_file_raw",
-    "encryption",
-    "encrypt.format",
-    "encrypt.key-secret",
-];
+const UNSUPPORTED: [&str; 3] = ["encryption", "encrypt.format", "encrypt.key-secret"];
 
 fn names() -> String {
     OPTIONS.map(|(name, _)| name).join(", ")
@@ -88,6 +97,8 @@ pub struct Given {
     pub compat: Option<String>,
     /// `preallocation`.
     pub preallocation: Option<String>,
+    /// `data_file_raw`.
+    pub data_file_raw: Option<String>,
 }
 
 /// Parses the values of all `-o` onto the defaults, and returns which were given. The size is left at zero.
@@ -101,6 +112,11 @@ pub fn parse<'a>(
     let mut options = CreateOptions::new(0);
     let mut given = Given::default();
     let mut seen: Vec<&'static str> = Vec::new();
+    let mut data = NewDataFile {
+        name: String::new(),
+        raw: false,
+        keep: false,
+    };
     for text in texts {
         for (name, value) in key_value::items(text).map_err(CreateOptionsError::Syntax)? {
             let Some(&(option, takes)) = OPTIONS.iter().find(|(known, _)| *known == name) else {
@@ -120,13 +136,29 @@ pub fn parse<'a>(
                 value: value.to_owned(),
                 takes,
             };
-            set(&mut options, option, value).ok_or_else(wrong)?;
+            match option {
+                "data_file" => value.clone_into(&mut data.name),
+                "data_file_raw" => data.raw = switch(value).ok_or_else(wrong)?,
+                "data_file_keep" => data.keep = switch(value).ok_or_else(wrong)?,
+                _ => set(&mut options, option, value).ok_or_else(wrong)?,
+            }
             match option {
                 "compat" => given.compat = Some(value.to_owned()),
                 "preallocation" => given.preallocation = Some(value.to_owned()),
+                "data_file_raw" => given.data_file_raw = Some(value.to_owned()),
                 _ => {}
             }
         }
+    }
+    if seen.contains(&"data_file") {
+        options.data_file = Some(data);
+    } else if data.raw || data.keep {
+        let option = if data.raw {
+            "data_file_raw"
+        } else {
+            "data_file_keep"
+        };
+        return Err(CreateOptionsError::WithoutDataFile { option });
     }
     Ok((options, given))
 }
@@ -186,6 +218,7 @@ mod tests {
             "cluster_size=4k,compat=0.10,refcount_bits=1",
             "backing_file=\"a,b.img\",backing_fmt=raw,lazy_refcounts=on,preallocation=falloc,compression_type=zstd",
             "extended_l2=on",
+            "data_file=d.raw,data_file_raw=on,data_file_keep=off",
         ])
         .expect("values");
         assert_eq!(
@@ -201,6 +234,8 @@ mod tests {
             (Some("0.10"), Some("falloc"))
         );
         assert_eq!(options.compression, CompressionType::Zstd);
+        let data = options.data_file.expect("a data file");
+        assert!(data.name == "d.raw" && data.raw && !data.keep);
     }
 
     #[test]
@@ -214,6 +249,10 @@ mod tests {
             ("lazy_refcounts=maybe", "on or off"),
             ("preallocation=some", "off, metadata, falloc or full"),
             ("compression_type=lz4", "zlib or zstd"),
+            (
+                "data_file_raw=1",
+                "on or off; on makes the data file a raw image of the disk",
+            ),
         ] {
             let option = item.split('=').next().expect("an option");
             assert_eq!(refused(item), format!("-o: `{item}`: {option} takes {takes}"));
@@ -226,8 +265,8 @@ mod tests {
             refused("foo=1").starts_with("-o: unknown option `foo`; expected one of cluster_size, compat,")
         );
         assert_eq!(
-            refused("data_file=a.raw"),
-            "-o: `data_file` is not supported; create such an image with qemu-img"
+            refused("encryption=on"),
+            "-o: `encryption` is not supported; create such an image with qemu-img"
         );
         assert_eq!(
             refused("compat=1.1,compat=1.1"),
@@ -236,6 +275,10 @@ mod tests {
         let twice = parse(["compat=1.1", "compat=0.10"]).expect_err("twice");
         assert_eq!(twice, CreateOptionsError::Duplicate { option: "compat" });
         assert_eq!(refused("compat"), "-o: `compat`: expected key=value");
+        assert_eq!(
+            refused("data_file_keep=on"),
+            "-o: `data_file_keep=on` is given without `data_file`, the file that it is about"
+        );
         for (option, _) in OPTIONS {
             assert!(options_help().contains(option), "{option} is not in the help");
         }

@@ -115,6 +115,56 @@ fn backing_file_name_may_have_only_the_file_protocol() {
     }
 }
 
+/// The data file's name counts from the image's folder for the command that makes it, too.
+#[test]
+fn create_makes_or_adopts_a_data_file() {
+    let world = World::new();
+    std::fs::create_dir(world.path("sub")).expect("a folder");
+    let create = |options: &str, image: &str, size: &[&str]| {
+        let args = [&["image", "create", "-o", options, image], size].concat();
+        world.ringdisk(&args)
+    };
+    let said = create("data_file=d.raw,data_file_raw=on", "sub/a.qcow2", &["1M"]).success();
+    assert!(said.contains(" data_file=d.raw data_file_raw=on "), "{said}");
+    let line = world.io("path=sub/a.qcow2", &["length"]).refused(1);
+    assert!(line.contains("data_file=on") && line.contains("d.raw"), "{line}");
+    world
+        .io(
+            "path=sub/a.qcow2,data_file=on",
+            &["write -P 7 64k 64k", "read -P 7 64k 64k"],
+        )
+        .success();
+    let mut disk = vec![0; 1 << 20];
+    disk[64 << 10..128 << 10].fill(7);
+    let raw = world.path("sub/d.raw");
+    assert!(std::fs::read(&raw).expect("the data file") == disk);
+    let line = create("data_file=d.raw", "sub/b.qcow2", &["1M"]).refused(2);
+    assert!(line.contains("data_file_keep=on"), "{line}");
+    assert!(!world.path("sub/b.qcow2").exists(), "no image is left behind");
+    create("data_file=d.raw,data_file_keep=on", "sub/b.qcow2", &[]).success();
+    world
+        .io(
+            "path=sub/b.qcow2,data_file=on",
+            &["length", "read -P 7 64k 64k", "read -P 0 128k 64k"],
+        )
+        .success();
+    assert!(std::fs::read(&raw).expect("the data file") == disk);
+    for (options, image) in [
+        ("data_file=c.raw", "c.raw"),
+        ("data_file=b.qcow2,data_file_keep=on", "sub/b.qcow2"),
+        (
+            "data_file=a.qcow2,backing_file=a.qcow2,backing_fmt=raw,data_file_keep=on",
+            "sub/c.qcow2",
+        ),
+    ] {
+        let line = create(options, image, &["1M"]).refused(1);
+        assert!(line.contains("it is the new image itself"), "{options}: {line}");
+    }
+    assert!(!world.path("c.raw").exists());
+    let line = create("data_file=nbd:x", "sub/c.qcow2", &["1M"]).refused(2);
+    assert!(line.contains("path of a local file"), "{line}");
+}
+
 /// Everything `qemu-img info` says, we say with the same words; ours may say more.
 fn assert_same_facts(ours: &Value, theirs: &Value, about: &str) {
     let (Value::Object(ours), Value::Object(theirs)) = (ours, theirs) else {
