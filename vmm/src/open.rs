@@ -268,7 +268,9 @@ fn open_chain(
             directory.display()
         );
         let file = ImageFile::temporary(&directory, name.into(), config.direct)?;
-        Ok(OpenedDisk::of(qcow2.open_over(&opening, file, opened.disk).await?))
+        Ok(OpenedDisk::of(
+            qcow2.open_over(&opening, file, opened.disk).await?,
+        ))
     });
     let opened: Result<_, block::open::OpenError> = opened.map_err(|error| read_error(config, error))?;
     Ok(opened?)
