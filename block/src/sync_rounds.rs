@@ -16,13 +16,15 @@ use crate::changes::Changes;
 use crate::error::IoError;
 use crate::rounds::Rounds;
 use crate::sync::Mutex;
-use crate::sync::atomic::{AtomicI32, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 /// The syncs of one image.
 #[derive(Debug, Default)]
 pub(crate) struct Syncs {
     /// The errno of the first failed sync; 0 if none has failed.
     failed: AtomicI32,
+    /// A sync has succeeded.
+    succeeded: AtomicBool,
     rounds: Mutex<Rounds>,
     changes: Arc<Changes>,
 }
@@ -54,6 +56,12 @@ impl Syncs {
         }
     }
 
+    /// Returns true if a sync has succeeded.
+    #[inline]
+    pub(crate) fn have_succeeded(&self) -> bool {
+        self.succeeded.load(Ordering::Acquire)
+    }
+
     /// Runs `sync` in its turn if there is anything for it to cover, or shares the round of another caller.
     pub(crate) async fn run<F>(&self, sync: impl FnOnce() -> F) -> Result<(), IoError>
     where
@@ -69,6 +77,7 @@ impl Syncs {
             sync().await?;
             self.check()?;
             self.changes.cover(ended);
+            self.succeeded.store(true, Ordering::Release);
             Ok(())
         })
         .await?;

@@ -181,6 +181,23 @@ fn write_with_durable_mapping_flushes_nothing() {
     assert_eq!(ops, [op("write", 1)]);
 }
 
+/// The process before may have ended between the write of an entry and its sync, which a forced write of the data alone does
+/// not make up for.
+#[test]
+fn first_forced_write_syncs_what_was_in_the_file() {
+    let alignment = Alignment {
+        offset: 512,
+        memory: 512,
+    };
+    let bench = Bench::with(None, alignment, None);
+    bench.ask(WRITE, 0, CLUSTER);
+    let bench = bench.open_again(&Bench::options());
+    bench.ask(Op::Read, 0, CLUSTER);
+    let forced = || bench.costs(|| bench.ask(Op::Write { fua: true }, 0, CLUSTER));
+    assert_eq!(forced(), [op("write", 1), op("sync", 0)]);
+    assert_eq!(forced(), [op("write-dsync", 1)]);
+}
+
 #[test]
 fn write_into_new_clusters_takes_one_op() {
     let bench = Bench::new();

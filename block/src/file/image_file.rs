@@ -182,6 +182,14 @@ impl ImageFile {
         self.syncs.check()
     }
 
+    /// Returns true if all that was in the file when it was opened is durable: a sync has succeeded since. A process before
+    /// this one may have written it and ended before its sync. A temporary file had nothing.
+    #[must_use]
+    #[inline]
+    pub fn has_synced(&self) -> bool {
+        self.temporary || self.syncs.have_succeeded()
+    }
+
     /// Returns true if it is a temporary file: it has no path, only a name for messages, and a sync of it has nothing to do.
     #[must_use]
     pub fn is_temporary(&self) -> bool {

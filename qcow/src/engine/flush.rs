@@ -122,8 +122,11 @@ impl Drop for WriteBackGuard<'_> {
 
 async fn write_back(queue: &Rc<Queue>, set: &mut WriteBackSet) -> Result<(), IoError> {
     if set.is_empty() {
-        // What was overwritten is in the file that has the guest's bytes.
-        return queue.data.file().sync().await;
+        if queue.shared.data_file.is_some() {
+            queue.data.file().sync().await?;
+        }
+        // With a data file only the first time: entries that a process before this one wrote and did not sync.
+        return queue.file.sync().await;
     }
     if !set.new_blocks.is_empty() || set.moved_table.is_some() {
         write_places(queue, std::mem::take(&mut set.new_blocks)).await?;

@@ -195,6 +195,10 @@ impl Queue {
         if !self.shared.announcements.allow_writes() {
             return Way::Task;
         }
+        // Its entry may be one that a process before this one wrote and did not sync.
+        if fua && !self.shared.file.has_synced() {
+            return Way::Task;
+        }
         let found = match self.metadata.try_read() {
             // A forced write must find the mapping durable already; then its own sync is enough. So must a write that
             // has to outlive this process, which needs no sync then.
