@@ -156,30 +156,7 @@ fn server_threads_drop_every_unneeded_privilege() -> Result<(), Error> {
             let grown = value(&format!("grown {transport} "));
             assert_eq!(grown.starts_with("0 134217728"), kernel == Kernel::V7, "{all}");
             assert!(value(&format!("deleted {transport} ")).starts_with('0'), "{all}");
-            for (name, said) in [
-                ("snapshot", "0 1"),
-                (
-                    "taken",
-                    "1 ringdisk: cannot create a snapshot of /dev/ublkb1: there is a snapshot \"moment\" already, with id=1",
-                ),
-                (
-                    "raw",
-                    "1 ringdisk: /dev/ublkb2 has a raw image; only QCOW2 images have snapshots",
-                ),
-                ("more", "0 2"),
-                ("less", "0"),
-                ("used", "1 ringdisk: /dev/ublkb1 is in use ("),
-                ("applied", "0"),
-            ] {
-                let found = value(&format!("{name} {transport} "));
-                assert!(found.starts_with(said), "{name} {transport}: {all}");
-            }
-            let listed = format!("listed {transport} ");
-            let listed: Vec<&str> = outcome.lines().filter(|line| line.starts_with(&listed)).collect();
-            assert!(listed.len() == 2 && listed[1].ends_with(" moment"), "{all}");
             let lines = [
-                format!("back {transport}"),
-                format!("moment {transport}"),
                 format!("server {transport} 0"),
                 format!("kept {transport}"),
                 format!("unnamed {transport}"),
