@@ -29,9 +29,6 @@ pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8
     let backing_size = backing_disk_size(&arguments.path, &options)?;
     let cx = Context::syscalls();
     let data = DataFile::open(&arguments.path, &options)?;
-    if let Some(data) = &data {
-        data.refuse_image(&arguments.path)?;
-    }
     let kept_size = match &data {
         Some(data) if options.data_file.as_ref().is_some_and(|new| new.keep) => Some(data.len(&cx)?),
         _ => None,
@@ -110,37 +107,24 @@ impl DataFile {
             CommandFailure::about(format!("data file {}", path.display()), error)
         };
         refuse_claimed(&path, None).map_err(|error| about(error.into()))?;
-        let backing = options.backing_file.as_ref();
-        let backing = backing.and_then(|name| tools::backing_path(image, name.as_bytes()));
-        if is_same_file(image, &path) || backing.is_some_and(|backing| is_same_file(&backing, &path)) {
-            let error = io::Error::new(
-                io::ErrorKind::InvalidInput,
-                "it is the new image itself or its backing file; choose another file",
-            );
-            return Err(about(error.into()));
-        }
         let created = if new.keep {
             NewFile { made: None }
         } else {
             NewFile::open(&path)?
         };
         let file = open_to_write(&path)?;
-        Ok(Some(Self { file, created }))
-    }
-
-    /// Fails if the file is also the image at `path`, which may have been made meanwhile.
-    fn refuse_image(&self, path: &Path) -> Result<(), CommandFailure> {
-        if !is_same_file(self.file.path(), path) {
-            return Ok(());
+        // Both names may lead to the file that was just made.
+        let backing = options.backing_file.as_ref();
+        let backing = backing.and_then(|name| tools::backing_path(image, name.as_bytes()));
+        let mut others = std::iter::once(image).chain(backing.as_deref());
+        if others.any(|other| is_same_file(other, &path)) {
+            let error = io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "it is the new image itself or its backing file; choose another file",
+            );
+            return Err(about(error.into()));
         }
-        let error = io::Error::new(
-            io::ErrorKind::InvalidInput,
-            "it is the new image itself; choose another file",
-        );
-        Err(CommandFailure::about(
-            format!("data file {}", path.display()),
-            error,
-        ))
+        Ok(Some(Self { file, created }))
     }
 
     /// Returns the length of the file, in bytes.
