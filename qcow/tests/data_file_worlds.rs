@@ -4,7 +4,7 @@
 //! After each cut a check finds nothing but leaks, and each sector reads as it was flushed or as it was asked to be since.
 //! So does a raw data file by itself. What was in a data file before, or lies past the disk's end in it, never shows.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -16,11 +16,15 @@ use simulator::{Profile, Random, SimImage, SimWorld};
 
 #[path = "common/closing.rs"]
 mod closing;
+#[path = "common/steps.rs"]
+mod steps;
+
+use steps::run_to_end;
 
 const DISK: &str = "disk";
 const DATA: &str = "data";
 const BASE: &str = "base";
-/// What was in the data file before the image had it.
+/// The byte that the data file is full of before the image has it.
 const STALE: u8 = 0xEE;
 /// Sectors of the data file behind the disk's end.
 const BEHIND: u64 = 40;
@@ -251,26 +255,19 @@ fn run(seed: u64) {
     let bench = Rc::new(Bench::new(seed, random));
     let judge = Judge::new(&bench);
     for round in 0..6 {
-        let is_over = Rc::new(Cell::new(false));
-        let (in_task, over) = (Rc::clone(&bench), Rc::clone(&is_over));
+        let in_task = Rc::clone(&bench);
         let mut own = Random::new(seed << 8 | round);
-        bench.cx.spawn(async move {
+        let task = async move {
             for _ in 0..own.below(8) {
                 in_task.request(&mut own).await;
             }
-            over.set(true);
-        });
-        let mut turns = 0;
-        while !is_over.get() {
-            bench.cx.run_ready();
-            bench.cx.ring().turn(false).expect("the ring turns");
-            bench.world.step();
-            turns += 1;
-            assert!(turns < 200_000, "seed {seed}, round {round}: it does not end");
+        };
+        let what = format!("seed {seed}, round {round}");
+        run_to_end(&bench.world, &bench.cx, &what, task, || {
             if random.one_in(4) {
-                judge.look(&bench, &format!("seed {seed}, round {round}"), random);
+                judge.look(&bench, &what, random);
             }
-        }
+        });
     }
     let Ok(bench) = Rc::try_unwrap(bench) else {
         panic!("a task has not ended")
@@ -294,6 +291,26 @@ fn run(seed: u64) {
         let raw = &data[..known.len() * 512];
         assert_eq!(sectors(raw, &what), known, "{what}: the raw file");
     }
+}
+
+/// A process before this one may have written entries and data and not synced either file.
+#[test]
+fn first_flush_after_open_syncs_both_files() {
+    let bench = Rc::new(Bench::new(0, &mut Random::new(0)));
+    bench.world.record();
+    let syncs = || {
+        let before = bench.world.trace().len();
+        let asked = Rc::clone(&bench);
+        let flush = async move {
+            let flushed = ask(&*asked.queue, Op::Flush, 0, 0, Buffer::default()).await;
+            flushed.expect("a FLUSH");
+        };
+        run_to_end(&bench.world, &bench.cx, "a FLUSH", flush, || {});
+        let trace = bench.world.trace();
+        let events = trace[before..].iter().map(ToString::to_string);
+        events.filter(|event| event.ends_with("sync, submitted")).count()
+    };
+    assert_eq!([syncs(), syncs()], [2, 0]);
 }
 
 #[test]

@@ -14,7 +14,6 @@ use ringdisk_gen::Random;
 
 /// Not a multiple of any cluster size.
 const DISK: u64 = (3 << 20) + 7 * 512;
-const OFFSET_MASK: u64 = 0x00FF_FFFF_FFFF_FE00;
 
 fn options(read_only: bool) -> OpenOptions {
     OpenOptions {
@@ -23,12 +22,6 @@ fn options(read_only: bool) -> OpenOptions {
         data_files: true,
         ..OpenOptions::default()
     }
-}
-
-/// The offset of the first L2 table of an image.
-fn first_table(folder: &Folder, name: &str) -> u64 {
-    let path = folder.path(name);
-    u64_at(&path, u64_at(&path, 40)) & OFFSET_MASK
 }
 
 /// An image of QEMU's with a data file. Returns true if that is raw.
@@ -57,31 +50,12 @@ fn made(random: &mut Random) -> (Folder, bool) {
     (folder, raw)
 }
 
-/// `qemu-img` resolves the name against the working directory, which is the folder here.
-fn scribble_by_qemu(folder: &Folder, random: &mut Random, commands: usize) {
-    let command = |random: &mut Random| {
-        let first = random.below(DISK / 512);
-        let most = random.pick(&[1, 4, 40, 400]);
-        let count = 1 + random.below(most).min(DISK / 512 - first - 1);
-        let (at, len) = (first * 512, count * 512);
-        match random.below(10) {
-            0..=5 => format!("write -q -P {} {at} {len}", 1 + random.below(200)),
-            6 => format!("write -q -z {at} {len}"),
-            7 => format!("write -q -z -u {at} {len}"),
-            _ => format!("discard -q {at} {len}"),
-        }
-    };
-    let commands: Vec<String> = (0..commands).map(|_| command(random)).collect();
-    let commands: Vec<&str> = commands.iter().map(String::as_str).collect();
-    folder.qemu_io("qcow2", "disk.qcow2", &commands);
-}
-
 #[test]
 fn reads_agree_with_qemu() {
     for seed in 0..24 {
         let mut random = Random::new(seed);
         let (folder, _) = made(&mut random);
-        scribble_by_qemu(&folder, &mut random, 14);
+        folder.scribble_by_qemu("disk.qcow2", DISK, &mut random, 14);
         let expected = folder.qemu_reads("disk.qcow2");
         let disk = open(&folder.path("disk.qcow2"), &options(true));
         let lane = Lane::new(&disk, RingKind::IoUring);
@@ -101,7 +75,7 @@ fn writes_agree_with_qemu() {
         let what = format!("seed {seed}");
         if !raw {
             // QEMU leaves stale bytes under zeros in raw ones, too.
-            scribble_by_qemu(&folder, &mut random, 6);
+            folder.scribble_by_qemu("disk.qcow2", DISK, &mut random, 6);
         }
         let longest = DISK.max(std::fs::metadata(folder.path("data.raw")).expect("a file").len());
         let mut expected = folder.qemu_reads("disk.qcow2");
@@ -306,7 +280,7 @@ fn entries_that_lead_elsewhere_are_corrupt() {
         folder.qemu_create("disk.qcow2", "data_file=data.raw", "1M");
         folder.qemu_io("qcow2", "disk.qcow2", &["write -q -P 1 0 256k"]);
         let path = folder.path("disk.qcow2");
-        let table = first_table(&folder, "disk.qcow2");
+        let table = folder.first_table("disk.qcow2");
         assert_eq!(
             u64_at(&path, table),
             1 << 63,
@@ -338,7 +312,7 @@ fn repair_sets_missing_copied_flags() {
     let folder = Folder::new();
     folder.qemu_create("disk.qcow2", "data_file=data.raw", "1M");
     folder.qemu_io("qcow2", "disk.qcow2", &["write -q -P 1 0 256k"]);
-    let (path, table) = (folder.path("disk.qcow2"), first_table(&folder, "disk.qcow2"));
+    let (path, table) = (folder.path("disk.qcow2"), folder.first_table("disk.qcow2"));
     patch(&path, table + 16, &(2_u64 << 16).to_be_bytes());
     assert_eq!(checked(&folder).corruptions, 1);
     let cx = Context::syscalls();

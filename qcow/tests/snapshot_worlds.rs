@@ -5,7 +5,7 @@
 //! that was reported created, and not asked to be deleted, is there; and each that is there has the content of its moment.
 //! While one is applied, the disk is what it was or what the snapshot has, as a whole.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::rc::Rc;
@@ -21,8 +21,11 @@ use simulator::{Profile, Random, SimImage, SimWorld};
 mod closing;
 #[path = "common/snapshot_content.rs"]
 mod snapshot_content;
+#[path = "common/steps.rs"]
+mod steps;
 
 use snapshot_content::{as_disk, content, entries};
+use steps::run_to_end;
 
 const DISK: &str = "disk";
 const BASE: &str = "base";
@@ -242,27 +245,20 @@ fn run(seed: u64) {
     let bench = Rc::new(Bench::new(seed, random));
     let judge = Judge::new(&bench);
     for round in 0..8 {
-        let is_over = Rc::new(Cell::new(false));
-        let (in_task, over) = (Rc::clone(&bench), Rc::clone(&is_over));
+        let in_task = Rc::clone(&bench);
         let mut own = Random::new(seed << 8 | round);
-        bench.cx.spawn(async move {
+        let task = async move {
             for _ in 0..own.below(6) {
                 in_task.request(&mut own).await;
             }
             in_task.snapshot(round, &mut own).await;
-            over.set(true);
-        });
-        let mut turns = 0;
-        while !is_over.get() {
-            bench.cx.run_ready();
-            bench.cx.ring().turn(false).expect("the ring turns");
-            bench.world.step();
-            turns += 1;
-            assert!(turns < 200_000, "seed {seed}, round {round}: it does not end");
+        };
+        let what = format!("seed {seed}, round {round}");
+        run_to_end(&bench.world, &bench.cx, &what, task, || {
             if random.one_in(4) {
-                judge.look(&bench, &format!("seed {seed}, round {round}"), random);
+                judge.look(&bench, &what, random);
             }
-        }
+        });
     }
     let Ok(bench) = Rc::try_unwrap(bench) else {
         panic!("a task has not ended")

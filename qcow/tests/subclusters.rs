@@ -9,30 +9,6 @@ use qcow::OpenOptions;
 use ringdisk_gen::Random;
 
 const DISK: u64 = 3 << 20;
-const OFFSET_MASK: u64 = 0x00FF_FFFF_FFFF_FE00;
-
-/// The offset of the first L2 table of an image.
-fn first_table(folder: &Folder, name: &str) -> u64 {
-    let path = folder.path(name);
-    u64_at(&path, u64_at(&path, 40)) & OFFSET_MASK
-}
-
-/// Commands for `qemu-io` that leave clusters with subclusters of every kind.
-fn scribble(random: &mut Random, commands: usize) -> Vec<String> {
-    let command = |random: &mut Random| {
-        let first = random.below(DISK / 512);
-        let most = random.pick(&[1, 4, 40, 400]);
-        let count = 1 + random.below(most).min(DISK / 512 - first - 1);
-        let (at, len) = (first * 512, count * 512);
-        match random.below(10) {
-            0..=5 => format!("write -q -P {} {at} {len}", 1 + random.below(200)),
-            6 => format!("write -q -z {at} {len}"),
-            7 => format!("write -q -z -u {at} {len}"),
-            _ => format!("discard -q {at} {len}"),
-        }
-    };
-    (0..commands).map(|_| command(random)).collect()
-}
 
 /// A disk of QEMU's with subclusters of every kind, compressed clusters, and perhaps a backing file and a snapshot.
 fn scribbled(random: &mut Random) -> Folder {
@@ -50,15 +26,11 @@ fn scribbled(random: &mut Random) -> Folder {
     }
     args.extend(["disk.qcow2", &size]);
     folder.qemu_img(&args);
-    let write = |commands: &[String]| {
-        let commands: Vec<&str> = commands.iter().map(String::as_str).collect();
-        folder.qemu_io("qcow2", "disk.qcow2", &commands);
-    };
-    write(&["write -q -c -P 7 0 2M".to_owned()]);
-    write(&scribble(random, 12));
+    folder.qemu_io("qcow2", "disk.qcow2", &["write -q -c -P 7 0 2M"]);
+    folder.scribble_by_qemu("disk.qcow2", DISK, random, 12);
     if random.one_in(2) {
         folder.qemu_img(&["snapshot", "-c", "before", "disk.qcow2"]);
-        write(&scribble(random, 6));
+        folder.scribble_by_qemu("disk.qcow2", DISK, random, 6);
     }
     folder
 }
@@ -99,7 +71,7 @@ fn read_fails_for_a_cluster_with_contradictory_bitmap() {
     let folder = Folder::new();
     folder.qemu_create("disk.qcow2", "extended_l2=on", "1M");
     folder.qemu_io("qcow2", "disk.qcow2", &["write -q -P 1 0 128k"]);
-    let (path, table) = (folder.path("disk.qcow2"), first_table(&folder, "disk.qcow2"));
+    let (path, table) = (folder.path("disk.qcow2"), folder.first_table("disk.qcow2"));
     let (entry, bitmap) = (u64_at(&path, table), u64_at(&path, table + 8));
     assert_eq!(bitmap, 0xFFFF_FFFF);
     let options = OpenOptions {
@@ -129,7 +101,7 @@ fn write_through_contradictory_bitmap_marks_the_image_corrupt() {
     let folder = Folder::new();
     folder.qemu_create("disk.qcow2", "extended_l2=on", "1M");
     folder.qemu_io("qcow2", "disk.qcow2", &["write -q -P 1 0 128k"]);
-    let (path, table) = (folder.path("disk.qcow2"), first_table(&folder, "disk.qcow2"));
+    let (path, table) = (folder.path("disk.qcow2"), folder.first_table("disk.qcow2"));
     patch(&path, table + 8, &(0xFFFF_FFFF_u64 | 1 << 40).to_be_bytes());
     let disk = open(&path, &OpenOptions::default());
     let lane = Lane::new(&disk, RingKind::Syscalls);
@@ -232,9 +204,7 @@ fn changes_by_qemu_and_by_us_take_turns() {
             let what = format!("seed {seed}, turn {turn}");
             folder.assert_flawless("disk.qcow2", false);
             assert_same(&folder.qemu_reads("disk.qcow2"), &expected, &what);
-            let commands = scribble(&mut random, 4);
-            let commands: Vec<&str> = commands.iter().map(String::as_str).collect();
-            folder.qemu_io("qcow2", "disk.qcow2", &commands);
+            folder.scribble_by_qemu("disk.qcow2", DISK, &mut random, 4);
             expected = folder.qemu_reads("disk.qcow2");
         }
         folder.qemu_img(&["snapshot", "-a", "turn", "disk.qcow2"]);

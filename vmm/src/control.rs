@@ -6,7 +6,7 @@ mod client;
 mod request;
 mod server;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use client::{AskError, ask, ask_for_locks, ask_within};
 pub use request::{DiskKeys, Request};

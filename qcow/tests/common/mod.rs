@@ -12,7 +12,11 @@ use block::file::{FileOptions, ImageFile};
 use block::ring::RingKind;
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
 use qcow::{OpenOptions, QcowDisk};
+use ringdisk_gen::Random;
 use simulator::pages::Tags;
+
+/// The bits of an L1 entry, or of an L2 entry's descriptor, that are an offset.
+pub const OFFSET_MASK: u64 = 0x00FF_FFFF_FFFF_FE00;
 
 /// A folder for images, gone with the test. On a real file system, so that direct I/O works there.
 pub struct Folder(tempfile::TempDir);
@@ -49,6 +53,32 @@ impl Folder {
         }
         args.extend([name, size]);
         self.qemu_img(&args);
+    }
+
+    /// Has `qemu-io` write, zero and discard at random places of an image's disk, which has so many bytes.
+    pub fn scribble_by_qemu(&self, name: &str, disk_bytes: u64, random: &mut Random, commands: usize) {
+        let sectors = disk_bytes / 512;
+        let command = |random: &mut Random| {
+            let first = random.below(sectors);
+            let most = random.pick(&[1, 4, 40, 400]);
+            let count = 1 + random.below(most).min(sectors - first - 1);
+            let (at, len) = (first * 512, count * 512);
+            match random.below(10) {
+                0..=5 => format!("write -q -P {} {at} {len}", 1 + random.below(200)),
+                6 => format!("write -q -z {at} {len}"),
+                7 => format!("write -q -z -u {at} {len}"),
+                _ => format!("discard -q {at} {len}"),
+            }
+        };
+        let commands: Vec<String> = (0..commands).map(|_| command(random)).collect();
+        let commands: Vec<&str> = commands.iter().map(String::as_str).collect();
+        self.qemu_io("qcow2", name, &commands);
+    }
+
+    /// The offset of the first L2 table of an image.
+    pub fn first_table(&self, name: &str) -> u64 {
+        let path = self.path(name);
+        u64_at(&path, u64_at(&path, 40)) & OFFSET_MASK
     }
 
     /// `qemu-img check` finds no error and, unless `leaks` are allowed, no leak.

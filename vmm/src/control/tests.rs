@@ -42,7 +42,8 @@ fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
     (folder, path, control)
 }
 
-fn say(path: &Path, bytes: &[u8]) -> String {
+/// Sends bytes to a control socket and ends the connection. Returns what it answers.
+pub(crate) fn say(path: &Path, bytes: &[u8]) -> String {
     let mut stream = UnixStream::connect(path).expect("it listens");
     stream.write_all(bytes).expect("it reads");
     stream.shutdown(std::net::Shutdown::Write).expect("a socket");

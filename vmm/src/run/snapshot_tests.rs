@@ -1,9 +1,7 @@
 //! Snapshots of disks that are served, as a client of a machine's control socket has them: beside requests of a queue, and
 //! while other requests are answered. QEMU's tools judge what is left.
 
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,6 +14,7 @@ use serde_json::{Value, json};
 
 use super::disks::{Attached, Disks};
 use super::{Desk, Stop};
+use crate::control::tests::say;
 use crate::control::{AskError, Control, DiskKeys, Request, ask, ask_within};
 use crate::disk_config::{DiskConfig, RateLimitGroups};
 use crate::machine::{MachineConfig, MemoryConfig, Payload};
@@ -462,15 +461,6 @@ fn failed_requests_name_the_disk_and_change_nothing() {
     assert!(read(&folder, "path=a.qcow2") == after_writes(count), "the disk");
 }
 
-fn say(path: &Path, bytes: &[u8]) -> String {
-    let mut stream = UnixStream::connect(path).expect("it listens");
-    stream.write_all(bytes).expect("it reads");
-    stream.shutdown(std::net::Shutdown::Write).expect("a socket");
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).expect("text");
-    answer
-}
-
 #[test]
 fn snapshot_is_applied_by_force_and_only_in_the_size_of_the_disk() {
     let world = World::new(image(), &["path=a.qcow2,id=a"]);
@@ -513,7 +503,7 @@ fn snapshot_is_applied_by_force_and_only_in_the_size_of_the_disk() {
     }
 }
 
-/// Who has found the disk before it was closed is told so.
+/// A request that has found the disk before it was closed is refused.
 #[test]
 fn disk_that_is_closed_has_no_more_snapshots() {
     let world = World::new(image(), &["path=a.qcow2,id=a"]);
