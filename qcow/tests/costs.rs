@@ -388,7 +388,7 @@ fn flush_after_flush_takes_no_op() {
     assert_eq!(bench.costs(flush), []);
 }
 
-/// What was written before this process opened the image may not be durable.
+/// A process before this one may have written and not synced.
 #[test]
 fn first_flush_after_open_takes_a_sync() {
     let bench = Bench::new();

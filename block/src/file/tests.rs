@@ -254,7 +254,7 @@ fn counted_at(answer: impl Future, cx: &Context, changes: &Arc<Changes>) -> Opti
     *noting.counted.lock()
 }
 
-/// Who is told of a write may ask another worker for a FLUSH at once.
+/// A caller that is told of a write may ask another worker for a FLUSH at once.
 #[test]
 fn change_is_counted_before_its_answer() {
     let (cx, view) = view(Alignment::NONE, &[1; 4096]);
