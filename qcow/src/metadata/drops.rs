@@ -145,3 +145,105 @@ impl Metadata {
         2 * self.drops.sole >= self.returning.clusters
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metadata::testing::metadata;
+
+    /// Metadata whose next data cluster makes a file of `clusters` longer.
+    fn growing(clusters: u64) -> Metadata {
+        let mut metadata = metadata();
+        metadata.refcounts.end = HostCluster::new(clusters);
+        metadata.refcounts.cursor = HostCluster::new(clusters);
+        metadata
+    }
+
+    /// Drops so many clusters that nothing else refers to.
+    fn drop_sole(metadata: &mut Metadata, count: u64) {
+        let first = HostCluster::new(8);
+        metadata.drop_clusters(Dropped { first, count }, true);
+    }
+
+    #[test]
+    fn drops_count_only_clusters_that_they_free() {
+        let mut drops = Drops::default();
+        assert!(drops.is_empty());
+        let (first, second) = (HostCluster::new(3), HostCluster::new(20));
+        drops.push(Dropped { first, count: 2 }, true);
+        drops.push(Dropped::one(second), false);
+        assert_eq!((drops.len(), drops.sole()), (2, 2));
+        let mut later = Drops::default();
+        later.push(
+            Dropped {
+                first: second,
+                count: 4,
+            },
+            true,
+        );
+        drops.append(&mut later);
+        assert_eq!((drops.len(), drops.sole()), (3, 6));
+        assert_eq!((later.is_empty(), later.sole()), (true, 0));
+    }
+
+    #[test]
+    fn growth_is_held_while_a_sixteenth_of_the_file_waits() {
+        for (file, most) in [(16, 16), (256, 16), (640, 40)] {
+            let mut metadata = growing(file);
+            drop_sole(&mut metadata, most);
+            assert!(!metadata.holds_growth(), "{most} of {file} may wait");
+            drop_sole(&mut metadata, 1);
+            assert!(metadata.holds_growth(), "{most} + 1 of {file} wait");
+            metadata.returning.end(1);
+            assert!(!metadata.holds_growth(), "{most} of {file} wait again");
+        }
+    }
+
+    #[test]
+    fn growth_is_not_held_for_what_was_given_up() {
+        let mut metadata = growing(16);
+        drop_sole(&mut metadata, 20);
+        metadata.returning.give_up();
+        drop_sole(&mut metadata, 16);
+        assert!(!metadata.holds_growth());
+        drop_sole(&mut metadata, 1);
+        assert!(metadata.holds_growth());
+        // A batch that was freed after all: the next ones may be, too.
+        metadata.returning.end(20);
+        assert!(metadata.holds_growth());
+    }
+
+    #[test]
+    fn drops_want_a_round_before_growth_is_held() {
+        for (file, most) in [(16, 8), (640, 20)] {
+            let mut metadata = growing(file);
+            drop_sole(&mut metadata, most);
+            assert!(!metadata.wants_return(), "{most} of {file} may wait");
+            drop_sole(&mut metadata, 1);
+            assert!(metadata.wants_return(), "{most} + 1 of {file} wait");
+        }
+    }
+
+    #[test]
+    fn nothing_is_held_while_the_file_has_space() {
+        let mut metadata = growing(16);
+        drop_sole(&mut metadata, 64);
+        metadata.refcounts.free.insert(HostCluster::new(4), 1, true);
+        assert!(!metadata.holds_growth() && !metadata.wants_return());
+        let mut metadata = growing(16);
+        metadata.refcounts.cursor = HostCluster::new(15);
+        drop_sole(&mut metadata, 64);
+        assert!(!metadata.holds_growth() && !metadata.wants_return());
+    }
+
+    #[test]
+    fn space_is_mostly_dropped_until_a_round_takes_half() {
+        let mut metadata = growing(16);
+        drop_sole(&mut metadata, 4);
+        assert!(metadata.is_mostly_dropped());
+        metadata.returning.begin(4);
+        assert!(metadata.is_mostly_dropped(), "half of it");
+        metadata.returning.begin(1);
+        assert!(!metadata.is_mostly_dropped(), "less than half");
+    }
+}

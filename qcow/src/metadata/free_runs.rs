@@ -132,6 +132,16 @@ mod tests {
     }
 
     #[test]
+    fn free_runs_are_empty_until_a_cluster_is_freed() {
+        let mut free = FreeRuns::default();
+        assert!(free.is_empty());
+        free.insert(at(10), 1, true);
+        assert!(!free.is_empty());
+        assert_eq!(free.take(1), Some((at(10), 1, true)));
+        assert!(free.is_empty());
+    }
+
+    #[test]
     fn free_runs_prefer_a_run_long_enough() {
         let mut free = FreeRuns::default();
         free.insert(at(10), 1, true);

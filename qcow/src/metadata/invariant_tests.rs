@@ -1,32 +1,10 @@
 //! States that only this crate's own code can break, broken on purpose: each is noticed.
 
 use super::plan::{Action, Allocation};
-use super::refcounts::NO_LIMIT;
+use super::testing::{CLUSTER, metadata};
 use super::write_back::WriteBackSet;
 use super::*;
-use crate::format::{ClusterBits, HostCluster, L2Entry, RefcountOrder, RefcountTableEntry, Version};
-
-const CLUSTER: u64 = 1 << 16;
-
-/// An empty image of 1 GiB: header, refcount table, refcount block.
-fn metadata() -> Metadata {
-    let geometry = Geometry::new(Version::V3, ClusterBits::DEFAULT, RefcountOrder::DEFAULT, 1 << 30);
-    let mut table = vec![RefcountTableEntry::UNALLOCATED; geometry.table_entries_per_cluster()];
-    table[0] = RefcountTableEntry::encode(HostOffset::new(2 * CLUSTER));
-    let place = TablePlace {
-        offset: HostOffset::new(CLUSTER),
-        clusters: 1,
-    };
-    let mut refcounts = Refcounts::new(geometry, table, place, HostCluster::new(3), NO_LIMIT, 1 << 20);
-    refcounts.slices.insert(0, vec![0; 4096].into(), false);
-    for cluster in 0..3 {
-        refcounts
-            .set(HostCluster::new(cluster), 1)
-            .expect("the slice is cached");
-    }
-    let l1 = vec![L1Entry::UNALLOCATED; 2];
-    Metadata::new(geometry, l1, HostOffset::new(0), refcounts, 1 << 20, 0)
-}
+use crate::format::L2Entry;
 
 /// Plans a write of the first guest cluster.
 fn reserve(metadata: &mut Metadata) -> Allocation {

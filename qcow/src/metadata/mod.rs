@@ -26,6 +26,8 @@ pub(crate) mod refcounts;
 mod released;
 pub(crate) mod slices;
 mod tables;
+#[cfg(test)]
+mod testing;
 pub(crate) mod write_back;
 
 use std::ops::Range;
