@@ -172,7 +172,9 @@ mod tests {
         let (first, second) = (HostCluster::new(3), HostCluster::new(20));
         drops.push(Dropped { first, count: 2 }, true);
         drops.push(Dropped::one(second), false);
+        assert!(!drops.is_empty());
         assert_eq!((drops.len(), drops.sole()), (2, 2));
+        assert_eq!(drops.list(), [Dropped { first, count: 2 }, Dropped::one(second)]);
         let mut later = Drops::default();
         later.push(
             Dropped {

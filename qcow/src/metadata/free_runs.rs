@@ -10,14 +10,13 @@ use crate::invariant::invariant;
 pub(crate) struct FreeRuns {
     /// First cluster → (number of clusters, known to be zero).
     runs: BTreeMap<HostCluster, (u64, bool)>,
-    total: u64,
 }
 
 impl FreeRuns {
     /// Returns the number of clusters in the set.
     #[cfg(test)]
     pub(crate) fn total(&self) -> u64 {
-        self.total
+        self.runs.values().map(|run| run.0).sum()
     }
 
     /// Returns true if there is no cluster in the set.
@@ -35,7 +34,6 @@ impl FreeRuns {
         if count == 0 {
             return;
         }
-        self.total += count;
         let (mut first, mut count) = (first, count);
         if let Some((&before, &(len, kind))) = self.runs.range(..first).next_back() {
             // It would be handed out twice.
@@ -72,7 +70,6 @@ impl FreeRuns {
         if taken < len {
             self.runs.insert(first + taken, (len - taken, zero));
         }
-        self.total -= taken;
         Some((first, taken, zero))
     }
 
@@ -90,7 +87,6 @@ impl FreeRuns {
             "no run of {count} clusters begins at {first}"
         );
         if let Some((len, zero)) = self.runs.remove(&first) {
-            self.total -= len;
             self.insert(first + count, len.saturating_sub(count), zero);
         }
     }
@@ -139,6 +135,27 @@ mod tests {
         assert!(!free.is_empty());
         assert_eq!(free.take(1), Some((at(10), 1, true)));
         assert!(free.is_empty());
+    }
+
+    #[test]
+    fn free_runs_forget_that_they_are_zeros() {
+        let mut free = FreeRuns::default();
+        free.insert(at(10), 2, true);
+        free.insert(at(20), 1, true);
+        free.forget_zeros();
+        assert_eq!(free.take(2), Some((at(10), 2, false)));
+        assert_eq!(free.take(1), Some((at(20), 1, false)));
+    }
+
+    #[test]
+    fn free_runs_keep_the_rest_of_what_is_removed() {
+        let mut free = FreeRuns::default();
+        free.insert(at(10), 5, true);
+        assert_eq!(free.find(2), Some(at(10)));
+        free.remove(at(10), 2);
+        assert_eq!(free.total(), 3);
+        assert_eq!(free.take(5), Some((at(12), 3, true)));
+        assert_eq!(free.total(), 0);
     }
 
     #[test]
