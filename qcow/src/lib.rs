@@ -46,6 +46,7 @@ mod engine;
 pub mod format;
 pub mod image;
 mod invariant;
+pub mod luks;
 mod metadata;
 
 pub use engine::{DiskSize, MappingReader, QcowDisk, SnapshotError, SnapshotSelector};

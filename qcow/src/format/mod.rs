@@ -16,7 +16,7 @@
 #![cfg_attr(not(test), warn(clippy::arithmetic_side_effects, clippy::indexing_slicing))]
 
 pub mod bitmap;
-mod bytes;
+pub(crate) mod bytes;
 mod cluster_use;
 pub mod data_file;
 mod entry;
