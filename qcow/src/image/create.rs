@@ -18,6 +18,7 @@ use crate::format::{
     Geometry, GuestCluster, Header, HeaderError, HostCluster, HostOffset, Incompatible, L1Entry, L2Entry,
     L2EntryWidth, L2TableMut, L2TableRef, RefcountOrder, RefcountTableEntry, Version,
 };
+use crate::luks;
 
 /// The size of one write, in bytes.
 const PART: u64 = 1 << 20;
@@ -45,6 +46,16 @@ impl Preallocation {
             "falloc" => Some(Self::Falloc),
             "full" => Some(Self::Full),
             _ => None,
+        }
+    }
+
+    /// Returns QEMU's name.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Metadata => "metadata",
+            Self::Falloc => "falloc",
+            Self::Full => "full",
         }
     }
 }
@@ -75,6 +86,9 @@ pub struct CreateOptions {
     pub preallocation: Preallocation,
     /// The file of its own for the guest's bytes; see [`create_with_data_file`].
     pub data_file: Option<NewDataFile>,
+    /// A LUKS header with all key material, from [`luks::create`](crate::luks::create): the guest's data is to be encrypted
+    /// with its key. It is made beforehand, as that takes seconds of CPU.
+    pub luks_header: Option<Vec<u8>>,
 }
 
 /// The external data file of a new image. Version 3 only.
@@ -110,6 +124,7 @@ impl CreateOptions {
             compression: CompressionType::Deflate,
             preallocation: Preallocation::Off,
             data_file: None,
+            luks_header: None,
         }
     }
 }
@@ -163,6 +178,7 @@ struct Plan {
     geometry: Geometry,
     table_clusters: u64,
     blocks: u64,
+    luks_clusters: u64,
     l1_entries: u64,
     l1_clusters: u64,
     l2_tables: u64,
@@ -195,6 +211,7 @@ impl Plan {
             geometry,
             table_clusters: 1,
             blocks: 1,
+            luks_clusters: geometry.clusters_for(luks_bytes(options)),
             l1_entries,
             l1_clusters: geometry.clusters_for(l1_entries * 8),
             l2_tables: if preallocated { l1_entries } else { 0 },
@@ -231,8 +248,12 @@ impl Plan {
         1 + self.table_clusters
     }
 
-    fn l1_start(&self) -> u64 {
+    fn luks_start(&self) -> u64 {
         self.blocks_start() + self.blocks
+    }
+
+    fn l1_start(&self) -> u64 {
+        self.luks_start() + self.luks_clusters
     }
 
     fn l2_start(&self) -> u64 {
@@ -299,6 +320,10 @@ async fn create_in(
     let end = plan.offset(plan.total()).bytes();
     make_room(file, end).await?;
     write_refcounts(file, &plan).await?;
+    if let Some(luks) = &options.luks_header {
+        let offset = plan.offset(plan.luks_start()).bytes();
+        write(file, "the LUKS header", offset, luks.clone()).await?;
+    }
     write_mapping(file, &plan).await?;
     if data.is_none() {
         let start = plan.offset(plan.data_start()).bytes();
@@ -514,6 +539,9 @@ fn geometry(options: &CreateOptions) -> Result<Geometry, CreateError> {
     if let Some(data) = &options.data_file {
         check_data_file(options, data)?;
     }
+    if let Some(luks) = &options.luks_header {
+        check_encryption(options, luks)?;
+    }
     if options.version == Version::V2 {
         if refcount_order != RefcountOrder::DEFAULT {
             return Err(CreateError::option("refcount_bits", width, "16 with compat=0.10"));
@@ -572,6 +600,38 @@ fn check_data_file(options: &CreateOptions, data: &NewDataFile) -> Result<(), Cr
     Ok(())
 }
 
+/// Returns the length of the LUKS header in bytes; zero without encryption.
+fn luks_bytes(options: &CreateOptions) -> u64 {
+    options.luks_header.as_ref().map_or(0, Vec::len) as u64
+}
+
+/// Checks what goes together with encryption.
+fn check_encryption(options: &CreateOptions, luks: &[u8]) -> Result<(), CreateError> {
+    if let Err(error) = luks::describe(luks) {
+        return Err(CreateError::option(
+            "encrypt.format",
+            "luks",
+            format!("a sound header: {error}"),
+        ));
+    }
+    if options.preallocation != Preallocation::Off {
+        let expected = "off with encryption: clusters that are mapped and not written would read as noise";
+        return Err(CreateError::option(
+            "preallocation",
+            options.preallocation.name(),
+            expected,
+        ));
+    }
+    if let Some(data) = &options.data_file {
+        return Err(CreateError::option(
+            "data_file",
+            &data.name,
+            "none with encryption",
+        ));
+    }
+    Ok(())
+}
+
 /// Checks the options about names, and makes the header.
 fn header(options: &CreateOptions, plan: &Plan) -> Result<Header, CreateError> {
     let mut extensions = Vec::new();
@@ -618,11 +678,20 @@ fn header(options: &CreateOptions, plan: &Plan) -> Result<Header, CreateError> {
         autoclear.set(Autoclear::RAW_EXTERNAL_DATA, data.raw);
         extensions.push(Extension::DataFile(data.name.as_bytes().to_vec()));
     }
+    if options.luks_header.is_some() {
+        extensions.push(Extension::CryptoHeader {
+            offset: plan.offset(plan.luks_start()),
+            len: luks_bytes(options),
+        });
+    }
     let mut header = Header {
         version: options.version,
         cluster_bits: geometry.cluster_bits(),
         virtual_size: geometry.virtual_size(),
-        crypt_method: CryptMethod::None,
+        crypt_method: match options.luks_header {
+            Some(_) => CryptMethod::Luks,
+            None => CryptMethod::None,
+        },
         l1_entries: plan.l1_entries as u32,
         l1_offset: if plan.l1_entries == 0 {
             HostOffset::new(0)

@@ -9,11 +9,13 @@ use block::file::FileView;
 use serde::{Deserialize, Serialize};
 
 use super::bitmaps::{consistent_bitmaps, for_each_bitmap};
+use super::keys::read_luks;
 use super::read::{ReadError, for_each_snapshot, read_header};
 use crate::format::{
     Autoclear, BitmapDirectoryEntry, BitmapFlags, Compatible, CryptMethod, Header, Incompatible,
     SnapshotEntry, Version,
 };
+use crate::luks::{self, LuksInfo};
 
 /// The description of an image.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
@@ -108,6 +110,9 @@ pub struct QcowInfo {
 pub struct EncryptInfo {
     /// `aes` or `luks`.
     pub format: &'static str,
+    /// The LUKS header; none if it cannot be read.
+    #[serde(flatten)]
+    pub luks: Option<LuksInfo>,
 }
 
 /// The internal snapshots of an image.
@@ -174,7 +179,7 @@ pub struct BitmapInfo {
 ///
 /// # Errors
 ///
-/// [`ReadError`] if the file cannot be read or holds no image. Snapshots and bitmaps that cannot
+/// [`ReadError`] if the file cannot be read or holds no image. Snapshots, bitmaps and a LUKS header that cannot
 /// be read are left out.
 pub async fn info(file: &FileView) -> Result<ImageInfo, ReadError> {
     let located = read_header(file).await?;
@@ -187,6 +192,11 @@ pub async fn info(file: &FileView) -> Result<ImageInfo, ReadError> {
         snapshots = Listed::default();
     }
     let mut data = QcowInfo::new(header);
+    if let Some(encrypt) = &mut data.encrypt
+        && let Ok((_, bytes)) = read_luks(file, header, file_len).await
+    {
+        encrypt.luks = luks::describe(&bytes).ok();
+    }
     let bitmaps = bitmaps(file, header, file_len).await;
     (data.bitmaps, data.bitmaps_not_listed) = (bitmaps.list, bitmaps.left_out);
     Ok(ImageInfo {
@@ -315,6 +325,7 @@ impl QcowInfo {
                 CryptMethod::None => None,
                 method => Some(EncryptInfo {
                     format: method.name(),
+                    luks: None,
                 }),
             },
             bitmaps: Vec::new(),

@@ -5,7 +5,7 @@
 //!
 //! Invariants:
 //! - an image is untrusted, so memory and time are bounded by the file's length, never by a number in it;
-//! - only `create` and `repair` write; `overlay` has `create` write, `snapshots` the engine.
+//! - only `create`, `repair` and `keys` write; `overlay` has `create` write, `snapshots` the engine.
 
 pub mod bitmaps;
 pub mod check;
@@ -13,6 +13,7 @@ mod counts;
 pub mod create;
 mod guarded_tables;
 pub mod info;
+pub mod keys;
 mod layout;
 pub mod open;
 mod overlay;
@@ -24,6 +25,7 @@ pub mod snapshots;
 pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check, check_within};
 pub use create::{CreateError, CreateOptions, NewDataFile, Preallocation, create, create_with_data_file};
 pub use info::{ImageInfo, SnapshotList, info};
+pub use keys::{KeysError, add_key, list_keys, remove_key};
 pub use open::{ImageError, OpenError, OpenOptions, Qcow2, StructureError, backing_path};
 pub use read::{Located, ReadError, read_header};
 pub use repair::{RepairError, RepairReport, RepairScope, rebuild_refcounts, repair};
@@ -35,6 +37,8 @@ mod check_tests;
 mod create_tests;
 #[cfg(test)]
 mod info_tests;
+#[cfg(test)]
+mod keys_tests;
 #[cfg(test)]
 mod repair_tests;
 #[cfg(test)]

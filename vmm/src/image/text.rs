@@ -69,6 +69,50 @@ fn utc(seconds: u64) -> String {
     )
 }
 
+/// Calls `line` with each line of `image info` about encryption.
+fn encryption(encrypt: &EncryptInfo, line: &mut impl FnMut(String)) {
+    line("    encrypt:".to_owned());
+    let Some(luks) = &encrypt.luks else {
+        return line(format!("        format: {}", encrypt.format));
+    };
+    line(format!("        ivgen alg: {}", luks.ivgen_alg));
+    line(format!("        detached header: {}", luks.detached_header));
+    line(format!("        hash alg: {}", luks.hash_alg));
+    line(format!("        cipher alg: {}", luks.cipher_alg));
+    line(format!("        uuid: {}", luks.uuid));
+    line(format!("        format: {}", encrypt.format));
+    line(format!("        cipher mode: {}", luks.cipher_mode));
+    line("        slots:".to_owned());
+    for (index, slot) in luks.slots.iter().enumerate() {
+        line(format!("            [{index}]:"));
+        line(format!("                active: {}", slot.active));
+        if let Some(iters) = slot.iters {
+            line(format!("                iters: {iters}"));
+        }
+        line(format!("                key offset: {}", slot.key_offset));
+        if let Some(stripes) = slot.stripes {
+            line(format!("                stripes: {stripes}"));
+        }
+    }
+    line(format!("        payload offset: {}", luks.payload_offset));
+    line(format!("        master key iters: {}", luks.master_key_iters));
+}
+
+/// Returns the output of `image key list`: the slots in use.
+#[must_use]
+pub fn keys(luks: &LuksInfo) -> String {
+    let mut text = format!(
+        "{} {}-{}, {}\n",
+        luks.cipher_alg, luks.cipher_mode, luks.ivgen_alg, luks.hash_alg
+    );
+    for (index, slot) in luks.slots.iter().enumerate() {
+        if let Some(iters) = slot.iters {
+            text.push_str(&format!("slot {index}: {iters} iterations\n"));
+        }
+    }
+    text
+}
+
 /// Returns the output of `image info`.
 #[must_use]
 pub fn info(info: &ImageInfo) -> String {
@@ -137,7 +181,7 @@ pub fn info(info: &ImageInfo) -> String {
         line(format!("    data file raw: {}", on_off(value)));
     }
     if let Some(encrypt) = &data.encrypt {
-        line(format!("    encrypt format: {}", encrypt.format));
+        encryption(encrypt, &mut line);
     }
     for bitmap in &data.bitmaps {
         let flags = bitmap.flags.join(", ");
