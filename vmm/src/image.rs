@@ -1,4 +1,4 @@
-//! `ringdisk image`: creates, describes, checks and repairs images, and has their snapshots.
+//! `ringdisk image`: creates, describes, checks and repairs images, and has their snapshots and keys.
 //!
 //! [`qcow::image`] does the work, on plain system calls; this module has the command line, the image locks and
 //! the texts. `info`, and `check` without `--repair`, open the image read-only.
@@ -19,6 +19,7 @@ use crate::error::{CommandFailure, EXIT_OK};
 mod check;
 mod create;
 pub mod create_options;
+mod key;
 mod snapshot;
 pub mod text;
 
@@ -38,6 +39,9 @@ pub enum ImageCommand {
     /// Create, list, apply and delete internal snapshots of an image
     #[command(subcommand)]
     Snapshot(snapshot::SnapshotCommand),
+    /// Add, remove and list the secrets that open an encrypted image
+    #[command(subcommand)]
+    Key(key::KeyCommand),
 }
 
 /// The command line of `image create`.
@@ -46,6 +50,10 @@ pub struct CreateArguments {
     /// Format options; can be repeated
     #[arg(short = 'o', value_name = "OPT=VAL,...")]
     options: Vec<String>,
+    /// File with the secret that is to open an encrypted image, or a descriptor such as /dev/fd/3; a newline at its end
+    /// counts
+    #[arg(long, value_name = "PATH")]
+    secret_file: Option<PathBuf>,
     /// Print a description of the new image as JSON, as `info --json` does
     #[arg(long)]
     json: bool,
@@ -100,6 +108,7 @@ pub fn run(command: ImageCommand) -> Result<u8, CommandFailure> {
         ImageCommand::Info(arguments) => info(&arguments, &mut out)?,
         ImageCommand::Check(arguments) => check::run(&arguments, &mut out)?,
         ImageCommand::Snapshot(command) => snapshot::run(&command, &mut out)?,
+        ImageCommand::Key(command) => key::run(&command, &mut out)?,
     };
     out.flush()?;
     Ok(code)
@@ -132,6 +141,17 @@ fn open_to_read(
     if !force_share {
         lock(&file, LockMode::Read)?;
     }
+    Ok(file)
+}
+
+/// Opens and locks a file to write an image or its data.
+fn open_to_write(path: &Path) -> Result<Arc<ImageFile>, CommandFailure> {
+    let options = FileOptions {
+        write: true,
+        direct: false,
+    };
+    let file = ImageFile::open(path, options).map_err(|error| CommandFailure::Failed(error.into()))?;
+    lock(&file, LockMode::Write).map_err(|error| CommandFailure::Failed(error.into()))?;
     Ok(file)
 }
 

@@ -43,6 +43,7 @@ pub mod open;
 pub mod run;
 pub mod sandbox;
 mod sd_notify;
+pub mod secret_file;
 pub mod signals;
 pub mod size;
 mod snapshots;

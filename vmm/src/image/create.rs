@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use block::Context;
-use block::file::{FileOptions, ImageFile};
-use block::lock::LockMode;
+use block::file::ImageFile;
 use qcow::image::{self as tools, CreateError, CreateOptions};
+use qcow::luks;
 
 use super::create_options::{self, Given};
-use super::{CreateArguments, lock, on_image, open_to_read, write_json};
+use super::{CreateArguments, on_image, open_to_read, open_to_write, write_json};
 use crate::error::{CommandFailure, EXIT_OK};
+use crate::secret_file::read_secret;
 use crate::size::parse_bytes;
 use crate::ublk::claim::refuse_claimed;
 
@@ -40,6 +41,7 @@ pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8
         )
     })?;
 
+    options.luks_header = luks_header(arguments, &given)?;
     let created = NewFile::open(&arguments.path)?;
     let file = open_to_write(&arguments.path)?;
     let made = match &data {
@@ -73,15 +75,24 @@ pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8
     Ok(EXIT_OK)
 }
 
-/// Opens and locks a file to write an image or its data.
-fn open_to_write(path: &Path) -> Result<Arc<ImageFile>, CommandFailure> {
-    let options = FileOptions {
-        write: true,
-        direct: false,
-    };
-    let file = ImageFile::open(path, options).map_err(|error| CommandFailure::Failed(error.into()))?;
-    lock(&file, LockMode::Write).map_err(|error| CommandFailure::Failed(error.into()))?;
-    Ok(file)
+/// Makes the LUKS header of the new image, if it is to be encrypted. Takes about as long as opening the image will.
+fn luks_header(arguments: &CreateArguments, given: &Given) -> Result<Option<Vec<u8>>, CommandFailure> {
+    let usage = |message: &str| Err(CommandFailure::Usage(message.to_owned()));
+    match (&given.encryption, &arguments.secret_file) {
+        (None, None) => Ok(None),
+        (Some(_), None) => {
+            usage("-o encrypt.format=luks: --secret-file is missing, the file with the secret")
+        }
+        (None, Some(_)) => {
+            usage("--secret-file is for encrypted images; pass -o encrypt.format=luks as well")
+        }
+        (Some(options), Some(path)) => {
+            let made = luks::create(&read_secret(path)?, options);
+            let (header, _) = made
+                .map_err(|error| CommandFailure::about(format!("secret file {}", path.display()), error))?;
+            Ok(Some(header))
+        }
+    }
 }
 
 /// The data file of the new image.
@@ -215,6 +226,12 @@ impl Drop for NewFile {
 fn describe(path: &Path, options: &CreateOptions, given: &Given) -> String {
     let mut line = format!("Formatting '{}', fmt=qcow2", path.display());
     let mut add = |name: &str, value: &dyn std::fmt::Display| line.push_str(&format!(" {name}={value}"));
+    if given.encryption.is_some() {
+        add("encrypt.format", &"luks");
+    }
+    for (option, value) in &given.encryption_values {
+        add(option, value);
+    }
     add("cluster_size", &options.cluster_size);
     add("extended_l2", &if options.extended_l2 { "on" } else { "off" });
     if let Some(preallocation) = &given.preallocation {

@@ -3,8 +3,11 @@
 //! The options are those of `qemu-img create -f qcow2`. Each value is parsed alone; [`qcow::image::create()`] checks
 //! the combination before it writes anything.
 
+use std::time::Duration;
+
 use qcow::format::{CompressionType, Version};
 use qcow::image::{CreateOptions, NewDataFile, Preallocation};
+use qcow::luks::{CipherKind, HashKind, LuksOptions};
 
 use crate::key_value::{self, SyntaxError};
 use crate::size::parse_bytes;
@@ -22,7 +25,7 @@ pub enum CreateOptionsError {
         option: String,
     },
     /// The option exists in QCOW2, but is not supported.
-    #[error("-o: `{option}` is not supported; create such an image with qemu-img")]
+    #[error("-o: `{option}` is not supported; expected encrypt.format=luks, and the secret in --secret-file")]
     Unsupported {
         /// The option.
         option: String,
@@ -39,6 +42,12 @@ pub enum CreateOptionsError {
         /// The option.
         option: &'static str,
     },
+    /// The option is about encryption, and there is none.
+    #[error("-o: `{option}` is given without `encrypt.format=luks`")]
+    WithoutEncryption {
+        /// The option.
+        option: &'static str,
+    },
     /// The value is not one the option takes.
     #[error("-o: `{option}={value}`: {option} takes {takes}")]
     Value {
@@ -52,7 +61,7 @@ pub enum CreateOptionsError {
 }
 
 /// The options and their permitted values.
-const OPTIONS: [(&str, &str); 12] = [
+const OPTIONS: [(&str, &str); 16] = [
     ("cluster_size", "a power of two from 512 to 2M"),
     ("compat", "0.10 (version 2) or 1.1 (version 3)"),
     ("refcount_bits", "1, 2, 4, 8, 16, 32 or 64"),
@@ -71,10 +80,17 @@ const OPTIONS: [(&str, &str); 12] = [
         "data_file_keep",
         "on or off; on makes the bytes in the data file those of the disk",
     ),
+    ("encrypt.format", "luks; the secret is in --secret-file"),
+    ("encrypt.cipher-alg", "aes-256 or aes-128"),
+    ("encrypt.hash-alg", "sha256, sha512 or sha1"),
+    (
+        "encrypt.iter-time",
+        "the milliseconds that opening the image takes here, 1 or more",
+    ),
 ];
 
 /// Options of `qemu-img` that are refused as such rather than as unknown.
-const UNSUPPORTED: [&str; 3] = ["encryption", "encrypt.format", "encrypt.key-secret"];
+const UNSUPPORTED: [&str; 2] = ["encryption", "encrypt.key-secret"];
 
 fn names() -> String {
     OPTIONS.map(|(name, _)| name).join(", ")
@@ -85,7 +101,7 @@ fn names() -> String {
 pub fn options_help() -> String {
     let lines: String = OPTIONS
         .iter()
-        .map(|(name, takes)| format!("  {name:<17} {takes}\n"))
+        .map(|(name, takes)| format!("  {name:<18} {takes}\n"))
         .collect();
     format!("Options of -o (opt=val, separated by commas):\n{lines}")
 }
@@ -99,6 +115,10 @@ pub struct Given {
     pub preallocation: Option<String>,
     /// `data_file_raw`.
     pub data_file_raw: Option<String>,
+    /// The encryption, whose header is made later, with the secret.
+    pub encryption: Option<LuksOptions>,
+    /// The options of the encryption but its format.
+    pub encryption_values: Vec<(&'static str, String)>,
 }
 
 /// Parses the values of all `-o` onto the defaults, and returns which were given. The size is left at zero.
@@ -117,6 +137,7 @@ pub fn parse<'a>(
         raw: false,
         keep: false,
     };
+    let mut encryption = LuksOptions::default();
     for text in texts {
         for (name, value) in key_value::items(text).map_err(CreateOptionsError::Syntax)? {
             let Some(&(option, takes)) = OPTIONS.iter().find(|(known, _)| *known == name) else {
@@ -140,15 +161,27 @@ pub fn parse<'a>(
                 "data_file" => value.clone_into(&mut data.name),
                 "data_file_raw" => data.raw = switch(value).ok_or_else(wrong)?,
                 "data_file_keep" => data.keep = switch(value).ok_or_else(wrong)?,
+                _ if option.starts_with("encrypt.") => {
+                    set_encryption(&mut encryption, option, value).ok_or_else(wrong)?;
+                }
                 _ => set(&mut options, option, value).ok_or_else(wrong)?,
             }
             match option {
                 "compat" => given.compat = Some(value.to_owned()),
                 "preallocation" => given.preallocation = Some(value.to_owned()),
                 "data_file_raw" => given.data_file_raw = Some(value.to_owned()),
+                "encrypt.format" => {}
+                _ if option.starts_with("encrypt.") => {
+                    given.encryption_values.push((option, value.to_owned()));
+                }
                 _ => {}
             }
         }
+    }
+    if seen.contains(&"encrypt.format") {
+        given.encryption = Some(encryption);
+    } else if let Some(&(option, _)) = given.encryption_values.first() {
+        return Err(CreateOptionsError::WithoutEncryption { option });
     }
     if seen.contains(&"data_file") {
         options.data_file = Some(data);
@@ -195,6 +228,21 @@ fn set(options: &mut CreateOptions, option: &str, value: &str) -> Option<()> {
     Some(())
 }
 
+/// Stores one value about encryption; `None` if the option does not take it.
+fn set_encryption(options: &mut LuksOptions, option: &str, value: &str) -> Option<()> {
+    match option {
+        "encrypt.format" => (value == "luks").then_some(())?,
+        "encrypt.cipher-alg" => options.cipher = CipherKind::from_name(value)?,
+        "encrypt.hash-alg" => options.hash = HashKind::from_name(value)?,
+        "encrypt.iter-time" => {
+            let milliseconds = value.parse().ok().filter(|&ms: &u32| ms > 0)?;
+            options.iter_time = Duration::from_millis(milliseconds.into());
+        }
+        _ => return None,
+    }
+    Some(())
+}
+
 /// Parses `on` or `off`.
 fn switch(value: &str) -> Option<bool> {
     match value {
@@ -219,6 +267,7 @@ mod tests {
             "backing_file=\"a,b.img\",backing_fmt=raw,lazy_refcounts=on,preallocation=falloc,compression_type=zstd",
             "extended_l2=on",
             "data_file=d.raw,data_file_raw=on,data_file_keep=off",
+            "encrypt.format=luks,encrypt.cipher-alg=aes-128,encrypt.hash-alg=sha512,encrypt.iter-time=30",
         ])
         .expect("values");
         assert_eq!(
@@ -236,6 +285,12 @@ mod tests {
         assert_eq!(options.compression, CompressionType::Zstd);
         let data = options.data_file.expect("a data file");
         assert!(data.name == "d.raw" && data.raw && !data.keep);
+        let encryption = LuksOptions {
+            cipher: CipherKind::Aes128Xts,
+            hash: HashKind::Sha512,
+            iter_time: Duration::from_millis(30),
+        };
+        assert_eq!(given.encryption, Some(encryption));
     }
 
     #[test]
@@ -249,6 +304,13 @@ mod tests {
             ("lazy_refcounts=maybe", "on or off"),
             ("preallocation=some", "off, metadata, falloc or full"),
             ("compression_type=lz4", "zlib or zstd"),
+            ("encrypt.format=aes", "luks; the secret is in --secret-file"),
+            ("encrypt.cipher-alg=serpent-256", "aes-256 or aes-128"),
+            ("encrypt.hash-alg=md5", "sha256, sha512 or sha1"),
+            (
+                "encrypt.iter-time=0",
+                "the milliseconds that opening the image takes here, 1 or more",
+            ),
             (
                 "data_file_raw=1",
                 "on or off; on makes the data file a raw image of the disk",
@@ -266,7 +328,11 @@ mod tests {
         );
         assert_eq!(
             refused("encryption=on"),
-            "-o: `encryption` is not supported; create such an image with qemu-img"
+            "-o: `encryption` is not supported; expected encrypt.format=luks, and the secret in --secret-file"
+        );
+        assert_eq!(
+            refused("encrypt.hash-alg=sha1"),
+            "-o: `encrypt.hash-alg` is given without `encrypt.format=luks`"
         );
         assert_eq!(
             refused("compat=1.1,compat=1.1"),

@@ -1,7 +1,9 @@
-//! The text output of `image info` and `image check`, in the wording of `qemu-img`, and of `image snapshot list`.
+//! The text output of `image info` and `image check`, in the wording of `qemu-img`, and of `image snapshot list` and
+//! `image key list`.
 
-use qcow::image::info::SnapshotInfo;
+use qcow::image::info::{EncryptInfo, SnapshotInfo};
 use qcow::image::{CheckReport, ImageInfo, Severity};
+use qcow::luks::LuksInfo;
 
 use crate::size::human_short;
 

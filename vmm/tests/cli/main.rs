@@ -2,6 +2,7 @@
 //! tools agree with what it did.
 
 mod descriptor;
+mod image_keys;
 mod image_tools;
 mod io_language;
 mod limits;

@@ -28,6 +28,8 @@ fn help_and_version_succeed() {
         &["io", "--help"],
         &["image", "create", "--help"],
         &["image", "snapshot", "--help"],
+        &["image", "key", "--help"],
+        &["image", "key", "remove", "--help"],
         &["image", "snapshot", "delete", "--help"],
         &["ctl", "snapshot-create", "--help"],
         &["ctl", "snapshot-apply", "--help"],
@@ -158,6 +160,23 @@ fn invalid_command_line_is_one_line_and_exit_code_2() {
         (&["image", "check"], "<PATH>"),
         (&["image", "snapshot", "create", "x.qcow2"], "<NAME>"),
         (&["image", "snapshot", "apply", "x.qcow2"], "<SNAPSHOT>"),
+        (
+            &["image", "key", "add", "--secret-file", "s", "x.qcow2"],
+            "--new-secret-file",
+        ),
+        (&["image", "key", "remove", "x.qcow2"], "--secret-file"),
+        (
+            &["image", "create", "-o", "encrypt.format=luks", "x.qcow2", "1M"],
+            "--secret-file is missing",
+        ),
+        (
+            &["image", "create", "--secret-file", "s", "x.qcow2", "1M"],
+            "pass -o encrypt.format=luks",
+        ),
+        (
+            &["image", "create", "-o", "encrypt.format=aes", "x.qcow2", "1M"],
+            "encrypt.format takes luks",
+        ),
         (&["ctl", "--socket", "s", "snapshot-create", "a"], "<NAME>"),
         (&["ctl", "--socket", "s", "snapshot-apply", "a"], "<SNAPSHOT>"),
         (
@@ -193,6 +212,7 @@ fn failed_open_names_the_file_with_exit_code_1() {
         (&["io", "--disk", "path=raw.img,image_type=qcow2"], "raw.img"),
         (&["image", "info", "none"], "cannot open none: No such file"),
         (&["image", "info", "raw.img"], "not a QCOW2 image"),
+        (&["image", "key", "list", "raw.img"], "not a QCOW2 image"),
         (&["image", "check", "raw.img"], "cannot check raw.img"),
         (
             &["image", "snapshot", "create", "none", "a"],
