@@ -49,5 +49,7 @@ mod invariant;
 pub mod luks;
 mod metadata;
 
-pub use engine::{DiskSize, MappingReader, QcowDisk, SnapshotError, SnapshotSelector};
+pub use engine::{
+    BitmapChange, BitmapsError, DiskSize, MappingReader, QcowDisk, SnapshotError, SnapshotSelector,
+};
 pub use image::{OpenError, OpenOptions, Qcow2};

@@ -27,6 +27,20 @@ pub(crate) struct Announcement {
     pub(crate) keep: Option<Autoclear>,
 }
 
+impl Announcement {
+    /// Adds a bitmap, unless somebody has marked it as in use.
+    pub(crate) fn add(&mut self, mark: Mark) {
+        if mark.flags.contains(BitmapFlags::IN_USE) {
+            return;
+        }
+        let list = match mark.flags.contains(BitmapFlags::AUTO) {
+            true => &mut self.recording,
+            false => &mut self.disabled,
+        };
+        list.push(mark);
+    }
+}
+
 /// An announcement and its progress.
 #[derive(Debug)]
 pub(super) struct Announcements {
@@ -44,6 +58,13 @@ impl Announcements {
             rest: Mutex::new(announcement),
             turns: Turns::default(),
         }
+    }
+
+    /// Replaces what is to be announced, as the bitmaps have been replaced. Nothing is under way meanwhile.
+    pub(super) fn replace(&self, next: Announcement) {
+        let nothing = next.recording.is_empty() && next.keep.is_none();
+        *self.rest.lock() = next;
+        self.writes.store(nothing, Ordering::Release);
     }
 
     /// Returns true if the guest's data may be changed.

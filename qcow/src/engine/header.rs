@@ -8,7 +8,7 @@ use block::{AlignedBuf, IoError};
 
 use super::Queue;
 use super::turn::Turns;
-use crate::format::{Header, HeaderError, HeaderFields};
+use crate::format::{BitmapsExtension, BitmapsLayout, Header, HeaderError, HeaderFields, NoRoomForBitmaps};
 
 /// The header, and the turns to write it.
 #[derive(Debug)]
@@ -34,6 +34,18 @@ impl HeaderWriter {
     /// [`HeaderError`], if another program has damaged it before the image was opened.
     pub(super) fn decode(&self) -> Result<Header, HeaderError> {
         self.fields.lock().decode()
+    }
+
+    /// Plans the header's extensions with the place of the bitmaps, or without bitmaps.
+    ///
+    /// # Errors
+    ///
+    /// [`NoRoomForBitmaps`].
+    pub(super) fn plan_bitmaps(
+        &self,
+        bitmaps: Option<BitmapsExtension>,
+    ) -> Result<BitmapsLayout, NoRoomForBitmaps> {
+        BitmapsLayout::plan(&self.fields.lock(), bitmaps)
     }
 
     /// Returns the number of internal snapshots.

@@ -11,6 +11,7 @@
 
 mod announce;
 mod background;
+mod bitmaps;
 mod compressed;
 mod corrupt;
 mod data;
@@ -49,6 +50,7 @@ use crate::format::{CompressionType, Geometry, GuestOffset, HeaderFields, Versio
 use crate::metadata::Metadata;
 pub(crate) use announce::Announcement;
 use background::Background;
+pub use bitmaps::{BitmapChange, BitmapsError};
 pub(crate) use compressed::Inflater;
 use flush::Rounds;
 pub(crate) use queue::Queue;

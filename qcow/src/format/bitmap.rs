@@ -1,5 +1,4 @@
-//! Persistent bitmaps, as far as checking and invalidating them needs: the directory that lists them and the tables
-//! that point to their data. Spec: "Bitmaps".
+//! Persistent bitmaps: the directory that lists them and the tables that point to their data. Spec: "Bitmaps".
 
 use super::bytes::{pad_to_8, u16_at, u32_at, u64_at};
 use super::l1::OFFSET_MASK;
@@ -15,6 +14,10 @@ pub const BITMAP_DIRECTORY_MAX_BYTES: u64 = BITMAPS_MAX as u64 * 1048;
 pub const BITMAP_TABLE_ENTRIES_MAX: u32 = 0x0800_0000;
 /// QEMU's limit on one bitmap's data, in bytes, and ours.
 pub const BITMAP_DATA_MAX_BYTES: u64 = 0x2000_0000;
+/// QEMU's limit on the bits of a new bitmap, and ours.
+pub const BITMAP_BITS_MAX: u64 = 0x2000_0000;
+/// The granularities of bitmaps, as logarithms of bytes.
+pub const BITMAP_GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
 /// The longest name, in bytes, as in QEMU.
 pub const BITMAP_NAME_MAX: usize = 1023;
 /// The most extra data of an entry, in bytes. QEMU has no bitmaps with extra data, and refuses them.
@@ -23,7 +26,8 @@ pub const BITMAP_EXTRA_MAX: usize = 64 << 10;
 pub const BITMAP_TABLE_ENTRY_SIZE: u64 = 8;
 /// The offset of an entry's flags, in bytes from its start.
 pub const BITMAP_FLAGS_AT: usize = 12;
-const DIRTY_TRACKING: u8 = 1;
+/// The one type of bitmap that the format defines.
+pub const DIRTY_TRACKING: u8 = 1;
 
 bitflags::bitflags! {
     /// A directory entry's flags.
@@ -179,19 +183,23 @@ impl BitmapDirectoryEntry {
         if self.kind != DIRTY_TRACKING {
             return wrong("type", u64::from(self.kind), "1");
         }
-        if !(9..=31).contains(&self.granularity_bits) {
+        if !BITMAP_GRANULARITY_BITS.contains(&self.granularity_bits) {
             return wrong("granularity_bits", u64::from(self.granularity_bits), "9 to 31");
         }
         if self.name.is_empty() || self.name.len() > BITMAP_NAME_MAX {
             return wrong("name_size", self.name.len() as u64, "1 to 1023");
         }
         // One bit per granule, eight to a byte, in whole clusters.
-        let granules = geometry.virtual_size().div_ceil(self.granularity().max(1));
-        let needed = geometry.clusters_for(granules.div_ceil(8));
+        let needed = geometry.clusters_for(self.bits(geometry).div_ceil(8));
         if !self.flags.contains(BitmapFlags::IN_USE) && entries != needed {
             return wrong("bitmap_table_size", entries, "as many as the disk's size needs");
         }
         Ok(())
+    }
+
+    /// Returns the number of bits that cover the disk.
+    pub fn bits(&self, geometry: &Geometry) -> u64 {
+        geometry.virtual_size().div_ceil(self.granularity().max(1))
     }
 
     /// Returns the number of guest bytes that one bit covers.
@@ -238,6 +246,20 @@ impl BitmapTableEntry {
     /// Creates an entry from its 64 bits.
     pub const fn from_raw(raw: u64) -> Self {
         Self(raw)
+    }
+
+    /// Encodes the content of a cluster; the inverse of [`Self::decode`].
+    pub const fn encode(cluster: BitmapCluster) -> Self {
+        Self(match cluster {
+            BitmapCluster::Zeros => 0,
+            BitmapCluster::Ones => 1,
+            BitmapCluster::Data(host) => host.bytes(),
+        })
+    }
+
+    /// Returns the entry's 64 bits.
+    pub const fn raw(self) -> u64 {
+        self.0
     }
 
     /// Decodes the entry.
@@ -366,6 +388,10 @@ mod tests {
         let decode = |raw| BitmapTableEntry::from_raw(raw).decode(&GEOMETRY);
         assert_eq!(decode(0), Ok(BitmapCluster::Zeros));
         assert_eq!(decode(1), Ok(BitmapCluster::Ones));
+        for raw in [0, 1, 0x5_0000] {
+            let decoded = decode(raw).expect("a sound entry");
+            assert_eq!(BitmapTableEntry::encode(decoded).raw(), raw);
+        }
         assert_eq!(
             decode(0x5_0000),
             Ok(BitmapCluster::Data(HostOffset::new(0x5_0000)))

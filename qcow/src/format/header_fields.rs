@@ -2,14 +2,14 @@
 //! know. Spec: "Header", "Header extensions".
 //!
 //! Invariant: the fields that change lie in the first 512 bytes, so that one write of a sector changes any number of them
-//! at once. No other byte of the header changes.
+//! at once. No other byte of the header changes, but for a copy of the backing file's name ([`super::BitmapsLayout`]).
 
 use super::header::at;
 use super::{Autoclear, Header, HeaderError, HostOffset, Incompatible, Version};
 
 /// The header cluster of an image: fields, extensions, backing file name, and whatever else is there.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct HeaderFields(Vec<u8>);
+pub(crate) struct HeaderFields(pub(super) Vec<u8>);
 
 impl HeaderFields {
     /// The length of the first sector, in bytes.
@@ -40,17 +40,17 @@ impl HeaderFields {
         self.u32_at(at::VERSION) == Version::V3.number()
     }
 
-    fn u32_at(&self, at: usize) -> u32 {
+    pub(super) fn u32_at(&self, at: usize) -> u32 {
         let bytes = self.0.get(at..).and_then(|bytes| bytes.first_chunk());
         bytes.map_or(0, |bytes| u32::from_be_bytes(*bytes))
     }
 
-    fn u64_at(&self, at: usize) -> u64 {
+    pub(super) fn u64_at(&self, at: usize) -> u64 {
         let bytes = self.0.get(at..).and_then(|bytes| bytes.first_chunk());
         bytes.map_or(0, |bytes| u64::from_be_bytes(*bytes))
     }
 
-    fn put<const N: usize>(&mut self, at: usize, value: [u8; N]) {
+    pub(super) fn put<const N: usize>(&mut self, at: usize, value: [u8; N]) {
         if let Some(place) = self.0.get_mut(at..).and_then(|bytes| bytes.first_chunk_mut()) {
             *place = value;
         }
@@ -59,7 +59,7 @@ impl HeaderFields {
     /// Clears the autoclear bits that the format does not define, as it demands of every writer. Version 2 has none.
     pub(crate) fn disown_unknown(&mut self) {
         if self.is_v3() {
-            let bits = Autoclear::from_bits_retain(self.u64_at(at::AUTOCLEAR_FEATURES));
+            let bits = self.autoclear();
             self.set_autoclear(bits.difference(bits.unknown()));
         }
     }
@@ -77,6 +77,14 @@ impl HeaderFields {
     pub(crate) fn set_incompatible(&mut self, features: Incompatible) {
         if self.is_v3() {
             self.put(at::INCOMPATIBLE_FEATURES, features.bits().to_be_bytes());
+        }
+    }
+
+    /// Returns the autoclear features; none in version 2.
+    pub(crate) fn autoclear(&self) -> Autoclear {
+        match self.is_v3() {
+            true => Autoclear::from_bits_retain(self.u64_at(at::AUTOCLEAR_FEATURES)),
+            false => Autoclear::empty(),
         }
     }
 

@@ -24,6 +24,7 @@ pub mod extension;
 mod features;
 pub mod geometry;
 pub mod header;
+mod header_bitmaps;
 mod header_fields;
 #[cfg(test)]
 mod header_tests;
@@ -47,6 +48,8 @@ pub use geometry::Geometry;
 pub use header::{
     Autoclear, Compatible, CompressionType, CryptMethod, Header, HeaderError, Incompatible, Unsupported,
 };
+pub(crate) use header_bitmaps::BitmapsLayout;
+pub use header_bitmaps::NoRoomForBitmaps;
 pub(crate) use header_fields::HeaderFields;
 pub use l1::{L1Entry, L2TableRef};
 pub use l2::{CompressedExtent, L2Entry, L2Mapping, L2Table, L2TableMut};

@@ -1,12 +1,17 @@
-//! Persistent bitmaps: listing them, and finding those that a write makes out of date.
+//! Persistent bitmaps: reading their directory, finding those that a write makes out of date, and changes of those of an
+//! image that is not served.
 //!
-//! This crate does not keep bitmaps in step with the disk. Before the guest first writes, the engine marks each one
+//! This crate does not keep bitmaps in step with a disk that is served. Before the guest first writes, the engine marks each one
 //! that records changes as in use, as a crashed QEMU leaves it. Every program then knows that the bitmap is out of
 //! date, and its clusters stay accounted for.
 
+use std::path::Path;
+
 use block::file::FileView;
 
+use super::change::{ChangeError, change_image};
 use super::read::{PART, Parts, ReadError};
+use crate::engine::Announcement;
 use crate::format::bitmap::{
     BITMAP_DIRECTORY_MAX_BYTES, BITMAP_EXTRA_MAX, BITMAP_FIXED_SIZE, BITMAP_FLAGS_AT, BITMAPS_MAX,
     BitmapError,
@@ -14,6 +19,19 @@ use crate::format::bitmap::{
 use crate::format::{
     Autoclear, BitmapDirectoryEntry, BitmapFlags, BitmapsExtension, ClusterUse, Header, Version,
 };
+use crate::{BitmapChange, BitmapsError};
+
+/// A change of an image's bitmaps failed.
+pub type ChangeBitmapsError = ChangeError<BitmapsError>;
+
+/// Changes a bitmap of the image at `path`.
+///
+/// # Errors
+///
+/// [`ChangeBitmapsError`]; with the bitmaps as they were unless it says otherwise.
+pub fn change_bitmap(path: &Path, name: &str, change: &BitmapChange) -> Result<(), ChangeBitmapsError> {
+    change_image(path, async |disk, cx| disk.change_bitmap(cx, name, change).await)
+}
 
 /// The bitmap directory cannot be used.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -140,33 +158,24 @@ pub(crate) struct Mark {
     pub(crate) flags: BitmapFlags,
 }
 
-/// Returns the bitmaps that nobody has marked as in use yet: those that record changes, and those that do not.
+/// Returns the announcement of the bitmaps that nobody has marked as in use yet.
 ///
 /// # Errors
 ///
 /// [`BitmapDirectoryError`]; the caller may then clear [`Autoclear::BITMAPS`] instead, which
 /// leaves the bitmaps' clusters as leaks.
-pub(crate) async fn marks(
-    file: &FileView,
-    header: &Header,
-) -> Result<(Vec<Mark>, Vec<Mark>), BitmapDirectoryError> {
+pub(crate) async fn marks(file: &FileView, header: &Header) -> Result<Announcement, BitmapDirectoryError> {
+    let mut found = Announcement::default();
     let Some(extension) = consistent_bitmaps(header) else {
-        return Ok(Default::default());
+        return Ok(found);
     };
     let file_len = file.len().map_err(ReadError::Length)?;
-    let (mut recording, mut others) = (Vec::new(), Vec::new());
     let each = |at: u64, entry: BitmapDirectoryEntry| {
-        let mark = Mark {
+        found.add(Mark {
             offset: at + BITMAP_FLAGS_AT as u64,
             flags: entry.flags,
-        };
-        if mark.flags.contains(BitmapFlags::IN_USE) {
-            return;
-        }
-        let is_recording = mark.flags.contains(BitmapFlags::AUTO);
-        let list = if is_recording { &mut recording } else { &mut others };
-        list.push(mark);
+        });
     };
     for_each_bitmap(file, header, &extension, file_len, each).await?;
-    Ok((recording, others))
+    Ok(found)
 }

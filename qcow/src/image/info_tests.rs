@@ -60,9 +60,9 @@ fn info_lists_snapshots_and_bitmaps_as_qemu_does() {
     assert_agrees(&world, "disk.qcow2");
     world.on("disk.qcow2", async |file| {
         let header = read_header(&file).await.unwrap().header;
-        let (recording, disabled) = bitmaps::marks(&file, &header).await.unwrap();
-        assert_eq!((recording.len(), disabled.len()), (2, 0));
-        for mark in recording {
+        let found = bitmaps::marks(&file, &header).await.unwrap();
+        assert_eq!((found.recording.len(), found.disabled.len()), (2, 0));
+        for mark in found.recording {
             let flags = (mark.flags | BitmapFlags::IN_USE).bits().to_be_bytes();
             let written = file.write_at(mark.offset, AlignedBuf::from_slice(&flags));
             written.await.unwrap();

@@ -5,9 +5,10 @@
 //!
 //! Invariants:
 //! - an image is untrusted, so memory and time are bounded by the file's length, never by a number in it;
-//! - only `create`, `repair` and `keys` write; `overlay` has `create` write, `snapshots` the engine.
+//! - only `create`, `repair` and `keys` write; `overlay` has `create` write, `snapshots` and `bitmaps` the engine.
 
 pub mod bitmaps;
+mod change;
 pub mod check;
 mod counts;
 pub mod create;
@@ -22,6 +23,8 @@ pub(crate) mod references;
 pub mod repair;
 pub mod snapshots;
 
+pub use bitmaps::{ChangeBitmapsError, change_bitmap};
+pub use change::ChangeError;
 pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check, check_within};
 pub use create::{CreateError, CreateOptions, NewDataFile, Preallocation, create, create_with_data_file};
 pub use info::{ImageInfo, SnapshotList, info};

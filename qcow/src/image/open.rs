@@ -537,13 +537,13 @@ async fn announcement(view: &FileView, header: &Header) -> Announcement {
     }
     // The engine keeps the promise of a raw data file.
     let mut keep = header.autoclear.intersection(Autoclear::RAW_EXTERNAL_DATA);
-    let mut marks = Default::default();
+    let mut announcement = Announcement::default();
     if header.autoclear.contains(Autoclear::BITMAPS) {
         // Bitmaps that are marked as out of date are consistent with the image.
         match bitmaps::marks(view, header).await {
             Ok(found) => {
                 keep |= Autoclear::BITMAPS;
-                marks = found;
+                announcement = found;
             }
             Err(error) => {
                 let image = view.file().path().display();
@@ -551,12 +551,8 @@ async fn announcement(view: &FileView, header: &Header) -> Announcement {
             }
         }
     }
-    let (recording, disabled) = marks;
-    Announcement {
-        recording,
-        disabled,
-        keep: (keep != header.autoclear).then_some(keep),
-    }
+    announcement.keep = (keep != header.autoclear).then_some(keep);
+    announcement
 }
 
 /// Reads the L1 and refcount tables.

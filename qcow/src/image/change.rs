@@ -1,0 +1,53 @@
+//! Changes of an image that is not served, by the engine, which opens and closes it for that. The backing file is not
+//! opened.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use block::ring::RingKind;
+use block::{Context, Disk, IoError};
+
+use super::open::open_without_backing;
+use super::{OpenError, OpenOptions};
+use crate::QcowDisk;
+
+/// A change of an image failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ChangeError<E: std::error::Error + 'static> {
+    /// The image could not be opened.
+    #[error(transparent)]
+    Open(OpenError),
+    /// The change failed.
+    #[error(transparent)]
+    Change(E),
+    /// The change is made, and the image could not be closed: some clusters may be leaked.
+    #[error(
+        "the change is made, but the image could not be closed; `ringdisk image check` shows if clusters are leaked"
+    )]
+    Close(#[source] IoError),
+    /// The host failed a wait.
+    #[error("cannot wait for I/O")]
+    Wait(#[source] std::io::Error),
+}
+
+/// Opens the image at `path`, carries out `work`, and closes the image.
+pub(super) fn change_image<T, E: std::error::Error + 'static>(
+    path: &Path,
+    work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
+) -> Result<T, ChangeError<E>> {
+    let cx = Context::new(RingKind::Syscalls, 64).map_err(|error| ChangeError::Wait(error.into()))?;
+    let run = async {
+        let disk = open_without_backing(&cx, path, &OpenOptions::default())
+            .await
+            .map_err(ChangeError::Open)?;
+        let result = work(&disk, &cx).await;
+        let closed = Arc::clone(&disk).close(&cx).await;
+        let value = result.map_err(ChangeError::Change)?;
+        closed.map_err(ChangeError::Close)?;
+        Ok(value)
+    };
+    match cx.block_on(run) {
+        Ok(result) => result,
+        Err(error) => Err(ChangeError::Wait(error)),
+    }
+}
