@@ -1,4 +1,4 @@
-//! `ringdisk image`: creates, describes, checks and repairs images, and has their snapshots and keys.
+//! `ringdisk image`: creates, describes, checks and repairs images, and has their snapshots, bitmaps and keys.
 //!
 //! [`qcow::image`] does the work, on plain system calls; this module has the command line, the image locks and
 //! the texts. `info`, and `check` without `--repair`, open the image read-only.
@@ -11,11 +11,13 @@ use block::Context;
 use block::file::{FileOptions, FileView, ImageFile};
 use block::lock::{LockError, LockGranularity, LockMode, LockSet};
 use clap::{Args, Subcommand};
-use qcow::image as tools;
+use qcow::image::{self as tools, ChangeError};
 use serde::Serialize;
 
 use crate::error::{CommandFailure, EXIT_OK};
+use crate::ublk::claim::refuse_claimed;
 
+mod bitmap;
 mod check;
 mod create;
 pub mod create_options;
@@ -36,6 +38,9 @@ pub enum ImageCommand {
     /// Exits with 0 if the image is clean, or clean after the repair; with 1 if it could not be checked; with 2 if it is
     /// corrupt; with 3 if it has leaked clusters but no errors.
     Check(CheckArguments),
+    /// Add, list, clear, merge and remove persistent dirty bitmaps of an image
+    #[command(subcommand)]
+    Bitmap(bitmap::BitmapCommand),
     /// Create, list, apply and delete internal snapshots of an image
     #[command(subcommand)]
     Snapshot(snapshot::SnapshotCommand),
@@ -107,6 +112,7 @@ pub fn run(command: ImageCommand) -> Result<u8, CommandFailure> {
         ImageCommand::Create(arguments) => create::run(&arguments, &mut out)?,
         ImageCommand::Info(arguments) => info(&arguments, &mut out)?,
         ImageCommand::Check(arguments) => check::run(&arguments, &mut out)?,
+        ImageCommand::Bitmap(command) => bitmap::run(&command, &mut out)?,
         ImageCommand::Snapshot(command) => snapshot::run(&command, &mut out)?,
         ImageCommand::Key(command) => key::run(&command, &mut out)?,
     };
@@ -124,6 +130,23 @@ fn info(arguments: &InfoArguments, out: &mut dyn Write) -> Result<u8, CommandFai
         out.write_all(text::info(&found).as_bytes())?;
     }
     Ok(EXIT_OK)
+}
+
+/// Fails if a block device that waits for a server has the image.
+fn unclaimed(path: &Path) -> Result<(), CommandFailure> {
+    refuse_claimed(path, None).map_err(|error| CommandFailure::Failed(error.into()))
+}
+
+/// Returns the failure of a change of an image, which names the image.
+fn failure<E: std::error::Error + Send + Sync + 'static>(
+    path: &Path,
+    error: ChangeError<E>,
+) -> CommandFailure {
+    match error {
+        // It names the path.
+        ChangeError::Open(error) => CommandFailure::Failed(error.into()),
+        error => CommandFailure::about(path.display(), error),
+    }
 }
 
 /// Opens an image read-only and, unless `force_share`, locks it against writers.

@@ -9,9 +9,8 @@ use clap::{Args, Subcommand};
 use qcow::SnapshotSelector;
 use qcow::image::{self as tools, ChangeSnapshotsError};
 
-use super::{InfoArguments, on_image, open_to_read, text, write_json};
+use super::{InfoArguments, failure, on_image, open_to_read, text, unclaimed, write_json};
 use crate::error::{CommandFailure, EXIT_OK};
-use crate::ublk::claim::refuse_claimed;
 
 /// A subcommand of `ringdisk image snapshot`.
 #[derive(Debug, Subcommand)]
@@ -79,19 +78,6 @@ fn change(
     unclaimed(&arguments.path)?;
     change(&arguments.path, &SnapshotSelector::parse(&arguments.selector))
         .map_err(|error| failure(&arguments.path, error))
-}
-
-/// Fails if a block device that waits for a server has the image.
-fn unclaimed(path: &Path) -> Result<(), CommandFailure> {
-    refuse_claimed(path, None).map_err(|error| CommandFailure::Failed(error.into()))
-}
-
-fn failure(path: &Path, error: ChangeSnapshotsError) -> CommandFailure {
-    match error {
-        // It names the path.
-        ChangeSnapshotsError::Open(error) => CommandFailure::Failed(error.into()),
-        error => CommandFailure::about(path.display(), error),
-    }
 }
 
 fn list(arguments: &InfoArguments, out: &mut dyn Write) -> Result<(), CommandFailure> {

@@ -1,7 +1,7 @@
-//! The text output of `image info` and `image check`, in the wording of `qemu-img`, and of `image snapshot list` and
-//! `image key list`.
+//! The text output of `image info` and `image check`, in the wording of `qemu-img`, and of `image snapshot list`,
+//! `image bitmap list` and `image key list`.
 
-use qcow::image::info::{EncryptInfo, SnapshotInfo};
+use qcow::image::info::{BitmapInfo, EncryptInfo, SnapshotInfo};
 use qcow::image::{CheckReport, ImageInfo, Severity};
 use qcow::luks::LuksInfo;
 
@@ -28,6 +28,20 @@ pub fn snapshots(listed: &[SnapshotInfo], not_listed: u64) -> String {
         .iter()
         .map(|[at, date, size, name]| format!("{at:<id$}  {date:<19}  {size:>state$}  {name}\n"))
         .collect();
+    if not_listed > 0 {
+        text.push_str(&format!("… and {not_listed} more\n"));
+    }
+    text
+}
+
+/// Returns the output of `image bitmap list`: a line for each bitmap, under a line of titles.
+#[must_use]
+pub fn bitmaps(listed: &[BitmapInfo], not_listed: u64) -> String {
+    let mut text = format!("{:>11}  {:<12}  NAME\n", "GRANULARITY", "FLAGS");
+    for bitmap in listed {
+        let (granularity, flags) = (bitmap.granularity, bitmap.flags.join(","));
+        text.push_str(&format!("{granularity:>11}  {flags:<12}  {}\n", bitmap.name));
+    }
     if not_listed > 0 {
         text.push_str(&format!("… and {not_listed} more\n"));
     }

@@ -1,6 +1,7 @@
 //! The `ringdisk` binary as a person or a script meets it: what it prints, how it exits, and whether QEMU's
 //! tools agree with what it did.
 
+mod bitmaps;
 mod descriptor;
 mod image_keys;
 mod image_tools;

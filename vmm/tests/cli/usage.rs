@@ -27,6 +27,8 @@ fn help_and_version_succeed() {
         &["vhost-user", "--help"],
         &["io", "--help"],
         &["image", "create", "--help"],
+        &["image", "bitmap", "--help"],
+        &["image", "bitmap", "merge", "--help"],
         &["image", "snapshot", "--help"],
         &["image", "key", "--help"],
         &["image", "key", "remove", "--help"],
@@ -158,6 +160,12 @@ fn invalid_command_line_is_one_line_and_exit_code_2() {
             "backing_fmt",
         ),
         (&["image", "check"], "<PATH>"),
+        (&["image", "bitmap", "add", "x.qcow2"], "<NAME>"),
+        (&["image", "bitmap", "merge", "x.qcow2", "a"], "<SOURCE>"),
+        (
+            &["image", "bitmap", "add", "x.qcow2", "a", "--granularity", "much"],
+            "--granularity",
+        ),
         (&["image", "snapshot", "create", "x.qcow2"], "<NAME>"),
         (&["image", "snapshot", "apply", "x.qcow2"], "<SNAPSHOT>"),
         (
@@ -214,6 +222,11 @@ fn failed_open_names_the_file_with_exit_code_1() {
         (&["image", "info", "raw.img"], "not a QCOW2 image"),
         (&["image", "key", "list", "raw.img"], "not a QCOW2 image"),
         (&["image", "check", "raw.img"], "cannot check raw.img"),
+        (
+            &["image", "bitmap", "add", "none", "a"],
+            "cannot open none: No such file",
+        ),
+        (&["image", "bitmap", "clear", "raw.img", "a"], "not a QCOW2 image"),
         (
             &["image", "snapshot", "create", "none", "a"],
             "cannot open none: No such file",
