@@ -86,7 +86,7 @@ pub struct CreateOptions {
     pub preallocation: Preallocation,
     /// The file of its own for the guest's bytes; see [`create_with_data_file`].
     pub data_file: Option<NewDataFile>,
-    /// A LUKS header with all key material, from [`luks::create`](crate::luks::create): the guest's data is to be encrypted
+    /// A LUKS header with all key material, from [`luks::create`]: the guest's data is to be encrypted
     /// with its key. It is made beforehand, as that takes seconds of CPU.
     pub luks_header: Option<Vec<u8>>,
 }
