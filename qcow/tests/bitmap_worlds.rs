@@ -88,13 +88,7 @@ fn run(seed: u64) {
     let disk = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new(DISK), &options));
     let disk = disk.expect("nothing waits for ever").expect("a disk");
     world.settle();
-    world.set_profile(Profile {
-        reorder: true,
-        piecewise: random.pick(&[0, 300]),
-        linger: random.pick(&[0, 300, 800]),
-        late: random.pick(&[0, 100]),
-        ..Profile::default()
-    });
+    world.set_profile(Profile::draw(random));
     let judge = SimWorld::with_store(0, Profile::IMMEDIATE, &world.store());
     let judge_cx = judge.context(64);
     let seen: RefCell<Vec<BTreeMap<String, Bits>>> = RefCell::new(vec![bitmaps(&before)]);

@@ -26,7 +26,7 @@ fn secret(number: u64) -> Secret {
     Secret::new(format!("secret {number}").into_bytes())
 }
 
-/// What is known of a secret's slot.
+/// The state of a secret's slot, as far as it is known.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum State {
     Opens,
@@ -44,7 +44,7 @@ fn sample(cipher: &SectorCipher) -> Vec<u8> {
 struct Judge {
     world: SimWorld,
     cx: Context,
-    /// What the volume's key makes of some bytes.
+    /// Some bytes, encrypted with the volume's key.
     sample: Vec<u8>,
 }
 
@@ -109,13 +109,7 @@ fn run(seed: u64) {
     });
     created.expect("it turns").expect("an image");
     world.settle();
-    world.set_profile(Profile {
-        reorder: true,
-        piecewise: random.pick(&[0, 300]),
-        linger: random.pick(&[0, 300, 800]),
-        late: random.pick(&[0, 100]),
-        ..Profile::default()
-    });
+    world.set_profile(Profile::draw(random));
     let judge = {
         let world = SimWorld::with_store(0, Profile::IMMEDIATE, &world.store());
         Judge {

@@ -82,13 +82,7 @@ impl Bench {
         let disk = disk.expect("nothing waits for ever");
         let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
         world.settle();
-        world.set_profile(Profile {
-            reorder: true,
-            piecewise: random.pick(&[0, 300]),
-            linger: random.pick(&[0, 300, 800]),
-            late: random.pick(&[0, 100]),
-            ..Profile::default()
-        });
+        world.set_profile(Profile::draw(random));
         let known: Vec<u8> = (0..sectors)
             .map(|at| if at < backed { 0xBB } else { 0 })
             .collect();

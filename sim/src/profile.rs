@@ -1,5 +1,7 @@
 //! The behaviour of a world's disks, and the faults that it has injected so far.
 
+use crate::Random;
+
 /// Behaviour of a world's disks. Chances are in a thousand. The default is a disk without faults that performs
 /// one op after the other, in the order of submission.
 #[derive(Clone, Copy, Debug, Default)]
@@ -58,6 +60,18 @@ impl Profile {
         no_punch: false,
         no_zero_range: false,
     };
+
+    /// Draws a disk without errors that reorders writes, and may tear, keep and delay them.
+    #[must_use]
+    pub fn draw(random: &mut Random) -> Self {
+        Self {
+            reorder: true,
+            piecewise: random.pick(&[0, 300]),
+            linger: random.pick(&[0, 300, 800]),
+            late: random.pick(&[0, 100]),
+            ..Self::default()
+        }
+    }
 
     /// Returns true if requests may fail on this disk.
     #[must_use]
