@@ -45,7 +45,7 @@ mod at {
     pub(super) const UUID: usize = 168;
     pub(super) const SLOTS: usize = 208;
 
-    /// Where the fields of a slot start, from the slot's first byte on.
+    /// The bytes of a slot where its fields start.
     pub(super) mod slot {
         pub(in super::super) const ITERATIONS: usize = 4;
         pub(in super::super) const SALT: usize = 8;
@@ -61,7 +61,7 @@ pub(super) struct LuksHeader {
     pub(super) hash: HashKind,
     /// The sector where the volume starts on a disk of its own; in an image, the end of the header.
     pub(super) payload_sector: u32,
-    /// What PBKDF2 makes of the volume's key.
+    /// The digest of the volume's key, by PBKDF2, which tells the right key from others.
     pub(super) digest: [u8; 20],
     pub(super) digest_salt: [u8; 32],
     pub(super) digest_iterations: u32,

@@ -77,7 +77,7 @@ pub enum LuksError {
     /// A new secret is not one that every tool takes.
     #[error("the new secret {reason}")]
     Secret {
-        /// What is wrong with it.
+        /// The fault, as the end of a sentence.
         reason: &'static str,
     },
     /// The host has no random bytes.

@@ -11,9 +11,8 @@ use qcow::format::ClusterUse;
 use qcow::image::{self as tools, CheckReport, RepairError, RepairReport, RepairScope};
 use serde::Serialize;
 
-use super::{CheckArguments, lock, on_image, open_to_read, text, write_json};
+use super::{CheckArguments, lock, on_image, open_to_read, text, unclaimed, write_json};
 use crate::error::{CommandFailure, chain};
-use crate::ublk::claim::refuse_claimed;
 
 /// The value of `--repair`.
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -76,7 +75,7 @@ fn repair(arguments: &CheckArguments, scope: RepairScope, out: &mut dyn Write) -
         write: true,
         direct: false,
     };
-    refuse_claimed(path, None).map_err(|error| CommandFailure::Failed(error.into()))?;
+    unclaimed(path)?;
     let file = ImageFile::open(path, options).map_err(|error| CommandFailure::Failed(error.into()))?;
     lock(&file, LockMode::Write).map_err(|error| CommandFailure::Failed(error.into()))?;
     let cx = Context::syscalls();

@@ -9,10 +9,9 @@ use clap::{Args, Subcommand};
 use qcow::image::{self as tools, KeysError};
 use qcow::luks::{ITER_TIME_DEFAULT, Removal};
 
-use super::{InfoArguments, on_image, open_to_read, open_to_write, text, write_json};
+use super::{InfoArguments, on_image, open_to_read, open_to_write, text, unclaimed, write_json};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::secret_file::read_secret;
-use crate::ublk::claim::refuse_claimed;
 
 /// A subcommand of `ringdisk image key`.
 #[derive(Debug, Subcommand)]
@@ -100,7 +99,7 @@ fn change(
     path: &Path,
     change: impl AsyncFnOnce(block::file::FileView) -> Result<usize, KeysError>,
 ) -> Result<usize, CommandFailure> {
-    refuse_claimed(path, None).map_err(|error| CommandFailure::Failed(error.into()))?;
+    unclaimed(path)?;
     let file = open_to_write(path)?;
     on_image(&file, &Context::syscalls(), change)?
         .map_err(|error| CommandFailure::about(path.display(), error))
