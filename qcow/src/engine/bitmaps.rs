@@ -57,7 +57,8 @@ pub enum BitmapChange {
 }
 
 impl QcowDisk {
-    /// Changes a persistent bitmap, durably. Requests of all queues wait meanwhile.
+    /// Changes a persistent bitmap, durably. Requests of all queues wait meanwhile. The counts are believed, as for all that
+    /// a served disk does; [`image::change_bitmap`](crate::image::change_bitmap) checks them first.
     ///
     /// # Errors
     ///
@@ -69,14 +70,30 @@ impl QcowDisk {
         name: &str,
         change: &BitmapChange,
     ) -> Result<(), BitmapsError> {
+        self.change_bitmap_freeing(cx, name, change, true).await
+    }
+
+    /// As [`Self::change_bitmap`]; unless it `frees`, what the change gives up is leaked.
+    pub(crate) async fn change_bitmap_freeing(
+        &self,
+        cx: &Context,
+        name: &str,
+        change: &BitmapChange,
+        frees: bool,
+    ) -> Result<(), BitmapsError> {
         let queue = self
             .queue(cx)
             .map_err(|error| BitmapsError::Queue(error.source))?;
-        carry_out(&queue, name, change).await
+        carry_out(&queue, name, change, frees).await
     }
 }
 
-async fn carry_out(queue: &Rc<Queue>, name: &str, change: &BitmapChange) -> Result<(), BitmapsError> {
+async fn carry_out(
+    queue: &Rc<Queue>,
+    name: &str,
+    change: &BitmapChange,
+    frees: bool,
+) -> Result<(), BitmapsError> {
     if name.is_empty() || name.len() > BITMAP_NAME_MAX || name.contains('\0') {
         return Err(BitmapsError::Name { len: name.len() });
     }
@@ -110,6 +127,7 @@ async fn carry_out(queue: &Rc<Queue>, name: &str, change: &BitmapChange) -> Resu
         switch,
         geometry,
         entries,
+        frees,
     };
     operation.change(name, change).await?;
     operation.commit(old).await
@@ -123,6 +141,8 @@ struct Operation<'a> {
     geometry: Geometry,
     /// The bitmaps of the next state.
     entries: Vec<BitmapDirectoryEntry>,
+    /// What is given up becomes free; else it is leaked.
+    frees: bool,
 }
 
 impl Operation<'_> {
@@ -306,6 +326,9 @@ impl Operation<'_> {
 
     /// Gives up one reference to each cluster of a structure.
     async fn lower(&mut self, what: ClusterUse, offset: HostOffset, bytes: u64) -> Result<(), BitmapsError> {
+        if !self.frees {
+            return Ok(());
+        }
         let mut here = self.geometry.host_cluster(offset);
         let end = here + self.geometry.clusters_for(bytes);
         while here < end {

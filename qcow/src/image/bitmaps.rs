@@ -11,6 +11,7 @@ use block::file::FileView;
 
 use super::change::{ChangeError, change_image};
 use super::read::{PART, Parts, ReadError};
+use super::sound::{UnsoundError, require_sound};
 use crate::engine::Announcement;
 use crate::format::bitmap::{
     BITMAP_DIRECTORY_MAX_BYTES, BITMAP_EXTRA_MAX, BITMAP_FIXED_SIZE, BITMAP_FLAGS_AT, BITMAPS_MAX,
@@ -24,13 +25,23 @@ use crate::{BitmapChange, BitmapsError};
 /// A change of an image's bitmaps failed.
 pub type ChangeBitmapsError = ChangeError<BitmapsError>;
 
-/// Changes a bitmap of the image at `path`.
+/// Changes a bitmap of the image at `path`, which is checked first. If that finds errors, only a removal is made, and nothing is
+/// freed: what the bitmap had becomes leaked clusters.
 ///
 /// # Errors
 ///
 /// [`ChangeBitmapsError`]; with the bitmaps as they were unless it says otherwise.
 pub fn change_bitmap(path: &Path, name: &str, change: &BitmapChange) -> Result<(), ChangeBitmapsError> {
-    change_image(path, async |disk, cx| disk.change_bitmap(cx, name, change).await)
+    change_image(path, async |disk, cx| {
+        let view = disk.shared.file.view(cx);
+        let view = view.map_err(BitmapsError::Queue)?;
+        let frees = match require_sound(&view).await {
+            Ok(()) => true,
+            Err(UnsoundError::Errors { .. }) if *change == BitmapChange::Remove => false,
+            Err(error) => return Err(error.into()),
+        };
+        disk.change_bitmap_freeing(cx, name, change, frees).await
+    })
 }
 
 /// The bitmap directory cannot be used.

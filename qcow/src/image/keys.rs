@@ -1,7 +1,7 @@
 //! The LUKS header of an image: reading it, and changes of the secrets that open the image.
 //!
 //! Invariant: writes go only into the header's own clusters, in the order of [`SlotChange`], each step durable before the
-//! next. So a cut leaves the image openable by every secret that stays.
+//! next, and only if nothing else uses them (`require_sound`). So a cut leaves the image openable by every secret that stays.
 
 use std::time::Duration;
 
@@ -9,6 +9,7 @@ use block::file::FileView;
 use block::{AlignedBuf, IoError};
 
 use super::read::{ReadError, read, read_header};
+use super::sound::{UnsoundError, require_sound};
 use crate::format::{ClusterUse, CryptMethod, Header, Incompatible};
 use crate::luks::{self, HEADER_BYTES_MAX, LuksError, LuksInfo, Removal, Secret, SlotChange};
 
@@ -39,6 +40,9 @@ pub enum KeysError {
     /// The image is marked as corrupt: another structure may lie over the LUKS header.
     #[error("the image is marked as corrupt; repair it before its keys are changed")]
     Corrupt,
+    /// The image is damaged: something else may lie where the LUKS header does.
+    #[error(transparent)]
+    Unsound(#[from] UnsoundError),
     /// The LUKS header is malformed, or does not allow the change.
     #[error(transparent)]
     Luks(#[from] LuksError),
@@ -100,6 +104,7 @@ async fn change(
         return Err(KeysError::Corrupt);
     }
     let (start, bytes) = read_luks(file, header, located.file_len).await?;
+    require_sound(file).await?;
     let change = change(&bytes)?;
     for step in change.steps {
         for write in step {
@@ -132,7 +137,7 @@ pub(crate) async fn read_luks(
     Ok((offset, bytes))
 }
 
-/// Returns the offset and the length of the LUKS header, which lies apart from the tables that the image's header names.
+/// Returns the offset and the length of the LUKS header.
 fn luks_place(header: &Header, file_len: u64) -> Result<(u64, u64), KeysError> {
     let Some((offset, len)) = header.crypto_header() else {
         return Err(KeysError::Place {
@@ -158,21 +163,8 @@ fn luks_place(header: &Header, file_len: u64) -> Result<(u64, u64), KeysError> {
     if len > HEADER_BYTES_MAX {
         return wrong(format!("at most {HEADER_BYTES_MAX} bytes"));
     }
-    let Some(end) = offset.checked_add(len).filter(|&end| end <= file_len) else {
+    if offset.checked_add(len).is_none_or(|end| end > file_len) {
         return wrong(format!("an end in the file, which has {file_len:#x} bytes"));
-    };
-    let tables = [
-        ("the L1 table", header.l1_offset, header.l1_bytes()),
-        (
-            "the refcount table",
-            header.refcount_table_offset,
-            header.refcount_table_bytes(),
-        ),
-    ];
-    for (what, start, bytes) in tables {
-        if offset < start.bytes().saturating_add(bytes) && start.bytes() < end {
-            return wrong(format!("a place apart from that of {what}"));
-        }
     }
     Ok((offset, len))
 }

@@ -54,7 +54,7 @@ fn make_by_qemu(world: &World) {
     let secret = "secret,id=key,data=one";
     let luks = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10";
     world.qemu_img(&[
-        "create", "-q", "--object", secret, "-f", "qcow2", "-o", luks, "disk", "1M",
+        "create", "-q", "--object", secret, "-f", "qcow2", "-o", luks, "disk", "4M",
     ]);
 }
 
@@ -217,8 +217,8 @@ fn place_of_the_luks_header_is_checked() {
         (at, offset + 512, "a multiple of 0x10000"),
         (at, u64::MAX << 16, "an end in the file"),
         (at, 1 << 40, "an end in the file"),
-        (at, l1, "apart from that of the L1 table"),
-        (at, table, "apart from that of the"),
+        (at, l1, "the image has"),
+        (at, table, "the image has"),
         (at + 8, u64::MAX, "at most 4194304 bytes"),
         (at + 8, 4 << 20, "an end in the file"),
         (at + 8, len - 1, "payload sector"),
@@ -281,4 +281,37 @@ fn repair_keeps_the_luks_header() {
     assert!(qemu_opens(&world, "one", "read -P 0 0 1M"));
     let after = std::fs::read(world.path("disk")).unwrap();
     assert_eq!(after.len(), before.len());
+}
+
+/// Method: a second LUKS header lies where the guest's data is, or a structure of each kind; its secret opens it.
+#[test]
+fn keys_are_not_changed_where_something_else_lies() {
+    let world = World::new();
+    make_by_qemu(&world);
+    assert!(qemu_opens(&world, "one", "write -P 9 0 4M"));
+    let bytes = std::fs::read(world.path("disk")).unwrap();
+    let kind = 0x0537_be77_u32.to_be_bytes();
+    let at = bytes.windows(4).position(|window| window == kind).unwrap() as u64 + 8;
+    let (offset, len) = (world.u64_at("disk", at), world.u64_at("disk", at + 8));
+    let luks = &bytes[offset as usize..][..len as usize];
+    let mask = 0x00ff_ffff_ffff_fe00;
+    let l2 = world.u64_at("disk", world.u64_at("disk", 40)) & mask;
+    let data = world.u64_at("disk", l2) & mask;
+    let block = world.u64_at("disk", world.u64_at("disk", 48));
+    for (place, count) in [(data, 1_u16), (data, 2), (l2, 1), (block, 1)] {
+        std::fs::write(world.path("disk"), &bytes).unwrap();
+        world.patch("disk", at, &place.to_be_bytes());
+        if place == data {
+            // The counts may admit both uses.
+            world.patch("disk", place, luks);
+            for cluster in place >> 16..(place + len.next_multiple_of(1 << 16)) >> 16 {
+                world.patch("disk", block + cluster * 2, &count.to_be_bytes());
+            }
+        }
+        let before = std::fs::read(world.path("disk")).unwrap();
+        let add = async |file| add_key(&file, &secret("one"), &secret("two"), None, FAST).await;
+        let error = world.on("disk", add).unwrap_err();
+        assert!(matches!(error, KeysError::Unsound(_)), "{place:#x}: {error}");
+        assert!(std::fs::read(world.path("disk")).unwrap() == before, "{place:#x}");
+    }
 }

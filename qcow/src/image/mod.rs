@@ -22,6 +22,7 @@ pub mod read;
 pub(crate) mod references;
 pub mod repair;
 pub mod snapshots;
+mod sound;
 
 pub use bitmaps::{ChangeBitmapsError, change_bitmap};
 pub use change::ChangeError;
@@ -33,6 +34,7 @@ pub use open::{ImageError, OpenError, OpenOptions, Qcow2, StructureError, backin
 pub use read::{Located, ReadError, read_header};
 pub use repair::{RepairError, RepairReport, RepairScope, rebuild_refcounts, repair};
 pub use snapshots::{ChangeSnapshotsError, apply_snapshot, create_snapshot, delete_snapshot};
+pub use sound::UnsoundError;
 
 #[cfg(test)]
 mod check_tests;

@@ -8,8 +8,8 @@ use crate::format::bitmap::{
     BITMAP_BITS_MAX, BITMAP_DIRECTORY_MAX_BYTES, BITMAP_NAME_MAX, BITMAPS_MAX, BitmapError,
 };
 use crate::format::{ClusterUse, HeaderError, NoRoomForBitmaps};
-use crate::image::ReadError;
 use crate::image::bitmaps::BitmapDirectoryError;
+use crate::image::{ReadError, UnsoundError};
 
 /// A change of the persistent bitmaps failed. The bitmaps are as they were.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +40,9 @@ pub enum BitmapsError {
     /// The directory of the bitmaps is damaged.
     #[error(transparent)]
     Directory(#[from] BitmapDirectoryError),
+    /// The image is damaged.
+    #[error(transparent)]
+    Unsound(#[from] UnsoundError),
     /// The image is of version 2.
     #[error("an image of version 2 cannot have bitmaps; use `qemu-img amend -o compat=1.1` first")]
     Version2,
