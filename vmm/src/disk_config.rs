@@ -17,6 +17,7 @@ use block::worker::WorkerConfig;
 use qcow::SnapshotSelector;
 
 use crate::key_value::{self, SyntaxError};
+use crate::secret_file::SecretFile;
 
 mod keys;
 mod rate;
@@ -95,6 +96,8 @@ pub struct DiskConfig {
     pub snapshot: Option<SnapshotSelector>,
     /// The overlay that takes the writes; then the image is only read.
     pub overlay: Option<TemporaryOverlay>,
+    /// The file with the secret that opens the image, if it is encrypted.
+    pub secret_file: Option<SecretFile>,
     /// True if the page cache is bypassed (`O_DIRECT`).
     pub direct: bool,
     /// The number of queues of the device, 1 to [`MAX_QUEUES`]. Each is served by a worker of its own.
@@ -242,6 +245,7 @@ impl DiskConfig {
             readonly: false,
             snapshot: None,
             overlay: None,
+            secret_file: None,
             direct: false,
             num_queues: 1,
             queue_size: 128,
@@ -446,6 +450,7 @@ impl DiskConfig {
             "overlay_dir" => {
                 self.overlay.get_or_insert_default().directory = Some(non_empty(value)?.into());
             }
+            "secret_file" => self.secret_file = Some(SecretFile::new(non_empty(value)?.into())),
             "direct" => self.direct = on_off(value)?,
             "num_queues" => self.num_queues = number(value, 1, MAX_QUEUES.into())?.try_into().ok()?,
             "queue_size" => {
@@ -498,6 +503,9 @@ impl DiskConfig {
             if self.snapshot.is_some() {
                 return contradiction("snapshot", raw(), "a raw disk has no snapshots");
             }
+            if self.secret_file.is_some() {
+                return contradiction("secret_file", raw(), "a raw disk is not encrypted");
+            }
             if self.backing_files {
                 return contradiction("backing_files=on", raw(), "a raw disk has no backing file");
             }
@@ -521,6 +529,13 @@ impl DiskConfig {
             };
             let other = format!("rate_limit_group={}", group.id());
             return contradiction(own, other, "a disk has either its own limits or those of a group");
+        }
+        if self.secret_file.is_some() && self.overlay.is_some() {
+            return contradiction(
+                "secret_file",
+                "overlay=temporary".to_owned(),
+                "the overlay would hold what the guest writes unencrypted",
+            );
         }
         if self.readonly && self.overlay.is_some() {
             return contradiction(

@@ -23,6 +23,7 @@ use block::{Context, Disk, IoError};
 use qcow::{OpenOptions, Qcow2, QcowDisk};
 
 use crate::disk_config::{DiskConfig, ImageType, WriteErrors};
+use crate::secret_file::{SecretFile, SecretFileError};
 use crate::ublk::claim::{ClaimError, refuse_claimed};
 
 /// The first bytes of every QCOW2 image.
@@ -54,6 +55,15 @@ pub enum OpenError {
     FormatNotGiven {
         /// The file.
         path: PathBuf,
+    },
+    /// Its secret cannot be read.
+    #[error("{}: it has no secret", path.display())]
+    Secret {
+        /// The image.
+        path: PathBuf,
+        /// The reason.
+        #[source]
+        source: SecretFileError,
     },
     /// It belongs to a block device of the host.
     #[error(transparent)]
@@ -225,6 +235,11 @@ fn open_chain(
     lock: Option<LockGranularity>,
 ) -> Result<OpenedDisk, OpenError> {
     let cx = context(config)?;
+    let secret = config.secret_file.as_ref().map(SecretFile::secret).transpose();
+    let secret = secret.map_err(|source| OpenError::Secret {
+        path: config.path.clone(),
+        source,
+    })?;
     let wait_for_space = config.werror == WriteErrors::Wait;
     let raw = Raw {
         discard: config.sparse,
@@ -232,6 +247,7 @@ fn open_chain(
     };
     let qcow2 = Qcow2(OpenOptions {
         snapshot: config.snapshot.clone(),
+        secret,
         sparse: config.sparse,
         discard_no_unref: config.discard_no_unref,
         persist_mappings: how.persist_mappings,

@@ -104,7 +104,10 @@ pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<R
         return Err(IoError::Corrupt);
     }
     let input = Rc::new(Buffer::from(queue.cx.pool().take(extent.len_max as usize)));
-    queue.data.start_read(host, Piece::whole(&input)).await?;
+    queue
+        .data
+        .start_read_as_stored(host, Piece::whole(&input))
+        .await?;
     let input = Rc::try_unwrap(input)
         .ok()
         .and_then(Buffer::into_owned)

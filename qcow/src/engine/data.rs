@@ -4,12 +4,15 @@
 //! from the modules that own them. Only the index of a chain also reads them, from an image that nothing changes
 //! (`data_file`).
 
+use std::sync::Arc;
+
 use block::buffer::Piece;
 use block::file::{FileView, IoFuture};
 use block::ring::Pieces;
-use block::{IoError, Request};
+use block::{Context, IoError, Request};
 use smallvec::smallvec;
 
+use super::encryption::{EncryptedData, Encryption};
 use crate::format::HostOffset;
 
 /// One queue's access to the guest's bytes.
@@ -17,11 +20,25 @@ use crate::format::HostOffset;
 pub(crate) struct GuestData {
     /// The file that has them.
     file: FileView,
+    /// The way to them, if the file has them encrypted.
+    encrypted: Option<Box<EncryptedData>>,
 }
 
 impl GuestData {
-    pub(super) fn new(file: FileView) -> Self {
-        Self { file }
+    pub(super) fn new(file: FileView, encryption: &Encryption, cx: &Context) -> Self {
+        let encrypted = |cipher| {
+            Some(Box::new(EncryptedData {
+                file: file.clone(),
+                cx: cx.clone(),
+                cipher,
+            }))
+        };
+        let encrypted = match encryption {
+            Encryption::Plain => None,
+            Encryption::With(cipher) => encrypted(Some(Arc::clone(cipher))),
+            Encryption::Locked => encrypted(None),
+        };
+        Self { file, encrypted }
     }
 
     /// Returns the file.
@@ -33,17 +50,31 @@ impl GuestData {
     /// copy. Returns the request if that is not possible.
     #[inline]
     pub(super) fn submit(&self, at: HostOffset, request: Request) -> Result<(), Request> {
+        if self.encrypted.is_some() {
+            return Err(request);
+        }
         self.file.submit(at.bytes(), request)
     }
 
     /// Starts a read of the bytes from `at` on into `piece`.
     pub(super) fn start_read(&self, at: HostOffset, piece: Piece) -> IoFuture {
+        match self.encrypted.as_deref() {
+            None => self.start_read_as_stored(at, piece),
+            Some(encrypted) => IoFuture::Task(Box::pin(encrypted.clone().read(at, piece))),
+        }
+    }
+
+    /// As [`Self::start_read`], of bytes that are never encrypted: those of compressed clusters.
+    pub(super) fn start_read_as_stored(&self, at: HostOffset, piece: Piece) -> IoFuture {
         self.file.start_read(at.bytes(), smallvec![piece])
     }
 
     /// Starts a write of `pieces`, one after the other, from `at` on.
     pub(super) fn start_write(&self, at: HostOffset, pieces: Pieces) -> IoFuture {
-        self.file.start_write(at.bytes(), pieces)
+        match self.encrypted.as_deref() {
+            None => self.file.start_write(at.bytes(), pieces),
+            Some(encrypted) => IoFuture::Task(Box::pin(encrypted.clone().write(at, pieces))),
+        }
     }
 
     /// Returns the space of `len` bytes from `at` on to the host. Returns true if they read as zeros now.
@@ -55,7 +86,7 @@ impl GuestData {
         self.file.punch(at.bytes(), len).await
     }
 
-    /// Makes `len` bytes from `at` on zeros; `sparse`: their space is returned to the host if it can be.
+    /// Makes `len` bytes from `at` on zeros in the file, which is never one with encrypted bytes; `sparse`: their space is returned to the host if it can be.
     ///
     /// # Errors
     ///

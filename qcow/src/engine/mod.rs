@@ -15,6 +15,7 @@ mod bitmaps;
 mod compressed;
 mod corrupt;
 mod data;
+mod encryption;
 mod exclusive;
 mod flush;
 mod grow;
@@ -52,6 +53,7 @@ pub(crate) use announce::Announcement;
 use background::Background;
 pub use bitmaps::{BitmapChange, BitmapsError};
 pub(crate) use compressed::Inflater;
+pub(crate) use encryption::Encryption;
 use flush::Rounds;
 pub(crate) use queue::Queue;
 pub use reader::MappingReader;
@@ -101,6 +103,7 @@ pub(crate) struct Shared {
     pub(crate) geometry: Geometry,
     pub(crate) policy: Policy,
     pub(crate) compression: CompressionType,
+    pub(crate) encryption: Encryption,
     pub(crate) backing: Option<Backing>,
     /// The guest disk's size in bytes; requests are checked against it.
     size_bytes: AtomicU64,
@@ -138,6 +141,7 @@ pub(crate) struct Parts {
     pub(crate) data_file: Option<DataFile>,
     pub(crate) policy: Policy,
     pub(crate) compression: CompressionType,
+    pub(crate) encryption: Encryption,
     pub(crate) backing: Option<Backing>,
     pub(crate) metadata: Metadata,
     pub(crate) header: HeaderFields,
@@ -221,13 +225,15 @@ pub struct QcowDisk {
 }
 
 impl QcowDisk {
-    pub(crate) fn from_parts(parts: Parts) -> Arc<Self> {
+    pub(crate) fn from_parts(mut parts: Parts) -> Arc<Self> {
+        parts.metadata.holes_are_zeros = parts.encryption.is_plain();
         let shared = Shared {
             geometry: *parts.metadata.geometry(),
             file: parts.file,
             data_file: parts.data_file,
             policy: parts.policy,
             compression: parts.compression,
+            encryption: parts.encryption,
             backing: parts.backing,
             size_bytes: AtomicU64::new(parts.metadata.size_bytes & !511),
             epochs: Epochs::new(),

@@ -68,7 +68,7 @@ impl Queue {
             shared: Arc::clone(shared),
             metadata: MappingReader::new(&shared.metadata),
             cx: cx.clone(),
-            data: GuestData::new(data),
+            data: GuestData::new(data, &shared.encryption, cx),
             file,
             backing,
             epoch: shared.epochs.register(),
@@ -123,7 +123,8 @@ impl DiskQueue for QcowQueue {
     }
 
     fn data_file(&self) -> Option<FileView> {
-        self.0.shared.policy.read_only.then(|| self.0.data.file().clone())
+        let shared = &self.0.shared;
+        (shared.policy.read_only && shared.encryption.is_plain()).then(|| self.0.data.file().clone())
     }
 }
 

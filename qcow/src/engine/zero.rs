@@ -101,9 +101,10 @@ fn is_raw(queue: &Queue) -> bool {
 fn giving_back(queue: &Queue) -> Clear {
     // In a data file each guest cluster keeps its place.
     let keep = queue.shared.policy.discard_no_unref || queue.shared.data_file.is_some();
+    // Punched before the entry says so, encrypted clusters would read as garbage after a cut: their space stays.
     let bytes = if is_raw(queue) {
         HostBytes::Zeroed { sparse: true }
-    } else if keep {
+    } else if keep && queue.shared.encryption.is_plain() {
         HostBytes::Punched
     } else {
         HostBytes::Kept

@@ -171,10 +171,15 @@ pub enum Unsupported {
         /// Their names, from the image's own feature name table if it has them.
         names: String,
     },
-    /// Encrypted guest data.
-    #[error("the image is encrypted with {method} (header byte 32), which is not supported")]
+    /// Guest data that is encrypted otherwise than with LUKS.
+    #[error("the image is encrypted with {method} (header byte 32), which is not supported; expected luks")]
     Encrypted {
         /// The method.
         method: CryptMethod,
     },
+    /// Encrypted guest data in an external data file.
+    #[error(
+        "the image is encrypted (header byte 32) and has an external data file, which is not supported together"
+    )]
+    EncryptedDataFile,
 }

@@ -226,7 +226,7 @@ impl Header {
         Ok(())
     }
 
-    /// Checks that this crate can serve the image: no unknown incompatible feature, no encryption.
+    /// Checks that this crate can serve the image: no unknown incompatible feature, no encryption but LUKS.
     ///
     /// # Errors
     ///
@@ -239,10 +239,15 @@ impl Header {
                 names: self.incompatible_names(unknown),
             });
         }
-        if self.crypt_method != CryptMethod::None {
-            return Err(Unsupported::Encrypted {
-                method: self.crypt_method,
-            });
+        match self.crypt_method {
+            CryptMethod::None => {}
+            CryptMethod::Aes => {
+                return Err(Unsupported::Encrypted {
+                    method: self.crypt_method,
+                });
+            }
+            CryptMethod::Luks if self.has_data_file() => return Err(Unsupported::EncryptedDataFile),
+            CryptMethod::Luks => {}
         }
         Ok(())
     }

@@ -1,4 +1,5 @@
-//! Tables of an image that its own tables do not lead to and no guest may write over: those of snapshots and bitmaps.
+//! Tables of an image that its own tables do not lead to and no guest may write over: those of snapshots and bitmaps, and
+//! the LUKS header.
 //!
 //! Malformed structures are skipped, with a warning: they are not needed to serve the disk, and `check` says more.
 //! The number of clusters gathered is bounded ([`GUARDED_CLUSTERS_MAX`]), whatever the image claims.
@@ -6,11 +7,12 @@
 use block::file::FileView;
 
 use super::bitmaps::{consistent_bitmaps, for_each_bitmap};
+use super::keys::luks_place;
 use super::references::{
     GUARDED_CLUSTERS_MAX, GUARDED_ENTRIES_MAX, Table, for_each_reference, snapshot_tables,
 };
 use crate::format::references::{Entry, Reference};
-use crate::format::{BitmapDirectoryEntry, ClusterUse, Header, HostOffset, L1Entry};
+use crate::format::{BitmapDirectoryEntry, ClusterUse, CryptMethod, Header, HostOffset, L1Entry};
 
 /// Returns the places of the tables of snapshots and bitmaps.
 pub(super) async fn guarded_tables(file: &FileView, header: &Header, file_len: u64) -> Vec<Reference> {
@@ -27,6 +29,12 @@ pub(super) async fn guarded_tables(file: &FileView, header: &Header, file_len: u
         found.snapshots().await;
     }
     found.bitmaps().await;
+    // A malformed place leads to no key: then no guest's data is written.
+    if header.crypt_method == CryptMethod::Luks
+        && let Ok((offset, len)) = luks_place(header, file_len)
+    {
+        found.add(ClusterUse::EncryptionHeader, HostOffset::new(offset), len);
+    }
     if found.left_out {
         let image = file.file().path().display();
         tracing::warn!(%image, "it has so many snapshots' tables that not all of them are guarded against damage");

@@ -80,7 +80,7 @@ fn info_lists_snapshots_and_bitmaps_as_qemu_does() {
 }
 
 #[test]
-fn info_describes_encrypted_image_as_unsupported() {
+fn info_describes_encrypted_image() {
     let world = World::new();
     let secret = "secret,id=key,data=hunter2";
     let options = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10";
@@ -99,7 +99,7 @@ fn info_describes_encrypted_image_as_unsupported() {
     assert_agrees(&world, "luks.qcow2");
     let told = ours(&world, "luks.qcow2");
     assert_eq!(told["encrypted"], true);
-    assert!(told["unsupported"].as_str().unwrap().contains("luks"));
+    assert!(told["unsupported"].is_null(), "{told}");
     let report = world.on("luks.qcow2", async |file| check(&file).await.unwrap());
     assert_eq!(report.verdict(), Verdict::Clean, "{:?}", report.findings);
 }

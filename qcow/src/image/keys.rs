@@ -138,7 +138,7 @@ pub(crate) async fn read_luks(
 }
 
 /// Returns the offset and the length of the LUKS header.
-fn luks_place(header: &Header, file_len: u64) -> Result<(u64, u64), KeysError> {
+pub(super) fn luks_place(header: &Header, file_len: u64) -> Result<(u64, u64), KeysError> {
     let Some((offset, len)) = header.crypto_header() else {
         return Err(KeysError::Place {
             offset: 0,

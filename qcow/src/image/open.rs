@@ -20,15 +20,17 @@ use block::ring::RingKind;
 use block::{Context, Disk, IoError, LocalBoxFuture};
 
 use super::guarded_tables::guarded_tables;
+use super::keys::{KeysError, read_luks};
 use super::read::{ReadError, for_each_entry, read, read_header};
 use super::snapshots::header_of;
 use super::{RepairError, bitmaps, rebuild_refcounts};
-use crate::engine::{Announcement, Backing, DataFile, Parts, Policy, QcowDisk};
+use crate::engine::{Announcement, Backing, DataFile, Encryption, Parts, Policy, QcowDisk};
 use crate::format::data_file::DataFileNameError;
 use crate::format::{
-    Autoclear, ClusterUse, Geometry, Header, HeaderError, HeaderFields, HostCluster, HostOffset,
+    Autoclear, ClusterUse, CryptMethod, Geometry, Header, HeaderError, HeaderFields, HostCluster, HostOffset,
     Incompatible, L1Entry, RefcountTableEntry, Unsupported, Version,
 };
+use crate::luks::{self, Secret};
 use crate::metadata::Metadata;
 pub use crate::metadata::cluster_use::StructureError;
 use crate::metadata::cluster_use::UseMap;
@@ -45,6 +47,8 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Open this internal snapshot in place of the disk; only to be read. Images below are opened as they are.
     pub snapshot: Option<SnapshotSelector>,
+    /// The secret that opens the image, which is encrypted; images below it are not.
+    pub secret: Option<Secret>,
     /// Bypass the host's page cache.
     pub direct: bool,
     /// Open the backing file the image names. Without it such an image is refused.
@@ -82,6 +86,7 @@ impl Default for OpenOptions {
         Self {
             read_only: false,
             snapshot: None,
+            secret: None,
             direct: false,
             backing_files: false,
             data_files: false,
@@ -194,6 +199,18 @@ pub enum ImageError {
         /// The disk's size, in bytes.
         size: u64,
     },
+    /// Its LUKS header does not give the key of its data.
+    #[error(transparent)]
+    Keys(#[from] KeysError),
+    /// It is encrypted, and no secret was given.
+    #[error("it is encrypted (luks), and no secret was given; use secret_file=PATH")]
+    SecretMissing,
+    /// It is not encrypted, and a secret was given.
+    #[error("it is not encrypted, and a secret was given; leave secret_file out")]
+    SecretUnused,
+    /// It is encrypted, and another image lies above it.
+    #[error("it is encrypted (luks), which is not supported for an image below another")]
+    EncryptedBelow,
     /// It is marked corrupt and may only be read.
     #[error(
         "it is marked corrupt and may only be opened read-only; repair it with `ringdisk image check --repair all`"
@@ -351,6 +368,7 @@ impl Qcow2 {
             })
         })?;
         let header = check_header(&view, write).await.map_err(image)?;
+        let lends_no_secret = !matches!(below, Below::Opened);
         let backing = match below {
             Below::Opened => open_backing(opening, path, &header).await?,
             Below::Given(disk) => Some(Backing::new(disk)),
@@ -361,6 +379,9 @@ impl Qcow2 {
         };
         // After the images below: it may be none of them.
         let data_file = open_data_file(opening, path, &header, access)?;
+        let encryption = encryption(&view, &header, access, lends_no_secret, options.secret.as_ref())
+            .await
+            .map_err(image)?;
         // Nothing has been written so far; from here on only a rebuild writes.
         let header = prepare(&view, header, write).await.map_err(image)?;
         // What the engine writes back is what it was opened from.
@@ -405,12 +426,39 @@ impl Qcow2 {
                 persist_mappings: options.persist_mappings,
             },
             compression: header.compression,
+            encryption,
             backing,
             metadata,
             header: fields,
             announcement,
             inflate_threads: options.inflate_threads,
         }))
+    }
+}
+
+/// Returns the encryption of an image's data. Takes seconds of CPU if it has one. `without`: the secret, if there is one, is
+/// not for this image, and its data is not needed.
+async fn encryption(
+    view: &FileView,
+    header: &Header,
+    access: Access,
+    without: bool,
+    secret: Option<&Secret>,
+) -> Result<Encryption, ImageError> {
+    let is_encrypted = header.crypt_method != CryptMethod::None;
+    let is_below = access == Access::Below;
+    match secret.filter(|_| !is_below && !without) {
+        None if !is_encrypted => Ok(Encryption::Plain),
+        None if is_below => Err(ImageError::EncryptedBelow),
+        None if without => Ok(Encryption::Locked),
+        None => Err(ImageError::SecretMissing),
+        Some(_) if !is_encrypted => Err(ImageError::SecretUnused),
+        Some(secret) => {
+            let file_len = view.len().map_err(io_length)?;
+            let (_, luks) = read_luks(view, header, file_len).await?;
+            let cipher = luks::unlock(&luks, secret).map_err(KeysError::from)?;
+            Ok(Encryption::With(Arc::new(cipher)))
+        }
     }
 }
 

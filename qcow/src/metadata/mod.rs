@@ -99,6 +99,8 @@ pub(crate) struct Metadata {
     pub(crate) corrupt: bool,
     /// Logarithm of the entries per L2 slice.
     slice_bits: u32,
+    /// A hole of the file reads as zeros, as the guest sees it: not so if its bytes are encrypted.
+    pub(crate) holes_are_zeros: bool,
     /// Below this guest byte there are bytes in the backing file that must not show where they are hidden.
     covered_bytes: u64,
     pub(crate) in_flight: InFlight,
@@ -133,6 +135,7 @@ impl Metadata {
             },
             l1_moved_from: Vec::new(),
             header_dirty: false,
+            holes_are_zeros: true,
             size_bytes: geometry.virtual_size(),
             l1_dirty_parts: FxHashSet::default(),
             fresh_tables: FxHashSet::default(),

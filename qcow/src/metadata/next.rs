@@ -69,6 +69,7 @@ impl Metadata {
             refcounts,
             corrupt: self.corrupt,
             slice_bits: self.slice_bits,
+            holes_are_zeros: self.holes_are_zeros,
             covered_bytes: self.covered_bytes,
             in_flight: Default::default(),
             copying: Default::default(),

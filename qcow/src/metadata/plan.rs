@@ -301,6 +301,7 @@ impl Metadata {
     ) -> WriteStep {
         self.in_flight.enter(&self.in_flight_of(&allocation));
         self.l2.pin(allocation.slice);
+        let is_zero = is_zero && self.holes_are_zeros;
         let mut edges = [
             self.edge(old[0], allocation.start..offset, &allocation, is_zero),
             self.edge(old[1], end..allocation.end, &allocation, is_zero),

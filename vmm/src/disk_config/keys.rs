@@ -95,6 +95,12 @@ pub static KEYS: &[Key] = &[
         "$TMPDIR or /var/tmp",
         "directory whose file system holds the temporary overlay",
     ),
+    here(
+        "secret_file",
+        "the name of a file or a descriptor such as /dev/fd/3",
+        "none",
+        "file with the secret that opens an encrypted image; a newline at its end counts",
+    ),
     here("direct", ON_OFF, "off", "bypass the host's page cache (O_DIRECT)"),
     here(
         "num_queues",

@@ -1,6 +1,7 @@
 //! Every key, every kind of refusal, and the messages a person reads.
 
 use super::*;
+use crate::secret_file::SecretFile;
 use block::lock::LockGranularity;
 use block::throttle::Rate;
 
@@ -167,7 +168,7 @@ fn parse_sets_the_field_of_every_key() {
     let config = parse(
         "queue_affinity=[0@[1,3],1@[4-6,5]],path=d,image_type=qcow2,readonly=on,direct=on,num_queues=2,\
          queue_size=256,serial=root disk,id=d0,backing_files=on,data_file=on,sparse=off,lock_granularity=full,\
-         l2_cache=4M,discard_no_unref=on,poll_us=50",
+         l2_cache=4M,discard_no_unref=on,poll_us=50,secret_file=s",
     );
     let expected = DiskConfig {
         path: "d".into(),
@@ -176,6 +177,7 @@ fn parse_sets_the_field_of_every_key() {
         readonly: true,
         snapshot: None,
         overlay: None,
+        secret_file: Some(SecretFile::new("s".into())),
         direct: true,
         num_queues: 2,
         queue_size: 256,
@@ -420,11 +422,11 @@ fn keys_table_matches_the_parser() {
             Scope::Elsewhere(place) => {
                 assert_eq!(error, Some(DiskConfigError::NotHere { key: key.name, place }));
             }
-            // A path, an id or a snapshot may be any text; `path` is there twice.
+            // A path, an id, a snapshot or a secret file may be any text; `path` is there twice.
             Scope::Here if key.name == "path" => {
                 assert_eq!(error, Some(DiskConfigError::Duplicate { key: "path" }));
             }
-            Scope::Here if ["id", "rate_limit_group", "snapshot"].contains(&key.name) => {
+            Scope::Here if ["id", "rate_limit_group", "snapshot", "secret_file"].contains(&key.name) => {
                 assert_eq!(error, None)
             }
             // Any text, too, but not beside a path, and not without an overlay.
@@ -684,6 +686,14 @@ fn contradiction_error_names_both_keys() {
         (
             "path=a,discard_no_unref=on,image_type=raw",
             "--disk: `discard_no_unref=on` contradicts `image_type=raw`: a raw disk has no clusters to keep",
+        ),
+        (
+            "path=a,secret_file=s,image_type=raw",
+            "--disk: `secret_file` contradicts `image_type=raw`: a raw disk is not encrypted",
+        ),
+        (
+            "path=a,secret_file=s,overlay=temporary",
+            "--disk: `secret_file` contradicts `overlay=temporary`: the overlay would hold what the guest writes unencrypted",
         ),
         (
             "path=a,num_queues=2,queue_affinity=[2@[0]]",

@@ -143,6 +143,7 @@ pub(super) fn again(
         let group = remembered.and_then(|state| state.rate_limit_group);
         let rate_limit_group = groups.join(&mut disk, group.as_deref())?;
         disk.path = directory.join(&disk.path);
+        disk.secret_file = disk.secret_file.map(|file| file.in_directory(&directory));
         let mut config = config(&disk, arguments)?;
         config.queues_per_worker = arguments.queues_per_worker.or(each).unwrap_or(1);
         wanted.push(Wanted {

@@ -339,3 +339,83 @@ fn refused_creation_leaves_no_file() {
         assert!(!world.path("b.qcow2").exists() && !world.path("d").exists());
     }
 }
+
+/// Runs commands of `ringdisk io` on a disk.
+fn io(world: &World, disk: &str, commands: &[&str]) -> Ended {
+    let mut arguments = vec!["io", "--disk", disk];
+    commands
+        .iter()
+        .for_each(|command| arguments.extend(["-c", command]));
+    world.ringdisk(&arguments)
+}
+
+#[test]
+fn disk_with_a_secret_file_serves_what_qemu_encrypted() {
+    let world = world(FAST);
+    qemu_io(&world, "one", "write -P 5 1M 1M").success();
+    let disk = "path=a.qcow2,secret_file=one,num_queues=2";
+    io(
+        &world,
+        disk,
+        &["read -P 5 1M 1M", "write -P 6 1536k 300k", "flush"],
+    )
+    .success();
+    qemu_io(&world, "one", "read -P 6 1536k 300k").success();
+    // A new secret opens the same data.
+    key(
+        &world,
+        &[
+            "add",
+            "--secret-file",
+            "one",
+            "--new-secret-file",
+            "two",
+            "--iter-time",
+            "1",
+            "a.qcow2",
+        ],
+    )
+    .success();
+    io(&world, "path=a.qcow2,secret_file=two", &["read -P 6 1536k 300k"]).success();
+}
+
+#[test]
+fn wrong_missing_and_needless_secret_files_are_refused_with_the_image() {
+    let world = world(FAST);
+    world
+        .ringdisk(&["image", "create", "plain.qcow2", "1M"])
+        .success();
+    for (disk, expected) in [
+        (
+            "path=a.qcow2",
+            "a.qcow2: it is encrypted (luks), and no secret was given; use secret_file=PATH",
+        ),
+        (
+            "path=a.qcow2,secret_file=two",
+            "a.qcow2: the secret opens none of the key slots in use",
+        ),
+        (
+            "path=plain.qcow2,secret_file=one",
+            "plain.qcow2: it is not encrypted, and a secret was given",
+        ),
+        (
+            "path=a.qcow2,secret_file=missing",
+            "a.qcow2: it has no secret: secret file missing: No such file",
+        ),
+        (
+            "path=a.qcow2,overlay=temporary",
+            "a.qcow2: it is encrypted (luks), and no secret was given",
+        ),
+    ] {
+        let line = io(&world, disk, &["read 0 512"]).refused(1);
+        assert!(line.contains(expected), "{line}; expected {expected}");
+    }
+    let snapshot = world.ringdisk(&["image", "snapshot", "create", "a.qcow2", "before"]);
+    snapshot.success();
+    io(
+        &world,
+        "path=a.qcow2,secret_file=one,snapshot=before",
+        &["read -P 0 0 1M"],
+    )
+    .success();
+}
