@@ -227,32 +227,24 @@ fn plain_backing_files_compressed_clusters_and_snapshots_lie_beside_encrypted_cl
         backing_files: true,
         ..options()
     };
-    for kind in ["", ",extended_l2=on"] {
-        let _ = std::fs::remove_file(folder.path("over.qcow2"));
-        qemu_create(&folder, "over.qcow2", kind, &["-b", "base.qcow2", "-F", "qcow2"]);
+    for (name, kind) in [("over.qcow2", ""), ("over-ext.qcow2", ",extended_l2=on")] {
+        qemu_create(&folder, name, kind, &["-b", "base.qcow2", "-F", "qcow2"]);
         // Compressed clusters of the encrypted image itself, which QEMU stores as they are.
-        qemu_io(&folder, "over.qcow2", &["write -c -P 9 128k 128k".to_owned()]);
+        qemu_io(&folder, name, &["write -c -P 9 128k 128k".to_owned()]);
         let mut model = base.clone();
         model[128 << 10..256 << 10].fill(9);
-        qemu_io(&folder, "over.qcow2", &["write -P 3 1M 300k".to_owned()]);
+        qemu_io(&folder, name, &["write -P 3 1M 300k".to_owned()]);
         model[1 << 20..(1 << 20) + (300 << 10)].fill(3);
-        qemu_snapshot(&folder, "-c", "before", "over.qcow2");
+        qemu_snapshot(&folder, "-c", "before", name);
         let before = model.clone();
-        take_turns(
-            &folder,
-            "over.qcow2",
-            &options,
-            &mut model,
-            random,
-            RingKind::IoUring,
-        );
+        take_turns(&folder, name, &options, &mut model, random, RingKind::IoUring);
         assert_same(
-            &qemu_reads(&folder, "over.qcow2", Some("before")),
+            &qemu_reads(&folder, name, Some("before")),
             &before,
             "the snapshot",
         );
         let disk = open(
-            &folder.path("over.qcow2"),
+            &folder.path(name),
             &OpenOptions {
                 read_only: true,
                 snapshot: Some(SnapshotSelector::parse("before")),
