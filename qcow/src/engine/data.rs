@@ -86,7 +86,8 @@ impl GuestData {
         self.file.punch(at.bytes(), len).await
     }
 
-    /// Makes `len` bytes from `at` on zeros in the file, which is never one with encrypted bytes; `sparse`: their space is returned to the host if it can be.
+    /// Makes `len` bytes from `at` on zeros in the file, which is never one with encrypted bytes; `sparse`:
+    /// their space is returned to the host if it can be.
     ///
     /// # Errors
     ///
