@@ -70,8 +70,12 @@ impl Desk {
         work(machine.as_ref().ok_or("the machine is starting or ending")?)
     }
 
-    fn set(&self, machine: Option<Machine>) {
-        *self.machine.lock() = machine;
+    /// Starts the guest of a machine. Requests that come from now on wait until that has happened: the guest may have
+    /// said already that it runs.
+    fn start(&self, machine: Machine) {
+        let mut current = self.machine.lock();
+        machine.resume();
+        *current = Some(machine);
     }
 
     /// Returns the condition that cancels waits for a backend: the machine stops or restarts.
@@ -300,9 +304,8 @@ fn live(config: &RunConfig, desk: &Arc<Desk>) -> Result<(), CommandFailure> {
     let mut restarts = Restarts::default();
     loop {
         let began = Instant::now();
-        let machine = start(desk, &console);
-        match machine {
-            Ok(machine) => desk.set(Some(machine)),
+        match prepare(desk, &console) {
+            Ok(machine) => desk.start(machine),
             // A start that was cancelled is an end as any other.
             Err(_) if matches!(stop.asked(), Some(Reason::Signal(_))) => return Ok(()),
             Err(error) => return Err(CommandFailure::Failed(error.into())),
@@ -368,7 +371,8 @@ impl Restarts {
     }
 }
 
-fn start(desk: &Desk, console: &Console) -> Result<Machine, MachineError> {
+/// Returns a machine with its disks, paused.
+fn prepare(desk: &Desk, console: &Console) -> Result<Machine, MachineError> {
     let disks = Arc::clone(&desk.disks);
     let ejected = Arc::new(move |slot| disks.leave(slot));
     let machine = Machine::new(&desk.config, console, &desk.stop, ejected)?;
@@ -376,7 +380,6 @@ fn start(desk: &Desk, console: &Console) -> Result<Machine, MachineError> {
         machine.end();
         return Err(error);
     }
-    machine.resume();
     Ok(machine)
 }
 
