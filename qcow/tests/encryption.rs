@@ -6,79 +6,45 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use block::Disk;
 use block::ring::RingKind;
-use common::{Folder, Lane, assert_same, chain, close, create, open};
+use block::{AlignedBuf, Context, Disk, Op};
+use common::{
+    Folder, LUKS_OPTIONS, Lane, SECRET, assert_same, chain, close, create, open, patch, qemu_secret, secret,
+    u64_at,
+};
 use qcow::image::{CreateOptions, apply_snapshot, create_snapshot};
 use qcow::luks::{self, LuksOptions, Secret};
 use qcow::{OpenOptions, QcowDisk, SnapshotSelector};
 use ringdisk_gen::Random;
 
 const DISK: u64 = 3 << 20;
-const SECRET: &str = "open sesame";
-const OBJECT: &str = "secret,id=key,data=open sesame";
-
 fn options() -> OpenOptions {
     OpenOptions {
-        secret: Some(Secret::new(SECRET.as_bytes().to_vec())),
+        secret: secret(),
         ..OpenOptions::default()
     }
 }
 
-fn image(name: &str) -> String {
-    format!("driver=qcow2,encrypt.key-secret=key,file.filename={name}")
-}
-
 /// Makes an encrypted image by `qemu-img create`, with more options and arguments.
 fn qemu_create(folder: &Folder, name: &str, options: &str, more: &[&str]) {
-    let options = format!("encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=1{options}");
-    let mut args = vec!["create", "-q", "--object", OBJECT, "-f", "qcow2", "-o", &options];
+    let (options, secret) = (format!("{LUKS_OPTIONS}{options}"), qemu_secret());
+    let mut args = vec!["create", "-q", "--object", &secret, "-f", "qcow2", "-o", &options];
     args.extend(more);
     let size = DISK.to_string();
     args.extend([name, &size]);
     folder.qemu_img(&args);
 }
 
-fn qemu_io(folder: &Folder, name: &str, commands: &[String]) {
-    let image = image(name);
-    let mut args = vec!["--object", OBJECT, "--image-opts", &image];
-    commands.iter().for_each(|command| args.extend(["-c", command]));
-    let said = folder.run("qemu-io", &args);
-    assert!(
-        !said.contains("failed") && !said.contains("rror"),
-        "{commands:?}: {said}"
-    );
-}
-
 fn qemu_snapshot(folder: &Folder, what: &str, snapshot: &str, name: &str) {
-    let image = image(name);
-    folder.qemu_img(&[
-        "snapshot",
-        "--object",
-        OBJECT,
-        "--image-opts",
-        what,
-        snapshot,
-        &image,
-    ]);
-}
-
-/// `qemu-img check` finds no error and no leak.
-fn assert_flawless(folder: &Folder, name: &str) {
-    let image = image(name);
-    folder.qemu_img(&["check", "-q", "--object", OBJECT, "--image-opts", &image]);
-}
-
-/// Returns the whole disk, or its snapshot `name`, as QEMU reads it.
-fn qemu_reads(folder: &Folder, name: &str, snapshot: Option<&str>) -> Vec<u8> {
-    let image = image(name);
-    let mut args = vec!["convert", "--object", OBJECT, "--image-opts"];
-    let selected = snapshot.map(|name| format!("snapshot.name={name}"));
-    if let Some(selected) = &selected {
-        args.extend(["-l", selected]);
-    }
-    args.extend(["-O", "raw", &image, "as-raw.img"]);
+    let named = folder.named("qcow2", name);
+    let mut args = vec!["snapshot", what, snapshot];
+    args.extend(named.iter().map(String::as_str));
     folder.qemu_img(&args);
+}
+
+/// Returns the snapshot `snapshot` of a disk as QEMU reads it.
+fn qemu_reads_snapshot(folder: &Folder, name: &str, snapshot: &str) -> Vec<u8> {
+    folder.qemu_converts(&["-l", &format!("snapshot.name={snapshot}")], name, "as-raw.img");
     std::fs::read(folder.path("as-raw.img")).expect("what qemu-img wrote")
 }
 
@@ -125,7 +91,7 @@ fn take_turns(
                     let bytes = vec![1 + random.below(200) as u8; len as usize];
                     let (buffer, placed) = lane.place(0, &bytes);
                     let fua = random.one_in(4);
-                    let done = lane.ask(block::Op::Write { fua }, at, len, buffer);
+                    let done = lane.ask(Op::Write { fua }, at, len, buffer);
                     assert_eq!(done.result, Ok(()), "{name}");
                     lane.placed(&placed, done.buffer, false);
                     model[range].copy_from_slice(&bytes);
@@ -147,7 +113,7 @@ fn take_turns(
                 }
                 _ => {
                     let (buffer, placed) = lane.place(0, &vec![0xCC; len as usize]);
-                    let done = lane.ask(block::Op::Read, at, len, buffer);
+                    let done = lane.ask(Op::Read, at, len, buffer);
                     assert_eq!(done.result, Ok(()), "{name}");
                     let found = lane.placed(&placed, done.buffer, true);
                     assert_same(&found, &model[range], name);
@@ -163,9 +129,9 @@ fn take_turns(
         lane.settle();
         drop(lane);
         close(disk);
-        assert_flawless(folder, name);
+        folder.assert_flawless(name, false);
         assert_same(
-            &qemu_reads(folder, name, None),
+            &folder.qemu_reads(name),
             model,
             &format!("{name}, turn {turn}: by QEMU"),
         );
@@ -178,7 +144,8 @@ fn take_turns(
                 format!("write -P {byte} {at} {len}")
             })
             .collect();
-        qemu_io(folder, name, &commands);
+        let commands: Vec<&str> = commands.iter().map(String::as_str).collect();
+        folder.qemu_io("qcow2", name, &commands);
     }
 }
 
@@ -230,16 +197,16 @@ fn plain_backing_files_compressed_clusters_and_snapshots_lie_beside_encrypted_cl
     for (name, kind) in [("over.qcow2", ""), ("over-ext.qcow2", ",extended_l2=on")] {
         qemu_create(&folder, name, kind, &["-b", "base.qcow2", "-F", "qcow2"]);
         // Compressed clusters of the encrypted image itself, which QEMU stores as they are.
-        qemu_io(&folder, name, &["write -c -P 9 128k 128k".to_owned()]);
+        folder.qemu_io("qcow2", name, &["write -c -P 9 128k 128k"]);
         let mut model = base.clone();
         model[128 << 10..256 << 10].fill(9);
-        qemu_io(&folder, name, &["write -P 3 1M 300k".to_owned()]);
+        folder.qemu_io("qcow2", name, &["write -P 3 1M 300k"]);
         model[1 << 20..(1 << 20) + (300 << 10)].fill(3);
         qemu_snapshot(&folder, "-c", "before", name);
         let before = model.clone();
         take_turns(&folder, name, &options, &mut model, random, RingKind::IoUring);
         assert_same(
-            &qemu_reads(&folder, name, Some("before")),
+            &qemu_reads_snapshot(&folder, name, "before"),
             &before,
             "the snapshot",
         );
@@ -262,7 +229,7 @@ fn own(folder: &Folder, cluster_size: u64) -> Arc<QcowDisk> {
         iter_time: Duration::from_millis(1),
         ..LuksOptions::default()
     };
-    let (header, _) = luks::create(&Secret::new(SECRET.as_bytes().to_vec()), &how).expect("a header");
+    let (header, _) = luks::create(&Secret::new(SECRET.into()), &how).expect("a header");
     let made = CreateOptions {
         luks_header: Some(header),
         cluster_size,
@@ -385,7 +352,7 @@ fn wrong_missing_and_needless_secrets_are_refused_by_name() {
     refused("own.qcow2", &with(None), &["encrypted", "secret_file"]);
     refused(
         "own.qcow2",
-        &with(Some("open sesame\n")),
+        &with(Some("hunter2\n")),
         &["opens none of the key slots"],
     );
     folder.qemu_create("plain.qcow2", "", "1M");
@@ -427,7 +394,7 @@ fn snapshots_are_made_and_applied_without_a_secret() {
     drop(lane);
     close(disk);
     assert_eq!(
-        qemu_reads(&folder, "own.qcow2", Some("one"))[..200 << 10],
+        qemu_reads_snapshot(&folder, "own.qcow2", "one")[..200 << 10],
         [1; 200 << 10]
     );
     let one = SnapshotSelector::parse("one");
@@ -442,4 +409,69 @@ fn snapshots_are_made_and_applied_without_a_secret() {
     assert_eq!(disk.info().size_bytes, DISK);
     drop(lane);
     close(disk);
+}
+
+/// Crypt method 1: only to be read.
+#[test]
+fn aes_images_are_read_as_by_qemu_and_not_written() {
+    let folder = Folder::new();
+    let (secret, size) = (qemu_secret(), DISK.to_string());
+    let encrypted = "encrypt.format=aes,encrypt.key-secret=key";
+    let args = [
+        "create", "-q", "--object", &secret, "-f", "qcow2", "-o", encrypted,
+    ];
+    folder.qemu_img(&[&args[..], &["disk.qcow2", &size]].concat());
+    folder.scribble_by_qemu("disk.qcow2", DISK, &mut Random::new(1), 20);
+    let expected = folder.qemu_reads("disk.qcow2");
+    let read_only = OpenOptions {
+        read_only: true,
+        ..options()
+    };
+    let disk = open(&folder.path("disk.qcow2"), &read_only);
+    let lane = Lane::new(&disk, RingKind::IoUring);
+    assert_same(&lane.read(0, DISK), &expected, "aes");
+    // From the middle of a cluster, across the pieces that are decrypted at a time.
+    assert_same(&lane.read(1536, 1 << 20), &expected[1536..][..1 << 20], "a part");
+    lane.settle();
+    drop(lane);
+    close(disk);
+    let before = std::fs::read(folder.path("disk.qcow2")).expect("an image");
+    let error = QcowDisk::open(&folder.path("disk.qcow2"), &options()).expect_err("to be written");
+    let text = chain(&error);
+    assert!(text.contains("with aes") && text.contains("read-only"), "{text}");
+    assert!(std::fs::read(folder.path("disk.qcow2")).expect("an image") == before);
+}
+
+/// Method: the counts say that the LUKS header is free.
+#[test]
+fn luks_header_is_never_given_to_the_guest() {
+    let folder = Folder::new();
+    qemu_create(&folder, "disk.qcow2", "", &[]);
+    let path = folder.path("disk.qcow2");
+    let image = std::fs::read(&path).expect("the image");
+    let start = image
+        .chunks(64 << 10)
+        .position(|cluster| cluster.starts_with(b"LUKS\xBA\xBE"));
+    let start = start.expect("a LUKS header");
+    let block = u64_at(&path, u64_at(&path, 48));
+    let header = start << 16..(start << 16) + (64 << 10);
+    for cluster in start as u64..start as u64 + 8 {
+        patch(&path, block + cluster * 2, &[0, 0]);
+    }
+    if let Ok(disk) = QcowDisk::open(&path, &options()) {
+        let lane = Lane::new(&disk, RingKind::IoUring);
+        for at in 0..16 {
+            let buffer = AlignedBuf::from_slice(&[at as u8; 4096]).into();
+            let _may_fail = lane.ask(Op::Write { fua: false }, at << 17, 4096, buffer);
+        }
+        lane.settle();
+        drop(lane);
+        let cx = Context::syscalls();
+        let _may_fail = cx.block_on(disk.close(&cx));
+    }
+    let after = std::fs::read(&path).expect("the image");
+    assert!(
+        image[header.clone()] == after[header],
+        "the guest has written over the LUKS header"
+    );
 }

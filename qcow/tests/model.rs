@@ -10,7 +10,7 @@ mod common;
 
 use block::ring::RingKind;
 use block::{Buffer, Done, Op};
-use common::{Folder, Lane, Placed, close, open};
+use common::{Folder, LUKS_OPTIONS, Lane, Placed, close, open, qemu_secret, secret};
 use qcow::OpenOptions;
 use ringdisk_gen::Random;
 use ringdisk_gen::array::{Array, Ask};
@@ -38,6 +38,8 @@ struct Shape {
     extended: bool,
     /// Some requests have registered pages, and ops of theirs end short.
     registered: bool,
+    /// The guest's data is encrypted.
+    encrypted: bool,
 }
 
 impl Shape {
@@ -62,6 +64,7 @@ impl Shape {
             lanes: 1 + random.below(4),
             extended: false,
             registered: false,
+            encrypted: false,
         }
     }
 
@@ -93,7 +96,7 @@ fn pattern(random: &mut Random, bytes: u64) -> Vec<u8> {
 fn make(folder: &Folder, shape: &Shape, random: &mut Random) -> Vec<u8> {
     let mut model = vec![0u8; DISK as usize];
     let options = format!(
-        "cluster_size={},compat={}{}{}{}",
+        "cluster_size={},compat={}{}{}{}{}{}",
         1 << shape.cluster_bits,
         if shape.v2 { "0.10" } else { "1.1" },
         if shape.v2 {
@@ -106,6 +109,8 @@ fn make(folder: &Folder, shape: &Shape, random: &mut Random) -> Vec<u8> {
             .filter(|_| !shape.v2)
             .map_or(String::new(), |kind| format!(",compression_type={kind}")),
         if shape.extended { ",extended_l2=on" } else { "" },
+        if shape.encrypted { "," } else { "" },
+        if shape.encrypted { LUKS_OPTIONS } else { "" },
     );
     let size = DISK.to_string();
     if let Some(format) = shape.backing {
@@ -119,6 +124,8 @@ fn make(folder: &Folder, shape: &Shape, random: &mut Random) -> Vec<u8> {
         model[..common].copy_from_slice(&bytes[..common]);
         folder.qemu_img(&[
             "create",
+            "--object",
+            &qemu_secret(),
             "-f",
             "qcow2",
             "-o",
@@ -146,13 +153,15 @@ fn make(folder: &Folder, shape: &Shape, random: &mut Random) -> Vec<u8> {
             "disk.qcow2",
         ]);
     } else {
-        folder.qemu_img(&["create", "-f", "qcow2", "-o", &options, "disk.qcow2", &size]);
+        let secret = qemu_secret();
+        let args = ["create", "--object", &secret, "-f", "qcow2", "-o", &options];
+        folder.qemu_img(&[&args[..], &["disk.qcow2", &size]].concat());
     }
     // Some clusters written by QEMU, so that there is something to share with a snapshot.
     let first = pattern(random, 200 << 10);
     std::fs::write(folder.path("piece"), &first).expect("a piece");
     let command = format!("write -s piece 300k {}", first.len());
-    folder.run("qemu-io", &["-f", "qcow2", "-c", &command, "disk.qcow2"]);
+    folder.qemu_io("qcow2", "disk.qcow2", &[&command]);
     model[300 << 10..(300 << 10) + first.len()].copy_from_slice(&first);
     if shape.snapshot {
         folder.qemu_img(&["snapshot", "-c", "before", "disk.qcow2"]);
@@ -242,6 +251,7 @@ fn run(seed: u64) {
     if shape.extended {
         shape.cluster_bits = shape.cluster_bits.max(14);
     }
+    shape.encrypted = seed % 5 == 2 && !shape.v2 && shape.compressed.is_none();
     let folder = Folder::new();
     let contents = make(&folder, &shape, &mut random);
     let mut array = Array::new(contents, 1 << shape.cluster_bits, TAGS as usize);
@@ -251,6 +261,7 @@ fn run(seed: u64) {
     let options = OpenOptions {
         direct: shape.direct,
         backing_files: shape.backing.is_some(),
+        secret: shape.encrypted.then(secret).flatten(),
         sparse: shape.sparse,
         discard_no_unref: shape.no_unref,
         // So small that slices are evicted all the time.
@@ -314,17 +325,7 @@ fn run(seed: u64) {
 }
 
 fn snapshot(folder: &Folder) -> Vec<u8> {
-    folder.qemu_img(&[
-        "convert",
-        "-l",
-        "before",
-        "-f",
-        "qcow2",
-        "-O",
-        "raw",
-        "disk.qcow2",
-        "snapshot.img",
-    ]);
+    folder.qemu_converts(&["-l", "before"], "disk.qcow2", "snapshot.img");
     std::fs::read(folder.path("snapshot.img")).expect("what qemu-img wrote")
 }
 

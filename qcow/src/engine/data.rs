@@ -4,8 +4,6 @@
 //! from the modules that own them. Only the index of a chain also reads them, from an image that nothing changes
 //! (`data_file`).
 
-use std::sync::Arc;
-
 use block::buffer::Piece;
 use block::file::{FileView, IoFuture};
 use block::ring::Pieces;
@@ -13,7 +11,7 @@ use block::{Context, IoError, Request};
 use smallvec::smallvec;
 
 use super::encryption::{EncryptedData, Encryption};
-use crate::format::HostOffset;
+use crate::format::{GuestOffset, HostOffset};
 
 /// One queue's access to the guest's bytes.
 #[derive(Clone, Debug)]
@@ -26,18 +24,13 @@ pub(crate) struct GuestData {
 
 impl GuestData {
     pub(super) fn new(file: FileView, encryption: &Encryption, cx: &Context) -> Self {
-        let encrypted = |cipher| {
-            Some(Box::new(EncryptedData {
+        let encrypted = (!encryption.is_plain()).then(|| {
+            Box::new(EncryptedData {
                 file: file.clone(),
                 cx: cx.clone(),
-                cipher,
-            }))
-        };
-        let encrypted = match encryption {
-            Encryption::Plain => None,
-            Encryption::With(cipher) => encrypted(Some(Arc::clone(cipher))),
-            Encryption::Locked => encrypted(None),
-        };
+                encryption: encryption.clone(),
+            })
+        });
         Self { file, encrypted }
     }
 
@@ -56,11 +49,11 @@ impl GuestData {
         self.file.submit(at.bytes(), request)
     }
 
-    /// Starts a read of the bytes from `at` on into `piece`.
-    pub(super) fn start_read(&self, at: HostOffset, piece: Piece) -> IoFuture {
+    /// Starts a read of the bytes from `at` on into `piece`; `guest` is the guest offset of the first.
+    pub(super) fn start_read(&self, at: HostOffset, guest: GuestOffset, piece: Piece) -> IoFuture {
         match self.encrypted.as_deref() {
             None => self.start_read_as_stored(at, piece),
-            Some(encrypted) => IoFuture::Task(Box::pin(encrypted.clone().read(at, piece))),
+            Some(encrypted) => IoFuture::Task(Box::pin(encrypted.clone().read(at, guest, piece))),
         }
     }
 

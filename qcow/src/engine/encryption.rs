@@ -3,8 +3,8 @@
 //! Bytes are encrypted and decrypted in memory of our own. The guest's memory may change while it is written from, and may
 //! be read while it is read into; registered pages are reached by the ring's copies alone.
 //!
-//! Invariant: every sector is encrypted for the place in the file where it lies. So whatever moves bytes to another place
-//! decrypts them first, and a hole of the file is no sector of zeros.
+//! Invariant: every sector that is written is encrypted for the place in the file where it lies. So whatever moves bytes to
+//! another place decrypts them first, and a hole of the file is no sector of zeros.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use block::file::FileView;
 use block::ring::Pieces;
 use block::{AlignedBuf, Buffer, Context, IoError};
 
-use crate::format::HostOffset;
+use crate::format::{GuestOffset, HostOffset};
 use crate::luks::{SECTOR, SectorCipher};
 
 /// The encryption of an image's guest data.
@@ -22,8 +22,11 @@ use crate::luks::{SECTOR, SectorCipher};
 pub(crate) enum Encryption {
     /// None: the file has the guest's bytes as they are.
     Plain,
-    /// Each sector is encrypted with this.
-    With(Arc<SectorCipher>),
+    /// LUKS (crypt method 2): the number of a sector is its host offset / 512, so that clusters keep their bytes when guest
+    /// clusters, of the disk or of snapshots, come to share them.
+    Luks(Arc<SectorCipher>),
+    /// AES-CBC (crypt method 1), only to be read: the number of a sector is its guest offset / 512.
+    Aes(Arc<SectorCipher>),
     /// The key is not known. Only tables can be changed.
     Locked,
 }
@@ -43,14 +46,19 @@ const BOUNCE_BYTES: usize = 256 << 10;
 pub(super) struct EncryptedData {
     pub(super) file: FileView,
     pub(super) cx: Context,
-    /// `None` if the key is not known.
-    pub(super) cipher: Option<Arc<SectorCipher>>,
+    /// Not [`Encryption::Plain`].
+    pub(super) encryption: Encryption,
 }
 
 impl EncryptedData {
-    /// Reads the bytes from `at` on into `piece`.
-    pub(super) async fn read(self, at: HostOffset, piece: Piece) -> Result<(), IoError> {
-        let cipher = self.cipher(at, piece.len())?;
+    /// Reads the bytes from `at` on into `piece`; `guest` is the guest offset of the first.
+    pub(super) async fn read(self, at: HostOffset, guest: GuestOffset, piece: Piece) -> Result<(), IoError> {
+        let (cipher, tweak) = match &self.encryption {
+            Encryption::Luks(cipher) => (cipher, at.bytes()),
+            Encryption::Aes(cipher) => (cipher, guest.bytes()),
+            Encryption::Plain | Encryption::Locked => return Err(IoError::Unsupported),
+        };
+        let mut sector = whole_sectors(tweak, piece.len())?;
         let (mut at, mut rest) = (at, piece);
         while !rest.is_empty() {
             let (now, later) = rest.split_at(BOUNCE_BYTES);
@@ -63,12 +71,13 @@ impl EncryptedData {
                 .start_read(at.bytes(), [Piece::whole(&bounce)].into_iter().collect());
             read.await?;
             let mut bytes = owned(bounce)?;
-            cipher.decrypt(sector(at), &mut bytes);
+            cipher.decrypt(sector, &mut bytes);
             let bounce = Rc::new(Buffer::from(bytes));
             if let Some(copy) = self.cx.ring().copy(&bounce, 0, &buffer, offset, len) {
                 copy.await?;
             }
             self.cx.pool().put(owned(bounce)?);
+            sector += (len / SECTOR) as u64;
             (at, rest) = (at + len as u64, later);
         }
         Ok(())
@@ -77,7 +86,10 @@ impl EncryptedData {
     /// Writes `pieces`, one after the other, from `at` on.
     pub(super) async fn write(self, at: HostOffset, pieces: Pieces) -> Result<(), IoError> {
         let len = pieces.iter().map(Piece::len).sum();
-        let cipher = self.cipher(at, len)?;
+        let Encryption::Luks(cipher) = &self.encryption else {
+            return Err(IoError::Unsupported);
+        };
+        let mut sector = whole_sectors(at.bytes(), len)?;
         let mut pieces = pieces.into_iter();
         let mut next = pieces.next();
         let (mut at, mut left) = (at, len);
@@ -85,13 +97,14 @@ impl EncryptedData {
             let len = left.min(BOUNCE_BYTES);
             let bounce = self.cx.pool().take(len);
             let mut bytes = self.gather(bounce, &mut next, &mut pieces).await?;
-            cipher.encrypt(sector(at), &mut bytes);
+            cipher.encrypt(sector, &mut bytes);
             let bounce = Rc::new(Buffer::from(bytes));
             let write = self
                 .file
                 .start_write(at.bytes(), [Piece::whole(&bounce)].into_iter().collect());
             write.await?;
             self.cx.pool().put(owned(bounce)?);
+            sector += (len / SECTOR) as u64;
             (at, left) = (at + len as u64, left - len);
         }
         Ok(())
@@ -129,19 +142,14 @@ impl EncryptedData {
         }
         owned(bounce)
     }
-
-    fn cipher(&self, at: HostOffset, len: usize) -> Result<&SectorCipher, IoError> {
-        if !(at.bytes() | len as u64).is_multiple_of(SECTOR as u64) {
-            return Err(IoError::Misaligned);
-        }
-        self.cipher.as_deref().ok_or(IoError::Unsupported)
-    }
 }
 
-/// Returns the number of the sector that begins at `at`: its place in the file, so that clusters keep their bytes when guest
-/// clusters, of the disk or of snapshots, come to share them.
-fn sector(at: HostOffset) -> u64 {
-    at.bytes() / SECTOR as u64
+/// Returns the number of the sector at `offset`, if it begins there and `len` bytes are whole sectors.
+fn whole_sectors(offset: u64, len: usize) -> Result<u64, IoError> {
+    if !(offset | len as u64).is_multiple_of(SECTOR as u64) {
+        return Err(IoError::Misaligned);
+    }
+    Ok(offset / SECTOR as u64)
 }
 
 /// Returns the memory of a buffer that its op has released.

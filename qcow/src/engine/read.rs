@@ -90,7 +90,7 @@ fn start(
                 offset: at,
                 len,
             };
-            parts.push(Part::Io(queue.data.start_read(host, piece)));
+            parts.push(Part::Io(queue.data.start_read(host, offset, piece)));
         }
         Extent::Zero => start_zeros(queue, buffer, at, len, parts),
         Extent::Unallocated => start_backing(queue, buffer, at, offset, len, parts),

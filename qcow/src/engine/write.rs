@@ -301,7 +301,10 @@ async fn old_bytes(
     let buffer = match old {
         OldCluster::Data(at) => {
             let buffer = fresh();
-            queue.data.start_read(at + within, Piece::whole(&buffer)).await?;
+            queue
+                .data
+                .start_read(at + within, start, Piece::whole(&buffer))
+                .await?;
             buffer
         }
         OldCluster::Compressed(extent) => {

@@ -171,15 +171,12 @@ pub enum Unsupported {
         /// Their names, from the image's own feature name table if it has them.
         names: String,
     },
-    /// Guest data that is encrypted otherwise than with LUKS.
-    #[error("the image is encrypted with {method} (header byte 32), which is not supported; expected luks")]
-    Encrypted {
+    /// Encrypted guest data in an external data file.
+    #[error(
+        "the image is encrypted with {method} (header byte 32) and has an external data file, which is not supported together"
+    )]
+    EncryptedDataFile {
         /// The method.
         method: CryptMethod,
     },
-    /// Encrypted guest data in an external data file.
-    #[error(
-        "the image is encrypted (header byte 32) and has an external data file, which is not supported together"
-    )]
-    EncryptedDataFile,
 }

@@ -344,12 +344,12 @@ fn require_supported_names_each_unsupported_feature() {
         crypt_method,
         ..with(incompatible)
     };
-    let error = unsupported(encrypted(CryptMethod::Aes, Incompatible::empty()));
-    assert_names(&error, &["encrypted", "aes", "byte 32", "expected luks"]);
-    let error = unsupported(encrypted(CryptMethod::Luks, Incompatible::EXTERNAL_DATA));
-    assert_names(&error, &["encrypted", "external data file"]);
-    let luks = encrypted(CryptMethod::Luks, Incompatible::empty());
-    assert_eq!(luks.require_supported(), Ok(()));
+    for (method, name) in [(CryptMethod::Aes, "aes"), (CryptMethod::Luks, "luks")] {
+        let error = unsupported(encrypted(method, Incompatible::EXTERNAL_DATA));
+        assert_names(&error, &["encrypted", name, "byte 32", "external data file"]);
+        let alone = encrypted(method, Incompatible::empty());
+        assert_eq!(alone.require_supported(), Ok(()));
+    }
 
     let mut newer = with(Incompatible::from_bits_retain(1 << 7 | 1 << 63));
     let name = FeatureName::new(FeatureKind::Incompatible, 7, "quantum clusters");

@@ -226,7 +226,7 @@ impl Header {
         Ok(())
     }
 
-    /// Checks that this crate can serve the image: no unknown incompatible feature, no encryption but LUKS.
+    /// Checks that this crate can serve the image: no unknown incompatible feature, no encrypted data file.
     ///
     /// # Errors
     ///
@@ -239,15 +239,10 @@ impl Header {
                 names: self.incompatible_names(unknown),
             });
         }
-        match self.crypt_method {
-            CryptMethod::None => {}
-            CryptMethod::Aes => {
-                return Err(Unsupported::Encrypted {
-                    method: self.crypt_method,
-                });
-            }
-            CryptMethod::Luks if self.has_data_file() => return Err(Unsupported::EncryptedDataFile),
-            CryptMethod::Luks => {}
+        if self.crypt_method != CryptMethod::None && self.has_data_file() {
+            return Err(Unsupported::EncryptedDataFile {
+                method: self.crypt_method,
+            });
         }
         Ok(())
     }

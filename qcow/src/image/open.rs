@@ -203,14 +203,26 @@ pub enum ImageError {
     #[error(transparent)]
     Keys(#[from] KeysError),
     /// It is encrypted, and no secret was given.
-    #[error("it is encrypted (luks), and no secret was given; use secret_file=PATH")]
-    SecretMissing,
+    #[error("it is encrypted ({method}), and no secret was given; use secret_file=PATH")]
+    SecretMissing {
+        /// The method.
+        method: CryptMethod,
+    },
     /// It is not encrypted, and a secret was given.
     #[error("it is not encrypted, and a secret was given; leave secret_file out")]
     SecretUnused,
     /// It is encrypted, and another image lies above it.
-    #[error("it is encrypted (luks), which is not supported for an image below another")]
-    EncryptedBelow,
+    #[error("it is encrypted ({method}), which is not supported for an image below another")]
+    EncryptedBelow {
+        /// The method.
+        method: CryptMethod,
+    },
+    /// Its encryption is only for reading.
+    #[error(
+        "it is encrypted with aes (header byte 32), which is not safe and is only read; open it read-only, or convert it to \
+         luks"
+    )]
+    AesForWriting,
     /// It is marked corrupt and may only be read.
     #[error(
         "it is marked corrupt and may only be opened read-only; repair it with `ringdisk image check --repair all`"
@@ -445,19 +457,22 @@ async fn encryption(
     without: bool,
     secret: Option<&Secret>,
 ) -> Result<Encryption, ImageError> {
-    let is_encrypted = header.crypt_method != CryptMethod::None;
+    let method = header.crypt_method;
+    let is_encrypted = method != CryptMethod::None;
     let is_below = access == Access::Below;
     match secret.filter(|_| !is_below && !without) {
         None if !is_encrypted => Ok(Encryption::Plain),
-        None if is_below => Err(ImageError::EncryptedBelow),
+        None if is_below => Err(ImageError::EncryptedBelow { method }),
         None if without => Ok(Encryption::Locked),
-        None => Err(ImageError::SecretMissing),
+        None => Err(ImageError::SecretMissing { method }),
         Some(_) if !is_encrypted => Err(ImageError::SecretUnused),
+        Some(_) if method == CryptMethod::Aes && access == Access::Write => Err(ImageError::AesForWriting),
+        Some(secret) if method == CryptMethod::Aes => Ok(Encryption::Aes(Arc::new(luks::aes_cbc(secret)))),
         Some(secret) => {
             let file_len = view.len().map_err(io_length)?;
             let (_, luks) = read_luks(view, header, file_len).await?;
             let cipher = luks::unlock(&luks, secret).map_err(KeysError::from)?;
-            Ok(Encryption::With(Arc::new(cipher)))
+            Ok(Encryption::Luks(Arc::new(cipher)))
         }
     }
 }

@@ -11,12 +11,29 @@ use std::sync::Arc;
 use block::file::{FileOptions, ImageFile};
 use block::ring::RingKind;
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
+use qcow::luks::Secret;
 use qcow::{OpenOptions, QcowDisk};
 use ringdisk_gen::Random;
 use simulator::pages::Tags;
 
 /// The bits of an L1 entry, or of an L2 entry's descriptor, that are an offset.
 pub const OFFSET_MASK: u64 = 0x00FF_FFFF_FFFF_FE00;
+
+/// The secret of encrypted images.
+pub const SECRET: &str = "hunter2";
+
+/// Returns the argument of `--object` that has QEMU's tools know [`SECRET`] as `key`.
+pub fn qemu_secret() -> String {
+    format!("secret,id=key,data={SECRET}")
+}
+
+/// The options of `qemu-img create -o` that encrypt an image with `key`, quickly opened.
+pub const LUKS_OPTIONS: &str = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10";
+
+/// Returns [`SECRET`] for options.
+pub fn secret() -> Option<Secret> {
+    Some(Secret::new(SECRET.into()))
+}
 
 /// A folder for images, gone with the test. On a real file system, so that direct I/O works there.
 pub struct Folder(tempfile::TempDir);
@@ -85,7 +102,8 @@ impl Folder {
     #[track_caller]
     pub fn assert_flawless(&self, name: &str, leaks: bool) {
         let output = Command::new("qemu-img")
-            .args(["check", "-f", "qcow2", name])
+            .arg("check")
+            .args(self.named("qcow2", name))
             .current_dir(self.0.path())
             .output()
             .expect("qemu-img was found before");
@@ -101,16 +119,41 @@ impl Folder {
     /// Runs commands in `qemu-io` on an image of some format; each must succeed.
     #[track_caller]
     pub fn qemu_io(&self, format: &str, name: &str, commands: &[&str]) {
-        let mut args = vec!["-f", format, name];
+        let named = self.named(format, name);
+        let mut args: Vec<&str> = named.iter().map(String::as_str).collect();
         commands.iter().for_each(|command| args.extend(["-c", command]));
         let said = self.run("qemu-io", &args);
         let wrong = said.contains("failed") || said.contains("rror");
         assert!(!wrong, "qemu-io {name} {commands:?}: {said}");
     }
 
+    /// Has QEMU write an image's disk, or what the `options` want of it, to the file `raw`.
+    #[track_caller]
+    pub fn qemu_converts(&self, options: &[&str], name: &str, raw: &str) {
+        let named = self.named("qcow2", name);
+        let mut args = vec!["convert", "-O", "raw"];
+        args.extend(options);
+        args.extend(named.iter().map(String::as_str));
+        args.push(raw);
+        self.qemu_img(&args);
+    }
+
+    /// Returns the arguments that name an image to QEMU's tools; with [`SECRET`], if it is encrypted.
+    pub fn named(&self, format: &str, name: &str) -> Vec<String> {
+        let is_encrypted = format == "qcow2" && u64_at(&self.path(name), 28) as u32 != 0;
+        if is_encrypted {
+            let options = format!("driver=qcow2,encrypt.key-secret=key,file.filename={name}");
+            ["--object", &qemu_secret(), "--image-opts", &options]
+                .map(str::to_owned)
+                .to_vec()
+        } else {
+            ["-f", format, name].map(str::to_owned).to_vec()
+        }
+    }
+
     /// Returns the whole disk as QEMU reads it from the image.
     pub fn qemu_reads(&self, name: &str) -> Vec<u8> {
-        self.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", name, "as-raw.img"]);
+        self.qemu_converts(&[], name, "as-raw.img");
         std::fs::read(self.path("as-raw.img")).expect("what qemu-img wrote")
     }
 }

@@ -67,7 +67,7 @@ impl<'a> Subject<'a> {
         header.validate_except_missing_refcount_table()?;
         match header.require_supported() {
             // Metadata is never encrypted.
-            Ok(()) | Err(Unsupported::Encrypted { .. } | Unsupported::EncryptedDataFile) => {}
+            Ok(()) | Err(Unsupported::EncryptedDataFile { .. }) => {}
             Err(other) => return Err(other.into()),
         }
         let geometry = header.geometry();
