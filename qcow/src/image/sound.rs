@@ -5,7 +5,7 @@
 
 use block::file::FileView;
 
-use super::check::{CheckError, check};
+use super::check::{CheckError, Severity, check};
 
 /// The image is not fit for a change, which was not begun.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -15,14 +15,17 @@ pub enum UnsoundError {
     Check(#[from] CheckError),
     /// The check found errors.
     #[error(
-        "the image has {corruptions} errors, and {unreadable} structures that cannot be read: the change could lose data of \
-         something else, and was not begun; `ringdisk image check` shows them, and `--repair all` mends what can be mended"
+        "the check of the image found {errors} errors, the first of them at offset {offset:#x}: {first}; the change could lose \
+         data of something else, and was not begun; `ringdisk image check` shows all, and `--repair all` mends what can be \
+         mended"
     )]
     Errors {
-        /// The number of corruptions.
-        corruptions: u64,
-        /// The number of structures that cannot be read.
-        unreadable: u64,
+        /// The number of corruptions, and of structures that cannot be read.
+        errors: u64,
+        /// The offset of the first in the file, in bytes.
+        offset: u64,
+        /// A description of the first.
+        first: String,
     },
 }
 
@@ -33,11 +36,21 @@ pub enum UnsoundError {
 /// [`UnsoundError`].
 pub(super) async fn require_sound(file: &FileView) -> Result<(), UnsoundError> {
     let report = check(file).await?;
-    if report.corruptions == 0 && report.check_errors == 0 {
+    let errors = report.corruptions + report.check_errors;
+    if errors == 0 {
         return Ok(());
     }
+    let first = report
+        .findings
+        .into_iter()
+        .find(|finding| finding.severity != Severity::Leak);
+    // The report keeps so many findings only.
+    let (offset, first) = first.map_or((0, "it is not listed".to_owned()), |first| {
+        (first.offset, first.message)
+    });
     Err(UnsoundError::Errors {
-        corruptions: report.corruptions,
-        unreadable: report.check_errors,
+        errors,
+        offset,
+        first,
     })
 }
