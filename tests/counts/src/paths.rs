@@ -58,15 +58,15 @@ const fn path(
 /// All hot paths, each with its bound: what it takes with rustc 1.95, and a few per cent.
 pub(crate) const PATHS: [Path; 13] = [
     path("lookup", 248.0, MANY, lookup),
-    path("cached-read", 1105.0, MANY, cached_read),
+    path("cached-read", 1115.0, MANY, cached_read),
     path("cached-read-below", 1350.0, MANY, || cached_read_below(1)),
     path("cached-read-chain-32", 1305.0, MANY, || cached_read_below(32)),
-    path("cached-write", 1135.0, MANY, cached_write),
+    path("cached-write", 1145.0, MANY, cached_write),
     path("allocating-write", 36300.0, FEW, allocating_write),
     path("copy-on-write", 40700.0, FEW, copy_on_write),
     path("virtqueue-read", 2070.0, MANY, || virtqueue_read(false)),
     path("virtqueue-read-indirect", 2145.0, MANY, || virtqueue_read(true)),
-    path("ublk-read", 1225.0, MANY, ublk_read),
+    path("ublk-read", 1235.0, MANY, ublk_read),
     path("ublk-read-zero-copy", 1810.0, MANY, || {
         kernel_channel_read(Opened::new(true, false), Transport::ZeroCopy)
     }),
