@@ -253,7 +253,7 @@ fn damaged_bitmap_is_removed_alone() {
             merge("a"),
             add(None, true),
         ] {
-            refused(&path, "b", &what, "the image has");
+            refused(&path, "b", &what, "the check of the image found");
         }
         change(&path, "b", &BitmapChange::Remove);
         folder.assert_flawless("disk.qcow2", true);
