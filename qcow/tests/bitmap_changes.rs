@@ -236,7 +236,7 @@ fn damage_frees_nothing_that_something_else_uses() {
     }
 }
 
-/// What a damaged bitmap leads to is another's, or unknown: it is leaked at most.
+/// Removal of a damaged bitmap frees nothing: its table leads to another's clusters, or to unknown ones.
 #[test]
 fn damaged_bitmap_is_removed_alone() {
     let folder = Folder::new();

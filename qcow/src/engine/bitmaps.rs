@@ -141,7 +141,7 @@ struct Operation<'a> {
     geometry: Geometry,
     /// The bitmaps of the next state.
     entries: Vec<BitmapDirectoryEntry>,
-    /// What is given up becomes free; else it is leaked.
+    /// True if clusters that are given up become free; otherwise they are leaked.
     frees: bool,
 }
 
