@@ -8,7 +8,9 @@
 #
 # .cargo/mutants.toml says what is broken, and which tests judge. The committed tree is judged, in a clone of its own
 # (target/mutants/tree), so that the checkout can change meanwhile. The tests that are quick to build and to run judge first,
-# all of them what those missed. Mutants come in shards of a few, each a sample over all files, and are taken in a random order.
+# all of them what those missed. Quick tests that take five times as long as with nothing broken are run once more with twice that
+# limit: a machine that was busy is then told from a mutant that never ends, which is caught.
+# Mutants come in shards of a few, each a sample over all files, and are taken in a random order.
 # A shard that was cut short is repeated; finished ones are kept per commit and files. No shard begins after SECONDS_MAX seconds
 # (default 600), not counting the first build. Mutants that cannot change what the engine does are listed with the reason in
 # tests/mutants-equivalent.txt.
@@ -19,12 +21,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SECONDS_MAX=${SECONDS_MAX:-600}
 # Mutants to a shard; what a call that is stopped loses.
 SHARD=4
-# Seconds that the judging tests may take: what a mutant costs that never ends. They need a fifth of it.
+# Seconds that the judging tests may take. They need a fifth of it.
 TIMEOUT=${MUTANTS_TIMEOUT:-300}
-# The quick ones, and the seconds that they may take. Those of the image tools start QEMU's, which takes longer than all others.
+# The quick ones. Those of the image tools start QEMU's, which takes longer than all others.
 QUICK='"--lib", "--test", "model", "--test", "costs", "--test", "status", "--test", "snapshots"'
 SKIPPED='"--", "--skip", "image::"'
-QUICK_TIMEOUT=$((TIMEOUT / 3))
 
 folder=$PWD/target/mutants
 tree=$folder/tree
@@ -41,6 +42,7 @@ report() {
         for shard in "$run"/shard-*; do
             case $kind in caught | unviable) cat "$shard/quick/mutants.out/$kind.txt" 2>/dev/null || true ;; esac
             # cargo-mutants deletes fields whatever the names that it is to break.
+            case $kind in caught | timeout) grep -sFxf "$shard/slow" "$shard/again/mutants.out/$kind.txt" || true ;; esac
             grep -sFxf "$shard/undecided" "$shard/all/mutants.out/$kind.txt" || true
         done | sort >"$run/$kind"
     done
@@ -103,9 +105,19 @@ if [ ! -f "$run/shards" ]; then
     # shellcheck disable=SC2086
     timeout "$TIMEOUT" cargo test --quiet $args >"$folder/baseline.log" 2>&1 ||
         { tail -n 40 "$folder/baseline.log" >&2; echo "the tests that judge fail, or take $TIMEOUT s, with nothing broken" >&2; exit 1; }
+    # shellcheck disable=SC2086
+    quick_args="-p ringdisk-block -p ringdisk-qcow $(tr -d '",' <<<"$QUICK") $(tr -d '",' <<<"$SKIPPED")"
+    # shellcheck disable=SC2086
+    cargo test --quiet --no-run $quick_args
+    quick_begun=$(date +%s)
+    # shellcheck disable=SC2086
+    cargo test --quiet $quick_args >"$folder/baseline.log" 2>&1
+    quick_seconds=$(($(date +%s) - quick_begun + 1))
+    echo $((quick_seconds < 6 ? 30 : 5 * quick_seconds)) >"$run/quick-timeout"
     echo $(((count + SHARD - 1) / SHARD)) >"$run/shards"
 fi
 shards=$(cat "$run/shards")
+QUICK_TIMEOUT=$(cat "$run/quick-timeout")
 
 # judge CONFIG TIMEOUT OUTPUT FILTER…: breaks what the filters leave; cargo-mutants' output goes to the folder OUTPUT.
 judge() {
@@ -130,6 +142,18 @@ judge() {
 quick=$run/quick.toml
 sed -E -e 's/^test_package = .*/test_package = ["ringdisk-block", "ringdisk-qcow"]/' \
     -e "s/^additional_cargo_test_args = .*/additional_cargo_args = [$QUICK]\nadditional_cargo_test_args = [$SKIPPED]/" "$config" >"$quick"
+# judge_again LIST NAME CONFIG TIMEOUT: judges the mutants of the file LIST of the shard in $out once more; the output goes to NAME.
+judge_again() {
+    local list=$1 config=$out/$2.toml names files
+    [ -s "$list" ] || return 0
+    # The names, each as a regular expression that matches nothing else.
+    names=$(sed -E 's/[][\.*^$()+?{}|/&#~-]/\\&/g' "$list" | paste -sd '|')
+    cp "$3" "$config"
+    readarray -t files < <(cut -d: -f1 "$list" | sort -u)
+    only_files "$config" "${files[@]}"
+    judge "$config" "$4" "$out/$2" --re "^($names)\$"
+}
+
 begun=$SECONDS
 # In an order of chance, the same each time: what a short run judges is a sample of all.
 for shard in $(shuf -i "0-$((shards - 1))" --random-source=<(yes)); do
@@ -138,16 +162,10 @@ for shard in $(shuf -i "0-$((shards - 1))" --random-source=<(yes)); do
     [ $((SECONDS - begun)) -lt "$SECONDS_MAX" ] || break
     rm -rf "$out"
     judge "$quick" "$QUICK_TIMEOUT" "$out/quick" --sharding round-robin --shard "$shard/$shards"
-    # Quick tests that took too long may only have been slow: all of them decide.
-    cat "$out"/quick/mutants.out/{missed,timeout}.txt >"$out/undecided"
-    if [ -s "$out/undecided" ]; then
-        # The names, each as a regular expression that matches nothing else.
-        names=$(sed -E 's/[][\.*^$()+?{}|/&#~-]/\\&/g' "$out/undecided" | paste -sd '|')
-        cp "$config" "$out/all.toml"
-        readarray -t files < <(cut -d: -f1 "$out/undecided" | sort -u)
-        only_files "$out/all.toml" "${files[@]}"
-        judge "$out/all.toml" "$TIMEOUT" "$out/all" --re "^($names)\$"
-    fi
+    cp "$out/quick/mutants.out/timeout.txt" "$out/slow"
+    judge_again "$out/slow" again "$quick" $((2 * QUICK_TIMEOUT))
+    { cat "$out/quick/mutants.out/missed.txt"; grep -sFxf "$out/slow" "$out/again/mutants.out/missed.txt" || true; } >"$out/undecided"
+    judge_again "$out/undecided" all "$config" "$TIMEOUT"
     touch "$out/done"
 done
 report
