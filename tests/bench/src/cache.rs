@@ -29,6 +29,15 @@ pub(crate) fn prepare(image: &Image, cached: bool) -> io::Result<()> {
         while file.read(&mut buffer)? > 0 {}
         return Ok(());
     }
+    evict(&file)
+}
+
+/// Writes a file back and drops its pages from the cache.
+///
+/// # Errors
+///
+/// If the file cannot be synced.
+pub(crate) fn evict(file: &File) -> io::Result<()> {
     file.sync_all()?;
     // SAFETY: advice on an open descriptor; touches none of our memory.
     match unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) } {
