@@ -1,8 +1,9 @@
 //! XTS: the mode of IEEE 1619, with 512-byte sectors whose number is the tweak ("plain64").
 //!
 //! Each 16-byte block is xored with a tweak before and after AES. A sector's tweaks follow from its number: AES of the
-//! number, then one doubling in GF(2^128) for each block. A whole sector goes to AES at a time, as AES works on several
-//! blocks in parallel.
+//! number, then one doubling in GF(2^128) for each block. A doubling waits for the one before it, and so do the rounds of
+//! AES. So several sectors' tweaks are made at once, and as many blocks go to AES as the processor works on in parallel;
+//! `aes` finds its instructions at run time.
 
 use aes::cipher::consts::U16;
 use aes::cipher::{Array, BlockCipherDecrypt, BlockCipherEncrypt, BlockSizeUser, KeyInit, KeySizeUser};
@@ -12,8 +13,12 @@ use super::cipher::SECTOR;
 
 const BLOCK: usize = 16;
 const BLOCKS: usize = SECTOR / BLOCK;
+/// The most sectors whose tweaks are made at once.
+const BATCH: usize = 8;
 
 type Block = Array<u8, U16>;
+/// A tweak as two numbers, the lower one first, of which the compiler xors several at once.
+type Tweak = [u64; 2];
 
 /// AES in the mode XTS: one key for the data, one for the tweaks.
 #[derive(Debug)]
@@ -37,34 +42,44 @@ where
     }
 
     pub(super) fn encrypt(&self, sector: u64, bytes: &mut [u8]) {
-        self.each_sector(sector, bytes, |blocks| self.data.encrypt_blocks(blocks));
+        self.each_batch(sector, bytes, |blocks| self.data.encrypt_blocks(blocks));
     }
 
     pub(super) fn decrypt(&self, sector: u64, bytes: &mut [u8]) {
-        self.each_sector(sector, bytes, |blocks| self.data.decrypt_blocks(blocks));
+        self.each_batch(sector, bytes, |blocks| self.data.decrypt_blocks(blocks));
     }
 
-    /// Calls `aes` for each sector, between the two xors with the tweaks.
-    fn each_sector(&self, first: u64, bytes: &mut [u8], aes: impl Fn(&mut [Block])) {
-        let mut tweaks = [0; BLOCKS];
-        for (index, bytes) in (0..).zip(bytes.chunks_exact_mut(SECTOR)) {
-            self.tweaks(first.wrapping_add(index), &mut tweaks);
-            let (blocks, _) = Block::slice_as_chunks_mut(bytes);
-            xor(blocks, &tweaks);
-            aes(blocks);
-            xor(blocks, &tweaks);
+    /// Calls `aes` for each few sectors, between the two xors with the tweaks.
+    fn each_batch(&self, first: u64, bytes: &mut [u8], aes: impl Fn(&mut [Block])) {
+        let mut tweaks = [[Tweak::default(); BLOCKS]; BATCH];
+        let mut sector = first;
+        for batch in bytes.chunks_mut(BATCH * SECTOR) {
+            let sectors = batch.len() / SECTOR;
+            let tweaks = &mut tweaks[..sectors];
+            self.tweaks(sector, tweaks);
+            let tweaks = tweaks.as_flattened().as_flattened();
+            xor(batch, tweaks);
+            aes(Block::slice_as_chunks_mut(batch).0);
+            xor(batch, tweaks);
+            sector = sector.wrapping_add(sectors as u64);
         }
-        tweaks.zeroize();
+        let used = tweaks.iter_mut().take(bytes.len() / SECTOR);
+        used.for_each(|sector| sector.as_flattened_mut().zeroize());
     }
 
-    /// Fills in the tweaks of a sector's blocks.
-    fn tweaks(&self, sector: u64, tweaks: &mut [u128; BLOCKS]) {
-        let mut first = Block::from(u128::from(sector).to_le_bytes());
-        self.tweak.encrypt_block(&mut first);
-        let mut tweak = u128::from_le_bytes(first.into());
-        for slot in tweaks {
-            *slot = tweak;
-            tweak = double(tweak);
+    /// Fills in the tweaks of the blocks of at most [`BATCH`] sectors, from sector `first` on.
+    fn tweaks(&self, first: u64, tweaks: &mut [[Tweak; BLOCKS]]) {
+        let mut starts = [Block::default(); BATCH];
+        for (index, start) in (0..).zip(&mut starts) {
+            *start = Block::from(u128::from(first.wrapping_add(index)).to_le_bytes());
+        }
+        self.tweak.encrypt_blocks(&mut starts[..tweaks.len()]);
+        let mut chains = starts.map(|start| u128::from_le_bytes(start.0));
+        for block in 0..BLOCKS {
+            for (chain, sector) in chains.iter_mut().zip(tweaks.iter_mut()) {
+                sector[block] = [*chain as u64, (*chain >> 64) as u64];
+                *chain = double(*chain);
+            }
         }
     }
 }
@@ -75,10 +90,10 @@ fn double(value: u128) -> u128 {
     value.wrapping_shl(1) ^ carry
 }
 
-fn xor(blocks: &mut [Block], tweaks: &[u128; BLOCKS]) {
-    for (block, tweak) in blocks.iter_mut().zip(tweaks) {
-        let mixed = u128::from_le_bytes(block.0) ^ tweak;
-        block.0 = mixed.to_le_bytes();
+fn xor(bytes: &mut [u8], tweaks: &[u64]) {
+    let (words, _) = bytes.as_chunks_mut::<8>();
+    for (word, tweak) in words.iter_mut().zip(tweaks) {
+        *word = (u64::from_le_bytes(*word) ^ tweak).to_le_bytes();
     }
 }
 
@@ -142,18 +157,48 @@ mod tests {
         assert_eq!(data, counting());
     }
 
-    /// The sectors of one call are those of calls of their own, and each has its own tweaks.
+    /// The sectors of one call are those of calls of their own, in every number of whole and started batches, and each has
+    /// its own tweaks.
     #[test]
     fn sectors_are_numbered_from_the_first_on() {
         let cipher = Xts::<Aes256, Aes256Enc>::new(&(0..64).collect::<Vec<u8>>()).unwrap();
-        let mut together = [7; 3 * SECTOR];
-        cipher.encrypt(u64::from(u32::MAX), &mut together);
-        for (index, sector) in (0..).zip(together.chunks_exact(SECTOR)) {
-            let mut alone = [7; SECTOR];
-            cipher.encrypt(u64::from(u32::MAX) + index, &mut alone);
-            assert_eq!(sector, alone);
+        for sectors in 0..=2 * BATCH + 1 {
+            let mut together = vec![7; sectors * SECTOR];
+            cipher.encrypt(u64::from(u32::MAX), &mut together);
+            for (index, sector) in (0..).zip(together.chunks_exact(SECTOR)) {
+                let mut alone = [7; SECTOR];
+                cipher.encrypt(u64::from(u32::MAX) + index, &mut alone);
+                assert_eq!(sector, alone, "sector {index} of {sectors}");
+            }
+            let mut different: Vec<_> = together.chunks_exact(SECTOR).collect();
+            different.dedup();
+            assert_eq!(different.len(), sectors);
+            cipher.decrypt(u64::from(u32::MAX), &mut together);
+            assert_eq!(together, vec![7; sectors * SECTOR]);
         }
-        assert_ne!(together[..SECTOR], together[SECTOR..2 * SECTOR]);
+    }
+
+    /// The definition, a block at a time, is what the batches compute.
+    #[test]
+    fn batches_agree_with_the_definition() {
+        let key: Vec<u8> = (0..64).map(|byte| byte * 3).collect();
+        let cipher = Xts::<Aes256, Aes256Enc>::new(&key).unwrap();
+        let plain: Vec<u8> = (0..11 * SECTOR).map(|at| (at * 7 / 5) as u8).collect();
+        let mut batched = plain.clone();
+        cipher.encrypt(1000, &mut batched);
+        let mut defined = plain.clone();
+        for (index, sector) in (1000_u64..).zip(defined.chunks_exact_mut(SECTOR)) {
+            let mut tweak = Block::from(u128::from(index).to_le_bytes());
+            cipher.tweak.encrypt_block(&mut tweak);
+            let mut tweak = u128::from_le_bytes(tweak.0);
+            for block in Block::slice_as_chunks_mut(sector).0 {
+                block.0 = (u128::from_le_bytes(block.0) ^ tweak).to_le_bytes();
+                cipher.data.encrypt_block(block);
+                block.0 = (u128::from_le_bytes(block.0) ^ tweak).to_le_bytes();
+                tweak = double(tweak);
+            }
+        }
+        assert_eq!(batched, defined);
     }
 
     #[test]
