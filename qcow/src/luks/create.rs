@@ -6,8 +6,8 @@ use zeroize::Zeroizing;
 
 use super::cipher::{CipherKind, SectorCipher};
 use super::hash::HashKind;
-use super::header::{ITERATIONS_MAX, LuksHeader, Slot};
-use super::{Key, LuksError, Secret, digest};
+use super::header::{ITERATIONS_MAX, LuksHeader, Slot, UNLOCK_ROUNDS_MAX};
+use super::{Key, LuksError, Secret, digest, turns};
 
 /// The time that opening a key slot takes if nothing else is asked for; QEMU's.
 pub const ITER_TIME_DEFAULT: Duration = Duration::from_secs(2);
@@ -42,9 +42,14 @@ impl Default for LuksOptions {
 ///
 /// # Errors
 ///
-/// [`LuksError::Secret`] for a secret that no tool would take; [`LuksError::Random`] if the host has no random bytes.
+/// [`LuksError::Secret`] for a secret that no tool would take; [`LuksError::NewCost`] for so long a time that opening would be
+/// refused; [`LuksError::Random`] if the host has no random bytes.
 pub fn create(secret: &Secret, options: &LuksOptions) -> Result<(Vec<u8>, SectorCipher), LuksError> {
     check_new_secret(secret)?;
+    turns::in_turn(|| create_now(secret, options))
+}
+
+fn create_now(secret: &Secret, options: &LuksOptions) -> Result<(Vec<u8>, SectorCipher), LuksError> {
     let mut header = LuksHeader::new(options.cipher, options.hash);
     let mut key = Zeroizing::new(vec![0; options.cipher.key_bytes()]);
     random(&mut key)?;
@@ -79,6 +84,7 @@ pub(super) fn fill_slot(
         iterations: iterations(header.hash, key.len(), iter_time),
         ..header.slots[index]
     };
+    check_cost(header, index, &slot)?;
     random(&mut slot.salt)?;
     let mut material = vec![0; header.material_range(&slot).len()];
     random(&mut material)?;
@@ -89,6 +95,20 @@ pub(super) fn fill_slot(
     let cipher = header.cipher.with_key(&slot_key).ok_or(LuksError::WrongSecret)?;
     cipher.encrypt(0, &mut material);
     Ok((slot, material))
+}
+
+/// Checks that a secret can be tried on all slots once `slot` is in use as number `index`.
+fn check_cost(header: &LuksHeader, index: usize, slot: &Slot) -> Result<(), LuksError> {
+    let used = header.slots.iter().filter(|slot| slot.active);
+    let rounds = used.map(|slot| header.rounds(slot)).sum::<u64>() + header.rounds(slot);
+    if rounds > UNLOCK_ROUNDS_MAX {
+        return Err(LuksError::NewCost {
+            slot: index,
+            iterations: slot.iterations,
+            rounds,
+        });
+    }
+    Ok(())
 }
 
 /// Checks a secret that is to open an image from now on.

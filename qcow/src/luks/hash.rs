@@ -37,7 +37,7 @@ impl HashKind {
     }
 
     /// Returns the length of a digest in bytes.
-    fn digest_bytes(self) -> usize {
+    pub(super) fn digest_bytes(self) -> usize {
         match self {
             Self::Sha1 => 20,
             Self::Sha256 => 32,

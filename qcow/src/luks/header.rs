@@ -15,6 +15,9 @@ pub const SLOTS: usize = 8;
 pub(super) const STRIPES: u32 = 4000;
 /// The most iterations that an image may ask for: at most a minute for each slot on a slow processor.
 pub const ITERATIONS_MAX: u32 = 1 << 26;
+/// The most rounds of its hash that all slots which a secret is tried on may cost: a round is an iteration for each digest
+/// that the key is made of. They take one to three minutes on a processor of 2020; what we and QEMU make, 2 s for each slot.
+pub const UNLOCK_ROUNDS_MAX: u64 = 1 << 28;
 /// The most bytes of a header with its key material: more than any cipher needs.
 pub const HEADER_BYTES_MAX: u64 = 4 << 20;
 /// The length of the header's fields in bytes.
@@ -174,6 +177,15 @@ impl LuksHeader {
     pub(super) fn material_range(&self, slot: &Slot) -> std::ops::Range<usize> {
         let start = slot.material_start();
         start..start + material_bytes(self.cipher)
+    }
+
+    /// Returns the rounds of the hash that it costs to try a secret on a slot: those of the slot's key, and of the digest of
+    /// the volume's key that the slot yields.
+    pub(super) fn rounds(&self, slot: &Slot) -> u64 {
+        let rounds = |iterations: u32, bytes: usize| {
+            u64::from(iterations) * bytes.div_ceil(self.hash.digest_bytes()) as u64
+        };
+        rounds(slot.iterations, self.cipher.key_bytes()) + rounds(self.digest_iterations, self.digest.len())
     }
 
     /// Parses and checks the header at the start of `bytes`, which also hold all key material.

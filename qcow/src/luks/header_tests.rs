@@ -136,3 +136,88 @@ fn header_without_a_slot_in_use_opens_for_nobody() {
     let error = unlock(&header, &Secret::new(vec![1])).expect_err("no slot");
     assert_eq!(error, LuksError::NoSlot);
 }
+
+/// A header whose slots in use want so many iterations each, with a digest of one.
+fn wanting(cipher: CipherKind, hash: HashKind, iterations: &[(usize, u32)]) -> Vec<u8> {
+    let mut header = LuksHeader::new(cipher, hash);
+    header.digest_iterations = 1;
+    for &(index, iterations) in iterations {
+        header.slots[index].active = true;
+        header.slots[index].iterations = iterations;
+    }
+    let mut bytes = header.encode();
+    bytes.resize(header.total_bytes(), 0);
+    bytes
+}
+
+/// Each slot alone is allowed; together they would keep a processor busy for many minutes.
+#[test]
+fn unlocking_stops_before_the_slot_that_costs_too_much() {
+    let secret = Secret::new(vec![1]);
+    // 2^26 iterations are four rounds each with SHA-1 and a key of 64 bytes: 2^28, and one for the digest.
+    let slot_0 = wanting(CipherKind::Aes256Xts, HashKind::Sha1, &[(0, ITERATIONS_MAX)]);
+    let error = unlock(&slot_0, &secret).expect_err("too much");
+    let rounds = UNLOCK_ROUNDS_MAX + 1;
+    let iterations = ITERATIONS_MAX;
+    assert_eq!(
+        error,
+        LuksError::Cost {
+            slot: 0,
+            iterations,
+            rounds
+        }
+    );
+    let text = error.to_string();
+    for part in [
+        "67108864 iterations for key slot 0",
+        "268435457 rounds",
+        "at most 268435456",
+    ] {
+        assert!(text.contains(part), "{text}: {part}");
+    }
+
+    // Cheap slots are tried before one that is not; then nothing more is.
+    let slots = [(1, 3), (4, 5), (5, ITERATIONS_MAX), (6, 7)];
+    let started = std::time::Instant::now();
+    let late = wanting(CipherKind::Aes256Xts, HashKind::Sha1, &slots);
+    let rounds = 4 * (3 + 5 + u64::from(ITERATIONS_MAX)) + 3;
+    assert_eq!(
+        unlock(&late, &secret).expect_err("too much"),
+        LuksError::Cost {
+            slot: 5,
+            iterations,
+            rounds
+        }
+    );
+    assert!(started.elapsed().as_secs() < 20, "an hour's work was begun");
+    assert!(describe(&late).is_ok(), "its fields can be read");
+
+    let cheap = wanting(CipherKind::Aes128Xts, HashKind::Sha512, &[(0, 3), (7, 5)]);
+    assert_eq!(
+        unlock(&cheap, &secret).expect_err("no key"),
+        LuksError::WrongSecret
+    );
+}
+
+/// A slot that could never be tried, or that would shut out those behind it, is not made.
+#[test]
+fn slot_that_makes_unlocking_cost_too_much_is_not_added() {
+    let fast = LuksOptions {
+        iter_time: std::time::Duration::from_millis(1),
+        ..LuksOptions::default()
+    };
+    let secret = |text: &str| Secret::new(text.as_bytes().to_vec());
+    let (mut header, _) = create(&secret("one"), &fast).expect("a header");
+    let add = |header: &[u8]| add_key(header, &secret("one"), &secret("two"), Some(7), fast.iter_time);
+    assert!(add(&header).is_ok());
+    // Another slot is in use and costs nearly all there is.
+    let costly = Slot::start(3);
+    header[costly..costly + 4].copy_from_slice(&Slot::state(true));
+    header[costly + 4..costly + 8].copy_from_slice(&ITERATIONS_MAX.to_be_bytes());
+    assert!(add(&header).is_ok(), "two rounds for each iteration: half of all");
+    header[costly - 48..costly - 44].copy_from_slice(&Slot::state(true));
+    header[costly - 44..costly - 40].copy_from_slice(&ITERATIONS_MAX.to_be_bytes());
+    let error = add(&header).expect_err("too much");
+    assert!(matches!(error, LuksError::NewCost { slot: 7, rounds, .. } if rounds > UNLOCK_ROUNDS_MAX));
+    assert!(error.to_string().contains("ask for a shorter time"), "{error}");
+}

@@ -17,6 +17,7 @@ mod hash;
 mod header;
 mod secret;
 mod slots;
+mod turns;
 mod xts;
 
 #[cfg(test)]
@@ -30,7 +31,7 @@ pub use cipher::{CipherKind, SECTOR, SectorCipher, aes_cbc};
 pub use create::{ITER_TIME_DEFAULT, LuksOptions, create};
 pub use describe::{LuksInfo, SlotInfo, describe};
 pub use hash::HashKind;
-pub use header::{HEADER_BYTES_MAX, ITERATIONS_MAX, SLOTS};
+pub use header::{HEADER_BYTES_MAX, ITERATIONS_MAX, SLOTS, UNLOCK_ROUNDS_MAX};
 use header::{LuksHeader, Slot};
 pub use secret::Secret;
 pub use slots::{HeaderWrite, Removal, SlotChange, add_key, remove_key};
@@ -71,6 +72,32 @@ pub enum LuksError {
     /// No key slot is in use: nothing opens the image any more.
     #[error("the LUKS header has no key slot in use; no secret opens this image")]
     NoSlot,
+    /// Trying the secret on this slot, after those before it, would take too long.
+    #[error(
+        "the LUKS header wants {iterations} iterations for key slot {slot}: trying a secret up to there takes {rounds} \
+         rounds of its hash; expected at most {UNLOCK_ROUNDS_MAX}"
+    )]
+    Cost {
+        /// The slot's number.
+        slot: usize,
+        /// Its iterations.
+        iterations: u32,
+        /// The rounds that it costs together with the slots before it.
+        rounds: u64,
+    },
+    /// With the new key slot, trying a secret on all slots would take too long.
+    #[error(
+        "key slot {slot} with {iterations} iterations is too much: trying a secret on all slots would take {rounds} rounds \
+         of the hash; expected at most {UNLOCK_ROUNDS_MAX}; ask for a shorter time"
+    )]
+    NewCost {
+        /// The slot's number.
+        slot: usize,
+        /// The iterations that the time asked for takes here.
+        iterations: u32,
+        /// The rounds of all slots.
+        rounds: u64,
+    },
     /// No key slot opens with the secret.
     #[error("the secret opens none of the key slots in use; a newline at the end of a secret file counts")]
     WrongSecret,
@@ -137,28 +164,51 @@ type Key = Zeroizing<Vec<u8>>;
 /// Returns the cipher of the guest's data.
 ///
 /// `header` is the LUKS header with all key material, as the image's extension locates it. Takes seconds of CPU for each
-/// key slot in use, as many as whoever made the image wanted, but at most [`ITERATIONS_MAX`] iterations.
+/// key slot in use, as many as whoever made the image wanted, but at most [`UNLOCK_ROUNDS_MAX`] rounds of the hash in all.
+/// Waits for its turn while a few other threads derive keys.
 ///
 /// # Errors
 ///
 /// [`LuksError`]; [`LuksError::WrongSecret`] if the header is sound and no slot opens.
 pub fn unlock(header: &[u8], secret: &Secret) -> Result<SectorCipher, LuksError> {
     let fields = LuksHeader::parse(header)?;
-    let (_, key) = open_any_slot(&fields, header, secret)?;
+    let (_, key) = turns::in_turn(|| open_any_slot(&fields, header, secret))?;
     fields.cipher.with_key(&key).ok_or(LuksError::WrongSecret)
 }
 
 /// Returns the first slot in use that the secret opens, and the volume's key.
 fn open_any_slot(fields: &LuksHeader, bytes: &[u8], secret: &Secret) -> Result<(usize, Key), LuksError> {
-    let mut used = (0..)
-        .zip(&fields.slots)
-        .filter(|(_, slot)| slot.active)
-        .peekable();
-    if used.peek().is_none() {
+    if !fields.slots.iter().any(|slot| slot.active) {
         return Err(LuksError::NoSlot);
     }
-    let opened = used.find_map(|(index, slot)| Some((index, open_slot(fields, slot, bytes, secret)?)));
-    opened.ok_or(LuksError::WrongSecret)
+    open_slot_but(fields, None, bytes, secret)?.ok_or(LuksError::WrongSecret)
+}
+
+/// As [`open_any_slot`], of the slots other than `but`. `None` if the secret opens none of these.
+fn open_slot_but(
+    fields: &LuksHeader,
+    but: Option<usize>,
+    bytes: &[u8],
+    secret: &Secret,
+) -> Result<Option<(usize, Key)>, LuksError> {
+    let mut rounds = 0;
+    for (index, slot) in fields.slots.iter().enumerate() {
+        if !slot.active || but == Some(index) {
+            continue;
+        }
+        rounds += fields.rounds(slot);
+        if rounds > UNLOCK_ROUNDS_MAX {
+            return Err(LuksError::Cost {
+                slot: index,
+                iterations: slot.iterations,
+                rounds,
+            });
+        }
+        if let Some(key) = open_slot(fields, slot, bytes, secret) {
+            return Ok(Some((index, key)));
+        }
+    }
+    Ok(None)
 }
 
 /// Returns the volume's key, if the secret opens the slot.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::create::{check_new_secret, fill_slot, random};
 use super::header::{LuksHeader, SLOTS, Slot};
-use super::{LuksError, Secret, open_any_slot, open_slot};
+use super::{LuksError, Secret, open_any_slot, open_slot_but, turns};
 
 /// One write into a header.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -41,7 +41,7 @@ pub enum Removal<'a> {
 ///
 /// # Errors
 ///
-/// [`LuksError`]: also if the slot is in use, or none is free.
+/// [`LuksError`]: also if the slot is in use, or none is free, or if secrets of later slots could not be tried any more.
 pub fn add_key(
     header: &[u8],
     secret: &Secret,
@@ -59,8 +59,10 @@ pub fn add_key(
             .find_map(|(index, slot)| (!slot.active).then_some(index))
             .ok_or(LuksError::NoFreeSlot)?,
     };
-    let (_, key) = open_any_slot(&fields, header, secret)?;
-    let (slot, material) = fill_slot(&fields, index, &key, new, iter_time)?;
+    let (slot, material) = turns::in_turn(|| {
+        let (_, key) = open_any_slot(&fields, header, secret)?;
+        fill_slot(&fields, index, &key, new, iter_time)
+    })?;
     let material = HeaderWrite {
         at: slot.material_start(),
         bytes: material,
@@ -83,22 +85,18 @@ pub fn add_key(
 pub fn remove_key(header: &[u8], removal: &Removal<'_>) -> Result<SlotChange, LuksError> {
     let fields = LuksHeader::parse(header)?;
     let index = match *removal {
-        Removal::Of(secret) => open_any_slot(&fields, header, secret)?.0,
+        Removal::Of(secret) => turns::in_turn(|| open_any_slot(&fields, header, secret))?.0,
         Removal::Slot(index, _) => index,
     };
     let slot = *slot_at(&fields, index)?;
     if !slot.active {
         return Err(LuksError::SlotNotInUse { slot: index });
     }
-    let mut others = (0..)
-        .zip(&fields.slots)
-        .filter(|&(other, slot)| other != index && slot.active)
-        .peekable();
-    if others.peek().is_none() {
+    if fields.slots.iter().filter(|slot| slot.active).count() < 2 {
         return Err(LuksError::LastSlot { slot: index });
     }
     if let Removal::Slot(_, secret) = removal
-        && !others.any(|(_, slot)| open_slot(&fields, slot, header, secret).is_some())
+        && turns::in_turn(|| open_slot_but(&fields, Some(index), header, secret))?.is_none()
     {
         return Err(LuksError::NoOtherSlot { slot: index });
     }
