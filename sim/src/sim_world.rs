@@ -236,6 +236,12 @@ impl SimWorld {
         self.world.borrow().in_flight()
     }
 
+    /// Returns the bytes that all reads and writes in flight move. Their memory is held meanwhile.
+    #[must_use]
+    pub fn bytes_in_flight(&self) -> u64 {
+        self.world.borrow().bytes_in_flight()
+    }
+
     /// Returns a counter that grows whenever the crash states may have changed.
     #[must_use]
     pub fn changes(&self) -> u64 {

@@ -23,7 +23,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use block::file::Alignment;
-use block::ring::driver::Completion;
+use block::ring::driver::{Completion, Kind};
 
 use super::file::Contents;
 use super::image::{SimImage, Store};
@@ -245,6 +245,11 @@ impl World {
 
     pub(super) fn in_flight(&self) -> usize {
         self.ops.len() + self.completions.iter().map(Vec::len).sum::<usize>()
+    }
+
+    pub(super) fn bytes_in_flight(&self) -> u64 {
+        let moving = |op: &&SimOp| matches!(op.kind, Kind::Read | Kind::Write { .. });
+        self.ops.iter().filter(moving).map(|op| op.len).sum()
     }
 
     pub(super) fn has_completion(&self, ring: u32) -> bool {

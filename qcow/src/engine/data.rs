@@ -11,6 +11,7 @@ use block::{Context, IoError, Request};
 use smallvec::smallvec;
 
 use super::encryption::{EncryptedData, Encryption};
+use super::room::Rooms;
 use crate::format::{GuestOffset, HostOffset};
 
 /// One queue's access to the guest's bytes.
@@ -23,12 +24,13 @@ pub(crate) struct GuestData {
 }
 
 impl GuestData {
-    pub(super) fn new(file: FileView, encryption: &Encryption, cx: &Context) -> Self {
+    pub(super) fn new(file: FileView, encryption: &Encryption, cx: &Context, rooms: &Rooms) -> Self {
         let encrypted = (!encryption.is_plain()).then(|| {
             Box::new(EncryptedData {
                 file: file.clone(),
                 cx: cx.clone(),
                 encryption: encryption.clone(),
+                rooms: rooms.clone(),
             })
         });
         Self { file, encrypted }

@@ -5,6 +5,8 @@
 //!
 //! Invariant: every sector that is written is encrypted for the place in the file where it lies. So whatever moves bytes to
 //! another place decrypts them first, and a hole of the file is no sector of zeros.
+//!
+//! Invariant: all of that memory is leased from the queue's room ([`Rooms`]), so that many large requests take no more.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -14,6 +16,7 @@ use block::file::FileView;
 use block::ring::Pieces;
 use block::{AlignedBuf, Buffer, Context, IoError};
 
+use super::room::Rooms;
 use crate::format::{GuestOffset, HostOffset};
 use crate::luks::{SECTOR, SectorCipher};
 
@@ -48,6 +51,7 @@ pub(super) struct EncryptedData {
     pub(super) cx: Context,
     /// Not [`Encryption::Plain`].
     pub(super) encryption: Encryption,
+    pub(super) rooms: Rooms,
 }
 
 impl EncryptedData {
@@ -65,6 +69,7 @@ impl EncryptedData {
             let Piece::Bytes { buffer, offset, len } = now else {
                 return Err(IoError::Unsupported);
             };
+            let _room = self.rooms.reads.take(len).await;
             let bounce = Rc::new(Buffer::from(self.cx.pool().take(len)));
             let read = self
                 .file
@@ -95,6 +100,7 @@ impl EncryptedData {
         let (mut at, mut left) = (at, len);
         while left > 0 {
             let len = left.min(BOUNCE_BYTES);
+            let _room = self.rooms.writes.take(len).await;
             let bounce = self.cx.pool().take(len);
             let mut bytes = self.gather(bounce, &mut next, &mut pieces).await?;
             cipher.encrypt(sector, &mut bytes);

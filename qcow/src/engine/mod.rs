@@ -27,6 +27,7 @@ mod queue;
 mod read;
 mod reader;
 mod reclaim;
+mod room;
 mod snapshots;
 mod space;
 mod status;

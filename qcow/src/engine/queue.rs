@@ -12,6 +12,7 @@ use block::{Context, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Req
 
 use super::compressed::InflatedClusters;
 use super::data::GuestData;
+use super::room::Rooms;
 use super::{MappingReader, Shared, announce, exclusive, flush, read, space, status, write, zero};
 use crate::format::{GuestOffset, HostOffset};
 use crate::metadata::{Extent, Lookup, Metadata};
@@ -25,6 +26,8 @@ pub(crate) struct Queue {
     /// The image file, for its header and tables.
     pub(crate) file: FileView,
     pub(crate) data: GuestData,
+    /// For the memory of its requests.
+    pub(super) rooms: Rooms,
     /// The backing image's queue on this worker, and its size in bytes.
     pub(crate) backing: Option<(Rc<dyn DiskQueue>, u64)>,
     epoch: EpochQueue,
@@ -64,11 +67,13 @@ impl Queue {
             Some(data) => view(&data.file)?,
             None => file.clone(),
         };
+        let rooms = Rooms::new();
         Ok(Rc::new(Self {
             shared: Arc::clone(shared),
             metadata: MappingReader::new(&shared.metadata),
             cx: cx.clone(),
-            data: GuestData::new(data, &shared.encryption, cx),
+            data: GuestData::new(data, &shared.encryption, cx, &rooms),
+            rooms,
             file,
             backing,
             epoch: shared.epochs.register(),

@@ -9,7 +9,8 @@
 //! - A guest cluster, or a subcluster of one that keeps its host cluster, is remapped by one request at a time (the
 //!   in-flight table).
 //! - A shared cluster is never written.
-//! - A request that waits for another holds no reservation.
+//! - A request that waits for another holds no reservation. Room for memory is an exception ([`Rooms`](super::room::Rooms)):
+//!   whoever has it waits for no reservation.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -230,6 +231,20 @@ async fn write_clusters(
     // One read is better than two, unless most of it is not needed. Edges of one cluster have the same source then.
     let is_one_read =
         allocation.count == 1 && after.start.bytes() <= before.end.bytes() + head.len + tail.len;
+    let copied = |content: EdgeContent, bytes: &Range<GuestOffset>| match content {
+        EdgeContent::Old(OldCluster::Compressed(_)) => geometry.cluster_size(),
+        EdgeContent::Old(_) => bytes.end - bytes.start,
+        EdgeContent::Zeros | EdgeContent::Kept => 0,
+    };
+    let copied_bytes = if is_one_read && head.content == tail.content {
+        copied(head.content, &(before.start..after.end))
+    } else {
+        copied(head.content, &before) + copied(tail.content, &after)
+    };
+    let _room = match copied_bytes as usize {
+        0 => None,
+        bytes => Some(queue.rooms.copies.take(bytes).await),
+    };
     let first = match (head.content, tail.content) {
         (EdgeContent::Old(old), EdgeContent::Old(other)) if is_one_read && old == other => {
             Some(old_bytes(queue, old, before.start..after.end).await?)
