@@ -65,7 +65,8 @@ missing_packages() {
     local pair
     busybox_is_static || echo busybox-static
     for pair in fio:fio debootstrap:debootstrap mke2fs:e2fsprogs cpio:cpio xz:xz-utils depmod:kmod gcc:gcc \
-        dpkg-deb:dpkg setpriv:util-linux udevadm:udev systemd-analyze:systemd valgrind:valgrind; do
+        dpkg-deb:dpkg setpriv:util-linux udevadm:udev systemd-analyze:systemd valgrind:valgrind \
+        cryptsetup:cryptsetup-bin; do
         has "${pair%%:*}" || echo "${pair##*:}"
     done
 }
