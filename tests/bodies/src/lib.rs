@@ -22,16 +22,19 @@ pub mod device;
 pub mod differential;
 pub mod disk_config;
 pub mod entries;
+pub mod extensions;
 pub mod guest;
 pub mod header;
 pub mod host;
 pub mod inputs;
+pub mod luks;
 pub mod memory;
 pub mod model;
 pub mod mutate;
 pub mod mutated;
 pub mod rings;
 pub mod seeds;
+pub mod tables;
 pub mod tools;
 pub mod vhost_user;
 pub mod virtqueue;
@@ -69,6 +72,44 @@ pub const BODIES: &[Body] = &[
         cases: 50_000,
         reaches: &[("no header", 15000), ("refused", 6000), ("understood", 50000)],
         seeds: seeds::headers,
+        takes_any: false,
+    },
+    Body {
+        name: "extensions",
+        run: extensions::body,
+        bytes_max: 4 << 10,
+        cases: 50_000,
+        reaches: &[
+            ("refused", 5000),
+            ("none", 500),
+            ("unknown", 500),
+            ("known", 30000),
+        ],
+        seeds: seeds::extensions,
+        takes_any: false,
+    },
+    Body {
+        name: "luks",
+        run: luks::body,
+        bytes_max: 8 << 10,
+        cases: 1_500,
+        reaches: &[
+            ("refused", 20000),
+            ("costly", 500),
+            ("not opened", 5000),
+            ("opened", 100),
+            ("removed", 10000),
+        ],
+        seeds: seeds::luks_changes,
+        takes_any: false,
+    },
+    Body {
+        name: "tables",
+        run: tables::body,
+        bytes_max: 4 << 10,
+        cases: 10_000,
+        reaches: &[("damaged", 5000), ("sound", 5000)],
+        seeds: seeds::table_changes,
         takes_any: false,
     },
     Body {

@@ -3,6 +3,7 @@
 use block::Context;
 use qcow::format::{CompressionType, Version};
 use qcow::image::{CreateOptions, Preallocation, create};
+use ringdisk_gen::image::extension;
 use ringdisk_gen::{Content, Image, ImageSpec, Snapshot, bytes_of_seed};
 
 use crate::Seed;
@@ -177,6 +178,77 @@ pub fn entries() -> Vec<Seed> {
     bitmap.extend(b"name");
     seeds.push(shaped("bitmap", 0, &bitmap));
     seeds
+}
+
+/// Areas of header extensions: each kind alone, and all together.
+#[must_use]
+pub fn extensions() -> Vec<Seed> {
+    let place = [&0x5_0000_u64.to_be_bytes()[..], &0x2_0000_u64.to_be_bytes()].concat();
+    let bitmaps = [
+        &[0, 0, 0, 1, 0, 0, 0, 0][..],
+        &32_u64.to_be_bytes(),
+        &0x5_0000_u64.to_be_bytes(),
+    ]
+    .concat();
+    let mut names = vec![0; 96];
+    names[1] = 4;
+    names[2..14].copy_from_slice(b"extended L2\0");
+    names[48] = 2;
+    let kinds: [(&str, u32, &[u8]); 6] = [
+        ("backing-format", 0xe279_2aca, b"qcow2"),
+        ("feature-names", 0x6803_f857, &names),
+        ("bitmaps", 0x2385_2875, &bitmaps),
+        ("crypto", 0x0537_be77, &place),
+        ("data-file", 0x4441_5441, b"data.raw"),
+        ("unknown", 0x1234_5678, b"thirteen byte"),
+    ];
+    let alone = kinds.map(|(name, kind, data)| (name.to_owned(), extension(kind, data)));
+    let all = alone
+        .iter()
+        .flat_map(|(_, bytes)| bytes.clone())
+        .chain([0; 8])
+        .collect();
+    alone.into_iter().chain([("all".to_owned(), all)]).collect()
+}
+
+/// Changes of a LUKS header, xored with it: of none of its fields, and of one each.
+#[must_use]
+pub fn luks_changes() -> Vec<Seed> {
+    let fields = [
+        ("none", 0),
+        ("version", 7),
+        ("payload", 106),
+        ("digest", 120),
+        ("digest-iterations", 167),
+        ("slot-0-iterations", 215),
+        ("slot-0-salt", 220),
+        ("slot-3-material", 395),
+        ("slot-7-stripes", 591),
+    ];
+    let change = |(name, at): (&str, usize)| {
+        let mut bytes = vec![0; 592];
+        bytes[at] = u8::from(at > 0);
+        (name.to_owned(), bytes)
+    };
+    let mut seeds: Vec<Seed> = fields.into_iter().map(change).collect();
+    // Slot 3 is out of use: its state becomes 0x0000dead.
+    let mut out_of_use = vec![0; 592];
+    let states = 0x00ac_71f3_u32 ^ 0x0000_dead;
+    out_of_use[352..356].copy_from_slice(&states.to_be_bytes());
+    seeds.push(("slot-3-out-of-use".to_owned(), out_of_use));
+    seeds
+}
+
+/// Changes of the tables in the shape that the body takes: none of them, in each.
+#[must_use]
+pub fn table_changes() -> Vec<Seed> {
+    let numbered = (0..12_u8).map(|number| {
+        let mut bytes = vec![0; 96];
+        // What the cursor picks the cluster size and the table by.
+        bytes[..2].copy_from_slice(&[number % 3, number % 4]);
+        (format!("table-{number}"), bytes)
+    });
+    numbered.collect()
 }
 
 /// Texts of `--disk`.

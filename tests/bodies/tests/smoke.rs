@@ -101,4 +101,4 @@ macro_rules! smoke {
     };
 }
 
-smoke! { header l2_entry check whole mutated model virtqueue rings vhost_user differential disk_config }
+smoke! { header extensions luks tables l2_entry check whole mutated model virtqueue rings vhost_user differential disk_config }
