@@ -56,10 +56,33 @@ const LOCKED_MAX: u32 = 100;
 ///
 /// [`Error::Tool`] if it could not be checked at all.
 pub fn check(path: &Path) -> Result<Verdict, Error> {
+    check_named(|command| command.args(["-f", "qcow2"]).arg(path))
+}
+
+/// As [`check`], for an encrypted image and the file with its secret.
+///
+/// # Errors
+///
+/// As [`check`].
+pub fn check_encrypted(path: &Path, secret_file: &Path) -> Result<Verdict, Error> {
+    check_named(|command| name_encrypted(command, path, secret_file))
+}
+
+/// Adds the arguments that name an encrypted image to `qemu-img`.
+fn name_encrypted<'a>(command: &'a mut Command, path: &Path, secret_file: &Path) -> &'a mut Command {
+    let object = format!("secret,id=key,file={}", secret_file.display());
+    let image = format!(
+        "driver=qcow2,encrypt.key-secret=key,file.filename={}",
+        path.display()
+    );
+    command.args(["--object", &object, "--image-opts", &image])
+}
+
+fn check_named(name: impl Fn(&mut Command) -> &mut Command) -> Result<Verdict, Error> {
     let mut tries = 0;
     let (text, status, output) = loop {
-        let mut command = qemu_img(&["check", "-f", "qcow2"]);
-        command.arg(path);
+        let mut command = qemu_img(&["check"]);
+        name(&mut command);
         let text = describe(&command);
         let (status, output) = run(command)?;
         tries += 1;
@@ -156,6 +179,17 @@ pub fn info(path: &Path) -> Result<String, Error> {
 pub fn convert(source: &Path, target: &Path, format: &str) -> Result<(), Error> {
     let mut command = qemu_img(&["convert", "-f", "qcow2", "-O", format]);
     command.arg(source).arg(target);
+    run_ok(command).map(drop)
+}
+
+/// Copies what an encrypted QCOW2 image reads as into a new raw image.
+///
+/// # Errors
+///
+/// [`Error::Tool`] if either side fails, or the secret in the file does not open it.
+pub fn convert_encrypted(source: &Path, secret_file: &Path, target: &Path) -> Result<(), Error> {
+    let mut command = qemu_img(&["convert", "-O", "raw"]);
+    name_encrypted(&mut command, source, secret_file).arg(target);
     run_ok(command).map(drop)
 }
 
