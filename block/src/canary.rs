@@ -3,7 +3,8 @@
 //! A rule is broken at a seam if one can break it: by the simulated kernel and disk (`sim/src/world/canaries.rs`), between
 //! a frontend and its disk (`tests/sim/src/served.rs`), by the guest, its memory, or the model of the ublk driver. The
 //! product itself is asked for the rest, which nothing outside can break: the order in which the engine writes metadata
-//! and data, who waits for whom (writers, discards, grace periods), copy-on-write, locks, and the count of changes.
+//! and data, who waits for whom (writers, discards, grace periods), copy-on-write, the place that data is encrypted for, locks,
+//! and the count of changes.
 //!
 //! Without the feature `canary` nothing is ever broken: [`broken`] is a constant, and so is every branch on it.
 //! The same build can also kill its simulated process between two stores to a guest's memory ([`may_store`]).
@@ -45,6 +46,8 @@ pub enum Rule {
     RegisteredStaysBehind,
     ZerosNotAwaited,
     MappingForgotten,
+    EncryptedForElsewhere,
+    DataFileSyncedLate,
     UblkCommitEarly,
     UblkPagesBackEarly,
     UblkTagForgotten,
@@ -55,7 +58,7 @@ pub enum Rule {
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 38] = [
+    pub const ALL: [Self; 40] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -88,6 +91,8 @@ impl Rule {
         Self::RegisteredStaysBehind,
         Self::ZerosNotAwaited,
         Self::MappingForgotten,
+        Self::EncryptedForElsewhere,
+        Self::DataFileSyncedLate,
         Self::UblkCommitEarly,
         Self::UblkPagesBackEarly,
         Self::UblkTagForgotten,
@@ -132,6 +137,8 @@ impl Rule {
             Self::RegisteredStaysBehind => "registered-address-stays-behind",
             Self::ZerosNotAwaited => "zeros-not-awaited",
             Self::MappingForgotten => "mapping-dies-with-its-server",
+            Self::EncryptedForElsewhere => "copy-encrypted-for-its-old-place",
+            Self::DataFileSyncedLate => "data-file-synced-after-entries",
             Self::UblkCommitEarly => "ublk-committed-before-written",
             Self::UblkPagesBackEarly => "ublk-pages-back-under-an-op",
             Self::UblkTagForgotten => "ublk-fetched-tag-forgotten",

@@ -153,7 +153,8 @@ async fn write_back(queue: &Rc<Queue>, set: &mut WriteBackSet) -> Result<(), IoE
         first.append(&mut second);
     }
     write_places(queue, first).await?;
-    if queue.shared.data_file.is_some() {
+    let has_data_file = queue.shared.data_file.is_some();
+    if has_data_file && !broken(Rule::DataFileSyncedLate) {
         queue.data.file().sync().await?;
     }
     queue.file.sync().await?;
@@ -161,6 +162,9 @@ async fn write_back(queue: &Rc<Queue>, set: &mut WriteBackSet) -> Result<(), IoE
     if !second.is_empty() {
         write_places(queue, second).await?;
         queue.file.sync().await?;
+    }
+    if has_data_file && broken(Rule::DataFileSyncedLate) {
+        queue.data.file().sync().await?;
     }
     if let Some(change) = set.header {
         header::change(queue, |fields| {

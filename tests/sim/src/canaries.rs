@@ -35,6 +35,7 @@ pub const fn symptoms(rule: Rule) -> &'static [&'static str] {
         | Rule::ForcedWriteIsNot
         | Rule::FlushAnsweredEarly
         | Rule::MappingForgotten
+        | Rule::DataFileSyncedLate
         | Rule::ReuseBeforePunch => &["after the cut sector"],
         Rule::ZerosNotAwaited => &["used its registered pages"],
         Rule::UblkPagesBackEarly => &["while its pages are named", "used its registered pages"],

@@ -16,7 +16,7 @@ use simulator::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
 
 use crate::content::{ZERO, word, word_of};
 use crate::oracle::{BLOCK_SECTORS, Found, Oracle};
-use crate::shape::{Beginning, DISK, chain, u64_at, write_words};
+use crate::shape::{Beginning, DATA, DISK, DataFileKind, chain, u64_at, write_words};
 use crate::snapshots;
 
 /// Counts of the images that were judged, over many runs.
@@ -111,6 +111,8 @@ pub struct Judge {
     resumes_all: bool,
     /// Images judged with so many promises.
     done: FxHashSet<(u64, u64)>,
+    /// The data file beside the next images, if there is one.
+    data: Option<SimImage>,
 }
 
 impl Judge {
@@ -129,6 +131,20 @@ impl Judge {
             mends: Random::new(seed.rotate_left(40)),
             resumes_all,
             done: FxHashSet::default(),
+            data: None,
+        }
+    }
+
+    /// Has the next images judged with this data file beside them.
+    pub fn set_data(&mut self, data: SimImage) {
+        self.data = Some(data);
+    }
+
+    /// Puts an image into a world, and the data file beside it.
+    fn put(&self, world: &SimWorld, image: &SimImage) {
+        world.set_contents(DISK, image.clone());
+        if let Some(data) = &self.data {
+            world.set_contents(DATA, data.clone());
         }
     }
 
@@ -144,7 +160,8 @@ impl Judge {
         demand: Demand,
         tally: &mut Tally,
     ) -> Result<(), String> {
-        let fingerprint = image.fingerprint();
+        let data = self.data.as_ref().map_or(0, SimImage::fingerprint);
+        let fingerprint = image.fingerprint() ^ data.rotate_left(1);
         if !self.done.insert((
             fingerprint,
             oracle.promises() << 1 | u64::from(demand == Demand::Flawless),
@@ -154,6 +171,7 @@ impl Judge {
         tally.judged += 1;
         let new = tally.images.insert(fingerprint);
         let left = self.look(image, oracle, demand)?;
+        self.judge_raw_data(oracle)?;
         let begun_with = usize::from(self.beginning.snapshot.is_some());
         tally.with_snapshots += u64::from(new && left.snapshots.len() > begun_with);
         if left.leaks > 0 && new && self.mends.one_in(MENDED) {
@@ -172,7 +190,9 @@ impl Judge {
         let every = tally.qemu_every;
         tally.qemu_due |= new && every > 0 && (tally.images.len() as u64).is_multiple_of(every);
         // QEMU's check would count what only a rebuild makes right.
-        if tally.qemu_due && !is_dirty(image) {
+        let shape = &self.beginning.shape;
+        let is_for_qemu = !shape.encrypted && shape.data_file.is_none();
+        if tally.qemu_due && is_for_qemu && !is_dirty(image) {
             tally.qemu_due = false;
             tally.asked_qemu += 1;
             self.ask_qemu(image, &left.words)?;
@@ -182,7 +202,7 @@ impl Judge {
 
     /// Checks all that must hold of an image. Returns what it holds.
     fn look(&mut self, image: &SimImage, oracle: &Oracle, demand: Demand) -> Result<Left, String> {
-        self.world.set_contents(DISK, image.clone());
+        self.put(&self.world, image);
         let mut buffer = self.buffer.take();
         let (world, cx, options) = (&self.world, &self.cx, &self.options);
         let random = &mut self.random;
@@ -222,10 +242,22 @@ impl Judge {
         })
     }
 
+    /// A raw data file reads by itself as the disk may. It may have a younger value than its image, whose entry is older.
+    fn judge_raw_data(&self, oracle: &Oracle) -> Result<(), String> {
+        let is_raw = self.beginning.shape.data_file == Some(DataFileKind::Raw);
+        let Some(data) = self.data.as_ref().filter(|_| is_raw) else {
+            return Ok(());
+        };
+        let bytes = data.to_bytes();
+        let words = bytes.chunks(SECTOR).map(word_of).take(oracle.sectors() as usize);
+        let judged = oracle.judge(words);
+        judged.map_err(|text| format!("the raw data file by itself: {text}"))
+    }
+
     /// Repairs an image's leaks, of which there are none then; and what it holds stays.
     fn mend(&mut self, image: &SimImage, left: &Left) -> Result<(), String> {
         let words = &left.words;
-        self.world.set_contents(DISK, image.clone());
+        self.put(&self.world, image);
         let (world, cx, options) = (&self.world, &self.cx, &self.options);
         let result = cx.block_on(async {
             let view = world
@@ -274,7 +306,7 @@ impl Judge {
             ..self.options.clone()
         };
         for (name, patched) in snapshots::of_image(image, self.beginning.shape.bytes)? {
-            self.world.set_contents(DISK, patched);
+            self.put(&self.world, &patched);
             let (world, cx) = (&self.world, &self.cx);
             let result = cx.block_on(async {
                 let disk = open(world, cx, &options).await?;
@@ -297,7 +329,7 @@ impl Judge {
     /// Goes on with an image after the cut: what is written then must not harm what is there.
     fn resume(&mut self, image: &SimImage, left: &Left) -> Result<(), String> {
         let words = &left.words;
-        self.world.set_contents(DISK, image.clone());
+        self.put(&self.world, image);
         let mut requests = Requests::new();
         for version in 0..6 {
             let write = draw_write(&mut self.random, words.len() as u64, 1 << 60, version);
@@ -353,7 +385,8 @@ impl Judge {
         let words = &left.words;
         let world = SimWorld::with_store(self.random.draw(), SLOW, &self.world.store());
         self.beginning.install(&world);
-        world.set_contents(DISK, image.clone());
+        self.put(&world, image);
+        let first_data = self.data.clone();
         let cx = world.context(64);
         let mut oracle = Oracle::new(words);
         oracle.keep_snapshots(left.snapshots.clone());
@@ -383,6 +416,9 @@ impl Judge {
                 changes = world.changes();
                 looks += 1;
                 let left = world.crash_space(DISK).draw(&mut self.random);
+                if self.data.is_some() {
+                    self.data = Some(world.crash_space(DATA).draw(&mut self.random));
+                }
                 self.look(&left, &oracle.borrow(), Demand::Sound)?;
             }
         }
@@ -396,6 +432,7 @@ impl Judge {
                 break;
             }
         }
+        self.data = first_data;
         let ended = ended.borrow_mut().take();
         match ended {
             Some(Err(text)) if looks < LOOKS && idle < 64 => Err(text),

@@ -27,7 +27,7 @@ use crate::places::{PLACE_BYTES, Places};
 use crate::plan::{Case, Explore, Planned, Registered};
 use crate::record::{Reached, Record};
 use crate::serve::Serving;
-use crate::shape::{Beginning, DISK, beginning, chain};
+use crate::shape::{Beginning, DATA, DISK, beginning, chain};
 use crate::ublk::{self, Host};
 
 /// The most turns a run takes; a run that takes more hangs.
@@ -158,6 +158,9 @@ impl<'a> Run<'a> {
                 offset: case.shape.alignment,
             };
             world.set_alignment(DISK, alignment);
+            if case.shape.data_file.is_some() {
+                world.set_alignment(DATA, alignment);
+            }
         }
         let (mut workers, mut own, mut tags) = (Vec::new(), Vec::new(), Vec::new());
         let shares: Vec<usize> = match &case.ublk {
@@ -369,12 +372,19 @@ impl<'a> Run<'a> {
             Demand::Flawless
         };
         let image = self.world.contents(DISK);
+        if self.case.shape.data_file.is_some() {
+            self.judge.set_data(self.world.contents(DATA));
+        }
         self.judge.judge(&image, &record.oracle, demand, self.tally)?;
         if record.forgotten {
             return Ok(());
         }
         let space = self.world.crash_space(DISK);
+        let data = self.case.shape.data_file.map(|_| self.world.crash_space(DATA));
         for number in 0..space.count().min(16) {
+            if let Some(data) = &data {
+                self.judge.set_data(data.draw(&mut self.chance));
+            }
             self.judge
                 .judge(&space.nth(number), &record.oracle, demand, self.tally)?;
         }
@@ -427,6 +437,9 @@ impl<'a> Run<'a> {
     /// Holds an image against what was promised so far.
     pub(crate) fn judge_now(&mut self, image: &SimImage, demand: Demand) -> Result<(), String> {
         let record = self.record.borrow();
+        if self.case.shape.data_file.is_some() {
+            self.judge.set_data(self.world.contents(DATA));
+        }
         self.judge.judge(image, &record.oracle, demand, self.tally)
     }
 
@@ -476,6 +489,9 @@ impl<'a> Run<'a> {
         let image = self.world.contents(DISK);
         let record = self.record.borrow();
         let demand = self.demand(&record);
+        if self.case.shape.data_file.is_some() {
+            self.judge.set_data(self.world.contents(DATA));
+        }
         self.judge
             .judge(&image, &record.oracle, demand, self.tally)
             .map_err(|text| format!("a copy made during a pause: {text}"))
@@ -497,15 +513,21 @@ impl<'a> Run<'a> {
         if record.forgotten {
             // No server can make up for what the host forgot, if the power goes. If this one is killed as well, all is there.
             let image = self.world.contents(DISK);
+            if self.case.shape.data_file.is_some() {
+                self.judge.set_data(self.world.contents(DATA));
+            }
             return self
                 .judge
                 .judge(&image, &record.oracle, Demand::Sound, self.tally);
         }
         let space = self.world.crash_space(DISK);
+        // Each file is cut for itself: of the data file, what is certain and one of all states beside each of the image's.
+        let data = self.case.shape.data_file.map(|_| self.world.crash_space(DATA));
+        let data_seen = data.as_ref().map_or(0, |data| data.fingerprint().rotate_left(1));
         if !self
             .seen
             .spaces
-            .insert((space.fingerprint(), record.oracle.promises()))
+            .insert((space.fingerprint() ^ data_seen, record.oracle.promises()))
             && !last
         {
             return Ok(());
@@ -517,6 +539,11 @@ impl<'a> Run<'a> {
         if count <= all_up_to {
             for number in 0..count {
                 let image = space.nth(number);
+                if let Some(data) = &data {
+                    self.judge.set_data(data.nth(0));
+                    self.judge.judge(&image, &record.oracle, demand, self.tally)?;
+                    self.judge.set_data(data.draw(&mut self.chance));
+                }
                 self.judge.judge(&image, &record.oracle, demand, self.tally)?;
             }
             return Ok(());
@@ -524,6 +551,9 @@ impl<'a> Run<'a> {
         self.seen.sampled += 1;
         for _ in 0..draws {
             let image = space.draw(&mut self.chance);
+            if let Some(data) = &data {
+                self.judge.set_data(data.draw(&mut self.chance));
+            }
             self.judge.judge(&image, &record.oracle, demand, self.tally)?;
         }
         Ok(())

@@ -8,13 +8,15 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 
 use block::file::OpenFiles;
 use block::{AlignedBuf, Context, Disk, IoError, Op, ask};
 use qcow::format::header::at;
 use qcow::format::{CompressionType, Incompatible, Version};
-use qcow::image::{CreateOptions, create};
+use qcow::image::{CreateOptions, NewDataFile, create, create_with_data_file};
+use qcow::luks::{self, CipherKind, LuksOptions, Secret};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
 
@@ -26,8 +28,25 @@ use crate::snapshots;
 pub const DISK: &str = "disk";
 /// The file below it.
 pub const BASE: &str = "base";
+/// The file with the guest's data, if it is not in the image.
+pub const DATA: &str = "data";
 /// The file below that.
 pub const GROUND: &str = "ground";
+
+/// The secret of encrypted images.
+fn secret() -> Secret {
+    Secret::new(b"open sesame".to_vec())
+}
+
+/// The header of encrypted images. It is another one in each process, which changes what they hold and nothing else.
+static LUKS_HEADER: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    let options = LuksOptions {
+        cipher: CipherKind::Aes128Xts,
+        iter_time: Duration::from_millis(1),
+        ..LuksOptions::default()
+    };
+    luks::create(&secret(), &options).expect("random bytes").0
+});
 
 /// The files below the image.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -88,6 +107,19 @@ pub struct Shape {
     pub no_unref: bool,
     /// The table cache in bytes.
     pub cache: u64,
+    /// The guest's data is encrypted.
+    pub encrypted: bool,
+    /// The guest's data is in a file of its own.
+    pub data_file: Option<DataFileKind>,
+}
+
+/// A kind of data file.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub enum DataFileKind {
+    /// Only its image says which of its bytes are the disk's.
+    Plain,
+    /// It is the disk, byte by byte.
+    Raw,
 }
 
 impl Shape {
@@ -110,6 +142,8 @@ impl Shape {
         sparse: true,
         no_unref: false,
         cache: 1 << 20,
+        encrypted: false,
+        data_file: None,
     };
 
     /// A shape by chance.
@@ -144,6 +178,8 @@ impl Shape {
             sparse: !random.one_in(5),
             no_unref: random.one_in(4),
             cache: random.pick(&[1 << 20, 1 << 20, 8 << 10]),
+            encrypted: false,
+            data_file: None,
         };
         if kind == 3 {
             let zstd = !v2 && random.one_in(3);
@@ -170,12 +206,24 @@ impl Shape {
         shape
     }
 
-    /// Draws what few images have: clusters as large as most images' outside, subclusters, and more than one image below.
+    /// Draws what few images have: clusters as large as most images' outside, subclusters, more than one image below,
+    /// encryption, and a data file.
     /// From a source of its own, so that other shapes stay what they are.
     pub fn draw_rare(&mut self, random: &mut Random) {
         match (random.below(16), self.below) {
             (0, _) => self.cluster_bits = 16,
             (1..=8, Below::Qcow(bytes)) => self.below = Below::Deep(bytes),
+            (13, _) => {
+                self.encrypted = true;
+                *self = self.sound();
+            }
+            (12, below) if !self.v2 => {
+                self.data_file = Some(match below {
+                    Below::Nothing if random.one_in(2) => DataFileKind::Raw,
+                    _ => DataFileKind::Plain,
+                });
+                *self = self.sound();
+            }
             (14.., _) if !self.v2 => {
                 // Two sectors, or only one.
                 self.cluster_bits = if random.one_in(4) { 14 } else { 15 };
@@ -191,6 +239,14 @@ impl Shape {
         if self.snapshot || self.bytes < 1024 {
             // A snapshot is looked at in whole sectors; and a disk has one at least.
             self.ragged = 0;
+        }
+        if self.encrypted || self.data_file.is_some() {
+            // Both come from QEMU, which has no secret and would look for the file elsewhere.
+            self.compressed = None;
+            self.snapshot = false;
+        }
+        if self.data_file.is_some() {
+            (self.encrypted, self.device, self.ragged) = (false, 0, 0);
         }
         // A device needs room for a new refcount structure if it is not closed cleanly.
         if self.device > 0 {
@@ -231,6 +287,8 @@ impl Shape {
     pub fn options(&self) -> OpenOptions {
         OpenOptions {
             backing_files: true,
+            data_files: true,
+            secret: self.encrypted.then(secret),
             sparse: self.sparse,
             discard_no_unref: self.no_unref,
             l2_cache_bytes: Some(self.cache),
@@ -254,6 +312,12 @@ impl Shape {
         options.extended_l2 = self.extended;
         options.lazy_refcounts = self.lazy;
         options.compression = self.compressed.unwrap_or(CompressionType::Deflate);
+        options.luks_header = self.encrypted.then(|| LUKS_HEADER.clone());
+        options.data_file = self.data_file.map(|kind| NewDataFile {
+            name: DATA.to_owned(),
+            raw: kind == DataFileKind::Raw,
+            keep: false,
+        });
         let format = match self.below {
             Below::Nothing => return options,
             Below::Raw(_) => "raw",
@@ -272,7 +336,7 @@ pub struct Beginning {
     pub shape: Shape,
     /// The image file.
     pub image: Vec<u8>,
-    /// The files below, the nearest first.
+    /// The files below, the nearest first, and the data file.
     pub below: Vec<(&'static str, Vec<u8>)>,
     /// The guest's sectors.
     pub words: Vec<u64>,
@@ -423,7 +487,8 @@ fn make(shape: Shape) -> Beginning {
         Below::Deep(_) => &[BASE, GROUND],
         _ => &[BASE],
     };
-    let files = names.iter().map(|name| (*name, world.contents(name).to_bytes()));
+    let names = names.iter().chain(shape.data_file.map(|_| &DATA));
+    let files = names.map(|name| (*name, world.contents(name).to_bytes()));
     Beginning {
         shape,
         image,
@@ -475,9 +540,20 @@ fn build(
     let done = cx.block_on(async {
         let view = world.file(name, true).view(cx)?;
         let below = if name == BASE { GROUND } else { BASE };
-        create(&view, &shape.create_options(below))
-            .await
-            .unwrap_or_else(|error| panic!("{shape:?}: {error}"));
+        let created = match shape.data_file {
+            None => create(&view, &shape.create_options(below)).await,
+            Some(kind) => {
+                let data = world.file(DATA, true).view(cx)?;
+                let created = create_with_data_file(&view, &data, &shape.create_options(below)).await;
+                if kind == DataFileKind::Plain {
+                    // What it had before is not the disk's.
+                    let stale = vec![0xEE; shape.bytes as usize];
+                    world.set_contents(DATA, SimImage::from_bytes(&world.store(), &stale));
+                }
+                created
+            }
+        };
+        created.unwrap_or_else(|error| panic!("{shape:?}: {error}"));
         let disk = open(cx, world, name, &shape.options()).await;
         let queue = Arc::clone(&disk).open_queue(cx).map_err(|error| error.source)?;
         let mut sector = 0;

@@ -164,6 +164,8 @@ pub(crate) fn draw(seed: u64) -> Case {
         ..without_errors(case.profile)
     };
     let shape = &mut case.shape;
+    // A data file has one version.
+    shape.data_file = None;
     if !shape.extended {
         shape.cluster_bits = shape.cluster_bits.min(12);
     }
