@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::AsRawFd;
+use std::path::Path;
 
 use crate::images::Image;
 
@@ -19,7 +20,15 @@ pub(crate) fn prepare(image: &Image, cached: bool) -> io::Result<()> {
     if let Some(base) = &image.backing {
         prepare(base, cached)?;
     }
-    let mut file = File::open(&image.path)?;
+    let files = [Some(&image.path), image.data_file.as_ref()];
+    files
+        .into_iter()
+        .flatten()
+        .try_for_each(|path| prepare_file(path, cached))
+}
+
+fn prepare_file(path: &Path, cached: bool) -> io::Result<()> {
+    let mut file = File::open(path)?;
     if cached {
         // A sparse tebibyte has nothing worth reading in its holes.
         if file.metadata()?.len() > 64 << 30 {

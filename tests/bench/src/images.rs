@@ -1,6 +1,6 @@
 //! The images that are measured, made by QEMU's tools so that nobody plays at home.
 //!
-//! All QCOW2 images have 64 KiB clusters. They lie in one directory, are made when first asked for, and
+//! All QCOW2 images have 64 KiB clusters, but one with subclusters. They lie in one directory, are made when first asked for, and
 //! are removed at the end. Data comes from [`crate::content`].
 
 use std::collections::HashMap;
@@ -32,6 +32,9 @@ pub(crate) const TEST_BYTES: u64 = 8 << 20;
 
 /// The number of images below the disk of [`Source::Chain`].
 pub(crate) const CHAIN_IMAGES: u64 = 32;
+
+/// The secret of [`Source::Luks`].
+const SECRET: &str = "open sesame";
 
 /// The directory of the images, below the one that is given.
 const OWN_DIRECTORY: &str = "ringdisk-bench";
@@ -82,25 +85,56 @@ pub(crate) enum Source {
     Fresh,
     /// One tebibyte, every L2 table allocated, no data.
     Huge,
+    /// One tebibyte whose clusters are all mapped, no data, to have snapshots.
+    Mapped,
+    /// As [`Source::Data`], with extended L2 entries.
+    DataExtended,
+    /// As [`Source::Scratch`], with extended L2 entries.
+    ScratchExtended,
+    /// As [`Source::Overlay`], with clusters of 128 KiB in subclusters of 4 KiB.
+    OverlayExtended,
+    /// As [`Source::Data`], with a raw data file that has the guest's bytes.
+    DataFile,
+    /// As [`Source::Scratch`], with a raw data file that has the guest's bytes.
+    ScratchDataFile,
+    /// As [`Source::Data`], encrypted.
+    Luks,
 }
 
 impl Source {
     /// Returns true if writing to the image uses it up.
     #[must_use]
     pub(crate) fn used_up_by_writing(self) -> bool {
-        matches!(self, Self::Overlay | Self::Fresh)
+        matches!(self, Self::Overlay | Self::OverlayExtended | Self::Fresh)
     }
 
     /// The size of the disk in it, in bytes.
     #[must_use]
     pub(crate) fn disk_bytes(self) -> u64 {
         match self {
-            Self::Raw | Self::RawScratch | Self::Data | Self::Scratch | Self::Overlay | Self::Chain => {
-                DATA_BYTES
-            }
+            Self::Raw
+            | Self::RawScratch
+            | Self::Data
+            | Self::Scratch
+            | Self::Overlay
+            | Self::Chain
+            | Self::DataExtended
+            | Self::ScratchExtended
+            | Self::OverlayExtended
+            | Self::DataFile
+            | Self::ScratchDataFile
+            | Self::Luks => DATA_BYTES,
             Self::Deflate | Self::Zstd => COMPRESSED_BYTES,
             Self::Fresh => FRESH_BYTES,
-            Self::Huge => HUGE_BYTES,
+            Self::Huge | Self::Mapped => HUGE_BYTES,
+        }
+    }
+
+    /// Returns the options of an overlay.
+    fn overlay_options(self) -> &'static str {
+        match self {
+            Self::OverlayExtended => "cluster_size=128k,extended_l2=on",
+            _ => "cluster_size=64k",
         }
     }
 
@@ -124,6 +158,13 @@ impl Source {
             Self::Chain => "chain.qcow2",
             Self::Fresh => "fresh.qcow2",
             Self::Huge => "huge.qcow2",
+            Self::Mapped => "mapped.qcow2",
+            Self::DataExtended => "data-extended.qcow2",
+            Self::ScratchExtended => "scratch-extended.qcow2",
+            Self::OverlayExtended => "overlay-extended.qcow2",
+            Self::DataFile => "data-file.qcow2",
+            Self::ScratchDataFile => "scratch-data-file.qcow2",
+            Self::Luks => "luks.qcow2",
         }
     }
 
@@ -132,8 +173,25 @@ impl Source {
     pub(crate) fn has_content(self) -> bool {
         matches!(
             self,
-            Self::Raw | Self::Data | Self::Deflate | Self::Zstd | Self::Overlay
+            Self::Raw
+                | Self::Data
+                | Self::Deflate
+                | Self::Zstd
+                | Self::Overlay
+                | Self::DataExtended
+                | Self::OverlayExtended
+                | Self::DataFile
+                | Self::Luks
         )
+    }
+
+    /// Returns the name of the file that has the guest's bytes, if that is not the image.
+    fn data_file_name(self) -> Option<&'static str> {
+        match self {
+            Self::DataFile => Some("data-file.raw"),
+            Self::ScratchDataFile => Some("scratch-data-file.raw"),
+            _ => None,
+        }
     }
 }
 
@@ -148,6 +206,10 @@ pub(crate) struct Image {
     pub(crate) backing: Option<Box<Image>>,
     /// True if its blocks hold what [`content`] says.
     pub(crate) has_content: bool,
+    /// The raw file with the guest's bytes, if they are not in the image.
+    pub(crate) data_file: Option<PathBuf>,
+    /// The file with the secret that opens it, if it is encrypted.
+    pub(crate) secret_file: Option<PathBuf>,
 }
 
 /// The directory of images.
@@ -247,7 +309,7 @@ impl Images {
     fn make(&mut self, source: Source) -> io::Result<Image> {
         let path = self.directory.join(source.file_name());
         let backing = match source {
-            Source::Overlay => Some(Box::new(self.image(Source::Data)?)),
+            Source::Overlay | Source::OverlayExtended => Some(Box::new(self.image(Source::Data)?)),
             Source::Chain => self.layers()?,
             _ => None,
         };
@@ -256,7 +318,7 @@ impl Images {
             let partial = path.with_extension("part");
             space::remove(&path)?;
             match &backing {
-                Some(below) => create_overlay(&below.path, &partial)?,
+                Some(below) => create_overlay_with(source.overlay_options(), &below.path, &partial)?,
                 None => self.write(source, &partial)?,
             }
             fs::rename(&partial, &path)?;
@@ -264,11 +326,17 @@ impl Images {
         // The kernel keeps a file in folios as large as the writes that filled it, and finds a page among few large ones in a
         // quarter of the time. Evicted, images made in different ways are all cached by reading them in order.
         cache::evict(&File::open(&path)?)?;
+        let data_file = source.data_file_name().map(|name| self.directory.join(name));
+        if let Some(data) = &data_file {
+            cache::evict(&File::open(data)?)?;
+        }
         Ok(Image {
             path,
             format: source.format(),
             backing,
             has_content: source.has_content(),
+            data_file,
+            secret_file: (source == Source::Luks).then(|| self.secret_file()),
         })
     }
 
@@ -301,6 +369,8 @@ impl Images {
                 format: Format::Qcow2,
                 backing: below,
                 has_content: false,
+                data_file: None,
+                secret_file: None,
             }));
         }
         Ok(below)
@@ -321,9 +391,33 @@ impl Images {
                 &["-c", "-W", "-o", "cluster_size=64k,compression_type=zstd"],
                 path,
             ),
-            Source::Overlay | Source::Chain | Source::Fresh => create_empty("cluster_size=64k", path, size),
-            Source::Huge => create_empty("cluster_size=64k,preallocation=metadata", path, size),
+            Source::DataExtended | Source::ScratchExtended => {
+                self.convert(size, &["-o", "cluster_size=64k,extended_l2=on"], path)
+            }
+            Source::DataFile | Source::ScratchDataFile => {
+                let data = self.directory.join(source.data_file_name().unwrap_or_default());
+                let options = format!("cluster_size=64k,data_file={},data_file_raw=on", data.display());
+                self.convert(size, &["-o", &options], path)
+            }
+            Source::Luks => {
+                let secret_file = self.secret_file();
+                fs::write(&secret_file, SECRET)?;
+                let object = format!("secret,id=key,file={}", secret_file.display());
+                let options =
+                    "cluster_size=64k,encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10";
+                self.convert(size, &["--object", &object, "-o", options], path)
+            }
+            Source::Overlay | Source::OverlayExtended | Source::Chain | Source::Fresh => {
+                create_empty("cluster_size=64k", path, size)
+            }
+            Source::Huge | Source::Mapped => {
+                create_empty("cluster_size=64k,preallocation=metadata", path, size)
+            }
         }
+    }
+
+    fn secret_file(&self) -> PathBuf {
+        self.directory.join("secret")
     }
 
     /// Converts the first `bytes` of the raw image.
@@ -354,7 +448,11 @@ fn create(arguments: &[&OsStr]) -> io::Result<()> {
 }
 
 fn create_overlay(below: &Path, path: &Path) -> io::Result<()> {
-    let options = ["-o", "cluster_size=64k", "-F", "qcow2", "-b"].map(OsStr::new);
+    create_overlay_with("cluster_size=64k", below, path)
+}
+
+fn create_overlay_with(options: &str, below: &Path, path: &Path) -> io::Result<()> {
+    let options = ["-o", options, "-F", "qcow2", "-b"].map(OsStr::new);
     create(&[&options[..], &[below.as_os_str(), path.as_os_str()]].concat())
 }
 

@@ -167,6 +167,10 @@ fn ringdisk(binary: &Path, serve: &Serve<'_>, socket: &Path) -> Command {
     if let Some(kib) = serve.l2_cache_kib {
         disk.push(format!(",l2_cache={kib}K"));
     }
+    if let Some(secret) = &serve.image.secret_file {
+        disk.push(",secret_file=");
+        disk.push(secret);
+    }
     let mut command = Command::new(binary);
     command
         .arg("vhost-user")
@@ -181,6 +185,11 @@ fn ringdisk(binary: &Path, serve: &Serve<'_>, socket: &Path) -> Command {
 fn storage_daemon(binary: &Path, serve: &Serve<'_>, socket: &Path) -> Command {
     let mut command = Command::new(binary);
     command.args(["--object", "iothread,id=io0"]);
+    if let Some(secret) = &serve.image.secret_file {
+        let mut object = OsString::from("secret,id=key,file=");
+        object.push(secret);
+        command.arg("--object").arg(object);
+    }
     let mut top = String::new();
     let chain = serve.image.backing.iter().map(|base| (&base.path, base.format));
     let chain = chain.chain([(&serve.image.path, serve.image.format)]);
@@ -207,6 +216,9 @@ fn storage_daemon(binary: &Path, serve: &Serve<'_>, socket: &Path) -> Command {
         if format == Format::Qcow2 {
             if let Some(kib) = serve.l2_cache_kib {
                 node.push_str(&format!(",l2-cache-size={}", u64::from(kib) << 10));
+            }
+            if is_top && serve.image.secret_file.is_some() {
+                node.push_str(",encrypt.format=luks,encrypt.key-secret=key");
             }
             if !top.is_empty() {
                 node.push_str(&format!(",backing={top}"));

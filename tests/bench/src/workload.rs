@@ -147,6 +147,12 @@ impl Sample {
         self.ops as f64 / self.seconds.max(1e-9)
     }
 
+    /// Bytes per second, in GB, of operations of so many bytes.
+    #[must_use]
+    pub(crate) fn gb_per_second(&self, block_bytes: u32) -> f64 {
+        self.iops() * f64::from(block_bytes) / 1e9
+    }
+
     /// CPU seconds per million operations.
     #[must_use]
     pub(crate) fn cpu_per_million(&self) -> f64 {

@@ -58,6 +58,8 @@ pub(crate) struct Task {
     path: PathBuf,
     raw: bool,
     backing: bool,
+    #[serde(default)]
+    data_file: bool,
     direct: bool,
     pattern: Pattern,
     block_bytes: u32,
@@ -120,6 +122,7 @@ pub(crate) fn measure_with(
         path: image.path.clone(),
         raw: image.format == Format::Raw,
         backing: image.backing.is_some(),
+        data_file: image.data_file.is_some(),
         direct,
         pattern: workload.pattern,
         block_bytes: workload.block_bytes,

@@ -59,6 +59,7 @@ fn open(task: &Task, cx: &Context) -> io::Result<Arc<dyn Disk>> {
         read_only: !write,
         direct: task.direct,
         backing_files: task.backing,
+        data_files: task.data_file,
         ..OpenOptions::default()
     };
     Ok(QcowDisk::open(path, &options).map_err(failed)?)

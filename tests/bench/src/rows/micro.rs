@@ -20,6 +20,9 @@ const LIMIT: Duration = Duration::from_secs(600);
 /// The time that a cached lookup may take, in nanoseconds.
 const LOOKUP_NS: f64 = 20.0;
 
+/// The bytes that a processor is to encrypt or decrypt in a second, in GB.
+const CIPHER_GB: f64 = 2.0;
+
 /// One figure that a benchmark printed.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Figure {
@@ -44,6 +47,14 @@ pub(crate) fn rows() -> Vec<Row> {
             name: "micro/mapping",
             promises: vec![("lookup-hit", 1.0.into()), ("lookup-two-threads", 1.8.into())],
             run: Box::new(mapping),
+        },
+        Row {
+            name: "micro/cipher",
+            promises: vec![
+                ("cipher/aes-256-encrypt-piece", 1.0.into()),
+                ("cipher/aes-256-decrypt-piece", 1.0.into()),
+            ],
+            run: Box::new(cipher),
         },
         listed("micro/chain", "ringdisk-qcow", "chain"),
         listed("micro/allocation", "ringdisk-qcow", "allocation"),
@@ -94,6 +105,21 @@ fn block_queue(row: &Row, _: &mut Bench) -> io::Result<Vec<Entry>> {
             row.entry(&figure.name, &figure.unit, Better::Lower, figure.value, peer)
         })
         .collect())
+}
+
+/// The ciphers of guest data on one processor: [`CIPHER_GB`] per second at least in pieces as the engine has them.
+fn cipher(row: &Row, _: &mut Bench) -> io::Result<Vec<Entry>> {
+    let figures = run("ringdisk-qcow", "cipher", &[])?;
+    let entry = |figure: Figure| {
+        row.entry(
+            &figure.name,
+            &figure.unit,
+            Better::Higher,
+            figure.value,
+            ("bound", CIPHER_GB),
+        )
+    };
+    Ok(figures.into_iter().map(entry).collect())
 }
 
 /// The figures of a benchmark that nothing is promised of.

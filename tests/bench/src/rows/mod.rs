@@ -4,6 +4,7 @@ pub(crate) mod before;
 pub(crate) mod chain;
 pub(crate) mod client;
 pub(crate) mod engine;
+mod features;
 pub(crate) mod guest;
 pub(crate) mod memory;
 pub(crate) mod micro;
@@ -206,6 +207,7 @@ pub(crate) fn all(before: bool) -> Vec<Row> {
     rows.extend(queues::rows());
     rows.extend(engine::rows());
     rows.extend(chain::rows());
+    rows.extend(features::rows());
     rows.extend(memory::rows());
     rows.extend(space::rows());
     rows.extend(micro::rows());
