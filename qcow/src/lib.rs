@@ -50,6 +50,7 @@ pub mod luks;
 mod metadata;
 
 pub use engine::{
-    BitmapChange, BitmapsError, DiskSize, MappingReader, QcowDisk, SnapshotError, SnapshotSelector,
+    BitmapChange, BitmapsError, CompactError, CompactOptions, CompactProgress, Compacted, DiskSize, Fixed,
+    FixedClusters, MappingReader, QcowDisk, SnapshotError, SnapshotSelector,
 };
 pub use image::{OpenError, OpenOptions, Qcow2};

@@ -2,7 +2,7 @@
 //!
 //! [`begin`] waits until no growth, close or other such operation runs, holds the queues off, waits for the requests in
 //! flight, and writes back and frees what they left. Requests that come later wait as tasks, and their workers go on.
-//! The queues go on when the section is dropped, however its task ends.
+//! The queues go on when the section is dropped, however its task ends. [`pause`] only waits for the requests in flight.
 //!
 //! Invariant: a request enters the epoch before it looks, under the metadata lock, if queues are held off; the hold is set
 //! under the same lock. So either the request sees the hold, or the section sees the request and waits for its end. The
@@ -97,13 +97,7 @@ impl<Turn> Drop for Exclusive<'_, Turn> {
 /// [`Refused`]; then the queues have gone on.
 pub(super) async fn begin<'a>(queue: &'a Rc<Queue>) -> Result<Exclusive<'a, impl Sized + use<'a>>, Refused> {
     let shared = &*queue.shared;
-    if shared.policy.read_only {
-        return Err(IoError::ReadOnly.into());
-    }
-    let turn = shared.changes.take().await;
-    if shared.later.is_stopped() {
-        return Err(Refused::Closed);
-    }
+    let turn = turn(queue).await?;
     let mut section = Exclusive::hold(shared, turn)?;
     drain(queue).await?;
     // On a block device writes need no space, and requests may be waiting for clusters, which this would end.
@@ -130,16 +124,49 @@ pub(super) async fn begin<'a>(queue: &'a Rc<Queue>) -> Result<Exclusive<'a, impl
     Ok(section)
 }
 
+/// Waits for the turn to change the image as a whole, and takes it.
+///
+/// # Errors
+///
+/// [`Refused`], for an image that is closed or only read.
+pub(super) async fn turn<'a>(queue: &'a Rc<Queue>) -> Result<impl Sized + use<'a>, Refused> {
+    let shared = &*queue.shared;
+    if shared.policy.read_only {
+        return Err(IoError::ReadOnly.into());
+    }
+    let turn = shared.changes.take().await;
+    if shared.later.is_stopped() {
+        return Err(Refused::Closed);
+    }
+    Ok(turn)
+}
+
+/// Holds the queues off until every request that was in flight has ended. Background work goes on, and nothing is written
+/// back: it takes no longer than these requests. The caller has the turn, and keeps it.
+///
+/// # Errors
+///
+/// [`Refused`], if some do not end within `limit`; then the queues have gone on.
+pub(super) async fn pause(queue: &Rc<Queue>, limit: Duration) -> Result<Exclusive<'_, ()>, Refused> {
+    let section = Exclusive::hold(&queue.shared, ())?;
+    drain_within(queue, limit).await?;
+    Ok(section)
+}
+
 /// Waits for the requests that are in flight while the queues are held off.
 ///
 /// # Errors
 ///
 /// [`Refused`], if some do not end.
 pub(super) async fn drain(queue: &Rc<Queue>) -> Result<(), Refused> {
+    drain_within(queue, DRAIN_MAX).await
+}
+
+async fn drain_within(queue: &Rc<Queue>, limit: Duration) -> Result<(), Refused> {
     let epochs = &queue.shared.epochs;
     let mut watch = epochs.watch();
     let began = epochs.now();
-    let mut timeout = pin!(queue.cx.sleep(DRAIN_MAX));
+    let mut timeout = pin!(queue.cx.sleep(limit));
     while !is_past_grace(began, epochs.advance()) {
         if !space::is_ended_before(watch.ended(), timeout.as_mut()).await? {
             return Err(Refused::Busy);

@@ -12,6 +12,7 @@
 mod announce;
 mod background;
 mod bitmaps;
+mod compact;
 mod compressed;
 mod corrupt;
 mod data;
@@ -53,6 +54,7 @@ use crate::metadata::Metadata;
 pub(crate) use announce::Announcement;
 use background::Background;
 pub use bitmaps::{BitmapChange, BitmapsError};
+pub use compact::{CompactError, CompactOptions, CompactProgress, Compacted, Fixed, FixedClusters};
 pub(crate) use compressed::Inflater;
 pub(crate) use encryption::Encryption;
 use flush::Rounds;

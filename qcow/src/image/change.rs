@@ -35,9 +35,18 @@ pub(super) fn change_image<T, E: std::error::Error + 'static>(
     path: &Path,
     work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
 ) -> Result<T, ChangeError<E>> {
+    change_image_with(path, &OpenOptions::default(), work)
+}
+
+/// As [`change_image`], with these options.
+pub(super) fn change_image_with<T, E: std::error::Error + 'static>(
+    path: &Path,
+    options: &OpenOptions,
+    work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
+) -> Result<T, ChangeError<E>> {
     let cx = Context::new(RingKind::Syscalls, 64).map_err(|error| ChangeError::Wait(error.into()))?;
     let run = async {
-        let disk = open_without_backing(&cx, path, &OpenOptions::default())
+        let disk = open_without_backing(&cx, path, options)
             .await
             .map_err(ChangeError::Open)?;
         let result = work(&disk, &cx).await;

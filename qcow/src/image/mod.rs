@@ -5,11 +5,12 @@
 //!
 //! Invariants:
 //! - an image is untrusted, so memory and time are bounded by the file's length, never by a number in it;
-//! - only `create`, `repair` and `keys` write; `overlay` has `create` write, `snapshots` and `bitmaps` the engine.
+//! - only `create`, `repair` and `keys` write; `overlay` has `create` write, `snapshots`, `bitmaps` and `compact` the engine.
 
 pub mod bitmaps;
 mod change;
 pub mod check;
+mod compact;
 mod counts;
 pub mod create;
 mod guarded_tables;
@@ -27,6 +28,7 @@ mod sound;
 pub use bitmaps::{ChangeBitmapsError, change_bitmap};
 pub use change::ChangeError;
 pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check, check_within};
+pub use compact::{CompactImageError, compact_image};
 pub use create::{CreateError, CreateOptions, NewDataFile, Preallocation, create, create_with_data_file};
 pub use info::{ImageInfo, SnapshotList, info};
 pub use keys::{KeysError, add_key, list_keys, remove_key};

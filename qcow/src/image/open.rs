@@ -380,11 +380,15 @@ impl Qcow2 {
             })
         })?;
         let header = check_header(&view, write).await.map_err(image)?;
-        let lends_no_secret = !matches!(below, Below::Opened);
+        let lends_no_secret = match &below {
+            Below::Opened => false,
+            Below::Given(_) => true,
+            Below::LeftOut => options.secret.is_none(),
+        };
         let backing = match below {
             Below::Opened => open_backing(opening, path, &header).await?,
             Below::Given(disk) => Some(Backing::new(disk)),
-            Below::LeftOut if header.has_data_file() => {
+            Below::LeftOut if header.has_data_file() && !options.data_files => {
                 return Err(image(SnapshotError::DataFile.into()));
             }
             Below::LeftOut => None,

@@ -344,6 +344,14 @@ impl UseMap {
         Ok(())
     }
 
+    /// Returns the last cluster that is known to be in use.
+    pub(crate) fn last(&self) -> Option<InUse> {
+        let guest = self.mapped.last().max(self.given.last()).map(HostCluster::new);
+        let cluster = guest.max(self.clusters.last())?;
+        let by = self.find(cluster).unwrap_or(ClusterUse::GuestData);
+        Some(InUse { cluster, by })
+    }
+
     /// Records that the allocator has handed out a cluster.
     pub(crate) fn given(&mut self, cluster: HostCluster) {
         if self.watching {

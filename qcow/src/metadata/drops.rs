@@ -89,6 +89,11 @@ impl Returning {
         self.given_up = 0;
     }
 
+    /// Returns the number of clusters that wait.
+    pub(crate) fn clusters(&self) -> u64 {
+        self.clusters
+    }
+
     /// Records that the clusters that wait now are not freed in time.
     pub(crate) fn give_up(&mut self) {
         self.given_up = self.clusters;

@@ -73,6 +73,28 @@ impl FreeRuns {
         Some((first, taken, zero))
     }
 
+    /// As [`FreeRuns::take`], of the clusters before `bound`.
+    pub(crate) fn take_below(&mut self, count: u64, bound: HostCluster) -> Option<(HostCluster, u64, bool)> {
+        let below = self.runs.range(..bound);
+        let mut below = below.map(|(&first, &(len, zero))| (first, len.min(bound - first), zero));
+        let nearest = below.next()?;
+        let fits = std::iter::once(nearest)
+            .chain(below.take(31))
+            .find(|run| run.1 >= count);
+        let (first, len, zero) = fits.unwrap_or(nearest);
+        let taken = len.min(count);
+        self.remove(first, taken);
+        Some((first, taken, zero))
+    }
+
+    /// Forgets the clusters from `end` on.
+    pub(crate) fn cut(&mut self, end: HostCluster) {
+        drop(self.runs.split_off(&end));
+        if let Some((&first, run)) = self.runs.iter_mut().next_back() {
+            run.0 = run.0.min(end - first);
+        }
+    }
+
     /// Returns the first cluster of a run of at least `count`.
     pub(crate) fn find(&self, count: u64) -> Option<HostCluster> {
         let mut runs = self.runs.iter();
@@ -167,6 +189,33 @@ mod tests {
         assert_eq!(free.take(9), Some((at(10), 1, true)));
         assert_eq!(free.take(9), Some((at(24), 4, true)));
         assert_eq!(free.take(1), None);
+    }
+
+    #[test]
+    fn free_runs_below_a_bound_leave_the_others() {
+        let mut free = FreeRuns::default();
+        free.insert(at(10), 1, true);
+        free.insert(at(20), 8, false);
+        free.insert(at(40), 8, true);
+        assert_eq!(free.take_below(3, at(23)), Some((at(20), 3, false)));
+        assert_eq!(free.take_below(3, at(24)), Some((at(10), 1, true)));
+        assert_eq!(free.take_below(3, at(24)), Some((at(23), 1, false)));
+        assert_eq!(free.take_below(1, at(24)), None);
+        assert_eq!(free.total(), 12);
+    }
+
+    #[test]
+    fn free_runs_are_cut_within_a_run_and_before_one() {
+        let mut free = FreeRuns::default();
+        free.insert(at(10), 2, true);
+        free.insert(at(20), 8, false);
+        free.insert(at(40), 8, true);
+        free.cut(at(23));
+        assert_eq!(free.total(), 5);
+        free.cut(at(12));
+        assert_eq!((free.total(), free.find(2)), (2, Some(at(10))));
+        free.cut(at(10));
+        assert!(free.is_empty());
     }
 
     #[test]

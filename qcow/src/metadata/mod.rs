@@ -20,6 +20,7 @@ mod in_flight;
 #[cfg(all(test, debug_assertions, not(feature = "canary")))]
 mod invariant_tests;
 pub(crate) mod mapping;
+pub(crate) mod moves;
 mod next;
 pub(crate) mod plan;
 pub(crate) mod refcounts;

@@ -9,11 +9,12 @@
 //! - a count goes from 0 to 1 here before anything can point at the cluster, and the count is durable before that
 //!   pointer is (see `engine::flush`);
 //! - a new refcount block is counted by itself or by a block that is made at the same instant, and these are durable
-//!   before the refcount table points at them;
+//!   before the refcount table points at them; a block that moves is counted in its new place, durably, before it does;
 //! - the table in memory never has more entries than its place on disk has room for;
 //! - a cluster that counts zero and is known to be in use all the same is never handed out: the allocation fails
 //!   ([`Stuck::InUse`]).
 
+mod below;
 mod run;
 
 use block::IoError;
@@ -347,6 +348,11 @@ impl Refcounts {
         if let Some((first, found, zero)) = self.free.take(count) {
             return self.claim_freed(first, found, zero);
         }
+        self.allocate_by_scan(count)
+    }
+
+    /// Hands out at most `count` neighbouring clusters from the cursor on, each with a count of one.
+    fn allocate_by_scan(&mut self, count: u64) -> Result<Run, Stuck> {
         loop {
             if self.cursor >= self.limit {
                 return Err(no_space());

@@ -201,19 +201,14 @@ impl Metadata {
             !matches!(self.l1_entry(l1_index), Ok(Some(table)) if table.copied),
             "the L2 table of L1 entry {l1_index} is replaced and not shared"
         );
-        invariant!(
-            self.refcounts.is_given(cluster),
-            "the L2 table of L1 entry {l1_index} is made in a cluster in use"
-        );
-        self.refcounts.uses.made(ClusterUse::L2Table, cluster, 1);
-        let entry = L1Entry::encode(L2TableRef {
-            host: self.geometry.host_offset(cluster),
-            copied: true,
-        });
+        self.point_at_table(l1_index, cluster);
+    }
+
+    /// Changes an L1 entry in memory.
+    pub(super) fn set_l1_entry(&mut self, l1_index: usize, entry: L1Entry) {
         if let Some(place) = self.l1.get_mut(l1_index) {
             *place = entry;
             self.l1_dirty_parts.insert(l1_index / PART_ENTRIES);
-            self.fresh_tables.insert(l1_index);
         }
     }
 

@@ -116,6 +116,13 @@ impl Known {
         self.sorted.get(found.ok()?)?.structure()
     }
 
+    /// Returns the last cluster that is a structure.
+    pub(super) fn last(&self) -> Option<HostCluster> {
+        let mut listed = self.sorted.iter().rev().map(|packed| packed.cluster());
+        let listed = listed.find(|&cluster| self.find(cluster).is_some());
+        listed.max(self.made.keys().copied().max())
+    }
+
     /// Returns a bit for each of the 64 clusters of `key`, set for structures.
     pub(super) fn bits(&self, key: u64) -> u64 {
         let key_of = |packed: &Packed| packed.cluster().index() / 64;

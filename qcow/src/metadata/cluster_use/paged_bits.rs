@@ -60,6 +60,13 @@ impl PagedBits {
         Some(before)
     }
 
+    /// Returns the largest number in the set.
+    pub(super) fn last(&self) -> Option<u64> {
+        let (&page, words) = self.pages.iter().max_by_key(|(page, _)| **page)?;
+        let (index, word) = words.iter().enumerate().rfind(|(_, word)| **word != 0)?;
+        Some((page * PAGE_WORDS as u64 + index as u64) * 64 + u64::from(word.ilog2()))
+    }
+
     /// Removes a number.
     pub(super) fn remove(&mut self, number: u64) {
         let (word, bit) = place(number);
@@ -98,6 +105,7 @@ mod tests {
                 assert_eq!(before & bit != 0, !model.insert(number));
             }
             assert_eq!(bits.contains(number), model.contains(&number));
+            assert_eq!(bits.last(), model.last().copied());
         }
         let pages: BTreeSet<u64> = model.iter().map(|number| number / 4096).collect();
         assert_eq!(bits.pages(), pages.len(), "an empty page is dropped");

@@ -215,7 +215,8 @@ impl Refcounts {
             true => self.geometry.clusters_for(entries as u64 * 8),
             false => 0,
         };
-        let Some(first) = self.free.find(table + count) else {
+        let found = self.free.find(table + count);
+        let Some(first) = found.filter(|&first| first + table + count <= self.limit) else {
             return Ok(None);
         };
         let plan = Plan {

@@ -1,0 +1,255 @@
+//! The look for the place where the file could end.
+//!
+//! With as many clusters in use as there are, the file could end after that many. But something that cannot move may lie
+//! after that place: then what lies before it need not move either. So the clusters in use near the end of the file are
+//! noted in a window, a bit for each, and those that can move are taken out of it, one table after the other. The last one
+//! that remains is the place.
+//!
+//! Invariant: memory is bounded by the window, whatever an image claims. A longer file is compacted in several passes.
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::rc::Rc;
+
+use super::error::Fixed;
+use super::{CompactError, CompactProgress, Compaction, FixedClusters, change, clusters_at, settle};
+use crate::engine::Queue;
+use crate::format::{ClusterUse, HostCluster, HostOffset, L2Mapping};
+use crate::metadata::Blocked;
+
+/// The most clusters that a survey looks at: 8 MiB of bits, twice; 4 TiB of 64 KiB clusters.
+const WINDOW_CLUSTERS: u64 = 1 << 26;
+
+/// The result of a survey.
+#[derive(Debug)]
+pub(super) struct Survey {
+    /// The cluster after the last one in use.
+    pub(super) end: HostCluster,
+    /// What lies from here on can move, and there is room for it before.
+    pub(super) bound: HostCluster,
+    /// The number of clusters in use from the bound on.
+    pub(super) to_move: u64,
+    /// Clusters before the bound that cannot move, although there is room.
+    pub(super) fixed: Vec<FixedClusters>,
+}
+
+/// A bit for each cluster of the window.
+#[derive(Debug)]
+struct Bits {
+    first: HostCluster,
+    words: Vec<u64>,
+}
+
+impl Bits {
+    fn new(first: HostCluster, end: HostCluster) -> Self {
+        let clusters = end.index().saturating_sub(first.index());
+        Self {
+            first,
+            words: vec![0; clusters.div_ceil(64) as usize],
+        }
+    }
+
+    /// Returns the word of a cluster in the window, and its bit there.
+    fn place(&mut self, cluster: HostCluster) -> Option<(&mut u64, u64)> {
+        let index = cluster.index().checked_sub(self.first.index())?;
+        let word = self.words.get_mut((index / 64) as usize)?;
+        Some((word, 1 << (index % 64)))
+    }
+
+    fn set(&mut self, cluster: HostCluster) {
+        if let Some((word, bit)) = self.place(cluster) {
+            *word |= bit;
+        }
+    }
+
+    fn clear(&mut self, cluster: HostCluster) {
+        if let Some((word, bit)) = self.place(cluster) {
+            *word &= !bit;
+        }
+    }
+
+    fn contains(&mut self, cluster: HostCluster) -> bool {
+        self.place(cluster).is_some_and(|(word, bit)| *word & bit != 0)
+    }
+
+    fn count(&self) -> u64 {
+        self.words.iter().map(|word| u64::from(word.count_ones())).sum()
+    }
+
+    /// Returns the clusters in the set, in order.
+    fn clusters(&self) -> impl Iterator<Item = HostCluster> {
+        let words = (0..).zip(&self.words);
+        words.flat_map(|(index, &word)| {
+            let first = self.first + index * 64;
+            (0..64)
+                .filter(move |bit| word >> bit & 1 == 1)
+                .map(move |bit| first + bit)
+        })
+    }
+}
+
+impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
+    /// Looks for the place where the file could end. `None` if the caller stops the compaction.
+    pub(super) async fn survey(&mut self) -> Result<Option<Survey>, CompactError> {
+        let queue = self.queue;
+        settle(queue).await?;
+        let (mut used, mut end) = (0, HostCluster::new(0));
+        for_each_used(queue, HostCluster::new(0), |cluster| {
+            used += 1;
+            end = cluster + 1;
+        })
+        .await?;
+        let window = end.index().saturating_sub(WINDOW_CLUSTERS).max(used);
+        let first = HostCluster::new(window);
+        let mut fixed = Bits::new(first, end);
+        for_each_used(queue, first, |cluster| fixed.set(cluster)).await?;
+        let all = fixed.count();
+        let mut compressed = Bits::new(first, end);
+        if all > 0 {
+            self.clear_tables(&mut fixed)?;
+            if !self.clear_mapped(&mut fixed, &mut compressed).await? {
+                return Ok(None);
+            }
+        }
+        let (bound, fixed) = self.reasons(&fixed, &mut compressed)?;
+        let bound = bound.max(first);
+        let mut to_move = 0;
+        for_each_used(queue, bound, |cluster| to_move += u64::from(cluster < end)).await?;
+        Ok(Some(Survey {
+            end,
+            bound,
+            to_move,
+            fixed,
+        }))
+    }
+
+    /// Takes out of `fixed` the tables of the image that can move.
+    fn clear_tables(&self, fixed: &mut Bits) -> Result<(), CompactError> {
+        let geometry = self.queue.shared.geometry;
+        let header = self.queue.shared.header.decode()?;
+        let metadata = self.queue.metadata()?;
+        for place in [metadata.l1_place, metadata.refcounts.place] {
+            let first = geometry.host_cluster(place.offset);
+            clusters_at(first, place.clusters).for_each(|cluster| fixed.clear(cluster));
+        }
+        for index in 0..metadata.refcounts.table_entries() {
+            if let Some(block) = metadata.refcounts.block_offset(index)? {
+                fixed.clear(geometry.host_cluster(block));
+            }
+        }
+        // Its length is known only when it is read; it is no other's.
+        let snapshots = header.snapshot_table_offset;
+        if header.snapshot_count > 0 {
+            let first = geometry.host_cluster(snapshots);
+            let is_table = |&cluster: &HostCluster| {
+                metadata.refcounts.uses.find(cluster) == Some(ClusterUse::SnapshotTable)
+            };
+            let clusters = first.until(metadata.refcounts.end()).take_while(is_table);
+            clusters.for_each(|cluster| fixed.clear(cluster));
+        }
+        Ok(())
+    }
+
+    /// Takes out of `fixed` what the disk alone maps, and adds compressed data to `compressed`. Returns false if the caller
+    /// stops the compaction.
+    async fn clear_mapped(&mut self, fixed: &mut Bits, compressed: &mut Bits) -> Result<bool, CompactError> {
+        let queue = self.queue;
+        let geometry = queue.shared.geometry;
+        let l1_entries = queue.metadata()?.l1_entries();
+        for l1_index in 0..l1_entries {
+            let (table, slices) = change(queue, |metadata| {
+                let table = metadata.own_table(l1_index)?;
+                Ok::<_, Blocked>((table, metadata.table_slices(l1_index)))
+            })
+            .await?;
+            let Some(table) = table else { continue };
+            fixed.clear(table);
+            for slice in slices.filter(|_| !geometry.has_data_file()) {
+                let mut each = |_, mapping: L2Mapping| match mapping {
+                    L2Mapping::Compressed(extent) => {
+                        let last = geometry.host_cluster(HostOffset::new(extent.end() - 1));
+                        let clusters = geometry.host_cluster(extent.host).until(last + 1);
+                        clusters.for_each(|cluster| compressed.set(cluster));
+                    }
+                    mapping => {
+                        if let Some(host) = mapping.owned() {
+                            fixed.clear(geometry.host_cluster(host));
+                        }
+                    }
+                };
+                change(queue, |metadata| metadata.for_each_mapped(slice, &mut each)).await?;
+            }
+            self.look();
+            if self.is_stopped {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Returns the cluster after the last one that is fixed, and the reasons. What nothing leads to fixes no other: beside
+    /// requests it is mostly what they have dropped, or are writing.
+    fn reasons(
+        &self,
+        fixed: &Bits,
+        compressed: &mut Bits,
+    ) -> Result<(HostCluster, Vec<FixedClusters>), CompactError> {
+        let has_snapshots = self.queue.shared.header.snapshot_count() > 0;
+        let metadata = self.queue.metadata()?;
+        let mut counts: BTreeMap<Fixed, u64> = BTreeMap::new();
+        let mut bound = HostCluster::new(0);
+        for cluster in fixed.clusters() {
+            let reason = match metadata.refcounts.uses.find(cluster) {
+                Some(ClusterUse::SnapshotL1Table | ClusterUse::SnapshotL2Table) => Fixed::Snapshots,
+                Some(ClusterUse::BitmapDirectory | ClusterUse::BitmapTable | ClusterUse::BitmapData) => {
+                    Fixed::Bitmaps
+                }
+                Some(ClusterUse::Header | ClusterUse::EncryptionHeader) => Fixed::Header,
+                _ if compressed.contains(cluster) => Fixed::Compressed,
+                _ if has_snapshots => Fixed::Snapshots,
+                _ => Fixed::Unknown,
+            };
+            *counts.entry(reason).or_default() += 1;
+            if reason != Fixed::Unknown {
+                bound = cluster + 1;
+            }
+        }
+        let counts = counts.into_iter();
+        let counts = counts.map(|(reason, count)| FixedClusters { reason, count });
+        Ok((bound, counts.collect()))
+    }
+}
+
+/// Calls `each` for the clusters in use from `first` on, in order.
+async fn for_each_used(
+    queue: &Rc<Queue>,
+    first: HostCluster,
+    mut each: impl FnMut(HostCluster),
+) -> Result<(), CompactError> {
+    let (from, entries) = {
+        let metadata = queue.metadata()?;
+        (
+            metadata.refcounts.slice_of(first),
+            metadata.refcounts.table_entries(),
+        )
+    };
+    for index in 0..entries {
+        let slices = {
+            let metadata = queue.metadata()?;
+            let has_block = metadata.refcounts.block_offset(index)?.is_some();
+            let slices = metadata.refcounts.block_slices(index);
+            if has_block { slices } else { 0..0 }
+        };
+        for slice in slices.filter(|&slice| slice >= from) {
+            change(queue, |metadata| {
+                metadata.refcounts.for_each_used(slice, |cluster| {
+                    if cluster >= first {
+                        each(cluster);
+                    }
+                })
+            })
+            .await?;
+        }
+    }
+    Ok(())
+}
