@@ -1,4 +1,4 @@
-//! `ringdisk image`: creates, describes, checks and repairs images, and has their snapshots, bitmaps and keys.
+//! `ringdisk image`: creates, describes, checks, repairs and compacts images, and has their snapshots, bitmaps and keys.
 //!
 //! [`qcow::image`] does the work, on plain system calls; this module has the command line, the image locks and
 //! the texts. `info`, and `check` without `--repair`, open the image read-only.
@@ -19,6 +19,7 @@ use crate::ublk::claim::refuse_claimed;
 
 mod bitmap;
 mod check;
+mod compact;
 mod create;
 pub mod create_options;
 mod key;
@@ -38,6 +39,12 @@ pub enum ImageCommand {
     /// Exits with 0 if the image is clean, or clean after the repair; with 1 if it could not be checked; with 2 if it is
     /// corrupt; with 3 if it has leaked clusters but no errors.
     Check(CheckArguments),
+    /// Make the image file shorter: move clusters from its end into free ones nearer its start
+    ///
+    /// The disk stays as it is. An interrupted compaction (SIGINT, SIGTERM) ends after the step under way; the next one goes
+    /// on. A power cut at any instant leaves the image sound, with at most leaked clusters. Clusters that snapshots or
+    /// bitmaps use, and compressed clusters, do not move, and the file is cut after the last of them.
+    Compact(compact::CompactArguments),
     /// Add, list, clear, merge and remove persistent dirty bitmaps of an image
     #[command(subcommand)]
     Bitmap(bitmap::BitmapCommand),
@@ -112,6 +119,7 @@ pub fn run(command: ImageCommand) -> Result<u8, CommandFailure> {
         ImageCommand::Create(arguments) => create::run(&arguments, &mut out)?,
         ImageCommand::Info(arguments) => info(&arguments, &mut out)?,
         ImageCommand::Check(arguments) => check::run(&arguments, &mut out)?,
+        ImageCommand::Compact(arguments) => compact::run(&arguments, &mut out)?,
         ImageCommand::Bitmap(command) => bitmap::run(&command, &mut out)?,
         ImageCommand::Snapshot(command) => snapshot::run(&command, &mut out)?,
         ImageCommand::Key(command) => key::run(&command, &mut out)?,

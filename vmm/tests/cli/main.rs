@@ -2,6 +2,7 @@
 //! tools agree with what it did.
 
 mod bitmaps;
+mod compact;
 mod descriptor;
 mod image_keys;
 mod image_tools;
