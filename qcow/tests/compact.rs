@@ -334,6 +334,23 @@ fn compaction_writes_no_zeros_into_holes() {
     );
 }
 
+/// What a step has left is freed before the next one begins, and the file never becomes longer.
+#[test]
+fn compaction_takes_the_space_of_one_step_more_at_most() {
+    let folder = Folder::new();
+    folder.qemu_create(IMAGE, "cluster_size=64k", "64M");
+    fill(&folder, &options(), Pattern::Start, 1024, 65536);
+    let (most, long) = (space(&folder) + (9 << 20), len(&folder));
+    let mut steps = 0;
+    let compacted = compact_image(&folder.path(IMAGE), None, &CompactOptions::default(), |_| {
+        steps += 1;
+        assert!(space(&folder) <= most, "{} of {most}", space(&folder));
+        assert!(len(&folder) <= long);
+        ControlFlow::Continue(())
+    });
+    assert!(compacted.expect("a compaction").moved_bytes > 30 << 20 && steps > 4);
+}
+
 /// An interrupted compaction leaves a sound image, and the next ones go on with what is left.
 #[test]
 fn interrupted_compactions_add_up_to_a_whole_one() {

@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::{AlignedBuf, Buffer, Disk, IoError, Op, ask};
-use qcow::image::check;
+use qcow::image::{check, rebuild_refcounts};
 use qcow::{CompactError, CompactOptions, Compacted, QcowDisk};
 use simulator::{Profile, SimWorld};
 
@@ -320,6 +320,48 @@ fn compaction_that_fails_at_any_step_loses_nothing() {
         }
     }
     assert!(failures > 10, "{failures}");
+}
+
+/// A repair has put the refcount blocks at the end of the file: they move, and the power may go at any step.
+#[test]
+fn refcount_blocks_move_and_survive_a_cut_at_any_step() {
+    for seed in 0..40 {
+        let bench = bench(seed);
+        let world = bench.close();
+        let cx = world.context(64);
+        let view = world.file(DISK, true).view(&cx).expect("a view");
+        let rebuilt = cx.block_on(rebuild_refcounts(&view));
+        rebuilt.expect("nothing waits for ever").expect("a repair");
+        drop(view);
+        world.settle();
+        let before = world.contents(DISK).len();
+        let (disk, workers) = Workers::open(&world, DISK, &options());
+        let bench = Bench { world, disk, workers };
+        let (cx, disk) = (bench.workers.context(0).clone(), Arc::clone(&bench.disk));
+        let compacted = Slot::default();
+        let (put, own) = (Rc::clone(&compacted), cx.clone());
+        cx.spawn(async move {
+            *put.borrow_mut() = Some(compact(&disk, &own).await);
+        });
+        let random = &mut simulator::Random::new(seed);
+        while compacted.borrow().is_none() {
+            cx.run_ready();
+            cx.ring().turn(false).expect("the ring turns");
+            bench.world.step();
+            if random.one_in(2) {
+                let cut = bench.world.crash_space(DISK).draw(random);
+                let found = content_of_image(&bench.world, &cut.to_bytes());
+                assert_eq!(found, expected(), "seed {seed}");
+                assert_eq!(corruptions(&bench.world, cut), 0, "seed {seed}");
+            }
+        }
+        compacted.take().expect("an answer").expect("a compaction");
+        drop(cx);
+        let world = bench.close();
+        let image = world.contents(DISK).to_bytes();
+        assert_eq!(image.len() as u64, used(&image).1, "seed {seed}");
+        assert!((image.len() as u64) < before, "seed {seed}");
+    }
 }
 
 /// The host has space for so many operations only: the compaction fails, and nothing is lost.
