@@ -26,6 +26,8 @@ use snapshot_content::{content, entries};
 use steps::run_to_end;
 use used_clusters::used;
 
+type BoxFuture<'a> = Pin<Box<dyn Future<Output = Result<(), IoError>> + 'a>>;
+
 /// Compacts the image; one step in `interrupt` ends it early, or none with zero.
 async fn compact(bench: &Bench, interrupt: u64, random: &mut Random) -> Compacted {
     let options = CompactOptions::default();
@@ -71,8 +73,7 @@ fn run(seed: u64) -> u64 {
                 }
                 Ok(())
             };
-            let both: [Pin<Box<dyn Future<Output = Result<(), IoError>>>>; 2] =
-                [Box::pin(compacting), Box::pin(asking)];
+            let both: [BoxFuture<'_>; 2] = [Box::pin(compacting), Box::pin(asking)];
             block::join_all(both).await.expect("nothing that fails");
         };
         let what = format!("seed {seed}, round {round}");

@@ -245,7 +245,7 @@ async fn change<T, B: Into<Blocked>>(
     super::write::change(queue, |metadata| change(metadata).map_err(Into::into)).await
 }
 
-/// Returns the clusters that lie in the file up to the end of a place.
+/// Returns `count` clusters from `first` on.
 fn clusters_at(first: HostCluster, count: u64) -> impl Iterator<Item = HostCluster> {
     first.until(first + count)
 }
