@@ -1,6 +1,5 @@
 //! `ringdisk image compact`: makes the file of an image that is not served shorter.
 
-use std::fmt::Write as _;
 use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -107,7 +106,10 @@ pub(crate) fn describe(compacted: &Compacted) -> String {
         } else {
             "clusters"
         };
-        let _ = write!(text, "{before}{} {plural} {}", clusters.count, clusters.reason);
+        text.push_str(&format!(
+            "{before}{} {plural} {}",
+            clusters.count, clusters.reason
+        ));
     }
     if *is_stopped {
         text.push_str("; interrupted: run it again to go on");
@@ -142,12 +144,12 @@ impl ProgressLine {
         let all = progress.moved_bytes + progress.left_bytes;
         let (moved, all) = (human_short(progress.moved_bytes), human_short(all));
         // A terminal that takes nothing is no reason to fail.
-        let _ = write!(std::io::stderr(), "\r{moved} of {all} moved\x1b[K");
+        write!(std::io::stderr(), "\r{moved} of {all} moved\x1b[K").unwrap_or_default();
     }
 
     fn clear(&mut self) {
         if std::mem::take(&mut self.is_shown) {
-            let _ = write!(std::io::stderr(), "\r\x1b[K");
+            write!(std::io::stderr(), "\r\x1b[K").unwrap_or_default();
         }
     }
 }
