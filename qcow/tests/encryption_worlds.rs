@@ -18,9 +18,12 @@ use simulator::{Profile, Random, SimImage, SimWorld};
 
 #[path = "common/closing.rs"]
 mod closing;
+#[path = "common/sectors.rs"]
+mod sectors;
 #[path = "common/steps.rs"]
 mod steps;
 
+use sectors::{Sectors, assert_values, certain, content};
 use steps::run_to_end;
 
 const DISK: &str = "disk";
@@ -35,7 +38,7 @@ struct Bench {
     /// The content as the guest knows it, a byte for each sector.
     known: RefCell<Vec<u8>>,
     /// The contents that a cut may leave.
-    durable: RefCell<Vec<Vec<u8>>>,
+    durable: RefCell<Sectors>,
 }
 
 fn secret() -> Secret {
@@ -99,7 +102,7 @@ impl Bench {
             .map(|at| if at < backed { 0xBB } else { 0 })
             .collect();
         Self {
-            durable: RefCell::new(known.iter().map(|&byte| vec![byte]).collect()),
+            durable: RefCell::new(certain(&known)),
             known: RefCell::new(known),
             cluster_sectors: (1 << cluster_bits) / 512,
             world,
@@ -110,7 +113,7 @@ impl Bench {
     }
 
     fn flushed(&self) {
-        *self.durable.borrow_mut() = self.known.borrow().iter().map(|&byte| vec![byte]).collect();
+        *self.durable.borrow_mut() = certain(&self.known.borrow());
     }
 
     /// One request of the guest, answered.
@@ -172,42 +175,6 @@ impl Bench {
     }
 }
 
-/// Reads the whole disk; a byte for each sector, which is full of it.
-fn content(world: &SimWorld, cx: &Context, what: &str) -> Vec<u8> {
-    let bytes = cx.block_on(async {
-        let disk = QcowDisk::open_on(cx, world, Path::new(DISK), &options(true)).await;
-        let disk = disk.unwrap_or_else(|error| panic!("{what}: {error:?}"));
-        let size = disk.info().size_bytes;
-        let queue = disk.open_queue(cx).expect("a queue");
-        let buffer = AlignedBuf::zeroed(size as usize).into();
-        let read = ask(&*queue, Op::Read, 0, size, buffer).await;
-        let read = read.unwrap_or_else(|error| panic!("{what}: {error}"));
-        read.into_owned().expect("our own buffer").to_vec()
-    });
-    sectors(&bytes.expect("nothing waits for ever"), what)
-}
-
-fn sectors(bytes: &[u8], what: &str) -> Vec<u8> {
-    let each = bytes.chunks_exact(512).enumerate();
-    each.map(|(at, sector)| {
-        assert!(
-            sector.iter().all(|&byte| byte == sector[0]),
-            "{what}: sector {at} is torn"
-        );
-        sector[0]
-    })
-    .collect()
-}
-
-fn assert_values(found: &[u8], durable: &[Vec<u8>], what: &str) {
-    for (sector, (byte, values)) in found.iter().zip(durable).enumerate() {
-        assert!(
-            values.contains(byte),
-            "{what}: sector {sector} has {byte:#x}, expected one of {values:x?}"
-        );
-    }
-}
-
 /// A world to look at what a cut leaves.
 struct Judge {
     world: SimWorld,
@@ -229,7 +196,7 @@ impl Judge {
         let report = self.cx.block_on(check(&view)).expect("it turns");
         let report = report.expect("a check");
         assert_eq!(report.corruptions, 0, "{what}: {:?}", report.findings);
-        let found = content(&self.world, &self.cx, what);
+        let found = content(&self.world, &self.cx, DISK, &options(true), what);
         let durable = bench.durable.borrow();
         assert_values(&found, &durable, what);
     }
@@ -269,7 +236,7 @@ fn run(seed: u64) {
     let what = format!("seed {seed}");
     closing::close(&world, &cx, &disk, DISK, &what);
     let known = known.into_inner();
-    assert_eq!(content(&world, &cx, &what), known, "{what}");
+    assert_eq!(content(&world, &cx, DISK, &options(true), &what), known, "{what}");
 }
 
 #[test]

@@ -10,36 +10,15 @@ use block::ring::RingKind;
 use block::{Context, Disk, IoError};
 use common::{Folder, Lane, assert_same, close, open, patch, u32_at, u64_at};
 use qcow::format::SnapshotEntry;
-use qcow::{DiskSize, OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
+use qcow::{DiskSize, OpenOptions, SnapshotError, SnapshotSelector};
 use snapshot_shapes::{
-    IMAGE, apply, apply_on, change, create, create_on, delete, name, options, qemu_reads, shapes,
+    IMAGE, apply, apply_on, change, create, create_on, delete, look, name, options, shapes, whole,
 };
 
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
 fn id(text: &str) -> SnapshotSelector {
     SnapshotSelector::Id(text.to_owned())
-}
-
-fn whole(disk: &std::sync::Arc<QcowDisk>) -> Vec<u8> {
-    let lane = Lane::new(disk, RingKind::Syscalls);
-    let bytes = lane.read(0, disk.info().size_bytes);
-    lane.settle();
-    bytes
-}
-
-/// The disk and the snapshots of `IMAGE` are these, for QEMU too, and nothing is wrong or leaked.
-#[track_caller]
-fn look(folder: &Folder, active: &[u8], snapshots: &[(&str, &[u8])], what: &str) {
-    folder.assert_flawless(IMAGE, false);
-    assert_same(&folder.qemu_reads(IMAGE), active, what);
-    for (snapshot, bytes) in snapshots {
-        let what = format!("{what}: {snapshot}");
-        assert_same(&qemu_reads(folder, snapshot), bytes, &what);
-    }
-    let disk = open(&folder.path(IMAGE), &options());
-    assert_same(&whole(&disk), active, what);
-    close(disk);
 }
 
 #[test]

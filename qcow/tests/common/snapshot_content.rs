@@ -1,5 +1,7 @@
 //! The content of snapshots in the simulated world, found by the few lines that know their table.
 
+#![allow(dead_code, reason = "each test uses its part of this module")]
+
 use std::path::Path;
 use std::sync::Arc;
 

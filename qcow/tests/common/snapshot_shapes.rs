@@ -3,12 +3,14 @@
 #![allow(dead_code, reason = "each test uses its part of this module")]
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
-use block::Context;
+use block::ring::RingKind;
+use block::{Context, Disk};
 use qcow::{DiskSize, OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
 
-use crate::common::{Folder, Lane};
+use crate::common::{Folder, Lane, assert_same, close, open};
 
 pub(crate) const IMAGE: &str = "disk.qcow2";
 /// The second of a snapshot, to find it in QEMU's list.
@@ -87,12 +89,34 @@ pub(crate) fn qemu_reads(folder: &Folder, snapshot: &str) -> Vec<u8> {
     std::fs::read(folder.path("snapshot.raw")).expect("what qemu-img wrote")
 }
 
+/// The whole disk.
+pub(crate) fn whole(disk: &Arc<QcowDisk>) -> Vec<u8> {
+    let lane = Lane::new(disk, RingKind::Syscalls);
+    let bytes = lane.read(0, disk.info().size_bytes);
+    lane.settle();
+    bytes
+}
+
+/// The disk and the snapshots of `IMAGE` are these, for QEMU too, and nothing is wrong or leaked.
+#[track_caller]
+pub(crate) fn look(folder: &Folder, active: &[u8], snapshots: &[(&str, &[u8])], what: &str) {
+    folder.assert_flawless(IMAGE, false);
+    assert_same(&folder.qemu_reads(IMAGE), active, what);
+    for (snapshot, bytes) in snapshots {
+        let what = format!("{what}: {snapshot}");
+        assert_same(&qemu_reads(folder, snapshot), bytes, &what);
+    }
+    let disk = open(&folder.path(IMAGE), &options());
+    assert_same(&whole(&disk), active, what);
+    close(disk);
+}
+
 /// An image of some shape, with data, compressed and zero clusters.
 pub(crate) struct Shape {
     pub(crate) cluster: u64,
     pub(crate) bits: u32,
     backing: bool,
-    compat: &'static str,
+    pub(crate) compat: &'static str,
 }
 
 impl Shape {
