@@ -51,6 +51,6 @@ mod metadata;
 
 pub use engine::{
     BitmapChange, BitmapsError, CompactError, CompactOptions, CompactProgress, Compacted, DiskSize, Fixed,
-    FixedClusters, MappingReader, QcowDisk, SnapshotError, SnapshotSelector,
+    FixedClusters, MappingReader, QcowDisk, ShrinkError, SnapshotError, SnapshotSelector,
 };
 pub use image::{OpenError, OpenOptions, Qcow2};

@@ -112,6 +112,32 @@ fn growth_marks_all_bitmaps() {
     assert!(!is_unknown_set(&path));
 }
 
+/// A bitmap of another size than the disk's is one that QEMU refuses, unless it is in use.
+#[test]
+fn shrink_marks_all_bitmaps_and_a_refused_one_none() {
+    let folder = Folder::new();
+    let path = image(&folder);
+    let disk = open(&path, &OpenOptions::default());
+    let cx = Context::syscalls();
+    let refused = cx.block_on(disk.shrink(&cx, 2 << 20)).expect("the ring turns");
+    refused.expect_err("it is larger");
+    close(disk);
+    assert!(is_unknown_set(&path), "nothing was written");
+    assert_eq!(flags(&folder), [r#"["auto"]"#, "[]"]);
+    let disk = open(&path, &OpenOptions::default());
+    let shrunk = cx.block_on(disk.shrink(&cx, 100 << 10)).expect("the ring turns");
+    shrunk.expect("a smaller disk");
+    close(disk);
+    assert_eq!(flags(&folder), [IN_USE, r#"["in-use"]"#]);
+    folder.assert_flawless("disk.qcow2", false);
+    assert!(!is_unknown_set(&path));
+    folder.qemu_io("qcow2", "disk.qcow2", &["read -P 1 0 64k", "write -P 2 0 64k"]);
+    for name in ["recording", "disabled"] {
+        folder.qemu_img(&["bitmap", "--remove", "disk.qcow2", name]);
+    }
+    folder.assert_flawless("disk.qcow2", false);
+}
+
 /// After any power cut, a bitmap is marked out of date if a byte of the guest's has changed, and the unknown bit is clear.
 #[test]
 fn power_cut_leaves_no_change_unknown_to_bitmaps() {

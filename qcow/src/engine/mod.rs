@@ -29,6 +29,7 @@ mod read;
 mod reader;
 mod reclaim;
 mod room;
+mod shrink;
 mod snapshots;
 mod space;
 mod status;
@@ -61,6 +62,7 @@ use flush::Rounds;
 pub(crate) use queue::Queue;
 pub use reader::MappingReader;
 use reclaim::Freeing;
+pub use shrink::ShrinkError;
 pub use snapshots::{DiskSize, SnapshotError, SnapshotSelector};
 
 /// The image below this one.

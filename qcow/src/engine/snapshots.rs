@@ -14,7 +14,7 @@
 
 mod apply;
 mod delete;
-mod error;
+pub(super) mod error;
 mod kept;
 
 use std::rc::Rc;
@@ -114,7 +114,10 @@ impl QcowDisk {
     }
 }
 
-async fn read_entries(queue: &Queue, header: &Header) -> Result<Vec<SnapshotEntry>, SnapshotTableError> {
+pub(super) async fn read_entries(
+    queue: &Queue,
+    header: &Header,
+) -> Result<Vec<SnapshotEntry>, SnapshotTableError> {
     let mut entries = Vec::new();
     let file_len = queue.file.len().map_err(ReadError::Length)?;
     for_each_snapshot(&queue.file, header, file_len, |_, entry| entries.push(entry)).await?;
@@ -194,15 +197,15 @@ async fn create(queue: &Rc<Queue>, name: &str, date: SystemTime) -> Result<Strin
 }
 
 /// An operation that runs alone, and the next state of the metadata.
-struct Operation<'a> {
-    queue: &'a Rc<Queue>,
-    switch: Switch<'a>,
-    geometry: Geometry,
+pub(super) struct Operation<'a> {
+    pub(super) queue: &'a Rc<Queue>,
+    pub(super) switch: Switch<'a>,
+    pub(super) geometry: Geometry,
 }
 
 impl Operation<'_> {
     /// Returns the L2 tables of the disk, with their indices.
-    fn tables(&self) -> Result<Vec<(usize, L2TableRef)>, SnapshotError> {
+    pub(super) fn tables(&self) -> Result<Vec<(usize, L2TableRef)>, SnapshotError> {
         let metadata = &self.switch.next;
         let mut tables = Vec::new();
         for index in 0..metadata.l1_entries() {
@@ -218,7 +221,7 @@ impl Operation<'_> {
     }
 
     /// Fails if so many L2 tables are more than an operation reads.
-    fn bound(&self, tables: usize) -> Result<(), SnapshotError> {
+    pub(super) fn bound(&self, tables: usize) -> Result<(), SnapshotError> {
         let bytes = tables as u64 * self.geometry.cluster_size();
         if bytes > L2_TABLES_BYTES_MAX {
             return Err(SnapshotError::TooManyTables { bytes });
@@ -232,7 +235,12 @@ impl Operation<'_> {
     }
 
     /// Marks the image corrupt and returns the error.
-    fn damaged(&self, what: ClusterUse, offset: HostOffset, reason: &dyn ToString) -> SnapshotError {
+    pub(super) fn damaged(
+        &self,
+        what: ClusterUse,
+        offset: HostOffset,
+        reason: &dyn ToString,
+    ) -> SnapshotError {
         corrupt::mark(self.queue);
         SnapshotError::Damaged {
             what,
@@ -242,7 +250,7 @@ impl Operation<'_> {
     }
 
     /// Returns the host clusters that the entries of an L2 table refer to, once for each reference, as ranges.
-    fn data_of(
+    pub(super) fn data_of(
         &self,
         at: HostOffset,
         table: &[u8],
@@ -302,7 +310,7 @@ impl Operation<'_> {
         Ok(())
     }
 
-    async fn lower(
+    pub(super) async fn lower(
         &mut self,
         (first, end): (HostCluster, HostCluster),
         known: impl Fn(ClusterUse) -> bool,
@@ -320,12 +328,15 @@ impl Operation<'_> {
     }
 
     /// Returns the contents of L2 tables.
-    async fn read(&self, tables: &[(usize, L2TableRef)]) -> Result<Vec<AlignedBuf>, SnapshotError> {
+    pub(super) async fn read(
+        &self,
+        tables: &[(usize, L2TableRef)],
+    ) -> Result<Vec<AlignedBuf>, SnapshotError> {
         let places: Vec<HostOffset> = tables.iter().map(|(_, table)| table.host).collect();
         Ok(self.switch.read_clusters(&places).await?)
     }
 
-    fn cluster_at(&self, offset: HostOffset) -> (HostCluster, HostCluster) {
+    pub(super) fn cluster_at(&self, offset: HostOffset) -> (HostCluster, HostCluster) {
         let cluster = self.geometry.host_cluster(offset);
         (cluster, cluster + 1)
     }
@@ -428,17 +439,22 @@ impl Operation<'_> {
     }
 
     /// Gives up one reference to each of these L2 tables and to what they lead to.
-    async fn lower_tables(&mut self, tables: &[(usize, L2TableRef)]) -> Result<(), SnapshotError> {
+    pub(super) async fn lower_tables(&mut self, tables: &[(usize, L2TableRef)]) -> Result<(), SnapshotError> {
         for some in tables.chunks(self.switch.tables_at_once()) {
             for (&(_, table), bytes) in some.iter().zip(self.read(some).await?) {
                 for range in self.data_of(table.host, &bytes)? {
                     self.lower(range, |_| false).await?;
                 }
-                let is_table = |found| matches!(found, ClusterUse::L2Table | ClusterUse::SnapshotL2Table);
-                self.lower(self.cluster_at(table.host), is_table).await?;
+                self.lower_table(table).await?;
             }
         }
         Ok(())
+    }
+
+    /// Gives up one reference to an L2 table.
+    pub(super) async fn lower_table(&mut self, table: L2TableRef) -> Result<(), SnapshotError> {
+        let is_table = |found| matches!(found, ClusterUse::L2Table | ClusterUse::SnapshotL2Table);
+        self.lower(self.cluster_at(table.host), is_table).await
     }
 
     async fn count(&mut self, cluster: HostCluster) -> Result<u64, SnapshotError> {

@@ -155,6 +155,12 @@ impl<'a> Switch<'a> {
         Ok(self.next.geometry().host_offset(cluster))
     }
 
+    /// Takes a cluster for data of the next state.
+    pub(super) async fn new_data_cluster(&mut self) -> Result<HostOffset, Stopped> {
+        let cluster = self.step(|next, _| Ok(next.refcounts.allocate(1)?.first)).await?;
+        Ok(self.next.geometry().host_offset(cluster))
+    }
+
     /// Writes a table of several clusters, and returns its place.
     pub(super) async fn new_table(
         &mut self,

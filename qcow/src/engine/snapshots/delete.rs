@@ -7,7 +7,6 @@ use super::{Operation, SnapshotSelector, encode, read_entries};
 use crate::engine::switch::Switch;
 use crate::engine::{Queue, exclusive};
 use crate::format::l1::L1_ENTRY_SIZE;
-use crate::format::references::Entry;
 use crate::format::{ClusterUse, L1Entry, L2Entry, L2Table, L2TableMut, L2TableRef, SnapshotEntry};
 
 pub(super) async fn delete(queue: &Rc<Queue>, selector: &SnapshotSelector) -> Result<(), SnapshotError> {
@@ -69,13 +68,8 @@ impl Operation<'_> {
         let mut changed = Vec::new();
         for some in tables.chunks(self.switch.tables_at_once()) {
             for (&(index, table), bytes) in some.iter().zip(self.read(some).await?) {
-                let (old, end) = self.cluster_at(table.host);
-                self.check_kept(old.until(end))?;
-                for entry in L2Table::new(&bytes, &self.geometry).iter() {
-                    if let Some(data) = entry.referred(&self.geometry).reference {
-                        self.check_kept(data.clusters(&self.geometry))?;
-                    }
-                }
+                self.check_kept_table(table.host, &bytes)?;
+                let old = self.geometry.host_cluster(table.host);
                 if self.count(old).await? == 1
                     && (!table.copied || self.claim_data(&mut bytes.to_vec()).await?)
                 {

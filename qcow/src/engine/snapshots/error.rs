@@ -141,8 +141,8 @@ pub enum SnapshotError {
     },
     /// The tables to follow are more than an operation reads.
     #[error(
-        "the L2 tables to read have {bytes} bytes; expected at most {L2_TABLES_BYTES_MAX} while requests wait; use `qemu-img \
-         snapshot` on the closed image"
+        "the L2 tables to read have {bytes} bytes; expected at most {L2_TABLES_BYTES_MAX} while requests wait; use QEMU's \
+         tools on the closed image"
     )]
     TooManyTables {
         /// Their length, in bytes.
@@ -151,8 +151,8 @@ pub enum SnapshotError {
     /// The counts to look at are more than an operation keeps in memory.
     #[error(
         "the refcount block that counts the cluster at {offset:#x} is one more than an operation has memory for, which is \
-         {COUNTS_BYTES_MAX} bytes of them for what entries lead to and {SEARCH_BYTES_MAX} to find free clusters; use `qemu-img \
-         snapshot` on the closed image"
+         {COUNTS_BYTES_MAX} bytes of them for what entries lead to and {SEARCH_BYTES_MAX} to find free clusters; use QEMU's \
+         tools on the closed image"
     )]
     TooManyCounts {
         /// The offset of a cluster that the block counts, in bytes.
@@ -160,7 +160,7 @@ pub enum SnapshotError {
     },
     /// The clusters to free lie in more places than an operation keeps in memory.
     #[error(
-        "the clusters to free up to {offset:#x} lie in more places than an operation has memory for; use `qemu-img snapshot` on \
+        "the clusters to free up to {offset:#x} lie in more places than an operation has memory for; use QEMU's tools on \
          the closed image"
     )]
     TooScattered {

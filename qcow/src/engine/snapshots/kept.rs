@@ -23,10 +23,31 @@ impl Operation<'_> {
         }
     }
 
+    /// Fails if an L2 table that stays, or a cluster that its `bytes` lead to, is released all the same.
+    pub(in crate::engine) fn check_kept_table(
+        &self,
+        host: HostOffset,
+        bytes: &[u8],
+    ) -> Result<(), SnapshotError> {
+        let (first, end) = self.cluster_at(host);
+        self.check_kept(first.until(end))?;
+        self.check_kept_data(bytes)
+    }
+
+    /// Fails if a cluster that the entries of an L2 table lead to is released all the same.
+    pub(in crate::engine) fn check_kept_data(&self, table: &[u8]) -> Result<(), SnapshotError> {
+        for entry in L2Table::new(table, &self.geometry).iter() {
+            if let Some(data) = entry.referred(&self.geometry).reference {
+                self.check_kept(data.clusters(&self.geometry))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Fails if something that `others` lead to is released: their L2 tables, and, of those at the indices `nearest`, what
     /// these lead to, as far as an operation that reads `followed` tables besides may read them. What is damaged is left out:
     /// the operation is not about it.
-    pub(super) async fn check_others(
+    pub(in crate::engine) async fn check_others(
         &self,
         others: &[SnapshotEntry],
         nearest: impl Iterator<Item = usize>,
