@@ -1,4 +1,4 @@
-//! `ringdisk image`: creates, describes, checks, repairs and compacts images, and has their snapshots, bitmaps and keys.
+//! `ringdisk image`: creates, describes, checks, repairs, resizes and compacts images, and has their snapshots, bitmaps and keys.
 //!
 //! [`qcow::image`] does the work, on plain system calls; this module has the command line, the image locks and
 //! the texts. `info`, and `check` without `--repair`, open the image read-only.
@@ -23,6 +23,7 @@ mod compact;
 mod create;
 pub mod create_options;
 mod key;
+mod resize;
 mod snapshot;
 pub mod text;
 
@@ -48,6 +49,11 @@ pub enum ImageCommand {
     /// Add, list, clear, merge and remove persistent dirty bitmaps of an image
     #[command(subcommand)]
     Bitmap(bitmap::BitmapCommand),
+    /// Make the disk in an image larger or smaller
+    ///
+    /// A new part reads as zeros. A power cut leaves the disk with its old size or its new one, whole, and at most leaked clusters.
+    /// Persistent bitmaps are marked as out of date. Internal snapshots keep their sizes.
+    Resize(resize::ResizeArguments),
     /// Create, list, apply and delete internal snapshots of an image
     #[command(subcommand)]
     Snapshot(snapshot::SnapshotCommand),
@@ -121,6 +127,7 @@ pub fn run(command: ImageCommand) -> Result<u8, CommandFailure> {
         ImageCommand::Check(arguments) => check::run(&arguments, &mut out)?,
         ImageCommand::Compact(arguments) => compact::run(&arguments, &mut out)?,
         ImageCommand::Bitmap(command) => bitmap::run(&command, &mut out)?,
+        ImageCommand::Resize(arguments) => resize::run(&arguments)?,
         ImageCommand::Snapshot(command) => snapshot::run(&command, &mut out)?,
         ImageCommand::Key(command) => key::run(&command, &mut out)?,
     };

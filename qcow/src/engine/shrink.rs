@@ -75,6 +75,11 @@ impl QcowDisk {
         shrink(&queue, size_bytes).await
     }
 
+    /// Returns true if the image has internal snapshots.
+    pub(crate) fn has_snapshots(&self) -> bool {
+        self.shared.header.snapshot_count() > 0
+    }
+
     /// Returns the number of bytes, from the guest's byte `offset` on, that the image or its data file has as data: what a
     /// shrink to that size gives up. Reads all L2 tables from there on.
     ///

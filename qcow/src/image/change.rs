@@ -1,9 +1,9 @@
-//! Changes of an image that is not served, by the engine, which opens and closes it for that. The backing file is not
-//! opened.
+//! Changes of an image that is not served, by the engine, which opens and closes it for that.
 
 use std::path::Path;
 use std::sync::Arc;
 
+use block::file::HostFiles;
 use block::ring::RingKind;
 use block::{Context, Disk, IoError};
 
@@ -30,7 +30,7 @@ pub enum ChangeError<E: std::error::Error + 'static> {
     Wait(#[source] std::io::Error),
 }
 
-/// Opens the image at `path`, carries out `work`, and closes the image.
+/// Opens the image at `path` without its backing file, carries out `work`, and closes the image.
 pub(super) fn change_image<T, E: std::error::Error + 'static>(
     path: &Path,
     work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
@@ -44,11 +44,27 @@ pub(super) fn change_image_with<T, E: std::error::Error + 'static>(
     options: &OpenOptions,
     work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
 ) -> Result<T, ChangeError<E>> {
+    let open = async |cx: &Context| open_without_backing(cx, path, options).await;
+    open_change_close(open, work)
+}
+
+/// As [`change_image_with`], with the files that the image names, as far as the options allow them.
+pub(super) fn change_chain<T, E: std::error::Error + 'static>(
+    path: &Path,
+    options: &OpenOptions,
+    work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
+) -> Result<T, ChangeError<E>> {
+    let open = async |cx: &Context| QcowDisk::open_on(cx, &HostFiles, path, options).await;
+    open_change_close(open, work)
+}
+
+fn open_change_close<T, E: std::error::Error + 'static>(
+    open: impl AsyncFnOnce(&Context) -> Result<Arc<QcowDisk>, OpenError>,
+    work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
+) -> Result<T, ChangeError<E>> {
     let cx = Context::new(RingKind::Syscalls, 64).map_err(|error| ChangeError::Wait(error.into()))?;
     let run = async {
-        let disk = open_without_backing(&cx, path, options)
-            .await
-            .map_err(ChangeError::Open)?;
+        let disk = open(&cx).await.map_err(ChangeError::Open)?;
         let result = work(&disk, &cx).await;
         let closed = Arc::clone(&disk).close(&cx).await;
         let value = result.map_err(ChangeError::Change)?;

@@ -5,7 +5,8 @@
 //!
 //! Invariants:
 //! - an image is untrusted, so memory and time are bounded by the file's length, never by a number in it;
-//! - only `create`, `repair` and `keys` write; `overlay` has `create` write, `snapshots`, `bitmaps` and `compact` the engine.
+//! - only `create`, `repair` and `keys` write; `overlay` has `create` write, `snapshots`, `bitmaps`, `resize` and `compact` the
+//!   engine.
 
 pub mod bitmaps;
 mod change;
@@ -22,6 +23,7 @@ mod overlay;
 pub mod read;
 pub(crate) mod references;
 pub mod repair;
+pub mod resize;
 pub mod snapshots;
 mod sound;
 
@@ -35,6 +37,7 @@ pub use keys::{KeysError, add_key, list_keys, remove_key};
 pub use open::{ImageError, OpenError, OpenOptions, Qcow2, StructureError, backing_path};
 pub use read::{Located, ReadError, read_header};
 pub use repair::{RepairError, RepairReport, RepairScope, rebuild_refcounts, repair};
+pub use resize::{NewSize, ResizeError, ResizeOptions, resize};
 pub use snapshots::{ChangeSnapshotsError, apply_snapshot, create_snapshot, delete_snapshot};
 pub use sound::UnsoundError;
 

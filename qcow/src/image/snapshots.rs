@@ -87,12 +87,17 @@ pub(crate) fn disk_size(
     geometry: &Geometry,
 ) -> Result<u64, SnapshotError> {
     let bytes = snapshot.disk_size().unwrap_or(now);
-    let most = (L1_TABLE_MAX_BYTES / L1_ENTRY_SIZE).saturating_mul(geometry.l2_table_span());
-    let most = most.min(FILE_OFFSET_MAX);
+    let most = disk_size_max(geometry);
     match bytes <= most {
         true => Ok(bytes),
         false => Err(SnapshotError::DiskTooLarge { bytes, most }),
     }
+}
+
+/// Returns the size in bytes of the largest disk that an L1 table maps.
+pub(super) fn disk_size_max(geometry: &Geometry) -> u64 {
+    let most = (L1_TABLE_MAX_BYTES / L1_ENTRY_SIZE).saturating_mul(geometry.l2_table_span());
+    most.min(FILE_OFFSET_MAX)
 }
 
 /// Finds a snapshot and returns the header with the snapshot's L1 table and size in place of the disk's. The L1 table may

@@ -11,6 +11,7 @@ mod limits;
 mod machine;
 mod overlay;
 mod packaging;
+mod resize;
 mod run;
 mod snapshots;
 mod terminal;
