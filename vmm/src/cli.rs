@@ -160,12 +160,15 @@ enum CtlRequest {
     Pause,
     /// Resume the guest
     Resume,
-    /// Make a disk larger
+    /// Make a disk larger, or smaller with --force
     DiskResize {
         /// The disk's id or, without one, its path
         id: String,
         /// New size, such as 20G
         size: String,
+        /// Let the disk become smaller; what lies past its new end is lost, and the guest gets I/O errors there
+        #[arg(long)]
+        force: bool,
     },
     /// Add a disk to the machine
     #[command(after_help = machine_keys_help())]
@@ -352,10 +355,10 @@ fn ctl_request(request: CtlRequest) -> Result<Request, CommandFailure> {
         CtlRequest::Info => Request::Info {},
         CtlRequest::Pause => Request::Pause {},
         CtlRequest::Resume => Request::Resume {},
-        CtlRequest::DiskResize { id, size } => {
+        CtlRequest::DiskResize { id, size, force } => {
             let bytes = size::parse_bytes(&size);
             let size = bytes.map_err(|error| CommandFailure::Usage(error.to_string()))?;
-            Request::DiskResize { id, size }
+            Request::DiskResize { id, size, force }
         }
         CtlRequest::DiskAdd { disk } => Request::DiskAdd {
             disk: DiskKeys::parse(&disk)?,

@@ -44,6 +44,7 @@ pub mod run;
 pub mod sandbox;
 mod sd_notify;
 pub mod secret_file;
+mod shrink;
 pub mod signals;
 pub mod size;
 mod snapshots;

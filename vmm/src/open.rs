@@ -20,9 +20,10 @@ use block::raw::Raw;
 use block::ring::RingKind;
 use block::throttle::{Limiter, ThrottledDisk};
 use block::{Context, Disk, IoError};
-use qcow::{OpenOptions, Qcow2, QcowDisk};
+use qcow::{OpenOptions, Qcow2, QcowDisk, SnapshotError};
 
 use crate::disk_config::{DiskConfig, ImageType, WriteErrors};
+use crate::error::chain;
 use crate::secret_file::{SecretFile, SecretFileError};
 use crate::ublk::claim::{ClaimError, refuse_claimed};
 
@@ -114,6 +115,24 @@ impl OpenedImage {
         let _disk = self.disk.upgrade()?;
         let qcow = self.qcow.upgrade()?;
         Some(work(&qcow))
+    }
+
+    /// Has the image's engine do something on the calling thread, with plain system calls: the workers of the disk go on.
+    ///
+    /// # Errors
+    ///
+    /// The error as one sentence.
+    pub(crate) fn run<T, E: std::error::Error + 'static>(
+        &self,
+        work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
+    ) -> Result<T, String> {
+        let done = self.with(|disk| -> Result<T, String> {
+            let cx = Context::new(RingKind::Syscalls, 64).map_err(|error| chain(&error))?;
+            let done = cx.block_on(work(disk, &cx));
+            done.map_err(|error| format!("cannot wait for I/O: {error}"))?
+                .map_err(|error| chain(&error))
+        });
+        done.unwrap_or_else(|| Err(chain(&SnapshotError::Closed)))
     }
 }
 

@@ -97,13 +97,7 @@ impl Desk {
                 machine.resume();
                 Ok(json!({"state": "running"}))
             }),
-            Request::DiskResize { id, size } => self.with(|machine| {
-                let slot = self.disks.find(&id, |slot, _| slot)?;
-                let grown = machine.resize(slot, size);
-                let size =
-                    grown.map_err(|error| format!("cannot resize disk {id} to {size} bytes: {error}"))?;
-                Ok(json!({ "id": id, "size": size }))
-            }),
+            Request::DiskResize { id, size, force } => self.resize(&id, size, force),
             Request::DiskAdd { disk } => self.add(&disk),
             Request::DiskRemove { id } => self.remove(&id),
             Request::SnapshotCreate { id, name } => self.snapshots(&id)?.create(&name),
@@ -114,6 +108,23 @@ impl Desk {
                 Err("a machine has no devices to hand over".to_owned())
             }
         }
+    }
+
+    /// Makes a disk larger or, with `force`, smaller, and notifies the guest.
+    fn resize(&self, id: &str, size: u64, force: bool) -> Result<Value, String> {
+        let failed = |error: String| format!("cannot resize disk {id} to {size} bytes: {error}");
+        self.with(|_| Ok(()))?;
+        let target = self.disks.find(id, |_, disk| disk.shrink_target())?;
+        if let Some(target) = target {
+            target.shrink_to(size, force).map_err(failed)?;
+        }
+        self.with(|machine| {
+            let slot = self.disks.find(id, |slot, _| slot)?;
+            let size = machine
+                .resize(slot, size)
+                .map_err(|error| failed(error.to_string()))?;
+            Ok(json!({ "id": id, "size": size }))
+        })
     }
 
     /// Adds a disk to the machine. If that fails all is as it was.

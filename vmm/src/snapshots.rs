@@ -9,12 +9,10 @@
 use std::time::SystemTime;
 
 use block::Context;
-use block::ring::RingKind;
 use qcow::image::SnapshotList;
 use qcow::{DiskSize, QcowDisk, SnapshotError, SnapshotSelector};
 use serde_json::{Value, json};
 
-use crate::error::chain;
 use crate::open::{OpenedDisk, OpenedImage};
 
 /// The reason that a snapshot is not applied to a disk that may be in use, and what to do instead.
@@ -110,14 +108,7 @@ impl ServedSnapshots {
         action: &str,
         work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, SnapshotError>,
     ) -> Result<T, String> {
-        let failed = |why: String| format!("{action} {}: {why}", self.disk);
-        let done = self.image.with(|disk| -> Result<T, String> {
-            let cx = Context::new(RingKind::Syscalls, 64).map_err(|error| chain(&error))?;
-            let done = cx.block_on(work(disk, &cx));
-            done.map_err(|error| format!("cannot wait for I/O: {error}"))?
-                .map_err(|error| chain(&error))
-        });
-        done.unwrap_or_else(|| Err(chain(&SnapshotError::Closed)))
-            .map_err(failed)
+        let done = self.image.run(work);
+        done.map_err(|why| format!("{action} {}: {why}", self.disk))
     }
 }

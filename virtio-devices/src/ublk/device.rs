@@ -222,13 +222,19 @@ impl UblkDevice {
         self.queues.iter().all(|queue| queue.state.tags() == 0)
     }
 
-    /// Makes the disk larger, and then the device.
+    /// Returns true if the driver can change the size of a device that is served.
+    #[must_use]
+    pub fn can_resize(&self) -> bool {
+        self.info.flags().contains(Flags::UPDATE_SIZE)
+    }
+
+    /// Makes the disk larger, and then the device as large as the disk, which may have become smaller.
     ///
     /// # Errors
     ///
     /// [`ResizeError`].
     pub fn resize(&self, control: &mut Control, size_bytes: u64) -> Result<u64, ResizeError> {
-        if !self.info.flags().contains(Flags::UPDATE_SIZE) {
+        if !self.can_resize() {
             return Err(ResizeError::Unsupported);
         }
         let disk = Arc::clone(&self.disk);

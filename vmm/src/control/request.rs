@@ -22,12 +22,15 @@ pub enum Request {
     Pause {},
     /// Resumes the guest.
     Resume {},
-    /// Make a disk larger.
+    /// Make a disk larger or smaller.
     DiskResize {
-        /// The disk, by its id or, without one, its path.
+        /// The disk, by its id or, without one, its path; the number of a block device.
         id: String,
         /// Its new size in bytes.
         size: u64,
+        /// True if it may become smaller: the caller knows that nobody uses what lies past its new end.
+        #[serde(default)]
+        force: bool,
     },
     /// Add a disk.
     DiskAdd {

@@ -24,7 +24,7 @@ fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
         Request::Resume {} => Ok(Value::Null),
         // As a panic is, and without its noise.
         Request::DiskResize { size: 13, .. } => std::panic::resume_unwind(Box::new("bad luck")),
-        Request::DiskResize { id, size } => Ok(json!({ "id": id, "size": size })),
+        Request::DiskResize { id, size, .. } => Ok(json!({ "id": id, "size": size })),
         Request::DiskAdd { disk } => match disk.config() {
             Ok(config) => Ok(json!({"id": config.name(), "queues": config.num_queues})),
             Err(error) => Err(error.to_string()),
@@ -77,6 +77,7 @@ fn control_answers_requests_in_turn_on_one_connection() {
     let resize = Request::DiskResize {
         id: "a".to_owned(),
         size: 7,
+        force: false,
     };
     let answer = ask(&path, &resize).expect("an answer");
     assert_eq!(answer, json!({"ok": true, "id": "a", "size": 7}));

@@ -22,6 +22,7 @@ use crate::error::CommandFailure;
 use crate::machine::{Machine, MachineError};
 use crate::open::{self, OpenError, OpenedDisk};
 use crate::sandbox::{self, Task};
+use crate::shrink::ShrinkTarget;
 use crate::snapshots::ServedSnapshots;
 
 /// The longest time that readers of a closed disk's properties may take.
@@ -106,6 +107,11 @@ impl Attached {
                 "{name} is served by another program (vhost_user=on), which has its snapshots"
             )),
         }
+    }
+
+    /// Returns the disk as one that may become smaller; `None` if another program serves it.
+    pub(super) fn shrink_target(&self) -> Option<ShrinkTarget> {
+        self.opened.as_ref().map(ShrinkTarget::of)
     }
 
     /// Returns the PCI configuration of an image's disk.

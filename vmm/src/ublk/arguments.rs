@@ -45,13 +45,16 @@ pub enum UblkCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Enlarge a device and its image
+    /// Enlarge a device and its image, or make both smaller with --force
     SetSize {
         /// Device: its number, or /dev/ublkbN
         #[arg(value_name = "DEVICE", value_parser = device)]
         device: u32,
         /// New size, such as 20G
         size: String,
+        /// Let the device become smaller; what lies past its new end is lost, and its users get I/O errors there
+        #[arg(long)]
+        force: bool,
     },
     /// Create, list, apply and delete internal snapshots of a device's image while it is served
     #[command(subcommand, disable_help_subcommand = true)]

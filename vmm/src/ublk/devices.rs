@@ -267,7 +267,7 @@ fn known() -> u64 {
 /// # Errors
 ///
 /// The error of the server, the image or the driver.
-pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
+pub(super) fn set_size(id: u32, text: &str, force: bool) -> Result<u8, CommandFailure> {
     let size = size::parse_bytes(text).map_err(|error| CommandFailure::Usage(error.to_string()))?;
     // Says so if there is no such device.
     let bytes = command_process::control()?
@@ -276,13 +276,17 @@ pub(super) fn set_size(id: u32, text: &str) -> Result<u8, CommandFailure> {
         .basic
         .dev_sectors
         * SECTOR_BYTES;
-    if size < bytes {
-        let message = format!("{} has {bytes} bytes; expected a larger size", block_path(id));
+    if size < bytes && !force {
+        let message = format!(
+            "{} has {bytes} bytes; expected a larger size, or --force to lose what lies past the new end",
+            block_path(id)
+        );
         return Err(CommandFailure::Failed(message.into()));
     }
     let request = Request::DiskResize {
         id: id.to_string(),
         size,
+        force,
     };
     let answer = ask_server(id, &request)?;
     writeln!(std::io::stdout(), "{}", answer["size"])?;

@@ -48,7 +48,7 @@ pub fn run(command: UblkCommand) -> Result<u8, CommandFailure> {
         UblkCommand::List { json } => devices::list(json),
         UblkCommand::Info { device, json } => devices::info(device, json),
         UblkCommand::Features { json } => devices::features(json),
-        UblkCommand::SetSize { device, size } => devices::set_size(device, &size),
+        UblkCommand::SetSize { device, size, force } => devices::set_size(device, &size, force),
         UblkCommand::Snapshot(command) => snapshot::run(command),
         UblkCommand::Udev {
             device,

@@ -398,6 +398,62 @@ fn snapshots_of_a_machines_disk_are_those_of_its_image() {
     world.io(shown, &["read -P 1 0 64k"]).success();
 }
 
+/// The disk becomes smaller and larger; the machine shows its size, and what was given up is zeros.
+#[test]
+fn disk_of_a_machine_is_resized_in_both_directions() {
+    let Some(world) = machines("disks that are resized") else {
+        return;
+    };
+    world.io("path=disk.qcow2", &["write -P 1 0 1M"]).success();
+    world.sparse_file("raw", 1 << 20);
+    let mut machine = Running::machine(
+        &world,
+        &[
+            "--serial",
+            "off",
+            "--control",
+            "control",
+            "--disk",
+            "path=disk.qcow2,id=one",
+            "path=raw,image_type=raw,id=raw",
+        ],
+    );
+    let ctl = |arguments: &[&str]| world.ringdisk(&[&["ctl", "--socket", "control"], arguments].concat());
+    wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
+    let line = ctl(&["disk-resize", "one", "100k"]).refused(1);
+    assert_eq!(
+        line,
+        "cannot resize disk one to 102400 bytes: it has 1048576 bytes and would become smaller; 946176 bytes of data past \
+         102400 would be lost; shrink the file systems and partitions in it first, then use force"
+    );
+    let line = ctl(&["disk-resize", "raw", "512k", "--force"]).refused(1);
+    assert_eq!(
+        line,
+        "cannot resize disk raw to 524288 bytes: its image is raw; only QCOW2 images become smaller while they are served"
+    );
+    let line = ctl(&["disk-resize", "one", "0", "--force"]).refused(1);
+    assert!(
+        line.contains("the new size is 0 bytes; expected a multiple of 512"),
+        "{line}"
+    );
+    let sizes = [("100k", 102_400), ("200k", 204_800), ("300k", 307_200)];
+    for ((size, bytes), more) in sizes.into_iter().zip([&["--force"][..], &["--force"], &[]]) {
+        let answer = ctl(&[&["disk-resize", "one", size], more].concat()).success();
+        assert_eq!(
+            answer,
+            format!("{{\"id\":\"one\",\"ok\":true,\"size\":{bytes}}}\n")
+        );
+        let info = ctl(&["info"]).success();
+        assert!(info.contains(&format!("\"size\":{bytes}")), "{info}");
+    }
+    machine.signal("TERM");
+    machine.ended().success();
+    world.assert_flawless("disk.qcow2");
+    world
+        .io("path=disk.qcow2", &["read -P 1 0 100k", "read -P 0 100k 200k"])
+        .success();
+}
+
 #[test]
 fn disks_get_their_given_slot_or_a_free_one() {
     let Some(world) = machines("disks in slots") else {
