@@ -1,6 +1,6 @@
 //! Resizing of the disk in an image that is not served, by the engine, which opens and closes it for that.
 //!
-//! Invariant: an image with errors is not changed ([`require_sound`](super::sound::require_sound)), and a disk becomes smaller
+//! Invariant: an image with errors is not changed (`require_sound`), and a disk becomes smaller
 //! only if the caller says so.
 
 use std::fmt;
