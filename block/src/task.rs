@@ -265,6 +265,8 @@ impl Context {
         self.inner.tasks.set(self.inner.tasks.get() + 1);
         let counted = Counted(Rc::clone(&self.inner));
         let queue = Arc::clone(&self.inner.queue);
+        // Boxed at once: a future of a request is kilobytes, and is copied at every step from here to the run queue.
+        let future = Box::pin(future);
         let future = async move {
             let _counted = counted;
             future.await;

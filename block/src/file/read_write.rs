@@ -112,7 +112,8 @@ impl FileView {
         for (offset, part) in self.bounced_parts(offset, &pieces) {
             let (start, end) = self.widen(offset, total(&part))?;
             let bounce = self.take_buffer(end - start)?;
-            let result = self.read_bounced(offset, start, &part, &bounce).await;
+            // Boxed, as is a write: the futures of all requests would have room for it otherwise.
+            let result = Box::pin(self.read_bounced(offset, start, &part, &bounce)).await;
             self.put_buffer(bounce);
             result?;
         }
@@ -158,9 +159,8 @@ impl FileView {
             let (start, end) = self.widen(offset, len)?;
             let _lock = self.file.ranges.lock(start, end).await;
             let bounce = self.take_buffer(end - start)?;
-            let result = self
-                .write_bounced(offset, len, start, end, &part, &bounce, dsync)
-                .await;
+            let write = self.write_bounced(offset, len, start, end, &part, &bounce, dsync);
+            let result = Box::pin(write).await;
             self.put_buffer(bounce);
             result?;
         }
