@@ -50,7 +50,7 @@ pub mod luks;
 mod metadata;
 
 pub use engine::{
-    BitmapChange, BitmapsError, CompactError, CompactOptions, CompactProgress, Compacted, DiskSize, Fixed,
-    FixedClusters, MappingReader, QcowDisk, ShrinkError, SnapshotError, SnapshotSelector,
+    BitmapChange, BitmapStorage, BitmapsError, CompactError, CompactOptions, CompactProgress, Compacted,
+    DiskSize, Fixed, FixedClusters, MappingReader, QcowDisk, ShrinkError, SnapshotError, SnapshotSelector,
 };
 pub use image::{OpenError, OpenOptions, Qcow2};

@@ -1,5 +1,5 @@
 //! Persistent bitmaps and autoclear bits of an image that is opened for writing: as they were until the guest's first write,
-//! and told to be out of date before it.
+//! in use from before it until they are stored at the close.
 
 mod common;
 
@@ -32,7 +32,7 @@ fn image(folder: &Folder) -> std::path::PathBuf {
 
 /// The flags of both bitmaps as QEMU lists them.
 fn flags(folder: &Folder) -> [String; 2] {
-    let info = folder.qemu_img(&["info", "--output=json", "disk.qcow2"]);
+    let info = folder.qemu_img(&["info", "-U", "--output=json", "disk.qcow2"]);
     let info: serde_json::Value = serde_json::from_str(&info).expect("JSON");
     let bitmaps = &info["format-specific"]["data"]["bitmaps"];
     let of = |name: &str| {
@@ -47,6 +47,7 @@ fn is_unknown_set(path: &Path) -> bool {
     std::fs::read(path).expect("the image")[AUTOCLEAR as usize] == UNKNOWN
 }
 
+const AUTO: &str = r#"["auto"]"#;
 const IN_USE: &str = r#"["in-use","auto"]"#;
 
 #[test]
@@ -62,7 +63,7 @@ fn writable_open_with_only_reads_changes_no_byte() {
         drop(lane);
         close(disk);
         assert!(std::fs::read(&path).expect("the image") == before);
-        assert_eq!(flags(&folder), [r#"["auto"]"#, "[]"]);
+        assert_eq!(flags(&folder), [AUTO, "[]"]);
     }
 }
 
@@ -86,8 +87,9 @@ fn first_change_marks_only_recording_bitmaps() {
         change(&lane);
         assert!(!is_unknown_set(&path), "change {number}");
         drop(lane);
-        close(disk);
         assert_eq!(flags(&folder), [IN_USE, "[]"], "change {number}");
+        close(disk);
+        assert_eq!(flags(&folder), [AUTO, "[]"], "change {number}");
         folder.assert_flawless("disk.qcow2", false);
         // QEMU loads the one that is left alone.
         folder.qemu_img(&["bitmap", "--enable", "disk.qcow2", "disabled"]);
@@ -96,7 +98,7 @@ fn first_change_marks_only_recording_bitmaps() {
 
 /// A bitmap has as many entries as the disk's size needs: QEMU refuses an image with any other that is not in use.
 #[test]
-fn growth_marks_all_bitmaps() {
+fn growth_marks_all_bitmaps_until_the_close() {
     let folder = Folder::new();
     let path = image(&folder);
     let disk = open(&path, &OpenOptions::default());
@@ -106,15 +108,16 @@ fn growth_marks_all_bitmaps() {
     assert!(is_unknown_set(&path), "nothing was written");
     let grown = cx.block_on(disk.grow(&cx, 64 << 30)).expect("the ring turns");
     grown.expect("growth");
-    close(disk);
     assert_eq!(flags(&folder), [IN_USE, r#"["in-use"]"#]);
+    close(disk);
+    assert_eq!(flags(&folder), [AUTO, "[]"]);
     folder.assert_flawless("disk.qcow2", false);
     assert!(!is_unknown_set(&path));
 }
 
 /// A bitmap of another size than the disk's is one that QEMU refuses, unless it is in use.
 #[test]
-fn shrink_marks_all_bitmaps_and_a_refused_one_none() {
+fn shrink_marks_all_bitmaps_until_the_close_and_a_refused_one_none() {
     let folder = Folder::new();
     let path = image(&folder);
     let disk = open(&path, &OpenOptions::default());
@@ -123,12 +126,13 @@ fn shrink_marks_all_bitmaps_and_a_refused_one_none() {
     refused.expect_err("it is larger");
     close(disk);
     assert!(is_unknown_set(&path), "nothing was written");
-    assert_eq!(flags(&folder), [r#"["auto"]"#, "[]"]);
+    assert_eq!(flags(&folder), [AUTO, "[]"]);
     let disk = open(&path, &OpenOptions::default());
     let shrunk = cx.block_on(disk.shrink(&cx, 100 << 10)).expect("the ring turns");
     shrunk.expect("a smaller disk");
-    close(disk);
     assert_eq!(flags(&folder), [IN_USE, r#"["in-use"]"#]);
+    close(disk);
+    assert_eq!(flags(&folder), [AUTO, "[]"]);
     folder.assert_flawless("disk.qcow2", false);
     assert!(!is_unknown_set(&path));
     folder.qemu_io("qcow2", "disk.qcow2", &["read -P 1 0 64k", "write -P 2 0 64k"]);
@@ -202,11 +206,10 @@ fn power_cut_leaves_no_change_unknown_to_bitmaps() {
     assert!(changed > 0, "no cut has left a change");
 }
 
-/// An application changes the disk without a write of the guest. A bitmap that does not record changes is left alone, unless the
-/// disk gets another size, which it does not cover.
+/// An application changes the disk without a write of the guest. Bitmaps go on to be valid.
 #[test]
-fn apply_of_a_snapshot_marks_the_bitmaps_that_it_makes_out_of_date() {
-    for (size, disabled) in [("1M", "[]"), ("2M", r#"["in-use"]"#)] {
+fn apply_of_a_snapshot_keeps_bitmaps_valid() {
+    for size in ["1M", "2M"] {
         let folder = Folder::new();
         let path = image(&folder);
         folder.qemu_img(&["snapshot", "-c", "s", "disk.qcow2"]);
@@ -220,9 +223,9 @@ fn apply_of_a_snapshot_marks_the_bitmaps_that_it_makes_out_of_date() {
             applied.expect("the ring turns")
         };
         apply("none").expect_err("there is no such snapshot");
-        assert_eq!(flags(&folder), [r#"["auto"]"#, "[]"], "nothing has changed");
+        assert_eq!(flags(&folder), [AUTO, "[]"], "nothing has changed");
         apply("s").expect("an application");
-        assert_eq!(flags(&folder), [IN_USE, disabled], "{size}");
+        assert_eq!(flags(&folder), [AUTO, "[]"], "{size}");
         folder.assert_flawless("disk.qcow2", false);
         folder.qemu_io("qcow2", "disk.qcow2", &["read -P 1 0 64k", "write -P 2 0 64k"]);
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use block::file::Alignment;
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Op, Request};
 use qcow::image::{CreateOptions, create};
-use qcow::{OpenOptions, QcowDisk};
+use qcow::{BitmapChange, BitmapStorage, OpenOptions, QcowDisk};
 use simulator::{Profile, SimImage, SimWorld};
 
 const DISK: &str = "disk";
@@ -495,4 +495,57 @@ fn cluster_is_freed_when_requested_and_allowed() {
         assert_eq!(tables == 1, stays, "case {case}: {counts:?}");
         assert_eq!(bench.world.contents(DISK).len(), end, "case {case}");
     }
+}
+
+/// The first write in place of 4 MiB stores the bits of that region: a write of 4 KiB and a sync more. Others there cost nothing,
+/// nor do bits that a FLUSH stores before its own sync, but for one write.
+#[test]
+fn durable_bitmap_costs_one_sync_per_region_that_is_written_in_place() {
+    let shape = CreateOptions {
+        cluster_size: CLUSTER,
+        ..CreateOptions::new(64 << 20)
+    };
+    let bench = Bench::made(shape, None, Alignment::NONE, None);
+    for at in [0, CLUSTER, 2 << 20, 8 << 20] {
+        bench.ask(WRITE, at, CLUSTER);
+    }
+    let add = BitmapChange::Add {
+        granularity: Some(64 << 10),
+        enabled: true,
+    };
+    let added = bench.cx.block_on(bench.disk.change_bitmap(&bench.cx, "b", &add));
+    added.expect("nothing waits for ever").expect("a bitmap");
+    let bench = bench.open_again(&OpenOptions {
+        bitmaps: BitmapStorage::Durable,
+        ..Bench::options()
+    });
+    // The tables are cached, and the bitmap is made durable.
+    bench.ask(WRITE, 32 << 20, CLUSTER);
+    bench.ask(Op::Flush, 0, 0);
+    bench.ask(Op::Read, 0, 2 * CLUSTER);
+    bench.ask(Op::Read, 2 << 20, CLUSTER);
+    bench.ask(Op::Read, 8 << 20, CLUSTER);
+    let write = |at| bench.costs(|| bench.ask(WRITE, at, CLUSTER));
+    assert_eq!(write(0), [op("write", 1), op("sync", 0), op("write", 1)]);
+    for at in [0, CLUSTER, 2 << 20] {
+        assert_eq!(write(at), [op("write", 1)], "in the region");
+    }
+    assert_eq!(write(8 << 20), [op("write", 1), op("sync", 0), op("write", 1)]);
+    let flush = || bench.costs(|| bench.ask(Op::Flush, 0, 0));
+    assert_eq!(flush(), [op("sync", 0)], "nothing is left to store");
+    assert_eq!(
+        write((32 << 20) + CLUSTER),
+        [op("write", 1)],
+        "an allocating write has no sync of its own"
+    );
+    let without = flush();
+    assert_eq!(write(33 << 20), [op("write", 1)], "in the same table");
+    let with = flush();
+    let syncs = |costs: &[(String, u64)]| costs.iter().filter(|(kind, _)| kind == "sync").count();
+    assert_eq!(syncs(&with), syncs(&without));
+    assert_eq!(
+        with.len(),
+        without.len() + 1,
+        "one write of bits: {with:?}, {without:?}"
+    );
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use block::throttle::RateLimits;
 use block::worker::WorkerConfig;
-use qcow::SnapshotSelector;
+use qcow::{BitmapStorage, SnapshotSelector};
 
 use crate::key_value::{self, SyntaxError};
 use crate::secret_file::SecretFile;
@@ -124,6 +124,8 @@ pub struct DiskConfig {
     pub discard_no_unref: bool,
     /// The policy for writes when the host is out of space.
     pub werror: WriteErrors,
+    /// The time at which persistent bitmaps are stored.
+    pub bitmaps: BitmapStorage,
     /// The longest time that an idle worker polls before it sleeps, in microseconds; adaptive if absent.
     pub poll_us: Option<u32>,
     /// Its place in a machine of `ringdisk run`.
@@ -259,6 +261,7 @@ impl DiskConfig {
             l2_cache_bytes: None,
             discard_no_unref: false,
             werror: WriteErrors::Report,
+            bitmaps: BitmapStorage::Close,
             poll_us: None,
             pci: PciAddress::default(),
             rate_limits: RateLimits::default(),
@@ -486,6 +489,13 @@ impl DiskConfig {
                     _ => return None,
                 };
             }
+            "bitmaps" => {
+                self.bitmaps = match value {
+                    "close" => BitmapStorage::Close,
+                    "durable" => BitmapStorage::Durable,
+                    _ => return None,
+                };
+            }
             "pci_device_id" => self.pci.device_id = Some(number(value, 1, 31)?.try_into().ok()?),
             "pci_segment" => self.pci.segment = number(value, 0, 0).map(|_| true)?,
             "iommu" => self.pci.no_iommu = (!on_off(value)?).then_some(true)?,
@@ -520,6 +530,9 @@ impl DiskConfig {
             if bare && self.discard_no_unref {
                 return contradiction("discard_no_unref=on", raw(), "a raw disk has no clusters to keep");
             }
+            if self.bitmaps == BitmapStorage::Durable {
+                return contradiction("bitmaps=durable", raw(), "a raw disk has no bitmaps");
+            }
         }
         if let (Some(group), false) = (&self.rate_limit_group, self.rate_limits.is_empty()) {
             let own = if self.rate_limits.bandwidth.is_some() {
@@ -543,6 +556,15 @@ impl DiskConfig {
                 "readonly=on".to_owned(),
                 "the overlay is there to be written, and the image is only read anyway",
             );
+        }
+        if self.bitmaps == BitmapStorage::Durable {
+            let why = "bitmaps record what is written to their image";
+            if self.readonly {
+                return contradiction("bitmaps=durable", "readonly=on".to_owned(), why);
+            }
+            if self.overlay.is_some() {
+                return contradiction("bitmaps=durable", "overlay=temporary".to_owned(), why);
+            }
         }
         if self.readonly && self.werror == WriteErrors::Wait {
             return contradiction(

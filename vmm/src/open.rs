@@ -272,6 +272,7 @@ fn open_chain(
         persist_mappings: how.persist_mappings,
         l2_cache_bytes: config.l2_cache_bytes,
         wait_for_space,
+        bitmaps: config.bitmaps,
         ..OpenOptions::default()
     });
     let formats: [&dyn Format; 2] = [&qcow2, &raw];

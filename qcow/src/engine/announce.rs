@@ -1,25 +1,31 @@
-//! Announcements to other programs before the image changes: persistent bitmaps that go out of date, and autoclear
+//! Announcements to other programs before the image changes: persistent bitmaps whose stored bits go out of date, and autoclear
 //! features that no longer hold.
 //!
 //! Invariants:
 //!
 //! - An announcement is durable before the first change of guest-visible data, and before the disk's size changes.
 //! - An image that is only read stays unchanged.
+//! - The bits of bitmaps that record changes are in memory ([`Metadata::bitmaps`](crate::metadata::Metadata::bitmaps)) before the first
+//!   change, unless they do not fit, or are damaged. Then the announcement is what is left of them.
 //! - A bitmap that does not record changes is left alone unless the disk's size changes.
 
+use std::rc::Rc;
+use std::sync::Arc;
+
 use block::sync::Mutex;
-use block::sync::atomic::{AtomicBool, Ordering};
+use block::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use block::{AlignedBuf, IoError};
 
 use super::turn::Turns;
-use super::{Queue, header};
+use super::{Queue, bitmaps, header};
 use crate::format::{Autoclear, BitmapFlags};
 use crate::image::bitmaps::Mark;
+use crate::metadata::dirty_bits::DirtyBitmaps;
 
 /// The marks and bits to write before a change.
 #[derive(Debug, Default)]
 pub(crate) struct Announcement {
-    /// Bitmaps that record changes; the first change makes them out of date.
+    /// Bitmaps that record changes; the first change makes what is stored of them out of date.
     pub(crate) recording: Vec<Mark>,
     /// Bitmaps that do not record changes; they cover a disk of the size they were made for.
     pub(crate) disabled: Vec<Mark>,
@@ -41,70 +47,189 @@ impl Announcement {
     }
 }
 
+/// The duty of a change before it begins.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[repr(u8)]
+pub(super) enum Duty {
+    /// Something is to be announced first.
+    Announce,
+    /// Nothing.
+    Nothing,
+    /// The change is recorded in bitmaps.
+    Record,
+}
+
 /// An announcement and its progress.
 #[derive(Debug)]
 pub(super) struct Announcements {
-    /// Set once everything that must be durable before a write is durable.
-    writes: AtomicBool,
+    /// A [`Duty`].
+    duty: AtomicU8,
     rest: Mutex<Announcement>,
+    /// Bitmaps that do not record changes are marked as in use, because the disk's size may have changed.
+    are_all_marked: AtomicBool,
+    /// Bits of bitmaps could not be made durable once: they are stored when the image is closed.
+    is_degraded: AtomicBool,
     turns: Turns,
 }
 
 impl Announcements {
     pub(super) fn new(announcement: Announcement) -> Self {
-        let nothing = announcement.recording.is_empty() && announcement.keep.is_none();
-        Self {
-            writes: AtomicBool::new(nothing),
-            rest: Mutex::new(announcement),
+        let new = Self {
+            duty: AtomicU8::new(Duty::Nothing as u8),
+            rest: Mutex::default(),
+            are_all_marked: AtomicBool::new(false),
+            is_degraded: AtomicBool::new(false),
             turns: Turns::default(),
+        };
+        new.replace(announcement, false);
+        new
+    }
+
+    /// Replaces what is to be announced, as the bitmaps have been replaced. `records`: they are durable, and record already. Nothing is
+    /// under way meanwhile.
+    pub(super) fn replace(&self, next: Announcement, records: bool) {
+        let duty = match next.recording.is_empty() && next.keep.is_none() {
+            _ if records => Duty::Record,
+            true => Duty::Nothing,
+            false => Duty::Announce,
+        };
+        *self.rest.lock() = next;
+        self.are_all_marked.store(false, Ordering::Release);
+        self.set(duty);
+    }
+
+    fn set(&self, duty: Duty) {
+        self.duty.store(duty as u8, Ordering::Release);
+    }
+
+    /// Returns true if a change of the guest's data has no duty.
+    #[inline]
+    pub(super) fn are_none(&self) -> bool {
+        self.duty.load(Ordering::Acquire) == Duty::Nothing as u8
+    }
+
+    /// Returns the duty of a change of the guest's data.
+    pub(super) fn duty(&self) -> Duty {
+        match self.duty.load(Ordering::Acquire) {
+            duty if duty == Duty::Nothing as u8 => Duty::Nothing,
+            duty if duty == Duty::Record as u8 => Duty::Record,
+            _ => Duty::Announce,
         }
     }
 
-    /// Replaces what is to be announced, as the bitmaps have been replaced. Nothing is under way meanwhile.
-    pub(super) fn replace(&self, next: Announcement) {
-        let nothing = next.recording.is_empty() && next.keep.is_none();
-        *self.rest.lock() = next;
-        self.writes.store(nothing, Ordering::Release);
+    /// Returns true if there are bitmaps that record changes.
+    pub(super) fn have_recording(&self) -> bool {
+        !self.rest.lock().recording.is_empty()
     }
 
-    /// Returns true if the guest's data may be changed.
-    #[inline]
-    pub(super) fn allow_writes(&self) -> bool {
-        self.writes.load(Ordering::Acquire)
+    /// Returns true if there are bitmaps that do not record changes.
+    pub(super) fn have_disabled(&self) -> bool {
+        !self.rest.lock().disabled.is_empty()
+    }
+
+    /// Returns the offsets of the flags of bitmaps that record changes, and of those that do not, in order, as far as nobody had marked
+    /// them as in use when they were read.
+    pub(super) fn marks(&self) -> (Vec<u64>, Vec<u64>) {
+        let rest = self.rest.lock();
+        let offsets = |marks: &[Mark]| marks.iter().map(|mark| mark.offset).collect();
+        (offsets(&rest.recording), offsets(&rest.disabled))
+    }
+
+    /// Returns true if bitmaps that do not record changes are marked as in use.
+    pub(super) fn are_all_marked(&self) -> bool {
+        self.are_all_marked.load(Ordering::Acquire)
+    }
+
+    /// Forgets the bitmaps that record changes: they stay marked as in use. Nothing is under way meanwhile.
+    pub(super) fn forget_recording(&self) {
+        self.rest.lock().recording.clear();
+        self.set(Duty::Nothing);
+    }
+
+    /// Has bits stored when the image is closed from now on.
+    pub(super) fn degrade(&self) {
+        self.is_degraded.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_degraded(&self) -> bool {
+        self.is_degraded.load(Ordering::Acquire)
     }
 }
 
-/// Announces once, durably, that the guest's data is about to change.
-pub(super) async fn writes(queue: &Queue) -> Result<(), IoError> {
+/// Announces once, durably, that the guest's data is about to change. The bits of bitmaps that record changes are in memory then.
+pub(super) async fn writes(queue: &Rc<Queue>) -> Result<(), IoError> {
     let announcements = &queue.shared.announcements;
-    if announcements.allow_writes() {
+    if announcements.duty() != Duty::Announce {
         return Ok(());
     }
     let _turn = announcements.turns.take().await;
-    if announcements.allow_writes() {
+    if announcements.duty() != Duty::Announce {
         return Ok(());
     }
-    let (marks, keep) = {
-        let rest = announcements.rest.lock();
-        (rest.recording.clone(), rest.keep)
+    let bitmaps = bits_in_memory(queue).await?;
+    announce(queue, false).await?;
+    put_in_force(queue, bitmaps, Duty::Record)
+}
+
+/// Announces, durably, that the disk's size is about to become `size_bytes`. What is stored of durable bitmaps does not cover such a
+/// disk: the next change stores them anew.
+pub(super) async fn resize(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoError> {
+    let announcements = &queue.shared.announcements;
+    let _turn = announcements.turns.take().await;
+    let bitmaps = bits_in_memory(queue).await?;
+    announce(queue, true).await?;
+    announcements.are_all_marked.store(true, Ordering::Release);
+    let bitmaps = bitmaps.map(|bitmaps| {
+        let memory_bytes = queue.shared.policy.bitmaps.memory_bytes;
+        Arc::new(bitmaps.grown(size_bytes, memory_bytes))
+    });
+    let duty = match bitmaps::are_durable(queue) {
+        true => Duty::Announce,
+        false => Duty::Record,
     };
+    put_in_force(queue, bitmaps, duty)
+}
+
+/// Returns the bitmaps that record changes with their bits. They are read before the first change.
+async fn bits_in_memory(queue: &Rc<Queue>) -> Result<Option<Arc<DirtyBitmaps>>, IoError> {
+    let announcements = &queue.shared.announcements;
+    let present = queue.metadata()?.bitmaps.clone();
+    if present.is_some() || announcements.duty() != Duty::Announce || !announcements.have_recording() {
+        return Ok(present);
+    }
+    match bitmaps::load(queue).await {
+        Ok(bitmaps) => Ok(Some(Arc::new(bitmaps)).filter(|bitmaps| !bitmaps.list.is_empty())),
+        Err(bitmaps::BitmapsError::Io(error)) => Err(error),
+        Err(error) => {
+            let image = queue.shared.file.path().display();
+            tracing::warn!(%image, %error, "the image's bitmaps cannot be kept; they are marked as in use");
+            Ok(None)
+        }
+    }
+}
+
+fn put_in_force(queue: &Queue, bitmaps: Option<Arc<DirtyBitmaps>>, duty: Duty) -> Result<(), IoError> {
+    let duty = if bitmaps.is_some() { duty } else { Duty::Nothing };
+    let old = std::mem::replace(&mut queue.shared.write()?.bitmaps, bitmaps);
+    queue.shared.announcements.set(duty);
+    // Not under the lock: it may be large.
+    drop(old);
+    Ok(())
+}
+
+async fn announce(queue: &Queue, all: bool) -> Result<(), IoError> {
+    let (mut marks, disabled, keep) = {
+        let rest = queue.shared.announcements.rest.lock();
+        (rest.recording.clone(), rest.disabled.clone(), rest.keep)
+    };
+    if all {
+        marks.extend(disabled);
+    }
     mark_in_use(queue, &marks).await?;
     if let Some(keep) = keep {
         header::change(queue, |fields| fields.set_autoclear(keep)).await?;
         queue.file.sync().await?;
     }
-    announcements.writes.store(true, Ordering::Release);
-    Ok(())
-}
-
-/// Announces once, durably, that the disk's size is about to change.
-pub(super) async fn resize(queue: &Queue) -> Result<(), IoError> {
-    writes(queue).await?;
-    let announcements = &queue.shared.announcements;
-    let _turn = announcements.turns.take().await;
-    let marks = announcements.rest.lock().disabled.clone();
-    mark_in_use(queue, &marks).await?;
-    announcements.rest.lock().disabled.clear();
     Ok(())
 }
 

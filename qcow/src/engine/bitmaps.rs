@@ -1,4 +1,4 @@
-//! Changes of an image's persistent bitmaps: add, remove, clear, enable, disable, merge.
+//! Changes of an image's persistent bitmaps: add, remove, clear, enable, disable, merge; and their storage ([`keep`]).
 //!
 //! Each change runs alone ([`exclusive`]) and switches by one header write ([`Switch`]): a new directory, and new tables and
 //! data of what changes, lie in clusters that were free. A cut leaves the old bitmaps or the new ones, and at most leaks.
@@ -7,29 +7,36 @@
 //! Memory is bounded by a bitmap's table and a few clusters of data, whatever the disk's size.
 
 mod error;
+mod keep;
 mod merge;
+mod tables;
 
 use std::rc::Rc;
+use std::sync::Arc;
 
-use block::{AlignedBuf, Context};
+use block::{AlignedBuf, Context, IoError};
 
 pub use error::BitmapsError;
+pub use keep::BitmapStorage;
+pub(super) use keep::{are_durable, are_unstored, load, mark_all, prepare, store};
+use tables::{Tables, place_of};
 
 use super::announce::Announcement;
-use super::switch::Switch;
+use super::switch::{Stopped, Switch};
 use super::{QcowDisk, Queue, exclusive, flush};
 use crate::format::bitmap::{
     BITMAP_BITS_MAX, BITMAP_DIRECTORY_MAX_BYTES, BITMAP_FLAGS_AT, BITMAP_GRANULARITY_BITS, BITMAP_NAME_MAX,
     BITMAPS_MAX, DIRTY_TRACKING,
 };
 use crate::format::{
-    BitmapCluster, BitmapDirectoryEntry, BitmapFlags, BitmapTableEntry, BitmapsExtension, ClusterUse,
-    Geometry, HostCluster, HostOffset, Version,
+    BitmapCluster, BitmapDirectoryEntry, BitmapFlags, BitmapTableEntry, BitmapsExtension, BitmapsLayout,
+    ClusterUse, Geometry, HostCluster, HostOffset, Version,
 };
 use crate::image::ReadError;
 use crate::image::bitmaps::{Mark, consistent_bitmaps, for_each_bitmap};
-use crate::image::references::{GUARDED_CLUSTERS_MAX, GUARDED_ENTRIES_MAX, Table, for_each_reference};
+use crate::image::references::{GUARDED_CLUSTERS_MAX, GUARDED_ENTRIES_MAX, for_each_reference};
 use crate::metadata::Counted;
+use crate::metadata::dirty_bits::DirtyBitmaps;
 
 /// A change of one persistent bitmap.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -98,54 +105,69 @@ async fn carry_out(
         return Err(BitmapsError::Name { len: name.len() });
     }
     let section = exclusive::begin(queue).await?;
-    let header = queue.shared.header.decode()?;
-    if header.version == Version::V2 {
-        return Err(BitmapsError::Version2);
+    let mut operation = Operation::begin(queue, Switch::new(queue, &section)?, frees).await?;
+    if let Some(bitmaps) = queue.metadata()?.bitmaps.clone() {
+        operation.store(&bitmaps, false).await?;
     }
-    let old = consistent_bitmaps(&header);
-    let mut entries = Vec::new();
-    if let Some(extension) = &old {
-        let file_len = queue.file.len().map_err(ReadError::Length)?;
-        let each = |_, entry| entries.push(entry);
-        for_each_bitmap(&queue.file, &header, extension, file_len, each).await?;
-    }
-    // Whether there is room does not depend on the place.
-    let anywhere = BitmapsExtension {
-        count: 1,
-        reserved: 0,
-        directory_size: 0,
-        directory_offset: HostOffset::default(),
-    };
-    queue.shared.header.plan_bitmaps(Some(anywhere))?;
-    let switch = Switch::new(queue, &section)?;
-    let geometry = queue
-        .shared
-        .geometry
-        .with_virtual_size(switch.next.size_bytes & !511);
-    let mut operation = Operation {
-        queue,
-        switch,
-        geometry,
-        entries,
-        frees,
-    };
     operation.change(name, change).await?;
-    operation.commit(old).await
+    operation.commit().await
 }
 
 /// A change that runs alone, and the next state of the metadata.
 struct Operation<'a> {
     queue: &'a Rc<Queue>,
     switch: Switch<'a>,
-    /// With the disk's size as it is now.
+    /// With the disk's size as it will be.
     geometry: Geometry,
+    tables: Tables<'a>,
+    /// The place of the bitmaps as they are, if there are any.
+    old: Option<BitmapsExtension>,
     /// The bitmaps of the next state.
     entries: Vec<BitmapDirectoryEntry>,
+    /// The offsets of their flags, as they are.
+    flags_at: Vec<u64>,
     /// True if clusters that are given up become free; otherwise they are leaked.
     frees: bool,
 }
 
-impl Operation<'_> {
+impl<'a> Operation<'a> {
+    async fn begin(queue: &'a Rc<Queue>, switch: Switch<'a>, frees: bool) -> Result<Self, BitmapsError> {
+        let header = queue.shared.header.decode()?;
+        if header.version == Version::V2 {
+            return Err(BitmapsError::Version2);
+        }
+        let old = consistent_bitmaps(&header);
+        let (mut entries, mut flags_at) = (Vec::new(), Vec::new());
+        if let Some(extension) = &old {
+            let file_len = queue.file.len().map_err(ReadError::Length)?;
+            let each = |at: u64, entry| {
+                entries.push(entry);
+                flags_at.push(at + BITMAP_FLAGS_AT as u64);
+            };
+            for_each_bitmap(&queue.file, &header, extension, file_len, each).await?;
+        }
+        // There is room for any place if there is for one.
+        let anywhere = BitmapsExtension {
+            count: 1,
+            reserved: 0,
+            directory_size: 0,
+            directory_offset: HostOffset::default(),
+        };
+        queue.shared.header.plan_bitmaps(Some(anywhere))?;
+        let size_bytes = switch.next.size_bytes & !511;
+        let geometry = queue.shared.geometry.with_virtual_size(size_bytes);
+        Ok(Self {
+            queue,
+            switch,
+            geometry,
+            tables: Tables { queue, geometry },
+            old,
+            entries,
+            flags_at,
+            frees,
+        })
+    }
+
     async fn change(&mut self, name: &str, change: &BitmapChange) -> Result<(), BitmapsError> {
         match change {
             BitmapChange::Add { granularity, enabled } => {
@@ -156,13 +178,13 @@ impl Operation<'_> {
                 let index = self.find(name)?;
                 let entry = self.entries.remove(index);
                 // A damaged table leads nowhere: what it led to becomes a leak.
-                if let Ok(table) = self.table_of(&entry).await {
+                if let Ok(table) = self.tables.table_of(&entry).await {
                     self.release(&entry, &table).await?;
                 }
             }
             BitmapChange::Clear => {
                 let (index, mut entry) = self.usable(name)?;
-                let table = self.table_of(&entry).await?;
+                let table = self.tables.table_of(&entry).await?;
                 self.release(&entry, &table).await?;
                 let clear = vec![BitmapCluster::Zeros; table.len()];
                 entry.table_offset = self.new_table(&clear).await?;
@@ -215,17 +237,8 @@ impl Operation<'_> {
         if !entry.extra.is_empty() && !entry.flags.contains(BitmapFlags::EXTRA_DATA_COMPATIBLE) {
             return Err(BitmapsError::ExtraData(name.to_owned()));
         }
-        self.validate(&entry)?;
+        self.tables.validate(&entry)?;
         Ok((index, entry))
-    }
-
-    fn validate(&self, entry: &BitmapDirectoryEntry) -> Result<(), BitmapsError> {
-        entry
-            .validate(&self.geometry)
-            .map_err(|source| BitmapsError::Entry {
-                name: String::from_utf8_lossy(&entry.name).into_owned(),
-                source,
-            })
     }
 
     async fn new_bitmap(
@@ -269,34 +282,6 @@ impl Operation<'_> {
         let raw = |&cluster| BitmapTableEntry::encode(cluster).raw().to_be_bytes();
         let bytes = table.iter().flat_map(raw).collect();
         Ok(self.switch.new_table(ClusterUse::BitmapTable, bytes).await?)
-    }
-
-    /// Reads a bitmap's table.
-    async fn table_of(&self, entry: &BitmapDirectoryEntry) -> Result<Vec<BitmapCluster>, BitmapsError> {
-        self.validate(entry)?;
-        let place = place_of(entry);
-        let mut table = vec![BitmapCluster::Zeros; entry.table_entries as usize];
-        let mut fault = None;
-        let each = |at: u64, raw: BitmapTableEntry| match raw.decode(&self.geometry) {
-            Ok(cluster) => {
-                let index = (at - place.offset.bytes()) / 8;
-                if let Some(place) = table.get_mut(index as usize) {
-                    *place = cluster;
-                }
-            }
-            Err(error) => {
-                fault.get_or_insert((at, error));
-            }
-        };
-        for_each_reference(&self.queue.file, place, each).await?;
-        match fault {
-            None => Ok(table),
-            Some((offset, error)) => Err(BitmapsError::Damaged {
-                what: place.kind,
-                offset,
-                reason: error.to_string(),
-            }),
-        }
     }
 
     /// Gives up a bitmap's table, and the data that `table` leads to.
@@ -397,8 +382,13 @@ impl Operation<'_> {
     }
 
     /// Puts the next bitmaps in force.
-    async fn commit(mut self, old: Option<BitmapsExtension>) -> Result<(), BitmapsError> {
-        if let Some(old) = old {
+    async fn commit(self) -> Result<(), BitmapsError> {
+        Ok(self.finish().await?.commit(None).await?)
+    }
+
+    /// Builds the next directory.
+    async fn finish(mut self) -> Result<Finished<'a>, BitmapsError> {
+        if let Some(old) = self.old {
             self.lower(
                 ClusterUse::BitmapDirectory,
                 old.directory_offset,
@@ -412,9 +402,7 @@ impl Operation<'_> {
         for entry in &self.entries {
             let at = (directory.len() + BITMAP_FLAGS_AT) as u64;
             marks.push((at, entry.flags));
-            entry
-                .encode_into(&mut directory)
-                .ok_or(block::IoError::OutOfRange)?;
+            entry.encode_into(&mut directory).ok_or(IoError::OutOfRange)?;
         }
         let bytes = directory.len() as u64;
         if bytes > BITMAP_DIRECTORY_MAX_BYTES {
@@ -438,26 +426,46 @@ impl Operation<'_> {
             let name = AlignedBuf::from_slice(name);
             self.queue.file.write_at(at, name).await?;
         }
-        self.switch.commit(|fields| fields.set_bitmaps(&layout)).await?;
         let mut next = Announcement::default();
         let start = extension.map_or(0, |extension| extension.directory_offset.bytes());
-        for (at, flags) in marks {
-            next.add(Mark {
-                offset: start + at,
-                flags,
-            });
-        }
-        self.queue.shared.announcements.replace(next);
-        // Still alone, so that the next operation waits for it.
-        flush::in_background(self.queue);
-        Ok(())
+        let marks = marks.into_iter().map(|(at, flags)| Mark {
+            offset: start + at,
+            flags,
+        });
+        let marks: Vec<Mark> = marks.collect();
+        let flags_at = marks.iter().map(|mark| mark.offset).collect();
+        marks.into_iter().for_each(|mark| next.add(mark));
+        Ok(Finished {
+            queue: self.queue,
+            switch: self.switch,
+            layout,
+            next,
+            flags_at,
+        })
     }
 }
 
-fn place_of(entry: &BitmapDirectoryEntry) -> Table {
-    Table {
-        kind: ClusterUse::BitmapTable,
-        offset: entry.table_offset,
-        entries: u64::from(entry.table_entries),
+/// Bitmaps that are complete and not in force.
+pub(super) struct Finished<'a> {
+    queue: &'a Rc<Queue>,
+    switch: Switch<'a>,
+    layout: BitmapsLayout,
+    next: Announcement,
+    /// The offsets of the flags of all bitmaps.
+    flags_at: Vec<u64>,
+}
+
+impl Finished<'_> {
+    /// Puts them in force. The `durable` ones record changes already; the bits of others are read before the next change.
+    pub(super) async fn commit(mut self, durable: Option<DirtyBitmaps>) -> Result<(), Stopped> {
+        let records = durable.is_some();
+        self.switch.next.bitmaps = durable.map(Arc::new);
+        self.switch
+            .commit(|fields| fields.set_bitmaps(&self.layout))
+            .await?;
+        self.queue.shared.announcements.replace(self.next, records);
+        // Still alone, so that the next operation waits for it.
+        flush::in_background(self.queue);
+        Ok(())
     }
 }

@@ -153,6 +153,16 @@ pub(super) async fn pause(queue: &Rc<Queue>, limit: Duration) -> Result<Exclusiv
     Ok(section)
 }
 
+/// Begins the section of an image that closes, whose queues have ended and are not held off otherwise. However long it takes: nothing may
+/// be lost.
+pub(super) async fn last<Turn>(queue: &Rc<Queue>, turn: Turn) -> Result<Exclusive<'_, Turn>, IoError> {
+    let section = Exclusive::hold(&queue.shared, turn)?;
+    while !queue.metadata()?.is_clean() {
+        flush::settle(queue, None).await?;
+    }
+    Ok(section)
+}
+
 /// Waits for the requests that are in flight while the queues are held off.
 ///
 /// # Errors

@@ -6,6 +6,8 @@
 //! becomes durable before its data and refcount. New refcount blocks go before A with a sync of their own. So does a
 //! refcount table that has moved, with the counts of its clusters: once per gigabytes.
 //!
+//! The bits of durable bitmaps for changes that the L2 entries expose are written before A, too.
+//!
 //! With a data file, sync A is one of each file: first the data file's, which has the data that the entries expose.
 //!
 //! One round runs at a time; all callers that arrive while it runs share the next one ([`block::rounds`]).
@@ -21,7 +23,7 @@ use block::join_all;
 pub(super) use block::rounds::Rounds;
 use block::{AlignedBuf, IoError};
 
-use super::{Queue, Shared, background, corrupt, header, reclaim};
+use super::{Queue, Shared, background, corrupt, header, reclaim, record};
 use crate::format::HostOffset;
 use crate::metadata::Drops;
 use crate::metadata::write_back::{Place, WriteBackSet};
@@ -153,11 +155,15 @@ async fn write_back(queue: &Rc<Queue>, set: &mut WriteBackSet) -> Result<(), IoE
         first.append(&mut second);
     }
     write_places(queue, first).await?;
+    let bits = record::write_for_entries(queue).await?;
     let has_data_file = queue.shared.data_file.is_some();
     if has_data_file && !broken(Rule::DataFileSyncedLate) {
         queue.data.file().sync().await?;
     }
     queue.file.sync().await?;
+    if let Some(bits) = bits {
+        bits.end();
+    }
     set.tables_complete = true;
     if !second.is_empty() {
         write_places(queue, second).await?;
@@ -181,7 +187,7 @@ const JOINED_BYTES_MAX: usize = 1 << 20;
 /// The largest number of writes under way at once.
 const WRITES_MAX: usize = 128;
 
-async fn write_places(queue: &Rc<Queue>, mut places: Vec<Place>) -> Result<(), IoError> {
+pub(super) async fn write_places(queue: &Rc<Queue>, mut places: Vec<Place>) -> Result<(), IoError> {
     places.sort_unstable_by_key(|place| place.0);
     let mut joined: Vec<(HostOffset, Vec<u8>)> = Vec::new();
     for (offset, bytes) in places {

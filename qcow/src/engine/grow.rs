@@ -42,7 +42,7 @@ pub(super) async fn grow(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoErr
         tracing::error!(%image, "an image of version 2 with snapshots does not grow: they do not record the disk's size");
         return Err(IoError::Unsupported);
     }
-    announce::resize(queue).await?;
+    announce::resize(queue, size_bytes).await?;
     space::with_what_is_freed(queue, async || enlarge(queue, old, size_bytes).await).await
 }
 

@@ -10,7 +10,7 @@ use block::IoError;
 use block::canary::{Rule, broken};
 use block::sync::WaitList;
 
-use super::{Queue, Shared, corrupt};
+use super::{Queue, Shared, corrupt, record};
 use crate::format::{GuestOffset, HostOffset};
 use crate::metadata::refcounts::{NO_SPACE, Stuck};
 use crate::metadata::{Blocked, Extent, Lookup, Metadata};
@@ -268,7 +268,7 @@ pub(super) async fn unblock(queue: &Rc<Queue>, blocked: Blocked) -> Result<(), I
         Blocked::LoadL2(slice) => load_l2(queue, slice).await,
         Blocked::CheckL2(slice) => check_l2(queue, slice),
         Blocked::LoadRefcounts(slice) => load_refcounts(queue, slice).await,
-        Blocked::CopyTable(l1_index) => copy_table(queue, l1_index).await,
+        Blocked::CopyTable(l1_index) => Box::pin(copy_table(queue, l1_index)).await,
         Blocked::InFlight(offset) => {
             poll_fn(|cx| match queue.shared.write() {
                 Ok(mut metadata) => {
@@ -282,6 +282,7 @@ pub(super) async fn unblock(queue: &Rc<Queue>, blocked: Blocked) -> Result<(), I
             })
             .await
         }
+        Blocked::Unstored(bytes) => Box::pin(record::store(queue, bytes)).await,
         // `space` catches it: the change is planned anew without its epoch guard.
         Blocked::Growth => Err(NO_SPACE),
         Blocked::InUse(cluster) => Err(corrupt::in_use(queue, cluster)),

@@ -28,6 +28,7 @@ mod queue;
 mod read;
 mod reader;
 mod reclaim;
+mod record;
 mod room;
 mod shrink;
 mod snapshots;
@@ -54,7 +55,7 @@ use crate::format::{CompressionType, Geometry, GuestOffset, HeaderFields, Versio
 use crate::metadata::Metadata;
 pub(crate) use announce::Announcement;
 use background::Background;
-pub use bitmaps::{BitmapChange, BitmapsError};
+pub use bitmaps::{BitmapChange, BitmapStorage, BitmapsError};
 pub use compact::{CompactError, CompactOptions, CompactProgress, Compacted, Fixed, FixedClusters};
 pub(crate) use compressed::Inflater;
 pub(crate) use encryption::Encryption;
@@ -98,6 +99,15 @@ pub(crate) struct Policy {
     pub(crate) discard_no_unref: bool,
     /// Answer a change only when the mapping that reaches it is in the file.
     pub(crate) persist_mappings: bool,
+    pub(crate) bitmaps: BitmapPolicy,
+}
+
+/// The treatment of persistent bitmaps that record changes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BitmapPolicy {
+    pub(crate) storage: BitmapStorage,
+    /// Bytes of memory for their bits and their directory.
+    pub(crate) memory_bytes: u64,
 }
 
 /// State that all queues of an image share.
@@ -123,6 +133,8 @@ pub(crate) struct Shared {
     header: header::HeaderWriter,
     /// Announcements to other programs before the image changes.
     announcements: announce::Announcements,
+    /// Writes of the bits of durable bitmaps.
+    bit_writes: record::BitWrites,
     /// Turns of tasks that change the image as a whole (growth, operations that run alone, the close): one at a time.
     changes: turn::Turns,
     /// Queues are held off for an operation that runs alone.
@@ -249,6 +261,7 @@ impl QcowDisk {
             later: idle::Later::default(),
             header: header::HeaderWriter::new(parts.header),
             announcements: announce::Announcements::new(parts.announcement),
+            bit_writes: record::BitWrites::default(),
             changes: turn::Turns::default(),
             hold: exclusive::Hold::default(),
             corrupt: AtomicBool::new(false),
@@ -361,10 +374,16 @@ impl Disk for QcowDisk {
         let queue = Queue::open_last(&self.shared, cx);
         Box::pin(async move {
             let queue = queue.map_err(|error| IoError::from(error.source))?;
-            let _turn = queue.shared.changes.take().await;
+            let turn = queue.shared.changes.take().await;
             queue.shared.later.stop();
             // However long it takes: nothing may be lost.
             flush::settle(&queue, None).await?;
+            if bitmaps::are_unstored(&queue)? {
+                let section = exclusive::last(&queue, &turn).await?;
+                bitmaps::store(&queue, &section).await;
+                // What they had before is freed.
+                flush::settle(&queue, None).await?;
+            }
             // Reserved space that was not used is returned.
             let end = queue.metadata()?.refcounts.unused_reserve();
             if let Some(end) = end {

@@ -13,7 +13,7 @@ use block::{Context, DiskQueue, IoError, LocalBoxFuture, Op, OpenQueueError, Req
 use super::compressed::InflatedClusters;
 use super::data::GuestData;
 use super::room::Rooms;
-use super::{MappingReader, Shared, announce, exclusive, flush, read, space, status, write, zero};
+use super::{MappingReader, Shared, exclusive, flush, read, record, space, status, write, zero};
 use crate::format::{GuestOffset, HostOffset};
 use crate::metadata::{Extent, Lookup, Metadata};
 
@@ -165,6 +165,11 @@ impl Queue {
         self.metadata.read()
     }
 
+    /// Locks the metadata to read, unless a task is changing it or queues are held off.
+    pub(super) fn try_metadata(&self) -> Option<ReadGuard<'_, Metadata>> {
+        self.metadata.try_read()
+    }
+
     /// Returns true if a guard of this queue holds clusters back from reuse.
     pub(super) fn is_entered(&self) -> bool {
         self.epoch.is_entered()
@@ -198,7 +203,7 @@ impl Queue {
     /// Returns the way of a write. It needs no task if it overwrites owned host bytes.
     #[inline]
     fn way_of_write(&self, request: &Request, fua: bool) -> Way {
-        if !self.shared.announcements.allow_writes() {
+        if !self.shared.announcements.are_none() && !record::is_recorded(self, request) {
             return Way::Task;
         }
         // Its entry may be one that a process before this one wrote and did not sync.
@@ -254,8 +259,10 @@ async fn execute(queue: Rc<Queue>, mut request: Request) {
     if request.op.is_write() && queue.shared.is_corrupt() {
         return request.finish(Err(IoError::Corrupt));
     }
+    // Boxed: every task would have room for it otherwise, which is copied when the task begins.
     if request.op.is_write()
-        && let Err(error) = announce::writes(&queue).await
+        && !queue.shared.announcements.are_none()
+        && let Err(error) = Box::pin(record::change(&queue, &mut request)).await
     {
         return request.finish(Err(error));
     }

@@ -10,7 +10,7 @@
 //!
 //! Invariants:
 //!
-//! - bitmaps are out of date, durably, before the disk's size changes;
+//! - bitmaps are marked as in use, durably, before the disk's size changes;
 //! - no cluster that the disk keeps, or that a near snapshot uses, is given up;
 //! - a data file is cut off when the header is durable and no request is in flight that has seen the old size.
 
@@ -62,8 +62,8 @@ pub enum ShrinkError {
 impl QcowDisk {
     /// Makes the disk smaller, durably: what lies past its new end is lost, and clusters that nothing uses any more are
     /// freed in the background. When the disk grows again, the new part reads as zeros. `size_bytes` is a multiple of 512.
-    /// Requests of all queues wait meanwhile; those past the new end fail. Bitmaps are marked as out of date. The caller
-    /// must notify the guest.
+    /// Requests of all queues wait meanwhile; those past the new end fail. Bitmaps are stored for the new size when the
+    /// image is closed. The caller must notify the guest.
     ///
     /// # Errors
     ///
@@ -143,7 +143,11 @@ async fn replace_metadata<Turn>(
         geometry: queue.shared.geometry,
     };
     operation.give_up_from(size_bytes, &others).await?;
-    announce::resize(queue).await.map_err(SnapshotError::from)?;
+    announce::resize(queue, size_bytes)
+        .await
+        .map_err(SnapshotError::from)?;
+    // Their bits are stored at the new size when the image is closed, or before the next change.
+    operation.switch.next.bitmaps = queue.metadata().map_err(SnapshotError::from)?.bitmaps.clone();
     operation
         .switch
         .commit(|_| ())

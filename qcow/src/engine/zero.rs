@@ -6,6 +6,7 @@
 //! - A host cluster that stays mapped while it is punched cannot be written until the punch has completed (the
 //!   in-flight table).
 
+use std::ops::Range;
 use std::rc::Rc;
 
 use block::IoError;
@@ -22,14 +23,31 @@ const DROPS_MAX: usize = 8192;
 
 /// Discards the whole clusters in the `len` bytes from `offset` on. Partial clusters are left alone.
 pub(super) async fn discard(queue: &Rc<Queue>, offset: GuestOffset, len: u64) -> Result<(), IoError> {
-    let shared = &queue.shared;
-    let policy = shared.policy;
-    let uncovers = shared.geometry.version() == Version::V2 && shared.backing.is_some();
-    if !policy.sparse || uncovers {
-        return Ok(());
+    if discards(queue) {
+        clear(queue, offset, offset + len, giving_back(queue)).await?;
     }
-    clear(queue, offset, offset + len, giving_back(queue)).await?;
     Ok(())
+}
+
+/// Returns true if a discard changes anything.
+fn discards(queue: &Queue) -> bool {
+    let shared = &queue.shared;
+    let uncovers = shared.geometry.version() == Version::V2 && shared.backing.is_some();
+    shared.policy.sparse && !uncovers
+}
+
+/// Returns the bytes of the clusters that a discard of `offset..end` may change; the disk may grow before it does.
+pub(super) fn discarded(queue: &Queue, offset: GuestOffset, end: GuestOffset) -> Range<GuestOffset> {
+    let size = queue.shared.geometry.cluster_size();
+    let start = GuestOffset::new(offset.bytes().next_multiple_of(size));
+    let end = match end.bytes() >= queue.shared.size_bytes() {
+        true => end,
+        false => GuestOffset::new(end.bytes() / size * size),
+    };
+    match discards(queue) {
+        true => start..end.max(start),
+        false => offset..offset,
+    }
 }
 
 /// Makes `len` bytes from `offset` on read as zeros.

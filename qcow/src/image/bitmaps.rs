@@ -1,9 +1,8 @@
 //! Persistent bitmaps: reading their directory, finding those that a write makes out of date, and changes of those of an
 //! image that is not served.
 //!
-//! This crate does not keep bitmaps in step with a disk that is served. Before the guest first writes, the engine marks each one
-//! that records changes as in use, as a crashed QEMU leaves it. Every program then knows that the bitmap is out of
-//! date, and its clusters stay accounted for.
+//! The engine keeps those of a disk that is served. Before the guest first writes it marks each one that records changes as in use, as
+//! QEMU does, unless it is durable. So every program knows that what is stored is out of date, and its clusters stay accounted for.
 
 use std::path::Path;
 

@@ -24,7 +24,9 @@ use super::keys::{KeysError, read_luks};
 use super::read::{ReadError, for_each_entry, read, read_header};
 use super::snapshots::header_of;
 use super::{RepairError, bitmaps, rebuild_refcounts};
-use crate::engine::{Announcement, Backing, DataFile, Encryption, Parts, Policy, QcowDisk};
+use crate::engine::{
+    Announcement, Backing, BitmapPolicy, BitmapStorage, DataFile, Encryption, Parts, Policy, QcowDisk,
+};
 use crate::format::data_file::DataFileNameError;
 use crate::format::{
     Autoclear, ClusterUse, CryptMethod, Geometry, Header, HeaderError, HeaderFields, HostCluster, HostOffset,
@@ -39,6 +41,9 @@ use crate::{SnapshotError, SnapshotSelector};
 
 /// The largest default table cache: it maps 256 GiB at 64 KiB clusters.
 pub const L2_CACHE_DEFAULT_MAX_BYTES: u64 = 32 << 20;
+
+/// The default memory for persistent bitmaps: the bits of 8 TiB at 64 KiB each, twice.
+pub const BITMAPS_MEMORY_DEFAULT_BYTES: u64 = 32 << 20;
 
 /// The options for opening an image.
 #[derive(Clone, Debug)]
@@ -63,6 +68,10 @@ pub struct OpenOptions {
     /// this process, flushed or not. Costs a flush for each round of changes that allocate. Without it, a killed
     /// process loses what was not flushed, as a power cut does.
     pub persist_mappings: bool,
+    /// The time at which the bits of persistent bitmaps that record changes are stored.
+    pub bitmaps: BitmapStorage,
+    /// The memory for those bitmaps in bytes. What does not fit is marked as in use before the first change, and then can only be removed.
+    pub bitmaps_memory_bytes: u64,
     /// The budget of the L2 table cache in bytes; by default enough to map the whole disk, at most
     /// [`L2_CACHE_DEFAULT_MAX_BYTES`]. What is known of the use of clusters is part of it, unless the cache holds all
     /// tables. The refcount cache gets a quarter of it on top. Each image of a chain has as much; one between two others
@@ -93,6 +102,8 @@ impl Default for OpenOptions {
             sparse: true,
             discard_no_unref: false,
             persist_mappings: false,
+            bitmaps: BitmapStorage::default(),
+            bitmaps_memory_bytes: BITMAPS_MEMORY_DEFAULT_BYTES,
             l2_cache_bytes: None,
             inflate_threads: 2,
             wait_for_space: false,
@@ -440,6 +451,10 @@ impl Qcow2 {
                 sparse: options.sparse,
                 discard_no_unref: options.discard_no_unref,
                 persist_mappings: options.persist_mappings,
+                bitmaps: BitmapPolicy {
+                    storage: options.bitmaps,
+                    memory_bytes: options.bitmaps_memory_bytes,
+                },
             },
             compression: header.compression,
             encryption,

@@ -14,6 +14,7 @@
 mod cache_tests;
 pub(crate) mod clear;
 pub(crate) mod cluster_use;
+pub(crate) mod dirty_bits;
 mod drops;
 pub(crate) mod free_runs;
 mod in_flight;
@@ -32,6 +33,7 @@ mod testing;
 pub(crate) mod write_back;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use block::IoError;
 use block::sync::SingleFlight;
@@ -40,6 +42,7 @@ use rustc_hash::FxHashSet;
 use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::{EntryError, Geometry, GuestCluster, GuestOffset, HostOffset, L1Entry};
 use cluster_use::InUse;
+use dirty_bits::DirtyBitmaps;
 pub(crate) use drops::{Dropped, Drops, Growth, Returning};
 use in_flight::InFlight;
 pub(crate) use mapping::{Extent, Lookup};
@@ -49,7 +52,7 @@ pub(crate) use released::Released;
 use slices::SliceCache;
 
 /// The reason that a change cannot be planned under the lock.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Blocked {
     /// This L2 slice must be loaded.
     LoadL2(u64),
@@ -61,6 +64,8 @@ pub(crate) enum Blocked {
     CopyTable(usize),
     /// Another request is remapping this guest byte.
     InFlight(GuestOffset),
+    /// A change of these guest bytes in place waits until persistent bitmaps have it.
+    Unstored(Range<u64>),
     /// The file would grow while much space waits to be freed.
     Growth,
     /// A count is wrong: the image is corrupt.
@@ -109,6 +114,8 @@ pub(crate) struct Metadata {
     copying: SingleFlight<usize>,
     pub(crate) drops: Drops,
     pub(crate) returning: Returning,
+    /// The persistent bitmaps that record changes, once something changes.
+    pub(crate) bitmaps: Option<Arc<DirtyBitmaps>>,
     /// Queues are held off: an operation runs alone.
     pub(crate) held_off: bool,
     /// A FLUSH is writing the metadata that was dirty when it began.
@@ -149,6 +156,7 @@ impl Metadata {
             copying: SingleFlight::default(),
             drops: Drops::default(),
             returning: Returning::default(),
+            bitmaps: None,
             held_off: false,
             flushing: false,
         }

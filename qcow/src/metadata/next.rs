@@ -75,6 +75,7 @@ impl Metadata {
             copying: Default::default(),
             drops: Drops::default(),
             returning: Returning::default(),
+            bitmaps: self.bitmaps.clone(),
             held_off: true,
             flushing: false,
         }

@@ -134,10 +134,24 @@ impl Metadata {
             _ => self.owned(cluster, &old),
         };
         match owned {
-            Some(host) => Ok(self.plan_in_place(slice, offset, end, host, old)),
+            Some(host) => {
+                let step = self.plan_in_place(slice, offset, end, host, old);
+                self.require_stored(step)
+            }
             None if growth == Growth::Held && self.holds_growth() => Err(Blocked::Growth),
             None => self.plan_allocation(slice, offset, end, old),
         }
+    }
+
+    /// Returns the step, unless it overwrites bytes in place that a power cut may leave changed, and unmarked in a durable bitmap.
+    fn require_stored(&self, step: WriteStep) -> Result<WriteStep, Blocked> {
+        if let (Some(bitmaps), Action::Overwrite(_)) = (&self.bitmaps, step.action) {
+            let bytes = step.offset.bytes()..step.offset.bytes() + step.len;
+            if bitmaps.lack(&bytes) {
+                return Err(Blocked::Unstored(bytes));
+            }
+        }
+        Ok(step)
     }
 
     /// Returns the guest bytes of the subcluster that holds `offset`.

@@ -4,7 +4,7 @@
 use std::fmt::Write;
 
 use block::lock::LockGranularity;
-use qcow::SnapshotSelector;
+use qcow::{BitmapStorage, SnapshotSelector};
 use vmm::disk_config::{
     DiskConfig, GroupMember, ImageType, MAX_POLL_US, MAX_QUEUES, MAX_SERIAL_BYTES, MIN_L2_CACHE_BYTES,
     WriteErrors,
@@ -56,6 +56,7 @@ fn assert_within_limits(config: &DiskConfig) {
     );
     assert!(config.poll_us.is_none_or(|time| time <= MAX_POLL_US));
     assert!(!(config.readonly && config.werror == WriteErrors::Wait));
+    assert!(!(config.readonly && config.bitmaps == BitmapStorage::Durable));
     assert!(!(config.readonly && config.overlay.is_some()));
 }
 
@@ -155,6 +156,8 @@ fn print(config: &DiskConfig) -> Option<String> {
         );
         add("l2_cache", config.l2_cache_bytes.map(|bytes| bytes.to_string()));
     }
+    let is_durable = config.bitmaps == BitmapStorage::Durable;
+    add("bitmaps", is_durable.then(|| "durable".to_owned()));
     let affinity = config.queue_affinity.iter().map(|entry| {
         let cpus: Vec<String> = entry.cpus.iter().map(ToString::to_string).collect();
         format!("{}@[{}]", entry.queue, cpus.join(","))

@@ -165,6 +165,12 @@ pub static KEYS: &[Key] = &[
         "when the host is out of space: fail the write, or delay it until there is space",
     ),
     here(
+        "bitmaps",
+        "close or durable",
+        "close",
+        "when the image's persistent bitmaps are stored: durable ones survive a crash, and delay the first change of each 4 MiB",
+    ),
+    here(
         "poll_us",
         "microseconds from 0 to 10000",
         "adaptive; 0 for ublk",

@@ -200,6 +200,7 @@ fn parse_sets_the_field_of_every_key() {
         l2_cache_bytes: Some(4 << 20),
         discard_no_unref: true,
         werror: WriteErrors::Report,
+        bitmaps: BitmapStorage::Close,
         pci: PciAddress::default(),
         poll_us: Some(50),
         rate_limits: RateLimits::default(),
@@ -226,6 +227,30 @@ fn werror_is_report_unless_set_to_wait() {
         refused("path=d,werror=wait,readonly=on"),
         "--disk: `werror=wait` contradicts `readonly=on`: a read-only disk is never written"
     );
+}
+
+#[test]
+fn bitmaps_are_stored_at_the_close_unless_durable() {
+    assert_eq!(parse("path=d").bitmaps, BitmapStorage::Close);
+    assert_eq!(parse("path=d,bitmaps=close").bitmaps, BitmapStorage::Close);
+    assert_eq!(parse("path=d,bitmaps=durable").bitmaps, BitmapStorage::Durable);
+    for (text, error) in [
+        ("bitmaps=on", "`bitmaps=on`: bitmaps takes close or durable"),
+        (
+            "bitmaps=durable,readonly=on",
+            "`bitmaps=durable` contradicts `readonly=on`: bitmaps record what is written to their image",
+        ),
+        (
+            "bitmaps=durable,overlay=temporary",
+            "`bitmaps=durable` contradicts `overlay=temporary`: bitmaps record what is written to their image",
+        ),
+        (
+            "bitmaps=durable,image_type=raw",
+            "`bitmaps=durable` contradicts `image_type=raw`: a raw disk has no bitmaps",
+        ),
+    ] {
+        assert_eq!(refused(&format!("path=d,{text}")), format!("--disk: {error}"));
+    }
 }
 
 fn rate(size: u64, refill_ms: u64, one_time_burst: u64) -> Option<Rate> {

@@ -103,6 +103,16 @@ pub enum BitmapsError {
         /// The length that it would have, in bytes.
         bytes: u64,
     },
+    /// Durable bitmaps would take too much space.
+    #[error(
+        "clusters for durable bitmaps would take {bytes} bytes; expected at most {memory_bytes}, the memory for bitmaps"
+    )]
+    TooMuchSpace {
+        /// The space in bytes.
+        bytes: u64,
+        /// The memory for bitmaps in bytes.
+        memory_bytes: u64,
+    },
     /// The counts to look at are more than an operation keeps in memory.
     #[error("the refcount block that counts the cluster at {offset:#x} is one more than there is memory for")]
     TooManyCounts {

@@ -6,7 +6,7 @@
 use block::AlignedBuf;
 
 use super::{BitmapsError, Operation};
-use crate::format::{BitmapCluster, BitmapDirectoryEntry, ClusterUse, HostOffset};
+use crate::format::{BitmapCluster, BitmapDirectoryEntry, ClusterUse};
 
 /// The bits of a source, a cluster at a time.
 struct Source {
@@ -25,12 +25,12 @@ impl Operation<'_> {
         to: &BitmapDirectoryEntry,
     ) -> Result<Vec<BitmapCluster>, BitmapsError> {
         let mut source = Source {
-            table: self.table_of(from).await?,
+            table: self.tables.table_of(from).await?,
             granularity: from.granularity(),
             bits: from.bits(&self.geometry),
             loaded: None,
         };
-        let mut table = self.table_of(to).await?;
+        let mut table = self.tables.table_of(to).await?;
         let per_cluster = self.geometry.cluster_size() * 8;
         let (size, granularity, bits) = (
             self.geometry.virtual_size(),
@@ -52,7 +52,7 @@ impl Operation<'_> {
                 continue;
             }
             let mut merged = match *entry {
-                BitmapCluster::Data(host) => self.read_bits(host).await?.to_vec(),
+                BitmapCluster::Data(host) => self.tables.read_bits(host).await?.to_vec(),
                 _ => vec![0; self.geometry.cluster_size() as usize],
             };
             // Bits past the disk's end mean nothing, and are stored as zeros.
@@ -73,7 +73,7 @@ impl Operation<'_> {
                     Some(BitmapCluster::Ones) => set(from, until),
                     Some(&BitmapCluster::Data(host)) => {
                         if source.loaded.as_ref().is_none_or(|(loaded, _)| *loaded != at) {
-                            source.loaded = Some((at, self.read_bits(host).await?));
+                            source.loaded = Some((at, self.tables.read_bits(host).await?));
                         }
                         let base = at * per_cluster;
                         if let Some((_, bytes)) = &source.loaded {
@@ -98,15 +98,10 @@ impl Operation<'_> {
         }
         Ok(table)
     }
-
-    async fn read_bits(&self, host: HostOffset) -> Result<AlignedBuf, BitmapsError> {
-        let size = self.geometry.cluster_size() as usize;
-        Ok(self.queue.file.read_at(host.bytes(), size).await?)
-    }
 }
 
 /// Clears all bits from number `first` on.
-fn clear_from(bytes: &mut [u8], first: u64) {
+pub(super) fn clear_from(bytes: &mut [u8], first: u64) {
     let (whole, rest) = ((first / 8) as usize, first % 8);
     if let Some(byte) = bytes.get_mut(whole) {
         *byte &= (1 << rest) - 1;

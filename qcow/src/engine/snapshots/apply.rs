@@ -7,14 +7,15 @@
 //! The disk gives up first, so that counts that are full because both use a cluster do not overflow. A cluster that lost its
 //! last reference then and that the snapshot uses all the same shows when its tables are read.
 //!
-//! Invariant: bitmaps that record changes are out of date, durably, before the disk's contents change.
+//! Invariant: bitmaps that record changes have all bits set as soon as the disk's contents change: the same write of the header
+//! puts both in force. Where that cannot be, they are marked as in use before.
 
 use std::rc::Rc;
 
 use super::error::SnapshotError;
 use super::{Operation, SnapshotSelector, read_entries};
 use crate::engine::switch::Switch;
-use crate::engine::{Queue, announce, exclusive, flush};
+use crate::engine::{BitmapsError, Queue, announce, bitmaps, exclusive, flush};
 use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::{HostCluster, HostOffset, L1Entry, L2TableRef, SnapshotEntry, Version};
 use crate::image::snapshots::disk_size;
@@ -38,23 +39,49 @@ pub(super) async fn apply(
     let header = queue.shared.header.decode()?;
     let mut entries = read_entries(queue, &header).await?;
     let snapshot = entries.remove(selector.find(&entries)?);
-    let mut operation = Operation {
-        queue,
-        switch: Switch::new(queue, &section)?,
-        geometry: queue.shared.geometry,
+    let old_bytes = queue.metadata()?.size_bytes;
+    let restored = async || -> Result<(Switch<'_>, u64), SnapshotError> {
+        let mut operation = Operation {
+            queue,
+            switch: Switch::new(queue, &section)?,
+            geometry: queue.shared.geometry,
+        };
+        let new_bytes = operation.size_of(&snapshot, size)?;
+        operation.restore(&snapshot, &entries, new_bytes).await?;
+        Ok((operation.switch, new_bytes))
     };
-    let old_bytes = operation.switch.next.size_bytes;
-    let new_bytes = operation.size_of(&snapshot, size)?;
-    operation.restore(&snapshot, &entries, new_bytes).await?;
-    if new_bytes == old_bytes {
-        announce::writes(queue).await?;
+    let (switch, new_bytes) = restored().await?;
+    let announcements = &queue.shared.announcements;
+    let is_resized = new_bytes != old_bytes;
+    let next = if announcements.have_recording() || is_resized && announcements.have_disabled() {
+        match bitmaps::mark_all(queue, switch).await {
+            Ok(with_bitmaps) => Ok(with_bitmaps),
+            Err(BitmapsError::Io(error)) => return Err(error.into()),
+            Err(error) => {
+                let image = queue.shared.file.path().display();
+                tracing::warn!(%image, %error, "bitmaps cannot have all their bits set; they are marked as in use");
+                Err(restored().await?.0)
+            }
+        }
     } else {
-        announce::resize(queue).await?;
+        Err(switch)
+    };
+    match next {
+        Ok(with_bitmaps) => with_bitmaps.commit(None).await?,
+        Err(mut switch) => {
+            if is_resized {
+                announce::resize(queue, new_bytes).await?;
+            } else {
+                announce::writes(queue).await?;
+            }
+            switch.next.bitmaps = None;
+            switch.commit(|_| ()).await?;
+            announcements.forget_recording();
+        }
     }
-    operation.switch.commit(|_| ()).await?;
     // Still alone, so that the next operation waits for it.
     flush::in_background(queue);
-    if new_bytes != old_bytes {
+    if is_resized {
         // Requests that have seen the old size. They are held off, or have yet to be: none goes on with it.
         let _unended = exclusive::drain(queue).await;
     }
