@@ -178,7 +178,8 @@ pub(super) async fn resize(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoE
     let _turn = announcements.turns.take().await;
     let bitmaps = bits_in_memory(queue).await?;
     announce(queue, true).await?;
-    announcements.are_all_marked.store(true, Ordering::Release);
+    let is_any = announcements.have_disabled();
+    announcements.are_all_marked.store(is_any, Ordering::Release);
     let bitmaps = bitmaps.map(|bitmaps| {
         let memory_bytes = queue.shared.policy.bitmaps.memory_bytes;
         Arc::new(bitmaps.grown(size_bytes, memory_bytes))
