@@ -61,8 +61,14 @@ fn bitmaps_are_changed_and_listed_as_qemu_sees_them() {
         .collect();
     assert_eq!(flags, [serde_json::json!([]), serde_json::json!(["auto"])]);
 
-    // A server of ours writes, and keeps no bitmaps.
+    // A server of ours writes, and keeps it.
     world.io("path=a.qcow2", &["write 0 64k"]).success();
+    assert_eq!(ours(&world)[1]["flags"], serde_json::json!(["auto"]));
+    // One that crashes does not.
+    let image = world.bytes("a.qcow2");
+    let name = image.windows(7).rposition(|bytes| bytes == b"tuesday");
+    let flags = name.expect("a name") as u64 - 12;
+    world.patch("a.qcow2", flags, &3_u32.to_be_bytes());
     assert_eq!(ours(&world)[1]["flags"], serde_json::json!(["in-use", "auto"]));
     let said = world
         .ringdisk(&["image", "bitmap", "clear", "a.qcow2", "tuesday"])
