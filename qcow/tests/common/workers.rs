@@ -11,9 +11,6 @@ use block::{Buffer, Context, Disk, DiskQueue, Done, Op, Request};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, SimWorld};
 
-#[path = "closing.rs"]
-pub(crate) mod closing;
-
 /// The place of a task's output, once it has ended.
 pub(crate) type Slot<T> = Rc<RefCell<Option<T>>>;
 
@@ -39,7 +36,7 @@ impl Workers {
     pub(crate) fn close(self, disk: &Arc<QcowDisk>, name: &str) -> SimWorld {
         let Self { world, each } = self;
         drop(each);
-        closing::close(&world, &world.context(64), disk, name, "closed");
+        crate::closing::close(&world, &world.context(64), disk, name, "closed");
         world
     }
 
