@@ -2,16 +2,19 @@
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::os::fd::RawFd;
 use std::path::Path;
 
 use clap::error::ErrorKind;
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::control::{self, DiskKeys, Request};
 use crate::disk_config::{DiskConfig, RateLimitGroups, keys_help, machine_keys_help};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
+use crate::socket::Access;
 use crate::ublk::arguments::UblkCommand;
+use crate::vhost_user::Place;
 use crate::{
     background, image, io, limits, logging, once, run as machine_run, size, socket, ublk, vhost_user,
 };
@@ -72,8 +75,21 @@ enum Command {
 #[derive(Args, Debug)]
 struct VhostUserArguments {
     /// Unix socket to listen on; one for each --disk, in the same order
-    #[arg(long, required = true, num_args = 1.., value_name = "PATH")]
+    ///
+    /// Without --socket and --fd, the sockets are those that a service manager passes (LISTEN_FDS).
+    #[arg(long, num_args = 1.., value_name = "PATH", conflicts_with = "fd")]
     socket: Vec<std::path::PathBuf>,
+    /// Descriptor of a listening Unix socket, instead of --socket; one for each --disk, in the same order
+    ///
+    /// The file of the socket is left alone.
+    #[arg(long, num_args = 1.., value_name = "NUMBER")]
+    fd: Vec<std::os::fd::RawFd>,
+    /// Mode of the sockets, in octal [default: 600, or 660 with --socket-group]
+    #[arg(long, value_name = "MODE")]
+    socket_mode: Option<String>,
+    /// Group of the sockets, a name or number, whose users may then connect
+    #[arg(long, value_name = "GROUP")]
+    socket_group: Option<String>,
     /// Disk: path=FILE and other key=value pairs
     #[arg(long, required = true, num_args = 1.., value_name = "KEY=VALUE,...")]
     disk: Vec<String>,
@@ -255,6 +271,12 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     }
 }
 
+/// Returns the definition of the command line, from which man pages and shell completions are made.
+#[must_use]
+pub fn command() -> clap::Command {
+    Arguments::command()
+}
+
 fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
     logging::start(arguments.log.as_deref())?;
     limits::survive_file_size_limits();
@@ -263,7 +285,7 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
             if arguments.detached == 1 {
                 return background::pass_on();
             }
-            let disks = served_disks(&arguments)?;
+            let disks = served_disks(&arguments, &socket::inherited::descriptors())?;
             if arguments.daemonize {
                 return background::start();
             }
@@ -272,8 +294,9 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
                 takeover: arguments.takeover,
                 sandbox: arguments.sandbox == "on",
                 detached: arguments.detached > 0,
+                access: access(&arguments)?,
             };
-            vhost_user::run(arguments.socket.into_iter().zip(disks).collect(), options)
+            vhost_user::run(disks, options)
         }
         Command::Ctl(CtlArguments { socket, request }) => {
             let answer = control::ask(&socket, &ctl_request(request)?)?;
@@ -302,7 +325,7 @@ pub fn check(arguments: impl IntoIterator<Item = OsString>) -> Result<(), Comman
         Err(error) => return Err(usage(&error)),
     };
     match parsed.command {
-        Command::VhostUser(arguments) => served_disks(&arguments).map(drop),
+        Command::VhostUser(arguments) => served_disks(&arguments, &[]).map(drop),
         Command::Ctl(arguments) => ctl_request(arguments.request).map(drop),
         Command::Run(arguments) => run_config(arguments).map(drop),
         Command::Io(arguments) => io_disk(&arguments).map(drop),
@@ -314,16 +337,21 @@ pub fn check(arguments: impl IntoIterator<Item = OsString>) -> Result<(), Comman
     }
 }
 
-/// Returns the disks of `ringdisk vhost-user`, one for each socket.
-fn served_disks(arguments: &VhostUserArguments) -> Result<Vec<DiskConfig>, CommandFailure> {
+/// Returns the disks of `ringdisk vhost-user`, each with its socket; `passed` are the descriptors from a service manager.
+fn served_disks(
+    arguments: &VhostUserArguments,
+    passed: &[RawFd],
+) -> Result<Vec<(Place, DiskConfig)>, CommandFailure> {
     let groups = RateLimitGroups::parse(&arguments.rate_limit_group)?;
     let disks = own_disks(&arguments.disk, &groups)?;
     groups.check_joined()?;
     once::check_sockets(&arguments.socket)?;
-    if arguments.socket.len() != disks.len() {
+    access(arguments)?;
+    let (places, option) = places(arguments, passed)?;
+    if places.len() != disks.len() {
         return Err(CommandFailure::Usage(format!(
-            "{} --socket for {} --disk; each disk needs its own socket",
-            arguments.socket.len(),
+            "{} {option} for {} --disk; each disk needs its own socket",
+            places.len(),
             disks.len()
         )));
     }
@@ -338,7 +366,45 @@ fn served_disks(arguments: &VhostUserArguments) -> Result<Vec<DiskConfig>, Comma
                 .try_for_each(|disk| disk.may_outlive_process(option))?;
         }
     }
-    Ok(disks)
+    Ok(places.into_iter().zip(disks).collect())
+}
+
+/// Returns the sockets of `ringdisk vhost-user`, and how they were given.
+fn places(
+    arguments: &VhostUserArguments,
+    passed: &[RawFd],
+) -> Result<(Vec<Place>, &'static str), CommandFailure> {
+    let descriptors = |given: &[RawFd]| given.iter().copied().map(Place::Descriptor).collect();
+    if !arguments.fd.is_empty() {
+        return Ok((descriptors(&arguments.fd), "--fd"));
+    }
+    if !arguments.socket.is_empty() {
+        let places = arguments.socket.iter().cloned().map(Place::Path).collect();
+        return Ok((places, "--socket"));
+    }
+    if passed.is_empty() {
+        let wanted = "--socket is missing; expected a path for each --disk, --fd, or sockets of a service manager (LISTEN_FDS)";
+        return Err(CommandFailure::Usage(wanted.to_owned()));
+    }
+    if arguments.daemonize {
+        let wrong = "--daemonize with sockets of a service manager (LISTEN_FDS), which are for this process only; expected one of them";
+        return Err(CommandFailure::Usage(wrong.to_owned()));
+    }
+    Ok((descriptors(passed), "sockets in LISTEN_FDS"))
+}
+
+/// Returns who may connect to the sockets of `ringdisk vhost-user`.
+fn access(arguments: &VhostUserArguments) -> Result<Access, CommandFailure> {
+    let (mode, group) = (
+        arguments.socket_mode.as_deref(),
+        arguments.socket_group.as_deref(),
+    );
+    if let (Some(_), [first, ..]) = (mode.or(group), &arguments.fd[..]) {
+        return Err(CommandFailure::Usage(format!(
+            "--socket-mode and --socket-group with --fd {first}: its file belongs to the process that created it; expected --socket"
+        )));
+    }
+    Access::parse(mode, group).map_err(|error| CommandFailure::Usage(error.to_string()))
 }
 
 fn io_disk(arguments: &IoArguments) -> Result<DiskConfig, CommandFailure> {

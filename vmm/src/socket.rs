@@ -1,22 +1,28 @@
 //! The Unix socket of a vhost-user server: created private, and never taken from a live server.
 //!
-//! A process that can connect to the socket can read and write the disk, so the socket has mode 0600 from its creation on. A
-//! socket file that a dead server left behind is replaced; one with a listening server, or a file that is not a socket, is
-//! refused and left unchanged.
+//! A process that can connect to the socket can read and write the disk, so the socket has mode 0600 from its creation on;
+//! [`Access`] lets others in before the first can connect. A socket file that a dead server left behind is replaced; one with a
+//! listening server, or a file that is not a socket, is refused and left unchanged. A service manager may have created the
+//! socket instead ([`inherited`]): its file is never removed here.
 #![expect(
     unsafe_code,
     reason = "binding with a mode, and connecting without waiting, need raw socket calls"
 )]
 
+mod access;
+pub mod inherited;
+
 use std::fs::{self, File, Permissions};
 use std::io;
 use std::mem;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+
+pub use access::{Access, AccessError};
 
 /// Connections that may wait to be accepted. One is served at a time.
 const BACKLOG: libc::c_int = 16;
@@ -52,6 +58,14 @@ pub enum SocketError {
         /// The most that fits.
         max: usize,
     },
+    /// An inherited descriptor cannot be served on.
+    #[error("descriptor {descriptor} {problem}; expected a listening Unix stream socket with a path")]
+    Inherited {
+        /// The descriptor.
+        descriptor: RawFd,
+        /// What it is instead.
+        problem: &'static str,
+    },
     /// A system call failed.
     #[error("cannot {action} socket {}", path.display())]
     Os {
@@ -79,8 +93,18 @@ pub fn check_path(path: &Path) -> Result<(), SocketError> {
 pub struct Socket {
     listener: UnixListener,
     path: PathBuf,
-    /// Device and inode of the file as it was made, unless it is another process's now.
-    identity: Option<(u64, u64)>,
+    owner: Owner,
+}
+
+/// The process that removes the file of a socket.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Owner {
+    /// This one, if the file still has this device and inode.
+    This(u64, u64),
+    /// The old server or the new one, in a takeover.
+    Other,
+    /// The service manager, which goes on listening.
+    Manager,
 }
 
 impl Socket {
@@ -90,6 +114,15 @@ impl Socket {
     ///
     /// [`SocketError`], naming the path and, if a server lives there, the server.
     pub fn listen(path: &Path) -> Result<Self, SocketError> {
+        Self::listen_for(path, Access::default())
+    }
+
+    /// As [`Socket::listen`], for those whom `access` lets connect.
+    ///
+    /// # Errors
+    ///
+    /// As [`Socket::listen`]; also if the file cannot be given to the group.
+    pub fn listen_for(path: &Path, access: Access) -> Result<Self, SocketError> {
         let os = |action| {
             move |source| SocketError::Os {
                 action,
@@ -122,8 +155,9 @@ impl Socket {
         let socket = Self {
             listener,
             path: path.to_owned(),
-            identity: Some((made.dev(), made.ino())),
+            owner: Owner::This(made.dev(), made.ino()),
         };
+        access.apply(path).map_err(os("restrict"))?;
         // SAFETY: `listen` takes a descriptor and a number and touches no memory of ours.
         if unsafe { libc::listen(socket.listener.as_raw_fd(), BACKLOG) } == -1 {
             return Err(os("listen on")(io::Error::last_os_error()));
@@ -132,29 +166,39 @@ impl Socket {
     }
 
     /// Continues to listen on a socket that another process made at `path` and handed over. Its file stays that one's
-    /// until [`Socket::keep`].
+    /// until [`Socket::keep`], and a service manager's for good.
     ///
     /// # Errors
     ///
     /// [`SocketError`] if there is nothing at `path` any more.
-    pub fn adopt(listener: UnixListener, path: &Path) -> Result<Self, SocketError> {
+    pub fn adopt(listener: UnixListener, path: &Path, is_managers: bool) -> Result<Self, SocketError> {
+        let owner = if is_managers { Owner::Manager } else { Owner::Other };
         let socket = Self {
             listener,
             path: path.to_owned(),
-            identity: None,
+            owner,
         };
         socket.found()?;
         Ok(socket)
     }
 
-    /// The file is this process's from now on.
+    /// The file is this process's from now on, unless it is a service manager's.
     ///
     /// # Errors
     ///
     /// [`SocketError`] if there is nothing at its path any more.
     pub fn keep(&mut self) -> Result<(), SocketError> {
-        self.identity = Some(self.found()?);
+        let (device, inode) = self.found()?;
+        if self.owner != Owner::Manager {
+            self.owner = Owner::This(device, inode);
+        }
         Ok(())
+    }
+
+    /// Returns true if a service manager created the socket.
+    #[must_use]
+    pub fn is_managers(&self) -> bool {
+        self.owner == Owner::Manager
     }
 
     fn found(&self) -> Result<(u64, u64), SocketError> {
@@ -168,7 +212,7 @@ impl Socket {
 
     /// Gives the socket up to the server that it was handed over to: its file stays.
     pub fn give_up(mut self) {
-        self.identity = None;
+        self.owner = Owner::Other;
     }
 
     /// The listening socket itself.
@@ -187,7 +231,7 @@ impl Socket {
 impl Drop for Socket {
     fn drop(&mut self) {
         let still_ours = fs::symlink_metadata(&self.path)
-            .is_ok_and(|found| Some((found.dev(), found.ino())) == self.identity);
+            .is_ok_and(|found| Owner::This(found.dev(), found.ino()) == self.owner);
         if still_ours && let Err(error) = fs::remove_file(&self.path) {
             tracing::warn!(path = %self.path.display(), %error, "cannot remove the socket");
         }
@@ -263,6 +307,12 @@ pub fn is_same_user(connection: &impl AsRawFd) -> bool {
     // SAFETY: takes nothing and cannot fail.
     let ours = unsafe { libc::geteuid() };
     credentials(connection).is_some_and(|peer| peer.uid == ours)
+}
+
+/// Returns the process at the other end of a connection, if it can be known.
+#[must_use]
+pub fn peer_pid(connection: &impl AsRawFd) -> Option<u32> {
+    u32::try_from(credentials(connection)?.pid).ok()
 }
 
 /// The process at the other end of a connection, by name and number.
@@ -357,155 +407,4 @@ impl Address {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::os::unix::net::UnixStream;
-
-    fn directory() -> tempfile::TempDir {
-        tempfile::tempdir().expect("a temporary directory")
-    }
-
-    #[test]
-    fn listen_makes_a_private_socket_removed_on_drop() {
-        let directory = directory();
-        let path = directory.path().join("s");
-        let socket = Socket::listen(&path).expect("listen");
-        assert_eq!(
-            fs::metadata(&path).expect("stat").permissions().mode() & 0o777,
-            0o600
-        );
-        let _client = UnixStream::connect(&path).expect("connect");
-        socket.listener().accept().expect("accept");
-        drop(socket);
-        assert!(!path.exists());
-    }
-
-    #[test]
-    fn listen_names_a_live_server_and_leaves_it_alone() {
-        let directory = directory();
-        let path = directory.path().join("s");
-        let _server = UnixListener::bind(&path).expect("bind");
-        let refused = Socket::listen(&path).expect_err("in use").to_string();
-        assert!(
-            refused.contains(&format!("{} is in use by ", path.display())),
-            "{refused}"
-        );
-        assert!(
-            refused.contains(&format!("(process {})", std::process::id())),
-            "{refused}"
-        );
-        UnixStream::connect(&path).expect("the live server still answers");
-    }
-
-    #[test]
-    fn listen_refuses_a_server_with_a_full_backlog_at_once() {
-        let directory = directory();
-        let path = directory.path().join("s");
-        let _server = Socket::listen(&path).expect("listen");
-        let address = Address::new(&path).expect("an address");
-        let mut clients = Vec::new();
-        loop {
-            let client = stream_socket(libc::SOCK_NONBLOCK).expect("socket");
-            if address.connect(&client).is_err() {
-                break;
-            }
-            clients.push(client);
-            assert!(clients.len() < 10_000, "the backlog never fills");
-        }
-        let refused = Socket::listen(&path).expect_err("in use");
-        assert!(matches!(refused, SocketError::InUse { .. }), "{refused}");
-    }
-
-    #[test]
-    fn listen_replaces_a_stale_socket() {
-        let directory = directory();
-        let path = directory.path().join("s");
-        drop(UnixListener::bind(&path).expect("bind"));
-        assert!(path.exists(), "the standard library leaves the file");
-        let socket = Socket::listen(&path).expect("replace");
-        UnixStream::connect(socket.path()).expect("connect");
-    }
-
-    /// Each start probes the stale socket, removes it and makes its own. Without a lock it may remove a new one.
-    #[test]
-    fn listen_succeeds_once_among_concurrent_starts() {
-        for round in 0..200 {
-            let directory = directory();
-            let path = directory.path().join("s");
-            drop(UnixListener::bind(&path).expect("bind"));
-            let barrier = std::sync::Barrier::new(4);
-            let made: Vec<Socket> = std::thread::scope(|scope| {
-                let starts: Vec<_> = (0..4)
-                    .map(|_| {
-                        scope.spawn(|| {
-                            barrier.wait();
-                            Socket::listen(&path)
-                        })
-                    })
-                    .collect();
-                let ended = starts.into_iter().map(|start| start.join().expect("no panic"));
-                ended.filter_map(Result::ok).collect()
-            });
-            assert_eq!(made.len(), 1, "round {round}");
-            let client = UnixStream::connect(&path).expect("connect");
-            made[0].listener().accept().expect("it is at its path");
-            drop(client);
-        }
-    }
-
-    /// Another start may be replacing the stale socket while it holds the folder's lock.
-    #[test]
-    fn listen_waits_for_the_folder_lock_but_not_forever() {
-        let directory = directory();
-        let path = directory.path().join("s");
-        drop(UnixListener::bind(&path).expect("bind"));
-        let inode = || fs::symlink_metadata(&path).expect("stat").ino();
-        let leftover = inode();
-        let other = lock_folder(&path).expect("a lock");
-        std::thread::scope(|scope| {
-            let start = scope.spawn(|| Socket::listen(&path));
-            std::thread::sleep(Duration::from_millis(100));
-            assert!(!start.is_finished());
-            assert_eq!(inode(), leftover);
-            drop(other);
-            start.join().expect("no panic").expect("replace");
-        });
-        // Whoever keeps the lock for longer holds nobody up for good.
-        drop(UnixListener::bind(&path).expect("bind"));
-        let _other = lock_folder(&path).expect("a lock");
-        Socket::listen(&path).expect("replace");
-    }
-
-    #[test]
-    fn listen_refuses_and_keeps_a_file_that_is_no_socket() {
-        let directory = directory();
-        let path = directory.path().join("s");
-        fs::write(&path, "precious").expect("write");
-        let refused = Socket::listen(&path).expect_err("not a socket").to_string();
-        assert!(refused.contains("exists and is not a socket"), "{refused}");
-        assert_eq!(fs::read(&path).expect("read"), b"precious");
-    }
-
-    #[test]
-    fn drop_keeps_a_successors_socket() {
-        let directory = directory();
-        let path = directory.path().join("s");
-        let old = Socket::listen(&path).expect("listen");
-        fs::remove_file(&path).expect("remove");
-        let _new = Socket::listen(&path).expect("listen again");
-        drop(old);
-        assert!(path.exists());
-    }
-
-    #[test]
-    fn listen_names_a_path_it_cannot_bind() {
-        let long = Path::new("/tmp").join("x".repeat(200));
-        let refused = Socket::listen(&long).expect_err("too long").to_string();
-        assert!(refused.contains("longer than 107 bytes"), "{refused}");
-        let refused = Socket::listen(Path::new("/nonexistent/s"))
-            .expect_err("no directory")
-            .to_string();
-        assert_eq!(refused, "cannot bind socket /nonexistent/s");
-        Socket::listen(Path::new("")).expect_err("empty");
-    }
-}
+mod tests;

@@ -30,7 +30,7 @@ use hand_over::{
     HandOverFailure, Takeover, accept, adopt_sockets, hand_over, lost, names, obstacle, open_takeover_socket,
     reopen, stop_on_takeover,
 };
-pub use served::Options;
+pub use served::{Options, Place};
 use served::{Served, allowed, close, confine, descriptors, opening, serve};
 
 /// The longest time that a start interrupted by a signal may take to end by itself, between two images.
@@ -42,7 +42,7 @@ const START_END_MAX: Duration = Duration::from_secs(1);
 ///
 /// A failure that names the socket or disk it is about: the first one, if there are several. Disks that
 /// could be closed cleanly have been.
-pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, CommandFailure> {
+pub fn run(disks: Vec<(Place, DiskConfig)>, options: Options) -> Result<u8, CommandFailure> {
     let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
     if options.detached {
         background::leave_session().map_err(start)?;
@@ -56,7 +56,7 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     stop_on_signal(signals, stop.clone(), Arc::clone(&serving), options).map_err(start)?;
     let failed = CommandFailure::Failed;
     limits::prepare_descriptors(disks.iter().map(|(_, config)| descriptors(config)).sum());
-    let (paths, configs): (Vec<PathBuf>, Vec<DiskConfig>) = disks.into_iter().unzip();
+    let (places, configs): (Vec<Place>, Vec<DiskConfig>) = disks.into_iter().unzip();
     let mut offer = None;
     let began = Instant::now();
     let sockets = if options.takeover {
@@ -64,15 +64,21 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
         for config in &configs {
             open::rehearse(config).map_err(|error| failed(error.into()))?;
         }
+        let paths = paths(&places)?;
         let offered = takeover::take_over(&paths).map_err(|error| failed(error.into()))?;
         let offered = offer.insert(offered);
         offered.begin().map_err(|error| failed(error.into()))?;
         adopt_sockets(&paths, offered)
     } else {
-        paths.iter().map(|path| Socket::listen(path)).collect()
+        let listen = |place: &Place| match place {
+            Place::Path(path) => Socket::listen_for(path, options.access),
+            Place::Descriptor(descriptor) => Socket::inherit(*descriptor),
+        };
+        places.iter().map(listen).collect()
     };
     // As long as this server may still fail, the sockets are the old one's.
-    let sockets = sockets.map_err(|error| failed(error.into()))?;
+    let sockets: Vec<Socket> = sockets.map_err(|error| failed(error.into()))?;
+    let paths: Vec<PathBuf> = sockets.iter().map(|socket| socket.path().to_owned()).collect();
     let takeover_socket = match &offer {
         Some(offer) => TakeoverSocket::adopt(offer.takeover_socket.try_clone().map_err(start)?, &paths).ok(),
         None => open_takeover_socket(&paths),
@@ -108,12 +114,15 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     // From here on a stop closes what is open.
     serving.store(true, Ordering::SeqCst);
     if let Some(offer) = &mut offer {
+        // Before the old one ends, so that its end is not taken for that of the service.
+        manager.main(std::process::id());
         let accepted = if stop.is_stopped() {
             Ok(false)
         } else {
             accept(offer, &mut served).map(|()| true)
         };
         if !matches!(accepted, Ok(true)) {
+            offer.pid().iter().for_each(|&pid| manager.main(pid));
             // As they were found; the old server wants them back, and has them when the offer is dropped.
             for disk in served {
                 close(disk).unwrap_or_default();
@@ -138,6 +147,17 @@ pub fn run(disks: Vec<(PathBuf, DiskConfig)>, options: Options) -> Result<u8, Co
     manager.ready();
     announce(&served, options);
     serve_until_stopped(served, &stop, takeover, options, &mut lock_set)
+}
+
+/// Returns the paths of the sockets to take over.
+fn paths(places: &[Place]) -> Result<Vec<PathBuf>, CommandFailure> {
+    let path = |place: &Place| match place {
+        Place::Path(path) => Ok(path.clone()),
+        Place::Descriptor(descriptor) => Err(CommandFailure::Usage(format!(
+            "--takeover of descriptor {descriptor}: expected --socket, the path that the old server listens on"
+        ))),
+    };
+    places.iter().map(path).collect()
 }
 
 /// Prints which disk is served on which socket, and notifies the process that waits in the foreground.

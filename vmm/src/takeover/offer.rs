@@ -14,10 +14,10 @@ use virtio_devices::vhost_user::{ClientState, Message};
 
 use super::error::TakeoverError;
 use super::message::{
-    GREETING, GREETING_WITHOUT_LOCKS, NOT_UNDERSTOOD, SEND_MAX, Token, receive, receive_one, request, send,
-    socket_path,
+    GREETING, GREETING_WITHOUT_LOCKS, MANAGERS_LISTENER, NOT_UNDERSTOOD, SEND_MAX, Token, receive,
+    receive_one, request, send, socket_path,
 };
-use crate::socket::is_same_user;
+use crate::socket::{is_same_user, peer_pid};
 
 /// The longest time that the old server may take to drain and close. If it is asked and the new one has given up, it
 /// continues.
@@ -28,6 +28,8 @@ const DRAIN_MAX: Duration = Duration::from_secs(60);
 pub struct Handed {
     /// The socket that clients connect to.
     pub listener: UnixListener,
+    /// A service manager created it.
+    pub is_managers: bool,
     /// The client that is connected, if one is.
     pub client: Option<ClientState>,
 }
@@ -117,7 +119,8 @@ fn receive_locks(connection: &UnixStream) -> io::Result<Vec<OwnedFd>> {
 }
 
 fn receive_disk(connection: &UnixStream) -> io::Result<Handed> {
-    let listener = UnixListener::from(receive_one(connection)?);
+    let (kind, fds) = receive(connection)?;
+    let [listener] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| io::ErrorKind::InvalidData)?;
     let (count, mut fds) = receive(connection)?;
     let client = match fds.pop() {
         None => None,
@@ -133,10 +136,20 @@ fn receive_disk(connection: &UnixStream) -> io::Result<Handed> {
             })
         }
     };
-    Ok(Handed { listener, client })
+    Ok(Handed {
+        listener: listener.into(),
+        is_managers: kind == MANAGERS_LISTENER,
+        client,
+    })
 }
 
 impl Offer {
+    /// Returns the process of the old server, if it can be known.
+    #[must_use]
+    pub fn pid(&self) -> Option<u32> {
+        peer_pid(&self.connection)
+    }
+
     /// Begins to open the images, which the old server does not open again before this value is dropped. Drop it after
     /// them.
     ///

@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 use virtio_devices::vhost_user::{ClientState, Message};
 
 use super::message::{
-    GREETING, GREETING_WITHOUT_LOCKS, NOT_UNDERSTOOD, SEND_MAX, Token, receive, request, send, socket_path,
+    GREETING, GREETING_WITHOUT_LOCKS, LISTENER, MANAGERS_LISTENER, NOT_UNDERSTOOD, SEND_MAX, Token, receive,
+    request, send, socket_path,
 };
 use crate::socket::{Socket, SocketError, is_same_user};
 
@@ -53,7 +54,7 @@ impl TakeoverSocket {
     ///
     /// [`SocketError`], if it is gone.
     pub fn adopt(listener: UnixListener, sockets: &[PathBuf]) -> Result<Self, SocketError> {
-        Self::at(sockets, |path| Socket::adopt(listener, path))
+        Self::at(sockets, |path| Socket::adopt(listener, path, false))
     }
 
     fn at(
@@ -209,7 +210,7 @@ impl Successor {
         &self,
         takeover_socket: &UnixListener,
         locks: &[OwnedFd],
-        disks: impl Iterator<Item = (&'a UnixListener, Option<ClientState>)>,
+        disks: impl Iterator<Item = (&'a Socket, Option<ClientState>)>,
     ) -> io::Result<()> {
         let connection = &self.connection;
         connection.set_read_timeout(Some(OPEN_MAX))?;
@@ -228,8 +229,13 @@ impl Successor {
                 }
             }
         }
-        for (listener, client) in disks {
-            send(connection, b"l", &[listener.as_raw_fd()])?;
+        for (socket, client) in disks {
+            let kind = if socket.is_managers() {
+                MANAGERS_LISTENER
+            } else {
+                LISTENER
+            };
+            send(connection, kind, &[socket.listener().as_raw_fd()])?;
             let Some(ClientState {
                 connection: client,
                 messages,

@@ -73,11 +73,7 @@ fn hand_over(
     takeover_socket: &TakeoverSocket,
     locks: &[OwnedFd],
 ) -> io::Result<()> {
-    successor.hand_over(
-        takeover_socket.listener(),
-        locks,
-        [(socket.listener(), None)].into_iter(),
-    )
+    successor.hand_over(takeover_socket.listener(), locks, [(socket, None)].into_iter())
 }
 
 #[test]

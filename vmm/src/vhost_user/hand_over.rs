@@ -41,7 +41,7 @@ pub(super) fn adopt_sockets(paths: &[PathBuf], offer: &mut Offer) -> Result<Vec<
             path: path.clone(),
             source,
         })?;
-        Socket::adopt(listener, path)
+        Socket::adopt(listener, path, disk.is_managers)
     });
     adopted.collect()
 }
@@ -128,9 +128,9 @@ pub(super) fn hand_over(
         .iter()
         .map(|disk| disk.client.as_ref().map(PausedClient::state).transpose());
     let states = states.collect::<std::io::Result<Vec<_>>>();
-    let listeners = served.iter().map(|disk| disk.socket.listener());
+    let sockets = served.iter().map(|disk| &disk.socket);
     let handed = states
-        .and_then(|states| successor.hand_over(takeover_socket.listener(), &locks, listeners.zip(states)));
+        .and_then(|states| successor.hand_over(takeover_socket.listener(), &locks, sockets.zip(states)));
     handed.map_err(|error| {
         *lock_set = LockSet::inherit(locks);
         match successor.take_back(REOPEN_MAX) {

@@ -2,7 +2,8 @@
 //!
 //! Invariant: the image's lock is released last, when nothing of the disk lives in this process any more.
 
-use std::path::Path;
+use std::os::fd::RawFd;
+use std::path::{Path, PathBuf};
 
 use block::lock::LockSet;
 use block::worker::{StartHook, WorkerConfig};
@@ -12,7 +13,7 @@ use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
 use crate::open::{OpenedDisk, Opening};
 use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
-use crate::socket::Socket;
+use crate::socket::{Access, Socket};
 
 /// The options of `ringdisk vhost-user`.
 #[derive(Clone, Copy, Debug, Default)]
@@ -25,6 +26,17 @@ pub struct Options {
     pub sandbox: bool,
     /// This is the process in the background, which says when it is ready.
     pub detached: bool,
+    /// Those who may connect to the sockets that are created.
+    pub access: Access,
+}
+
+/// The place of the socket that a disk is served on.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Place {
+    /// One to be created at this path.
+    Path(PathBuf),
+    /// One that listens already, as this descriptor of the process.
+    Descriptor(RawFd),
 }
 
 /// One disk being served. Dropped in this order: the image's lock goes last.

@@ -1,6 +1,7 @@
 //! The `ringdisk` binary as a person or a script meets it: what it prints, how it exits, and whether QEMU's
 //! tools agree with what it did.
 
+mod activation;
 mod bitmaps;
 mod compact;
 mod descriptor;
@@ -13,6 +14,7 @@ mod overlay;
 mod packaging;
 mod resize;
 mod run;
+mod server;
 mod snapshots;
 mod terminal;
 mod usage;
