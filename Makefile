@@ -4,6 +4,7 @@
 #   make check   before a commit, in minutes: formatting, clippy, unit tests, the house rules, a short crash exploration
 #   make test    everything that must hold: setup, lint, doc, and all tests; says what could not run here
 #   make demo    boot a stock Linux guest on a QCOW2 overlay served by Ringdisk, and check the image
+#   make deb     the Debian package, in target/deb; lintian judges it, and a guest installs, uses, upgrades and removes it
 #   make bench   Ringdisk beside its peers; writes target/bench/summary.json
 #   make bench-check  this tree beside a reference commit; fails if a row is more than 3 % worse
 #   make counts  the instructions of the hot paths, each with its bound
@@ -25,7 +26,7 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: check test setup lint doc build counts models explore canaries asan tsan coverage demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
+.PHONY: check test setup lint doc build deb counts models explore canaries asan tsan coverage demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
 
 # Needs no lab; unit tests of qcow need the tools of QEMU.
 check: lint
@@ -100,6 +101,11 @@ mutants:
 
 demo: setup build
 	cargo run --release -p ringdisk-tests --bin demo
+
+deb: setup build
+	command -v lintian >/dev/null && command -v dh >/dev/null || apt-get install -y --no-install-recommends debhelper dpkg-dev lintian
+	packaging/deb.sh target/deb
+	cargo test -p ringdisk-tests --test package
 
 # rublk, a peer for block devices, generates bindings with libclang.
 peers:

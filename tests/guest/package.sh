@@ -1,0 +1,66 @@
+# The Debian package in a guest that has nothing of ours: installed, used with systemd, upgraded under running servers, removed.
+# systemd is the first process of a PID namespace; the guest's own is the lab's.
+mount -o ro /dev/lab/tools /mnt
+export DEBIAN_FRONTEND=noninteractive
+quietly dpkg --install /mnt/lib*.deb /mnt/systemd_*.deb
+quietly dpkg --install /mnt/ringdisk_*.deb
+ringdisk --version | sed 's/^/version /'
+ls /usr/share/man/man1/ringdisk*.1.gz | wc -l | sed 's/^/pages /'
+zcat /usr/share/man/man1/ringdisk-vhost-user.1.gz | grep -c 'socket..group' | sed 's/^/manual /'
+bash -c '. /usr/share/bash-completion/completions/ringdisk; COMP_WORDS=(ringdisk vho); COMP_CWORD=1; _ringdisk ringdisk vho x; echo "completed $COMPREPLY"'
+
+ln -sf /lib/systemd/system/basic.target /etc/systemd/system/default.target
+mkdir -p /sys/fs/cgroup
+cat >/tmp/boot <<'END'
+mount -t proc none /proc
+mountpoint -q /sys/fs/cgroup || mount -t cgroup2 none /sys/fs/cgroup
+export container=lab
+exec /lib/systemd/systemd --system --log-target=console --log-level=warning
+END
+unshare --pid --mount --fork --kill-child sh /tmp/boot >/tmp/systemd.log 2>&1 & namespace=$!
+forked() { first=$(tr -d ' ' </proc/$namespace/task/$namespace/children) && [ -n "$first" ]; }
+soon 20 forked
+inside() { nsenter --target "$first" --mount --pid "$@"; }
+booted() { inside systemctl is-active --quiet basic.target 2>/dev/null; }
+soon 120 booted || { cat /tmp/systemd.log; exit 1; }
+
+main() { inside systemctl show --property MainPID --value "$1"; }
+active() { [ "$(main "$1")" != "$2" ] && inside systemctl is-active --quiet "$1"; }
+mkdir -p /srv
+ringdisk image create /srv/a.qcow2 64M >/dev/null
+ringdisk image create /srv/b.qcow2 64M >/dev/null
+echo 'OPTIONS=--restartable --socket-mode 660 --disk path=/srv/a.qcow2' >/etc/ringdisk/vhost-user/vm.conf
+echo 'OPTIONS=--id 3 --disk path=/srv/b.qcow2' >/etc/ringdisk/ublk/data.conf
+modprobe ublk_drv
+for unit in ringdisk-vhost-user@vm ringdisk-ublk@data; do
+    ended "started $unit" inside systemctl start $unit
+    before=$(main $unit)
+    inside sh -c "kill -9 $before"
+    soon 60 active $unit "$before" && echo "restarted $unit"
+    before=$(main $unit)
+    ended "reloaded $unit" inside systemctl reload $unit
+    soon 60 active $unit "$before" && echo "handed over $unit"
+done
+inside stat -c 'socket %a' /run/ringdisk/vm.sock
+dd if=/dev/urandom of=/dev/ublkb3 bs=1M count=8 oflag=direct status=none && echo "written 0"
+
+# An upgrade leaves servers alone, and a reload hands over to the new version.
+running="$(main ringdisk-vhost-user@vm) $(main ringdisk-ublk@data)"
+quietly inside dpkg --install /mnt/ringdisk_*.deb
+[ "$running" = "$(main ringdisk-vhost-user@vm) $(main ringdisk-ublk@data)" ] && echo "upgraded under running servers"
+for unit in ringdisk-vhost-user@vm ringdisk-ublk@data; do
+    before=$(main $unit)
+    ended "reloaded again $unit" inside systemctl reload $unit
+    soon 60 active $unit "$before" && echo "handed over again $unit"
+done
+for unit in ringdisk-vhost-user@vm ringdisk-ublk@data; do
+    ended "stopped $unit" inside systemctl stop $unit
+    echo "state $unit $(inside systemctl show --property ActiveState,Result --value $unit | tr '\n' ' ')"
+done
+for image in a b; do qemu-img check -q /srv/$image.qcow2 && echo "flawless $image"; done
+
+quietly dpkg --purge ringdisk
+find / -xdev -path /srv -prune -o -path /tmp -prune -o -name '*ringdisk*' -print | grep -v '^/run/lab\|/var/log' | sed 's/^/left /'
+# All of it, so that the root is free.
+kill -9 $first
+wait $namespace || true
