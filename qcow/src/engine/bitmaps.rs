@@ -106,7 +106,8 @@ async fn carry_out(
     }
     let section = exclusive::begin(queue).await?;
     let mut operation = Operation::begin(queue, Switch::new(queue, &section)?, frees).await?;
-    if let Some(bitmaps) = queue.metadata()?.bitmaps.clone() {
+    let bitmaps = queue.metadata()?.bitmaps.clone();
+    if let Some(bitmaps) = bitmaps {
         operation.store(&bitmaps, false).await?;
     }
     operation.change(name, change).await?;
