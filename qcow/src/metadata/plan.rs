@@ -134,24 +134,20 @@ impl Metadata {
             _ => self.owned(cluster, &old),
         };
         match owned {
-            Some(host) => {
-                let step = self.plan_in_place(slice, offset, end, host, old);
-                self.require_stored(step)
-            }
+            Some(host) => self.plan_in_place(slice, offset, end, host, old),
             None if growth == Growth::Held && self.holds_growth() => Err(Blocked::Growth),
             None => self.plan_allocation(slice, offset, end, old),
         }
     }
 
-    /// Returns the step, unless it overwrites bytes in place that a power cut may leave changed, and unmarked in a durable bitmap.
-    fn require_stored(&self, step: WriteStep) -> Result<WriteStep, Blocked> {
-        if let (Some(bitmaps), Action::Overwrite(_)) = (&self.bitmaps, step.action) {
-            let bytes = step.offset.bytes()..step.offset.bytes() + step.len;
-            if bitmaps.lack(&bytes) {
-                return Err(Blocked::Unstored(bytes));
-            }
+    /// Fails if bytes are to be overwritten in place that a power cut may leave changed, and unmarked in a durable bitmap.
+    fn require_stored(&self, bytes: Range<GuestOffset>) -> Result<(), Blocked> {
+        let bytes = bytes.start.bytes()..bytes.end.bytes();
+        let lacks = self.bitmaps.as_ref().is_some_and(|bitmaps| bitmaps.lack(&bytes));
+        match lacks {
+            true => Err(Blocked::Unstored(bytes)),
+            false => Ok(()),
         }
-        Ok(step)
     }
 
     /// Returns the guest bytes of the subcluster that holds `offset`.
@@ -178,7 +174,7 @@ impl Metadata {
         end: GuestOffset,
         host: HostOffset,
         old: L2Mapping,
-    ) -> WriteStep {
+    ) -> Result<WriteStep, Blocked> {
         let guest = self.geometry.guest_cluster(offset);
         let bytes = self.bytes_of(guest);
         let mut border = bytes.end.min(end);
@@ -190,7 +186,14 @@ impl Metadata {
         let run_end = u64::from(old.subclusters().run_end(index)) << self.geometry.subcluster_bits();
         let run_end = (bytes.start + run_end).min(bytes.end);
         if old.subclusters().kind(index) == SubclusterKind::Data && run_end >= border {
-            return self.plan_overwrite(slice, offset..border, end, host);
+            let step = self.plan_overwrite(slice, offset..border, end, host);
+            self.require_stored(step.bytes())?;
+            return Ok(step);
+        }
+        // Of the subclusters that are filled, those that are data already show without an entry.
+        let last = self.geometry.subcluster_index(border.bytes() - 1);
+        if (index..=last).any(|index| old.subclusters().kind(index) == SubclusterKind::Data) {
+            self.require_stored(offset..border)?;
         }
         let allocation = Allocation {
             guest,
@@ -201,7 +204,7 @@ impl Metadata {
             end: self.end_of_fill(border),
             slice,
         };
-        self.plan_fill(offset, border, allocation, false, [old; 2])
+        Ok(self.plan_fill(offset, border, allocation, false, [old; 2]))
     }
 
     /// Returns the end of what is filled by a write that ends at `border`. A data file does not become longer than the

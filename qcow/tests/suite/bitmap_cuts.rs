@@ -52,6 +52,7 @@ async fn image(world: &SimWorld, cx: &Context, cluster: u64, granularities: &[u6
     let view = world.file(DISK, true).view(cx).expect("a view");
     let mut options = CreateOptions::new(SIZE);
     options.cluster_size = cluster;
+    options.extended_l2 = cluster == 65536 && random.one_in(2);
     create(&view, &options).await.expect("an image");
     let disk = open(world, cx, &OpenOptions::default()).await;
     let queue = Arc::clone(&disk).open_queue(cx).expect("a queue");
