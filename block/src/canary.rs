@@ -3,8 +3,8 @@
 //! A rule is broken at a seam if one can break it: by the simulated kernel and disk (`sim/src/world/canaries.rs`), between
 //! a frontend and its disk (`tests/sim/src/served.rs`), by the guest, its memory, or the model of the ublk driver. The
 //! product itself is asked for the rest, which nothing outside can break: the order in which the engine writes metadata
-//! and data, who waits for whom (writers, discards, grace periods), copy-on-write, the place that data is encrypted for, locks,
-//! and the count of changes.
+//! and data, who waits for whom (writers, discards, grace periods), copy-on-write, the place that data is
+//! encrypted for, persistent bitmaps, the end of a smaller disk, locks, and the count of changes.
 //!
 //! Without the feature `canary` nothing is ever broken: [`broken`] is a constant, and so is every branch on it.
 //! The same build can also kill its simulated process between two stores to a guest's memory ([`may_store`]).
@@ -48,6 +48,14 @@ pub enum Rule {
     MappingForgotten,
     EncryptedForElsewhere,
     DataFileSyncedLate,
+    BitsAfterEntries,
+    BitsAfterData,
+    InUseAfterChanges,
+    AppliedUnmarked,
+    HeaderBeforeTables,
+    ShrunkKeepsTail,
+    BlockBeforeCount,
+    CutBeforeTable,
     UblkCommitEarly,
     UblkPagesBackEarly,
     UblkTagForgotten,
@@ -58,7 +66,7 @@ pub enum Rule {
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 40] = [
+    pub const ALL: [Self; 48] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -93,6 +101,14 @@ impl Rule {
         Self::MappingForgotten,
         Self::EncryptedForElsewhere,
         Self::DataFileSyncedLate,
+        Self::BitsAfterEntries,
+        Self::BitsAfterData,
+        Self::InUseAfterChanges,
+        Self::AppliedUnmarked,
+        Self::HeaderBeforeTables,
+        Self::ShrunkKeepsTail,
+        Self::BlockBeforeCount,
+        Self::CutBeforeTable,
         Self::UblkCommitEarly,
         Self::UblkPagesBackEarly,
         Self::UblkTagForgotten,
@@ -139,6 +155,14 @@ impl Rule {
             Self::MappingForgotten => "mapping-dies-with-its-server",
             Self::EncryptedForElsewhere => "copy-encrypted-for-its-old-place",
             Self::DataFileSyncedLate => "data-file-synced-after-entries",
+            Self::BitsAfterEntries => "bitmap-bits-after-entries",
+            Self::BitsAfterData => "bitmap-bits-after-data",
+            Self::InUseAfterChanges => "bitmap-in-use-after-changes",
+            Self::AppliedUnmarked => "applied-snapshot-unmarked",
+            Self::HeaderBeforeTables => "header-before-its-tables",
+            Self::ShrunkKeepsTail => "shrunk-disk-keeps-its-tail",
+            Self::BlockBeforeCount => "moved-block-before-its-count",
+            Self::CutBeforeTable => "file-cut-before-its-table",
             Self::UblkCommitEarly => "ublk-committed-before-written",
             Self::UblkPagesBackEarly => "ublk-pages-back-under-an-op",
             Self::UblkTagForgotten => "ublk-fetched-tag-forgotten",

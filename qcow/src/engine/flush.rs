@@ -155,7 +155,10 @@ async fn write_back(queue: &Rc<Queue>, set: &mut WriteBackSet) -> Result<(), IoE
         first.append(&mut second);
     }
     write_places(queue, first).await?;
-    let bits = record::write_for_entries(queue).await?;
+    let bits = match broken(Rule::BitsAfterEntries) {
+        true => None,
+        false => record::write_for_entries(queue).await?,
+    };
     let has_data_file = queue.shared.data_file.is_some();
     if has_data_file && !broken(Rule::DataFileSyncedLate) {
         queue.data.file().sync().await?;
@@ -171,6 +174,12 @@ async fn write_back(queue: &Rc<Queue>, set: &mut WriteBackSet) -> Result<(), IoE
     }
     if has_data_file && broken(Rule::DataFileSyncedLate) {
         queue.data.file().sync().await?;
+    }
+    if broken(Rule::BitsAfterEntries)
+        && let Some(bits) = record::write_for_entries(queue).await?
+    {
+        queue.file.sync().await?;
+        bits.end();
     }
     if let Some(change) = set.header {
         header::change(queue, |fields| {

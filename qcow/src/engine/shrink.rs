@@ -17,6 +17,7 @@
 use std::rc::Rc;
 
 use block::buffer::Piece;
+use block::canary::{Rule, broken};
 use block::{AlignedBuf, Buffer, Context, IoError};
 use smallvec::smallvec;
 
@@ -311,7 +312,8 @@ impl Operation<'_> {
             return LastCluster::Kept;
         };
         let subclusters = mapping.subclusters();
-        if within == 0 || geometry.has_data_file() || subclusters.data() == 0 {
+        if within == 0 || geometry.has_data_file() || subclusters.data() == 0 || broken(Rule::ShrunkKeepsTail)
+        {
             return LastCluster::Kept;
         }
         if !geometry.has_subclusters() {

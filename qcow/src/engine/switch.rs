@@ -14,6 +14,7 @@
 use std::rc::Rc;
 
 use block::buffer::Piece;
+use block::canary::{Rule, broken};
 use block::{AlignedBuf, Buffer, IoError, join_all};
 use smallvec::smallvec;
 
@@ -245,7 +246,9 @@ impl<'a> Switch<'a> {
         let table_clusters = u32::try_from(table.clusters).map_err(|_| IoError::OutOfRange)?;
         let (size, l1_entries) = (self.next.size_bytes, self.next.l1_entries() as u32);
         let file = &self.queue.file;
-        file.sync().await?;
+        if !broken(Rule::HeaderBeforeTables) {
+            file.sync().await?;
+        }
         let mut deciding = Deciding {
             shared: &self.queue.shared,
             next: Some(self.next),

@@ -348,3 +348,42 @@ impl Metadata {
         Ok(true)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::metadata;
+    use super::*;
+
+    /// A round that is under way ends that the table is new, with the table at the place that it had. Had it moved meanwhile,
+    /// no round would write it whole before an entry leads to its new place.
+    #[test]
+    fn new_table_stays_while_a_round_writes_it() {
+        let mut metadata = metadata();
+        let free = metadata.refcounts.allocate(2).expect("an empty image");
+        for slice in metadata.table_slices(0) {
+            let first = GuestCluster::new(slice << metadata.slice_bits);
+            metadata.own_slice(first).expect("an empty image");
+        }
+        for cluster in free.first.until(free.first + free.count) {
+            metadata.refcounts.give_back(cluster).expect("it is counted");
+        }
+        let table = |metadata: &Metadata| metadata.own_table(0).expect("an entry").expect("a table");
+        let bound = table(&metadata);
+
+        let round = metadata.take_write_back_set();
+        let mut written: Vec<HostOffset> = round.new_tables.iter().map(|place| place.0).collect();
+        assert!(metadata.move_table(0, bound).expect("it is all in memory"));
+        metadata.end_write_back(round, true);
+        let next = metadata.take_write_back_set();
+        written.extend(next.new_tables.iter().map(|place| place.0));
+        let place = metadata.geometry.host_offset(table(&metadata));
+        assert!(
+            written.contains(&place),
+            "no round writes the table whole to {place}"
+        );
+        metadata.end_write_back(next, true);
+
+        assert!(metadata.move_table(0, bound).expect("it is all in memory"));
+        assert!(table(&metadata) < bound, "it moves when it is in the file");
+    }
+}

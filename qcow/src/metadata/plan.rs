@@ -144,7 +144,7 @@ impl Metadata {
     fn require_stored(&self, bytes: Range<GuestOffset>) -> Result<(), Blocked> {
         let bytes = bytes.start.bytes()..bytes.end.bytes();
         let lacks = self.bitmaps.as_ref().is_some_and(|bitmaps| bitmaps.lack(&bytes));
-        match lacks {
+        match lacks && !broken(Rule::BitsAfterData) {
             true => Err(Blocked::Unstored(bytes)),
             false => Ok(()),
         }

@@ -54,7 +54,7 @@ pub(crate) struct Book {
     slots: Vec<Slot>,
     pub(crate) in_flight: usize,
     /// The number of this queue's requests to grow the disk that are under way.
-    growing: usize,
+    pub(crate) growing: usize,
     grown: Rc<RefCell<Vec<Growth>>>,
 }
 
@@ -228,6 +228,7 @@ impl Book {
         let since = self.record.borrow().time();
         let mut record = self.record.borrow_mut();
         record.growths[0] += 1;
+        record.oracle.ask_size(bytes / SECTOR as u64);
         record.note_asked(&self.shape, &planned);
         drop(record);
         cx.spawn(async move {
@@ -244,8 +245,13 @@ impl Book {
             self.growing -= 1;
             let mut record = self.record.borrow_mut();
             record.growths[1] += 1;
+            if let Ask::Grow(bytes) = planned.ask {
+                record.oracle.answer_size(bytes / SECTOR as u64, result.is_ok());
+            }
             // Another queue may have made it larger than this one wants it.
-            let smaller = result == Err(IoError::OutOfRange) && record.grows > 1;
+            // Or it did not become as small as planned before.
+            let may_be_larger = record.grows > 1 || record.has_shrunk_or_tried();
+            let smaller = result == Err(IoError::OutOfRange) && may_be_larger;
             // Its snapshots could not be restored.
             let fixed = self.shape.v2 && self.shape.snapshot;
             if fixed && matches!(planned.ask, Ask::Grow(_)) && result.is_ok() {

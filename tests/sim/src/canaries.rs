@@ -5,6 +5,9 @@
 
 use block::canary::Rule;
 
+#[cfg(feature = "canary")]
+use crate::explore::Source;
+
 /// The rule called `name`.
 #[must_use]
 pub fn find(name: &str) -> Option<Rule> {
@@ -17,6 +20,9 @@ pub fn find(name: &str) -> Option<Rule> {
 pub const fn symptoms(rule: Rule) -> &'static [&'static str] {
     match rule {
         Rule::L2BeforeRefcount | Rule::L1BeforeTable => &["the image is not sound"],
+        Rule::BitsAfterEntries | Rule::BitsAfterData | Rule::InUseAfterChanges | Rule::AppliedUnmarked => {
+            &["lacks bit"]
+        }
         Rule::ReuseInFlight | Rule::GraceEndsEarly => &["a read sees the value asked for at"],
         Rule::ShortReadIsSuccess | Rule::BufferBackEarly => &["a read sees 0xcccccccccccccccc"],
         Rule::LostCompletion
@@ -37,6 +43,7 @@ pub const fn symptoms(rule: Rule) -> &'static [&'static str] {
         | Rule::MappingForgotten
         | Rule::DataFileSyncedLate
         | Rule::ReuseBeforePunch => &["after the cut sector"],
+        Rule::ShrunkKeepsTail => &["behind the end", "expected zeros"],
         Rule::ZerosNotAwaited => &["used its registered pages"],
         Rule::UblkPagesBackEarly => &["while its pages are named", "used its registered pages"],
         Rule::UblkServesOn => &["that has closed its disk"],
@@ -50,6 +57,21 @@ pub const fn symptoms(rule: Rule) -> &'static [&'static str] {
 pub fn is_symptom(rule: Rule, failure: &str) -> bool {
     let known = symptoms(rule);
     known.is_empty() || known.iter().any(|text| failure.contains(text))
+}
+
+/// Returns the run of a number in which `rule` may be seen: rules that few runs come across are looked for in those of one kind.
+#[cfg(feature = "canary")]
+fn source_of(rule: Rule, number: u64) -> Source {
+    match rule {
+        Rule::BitsAfterEntries
+        | Rule::BitsAfterData
+        | Rule::InUseAfterChanges
+        | Rule::AppliedUnmarked
+        | Rule::HeaderBeforeTables => Source::Bitmaps(number),
+        Rule::ShrunkKeepsTail => Source::Resize(number),
+        Rule::BlockBeforeCount | Rule::CutBeforeTable => Source::Compact(number),
+        _ => Source::of_number(number),
+    }
 }
 
 /// The outcome of a hunt: seeds run with one rule broken.
@@ -68,7 +90,6 @@ pub enum Hunted {
 #[cfg(feature = "canary")]
 #[must_use]
 pub fn hunt(rule: Rule, seeds_max: u64) -> Hunted {
-    use crate::explore::Source;
     use crate::judge::Tally;
     use crate::run::run;
     use crate::watchdog::Watchdog;
@@ -76,9 +97,11 @@ pub fn hunt(rule: Rule, seeds_max: u64) -> Hunted {
     let watchdog = Watchdog::start();
     let mut other = None;
     for seed in 1..=seeds_max {
-        let source = Source::of_number(seed);
+        let source = source_of(rule, seed);
         watchdog.beat(|| format!("{source} with {} broken", rule.name()));
         let Some(case) = source.case() else { continue };
+        // The image that the run begins with is made by the rules, and kept.
+        let _kept = crate::shape::beginning(case.shape);
         block::canary::set(Some(rule));
         let failure = run(&case, false, &mut Tally::default()).failure;
         block::canary::set(None);

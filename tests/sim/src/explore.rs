@@ -55,12 +55,18 @@ pub enum Source {
     Growth(u64),
     /// A seed whose disk has snapshots created, applied and deleted.
     Snapshots(u64),
+    /// A seed whose image has persistent bitmaps.
+    Bitmaps(u64),
+    /// A seed whose disk becomes smaller and larger.
+    Resize(u64),
+    /// A seed whose image is compacted.
+    Compact(u64),
 }
 
 impl Source {
-    /// Returns the source of the run of a number. Of sixteen numbers, five are a guest's, two have registered pages,
-    /// four are ublk devices, two have disks that grow by any amount, one has snapshots, one frees what is being read,
-    /// and one asks the disk itself.
+    /// Returns the source of the run of a number. Of thirty-two numbers, eight are a guest's, two have registered pages,
+    /// eight are ublk devices, four have disks that grow by any amount and one a disk that becomes smaller as well, one has an
+    /// image that is compacted, two have snapshots, two bitmaps, two free what is being read, and two ask the disk itself.
     #[must_use]
     pub fn of_number(number: u64) -> Self {
         if matches!(number % 8, 2 | 5) {
@@ -71,6 +77,12 @@ impl Source {
             Self::Growth(number)
         } else if number % 16 == 15 {
             Self::Snapshots(number)
+        } else if number % 16 == 14 {
+            Self::Bitmaps(number)
+        } else if number % 32 == 7 {
+            Self::Resize(number)
+        } else if number % 32 == 23 {
+            Self::Compact(number)
         } else if number.is_multiple_of(2) {
             Self::Guest(number)
         } else if number % 4 == 3 {
@@ -95,6 +107,9 @@ impl Source {
             Self::Churn(seed) => Some(Case::draw_churn(*seed)),
             Self::Growth(seed) => Some(Case::draw_growing(*seed)),
             Self::Snapshots(seed) => Some(Case::draw_snapshots(*seed)),
+            Self::Bitmaps(seed) => Some(Case::draw_bitmaps(*seed)),
+            Self::Resize(seed) => Some(Case::draw_resizing(*seed)),
+            Self::Compact(seed) => Some(Case::draw_compacting(*seed)),
         }
     }
 }
@@ -110,6 +125,9 @@ impl fmt::Display for Source {
             Self::Churn(seed) => write!(f, "churn {seed}"),
             Self::Growth(seed) => write!(f, "growth {seed}"),
             Self::Snapshots(seed) => write!(f, "snapshots {seed}"),
+            Self::Bitmaps(seed) => write!(f, "bitmaps {seed}"),
+            Self::Resize(seed) => write!(f, "resize {seed}"),
+            Self::Compact(seed) => write!(f, "compact {seed}"),
         }
     }
 }

@@ -36,7 +36,7 @@ fn spans(shape: &Shape) -> (u64, u64, u64) {
 }
 
 /// A shape of any size, whose disk may end inside a cluster, a 4 KiB block and a sector.
-fn draw_shape(random: &mut Random) -> Shape {
+pub(crate) fn draw_shape(random: &mut Random) -> Shape {
     let bytes = SECTOR as u64 * (1 + random.below(200));
     let snapshot = random.one_in(12);
     let below = [bytes / 1024 * 512, bytes + 512, bytes + (1 << 16)];
@@ -70,7 +70,7 @@ fn draw_shape(random: &mut Random) -> Shape {
 }
 
 /// A change that reaches the end of a disk of so many sectors, as often as not, or a FLUSH.
-fn draw_change(random: &mut Random, lane: usize, sectors: u64) -> Planned {
+pub(crate) fn draw_change(random: &mut Random, lane: usize, sectors: u64) -> Planned {
     let count = 1 + random.below(sectors.min(40));
     let first = if random.one_in(2) {
         sectors - count

@@ -14,9 +14,10 @@ use qcow::{OpenOptions, QcowDisk};
 use rustc_hash::FxHashSet;
 use simulator::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
 
+use crate::bitmaps::{self, Counts, Exactness};
 use crate::content::{ZERO, word, word_of};
 use crate::oracle::{BLOCK_SECTORS, Found, Oracle};
-use crate::shape::{Beginning, DATA, DISK, DataFileKind, chain, u64_at, write_words};
+use crate::shape::{Beginning, Below, DATA, DISK, DataFileKind, chain, u64_at, write_words};
 use crate::snapshots;
 
 /// Counts of the images that were judged, over many runs.
@@ -34,6 +35,8 @@ pub struct Tally {
     pub mended: u64,
     /// The number of images with snapshots that the run has made, each of which was read.
     pub with_snapshots: u64,
+    /// Counts of bitmaps and their bits.
+    pub bitmaps: Counts,
     /// The number of images that QEMU was asked about.
     pub asked_qemu: u64,
     /// Of every so many images QEMU is asked about one; 0 for none.
@@ -51,6 +54,7 @@ impl Tally {
         self.cut_again += other.cut_again;
         self.mended += other.mended;
         self.with_snapshots += other.with_snapshots;
+        self.bitmaps.add(other.bitmaps);
         self.asked_qemu += other.asked_qemu;
     }
 }
@@ -72,6 +76,7 @@ struct Left {
     words: Vec<u64>,
     leaks: u64,
     snapshots: Found,
+    bitmaps: Counts,
 }
 
 /// Of so many images one loses power a second time.
@@ -79,6 +84,9 @@ const CUT_AGAIN: u64 = 96;
 
 /// Of so many images that leak clusters one is repaired.
 const MENDED: u64 = 24;
+
+/// Of so many images of a disk that became smaller one is looked at behind its end.
+const LOOKED_BEHIND: u64 = 4;
 
 /// The most states of a second cut that are judged.
 const LOOKS: usize = 4;
@@ -171,8 +179,13 @@ impl Judge {
         tally.judged += 1;
         let new = tally.images.insert(fingerprint);
         let left = self.look(image, oracle, demand)?;
-        self.judge_raw_data(oracle)?;
+        self.judge_raw_data(oracle, left.words.len())?;
+        let sectors = left.words.len() as u64;
+        if new && oracle.has_shrunk_to(sectors) && self.random.one_in(LOOKED_BEHIND) {
+            self.look_behind(image, sectors)?;
+        }
         let begun_with = usize::from(self.beginning.snapshot.is_some());
+        tally.bitmaps.add(left.bitmaps);
         tally.with_snapshots += u64::from(new && left.snapshots.len() > begun_with);
         if left.leaks > 0 && new && self.mends.one_in(MENDED) {
             tally.mended += 1;
@@ -221,6 +234,7 @@ impl Judge {
                 block < WHOLE || !oracle.is_untouched(block) || random.one_in(16)
             })
             .await?;
+            oracle.judge_size(found.len() as u64)?;
             oracle.judge(found.iter().copied())?;
             drop(disk);
             if dirty {
@@ -235,23 +249,80 @@ impl Judge {
         self.drain()?;
         let snapshots = self.snapshots(image)?;
         oracle.judge_snapshots(&snapshots)?;
+        let is_closed = demand == Demand::Flawless;
+        let exactness = Exactness {
+            kept: oracle.keeps_bitmaps,
+            exact: is_closed && oracle.keeps_bitmaps,
+        };
+        let bitmaps = self.bitmaps(image, &words, |sector| oracle.is_asked(sector), exactness)?;
         Ok(Left {
             words,
             leaks,
             snapshots,
+            bitmaps,
         })
     }
 
+    /// Compares the bitmaps of an image, if it is to have some, with the words of its disk.
+    fn bitmaps(
+        &self,
+        image: &SimImage,
+        words: &[u64],
+        is_asked: impl Fn(u64) -> bool,
+        demand: Exactness,
+    ) -> Result<Counts, String> {
+        if self.beginning.shape.bitmaps.is_none() {
+            return Ok(Counts::default());
+        }
+        let found = bitmaps::of_image(image)?;
+        bitmaps::judge(&found, &self.beginning.words, words, is_asked, demand)
+    }
+
     /// A raw data file reads by itself as the disk may. It may have a younger value than its image, whose entry is older.
-    fn judge_raw_data(&self, oracle: &Oracle) -> Result<(), String> {
+    fn judge_raw_data(&self, oracle: &Oracle, sectors: usize) -> Result<(), String> {
         let is_raw = self.beginning.shape.data_file == Some(DataFileKind::Raw);
         let Some(data) = self.data.as_ref().filter(|_| is_raw) else {
             return Ok(());
         };
         let bytes = data.to_bytes();
-        let words = bytes.chunks(SECTOR).map(word_of).take(oracle.sectors() as usize);
+        let words = bytes.chunks(SECTOR).map(word_of).take(sectors);
         let judged = oracle.judge(words);
         judged.map_err(|text| format!("the raw data file by itself: {text}"))
+    }
+
+    /// Behind the end of a disk that has become smaller there are zeros, if a program that makes it larger changes nothing but the
+    /// size. That shows what is below by itself, and a data file has its own end.
+    fn look_behind(&mut self, image: &SimImage, sectors: u64) -> Result<(), String> {
+        let shape = self.beginning.shape;
+        let per_cluster = shape.cluster() / SECTOR as u64;
+        let is_plain = shape.below == Below::Nothing && shape.data_file.is_none();
+        if !is_plain || sectors.is_multiple_of(per_cluster) {
+            return Ok(());
+        }
+        let mut longer = image.clone();
+        let bytes = sectors.next_multiple_of(per_cluster) * SECTOR as u64;
+        longer.patch(at::SIZE as u64, &bytes.to_be_bytes());
+        self.put(&self.world, &longer);
+        let (world, cx) = (&self.world, &self.cx);
+        let options = OpenOptions {
+            read_only: true,
+            ..self.options.clone()
+        };
+        let result = cx.block_on(async {
+            let disk = open(world, cx, &options).await?;
+            read_some(&disk, cx, &mut None, |block| block >= sectors / BLOCK_SECTORS).await
+        });
+        let words = result.map_err(|error| format!("looking behind the end hangs: {error}"))??;
+        let other = (0..)
+            .zip(&words)
+            .skip(sectors as usize)
+            .find(|(_, word)| **word != Some(ZERO));
+        match other {
+            None => Ok(()),
+            Some((sector, _)) => Err(format!(
+                "behind the end of a disk that became smaller sector {sector} is not zeros"
+            )),
+        }
     }
 
     /// Repairs an image's leaks, of which there are none then; and what it holds stays.
@@ -372,10 +443,14 @@ impl Judge {
             })
             .await?;
             let judged = oracle.borrow().judge(found.iter().copied());
-            judged.map_err(|text| format!("written to and closed: {text}"))
+            judged.map_err(|text| format!("written to and closed: {text}"))?;
+            Ok(found.into_iter().flatten().collect::<Vec<u64>>())
         });
-        result.map_err(|error| format!("after the cut {} hangs: {error}", phase.get()))??;
+        let words = result.map_err(|error| format!("after the cut {} hangs: {error}", phase.get()))??;
         self.drain()?;
+        let closed = self.world.contents(DISK);
+        let judged = self.bitmaps(&closed, &words, |_| true, Exactness::default());
+        judged.map_err(|text| format!("written to and closed: {text}"))?;
         self.compare_snapshots(left)
     }
 

@@ -15,6 +15,7 @@ use simulator::{Random, SECTOR};
 
 use crate::book::{Book, Entry};
 use crate::content::bytes_of;
+use crate::operations::Operations;
 use crate::places::{Places, Taken};
 use crate::plan::{Ask, Planned};
 use crate::record::Record;
@@ -30,6 +31,7 @@ pub struct Lane {
     queue: Box<dyn DiskQueue>,
     book: Book,
     snapshots: Snapshotting,
+    operations: Operations,
     plan: VecDeque<Planned>,
     sink: Rc<CompletionSink>,
     depth: usize,
@@ -67,6 +69,7 @@ impl Lane {
             disk: Arc::clone(disk),
             book: Book::new(shape, &plan, record),
             snapshots: Snapshotting::new(shape, record),
+            operations: Operations::new(shape, record),
             plan,
             sink: CompletionSink::new(),
             depth,
@@ -90,9 +93,15 @@ impl Lane {
         // What is read in the next round may begin while reads of the last one are late.
         let in_step = self.number == Some(0) && next.ask == Ask::Read;
         let alone = next.alone && self.in_flight() > 0 && !in_step;
-        let is_snapshot = next.ask.is_of_snapshots();
+        let is_operation = next.ask.is_of_snapshots() || next.ask.is_operation();
         // One of these at a time, so that it is known which snapshots there are.
-        let in_turn = is_snapshot && self.snapshots.under_way > 0;
+        let under_way = self.snapshots.under_way + self.operations.under_way;
+        let in_turn = match next.ask {
+            // And which sizes.
+            Ask::Shrink(_) => under_way + self.book.growing > 0,
+            Ask::Grow(_) => self.operations.under_way > 0,
+            _ => is_operation && under_way > 0,
+        };
         alone || in_turn || self.book.in_flight >= self.depth
     }
 
@@ -154,6 +163,7 @@ impl Lane {
         match planned.ask {
             Ask::Grow(bytes) => return self.book.grow(&self.cx, &self.disk, planned, bytes),
             ask if ask.is_of_snapshots() => return self.snapshots.ask(&self.cx, &self.disk, planned),
+            ask if ask.is_operation() => return self.operations.ask(&self.cx, &self.disk, planned),
             _ => {}
         }
         let Some(Entry { tag, op, words }) = self.book.ask(planned) else {
@@ -195,7 +205,7 @@ impl Frontend for Lane {
             done.push(Done { tag, result, buffer });
         }
         let mut any = !done.is_empty();
-        any |= self.book.note_growth(grown) | self.snapshots.note();
+        any |= self.book.note_growth(grown) | self.snapshots.note() | self.operations.note();
         for Done { tag, result, buffer } in done.drain(..) {
             let pages = self.places.as_ref().zip(self.taken.remove(&(tag as usize)));
             if let Some((places, taken)) = &pages
@@ -224,6 +234,6 @@ impl Frontend for Lane {
     fn end_sleep(&mut self) {}
 
     fn in_flight(&self) -> usize {
-        self.book.in_flight + self.snapshots.under_way
+        self.book.in_flight + self.snapshots.under_way + self.operations.under_way
     }
 }

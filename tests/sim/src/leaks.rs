@@ -85,8 +85,8 @@ impl Leaks {
     }
 }
 
-/// The most clusters that an operation on snapshots takes or drops: more than any image here has.
-const SNAPSHOT_CLUSTERS: u64 = 1 << 32;
+/// The most clusters that an operation on the whole image takes or drops: more than any image here has.
+const ALL_CLUSTERS: u64 = 1 << 32;
 
 /// Returns the most clusters that a change takes or drops.
 fn cost(shape: &Shape, sectors: u64, planned: &Planned) -> u64 {
@@ -96,7 +96,7 @@ fn cost(shape: &Shape, sectors: u64, planned: &Planned) -> u64 {
     let touched = |first: u64, end: u64, unit: u64| end.div_ceil(unit) - first / unit;
     let (clusters, tables) = match planned.ask {
         Ask::Read | Ask::Flush => return 0,
-        Ask::Snapshot(_) | Ask::Unsnapshot(_) | Ask::Apply(_) => return SNAPSHOT_CLUSTERS,
+        ask if ask.is_of_snapshots() || ask.is_operation() => return ALL_CLUSTERS,
         Ask::Grow(bytes) => {
             let end = bytes / SECTOR as u64;
             // The L1 table at both its places, the old last cluster, and tables that hide a longer backing file.

@@ -24,9 +24,11 @@
 //! Invariant: a line and a commit determine a run, to the last byte of its trace.
 
 pub mod arena;
+pub mod bitmaps;
 pub mod block_layer;
 mod book;
 pub mod canaries;
+mod compaction;
 pub mod content;
 pub mod explore;
 mod growth;
@@ -35,12 +37,14 @@ pub mod hand_over;
 pub mod judge;
 pub mod lane;
 pub mod leaks;
+mod operations;
 pub mod oracle;
 pub mod pace;
 mod places;
 pub mod plan;
 pub mod record;
 pub mod replay;
+mod resize;
 pub mod run;
 pub mod scenario;
 pub mod serve;

@@ -4,15 +4,17 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
+use block::canary::Rule;
 use clap::{Parser, Subcommand};
 use ringdisk_sim::explore::{Explored, Failed, Goal, Source, explore};
 use ringdisk_sim::judge::Tally;
 use ringdisk_sim::plan::Case;
 use ringdisk_sim::run::{Failure, run};
 use ringdisk_sim::shrink::shrink;
-use ringdisk_sim::watchdog::Watchdog;
+use ringdisk_sim::watchdog::{STUCK, Watchdog};
 use ringdisk_sim::{kept_lines, replay, scenario};
 
 /// Explores what faults and power cuts can do to images, in a simulated world.
@@ -54,8 +56,8 @@ enum Task {
         /// The number of seeds.
         #[arg(long, default_value_t = 1000)]
         seeds: u64,
-        /// The kind of all runs: `seed`, `guest`, `registered`, `ublk`, `churn`, `growth` or `snapshots`; by default
-        /// each seed's number decides.
+        /// The kind of all runs: `seed`, `guest`, `registered`, `ublk`, `churn`, `growth`, `snapshots`,
+        /// `bitmaps`, `resize` or `compact`; by default each seed's number decides.
         #[arg(long)]
         kind: Option<String>,
     },
@@ -73,8 +75,8 @@ enum Task {
     },
     /// Runs one line again and tells what happens.
     Replay {
-        /// `seed N …`, `guest N …`, `registered N …`, `ublk N …`, `churn N …`, `growth N …`, `snapshots N …` or `scenario
-        /// NAME order N …`, as a failure prints it.
+        /// `seed N …`, `guest N …`, `registered N …`, `ublk N …`, `churn N …`, `growth N …`, `snapshots N …`, `bitmaps N …`,
+        /// `resize N …`, `compact N …` or `scenario NAME order N …`, as a failure prints it.
         #[arg(required = true)]
         line: Vec<String>,
         /// Print what happens on the disk.
@@ -282,6 +284,11 @@ fn summary(explored: &Explored, from: u64, took: Duration) {
         explored.snapshots,
         explored.tally.asked_qemu,
     );
+    let bits = explored.tally.bitmaps;
+    println!(
+        "explored: {} bitmaps held against what has changed, with {} bits, {} of them without a change; {} in use",
+        bits.trusted, bits.set, bits.extra, bits.in_use
+    );
 }
 
 /// The command that runs this build of the explorer.
@@ -425,16 +432,12 @@ fn canary(_rule: &str, _seeds: u64) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Breaks each rule in a process of its own.
+/// Breaks each rule, as many at a time as there are CPUs.
 fn canaries(states: u64, seeds: u64) -> bool {
-    use block::canary::Rule;
-    use ringdisk_sim::watchdog::STUCK;
     if !cfg!(feature = "canary") {
         eprintln!("this build breaks no rules: see `make canaries`");
         return false;
     }
-    // This very build: another one may take its file's place meanwhile.
-    let own = Path::new("/proc/self/exe");
     // Only this build kills servers between two stores, and without a rule broken none of that may be seen.
     println!("canaries: nothing is broken, and servers are killed between two stores");
     let goal = Goal {
@@ -445,42 +448,58 @@ fn canaries(states: u64, seeds: u64) -> bool {
     if !explore_once("new", new_seed(), goal, false, None, None) {
         return false;
     }
-    let mut seen = 0;
-    for rule in Rule::ALL {
-        let mut command = Command::new(own);
-        command.args(["canary", rule.name(), "--seeds", &seeds.to_string()]);
-        if rule == Rule::LockAcrossAwait {
-            // The one rule that stops the thread it is broken on.
-            command.env("RINGDISK_SIM_PATIENCE", "20");
+    let (seen, next) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        for _ in 0..cpus(None) {
+            scope.spawn(|| {
+                while let Some(&rule) = Rule::ALL.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    seen.fetch_add(usize::from(is_seen(rule, seeds)), Ordering::Relaxed);
+                }
+            });
         }
-        let output = match command.output() {
-            Ok(output) => output,
-            Err(error) => {
-                eprintln!("cannot start this program again: {error}");
-                return false;
-            }
-        };
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        let complained = String::from_utf8_lossy(&output.stderr).into_owned();
-        let (complained, name) = (complained.trim(), rule.name());
-        match output.status.code() {
-            Some(0) => {
-                let (seed, what) = said.trim().split_once(' ').unwrap_or(("?", ""));
-                println!("canary {name:<28} seen in {seed} seeds: {what}");
-                seen += 1;
-            }
-            Some(STUCK) if rule == Rule::LockAcrossAwait && ends_unbroken(complained) => {
-                println!("canary {name:<28} seen: {complained}");
-                seen += 1;
-            }
-            _ => eprintln!("FAILED: canary {name} NOT seen: {} {complained}", output.status),
-        }
-    }
+    });
+    let seen = seen.into_inner();
     println!(
         "canaries: {seen} of {} rules broken on purpose were seen",
         Rule::ALL.len()
     );
     seen == Rule::ALL.len()
+}
+
+/// Breaks a rule in a process of its own. Returns true if that was seen.
+fn is_seen(rule: Rule, seeds: u64) -> bool {
+    // This very build: another one may take its file's place meanwhile.
+    let mut command = Command::new("/proc/self/exe");
+    command.args(["canary", rule.name(), "--seeds", &seeds.to_string()]);
+    if rule == Rule::LockAcrossAwait {
+        // The one rule that stops the thread it is broken on.
+        command.env("RINGDISK_SIM_PATIENCE", "20");
+    }
+    let output = match command.output() {
+        Ok(output) => output,
+        Err(error) => {
+            eprintln!("cannot start this program again: {error}");
+            return false;
+        }
+    };
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let complained = String::from_utf8_lossy(&output.stderr).into_owned();
+    let (complained, name) = (complained.trim(), rule.name());
+    match output.status.code() {
+        Some(0) => {
+            let (seed, what) = said.trim().split_once(' ').unwrap_or(("?", ""));
+            println!("canary {name:<28} seen in {seed} seeds: {what}");
+            true
+        }
+        Some(STUCK) if rule == Rule::LockAcrossAwait && ends_unbroken(complained) => {
+            println!("canary {name:<28} seen: {complained}");
+            true
+        }
+        _ => {
+            eprintln!("FAILED: canary {name} NOT seen: {} {complained}", output.status);
+            false
+        }
+    }
 }
 
 /// Returns true if the run that a stopped process complained of (`FAILED: KIND NUMBER with …`) does not fail with nothing broken.

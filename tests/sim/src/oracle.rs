@@ -18,11 +18,13 @@
 //! again. Neither does a cut leave it, once what the read saw was answered well before a FLUSH. That holds only
 //! for disks that [stay](Oracle::reads_settle) what they were read as.
 
+mod sizes;
 mod snapshots;
 
 use smallvec::SmallVec;
 
 use crate::content::ZERO;
+use sizes::Sizes;
 use snapshots::Snapshots;
 pub use snapshots::{Found, Words};
 
@@ -58,6 +60,11 @@ pub struct Oracle {
     promises: u64,
     reads: usize,
     snapshots: Snapshots,
+    sizes: Sizes,
+    /// The sectors of which a change was asked for.
+    asked: Vec<bool>,
+    /// True if durable bitmaps are never in use.
+    pub keeps_bitmaps: bool,
     /// True if a value that was read stays. False for disks whose failed syncs forget what was read already, and for
     /// those whose servers die with changes that were read and not answered.
     pub reads_settle: bool,
@@ -101,6 +108,9 @@ impl Oracle {
             promises: 0,
             reads: 0,
             snapshots: Snapshots::default(),
+            sizes: Sizes::default(),
+            asked: vec![false; words.len()],
+            keeps_bitmaps: false,
             reads_settle: true,
         }
     }
@@ -115,6 +125,12 @@ impl Oracle {
     #[must_use]
     pub fn is_untouched(&self, block: u64) -> bool {
         self.untouched.get(block as usize).copied().unwrap_or(true)
+    }
+
+    /// Returns true if a change of the sector was ever asked for.
+    #[must_use]
+    pub fn is_asked(&self, sector: u64) -> bool {
+        self.asked.get(sector as usize).copied().unwrap_or(false)
     }
 
     /// Returns the number of promises made so far.
@@ -135,6 +151,9 @@ impl Oracle {
         for word in words {
             if let Some(place) = self.untouched.get_mut(((first + count) / BLOCK_SECTORS) as usize) {
                 *place = false;
+            }
+            if let Some(asked) = self.asked.get_mut((first + count) as usize) {
+                *asked = true;
             }
             if let Some(changes) = self.sectors.get_mut((first + count) as usize) {
                 changes.push(Change {

@@ -5,8 +5,8 @@ use std::fmt;
 use simulator::{Profile, Random, SECTOR};
 use virtio_devices::ublk::{Recovery, Transport};
 
-use crate::growth;
 use crate::shape::Shape;
+use crate::{bitmaps, compaction, growth, resize};
 
 /// One request.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -31,12 +31,23 @@ pub enum Ask {
     },
     /// Make the disk this many bytes long.
     Grow(u64),
+    /// Make the disk this many bytes short.
+    Shrink(u64),
+    /// Compact the image.
+    Compact {
+        /// Stop when the progress has been reported so many times; 0 for never.
+        reports: u32,
+        /// A cluster at a time, and not more than eight in a second.
+        slow: bool,
+    },
     /// Create the snapshot of this number.
     Snapshot(u32),
     /// Delete the snapshot of this number.
     Unsnapshot(u32),
     /// Make the disk what it was in the snapshot of this number.
     Apply(u32),
+    /// Add the bitmap of this number, which does not record changes.
+    Bitmap(u32),
 }
 
 impl Ask {
@@ -44,6 +55,12 @@ impl Ask {
     #[must_use]
     pub(crate) fn is_of_snapshots(self) -> bool {
         matches!(self, Self::Snapshot(_) | Self::Unsnapshot(_) | Self::Apply(_))
+    }
+
+    /// Returns true for another operation on the whole image.
+    #[must_use]
+    pub(crate) fn is_operation(self) -> bool {
+        matches!(self, Self::Bitmap(_) | Self::Shrink(_) | Self::Compact { .. })
     }
 }
 
@@ -85,9 +102,19 @@ impl fmt::Display for Planned {
         match self.ask {
             Ask::Flush => write!(f, "queue {lane}: flush{when}"),
             Ask::Grow(bytes) => write!(f, "queue {lane}: grow to {bytes} bytes{when}"),
+            Ask::Shrink(bytes) => write!(f, "queue {lane}: shrink to {bytes} bytes{when}"),
+            Ask::Compact { reports, slow } => {
+                let speed = if slow { " slowly" } else { "" };
+                write!(f, "queue {lane}: compact{speed}")?;
+                match reports {
+                    0 => write!(f, "{when}"),
+                    _ => write!(f, " up to report {reports}{when}"),
+                }
+            }
             Ask::Snapshot(number) => write!(f, "queue {lane}: create snapshot s{number}{when}"),
             Ask::Unsnapshot(number) => write!(f, "queue {lane}: delete snapshot s{number}{when}"),
             Ask::Apply(number) => write!(f, "queue {lane}: apply snapshot s{number}{when}"),
+            Ask::Bitmap(number) => write!(f, "queue {lane}: add bitmap {number}{when}"),
             ask => {
                 let what = match ask {
                     Ask::Read => "read",
@@ -325,7 +352,7 @@ impl Case {
         let profile = draw_profile(random);
         let lanes = 1 + random.below(4) as usize;
         let plan = draw_plan(random, &shape, lanes);
-        Self {
+        let mut case = Self {
             seed,
             schedule: random.draw(),
             shape,
@@ -344,7 +371,9 @@ impl Case {
                 all_up_to: 4,
                 draws: 3,
             },
-        }
+        };
+        bitmaps::calm(&mut case);
+        case
     }
 
     /// The run of a seed whose queues are a guest's virtqueues.
@@ -363,6 +392,7 @@ impl Case {
             }
         }
         case.virtio = Some(virtio);
+        bitmaps::calm(&mut case);
         case
     }
 
@@ -393,6 +423,12 @@ impl Case {
     #[must_use]
     pub fn restarts(&self) -> bool {
         self.virtio.is_some_and(|virtio| virtio.kills > 0) || self.ublk.is_some_and(|ublk| ublk.restarts())
+    }
+
+    /// Returns true if time passes while workers are at work. It stands still otherwise.
+    #[must_use]
+    pub(crate) fn passes_time(&self) -> bool {
+        self.schedule % 2 == 1
     }
 
     /// The run of a seed some of whose requests have registered pages.
@@ -440,10 +476,28 @@ impl Case {
         growth::draw(seed)
     }
 
+    /// The run of a seed whose disk becomes smaller and larger, while other queues change what lies before its end.
+    #[must_use]
+    pub fn draw_resizing(seed: u64) -> Self {
+        resize::draw(seed)
+    }
+
+    /// The run of a seed whose image is compacted while all queues go on.
+    #[must_use]
+    pub fn draw_compacting(seed: u64) -> Self {
+        compaction::draw(seed)
+    }
+
     /// The run of a seed whose disk has snapshots created, applied and deleted while all queues go on.
     #[must_use]
     pub fn draw_snapshots(seed: u64) -> Self {
         crate::snapshots::draw(seed)
+    }
+
+    /// The run of a seed whose image has persistent bitmaps, while snapshots are applied and bitmaps added.
+    #[must_use]
+    pub fn draw_bitmaps(seed: u64) -> Self {
+        bitmaps::draw(seed)
     }
 
     /// Has the first queue make the disk larger a few times, beside everything else.

@@ -46,12 +46,20 @@ pub struct Record {
     pub sectors: u64,
     /// The number of times that the disk is to grow.
     pub grows: usize,
-    /// The number of times that it has begun to grow, and the number of these that have ended.
+    /// The number of times that it has begun to get another size, and the number of these that have ended.
     pub growths: [u64; 2],
+    /// The times at which it was to become smaller, with the size in sectors.
+    shrinks: Vec<(u64, u64)>,
+    /// The number of times that it has become smaller.
+    pub shrunk: u64,
     /// Snapshots created, applied and deleted.
     pub snapshots: u64,
     /// Those of them that were applications.
     pub applied: u64,
+    /// Bitmaps added.
+    pub bitmaps: u64,
+    /// The number of bytes that compactions have moved.
+    pub moved_bytes: u64,
     /// Requests that have not ended yet, asked for or not.
     pub left: usize,
     /// Requests that are asked for and not answered.
@@ -95,8 +103,12 @@ impl Record {
             sectors,
             grows: 0,
             growths: [0; 2],
+            shrinks: Vec::new(),
+            shrunk: 0,
             snapshots: 0,
             applied: 0,
+            bitmaps: 0,
+            moved_bytes: 0,
             left: 0,
             in_flight: 0,
             answered: 0,
@@ -133,7 +145,43 @@ impl Record {
     pub(crate) fn note_asked(&mut self, shape: &Shape, planned: &Planned) {
         let (sectors, in_flight) = (self.sectors, self.in_flight);
         self.leaks.ask(shape, sectors, planned, in_flight);
+        // Bitmaps do not fit a disk of another size, until they are stored for it.
+        self.oracle.keeps_bitmaps &= !matches!(planned.ask, Ask::Grow(_) | Ask::Shrink(_));
         self.in_flight += 1;
+    }
+
+    /// Notes that the disk is to become smaller: nobody asks for what lies past its new end any more. Returns the size that it
+    /// had, in sectors.
+    pub(crate) fn ask_shrink(&mut self, sectors: u64) -> u64 {
+        self.growths[0] += 1;
+        self.shrinks.push((self.time(), sectors));
+        self.oracle.ask_size(sectors);
+        let old = self.sectors;
+        self.sectors = old.min(sectors);
+        old
+    }
+
+    /// Notes that the disk has become smaller, or still has its `old` size.
+    pub(crate) fn end_shrink(&mut self, sectors: u64, old: u64, well: bool) {
+        self.growths[1] += 1;
+        self.shrunk += u64::from(well);
+        self.oracle.answer_size(sectors, well);
+        if !well {
+            self.sectors = old;
+        }
+    }
+
+    /// Returns true if the disk was ever to become smaller.
+    pub(crate) fn has_shrunk_or_tried(&self) -> bool {
+        !self.shrinks.is_empty()
+    }
+
+    /// Returns true if a request that was asked for at `since` may find the disk too small.
+    fn may_be_past_end(&self, planned: &Planned, since: u64) -> bool {
+        let end = planned.first + planned.count;
+        self.shrinks
+            .iter()
+            .any(|&(time, sectors)| since <= time && end > sectors)
     }
 
     /// Returns the words that the next write changes these sectors to.
@@ -167,6 +215,9 @@ impl Record {
         self.in_flight -= 1;
         let Err(error) = result else { return };
         self.failures += 1;
+        if error == IoError::OutOfRange && self.may_be_past_end(planned, since) {
+            return;
+        }
         let excused = matches!(error, IoError::Host { .. } | IoError::Cancelled);
         let explained = self.by_driver || self.is_explained(planned.ask, since);
         if !(excused && self.may_fail && explained) {

@@ -3,7 +3,9 @@
 //! `seed N` is the run of that seed, `guest N` one whose queues are a guest's virtqueues, `registered N` one some of
 //! whose requests have registered pages, `ublk N` one whose disk is a ublk device, `churn N` one that frees what is being
 //! read, `growth N` one whose disk grows by any amount, `snapshots N` one whose disk has snapshots created, applied and
-//! deleted. `seed N schedule S plan A,B,C` is what is left of it after shrinking: only those requests of the plan (by
+//! deleted, `bitmaps N` one whose image has persistent bitmaps, `resize N` one whose disk becomes smaller and
+//! larger, `compact N` one whose image is compacted.
+//! `seed N schedule S plan A,B,C` is what is left of it after shrinking: only those requests of the plan (by
 //! number, from zero), with things in the order of `S`. A shortened run may also have `lanes N`, `space N` (how many ops
 //! find space), `plain NAME,NAME` (what a guest, or a device, does without), `calm NAME,NAME` (faults that are off),
 //! `sectors A:N` (request `A` is about `N` sectors) and `look ALL,DRAWS` (which crash states are looked at).
@@ -103,6 +105,9 @@ fn source_line(source: &Source) -> String {
         Source::Churn(seed) => format!("churn {seed}"),
         Source::Growth(seed) => format!("growth {seed}"),
         Source::Snapshots(seed) => format!("snapshots {seed}"),
+        Source::Bitmaps(seed) => format!("bitmaps {seed}"),
+        Source::Resize(seed) => format!("resize {seed}"),
+        Source::Compact(seed) => format!("compact {seed}"),
         Source::Scenario(name, order) => format!("scenario {} order {order}", name.replace(' ', "_")),
     }
 }
@@ -238,6 +243,21 @@ pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
                 let seed = number(value)?;
                 source = Some(Source::Snapshots(seed));
                 case = Some(Case::draw_snapshots(seed));
+            }
+            ("bitmaps", None) => {
+                let seed = number(value)?;
+                source = Some(Source::Bitmaps(seed));
+                case = Some(Case::draw_bitmaps(seed));
+            }
+            ("resize", None) => {
+                let seed = number(value)?;
+                source = Some(Source::Resize(seed));
+                case = Some(Case::draw_resizing(seed));
+            }
+            ("compact", None) => {
+                let seed = number(value)?;
+                source = Some(Source::Compact(seed));
+                case = Some(Case::draw_compacting(seed));
             }
             ("scenario", None) => {
                 let name = value.replace('_', " ");

@@ -24,7 +24,7 @@ use crate::leaks::Leaks;
 use crate::oracle::Oracle;
 use crate::pace::Pace;
 use crate::places::{PLACE_BYTES, Places};
-use crate::plan::{Case, Explore, Planned, Registered};
+use crate::plan::{Ask, Case, Explore, Planned, Registered};
 use crate::record::{Reached, Record};
 use crate::serve::Serving;
 use crate::shape::{Beginning, DATA, DISK, beginning, chain};
@@ -56,12 +56,18 @@ pub struct Outcome {
     pub flushes: u64,
     /// There was no space for some op ([`Case::space`]).
     pub starved: bool,
-    /// The number of attempts to make the disk larger.
+    /// The number of attempts to give the disk another size.
     pub growths: u64,
+    /// The number of times that it became smaller.
+    pub shrunk: u64,
     /// The number of snapshots created, applied and deleted.
     pub snapshots: u64,
     /// The number of snapshots applied.
     pub applied: u64,
+    /// The number of bitmaps added.
+    pub bitmaps: u64,
+    /// The number of bytes that compactions have moved.
+    pub moved_bytes: u64,
     /// Counts of what happened to a ublk device.
     pub reached: Reached,
 }
@@ -105,8 +111,11 @@ pub fn run(case: &Case, record_trace: bool, tally: &mut Tally) -> Outcome {
     (outcome.answered, outcome.flushes) = (record.answered, record.flushes);
     outcome.starved = run.world.is_starved();
     outcome.growths = record.growths[1];
+    outcome.shrunk = record.shrunk;
     outcome.snapshots = record.snapshots;
     outcome.applied = record.applied;
+    outcome.bitmaps = record.bitmaps;
+    outcome.moved_bytes = record.moved_bytes;
     outcome.reached = record.reached;
     drop(record);
     // After a failure ops may be in flight: they end without effect, and let go of their memory.
@@ -188,6 +197,14 @@ impl<'a> Run<'a> {
         let mut oracle = Oracle::new(&words);
         oracle.keep_snapshots(beginning.snapshots());
         oracle.reads_settle = case.profile.sync_error == 0 && !case.restarts();
+        oracle.keeps_bitmaps = keeps_bitmaps(case);
+        if case
+            .plan
+            .iter()
+            .any(|planned| matches!(planned.ask, Ask::Shrink(_)))
+        {
+            oracle.keep_size(case.shape.size() / 512);
+        }
         let record = Record::new(
             oracle,
             case.shape.size() / 512,
@@ -371,6 +388,8 @@ impl<'a> Run<'a> {
         } else {
             Demand::Flawless
         };
+        // Nothing is in use then, unless there was no room for it.
+        record.oracle.keeps_bitmaps |= demand == Demand::Flawless && !record.may_be_full;
         let image = self.world.contents(DISK);
         if self.case.shape.data_file.is_some() {
             self.judge.set_data(self.world.contents(DATA));
@@ -403,7 +422,7 @@ impl<'a> Run<'a> {
             let waits = self.case.paced && idle < 16 && self.world.is_only_late();
             let in_flight = self.world.in_flight() > 0 && !waits;
             if !in_flight || self.schedule.chance(self.case.worker_turns) {
-                if self.case.schedule % 2 == 1 {
+                if self.case.passes_time() {
                     // Timers expire while others are at work.
                     self.world.pass(TURN);
                 }
@@ -500,7 +519,9 @@ impl<'a> Run<'a> {
     /// Returns the demand on an image that a cut leaves now.
     fn demand(&self, record: &Record) -> Demand {
         let servers = self.case.ublk.is_some_and(|ublk| ublk.restarts());
-        if servers || self.world.faults() != Faults::default() {
+        // What durable bitmaps leave behind when they are stored anew is not bounded by the FLUSHes since.
+        let has_bitmaps = self.case.shape.bitmaps.is_some();
+        if servers || has_bitmaps || self.world.faults() != Faults::default() {
             return Demand::Sound;
         }
         Demand::Leaks(record.leaks.most())
@@ -558,6 +579,14 @@ impl<'a> Run<'a> {
         }
         Ok(())
     }
+}
+
+/// Returns true if the bitmaps of a run are durable, and nothing that happens in it has them stored at the close after all: neither errors
+/// and a lack of space, nor requests that take long while time passes.
+fn keeps_bitmaps(case: &Case) -> bool {
+    let is_durable = case.shape.bitmaps.is_some_and(|bitmaps| bitmaps.durable);
+    let has_space = case.shape.device == 0 && case.space.is_none();
+    is_durable && has_space && !case.profile.has_errors() && !case.passes_time()
 }
 
 /// A worker's context with registered pages.

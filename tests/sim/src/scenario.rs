@@ -4,6 +4,7 @@
 use qcow::format::CompressionType;
 use simulator::{Profile, Random};
 
+use crate::bitmaps::Bitmaps;
 use crate::plan::{Ask, Case, Explore, Planned};
 use crate::shape::{Below, Shape};
 
@@ -34,6 +35,11 @@ const ZEROES: Ask = Ask::Zeroes {
 const UNMAP: Ask = Ask::Zeroes {
     unmap: true,
     fua: false,
+};
+
+const COMPACT: Ask = Ask::Compact {
+    reports: 0,
+    slow: false,
 };
 
 fn asks(list: &[(Ask, u64, u64)]) -> Vec<Planned> {
@@ -124,6 +130,14 @@ pub fn all() -> Vec<Scenario> {
     let subclusters = Shape {
         cluster_bits: 15,
         extended: true,
+        ..plain
+    };
+    let bitmaps = |durable| Shape {
+        filled: 200,
+        bitmaps: Some(Bitmaps {
+            granularity: 512,
+            durable,
+        }),
         ..plain
     };
     vec![
@@ -519,6 +533,59 @@ pub fn all() -> Vec<Scenario> {
                     FLUSH,
                 ],
             )
+        },
+        Scenario {
+            all_up_to: 256,
+            ..Scenario::new(
+                "durable bitmaps",
+                bitmaps(true),
+                &[
+                    (WRITE, 0, 2),
+                    FLUSH,
+                    (WRITE, 1, 1),
+                    (Ask::Discard, 4, 2),
+                    (WRITE, 12, 2),
+                    FLUSH,
+                ],
+            )
+        },
+        Scenario {
+            all_up_to: 256,
+            ..Scenario::new(
+                "bitmaps that are stored at the close",
+                bitmaps(false),
+                &[(WRITE, 0, 2), FLUSH, (Ask::Bitmap(0), 0, 0), (WRITE, 3, 1)],
+            )
+        },
+        // The end lies within a cluster, then within a table, then where there was one.
+        Scenario {
+            all_up_to: 256,
+            ..Scenario::new(
+                "a disk that becomes smaller and larger",
+                Shape {
+                    cluster_bits: 10,
+                    filled: 1000,
+                    ..wide
+                },
+                &[
+                    (WRITE, 60, 8),
+                    (Ask::Shrink(31 << 9), 0, 0),
+                    (WRITE, 30, 1),
+                    (Ask::Grow(40 << 9), 0, 0),
+                    (WRITE, 31, 2),
+                    (Ask::Shrink(8 << 9), 0, 0),
+                    FLUSH,
+                ],
+            )
+        },
+        Scenario {
+            all_up_to: 256,
+            ..Scenario::new(
+                "compaction of an image that is half free",
+                Shape { filled: 1000, ..wide },
+                &[(WRITE, 70, 2), (COMPACT, 0, 0), (WRITE, 71, 2), FLUSH],
+            )
+            .after(&[(Ask::Discard, 0, 40), (Ask::Discard, 80, 20)])
         },
         Scenario::new(
             "direct I/O with space reserved ahead",

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::{Arc, LazyLock};
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use block::file::OpenFiles;
 use block::{AlignedBuf, Context, Disk, IoError, Op, ask};
@@ -17,9 +17,10 @@ use qcow::format::header::at;
 use qcow::format::{CompressionType, Incompatible, Version};
 use qcow::image::{CreateOptions, NewDataFile, create, create_with_data_file};
 use qcow::luks::{self, CipherKind, LuksOptions, Secret};
-use qcow::{OpenOptions, QcowDisk};
+use qcow::{BitmapStorage, OpenOptions, QcowDisk};
 use simulator::{Profile, Random, SECTOR, SimImage, SimWorld, Store};
 
+use crate::bitmaps::{self, Bitmaps};
 use crate::content::{ZERO, bytes_of, word};
 use crate::oracle::{Found, Words};
 use crate::snapshots;
@@ -111,6 +112,8 @@ pub struct Shape {
     pub encrypted: bool,
     /// The guest's data is in a file of its own.
     pub data_file: Option<DataFileKind>,
+    /// There are persistent bitmaps.
+    pub bitmaps: Option<Bitmaps>,
 }
 
 /// A kind of data file.
@@ -144,6 +147,7 @@ impl Shape {
         cache: 1 << 20,
         encrypted: false,
         data_file: None,
+        bitmaps: None,
     };
 
     /// A shape by chance.
@@ -180,6 +184,7 @@ impl Shape {
             cache: random.pick(&[1 << 20, 1 << 20, 8 << 10]),
             encrypted: false,
             data_file: None,
+            bitmaps: None,
         };
         if kind == 3 {
             let zstd = !v2 && random.one_in(3);
@@ -207,12 +212,13 @@ impl Shape {
     }
 
     /// Draws what few images have: clusters as large as most images' outside, subclusters, more than one image below,
-    /// encryption, and a data file.
+    /// encryption, a data file, and bitmaps.
     /// From a source of its own, so that other shapes stay what they are.
     pub fn draw_rare(&mut self, random: &mut Random) {
         match (random.below(16), self.below) {
             (0, _) => self.cluster_bits = 16,
             (1..=8, Below::Qcow(bytes)) => self.below = Below::Deep(bytes),
+            (11, _) if !self.v2 => self.bitmaps = Some(Bitmaps::draw(random)),
             (13, _) => {
                 self.encrypted = true;
                 *self = self.sound();
@@ -292,6 +298,10 @@ impl Shape {
             sparse: self.sparse,
             discard_no_unref: self.no_unref,
             l2_cache_bytes: Some(self.cache),
+            bitmaps: match self.bitmaps {
+                Some(bitmaps) if bitmaps.durable => BitmapStorage::Durable,
+                _ => BitmapStorage::Close,
+            },
             inflate_threads: 0,
             lock: None,
             ..OpenOptions::default()
@@ -417,6 +427,7 @@ pub fn beginning(shape: Shape) -> Rc<Beginning> {
         sparse: true,
         no_unref: false,
         cache: 1 << 20,
+        bitmaps: shape.bitmaps.map(Bitmaps::on_disk),
         ..shape
     };
     let kept = KEPT.with_borrow(|kept| kept.get(&key).cloned());
@@ -471,8 +482,13 @@ fn make(shape: Shape) -> Beginning {
     let mut snapshot = None;
     if shape.snapshot {
         snapshot = Some(words.clone());
-        let image = take_snapshot(&world.contents(DISK).to_bytes());
-        world.set_contents(DISK, SimImage::from_bytes(&world.store(), &image));
+        if shape.bitmaps.is_none() {
+            let image = take_snapshot(&world.contents(DISK).to_bytes());
+            world.set_contents(DISK, SimImage::from_bytes(&world.store(), &image));
+        }
+    }
+    if let Some(bitmaps) = shape.bitmaps {
+        add_bitmaps(&world, &cx, &shape, bitmaps, &mut words);
     }
     let mut image = world.contents(DISK).to_bytes();
     if shape.dirty {
@@ -575,6 +591,29 @@ fn build(
         .unwrap_or_else(|error| panic!("{shape:?}: {error}"));
 }
 
+/// Adds bitmaps to an image. If it is to have a snapshot, that is taken before, and the disk is another then: to apply it is a change.
+fn add_bitmaps(world: &SimWorld, cx: &Context, shape: &Shape, bitmaps: Bitmaps, words: &mut [u64]) {
+    let done = cx.block_on(async {
+        let disk = open(cx, world, DISK, &shape.options()).await;
+        if shape.snapshot {
+            let taken = disk.create_snapshot(cx, snapshots::BEFORE, UNIX_EPOCH).await;
+            taken.map_err(std::io::Error::other)?;
+            let queue = Arc::clone(&disk).open_queue(cx).map_err(|error| error.source)?;
+            let (first, end) = (words.len() / 3, words.len() / 2);
+            for (sector, place) in (0..).zip(words.iter_mut()).take(end).skip(first) {
+                *place = word(0, 4, sector);
+            }
+            write_words(&*queue, first as u64, &words[first..end]).await?;
+        }
+        let added = bitmaps::add(&disk, cx, bitmaps).await;
+        added.map_err(std::io::Error::other)?;
+        disk.close(cx).await?;
+        Ok::<(), std::io::Error>(())
+    });
+    done.and_then(|result| result)
+        .unwrap_or_else(|error| panic!("{shape:?}: {error}"));
+}
+
 async fn open(cx: &Context, world: &SimWorld, name: &str, options: &OpenOptions) -> Arc<QcowDisk> {
     let files: &dyn OpenFiles = world;
     let opened = QcowDisk::open_on(cx, files, Path::new(name), options).await;
@@ -640,7 +679,7 @@ fn compress(shape: &Shape, kind: CompressionType, words: &[u64]) -> Vec<u8> {
 fn take_snapshot(image: &[u8]) -> Vec<u8> {
     let mut image = in_folder(|folder| {
         std::fs::write(folder.join("image"), image).expect("a temporary file");
-        qemu_img(folder, &["snapshot", "-c", "before", "image"]);
+        qemu_img(folder, &["snapshot", "-c", snapshots::BEFORE, "image"]);
         folder.join("image")
     });
     // The one thing in it that is different each time: when it was taken.

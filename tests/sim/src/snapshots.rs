@@ -38,8 +38,16 @@ pub(crate) struct Snapshotting {
     ended: Rc<RefCell<Vec<Ended>>>,
 }
 
+/// The name of the snapshot that an image begins with.
+pub(crate) const BEFORE: &str = "before";
+/// The number of that snapshot.
+pub(crate) const BEFORE_NUMBER: u32 = u32::MAX;
+
 fn name_of(number: u32) -> String {
-    format!("s{number}")
+    match number {
+        BEFORE_NUMBER => BEFORE.to_owned(),
+        _ => format!("s{number}"),
+    }
 }
 
 impl Snapshotting {

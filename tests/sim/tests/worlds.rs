@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use ringdisk_sim::bitmaps::Counts;
 use ringdisk_sim::explore::{Goal, Source, explore};
 use ringdisk_sim::judge::Tally;
-use ringdisk_sim::plan::Ask;
+use ringdisk_sim::plan::{Ask, Planned};
 use ringdisk_sim::record::Reached;
 use ringdisk_sim::run::run;
 use ringdisk_sim::{kept_lines, replay, scenario};
@@ -135,6 +136,87 @@ fn snapshots_seeds_create_apply_delete_and_cut() {
     assert!(beside > 30 && narrow > 4, "{beside} {narrow}");
     let (with, all) = (tally.with_snapshots, tally.images.len());
     assert!(with > 2000, "only {with} of {all} images have snapshots");
+}
+
+/// The seeds make disks of every kind smaller, to every kind of end, with snapshots beside.
+#[test]
+fn resize_seeds_make_disks_of_every_kind_smaller() {
+    let (mut shrunk, mut in_cluster, mut snapshots) = (0, 0, 0);
+    let (mut encrypted, mut data_files, mut extended) = (0, 0, 0);
+    for seed in 0..96 {
+        let case = Source::Resize(seed).case().expect("a seed has a run");
+        let shape = case.shape;
+        in_cluster += case
+            .plan
+            .iter()
+            .filter(
+                |planned| matches!(planned.ask, Ask::Shrink(bytes) if !bytes.is_multiple_of(shape.cluster())),
+            )
+            .count();
+        encrypted += u64::from(shape.encrypted);
+        data_files += u64::from(shape.data_file.is_some());
+        extended += u64::from(shape.extended);
+        if seed % 2 == 0 {
+            let outcome = run(&case, false, &mut Tally::default());
+            assert!(outcome.failure.is_none(), "resize {seed}: {:?}", outcome.failure);
+            shrunk += outcome.shrunk;
+            snapshots += outcome.snapshots;
+        }
+    }
+    assert!(
+        shrunk > 60 && in_cluster > 20 && snapshots > 10,
+        "{shrunk} {in_cluster} {snapshots}"
+    );
+    for count in [encrypted, data_files, extended] {
+        assert!(count > 4, "{encrypted} {data_files} {extended}");
+    }
+}
+
+/// The seeds compact images whose tables lie at the end, beside requests; some are stopped.
+#[test]
+fn compact_seeds_move_clusters_beside_requests() {
+    let (mut moved, mut blocks, mut stopped, mut beside) = (0, 0, 0, 0);
+    for seed in 0..48 {
+        let case = Source::Compact(seed).case().expect("a seed has a run");
+        let outcome = run(&case, false, &mut Tally::default());
+        assert!(outcome.failure.is_none(), "compact {seed}: {:?}", outcome.failure);
+        moved += u64::from(outcome.moved_bytes > 0);
+        blocks += u64::from(case.shape.dirty || outcome.snapshots > 0);
+        beside += u64::from(case.lanes > 1);
+        let stops = |planned: &&Planned| matches!(planned.ask, Ask::Compact { reports, .. } if reports > 0);
+        stopped += case.plan.iter().filter(stops).count();
+    }
+    assert!(
+        moved > 30 && blocks > 10 && stopped > 20 && beside > 20,
+        "{moved} {blocks} {stopped} {beside}"
+    );
+}
+
+/// The seeds compare bitmaps of both kinds of storage with what has changed, after cuts, applied snapshots and added bitmaps.
+#[test]
+fn bitmaps_seeds_compare_bits_of_both_storages() {
+    let mut by_storage = [Counts::default(); 2];
+    let (mut added, mut applied) = (0, 0);
+    for seed in 0..64 {
+        let case = Source::Bitmaps(seed).case().expect("a seed has a run");
+        let mut tally = Tally::default();
+        let outcome = run(&case, false, &mut tally);
+        assert!(outcome.failure.is_none(), "bitmaps {seed}: {:?}", outcome.failure);
+        let durable = case.shape.bitmaps.is_some_and(|bitmaps| bitmaps.durable);
+        by_storage[usize::from(durable)].add(tally.bitmaps);
+        added += outcome.bitmaps;
+        applied += outcome.applied;
+    }
+    assert!(added > 30 && applied > 10, "{added} added, {applied} applied");
+    let [close, durable] = by_storage;
+    for counts in [close, durable] {
+        assert!(
+            counts.trusted > 1000 && counts.set > counts.extra,
+            "{by_storage:?}"
+        );
+    }
+    assert!(close.in_use > 1000, "{close:?}");
+    assert!(durable.in_use < durable.trusted / 4, "{durable:?}");
 }
 
 /// The seeds reach each transport, workers of one queue and of several, and servers that die or hand over with requests.

@@ -11,6 +11,8 @@
 
 use std::rc::Rc;
 
+use block::canary::{Rule, broken};
+
 use super::super::announce;
 use super::super::exclusive::{self, Exclusive};
 use super::super::switch::Switch;
@@ -209,7 +211,7 @@ pub(in super::super) async fn mark_all<'a>(
             operation.fit(index).await?;
         }
         let is_kept = !entry.flags.contains(BitmapFlags::IN_USE) || bitmaps.find(at).is_some();
-        if recording.binary_search(&at).is_err() || !is_kept {
+        if recording.binary_search(&at).is_err() || !is_kept || broken(Rule::AppliedUnmarked) {
             continue;
         }
         if let Some(count) = operation.clusters_of(&entry) {

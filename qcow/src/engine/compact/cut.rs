@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use block::IoError;
+use block::canary::{Rule, broken};
 
 use super::{CompactError, change};
 use crate::engine::{Queue, Shared, corrupt, exclusive, flush};
@@ -31,7 +32,7 @@ pub(super) async fn cut(queue: &Rc<Queue>) -> Result<Cut, CompactError> {
     let section = exclusive::begin(queue).await?;
     let (end, idle) = find_end(queue).await?;
     let removal = Removal::begin(shared, &idle)?;
-    if !idle.is_empty() {
+    if !idle.is_empty() && !broken(Rule::CutBeforeTable) {
         flush::flush(queue).await?;
     }
     removal.end();

@@ -119,6 +119,7 @@ impl Oracle {
             }));
         }
         self.untouched.fill(false);
+        self.asked.fill(true);
         Some(Asked {
             time,
             first: 0,

@@ -1,0 +1,66 @@
+//! Compactions of half-free images beside the requests of all queues, some of them stopped on the way.
+
+use simulator::{Profile, Random, SECTOR};
+
+use crate::bitmaps::Bitmaps;
+use crate::plan::{Ask, Case, Planned};
+use crate::run::without_errors;
+
+/// The run of a seed whose image is compacted a few times. Before anything can go wrong parts of the disk are discarded. Narrow
+/// refcount blocks, snapshots that are deleted again, and rebuilt refcounts put tables of every kind near the end of the file.
+pub(crate) fn draw(seed: u64) -> Case {
+    let mut case = Case::draw(seed);
+    let random = &mut Random::new(seed.rotate_left(44));
+    // What a failed write of the header leaves is another test's: this is about what is done at once, and cuts.
+    case.profile = Profile {
+        reorder: true,
+        ..without_errors(case.profile)
+    };
+    let shape = &mut case.shape;
+    // A device has no end to cut. A cluster that is discarded is free.
+    (shape.device, shape.no_unref, shape.sparse) = (0, false, true);
+    shape.filled = shape.filled.max(random.pick(&[500, 1000]));
+    shape.bytes = shape.bytes.max(random.pick(&[48 << 10, 96 << 10]));
+    if !shape.v2 && shape.cluster_bits < 14 {
+        shape.cluster_bits = 9;
+        shape.refcount_bits = random.pick(&[16, 32, 64, 64]);
+    }
+    shape.dirty |= !shape.v2 && random.one_in(3);
+    if shape.bitmaps.is_none() && !shape.v2 && random.one_in(8) {
+        shape.bitmaps = Some(Bitmaps::draw(random));
+    }
+    *shape = shape.sound();
+    let (shape, sectors) = (*shape, shape.bytes / SECTOR as u64);
+    let mut at = random.below(sectors / 4);
+    while at < sectors {
+        let count = (1 + random.below(sectors / 3)).min(sectors - at);
+        case.before.push(Planned::new(Ask::Discard, at, count));
+        at += count + random.below(sectors / 4);
+    }
+    case.plan.truncate(50);
+    case.plan
+        .retain(|planned| !matches!(planned.ask, Ask::Grow(_)) && planned.first + planned.count <= sectors);
+    let is_snapshot_taken = shape.data_file.is_none() && shape.refcount_bits > 1 && random.one_in(3);
+    if is_snapshot_taken {
+        // Their new tables lie behind all others.
+        let first = random.below(3).min(case.plan.len() as u64) as usize;
+        let second = first + 1 + random.below(2).min((case.plan.len() - first) as u64) as usize;
+        case.plan.insert(first, Planned::new(Ask::Snapshot(0), 0, 0));
+        case.plan.insert(second, Planned::new(Ask::Unsnapshot(0), 0, 0));
+    }
+    // Time has to pass between the steps.
+    let may_be_slow = case.passes_time();
+    for _ in 0..2 + random.below(3) {
+        let place = random.below(1 + case.plan.len() as u64) as usize;
+        let compact = Ask::Compact {
+            reports: random.pick(&[0, 0, 0, 1, 3]),
+            slow: may_be_slow && !random.one_in(3),
+        };
+        let planned = Planned {
+            alone: random.one_in(4),
+            ..Planned::new(compact, 0, 0)
+        };
+        case.plan.insert(place, planned);
+    }
+    case
+}
