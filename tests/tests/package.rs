@@ -84,7 +84,10 @@ fn package_is_installed_used_upgraded_and_removed() -> Result<(), Error> {
         .and_then(|count| count.parse().ok())
         .unwrap_or(0);
     assert!(pages > 30, "{all}");
-    assert!(outcome.value("manual ").is_some_and(|count| count != "0"), "{all}");
+    assert!(
+        outcome.value("manual ").is_some_and(|count| count != "0"),
+        "{all}"
+    );
     has("completed vhost-user");
     for unit in ["ringdisk-vhost-user@vm", "ringdisk-ublk@data"] {
         for ended in ["started", "reloaded", "reloaded again", "stopped"] {

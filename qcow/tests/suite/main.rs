@@ -26,6 +26,7 @@ mod workers;
 
 mod bitmap_changes;
 mod bitmap_cuts;
+mod bitmap_races;
 mod bitmap_worlds;
 mod bitmaps;
 mod block_devices;

@@ -4,14 +4,7 @@ use std::sync::Arc;
 
 use qcow::BitmapChange;
 
-#[path = "common/snapshot_bench.rs"]
-mod snapshot_bench;
-#[path = "common/snapshot_content.rs"]
-mod snapshot_content;
-#[path = "common/workers.rs"]
-mod workers;
-
-use snapshot_bench::{Bench, is_ok};
+use crate::snapshot_bench::{Bench, is_ok};
 
 fn add(enabled: bool) -> BitmapChange {
     BitmapChange::Add {
