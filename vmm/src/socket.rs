@@ -6,7 +6,7 @@
 //! socket instead ([`inherited`]): its file is never removed here.
 #![expect(
     unsafe_code,
-    reason = "binding with a mode, and connecting without waiting, need raw socket calls"
+    reason = "binding with a mode, and connecting without waiting, need raw socket calls; an inherited descriptor has no owner yet"
 )]
 
 mod access;
@@ -15,7 +15,7 @@ pub mod inherited;
 use std::fs::{self, File, Permissions};
 use std::io;
 use std::mem;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
@@ -23,6 +23,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 pub use access::{Access, AccessError};
+use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 
 /// Connections that may wait to be accepted. One is served at a time.
 const BACKLOG: libc::c_int = 16;
@@ -288,6 +289,24 @@ fn remove_stale(path: &Path, address: &Address) -> Result<(), SocketError> {
             _ => Err(os("connect to")(error)),
         },
     }
+}
+
+/// Takes ownership of a descriptor that nobody in this process has: one without the close-on-exec flag, which everything that
+/// is opened here has.
+fn claim(descriptor: RawFd) -> io::Result<OwnedFd> {
+    if descriptor < inherited::FIRST {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    // SAFETY: `descriptor` is not -1, and is only looked at: if it is not open, the call fails.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
+    if fcntl_getfd(borrowed)?.contains(FdFlags::CLOEXEC) {
+        return Err(io::ErrorKind::AlreadyExists.into());
+    }
+    // A copy of our own: whatever becomes of the first one, this one is ours alone.
+    let owned = borrowed.try_clone_to_owned()?;
+    // Children do not get it any more.
+    fcntl_setfd(borrowed, FdFlags::CLOEXEC)?;
+    Ok(owned)
 }
 
 /// A new Unix stream socket.

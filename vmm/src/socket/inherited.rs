@@ -1,24 +1,19 @@
 //! Sockets that were listening before this process began: those of a service manager (`sd_listen_fds(3)`) and of `--fd`.
 //!
 //! Their files are the manager's: it goes on listening when this process has ended, so clients wait instead of being refused.
-#![expect(
-    unsafe_code,
-    reason = "a descriptor that the process was started with has no owner yet"
-)]
 
 use std::env;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::RawFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
-use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 use rustix::net::{AddressFamily, SocketType, sockopt};
 
-use super::{Owner, Socket, SocketError};
+use super::{Owner, Socket, SocketError, claim};
 
 /// The first descriptor that a service manager passes.
-const FIRST: RawFd = 3;
+pub(super) const FIRST: RawFd = 3;
 /// The most descriptors that are looked for.
 const COUNT_MAX: RawFd = 1 << 16;
 
@@ -86,29 +81,13 @@ impl Socket {
     }
 }
 
-/// Takes ownership of a descriptor that nobody in this process has: one without the close-on-exec flag, which everything that
-/// is opened here has.
-fn claim(descriptor: RawFd) -> io::Result<OwnedFd> {
-    if descriptor < FIRST {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    // SAFETY: `descriptor` is not -1, and is only looked at: if it is not open, the call fails.
-    let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
-    if fcntl_getfd(borrowed)?.contains(FdFlags::CLOEXEC) {
-        return Err(io::ErrorKind::AlreadyExists.into());
-    }
-    // A copy of our own: whatever becomes of the first one, this one is ours alone.
-    let owned = borrowed.try_clone_to_owned()?;
-    // Children do not get it any more.
-    fcntl_setfd(borrowed, FdFlags::CLOEXEC)?;
-    debug_assert_ne!(owned.as_raw_fd(), descriptor);
-    Ok(owned)
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::TcpListener;
+    use std::os::fd::OwnedFd;
     use std::os::unix::net::{UnixDatagram, UnixStream};
+
+    use rustix::io::{FdFlags, fcntl_setfd};
 
     use super::*;
 
