@@ -92,7 +92,7 @@ if [ "$again" -gt 0 ]; then
     echo "  !!! $again BEGUN AGAIN, of at most $AGAIN_MAX:"
     grep -ah '^begun again: ' "$log" | sed 's/^/      /' || true
 fi
-echo "  not part of this: make asan, tsan, fuzz, coverage, mutants, soak, soak-ublk, soak-crash, bench"
+echo "  not part of this: make asan, tsan, fuzz, coverage, mutants, soak, soak-ublk, soak-crash, bench, deb"
 echo "=================================================================="
 [ "$passed" -gt 0 ] || { echo "no test ran at all" >&2; exit 1; }
 [ "$again" -le "$AGAIN_MAX" ] || { echo "$again tests were begun again: more than known faults of the emulator and of kernels explain" >&2; exit 1; }

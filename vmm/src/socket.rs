@@ -64,7 +64,7 @@ pub enum SocketError {
     Inherited {
         /// The descriptor.
         descriptor: RawFd,
-        /// What it is instead.
+        /// The reason, as the end of a sentence about the descriptor.
         problem: &'static str,
     },
     /// A system call failed.

@@ -3,7 +3,7 @@
 //! A write whose clusters are mapped goes on without a task if its bits are set, and stored where that is required. Every other
 //! change gets here from its task.
 //!
-//! What is stored of durable bitmaps has each change before a cut can expose it. A change in place may be on disk at any time after
+//! The stored bits of durable bitmaps have each change before a cut can expose it. A change in place may be on disk at any time after
 //! it began: its bits are stored first, by a round that requests share: the writes of chunks, and one sync. A write to fresh clusters
 //! shows only with its L2 entries: its bits are stored with the FLUSH round that writes these, before its first sync.
 //!

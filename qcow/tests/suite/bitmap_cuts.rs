@@ -95,7 +95,7 @@ async fn read_all(world: &SimWorld, cx: &Context, size: u64) -> Vec<u8> {
     all
 }
 
-/// What was asked for since the bitmaps were enabled: the granules of 512 bytes.
+/// The granules of 512 bytes that were asked for since the bitmaps were enabled.
 #[derive(Clone, Default)]
 struct Asked(Rc<RefCell<BTreeSet<u64>>>);
 
@@ -116,7 +116,7 @@ impl Asked {
     }
 }
 
-/// What cuts have left.
+/// Counts of the cuts, and of the bitmaps and bits that they have left.
 #[derive(Debug, Default)]
 struct Seen {
     cuts: u64,

@@ -254,7 +254,7 @@ fn compaction_moves_the_tables_of_an_image_with_a_data_file() {
     assert!(data() == before, "the data file has changed");
 }
 
-/// What snapshots share stays; what the disk has written since moves.
+/// Clusters that snapshots share stay; those that the disk has written since move.
 #[test]
 fn compaction_leaves_what_snapshots_use_and_says_so() {
     let folder = Folder::new();
@@ -330,7 +330,7 @@ fn compaction_writes_no_zeros_into_holes() {
     );
 }
 
-/// What a step has left is freed before the next one begins, and the file never becomes longer.
+/// Clusters that a step has left are freed before the next one begins, and the file never becomes longer.
 #[test]
 fn compaction_takes_the_space_of_one_step_more_at_most() {
     let folder = Folder::new();

@@ -4,19 +4,17 @@
 //! After each cut a check finds nothing but leaks, and each sector reads as it was flushed or as it was asked to be since:
 //! never as what a hole of the file, or a sector that was encrypted for another place, decrypts to.
 
-use std::cell::RefCell;
 use std::path::Path;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::time::Duration;
 
-use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Op, ask};
+use block::Context;
 use qcow::image::{CreateOptions, check, create};
 use qcow::luks::{self, LuksOptions, Secret};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, Random, SimImage, SimWorld};
 
-use crate::sectors::{Sectors, assert_values, certain, content};
+use crate::sectors::{Guest, assert_values, content};
 use crate::steps::run_to_end;
 
 const DISK: &str = "disk";
@@ -24,14 +22,7 @@ const BASE: &str = "base";
 
 struct Bench {
     world: SimWorld,
-    cx: Context,
-    disk: Arc<QcowDisk>,
-    queue: Box<dyn DiskQueue>,
-    cluster_sectors: u64,
-    /// The content as the guest knows it, a byte for each sector.
-    known: RefCell<Vec<u8>>,
-    /// The contents that a cut may leave.
-    durable: RefCell<Sectors>,
+    guest: Guest,
 }
 
 fn secret() -> Secret {
@@ -82,7 +73,6 @@ impl Bench {
             disk.expect("a disk")
         });
         let disk = disk.expect("nothing waits for ever");
-        let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
         world.settle();
         world.set_profile(Profile {
             reorder: true,
@@ -95,75 +85,17 @@ impl Bench {
             .map(|at| if at < backed { 0xBB } else { 0 })
             .collect();
         Self {
-            durable: RefCell::new(certain(&known)),
-            known: RefCell::new(known),
-            cluster_sectors: (1 << cluster_bits) / 512,
+            guest: Guest::new(&cx, disk, (1 << cluster_bits) / 512, known),
             world,
-            cx,
-            disk,
-            queue,
         }
-    }
-
-    fn flushed(&self) {
-        *self.durable.borrow_mut() = certain(&self.known.borrow());
     }
 
     /// One request of the guest, answered.
     async fn request(&self, random: &mut Random) {
-        let sectors = self.known.borrow().len() as u64;
-        let mut count = 1 + random.below(sectors.min(12));
-        let mut first = random.below(sectors - count + 1);
-        let kind = random.below(9);
-        if kind == 0 {
-            ask(&*self.queue, Op::Flush, 0, 0, Buffer::default())
-                .await
-                .expect("a FLUSH");
-            return self.flushed();
-        }
-        if kind == 8 {
-            return self.grow(random.below(20)).await;
-        }
-        let (op, byte) = match kind {
-            1 | 2 => {
-                let unmap = kind == 1;
-                (Op::WriteZeroes { unmap, fua: false }, 0)
-            }
-            3 => {
-                // Whole clusters, which a discard makes zeros.
-                first -= first % self.cluster_sectors;
-                count = count.next_multiple_of(self.cluster_sectors).min(sectors - first);
-                (Op::Discard, 0)
-            }
-            _ => (Op::Write { fua: kind == 4 }, 1 + random.below(0x70) as u8),
-        };
-        for at in first..first + count {
-            self.durable.borrow_mut()[at as usize].push(byte);
-        }
-        let buffer = match op {
-            Op::Write { .. } => AlignedBuf::from_slice(&vec![byte; count as usize * 512]).into(),
-            _ => Buffer::default(),
-        };
-        ask(&*self.queue, op, first * 512, count * 512, buffer)
-            .await
-            .expect("a change");
-        self.known.borrow_mut()[first as usize..][..count as usize].fill(byte);
-        if kind == 4 {
-            for at in first..first + count {
-                self.durable.borrow_mut()[at as usize] = vec![byte];
-            }
-        }
-    }
-
-    async fn grow(&self, sectors: u64) {
-        let size = self.known.borrow().len() as u64 + sectors;
-        for _ in 0..sectors {
-            self.durable.borrow_mut().push(vec![0]);
-        }
-        self.disk.grow(&self.cx, size * 512).await.expect("a growth");
-        self.known.borrow_mut().resize(size as usize, 0);
-        if sectors > 0 {
-            self.flushed();
+        match random.below(9) {
+            0 => self.guest.flush().await,
+            8 => self.guest.grow(random.below(20)).await,
+            _ => self.guest.change(random).await,
         }
     }
 }
@@ -190,7 +122,7 @@ impl Judge {
         let report = report.expect("a check");
         assert_eq!(report.corruptions, 0, "{what}: {:?}", report.findings);
         let found = content(&self.world, &self.cx, DISK, &options(true), what);
-        let durable = bench.durable.borrow();
+        let durable = bench.guest.durable.borrow();
         assert_values(&found, &durable, what);
     }
 }
@@ -208,7 +140,7 @@ fn run(seed: u64) {
             }
         };
         let what = format!("seed {seed}, round {round}");
-        run_to_end(&bench.world, &bench.cx, &what, task, || {
+        run_to_end(&bench.world, &bench.guest.cx, &what, task, || {
             if random.one_in(4) {
                 judge.look(&bench, &what, random);
             }
@@ -217,19 +149,9 @@ fn run(seed: u64) {
     let Ok(bench) = Rc::try_unwrap(bench) else {
         panic!("a task has not ended")
     };
-    let Bench {
-        world,
-        cx,
-        disk,
-        queue,
-        known,
-        ..
-    } = bench;
-    drop(queue);
+    let Bench { world, guest } = bench;
     let what = format!("seed {seed}");
-    crate::closing::close(&world, &cx, &disk, DISK, &what);
-    let known = known.into_inner();
-    assert_eq!(content(&world, &cx, DISK, &options(true), &what), known, "{what}");
+    guest.close(&world, DISK, &options(true), &what);
 }
 
 #[test]

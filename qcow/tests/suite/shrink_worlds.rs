@@ -9,17 +9,16 @@
 use std::cell::{Cell, RefCell};
 use std::path::Path;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
-use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Op, ask};
+use block::{AlignedBuf, Context, Op, ask};
 use qcow::format::header::at;
 use qcow::image::{CreateOptions, NewDataFile, check, create, create_with_data_file};
 use qcow::luks::{self, LuksOptions, Secret};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, Random, SimImage, SimWorld};
 
-use crate::sectors::{Sectors, assert_values, certain, content, sectors};
+use crate::sectors::{Guest, assert_values, content, sectors};
 use crate::snapshot_content::{as_disk, entries};
 use crate::steps::run_to_end;
 
@@ -60,15 +59,8 @@ fn secret() -> Secret {
 
 struct Bench {
     world: SimWorld,
-    cx: Context,
-    disk: Arc<QcowDisk>,
-    queue: Box<dyn DiskQueue>,
+    guest: Guest,
     kind: Kind,
-    cluster_sectors: u64,
-    /// The content as the guest knows it, a byte for each sector.
-    known: RefCell<Vec<u8>>,
-    /// The contents that a cut may leave.
-    durable: RefCell<Sectors>,
     /// The sizes that a cut may leave, in sectors.
     sizes: RefCell<Vec<usize>>,
     /// The size that the disk got when it last became smaller, or gets now.
@@ -128,110 +120,71 @@ impl Bench {
             disk.expect("a disk")
         });
         let disk = disk.expect("nothing waits for ever");
-        let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
         world.settle();
         world.set_profile(Profile::draw(random));
         let known: Vec<u8> = (0..sectors)
             .map(|at| if at < backed { 0xBB } else { 0 })
             .collect();
         Self {
-            durable: RefCell::new(certain(&known)),
             sizes: RefCell::new(vec![known.len()]),
-            known: RefCell::new(known),
+            guest: Guest::new(&cx, disk, (1 << cluster_bits) / 512, known),
             shrunk_to: Cell::default(),
             snapshots: RefCell::default(),
-            cluster_sectors: (1 << cluster_bits) / 512,
             world,
-            cx,
-            disk,
-            queue,
             kind,
         }
     }
 
-    fn sectors(&self) -> u64 {
-        self.known.borrow().len() as u64
-    }
-
-    /// What the guest knows is durable now.
+    /// Records that all that the guest knows is durable now.
     fn flushed(&self) {
-        *self.durable.borrow_mut() = certain(&self.known.borrow());
-        *self.sizes.borrow_mut() = vec![self.known.borrow().len()];
+        self.guest.flushed();
+        *self.sizes.borrow_mut() = vec![self.guest.sectors() as usize];
     }
 
     /// One request of the guest, answered.
     async fn request(&self, random: &mut Random) {
-        let sectors = self.sectors();
-        let mut count = 1 + random.below(sectors.min(12));
-        let mut first = random.below(sectors - count + 1);
-        let kind = random.below(8);
-        if kind == 0 {
-            let flushed = ask(&*self.queue, Op::Flush, 0, 0, Buffer::default()).await;
-            flushed.expect("a FLUSH");
-            return self.flushed();
+        if random.below(8) == 0 {
+            self.guest.flush().await;
+            self.flushed();
+        } else {
+            self.guest.change(random).await;
         }
-        let (op, byte) = match kind {
-            1 | 2 => {
-                let unmap = kind == 1;
-                (Op::WriteZeroes { unmap, fua: false }, 0)
-            }
-            3 => {
-                // Whole clusters, which a discard makes zeros.
-                first -= first % self.cluster_sectors;
-                count = count.next_multiple_of(self.cluster_sectors).min(sectors - first);
-                (Op::Discard, 0)
-            }
-            _ => (Op::Write { fua: false }, 1 + random.below(0x70) as u8),
-        };
-        for at in first..first + count {
-            self.durable.borrow_mut()[at as usize].push(byte);
-        }
-        let buffer = match op {
-            Op::Write { .. } => AlignedBuf::from_slice(&vec![byte; count as usize * 512]).into(),
-            _ => Buffer::default(),
-        };
-        let changed = ask(&*self.queue, op, first * 512, count * 512, buffer).await;
-        changed.expect("a change");
-        self.known.borrow_mut()[first as usize..][..count as usize].fill(byte);
     }
 
     async fn shrink(&self, random: &mut Random) {
-        let size = 1 + random.below(self.sectors());
+        let guest = &self.guest;
+        let size = 1 + random.below(guest.sectors());
         self.sizes.borrow_mut().push(size as usize);
         self.shrunk_to.set(Some(size as usize));
-        self.disk
-            .shrink(&self.cx, size * 512)
-            .await
-            .expect("a smaller disk");
-        self.known.borrow_mut().truncate(size as usize);
+        let shrunk = guest.disk.shrink(&guest.cx, size * 512).await;
+        shrunk.expect("a smaller disk");
+        guest.known.borrow_mut().truncate(size as usize);
         self.flushed();
-        let past = ask(
-            &*self.queue,
-            Op::Read,
-            size * 512,
-            512,
-            AlignedBuf::zeroed(512).into(),
-        )
-        .await;
+        let buffer = AlignedBuf::zeroed(512).into();
+        let past = ask(&*guest.queue, Op::Read, size * 512, 512, buffer).await;
         past.expect_err("it is past the end");
     }
 
     async fn grow(&self, random: &mut Random) {
-        let size = self.sectors() + 1 + random.below(60);
-        self.sizes.borrow_mut().push(size as usize);
-        self.durable.borrow_mut().resize(size as usize, vec![0]);
-        self.disk.grow(&self.cx, size * 512).await.expect("a growth");
-        self.known.borrow_mut().resize(size as usize, 0);
+        let more = 1 + random.below(60);
+        self.sizes
+            .borrow_mut()
+            .push((self.guest.sectors() + more) as usize);
+        self.guest.grow(more).await;
         self.shrunk_to.set(None);
         self.flushed();
     }
 
     /// Takes a snapshot, whose name is its number. Nothing is asked for meanwhile, so that its content is known.
     async fn snapshot(&self) {
-        let known = self.known.borrow().clone();
+        let known = self.guest.known.borrow().clone();
         let name = self.snapshots.borrow().len().to_string();
         self.snapshots.borrow_mut().push(known);
-        let created = self.disk.create_snapshot(&self.cx, &name, UNIX_EPOCH).await;
+        let created = self
+            .guest
+            .disk
+            .create_snapshot(&self.guest.cx, &name, UNIX_EPOCH)
+            .await;
         created.expect("a snapshot");
         self.flushed();
     }
@@ -275,7 +228,7 @@ impl Judge {
         assert_eq!(report.corruptions, 0, "{what}: {:?}", report.findings);
         let sizes = bench.sizes.borrow();
         assert!(sizes.contains(&found.len()), "{what}: {} sectors", found.len());
-        let durable = bench.durable.borrow();
+        let durable = bench.guest.durable.borrow();
         assert_values(&found, &durable, what);
         if bench.kind == Kind::RawDataFile {
             let raw = sectors(&raw[..found.len() * 512], what);
@@ -292,7 +245,7 @@ impl Judge {
         if !is_shrunk || !matches!(bench.kind, Kind::Plain | Kind::Encrypted) {
             return;
         }
-        let sectors = (found.len() as u64).next_multiple_of(bench.cluster_sectors);
+        let sectors = (found.len() as u64).next_multiple_of(bench.guest.cluster_sectors);
         let mut longer = image.to_vec();
         longer[at::SIZE..at::SIZE + 8].copy_from_slice(&(sectors * 512).to_be_bytes());
         let mut expected = found.to_vec();
@@ -334,7 +287,7 @@ fn run(seed: u64) {
             }
         };
         let what = format!("seed {seed}, {:?}, round {round}", bench.kind);
-        run_to_end(&bench.world, &bench.cx, &what, task, || {
+        run_to_end(&bench.world, &bench.guest.cx, &what, task, || {
             if random.one_in(4) {
                 judge.look(&bench, &what, random);
             }
@@ -344,23 +297,10 @@ fn run(seed: u64) {
         panic!("a task has not ended")
     };
     let Bench {
-        world,
-        cx,
-        disk,
-        queue,
-        kind,
-        known,
-        ..
+        world, guest, kind, ..
     } = bench;
-    drop(queue);
     let what = format!("seed {seed}, {kind:?}");
-    crate::closing::close(&world, &cx, &disk, DISK, &what);
-    let known = known.into_inner();
-    assert_eq!(
-        content(&world, &cx, DISK, &kind.options(true), &what),
-        known,
-        "{what}"
-    );
+    let known = guest.close(&world, DISK, &kind.options(true), &what);
     if kind.has_data_file() {
         let data = world.contents(DATA).to_bytes();
         assert_eq!(data.len(), known.len() * 512, "{what}: the data file's length");

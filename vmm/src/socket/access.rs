@@ -1,4 +1,4 @@
-//! Who may connect to a socket: the mode and the group of its file.
+//! The mode and the group of a socket's file, which say who may connect.
 
 use std::fs::{self, OpenOptions, Permissions};
 use std::io;
@@ -13,7 +13,7 @@ const PRIVATE: u32 = 0o600;
 /// The mode of a socket that is for a group too.
 const SHARED: u32 = 0o660;
 
-/// Who may connect to a socket: those who may write to its file (`unix(7)`). The default is the server's user.
+/// The users who may connect to a socket: those who may write to its file (`unix(7)`). The default is the server's user.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Access {
     /// The permission bits of the file.

@@ -18,9 +18,9 @@ pub(super) const GREETING: &[u8] = b"ringdisk takeover 3";
 pub(super) const GREETING_WITHOUT_LOCKS: &[u8] = b"ringdisk takeover 2";
 /// The answer to a greeting of an unknown version.
 pub(super) const NOT_UNDERSTOOD: &str = "it does not understand what was asked";
-/// What comes with a listening socket whose file is the server's.
+/// The bytes that come with a listening socket whose file is the server's.
 pub(super) const LISTENER: &[u8] = b"l";
-/// What comes with one that a service manager created. A server of the version before takes it for the other kind.
+/// The bytes that come with one that a service manager created. A server of the version before takes it for the other kind.
 pub(super) const MANAGERS_LISTENER: &[u8] = b"m";
 /// The longest time that either may take to read what the other has sent.
 pub(super) const SEND_MAX: Duration = Duration::from_secs(5);
