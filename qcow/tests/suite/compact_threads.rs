@@ -15,6 +15,8 @@ const CLUSTER: u64 = 4096;
 /// The clusters of each writer.
 const CLUSTERS: u64 = 400;
 const WRITERS: u64 = 3;
+/// The most compactions in search of one that has something to move, and of one that has something to cut.
+const COMPACTIONS_MAX: u32 = 20_000;
 
 /// Changes a part of the disk, and reads what it has written. Returns the part's content.
 fn write_and_read(disk: &Arc<QcowDisk>, writer: u64, is_over: &AtomicBool, ring: RingKind) -> Vec<u8> {
@@ -73,7 +75,10 @@ fn run(ring: RingKind) {
             })
             .collect();
         let cx = Context::syscalls();
-        for _ in 0..20 {
+        // The writers may only begin to write when the first ones have ended.
+        let mut compactions = 0;
+        while compactions < 20 || compactions < COMPACTIONS_MAX && (moved == 0 || shorter == 0) {
+            compactions += 1;
             let go_on = |_: &_| ControlFlow::Continue(());
             let options = CompactOptions::default();
             match cx.block_on(disk.compact(&cx, &options, go_on)).expect("it turns") {
