@@ -186,9 +186,17 @@ fn on_each(each: impl Fn(Kernel, &Lab) -> Result<(), Error> + Sync) -> Result<()
 
 /// Runs `script` on each kernel and hands what it said to `judge`.
 fn on_both(script: &str, judge: impl Fn(Kernel, &Outcome) + Sync) -> Result<(), Error> {
+    on_each_own(|_| script.to_owned(), judge)
+}
+
+/// As [`on_both`], with a script of each kernel's own: what depends on our programs alone is tried on one of them.
+fn on_each_own(
+    script: impl Fn(Kernel) -> String + Sync,
+    judge: impl Fn(Kernel, &Outcome) + Sync,
+) -> Result<(), Error> {
     on_each(|kernel, lab| {
         let scratch = Scratch::new()?;
-        judge(kernel, &run(lab, &scratch, script)?);
+        judge(kernel, &run(lab, &scratch, &script(kernel))?);
         Ok(())
     })
 }
@@ -225,6 +233,11 @@ fn own_transports(kernel: Kernel) -> &'static [&'static str] {
         Kernel::V6_12 => &["copy", "user-copy"],
         Kernel::V7 => &["zero-copy"],
     }
+}
+
+/// One transport on each kernel: how many devices there are, or what a server may do, depends on no transport.
+fn own_transport(kernel: Kernel) -> &'static str {
+    own_transports(kernel).last().expect("each kernel has some")
 }
 
 fn said(outcome: &Outcome) -> String {

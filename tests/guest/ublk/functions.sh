@@ -11,6 +11,8 @@ if ringdisk ublk features | grep -q AUTO_BUF_REG; then
     transports="$transports zero-copy"
     own_transports=zero-copy
 fi
+# The last of those.
+own_transport=${own_transports##* }
 # serve LOG COMMAND…: starts a server in the background, waits for its devices, and leaves its number in $server.
 serve() {
     log=$1

@@ -5,7 +5,7 @@ for n in $(seq 0 $((count - 1))); do
     ringdisk image create m$n.qcow2 16M >/dev/null
     disks="$disks path=m$n.qcow2,num_queues=4,queue_size=128"
 done
-for how in $own_transports; do
+for how in $own_transport; do
     began=$(now)
     add many add --disk $disks --queues-per-worker 4 --transport $how
     served many $count

@@ -12,8 +12,8 @@ upgrade() {
 }
 # The kernel's own way of handing over, with each of its transports' ways of naming pages.
 case $own_transports in
-zero-copy) relays="user-copy:3 zero-copy:10" ;;
-*) relays="copy:3 user-copy:10" ;;
+zero-copy) relays=zero-copy:8 ;;
+*) relays="copy:2 user-copy:5" ;;
 esac
 for relay in $relays; do
     transport=${relay%:*} rounds=${relay#*:}

@@ -13,7 +13,7 @@ threads() {
 ringdisk image create a.qcow2 64M >/dev/null
 ringdisk image create b.qcow2 64M >/dev/null
 truncate -s 64M r.raw
-for transport in $own_transports; do
+for transport in $own_transport; do
     add box add --disk path=a.qcow2,num_queues=2,serial=BOX path=b.qcow2,queue_size=64 path=r.raw,image_type=raw --transport $transport
     threads $transport
     [ -e /dev/disk/by-id/ringdisk-BOX ]

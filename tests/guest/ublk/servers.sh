@@ -10,13 +10,7 @@ image() { disk $1 | sed 's/path=//'; }
 for id in 0 1 2 3 4 5 6 7 8; do ringdisk image create -o cluster_size=16k $(image $id) 48M >/dev/null; done
 pid_of() { ringdisk ublk info $1 --json | sed 's/.*"pid":\([0-9]*\).*/\1/'; }
 # served NAME PID: how many devices this process serves.
-served() {
-    count=0
-    for id in 0 1 2 3 4 5 6 7 8; do
-        [ "$(pid_of $id)" != $2 ] || ! ringdisk ublk info $id | grep -q ' live ' || count=$((count + 1))
-    done
-    echo "served $1 $count"
-}
+served() { echo "served $1 $(ringdisk ublk list | grep -c " live .*, server $2," || true)"; }
 state_of() { ringdisk ublk list | awk -v dev=/dev/ublkb$1 '$1 == dev { print $2 }'; }
 # up NAME PID: this server says that its devices are there.
 up() {

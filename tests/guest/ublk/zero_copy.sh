@@ -7,10 +7,13 @@ written() {
     dd if=noise of=/dev/ublkb0 bs=$2k count=1 seek=$1 oflag=direct,seek_bytes status=none
     dd if=noise of=copy.raw bs=$2k count=1 seek=$1 oflag=seek_bytes conv=notrunc status=none
 }
+# read_back NAME SIZE…: all of the device, by requests of each size.
 read_back() {
-    for size in 4k 20k 68k 1M; do
+    name=$1
+    shift
+    for size; do
         dd if=/dev/ublkb0 bs=$size iflag=direct status=none >device.raw
-        cmp device.raw copy.raw && echo "read $1 $size"
+        cmp device.raw copy.raw && echo "read $name $size"
     done
     rm device.raw
 }
@@ -36,11 +39,11 @@ for kind in compressed zstd plain; do
     truncate -s 26M copy.raw
     add content add --disk path=top.qcow2,backing_files=on --transport zero-copy --json
     sed 's/^/made /' content.out
-    read_back "$kind"
+    read_back "$kind" 20k 1M
     for place in "0 4" "65536 64" "1300480 12" "4194304 1024" "9437696 36" "15728640 256" "25165824 128" "26214400 4"; do
         written $place
     done
-    read_back "$kind"
+    read_back "$kind" 4k 68k 1M
     counts $kind
     kill $server
     wait $server && echo "stopped $kind" || { cat content.err; exit 1; }
@@ -53,7 +56,7 @@ done
 qemu-img convert -c -O qcow2 source.raw ro.qcow2
 cp source.raw copy.raw
 add content add --disk path=ro.qcow2,readonly=on --transport zero-copy
-read_back read-only
+read_back read-only 4k 20k 68k
 kill $server
 wait $server
 rm copy.raw ro.qcow2 source.raw

@@ -1,7 +1,7 @@
 //! Operation of devices: names that stay, a command line that goes on where a killed server was, and
 //! limits that devices share.
 
-use super::{newest, on_both, run_with, said};
+use super::{newest, on_both, on_newest, run_with, said};
 use lab::{Error, Kernel, Outcome, Scratch};
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ const OPERATIONS: &str = include_str!("../../guest/ublk/operations.sh");
 
 #[test]
 fn names_persist_one_command_recovers_and_limits_are_shared() -> Result<(), Error> {
-    on_both(OPERATIONS, |kernel, outcome| {
+    on_newest(2, OPERATIONS, |outcome| {
         let all = said(outcome);
         let lines = |key: &str| -> Vec<String> {
             let lines = outcome.lines().filter_map(|line| line.strip_prefix(key));
@@ -28,12 +28,9 @@ fn names_persist_one_command_recovers_and_limits_are_shared() -> Result<(), Erro
         );
         assert_eq!(lines("link fewer "), both[1..], "{all}");
         assert_eq!(lines("link none "), Vec::<String>::new(), "{all}");
-        // Before Linux 6.15 whoever waits for a ring with a command in it counts as waiting for I/O.
+        // From Linux 6.15 on: before, whoever waits for a ring with a command in it counts as waiting for I/O.
         let io_wait: u32 = lines("io_wait ")[0].parse().unwrap_or(u32::MAX);
-        assert!(
-            kernel != Kernel::V7 || io_wait < 40,
-            "an idle server waits for I/O: {all}"
-        );
+        assert!(io_wait < 40, "an idle server waits for I/O: {all}");
         assert_eq!(lines("link after "), ["ringdisk-DATA ../../ublkb7"], "{all}");
 
         let said = |key: &str, text: &str| {
@@ -141,29 +138,28 @@ fn server_threads_drop_every_unneeded_privilege() -> Result<(), Error> {
     on_both(SANDBOX, |kernel, outcome| {
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
-        for &transport in super::own_transports(kernel) {
-            let key = format!("threads {transport} ");
-            let threads = outcome.lines().filter_map(|line| line.strip_prefix(&key));
-            let threads: Vec<Vec<u32>> = threads
-                .map(|counts| counts.split(' ').filter_map(|count| count.parse().ok()).collect())
-                .collect();
-            assert_eq!(threads.len(), 2, "{all}");
-            for counts in threads {
-                // Workers of four queues, who accepts, who waits for signals, and the main thread.
-                assert!(counts[0] >= 7 && counts[0] == counts[1], "{transport}: {all}");
-            }
-            super::zero_copy::assert_in_force(transport, outcome);
-            let grown = value(&format!("grown {transport} "));
-            assert_eq!(grown.starts_with("0 134217728"), kernel == Kernel::V7, "{all}");
-            assert!(value(&format!("deleted {transport} ")).starts_with('0'), "{all}");
-            let lines = [
-                format!("server {transport} 0"),
-                format!("kept {transport}"),
-                format!("unnamed {transport}"),
-            ];
-            for line in lines {
-                assert!(outcome.lines().any(|said| said == line), "{line}: {all}");
-            }
+        let transport = super::own_transport(kernel);
+        let key = format!("threads {transport} ");
+        let threads = outcome.lines().filter_map(|line| line.strip_prefix(&key));
+        let threads: Vec<Vec<u32>> = threads
+            .map(|counts| counts.split(' ').filter_map(|count| count.parse().ok()).collect())
+            .collect();
+        assert_eq!(threads.len(), 2, "{all}");
+        for counts in threads {
+            // Workers of four queues, who accepts, who waits for signals, and the main thread.
+            assert!(counts[0] >= 7 && counts[0] == counts[1], "{transport}: {all}");
+        }
+        super::zero_copy::assert_in_force(transport, outcome);
+        let grown = value(&format!("grown {transport} "));
+        assert_eq!(grown.starts_with("0 134217728"), kernel == Kernel::V7, "{all}");
+        assert!(value(&format!("deleted {transport} ")).starts_with('0'), "{all}");
+        let lines = [
+            format!("server {transport} 0"),
+            format!("kept {transport}"),
+            format!("unnamed {transport}"),
+        ];
+        for line in lines {
+            assert!(outcome.lines().any(|said| said == line), "{line}: {all}");
         }
         let logged: Vec<&str> = outcome
             .lines()
