@@ -240,7 +240,11 @@ impl<'lab> Guest<'lab> {
     fn command(&self, initrd: &Path, console: &Path, results: &Path) -> Command {
         let memory = self.memory_mib;
         // On a busy machine the emulated timer may be too late for the kernel's test of it, and the kernel panics.
-        let mut line = String::from("console=ttyS0 loglevel=5 no_timer_check lab.results=ttyS1 lab.root=");
+        // An emulator does not see what a vhost-user server writes into the guest's memory, and would run code that it translated
+        // from what was there before: the kernel itself must clear each page that it takes.
+        let mut line = String::from(
+            "console=ttyS0 loglevel=5 no_timer_check init_on_alloc=1 lab.results=ttyS1 lab.root=",
+        );
         line.push_str(&pci_address(0));
         if self.possible_cpus > self.cpus {
             line.push_str(&format!(" maxcpus={}", self.cpus));
