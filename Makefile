@@ -35,7 +35,7 @@ check: lint
 
 # The steps before the tests are made by the script, which measures them.
 test:
-	tests/run-tests.sh setup lint doc build counts models explore canaries
+	tests/run-tests.sh setup build -- lint doc counts models explore canaries
 
 # Half of the states are of the same seeds each time, half of new ones; those are printed, and `--from` repeats them.
 explore:

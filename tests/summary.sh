@@ -70,7 +70,7 @@ failures() {
 echo
 if [ -n "$steps" ]; then
     echo "=== steps"
-    awk '{ printf "%9.1f s  %s\n", $2, $1; all += $2 } END { printf "%9.1f s  all steps\n", all }' "$steps"
+    awk '{ printf "%9.1f s  %s\n", $2, $1 }' "$steps"
 fi
 echo "=== suites"
 suites

@@ -68,7 +68,7 @@ fn summary_adds_up_suites_and_prints_their_times() {
 
 #[test]
 fn summary_prints_the_slowest_tests_and_the_time_of_each_step() {
-    let (said, output) = summary_with_steps(LOG, "setup 0.5\nlint 61.0\n");
+    let (said, output) = summary_with_steps(LOG, "setup 0.5\nlint 61.0\nall 62\n");
     assert!(output.status.success(), "{output:?}");
     assert_eq!(
         section(&said, "the slowest tests"),
@@ -83,7 +83,7 @@ fn summary_prints_the_slowest_tests_and_the_time_of_each_step() {
         [
             "      0.5 s  setup",
             "     61.0 s  lint",
-            "     61.5 s  all steps"
+            "     62.0 s  all"
         ]
     );
     let many: String = (0..20)
@@ -162,6 +162,27 @@ fn timed_script_prints_a_tests_time() {
         line.starts_with("test summary_fails_above_one") && line.contains(" ... ok <") && line.ends_with("s>")
     });
     assert_eq!(times.count(), 1, "{output:?}");
+}
+
+#[test]
+fn timed_script_takes_the_tests_of_one_part() {
+    for (part, package, tests) in [
+        ("lab", "ringdisk-tests", 1),
+        ("lab", "ringdisk", 0),
+        ("others", "ringdisk-tests", 0),
+        ("others", "ringdisk", 1),
+    ] {
+        let output = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/timed.sh"))
+            .arg(std::env::current_exe().unwrap())
+            .args(["summary_fails_above_one", "--test-threads=1"])
+            .envs([("PART", part), ("CARGO_PKG_NAME", package)])
+            .output()
+            .expect("sh");
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{output:?}");
+        let ran = said.lines().filter(|line| line.contains(" ... ok <")).count();
+        assert_eq!(ran, tests, "{part}, {package}: {output:?}");
+    }
 }
 
 /// A guest's console can contain a NUL, which makes a log binary to `grep`.
