@@ -56,6 +56,7 @@ pub enum Rule {
     ShrunkKeepsTail,
     BlockBeforeCount,
     CutBeforeTable,
+    MovedUnderWrite,
     UblkCommitEarly,
     UblkPagesBackEarly,
     UblkTagForgotten,
@@ -66,7 +67,7 @@ pub enum Rule {
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 48] = [
+    pub const ALL: [Self; 49] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -109,6 +110,7 @@ impl Rule {
         Self::ShrunkKeepsTail,
         Self::BlockBeforeCount,
         Self::CutBeforeTable,
+        Self::MovedUnderWrite,
         Self::UblkCommitEarly,
         Self::UblkPagesBackEarly,
         Self::UblkTagForgotten,
@@ -163,6 +165,7 @@ impl Rule {
             Self::ShrunkKeepsTail => "shrunk-disk-keeps-its-tail",
             Self::BlockBeforeCount => "moved-block-before-its-count",
             Self::CutBeforeTable => "file-cut-before-its-table",
+            Self::MovedUnderWrite => "cluster-moved-under-a-write",
             Self::UblkCommitEarly => "ublk-committed-before-written",
             Self::UblkPagesBackEarly => "ublk-pages-back-under-an-op",
             Self::UblkTagForgotten => "ublk-fetched-tag-forgotten",

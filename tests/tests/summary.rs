@@ -80,11 +80,7 @@ fn summary_prints_the_slowest_tests_and_the_time_of_each_step() {
     );
     assert_eq!(
         section(&said, "steps"),
-        [
-            "      0.5 s  setup",
-            "     61.0 s  lint",
-            "     62.0 s  all"
-        ]
+        ["      0.5 s  setup", "     61.0 s  lint", "     62.0 s  all"]
     );
     let many: String = (0..20)
         .map(|n| format!("test t{n} ... ok <{n}.000s>\n"))

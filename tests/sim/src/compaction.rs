@@ -61,6 +61,20 @@ pub(crate) fn draw(seed: u64) -> Case {
             ..Planned::new(compact, 0, 0)
         };
         case.plan.insert(place, planned);
+        // Writes that are in flight when it begins, also to clusters that will move.
+        for _ in 0..random.below(4) {
+            let first = random.below(sectors);
+            let write = Planned {
+                lane: random.below(case.lanes as u64) as usize,
+                alone: false,
+                ..Planned::new(
+                    Ask::Write { fua: false },
+                    first,
+                    (1 + random.below(16)).min(sectors - first),
+                )
+            };
+            case.plan.insert(place, write);
+        }
     }
     case
 }
