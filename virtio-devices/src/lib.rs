@@ -36,6 +36,7 @@
 
 pub mod blk;
 pub mod connect;
+pub mod stats;
 pub mod transport;
 pub mod ublk;
 pub mod vhost_user;

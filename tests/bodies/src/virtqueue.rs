@@ -88,6 +88,7 @@ pub fn body(data: &[u8]) -> &'static str {
         notify: Box::new(told.clone()),
         polled: cursor.one_in(8),
         report: Arc::clone(&report),
+        stats: Arc::default(),
     };
     let cx = Context::syscalls();
     let Ok(mut queue) = BlockQueue::start(device, &cx, config) else {

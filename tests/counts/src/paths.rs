@@ -66,7 +66,7 @@ pub(crate) const PATHS: [Path; 13] = [
     path("copy-on-write", 13020.0, FEW, copy_on_write),
     path("virtqueue-read", 2070.0, MANY, || virtqueue_read(false)),
     path("virtqueue-read-indirect", 2145.0, MANY, || virtqueue_read(true)),
-    path("ublk-read", 1235.0, MANY, ublk_read),
+    path("ublk-read", 1245.0, MANY, ublk_read),
     path("ublk-read-zero-copy", 1810.0, MANY, || {
         kernel_channel_read(Opened::new(true, false), Transport::ZeroCopy)
     }),
@@ -365,6 +365,7 @@ fn ublk_rounds<D: Disk + 'static>(
 ) -> Box<dyn FnMut()> {
     let state = QueueState::new(0, Arc::new(|_| {}));
     let mut queue = UblkQueue::start(
+        &cx,
         channel,
         opened.open_queue(&cx),
         BATCH,

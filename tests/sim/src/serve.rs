@@ -127,6 +127,7 @@ impl Run<'_> {
             inflight: marks.then(|| memory.marks(index, recover)).flatten(),
             features,
             notify: Box::new(Interrupt(Arc::clone(&wire))),
+            stats: device.stats().queue(index as u16),
             polled: false,
             report: Arc::clone(&report),
         };

@@ -188,6 +188,7 @@ impl Run<'_> {
             let state = QueueState::new(0, events);
             let from = (ublk.transport == Transport::ZeroCopy).then_some(ublk.zero_copy_from);
             let frontend = UblkQueue::start(
+                &cx,
                 queue
                     .model()
                     .channel(first_slot(number, ublk.queues_per_worker, ublk.depth)),

@@ -15,6 +15,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use super::config::{self, CONFIG_BYTES, WRITEBACK_OFFSET};
+use crate::stats::DiskStats;
 
 /// The longest serial number, in bytes.
 pub const SERIAL_BYTES: usize = VIRTIO_BLK_ID_BYTES as usize;
@@ -91,6 +92,7 @@ pub struct BlockDevice {
     /// The number of a [`CacheMode`].
     cache_mode: AtomicU8,
     log_limit: Arc<LogLimit>,
+    stats: Arc<DiskStats>,
 }
 
 impl fmt::Debug for BlockDevice {
@@ -127,6 +129,7 @@ impl BlockDevice {
             serial,
             cache_mode: AtomicU8::new(CacheMode::Writeback as u8),
             log_limit: Arc::default(),
+            stats: Arc::default(),
         })
     }
 
@@ -139,7 +142,21 @@ impl BlockDevice {
             serial: self.serial,
             cache_mode: AtomicU8::new(self.cache_mode() as u8),
             log_limit: Arc::default(),
+            stats: Arc::clone(&self.stats),
         }
+    }
+
+    /// The same device, whose queues go on with the statistics of an earlier device of the same disk.
+    #[must_use]
+    pub fn with_stats(self, stats: Arc<DiskStats>) -> Self {
+        Self { stats, ..self }
+    }
+
+    /// Returns the statistics of its queues. A queue writes them if its configuration
+    /// ([`BlockQueueConfig::stats`](super::BlockQueueConfig::stats)) says so.
+    #[must_use]
+    pub fn stats(&self) -> &Arc<DiskStats> {
+        &self.stats
     }
 
     /// The cache mode that the driver chose or was shown.

@@ -20,6 +20,7 @@ use vm_memory::GuestMemoryMmap;
 
 use super::device::{BlockDevice, SERIAL_BYTES, has};
 use super::request::{self, BlockRequest, Range, Status};
+use crate::stats::{Meter, QueueStats, RequestKind};
 use crate::virtqueue::{
     Chain, InflightError, InflightQueue, InflightRegion, QueueError, QueueSetup, RingAddresses, ServedQueue,
     SetupError, Slice,
@@ -97,17 +98,22 @@ struct Slot {
     place: Option<Slice>,
     /// Answers still to come.
     parts: u32,
-    /// The number of bytes written on success.
-    len: u32,
+    /// The number of bytes of the disk that it is about.
+    bytes: u64,
     status: Status,
+    kind: RequestKind,
+    /// True if its latency is measured.
+    measured: bool,
 }
 
 impl Slot {
     const FREE: Self = Self {
         place: None,
         parts: 0,
-        len: 0,
+        bytes: 0,
         status: Status::OK,
+        kind: RequestKind::Other,
+        measured: false,
     };
 }
 
@@ -131,6 +137,7 @@ pub struct BlockQueue {
     /// Chains that a killed server had taken and not returned, the oldest last.
     again: Vec<u16>,
     sink: Rc<CompletionSink>,
+    meter: Meter,
     /// Kept to be filled again.
     chain: Chain,
     done: Vec<Done>,
@@ -167,6 +174,8 @@ pub struct BlockQueueConfig {
     pub polled: bool,
     /// Receives the state of the queue when it ends.
     pub report: Arc<QueueReport>,
+    /// Receives its statistics; no other queue may write them at the same time.
+    pub stats: Arc<QueueStats>,
 }
 
 impl BlockQueueConfig {
@@ -189,6 +198,7 @@ impl BlockQueueConfig {
             notify,
             polled: false,
             report: Arc::default(),
+            stats: Arc::default(),
         }
     }
 }
@@ -236,9 +246,10 @@ impl BlockQueue {
             }
         }
         let disk = Arc::clone(device.disk()).open_queue(cx)?;
+        let size = usize::from(ring.size());
         let mut queue = Self {
             device,
-            slots: vec![Slot::FREE; usize::from(ring.size())].into_boxed_slice(),
+            slots: vec![Slot::FREE; size].into_boxed_slice(),
             ring,
             disk,
             features: config.features,
@@ -251,6 +262,7 @@ impl BlockQueue {
             inflight,
             again,
             sink: CompletionSink::new(),
+            meter: Meter::new(config.stats, cx.clone(), size),
             chain: Chain::default(),
             done: Vec::new(),
             ranges: Vec::new(),
@@ -293,11 +305,33 @@ impl BlockQueue {
         }
         let waiting = self.ring.available()?;
         let count = usize::from(waiting.min(BATCH_MAX)).min(self.room());
-        for taken in 0..count {
-            self.ring.prefetch(waiting - taken as u16);
-            self.take()?;
+        if count == 0 {
+            return Ok(false);
         }
-        Ok(count > 0)
+        let picked = self.meter.pick(count).unwrap_or(usize::MAX);
+        for place in 0..count {
+            self.ring.prefetch(waiting - place as u16);
+            match self.take() {
+                Ok(head) if place == picked => self.measure_picked(head),
+                Ok(_) => {}
+                Err(error) => {
+                    self.meter.taken(place);
+                    return Err(error);
+                }
+            }
+        }
+        self.meter.taken(count);
+        Ok(true)
+    }
+
+    /// Measures the latency of a request that was just submitted, if it is a read or write.
+    #[cold]
+    fn measure_picked(&mut self, head: u16) {
+        let slot = &mut self.slots[usize::from(head)];
+        if slot.place.is_some() && slot.kind.has_data() {
+            slot.measured = true;
+            self.meter.mark_picked(head);
+        }
     }
 
     /// Submits again what a killed server had taken and not given back, in the order it was taken. The
@@ -314,17 +348,21 @@ impl BlockQueue {
             && let Some(head) = self.again.pop()
         {
             let taken = self.ring.take_again(head, &mut self.chain);
+            // None of them is measured but flushes and the like.
+            let _unmeasured = self.meter.pick(1);
             if let Err(error) = taken.and_then(|()| self.submit(head, true)) {
                 return self.fail(error);
             }
+            self.meter.taken(1);
         }
     }
 
     /// Takes one chain and submits what it asks, or answers it.
     #[inline]
-    fn take(&mut self) -> Result<(), QueueError> {
+    fn take(&mut self) -> Result<u16, QueueError> {
         let head = self.ring.take(&mut self.chain)?;
-        self.submit(head, false)
+        self.submit(head, false)?;
+        Ok(head)
     }
 
     /// Submits what the chain that was just followed asks, or answers it. `marked`: it is marked already.
@@ -346,40 +384,44 @@ impl BlockQueue {
         match request::parse(&mut self.chain, self.ring.memory()) {
             Ok(BlockRequest::Read { offset }) => {
                 let buffer = self.ring.memory().buffer(self.chain.writable());
-                self.submit_data(head, status, Op::Read, offset, buffer, true);
+                self.submit_data(head, status, Op::Read, offset, buffer);
             }
             Ok(BlockRequest::Write { offset }) => {
                 let fua = self.device.is_writethrough(self.features);
                 let buffer = self.ring.memory().buffer(self.chain.readable());
-                self.submit_data(head, status, Op::Write { fua }, offset, buffer, false);
+                self.submit_data(head, status, Op::Write { fua }, offset, buffer);
             }
-            Ok(BlockRequest::Flush) => self.submit_data(head, status, Op::Flush, 0, Buffer::default(), false),
+            Ok(BlockRequest::Flush) => {
+                self.meter.mark(head);
+                self.submit_data(head, status, Op::Flush, 0, Buffer::default());
+                self.slots[usize::from(head)].measured = true;
+            }
             Ok(BlockRequest::Id) => self.identify(head, status),
             Ok(BlockRequest::Discard) => self.submit_ranges(head, status, VIRTIO_BLK_F_DISCARD),
             Ok(BlockRequest::WriteZeroes) => self.submit_ranges(head, status, VIRTIO_BLK_F_WRITE_ZEROES),
-            Err(error) => self.answer(head, status, error, 1),
+            Err(error) => self.answer_alone(head, status, error, RequestKind::Other),
         }
         Ok(())
     }
 
     #[inline]
-    fn occupy(&mut self, head: u16, place: Slice, parts: u32, len: u32) {
+    fn occupy(&mut self, head: u16, place: Slice, parts: u32, bytes: u64, kind: RequestKind) {
         self.slots[usize::from(head)] = Slot {
             place: Some(place),
             parts,
-            len,
+            bytes,
             status: Status::OK,
+            kind,
+            measured: false,
         };
         self.in_flight += 1;
     }
 
-    /// Submits a request that is one request to the disk too. `fills`: it writes to the guest's buffers.
+    /// Submits a request that is one request to the disk too.
     #[inline]
-    fn submit_data(&mut self, head: u16, status: Slice, op: Op, offset: u64, buffer: Buffer, fills: bool) {
+    fn submit_data(&mut self, head: u16, status: Slice, op: Op, offset: u64, buffer: Buffer) {
         let len = buffer.len();
-        // Data is limited to 1 GiB, so this fits.
-        let written = if fills { len as u32 + 1 } else { 1 };
-        self.occupy(head, status, 1, written);
+        self.occupy(head, status, 1, len as u64, RequestKind::of(op));
         let tag = u64::from(head);
         self.disk
             .submit(Request::new(op, offset, len as u64, buffer, &self.sink, tag));
@@ -388,19 +430,27 @@ impl BlockQueue {
     /// Submits each segment of a discard or write-zeroes request. The chain is given back when all have
     /// been answered.
     fn submit_ranges(&mut self, head: u16, status: Slice, feature: u32) {
-        if !has(self.features, feature) {
-            return self.answer(head, status, Status::UNSUPPORTED, 1);
-        }
         let zero = feature == VIRTIO_BLK_F_WRITE_ZEROES;
+        let kind = if zero {
+            RequestKind::WriteZeroes
+        } else {
+            RequestKind::Discard
+        };
+        if !has(self.features, feature) {
+            return self.answer_alone(head, status, Status::UNSUPPORTED, kind);
+        }
         let disk_bytes = self.device.disk().info().size_bytes;
         let memory = self.ring.memory();
         if let Err(error) = request::ranges(&self.chain, memory, zero, disk_bytes, &mut self.ranges) {
-            return self.answer(head, status, error, 1);
+            return self.answer_alone(head, status, error, kind);
         }
         if self.ranges.is_empty() {
-            return self.answer(head, status, Status::OK, 1);
+            return self.answer_alone(head, status, Status::OK, kind);
         }
-        self.occupy(head, status, self.ranges.len() as u32, 1);
+        let bytes = self.ranges.iter().map(|range| range.len).sum();
+        self.occupy(head, status, self.ranges.len() as u32, bytes, kind);
+        self.meter.mark(head);
+        self.slots[usize::from(head)].measured = true;
         let fua = self.device.is_writethrough(self.features);
         for range in &self.ranges {
             let op = if zero {
@@ -424,9 +474,22 @@ impl BlockQueue {
             .write_across(self.chain.writable(), self.device.serial());
         debug_assert!(written <= SERIAL_BYTES);
         match written {
-            0 => self.answer(head, status, Status::IO_ERROR, 1),
-            _ => self.answer(head, status, Status::OK, written as u32 + 1),
+            0 => self.answer_alone(head, status, Status::IO_ERROR, RequestKind::Other),
+            _ => {
+                self.meter.succeed(RequestKind::Other, 0);
+                self.answer(head, status, Status::OK, written as u32 + 1);
+            }
         }
+    }
+
+    /// Answers a chain that is not submitted.
+    #[cold]
+    fn answer_alone(&mut self, head: u16, place: Slice, status: Status, kind: RequestKind) {
+        match status {
+            Status::OK => self.meter.succeed(kind, 0),
+            _ => self.meter.fail(kind),
+        }
+        self.answer(head, place, status, 1);
     }
 
     /// Writes the status and gives the chain back.
@@ -455,11 +518,38 @@ impl BlockQueue {
         if slot.parts > 0 {
             return;
         }
-        let (status, len) = (slot.status, slot.len);
+        let &mut Slot {
+            status,
+            bytes,
+            kind,
+            measured,
+            ..
+        } = slot;
         if let Some(place) = slot.place.take() {
             self.in_flight -= 1;
-            let len = if status == Status::OK { len } else { 1 };
+            let mut len = 1;
+            if kind == RequestKind::Read && status == Status::OK {
+                // Data is limited to 1 GiB, so this fits.
+                len += bytes as u32;
+            }
+            if u16::from_le_bytes([status.0, measured.into()]) == 0 {
+                self.meter.succeed(kind, bytes);
+            } else {
+                self.settle(head, kind, bytes, status, measured);
+            }
             self.answer(head, place, status, len);
+        }
+    }
+
+    /// Counts a request that has failed, or whose latency is measured.
+    #[cold]
+    fn settle(&mut self, head: u16, kind: RequestKind, bytes: u64, status: Status, measured: bool) {
+        if measured {
+            self.meter.measured(head, kind);
+        }
+        match status {
+            Status::OK => self.meter.succeed(kind, bytes),
+            _ => self.meter.fail(kind),
         }
     }
 }
@@ -485,6 +575,7 @@ impl Frontend for BlockQueue {
             if self.notify.is_memory_lost() {
                 self.lose_memory();
             }
+            self.meter.begin_answering();
             for done in done.drain(..) {
                 self.complete_part(&done);
             }
@@ -510,6 +601,9 @@ impl Frontend for BlockQueue {
     fn prepare_sleep(&mut self) -> bool {
         if self.broken {
             return false;
+        }
+        if self.in_flight == 0 {
+            self.meter.idle();
         }
         match self.ring.enable_notifications() {
             Ok(waiting) => (waiting || !self.again.is_empty()) && self.room() > 0 || self.polled,

@@ -12,11 +12,12 @@ use vm_memory::MmapRegion;
 
 use super::*;
 use crate::conformance::{ALL, SERIAL};
+use crate::stats::RequestKind;
 use crate::testing::{DATA, MemDisk, TABLE, driver, guest_memory};
 use crate::virtqueue::InflightRegion;
 use crate::virtqueue::tests::nearly_right;
 use ringdisk_driver::blk::{
-    DISCARD, F_CONFIG_WCE, F_FLUSH, FLUSH, GET_ID, IN, OK, OUT, WRITE_ZEROES, header,
+    DISCARD, F_CONFIG_WCE, F_FLUSH, FLUSH, GET_ID, IN, OK, OUT, WRITE_ZEROES, header, segment,
 };
 use ringdisk_driver::{Desc, Driver, INDIRECT, NEXT, WRITE};
 use ringdisk_gen::Random;
@@ -78,6 +79,7 @@ impl World {
             notify: Box::new(seen.clone()),
             polled: false,
             report: Arc::clone(&report),
+            stats: device.stats().queue(0),
         };
         let queue = BlockQueue::start(Arc::clone(&device), &cx, config).expect("a queue");
         Self {
@@ -252,6 +254,119 @@ fn random_requests_are_answered_or_break_the_queue() {
         }
         assert_eq!(world.queue.in_flight(), 0, "seed {seed}");
     }
+}
+
+/// A request of a random kind, well formed or not: its type, its sector, its data, and how statistics should count it.
+type Asked = (u32, u64, Vec<(u64, u32, bool)>, RequestKind, u64);
+
+fn random_request(random: &mut Random, driver: &Driver, place: u64) -> Asked {
+    let sectors = 1 + random.below(8);
+    let (bytes, sector) = (sectors * 512, random.below(2048 - 8));
+    // Some reach past the end of the disk.
+    let sector = if random.one_in(8) {
+        2048 - 1 + random.below(2)
+    } else {
+        sector
+    };
+    match random.below(7) {
+        0 | 1 => (
+            IN,
+            sector,
+            vec![(place, bytes as u32, true)],
+            RequestKind::Read,
+            bytes,
+        ),
+        2 | 3 => (
+            OUT,
+            sector,
+            vec![(place, bytes as u32, false)],
+            RequestKind::Write,
+            bytes,
+        ),
+        4 => (FLUSH, 0, vec![], RequestKind::Flush, 0),
+        5 => {
+            let zero = random.one_in(2);
+            let kind = if zero {
+                RequestKind::WriteZeroes
+            } else {
+                RequestKind::Discard
+            };
+            let segments = [(sector, sectors as u32, 0), (8, 1, 0)];
+            let bytes_of = |&(sector, count, flags): &(u64, u32, u32)| segment(sector, count, flags);
+            driver.write(place, &segments.iter().flat_map(bytes_of).collect::<Vec<_>>());
+            let number = if zero { WRITE_ZEROES } else { DISCARD };
+            (number, 0, vec![(place, 32, false)], kind, bytes + 512)
+        }
+        _ => {
+            let number = random.pick(&[GET_ID, 77]);
+            (number, 0, vec![(place, 20, true)], RequestKind::Other, 0)
+        }
+    }
+}
+
+#[test]
+fn statistics_agree_with_what_the_driver_did() {
+    let mut shares = 0.0;
+    for seed in 1..=40 {
+        let mut random = Random::new(seed);
+        let disk = MemDisk::new();
+        let mut world = World::new(&disk);
+        // By kind: requests, bytes, errors.
+        let mut expected = [[0u64; 3]; RequestKind::ALL.len()];
+        for _ in 0..200 {
+            disk.fail(random.one_in(6).then_some(block::IoError::Corrupt));
+            let mut asked = Vec::new();
+            for index in 0..1 + random.below(8) {
+                let place = DATA + index * 4096;
+                let (number, sector, data, kind, bytes) = random_request(&mut random, &world.driver, place);
+                let head = world.driver.request(number, sector, &data);
+                asked.push((head, kind, bytes));
+            }
+            world.run();
+            while world.driver.take_used().is_some() {}
+            for (head, kind, bytes) in asked {
+                let [requests, moved, errors] = &mut expected[kind as usize];
+                *requests += 1;
+                match world.driver.status(head) {
+                    OK => *moved += bytes,
+                    _ => *errors += 1,
+                }
+            }
+        }
+        let stats = world.device.stats().snapshot().sum();
+        assert_eq!(stats.in_flight, 0);
+        for kind in RequestKind::ALL {
+            let found = stats.kind(kind);
+            let found = [found.requests, found.bytes, found.errors];
+            assert_eq!(found, expected[kind as usize], "seed {seed}: {kind:?}");
+            assert!(found[0] > 0, "seed {seed}: {kind:?}");
+        }
+        let errors: u64 = expected.iter().map(|[.., errors]| errors).sum();
+        assert!(errors > 10, "seed {seed}");
+        assert_eq!(stats.flush.latency.count(), stats.flush.requests, "seed {seed}");
+        let share = stats.read.latency.count() as f64 / stats.read.requests as f64;
+        shares += share / 40.0;
+    }
+    // What was measured stands for all.
+    assert!((0.8..1.2).contains(&shares), "{shares}");
+}
+
+#[test]
+fn statistics_count_requests_in_flight() {
+    let disk = MemDisk::new();
+    let mut world = World::new(&disk);
+    disk.hold();
+    for sector in 0..5 {
+        world.driver.request(IN, sector, &[(DATA, 512, true)]);
+    }
+    world.driver.publish();
+    assert!(world.round());
+    let stats = world.device.stats().snapshot().sum();
+    assert_eq!((stats.in_flight, stats.read.requests), (5, 0));
+    disk.release();
+    world.run();
+    let stats = world.device.stats().snapshot().sum();
+    assert_eq!((stats.in_flight, stats.read.requests), (0, 5));
 }
 
 /// A worker polls a removed queue no more. Chains that a killed server left would stay unanswered, and their marks be lost.

@@ -94,6 +94,7 @@ impl Device for InProcess {
         let (size, addresses, features) = (start.size, start.addresses, start.features);
         let mut config = BlockQueueConfig::new(memory, size, addresses, features, Box::new(events));
         config.next_available = start.next_available;
+        config.stats = self.device.stats().queue(index);
         *running = Some(RunningQueue::start(worker, &self.device, Some(kick), config)?);
         Ok(())
     }

@@ -26,6 +26,7 @@ use super::msix::{Msix, NO_VECTOR};
 use super::queue::PciQueue;
 use super::{Machine, PciFunction, Window};
 use crate::blk::{BlockDevice, BlockDeviceConfig};
+use crate::stats::DiskStats;
 pub use layout::BAR_BYTES;
 use layout::{COMMON, COMMON_BYTES, DEVICE, ISR, NOTIFY, NOTIFY_STRIDE, PENDING, TABLE};
 use registers::STATUS_DRIVER_OK;
@@ -43,6 +44,8 @@ pub struct PciDiskConfig {
     pub serial: String,
     /// The configurations of the queues' workers, in order; `num_queues` of them.
     pub workers: Vec<WorkerConfig>,
+    /// The statistics of the disk, which its queues go on with.
+    pub stats: Arc<DiskStats>,
 }
 
 /// A virtio-blk disk on a PCI bus.
@@ -92,7 +95,7 @@ impl VirtioPciBlock {
             queue_size: config.queue_size,
             serial: &config.serial,
         };
-        let device = BlockDevice::new(disk, &shown)?;
+        let device = BlockDevice::new(disk, &shown)?.with_stats(config.stats);
         let log_limit = Arc::clone(device.log_limit());
         let workers = config.workers.into_iter().map(WorkerHandle::spawn);
         let workers = workers.collect::<Result<Vec<_>, _>>()?;

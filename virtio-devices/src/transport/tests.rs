@@ -128,6 +128,7 @@ impl Board {
             queue_size: QUEUE_SIZE,
             serial: SERIAL.to_owned(),
             workers: (0..queues).map(|_| worker()).collect(),
+            stats: Arc::default(),
         };
         let machine = Arc::clone(&bench) as Arc<dyn Machine>;
         let function = VirtioPciBlock::new(wrap(disk.disk()), memory.clone(), machine, WINDOW, config)

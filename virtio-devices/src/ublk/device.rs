@@ -27,6 +27,7 @@ use super::control::{CommandError, Control, char_path};
 use super::error::{AddError, CloseError, DRAIN, ResizeError};
 use super::queue::{Counts, Events, QueueState, UblkQueue};
 use super::rights::give_up_admin;
+use crate::stats::DiskStats;
 pub use hand_over::{HandOverError, HandOverProgress, Step, parting_duty};
 pub use recover::RecoveringDevice;
 
@@ -44,6 +45,7 @@ pub struct UblkDevice {
     transport: Transport,
     disk: Arc<dyn Disk>,
     queues: Vec<Queue>,
+    stats: Arc<DiskStats>,
     // Dropped last: a queue's memory is its worker's.
     workers: Vec<WorkerHandle>,
 }
@@ -80,6 +82,7 @@ impl UblkDevice {
             transport,
             disk,
             queues: Vec::new(),
+            stats: Arc::default(),
             workers: Vec::new(),
         };
         for queue in 0..info.nr_hw_queues {
@@ -147,7 +150,7 @@ impl UblkDevice {
         config: &UblkConfig,
         events: &Events,
     ) -> Result<(), AddError> {
-        let state = QueueState::new(self.info.dev_id, Arc::clone(events));
+        let state = QueueState::with_stats(self.info.dev_id, Arc::clone(events), self.stats.queue(queue));
         let index = self.workers.len() - 1;
         let Some(worker) = self.workers.last() else {
             return Err(WorkerGone.into());
@@ -170,7 +173,7 @@ impl UblkDevice {
             let disk = disk.open_queue(&cx)?;
             let channel = KernelChannel::open(&cx, file, queue, depth, transport, bytes, first_slot);
             let channel = channel.map_err(failed)?;
-            let frontend = UblkQueue::start(channel, disk, depth, bytes, zero_copy_from, shared);
+            let frontend = UblkQueue::start(&cx, channel, disk, depth, bytes, zero_copy_from, shared);
             worker.add(Box::new(frontend), Vec::new()).map_err(failed)
         });
         let id = started??;
@@ -214,6 +217,12 @@ impl UblkDevice {
             sum += queue.state.counts();
         }
         sum
+    }
+
+    /// Returns the statistics of its queues.
+    #[must_use]
+    pub fn stats(&self) -> &Arc<DiskStats> {
+        &self.stats
     }
 
     /// Returns true if the driver has ended every tag: the device was stopped.

@@ -19,10 +19,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
 use block::worker::Frontend;
-use block::{Buffer, CompletionSink, DiskQueue, Done, Op, Request};
+use block::{Buffer, CompletionSink, Context, DiskQueue, Done, Op, Request};
 
 use super::abi::{IO_RES_ABORT, IO_RES_OK, IoDescriptor, SECTOR_BYTES, op};
 use super::channel::Channel;
+use crate::stats::{Meter, QueueStats, RequestKind, Totals};
 
 /// An event that a queue reports to its owner.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -50,7 +51,7 @@ pub type Events = Arc<dyn Fn(QueueEvent) + Send + Sync>;
 pub struct Counts {
     /// Requests answered.
     pub requests: u64,
-    /// The bytes they moved.
+    /// The bytes that reads and writes have moved.
     pub bytes: u64,
     /// The number of those that failed.
     pub errors: u64,
@@ -97,9 +98,7 @@ pub struct QueueState {
     duty: AtomicU8,
     /// Requests that are not done, if its duty is not to serve; `usize::MAX` until they are counted.
     unfinished: AtomicUsize,
-    requests: AtomicU64,
-    bytes: AtomicU64,
-    errors: AtomicU64,
+    stats: Arc<QueueStats>,
     zero_copied: AtomicU64,
     copied: AtomicU64,
     fallbacks: AtomicU64,
@@ -120,14 +119,18 @@ impl QueueState {
     /// The state of a queue of `device` that has not begun.
     #[must_use]
     pub fn new(device: u32, events: Events) -> Arc<Self> {
+        Self::with_stats(device, events, Arc::default())
+    }
+
+    /// As [`QueueState::new`], with statistics that the queue writes.
+    #[must_use]
+    pub fn with_stats(device: u32, events: Events, stats: Arc<QueueStats>) -> Arc<Self> {
         Arc::new(Self {
             tags: AtomicUsize::new(0),
             abandoned: AtomicBool::new(false),
             duty: AtomicU8::new(Duty::Serve as u8),
             unfinished: AtomicUsize::new(usize::MAX),
-            requests: AtomicU64::new(0),
-            bytes: AtomicU64::new(0),
-            errors: AtomicU64::new(0),
+            stats,
             zero_copied: AtomicU64::new(0),
             copied: AtomicU64::new(0),
             fallbacks: AtomicU64::new(0),
@@ -169,14 +172,25 @@ impl QueueState {
         Some(self.unfinished.load(Ordering::Acquire)).filter(|&count| count != usize::MAX)
     }
 
+    /// Returns the statistics that the queue writes.
+    #[must_use]
+    pub fn stats(&self) -> &Arc<QueueStats> {
+        &self.stats
+    }
+
     /// Returns its counters.
     #[must_use]
     pub fn counts(&self) -> Counts {
         let get = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let Totals {
+            requests,
+            bytes_moved,
+            errors,
+        } = self.stats.totals();
         Counts {
-            requests: get(&self.requests),
-            bytes: get(&self.bytes),
-            errors: get(&self.errors),
+            requests,
+            bytes: bytes_moved,
+            errors,
             zero_copied: get(&self.zero_copied),
             copied: get(&self.copied),
             fallbacks: get(&self.fallbacks),
@@ -204,8 +218,15 @@ enum Data {
 enum Tag {
     /// The driver has it, until there is a request.
     Waiting,
-    /// The disk has its request, whose good answer is this.
-    Served { answer: i32, data: Data },
+    /// The disk has its request.
+    Served {
+        /// Its good answer: the bytes to move.
+        answer: i32,
+        data: Data,
+        kind: RequestKind,
+        /// True if its latency is measured.
+        measured: bool,
+    },
     /// It waits for a slot of the ring, or for its pages to be free, to be committed.
     Answered { answer: i32 },
     /// Its request is the next server's.
@@ -226,8 +247,13 @@ pub struct UblkQueue<C> {
     live: usize,
     /// Tags that are [`Tag::Answered`], the oldest first.
     answered: Vec<u16>,
+    /// The length in bytes of each tag's request without data.
+    lens: Box<[u64]>,
     state: Arc<QueueState>,
     sink: Rc<CompletionSink>,
+    meter: Meter,
+    /// The tag of the request among those that are taken now whose latency is to be measured, or `u16::MAX`.
+    picked: u16,
     /// Kept to be filled again.
     results: Vec<(u64, i32)>,
     done: Vec<Done>,
@@ -287,8 +313,9 @@ fn parse(descriptor: &IoDescriptor, io_bytes_max: u32) -> Result<(Op, u64, u64),
 
 impl<C: Channel> UblkQueue<C> {
     /// Begins to fetch under every one of `depth` tags. `io_bytes_max` is what the device was made with. Where the driver
-    /// registers pages, `zero_copy_from` is the length in bytes from which on requests are served by them.
+    /// registers pages, `zero_copy_from` is the length in bytes from which on requests are served by them. `cx` is its worker's.
     pub fn start(
+        cx: &Context,
         channel: C,
         disk: Box<dyn DiskQueue>,
         depth: u16,
@@ -296,6 +323,7 @@ impl<C: Channel> UblkQueue<C> {
         zero_copy_from: Option<u32>,
         state: Arc<QueueState>,
     ) -> Self {
+        let meter = Meter::new(Arc::clone(&state.stats), cx.clone(), depth.into());
         let mut queue = Self {
             channel,
             disk,
@@ -304,8 +332,11 @@ impl<C: Channel> UblkQueue<C> {
             tags: vec![Tag::Waiting; usize::from(depth)].into_boxed_slice(),
             live: usize::from(depth),
             answered: Vec::with_capacity(usize::from(depth)),
+            lens: vec![0; usize::from(depth)].into_boxed_slice(),
             state,
             sink: CompletionSink::new(),
+            meter,
+            picked: u16::MAX,
             results: Vec::new(),
             done: Vec::new(),
         };
@@ -343,6 +374,9 @@ impl<C: Channel> UblkQueue<C> {
         }
         let mut results = std::mem::take(&mut self.results);
         self.channel.take_results(&mut results);
+        let picked = self.meter.pick(results.len());
+        self.picked = picked.map_or(u16::MAX, |place| results[place].0 as u16);
+        self.meter.taken(results.len());
         for (tag, result) in results.drain(..) {
             // Tags come back as they were given.
             let tag = tag as u16;
@@ -353,8 +387,12 @@ impl<C: Channel> UblkQueue<C> {
                     self.tags[usize::from(tag)] = Tag::Kept;
                 }
                 IO_RES_OK => self.serve(tag),
-                IO_RES_ABORT => self.end(tag),
+                IO_RES_ABORT => {
+                    self.meter.not_taken();
+                    self.end(tag);
+                }
                 other => {
+                    self.meter.not_taken();
                     let error = std::io::Error::from_raw_os_error(other.saturating_neg());
                     self.broken(format!("the driver answers {other} under tag {tag}: {error}"));
                     // Nothing is known of it. It is freed when the ring is closed.
@@ -362,8 +400,50 @@ impl<C: Channel> UblkQueue<C> {
                 }
             }
         }
+        if self.picked != u16::MAX {
+            self.measure_picked();
+        }
         self.results = results;
         true
+    }
+
+    /// Measures the latency of the request that was picked, if it was submitted and has data.
+    #[cold]
+    fn measure_picked(&mut self) {
+        let tag = self.picked;
+        if let Some(Tag::Served { kind, measured, .. }) = self.tags.get_mut(usize::from(tag))
+            && kind.has_data()
+        {
+            *measured = true;
+            self.meter.mark_picked(tag);
+        }
+    }
+
+    /// Submits a request without data, whose latency is measured.
+    #[cold]
+    fn serve_without_data(&mut self, tag: u16, op: Op, offset: u64, len: u64) {
+        self.meter.mark(tag);
+        self.lens[usize::from(tag)] = len;
+        self.tags[usize::from(tag)] = Tag::Served {
+            answer: 0,
+            data: Data::Drop,
+            kind: RequestKind::of(op),
+            measured: true,
+        };
+        let (buffer, tag) = (Buffer::default(), u64::from(tag));
+        self.disk
+            .submit(Request::new(op, offset, len, buffer, &self.sink, tag));
+    }
+
+    /// Counts the latency of a request that is measured and moves `bytes`. Returns the number of bytes that it is about.
+    #[cold]
+    fn end_measured(&mut self, tag: u16, kind: RequestKind, bytes: u64) -> u64 {
+        self.meter.measured(tag, kind);
+        if kind.has_data() {
+            bytes
+        } else {
+            self.lens[usize::from(tag)]
+        }
     }
 
     /// Submits the request under a tag to the disk, or answers it.
@@ -377,38 +457,41 @@ impl<C: Channel> UblkQueue<C> {
                     ?descriptor,
                     "invalid request from the driver"
                 );
-                add(&self.state.errors, 1);
+                self.meter.fail(RequestKind::Other);
                 return self.answer(tag, -errno);
             }
         };
+        let kind = match op {
+            Op::Read => RequestKind::Read,
+            Op::Write { .. } => RequestKind::Write,
+            _ => return self.serve_without_data(tag, op, offset, len),
+        };
         // Data is limited to 32 MiB, so this fits.
         let bytes = len as usize;
-        let moves = matches!(op, Op::Read | Op::Write { .. });
-        let pages = if moves {
-            self.pages(tag, &descriptor, bytes)
-        } else {
-            None
+        let pages = self.pages(tag, &descriptor, bytes);
+        let data = match kind {
+            _ if pages.is_some() => Data::Drop,
+            RequestKind::Read => Data::Deliver,
+            _ => Data::GiveBack,
         };
-        let data = match op {
-            Op::Read if pages.is_none() => Data::Deliver,
-            Op::Write { .. } if pages.is_none() => Data::GiveBack,
-            _ => Data::Drop,
-        };
-        let answer = if moves { bytes as i32 } else { 0 };
-        let buffer = match (pages, op) {
-            (Some(pages), _) => pages,
-            (None, Op::Read) => self.channel.room(tag, bytes),
-            (None, Op::Write { .. }) => match self.channel.data(tag, bytes) {
+        let buffer = match pages {
+            Some(pages) => pages,
+            None if kind == RequestKind::Read => self.channel.room(tag, bytes),
+            None => match self.channel.data(tag, bytes) {
                 Ok(buffer) => buffer,
                 Err(error) => {
                     tracing::warn!(device = self.state.device, %error, "cannot fetch the data of a write");
-                    add(&self.state.errors, 1);
+                    self.meter.fail(kind);
                     return self.answer(tag, -error.errno());
                 }
             },
-            _ => Buffer::default(),
         };
-        self.tags[usize::from(tag)] = Tag::Served { answer, data };
+        self.tags[usize::from(tag)] = Tag::Served {
+            answer: bytes as i32,
+            data,
+            kind,
+            measured: false,
+        };
         self.disk
             .submit(Request::new(op, offset, len, buffer, &self.sink, tag.into()));
     }
@@ -442,7 +525,14 @@ impl<C: Channel> UblkQueue<C> {
     fn answer_disk_request(&mut self, done: Done) {
         // Tags come back as they were given.
         let tag = done.tag as u16;
-        let Some(&Tag::Served { answer, data }) = self.tags.get(usize::from(tag)) else {
+        let served = self.tags.get(usize::from(tag));
+        let Some(&Tag::Served {
+            answer,
+            data,
+            kind,
+            measured,
+        }) = served
+        else {
             tracing::error!(device = self.state.device, tag, "a request was answered twice");
             return;
         };
@@ -456,23 +546,25 @@ impl<C: Channel> UblkQueue<C> {
         } else if !done.buffer.is_empty() {
             self.channel.give_back(tag, done.buffer);
         }
-        let state = &self.state;
-        match (state.duty(), &result) {
+        match (self.state.duty(), &result) {
             (Duty::Keep, _) | (Duty::FinishWell, Err(_)) => {
                 self.tags[usize::from(tag)] = Tag::Kept;
                 return;
             }
             _ => {}
         }
-        add(&state.requests, 1);
+        let mut bytes = u64::from(answer.unsigned_abs());
+        if measured {
+            bytes = self.end_measured(tag, kind, bytes);
+        }
         match result {
             Ok(()) => {
-                add(&state.bytes, u64::from(answer.unsigned_abs()));
+                self.meter.succeed(kind, bytes);
                 self.answer(tag, answer);
             }
             Err(error) => {
-                add(&self.state.errors, 1);
-                tracing::debug!(device = state.device, tag, %error, "a request failed");
+                self.meter.fail(kind);
+                tracing::debug!(device = self.state.device, tag, %error, "a request failed");
                 // Zero would not be an error.
                 self.answer(tag, -error.errno().max(1));
             }
@@ -539,6 +631,7 @@ impl<C: Channel> Frontend for UblkQueue<C> {
             any = true;
             let mut done = std::mem::take(&mut self.done);
             self.sink.drain_into(&mut done);
+            self.meter.begin_answering();
             for done in done.drain(..) {
                 self.answer_disk_request(done);
             }

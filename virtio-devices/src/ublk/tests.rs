@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use super::abi::op;
 use super::model::{Io, Model, ModelChannel};
 use super::queue::{Counts, QueueEvent, QueueState, UblkQueue};
+use crate::stats::RequestKind;
 use crate::testing::{DISK_BYTES, MemDisk};
 use ringdisk_gen::Random;
 
@@ -39,7 +40,7 @@ impl World {
         let state = QueueState::new(DEVICE, tell);
         let queue = disk.disk().open_queue(&cx).expect("a queue");
         let shared = Arc::clone(&state);
-        let queue = UblkQueue::start(model.channel(0), queue, depth, IO_BYTES_MAX, None, shared);
+        let queue = UblkQueue::start(&cx, model.channel(0), queue, depth, IO_BYTES_MAX, None, shared);
         Self {
             cx,
             model,
@@ -122,6 +123,75 @@ fn queue_maps_every_operation_to_the_disk() {
         ..Counts::default()
     };
     assert_eq!(world.state.counts(), counts);
+}
+
+#[test]
+fn statistics_agree_with_what_the_host_did() {
+    let mut shares = 0.0;
+    for seed in 1..=40 {
+        let mut random = Random::new(seed);
+        let disk = MemDisk::new();
+        let mut world = World::new(&disk, 16);
+        // By kind: requests, bytes, errors.
+        let mut expected = [[0u64; 3]; RequestKind::ALL.len()];
+        for _ in 0..100 {
+            disk.fail(random.one_in(6).then_some(IoError::Corrupt));
+            let mut asked = Vec::new();
+            for _ in 0..1 + random.below(20) {
+                let sectors = 1 + random.below(8) as u32;
+                let sector = random.below(2048 + 4);
+                let bytes = u64::from(sectors) * 512;
+                let (io, kind, bytes) = match random.below(8) {
+                    0 | 1 => (Io::new(op::READ, sector, sectors), RequestKind::Read, bytes),
+                    2 | 3 => {
+                        let data = vec![7; bytes as usize];
+                        (Io::write(sector, &data), RequestKind::Write, bytes)
+                    }
+                    4 => (Io::new(op::FLUSH, 0, 0), RequestKind::Flush, 0),
+                    5 => (Io::new(op::DISCARD, sector, sectors), RequestKind::Discard, bytes),
+                    6 => (
+                        Io::new(op::WRITE_ZEROES, sector, sectors),
+                        RequestKind::WriteZeroes,
+                        bytes,
+                    ),
+                    _ => (Io::new(77, 0, 0), RequestKind::Other, 0),
+                };
+                asked.push((world.model.request(io), kind, bytes));
+            }
+            world.rounds();
+            for (number, kind, bytes) in asked {
+                let [requests, moved, errors] = &mut expected[kind as usize];
+                *requests += 1;
+                match world.result(number) {
+                    0.. => *moved += bytes,
+                    _ => *errors += 1,
+                }
+            }
+        }
+        let stats = world.state.stats().snapshot();
+        assert_eq!(stats.in_flight, 0);
+        for kind in RequestKind::ALL {
+            let found = stats.kind(kind);
+            let found = [found.requests, found.bytes, found.errors];
+            assert_eq!(found, expected[kind as usize], "seed {seed}: {kind:?}");
+            assert!(found[0] > 0, "seed {seed}: {kind:?}");
+        }
+        let errors: u64 = expected.iter().map(|[.., errors]| errors).sum();
+        assert!(errors > 10, "seed {seed}");
+        assert_eq!(
+            stats.discard.latency.count(),
+            stats.discard.requests,
+            "seed {seed}"
+        );
+        let share = stats.read.latency.count() as f64 / stats.read.requests as f64;
+        shares += share / 40.0;
+        assert_eq!(
+            world.state.counts().requests,
+            expected.iter().map(|kind| kind[0]).sum::<u64>()
+        );
+    }
+    // What was measured stands for all.
+    assert!((0.8..1.2).contains(&shares), "{shares}");
 }
 
 #[test]

@@ -73,7 +73,7 @@ impl Server {
             let channel = model.channel(first_slot(number, models.len() as u16, depth));
             let shared = Arc::clone(&state);
             let queue: UblkQueue<ModelChannel> =
-                UblkQueue::start(channel, open(&cx), depth, IO_BYTES_MAX, Some(from), shared);
+                UblkQueue::start(&cx, channel, open(&cx), depth, IO_BYTES_MAX, Some(from), shared);
             worker.add(Box::new(queue), Vec::new()).expect("no kicks");
             model.end_recovery();
             states.push(state);

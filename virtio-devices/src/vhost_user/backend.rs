@@ -141,7 +141,9 @@ impl Backend {
         };
         let inflight = self.inflight.as_ref();
         let region = inflight.and_then(|memory| memory.region(index, vring.is_to_recover()));
-        let started = vring.start(worker, &self.device, &self.memory, region, self.features);
+        // As many queues as messages can number.
+        let stats = self.device.stats().queue(index as u16);
+        let started = vring.start(worker, &self.device, &self.memory, region, self.features, stats);
         started.map_err(|error| {
             self.worker_gone |= matches!(error, VringError::Run(RunQueueError::Worker(_)));
             refuse(error)

@@ -43,6 +43,7 @@ use block::{Disk, IoError};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
 use crate::blk::{BlockDevice, BlockDeviceConfig, CacheMode, SerialTooLong};
+use crate::stats::DiskStats;
 use backend::Backend;
 pub use handover::{ClientState, HandOverError, Message, PausedClient};
 pub use stop_token::StopToken;
@@ -206,6 +207,12 @@ impl VhostUserServer {
     #[must_use]
     pub fn driver_name(&self) -> &'static str {
         self.workers.first().map_or("none", WorkerHandle::driver_name)
+    }
+
+    /// Returns the statistics of its disk's queues.
+    #[must_use]
+    pub fn stats(&self) -> &Arc<DiskStats> {
+        self.device.stats()
     }
 
     /// Serves the clients that connect to `listener`, one after another, until `stop` is asked to stop.

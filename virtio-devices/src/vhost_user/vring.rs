@@ -20,6 +20,7 @@ use super::event::ClientEvent;
 use super::memory::ClientMemory;
 use super::sigbus::LossWatch;
 use crate::blk::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
+use crate::stats::QueueStats;
 use crate::virtqueue::{InflightRegion, RingAddresses};
 
 /// Clients that share so little do not share their guest's memory, but some firmware at most, in bytes.
@@ -191,6 +192,7 @@ impl Vring {
         memory: &ClientMemory,
         inflight: Option<InflightRegion>,
         features: u64,
+        stats: Arc<QueueStats>,
     ) -> Result<(), VringError> {
         let (None, Some(user)) = (&self.running, self.addresses) else {
             return Ok(());
@@ -228,6 +230,7 @@ impl Vring {
             BlockQueueConfig::new(memory.map(), self.size, addresses, features, Box::new(events));
         config.next_available = self.next_available;
         config.inflight = inflight;
+        config.stats = stats;
         self.running = Some(RunningQueue::start(worker, device, kick, config)?);
         self.recover = false;
         Ok(())

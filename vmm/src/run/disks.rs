@@ -15,6 +15,7 @@ use block::worker::{StartHook, WorkerConfig};
 use block::{Context, Disk};
 use parking_lot::{Condvar, Mutex};
 use virtio_devices::connect::Cancel;
+use virtio_devices::stats::DiskStats;
 use virtio_devices::transport::{PciDiskConfig, PlugError, VhostUserBackend, VhostUserDiskConfig};
 
 use crate::disk_config::DiskConfig;
@@ -64,6 +65,8 @@ pub(super) struct Attached {
     pub(super) config: DiskConfig,
     /// The image; `None` if another program serves it.
     opened: Option<OpenedDisk>,
+    /// Those of its queues, which go on when the guest restarts; of an image only.
+    stats: Arc<DiskStats>,
     sandbox: bool,
     /// True if the guest was asked to release it.
     pub(super) asked: bool,
@@ -75,6 +78,7 @@ impl Attached {
     pub(super) fn open(config: &DiskConfig, sandbox: bool) -> Result<Self, OpenError> {
         Ok(Self {
             opened: (!config.vhost_user).then(|| open::open(config)).transpose()?,
+            stats: Arc::default(),
             sandbox,
             config: config.clone(),
             asked: false,
@@ -127,6 +131,7 @@ impl Attached {
             queue_size: config.queue_size,
             serial: config.serial.clone().unwrap_or_default(),
             workers: config.workers(&worker),
+            stats: Arc::clone(&self.stats),
         }
     }
 

@@ -135,7 +135,8 @@ mod tests {
             .run(move |worker| {
                 let model = Model::new(4);
                 let queue = opened.open_queue(worker.context()).expect("a queue");
-                let queue = UblkQueue::start(model.channel(0), queue, 4, 4096, None, shared);
+                let queue =
+                    UblkQueue::start(worker.context(), model.channel(0), queue, 4, 4096, None, shared);
                 model.request(Io::new(op::READ, 0, 1));
                 let watch = Watch {
                     gone: watched,
@@ -151,6 +152,7 @@ mod tests {
             transport: Transport::Copy,
             disk: disk.disk(),
             queues: vec![Queue { state, worker: 0, id }],
+            stats: Arc::default(),
             workers: vec![worker],
         };
         World {
