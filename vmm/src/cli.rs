@@ -16,7 +16,7 @@ use crate::socket::Access;
 use crate::ublk::arguments::UblkCommand;
 use crate::vhost_user::Place;
 use crate::{
-    background, image, io, limits, logging, once, run as machine_run, size, socket, ublk, vhost_user,
+    background, image, io, limits, logging, metrics, once, run as machine_run, size, socket, ublk, vhost_user,
 };
 
 /// Fast and safe QCOW2 disks for virtual machines and the host.
@@ -110,6 +110,9 @@ struct VhostUserArguments {
     /// cannot take over, the old one continues.
     #[arg(long)]
     takeover: bool,
+    /// Serve statistics for Prometheus at this address: unix:PATH, or 127.0.0.1:PORT
+    #[arg(long, value_name = "ADDRESS")]
+    metrics: Option<metrics::Address>,
     /// Drop every privilege that serving does not need, before the first client connects
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
     sandbox: String,
@@ -154,6 +157,9 @@ struct RunArguments {
     /// Control socket to create, for `ringdisk ctl`
     #[arg(long, value_name = "SOCKET")]
     control: Option<std::path::PathBuf>,
+    /// Serve statistics for Prometheus at this address: unix:PATH, or 127.0.0.1:PORT
+    #[arg(long, value_name = "ADDRESS")]
+    metrics: Option<metrics::Address>,
     /// Drop every privilege that the CPU and queue threads do not need, before the guest runs
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
     sandbox: String,
@@ -296,7 +302,7 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
                 detached: arguments.detached > 0,
                 access: access(&arguments)?,
             };
-            vhost_user::run(disks, options)
+            vhost_user::run(disks, arguments.metrics.as_ref(), options)
         }
         Command::Ctl(CtlArguments { socket, request }) => {
             let answer = control::ask(&socket, &ctl_request(request)?)?;
@@ -494,6 +500,7 @@ fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, Command
         rate_limit_groups,
         console,
         control: arguments.control,
+        metrics: arguments.metrics,
         no_reboot: arguments.no_reboot,
     })
 }

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! This is the only crate that uses both formats and frontends. [`sandbox`] confines what serves; [`control`] is the control
-//! socket of machines and ublk servers; [`error`] makes exit codes and the one line of a failure.
+//! socket of machines and ublk servers; [`metrics`] serves statistics; [`error`] makes exit codes and the one line of a failure.
 //!
 //! ```
 //! use ringdisk::disk_config::DiskConfig;
@@ -38,6 +38,7 @@ pub mod key_value;
 pub mod limits;
 pub mod logging;
 pub mod machine;
+pub mod metrics;
 pub mod once;
 pub mod open;
 pub mod run;

@@ -20,6 +20,7 @@ use crate::limits;
 use crate::machine::{
     Console, ConsoleConfig, Machine, MachineConfig, MachineError, Reason, Stop, restore_terminal,
 };
+use crate::metrics::{self, Metrics};
 use crate::once;
 use crate::signals::{StopSignals, is_log_read};
 use crate::snapshots::ServedSnapshots;
@@ -43,6 +44,8 @@ pub struct RunConfig {
     pub console: ConsoleConfig,
     /// The path of its control socket.
     pub control: Option<PathBuf>,
+    /// The address of its statistics.
+    pub metrics: Option<metrics::Address>,
     /// True if it ends when the guest restarts.
     pub no_reboot: bool,
 }
@@ -277,6 +280,12 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
     if let Err(error) = limits::raise_descriptors() {
         tracing::warn!(%error, "cannot raise the file descriptor limit");
     }
+    // Before an image is opened: the address may be in use.
+    let address = config.metrics.as_ref();
+    let metrics = address.map(|address| Metrics::start(address, config.machine.sandbox, false));
+    let metrics = metrics
+        .transpose()
+        .map_err(|error| CommandFailure::Failed(error.into()))?;
     let mut disks = Vec::new();
     for disk in &config.disks {
         disks.push(
@@ -293,6 +302,10 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
         stop,
         adding: Mutex::default(),
     });
+    if let Some(metrics) = &metrics {
+        let disks = Arc::clone(&desk.disks);
+        metrics.report(Arc::new(move || disks.reports()));
+    }
     opened.store(true, Ordering::SeqCst);
     let ended = live(config, &desk);
     let closed = desk.disks.close();

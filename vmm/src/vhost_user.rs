@@ -20,6 +20,7 @@ use virtio_devices::vhost_user::StopToken;
 
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
+use crate::metrics::{Address, Metrics};
 use crate::open;
 use crate::sandbox::{self, SandboxError, Task};
 use crate::signals::{StopSignals, is_log_read};
@@ -36,13 +37,18 @@ use served::{Served, allowed, close, confine, descriptors, opening, serve};
 /// The longest time that a start interrupted by a signal may take to end by itself, between two images.
 const START_END_MAX: Duration = Duration::from_secs(1);
 
-/// Serves each disk on its socket until a stop signal, then closes all of them cleanly.
+/// Serves each disk on its socket until a stop signal, then closes all of them cleanly. Statistics are at the address
+/// `metrics`.
 ///
 /// # Errors
 ///
 /// A failure that names the socket or disk it is about: the first one, if there are several. Disks that
 /// could be closed cleanly have been.
-pub fn run(disks: Vec<(Place, DiskConfig)>, options: Options) -> Result<u8, CommandFailure> {
+pub fn run(
+    disks: Vec<(Place, DiskConfig)>,
+    metrics: Option<&Address>,
+    options: Options,
+) -> Result<u8, CommandFailure> {
     let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
     if options.detached {
         background::leave_session().map_err(start)?;
@@ -55,6 +61,10 @@ pub fn run(disks: Vec<(Place, DiskConfig)>, options: Options) -> Result<u8, Comm
     let serving = Arc::new(AtomicBool::new(false));
     stop_on_signal(signals, stop.clone(), Arc::clone(&serving), options).map_err(start)?;
     let failed = CommandFailure::Failed;
+    // Before anything is taken over or opened: the address may be in use.
+    let folder = metrics.and_then(Address::folder);
+    let metrics = metrics.map(|address| Metrics::start(address, options.sandbox, options.takeover));
+    let metrics = metrics.transpose().map_err(|error| failed(error.into()))?;
     limits::prepare_descriptors(disks.iter().map(|(_, config)| descriptors(config)).sum());
     let (places, configs): (Vec<Place>, Vec<DiskConfig>) = disks.into_iter().unzip();
     let mut offer = None;
@@ -104,13 +114,18 @@ pub fn run(disks: Vec<(Place, DiskConfig)>, options: Options) -> Result<u8, Comm
     let not_confined = |error: SandboxError| CommandFailure::Failed(error.into());
     if options.sandbox {
         // Threads that are started later are inside.
-        sandbox::restrict_files(&allowed(&opened)).map_err(not_confined)?;
+        let mut allowed = allowed(&opened);
+        allowed.removable_in.extend(folder);
+        sandbox::restrict_files(&allowed).map_err(not_confined)?;
     }
     let mut served = opened
         .into_iter()
         .map(|(socket, config, disk)| serve(socket, config, disk, options))
         .collect::<Result<Vec<_>, _>>()?;
 
+    if let Some(metrics) = &metrics {
+        metrics.report(served::reports(&served));
+    }
     // From here on a stop closes what is open.
     serving.store(true, Ordering::SeqCst);
     if let Some(offer) = &mut offer {

@@ -21,6 +21,7 @@ use virtio_devices::transport::{PciDiskConfig, PlugError, VhostUserBackend, Vhos
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
 use crate::machine::{Machine, MachineError};
+use crate::metrics::DiskReport;
 use crate::open::{self, OpenError, OpenedDisk};
 use crate::sandbox::{self, Task};
 use crate::shrink::ShrinkTarget;
@@ -92,6 +93,12 @@ impl Attached {
 
     fn wanted_slot(&self) -> Option<usize> {
         self.config.pci.device_id.map(usize::from)
+    }
+
+    /// Returns its statistics; `None` if another program serves it, which has them.
+    fn report(&self) -> Option<DiskReport> {
+        let _image = self.opened.as_ref()?;
+        Some(DiskReport::new(self.name(), self.stats.snapshot()))
     }
 
     pub(super) fn disk(&self) -> Option<Arc<dyn Disk>> {
@@ -315,6 +322,12 @@ impl Disks {
             disk.asked = true;
             (slot, Arc::clone(&disk.departure))
         })
+    }
+
+    /// Returns the statistics of the disks that this process serves.
+    pub(super) fn reports(&self) -> Vec<DiskReport> {
+        let reports = self.map(|_, disk| disk.report());
+        reports.into_iter().flatten().collect()
     }
 
     /// Calls `look` with each disk and its slot, and returns the results.

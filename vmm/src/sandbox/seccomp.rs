@@ -34,6 +34,9 @@ pub enum Task {
     UblkQueue,
     /// Looks after such devices: asks the driver, answers questions, and removes what is to go with them.
     UblkControl,
+    /// Tells clients of `--metrics` what this process counts: accepts, reads and writes connections, and reads what is open of
+    /// `/proc`.
+    Metrics,
 }
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
@@ -149,6 +152,18 @@ const UBLK_CONTROL: &[libc::c_long] = &[
     libc::SYS_sync,
 ];
 
+/// Connections of clients, and the list of this process's descriptors.
+const METRICS: &[libc::c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_recvfrom,
+    libc::SYS_sendto,
+    libc::SYS_shutdown,
+    libc::SYS_pread64,
+    libc::SYS_lseek,
+    libc::SYS_fstat,
+    libc::SYS_getdents64,
+];
+
 /// KVM ioctls of a CPU's thread and of one that reconnects a disk: run the guest, tell its clock of a pause, set up
 /// kicks and interrupts. Linux: `include/uapi/linux/kvm.h`.
 const KVM: [u32; 7] = [
@@ -205,9 +220,12 @@ fn rules(task: Task) -> Result<Rules, Error> {
         |list: &[libc::c_long]| list.iter().for_each(|&call| drop(rules.insert(call, Vec::new())));
     allow(EVERY);
     allow(OLD_EVERY);
-    allow(QUEUE);
+    if task != Task::Metrics {
+        allow(QUEUE);
+    }
     match task {
         Task::Queue => {}
+        Task::Metrics => allow(METRICS),
         Task::Control => {
             allow(CONTROL);
             allow(OLD_CONTROL);
@@ -234,7 +252,10 @@ fn rules(task: Task) -> Result<Rules, Error> {
         let nonblocking = rule(1, SeccompCmpOp::Eq, libc::FIONBIO)?;
         rules.insert(libc::SYS_ioctl, vec![nonblocking]);
     }
-    if matches!(task, Task::Control | Task::UblkControl | Task::Backend) {
+    if matches!(
+        task,
+        Task::Control | Task::UblkControl | Task::Backend | Task::Metrics
+    ) {
         let timeouts = [libc::SO_RCVTIMEO, libc::SO_SNDTIMEO]
             .iter()
             .map(|&option| rule(2, SeccompCmpOp::Eq, number(option)));

@@ -4,6 +4,7 @@ use clap::{Args, Subcommand};
 use virtio_devices::ublk::abi::REGISTERED_BUFFERS_MAX;
 
 use crate::disk_config::keys_help;
+use crate::metrics::Address;
 
 /// A subcommand of `ringdisk ublk`.
 #[derive(Debug, Subcommand)]
@@ -153,6 +154,9 @@ pub struct ServeArguments {
     /// the devices are ready
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
     pub sandbox: String,
+    /// Serve statistics for Prometheus at this address: unix:PATH, or 127.0.0.1:PORT
+    #[arg(long, value_name = "ADDRESS")]
+    pub metrics: Option<Address>,
     /// Number of queues per worker thread [default: 1; for recover and upgrade, as before]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub queues_per_worker: Option<u16>,

@@ -10,6 +10,7 @@ use block::worker::StartHook;
 
 use super::{by_id, state};
 use crate::error::CommandFailure;
+use crate::metrics::Address;
 use crate::sandbox::{self, AllowedFiles, Task};
 
 /// Returns the start hook of each worker.
@@ -26,13 +27,18 @@ pub(super) fn confine_early() -> Result<(), sandbox::SandboxError> {
     sandbox::confine_thread(Task::UblkControl)
 }
 
-/// Confines the calling thread, and all that it starts from now on, to looking after these block devices.
+/// Confines the calling thread, and all that it starts from now on, to looking after these block devices. The socket of `metrics`
+/// can be removed.
 ///
 /// # Errors
 ///
 /// If the kernel has what that takes, and refuses.
-pub(super) fn confine(devices: impl IntoIterator<Item = String>) -> Result<(), CommandFailure> {
-    let folders = [state::folder(), by_id::FOLDER.into()];
+pub(super) fn confine(
+    devices: impl IntoIterator<Item = String>,
+    metrics: Option<&Address>,
+) -> Result<(), CommandFailure> {
+    let mut folders = vec![state::folder(), by_id::FOLDER.into()];
+    folders.extend(metrics.and_then(Address::folder));
     let mut allowed = AllowedFiles {
         // To be flushed in the end.
         readable: devices.into_iter().map(PathBuf::from).collect(),

@@ -16,9 +16,10 @@ use super::bring_up::{bring_up, open_disk};
 use super::served::{Event, Server, ServerState, close};
 use super::upgrade::{self, Predecessor};
 use super::wanted::{self, Wanted};
-use super::{command_process, devices, hand_over, parallel, requests, sandbox, state};
+use super::{command_process, devices, hand_over, parallel, requests, sandbox, served, state};
 use crate::control::{Control as ControlSocket, Server as ControlServer};
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
+use crate::metrics::Metrics;
 use crate::open;
 use crate::signals::StopSignals;
 use crate::socket::Socket;
@@ -116,6 +117,13 @@ fn serve(
             .map(|disk| 32 + 16 * u64::from(disk.disk.num_queues))
             .sum(),
     );
+    // Before anything is taken over or opened: the address may be in use. That of an old server is ours when it has gone.
+    let (confined, takeover) = (arguments.is_confined(), !predecessors.is_empty());
+    let metrics = arguments.metrics.as_ref();
+    let metrics = metrics.map(|address| Metrics::start(address, confined, takeover));
+    let metrics = metrics
+        .transpose()
+        .map_err(|error| CommandFailure::Failed(error.into()))?;
     let control = command_process::control()?;
     state::make_folder().map_err(|error| CommandFailure::about(state::folder().display(), error))?;
     let server: Server = Arc::new(Mutex::new(ServerState {
@@ -124,6 +132,9 @@ fn serve(
         left: Vec::new(),
         handed_over: false,
     }));
+    if let Some(metrics) = &metrics {
+        metrics.report(served::reports(&server));
+    }
     state::sweep(&state::folder());
     let socket = state::socket(std::process::id());
     let shared = Arc::clone(&server);
@@ -163,7 +174,7 @@ fn serve(
     if brought.is_some() && arguments.is_confined() {
         let devices: Vec<String> = server.lock().devices.keys().map(|&id| block_path(id)).collect();
         // Threads that are started from here on are inside.
-        if let Err(failure) = sandbox::confine(devices) {
+        if let Err(failure) = sandbox::confine(devices, arguments.metrics.as_ref()) {
             first_failure = Some(failure);
             brought = None;
         }

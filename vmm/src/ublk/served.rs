@@ -12,6 +12,7 @@ use virtio_devices::ublk::{CloseError, Control, QueueEvent, UblkDevice, block_pa
 
 use super::{by_id, in_use, page_cache, state};
 use crate::error::{CommandFailure, EXIT_FAILURE};
+use crate::metrics::{DiskReport, Source};
 use crate::open::OpenedDisk;
 
 /// A device and the image behind it. Dropped in this order: the image's lock goes last.
@@ -54,6 +55,18 @@ impl ServerState {
 }
 
 pub(super) type Server = Arc<Mutex<ServerState>>;
+
+/// Returns what gives the statistics of the devices that a server has.
+pub(super) fn reports(server: &Server) -> Arc<Source> {
+    // Its owner and the server of statistics end together.
+    let server = Arc::clone(server);
+    let report = |(&id, served): (&u32, &Served)| {
+        let mut report = DiskReport::new(served.name.clone(), served.device.stats().snapshot());
+        report.labels.push(("device", format!("ublkb{id}")));
+        report
+    };
+    Arc::new(move || server.lock().devices.iter().map(report).collect())
+}
 
 /// An event for the main thread.
 pub(super) enum Event {

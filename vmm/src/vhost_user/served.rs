@@ -4,13 +4,16 @@
 
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use block::lock::LockSet;
 use block::worker::{StartHook, WorkerConfig};
+use virtio_devices::stats::DiskStats;
 use virtio_devices::vhost_user::{PausedClient, VhostUserConfig, VhostUserServer, descriptors_max};
 
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
+use crate::metrics::{DiskReport, Source};
 use crate::open::{OpenedDisk, Opening};
 use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
 use crate::socket::{Access, Socket};
@@ -117,6 +120,16 @@ pub(super) fn serve(
         socket,
         opened: Some(opened),
     })
+}
+
+/// Returns what gives the statistics of these disks, as long as this process serves them.
+pub(super) fn reports(served: &[Served]) -> Arc<Source> {
+    let disks = served
+        .iter()
+        .map(|disk| (disk.name.clone(), Arc::clone(disk.server.stats())));
+    let disks: Vec<_> = disks.collect();
+    let report = |(name, stats): &(String, Arc<DiskStats>)| DiskReport::new(name.clone(), stats.snapshot());
+    Arc::new(move || disks.iter().map(report).collect())
 }
 
 /// Returns the server's part of the disk's configuration.

@@ -8,6 +8,7 @@ mod idle;
 mod kill;
 mod limits;
 mod memory;
+mod metrics;
 mod overlay;
 mod peers;
 mod server;
