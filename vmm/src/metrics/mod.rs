@@ -10,7 +10,7 @@
 //!
 //! In a takeover the old server has the address until it exits. The new one tries again until then and serves its disks meanwhile.
 //!
-//! Invariants: a client can read statistics and do nothing else; clients beyond [`http::CLIENTS_MAX`], slow ones and those that do
+//! Invariants: a client can read statistics and do nothing else; clients beyond the eighth, slow ones and those that do
 //! not speak HTTP cost a thread for a bounded time and never a disk; a disk's workers do not notice who reads.
 
 mod address;

@@ -10,6 +10,7 @@ mod image_tools;
 mod io_language;
 mod limits;
 mod machine;
+mod metrics;
 mod overlay;
 mod packaging;
 mod resize;
