@@ -184,6 +184,7 @@ fn first_request_after_idle_time_is_measured_for_itself() {
     // Those between are sampled as ever.
     for _ in 0..1000 {
         bench.meter.idle();
+        bench.meter.idle();
         bench.round(&[RequestKind::Read], 5000);
         for _ in 0..99 {
             bench.round(&[RequestKind::Write], 5000);
