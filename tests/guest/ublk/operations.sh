@@ -64,6 +64,41 @@ ringdisk ublk list | sed 's/^/after /'
 kill $server
 wait $server && echo "gone 0"
 
+# What a server has counted beside what fio has; its successor has the same address.
+cat >scrape.pl <<'END'
+use IO::Socket::UNIX;
+my $server = IO::Socket::UNIX->new(Peer => $ARGV[0]) or die $!;
+print $server "GET /metrics HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n";
+$server->flush;
+print while <$server>;
+END
+# count NAME KIND: the sum of all queues.
+count() {
+    perl scrape.pl /tmp/metrics | tr -d '\r' |
+        awk -v name="ringdisk_$1{" -v kind="kind=\"$2\"" 'index($0, name) == 1 && index($0, kind) { sum += $NF } END { print sum + 0 }'
+}
+counted() {
+    before="$(count requests_total read) $(count request_bytes_total read) $(count requests_total write)"
+    fio --name=count --filename=/dev/ublkb0 --size=128m --rw=randrw --rwmixread=75 --bs=4k --number_ios=2000 --ioengine=libaio \
+        --iodepth=16 --direct=1 --allow_file_create=0 --eta=never --output-format=terse --output=/tmp/terse
+    after="$(count requests_total read) $(count request_bytes_total read) $(count requests_total write)"
+    # Reads by fio: KiB in field 6; writes in field 47.
+    echo "$before $after $(awk -F ';' '{ print $6 / 4, $47 / 4 }' /tmp/terse)" |
+        awk -v name=$1 '{ print "counted", name, $4 - $1, ($5 - $2) / 4096, $6 - $3, "fio", $7, $8 }'
+    echo "errors $1 $(count request_errors_total read)"
+}
+add first add --disk path=c.qcow2,num_queues=2 --metrics unix:/tmp/metrics
+counted first
+ended "metrics taken" ringdisk ublk add --disk path=d.qcow2 --metrics unix:/tmp/metrics
+old=$server
+add next upgrade --all --metrics unix:/tmp/metrics
+wait $old
+answers() { perl scrape.pl /tmp/metrics >/dev/null 2>&1; }
+soon 60 answers
+counted next
+kill $server
+wait $server && echo "counted 0"
+
 # Two devices, one limit.
 now() { awk '{ print $1 }' /proc/uptime; }
 sectors() { cat /sys/block/ublkb0/stat /sys/block/ublkb1/stat | awk '{ sum += $3 } END { print sum }'; }

@@ -52,6 +52,9 @@ fn names_persist_one_command_recovers_and_limits_are_shared() -> Result<(), Erro
         said("before ", "/dev/ublkb7 dead");
         said("after ", "/dev/ublkb7 live");
 
+        assert_counted(outcome);
+        said("metrics taken ", "/tmp/metrics");
+
         said("unknown ", "rate_limit_group=fast");
         for key in ["rate together ", "rate recovered "] {
             let rate: f64 = lines(key)[0].parse().unwrap_or_default();
@@ -60,6 +63,31 @@ fn names_persist_one_command_recovers_and_limits_are_shared() -> Result<(), Erro
         }
         assert_eq!(outcome.complaints(), Vec::<&str>::new(), "{}", outcome.console());
     })
+}
+
+/// Asserts that a server and its successor have counted what fio has: the kernel may merge a few requests.
+fn assert_counted(outcome: &Outcome) {
+    let all = said(outcome);
+    for name in ["first", "next"] {
+        let key = format!("counted {name} ");
+        let line = outcome.value(&key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
+        let numbers: Vec<f64> = line.split(' ').filter_map(|word| word.parse().ok()).collect();
+        let &[reads, clusters_read, writes, fio_reads, fio_writes] = &numbers[..] else {
+            panic!("{line}: {all}");
+        };
+        assert!(fio_reads > 1000.0 && fio_writes > 200.0, "{line}: {all}");
+        assert!(
+            (fio_reads * 0.99..=fio_reads).contains(&reads),
+            "{name}: {line}: {all}"
+        );
+        assert!(
+            (fio_writes * 0.99..=fio_writes).contains(&writes),
+            "{name}: {line}: {all}"
+        );
+        assert_eq!(clusters_read, fio_reads, "{name}: bytes read: {line}: {all}");
+        assert_eq!(outcome.value(&format!("errors {name} ")), Some("0"), "{all}");
+    }
+    assert_eq!(outcome.value("counted 0"), Some(""), "{all}");
 }
 
 /// udev itself, from this machine: its daemon, its tool, and its rule for names by what is in a disk.
