@@ -8,7 +8,6 @@ use std::path::Path;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 
-use crate::control::{self, DiskKeys, Request};
 use crate::disk_config::{DiskConfig, RateLimitGroups, keys_help, machine_keys_help};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
@@ -16,7 +15,8 @@ use crate::socket::Access;
 use crate::ublk::arguments::UblkCommand;
 use crate::vhost_user::Place;
 use crate::{
-    background, image, io, limits, logging, metrics, once, run as machine_run, size, socket, ublk, vhost_user,
+    background, ctl, image, io, limits, logging, metrics, once, run as machine_run, size, socket, ublk,
+    vhost_user,
 };
 
 /// Fast and safe QCOW2 disks for virtual machines and the host.
@@ -55,10 +55,8 @@ enum Command {
     /// signal does not wait for requests in flight. When the guest restarts, so does the machine.
     #[command(after_help = machine_keys_help())]
     Run(RunArguments),
-    /// Query or change a running machine through its control socket
-    ///
-    /// Prints the answer as JSON.
-    Ctl(CtlArguments),
+    /// Query or change a running machine or server through its control socket (--control)
+    Ctl(ctl::Arguments),
     /// Expose disks as local block devices (ublk) and manage them
     #[command(subcommand, disable_help_subcommand = true)]
     Ublk(UblkCommand),
@@ -110,6 +108,9 @@ struct VhostUserArguments {
     /// cannot take over, the old one continues.
     #[arg(long)]
     takeover: bool,
+    /// Control socket to create, for `ringdisk ctl`
+    #[arg(long, value_name = "SOCKET")]
+    control: Option<std::path::PathBuf>,
     /// Serve statistics for Prometheus at this address: unix:PATH, or 127.0.0.1:PORT
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<metrics::Address>,
@@ -163,82 +164,6 @@ struct RunArguments {
     /// Drop every privilege that the CPU and queue threads do not need, before the guest runs
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
     sandbox: String,
-}
-
-#[derive(Args, Debug)]
-struct CtlArguments {
-    /// The `--control` socket of the machine
-    #[arg(long, value_name = "SOCKET")]
-    socket: std::path::PathBuf,
-    #[command(subcommand)]
-    request: CtlRequest,
-}
-
-#[derive(Debug, Subcommand)]
-enum CtlRequest {
-    /// Show the machine's state and disks
-    Info,
-    /// Pause the guest and flush; the images can be copied until `resume`
-    Pause,
-    /// Resume the guest
-    Resume,
-    /// Make a disk larger, or smaller with --force
-    DiskResize {
-        /// The disk's id or, without one, its path
-        id: String,
-        /// New size, such as 20G
-        size: String,
-        /// Let the disk become smaller; what lies past its new end is lost, and the guest gets I/O errors there
-        #[arg(long)]
-        force: bool,
-    },
-    /// Add a disk to the machine
-    #[command(after_help = machine_keys_help())]
-    DiskAdd {
-        /// Disk: path=FILE and other key=value pairs; a relative path starts at the working directory of `ringdisk run`
-        #[arg(long, value_name = "KEY=VALUE,...")]
-        disk: String,
-    },
-    /// Remove a disk: ask the guest to release it, then close its image
-    DiskRemove {
-        /// The disk's id or, without one, its path
-        id: String,
-    },
-    /// Create an internal snapshot of a disk, while the guest uses it
-    ///
-    /// The snapshot has every write that was answered before, durably. The guest's requests to this disk wait until it is
-    /// made. For snapshots of several disks of one moment, pause the guest first.
-    SnapshotCreate {
-        /// The disk's id or, without one, its path
-        id: String,
-        /// Name of the snapshot, up to 255 bytes; no other may have it
-        name: String,
-    },
-    /// List the internal snapshots of a disk
-    SnapshotList {
-        /// The disk's id or, without one, its path
-        id: String,
-    },
-    /// Make a disk what it was when a snapshot was created; what it has now is lost
-    ///
-    /// Only with --force: a guest, paused or not, that has the disk mounted would write what it has in memory over it.
-    /// Remove a disk in use instead, apply the snapshot with `ringdisk image snapshot apply`, and add the disk again.
-    SnapshotApply {
-        /// The disk's id or, without one, its path
-        id: String,
-        /// Snapshot: id=ID, name=NAME, or an ID or a name that means one snapshot only
-        snapshot: String,
-        /// Apply it: the guest has not mounted or opened the disk
-        #[arg(long)]
-        force: bool,
-    },
-    /// Delete an internal snapshot of a disk, while the guest uses the disk
-    SnapshotDelete {
-        /// The disk's id or, without one, its path
-        id: String,
-        /// Snapshot: id=ID, name=NAME, or an ID or a name that means one snapshot only
-        snapshot: String,
-    },
 }
 
 #[derive(Args, Debug)]
@@ -302,13 +227,14 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
                 detached: arguments.detached > 0,
                 access: access(&arguments)?,
             };
-            vhost_user::run(disks, arguments.metrics.as_ref(), options)
+            vhost_user::run(
+                disks,
+                arguments.control.as_deref(),
+                arguments.metrics.as_ref(),
+                options,
+            )
         }
-        Command::Ctl(CtlArguments { socket, request }) => {
-            let answer = control::ask(&socket, &ctl_request(request)?)?;
-            writeln!(std::io::stdout(), "{answer}")?;
-            Ok(EXIT_OK)
-        }
+        Command::Ctl(arguments) => ctl::run(arguments),
         Command::Run(arguments) => machine_run::run(&run_config(arguments)?),
         Command::Io(arguments) => io::run(io_disk(&arguments)?, arguments.queues, &arguments.commands),
         Command::Ublk(command) => ublk::run(command),
@@ -332,7 +258,7 @@ pub fn check(arguments: impl IntoIterator<Item = OsString>) -> Result<(), Comman
     };
     match parsed.command {
         Command::VhostUser(arguments) => served_disks(&arguments, &[]).map(drop),
-        Command::Ctl(arguments) => ctl_request(arguments.request).map(drop),
+        Command::Ctl(arguments) => ctl::check(arguments),
         Command::Run(arguments) => run_config(arguments).map(drop),
         Command::Io(arguments) => io_disk(&arguments).map(drop),
         Command::Ublk(UblkCommand::Add(arguments)) => {
@@ -351,7 +277,6 @@ fn served_disks(
     let groups = RateLimitGroups::parse(&arguments.rate_limit_group)?;
     let disks = own_disks(&arguments.disk, &groups)?;
     groups.check_joined()?;
-    once::check_sockets(&arguments.socket)?;
     access(arguments)?;
     let (places, option) = places(arguments, passed)?;
     if places.len() != disks.len() {
@@ -361,7 +286,9 @@ fn served_disks(
             disks.len()
         )));
     }
-    arguments.socket.iter().try_for_each(|path| check_socket(path))?;
+    let sockets = arguments.socket.iter().chain(&arguments.control);
+    sockets.clone().try_for_each(|path| check_socket(path))?;
+    once::check_sockets(&sockets.cloned().collect::<Vec<_>>())?;
     for (given, option) in [
         (arguments.restartable, "--restartable"),
         (arguments.takeover, "--takeover"),
@@ -420,27 +347,6 @@ fn io_disk(arguments: &IoArguments) -> Result<DiskConfig, CommandFailure> {
     groups.join(&mut disk)?;
     groups.check_joined()?;
     Ok(disk)
-}
-
-fn ctl_request(request: CtlRequest) -> Result<Request, CommandFailure> {
-    Ok(match request {
-        CtlRequest::Info => Request::Info {},
-        CtlRequest::Pause => Request::Pause {},
-        CtlRequest::Resume => Request::Resume {},
-        CtlRequest::DiskResize { id, size, force } => {
-            let bytes = size::parse_bytes(&size);
-            let size = bytes.map_err(|error| CommandFailure::Usage(error.to_string()))?;
-            Request::DiskResize { id, size, force }
-        }
-        CtlRequest::DiskAdd { disk } => Request::DiskAdd {
-            disk: DiskKeys::parse(&disk)?,
-        },
-        CtlRequest::DiskRemove { id } => Request::DiskRemove { id },
-        CtlRequest::SnapshotCreate { id, name } => Request::SnapshotCreate { id, name },
-        CtlRequest::SnapshotList { id } => Request::SnapshotList { id },
-        CtlRequest::SnapshotApply { id, snapshot, force } => Request::SnapshotApply { id, snapshot, force },
-        CtlRequest::SnapshotDelete { id, snapshot } => Request::SnapshotDelete { id, snapshot },
-    })
 }
 
 /// Parses the disks of a server, as [`disk_configs`] does; refuses disks that another program serves.

@@ -1,13 +1,19 @@
-//! The control socket of a running machine or ublk server: one JSON object per line in, one per line out.
+//! The control socket of a server: one JSON object per line in, one per line out.
 //!
-//! `request` is the language, `server` answers it, `client` speaks it. docs/control.md is its reference.
+//! `request` is the language, `server` answers it, `gate` lets clients in, `client` speaks it, `table` and `stats` show answers to people.
+//! docs/control.md is its reference.
 
 mod client;
+mod gate;
 mod request;
 mod server;
+mod stats;
+mod table;
 #[cfg(test)]
 pub(crate) mod tests;
 
 pub use client::{AskError, ask, ask_for_locks, ask_within};
 pub use request::{DiskKeys, Request};
 pub use server::{AfterAnswer, Control, Handler, Locks, Server};
+pub use stats::{DiskStatistics, Statistics};
+pub use table::table;

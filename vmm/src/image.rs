@@ -19,7 +19,7 @@ use crate::ublk::claim::refuse_claimed;
 
 mod bitmap;
 mod check;
-mod compact;
+pub(crate) mod compact;
 mod create;
 pub mod create_options;
 mod key;

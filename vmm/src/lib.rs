@@ -11,7 +11,8 @@
 //! ```
 //!
 //! This is the only crate that uses both formats and frontends. [`sandbox`] confines what serves; [`control`] is the control
-//! socket of machines and ublk servers; [`metrics`] serves statistics; [`error`] makes exit codes and the one line of a failure.
+//! socket of all servers, and `exchange` answers it; [`metrics`] serves statistics; [`error`] makes exit codes and the one line
+//! of a failure.
 //!
 //! ```
 //! use ringdisk::disk_config::DiskConfig;
@@ -30,8 +31,10 @@
 mod background;
 pub mod cli;
 pub mod control;
+mod ctl;
 pub mod disk_config;
 pub mod error;
+mod exchange;
 pub mod image;
 pub mod io;
 pub mod key_value;

@@ -97,6 +97,8 @@ impl OpenError {
 #[derive(Debug)]
 pub struct OpenedDisk {
     disk: Arc<dyn Disk>,
+    /// The disk below its rate limits, which requests of this program's operator do not wait for.
+    unlimited: Weak<dyn Disk>,
     /// The QCOW2 image behind it.
     qcow: Option<Weak<QcowDisk>>,
 }
@@ -136,11 +138,51 @@ impl OpenedImage {
     }
 }
 
+/// An opened disk, for requests of this program's operator. It does not keep the disk open or locked.
+#[derive(Clone, Debug)]
+pub(crate) struct DiskHandle {
+    disk: Weak<dyn Disk>,
+    unlimited: Weak<dyn Disk>,
+    image: Option<OpenedImage>,
+}
+
+impl DiskHandle {
+    /// Returns the QCOW2 image behind the disk; `None` if the disk is raw.
+    pub(crate) fn image(&self) -> Option<&OpenedImage> {
+        self.image.as_ref()
+    }
+
+    /// Calls `work` with the disk below its rate limits, which stays open and locked meanwhile. Returns `None` if the disk
+    /// was released.
+    pub(crate) fn with<T>(&self, work: impl FnOnce(Arc<dyn Disk>) -> T) -> Option<T> {
+        let _disk = self.disk.upgrade()?;
+        Some(work(self.unlimited.upgrade()?))
+    }
+}
+
 impl OpenedDisk {
     fn of(image: Arc<QcowDisk>) -> Self {
+        let qcow = Some(Arc::downgrade(&image));
         Self {
-            qcow: Some(Arc::downgrade(&image)),
-            disk: image,
+            qcow,
+            ..Self::raw(image)
+        }
+    }
+
+    fn raw(disk: Arc<dyn Disk>) -> Self {
+        Self {
+            unlimited: Arc::downgrade(&disk),
+            disk,
+            qcow: None,
+        }
+    }
+
+    /// Returns a handle that does not keep the disk open.
+    pub(crate) fn handle(&self) -> DiskHandle {
+        DiskHandle {
+            disk: Arc::downgrade(&self.disk),
+            unlimited: Weak::clone(&self.unlimited),
+            image: self.image(),
         }
     }
 
@@ -211,12 +253,11 @@ pub fn open_as(config: &DiskConfig, how: &Opening) -> Result<OpenedDisk, OpenErr
     } else {
         Access::Read
     };
-    let OpenedDisk { disk, qcow } = open_chain(config, how, access, Some(config.lock_granularity))?;
-    let disk = match limiter {
-        Some(limiter) => ThrottledDisk::new(disk, limiter),
-        None => disk,
-    };
-    Ok(OpenedDisk { disk, qcow })
+    let mut opened = open_chain(config, how, access, Some(config.lock_granularity))?;
+    if let Some(limiter) = limiter {
+        opened.disk = ThrottledDisk::new(opened.disk, limiter);
+    }
+    Ok(opened)
 }
 
 /// Returns the limiter of the disk's requests, if it has limits.
@@ -288,10 +329,7 @@ fn open_chain(
     let opening = block::open::Opening::new(&cx, &HostFiles, &formats, options);
     let opened = cx.block_on(async {
         let opened = match image_type {
-            ImageType::Raw => OpenedDisk {
-                disk: raw.open(&opening, &config.path, access).await?,
-                qcow: None,
-            },
+            ImageType::Raw => OpenedDisk::raw(raw.open(&opening, &config.path, access).await?),
             ImageType::Qcow2 => OpenedDisk::of(qcow2.open_qcow(&opening, &config.path, access).await?),
         };
         let Some(overlay) = &config.overlay else {

@@ -16,6 +16,7 @@ use virtio_devices::connect::Cancel;
 use crate::control::{Control, DiskKeys, Request};
 use crate::disk_config::{DiskConfig, RateLimitGroups};
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK, chain};
+use crate::exchange::{self, Listed, ServedDisk};
 use crate::limits;
 use crate::machine::{
     Console, ConsoleConfig, Machine, MachineConfig, MachineError, Reason, Stop, restore_terminal,
@@ -23,7 +24,7 @@ use crate::machine::{
 use crate::metrics::{self, Metrics};
 use crate::once;
 use crate::signals::{StopSignals, is_log_read};
-use crate::snapshots::ServedSnapshots;
+use crate::socket::Socket;
 
 mod disks;
 #[cfg(test)]
@@ -87,49 +88,6 @@ impl Desk {
         Cancel::when(move || stop.is_asked())
     }
 
-    fn answer(&self, request: Request) -> Result<Value, String> {
-        match request {
-            Request::Info {} => self.with(|machine| Ok(self.info(machine))),
-            Request::Pause {} => self.with(|machine| match machine.pause() {
-                Ok(()) => Ok(json!({"state": "paused"})),
-                Err(error) => Err(format!(
-                    "the guest is paused, but a disk's writes are not durable: {error}"
-                )),
-            }),
-            Request::Resume {} => self.with(|machine| {
-                machine.resume();
-                Ok(json!({"state": "running"}))
-            }),
-            Request::DiskResize { id, size, force } => self.resize(&id, size, force),
-            Request::DiskAdd { disk } => self.add(&disk),
-            Request::DiskRemove { id } => self.remove(&id),
-            Request::SnapshotCreate { id, name } => self.snapshots(&id)?.create(&name),
-            Request::SnapshotList { id } => self.snapshots(&id)?.list(),
-            Request::SnapshotApply { id, snapshot, force } => self.snapshots(&id)?.apply(&snapshot, force),
-            Request::SnapshotDelete { id, snapshot } => self.snapshots(&id)?.delete(&snapshot),
-            Request::PassLocks {} | Request::HandOver { .. } => {
-                Err("a machine has no devices to hand over".to_owned())
-            }
-        }
-    }
-
-    /// Makes a disk larger or, with `force`, smaller, and notifies the guest.
-    fn resize(&self, id: &str, size: u64, force: bool) -> Result<Value, String> {
-        let failed = |error: String| format!("cannot resize disk {id} to {size} bytes: {error}");
-        self.with(|_| Ok(()))?;
-        let target = self.disks.find(id, |_, disk| disk.shrink_target())?;
-        if let Some(target) = target {
-            target.shrink_to(size, force).map_err(failed)?;
-        }
-        self.with(|machine| {
-            let slot = self.disks.find(id, |slot, _| slot)?;
-            let size = machine
-                .resize(slot, size)
-                .map_err(|error| failed(error.to_string()))?;
-            Ok(json!({ "id": id, "size": size }))
-        })
-    }
-
     /// Adds a disk to the machine. If that fails all is as it was.
     fn add(&self, keys: &DiskKeys) -> Result<Value, String> {
         let mut config = keys.config().map_err(|error| error.to_string())?;
@@ -184,12 +142,7 @@ impl Desk {
         }
     }
 
-    /// Returns the snapshots of a disk, which no lock is held for.
-    fn snapshots(&self, id: &str) -> Result<ServedSnapshots, String> {
-        self.disks.find(id, |_, disk| disk.snapshots())?
-    }
-
-    fn info(&self, machine: &Machine) -> Value {
+    fn describe(&self, machine: &Machine) -> Value {
         let disks = self.disks.map(|slot, disk| {
             let shown = machine.shown(slot);
             json!({
@@ -210,6 +163,72 @@ impl Desk {
             "exits": machine.exits(),
             "disks": disks,
         })
+    }
+}
+
+impl exchange::Desk for Desk {
+    const SERVER: &'static str = "a machine of `ringdisk run`";
+
+    fn info(&self) -> Result<Value, String> {
+        self.with(|machine| Ok(self.describe(machine)))
+    }
+
+    fn disks(&self) -> Result<Vec<Listed>, String> {
+        self.with(|machine| {
+            Ok(self.disks.map(|slot, disk| Listed {
+                id: disk.name(),
+                place: address(slot),
+                io: machine
+                    .shown(slot)
+                    .map_or("none", |shown| shown.driver_name)
+                    .to_owned(),
+                disk: Arc::clone(&disk.served),
+            }))
+        })
+    }
+
+    fn disk(&self, id: &str) -> Result<Arc<ServedDisk>, String> {
+        self.disks.find(id, |_, disk| Arc::clone(&disk.served))
+    }
+
+    /// Makes a disk larger or, with `force`, smaller, and notifies the guest.
+    fn resize(&self, id: &str, size: u64, force: bool) -> Result<Value, String> {
+        let failed = |error: String| format!("cannot resize disk {id} to {size} bytes: {error}");
+        self.with(|_| Ok(()))?;
+        let disk = self.disk(id)?;
+        let _alone = disk.change(size, force).map_err(failed)?;
+        self.with(|machine| {
+            let slot = self.disks.find(id, |slot, _| slot)?;
+            let size = machine
+                .resize(slot, size)
+                .map_err(|error| failed(error.to_string()))?;
+            Ok(json!({ "id": id, "size": size }))
+        })
+    }
+
+    fn stop(&self) {
+        self.stop.ask(Reason::Signal("a stop request"));
+    }
+
+    fn special(&self, request: Request) -> Result<Value, String> {
+        match request {
+            Request::Pause {} => self.with(|machine| match machine.pause() {
+                Ok(()) => Ok(json!({"state": "paused"})),
+                Err(error) => Err(format!(
+                    "the guest is paused, but a disk's writes are not durable: {error}"
+                )),
+            }),
+            Request::Resume {} => self.with(|machine| {
+                machine.resume();
+                Ok(json!({"state": "running"}))
+            }),
+            Request::DiskAdd { disk } => self.add(&disk),
+            Request::DiskRemove { id } => self.remove(&id),
+            Request::PassLocks {} | Request::HandOver { .. } => {
+                Err("a machine has no devices to hand over".to_owned())
+            }
+            other => Err(exchange::refusal(Self::SERVER, &other)),
+        }
     }
 }
 
@@ -319,8 +338,8 @@ fn live(config: &RunConfig, desk: &Arc<Desk>) -> Result<(), CommandFailure> {
         Console::open(&config.console, stop).map_err(|error| CommandFailure::Failed(error.into()))?;
     let _control = match &config.control {
         Some(path) => {
-            let asked = Arc::clone(desk);
-            let control = Control::serve(path, Arc::new(move |request| asked.answer(request)));
+            let socket = Socket::listen(path);
+            let control = socket.and_then(|socket| Control::serve_on(socket, &exchange::server(desk)));
             Some(control.map_err(|error| CommandFailure::Failed(error.into()))?)
         }
         None => None,

@@ -5,44 +5,24 @@
 //!
 //! Nobody here can know that the user needs nothing past the new end, so `force` has to say so.
 
-use crate::open::{OpenedDisk, OpenedImage};
+use crate::open::OpenedImage;
 
-/// A disk that is served and may become smaller.
-#[derive(Debug)]
-pub(crate) struct ShrinkTarget {
-    size_bytes: u64,
-    /// `None` if it is raw.
-    image: Option<OpenedImage>,
-}
-
-impl ShrinkTarget {
-    pub(crate) fn of(opened: &OpenedDisk) -> Self {
-        Self {
-            size_bytes: opened.disk().info().size_bytes,
-            image: opened.image(),
-        }
+/// Makes a disk of `now` bytes smaller if `size` is less than that; `image` is `None` if it is raw.
+///
+/// # Errors
+///
+/// The error as one sentence, without the disk, which is as it was unless it says otherwise.
+pub(crate) fn shrink_to(now: u64, image: Option<&OpenedImage>, size: u64, force: bool) -> Result<(), String> {
+    if size >= now {
+        return Ok(());
     }
-
-    /// Makes the disk smaller if `size` is less than it has.
-    ///
-    /// # Errors
-    ///
-    /// The error as one sentence, without the disk, which is as it was unless it says otherwise.
-    pub(crate) fn shrink_to(&self, size: u64, force: bool) -> Result<(), String> {
-        let now = self.size_bytes;
-        if size >= now {
-            return Ok(());
-        }
-        let image = self.image.as_ref();
-        let image =
-            image.ok_or("its image is raw; only QCOW2 images become smaller while they are served")?;
-        if !force {
-            let data = image.run(async |disk, cx| disk.data_bytes_from(cx, size).await)?;
-            return Err(format!(
-                "it has {now} bytes and would become smaller; {data} bytes of data past {size} would be lost; shrink the file \
-                 systems and partitions in it first, then use force"
-            ));
-        }
-        image.run(async |disk, cx| disk.shrink(cx, size).await)
+    let image = image.ok_or("its image is raw; only QCOW2 images become smaller while they are served")?;
+    if !force {
+        let data = image.run(async |disk, cx| disk.data_bytes_from(cx, size).await)?;
+        return Err(format!(
+            "it has {now} bytes and would become smaller; {data} bytes of data past {size} would be lost; shrink the file \
+             systems and partitions in it first, then use force"
+        ));
     }
+    image.run(async |disk, cx| disk.shrink(cx, size).await)
 }

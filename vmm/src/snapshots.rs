@@ -13,7 +13,7 @@ use qcow::image::SnapshotList;
 use qcow::{DiskSize, QcowDisk, SnapshotError, SnapshotSelector};
 use serde_json::{Value, json};
 
-use crate::open::{OpenedDisk, OpenedImage};
+use crate::open::OpenedImage;
 
 /// The reason that a snapshot is not applied to a disk that may be in use, and what to do instead.
 const APPLY_UNFORCED: &str = "the disk may be in use, and what its user has in memory would be written over the snapshot; remove \
@@ -21,26 +21,17 @@ const APPLY_UNFORCED: &str = "the disk may be in use, and what its user has in m
      has the disk mounted or open, use force";
 
 /// The snapshots of a disk that is served.
-#[derive(Clone, Debug)]
-pub(crate) struct ServedSnapshots {
+#[derive(Debug)]
+pub(crate) struct ServedSnapshots<'a> {
     /// The disk, for people.
-    disk: String,
-    image: OpenedImage,
+    disk: &'a str,
+    image: &'a OpenedImage,
 }
 
-impl ServedSnapshots {
-    /// Returns the snapshots of `opened`, which errors call `disk`.
-    ///
-    /// # Errors
-    ///
-    /// If it is not a QCOW2 image.
-    pub(crate) fn of(disk: String, opened: &OpenedDisk) -> Result<Self, String> {
-        match opened.image() {
-            Some(image) => Ok(Self { disk, image }),
-            None => Err(format!(
-                "{disk} has a raw image; only QCOW2 images have snapshots"
-            )),
-        }
+impl<'a> ServedSnapshots<'a> {
+    /// Returns the snapshots of `image`, which errors call `disk`.
+    pub(crate) fn new(disk: &'a str, image: &'a OpenedImage) -> Self {
+        Self { disk, image }
     }
 
     /// Creates a snapshot of the disk as it is. Answers its ID.

@@ -23,6 +23,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 pub use access::{Access, AccessError};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 
 /// Connections that may wait to be accepted. One is served at a time.
@@ -87,6 +88,22 @@ pub enum SocketError {
 /// [`SocketError`], naming the path.
 pub fn check_path(path: &Path) -> Result<(), SocketError> {
     Address::new(path).map(drop)
+}
+
+/// Returns the folder in which a socket's file is.
+#[must_use]
+pub fn folder_of(socket: &Path) -> PathBuf {
+    let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty());
+    folder.unwrap_or(Path::new(".")).to_owned()
+}
+
+/// Returns true if `file`, of [`Socket::file`], is at `path`.
+#[must_use]
+pub fn is_file_of(file: &OwnedFd, path: &Path) -> bool {
+    let (Ok(file), Ok(found)) = (rustix::fs::fstat(file), fs::symlink_metadata(path)) else {
+        return false;
+    };
+    (file.st_dev, file.st_ino) == (found.dev(), found.ino())
 }
 
 /// A listening socket; dropping it removes the file, if it is still ours.
@@ -216,6 +233,21 @@ impl Socket {
         self.owner = Owner::Other;
     }
 
+    /// Opens the file of the socket by its name alone (`O_PATH`): for [`is_file_of`].
+    ///
+    /// # Errors
+    ///
+    /// [`SocketError`] if there is nothing at its path any more.
+    pub fn file(&self) -> Result<OwnedFd, SocketError> {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let opened = rustix::fs::open(&self.path, flags, Mode::empty());
+        opened.map_err(|error| SocketError::Os {
+            action: "inspect",
+            path: self.path.clone(),
+            source: error.into(),
+        })
+    }
+
     /// The listening socket itself.
     #[must_use]
     pub fn listener(&self) -> &UnixListener {
@@ -243,8 +275,7 @@ impl Drop for Socket {
 /// a kind that cannot be locked, unreadable, or locked for longer by another process. Then only the protection is
 /// missing.
 fn lock_folder(path: &Path) -> Option<File> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let folder = File::open(folder.unwrap_or(Path::new("."))).ok()?;
+    let folder = File::open(folder_of(path)).ok()?;
     let deadline = Instant::now() + FOLDER_LOCK_MAX;
     loop {
         // SAFETY: `flock` takes a descriptor and a number and touches no memory of ours.

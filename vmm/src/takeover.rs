@@ -8,9 +8,10 @@
 //!
 //! ```text
 //! new ── greeting, paths ──▶ old: drains, flushes, closes
-//! new ◀── 'o', the takeover socket, the token; the locks; for each disk its socket, its client and the client's state ── old
+//! new ◀── 'o', the takeover socket, the token, the control socket if there is one; the locks; ── old
+//!         for each disk its socket, its client and the client's state
 //! new: takes the token, opens the images under their locks, adopts the clients
-//! new ── 'c': nothing can fail any more ──▶ old
+//! new ── 'c', or 'k' with the control socket: nothing can fail any more ──▶ old
 //! new ◀── 'a' ── old: exits
 //! new: serves
 //! ```
@@ -35,5 +36,6 @@ mod successor;
 mod tests;
 
 pub use error::{TakeoverError, not_adopted};
+pub use message::ControlSocket;
 pub use offer::{Handed, Offer, take_over};
-pub use successor::{Successor, TakeoverListener, TakeoverSocket};
+pub use successor::{Successor, Taken, TakeoverListener, TakeoverSocket};

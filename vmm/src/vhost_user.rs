@@ -6,11 +6,12 @@
 //! Invariants: after a stop signal no request that was taken is lost. Clients are disconnected, their requests drained, and
 //! each image is closed cleanly, even if another one fails.
 
+mod desk;
 mod hand_over;
 mod served;
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -24,9 +25,10 @@ use crate::metrics::{Address, Metrics};
 use crate::open;
 use crate::sandbox::{self, SandboxError, Task};
 use crate::signals::{StopSignals, is_log_read};
-use crate::socket::Socket;
+use crate::socket::{Socket, folder_of};
 use crate::takeover::{self, TakeoverSocket};
 use crate::{background, limits, sd_notify};
+use desk::{ControlPlace, ServedControl, VhostUserDesk};
 use hand_over::{
     HandOverFailure, Takeover, accept, adopt_sockets, hand_over, lost, names, obstacle, open_takeover_socket,
     reopen, stop_on_takeover,
@@ -37,8 +39,8 @@ use served::{Served, allowed, close, confine, descriptors, opening, serve};
 /// The longest time that a start interrupted by a signal may take to end by itself, between two images.
 const START_END_MAX: Duration = Duration::from_secs(1);
 
-/// Serves each disk on its socket until a stop signal, then closes all of them cleanly. Statistics are at the address
-/// `metrics`.
+/// Serves each disk on its socket until a stop signal or request, then closes all of them cleanly. Requests come to the socket at
+/// `control`, statistics are at the address `metrics`.
 ///
 /// # Errors
 ///
@@ -46,6 +48,7 @@ const START_END_MAX: Duration = Duration::from_secs(1);
 /// could be closed cleanly have been.
 pub fn run(
     disks: Vec<(Place, DiskConfig)>,
+    control: Option<&Path>,
     metrics: Option<&Address>,
     options: Options,
 ) -> Result<u8, CommandFailure> {
@@ -62,7 +65,7 @@ pub fn run(
     stop_on_signal(signals, stop.clone(), Arc::clone(&serving), options).map_err(start)?;
     let failed = CommandFailure::Failed;
     // Before anything is taken over or opened: the address may be in use.
-    let folder = metrics.and_then(Address::folder);
+    let metrics_folder = metrics.and_then(Address::folder);
     let metrics = metrics.map(|address| Metrics::start(address, options.sandbox, options.takeover));
     let metrics = metrics.transpose().map_err(|error| failed(error.into()))?;
     limits::prepare_descriptors(disks.iter().map(|(_, config)| descriptors(config)).sum());
@@ -93,6 +96,8 @@ pub fn run(
         Some(offer) => TakeoverSocket::adopt(offer.takeover_socket.try_clone().map_err(start)?, &paths).ok(),
         None => open_takeover_socket(&paths),
     };
+    let control = control.map(|path| ControlPlace::take(path, offer.as_mut()));
+    let mut control = control.transpose().map_err(|error| failed(error.into()))?;
     let mut lock_set = offer
         .as_ref()
         .map(|offer| offer.lock_set.clone())
@@ -115,6 +120,8 @@ pub fn run(
     if options.sandbox {
         // Threads that are started later are inside.
         let mut allowed = allowed(&opened);
+        allowed.removable_in.extend(metrics_folder);
+        let folder = control.as_ref().map(|control| folder_of(control.path()));
         allowed.removable_in.extend(folder);
         sandbox::restrict_files(&allowed).map_err(not_confined)?;
     }
@@ -134,7 +141,10 @@ pub fn run(
         let accepted = if stop.is_stopped() {
             Ok(false)
         } else {
-            accept(offer, &mut served).map(|()| true)
+            {
+                let takes_control = control.as_ref().is_some_and(|control| control.is_adopted);
+                accept(offer, &mut served, takes_control).map(|()| true)
+            }
         };
         if !matches!(accepted, Ok(true)) {
             offer.pid().iter().for_each(|&pid| manager.main(pid));
@@ -152,16 +162,32 @@ pub fn run(
     for disk in &mut served {
         disk.socket.keep().map_err(|error| failed(error.into()))?;
     }
+    if let Some(control) = &mut control {
+        control.keep().map_err(|error| failed(error.into()))?;
+    }
+    let desk = VhostUserDesk::new(&served, &stop);
     let mut takeover = None;
     if let Some(mut takeover_socket) = takeover_socket {
         takeover_socket.keep().map_err(|error| failed(error.into()))?;
-        let stopping = stop_on_takeover(takeover_socket, obstacle(&served), stop.clone(), options);
+        let stopping = stop_on_takeover(
+            takeover_socket,
+            obstacle(&served),
+            Arc::clone(&desk),
+            stop.clone(),
+            options,
+        );
         takeover = Some(stopping.map_err(start)?);
     }
     // Clients could connect before; from here on nothing keeps them from being served.
     manager.ready();
     announce(&served, options);
-    serve_until_stopped(served, &stop, takeover, options, &mut lock_set)
+    // Threads that are started from here on are inside.
+    let confined = confine(Task::Control, options).map_err(|error| failed(error.into()));
+    let begun = confined.and_then(|()| {
+        let served = control.map(|control| control.serve(&desk)).transpose();
+        served.map_err(|error| failed(error.into()))
+    });
+    serve_until_stopped(served, &stop, takeover, begun, options, &mut lock_set)
 }
 
 /// Returns the paths of the sockets to take over.
@@ -189,22 +215,24 @@ fn announce(served: &[Served], options: Options) {
     std::io::stdout().write_all(lines.as_bytes()).unwrap_or_default();
 }
 
-/// Serves until a stop, or until a new server has taken over, and closes what is open then.
+/// Serves until a stop, or until a new server has taken over, and closes what is open then. So it does at once if serving has not
+/// `begun`.
 fn serve_until_stopped(
     mut served: Vec<Served>,
     stop: &StopToken,
     takeover: Option<Takeover>,
+    begun: Result<Option<ServedControl>, CommandFailure>,
     options: Options,
     lock_set: &mut LockSet,
 ) -> Result<u8, CommandFailure> {
     let mut takeover = takeover;
-    // Threads that are started from here on are inside.
-    let confined = confine(Task::Control, options);
-    let confined = confined.map_err(|error| CommandFailure::Failed(error.into()));
-    let mut unconfined = confined.err();
+    let (mut control, mut not_begun) = match begun {
+        Ok(control) => (control, None),
+        Err(failure) => (None, Some(failure)),
+    };
     let mut first_failure = loop {
-        if unconfined.is_some() {
-            break unconfined.take();
+        if not_begun.is_some() {
+            break not_begun.take();
         }
         let failure = serve_all(&mut served, stop).err();
         let Some(wanted) = &takeover else {
@@ -218,8 +246,22 @@ fn serve_until_stopped(
             successor.refuse("it is stopping, and its images may need repair");
             break failure;
         }
-        match hand_over(&mut served, &wanted.takeover_socket, successor, lock_set) {
-            Ok(()) => {
+        let offered = control.as_ref().map(ServedControl::pause).transpose();
+        let offered = offered
+            .inspect_err(|error| tracing::warn!(%error, "cannot pass the control socket to the new server"))
+            .unwrap_or_default();
+        match hand_over(
+            &mut served,
+            &wanted.takeover_socket,
+            offered.as_ref(),
+            successor,
+            lock_set,
+        ) {
+            Ok(taken) => {
+                // Dropped otherwise, with its file: the new server has none, or one of its own.
+                if let Some(control) = control.take_if(|_| taken.control) {
+                    control.give_up();
+                }
                 served.into_iter().for_each(|disk| disk.socket.give_up());
                 if let Some(Takeover { takeover_socket, .. }) = takeover.take() {
                     takeover_socket.give_up();
@@ -235,6 +277,7 @@ fn serve_until_stopped(
                     break Some(failure);
                 }
                 stop.resume();
+                control.iter().for_each(ServedControl::resume);
                 // The thread that waits for a new server ends with the process only.
                 wanted.again.send(()).unwrap_or_default();
             }

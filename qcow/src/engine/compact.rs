@@ -76,6 +76,22 @@ pub struct Compacted {
 }
 
 impl QcowDisk {
+    /// Returns the error with which [`QcowDisk::compact`] refuses this image before it begins; `None` if it does not.
+    #[must_use]
+    pub fn compact_refusal(&self) -> Option<CompactError> {
+        let shared = &self.shared;
+        if shared.file.is_block_device() {
+            return Some(CompactError::BlockDevice);
+        }
+        if matches!(shared.encryption, Encryption::Locked) {
+            return Some(CompactError::Locked);
+        }
+        shared
+            .policy
+            .read_only
+            .then_some(CompactError::Io(IoError::ReadOnly))
+    }
+
     /// Moves clusters from the end of the image file into free ones nearer its start, and cuts the file, durably. Requests
     /// of all queues go on meanwhile, except for moments. `progress` is called after each step; with
     /// [`ControlFlow::Break`] the compaction ends, and what has moved stays moved.
@@ -94,12 +110,8 @@ impl QcowDisk {
         let queue = self
             .queue(cx)
             .map_err(|error| CompactError::Queue(error.source))?;
-        let shared = &queue.shared;
-        if shared.file.is_block_device() {
-            return Err(CompactError::BlockDevice);
-        }
-        if matches!(shared.encryption, Encryption::Locked) {
-            return Err(CompactError::Locked);
+        if let Some(error) = self.compact_refusal() {
+            return Err(error);
         }
         let compaction = Compaction {
             queue: &queue,

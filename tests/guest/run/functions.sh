@@ -31,7 +31,7 @@ stopped() {
 wait_for() {
     soon 240 grep -q "$2" "$1.log" 2>/dev/null || { told "$1"; exit 1; }
 }
-ctl() { ./ringdisk ctl --socket control "$@"; }
+ctl() { ./ringdisk ctl --socket control --json "$@"; }
 # refused NAME ARGUMENTS…: says what a request is answered with that fails.
 refused() {
     name=$1

@@ -87,17 +87,29 @@ counted() {
         awk -v name=$1 '{ print "counted", name, $4 - $1, ($5 - $2) / 4096, $6 - $3, "fio", $7, $8 }'
     echo "errors $1 $(count request_errors_total read)"
 }
-add first add --disk path=c.qcow2,num_queues=2 --metrics unix:/tmp/metrics
+ctl() { ringdisk ctl --socket /tmp/control "$@"; }
+add first add --disk path=c.qcow2,num_queues=2 --metrics unix:/tmp/metrics --control /tmp/control
 counted first
+ended "ctl listed" ctl disk-list
+ended "ctl flushed" ctl flush 0
+ended "ctl made" ctl snapshot-create 0 one
+ended "ctl deleted" ctl snapshot-delete 0 one
+ended "ctl refused" ctl pause
+ended "ctl compacted" ctl compact 0 --rate 4M
 ended "metrics taken" ringdisk ublk add --disk path=d.qcow2 --metrics unix:/tmp/metrics
 old=$server
-add next upgrade --all --metrics unix:/tmp/metrics
-wait $old
+add next upgrade --all --metrics unix:/tmp/metrics --control /tmp/control
+wait $old && echo "ctl left"
 answers() { perl scrape.pl /tmp/metrics >/dev/null 2>&1; }
 soon 60 answers
 counted next
-kill $server
+ended "ctl again" ctl compact 0
+compacted() { ctl compact-status 0 | grep -q 'state *done'; }
+soon 60 compacted || ctl compact-status 0
+ended "ctl counted" ctl stats 0
+ended "ctl stopped" ctl stop
 wait $server && echo "counted 0"
+check c.qcow2
 
 # Two devices, one limit.
 now() { awk '{ print $1 }' /proc/uptime; }

@@ -53,6 +53,22 @@ fn names_persist_one_command_recovers_and_limits_are_shared() -> Result<(), Erro
         said("after ", "/dev/ublkb7 live");
 
         assert_counted(outcome);
+        for (key, text) in [
+            ("ctl listed ", "/dev/ublkb0"),
+            ("ctl flushed ", "done"),
+            ("ctl made ", "snapshot"),
+            ("ctl deleted ", "done"),
+            ("ctl compacted ", "running"),
+            ("ctl again ", "running"),
+            ("ctl counted ", "idle"),
+            ("ctl stopped ", "stopping"),
+        ] {
+            said(key, text);
+            said(key, "0 ");
+        }
+        said("ctl refused ", "1 ringdisk: a ublk server cannot do `pause`");
+        assert_eq!(lines("ctl left"), [""], "{all}");
+        said("flawless ", "c.qcow2");
         said("metrics taken ", "/tmp/metrics");
 
         said("unknown ", "rate_limit_group=fast");

@@ -35,9 +35,10 @@ pub enum AskError {
 /// A failure that names the socket, or what the machine refused.
 pub fn ask(path: &Path, request: &Request) -> Result<Value, CommandFailure> {
     ask_within(path, request, None).map_err(|error| match error {
-        AskError::Unanswered(error) => {
-            CommandFailure::about(format!("no machine answers at {}", path.display()), error)
-        }
+        AskError::Unanswered(error) => CommandFailure::about(
+            format!("no machine or server answers at {}", path.display()),
+            error,
+        ),
         AskError::Refused(message) => CommandFailure::Failed(message.into()),
     })
 }

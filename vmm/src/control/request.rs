@@ -18,6 +18,21 @@ use crate::key_value;
 pub enum Request {
     /// Returns the state and the disks.
     Info {},
+    /// Returns all disks.
+    DiskList {},
+    /// Returns what the queues of one disk, or of all, have counted.
+    Stats {
+        /// The disk, by its id or, without one, its path; the number of a block device.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        id: Option<String>,
+    },
+    /// Makes all writes of a disk that were answered before durable.
+    Flush {
+        /// The disk, by its id or, without one, its path; the number of a block device.
+        id: String,
+    },
+    /// Ends the server in order, as SIGTERM does.
+    Stop {},
     /// Stop the guest; when it is answered, its images hold every write that the guest believes done.
     Pause {},
     /// Resumes the guest.
@@ -71,6 +86,24 @@ pub enum Request {
         /// The snapshot, as above.
         snapshot: String,
     },
+    /// Starts to compact a disk's image in the background.
+    Compact {
+        /// The disk, as above.
+        id: String,
+        /// The most bytes to move in a second; as many as possible if absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        rate: Option<u64>,
+    },
+    /// Returns the state of the compaction of a disk's image.
+    CompactStatus {
+        /// The disk, as above.
+        id: String,
+    },
+    /// Stops the compaction of a disk's image. What has moved stays moved.
+    CompactStop {
+        /// The disk, as above.
+        id: String,
+    },
     /// Passes descriptors of the locks of all images, for the next server of the devices. They come with spaces
     /// before the answer; see [`ask_for_locks`](super::ask_for_locks).
     PassLocks {},
@@ -81,6 +114,34 @@ pub enum Request {
         /// All devices that the server has.
         devices: Vec<u32>,
     },
+}
+
+impl Request {
+    /// Returns the request's `command`.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Info {} => "info",
+            Self::DiskList {} => "disk-list",
+            Self::Stats { .. } => "stats",
+            Self::Flush { .. } => "flush",
+            Self::Stop {} => "stop",
+            Self::Pause {} => "pause",
+            Self::Resume {} => "resume",
+            Self::DiskResize { .. } => "disk-resize",
+            Self::DiskAdd { .. } => "disk-add",
+            Self::DiskRemove { .. } => "disk-remove",
+            Self::SnapshotCreate { .. } => "snapshot-create",
+            Self::SnapshotList { .. } => "snapshot-list",
+            Self::SnapshotApply { .. } => "snapshot-apply",
+            Self::SnapshotDelete { .. } => "snapshot-delete",
+            Self::Compact { .. } => "compact",
+            Self::CompactStatus { .. } => "compact-status",
+            Self::CompactStop { .. } => "compact-stop",
+            Self::PassLocks {} => "pass-locks",
+            Self::HandOver { .. } => "hand-over",
+        }
+    }
 }
 
 /// The keys of `--disk` with their values.

@@ -16,6 +16,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
+use super::gate::{Gate, Wanted};
 use super::request::{Request, send_line};
 use crate::socket::{Socket, SocketError};
 
@@ -40,10 +41,25 @@ pub type Locks = dyn Fn() -> io::Result<Vec<OwnedFd>> + Send + Sync;
 pub struct Server {
     /// Carries requests out.
     pub handler: Arc<Handler>,
+    /// Ends the program in order, after a [`Request::Stop`] was answered.
+    pub stop: Arc<AfterAnswer>,
     /// Is called after each answer, whether or not the client has taken it.
     pub after_answer: Arc<AfterAnswer>,
     /// Has the descriptors of image locks.
     pub locks: Arc<Locks>,
+}
+
+impl Server {
+    /// Returns a server that does nothing after an answer and has no locks to pass.
+    #[must_use]
+    pub fn new(handler: Arc<Handler>) -> Self {
+        Self {
+            handler,
+            stop: Arc::new(|| ()),
+            after_answer: Arc::new(|| ()),
+            locks: Arc::new(|| Ok(Vec::new())),
+        }
+    }
 }
 
 impl fmt::Debug for Server {
@@ -55,7 +71,8 @@ impl fmt::Debug for Server {
 /// A control socket that is served until it is dropped.
 #[derive(Debug)]
 pub struct Control {
-    _socket: Socket,
+    socket: Socket,
+    gate: Arc<Gate>,
 }
 
 impl Control {
@@ -65,12 +82,7 @@ impl Control {
     ///
     /// [`SocketError`], naming the path.
     pub fn serve(path: &Path, handler: Arc<Handler>) -> Result<Self, SocketError> {
-        let server = Server {
-            handler,
-            after_answer: Arc::new(|| ()),
-            locks: Arc::new(|| Ok(Vec::new())),
-        };
-        Self::serve_on(Socket::listen(path)?, &server)
+        Self::serve_on(Socket::listen(path)?, &Server::new(handler))
     }
 
     /// As [`Control::serve`], on a socket that listens already, by threads as confined as the calling one.
@@ -87,20 +99,25 @@ impl Control {
             source,
         };
         let listener = socket.listener().try_clone().map_err(failed)?;
-        // One that is asked to poll would spin here.
-        listener.set_nonblocking(false).map_err(failed)?;
+        // A client that was there may have gone before it is accepted.
+        listener.set_nonblocking(true).map_err(failed)?;
+        let gate = Arc::new(Gate::new().map_err(failed)?);
         let clients = Arc::new(AtomicUsize::new(0));
+        let open = Arc::clone(&gate);
         let accept = move || {
-            loop {
-                let stream = match listener.accept() {
-                    Ok((stream, _)) => stream,
-                    Err(error) => {
-                        // No descriptor left, perhaps: others give theirs back.
-                        tracing::debug!(%error, "a client of the control socket");
-                        std::thread::sleep(ACCEPT_AGAIN);
-                        continue;
-                    }
-                };
+            while open.wait(&listener) {
+                let accepted = listener.accept();
+                let stream =
+                    match accepted.and_then(|(stream, _)| stream.set_nonblocking(false).map(|()| stream)) {
+                        Ok(stream) => stream,
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                        Err(error) => {
+                            // No descriptor left, perhaps: others give theirs back.
+                            tracing::debug!(%error, "a client of the control socket");
+                            std::thread::sleep(ACCEPT_AGAIN);
+                            continue;
+                        }
+                    };
                 let seat = Seat::take(&clients);
                 if seat.is_none() {
                     let error = "too many clients at a time";
@@ -124,7 +141,30 @@ impl Control {
             .name("control".to_owned())
             .spawn(accept);
         thread.map_err(failed)?;
-        Ok(Self { _socket: socket })
+        Ok(Self { socket, gate })
+    }
+
+    /// Accepts no client any more, until [`Control::resume`]. Who connects meanwhile waits, and is accepted by whoever listens
+    /// then. Clients that are connected stay.
+    pub fn pause(&self) {
+        self.gate.pause();
+    }
+
+    /// Ends a pause.
+    pub fn resume(&self) {
+        self.gate.change(Wanted::Open);
+    }
+
+    /// Returns the socket, to be handed over.
+    #[must_use]
+    pub fn socket(&self) -> &Socket {
+        &self.socket
+    }
+
+    /// Leaves the socket's file to the server that it was handed over to.
+    pub fn give_up(self) {
+        self.gate.change(Wanted::Ended);
+        self.socket.give_up();
     }
 }
 
@@ -170,7 +210,9 @@ fn serve_client(stream: &UnixStream, server: &Server) -> io::Result<()> {
             };
             return send_line(stream, &json!({"ok": false, "error": error}));
         }
-        let answer = match serde_json::from_slice::<Request>(&line) {
+        let request = serde_json::from_slice::<Request>(&line);
+        let stops = matches!(request, Ok(Request::Stop {}));
+        let answer = match request {
             Ok(Request::PassLocks {}) => match pass_locks(stream, server) {
                 Ok(count) => json!({"ok": true, "locks": count}),
                 Err(error) => json!({"ok": false, "error": error.to_string()}),
@@ -187,6 +229,9 @@ fn serve_client(stream: &UnixStream, server: &Server) -> io::Result<()> {
         };
         let sent = send_line(stream, &answer);
         (server.after_answer)();
+        if stops && answer["ok"] == true {
+            (server.stop)();
+        }
         sent?;
     }
 }

@@ -20,6 +20,7 @@ fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
     let path = folder.path().join("control");
     let handler = |request| match request {
         Request::Info {} => Ok(json!({"state": "running"})),
+        Request::DiskList {} | Request::Stats { .. } => Ok(json!({"disks": []})),
         Request::Pause {} => Err("it will not".to_owned()),
         Request::Resume {} => Ok(Value::Null),
         // As a panic is, and without its noise.
@@ -29,7 +30,13 @@ fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
             Ok(config) => Ok(json!({"id": config.name(), "queues": config.num_queues})),
             Err(error) => Err(error.to_string()),
         },
-        Request::DiskRemove { id } | Request::SnapshotList { id } => Ok(json!({ "id": id })),
+        Request::DiskRemove { id }
+        | Request::SnapshotList { id }
+        | Request::Flush { id }
+        | Request::CompactStatus { id }
+        | Request::CompactStop { id } => Ok(json!({ "id": id })),
+        Request::Compact { id, rate } => Ok(json!({ "id": id, "rate": rate })),
+        Request::Stop {} => Ok(json!({"state": "stopping"})),
         Request::SnapshotCreate { id, name } => Ok(json!({ "id": id, "snapshot": name })),
         Request::SnapshotApply { id, snapshot, force } => {
             Ok(json!({ "id": id, "snapshot": snapshot, "force": force }))
@@ -96,31 +103,22 @@ fn control_page_lists_exactly_the_requests() {
     let (requests, answers): (Vec<Value>, Vec<Value>) = examples
         .into_iter()
         .partition(|value| value.get("command").is_some());
-    let mut commands: Vec<&str> = Vec::new();
+    let mut commands = Vec::new();
     for request in requests {
         let parsed: Request = serde_json::from_value(request).expect("a request");
-        commands.push(match parsed {
-            Request::Info {} => "info",
-            Request::Pause {} => "pause",
-            Request::Resume {} => "resume",
-            Request::DiskAdd { disk } => {
-                disk.config().expect("a disk");
-                "disk-add"
-            }
-            Request::DiskRemove { .. } => "disk-remove",
-            Request::DiskResize { .. } => "disk-resize",
-            Request::SnapshotCreate { .. } => "snapshot-create",
-            Request::SnapshotList { .. } => "snapshot-list",
-            Request::SnapshotApply { .. } => "snapshot-apply",
-            Request::SnapshotDelete { .. } => "snapshot-delete",
-            Request::HandOver { .. } => "hand-over",
-            Request::PassLocks {} => "pass-locks",
-        });
+        if let Request::DiskAdd { disk } = &parsed {
+            disk.config().expect("a disk");
+        }
+        commands.push(parsed.name());
     }
     assert_eq!(
         commands,
         [
             "info",
+            "disk-list",
+            "stats",
+            "flush",
+            "stop",
             "pause",
             "resume",
             "disk-add",
@@ -130,11 +128,14 @@ fn control_page_lists_exactly_the_requests() {
             "snapshot-list",
             "snapshot-delete",
             "snapshot-apply",
+            "compact",
+            "compact-status",
+            "compact-stop",
             "pass-locks",
             "hand-over"
         ]
     );
-    assert_eq!(answers.len(), 13, "an answer for each, and an error");
+    assert_eq!(answers.len(), 20, "an answer for each, and an error");
     for answer in answers {
         let refused = answer["error"].is_string();
         assert_eq!(answer["ok"], Value::Bool(!refused), "{answer}");
@@ -149,6 +150,7 @@ fn ask_for_locks_returns_every_lock_and_serving_continues() {
     let own = image.try_clone().expect("a descriptor");
     let server = Server {
         handler: Arc::new(|_| Ok(json!({"state": "running"}))),
+        stop: Arc::new(|| ()),
         after_answer: Arc::new(|| ()),
         locks: Arc::new(move || (0..300).map(|_| Ok(own.try_clone()?.into())).collect()),
     };
@@ -289,6 +291,7 @@ fn ask_within_times_out_and_after_answer_follows_the_answer() {
     };
     let server = Server {
         handler: Arc::new(handler),
+        stop: Arc::new(|| ()),
         after_answer: Arc::new(told),
         locks: Arc::new(|| Ok(Vec::new())),
     };

@@ -20,12 +20,11 @@ use virtio_devices::transport::{PciDiskConfig, PlugError, VhostUserBackend, Vhos
 
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
+use crate::exchange::ServedDisk;
 use crate::machine::{Machine, MachineError};
 use crate::metrics::DiskReport;
 use crate::open::{self, OpenError, OpenedDisk};
 use crate::sandbox::{self, Task};
-use crate::shrink::ShrinkTarget;
-use crate::snapshots::ServedSnapshots;
 
 /// The longest time that readers of a closed disk's properties may take.
 const SHARED_MAX: Duration = Duration::from_secs(5);
@@ -68,6 +67,8 @@ pub(super) struct Attached {
     opened: Option<OpenedDisk>,
     /// Those of its queues, which go on when the guest restarts; of an image only.
     stats: Arc<DiskStats>,
+    /// The disk, for requests of the control socket.
+    pub(super) served: Arc<ServedDisk>,
     sandbox: bool,
     /// True if the guest was asked to release it.
     pub(super) asked: bool,
@@ -77,9 +78,14 @@ pub(super) struct Attached {
 impl Attached {
     /// Opens and locks the image. With `sandbox`, its queues' threads give up what queues do not need.
     pub(super) fn open(config: &DiskConfig, sandbox: bool) -> Result<Self, OpenError> {
+        let opened = (!config.vhost_user).then(|| open::open(config)).transpose()?;
+        let stats = Arc::default();
+        let served = ServedDisk::new(format!("disk {}", config.name()), config, &stats);
+        opened.iter().for_each(|opened| served.attach(opened));
         Ok(Self {
-            opened: (!config.vhost_user).then(|| open::open(config)).transpose()?,
-            stats: Arc::default(),
+            opened,
+            served,
+            stats,
             sandbox,
             config: config.clone(),
             asked: false,
@@ -103,26 +109,6 @@ impl Attached {
 
     pub(super) fn disk(&self) -> Option<Arc<dyn Disk>> {
         self.opened.as_ref().map(OpenedDisk::disk)
-    }
-
-    /// Returns the disk's internal snapshots.
-    ///
-    /// # Errors
-    ///
-    /// The reason that it has none, as a sentence.
-    pub(super) fn snapshots(&self) -> Result<ServedSnapshots, String> {
-        let name = format!("disk {}", self.name());
-        match &self.opened {
-            Some(opened) => ServedSnapshots::of(name, opened),
-            None => Err(format!(
-                "{name} is served by another program (vhost_user=on), which has its snapshots"
-            )),
-        }
-    }
-
-    /// Returns the disk as one that may become smaller; `None` if another program serves it.
-    pub(super) fn shrink_target(&self) -> Option<ShrinkTarget> {
-        self.opened.as_ref().map(ShrinkTarget::of)
     }
 
     /// Returns the PCI configuration of an image's disk.
@@ -181,6 +167,7 @@ impl Attached {
     /// Closes the image as a clean shutdown should, and releases its lock.
     pub(super) fn close(self) -> Result<(), CommandFailure> {
         let name = self.name();
+        self.served.detach();
         let Some(opened) = self.opened else {
             return Ok(());
         };

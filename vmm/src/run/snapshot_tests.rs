@@ -17,6 +17,7 @@ use super::{Desk, Stop};
 use crate::control::tests::say;
 use crate::control::{AskError, Control, DiskKeys, Request, ask, ask_within};
 use crate::disk_config::{DiskConfig, RateLimitGroups};
+use crate::exchange::{self, Desk as _};
 use crate::machine::{MachineConfig, MemoryConfig, Payload};
 use crate::open;
 
@@ -64,7 +65,10 @@ impl World {
             adding: Mutex::default(),
         });
         let (asked, socket) = (Arc::clone(&desk), folder.path().join("control"));
-        let control = Control::serve(&socket, Arc::new(move |request| asked.answer(request)));
+        let control = Control::serve(
+            &socket,
+            Arc::new(move |request| exchange::answer(&*asked, request)),
+        );
         Self {
             folder,
             desk,
@@ -507,10 +511,10 @@ fn snapshot_is_applied_by_force_and_only_in_the_size_of_the_disk() {
 #[test]
 fn disk_that_is_closed_has_no_more_snapshots() {
     let world = World::new(image(), &["path=a.qcow2,id=a"]);
-    let snapshots = world.desk.snapshots("a").expect("a disk");
-    snapshots.create("one").expect("a snapshot");
+    let disk = world.desk.disk("a").expect("a disk");
+    disk.create_snapshot("one").expect("a snapshot");
     let folder = world.close("a.qcow2");
-    for refused in [snapshots.create("two"), snapshots.list()] {
+    for refused in [disk.create_snapshot("two"), disk.list_snapshots(), disk.flush()] {
         assert!(
             refused
                 .expect_err("closed")

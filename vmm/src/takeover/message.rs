@@ -5,7 +5,7 @@
 use std::io::{self, Read, Write};
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -22,6 +22,11 @@ pub(super) const NOT_UNDERSTOOD: &str = "it does not understand what was asked";
 pub(super) const LISTENER: &[u8] = b"l";
 /// The bytes that come with one that a service manager created. A server of the version before takes it for the other kind.
 pub(super) const MANAGERS_LISTENER: &[u8] = b"m";
+/// The byte with which a new server takes what it was offered.
+pub(super) const ACCEPTED: [u8; 1] = *b"c";
+/// As [`ACCEPTED`], of a new server that goes on with the control socket. An old server of a version without one does not tell
+/// the two apart, and has offered none.
+pub(super) const ACCEPTED_WITH_CONTROL: [u8; 1] = *b"k";
 /// The longest time that either may take to read what the other has sent.
 pub(super) const SEND_MAX: Duration = Duration::from_secs(5);
 /// The longest request or message that is listened to, in bytes.
@@ -83,6 +88,15 @@ pub(super) fn receive_one(stream: &UnixStream) -> io::Result<OwnedFd> {
     let (_, fds) = receive(stream)?;
     let [fd] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| io::ErrorKind::InvalidData)?;
     Ok(fd)
+}
+
+/// A control socket that is handed over.
+#[derive(Debug)]
+pub struct ControlSocket {
+    /// The socket.
+    pub listener: UnixListener,
+    /// Its file, opened by name alone: it tells the new server whether this is the socket that it wants.
+    pub file: OwnedFd,
 }
 
 /// Decides which of two servers may open the images: an eventfd that holds a 1, until one of them has read it.

@@ -14,8 +14,8 @@ use virtio_devices::vhost_user::{ClientState, Message};
 
 use super::error::TakeoverError;
 use super::message::{
-    GREETING, GREETING_WITHOUT_LOCKS, MANAGERS_LISTENER, NOT_UNDERSTOOD, SEND_MAX, Token, receive,
-    receive_one, request, send, socket_path,
+    ACCEPTED, ACCEPTED_WITH_CONTROL, ControlSocket, GREETING, GREETING_WITHOUT_LOCKS, MANAGERS_LISTENER,
+    NOT_UNDERSTOOD, SEND_MAX, Token, receive, receive_one, request, send, socket_path,
 };
 use crate::socket::{is_same_user, peer_pid};
 
@@ -44,6 +44,8 @@ pub struct Offer {
     pub lock_set: LockSet,
     /// The takeover socket, which stays open all the time.
     pub takeover_socket: UnixListener,
+    /// The old server's control socket.
+    pub control: Option<ControlSocket>,
     /// By disk, in the order that was asked for.
     pub disks: Vec<Handed>,
 }
@@ -95,6 +97,10 @@ pub(super) fn ask(sockets: &[PathBuf], greeting: &[u8]) -> Result<Offer, Takeove
     let takeover_socket = fds.next().ok_or(io::ErrorKind::InvalidData.into());
     let takeover_socket = takeover_socket.map_err(broken)?;
     let token = fds.next().map(Token);
+    let control = fds.next().zip(fds.next()).map(|(listener, file)| ControlSocket {
+        listener: listener.into(),
+        file,
+    });
     let lock_set = match &token {
         Some(_) => LockSet::inherit(receive_locks(&connection).map_err(unanswered)?),
         None => LockSet::default(),
@@ -106,6 +112,7 @@ pub(super) fn ask(sockets: &[PathBuf], greeting: &[u8]) -> Result<Offer, Takeove
         token,
         lock_set,
         takeover_socket: takeover_socket.into(),
+        control,
         disks,
     })
 }
@@ -164,14 +171,16 @@ impl Offer {
         }
     }
 
-    /// Takes what was offered, for good: the old server ends. Call it when nothing can fail any more.
+    /// Takes what was offered, for good: the old server ends. Call it when nothing can fail any more. With `control`, its control
+    /// socket is taken, too; otherwise the old server removes that.
     ///
     /// # Errors
     ///
     /// If the old server does not receive that in time; it then continues, or has died.
-    pub fn accept(&self) -> Result<(), TakeoverError> {
+    pub fn accept(&self, control: bool) -> Result<(), TakeoverError> {
         let broken = TakeoverError::BrokenOff;
-        (&self.connection).write_all(b"c").map_err(broken)?;
+        let accepted = if control { ACCEPTED_WITH_CONTROL } else { ACCEPTED };
+        (&self.connection).write_all(&accepted).map_err(broken)?;
         let read = (&self.connection).read_exact(&mut [0]);
         read.map_err(|error| TakeoverError::unanswered(error, DRAIN_MAX))?;
         self.lock_set.keep();

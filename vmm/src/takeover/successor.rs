@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use virtio_devices::vhost_user::{ClientState, Message};
 
 use super::message::{
-    GREETING, GREETING_WITHOUT_LOCKS, LISTENER, MANAGERS_LISTENER, NOT_UNDERSTOOD, SEND_MAX, Token, receive,
-    request, send, socket_path,
+    ACCEPTED_WITH_CONTROL, ControlSocket, GREETING, GREETING_WITHOUT_LOCKS, LISTENER, MANAGERS_LISTENER,
+    NOT_UNDERSTOOD, SEND_MAX, Token, receive, request, send, socket_path,
 };
 use crate::socket::{Socket, SocketError, is_same_user};
 
@@ -184,6 +184,13 @@ impl TakeoverListener {
     }
 }
 
+/// What a new server has taken beside the disks.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Taken {
+    /// The control socket, whose file is the new server's from now on.
+    pub control: bool,
+}
+
 /// A new server that waits for the sockets.
 #[derive(Debug)]
 pub struct Successor {
@@ -199,8 +206,8 @@ impl Successor {
         self.token.is_some()
     }
 
-    /// Offers the sockets of disks whose images are closed, their clients, and the images' locks if it takes them. Returns
-    /// when the new server has taken them, for good.
+    /// Offers the sockets of disks whose images are closed, their clients, and the images' locks and the control socket if it
+    /// takes them. Returns when the new server has taken them, for good.
     ///
     /// # Errors
     ///
@@ -209,19 +216,21 @@ impl Successor {
     pub fn hand_over<'a>(
         &self,
         takeover_socket: &UnixListener,
+        control: Option<&ControlSocket>,
         locks: &[OwnedFd],
         disks: impl Iterator<Item = (&'a Socket, Option<ClientState>)>,
-    ) -> io::Result<()> {
+    ) -> io::Result<Taken> {
         let connection = &self.connection;
         connection.set_read_timeout(Some(OPEN_MAX))?;
         match &self.token {
             None => send(connection, b"o", &[takeover_socket.as_raw_fd()])?,
             Some(token) => {
-                send(
-                    connection,
-                    b"o",
-                    &[takeover_socket.as_raw_fd(), token.0.as_raw_fd()],
-                )?;
+                let mut fds = vec![takeover_socket.as_raw_fd(), token.0.as_raw_fd()];
+                // A new server that knows nothing of it drops it.
+                if let Some(control) = control {
+                    fds.extend([control.listener.as_raw_fd(), control.file.as_raw_fd()]);
+                }
+                send(connection, b"o", &fds)?;
                 let count = u32::try_from(locks.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
                 send(connection, &count.to_ne_bytes(), &[])?;
                 for lock in locks {
@@ -252,8 +261,12 @@ impl Successor {
             }
         }
         let mut stream = connection;
-        stream.read_exact(&mut [0])?;
-        stream.write_all(b"a")
+        let mut accepted = [0];
+        stream.read_exact(&mut accepted)?;
+        stream.write_all(b"a")?;
+        Ok(Taken {
+            control: accepted == ACCEPTED_WITH_CONTROL,
+        })
     }
 
     /// Takes everything back after a hand-over that failed: waits `patience` for the new server to close what it has open.

@@ -73,7 +73,10 @@ fn hand_over(
     takeover_socket: &TakeoverSocket,
     locks: &[OwnedFd],
 ) -> io::Result<()> {
-    successor.hand_over(takeover_socket.listener(), locks, [(socket, None)].into_iter())
+    let disks = [(socket, None)].into_iter();
+    let taken = successor.hand_over(takeover_socket.listener(), None, locks, disks)?;
+    assert!(!taken.control, "none was offered");
+    Ok(())
 }
 
 #[test]
@@ -82,7 +85,7 @@ fn take_over_holds_the_locks_after_the_old_server_ends() {
     let new = || {
         let offer = take_over(&world.sockets()).expect("an offer");
         offer.begin().expect("it is in time");
-        offer.accept().expect("the old one ends");
+        offer.accept(false).expect("the old one ends");
         offer.disks.len()
     };
     let disks = serve(world, new, |socket, takeover_socket, successor| {
@@ -120,7 +123,7 @@ fn take_back_waits_for_the_new_server_to_close_images() {
         begun.send(()).expect("it listens");
         hears.recv().expect("the end");
         // Whatever it says now, nobody hears it.
-        assert!(offer.accept().is_err());
+        assert!(offer.accept(false).is_err());
     };
     serve(world, new, |socket, takeover_socket, successor| {
         send_offer(&successor, socket, takeover_socket);
@@ -200,7 +203,7 @@ fn takeover_works_without_locks_with_the_previous_version() {
     let new = || {
         let offer = ask(&world.sockets(), GREETING_WITHOUT_LOCKS).expect("an offer");
         offer.begin().expect("nothing is to be taken");
-        offer.accept().expect("the old one ends");
+        offer.accept(false).expect("the old one ends");
         assert!(offer.token.is_none());
     };
     serve(world, new, |socket, takeover_socket, successor| {
@@ -214,7 +217,7 @@ fn takeover_works_without_locks_with_the_previous_version() {
     takeover_socket.requests.now = takeover_socket.requests.without_locks.clone();
     let listener = takeover_socket.listener_for_thread().expect("a listener");
     thread::scope(|scope| {
-        let new = scope.spawn(|| take_over(&world.sockets()).map(|offer| (offer.accept(), offer.token)));
+        let new = scope.spawn(|| take_over(&world.sockets()).map(|offer| (offer.accept(false), offer.token)));
         let (connection, _) = listener.listener.accept().expect("somebody comes");
         receive(&connection).expect("a request");
         Successor {

@@ -150,6 +150,9 @@ pub struct ServeArguments {
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     pub rate_limit_group: Vec<String>,
+    /// Control socket to create, for `ringdisk ctl`, besides the one that `ringdisk ublk` finds by itself
+    #[arg(long, value_name = "SOCKET")]
+    pub control: Option<std::path::PathBuf>,
     /// Drop every privilege that serving does not need: in workers before the first request, in the other threads when
     /// the devices are ready
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]

@@ -19,6 +19,7 @@ use super::served::{Event, Served, Server, ServerState};
 use super::state::{self, SavedDevice};
 use super::wanted::Wanted;
 use crate::error::CommandFailure;
+use crate::exchange::ServedDisk;
 use crate::open::{self, OpenedDisk, Opening};
 
 /// The longest time that I/O of a killed server may keep its image locked: as long as a request may take the driver.
@@ -167,11 +168,13 @@ fn remember(
     } else {
         path
     };
+    let disk = ServedDisk::of(block_path(id), &wanted.disk, device.stats(), &opened);
     shared.devices.insert(
         id,
         Served {
             device,
             name,
+            disk,
             serial: wanted.disk.serial,
             opened,
             recovered: wanted.recover.is_some(),

@@ -14,21 +14,21 @@ use crate::error::{EXIT_OK, chain};
 /// The version of the hand-over protocol.
 pub(super) const VERSION: u32 = 1;
 
-/// Leaves all devices: nothing more reaches their images when this returns, which are closed. The process must end then.
+/// Returns the numbers of devices.
+fn ids(devices: &[&UblkDevice]) -> Vec<u32> {
+    devices.iter().map(|device| device.id()).collect()
+}
+
+/// Refuses a hand-over that cannot be done.
 ///
 /// # Errors
 ///
-/// The reason; nothing has changed.
-pub(super) fn leave(
-    control: &mut Control,
-    devices: &[&UblkDevice],
-    version: u32,
-    asked: &[u32],
-) -> Result<Value, String> {
+/// The reason.
+pub(super) fn check(devices: &[&UblkDevice], version: u32, asked: &[u32]) -> Result<(), String> {
     if version != VERSION {
         return Err(format!("it supports hand-over version {VERSION}, not {version}"));
     }
-    let ids: Vec<u32> = devices.iter().map(|device| device.id()).collect();
+    let ids = ids(devices);
     if ids != asked {
         return Err(format!("it serves {}", names(&ids)));
     }
@@ -37,6 +37,16 @@ pub(super) fn leave(
             return Err(format!("{} {why}", block_path(device.id())));
         }
     }
+    Ok(())
+}
+
+/// Leaves all devices: nothing more reaches their images when this returns, which are closed. The process must end then.
+///
+/// # Errors
+///
+/// The reason; nothing has changed.
+pub(super) fn leave(control: &mut Control, devices: &[&UblkDevice]) -> Result<Value, String> {
+    let ids = ids(devices);
     tracing::info!(?ids, "handing over");
     let mut failures = Vec::new();
     let mut note = |error: HandOverError| {

@@ -1,60 +1,24 @@
-//! Requests to the control socket of a ublk server.
+//! Requests to the control socket of a ublk server: what differs from other servers.
 //!
-//! Invariant: a request holds the devices' lock while it is answered, so it never sees a device that is half up or half closed.
-//! Those about snapshots, and shrinking, hold it only to find the image: the engine refuses one that is closed by then.
+//! Invariant: a request never sees a device that is half up or half closed, because it holds the devices' lock while it looks for
+//! one, changes its size for its users, or hands all of them over. It does not hold that lock while the engine works on an image.
 
 use std::collections::BTreeMap;
+use std::sync::{Arc, mpsc};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use virtio_devices::ublk::{ResizeError, UblkDevice, block_path};
 
 use super::hand_over;
-use super::served::{Served, Server, ServerState};
+use super::served::{Event, Served, Server};
 use crate::control::Request;
-use crate::shrink::ShrinkTarget;
-use crate::snapshots::ServedSnapshots;
+use crate::exchange::{self, Listed, ServedDisk};
 
-/// Carries out what the control socket is asked.
-pub(super) fn answer(server: &Server, request: Request) -> Result<serde_json::Value, String> {
-    match request {
-        Request::SnapshotCreate { id, name } => snapshots(server, &id)?.create(&name),
-        Request::SnapshotList { id } => snapshots(server, &id)?.list(),
-        Request::SnapshotApply { id, snapshot, force } => snapshots(server, &id)?.apply(&snapshot, force),
-        Request::SnapshotDelete { id, snapshot } => snapshots(server, &id)?.delete(&snapshot),
-        Request::DiskResize { id, size, force } => {
-            shrink_target(server, &id)?
-                .shrink_to(size, force)
-                .map_err(|error| format!("cannot resize device {id} to {size} bytes: {error}"))?;
-            resize(&mut server.lock(), &id, size)
-        }
-        other => answer_locked(&mut server.lock(), other),
-    }
-}
-
-/// Returns the snapshots of a device's image.
-fn snapshots(server: &Server, id: &str) -> Result<ServedSnapshots, String> {
-    let shared = server.lock();
-    let (id, served) = find(&shared.devices, id)?;
-    ServedSnapshots::of(block_path(id), &served.opened)
-}
-
-/// Returns the disk of a device that may become smaller.
-fn shrink_target(server: &Server, id: &str) -> Result<ShrinkTarget, String> {
-    let shared = server.lock();
-    let (_, served) = find(&shared.devices, id)?;
-    if !served.device.can_resize() {
-        return Err(ResizeError::Unsupported.to_string());
-    }
-    Ok(ShrinkTarget::of(&served.opened))
-}
-
-/// Makes a device as large as `size`, unless that is smaller than its disk.
-fn resize(shared: &mut ServerState, id: &str, size: u64) -> Result<serde_json::Value, String> {
-    let ServerState { control, devices, .. } = shared;
-    let (_, served) = find(devices, id)?;
-    let resized = served.device.resize(control, size);
-    let size = resized.map_err(|error| crate::error::chain(&error))?;
-    Ok(json!({ "size": size }))
+/// The server, as its control sockets see it.
+pub(super) struct UblkDesk {
+    pub(super) server: Server,
+    /// For the main thread.
+    pub(super) events: mpsc::Sender<Event>,
 }
 
 /// Returns the device of this number.
@@ -64,43 +28,91 @@ fn find<'a>(devices: &'a BTreeMap<u32, Served>, id: &str) -> Result<(u32, &'a Se
     found.ok_or_else(|| format!("this server has no device {id}"))
 }
 
-fn answer_locked(shared: &mut ServerState, request: Request) -> Result<serde_json::Value, String> {
-    let ServerState {
-        control,
-        devices,
-        handed_over,
-        ..
-    } = shared;
-    match request {
-        Request::Info {} => {
-            let list = devices.iter().map(|(id, served)| {
-                let counts = served.device.counts();
-                json!({
-                    "id": id,
-                    "disk": served.name,
-                    "transport": served.device.transport().to_string(),
-                    "workers": served.device.workers(),
-                    "requests": counts.requests,
-                    "bytes": counts.bytes,
-                    "errors": counts.errors,
-                    "zero_copied": counts.zero_copied,
-                    "copied": counts.copied,
-                    "fallbacks": counts.fallbacks,
-                })
-            });
-            Ok(
-                json!({"devices": list.collect::<Vec<_>>(), "hand_over": hand_over::VERSION, "passes_locks": true}),
-            )
+impl exchange::Desk for UblkDesk {
+    const SERVER: &'static str = "a ublk server";
+
+    fn info(&self) -> Result<Value, String> {
+        let shared = self.server.lock();
+        let list = shared.devices.iter().map(|(id, served)| {
+            let counts = served.device.counts();
+            json!({
+                "id": id,
+                "disk": served.name,
+                "transport": served.device.transport().to_string(),
+                "workers": served.device.workers(),
+                "requests": counts.requests,
+                "bytes": counts.bytes,
+                "errors": counts.errors,
+                "zero_copied": counts.zero_copied,
+                "copied": counts.copied,
+                "fallbacks": counts.fallbacks,
+            })
+        });
+        Ok(
+            json!({"devices": list.collect::<Vec<_>>(), "hand_over": hand_over::VERSION, "passes_locks": true}),
+        )
+    }
+
+    fn disks(&self) -> Result<Vec<Listed>, String> {
+        let shared = self.server.lock();
+        let list = shared.devices.iter().map(|(id, served)| Listed {
+            id: id.to_string(),
+            place: block_path(*id),
+            io: "io_uring".to_owned(),
+            disk: Arc::clone(&served.disk),
+        });
+        Ok(list.collect())
+    }
+
+    fn disk(&self, id: &str) -> Result<Arc<ServedDisk>, String> {
+        let shared = self.server.lock();
+        let (_, served) = find(&shared.devices, id)?;
+        Ok(Arc::clone(&served.disk))
+    }
+
+    /// Makes the image smaller first, if it is to be, and then the device what the image is.
+    fn resize(&self, id: &str, size: u64, force: bool) -> Result<Value, String> {
+        let shared = self.server.lock();
+        let (_, served) = find(&shared.devices, id)?;
+        if !served.device.can_resize() {
+            return Err(ResizeError::Unsupported.to_string());
         }
-        Request::HandOver {
-            version,
-            devices: asked,
-        } => {
-            let devices: Vec<&UblkDevice> = devices.values().map(|served| &served.device).collect();
-            let left = hand_over::leave(control, &devices, version, &asked)?;
-            *handed_over = true;
-            Ok(left)
-        }
-        _ => Err("a ublk server does not support this request".to_owned()),
+        let disk = Arc::clone(&served.disk);
+        drop(shared);
+        let failed = |error: String| format!("cannot resize device {id} to {size} bytes: {error}");
+        let _alone = disk.change(size, force).map_err(failed)?;
+        let mut shared = self.server.lock();
+        let shared = &mut *shared;
+        let (_, served) = find(&shared.devices, id)?;
+        let resized = served.device.resize(&mut shared.control, size);
+        let size = resized.map_err(|error| crate::error::chain(&error))?;
+        Ok(json!({ "size": size }))
+    }
+
+    fn stop(&self) {
+        // If nobody listens any more, the process is ending.
+        self.events
+            .send(Event::Stop("a stop request"))
+            .unwrap_or_default();
+    }
+
+    fn special(&self, request: Request) -> Result<Value, String> {
+        let Request::HandOver { version, devices } = request else {
+            return Err(exchange::refusal(Self::SERVER, &request));
+        };
+        let mut shared = self.server.lock();
+        let shared = &mut *shared;
+        let served: Vec<&Served> = shared.devices.values().collect();
+        let own: Vec<&UblkDevice> = served.iter().map(|served| &served.device).collect();
+        hand_over::check(&own, version, &devices)?;
+        // No request of an operator works on an image that is closed for the next server.
+        served.iter().for_each(|served| served.disk.detach());
+        let left = hand_over::leave(&mut shared.control, &own).inspect_err(|_| {
+            served
+                .iter()
+                .for_each(|served| served.disk.attach(&served.opened));
+        })?;
+        shared.handed_over = true;
+        Ok(left)
     }
 }

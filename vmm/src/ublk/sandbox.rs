@@ -4,7 +4,7 @@
 //! first request. The other threads may remove the server's files and send commands to the driver. Invariants: every thread
 //! is confined, and everything that a server does at its end is permitted.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use block::worker::StartHook;
 
@@ -12,6 +12,7 @@ use super::{by_id, state};
 use crate::error::CommandFailure;
 use crate::metrics::Address;
 use crate::sandbox::{self, AllowedFiles, Task};
+use crate::socket::folder_of;
 
 /// Returns the start hook of each worker.
 pub(super) fn worker_hook(on: bool) -> Option<StartHook> {
@@ -27,17 +28,19 @@ pub(super) fn confine_early() -> Result<(), sandbox::SandboxError> {
     sandbox::confine_thread(Task::UblkControl)
 }
 
-/// Confines the calling thread, and all that it starts from now on, to looking after these block devices. The socket of `metrics`
-/// can be removed.
+/// Confines the calling thread, and all that it starts from now on, to looking after these block devices and the control socket
+/// at `control`. The socket of `metrics` can be removed.
 ///
 /// # Errors
 ///
 /// If the kernel has what that takes, and refuses.
 pub(super) fn confine(
     devices: impl IntoIterator<Item = String>,
+    control: Option<&Path>,
     metrics: Option<&Address>,
 ) -> Result<(), CommandFailure> {
     let mut folders = vec![state::folder(), by_id::FOLDER.into()];
+    folders.extend(control.map(folder_of));
     folders.extend(metrics.and_then(Address::folder));
     let mut allowed = AllowedFiles {
         // To be flushed in the end.

@@ -19,6 +19,7 @@ use super::wanted::{self, Wanted};
 use super::{command_process, devices, hand_over, parallel, requests, sandbox, served, state};
 use crate::control::{Control as ControlSocket, Server as ControlServer};
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
+use crate::exchange;
 use crate::metrics::Metrics;
 use crate::open;
 use crate::signals::StopSignals;
@@ -137,8 +138,6 @@ fn serve(
     }
     state::sweep(&state::folder());
     let socket = state::socket(std::process::id());
-    let shared = Arc::clone(&server);
-    let answer = move |request| requests::answer(&shared, request);
     let (shared, own) = (Arc::clone(&server), socket.clone());
     let after_answer = move || {
         if shared.lock().handed_over {
@@ -147,6 +146,13 @@ fn serve(
     };
     // Who connects before the devices are there is answered then.
     let listening = Socket::listen(&socket).map_err(|error| CommandFailure::Failed(error.into()))?;
+    // One that a server has which is about to be taken over is free when that has ended.
+    let mut chosen = None;
+    if predecessors.is_empty()
+        && let Some(path) = &arguments.control
+    {
+        chosen = Some(Socket::listen(path).map_err(|error| CommandFailure::Failed(error.into()))?);
+    }
     let manager = sd_notify::Manager::find();
 
     let before = predecessors.first().map(Predecessor::pid);
@@ -171,19 +177,35 @@ fn serve(
     };
     first_failure = taken.end().or(first_failure);
     server.lock().devices.keys().copied().for_each(upgrade::mend);
+    if chosen.is_none()
+        && let Some(path) = &arguments.control
+    {
+        chosen = Socket::listen(path)
+            .inspect_err(|error| tracing::error!(%error, "cannot create the control socket; the devices are served without it"))
+            .ok();
+    }
     if brought.is_some() && arguments.is_confined() {
         let devices: Vec<String> = server.lock().devices.keys().map(|&id| block_path(id)).collect();
         // Threads that are started from here on are inside.
-        if let Err(failure) = sandbox::confine(devices, arguments.metrics.as_ref()) {
+        let metrics = arguments.metrics.as_ref();
+        if let Err(failure) = sandbox::confine(devices, arguments.control.as_deref(), metrics) {
             first_failure = Some(failure);
             brought = None;
         }
     }
+    let desk = Arc::new(requests::UblkDesk {
+        server: Arc::clone(&server),
+        events: sender,
+    });
     let asked = ControlServer {
-        handler: Arc::new(answer),
         after_answer: Arc::new(after_answer),
         locks: Arc::new(move || lock_set.descriptors()),
+        ..exchange::server(&desk)
     };
+    let _chosen = chosen.map(|socket| {
+        ControlSocket::serve_on(socket, &asked)
+            .inspect_err(|error| tracing::error!(%error, "cannot serve the control socket of --control"))
+    });
     let _socket = ControlSocket::serve_on(listening, &asked)
         .inspect_err(|error| tracing::error!(%error, "cannot serve the control socket; `ublk info` and `ublk upgrade` will fail"));
     if let Some(mut lines) = brought {

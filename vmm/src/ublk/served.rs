@@ -12,6 +12,7 @@ use virtio_devices::ublk::{CloseError, Control, QueueEvent, UblkDevice, block_pa
 
 use super::{by_id, in_use, page_cache, state};
 use crate::error::{CommandFailure, EXIT_FAILURE};
+use crate::exchange::ServedDisk;
 use crate::metrics::{DiskReport, Source};
 use crate::open::OpenedDisk;
 
@@ -20,6 +21,8 @@ pub(super) struct Served {
     pub(super) device: UblkDevice,
     pub(super) name: String,
     pub(super) serial: Option<String>,
+    /// The disk, for requests of control sockets.
+    pub(super) disk: Arc<ServedDisk>,
     pub(super) opened: OpenedDisk,
     /// True if it had another server before.
     pub(super) recovered: bool,
@@ -39,7 +42,10 @@ impl ServerState {
     /// Lets go of a device: it stays as it is until the end of this process, which the driver takes for its server's death. So
     /// does its image's lock.
     pub(super) fn leave(&mut self, served: Served) {
-        let Served { device, opened, .. } = served;
+        let Served {
+            device, opened, disk, ..
+        } = served;
+        disk.detach();
         drop(device);
         self.left.push(opened);
     }
@@ -85,9 +91,11 @@ pub(super) fn close(
             device,
             name,
             serial,
+            disk,
             opened,
             recovered: _,
         } = served;
+        disk.detach();
         prepare(&device, serial.as_deref());
         images.push((device.id(), name, opened));
         devices.push(device);

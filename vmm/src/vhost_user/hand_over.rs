@@ -11,12 +11,13 @@ use block::lock::LockSet;
 use parking_lot::Mutex;
 use virtio_devices::vhost_user::{PausedClient, StopToken};
 
+use super::desk::VhostUserDesk;
 use super::served::{Options, Served, confine, opening};
 use crate::error::CommandFailure;
 use crate::open;
 use crate::sandbox::Task;
 use crate::socket::{Socket, SocketError};
-use crate::takeover::{self, Offer, Successor, TakeoverSocket};
+use crate::takeover::{self, ControlSocket, Offer, Successor, Taken, TakeoverSocket};
 
 /// The longest time that a client may take to complete a message, and its thread to execute it, during a takeover. It
 /// is long enough for a busy machine, because slower clients are disconnected.
@@ -46,14 +47,19 @@ pub(super) fn adopt_sockets(paths: &[PathBuf], offer: &mut Offer) -> Result<Vec<
     adopted.collect()
 }
 
-/// Adopts the clients of an old server. Until the new server confirms, the old one can continue with them.
-pub(super) fn accept(offer: &mut Offer, served: &mut [Served]) -> Result<(), CommandFailure> {
+/// Adopts the clients of an old server, and its control socket if this one `takes_control`. Until the new server confirms, the
+/// old one can continue with them.
+pub(super) fn accept(
+    offer: &mut Offer,
+    served: &mut [Served],
+    takes_control: bool,
+) -> Result<(), CommandFailure> {
     for (disk, handed) in served.iter_mut().zip(std::mem::take(&mut offer.disks)) {
         let client = handed.client.map(|state| disk.server.adopt(state)).transpose();
         disk.client = client.map_err(|error| takeover::not_adopted(&disk.name, error))?;
     }
     offer
-        .accept()
+        .accept(takes_control)
         .map_err(|error| CommandFailure::Failed(error.into()))
 }
 
@@ -97,9 +103,12 @@ pub(super) enum HandOverFailure {
 pub(super) fn hand_over(
     served: &mut [Served],
     takeover_socket: &TakeoverSocket,
+    control: Option<&ControlSocket>,
     successor: Successor,
     lock_set: &mut LockSet,
-) -> Result<(), HandOverFailure> {
+) -> Result<Taken, HandOverFailure> {
+    // Requests of operators end first.
+    served.iter().for_each(|disk| disk.disk.detach());
     let mut locks = Vec::new();
     if successor.takes_locks() {
         match lock_set.descriptors() {
@@ -129,8 +138,9 @@ pub(super) fn hand_over(
         .map(|disk| disk.client.as_ref().map(PausedClient::state).transpose());
     let states = states.collect::<std::io::Result<Vec<_>>>();
     let sockets = served.iter().map(|disk| &disk.socket);
-    let handed = states
-        .and_then(|states| successor.hand_over(takeover_socket.listener(), &locks, sockets.zip(states)));
+    let handed = states.and_then(|states| {
+        successor.hand_over(takeover_socket.listener(), control, &locks, sockets.zip(states))
+    });
     handed.map_err(|error| {
         *lock_set = LockSet::inherit(locks);
         match successor.take_back(REOPEN_MAX) {
@@ -160,6 +170,7 @@ pub(super) fn reopen(
             }
         };
         disk.server.reopen(opened.disk(), disk.client.as_ref());
+        disk.disk.attach(&opened);
         disk.opened = Some(opened);
     }
     lock_set.keep();
@@ -180,6 +191,7 @@ pub(super) fn open_takeover_socket(sockets: &[PathBuf]) -> Option<TakeoverSocket
 pub(super) fn stop_on_takeover(
     takeover_socket: TakeoverSocket,
     obstacle: Option<String>,
+    desk: Arc<VhostUserDesk>,
     stop: StopToken,
     options: Options,
 ) -> std::io::Result<Takeover> {
@@ -198,6 +210,7 @@ pub(super) fn stop_on_takeover(
             }
             tracing::info!("handing over to a new server");
             *shared.lock() = Some(new);
+            desk.prepare_to_detach();
             stop.pause(MESSAGE_MAX);
             if resumed.recv().is_err() {
                 return Ok(());

@@ -3,7 +3,7 @@
 //! Invariant: the image's lock is released last, when nothing of the disk lives in this process any more.
 
 use std::os::fd::RawFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use block::lock::LockSet;
@@ -13,10 +13,11 @@ use virtio_devices::vhost_user::{PausedClient, VhostUserConfig, VhostUserServer,
 
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
+use crate::exchange::ServedDisk;
 use crate::metrics::{DiskReport, Source};
 use crate::open::{OpenedDisk, Opening};
 use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
-use crate::socket::{Access, Socket};
+use crate::socket::{Access, Socket, folder_of};
 
 /// The options of `ringdisk vhost-user`.
 #[derive(Clone, Copy, Debug, Default)]
@@ -49,6 +50,8 @@ pub(super) struct Served {
     /// The client that is connected, while the server is not serving.
     pub(super) client: Option<PausedClient>,
     pub(super) server: VhostUserServer,
+    /// The disk, for requests of the control socket.
+    pub(super) disk: Arc<ServedDisk>,
     pub(super) socket: Socket,
     /// `None` while the image is closed, in a takeover.
     pub(super) opened: Option<OpenedDisk>,
@@ -81,13 +84,7 @@ pub(super) fn allowed(opened: &[(Socket, DiskConfig, OpenedDisk)]) -> AllowedFil
             .readable
             .extend(files.filter(|file| !written.contains(file)));
         allowed.writable.extend(written);
-        let folder = socket
-            .path()
-            .parent()
-            .filter(|folder| !folder.as_os_str().is_empty());
-        allowed
-            .removable_in
-            .push(folder.unwrap_or(Path::new(".")).to_owned());
+        allowed.removable_in.push(folder_of(socket.path()));
     }
     allowed
 }
@@ -113,6 +110,7 @@ pub(super) fn serve(
     let (path, driver) = (socket.path().display(), server.driver_name());
     tracing::info!(disk = %name, socket = %path, driver, "waiting for a client");
     Ok(Served {
+        disk: ServedDisk::of(format!("disk {name}"), &config, server.stats(), &opened),
         name,
         config,
         client: None,
@@ -156,8 +154,10 @@ pub(super) fn close(disk: Served) -> Result<(), CommandFailure> {
         server,
         socket,
         opened,
+        disk,
         ..
     } = disk;
+    disk.detach();
     drop((client, socket));
     let closed = server.close();
     drop(opened);

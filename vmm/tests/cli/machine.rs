@@ -253,7 +253,8 @@ fn disk_remove_waits_for_eject_or_restart() {
     );
     let console = client(&world.path("console"));
     hear(&console, b'1');
-    let ctl = |arguments: &[&str]| world.ringdisk(&[&["ctl", "--socket", "control"], arguments].concat());
+    let ctl =
+        |arguments: &[&str]| world.ringdisk(&[&["ctl", "--json", "--socket", "control"], arguments].concat());
     let read = |disk: &str| world.io(&format!("path={disk}"), &["read 0 512"]);
     let is_free = |disk: &str| read(disk).code == Some(0);
     let begun = Instant::now();
@@ -326,7 +327,8 @@ fn disk_add_says_when_slots_run_out_and_leaves_no_trace() {
         &["--serial", "off", "--control", "control", "--cmdline", "h"],
     );
     wait_for("control socket", || exists(&world.path("control")).then_some(()));
-    let ctl = |arguments: &[&str]| world.ringdisk(&[&["ctl", "--socket", "control"], arguments].concat());
+    let ctl =
+        |arguments: &[&str]| world.ringdisk(&[&["ctl", "--json", "--socket", "control"], arguments].concat());
     wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
     for index in 0..32 {
         world.sparse_file(&format!("d{index}"), 1 << 20);
@@ -364,7 +366,8 @@ fn snapshots_of_a_machines_disk_are_those_of_its_image() {
         &world,
         &["--serial", "off", "--control", "control", "--disk", disk],
     );
-    let ctl = |arguments: &[&str]| world.ringdisk(&[&["ctl", "--socket", "control"], arguments].concat());
+    let ctl =
+        |arguments: &[&str]| world.ringdisk(&[&["ctl", "--json", "--socket", "control"], arguments].concat());
     wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
     let created = ctl(&["snapshot-create", "one", "first"]).success();
     assert_eq!(created, "{\"ok\":true,\"snapshot\":\"1\"}\n");
@@ -418,7 +421,8 @@ fn disk_of_a_machine_is_resized_in_both_directions() {
             "path=raw,image_type=raw,id=raw",
         ],
     );
-    let ctl = |arguments: &[&str]| world.ringdisk(&[&["ctl", "--socket", "control"], arguments].concat());
+    let ctl =
+        |arguments: &[&str]| world.ringdisk(&[&["ctl", "--json", "--socket", "control"], arguments].concat());
     wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
     let line = ctl(&["disk-resize", "one", "100k"]).refused(1);
     assert_eq!(
@@ -474,7 +478,8 @@ fn disks_get_their_given_slot_or_a_free_one() {
     }
     let mut machine = Running::machine(&world, &arguments);
     wait_for("control socket", || exists(&world.path("control")).then_some(()));
-    let ctl = |arguments: &[&str]| world.ringdisk(&[&["ctl", "--socket", "control"], arguments].concat());
+    let ctl =
+        |arguments: &[&str]| world.ringdisk(&[&["ctl", "--json", "--socket", "control"], arguments].concat());
     wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
     let info = ctl(&["info"]).success();
     for (name, slot) in [("a", "02"), ("b", "01"), ("c", "09")] {
@@ -528,7 +533,8 @@ fn disk_add_fails_cleanly_when_descriptors_run_out() {
         let name = format!("d{index}.qcow2");
         world.ringdisk(&["image", "create", &name, "1M"]).success();
     }
-    let ctl = |arguments: &[&str]| world.ringdisk(&[&["ctl", "--socket", "control"], arguments].concat());
+    let ctl =
+        |arguments: &[&str]| world.ringdisk(&[&["ctl", "--json", "--socket", "control"], arguments].concat());
     for limit in 64..80 {
         let mut command = Command::new("prlimit");
         command
@@ -710,7 +716,11 @@ fn pause_is_reported_to_the_guest_clock() {
             console.read_exact(&mut digit).expect("it answers");
             digit[0] - b'0'
         };
-        let ctl = |what: &str| world.ringdisk(&["ctl", "--socket", "control", what]).success();
+        let ctl = |what: &str| {
+            world
+                .ringdisk(&["ctl", "--json", "--socket", "control", what])
+                .success()
+        };
         assert_eq!(flags(b"s"), 0, "no clock yet");
         ctl("pause");
         ctl("resume");

@@ -3,6 +3,7 @@
 
 mod cache_mode;
 mod client;
+mod control;
 mod descriptor;
 mod idle;
 mod kill;

@@ -29,6 +29,19 @@ impl World {
         assert!(output.status.success(), "qemu-img {arguments:?}: {output:?}");
     }
 
+    /// Carries these commands of `qemu-io` out on the image.
+    pub(crate) fn qemu_io(&self, commands: &[&str]) {
+        let commands = commands.iter().flat_map(|command| ["-c", command]);
+        let output = Command::new("qemu-io")
+            .args(["-f", "qcow2", "-d", "unmap"])
+            .args(commands)
+            .arg("disk.qcow2")
+            .current_dir(self.directory.path())
+            .output()
+            .expect("qemu-io is needed by this test (apt-get install qemu-utils)");
+        assert!(output.status.success(), "qemu-io: {output:?}");
+    }
+
     fn try_qemu_img(&self, arguments: &[&str]) -> Output {
         Command::new("qemu-img")
             .args(arguments)

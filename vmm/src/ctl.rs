@@ -1,0 +1,237 @@
+//! `ringdisk ctl`: its command line, the request that carries it out, and what is printed.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use clap::{Args, Subcommand};
+
+use crate::control::{self, DiskKeys, Request, Statistics};
+use crate::disk_config::machine_keys_help;
+use crate::error::{CommandFailure, EXIT_OK};
+use crate::{image, size};
+
+#[derive(Args, Debug)]
+pub(crate) struct Arguments {
+    /// The `--control` socket of the machine or server
+    #[arg(long, value_name = "SOCKET")]
+    socket: std::path::PathBuf,
+    /// Print the answer as JSON
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Show the state and disks of a machine or server
+    Info,
+    /// List the disks, also with their compactions
+    DiskList,
+    /// Show rates, errors and latencies of one disk or of all, by kind of request, for a second
+    ///
+    /// With --json it prints what the queues have counted since the process began.
+    Stats {
+        /// The disk's id or, without one, its path; a block device's number [default: all]
+        id: Option<String>,
+        /// Print a table for each interval of so many seconds, until the machine or server ends
+        #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+        watch: Option<u64>,
+    },
+    /// Make all writes of a disk that were answered durable
+    Flush {
+        /// The disk's id or, without one, its path; a block device's number
+        id: String,
+    },
+    /// End the machine or server in order, as SIGTERM does
+    Stop,
+    /// Make the file of a disk's image shorter, in the background, while the disk is used
+    ///
+    /// Requests to the disk go on. A compaction may be stopped at any time; the next one continues.
+    Compact {
+        /// The disk's id or, without one, its path; a block device's number
+        id: String,
+        /// Most bytes to move in a second, such as 50M [default: no limit]
+        #[arg(long, value_name = "SIZE", value_parser = image::compact::parse_rate)]
+        rate: Option<u64>,
+    },
+    /// Show the progress or the result of the compaction of a disk's image
+    CompactStatus {
+        /// The disk's id or, without one, its path; a block device's number
+        id: String,
+    },
+    /// Stop the compaction of a disk's image; what has moved stays moved
+    CompactStop {
+        /// The disk's id or, without one, its path; a block device's number
+        id: String,
+    },
+    /// Pause the guest and flush; the images can be copied until `resume`
+    Pause,
+    /// Resume the guest
+    Resume,
+    /// Make a disk larger, or smaller with --force
+    DiskResize {
+        /// The disk's id or, without one, its path
+        id: String,
+        /// New size, such as 20G
+        size: String,
+        /// Let the disk become smaller; what lies past its new end is lost, and the guest gets I/O errors there
+        #[arg(long)]
+        force: bool,
+    },
+    /// Add a disk to the machine
+    #[command(after_help = machine_keys_help())]
+    DiskAdd {
+        /// Disk: path=FILE and other key=value pairs; a relative path starts at the working directory of `ringdisk run`
+        #[arg(long, value_name = "KEY=VALUE,...")]
+        disk: String,
+    },
+    /// Remove a disk: ask the guest to release it, then close its image
+    DiskRemove {
+        /// The disk's id or, without one, its path
+        id: String,
+    },
+    /// Create an internal snapshot of a disk, while the guest uses it
+    ///
+    /// The snapshot has every write that was answered before, durably. The guest's requests to this disk wait until it is
+    /// made. For snapshots of several disks of one moment, pause the guest first.
+    SnapshotCreate {
+        /// The disk's id or, without one, its path
+        id: String,
+        /// Name of the snapshot, up to 255 bytes; no other may have it
+        name: String,
+    },
+    /// List the internal snapshots of a disk
+    SnapshotList {
+        /// The disk's id or, without one, its path
+        id: String,
+    },
+    /// Make a disk what it was when a snapshot was created; what it has now is lost
+    ///
+    /// Only with --force: a guest, paused or not, that has the disk mounted would write what it has in memory over it.
+    /// Remove a disk in use instead, apply the snapshot with `ringdisk image snapshot apply`, and add the disk again.
+    SnapshotApply {
+        /// The disk's id or, without one, its path
+        id: String,
+        /// Snapshot: id=ID, name=NAME, or an ID or a name that means one snapshot only
+        snapshot: String,
+        /// Apply it: the guest has not mounted or opened the disk
+        #[arg(long)]
+        force: bool,
+    },
+    /// Delete an internal snapshot of a disk, while the guest uses the disk
+    SnapshotDelete {
+        /// The disk's id or, without one, its path
+        id: String,
+        /// Snapshot: id=ID, name=NAME, or an ID or a name that means one snapshot only
+        snapshot: String,
+    },
+}
+
+/// Sends the request, and prints its answer.
+///
+/// # Errors
+///
+/// If nobody answers, or the request is refused.
+pub(crate) fn run(arguments: Arguments) -> Result<u8, CommandFailure> {
+    let Arguments {
+        socket,
+        json,
+        command,
+    } = arguments;
+    let watch = match &command {
+        Command::Stats { watch, .. } if !json || watch.is_some() => Some(*watch),
+        _ => None,
+    };
+    let request = request(command)?;
+    if let Some(watch) = watch {
+        return show_rates(&socket, &request, watch, json);
+    }
+    let answer = control::ask(&socket, &request)?;
+    match json {
+        true => writeln!(std::io::stdout(), "{answer}")?,
+        false => std::io::stdout().write_all(control::table(&answer).as_bytes())?,
+    }
+    Ok(EXIT_OK)
+}
+
+/// Checks the command line.
+///
+/// # Errors
+///
+/// A usage failure.
+pub(crate) fn check(arguments: Arguments) -> Result<(), CommandFailure> {
+    request(arguments.command).map(drop)
+}
+
+/// Prints what was answered in a second, or in each interval of `watch` seconds until nobody answers any more; as counted, with `json`.
+fn show_rates(
+    socket: &std::path::Path,
+    request: &Request,
+    watch: Option<u64>,
+    json: bool,
+) -> Result<u8, CommandFailure> {
+    let ask = || -> Result<(Statistics, serde_json::Value, Instant), CommandFailure> {
+        let answer = control::ask(socket, request)?;
+        let statistics = serde_json::from_value(answer.clone()).map_err(|error| {
+            CommandFailure::about(
+                "the statistics cannot be read; is the server of another version?",
+                error,
+            )
+        })?;
+        Ok((statistics, answer, Instant::now()))
+    };
+    let interval = Duration::from_secs(watch.unwrap_or(1));
+    let (mut before, _, mut since) = ask()?;
+    loop {
+        std::thread::sleep(interval);
+        let (now, answer, at) = match ask() {
+            Ok(asked) => asked,
+            // It has ended.
+            Err(_) if watch.is_some() => return Ok(EXIT_OK),
+            Err(failure) => return Err(failure),
+        };
+        let mut output = std::io::stdout();
+        match json {
+            true => writeln!(output, "{answer}")?,
+            false => output.write_all(now.table_since(&before, at - since).as_bytes())?,
+        }
+        if watch.is_none() {
+            return Ok(EXIT_OK);
+        }
+        if !json {
+            writeln!(output)?;
+        }
+        output.flush()?;
+        (before, since) = (now, at);
+    }
+}
+
+/// Returns the request that carries a command out.
+fn request(command: Command) -> Result<Request, CommandFailure> {
+    Ok(match command {
+        Command::Info => Request::Info {},
+        Command::DiskList => Request::DiskList {},
+        Command::Stats { id, .. } => Request::Stats { id },
+        Command::Flush { id } => Request::Flush { id },
+        Command::Stop => Request::Stop {},
+        Command::Compact { id, rate } => Request::Compact { id, rate },
+        Command::CompactStatus { id } => Request::CompactStatus { id },
+        Command::CompactStop { id } => Request::CompactStop { id },
+        Command::Pause => Request::Pause {},
+        Command::Resume => Request::Resume {},
+        Command::DiskResize { id, size, force } => {
+            let bytes = size::parse_bytes(&size);
+            let size = bytes.map_err(|error| CommandFailure::Usage(error.to_string()))?;
+            Request::DiskResize { id, size, force }
+        }
+        Command::DiskAdd { disk } => Request::DiskAdd {
+            disk: DiskKeys::parse(&disk)?,
+        },
+        Command::DiskRemove { id } => Request::DiskRemove { id },
+        Command::SnapshotCreate { id, name } => Request::SnapshotCreate { id, name },
+        Command::SnapshotList { id } => Request::SnapshotList { id },
+        Command::SnapshotApply { id, snapshot, force } => Request::SnapshotApply { id, snapshot, force },
+        Command::SnapshotDelete { id, snapshot } => Request::SnapshotDelete { id, snapshot },
+    })
+}

@@ -1,0 +1,258 @@
+//! One disk that is served, and what an operator can do with it whatever the frontend.
+//!
+//! The work is done on the thread of whoever asks, with plain system calls: the workers of the disk go on.
+//!
+//! Invariant: an image is closed only when no request of an operator and no compaction works on it.
+//! [`ServedDisk::detach`] waits for that, and nothing begins after it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use block::ring::RingKind;
+use block::{Buffer, Context, Op, ask};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
+use qcow::SnapshotError;
+use serde_json::{Value, json};
+use virtio_devices::stats::{DiskSnapshot, DiskStats};
+
+use super::compaction::Compactions;
+use crate::disk_config::DiskConfig;
+use crate::error::chain;
+use crate::open::{DiskHandle, OpenedDisk, OpenedImage};
+use crate::shrink;
+use crate::snapshots::ServedSnapshots;
+
+/// A disk that is served, while its image is open and while it is not.
+#[derive(Debug)]
+pub(crate) struct ServedDisk {
+    /// The disk, for people.
+    label: String,
+    path: PathBuf,
+    queues: u16,
+    /// `true` if another program serves it, and this one only passes requests on.
+    is_foreign: bool,
+    /// Read-locked while a request works on the image; `None` while the image is closed.
+    open: RwLock<Option<DiskHandle>>,
+    shown: Mutex<Shown>,
+    /// Of its queues; `None` if another program serves it.
+    stats: Option<Arc<DiskStats>>,
+    pub(super) compactions: Compactions,
+}
+
+/// The properties that lists show, as last known.
+#[derive(Clone, Copy, Debug, Default)]
+struct Shown {
+    size: u64,
+    readonly: bool,
+    is_qcow2: bool,
+}
+
+impl ServedDisk {
+    /// Returns the disk of `config`, whose image is not open yet and whose queues count in `stats`. Errors call it `label`.
+    pub(crate) fn new(label: String, config: &DiskConfig, stats: &Arc<DiskStats>) -> Arc<Self> {
+        Arc::new(Self {
+            stats: (!config.vhost_user).then(|| Arc::clone(stats)),
+            label,
+            path: config.path.clone(),
+            queues: config.num_queues,
+            is_foreign: config.vhost_user,
+            open: RwLock::default(),
+            shown: Mutex::default(),
+            compactions: Compactions::default(),
+        })
+    }
+
+    /// As [`ServedDisk::new`], with an image that is open.
+    pub(crate) fn of(
+        label: String,
+        config: &DiskConfig,
+        stats: &Arc<DiskStats>,
+        opened: &OpenedDisk,
+    ) -> Arc<Self> {
+        let disk = Self::new(label, config, stats);
+        disk.attach(opened);
+        disk
+    }
+
+    /// The image is open: requests work on it from now on.
+    pub(crate) fn attach(&self, opened: &OpenedDisk) {
+        *self.open.write() = Some(opened.handle());
+        self.compactions.open();
+    }
+
+    /// Stops the compaction, if one is under way, and returns when nothing here works on the image any more. Call it before the
+    /// image is closed, and without locks that requests wait for.
+    pub(crate) fn detach(&self) {
+        self.describe();
+        self.compactions.close();
+        *self.open.write() = None;
+    }
+
+    /// Asks a compaction to end soon, as [`ServedDisk::detach`] does, and does not wait for that.
+    pub(crate) fn prepare_to_detach(&self) {
+        self.compactions.close();
+    }
+
+    /// Does something with the open disk, which is not closed meanwhile.
+    pub(super) fn with<T>(&self, work: impl FnOnce(&DiskHandle) -> Result<T, String>) -> Result<T, String> {
+        if self.is_foreign {
+            return Err(format!(
+                "{} is served by another program (vhost_user=on), which has its image",
+                self.label
+            ));
+        }
+        // Fails while somebody waits to close it.
+        let open = self.open.try_read();
+        match open.as_ref().and_then(|open| open.as_ref()) {
+            Some(handle) => work(handle),
+            None => Err(self.closed()),
+        }
+    }
+
+    fn closed(&self) -> String {
+        format!("{}: {}", self.label, chain(&SnapshotError::Closed))
+    }
+
+    /// Does something with the QCOW2 image.
+    pub(super) fn with_image<T>(
+        &self,
+        what: &str,
+        work: impl FnOnce(&OpenedImage) -> Result<T, String>,
+    ) -> Result<T, String> {
+        self.with(|handle| match handle.image() {
+            Some(image) => work(image),
+            None => Err(format!(
+                "{} has a raw image; only QCOW2 images {what}",
+                self.label
+            )),
+        })
+    }
+
+    /// Returns what its queues have counted; `None` if another program serves it, which counts.
+    pub(super) fn statistics(&self) -> Option<DiskSnapshot> {
+        self.stats.as_ref().map(|stats| stats.snapshot())
+    }
+
+    pub(super) fn label(&self) -> &str {
+        &self.label
+    }
+
+    /// Returns what lists show of the disk; as last known, while its image is closed.
+    pub(super) fn describe(&self) -> Value {
+        let now = self.with(|handle| {
+            let info = handle.with(|disk| disk.info()).ok_or_else(|| self.closed())?;
+            Ok(Shown {
+                size: info.size_bytes,
+                readonly: info.read_only,
+                is_qcow2: handle.image().is_some(),
+            })
+        });
+        let mut shown = self.shown.lock();
+        if let Ok(now) = now {
+            *shown = now;
+        }
+        let format = match *shown {
+            _ if self.is_foreign => "none",
+            Shown { is_qcow2: true, .. } => "qcow2",
+            _ => "raw",
+        };
+        let mut described = json!({
+            "path": self.path,
+            "format": format,
+            "size": shown.size,
+            "readonly": shown.readonly,
+            "queues": self.queues,
+        });
+        drop(shown);
+        if let Some(compaction) = self.compactions.describe() {
+            described["compaction"] = compaction;
+        }
+        described
+    }
+
+    /// Makes every write that was answered before durable. An image that nothing was written to takes no sync.
+    pub(crate) fn flush(&self) -> Result<Value, String> {
+        let failed = |error: String| format!("cannot flush {}: {error}", self.label);
+        self.with(|handle| {
+            let flushed = handle.with(|disk| {
+                let cx = Context::new(RingKind::Syscalls, 64).map_err(|error| chain(&error))?;
+                let queue = disk.open_queue(&cx).map_err(|error| chain(&error))?;
+                let done = cx.block_on(ask(&*queue, Op::Flush, 0, 0, Buffer::default()));
+                done.map_err(|error| format!("cannot wait for I/O: {error}"))?
+                    .map_err(|error| chain(&error))
+            });
+            flushed.ok_or_else(|| self.closed())?.map_err(failed)
+        })?;
+        Ok(json!({}))
+    }
+
+    /// Begins a change of size: makes the disk smaller if `size` is less than it has, which takes `force`. Its frontend has to make
+    /// it larger, and to notify its user, while the guard is held. One that another program serves is left to the frontend.
+    pub(crate) fn change(&self, size: u64, force: bool) -> Result<RwLockReadGuard<'_, ()>, String> {
+        let alone = self.not_compacting()?;
+        if !self.is_foreign {
+            self.with(|handle| {
+                let now = handle.with(|disk| disk.info().size_bytes);
+                let now = now.ok_or_else(|| self.closed())?;
+                shrink::shrink_to(now, handle.image(), size, force)
+            })?;
+        }
+        Ok(alone)
+    }
+
+    /// Makes the disk as large as `size`. Its frontend must notify its user. Returns its size.
+    pub(crate) fn grow_to(&self, size: u64) -> Result<u64, String> {
+        self.with(|handle| {
+            let grown = handle.with(|disk| {
+                let cx = Context::new(RingKind::Syscalls, 64).map_err(|error| chain(&error))?;
+                let done = cx.block_on(Arc::clone(&disk).resize(&cx, size));
+                done.map_err(|error| format!("cannot wait for I/O: {error}"))?
+                    .map_err(|error| chain(&error))?;
+                Ok(disk.info().size_bytes)
+            });
+            grown.ok_or_else(|| self.closed())?
+        })
+    }
+
+    /// Creates a snapshot of the disk as it is. Answers its ID.
+    pub(crate) fn create_snapshot(&self, name: &str) -> Result<Value, String> {
+        let _alone = self.not_compacting()?;
+        self.snapshots(|snapshots| snapshots.create(name))
+    }
+
+    /// Lists the snapshots.
+    pub(crate) fn list_snapshots(&self) -> Result<Value, String> {
+        self.snapshots(|snapshots| snapshots.list())
+    }
+
+    /// Makes the disk what it was when a snapshot was created.
+    pub(crate) fn apply_snapshot(&self, snapshot: &str, force: bool) -> Result<Value, String> {
+        let _alone = self.not_compacting()?;
+        self.snapshots(|snapshots| snapshots.apply(snapshot, force))
+    }
+
+    /// Deletes a snapshot.
+    pub(crate) fn delete_snapshot(&self, snapshot: &str) -> Result<Value, String> {
+        let _alone = self.not_compacting()?;
+        self.snapshots(|snapshots| snapshots.delete(snapshot))
+    }
+
+    fn snapshots(
+        &self,
+        work: impl FnOnce(&ServedSnapshots<'_>) -> Result<Value, String>,
+    ) -> Result<Value, String> {
+        self.with_image("have snapshots", |image| {
+            work(&ServedSnapshots::new(&self.label, image))
+        })
+    }
+
+    /// Refuses changes of the image as a whole while it is compacted.
+    fn not_compacting(&self) -> Result<RwLockReadGuard<'_, ()>, String> {
+        self.compactions.keep_off().ok_or_else(|| {
+            format!(
+                "{} is being compacted; wait for the end, or stop it with `compact-stop`",
+                self.label
+            )
+        })
+    }
+}
