@@ -15,7 +15,7 @@
 #
 #   begun again: TEST, because WHY
 #
-# and more than one of these fails the run. Needs the release build of `ringdisk`.
+# and more than two of these fail the run. Needs the release build of `ringdisk`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -2,13 +2,13 @@
 # The closing summary of a run of the suite, from the output of cargo: summary.sh LOG [STEPS]
 #
 # Prints the time of each step (the lines `NAME SECONDS` of the file STEPS), of each suite and of the slowest tests, the
-# output of each failed test, what could not run, what was begun again, and the totals. Fails if no test ran, or if more than one test was begun again: an
-# emulator fails so rarely by itself.
+# output of each failed test, what could not run, what was begun again, and the totals. Fails if no test ran, or if more than two tests were begun
+# again: an emulator fails rarely by itself, also beside builds.
 set -euo pipefail
 
 log=$1
 steps=${2:-}
-AGAIN_MAX=1
+AGAIN_MAX=2
 SLOWEST=15
 FAILURE_LINES=60
 
