@@ -5,6 +5,7 @@
 //! Invariant: a disk has at most one compaction, and its image is not closed before that has ended.
 
 use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
@@ -179,12 +180,17 @@ impl ServedDisk {
     /// Compacts the image on this thread.
     fn run_compaction(&self, rate: Option<u64>) {
         let options = CompactOptions { rate };
-        let compacted = self.with_image("can be compacted", |image| {
-            image.run(async |disk, cx| {
-                disk.compact(cx, &options, |progress| self.compactions.note(progress))
-                    .await
+        let compact = || {
+            self.with_image("can be compacted", |image| {
+                image.run(async |disk, cx| {
+                    disk.compact(cx, &options, |progress| self.compactions.note(progress))
+                        .await
+                })
             })
-        });
+        };
+        // A fault of ours must not leave the disk as one that is being compacted for ever.
+        let compacted = catch_unwind(AssertUnwindSafe(compact))
+            .unwrap_or_else(|_| Err("the compaction has panicked; the log says where".to_owned()));
         match &compacted {
             Ok(done) => {
                 let result = compact::describe(done);
