@@ -42,6 +42,7 @@ for unit in ringdisk-vhost-user@vm ringdisk-ublk@data; do
     soon 60 active $unit "$before" && echo "handed over $unit"
 done
 inside stat -c 'socket %a' /run/ringdisk/vm.sock
+ended "controlled" inside ringdisk ctl --socket /run/ringdisk/vm.control info --json
 dd if=/dev/urandom of=/dev/ublkb3 bs=1M count=8 oflag=direct status=none && echo "written 0"
 
 # An upgrade leaves servers alone, and a reload hands over to the new version.

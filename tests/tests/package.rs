@@ -99,6 +99,11 @@ fn package_is_installed_used_upgraded_and_removed() -> Result<(), Error> {
         has(&format!("state {unit} success inactive "));
     }
     has("socket 660");
+    let controlled = outcome.value("controlled ").unwrap_or_default();
+    assert!(
+        controlled.starts_with("0 ") && controlled.contains(r#""protocol":1"#),
+        "{all}"
+    );
     has("written 0");
     has("upgraded under running servers");
     has("flawless a");
