@@ -55,7 +55,7 @@ pub(crate) trait Desk: Send + Sync + 'static {
 
 /// A disk, as a list shows it.
 pub(crate) struct Listed {
-    /// What requests call it.
+    /// Its name in requests.
     pub(crate) id: String,
     /// Its PCI address, socket or block device.
     pub(crate) place: String,

@@ -47,7 +47,7 @@ fn upgrades_under_load_go_unnoticed() -> Result<(), Error> {
     })
 }
 
-/// What becomes of a device's I/O without a server decides whether it can have another one.
+/// A device can have another server or not, by what becomes of its I/O without one.
 const RECOVERIES: &str = include_str!("../../guest/ublk/recoveries.sh");
 
 /// Conditions that keep a server from being replaced, found before it is asked; and others that do not. No driver has a say in them.

@@ -7,7 +7,7 @@
 //! itself. Beside a sync, or a sleep and its wake-up, the clock costs nothing, and a disk that is rarely used need not wait for
 //! sixty-four requests.
 //!
-//! What a request pays that is not measured is paid for all that are taken together: [`Meter::pick`]. The clock is read once at
+//! A request that is not measured pays a share of one call for all that are taken together: [`Meter::pick`]. The clock is read once at
 //! most for all requests that are taken together, and once for all that are answered together.
 
 use std::sync::Arc;

@@ -13,7 +13,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 /// The longest wait for the thread to see a pause: it may be letting a client in.
 const PAUSE_MAX: Duration = Duration::from_secs(2);
 
-/// What the thread is to do.
+/// The state that the thread is to be in.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Wanted {
     Open,

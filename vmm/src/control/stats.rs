@@ -9,7 +9,7 @@ use virtio_devices::stats::{DiskSnapshot, KindSnapshot, QueueSnapshot, RequestKi
 /// One disk in the answer to [`Request::Stats`](super::Request::Stats).
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct DiskStatistics {
-    /// What requests call it.
+    /// Its name in requests.
     pub id: String,
     /// Its queues.
     #[serde(flatten)]
