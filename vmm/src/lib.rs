@@ -47,6 +47,7 @@ pub mod open;
 pub mod run;
 pub mod sandbox;
 mod sd_notify;
+mod seat;
 pub mod secret_file;
 mod shrink;
 pub mod signals;

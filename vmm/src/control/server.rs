@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -18,6 +18,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::gate::{Gate, Wanted};
 use super::request::{Request, send_line};
+use crate::seat::Seat;
 use crate::socket::{Socket, SocketError};
 
 /// The longest request, in bytes.
@@ -118,7 +119,7 @@ impl Control {
                             continue;
                         }
                     };
-                let seat = Seat::take(&clients);
+                let seat = Seat::take(&clients, CLIENTS_MAX);
                 if seat.is_none() {
                     let error = "too many clients at a time";
                     send_line(&stream, &json!({"ok": false, "error": error})).unwrap_or_default();
@@ -165,22 +166,6 @@ impl Control {
     pub fn give_up(self) {
         self.gate.change(Wanted::Ended);
         self.socket.give_up();
-    }
-}
-
-/// A client's place among those at a time, until it is dropped, however its thread ends.
-struct Seat(Arc<AtomicUsize>);
-
-impl Seat {
-    fn take(clients: &Arc<AtomicUsize>) -> Option<Self> {
-        let seat = Self(Arc::clone(clients));
-        (clients.fetch_add(1, Ordering::SeqCst) < CLIENTS_MAX).then_some(seat)
-    }
-}
-
-impl Drop for Seat {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

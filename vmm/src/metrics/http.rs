@@ -7,11 +7,13 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::time::{Duration, Instant};
 
 use super::address::Acceptor;
 use super::text::CONTENT_TYPE;
+
+use crate::seat::Seat;
 
 /// The most clients at a time.
 pub(super) const CLIENTS_MAX: usize = 8;
@@ -204,22 +206,6 @@ pub(super) fn answer(head: &[u8], text: impl FnOnce() -> String) -> Answer {
     }
 }
 
-/// A client's place among those at a time, until it is dropped, however its thread ends.
-struct Seat(Arc<AtomicUsize>);
-
-impl Seat {
-    fn take(clients: &Arc<AtomicUsize>) -> Option<Self> {
-        let seat = Self(Arc::clone(clients));
-        (clients.fetch_add(1, Ordering::SeqCst) < CLIENTS_MAX).then_some(seat)
-    }
-}
-
-impl Drop for Seat {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
 /// Serves clients for ever: `text` makes the statistics.
 pub(super) fn serve(acceptor: &Acceptor, text: &Arc<dyn Fn() -> String + Send + Sync>) {
     let clients = Arc::new(AtomicUsize::new(0));
@@ -233,7 +219,7 @@ pub(super) fn serve(acceptor: &Acceptor, text: &Arc<dyn Fn() -> String + Send + 
                 continue;
             }
         };
-        let seat = Seat::take(&clients);
+        let seat = Seat::take(&clients, CLIENTS_MAX);
         let mut client = Client {
             connection,
             until: Instant::now() + TIME_MAX,
