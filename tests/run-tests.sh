@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Runs every test of the workspace and says, at the end and loudly, what did not run here: run-tests.sh [STEP…] [-- STEP…]
+# Runs every test of the workspace and says, at the end and loudly, what did not run here:
 #
-# Each STEP is a target of the Makefile. Those before `--` are made first, in this order; the first that fails ends the
-# run. Then the tests of the lab begin, whose guests wait now and then, and use one CPU or two; beside them the other steps are
-# made, with what the guests leave of the CPUs, and the tests of the other packages run. The summary gives the time of each of
-# them, of all together, of each suite, and of the slowest tests.
+#   run-tests.sh FIRST… -- ASIDE… -- BUILD… -- BESIDE…
+#
+# Each word is a target of the Makefile. FIRST are made in this order, then BUILD, then the tests are built; ASIDE are made beside
+# both builds, as they mostly wait for the network. The first that fails ends the run. Then the tests of the lab begin, whose
+# guests wait now and then, and use one CPU or two; beside them BESIDE are made, with what the guests leave of the CPUs, and the
+# tests of the other packages run. The summary gives the time of each of them, of all together, of each suite, and of the slowest
+# tests.
 #
 # Nothing may be skipped in silence: a test that meets a machine without what it needs fails, and says
 # what to install. Where no installing helps (say, a kernel that refuses io_uring), the test prints
@@ -23,8 +26,9 @@ start=$(date +%s)
 logs=$(mktemp -d)
 steps=$logs/steps
 : >"$steps"
-lab=
-trap '[ -z "$lab" ] || kill -- -"$lab" 2>/dev/null || true; rm -rf "$logs"' EXIT
+# The process group that runs beside this script, which goes with it.
+aside=
+trap '[ -z "$aside" ] || kill -- -"$aside" 2>/dev/null || true; rm -rf "$logs"' EXIT
 
 # timed STEP COMMAND…: notes the step's seconds, whether or not it succeeds.
 timed() {
@@ -47,26 +51,39 @@ part() {
     PART=$part cargo_test "$@" -- --show-output 2>&1
 }
 
-while [ $# -gt 0 ] && [ "$1" != -- ]; do
-    timed "$1" make --no-print-directory "$1"
-    shift
+steps() { for step; do timed "$step" make --no-print-directory "$step"; done; }
+
+groups=("" "" "" "")
+group=0
+for word; do
+    if [ "$word" = -- ]; then group=$((group + 1)); else groups[group]+=" $word"; fi
 done
-[ $# = 0 ] || shift
+
+# shellcheck disable=SC2086 # lists
+steps ${groups[0]}
+set -m
+# shellcheck disable=SC2086
+steps ${groups[1]} >"$logs/aside" 2>&1 &
+aside=$!
+set +m
+# shellcheck disable=SC2086
+steps ${groups[2]}
 timed tests-build cargo_test --no-run
+wait $aside || { cat "$logs/aside"; exit 1; }
+cat "$logs/aside"
 
 status=0
 echo "The tests of the lab have begun; what they say follows when all of them have ended."
-# In a process group of its own, which goes with this script.
 set -m
 timed lab-tests part lab --tests >"$logs/lab" &
-lab=$!
+aside=$!
 set +m
-for step; do
+for step in ${groups[3]}; do
     timed "$step" nice make --no-print-directory "$step" || failed="${failed:-}${failed:+, }$step"
 done
 timed other-tests part others | tee "$logs/others" || status=1
-wait $lab || status=1
-lab=
+wait $aside || status=1
+aside=
 cat "$logs/lab"
 cat "$logs/others" "$logs/lab" >"$logs/all"
 echo "all $(($(date +%s) - start))" >>"$steps"

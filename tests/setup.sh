@@ -2,6 +2,7 @@
 # Prepares the lab: the tools on this machine, and what a guest is made of.
 #
 #   tests/setup.sh            install and build what is missing (root, Debian 12); else return at once
+#   tests/setup.sh --tools    install what is missing on this machine, and build nothing
 #   tests/setup.sh --where    print the folder of the prepared guest; fail if there is none
 #   tests/setup.sh --newer    print the folder of the newer kernel; fail with 3 and why if it could not be had here
 #
@@ -292,7 +293,7 @@ prepare_newer() {
     [ -d "$target" ] && return
     [ "$(id -u)" = 0 ] || die "the lab's newer kernel is not there; run tests/setup.sh as root (RINGDISK_LAB_CACHE=$CACHE)"
     mkdir -p "$CACHE"
-    exec 9>"$CACHE/lock"
+    exec 9>"$CACHE/lock-newer"
     flock 9
     said=$CACHE/newer.log
     : >"$said"
@@ -324,9 +325,16 @@ prepare_guest() {
 case ${1:-} in
 "")
     install_tools
-    prepare_guest
-    prepare_newer
+    # Side by side: each waits for the mirror more than for a CPU.
+    prepare_guest &
+    guest=$!
+    prepare_newer &
+    status=0
+    wait "$guest" || status=1
+    wait $! || status=1
+    exit "$status"
     ;;
+--tools) install_tools ;;
 --where)
     folder=$(guest_folder)
     [ -d "$folder" ] || die "the lab's guest is not built ($folder); run tests/setup.sh as root"
@@ -343,5 +351,5 @@ case ${1:-} in
         die "the lab's newer kernel is not there ($folder); run tests/setup.sh as root"
     fi
     ;;
-*) die "usage: tests/setup.sh [--where|--newer]" ;;
+*) die "usage: tests/setup.sh [--tools|--where|--newer]" ;;
 esac
