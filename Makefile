@@ -5,7 +5,7 @@
 #   make test    everything that must hold: setup, lint, doc, and all tests; says what could not run here
 #   make demo    boot a stock Linux guest on a QCOW2 overlay served by Ringdisk, and check the image
 #   make deb     the Debian package, in target/deb; lintian judges it, and a guest installs, uses, upgrades and removes it
-#   make bench   Ringdisk beside its peers; writes target/bench/summary.json
+#   make bench   Ringdisk beside its peers; writes target/bench/summary.json; ARGS=--help for what else it does
 #   make bench-check  this tree beside a reference commit; fails if a row is more than 3 % worse
 #   make counts  the instructions of the hot paths, each with its bound
 #   make models  what threads share, under the model checkers loom and shuttle; RUNS times as many random orders
@@ -26,7 +26,7 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: check test setup lint doc build deb counts models explore canaries asan tsan coverage demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
+.PHONY: check test tools setup lint doc build deb counts models explore canaries asan tsan coverage demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
 
 # Needs no lab; unit tests of qcow need the tools of QEMU.
 check: lint
@@ -35,7 +35,7 @@ check: lint
 
 # The steps before the tests are made by the script, which measures them.
 test:
-	tests/run-tests.sh setup build -- lint doc counts models explore canaries
+	tests/run-tests.sh tools -- setup -- build -- lint doc counts models explore canaries
 
 # Half of the states are of the same seeds each time, half of new ones; those are printed, and `--from` repeats them.
 explore:
@@ -46,12 +46,15 @@ explore:
 canaries:
 	cargo run --release -p ringdisk-sim --features canary -- canaries
 
+tools:
+	tests/setup.sh --tools
+
 setup:
 	tests/setup.sh
 
 lint:
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets -- -D warnings
+	cargo clippy --workspace --all-targets --features ringdisk-bench/peers -- -D warnings
 
 doc:
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
@@ -115,7 +118,7 @@ peers:
 	fi
 
 bench: setup build peers
-	cargo run --release -p ringdisk-bench
+	cargo run --release -p ringdisk-bench --features peers -- $(ARGS)
 
 # REFERENCE=… is another commit than docs/numbers.md names.
 bench-check: setup

@@ -3,9 +3,12 @@
 //! A process each, so that no engine pays for what another left behind, and one that crashes or hangs
 //! costs its row and not the run. The child gets a [`Task`] and prints a [`Sample`], both as JSON.
 
+#[cfg(feature = "peers")]
 mod aligned;
+#[cfg(feature = "peers")]
 mod imago;
 mod lanes;
+#[cfg(feature = "peers")]
 mod qcow2_rs;
 mod qemu_img;
 mod ringdisk;
@@ -60,6 +63,8 @@ pub(crate) struct Task {
     backing: bool,
     #[serde(default)]
     data_file: bool,
+    #[serde(default)]
+    durable_bitmaps: bool,
     direct: bool,
     pattern: Pattern,
     block_bytes: u32,
@@ -123,6 +128,7 @@ pub(crate) fn measure_with(
         raw: image.format == Format::Raw,
         backing: image.backing.is_some(),
         data_file: image.data_file.is_some(),
+        durable_bitmaps: image.durable_bitmaps,
         direct,
         pattern: workload.pattern,
         block_bytes: workload.block_bytes,
@@ -152,8 +158,17 @@ pub(crate) fn run_here(json: &str) -> io::Result<String> {
     let task: Task = serde_json::from_str(json)?;
     let sample = match task.engine {
         Engine::Ringdisk => ringdisk::run(&task)?,
+        #[cfg(feature = "peers")]
         Engine::Imago => imago::run(&task)?,
+        #[cfg(feature = "peers")]
         Engine::Qcow2Rs => qcow2_rs::run(&task)?,
+        #[cfg(not(feature = "peers"))]
+        peer @ (Engine::Imago | Engine::Qcow2Rs) => {
+            let name = peer.name();
+            return Err(io::Error::other(format!(
+                "this program was built without {name}; `cargo run -p ringdisk-bench --features peers` has it"
+            )));
+        }
         Engine::QemuImg => return Err(io::Error::other("qemu-img is a process already")),
     };
     Ok(serde_json::to_string(&sample)?)
