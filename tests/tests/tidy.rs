@@ -42,7 +42,6 @@ const UNSAFE: [&str; 59] = [
     "tests/bench/src/client/ring.rs",
     "tests/bench/src/process.rs",
     "tests/bench/src/signals.rs",
-    "tests/bench/src/space.rs",
     "tests/bodies/src/memory.rs",
     "tests/gen/src/kvm.rs",
     "tests/src/process.rs",

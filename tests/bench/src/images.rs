@@ -30,6 +30,14 @@ pub(crate) const HUGE_BYTES: u64 = 1 << 40;
 #[cfg(test)]
 pub(crate) const TEST_BYTES: u64 = 8 << 20;
 
+/// The size of the images whose persistent bitmaps have very many regions, in bytes.
+pub(crate) const WIDE_BYTES: u64 = 100 << 30;
+/// The size of the image that is half free, in bytes.
+pub(crate) const HALF_FREE_BYTES: u64 = 10 << 30;
+
+/// The name of the bitmap of [`Source::ScratchBitmap`] and [`Source::WideBitmap`].
+pub(crate) const BITMAP: &str = "changes";
+
 /// The number of images below the disk of [`Source::Chain`].
 pub(crate) const CHAIN_IMAGES: u64 = 32;
 
@@ -99,6 +107,14 @@ pub(crate) enum Source {
     ScratchDataFile,
     /// As [`Source::Data`], encrypted.
     Luks,
+    /// As [`Source::Scratch`], with an enabled bitmap.
+    ScratchBitmap,
+    /// [`WIDE_BYTES`] whose clusters are all mapped, no data, to be overwritten.
+    Wide,
+    /// The same with an enabled bitmap, which is to be durable.
+    WideBitmap,
+    /// Data in every other mebibyte of [`HALF_FREE_BYTES`]; what was between is discarded, and the file as long as with it.
+    HalfFree,
 }
 
 impl Source {
@@ -123,11 +139,20 @@ impl Source {
             | Self::OverlayExtended
             | Self::DataFile
             | Self::ScratchDataFile
+            | Self::ScratchBitmap
             | Self::Luks => DATA_BYTES,
             Self::Deflate | Self::Zstd => COMPRESSED_BYTES,
             Self::Fresh => FRESH_BYTES,
             Self::Huge | Self::Mapped => HUGE_BYTES,
+            Self::Wide | Self::WideBitmap => WIDE_BYTES,
+            Self::HalfFree => HALF_FREE_BYTES,
         }
+    }
+
+    /// Returns true if it has an enabled bitmap.
+    #[must_use]
+    pub(crate) fn has_bitmap(self) -> bool {
+        matches!(self, Self::ScratchBitmap | Self::WideBitmap)
     }
 
     /// Returns the options of an overlay.
@@ -165,6 +190,10 @@ impl Source {
             Self::DataFile => "data-file.qcow2",
             Self::ScratchDataFile => "scratch-data-file.qcow2",
             Self::Luks => "luks.qcow2",
+            Self::ScratchBitmap => "scratch-bitmap.qcow2",
+            Self::Wide => "wide.qcow2",
+            Self::WideBitmap => "wide-bitmap.qcow2",
+            Self::HalfFree => "half-free.qcow2",
         }
     }
 
@@ -210,6 +239,8 @@ pub(crate) struct Image {
     pub(crate) data_file: Option<PathBuf>,
     /// The file with the secret that opens it, if it is encrypted.
     pub(crate) secret_file: Option<PathBuf>,
+    /// Our engine is to keep its bitmaps durable.
+    pub(crate) durable_bitmaps: bool,
 }
 
 /// The directory of images.
@@ -321,6 +352,11 @@ impl Images {
                 Some(below) => create_overlay_with(source.overlay_options(), &below.path, &partial)?,
                 None => self.write(source, &partial)?,
             }
+            if source.has_bitmap() {
+                let arguments = ["bitmap", "--add", "-f", "qcow2"].map(OsStr::new);
+                let name = [partial.as_os_str(), OsStr::new(BITMAP)];
+                qemu_img(&[&arguments[..], &name].concat())?;
+            }
             fs::rename(&partial, &path)?;
         }
         // The kernel keeps a file in folios as large as the writes that filled it, and finds a page among few large ones in a
@@ -337,6 +373,7 @@ impl Images {
             has_content: source.has_content(),
             data_file,
             secret_file: (source == Source::Luks).then(|| self.secret_file()),
+            durable_bitmaps: source == Source::WideBitmap,
         })
     }
 
@@ -371,6 +408,7 @@ impl Images {
                 has_content: false,
                 data_file: None,
                 secret_file: None,
+                durable_bitmaps: false,
             }));
         }
         Ok(below)
@@ -380,7 +418,9 @@ impl Images {
         let size = source.disk_bytes();
         match source {
             Source::Raw | Source::RawScratch => write_content(path, size),
-            Source::Data | Source::Scratch => self.convert(size, &["-o", "cluster_size=64k"], path),
+            Source::Data | Source::Scratch | Source::ScratchBitmap => {
+                self.convert(size, &["-o", "cluster_size=64k"], path)
+            }
             Source::Deflate => self.convert(
                 size,
                 &["-c", "-W", "-o", "cluster_size=64k,compression_type=zlib"],
@@ -410,8 +450,12 @@ impl Images {
             Source::Overlay | Source::OverlayExtended | Source::Chain | Source::Fresh => {
                 create_empty("cluster_size=64k", path, size)
             }
-            Source::Huge | Source::Mapped => {
+            Source::Huge | Source::Mapped | Source::Wide | Source::WideBitmap => {
                 create_empty("cluster_size=64k,preallocation=metadata", path, size)
+            }
+            Source::HalfFree => {
+                create_empty("cluster_size=64k,preallocation=metadata", path, size)?;
+                free_half(path, size)
             }
         }
     }
@@ -464,6 +508,23 @@ fn create_empty(options: &str, path: &Path, bytes: u64) -> io::Result<()> {
         path.as_os_str(),
         OsStr::new(&size),
     ])
+}
+
+/// Writes every other mebibyte of a disk whose clusters are all mapped, and discards the others.
+fn free_half(path: &Path, bytes: u64) -> io::Result<()> {
+    let mut command = Command::new("qemu-io");
+    let mut options =
+        OsString::from("driver=qcow2,discard=unmap,file.driver=file,file.discard=unmap,file.filename=");
+    options.push(path);
+    command.arg("--image-opts").arg(options);
+    for at in 0..bytes >> 20 {
+        let what = match at % 2 {
+            0 => format!("discard -q {at}M 1M"),
+            _ => format!("write -q -P {} {at}M 1M", at % 255 + 1),
+        };
+        command.arg("-c").arg(what);
+    }
+    process::output(command, LIMIT).map(drop)
 }
 
 fn remove_directory(directory: &Path) -> io::Result<()> {

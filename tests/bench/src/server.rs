@@ -49,7 +49,9 @@ pub(crate) struct Serve<'a> {
     /// The number of queues to offer.
     pub(crate) queues: u16,
     /// The budget of the L2 table cache in KiB, if not the server's own choice.
-    pub l2_cache_kib: Option<u32>,
+    pub(crate) l2_cache_kib: Option<u32>,
+    /// Our server is to have a control socket, and the disk its image's path as a name.
+    pub(crate) control: bool,
 }
 
 /// A server that listens.
@@ -57,6 +59,7 @@ pub(crate) struct Serve<'a> {
 pub(crate) struct Server {
     process: Process,
     socket: PathBuf,
+    control: PathBuf,
 }
 
 impl Server {
@@ -67,12 +70,15 @@ impl Server {
     /// If it does not start, ends, or does not listen in time; with what it printed.
     pub(crate) fn start(program: &Program, serve: &Serve<'_>, directory: &Path) -> io::Result<Self> {
         let socket = directory.join("bench.sock");
-        match std::fs::remove_file(&socket) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
+        let control = directory.join("bench.control");
+        for file in [&socket, &control] {
+            match std::fs::remove_file(file) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
         }
         let command = match program {
-            Program::Ringdisk(binary) => ringdisk(binary, serve, &socket),
+            Program::Ringdisk(binary) => ringdisk(binary, serve, &socket, &control),
             Program::StorageDaemon(binary) => storage_daemon(binary, serve, &socket),
         };
         let mut process = Process::start(command, &directory.join("server.log"))?;
@@ -89,13 +95,23 @@ impl Server {
             }
             std::thread::sleep(Duration::from_millis(2));
         }
-        Ok(Self { process, socket })
+        Ok(Self {
+            process,
+            socket,
+            control,
+        })
     }
 
     /// Returns the path of the socket it listens at.
     #[must_use]
     pub(crate) fn socket(&self) -> &Path {
         &self.socket
+    }
+
+    /// Returns the path of its control socket, if it was to have one.
+    #[must_use]
+    pub(crate) fn control(&self) -> &Path {
+        &self.control
     }
 
     /// The CPU time it has used, in seconds.
@@ -153,7 +169,7 @@ fn on_off(on: bool) -> &'static str {
     if on { "on" } else { "off" }
 }
 
-fn ringdisk(binary: &Path, serve: &Serve<'_>, socket: &Path) -> Command {
+fn ringdisk(binary: &Path, serve: &Serve<'_>, socket: &Path, control: &Path) -> Command {
     let mut disk = OsString::from("path=");
     disk.push(&serve.image.path);
     disk.push(format!(
@@ -178,6 +194,9 @@ fn ringdisk(binary: &Path, serve: &Serve<'_>, socket: &Path) -> Command {
         .arg(socket)
         .arg("--disk")
         .arg(disk);
+    if serve.control {
+        command.arg("--control").arg(control);
+    }
     command
 }
 

@@ -3,12 +3,15 @@
 //! An image that was written in places is thousands of extents, and a file system mounted with `discard`
 //! sends one discard for each when the file goes: about a millisecond apiece. Filling the gaps first
 //! joins the extents, and a handful of discards remains.
-#![expect(unsafe_code, reason = "fallocate has no safe wrapper in the standard library")]
 
 use std::fs::{self, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
 use std::path::Path;
+
+use rustix::fs::{FallocateFlags, SeekFrom};
+
+/// The bytes whose gaps are filled at a time.
+const PIECE_BYTES: u64 = 1 << 30;
 
 /// Removes the file at `path`, if there is one.
 ///
@@ -19,23 +22,22 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     match fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error),
-        // A sparse tebibyte has no room to be filled.
-        Ok(facts) if facts.len() < 64 << 30 => fill(path, facts.len())?,
         Ok(_) => {}
     }
-    fs::remove_file(path)
-}
-
-fn fill(path: &Path, len: u64) -> io::Result<()> {
-    if len == 0 {
-        return Ok(());
+    let file = OpenOptions::new().read(true).write(true).open(path)?;
+    let mut at = 0;
+    // A sparse tebibyte has no room to be filled: piece by piece.
+    while let Ok(data) = rustix::fs::seek(&file, SeekFrom::Data(at)) {
+        at = data / PIECE_BYTES * PIECE_BYTES;
+        let (fill, free) = (FallocateFlags::ZERO_RANGE, FallocateFlags::PUNCH_HOLE);
+        // Where it is not supported, or the disk is full, removing takes as long as it takes.
+        let _filled = rustix::fs::fallocate(&file, fill | FallocateFlags::KEEP_SIZE, at, PIECE_BYTES);
+        if rustix::fs::fallocate(&file, free | FallocateFlags::KEEP_SIZE, at, PIECE_BYTES).is_err() {
+            break;
+        }
+        at += PIECE_BYTES;
     }
-    let file = OpenOptions::new().write(true).open(path)?;
-    let (mode, len) = (libc::FALLOC_FL_ZERO_RANGE, len as libc::off_t);
-    // SAFETY: changes an open file of ours; touches no memory. Where it is not supported, or the disk is
-    // full, removing takes as long as it takes.
-    let _filled = unsafe { libc::fallocate(file.as_raw_fd(), mode, 0, len) };
-    Ok(())
+    fs::remove_file(path)
 }
 
 #[cfg(test)]

@@ -134,6 +134,9 @@ pub(crate) struct Sample {
     /// The latency that 999 of 1,000 stay below, in microseconds.
     #[serde(default)]
     pub(crate) p999_us: f64,
+    /// The longest latency, in microseconds.
+    #[serde(default)]
+    pub(crate) longest_us: f64,
     /// The CPU time of the engine meanwhile, user and system, in seconds; of the server alone if there is one.
     pub(crate) cpu_seconds: f64,
     /// The engine's own resident memory at the end, in MiB: without memory shared with the client.

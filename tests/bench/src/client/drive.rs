@@ -115,6 +115,7 @@ pub(crate) fn run(
         sample.mean_us = latencies.mean_us();
         sample.p99_us = latencies.percentile_us(0.99);
         sample.p999_us = latencies.percentile_us(0.999);
+        sample.longest_us = latencies.percentile_us(1.0);
         sample.cpu_seconds = cpu_after - cpu_before;
         if sample.ops == 0 {
             return Err(io::Error::other(format!(

@@ -121,6 +121,7 @@ impl State {
             mean_us: self.latencies.mean_us(),
             p99_us: self.latencies.percentile_us(0.99),
             p999_us: self.latencies.percentile_us(0.999),
+            longest_us: self.latencies.percentile_us(1.0),
             cpu_seconds: process::own_cpu_seconds() - self.cpu_before,
             resident_mib: process::resident_mib(std::process::id()).unwrap_or_default(),
         });

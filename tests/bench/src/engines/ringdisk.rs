@@ -12,7 +12,7 @@ use block::file::{FileOptions, ImageFile};
 use block::raw::RawDisk;
 use block::worker::{Frontend, WorkerConfig, WorkerHandle};
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, Op, Request};
-use qcow::{OpenOptions, QcowDisk};
+use qcow::{BitmapStorage, OpenOptions, QcowDisk};
 
 use super::Task;
 use super::lanes::Lanes;
@@ -60,6 +60,10 @@ fn open(task: &Task, cx: &Context) -> io::Result<Arc<dyn Disk>> {
         direct: task.direct,
         backing_files: task.backing,
         data_files: task.data_file,
+        bitmaps: match task.durable_bitmaps {
+            true => BitmapStorage::Durable,
+            false => BitmapStorage::Close,
+        },
         ..OpenOptions::default()
     };
     Ok(QcowDisk::open(path, &options).map_err(failed)?)

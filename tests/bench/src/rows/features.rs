@@ -1,27 +1,20 @@
-//! What features of the format cost and gain: subclusters, data files, encryption, snapshots.
+//! What features of the format cost and gain: subclusters, data files, encryption.
 
-use std::ffi::OsStr;
 use std::io;
-use std::path::Path;
-use std::process::Command;
-use std::time::{Duration, Instant};
 
 use super::{Bench, Row, Served, in_turns, measure_served, measure_served_peer, workload};
-use crate::client::drive::Wait;
+use crate::cache;
+use crate::client::drive::{Timing, Wait};
 use crate::engines::{self, Engine};
-use crate::images::{self, Source};
+use crate::images::{self, Image, Source};
 use crate::report::{Better, Entry};
-use crate::server::Program;
 use crate::target::Target;
-use crate::workload::{Pattern, Sample};
-use crate::{cache, peer, process};
+use crate::workload::{Pattern, Sample, Workload};
 
 const K4: u32 = 4 << 10;
 const K128: u32 = 128 << 10;
 /// The bytes that one worker is to read from an encrypted image in the page cache in a second, in GB.
 const LUKS_GB: f64 = 1.5;
-/// The longest time of one operation on snapshots.
-const SNAPSHOT_LIMIT: Duration = Duration::from_secs(300);
 
 /// The rows of this part.
 #[must_use]
@@ -37,11 +30,6 @@ pub(crate) fn rows() -> Vec<Row> {
         name: "vhost/cached/luks-read-128k-d16",
         promises: promises(&[("bytes-per-cpu", 1.5), ("bytes", 1.0)]),
         run: Box::new(run_luks),
-    };
-    let snapshots = Row {
-        name: "tools/snapshots-1tib",
-        promises: promises(&[("create", 3.0), ("delete", 3.0)]),
-        run: Box::new(run_snapshots),
     };
     // Name, image, the image beside it, past the page cache?, pattern, the figure's name, its target, the other image's name.
     let extended = ("plain-entries", 0.97, "without extended L2");
@@ -60,51 +48,65 @@ pub(crate) fn rows() -> Vec<Row> {
             name,
             promises: promises(&[(figure, ratio)]),
             run: Box::new(move |row, bench| {
-                let sides = [source, other];
-                run_beside(row, bench, sides, direct, pattern, (figure, other_name))
+                let beside = Beside {
+                    sides: [source, other],
+                    direct,
+                    workload: workload(source, pattern, K4, 64),
+                    timing: bench.timing,
+                };
+                beside.run(row, bench, (figure, other_name), |_, _| Ok(()))
             }),
         },
     );
-    [subclusters]
-        .into_iter()
-        .chain(beside)
-        .chain([luks, snapshots])
-        .collect()
+    [subclusters].into_iter().chain(beside).chain([luks]).collect()
 }
 
-fn promises(ratios: &[(&'static str, f64)]) -> Vec<(&'static str, Target)> {
+pub(super) fn promises(ratios: &[(&'static str, f64)]) -> Vec<(&'static str, Target)> {
     ratios.iter().map(|&(what, ratio)| (what, ratio.into())).collect()
 }
 
 /// Our engine in-process, one thread, on two images in turns.
-fn run_beside(
-    row: &Row,
-    bench: &mut Bench,
-    sides: [Source; 2],
-    direct: bool,
-    pattern: Pattern,
-    (figure, other): (&str, &str),
-) -> io::Result<Vec<Entry>> {
-    let measure = |bench: &mut Bench, source: Source| {
-        let image = bench.images.image(source)?;
-        cache::prepare(&image, !direct)?;
-        let workload = workload(source, pattern, K4, 64);
-        let sample = engines::measure(Engine::Ringdisk, &image, direct, &workload, bench.timing)?;
-        if pattern.writes() {
-            images::check(&image)?;
-        }
-        Ok(sample)
-    };
-    in_turns(bench, &sides, measure, |turns| match turns {
-        [ours, plain] => {
-            let (plain, cpu) = ((other, plain), Sample::cpu_per_million);
-            vec![
-                row.compare(figure, "IOPS", Better::Higher, ours, plain, Sample::iops),
-                row.compare("cpu", "CPU s/M", Better::Lower, ours, plain, cpu),
-            ]
-        }
-        _ => Vec::new(),
-    })
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Beside {
+    /// The image that has the feature, and the other.
+    pub(super) sides: [Source; 2],
+    /// Past the page cache, or through it.
+    pub(super) direct: bool,
+    pub(super) workload: Workload,
+    pub(super) timing: Timing,
+}
+
+impl Beside {
+    /// Measures both, with `before` called before each measurement, and compares them as `figure` with the other by its name.
+    pub(super) fn run(
+        &self,
+        row: &Row,
+        bench: &mut Bench,
+        (figure, other): (&str, &str),
+        before: impl Fn(&Bench, (Source, &Image)) -> io::Result<()>,
+    ) -> io::Result<Vec<Entry>> {
+        let measure = |bench: &mut Bench, source: Source| {
+            let image = bench.images.image(source)?;
+            before(bench, (source, &image))?;
+            cache::prepare(&image, !self.direct)?;
+            let engine = Engine::Ringdisk;
+            let sample = engines::measure(engine, &image, self.direct, &self.workload, self.timing)?;
+            if self.workload.pattern.writes() {
+                images::check(&image)?;
+            }
+            Ok(sample)
+        };
+        in_turns(bench, &self.sides, measure, |turns| match turns {
+            [ours, plain] => {
+                let (plain, cpu) = ((other, plain), Sample::cpu_per_million);
+                vec![
+                    row.compare(figure, "IOPS", Better::Higher, ours, plain, Sample::iops),
+                    row.compare("cpu", "CPU s/M", Better::Lower, ours, plain, cpu),
+                ]
+            }
+            _ => Vec::new(),
+        })
+    }
 }
 
 /// A 4 KiB write to each cluster of a full image's overlay, in scattered order: with subclusters nothing is copied.
@@ -167,63 +169,4 @@ fn run_luks(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
         }
         _ => Vec::new(),
     })
-}
-
-/// A snapshot of a disk of one tebibyte whose clusters are all mapped, created and deleted by tools.
-fn run_snapshots(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
-    let Program::Ringdisk(ours) = bench.ours.clone() else {
-        return Err(io::Error::other("only our own tool is compared"));
-    };
-    let image = bench.images.image(Source::Mapped)?;
-    let path: &Path = &image.path;
-    let turn = |tool: &OsStr, create: &[&OsStr], delete: &[&OsStr]| -> io::Result<[f64; 2]> {
-        cache::prepare(&image, false)?;
-        let created = seconds(tool, create)?;
-        Ok([created, seconds(tool, delete)?])
-    };
-    let words = |words: [&'static str; 3]| words.map(OsStr::new);
-    let name = OsStr::new("bench");
-    let (create, delete) = (
-        words(["image", "snapshot", "create"]),
-        words(["image", "snapshot", "delete"]),
-    );
-    let our_create = [&create[..], &[path.as_os_str(), name]].concat();
-    let our_delete = [&delete[..], &[path.as_os_str(), name]].concat();
-    let peer_create = [OsStr::new("snapshot"), OsStr::new("-c"), name, path.as_os_str()];
-    let peer_delete = [OsStr::new("snapshot"), OsStr::new("-d"), name, path.as_os_str()];
-    let (mut our_times, mut peer_times): (Vec<_>, Vec<_>) = Default::default();
-    let mut failure = None;
-    for _ in 0..bench.pairs {
-        bench.images.settle()?;
-        our_times.push(turn(ours.as_os_str(), &our_create, &our_delete)?);
-        bench.images.settle()?;
-        if failure.is_none() {
-            match turn(OsStr::new("qemu-img"), &peer_create, &peer_delete) {
-                Ok(times) => peer_times.push(times),
-                Err(error) => failure = Some(peer::failure(peer::failed("qemu-img", &error))?),
-            }
-        }
-    }
-    images::check(&image)?;
-    bench.peers_failed.extend(failure.clone());
-    let entry = |what: &str, at: usize| {
-        let of = |times: &[[f64; 2]]| times.iter().map(|times| times[at]).collect::<Vec<_>>();
-        match &failure {
-            Some(reason) => row.not_measured(what, "s", &of(&our_times), "qemu-img", reason),
-            None => {
-                let peer = of(&peer_times);
-                row.compare_figures(what, "s", Better::Lower, &of(&our_times), ("qemu-img", &peer))
-            }
-        }
-    };
-    Ok(vec![entry("create", 0), entry("delete", 1)])
-}
-
-/// Runs a tool and returns the time that it took, in seconds.
-fn seconds(tool: &OsStr, arguments: &[&OsStr]) -> io::Result<f64> {
-    let mut command = Command::new(tool);
-    command.args(arguments);
-    let start = Instant::now();
-    process::output(command, SNAPSHOT_LIMIT)?;
-    Ok(start.elapsed().as_secs_f64())
 }

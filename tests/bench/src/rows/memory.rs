@@ -88,6 +88,7 @@ fn resident(bench: &mut Bench, program: &Program) -> io::Result<(f64, f64)> {
         direct: false,
         queues: 1,
         l2_cache_kib: Some(CACHE_MIB << 10),
+        control: false,
     };
     let server = Server::start(program, &serve, bench.images.directory())?;
     let measured = (|| {

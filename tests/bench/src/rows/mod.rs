@@ -1,6 +1,7 @@
 //! The rows of the benchmark: what each measures, beside whom, and what it must reach.
 
 pub(crate) mod before;
+mod bitmaps;
 pub(crate) mod chain;
 pub(crate) mod client;
 pub(crate) mod engine;
@@ -11,6 +12,8 @@ pub(crate) mod micro;
 pub(crate) mod queues;
 mod said;
 pub(crate) mod space;
+mod stall;
+mod tools;
 pub(crate) mod ublk;
 mod ublk_scale;
 pub(crate) mod vmm;
@@ -208,6 +211,9 @@ pub(crate) fn all(before: bool) -> Vec<Row> {
     rows.extend(engine::rows());
     rows.extend(chain::rows());
     rows.extend(features::rows());
+    rows.extend(bitmaps::rows());
+    rows.extend(stall::rows());
+    rows.extend(tools::rows());
     rows.extend(memory::rows());
     rows.extend(space::rows());
     rows.extend(micro::rows());
@@ -298,6 +304,7 @@ fn measure_served(bench: &mut Bench, program: &Program, served: &Served) -> io::
         direct: served.direct,
         queues: served.queues,
         l2_cache_kib: served.cache_kib,
+        control: false,
     };
     let server = Server::start(program, &serve, bench.images.directory())?;
     let sample = drive_server(bench, &server, served)
