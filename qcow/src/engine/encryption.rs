@@ -164,7 +164,7 @@ fn whole_sectors(offset: u64, len: usize) -> Result<u64, IoError> {
 }
 
 /// Returns the memory of a buffer that its op has released.
-fn owned(buffer: Rc<Buffer>) -> Result<AlignedBuf, IoError> {
+pub(super) fn owned(buffer: Rc<Buffer>) -> Result<AlignedBuf, IoError> {
     Rc::try_unwrap(buffer)
         .ok()
         .and_then(Buffer::into_owned)

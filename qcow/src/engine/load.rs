@@ -5,11 +5,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 
-use block::IoError;
+use block::buffer::Piece;
 #[cfg(feature = "canary")]
 use block::canary::{Rule, broken};
 use block::sync::WaitList;
+use block::{Buffer, IoError};
+use smallvec::smallvec;
 
+use super::encryption::owned;
 use super::{Queue, Shared, corrupt, record};
 use crate::format::{GuestOffset, HostOffset};
 use crate::metadata::refcounts::{NO_SPACE, Stuck};
@@ -178,17 +181,24 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
     let bytes = {
         #[cfg(feature = "canary")]
         let _held = broken(Rule::LockAcrossAwait).then(|| queue.metadata());
-        queue.file.read_at(offset.bytes(), len).await?
+        // Memory of the pool: what comes and goes with each slice would leave gaps in the heap.
+        let buffer = Rc::new(Buffer::from(queue.cx.pool().take(len)));
+        let pieces = smallvec![Piece::whole(&buffer)];
+        queue.file.start_read(offset.bytes(), pieces).await?;
+        owned(buffer)?
     };
     let (exposed, waiters) = {
         let mut metadata = shared.write()?;
         let exposed = match kind {
             // The table may have been replaced meanwhile; then these bytes belong to another structure.
             Kind::L2 if metadata.slice_offset(slice) == Ok(Some(offset)) => {
-                metadata.adopt_slice(slice, (*bytes).into())
+                let copy = metadata.l2.copy_of(&bytes);
+                metadata.adopt_slice(slice, copy)
             }
             Kind::Refcounts if metadata.refcounts.slice_offset(slice) == Ok(Some(offset)) => {
-                metadata.refcounts.slices.insert(slice, (*bytes).into(), false);
+                let slices = &mut metadata.refcounts.slices;
+                let copy = slices.copy_of(&bytes);
+                slices.insert(slice, copy, false);
                 Vec::new()
             }
             _ => Vec::new(),
@@ -196,6 +206,7 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
         (exposed, guard.end(&mut metadata))
     };
     drop(waiters);
+    queue.cx.pool().put(bytes);
     if !exposed.is_empty() {
         // The caller may need another entry of the slice, which is still valid.
         corrupt::exposed(queue, offset, &exposed);

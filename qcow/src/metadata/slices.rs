@@ -168,7 +168,7 @@ impl SliceCache {
         if self.contains(key) {
             return;
         }
-        while self.index.len() >= self.budget && self.evict_one() {}
+        while self.index.len() >= self.budget && self.evict_one().is_some() {}
         let slice = Slice {
             key,
             data,
@@ -195,8 +195,23 @@ impl SliceCache {
         }
     }
 
-    /// Drops one slice that may be dropped. Returns `false` if there is none.
-    fn evict_one(&mut self) -> bool {
+    /// Returns a copy of the bytes of a slice to insert. If another one has to be dropped for it, the copy is in its memory: of
+    /// memory that comes and goes with each slice, the heap would lose a part.
+    pub(crate) fn copy_of(&mut self, bytes: &[u8]) -> Arc<[u8]> {
+        let is_full = self.index.len() >= self.budget;
+        let mut memory = if is_full { self.evict_one() } else { None };
+        if let Some(data) = memory.as_mut().and_then(Arc::get_mut)
+            && data.len() == bytes.len()
+        {
+            data.copy_from_slice(bytes);
+        } else {
+            memory = None;
+        }
+        memory.unwrap_or_else(|| bytes.into())
+    }
+
+    /// Drops one slice that may be dropped, and returns its memory. `None` if there is none.
+    fn evict_one(&mut self) -> Option<Arc<[u8]>> {
         let count = self.slots.len();
         for _ in 0..count * 2 {
             let hand = self.hand;
@@ -211,13 +226,12 @@ impl SliceCache {
             if slice.used.swap(false, Ordering::Relaxed) {
                 continue;
             }
-            let key = slice.key;
-            *place = None;
-            self.index.remove(&key);
+            let dropped = place.take()?;
+            self.index.remove(&dropped.key);
             self.free.push(hand as u32);
-            return true;
+            return Some(dropped.data);
         }
-        false
+        None
     }
 
     /// Drops a slice whatever its state: its table no longer exists.
@@ -359,6 +373,38 @@ mod tests {
             cache.insert(key, slice(5), false);
         }
         assert!((0..=8).all(|key| !cache.contains(key)));
+    }
+
+    #[test]
+    fn copy_of_takes_memory_of_the_slice_that_is_dropped_for_it() {
+        let mut cache = SliceCache::new(512, 16 * 512);
+        for key in 0..16 {
+            let bytes = cache.copy_of(&[1; 512]);
+            cache.insert(key, bytes, false);
+        }
+        let memory = |cache: &SliceCache| {
+            let data = cache.slots.iter().flatten().map(|slice| slice.data.as_ptr());
+            data.collect::<std::collections::BTreeSet<_>>()
+        };
+        let before = memory(&cache);
+        for key in 16..100 {
+            let bytes = cache.copy_of(&[key as u8; 512]);
+            assert_eq!(*bytes, [key as u8; 512]);
+            cache.insert(key, bytes, false);
+            assert_eq!(memory(&cache), before);
+        }
+        // A slice that is being written keeps its memory, and its bytes.
+        let held: Vec<_> = cache
+            .slots
+            .iter()
+            .flatten()
+            .map(|slice| Arc::clone(&slice.data))
+            .collect();
+        let bytes = cache.copy_of(&[0; 512]);
+        assert!(
+            held.iter()
+                .all(|data| data[0] != 0 && data.as_ptr() != bytes.as_ptr())
+        );
     }
 
     #[test]
