@@ -3,7 +3,7 @@
 //! A process each, so that no engine pays for what another left behind, and one that crashes or hangs
 //! costs its row and not the run. The child gets a [`Task`] and prints a [`Sample`], both as JSON.
 
-#[cfg(feature = "peers")]
+#[cfg(any(test, feature = "peers"))]
 mod aligned;
 #[cfg(feature = "peers")]
 mod imago;
