@@ -57,6 +57,8 @@ pub enum Rule {
     BlockBeforeCount,
     CutBeforeTable,
     MovedUnderWrite,
+    CopyLedToEarly,
+    OldPlaceFreedEarly,
     UblkCommitEarly,
     UblkPagesBackEarly,
     UblkTagForgotten,
@@ -67,7 +69,7 @@ pub enum Rule {
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 49] = [
+    pub const ALL: [Self; 51] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -111,6 +113,8 @@ impl Rule {
         Self::BlockBeforeCount,
         Self::CutBeforeTable,
         Self::MovedUnderWrite,
+        Self::CopyLedToEarly,
+        Self::OldPlaceFreedEarly,
         Self::UblkCommitEarly,
         Self::UblkPagesBackEarly,
         Self::UblkTagForgotten,
@@ -166,6 +170,8 @@ impl Rule {
             Self::BlockBeforeCount => "moved-block-before-its-count",
             Self::CutBeforeTable => "file-cut-before-its-table",
             Self::MovedUnderWrite => "cluster-moved-under-a-write",
+            Self::CopyLedToEarly => "copy-led-to-before-durable",
+            Self::OldPlaceFreedEarly => "old-place-freed-before-entries",
             Self::UblkCommitEarly => "ublk-committed-before-written",
             Self::UblkPagesBackEarly => "ublk-pages-back-under-an-op",
             Self::UblkTagForgotten => "ublk-fetched-tag-forgotten",

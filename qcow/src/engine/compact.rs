@@ -1,7 +1,7 @@
 //! Compaction: what lies near the end of the file moves into free clusters nearer its start, and the file is cut.
 //!
-//! A pass looks for the place where the file could end ([`survey`]), moves what lies after it ([`tables`], [`guest`]), and
-//! cuts the file ([`cut`]). Moves are the engine's own changes: a cluster is counted before anything leads to it, its bytes
+//! A pass looks for the place where the file could end ([`survey`]), moves what lies after it ([`tables`], [`guest`], and for
+//! what snapshots use [`snapshots`], [`shared`]), and cuts the file ([`cut`]). Moves are the engine's own changes: a cluster is counted before anything leads to it, its bytes
 //! are in the file before an entry leads to them, and it is freed as a guest's cluster is. So requests go on beside them,
 //! a cut of the power leaves leaks at most, and an image whose compaction was interrupted is only less compact.
 //!
@@ -11,9 +11,13 @@
 //! - memory is bounded: by [`STEP_BYTES_MAX`], the table caches, and the survey's window;
 //! - the file is cut alone, with everything durable, and only where nothing is counted or known to be in use.
 
+mod copy;
 mod cut;
 mod error;
+mod foreign;
 mod guest;
+mod shared;
+mod snapshots;
 mod survey;
 mod tables;
 
@@ -26,7 +30,7 @@ use block::{Context, IoError};
 
 pub use error::{CompactError, Fixed, FixedClusters};
 
-use super::{Encryption, QcowDisk, Queue, flush, header, reclaim, space};
+use super::{Encryption, QcowDisk, Queue, Shared, flush, header, reclaim, space};
 use crate::format::HostCluster;
 use crate::metadata::Blocked;
 use survey::Survey;
@@ -148,6 +152,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
             self.state.left_bytes = found.to_move * size;
             if found.to_move > 0 {
                 self.begin().await?;
+                let _preferred = Preferred::new(self.queue, found.bound)?;
                 self.pass(&found).await?;
             } else if file.len()? <= found.end.index() * size {
                 fixed = found.fixed;
@@ -174,8 +179,10 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         // First what needs several clusters side by side.
         self.move_runs(found.bound).await?;
         self.move_l2_tables(found.bound).await?;
+        self.move_foreign_tables(found.bound).await?;
         if !self.queue.shared.geometry.has_data_file() {
             self.move_guest_clusters(found.bound).await?;
+            self.move_shared_clusters(found.bound).await?;
         }
         // When the others have left what they count.
         self.move_blocks(found.bound).await
@@ -221,6 +228,42 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
     fn look(&mut self) {
         self.is_stopped |= (self.progress)(&self.state).is_break();
     }
+}
+
+/// Clusters before the bound of a pass are handed out first until this is dropped: what requests write meanwhile does not keep
+/// the file long.
+struct Preferred<'a>(&'a Shared);
+
+impl<'a> Preferred<'a> {
+    fn new(queue: &'a Rc<Queue>, bound: HostCluster) -> Result<Self, IoError> {
+        let preferred = Self(&queue.shared);
+        queue.shared.write()?.refcounts.prefer_below(Some(bound));
+        Ok(preferred)
+    }
+}
+
+impl Drop for Preferred<'_> {
+    fn drop(&mut self) {
+        if let Ok(mut metadata) = self.0.write() {
+            metadata.refcounts.prefer_below(None);
+        }
+    }
+}
+
+/// The result of a step.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    /// The number of clusters that have moved.
+    clusters: u64,
+    /// There are no others to move, or there is no room.
+    is_last: bool,
+}
+
+impl Step {
+    const NONE_LEFT: Self = Self {
+        clusters: 0,
+        is_last: true,
+    };
 }
 
 /// Makes changes durable, and frees what they dropped: then it takes no space any more.

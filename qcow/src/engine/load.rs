@@ -214,17 +214,35 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
     Ok(())
 }
 
+/// The turn to copy the L2 table of an L1 entry. Ends when it is dropped.
+pub(super) struct CopyGuard(Arc<Shared>, usize);
+
+impl Drop for CopyGuard {
+    fn drop(&mut self) {
+        let Ok(mut metadata) = self.0.write() else { return };
+        let waiters = metadata.end_copy(self.1);
+        drop(metadata);
+        drop(waiters);
+    }
+}
+
+/// Keeps the L2 table of an L1 entry from being copied, if it is shared with a snapshot, until the guard is dropped.
+/// Changes that need the copy wait.
+pub(super) async fn keep_table(queue: &Rc<Queue>, l1_index: usize) -> Result<CopyGuard, IoError> {
+    let shared = &queue.shared;
+    poll_fn(|cx| match shared.write() {
+        Ok(mut metadata) => match metadata.begin_copy(l1_index, cx.waker()) {
+            true => Poll::Ready(Ok(())),
+            false => Poll::Pending,
+        },
+        Err(error) => Poll::Ready(Err(error)),
+    })
+    .await?;
+    Ok(CopyGuard(Arc::clone(shared), l1_index))
+}
+
 /// Replaces an L2 table that is shared with a snapshot by an owned copy.
 async fn copy_table(queue: &Rc<Queue>, l1_index: usize) -> Result<(), IoError> {
-    struct CopyGuard(Arc<Shared>, usize);
-    impl Drop for CopyGuard {
-        fn drop(&mut self) {
-            let Ok(mut metadata) = self.0.write() else { return };
-            let waiters = metadata.end_copy(self.1);
-            drop(metadata);
-            drop(waiters);
-        }
-    }
     let shared = &queue.shared;
     let mut waited = false;
     let mine = poll_fn(|cx| {

@@ -125,7 +125,7 @@ pub(super) async fn read_entries(
 }
 
 /// Encodes the table. An entry that was read fits its length fields.
-fn encode(entries: &[SnapshotEntry]) -> Result<Vec<u8>, SnapshotError> {
+pub(super) fn encode(entries: &[SnapshotEntry]) -> Result<Vec<u8>, SnapshotError> {
     let mut table = Vec::new();
     for entry in entries {
         entry.encode_into(&mut table).ok_or(IoError::OutOfRange)?;

@@ -193,21 +193,7 @@ impl<'a> Switch<'a> {
 
     /// Reads the clusters at `places`.
     pub(super) async fn read_clusters(&self, places: &[HostOffset]) -> Result<Vec<AlignedBuf>, IoError> {
-        let size = self.next.geometry().cluster_size() as usize;
-        let buffers: Vec<Rc<Buffer>> = places
-            .iter()
-            .map(|_| Rc::new(Buffer::from(self.queue.cx.pool().take(size))))
-            .collect();
-        let reads = places.iter().zip(&buffers).map(|(place, buffer)| {
-            let pieces = smallvec![Piece::whole(buffer)];
-            self.queue.file.start_read(place.bytes(), pieces)
-        });
-        join_all(reads.collect::<Vec<_>>()).await?;
-        let bytes = buffers.into_iter().map(|buffer| {
-            let owned = Rc::try_unwrap(buffer).ok().and_then(Buffer::into_owned);
-            owned.ok_or(IoError::Dropped)
-        });
-        bytes.collect()
+        read_clusters(self.queue, places).await
     }
 
     /// Writes tables of the next state.
@@ -264,6 +250,28 @@ impl<'a> Switch<'a> {
         deciding.switched(self.left)?;
         Ok(())
     }
+}
+
+/// Reads the clusters at `places`, all at once.
+pub(super) async fn read_clusters(
+    queue: &Rc<Queue>,
+    places: &[HostOffset],
+) -> Result<Vec<AlignedBuf>, IoError> {
+    let size = queue.shared.geometry.cluster_size() as usize;
+    let buffers: Vec<Rc<Buffer>> = places
+        .iter()
+        .map(|_| Rc::new(Buffer::from(queue.cx.pool().take(size))))
+        .collect();
+    let reads = places.iter().zip(&buffers).map(|(place, buffer)| {
+        let pieces = smallvec![Piece::whole(buffer)];
+        queue.file.start_read(place.bytes(), pieces)
+    });
+    join_all(reads.collect::<Vec<_>>()).await?;
+    let bytes = buffers.into_iter().map(|buffer| {
+        let owned = Rc::try_unwrap(buffer).ok().and_then(Buffer::into_owned);
+        owned.ok_or(IoError::Dropped)
+    });
+    bytes.collect()
 }
 
 /// The time in which either state may be in force. If it ends without a decision the image is not written any more: what

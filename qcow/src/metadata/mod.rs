@@ -26,6 +26,7 @@ mod next;
 pub(crate) mod plan;
 pub(crate) mod refcounts;
 mod released;
+pub(crate) mod shared_moves;
 pub(crate) mod slices;
 mod tables;
 #[cfg(test)]

@@ -51,7 +51,7 @@ pub(crate) enum Planned {
 }
 
 /// Returns the entry of a mapping that leads to the host cluster at `to` in place of its own.
-fn moved(old: L2Mapping, to: HostOffset) -> L2Mapping {
+pub(crate) fn moved(old: L2Mapping, to: HostOffset) -> L2Mapping {
     match old {
         L2Mapping::Data { copied, .. } => L2Mapping::Data { host: to, copied },
         L2Mapping::Zero { copied, .. } => L2Mapping::Zero {

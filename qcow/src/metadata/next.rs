@@ -134,6 +134,7 @@ impl Refcounts {
             end: self.end,
             reserved: self.reserved,
             reserving: self.reserving,
+            preferred: self.preferred,
         };
         self.virgin = NO_LIMIT;
         self.free.forget_zeros();

@@ -94,6 +94,8 @@ pub(crate) struct Refcounts {
     pub(super) searches: FxHashMap<(u64, bool), HostCluster>,
     /// The first cluster past the end of the space; [`NO_LIMIT`] for a file that grows.
     pub(super) limit: HostCluster,
+    /// Clusters before this one are handed out first.
+    pub(super) preferred: Option<HostCluster>,
     pub(super) free: FreeRuns,
     /// The cluster after the last one ever handed out or counted.
     pub(super) end: HostCluster,
@@ -140,6 +142,7 @@ impl Refcounts {
             virgin: if limit == NO_LIMIT { file_end } else { NO_LIMIT },
             searches: FxHashMap::default(),
             limit,
+            preferred: None,
             free: FreeRuns::default(),
             end: file_end,
             reserved: file_end,
@@ -345,6 +348,11 @@ impl Refcounts {
 
     /// Hands out at most `count` neighbouring clusters, each with a count of one.
     pub(crate) fn allocate(&mut self, count: u64) -> Result<Run, Stuck> {
+        if let Some(bound) = self.preferred
+            && let Some(run) = self.allocate_below(count, bound)?
+        {
+            return Ok(run);
+        }
         if let Some((first, found, zero)) = self.free.take(count) {
             return self.claim_freed(first, found, zero);
         }

@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 use crate::common::{Folder, Lane, SECRET, assert_same, chain, close, open, qemu_secret, secret};
 use crate::used_clusters::used;
 use block::ring::RingKind;
-use qcow::image::{ChangeError, UnsoundError, compact_image, create_snapshot};
+use qcow::image::{ChangeError, UnsoundError, compact_image};
 use qcow::{CompactError, CompactOptions, Compacted, Fixed, OpenOptions};
 use ringdisk_gen::Random;
 
-const IMAGE: &str = "disk.qcow2";
+pub(crate) const IMAGE: &str = "disk.qcow2";
 
-fn options() -> OpenOptions {
+pub(crate) fn options() -> OpenOptions {
     OpenOptions {
         backing_files: true,
         data_files: true,
@@ -23,7 +23,7 @@ fn options() -> OpenOptions {
 }
 
 /// Changes an image with this crate's engine.
-fn change(folder: &Folder, options: &OpenOptions, change: impl FnOnce(&Lane)) {
+pub(crate) fn change(folder: &Folder, options: &OpenOptions, change: impl FnOnce(&Lane)) {
     let disk = open(&folder.path(IMAGE), options);
     let lane = Lane::new(&disk, RingKind::Syscalls);
     change(&lane);
@@ -71,7 +71,7 @@ fn compact_and_check(folder: &Folder, what: &str) -> Compacted {
 
 /// As [`compact_and_check`]; the file has no cluster that is not in use.
 #[track_caller]
-fn compact_wholly(folder: &Folder, what: &str) -> Compacted {
+pub(crate) fn compact_wholly(folder: &Folder, what: &str) -> Compacted {
     let compacted = compact_and_check(folder, what);
     assert_eq!(compacted.fixed, [], "{what}");
     let (clusters, ideal) = used(&std::fs::read(folder.path(IMAGE)).expect("an image"));
@@ -252,35 +252,6 @@ fn compaction_moves_the_tables_of_an_image_with_a_data_file() {
     let compacted = compact_wholly(&folder, "data file");
     assert!(compacted.moved_bytes > 0);
     assert!(data() == before, "the data file has changed");
-}
-
-/// Clusters that snapshots share stay; those that the disk has written since move.
-#[test]
-fn compaction_leaves_what_snapshots_use_and_says_so() {
-    let folder = Folder::new();
-    folder.qemu_create(IMAGE, "cluster_size=4k", "4M");
-    fill(&folder, &options(), Pattern::Start, 1024, 4096);
-    create_snapshot(&folder.path(IMAGE), "one", std::time::UNIX_EPOCH).expect("a snapshot");
-    let snapshot = |folder: &Folder| {
-        folder.qemu_converts(&["-l", "snapshot.name=one"], IMAGE, "one.raw");
-        std::fs::read(folder.path("one.raw")).expect("what QEMU wrote")
-    };
-    let before = snapshot(&folder);
-    change(&folder, &options(), |lane| {
-        lane.write(0, &vec![7; 2 << 20]);
-        lane.write(2 << 20, &vec![8; 2 << 20]);
-        lane.flush();
-        lane.discard(0, 3 << 20);
-    });
-    let compacted = compact_and_check(&folder, "a snapshot");
-    assert_same(&snapshot(&folder), &before, "the snapshot");
-    let [fixed] = &compacted.fixed[..] else {
-        panic!("{compacted:?}")
-    };
-    assert_eq!(fixed.reason, Fixed::Snapshots);
-    assert!(fixed.count > 100, "{compacted:?}");
-    assert!(compacted.moved_bytes > 800 << 10, "{compacted:?}");
-    assert!(compacted.after_bytes < compacted.before_bytes, "{compacted:?}");
 }
 
 #[test]

@@ -9,17 +9,19 @@ use std::sync::Arc;
 
 use block::{AlignedBuf, Buffer, Disk, IoError, Op, ask};
 use qcow::image::{check, rebuild_refcounts};
-use qcow::{CompactError, CompactOptions, Compacted, QcowDisk};
+use qcow::{CompactError, CompactOptions, Compacted, QcowDisk, SnapshotSelector};
 use simulator::{Profile, SimWorld};
 
 use crate::snapshot_bench::{BASE, Bench, DISK, is_ok, options, world};
-use crate::snapshot_content::content;
+use crate::snapshot_content::{as_disk, content, entries};
 use crate::used_clusters::used;
 use crate::workers::{Slot, Workers};
 
 const SECTORS: u64 = 48;
 /// The sectors from here on are mapped, at the end of the file.
 const FIRST: u64 = 30;
+/// The snapshot of [`shared_bench`].
+const NAME: &str = "kept";
 
 /// A disk whose first sectors have left free clusters, of 512 bytes, before those of the last ones.
 fn bench(seed: u64) -> Bench {
@@ -52,6 +54,41 @@ fn bench(seed: u64) -> Bench {
     world.set_profile(Profile::IMMEDIATE);
     let (disk, workers) = Workers::open(&world, DISK, &options());
     Bench { world, disk, workers }
+}
+
+/// As [`bench`], with two snapshots after one another; the first is deleted. What the other shares with the disk, and its
+/// tables, lie at the end of the file.
+fn shared_bench(seed: u64) -> Bench {
+    let bench = bench(seed);
+    for name in ["gone", NAME] {
+        let created = bench.create(0, name).take().expect("an answer");
+        created.expect("a snapshot");
+    }
+    let (cx, disk) = (bench.workers.context(0).clone(), Arc::clone(&bench.disk));
+    let deleted = bench.workers.run(0, async move {
+        let which = SnapshotSelector::Name("gone".to_owned());
+        disk.delete_snapshot(&cx, &which).await
+    });
+    deleted.take().expect("an answer").expect("a deletion");
+    is_ok(&bench.workers.ask(1, Op::Flush, 0, 0, Buffer::default()));
+    let world = bench.close();
+    world.settle();
+    let (disk, workers) = Workers::open(&world, DISK, &options());
+    Bench { world, disk, workers }
+}
+
+/// The benches that each test of many I/Os goes through.
+const BENCHES: [fn(u64) -> Bench; 2] = [bench, shared_bench];
+
+/// The snapshots of an image have the content that they were created with.
+#[track_caller]
+fn assert_snapshots(world: &SimWorld, image: &[u8], what: &str) {
+    let judge = SimWorld::with_store(0, Profile::IMMEDIATE, &world.store());
+    judge.set_contents(BASE, world.contents(BASE));
+    for entry in entries(image) {
+        let found = content(&judge, &judge.context(64), &as_disk(image, &entry));
+        assert_eq!(found, expected(), "{what}: the snapshot");
+    }
 }
 
 /// The first byte of each sector of the disk of [`bench`].
@@ -117,6 +154,10 @@ fn compaction_waits_for_writes_in_flight() {
 /// The compaction is under way, at each of its I/Os: what the guest writes, zeroes and discards then is not lost.
 #[test]
 fn changes_beside_each_io_of_a_compaction_are_kept() {
+    BENCHES.into_iter().for_each(keeps_changes_beside_each_io);
+}
+
+fn keeps_changes_beside_each_io(bench: fn(u64) -> Bench) {
     let mut ios = 0;
     for io in 0.. {
         let bench = bench(io);
@@ -164,6 +205,7 @@ fn changes_beside_each_io_of_a_compaction_are_kept() {
         let world = bench.close();
         let image = world.contents(DISK).to_bytes();
         assert_eq!(content_of_image(&world, &image), expected, "I/O {io}: closed");
+        assert_snapshots(&world, &image, &format!("I/O {io}"));
     }
     assert!(ios > 20, "only {ios} I/Os");
 }
@@ -171,8 +213,12 @@ fn changes_beside_each_io_of_a_compaction_are_kept() {
 /// The task is dropped half-way, at each of its I/Os: requests go on, and nothing is lost.
 #[test]
 fn requests_go_on_when_the_task_of_a_compaction_is_dropped() {
+    BENCHES.into_iter().for_each(goes_on_when_the_task_is_dropped);
+}
+
+fn goes_on_when_the_task_is_dropped(bench: fn(u64) -> Bench) {
     let mut is_whole = false;
-    for io in 0..400 {
+    for io in 0..800 {
         let bench = bench(io);
         let cx = bench.world.context(64);
         let disk = Arc::clone(&bench.disk);
@@ -226,6 +272,7 @@ fn requests_go_on_when_the_task_of_a_compaction_is_dropped() {
             expected,
             "I/O {io}: after"
         );
+        assert_snapshots(&world, &image.to_bytes(), &format!("I/O {io}"));
         assert_eq!(corruptions(&world, image), 0, "I/O {io}");
         is_whole = is_over.get();
         if is_whole {
@@ -238,6 +285,10 @@ fn requests_go_on_when_the_task_of_a_compaction_is_dropped() {
 /// Any step fails, with or without its effect: nothing is lost, now and after a cut.
 #[test]
 fn compaction_that_fails_at_any_step_loses_nothing() {
+    BENCHES.into_iter().for_each(loses_nothing_at_any_failure);
+}
+
+fn loses_nothing_at_any_failure(bench: fn(u64) -> Bench) {
     let failing = Profile {
         read_error: 1000,
         write_error: 1000,
@@ -283,6 +334,7 @@ fn compaction_that_fails_at_any_step_loses_nothing() {
             expected,
             "step {step}: cut"
         );
+        assert_snapshots(&bench.world, &cut.to_bytes(), &format!("step {step}: cut"));
         assert_eq!(corruptions(&bench.world, cut), 0, "step {step}: cut");
         // The guest goes on, unless a sync has failed.
         for (at, byte) in [(1, 0x41), (SECTORS - 2, 0x42), (3, 0x43)] {
@@ -305,6 +357,7 @@ fn compaction_that_fails_at_any_step_loses_nothing() {
                 "step {step}: after"
             );
         }
+        assert_snapshots(&world, &image.to_bytes(), &format!("step {step}: after"));
         assert_eq!(corruptions(&world, image), 0, "step {step}: after");
         if steps <= step {
             break;
@@ -358,6 +411,12 @@ fn refcount_blocks_move_and_survive_a_cut_at_any_step() {
 /// The host has space for so many operations only: the compaction fails, and nothing is lost.
 #[test]
 fn compaction_without_space_on_the_host_loses_nothing() {
+    loses_nothing_without_space(bench, false);
+    loses_nothing_without_space(shared_bench, true);
+}
+
+/// `leaks`: what the host has failed may be leaked. A table of a snapshot that was written in part leads to either place.
+fn loses_nothing_without_space(bench: fn(u64) -> Bench, leaks: bool) {
     let mut is_whole = false;
     for ops in 0..400 {
         let bench = bench(ops);
@@ -374,9 +433,19 @@ fn compaction_without_space_on_the_host_loses_nothing() {
         assert_eq!(read, expected(), "{ops} operations");
         bench.world.limit_space(None);
         is_ok(&bench.workers.ask(1, Op::Flush, 0, 0, Buffer::default()));
-        let world = bench.close();
+        let world = match leaks {
+            false => bench.close(),
+            true => {
+                let world = bench.world.clone();
+                drop(bench);
+                world.settle();
+                assert_eq!(corruptions(&world, world.contents(DISK)), 0, "{ops} operations");
+                world
+            }
+        };
         let image = world.contents(DISK).to_bytes();
         assert_eq!(content_of_image(&world, &image), expected(), "{ops} operations");
+        assert_snapshots(&world, &image, &format!("{ops} operations"));
         is_whole = compacted.is_ok();
         if is_whole {
             break;

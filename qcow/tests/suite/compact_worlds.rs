@@ -34,7 +34,7 @@ fn run(seed: u64) -> u64 {
     let random = &mut Random::new(seed);
     let bench = Rc::new(Bench::new(seed, random));
     let judge = Judge::new(&bench);
-    let has_snapshots = random.one_in(4);
+    let has_snapshots = random.one_in(2);
     let moved = Rc::new(Cell::new(0));
     for round in 0..7 {
         let in_task = Rc::clone(&bench);
@@ -88,14 +88,12 @@ fn run(seed: u64) -> u64 {
     crate::closing::close(&world, &cx, &disk, DISK, &format!("seed {seed}"));
     let image = world.contents(DISK).to_bytes();
     let (clusters, ideal) = used(&image);
-    if !has_snapshots {
-        // The last one may be written in part.
-        let len = image.len() as u64;
-        assert!(
-            len <= ideal && len + ideal / clusters > ideal,
-            "seed {seed}: {len} bytes, and {clusters} clusters are in use"
-        );
-    }
+    // The last one may be written in part.
+    let len = image.len() as u64;
+    assert!(
+        len <= ideal && len + ideal / clusters > ideal,
+        "seed {seed}: {len} bytes, and {clusters} clusters are in use"
+    );
     assert!(
         content(&judge.world, &judge.cx, &image) == *known.borrow(),
         "seed {seed}"
@@ -106,6 +104,6 @@ fn run(seed: u64) -> u64 {
 
 #[test]
 fn compaction_survives_a_cut_at_any_step_beside_requests() {
-    let moved = (0..300).map(run).filter(|&bytes| bytes > 0).count();
-    assert!(moved > 200, "in {moved} seeds only there was something to move");
+    let moved = (0..400).map(run).filter(|&bytes| bytes > 0).count();
+    assert!(moved > 280, "in {moved} seeds only there was something to move");
 }

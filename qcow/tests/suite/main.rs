@@ -33,6 +33,7 @@ mod block_devices;
 mod chains;
 mod compact;
 mod compact_races;
+mod compact_snapshots;
 mod compact_threads;
 mod compact_worlds;
 mod cryptsetup;

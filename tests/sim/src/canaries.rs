@@ -69,7 +69,11 @@ fn source_of(rule: Rule, number: u64) -> Source {
         | Rule::AppliedUnmarked
         | Rule::HeaderBeforeTables => Source::Bitmaps(number),
         Rule::ShrunkKeepsTail => Source::Resize(number),
-        Rule::BlockBeforeCount | Rule::CutBeforeTable | Rule::MovedUnderWrite => Source::Compact(number),
+        Rule::BlockBeforeCount
+        | Rule::CutBeforeTable
+        | Rule::MovedUnderWrite
+        | Rule::CopyLedToEarly
+        | Rule::OldPlaceFreedEarly => Source::Compact(number),
         _ => Source::of_number(number),
     }
 }

@@ -40,13 +40,18 @@ pub(crate) fn draw(seed: u64) -> Case {
     case.plan.truncate(50);
     case.plan
         .retain(|planned| !matches!(planned.ask, Ask::Grow(_)) && planned.first + planned.count <= sectors);
-    let is_snapshot_taken = shape.data_file.is_none() && shape.refcount_bits > 1 && random.one_in(3);
+    let is_snapshot_taken = shape.data_file.is_none() && shape.refcount_bits > 1 && random.one_in(2);
     if is_snapshot_taken {
         // Their new tables lie behind all others.
         let first = random.below(3).min(case.plan.len() as u64) as usize;
         let second = first + 1 + random.below(2).min((case.plan.len() - first) as u64) as usize;
         case.plan.insert(first, Planned::new(Ask::Snapshot(0), 0, 0));
         case.plan.insert(second, Planned::new(Ask::Unsnapshot(0), 0, 0));
+        // Those that stay share what moves with the disk.
+        for number in 1..=random.below(3) as u32 {
+            let place = first + random.below((case.plan.len() - first) as u64) as usize;
+            case.plan.insert(place, Planned::new(Ask::Snapshot(number), 0, 0));
+        }
     }
     // Time has to pass between the steps.
     let may_be_slow = case.passes_time();

@@ -68,22 +68,19 @@ pub struct FixedClusters {
 /// The reason that a cluster cannot move.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Fixed {
-    /// Snapshots use it, perhaps together with the disk.
-    Snapshots,
     /// It has compressed data.
     Compressed,
     /// It belongs to a persistent bitmap.
     Bitmaps,
     /// It belongs to the header, or to the encryption header.
     Header,
-    /// The disk's tables do not lead to it: it is leaked, or a request was writing it.
+    /// No table leads to it: it is leaked, or a request was writing it.
     Unknown,
 }
 
 impl fmt::Display for Fixed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Snapshots => "used by snapshots",
             Self::Compressed => "compressed",
             Self::Bitmaps => "used by bitmaps",
             Self::Header => "used by the header",

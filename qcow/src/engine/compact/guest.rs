@@ -13,10 +13,9 @@ use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::time::Duration;
 
-use block::buffer::Piece;
-use block::{Buffer, IoError, join_all};
-use smallvec::smallvec;
+use block::IoError;
 
+use super::copy::{Copy, PIECE_BYTES_MAX, copy_all};
 use super::{CompactError, CompactProgress, Compaction, change};
 use crate::engine::exclusive::{self, Refused};
 use crate::engine::{Queue, Shared, load};
@@ -24,8 +23,6 @@ use crate::format::{GuestCluster, HostCluster};
 use crate::metadata::Blocked;
 use crate::metadata::moves::{Move, Planned};
 
-/// The most bytes that are copied in one piece.
-const PIECE_BYTES_MAX: u64 = 1 << 20;
 /// The time that requests in flight have to end while the queues are held off, and the number of attempts.
 const PAUSE_MAX: Duration = Duration::from_millis(500);
 const PAUSES_MAX: u32 = 8;
@@ -134,11 +131,17 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
                 }
             };
         }
-        let copies = moves.list.iter().map(|&planned| {
-            let queue = Rc::clone(queue);
-            Box::pin(async move { copy(&queue, planned).await })
+        let geometry = queue.shared.geometry;
+        let copies = moves.list.iter().filter(|planned| planned.has_data);
+        let copies = copies.map(|planned| Copy {
+            guest: geometry.guest_offset(planned.guest),
+            from: planned.from,
+            to: planned.to,
+            len: planned.count * geometry.cluster_size(),
+            is_zero: planned.is_zero,
+            is_table: false,
         });
-        let copied = join_all(copies.collect::<Vec<_>>()).await;
+        let copied = copy_all(queue, &copies.collect::<Vec<_>>()).await;
         moves.end(copied)?;
         super::settle(queue).await?;
         Ok(Some(clusters))
@@ -206,36 +209,4 @@ fn plan<'a>(
         }
     }
     Ok(moves)
-}
-
-/// Copies the bytes of a move.
-async fn copy(queue: &Rc<Queue>, planned: Move) -> Result<(), IoError> {
-    if !planned.has_data {
-        return Ok(());
-    }
-    let geometry = queue.shared.geometry;
-    let len = planned.count * geometry.cluster_size();
-    let buffer = Rc::new(Buffer::from(queue.cx.pool().take(len as usize)));
-    let guest = geometry.guest_offset(planned.guest);
-    let read = queue.data.start_read(planned.from, guest, Piece::whole(&buffer));
-    read.await?;
-    let is_plain = queue.shared.encryption.is_plain();
-    let is_zero = is_plain && buffer.as_owned().is_some_and(|bytes| is_zero(bytes));
-    // A hole stays one: clusters that were allocated in advance would take space otherwise.
-    let is_hole = is_zero && (planned.is_zero || queue.data.punch(planned.to, len).await == Ok(true));
-    if !is_hole {
-        let write = queue
-            .data
-            .start_write(planned.to, smallvec![Piece::whole(&buffer)]);
-        write.await?;
-    }
-    if let Some(bytes) = Rc::try_unwrap(buffer).ok().and_then(Buffer::into_owned) {
-        queue.cx.pool().put(bytes);
-    }
-    Ok(())
-}
-
-fn is_zero(bytes: &[u8]) -> bool {
-    let (words, rest) = bytes.as_chunks::<16>();
-    words.iter().all(|word| u128::from_ne_bytes(*word) == 0) && rest.iter().all(|&byte| byte == 0)
 }

@@ -12,9 +12,10 @@ use std::ops::ControlFlow;
 use std::rc::Rc;
 
 use super::error::Fixed;
+use super::foreign::{SnapshotL1s, for_each_table};
 use super::{CompactError, CompactProgress, Compaction, FixedClusters, change, clusters_at, settle};
-use crate::engine::Queue;
-use crate::format::{ClusterUse, HostCluster, HostOffset, L2Mapping};
+use crate::engine::{Queue, exclusive};
+use crate::format::{ClusterUse, Geometry, HostCluster, HostOffset, L2Mapping, L2Table};
 use crate::metadata::Blocked;
 
 /// The most clusters that a survey looks at: 8 MiB of bits, twice; 4 TiB of 64 KiB clusters.
@@ -107,7 +108,9 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         let mut compressed = Bits::new(first, end);
         if all > 0 {
             self.clear_tables(&mut fixed)?;
-            if !self.clear_mapped(&mut fixed, &mut compressed).await? {
+            let is_whole = self.clear_mapped(&mut fixed, &mut compressed).await?
+                && self.clear_foreign(&mut fixed, &mut compressed).await?;
+            if !is_whole {
                 return Ok(None);
             }
         }
@@ -150,8 +153,8 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         Ok(())
     }
 
-    /// Takes out of `fixed` what the disk alone maps, and adds compressed data to `compressed`. Returns false if the caller
-    /// stops the compaction.
+    /// Takes out of `fixed` what the disk's own tables map, and adds compressed data to `compressed`. Returns false if the
+    /// caller stops the compaction.
     async fn clear_mapped(&mut self, fixed: &mut Bits, compressed: &mut Bits) -> Result<bool, CompactError> {
         let queue = self.queue;
         let geometry = queue.shared.geometry;
@@ -165,18 +168,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
             let Some(table) = table else { continue };
             fixed.clear(table);
             for slice in slices.filter(|_| !geometry.has_data_file()) {
-                let mut each = |_, mapping: L2Mapping| match mapping {
-                    L2Mapping::Compressed(extent) => {
-                        let last = geometry.host_cluster(HostOffset::new(extent.end() - 1));
-                        let clusters = geometry.host_cluster(extent.host).until(last + 1);
-                        clusters.for_each(|cluster| compressed.set(cluster));
-                    }
-                    mapping => {
-                        if let Some(host) = mapping.owned() {
-                            fixed.clear(geometry.host_cluster(host));
-                        }
-                    }
-                };
+                let mut each = |_, mapping| clear(&geometry, mapping, fixed, compressed);
                 change(queue, |metadata| metadata.for_each_mapped(slice, &mut each)).await?;
             }
             self.look();
@@ -187,6 +179,44 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         Ok(true)
     }
 
+    /// Takes out of `fixed` the tables of snapshots and what they map, and adds compressed data to `compressed`. Returns
+    /// false if the caller stops the compaction.
+    async fn clear_foreign(&mut self, fixed: &mut Bits, compressed: &mut Bits) -> Result<bool, CompactError> {
+        let queue = self.queue;
+        let geometry = queue.shared.geometry;
+        let mut at = 0;
+        loop {
+            {
+                // No snapshot is deleted meanwhile.
+                let _turn = exclusive::turn(queue).await?;
+                let l1s = SnapshotL1s::read(queue).await?;
+                for (l1, _) in l1s.tables().filter(|_| at == 0) {
+                    let first = geometry.host_cluster(l1.offset);
+                    let clusters = clusters_at(first, geometry.clusters_for(l1.bytes()));
+                    clusters.for_each(|cluster| fixed.clear(cluster));
+                }
+                let Some(foreign) = l1s.foreign(queue, at).await? else {
+                    return Ok(true);
+                };
+                for index in foreign.indices.clone() {
+                    let tables = foreign.at(queue, index)?;
+                    for_each_table(queue, &tables, |(table, _), bytes| {
+                        fixed.clear(table);
+                        let mappings = L2Table::new(bytes, &geometry).iter();
+                        let mappings = mappings.filter_map(|entry| entry.decode(&geometry).ok());
+                        mappings.for_each(|mapping| clear(&geometry, mapping, fixed, compressed));
+                    })
+                    .await?;
+                }
+                at = foreign.indices.end;
+            }
+            self.look();
+            if self.is_stopped {
+                return Ok(false);
+            }
+        }
+    }
+
     /// Returns the cluster after the last one that is fixed, and the reasons. What nothing leads to fixes no other: beside
     /// requests it is mostly what they have dropped, or are writing.
     fn reasons(
@@ -194,19 +224,16 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         fixed: &Bits,
         compressed: &mut Bits,
     ) -> Result<(HostCluster, Vec<FixedClusters>), CompactError> {
-        let has_snapshots = self.queue.shared.header.snapshot_count() > 0;
         let metadata = self.queue.metadata()?;
         let mut counts: BTreeMap<Fixed, u64> = BTreeMap::new();
         let mut bound = HostCluster::new(0);
         for cluster in fixed.clusters() {
             let reason = match metadata.refcounts.uses.find(cluster) {
-                Some(ClusterUse::SnapshotL1Table | ClusterUse::SnapshotL2Table) => Fixed::Snapshots,
                 Some(ClusterUse::BitmapDirectory | ClusterUse::BitmapTable | ClusterUse::BitmapData) => {
                     Fixed::Bitmaps
                 }
                 Some(ClusterUse::Header | ClusterUse::EncryptionHeader) => Fixed::Header,
                 _ if compressed.contains(cluster) => Fixed::Compressed,
-                _ if has_snapshots => Fixed::Snapshots,
                 _ => Fixed::Unknown,
             };
             *counts.entry(reason).or_default() += 1;
@@ -217,6 +244,17 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         let counts = counts.into_iter();
         let counts = counts.map(|(reason, count)| FixedClusters { reason, count });
         Ok((bound, counts.collect()))
+    }
+}
+
+/// Takes what a mapping leads to out of `fixed`, or adds it to `compressed`.
+fn clear(geometry: &Geometry, mapping: L2Mapping, fixed: &mut Bits, compressed: &mut Bits) {
+    if let L2Mapping::Compressed(extent) = mapping {
+        let last = geometry.host_cluster(HostOffset::new(extent.end() - 1));
+        let clusters = geometry.host_cluster(extent.host).until(last + 1);
+        clusters.for_each(|cluster| compressed.set(cluster));
+    } else if let Some((host, _)) = mapping.cluster() {
+        fixed.clear(geometry.host_cluster(host));
     }
 }
 

@@ -5,7 +5,7 @@
 //! | an L2 table | by the FLUSH | with it, as a new table is | by its L1 entry, after that |
 //! | the L1 table, the refcount table | by the FLUSH | with it, as a table that has grown is | by the header, after that |
 //! | a refcount block | by a FLUSH before | by the next one, as a new block is | by the refcount table, after that |
-//! | the snapshot table | by the FLUSH | before it | by the header, after that |
+//! | a snapshot's L1 table, the snapshot table ([`snapshots`](super::snapshots)) | by a FLUSH | before it | by the header, after that |
 //!
 //! Each leaves its old clusters only when a FLUSH has made durable that nothing leads to them.
 
@@ -15,18 +15,18 @@ use std::rc::Rc;
 use block::IoError;
 use block::canary::{Rule, broken};
 
+use super::snapshots::move_snapshot_tables;
 use super::{CompactError, CompactProgress, Compaction, change, settle};
-use crate::engine::{Queue, Shared, exclusive, flush, header};
-use crate::format::{ClusterUse, HostCluster};
-use crate::image::references::snapshot_tables;
+use crate::engine::{Queue, Shared, exclusive, flush};
+use crate::format::HostCluster;
 use crate::metadata::refcounts::Stuck;
 use crate::metadata::{Blocked, Dropped, Metadata};
 
 /// The most refcount blocks, or L2 tables, that move in a step.
-const TABLES_PER_STEP: u64 = 64;
+pub(super) const TABLES_PER_STEP: u64 = 64;
 
 /// Slices that stay in memory until this is dropped.
-struct Pinned<'a> {
+pub(super) struct Pinned<'a> {
     shared: &'a Shared,
     of: fn(&mut Metadata) -> &mut crate::metadata::slices::SliceCache,
     slices: Vec<u64>,
@@ -43,7 +43,10 @@ impl Drop for Pinned<'_> {
 }
 
 impl<'a> Pinned<'a> {
-    fn none(queue: &'a Rc<Queue>, of: fn(&mut Metadata) -> &mut crate::metadata::slices::SliceCache) -> Self {
+    pub(super) fn none(
+        queue: &'a Rc<Queue>,
+        of: fn(&mut Metadata) -> &mut crate::metadata::slices::SliceCache,
+    ) -> Self {
         Self {
             shared: &queue.shared,
             of,
@@ -51,8 +54,19 @@ impl<'a> Pinned<'a> {
         }
     }
 
+    /// Drops the slices from the cache: their bytes in the file have changed.
+    pub(super) fn discard(mut self) -> Result<(), IoError> {
+        let mut metadata = self.shared.write()?;
+        for slice in std::mem::take(&mut self.slices) {
+            let cache = (self.of)(&mut metadata);
+            cache.unpin(slice);
+            cache.discard(slice);
+        }
+        Ok(())
+    }
+
     /// Pins these slices, which `load` loads.
-    async fn pin(
+    pub(super) async fn pin(
         &mut self,
         queue: &Rc<Queue>,
         slices: Range<u64>,
@@ -89,14 +103,26 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
             change(queue, |metadata| metadata.refcounts.move_table_below(bound)).await?;
             let table = queue.metadata()?.refcounts.place;
             let moved_table = if table == before { 0 } else { table.clusters };
-            let moved = moved_l1 + moved_table + move_snapshot_table(queue, bound).await?;
             settle(queue).await?;
-            moved
+            moved_l1 + moved_table
         };
-        match clusters {
-            0 => Ok(()),
-            clusters => self.end_step(clusters).await,
+        if clusters > 0 {
+            self.end_step(clusters).await?;
         }
+        while !self.is_stopped {
+            let most = self.step_clusters();
+            let moved = {
+                let _turn = exclusive::turn(queue).await?;
+                let moved = move_snapshot_tables(queue, bound, most).await?;
+                settle(queue).await?;
+                moved
+            };
+            if moved == 0 {
+                break;
+            }
+            self.end_step(moved).await?;
+        }
+        Ok(())
     }
 
     /// Moves L2 tables of the disk's own that lie from `bound` on.
@@ -225,7 +251,7 @@ async fn move_l2_table(queue: &Rc<Queue>, l1_index: usize, bound: HostCluster) -
     Ok(change(queue, |metadata| metadata.move_table(l1_index, bound)).await?)
 }
 
-/// Returns true if a refcount block lies from `bound` on and counts more than itself.
+/// Returns true if a refcount block lies from `bound` on and does not count just itself.
 async fn is_block_to_move(queue: &Rc<Queue>, index: usize, bound: HostCluster) -> Result<bool, CompactError> {
     let (slices, block) = {
         let metadata = queue.metadata()?;
@@ -236,6 +262,14 @@ async fn is_block_to_move(queue: &Rc<Queue>, index: usize, bound: HostCluster) -
     let Some(block) = block.filter(|&block| block >= bound) else {
         return Ok(false);
     };
+    // One that another block counts has to be moved also if nothing else is left in its range.
+    let counted_by = {
+        let metadata = queue.metadata()?;
+        metadata.refcounts.block_of(metadata.refcounts.slice_of(block))
+    };
+    if counted_by != index {
+        return Ok(true);
+    }
     for slice in slices {
         let mut has_others = false;
         change(queue, |metadata| {
@@ -264,44 +298,4 @@ async fn move_block(queue: &Rc<Queue>, index: usize, to: HostCluster) -> Result<
         Ok::<_, Stuck>(left.is_some())
     });
     Ok(moved.await?)
-}
-
-/// Moves the snapshot table, if it ends after `bound` and there is room. Returns the number of its clusters.
-async fn move_snapshot_table(queue: &Rc<Queue>, bound: HostCluster) -> Result<u64, CompactError> {
-    let geometry = queue.shared.geometry;
-    let header = queue.shared.header.decode()?;
-    if header.snapshot_count == 0 {
-        return Ok(0);
-    }
-    let tables = snapshot_tables(&queue.file, &header, queue.file.len()?, |_| ()).await?;
-    let clusters = geometry.clusters_for(tables.bytes);
-    let old = geometry.host_cluster(header.snapshot_table_offset);
-    if old + clusters <= bound {
-        return Ok(0);
-    }
-    let run = change(queue, |metadata| {
-        let run = metadata.refcounts.allocate_run_below(clusters, bound)?;
-        if let Some(first) = run {
-            metadata
-                .refcounts
-                .uses
-                .made(ClusterUse::SnapshotTable, first, clusters);
-        }
-        Ok::<_, Stuck>(run)
-    });
-    let Some(first) = run.await? else { return Ok(0) };
-    let (from, to) = (header.snapshot_table_offset, geometry.host_offset(first));
-    let len = clusters * geometry.cluster_size();
-    let bytes = queue.file.read_at(from.bytes(), len as usize).await?;
-    queue.file.write_at(to.bytes(), bytes).await?;
-    flush::flush(queue).await?;
-    // If this fails the header in the file may lead to either: both stay counted.
-    header::change(queue, |fields| fields.set_snapshots(header.snapshot_count, to)).await?;
-    queue.file.sync().await?;
-    let dropped = Dropped {
-        first: old,
-        count: clusters,
-    };
-    queue.shared.write()?.drop_clusters(dropped, true);
-    Ok(clusters)
 }

@@ -24,7 +24,13 @@ impl Refcounts {
         count: u64,
         bound: HostCluster,
     ) -> Result<Option<HostCluster>, Stuck> {
-        self.within(bound, |refcounts| refcounts.allocate_run(count))
+        self.within(bound, |refcounts| refcounts.take_run(count))
+    }
+
+    /// Hands out clusters before `bound` first from now on, and others only when there is none; `None` ends that. The end of
+    /// the file is being cut off.
+    pub(crate) fn prefer_below(&mut self, bound: Option<HostCluster>) {
+        self.preferred = bound;
     }
 
     /// Looks for clusters before `bound`.

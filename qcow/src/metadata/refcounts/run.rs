@@ -62,6 +62,16 @@ impl Refcounts {
     ///
     /// [`Stuck`], with nothing changed.
     pub(crate) fn allocate_run(&mut self, count: u64) -> Result<HostCluster, Stuck> {
+        if let Some(bound) = self.preferred
+            && let Some(first) = self.allocate_run_below(count, bound)?
+        {
+            return Ok(first);
+        }
+        self.take_run(count)
+    }
+
+    /// As [`Refcounts::allocate_run`], wherever there is room.
+    pub(super) fn take_run(&mut self, count: u64) -> Result<HostCluster, Stuck> {
         let plan = self.plan(count, 0)?;
         self.take(plan)
     }
