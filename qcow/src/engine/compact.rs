@@ -16,6 +16,7 @@ mod cut;
 mod error;
 mod foreign;
 mod guest;
+mod pack;
 mod shared;
 mod snapshots;
 mod survey;
@@ -182,7 +183,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         self.move_foreign_tables(found.bound).await?;
         if !self.queue.shared.geometry.has_data_file() {
             self.move_guest_clusters(found.bound).await?;
-            self.move_shared_clusters(found.bound).await?;
+            self.move_shared_data(found).await?;
         }
         // When the others have left what they count.
         self.move_blocks(found.bound).await

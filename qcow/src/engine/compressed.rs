@@ -2,7 +2,7 @@
 //!
 //! Neighbouring reads of one compressed cluster inflate it once. Reads during the inflation wait for it, and reads
 //! shortly after find the result. Compressed bytes are immutable as long as an L2 entry refers to them, so an
-//! inflated cluster stays valid.
+//! inflated cluster stays valid, until a compaction packs compressed data anew: then other data may come to its place.
 //!
 //! A stream first goes to libdeflate, which is two to three times as fast as the streaming decoders. It requires the
 //! stream to end at the end of the cluster; any other stream goes to the streaming decoder, which stops there.
@@ -14,6 +14,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::future::poll_fn;
 use std::rc::Rc;
+use std::sync::atomic::Ordering;
 use std::task::Poll;
 
 use block::buffer::Piece;
@@ -38,6 +39,8 @@ const ZSTD_WINDOW_LOG_MAX: u32 = 23;
 #[derive(Debug, Default)]
 pub(crate) struct InflatedClusters {
     kept: VecDeque<(HostOffset, Rc<Buffer>)>,
+    /// The number of times that compressed data had moved when these were inflated.
+    moves: u64,
     pending: SingleFlight<HostOffset>,
     /// The decompressors for small clusters, used on the worker.
     inline: Option<Inflate>,
@@ -52,8 +55,19 @@ impl InflatedClusters {
         Some(cluster)
     }
 
-    fn keep(&mut self, host: HostOffset, cluster: Rc<Buffer>) {
-        self.kept.push_back((host, cluster));
+    /// Forgets all clusters if compressed data has moved since they were inflated.
+    fn renew(&mut self, moves: u64) {
+        if self.moves != moves {
+            self.moves = moves;
+            self.kept.clear();
+        }
+    }
+
+    /// Keeps a cluster that a request has inflated, which began when compressed data had moved `moves` times.
+    fn keep(&mut self, host: HostOffset, cluster: Rc<Buffer>, moves: u64) {
+        if self.moves == moves {
+            self.kept.push_back((host, cluster));
+        }
     }
 
     /// Removes the least recently used cluster if there are too many of `bytes` each.
@@ -80,8 +94,11 @@ impl Drop for PendingGuard<'_> {
 /// Returns the contents of a compressed cluster.
 pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<Rc<Buffer>, IoError> {
     let host = extent.host;
+    let mut moves = 0;
     let found = poll_fn(|cx| {
         let mut inflated = queue.inflated.borrow_mut();
+        moves = queue.shared.compressed_moves.load(Ordering::Acquire);
+        inflated.renew(moves);
         if let Some(cluster) = inflated.find(host) {
             return Poll::Ready(Some(cluster));
         }
@@ -133,7 +150,7 @@ pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<R
         tracing::error!(%image, host, %error, "a compressed cluster cannot be inflated");
     })?;
     let cluster = Rc::new(Buffer::from(output));
-    queue.inflated.borrow_mut().keep(host, Rc::clone(&cluster));
+    queue.inflated.borrow_mut().keep(host, Rc::clone(&cluster), moves);
     drop(guard);
     Ok(cluster)
 }

@@ -127,6 +127,8 @@ pub(crate) struct Shared {
     // Apart from each other and from the fields above, which each request reads.
     rounds: CachePadded<Mutex<Rounds>>,
     freeing: CachePadded<Mutex<Freeing>>,
+    /// The number of times that a compaction moved compressed data.
+    compressed_moves: AtomicU64,
     background: CachePadded<Mutex<Background>>,
     /// A return of dropped clusters is due.
     later: idle::Later,
@@ -257,6 +259,7 @@ impl QcowDisk {
             metadata: ShardedLock::new(parts.metadata),
             rounds: CachePadded::default(),
             freeing: CachePadded::default(),
+            compressed_moves: AtomicU64::new(0),
             background: CachePadded::default(),
             later: idle::Later::default(),
             header: header::HeaderWriter::new(parts.header),

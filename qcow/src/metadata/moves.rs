@@ -15,8 +15,8 @@ use block::sync::WaitList;
 use super::refcounts::{Stuck, TablePlace};
 use super::{Blocked, Dropped, Metadata, corrupt};
 use crate::format::{
-    ClusterUse, GuestCluster, GuestOffset, HostCluster, HostOffset, L1Entry, L2Entry, L2Mapping, L2Table,
-    L2TableRef,
+    ClusterUse, CompressedExtent, GuestCluster, GuestOffset, HostCluster, HostOffset, L1Entry, L2Entry,
+    L2Mapping, L2Table, L2TableRef,
 };
 use crate::invariant::invariant;
 
@@ -50,7 +50,7 @@ pub(crate) enum Planned {
     Full,
 }
 
-/// Returns the entry of a mapping that leads to the host cluster at `to` in place of its own.
+/// Returns a mapping that leads to the host's bytes at `to` in place of its own.
 pub(crate) fn moved(old: L2Mapping, to: HostOffset) -> L2Mapping {
     match old {
         L2Mapping::Data { copied, .. } => L2Mapping::Data { host: to, copied },
@@ -63,7 +63,8 @@ pub(crate) fn moved(old: L2Mapping, to: HostOffset) -> L2Mapping {
             copied,
             bitmap,
         },
-        L2Mapping::Unallocated | L2Mapping::Compressed(_) => old,
+        L2Mapping::Compressed(extent) => L2Mapping::Compressed(CompressedExtent { host: to, ..extent }),
+        L2Mapping::Unallocated => old,
     }
 }
 

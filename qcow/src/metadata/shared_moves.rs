@@ -1,12 +1,14 @@
-//! Moves of clusters that several tables lead to, or tables of snapshots alone.
+//! Moves of bytes that nobody writes in place: clusters that several tables lead to, or tables of snapshots alone, and
+//! compressed data.
 //!
-//! Nobody writes such a cluster in place, so that it may be copied at any time, and its references may lead to the old place
-//! and to the copy side by side. They move one after the other, and the counts follow them.
+//! They may be copied at any time, and references may lead to the old place and to the copy side by side. References move
+//! one after the other, and the counts follow them.
 //!
 //! Invariants:
 //!
-//! - a copy counts as many references as its cluster did, durably, before the first leads to it;
-//! - the disk's own reference moves first, or none does: as the last one at either place it would have to be COPIED;
+//! - a copy counts as many references as there are to move, durably, before the first leads to it;
+//! - the disk's own reference moves first, or none does: as the last one to a cluster at either place it would have to be
+//!   COPIED;
 //! - a reference that has moved is dropped from the old place once; those that nobody has any more are dropped from the
 //!   copy.
 
@@ -15,14 +17,58 @@ use std::collections::BTreeMap;
 use super::moves::moved;
 use super::refcounts::{Run, Stuck};
 use super::{Blocked, Dropped, Metadata, corrupt};
-use crate::format::{ClusterUse, GuestCluster, HostCluster, L1Entry, L2Entry, L2TableRef};
+use crate::format::{
+    ClusterUse, Geometry, GuestCluster, HostCluster, HostOffset, L1Entry, L2Entry, L2Mapping, L2TableRef,
+};
 use crate::invariant::invariant;
 
-/// A cluster that moves, with its references.
+/// Bytes that an entry leads to: a cluster, or those of compressed data.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(crate) struct Extent {
+    pub(crate) host: HostOffset,
+    pub(crate) len: u64,
+}
+
+impl Extent {
+    /// Returns the bytes that a mapping leads to.
+    pub(crate) fn of(mapping: &L2Mapping, geometry: &Geometry) -> Option<Self> {
+        match mapping {
+            L2Mapping::Compressed(extent) => Some(Self {
+                host: extent.host,
+                len: u64::from(extent.len_max),
+            }),
+            _ => Some(Self {
+                host: mapping.cluster()?.0,
+                len: geometry.cluster_size(),
+            }),
+        }
+    }
+
+    pub(crate) fn of_cluster(cluster: HostCluster, geometry: &Geometry) -> Self {
+        Self {
+            host: geometry.host_offset(cluster),
+            len: geometry.cluster_size(),
+        }
+    }
+
+    /// Returns the offset after the last byte.
+    pub(crate) fn end(&self) -> u64 {
+        self.host.bytes().saturating_add(self.len)
+    }
+
+    /// Returns the first cluster that the bytes touch, and the number of clusters.
+    pub(crate) fn clusters(&self, geometry: &Geometry) -> (HostCluster, u64) {
+        let first = geometry.host_cluster(self.host);
+        let last = geometry.host_cluster(HostOffset::new(self.end().saturating_sub(1)));
+        (first, last.index().saturating_sub(first.index()) + 1)
+    }
+}
+
+/// Bytes that move, with the references to them.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct SharedMove {
-    to: HostCluster,
-    /// The references that the old place had, and the copy counts.
+    to: HostOffset,
+    /// The references that were found, and that the copy counts.
     counted: u64,
     /// The references that lead to the copy.
     moved: u64,
@@ -30,40 +76,41 @@ struct SharedMove {
     dropped: u64,
 }
 
-/// Clusters that move, by their old places.
+/// Bytes that move, by their old places.
 #[derive(Debug, Default)]
-pub(crate) struct SharedMoves(BTreeMap<HostCluster, SharedMove>);
+pub(crate) struct SharedMoves(BTreeMap<Extent, SharedMove>);
 
 impl SharedMoves {
     /// Adds neighbouring clusters from `first` on, whose copies are a run that counts `references` for each.
-    pub(crate) fn add(&mut self, first: HostCluster, run: &Run, references: u64) {
+    pub(crate) fn add_run(&mut self, geometry: &Geometry, first: HostCluster, run: &Run, references: u64) {
         for index in 0..run.count {
-            let planned = SharedMove {
-                to: run.first + index,
-                counted: references,
-                moved: 0,
-                dropped: 0,
-            };
-            self.0.insert(first + index, planned);
+            let from = Extent::of_cluster(first + index, geometry);
+            self.add(from, geometry.host_offset(run.first + index), references);
         }
+    }
+
+    /// Adds bytes whose copy is at `to`.
+    pub(crate) fn add(&mut self, from: Extent, to: HostOffset, references: u64) {
+        let planned = SharedMove {
+            to,
+            counted: references,
+            moved: 0,
+            dropped: 0,
+        };
+        self.0.insert(from, planned);
     }
 
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Returns the number of clusters.
-    pub(crate) fn len(&self) -> u64 {
-        self.0.len() as u64
+    pub(crate) fn contains(&self, from: Extent) -> bool {
+        self.0.contains_key(&from)
     }
 
-    pub(crate) fn contains(&self, cluster: HostCluster) -> bool {
-        self.0.contains_key(&cluster)
-    }
-
-    /// Returns the copy of a cluster for an entry that is changed to lead to it, and that stands for `references`. `None`
-    /// if the cluster does not move, or the copy does not count as many.
-    pub(crate) fn lead(&mut self, from: HostCluster, references: u64) -> Option<HostCluster> {
+    /// Returns the copy for an entry that is changed to lead to it, and that stands for `references`. `None` if the bytes
+    /// do not move, or the copy does not count as many.
+    pub(crate) fn lead(&mut self, from: Extent, references: u64) -> Option<HostOffset> {
         let planned = self.0.get_mut(&from)?;
         let moved = planned.moved.checked_add(references)?;
         if moved > planned.counted {
@@ -74,7 +121,7 @@ impl SharedMoves {
     }
 
     /// As [`SharedMoves::lead`], for the disk's own entry, whose change drops its reference to the old place.
-    fn lead_disk(&mut self, from: HostCluster) -> Option<HostCluster> {
+    fn lead_disk(&mut self, from: Extent) -> Option<HostOffset> {
         let to = self.lead(from, 1)?;
         if let Some(planned) = self.0.get_mut(&from) {
             planned.dropped += 1;
@@ -130,22 +177,23 @@ impl Metadata {
         let geometry = self.geometry;
         let mut found = Vec::new();
         self.for_each_mapped(slice, |guest: GuestCluster, mapping| {
-            if let Some((host, false)) = mapping.cluster()
-                && moves.contains(geometry.host_cluster(host))
+            if mapping.owned().is_none()
+                && let Some(from) = Extent::of(&mapping, &geometry)
+                && moves.contains(from)
             {
-                found.push((guest, geometry.host_cluster(host)));
+                found.push((guest, from));
             }
         })?;
         for (guest, from) in found {
             if self.in_flight.touches(&self.bytes_of(guest)) {
-                // The request is about to give the cluster up.
+                // The request is about to give the old place up.
                 self.give_up(from, moves);
                 continue;
             }
             self.own_slice(guest)?;
             let old = self.mapping(slice, guest)?;
             let Some(to) = moves.lead_disk(from) else { continue };
-            let new = L2Entry::encode(moved(old, geometry.host_offset(to)), &geometry);
+            let new = L2Entry::encode(moved(old, to), &geometry);
             let new = new.ok_or(Blocked::Failed(block::IoError::Corrupt))?;
             self.set_mapping(slice, guest, new)?;
         }
@@ -163,45 +211,55 @@ impl Metadata {
             return Ok(());
         };
         let from = self.geometry.host_cluster(table.host);
-        if let Some(to) = moves.lead_disk(from) {
-            let host = self.geometry.host_offset(to);
+        if let Some(host) = moves.lead_disk(Extent::of_cluster(from, &self.geometry)) {
             self.set_l1_entry(l1_index, L1Entry::encode(L2TableRef { host, copied: false }));
             self.drop_clusters(Dropped::one(from), false);
         }
         Ok(())
     }
 
-    /// Ends the move of a cluster before any of its references has moved.
-    fn give_up(&mut self, from: HostCluster, moves: &mut SharedMoves) {
+    /// Ends a move before any reference has moved.
+    fn give_up(&mut self, from: Extent, moves: &mut SharedMoves) {
         if moves.0.get(&from).is_some_and(|planned| planned.moved == 0)
             && let Some(planned) = moves.0.remove(&from)
         {
-            self.drop_references(planned.to, planned.counted, true);
+            let copy = Extent {
+                host: planned.to,
+                ..from
+            };
+            self.drop_references(copy, planned.counted, true);
         }
     }
 
     /// Drops the copies, to which nothing leads and nothing is written any more.
     pub(crate) fn abandon_shared(&mut self, moves: SharedMoves) {
-        for planned in moves.0.into_values() {
-            invariant!(planned.moved == 0, "{planned:?} is led to");
-            self.drop_references(planned.to, planned.counted, true);
-        }
+        let none_moved = moves.0.values().all(|planned| planned.moved == 0);
+        invariant!(none_moved, "copies are dropped that entries lead to");
+        self.end_shared(moves);
     }
 
     /// Drops the references that have left the old places, and those that none came for from the copies. The entries that
     /// are not in memory are in the file.
     pub(crate) fn end_shared(&mut self, moves: SharedMoves) {
         for (from, planned) in moves.0 {
+            let copy = Extent {
+                host: planned.to,
+                ..from
+            };
             let is_sole = planned.moved == planned.counted;
             self.drop_references(from, planned.moved - planned.dropped, is_sole);
-            self.drop_references(planned.to, planned.counted - planned.moved, planned.moved == 0);
+            self.drop_references(copy, planned.counted - planned.moved, planned.moved == 0);
         }
     }
 
-    /// Drops references to a cluster. `is_sole`: it has no others.
-    fn drop_references(&mut self, cluster: HostCluster, references: u64, is_sole: bool) {
+    /// Drops references to the clusters of some bytes. `is_sole`: these have no others.
+    fn drop_references(&mut self, bytes: Extent, references: u64, is_sole: bool) {
+        // Compressed data shares its clusters.
+        let is_cluster = bytes.host.is_aligned_to(self.geometry.cluster_size())
+            && bytes.len == self.geometry.cluster_size();
+        let (first, count) = bytes.clusters(&self.geometry);
         for index in 0..references {
-            self.drop_clusters(Dropped::one(cluster), is_sole && index == 0);
+            self.drop_clusters(Dropped { first, count }, is_sole && is_cluster && index == 0);
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::common::{Folder, Lane, SECRET, assert_same, chain, close, open, qemu_
 use crate::used_clusters::used;
 use block::ring::RingKind;
 use qcow::image::{ChangeError, UnsoundError, compact_image};
-use qcow::{CompactError, CompactOptions, Compacted, Fixed, OpenOptions};
+use qcow::{CompactError, CompactOptions, Compacted, OpenOptions};
 use ringdisk_gen::Random;
 
 pub(crate) const IMAGE: &str = "disk.qcow2";
@@ -75,17 +75,14 @@ pub(crate) fn compact_wholly(folder: &Folder, what: &str) -> Compacted {
     let compacted = compact_and_check(folder, what);
     assert_eq!(compacted.fixed, [], "{what}");
     let (clusters, ideal) = used(&std::fs::read(folder.path(IMAGE)).expect("an image"));
-    assert_eq!(
-        len(folder),
-        ideal,
-        "{what}: {clusters} clusters are in use; {compacted:?}"
+    // The last one may be written in part.
+    let len = len(folder);
+    assert!(
+        len <= ideal && len + ideal / clusters > ideal,
+        "{what}: {len} bytes, and {clusters} clusters are in use; {compacted:?}"
     );
     let again = compact_and_check(folder, what);
-    assert_eq!(
-        (again.moved_bytes, again.after_bytes),
-        (0, ideal),
-        "{what}: again"
-    );
+    assert_eq!((again.moved_bytes, again.after_bytes), (0, len), "{what}: again");
     compacted
 }
 
@@ -252,23 +249,6 @@ fn compaction_moves_the_tables_of_an_image_with_a_data_file() {
     let compacted = compact_wholly(&folder, "data file");
     assert!(compacted.moved_bytes > 0);
     assert!(data() == before, "the data file has changed");
-}
-
-#[test]
-fn compaction_leaves_compressed_clusters_and_says_so() {
-    let folder = Folder::new();
-    folder.qemu_create(IMAGE, "cluster_size=4k", "4M");
-    change(&folder, &options(), |lane| lane.write(0, &vec![9; 2 << 20]));
-    folder.qemu_io("qcow2", IMAGE, &["write -c -P 34 3M 64k"]);
-    change(&folder, &options(), |lane| lane.discard(0, 1 << 20));
-    let compacted = compact_and_check(&folder, "compressed clusters");
-    assert!(
-        compacted
-            .fixed
-            .iter()
-            .any(|fixed| fixed.reason == Fixed::Compressed),
-        "{compacted:?}"
-    );
 }
 
 #[test]

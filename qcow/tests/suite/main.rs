@@ -32,6 +32,7 @@ mod bitmaps;
 mod block_devices;
 mod chains;
 mod compact;
+mod compact_compressed;
 mod compact_races;
 mod compact_snapshots;
 mod compact_threads;

@@ -170,13 +170,13 @@ mod tests {
             is_stopped: false,
         };
         assert_eq!(describe(&compacted), "20 GiB before, 10 GiB now, 9 GiB moved");
-        compacted.fixed = [(Fixed::Bitmaps, 12), (Fixed::Compressed, 1)]
+        compacted.fixed = [(Fixed::Bitmaps, 12), (Fixed::Header, 1)]
             .map(|(reason, count)| FixedClusters { reason, count })
             .into();
         compacted.is_stopped = true;
         assert_eq!(
             describe(&compacted),
-            "20 GiB before, 10 GiB now, 9 GiB moved; cannot be moved: 12 clusters used by bitmaps, 1 cluster compressed; \
+            "20 GiB before, 10 GiB now, 9 GiB moved; cannot be moved: 12 clusters used by bitmaps, 1 cluster used by the header; \
              interrupted: run it again to go on"
         );
     }

@@ -73,12 +73,8 @@ pub(super) async fn copy_all(queue: &Rc<Queue>, copies: &[Copy]) -> Result<(), I
     Ok(())
 }
 
-/// Makes copies, and makes them and their counts durable.
-pub(super) async fn copy_durably(queue: &Rc<Queue>, copies: &[Copy]) -> Result<(), IoError> {
-    if copies.is_empty() {
-        return Ok(());
-    }
-    copy_all(queue, copies).await?;
+/// Makes copies that were made, and their counts, durable.
+pub(super) async fn make_durable(queue: &Rc<Queue>) -> Result<(), IoError> {
     if broken(Rule::CopyLedToEarly) {
         return Ok(());
     }

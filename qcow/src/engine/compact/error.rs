@@ -68,8 +68,6 @@ pub struct FixedClusters {
 /// The reason that a cluster cannot move.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Fixed {
-    /// It has compressed data.
-    Compressed,
     /// It belongs to a persistent bitmap.
     Bitmaps,
     /// It belongs to the header, or to the encryption header.
@@ -81,7 +79,6 @@ pub enum Fixed {
 impl fmt::Display for Fixed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Compressed => "compressed",
             Self::Bitmaps => "used by bitmaps",
             Self::Header => "used by the header",
             Self::Unknown => "leaked, or being written",

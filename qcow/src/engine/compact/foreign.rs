@@ -72,13 +72,18 @@ impl SnapshotL1s {
         entries.max().unwrap_or(0) as usize
     }
 
-    /// Returns the foreign tables from an L1 index on; `None` past the last index.
-    pub(super) async fn foreign(&self, queue: &Queue, first: usize) -> Result<Option<Foreign>, IoError> {
-        if first >= self.end() {
+    /// Returns the foreign tables of some L1 indices from `first` on, before `end`; `None` if there are none.
+    pub(super) async fn foreign(
+        &self,
+        queue: &Queue,
+        first: usize,
+        end: usize,
+    ) -> Result<Option<Foreign>, IoError> {
+        if first >= end {
             return Ok(None);
         }
         let most = (WINDOW_ENTRIES / self.tables.len().max(1)).clamp(1, WINDOW_MAX);
-        let indices = first..self.end().min(first + most);
+        let indices = first..end.min(first + most);
         let mut tables: BTreeMap<(usize, HostCluster), u64> = BTreeMap::new();
         for &(table, uses) in &self.tables {
             let part = table.part(first as u64, indices.len() as u64);

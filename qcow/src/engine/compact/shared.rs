@@ -1,13 +1,15 @@
-//! Moves of guest clusters that snapshots use, perhaps together with the disk.
+//! Moves of guest data that nobody writes in place: clusters that snapshots use, perhaps together with the disk, and compressed
+//! data.
 //!
-//! 1. The clusters of a step, and the references to them, are looked for in the L2 tables of some L1 indices: [`foreign`]
-//!    ones and the disk's own. What is counted as often as it is found gets a copy before the bound, which counts as much.
+//! 1. The data of a step, and the references to it, are looked for in the L2 tables of some L1 indices: [`foreign`] ones
+//!    and the disk's own. A cluster that is counted as often as it is found gets a copy before the bound, which counts as
+//!    much; compressed data, which shares its clusters, is packed anew ([`pack`]).
 //! 2. The bytes are copied. A FLUSH makes the copies and their counts durable.
 //! 3. The entries change: the disk's own in its cache, those of foreign tables in the file.
 //! 4. The old places are dropped. A FLUSH makes the entries durable, and frees what was dropped.
 //!
-//! No queue is held off: nobody writes a shared cluster in place. A request that writes to it gives it up, whether its entry
-//! leads to the old place or to the copy.
+//! No queue is held off. A request that writes to shared or compressed data gives it up, whether its entry leads to the old
+//! place or to the copy.
 //!
 //! Invariants:
 //!
@@ -15,24 +17,28 @@
 //! - in 3, no foreign table is copied for the disk: it would be read before its entries change, or after.
 //!
 //! [`foreign`]: super::foreign
+//! [`pack`]: super::pack
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use block::IoError;
 use block::canary::{Rule, broken};
 
-use super::copy::{Copy, PIECE_BYTES_MAX, copy_durably};
+use super::copy::{Copy, PIECE_BYTES_MAX, copy_all, make_durable};
 use super::foreign::{Foreign, SnapshotL1s, for_each_table, shown};
+use super::pack::Packed;
+use super::survey::Survey;
 use super::tables::Pinned;
 use super::{CompactError, CompactProgress, Compaction, STEP_BYTES_MAX, Step, change, settle};
 use crate::engine::{Queue, exclusive, flush, load};
 use crate::format::{GuestOffset, HostCluster, L2Entry, L2Mapping, L2Table, L2TableMut};
 use crate::metadata::Blocked;
 use crate::metadata::moves::moved;
-use crate::metadata::shared_moves::SharedMoves;
+use crate::metadata::shared_moves::{Extent, SharedMoves};
 use crate::metadata::write_back::Place;
 
 /// The steps of other moves that one step here is as large as: the tables that are read for it are the same.
@@ -40,39 +46,59 @@ const STEPS_AT_ONCE: u64 = 4;
 /// The most references of a step: each is dropped in a list.
 const REFERENCES_MAX: u64 = 1 << 18;
 
-/// The shared clusters that were found from a bound on.
+/// The data that was found from a bound on.
 struct Found {
     bound: HostCluster,
-    most: u64,
-    clusters: BTreeMap<HostCluster, References>,
-    /// The foreign tables that lead to any of them, with their L1 index.
-    tables: Vec<(usize, HostCluster)>,
+    bytes_max: u64,
+    data: BTreeMap<Extent, References>,
+    bytes: u64,
     references: u64,
-    /// There are more.
+    /// The foreign tables that lead to any of it, with their L1 index.
+    tables: Vec<(usize, HostCluster)>,
+    /// The L1 indices at which any was found.
+    indices: BTreeSet<usize>,
+    /// There is more.
     is_full: bool,
 }
 
-/// The references to a cluster that were found.
+/// The references that were found to some data.
 #[derive(Clone, Copy, Debug, Default)]
 struct References {
     all: u64,
     /// Those of the disk's own tables.
     by_disk: u64,
+    is_compressed: bool,
 }
 
 impl Found {
-    /// Looks at a mapping that stands for so many references. Returns true if it leads to one of the clusters.
-    fn look(&mut self, mapping: &L2Mapping, cluster: HostCluster, references: u64) -> bool {
-        if cluster < self.bound || matches!(mapping, L2Mapping::Compressed(_)) {
+    /// Looks at a mapping that stands for so many references, of the disk's own or of others. Returns true if it leads to data
+    /// that was found.
+    fn look(&mut self, queue: &Queue, mapping: &L2Mapping, references: u64, is_disk: bool) -> bool {
+        let geometry = &queue.shared.geometry;
+        let Some(data) = Extent::of(mapping, geometry) else {
+            return false;
+        };
+        let (first, count) = data.clusters(geometry);
+        let is_compressed = matches!(mapping, L2Mapping::Compressed(_));
+        if first + count <= self.bound {
             return false;
         }
-        let is_new = !self.clusters.contains_key(&cluster);
-        let is_full = self.clusters.len() as u64 >= self.most || self.references >= REFERENCES_MAX;
-        if is_new && is_full && !self.clusters.is_empty() {
-            self.is_full = true;
-            return false;
+        if !self.data.contains_key(&data) {
+            // What the disk alone leads to and does not own is of no sound image.
+            if is_disk && !is_compressed {
+                return false;
+            }
+            let is_full = self.bytes >= self.bytes_max || self.references >= REFERENCES_MAX;
+            if is_full && !self.data.is_empty() {
+                self.is_full = true;
+                return false;
+            }
+            self.bytes += data.len;
         }
-        self.clusters.entry(cluster).or_default().all += references;
+        let found = self.data.entry(data).or_default();
+        found.all += references;
+        found.by_disk += if is_disk { references } else { 0 };
+        found.is_compressed |= is_compressed;
         self.references += references;
         true
     }
@@ -90,42 +116,44 @@ impl Found {
             let mut is_leading = false;
             for entry in L2Table::new(bytes, &geometry).iter() {
                 // What a damaged entry leads to is counted once more than it is found, and stays.
-                if let Ok(mapping) = entry.decode(&geometry)
-                    && let Some((host, _)) = mapping.cluster()
-                {
-                    is_leading |= self.look(&mapping, geometry.host_cluster(host), uses);
+                if let Ok(mapping) = entry.decode(&geometry) {
+                    is_leading |= self.look(queue, &mapping, uses, false);
                 }
             }
             if is_leading {
                 self.tables.push((index, table));
+                self.indices.insert(index);
             }
         })
         .await?;
-        if self.clusters.is_empty() || queue.metadata()?.own_table(index).ok().flatten().is_none() {
+        if queue.metadata()?.own_table(index).ok().flatten().is_none() {
             return Ok(());
         }
         let slices = queue.metadata()?.table_slices(index);
         for slice in slices {
+            let mut is_leading = false;
             change(queue, |metadata| {
                 metadata.for_each_mapped(slice, |_, mapping| {
-                    if let Some((host, false)) = mapping.cluster()
-                        && let Some(found) = self.clusters.get_mut(&geometry.host_cluster(host))
-                    {
-                        found.all += 1;
-                        found.by_disk += 1;
+                    if mapping.owned().is_none() {
+                        is_leading |= self.look(queue, &mapping, 1, true);
                     }
                 })
             })
             .await?;
+            if is_leading {
+                self.indices.insert(index);
+            }
         }
         Ok(())
     }
 
     /// Returns the clusters whose references were all found, as runs of neighbours with as many references each.
     async fn runs(&self, queue: &Rc<Queue>) -> Result<Vec<(HostCluster, u64, u64)>, IoError> {
-        let most = PIECE_BYTES_MAX / queue.shared.geometry.cluster_size();
+        let geometry = queue.shared.geometry;
+        let most = PIECE_BYTES_MAX / geometry.cluster_size();
         let mut runs: Vec<(HostCluster, u64, u64)> = Vec::new();
-        for (&cluster, found) in &self.clusters {
+        for (&data, found) in self.data.iter().filter(|(_, found)| !found.is_compressed) {
+            let cluster = geometry.host_cluster(data.host);
             let is_whole = change(queue, |metadata| metadata.is_counted(cluster, found.all, &[])).await?;
             // The disk's own reference moves with one entry.
             if !is_whole || found.by_disk > 1 {
@@ -142,59 +170,98 @@ impl Found {
         }
         Ok(runs)
     }
+
+    /// Returns the compressed data, in order, with the references to each.
+    fn compressed(&self, queue: &Queue) -> Result<Vec<(Extent, u64)>, IoError> {
+        let metadata = queue.metadata()?;
+        let compressed = self.data.iter().filter(|&(data, found)| {
+            let (first, count) = data.clusters(&queue.shared.geometry);
+            let mut clusters = first.until(first + count);
+            found.is_compressed && clusters.all(|cluster| metadata.refcounts.uses.find(cluster).is_none())
+        });
+        Ok(compressed.map(|(&data, found)| (data, found.all)).collect())
+    }
 }
 
-/// The clusters of a step and the copies to make.
+/// The data of a step and the copies to make.
 #[derive(Debug, Default)]
 struct Plan {
     moves: SharedMoves,
     copies: Vec<Copy>,
+    packed: Packed,
+    /// The number of clusters that the copies take.
+    clusters: u64,
     /// There is no room for others.
     is_full: bool,
 }
 
 impl Plan {
-    /// Takes places for the copies.
-    async fn fill(
-        &mut self,
-        queue: &Rc<Queue>,
-        runs: Vec<(HostCluster, u64, u64)>,
-        bound: HostCluster,
-    ) -> Result<(), IoError> {
-        let geometry = queue.shared.geometry;
-        for (mut first, mut count, references) in runs {
-            while count > 0 {
-                let allocate = change(queue, |metadata| {
-                    metadata.allocate_shared(count, references, bound)
-                });
-                let Some(run) = allocate.await? else {
-                    self.is_full = true;
-                    return Ok(());
-                };
-                self.moves.add(first, &run, references);
-                self.copies.push(Copy {
-                    // It matters only to a cipher whose images are not written.
-                    guest: GuestOffset::default(),
-                    from: geometry.host_offset(first),
-                    to: geometry.host_offset(run.first),
-                    len: run.count * geometry.cluster_size(),
-                    is_zero: run.zero && queue.metadata()?.holes_are_zeros,
-                    is_table: false,
-                });
-                first += run.count;
-                count -= run.count;
+    /// Takes places for the copies of what was found.
+    async fn fill(&mut self, queue: &Rc<Queue>, found: &Found) -> Result<(), IoError> {
+        for (first, count, references) in found.runs(queue).await? {
+            if !self
+                .add_run(queue, (first, count, references), found.bound)
+                .await?
+            {
+                self.is_full = true;
+                break;
             }
         }
+        let compressed = found.compressed(queue)?;
+        if !compressed.is_empty() {
+            self.packed = Packed::plan(queue, &compressed, found.bound).await?;
+            self.is_full |= self.packed.is_full;
+            self.clusters += self.packed.count(queue, &mut self.moves).await?;
+        }
         Ok(())
+    }
+
+    /// Takes places for neighbouring clusters. Returns false without room for all.
+    async fn add_run(
+        &mut self,
+        queue: &Rc<Queue>,
+        (mut first, mut count, references): (HostCluster, u64, u64),
+        bound: HostCluster,
+    ) -> Result<bool, IoError> {
+        let geometry = queue.shared.geometry;
+        while count > 0 {
+            let allocate = change(queue, |metadata| {
+                metadata.allocate_shared(count, references, bound)
+            });
+            let Some(run) = allocate.await? else {
+                return Ok(false);
+            };
+            self.moves.add_run(&geometry, first, &run, references);
+            self.clusters += run.count;
+            self.copies.push(Copy {
+                // It matters only to a cipher whose images are not written.
+                guest: GuestOffset::default(),
+                from: geometry.host_offset(first),
+                to: geometry.host_offset(run.first),
+                len: run.count * geometry.cluster_size(),
+                is_zero: run.zero && queue.metadata()?.holes_are_zeros,
+                is_table: false,
+            });
+            first += run.count;
+            count -= run.count;
+        }
+        Ok(true)
+    }
+
+    /// Copies the bytes, and makes the copies and their counts durable.
+    async fn copy(&self, queue: &Rc<Queue>) -> Result<(), IoError> {
+        copy_all(queue, &self.copies).await?;
+        self.packed.copy(queue).await?;
+        make_durable(queue).await
     }
 }
 
 impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
-    /// Moves guest clusters that snapshots use and that lie from `bound` on, while there is room before it.
-    pub(super) async fn move_shared_clusters(&mut self, bound: HostCluster) -> Result<(), CompactError> {
+    /// Moves shared clusters and compressed data that lie from the bound on, while there is room before it.
+    pub(super) async fn move_shared_data(&mut self, survey: &Survey) -> Result<(), CompactError> {
         let mut at = 0;
         while !self.is_stopped {
-            let step = self.move_next_shared(&mut at, bound).await?;
+            let step = self.move_next_shared(&mut at, survey).await?;
             if step.clusters > 0 {
                 self.end_step(step.clusters).await?;
             }
@@ -205,27 +272,32 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         Ok(())
     }
 
-    /// Moves the next shared clusters, of L1 indices from `at` on; `at` moves on.
-    async fn move_next_shared(&self, at: &mut usize, bound: HostCluster) -> Result<Step, CompactError> {
+    /// Moves the next data, of L1 indices from `at` on; `at` moves on.
+    async fn move_next_shared(&self, at: &mut usize, survey: &Survey) -> Result<Step, CompactError> {
         let queue = self.queue;
         let _turn = exclusive::turn(queue).await?;
         let l1s = SnapshotL1s::read(queue).await?;
-        let Some(foreign) = l1s.foreign(queue, *at).await? else {
+        let end = match survey.has_compressed {
+            true => l1s.end().max(queue.metadata()?.l1_entries()),
+            false => l1s.end(),
+        };
+        let Some(foreign) = l1s.foreign(queue, *at, end).await? else {
             return Ok(Step::NONE_LEFT);
         };
-        let most = match self.options.rate {
-            Some(_) => self.step_clusters(),
-            None => STEPS_AT_ONCE * STEP_BYTES_MAX / queue.shared.geometry.cluster_size(),
-        };
+        let size = queue.shared.geometry.cluster_size();
         let mut found = Found {
-            bound,
-            most: most.max(1),
-            clusters: BTreeMap::new(),
-            tables: Vec::new(),
+            bound: survey.bound,
+            bytes_max: match self.options.rate {
+                Some(_) => self.step_clusters() * size,
+                None => STEPS_AT_ONCE * STEP_BYTES_MAX,
+            },
+            data: BTreeMap::new(),
+            bytes: 0,
             references: 0,
+            tables: Vec::new(),
+            indices: BTreeSet::new(),
             is_full: false,
         };
-        let first = *at;
         for index in foreign.indices.clone() {
             found.look_at(queue, &foreign, index).await?;
             if found.is_full {
@@ -234,29 +306,24 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
             *at = index + 1;
         }
         let mut plan = Plan::default();
-        let filled = match found.runs(queue).await {
-            Ok(runs) => plan.fill(queue, runs, bound).await,
-            Err(error) => Err(error),
-        };
-        let step = Step {
-            clusters: plan.moves.len(),
-            is_last: plan.is_full,
-        };
+        let mut filled = plan.fill(queue, &found).await;
+        if filled.is_ok() && !plan.moves.is_empty() {
+            filled = plan.copy(queue).await;
+        }
         if let Err(error) = filled {
             queue.shared.write()?.abandon_shared(plan.moves);
             return Err(error.into());
         }
+        let step = Step {
+            clusters: plan.clusters,
+            is_last: plan.is_full,
+        };
         if plan.moves.is_empty() {
-            // None of so many can move: the next index may have others.
+            // None of so much can move: the next index may have other data.
             *at += usize::from(found.is_full);
             return Ok(step);
         }
-        if let Err(error) = copy_durably(queue, &plan.copies).await {
-            queue.shared.write()?.abandon_shared(plan.moves);
-            return Err(error.into());
-        }
-        let indices = first..*at + usize::from(found.is_full);
-        lead_to_copies(queue, &foreign, indices, &found.tables, plan.moves).await?;
+        lead_to_copies(queue, &foreign, &found, plan.moves).await?;
         settle(queue).await?;
         Ok(step)
     }
@@ -267,16 +334,16 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
 async fn lead_to_copies(
     queue: &Rc<Queue>,
     foreign: &Foreign,
-    indices: std::ops::Range<usize>,
-    tables: &[(usize, HostCluster)],
+    found: &Found,
     mut moves: SharedMoves,
 ) -> Result<(), CompactError> {
+    // Where such data lay before, other data may be cached.
+    queue.shared.compressed_moves.fetch_add(1, Ordering::AcqRel);
     let mut kept = Vec::new();
-    let with_tables: BTreeSet<usize> = tables.iter().map(|&(index, _)| index).collect();
-    for &index in &with_tables {
+    for &index in &found.indices {
         kept.push(load::keep_table(queue, index).await?);
     }
-    for &index in with_tables.iter().filter(|index| indices.contains(index)) {
+    for &index in &found.indices {
         if queue.metadata()?.own_table(index).ok().flatten().is_none() {
             continue;
         }
@@ -286,7 +353,7 @@ async fn lead_to_copies(
         }
     }
     let mut late = Vec::new();
-    for &(index, table) in tables {
+    for &(index, table) in &found.tables {
         let uses = foreign.at(queue, index)?.into_iter();
         if let Some((_, uses)) = uses.into_iter().find(|&(found, _)| found == table) {
             change_table(queue, index, table, uses, &mut moves, &mut late).await?;
@@ -366,14 +433,10 @@ fn changes(queue: &Queue, table: &[u8], uses: u64, moves: &mut SharedMoves) -> V
     let entries = L2Table::new(table, &geometry).iter().enumerate();
     let changes = entries.filter_map(|(index, entry)| {
         let mapping = entry.decode(&geometry).ok()?;
-        let (host, _) = mapping.cluster()?;
-        let from = geometry.host_cluster(host);
-        if !moves.contains(from) {
-            return None;
-        }
+        let from = Extent::of(&mapping, &geometry)?;
+        // All entries that there can be are encoded: otherwise the reference would be counted at the copy.
         let to = moves.lead(from, uses)?;
-        let new = L2Entry::encode(moved(mapping, geometry.host_offset(to)), &geometry)?;
-        Some((index, new))
+        Some((index, L2Entry::encode(moved(mapping, to), &geometry)?))
     });
     changes.collect()
 }

@@ -10,7 +10,7 @@ use std::rc::Rc;
 
 use block::{AlignedBuf, IoError};
 
-use super::copy::{Copy, copy_all, copy_durably};
+use super::copy::{Copy, copy_all, make_durable};
 use super::foreign::{Foreign, SnapshotL1s};
 use super::tables::TABLES_PER_STEP;
 use super::{CompactError, CompactProgress, Compaction, Step, change, clusters_at, settle};
@@ -18,7 +18,7 @@ use crate::engine::{Queue, exclusive, flush, header, load, snapshots};
 use crate::format::{ClusterUse, Geometry, HostCluster, HostOffset, L1Entry, L2TableRef, SnapshotEntry};
 use crate::metadata::Dropped;
 use crate::metadata::refcounts::{Run, Stuck};
-use crate::metadata::shared_moves::SharedMoves;
+use crate::metadata::shared_moves::{Extent, SharedMoves};
 
 /// The unit in which L1 tables are written, in bytes.
 const PART_BYTES: u64 = 512;
@@ -237,7 +237,7 @@ impl Plan {
             self.is_full = true;
             return Ok(());
         };
-        self.moves.add(table, &run, uses);
+        self.moves.add_run(&geometry, table, &run, uses);
         self.indices.push(index);
         self.copies.push(Copy::of_table(
             geometry.host_offset(table),
@@ -245,6 +245,15 @@ impl Plan {
             geometry.cluster_size(),
         ));
         Ok(())
+    }
+
+    /// Copies the tables, and makes the copies and their counts durable.
+    async fn copy(&self, queue: &Rc<Queue>) -> Result<(), IoError> {
+        if self.copies.is_empty() {
+            return Ok(());
+        }
+        copy_all(queue, &self.copies).await?;
+        make_durable(queue).await
     }
 
     /// Plans moves of at most `most` tables from an L1 index on. Returns the index to go on with.
@@ -261,7 +270,7 @@ impl Plan {
                 if self.is_full {
                     return Ok(index);
                 }
-                if self.moves.len() >= most {
+                if self.copies.len() as u64 >= most {
                     return Ok(index);
                 }
                 self.add(queue, (index, table, uses), bound).await?;
@@ -292,20 +301,20 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         let queue = self.queue;
         let _turn = exclusive::turn(queue).await?;
         let l1s = SnapshotL1s::read(queue).await?;
-        let Some(foreign) = l1s.foreign(queue, *at).await? else {
+        let Some(foreign) = l1s.foreign(queue, *at, l1s.end()).await? else {
             return Ok(Step::NONE_LEFT);
         };
         let mut plan = Plan::default();
         let most = self.step_clusters().min(TABLES_PER_STEP);
         let filled = plan.fill(queue, &foreign, bound, most).await;
         let step = Step {
-            clusters: plan.moves.len(),
+            clusters: plan.copies.len() as u64,
             is_last: plan.is_full,
         };
         let copied = match filled {
             Ok(next) => {
                 *at = next;
-                copy_durably(queue, &plan.copies).await
+                plan.copy(queue).await
             }
             Err(error) => Err(error),
         };
@@ -374,11 +383,9 @@ fn change_part(
         let Ok(Some(table)) = entry.decode(geometry) else {
             continue;
         };
-        if let Some(to) = moves.lead(geometry.host_cluster(table.host), uses) {
-            let new = L1Entry::encode(L2TableRef {
-                host: geometry.host_offset(to),
-                ..table
-            });
+        let from = Extent::of_cluster(geometry.host_cluster(table.host), geometry);
+        if let Some(host) = moves.lead(from, uses) {
+            let new = L1Entry::encode(L2TableRef { host, ..table });
             *raw = new.raw().to_be_bytes();
             is_changed = true;
         }

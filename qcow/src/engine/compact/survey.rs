@@ -30,6 +30,8 @@ pub(super) struct Survey {
     pub(super) bound: HostCluster,
     /// The number of clusters in use from the bound on.
     pub(super) to_move: u64,
+    /// Compressed data lies from the bound on.
+    pub(super) has_compressed: bool,
     /// Clusters before the bound that cannot move, although there is room.
     pub(super) fixed: Vec<FixedClusters>,
 }
@@ -69,10 +71,6 @@ impl Bits {
         }
     }
 
-    fn contains(&mut self, cluster: HostCluster) -> bool {
-        self.place(cluster).is_some_and(|(word, bit)| *word & bit != 0)
-    }
-
     fn count(&self) -> u64 {
         self.words.iter().map(|word| u64::from(word.count_ones())).sum()
     }
@@ -105,7 +103,8 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         let mut fixed = Bits::new(first, end);
         for_each_used(queue, first, |cluster| fixed.set(cluster)).await?;
         let all = fixed.count();
-        let mut compressed = Bits::new(first, end);
+        // The cluster after the last one with compressed data.
+        let mut compressed = HostCluster::new(0);
         if all > 0 {
             self.clear_tables(&mut fixed)?;
             let is_whole = self.clear_mapped(&mut fixed, &mut compressed).await?
@@ -114,7 +113,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
                 return Ok(None);
             }
         }
-        let (bound, fixed) = self.reasons(&fixed, &mut compressed)?;
+        let (bound, fixed) = self.reasons(&fixed)?;
         let bound = bound.max(first);
         let mut to_move = 0;
         for_each_used(queue, bound, |cluster| to_move += u64::from(cluster < end)).await?;
@@ -122,6 +121,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
             end,
             bound,
             to_move,
+            has_compressed: compressed > bound,
             fixed,
         }))
     }
@@ -153,9 +153,13 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         Ok(())
     }
 
-    /// Takes out of `fixed` what the disk's own tables map, and adds compressed data to `compressed`. Returns false if the
+    /// Takes out of `fixed` what the disk's own tables map, and moves `compressed` behind compressed data. Returns false if the
     /// caller stops the compaction.
-    async fn clear_mapped(&mut self, fixed: &mut Bits, compressed: &mut Bits) -> Result<bool, CompactError> {
+    async fn clear_mapped(
+        &mut self,
+        fixed: &mut Bits,
+        compressed: &mut HostCluster,
+    ) -> Result<bool, CompactError> {
         let queue = self.queue;
         let geometry = queue.shared.geometry;
         let l1_entries = queue.metadata()?.l1_entries();
@@ -179,9 +183,13 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         Ok(true)
     }
 
-    /// Takes out of `fixed` the tables of snapshots and what they map, and adds compressed data to `compressed`. Returns
+    /// Takes out of `fixed` the tables of snapshots and what they map, and moves `compressed` behind compressed data. Returns
     /// false if the caller stops the compaction.
-    async fn clear_foreign(&mut self, fixed: &mut Bits, compressed: &mut Bits) -> Result<bool, CompactError> {
+    async fn clear_foreign(
+        &mut self,
+        fixed: &mut Bits,
+        compressed: &mut HostCluster,
+    ) -> Result<bool, CompactError> {
         let queue = self.queue;
         let geometry = queue.shared.geometry;
         let mut at = 0;
@@ -195,7 +203,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
                     let clusters = clusters_at(first, geometry.clusters_for(l1.bytes()));
                     clusters.for_each(|cluster| fixed.clear(cluster));
                 }
-                let Some(foreign) = l1s.foreign(queue, at).await? else {
+                let Some(foreign) = l1s.foreign(queue, at, l1s.end()).await? else {
                     return Ok(true);
                 };
                 for index in foreign.indices.clone() {
@@ -219,11 +227,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
 
     /// Returns the cluster after the last one that is fixed, and the reasons. What nothing leads to fixes no other: beside
     /// requests it is mostly what they have dropped, or are writing.
-    fn reasons(
-        &self,
-        fixed: &Bits,
-        compressed: &mut Bits,
-    ) -> Result<(HostCluster, Vec<FixedClusters>), CompactError> {
+    fn reasons(&self, fixed: &Bits) -> Result<(HostCluster, Vec<FixedClusters>), CompactError> {
         let metadata = self.queue.metadata()?;
         let mut counts: BTreeMap<Fixed, u64> = BTreeMap::new();
         let mut bound = HostCluster::new(0);
@@ -233,7 +237,6 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
                     Fixed::Bitmaps
                 }
                 Some(ClusterUse::Header | ClusterUse::EncryptionHeader) => Fixed::Header,
-                _ if compressed.contains(cluster) => Fixed::Compressed,
                 _ => Fixed::Unknown,
             };
             *counts.entry(reason).or_default() += 1;
@@ -247,12 +250,13 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
     }
 }
 
-/// Takes what a mapping leads to out of `fixed`, or adds it to `compressed`.
-fn clear(geometry: &Geometry, mapping: L2Mapping, fixed: &mut Bits, compressed: &mut Bits) {
+/// Takes what a mapping leads to out of `fixed`, and moves `compressed` behind compressed data.
+fn clear(geometry: &Geometry, mapping: L2Mapping, fixed: &mut Bits, compressed: &mut HostCluster) {
     if let L2Mapping::Compressed(extent) = mapping {
         let last = geometry.host_cluster(HostOffset::new(extent.end() - 1));
         let clusters = geometry.host_cluster(extent.host).until(last + 1);
-        clusters.for_each(|cluster| compressed.set(cluster));
+        clusters.for_each(|cluster| fixed.clear(cluster));
+        *compressed = (*compressed).max(last + 1);
     } else if let Some((host, _)) = mapping.cluster() {
         fixed.clear(geometry.host_cluster(host));
     }
