@@ -3,7 +3,8 @@
 //! The allocator hands out host clusters from three sources, in this order: freed runs that have passed every stage
 //! of freeing; clusters below the end of the file that a forward scan finds with a count of zero; and new clusters
 //! past the end. The scan's cursor never goes back, so that only one of the three finds a cluster. A separate search
-//! allocates tables of several clusters ([`run`]).
+//! allocates tables of several clusters ([`run`]). While a compaction runs, all of them are
+//! first asked for clusters before its bound.
 //!
 //! Invariants:
 //! - a count goes from 0 to 1 here before anything can point at the cluster, and the count is durable before that
