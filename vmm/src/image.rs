@@ -43,8 +43,8 @@ pub enum ImageCommand {
     /// Make the image file shorter: move clusters from its end into free ones nearer its start
     ///
     /// The disk stays as it is. An interrupted compaction (SIGINT, SIGTERM) ends after the step under way; the next one goes
-    /// on. A power cut at any instant leaves the image sound, with at most leaked clusters. Clusters that snapshots or
-    /// bitmaps use, and compressed clusters, do not move, and the file is cut after the last of them.
+    /// on. A power cut at any instant leaves the image sound, with at most leaked clusters. Snapshots stay as they are, and
+    /// what they use moves as well. Bitmaps do not move, and the file is cut after the last of them.
     Compact(compact::CompactArguments),
     /// Add, list, clear, merge and remove persistent dirty bitmaps of an image
     #[command(subcommand)]

@@ -24,12 +24,12 @@ use crate::invariant::invariant;
 
 /// Bytes that an entry leads to: a cluster, or those of compressed data.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub(crate) struct Extent {
+pub(crate) struct StoredBytes {
     pub(crate) host: HostOffset,
     pub(crate) len: u64,
 }
 
-impl Extent {
+impl StoredBytes {
     /// Returns the bytes that a mapping leads to.
     pub(crate) fn of(mapping: &L2Mapping, geometry: &Geometry) -> Option<Self> {
         match mapping {
@@ -78,19 +78,19 @@ struct SharedMove {
 
 /// Bytes that move, by their old places.
 #[derive(Debug, Default)]
-pub(crate) struct SharedMoves(BTreeMap<Extent, SharedMove>);
+pub(crate) struct SharedMoves(BTreeMap<StoredBytes, SharedMove>);
 
 impl SharedMoves {
     /// Adds neighbouring clusters from `first` on, whose copies are a run that counts `references` for each.
     pub(crate) fn add_run(&mut self, geometry: &Geometry, first: HostCluster, run: &Run, references: u64) {
         for index in 0..run.count {
-            let from = Extent::of_cluster(first + index, geometry);
+            let from = StoredBytes::of_cluster(first + index, geometry);
             self.add(from, geometry.host_offset(run.first + index), references);
         }
     }
 
     /// Adds bytes whose copy is at `to`.
-    pub(crate) fn add(&mut self, from: Extent, to: HostOffset, references: u64) {
+    pub(crate) fn add(&mut self, from: StoredBytes, to: HostOffset, references: u64) {
         let planned = SharedMove {
             to,
             counted: references,
@@ -104,13 +104,13 @@ impl SharedMoves {
         self.0.is_empty()
     }
 
-    pub(crate) fn contains(&self, from: Extent) -> bool {
+    pub(crate) fn contains(&self, from: StoredBytes) -> bool {
         self.0.contains_key(&from)
     }
 
     /// Returns the copy for an entry that is changed to lead to it, and that stands for `references`. `None` if the bytes
     /// do not move, or the copy does not count as many.
-    pub(crate) fn lead(&mut self, from: Extent, references: u64) -> Option<HostOffset> {
+    pub(crate) fn lead(&mut self, from: StoredBytes, references: u64) -> Option<HostOffset> {
         let planned = self.0.get_mut(&from)?;
         let moved = planned.moved.checked_add(references)?;
         if moved > planned.counted {
@@ -121,7 +121,7 @@ impl SharedMoves {
     }
 
     /// As [`SharedMoves::lead`], for the disk's own entry, whose change drops its reference to the old place.
-    fn lead_disk(&mut self, from: Extent) -> Option<HostOffset> {
+    fn lead_disk(&mut self, from: StoredBytes) -> Option<HostOffset> {
         let to = self.lead(from, 1)?;
         if let Some(planned) = self.0.get_mut(&from) {
             planned.dropped += 1;
@@ -178,7 +178,7 @@ impl Metadata {
         let mut found = Vec::new();
         self.for_each_mapped(slice, |guest: GuestCluster, mapping| {
             if mapping.owned().is_none()
-                && let Some(from) = Extent::of(&mapping, &geometry)
+                && let Some(from) = StoredBytes::of(&mapping, &geometry)
                 && moves.contains(from)
             {
                 found.push((guest, from));
@@ -211,7 +211,7 @@ impl Metadata {
             return Ok(());
         };
         let from = self.geometry.host_cluster(table.host);
-        if let Some(host) = moves.lead_disk(Extent::of_cluster(from, &self.geometry)) {
+        if let Some(host) = moves.lead_disk(StoredBytes::of_cluster(from, &self.geometry)) {
             self.set_l1_entry(l1_index, L1Entry::encode(L2TableRef { host, copied: false }));
             self.drop_clusters(Dropped::one(from), false);
         }
@@ -219,11 +219,11 @@ impl Metadata {
     }
 
     /// Ends a move before any reference has moved.
-    fn give_up(&mut self, from: Extent, moves: &mut SharedMoves) {
+    fn give_up(&mut self, from: StoredBytes, moves: &mut SharedMoves) {
         if moves.0.get(&from).is_some_and(|planned| planned.moved == 0)
             && let Some(planned) = moves.0.remove(&from)
         {
-            let copy = Extent {
+            let copy = StoredBytes {
                 host: planned.to,
                 ..from
             };
@@ -242,7 +242,7 @@ impl Metadata {
     /// are not in memory are in the file.
     pub(crate) fn end_shared(&mut self, moves: SharedMoves) {
         for (from, planned) in moves.0 {
-            let copy = Extent {
+            let copy = StoredBytes {
                 host: planned.to,
                 ..from
             };
@@ -253,7 +253,7 @@ impl Metadata {
     }
 
     /// Drops references to the clusters of some bytes. `is_sole`: these have no others.
-    fn drop_references(&mut self, bytes: Extent, references: u64, is_sole: bool) {
+    fn drop_references(&mut self, bytes: StoredBytes, references: u64, is_sole: bool) {
         // Compressed data shares its clusters.
         let is_cluster = bytes.host.is_aligned_to(self.geometry.cluster_size())
             && bytes.len == self.geometry.cluster_size();

@@ -109,9 +109,12 @@ impl Foreign {
     /// Returns the foreign tables of an L1 index, each with the number of L1 entries that lead to it, with the disk's own.
     pub(super) fn at(&self, queue: &Queue, index: usize) -> Result<Vec<(HostCluster, u64)>, IoError> {
         let shown = shown(queue, index)?;
+        let own = queue.metadata()?.own_table(index).ok().flatten();
         let tables = self
             .tables
             .range((index, HostCluster::new(0))..(index + 1, HostCluster::new(0)));
+        // A table that the disk claims for itself changes in its cache: what it leads to stays.
+        let tables = tables.filter(|((_, table), _)| own != Some(*table));
         let tables = tables.map(|(&(_, table), uses)| (table, uses + u64::from(shown == Some(table))));
         Ok(tables.collect())
     }

@@ -19,7 +19,7 @@ use crate::engine::Queue;
 use crate::format::{Geometry, HostCluster, HostOffset};
 use crate::metadata::Dropped;
 use crate::metadata::refcounts::Stuck;
-use crate::metadata::shared_moves::{Extent, SharedMoves};
+use crate::metadata::shared_moves::{SharedMoves, StoredBytes};
 
 /// The most bytes of a run that is longer than two clusters.
 const RUN_BYTES_MAX: u64 = 1 << 20;
@@ -33,19 +33,29 @@ struct PackedRun {
     /// The offset after the last byte in use: that of a sector.
     end: HostOffset,
     /// The last data, and its place here.
-    last: Option<(Extent, HostOffset)>,
+    last: Option<(StoredBytes, HostOffset)>,
     /// The references to each cluster.
     counts: BTreeMap<HostCluster, u64>,
     /// Bytes to copy: their old and new place, and their number, in sectors.
     parts: Vec<(HostOffset, HostOffset, u64)>,
 }
 
+/// The room for data before a bound.
+#[derive(Clone, Copy, Debug)]
+enum Room {
+    /// So many clusters from the first on.
+    Run(HostCluster, u64),
+    /// There are free clusters, but not as many side by side as the data needs.
+    Scattered,
+    None,
+}
+
 /// Compressed data with its new places.
 #[derive(Debug, Default)]
 pub(super) struct Packed {
     runs: Vec<PackedRun>,
-    places: Vec<(Extent, HostOffset, u64)>,
-    /// There was no room for some.
+    places: Vec<(StoredBytes, HostOffset, u64)>,
+    /// There is no free cluster left.
     pub(super) is_full: bool,
 }
 
@@ -62,7 +72,7 @@ impl PackedRun {
     }
 
     /// Returns the place for the next data, if there is room for it and for so many references.
-    fn place(&self, geometry: &Geometry, data: Extent, references: u64) -> Option<HostOffset> {
+    fn place(&self, geometry: &Geometry, data: StoredBytes, references: u64) -> Option<HostOffset> {
         let within = data.host.bytes() % SECTOR;
         let near = match self.last {
             Some((last, place)) if data.host.bytes() < last.end() => place + (data.host - last.host),
@@ -73,10 +83,10 @@ impl PackedRun {
             .align_up(self.end.bytes())
             .map(|end| HostOffset::new(end) + within);
         let mut places = std::iter::once(near).chain(apart);
-        places.find(|&to| self.has_room(geometry, Extent { host: to, ..data }, references))
+        places.find(|&to| self.has_room(geometry, StoredBytes { host: to, ..data }, references))
     }
 
-    fn has_room(&self, geometry: &Geometry, place: Extent, references: u64) -> bool {
+    fn has_room(&self, geometry: &Geometry, place: StoredBytes, references: u64) -> bool {
         if place.end() > geometry.host_offset(self.first + self.count).bytes() {
             return false;
         }
@@ -88,8 +98,8 @@ impl PackedRun {
         })
     }
 
-    fn put(&mut self, geometry: &Geometry, data: Extent, to: HostOffset, references: u64) {
-        let place = Extent { host: to, ..data };
+    fn put(&mut self, geometry: &Geometry, data: StoredBytes, to: HostOffset, references: u64) {
+        let place = StoredBytes { host: to, ..data };
         let (first, count) = place.clusters(geometry);
         for cluster in first.until(first + count) {
             *self.counts.entry(cluster).or_default() += references;
@@ -125,7 +135,7 @@ impl Packed {
     /// [`IoError`]; then nothing is taken.
     pub(super) async fn plan(
         queue: &Rc<Queue>,
-        data: &[(Extent, u64)],
+        data: &[(StoredBytes, u64)],
         bound: HostCluster,
     ) -> Result<Self, IoError> {
         let mut packed = Self::default();
@@ -141,7 +151,7 @@ impl Packed {
     async fn fill(
         &mut self,
         queue: &Rc<Queue>,
-        data: &[(Extent, u64)],
+        data: &[(StoredBytes, u64)],
         bound: HostCluster,
     ) -> Result<(), IoError> {
         let geometry = queue.shared.geometry;
@@ -153,12 +163,10 @@ impl Packed {
                 found = self.runs.last().and_then(place);
             }
             left = left.saturating_sub(data.len);
-            let (Some(to), Some(run)) = (found, self.runs.last_mut()) else {
-                self.is_full = true;
-                continue;
-            };
-            run.put(&geometry, data, to, references);
-            self.places.push((data, to, references));
+            if let (Some(to), Some(run)) = (found, self.runs.last_mut()) {
+                run.put(&geometry, data, to, references);
+                self.places.push((data, to, references));
+            }
         }
         Ok(())
     }
@@ -167,7 +175,7 @@ impl Packed {
     async fn add_run(
         &mut self,
         queue: &Rc<Queue>,
-        data: Extent,
+        data: StoredBytes,
         left: u64,
         bound: HostCluster,
     ) -> Result<bool, IoError> {
@@ -177,19 +185,24 @@ impl Packed {
         let found = change(queue, |metadata| {
             let refcounts = &mut metadata.refcounts;
             let Some(run) = refcounts.allocate_below(wanted, bound)? else {
-                return Ok::<_, Stuck>(None);
+                return Ok::<_, Stuck>(Room::None);
             };
             if run.count >= needed {
-                return Ok(Some((run.first, run.count)));
+                return Ok(Room::Run(run.first, run.count));
             }
             for cluster in run.first.until(run.first + run.count) {
                 refcounts.give_back(cluster)?;
             }
             let first = refcounts.allocate_run_below(needed, bound)?;
-            Ok(first.map(|first| (first, needed)))
+            Ok(first.map_or(Room::Scattered, |first| Room::Run(first, needed)))
         });
-        let Some((first, count)) = found.await? else {
-            return Ok(false);
+        let (first, count) = match found.await? {
+            Room::Run(first, count) => (first, count),
+            Room::Scattered => return Ok(false),
+            Room::None => {
+                self.is_full = true;
+                return Ok(false);
+            }
         };
         match self.runs.last_mut() {
             Some(run)

@@ -38,7 +38,7 @@ use crate::engine::{Queue, exclusive, flush, load};
 use crate::format::{GuestOffset, HostCluster, L2Entry, L2Mapping, L2Table, L2TableMut};
 use crate::metadata::Blocked;
 use crate::metadata::moves::moved;
-use crate::metadata::shared_moves::{Extent, SharedMoves};
+use crate::metadata::shared_moves::{SharedMoves, StoredBytes};
 use crate::metadata::write_back::Place;
 
 /// The steps of other moves that one step here is as large as: the tables that are read for it are the same.
@@ -49,8 +49,10 @@ const REFERENCES_MAX: u64 = 1 << 18;
 /// The data that was found from a bound on.
 struct Found {
     bound: HostCluster,
+    /// There is compressed data from the bound on, which the disk alone may lead to.
+    has_compressed: bool,
     bytes_max: u64,
-    data: BTreeMap<Extent, References>,
+    data: BTreeMap<StoredBytes, References>,
     bytes: u64,
     references: u64,
     /// The foreign tables that lead to any of it, with their L1 index.
@@ -75,7 +77,7 @@ impl Found {
     /// that was found.
     fn look(&mut self, queue: &Queue, mapping: &L2Mapping, references: u64, is_disk: bool) -> bool {
         let geometry = &queue.shared.geometry;
-        let Some(data) = Extent::of(mapping, geometry) else {
+        let Some(data) = StoredBytes::of(mapping, geometry) else {
             return false;
         };
         let (first, count) = data.clusters(geometry);
@@ -126,6 +128,9 @@ impl Found {
             }
         })
         .await?;
+        if !self.has_compressed && !self.indices.contains(&index) {
+            return Ok(());
+        }
         if queue.metadata()?.own_table(index).ok().flatten().is_none() {
             return Ok(());
         }
@@ -172,7 +177,7 @@ impl Found {
     }
 
     /// Returns the compressed data, in order, with the references to each.
-    fn compressed(&self, queue: &Queue) -> Result<Vec<(Extent, u64)>, IoError> {
+    fn compressed(&self, queue: &Queue) -> Result<Vec<(StoredBytes, u64)>, IoError> {
         let metadata = queue.metadata()?;
         let compressed = self.data.iter().filter(|&(data, found)| {
             let (first, count) = data.clusters(&queue.shared.geometry);
@@ -287,6 +292,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         let size = queue.shared.geometry.cluster_size();
         let mut found = Found {
             bound: survey.bound,
+            has_compressed: survey.has_compressed,
             bytes_max: match self.options.rate {
                 Some(_) => self.step_clusters() * size,
                 None => STEPS_AT_ONCE * STEP_BYTES_MAX,
@@ -433,7 +439,7 @@ fn changes(queue: &Queue, table: &[u8], uses: u64, moves: &mut SharedMoves) -> V
     let entries = L2Table::new(table, &geometry).iter().enumerate();
     let changes = entries.filter_map(|(index, entry)| {
         let mapping = entry.decode(&geometry).ok()?;
-        let from = Extent::of(&mapping, &geometry)?;
+        let from = StoredBytes::of(&mapping, &geometry)?;
         // All entries that there can be are encoded: otherwise the reference would be counted at the copy.
         let to = moves.lead(from, uses)?;
         Some((index, L2Entry::encode(moved(mapping, to), &geometry)?))

@@ -18,7 +18,7 @@ use crate::engine::{Queue, exclusive, flush, header, load, snapshots};
 use crate::format::{ClusterUse, Geometry, HostCluster, HostOffset, L1Entry, L2TableRef, SnapshotEntry};
 use crate::metadata::Dropped;
 use crate::metadata::refcounts::{Run, Stuck};
-use crate::metadata::shared_moves::{Extent, SharedMoves};
+use crate::metadata::shared_moves::{SharedMoves, StoredBytes};
 
 /// The unit in which L1 tables are written, in bytes.
 const PART_BYTES: u64 = 512;
@@ -221,8 +221,7 @@ impl Plan {
     ) -> Result<(), IoError> {
         let geometry = queue.shared.geometry;
         let structures = [ClusterUse::L2Table, ClusterUse::SnapshotL2Table];
-        let is_own = queue.metadata()?.own_table(index).ok().flatten() == Some(table);
-        if is_own || !change(queue, |metadata| metadata.is_counted(table, uses, &structures)).await? {
+        if !change(queue, |metadata| metadata.is_counted(table, uses, &structures)).await? {
             return Ok(());
         }
         let run = change(queue, |metadata| {
@@ -267,10 +266,7 @@ impl Plan {
         for index in foreign.indices.clone() {
             let tables = foreign.at(queue, index)?.into_iter();
             for (table, uses) in tables.filter(|&(table, _)| table >= bound) {
-                if self.is_full {
-                    return Ok(index);
-                }
-                if self.copies.len() as u64 >= most {
+                if self.is_full || self.copies.len() as u64 >= most {
                     return Ok(index);
                 }
                 self.add(queue, (index, table, uses), bound).await?;
@@ -383,7 +379,7 @@ fn change_part(
         let Ok(Some(table)) = entry.decode(geometry) else {
             continue;
         };
-        let from = Extent::of_cluster(geometry.host_cluster(table.host), geometry);
+        let from = StoredBytes::of_cluster(geometry.host_cluster(table.host), geometry);
         if let Some(host) = moves.lead(from, uses) {
             let new = L1Entry::encode(L2TableRef { host, ..table });
             *raw = new.raw().to_be_bytes();

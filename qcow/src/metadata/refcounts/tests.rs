@@ -74,6 +74,33 @@ fn allocate_run_without_room_leaves_free_space_usable() {
     assert_eq!(refcounts.end(), at(300));
 }
 
+/// The end of the file is being cut off: what is there is used only when there is nothing before it.
+#[test]
+fn allocate_takes_clusters_before_the_preferred_bound_first() {
+    let mut refcounts = refcounts(200, 200);
+    fill(&mut refcounts);
+    let free = |refcounts: &mut Refcounts, clusters: &[u64]| {
+        for &cluster in clusters {
+            refcounts.lower(at(cluster), 0, false).expect("it is counted");
+        }
+    };
+    free(&mut refcounts, &[5, 100, 101]);
+    refcounts.prefer_below(Some(at(50)));
+    let next = |refcounts: &mut Refcounts| refcounts.allocate(2).map(|run| (run.first, run.count));
+    assert_eq!(next(&mut refcounts), Ok((at(5), 1)));
+    assert_eq!(next(&mut refcounts), Ok((at(100), 2)));
+    free(&mut refcounts, &[120, 121, 7, 8, 9]);
+    assert_eq!(refcounts.allocate_run(2), Ok(at(7)));
+    assert_eq!(refcounts.allocate_run(2), Ok(at(120)));
+    free(&mut refcounts, &[100, 101]);
+    refcounts.prefer_below(None);
+    assert_eq!(
+        next(&mut refcounts),
+        Ok((at(100), 2)),
+        "the one that is long enough"
+    );
+}
+
 #[test]
 fn allocate_run_reuses_freed_clusters_when_full() {
     let mut refcounts = refcounts(200, 200);
