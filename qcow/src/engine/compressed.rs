@@ -241,6 +241,22 @@ mod tests {
     use super::*;
     use std::io::Write;
 
+    /// Other data may come to the place of what was inflated before.
+    #[test]
+    fn inflated_clusters_are_forgotten_when_compressed_data_has_moved() {
+        let mut inflated = InflatedClusters::default();
+        let (host, cluster) = (HostOffset::new(700), Rc::new(Buffer::default()));
+        inflated.renew(4);
+        inflated.keep(host, Rc::clone(&cluster), 4);
+        inflated.renew(4);
+        assert!(inflated.find(host).is_some());
+        inflated.renew(5);
+        assert!(inflated.find(host).is_none());
+        // Its inflation began before the data moved.
+        inflated.keep(host, cluster, 4);
+        assert!(inflated.find(host).is_none());
+    }
+
     #[test]
     fn compressed_read_inflates_on_worker_without_threads() {
         use crate::image::testing::World;

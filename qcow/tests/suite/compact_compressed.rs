@@ -101,7 +101,7 @@ fn compaction_packs_compressed_data_that_snapshots_share() {
 /// A queue keeps inflated clusters by their place. Other compressed data comes to these places while the disk is served.
 #[test]
 fn reads_of_a_served_disk_see_compressed_data_that_has_moved() {
-    let (size, clusters) = (4096, 400);
+    let (size, clusters) = (4096, 1000);
     let folder = Folder::new();
     compressed(&folder, "cluster_size=4k", clusters, size);
     let expected = folder.qemu_reads(IMAGE);
