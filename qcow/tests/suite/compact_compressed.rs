@@ -58,7 +58,8 @@ fn compaction_packs_compressed_data_anew() {
             "{options_of}: {compacted:?} of {before}"
         );
         // QEMU goes on with it.
-        folder.qemu_io("qcow2", IMAGE, &["write -c -P 34 0 64k", "write -P 35 128k 64k"]);
+        let write = format!("write -c -P 34 0 {size}");
+        folder.qemu_io("qcow2", IMAGE, &[&write, "write -P 35 128k 64k"]);
         folder.assert_flawless(IMAGE, false);
     }
 }
