@@ -454,6 +454,46 @@ fn loses_nothing_without_space(bench: fn(u64) -> Bench, leaks: bool) {
     assert!(is_whole, "it always lacks space");
 }
 
+/// A write gives a cluster up that it shares with a snapshot, and fails. The disk keeps its reference, which counts for both.
+#[test]
+fn cluster_stays_shared_when_a_write_in_flight_fails() {
+    let bench = shared_bench(1);
+    let at = SECTORS - 1;
+    bench.reads(1, at * 512);
+    // What it needs of counts and tables is in memory, then.
+    is_ok(&bench.write(1, 2 * 512, 0x11));
+    let mut expected = expected();
+    expected[2] = 0x11;
+    bench.world.hold_next();
+    let held = bench.write(1, at * 512, 0x77);
+    assert!(held.borrow().is_none(), "it is in flight");
+    let compacting = start(&bench);
+    let mut turns = 0;
+    while compacting.borrow().is_none() {
+        bench.workers.settle();
+        bench.world.pass(std::time::Duration::from_millis(50));
+        turns += 1;
+        assert!(turns < 1000, "it waits for ever");
+    }
+    bench.world.set_profile(Profile {
+        write_error: 1000,
+        ..Profile::IMMEDIATE
+    });
+    bench.world.release();
+    bench.workers.settle();
+    bench.world.set_profile(Profile::IMMEDIATE);
+    let failed = held.take().expect("an answer").result;
+    assert!(failed.is_err(), "{failed:?}");
+    for _ in 0..2 {
+        is_ok(&bench.workers.ask(1, Op::Flush, 0, 0, Buffer::default()));
+        bench.workers.settle();
+    }
+    let world = bench.close();
+    let image = world.contents(DISK).to_bytes();
+    assert_eq!(content_of_image(&world, &image), expected);
+    assert_snapshots(&world, &image, "after");
+}
+
 /// A request that does not end, because the host has no answer: the compaction gives up, and the queues go on.
 #[test]
 fn compaction_gives_up_when_a_request_in_flight_does_not_end() {
