@@ -28,6 +28,11 @@ pub struct Bitmaps {
 const RECORDING: [&str; 2] = ["fine", "coarse"];
 /// The start of the names of those that do not.
 const DISABLED: &str = "off";
+/// The number of guest bytes of a bit of the one that an image begins with, and of those that are added.
+const DISABLED_GRANULARITY: u64 = 512;
+const ADDED_GRANULARITY: u64 = 4096;
+/// The most bitmaps that are added in a run.
+const ADDED_MAX: usize = 2;
 
 impl Bitmaps {
     /// Bitmaps by chance.
@@ -36,6 +41,13 @@ impl Bitmaps {
             granularity: random.pick(&[512, 512, 1024, 4096]),
             durable: !random.one_in(3),
         }
+    }
+
+    /// Returns the number of guest bytes of a bit of each bitmap that a run may have.
+    pub(crate) fn granularities(&self) -> impl Iterator<Item = u64> {
+        [self.granularity, self.granularity * 8, DISABLED_GRANULARITY]
+            .into_iter()
+            .chain(std::iter::repeat_n(ADDED_GRANULARITY, ADDED_MAX))
     }
 
     /// The same bitmaps as far as the image that a run begins with depends on them.
@@ -61,7 +73,7 @@ pub(crate) async fn add(disk: &QcowDisk, cx: &Context, bitmaps: Bitmaps) -> Resu
         let add = change(bitmaps.granularity * granularity, true);
         disk.change_bitmap(cx, name, &add).await?;
     }
-    disk.change_bitmap(cx, DISABLED, &change(512, false)).await
+    disk.change_bitmap(cx, DISABLED, &change(DISABLED_GRANULARITY, false)).await
 }
 
 /// Adds the bitmap of a number, which does not record changes, to a disk that is served.
@@ -71,7 +83,7 @@ pub(crate) async fn add(disk: &QcowDisk, cx: &Context, bitmaps: Bitmaps) -> Resu
 /// The error of the change.
 pub(crate) async fn add_disabled(disk: &QcowDisk, cx: &Context, number: u32) -> Result<(), BitmapsError> {
     let add = BitmapChange::Add {
-        granularity: Some(4096),
+        granularity: Some(ADDED_GRANULARITY),
         enabled: false,
     };
     disk.change_bitmap(cx, &format!("{DISABLED}{number}"), &add).await
@@ -276,7 +288,7 @@ pub(crate) fn draw(seed: u64) -> Case {
         case.plan.insert(place, planned);
         place
     };
-    for number in 0..random.below(3) as u32 {
+    for number in 0..random.below(1 + ADDED_MAX as u64) as u32 {
         put(Ask::Bitmap(number), random);
     }
     if begins_with_snapshot {

@@ -8,11 +8,15 @@
 //! was taken before is referenced and all that was dropped before is counted down in memory; after the next one nothing of
 //! that is leaked by a cut. Only what was asked for since the quiet FLUSH before the last may be.
 //!
+//! Persistent bitmaps are stored anew, all of them with their directory, before the first change where they are durable, again
+//! before the first one after they or the disk's size changed, and when the image is closed. That is one more change.
+//!
 //! A server that is killed leaks what it had under way for good, until a check repairs it. Where the host has failed
 //! anything there is no bound.
 
 use simulator::SECTOR;
 
+use crate::bitmaps::Bitmaps;
 use crate::plan::{Ask, Planned};
 use crate::shape::Shape;
 
@@ -29,6 +33,10 @@ pub struct Leaks {
     /// By changes since.
     recent: u64,
     quiet: Quiet,
+    /// By storing the bitmaps once; 0 before the first change.
+    stored: u64,
+    /// A change that was asked for has the bitmaps stored, so that those after it do not.
+    are_stored: bool,
 }
 
 /// The progress of a quiet FLUSH.
@@ -49,7 +57,31 @@ impl Leaks {
             Ask::Flush if in_flight == 0 => Quiet::Asked,
             _ => Quiet::None,
         };
+        if matches!(planned.ask, Ask::Read | Ask::Flush) {
+            return;
+        }
+        self.stored = match (&shape.bitmaps, planned.ask) {
+            (None, _) => 0,
+            (Some(bitmaps), Ask::Grow(bytes)) => bitmaps_cost(bitmaps, shape, bytes),
+            (Some(bitmaps), _) => bitmaps_cost(bitmaps, shape, sectors * SECTOR as u64),
+        };
+        let are_durable = shape.bitmaps.is_some_and(|bitmaps| bitmaps.durable);
+        // A change beside an operation may have them stored before it, and again after it.
+        let is_stored = are_durable && !self.are_stored || has_bitmaps_stored_anew(planned.ask);
+        self.recent += if is_stored { self.stored } else { 0 };
+        // A discard may change nothing.
+        self.are_stored |= matches!(planned.ask, Ask::Write { .. } | Ask::Zeroes { .. });
         self.recent += cost(shape, sectors, planned);
+    }
+
+    /// What was asked for has ended, however.
+    pub(crate) fn end(&mut self, ask: Ask) {
+        self.are_stored &= !has_bitmaps_stored_anew(ask);
+    }
+
+    /// The image is about to be closed.
+    pub(crate) fn close(&mut self) {
+        self.recent += self.stored;
     }
 
     /// A FLUSH was answered well.
@@ -70,12 +102,13 @@ impl Leaks {
         self.before = std::mem::take(&mut self.recent);
     }
 
-    /// The server was killed. The next one does again what was in flight.
+    /// The server was killed. The next one does again what was in flight, and stores the bitmaps before.
     pub(crate) fn kill(&mut self) {
         let open = self.before + self.recent;
         self.lost += open;
-        (self.before, self.recent) = (0, open);
+        (self.before, self.recent) = (0, open + self.stored);
         self.quiet = Quiet::None;
+        self.are_stored = false;
     }
 
     /// The most clusters that a cut now leaks.
@@ -88,6 +121,27 @@ impl Leaks {
 /// The most clusters that an operation on the whole image takes or drops: more than any image here has.
 const ALL_CLUSTERS: u64 = 1 << 32;
 
+/// Returns true if durable bitmaps are stored anew by this, or before the first change after it.
+fn has_bitmaps_stored_anew(ask: Ask) -> bool {
+    matches!(
+        ask,
+        Ask::Grow(_) | Ask::Shrink(_) | Ask::Apply(_) | Ask::Bitmap(_)
+    )
+}
+
+/// Returns the most clusters that are taken and dropped when the bitmaps of a disk of so many `bytes` are stored anew.
+fn bitmaps_cost(bitmaps: &Bitmaps, shape: &Shape, bytes: u64) -> u64 {
+    let cluster = shape.cluster();
+    let own = |granularity: u64| {
+        let data = bytes.div_ceil(granularity).div_ceil(8).div_ceil(cluster);
+        data + (data * 8).div_ceil(cluster)
+    };
+    // The directory fits a cluster. Each cluster is taken at a new place and dropped at the old one.
+    let stored = 2 * (1 + bitmaps.granularities().map(own).sum::<u64>());
+    // So is each refcount block in which a count changes: at worst every one of these counts is in a block of its own.
+    stored + 2 * stored + 2 * TABLE_CLUSTERS
+}
+
 /// Returns the most clusters that a change takes or drops.
 fn cost(shape: &Shape, sectors: u64, planned: &Planned) -> u64 {
     let cluster = shape.cluster();
@@ -95,7 +149,7 @@ fn cost(shape: &Shape, sectors: u64, planned: &Planned) -> u64 {
     let per_table = per_cluster * (cluster / 8);
     let touched = |first: u64, end: u64, unit: u64| end.div_ceil(unit) - first / unit;
     let (clusters, tables) = match planned.ask {
-        Ask::Read | Ask::Flush => return 0,
+        Ask::Read | Ask::Flush | Ask::Bitmap(_) => return 0,
         ask if ask.is_of_snapshots() || ask.is_operation() => return ALL_CLUSTERS,
         Ask::Grow(bytes) => {
             let end = bytes / SECTOR as u64;
@@ -149,6 +203,36 @@ mod tests {
             leaks.settle();
             assert_eq!(leaks.most(), left);
         }
+    }
+
+    #[test]
+    fn bitmaps_are_stored_by_the_first_change_and_after_each_of_another_size() {
+        let shape = Shape {
+            bitmaps: Some(Bitmaps {
+                granularity: 512,
+                durable: true,
+            }),
+            ..Shape::PLAIN
+        };
+        let mut leaks = Leaks::default();
+        let mut charged = |planned: Planned| {
+            let before = leaks.most();
+            leaks.ask(&shape, 64, &planned, 0);
+            leaks.end(planned.ask);
+            leaks.most() - before
+        };
+        let write = Planned::new(Ask::Write { fua: false }, 0, 4);
+        let discard = Planned::new(Ask::Discard, 0, 4);
+        let (first, second) = (charged(discard), charged(write));
+        assert_eq!(first, second, "a discard may not be the first change");
+        let other = charged(write);
+        let stored = second - other;
+        assert!(stored > 10, "two tables with data, and a directory: {stored}");
+        assert!(charged(Planned::new(Ask::Grow(64 << 10), 0, 0)) > stored);
+        assert_eq!(charged(write), second);
+        assert_eq!(charged(write), other);
+        assert_eq!(charged(Planned::new(Ask::Bitmap(0), 0, 0)), stored);
+        assert_eq!(charged(write), second);
     }
 
     #[test]

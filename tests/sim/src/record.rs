@@ -213,6 +213,7 @@ impl Record {
         self.answered += 1;
         self.left -= 1;
         self.in_flight -= 1;
+        self.leaks.end(planned.ask);
         let Err(error) = result else { return };
         self.failures += 1;
         if error == IoError::OutOfRange && self.may_be_past_end(planned, since) {

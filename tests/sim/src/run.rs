@@ -360,6 +360,7 @@ impl<'a> Run<'a> {
         let slot: Slot<Result<(), IoError>> = Rc::default();
         let (cx, place) = (self.context(0), Rc::clone(&slot));
         let disk = self.disk.clone().ok_or("no disk")?;
+        self.record.borrow_mut().leaks.close();
         let task_cx = cx.clone();
         cx.spawn(async move {
             let closed = disk.close(&task_cx).await;
@@ -519,9 +520,7 @@ impl<'a> Run<'a> {
     /// Returns the demand on an image that a cut leaves now.
     fn demand(&self, record: &Record) -> Demand {
         let servers = self.case.ublk.is_some_and(|ublk| ublk.restarts());
-        // What durable bitmaps leave behind when they are stored anew is not bounded by the FLUSHes since.
-        let has_bitmaps = self.case.shape.bitmaps.is_some();
-        if servers || has_bitmaps || self.world.faults() != Faults::default() {
+        if servers || self.world.faults() != Faults::default() {
             return Demand::Sound;
         }
         Demand::Leaks(record.leaks.most())
