@@ -32,7 +32,7 @@ use block::{Context, IoError};
 
 pub use error::{CompactError, Fixed, FixedClusters};
 
-use super::{Encryption, QcowDisk, Queue, Shared, flush, header, reclaim, space};
+use super::{Encryption, QcowDisk, Queue, Shared, exclusive, flush, header, reclaim, space};
 use crate::format::HostCluster;
 use crate::metadata::Blocked;
 use survey::Survey;
@@ -193,6 +193,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
     /// Announces that the image is changed: features that this program does not know may not hold any more.
     async fn begin(&mut self) -> Result<(), CompactError> {
         if !std::mem::replace(&mut self.is_begun, true) {
+            let _turn = exclusive::turn(self.queue).await?;
             header::change(self.queue, |_| ()).await?;
             self.queue.file.sync().await?;
         }
@@ -268,7 +269,8 @@ impl Step {
     };
 }
 
-/// Makes changes durable, and frees what they dropped: then it takes no space any more.
+/// Makes changes durable, and frees what they dropped: then it takes no space any more. The caller has the turn to change the image as
+/// a whole: an operation that runs alone would not wait for the counts that are lowered here, and not see them.
 ///
 /// # Errors
 ///
@@ -292,6 +294,15 @@ async fn settle(queue: &Rc<Queue>) -> Result<(), CompactError> {
         true => Ok(()),
         false => Err(CompactError::Busy),
     }
+}
+
+/// As [`change`], by a caller without the turn: an operation that runs alone waits for the tables that are read here.
+async fn look<T, B: Into<Blocked>>(
+    queue: &Rc<Queue>,
+    look: impl FnMut(&mut crate::metadata::Metadata) -> Result<T, B>,
+) -> Result<T, IoError> {
+    let _guard = exclusive::admit(queue, queue.enter()).await?;
+    change(queue, look).await
 }
 
 /// Repeats a change of the metadata until nothing blocks it.

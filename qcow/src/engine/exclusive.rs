@@ -129,7 +129,8 @@ pub(super) async fn begin<'a>(queue: &'a Rc<Queue>) -> Result<Exclusive<'a, impl
 ///
 /// # Errors
 ///
-/// [`Refused`], for an image that is closed or only read.
+/// [`Refused`], for an image that is closed, only read, or not written any more: after an operation that failed at the header either
+/// of two states may be in force, and a later write, of the header above all, would mix them.
 pub(super) async fn turn<'a>(queue: &'a Rc<Queue>) -> Result<impl Sized + use<'a>, Refused> {
     let shared = &*queue.shared;
     if shared.policy.read_only {
@@ -138,6 +139,9 @@ pub(super) async fn turn<'a>(queue: &'a Rc<Queue>) -> Result<impl Sized + use<'a
     let turn = shared.changes.take().await;
     if shared.later.is_stopped() {
         return Err(Refused::Closed);
+    }
+    if shared.is_corrupt() {
+        return Err(IoError::Corrupt.into());
     }
     Ok(turn)
 }

@@ -6,6 +6,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::UNIX_EPOCH;
 
 use block::{AlignedBuf, Buffer, Disk, IoError, Op, ask};
 use qcow::image::{check, rebuild_refcounts};
@@ -149,6 +150,94 @@ fn compaction_waits_for_writes_in_flight() {
     let world = bench.close();
     let image = world.contents(DISK).to_bytes();
     assert_eq!(image.len() as u64, used(&image).1);
+}
+
+/// A snapshot is created beside a compaction that is held at each of its I/Os, among them those with which it frees what the guest has
+/// discarded. Whichever comes first, each cluster is counted as often as it is used when the image is closed.
+#[test]
+fn snapshot_beside_each_io_of_a_compaction_counts_every_cluster() {
+    let mut ios = 0;
+    for io in 0.. {
+        let bench = bench(io);
+        is_ok(
+            &bench
+                .workers
+                .ask(1, Op::Discard, FIRST * 512, 512, Buffer::default()),
+        );
+        let compacting = bench.hold(io, async |disk, cx| compact(&disk, &cx).await);
+        let is_over = compacting.borrow().is_some();
+        let taken = bench.create(1, "one");
+        bench.world.release();
+        bench.workers.settle();
+        compacting.take().expect("an answer").expect("a compaction");
+        taken.take().expect("an answer").expect("a snapshot");
+        bench.close();
+        if is_over {
+            ios = io;
+            break;
+        }
+    }
+    assert!(ios > 10, "only {ios} I/Os");
+}
+
+/// A snapshot fails at any step. If that was the write of the header either state may be in force, and a compaction changes nothing in
+/// the file; after any other fault it goes on.
+#[test]
+fn compaction_changes_nothing_after_a_failed_write_of_the_header() {
+    let failing = Profile {
+        read_error: 1000,
+        write_error: 1000,
+        sync_error: 1000,
+        ..Profile::default()
+    };
+    let (mut refusals, mut others) = (0, 0);
+    for step in 0.. {
+        let bench = bench(step);
+        let (cx, disk) = (bench.workers.context(0).clone(), Arc::clone(&bench.disk));
+        let taken = Slot::default();
+        let (put, own) = (Rc::clone(&taken), cx.clone());
+        cx.spawn(async move {
+            *put.borrow_mut() = Some(disk.create_snapshot(&own, "one", UNIX_EPOCH).await);
+        });
+        let mut steps = 0;
+        while taken.borrow().is_none() {
+            bench.world.set_profile(match steps == step {
+                true => failing,
+                false => Profile::default(),
+            });
+            cx.run_ready();
+            cx.ring().turn(false).expect("the ring turns");
+            bench.world.step();
+            steps += 1;
+        }
+        bench.world.set_profile(Profile::default());
+        bench.workers.settle();
+        let is_over = taken.take().expect("an answer").is_ok() && steps <= step;
+        let written = bench.write(1, 0, 0x51);
+        bench.workers.settle();
+        let is_refused = written.take().expect("an answer").result == Err(IoError::Corrupt);
+        let before = bench.world.contents(DISK).fingerprint();
+        let compacting = start(&bench);
+        bench.workers.settle();
+        let compacted = compacting.take().expect("an answer");
+        if is_refused {
+            refusals += 1;
+            let refused = matches!(compacted, Err(CompactError::Io(IoError::Corrupt)));
+            assert!(refused, "step {step}: {compacted:?}");
+            let after = bench.world.contents(DISK).fingerprint();
+            assert_eq!(before, after, "step {step}: the file has changed");
+        } else {
+            others += 1;
+        }
+        let world = bench.world.clone();
+        drop((bench, cx));
+        world.settle();
+        assert_eq!(corruptions(&world, world.contents(DISK)), 0, "step {step}");
+        if is_over {
+            break;
+        }
+    }
+    assert!(refusals > 0 && others > 5, "{refusals} refusals, {others} others");
 }
 
 /// The compaction is under way, at each of its I/Os: what the guest writes, zeroes and discards then is not lost.

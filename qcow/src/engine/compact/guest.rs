@@ -16,7 +16,7 @@ use std::time::Duration;
 use block::IoError;
 
 use super::copy::{Copy, PIECE_BYTES_MAX, copy_all};
-use super::{CompactError, CompactProgress, Compaction, change};
+use super::{CompactError, CompactProgress, Compaction, look};
 use crate::engine::exclusive::{self, Refused};
 use crate::engine::{Queue, Shared, load};
 use crate::format::{GuestCluster, HostCluster};
@@ -91,7 +91,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
             if at >= end {
                 break;
             }
-            let none = change(self.queue, |metadata| metadata.none_to_move_before(at, bound));
+            let none = look(self.queue, |metadata| metadata.none_to_move_before(at, bound));
             if let Some(next) = none.await? {
                 at = next;
                 continue;

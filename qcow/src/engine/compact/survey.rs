@@ -13,7 +13,7 @@ use std::rc::Rc;
 
 use super::error::Fixed;
 use super::foreign::{SnapshotL1s, for_each_table};
-use super::{CompactError, CompactProgress, Compaction, FixedClusters, change, clusters_at, settle};
+use super::{CompactError, CompactProgress, Compaction, FixedClusters, clusters_at, look, settle};
 use crate::engine::{Queue, exclusive};
 use crate::format::{ClusterUse, Geometry, HostCluster, HostOffset, L2Mapping, L2Table};
 use crate::metadata::Blocked;
@@ -91,7 +91,10 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
     /// Looks for the place where the file could end. `None` if the caller stops the compaction.
     pub(super) async fn survey(&mut self) -> Result<Option<Survey>, CompactError> {
         let queue = self.queue;
-        settle(queue).await?;
+        {
+            let _turn = exclusive::turn(queue).await?;
+            settle(queue).await?;
+        }
         let (mut used, mut end) = (0, HostCluster::new(0));
         for_each_used(queue, HostCluster::new(0), |cluster| {
             used += 1;
@@ -164,7 +167,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         let geometry = queue.shared.geometry;
         let l1_entries = queue.metadata()?.l1_entries();
         for l1_index in 0..l1_entries {
-            let (table, slices) = change(queue, |metadata| {
+            let (table, slices) = look(queue, |metadata| {
                 let table = metadata.own_table(l1_index)?;
                 Ok::<_, Blocked>((table, metadata.table_slices(l1_index)))
             })
@@ -173,7 +176,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
             fixed.clear(table);
             for slice in slices.filter(|_| !geometry.has_data_file()) {
                 let mut each = |_, mapping| clear(&geometry, mapping, fixed, compressed);
-                change(queue, |metadata| metadata.for_each_mapped(slice, &mut each)).await?;
+                look(queue, |metadata| metadata.for_each_mapped(slice, &mut each)).await?;
             }
             self.look();
             if self.is_stopped {
@@ -283,7 +286,7 @@ async fn for_each_used(
             if has_block { slices } else { 0..0 }
         };
         for slice in slices.filter(|&slice| slice >= from) {
-            change(queue, |metadata| {
+            look(queue, |metadata| {
                 metadata.refcounts.for_each_used(slice, |cluster| {
                     if cluster >= first {
                         each(cluster);
