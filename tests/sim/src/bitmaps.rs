@@ -8,12 +8,12 @@ use block::Context;
 use qcow::format::bitmap::BITMAP_FIXED_SIZE;
 use qcow::format::{Autoclear, BitmapCluster, BitmapDirectoryEntry, BitmapFlags, BitmapTableEntry, Header};
 use qcow::{BitmapChange, BitmapsError, QcowDisk};
-use simulator::{Profile, Random, SECTOR, SimImage};
+use simulator::{Random, SECTOR, SimImage};
 
-use crate::content::ZERO;
 use crate::plan::{Ask, Case, Planned};
 use crate::run::without_errors;
 use crate::snapshots::BEFORE_NUMBER;
+use crate::troubles;
 
 /// The persistent bitmaps that an image begins with: two that record changes, and one that does not.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -73,7 +73,8 @@ pub(crate) async fn add(disk: &QcowDisk, cx: &Context, bitmaps: Bitmaps) -> Resu
         let add = change(bitmaps.granularity * granularity, true);
         disk.change_bitmap(cx, name, &add).await?;
     }
-    disk.change_bitmap(cx, DISABLED, &change(DISABLED_GRANULARITY, false)).await
+    disk.change_bitmap(cx, DISABLED, &change(DISABLED_GRANULARITY, false))
+        .await
 }
 
 /// Adds the bitmap of a number, which does not record changes, to a disk that is served.
@@ -196,15 +197,15 @@ impl Counts {
     }
 }
 
-/// Compares the bitmaps of an image with its disk: the words that it held when they were enabled, and holds now. `is_asked` says if a
-/// change of a sector was asked for since.
+/// Compares the bitmaps of an image with its disk: the words that it held when they were enabled (`was`; none for a sector that was past
+/// its end since), and holds `now`. `is_asked` says if a change of a sector was asked for since.
 ///
 /// # Errors
 ///
 /// Says which one is gone, in use, or lacks a bit.
 pub(crate) fn judge(
     found: &[Bitmap],
-    before: &[u64],
+    was: impl Fn(u64) -> Option<u64>,
     now: &[u64],
     is_asked: impl Fn(u64) -> bool,
     demand: Exactness,
@@ -237,8 +238,8 @@ pub(crate) fn judge(
             let end = ((bit + 1) * per_bit).min(now.len() as u64);
             let mut sectors = bit * per_bit..end;
             if !is_set {
-                let was = |sector: u64| before.get(sector as usize).copied().unwrap_or(ZERO);
-                let changed = sectors.find(|&sector| was(sector) != now[sector as usize]);
+                let is_other = |sector: u64| was(sector).is_some_and(|was| was != now[sector as usize]);
+                let changed = sectors.find(|&sector| is_other(sector));
                 if let Some(sector) = changed.filter(|_| records) {
                     return Err(format!(
                         "after the cut bitmap {name} lacks bit {bit}: sector {sector} has changed"
@@ -261,11 +262,7 @@ pub(crate) fn judge(
 pub(crate) fn draw(seed: u64) -> Case {
     let mut case = Case::draw(seed);
     let random = &mut Random::new(seed.rotate_left(28));
-    // What a failed write leaves is another test's: this is about what is done at once, and cuts.
-    case.profile = Profile {
-        reorder: true,
-        ..without_errors(case.profile)
-    };
+    case.profile = troubles::draw(case.profile, seed);
     let shape = &mut case.shape;
     (shape.v2, shape.bitmaps) = (false, Some(Bitmaps::draw(random)));
     let has_snapshots = shape.data_file.is_none() && random.one_in(2);
@@ -338,7 +335,8 @@ mod tests {
     }
 
     fn judged(found: &[Bitmap], demand: Exactness) -> Result<Counts, String> {
-        judge(found, &[1, 2, 3, 4], &[1, 2, 3, 5], |sector| sector >= 2, demand)
+        let was = |sector: u64| Some(sector + 1);
+        judge(found, was, &[1, 2, 3, 5], |sector| sector >= 2, demand)
     }
 
     #[test]

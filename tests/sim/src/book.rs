@@ -11,7 +11,7 @@ use qcow::QcowDisk;
 use simulator::SECTOR;
 
 use crate::content::{ZERO, word_of};
-use crate::oracle::{Asked, Expected};
+use crate::oracle::{Asked, End, Expected};
 use crate::plan::{Ask, Planned};
 use crate::record::Record;
 use crate::shape::Shape;
@@ -246,7 +246,12 @@ impl Book {
             let mut record = self.record.borrow_mut();
             record.growths[1] += 1;
             if let Ask::Grow(bytes) = planned.ask {
-                record.oracle.answer_size(bytes / SECTOR as u64, result.is_ok());
+                let end = match result {
+                    Ok(()) => End::Done,
+                    Err(IoError::OutOfRange | IoError::Unsupported) => End::Undone,
+                    Err(_) => End::Unknown,
+                };
+                record.oracle.answer_size(bytes / SECTOR as u64, end);
             }
             // Another queue may have made it larger than this one wants it.
             // Or it did not become as small as planned before.

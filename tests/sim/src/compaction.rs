@@ -1,25 +1,48 @@
 //! Compactions of half-free images beside the requests of all queues, some of them stopped on the way.
 
-use simulator::{Profile, Random, SECTOR};
+use simulator::{Random, SECTOR};
 
 use crate::bitmaps::Bitmaps;
 use crate::plan::{Ask, Case, Planned};
-use crate::run::without_errors;
+use crate::shape::Shape;
+use crate::troubles;
+
+/// Gives an image clusters in use that may be discarded, and a file that may be cut.
+pub(crate) fn draw_gaps(shape: &mut Shape, random: &mut Random) {
+    // A device has no end to cut. A cluster that is discarded is free.
+    (shape.device, shape.no_unref, shape.sparse) = (0, false, true);
+    shape.filled = shape.filled.max(random.pick(&[500, 1000]));
+}
+
+/// Returns discards of about half of a disk.
+pub(crate) fn draw_discards(shape: &Shape, random: &mut Random) -> Vec<Planned> {
+    let sectors = shape.size() / SECTOR as u64;
+    let mut discards = Vec::new();
+    let mut at = random.below((sectors / 4).max(1));
+    while at < sectors {
+        let count = (1 + random.below((sectors / 3).max(1))).min(sectors - at);
+        discards.push(Planned::new(Ask::Discard, at, count));
+        at += count + random.below((sectors / 4).max(1));
+    }
+    discards
+}
+
+/// Returns a compaction. Slow ones wait between their steps.
+pub(crate) fn draw_ask(random: &mut Random, may_be_slow: bool) -> Ask {
+    Ask::Compact {
+        reports: random.pick(&[0, 0, 0, 1, 3]),
+        slow: may_be_slow && !random.one_in(3),
+    }
+}
 
 /// The run of a seed whose image is compacted a few times. Before anything can go wrong parts of the disk are discarded. Narrow
 /// refcount blocks, snapshots that are deleted again, and rebuilt refcounts put tables of every kind near the end of the file.
 pub(crate) fn draw(seed: u64) -> Case {
     let mut case = Case::draw(seed);
     let random = &mut Random::new(seed.rotate_left(44));
-    // What a failed write of the header leaves is another test's: this is about what is done at once, and cuts.
-    case.profile = Profile {
-        reorder: true,
-        ..without_errors(case.profile)
-    };
+    case.profile = troubles::draw(case.profile, seed);
     let shape = &mut case.shape;
-    // A device has no end to cut. A cluster that is discarded is free.
-    (shape.device, shape.no_unref, shape.sparse) = (0, false, true);
-    shape.filled = shape.filled.max(random.pick(&[500, 1000]));
+    draw_gaps(shape, random);
     shape.bytes = shape.bytes.max(random.pick(&[48 << 10, 96 << 10]));
     if !shape.v2 && shape.cluster_bits < 14 {
         shape.cluster_bits = 9;
@@ -31,12 +54,7 @@ pub(crate) fn draw(seed: u64) -> Case {
     }
     *shape = shape.sound();
     let (shape, sectors) = (*shape, shape.bytes / SECTOR as u64);
-    let mut at = random.below(sectors / 4);
-    while at < sectors {
-        let count = (1 + random.below(sectors / 3)).min(sectors - at);
-        case.before.push(Planned::new(Ask::Discard, at, count));
-        at += count + random.below(sectors / 4);
-    }
+    case.before = draw_discards(&shape, random);
     case.plan.truncate(50);
     case.plan
         .retain(|planned| !matches!(planned.ask, Ask::Grow(_)) && planned.first + planned.count <= sectors);
@@ -57,10 +75,7 @@ pub(crate) fn draw(seed: u64) -> Case {
     let may_be_slow = case.passes_time();
     for _ in 0..2 + random.below(3) {
         let place = random.below(1 + case.plan.len() as u64) as usize;
-        let compact = Ask::Compact {
-            reports: random.pick(&[0, 0, 0, 1, 3]),
-            slow: may_be_slow && !random.one_in(3),
-        };
+        let compact = draw_ask(random, may_be_slow);
         let planned = Planned {
             alone: random.one_in(4),
             ..Planned::new(compact, 0, 0)

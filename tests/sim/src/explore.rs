@@ -61,18 +61,23 @@ pub enum Source {
     Resize(u64),
     /// A seed whose image is compacted.
     Compact(u64),
+    /// A seed whose image is compacted while its disk gets other sizes and has snapshots.
+    Mixed(u64),
 }
 
 impl Source {
     /// Returns the source of the run of a number. Of thirty-two numbers, eight are a guest's, two have registered pages,
-    /// eight are ublk devices, four have disks that grow by any amount and one a disk that becomes smaller as well, one has an
-    /// image that is compacted, two have snapshots, two bitmaps, two free what is being read, and two ask the disk itself.
+    /// eight are ublk devices, three have disks that grow by any amount and one a disk that becomes smaller as well, one has an
+    /// image that is compacted, one all of these, two have snapshots, two bitmaps, two free what is being read, and two ask the disk
+    /// itself.
     #[must_use]
     pub fn of_number(number: u64) -> Self {
         if matches!(number % 8, 2 | 5) {
             Self::Ublk(number)
         } else if number % 16 == 9 {
             Self::Churn(number)
+        } else if number % 32 == 27 {
+            Self::Mixed(number)
         } else if matches!(number % 16, 6 | 11) {
             Self::Growth(number)
         } else if number % 16 == 15 {
@@ -110,6 +115,7 @@ impl Source {
             Self::Bitmaps(seed) => Some(Case::draw_bitmaps(*seed)),
             Self::Resize(seed) => Some(Case::draw_resizing(*seed)),
             Self::Compact(seed) => Some(Case::draw_compacting(*seed)),
+            Self::Mixed(seed) => Some(Case::draw_mixed(*seed)),
         }
     }
 }
@@ -128,6 +134,7 @@ impl fmt::Display for Source {
             Self::Bitmaps(seed) => write!(f, "bitmaps {seed}"),
             Self::Resize(seed) => write!(f, "resize {seed}"),
             Self::Compact(seed) => write!(f, "compact {seed}"),
+            Self::Mixed(seed) => write!(f, "mixed {seed}"),
         }
     }
 }

@@ -193,11 +193,11 @@ impl Judge {
         }
         if new && (self.resumes_all || self.random.one_in(24)) {
             tally.resumed += 1;
-            self.resume(image, &left)?;
+            self.resume(image, &left, oracle)?;
         }
         if new && self.random.one_in(CUT_AGAIN) {
             tally.cut_again += 1;
-            self.cut_again(image, &left)
+            self.cut_again(image, &left, oracle)
                 .map_err(|text| format!("a second time: {text}"))?;
         }
         let every = tally.qemu_every;
@@ -254,7 +254,8 @@ impl Judge {
             kept: oracle.keeps_bitmaps,
             exact: is_closed && oracle.keeps_bitmaps,
         };
-        let bitmaps = self.bitmaps(image, &words, |sector| oracle.is_asked(sector), exactness)?;
+        let is_asked = |sector| oracle.is_asked(sector);
+        let bitmaps = self.bitmaps(image, &words, oracle, is_asked, exactness)?;
         Ok(Left {
             words,
             leaks,
@@ -268,6 +269,7 @@ impl Judge {
         &self,
         image: &SimImage,
         words: &[u64],
+        oracle: &Oracle,
         is_asked: impl Fn(u64) -> bool,
         demand: Exactness,
     ) -> Result<Counts, String> {
@@ -275,7 +277,12 @@ impl Judge {
             return Ok(Counts::default());
         }
         let found = bitmaps::of_image(image)?;
-        bitmaps::judge(&found, &self.beginning.words, words, is_asked, demand)
+        let was = |sector: u64| {
+            let was = self.beginning.words.get(sector as usize);
+            let was = was.copied().unwrap_or(ZERO);
+            oracle.was_always_there(sector).then_some(was)
+        };
+        bitmaps::judge(&found, was, words, is_asked, demand)
     }
 
     /// A raw data file reads by itself as the disk may. It may have a younger value than its image, whose entry is older.
@@ -397,8 +404,8 @@ impl Judge {
         oracle.judge_snapshots(&self.snapshots(&image)?)
     }
 
-    /// Goes on with an image after the cut: what is written then must not harm what is there.
-    fn resume(&mut self, image: &SimImage, left: &Left) -> Result<(), String> {
+    /// Goes on with an image after the cut: what is written then must not harm what is there. `before` has what was asked for until then.
+    fn resume(&mut self, image: &SimImage, left: &Left, before: &Oracle) -> Result<(), String> {
         let words = &left.words;
         self.put(&self.world, image);
         let mut requests = Requests::new();
@@ -449,14 +456,15 @@ impl Judge {
         let words = result.map_err(|error| format!("after the cut {} hangs: {error}", phase.get()))??;
         self.drain()?;
         let closed = self.world.contents(DISK);
-        let judged = self.bitmaps(&closed, &words, |_| true, Exactness::default());
+        let judged = self.bitmaps(&closed, &words, before, |_| true, Exactness::default());
         judged.map_err(|text| format!("written to and closed: {text}"))?;
         self.compare_snapshots(left)
     }
 
     /// Goes on with an image after the cut, on a disk that is slow and does things in any order, until the power goes a second
-    /// time: while the image is opened, which may rebuild its refcounts, or while it is written.
-    fn cut_again(&mut self, image: &SimImage, left: &Left) -> Result<(), String> {
+    /// time: while the image is opened, which may rebuild its refcounts, or while it is written. `before` has what was asked for until
+    /// the first cut.
+    fn cut_again(&mut self, image: &SimImage, left: &Left, before: &Oracle) -> Result<(), String> {
         let words = &left.words;
         let world = SimWorld::with_store(self.random.draw(), SLOW, &self.world.store());
         self.beginning.install(&world);
@@ -465,6 +473,7 @@ impl Judge {
         let cx = world.context(64);
         let mut oracle = Oracle::new(words);
         oracle.keep_snapshots(left.snapshots.clone());
+        oracle.keep_least_size(before);
         let oracle = Rc::new(RefCell::new(oracle));
         let ended: Rc<RefCell<Option<Result<(), String>>>> = Rc::default();
         let requests = draw_requests(&mut self.random, words.len() as u64);

@@ -4,9 +4,12 @@
 //! A change takes clusters, whose counts are durable before their entries are, and drops others, whose counts go down last. What it
 //! took is no leak any more when a FLUSH that was asked for after its answer is answered. What it dropped is freed then, as
 //! soon as no request is in flight that may use it, and the lower count is durable with the FLUSH after that. So
-//! after a *quiet* FLUSH (nothing else is in flight, and nothing is asked for until all that it started has ended) all that
+//! after a *quiet* FLUSH (nothing else is under way, and nothing is asked for until all that it started has ended) all that
 //! was taken before is referenced and all that was dropped before is counted down in memory; after the next one nothing of
 //! that is leaked by a cut. Only what was asked for since the quiet FLUSH before the last may be.
+//!
+//! Neither may work of the engine's own be under way, as the round that follows an operation is: a FLUSH that shares such a round of
+//! another worker is still in flight when that looks for what can be freed, so that a timer or the next FLUSH frees it.
 //!
 //! Persistent bitmaps are stored anew, all of them with their directory, before the first change where they are durable, again
 //! before the first one after they or the disk's size changed, and when the image is closed. That is one more change.
@@ -44,17 +47,17 @@ pub struct Leaks {
 enum Quiet {
     #[default]
     None,
-    /// It was asked for when nothing else was in flight.
+    /// It was asked for when nothing else was under way.
     Asked,
     /// It was answered; what it started may go on.
     Answered,
 }
 
 impl Leaks {
-    /// A request is asked for, when so many others are in flight.
-    pub(crate) fn ask(&mut self, shape: &Shape, sectors: u64, planned: &Planned, in_flight: usize) {
+    /// A request is asked for, when nothing else is under way (`is_first`) or something is.
+    pub(crate) fn ask(&mut self, shape: &Shape, sectors: u64, planned: &Planned, is_first: bool) {
         self.quiet = match planned.ask {
-            Ask::Flush if in_flight == 0 => Quiet::Asked,
+            Ask::Flush if is_first => Quiet::Asked,
             _ => Quiet::None,
         };
         if matches!(planned.ask, Ask::Read | Ask::Flush) {
@@ -186,18 +189,18 @@ mod tests {
     #[test]
     fn two_quiet_flushes_leave_nothing_to_leak() {
         let mut leaks = Leaks::default();
-        let ask = |leaks: &mut Leaks, ask, in_flight| {
-            leaks.ask(&Shape::PLAIN, 64, &Planned::new(ask, 0, 4), in_flight);
+        let ask = |leaks: &mut Leaks, ask, is_first| {
+            leaks.ask(&Shape::PLAIN, 64, &Planned::new(ask, 0, 4), is_first);
         };
-        ask(&mut leaks, Ask::Discard, 0);
+        ask(&mut leaks, Ask::Discard, true);
         let most = leaks.most();
         assert!(most >= 8, "four clusters dropped: {most}");
         // Not alone, so it does not count.
-        ask(&mut leaks, Ask::Flush, 1);
+        ask(&mut leaks, Ask::Flush, false);
         leaks.answer_flush();
         assert!(!leaks.is_quiet());
         for left in [most, 0] {
-            ask(&mut leaks, Ask::Flush, 0);
+            ask(&mut leaks, Ask::Flush, true);
             leaks.answer_flush();
             assert!(leaks.is_quiet());
             leaks.settle();
@@ -217,7 +220,7 @@ mod tests {
         let mut leaks = Leaks::default();
         let mut charged = |planned: Planned| {
             let before = leaks.most();
-            leaks.ask(&shape, 64, &planned, 0);
+            leaks.ask(&shape, 64, &planned, true);
             leaks.end(planned.ask);
             leaks.most() - before
         };
@@ -238,7 +241,7 @@ mod tests {
     #[test]
     fn leaks_of_a_killed_server_stay() {
         let mut leaks = Leaks::default();
-        leaks.ask(&Shape::PLAIN, 64, &Planned::new(Ask::Discard, 0, 4), 0);
+        leaks.ask(&Shape::PLAIN, 64, &Planned::new(Ask::Discard, 0, 4), true);
         let most = leaks.most();
         leaks.kill();
         assert_eq!(leaks.most(), 2 * most);

@@ -37,6 +37,7 @@ pub mod hand_over;
 pub mod judge;
 pub mod lane;
 pub mod leaks;
+mod mixed;
 mod operations;
 pub mod oracle;
 pub mod pace;
@@ -53,6 +54,7 @@ pub mod server;
 pub mod shape;
 pub mod shrink;
 mod snapshots;
+mod troubles;
 pub mod ublk;
 pub mod watchdog;
 

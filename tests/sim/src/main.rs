@@ -57,7 +57,7 @@ enum Task {
         #[arg(long, default_value_t = 1000)]
         seeds: u64,
         /// The kind of all runs: `seed`, `guest`, `registered`, `ublk`, `churn`, `growth`, `snapshots`,
-        /// `bitmaps`, `resize` or `compact`; by default each seed's number decides.
+        /// `bitmaps`, `resize`, `compact` or `mixed`; by default each seed's number decides.
         #[arg(long)]
         kind: Option<String>,
     },
@@ -76,7 +76,7 @@ enum Task {
     /// Runs one line again and tells what happens.
     Replay {
         /// `seed N …`, `guest N …`, `registered N …`, `ublk N …`, `churn N …`, `growth N …`, `snapshots N …`, `bitmaps N …`,
-        /// `resize N …`, `compact N …` or `scenario NAME order N …`, as a failure prints it.
+        /// `resize N …`, `compact N …`, `mixed N …` or `scenario NAME order N …`, as a failure prints it.
         #[arg(required = true)]
         line: Vec<String>,
         /// Print what happens on the disk.

@@ -13,9 +13,11 @@ use qcow::{
 use simulator::SECTOR;
 
 use crate::bitmaps;
+use crate::oracle::End;
 use crate::plan::{Ask, Planned};
 use crate::record::Record;
 use crate::shape::Shape;
+use crate::troubles::end_of;
 
 /// An operation that ended.
 #[derive(Debug)]
@@ -118,8 +120,7 @@ fn note_bitmap(
         Ok(()) => record.bitmaps += 1,
         // This machine is slow.
         Err(BitmapsError::Busy) => {}
-        Err(BitmapsError::Io(error)) => return Err(error),
-        Err(error) => record.problem(|| format!("{planned} fails: {error}")),
+        Err(error) => return record.host_result(planned, Err(error)),
     }
     Ok(())
 }
@@ -134,8 +135,11 @@ fn note_shrink(
         return Ok(());
     };
     // Without its data file cut off the disk is smaller all the same.
-    let well = matches!(result, Ok(()) | Err(ShrinkError::DataFile(_)));
-    record.end_shrink(bytes / SECTOR as u64, old, well);
+    let end = match &result {
+        Err(ShrinkError::DataFile(_)) => End::Done,
+        result => end_of(result),
+    };
+    record.end_shrink(bytes / SECTOR as u64, old, end);
     match result {
         // This machine is slow; or the disk could not grow before.
         Ok(())
@@ -143,11 +147,7 @@ fn note_shrink(
             Ok(())
         }
         Err(ShrinkError::Size { bytes, now }) if bytes > now => Ok(()),
-        Err(ShrinkError::Metadata(SnapshotError::Io(error)) | ShrinkError::DataFile(error)) => Err(error),
-        Err(error) => {
-            record.problem(|| format!("{planned} fails: {error}"));
-            Ok(())
-        }
+        result => record.host_result(planned, result),
     }
 }
 
@@ -181,8 +181,7 @@ fn note_compaction(
         Ok(compacted) => record.moved_bytes += compacted.moved_bytes,
         // This machine is slow.
         Err(CompactError::Busy) => {}
-        Err(CompactError::Io(error)) => return Err(error),
-        Err(error) => record.problem(|| format!("{planned} fails: {error}")),
+        Err(error) => return record.host_result(planned, Err(error)),
     }
     Ok(())
 }

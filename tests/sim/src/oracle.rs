@@ -65,9 +65,22 @@ pub struct Oracle {
     asked: Vec<bool>,
     /// True if durable bitmaps are never in use.
     pub keeps_bitmaps: bool,
+    /// True if a write may fail: then it may be on the disk or not after each cut, whatever is synced, until the next one.
+    pub writes_waver: bool,
     /// True if a value that was read stays. False for disks whose failed syncs forget what was read already, and for
     /// those whose servers die with changes that were read and not answered.
     pub reads_settle: bool,
+}
+
+/// The end of an operation on the whole disk.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum End {
+    /// It is done, durably.
+    Done,
+    /// Nothing of it is done.
+    Undone,
+    /// The host has failed something: a cut may leave it done, or not.
+    Unknown,
 }
 
 /// A change, FLUSH or read under way.
@@ -111,6 +124,7 @@ impl Oracle {
             sizes: Sizes::default(),
             asked: vec![false; words.len()],
             keeps_bitmaps: false,
+            writes_waver: false,
             reads_settle: true,
         }
     }

@@ -6,7 +6,7 @@ use simulator::{Profile, Random, SECTOR};
 use virtio_devices::ublk::{Recovery, Transport};
 
 use crate::shape::Shape;
-use crate::{bitmaps, compaction, growth, resize};
+use crate::{bitmaps, compaction, growth, mixed, resize};
 
 /// One request.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -486,6 +486,12 @@ impl Case {
     #[must_use]
     pub fn draw_compacting(seed: u64) -> Self {
         compaction::draw(seed)
+    }
+
+    /// The run of a seed whose image is compacted while its disk gets other sizes and has snapshots.
+    #[must_use]
+    pub fn draw_mixed(seed: u64) -> Self {
+        mixed::draw(seed)
     }
 
     /// The run of a seed whose disk has snapshots created, applied and deleted while all queues go on.

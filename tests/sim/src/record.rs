@@ -5,10 +5,11 @@ use simulator::SimWorld;
 
 use crate::content::word;
 use crate::leaks::Leaks;
-use crate::oracle::Oracle;
+use crate::oracle::{End, Oracle};
 use crate::pace::Pace;
 use crate::plan::{Ask, Planned};
 use crate::shape::Shape;
+use crate::troubles::OperationError;
 
 /// Counts of the fates of a ublk device's servers and requests.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -64,6 +65,8 @@ pub struct Record {
     pub left: usize,
     /// Requests that are asked for and not answered.
     pub in_flight: usize,
+    /// When this turn began, no task and no op was under way.
+    pub is_at_rest: bool,
     /// Requests answered.
     pub answered: u64,
     /// FLUSHes answered well.
@@ -84,6 +87,8 @@ pub struct Record {
     pub leaks: Leaks,
     /// The start of this server, in the world's time.
     pub server_since: u64,
+    /// The time since which a write of the header may put another state of the metadata in force.
+    switches_since: Option<u64>,
     /// A server was killed that had been told of a failed sync: of what that covered, nobody knows any more.
     pub forgotten: bool,
     /// Counts of what happened to a ublk device.
@@ -111,6 +116,7 @@ impl Record {
             moved_bytes: 0,
             left: 0,
             in_flight: 0,
+            is_at_rest: true,
             answered: 0,
             flushes: 0,
             forced_failed: false,
@@ -122,6 +128,7 @@ impl Record {
             world: world.clone(),
             leaks: Leaks::default(),
             server_since: 0,
+            switches_since: None,
             forgotten: false,
             reached: Reached::default(),
             version: 3,
@@ -143,10 +150,16 @@ impl Record {
 
     /// Notes that a request is asked for.
     pub(crate) fn note_asked(&mut self, shape: &Shape, planned: &Planned) {
-        let (sectors, in_flight) = (self.sectors, self.in_flight);
-        self.leaks.ask(shape, sectors, planned, in_flight);
+        let is_first = self.in_flight == 0 && self.is_at_rest;
+        self.leaks.ask(shape, self.sectors, planned, is_first);
         // Bitmaps do not fit a disk of another size, until they are stored for it.
         self.oracle.keeps_bitmaps &= !matches!(planned.ask, Ask::Grow(_) | Ask::Shrink(_));
+        let is_change = !matches!(planned.ask, Ask::Read | Ask::Flush | Ask::Compact { .. });
+        let are_durable = shape.bitmaps.is_some_and(|bitmaps| bitmaps.durable);
+        if is_change && (are_durable || planned.ask.is_of_snapshots() || planned.ask.is_operation()) {
+            let now = self.time();
+            self.switches_since.get_or_insert(now);
+        }
         self.in_flight += 1;
     }
 
@@ -162,11 +175,11 @@ impl Record {
     }
 
     /// Notes that the disk has become smaller, or still has its `old` size.
-    pub(crate) fn end_shrink(&mut self, sectors: u64, old: u64, well: bool) {
+    pub(crate) fn end_shrink(&mut self, sectors: u64, old: u64, end: End) {
         self.growths[1] += 1;
-        self.shrunk += u64::from(well);
-        self.oracle.answer_size(sectors, well);
-        if !well {
+        self.shrunk += u64::from(end == End::Done);
+        self.oracle.answer_size(sectors, end);
+        if end != End::Done {
             self.sectors = old;
         }
     }
@@ -208,6 +221,29 @@ impl Record {
         }
     }
 
+    /// Returns true if the host has failed a write or a sync that may have been of the header, with which another state of the metadata
+    /// was to be in force. The image takes no changes then. Before a write of less than a block, that is read.
+    fn may_be_stopped(&self) -> bool {
+        let faults = self.world.faults();
+        let faults = [faults.read, faults.write, faults.sync, faults.cancel];
+        let since = self.switches_since;
+        since.is_some_and(|since| faults.into_iter().flatten().any(|time| time >= since))
+    }
+
+    /// Returns what the host did to an operation that ended; complains about any other failure.
+    pub(crate) fn host_result(
+        &mut self,
+        planned: &Planned,
+        result: Result<(), impl OperationError>,
+    ) -> Result<(), IoError> {
+        let Err(error) = result else { return Ok(()) };
+        if let Some(error) = error.of_host() {
+            return Err(error);
+        }
+        self.problem(|| format!("{planned} fails: {error}"));
+        Ok(())
+    }
+
     /// Notes how a request that was asked for at `since` ended; complains if it must not end so.
     pub(crate) fn ended(&mut self, planned: &Planned, since: u64, result: Result<(), IoError>) {
         self.answered += 1;
@@ -221,7 +257,8 @@ impl Record {
         }
         let excused = matches!(error, IoError::Host { .. } | IoError::Cancelled);
         let explained = self.by_driver || self.is_explained(planned.ask, since);
-        if !(excused && self.may_fail && explained) {
+        let is_refused = error == IoError::Corrupt && planned.ask != Ask::Read && self.may_be_stopped();
+        if !(self.may_fail && (excused && explained || is_refused)) {
             let faults = self.world.faults();
             self.problem(|| format!("{planned} fails: {error} (asked for at step {since}; {faults:?})"));
         }

@@ -4,7 +4,8 @@
 //! whose requests have registered pages, `ublk N` one whose disk is a ublk device, `churn N` one that frees what is being
 //! read, `growth N` one whose disk grows by any amount, `snapshots N` one whose disk has snapshots created, applied and
 //! deleted, `bitmaps N` one whose image has persistent bitmaps, `resize N` one whose disk becomes smaller and
-//! larger, `compact N` one whose image is compacted.
+//! larger, `compact N` one whose image is compacted, `mixed N` one whose image is compacted while its disk gets other sizes and has
+//! snapshots.
 //! `seed N schedule S plan A,B,C` is what is left of it after shrinking: only those requests of the plan (by
 //! number, from zero), with things in the order of `S`. A shortened run may also have `lanes N`, `space N` (how many ops
 //! find space), `plain NAME,NAME` (what a guest, or a device, does without), `calm NAME,NAME` (faults that are off),
@@ -108,6 +109,7 @@ fn source_line(source: &Source) -> String {
         Source::Bitmaps(seed) => format!("bitmaps {seed}"),
         Source::Resize(seed) => format!("resize {seed}"),
         Source::Compact(seed) => format!("compact {seed}"),
+        Source::Mixed(seed) => format!("mixed {seed}"),
         Source::Scenario(name, order) => format!("scenario {} order {order}", name.replace(' ', "_")),
     }
 }
@@ -258,6 +260,11 @@ pub fn parse(line: &str) -> Result<(Source, Case), BadLine> {
                 let seed = number(value)?;
                 source = Some(Source::Compact(seed));
                 case = Some(Case::draw_compacting(seed));
+            }
+            ("mixed", None) => {
+                let seed = number(value)?;
+                source = Some(Source::Mixed(seed));
+                case = Some(Case::draw_mixed(seed));
             }
             ("scenario", None) => {
                 let name = value.replace('_', " ");

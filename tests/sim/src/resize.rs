@@ -1,11 +1,11 @@
 //! Disks that become smaller and larger, while other queues write, discard, zero and flush up to the end that they know.
 
-use simulator::{Profile, Random, SECTOR};
+use simulator::{Random, SECTOR};
 
 use crate::growth;
 use crate::plan::{Ask, Case, Planned};
-use crate::run::without_errors;
 use crate::shape::{Below, DataFileKind, Shape};
+use crate::troubles;
 
 /// The most bytes of a disk.
 const MOST: u64 = 256 << 10;
@@ -45,11 +45,7 @@ pub(crate) fn draw(seed: u64) -> Case {
     let random = &mut Random::new(seed.rotate_left(12));
     case.shape = draw_shape(random);
     case.lanes = 2 + random.below(2) as usize;
-    // What a failed write of the header leaves is another test's: this is about what is done at once, and cuts.
-    case.profile = Profile {
-        reorder: true,
-        ..without_errors(case.profile)
-    };
+    case.profile = troubles::draw(case.profile, seed);
     let has_snapshots = case.shape.data_file.is_none() && random.one_in(3);
     if has_snapshots {
         case.shape.refcount_bits = case.shape.refcount_bits.max(4);

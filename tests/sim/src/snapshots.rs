@@ -6,17 +6,17 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
-use block::{Context, IoError};
+use block::Context;
 use qcow::format::SnapshotEntry;
 use qcow::format::header::at;
 use qcow::{DiskSize, QcowDisk, SnapshotError, SnapshotSelector};
-use simulator::{Profile, Random, SimImage};
+use simulator::{Random, SimImage};
 
-use crate::oracle::Asked;
+use crate::oracle::{Asked, End};
 use crate::plan::{Ask, Case, Planned};
 use crate::record::Record;
-use crate::run::without_errors;
 use crate::shape::{Shape, u64_at};
+use crate::troubles::{self, end_of};
 
 /// An operation that ended.
 #[derive(Debug)]
@@ -116,7 +116,7 @@ impl Snapshotting {
         {
             self.under_way -= 1;
             let mut record = self.record.borrow_mut();
-            let well = result.is_ok();
+            let (well, end) = (result.is_ok(), end_of(&result));
             record.snapshots += u64::from(well);
             record.applied += u64::from(well && matches!(planned.ask, Ask::Apply(_)));
             let expected = match (planned.ask, &result) {
@@ -126,35 +126,28 @@ impl Snapshotting {
                 (Ask::Unsnapshot(number) | Ask::Apply(number), Err(SnapshotError::NotFound(_))) => {
                     !record.oracle.has_snapshot(&name_of(number))
                 }
-                // It has grown since.
-                (Ask::Apply(_), Err(SnapshotError::OtherSize { then, now, .. })) => then < now,
+                // It has grown since, or become smaller.
+                (Ask::Apply(_), Err(SnapshotError::OtherSize { then, now, .. })) => {
+                    then < now || record.has_shrunk_or_tried()
+                }
                 // This machine is slow.
                 (_, Err(SnapshotError::Busy)) => true,
                 _ => false,
             };
             match planned.ask {
-                Ask::Snapshot(number) => record.oracle.answer_snapshot(&name_of(number), well),
-                Ask::Unsnapshot(number) => record.oracle.answer_deletion(&name_of(number), well),
+                Ask::Snapshot(number) => record.oracle.answer_snapshot(&name_of(number), end),
+                Ask::Unsnapshot(number) => record.oracle.answer_deletion(&name_of(number), end),
                 _ => {}
             }
-            match (change, &result) {
+            match (change, end) {
                 (None, _) => {}
-                (Some(change), Ok(())) => record.oracle.answer_change(&change, true, true),
-                (Some(change), Err(SnapshotError::Io(_))) => {
-                    record.oracle.answer_change(&change, false, false)
-                }
-                (Some(change), Err(_)) => record.oracle.withdraw_change(&change),
+                (Some(change), End::Done) => record.oracle.answer_change(&change, true, true),
+                (Some(change), End::Unknown) => record.oracle.answer_change(&change, false, false),
+                (Some(change), End::Undone) => record.oracle.withdraw_change(&change),
             }
             let outcome = match result {
-                Err(error) if !expected => {
-                    if let SnapshotError::Io(error) = error {
-                        Err(error)
-                    } else {
-                        record.problem(|| format!("{planned} fails: {error}"));
-                        Err(IoError::Corrupt)
-                    }
-                }
-                _ => Ok(()),
+                Err(_) if expected => Ok(()),
+                result => record.host_result(&planned, result),
             };
             record.ended(&planned, since, outcome);
         }
@@ -166,11 +159,7 @@ impl Snapshotting {
 pub(crate) fn draw(seed: u64) -> Case {
     let mut case = Case::draw(seed);
     let random = &mut Random::new(seed.rotate_left(56));
-    // What a failed write of the header leaves is another test's: this is about what is done at once, and cuts.
-    case.profile = Profile {
-        reorder: true,
-        ..without_errors(case.profile)
-    };
+    case.profile = troubles::draw(case.profile, seed);
     let shape = &mut case.shape;
     // A data file has one version.
     shape.data_file = None;
