@@ -176,7 +176,7 @@ fn resize_seeds_make_disks_of_every_kind_smaller() {
 #[test]
 fn compact_seeds_move_clusters_beside_requests() {
     let (mut moved, mut blocks, mut stopped, mut beside) = (0, 0, 0, 0);
-    for seed in 0..48 {
+    for seed in 0..64 {
         let case = Source::Compact(seed).case().expect("a seed has a run");
         let outcome = run(&case, false, &mut Tally::default());
         assert!(outcome.failure.is_none(), "compact {seed}: {:?}", outcome.failure);
