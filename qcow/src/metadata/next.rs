@@ -370,6 +370,8 @@ impl Refcounts {
         self.fresh.clear();
         self.dirty_parts.clear();
         self.slices = old.slices.emptied();
+        // A compaction may have ended meanwhile.
+        self.preferred = old.preferred;
         let geometry = self.geometry;
         let left = self.moved_from.drain(..).map(|place| Dropped {
             first: geometry.host_cluster(place.offset),

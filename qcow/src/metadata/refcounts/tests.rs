@@ -101,6 +101,17 @@ fn allocate_takes_clusters_before_the_preferred_bound_first() {
     );
 }
 
+/// A compaction may end while an operation that runs alone builds the next state.
+#[test]
+fn preferred_bound_that_ended_does_not_come_back_with_the_next_state() {
+    let mut refcounts = refcounts(200, 200);
+    refcounts.prefer_below(Some(at(50)));
+    let mut next = refcounts.next();
+    refcounts.prefer_below(None);
+    next.switched(&refcounts);
+    assert_eq!(next.preferred, None);
+}
+
 #[test]
 fn allocate_run_reuses_freed_clusters_when_full() {
     let mut refcounts = refcounts(200, 200);
