@@ -1,8 +1,8 @@
 //! Compaction: what lies near the end of the file moves into free clusters nearer its start, and the file is cut.
 //!
 //! A pass looks for the place where the file could end ([`survey`]), moves what lies after it, and cuts the file ([`cut`]).
-//! What the disk alone uses moves as a guest's write would move it ([`tables`], [`guest`]), what snapshots use and compressed
-//! data a reference after the other ([`snapshots`], [`shared`]). A cluster is counted before anything leads to it, its bytes
+//! Clusters of the disk alone move as a guest's write would move them ([`tables`], [`guest`]), those that snapshots use, and
+//! compressed data, one reference after the other ([`snapshots`], [`shared`]). A cluster is counted before anything leads to it, its bytes
 //! are in the file before an entry leads to them, and it is freed as a guest's cluster is. So requests go on beside them,
 //! a cut of the power leaves leaks at most, and an image whose compaction was interrupted is only less compact.
 //!

@@ -18,6 +18,7 @@ use block::canary::{Rule, broken};
 use block::{AlignedBuf, Buffer, IoError, join_all};
 use smallvec::smallvec;
 
+use super::encryption::owned;
 use super::exclusive::Exclusive;
 use super::{Queue, Shared, header};
 use crate::format::{ClusterUse, HeaderFields, HostCluster, HostOffset, L1Entry};
@@ -267,11 +268,7 @@ pub(super) async fn read_clusters(
         queue.file.start_read(place.bytes(), pieces)
     });
     join_all(reads.collect::<Vec<_>>()).await?;
-    let bytes = buffers.into_iter().map(|buffer| {
-        let owned = Rc::try_unwrap(buffer).ok().and_then(Buffer::into_owned);
-        owned.ok_or(IoError::Dropped)
-    });
-    bytes.collect()
+    buffers.into_iter().map(owned).collect()
 }
 
 /// The time in which either state may be in force. If it ends without a decision the image is not written any more: what

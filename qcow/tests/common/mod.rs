@@ -62,6 +62,13 @@ impl Folder {
         self.run("qemu-img", args)
     }
 
+    /// Makes an encrypted image with `qemu-img create -o options`, which [`SECRET`] opens.
+    pub fn create_encrypted(&self, name: &str, options: &str, size: &str) {
+        let (secret, options) = (qemu_secret(), format!("{options},{LUKS_OPTIONS}"));
+        let args = ["create", "-q", "--object", &secret, "-f", "qcow2", "-o", &options];
+        self.qemu_img(&[&args[..], &[name, size]].concat());
+    }
+
     /// Makes an image with `qemu-img create -o options`; of empty ones without `-o`.
     pub fn qemu_create(&self, name: &str, options: &str, size: &str) {
         let mut args = vec!["create", "-q", "-f", "qcow2"];

@@ -62,6 +62,26 @@ impl Bench {
         Self { world, disk, workers }
     }
 
+    /// Runs until there is an answer, one step of the first worker after the other, with the host failing as `failing` says at
+    /// the step of that number. Returns the number of steps that it took.
+    pub(crate) fn run_failing<T>(&self, answer: &Slot<T>, failing: Profile, step: u64) -> u64 {
+        let cx = self.workers.context(0);
+        let mut steps = 0;
+        while answer.borrow().is_none() {
+            self.world.set_profile(match steps == step {
+                true => failing,
+                false => Profile::default(),
+            });
+            cx.run_ready();
+            cx.ring().turn(false).expect("the ring turns");
+            self.world.step();
+            steps += 1;
+        }
+        self.world.set_profile(Profile::default());
+        self.workers.settle();
+        steps
+    }
+
     pub(crate) fn write(&self, worker: usize, offset: u64, byte: u8) -> Slot<Done> {
         let buffer = AlignedBuf::from_slice(&[byte; 512]).into();
         self.workers.ask(worker, WRITE, offset, 512, buffer)

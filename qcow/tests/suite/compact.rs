@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::common::{Folder, Lane, SECRET, assert_same, chain, close, open, qemu_secret, secret};
+use crate::common::{Folder, Lane, SECRET, assert_same, chain, close, open, secret};
 use crate::used_clusters::used;
 use block::ring::RingKind;
 use qcow::image::{ChangeError, UnsoundError, compact_image};
@@ -206,19 +206,7 @@ fn compaction_keeps_subclusters() {
 #[test]
 fn compaction_encrypts_clusters_for_their_new_places() {
     let folder = Folder::new();
-    let format = format!("cluster_size=4k,{}", crate::common::LUKS_OPTIONS);
-    folder.qemu_img(&[
-        "create",
-        "-q",
-        "--object",
-        &qemu_secret(),
-        "-f",
-        "qcow2",
-        "-o",
-        &format,
-        IMAGE,
-        "4M",
-    ]);
+    folder.create_encrypted(IMAGE, "cluster_size=4k", "4M");
     let open = OpenOptions {
         secret: secret(),
         ..options()

@@ -199,19 +199,7 @@ fn compaction_changes_nothing_after_a_failed_write_of_the_header() {
         cx.spawn(async move {
             *put.borrow_mut() = Some(disk.create_snapshot(&own, "one", UNIX_EPOCH).await);
         });
-        let mut steps = 0;
-        while taken.borrow().is_none() {
-            bench.world.set_profile(match steps == step {
-                true => failing,
-                false => Profile::default(),
-            });
-            cx.run_ready();
-            cx.ring().turn(false).expect("the ring turns");
-            bench.world.step();
-            steps += 1;
-        }
-        bench.world.set_profile(Profile::default());
-        bench.workers.settle();
+        let steps = bench.run_failing(&taken, failing, step);
         let is_over = taken.take().expect("an answer").is_ok() && steps <= step;
         let written = bench.write(1, 0, 0x51);
         bench.workers.settle();
@@ -395,20 +383,7 @@ fn loses_nothing_at_any_failure(bench: fn(u64) -> Bench) {
         cx.spawn(async move {
             *put.borrow_mut() = Some(compact(&disk, &own).await);
         });
-        let mut steps = 0;
-        while compacted.borrow().is_none() {
-            bench.world.set_profile(if steps == step {
-                failing
-            } else {
-                Profile::default()
-            });
-            cx.run_ready();
-            cx.ring().turn(false).expect("the ring turns");
-            bench.world.step();
-            steps += 1;
-        }
-        bench.world.set_profile(Profile::default());
-        bench.workers.settle();
+        let steps = bench.run_failing(&compacted, failing, step);
         let compacted = compacted.take().expect("an answer");
         failures += u64::from(compacted.is_err());
         let mut expected = expected();

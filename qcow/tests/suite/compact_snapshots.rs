@@ -3,13 +3,13 @@
 
 use std::time::UNIX_EPOCH;
 
-use crate::common::{Folder, Lane, SECRET, assert_same, qemu_secret, secret};
+use crate::common::{Folder, Lane, SECRET, assert_same, secret};
 use crate::compact::{IMAGE, change, compact_wholly, options};
 use qcow::image::{apply_snapshot, create_snapshot, delete_snapshot};
 use qcow::{OpenOptions, SnapshotSelector};
 use ringdisk_gen::Random;
 
-/// What QEMU reads of a snapshot.
+/// Returns the bytes of a snapshot as QEMU reads them.
 fn snapshot(folder: &Folder, name: &str) -> Vec<u8> {
     folder.qemu_converts(&["-l", &format!("snapshot.name={name}")], IMAGE, "snapshot.raw");
     std::fs::read(folder.path("snapshot.raw")).expect("what QEMU wrote")
@@ -124,19 +124,7 @@ fn compaction_moves_tables_that_snapshots_of_qemu_share_with_the_disk() {
 #[test]
 fn compaction_encrypts_what_snapshots_use_for_its_new_place() {
     let folder = Folder::new();
-    let format = format!("cluster_size=4k,{}", crate::common::LUKS_OPTIONS);
-    folder.qemu_img(&[
-        "create",
-        "-q",
-        "--object",
-        &qemu_secret(),
-        "-f",
-        "qcow2",
-        "-o",
-        &format,
-        IMAGE,
-        "2M",
-    ]);
+    folder.create_encrypted(IMAGE, "cluster_size=4k", "2M");
     let open = OpenOptions {
         secret: secret(),
         ..options()

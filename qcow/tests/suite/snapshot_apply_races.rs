@@ -193,19 +193,7 @@ fn apply_that_fails_at_any_step_leaves_a_sound_image() {
         cx.spawn(async move {
             *put.borrow_mut() = Some(apply(&disk, &own).await);
         });
-        let mut steps = 0;
-        while applied.borrow().is_none() {
-            bench.world.set_profile(match steps == step {
-                true => failing,
-                false => Profile::default(),
-            });
-            cx.run_ready();
-            cx.ring().turn(false).expect("the ring turns");
-            bench.world.step();
-            steps += 1;
-        }
-        bench.world.set_profile(Profile::default());
-        bench.workers.settle();
+        let steps = bench.run_failing(&applied, failing, step);
         let applied = applied.take().expect("an answer");
         if steps <= step {
             applied.expect("nothing failed");

@@ -233,20 +233,7 @@ fn create_that_fails_at_any_step_leaves_a_sound_image() {
         cx.spawn(async move {
             *put.borrow_mut() = Some(disk.create_snapshot(&own, "one", UNIX_EPOCH).await);
         });
-        let mut steps = 0;
-        while created.borrow().is_none() {
-            bench.world.set_profile(if steps == step {
-                failing
-            } else {
-                Profile::default()
-            });
-            cx.run_ready();
-            cx.ring().turn(false).expect("the ring turns");
-            bench.world.step();
-            steps += 1;
-        }
-        bench.world.set_profile(Profile::default());
-        bench.workers.settle();
+        let steps = bench.run_failing(&created, failing, step);
         if steps <= step {
             created.take().expect("an answer").expect("nothing failed");
             break;

@@ -77,7 +77,7 @@ impl Leaks {
         self.recent += cost(shape, sectors, planned);
     }
 
-    /// What was asked for has ended, however.
+    /// Notes that an operation has ended, with any result.
     pub(crate) fn end(&mut self, ask: Ask) {
         self.are_stored &= !has_bitmaps_stored_anew(ask);
     }
