@@ -19,23 +19,23 @@ const PIECE_BYTES: u64 = 1 << 30;
 ///
 /// If it cannot be removed.
 pub(crate) fn remove(path: &Path) -> io::Result<()> {
-    match fs::metadata(path) {
+    let len = match fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error),
-        Ok(_) => {}
-    }
+        facts => facts?.len(),
+    };
     let file = OpenOptions::new().read(true).write(true).open(path)?;
     let mut at = 0;
     // A sparse tebibyte has no room to be filled: piece by piece.
     while let Ok(data) = rustix::fs::seek(&file, SeekFrom::Data(at)) {
         at = data / PIECE_BYTES * PIECE_BYTES;
+        let piece = PIECE_BYTES.min(len - at);
         let (fill, free) = (FallocateFlags::ZERO_RANGE, FallocateFlags::PUNCH_HOLE);
         // Where it is not supported, or the disk is full, removing takes as long as it takes.
-        let _filled = rustix::fs::fallocate(&file, fill | FallocateFlags::KEEP_SIZE, at, PIECE_BYTES);
-        if rustix::fs::fallocate(&file, free | FallocateFlags::KEEP_SIZE, at, PIECE_BYTES).is_err() {
+        let _filled = rustix::fs::fallocate(&file, fill | FallocateFlags::KEEP_SIZE, at, piece);
+        if rustix::fs::fallocate(&file, free | FallocateFlags::KEEP_SIZE, at, piece).is_err() {
             break;
         }
-        at += PIECE_BYTES;
+        at += piece;
     }
     fs::remove_file(path)
 }

@@ -1,4 +1,4 @@
-//! What an enabled persistent bitmap costs the writes of allocated clusters.
+//! The cost of an enabled persistent bitmap for writes of allocated clusters.
 
 use std::io;
 use std::process::Command;

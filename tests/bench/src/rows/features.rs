@@ -1,4 +1,4 @@
-//! What features of the format cost and gain: subclusters, data files, encryption.
+//! Costs and gains of features of the format: subclusters, data files, encryption.
 
 use std::io;
 
