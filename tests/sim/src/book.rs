@@ -72,10 +72,9 @@ impl Book {
     /// The book of a queue that asks for `plan`.
     pub(crate) fn new(shape: Shape, plan: &VecDeque<Planned>, record: &Rc<RefCell<Record>>) -> Self {
         record.borrow_mut().left += plan.len();
-        record.borrow_mut().grows += plan
-            .iter()
-            .filter(|planned| matches!(planned.ask, Ask::Grow(_)))
-            .count();
+        let count = |of: fn(&Ask) -> bool| plan.iter().filter(|planned| of(&planned.ask)).count();
+        record.borrow_mut().grows += count(|ask| matches!(ask, Ask::Grow(_)));
+        record.borrow_mut().may_shrink |= count(|ask| matches!(ask, Ask::Shrink(_))) > 0;
         Self {
             shape,
             record: Rc::clone(record),
@@ -96,7 +95,8 @@ impl Book {
                 let per_cluster = self.shape.cluster() / SECTOR as u64;
                 let from = first.div_ceil(per_cluster) * per_cluster;
                 let mut end = (first + count) / per_cluster * per_cluster;
-                if first + count >= record.sectors {
+                // That may be earlier when it is carried out.
+                if first + count >= record.sectors || record.may_shrink {
                     end = first + count;
                 }
                 if !self.shape.discards() || from >= end {
@@ -108,13 +108,13 @@ impl Book {
         }
     }
 
-    /// Returns the number of a change's `count` sectors that are changed even if the disk grows meanwhile: not those of
-    /// a discard that are in the disk's last cluster, if the disk fills that only in part.
-    fn whole(&self, record: &Record, ask: Ask, from: u64, count: u64) -> usize {
+    /// Returns the number of a change's `count` sectors that are changed whatever size the disk has meanwhile: not those of
+    /// a discard that are in a last cluster which it covers only in part.
+    fn whole(&self, ask: Ask, from: u64, count: u64) -> usize {
         let per_cluster = self.shape.cluster() / SECTOR as u64;
-        let last = record.sectors / per_cluster * per_cluster;
+        let last = (from + count) / per_cluster * per_cluster;
         match ask {
-            Ask::Discard => last.saturating_sub(from).min(count) as usize,
+            Ask::Discard => last.saturating_sub(from) as usize,
             _ => count as usize,
         }
     }
@@ -139,14 +139,16 @@ impl Book {
             Ask::Flush => (Op::Flush, SlotKind::Flush(record.oracle.ask_flush()), Vec::new()),
             ask => {
                 let (from, words) = self.change(&mut record, &planned);
-                let whole = self.whole(&record, ask, from, words.len() as u64);
+                let whole = self.whole(ask, from, words.len() as u64);
+                let reaches_end = first + count >= record.sectors;
                 let (sure, rest) = words.split_at(whole);
                 let asked = record.oracle.ask_change(from, sure.iter().copied());
                 let tail = (!rest.is_empty()).then(|| Tail {
                     asked: record
                         .oracle
                         .ask_change(from + whole as u64, rest.iter().copied()),
-                    growths: (record.growths[0] == record.growths[1]).then_some(record.growths[0]),
+                    growths: (reaches_end && record.growths[0] == record.growths[1])
+                        .then_some(record.growths[0]),
                 });
                 let (op, fua) = match ask {
                     Ask::Write { fua } => (Op::Write { fua }, fua),

@@ -47,6 +47,8 @@ pub struct Record {
     pub sectors: u64,
     /// The number of times that the disk is to grow.
     pub grows: usize,
+    /// The disk is to become smaller at some time.
+    pub may_shrink: bool,
     /// The number of times that it has begun to get another size, and the number of these that have ended.
     pub growths: [u64; 2],
     /// The times at which it was to become smaller, with the size in sectors.
@@ -107,6 +109,7 @@ impl Record {
             problem: None,
             sectors,
             grows: 0,
+            may_shrink: false,
             growths: [0; 2],
             shrinks: Vec::new(),
             shrunk: 0,
