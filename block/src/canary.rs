@@ -59,6 +59,8 @@ pub enum Rule {
     MovedUnderWrite,
     CopyLedToEarly,
     OldPlaceFreedEarly,
+    CopiedSliceNotRedone,
+    CountsNotRedone,
     UblkCommitEarly,
     UblkPagesBackEarly,
     UblkTagForgotten,
@@ -69,7 +71,7 @@ pub enum Rule {
 
 impl Rule {
     /// Every rule that can be broken.
-    pub const ALL: [Self; 51] = [
+    pub const ALL: [Self; 53] = [
         Self::L2BeforeRefcount,
         Self::L2BeforeData,
         Self::L1BeforeTable,
@@ -115,6 +117,8 @@ impl Rule {
         Self::MovedUnderWrite,
         Self::CopyLedToEarly,
         Self::OldPlaceFreedEarly,
+        Self::CopiedSliceNotRedone,
+        Self::CountsNotRedone,
         Self::UblkCommitEarly,
         Self::UblkPagesBackEarly,
         Self::UblkTagForgotten,
@@ -172,6 +176,8 @@ impl Rule {
             Self::MovedUnderWrite => "cluster-moved-under-a-write",
             Self::CopyLedToEarly => "copy-led-to-before-durable",
             Self::OldPlaceFreedEarly => "old-place-freed-before-entries",
+            Self::CopiedSliceNotRedone => "copied-slice-not-redone",
+            Self::CountsNotRedone => "changed-counts-not-redone",
             Self::UblkCommitEarly => "ublk-committed-before-written",
             Self::UblkPagesBackEarly => "ublk-pages-back-under-an-op",
             Self::UblkTagForgotten => "ublk-fetched-tag-forgotten",

@@ -143,8 +143,12 @@ impl FileView {
         }
     }
 
-    /// Writes the pieces without waiting for space.
-    pub(super) async fn write_once(&self, offset: u64, pieces: Pieces, dsync: bool) -> Result<(), IoError> {
+    /// As [`FileView::write`], but does not wait for space.
+    ///
+    /// # Errors
+    ///
+    /// The host's error. After an error any part of the range may have been written.
+    pub async fn write_once(&self, offset: u64, pieces: Pieces, dsync: bool) -> Result<(), IoError> {
         let align = self.file.alignment.offset;
         if align <= 512 && self.is_aligned(offset, &pieces) {
             return self.transfer(offset, pieces, Transfer::Write { dsync }).await;

@@ -97,8 +97,13 @@ impl<Turn> Drop for Exclusive<'_, Turn> {
 ///
 /// [`Refused`]; then the queues have gone on.
 pub(super) async fn begin<'a>(queue: &'a Rc<Queue>) -> Result<Exclusive<'a, impl Sized + use<'a>>, Refused> {
-    let shared = &*queue.shared;
     let turn = turn(queue).await?;
+    alone(queue, turn).await
+}
+
+/// As [`begin`], for a caller that has the turn.
+pub(super) async fn alone<Turn>(queue: &Rc<Queue>, turn: Turn) -> Result<Exclusive<'_, Turn>, Refused> {
+    let shared = &*queue.shared;
     let mut section = Exclusive::hold(shared, turn)?;
     drain(queue).await?;
     // On a block device writes need no space, and requests may be waiting for clusters, which this would end.

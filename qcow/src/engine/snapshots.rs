@@ -16,6 +16,7 @@ mod apply;
 mod delete;
 pub(super) mod error;
 mod kept;
+mod prepare;
 
 use std::rc::Rc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -159,7 +160,7 @@ async fn create(queue: &Rc<Queue>, name: &str, date: SystemTime) -> Result<Strin
     if queue.shared.data_file.is_some() {
         return Err(SnapshotError::DataFile);
     }
-    let section = exclusive::begin(queue).await?;
+    let turn = exclusive::turn(queue).await?;
     let header = queue.shared.header.decode()?;
     let mut entries = read_entries(queue, &header).await?;
     let old_table_bytes = encode(&entries)?.len() as u64;
@@ -173,13 +174,15 @@ async fn create(queue: &Rc<Queue>, name: &str, date: SystemTime) -> Result<Strin
         });
     }
     let id = next_id(&entries);
+    let since = date.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let prepared = prepare::prepare(queue).await?;
+    let section = exclusive::alone(queue, turn).await?;
     let mut operation = Operation {
         queue,
         switch: Switch::new(queue, &section)?,
         geometry: queue.shared.geometry,
     };
-    let since = date.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let old_l1 = operation.share_all().await?;
+    let old_l1 = operation.share_all(&prepared).await?;
     let extra = [0, operation.switch.next.size_bytes, u64::MAX];
     entries.push(SnapshotEntry {
         l1_offset: old_l1,
@@ -193,7 +196,16 @@ async fn create(queue: &Rc<Queue>, name: &str, date: SystemTime) -> Result<Strin
         extra: extra.map(u64::to_be_bytes).concat(),
     });
     operation.commit(&header, &entries, old_table_bytes).await?;
+    prepared.keep();
     Ok(id)
+}
+
+/// Clears COPIED in the entries of an L2 table, or of a part of one.
+fn without_copied(entries: &mut [u8], geometry: &Geometry) {
+    L2TableMut::new(entries, geometry).update(|entry| match entry.is_compressed() {
+        true => entry,
+        false => entry.with_copied(false),
+    });
 }
 
 /// An operation that runs alone, and the next state of the metadata.
@@ -327,13 +339,22 @@ impl Operation<'_> {
         Ok(())
     }
 
-    /// Returns the contents of L2 tables.
+    /// Returns the contents of L2 tables. The indices are those in the disk's L1 table, if these are tables of the disk and it is
+    /// followed while requests change it.
     pub(super) async fn read(
         &self,
         tables: &[(usize, L2TableRef)],
     ) -> Result<Vec<AlignedBuf>, SnapshotError> {
         let places: Vec<HostOffset> = tables.iter().map(|(_, table)| table.host).collect();
-        Ok(self.switch.read_clusters(&places).await?)
+        let mut read = self.switch.read_clusters(&places).await?;
+        // One that is shared does not change; for a write it is copied, and another table has its index.
+        let own = tables
+            .iter()
+            .zip(&mut read)
+            .filter(|((_, table), _)| table.copied);
+        self.switch
+            .restore(own.map(|(&(index, _), bytes)| (index, bytes)))?;
+        Ok(read)
     }
 
     pub(super) fn cluster_at(&self, offset: HostOffset) -> (HostCluster, HostCluster) {
@@ -341,11 +362,8 @@ impl Operation<'_> {
         (cluster, cluster + 1)
     }
 
-    /// Gives the disk's tables to a snapshot, and the disk copies that share all data with them. Returns the snapshot's L1
-    /// table.
-    async fn share_all(&mut self) -> Result<HostOffset, SnapshotError> {
-        let mut tables = self.tables()?;
-        self.bound(tables.len())?;
+    /// Counts another reference to what these L2 tables of the disk lead to, and to those that are shared already.
+    async fn raise_own(&mut self, tables: &[(usize, L2TableRef)]) -> Result<(), SnapshotError> {
         for some in tables.chunks(self.switch.tables_at_once()) {
             for (&(_, table), bytes) in some.iter().zip(self.read(some).await?) {
                 for range in self.data_of(table.host, &bytes)? {
@@ -356,11 +374,19 @@ impl Operation<'_> {
                 }
             }
         }
-        tables.retain(|(_, table)| table.copied);
-        let mut l1 = self.switch.next.l1().to_vec();
-        self.copy_shared(&tables, &mut l1).await?;
+        Ok(())
+    }
+
+    /// Gives the disk's tables to a snapshot, and the disk copies that share all data with them, as they were prepared. Returns the
+    /// snapshot's L1 table.
+    async fn share_all(&mut self, prepared: &prepare::Prepared) -> Result<HostOffset, SnapshotError> {
+        let tables = self.tables()?;
+        self.bound(tables.len())?;
+        let (mut l1, left) = self.catch_up(prepared).await?;
+        self.raise_own(&left).await?;
+        self.copy_shared(&left, &mut l1).await?;
         let uses = &mut self.switch.next.refcounts.uses;
-        for (_, table) in &tables {
+        for (_, table) in tables.iter().filter(|(_, table)| table.copied) {
             let old = self.geometry.host_cluster(table.host);
             uses.made(ClusterUse::SnapshotL2Table, old, 1);
         }
@@ -384,10 +410,7 @@ impl Operation<'_> {
             let mut copies = Vec::new();
             for (&(index, _), bytes) in some.iter().zip(self.read(some).await?) {
                 let mut bytes = bytes.to_vec();
-                L2TableMut::new(&mut bytes, &self.geometry).update(|entry| match entry.is_compressed() {
-                    true => entry,
-                    false => entry.with_copied(false),
-                });
+                without_copied(&mut bytes, &self.geometry);
                 let host = self.switch.new_l2_table().await?;
                 copies.push((host, bytes));
                 if let Some(place) = l1.get_mut(index) {

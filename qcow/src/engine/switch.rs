@@ -12,17 +12,20 @@
 //!   looks for free clusters in ([`SEARCH_BYTES_MAX`]), whatever an image claims.
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use block::buffer::Piece;
 use block::canary::{Rule, broken};
 use block::{AlignedBuf, Buffer, IoError, join_all};
+use rustc_hash::FxHashSet;
 use smallvec::smallvec;
 
 use super::encryption::owned;
 use super::exclusive::Exclusive;
-use super::{Queue, Shared, header};
+use super::{Queue, Shared, header, load};
 use crate::format::{ClusterUse, HeaderFields, HostCluster, HostOffset, L1Entry};
 use crate::metadata::refcounts::{Stuck, TablePlace};
+use crate::metadata::slices::Before;
 use crate::metadata::{COUNTS_BYTES_MAX, Dropped, Metadata, Released, Relocation};
 
 /// The largest number of bytes of tables that are read or written at once.
@@ -45,6 +48,37 @@ pub(super) struct Switch<'a> {
     /// Bytes of other refcount blocks in which free clusters were looked for.
     searched_bytes: u64,
     replaces_l1: bool,
+    /// Refcount blocks that were written to their new places before. One that changes once more moves once more.
+    placed: FxHashSet<usize>,
+    /// Clusters of the state in use, from which all are taken while requests go on.
+    taken: Option<Taken>,
+}
+
+/// Clusters that were taken from the state in use for the next one, counted there. They are given back when this is dropped, unless
+/// they are kept. Also the watch over what changes in the state in use, which ends then.
+pub(super) struct Taken {
+    shared: Arc<Shared>,
+    clusters: Vec<HostCluster>,
+}
+
+impl Taken {
+    /// Records that the next state is in force.
+    pub(super) fn keep(mut self) {
+        self.clusters.clear();
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        // With a poisoned lock nothing is written any more.
+        let Ok(mut metadata) = self.shared.write() else {
+            return;
+        };
+        let _changes = metadata.end_watch();
+        for &cluster in &self.clusters {
+            metadata.drop_clusters(Dropped::one(cluster), true);
+        }
+    }
 }
 
 /// The reason that an operation ends.
@@ -66,7 +100,26 @@ impl<'a> Switch<'a> {
     /// Begins with the state in use, which is durable and does not change in an exclusive section.
     pub(super) fn new<Turn>(queue: &'a Rc<Queue>, _section: &Exclusive<'_, Turn>) -> Result<Self, IoError> {
         let next = queue.shared.write()?.next();
-        Ok(Self {
+        Ok(Self::of(queue, next, None))
+    }
+
+    /// Begins as [`Switch::new`] does, for a part of the operation that goes on after the section has ended, while requests change the
+    /// state in use: what it was is followed. Clusters are taken from the state in use. It ends with [`Switch::into_taken`].
+    pub(super) fn beside<Turn>(
+        queue: &'a Rc<Queue>,
+        _section: &Exclusive<'_, Turn>,
+    ) -> Result<Self, IoError> {
+        let shared = Arc::clone(&queue.shared);
+        let mut metadata = shared.write()?;
+        let next = metadata.beside();
+        metadata.watch();
+        drop(metadata);
+        let clusters = Vec::new();
+        Ok(Self::of(queue, next, Some(Taken { shared, clusters })))
+    }
+
+    fn of(queue: &'a Rc<Queue>, next: Metadata, taken: Option<Taken>) -> Self {
+        Self {
             queue,
             next,
             left: Vec::new(),
@@ -74,7 +127,126 @@ impl<'a> Switch<'a> {
             followed_bytes: 0,
             searched_bytes: 0,
             replaces_l1: false,
-        })
+            placed: FxHashSet::default(),
+            taken,
+        }
+    }
+
+    /// Writes the refcount blocks that have changed to clusters of the state in use. Returns their indices and new places, and the
+    /// clusters taken.
+    pub(super) async fn into_taken(mut self) -> Result<(Vec<(usize, HostOffset)>, Option<Taken>), Stopped> {
+        let mut blocks = Vec::new();
+        for some in self.next.refcounts.changed_blocks().chunks(self.tables_at_once()) {
+            let mut writes = Vec::new();
+            for &index in some {
+                let place = self.take(ClusterUse::RefcountBlock).await?;
+                writes.push((place, self.next.refcounts.fresh_block(index)?.1));
+                blocks.push((index, place));
+            }
+            self.write(writes).await?;
+        }
+        Ok((blocks, self.taken.take()))
+    }
+
+    /// Takes a cluster of the state in use for a table.
+    async fn take(&mut self, what: ClusterUse) -> Result<HostOffset, Stopped> {
+        loop {
+            let mut metadata = self.queue.shared.write()?;
+            let refcounts = &mut metadata.refcounts;
+            let stuck = match refcounts.allocate(1) {
+                Ok(run) => {
+                    refcounts.uses.made(what, run.first, 1);
+                    if let Some(taken) = &mut self.taken {
+                        taken.clusters.push(run.first);
+                    }
+                    return Ok(metadata.geometry().host_offset(run.first));
+                }
+                Err(stuck) => stuck,
+            };
+            if let Stuck::Load(slice) = stuck {
+                self.searched_bytes += refcounts.slices.slice_bytes() as u64;
+                if self.searched_bytes > SEARCH_BYTES_MAX {
+                    if !refcounts.search_at_end() {
+                        return Err(self.too_many(slice));
+                    }
+                    self.searched_bytes = 0;
+                    continue;
+                }
+            }
+            drop(metadata);
+            load::unstick(self.queue, stuck).await?;
+        }
+    }
+
+    /// Makes L2 tables of the disk, read while requests change the state in use, what they were when this began.
+    pub(super) fn restore<'b>(
+        &self,
+        tables: impl Iterator<Item = (usize, &'b mut AlignedBuf)>,
+    ) -> Result<(), IoError> {
+        if self.taken.is_some() {
+            let metadata = self.queue.metadata()?;
+            for (index, bytes) in tables {
+                metadata.l2.restore(metadata.table_slices(index), bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Has refcount blocks in their new places, to which they were written before.
+    pub(super) fn place_blocks(&mut self, blocks: &[(usize, HostOffset)]) -> Result<(), IoError> {
+        for &(index, place) in blocks {
+            let old = self.next.refcounts.replace_block(index, place)?;
+            self.leave(self.next.geometry().host_cluster(old), 1);
+            self.placed.insert(index);
+        }
+        Ok(())
+    }
+
+    /// Adds what was added to the counts of the state in use since the blocks were written that are in new places. `before` is what its
+    /// slices were then.
+    pub(super) async fn add_changes(&mut self, before: &Before) -> Result<(), IoError> {
+        for (&slice, before) in before {
+            let index = self.next.refcounts.block_of(slice);
+            if !self.placed.contains(&index) {
+                continue;
+            }
+            if !self.next.refcounts.slices.contains(slice) {
+                self.load_block_of(slice).await?;
+            }
+            let place = || {
+                let metadata = self.queue.metadata()?;
+                let cached = metadata.refcounts.slices.peek(slice).map(<[u8]>::to_vec);
+                Ok::<_, IoError>((cached, metadata.refcounts.slice_offset(slice)?))
+            };
+            let now = self.slice(place()?).await?;
+            self.next
+                .refcounts
+                .add_difference(slice, before.as_deref(), &now)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the bytes of an L2 slice of the state in use.
+    pub(super) async fn l2_slice(&self, slice: u64) -> Result<Vec<u8>, IoError> {
+        let place = || {
+            let metadata = self.queue.metadata()?;
+            let place = metadata.slice_offset(slice).map_err(|_| IoError::Corrupt)?;
+            Ok::<_, IoError>((metadata.l2.peek(slice).map(<[u8]>::to_vec), place))
+        };
+        self.slice(place()?).await
+    }
+
+    /// Returns the bytes of a slice from memory, or from its place.
+    async fn slice(
+        &self,
+        (cached, place): (Option<Vec<u8>>, Option<HostOffset>),
+    ) -> Result<Vec<u8>, IoError> {
+        let (None, place) = (&cached, place) else {
+            return Ok(cached.unwrap_or_default());
+        };
+        let bytes = self.next.refcounts.slices.slice_bytes();
+        let place = place.ok_or(IoError::Corrupt)?;
+        Ok(self.queue.file.read_at(place.bytes(), bytes).await?.to_vec())
     }
 
     /// Returns the number of L2 tables to read or write at once.
@@ -145,13 +317,23 @@ impl<'a> Switch<'a> {
         let refcounts = &mut self.next.refcounts;
         let index = refcounts.block_of(slice);
         let offset = refcounts.block_offset(index)?.ok_or(IoError::Corrupt)?;
-        let bytes = self.queue.file.read_at(offset.bytes(), size).await?;
+        let mut bytes = self.queue.file.read_at(offset.bytes(), size).await?;
+        if self.taken.is_some() {
+            let metadata = self.queue.metadata()?;
+            metadata
+                .refcounts
+                .slices
+                .restore(refcounts.block_slices(index), &mut bytes);
+        }
         refcounts.insert_block(index, &bytes);
         Ok(())
     }
 
     /// Takes a cluster for an L2 table of the next state.
     pub(super) async fn new_l2_table(&mut self) -> Result<HostOffset, Stopped> {
+        if self.taken.is_some() {
+            return self.take(ClusterUse::L2Table).await;
+        }
         let cluster = self.step(|next, _| Ok(next.refcounts.allocate(1)?.first)).await?;
         self.next.refcounts.uses.made(ClusterUse::L2Table, cluster, 1);
         Ok(self.next.geometry().host_offset(cluster))
@@ -197,12 +379,15 @@ impl<'a> Switch<'a> {
         read_clusters(self.queue, places).await
     }
 
-    /// Writes tables of the next state.
+    /// Writes tables of the next state. Does not wait for space: somebody waits for the operation, and requests may.
     pub(super) async fn write(&self, tables: Vec<(HostOffset, Vec<u8>)>) -> Result<(), IoError> {
         let writes = tables.into_iter().map(|(offset, bytes)| {
-            let buffer = Rc::new(AlignedBuf::from_slice(&bytes).into());
+            let (file, buffer) = (
+                self.queue.file.clone(),
+                Rc::new(AlignedBuf::from_slice(&bytes).into()),
+            );
             let pieces = smallvec![Piece::whole(&buffer)];
-            self.queue.file.start_write(offset.bytes(), pieces)
+            Box::pin(async move { file.write_once(offset.bytes(), pieces, false).await })
         });
         join_all(writes.collect::<Vec<_>>()).await
     }

@@ -7,7 +7,7 @@
 
 use super::refcounts::{NO_LIMIT, Refcounts, Stuck, TablePlace};
 use super::released::Released;
-use super::slices::SliceCache;
+use super::slices::{Before, SliceCache};
 use super::{Dropped, Drops, Metadata, Returning};
 use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::{ClusterUse, HostCluster, HostOffset, L1Entry, RefcountTableEntry};
@@ -56,6 +56,15 @@ impl Metadata {
             "metadata is changing while its next state is made"
         );
         let refcounts = self.refcounts.next();
+        self.with(refcounts)
+    }
+
+    /// Returns this state once more, to follow its references while this one goes on. No cluster may be taken in it.
+    pub(crate) fn beside(&self) -> Self {
+        self.with(self.refcounts.beside())
+    }
+
+    fn with(&self, refcounts: Refcounts) -> Self {
         Self {
             geometry: self.geometry,
             l1: self.l1.clone(),
@@ -79,6 +88,21 @@ impl Metadata {
             held_off: true,
             flushing: false,
         }
+    }
+
+    /// Keeps tables that change from now on as they are now, until [`Metadata::end_watch`].
+    pub(crate) fn watch(&mut self) {
+        invariant!(
+            self.held_off && self.is_clean(),
+            "metadata is changing when it begins to be watched"
+        );
+        self.l2.watch();
+        self.refcounts.slices.watch();
+    }
+
+    /// Ends the watch, if there is one. Returns the slices of L2 tables, and of refcounts, that have changed, as they were.
+    pub(crate) fn end_watch(&mut self) -> (Before, Before) {
+        (self.l2.end_watch(), self.refcounts.slices.end_watch())
     }
 
     /// Returns the L1 table.
@@ -114,7 +138,14 @@ impl Metadata {
 
 impl Refcounts {
     pub(super) fn next(&mut self) -> Self {
-        let next = Self {
+        let next = self.beside();
+        self.virgin = NO_LIMIT;
+        self.free.forget_zeros();
+        next
+    }
+
+    fn beside(&self) -> Self {
+        Self {
             geometry: self.geometry,
             table: self.table.clone(),
             place: self.place,
@@ -135,10 +166,7 @@ impl Refcounts {
             reserved: self.reserved,
             reserving: self.reserving,
             preferred: self.preferred,
-        };
-        self.virgin = NO_LIMIT;
-        self.free.forget_zeros();
-        next
+        }
     }
 
     /// Changes the counts from `first` up to `end`, as far as they are in one slice. `change` gets a cluster and its
@@ -187,6 +215,65 @@ impl Refcounts {
                 Ok(count + 1)
             }
         })
+    }
+
+    /// Undoes one [`Refcounts::raise`] of each cluster from `first` up to `end`, as far as their counts are in one slice.
+    ///
+    /// # Errors
+    ///
+    /// [`Stuck`], with nothing changed.
+    pub(crate) fn undo_raise(&mut self, first: HostCluster, end: HostCluster) -> Result<Counted, Stuck> {
+        self.change(first, end, |_, cluster, count| match count {
+            0 | 1 => Err(Counted::Undercounted(cluster)),
+            _ => Ok(count - 1),
+        })
+    }
+
+    /// Adds to the counts of a slice, which is in memory, what was added to them elsewhere, where they were `before` (zeros, if there is
+    /// none) and are `now`.
+    ///
+    /// # Errors
+    ///
+    /// [`block::IoError::Corrupt`] if a count does not fit.
+    pub(crate) fn add_difference(
+        &mut self,
+        slice: u64,
+        before: Option<&[u8]>,
+        now: &[u8],
+    ) -> Result<(), block::IoError> {
+        let order = self.geometry.refcount_order();
+        let bytes = self.slices.get_mut(slice).ok_or(block::IoError::Corrupt)?;
+        for index in 0..1 << self.slice_bits {
+            let was = before.map_or(Some(0), |before| order.read(before, index));
+            let (Some(was), Some(is), Some(count)) = (was, order.read(now, index), order.read(bytes, index))
+            else {
+                return Err(block::IoError::Corrupt);
+            };
+            if was == is {
+                continue;
+            }
+            let count = (count + is).checked_sub(was).ok_or(block::IoError::Corrupt)?;
+            order
+                .write(bytes, index, count)
+                .map_err(|_| block::IoError::Corrupt)?;
+        }
+        Ok(())
+    }
+
+    /// Points the table at a block's new place. Returns the old place.
+    ///
+    /// # Errors
+    ///
+    /// [`block::IoError::Corrupt`] if there is no such block.
+    pub(crate) fn replace_block(
+        &mut self,
+        index: usize,
+        to: HostOffset,
+    ) -> Result<HostOffset, block::IoError> {
+        let old = self.block_offset(index)?.ok_or(block::IoError::Corrupt)?;
+        let entry = self.table.get_mut(index).ok_or(block::IoError::Corrupt)?;
+        *entry = RefcountTableEntry::encode(to);
+        Ok(old)
     }
 
     /// Counts one reference less to each cluster from `first` up to `end`, as far as their counts are in one slice. A
@@ -275,7 +362,6 @@ impl Refcounts {
                 relocation.changed.pop();
                 continue;
             }
-            let old = self.block_offset(index)?.ok_or(block::IoError::Corrupt)?;
             for slice in self.block_slices(index) {
                 // Dirty, it stays in the cache until the block is written whole.
                 if self.slices.get_mut(slice).is_none() {
@@ -283,9 +369,7 @@ impl Refcounts {
                 }
             }
             let new = self.allocate(1)?.first;
-            let host = self.geometry.host_offset(new);
-            let entry = self.table.get_mut(index).ok_or(block::IoError::Corrupt)?;
-            *entry = RefcountTableEntry::encode(host);
+            let old = self.replace_block(index, self.geometry.host_offset(new))?;
             self.fresh.insert(index);
             self.uses.made(ClusterUse::RefcountBlock, new, 1);
             left.push(Dropped::one(self.geometry.host_cluster(old)));
@@ -295,7 +379,7 @@ impl Refcounts {
     }
 
     /// Returns the table indices of the blocks that have changed and are in their old places.
-    fn changed_blocks(&self) -> Vec<usize> {
+    pub(crate) fn changed_blocks(&self) -> Vec<usize> {
         let dirty = self.slices.dirty_keys().map(|slice| self.block_of(slice));
         let mut changed: Vec<usize> = dirty.filter(|index| !self.fresh.contains(index)).collect();
         changed.sort_unstable();
@@ -320,7 +404,7 @@ impl Refcounts {
         self.fresh.iter().copied().collect()
     }
 
-    /// Returns the place and the bytes of a block that is not on disk yet.
+    /// Returns the place and the bytes of a block that is in memory.
     ///
     /// # Errors
     ///

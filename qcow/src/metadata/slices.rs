@@ -34,6 +34,9 @@ pub(crate) struct Slice {
     checked: bool,
 }
 
+/// Slices that have changed since [`SliceCache::watch`], as they were then; `None` for those that were not on disk yet.
+pub(crate) type Before = FxHashMap<u64, Option<Arc<[u8]>>>;
+
 /// The slices of one kind of table.
 #[derive(Debug)]
 pub(crate) struct SliceCache {
@@ -48,6 +51,7 @@ pub(crate) struct SliceCache {
     budget: usize,
     dirty: FxHashSet<u64>,
     loading: SingleFlight<u64>,
+    before: Option<Before>,
 }
 
 impl SliceCache {
@@ -65,6 +69,7 @@ impl SliceCache {
             budget,
             dirty: FxHashSet::default(),
             loading: SingleFlight::default(),
+            before: None,
         }
     }
 
@@ -143,8 +148,35 @@ impl SliceCache {
         if !slice.dirty {
             slice.dirty = true;
             self.dirty.insert(key);
+            if let Some(before) = &mut self.before {
+                before.entry(key).or_insert_with(|| Some(Arc::clone(&slice.data)));
+            }
         }
         Some(Arc::make_mut(&mut slice.data))
+    }
+
+    /// Keeps slices that change from now on as they are now, until [`SliceCache::end_watch`]. No slice is dirty.
+    pub(crate) fn watch(&mut self) {
+        invariant!(self.dirty.is_empty(), "dirty slices are not what is on disk");
+        self.before = Some(Before::default());
+    }
+
+    /// Ends the watch, if there is one, and returns the slices that have changed, as they were.
+    pub(crate) fn end_watch(&mut self) -> Before {
+        self.before.take().unwrap_or_default()
+    }
+
+    /// Puts slices that have changed since the watch began in their places in `bytes`, which were read from the slices `keys`, as
+    /// they were then.
+    pub(crate) fn restore(&self, keys: std::ops::Range<u64>, bytes: &mut [u8]) {
+        let Some(before) = &self.before else { return };
+        for (key, bytes) in keys.zip(bytes.chunks_exact_mut(self.slice_bytes)) {
+            match before.get(&key) {
+                Some(Some(data)) => bytes.copy_from_slice(data),
+                Some(None) => bytes.fill(0),
+                None => {}
+            }
+        }
     }
 
     /// Inserts a slice, clean or dirty, unless it is cached already. Makes room first if possible.
@@ -180,6 +212,9 @@ impl SliceCache {
         };
         if dirty {
             self.dirty.insert(key);
+            if let Some(before) = &mut self.before {
+                before.entry(key).or_insert(None);
+            }
         }
         let slot = match self.free.pop() {
             Some(slot) => slot,

@@ -29,6 +29,10 @@ pub(crate) fn options() -> OpenOptions {
 
 /// A world with an empty image over a base of 0xBB, half as long.
 pub(crate) fn world(seed: u64, cluster: u64) -> SimWorld {
+    world_of(seed, cluster, BYTES)
+}
+
+fn world_of(seed: u64, cluster: u64, bytes: u64) -> SimWorld {
     let world = SimWorld::new(seed, Profile::IMMEDIATE);
     world.set_contents(
         BASE,
@@ -36,7 +40,7 @@ pub(crate) fn world(seed: u64, cluster: u64) -> SimWorld {
     );
     let cx = world.context(64);
     let view = world.file(DISK, true).view(&cx).expect("a view");
-    let mut options = CreateOptions::new(BYTES);
+    let mut options = CreateOptions::new(bytes);
     options.cluster_size = cluster;
     options.backing_file = Some(BASE.to_owned());
     options.backing_format = Some("raw".to_owned());
@@ -57,7 +61,15 @@ impl Bench {
     }
 
     pub(crate) fn with_clusters(seed: u64, cluster: u64) -> Self {
-        let world = world(seed, cluster);
+        Self::of_world(world(seed, cluster))
+    }
+
+    /// A disk of `bytes`.
+    pub(crate) fn of_bytes(seed: u64, bytes: u64) -> Self {
+        Self::of_world(world_of(seed, 512, bytes))
+    }
+
+    fn of_world(world: SimWorld) -> Self {
         let (disk, workers) = Workers::open(&world, DISK, &options());
         Self { world, disk, workers }
     }

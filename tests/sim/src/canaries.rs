@@ -74,6 +74,7 @@ fn source_of(rule: Rule, number: u64) -> Source {
         | Rule::MovedUnderWrite
         | Rule::CopyLedToEarly
         | Rule::OldPlaceFreedEarly => Source::Compact(number),
+        Rule::CopiedSliceNotRedone | Rule::CountsNotRedone => Source::Snapshots(number),
         _ => Source::of_number(number),
     }
 }
