@@ -37,32 +37,57 @@ fn guest_does_not_notice_replaced_servers() -> Result<(), Error> {
     let scratch = Scratch::new()?;
     let (root, data) = (scratch.file("root.qcow2"), scratch.file("data.qcow2"));
     image::overlay(&root, lab.base())?;
-    image::create(&data, "qcow2", "cluster_size=16k", 256 * MIB)?;
+    image::create(&data, "qcow2", "cluster_size=16k,extended_l2=on", 256 * MIB)?;
+    let control = scratch.file("control").display().to_string();
+    let grow = |bytes: u64| {
+        image::ringdisk(&[
+            "ctl",
+            "--socket",
+            &control,
+            "disk-resize",
+            "data",
+            &bytes.to_string(),
+        ])
+    };
+    let [larger, largest] = [288 * MIB, 320 * MIB];
     let root_disk = format!("path={},backing_files=on", root.display());
-    let data_disk = format!("path={},num_queues=2", data.display());
+    let data_disk = format!("path={},num_queues=2,id=data", data.display());
     let (root_socket, data_socket) = (scratch.file("root.sock"), scratch.file("data.sock"));
     let mut root_server = Server::ringdisk(&root_socket, &root_disk)?;
-    let mut data_server = Server::ringdisk(&data_socket, &data_disk)?;
+    let mut data_server = Server::ringdisk_with(&["--control", &control], &data_socket, &data_disk)?;
 
     let mut guest = Guest::new(&lab)
         .cpus(2)
         .disk("root", &root_socket, 1)
         .disk("data", &data_socket, 2)
-        .script(&format!("seconds={}\n{WORK}", TAKEOVERS * 2 + 6))
+        .script(&format!(
+            "seconds={} larger={larger} largest={largest}\n{WORK}",
+            TAKEOVERS * 2 + 6
+        ))
         .boot(&scratch, "guest")?;
     guest.wait_for(|line| line == "ready")?;
+    grow(larger)?;
+    let grown = format!("grown to {larger}");
+    guest.wait_for(|line| line == grown)?;
     thread::sleep(Duration::from_secs(3));
     for _ in 0..TAKEOVERS {
-        let replace = |old: Server, socket, disk: &str| -> Result<Server, Error> {
-            let new = Server::ringdisk_with(&["--takeover"], socket, disk)?;
+        let replace = |old: Server, more: &[&str], socket, disk: &str| -> Result<Server, Error> {
+            let arguments = [&["--takeover"], more].concat();
+            let new = Server::ringdisk_with(&arguments, socket, disk)?;
             old.succeeded()?;
             Ok(new)
         };
-        data_server = replace(data_server, &data_socket, &data_disk)?;
-        root_server = replace(root_server, &root_socket, &root_disk)?;
+        data_server = replace(data_server, &["--control", &control], &data_socket, &data_disk)?;
+        root_server = replace(root_server, &[], &root_socket, &root_disk)?;
         thread::sleep(Duration::from_secs(1));
     }
-    assert_eq!(guest.lines(), ["ready"], "the work outlasts the takeovers");
+    assert_eq!(
+        guest.lines().last(),
+        Some(&grown),
+        "the work outlasts the takeovers"
+    );
+    // The last server was not connected to, and still can tell the guest.
+    grow(largest)?;
     let outcome = guest.finish()?;
     root_server.stop()?;
     data_server.stop()?;

@@ -20,6 +20,7 @@ use vhost::vhost_user::{
     VhostUserVirtioFeatures,
 };
 
+use super::config_channel::ConfigChannel;
 use super::inflight::{self, InflightMemory};
 use super::memory::{ClientMemory, REGIONS_MAX, RegionInfo};
 use super::vring::{Vring, VringError};
@@ -41,6 +42,7 @@ pub(super) struct Backend {
     /// True if it was logged that the client's cache mode is not known.
     mode_reported: bool,
     worker_gone: bool,
+    pub(super) channel: ConfigChannel,
 }
 
 /// Error: a client accepted features that were not offered to it.
@@ -71,7 +73,12 @@ fn region_info(region: &VhostUserMemoryRegion) -> RegionInfo {
 pub(super) const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
 
 impl Backend {
-    pub(super) fn new(device: Arc<BlockDevice>, workers: Arc<[WorkerHandle]>, restartable: bool) -> Self {
+    pub(super) fn new(
+        device: Arc<BlockDevice>,
+        workers: Arc<[WorkerHandle]>,
+        restartable: bool,
+        channel: ConfigChannel,
+    ) -> Self {
         Self {
             vrings: workers.iter().map(|_| Vring::new()).collect(),
             device,
@@ -83,6 +90,7 @@ impl Backend {
             protocol: VhostUserProtocolFeatures::empty(),
             mode_reported: false,
             worker_gone: false,
+            channel,
         }
     }
 
@@ -99,6 +107,7 @@ impl Backend {
     /// Drains all queues. Each is stopped even if another's worker has ended.
     pub(super) fn disconnect(&mut self) -> std::result::Result<(), WorkerGone> {
         let stopped = self.stop_all();
+        self.channel.forget();
         self.memory = ClientMemory::default();
         if self.worker_gone {
             return Err(WorkerGone);
@@ -336,6 +345,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
         let mut offered = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
             | VhostUserProtocolFeatures::RESET_DEVICE;
         offered.set(VhostUserProtocolFeatures::INFLIGHT_SHMFD, self.restartable);

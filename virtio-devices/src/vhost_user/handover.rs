@@ -31,7 +31,7 @@ use super::{ServeError, VhostUserServer, event, lock};
 use crate::blk::{CacheMode, WRITEBACK_OFFSET};
 
 /// The bytes before a message's body: code, flags, length of the body.
-const HEADER_BYTES: usize = 12;
+pub(super) const HEADER_BYTES: usize = 12;
 /// In place of a descriptor: there is none, the queue is polled.
 const NO_DESCRIPTOR: u64 = 0x100;
 /// As many regions as one message can bring descriptors for.
@@ -123,6 +123,13 @@ fn halves(first: u32, second: u32) -> Vec<u8> {
     [first.to_ne_bytes(), second.to_ne_bytes()].concat()
 }
 
+/// The header of a message of version 1, to which no answer is wanted.
+pub(super) fn header(code: u32, body_bytes: u32) -> Vec<u8> {
+    let mut bytes = halves(code, 1);
+    bytes.extend(body_bytes.to_ne_bytes());
+    bytes
+}
+
 fn region_words(info: RegionInfo) -> Vec<u8> {
     words([info.guest, info.size, info.user, info.file_offset])
 }
@@ -137,10 +144,8 @@ impl Script {
     }
 
     fn say_with(&mut self, code: FrontendReq, body: &[u8], fds: Vec<OwnedFd>) {
-        // Version 1, no answer wanted.
-        let mut bytes = halves(code as u32, 1);
         // Bodies are short: 32 regions are the longest.
-        bytes.extend((body.len() as u32).to_ne_bytes());
+        let mut bytes = header(code as u32, body.len() as u32);
         bytes.extend(body);
         self.0.push(Message { bytes, fds });
     }
@@ -164,6 +169,9 @@ impl Backend {
         if !self.protocol.is_empty() {
             script.say(FrontendReq::GET_PROTOCOL_FEATURES, &[]);
             script.say(FrontendReq::SET_PROTOCOL_FEATURES, &words([self.protocol.bits()]));
+        }
+        if let Some(socket) = self.channel.socket()? {
+            script.say_with(FrontendReq::SET_BACKEND_REQ_FD, &[], vec![socket]);
         }
         let regions = self.memory.describe()?;
         for (index, (info, file)) in regions.into_iter().enumerate() {
@@ -306,6 +314,7 @@ impl VhostUserServer {
     /// [`HandOverError`], if this server cannot do what the client uses. The client has not noticed then.
     pub fn adopt(&self, state: ClientState) -> Result<PausedClient, HandOverError> {
         let (ours, teller) = UnixStream::pair()?;
+        let connection = ours.try_clone()?;
         let mut client = self.receive(ours);
         for Message { bytes, fds } in state.messages {
             let (code, word) = code_and_word(&bytes);
@@ -320,6 +329,7 @@ impl VhostUserServer {
                 .send_with_fds(&[header], &raw)
                 .map_err(|error| HandOverError::Os(error.into()))?;
             (&teller).write_all(body)?;
+            self.channel.watch(&connection)?;
             client
                 .messages
                 .handle_request()

@@ -13,6 +13,9 @@
 //! memory or a queue away has been answered, nothing touches either any more.
 
 mod backend;
+mod config_channel;
+#[cfg(test)]
+mod config_channel_tests;
 mod detached_disk;
 pub(crate) mod event;
 mod handover;
@@ -45,6 +48,7 @@ use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 use crate::blk::{BlockDevice, BlockDeviceConfig, CacheMode, SerialTooLong};
 use crate::stats::DiskStats;
 use backend::Backend;
+pub use config_channel::ConfigChannel;
 pub use handover::{ClientState, HandOverError, Message, PausedClient};
 pub use stop_token::StopToken;
 
@@ -146,6 +150,8 @@ pub struct VhostUserServer {
     device: Arc<BlockDevice>,
     workers: Arc<[WorkerHandle]>,
     restartable: bool,
+    /// The connected client's.
+    channel: ConfigChannel,
     /// The rate limiter of log messages about clients that connect and disconnect.
     log_limit: LogLimit,
 }
@@ -199,6 +205,7 @@ impl VhostUserServer {
             device,
             workers,
             restartable: config.restartable,
+            channel: ConfigChannel::default(),
             log_limit: LogLimit::default(),
         })
     }
@@ -207,6 +214,12 @@ impl VhostUserServer {
     #[must_use]
     pub fn driver_name(&self) -> &'static str {
         self.workers.first().map_or("none", WorkerHandle::driver_name)
+    }
+
+    /// Returns the channel on which whoever is connected learns that the disk has grown.
+    #[must_use]
+    pub fn config_channel(&self) -> &ConfigChannel {
+        &self.channel
     }
 
     /// Returns the statistics of its disk's queues.
@@ -260,7 +273,7 @@ impl VhostUserServer {
                         continue;
                     }
                     if let Some(held_back) = self.log_limit.admit() {
-                        tracing::info!(disk = %self.name, held_back, "a client has connected");
+                        tracing::info!(event = "client-connected", disk = %self.name, held_back, "a client has connected");
                     }
                     if let Some(paused) = self.serve_client(self.receive(stream), listener, stop)? {
                         return Ok(Some(paused));
@@ -288,6 +301,7 @@ impl VhostUserServer {
             Arc::clone(&self.device),
             Arc::clone(&self.workers),
             self.restartable,
+            self.channel.clone(),
         )));
         PausedClient::new(
             BackendReqHandler::from_stream(stream, Arc::clone(&backend)),
@@ -347,7 +361,8 @@ impl VhostUserServer {
                 Err(error) => break MessageError::SocketError(error),
             }
             guard.reading(true);
-            let handled = messages.handle_request();
+            let watched = self.channel.watch(&connection).map_err(MessageError::SocketError);
+            let handled = watched.and_then(|()| messages.handle_request());
             guard.reading(false);
             // The answer has been sent, and is the client's even if this process dies now.
             lock(&backend).note_cache_mode();
@@ -366,15 +381,17 @@ impl VhostUserServer {
             }
         };
         match result {
-            _ if stop.is_stopped() => tracing::info!(disk = %self.name, "disconnecting the client"),
+            _ if stop.is_stopped() => {
+                tracing::info!(event = "client-gone", disk = %self.name, "disconnecting the client")
+            }
             MessageError::Disconnected => {
                 if let Some(held_back) = self.log_limit.admit() {
-                    tracing::info!(disk = %self.name, held_back, "the client has disconnected");
+                    tracing::info!(event = "client-gone", disk = %self.name, held_back, "the client has disconnected");
                 }
             }
             error => {
                 if let Some(held_back) = self.device.log_limit().admit() {
-                    tracing::warn!(disk = %self.name, %error, held_back, "disconnecting the client");
+                    tracing::warn!(event = "client-gone", disk = %self.name, %error, held_back, "disconnecting the client");
                 }
             }
         }

@@ -8,11 +8,13 @@
 //! | rings              | gone         | gone      | gone      | stay     |
 //! | memory             | stays        | gone      | gone      | stays    |
 //! | call, error events | stay         | gone      | gone      | stay     |
+//! | channel for growth | stays        | gone      | gone      | stays    |
 //! | in flight          | answered     | answered  | again     | answered |
 //!
 //! [^]: With inflight tracking. Otherwise writethrough, until the client reads the configuration.
 
 use std::fs::File;
+use std::io::Read;
 use std::net::Shutdown;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -30,7 +32,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::event::duplicate;
 use super::restart_tests::{copy, inflight};
 use super::tests::{Client, wait};
-use super::{PausedClient, StopToken, VhostUserConfig, VhostUserServer};
+use super::{ConfigChannel, PausedClient, StopToken, VhostUserConfig, VhostUserServer};
 use crate::testing::{DATA, MemDisk};
 use ringdisk_driver::blk::{FLUSH, OK, OUT};
 
@@ -65,6 +67,7 @@ struct Row {
     features: bool,
     rings: bool,
     memory: bool,
+    /// Also the channel.
     events: bool,
     /// Writeback is remembered, with inflight tracking and without.
     writeback: [bool; 2],
@@ -107,6 +110,7 @@ const MATRIX: [Row; 4] = [
 
 /// A server in a thread of its own that gives its client back.
 struct Server {
+    channel: ConfigChannel,
     stop: StopToken,
     thread: JoinHandle<Option<PausedClient>>,
 }
@@ -127,6 +131,7 @@ impl Server {
     fn run(server: VhostUserServer, listener: &Arc<UnixListener>, client: Option<PausedClient>) -> Self {
         let stop = StopToken::new().expect("a token");
         let (token, listener) = (stop.clone(), Arc::clone(listener));
+        let channel = server.config_channel().clone();
         let thread = std::thread::spawn(move || {
             let paused = server.serve_on(&listener, &token, client);
             let paused = paused.expect("it serves");
@@ -135,7 +140,11 @@ impl Server {
             }
             paused
         });
-        Self { stop, thread }
+        Self {
+            channel,
+            stop,
+            thread,
+        }
     }
 
     fn pause(self) -> Option<PausedClient> {
@@ -159,6 +168,8 @@ struct World {
     client: Client,
     inflight: Option<(VhostUserInflight, File)>,
     error: EventFd,
+    /// The client's end of the channel on which it learns that the disk has grown.
+    told: UnixStream,
 }
 
 fn bind(directory: &Path, name: &str) -> (PathBuf, Arc<UnixListener>) {
@@ -186,7 +197,11 @@ impl World {
         let inflight = tracked.then(|| inflight(&mut client));
         let error = EventFd::new(EFD_NONBLOCK).expect("an eventfd");
         client.frontend.set_vring_err(0, &error).expect("SET_VRING_ERR");
+        let (told, theirs) = UnixStream::pair().expect("sockets");
+        let given = client.frontend.set_backend_request_fd(&theirs);
+        given.expect("SET_BACKEND_REQ_FD");
         Self {
+            told,
             directory,
             tracked,
             disk,
@@ -320,6 +335,13 @@ fn check(row: &Row, mode: Mode, tracked: bool) {
         std::thread::sleep(Duration::from_millis(5));
     }
     while world.client.calls[0].read().is_ok() {}
+    let told = || world.server.channel.notify().expect("room for a message");
+    if row.events {
+        assert!(told(), "{case}: the channel");
+        world.told.read_exact(&mut [0; 12]).expect("a message");
+    } else {
+        wait("the end of the channel", || !told());
+    }
     world.set_up(row);
     assert_eq!(world.client.answer(0).1, 1, "{case}: in flight");
     assert_eq!(world.client.ask(0, FLUSH, 0, &[]), OK, "{case}");

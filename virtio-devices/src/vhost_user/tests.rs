@@ -35,6 +35,7 @@ pub(super) const SECOND: u64 = BASE + REGION_BYTES;
 pub(super) struct World {
     _directory: tempfile::TempDir,
     pub(super) path: PathBuf,
+    pub(super) channel: ConfigChannel,
     stop: StopToken,
     thread: Option<JoinHandle<Result<(), ServeError>>>,
 }
@@ -67,6 +68,7 @@ impl World {
             ..VhostUserConfig::default()
         };
         let server = VhostUserServer::start(disk, &config).expect("a server");
+        let channel = server.config_channel().clone();
         let thread = std::thread::spawn(move || {
             server.serve(&listener, &token)?;
             server.close().expect("a clean close");
@@ -75,6 +77,7 @@ impl World {
         Self {
             _directory: directory,
             path,
+            channel,
             stop,
             thread: Some(thread),
         }

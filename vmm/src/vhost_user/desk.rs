@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use virtio_devices::vhost_user::StopToken;
+use virtio_devices::vhost_user::{ConfigChannel, StopToken};
 
 use super::served::Served;
 use crate::control::{Control, Server};
@@ -26,6 +26,7 @@ struct Entry {
     socket: PathBuf,
     io: &'static str,
     disk: Arc<ServedDisk>,
+    channel: ConfigChannel,
 }
 
 impl VhostUserDesk {
@@ -35,10 +36,18 @@ impl VhostUserDesk {
             socket: disk.socket.path().to_owned(),
             io: disk.server.driver_name(),
             disk: Arc::clone(&disk.disk),
+            channel: disk.server.config_channel().clone(),
         };
         Arc::new(Self {
             disks: served.iter().map(entry).collect(),
             stop: stop.clone(),
+        })
+    }
+
+    fn entry(&self, id: &str) -> Result<&Entry, String> {
+        self.disks.iter().find(|entry| entry.id == id).ok_or_else(|| {
+            let ids: Vec<&str> = self.disks.iter().map(|entry| entry.id.as_str()).collect();
+            format!("there is no disk `{id}`; there are: {}", ids.join(", "))
         })
     }
 
@@ -74,23 +83,29 @@ impl Desk for VhostUserDesk {
     }
 
     fn disk(&self, id: &str) -> Result<Arc<ServedDisk>, String> {
-        let found = self.disks.iter().find(|entry| entry.id == id);
-        found.map(|entry| Arc::clone(&entry.disk)).ok_or_else(|| {
-            let ids: Vec<&str> = self.disks.iter().map(|entry| entry.id.as_str()).collect();
-            format!("there is no disk `{id}`; there are: {}", ids.join(", "))
-        })
+        Ok(Arc::clone(&self.entry(id)?.disk))
     }
 
     fn resize(&self, id: &str, size: u64, force: bool) -> Result<Value, String> {
         let failed = |error: String| format!("cannot resize disk {id} to {size} bytes: {error}");
-        let disk = self.disk(id)?;
-        let _alone = disk.change(size, force).map_err(failed)?;
-        let size = disk.grow_to(size).map_err(failed)?;
+        let entry = self.entry(id)?;
+        let _alone = entry.disk.change(size, force).map_err(failed)?;
+        let size = entry.disk.grow_to(size).map_err(failed)?;
+        match entry.channel.notify() {
+            Ok(true) => {}
+            Ok(false) => tracing::info!(
+                disk = id,
+                "no client can be told of the new size; a guest sees it when it starts"
+            ),
+            Err(error) => {
+                tracing::warn!(disk = id, %error, "the client was not told of the new size; its guest sees it when it starts again")
+            }
+        }
         Ok(json!({ "id": id, "size": size }))
     }
 
     fn stop(&self) {
-        tracing::info!("stopping, as the control socket was asked to");
+        tracing::info!(event = "stopping", "stopping, as the control socket was asked to");
         self.stop.stop();
     }
 }
