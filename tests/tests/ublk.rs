@@ -15,6 +15,8 @@ use lab::{Error, Guest, Kernel, Lab, Outcome, Scratch, Server, image};
 mod claims;
 #[path = "ublk/crash.rs"]
 mod crash;
+#[path = "ublk/formats.rs"]
+mod formats;
 #[path = "ublk/half_recovered.rs"]
 mod half_recovered;
 #[path = "ublk/hand_over.rs"]
