@@ -155,7 +155,12 @@ impl Reports {
             return false;
         };
         let (image, action) = (path.display(), action.name());
-        tracing::error!(%image, offset, %error, held_back, "a {action} failed on the host; {consequence}");
+        let event = if error.is_no_space() {
+            "no-space"
+        } else {
+            "host-error"
+        };
+        tracing::error!(event, %image, offset, %error, held_back, "a {action} failed on the host; {consequence}");
         true
     }
 }

@@ -1,6 +1,7 @@
 //! The control socket of a server: one JSON object per line in, one per line out.
 //!
-//! `request` is the language, `server` answers it, `gate` lets clients in, `client` speaks it, `table` and `stats` show answers to people.
+//! `request` is the language, `server` answers it, `gate` lets clients in, `watch` tells them what happens, `client` speaks it, `table` and
+//! `stats` show answers to people.
 //! docs/control.md is its reference.
 
 mod client;
@@ -11,9 +12,11 @@ mod stats;
 mod table;
 #[cfg(test)]
 pub(crate) mod tests;
+mod watch;
 
-pub use client::{AskError, ask, ask_for_locks, ask_within};
-pub use request::{DiskKeys, Request};
+pub use client::{AskError, ask, ask_for_locks, ask_within, follow};
+pub use request::{DiskKeys, LogLevel, Request};
 pub use server::{AfterAnswer, Control, Handler, Locks, Server};
 pub use stats::{DiskStatistics, Statistics};
-pub use table::table;
+pub use table::{line, table};
+pub(crate) use watch::WatchLayer;

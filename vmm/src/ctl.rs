@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
 
-use crate::control::{self, DiskKeys, Request, Statistics};
+use crate::control::{self, DiskKeys, LogLevel, Request, Statistics};
 use crate::disk_config::machine_keys_help;
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::{image, size};
@@ -42,6 +42,16 @@ enum Command {
     Flush {
         /// The disk's id or, without one, its path; a block device's number
         id: String,
+    },
+    /// Print what happens from now on: disks that grow, clients that come and go, errors of the host, and others
+    ///
+    /// One line for each event, with the seconds since it began to watch, until the machine or server ends. With --json as it is sent.
+    Events,
+    /// Print the log from now on, whatever --log says
+    Log {
+        /// The least grave messages to print
+        #[arg(long, value_enum, default_value_t)]
+        level: LogLevel,
     },
     /// End the machine or server in order, as SIGTERM does
     Stop,
@@ -119,6 +129,9 @@ enum Command {
         #[arg(long)]
         force: bool,
     },
+    /// List, add, remove, clear, enable, disable or merge persistent dirty bitmaps of a disk, while the guest uses it
+    #[command(subcommand)]
+    Bitmap(BitmapCommand),
     /// Delete an internal snapshot of a disk, while the guest uses the disk
     SnapshotDelete {
         /// The disk's id or, without one, its path
@@ -126,6 +139,76 @@ enum Command {
         /// Snapshot: id=ID, name=NAME, or an ID or a name that means one snapshot only
         snapshot: String,
     },
+}
+
+/// A subcommand of `ringdisk ctl bitmap`. Requests to the disk wait while a bitmap changes.
+#[derive(Debug, Subcommand)]
+enum BitmapCommand {
+    /// List the bitmaps; one that records changes is `in-use` meanwhile, unless the disk has bitmaps=durable
+    List {
+        /// The disk's id or, without one, its path; a block device's number
+        id: String,
+    },
+    /// Add a bitmap, which records changes unless it is disabled
+    Add {
+        /// Bytes of the disk that one bit covers, a power of two from 512 to 2G [default: the cluster size, within 4K and 64K]
+        #[arg(long, value_name = "SIZE", value_parser = size::parse_bytes)]
+        granularity: Option<u64>,
+        /// Do not record changes until `enable`
+        #[arg(long)]
+        disabled: bool,
+        #[command(flatten)]
+        which: BitmapName,
+    },
+    /// Remove a bitmap
+    Remove(BitmapName),
+    /// Clear all bits of a bitmap
+    Clear(BitmapName),
+    /// Let a bitmap record changes
+    Enable(BitmapName),
+    /// Let a bitmap stay as it is
+    Disable(BitmapName),
+    /// Set in a bitmap all that is set in another one, also of another granularity
+    Merge {
+        #[command(flatten)]
+        which: BitmapName,
+        /// Name of the bitmap to take the bits from; it stays as it is
+        source: String,
+    },
+}
+
+/// The bitmap of a command.
+#[derive(Args, Debug)]
+struct BitmapName {
+    /// The disk's id or, without one, its path; a block device's number
+    id: String,
+    /// Name of the bitmap, 1 to 1023 bytes
+    name: String,
+}
+
+/// Returns the request that carries a command on bitmaps out.
+fn bitmap_request(command: BitmapCommand) -> Request {
+    match command {
+        BitmapCommand::List { id } => Request::BitmapList { id },
+        BitmapCommand::Add {
+            granularity,
+            disabled,
+            which: BitmapName { id, name },
+        } => Request::BitmapAdd {
+            id,
+            name,
+            granularity,
+            disabled,
+        },
+        BitmapCommand::Remove(BitmapName { id, name }) => Request::BitmapRemove { id, name },
+        BitmapCommand::Clear(BitmapName { id, name }) => Request::BitmapClear { id, name },
+        BitmapCommand::Enable(BitmapName { id, name }) => Request::BitmapEnable { id, name },
+        BitmapCommand::Disable(BitmapName { id, name }) => Request::BitmapDisable { id, name },
+        BitmapCommand::Merge {
+            which: BitmapName { id, name },
+            source,
+        } => Request::BitmapMerge { id, name, source },
+    }
 }
 
 /// Sends the request, and prints its answer.
@@ -143,7 +226,16 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, CommandFailure> {
         Command::Stats { watch, .. } if !json || watch.is_some() => Some(*watch),
         _ => None,
     };
+    let first = match &command {
+        Command::Events => Some("event"),
+        Command::Log { .. } => Some("message"),
+        _ => None,
+    };
     let request = request(command)?;
+    if let Some(first) = first {
+        follow(&socket, &request, first, json)?;
+        return Ok(EXIT_OK);
+    }
     if let Some(watch) = watch {
         return show_rates(&socket, &request, watch, json);
     }
@@ -162,6 +254,27 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, CommandFailure> {
 /// A usage failure.
 pub(crate) fn check(arguments: Arguments) -> Result<(), CommandFailure> {
     request(arguments.command).map(drop)
+}
+
+/// Prints each line that a request is answered with: as it is, with `json`; else with the field `first` first.
+fn follow(
+    socket: &std::path::Path,
+    request: &Request,
+    first: &str,
+    json: bool,
+) -> Result<(), CommandFailure> {
+    let began = Instant::now();
+    control::follow(socket, request, |line| {
+        let mut output = std::io::stdout();
+        match json {
+            true => writeln!(output, "{line}")?,
+            false => {
+                let seconds = began.elapsed().as_secs_f64();
+                writeln!(output, "{seconds:10.3} {}", control::line(&line, first))?;
+            }
+        }
+        Ok(output.flush()?)
+    })
 }
 
 /// Prints what was answered in a second, or in each interval of `watch` seconds until nobody answers any more; as counted, with `json`.
@@ -214,6 +327,8 @@ fn request(command: Command) -> Result<Request, CommandFailure> {
         Command::DiskList => Request::DiskList {},
         Command::Stats { id, .. } => Request::Stats { id },
         Command::Flush { id } => Request::Flush { id },
+        Command::Events => Request::Events {},
+        Command::Log { level } => Request::Log { level },
         Command::Stop => Request::Stop {},
         Command::Compact { id, rate } => Request::Compact { id, rate },
         Command::CompactStatus { id } => Request::CompactStatus { id },
@@ -233,5 +348,6 @@ fn request(command: Command) -> Result<Request, CommandFailure> {
         Command::SnapshotList { id } => Request::SnapshotList { id },
         Command::SnapshotApply { id, snapshot, force } => Request::SnapshotApply { id, snapshot, force },
         Command::SnapshotDelete { id, snapshot } => Request::SnapshotDelete { id, snapshot },
+        Command::Bitmap(command) => bitmap_request(command),
     })
 }

@@ -14,6 +14,7 @@ mod served_disk;
 
 use std::sync::Arc;
 
+use qcow::BitmapChange;
 use serde_json::{Value, json};
 
 use crate::control::{DiskStatistics, Request, Server, Statistics};
@@ -79,11 +80,38 @@ pub(crate) fn answer<D: Desk>(desk: &D, request: Request) -> Result<Value, Strin
         Request::DiskList {} => Ok(list(&desk.disks()?)),
         Request::Stats { id } => statistics(desk, id.as_deref()),
         Request::Flush { id } => desk.disk(&id)?.flush(),
-        Request::DiskResize { id, size, force } => desk.resize(&id, size, force),
+        Request::DiskResize { id, size, force } => {
+            let answer = desk.resize(&id, size, force)?;
+            tracing::info!(
+                event = "resized",
+                disk = id,
+                size = answer["size"].as_u64(),
+                "a disk has another size"
+            );
+            Ok(answer)
+        }
         Request::SnapshotCreate { id, name } => desk.disk(&id)?.create_snapshot(&name),
         Request::SnapshotList { id } => desk.disk(&id)?.list_snapshots(),
         Request::SnapshotApply { id, snapshot, force } => desk.disk(&id)?.apply_snapshot(&snapshot, force),
         Request::SnapshotDelete { id, snapshot } => desk.disk(&id)?.delete_snapshot(&snapshot),
+        Request::BitmapList { id } => desk.disk(&id)?.list_bitmaps(),
+        Request::BitmapAdd {
+            id,
+            name,
+            granularity,
+            disabled,
+        } => {
+            let enabled = !disabled;
+            let add = BitmapChange::Add { granularity, enabled };
+            desk.disk(&id)?.change_bitmap(&name, &add)
+        }
+        Request::BitmapRemove { id, name } => desk.disk(&id)?.change_bitmap(&name, &BitmapChange::Remove),
+        Request::BitmapClear { id, name } => desk.disk(&id)?.change_bitmap(&name, &BitmapChange::Clear),
+        Request::BitmapEnable { id, name } => desk.disk(&id)?.change_bitmap(&name, &BitmapChange::Enable),
+        Request::BitmapDisable { id, name } => desk.disk(&id)?.change_bitmap(&name, &BitmapChange::Disable),
+        Request::BitmapMerge { id, name, source } => desk
+            .disk(&id)?
+            .change_bitmap(&name, &BitmapChange::Merge { source }),
         Request::Compact { id, rate } => ServedDisk::compact(&desk.disk(&id)?, rate),
         Request::CompactStatus { id } => desk.disk(&id)?.compact_status(),
         Request::CompactStop { id } => desk.disk(&id)?.compact_stop(),

@@ -1,12 +1,13 @@
-//! Logs: to standard error, warnings only unless asked for more.
+//! Logs: to standard error, warnings only unless asked for more, and to clients of a control socket that watch.
 
 use std::io::IsTerminal;
 use std::str::FromStr;
 
 use tracing_subscriber::filter::{LevelFilter, Targets};
-use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
+use crate::control::WatchLayer;
 use crate::error::CommandFailure;
 
 /// The variable that sets the filter when `--log` does not.
@@ -39,11 +40,12 @@ pub fn start(option: Option<&str>) -> Result<(), CommandFailure> {
     let filter = Targets::from_str(text).map_err(|error| wrong(&error))?;
     let printed = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal());
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_filter(filter);
     // A second start, as in tests, keeps the first one's filter.
     let started = tracing_subscriber::registry()
         .with(printed)
-        .with(filter)
+        .with(WatchLayer.with_filter(LevelFilter::INFO))
         .try_init();
     if started.is_err() {
         tracing::debug!("logging was already started");

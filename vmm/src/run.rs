@@ -397,7 +397,7 @@ impl Restarts {
     fn next(&mut self, time: Duration) -> Duration {
         if time >= STARTED {
             self.quick = 0;
-            tracing::info!("the guest restarts");
+            tracing::info!(event = "guest-restarted", "the guest restarts");
             return Duration::ZERO;
         }
         self.quick = self.quick.saturating_add(1);

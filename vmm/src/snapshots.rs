@@ -43,7 +43,7 @@ impl<'a> ServedSnapshots<'a> {
         let created = self.ask("cannot create a snapshot of", async |disk, cx| {
             disk.create_snapshot(cx, name, SystemTime::now()).await
         })?;
-        tracing::info!(disk = %self.disk, name, id = %created, "created a snapshot");
+        tracing::info!(event = "snapshot-created", disk = %self.disk, name, id = %created, "created a snapshot");
         Ok(json!({ "snapshot": created }))
     }
 
@@ -75,7 +75,7 @@ impl<'a> ServedSnapshots<'a> {
         self.ask(ACTION, async |disk, cx| {
             disk.apply_snapshot(cx, &selector, DiskSize::Fixed).await
         })?;
-        tracing::info!(disk = %self.disk, snapshot, "applied a snapshot");
+        tracing::info!(event = "snapshot-applied", disk = %self.disk, snapshot, "applied a snapshot");
         Ok(json!({}))
     }
 
@@ -89,7 +89,7 @@ impl<'a> ServedSnapshots<'a> {
         self.ask("cannot delete a snapshot of", async |disk, cx| {
             disk.delete_snapshot(cx, &selector).await
         })?;
-        tracing::info!(disk = %self.disk, snapshot, "deleted a snapshot");
+        tracing::info!(event = "snapshot-deleted", disk = %self.disk, snapshot, "deleted a snapshot");
         Ok(json!({}))
     }
 

@@ -342,7 +342,7 @@ fn stop_on_signal(
         let signal = signals.wait()?;
         stop.stop();
         if is_log_read() {
-            tracing::info!(signal, "stopping");
+            tracing::info!(event = "stopping", signal, "stopping");
         }
         if !serving.load(Ordering::SeqCst) {
             std::thread::sleep(START_END_MAX);

@@ -25,7 +25,7 @@ impl FileView {
                 }
                 Ok(()) if waited && self.file.short.swap(false, Ordering::Relaxed) => {
                     let image = self.file.path.display();
-                    tracing::warn!(%image, "the host has space again; writes go on");
+                    tracing::warn!(event = "space-again", %image, "the host has space again; writes go on");
                     return Ok(());
                 }
                 result => return result,

@@ -32,9 +32,9 @@ use crate::format::{
     BitmapCluster, BitmapDirectoryEntry, BitmapFlags, BitmapTableEntry, BitmapsExtension, BitmapsLayout,
     ClusterUse, Geometry, HostCluster, HostOffset, Version,
 };
-use crate::image::ReadError;
 use crate::image::bitmaps::{Mark, consistent_bitmaps, for_each_bitmap};
 use crate::image::references::{GUARDED_CLUSTERS_MAX, GUARDED_ENTRIES_MAX, for_each_reference};
+use crate::image::{BitmapList, ReadError};
 use crate::metadata::Counted;
 use crate::metadata::dirty_bits::DirtyBitmaps;
 
@@ -64,6 +64,22 @@ pub enum BitmapChange {
 }
 
 impl QcowDisk {
+    /// Returns the image's persistent bitmaps, in the order of their directory. Those that record changes, and are not durable, are
+    /// in use once something has changed.
+    ///
+    /// # Errors
+    ///
+    /// [`BitmapsError`].
+    pub async fn bitmaps(&self, cx: &Context) -> Result<BitmapList, BitmapsError> {
+        let queue = self
+            .queue(cx)
+            .map_err(|error| BitmapsError::Queue(error.source))?;
+        // A change may be replacing the directory.
+        let _turn = queue.shared.changes.take().await;
+        let file_len = queue.file.len().map_err(ReadError::Length)?;
+        Ok(BitmapList::read(&queue.file, &queue.shared.header.decode()?, file_len).await?)
+    }
+
     /// Changes a persistent bitmap, durably. Requests of all queues wait meanwhile. The counts are believed, as for all that
     /// a served disk does; [`image::change_bitmap`](crate::image::change_bitmap) checks them first.
     ///

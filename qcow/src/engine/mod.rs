@@ -200,7 +200,7 @@ impl Shared {
         let first = !self.corrupt.swap(true, Ordering::SeqCst);
         if first {
             let image = self.file.path().display();
-            tracing::error!(%image, "the image is corrupt; it is not written any more");
+            tracing::error!(event = "corrupt", %image, "the image is corrupt; it is not written any more");
         }
         first
     }

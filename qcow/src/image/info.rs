@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use block::file::FileView;
 use serde::{Deserialize, Serialize};
 
-use super::bitmaps::{consistent_bitmaps, for_each_bitmap};
+use super::bitmaps::{BitmapDirectoryError, consistent_bitmaps, for_each_bitmap};
 use super::keys::read_luks;
 use super::read::{ReadError, for_each_snapshot, read_header};
 use crate::format::{
@@ -141,6 +141,49 @@ impl SnapshotList {
     }
 }
 
+/// The persistent bitmaps of an image.
+#[derive(Clone, Debug, Default, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct BitmapList {
+    /// As many as are listed.
+    pub bitmaps: Vec<BitmapInfo>,
+    /// The number of further bitmaps, which are not listed as their names would take too much memory.
+    #[serde(skip_serializing_if = "is_none")]
+    pub bitmaps_not_listed: u64,
+}
+
+impl BitmapList {
+    /// Describes the bitmaps of an image that are consistent with its metadata.
+    pub(crate) async fn read(
+        file: &FileView,
+        header: &Header,
+        file_len: u64,
+    ) -> Result<Self, BitmapDirectoryError> {
+        let Some(extension) = consistent_bitmaps(header) else {
+            return Ok(Self::default());
+        };
+        let mut listed = Listed::default();
+        let each = |_, entry: BitmapDirectoryEntry| listed.push(entry.name.len(), || BitmapInfo::new(&entry));
+        for_each_bitmap(file, header, &extension, file_len, each).await?;
+        Ok(Self {
+            bitmaps: listed.list,
+            bitmaps_not_listed: listed.left_out,
+        })
+    }
+}
+
+impl BitmapInfo {
+    fn new(entry: &BitmapDirectoryEntry) -> Self {
+        let names = [(BitmapFlags::IN_USE, "in-use"), (BitmapFlags::AUTO, "auto")];
+        let set = names.into_iter().filter(|(flag, _)| entry.flags.contains(*flag));
+        Self {
+            name: lossy(&entry.name),
+            granularity: entry.granularity(),
+            flags: set.map(|(_, name)| name).collect(),
+        }
+    }
+}
+
 /// An internal snapshot.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -197,8 +240,8 @@ pub async fn info(file: &FileView) -> Result<ImageInfo, ReadError> {
     {
         encrypt.luks = luks::describe(&bytes).ok();
     }
-    let bitmaps = bitmaps(file, header, file_len).await;
-    (data.bitmaps, data.bitmaps_not_listed) = (bitmaps.list, bitmaps.left_out);
+    let bitmaps = BitmapList::read(file, header, file_len).await.unwrap_or_default();
+    (data.bitmaps, data.bitmaps_not_listed) = (bitmaps.bitmaps, bitmaps.bitmaps_not_listed);
     Ok(ImageInfo {
         filename: file.file().path().display().to_string(),
         format: "qcow2",
@@ -236,30 +279,6 @@ fn full_backing_name(file: &FileView, name: &str) -> String {
         Some(folder) if !protocol => folder.join(name).display().to_string(),
         _ => name.to_owned(),
     }
-}
-
-async fn bitmaps(file: &FileView, header: &Header, file_len: u64) -> Listed<BitmapInfo> {
-    let mut listed = Listed::default();
-    let Some(extension) = consistent_bitmaps(header) else {
-        return listed;
-    };
-    let describe = |entry: &BitmapDirectoryEntry| {
-        let names = [(BitmapFlags::IN_USE, "in-use"), (BitmapFlags::AUTO, "auto")];
-        let set = names.into_iter().filter(|(flag, _)| entry.flags.contains(*flag));
-        BitmapInfo {
-            name: lossy(&entry.name),
-            granularity: entry.granularity(),
-            flags: set.map(|(_, name)| name).collect(),
-        }
-    };
-    let each = |_, entry: BitmapDirectoryEntry| listed.push(entry.name.len(), || describe(&entry));
-    if for_each_bitmap(file, header, &extension, file_len, each)
-        .await
-        .is_err()
-    {
-        return Listed::default();
-    }
-    listed
 }
 
 /// The most bytes of names that a list may hold. Names that are not UTF-8 take three times as much, and are written

@@ -32,7 +32,7 @@ pub use change::ChangeError;
 pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check, check_within};
 pub use compact::{CompactImageError, compact_image};
 pub use create::{CreateError, CreateOptions, NewDataFile, Preallocation, create, create_with_data_file};
-pub use info::{ImageInfo, SnapshotList, info};
+pub use info::{BitmapList, ImageInfo, SnapshotList, info};
 pub use keys::{KeysError, add_key, list_keys, remove_key};
 pub use open::{ImageError, OpenError, OpenOptions, Qcow2, StructureError, backing_path};
 pub use read::{Located, ReadError, read_header};

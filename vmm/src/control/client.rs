@@ -43,6 +43,35 @@ pub fn ask(path: &Path, request: &Request) -> Result<Value, CommandFailure> {
     })
 }
 
+/// Sends a request that is answered with one line after the other, and calls `each` with each but the first, until the other side ends.
+///
+/// # Errors
+///
+/// As [`ask`], or what `each` says.
+pub fn follow(
+    path: &Path,
+    request: &Request,
+    mut each: impl FnMut(Value) -> Result<(), CommandFailure>,
+) -> Result<(), CommandFailure> {
+    let unanswered = |error| {
+        CommandFailure::about(
+            format!("no machine or server answers at {}", path.display()),
+            error,
+        )
+    };
+    let stream = send_request(path, request, None).map_err(unanswered)?;
+    for (number, line) in BufReader::new(stream).lines().enumerate() {
+        let value: Value =
+            serde_json::from_str(&line.map_err(unanswered)?).map_err(|error| unanswered(error.into()))?;
+        match value["error"].as_str() {
+            Some(error) if number == 0 => return Err(CommandFailure::Failed(error.to_owned().into())),
+            _ if number == 0 => {}
+            _ => each(value)?,
+        }
+    }
+    Ok(())
+}
+
 /// Sends a request like [`ask`], with a limit for the whole exchange.
 ///
 /// # Errors

@@ -31,6 +31,14 @@ pub enum Request {
         /// The disk, by its id or, without one, its path; the number of a block device.
         id: String,
     },
+    /// Sends a line for each event from now on, until the client goes.
+    Events {},
+    /// Sends each record of the log from now on, until the client goes.
+    Log {
+        /// The least grave records to send.
+        #[serde(default)]
+        level: LogLevel,
+    },
     /// Ends the server in order, as SIGTERM does.
     Stop {},
     /// Stop the guest; when it is answered, its images hold every write that the guest believes done.
@@ -86,6 +94,61 @@ pub enum Request {
         /// The snapshot, as above.
         snapshot: String,
     },
+    /// List the persistent bitmaps of a disk.
+    BitmapList {
+        /// The disk, as above.
+        id: String,
+    },
+    /// Add a persistent bitmap without bits to a disk.
+    BitmapAdd {
+        /// The disk, as above.
+        id: String,
+        /// The bitmap's name.
+        name: String,
+        /// The number of the disk's bytes that one bit covers; as QEMU chooses it if absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        granularity: Option<u64>,
+        /// True if it does not record changes yet.
+        #[serde(default)]
+        disabled: bool,
+    },
+    /// Remove a bitmap of a disk.
+    BitmapRemove {
+        /// The disk, as above.
+        id: String,
+        /// The bitmap.
+        name: String,
+    },
+    /// Clear all bits of a bitmap.
+    BitmapClear {
+        /// The disk, as above.
+        id: String,
+        /// The bitmap.
+        name: String,
+    },
+    /// Let a bitmap record changes.
+    BitmapEnable {
+        /// The disk, as above.
+        id: String,
+        /// The bitmap.
+        name: String,
+    },
+    /// Let a bitmap stay as it is.
+    BitmapDisable {
+        /// The disk, as above.
+        id: String,
+        /// The bitmap.
+        name: String,
+    },
+    /// Set in a bitmap what is set in another one.
+    BitmapMerge {
+        /// The disk, as above.
+        id: String,
+        /// The bitmap that changes.
+        name: String,
+        /// The other one.
+        source: String,
+    },
     /// Starts to compact a disk's image in the background.
     Compact {
         /// The disk, as above.
@@ -125,6 +188,8 @@ impl Request {
             Self::DiskList {} => "disk-list",
             Self::Stats { .. } => "stats",
             Self::Flush { .. } => "flush",
+            Self::Events {} => "events",
+            Self::Log { .. } => "log",
             Self::Stop {} => "stop",
             Self::Pause {} => "pause",
             Self::Resume {} => "resume",
@@ -135,6 +200,13 @@ impl Request {
             Self::SnapshotList { .. } => "snapshot-list",
             Self::SnapshotApply { .. } => "snapshot-apply",
             Self::SnapshotDelete { .. } => "snapshot-delete",
+            Self::BitmapList { .. } => "bitmap-list",
+            Self::BitmapAdd { .. } => "bitmap-add",
+            Self::BitmapRemove { .. } => "bitmap-remove",
+            Self::BitmapClear { .. } => "bitmap-clear",
+            Self::BitmapEnable { .. } => "bitmap-enable",
+            Self::BitmapDisable { .. } => "bitmap-disable",
+            Self::BitmapMerge { .. } => "bitmap-merge",
             Self::Compact { .. } => "compact",
             Self::CompactStatus { .. } => "compact-status",
             Self::CompactStop { .. } => "compact-stop",
@@ -142,6 +214,19 @@ impl Request {
             Self::HandOver { .. } => "hand-over",
         }
     }
+}
+
+/// The gravity of records of a log.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogLevel {
+    /// Something failed.
+    Error,
+    /// Something may be wrong.
+    #[default]
+    Warn,
+    /// All that an operator may want to know.
+    Info,
 }
 
 /// The keys of `--disk` with their values.

@@ -18,6 +18,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::gate::{Gate, Wanted};
 use super::request::{Request, send_line};
+use super::watch::{Watch, Watched};
 use crate::seat::Seat;
 use crate::socket::{Socket, SocketError};
 
@@ -196,6 +197,16 @@ fn serve_client(stream: &UnixStream, server: &Server) -> io::Result<()> {
             return send_line(stream, &json!({"ok": false, "error": error}));
         }
         let request = serde_json::from_slice::<Request>(&line);
+        let watched = match request {
+            Ok(Request::Events {}) => Some(Watched::Events),
+            Ok(Request::Log { level }) => Some(Watched::Log(level)),
+            _ => None,
+        };
+        if let Some(watched) = watched {
+            let watch = Watch::begin(watched);
+            send_line(stream, &json!({"ok": true}))?;
+            return watch.send_to(stream);
+        }
         let stops = matches!(request, Ok(Request::Stop {}));
         let answer = match request {
             Ok(Request::PassLocks {}) => match pass_locks(stream, server) {

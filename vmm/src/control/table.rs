@@ -36,6 +36,15 @@ pub fn table(answer: &Value) -> String {
     }
 }
 
+/// Returns the fields of an object as text on one line: the value of `first`, and then each as `name=value`.
+#[must_use]
+pub fn line(object: &Value, first: &str) -> String {
+    let fields = object.as_object().into_iter().flatten();
+    let others = fields.filter(|(key, _)| *key != first && *key != "time");
+    let shown = others.map(|(key, value)| format!(" {key}={}", cell(value)));
+    cell(&object[first]) + &shown.collect::<String>()
+}
+
 /// Returns true for a list of objects, and for one that is empty.
 fn is_list(value: &Value) -> bool {
     value

@@ -1,6 +1,6 @@
 //! The control socket as a client sees it, and the documented requests.
 
-use std::io::{self, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use tracing_subscriber::layer::SubscriberExt;
 use virtio_devices::connect::{Cancel, connect_within};
 
 use super::server::CLIENTS_MAX;
@@ -32,6 +33,7 @@ fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
         },
         Request::DiskRemove { id }
         | Request::SnapshotList { id }
+        | Request::BitmapList { id }
         | Request::Flush { id }
         | Request::CompactStatus { id }
         | Request::CompactStop { id } => Ok(json!({ "id": id })),
@@ -42,8 +44,16 @@ fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
             Ok(json!({ "id": id, "snapshot": snapshot, "force": force }))
         }
         Request::SnapshotDelete { id, snapshot } => Ok(json!({ "id": id, "snapshot": snapshot })),
+        Request::BitmapAdd { id, name, .. }
+        | Request::BitmapRemove { id, name }
+        | Request::BitmapClear { id, name }
+        | Request::BitmapEnable { id, name }
+        | Request::BitmapDisable { id, name }
+        | Request::BitmapMerge { id, name, .. } => Ok(json!({ "id": id, "name": name })),
         Request::HandOver { devices, .. } => Ok(json!({ "devices": devices })),
-        Request::PassLocks {} => Err("it is not for the handler".to_owned()),
+        Request::PassLocks {} | Request::Events {} | Request::Log { .. } => {
+            Err("it is not for the handler".to_owned())
+        }
     };
     let control = Control::serve(&path, Arc::new(handler)).expect("a socket");
     (folder, path, control)
@@ -118,6 +128,8 @@ fn control_page_lists_exactly_the_requests() {
             "disk-list",
             "stats",
             "flush",
+            "events",
+            "log",
             "stop",
             "pause",
             "resume",
@@ -128,6 +140,13 @@ fn control_page_lists_exactly_the_requests() {
             "snapshot-list",
             "snapshot-delete",
             "snapshot-apply",
+            "bitmap-list",
+            "bitmap-add",
+            "bitmap-remove",
+            "bitmap-clear",
+            "bitmap-enable",
+            "bitmap-disable",
+            "bitmap-merge",
             "compact",
             "compact-status",
             "compact-stop",
@@ -135,11 +154,45 @@ fn control_page_lists_exactly_the_requests() {
             "hand-over"
         ]
     );
-    assert_eq!(answers.len(), 20, "an answer for each, and an error");
+    assert_eq!(answers.len(), 23, "an answer for each, and an error");
     for answer in answers {
         let refused = answer["error"].is_string();
         assert_eq!(answer["ok"], Value::Bool(!refused), "{answer}");
     }
+}
+
+/// A client that watches gets lines until it goes, and then leaves its place to another.
+#[test]
+fn events_are_sent_until_the_client_goes() {
+    let (_folder, path, _control) = served();
+    let log = tracing_subscriber::registry().with(WatchLayer);
+    let _guard = tracing::subscriber::set_default(log);
+    let mut seen = 0;
+    for round in 0..2 * CLIENTS_MAX as u64 {
+        let stream = UnixStream::connect(&path).expect("it listens");
+        (&stream)
+            .write_all(b"{\"command\":\"events\"}\n")
+            .expect("it reads");
+        let mut lines = BufReader::new(&stream).lines();
+        let mut next = || -> Value {
+            let line = lines.next().expect("a line").expect("text");
+            serde_json::from_str(&line).expect("JSON")
+        };
+        let mut answer = next();
+        // The place of one that has just gone may still be taken.
+        if answer["ok"] == false {
+            std::thread::sleep(Duration::from_millis(300));
+            continue;
+        }
+        assert_eq!(answer["ok"], true);
+        tracing::info!(event = "control-test", round, "it happens");
+        while answer["event"] != "control-test" {
+            answer = next();
+        }
+        assert_eq!(answer["round"], round);
+        seen += 1;
+    }
+    assert!(seen > CLIENTS_MAX, "{seen}");
 }
 
 #[test]

@@ -194,9 +194,14 @@ impl ServedDisk {
         match &compacted {
             Ok(done) => {
                 let result = compact::describe(done);
-                tracing::info!(disk = self.label(), result, "compacted");
+                tracing::info!(event = "compacted", disk = self.label(), result, "compacted");
             }
-            Err(error) => tracing::warn!(disk = self.label(), error, "the compaction failed"),
+            Err(error) => tracing::warn!(
+                event = "compaction-failed",
+                disk = self.label(),
+                error,
+                "the compaction failed"
+            ),
         }
         self.compactions.end(compacted);
     }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use block::ring::RingKind;
 use block::{Buffer, Context, Op, ask};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
-use qcow::SnapshotError;
+use qcow::{BitmapChange, SnapshotError};
 use serde_json::{Value, json};
 use virtio_devices::stats::{DiskSnapshot, DiskStats};
 
@@ -235,6 +235,28 @@ impl ServedDisk {
     pub(crate) fn delete_snapshot(&self, snapshot: &str) -> Result<Value, String> {
         let _alone = self.not_compacting()?;
         self.snapshots(|snapshots| snapshots.delete(snapshot))
+    }
+
+    /// Lists the persistent bitmaps.
+    pub(crate) fn list_bitmaps(&self) -> Result<Value, String> {
+        let failed = |error: String| format!("cannot list the bitmaps of {}: {error}", self.label);
+        self.with_image("have bitmaps", |image| {
+            let list = image
+                .run(async |disk, cx| disk.bitmaps(cx).await)
+                .map_err(failed)?;
+            serde_json::to_value(list).map_err(|error| failed(error.to_string()))
+        })
+    }
+
+    /// Changes a persistent bitmap. Requests to the disk wait meanwhile.
+    pub(crate) fn change_bitmap(&self, name: &str, change: &BitmapChange) -> Result<Value, String> {
+        let _alone = self.not_compacting()?;
+        self.with_image("have bitmaps", |image| {
+            let changed = image.run(async |disk, cx| disk.change_bitmap(cx, name, change).await);
+            changed.map_err(|error| format!("cannot change a bitmap of {}: {error}", self.label))
+        })?;
+        tracing::info!(event = "bitmap-changed", disk = %self.label, name, ?change, "changed a bitmap");
+        Ok(json!({}))
     }
 
     fn snapshots(

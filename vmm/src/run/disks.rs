@@ -160,7 +160,7 @@ impl Attached {
             Source::Backend(backend) => machine.plug_vhost_user(slot, backend)?,
         };
         let driver = machine.shown(slot).map_or("none", |shown| shown.driver_name);
-        tracing::info!(disk = %self.name(), slot, driver, "plugged in");
+        tracing::info!(event = "disk-added", disk = %self.name(), slot, driver, "plugged in");
         Ok(slot)
     }
 
@@ -367,7 +367,7 @@ fn depart(disk: Attached) {
     let (name, departure) = (disk.name(), Arc::clone(&disk.departure));
     let closed = disk.close().map_err(|failure| failure.line().unwrap_or_default());
     match &closed {
-        Ok(()) => tracing::info!(disk = %name, "removed"),
+        Ok(()) => tracing::info!(event = "disk-removed", disk = %name, "removed"),
         Err(error) => tracing::error!(%error, "cannot close a disk that the guest has released"),
     }
     departure.end(closed);

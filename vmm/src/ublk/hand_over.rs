@@ -47,7 +47,7 @@ pub(super) fn check(devices: &[&UblkDevice], version: u32, asked: &[u32]) -> Res
 /// The reason; nothing has changed.
 pub(super) fn leave(control: &mut Control, devices: &[&UblkDevice]) -> Result<Value, String> {
     let ids = ids(devices);
-    tracing::info!(?ids, "handing over");
+    tracing::info!(event = "handing-over", ?ids, "handing over");
     let mut failures = Vec::new();
     let mut note = |error: HandOverError| {
         let message = chain(&error);
@@ -80,6 +80,6 @@ pub(super) fn names(ids: &[u32]) -> String {
 pub(super) fn end(socket: &Path) {
     // It would go with the server, which is not taken down.
     std::fs::remove_file(socket).unwrap_or_default();
-    tracing::info!("handed over");
+    tracing::info!(event = "handed-over", "handed over");
     std::process::exit(EXIT_OK.into());
 }

@@ -240,7 +240,7 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailur
         }
         match event {
             Event::Stop(signal) => {
-                tracing::info!(signal, "stopping");
+                tracing::info!(event = "stopping", signal, "stopping");
                 return first_failure;
             }
             Event::Queue(QueueEvent::Ended { device }) => {

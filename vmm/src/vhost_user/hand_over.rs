@@ -208,7 +208,7 @@ pub(super) fn stop_on_takeover(
                 new.refuse(reason);
                 continue;
             }
-            tracing::info!("handing over to a new server");
+            tracing::info!(event = "handing-over", "handing over to a new server");
             *shared.lock() = Some(new);
             desk.prepare_to_detach();
             stop.pause(MESSAGE_MAX);

@@ -1,6 +1,6 @@
 //! The control socket of a server: what is asked there while a client works, and who has it after a takeover.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -213,6 +213,79 @@ fn disk_in_use_is_listed_flushed_resized_kept_in_snapshots_and_compacted() {
     assert!(!world.path("control").exists());
     world.assert_sound(false);
     client.assert_contents(&own_blocks(&world, BLOCKS * BLOCK));
+}
+
+/// The stored bitmaps are QEMU's to judge when the server has ended.
+#[test]
+fn bitmaps_of_a_disk_in_use_are_added_merged_and_removed_and_who_watches_hears_of_it() {
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    let mut random = Random::new(0xb17);
+    let mut client = Client::new(BLOCKS, false);
+    let server = world.serve(&["--control", "control"]);
+    asked(&world, r#"{"command":"info"}"#);
+    let events = UnixStream::connect(world.path("control")).expect("it listens");
+    (&events)
+        .write_all(b"{\"command\":\"events\"}\n")
+        .expect("it reads");
+    let mut events = BufReader::new(events).lines().map(|line| {
+        let line: Value = serde_json::from_str(&line.expect("text")).expect("JSON");
+        line
+    });
+    assert_eq!(events.next().expect("an answer")["ok"], true);
+    client.connect(&world.path("socket"));
+    let request =
+        |what: &str, more: &str| format!(r#"{{"command":"bitmap-{what}","id":"disk.qcow2","name":"{more}}}"#);
+    let mut change = |what: &str, more: &str| {
+        asked(&world, &request(what, more));
+        client.work(&mut random, Duration::from_millis(20));
+    };
+    change("add", r#"all","granularity":4096"#);
+    change("add", r#"late","disabled":true"#);
+    change("disable", r#"all""#);
+    change("enable", r#"late""#);
+    change("clear", r#"late""#);
+    change("add", r#"both","granularity":1048576"#);
+    change("merge", r#"both","source":"all""#);
+    change("remove", r#"all""#);
+    let listed = asked(&world, r#"{"command":"bitmap-list","id":"disk.qcow2"}"#);
+    let described = |index: usize, key: &str| listed["bitmaps"][index][key].clone();
+    assert_eq!(listed["bitmaps"].as_array().map(Vec::len), Some(2), "{listed}");
+    assert_eq!([described(0, "name"), described(1, "name")], ["late", "both"]);
+    assert_eq!(described(1, "granularity"), 1 << 20);
+    for (request, reason) in [
+        (request("remove", r#"all""#), "there is no bitmap"),
+        (request("add", r#"late""#), "there is a bitmap"),
+        (request("add", r#"odd","granularity":700"#), "granularity"),
+        (request("dance", r#"late""#), "bitmap-dance"),
+    ] {
+        let error = refused(&world, &request);
+        assert!(error.contains(reason), "{request}: {error}");
+    }
+    client.drain();
+    asked(&world, r#"{"command":"stop"}"#);
+    assert_eq!(server.wait(), Some(0), "{}", world.log());
+    world.assert_sound(false);
+    // The server has ended, and so have the events.
+    let names: Vec<String> = events
+        .filter_map(|event| event["event"].as_str().map(str::to_owned))
+        .collect();
+    let changes = names.iter().filter(|name| *name == "bitmap-changed").count();
+    assert_eq!(changes, 8, "{names:?}");
+    for name in ["client-connected", "stopping"] {
+        assert!(names.iter().any(|event| event == name), "{name}: {names:?}");
+    }
+    let output = Command::new("qemu-img")
+        .args(["info", "--output=json"])
+        .arg(world.path("disk.qcow2"))
+        .output()
+        .expect("qemu-img");
+    let info: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let bitmaps = &info["format-specific"]["data"]["bitmaps"];
+    for (index, name) in ["late", "both"].into_iter().enumerate() {
+        assert_eq!(bitmaps[index]["name"], name, "{info}");
+        // Nobody uses it, and it is complete.
+        assert_eq!(bitmaps[index]["flags"], serde_json::json!(["auto"]), "{info}");
+    }
 }
 
 /// Silent, hostile and many clients take nothing from the disk's.
