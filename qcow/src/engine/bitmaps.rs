@@ -9,6 +9,7 @@
 mod error;
 mod keep;
 mod merge;
+mod relocate;
 mod tables;
 
 use std::rc::Rc;
@@ -19,6 +20,7 @@ use block::{AlignedBuf, Context, IoError};
 pub use error::BitmapsError;
 pub use keep::BitmapStorage;
 pub(super) use keep::{are_durable, are_unstored, load, mark_all, prepare, store};
+pub(super) use relocate::{for_each_at_rest, move_below};
 use tables::{Tables, place_of};
 
 use super::announce::Announcement;

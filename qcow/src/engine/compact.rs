@@ -12,6 +12,7 @@
 //! - memory is bounded: by [`STEP_BYTES_MAX`], the table caches, and the survey's window;
 //! - the file is cut alone, with everything durable, and only where nothing is counted or known to be in use.
 
+mod bitmaps;
 mod copy;
 mod cut;
 mod error;
@@ -180,6 +181,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
     async fn pass(&mut self, found: &Survey) -> Result<(), CompactError> {
         // First what needs several clusters side by side.
         self.move_runs(found.bound).await?;
+        self.move_bitmaps(found.bound).await?;
         self.move_l2_tables(found.bound).await?;
         self.move_foreign_tables(found.bound).await?;
         if !self.queue.shared.geometry.has_data_file() {

@@ -24,7 +24,7 @@ use super::encryption::owned;
 use super::exclusive::Exclusive;
 use super::{Queue, Shared, header, load};
 use crate::format::{ClusterUse, HeaderFields, HostCluster, HostOffset, L1Entry};
-use crate::metadata::refcounts::{Stuck, TablePlace};
+use crate::metadata::refcounts::{NO_SPACE, Stuck, TablePlace};
 use crate::metadata::slices::Before;
 use crate::metadata::{COUNTS_BYTES_MAX, Dropped, Metadata, Released, Relocation};
 
@@ -50,6 +50,8 @@ pub(super) struct Switch<'a> {
     replaces_l1: bool,
     /// Refcount blocks that were written to their new places before. One that changes once more moves once more.
     placed: FxHashSet<usize>,
+    /// Tables and data lie before this cluster, and the file does not become longer.
+    below: Option<HostCluster>,
     /// Clusters of the state in use, from which all are taken while requests go on.
     taken: Option<Taken>,
 }
@@ -128,6 +130,7 @@ impl<'a> Switch<'a> {
             searched_bytes: 0,
             replaces_l1: false,
             placed: FxHashSet::default(),
+            below: None,
             taken,
         }
     }
@@ -254,6 +257,11 @@ impl<'a> Switch<'a> {
         (BATCH_BYTES / self.next.geometry().cluster_size()).clamp(1, 256) as usize
     }
 
+    /// Has the operation fail, for lack of space, rather than put tables or data behind this cluster, or make the file longer.
+    pub(super) fn stay_below(&mut self, bound: HostCluster) {
+        self.below = Some(bound);
+    }
+
     /// Repeats a step that takes free clusters until it has the counts that it needs.
     async fn step<T>(
         &mut self,
@@ -355,6 +363,9 @@ impl<'a> Switch<'a> {
         let clusters = geometry.clusters_for(bytes.len() as u64);
         bytes.resize((clusters * geometry.cluster_size()) as usize, 0);
         let first = self.step(|next, _| next.refcounts.allocate_run(clusters)).await?;
+        if self.below.is_some_and(|bound| first + clusters > bound) {
+            return Err(NO_SPACE.into());
+        }
         self.next.refcounts.uses.made(what, first, clusters);
         let offset = geometry.host_offset(first);
         self.write(vec![(offset, bytes)]).await?;
@@ -401,6 +412,9 @@ impl<'a> Switch<'a> {
         let mut relocation = Relocation::default();
         self.step(|next, left| next.refcounts.relocate(&mut relocation, left))
             .await?;
+        if self.below.is_some() && self.next.refcounts.end() > self.queue.metadata()?.refcounts.end() {
+            return Err(NO_SPACE.into());
+        }
         let blocks = self.next.refcounts.fresh_blocks();
         for some in blocks.chunks(self.tables_at_once()) {
             let blocks = some.iter().map(|&index| self.next.refcounts.fresh_block(index));

@@ -4,6 +4,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -11,10 +12,10 @@ use std::sync::Arc;
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op, ask, join_all};
 use qcow::format::BitmapFlags;
 use qcow::image::{CreateOptions, check, create};
-use qcow::{BitmapChange, BitmapStorage, DiskSize, OpenOptions, QcowDisk, SnapshotSelector};
+use qcow::{BitmapChange, BitmapStorage, CompactOptions, DiskSize, OpenOptions, QcowDisk, SnapshotSelector};
 use simulator::{Profile, Random, SimWorld};
 
-use crate::bitmap_bits::bitmaps;
+use crate::bitmap_bits::{bitmaps, entries};
 use crate::steps::run_to_end;
 
 const DISK: &str = "disk";
@@ -287,6 +288,83 @@ fn draw(random: &mut Random, (cluster, sparse): (u64, bool)) -> (Op, u64, u64) {
         5 => (Op::Write { fua: true }, offset, len),
         _ => (Op::Write { fua: false }, offset, len),
     }
+}
+
+/// The power may go at any step of a compaction that moves bitmaps: each of them is there, with its bits, and so is the disk.
+#[test]
+fn no_cut_of_a_compaction_leaves_bitmaps_without_their_bits() {
+    let mut moved = 0;
+    for seed in 0..16 {
+        let random = &mut Random::new(seed);
+        let cluster = random.pick(&[512, 4096]);
+        let world = SimWorld::new(seed, Profile::IMMEDIATE);
+        let cx = world.context(64);
+        let begun = cx.block_on(async {
+            image(&world, &cx, cluster, &[512, 65536], random).await;
+            let disk = open(&world, &cx, &OpenOptions::default()).await;
+            let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
+            let write = Op::Write { fua: false };
+            for at in (0..SIZE / 2).step_by(16 << 10) {
+                let written = request(&*queue, write, at, &[7; 8192], 8192).await;
+                written.expect("a write");
+            }
+            drop(queue);
+            disk.close(&cx).await.expect("a close");
+            // The bits lie at the end of the file now, and are not stored anew for what becomes free.
+            let disk = open(&world, &cx, &OpenOptions::default()).await;
+            for name in ["on0", "on1"] {
+                let disabled = disk.change_bitmap(&cx, name, &BitmapChange::Disable).await;
+                disabled.expect("a change");
+            }
+            let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
+            let discarded = request(&*queue, Op::Discard, 0, &[], SIZE / 4).await;
+            discarded.expect("a discard");
+            drop(queue);
+            disk.close(&cx).await.expect("a close");
+            (
+                bitmaps(&world.contents(DISK).to_bytes()),
+                read_all(&world, &cx, SIZE).await,
+                open(&world, &cx, &OpenOptions::default()).await,
+            )
+        });
+        let (before, content, disk) = begun.expect("nothing waits for ever");
+        assert!(before["on0"].bits.contains(&true), "seed {seed}");
+        let place = |bytes: &[u8]| entries(bytes).iter().map(|(_, entry)| entry.table_offset).max();
+        let old_place = place(&world.contents(DISK).to_bytes());
+        world.settle();
+        world.set_profile(Profile::draw(random));
+        let store = world.store();
+        let (compacting, own_cx) = (Arc::clone(&disk), cx.clone());
+        let task = async move {
+            let options = CompactOptions::default();
+            let compacted = compacting.compact(&own_cx, &options, |_| ControlFlow::Continue(()));
+            let compacted = compacted.await.expect("a compaction");
+            assert_eq!(compacted.fixed, [], "{compacted:?}");
+        };
+        let what = format!("seed {seed}");
+        run_to_end(&world, &cx, &what, task, || {
+            if random.one_in(6) {
+                let cut = world.crash_space(DISK).draw(random);
+                let found = bitmaps(&cut.to_bytes());
+                let other = SimWorld::with_store(0, Profile::IMMEDIATE, &store);
+                let other_cx = other.context(64);
+                other.set_contents(DISK, cut);
+                let view = other.file(DISK, false).view(&other_cx).expect("a view");
+                let (report, now) = other_cx
+                    .block_on(async { (check(&view).await, read_all(&other, &other_cx, SIZE).await) })
+                    .expect("it turns");
+                let report = report.expect("a check");
+                assert_eq!(report.corruptions, 0, "{what}: {:?}", report.findings);
+                assert!(found == before, "{what}: the bitmaps have changed");
+                assert!(now == content, "{what}: the disk has changed");
+            }
+        });
+        crate::closing::close(&world, &cx, &disk, DISK, &what);
+        let bytes = world.contents(DISK).to_bytes();
+        assert!(bitmaps(&bytes) == before, "{what}: the bitmaps have changed");
+        moved += u64::from(place(&bytes) < old_place);
+    }
+    assert!(moved > 8, "bitmaps moved in {moved} runs");
 }
 
 #[test]

@@ -5,11 +5,15 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use crate::bitmap_bits::{bitmaps, entries};
 use crate::common::{Folder, Lane, SECRET, assert_same, chain, close, open, secret};
 use crate::used_clusters::used;
+use block::Context;
 use block::ring::RingKind;
+use qcow::format::BitmapFlags;
+use qcow::format::bitmap::BITMAP_FLAGS_AT;
 use qcow::image::{ChangeError, UnsoundError, compact_image};
-use qcow::{CompactError, CompactOptions, Compacted, OpenOptions};
+use qcow::{BitmapStorage, CompactError, CompactOptions, Compacted, Fixed, OpenOptions};
 use ringdisk_gen::Random;
 
 pub(crate) const IMAGE: &str = "disk.qcow2";
@@ -239,19 +243,70 @@ fn compaction_moves_the_tables_of_an_image_with_a_data_file() {
     assert!(data() == before, "the data file has changed");
 }
 
+/// Bitmaps that lie at the end of the file move with their bits, which are QEMU's and ours, also those of one that is in use since a
+/// crash.
 #[test]
-fn compaction_leaves_bitmaps_as_they_are() {
-    let folder = Folder::new();
-    folder.qemu_create(IMAGE, "cluster_size=4k", "4M");
-    fill(&folder, &options(), Pattern::Start, 1024, 4096);
-    folder.qemu_img(&["bitmap", "--add", IMAGE, "b0"]);
-    folder.qemu_io("qcow2", IMAGE, &["write -P 5 3M 256k"]);
-    let bitmaps = |folder: &Folder| folder.qemu_img(&["info", "--output=json", IMAGE]);
-    let named = bitmaps(&folder);
-    assert!(named.contains("b0") && !named.contains("in-use"), "{named}");
-    compact_and_check(&folder, "a bitmap");
-    let named = bitmaps(&folder);
-    assert!(named.contains("b0") && !named.contains("in-use"), "{named}");
+fn compaction_moves_bitmaps_with_their_bits() {
+    for (format, size, clusters) in [
+        ("cluster_size=512", 512, 8000),
+        ("cluster_size=4k", 4096, 1024),
+        ("cluster_size=64k,refcount_bits=1", 65536, 64),
+    ] {
+        let folder = Folder::new();
+        folder.qemu_create(IMAGE, format, &(size * clusters).to_string());
+        fill(&folder, &options(), Pattern::End, clusters, size);
+        for (name, more) in [("b0", None), ("b1", Some("--disable")), ("old", None)] {
+            let granularity = ["--granularity", "512", IMAGE, name];
+            folder.qemu_img(&[&["bitmap", "--add"], more.as_slice(), &granularity].concat());
+        }
+        fill(&folder, &options(), Pattern::Start, clusters, size);
+        folder.qemu_img(&["bitmap", "--disable", IMAGE, "b0"]);
+        let image = || std::fs::read(folder.path(IMAGE)).expect("an image");
+        let mut crashed = image();
+        let (at, _) = entries(&crashed)[2];
+        crashed[at + BITMAP_FLAGS_AT + 3] |= BitmapFlags::IN_USE.bits() as u8;
+        std::fs::write(folder.path(IMAGE), &crashed).expect("an image");
+        let before = bitmaps(&crashed);
+        assert!(before["b0"].bits.contains(&true) && !before["b1"].bits.contains(&true));
+        assert!(before["old"].flags.contains(BitmapFlags::IN_USE));
+        compact_wholly(&folder, format);
+        assert!(bitmaps(&image()) == before, "{format}: the bitmaps have changed");
+    }
+}
+
+/// The bits of a bitmap that records changes are in memory, or are written in place: it stays where it is.
+#[test]
+fn compaction_leaves_bitmaps_of_a_guest_that_writes_where_they_are() {
+    for storage in [BitmapStorage::Close, BitmapStorage::Durable] {
+        let folder = Folder::new();
+        folder.qemu_create(IMAGE, "cluster_size=4k", "4M");
+        fill(&folder, &options(), Pattern::End, 1024, 4096);
+        folder.qemu_img(&["bitmap", "--add", "--granularity", "512", IMAGE, "b0"]);
+        fill(&folder, &options(), Pattern::Start, 1024, 4096);
+        let options = OpenOptions {
+            bitmaps: storage,
+            ..options()
+        };
+        let disk = open(&folder.path(IMAGE), &options);
+        let lane = Lane::new(&disk, RingKind::Syscalls);
+        lane.write(3 << 20, &[7; 4096]);
+        lane.flush();
+        lane.settle();
+        let cx = Context::syscalls();
+        let options = CompactOptions::default();
+        let compact = disk.compact(&cx, &options, |_| ControlFlow::Continue(()));
+        let compacted = cx.block_on(compact).expect("it turns").expect("a compaction");
+        lane.write(3 << 20, &[8; 4096]);
+        lane.flush();
+        lane.settle();
+        drop(lane);
+        close(disk);
+        let fixed = compacted.fixed.iter().map(|fixed| fixed.reason);
+        assert!(fixed.eq([Fixed::Bitmaps]), "{storage:?}: {compacted:?}");
+        folder.assert_flawless(IMAGE, false);
+        let found = bitmaps(&std::fs::read(folder.path(IMAGE)).expect("an image"));
+        assert!(!found["b0"].flags.contains(BitmapFlags::IN_USE) && found["b0"].bits[(3 << 20) / 512]);
+    }
 }
 
 /// Clusters that were only allocated stay holes of the file.

@@ -96,5 +96,14 @@ pub(crate) fn draw(seed: u64) -> Case {
             case.plan.insert(place, write);
         }
     }
+    // Bitmaps move only before the guest has changed anything.
+    if case.shape.bitmaps.is_some() && !random.one_in(3) {
+        let compact = draw_ask(random, may_be_slow);
+        let first = Planned {
+            alone: true,
+            ..Planned::new(compact, 0, 0)
+        };
+        case.plan.insert(0, first);
+    }
     case
 }

@@ -14,7 +14,7 @@ use std::rc::Rc;
 use super::error::Fixed;
 use super::foreign::{SnapshotL1s, for_each_table};
 use super::{CompactError, CompactProgress, Compaction, FixedClusters, clusters_at, look, settle};
-use crate::engine::{Queue, exclusive};
+use crate::engine::{BitmapsError, Queue, bitmaps, exclusive};
 use crate::format::{ClusterUse, Geometry, HostCluster, HostOffset, L2Mapping, L2Table};
 use crate::metadata::Blocked;
 
@@ -110,6 +110,7 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
         let mut compressed = HostCluster::new(0);
         if all > 0 {
             self.clear_tables(&mut fixed)?;
+            self.clear_bitmaps(&mut fixed).await?;
             let is_whole = self.clear_mapped(&mut fixed, &mut compressed).await?
                 && self.clear_foreign(&mut fixed, &mut compressed).await?;
             if !is_whole {
@@ -154,6 +155,21 @@ impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
             clusters.for_each(|cluster| fixed.clear(cluster));
         }
         Ok(())
+    }
+
+    /// Takes out of `fixed` the clusters of bitmaps that may move.
+    async fn clear_bitmaps(&self, fixed: &mut Bits) -> Result<(), CompactError> {
+        let queue = self.queue;
+        let _turn = exclusive::turn(queue).await?;
+        match bitmaps::for_each_at_rest(queue, |cluster| fixed.clear(cluster)).await {
+            Err(BitmapsError::Io(error)) => Err(error.into()),
+            Err(error) => {
+                // They stay where they are, and so do those that were found before it, if they are of the same directory.
+                tracing::warn!(image = %queue.shared.file.path().display(), %error, "bitmaps stay where they are");
+                Ok(())
+            }
+            Ok(()) => Ok(()),
+        }
     }
 
     /// Takes out of `fixed` what the disk's own tables map, and moves `compressed` behind compressed data. Returns false if the
