@@ -50,7 +50,8 @@ PATH=/mnt:$PATH RINGDISK_LAB_GUEST=/mnt RINGDISK_BIN=/mnt/ringdisk TMPDIR=/mnt/t
         toolbox: &toolbox,
         bytes: 2048 * MIB,
         script,
-        patience: Duration::from_secs(180),
+        // It boots a guest in the guest three times: 83 s on a slow machine, and more than twice as long beside other tests.
+        patience: Duration::from_secs(600),
         size: Size::default(),
     };
     let (outcome, _) = nested.run()?;
