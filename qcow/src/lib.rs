@@ -51,6 +51,7 @@ mod metadata;
 
 pub use engine::{
     BitmapChange, BitmapStorage, BitmapsError, CompactError, CompactOptions, CompactProgress, Compacted,
-    DiskSize, Fixed, FixedClusters, MappingReader, QcowDisk, ShrinkError, SnapshotError, SnapshotSelector,
+    DiskSize, EngineCounts, Fixed, FixedClusters, MappingReader, QcowDisk, ShrinkError, SnapshotError,
+    SnapshotSelector,
 };
 pub use image::{OpenError, OpenOptions, Qcow2};

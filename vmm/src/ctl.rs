@@ -103,8 +103,8 @@ enum Command {
     },
     /// Create an internal snapshot of a disk, while the guest uses it
     ///
-    /// The snapshot has every write that was answered before, durably. The guest's requests to this disk wait until it is
-    /// made. For snapshots of several disks of one moment, pause the guest first.
+    /// The snapshot has every write that was answered before, durably. The guest's requests to this disk wait for moments
+    /// meanwhile. For snapshots of several disks of one moment, pause the guest first.
     SnapshotCreate {
         /// The disk's id or, without one, its path
         id: String,

@@ -152,8 +152,9 @@ fn statistics<D: Desk>(desk: &D, id: Option<&str>) -> Result<Value, String> {
             .collect(),
     };
     let counted = disks.into_iter().filter_map(|(id, disk)| {
+        let engine = disk.engine_counts().map(Into::into);
         let disk = disk.statistics()?;
-        Some(DiskStatistics { id, disk })
+        Some(DiskStatistics { id, disk, engine })
     });
     let statistics = Statistics {
         disks: counted.collect(),

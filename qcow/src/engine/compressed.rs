@@ -26,6 +26,7 @@ use libdeflater::Decompressor;
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
 use super::Queue;
+use super::counts::count;
 use crate::format::{CompressedExtent, CompressionType, HostOffset};
 
 /// The inflated clusters that a queue keeps, in bytes.
@@ -149,6 +150,7 @@ pub(super) async fn cluster(queue: &Queue, extent: CompressedExtent) -> Result<R
         let host = host.bytes();
         tracing::error!(%image, host, %error, "a compressed cluster cannot be inflated");
     })?;
+    count(&shared.counters.clusters_inflated);
     let cluster = Rc::new(Buffer::from(output));
     queue.inflated.borrow_mut().keep(host, Rc::clone(&cluster), moves);
     drop(guard);

@@ -23,6 +23,7 @@ use block::join_all;
 pub(super) use block::rounds::Rounds;
 use block::{AlignedBuf, IoError};
 
+use super::counts::count;
 use super::{Queue, Shared, background, corrupt, header, reclaim, record};
 use crate::format::HostOffset;
 use crate::metadata::Drops;
@@ -75,6 +76,7 @@ pub(super) async fn settle(queue: &Rc<Queue>, limit: Option<Duration>) -> Result
 async fn round(queue: &Rc<Queue>) -> Result<(), IoError> {
     let shared = &queue.shared;
     shared.file.check_syncs()?;
+    count(&shared.counters.flush_rounds);
     let set = shared.write()?.take_write_back_set();
     let freeing = !set.drops.is_empty();
     let mut set = WriteBackGuard {

@@ -12,6 +12,7 @@ use block::sync::WaitList;
 use block::{Buffer, IoError};
 use smallvec::smallvec;
 
+use super::counts::count;
 use super::encryption::owned;
 use super::{Queue, Shared, corrupt, record};
 use crate::format::{GuestOffset, HostOffset};
@@ -185,6 +186,10 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
         let buffer = Rc::new(Buffer::from(queue.cx.pool().take(len)));
         let pieces = smallvec![Piece::whole(&buffer)];
         queue.file.start_read(offset.bytes(), pieces).await?;
+        count(match kind {
+            Kind::L2 => &shared.counters.l2_slices_read,
+            Kind::Refcounts => &shared.counters.refcount_slices_read,
+        });
         owned(buffer)?
     };
     let (exposed, waiters) = {

@@ -15,6 +15,7 @@ mod bitmaps;
 mod compact;
 mod compressed;
 mod corrupt;
+mod counts;
 mod data;
 mod encryption;
 mod exclusive;
@@ -58,6 +59,7 @@ use background::Background;
 pub use bitmaps::{BitmapChange, BitmapStorage, BitmapsError};
 pub use compact::{CompactError, CompactOptions, CompactProgress, Compacted, Fixed, FixedClusters};
 pub(crate) use compressed::Inflater;
+pub use counts::EngineCounts;
 pub(crate) use encryption::Encryption;
 use flush::Rounds;
 pub(crate) use queue::Queue;
@@ -133,6 +135,7 @@ pub(crate) struct Shared {
     /// A return of dropped clusters is due.
     later: idle::Later,
     header: header::HeaderWriter,
+    counters: counts::Counters,
     /// Announcements to other programs before the image changes.
     announcements: announce::Announcements,
     /// Writes of the bits of durable bitmaps.
@@ -262,6 +265,7 @@ impl QcowDisk {
             compressed_moves: AtomicU64::new(0),
             background: CachePadded::default(),
             later: idle::Later::default(),
+            counters: counts::Counters::default(),
             header: header::HeaderWriter::new(parts.header),
             announcements: announce::Announcements::new(parts.announcement),
             bit_writes: record::BitWrites::default(),

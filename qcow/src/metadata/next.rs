@@ -166,6 +166,7 @@ impl Refcounts {
             reserved: self.reserved,
             reserving: self.reserving,
             preferred: self.preferred,
+            traffic: self.traffic,
         }
     }
 

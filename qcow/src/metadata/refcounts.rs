@@ -70,6 +70,13 @@ pub(crate) struct TablePlace {
     pub(crate) clusters: u64,
 }
 
+/// The number of clusters that were handed out, and of those that became free, since the image was opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Traffic {
+    pub(crate) allocated: u64,
+    pub(crate) freed: u64,
+}
+
 /// Counts, table and allocator.
 #[derive(Debug)]
 pub(crate) struct Refcounts {
@@ -104,6 +111,7 @@ pub(crate) struct Refcounts {
     pub(super) reserved: HostCluster,
     /// A task is reserving more, or reserving was found to be of no use.
     pub(super) reserving: bool,
+    pub(crate) traffic: Traffic,
 }
 
 /// The limit of a file that grows.
@@ -148,6 +156,7 @@ impl Refcounts {
             end: file_end,
             reserved: file_end,
             reserving: limit != NO_LIMIT,
+            traffic: Traffic::default(),
         }
     }
 
@@ -344,6 +353,7 @@ impl Refcounts {
         );
         self.set(cluster, 1)?;
         self.uses.given(cluster);
+        self.traffic.allocated += 1;
         Ok(())
     }
 
@@ -505,6 +515,7 @@ impl Refcounts {
                     && self.uses.find(cluster).is_none()),
             "a cluster in {count} from {first} on is released and in use"
         );
+        self.traffic.freed += count;
         // The cursor will find the clusters that it has yet to pass.
         let below = count.min(self.cursor.max(first) - first);
         self.free.insert(first, below, zero);

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use block::ring::RingKind;
 use block::{Buffer, Context, Op, ask};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
-use qcow::{BitmapChange, SnapshotError};
+use qcow::{BitmapChange, EngineCounts, QcowDisk, SnapshotError};
 use serde_json::{Value, json};
 use virtio_devices::stats::{DiskSnapshot, DiskStats};
 
@@ -131,6 +131,12 @@ impl ServedDisk {
     /// Returns what its queues have counted; `None` if another program serves it, which counts.
     pub(super) fn statistics(&self) -> Option<DiskSnapshot> {
         self.stats.as_ref().map(|stats| stats.snapshot())
+    }
+
+    /// Returns what the engine of its QCOW2 image has done since that was opened; `None` while it is closed, and of other disks.
+    pub(crate) fn engine_counts(&self) -> Option<EngineCounts> {
+        let counts = self.with(|handle| Ok(handle.image().and_then(|image| image.with(QcowDisk::counts))));
+        counts.ok().flatten()
     }
 
     pub(super) fn label(&self) -> &str {

@@ -25,6 +25,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use qcow::EngineCounts;
 use virtio_devices::stats::DiskSnapshot;
 
 use address::Listener;
@@ -75,15 +76,18 @@ pub struct DiskReport {
     pub labels: Vec<(&'static str, String)>,
     /// Its requests.
     pub requests: DiskSnapshot,
+    /// What the engine of its QCOW2 image has done.
+    pub engine: Option<EngineCounts>,
 }
 
 impl DiskReport {
     /// Returns a report about the disk of this name.
     #[must_use]
-    pub fn new(name: String, requests: DiskSnapshot) -> Self {
+    pub fn new(name: String, requests: DiskSnapshot, engine: Option<EngineCounts>) -> Self {
         Self {
             labels: vec![("disk", name)],
             requests,
+            engine,
         }
     }
 }

@@ -144,10 +144,14 @@ fn reports() -> Vec<DiskReport> {
     let requests = DiskSnapshot {
         queues: vec![queue, QueueSnapshot::default()],
     };
-    let mut odd = DiskReport::new("a \"b\"\\\nc".to_owned(), DiskSnapshot::default());
+    let mut odd = DiskReport::new("a \"b\"\\\nc".to_owned(), DiskSnapshot::default(), None);
     odd.labels.push(("device", "ublkb0".to_owned()));
     odd.requests.queues.push(QueueSnapshot::default());
-    vec![DiskReport::new("root".to_owned(), requests), odd]
+    let engine = EngineCounts {
+        l2_slices_read: 7,
+        ..EngineCounts::default()
+    };
+    vec![DiskReport::new("root".to_owned(), requests, Some(engine)), odd]
 }
 
 fn sample(samples: &Samples, name: &str, labels: &[(&str, &str)]) -> f64 {
@@ -189,6 +193,9 @@ fn text_keeps_the_grammar_and_has_every_figure() {
         1_048_576.0
     );
     assert_eq!(sample(&samples, "process_open_fds", &[]), 9.0);
+    let root = [("disk", "root")];
+    assert_eq!(sample(&samples, "ringdisk_l2_slices_read_total", &root), 7.0);
+    assert_eq!(sample(&samples, "ringdisk_flush_rounds_total", &root), 0.0);
     parse(&text::render(&[], &Usage::default()));
 }
 

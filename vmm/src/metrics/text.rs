@@ -5,6 +5,7 @@
 
 use std::fmt::Write;
 
+use qcow::EngineCounts;
 use virtio_devices::stats::{QueueSnapshot, RequestKind};
 
 use super::DiskReport;
@@ -91,6 +92,42 @@ const COUNTERS: [Counter; 3] = [
     ),
 ];
 
+/// A counter of a disk's engine.
+type EngineCounter = (&'static str, &'static str, fn(&EngineCounts) -> u64);
+
+const ENGINE: [EngineCounter; 6] = [
+    (
+        "ringdisk_l2_slices_read_total",
+        "Slices of L2 tables that were not in the cache.",
+        |counts| counts.l2_slices_read,
+    ),
+    (
+        "ringdisk_refcount_slices_read_total",
+        "Slices of refcount blocks that were not in the cache.",
+        |counts| counts.refcount_slices_read,
+    ),
+    (
+        "ringdisk_clusters_allocated_total",
+        "Host clusters allocated, for data and tables.",
+        |counts| counts.clusters_allocated,
+    ),
+    (
+        "ringdisk_clusters_freed_total",
+        "Host clusters freed.",
+        |counts| counts.clusters_freed,
+    ),
+    (
+        "ringdisk_flush_rounds_total",
+        "Rounds that made changes durable.",
+        |counts| counts.flush_rounds,
+    ),
+    (
+        "ringdisk_clusters_inflated_total",
+        "Compressed clusters read.",
+        |counts| counts.clusters_inflated,
+    ),
+];
+
 /// Returns the labels of a disk.
 fn labels(disk: &DiskReport) -> Vec<(&'static str, &str)> {
     let labels = disk.labels.iter();
@@ -136,6 +173,14 @@ pub(super) fn render(disks: &[DiskReport], process: &Usage) -> String {
     let name = "ringdisk_requests_in_flight";
     text.family(name, "gauge", "Requests taken from the queue and not answered.");
     each_queue(disks, |queue, labels| text.sample(name, labels, queue.in_flight));
+    for (name, help, value) in ENGINE {
+        text.family(name, "counter", help);
+        for disk in disks {
+            if let Some(counts) = &disk.engine {
+                text.sample(name, &labels(disk), value(counts));
+            }
+        }
+    }
     latencies(&mut text, disks);
     text.0
 }

@@ -104,7 +104,8 @@ impl Attached {
     /// Returns its statistics; `None` if another program serves it, which has them.
     fn report(&self) -> Option<DiskReport> {
         let _image = self.opened.as_ref()?;
-        Some(DiskReport::new(self.name(), self.stats.snapshot()))
+        let engine = self.served.engine_counts();
+        Some(DiskReport::new(self.name(), self.stats.snapshot(), engine))
     }
 
     pub(super) fn disk(&self) -> Option<Arc<dyn Disk>> {

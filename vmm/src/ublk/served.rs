@@ -67,7 +67,8 @@ pub(super) fn reports(server: &Server) -> Arc<Source> {
     // Its owner and the server of statistics end together.
     let server = Arc::clone(server);
     let report = |(&id, served): (&u32, &Served)| {
-        let mut report = DiskReport::new(served.name.clone(), served.device.stats().snapshot());
+        let requests = served.device.stats().snapshot();
+        let mut report = DiskReport::new(served.name.clone(), requests, served.disk.engine_counts());
         report.labels.push(("device", format!("ublkb{id}")));
         report
     };

@@ -122,11 +122,14 @@ pub(super) fn serve(
 
 /// Returns what gives the statistics of these disks, as long as this process serves them.
 pub(super) fn reports(served: &[Served]) -> Arc<Source> {
-    let disks = served
-        .iter()
-        .map(|disk| (disk.name.clone(), Arc::clone(disk.server.stats())));
+    let disks = served.iter().map(|served| {
+        let stats = Arc::clone(served.server.stats());
+        (served.name.clone(), stats, Arc::clone(&served.disk))
+    });
     let disks: Vec<_> = disks.collect();
-    let report = |(name, stats): &(String, Arc<DiskStats>)| DiskReport::new(name.clone(), stats.snapshot());
+    let report = |(name, stats, disk): &(String, Arc<DiskStats>, Arc<ServedDisk>)| {
+        DiskReport::new(name.clone(), stats.snapshot(), disk.engine_counts())
+    };
     Arc::new(move || disks.iter().map(report).collect())
 }
 

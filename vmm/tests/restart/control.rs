@@ -198,6 +198,15 @@ fn disk_in_use_is_listed_flushed_resized_kept_in_snapshots_and_compacted() {
 
     client.drain();
     let counted = asked(&world, r#"{"command":"stats","id":"disk.qcow2"}"#);
+    let engine = &counted["disks"][0]["engine"];
+    for count in [
+        "clusters_allocated",
+        "clusters_freed",
+        "flush_rounds",
+        "l2_slices_read",
+    ] {
+        assert!(engine[count].as_u64() > Some(0), "{count}: {engine}");
+    }
     let queue = &counted["disks"][0]["queues"][0];
     let kinds = ["read", "write", "flush", "discard", "write_zeroes"];
     let requests = kinds.map(|kind| queue[kind]["requests"].as_u64().expect("a number"));
