@@ -17,6 +17,6 @@ mod watch;
 pub use client::{AskError, ask, ask_for_locks, ask_within, follow};
 pub use request::{DiskKeys, LogLevel, Request};
 pub use server::{AfterAnswer, Control, Handler, Locks, Server};
-pub use stats::{DiskStatistics, EngineStatistics, Statistics};
+pub use stats::{DiskStatistics, Statistics};
 pub use table::{line, table};
 pub(crate) use watch::WatchLayer;

@@ -152,7 +152,7 @@ fn statistics<D: Desk>(desk: &D, id: Option<&str>) -> Result<Value, String> {
             .collect(),
     };
     let counted = disks.into_iter().filter_map(|(id, disk)| {
-        let engine = disk.engine_counts().map(Into::into);
+        let engine = disk.engine_counts();
         let disk = disk.statistics()?;
         Some(DiskStatistics { id, disk, engine })
     });

@@ -4,11 +4,12 @@
 //! anything.
 
 use block::sync::atomic::{AtomicU64, Ordering};
+use serde::{Deserialize, Serialize};
 
 use super::{QcowDisk, Shared};
 
-/// What the engine of one open image has done since it was opened.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+/// The work of one open image's engine since the image was opened.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct EngineCounts {
     /// Slices of L2 tables, of up to 4 KiB, that were not in the cache and were read.
     pub l2_slices_read: u64,

@@ -15,39 +15,9 @@ pub struct DiskStatistics {
     /// Its queues.
     #[serde(flatten)]
     pub disk: DiskSnapshot,
-    /// What the engine of its QCOW2 image has done since that was opened.
+    /// The work of its QCOW2 image's engine since that was opened.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub engine: Option<EngineStatistics>,
-}
-
-/// [`EngineCounts`], as the protocol has them.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
-pub struct EngineStatistics {
-    /// Slices of L2 tables that were not in the cache.
-    pub l2_slices_read: u64,
-    /// Slices of refcount blocks that were not in the cache.
-    pub refcount_slices_read: u64,
-    /// Host clusters allocated.
-    pub clusters_allocated: u64,
-    /// Host clusters freed.
-    pub clusters_freed: u64,
-    /// Rounds that made changes durable.
-    pub flush_rounds: u64,
-    /// Compressed clusters read.
-    pub clusters_inflated: u64,
-}
-
-impl From<EngineCounts> for EngineStatistics {
-    fn from(counts: EngineCounts) -> Self {
-        Self {
-            l2_slices_read: counts.l2_slices_read,
-            refcount_slices_read: counts.refcount_slices_read,
-            clusters_allocated: counts.clusters_allocated,
-            clusters_freed: counts.clusters_freed,
-            flush_rounds: counts.flush_rounds,
-            clusters_inflated: counts.clusters_inflated,
-        }
-    }
+    pub engine: Option<EngineCounts>,
 }
 
 /// The fields of the answer to [`Request::Stats`](super::Request::Stats).

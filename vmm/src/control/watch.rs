@@ -1,4 +1,4 @@
-//! What a server logs, for clients of its control socket that watch it.
+//! Records of a server's log, for clients of its control socket that watch it.
 //!
 //! The library crates log with `tracing` and know no socket. A record with a field `event` is an event of that name, and its other
 //! fields are the event's: docs/control.md lists them.
@@ -28,7 +28,7 @@ const LOOK_AFTER: Duration = Duration::from_millis(250);
 /// The longest time in which a client that watches has to read.
 const READ_MAX: Duration = Duration::from_secs(5);
 
-/// What a client watches.
+/// The records that a client watches.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Watched {
     Events,

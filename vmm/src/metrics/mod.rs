@@ -76,7 +76,7 @@ pub struct DiskReport {
     pub labels: Vec<(&'static str, String)>,
     /// Its requests.
     pub requests: DiskSnapshot,
-    /// What the engine of its QCOW2 image has done.
+    /// The work of its QCOW2 image's engine.
     pub engine: Option<EngineCounts>,
 }
 

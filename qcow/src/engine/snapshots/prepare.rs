@@ -39,7 +39,7 @@ struct Changed<'a> {
     before: &'a [u8],
 }
 
-/// What has been made for a snapshot when requests are held off for the second time.
+/// The part of a snapshot that is made before requests are held off for the second time.
 pub(super) struct Prepared {
     /// The disk's L1 table as it was.
     old: Vec<L1Entry>,
