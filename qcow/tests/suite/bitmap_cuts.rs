@@ -13,7 +13,7 @@ use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op, ask, join
 use qcow::format::BitmapFlags;
 use qcow::image::{CreateOptions, check, create};
 use qcow::{BitmapChange, BitmapStorage, CompactOptions, DiskSize, OpenOptions, QcowDisk, SnapshotSelector};
-use simulator::{Profile, Random, SimWorld};
+use simulator::{Profile, Random, SimImage, SimWorld, Store};
 
 use crate::bitmap_bits::{bitmaps, entries};
 use crate::steps::run_to_end;
@@ -94,6 +94,19 @@ async fn read_all(world: &SimWorld, cx: &Context, size: u64) -> Vec<u8> {
         all.extend_from_slice(&read.expect("a read").into_owned().expect("our own"));
     }
     all
+}
+
+/// Returns the disk of an image that a cut has left, in which a check finds nothing but leaks.
+fn sound_content(store: &Store, cut: SimImage, what: &str) -> Vec<u8> {
+    let world = SimWorld::with_store(0, Profile::IMMEDIATE, store);
+    let cx = world.context(64);
+    world.set_contents(DISK, cut);
+    let view = world.file(DISK, false).view(&cx).expect("a view");
+    let found = cx.block_on(async { (check(&view).await, read_all(&world, &cx, SIZE).await) });
+    let (report, content) = found.expect("it turns");
+    let report = report.expect("a check");
+    assert_eq!(report.corruptions, 0, "{what}: {:?}", report.findings);
+    content
 }
 
 /// The granules of 512 bytes that were asked for since the bitmaps were enabled.
@@ -221,15 +234,7 @@ fn run(seed: u64, seen: &mut Seen) {
             if random.one_in(24) {
                 let cut = world.crash_space(DISK).draw(random);
                 let bytes = cut.to_bytes();
-                let other = SimWorld::with_store(0, Profile::IMMEDIATE, &store);
-                let other_cx = other.context(64);
-                other.set_contents(DISK, cut);
-                let view = other.file(DISK, false).view(&other_cx).expect("a view");
-                let (report, now) = other_cx
-                    .block_on(async { (check(&view).await, read_all(&other, &other_cx, SIZE).await) })
-                    .expect("it turns");
-                let report = report.expect("a check");
-                assert_eq!(report.corruptions, 0, "{what}: {:?}", report.findings);
+                let now = sound_content(&store, cut, &what);
                 judge(&bytes, &before, &now, &asked, is_durable, seen, &what);
             }
         });
@@ -346,15 +351,7 @@ fn no_cut_of_a_compaction_leaves_bitmaps_without_their_bits() {
             if random.one_in(6) {
                 let cut = world.crash_space(DISK).draw(random);
                 let found = bitmaps(&cut.to_bytes());
-                let other = SimWorld::with_store(0, Profile::IMMEDIATE, &store);
-                let other_cx = other.context(64);
-                other.set_contents(DISK, cut);
-                let view = other.file(DISK, false).view(&other_cx).expect("a view");
-                let (report, now) = other_cx
-                    .block_on(async { (check(&view).await, read_all(&other, &other_cx, SIZE).await) })
-                    .expect("it turns");
-                let report = report.expect("a check");
-                assert_eq!(report.corruptions, 0, "{what}: {:?}", report.findings);
+                let now = sound_content(&store, cut, &what);
                 assert!(found == before, "{what}: the bitmaps have changed");
                 assert!(now == content, "{what}: the disk has changed");
             }
