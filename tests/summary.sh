@@ -20,7 +20,7 @@ passed=$(total passed)
 failed=$(total failed)
 ignored=$(total ignored)
 unrun=$(count 'cannot run here: ')
-again=$(count '^begun again: ')
+again=$(grep -a '^begun again: ' "$log" | sed 's/, because .*//' | sort -u | grep -c . || true)
 
 # Prefixes each line with the suite it belongs to and a tab, from `Running tests/run.rs (target/debug/deps/run-0123)` or
 # `Doc-tests block` before it.
@@ -89,7 +89,7 @@ else
     echo "  0 could not run here"
 fi
 if [ "$again" -gt 0 ]; then
-    echo "  !!! $again BEGUN AGAIN, of at most $AGAIN_MAX:"
+    echo "  !!! $again TESTS BEGUN AGAIN, of at most $AGAIN_MAX:"
     grep -ah '^begun again: ' "$log" | sed 's/^/      /' || true
 fi
 echo "  not part of this: make asan, tsan, fuzz, coverage, mutants, soak, soak-ublk, soak-crash, bench, deb"

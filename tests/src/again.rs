@@ -1,7 +1,7 @@
 //! Tests that were begun a second time because their emulator failed.
 //!
 //! A retry can hide a fault of the program under test. So each one says its reason in a line that
-//! `tests/summary.sh` counts, and more than one in a run of the suite is a failure.
+//! `tests/summary.sh` counts, and more than two such tests in a run of the suite are a failure.
 
 use std::thread;
 

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use crate::again::begun_again;
 use crate::heartbeat::{self, Heartbeat, Pulse};
 use crate::process::{GLANCE, Process, read_lossy, tail};
-use crate::results::{PANICKED, boots, scripts_part};
+use crate::results::{PANICKED, RESTARTED, boots, scripts_part};
 use crate::{Error, Lab, Scratch, fault, initramfs};
 
 /// The PCI slot of the first disk; the next ones follow. Below are QEMU's own devices.
@@ -524,13 +524,24 @@ impl RunningGuest {
         }
     }
 
+    /// The processors' state of a guest that restarted by itself.
+    fn state_at_reset(&self, what: &str) -> String {
+        let heartbeat = self.heartbeat.as_ref().filter(|_| what == RESTARTED);
+        heartbeat.map_or_else(String::new, |heartbeat| {
+            format!(
+                "\n--- its processors at that time:\n{}",
+                heartbeat.state_at_reset()
+            )
+        })
+    }
+
     fn failed(&self, what: &str) -> Error {
         let console = read_lossy(&self.console);
         Error::Guest {
             what: what.to_owned(),
             lines: tail(&read_lossy(&self.results)),
             kernels_fault: fault::of_kernel(&console, complains),
-            console: tail(&format!("{}{console}", self.process.log())),
+            console: tail(&format!("{}{console}", self.process.log())) + &self.state_at_reset(what),
         }
     }
 }

@@ -30,6 +30,8 @@ pub(crate) struct Heartbeat {
     questions: PathBuf,
     asking: File,
     log: PathBuf,
+    /// The emulator's log: the processors' state at each reset.
+    resets: PathBuf,
 }
 
 /// The state of a guest's heartbeat.
@@ -68,6 +70,7 @@ impl Heartbeat {
             questions,
             asking,
             log,
+            resets: scratch.file(&format!("{name}.resets")),
         })
     }
 
@@ -79,11 +82,18 @@ impl Heartbeat {
             .arg(format!("file,id=beat,path={log},input-path={questions}"));
         // By itself it would share its interrupt with the first port, where edges get lost.
         command.args(["-device", "isa-serial,chardev=beat,index=2,irq=5"]);
+        command.args(["-d", "cpu_reset", "-D"]).arg(&self.resets);
     }
 
     /// The pulse, where no tick for `limit` means that it has stopped.
     pub(crate) fn pulse(&self, limit: Duration) -> Pulse {
         pulse(&self.log, limit)
+    }
+
+    /// The processors' state when the guest restarted by itself, as far as it is known: the first reset that a triple fault caused, or
+    /// else the last reset.
+    pub(crate) fn state_at_reset(&self) -> String {
+        state_at_reset(&read_lossy(&self.resets))
     }
 
     /// Asks the guest what its processes are doing. Says so if there is no answer.
@@ -103,6 +113,19 @@ impl Heartbeat {
     }
 }
 
+/// The lines of a processor's state up to its floating-point registers.
+const STATE_LINES: usize = 22;
+
+fn state_at_reset(resets: &str) -> String {
+    let at = resets.find("Triple fault").or_else(|| resets.rfind("CPU Reset"));
+    let lines = resets[at.unwrap_or_default()..].lines();
+    let state: Vec<_> = lines
+        .filter(|line| !line.starts_with("FPR"))
+        .take(STATE_LINES)
+        .collect();
+    state.join("\n")
+}
+
 fn pulse(log: &Path, limit: Duration) -> Pulse {
     let last = fs::metadata(log).ok().filter(|log| log.len() > 0);
     let Some(last) = last.and_then(|log| log.modified().ok()) else {
@@ -118,6 +141,20 @@ fn pulse(log: &Path, limit: Duration) -> Pulse {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn state_at_reset_is_that_of_the_triple_fault() {
+        let resets = "CPU Reset (CPU 0)\nEIP=0\nTriple fault\nCPU Reset (CPU 1)\nRIP=ffff\n";
+        assert_eq!(
+            state_at_reset(resets),
+            "Triple fault\nCPU Reset (CPU 1)\nRIP=ffff"
+        );
+        assert_eq!(
+            state_at_reset("CPU Reset (CPU 0)\nEIP=0\n"),
+            "CPU Reset (CPU 0)\nEIP=0"
+        );
+        assert_eq!(state_at_reset(""), "");
+    }
 
     #[test]
     fn pulse_stops_when_the_last_tick_is_old() {

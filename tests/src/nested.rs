@@ -23,7 +23,7 @@ pub const MEMORY_MIB: u32 = 2048;
 const KVM: &str =
     "! modprobe kvm lapic_timer_advance=0 2>/dev/null || modprobe kvm-amd vgif=0 nested=0 avic=0\n";
 /// The most starts of a guest in all, where each time it was the emulated processor that failed.
-const ATTEMPTS: u32 = 2;
+const ATTEMPTS: u32 = 3;
 
 /// The name that the guest's files begin with.
 const OUTER: &str = "outer";
@@ -218,7 +218,7 @@ impl Nested<'_> {
 
     /// Runs the guest, and returns what its script printed, and the toolbox's disk.
     ///
-    /// If the emulated processor fails, all of it is done once more, which counts as [begun again](begun_again): the guest
+    /// If the emulated processor fails, all of it is done again, up to twice, which counts as [begun again](begun_again): the guest
     /// itself stops ticking, or restarts by itself. If it ticks on, what hangs in it is a fault, and the error says where its
     /// processes are.
     ///
