@@ -162,6 +162,13 @@ impl Buffer {
         }
     }
 
+    /// Calls `f` with each stretch of its memory in order; a registered buffer has none. What the memory holds may change meanwhile.
+    pub fn for_each_slice(&self, f: impl FnMut(IoSlice)) {
+        if let Place::Memory(memory) = self.place() {
+            memory.for_each(0, self.len(), f);
+        }
+    }
+
     /// Returns the location of its bytes: memory, or a ring's buffer table.
     #[inline]
     pub(crate) fn place(&self) -> Place<'_> {

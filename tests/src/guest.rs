@@ -29,6 +29,13 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// All that QEMU can emulate, except for a fifth level of page tables: walking it costs a fifth of all time.
 const CPU: &str = "max,la57=off";
 
+/// All that QEMU can emulate, virtualization among it.
+const WHOLE_CPU: &str = "max";
+/// What QEMU 10.0's emulation of SVM does at each exit of a machine (`interrupt_request &= …`, not atomic) can undo that another of its
+/// threads raises an interrupt at the same time. Where the timer is armed for one tick after the other, a lost tick is the last one, and the CPU
+/// stands still. A periodic timer raises again what is pending.
+const TICKS: &str = " nohz=off highres=off";
+
 /// Texts that the kernel's console must not show after a good run.
 const COMPLAINTS: [&str; 14] = [
     "I/O error",
@@ -63,6 +70,7 @@ pub struct Guest<'lab> {
     patience: Duration,
     reconnects: bool,
     heartbeat: bool,
+    migrates: bool,
     cpu: &'static str,
 }
 
@@ -94,19 +102,26 @@ impl<'lab> Guest<'lab> {
             patience: PATIENCE,
             reconnects: false,
             heartbeat: false,
+            migrates: false,
             cpu: CPU,
         }
     }
 
     /// Gives it all that QEMU can emulate, as a guest that runs others had whenever that was tried out.
     pub fn whole_cpu(mut self) -> Self {
-        self.cpu = "max";
+        self.cpu = WHOLE_CPU;
         self
     }
 
     /// Has QEMU connect again, and again, to a server that has gone.
     pub fn reconnects(mut self) -> Self {
         self.reconnects = true;
+        self
+    }
+
+    /// Has QEMU listen to [`RunningGuest::migrate`].
+    pub fn migrates(mut self) -> Self {
+        self.migrates = true;
         self
     }
 
@@ -185,7 +200,8 @@ impl<'lab> Guest<'lab> {
         initramfs::with_script(self.lab.initramfs(), &format!("{before}{}", self.script), &initrd)?;
         let console = scratch.file(&format!("{name}.console"));
         let results = scratch.file(&format!("{name}.results"));
-        let mut command = self.command(&initrd, &console, &results);
+        let mut command = self.command(&initrd, &console, &results, "off");
+        let monitor = self.monitor(scratch, name, &mut command);
         if let Some(heartbeat) = &heartbeat {
             heartbeat.add_to(&mut command);
         }
@@ -198,7 +214,16 @@ impl<'lab> Guest<'lab> {
             patience: self.patience,
             one_port: false,
             heartbeat,
+            monitor,
         })
+    }
+
+    /// Adds a monitor to QEMU's command line, if there is to be one.
+    fn monitor(&self, scratch: &Scratch, name: &str, command: &mut Command) -> Option<PathBuf> {
+        let monitor = self.migrates.then(|| scratch.file(&format!("{name}.qmp")))?;
+        let argument = format!("unix:{},server=on,wait=off", monitor.display());
+        command.args(["-qmp", &argument]);
+        Some(monitor)
     }
 
     /// Starts the guest and waits for its good end: [`boot`](Self::boot), then [`RunningGuest::finish`].
@@ -237,7 +262,8 @@ impl<'lab> Guest<'lab> {
         Ok(guest)
     }
 
-    fn command(&self, initrd: &Path, console: &Path, results: &Path) -> Command {
+    /// QEMU's command line. What is said is added to what the files hold if `append` is `on`.
+    fn command(&self, initrd: &Path, console: &Path, results: &Path, append: &str) -> Command {
         let memory = self.memory_mib;
         // On a busy machine the emulated timer may be too late for the kernel's test of it, and the kernel panics.
         // An emulator does not see what a vhost-user server writes into the guest's memory, and would run code that it translated
@@ -246,6 +272,9 @@ impl<'lab> Guest<'lab> {
             "console=ttyS0 loglevel=5 no_timer_check init_on_alloc=1 lab.results=ttyS1 lab.root=",
         );
         line.push_str(&pci_address(0));
+        if self.cpu == WHOLE_CPU {
+            line.push_str(TICKS);
+        }
         if self.possible_cpus > self.cpus {
             line.push_str(&format!(" maxcpus={}", self.cpus));
         }
@@ -268,8 +297,11 @@ impl<'lab> Guest<'lab> {
             "-object",
             &format!("memory-backend-memfd,id=mem,size={memory}M,share=on"),
         ]);
-        command.arg("-serial").arg(prefixed("file:", console));
-        command.arg("-serial").arg(prefixed("file:", results));
+        for (id, file) in [("console", console), ("results", results)] {
+            let chardev = format!("file,id={id},append={append},path=");
+            command.arg("-chardev").arg(prefixed(&chardev, file));
+            command.arg("-serial").arg(format!("chardev:{id}"));
+        }
         command
             .arg("-kernel")
             .arg(self.lab.kernel())
@@ -311,6 +343,8 @@ pub struct RunningGuest {
     /// True if the kernel speaks where the script does.
     one_port: bool,
     heartbeat: Option<Heartbeat>,
+    /// The socket of QEMU's monitor.
+    monitor: Option<PathBuf>,
 }
 
 /// The output of a guest whose script ended well, at every boot.
@@ -336,7 +370,37 @@ impl RunningGuest {
             patience,
             one_port: true,
             heartbeat: None,
+            monitor: None,
         }
+    }
+
+    /// The socket of QEMU's monitor, if the guest [migrates](Guest::migrates).
+    pub(crate) fn monitor(&self) -> Option<&Path> {
+        self.monitor.as_deref()
+    }
+
+    /// Starts a QEMU like `to` that waits for this guest, whose output goes on where it is.
+    pub(crate) fn continued(&self, to: &Guest<'_>, scratch: &Scratch, name: &str) -> Result<Self, Error> {
+        let initrd = scratch.file(&format!("{name}.initramfs"));
+        initramfs::with_script(to.lab.initramfs(), &to.script, &initrd)?;
+        let mut command = to.command(&initrd, &self.console, &self.results, "on");
+        command.args(["-incoming", "defer"]);
+        let monitor = to.monitor(scratch, name, &mut command);
+        Ok(Self {
+            process: Process::start(command, scratch.file(&format!("{name}.qemu")))?,
+            console: self.console.clone(),
+            results: self.results.clone(),
+            deadline: self.deadline,
+            patience: self.patience,
+            one_port: false,
+            heartbeat: None,
+            monitor,
+        })
+    }
+
+    /// Waits until QEMU has ended with 0.
+    pub(crate) fn ended_well(mut self) -> Result<(), Error> {
+        self.exit().map(drop)
     }
 
     /// Returns the script's output so far, with its markers.
@@ -456,6 +520,16 @@ impl RunningGuest {
 
     /// As [`finish`](Self::finish), and leaves a guest that hangs as it is, to be looked at.
     pub(crate) fn outcome(&mut self) -> Result<Outcome, Error> {
+        self.exit()?;
+        let boots = boots(&self.said()).map_err(|what| self.failed(&what))?;
+        let console = read_lossy(&self.console);
+        if fault::of_kernel(&console, complains).is_some() {
+            return Err(self.failed("did what it had to, but its kernel failed"));
+        }
+        Ok(Outcome { boots, console })
+    }
+
+    fn exit(&mut self) -> Result<(), Error> {
         let status = loop {
             if let Some(status) = self.process.ended() {
                 break status;
@@ -471,12 +545,7 @@ impl RunningGuest {
                 log: self.process.log_tail(),
             });
         }
-        let boots = boots(&self.said()).map_err(|what| self.failed(&what))?;
-        let console = read_lossy(&self.console);
-        if fault::of_kernel(&console, complains).is_some() {
-            return Err(self.failed("did what it had to, but its kernel failed"));
-        }
-        Ok(Outcome { boots, console })
+        Ok(())
     }
 
     /// Kills QEMU as a crash would (SIGKILL), and gives what the script had printed.

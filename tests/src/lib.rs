@@ -49,6 +49,7 @@ mod heartbeat;
 pub mod image;
 mod initramfs;
 mod machine;
+mod migration;
 pub mod nested;
 mod prepare;
 mod process;

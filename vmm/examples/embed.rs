@@ -67,7 +67,7 @@ impl Attached {
 
     /// The machine ends: the image is left as a clean shutdown should.
     fn close(self) -> Result<(), Box<dyn Error>> {
-        let disk = Arc::clone(self.device.disk());
+        let disk = self.device.disk();
         Ok(self.worker.block_on(move |cx| disk.close(cx))??)
     }
 }

@@ -108,6 +108,12 @@ struct VhostUserArguments {
     /// cannot take over, the old one continues.
     #[arg(long)]
     takeover: bool,
+    /// Expect guests that migrate from another server of the same images
+    ///
+    /// Each image is opened when its guest begins to run here, and the other server has released it. Until then only its size and
+    /// kind are looked at.
+    #[arg(long, conflicts_with = "takeover")]
+    incoming: bool,
     /// Control socket to create, for `ringdisk ctl`
     #[arg(long, value_name = "SOCKET")]
     control: Option<std::path::PathBuf>,
@@ -223,6 +229,7 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
             let options = vhost_user::Options {
                 restartable: arguments.restartable,
                 takeover: arguments.takeover,
+                incoming: arguments.incoming,
                 sandbox: arguments.sandbox == "on",
                 detached: arguments.detached > 0,
                 access: access(&arguments)?,
@@ -292,6 +299,7 @@ fn served_disks(
     for (given, option) in [
         (arguments.restartable, "--restartable"),
         (arguments.takeover, "--takeover"),
+        (arguments.incoming, "--incoming"),
     ] {
         if given {
             disks

@@ -192,6 +192,14 @@ impl OpenedDisk {
         Arc::clone(&self.disk)
     }
 
+    /// Returns the paths of the disk's own files, without those below it.
+    pub(crate) fn own_files(&self) -> Vec<PathBuf> {
+        let image = self
+            .image()
+            .and_then(|image| image.with(|disk| disk.own_files().collect()));
+        image.unwrap_or_else(|| self.disk.files().into_iter().take(1).collect())
+    }
+
     /// The QCOW2 image behind the disk; `None` if the disk is raw.
     #[must_use]
     pub fn image(&self) -> Option<OpenedImage> {
@@ -350,6 +358,15 @@ fn open_chain(
     Ok(opened?)
 }
 
+/// Opens a disk to be looked at, while others may have it open: nothing is locked, and nothing written. It is not to be served.
+///
+/// # Errors
+///
+/// [`OpenError`], naming the file.
+pub(crate) fn look(config: &DiskConfig) -> Result<OpenedDisk, OpenError> {
+    open_chain(config, &Opening::default(), Access::Read, None)
+}
+
 /// Finds out what would keep a disk from being opened, but for others who have it open: nothing is locked,
 /// and nothing written.
 ///
@@ -357,7 +374,7 @@ fn open_chain(
 ///
 /// [`OpenError`], naming the file.
 pub fn rehearse(config: &DiskConfig) -> Result<(), OpenError> {
-    open_chain(config, &Opening::default(), Access::Read, None)?;
+    look(config)?;
     if config.writes_image() {
         let options = FileOptions {
             write: true,

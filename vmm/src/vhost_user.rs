@@ -8,6 +8,7 @@
 
 mod desk;
 mod hand_over;
+mod image;
 mod served;
 
 use std::io::Write;
@@ -30,11 +31,11 @@ use crate::takeover::{self, TakeoverSocket};
 use crate::{background, limits, sd_notify};
 use desk::{ControlPlace, ServedControl, VhostUserDesk};
 use hand_over::{
-    HandOverFailure, Takeover, accept, adopt_sockets, hand_over, lost, names, obstacle, open_takeover_socket,
-    reopen, stop_on_takeover,
+    HandOverFailure, Obstacles, Takeover, accept, adopt_sockets, hand_over, lost, names,
+    open_takeover_socket, reopen, stop_on_takeover,
 };
 pub use served::{Options, Place};
-use served::{Served, allowed, close, confine, descriptors, opening, serve};
+use served::{Served, allowed, close, confine, descriptors, find, serve};
 
 /// The longest time that a start interrupted by a signal may take to end by itself, between two images.
 const START_END_MAX: Duration = Duration::from_secs(1);
@@ -109,12 +110,8 @@ pub fn run(
         if stop.is_stopped() {
             return Ok(EXIT_OK);
         }
-        let disk = open::open_as(&config, &opening(options, &lock_set));
-        opened.push((
-            socket,
-            config,
-            disk.map_err(|error| CommandFailure::Failed(error.into()))?,
-        ));
+        let image = find(&config, options, &lock_set);
+        opened.push((socket, config, image.map_err(|error| failed(error.into()))?));
     }
     let not_confined = |error: SandboxError| CommandFailure::Failed(error.into());
     if options.sandbox {
@@ -127,7 +124,7 @@ pub fn run(
     }
     let mut served = opened
         .into_iter()
-        .map(|(socket, config, disk)| serve(socket, config, disk, options))
+        .map(|(socket, config, image)| serve(socket, config, image, options, &lock_set))
         .collect::<Result<Vec<_>, _>>()?;
 
     if let Some(metrics) = &metrics {
@@ -171,7 +168,7 @@ pub fn run(
         takeover_socket.keep().map_err(|error| failed(error.into()))?;
         let stopping = stop_on_takeover(
             takeover_socket,
-            obstacle(&served),
+            Obstacles::of(&served),
             Arc::clone(&desk),
             stop.clone(),
             options,
@@ -187,7 +184,7 @@ pub fn run(
         let served = control.map(|control| control.serve(&desk)).transpose();
         served.map_err(|error| failed(error.into()))
     });
-    serve_until_stopped(served, &stop, takeover, begun, options, &mut lock_set)
+    serve_until_stopped(served, &stop, takeover, begun, &mut lock_set)
 }
 
 /// Returns the paths of the sockets to take over.
@@ -222,7 +219,6 @@ fn serve_until_stopped(
     stop: &StopToken,
     takeover: Option<Takeover>,
     begun: Result<Option<ServedControl>, CommandFailure>,
-    options: Options,
     lock_set: &mut LockSet,
 ) -> Result<u8, CommandFailure> {
     let mut takeover = takeover;
@@ -251,7 +247,7 @@ fn serve_until_stopped(
             .inspect_err(|error| tracing::warn!(%error, "cannot pass the control socket to the new server"))
             .unwrap_or_default();
         match hand_over(
-            &mut served,
+            &served,
             &wanted.takeover_socket,
             offered.as_ref(),
             successor,
@@ -273,7 +269,7 @@ fn serve_until_stopped(
                 let disks = names(&served);
                 let error = lost(error);
                 tracing::warn!(disks, %error, "the takeover failed; this server continues to serve");
-                if let Err(failure) = reopen(&mut served, options, lock_set) {
+                if let Err(failure) = reopen(&served, lock_set) {
                     break Some(failure);
                 }
                 stop.resume();

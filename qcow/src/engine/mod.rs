@@ -320,7 +320,7 @@ impl QcowDisk {
     }
 
     /// Returns the paths of its own files: of the image, unless that is temporary, and of its data file.
-    fn own_files(&self) -> impl Iterator<Item = std::path::PathBuf> {
+    pub fn own_files(&self) -> impl Iterator<Item = std::path::PathBuf> {
         let data = self.shared.data_file.iter().map(|data| &data.file);
         std::iter::once(&self.shared.file)
             .chain(data)

@@ -427,7 +427,9 @@ impl Driver {
         self.requests + 16 * u64::from(head)
     }
 
-    fn status_address(&self, head: u16) -> u64 {
+    /// Returns the guest address of the status of the request at `head`.
+    #[must_use]
+    pub fn status_address(&self, head: u16) -> u64 {
         self.requests + 16 * u64::from(self.size) + u64::from(head)
     }
 

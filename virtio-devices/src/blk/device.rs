@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use block::Disk;
 use block::report::LogLimit;
+use parking_lot::RwLock;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH,
     VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES,
@@ -70,7 +71,20 @@ impl CacheMode {
             _ => Self::Unknown,
         }
     }
+
+    /// The word by which one server tells the next: a mark, and the mode in the lowest byte.
+    pub(crate) fn to_word(self) -> u64 {
+        MODE_MARK | self as u64
+    }
+
+    /// The mode of such a word; `None` if it is none.
+    pub(crate) fn from_word(word: u64) -> Option<Self> {
+        (word & !0xff == MODE_MARK).then(|| Self::from_number(word.to_le_bytes()[0]))
+    }
 }
+
+/// The upper seven bytes of a word with a cache mode.
+const MODE_MARK: u64 = u64::from_be_bytes(*b"rdcache\0");
 
 /// The properties with which a device presents a disk.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -85,7 +99,8 @@ pub struct BlockDeviceConfig<'a> {
 
 /// One virtio-blk device.
 pub struct BlockDevice {
-    disk: Arc<dyn Disk>,
+    /// Exchanged only while no queue runs.
+    disk: RwLock<Arc<dyn Disk>>,
     num_queues: u16,
     queue_size: u16,
     serial: [u8; SERIAL_BYTES],
@@ -98,7 +113,7 @@ pub struct BlockDevice {
 impl fmt::Debug for BlockDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BlockDevice")
-            .field("disk", &self.disk)
+            .field("disk", &self.disk())
             .field("num_queues", &self.num_queues)
             .finish_non_exhaustive()
     }
@@ -123,7 +138,7 @@ impl BlockDevice {
         })?;
         place.copy_from_slice(bytes);
         Ok(Self {
-            disk,
+            disk: RwLock::new(disk),
             num_queues: config.num_queues,
             queue_size: config.queue_size,
             serial,
@@ -133,17 +148,11 @@ impl BlockDevice {
         })
     }
 
-    /// The same device with another disk.
-    pub(crate) fn with_disk(&self, disk: Arc<dyn Disk>) -> Self {
-        Self {
-            disk,
-            num_queues: self.num_queues,
-            queue_size: self.queue_size,
-            serial: self.serial,
-            cache_mode: AtomicU8::new(self.cache_mode() as u8),
-            log_limit: Arc::default(),
-            stats: Arc::clone(&self.stats),
-        }
+    /// Shows another disk from now on: the same one, opened anew. No queue may run.
+    pub(crate) fn set_disk(&self, disk: Arc<dyn Disk>) {
+        // The old one may be dropped here, and closes files then.
+        let old = std::mem::replace(&mut *self.disk.write(), disk);
+        drop(old);
     }
 
     /// The same device, whose queues go on with the statistics of an earlier device of the same disk.
@@ -174,10 +183,10 @@ impl BlockDevice {
         &self.log_limit
     }
 
-    /// The disk.
+    /// The disk that it shows now.
     #[must_use]
-    pub fn disk(&self) -> &Arc<dyn Disk> {
-        &self.disk
+    pub fn disk(&self) -> Arc<dyn Disk> {
+        Arc::clone(&self.disk.read())
     }
 
     pub(super) fn serial(&self) -> &[u8; SERIAL_BYTES] {
@@ -187,7 +196,7 @@ impl BlockDevice {
     /// The feature bits offered.
     #[must_use]
     pub fn features(&self) -> u64 {
-        let info = self.disk.info();
+        let info = self.disk().info();
         let always = [
             VIRTIO_F_VERSION_1,
             VIRTIO_RING_F_EVENT_IDX,
@@ -230,7 +239,7 @@ impl BlockDevice {
         }
         let cannot_flush = has(features, VIRTIO_BLK_F_CONFIG_WCE) && !has(features, VIRTIO_BLK_F_FLUSH);
         let writeback = self.cache_mode() == CacheMode::Writeback && !cannot_flush;
-        let bytes = config::layout(&self.disk.info(), self.num_queues, self.queue_size, writeback);
+        let bytes = config::layout(&self.disk().info(), self.num_queues, self.queue_size, writeback);
         let offset = usize::try_from(offset).unwrap_or(CONFIG_BYTES).min(CONFIG_BYTES);
         let mut out: Vec<u8> = bytes[offset..].iter().copied().take(len).collect();
         out.resize(len, 0);
@@ -275,7 +284,7 @@ impl BlockDevice {
     /// `features` is not known.
     pub(crate) fn is_slowed_by_unknown_mode(&self, features: u64) -> bool {
         let chooses = has(features, VIRTIO_BLK_F_CONFIG_WCE) && has(features, VIRTIO_BLK_F_FLUSH);
-        chooses && self.cache_mode() == CacheMode::Unknown && !self.disk.info().read_only
+        chooses && self.cache_mode() == CacheMode::Unknown && !self.disk().info().read_only
     }
 
     /// Returns true if a driver that negotiated `features` takes a write that was answered for durable. A driver

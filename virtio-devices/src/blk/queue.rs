@@ -22,8 +22,8 @@ use super::device::{BlockDevice, SERIAL_BYTES, has};
 use super::request::{self, BlockRequest, Range, Status};
 use crate::stats::{Meter, QueueStats, RequestKind};
 use crate::virtqueue::{
-    Chain, InflightError, InflightQueue, InflightRegion, QueueError, QueueSetup, RingAddresses, ServedQueue,
-    SetupError, Slice,
+    Chain, InflightError, InflightQueue, InflightRegion, QueueError, QueueLog, QueueSetup, RingAddresses,
+    ServedQueue, SetupError, Slice,
 };
 
 /// The maximum number of chains taken in one round. A guest processes the answers of one round during the next; a
@@ -166,6 +166,8 @@ pub struct BlockQueueConfig {
     pub next_available: u16,
     /// The inflight region, perhaps with records of a killed server.
     pub inflight: Option<InflightRegion>,
+    /// The log of written guest pages, if the guest is migrating.
+    pub log: Option<QueueLog>,
     /// The feature bits the driver accepted.
     pub features: u64,
     /// Notifies the guest.
@@ -194,6 +196,7 @@ impl BlockQueueConfig {
             addresses,
             next_available: 0,
             inflight: None,
+            log: None,
             features,
             notify,
             polled: false,
@@ -233,6 +236,9 @@ impl BlockQueue {
             indirect: has(config.features, VIRTIO_RING_F_INDIRECT_DESC),
         };
         let mut ring = ServedQueue::new(config.memory, &setup)?;
+        if let Some(log) = config.log {
+            ring.log_writes(log);
+        }
         let (mut inflight, mut again) = (None, Vec::new());
         if let Some(region) = &config.inflight {
             let (queue, found) = InflightQueue::open(region, ring.size(), ring.used_index())?;
@@ -245,7 +251,7 @@ impl BlockQueue {
                 config.notify.used();
             }
         }
-        let disk = Arc::clone(device.disk()).open_queue(cx)?;
+        let disk = device.disk().open_queue(cx)?;
         let size = usize::from(ring.size());
         let mut queue = Self {
             device,
@@ -508,6 +514,10 @@ impl BlockQueue {
         // Tags are heads of chains in flight, as `submit_data` and `submit_ranges` gave them.
         let head = done.tag as u16;
         let slot = &mut self.slots[usize::from(head)];
+        // Also if it failed: some of it may have been written.
+        if self.ring.memory().is_logged() && slot.kind == RequestKind::Read {
+            self.ring.memory().written(&done.buffer);
+        }
         if let Err(error) = done.result {
             tracing::debug!(%error, head, "a request failed");
             slot.status = error.into();

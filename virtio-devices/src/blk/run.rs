@@ -62,7 +62,8 @@ impl RunningQueue {
     /// If `worker`, which must be the one it was started on, has ended.
     pub fn stop(self, worker: &WorkerHandle) -> Result<Arc<QueueReport>, WorkerGone> {
         // What waits for space or for a rate limit, on whichever queue, would hold the drain up for as long.
-        let _off = self.device.disk().hold_off();
+        let disk = self.device.disk();
+        let _off = disk.hold_off();
         worker.remove(self.id)?;
         Ok(self.report)
     }

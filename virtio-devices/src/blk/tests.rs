@@ -75,6 +75,7 @@ impl World {
             addresses: driver.rings.into(),
             next_available: 0,
             inflight,
+            log: None,
             features,
             notify: Box::new(seen.clone()),
             polled: false,

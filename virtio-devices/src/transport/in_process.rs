@@ -117,13 +117,13 @@ impl Device for InProcess {
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        let disk = Arc::clone(self.device.disk());
+        let disk = self.device.disk();
         let worker = self.worker().map_err(io::Error::other)?;
         crate::blk::flush(worker, disk).map_err(io::Error::other)
     }
 
     fn resize(&mut self, size_bytes: u64) -> Result<u64, ResizeError> {
-        let disk = Arc::clone(self.device.disk());
+        let disk = self.device.disk();
         self.worker()?.block_on(move |cx| disk.resize(cx, size_bytes))??;
         Ok(self.device.disk().info().size_bytes)
     }

@@ -21,7 +21,10 @@ use vhost::vhost_user::{
 };
 
 use super::config_channel::ConfigChannel;
+use super::device_state;
+use super::image::{DetachedDisk, Image};
 use super::inflight::{self, InflightMemory};
+use super::log_memory::LogMemory;
 use super::memory::{ClientMemory, REGIONS_MAX, RegionInfo};
 use super::vring::{Vring, VringError};
 use crate::blk::{BlockDevice, CacheMode, FlushError, RunQueueError};
@@ -37,12 +40,20 @@ pub(super) struct Backend {
     /// True if inflight tracking is offered.
     restartable: bool,
     pub(super) inflight: Option<InflightMemory>,
+    /// The log of the guest pages that queues write, from before the client asks for logging.
+    pub(super) log: Option<LogMemory>,
     pub(super) features: u64,
     pub(super) protocol: VhostUserProtocolFeatures,
     /// True if it was logged that the client's cache mode is not known.
     mode_reported: bool,
     worker_gone: bool,
     pub(super) channel: ConfigChannel,
+    /// The image, if it can be given to another server: then guests can migrate.
+    image: Option<Arc<Image>>,
+    /// True if a queue is to run and the image cannot be opened yet.
+    waits_for_image: bool,
+    /// Where the client writes the state of an earlier server to, until it asks whether that is well.
+    state: Option<File>,
 }
 
 /// Error: a client accepted features that were not offered to it.
@@ -71,6 +82,8 @@ fn region_info(region: &VhostUserMemoryRegion) -> RegionInfo {
 }
 
 pub(super) const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+/// The pages that are written are marked in the log.
+const LOG_ALL: u64 = VhostUserVirtioFeatures::LOG_ALL.bits();
 
 impl Backend {
     pub(super) fn new(
@@ -78,6 +91,7 @@ impl Backend {
         workers: Arc<[WorkerHandle]>,
         restartable: bool,
         channel: ConfigChannel,
+        image: Option<Arc<Image>>,
     ) -> Self {
         Self {
             vrings: workers.iter().map(|_| Vring::new()).collect(),
@@ -86,11 +100,15 @@ impl Backend {
             memory: ClientMemory::default(),
             restartable,
             inflight: None,
+            log: None,
             features: 0,
             protocol: VhostUserProtocolFeatures::empty(),
             mode_reported: false,
             worker_gone: false,
             channel,
+            image,
+            waits_for_image: false,
+            state: None,
         }
     }
 
@@ -109,6 +127,8 @@ impl Backend {
         let stopped = self.stop_all();
         self.channel.forget();
         self.memory = ClientMemory::default();
+        self.log = None;
+        self.waits_for_image = false;
         if self.worker_gone {
             return Err(WorkerGone);
         }
@@ -116,7 +136,8 @@ impl Backend {
     }
 
     fn offered(&self) -> u64 {
-        self.device.features() | PROTOCOL_FEATURES
+        let logs = if self.image.is_some() { LOG_ALL } else { 0 };
+        self.device.features() | PROTOCOL_FEATURES | logs
     }
 
     /// Drains all queues; they keep their places.
@@ -148,11 +169,32 @@ impl Backend {
         let (Some(vring), Some(worker)) = (self.vrings.get_mut(index), self.workers.get(index)) else {
             return Err(refuse(format!("there is no queue {index}")));
         };
+        if !vring.is_to_run() {
+            return Ok(());
+        }
+        if !fetch(
+            self.image.as_deref(),
+            &self.device,
+            &self.channel,
+            &mut self.waits_for_image,
+        ) {
+            return Ok(());
+        }
+        // A client may accept all that is offered, and never log.
+        let log = self.log.as_ref().filter(|_| self.features & LOG_ALL != 0);
         let inflight = self.inflight.as_ref();
         let region = inflight.and_then(|memory| memory.region(index, vring.is_to_recover()));
         // As many queues as messages can number.
         let stats = self.device.stats().queue(index as u16);
-        let started = vring.start(worker, &self.device, &self.memory, region, self.features, stats);
+        let started = vring.start(
+            worker,
+            &self.device,
+            &self.memory,
+            region,
+            log,
+            self.features,
+            stats,
+        );
         started.map_err(|error| {
             self.worker_gone |= matches!(error, VringError::Run(RunQueueError::Worker(_)));
             refuse(error)
@@ -225,15 +267,98 @@ impl Backend {
         self.start_all()
     }
 
+    pub(super) fn is_image_away(&self) -> bool {
+        self.image.as_ref().is_some_and(|image| image.is_away())
+    }
+
+    /// Returns true if a queue is to run and waits for the image, which another process has.
+    pub(super) fn waits_for_image(&self) -> bool {
+        self.waits_for_image
+    }
+
+    /// Tries again to start what waits for the image.
+    pub(super) fn try_again(&mut self) -> Result<()> {
+        self.waits_for_image = false;
+        self.start_all()
+    }
+
+    /// Releases the image if the client has stopped its last queue while it migrates its guest: the guest may continue elsewhere as soon
+    /// as this was answered.
+    fn release_if_migrating(&mut self) {
+        let Some(image) = self.image.as_ref().filter(|image| !image.is_away()) else {
+            return;
+        };
+        let is_logged = self.features & LOG_ALL != 0 && self.log.is_some();
+        let is_over = is_logged && self.vrings.iter().all(Vring::is_at_rest);
+        if !is_over {
+            return;
+        }
+        let info = self.device.disk().info();
+        image.owner().detach();
+        let closed = super::close_on(&self.workers, self.device.disk());
+        self.device.set_disk(Arc::new(DetachedDisk::new(info)));
+        image.owner().release();
+        image.set_away(true);
+        match closed {
+            Ok(()) => tracing::info!(
+                event = "image-released",
+                "the guest migrates: another server may open the image"
+            ),
+            Err(error) => {
+                self.worker_gone |= matches!(error, super::CloseError::Worker(_));
+                tracing::error!(event = "image-released", %error, "the image was not closed cleanly");
+            }
+        }
+    }
+
     /// Makes durable what was answered before.
     fn flush(&mut self) -> Result<()> {
-        let Some(worker) = self.workers.first() else {
+        let Some(worker) = self.workers.first().filter(|_| !self.is_image_away()) else {
             return Ok(());
         };
-        crate::blk::flush(worker, Arc::clone(self.device.disk())).map_err(|error| {
+        crate::blk::flush(worker, self.device.disk()).map_err(|error| {
             self.worker_gone |= matches!(error, FlushError::Worker(_));
             refuse(error)
         })
+    }
+}
+
+/// Has the image here, opened now if another server had it. Returns false if it cannot be opened yet, and then notes that it is wanted.
+fn fetch(image: Option<&Image>, device: &BlockDevice, channel: &ConfigChannel, waits: &mut bool) -> bool {
+    let Some(image) = image.filter(|image| image.is_away()) else {
+        return true;
+    };
+    if *waits {
+        // Once for each time that it is tried.
+        return false;
+    }
+    match image.owner().open() {
+        Ok(disk) => {
+            let shown = device.disk().info();
+            let is_changed = shown.size_bytes != disk.info().size_bytes;
+            device.set_disk(disk);
+            image.set_away(false);
+            tracing::info!(
+                event = "image-opened",
+                "opened the image for a guest that runs here now"
+            );
+            if is_changed {
+                // Whoever does not listen sees it when it starts again.
+                channel.notify().ok();
+            }
+            true
+        }
+        Err(error) => {
+            *waits = true;
+            if let Some(held_back) = device.log_limit().admit() {
+                tracing::warn!(
+                    error = &*error,
+                    held_back,
+                    "a queue waits until the image can be opened"
+                );
+            }
+            false
+        }
     }
 }
 
@@ -251,6 +376,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
         self.stop_all().map_err(refuse)?;
         self.vrings.iter_mut().for_each(Vring::reset);
         self.inflight = None;
+        self.log = None;
         self.features = 0;
         // The cache mode stays: a client (QEMU) may answer its guest from a copy of the configuration that it read
         // long ago, so the guest would not see the mode change.
@@ -270,6 +396,9 @@ impl VhostUserBackendReqHandlerMut for Backend {
             return Ok(());
         }
         self.stop_all().map_err(refuse)?;
+        if self.features & LOG_ALL != 0 && features & LOG_ALL == 0 {
+            self.log = None;
+        }
         self.features = features;
         if features & PROTOCOL_FEATURES == 0 {
             // Without the message that enables queues they all are.
@@ -298,18 +427,21 @@ impl VhostUserBackendReqHandlerMut for Backend {
     fn set_vring_addr(
         &mut self,
         index: u32,
-        _flags: VhostUserVringAddrFlags,
+        flags: VhostUserVringAddrFlags,
         descriptor: u64,
         used: u64,
         available: u64,
-        _log: u64,
+        log: u64,
     ) -> Result<()> {
         let addresses = RingAddresses {
             descriptors: descriptor,
             available,
             used,
         };
-        self.change(index, |vring| vring.set_addresses(addresses))
+        let log = flags
+            .contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG)
+            .then_some(log);
+        self.change(index, |vring| vring.set_addresses(addresses, log))
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
@@ -324,7 +456,9 @@ impl VhostUserBackendReqHandlerMut for Backend {
             .stop(index as usize)
             .map_err(|_| MessageError::InvalidParam)?;
         vring.forget_kick();
-        Ok(VhostUserVringState::new(index, vring.base().into()))
+        let state = VhostUserVringState::new(index, vring.base().into());
+        self.release_if_migrating();
+        Ok(state)
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
@@ -347,8 +481,10 @@ impl VhostUserBackendReqHandlerMut for Backend {
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::DEVICE_STATE
             | VhostUserProtocolFeatures::RESET_DEVICE;
         offered.set(VhostUserProtocolFeatures::INFLIGHT_SHMFD, self.restartable);
+        offered.set(VhostUserProtocolFeatures::LOG_SHMFD, self.image.is_some());
         Ok(offered)
     }
 
@@ -444,15 +580,34 @@ impl VhostUserBackendReqHandlerMut for Backend {
 
     fn set_device_state_fd(
         &mut self,
-        _direction: VhostTransferStateDirection,
+        direction: VhostTransferStateDirection,
         _phase: VhostTransferStatePhase,
-        _file: File,
+        file: File,
     ) -> Result<Option<File>> {
-        Err(refuse("a disk has no state to transfer"))
+        if self.vrings.iter().any(Vring::is_running) {
+            return Err(refuse(
+                "the state of a disk is transferred while none of its queues runs",
+            ));
+        }
+        match direction {
+            VhostTransferStateDirection::SAVE => {
+                device_state::save(self.device.cache_mode(), file).map_err(refuse)?;
+            }
+            VhostTransferStateDirection::LOAD => self.state = Some(file),
+        }
+        Ok(None)
     }
 
     fn check_device_state(&mut self) -> Result<()> {
-        Err(refuse("a disk has no state to transfer"))
+        // Of a state that was saved there is no more to say.
+        let Some(state) = self.state.take() else {
+            return Ok(());
+        };
+        match device_state::load(state).map_err(refuse)? {
+            CacheMode::Unknown => {}
+            mode => drop(self.device.set_cache_mode(mode)),
+        }
+        Ok(())
     }
 
     fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
@@ -461,7 +616,16 @@ impl VhostUserBackendReqHandlerMut for Backend {
         ))
     }
 
-    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
-        Err(MessageError::InvalidOperation("dirty logging was not offered"))
+    fn set_log_base(&mut self, shape: &VhostUserLog, file: File) -> Result<()> {
+        let log = LogMemory::map(shape, file, self.memory.end()).map_err(|error| {
+            if let Some(held_back) = self.device.log_limit().admit() {
+                tracing::warn!(%error, held_back, "cannot use a client's log of written pages");
+            }
+            // The answer has no room for a refusal.
+            MessageError::InvalidParam
+        })?;
+        self.stop_all().map_err(|_| MessageError::InvalidParam)?;
+        self.log = Some(log);
+        self.start_all()
     }
 }

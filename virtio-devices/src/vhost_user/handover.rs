@@ -26,6 +26,7 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_MQ};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::backend::{Backend, NotOffered, PROTOCOL_FEATURES};
+use super::image::DetachedDisk;
 use super::memory::RegionInfo;
 use super::{ServeError, VhostUserServer, event, lock};
 use crate::blk::{CacheMode, WRITEBACK_OFFSET};
@@ -170,6 +171,11 @@ impl Backend {
             script.say(FrontendReq::GET_PROTOCOL_FEATURES, &[]);
             script.say(FrontendReq::SET_PROTOCOL_FEATURES, &words([self.protocol.bits()]));
         }
+        if let Some(log) = &self.log {
+            let (shape, file) = log.describe()?;
+            let body = words([shape.mmap_size, shape.mmap_offset]);
+            script.say_with(FrontendReq::SET_LOG_BASE, &body, vec![file]);
+        }
         if let Some(socket) = self.channel.socket()? {
             script.say_with(FrontendReq::SET_BACKEND_REQ_FD, &[], vec![socket]);
         }
@@ -235,12 +241,12 @@ impl super::vring::Vring {
             &halves(number, self.next_available.into()),
         );
         if let Some(addresses) = self.addresses {
-            let mut body = halves(number, 0);
+            let mut body = halves(number, self.log_address.is_some().into());
             body.extend(words([
                 addresses.descriptors,
                 addresses.used,
                 addresses.available,
-                0,
+                self.log_address.unwrap_or_default(),
             ]));
             script.say(FrontendReq::SET_VRING_ADDR, &body);
         }
@@ -346,18 +352,16 @@ impl VhostUserServer {
     /// # Errors
     ///
     /// [`super::CloseError`]: the image may need repair on its next open, as after a power cut.
-    pub fn close_disk(&mut self, client: Option<&PausedClient>) -> Result<(), super::CloseError> {
+    pub fn close_disk(&self) -> Result<(), super::CloseError> {
+        let info = self.device.disk().info();
         let closed = self.close_on_worker();
-        self.reopen(Arc::new(super::detached_disk::DetachedDisk), client);
+        self.reopen(Arc::new(DetachedDisk::new(info)));
         closed
     }
 
-    /// Serves this disk from now on. It must be the same image, opened anew.
-    pub fn reopen(&mut self, disk: Arc<dyn block::Disk>, client: Option<&PausedClient>) {
-        self.device = Arc::new(self.device.with_disk(disk));
-        if let Some(client) = client {
-            lock(&client.backend).device = Arc::clone(&self.device);
-        }
+    /// Serves this disk from now on. It must be the same image, opened anew, and no queue may run.
+    pub fn reopen(&self, disk: Arc<dyn block::Disk>) {
+        self.device.set_disk(disk);
     }
 
     pub(super) fn go_on(&self, mut client: PausedClient) -> Result<PausedClient, ServeError> {

@@ -36,8 +36,6 @@ use crate::virtqueue::InflightRegion;
 const ENTRIES_MAX: u16 = 1 << 15;
 /// The size in bytes of the data behind the queues' regions: one word, in a cache line of its own.
 const TAIL_BYTES: u64 = 64;
-/// The upper seven bytes of that word. The lowest is the mode.
-const MODE_MARK: u64 = u64::from_be_bytes(*b"rdcache\0");
 
 /// Inflight memory that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -171,10 +169,8 @@ impl InflightMemory {
             let slice = self.map.get_slice(at, size_of::<u64>()).ok()?;
             slice.load::<u64>(0, Ordering::Acquire).ok()
         };
-        match self.mode_at.and_then(load) {
-            Some(word) if word & !0xff == MODE_MARK => CacheMode::from_number(word.to_le_bytes()[0]),
-            _ => CacheMode::Unknown,
-        }
+        let word = self.mode_at.and_then(load);
+        word.and_then(CacheMode::from_word).unwrap_or_default()
     }
 
     /// Notes the cache mode for the next server, where there is room.
@@ -182,10 +178,9 @@ impl InflightMemory {
         let Some(at) = self.mode_at else {
             return;
         };
-        let word = MODE_MARK | u64::from(mode as u8);
         let slice = self.map.get_slice(at, size_of::<u64>());
         // The word was inside the mapping when the mapping was made.
-        let stored = slice.and_then(|slice| slice.store(word, 0, Ordering::Release));
+        let stored = slice.and_then(|slice| slice.store(mode.to_word(), 0, Ordering::Release));
         debug_assert!(stored.is_ok(), "{stored:?}");
     }
 

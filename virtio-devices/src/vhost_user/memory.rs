@@ -3,7 +3,7 @@
 //! Buffers are named by guest address, rings by the client's own virtual address, so each region has both.
 //! The map is replaced, never changed: queues and requests hold the one they started with.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
@@ -61,6 +61,12 @@ pub(super) struct RegionInfo {
     pub(super) file_offset: u64,
 }
 
+/// The size of the pages that a file is mapped in, in bytes.
+pub(super) fn page_of(file: &Metadata) -> usize {
+    let block = usize::try_from(file.blksize()).unwrap_or(0);
+    block.next_power_of_two().max(4096)
+}
+
 #[derive(Clone, Debug)]
 struct Region {
     info: RegionInfo,
@@ -95,10 +101,7 @@ impl Region {
         let file = FileOffset::new(file, file_offset);
         let mapping = GuestRegionMmap::from_range(GuestAddress(guest), bytes, Some(file))
             .map_err(|source| MemoryError::Map { guest, source })?;
-        let page = usize::try_from(stat.blksize())
-            .unwrap_or(0)
-            .next_power_of_two()
-            .max(4096);
+        let page = page_of(&stat);
         let guard = FaultGuard::new(mapping.as_ptr() as usize, bytes, page);
         Ok(Self {
             info,
@@ -187,9 +190,16 @@ impl ClientMemory {
         self.map.clone()
     }
 
-    /// Says whether a page of this memory was lost, for a queue that runs on it.
-    pub(super) fn watch(&self) -> LossWatch {
-        LossWatch::new(self.regions.iter().map(|region| &*region.guard))
+    /// Says whether a page of this memory, or of one more mapping, was lost, for a queue that runs on it.
+    pub(super) fn watch(&self, other: Option<&FaultGuard>) -> LossWatch {
+        LossWatch::new(self.regions.iter().map(|region| &*region.guard).chain(other))
+    }
+
+    /// The first guest address past all regions.
+    pub(super) fn end(&self) -> u64 {
+        // Sorted by guest address, and checked not to wrap around.
+        let last = self.regions.last();
+        last.map_or(0, |region| region.info.guest + region.info.size)
     }
 
     /// The number of regions and of their bytes.

@@ -16,13 +16,17 @@ mod backend;
 mod config_channel;
 #[cfg(test)]
 mod config_channel_tests;
-mod detached_disk;
+mod device_state;
 pub(crate) mod event;
 mod handover;
+mod image;
 mod inflight;
 #[cfg(test)]
 mod limits_tests;
+mod log_memory;
 mod memory;
+#[cfg(test)]
+mod migration_tests;
 #[cfg(test)]
 mod restart_tests;
 mod sigbus;
@@ -50,6 +54,8 @@ use crate::stats::DiskStats;
 use backend::Backend;
 pub use config_channel::ConfigChannel;
 pub use handover::{ClientState, HandOverError, Message, PausedClient};
+use image::Image;
+pub use image::{DetachedDisk, ImageOwner};
 pub use stop_token::StopToken;
 
 /// The most queues a vhost-user device can have: what its messages can number.
@@ -152,6 +158,8 @@ pub struct VhostUserServer {
     restartable: bool,
     /// The connected client's.
     channel: ConfigChannel,
+    /// The image, if it can be given to another server.
+    image: Option<Arc<Image>>,
     /// The rate limiter of log messages about clients that connect and disconnect.
     log_limit: LogLimit,
 }
@@ -206,6 +214,7 @@ impl VhostUserServer {
             workers,
             restartable: config.restartable,
             channel: ConfigChannel::default(),
+            image: None,
             log_limit: LogLimit::default(),
         })
     }
@@ -220,6 +229,12 @@ impl VhostUserServer {
     #[must_use]
     pub fn config_channel(&self) -> &ConfigChannel {
         &self.channel
+    }
+
+    /// Lets guests migrate to and from other servers of the same image, which `owner` closes and opens. With `is_away`, another one
+    /// has it now: the disk that was passed to [`VhostUserServer::start`] is a [`DetachedDisk`].
+    pub fn share_image(&mut self, owner: Arc<dyn ImageOwner>, is_away: bool) {
+        self.image = Some(Arc::new(Image::new(owner, is_away)));
     }
 
     /// Returns the statistics of its disk's queues.
@@ -297,16 +312,26 @@ impl VhostUserServer {
 
     /// A client of whom nothing is known yet.
     fn receive(&self, stream: UnixStream) -> PausedClient {
+        self.look_at_image();
         let backend = Arc::new(Mutex::new(Backend::new(
             Arc::clone(&self.device),
             Arc::clone(&self.workers),
             self.restartable,
             self.channel.clone(),
+            self.image.clone(),
         )));
         PausedClient::new(
             BackendReqHandler::from_stream(stream, Arc::clone(&backend)),
             backend,
         )
+    }
+
+    /// Shows the image that another server has as it is now.
+    fn look_at_image(&self) {
+        let image = self.image.as_ref().filter(|image| image.is_away());
+        if let Some(info) = image.and_then(|image| image.owner().look()) {
+            self.device.set_disk(Arc::new(DetachedDisk::new(info)));
+        }
     }
 
     /// Serves one client until it goes, errs or `stop` is asked to stop; or to pause, and then gives it back.
@@ -338,7 +363,10 @@ impl VhostUserServer {
         let result = loop {
             // A pause comes between two messages, and what was not read is for whoever goes on.
             let watched = [Some(connection.as_fd()), Some(stop.event()), others];
-            let timeout = report_at.map(|at| at.saturating_duration_since(Instant::now()));
+            let waits_for_image = lock(&backend).waits_for_image();
+            let try_again = waits_for_image.then_some(IMAGE_RETRY);
+            let report = report_at.map(|at| at.saturating_duration_since(Instant::now()));
+            let timeout = try_again.into_iter().chain(report).min();
             match event::wait_any(watched, timeout) {
                 Ok(_) if stop.is_paused() => {
                     drop(guard);
@@ -353,6 +381,9 @@ impl VhostUserServer {
                     continue;
                 }
                 Ok(_) => {
+                    if waits_for_image && lock(&backend).try_again().is_err() {
+                        break MessageError::BackendInternalError;
+                    }
                     if report_at.take_if(|at| *at <= Instant::now()).is_some() {
                         self.report_waiting(&connection);
                     }
@@ -421,17 +452,24 @@ impl VhostUserServer {
     }
 
     fn close_on_worker(&self) -> Result<(), CloseError> {
-        let disk = Arc::clone(self.device.disk());
-        if let Some(worker) = self.workers.first() {
-            worker.block_on(move |cx| disk.close(cx))??;
-        }
-        Ok(())
+        close_on(&self.workers, self.device.disk())
     }
+}
+
+/// Closes a disk as a clean shutdown should, on one of its workers.
+fn close_on(workers: &[WorkerHandle], disk: Arc<dyn Disk>) -> Result<(), CloseError> {
+    if let Some(worker) = workers.first() {
+        worker.block_on(move |cx| disk.close(cx))??;
+    }
+    Ok(())
 }
 
 /// The time after which the log names a waiting client and the connected one. The latter may be about to disconnect,
 /// and a process that it forked may keep its connection open for a moment.
 const WAITING_MIN: Duration = Duration::from_secs(1);
+
+/// The delay before an image is tried again that another process has.
+const IMAGE_RETRY: Duration = Duration::from_millis(20);
 
 /// The delay before accepting is tried again after a lack of descriptors or memory.
 const SHORTAGE: Duration = Duration::from_millis(100);

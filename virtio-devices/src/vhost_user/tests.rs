@@ -27,7 +27,9 @@ use ringdisk_driver::Driver;
 use ringdisk_driver::blk::{F_CONFIG_WCE, F_EVENT_IDX, F_MQ, FLUSH, IN, IOERR, OK, OUT};
 use ringdisk_gen::Random;
 
-const PROTOCOL_FEATURES: u64 = 1 << 30;
+pub(super) const PROTOCOL_FEATURES: u64 = 1 << 30;
+/// `VHOST_F_LOG_ALL`.
+pub(super) const LOG_ALL: u64 = 1 << 26;
 /// The start of the second region.
 pub(super) const SECOND: u64 = BASE + REGION_BYTES;
 
@@ -49,7 +51,27 @@ impl World {
         Self::on(RingKind::Auto, disk, num_queues, true)
     }
 
+    /// A server that gives its image to others, and has it `away` at first.
+    pub(super) fn sharing(
+        disk: Arc<dyn Disk>,
+        num_queues: u16,
+        owner: Arc<dyn ImageOwner>,
+        is_away: bool,
+    ) -> Self {
+        Self::start(RingKind::Auto, disk, num_queues, false, Some((owner, is_away)))
+    }
+
     fn on(ring: RingKind, disk: Arc<dyn Disk>, num_queues: u16, restartable: bool) -> Self {
+        Self::start(ring, disk, num_queues, restartable, None)
+    }
+
+    fn start(
+        ring: RingKind,
+        disk: Arc<dyn Disk>,
+        num_queues: u16,
+        restartable: bool,
+        image: Option<(Arc<dyn ImageOwner>, bool)>,
+    ) -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("socket");
         let listener = UnixListener::bind(&path).expect("a socket");
@@ -67,7 +89,10 @@ impl World {
             restartable,
             ..VhostUserConfig::default()
         };
-        let server = VhostUserServer::start(disk, &config).expect("a server");
+        let mut server = VhostUserServer::start(disk, &config).expect("a server");
+        if let Some((owner, is_away)) = image {
+            server.share_image(owner, is_away);
+        }
         let channel = server.config_channel().clone();
         let thread = std::thread::spawn(move || {
             server.serve(&listener, &token)?;
@@ -135,7 +160,7 @@ fn region(memory: &GuestMemoryMmap, file: &File, index: u64) -> VhostUserMemoryR
 /// A connected client with its queues running.
 pub(super) struct Client {
     pub(super) frontend: Frontend,
-    memory: GuestMemoryMmap,
+    pub(super) memory: GuestMemoryMmap,
     pub(super) file: File,
     pub(super) drivers: Vec<Driver>,
     pub(super) kicks: Vec<EventFd>,
@@ -178,13 +203,13 @@ impl Client {
     fn negotiate(path: &Path, queues: u64) -> Frontend {
         let (frontend, features) = Self::greet(path, queues);
         frontend
-            .set_features(features & !F_MQ | PROTOCOL_FEATURES)
+            .set_features(features & !F_MQ & !LOG_ALL | PROTOCOL_FEATURES)
             .expect("SET_FEATURES");
         frontend
     }
 
     /// A connection on which the protocol's own features have been agreed upon, and the device's that are offered.
-    fn greet(path: &Path, queues: u64) -> (Frontend, u64) {
+    pub(super) fn greet(path: &Path, queues: u64) -> (Frontend, u64) {
         let mut frontend = Frontend::connect(path, queues).expect("a connection");
         frontend.set_owner().expect("SET_OWNER");
         let features = frontend.get_features().expect("GET_FEATURES");
@@ -204,7 +229,7 @@ impl Client {
     }
 
     /// Gives the memory, and starts each queue at its base. `false` if one was refused.
-    fn set_up(&mut self, bases: &[u16]) -> bool {
+    pub(super) fn set_up(&mut self, bases: &[u16]) -> bool {
         let regions = [
             region(&self.memory, &self.file, 0),
             region(&self.memory, &self.file, 1),

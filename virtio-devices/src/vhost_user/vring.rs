@@ -17,11 +17,12 @@ use std::sync::Arc;
 use block::worker::{WorkerGone, WorkerHandle};
 
 use super::event::ClientEvent;
+use super::log_memory::LogMemory;
 use super::memory::ClientMemory;
 use super::sigbus::LossWatch;
 use crate::blk::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
 use crate::stats::QueueStats;
-use crate::virtqueue::{InflightRegion, RingAddresses};
+use crate::virtqueue::{InflightRegion, QueueLog, RingAddresses, used_bytes};
 
 /// Clients that share so little do not share their guest's memory, but some firmware at most, in bytes.
 const SHARED_MIN: u64 = 16 << 20;
@@ -39,6 +40,12 @@ pub(super) enum VringError {
         address: u64,
         regions: usize,
         bytes: u64,
+    },
+    #[error("the client's log of written pages ends at guest address {end:#x}; {part} ends at {needed:#x}")]
+    OutsideLog {
+        part: &'static str,
+        needed: u64,
+        end: u64,
     },
     #[error(transparent)]
     Run(#[from] RunQueueError),
@@ -61,6 +68,8 @@ pub(super) struct Vring {
     pub(super) size: u16,
     /// As addresses of the client's.
     pub(super) addresses: Option<RingAddresses>,
+    /// The guest address by which a log knows the used ring, if the client gave one.
+    pub(super) log_address: Option<u64>,
     pub(super) next_available: u16,
     pub(super) kick: Kick,
     pub(super) call: Arc<ClientEvent>,
@@ -97,6 +106,7 @@ impl Vring {
         Self {
             size: 0,
             addresses: None,
+            log_address: None,
             next_available: 0,
             kick: Kick::Unknown,
             call: Arc::default(),
@@ -120,8 +130,9 @@ impl Vring {
         self.size = size;
     }
 
-    pub(super) fn set_addresses(&mut self, addresses: RingAddresses) {
+    pub(super) fn set_addresses(&mut self, addresses: RingAddresses, log_address: Option<u64>) {
         self.addresses = Some(addresses);
+        self.log_address = log_address;
     }
 
     pub(super) fn set_base(&mut self, next_available: u16) {
@@ -184,22 +195,31 @@ impl Vring {
         Ok(())
     }
 
-    /// Runs the queue, if it should run and does not.
+    /// Returns true if the queue should run and does not.
+    pub(super) fn is_to_run(&self) -> bool {
+        let is_described = self.addresses.is_some() && self.size != 0;
+        self.running.is_none() && is_described && self.enabled && !matches!(self.kick, Kick::Unknown)
+    }
+
+    /// Returns true if the client has stopped the queue, or never started it.
+    pub(super) fn is_at_rest(&self) -> bool {
+        self.running.is_none() && matches!(self.kick, Kick::Unknown)
+    }
+
+    /// Runs the queue, if it should run and does not. With `log`, the guest pages that it writes are marked there.
     pub(super) fn start(
         &mut self,
         worker: &WorkerHandle,
         device: &Arc<BlockDevice>,
         memory: &ClientMemory,
         inflight: Option<InflightRegion>,
+        log: Option<&LogMemory>,
         features: u64,
         stats: Arc<QueueStats>,
     ) -> Result<(), VringError> {
-        let (None, Some(user)) = (&self.running, self.addresses) else {
+        let Some(user) = self.addresses.filter(|_| self.is_to_run()) else {
             return Ok(());
         };
-        if !self.enabled || self.size == 0 {
-            return Ok(());
-        }
         let kick = match &self.kick {
             Kick::Unknown => return Ok(()),
             Kick::Event(file) => Some(OwnedFd::from(file.try_clone().map_err(RunQueueError::Kick)?)),
@@ -221,18 +241,44 @@ impl Vring {
             available: guest("available ring", user.available)?,
             used: guest("used ring", user.used)?,
         };
+        let guard = log.map(LogMemory::guard);
+        let log = log
+            .map(|log| self.queue_log(log, memory, addresses.used))
+            .transpose()?;
         let events = Events {
             call: Arc::clone(&self.call),
             error: Arc::clone(&self.error),
-            losses: memory.watch(),
+            losses: memory.watch(guard),
         };
         let mut config =
             BlockQueueConfig::new(memory.map(), self.size, addresses, features, Box::new(events));
         config.next_available = self.next_available;
         config.inflight = inflight;
+        config.log = log;
         config.stats = stats;
         self.running = Some(RunningQueue::start(worker, device, kick, config)?);
         self.recover = false;
         Ok(())
+    }
+
+    /// The log of the queue, which must have a bit for all that the queue can write.
+    fn queue_log(
+        &self,
+        log: &LogMemory,
+        memory: &ClientMemory,
+        used_ring: u64,
+    ) -> Result<QueueLog, VringError> {
+        let end = log.log().end();
+        let used_ring = self.log_address.unwrap_or(used_ring);
+        let ring_end = used_ring.saturating_add(used_bytes(self.size));
+        for (part, needed) in [("its memory", memory.end()), ("the used ring", ring_end)] {
+            if needed > end {
+                return Err(VringError::OutsideLog { part, needed, end });
+            }
+        }
+        Ok(QueueLog {
+            log: Arc::clone(log.log()),
+            used_ring,
+        })
     }
 }

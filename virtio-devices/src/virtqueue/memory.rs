@@ -5,6 +5,9 @@
 //! this process and never an access outside the map. The table remembers the two regions it found last:
 //! a guest's headers often lie in one and its data in another.
 //!
+//! While the guest migrates, a [log](super::DirtyLog) is told of every page that was written: of what is written here, here; of what the
+//! kernel wrote for a request, by [`QueueMemory::written`] when the request has ended.
+//!
 //! Invariants: the mapping lives at least as long as this table and every buffer made from it; both hold it. No
 //! reference to guest memory is ever made.
 
@@ -14,12 +17,13 @@ use std::cell::Cell;
 use std::fmt;
 use std::ptr::NonNull;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use block::Buffer;
 use block::buffer::MemoryHold;
 use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
-use super::ChainDefect;
+use super::{ChainDefect, DirtyLog};
 
 /// Bytes inside one region of guest memory. Only [`QueueMemory`] makes them.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -94,6 +98,7 @@ pub struct QueueMemory {
     regions: Box<[Region]>,
     recent: [Cell<usize>; 2],
     hold: MemoryHold,
+    log: Option<Arc<DirtyLog>>,
 }
 
 impl fmt::Debug for QueueMemory {
@@ -118,7 +123,61 @@ impl QueueMemory {
             regions: regions.into_boxed_slice(),
             recent: [Cell::new(0), Cell::new(0)],
             hold: Rc::new(memory),
+            log: None,
         }
+    }
+
+    /// From now on written pages are marked in `log`.
+    pub(super) fn log_writes(&mut self, log: Arc<DirtyLog>) {
+        self.log = Some(log);
+    }
+
+    /// Returns true if written pages are marked.
+    #[inline]
+    pub(crate) fn is_logged(&self) -> bool {
+        self.log.is_some()
+    }
+
+    /// Marks the bytes of `slice`, which were written.
+    #[inline]
+    fn mark(&self, slice: Slice) {
+        if let Some(log) = &self.log {
+            Self::mark_in(
+                log,
+                &self.regions[slice.region as usize],
+                slice.offset,
+                slice.len.into(),
+            );
+        }
+    }
+
+    #[cold]
+    fn mark_in(log: &DirtyLog, region: &Region, offset: u64, len: u64) {
+        log.mark(region.guest + offset, len);
+    }
+
+    /// Marks all of a buffer of this memory, which a request may have written.
+    #[cold]
+    pub(crate) fn written(&self, buffer: &Buffer) {
+        let Some(log) = &self.log else { return };
+        buffer.for_each_slice(|slice| {
+            // A stretch goes on in the next region where the two are mapped side by side.
+            let (mut at, mut left) = (slice.ptr().addr() as u64, slice.len() as u64);
+            while left > 0 {
+                let found = self.regions.iter().find_map(|region| {
+                    let offset = at.checked_sub(region.host.addr() as u64)?;
+                    (offset < region.len).then_some((region, offset))
+                });
+                let Some((region, offset)) = found else {
+                    debug_assert!(false, "a buffer of another memory");
+                    return;
+                };
+                let part = left.min(region.len - offset);
+                Self::mark_in(log, region, offset, part);
+                at += part;
+                left -= part;
+            }
+        });
     }
 
     /// The number of the region that `address` is in.
@@ -320,6 +379,7 @@ impl QueueMemory {
                 // SAFETY: `index < now.len()`, and that many bytes are mapped from `pointer` on.
                 unsafe { pointer.add(index).write_volatile(*byte) };
             }
+            self.mark(*slice);
             left = later;
         }
         bytes.len() - left.len()
@@ -330,6 +390,7 @@ impl QueueMemory {
     pub(crate) fn write_byte(&self, slice: Slice, value: u8) {
         // SAFETY: `pointer` names one mapped byte, which only the guest shares.
         unsafe { self.pointer(slice, 0, 1).write_volatile(value) };
+        self.mark(slice);
     }
 
     /// The slices as the buffer of a request. The buffer holds the mapping.

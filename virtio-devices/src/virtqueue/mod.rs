@@ -10,6 +10,7 @@
 //! - after asking for notifications the available ring is looked at once more.
 
 mod chain;
+mod dirty_log;
 mod inflight;
 mod memory;
 mod ring;
@@ -19,9 +20,11 @@ mod rust_vmm;
 pub(crate) mod tests;
 
 pub use chain::Chain;
+pub use dirty_log::{DirtyLog, QueueLog};
 pub(crate) use inflight::InflightQueue;
 pub use inflight::{InflightError, InflightRegion};
 pub use memory::{QueueMemory, Slice};
+pub(crate) use ring::used_bytes;
 pub use ring::{QueueSetup, RingAddresses, Virtqueue};
 
 /// The rings that block queues are served from.

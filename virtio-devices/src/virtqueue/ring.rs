@@ -11,6 +11,7 @@
 
 use std::fmt;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering, fence};
 
 use block::canary::may_store;
@@ -19,7 +20,7 @@ use vm_memory::GuestMemoryMmap;
 
 use super::chain::{Chain, DescriptorTable};
 use super::memory::QueueMemory;
-use super::{QueueError, SetupError};
+use super::{QueueError, QueueLog, SetupError};
 
 /// The guest addresses of a queue's parts.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -54,6 +55,12 @@ const ENTRIES: usize = 4;
 const DESCRIPTORS_AHEAD: u16 = 6;
 const TARGETS_AHEAD: u16 = 3;
 
+/// The length in bytes of a used ring of so many entries, `avail_event` included.
+#[must_use]
+pub(crate) const fn used_bytes(size: u16) -> u64 {
+    6 + 8 * size as u64
+}
+
 /// A split virtqueue that runs.
 pub struct Virtqueue {
     memory: QueueMemory,
@@ -73,6 +80,8 @@ pub struct Virtqueue {
     /// True if the guest was notified since the start: until then it may expect more than we know.
     notified_once: bool,
     notifications: bool,
+    /// The guest's log of written pages, while it migrates.
+    log: Option<QueueLog>,
 }
 
 impl fmt::Debug for Virtqueue {
@@ -122,7 +131,7 @@ impl Virtqueue {
         } = setup.addresses;
         let table = place("descriptor table", descriptors, 16 * entries, 16)?;
         let available = place("available ring", available, 6 + 2 * entries, 2)?;
-        let used = place("used ring", used, 6 + 8 * entries, 4)?;
+        let used = place("used ring", used, used_bytes(size) as u32, 4)?;
         let mut queue = Self {
             available: memory.pointer(available, 0, available.len()),
             used: memory.pointer(used, 0, used.len()),
@@ -140,11 +149,33 @@ impl Virtqueue {
             published: 0,
             notified_once: false,
             notifications: true,
+            log: None,
         };
         queue.published = u16::from_le(queue.used_word(INDEX).load(Ordering::Acquire));
         queue.next_used = queue.published;
         queue.disable_notifications();
         Ok(queue)
+    }
+
+    /// From now on the pages that are written, those of the used ring too, are marked in a log. What was written to the ring before
+    /// is marked at once.
+    pub fn log_writes(&mut self, log: QueueLog) {
+        self.memory.log_writes(Arc::clone(&log.log));
+        self.log = Some(log);
+        self.mark_used_ring();
+    }
+
+    /// Marks the used ring, which was written.
+    #[inline]
+    pub(super) fn mark_used_ring(&self) {
+        if let Some(log) = &self.log {
+            Self::mark_ring_in(log, self.size);
+        }
+    }
+
+    #[cold]
+    fn mark_ring_in(log: &QueueLog, size: u16) {
+        log.log.mark(log.used_ring, used_bytes(size));
     }
 
     /// The 16-bit word at byte `offset` of the available ring.
@@ -317,6 +348,7 @@ impl Virtqueue {
             self.used_word(INDEX).store(new.to_le(), Ordering::Release);
         }
         self.published = new;
+        self.mark_used_ring();
         // The guest writes what it wants and then looks at the index; we write the index and then look
         // at what it wants. One of the two sees the other.
         fence(Ordering::SeqCst);
@@ -344,6 +376,7 @@ impl Virtqueue {
             self.used_word(0).store(0, Ordering::Relaxed);
         }
         self.notifications = true;
+        self.mark_used_ring();
         // We say that we want to know and then look at the index; the guest writes the index and then
         // looks whether we want to know.
         fence(Ordering::SeqCst);
@@ -364,6 +397,7 @@ impl Virtqueue {
             let flags = VRING_USED_F_NO_NOTIFY as u16;
             self.used_word(0).store(flags.to_le(), Ordering::Relaxed);
         }
+        self.mark_used_ring();
     }
 }
 

@@ -11,7 +11,7 @@ use vm_memory::GuestMemoryMmap;
 
 use super::chain::Chain;
 use super::memory::QueueMemory;
-use super::{QueueError, QueueSetup, SetupError};
+use super::{QueueError, QueueLog, QueueSetup, SetupError};
 
 /// A split virtqueue of `virtio-queue`.
 #[derive(Debug)]
@@ -51,6 +51,10 @@ impl Virtqueue {
         };
         queue.disable_notifications();
         Ok(queue)
+    }
+
+    pub(crate) fn log_writes(&mut self, log: QueueLog) {
+        self.ours.log_writes(log);
     }
 
     #[inline]
@@ -139,12 +143,14 @@ impl Virtqueue {
             return false;
         }
         self.published = self.queue.next_used();
+        self.ours.mark_used_ring();
         self.queue.needs_notification(&self.map).unwrap_or(true)
     }
 
     pub(crate) fn enable_notifications(&mut self) -> Result<bool, QueueError> {
         let enabled = self.queue.enable_notification(&self.map);
         enabled.map_err(|_| QueueError::MemoryLost)?;
+        self.ours.mark_used_ring();
         Ok(self.available()? > 0)
     }
 
@@ -152,5 +158,6 @@ impl Virtqueue {
     pub(crate) fn disable_notifications(&mut self) {
         let disabled = self.queue.disable_notification(&self.map);
         debug_assert!(disabled.is_ok(), "{disabled:?}");
+        self.ours.mark_used_ring();
     }
 }

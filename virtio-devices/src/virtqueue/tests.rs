@@ -1,8 +1,12 @@
 //! The queue against drivers that do as they should and drivers that don't.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use super::*;
 use ringdisk_driver::{Desc, Driver, INDIRECT, NEXT, WRITE};
 use ringdisk_gen::Random;
+use vm_memory::{MmapRegion, VolatileMemory};
 
 use crate::testing::{BASE, DATA, END, REGION_BYTES, TABLE, driver, guest_memory};
 
@@ -544,4 +548,30 @@ fn take_stays_inside_memory_for_random_rings() {
             }
         }
     }
+}
+
+#[test]
+fn every_write_to_the_used_ring_is_logged() {
+    let (mut driver, mut queue) = pair();
+    // Another address than the ring's, as the client may say.
+    let used_ring = 9 * 4096 + 8;
+    let log = Arc::new(DirtyLog::new(MmapRegion::new(4096).expect("a mapping")));
+    let bits = || log.map().get_atomic_ref::<AtomicU64>(0).expect("a word");
+    let marked = || bits().swap(0, Ordering::SeqCst) == 1 << 9;
+    queue.log_writes(QueueLog {
+        log: Arc::clone(&log),
+        used_ring,
+    });
+    assert!(marked(), "what was written before");
+    queue.enable_notifications().expect("a sound ring");
+    assert!(marked());
+    queue.disable_notifications();
+    assert!(marked());
+    let head = driver.chain(&[(DATA, 16, true)]);
+    driver.make_available(head);
+    let (head, _) = take(&mut queue).expect("a chain");
+    assert!(!marked());
+    queue.give_back(head, 0);
+    queue.publish();
+    assert!(marked());
 }

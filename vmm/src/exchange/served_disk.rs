@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use block::ring::RingKind;
-use block::{Buffer, Context, Op, ask};
+use block::{Buffer, Context, DiskInfo, Op, ask};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use qcow::{BitmapChange, EngineCounts, QcowDisk, SnapshotError};
 use serde_json::{Value, json};
@@ -72,6 +72,15 @@ impl ServedDisk {
         let disk = Self::new(label, config, stats);
         disk.attach(opened);
         disk
+    }
+
+    /// Another process has the image, which looks like this.
+    pub(crate) fn expect(&self, info: DiskInfo, is_qcow2: bool) {
+        *self.shown.lock() = Shown {
+            size: info.size_bytes,
+            readonly: info.read_only,
+            is_qcow2,
+        };
     }
 
     /// The image is open: requests work on it from now on.
@@ -153,7 +162,7 @@ impl ServedDisk {
                 is_qcow2: handle.image().is_some(),
             })
         });
-        let mut shown = self.shown.lock();
+        let (mut shown, is_open) = (self.shown.lock(), now.is_ok() || self.is_foreign);
         if let Ok(now) = now {
             *shown = now;
         }
@@ -168,6 +177,7 @@ impl ServedDisk {
             "size": shown.size,
             "readonly": shown.readonly,
             "queues": self.queues,
+            "open": is_open,
         });
         drop(shown);
         if let Some(compaction) = self.compactions.describe() {

@@ -12,9 +12,9 @@ use parking_lot::Mutex;
 use virtio_devices::vhost_user::{PausedClient, StopToken};
 
 use super::desk::VhostUserDesk;
-use super::served::{Options, Served, confine, opening};
+use super::image::ServedImage;
+use super::served::{Options, Served, confine};
 use crate::error::CommandFailure;
-use crate::open;
 use crate::sandbox::Task;
 use crate::socket::{Socket, SocketError};
 use crate::takeover::{self, ControlSocket, Offer, Successor, Taken, TakeoverSocket};
@@ -63,13 +63,36 @@ pub(super) fn accept(
         .map_err(|error| CommandFailure::Failed(error.into()))
 }
 
-/// Returns the reason why no other server can continue with these disks, if there is one.
-pub(super) fn obstacle(served: &[Served]) -> Option<String> {
-    let kept = served.iter().find(|disk| disk.config.overlay.is_some())?;
-    Some(format!(
-        "its disk {} has overlay=temporary, which ends with its process",
-        kept.name
-    ))
+/// What may keep another server from continuing with some disks.
+pub(super) struct Obstacles {
+    kept: Option<String>,
+    images: Vec<(String, Arc<ServedImage>)>,
+}
+
+impl Obstacles {
+    pub(super) fn of(served: &[Served]) -> Self {
+        let kept = served.iter().find(|disk| disk.config.overlay.is_some());
+        let images = served
+            .iter()
+            .map(|disk| (disk.name.clone(), Arc::clone(&disk.image)));
+        Self {
+            kept: kept.map(|disk| disk.name.clone()),
+            images: images.collect(),
+        }
+    }
+
+    /// Returns the reason why no other server can continue with the disks now, if there is one.
+    fn reason(&self) -> Option<String> {
+        if let Some(name) = &self.kept {
+            return Some(format!(
+                "its disk {name} has overlay=temporary, which ends with its process"
+            ));
+        }
+        let (name, _) = self.images.iter().find(|(_, image)| image.is_away())?;
+        Some(format!(
+            "the image of its disk {name} is with another server, as its guest is"
+        ))
+    }
 }
 
 /// The names of these disks, for the log.
@@ -101,12 +124,17 @@ pub(super) enum HandOverFailure {
 /// Closes the images and offers everything to a new server. If that does not take it, `lock_set` has what
 /// is to be opened again with.
 pub(super) fn hand_over(
-    served: &mut [Served],
+    served: &[Served],
     takeover_socket: &TakeoverSocket,
     control: Option<&ControlSocket>,
     successor: Successor,
     lock_set: &mut LockSet,
 ) -> Result<Taken, HandOverFailure> {
+    // A guest may have migrated since the new server was let in.
+    if let Some(reason) = Obstacles::of(served).reason() {
+        successor.refuse(&reason);
+        return Err(HandOverFailure::NotTaken(std::io::Error::other(reason)));
+    }
     // Requests of operators end first.
     served.iter().for_each(|disk| disk.disk.detach());
     let mut locks = Vec::new();
@@ -121,9 +149,9 @@ pub(super) fn hand_over(
         }
     }
     let mut failed = None;
-    for disk in served.iter_mut() {
-        let closed = disk.server.close_disk(disk.client.as_ref());
-        disk.opened = None;
+    for disk in served {
+        let closed = disk.server.close_disk();
+        disk.image.close();
         if let Err(error) = closed {
             tracing::error!(disk = %disk.name, %error, "the image was not closed cleanly");
             failed.get_or_insert(CommandFailure::about(&disk.name, error));
@@ -154,24 +182,18 @@ pub(super) fn hand_over(
 }
 
 /// Opens the images again that were closed for a new server, which did not take them.
-pub(super) fn reopen(
-    served: &mut [Served],
-    options: Options,
-    lock_set: &LockSet,
-) -> Result<(), CommandFailure> {
+pub(super) fn reopen(served: &[Served], lock_set: &LockSet) -> Result<(), CommandFailure> {
     let deadline = Instant::now() + REOPEN_MAX;
-    for disk in served {
+    for disk in served.iter().filter(|disk| disk.image.is_closed()) {
         let opened = loop {
-            match open::open_as(&disk.config, &opening(options, lock_set)) {
+            match disk.image.reopen(lock_set) {
                 Err(error) if error.is_locked() && Instant::now() < deadline => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 opened => break opened.map_err(|error| CommandFailure::Failed(error.into()))?,
             }
         };
-        disk.server.reopen(opened.disk(), disk.client.as_ref());
-        disk.disk.attach(&opened);
-        disk.opened = Some(opened);
+        disk.server.reopen(opened);
     }
     lock_set.keep();
     Ok(())
@@ -187,10 +209,10 @@ pub(super) fn open_takeover_socket(sockets: &[PathBuf]) -> Option<TakeoverSocket
 
 /// Starts the thread that pauses the server when a new one wants to take over.
 ///
-/// A server of a disk that ends with its process continues instead: the new one is told the `obstacle`.
+/// Where something is in the way, the server continues instead: the new one is told which of the `obstacles` it is.
 pub(super) fn stop_on_takeover(
     takeover_socket: TakeoverSocket,
-    obstacle: Option<String>,
+    obstacles: Obstacles,
     desk: Arc<VhostUserDesk>,
     stop: StopToken,
     options: Options,
@@ -203,9 +225,9 @@ pub(super) fn stop_on_takeover(
         confine(Task::Control, options)?;
         loop {
             let new = listener.wait()?;
-            if let Some(reason) = &obstacle {
+            if let Some(reason) = obstacles.reason() {
                 tracing::warn!(reason, "a takeover was refused");
-                new.refuse(reason);
+                new.refuse(&reason);
                 continue;
             }
             tracing::info!(event = "handing-over", "handing over to a new server");

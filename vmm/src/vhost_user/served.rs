@@ -9,13 +9,16 @@ use std::sync::Arc;
 use block::lock::LockSet;
 use block::worker::{StartHook, WorkerConfig};
 use virtio_devices::stats::DiskStats;
-use virtio_devices::vhost_user::{PausedClient, VhostUserConfig, VhostUserServer, descriptors_max};
+use virtio_devices::vhost_user::{
+    DetachedDisk, PausedClient, VhostUserConfig, VhostUserServer, descriptors_max,
+};
 
+use super::image::{Found, Look, ServedImage};
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
 use crate::exchange::ServedDisk;
 use crate::metrics::{DiskReport, Source};
-use crate::open::{OpenedDisk, Opening};
+use crate::open::{self, Opening};
 use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
 use crate::socket::{Access, Socket, folder_of};
 
@@ -26,6 +29,8 @@ pub struct Options {
     pub restartable: bool,
     /// Take over from the server that serves these sockets.
     pub takeover: bool,
+    /// Another server has the images, until the guests come from there.
+    pub incoming: bool,
     /// Give up, before the first client is looked at, every right that serving does not take.
     pub sandbox: bool,
     /// This is the process in the background, which says when it is ready.
@@ -53,8 +58,7 @@ pub(super) struct Served {
     /// The disk, for requests of the control socket.
     pub(super) disk: Arc<ServedDisk>,
     pub(super) socket: Socket,
-    /// `None` while the image is closed, in a takeover.
-    pub(super) opened: Option<OpenedDisk>,
+    pub(super) image: Arc<ServedImage>,
 }
 
 /// Returns the purpose for which images are opened.
@@ -66,6 +70,22 @@ pub(super) fn opening(options: Options, lock_set: &LockSet) -> Opening {
     }
 }
 
+/// Opens the image of a disk, or looks at the one that another server has.
+///
+/// # Errors
+///
+/// [`open::OpenError`], naming the file.
+pub(super) fn find(
+    config: &DiskConfig,
+    options: Options,
+    lock_set: &LockSet,
+) -> Result<Found, open::OpenError> {
+    if options.incoming {
+        return Ok(Found::Away(Look::new(config)?));
+    }
+    Ok(Found::Here(open::open_as(config, &opening(options, lock_set))?))
+}
+
 /// Returns the number of descriptors that serving one disk may take: those of its clients, and for each queue the
 /// files of a chain of limited length.
 pub(super) fn descriptors(config: &DiskConfig) -> u64 {
@@ -74,15 +94,11 @@ pub(super) fn descriptors(config: &DiskConfig) -> u64 {
 }
 
 /// Returns the files that stay accessible: the images, and the sockets to remove at the end.
-pub(super) fn allowed(opened: &[(Socket, DiskConfig, OpenedDisk)]) -> AllowedFiles {
+pub(super) fn allowed(found: &[(Socket, DiskConfig, Found)]) -> AllowedFiles {
     let mut allowed = AllowedFiles::default();
-    for (socket, _, disk) in opened {
-        let disk = disk.disk();
-        let written = disk.written_files();
-        let files = disk.files().into_iter();
-        allowed
-            .readable
-            .extend(files.filter(|file| !written.contains(file)));
+    for (socket, _, image) in found {
+        let (read, written) = image.files();
+        allowed.readable.extend(read);
         allowed.writable.extend(written);
         allowed.removable_in.push(folder_of(socket.path()));
     }
@@ -101,22 +117,34 @@ pub(super) fn confine(task: Task, options: Options) -> Result<(), SandboxError> 
 pub(super) fn serve(
     socket: Socket,
     config: DiskConfig,
-    opened: OpenedDisk,
+    found: Found,
     options: Options,
+    lock_set: &LockSet,
 ) -> Result<Served, CommandFailure> {
     let name = config.name();
-    let server = VhostUserServer::start(opened.disk(), &server_config(&config, options))
+    let disk = match &found {
+        Found::Here(opened) => opened.disk(),
+        Found::Away(_) => Arc::new(DetachedDisk::new(found.info())),
+    };
+    let mut server = VhostUserServer::start(disk, &server_config(&config, options))
         .map_err(|error| CommandFailure::about(&name, error))?;
+    let disk = ServedDisk::new(format!("disk {name}"), &config, server.stats());
+    let opening = opening(options, lock_set);
+    let image = ServedImage::new(config.clone(), opening, Arc::clone(&disk), found);
+    if config.overlay.is_none() {
+        let is_away = image.is_away();
+        server.share_image(Arc::clone(&image) as _, is_away);
+    }
     let (path, driver) = (socket.path().display(), server.driver_name());
     tracing::info!(disk = %name, socket = %path, driver, "waiting for a client");
     Ok(Served {
-        disk: ServedDisk::of(format!("disk {name}"), &config, server.stats(), &opened),
+        disk,
         name,
         config,
         client: None,
         server,
         socket,
-        opened: Some(opened),
+        image,
     })
 }
 
@@ -156,14 +184,14 @@ pub(super) fn close(disk: Served) -> Result<(), CommandFailure> {
         client,
         server,
         socket,
-        opened,
+        image,
         disk,
         ..
     } = disk;
     disk.detach();
     drop((client, socket));
     let closed = server.close();
-    drop(opened);
+    image.close();
     match &closed {
         Ok(()) => tracing::info!(disk = %name, "the image was closed cleanly"),
         Err(error) => tracing::error!(disk = %name, %error, "the image was not closed cleanly"),

@@ -1,0 +1,203 @@
+//! The image of a served disk: open here, or with another server while its guest is there.
+//!
+//! Invariant: the lock of the image is held exactly while [`ServedImage`] has it open.
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use block::lock::LockSet;
+use block::{Disk, DiskInfo};
+use parking_lot::Mutex;
+use virtio_devices::vhost_user::ImageOwner;
+
+use crate::disk_config::DiskConfig;
+use crate::exchange::ServedDisk;
+use crate::open::{self, OpenError, OpenedDisk, Opening};
+
+/// The longest wait for the last users of a disk that was closed: answers on their way to whoever asked.
+const RELEASE_MAX: Duration = Duration::from_secs(5);
+
+/// An image that this process opens and closes.
+#[derive(Debug)]
+pub(super) struct ServedImage {
+    config: DiskConfig,
+    /// The disk, for requests of the control socket.
+    disk: Arc<ServedDisk>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    opening: Opening,
+    /// `None` while the image is closed.
+    opened: Option<OpenedDisk>,
+    /// True if it is closed because a guest has migrated, or has yet to come.
+    is_away: bool,
+}
+
+/// An image, before its disk is served.
+#[derive(Debug)]
+pub(super) enum Found {
+    /// Opened and locked.
+    Here(OpenedDisk),
+    /// Looked at, while another server may have it.
+    Away(Look),
+}
+
+/// What an image looks like that another server may have.
+#[derive(Debug)]
+pub(super) struct Look {
+    info: DiskInfo,
+    is_qcow2: bool,
+    /// The files that it is made of, and those of them that will be written.
+    files: Vec<PathBuf>,
+    written: Vec<PathBuf>,
+}
+
+impl Look {
+    /// Looks at the image of `config`: nothing is locked, and nothing written.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenError`], naming the file.
+    pub(super) fn new(config: &DiskConfig) -> Result<Self, OpenError> {
+        let opened = open::look(config)?;
+        let disk = opened.disk();
+        let writes = config.writes_image();
+        Ok(Self {
+            // It was opened as one that is only read. What it can do beside that shows when it is opened to be written; whoever expects
+            // more has those requests refused.
+            info: DiskInfo {
+                read_only: !writes,
+                discard: writes && config.sparse,
+                write_zeroes: writes,
+                ..disk.info()
+            },
+            is_qcow2: opened.image().is_some(),
+            files: disk.files(),
+            written: if writes { opened.own_files() } else { Vec::new() },
+        })
+    }
+}
+
+impl Found {
+    /// Returns the image's files that are read only, and those that are written.
+    pub(super) fn files(&self) -> (Vec<PathBuf>, Vec<PathBuf>) {
+        let (mut files, written) = match self {
+            Self::Here(opened) => (opened.disk().files(), opened.disk().written_files()),
+            Self::Away(look) => (look.files.clone(), look.written.clone()),
+        };
+        files.retain(|file| !written.contains(file));
+        (files, written)
+    }
+
+    /// Returns what the disk shows.
+    pub(super) fn info(&self) -> DiskInfo {
+        match self {
+            Self::Here(opened) => opened.disk().info(),
+            Self::Away(look) => look.info,
+        }
+    }
+}
+
+impl ServedImage {
+    /// The image of `disk`, as it was found, which is opened again as `opening` says.
+    pub(super) fn new(
+        config: DiskConfig,
+        opening: Opening,
+        disk: Arc<ServedDisk>,
+        found: Found,
+    ) -> Arc<Self> {
+        let is_away = matches!(found, Found::Away(_));
+        let opened = match found {
+            Found::Here(opened) => {
+                disk.attach(&opened);
+                Some(opened)
+            }
+            Found::Away(look) => {
+                disk.expect(look.info, look.is_qcow2);
+                None
+            }
+        };
+        Arc::new(Self {
+            config,
+            disk,
+            state: Mutex::new(State {
+                opening,
+                opened,
+                is_away,
+            }),
+        })
+    }
+
+    /// Returns true if the image is closed because another server has it, or may have it.
+    pub(super) fn is_away(&self) -> bool {
+        self.state.lock().is_away
+    }
+
+    /// Returns true if the image is closed for a takeover.
+    pub(super) fn is_closed(&self) -> bool {
+        let state = self.state.lock();
+        state.opened.is_none() && !state.is_away
+    }
+
+    /// Lets go of the image, whose disk was closed.
+    pub(super) fn close(&self) {
+        self.state.lock().opened = None;
+    }
+
+    /// Opens an image that was closed for a takeover, with these locks.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenError`].
+    pub(super) fn reopen(&self, locks: &LockSet) -> Result<Arc<dyn Disk>, OpenError> {
+        self.state.lock().opening.lock_set = locks.clone();
+        self.open_now()
+    }
+
+    fn open_now(&self) -> Result<Arc<dyn Disk>, OpenError> {
+        let mut state = self.state.lock();
+        let opened = open::open_as(&self.config, &state.opening)?;
+        self.disk.attach(&opened);
+        let disk = opened.disk();
+        state.opened = Some(opened);
+        state.is_away = false;
+        Ok(disk)
+    }
+}
+
+impl ImageOwner for ServedImage {
+    fn detach(&self) {
+        self.disk.detach();
+    }
+
+    fn release(&self) {
+        let mut state = self.state.lock();
+        state.is_away = true;
+        if let Some(opened) = state.opened.take()
+            && !opened.release(RELEASE_MAX)
+        {
+            tracing::error!(
+                disk = %self.config.name(),
+                "the image is still in use, and locked; its guest cannot run elsewhere before that ends"
+            );
+        }
+    }
+
+    fn open(&self) -> Result<Arc<dyn Disk>, Box<dyn Error + Send + Sync>> {
+        Ok(self.open_now()?)
+    }
+
+    fn look(&self) -> Option<DiskInfo> {
+        let look = Look::new(&self.config)
+            .inspect_err(
+                |error| tracing::warn!(disk = %self.config.name(), %error, "cannot look at the image"),
+            )
+            .ok()?;
+        self.disk.expect(look.info, look.is_qcow2);
+        Some(look.info)
+    }
+}
