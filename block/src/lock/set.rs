@@ -18,7 +18,11 @@ use crate::sync::{Mutex, MutexGuard};
 
 /// The image locks of one server. Clones are the same set.
 #[derive(Clone, Debug, Default)]
-pub struct LockSet(Arc<Shared>);
+pub struct LockSet {
+    shared: Arc<Shared>,
+    /// True if nobody's end is waited for.
+    at_once: bool,
+}
 
 #[derive(Debug, Default)]
 struct Shared {
@@ -50,10 +54,23 @@ impl LockSet {
             inherited: descriptors,
             held: Vec::new(),
         };
-        Self(Arc::new(Shared {
+        let shared = Arc::new(Shared {
             is_shared: true.into(),
             locks: Mutex::new(locks),
-        }))
+        });
+        Self {
+            shared,
+            at_once: false,
+        }
+    }
+
+    /// Returns the same set for one who tries again anyway: a lock that a killed process may hold is not waited for.
+    #[must_use]
+    pub fn at_once(&self) -> Self {
+        Self {
+            at_once: true,
+            ..self.clone()
+        }
     }
 
     /// Duplicates the descriptors of all locks that are held now, for another process or for [`LockSet::inherit`].
@@ -69,14 +86,14 @@ impl LockSet {
 
     /// Leaves the locks to the process that shares their descriptions: from now on a dropped lock is not released.
     pub fn leave(&self) {
-        self.0.is_shared.store(true, Ordering::Release);
+        self.shared.is_shared.store(true, Ordering::Release);
     }
 
     /// Makes the locks this process's alone: a dropped lock is released again. Closes unused inherited descriptions,
     /// and releases ranges that the other process had locked beyond those needed. The caller must ensure that no
     /// other process relies on the locks any more.
     pub fn keep(&self) {
-        self.0.is_shared.store(false, Ordering::Release);
+        self.shared.is_shared.store(false, Ordering::Release);
         let mut locks = self.locks();
         locks.inherited.clear();
         for (fd, ranges) in &locks.held {
@@ -89,9 +106,14 @@ impl LockSet {
         }
     }
 
+    /// Returns true if a lock that a killed process may hold is waited for.
+    pub(super) fn waits(&self) -> bool {
+        !self.at_once
+    }
+
     /// Returns true if a lock that is dropped stays with another process.
     pub(super) fn is_shared(&self) -> bool {
-        self.0.is_shared.load(Ordering::Acquire)
+        self.shared.is_shared.load(Ordering::Acquire)
     }
 
     /// Takes an inherited description of the file behind `fd` out of the set.
@@ -116,7 +138,7 @@ impl LockSet {
     }
 
     fn locks(&self) -> MutexGuard<'_, Locks> {
-        self.0.locks.lock()
+        self.shared.locks.lock()
     }
 }
 

@@ -155,12 +155,17 @@ impl ServedImage {
     /// [`OpenError`].
     pub(super) fn reopen(&self, locks: &LockSet) -> Result<Arc<dyn Disk>, OpenError> {
         self.state.lock().opening.lock_set = locks.clone();
-        self.open_now()
+        self.open_now(false)
     }
 
-    fn open_now(&self) -> Result<Arc<dyn Disk>, OpenError> {
+    /// Opens the image. One who comes again does not wait for the lock.
+    fn open_now(&self, comes_again: bool) -> Result<Arc<dyn Disk>, OpenError> {
         let mut state = self.state.lock();
-        let opened = open::open_as(&self.config, &state.opening)?;
+        let mut opening = state.opening.clone();
+        if comes_again {
+            opening.lock_set = opening.lock_set.at_once();
+        }
+        let opened = open::open_as(&self.config, &opening)?;
         self.disk.attach(&opened);
         let disk = opened.disk();
         state.opened = Some(opened);
@@ -188,7 +193,7 @@ impl ImageOwner for ServedImage {
     }
 
     fn open(&self) -> Result<Arc<dyn Disk>, Box<dyn Error + Send + Sync>> {
-        Ok(self.open_now()?)
+        Ok(self.open_now(true)?)
     }
 
     fn look(&self) -> Option<DiskInfo> {

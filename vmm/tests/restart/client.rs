@@ -15,7 +15,7 @@ use vhost::vhost_user::message::{
     VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
 };
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
-use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -165,6 +165,30 @@ impl Client {
         frontend.set_vring_call(0, &self.call).expect("SET_VRING_CALL");
         frontend.set_vring_enable(0, true).expect("SET_VRING_ENABLE");
         self.frontend = Some(frontend);
+    }
+
+    /// Has the server log the pages that it writes, as the migration of a guest begins.
+    pub(crate) fn begin_migration(&mut self) {
+        let log = memory_file();
+        let region = VhostUserDirtyLogRegion {
+            mmap_size: MEMORY_BYTES.div_ceil(8 * 4096),
+            mmap_offset: 0,
+            mmap_handle: log.as_raw_fd(),
+        };
+        let frontend = self.frontend.as_mut().expect("a connection");
+        frontend.set_log_base(0, Some(region)).expect("SET_LOG_BASE");
+    }
+
+    /// Migrates the guest to the client of another server, at `path`: its queue is stopped here, and goes on there.
+    pub(crate) fn migrate(&mut self, path: &Path) {
+        self.begin_migration();
+        let frontend = self.frontend.take().expect("a connection");
+        frontend.get_vring_base(0).expect("GET_VRING_BASE");
+        self.take_answers();
+        assert_eq!(self.in_flight(), 0, "a queue stops by draining");
+        self.connect(path);
+        // The kick may have been for requests that the other server answered.
+        self.kick.write(1).expect("a kick");
     }
 
     /// Returns true if the server still answers messages.

@@ -10,6 +10,7 @@ mod kill;
 mod limits;
 mod memory;
 mod metrics;
+mod migration;
 mod overlay;
 mod peers;
 mod server;

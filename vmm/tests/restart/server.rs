@@ -80,6 +80,15 @@ impl World {
 
     /// As [`World::serve_in`], a disk described otherwise.
     pub(crate) fn serve_disk(&self, wrapper: &[&str], disk: &str, arguments: &[&str]) -> Server {
+        self.start(wrapper, "socket", disk, arguments)
+    }
+
+    /// Starts a server of a disk at another socket.
+    pub(crate) fn serve_at(&self, socket: &str, disk: &str, arguments: &[&str]) -> Server {
+        self.start(&["env", "--default-signal"], socket, disk, arguments)
+    }
+
+    fn start(&self, wrapper: &[&str], socket: &str, disk: &str, arguments: &[&str]) -> Server {
         let log = std::fs::File::options()
             .append(true)
             .create(true)
@@ -88,7 +97,7 @@ impl World {
         let child = Command::new(wrapper[0])
             .args(&wrapper[1..])
             .args([env!("CARGO_BIN_EXE_ringdisk"), "vhost-user"])
-            .args(["--socket", "socket", "--disk", disk])
+            .args(["--socket", socket, "--disk", disk])
             .args(arguments)
             .current_dir(self.directory.path())
             .env_remove("RINGDISK_LOG")

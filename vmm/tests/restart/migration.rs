@@ -1,0 +1,138 @@
+//! A client that migrates its guest: another server of the same image continues, and each has the image in its turn.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::client::{BLOCK, Client};
+use crate::server::World;
+use ringdisk_gen::Random;
+
+const BLOCKS: usize = 1024;
+
+/// Returns what `ringdisk ctl` said at this control socket, and whether it succeeded.
+fn ctl(world: &World, socket: &str, arguments: &[&str]) -> (bool, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_ringdisk"))
+        .args(["ctl", "--socket"])
+        .arg(world.path(socket))
+        .args(arguments)
+        .output()
+        .expect("ringdisk");
+    let said = [output.stdout, output.stderr].concat();
+    (
+        output.status.success(),
+        String::from_utf8_lossy(&said).into_owned(),
+    )
+}
+
+/// Waits until there is a control socket, which a server makes when it serves.
+fn wait_for(world: &World, socket: &str) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !ctl(world, socket, &["info"]).0 {
+        assert!(Instant::now() < deadline, "{}", world.log());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn client_migrates_back_and_forth_and_nothing_is_lost() {
+    for options in ["cluster_size=65536", "cluster_size=65536,extended_l2=on"] {
+        let world = World::new(options, BLOCKS * BLOCK);
+        let first = world.serve_at("a", "path=disk.qcow2,poll_us=0", &[]);
+        let mut client = Client::new(BLOCKS, false);
+        client.connect(&world.path("a"));
+        let second = world.serve_at("b", "path=disk.qcow2,poll_us=0", &["--incoming"]);
+        let mut random = Random::new(0x316);
+        for round in 0..20 {
+            client.work(&mut random, Duration::from_millis(20));
+            assert!(client.answered > 0);
+            // With requests in flight.
+            let to = if round % 2 == 0 { "b" } else { "a" };
+            client.migrate(&world.path(to));
+        }
+        client.work(&mut random, Duration::from_millis(20));
+        client.drain();
+        assert_eq!(second.stop(), Some(0), "{}", world.log());
+        assert_eq!(first.stop(), Some(0), "{}", world.log());
+        world.assert_sound(false);
+        client.assert_contents(&world.contents());
+    }
+}
+
+#[test]
+fn server_waits_for_its_image_and_is_not_taken_over_meanwhile() {
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    let disk = "path=disk.qcow2,poll_us=0,id=data";
+    let first = world.serve_at("a", disk, &["--control", "a.control"]);
+    wait_for(&world, "a.control");
+    let mut second = world.serve_at("b", disk, &["--incoming", "--control", "b.control"]);
+    wait_for(&world, "b.control");
+    let (_, listed) = ctl(&world, "b.control", &["--json", "disk-list"]);
+    let size = format!("\"size\":{}", BLOCKS * BLOCK);
+    assert!(
+        listed.contains("\"open\":false") && listed.contains(&size),
+        "{listed}"
+    );
+    assert!(listed.contains("\"format\":\"qcow2\""), "{listed}");
+    let (_, listed) = ctl(&world, "a.control", &["--json", "disk-list"]);
+    assert!(listed.contains("\"open\":true"), "{listed}");
+    let (is_done, said) = ctl(&world, "b.control", &["snapshot-create", "data", "one"]);
+    assert!(!is_done && said.contains("closed"), "{said}");
+    let heir = world.serve_at("b", disk, &["--takeover"]);
+    assert_eq!(heir.wait(), Some(1));
+    assert!(world.log().contains("is with another server"), "{}", world.log());
+    assert!(second.is_running());
+
+    // It is somebody else's as long as its server lives, and a client is not served before.
+    let mut client = Client::new(BLOCKS, false);
+    client.connect(&world.path("b"));
+    let mut random = Random::new(1);
+    client.work(&mut random, Duration::from_millis(100));
+    assert_eq!(client.answered, 0);
+    assert!(client.is_connected());
+    assert_eq!(first.stop(), Some(0), "{}", world.log());
+    client.drain();
+    assert!(client.answered > 0);
+    let (_, listed) = ctl(&world, "b.control", &["--json", "disk-list"]);
+    assert!(listed.contains("\"open\":true"), "{listed}");
+
+    // A client that is about to migrate is taken over with its log, and migrates then.
+    client.begin_migration();
+    client.work(&mut random, Duration::from_millis(20));
+    let heir = world.serve_at("b", disk, &["--takeover"]);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while second.is_running() {
+        client.work(&mut random, Duration::from_millis(1));
+        assert!(Instant::now() < deadline, "{}", world.log());
+    }
+    let third = world.serve_at("c", disk, &["--incoming", "--control", "c.control"]);
+    client.migrate(&world.path("c"));
+    client.work(&mut random, Duration::from_millis(20));
+    client.drain();
+    assert_eq!(heir.stop(), Some(0), "{}", world.log());
+    assert_eq!(third.stop(), Some(0), "{}", world.log());
+    world.assert_sound(false);
+    client.assert_contents(&world.contents());
+}
+
+#[test]
+fn image_is_not_awaited_with_what_stays_behind() {
+    let world = World::new("cluster_size=65536", BLOCK);
+    for (disk, arguments, why) in [
+        (
+            "path=disk.qcow2,overlay=temporary",
+            &["--incoming"][..],
+            "--incoming",
+        ),
+        ("path=disk.qcow2", &["--incoming", "--takeover"], "--takeover"),
+    ] {
+        assert_eq!(world.serve_at("socket", disk, arguments).wait(), Some(2));
+        assert!(world.log().contains(why), "{}", world.log());
+    }
+    assert_eq!(
+        world
+            .serve_at("socket", "path=missing.qcow2", &["--incoming"])
+            .wait(),
+        Some(1)
+    );
+    assert!(world.log().contains("missing.qcow2"), "{}", world.log());
+}
