@@ -206,7 +206,8 @@ impl ImageLock {
     /// Locks the image behind `fd`, as a part of `set`, or returns the holder of a conflicting lock. If the set has
     /// inherited a description of the same file, the lock is taken on it, where it may be held already.
     ///
-    /// Waits only for killed processes, for a few seconds at most, and not with a set that is [to be taken at once](LockSet::at_once). When a process is killed, the kernel ends its
+    /// Waits only for killed processes, for a few seconds at most, and not with a set that is [to be taken at once](LockSet::at_once).
+    /// When a process is killed, the kernel ends its
     /// io_uring, and with it the I/O in flight and the lock on the image, a moment later. That lock is
     /// respected, because the I/O may still reach the image; its holder cannot be found.
     ///

@@ -92,20 +92,15 @@ fn guest_migrates_back_and_forth_under_load_and_loses_nothing() -> Result<(), Er
         guest.wait_for(|line| line == format!("round {migration}"))?;
         let [from, to] = [&hosts[(migration + 1) % 2], &hosts[migration % 2]];
         let name = format!("guest-{migration}");
-        let time = guest.migrate(&to.guest(&lab), &scratch, &name).map_err(|error| {
+        let time = guest.migrate(&to.guest(&lab), &scratch, &name).inspect_err(|_| {
             for server in hosts.iter().flat_map(|host| [&host.root, &host.data]) {
                 println!("{}", server.evidence());
             }
-            error
         })?;
         still.push(time.as_millis());
         assert!(!from.has_image()? && to.has_image()?, "migration {migration}");
     }
-    let last = guest
-        .lines()
-        .into_iter()
-        .filter(|line| line.starts_with("round "))
-        .next_back();
+    let last = guest.lines().into_iter().rfind(|line| line.starts_with("round "));
     assert_ne!(
         last,
         Some(format!("round {ROUNDS}")),

@@ -9,8 +9,8 @@ use block::{Context, Disk};
 use virtio_devices::blk::{
     BlockDevice, BlockDeviceConfig, BlockQueue, BlockQueueConfig, Notify, QueueReport,
 };
-use virtio_devices::virtqueue::RingAddresses;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use virtio_devices::virtqueue::{DirtyLog, QueueLog, RingAddresses};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, MmapRegion};
 
 use crate::cursor::Cursor;
 use crate::device::{AVAILABLE, DESCRIPTORS, MemoryDisk, USED, lay_out};
@@ -38,6 +38,16 @@ impl Notify for Told {
 
     fn broken(&self) {
         self.broken.fetch_add(1, Relaxed);
+    }
+}
+
+/// A log of all pages of `memory`, as a guest has that migrates.
+fn log_of(memory: &GuestMemoryMmap, used_ring: u64) -> QueueLog {
+    let pages = memory.last_addr().0 / 4096 + 1;
+    let bytes = usize::try_from(pages.div_ceil(8)).expect("a small guest");
+    QueueLog {
+        log: Arc::new(DirtyLog::new(MmapRegion::new(bytes).expect("a mapping"))),
+        used_ring,
     }
 }
 
@@ -89,6 +99,7 @@ pub fn body(data: &[u8]) -> &'static str {
         polled: cursor.one_in(8),
         report: Arc::clone(&report),
         stats: Arc::default(),
+        log: cursor.one_in(4).then(|| log_of(&memory, addresses.used)),
     };
     let cx = Context::syscalls();
     let Ok(mut queue) = BlockQueue::start(device, &cx, config) else {

@@ -125,6 +125,7 @@ impl Run<'_> {
             addresses: Arena::ring_addresses(index),
             next_available,
             inflight: marks.then(|| memory.marks(index, recover)).flatten(),
+            log: None,
             features,
             notify: Box::new(Interrupt(Arc::clone(&wire))),
             stats: device.stats().queue(index as u16),

@@ -26,7 +26,7 @@ use super::image::{DetachedDisk, Image};
 use super::inflight::{self, InflightMemory};
 use super::log_memory::LogMemory;
 use super::memory::{ClientMemory, REGIONS_MAX, RegionInfo};
-use super::vring::{Vring, VringError};
+use super::vring::{ClientParts, Vring, VringError};
 use crate::blk::{BlockDevice, CacheMode, FlushError, RunQueueError};
 use crate::virtqueue::{RingAddresses, SetupError};
 
@@ -186,15 +186,14 @@ impl Backend {
         let region = inflight.and_then(|memory| memory.region(index, vring.is_to_recover()));
         // As many queues as messages can number.
         let stats = self.device.stats().queue(index as u16);
-        let started = vring.start(
-            worker,
-            &self.device,
-            &self.memory,
-            region,
+        let client = ClientParts {
+            memory: &self.memory,
+            inflight: region,
             log,
-            self.features,
+            features: self.features,
             stats,
-        );
+        };
+        let started = vring.start(worker, &self.device, client);
         started.map_err(|error| {
             self.worker_gone |= matches!(error, VringError::Run(RunQueueError::Worker(_)));
             refuse(error)
@@ -302,11 +301,12 @@ impl Backend {
         match closed {
             Ok(()) => tracing::info!(
                 event = "image-released",
+                disk = image.name(),
                 "the guest migrates: another server may open the image"
             ),
             Err(error) => {
                 self.worker_gone |= matches!(error, super::CloseError::Worker(_));
-                tracing::error!(event = "image-released", %error, "the image was not closed cleanly");
+                tracing::error!(event = "image-released", disk = image.name(), %error, "the image was not closed cleanly");
             }
         }
     }
@@ -340,6 +340,7 @@ fn fetch(image: Option<&Image>, device: &BlockDevice, channel: &ConfigChannel, w
             image.set_away(false);
             tracing::info!(
                 event = "image-opened",
+                disk = image.name(),
                 "opened the image for a guest that runs here now"
             );
             if is_changed {

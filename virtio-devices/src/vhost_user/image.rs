@@ -46,16 +46,23 @@ pub trait ImageOwner: Send + Sync + fmt::Debug {
 /// The image of one server.
 #[derive(Debug)]
 pub(super) struct Image {
+    /// The name of the disk, for logs.
+    name: String,
     owner: Arc<dyn ImageOwner>,
     is_away: AtomicBool,
 }
 
 impl Image {
-    pub(super) fn new(owner: Arc<dyn ImageOwner>, is_away: bool) -> Self {
+    pub(super) fn new(name: String, owner: Arc<dyn ImageOwner>, is_away: bool) -> Self {
         Self {
+            name,
             owner,
             is_away: is_away.into(),
         }
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
     }
 
     pub(super) fn owner(&self) -> &dyn ImageOwner {

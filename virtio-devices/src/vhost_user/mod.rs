@@ -234,7 +234,7 @@ impl VhostUserServer {
     /// Lets guests migrate to and from other servers of the same image, which `owner` closes and opens. With `is_away`, another one
     /// has it now: the disk that was passed to [`VhostUserServer::start`] is a [`DetachedDisk`].
     pub fn share_image(&mut self, owner: Arc<dyn ImageOwner>, is_away: bool) {
-        self.image = Some(Arc::new(Image::new(owner, is_away)));
+        self.image = Some(Arc::new(Image::new(self.name.clone(), owner, is_away)));
     }
 
     /// Returns the statistics of its disk's queues.

@@ -80,6 +80,19 @@ pub(super) struct Vring {
     running: Option<RunningQueue>,
 }
 
+/// What a queue of a client runs on, beside its own parts.
+#[derive(Debug)]
+pub(super) struct ClientParts<'a> {
+    pub(super) memory: &'a ClientMemory,
+    /// The records of its chains in flight.
+    pub(super) inflight: Option<InflightRegion>,
+    /// Where the guest pages that it writes are marked.
+    pub(super) log: Option<&'a LogMemory>,
+    /// The features that the client accepted.
+    pub(super) features: u64,
+    pub(super) stats: Arc<QueueStats>,
+}
+
 /// Signals the client's eventfds, and knows of its memory.
 struct Events {
     call: Arc<ClientEvent>,
@@ -206,17 +219,20 @@ impl Vring {
         self.running.is_none() && matches!(self.kick, Kick::Unknown)
     }
 
-    /// Runs the queue, if it should run and does not. With `log`, the guest pages that it writes are marked there.
+    /// Runs the queue, if it should run and does not.
     pub(super) fn start(
         &mut self,
         worker: &WorkerHandle,
         device: &Arc<BlockDevice>,
-        memory: &ClientMemory,
-        inflight: Option<InflightRegion>,
-        log: Option<&LogMemory>,
-        features: u64,
-        stats: Arc<QueueStats>,
+        client: ClientParts<'_>,
     ) -> Result<(), VringError> {
+        let ClientParts {
+            memory,
+            inflight,
+            log,
+            features,
+            stats,
+        } = client;
         let Some(user) = self.addresses.filter(|_| self.is_to_run()) else {
             return Ok(());
         };

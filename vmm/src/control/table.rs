@@ -6,8 +6,8 @@
 use serde_json::{Map, Value};
 
 /// Columns and lines that come first, in this order; the others follow by name.
-const FIRST: [&str; 12] = [
-    "state", "id", "name", "path", "address", "place", "format", "size", "readonly", "queues", "io",
+const FIRST: [&str; 13] = [
+    "state", "id", "name", "path", "address", "place", "format", "size", "readonly", "queues", "open", "io",
     "removing",
 ];
 

@@ -1,4 +1,5 @@
 //! A client that migrates its guest: another server of the same image continues, and each has the image in its turn.
+#![expect(clippy::print_stdout, reason = "a number that was measured is worth a line")]
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -42,13 +43,18 @@ fn client_migrates_back_and_forth_and_nothing_is_lost() {
         client.connect(&world.path("a"));
         let second = world.serve_at("b", "path=disk.qcow2,poll_us=0", &["--incoming"]);
         let mut random = Random::new(0x316);
+        let mut times = Vec::new();
         for round in 0..20 {
             client.work(&mut random, Duration::from_millis(20));
             assert!(client.answered > 0);
             // With requests in flight.
             let to = if round % 2 == 0 { "b" } else { "a" };
+            let begin = Instant::now();
             client.migrate(&world.path(to));
+            times.push(begin.elapsed());
         }
+        times.sort_unstable();
+        println!("interruptions by migrations: {times:?}");
         client.work(&mut random, Duration::from_millis(20));
         client.drain();
         assert_eq!(second.stop(), Some(0), "{}", world.log());
