@@ -444,3 +444,26 @@ fn state_carries_the_cache_mode_to_the_next_server() {
     let mut client = second.client(1);
     assert_eq!(client.config()[32], 0, "writethrough");
 }
+
+/// An unhandled SIGBUS would end the server of every client, and marks that go nowhere would cost the guest its data.
+#[test]
+fn log_that_its_client_truncates_breaks_the_queue_and_not_the_server() {
+    let shelf = Shelf::new();
+    let [world, _] = worlds(&shelf, 1);
+    let all = offered(&world);
+    let mut client = world.client(1);
+    let log = Log::new(END);
+    begin_logging(&client, all, &log);
+    assert_eq!(client.ask(0, IN, 0, &[(DATA, 512, true)]), OK);
+    log.file.set_len(0).expect("a shorter file");
+    let error = vmm_sys_util::eventfd::EventFd::new(libc::EFD_NONBLOCK).expect("an eventfd");
+    client.frontend.set_vring_err(0, &error).expect("SET_VRING_ERR");
+    client.submit(0, IN, 0, &[(DATA, 512, true)]);
+    client.answer(0);
+    // What is lost is noticed at the next batch of answers.
+    client.submit(0, IN, 0, &[(DATA, 512, true)]);
+    wait("the queue to break", || error.read().is_ok());
+    drop(client);
+    let mut next = world.client(1);
+    assert_eq!(next.ask(0, IN, 0, &[(DATA, 512, true)]), OK);
+}
