@@ -1,20 +1,23 @@
 //! A vhost-user client that sends what it likes: messages, lengths, descriptors, memory. It costs its sender the
 //! connection at most: the server goes on, and answers the next client at once.
 
+use std::error::Error;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use block::ring::RingKind;
 use block::worker::WorkerConfig;
+use block::{Disk, DiskInfo};
 use rustix::fs::{MemfdFlags, SealFlags};
-use virtio_devices::vhost_user::{ServeError, StopToken, VhostUserConfig, VhostUserServer};
+use virtio_devices::vhost_user::{ImageOwner, ServeError, StopToken, VhostUserConfig, VhostUserServer};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::cursor::Cursor;
@@ -30,6 +33,27 @@ const ANSWER_MAX: Duration = Duration::from_millis(2);
 /// The address at which the client says that it has mapped its memory.
 const USER: u64 = 0x7f00_0000_0000;
 const QUEUES: u16 = 2;
+
+/// The owner of an image that is not always there when it is wanted: a guest migrates, and comes back.
+#[derive(Debug, Default)]
+struct Owner(AtomicU64);
+
+impl ImageOwner for Owner {
+    fn detach(&self) {}
+
+    fn release(&self) {}
+
+    fn open(&self) -> Result<Arc<dyn Disk>, Box<dyn Error + Send + Sync>> {
+        match self.0.fetch_add(1, Ordering::Relaxed) % 3 {
+            0 => Err("somebody else has it".into()),
+            _ => Ok(MemoryDisk::new()),
+        }
+    }
+
+    fn look(&self) -> Option<DiskInfo> {
+        Some(MemoryDisk::new().info())
+    }
+}
 
 /// One server for the whole process: that it survives is what is tested.
 struct Server {
@@ -53,7 +77,8 @@ fn server() -> &'static Server {
             restartable: true,
             ..VhostUserConfig::default()
         };
-        let server = VhostUserServer::start(MemoryDisk::new(), &config).expect("a server");
+        let mut server = VhostUserServer::start(MemoryDisk::new(), &config).expect("a server");
+        server.share_image(Arc::new(Owner::default()), false);
         let stop = StopToken::new().expect("a token");
         let thread = std::thread::spawn(move || server.serve(&listener, &stop));
         Server { address, thread }
@@ -152,8 +177,11 @@ impl Client {
     fn introduce(&mut self) {
         self.say(3, &[]);
         self.say(1, &[]);
-        self.say(2, &[1 << 28 | 1 << 29 | 1 << 32 | 1 << 30]);
-        self.say(16, &[1 << 0 | 1 << 3 | 1 << 9 | 1 << 12 | 1 << 15]);
+        self.say(2, &[1 << 26 | 1 << 28 | 1 << 29 | 1 << 32 | 1 << 30]);
+        self.say(
+            16,
+            &[1 << 0 | 1 << 1 | 1 << 3 | 1 << 9 | 1 << 12 | 1 << 15 | 1 << 19],
+        );
     }
 
     /// Memory, and queues that run in it.
@@ -171,6 +199,13 @@ impl Client {
         self.say(18, &[pair(0, 1)]);
     }
 
+    /// A log of the pages that are written, as the migration of a guest begins.
+    fn set_log(&mut self) {
+        let bytes = (BASE + 2 * REGION_BYTES).div_ceil(8 * 4096);
+        let log = self.has.sealed.as_raw_fd();
+        self.send(&message(6, 1, &words(&[bytes, 0])), &[log]);
+    }
+
     /// Stays for a moment, or until a request of the first queue is answered.
     fn await_answer(&self) {
         let begin = Instant::now();
@@ -186,8 +221,9 @@ impl Client {
 
     fn any_message(&mut self, cursor: &mut Cursor<'_>) {
         // What is understood, more often than what is not.
-        const CODES: [u32; 26] = [
-            1, 2, 3, 4, 5, 5, 5, 8, 9, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 24, 25, 31, 32, 34, 36, 37,
+        const CODES: [u32; 31] = [
+            1, 2, 3, 4, 5, 5, 5, 6, 6, 8, 9, 9, 10, 11, 11, 12, 13, 14, 15, 16, 17, 18, 24, 25, 31, 32, 34,
+            36, 37, 42, 43,
         ];
         let code = if cursor.one_in(16) {
             cursor.u32()
@@ -260,6 +296,9 @@ pub fn body(data: &[u8]) -> &'static str {
     }
     if beginning > 1 {
         client.set_up();
+    }
+    if beginning > 2 {
+        client.set_log();
     }
     for _ in 0..MESSAGES_MAX {
         if cursor.is_empty() || client.gone {
