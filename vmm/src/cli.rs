@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::os::fd::RawFd;
 use std::path::Path;
+use std::time::Duration;
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
@@ -120,6 +121,11 @@ struct VhostUserArguments {
     /// Serve statistics for Prometheus at this address: unix:PATH, or 127.0.0.1:PORT
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<metrics::Address>,
+    /// Tell the service manager (NOTIFY_SOCKET) at least twice in this many seconds that all workers work
+    ///
+    /// Without it as often as the manager asks for (WATCHDOG_USEC), which it does not ask a server that takes over.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=86400))]
+    watchdog: Option<u32>,
     /// Drop every privilege that serving does not need, before the first client connects
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
     sandbox: String,
@@ -230,6 +236,9 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
                 restartable: arguments.restartable,
                 takeover: arguments.takeover,
                 incoming: arguments.incoming,
+                watchdog: arguments
+                    .watchdog
+                    .map(|seconds| Duration::from_secs(seconds.into())),
                 sandbox: arguments.sandbox == "on",
                 detached: arguments.detached > 0,
                 access: access(&arguments)?,

@@ -1,4 +1,4 @@
-//! Readiness notification of a service manager, `sd_notify(3)` without its library.
+//! Notifications of a service manager: readiness, the main process, and a watchdog. `sd_notify(3)` without its library.
 
 use std::env;
 use std::ffi::OsStr;
@@ -6,6 +6,7 @@ use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::time::Duration;
 
 /// The service manager that `NOTIFY_SOCKET` names, if there is one.
 #[derive(Debug)]
@@ -28,6 +29,11 @@ impl Manager {
         self.notify(&format!("MAINPID={pid}"));
     }
 
+    /// Says that the service works: `WATCHDOG=1`. The manager ends one that has not said so for too long.
+    pub(crate) fn works(&self) {
+        self.notify("WATCHDOG=1");
+    }
+
     fn notify(&self, message: &str) {
         if let Some(manager) = &self.0
             && let Err(error) = manager.send(message.as_bytes())
@@ -35,6 +41,14 @@ impl Manager {
             warn(&error);
         }
     }
+}
+
+/// Returns the time within which the manager wants to hear that the service works, if it does: `WATCHDOG_USEC`, for this process.
+pub(crate) fn watchdog() -> Option<Duration> {
+    let number = |name| env::var(name).ok()?.parse::<u64>().ok();
+    let is_ours = number("WATCHDOG_PID").is_none_or(|pid| pid == u64::from(std::process::id()));
+    let time = number("WATCHDOG_USEC").filter(|&time| is_ours && time > 0)?;
+    Some(Duration::from_micros(time))
 }
 
 fn warn(error: &io::Error) {
@@ -71,7 +85,8 @@ mod tests {
             let teller = Manager(Some(found));
             teller.main(4711);
             teller.ready();
-            for message in [&b"MAINPID=4711"[..], b"READY=1"] {
+            teller.works();
+            for message in [&b"MAINPID=4711"[..], b"READY=1", b"WATCHDOG=1"] {
                 let mut bytes = [0; 32];
                 let count = manager.recv(&mut bytes).expect("a message");
                 assert_eq!(&bytes[..count], message);

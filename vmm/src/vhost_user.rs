@@ -10,6 +10,7 @@ mod desk;
 mod hand_over;
 mod image;
 mod served;
+mod watchdog;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -178,6 +179,8 @@ pub fn run(
     // Clients could connect before; from here on nothing keeps them from being served.
     manager.ready();
     announce(&served, options);
+    let pulses = served.iter().map(|disk| disk.server.pulse()).collect();
+    watchdog::start(manager, pulses, options).map_err(start)?;
     // Threads that are started from here on are inside.
     let confined = confine(Task::Control, options).map_err(|error| failed(error.into()));
     let begun = confined.and_then(|()| {

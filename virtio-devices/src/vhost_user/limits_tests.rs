@@ -12,7 +12,9 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 
 use super::memory::{BYTES_MAX, REGIONS_MAX};
 use super::tests::{Client, World, message, send, wait};
+use super::{VhostUserConfig, VhostUserServer};
 use crate::blk::IN_FLIGHT_MAX;
+use crate::conformance::holds_within;
 use crate::testing::{BASE, MemDisk, REGION_BYTES, allow_descriptors};
 use ringdisk_driver::blk::{FLUSH, OK};
 use ringdisk_driver::{Driver, Rings};
@@ -282,4 +284,33 @@ fn messages_with_wrong_size_or_descriptors_are_refused() {
         drop(raw);
         assert_eq!(world.client(2).ask(1, FLUSH, 0, &[]), OK, "{what}");
     }
+}
+
+#[test]
+fn pulse_waits_for_a_worker_that_hangs_and_keeps_none_alive() {
+    let config = VhostUserConfig {
+        num_queues: 2,
+        ..VhostUserConfig::default()
+    };
+    let server = VhostUserServer::start(MemDisk::new().disk(), &config).expect("a server");
+    let pulse = server.pulse();
+    pulse.beat().expect("they work");
+    let (free, hangs) = std::sync::mpsc::channel::<()>();
+    let (begins, begun) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let worker = &server.workers[1];
+        scope.spawn(move || {
+            worker.run(move |_| {
+                begins.send(()).unwrap_or_default();
+                hangs.recv().unwrap_or_default();
+            })
+        });
+        begun.recv().expect("it hangs");
+        let beat = scope.spawn(|| pulse.beat());
+        assert!(!holds_within(Duration::from_millis(100), || beat.is_finished()));
+        drop(free);
+        beat.join().expect("no panic").expect("they work again");
+    });
+    server.close().expect("a clean close");
+    pulse.beat().expect("nothing is asked");
 }

@@ -41,7 +41,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use block::report::LogLimit;
@@ -235,6 +235,12 @@ impl VhostUserServer {
     /// has it now: the disk that was passed to [`VhostUserServer::start`] is a [`DetachedDisk`].
     pub fn share_image(&mut self, owner: Arc<dyn ImageOwner>, is_away: bool) {
         self.image = Some(Arc::new(Image::new(self.name.clone(), owner, is_away)));
+    }
+
+    /// Returns what tells whether its workers still work, which does not keep them alive.
+    #[must_use]
+    pub fn pulse(&self) -> Pulse {
+        Pulse(Arc::downgrade(&self.workers))
     }
 
     /// Returns the statistics of its disk's queues.
@@ -453,6 +459,23 @@ impl VhostUserServer {
 
     fn close_on_worker(&self) -> Result<(), CloseError> {
         close_on(&self.workers, self.device.disk())
+    }
+}
+
+/// Tells whether the workers of a server still work.
+#[derive(Clone, Debug)]
+pub struct Pulse(Weak<[WorkerHandle]>);
+
+impl Pulse {
+    /// Waits until every worker has come to the end of a round: for ever, if one hangs. Those of a server that has ended are passed over.
+    ///
+    /// # Errors
+    ///
+    /// If a worker has ended by itself.
+    pub fn beat(&self) -> Result<(), WorkerGone> {
+        let workers = self.0.upgrade();
+        let mut workers = workers.iter().flat_map(|workers| workers.iter());
+        workers.try_for_each(|worker| worker.run(|_| ()))
     }
 }
 

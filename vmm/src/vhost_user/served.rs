@@ -5,6 +5,7 @@
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use block::lock::LockSet;
 use block::worker::{StartHook, WorkerConfig};
@@ -33,6 +34,8 @@ pub struct Options {
     pub incoming: bool,
     /// Give up, before the first client is looked at, every right that serving does not take.
     pub sandbox: bool,
+    /// The time within which the service manager wants to hear that the workers work, if it does not say so itself.
+    pub watchdog: Option<Duration>,
     /// This is the process in the background, which says when it is ready.
     pub detached: bool,
     /// Those who may connect to the sockets that are created.

@@ -186,3 +186,64 @@ fn takeover_tells_the_manager_the_new_process_before_the_old_one_ends() {
     new.signal("TERM");
     new.wait().success();
 }
+
+/// A manager that has a watchdog hears that the workers work, from the server that takes over too, which is told how often.
+#[test]
+fn watchdog_hears_of_the_server_and_of_the_one_that_takes_over() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    let manager = UnixDatagram::bind(world.path("notify")).expect("a socket");
+    manager
+        .set_read_timeout(Some(Duration::from_secs(20)))
+        .expect("a timeout");
+    let said = || {
+        let mut bytes = [0; 64];
+        let count = manager.recv(&mut bytes).expect("a message within 20 s");
+        String::from_utf8_lossy(&bytes[..count]).into_owned()
+    };
+    let notify = format!("NOTIFY_SOCKET={}", world.path("notify").display());
+    let pair = [("s", "path=a.qcow2,num_queues=2")];
+    let environment = [notify.as_str(), "WATCHDOG_USEC=150000"];
+    let mut old = Server::start_with(&environment, &world, &pair);
+    assert_eq!(said(), "READY=1");
+    for _ in 0..5 {
+        assert_eq!(said(), "WATCHDOG=1");
+    }
+    let mut new = Server::run(&[&notify], &["--takeover", "--watchdog", "1"], &world, &pair);
+    assert_eq!(old.wait().code, Some(0));
+    let after: Vec<String> = std::iter::repeat_with(said)
+        .skip_while(|message| message.starts_with("WATCHDOG"))
+        .take(2)
+        .collect();
+    let main = format!("MAINPID={}", new.pid());
+    assert_eq!(after[0], main);
+    // The old one may say it once more.
+    let heard: Vec<String> = std::iter::repeat_with(said).take(4).collect();
+    let all: Vec<&String> = after.iter().chain(&heard).collect();
+    assert!(all.iter().any(|message| *message == "READY=1"), "{all:?}");
+    assert!(
+        heard[1..].iter().all(|message| message == "WATCHDOG=1"),
+        "{all:?}"
+    );
+    new.signal("TERM");
+    new.wait().success();
+
+    // It is another process's.
+    let environment = [notify.as_str(), "WATCHDOG_USEC=1000", "WATCHDOG_PID=1"];
+    let mut other = Server::start_with(&environment, &world, &pair);
+    while said() != "READY=1" {}
+    other.signal("TERM");
+    other.wait().success();
+    manager.set_nonblocking(true).expect("a socket");
+    assert!(manager.recv(&mut [0; 64]).is_err());
+    let error = world.ringdisk(&[
+        "vhost-user",
+        "--socket",
+        "s",
+        "--disk",
+        "path=a.qcow2",
+        "--watchdog",
+        "0",
+    ]);
+    error.refused(2);
+}
