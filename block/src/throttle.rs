@@ -17,12 +17,14 @@
 //! - No request waits for tokens while a [`HoldOff`] of the disk exists (see [`crate::delay`]). Requests that pass
 //!   then leave a debt, so that no guest gets more by resetting its device.
 //! - No request passes before an earlier one of its queue.
+//! - Limits can change at any time, also between none and some. A disk that is not limited costs its requests one look at a flag.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::delay::{Delays, HoldOff};
@@ -63,13 +65,26 @@ impl RateLimits {
 /// The tokens of one disk or of a group, shared by all queues that draw on them.
 #[derive(Debug)]
 pub struct Limiter {
+    /// False while nothing is limited.
+    is_limiting: AtomicBool,
     buckets: Mutex<Buckets>,
 }
 
 #[derive(Debug)]
 struct Buckets {
+    limits: RateLimits,
     bandwidth: Option<Bucket>,
     ops: Option<Bucket>,
+}
+
+impl Buckets {
+    fn full(limits: &RateLimits) -> Self {
+        Self {
+            limits: *limits,
+            bandwidth: limits.bandwidth.as_ref().map(Bucket::new),
+            ops: limits.ops.as_ref().map(Bucket::new),
+        }
+    }
 }
 
 impl Limiter {
@@ -77,11 +92,28 @@ impl Limiter {
     #[must_use]
     pub fn new(limits: &RateLimits) -> Arc<Self> {
         Arc::new(Self {
-            buckets: Mutex::new(Buckets {
-                bandwidth: limits.bandwidth.as_ref().map(Bucket::new),
-                ops: limits.ops.as_ref().map(Bucket::new),
-            }),
+            is_limiting: AtomicBool::new(!limits.is_empty()),
+            buckets: Mutex::new(Buckets::full(limits)),
         })
+    }
+
+    /// Returns the limits.
+    #[must_use]
+    pub fn limits(&self) -> RateLimits {
+        self.buckets.lock().limits
+    }
+
+    /// Sets other limits, with full buckets: what was owed is forgotten.
+    fn set(&self, limits: &RateLimits) {
+        let mut buckets = self.buckets.lock();
+        *buckets = Buckets::full(limits);
+        self.is_limiting.store(!limits.is_empty(), Ordering::Release);
+    }
+
+    /// Returns true if something is limited.
+    #[inline]
+    fn is_limiting(&self) -> bool {
+        self.is_limiting.load(Ordering::Relaxed)
     }
 
     /// Takes the tokens that `request` costs. Returns the time at which it may pass.
@@ -121,6 +153,19 @@ impl ThrottledDisk {
             limiter,
             delays,
         })
+    }
+
+    /// Returns the limits of the disk, or of its group.
+    #[must_use]
+    pub fn limits(&self) -> RateLimits {
+        self.limiter.limits()
+    }
+
+    /// Sets other limits, of all disks that share them. Requests of this disk that wait go by the new ones at once.
+    pub fn set_limits(&self, limits: &RateLimits) {
+        self.limiter.set(limits);
+        // Whoever waits has its time by the old ones. It passes now, and what follows it asks the new ones.
+        drop(HoldOff::new(Arc::clone(&self.delays)));
     }
 }
 
@@ -193,19 +238,13 @@ struct Lane {
 }
 
 impl DiskQueue for ThrottledQueue {
+    #[inline]
     fn submit(&self, request: Request) {
-        let lane = &self.0;
-        if lane.is_watched.get() {
-            return lane.waiting.borrow_mut().push_back(request);
+        if self.0.is_open() {
+            self.0.queue.submit(request);
+        } else {
+            self.0.admit(request);
         }
-        let now = lane.cx.now();
-        let due = lane.disk.limiter.take(&request, now);
-        if due <= now {
-            return lane.queue.submit(request);
-        }
-        lane.waiting.borrow_mut().push_back(request);
-        lane.is_watched.set(true);
-        lane.cx.spawn(Rc::clone(lane).watch(due));
     }
 
     fn status(&self, offset: u64, len: u64) -> LocalBoxFuture<'_, Result<Vec<StatusRange>, IoError>> {
@@ -214,6 +253,28 @@ impl DiskQueue for ThrottledQueue {
 }
 
 impl Lane {
+    /// Returns true if a request passes at once, whatever it costs.
+    #[inline]
+    fn is_open(&self) -> bool {
+        !self.disk.limiter.is_limiting() && !self.is_watched.get()
+    }
+
+    /// Submits a request when its turn has come and its tokens are there.
+    #[cold]
+    fn admit(self: &Rc<Self>, request: Request) {
+        if self.is_watched.get() {
+            return self.waiting.borrow_mut().push_back(request);
+        }
+        let now = self.cx.now();
+        let due = self.disk.limiter.take(&request, now);
+        if due <= now {
+            return self.queue.submit(request);
+        }
+        self.waiting.borrow_mut().push_back(request);
+        self.is_watched.set(true);
+        self.cx.spawn(Rc::clone(self).watch(due));
+    }
+
     /// Submits the waiting requests, each in its turn; the first at `due`.
     async fn watch(self: Rc<Self>, mut due: Duration) {
         loop {

@@ -89,6 +89,15 @@ enum Command {
         #[arg(long)]
         force: bool,
     },
+    /// Set the rate limits of a disk while it is used, or print those that it has
+    DiskLimits {
+        /// The disk's id or, without one, its path
+        id: String,
+        /// All limits that it has from then on: the keys bw_... and ops_... of --disk, as in ops_size=500,ops_refill_time=1000; or
+        /// none
+        #[arg(value_name = "KEY=VALUE,...|none")]
+        limits: Option<String>,
+    },
     /// Add a disk to the machine
     #[command(after_help = machine_keys_help())]
     DiskAdd {
@@ -340,6 +349,10 @@ fn request(command: Command) -> Result<Request, CommandFailure> {
             let size = bytes.map_err(|error| CommandFailure::Usage(error.to_string()))?;
             Request::DiskResize { id, size, force }
         }
+        Command::DiskLimits { id, limits } => Request::DiskLimits {
+            id,
+            limits: limits.as_deref().map(DiskKeys::parse_limits).transpose()?,
+        },
         Command::DiskAdd { disk } => Request::DiskAdd {
             disk: DiskKeys::parse(&disk)?,
         },

@@ -20,7 +20,7 @@ use crate::key_value::{self, SyntaxError};
 use crate::secret_file::SecretFile;
 
 mod keys;
-mod rate;
+pub(crate) mod rate;
 
 pub use keys::{KEYS, Key, Scope, keys_help, machine_keys_help};
 pub use rate::{GroupMember, RateLimitGroupError, RateLimitGroups};

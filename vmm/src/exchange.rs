@@ -17,7 +17,7 @@ use std::sync::Arc;
 use qcow::BitmapChange;
 use serde_json::{Value, json};
 
-use crate::control::{DiskStatistics, Request, Server, Statistics};
+use crate::control::{DiskKeys, DiskStatistics, Request, Server, Statistics};
 pub(crate) use served_disk::ServedDisk;
 
 /// The version of the protocol, which `info` tells. It becomes higher when a request or an answer changes its meaning; new
@@ -88,6 +88,21 @@ pub(crate) fn answer<D: Desk>(desk: &D, request: Request) -> Result<Value, Strin
                 size = answer["size"].as_u64(),
                 "a disk has another size"
             );
+            Ok(answer)
+        }
+        Request::DiskLimits { id, limits } => {
+            let limits = limits.as_ref().map(DiskKeys::limits).transpose();
+            let limits = limits.map_err(|error| error.to_string())?;
+            let answer = desk.disk(&id)?.limits(limits.as_ref())?;
+            if limits.is_some() {
+                let set = answer["limits"].to_string();
+                tracing::info!(
+                    event = "limits-changed",
+                    disk = id,
+                    limits = set,
+                    "a disk has other rate limits"
+                );
+            }
             Ok(answer)
         }
         Request::SnapshotCreate { id, name } => desk.disk(&id)?.create_snapshot(&name),

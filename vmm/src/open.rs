@@ -18,7 +18,7 @@ use block::lock::{LockGranularity, LockSet};
 use block::open::{Access, ChainOptions, Format};
 use block::raw::Raw;
 use block::ring::RingKind;
-use block::throttle::{Limiter, ThrottledDisk};
+use block::throttle::{Limiter, RateLimits, ThrottledDisk};
 use block::{Context, Disk, IoError};
 use qcow::{OpenOptions, Qcow2, QcowDisk, SnapshotError};
 
@@ -99,6 +99,8 @@ pub struct OpenedDisk {
     disk: Arc<dyn Disk>,
     /// The disk below its rate limits, which requests of this program's operator do not wait for.
     unlimited: Weak<dyn Disk>,
+    /// The same disk, as the one whose limits can change.
+    throttled: Weak<ThrottledDisk>,
     /// The QCOW2 image behind it.
     qcow: Option<Weak<QcowDisk>>,
 }
@@ -143,6 +145,7 @@ impl OpenedImage {
 pub(crate) struct DiskHandle {
     disk: Weak<dyn Disk>,
     unlimited: Weak<dyn Disk>,
+    throttled: Weak<ThrottledDisk>,
     image: Option<OpenedImage>,
 }
 
@@ -150,6 +153,15 @@ impl DiskHandle {
     /// Returns the QCOW2 image behind the disk; `None` if the disk is raw.
     pub(crate) fn image(&self) -> Option<&OpenedImage> {
         self.image.as_ref()
+    }
+
+    /// Sets the disk's rate limits, if `limits` says which, and returns those that it has then. `None` if the disk was released.
+    pub(crate) fn limits(&self, limits: Option<&RateLimits>) -> Option<RateLimits> {
+        let disk = self.throttled.upgrade()?;
+        if let Some(limits) = limits {
+            disk.set_limits(limits);
+        }
+        Some(disk.limits())
     }
 
     /// Calls `work` with the disk below its rate limits, which stays open and locked meanwhile. Returns `None` if the disk
@@ -172,6 +184,7 @@ impl OpenedDisk {
     fn raw(disk: Arc<dyn Disk>) -> Self {
         Self {
             unlimited: Arc::downgrade(&disk),
+            throttled: Weak::new(),
             disk,
             qcow: None,
         }
@@ -182,6 +195,7 @@ impl OpenedDisk {
         DiskHandle {
             disk: Arc::downgrade(&self.disk),
             unlimited: Weak::clone(&self.unlimited),
+            throttled: Weak::clone(&self.throttled),
             image: self.image(),
         }
     }
@@ -262,24 +276,24 @@ pub fn open_as(config: &DiskConfig, how: &Opening) -> Result<OpenedDisk, OpenErr
         Access::Read
     };
     let mut opened = open_chain(config, how, access, Some(config.lock_granularity))?;
-    if let Some(limiter) = limiter {
-        opened.disk = ThrottledDisk::new(opened.disk, limiter);
-    }
+    // Also without limits, which it may be given later.
+    let throttled = ThrottledDisk::new(opened.disk, limiter);
+    opened.throttled = Arc::downgrade(&throttled);
+    opened.disk = throttled;
     Ok(opened)
 }
 
-/// Returns the limiter of the disk's requests, if it has limits.
-fn limiter(config: &DiskConfig) -> Result<Option<Arc<Limiter>>, OpenError> {
+/// Returns the limiter of the disk's requests.
+fn limiter(config: &DiskConfig) -> Result<Arc<Limiter>, OpenError> {
     match &config.rate_limit_group {
         Some(member) => {
             let limiter = member.limiter().ok_or_else(|| OpenError::RateLimitGroup {
                 path: config.path.clone(),
                 id: member.id().to_owned(),
             })?;
-            Ok(Some(Arc::clone(limiter)))
+            Ok(Arc::clone(limiter))
         }
-        None if config.rate_limits.is_empty() => Ok(None),
-        None => Ok(Some(Limiter::new(&config.rate_limits))),
+        None => Ok(Limiter::new(&config.rate_limits)),
     }
 }
 

@@ -422,3 +422,39 @@ fn status_costs_no_tokens_and_is_all_data_unless_the_disk_can_tell() {
     bench.submit(Op::Flush, 0, 1);
     assert_eq!(bench.at(0), [1], "its tokens are left");
 }
+
+#[test]
+fn limits_change_while_requests_wait() {
+    let mut bench = Bench::new(RateLimits::default());
+    let ops = |refill_ms| RateLimits {
+        ops: rate(1, refill_ms),
+        ..RateLimits::default()
+    };
+    const HOUR: u64 = 3_600_000;
+    let flush = |bench: &Bench, tags: std::ops::Range<u64>| {
+        tags.for_each(|tag| bench.submit(Op::Flush, 0, tag));
+    };
+    assert!(bench.disk.limits().is_empty());
+    flush(&bench, 0..100);
+    assert_eq!(bench.at(0).len(), 100, "nothing is limited");
+    // One an hour: the first has its token, the others wait.
+    bench.disk.set_limits(&ops(HOUR));
+    assert_eq!(bench.disk.limits(), ops(HOUR));
+    flush(&bench, 100..110);
+    assert_eq!(bench.at(1), [100]);
+    // Ten a second from now on: nobody waits for an hour any more, and all keep their order.
+    bench.disk.set_limits(&ops(100));
+    let passed = bench.at(2);
+    assert!((1..4).contains(&passed.len()), "{passed:?}");
+    for millis in (100..2000).step_by(50) {
+        bench.at(millis);
+    }
+    assert_eq!(bench.answered, (0..110).collect::<Vec<u64>>());
+    // None: what waits passes at once.
+    bench.disk.set_limits(&ops(HOUR));
+    flush(&bench, 110..120);
+    assert_eq!(bench.at(2001), [110]);
+    bench.disk.set_limits(&RateLimits::default());
+    flush(&bench, 120..130);
+    assert_eq!(bench.at(2002), (111..130).collect::<Vec<u64>>());
+}

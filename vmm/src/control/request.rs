@@ -9,7 +9,9 @@ use std::os::unix::net::UnixStream;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::disk_config::{DiskConfig, DiskConfigError};
+use block::throttle::RateLimits;
+
+use crate::disk_config::{DiskConfig, DiskConfigError, rate};
 use crate::key_value;
 
 /// A request to a control socket.
@@ -54,6 +56,14 @@ pub enum Request {
         /// True if it may become smaller: the caller knows that nobody uses what lies past its new end.
         #[serde(default)]
         force: bool,
+    },
+    /// Set the rate limits of a disk, or tell which it has.
+    DiskLimits {
+        /// The disk, by its id or, without one, its path; the number of a block device.
+        id: String,
+        /// The keys bw_… and ops_… of `--disk`: all limits that it has from then on. Absent: it keeps those that it has.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        limits: Option<DiskKeys>,
     },
     /// Add a disk.
     DiskAdd {
@@ -194,6 +204,7 @@ impl Request {
             Self::Pause {} => "pause",
             Self::Resume {} => "resume",
             Self::DiskResize { .. } => "disk-resize",
+            Self::DiskLimits { .. } => "disk-limits",
             Self::DiskAdd { .. } => "disk-add",
             Self::DiskRemove { .. } => "disk-remove",
             Self::SnapshotCreate { .. } => "snapshot-create",
@@ -259,20 +270,55 @@ impl DiskKeys {
         ))
     }
 
+    /// The keys of a text with rate limits alone; `none` is no limit.
+    ///
+    /// # Errors
+    ///
+    /// [`DiskConfigError`], naming the key and what it takes.
+    pub fn parse_limits(text: &str) -> Result<Self, DiskConfigError> {
+        let text = if text == "none" { "" } else { text };
+        let items = match text {
+            "" => Vec::new(),
+            text => key_value::items(text).map_err(DiskConfigError::Syntax)?,
+        };
+        rate::parse(items.iter().copied())?;
+        let keys = items.into_iter();
+        let keys = keys.map(|(key, value)| (key.to_owned(), Setting::Text(value.to_owned())));
+        Ok(Self(keys.collect()))
+    }
+
+    /// The rate limits that they describe, which are all that they describe.
+    ///
+    /// # Errors
+    ///
+    /// [`DiskConfigError`], naming the key and what it takes.
+    pub(crate) fn limits(&self) -> Result<RateLimits, DiskConfigError> {
+        let items = self.items();
+        rate::parse(items.iter().map(|(key, value)| (*key, value.as_str())))
+    }
+
     /// The disk that they describe.
     ///
     /// # Errors
     ///
     /// As [`DiskConfig::parse`].
     pub fn config(&self) -> Result<DiskConfig, DiskConfigError> {
+        let items = self.items();
+        DiskConfig::from_items(items.iter().map(|(key, value)| (*key, value.as_str())))
+    }
+
+    /// The keys, with their values as texts.
+    fn items(&self) -> Vec<(&str, String)> {
         let text = |setting: &Setting| match setting {
             Setting::Switch(true) => "on".to_owned(),
             Setting::Switch(false) => "off".to_owned(),
             Setting::Number(number) => number.to_string(),
             Setting::Text(text) => text.clone(),
         };
-        let items: Vec<_> = self.0.iter().map(|(key, setting)| (key, text(setting))).collect();
-        DiskConfig::from_items(items.iter().map(|(key, value)| (key.as_str(), value.as_str())))
+        let items = self.0.iter();
+        items
+            .map(|(key, setting)| (key.as_str(), text(setting)))
+            .collect()
     }
 }
 

@@ -31,6 +31,10 @@ fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
             Ok(config) => Ok(json!({"id": config.name(), "queues": config.num_queues})),
             Err(error) => Err(error.to_string()),
         },
+        Request::DiskLimits { id, limits } => {
+            let limits = limits.map(|limits| limits.limits().expect("limits"));
+            Ok(json!({ "id": id, "is_set": limits.is_some() }))
+        }
         Request::DiskRemove { id }
         | Request::SnapshotList { id }
         | Request::BitmapList { id }
@@ -136,6 +140,7 @@ fn control_page_lists_exactly_the_requests() {
             "disk-add",
             "disk-remove",
             "disk-resize",
+            "disk-limits",
             "snapshot-create",
             "snapshot-list",
             "snapshot-delete",
@@ -154,7 +159,7 @@ fn control_page_lists_exactly_the_requests() {
             "hand-over"
         ]
     );
-    assert_eq!(answers.len(), 23, "an answer for each, and an error");
+    assert_eq!(answers.len(), 24, "an answer for each, and an error");
     for answer in answers {
         let refused = answer["error"].is_string();
         assert_eq!(answer["ok"], Value::Bool(!refused), "{answer}");

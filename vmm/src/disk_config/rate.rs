@@ -8,8 +8,14 @@ use std::time::Duration;
 
 use block::throttle::{Limiter, Rate, RateLimits};
 
+use serde_json::{Map, Value};
+
 use super::{DiskConfig, DiskConfigError, keys};
 use crate::key_value::{self, SyntaxError};
+
+/// The keys of each limit: size, burst, time.
+const BANDWIDTH: [&str; 3] = ["bw_size", "bw_one_time_burst", "bw_refill_time"];
+const OPS: [&str; 3] = ["ops_size", "ops_one_time_burst", "ops_refill_time"];
 
 /// One limit's keys, as far as they were given.
 #[derive(Default)]
@@ -68,14 +74,55 @@ impl LimitKeys {
     /// Returns the limits. The error is a key that was given, and the one that is missing beside it.
     pub(super) fn build(&self) -> Result<RateLimits, (&'static str, &'static str)> {
         Ok(RateLimits {
-            bandwidth: self
-                .bandwidth
-                .build(["bw_size", "bw_one_time_burst", "bw_refill_time"])?,
-            ops: self
-                .ops
-                .build(["ops_size", "ops_one_time_burst", "ops_refill_time"])?,
+            bandwidth: self.bandwidth.build(BANDWIDTH)?,
+            ops: self.ops.build(OPS)?,
         })
     }
+}
+
+/// Parses limits alone: keys with their values, all of them about limits.
+///
+/// # Errors
+///
+/// [`DiskConfigError`], naming the key and what it takes.
+pub(crate) fn parse<'a>(
+    items: impl IntoIterator<Item = (&'a str, &'a str)>,
+) -> Result<RateLimits, DiskConfigError> {
+    let mut limits = LimitKeys::default();
+    for (name, value) in items {
+        let key = keys::find(name)?;
+        let taken = limits.try_set(key.name, value);
+        let taken = taken.ok_or(DiskConfigError::NotHere {
+            key: key.name,
+            place: "only the keys bw_… and ops_… are limits",
+        })?;
+        taken.ok_or_else(|| DiskConfigError::Value {
+            key: key.name,
+            value: value.to_owned(),
+            takes: key.takes,
+        })?;
+    }
+    let incomplete = |(key, missing)| DiskConfigError::Incomplete {
+        key,
+        missing,
+        takes: takes(missing),
+    };
+    limits.build().map_err(incomplete)
+}
+
+/// Returns limits as an object of the keys that set them.
+pub(crate) fn to_json(limits: &RateLimits) -> Value {
+    let mut object = Map::new();
+    for (rate, [size, burst, refill]) in [(limits.bandwidth, BANDWIDTH), (limits.ops, OPS)] {
+        let Some(rate) = rate else { continue };
+        object.insert(size.to_owned(), rate.size.into());
+        if rate.one_time_burst > 0 {
+            object.insert(burst.to_owned(), rate.one_time_burst.into());
+        }
+        let millis = u64::try_from(rate.refill.as_millis()).unwrap_or(u64::MAX);
+        object.insert(refill.to_owned(), millis.into());
+    }
+    Value::Object(object)
 }
 
 /// A disk's place in a group: the group's name and, once it has [joined](RateLimitGroups::join), its tokens.

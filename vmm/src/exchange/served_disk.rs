@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use block::ring::RingKind;
+use block::throttle::RateLimits;
 use block::{Buffer, Context, DiskInfo, Op, ask};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use qcow::{BitmapChange, EngineCounts, QcowDisk, SnapshotError};
@@ -16,7 +17,7 @@ use serde_json::{Value, json};
 use virtio_devices::stats::{DiskSnapshot, DiskStats};
 
 use super::compaction::Compactions;
-use crate::disk_config::DiskConfig;
+use crate::disk_config::{DiskConfig, rate};
 use crate::error::chain;
 use crate::open::{DiskHandle, OpenedDisk, OpenedImage};
 use crate::shrink;
@@ -31,6 +32,10 @@ pub(crate) struct ServedDisk {
     queues: u16,
     /// `true` if another program serves it, and this one only passes requests on.
     is_foreign: bool,
+    /// The group whose rate limits it shares.
+    group: Option<String>,
+    /// The rate limits that an operator has set since the start, which stay when the image is opened again.
+    limits: Mutex<Option<RateLimits>>,
     /// Read-locked while a request works on the image; `None` while the image is closed.
     open: RwLock<Option<DiskHandle>>,
     shown: Mutex<Shown>,
@@ -56,6 +61,11 @@ impl ServedDisk {
             path: config.path.clone(),
             queues: config.num_queues,
             is_foreign: config.vhost_user,
+            group: config
+                .rate_limit_group
+                .as_ref()
+                .map(|member| member.id().to_owned()),
+            limits: Mutex::default(),
             open: RwLock::default(),
             shown: Mutex::default(),
             compactions: Compactions::default(),
@@ -85,7 +95,11 @@ impl ServedDisk {
 
     /// The image is open: requests work on it from now on.
     pub(crate) fn attach(&self, opened: &OpenedDisk) {
-        *self.open.write() = Some(opened.handle());
+        let handle = opened.handle();
+        if let Some(limits) = &*self.limits.lock() {
+            handle.limits(Some(limits));
+        }
+        *self.open.write() = Some(handle);
         self.compactions.open();
     }
 
@@ -200,6 +214,25 @@ impl ServedDisk {
             flushed.ok_or_else(|| self.closed())?.map_err(failed)
         })?;
         Ok(json!({}))
+    }
+
+    /// Sets the disk's rate limits, if `limits` says which. Answers those that it has then.
+    pub(crate) fn limits(&self, limits: Option<&RateLimits>) -> Result<Value, String> {
+        if let (Some(_), Some(group)) = (limits, &self.group) {
+            return Err(format!(
+                "{} shares the limits of the group {group} with other disks; only a disk with limits of its own is given others",
+                self.label
+            ));
+        }
+        self.with(|handle| {
+            // Held, so that an image that is opened meanwhile has the same.
+            let mut set = self.limits.lock();
+            let now = handle.limits(limits).ok_or_else(|| self.closed())?;
+            if limits.is_some() {
+                *set = Some(now);
+            }
+            Ok(json!({ "limits": rate::to_json(&now) }))
+        })
     }
 
     /// Begins a change of size: makes the disk smaller if `size` is less than it has, which takes `force`. Its frontend has to make

@@ -121,3 +121,85 @@ fn takeover_does_not_wait_for_a_rate_limit() {
     world.assert_sound(false);
     client.assert_contents(&world.contents());
 }
+
+/// Returns what `ringdisk ctl` said of the disk's limits, and whether it succeeded.
+fn disk_limits(world: &World, arguments: &[&str]) -> (bool, String) {
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_ringdisk"))
+        .args(["ctl", "--json", "--socket"])
+        .arg(world.path("control"))
+        .args(["disk-limits", "disk.qcow2"])
+        .args(arguments)
+        .output()
+        .expect("ringdisk");
+    let said = [output.stdout, output.stderr].concat();
+    (
+        output.status.success(),
+        String::from_utf8_lossy(&said).into_owned(),
+    )
+}
+
+#[test]
+fn limits_of_a_disk_in_use_are_set_told_and_removed() {
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    let server = world.serve_disk(&SIGNALS, "path=disk.qcow2,poll_us=0", &["--control", "control"]);
+    let mut client = Client::new(BLOCKS, false);
+    client.connect(&world.path("socket"));
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !disk_limits(&world, &[]).0 {
+        assert!(Instant::now() < deadline, "{}", world.log());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(disk_limits(&world, &[]).1.contains("\"limits\":{}"));
+    let rate = |client: &mut Client, ms| {
+        let from = Instant::now() + Duration::from_millis(ms);
+        read(client, from, from + Duration::from_secs(1))
+    };
+    assert!(rate(&mut client, 0) > 2000.0, "nothing is limited");
+    let (is_done, said) = disk_limits(&world, &["ops_size=100,ops_refill_time=100"]);
+    let told = "\"limits\":{\"ops_refill_time\":100,\"ops_size\":100}";
+    assert!(is_done && said.contains(told), "{said}");
+    assert!(disk_limits(&world, &[]).1.contains(told));
+    let limited = rate(&mut client, 500);
+    assert!((limited / 1000.0 - 1.0).abs() < 0.05, "{limited} a second");
+    // What waits for an hour does not once the limit is gone.
+    assert!(disk_limits(&world, &["ops_size=1,ops_refill_time=3600000"]).0);
+    let waiting = rate(&mut client, 100);
+    assert!(waiting < 50.0, "{waiting} a second");
+    assert!(disk_limits(&world, &["none"]).0);
+    client.drain();
+    assert!(rate(&mut client, 0) > 2000.0);
+    for (wrong, why) in [
+        ("ops_size=1", "`ops_size` is given without `ops_refill_time`"),
+        (
+            "path=a",
+            "`path` does not apply here: only the keys bw_… and ops_… are limits",
+        ),
+        ("ops_size=0,ops_refill_time=1", "takes a number, at least 1"),
+        ("nonsense", "nonsense"),
+    ] {
+        let (is_done, said) = disk_limits(&world, &[wrong]);
+        assert!(!is_done && said.contains(why), "{said}");
+    }
+    assert_eq!(server.stop(), Some(0), "{}", world.log());
+    let server = world.serve_disk(
+        &SIGNALS,
+        "path=disk.qcow2,rate_limit_group=g",
+        &[
+            "--rate-limit-group",
+            "id=g,ops_size=300,ops_refill_time=200",
+            "--control",
+            "control",
+        ],
+    );
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !disk_limits(&world, &[]).1.contains("\"ops_size\":300") {
+        assert!(Instant::now() < deadline, "{}", world.log());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let (is_done, said) = disk_limits(&world, &["none"]);
+    assert!(
+        !is_done && said.contains("shares the limits of the group g"),
+        "{said}"
+    );
+    assert_eq!(server.stop(), Some(0), "{}", world.log());
+}
