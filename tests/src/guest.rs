@@ -31,8 +31,8 @@ const CPU: &str = "max,la57=off";
 
 /// All that QEMU can emulate, virtualization among it.
 const WHOLE_CPU: &str = "max";
-/// What QEMU 10.0's emulation of SVM does at each exit of a machine (`interrupt_request &= …`, not atomic) can undo that another of its
-/// threads raises an interrupt at the same time. Where the timer is armed for one tick after the other, a lost tick is the last one, and
+/// The options of a kernel with a periodic timer. QEMU 10.0's emulation of SVM seems to lose an interrupt that one thread raises while
+/// another leaves a machine (`interrupt_request &= …`, not atomic). Where the timer is armed for one tick after the other, a lost tick is the last one, and
 /// the CPU stands still. A periodic timer raises again what is pending.
 const TICKS: &str = " nohz=off highres=off";
 

@@ -52,7 +52,7 @@ pub(super) struct Backend {
     image: Option<Arc<Image>>,
     /// True if a queue is to run and the image cannot be opened yet.
     waits_for_image: bool,
-    /// Where the client writes the state of an earlier server to, until it asks whether that is well.
+    /// The pipe into which the client writes the state of an earlier server, until it asks whether that is well.
     state: Option<File>,
 }
 
@@ -592,7 +592,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
         }
         match direction {
             VhostTransferStateDirection::SAVE => {
-                device_state::save(self.device.cache_mode(), file).map_err(refuse)?;
+                device_state::save(self.device.cache_mode(), &file).map_err(refuse)?;
             }
             VhostTransferStateDirection::LOAD => self.state = Some(file),
         }

@@ -8,7 +8,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use super::event::wait_readable_for;
+use super::event::{is_writable, wait_readable_for};
 use crate::blk::CacheMode;
 
 /// The longest wait for bytes that the client has said to have written.
@@ -23,8 +23,11 @@ pub(super) enum DeviceStateError {
     Foreign,
 }
 
-/// Writes the state to what the client passed.
-pub(super) fn save(mode: CacheMode, mut to: File) -> io::Result<()> {
+/// Writes the state to what the client passed. A pipe without room is an error: nobody waits for the client.
+pub(super) fn save(mode: CacheMode, mut to: &File) -> io::Result<()> {
+    if !is_writable(to.as_fd()) {
+        return Err(io::ErrorKind::WouldBlock.into());
+    }
     to.write_all(&mode.to_word().to_le_bytes())
 }
 

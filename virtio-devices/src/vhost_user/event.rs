@@ -126,7 +126,7 @@ pub(super) fn replace(fd: RawFd, by: BorrowedFd<'_>) -> io::Result<()> {
 }
 
 /// Returns true if a write to `fd` would not block.
-fn is_writable(fd: BorrowedFd<'_>) -> bool {
+pub(super) fn is_writable(fd: BorrowedFd<'_>) -> bool {
     let mut entry = libc::pollfd {
         fd: fd.as_raw_fd(),
         events: libc::POLLOUT,

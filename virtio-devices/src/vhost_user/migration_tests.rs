@@ -418,6 +418,12 @@ fn state_carries_the_cache_mode_to_the_next_server() {
     let (_, end) = std::io::pipe().expect("a pipe");
     assert!(transfer(&client.frontend, save, end.into()).is_err(), "it runs");
     stop(&client);
+    let (_full, mut end) = std::io::pipe().expect("a pipe");
+    end.write_all(&[0; 65536]).expect("as much as it holds");
+    assert!(
+        transfer(&client.frontend, save, end.into()).is_err(),
+        "it has no room"
+    );
     let (mut reader, end) = std::io::pipe().expect("a pipe");
     assert!(
         transfer(&client.frontend, save, end.into())

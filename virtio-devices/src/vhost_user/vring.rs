@@ -80,13 +80,13 @@ pub(super) struct Vring {
     running: Option<RunningQueue>,
 }
 
-/// What a queue of a client runs on, beside its own parts.
+/// The parts of a client that its queues share.
 #[derive(Debug)]
 pub(super) struct ClientParts<'a> {
     pub(super) memory: &'a ClientMemory,
     /// The records of its chains in flight.
     pub(super) inflight: Option<InflightRegion>,
-    /// Where the guest pages that it writes are marked.
+    /// The log of the guest pages that it writes.
     pub(super) log: Option<&'a LogMemory>,
     /// The features that the client accepted.
     pub(super) features: u64,

@@ -63,7 +63,7 @@ pub(super) fn accept(
         .map_err(|error| CommandFailure::Failed(error.into()))
 }
 
-/// What may keep another server from continuing with some disks.
+/// The possible reasons why another server cannot continue with some disks.
 pub(super) struct Obstacles {
     kept: Option<String>,
     images: Vec<(String, Arc<ServedImage>)>,

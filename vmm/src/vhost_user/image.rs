@@ -160,14 +160,15 @@ impl ServedImage {
 
     /// Opens the image. One who comes again does not wait for the lock.
     fn open_now(&self, comes_again: bool) -> Result<Arc<dyn Disk>, OpenError> {
-        let mut state = self.state.lock();
-        let mut opening = state.opening.clone();
+        // Only the thread that serves the disk opens and closes it. Whoever looks at the state does not wait for it.
+        let mut opening = self.state.lock().opening.clone();
         if comes_again {
             opening.lock_set = opening.lock_set.at_once();
         }
         let opened = open::open_as(&self.config, &opening)?;
         self.disk.attach(&opened);
         let disk = opened.disk();
+        let mut state = self.state.lock();
         state.opened = Some(opened);
         state.is_away = false;
         Ok(disk)
@@ -182,7 +183,9 @@ impl ImageOwner for ServedImage {
     fn release(&self) {
         let mut state = self.state.lock();
         state.is_away = true;
-        if let Some(opened) = state.opened.take()
+        let opened = state.opened.take();
+        drop(state);
+        if let Some(opened) = opened
             && !opened.release(RELEASE_MAX)
         {
             tracing::error!(

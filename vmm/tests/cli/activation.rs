@@ -161,20 +161,28 @@ fn socket_mode_and_group_say_who_may_connect() {
     }
 }
 
+/// Makes the socket on which a service manager listens.
+fn manager(world: &World) -> UnixDatagram {
+    let manager = UnixDatagram::bind(world.path("notify")).expect("a socket");
+    let limited = manager.set_read_timeout(Some(Duration::from_secs(20)));
+    limited.expect("a timeout");
+    manager
+}
+
+/// Returns the next message that a manager hears.
+fn heard(manager: &UnixDatagram) -> String {
+    let mut bytes = [0; 64];
+    let count = manager.recv(&mut bytes).expect("a message within 20 s");
+    String::from_utf8_lossy(&bytes[..count]).into_owned()
+}
+
 /// A manager goes by how its main process ends: the old server's end must not look like the service's.
 #[test]
 fn takeover_tells_the_manager_the_new_process_before_the_old_one_ends() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
-    let manager = UnixDatagram::bind(world.path("notify")).expect("a socket");
-    manager
-        .set_read_timeout(Some(Duration::from_secs(20)))
-        .expect("a timeout");
-    let said = || {
-        let mut bytes = [0; 64];
-        let count = manager.recv(&mut bytes).expect("a message within 20 s");
-        String::from_utf8_lossy(&bytes[..count]).into_owned()
-    };
+    let manager = manager(&world);
+    let said = || heard(&manager);
     let environment = format!("NOTIFY_SOCKET={}", world.path("notify").display());
     let pair = [("s", "path=a.qcow2")];
     let mut old = Server::start_with(&[&environment], &world, &pair);
@@ -192,15 +200,8 @@ fn takeover_tells_the_manager_the_new_process_before_the_old_one_ends() {
 fn watchdog_hears_of_the_server_and_of_the_one_that_takes_over() {
     let world = World::new();
     world.qemu_create("a.qcow2", "compat=1.1", "1M");
-    let manager = UnixDatagram::bind(world.path("notify")).expect("a socket");
-    manager
-        .set_read_timeout(Some(Duration::from_secs(20)))
-        .expect("a timeout");
-    let said = || {
-        let mut bytes = [0; 64];
-        let count = manager.recv(&mut bytes).expect("a message within 20 s");
-        String::from_utf8_lossy(&bytes[..count]).into_owned()
-    };
+    let manager = manager(&world);
+    let said = || heard(&manager);
     let notify = format!("NOTIFY_SOCKET={}", world.path("notify").display());
     let pair = [("s", "path=a.qcow2,num_queues=2")];
     let environment = [notify.as_str(), "WATCHDOG_USEC=150000"];

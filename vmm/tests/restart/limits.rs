@@ -124,18 +124,7 @@ fn takeover_does_not_wait_for_a_rate_limit() {
 
 /// Returns what `ringdisk ctl` said of the disk's limits, and whether it succeeded.
 fn disk_limits(world: &World, arguments: &[&str]) -> (bool, String) {
-    let output = std::process::Command::new(env!("CARGO_BIN_EXE_ringdisk"))
-        .args(["ctl", "--json", "--socket"])
-        .arg(world.path("control"))
-        .args(["disk-limits", "disk.qcow2"])
-        .args(arguments)
-        .output()
-        .expect("ringdisk");
-    let said = [output.stdout, output.stderr].concat();
-    (
-        output.status.success(),
-        String::from_utf8_lossy(&said).into_owned(),
-    )
+    world.ctl("control", &[&["disk-limits", "disk.qcow2"], arguments].concat())
 }
 
 #[test]

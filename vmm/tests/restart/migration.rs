@@ -1,7 +1,6 @@
 //! A client that migrates its guest: another server of the same image continues, and each has the image in its turn.
 #![expect(clippy::print_stdout, reason = "a number that was measured is worth a line")]
 
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::client::{BLOCK, Client};
@@ -10,25 +9,10 @@ use ringdisk_gen::Random;
 
 const BLOCKS: usize = 1024;
 
-/// Returns what `ringdisk ctl` said at this control socket, and whether it succeeded.
-fn ctl(world: &World, socket: &str, arguments: &[&str]) -> (bool, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_ringdisk"))
-        .args(["ctl", "--socket"])
-        .arg(world.path(socket))
-        .args(arguments)
-        .output()
-        .expect("ringdisk");
-    let said = [output.stdout, output.stderr].concat();
-    (
-        output.status.success(),
-        String::from_utf8_lossy(&said).into_owned(),
-    )
-}
-
 /// Waits until there is a control socket, which a server makes when it serves.
 fn wait_for(world: &World, socket: &str) {
     let deadline = Instant::now() + Duration::from_secs(20);
-    while !ctl(world, socket, &["info"]).0 {
+    while !world.ctl(socket, &["info"]).0 {
         assert!(Instant::now() < deadline, "{}", world.log());
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -72,16 +56,16 @@ fn server_waits_for_its_image_and_is_not_taken_over_meanwhile() {
     wait_for(&world, "a.control");
     let mut second = world.serve_at("b", disk, &["--incoming", "--control", "b.control"]);
     wait_for(&world, "b.control");
-    let (_, listed) = ctl(&world, "b.control", &["--json", "disk-list"]);
+    let (_, listed) = world.ctl("b.control", &["disk-list"]);
     let size = format!("\"size\":{}", BLOCKS * BLOCK);
     assert!(
         listed.contains("\"open\":false") && listed.contains(&size),
         "{listed}"
     );
     assert!(listed.contains("\"format\":\"qcow2\""), "{listed}");
-    let (_, listed) = ctl(&world, "a.control", &["--json", "disk-list"]);
+    let (_, listed) = world.ctl("a.control", &["disk-list"]);
     assert!(listed.contains("\"open\":true"), "{listed}");
-    let (is_done, said) = ctl(&world, "b.control", &["snapshot-create", "data", "one"]);
+    let (is_done, said) = world.ctl("b.control", &["snapshot-create", "data", "one"]);
     assert!(!is_done && said.contains("closed"), "{said}");
     let heir = world.serve_at("b", disk, &["--takeover"]);
     assert_eq!(heir.wait(), Some(1));
@@ -98,7 +82,7 @@ fn server_waits_for_its_image_and_is_not_taken_over_meanwhile() {
     assert_eq!(first.stop(), Some(0), "{}", world.log());
     client.drain();
     assert!(client.answered > 0);
-    let (_, listed) = ctl(&world, "b.control", &["--json", "disk-list"]);
+    let (_, listed) = world.ctl("b.control", &["disk-list"]);
     assert!(listed.contains("\"open\":true"), "{listed}");
 
     // A client that is about to migrate is taken over with its log, and migrates then.

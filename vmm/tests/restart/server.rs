@@ -109,6 +109,21 @@ impl World {
         Server { child }
     }
 
+    /// Returns whether `ringdisk ctl` succeeded at this control socket, and what it said.
+    pub(crate) fn ctl(&self, socket: &str, arguments: &[&str]) -> (bool, String) {
+        let output = Command::new(env!("CARGO_BIN_EXE_ringdisk"))
+            .args(["ctl", "--json", "--socket"])
+            .arg(self.path(socket))
+            .args(arguments)
+            .output()
+            .expect("ringdisk");
+        let said = [output.stdout, output.stderr].concat();
+        (
+            output.status.success(),
+            String::from_utf8_lossy(&said).into_owned(),
+        )
+    }
+
     /// Returns the log of all servers so far.
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(self.path("log")).unwrap_or_default()
