@@ -32,8 +32,8 @@ const CPU: &str = "max,la57=off";
 /// All that QEMU can emulate, virtualization among it.
 const WHOLE_CPU: &str = "max";
 /// The options of a kernel with a periodic timer. QEMU 10.0's emulation of SVM seems to lose an interrupt that one thread raises while
-/// another leaves a machine (`interrupt_request &= …`, not atomic). Where the timer is armed for one tick after the other, a lost tick is the last one, and
-/// the CPU stands still. A periodic timer raises again what is pending.
+/// another leaves a machine (`interrupt_request &= …`, not atomic). Where the timer is armed for one tick after the other, a lost tick is
+/// the last one, and the CPU stands still. A periodic timer raises again what is pending.
 const TICKS: &str = " nohz=off highres=off";
 
 /// Texts that the kernel's console must not show after a good run.
